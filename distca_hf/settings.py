@@ -59,8 +59,8 @@ class Settings:
                 f"{getattr(self, name)!r}. Make others, dataclasses.replace(settings, {name}={value!r}), and attach "
                 "or enable with a plugin that has them"
             )
-        is_misspelt = name in renamed(type(self)) or nearest(name, names) not in (None, name)
-        if is_misspelt and not name.startswith("_"):
+        is_known = name in names or name.startswith("_")
+        if not is_known and (name in renamed(type(self)) or nearest(name, names) is not None):
             check_names(type(self), (), [name], type(self).__name__)
         super().__setattr__(name, value)
 

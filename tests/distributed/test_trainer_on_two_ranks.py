@@ -107,6 +107,7 @@ def _train_with_another_version(batches: str) -> None:
     plugin = distca_hf.DistCAPlugin(tokens_per_rank=96)
     if torch.distributed.get_rank() == 1:
         facts.__version__ = "0.0.1"
+        facts._versions.cache_clear()
     model = distca_hf.enable(tiny_model(num_hidden_layers=1), plugin).train()
     batch = (
         next(iter(plugin.dataloader(random_dataset())))

@@ -25,7 +25,8 @@ from support.commands import HANG_SECONDS
 from support.data import random_dataset, random_documents
 from support.models import tiny_model
 from support.ranks import run_ranks, start_ranks
-from support.training import let_accelerate_shard_on_cpu, quiet_arguments
+from support.shard_on_cpu import let_accelerate_shard_on_cpu
+from support.training import quiet_arguments
 
 
 CPU = torch.device("cpu")

@@ -54,7 +54,7 @@ if args.process_index == 0:
 """
 UNDER_FSDP2 = f"""{NOTE}
 sys.path.insert(0, os.environ["TESTS"])
-from support.training import let_accelerate_shard_on_cpu
+from support.shard_on_cpu import let_accelerate_shard_on_cpu
 let_accelerate_shard_on_cpu()
 import torch
 from accelerate import Accelerator

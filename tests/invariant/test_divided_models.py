@@ -20,6 +20,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from support.ranks import run_ranks
+from support.shard_on_cpu import let_accelerate_shard_on_cpu
 from support.training import (
     CAPACITY_TOKENS,
     LEARNING_RATE,
@@ -27,7 +28,6 @@ from support.training import (
     Curve,
     References,
     curve_of,
-    let_accelerate_shard_on_cpu,
     quiet_arguments,
     train_reference,
     training_dataset,

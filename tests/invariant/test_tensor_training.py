@@ -25,6 +25,7 @@ from transformers import AutoModelForCausalLM
 
 from support.checkpointing import LAYER_CALLS, checkpointed_attention, checkpointing_arguments
 from support.ranks import run_ranks
+from support.shard_on_cpu import let_accelerate_shard_on_cpu
 from support.training import (
     CAPACITY_TOKENS,
     LEARNING_RATE,
@@ -32,7 +33,6 @@ from support.training import (
     Curve,
     References,
     curve_of,
-    let_accelerate_shard_on_cpu,
     quiet_arguments,
     train_reference,
     training_dataset,

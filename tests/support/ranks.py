@@ -1,4 +1,5 @@
-"""Ranks as real processes over gloo. A fork server that has imported everything starts one in about 0.1 s."""
+"""Ranks as real processes over gloo. A fork server that has imported everything, and made a step, starts one in about
+0.1 s."""
 
 import contextlib
 import datetime
@@ -13,6 +14,7 @@ import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
+from multiprocessing import forkserver
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
@@ -20,7 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from support.commands import HANG_SECONDS
+from support.commands import HANG_SECONDS, REPOSITORY
 
 
 CONTEXT = multiprocessing.get_context("forkserver")
@@ -39,6 +41,7 @@ CONTEXT.set_forkserver_preload(
         "distca_hf.runtime.server",
         "transformers.models.llama.modeling_llama",
         "pytest",
+        "support.first_step",
     ]
 )
 # A start asks every child of this process for its exit code, and an exit code can be read but once: runs in several
@@ -117,6 +120,8 @@ def start_ranks(
     deadline = time.monotonic() + HANG_SECONDS
     # What the fork server has imported may have looked at the GPUs, which a forked process then cannot use.
     context = multiprocessing.get_context("spawn") if backend == "nccl" else CONTEXT
+    if context is CONTEXT:
+        _start_fork_server()
     processes = [
         context.Process(target=_rank_main, args=(rank, job, function, arguments), daemon=True)
         for rank in range(world_size + servers)
@@ -152,6 +157,19 @@ def start_ranks(
             )
         )
     return outcomes
+
+
+def _start_fork_server() -> None:
+    """Starts it if there is none. It finds modules of tests by a variable: multiprocessing sets the path of no other
+    processes than those that it forks."""
+    usual = os.environ.get("PYTHONPATH")
+    with CHILDREN:
+        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(REPOSITORY / "tests"), usual]))
+        forkserver.ensure_running()
+        if usual is None:
+            del os.environ["PYTHONPATH"]
+        else:
+            os.environ["PYTHONPATH"] = usual
 
 
 def _exit_code(process: Any) -> int | None:

@@ -1,15 +1,27 @@
 """`python shard_on_cpu.py SCRIPT [ARGUMENTS]`: runs a script whose FSDP, DeepSpeed or tensor ranks are real, on CPUs.
 Instead of a script it takes `-m MODULE`, too."""
 
+import os
 import runpy
 import sys
-from pathlib import Path
+from typing import Any
+
+
+def let_accelerate_shard_on_cpu() -> None:
+    """Accelerate runs plain DDP when FSDP or DeepSpeed is asked for on a CPU; this takes its accelerator path over
+    gloo instead."""
+    os.environ["ACCELERATE_TORCH_DEVICE"] = os.environ["DS_ACCELERATOR"] = "cpu"
+    os.environ.pop("ACCELERATE_USE_CPU", None)
+    from accelerate.state import PartialState
+    from accelerate.utils import DistributedType
+
+    def prepare_backend(self: Any, cpu: bool = False, sagemaker_dp: bool = False, backend: str | None = None) -> Any:
+        return "gloo", DistributedType.MULTI_GPU
+
+    PartialState._prepare_backend = prepare_backend
 
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).parents[1]))
-    from support.training import let_accelerate_shard_on_cpu
-
     let_accelerate_shard_on_cpu()
 
     from deepspeed.ops import __compatible_ops__

@@ -1,6 +1,5 @@
 """One training run, computed in every way that must give the same numbers."""
 
-import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from support.checkpointing import checkpointed_attention, checkpointing_arguments, count_layer_calls
 from support.data import random_dataset
 from support.models import VOCABULARY, plain_attention, tiny_model
+from support.shard_on_cpu import let_accelerate_shard_on_cpu
 
 
 # Drift shows in many steps, everything else in a few; in these an epoch ends, too.
@@ -333,17 +333,3 @@ def computing_arguments(wrap: str, checkpointing: str, layer: str) -> dict[str, 
         "activation_checkpointing": checkpointing == "fsdp",
     }
     return arguments | {"fsdp": True, "fsdp_config": config}
-
-
-def let_accelerate_shard_on_cpu() -> None:
-    """Accelerate runs plain DDP when FSDP or DeepSpeed is asked for on a CPU; this takes its accelerator path over
-    gloo instead."""
-    os.environ["ACCELERATE_TORCH_DEVICE"] = os.environ["DS_ACCELERATOR"] = "cpu"
-    os.environ.pop("ACCELERATE_USE_CPU", None)
-    from accelerate.state import PartialState
-    from accelerate.utils import DistributedType
-
-    def prepare_backend(self: Any, cpu: bool = False, sagemaker_dp: bool = False, backend: str | None = None) -> Any:
-        return "gloo", DistributedType.MULTI_GPU
-
-    PartialState._prepare_backend = prepare_backend

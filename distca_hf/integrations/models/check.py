@@ -222,7 +222,7 @@ def _positions(model: PreTrainedModel) -> Iterator[str]:
     """Yields embeddings that count positions in another way: positions inside documents, which a batch holds, would be
     others than the model was trained with."""
     for name, module in text_modules(model).items():
-        if "create_position_ids_from_input_ids" in source_of(getattr(type(module), "forward", None)):
+        if _counts_from_padding(type(module)):  # type: ignore[arg-type]
             yield (
                 f"{name} counts positions from padding_idx {getattr(module, 'padding_idx', '?')} in input_ids, not "
                 "from 0 in each document"
@@ -351,6 +351,12 @@ def _kernel(
         except UnsupportedAttentionError as error:
             yield f"{layers[0]} and {len(layers) - 1} more layers: {error}"
             return
+
+
+@lru_cache(maxsize=1024)
+def _counts_from_padding(module_class: Hashable) -> bool:
+    """Returns whether the class's own forward makes positions that begin behind padding_idx."""
+    return "create_position_ids_from_input_ids" in source_of(getattr(module_class, "forward", None))
 
 
 @lru_cache(maxsize=128)
