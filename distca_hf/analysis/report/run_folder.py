@@ -40,7 +40,9 @@ def read_folder(folder: Path) -> Report:
         )
     of_files = [_lines_of(file) for file in files]
     unfinished = [file for file, (_, is_cut) in zip(files, of_files, strict=True) if is_cut]
-    lines = [(f"{file} line {at}", line) for file, (found, _) in zip(files, of_files, strict=True) for at, line in found]
+    lines = [
+        (f"{file} line {at}", line) for file, (found, _) in zip(files, of_files, strict=True) for at, line in found
+    ]
     if not lines:
         raise ReportError(
             f"{files[0].parent} has {len(files)} empty files: no step was reported before training ended"
@@ -77,8 +79,8 @@ def read_folder(folder: Path) -> Report:
 
 
 def _lines_of(file: Path) -> tuple[list[tuple[int, str]], bool]:
-    """Returns the lines of one rank that are not empty, with their numbers; and whether one more was begun behind them,
-    which is left out."""
+    """Returns the lines of one rank that are not empty, with their numbers; and whether one more was begun behind
+    them, which is left out."""
     try:
         lines = file.read_text(encoding="utf-8").splitlines(keepends=True)
     except UnicodeDecodeError:

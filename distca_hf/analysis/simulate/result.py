@@ -114,9 +114,7 @@ class Result:
         if gain < WORTH_IT:
             return f"CAD brings you {gain:.2f} x over {other.label}{cut}: do not bother."
         beside = "" if other.key == "plain" else f", and {ours.times_as_fast:.2f} x as fast as plain packing"
-        return (
-            f"Choose {ours.label}: {gain:.2f} x as fast as the fastest way without CAD, {other.label}{cut}{beside}."
-        )
+        return f"Choose {ours.label}: {gain:.2f} x as fast as the fastest way without CAD, {other.label}{cut}{beside}."
 
     def as_json(self) -> dict[str, Any]:
         """Returns all figures, and the choice."""
