@@ -22,15 +22,16 @@ app = typer.Typer(
     help="Core attention disaggregation for Hugging Face.",
     epilog="Example: distca plan pretrain --ranks 8 --tokens-per-rank 16384",
     no_args_is_help=True,
+    rich_markup_mode="markdown",  # paragraphs of help are filled to the terminal's width
 )
 
 
 @contextmanager
 def _one_line_errors() -> Iterator[None]:
-    """Ends the command with status 2 and one line on stderr if bad input is refused."""
+    """Ends the command with status 2 and one line on stderr if bad input is refused, or a path cannot be looked at."""
     try:
         yield
-    except DistCAError as error:
+    except (DistCAError, OSError) as error:
         typer.echo(f"distca: {' '.join(str(error).split())}", err=True)
         raise typer.Exit(2) from error
 

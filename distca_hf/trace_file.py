@@ -1,5 +1,8 @@
 """Trace file: the file into which one rank writes its traces, and which optimizer step a Trainer is in."""
 
+import errno
+import json
+import os
 from pathlib import Path
 
 from distca_hf.telemetry import OF_THIS_RANK, get_logger
@@ -56,8 +59,7 @@ class TraceFile:
         try:
             if self._path is None:
                 self._path = self._begun(number, trace.step)
-            with self._path.open("a", encoding="utf-8") as file:
-                file.write(trace.line() + "\n")
+            _append(self._path, f"{trace.line()}\n".encode())
         except OSError as error:
             self._failed = True
             log.warning(
@@ -72,7 +74,7 @@ class TraceFile:
         self.folder.mkdir(parents=True, exist_ok=True)
         path = self.folder / file_name(number)
         if path.exists():
-            lines = path.read_text(encoding="utf-8").splitlines()
+            lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
             kept = [line for line in lines if _is_before(line, step)]
             unfinished = path.with_suffix(".unfinished")
             unfinished.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
@@ -83,4 +85,26 @@ class TraceFile:
 def _is_before(line: str, step: int) -> bool:
     """Returns whether a line is a whole trace of an earlier step; one is cut off when a run is killed."""
     own = step_of(line)
-    return own is not None and own < step and line.endswith("}")
+    if own is None or own >= step:
+        return False
+    try:
+        json.loads(line)
+    except (ValueError, RecursionError):
+        return False
+    return True
+
+
+def _append(path: Path, line: bytes) -> None:
+    """Appends a line, or nothing of it: a full disk leaves no part behind.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    with path.open("ab", buffering=0) as file:
+        begin = file.seek(0, os.SEEK_END)
+        try:
+            if file.write(line) != len(line):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        except OSError:
+            file.truncate(begin)
+            raise

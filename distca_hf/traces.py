@@ -7,6 +7,7 @@ exchange nothing for it.
 
 import enum
 import json
+import math
 import re
 import types
 from collections.abc import Callable, Mapping
@@ -22,7 +23,7 @@ KIND, VERSION = "distca-trace", 1
 # Name of a folder of traces, unless a setting names another one; and of the files in it.
 FOLDER = "distca_report"
 FILES = "rank-*.jsonl"
-STEP_OF_LINE = re.compile(rf'{{"kind":"{KIND}","version":{VERSION},"step":(\d+),')
+STEP_OF_LINE = re.compile(rf'{{"kind":"{KIND}","version":{VERSION},"step":(\d{{1,18}}),')
 
 
 def file_name(number: int) -> str:
@@ -187,8 +188,10 @@ class RankTrace:
             ReportError: it is cut off, of another kind or version, or has other fields.
         """
         try:
-            content = json.loads(line)
-        except ValueError:
+            content = json.loads(line, parse_float=finite, parse_constant=finite)
+        except ReportError as error:
+            raise ReportError(f"{where} has {error}") from None
+        except (ValueError, RecursionError):
             raise ReportError(f"{where} is no JSON: the file is cut off, or of something else") from None
         kind = content.get("kind") if isinstance(content, Mapping) else None
         if kind != KIND:
@@ -199,7 +202,36 @@ class RankTrace:
                 "distca_hf that wrote it"
             )
         trace: Self = _reader(cast(Any, cls))(content, where)
+        wrong = trace._wrong()
+        if wrong is not None:
+            raise ReportError(f"{where} has {wrong}: it is not as distca_hf writes it")
         return trace
+
+    def _wrong(self) -> str | None:
+        """Returns words for fields that do not go together; None if all do."""
+        if not 0 <= self.rank < self.num_ranks:
+            return f"rank {self.rank} of {self.num_ranks} ranks"
+        if not self.work_before or len(self.work) < self.num_ranks:
+            return f"work of {len(self.work_before)} and {len(self.work)} ranks, and num_ranks is {self.num_ranks}"
+        if self.speeds and (len(self.speeds) != len(self.work) or min(self.speeds) <= 0):
+            return f"speeds of {len(self.speeds)} ranks for work of {len(self.work)}, or one that is not above 0"
+        if self.ranks_per_node < 1:
+            return f"{self.ranks_per_node} ranks per node"
+        others = [other for other, _ in (*self.sent_bytes, *self.received_bytes)]
+        beyond = [other for other in others if not 0 <= other < len(self.work)]
+        return f"bytes of rank {beyond[0]}, and work of {len(self.work)} ranks" if beyond else None
+
+
+def finite(number: str) -> float:
+    """Returns a number of JSON.
+
+    Raises:
+        ReportError: it is none (NaN), or too large.
+    """
+    value = float(number)
+    if not math.isfinite(value):
+        raise ReportError(f"the number {number[:40]}, with which nothing can be computed")
+    return value
 
 
 # Makes an object of a value of JSON; the second argument is where it is.

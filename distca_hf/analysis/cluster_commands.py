@@ -78,7 +78,10 @@ def profile(
 
 def simulate(
     lengths: Annotated[
-        Path, typer.Argument(help="document lengths, as distca plan reads them; or a sample: pretrain, prolong")
+        Path,
+        typer.Argument(
+            metavar="LENGTHS", help="document lengths, as distca plan reads them; or a sample: pretrain, prolong"
+        ),
     ],
     gpus: Annotated[str, typer.Option(help="numbers of GPUs, with commas between them")] = "8",
     tokens_per_rank: Annotated[int, typer.Option(help="tokens each GPU holds in a micro-step, at most")] = 131_072,

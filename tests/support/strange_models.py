@@ -21,6 +21,14 @@ class StrangeForCausalLM(LlamaForCausalLM):
     config_class = StrangeConfig
 
 
+class Talking(StrangeForCausalLM):
+    """A class that prints as it is built."""
+
+    def __init__(self, config: StrangeConfig) -> None:
+        super().__init__(config)
+        print("built")  # noqa: T201
+
+
 class Rolling(nn.Module):
     """An MLP that adds to every token the one before, which its structure does not show."""
 

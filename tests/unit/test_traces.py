@@ -2,6 +2,9 @@
 
 import json
 import logging
+import re
+import resource
+import signal
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,7 +12,7 @@ import pytest
 
 from distca_hf.errors import ReportError
 from distca_hf.trace_file import TraceFile
-from distca_hf.traces import RankTrace, file_name
+from distca_hf.traces import RankTrace, file_name, step_of
 from support.made_traces import made_trace
 
 
@@ -49,6 +52,57 @@ def test_other_lines_are_refused_in_words(name: str) -> None:
 
     assert str(refused.value).startswith("rank-00000.jsonl line 3 ")
     assert words in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"rank": 7}, "rank 7 of 4 ranks"),
+        ({"num_ranks": 10**12}, "num_ranks is 1000000000000"),
+        ({"work_before": []}, "work of 0 and"),
+        ({"speeds": [0.0, 1.0]}, "speeds of 2 ranks"),
+        ({"ranks_per_node": 0}, "0 ranks per node"),
+        ({"sent_bytes": [[-1, 5]]}, "bytes of rank -1"),
+        ({"pass_seconds": float("nan")}, "the number NaN"),
+        ({"pass_seconds": float("inf")}, "the number Infinity"),
+    ],
+)
+def test_fields_that_do_not_go_together_are_refused(changes: dict[str, object], words: str) -> None:
+    with pytest.raises(ReportError, match=re.escape(words)):
+        RankTrace.read(json.dumps({**json.loads(TRACE.line()), **changes}), "here")
+
+
+def test_lines_that_python_cannot_read_are_refused() -> None:
+    for line in ("[" * 100_000, '{"kind":"distca-trace","version":1,"step":' + "9" * 5000 + "}"):
+        assert step_of(line) is None
+        with pytest.raises(ReportError, match="is no JSON"):
+            RankTrace.read(line, "here")
+
+
+def test_full_disk_leaves_no_part_of_a_line(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = TraceFile(str(tmp_path))
+    file.write(0, replace(TRACE, step=2))
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (len(TRACE.line()) + 100, limits[1]))
+    try:
+        with caplog.at_level(logging.WARNING, "distca_hf"):
+            file.write(0, replace(TRACE, step=4))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, handler)
+
+    assert "the trace of step 4 cannot be written" in caplog.text
+    assert (tmp_path / file_name(0)).read_text() == replace(TRACE, step=2).line() + "\n"
+
+
+def test_file_of_something_else_is_replaced_and_ends_no_training(tmp_path: Path) -> None:
+    (tmp_path / file_name(0)).write_bytes(b"\xff\xfe\x00" * 10)
+    TraceFile(str(tmp_path)).write(0, replace(TRACE, step=4))
+
+    assert steps_of(tmp_path) == [4]
 
 
 def test_another_run_takes_the_place_of_the_earlier_one(tmp_path: Path) -> None:

@@ -55,7 +55,9 @@ def run_check(
     if as_json:
         sys.stdout.write(json.dumps(answer.as_json(), allow_nan=False) + "\n")
     else:
-        print_answer(answer, Console(width=None if Console().is_terminal else COLUMNS), numerics)
+        # Without markup: names and paths may have brackets.
+        console = Console(width=None if Console().is_terminal else COLUMNS, markup=False)
+        print_answer(answer, console, numerics)
     return WORKS if answer.works else REFUSED
 
 
@@ -77,7 +79,8 @@ def check(candidate: Candidate, job: Job) -> CheckAnswer:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Leaves out the words of libraries about a model without weights, and of a step that is no training."""
+    """Leaves out the words of libraries about a model without weights, and of a step that is no training. A model's
+    code may print: that goes to stderr."""
     log, level = get_logger("distca_hf"), logging.getLogger("distca_hf").level
     verbosity, threads = transformers.logging.get_verbosity(), torch.get_num_threads()
     transformers.logging.set_verbosity(transformers.logging.CRITICAL)
@@ -85,7 +88,7 @@ def _quiet() -> Iterator[None]:
     log.setLevel(logging.CRITICAL)
     torch.set_num_threads(1)  # of tiny models
     try:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), contextlib.redirect_stdout(sys.stderr):
             warnings.simplefilter("ignore")
             yield
     finally:

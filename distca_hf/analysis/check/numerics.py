@@ -4,6 +4,7 @@ Weights are fp32 and random, kernels those of the CPU: a wrong route or mask sho
 make.
 """
 
+import math
 from dataclasses import asdict, dataclass, replace
 
 import torch
@@ -47,8 +48,12 @@ class Numerics:
         return f"{logits}loss by {self.loss:.1e}, gradients by {self.gradients:.1e}"
 
     def as_json(self) -> dict[str, object]:
-        """Returns all fields, and the limit."""
-        return asdict(self) | {"agree": self.agree, "largest_difference": LARGEST_DIFFERENCE}
+        """Returns all fields, and the limit; None for a difference that is not a number."""
+        fields = {
+            name: None if isinstance(value, float) and not math.isfinite(value) else value
+            for name, value in asdict(self).items()
+        }
+        return fields | {"agree": self.agree, "largest_difference": LARGEST_DIFFERENCE}
 
 
 def compare(tiny: TinyModel) -> Numerics:

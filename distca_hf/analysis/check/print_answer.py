@@ -15,7 +15,7 @@ from distca_hf.analysis.print_answer import SHARDING, block, counted, in_gib, pl
 from distca_hf.integrations.models.layer_kinds import grouped, ranges
 
 
-HEADS = "32/8 heads of 128: query heads, KV heads, numbers of each."
+HEADS = "Heads: query heads / KV heads, of so many numbers each."
 # Names of the parts of memory.
 PARTS = {
     "parameters": "weights: a rank's share",
@@ -53,7 +53,7 @@ def _blocks(answer: CheckAnswer, with_numerics: bool) -> Iterator[RenderableType
         table.add_column(overflow="fold")
         for numbers, kind in grouped(verdict.kinds):
             table.add_row(ranges(numbers), kind.in_words())
-        yield block("layers", table, HEADS)
+        yield block("layers", table, *([HEADS] if any(kind.heads for kind in verdict.kinds) else []))
     if verdict.kernels:
         yield _kernels(answer)
     if answer.fits and verdict.status != "refused":

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 from distca_hf.errors import ConfigError
 from distca_hf.version import __version__
@@ -178,7 +178,7 @@ class ClusterProfile:
         """
         try:
             content = json.loads(path.read_text())
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             raise ConfigError(f"{path} cannot be read as a cluster profile: {error}") from error
         return cls.from_json(content, str(path))
 
@@ -210,7 +210,7 @@ class ClusterProfile:
                 source,
             )
             profile._check()
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
+        except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
             raise ConfigError(f"{source} is a damaged cluster profile: {error!r}") from error
         return profile
 
@@ -223,6 +223,8 @@ class ClusterProfile:
         """Raises ValueError where sizes do not rise, or numbers of times differ from numbers of sizes."""
         if not self.attention or not self.layers:
             raise ValueError("no attention, or no layers")
+        if self.attention[0].window_tokens:
+            raise ValueError("the first attention has a window, and full attention comes first")
         for times in self.attention:
             _check_curve("square_tokens", times.square_tokens, times.square_forward, times.square_backward)
             if times.prefix_queries:
@@ -242,12 +244,27 @@ def _read(cls: Any, content: Mapping[str, Any]) -> Any:
     """Returns a dataclass of JSON values; lists become tuples.
 
     Raises:
-        ValueError: names are missing, or unknown.
+        TypeError, ValueError: names are missing or unknown, or a value is of another kind or out of range.
     """
     names = {field.name for field in fields(cls)}
     if unknown := set(content) - names:
         raise ValueError(f"unknown {sorted(unknown)} in {cls.__name__}")
-    return cls(**{name: _as_tuples(value) for name, value in content.items()})
+    found = cls(**{name: _as_tuples(value) for name, value in content.items()})
+    for name, kind in get_type_hints(cls).items():
+        _check_single(f"{cls.__name__}.{name}", kind, getattr(found, name))
+    return found
+
+
+def _check_single(name: str, kind: Any, value: Any) -> None:
+    """Raises ValueError where a single value is of another kind than its field, or out of range."""
+    if kind not in (int, float, str, bool):
+        return
+    if type(value) is not kind and not (kind is float and type(value) is int):
+        raise ValueError(f"{name} is {value!r}, and no {kind.__name__}")
+    if kind in (int, float):
+        least = 0 if kind is float or name.endswith("window_tokens") else 1
+        if not (math.isfinite(value) and value >= least):
+            raise ValueError(f"{name} is {value}, and must be at least {least}")
 
 
 def _as_tuples(value: Any) -> Any:

@@ -4,7 +4,11 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import cast
 
+from distca_hf.analysis.find_model import find_model
+from distca_hf.analysis.profiles.cluster_profile import ClusterProfile
+from distca_hf.config import DistCAConfig, KernelName
 from distca_hf.errors import ConfigError
 
 
@@ -25,7 +29,8 @@ def launch_line(
     """Returns the command that measures on this node.
 
     Raises:
-        ConfigError: there is no GPU, or fewer than processes; or the file cannot be written.
+        ConfigError: there is no GPU, or fewer than processes; the model or the kernel is not known; or the file cannot
+            be written, or is no profile whose links can be measured.
     """
     import torch  # which reading a profile does not need
 
@@ -37,7 +42,15 @@ def launch_line(
         raise ConfigError(f"--processes {number} must be at least 1")
     if not cpu and number > gpus:
         raise ConfigError(f"--processes {number}: this machine has {gpus} GPUs")
+    DistCAConfig(kernel=cast(KernelName, kernel))  # refuses any other
+    find_model(model)
+    if as_between_nodes is not None:
+        ClusterProfile.load(as_between_nodes)
+        if number < 2:
+            raise ConfigError(f"--as-between-nodes with --processes {number}: links need two processes or more")
     target = as_between_nodes or out
+    if target.is_dir():
+        raise ConfigError(f"{target} cannot be written: it is a folder")
     if not target.absolute().parent.is_dir():
         raise ConfigError(f"{target} cannot be written: its folder is missing")
     line = ["torchrun", "--nproc-per-node", str(number), "-m", "distca_hf.analysis.profiles"]

@@ -2,6 +2,7 @@
 
 import math
 import re
+from dataclasses import replace
 from importlib import resources
 from pathlib import Path
 
@@ -29,7 +30,7 @@ def find_profile(name: str) -> ClusterProfile:
     """
     shipped = shipped_profiles()
     if name.lower() in shipped:
-        return ClusterProfile.load(shipped[name.lower()])
+        return replace(ClusterProfile.load(shipped[name.lower()]), source=name.lower())
     path = Path(name)
     if path.suffix == ".json" or path.exists():
         return ClusterProfile.load(path)

@@ -10,6 +10,7 @@ from distca_hf.analysis.report import plan_answer, simulate_answer
 from distca_hf.analysis.report.figures import KIND, Report
 from distca_hf.analysis.report.run_folder import read_folder
 from distca_hf.errors import ReportError, first_line
+from distca_hf.traces import finite
 
 
 # A path that stands for standard input.
@@ -48,7 +49,7 @@ def read_source(path: Path) -> Report:
         if reader.claims(content):
             try:
                 return reader.read(content, str(path))
-            except (LookupError, TypeError, ValueError, AttributeError) as error:
+            except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
                 raise ReportError(
                     f"{path} is not as {command} --json of this version prints it ({type(error).__name__}: "
                     f"{first_line(error)}); run it again"
@@ -72,7 +73,9 @@ def _object_of(path: Path) -> Mapping[str, Any]:
     except OSError as error:
         raise ReportError(f"{path} cannot be read: {error.strerror or error}") from error
     try:
-        content = json.loads(text)
+        content = json.loads(text, parse_float=finite, parse_constant=finite)
+    except ReportError as error:
+        raise ReportError(f"{path} has {error}") from None
     except (ValueError, RecursionError):
         raise ReportError(f"{path} is no JSON, or cut off; for a run give the folder that its traces are in") from None
     if not isinstance(content, Mapping):

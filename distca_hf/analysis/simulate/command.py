@@ -1,6 +1,7 @@
 """`distca simulate`: from lengths, a model and a measured cluster to tables or JSON."""
 
 import json
+import math
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -23,6 +24,10 @@ from distca_hf.analysis.simulate.result import Result, make_result
 from distca_hf.analysis.simulate.run import run_steps
 from distca_hf.analysis.simulate.ways import PUBLISHED_TOLERANCE
 from distca_hf.errors import ConfigError
+
+
+# Most digits of a number in a list.
+MOST_DIGITS = 18
 
 
 @dataclass(frozen=True)
@@ -56,8 +61,8 @@ def run_simulate(options: SimulateOptions) -> None:
         PackingError: lengths cannot be read, or do not fit.
     """
     profile, model = find_profile(options.cluster), _model(options.model, options.model_config)
-    if not options.token_budget > 0:
-        raise ConfigError(f"--token-budget {options.token_budget:g} must be above 0")
+    if not 0 < options.token_budget < math.inf:
+        raise ConfigError(f"--token-budget {options.token_budget:g} must be above 0, and finite")
     requests = [
         SimulationRequest(
             model,
@@ -69,7 +74,7 @@ def run_simulate(options: SimulateOptions) -> None:
             options.tensor,
             cast(Checkpointing, options.checkpointing),  # the request refuses any other
             options.liger,
-            options.gpu_gib or _gpu_gib(profile),
+            _gpu_gib(profile) if options.gpu_gib is None else options.gpu_gib,
             options.batches,
             options.seed,
         )
@@ -181,6 +186,6 @@ def _numbers(option: str, given: str) -> list[int]:
         ConfigError: it is no such list.
     """
     parts = [part.strip() for part in given.split(",")]
-    if not all(part.isdecimal() for part in parts):
+    if not all(part.isdecimal() and len(part) <= MOST_DIGITS for part in parts):
         raise ConfigError(f"{option} {given}: write whole numbers with commas between them, such as 8,64")
     return [int(part) for part in parts]

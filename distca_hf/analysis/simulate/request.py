@@ -1,5 +1,6 @@
 """Request: GPUs, tokens and model of a simulation, and the optimizer steps that are simulated."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -65,7 +66,7 @@ class SimulationRequest:
         for option, value, most in (
             ("--gpus", self.gpus, MAX_RANKS),
             ("--tokens-per-rank", self.tokens_per_rank, MAX_DOCUMENT_TOKENS),
-            ("--context", self.context_tokens or 1, MAX_DOCUMENT_TOKENS),
+            ("--context", 1 if self.context_tokens is None else self.context_tokens, MAX_DOCUMENT_TOKENS),
             ("--accumulation", self.accumulation, MAX_MICRO_STEPS),
             ("--ranks-per-node", self.ranks_per_node, MAX_RANKS),
             ("--tensor", self.tensor_ranks, MAX_RANKS),
@@ -79,8 +80,8 @@ class SimulationRequest:
             )
         if self.seed < 0:
             raise ConfigError(f"--seed {self.seed} must be at least 0")
-        if not self.gpu_gib > 0:
-            raise ConfigError(f"--gpu-gib {self.gpu_gib:g} must be above 0")
+        if not 0 < self.gpu_gib < math.inf:
+            raise ConfigError(f"--gpu-gib {self.gpu_gib:g} must be above 0, and finite")
         if self.gpus % self.tensor_ranks or self.ranks_per_node % self.tensor_ranks:
             raise ConfigError(
                 f"--tensor {self.tensor_ranks} must divide --gpus {self.gpus} and --ranks-per-node "

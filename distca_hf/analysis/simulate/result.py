@@ -113,10 +113,8 @@ class Result:
         cut = "" if other.whole else ", which cuts documents"
         if gain < WORTH_IT:
             return f"CAD brings you {gain:.2f} x over {other.label}{cut}: do not bother."
-        return (
-            f"Choose {ours.label}: {gain:.2f} x as fast as the fastest way without CAD, {other.label}{cut}, and "
-            f"{ours.times_as_fast:.2f} x as fast as plain packing."
-        )
+        beside = "" if other.key == "plain" else f", and {ours.times_as_fast:.2f} x as fast as plain packing"
+        return f"Choose {ours.label}: {gain:.2f} x as fast as the fastest way without CAD, {other.label}{cut}{beside}."
 
     def as_json(self) -> dict[str, Any]:
         """Returns all figures, and the choice."""

@@ -23,6 +23,8 @@ from distca_hf.integrations.models.structure import attention_layers, source_of,
 ALONE = frozenset({"moe", "mlp"})
 # Most ranges of layers that are written out.
 MOST_RANGES = 4
+# Kinds of layers in the log of a training. Where every layer has heads of its own, there are many.
+MOST_KINDS = 4
 
 
 @dataclass(frozen=True)
@@ -145,8 +147,9 @@ def ranges(numbers: Sequence[int]) -> str:
 
 def verdict_in_short(model: PreTrainedModel) -> str:
     """Returns a line about an accepted model for the log of a training: its layers, and where all is said."""
-    kinds = layer_kinds(model)
-    layers = "; ".join(f"layers {ranges(numbers)}: {kind.in_words()}" for numbers, kind in grouped(kinds))
+    kinds = grouped(layer_kinds(model))
+    layers = "; ".join(f"layers {ranges(numbers)}: {kind.in_words()}" for numbers, kind in kinds[:MOST_KINDS])
+    layers += f"; {len(kinds) - MOST_KINDS} more kinds of layers" if len(kinds) > MOST_KINDS else ""
     name = model.config.name_or_path or model.config.model_type
     return f"{type(model).__name__} works. {layers}. The whole answer: distca check {name}"
 

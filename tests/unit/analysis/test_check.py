@@ -1,10 +1,11 @@
 """distca check: verdicts on models that the package knows and on others, kernels, limits, and sizes."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM, LlamaConfig, PreTrainedConfig
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedConfig
 
 from distca_hf.analysis.check.find import Candidate, find_candidate
 from distca_hf.analysis.check.gpus import GPUS, find_gpu
@@ -17,7 +18,7 @@ from distca_hf.analysis.find_model import find_model
 from distca_hf.analysis.request import PRESETS
 from distca_hf.errors import ConfigError, UnsupportedAttentionError
 from distca_hf.integrations.models.check import check_model
-from distca_hf.integrations.models.layer_kinds import grouped, layer_kinds, ranges
+from distca_hf.integrations.models.layer_kinds import MOST_KINDS, grouped, layer_kinds, ranges, verdict_in_short
 from distca_hf.integrations.models.structure import weights_beside_text
 from support import strange_models
 
@@ -293,3 +294,16 @@ def test_training_refuses_for_the_same_reasons(name: str) -> None:
     assert reasons
     assert [reason for reason in reasons if reason not in str(error.value)] == []
     assert "`distca check` shows it layer by layer" in str(error.value)
+
+
+def test_the_line_of_a_training_stays_short(monkeypatch: pytest.MonkeyPatch) -> None:
+    with torch.device("meta"):
+        model = LlamaForCausalLM(LlamaConfig(num_hidden_layers=2))
+    assert "layers 0-1: full" in verdict_in_short(model)
+    (kind, _) = layer_kinds(model)
+    many = [replace(kind, window_tokens=10 + number) for number in range(30)]
+    monkeypatch.setattr("distca_hf.integrations.models.layer_kinds.layer_kinds", lambda model: many)
+    line = verdict_in_short(model)
+
+    assert line.count("window") == MOST_KINDS
+    assert f"{30 - MOST_KINDS} more kinds of layers. The whole answer: distca check llama" in line

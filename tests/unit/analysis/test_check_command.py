@@ -129,6 +129,31 @@ BAD: dict[str, tuple[tuple[str, ...], str]] = {
 }
 
 
+def test_brackets_in_a_path_are_printed_as_they_are(tmp_path: Path) -> None:
+    folder = tmp_path / "a[red]" / "b[" / "c]"
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps({"model_type": "llama", **SIZES}))
+    result = run(folder)
+
+    assert result.exit_code == 0, result.output
+    assert "a[red]/b[/c]" in "".join(line.strip() for line in result.stdout.splitlines())
+
+
+def test_words_of_a_model_are_not_in_the_json() -> None:
+    result = run("support.strange_models.Talking", "--json")
+
+    assert json.loads(result.stdout)["class"] == "Talking"
+    assert "built" in result.stderr
+
+
+def test_numbers_that_are_none_are_null(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", **SIZES, "rms_norm_eps": float("nan")}))
+    found = as_json(tmp_path)
+
+    assert found["status"] == "refused"
+    assert found["numerics"]["loss"] is None
+
+
 @pytest.mark.parametrize("case", BAD)
 def test_bad_input_is_one_line(case: str) -> None:
     arguments, words = BAD[case]

@@ -75,6 +75,12 @@ def test_other_files_are_refused_in_one_line(profile: ClusterProfile, tmp_path: 
         ("rates", "unknown", 1.0),
         ("within_node", "num_bytes", [2.0, 1.0]),
         ("within_node", "exchange", [1.0]),
+        ("within_node", "attention_beside", "much"),
+        ("within_node", "attention_beside", float("nan")),
+        ("within_node", "products_beside", -1.0),
+        ("within_node", "ranks_per_node", 0),
+        ("rates", "copy_bytes", 10**400),
+        ("made", "device", 5),
     ],
 )
 def test_damaged_numbers_are_refused(
@@ -84,6 +90,19 @@ def test_damaged_numbers_are_refused(
     content[part][name] = value
 
     assert "damaged" in refusal(tmp_path, content)
+
+
+def test_damaged_tables_are_refused(profile: ClusterProfile, tmp_path: Path) -> None:
+    for part, name, value in (
+        ("attention", "heads", 0),
+        ("attention", "head_dim", "many"),
+        ("attention", "window_tokens", 1024),
+        ("layers", "mlp_size", None),
+        ("layers", "liger", "yes"),
+    ):
+        content = content_of(profile, tmp_path)
+        content[part][0][name] = value
+        assert "damaged" in refusal(tmp_path, content)
 
 
 def test_a_gpu_without_a_profile_gets_the_nearest_offered() -> None:

@@ -94,6 +94,26 @@ def test_traces_of_an_earlier_run_are_left_out(tmp_path: Path) -> None:
     assert found["notes"] == ["1 traces of an earlier run in the same folder are left out."]
 
 
+def test_later_steps_of_an_earlier_run_with_more_ranks_are_left_out(tmp_path: Path) -> None:
+    write_run(tmp_path, ranks=4, steps=3)
+    for rank in range(2):
+        later = replace(made_trace(rank, 2, step=50), written=2.0e9)
+        (tmp_path / file_name(rank)).write_text(later.line() + "\n")
+    found = report(tmp_path)
+
+    assert [step["label"].split(",")[0] for step in found["steps"]] == ["step 50"]
+    assert found["notes"] == ["6 traces of an earlier run in the same folder are left out."]
+
+
+def test_last_line_that_a_rank_is_writing_is_left_out(tmp_path: Path) -> None:
+    write_run(tmp_path, ranks=2, steps=2)
+    cut(tmp_path)
+    found = report(tmp_path)
+
+    assert [step["missing"] for step in found["steps"]] == [[], [1]]
+    assert "The last line of rank-00001.jsonl is cut off" in found["notes"][1]
+
+
 def test_stages_and_chunks_are_steps_of_their_own(tmp_path: Path) -> None:
     places = [(stage, chunk) for stage in range(2) for chunk in range(2)]
     lines = [replace(made_trace(0, 1), stage=stage, chunk=chunk).line() for stage, chunk in places]
@@ -208,6 +228,31 @@ def test_simulation_has_bars_of_every_number_of_gpus(tmp_path: Path) -> None:
     assert assumptions["rows"] == [["FSDP2 in bf16"]]
 
 
+def test_answer_of_the_real_command_is_drawn(tmp_path: Path) -> None:
+    """Every figure of `distca simulate --json`, as it prints it, and a page of it."""
+    (tmp_path / "lengths.json").write_text(json.dumps([500, 3000, 12_000] * 30))
+    options = ["--gpus", "2,4", "--tokens-per-rank", "8192", "--batches", "1", "--json"]
+    simulated = CliRunner().invoke(app, ["simulate", str(tmp_path / "lengths.json"), *options])
+    assert simulated.exit_code == 0, simulated.output
+    answer = json.loads(simulated.stdout)
+    (tmp_path / "simulation.json").write_text(simulated.stdout)
+    found = report(tmp_path / "simulation.json", "--output", str(tmp_path / "page.html"))
+    *tables, assumptions = found["tables"]
+
+    assert found["title"] == f"Simulation of llama3-8b on {tmp_path / 'lengths.json'}"
+    assert "those of the profile h200 (NVIDIA H200, 20" in found["notes"][0]
+    assert [row for (row,) in assumptions["rows"]] == answer["assumptions"]
+    for one, table, sentence in zip(answer["simulations"], tables, found["summary"], strict=True):
+        assert sentence == f"{one['gpus']} GPUs x 8,192 tokens: {one['in_short']}"
+        assert [row[0] for row in table["rows"]] == [way["label"] for way in one["ways"]]
+        for column, name in ((1, "step_seconds"), (2, "tokens_per_second"), (3, "utilisation"), (6, "gpu_hours")):
+            assert [row[column] for row in table["rows"]] == pytest.approx(
+                [way[name] for way in one["ways"]], rel=1e-4
+            )
+        assert table["marked"] == [number for number, way in enumerate(one["ways"]) if way["is_ours"]]
+    assert (tmp_path / "page.html").stat().st_size > 20_000
+
+
 def test_page_is_written_with_its_path_in_the_last_line(plan: dict[str, Any], tmp_path: Path) -> None:
     done = CliRunner().invoke(app, ["report", "-", "--output", str(tmp_path / "page.html")], input=json.dumps(plan))
 
@@ -260,6 +305,8 @@ def test_bad_run_is_one_line(name: str, tmp_path: Path) -> None:
         ("", "is no JSON, or cut off"),
         ('{"tokens_per_rank": 5', "is no JSON, or cut off"),
         ("[1, 2]", "holds a list"),
+        ('{"kind": NaN}', "has the number NaN"),
+        ('{"kind": 1e999}', "has the number 1e999"),
         ("{}", "is JSON of no command that is known here"),
         ('{"kind": "distca-report"}', "is printed by distca report itself"),
     ],
@@ -270,11 +317,20 @@ def test_bad_file_is_one_line(content: str, words: str, tmp_path: Path) -> None:
     assert words in refusal(tmp_path / "plan.json", "--json")
 
 
+HUGE = [{"rank_work": [10**400], "rank_work_before": [1], "rank_tokens": [1], "bytes_between": []}]
+
+
 def test_plan_of_another_version_is_one_line(plan: dict[str, Any], tmp_path: Path) -> None:
     simulation = made_simulation() | {"simulations": [{}]}
     (tmp_path / "plan.json").write_text(json.dumps(simulation))
     assert "is not as distca simulate --json" in refusal(tmp_path / "plan.json", "--json")
-    for name, value in (("micro_batches", None), ("micro_batches", [{}]), ("whole_epoch", []), ("estimates", 5)):
+    for name, value in (
+        ("micro_batches", None),
+        ("micro_batches", [{}]),
+        ("whole_epoch", []),
+        ("estimates", 5),
+        ("micro_batches", HUGE),
+    ):
         (tmp_path / "plan.json").write_text(json.dumps({**plan, name: value}))
         assert "is not as distca plan --json of this version prints it" in refusal(tmp_path / "plan.json", "--json")
 

@@ -53,6 +53,7 @@ def test_text_is_readable_at_80_columns(lengths: Path) -> None:
         assert words in printed
     assert "8 GPUs x 16,384 tokens, 1 micro-step, context 32,768" in printed
     assert "Assumptions" in printed
+    assert "Times: h200, " in printed
     assert "measured 20" in printed
 
 
@@ -98,6 +99,14 @@ def test_bad_input_is_one_line(lengths: Path, tmp_path: Path) -> None:
     assert "model 'lama3-8b' is not known" in refusal(lengths, *QUICK, "--model", "lama3-8b")
     assert "none.json" in refusal(tmp_path / "none.json", *QUICK)
     assert "--token-budget 0" in refusal(lengths, *QUICK, "--token-budget", "0")
+    assert "--token-budget inf" in refusal(lengths, *QUICK, "--token-budget", "inf", "--json")
+    assert "--context 0 must be" in refusal(lengths, *QUICK, "--context", "0")
+    assert "--gpu-gib 0 must be" in refusal(lengths, *QUICK, "--gpu-gib", "0")
+    assert "--gpu-gib inf must be" in refusal(lengths, *QUICK, "--gpu-gib", "inf")
+    assert "write whole numbers" in refusal(lengths, "--gpus", "9" * 5000)
+    assert "File name too long" in refusal("x" * 300)
+    (tmp_path / "deep.json").write_text("[" * 100_000)
+    assert "cannot be read as a cluster" in refusal(lengths, *QUICK, "--cluster", tmp_path / "deep.json")
 
 
 def test_profiles_without_gpus_are_refused(tmp_path: Path) -> None:
@@ -107,3 +116,12 @@ def test_profiles_without_gpus_are_refused(tmp_path: Path) -> None:
     assert "no GPU to measure; --cpu" in ran.stderr
     ran = CliRunner().invoke(app, ["profile", "--cpu", "--out", str(tmp_path / "missing" / "c.json")])
     assert "its folder is missing" in ran.stderr
+    for options, words in (
+        (["--model", "lama3-8b"], "is not known"),
+        (["--kernel", "fastest"], "kernel"),
+        (["--out", str(tmp_path)], "it is a folder"),
+        (["--as-between-nodes", str(tmp_path / "none.json")], "cannot be read as a cluster profile"),
+    ):
+        ran = CliRunner().invoke(app, ["profile", "--cpu", "--dry-run", *options])
+        assert (ran.exit_code, ran.stdout, len(ran.stderr.splitlines())) == (2, "", 1), ran.output
+        assert words in ran.stderr
