@@ -79,6 +79,8 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[list[str],
     folder = tmp_path_factory.mktemp("lines")
     first, second = run_ranks(2, _train_in_every_way, folder / "ranks", folder / "output")
     assert {way: lines for way, (lines, _) in second.items()} == {way: [] for way in WAYS}, "rank 0 speaks for all"
+    for way, (lines, _) in first.items():
+        assert lines.pop(0).startswith("LlamaForCausalLM works. layers 0: full, 4/2 heads of 16."), way
     return first
 
 

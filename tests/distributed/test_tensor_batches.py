@@ -116,13 +116,12 @@ def steps(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Step, tup
     """By model, the step in one process, and that on ranks."""
     parent = tmp_path_factory.mktemp("models")
     alone: dict[str, Step] = {}
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        for kind in SIZES:
-            model: Any = multimodal_model(kind, monkeypatch, "sdpa") if kind == IMAGES else tiny_model(kind, "sdpa")
-            model.train().save_pretrained(parent / kind)
-            loss = torch.stack([LOSSES[kind](model, data_rank, True) for data_rank in range(DATA)]).mean()
-            loss.backward()
-            alone[kind] = loss.item(), whole_gradients(model)
+    for kind in SIZES:
+        model: Any = multimodal_model(kind, "sdpa") if kind == IMAGES else tiny_model(kind, "sdpa")
+        model.train().save_pretrained(parent / kind)
+        loss = torch.stack([LOSSES[kind](model, data_rank, True) for data_rank in range(DATA)]).mean()
+        loss.backward()
+        alone[kind] = loss.item(), whole_gradients(model)
     on_four = run_ranks(4, on_ranks, parent / "ranks", {kind: parent / kind for kind in SIZES})[3]
     return {kind: (alone[kind], on_four[kind]) for kind in SIZES}
 
