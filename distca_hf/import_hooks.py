@@ -15,7 +15,6 @@ from types import ModuleType
 MOVED = {
     f"distca_hf.{former}": f"distca_hf.{present}"
     for former, present in {
-        "analysis.memory": "analysis.estimates",
         "analysis.models": "analysis.request",
         "data.contents": "data.collate",
         "insight": "analysis",

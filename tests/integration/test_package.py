@@ -26,7 +26,7 @@ INSTALLED = {
     "distca_hf/patches": "patches",
     "distca_hf/recipes": "recipes",
 }
-ENDINGS = (".py", ".yaml", ".typed", ".sbatch", ".gz", ".md", ".html", ".css", ".js")
+ENDINGS = (".py", ".yaml", ".json", ".typed", ".sbatch", ".gz", ".md", ".html", ".css", ".js")
 # Folders of data inside of a package.
 DATA_FOLDERS = {Path("distca_hf/analysis/report/page")}
 PIP = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet"]

@@ -111,10 +111,10 @@ class Stages:
             `[2, parts, micro_batches]` seconds forward (the last part's with the loss), and backward: medians of the
             rounds, of the slowest data rank. Gradients are added to the ones of earlier micro-batches, as in a step.
         """
-        self._loss.begin(step)
         shape = (2, self._pipeline.num_parts, len(micro_batches), rounds)
         seconds = torch.zeros(shape, dtype=torch.float64)
         for round_ in range(-1, rounds):  # one to warm up
+            self._loss.begin(step)
             for part in self._parts:
                 for place, micro_batch in enumerate(micro_batches):
                     timed = self._run(part, step, micro_batch)
