@@ -1,11 +1,10 @@
 """Pictures: the answer of `distca plan`, and the balance of a finished run. Needs the extra `report`."""
 
-import os
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from distca_hf.analysis.whole_file import replaced
 from distca_hf.errors import ConfigError
 
 
@@ -46,14 +45,8 @@ def draw_answer(answer: "PlanAnswer", path: Path) -> None:
     """
     figure = figure_of(answer)
     try:
-        handle, unfinished = tempfile.mkstemp(dir=path.parent, prefix=f".{path.stem}-", suffix=path.suffix)
-        os.close(handle)
-        try:
+        with replaced(path) as unfinished:
             figure.savefig(unfinished, dpi=120)
-            os.chmod(unfinished, 0o644)
-            os.replace(unfinished, path)
-        finally:
-            Path(unfinished).unlink(missing_ok=True)
     except OSError as error:
         raise ConfigError(f"--plot {path} cannot be written: {error.strerror or error}") from error
 

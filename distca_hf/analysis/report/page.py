@@ -5,12 +5,11 @@ Its templates are in `page/`: the frame, one stylesheet, and scripts that draw. 
 
 import html
 import json
-import os
-import tempfile
 from importlib.resources import files
 from pathlib import Path
 
 from distca_hf.analysis.report.figures import Report
+from distca_hf.analysis.whole_file import replaced
 from distca_hf.errors import ReportError
 from distca_hf.version import __version__
 
@@ -62,14 +61,8 @@ def write_page(report: Report, path: Path) -> int:
     """
     content = page_of(report).encode()
     try:
-        handle, unfinished = tempfile.mkstemp(dir=path.parent, prefix=f".{path.stem}-", suffix=path.suffix)
-        try:
-            with os.fdopen(handle, "wb") as file:
-                file.write(content)
-            os.chmod(unfinished, 0o644)
-            os.replace(unfinished, path)
-        finally:
-            Path(unfinished).unlink(missing_ok=True)
+        with replaced(path) as unfinished:
+            unfinished.write_bytes(content)
     except OSError as error:
         raise ReportError(f"--output {path} cannot be written: {error.strerror or error}") from error
     return len(content)
