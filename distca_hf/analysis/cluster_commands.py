@@ -1,6 +1,7 @@
 """Commands about clusters: `distca profile` and `distca simulate`, with their options."""
 
 import functools
+import json
 import shlex
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -49,14 +50,17 @@ def profile(
     ] = None,
     remarks: Annotated[str, typer.Option(help="words for the file, such as NCCL_P2P_DISABLE=1")] = "",
     dry_run: Annotated[bool, typer.Option("--dry-run", help="print the line that would be run, and end")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="print the main figures as one JSON object")] = False,
 ) -> None:
     """Measures this machine's GPUs and links, in less than three minutes, for distca simulate --cluster.
 
     Attention forward and backward over sizes of queries and keys, a layer without attention, matrix products,
     exchanges and FSDP's collectives by size. The file also serves the setting kernel_times. Nothing else may run on
-    the GPUs meanwhile.
+    the GPUs meanwhile. In the end it prints the main figures; the file has all.
 
     On one node: distca profile --out cluster.json
+
+    With figures for a program: distca profile --out cluster.json --json
 
     On several: start the printed line on each of them, with --nnodes and --rdzv-endpoint as for a training.
     """
@@ -70,8 +74,12 @@ def profile(
         cpu=cpu,
         as_between_nodes=as_between_nodes,
         remarks=remarks,
+        as_json=as_json,
     )
-    typer.echo(shlex.join(line))
+    if as_json and dry_run:
+        typer.echo(json.dumps({"command": line, "file": str(as_between_nodes or out)}))
+    else:
+        typer.echo(shlex.join(line), err=as_json)  # stdout is for the figures
     if not dry_run:
         command.launch(line)
 

@@ -14,7 +14,7 @@ MODULE = ["-m", "distca_hf.analysis.profiles", "--cpu", "--model", "qwen3-0.6b"]
 def test_two_ranks_write_a_profile(tmp_path: Path) -> None:
     file = tmp_path / "cluster.json"
     (tmp_path / "links").mkdir()
-    run_script(2, tmp_path, [*MODULE, "--out", file])
+    printed = run_script(2, tmp_path, [*MODULE, "--out", file])
     profile, grid = ClusterProfile.load(file), Grid.of_cpu((16, 8, 128))
 
     # 1. Every size of every table.
@@ -35,7 +35,11 @@ def test_two_ranks_write_a_profile(tmp_path: Path) -> None:
     assert "--cpu" in profile.made.command
     assert "torch" in profile.made.versions
 
-    # 4. Links alone, as those between nodes; everything else stays.
+    # 4. Words at the end, of one rank.
+    assert printed.count(f"{file}: 2 x ") == 1
+    assert "links between nodes: not measured" in printed
+
+    # 5. Links alone, as those between nodes; everything else stays.
     run_script(2, tmp_path / "links", [*MODULE, "--as-between-nodes", file, "--remarks", "slow"])
     merged = ClusterProfile.load(file)
     assert merged.between_nodes is not None
@@ -49,8 +53,11 @@ def test_two_ranks_write_a_profile(tmp_path: Path) -> None:
 
 def test_one_rank_has_no_links(tmp_path: Path) -> None:
     file = tmp_path / "cluster.json"
-    run_script(1, tmp_path, [*MODULE, "--out", file])
+    printed = run_script(1, tmp_path, [*MODULE, "--out", file, "--json"])
 
     content = json.loads(file.read_text())
+    (figures,) = (json.loads(line) for line in printed.splitlines() if line.startswith("{"))
+    assert figures["file"] == str(file)
+    assert figures["within_node"] is None
     assert content["within_node"] is None
     assert content["between_nodes"] is None

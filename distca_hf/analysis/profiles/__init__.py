@@ -6,6 +6,7 @@
     measure            one process of `distca profile`: which of the files below measures what, in which order
     attention          seconds of the attention kernel
     layers             seconds of everything in a layer but attention; products, copies, optimizer
+    main_figures       the few numbers that are printed, as JSON and in words
     command            `distca profile`: launches one process for each GPU
 
 Exchanges and collectives are measured in `distca_hf.comm.measure_links`, which alone may open process groups.

@@ -6,6 +6,7 @@ With several nodes, start this line on each, with --nnodes and --rdzv-endpoint a
 """
 
 import argparse
+import json
 import shlex
 import sys
 from collections.abc import Sequence
@@ -15,6 +16,7 @@ from distca_hf.analysis.find_model import find_model
 from distca_hf.analysis.profiles.cluster_profile import ClusterProfile
 from distca_hf.analysis.profiles.grid import Grid
 from distca_hf.analysis.profiles.layers import LayerSize
+from distca_hf.analysis.profiles.main_figures import MainFigures
 from distca_hf.analysis.profiles.measure import Measuring
 from distca_hf.analysis.profiles.write import write
 from distca_hf.comm.measure_links import MeasuringRanks
@@ -24,7 +26,7 @@ from distca_hf.launched import launched_local_rank, launched_nodes, launched_wor
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Measures, and writes the file on rank 0.
+    """Measures, and writes the file and prints its main figures on rank 0.
 
     Raises:
         SystemExit: bad input; with status 2 and one line.
@@ -59,8 +61,14 @@ def _measure(options: argparse.Namespace, command: str) -> None:
             result, out = measuring.links_of(profile), options.as_between_nodes
         if ranks.rank == 0:
             write(result, out)
+            _print(MainFigures.of(result, out), options.as_json)
     finally:
         ranks.close()
+
+
+def _print(figures: MainFigures, as_json: bool) -> None:
+    words = json.dumps(figures.as_json(), allow_nan=False) if as_json else "\n".join(figures.lines())
+    sys.stdout.write(f"{words}\n")
 
 
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
@@ -76,6 +84,7 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
         help="measure links alone, and put them into this profile as those between nodes",
     )
     parser.add_argument("--remarks", default="", help="words for the file, such as NCCL_P2P_DISABLE=1")
+    parser.add_argument("--json", action="store_true", dest="as_json", help="print main figures as one JSON object")
     return parser.parse_args(arguments)
 
 

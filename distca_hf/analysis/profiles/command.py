@@ -25,6 +25,7 @@ def launch_line(
     cpu: bool,
     as_between_nodes: Path | None,
     remarks: str,
+    as_json: bool,
 ) -> list[str]:
     """Returns the command that measures on this node.
 
@@ -56,7 +57,7 @@ def launch_line(
     line = ["torchrun", "--nproc-per-node", str(number), "-m", "distca_hf.analysis.profiles"]
     line += ["--as-between-nodes", str(as_between_nodes)] if as_between_nodes else ["--out", str(out)]
     line += ["--model", model, "--kernel", kernel, *(["--cpu"] if cpu else [])]
-    return [*line, *(["--remarks", remarks] if remarks else [])]
+    return [*line, *(["--remarks", remarks] if remarks else []), *(["--json"] if as_json else [])]
 
 
 def launch(line: Sequence[str]) -> None:

@@ -125,3 +125,12 @@ def test_profiles_without_gpus_are_refused(tmp_path: Path) -> None:
         ran = CliRunner().invoke(app, ["profile", "--cpu", "--dry-run", *options])
         assert (ran.exit_code, ran.stdout, len(ran.stderr.splitlines())) == (2, "", 1), ran.output
         assert words in ran.stderr
+
+
+def test_the_line_of_a_profile_as_json(tmp_path: Path) -> None:
+    ran = CliRunner().invoke(app, ["profile", "--cpu", "--dry-run", "--json", "--out", str(tmp_path / "c.json")])
+
+    answer = json.loads(ran.stdout)
+    assert answer["file"] == str(tmp_path / "c.json")
+    assert answer["command"][0] == "torchrun"
+    assert answer["command"][-1] == "--json"
