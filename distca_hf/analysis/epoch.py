@@ -20,7 +20,7 @@ from distca_hf.data.accumulation import group_documents
 from distca_hf.data.documents import fit_documents
 from distca_hf.data.epochs import Epoch, EpochPacker
 from distca_hf.errors import PackingError, and_more
-from distca_hf.planning.transfers import bytes_between
+from distca_hf.planning.transfers import received_bytes
 
 
 # Maximum of ranks x micro-batches that are planned; a plan takes a quarter of a millisecond per rank.
@@ -255,7 +255,7 @@ def plan_epoch(request: PlanRequest, document_tokens: IntArray, epoch: Epoch, tr
         batches = [document_tokens[epoch.micro_batch(number)] for number in numbers]
         for plan in plan_micro_steps(request, batches):
             work.append(plan.work / plan.tasks.head_groups)
-            received.append(int(bytes_between(plan, request.model.token_bytes).sum(axis=0).max()))
+            received.append(int(received_bytes(plan, request.model.token_bytes).max()))
         packs += sorted_packs(np.concatenate(batches), request.num_ranks, micro_steps)
     return EpochPlans(
         in_order=pack_in_order(document_tokens, epoch, request.num_ranks),

@@ -167,15 +167,9 @@ def key_transfers(plan: Plan, chunks: ExchangeChunks | None = None) -> KeyTransf
     Args:
         chunks: chunks of the exchange; by default there is one.
     """
-    # 1. Needs: the longest prefix of each line that each server reads.
-    tasks, groups = plan.tasks, plan.tasks.head_groups
-    reads = plan.reads_others
-    server, prefix = tasks.server[reads], tasks.stop[reads]
-    line = line_keys(tasks.document[reads], tasks.head[reads], groups)
-    order = np.lexsort((prefix, line, server))
-    server, line, prefix = server[order], line[order], prefix[order]
-    longest = run_stops(run_starts(server, line))
-    server, line, prefix = server[longest], line[longest], prefix[longest]
+    # 1. Needs.
+    groups = plan.tasks.head_groups
+    server, line, prefix = _needs(plan)
 
     # 2. Join each need (server, document, head, prefix) with all pieces of that document and head.
     pieces = plan.pieces
@@ -205,6 +199,17 @@ def key_transfers(plan: Plan, chunks: ExchangeChunks | None = None) -> KeyTransf
     )
 
 
+def _needs(plan: Plan) -> tuple[IntArray, IntArray, IntArray]:
+    """Returns the longest prefix of each line that each server reads: server, line and tokens, in this order."""
+    tasks, reads = plan.tasks, plan.reads_others
+    server, prefix = tasks.server[reads], tasks.stop[reads]
+    line = line_keys(tasks.document[reads], tasks.head[reads], tasks.head_groups)
+    order = np.lexsort((prefix, line, server))
+    server, line, prefix = server[order], line[order], prefix[order]
+    longest = run_stops(run_starts(server, line))
+    return server[longest], line[longest], prefix[longest]
+
+
 def _cut(
     start: IntArray, stop: IntArray, server: IntArray, line: IntArray, chunks: ExchangeChunks | None
 ) -> tuple[IntArray, IntArray, IntArray, IntArray]:
@@ -226,6 +231,33 @@ def bytes_between(plan: Plan, token_bytes: TokenBytes) -> IntArray:
     np.add.at(queries, (moved.owner, moved.server), moved.rows)
     keys = key_transfers(plan).rows_between(num_ranks)
     return (keys * token_bytes.key_value + queries * token_bytes.query + queries.T * token_bytes.output) // groups
+
+
+def received_bytes(plan: Plan, token_bytes: TokenBytes) -> IntArray:
+    """Sums `[ranks]` bytes that each receives in one layer, forward: the columns of `bytes_between`.
+
+    Senders are not told apart, so that it takes time and memory by tasks and ranks, and not by pairs of ranks.
+    """
+    num_ranks, groups, pieces = plan.layout.num_ranks, plan.tasks.head_groups, plan.pieces
+    moved = pieces.select(pieces.moved)
+    queries, outputs = (_sum_by(rank, moved.rows, num_ranks) for rank in (moved.server, moved.owner))
+    # Keys: of every prefix that is read, all rows but the reader's own.
+    server, line, prefix = _needs(plan)
+    lines = line_keys(pieces.document, pieces.head, groups)
+    num_lines = int(max(lines.max(initial=0), line.max(initial=0))) + 1
+    wanted, held = server * num_lines + line, pieces.owner * num_lines + lines
+    at = np.searchsorted(wanted, held)
+    own = np.flatnonzero(np.append(wanted, -1)[at] == held)
+    known = np.minimum(pieces.stop[own], prefix[at[own]]) - pieces.start[own]
+    rows = _sum_by(server, prefix * rows_per_token(line % (groups + 1) + ALL_HEADS, groups), num_ranks)
+    rows -= _sum_by(pieces.owner[own], np.maximum(known, 0) * rows_per_token(pieces.head[own], groups), num_ranks)
+    return (rows * token_bytes.key_value + queries * token_bytes.query + outputs * token_bytes.output) // groups
+
+
+def _sum_by(rank: IntArray, values: IntArray, num_ranks: int) -> IntArray:
+    sums = np.zeros(num_ranks, dtype=np.int64)
+    np.add.at(sums, rank, values)
+    return sums
 
 
 @dataclass(frozen=True, eq=False)

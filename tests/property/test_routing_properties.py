@@ -16,7 +16,7 @@ from distca_hf.placement.place import place
 from distca_hf.planning.pieces import ALL_HEADS
 from distca_hf.planning.plan import divide_stripe, plan_in_place
 from distca_hf.planning.routing import LATE_SHARE
-from distca_hf.planning.transfers import bytes_between, key_transfers
+from distca_hf.planning.transfers import bytes_between, key_transfers, received_bytes
 from support.layouts import random_layout, random_plan, striped_layout
 from support.simulation import (
     Simulation,
@@ -86,7 +86,9 @@ def test_only_what_is_needed_elsewhere_travels_and_once(case: Case) -> None:
         moved[rank] += 3 * routing.send_counts
         if routing.queries is not None:
             moved[rank] += 7 * routing.queries.send_counts + 5 * routing.queries.receive_counts
-    assert moved.tolist() == bytes_between(simulation.plan, tokens).tolist()
+    between = bytes_between(simulation.plan, tokens)
+    assert moved.tolist() == between.tolist()
+    assert received_bytes(simulation.plan, tokens).tolist() == between.sum(axis=0).tolist()
 
 
 @settings(max_examples=360)

@@ -17,7 +17,7 @@ from distca_hf.cost import Heads
 from distca_hf.errors import ConfigError
 from distca_hf.integrations.models.layer_kinds import LayerKind, grouped
 from distca_hf.layout import MAX_DOCUMENT_TOKENS
-from distca_hf.planning.transfers import bytes_between
+from distca_hf.planning.transfers import received_bytes
 
 
 # Numbers of tokens per rank that are tried.
@@ -178,4 +178,4 @@ def _received_bytes(job: Job, heads: Heads) -> int:
     """Returns bytes of keys and values that the rank that receives most receives in a layer."""
     planner = PlacedPlanner(DistCAConfig(tokens_per_rank=job.tokens_per_rank), job.num_ranks, heads.groups)
     plan = planner.plan(np.array([job.capacity_tokens]))
-    return int(bytes_between(plan, heads.token_bytes()).sum(axis=0).max())
+    return int(received_bytes(plan, heads.token_bytes()).max())

@@ -1,19 +1,21 @@
 """Routing of small layouts worked out by hand, exact counts, and queries that move."""
 
 import random
+import tracemalloc
 from typing import Any
 
 import numpy as np
 import pytest
 
 from distca_hf.arrays import IndexRanges
+from distca_hf.cost import TokenBytes
 from distca_hf.layout import Layout, Stripe
 from distca_hf.placement.place import place
 from distca_hf.planning.kernel_calls import CallKind, KernelCall
 from distca_hf.planning.pieces import ALL_HEADS, Tasks
 from distca_hf.planning.plan import Plan, plan_in_place
 from distca_hf.planning.routing import Routing, route
-from distca_hf.planning.transfers import key_transfers
+from distca_hf.planning.transfers import key_transfers, received_bytes
 from support.layouts import SCATTERED, random_layout, random_plan
 from support.simulation import Simulation, check_attention, check_keys
 
@@ -441,3 +443,18 @@ def test_queries_computed_elsewhere_are_sent_received_and_attend_all_pairs(layou
         assert sorted([*own_tokens, *leaving_or_guests]) == list(range(len(simulation.held(rank))))
         assert routing.queries.send_counts.sum() == routing.queries.send_rows.total
         assert routing.queries.receive_counts.sum() == routing.queries.received_to_queries.total
+
+
+def test_received_bytes_of_many_ranks_take_no_memory_for_pairs_of_ranks() -> None:
+    """One document over all of 2,048 ranks: the last one holds the first keys and the last ones, all others come."""
+    ranks, tokens = 2048, 2048 * 16
+    plan = plan_in_place(place([tokens], ranks))
+    size = TokenBytes(query=1, output=1, key_value=1)
+    received_bytes(plan, size)  # pieces are cut
+    tracemalloc.start()
+    received = received_bytes(plan, size)
+    _, most_bytes = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+
+    assert most_bytes < ranks**2
+    assert tokens - 2 * 16 <= received.max() < tokens
