@@ -7,7 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
+from distca_hf.analysis.profiles.shipped import find_profile
+from distca_hf.analysis.simulate.request import SimulationRequest
+from distca_hf.cli import app
+from distca_hf.errors import ConfigError
 from support.commands import REPOSITORY
 
 
@@ -118,3 +123,41 @@ def test_losses_are_those_of_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
         assert drawing.described() in (PICTURES / f"losses-{style}.svg").read_text(), (
             "run scripts/pictures/draw_losses.py again"
         )
+
+
+def test_simulated_steps_are_those_of_the_shipped_profile_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(REPOSITORY / "scripts" / "pictures")
+    drawing = importlib.import_module("draw_simulated")
+    stored, again = json.loads(drawing.STORED.read_text()), "run scripts/pictures/draw_simulated.py again"
+
+    made = find_profile(drawing.PROFILE).made
+    assert stored["profile"] == {"date": made.date, "remarks": made.remarks}, again
+    assert stored["command"] == drawing.COMMAND, again
+    assert drawing.with_figures(PAGES[0].read_text(), stored) == PAGES[0].read_text(), again
+    assert [(panel["mix"], panel["gpus"]) for panel in stored["panels"]] == [
+        (mix, gpus) for mix in drawing.MIXES for gpus in drawing.GPUS
+    ]
+    shown = [bar for panel in stored["panels"] for bar in panel["ways"].values() if bar["fits"]]
+    for style in ("light", "dark"):
+        picture = PICTURES / f"simulated-{style}.svg"
+        assert drawing.described(stored["panels"]) in picture.read_text(), again
+        assert {f"{bar['times_as_fast']:.2f}" for bar in shown} <= numbers_of(picture)
+
+
+def test_the_command_of_the_readme_is_what_is_simulated(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its options and defaults are the request of the script, for every number of GPUs."""
+    monkeypatch.syspath_prepend(REPOSITORY / "scripts" / "pictures")
+    drawing, asked = importlib.import_module("draw_simulated"), []
+
+    def note(request: SimulationRequest, *_: Any) -> Any:
+        asked.append(request)
+        raise ConfigError("noted")
+
+    for module in (drawing, importlib.import_module("distca_hf.analysis.simulate.command")):
+        monkeypatch.setattr(module, "simulate", note)
+    for gpus in drawing.GPUS:
+        words = drawing.COMMAND.replace(",".join(map(str, drawing.GPUS)), str(gpus)).split()[1:]
+        assert CliRunner().invoke(app, words).stderr == "distca: noted\n"
+        with pytest.raises(ConfigError, match="noted"):
+            drawing.result_of(drawing.QUOTED_MIX, gpus)
+    assert asked[::2] == asked[1::2]

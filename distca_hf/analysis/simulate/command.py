@@ -21,8 +21,9 @@ from distca_hf.analysis.simulate.model import SimulatedModel
 from distca_hf.analysis.simulate.print_result import print_results
 from distca_hf.analysis.simulate.request import GPUS_PER_SERVER, SimulationRequest
 from distca_hf.analysis.simulate.result import Result, make_result
-from distca_hf.analysis.simulate.run import run_steps
+from distca_hf.analysis.simulate.run import Track, run_steps
 from distca_hf.analysis.simulate.ways import PUBLISHED_TOLERANCE
+from distca_hf.arrays import IntArray
 from distca_hf.errors import ConfigError
 
 
@@ -74,7 +75,7 @@ def run_simulate(options: SimulateOptions) -> None:
             options.tensor,
             cast(Checkpointing, options.checkpointing),  # the request refuses any other
             options.liger,
-            _gpu_gib(profile) if options.gpu_gib is None else options.gpu_gib,
+            gpu_gib_of(profile) if options.gpu_gib is None else options.gpu_gib,
             options.batches,
             options.seed,
         )
@@ -86,17 +87,12 @@ def run_simulate(options: SimulateOptions) -> None:
     with progress.shown():
         with progress.stage(f"reading {options.lengths.name}"):
             documents = read_lengths(options.lengths)
-        longest = int(documents.tokens.max())
-        for asked in requests:
-            # Groups have to hold the longest document, or the context if that is shorter.
-            context = min(asked.context_tokens or longest, longest)
-            request = replace(asked, context_tokens=context) if context <= asked.longest_tokens else asked
-            steps = request.steps(documents.tokens)
+        for request in requests:
             words = f"{request.gpus} GPUs, {request.accumulation} micro-steps"
-            with progress.counting(words, len(steps)) as count:
-                simulation, by_way = run_steps(request, profile, steps, count)
-            results.append(make_result(simulation, steps, by_way, options.token_budget))
-            notes.merge(simulation.costs.notes)
+            with progress.counting(words, request.batches) as count:
+                result, of_result = simulate(request, profile, documents.tokens, options.token_budget, count)
+            results.append(result)
+            notes.merge(of_result)
     assumptions = [*ASSUMPTIONS, *_assumptions(options, requests[0]), *notes.lines()]
     if options.as_json:
         content = as_json(options, results, profile, model, assumptions)
@@ -107,6 +103,37 @@ def run_simulate(options: SimulateOptions) -> None:
         f"longest has {int(documents.tokens.max()):,}. {model.name}, {options.batches} steps."
     )
     print_results(world, results, profile, assumptions, Console(width=None if Console().is_terminal else COLUMNS))
+
+
+def simulate(
+    request: SimulationRequest,
+    profile: ClusterProfile,
+    document_tokens: IntArray,
+    token_budget: float,
+    track: Track = iter,
+) -> tuple[Result, Notes]:
+    """Simulates a request.
+
+    Args:
+        document_tokens: lengths of the whole dataset.
+        token_budget: tokens that GPU-hours are counted for.
+        track: yields what it gets, and shows progress.
+
+    Returns:
+        All figures, and everything that was not measured as it is asked for.
+
+    Raises:
+        ConfigError: links that are needed were not measured.
+        PackingError: lengths do not fit.
+    """
+    # Groups have to hold the longest document, or the context if that is shorter.
+    longest = int(document_tokens.max())
+    context = min(request.context_tokens or longest, longest)
+    if context <= request.longest_tokens:
+        request = replace(request, context_tokens=context)
+    steps = request.steps(document_tokens)
+    simulation, by_way = run_steps(request, profile, steps, track)
+    return make_result(simulation, steps, by_way, token_budget), simulation.costs.notes
 
 
 # What holds for every simulation; docs/simulation.md has the equations.
@@ -173,7 +200,7 @@ def _model(name: str | None, config: Path | None) -> SimulatedModel:
     return SimulatedModel.of(find_model(name or DEFAULT_MODEL) if config is None else read_model(config))
 
 
-def _gpu_gib(profile: ClusterProfile) -> float:
+def gpu_gib_of(profile: ClusterProfile) -> float:
     """Returns the memory of the GPU of a profile, in GiB; of an unknown one that of an H100."""
     known = {"B200": 180.0, "H200": 140.4, "H100": 79.6, "A100": 79.3}
     return next((gib for name, gib in known.items() if name in profile.made.device), 79.6)

@@ -52,6 +52,10 @@ class _Done:
     notes: Notes
 
 
+# Yields the steps that it gets, and shows progress.
+Track = Callable[[Iterable[_Done]], Iterable[_Done]]
+
+
 @dataclass(frozen=True)
 class _Task:
     """Work of a process: some steps of a request."""
@@ -67,7 +71,7 @@ def run_steps(
     request: SimulationRequest,
     profile: ClusterProfile,
     steps: Sequence[Step],
-    track: Callable[[Iterable[_Done]], Iterable[_Done]] = iter,
+    track: Track = iter,
 ) -> tuple[Simulation, dict[str, WaySteps]]:
     """Simulates steps in every way.
 

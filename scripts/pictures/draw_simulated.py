@@ -1,0 +1,225 @@
+"""Simulated: what distca_hf brings on 8, 64 and 512 GPUs, by `distca simulate` from the shipped profile.
+
+    python scripts/pictures/draw_simulated.py              # simulates, and writes everything anew
+    python scripts/pictures/draw_simulated.py --as-stored  # draws the stored figures again
+
+Simulating takes two minutes. It writes docs/benchmarks/simulated-steps.json, the picture, and in README.md the output
+of the command and the words of the picture. Run it whenever the shipped profile or the simulation changes.
+"""
+
+import argparse
+import io
+import json
+import re
+import textwrap
+from collections.abc import Mapping, Sequence
+from typing import TypedDict
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from rich.console import Console
+
+from distca_hf.analysis.lengths import read_lengths
+from distca_hf.analysis.profiles.cluster_profile import ClusterProfile
+from distca_hf.analysis.profiles.shipped import find_profile
+from distca_hf.analysis.request import preset
+from distca_hf.analysis.simulate.command import gpu_gib_of, simulate
+from distca_hf.analysis.simulate.model import SimulatedModel
+from distca_hf.analysis.simulate.print_result import print_results
+from distca_hf.analysis.simulate.request import SimulationRequest
+from distca_hf.analysis.simulate.result import Result
+from distca_hf.recipe import LENGTHS
+from style import BENCHMARKS, ROOT, Style, bare, headed, save
+
+
+STORED, README = BENCHMARKS / "simulated-steps.json", ROOT / "README.md"
+MIXES = {"pretrain": "a pretraining mix", "prolong": "ProLong"}
+GPUS = (8, 64, 512)
+MODEL, PROFILE, TOKENS_PER_RANK, CONTEXT_TOKENS = "llama3-8b", "h200", 131_072, 524_288
+# As the command has them where nothing else is asked for.
+BATCHES, TOKEN_BUDGET = 20, 1e9
+# The command whose output README shows, and the mix and number of GPUs of the choice that it quotes.
+COMMAND = f"distca simulate prolong --gpus 8,64,512 --context {CONTEXT_TOKENS} --liger"
+QUOTED_MIX, QUOTED_GPUS = "prolong", 64
+# Ways that are drawn, by their family or key, from top to bottom.
+WAYS = {
+    "plain": "plain packing",
+    "whole_documents": "whole documents",
+    "ring": "zigzag ring",
+    "ulysses": "Ulysses",
+    "placed": "distca_hf",
+}
+
+
+class Bar(TypedDict):
+    """One way on one number of GPUs: as `distca simulate --json` has it."""
+
+    tokens_per_second: float
+    times_as_fast: float
+    whole: bool
+    fits: bool
+
+
+class Panel(TypedDict):
+    """All ways that are drawn for one mix of lengths and number of GPUs."""
+
+    mix: str
+    gpus: int
+    ways: dict[str, Bar]
+
+
+class Stored(TypedDict):
+    """Content of the stored file.
+
+    Attributes:
+        profile: date and remarks of the profile that it was simulated from.
+        command: the one in README.
+        quoted: lines of its output that README shows.
+    """
+
+    profile: dict[str, str]
+    command: str
+    quoted: list[str]
+    panels: list[Panel]
+
+
+def simulated() -> Stored:
+    """Simulates all panels."""
+    of_mixes = {mix: [result_of(mix, gpus) for gpus in GPUS] for mix in MIXES}
+    profile = find_profile(PROFILE)
+    return Stored(
+        profile={"date": profile.made.date, "remarks": profile.made.remarks},
+        command=COMMAND,
+        quoted=quoted(of_mixes[QUOTED_MIX], profile),
+        panels=[
+            Panel(mix=mix, gpus=result.gpus, ways=bars(result))
+            for mix, results in of_mixes.items()
+            for result in results
+        ],
+    )
+
+
+def result_of(mix: str, gpus: int) -> Result:
+    """Simulates one mix of lengths on some GPUs, as the command does."""
+    profile, tokens = find_profile(PROFILE), read_lengths(LENGTHS.find(mix)).tokens
+    model = SimulatedModel.of(preset(MODEL))
+    request = SimulationRequest(
+        model, gpus, TOKENS_PER_RANK, CONTEXT_TOKENS, liger=True, gpu_gib=gpu_gib_of(profile), batches=BATCHES
+    )
+    return simulate(request, profile, tokens, TOKEN_BUDGET)[0]
+
+
+def bars(result: Result) -> dict[str, Bar]:
+    """Returns the ways that are drawn."""
+    found = {
+        way.key.split("_")[0] if way.key.startswith(("ring_", "ulysses_")) else way.key: way for way in result.ways
+    }
+    return {
+        key: Bar(
+            tokens_per_second=round(found[key].tokens_per_second, 1),
+            times_as_fast=round(found[key].times_as_fast, 4),
+            whole=found[key].whole,
+            fits=found[key].fits,
+        )
+        for key in WAYS
+        if key in found
+    }
+
+
+def quoted(results: Sequence[Result], profile: ClusterProfile) -> list[str]:
+    """Returns the lines of the command's output that README shows: one choice, and the table of all."""
+    printed = io.StringIO()
+    print_results("", results, profile, (), Console(file=printed, width=80))
+    lines = [line.rstrip() for line in printed.getvalue().splitlines()]
+    choice = next(at for at, line in enumerate(lines) if line.startswith(f"{QUOTED_GPUS} GPUs x "))
+    end = lines.index("", choice)
+    table = next(at for at, line in enumerate(lines) if re.match(r"GPUs +micro-steps", line))
+    return [*lines[choice:end], "...", *lines[table : table + 1 + len(results)]]
+
+
+def draw(style: Style, panels: Sequence[Panel]) -> Figure:
+    """Draws a row for each mix, and a column for each number of GPUs."""
+    details = (
+        f"Times as fast as plain packing, and tokens per second and GPU within the bars. {TOKENS_PER_RANK // 1024}K "
+        f"tokens per H200,\ncontext {CONTEXT_TOKENS // 1024}K, Liger; longer is better. "
+        "* cuts documents and leaves their attention across cuts out."
+    )
+    figure = headed(style, 5.9, "What distca_hf brings, simulated for an 8B Llama", details)
+    axes_of = figure.subplots(len(MIXES), len(GPUS), sharex=True, sharey=True)
+    longest = max(bar["times_as_fast"] for panel in panels for bar in panel["ways"].values())
+    for panel in panels:
+        row, column = [*MIXES].index(panel["mix"]), GPUS.index(panel["gpus"])
+        axes = axes_of[row, column]
+        draw_bars(axes, style, panel)
+        axes.set_xlim(0, 1.22 * longest)
+        if row == 0:
+            axes.set_title(f"{panel['gpus']} GPUs", fontsize=10.5, loc="left", pad=22)
+        if column == 0:
+            axes.text(0, 1.02, MIXES[panel["mix"]], transform=axes.transAxes, color=style.muted, fontsize=10)
+    figure.subplots_adjust(left=0.185, right=0.99, top=0.775, bottom=0.02, hspace=0.16, wspace=0.06)
+    return figure
+
+
+def draw_bars(axes: Axes, style: Style, panel: Panel) -> None:
+    """Draws a bar for each way."""
+    for place, way in enumerate(WAYS):
+        bar = panel["ways"].get(way)
+        if bar is None or not bar["fits"]:
+            words = "cannot hold the context" if bar is None else "does not fit the GPU's memory"
+            axes.text(0.03, place, words, va="center", fontsize=8.5, color=style.muted, style="italic")
+            continue
+        ours, ratio = way == "placed", bar["times_as_fast"]
+        axes.barh(place, ratio, 0.72, color=style.ours if ours else style.others)
+        words = f"{ratio:.2f}{'' if bar['whole'] else ' *'}"
+        axes.text(ratio + 0.04, place, words, va="center", weight="bold" if ours else "normal")
+        inside = style.on_ours if ours else style.on_others
+        axes.text(
+            0.05, place, f"{bar['tokens_per_second'] / panel['gpus']:,.0f}", va="center", fontsize=8.5, color=inside
+        )
+    axes.axvline(1, color=style.muted, lw=0.8, ls=(0, (4, 3)), zorder=0)
+    axes.set_yticks(range(len(WAYS)), [*WAYS.values()], fontsize=9.5)
+    axes.set_ylim(len(WAYS) - 0.5, -0.5)
+    axes.set_xticks([])
+    bare(axes)
+
+
+def described(panels: Sequence[Panel]) -> str:
+    """Returns the picture in words."""
+    of_mixes = [f"{MIXES[mix]}, {of_mix(panels, mix)}." for mix in MIXES]
+    words = " ".join(["Simulated steps of an 8B Llama, times as fast as plain packing.", *of_mixes])
+    return words.replace(". a ", ". A ")
+
+
+def of_mix(panels: Sequence[Panel], mix: str) -> str:
+    """Returns the figures of one mix of lengths in words."""
+    parts = []
+    for panel in (panel for panel in panels if panel["mix"] == mix):
+        shown = {way: bar for way, bar in panel["ways"].items() if way != "plain" and bar["fits"]}
+        ways = [f"{' '.join(WAYS[way].split())} {bar['times_as_fast']:.2f}" for way, bar in shown.items()]
+        parts.append(f"{panel['gpus']} GPUs: {', '.join(ways)}")
+    return "; ".join(parts)
+
+
+def with_figures(readme: str, stored: Stored) -> str:
+    """Returns README with the output of the command, and the words of the picture."""
+    block = "\n".join(["```", stored["command"], "```", "", "```text", "...", *stored["quoted"], "...", "```"])
+    found = re.compile(r"```\ndistca simulate prolong .*?\n```\n\n```text\n.*?\n```", re.DOTALL)
+    words = re.compile(r'(simulated-light\.svg" alt=")[^"]*(">)')
+    assert len(found.findall(readme)) == len(words.findall(readme)) == 1, "README has no such block or picture"
+    written = found.sub(lambda _: block, readme)
+    wrapped = textwrap.fill(described(stored["panels"]), 118, initial_indent=" " * 56, subsequent_indent="  ")
+    return words.sub(lambda match: match[1] + wrapped.lstrip() + match[2], written)
+
+
+def main(options: Mapping[str, bool]) -> None:
+    """Writes all files."""
+    stored: Stored = json.loads(STORED.read_text()) if options["as_stored"] else simulated()
+    STORED.write_text(json.dumps(stored, indent=1) + "\n")
+    save("simulated", described(stored["panels"]), lambda style: draw(style, stored["panels"]))
+    README.write_text(with_figures(README.read_text(), stored))
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--as-stored", action="store_true", help="do not simulate")
+    main(vars(parser.parse_args()))
