@@ -102,6 +102,13 @@ def simulate(
     accumulation: Annotated[str, typer.Option(help="micro-steps of an optimizer step, with commas between")] = "1",
     ranks_per_node: Annotated[int, typer.Option(help="GPUs that share a node; 1: all links are between nodes")] = 8,
     tensor: Annotated[int, typer.Option(help="GPUs of a node that divide every layer (tensor parallelism)")] = 1,
+    pipeline: Annotated[
+        int | None, typer.Option(help="also as so many stages of a pipeline, on the same GPUs; by default without")
+    ] = None,
+    chunks: Annotated[
+        int | None,
+        typer.Option(help="with --pipeline: parts of the layers on each stage; from 2 on interleaved 1F1B, else 1F1B"),
+    ] = None,
     checkpointing: Annotated[
         str,
         typer.Option(
@@ -122,6 +129,8 @@ def simulate(
     single kernels, layers and links; all assumptions are listed.
 
     Several at once: distca simulate pretrain --gpus 8,64,512 --accumulation 1,4 --json
+
+    Beside a pipeline: distca simulate pretrain --gpus 32 --accumulation 2 --pipeline 4 --chunks 4 --liger
     """
     from distca_hf.analysis.simulate.command import SimulateOptions, run_simulate
 
@@ -137,6 +146,8 @@ def simulate(
             accumulation=accumulation,
             ranks_per_node=ranks_per_node,
             tensor=tensor,
+            pipeline=pipeline,
+            chunks=chunks,
             checkpointing=checkpointing,
             liger=liger,
             gpu_gib=gpu_gib,

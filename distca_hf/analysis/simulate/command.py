@@ -24,6 +24,7 @@ from distca_hf.analysis.simulate.result import Result, make_result
 from distca_hf.analysis.simulate.run import Track, run_steps
 from distca_hf.analysis.simulate.ways import PUBLISHED_TOLERANCE
 from distca_hf.arrays import IntArray
+from distca_hf.data.pipelines import Pipeline
 from distca_hf.errors import ConfigError
 
 
@@ -45,6 +46,8 @@ class SimulateOptions:
     accumulation: str
     ranks_per_node: int
     tensor: int
+    pipeline: int | None
+    chunks: int | None
     checkpointing: str
     liger: bool
     gpu_gib: float | None
@@ -64,6 +67,9 @@ def run_simulate(options: SimulateOptions) -> None:
     profile, model = find_profile(options.cluster), _model(options.model, options.model_config)
     if not 0 < options.token_budget < math.inf:
         raise ConfigError(f"--token-budget {options.token_budget:g} must be above 0, and finite")
+    if options.pipeline is None and options.chunks is not None:
+        raise ConfigError("--chunks needs --pipeline, whose stages they divide")
+    pipeline = None if options.pipeline is None else Pipeline(options.pipeline, options.chunks or 1)
     requests = [
         SimulationRequest(
             model,
@@ -78,6 +84,7 @@ def run_simulate(options: SimulateOptions) -> None:
             gpu_gib_of(profile) if options.gpu_gib is None else options.gpu_gib,
             options.batches,
             options.seed,
+            pipeline,
         )
         for gpus in _numbers("--gpus", options.gpus)
         for accumulation in _numbers("--accumulation", options.accumulation)
@@ -166,6 +173,16 @@ def _assumptions(options: SimulateOptions, request: SimulationRequest) -> list[s
         words.append(
             f"{request.tensor_ranks} GPUs divide every layer; their exchanges of activations are hidden by nothing"
         )
+    if request.pipeline is not None:
+        stages, chunks = request.pipeline.num_stages, request.pipeline.chunks
+        words += [
+            f"pipeline: {stages} stages of {request.stage_ranks} data ranks, {chunks} chunk{'s' * (chunks > 1)} each, "
+            f"on the same GPUs; a micro-step is {stages} micro-batches of a stage, and documents are packed for these "
+            "in all ways",
+            "pipeline: parts have equal shares of the layers, the last one also the head; weights of a stage are "
+            "gathered once in a step and stay, gradients are summed once; hops are not slowed by other transfers",
+            "pipeline: memory is that of the first or the last stage, an estimate that was not measured",
+        ]
     return words
 
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from distca_hf.analysis.request import ModelShape, ModelSize
 from distca_hf.cost import CAUSAL_MASK, Heads, LayerMasks, Mask
 from distca_hf.errors import ConfigError
+from distca_hf.flops import PassCosts, StepFlops
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,13 @@ class SimulatedModel:
     @property
     def attention_layers(self) -> int:
         return sum(count for _, count in self.masks)
+
+    @property
+    def pass_costs(self) -> PassCosts:
+        """Seconds of a token and of a pair by which a training shapes steps for a pipeline."""
+        weights = self.size.layer_parameters
+        pair = 2.0 * (self.heads.dim + self.heads.value_dim) * self.heads.query * self.attention_layers
+        return StepFlops.of(weights, weights, pair).pass_costs(recomputes_layers=True, recomputes_attention=False)
 
     def with_layers(self, layers: int, vocabulary: int | None = None) -> "SimulatedModel":
         """Returns the first layers of a model whose layers are all alike, and another vocabulary; a part of a model

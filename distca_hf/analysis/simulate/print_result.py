@@ -43,8 +43,15 @@ def profile_in_words(profile: ClusterProfile) -> str:
 def _title(result: Result) -> RenderableType:
     return Text(
         f"{result.gpus} GPUs x {result.tokens_per_rank:,} tokens, {_micro_steps(result.accumulation)}, context "
-        f"{result.context_tokens:,}"
+        f"{result.context_tokens:,}{_stages(result)}"
     )
+
+
+def _stages(result: Result) -> str:
+    if result.num_stages == 1:
+        return ""
+    chunks = f" of {result.chunks} chunks" if result.chunks > 1 else ""
+    return f"; pipeline: {result.num_stages} stages{chunks}"
 
 
 def _micro_steps(number: int) -> str:

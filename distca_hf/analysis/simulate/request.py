@@ -16,6 +16,7 @@ from distca_hf.batches.placed import PlacedPlanner
 from distca_hf.config import DistCAConfig
 from distca_hf.data.documents import fit_documents
 from distca_hf.data.epochs import EpochPacker
+from distca_hf.data.pipelines import Pipeline
 from distca_hf.errors import ConfigError, PackingError
 from distca_hf.layout import MAX_DOCUMENT_TOKENS
 from distca_hf.planning.served import Servers
@@ -44,6 +45,8 @@ class SimulationRequest:
         gpu_gib: memory of a GPU.
         batches: optimizer steps to simulate.
         seed: of the order of documents.
+        pipeline: stages that the same GPUs are also simulated with, and that documents are packed for; None if there
+            are none. A stage runs each of `accumulation` micro-steps as one micro-batch for every stage.
 
     Raises:
         ConfigError: a number is out of range, or numbers do not fit together.
@@ -61,6 +64,7 @@ class SimulationRequest:
     gpu_gib: float = 141.0
     batches: int = 20
     seed: int = 0
+    pipeline: Pipeline | None = None
 
     def __post_init__(self) -> None:
         for option, value, most in (
@@ -68,6 +72,7 @@ class SimulationRequest:
             ("--tokens-per-rank", self.tokens_per_rank, MAX_DOCUMENT_TOKENS),
             ("--context", 1 if self.context_tokens is None else self.context_tokens, MAX_DOCUMENT_TOKENS),
             ("--accumulation", self.accumulation, MAX_MICRO_STEPS),
+            ("--pipeline", self.num_stages, MAX_RANKS),
             ("--ranks-per-node", self.ranks_per_node, MAX_RANKS),
             ("--tensor", self.tensor_ranks, MAX_RANKS),
             ("--batches", self.batches, MAX_BATCHES),
@@ -92,11 +97,14 @@ class SimulationRequest:
                 f"--tensor {self.tensor_ranks} must divide the {self.model.heads.key_value} KV heads of "
                 f"{self.model.name}"
             )
+        if self.pipeline is not None:
+            self._check_pipeline(self.pipeline)
         context, room = self.context_tokens, self.capacity_tokens
         if context is not None and context > room:
+            ranks = f"{self.stage_ranks} data ranks{' of a stage' if self.pipeline else ''}"
             raise ConfigError(
-                f"--context {context} does not fit: {self.num_ranks} data ranks x {self.tokens_per_rank} tokens hold "
-                f"{room}; take more GPUs, more tokens per rank, or a shorter context"
+                f"--context {context} does not fit: {ranks} x {self.tokens_per_rank} tokens hold {room}; take more "
+                "GPUs, more tokens per rank, or a shorter context"
             )
         if self.model.mixers and context is not None and context > self.tokens_per_rank:
             raise ConfigError(
@@ -104,9 +112,33 @@ class SimulationRequest:
                 f"stay whole on a rank, and one holds {self.tokens_per_rank} tokens"
             )
 
+    def _check_pipeline(self, pipeline: Pipeline) -> None:
+        """Checks that the GPUs can be divided into stages, and the layers into parts."""
+        if self.num_ranks % pipeline.num_stages:
+            raise ConfigError(
+                f"--pipeline {pipeline.num_stages} must divide {self.num_ranks} data ranks: {self.gpus} GPUs, "
+                f"{self.tensor_ranks} of which divide every layer"
+            )
+        pipeline.check(self.micro_batches, self.model.size.layers)
+
+    @property
+    def num_stages(self) -> int:
+        """Stages of the pipeline; 1 without one."""
+        return 1 if self.pipeline is None else self.pipeline.num_stages
+
+    @property
+    def stage_ranks(self) -> int:
+        """Data ranks of a stage; all of them without a pipeline."""
+        return self.num_ranks // self.num_stages
+
+    @property
+    def micro_batches(self) -> int:
+        """Micro-batches that documents of an optimizer step are packed into, each for the ranks of a stage."""
+        return self.accumulation * self.num_stages
+
     @property
     def num_ranks(self) -> int:
-        """Data ranks."""
+        """Data ranks; with a pipeline those of all stages, which without it would be data ranks alike."""
         return self.gpus // self.tensor_ranks
 
     @property
@@ -116,8 +148,8 @@ class SimulationRequest:
 
     @property
     def capacity_tokens(self) -> int:
-        """Tokens that all data ranks hold in a micro-step."""
-        return self.num_ranks * self.tokens_per_rank
+        """Tokens that the data ranks of a stage hold in a micro-batch; those of all data ranks without a pipeline."""
+        return self.stage_ranks * self.tokens_per_rank
 
     @property
     def longest_tokens(self) -> int:
@@ -133,7 +165,12 @@ class SimulationRequest:
     @cached_property
     def planner(self) -> PlacedPlanner:
         """The planner of training; settings that are not asked for come from the environment, as in training."""
-        return self._planner(self.num_ranks, self.tokens_per_rank, None)
+        return self._planner(self.num_ranks, self.tokens_per_rank)
+
+    @cached_property
+    def stage_planner(self) -> PlacedPlanner:
+        """The planner of a training in the stages of the pipeline, which shapes optimizer steps for it."""
+        return self._planner(self.stage_ranks, self.tokens_per_rank, pipeline=self.pipeline)
 
     @cached_property
     def served_planner(self) -> PlacedPlanner:
@@ -143,10 +180,16 @@ class SimulationRequest:
         trainers = self.num_ranks - servers
         per_node = self.data_ranks_per_node
         nodes = tuple((trainers + number) // per_node for number in range(servers))
-        tokens = -(-self.capacity_tokens // trainers)
-        return self._planner(trainers, tokens, Servers((1.0,) * servers, nodes=nodes))
+        tokens = -(-self.num_ranks * self.tokens_per_rank // trainers)
+        return self._planner(trainers, tokens, servers=Servers((1.0,) * servers, nodes=nodes))
 
-    def _planner(self, num_ranks: int, tokens_per_rank: int, servers: Servers | None) -> PlacedPlanner:
+    def _planner(
+        self,
+        num_ranks: int,
+        tokens_per_rank: int,
+        servers: Servers | None = None,
+        pipeline: Pipeline | None = None,
+    ) -> PlacedPlanner:
         config = DistCAConfig(tokens_per_rank=tokens_per_rank, ranks_per_node=self.data_ranks_per_node)
         return PlacedPlanner(
             config,
@@ -156,6 +199,8 @@ class SimulationRequest:
             token_bytes=self.model.heads.token_bytes(),
             layer_masks=self.model.masks,
             whole_documents=self.model.mixers > 0,
+            pipeline=pipeline,
+            costs=self.model.pass_costs,
         )
 
     def steps(self, document_tokens: IntArray) -> list[list[IntArray]]:
@@ -171,22 +216,28 @@ class SimulationRequest:
                 f"--context {self.longest_tokens} splits longer ones"
             )
         lengths = fit_documents(document_tokens, self.longest_tokens, "split")[2]
-        packer = EpochPacker(lengths, self.capacity_tokens, self.seed, fits=self.planner.fits)
-        if packer.num_micro_batches < self.accumulation:
+        packer = EpochPacker(lengths, self.capacity_tokens, self.seed, fits=self.stage_planner.fits)
+        if packer.num_micro_batches < self.micro_batches:
+            words = "micro-steps" if self.pipeline is None else "micro-batches of a stage,"
             raise PackingError(
                 f"{len(lengths)} documents with {int(lengths.sum())} tokens fill {packer.num_micro_batches} of "
-                f"{self.accumulation} micro-steps of {self.capacity_tokens} tokens; take fewer GPUs, fewer tokens per "
+                f"{self.micro_batches} {words} of {self.capacity_tokens} tokens; take fewer GPUs, fewer tokens per "
                 "rank, or less accumulation"
             )
         steps: list[list[IntArray]] = []
         epoch = 0
         while len(steps) < self.batches:
             packed = packer.epoch(epoch)
-            for first in range(0, packer.num_micro_batches - self.accumulation + 1, self.accumulation):
-                numbers = range(first, first + self.accumulation)
+            for first in range(0, packer.num_micro_batches - self.micro_batches + 1, self.micro_batches):
+                numbers = range(first, first + self.micro_batches)
                 steps.append([lengths[packed.micro_batch(number)] for number in numbers])
             epoch += 1
         return steps[: self.batches]
+
+    def without_stages(self, step: Sequence[IntArray]) -> list[IntArray]:
+        """Returns the lengths of each micro-step of all data ranks: one micro-batch for every stage, joined."""
+        stages = self.num_stages
+        return [np.concatenate(step[first : first + stages]) for first in range(0, len(step), stages)]
 
     def pairs(self, step: Sequence[IntArray]) -> float:
         """Returns attended pairs of a step, in all layers together."""

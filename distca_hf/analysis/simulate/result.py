@@ -8,6 +8,7 @@ import numpy as np
 
 from distca_hf.analysis.memory import USABLE_SHARE, TrainingSetup, estimate_memory
 from distca_hf.analysis.simulate.run import WaySteps
+from distca_hf.analysis.simulate.stages import stage_memory_bytes
 from distca_hf.analysis.simulate.ways import Simulation, Step, Way
 from distca_hf.arrays import ceil_div
 from distca_hf.flops import StepFlops, peak_flops
@@ -23,7 +24,7 @@ class WayFigures:
     """One way to train.
 
     Attributes:
-        key, label, is_ours, is_cad: see `Way`.
+        key, label, is_ours, is_cad, in_stages: see `Way`.
         step_seconds: mean of an optimizer step.
         tokens_per_second: of all GPUs together.
         utilisation: useful operations over the peak of all GPUs; None if the peak is not known.
@@ -39,6 +40,7 @@ class WayFigures:
     label: str
     is_ours: bool
     is_cad: bool
+    in_stages: bool
     step_seconds: float
     tokens_per_second: float
     utilisation: float | None
@@ -61,6 +63,7 @@ class Result:
     Attributes:
         gpus, accumulation, tokens_per_rank, context_tokens: of the request.
         step_tokens: mean of an optimizer step.
+        num_stages, chunks: of the pipeline; 1 without one.
         ways: all ways, the fastest of each family.
         missing: why others are left out.
     """
@@ -70,6 +73,8 @@ class Result:
     tokens_per_rank: int
     context_tokens: int
     step_tokens: float
+    num_stages: int
+    chunks: int
     ways: list[WayFigures]
     missing: list[str]
 
@@ -96,6 +101,24 @@ class Result:
         return self.other.step_seconds / self.ours.step_seconds
 
     def in_short(self) -> str:
+        """Returns the way to choose, and what it brings; and what a pipeline does to it."""
+        return " ".join(filter(None, (self._choice(), self._beside_stages())))
+
+    def _beside_stages(self) -> str:
+        """Returns the fastest pipeline beside placed batches on the same GPUs; empty without a pipeline."""
+        if self.num_stages == 1:
+            return ""
+        within = _fastest(way for way in self.ways if way.in_stages and way.is_ours and way.fits)
+        without = next((way for way in self.ways if way.key == "placed" and way.fits), None)
+        if within is None or without is None:
+            fits = "they fit only as stages" if within else "no stage fits"
+            return f"Of these GPUs {fits} their memory." if within is not without else ""
+        ratio = within.step_seconds / without.step_seconds
+        if ratio >= 1:
+            return f"A pipeline of {self.num_stages} stages takes {ratio:.2f} x as long as these GPUs without one."
+        return f"A pipeline of {self.num_stages} stages is {1 / ratio:.2f} x as fast as these GPUs without one."
+
+    def _choice(self) -> str:
         """Returns the way to choose, and what it brings."""
         ours, other, gain = self.ours, self.other, self.gain
         if ours is None and other is None:
@@ -119,7 +142,7 @@ class Result:
     def as_json(self) -> dict[str, Any]:
         """Returns all figures, and the choice."""
         ours = self.ours
-        fields = ("gpus", "accumulation", "tokens_per_rank", "context_tokens", "step_tokens", "missing")
+        fields = [name for name in vars(self) if name != "ways"]
         return {
             **{name: getattr(self, name) for name in fields},
             "ways": [way.as_json() for way in self.ways],
@@ -156,6 +179,7 @@ def make_result(
                 way.label,
                 way.is_ours,
                 way.is_cad,
+                way.in_stages,
                 seconds,
                 rate,
                 None if peak is None else useful / (seconds * request.gpus * peak),
@@ -173,6 +197,8 @@ def make_result(
         request.tokens_per_rank,
         request.longest_tokens,
         float(tokens.mean()),
+        request.num_stages,
+        1 if request.pipeline is None else request.pipeline.chunks,
         _fastest_of_families(simulation.ways(), figures),
         simulation.missing(),
     )
@@ -210,7 +236,11 @@ def _memory_bytes(simulation: Simulation, way: Way, steps: WaySteps) -> int:
     if checkpointing == "saved" and (not way.is_ours or way.key == "placed_recomputed"):
         checkpointing = "recomputed"
     budget = request.planner.config.kv_budget_gib * 2**30 if way.is_ours else 0.0
-    setup = TrainingSetup(request.gpus, "fsdp2", checkpointing, request.liger, kv_budget_bytes=budget)
     tokens = int(ceil_div(steps.most_tokens, request.tensor_ranks))
-    size = request.model.size.decoder(request.model.heads)
-    return estimate_memory(size, setup, tokens, int(steps.received_bytes)).total
+    size, received = request.model.size.decoder(request.model.heads), int(steps.received_bytes)
+    gpus = request.gpus // request.num_stages if way.in_stages else request.gpus
+    setup = TrainingSetup(gpus, "fsdp2", checkpointing, request.liger, kv_budget_bytes=budget)
+    if not way.in_stages:
+        return estimate_memory(size, setup, tokens, received).total
+    assert request.pipeline is not None
+    return stage_memory_bytes(size, setup, request.pipeline, request.micro_batches, tokens, received)

@@ -37,6 +37,8 @@ class Training:
         has_optimizer: whether AdamW makes a step.
         reduce_bytes: of a number in sums of gradients over ranks.
         root_copies: part of the weights outside of layers that there is; benchmarks leave the head out.
+        gathers_layers: whether weights are gathered, and gradients summed, in each layer of each micro-batch. Stages
+            of a pipeline do so once in an optimizer step.
     """
 
     costs: Costs
@@ -46,6 +48,7 @@ class Training:
     has_optimizer: bool = True
     reduce_bytes: int = HALF_BYTES
     root_copies: float = 1.0
+    gathers_layers: bool = True
 
     @property
     def shards(self) -> int:
@@ -54,13 +57,18 @@ class Training:
 
     def micro_batch_seconds(self, load: Load) -> float:
         """Returns the seconds of one micro-batch, forward and backward."""
+        return sum(self.layers_seconds(load)) + self._ends(load) + load.beside_seconds
+
+    def layers_seconds(self, load: Load) -> tuple[float, float]:
+        """Returns the seconds of all layers, forward and backward."""
         layer = self.costs.layer(load.tokens)
+        kinds = [*load.attention]
         mixers = self.costs.model.size.layers - self.costs.model.attention_layers
-        seconds = sum(kind.layers * self._layer_seconds(layer, kind, load) for kind in load.attention)
         if mixers:
             nothing = np.zeros(len(load.tokens))
-            seconds += mixers * self._layer_seconds(layer, Attention(nothing, nothing, nothing, nothing, 1), load)
-        return seconds + self._ends(load) + load.beside_seconds
+            kinds.append(Attention(nothing, nothing, nothing, nothing, mixers))
+        passes = [(kind.layers, self._layer_seconds(layer, kind, load)) for kind in kinds]
+        return sum(count * forward for count, (forward, _) in passes), sum(count * back for count, (_, back) in passes)
 
     def optimizer_seconds(self) -> float:
         """Returns the seconds of AdamW's step on a rank's share of the weights."""
@@ -69,10 +77,36 @@ class Training:
         weights = self.costs.model.size.parameters / self.shards / self.costs.tensor_ranks
         return weights * self.costs.profile.rates.optimizer_seconds
 
-    def _layer_seconds(self, layer: LayerSeconds, attention: Attention, load: Load) -> float:
-        """Returns the seconds of a layer: of its slowest rank in each pass, or of the wires if they are slower."""
-        gather = self.cluster.all_gather(self.costs.layer_weight_bytes)
-        reduce = self._reduce_seconds(self.costs.layer_weight_bytes)
+    def gather_seconds(self, weight_bytes: float) -> float:
+        """Returns the seconds of gathering weights of so many bytes in bf16."""
+        return self.cluster.all_gather(weight_bytes)
+
+    def reduce_seconds(self, weight_bytes: float) -> float:
+        """Returns the seconds of summing the gradients of weights of so many bytes in bf16."""
+        return self.cluster.reduce_scatter(weight_bytes * self.reduce_bytes / HALF_BYTES)
+
+    def embedding_seconds(self, load: Load) -> float:
+        """Returns the seconds of the embedding, forward and backward: its rows are read and written, and its gradient
+        is cleared and added to."""
+        rows = float(load.tokens.max()) * self.costs.model.size.hidden_size * HALF_BYTES
+        return float(self.costs.copy_seconds(5 * rows + 2 * self._root_bytes))
+
+    def head_seconds(self, load: Load) -> float:
+        """Returns the seconds of the last matrix and the loss, forward and backward."""
+        return float(self.costs.head_seconds(load.tokens).max()) if self.has_head else 0.0
+
+    def cast_seconds(self) -> float:
+        """Returns the seconds of casting a rank's share of gradients."""
+        shards = self.costs.model.size.parameters / self.shards / self.costs.tensor_ranks
+        return float(self.costs.copy_seconds(3 * CAST_BYTES * shards))
+
+    def _layer_seconds(self, layer: LayerSeconds, attention: Attention, load: Load) -> tuple[float, float]:
+        """Returns the seconds of a layer, forward and backward: of its slowest rank, or of the wires if they are
+        slower."""
+        gather = reduce = 0.0
+        if self.gathers_layers:
+            gather = self.gather_seconds(self.costs.layer_weight_bytes)
+            reduce = self.reduce_seconds(self.costs.layer_weight_bytes)
         tensor = self._tensor_seconds(load)
         beside, sent = self.cluster.products_beside, float(attention.sent.max())
         first = layer.forward if self.layers_checkpointed else layer.kept
@@ -83,7 +117,7 @@ class Training:
             again = tensor
             backward = backward + layer.kept + (0.0 if load.saves_attention else attention.recomputed)
         behind = float(backward.max()) + beside * (gather + reduce) + tensor + again
-        return max(forward, gather + sent) + max(behind, gather + reduce + sent)
+        return max(forward, gather + sent), max(behind, gather + reduce + sent)
 
     def _tensor_seconds(self, load: Load) -> float:
         """Returns the seconds in which tensor ranks exchange activations in a pass of a layer; nothing hides them."""
@@ -94,22 +128,14 @@ class Training:
         node = Cluster(self.cluster.profile, ranks, ranks, self.costs.notes)
         return TENSOR_COLLECTIVES * (node.all_gather(hidden) + node.reduce_scatter(hidden))
 
-    def _reduce_seconds(self, weight_bytes: float) -> float:
-        """Returns the seconds of summing the gradients of weights of so many bytes in bf16."""
-        return self.cluster.reduce_scatter(weight_bytes * self.reduce_bytes / HALF_BYTES)
-
     def _ends(self, load: Load) -> float:
         """Returns the seconds of embedding, head and loss, and of collectives with nothing beside them."""
-        costs, size, tokens = self.costs, self.costs.model.size, float(load.tokens.max())
-        root_bytes = costs.root_weight_bytes * self.root_copies
         collectives = sum(
-            self.cluster.all_gather(num_bytes) + self._reduce_seconds(num_bytes)
-            for num_bytes in (root_bytes, costs.layer_weight_bytes)
+            self.gather_seconds(num_bytes) + self.reduce_seconds(num_bytes)
+            for num_bytes in (self._root_bytes, self.costs.layer_weight_bytes)
         )
-        # Rows of the embedding are read and written, and its gradient is cleared and added to.
-        rows = tokens * size.hidden_size * HALF_BYTES
-        embedding = float(costs.copy_seconds(5 * rows + 2 * root_bytes))
-        shards = size.parameters / self.shards / costs.tensor_ranks
-        casts = float(costs.copy_seconds(3 * CAST_BYTES * shards))
-        head = float(costs.head_seconds(load.tokens).max()) if self.has_head else 0.0
-        return collectives + embedding + casts + head
+        return collectives + self.embedding_seconds(load) + self.cast_seconds() + self.head_seconds(load)
+
+    @property
+    def _root_bytes(self) -> float:
+        return self.costs.root_weight_bytes * self.root_copies

@@ -16,9 +16,11 @@ from distca_hf.analysis.simulate import peers, planned
 from distca_hf.analysis.simulate.costs import HALF_BYTES, Costs
 from distca_hf.analysis.simulate.load import Load
 from distca_hf.analysis.simulate.request import GPUS_PER_SERVER, SimulationRequest
+from distca_hf.analysis.simulate.stages import StagedTraining
 from distca_hf.analysis.simulate.step import Training
 from distca_hf.analysis.simulate.wires import Cluster
-from distca_hf.arrays import IntArray, ceil_div
+from distca_hf.arrays import IntArray, ceil_div, offsets
+from distca_hf.batches.placed import PlacedPlanner
 from distca_hf.cost import causal_pairs_of
 from distca_hf.data.epochs import Epoch
 from distca_hf.layout import Layout
@@ -43,6 +45,7 @@ class Way:
         family: ways of one family differ in the size of groups alone; the fastest is shown.
         is_ours: whether distca_hf does it.
         is_cad: whether it is core attention disaggregation, by whatever planner.
+        in_stages: whether stages of a pipeline run it; loads are then those of the ranks of one stage.
     """
 
     key: str
@@ -52,6 +55,7 @@ class Way:
     family: str = ""
     is_ours: bool = False
     is_cad: bool = False
+    in_stages: bool = False
 
 
 @dataclass(frozen=True)
@@ -84,9 +88,19 @@ class Simulation:
         return Training(self.costs, self.cluster, self.request.checkpointing != "none")
 
     def step_seconds(self, way: Way, step: Step) -> tuple[float, list[Load]]:
-        """Returns the seconds of an optimizer step, and its loads."""
-        training, loads = self.training, way.loads(step)
-        return sum(training.micro_batch_seconds(load) for load in loads) + training.optimizer_seconds(), loads
+        """Returns the seconds of an optimizer step, and its loads.
+
+        Args:
+            step: micro-batches for the ranks of a stage.
+        """
+        training = self.training
+        if way.in_stages:
+            loads = way.loads(step)
+            seconds = self.staged_training.micro_batches_seconds(loads) + training.cast_seconds()
+        else:
+            loads = way.loads(self.request.without_stages(step))
+            seconds = sum(training.micro_batch_seconds(load) for load in loads)
+        return seconds + training.optimizer_seconds(), loads
 
     def ways(self) -> list[Way]:
         """Returns all ways that can run."""
@@ -108,7 +122,7 @@ class Simulation:
             again = partial(self._placed, saves=False)
             each.append(Way("placed_recomputed", "distca, recomputed", again, is_ours=True, is_cad=True, costly=True))
         each.append(Way("placed", "distca, placed", self._placed, is_ours=True, is_cad=True))
-        return each
+        return [*each, *self._in_stages()]
 
     def missing(self) -> list[str]:
         """Returns why ways are left out, a sentence for each."""
@@ -162,6 +176,52 @@ class Simulation:
         loads = _of_each(lambda lengths: peers.ring(self.costs, self.cluster, lengths, group))
         return Way(f"ring_{group}", f"zigzag ring over {group}", loads, family="ring", costly=True)
 
+    # Stages of a pipeline.
+
+    @property
+    def stage_cluster(self) -> Cluster:
+        """Data ranks of one stage."""
+        ranks = self.request.stage_ranks
+        return replace(self.cluster, num_ranks=ranks, ranks_per_node=min(ranks, self.cluster.ranks_per_node))
+
+    @property
+    def staged_training(self) -> StagedTraining:
+        """The pipeline; there must be one."""
+        assert self.request.pipeline is not None
+        of_stage = replace(self.training, cluster=self.stage_cluster, gathers_layers=False)
+        return StagedTraining(of_stage, self.request.pipeline, self.cluster, self.request.tokens_per_rank)
+
+    def _in_stages(self) -> list[Way]:
+        """Returns the same GPUs as stages of the pipeline, if there is one."""
+        if self.request.pipeline is None:
+            return []
+        ours = partial(Way, is_ours=True, is_cad=True, costly=True, in_stages=True)
+        return [
+            Way("pipeline_plain", "pipeline, plain", self._stages_plain, in_stages=True),
+            ours("pipeline_placed", "pipeline, placed", self._stages_placed),
+            ours("pipeline_shaped", "pipeline, shaped", self._stages_shaped),
+        ]
+
+    def _stages_plain(self, step: Step) -> list[Load]:
+        """Packs of equal tokens in every stage."""
+        return [self._padded(peers.plain_packing(self.costs, batch, self.request.stage_ranks)) for batch in step]
+
+    def _stages_placed(self, step: Step) -> list[Load]:
+        """Each micro-batch placed, in the order of packing."""
+        return [self._staged(self.request.stage_planner.plan(batch)) for batch in step]
+
+    def _stages_shaped(self, step: Step) -> list[Load]:
+        """Documents of a step divided by work among its micro-batches, as a training with this pipeline does it."""
+        return [self._staged(plan) for plan in _plans(self.request.stage_planner, step)]
+
+    def _staged(self, plan: Plan) -> Load:
+        chunks = self.request.stage_planner.num_chunks
+        return self._padded(planned.ours(self.costs, self.stage_cluster, plan, chunks, self._saves))
+
+    def _padded(self, load: Load) -> Load:
+        """Returns a load whose ranks compute all of their rows, as stages do."""
+        return replace(load, tokens=np.full_like(load.tokens, self.request.tokens_per_rank))
+
     # Ways with plans, and over several micro-batches.
 
     def _sorted_packs(self, step: Step) -> list[Load]:
@@ -179,15 +239,8 @@ class Simulation:
 
     def _placed(self, step: Step, saves: bool | None = None) -> list[Load]:
         planner, saves = self.request.planner, self._saves if saves is None else saves
-        return [planned.ours(self.costs, self.cluster, plan, planner.num_chunks, saves) for plan in self._plans(step)]
-
-    def _plans(self, step: Step) -> list[Plan]:
-        """Plans as training makes them, long documents of a step put together."""
-        planner, lengths = self.request.planner, np.concatenate(step)
-        as_packed = Epoch(np.arange(len(lengths)), np.cumsum([0] + [len(batch) for batch in step]))
-        grouped = planner.regroup(as_packed, lengths, len(step))
-        numbers = range(grouped.num_micro_batches)
-        return [planner.plan(lengths[grouped.micro_batch(number)], grouped.layout(number)) for number in numbers]
+        plans = _plans(planner, step)
+        return [planned.ours(self.costs, self.cluster, plan, planner.num_chunks, saves) for plan in plans]
 
     def _packs_kept(self, step: Step) -> list[Load]:
         request, topology = self.request, self.request.planner.config.topology(self.request.num_ranks)
@@ -215,3 +268,12 @@ class Simulation:
 def _of_each(load: Callable[[IntArray], Load]) -> Callable[[Step], list[Load]]:
     """Returns a function of all micro-batches from one of a single one."""
     return lambda step: [load(batch) for batch in step]
+
+
+def _plans(planner: PlacedPlanner, step: Step) -> list[Plan]:
+    """Returns plans as training makes them: long documents of a step put together, or shaped for a pipeline."""
+    lengths = np.concatenate(step)
+    as_packed = Epoch(np.arange(len(lengths)), offsets(np.array([len(batch) for batch in step])))
+    grouped = planner.regroup(as_packed, lengths, len(step))
+    numbers = range(grouped.num_micro_batches)
+    return [planner.plan(lengths[grouped.micro_batch(number)], grouped.layout(number)) for number in numbers]

@@ -78,6 +78,22 @@ def test_json_has_all_figures(lengths: Path) -> None:
         assert ("do not bother" in one["in_short"]) == (one["gain"] < 1.05)
 
 
+def test_stages_of_a_pipeline_stand_beside_other_ways(lengths: Path) -> None:
+    options = [*QUICK[:1], "8", *QUICK[2:], "--pipeline", "2", "--chunks", "2"]
+    printed = simulate(lengths, *options)
+    (answer,) = json.loads(simulate(lengths, *options, "--json"))["simulations"]
+
+    assert max(map(len, printed.splitlines())) <= 80
+    assert "pipeline: 2 stages of 2 chunks" in " ".join(printed.split())
+    assert "pipeline: 2 stages of 4 data ranks" in " ".join(printed.split())
+    assert (answer["num_stages"], answer["chunks"]) == (2, 2)
+    assert {way["key"] for way in answer["ways"] if way["in_stages"]} == {
+        *("pipeline_plain", "pipeline_placed", "pipeline_shaped")
+    }
+    assert "--chunks needs --pipeline" in refusal(lengths, *QUICK, "--chunks", "2")
+    assert "a pipeline of 1 stages is none" in refusal(lengths, *QUICK, "--pipeline", "1")
+
+
 def test_a_profile_of_ones_own_is_taken(lengths: Path, tmp_path: Path) -> None:
     write(find_profile("h200"), tmp_path / "cluster.json")
     shipped = json.loads(simulate(lengths, *QUICK, "--json"))

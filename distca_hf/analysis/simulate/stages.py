@@ -1,0 +1,122 @@
+"""Stages: seconds and memory of a training whose layers are divided into the stages of a pipeline.
+
+Layers have the seconds of `step.py`, on the data ranks of one stage. `data.pipelines` simulates when each part of the
+model runs each micro-batch, and when it waits:
+
+    first part    its layers, and the embedding
+    last part     its layers, the head and the loss
+    a hop         hidden states, or their gradients, from a rank to the same rank of another stage
+    weights       gathered once before all micro-batches, and their gradients summed once behind them
+
+All parts are taken to have the same mixture of kinds of layers. Every rank computes `tokens_per_rank` rows, because
+stages exchange tensors of one shape.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from distca_hf.analysis.memory import DecoderSize, TrainingSetup, estimate_memory
+from distca_hf.analysis.simulate.costs import HALF_BYTES
+from distca_hf.analysis.simulate.load import Load
+from distca_hf.analysis.simulate.step import Training
+from distca_hf.analysis.simulate.wires import Cluster
+from distca_hf.data.pipelines import Pipeline, Schedule, operations_of
+
+
+# Forward seconds of the head over all of its seconds: one product of three.
+HEAD_FORWARD_SHARE = 1 / 3
+# Bytes of a weight that stays gathered for an optimizer step, and of its gradient that is added to.
+GATHERED_BYTES = HALF_BYTES + HALF_BYTES
+
+
+@dataclass(frozen=True)
+class StagedTraining:
+    """A pipeline of equal stages.
+
+    Attributes:
+        training: on the data ranks of one stage.
+        pipeline: stages and chunks.
+        cluster: data ranks of all stages, and their links.
+        tokens_per_rank: rows of every rank.
+    """
+
+    training: Training
+    pipeline: Pipeline
+    cluster: Cluster
+    tokens_per_rank: int
+
+    def micro_batches_seconds(self, loads: Sequence[Load]) -> float:
+        """Returns the seconds of the micro-batches of an optimizer step, in their order, and of its collectives.
+
+        Args:
+            loads: on the data ranks of a stage.
+        """
+        training, num_layers = self.training, self.training.costs.model.size.layers
+        shares = np.array(self.pipeline.layers_of_parts(num_layers)) / num_layers
+        # [parts, micro-batches]
+        passes = np.array([training.layers_seconds(load) for load in loads])
+        forward, backward = (shares[:, np.newaxis] * seconds for seconds in passes.T)
+        head = np.array([training.head_seconds(load) for load in loads])
+        embedding = np.array([training.embedding_seconds(load) for load in loads])
+        forward[0] += embedding / 2
+        backward[0] += embedding / 2
+        forward[-1] += HEAD_FORWARD_SHARE * head
+        backward[-1] += (1 - HEAD_FORWARD_SHARE) * head
+        schedule = Schedule(self.pipeline, len(loads))
+        seconds = schedule.step_seconds_of_parts(forward, backward, self._hop_seconds())
+        return float(seconds) + self._collective_seconds()
+
+    def _hop_seconds(self) -> float:
+        """Returns the seconds of hidden states from one stage to another, on the slowest links between stages."""
+        costs, cluster = self.training.costs, self.cluster
+        hidden = self.tokens_per_rank * costs.model.size.hidden_size * HALF_BYTES / costs.tensor_ranks
+        crosses = cluster.num_ranks > cluster.ranks_per_node
+        return float(cluster.exchange(np.array(hidden * (not crosses)), np.array(hidden * crosses)))
+
+    def _collective_seconds(self) -> float:
+        """Returns the seconds of gathering all weights of a stage and of summing their gradients."""
+        costs = self.training.costs
+        layers = math.ceil(costs.model.size.layers / self.pipeline.num_stages)
+        return sum(
+            times * (self.training.gather_seconds(num_bytes) + self.training.reduce_seconds(num_bytes))
+            for times, num_bytes in ((layers, costs.layer_weight_bytes), (1, costs.root_weight_bytes))
+        )
+
+
+def stage_memory_bytes(
+    size: DecoderSize, setup: TrainingSetup, pipeline: Pipeline, micro_batches: int, tokens: int, received_bytes: int
+) -> int:
+    """Estimates the most bytes that a GPU needs at the peak of a step: in the first stage, which holds most
+    micro-batches at once, or in the last one, which has the head.
+
+    A micro-batch that waits for its backward pass keeps what more layers would keep.
+
+    Args:
+        size: of the whole model.
+        setup: of one stage, whose ranks share its weights.
+        micro_batches: of an optimizer step.
+        tokens, received_bytes: of a GPU, see `estimate_memory`.
+    """
+    stages, most = pipeline.num_stages, 0
+    for stage, vocabulary in ((0, 0), (stages - 1, size.vocabulary)):
+        held = _held_micro_batches(pipeline, stage, micro_batches)
+        parameters = (size.parameters - size.embedding_parameters) // stages + size.head_parameters
+        part = replace(
+            size,
+            vocabulary=vocabulary,
+            parameters=parameters,
+            embedding_parameters=size.head_parameters,
+            layers=tuple(replace(layer, count=math.ceil(held * layer.count / stages)) for layer in size.layers),
+        )
+        memory = estimate_memory(part, setup, tokens, received_bytes)
+        most = max(most, memory.total + GATHERED_BYTES * parameters)
+    return most
+
+
+def _held_micro_batches(pipeline: Pipeline, stage: int, micro_batches: int) -> float:
+    """Returns the most micro-batches whose activations a stage holds at once, in parts of its layers."""
+    signs = [1 if operation.is_forward else -1 for operation in operations_of(pipeline, stage, micro_batches)]
+    return int(np.cumsum(signs).max()) / pipeline.chunks
