@@ -4,7 +4,7 @@
 |---|---|
 | `command` | from a path to a page or JSON |
 | `sources` | finds what a path holds, and the file that reads it |
-| `run_folder` | reads a folder of traces |
+| `run_folder`, `trace_index` | reads a folder of traces, step after step |
 | `plan_answer`, `simulate_answer` | read the JSON of `distca plan` and `distca simulate` |
 | `figures` | all that a page shows, whatever it was read from |
 | `straggler` | the rank that others wait for, and why |

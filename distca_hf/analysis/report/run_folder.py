@@ -1,6 +1,5 @@
 """Run folder: reads the traces of a training, one file of each rank, into figures of every reported micro-batch."""
 
-import json
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -9,11 +8,12 @@ from pathlib import Path
 from distca_hf.analysis.report.figures import CallOfRanks, MemoryBar, Report, Seconds, StepFigures
 from distca_hf.analysis.report.small_enough import chosen_calls, in_nodes, spread
 from distca_hf.analysis.report.straggler import findings_of, summary_of
+from distca_hf.analysis.report.trace_index import TraceIndex
 from distca_hf.errors import ReportError
-from distca_hf.traces import FILES, FOLDER, PassPart, RankTrace, Spent, step_of
+from distca_hf.traces import FILES, FOLDER, PassPart, RankTrace, Spent
 
 
-# Traces that are read, of all ranks together: a minute's work. Of more steps some are left out.
+# Traces that are read, of all ranks together: a minute's work, step after step. Of more steps some are left out.
 MOST_TRACES = 20_000
 # Most seconds that clocks of nodes are apart.
 CLOCKS_APART_SECONDS = 5.0
@@ -38,35 +38,32 @@ def read_folder(folder: Path) -> Report:
             f"{folder} has no traces ({FILES}, also looked for in {FOLDER}/): train with report_every_steps=100, or "
             "give the folder that report_folder named"
         )
-    of_files = [_lines_of(file) for file in files]
-    unfinished = [file for file, (_, is_cut) in zip(files, of_files, strict=True) if is_cut]
-    lines = [
-        (f"{file} line {at}", line) for file, (found, _) in zip(files, of_files, strict=True) for at, line in found
-    ]
-    if not lines:
+    index = TraceIndex.of(files)
+    if not index.steps:
         raise ReportError(
             f"{files[0].parent} has {len(files)} empty files: no step was reported before training ended"
         )
-    reported = sorted({step for _, line in lines if (step := step_of(line)) is not None})
-    read = {reported[at] for at in spread(len(reported), max(2, MOST_TRACES // len(files)))}
-    traces = [RankTrace.read(line, where) for where, line in lines if step_of(line) in {None, *read}]
-    steps, left_out = [], 0
-    current, of_earlier_run = _of_latest_run(traces)
-    left_out += of_earlier_run
-    for _, of_ranks in sorted(_by_micro_batch(current).items()):
-        latest = max(of_ranks, key=lambda trace: trace.written)
-        same = {trace.rank: trace for trace in of_ranks if _are_together(trace, latest)}
-        left_out += len(of_ranks) - len(same)
-        steps.append(_figures(same, latest))
+    read = [index.steps[at] for at in spread(len(index.steps), max(2, MOST_TRACES // len(files)))]
+    steps, left_out, newest = [], 0, 0.0
+    for step in read:
+        traces = list(index.traces_of(step))
+        written = max(trace.written for trace in traces)
+        if _is_of_earlier_run(written, newest):
+            left_out += len(traces)
+            continue
+        newest = max(newest, written)
+        for _, of_ranks in sorted(_by_micro_batch(traces).items()):
+            latest = max(of_ranks, key=lambda trace: trace.written)
+            same = {trace.rank: trace for trace in of_ranks if _are_together(trace, latest)}
+            left_out += len(of_ranks) - len(same)
+            steps.append(_figures(same, latest))
     notes = _notes(steps, left_out)
-    if unfinished:
+    if index.unfinished:
+        names = ", ".join(file.name for file in index.unfinished)
+        notes.append(f"The last line of {names} is cut off and left out: the rank was writing it, or was killed.")
+    if len(read) < len(index.steps):
         notes.append(
-            f"The last line of {', '.join(file.name for file in unfinished)} is cut off and left out: the rank was "
-            "writing it, or was killed."
-        )
-    if len(read) < len(reported):
-        notes.append(
-            f"{len(read)} of {len(reported)} reported steps are read, spread evenly: there are too many traces."
+            f"{len(read)} of {len(index.steps)} reported steps are read, spread evenly: there are too many traces."
         )
     return Report(
         title=f"Run {folder.resolve().name if folder.name != FOLDER else folder.resolve().parent.name}",
@@ -78,47 +75,17 @@ def read_folder(folder: Path) -> Report:
     )
 
 
-def _lines_of(file: Path) -> tuple[list[tuple[int, str]], bool]:
-    """Returns the lines of one rank that are not empty, with their numbers; and whether one more was begun behind
-    them, which is left out."""
-    try:
-        lines = file.read_text(encoding="utf-8").splitlines(keepends=True)
-    except UnicodeDecodeError:
-        raise ReportError(f"{file} is no text: it is not as distca_hf writes it") from None
-    except OSError as error:
-        raise ReportError(f"{file} cannot be read: {error.strerror or error}") from error
-    is_cut = len(lines) > 1 and step_of(lines[-1]) is not None and not _is_whole(lines[-1])
-    whole = lines[:-1] if is_cut else lines
-    return [(number, line) for number, line in enumerate(whole, 1) if line.strip()], is_cut
-
-
-def _is_whole(last_line: str) -> bool:
-    """Returns whether the last line of a file was written to its end."""
-    if last_line.endswith("\n"):
-        return True
-    try:
-        json.loads(last_line)
-    except ValueError:
-        return False
-    return True
-
-
-def _of_latest_run(traces: Sequence[RankTrace]) -> tuple[list[RankTrace], int]:
-    """Returns traces without the later steps of an earlier run in the same folder, and how many these are.
+def _is_of_earlier_run(written: float, newest: float) -> bool:
+    """Returns whether a step was written by an earlier run in the same folder.
 
     Ranks of a new run replace their own files. Files of ranks that it does not have stay, and hold steps that it may
     not have come to: they were written before its earlier steps.
+
+    Args:
+        written: when its last trace was written, in seconds.
+        newest: the same of the steps before it.
     """
-    written: defaultdict[int, float] = defaultdict(float)
-    for trace in traces:
-        written[trace.step] = max(written[trace.step], trace.written)
-    newest, stale = 0.0, set()
-    for step in sorted(written):
-        if written[step] < newest - CLOCKS_APART_SECONDS:
-            stale.add(step)
-        newest = max(newest, written[step])
-    current = [trace for trace in traces if trace.step not in stale]
-    return current, len(traces) - len(current)
+    return written < newest - CLOCKS_APART_SECONDS
 
 
 def _by_micro_batch(traces: Sequence[RankTrace]) -> Mapping[_Key, list[RankTrace]]:

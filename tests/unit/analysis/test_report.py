@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +19,7 @@ from distca_hf.analysis.report.small_enough import fitted
 from distca_hf.analysis.report.sources import read_source
 from distca_hf.analysis.report.straggler import straggler_in_words
 from distca_hf.cli import app
-from distca_hf.traces import file_name
+from distca_hf.traces import RankTrace, file_name
 from support.made_answers import made_simulation
 from support.made_traces import made_trace, write_run
 
@@ -159,6 +160,35 @@ def test_of_too_many_traces_some_steps_are_read(tmp_path: Path, monkeypatch: pyt
 
     assert [step["label"].split(",")[0] for step in found["steps"]] == ["step 100", "step 500", "step 900"]
     assert "3 of 9 reported steps are read" in found["notes"][0]
+
+
+def test_traces_of_one_step_are_in_memory_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    read, alive, most = RankTrace.read, weakref.WeakSet[RankTrace](), []
+
+    def note(line: str, where: str) -> RankTrace:
+        trace = read(line, where)
+        alive.add(trace)
+        most.append(len(alive))
+        return trace
+
+    monkeypatch.setattr(RankTrace, "read", note)
+    found = report(write_run(tmp_path, ranks=3, steps=9))
+
+    assert len(found["steps"]) == 9
+    assert len(most) == 27
+    assert max(most) <= 2 * 3
+
+
+def test_lines_may_be_empty_or_of_another_form_and_are_numbered_as_in_the_file(tmp_path: Path) -> None:
+    """An object with its fields in another order is read as well."""
+    traces = [made_trace(0, 1, step) for step in (100, 200)]
+    turned = json.dumps(dict(reversed(json.loads(traces[0].line()).items())))
+    file = tmp_path / file_name(0)
+    file.write_text(f"\n{turned}\n\n\n{traces[1].line()}\n\n")
+    assert [step["label"].split(",")[0] for step in report(tmp_path)["steps"]] == ["step 100", "step 200"]
+
+    file.write_text(f"\n{turned}\n\n\n{traces[1].line().replace('num_ranks', 'number')}\n")
+    assert f"{file_name(0)} line 5 has no 'num_ranks'" in refusal(tmp_path)
 
 
 # --- the rank that others wait for

@@ -1,0 +1,142 @@
+"""Trace index: where the traces of each step lie in the files of a folder, so that steps are read one after another.
+
+Files are read twice: once to note where steps begin and end, then step by step. Only the traces of one step are in
+memory at a time.
+
+    rank-00000.jsonl   | step 100 ... | step 200 ... |        places of step 200:  bytes of lines in every file
+    rank-00001.jsonl   | step 100 ... | step 200 ... |
+"""
+
+import json
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+from distca_hf.errors import ReportError
+from distca_hf.traces import RankTrace, step_of
+
+
+class _Place(NamedTuple):
+    """Lines of one step that follow each other in a file: where the first begins, their bytes, and its number."""
+
+    file: Path
+    begin: int
+    num_bytes: int
+    first_line: int
+
+
+class _Line(NamedTuple):
+    """One line of a file, without those that are empty."""
+
+    number: int
+    begin: int
+    content: bytes
+
+
+@dataclass(frozen=True)
+class TraceIndex:
+    """The steps of a folder.
+
+    Attributes:
+        steps: numbers of the steps, rising.
+        unfinished: files whose last line is cut off; it is left out.
+    """
+
+    steps: Sequence[int]
+    unfinished: Sequence[Path]
+    _places: dict[int, list[_Place]]
+
+    @classmethod
+    def of(cls, files: Iterable[Path]) -> "TraceIndex":
+        """Reads files once, and notes where the traces of each step lie.
+
+        Raises:
+            ReportError: a file cannot be read, or a line is no trace of this version; names both.
+        """
+        places: defaultdict[int, list[_Place]] = defaultdict(list)
+        unfinished: list[Path] = []
+        for file in files:
+            for step, place in _joined(file, unfinished):
+                places[step].append(place)
+        return cls(sorted(places), unfinished, dict(places))
+
+    def traces_of(self, step: int) -> Iterator[RankTrace]:
+        """Yields the traces of a step, in the order of files and lines.
+
+        Raises:
+            ReportError: a line is no trace; names file and line.
+        """
+        for place in self._places[step]:
+            for number, line in enumerate(_read(place).split(b"\n"), place.first_line):
+                if line.strip():
+                    yield _trace(place.file, number, line)
+
+
+def _joined(file: Path, unfinished: list[Path]) -> Iterator[tuple[int, _Place]]:
+    """Yields the steps of a file, with the lines of one that follow each other as one place."""
+    step, begin, end, first_line = None, 0, 0, 0
+    for line in _whole_lines(file, unfinished):
+        of_line = step_of(_text(file, line.content))
+        if of_line is None:  # another form; it says itself what it is, or that it is wrong
+            of_line = _trace(file, line.number, line.content).step
+        if of_line != step:
+            if step is not None:
+                yield step, _Place(file, begin, end - begin, first_line)
+            step, begin, first_line = of_line, line.begin, line.number
+        end = line.begin + len(line.content)
+    if step is not None:
+        yield step, _Place(file, begin, end - begin, first_line)
+
+
+def _whole_lines(file: Path, unfinished: list[Path]) -> Iterator[_Line]:
+    """Yields lines that are not empty. The last one is left out if it was begun and not written to its end, unless it
+    is the only one; then the file is added to `unfinished`."""
+    before, begin = None, 0
+    try:
+        with file.open("rb") as lines:
+            for number, content in enumerate(lines, 1):
+                if before is not None:
+                    yield before
+                before = _Line(number, begin, content) if content.strip() else None
+                begin += len(content)
+    except OSError as error:
+        raise ReportError(f"{file} cannot be read: {error.strerror or error}") from error
+    if before is None:
+        return
+    if before.number > 1 and step_of(_text(file, before.content)) is not None and not _is_whole(before.content):
+        unfinished.append(file)
+    else:
+        yield before
+
+
+def _is_whole(last_line: bytes) -> bool:
+    """Returns whether the last line of a file was written to its end."""
+    if last_line.endswith(b"\n"):
+        return True
+    try:
+        json.loads(last_line)
+    except ValueError:
+        return False
+    return True
+
+
+def _read(place: _Place) -> bytes:
+    try:
+        with place.file.open("rb") as file:
+            file.seek(place.begin)
+            return file.read(place.num_bytes)
+    except OSError as error:
+        raise ReportError(f"{place.file} cannot be read: {error.strerror or error}") from error
+
+
+def _trace(file: Path, number: int, line: bytes) -> RankTrace:
+    return RankTrace.read(_text(file, line), f"{file} line {number}")
+
+
+def _text(file: Path, line: bytes) -> str:
+    try:
+        return line.decode()
+    except UnicodeDecodeError:
+        raise ReportError(f"{file} is no text: it is not as distca_hf writes it") from None
