@@ -45,7 +45,8 @@ def read(content: Mapping[str, Any], source: str) -> Report:
 def _world(simulation: Mapping[str, Any]) -> str:
     """Returns the GPUs of a simulation, in words."""
     accumulation = f", {simulation['accumulation']} micro-steps" if simulation["accumulation"] > 1 else ""
-    return f"{simulation['gpus']:,} GPUs x {simulation['tokens_per_rank']:,} tokens{accumulation}"
+    stages = f", also as {simulation['num_stages']} stages" if simulation["num_stages"] > 1 else ""
+    return f"{simulation['gpus']:,} GPUs x {simulation['tokens_per_rank']:,} tokens{accumulation}{stages}"
 
 
 def _table(simulation: Mapping[str, Any]) -> Table:

@@ -257,6 +257,13 @@ def test_simulation_has_bars_of_every_number_of_gpus(tmp_path: Path) -> None:
     assert first["note"] == "Choose distca. Left out: rings: too few heads."
     assert assumptions["rows"] == [["FSDP2 in bf16"]]
 
+    staged = made_simulation()
+    staged["simulations"][0]["num_stages"] = 4
+    (tmp_path / "simulation.json").write_text(json.dumps(staged))
+    assert report(tmp_path / "simulation.json")["summary"][0].startswith(
+        "8 GPUs x 65,536 tokens, 4 micro-steps, also as 4 stages: "
+    )
+
 
 def test_answer_of_the_real_command_is_drawn(tmp_path: Path) -> None:
     """Every figure of `distca simulate --json`, as it prints it, and a page of it."""
