@@ -1,7 +1,7 @@
 """Compares steps that `distca simulate` predicts with measured ones, and with published speed-ups; prints tables for
 docs/simulation.md.
 
-    python scripts/benchmarks/predicted_steps.py [--cluster h200] [--published 30]
+    python scripts/benchmarks/predicted_steps.py [--cluster h100] [--published 30]
 
 The profile holds times of single kernels, layers and links. It was not fitted to these steps.
 """
@@ -36,7 +36,7 @@ def main() -> None:
 
 
 def measured_lines(profile: ClusterProfile) -> Iterator[str]:
-    """Yields a table of all ratios, and the worst error of each."""
+    """Yields a table of all ratios, and the worst error of each on each kind of GPU."""
     notes, all_compared = Notes(), list[Compared]()
     yield head(["page", "GPUs, links", "documents", "ratio", "measured", "predicted", "error"], 4)
     for measured in read_measured(MEASURED):
@@ -46,12 +46,12 @@ def measured_lines(profile: ClusterProfile) -> Iterator[str]:
         links = "30 GB/s" if one.row.slow else "NVLink"
         ratios = f"{one.measured:.3f}", f"{one.simulated:.3f}", f"{one.error:+.1%}"
         page = one.row.page.removesuffix(".md")
-        yield row([page, f"{one.row.gpus}, {links}", one.row.documents, one.ratio, *ratios])
+        yield row([page, f"{one.row.gpus} {one.row.gpu}, {links}", one.row.documents, one.ratio, *ratios])
     yield ""
-    yield head(["ratio", "rows", "mean error", "worst error"])
-    for name in dict.fromkeys(one.ratio for one in all_compared):
-        errors = [one.error for one in all_compared if one.ratio == name]
-        yield row([name, len(errors), f"{sum(errors) / len(errors):+.1%}", f"{max(errors, key=abs):+.1%}"])
+    yield head(["GPU", "ratio", "rows", "mean error", "worst error"], 2)
+    for gpu, name in dict.fromkeys((one.row.gpu, one.ratio) for one in all_compared):
+        errors = [one.error for one in all_compared if (one.row.gpu, one.ratio) == (gpu, name)]
+        yield row([gpu, name, len(errors), f"{sum(errors) / len(errors):+.1%}", f"{max(errors, key=abs):+.1%}"])
     yield ""
     yield from (f"- {line}" for line in notes.lines())
 

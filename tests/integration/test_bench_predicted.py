@@ -7,24 +7,30 @@ from support.scripts import run_script
 
 
 # Largest error of a predicted ratio, in percent.
+# The profile is of H100s. Other GPUs have other links, so some of their ratios are further off.
 BOUNDS = {
-    "local / ours": 8.0,
-    "ours / ideal": 5.0,
-    "packs kept / ideal": 6.0,
-    "Ulysses / ideal": 5.0,
-    "ring / ours": 5.0,
-    "gathered / ideal": 8.0,
-    "saved / recomputed": 5.0,
-    "trainer and server / alone, forward": 5.0,
-    "trainer and server / alone, backward": 5.0,
+    ("H200", "local / ours"): 5.0,
+    ("H200", "ours / ideal"): 5.0,
+    ("H200", "packs kept / ideal"): 6.0,
+    ("H200", "Ulysses / ideal"): 6.0,
+    ("H200", "ring / ours"): 5.0,
+    ("H200", "gathered / ideal"): 5.1,
+    ("H200", "saved / recomputed"): 5.0,
+    ("H200", "trainer and server / alone, forward"): 5.1,
+    ("H200", "trainer and server / alone, backward"): 6.0,
+    ("H100", "local / ours"): 5.0,
+    ("H100", "ours / ideal"): 5.0,
+    ("H100", "packs kept / ideal"): 5.0,
+    ("H100", "Ulysses / ideal"): 5.0,
+    ("H100", "gathered / ideal"): 5.0,
 }
 
 
 def test_predicted_ratios_are_those_that_were_measured(tmp_path: Path) -> None:
     printed = run_script(1, tmp_path, ["scripts/benchmarks/predicted_steps.py"])
-    rows = re.findall(r"^\| ([\w, ]+ / [\w, ]+) \| (\d+) \| [+-][\d.]+% \| ([+-][\d.]+)% \|$", printed, re.MULTILINE)
+    rows = re.findall(r"^\| (\w+) \| ([\w, ]+ / [\w, ]+) \| (\d+) \| [+-][\d.]+% \| ([+-][\d.]+)% \|$", printed, re.MULTILINE)
 
-    assert {name for name, _, _ in rows} == BOUNDS.keys()
-    assert sum(int(number) for _, number, _ in rows) > 85
-    for name, _, worst in rows:
-        assert abs(float(worst)) <= BOUNDS[name], name
+    assert {(gpu, ratio) for gpu, ratio, _, _ in rows} == BOUNDS.keys()
+    assert sum(int(number) for _, _, number, _ in rows) > 105
+    for gpu, ratio, _, worst in rows:
+        assert abs(float(worst)) <= BOUNDS[gpu, ratio], (gpu, ratio)

@@ -187,11 +187,7 @@ class Measuring:
         number = ranks.num_ranks if between else ranks.ranks_per_node
         times = (exchange, all_gather, reduce_scatter, attention_beside, products_beside)
         of_a_node = ranks.ranks_per_node if between or ranks.has_several_nodes else 1
-        return LinkTimes(number, sizes, *times, _now(), self._command, of_a_node)
-
-    @property
-    def _command(self) -> str:
-        return f"{self.command} ({self.remarks})" if self.remarks else self.command
+        return LinkTimes(number, sizes, *times, _now(), self.command, of_a_node)
 
     def _made(self, kernel: str) -> Made:
         device, versions = self.ranks.device, {"distca_hf": __version__, "python": platform.python_version()}

@@ -13,7 +13,7 @@ from distca_hf.flops import PEAK_FLOPS
 
 FOLDER = "distca_hf.analysis.profiles"
 # Profile that is taken where none is named.
-DEFAULT_PROFILE = "h200"
+DEFAULT_PROFILE = "h100"
 
 
 def shipped_profiles() -> dict[str, Path]:
@@ -45,8 +45,8 @@ def find_profile(name: str) -> ClusterProfile:
     nearest = min(shipped, key=apart)
     raise ConfigError(
         f"--cluster {name}: there is no measured profile of this GPU. The nearest is {nearest}, whose peak is "
-        f"{(_peak(nearest) or 0) / peak:.2f} times as high: give --cluster {nearest} and take ratios "
-        "alone, or measure one with `distca profile`"
+        f"{(_peak(nearest) or 0) / peak:.2f} times as high: give --cluster {nearest}, the "
+        "memory of yours by --gpu-gib, and take ratios alone, or measure one with `distca profile`"
     )
 
 

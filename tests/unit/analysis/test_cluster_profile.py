@@ -22,7 +22,7 @@ from distca_hf.placement.by_kernel_time import KernelTimes
 
 @pytest.fixture(scope="module")
 def profile() -> ClusterProfile:
-    return find_profile("h200")
+    return find_profile("h100")
 
 
 def content_of(profile: ClusterProfile, tmp_path: Path) -> dict[str, Any]:
@@ -48,7 +48,7 @@ def test_what_is_written_is_read(profile: ClusterProfile, tmp_path: Path) -> Non
 
 
 def test_shipped_profiles_say_where_they_come_from() -> None:
-    assert "h200" in shipped_profiles()
+    assert "h100" in shipped_profiles()
     for name in shipped_profiles():
         made = find_profile(name).made
         assert made.date
@@ -107,9 +107,9 @@ def test_damaged_tables_are_refused(profile: ClusterProfile, tmp_path: Path) -> 
 
 
 def test_a_gpu_without_a_profile_gets_the_nearest_offered() -> None:
-    with pytest.raises(ConfigError, match=r"no measured profile of this GPU.*nearest is h200.*3\.17 times"):
+    with pytest.raises(ConfigError, match=r"no measured profile of this GPU.*nearest is h100.*3\.17 times"):
         find_profile("a100")
-    with pytest.raises(ConfigError, match=r"choose one of .*h200"):
+    with pytest.raises(ConfigError, match=r"choose one of .*h100"):
         find_profile("h20")
 
 
@@ -129,8 +129,8 @@ def test_a_profile_is_a_table_of_kernel_times(profile: ClusterProfile, tmp_path:
     )
 
 
-def test_main_figures_are_those_of_the_file(profile: ClusterProfile, tmp_path: Path) -> None:
-    figures = MainFigures.of(profile, tmp_path / "cluster.json")
+def test_main_figures_are_those_of_the_file(profile: ClusterProfile) -> None:
+    figures = MainFigures.of(profile, Path("cluster.json"))
     full, links = profile.attention[0], profile.within_node
     assert links is not None
 
@@ -141,7 +141,7 @@ def test_main_figures_are_those_of_the_file(profile: ClusterProfile, tmp_path: P
     assert figures.attention_backward_flops == pytest.approx(2.5 * 2 * 2 * 128 * pairs / full.square_backward[-1])
     assert figures.within_node is not None
     assert figures.within_node.exchange_bytes_per_second == links.num_bytes[-1] / links.exchange[-1]
-    without = MainFigures.of(replace(profile, between_nodes=None), tmp_path / "cluster.json")
+    without = MainFigures.of(replace(profile, between_nodes=None), Path("cluster.json"))
     assert json.loads(json.dumps(without.as_json()))["between_nodes"] is None
     assert "not measured" in without.lines()[-1]
     assert all(len(line) <= 120 for line in figures.lines())

@@ -24,7 +24,7 @@ from distca_hf.data.pipelines import Pipeline
 from distca_hf.errors import ConfigError, PackingError
 
 
-PROFILE = find_profile("h200")
+PROFILE = find_profile("h100")
 MODEL = SimulatedModel.of(preset("llama3-8b"))
 # Five or more steps of 16 x 8,192 tokens.
 MIXED = np.array([*[16_384] * 8, *[1024] * 512])

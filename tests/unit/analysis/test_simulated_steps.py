@@ -31,7 +31,7 @@ from distca_hf.planning.plan import plan_in_place
 from distca_hf.planning.rebalance import plan_by_moving
 
 
-PROFILE = find_profile("h200")
+PROFILE = find_profile("h100")
 MODEL = SimulatedModel.of(preset("llama3-8b"))
 
 

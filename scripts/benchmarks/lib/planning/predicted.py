@@ -51,6 +51,7 @@ class MeasuredRow:
     Attributes:
         page: page of `docs/benchmarks` that has the command.
         gpus: data ranks.
+        gpu: their kind.
         slow: whether all links were those between nodes.
         documents: their lengths, as the programs that measure take them.
         words: of the head; 0 without a head and without an optimizer.
@@ -60,6 +61,7 @@ class MeasuredRow:
 
     page: str
     gpus: int
+    gpu: str
     slow: bool
     documents: str
     words: int
@@ -77,6 +79,7 @@ def read_measured(path: Path) -> list[MeasuredRow]:
         MeasuredRow(
             row["page"],
             row["gpus"],
+            row.get("gpu", "H200"),
             row["links"] != "NVLink",
             row["documents"],
             row.get("words", 0),
@@ -177,6 +180,6 @@ def compare_servers(path: Path, profile: ClusterProfile) -> list[Compared]:
                 row["served"][number] / row["alone"][number],
                 float(getattr(served, name).max() / getattr(alone, name).max()),
             )
-            measured = MeasuredRow("one layer", 2, slow, row["documents"], 0, 2, {})
+            measured = MeasuredRow("one layer", 2, "H200", slow, row["documents"], 0, 2, {})
             compared.append(Compared(f"trainer and server / alone, {name}", measured, *ratios))
     return compared
