@@ -134,26 +134,30 @@ def print_waits(most_steps: int) -> None:
         "llama3-8b, 8 data ranks x 128K tokens, 8 micro-batches, 50 GB/s: shaped, GPUs compute, % of the time",
         *("lengths", "stages", "chunks", *(f"queues: {one}" for one in queues)),
     )
-    for mix, stages, chunks in product(MIXES, (2, 4, 8), (1, 2, 4)):
-        request = PlanRequest(8, 128 * K, 8, 8, preset("llama3-8b"), pipeline=Pipeline(stages, chunks))
-        size = request.model.size
-        assert size is not None
-        assert request.pipeline is not None
-        sizes = request.num_ranks, request.tokens_per_rank, costs_of("llama3-8b", H200)
-        hop_seconds = Wires().seconds(request.tokens_per_rank * size.hidden_size)
-        part_layers = request.pipeline.layers_of_parts(size.layers)
-        busy, seconds = 0.0, dict.fromkeys(queues, 0.0)
-        for batches in steps_of(epoch_of(mix, request), 8, most_steps):
-            lengths = np.concatenate(batches)
-            work = work_of_documents(lengths)
-            as_packed = np.split(np.arange(len(lengths)), np.cumsum([len(batch) for batch in batches])[:-1])
-            shaped = shape_step(lengths, work, as_packed, Schedule(request.pipeline, 8), *sizes)
-            loads = np.array([int(work[group].sum()) for group in shaped])
-            busy += work_seconds(loads, *sizes) / stages
-            for one in queues:
-                schedule = Schedule(request.pipeline, 8, one)
-                seconds[one] += float(simulate(schedule, loads, *sizes, hop_seconds, part_layers))
-        print_row(mix, stages, chunks, *(f"{100 * busy / seconds[one]:.1f}" for one in queues))
+    model, costs, micro_batches = preset("llama3-8b"), costs_of("llama3-8b", H200), 8
+    assert model.size is not None
+    for mix in MIXES:
+        request = PlanRequest(
+            8, 128 * K, 8, micro_batches, model, pipeline=Pipeline(2)
+        )  # epochs are those of any other
+        sizes = request.num_ranks, request.tokens_per_rank, costs
+        hop_seconds = Wires().seconds(request.tokens_per_rank * model.size.hidden_size)
+        steps = [*steps_of(epoch_of(mix, request), micro_batches, most_steps)]
+        for stages, chunks in product((2, 4, 8), (1, 2, 4)):
+            pipeline = Pipeline(stages, chunks)
+            part_layers = pipeline.layers_of_parts(model.size.layers)
+            busy, seconds = 0.0, dict.fromkeys(queues, 0.0)
+            for batches in steps:
+                lengths = np.concatenate(batches)
+                work = work_of_documents(lengths)
+                as_packed = np.split(np.arange(len(lengths)), np.cumsum([len(batch) for batch in batches])[:-1])
+                shaped = shape_step(lengths, work, as_packed, Schedule(pipeline, micro_batches), *sizes)
+                loads = np.array([int(work[group].sum()) for group in shaped])
+                busy += work_seconds(loads, *sizes) / stages
+                for one in queues:
+                    schedule = Schedule(pipeline, micro_batches, one)
+                    seconds[one] += float(simulate(schedule, loads, *sizes, hop_seconds, part_layers))
+            print_row(mix, stages, chunks, *(f"{100 * busy / seconds[one]:.1f}" for one in queues))
 
 
 def work_seconds(work: IntArray, num_ranks: int, tokens_per_rank: int, costs: PassCosts) -> float:
