@@ -137,9 +137,8 @@ def print_waits(most_steps: int) -> None:
     model, costs, micro_batches = preset("llama3-8b"), costs_of("llama3-8b", H200), 8
     assert model.size is not None
     for mix in MIXES:
-        request = PlanRequest(
-            8, 128 * K, 8, micro_batches, model, pipeline=Pipeline(2)
-        )  # epochs are those of any other
+        any_pipeline = Pipeline(2)  # epochs are those of any other
+        request = PlanRequest(8, 128 * K, 8, micro_batches, model, pipeline=any_pipeline)
         sizes = request.num_ranks, request.tokens_per_rank, costs
         hop_seconds = Wires().seconds(request.tokens_per_rank * model.size.hidden_size)
         steps = [*steps_of(epoch_of(mix, request), micro_batches, most_steps)]
