@@ -116,6 +116,7 @@ def main() -> None:
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if torch.cuda.is_available() else torch.device("cpu")
     if device.type == "cuda":
         torch.cuda.set_device(device)
+    # Not bound to the device: transfers of a rank would all be in one stream, where they wait for each other.
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
     shape = (args.stages, dist.get_world_size() // args.stages)
     mesh = init_device_mesh(device.type, shape, mesh_dim_names=("stage", "data"))

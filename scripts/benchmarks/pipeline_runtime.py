@@ -27,7 +27,7 @@ from distca_hf.analysis.epoch import pack_epoch
 from distca_hf.analysis.lengths import read_lengths
 from distca_hf.analysis.request import PlanRequest, preset
 from distca_hf.arrays import IntArray
-from distca_hf.data.pipelines import Pipeline, Schedule, Seconds
+from distca_hf.data.pipelines import Pipeline, Queues, Schedule, Seconds
 from distca_hf.data.shaping import shape_step, work_of_documents
 from distca_hf.flops import LLAMA_8B_COSTS
 from lib.tables import head, row
@@ -163,7 +163,7 @@ def main() -> None:
             head([*columns, "÷ as packed: simulated", "measured", "load of the machine"], text_columns=3), flush=True
         )
     for name, pipeline in (("1F1B", Pipeline(stages)), ("interleaved", Pipeline(stages, options.chunks))):
-        runtime, schedule = Runtime(pipeline), Schedule(pipeline, MICRO_BATCHES)
+        runtime, schedule = Runtime(pipeline), Schedule(pipeline, MICRO_BATCHES, Queues.NONE)  # as gloo has none
         for mix in MIXES:
             before: list[tuple[float, float]] = []
             for division, work in work_of_micro_batches(mix, schedule).items():

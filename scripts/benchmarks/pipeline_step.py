@@ -46,7 +46,7 @@ from distca_hf.analysis.epoch import pack_epoch
 from distca_hf.analysis.lengths import read_lengths
 from distca_hf.analysis.request import PlanRequest, preset
 from distca_hf.arrays import IntArray
-from distca_hf.data.pipelines import Schedule
+from distca_hf.data.pipelines import Queues, Schedule
 from distca_hf.integrations.stages import StepInputs
 from distca_hf.layout import Layout
 from distca_hf.placement.place import fill_in_order
@@ -90,6 +90,13 @@ def main() -> None:
     parser.add_argument("--vocabulary", type=int, default=8192, help="tokens of the vocabulary")
     parser.add_argument("--stages", type=int, default=2, help="stages; the other dimension is data ranks")
     parser.add_argument("--chunks", default="1,2", help="chunks of each stage: 1 is 1F1B, more are interleaved")
+    parser.add_argument(
+        "--queues",
+        type=Queues,
+        choices=[*Queues],
+        default=Queues.PAIRS,
+        help="what transfers between stages wait for; with torch 2.11 and more than two stages: stages",
+    )
     parser.add_argument("--lengths", default="pretrain", help="a shipped sample of lengths, or a file")
     parser.add_argument("--seed", type=int, default=0, help="of the sample of documents, and of their order")
     parser.add_argument("--tokens-per-rank", type=int, default=32_768, help="of a micro-batch")
@@ -199,7 +206,7 @@ def compare(
     if len(set(tokens.values())) > 1:
         raise SystemExit(f"ways have other tokens: {tokens}")
     times = fit(options, stages, steps["as packed"])
-    hop_seconds, schedule = stages.hop_seconds(), Schedule(pipeline, options.micro_batches)
+    hop_seconds, schedule = stages.hop_seconds(), Schedule(pipeline, options.micro_batches, options.queues)
     predicted = {
         way: float(schedule.step_seconds_of_parts(*times.of(step.pairs), hop_seconds)) for way, step in steps.items()
     }

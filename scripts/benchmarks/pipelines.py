@@ -1,10 +1,11 @@
 """Pipelines on the shipped lengths, simulated: utilisation with and without one, in Markdown tables.
 
-    python scripts/benchmarks/pipelines.py [goals] [equal] [wires] [time] [--steps 6]
+    python scripts/benchmarks/pipelines.py [goals] [equal] [waits] [wires] [time] [--steps 6]
 
 goals    utilisation in every way of `distca plan --pipeline`, at several rates of matrix products
 equal    micro-batches of equal work, and shaped ones, against what the schedule allows, by what no division of whole
          documents can go below
+waits    utilisation of shaped interleaved steps, by what transfers between stages wait for
 wires    utilisation without a pipeline, by tokens per rank and speed of the wires
 time     of dividing and shaping a step of 64 ranks x 16 micro-batches, on one core: the shortest and the longest of
          several, in seconds of the processor
@@ -25,14 +26,14 @@ from distca_hf.analysis.lengths import read_lengths
 from distca_hf.analysis.pipeline_estimates import Wires, WithoutPipeline, estimate_pipeline, least_heaviest
 from distca_hf.analysis.request import PlanRequest, preset
 from distca_hf.arrays import IntArray
-from distca_hf.data.pipelines import Pipeline, Schedule
+from distca_hf.data.pipelines import Pipeline, Queues, Schedule
 from distca_hf.data.shaping import shape_step, simulate, work_of_documents
 from distca_hf.data.work_shares import divide
 from distca_hf.flops import H200, H200_LIGER, LLAMA_8B_COSTS, PassCosts, Rates
 from lib.planning.planners import K, print_row, table
 
 
-TABLES = ("goals", "equal", "wires", "time")
+TABLES = ("goals", "equal", "waits", "wires", "time")
 MIXES = ("pretrain", "prolong")
 # Matrix products alone, without norms and activations; whole layers, fitted to measured steps; these with Liger.
 RATES = {"785": Rates(785e12, 650e12, 609e12), "518": H200, "622, Liger": H200_LIGER}
@@ -126,6 +127,45 @@ def print_equal(most_steps: int) -> None:
     print_row("steps", "", *(len(ratios["1F1B", "shaped"][most]) for most in BOUNDS))
 
 
+def print_waits(most_steps: int) -> None:
+    """Simulates steps that are shaped as in training, over other transports."""
+    queues = [*Queues]
+    table(
+        "llama3-8b, 8 data ranks x 128K tokens, 8 micro-batches, 50 GB/s: shaped, GPUs compute, % of the time",
+        *("lengths", "stages", "chunks", *(f"queues: {one}" for one in queues)),
+    )
+    model, costs, micro_batches = preset("llama3-8b"), costs_of("llama3-8b", H200), 8
+    assert model.size is not None
+    for mix in MIXES:
+        any_pipeline = Pipeline(2)  # epochs are those of any other
+        request = PlanRequest(8, 128 * K, 8, micro_batches, model, pipeline=any_pipeline)
+        sizes = request.num_ranks, request.tokens_per_rank, costs
+        hop_seconds = Wires().seconds(request.tokens_per_rank * model.size.hidden_size)
+        steps = [*steps_of(epoch_of(mix, request), micro_batches, most_steps)]
+        for stages, chunks in product((2, 4, 8), (1, 2, 4)):
+            pipeline = Pipeline(stages, chunks)
+            part_layers = pipeline.layers_of_parts(model.size.layers)
+            busy, seconds = 0.0, dict.fromkeys(queues, 0.0)
+            for batches in steps:
+                lengths = np.concatenate(batches)
+                work = work_of_documents(lengths)
+                as_packed = np.split(np.arange(len(lengths)), np.cumsum([len(batch) for batch in batches])[:-1])
+                shaped = shape_step(lengths, work, as_packed, Schedule(pipeline, micro_batches), *sizes)
+                loads = np.array([int(work[group].sum()) for group in shaped])
+                busy += work_seconds(loads, *sizes) / stages
+                for one in queues:
+                    schedule = Schedule(pipeline, micro_batches, one)
+                    seconds[one] += float(simulate(schedule, loads, *sizes, hop_seconds, part_layers))
+            print_row(mix, stages, chunks, *(f"{100 * busy / seconds[one]:.1f}" for one in queues))
+
+
+def work_seconds(work: IntArray, num_ranks: int, tokens_per_rank: int, costs: PassCosts) -> float:
+    """Returns the seconds of a rank that computes all layers of all micro-batches."""
+    passes = (costs.forward, costs.backward)
+    tokens, pairs = len(work) * tokens_per_rank, int(work.sum()) / num_ranks
+    return sum(tokens * one.token_seconds + pairs * one.pair_seconds for one in passes)
+
+
 def print_wires(most_steps: int) -> None:
     table(
         "No pipeline: 32 GPUs, utilisation by the speed of the wires, GB/s per GPU",
@@ -165,7 +205,7 @@ def print_times() -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("tables", nargs="*", default=[], help=f"any of {', '.join(TABLES)}; without it, all")
-    parser.add_argument("--steps", type=int, default=6, help="optimizer steps of every row of equal and wires")
+    parser.add_argument("--steps", type=int, default=6, help="optimizer steps of every row of equal, waits and wires")
     options = parser.parse_args()
     unknown = sorted(set(options.tables) - set(TABLES))
     if unknown:
@@ -175,6 +215,8 @@ def main() -> None:
         print_goals()
     if "equal" in chosen:
         print_equal(options.steps)
+    if "waits" in chosen:
+        print_waits(options.steps)
     if "wires" in chosen:
         print_wires(options.steps)
     if "time" in chosen:

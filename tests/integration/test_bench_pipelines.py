@@ -75,3 +75,14 @@ def test_a_table_of_pipelines(tmp_path: Path) -> None:
     assert len(rows) == 2 + 2 * 2 * 2 * 4
     assert {len(cells) for cells in rows} == {8}
     assert all(0 < float(cell) <= 1 for cells in rows[2:] for cell in cells[4:])
+
+
+def test_a_table_of_what_transfers_wait_for(tmp_path: Path) -> None:
+    printed = run_script(1, tmp_path, ["scripts/benchmarks/pipelines.py", "waits", "--steps", "1"])
+    rows = [line.split("|")[1:-1] for line in printed.splitlines() if line.startswith("|")][2:]
+
+    assert [[int(cell) for cell in cells[1:3]] for cells in rows] == 2 * [[s, c] for s in (2, 4, 8) for c in (1, 2, 4)]
+    for _, stages, chunks, *shares in rows:
+        none, pairs, of_stages = map(float, shares)
+        assert 100 > none >= pairs >= of_stages > 0
+        assert (pairs == of_stages) == (int(stages) == 2 or int(chunks) == 1)
