@@ -21,8 +21,8 @@ from distca_hf.arrays import IntArray
 TENSOR_RANKS = 8
 GPUS = (64, 128, 256)
 K = 1024
-# Speed of links between nodes there over that of the profile: 50 GB/s and 30 GB/s.
-FASTER_LINKS = 50 / 30
+# Bytes a second that a GPU there sends to other nodes.
+PUBLISHED_LINK_RATE = 50e9
 # Batch sizes by context, for 64, 128 and 256 GPUs (table 3).
 MODELS = {
     "8B": (
@@ -60,7 +60,8 @@ def with_faster_links(profile: ClusterProfile) -> ClusterProfile:
     """Returns the profile with the links between nodes of the published evaluation."""
     links = profile.between_nodes
     assert links is not None
-    return replace(profile, between_nodes=_scaled(links, 1 / FASTER_LINKS))
+    rate = links.num_bytes[-1] / links.exchange[-1]
+    return replace(profile, between_nodes=_scaled(links, rate / PUBLISHED_LINK_RATE))
 
 
 def _scaled(links: LinkTimes, factor: float) -> LinkTimes:
