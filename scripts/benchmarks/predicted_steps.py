@@ -46,7 +46,8 @@ def measured_lines(profile: ClusterProfile) -> Iterator[str]:
         links = "30 GB/s" if one.row.slow else "NVLink"
         ratios = f"{one.measured:.3f}", f"{one.simulated:.3f}", f"{one.error:+.1%}"
         page = one.row.page.removesuffix(".md")
-        yield row([page, f"{one.row.gpus} {one.row.gpu}, {links}", one.row.documents, one.ratio, *ratios])
+        documents = f"{one.row.model} {one.row.documents}".strip()
+        yield row([page, f"{one.row.gpus} {one.row.gpu}, {links}", documents, one.ratio, *ratios])
     yield ""
     yield head(["GPU", "ratio", "rows", "mean error", "worst error"], 2)
     for gpu, name in dict.fromkeys((one.row.gpu, one.ratio) for one in all_compared):

@@ -12,6 +12,7 @@ BOUNDS = {
     ("H200", "local / ours"): 5.0,
     ("H200", "ours / ideal"): 5.0,
     ("H200", "packs kept / ideal"): 6.0,
+    ("H200", "local / packs kept"): 6.1,
     ("H200", "Ulysses / ideal"): 6.0,
     ("H200", "ring / ours"): 5.0,
     ("H200", "gathered / ideal"): 5.1,
@@ -21,6 +22,7 @@ BOUNDS = {
     ("H100", "local / ours"): 5.0,
     ("H100", "ours / ideal"): 5.0,
     ("H100", "packs kept / ideal"): 5.0,
+    ("H100", "local / packs kept"): 5.0,
     ("H100", "Ulysses / ideal"): 5.0,
     ("H100", "gathered / ideal"): 5.0,
 }
@@ -32,6 +34,6 @@ def test_predicted_ratios_are_those_that_were_measured(tmp_path: Path) -> None:
     rows = re.findall(line, printed, re.MULTILINE)
 
     assert {(gpu, ratio) for gpu, ratio, _, _ in rows} == BOUNDS.keys()
-    assert sum(int(number) for _, _, number, _ in rows) > 105
+    assert sum(int(number) for _, _, number, _ in rows) > 135
     for gpu, ratio, _, worst in rows:
         assert abs(float(worst)) <= BOUNDS[gpu, ratio], (gpu, ratio)

@@ -5,12 +5,14 @@ row were measured beside each other, so ratios of its columns are compared.
 """
 
 import json
+import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
+from distca_hf.analysis.find_model import read_model
 from distca_hf.analysis.profiles.cluster_profile import ClusterProfile
 from distca_hf.analysis.profiles.curves import Notes
 from distca_hf.analysis.request import preset
@@ -19,16 +21,17 @@ from distca_hf.analysis.simulate.costs import Costs
 from distca_hf.analysis.simulate.load import Load
 from distca_hf.analysis.simulate.model import SimulatedModel
 from distca_hf.analysis.simulate.planned import ours
+from distca_hf.analysis.simulate.request import SimulationRequest
 from distca_hf.analysis.simulate.step import Training
 from distca_hf.analysis.simulate.wires import Cluster
 from distca_hf.arrays import IntArray
 from distca_hf.layout import Layout
-from distca_hf.placement.place import place
 from distca_hf.planning.plan import plan_in_place
 from distca_hf.planning.rebalance import plan_by_moving
 from distca_hf.planning.served import Servers, plan_served
 from distca_hf.topology import Topology
 from lib.documents import parse_documents
+from lib.model import PRESETS
 
 
 LAYERS, SLOW_CHUNKS = 4, 4
@@ -37,6 +40,7 @@ RATIOS = (
     ("local / ours", "local", ("recomputed",)),
     ("ours / ideal", "recomputed", ("ideal",)),
     ("packs kept / ideal", "fixed", ("ideal",)),
+    ("local / packs kept", "local", ("fixed",)),
     ("Ulysses / ideal", "ulysses", ("ideal", "recomputed")),
     ("ring / ours", "ring", ("recomputed",)),
     ("gathered / ideal", "context", ("ideal",)),
@@ -54,6 +58,7 @@ class MeasuredRow:
         gpu: their kind.
         slow: whether all links were those between nodes.
         documents: their lengths, as the programs that measure take them.
+        model: shape of the layers, as these programs name it; none is four layers of an 8B Llama.
         words: of the head; 0 without a head and without an optimizer.
         reduce_bytes: of a number in sums of gradients.
         milliseconds: of each way.
@@ -64,6 +69,7 @@ class MeasuredRow:
     gpu: str
     slow: bool
     documents: str
+    model: str
     words: int
     reduce_bytes: int
     milliseconds: Mapping[str, float]
@@ -82,6 +88,7 @@ def read_measured(path: Path) -> list[MeasuredRow]:
             row.get("gpu", "H200"),
             row["links"] != "NVLink",
             row["documents"],
+            row.get("model", ""),
             row.get("words", 0),
             row.get("reduce_bytes", 2),
             row["ms"],
@@ -93,9 +100,7 @@ def read_measured(path: Path) -> list[MeasuredRow]:
 def simulate_row(row: MeasuredRow, profile: ClusterProfile, notes: Notes | None = None) -> dict[str, float]:
     """Returns simulated milliseconds of every way that was measured."""
     notes = Notes() if notes is None else notes
-    model = SimulatedModel.of(preset("llama3-8b")).with_layers(LAYERS)
-    if row.words:
-        model = model.with_layers(LAYERS, row.words)
+    model = _model_of(row)
     costs = Costs(profile, model, False, notes)
     cluster = Cluster(profile, row.gpus, 1 if row.slow else row.gpus, notes)
     has_head = row.words > 0
@@ -107,8 +112,8 @@ def simulate_row(row: MeasuredRow, profile: ClusterProfile, notes: Notes | None 
     chunks = SLOW_CHUNKS if row.slow else 1
 
     def placed(saves: bool) -> Load:
-        layout = place(lengths, ranks, topology=topology, head_groups=model.heads.groups)
-        return ours(costs, cluster, plan_in_place(layout, model.heads.groups), chunks, saves)
+        request = SimulationRequest(model, ranks, int(lengths.sum()) // ranks, int(lengths.max()))
+        return ours(costs, cluster, request.planner.plan(lengths), chunks, saves)
 
     def fixed(saves: bool) -> Load:
         packed = Layout.from_packs(peers.best_fit(lengths, ranks))
@@ -128,6 +133,16 @@ def simulate_row(row: MeasuredRow, profile: ClusterProfile, notes: Notes | None 
     }
     after = training.optimizer_seconds()
     return {name: 1e3 * (training.micro_batch_seconds(ways[name]()) + after) for name in row.milliseconds}
+
+
+def _model_of(row: MeasuredRow) -> SimulatedModel:
+    """Returns the layers that a row was measured with."""
+    if not row.model:
+        return SimulatedModel.of(preset("llama3-8b")).with_layers(LAYERS, row.words or None)
+    with tempfile.TemporaryDirectory() as folder:
+        config = Path(folder) / "config.json"
+        config.write_text(json.dumps({**PRESETS[row.model], "dtype": "bfloat16"}))
+        return SimulatedModel.of(read_model(config))
 
 
 @dataclass(frozen=True)
@@ -180,6 +195,6 @@ def compare_servers(path: Path, profile: ClusterProfile) -> list[Compared]:
                 row["served"][number] / row["alone"][number],
                 float(getattr(served, name).max() / getattr(alone, name).max()),
             )
-            measured = MeasuredRow("one layer", 2, "H200", slow, row["documents"], 0, 2, {})
+            measured = MeasuredRow("one layer", 2, "H200", slow, row["documents"], "", 0, 2, {})
             compared.append(Compared(f"trainer and server / alone, {name}", measured, *ratios))
     return compared
