@@ -52,7 +52,7 @@ class MeasuredRow:
         page: page of `docs/benchmarks` that has the command.
         gpus: data ranks.
         gpu: their kind.
-        slow: whether all links were those between nodes.
+        links: NVLink, or the speed of slower ones, as between nodes.
         documents: their lengths, as the programs that measure take them.
         words: of the head; 0 without a head and without an optimizer.
         reduce_bytes: of a number in sums of gradients.
@@ -62,11 +62,16 @@ class MeasuredRow:
     page: str
     gpus: int
     gpu: str
-    slow: bool
+    links: str
     documents: str
     words: int
     reduce_bytes: int
     milliseconds: Mapping[str, float]
+
+    @property
+    def slow(self) -> bool:
+        """Whether all links were those between nodes."""
+        return self.links != "NVLink"
 
     @property
     def document_tokens(self) -> IntArray:
@@ -80,7 +85,7 @@ def read_measured(path: Path) -> list[MeasuredRow]:
             row["page"],
             row["gpus"],
             row.get("gpu", "H200"),
-            row["links"] != "NVLink",
+            row["links"],
             row["documents"],
             row.get("words", 0),
             row.get("reduce_bytes", 2),
@@ -167,7 +172,8 @@ def compare_servers(path: Path, profile: ClusterProfile) -> list[Compared]:
     and simulated."""
     compared = []
     for row in json.loads(path.read_text())["servers"]["rows"]:
-        slow, notes = row["links"] != "NVLink", Notes()
+        measured = MeasuredRow("one layer", 2, "H200", row["links"], row["documents"], 0, 2, {})
+        slow, notes = measured.slow, Notes()
         costs = Costs(profile, SimulatedModel.of(preset("llama3-8b")).with_layers(1), False, notes)
         layout = Layout.from_packs([parse_documents(row["documents"])])
         nodes = (1,) if slow else (0,)
@@ -180,6 +186,5 @@ def compare_servers(path: Path, profile: ClusterProfile) -> list[Compared]:
                 row["served"][number] / row["alone"][number],
                 float(getattr(served, name).max() / getattr(alone, name).max()),
             )
-            measured = MeasuredRow("one layer", 2, "H200", slow, row["documents"], 0, 2, {})
             compared.append(Compared(f"trainer and server / alone, {name}", measured, *ratios))
     return compared
