@@ -130,7 +130,7 @@ def simulate(
 
     Several at once: distca simulate pretrain --gpus 8,64,512 --accumulation 1,4 --json
 
-    Beside a pipeline: distca simulate pretrain --gpus 32 --accumulation 2 --pipeline 4 --chunks 4 --liger
+    And a pipeline: distca simulate pretrain --gpus 32 --accumulation 2 --pipeline 4 --chunks 4 --liger --gpu-gib 141
     """
     from distca_hf.analysis.simulate.command import SimulateOptions, run_simulate
 
