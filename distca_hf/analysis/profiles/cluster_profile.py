@@ -237,7 +237,7 @@ class ClusterProfile:
             _check_curve("tokens", layer.tokens, layer.forward, layer.kept, layer.backward)
         for links in filter(None, (self.within_node, self.between_nodes)):
             _check_curve("num_bytes", links.num_bytes, links.exchange, links.all_gather, links.reduce_scatter)
-        _check_positive("rates", [x for x in asdict(self.rates).values()])
+        _check_positive("rates", list(asdict(self.rates).values()))
 
 
 def _read(cls: Any, content: Mapping[str, Any]) -> Any:

@@ -105,8 +105,8 @@ def simulate_row(row: MeasuredRow, profile: ClusterProfile, notes: Notes | None 
     cluster = Cluster(profile, row.gpus, 1 if row.slow else row.gpus, notes)
     has_head = row.words > 0
     # Without a head the embedding alone is outside of layers.
-    root_copies = 1.0 if has_head else 0.5
-    training = Training(costs, cluster, True, has_head, has_head, row.reduce_bytes, root_copies)
+    root_share = 1.0 if has_head else 0.5
+    training = Training(costs, cluster, True, has_head, has_head, row.reduce_bytes, root_share)
     lengths, ranks = row.document_tokens, row.gpus
     topology = Topology(ranks, ranks)
     chunks = SLOW_CHUNKS if row.slow else 1
