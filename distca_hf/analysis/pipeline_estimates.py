@@ -7,7 +7,7 @@
 | shaped | divided anew by attention work (`data.shaping`), then placed | the same; 1F1B, and interleaved 1F1B |
 | no pipeline | placed over all GPUs, in fewer and larger micro-batches | all data-parallel, FSDP2 |
 
-Schedules are simulated (`data.pipelines`). Ranks of one stage wait for each other in every operation, as FSDP2 makes
+Schedules are simulated (`data.schedules`). Ranks of one stage wait for each other in every operation, as FSDP2 makes
 them. Activations travel between stages at the speed of the wires. Without a pipeline weights do: each micro-batch
 gathers them forward and backward, and reduces gradients once, beside computing. A pipeline is granted that its weights
 stay gathered. Left out are embedding, head, optimizer and exchanges of keys and values, which are hidden behind
@@ -25,7 +25,8 @@ from distca_hf.arrays import IntArray, ceil_div
 from distca_hf.batches.placed import PlacedPlanner
 from distca_hf.cost import imbalance
 from distca_hf.data.epochs import Epoch
-from distca_hf.data.pipelines import Pipeline, Schedule
+from distca_hf.data.pipelines import Pipeline
+from distca_hf.data.schedules import Schedule
 from distca_hf.data.shaping import shape_step, simulate, work_of_documents
 from distca_hf.errors import ConfigError
 from distca_hf.flops import PassCosts

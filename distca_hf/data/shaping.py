@@ -21,7 +21,8 @@ from distca_hf.arrays import IntArray
 from distca_hf.cost import CAUSAL_LAYERS, Cost, LayerMasks
 from distca_hf.data.accumulation import MicroStep, SteppedEpoch
 from distca_hf.data.epochs import Epoch, Fits
-from distca_hf.data.pipelines import Pipeline, Schedule, Seconds
+from distca_hf.data.pipelines import Pipeline
+from distca_hf.data.schedules import Schedule, Seconds
 from distca_hf.data.work_shares import divide
 from distca_hf.flops import LLAMA_8B_COSTS, PassCosts
 

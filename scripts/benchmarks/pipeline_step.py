@@ -13,7 +13,7 @@ shipped lengths: the first ones of an epoch of a sample. Those that are too long
 Predicted seconds come from runs without a pipeline. Each part of the model runs alone on a light, a middle and a heavy
 micro-batch. Two numbers are fitted to that, for each part and for forward and backward: seconds of a micro-batch of no
 attended pairs, and seconds of a pair. All micro-batches follow from these, and the step from the simulation of the
-schedule (`distca_hf/data/pipelines.py`). Parts have times of their own, because the first has the embedding, and the
+schedule (`distca_hf/data/schedules.py`). Parts have times of their own, because the first has the embedding, and the
 last the head and the loss. A hop between stages is timed alone, too. Left out are DDP's sums of gradients. There is no
 optimizer, so that all steps have the same loss; if losses differ, the script exits with 1.
 
@@ -46,7 +46,7 @@ from distca_hf.analysis.epoch import pack_epoch
 from distca_hf.analysis.lengths import read_lengths
 from distca_hf.analysis.request import PlanRequest, preset
 from distca_hf.arrays import IntArray
-from distca_hf.data.pipelines import Queues, Schedule
+from distca_hf.data.schedules import Queues, Schedule
 from distca_hf.integrations.stages import StepInputs
 from distca_hf.layout import Layout
 from distca_hf.placement.place import fill_in_order

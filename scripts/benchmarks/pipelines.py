@@ -26,7 +26,8 @@ from distca_hf.analysis.lengths import read_lengths
 from distca_hf.analysis.pipeline_estimates import Wires, WithoutPipeline, estimate_pipeline, least_heaviest
 from distca_hf.analysis.request import PlanRequest, preset
 from distca_hf.arrays import IntArray
-from distca_hf.data.pipelines import Pipeline, Queues, Schedule
+from distca_hf.data.pipelines import Pipeline
+from distca_hf.data.schedules import Queues, Schedule
 from distca_hf.data.shaping import shape_step, simulate, work_of_documents
 from distca_hf.data.work_shares import divide
 from distca_hf.flops import H200, H200_LIGER, LLAMA_8B_COSTS, PassCosts, Rates

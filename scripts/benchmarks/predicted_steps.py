@@ -43,11 +43,10 @@ def measured_lines(profile: ClusterProfile) -> Iterator[str]:
         all_compared += compare(measured, simulate_row(measured, profile, notes))
     all_compared += compare_servers(MEASURED, profile)
     for one in all_compared:
-        links = "30 GB/s" if one.row.slow else "NVLink"
         ratios = f"{one.measured:.3f}", f"{one.simulated:.3f}", f"{one.error:+.1%}"
         page = one.row.page.removesuffix(".md")
         documents = f"{one.row.model} {one.row.documents}".strip()
-        yield row([page, f"{one.row.gpus} {one.row.gpu}, {links}", documents, one.ratio, *ratios])
+        yield row([page, f"{one.row.gpus} {one.row.gpu}, {one.row.links}", documents, one.ratio, *ratios])
     yield ""
     yield head(["GPU", "ratio", "rows", "mean error", "worst error"], 2)
     for gpu, name in dict.fromkeys((one.row.gpu, one.ratio) for one in all_compared):

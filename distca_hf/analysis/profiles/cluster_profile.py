@@ -5,13 +5,12 @@ file that is half understood would be wrong without a word.
 """
 
 import json
-import math
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
-from itertools import pairwise
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any
 
+from distca_hf.analysis.profiles.json_values import check_curve, check_positive, check_rising, read_dataclass
 from distca_hf.errors import ConfigError
 from distca_hf.version import __version__
 
@@ -201,12 +200,12 @@ class ClusterProfile:
         try:
             within, between = content["within_node"], content["between_nodes"]
             profile = cls(
-                _read(Made, content["made"]),
-                tuple(_read(AttentionTimes, entry) for entry in content["attention"]),
-                tuple(_read(LayerTimes, entry) for entry in content["layers"]),
-                _read(DeviceRates, content["rates"]),
-                None if within is None else _read(LinkTimes, within),
-                None if between is None else _read(LinkTimes, between),
+                read_dataclass(Made, content["made"]),
+                tuple(read_dataclass(AttentionTimes, entry) for entry in content["attention"]),
+                tuple(read_dataclass(LayerTimes, entry) for entry in content["layers"]),
+                read_dataclass(DeviceRates, content["rates"]),
+                None if within is None else read_dataclass(LinkTimes, within),
+                None if between is None else read_dataclass(LinkTimes, between),
                 source,
             )
             profile._check()
@@ -226,65 +225,15 @@ class ClusterProfile:
         if self.attention[0].window_tokens:
             raise ValueError("the first attention has a window, and full attention comes first")
         for times in self.attention:
-            _check_curve("square_tokens", times.square_tokens, times.square_forward, times.square_backward)
+            check_curve("square_tokens", times.square_tokens, times.square_forward, times.square_backward)
             if times.prefix_queries:
-                _check_rising("prefix_queries", times.prefix_queries)
+                check_rising("prefix_queries", times.prefix_queries)
                 for name, table in (("forward", times.prefix_forward), ("backward", times.prefix_backward)):
                     if len(table) != len(times.prefix_queries):
                         raise ValueError(f"prefix_{name}: {len(table)} rows for {len(times.prefix_queries)} sizes")
-                    _check_curve("prefix_keys", times.prefix_keys, *table)
+                    check_curve("prefix_keys", times.prefix_keys, *table)
         for layer in self.layers:
-            _check_curve("tokens", layer.tokens, layer.forward, layer.kept, layer.backward)
+            check_curve("tokens", layer.tokens, layer.forward, layer.kept, layer.backward)
         for links in filter(None, (self.within_node, self.between_nodes)):
-            _check_curve("num_bytes", links.num_bytes, links.exchange, links.all_gather, links.reduce_scatter)
-        _check_positive("rates", [x for x in asdict(self.rates).values()])
-
-
-def _read(cls: Any, content: Mapping[str, Any]) -> Any:
-    """Returns a dataclass of JSON values; lists become tuples.
-
-    Raises:
-        TypeError, ValueError: names are missing or unknown, or a value is of another kind or out of range.
-    """
-    names = {field.name for field in fields(cls)}
-    if unknown := set(content) - names:
-        raise ValueError(f"unknown {sorted(unknown)} in {cls.__name__}")
-    found = cls(**{name: _as_tuples(value) for name, value in content.items()})
-    for name, kind in get_type_hints(cls).items():
-        _check_single(f"{cls.__name__}.{name}", kind, getattr(found, name))
-    return found
-
-
-def _check_single(name: str, kind: Any, value: Any) -> None:
-    """Raises ValueError where a single value is of another kind than its field, or out of range."""
-    if kind not in (int, float, str, bool):
-        return
-    if type(value) is not kind and not (kind is float and type(value) is int):
-        raise ValueError(f"{name} is {value!r}, and no {kind.__name__}")
-    if kind in (int, float):
-        least = 0 if kind is float or name.endswith("window_tokens") else 1
-        if not (math.isfinite(value) and value >= least):
-            raise ValueError(f"{name} is {value}, and must be at least {least}")
-
-
-def _as_tuples(value: Any) -> Any:
-    return tuple(_as_tuples(item) for item in value) if isinstance(value, list) else value
-
-
-def _check_curve(name: str, sizes: Sequence[float], *times: Sequence[float]) -> None:
-    _check_rising(name, sizes)
-    for seconds in times:
-        if len(seconds) != len(sizes):
-            raise ValueError(f"{len(seconds)} times for {len(sizes)} {name}")
-        _check_positive(name, seconds)
-
-
-def _check_rising(name: str, sizes: Sequence[float]) -> None:
-    if not sizes or any(later <= earlier for earlier, later in pairwise(sizes)):
-        raise ValueError(f"{name} do not rise: {sizes}")
-    _check_positive(name, sizes)
-
-
-def _check_positive(name: str, values: Sequence[float]) -> None:
-    if not all(math.isfinite(value) and value > 0 for value in values):
-        raise ValueError(f"{name}: {values} are not all finite and above 0")
+            check_curve("num_bytes", links.num_bytes, links.exchange, links.all_gather, links.reduce_scatter)
+        check_positive("rates", list(asdict(self.rates).values()))

@@ -74,7 +74,7 @@ class Notes:
         return [
             *self.words,
             *(
-                f"{name}: up to {of.most:,.4g} asked for, {of.lowest:,.4g} to {of.highest:,.4g} measured; "
+                f"{name}: up to {of.most:,.0f} asked for, {of.lowest:,.0f} to {of.highest:,.0f} measured; "
                 f"{100 * of.share:.1f} % of their seconds lie beyond, at the rate of the border"
                 for name, of in self.beyond.items()
                 if of.share >= WORTH_A_NOTE

@@ -1,4 +1,7 @@
-"""The table of the setting `kernel_times`, from a profile: seconds of the last queries of a document, both passes."""
+"""Curves of the attention kernel from a profile, and the table of the setting `kernel_times` from these.
+
+The table has seconds of the last queries of a document, both passes.
+"""
 
 from typing import Any
 

@@ -166,8 +166,8 @@ def _assumptions(options: SimulateOptions, request: SimulationRequest) -> list[s
     }[request.checkpointing]
     words = [
         f"{kept}{'; Liger kernels' if options.liger else ''}",
-        f"{min(request.gpus, request.ranks_per_node)} GPUs per node; GPU-hours for {options.token_budget:.3g} tokens; "
-        f"90 % of {request.gpu_gib:.0f} GiB may be used (! does not fit)",
+        f"{min(request.gpus, request.ranks_per_node)} GPUs per node; GPU-hours for {options.token_budget:,.0f} "
+        f"tokens; 90 % of {request.gpu_gib:.0f} GiB may be used (! does not fit)",
     ]
     if request.tensor_ranks > 1:
         words.append(

@@ -104,11 +104,11 @@ class Hidden:
         return Attention(forward + delay, kernels.forward, backward, self.seconds, layers)
 
     def _late(self, local: FloatArray, kernels: FloatArray) -> FloatArray:
-        """Seconds of local calls that are computed while results leave."""
+        """Returns seconds of local calls that are computed while results leave."""
         return np.minimum(local, LATE_SHARE * kernels.mean())
 
     def _unhidden(self, seconds: FloatArray, local: FloatArray, kernels: FloatArray) -> FloatArray:
-        """Seconds of results' way that no local call hides."""
+        """Returns seconds of results' way that no local call hides."""
         return np.maximum(0.0, seconds - self._late(local, kernels))
 
 
@@ -118,6 +118,7 @@ class Waiting:
 
     Attributes:
         forward, backward: `[ranks]` seconds of exchanges, and of copies for them.
+        sent: `[ranks]` seconds that the wires are busy in forward; in backward they are as busy.
     """
 
     forward: FloatArray

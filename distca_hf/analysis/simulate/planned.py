@@ -98,8 +98,7 @@ def _window_calls(costs: Costs, layout: Layout, mask: Mask) -> tuple[Passes, Pas
 def _wires(costs: Costs, cluster: Cluster, plan: Plan) -> tuple[np.ndarray, np.ndarray, float]:
     """Returns `[ranks]` seconds of sending and of receiving in a full layer's forward pass, and the most bytes."""
     sent = bytes_between(plan, costs.model.heads.token_bytes(HALF_BYTES)) / costs.tensor_ranks
-    node = np.arange(len(sent)) // cluster.ranks_per_node
-    crosses = node[:, None] != node[None, :]
+    crosses = cluster.node_of[:, None] != cluster.node_of[None, :]
     seconds = [cluster.exchange((sent * ~crosses).sum(axis=axis), (sent * crosses).sum(axis=axis)) for axis in (1, 0)]
     return seconds[0], seconds[1], float(max(sent.sum(axis=0).max(), sent.sum(axis=1).max()))
 

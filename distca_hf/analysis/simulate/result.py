@@ -1,12 +1,12 @@
 """Result: figures of every way, and the way to choose."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from distca_hf.analysis.memory import USABLE_SHARE, TrainingSetup, estimate_memory
+from distca_hf.analysis.memory import GIB, USABLE_SHARE, TrainingSetup, estimate_memory
 from distca_hf.analysis.simulate.run import WaySteps
 from distca_hf.analysis.simulate.stages import stage_memory_bytes
 from distca_hf.analysis.simulate.ways import Simulation, Step, Way
@@ -28,7 +28,7 @@ class WayFigures:
         step_seconds: mean of an optimizer step.
         tokens_per_second: of all GPUs together.
         utilisation: useful operations over the peak of all GPUs; None if the peak is not known.
-        memory_bytes: most that a GPU needs; None if it was not estimated.
+        memory_bytes: estimate of the most that a GPU needs.
         fits: whether that fits.
         gpu_hours: of the budget of tokens.
         times_as_fast: as plain packing.
@@ -205,7 +205,7 @@ def make_result(
 
 
 def _fastest_of_families(ways: Sequence[Way], figures: Sequence[WayFigures]) -> list[WayFigures]:
-    """Returns one way of each family: the fastest of those that keep documents whole, or else of all."""
+    """Returns the fastest way of each family, and all ways that have none."""
     chosen = []
     for way, figure in zip(ways, figures, strict=True):
         family = [other for of, other in zip(ways, figures, strict=True) if of.family == way.family]
@@ -215,7 +215,7 @@ def _fastest_of_families(ways: Sequence[Way], figures: Sequence[WayFigures]) -> 
     return chosen
 
 
-def _fastest(ways: Any) -> WayFigures | None:
+def _fastest(ways: Iterable[WayFigures]) -> WayFigures | None:
     return min(ways, key=lambda way: way.step_seconds, default=None)
 
 
@@ -235,7 +235,7 @@ def _memory_bytes(simulation: Simulation, way: Way, steps: WaySteps) -> int:
     checkpointing = request.checkpointing
     if checkpointing == "saved" and (not way.is_ours or way.key == "placed_recomputed"):
         checkpointing = "recomputed"
-    budget = request.planner.config.kv_budget_gib * 2**30 if way.is_ours else 0.0
+    budget = request.planner.config.kv_budget_gib * GIB if way.is_ours else 0.0
     tokens = int(ceil_div(steps.most_tokens, request.tensor_ranks))
     size, received = request.model.size.decoder(request.model.heads), int(steps.received_bytes)
     gpus = request.gpus // request.num_stages if way.in_stages else request.gpus

@@ -1,6 +1,6 @@
 """Stages: seconds and memory of a training whose layers are divided into the stages of a pipeline.
 
-Layers have the seconds of `step.py`, on the data ranks of one stage. `data.pipelines` simulates when each part of the
+Layers have the seconds of `step.py`, on the data ranks of one stage. `data.schedules` simulates when each part of the
 model runs each micro-batch, and when it waits:
 
     first part    its layers, and the embedding
@@ -23,7 +23,8 @@ from distca_hf.analysis.simulate.costs import HALF_BYTES
 from distca_hf.analysis.simulate.load import Load
 from distca_hf.analysis.simulate.step import Training
 from distca_hf.analysis.simulate.wires import Cluster
-from distca_hf.data.pipelines import Pipeline, Schedule, operations_of
+from distca_hf.data.pipelines import Pipeline, held_micro_batches
+from distca_hf.data.schedules import Schedule
 
 
 # Forward seconds of the head over all of its seconds: one product of three.
@@ -102,7 +103,7 @@ def stage_memory_bytes(
     """
     stages, most = pipeline.num_stages, 0
     for stage, vocabulary in ((0, 0), (stages - 1, size.vocabulary)):
-        held = _held_micro_batches(pipeline, stage, micro_batches)
+        held = held_micro_batches(pipeline, stage, micro_batches)
         parameters = (size.parameters - size.embedding_parameters) // stages + size.head_parameters
         part = replace(
             size,
@@ -114,9 +115,3 @@ def stage_memory_bytes(
         memory = estimate_memory(part, setup, tokens, received_bytes)
         most = max(most, memory.total + GATHERED_BYTES * parameters)
     return most
-
-
-def _held_micro_batches(pipeline: Pipeline, stage: int, micro_batches: int) -> float:
-    """Returns the most micro-batches whose activations a stage holds at once, in parts of its layers."""
-    signs = [1 if operation.is_forward else -1 for operation in operations_of(pipeline, stage, micro_batches)]
-    return int(np.cumsum(signs).max()) / pipeline.chunks

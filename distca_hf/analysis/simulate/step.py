@@ -18,8 +18,9 @@ from distca_hf.analysis.simulate.load import Attention, Load
 from distca_hf.analysis.simulate.wires import Cluster
 
 
-# Bytes of a weight that AdamW's step under FSDP reads and writes besides: gradients that are cast.
-CAST_BYTES = 6
+# Bytes of a number that a cast between fp32 and bf16 reads and writes; and casts of a rank's share in a micro-batch
+# under FSDP2: weights before each of two gathers, gradients behind their sum.
+CAST_BYTES, NUM_CASTS = 6, 3
 # Exchanges of activations that tensor parallelism makes in a layer, forward and as many backward: hidden states are
 # gathered before and reduced behind attention and the MLP.
 TENSOR_COLLECTIVES = 2
@@ -36,7 +37,7 @@ class Training:
         has_head: whether the last matrix and the loss are computed.
         has_optimizer: whether AdamW makes a step.
         reduce_bytes: of a number in sums of gradients over ranks.
-        root_copies: part of the weights outside of layers that there is; benchmarks leave the head out.
+        root_share: part of the weights outside of layers that there is; benchmarks leave the head out.
         gathers_layers: whether weights are gathered, and gradients summed, in each layer of each micro-batch. Stages
             of a pipeline do so once in an optimizer step.
     """
@@ -47,7 +48,7 @@ class Training:
     has_head: bool = True
     has_optimizer: bool = True
     reduce_bytes: int = HALF_BYTES
-    root_copies: float = 1.0
+    root_share: float = 1.0
     gathers_layers: bool = True
 
     @property
@@ -96,9 +97,9 @@ class Training:
         return float(self.costs.head_seconds(load.tokens).max()) if self.has_head else 0.0
 
     def cast_seconds(self) -> float:
-        """Returns the seconds of casting a rank's share of gradients."""
+        """Returns the seconds of casting a rank's share of weights, and of gradients."""
         shards = self.costs.model.size.parameters / self.shards / self.costs.tensor_ranks
-        return float(self.costs.copy_seconds(3 * CAST_BYTES * shards))
+        return float(self.costs.copy_seconds(NUM_CASTS * CAST_BYTES * shards))
 
     def _layer_seconds(self, layer: LayerSeconds, attention: Attention, load: Load) -> tuple[float, float]:
         """Returns the seconds of a layer, forward and backward: of its slowest rank, or of the wires if they are
@@ -138,4 +139,4 @@ class Training:
 
     @property
     def _root_bytes(self) -> float:
-        return self.costs.root_weight_bytes * self.root_copies
+        return self.costs.root_weight_bytes * self.root_share

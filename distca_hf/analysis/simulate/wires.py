@@ -100,6 +100,5 @@ class Cluster:
         asked = np.asarray(num_bytes, dtype=np.float64)
         if links is None:
             return np.zeros_like(asked)
-        return Curve.of(f"bytes of an {name.replace('_', '-')}", links.num_bytes, getattr(links, name)).at(
-            asked, self.notes
-        )
+        words = f"bytes of one {name.replace('_', '-')}"
+        return Curve.of(words, links.num_bytes, getattr(links, name)).at(asked, self.notes)

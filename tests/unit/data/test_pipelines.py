@@ -8,7 +8,8 @@ import pytest
 from torch.distributed.pipelining import schedules as of_torch
 
 import distca_hf
-from distca_hf.data.pipelines import Operation, Pipeline, Queues, Schedule, Seconds
+from distca_hf.data.pipelines import Operation, Pipeline
+from distca_hf.data.schedules import Queues, Schedule, Seconds
 from distca_hf.errors import ConfigError
 
 
@@ -74,7 +75,7 @@ def test_transfers_are_posted_where_torch_posts_them(num_stages: int, chunks: in
     """Every stage's list of torch, without what is FSDP's: operations, sends and receives."""
     pipeline = Pipeline(num_stages, chunks)
     lists: list[list[tuple[str, int, int | None]]] = [[] for _ in range(num_stages)]
-    for stage, (is_forward, part, micro_batch), receiver, target, _ in Schedule(pipeline, micro_batches).steps:
+    for stage, (is_forward, part, micro_batch), receiver, target, _ in Schedule(pipeline, micro_batches).actions:
         letter = "F" if is_forward else "B"
         lists[stage].append((letter, part, micro_batch))
         if receiver is not None:

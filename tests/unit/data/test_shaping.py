@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from distca_hf.arrays import IntArray
 from distca_hf.cost import Mask
 from distca_hf.data.epochs import EpochPacker
-from distca_hf.data.pipelines import Pipeline, Schedule
+from distca_hf.data.pipelines import Pipeline
+from distca_hf.data.schedules import Schedule
 from distca_hf.data.shaping import ShapedEpoch, orders_to_try, shape_step, shares_to_try, simulate, work_of_documents
 from distca_hf.data.work_shares import divide
 from distca_hf.errors import PackingError

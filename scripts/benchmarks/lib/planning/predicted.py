@@ -56,7 +56,7 @@ class MeasuredRow:
         page: page of `docs/benchmarks` that has the command.
         gpus: data ranks.
         gpu: their kind.
-        slow: whether all links were those between nodes.
+        links: NVLink, or the speed of slower ones, as between nodes.
         documents: their lengths, as the programs that measure take them.
         model: shape of the layers, as these programs name it; none is four layers of an 8B Llama.
         words: of the head; 0 without a head and without an optimizer.
@@ -67,12 +67,17 @@ class MeasuredRow:
     page: str
     gpus: int
     gpu: str
-    slow: bool
+    links: str
     documents: str
     model: str
     words: int
     reduce_bytes: int
     milliseconds: Mapping[str, float]
+
+    @property
+    def slow(self) -> bool:
+        """Whether all links were those between nodes."""
+        return self.links != "NVLink"
 
     @property
     def document_tokens(self) -> IntArray:
@@ -86,7 +91,7 @@ def read_measured(path: Path) -> list[MeasuredRow]:
             row["page"],
             row["gpus"],
             row.get("gpu", "H200"),
-            row["links"] != "NVLink",
+            row["links"],
             row["documents"],
             row.get("model", ""),
             row.get("words", 0),
@@ -105,8 +110,8 @@ def simulate_row(row: MeasuredRow, profile: ClusterProfile, notes: Notes | None 
     cluster = Cluster(profile, row.gpus, 1 if row.slow else row.gpus, notes)
     has_head = row.words > 0
     # Without a head the embedding alone is outside of layers.
-    root_copies = 1.0 if has_head else 0.5
-    training = Training(costs, cluster, True, has_head, has_head, row.reduce_bytes, root_copies)
+    root_share = 1.0 if has_head else 0.5
+    training = Training(costs, cluster, True, has_head, has_head, row.reduce_bytes, root_share)
     lengths, ranks = row.document_tokens, row.gpus
     topology = Topology(ranks, ranks)
     chunks = SLOW_CHUNKS if row.slow else 1
@@ -182,7 +187,8 @@ def compare_servers(path: Path, profile: ClusterProfile) -> list[Compared]:
     and simulated."""
     compared = []
     for row in json.loads(path.read_text())["servers"]["rows"]:
-        slow, notes = row["links"] != "NVLink", Notes()
+        measured = MeasuredRow("one layer", 2, "H200", row["links"], row["documents"], "", 0, 2, {})
+        slow, notes = measured.slow, Notes()
         costs = Costs(profile, SimulatedModel.of(preset("llama3-8b")).with_layers(1), False, notes)
         layout = Layout.from_packs([parse_documents(row["documents"])])
         nodes = (1,) if slow else (0,)
@@ -195,6 +201,5 @@ def compare_servers(path: Path, profile: ClusterProfile) -> list[Compared]:
                 row["served"][number] / row["alone"][number],
                 float(getattr(served, name).max() / getattr(alone, name).max()),
             )
-            measured = MeasuredRow("one layer", 2, "H200", slow, row["documents"], "", 0, 2, {})
             compared.append(Compared(f"trainer and server / alone, {name}", measured, *ratios))
     return compared
