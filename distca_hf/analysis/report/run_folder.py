@@ -40,10 +40,13 @@ def read_folder(folder: Path) -> Report:
         )
     index = TraceIndex.of(files)
     if not index.steps:
+        begun = f", and in {len(index.unfinished)} of them the beginning of one" if index.unfinished else ""
         raise ReportError(
-            f"{files[0].parent} has {len(files)} empty files: no step was reported before training ended"
+            f"{files[0].parent} has no whole trace in {len(files)} files{begun}: no step was reported before training "
+            "ended"
         )
-    read = [index.steps[at] for at in spread(len(index.steps), max(2, MOST_TRACES // len(files)))]
+    most = max(2, MOST_TRACES * len(index.steps) // index.num_traces)
+    read = [index.steps[at] for at in spread(len(index.steps), most)]
     steps, left_out, newest = [], 0, 0.0
     for step in read:
         traces = list(index.traces_of(step))
