@@ -5,7 +5,6 @@ file that is half understood would be wrong without a word.
 """
 
 import json
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from itertools import pairwise
@@ -19,6 +18,8 @@ from distca_hf.version import __version__
 # Number of the form of the file; it changes with every change that an older reader would misunderstand.
 SCHEMA = 1
 KIND = "distca_hf cluster profile"
+# Least and most of a number that is measured, in any unit: a few of them multiplied or divided are finite, too.
+LEAST, MOST = 1e-30, 1e30
 
 Numbers = tuple[float, ...]
 Table = tuple[Numbers, ...]
@@ -263,8 +264,8 @@ def _check_single(name: str, kind: Any, value: Any) -> None:
         raise ValueError(f"{name} is {value!r}, and no {kind.__name__}")
     if kind in (int, float):
         least = 0 if kind is float or name.endswith("window_tokens") else 1
-        if not (math.isfinite(value) and value >= least):
-            raise ValueError(f"{name} is {value}, and must be at least {least}")
+        if not least <= value <= MOST:
+            raise ValueError(f"{name} is {value}, and must be at least {least}, and at most {MOST:g}")
 
 
 def _as_tuples(value: Any) -> Any:
@@ -286,5 +287,5 @@ def _check_rising(name: str, sizes: Sequence[float]) -> None:
 
 
 def _check_positive(name: str, values: Sequence[float]) -> None:
-    if not all(math.isfinite(value) and value > 0 for value in values):
-        raise ValueError(f"{name}: {values} are not all finite and above 0")
+    if not all(LEAST <= value <= MOST for value in values):
+        raise ValueError(f"{name}: {values} are not all above 0, between {LEAST:g} and {MOST:g}")
