@@ -115,6 +115,22 @@ def test_last_line_that_a_rank_is_writing_is_left_out(tmp_path: Path) -> None:
     assert "The last line of rank-00001.jsonl is cut off" in found["notes"][1]
 
 
+def test_micro_batches_of_an_earlier_run_are_left_out(tmp_path: Path) -> None:
+    """The earlier run had more ranks, stages, and more micro-batches in a step."""
+    for rank in range(4):
+        earlier = replace(made_trace(rank % 2, 2, 200), stage=rank // 2)
+        (tmp_path / file_name(rank)).write_text(earlier.line() + "\n")
+    more = replace(made_trace(3, 4), micro_batch=396)
+    (tmp_path / file_name(4)).write_text(more.line() + "\n")
+    for rank in range(2):
+        own = [replace(made_trace(rank, 2, step), written=2e9 + step) for step in (100, 200)]
+        (tmp_path / file_name(rank)).write_text("".join(f"{trace.line()}\n" for trace in own))
+    found = report(tmp_path)
+
+    assert [step["label"] for step in found["steps"]] == ["step 100, micro-batch 99", "step 200, micro-batch 199"]
+    assert found["notes"] == ["3 traces of an earlier run in the same folder are left out."]
+
+
 @pytest.mark.parametrize("left", [1, 20, 46, 300])
 @pytest.mark.parametrize("before", [0, 1])
 def test_last_line_is_left_out_wherever_it_is_cut(left: int, before: int, tmp_path: Path) -> None:
