@@ -28,9 +28,14 @@ app = typer.Typer(
 
 @contextmanager
 def _one_line_errors() -> Iterator[None]:
-    """Ends the command with status 2 and one line on stderr if bad input is refused, or a path cannot be looked at."""
+    """Ends the command with status 2 and one line on stderr if bad input is refused, or a path cannot be looked at.
+
+    Who closes the pipe that output goes to has seen enough: then typer ends the command without a word.
+    """
     try:
         yield
+    except BrokenPipeError:
+        raise
     except (DistCAError, OSError) as error:
         typer.echo(f"distca: {' '.join(str(error).split())}", err=True)
         raise typer.Exit(2) from error
@@ -356,7 +361,8 @@ def env() -> None:
     """Shows versions, and which attention kernels can run here; paste it into bug reports."""
     from distca_hf.analysis.command import print_environment
 
-    print_environment(Console())
+    with _one_line_errors():
+        print_environment(Console())
 
 
 def main() -> None:

@@ -7,7 +7,6 @@ exchange nothing for it.
 
 import enum
 import json
-import math
 import re
 import types
 from collections.abc import Callable, Mapping
@@ -23,7 +22,11 @@ KIND, VERSION = "distca-trace", 1
 # Name of a folder of traces, unless a setting names another one; and of the files in it.
 FOLDER = "distca_report"
 FILES = "rank-*.jsonl"
-STEP_OF_LINE = re.compile(rf'{{"kind":"{KIND}","version":{VERSION},"step":(\d{{1,18}}),')
+BEGIN_OF_LINE = f'{{"kind":"{KIND}","version":{VERSION},"step":'
+STEP_OF_LINE = re.compile(rf"{re.escape(BEGIN_OF_LINE)}(\d{{1,18}}),")
+# Most digits of a number that is computed with: products and sums of a few such numbers are finite, too.
+MOST_DIGITS = 60
+HALF_CHARACTER = re.compile(r"\\u[dD][89a-fA-F]")  # half of one outside of 16 bits; JSON writes both halves so
 
 
 def file_name(number: int) -> str:
@@ -35,6 +38,11 @@ def step_of(line: str) -> int | None:
     """Returns the optimizer step of a line, from its beginning; None if that is not as `RankTrace.line` has it."""
     found = STEP_OF_LINE.match(line)
     return None if found is None else int(found[1])
+
+
+def may_begin_line(text: str) -> bool:
+    """Returns whether a text may be the beginning of a line as `RankTrace.line` has it."""
+    return text.startswith(BEGIN_OF_LINE) or BEGIN_OF_LINE.startswith(text)
 
 
 class PassPart(enum.StrEnum):
@@ -188,7 +196,7 @@ class RankTrace:
             ReportError: it is cut off, of another kind or version, or has other fields.
         """
         try:
-            content = json.loads(line, parse_float=finite, parse_constant=finite)
+            content = read_json(line)
         except ReportError as error:
             raise ReportError(f"{where} has {error}") from None
         except (ValueError, RecursionError):
@@ -222,16 +230,37 @@ class RankTrace:
         return f"bytes of rank {beyond[0]}, and work of {len(self.work)} ranks" if beyond else None
 
 
-def finite(number: str) -> float:
-    """Returns a number of JSON.
+def read_json(text: str) -> Any:
+    """Returns the content of JSON, with whose numbers one can compute, and whose words can be written.
 
     Raises:
-        ReportError: it is none (NaN), or too large.
+        ReportError: a number is none (NaN), or too large; or a word has half a character. Says which.
+        ValueError, RecursionError: it is no JSON.
     """
+    content = json.loads(text, parse_float=_finite, parse_int=_whole, parse_constant=_finite)
+    if HALF_CHARACTER.search(text):
+        try:
+            json.dumps(content, ensure_ascii=False).encode()
+        except UnicodeEncodeError:
+            raise ReportError("half a character (\\ud800 to \\udfff), which cannot be written") from None
+    return content
+
+
+def _finite(number: str) -> float:
     value = float(number)
-    if not math.isfinite(value):
-        raise ReportError(f"the number {number[:40]}, with which nothing can be computed")
+    if not abs(value) < 10.0**MOST_DIGITS:
+        _refuse_number(number)
     return value
+
+
+def _whole(number: str) -> int:
+    if len(number.lstrip("-")) > MOST_DIGITS:
+        _refuse_number(number)
+    return int(number)
+
+
+def _refuse_number(number: str) -> NoReturn:
+    raise ReportError(f"the number {number[:40]}, with which nothing can be computed")
 
 
 # Makes an object of a value of JSON; the second argument is where it is.
@@ -253,7 +282,9 @@ def _reader(kind: Any) -> _Reader:
         return _reader_of_fields(kind)
     if issubclass(kind, enum.StrEnum):
         members = {member.value: member for member in kind}
-        return lambda value, where: members[value] if value in members else _refuse(value, kind, where)
+        return lambda value, where: (
+            members[value] if type(value) is str and value in members else _refuse(value, kind, where)
+        )
     types_of = (int, float) if kind is float else (kind,)
     return lambda value, where: kind(value) if type(value) in types_of else _refuse(value, kind, where)
 

@@ -1,6 +1,7 @@
 """`distca` as a newcomer meets it: version, completion, and help with examples that work."""
 
 import json
+import os
 import re
 import shlex
 import subprocess
@@ -86,3 +87,24 @@ def test_option_after_the_command_is_refused_in_one_line() -> None:
     assert done.returncode == 2
     assert "No such option" in done.stderr
     assert done.stderr.count("\n") == 1
+
+
+def test_closed_pipe_ends_a_command_without_a_word() -> None:
+    read, write = os.pipe()
+    os.close(read)
+    try:
+        command = [SCRIPTS / "distca", "recipes"]
+        done = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, text=True, check=False)
+    finally:
+        os.close(write)
+
+    assert (done.returncode, done.stderr) == (1, "")
+
+
+def test_full_disk_is_one_line() -> None:
+    with Path("/dev/full").open("w") as full:
+        command = [SCRIPTS / "distca", "env"]
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+
+    assert done.returncode == 2
+    assert done.stderr.splitlines() == ["distca: [Errno 28] No space left on device"]

@@ -73,9 +73,12 @@ def test_fields_that_do_not_go_together_are_refused(changes: dict[str, object], 
 
 
 def test_lines_that_python_cannot_read_are_refused() -> None:
-    for line in ("[" * 100_000, '{"kind":"distca-trace","version":1,"step":' + "9" * 5000 + "}"):
+    for line, words in (
+        ("[" * 100_000, "is no JSON"),
+        ('{"kind":"distca-trace","version":1,"step":' + "9" * 5000 + "}", "has the number 9999"),
+    ):
         assert step_of(line) is None
-        with pytest.raises(ReportError, match="is no JSON"):
+        with pytest.raises(ReportError, match=words):
             RankTrace.read(line, "here")
 
 

@@ -1,10 +1,13 @@
 """JSON values of a profile: dataclasses that are read from them, and checks of sizes and times."""
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from itertools import pairwise
 from typing import Any, get_type_hints
+
+
+# Least and most of a number that is measured, in any unit: a few of them multiplied or divided are finite, too.
+LEAST, MOST = 1e-30, 1e30
 
 
 def read_dataclass(cls: Any, content: Mapping[str, Any]) -> Any:
@@ -30,8 +33,8 @@ def _check_single(name: str, kind: Any, value: Any) -> None:
         raise ValueError(f"{name} is {value!r}, and no {kind.__name__}")
     if kind in (int, float):
         least = 0 if kind is float or name.endswith("window_tokens") else 1
-        if not (math.isfinite(value) and value >= least):
-            raise ValueError(f"{name} is {value}, and must be at least {least}")
+        if not least <= value <= MOST:
+            raise ValueError(f"{name} is {value}, and must be at least {least}, and at most {MOST:g}")
 
 
 def _as_tuples(value: Any) -> Any:
@@ -55,6 +58,6 @@ def check_rising(name: str, sizes: Sequence[float]) -> None:
 
 
 def check_positive(name: str, values: Sequence[float]) -> None:
-    """Raises ValueError where a value is not finite and above 0."""
-    if not all(math.isfinite(value) and value > 0 for value in values):
-        raise ValueError(f"{name}: {values} are not all finite and above 0")
+    """Raises ValueError where a value is not above 0, or not within what can be measured."""
+    if not all(LEAST <= value <= MOST for value in values):
+        raise ValueError(f"{name}: {values} are not all above 0, between {LEAST:g} and {MOST:g}")

@@ -40,23 +40,26 @@ def read_folder(folder: Path) -> Report:
         )
     index = TraceIndex.of(files)
     if not index.steps:
+        begun = f", and in {len(index.unfinished)} of them the beginning of one" if index.unfinished else ""
         raise ReportError(
-            f"{files[0].parent} has {len(files)} empty files: no step was reported before training ended"
+            f"{files[0].parent} has no whole trace in {len(files)} files{begun}: no step was reported before training "
+            "ended"
         )
-    read = [index.steps[at] for at in spread(len(index.steps), max(2, MOST_TRACES // len(files)))]
+    most = max(2, MOST_TRACES * len(index.steps) // index.num_traces)
+    read = [index.steps[at] for at in spread(len(index.steps), most)]
     steps, left_out, newest = [], 0, 0.0
     for step in read:
         traces = list(index.traces_of(step))
-        written = max(trace.written for trace in traces)
-        if _is_of_earlier_run(written, newest):
-            left_out += len(traces)
-            continue
-        newest = max(newest, written)
+        of_step = max(traces, key=_written)
         for _, of_ranks in sorted(_by_micro_batch(traces).items()):
-            latest = max(of_ranks, key=lambda trace: trace.written)
+            latest = max(of_ranks, key=_written)
+            if _is_of_earlier_run(latest.written, newest) or latest.num_ranks != of_step.num_ranks:
+                left_out += len(of_ranks)
+                continue
             same = {trace.rank: trace for trace in of_ranks if _are_together(trace, latest)}
             left_out += len(of_ranks) - len(same)
             steps.append(_figures(same, latest))
+        newest = max(newest, of_step.written)
     notes = _notes(steps, left_out)
     if index.unfinished:
         names = ", ".join(file.name for file in index.unfinished)
@@ -75,15 +78,19 @@ def read_folder(folder: Path) -> Report:
     )
 
 
+def _written(trace: RankTrace) -> float:
+    return trace.written
+
+
 def _is_of_earlier_run(written: float, newest: float) -> bool:
-    """Returns whether a step was written by an earlier run in the same folder.
+    """Returns whether a micro-batch was written by an earlier run in the same folder.
 
     Ranks of a new run replace their own files. Files of ranks that it does not have stay, and hold steps that it may
-    not have come to: they were written before its earlier steps.
+    not have come to, or other stages and micro-batches: they were written before its earlier steps.
 
     Args:
         written: when its last trace was written, in seconds.
-        newest: the same of the steps before it.
+        newest: the same of the steps before its own.
     """
     return written < newest - CLOCKS_APART_SECONDS
 

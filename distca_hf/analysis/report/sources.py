@@ -1,6 +1,5 @@
 """Sources: finds out what a path holds, and reads it: a folder of traces, or the JSON of another command."""
 
-import json
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,7 +9,7 @@ from distca_hf.analysis.report import plan_answer, simulate_answer
 from distca_hf.analysis.report.figures import KIND, Report
 from distca_hf.analysis.report.run_folder import read_folder
 from distca_hf.errors import ReportError, first_line
-from distca_hf.traces import finite
+from distca_hf.traces import read_json
 
 
 # A path that stands for standard input.
@@ -73,7 +72,7 @@ def _object_of(path: Path) -> Mapping[str, Any]:
     except OSError as error:
         raise ReportError(f"{path} cannot be read: {error.strerror or error}") from error
     try:
-        content = json.loads(text, parse_float=finite, parse_constant=finite)
+        content = read_json(text)
     except ReportError as error:
         raise ReportError(f"{path} has {error}") from None
     except (ValueError, RecursionError):

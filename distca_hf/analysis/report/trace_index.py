@@ -15,16 +15,18 @@ from pathlib import Path
 from typing import NamedTuple
 
 from distca_hf.errors import ReportError
-from distca_hf.traces import RankTrace, step_of
+from distca_hf.traces import RankTrace, may_begin_line, step_of
 
 
 class _Place(NamedTuple):
-    """Lines of one step that follow each other in a file: where the first begins, their bytes, and its number."""
+    """Lines of one step that follow each other in a file: where the first begins, its number, and bytes and traces of
+    all."""
 
     file: Path
     begin: int
     num_bytes: int
     first_line: int
+    num_traces: int
 
 
 class _Line(NamedTuple):
@@ -41,10 +43,12 @@ class TraceIndex:
 
     Attributes:
         steps: numbers of the steps, rising.
+        num_traces: lines of all of them.
         unfinished: files whose last line is cut off; it is left out.
     """
 
     steps: Sequence[int]
+    num_traces: int
     unfinished: Sequence[Path]
     _places: dict[int, list[_Place]]
 
@@ -57,10 +61,12 @@ class TraceIndex:
         """
         places: defaultdict[int, list[_Place]] = defaultdict(list)
         unfinished: list[Path] = []
+        num_traces = 0
         for file in files:
             for step, place in _joined(file, unfinished):
                 places[step].append(place)
-        return cls(sorted(places), unfinished, dict(places))
+                num_traces += place.num_traces
+        return cls(sorted(places), num_traces, unfinished, dict(places))
 
     def traces_of(self, step: int) -> Iterator[RankTrace]:
         """Yields the traces of a step, in the order of files and lines.
@@ -76,23 +82,24 @@ class TraceIndex:
 
 def _joined(file: Path, unfinished: list[Path]) -> Iterator[tuple[int, _Place]]:
     """Yields the steps of a file, with the lines of one that follow each other as one place."""
-    step, begin, end, first_line = None, 0, 0, 0
+    step, begin, end, first_line, num_traces = None, 0, 0, 0, 0
     for line in _whole_lines(file, unfinished):
         of_line = step_of(_text(file, line.content))
         if of_line is None:  # another form; it says itself what it is, or that it is wrong
             of_line = _trace(file, line.number, line.content).step
         if of_line != step:
             if step is not None:
-                yield step, _Place(file, begin, end - begin, first_line)
-            step, begin, first_line = of_line, line.begin, line.number
+                yield step, _Place(file, begin, end - begin, first_line, num_traces)
+            step, begin, first_line, num_traces = of_line, line.begin, line.number, 0
         end = line.begin + len(line.content)
+        num_traces += 1
     if step is not None:
-        yield step, _Place(file, begin, end - begin, first_line)
+        yield step, _Place(file, begin, end - begin, first_line, num_traces)
 
 
 def _whole_lines(file: Path, unfinished: list[Path]) -> Iterator[_Line]:
-    """Yields lines that are not empty. The last one is left out if it was begun and not written to its end, unless it
-    is the only one; then the file is added to `unfinished`."""
+    """Yields lines that are not empty. The last one is left out if it begins like a trace and was not written to its
+    end; then the file is added to `unfinished`."""
     before, begin = None, 0
     try:
         with file.open("rb") as lines:
@@ -105,7 +112,7 @@ def _whole_lines(file: Path, unfinished: list[Path]) -> Iterator[_Line]:
         raise ReportError(f"{file} cannot be read: {error.strerror or error}") from error
     if before is None:
         return
-    if before.number > 1 and step_of(_text(file, before.content)) is not None and not _is_whole(before.content):
+    if may_begin_line(_text(file, before.content)) and not _is_whole(before.content):
         unfinished.append(file)
     else:
         yield before
@@ -117,7 +124,7 @@ def _is_whole(last_line: bytes) -> bool:
         return True
     try:
         json.loads(last_line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return False
     return True
 

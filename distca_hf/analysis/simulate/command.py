@@ -1,7 +1,6 @@
 """`distca simulate`: from lengths, a model and a measured cluster to tables or JSON."""
 
 import json
-import math
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -30,6 +29,8 @@ from distca_hf.errors import ConfigError
 
 # Most digits of a number in a list.
 MOST_DIGITS = 18
+# Most tokens that GPU-hours are counted for: these hours are finite, however long a step takes.
+MOST_BUDGET = 1e30
 
 
 @dataclass(frozen=True)
@@ -65,11 +66,12 @@ def run_simulate(options: SimulateOptions) -> None:
         PackingError: lengths cannot be read, or do not fit.
     """
     profile, model = find_profile(options.cluster), _model(options.model, options.model_config)
-    if not 0 < options.token_budget < math.inf:
-        raise ConfigError(f"--token-budget {options.token_budget:g} must be above 0, and finite")
+    if not 0 < options.token_budget <= MOST_BUDGET:
+        raise ConfigError(f"--token-budget {options.token_budget:g} must be above 0, and at most {MOST_BUDGET:g}")
     if options.pipeline is None and options.chunks is not None:
         raise ConfigError("--chunks needs --pipeline, whose stages they divide")
-    pipeline = None if options.pipeline is None else Pipeline(options.pipeline, options.chunks or 1)
+    chunks = () if options.chunks is None else (options.chunks,)
+    pipeline = None if options.pipeline is None else Pipeline(options.pipeline, *chunks)
     requests = [
         SimulationRequest(
             model,

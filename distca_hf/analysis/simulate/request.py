@@ -1,6 +1,5 @@
 """Request: GPUs, tokens and model of a simulation, and the optimizer steps that are simulated."""
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -24,6 +23,8 @@ from distca_hf.planning.served import Servers
 
 # Most optimizer steps of a simulation.
 MAX_BATCHES = 10_000
+# Most memory of a GPU, in GiB: all GPUs of a large cluster together have less.
+MOST_GPU_GIB = 1_000_000
 # GPUs of which one serves attention, in the way with attention servers.
 GPUS_PER_SERVER = 8
 
@@ -85,8 +86,8 @@ class SimulationRequest:
             )
         if self.seed < 0:
             raise ConfigError(f"--seed {self.seed} must be at least 0")
-        if not 0 < self.gpu_gib < math.inf:
-            raise ConfigError(f"--gpu-gib {self.gpu_gib:g} must be above 0, and finite")
+        if not 0 < self.gpu_gib <= MOST_GPU_GIB:
+            raise ConfigError(f"--gpu-gib {self.gpu_gib:g} must be above 0, and at most {MOST_GPU_GIB:,}")
         if self.gpus % self.tensor_ranks or self.ranks_per_node % self.tensor_ranks:
             raise ConfigError(
                 f"--tensor {self.tensor_ranks} must divide --gpus {self.gpus} and --ranks-per-node "
@@ -206,8 +207,10 @@ class SimulationRequest:
     def steps(self, document_tokens: IntArray) -> list[list[IntArray]]:
         """Returns the lengths of each micro-batch of each optimizer step, from as many epochs as are needed.
 
+        Steps of documents that stay whole, and fit the ranks of stages, but not all ranks together, are left out.
+
         Raises:
-            PackingError: there are too few documents for one step.
+            PackingError: there are too few documents for one step, or those of no step fit.
         """
         longest = int(document_tokens.max(initial=0))
         if self.context_tokens is None and longest > self.longest_tokens:
@@ -227,12 +230,27 @@ class SimulationRequest:
         steps: list[list[IntArray]] = []
         epoch = 0
         while len(steps) < self.batches:
-            packed = packer.epoch(epoch)
+            packed, before = packer.epoch(epoch), len(steps)
             for first in range(0, packer.num_micro_batches - self.micro_batches + 1, self.micro_batches):
                 numbers = range(first, first + self.micro_batches)
-                steps.append([lengths[packed.micro_batch(number)] for number in numbers])
+                step = [lengths[packed.micro_batch(number)] for number in numbers]
+                if self._fits_without_stages(step):
+                    steps.append(step)
+                if len(steps) == self.batches:
+                    return steps
+            if len(steps) == before:
+                raise PackingError(
+                    f"documents stay whole: those of no step that fit {self.num_stages} stages of {self.stage_ranks} "
+                    f"data ranks also fit {self.num_ranks} ranks of {self.tokens_per_rank} tokens; take more tokens "
+                    "per rank, or a shorter context"
+                )
             epoch += 1
-        return steps[: self.batches]
+        return steps
+
+    def _fits_without_stages(self, step: Sequence[IntArray]) -> bool:
+        """Returns whether the documents of each micro-step find room on all data ranks, where they stay whole."""
+        fits = None if self.pipeline is None else self.planner.fits
+        return fits is None or all(fits(batch).all() for batch in self.without_stages(step))
 
     def without_stages(self, step: Sequence[IntArray]) -> list[IntArray]:
         """Returns the lengths of each micro-step of all data ranks: one micro-batch for every stage, joined."""

@@ -105,14 +105,16 @@ class Result:
         return " ".join(filter(None, (self._choice(), self._beside_stages())))
 
     def _beside_stages(self) -> str:
-        """Returns the fastest pipeline beside placed batches on the same GPUs; empty without a pipeline."""
+        """Returns the fastest pipeline beside the fastest other way of distca_hf; empty without a pipeline."""
         if self.num_stages == 1:
             return ""
         within = _fastest(way for way in self.ways if way.in_stages and way.is_ours and way.fits)
-        without = next((way for way in self.ways if way.key == "placed" and way.fits), None)
+        without = _fastest(way for way in self.ways if not way.in_stages and way.is_ours and way.fits)
         if within is None or without is None:
-            fits = "they fit only as stages" if within else "no stage fits"
-            return f"Of these GPUs {fits} their memory." if within is not without else ""
+            fits = (
+                "fits their memory only as stages of a pipeline" if within else "fits their memory only without stages"
+            )
+            return f"Of these GPUs distca {fits}." if within is not without else ""
         ratio = within.step_seconds / without.step_seconds
         if ratio >= 1:
             return f"A pipeline of {self.num_stages} stages takes {ratio:.2f} x as long as these GPUs without one."
@@ -243,4 +245,6 @@ def _memory_bytes(simulation: Simulation, way: Way, steps: WaySteps) -> int:
     if not way.in_stages:
         return estimate_memory(size, setup, tokens, received).total
     assert request.pipeline is not None
-    return stage_memory_bytes(size, setup, request.pipeline, request.micro_batches, tokens, received)
+    return stage_memory_bytes(
+        size, setup, request.pipeline, request.micro_batches, tokens, received, request.tensor_ranks
+    )

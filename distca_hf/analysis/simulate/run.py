@@ -8,6 +8,7 @@ import math
 import os
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from multiprocessing import get_context
 
@@ -17,6 +18,7 @@ from distca_hf.analysis.profiles.cluster_profile import ClusterProfile
 from distca_hf.analysis.profiles.curves import Notes
 from distca_hf.analysis.simulate.request import SimulationRequest
 from distca_hf.analysis.simulate.ways import Simulation, Step
+from distca_hf.errors import ConfigError
 
 
 # Steps x GPUs x micro-steps from which on several processes are worth their start.
@@ -81,6 +83,9 @@ def run_steps(
 
     Returns:
         The simulation, whose notes are complete, and the steps of each way by its key.
+
+    Raises:
+        ConfigError: links that are needed were not measured, or a process was killed.
     """
     simulation = Simulation.of(request, profile)
     size = request.num_ranks * request.accumulation
@@ -94,8 +99,14 @@ def run_steps(
         # Costly steps first, so that processes end at about the same time.
         tasks.sort(key=lambda task: not task.costly)
         workers = min(MOST_PROCESSES, os.cpu_count() or 1, len(tasks))
-        with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
-            done.extend(track(pool.map(_simulate, tasks)))
+        try:
+            with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
+                done.extend(track(pool.map(_simulate, tasks)))
+        except BrokenProcessPool as error:
+            raise ConfigError(
+                f"one of {workers} processes that simulate {request.gpus} GPUs was killed, mostly for want of memory; "
+                "take fewer --gpus, --accumulation or --batches"
+            ) from error
     return simulation, _gathered(simulation, done, len(steps))
 
 

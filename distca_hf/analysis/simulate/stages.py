@@ -88,7 +88,13 @@ class StagedTraining:
 
 
 def stage_memory_bytes(
-    size: DecoderSize, setup: TrainingSetup, pipeline: Pipeline, micro_batches: int, tokens: int, received_bytes: int
+    size: DecoderSize,
+    setup: TrainingSetup,
+    pipeline: Pipeline,
+    micro_batches: int,
+    tokens: int,
+    received_bytes: int,
+    tensor_ranks: int = 1,
 ) -> int:
     """Estimates the most bytes that a GPU needs at the peak of a step: in the first stage, which holds most
     micro-batches at once, or in the last one, which has the head.
@@ -100,6 +106,7 @@ def stage_memory_bytes(
         setup: of one stage, whose ranks share its weights.
         micro_batches: of an optimizer step.
         tokens, received_bytes: of a GPU, see `estimate_memory`.
+        tensor_ranks: GPUs that divide every layer, and so the weights that each of them gathers.
     """
     stages, most = pipeline.num_stages, 0
     for stage, vocabulary in ((0, 0), (stages - 1, size.vocabulary)):
@@ -113,5 +120,5 @@ def stage_memory_bytes(
             layers=tuple(replace(layer, count=math.ceil(held * layer.count / stages)) for layer in size.layers),
         )
         memory = estimate_memory(part, setup, tokens, received_bytes)
-        most = max(most, memory.total + GATHERED_BYTES * parameters)
+        most = max(most, memory.total + GATHERED_BYTES * parameters // tensor_ranks)
     return most

@@ -81,6 +81,9 @@ def test_other_files_are_refused_in_one_line(profile: ClusterProfile, tmp_path: 
         ("within_node", "products_beside", -1.0),
         ("within_node", "ranks_per_node", 0),
         ("rates", "copy_bytes", 10**400),
+        ("rates", "copy_bytes", 1e-320),
+        ("rates", "head_seconds", 1e308),
+        ("between_nodes", "attention_beside", 1e308),
         ("made", "device", 5),
     ],
 )

@@ -115,6 +115,60 @@ def test_last_line_that_a_rank_is_writing_is_left_out(tmp_path: Path) -> None:
     assert "The last line of rank-00001.jsonl is cut off" in found["notes"][1]
 
 
+def test_micro_batches_of_an_earlier_run_are_left_out(tmp_path: Path) -> None:
+    """The earlier run had more ranks, stages, and more micro-batches in a step."""
+    for rank in range(4):
+        earlier = replace(made_trace(rank % 2, 2, 200), stage=rank // 2)
+        (tmp_path / file_name(rank)).write_text(earlier.line() + "\n")
+    more = replace(made_trace(3, 4), micro_batch=396)
+    (tmp_path / file_name(4)).write_text(more.line() + "\n")
+    for rank in range(2):
+        own = [replace(made_trace(rank, 2, step), written=2e9 + step) for step in (100, 200)]
+        (tmp_path / file_name(rank)).write_text("".join(f"{trace.line()}\n" for trace in own))
+    found = report(tmp_path)
+
+    assert [step["label"] for step in found["steps"]] == ["step 100, micro-batch 99", "step 200, micro-batch 199"]
+    assert found["notes"] == ["3 traces of an earlier run in the same folder are left out."]
+
+
+@pytest.mark.parametrize("left", [1, 20, 46, 300])
+@pytest.mark.parametrize("before", [0, 1])
+def test_last_line_is_left_out_wherever_it_is_cut(left: int, before: int, tmp_path: Path) -> None:
+    """A run that is killed while it writes: after a few bytes, or in its first reported step."""
+    write_run(tmp_path, ranks=2, steps=before + 1)
+    lines = (tmp_path / file_name(1)).read_text().splitlines()
+    (tmp_path / file_name(1)).write_text("".join(f"{line}\n" for line in lines[:before]) + lines[before][:left])
+    found = report(tmp_path)
+
+    assert [step["missing"] for step in found["steps"]] == [[]] * before + [[1]]
+    assert "The last line of rank-00001.jsonl is cut off" in found["notes"][1]
+
+
+def test_last_line_that_is_cut_off_and_nested_is_left_out(tmp_path: Path) -> None:
+    write_run(tmp_path, ranks=1)
+    begun = made_trace(0, 1, 200).line().partition('"micro_batch"')[0]
+    with (tmp_path / file_name(0)).open("a") as file:
+        file.write(f'{begun}"calls":' + "[" * 100_000)
+
+    assert "The last line of rank-00000.jsonl is cut off" in report(tmp_path)["notes"][0]
+
+
+def test_of_many_micro_batches_some_steps_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step of a pipeline has a trace for every micro-batch, part and rank."""
+    monkeypatch.setattr(run_folder, "MOST_TRACES", 40)
+    for rank in range(2):
+        traces = [
+            replace(made_trace(rank, 2, step), micro_batch=10 * step + number)
+            for step in range(1, 9)
+            for number in range(10)
+        ]
+        (tmp_path / file_name(rank)).write_text("".join(f"{trace.line()}\n" for trace in traces))
+    found = report(tmp_path)
+
+    assert {step["label"].split(",")[0] for step in found["steps"]} == {"step 1", "step 8"}
+    assert found["notes"][-1].startswith("2 of 8 reported steps are read")
+
+
 def test_stages_and_chunks_are_steps_of_their_own(tmp_path: Path) -> None:
     places = [(stage, chunk) for stage in range(2) for chunk in range(2)]
     lines = [replace(made_trace(0, 1), stage=stage, chunk=chunk).line() for stage, chunk in places]
@@ -308,11 +362,24 @@ def cut(folder: Path) -> None:
     (folder / file_name(1)).write_text(text[:-60])
 
 
+def cut_within(folder: Path) -> None:
+    cut(folder)
+    with (folder / file_name(1)).open("a") as file:
+        file.write("\n" + made_trace(1, 2, 200).line())
+
+
 BAD: dict[str, tuple[Callable[[Path], object], str]] = {
     "gone": (shutil.rmtree, "does not exist: give a folder of traces"),
     "empty folder": (lambda folder: [path.unlink() for path in folder.iterdir()], "has no traces"),
-    "empty files": (lambda folder: [path.write_text("") for path in folder.iterdir()], "has 2 empty files"),
-    "cut off": (cut, "rank-00001.jsonl line 1 is no JSON: the file is cut off"),
+    "empty files": (
+        lambda folder: [path.write_text("") for path in folder.iterdir()],
+        "has no whole trace in 2 files: no step was reported",
+    ),
+    "cut off": (
+        lambda folder: [path.write_text(path.read_text()[:-60]) for path in folder.iterdir()],
+        "has no whole trace in 2 files, and in 2 of them the beginning of one: no step was reported",
+    ),
+    "cut within": (cut_within, "rank-00001.jsonl line 1 is no JSON: the file is cut off"),
     "foreign": (lambda folder: (folder / file_name(0)).write_text('{"step": 1}'), "is no trace of a training"),
     "binary": (lambda folder: (folder / file_name(0)).write_bytes(b"\xff\xfe\x00"), "is no text"),
 }
@@ -344,6 +411,9 @@ def test_bad_run_is_one_line(name: str, tmp_path: Path) -> None:
         ("[1, 2]", "holds a list"),
         ('{"kind": NaN}', "has the number NaN"),
         ('{"kind": 1e999}', "has the number 1e999"),
+        ('{"kind": 1e308}', "has the number 1e308, with which nothing can be computed"),
+        (f'{{"kind": {10**400}}}', "has the number 1000"),
+        (r'{"kind": "\ud800"}', "has half a character"),
         ("{}", "is JSON of no command that is known here"),
         ('{"kind": "distca-report"}', "is printed by distca report itself"),
     ],
@@ -354,7 +424,29 @@ def test_bad_file_is_one_line(content: str, words: str, tmp_path: Path) -> None:
     assert words in refusal(tmp_path / "plan.json", "--json")
 
 
-HUGE = [{"rank_work": [10**400], "rank_work_before": [1], "rank_tokens": [1], "bytes_between": []}]
+UNEVEN = [{"rank_work": ["many"], "rank_work_before": [1], "rank_tokens": [1], "bytes_between": []}]
+
+
+@pytest.mark.parametrize(
+    ("harm", "words"),
+    [
+        ({"written": 10**400}, "has the number 1000"),
+        ({"tokens": 10**400}, "has the number 1000"),
+        ({"work_before": [1e308, 1e308]}, "has the number 1e+308"),
+        ({"memory": {"kind": "GPU", "peak_bytes": 10**400}}, "has the number 1000"),
+        (
+            {"calls": [{"part": [], "layer": 0, "window_tokens": 0, "begin_us": 0, "spans": []}]},
+            "has '[]' where a Pass",
+        ),
+        ({"device": "\ud800"}, "has half a character"),
+    ],
+)
+def test_trace_that_nothing_can_be_made_of_is_one_line(harm: dict[str, Any], words: str, tmp_path: Path) -> None:
+    content = json.loads(made_trace(0, 2).line())
+    (tmp_path / file_name(0)).write_text(json.dumps(content | harm))
+
+    assert f"{tmp_path / file_name(0)} line 1 has " in refusal(tmp_path)
+    assert words in refusal(tmp_path)
 
 
 def test_plan_of_another_version_is_one_line(plan: dict[str, Any], tmp_path: Path) -> None:
@@ -366,7 +458,7 @@ def test_plan_of_another_version_is_one_line(plan: dict[str, Any], tmp_path: Pat
         ("micro_batches", [{}]),
         ("whole_epoch", []),
         ("estimates", 5),
-        ("micro_batches", HUGE),
+        ("micro_batches", UNEVEN),
     ):
         (tmp_path / "plan.json").write_text(json.dumps({**plan, name: value}))
         assert "is not as distca plan --json of this version prints it" in refusal(tmp_path / "plan.json", "--json")

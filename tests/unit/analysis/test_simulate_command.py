@@ -90,6 +90,7 @@ def test_stages_of_a_pipeline_stand_beside_other_ways(lengths: Path) -> None:
     assert {way["key"] for way in answer["ways"] if way["in_stages"]} == {
         *("pipeline_plain", "pipeline_placed", "pipeline_shaped")
     }
+    assert "has 0 chunks of layers" in refusal(lengths, *QUICK, "--pipeline", "2", "--chunks", "0")
     assert "--chunks needs --pipeline" in refusal(lengths, *QUICK, "--chunks", "2")
     assert "a pipeline of 1 stages is none" in refusal(lengths, *QUICK, "--pipeline", "1")
 
@@ -118,6 +119,8 @@ def test_bad_input_is_one_line(lengths: Path, tmp_path: Path) -> None:
     assert "--token-budget inf" in refusal(lengths, *QUICK, "--token-budget", "inf", "--json")
     assert "--context 0 must be" in refusal(lengths, *QUICK, "--context", "0")
     assert "--gpu-gib 0 must be" in refusal(lengths, *QUICK, "--gpu-gib", "0")
+    assert "--token-budget 1e+308 must be" in refusal(lengths, *QUICK, "--token-budget", "1e308")
+    assert "--gpu-gib 1e+308 must be" in refusal(lengths, *QUICK, "--gpu-gib", "1e308")
     assert "--gpu-gib inf must be" in refusal(lengths, *QUICK, "--gpu-gib", "inf")
     assert "write whole numbers" in refusal(lengths, "--gpus", "9" * 5000)
     assert "File name too long" in refusal("x" * 300)

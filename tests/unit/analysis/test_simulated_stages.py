@@ -120,6 +120,54 @@ def test_stages_of_hybrids_keep_documents_whole() -> None:
     }
 
 
+def test_hybrids_have_steps_that_fit_with_and_without_stages() -> None:
+    """Documents that stay whole on the ranks of each stage need not find room on all ranks together."""
+    hybrid = replace(MODEL, masks=((MODEL.masks[0][0], 8),), mixers=24)
+    lengths = np.random.default_rng(1).integers(50, 3000, size=4000)
+    request = request_of(model=hybrid, pipeline=Pipeline(2), accumulation=1, batches=6)
+    steps = request.steps(lengths)
+
+    assert len(steps) == 6
+    for step in steps:
+        for batch in request.without_stages(step):
+            request.planner.plan(batch)  # raises where a document has no room
+
+
+def test_hybrids_of_which_no_step_fits_without_stages_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    hybrid = replace(MODEL, masks=((MODEL.masks[0][0], 8),), mixers=24)
+    monkeypatch.setattr(SimulationRequest, "_fits_without_stages", lambda self, step: False)
+
+    with pytest.raises(PackingError, match="those of no step that fit 2 stages of 8 data ranks also fit 16 ranks"):
+        request_of(model=hybrid, pipeline=Pipeline(2)).steps(np.array([4096] * 200))
+
+
+def test_a_tensor_rank_gathers_its_part_of_the_weights() -> None:
+    size = MODEL.size.decoder(MODEL.heads)
+    alone, divided = (
+        stage_memory_bytes(size, TrainingSetup(8), Pipeline(4), 8, 1024, 0, tensor_ranks) for tensor_ranks in (1, 4)
+    )
+    last = (size.parameters - size.embedding_parameters) // 4 + size.head_parameters
+
+    assert alone - divided == pytest.approx(GATHERED_BYTES * last * 3 / 4, rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("fitting", "words"),
+    [
+        ({"placed_recomputed", "pipeline_shaped"}, "stages "),
+        ({"pipeline_shaped"}, "Of these GPUs distca fits their memory only as stages of a pipeline."),
+        ({"placed_recomputed"}, "Of these GPUs distca fits their memory only without stages."),
+        (set(), "fit no GPU in any way"),
+    ],
+)
+def test_stages_stand_beside_what_fits(fitting: set[str], words: str) -> None:
+    result = result_of(pipeline=Pipeline(2))
+    ways = [replace(way, fits=way.key in fitting) for way in result.ways]
+
+    assert words in replace(result, ways=ways).in_short()
+    assert ("distca fits" in replace(result, ways=ways).in_short()) == (len(fitting) == 1)
+
+
 def test_memory_of_a_stage_is_that_of_all_layers_and_its_weights() -> None:
     """Stage 0 of four holds four micro-batches of a quarter of the layers: activations of one of all. In addition its
     weights stay gathered, with their gradients."""

@@ -1,5 +1,7 @@
 """Simulated steps: equations by hand, and what has to hold for any documents."""
 
+import os
+import signal
 from dataclasses import replace
 
 import numpy as np
@@ -257,6 +259,19 @@ def test_windows_leave_less_to_win() -> None:
     _, short, _ = simulate(MIXED, model=windows)
 
     assert 1.0 < short["plain"] / short["placed"] < full["plain"] / full["placed"]
+
+
+def killed(task: object) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_process_that_is_killed_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run, "WORTH_PROCESSES", 0)
+    monkeypatch.setattr(run, "_simulate", killed)
+    request = SimulationRequest(MODEL, 4, 8192, 32_768, batches=2)
+
+    with pytest.raises(ConfigError, match="processes that simulate 4 GPUs was killed, mostly for want of memory"):
+        run.run_steps(request, PROFILE, request.steps(np.array([1024] * 400)))
 
 
 def test_processes_and_one_process_agree(monkeypatch: pytest.MonkeyPatch) -> None:
