@@ -40,6 +40,15 @@ def test_launcher_packing_and_planning_import_neither_torch_nor_transformers(sta
     assert run_fresh(f"{statement}\n{LIST_HEAVY}") == "[]"
 
 
+def test_plugin_refuses_a_setting_without_transformers() -> None:
+    program = (
+        "import sys, distca_hf\n"
+        "try:\n    distca_hf.DistCAPlugin(tokens_per_rank=0)\n"
+        "except distca_hf.ConfigError:\n    print('transformers' in sys.modules)"
+    )
+    assert run_fresh(program) == "False"
+
+
 # Forks a process for every order of imports that it is given, and prints what each of them answers. What takes seconds
 # to import is there before; neither Transformers nor distca_hf is, which register with each other.
 ORDERS = """
