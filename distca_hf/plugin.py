@@ -1,4 +1,7 @@
-"""The plugin, which users create: settings, and the functions that follow them."""
+"""The plugin, which users create: settings, and the functions that follow them.
+
+What imports Transformers is imported where it is needed: a wrong setting is refused seconds sooner.
+"""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -14,10 +17,6 @@ from distca_hf.comm.rollcall import show_errors_once
 from distca_hf.config import DistCAConfig, unknown_environment_settings
 from distca_hf.data.pipelines import Pipeline
 from distca_hf.errors import ConfigError
-from distca_hf.integrations.models.distributed_check import follow_mesh
-from distca_hf.integrations.models.heads import num_layers_of
-from distca_hf.integrations.models.planner import planner_for
-from distca_hf.integrations.redo import attempts
 from distca_hf.parallel_context import ParallelContext, numbered
 from distca_hf.settings import described, names_of
 from distca_hf.telemetry import get_logger
@@ -104,6 +103,10 @@ class DistCAPlugin(DistCAConfig, ParallelContext):
                 run so many micro-batches, has more parts than the model has layers, or other stages than the mesh.
             PackingError: the dataset cannot be packed; names row and numbers.
         """
+        from distca_hf.integrations.models.distributed_check import follow_mesh
+        from distca_hf.integrations.models.heads import num_layers_of
+        from distca_hf.integrations.models.planner import planner_for
+
         if model is not None:
             follow_mesh(model, self)
         target = self.device if device is None else numbered(device)
@@ -161,6 +164,8 @@ class DistCAPlugin(DistCAConfig, ParallelContext):
             ConfigError: the model was not enabled, or is an engine of DeepSpeed; or an attempt was not entered.
             PeerLostError: servers were lost in four attempts.
         """
+        from distca_hf.integrations.redo import attempts
+
         return attempts(model, batches, self)
 
     def attach(self, trainer: "Trainer") -> None:

@@ -4,6 +4,7 @@ import ast
 import configparser
 import re
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -79,13 +80,21 @@ def _layer(part: str) -> int:
     return next(level for level, parts in enumerate(LAYERS) if part in parts)
 
 
-def _imports(path: Path) -> Iterator[str]:
+@cache
+def _tree(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
+@cache
+def _imports(path: Path) -> tuple[str, ...]:
     """Every module a file imports, at the top or inside a function."""
-    for node in ast.walk(ast.parse(path.read_text())):
+    names: list[str] = []
+    for node in ast.walk(_tree(path)):
         if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
+            names += (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module:
-            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+            names += (f"{node.module}.{alias.name}" for alias in node.names)
+    return tuple(names)
 
 
 def _own_imports(path: Path) -> set[str]:
@@ -161,8 +170,7 @@ def test_there_are_no_import_cycles() -> None:
 
 @pytest.mark.parametrize("path", _sources(), ids=lambda p: str(p.relative_to(ROOT)))
 def test_files_are_small_and_free_of_bad_habits(path: Path) -> None:
-    text = path.read_text()
-    tree = ast.parse(text)
+    text, tree = path.read_text(), _tree(path)
     assert len(text.splitlines()) <= LARGEST_FILE_LINES
     assert ast.get_docstring(tree), "a file begins with what it is for"
     assert not any(isinstance(node, ast.Global) for node in ast.walk(tree)), "no globals"
@@ -179,7 +187,7 @@ def test_files_are_small_and_free_of_bad_habits(path: Path) -> None:
 def _private_names_of_torch(path: Path) -> Iterator[str]:
     """Names with a leading underscore that are imported from torch, or reached from a name that is. Operators in
     `torch.ops` are told apart from names: a kernel's docstring says which ones it calls."""
-    tree = ast.parse(path.read_text())
+    tree = _tree(path)
     of_torch = {
         (alias.asname or alias.name).split(".")[0]
         for node in ast.walk(tree)
@@ -239,7 +247,7 @@ def test_public_functions_and_classes_are_documented() -> None:
     missing = [
         f"{path.relative_to(ROOT)}:{node.name}"
         for path in _sources()
-        for node in ast.parse(path.read_text()).body
+        for node in _tree(path).body
         if isinstance(node, ast.FunctionDef | ast.ClassDef)
         and not node.name.startswith("_")
         and not ast.get_docstring(node)

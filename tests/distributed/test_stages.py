@@ -153,6 +153,7 @@ def test_checkpoint_is_an_ordinary_one(way: str, runs: Runs) -> None:
     model, info = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="sdpa", output_loading_info=True)
     index = json.loads((folder / "model.safetensors.index.json").read_text())
     expected = dict(runs.expected_model.named_parameters())
+    initial = dict(AutoModelForCausalLM.from_pretrained(runs.initial).named_parameters())
 
     assert sorted(path.name for path in folder.iterdir()) == sorted(
         ["config.json", "generation_config.json", "model.safetensors.index.json", *files]
@@ -166,12 +167,7 @@ def test_checkpoint_is_an_ordinary_one(way: str, runs: Runs) -> None:
             assert {index["weight_map"][name] for name in opened.keys()} == {file}
     for name, weight in model.named_parameters():
         assert float((weight - expected[name]).detach().abs().max()) <= 1e-4, name
-        assert not torch.equal(weight, dict(_initial(runs).named_parameters())[name]), name
-
-
-def _initial(runs: Runs) -> torch.nn.Module:
-    model: torch.nn.Module = AutoModelForCausalLM.from_pretrained(runs.initial)
-    return model
+        assert not torch.equal(weight, initial[name]), name
 
 
 def test_weights_in_float32_train_in_bfloat16(runs: Runs) -> None:

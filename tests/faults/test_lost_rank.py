@@ -17,7 +17,7 @@ from support.ranks import Outcome, start_ranks
 
 WORLD = 3
 HARMED = 1
-ATTEMPTS = 5
+ATTEMPTS = 3
 # Runs of three processes that share the machine: most of their time is waiting.
 AT_ONCE = 10
 KINDS = ("stop", "kill", "raise")

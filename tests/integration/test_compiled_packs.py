@@ -96,8 +96,9 @@ def _dynamic(model: nn.Module) -> None:
 
 
 def _inductor(model: nn.Module) -> None:
+    """For any length at once: each kernel takes a C++ compiler seconds."""
     for layer in model.model.layers:
-        layer.compile()
+        layer.compile(dynamic=True)
 
 
 def _whole(model: nn.Module) -> None:

@@ -107,12 +107,12 @@ def _reward(folder: Path, implementation: str) -> Trainer:
 
 def _policy(trainer: type[Trainer], config: type[Any], folder: Path, implementation: str) -> Trainer:
     def share_of_even_words(completions: list[str], **_: Any) -> list[float]:
-        return [sum(int(word) % 2 == 0 for word in text.split()) / 9 for text in completions]
+        return [sum(int(word) % 2 == 0 for word in text.split()) / 6 for text in completions]
 
     args = config(
         **arguments(folder, per_device_train_batch_size=4),
         num_generations=4,
-        max_completion_length=9,
+        max_completion_length=6,
         beta=0.1,
         temperature=1.0,
     )

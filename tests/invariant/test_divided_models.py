@@ -119,7 +119,7 @@ def train_with_trainer(run: Run, model: Any, plugin: Any, folder: Path) -> Curve
     trainer = Trainer(
         model=model,
         args=TrainingArguments(**arguments),
-        train_dataset=dataset() if packs else training_dataset(),
+        train_dataset=dataset("collator") if packs else training_dataset(),
         data_collator=DataCollatorWithFlattening() if packs else None,
     )
     plugin.attach(trainer)

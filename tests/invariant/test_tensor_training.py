@@ -109,7 +109,7 @@ def load(folder: Path, implementation: str = "distca") -> Any:
 
 
 def evaluation_dataset() -> Dataset:
-    return dataset().select(range(12))
+    return dataset("collator").select(range(12))
 
 
 def make_trainer(model: Any, run: Run, folder: Path, **changes: Any) -> Any:
@@ -134,7 +134,7 @@ def make_trainer(model: Any, run: Run, folder: Path, **changes: Any) -> Any:
     return Trainer(
         model=model,
         args=TrainingArguments(**arguments),
-        train_dataset=training_dataset() if is_placed else dataset(),
+        train_dataset=training_dataset() if is_placed else dataset("collator"),
         eval_dataset=evaluation_dataset() if run.evaluate else None,
         data_collator=None if is_placed else DataCollatorWithFlattening(),
     )

@@ -23,10 +23,10 @@ from support.training import (
 RUNS = [
     Run("llama", 1, "none", "trainer", 1),
     Run("qwen3", 1, "none", "plain", 3, "keep"),
-    Run("llama", 2, "ddp", "plain", 3, steps=MANY_STEPS),
+    Run("llama", 2, "ddp", "plain", 3),
     Run("qwen3", 2, "ddp", "trainer", 1, "refetch", checkpointing="reentrant"),
     Run("llama", 4, "ddp", "trainer", 3, "keep"),
-    Run("qwen3", 4, "ddp", "plain", 1, "refetch"),
+    Run("qwen3", 4, "ddp", "plain", 1, "refetch", steps=MANY_STEPS),
     Run("llama", 2, "fsdp2", "plain", 1, "keep"),
     Run("qwen3", 2, "fsdp2", "trainer", 1, checkpointing="selective", steps=MANY_STEPS),
     Run("qwen3", 2, "fsdp2", "trainer", 1, "keep", checkpointing="fsdp"),

@@ -67,13 +67,13 @@ ANY = cases(["in place", "moved", "striped"], [1, 2, 3, 8])
 # --- all plans
 
 
-@settings(max_examples=360)
+@settings(max_examples=200)
 @given(case=ANY)
 def test_every_query_attends_to_its_causal_prefix_exactly_once(case: Case) -> None:
     check_attention(case.simulated())
 
 
-@settings(max_examples=360)
+@settings(max_examples=200)
 @given(case=ANY)
 def test_only_what_is_needed_elsewhere_travels_and_once(case: Case) -> None:
     simulation = case.simulated()
@@ -91,7 +91,7 @@ def test_only_what_is_needed_elsewhere_travels_and_once(case: Case) -> None:
     assert received_bytes(simulation.plan, tokens).tolist() == between.sum(axis=0).tolist()
 
 
-@settings(max_examples=360)
+@settings(max_examples=200)
 @given(case=ANY)
 def test_calls_read_rows_of_their_chunk_and_backward_those_of_all(case: Case) -> None:
     """And rows that come twice are known, and all orders are those of documents."""
@@ -103,7 +103,7 @@ def test_calls_read_rows_of_their_chunk_and_backward_those_of_all(case: Case) ->
     check_kept(simulation)
 
 
-@settings(max_examples=360)
+@settings(max_examples=200)
 @given(case=ANY)
 def test_queries_that_leave_are_those_computed_elsewhere(case: Case) -> None:
     """And remote-query rows are the queries of tasks that have any from elsewhere, tasks whole."""
@@ -124,7 +124,7 @@ def test_queries_that_leave_are_those_computed_elsewhere(case: Case) -> None:
         assert routing.queries.num_rows == len(remote_queries)
 
 
-@settings(max_examples=360)
+@settings(max_examples=200)
 @given(case=ANY)
 def test_key_transfers_are_what_the_routings_send(case: Case) -> None:
     world, num_ranks = case.simulated(), case.num_ranks

@@ -80,7 +80,7 @@ class WindowSimulation:
         return counts
 
 
-@settings(max_examples=300)
+@settings(max_examples=200)
 @given(layout=LAYOUTS, window_tokens=WINDOWS)
 def test_every_query_attends_to_its_window_exactly_once_where_it_is_held(layout: Layout, window_tokens: int) -> None:
     mask = Mask(window_tokens)
@@ -100,7 +100,7 @@ def test_every_query_attends_to_its_window_exactly_once_where_it_is_held(layout:
         assert (counts == np.tril(everything) - np.tril(everything, -window_tokens)).all()
 
 
-@settings(max_examples=300)
+@settings(max_examples=200)
 @given(layout=LAYOUTS, window_tokens=WINDOWS)
 def test_only_halos_travel_each_key_once(layout: Layout, window_tokens: int) -> None:
     simulation = WindowSimulation(layout, Mask(window_tokens))

@@ -2,11 +2,9 @@
 
 import importlib
 import importlib.util
-import os
 import subprocess
 import sys
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -20,9 +18,9 @@ HEAVY = ("torch", "transformers", "accelerate", "datasets")
 LIST_HEAVY = f"import sys; print([name for name in {HEAVY} if name in sys.modules])"
 
 
-def run_fresh(program: str) -> str:
+def run_fresh(program: str, *arguments: str) -> str:
     """What a program prints in a fresh interpreter, or the last line of its error."""
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    done = subprocess.run([sys.executable, "-c", program, *arguments], capture_output=True, text=True, check=False)
     return done.stdout.strip() if done.returncode == 0 else done.stderr.strip().splitlines()[-1]
 
 
@@ -42,22 +40,46 @@ def test_launcher_packing_and_planning_import_neither_torch_nor_transformers(sta
     assert run_fresh(f"{statement}\n{LIST_HEAVY}") == "[]"
 
 
-def test_distca_is_registered_whichever_package_is_imported_first() -> None:
-    """Attention and mask, in fresh interpreters: registration hangs on the order of imports."""
-    ask = (
-        "from transformers import AttentionInterface, AttentionMaskInterface\n"
-        "print('distca' in AttentionInterface(), 'distca' in AttentionMaskInterface())"
+def test_plugin_refuses_a_setting_without_transformers() -> None:
+    program = (
+        "import sys, distca_hf\n"
+        "try:\n    distca_hf.DistCAPlugin(tokens_per_rank=0)\n"
+        "except distca_hf.ConfigError:\n    print('transformers' in sys.modules)"
     )
+    assert run_fresh(program) == "False"
+
+
+# Forks a process for every order of imports that it is given, and prints what each of them answers. What takes seconds
+# to import is there before; neither Transformers nor distca_hf is, which register with each other.
+ORDERS = """
+import os, sys
+import accelerate, datasets, scipy.optimize, torch._dynamo, torch.distributed.tensor
+
+assert not {"transformers", "distca_hf"} & sys.modules.keys()
+for order in sys.argv[1:]:
+    sys.stdout.flush()
+    child = os.fork()
+    if not child:
+        exec(order)
+        from transformers import AttentionInterface, AttentionMaskInterface
+        print("distca" in AttentionInterface(), "distca" in AttentionMaskInterface())
+        sys.stdout.flush()
+        os._exit(0)  # to take everything down again would cost as much as an import
+    os.waitpid(child, 0)
+"""
+
+
+def test_distca_is_registered_whichever_package_is_imported_first() -> None:
+    """Attention and mask, in processes of their own: registration hangs on the order of imports."""
     orders = {
         "distca_hf first": "import distca_hf\nimport transformers",
         "transformers first": "from transformers import PreTrainedModel\nimport distca_hf",
         "a user's plugin first": "from distca_hf import DistCAPlugin",
         "the patch first": "import distca_hf.patches.attention",
     }
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        printed = dict(zip(orders, pool.map(run_fresh, [f"{order}\n{ask}" for order in orders.values()]), strict=True))
+    printed = run_fresh(ORDERS, *orders.values()).splitlines()
 
-    assert printed == dict.fromkeys(orders, "True True")
+    assert dict(zip(orders, printed, strict=True)) == dict.fromkeys(orders, "True True")
 
 
 @pytest.mark.parametrize("name", distca_hf.__all__)

@@ -128,8 +128,7 @@ def check_same_step(
     return plans, loader
 
 
-@pytest.mark.parametrize("micro_steps", [1, 4])
-@pytest.mark.parametrize(("ranks", "ranks_per_node"), [(8, 8), (12, 8)])
+@pytest.mark.parametrize(("ranks", "ranks_per_node", "micro_steps"), [(8, 8, 1), (12, 8, 4)])
 @pytest.mark.parametrize("heads", HEADS)
 def test_the_planned_step_is_the_first_of_training(
     heads: tuple[int, int],

@@ -81,9 +81,11 @@ class Run:
         assert self.trainer.lr_scheduler.get_last_lr()[0] == pytest.approx(0.0)
 
 
-@pytest.mark.parametrize("epochs", [1, 2])
-@pytest.mark.parametrize("accumulation", [1, 3])
-@pytest.mark.parametrize("before", WORLDS)
+# Any two of the three numbers meet.
+@pytest.mark.parametrize(
+    ("before", "accumulation", "epochs"),
+    [(before, accumulation, 1 + (before + accumulation // 3) % 2) for before in WORLDS for accumulation in (1, 3)],
+)
 def test_every_document_is_trained_once_per_epoch_whatever_world_goes_on(
     before: int, accumulation: int, epochs: int, tmp_path: Path
 ) -> None:
