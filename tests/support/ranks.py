@@ -4,7 +4,6 @@
 import contextlib
 import datetime
 import faulthandler
-import gc
 import multiprocessing
 import os
 import signal
@@ -206,7 +205,6 @@ def _rank_main(rank: int, job: Job, function: Callable[..., Any], arguments: tup
     os.dup2(log, 2)
     faulthandler.register(SHOW_STACKS)
     torch.set_num_threads(1)
-    gc.freeze()  # what was imported is no garbage, and a collection would copy its pages
     os.environ.update(
         RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(world_size)
     )
