@@ -96,9 +96,8 @@ def _dynamic(model: nn.Module) -> None:
 
 
 def _inductor(model: nn.Module) -> None:
-    """For any length at once: each kernel takes a C++ compiler seconds."""
     for layer in model.model.layers:
-        layer.compile(dynamic=True)
+        layer.compile()
 
 
 def _whole(model: nn.Module) -> None:
