@@ -36,7 +36,7 @@ with torch.random.fork_rng(), tempfile.TemporaryDirectory() as folder:
     tiny_model().save_pretrained(folder)
     AutoModelForCausalLM.from_pretrained(folder)
 sys.excepthook = sys.__excepthook__  # plugins have put up theirs, and torch keeps what it finds
-# What was imported is no garbage. A rank may begin with a collection, which would look through it for 0.4 s and copy its
-# pages.
+# What was imported is no garbage. A rank may begin with a collection, which would look through it for 0.4 s, and copy
+# its pages.
 gc.collect()
 gc.freeze()
