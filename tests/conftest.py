@@ -40,6 +40,20 @@ def modules_are_no_garbage() -> Iterator[None]:
     gc.unfreeze()
 
 
+@pytest.fixture(scope="module")
+def one_core() -> Iterator[None]:
+    """Lets ranks that are threads share a core: to hand the interpreter from core to core costs as much again. Each
+    process of pytest-xdist has its own."""
+    if not hasattr(os, "sched_setaffinity"):  # not Linux
+        yield
+        return
+    usual = os.sched_getaffinity(0)
+    number = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+    os.sched_setaffinity(0, {sorted(usual)[number % len(usual)]})
+    yield
+    os.sched_setaffinity(0, usual)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Skips tests that need GPUs where there are none."""
     import torch
