@@ -14,6 +14,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import transformers
+from packaging.version import Version
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
@@ -45,6 +47,8 @@ def load(folder: Path) -> Any:
 
 @pytest.fixture(scope="module")
 def initial(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    if Version(transformers.__version__).release < (5, 19):
+        pytest.skip("Transformers divides models by heads since 5.19")
     folder = tmp_path_factory.mktemp("initial")
     tiny_model(num_hidden_layers=1).save_pretrained(folder)
     return folder
