@@ -84,6 +84,11 @@ def offsets(lengths: IntArray) -> IntArray:
     return sums
 
 
+def sum_by(group: IntArray, values: IntArray, num_groups: int) -> IntArray:
+    """Sums values by their groups: `[num_groups]`; exact as long as sums are below 2 ** 53."""
+    return np.bincount(group, weights=values, minlength=num_groups).astype(np.int64)
+
+
 def ranges(starts: IntArray | int, lengths: IntArray) -> IntArray:
     """Writes out `lengths[i]` consecutive integers from `starts[i]` on, for each i in order: `[sum of lengths]`."""
     within = np.arange(int(lengths.sum()))

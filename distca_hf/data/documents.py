@@ -17,7 +17,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from distca_hf.arrays import IntArray, ceil_div, exclusive_cumsum, ranges
+from distca_hf.arrays import IntArray, ceil_div, exclusive_cumsum, ranges, sum_by
 from distca_hf.config import OverlongPolicy
 from distca_hf.errors import PackingError, and_more
 from distca_hf.layout import check_document_tokens
@@ -304,7 +304,7 @@ class DocumentSource:
         counts = pc.list_value_length(packed).fill_null(0).to_numpy().astype(np.int64)
         lengths = check_document_tokens(packed.flatten().to_numpy(zero_copy_only=False), "seq_lengths")
         row = np.repeat(np.arange(len(rows)), counts)
-        total = np.bincount(row, weights=lengths, minlength=len(rows)).astype(np.int64)
+        total = sum_by(row, lengths, len(rows))
         wrong = np.flatnonzero(total != rows)
         if len(wrong):
             raise PackingError(

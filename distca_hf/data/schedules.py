@@ -118,7 +118,7 @@ class Schedule:
                 if not turns:
                     continue
                 operation = turns[0]
-                if operation is not None and self._is_sent_its_input(operation) and operation not in sent:
+                if operation is not None and self._has_sender(operation) and operation not in sent:
                     continue
                 turns.popleft()
                 if operation is not None:
@@ -127,8 +127,8 @@ class Schedule:
             assert sum(map(len, left)) < before, f"{self.pipeline} with {self.micro_batches} micro-batches never ends"
         return actions
 
-    def _is_sent_its_input(self, operation: Operation) -> bool:
-        """Returns whether the input comes from another stage: not that of the first part, and not the loss."""
+    def _has_sender(self, operation: Operation) -> bool:
+        """Returns whether another stage sends the input: not that of the first part, and not the loss."""
         return operation.part != (0 if operation.is_forward else self.pipeline.num_parts - 1)
 
     def _with_transfer(self, stage: int, operation: Operation) -> Action:

@@ -11,7 +11,7 @@ from heapq import heapify, heapreplace
 
 import numpy as np
 
-from distca_hf.arrays import BoolArray, IntArray, ceil_div, offsets
+from distca_hf.arrays import BoolArray, IntArray, ceil_div, offsets, sum_by
 from distca_hf.cost import causal_pairs_of
 from distca_hf.errors import PackingError
 from distca_hf.layout import Layout, check_document_tokens
@@ -115,7 +115,7 @@ def place_whole(document_tokens: IntArray, num_ranks: int, tokens_per_rank: int)
         segment_start=np.zeros(len(order), dtype=np.int64),
         segment_stop=lengths[order],
         rank_segments=offsets(np.bincount(ranks, minlength=num_ranks)),
-        rank_rows=np.bincount(ranks, weights=lengths, minlength=num_ranks).astype(np.int64),
+        rank_rows=sum_by(ranks, lengths, num_ranks),
     )
 
 

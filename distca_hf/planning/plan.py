@@ -17,7 +17,7 @@ from typing import Self
 import numpy as np
 from numpy.typing import NDArray
 
-from distca_hf.arrays import IntArray, ceil_div
+from distca_hf.arrays import IntArray, ceil_div, sum_by
 from distca_hf.cost import CAUSAL_MASK, Mask, imbalance
 from distca_hf.errors import PlanError
 from distca_hf.layout import Layout, Stripe, join_neighbours
@@ -173,7 +173,7 @@ class PlanFacts:
         layout, moved = plan.layout, plan.pieces.select(plan.pieces.moved)
         remote_queries = plan.pieces.select(plan.has_remote_queries[plan.pieces.task])
         queries_sent, remote_query_rows = (
-            np.bincount(ranks, weights=rows, minlength=layout.num_ranks).astype(np.int64)
+            sum_by(ranks, rows, layout.num_ranks)
             for ranks, rows in ((moved.owner, moved.rows), (remote_queries.server, remote_queries.rows))
         )
         return cls(

@@ -28,7 +28,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from distca_hf.arrays import IntArray, exclusive_cumsum, ranges, run_starts, run_stops
+from distca_hf.arrays import IntArray, exclusive_cumsum, ranges, run_starts, run_stops, sum_by
 from distca_hf.cost import TokenBytes
 from distca_hf.planning.pieces import ALL_HEADS, Pieces, Ranges, line_keys, rows_per_token
 from distca_hf.planning.plan import Plan
@@ -240,7 +240,7 @@ def received_bytes(plan: Plan, token_bytes: TokenBytes) -> IntArray:
     """
     num_ranks, groups, pieces = plan.layout.num_ranks, plan.tasks.head_groups, plan.pieces
     moved = pieces.select(pieces.moved)
-    queries, outputs = (_sum_by(rank, moved.rows, num_ranks) for rank in (moved.server, moved.owner))
+    queries, outputs = (sum_by(rank, moved.rows, num_ranks) for rank in (moved.server, moved.owner))
     # Keys: of every prefix that is read, all rows but the reader's own.
     server, line, prefix = _needs(plan)
     lines = line_keys(pieces.document, pieces.head, groups)
@@ -249,15 +249,9 @@ def received_bytes(plan: Plan, token_bytes: TokenBytes) -> IntArray:
     at = np.searchsorted(wanted, held)
     own = np.flatnonzero(np.append(wanted, -1)[at] == held)
     known = np.minimum(pieces.stop[own], prefix[at[own]]) - pieces.start[own]
-    rows = _sum_by(server, prefix * rows_per_token(line % (groups + 1) + ALL_HEADS, groups), num_ranks)
-    rows -= _sum_by(pieces.owner[own], np.maximum(known, 0) * rows_per_token(pieces.head[own], groups), num_ranks)
+    rows = sum_by(server, prefix * rows_per_token(line % (groups + 1) + ALL_HEADS, groups), num_ranks)
+    rows -= sum_by(pieces.owner[own], np.maximum(known, 0) * rows_per_token(pieces.head[own], groups), num_ranks)
     return (rows * token_bytes.key_value + queries * token_bytes.query + outputs * token_bytes.output) // groups
-
-
-def _sum_by(rank: IntArray, values: IntArray, num_ranks: int) -> IntArray:
-    sums = np.zeros(num_ranks, dtype=np.int64)
-    np.add.at(sums, rank, values)
-    return sums
 
 
 @dataclass(frozen=True, eq=False)

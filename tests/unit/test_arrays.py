@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from distca_hf.arrays import ceil_div, chained, exclusive_cumsum, offsets, ranges, run_starts, run_stops
+from distca_hf.arrays import ceil_div, chained, exclusive_cumsum, offsets, ranges, run_starts, run_stops, sum_by
 
 
 SMALL = st.lists(st.integers(0, 3), max_size=12)
@@ -49,3 +49,11 @@ def test_division_rounds_up(dividend: int, divisor: int) -> None:
 
     assert (quotient - 1) * divisor < dividend <= quotient * divisor
     assert ceil_div(array([dividend]), divisor).tolist() == [quotient]
+
+
+@given(pairs=st.lists(st.tuples(st.integers(0, 5), st.integers(-(2**40), 2**40)), max_size=20))
+def test_values_are_summed_by_group(pairs: list[tuple[int, int]]) -> None:
+    groups, values = [group for group, _ in pairs], [value for _, value in pairs]
+
+    expected = [sum(value for of, value in pairs if of == group) for group in range(7)]
+    assert sum_by(array(groups), array(values), 7).tolist() == expected

@@ -182,7 +182,9 @@ def _assumptions(options: SimulateOptions, request: SimulationRequest) -> list[s
             f"on the same GPUs; a micro-step is {stages} micro-batches of a stage, and documents are packed for these "
             "in all ways",
             "pipeline: parts have equal shares of the layers, the last one also the head; weights of a stage are "
-            "gathered once in a step and stay, gradients are summed once; hops are not slowed by other transfers",
+            "gathered once in a step and stay, gradients are summed once; hops slow nothing down",
+            "pipeline: transfers of interleaved stages wait for each other as over NCCL with torch 2.12; with 2.11 "
+            "they wait much longer",
             "pipeline: memory is that of the first or the last stage, an estimate that was not measured",
         ]
     return words

@@ -121,6 +121,12 @@ class SimulationRequest:
                 f"{self.tensor_ranks} of which divide every layer"
             )
         pipeline.check(self.micro_batches, self.model.size.layers)
+        ranks, per_node = self.stage_ranks, self.data_ranks_per_node
+        if self.num_ranks > per_node and ranks % per_node and per_node % ranks:
+            raise ConfigError(
+                f"--pipeline {pipeline.num_stages}: stages of {ranks} data ranks begin and end within nodes of "
+                f"{per_node}, which is not simulated; take other --gpus, stages or --ranks-per-node"
+            )
 
     @property
     def num_stages(self) -> int:

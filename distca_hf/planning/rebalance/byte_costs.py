@@ -11,7 +11,7 @@ from typing import Self
 
 import numpy as np
 
-from distca_hf.arrays import IntArray, ranges, run_starts
+from distca_hf.arrays import IntArray, ranges, run_starts, sum_by
 from distca_hf.cost import TokenBytes
 from distca_hf.layout import Layout
 from distca_hf.planning.pieces import POSITION_BITS
@@ -70,16 +70,11 @@ class MovedBytes:
         moved = np.concatenate(sizes)
         travels, between = source != destination, node_of[source] != node_of[destination]
         sums = [
-            _sum_by_rank(rank[chosen], moved[chosen], len(node_of)) // head_groups
+            sum_by(rank[chosen], moved[chosen], len(node_of)) // head_groups
             for chosen in (travels, between)
             for rank in (source, destination)
         ]
         return cls(*sums)
-
-
-def _sum_by_rank(rank: IntArray, sizes: IntArray, num_ranks: int) -> IntArray:
-    """Sums sizes by rank, as int64; exact, since sums are far below 2 ** 53."""
-    return np.bincount(rank, sizes, num_ranks).astype(np.int64)
 
 
 @dataclass(frozen=True, eq=False)

@@ -187,6 +187,7 @@ def test_memory_of_a_stage_is_that_of_all_layers_and_its_weights() -> None:
         ({"pipeline": Pipeline(3)}, "--pipeline 3 must divide 16 data ranks: 16 GPUs, 1 of which"),
         ({"pipeline": Pipeline(4, 16)}, "64 parts of a model with 32 layers"),
         ({"pipeline": Pipeline(4), "context_tokens": 40_000}, "4 data ranks of a stage x 8192 tokens hold 32768"),
+        ({"pipeline": Pipeline(2), "gpus": 24}, "stages of 12 data ranks begin and end within nodes of 8"),
     ],
 )
 def test_stages_that_cannot_be_are_refused(options: dict[str, object], words: str) -> None:
