@@ -107,8 +107,6 @@ def main() -> None:
         "--folder", type=Path, default=Path("pipeline_step_output"), help="of the model meanwhile; all ranks see it"
     )
     options = parser.parse_args()
-    if options.folder.exists():
-        parser.error(f"{options.folder} is there already, and would be replaced and removed: give another --folder")
     # Stages exchange among some ranks of the job; as in examples/pipeline.py no group is bound to a device.
     on_all_ranks(measure, options, bind=False)
 
@@ -117,9 +115,11 @@ def measure(options: argparse.Namespace, device: torch.device) -> None:
     """Measures one schedule after the other; rank 0 prints.
 
     Raises:
-        SystemExit: numbers of ranks or documents do not fit, or losses of the same tokens differ.
+        SystemExit: the folder is there already, numbers of ranks or documents do not fit, or losses of the same tokens
+            differ.
     """
     datasets.disable_progress_bars()
+    check_folder(options.folder, device)
     data_ranks, rest = divmod(dist.get_world_size(), options.stages)
     if rest:
         raise SystemExit(f"{options.stages} stages do not divide {dist.get_world_size()} ranks")
@@ -153,6 +153,15 @@ def measure(options: argparse.Namespace, device: torch.device) -> None:
         print("", *notes, sep="\n", flush=True)
     if not equal_losses(losses, torch.bfloat16 if device.type == "cuda" else torch.float32):
         raise SystemExit(f"losses of the same tokens differ: {losses}")
+
+
+def check_folder(folder: Path, device: torch.device) -> None:
+    """Exits on all ranks if the folder is there. Rank 0 looks before it writes: a rank that starts late would see what
+    has just been written."""
+    is_there = torch.tensor(int(dist.get_rank() == 0 and folder.exists()), device=device)
+    dist.broadcast(is_there, 0)
+    if is_there:
+        raise SystemExit(f"{folder} is there already, and would be replaced and removed: give another --folder")
 
 
 def first_step(options: argparse.Namespace, data_ranks: int) -> Dataset:

@@ -53,6 +53,17 @@ def test_steps_of_a_pipeline_are_measured_and_predicted(tmp_path: Path) -> None:
     assert not (tmp_path / "pipeline_step_output").exists()
 
 
+def test_a_folder_that_is_there_is_kept_and_refused_by_all_ranks(tmp_path: Path) -> None:
+    kept = tmp_path / "pipeline_step_output" / "mine"
+    kept.parent.mkdir()
+    kept.write_text("mine")
+    with pytest.raises(AssertionError) as refused:
+        run_script(2, tmp_path, ["scripts/benchmarks/pipeline_step.py", "--device", "cpu"])
+
+    assert len(re.findall(r"SystemExit: pipeline_step_output is there already", str(refused.value))) >= 2
+    assert kept.read_text() == "mine"
+
+
 def test_lines_of_parts_are_found_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(REPOSITORY / "scripts" / "benchmarks")
     times = importlib.import_module("lib.part_times").PartTimes
