@@ -42,7 +42,7 @@ import torch.distributed as dist
 import distca_hf
 from distca_hf.kernels.interface import Kernel
 from lib.baselines.attention import register_ways
-from lib.check import check_modes
+from lib.check import check_modes, check_numbers
 from lib.divided import DividedBackbone, build_divided_model
 from lib.documents import check_lengths, random_tokens, smaller_lengths
 from lib.header import facts_of
@@ -52,7 +52,7 @@ from lib.modes import BUILDERS, Place, build_mode
 from lib.options import on_all_ranks, parse_shared, shared_options
 from lib.rates import Rates, kernel_for, measure_rates
 from lib.report import Load, figures_of, load_of, table
-from lib.rounds import Runner, equal_losses
+from lib.rounds import Runner
 from lib.traces import trace_step
 from lib.wires import Wires
 
@@ -137,11 +137,7 @@ def measure_documents(
             facts = {"header": header, "rates": vars(rates), "load": vars(load), "errors": errors, "modes": figures}
             options.out.write_text(json.dumps({"options": {k: str(v) for k, v in vars(options).items()}, **facts}))
     losses = {mode.name: measured[mode.name].loss for mode in modes if mode.exact}
-    wrong = {name: row for name, row in errors.items() if not all(error <= 1 for error in row.values())}
-    if wrong:
-        raise SystemExit(f"attention differs from exact attention; errors over the allowed ones: {wrong}")
-    if not equal_losses([*losses.values()], options.dtype):
-        raise SystemExit(f"losses of the same tokens differ: {losses}")
+    check_numbers(errors, losses, options.dtype)
 
 
 def rates_line(rates: Rates, load: Load) -> str:

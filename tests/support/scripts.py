@@ -10,6 +10,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from distca_hf.launched import launched_servers
 from support.commands import REPOSITORY
 from support.ranks import run_ranks
 
@@ -26,11 +27,14 @@ LAUNCHED_NUMBERS = (
 )
 
 
-def run_script(world_size: int, folder: Path, words: Sequence[str | Path], **environment: str) -> str:
+def run_script(
+    world_size: int, folder: Path, words: Sequence[str | Path], *, servers: int = 0, **environment: str
+) -> str:
     """What a script prints on all ranks together, those of rank 0 first.
 
     Args:
         folder: where it runs.
+        servers: attention servers beside the ranks.
         words: the script, or "-m" and a module, from the repository's root, and what follows on a launcher's line.
 
     Raises:
@@ -38,7 +42,7 @@ def run_script(world_size: int, folder: Path, words: Sequence[str | Path], **env
     """
     places = [REPOSITORY / word if (REPOSITORY / word).is_file() else word for word in words]
     logs = folder / "ranks"
-    run_ranks(world_size, _run, logs, folder, [str(word) for word in places], environment)
+    run_ranks(world_size, _run, logs, folder, [str(word) for word in places], environment, servers=servers)
     return "".join((logs / f"rank-{rank}.log").read_text(errors="replace") for rank in range(world_size))
 
 
@@ -46,7 +50,7 @@ def _run(folder: Path, words: list[str], environment: dict[str, str]) -> None:
     """Runs the script with this rank's group, or without one on a rank that is alone."""
     os.chdir(folder)
     os.environ.update(environment)
-    if dist.get_world_size() == 1:
+    if dist.get_world_size() == 1 and not launched_servers():
         dist.destroy_process_group()
         for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR"):
             del os.environ[name]

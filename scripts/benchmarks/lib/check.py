@@ -5,7 +5,7 @@ off by twice the error of attention written out in bf16 PyTorch (and rounding of
 whose keys are made up in part, is compared with exact attention to these.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -17,24 +17,44 @@ from distca_hf.testing import attend_documents
 from lib.baselines.calls import MadeUpKeys
 from lib.baselines.operators import Work
 from lib.documents import numbered_tokens
-from lib.modes import Batch, Mode, Place, build_mode
+from lib.modes import Batch, Mode, Place, StepTokens, build_mode
+from lib.rounds import equal_losses
 
 
 NAMES = ("output", "dq", "dk", "dv")
+Build = Callable[[str, Place, StepTokens], Mode]
 LARGEST_DIFFERENCE = 1e-5  # of fp32, relative to the largest number
 
 
-def check_modes(names: Sequence[str], place: Place, lengths: Sequence[int]) -> dict[str, dict[str, float]]:
+def check_modes(
+    names: Sequence[str], place: Place, lengths: Sequence[int], build: Build = build_mode
+) -> dict[str, dict[str, float]]:
     """Computes errors of each mode over the allowed ones, the largest of all ranks; a collective call."""
     whole = _random_tensors(sum(lengths), place)
     exact, rounded = (
         _attend_exactly(whole, lengths, place.shape.scale, kind) for kind in (torch.float32, place.dtype)
     )
-    found = {name: _errors(name, place, lengths, whole, exact, rounded) for name in names}
+    found = {
+        name: _errors(build(name, place, [numbered_tokens(lengths)]), place, lengths, whole, exact, rounded)
+        for name in names
+    }
     errors = torch.tensor([list(errors.values()) for errors in found.values()], device=place.device)
     errors = errors.nan_to_num(nan=torch.inf)  # a maximum may leave out NaN
     dist.all_reduce(errors, op=dist.ReduceOp.MAX)
     return {name: dict(zip(NAMES, row, strict=True)) for name, row in zip(names, errors.tolist(), strict=True)}
+
+
+def check_numbers(errors: Mapping[str, Mapping[str, float]], losses: Mapping[str, float], dtype: torch.dtype) -> None:
+    """Exits with 1 if an error is above the allowed one, or losses of exact modes differ.
+
+    Raises:
+        SystemExit: names the modes, with their numbers.
+    """
+    wrong = {name: row for name, row in errors.items() if not all(error <= 1 for error in row.values())}
+    if wrong:
+        raise SystemExit(f"attention differs from exact attention; errors over the allowed ones: {wrong}")
+    if not equal_losses([*losses.values()], dtype):
+        raise SystemExit(f"losses of the same tokens differ: {losses}")
 
 
 def _random_tensors(tokens: int, place: Place) -> list[torch.Tensor]:
@@ -56,7 +76,7 @@ def _attend_exactly(
 
 
 def _errors(
-    name: str,
+    mode: Mode,
     place: Place,
     lengths: Sequence[int],
     whole: Sequence[torch.Tensor],
@@ -64,7 +84,6 @@ def _errors(
     rounded: Sequence[torch.Tensor],
 ) -> dict[str, float]:
     """Returns the largest error of this rank's rows, of output and gradients, over the allowed one."""
-    mode = build_mode(name, place, [numbered_tokens(lengths)])
     mode.begin()
     [batch] = mode.batches
     rows = batch["input_ids"][0]
@@ -138,7 +157,8 @@ def _attend_made_up(
         outputs.append(
             _attend_tasks(leaves[0][call.queries], keys, values, call.spans.queries, call.spans.keys, scale)
         )
-    out = torch.cat(outputs)
+    behind = leaves[0].new_zeros(len(q) - work.rows, *outputs[0].shape[1:])
+    out = torch.cat([*outputs, behind])
     return [out.detach(), *torch.autograd.grad(out, leaves, dout.to(dtype))]
 
 

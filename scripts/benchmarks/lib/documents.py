@@ -123,6 +123,19 @@ def evenly_spread(lengths: Sequence[int], num_ranks: int) -> tuple[Holding, Hold
     return whole, zigzag(rest, lengths, num_ranks)
 
 
+def share_of(segments: Sequence[Segment], rank: int, num_ranks: int) -> list[Segment]:
+    """Returns the rows of some segments that come to a rank where all get equally many, in order."""
+    rows = sum(stop - start for _, start, stop in segments)
+    first, last = rows * rank // num_ranks, rows * (rank + 1) // num_ranks
+    share, at = [], 0
+    for document, start, stop in segments:
+        begin, end = max(first - at, 0), min(last - at, stop - start)
+        if begin < end:
+            share.append((document, start + begin, start + end))
+        at += stop - start
+    return share
+
+
 def batch_of(segments: Sequence[Segment], tokens: Sequence[IntArray], device: torch.device) -> dict[str, torch.Tensor]:
     """Returns `input_ids` and `position_ids`, int64 `[1, rows]`, of one rank's segments."""
     ids = np.concatenate([tokens[document][start:stop] for document, start, stop in segments])

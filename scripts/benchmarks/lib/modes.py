@@ -6,6 +6,7 @@ sorted    the same packs, sorted by work over an optimizer step (`distca_hf.data
 ideal     the same total work, spread evenly without any transfer: of each length every rank has equally many whole
           documents; the rest is cut in zigzag, and the keys of other ranks that a chunk attends are
           made-up local ones (see `MadeUpKeys`). Tokens and attended pairs are equal on all ranks, to the pair.
+          Beside attention servers each trainer has the share of one of all ranks; attention of its other rows is zero.
           (Placed documents without any exchange take the step of placed minus its exposed time.)
           In a model whose layers carry a state, mixers run on the packs of local, and attention alone is spread.
 ulysses   heads over all ranks: all-to-all of q, k, v before and of the output after
@@ -44,6 +45,7 @@ from lib.documents import (
     batch_of,
     evenly_spread,
     gathered_rows,
+    share_of,
     whole_documents,
     zigzag,
 )
@@ -65,8 +67,13 @@ class Batches(Protocol):
 
 @dataclass(frozen=True)
 class Place:
-    """Parts that modes are built from: this rank, its wires, and the model that plans are made for; `recomputes` if
-    checkpointing recomputes attention, too."""
+    """Parts that modes are built from: this rank, its wires, and the model that plans are made for.
+
+    Attributes:
+        recomputes: checkpointing recomputes attention, too.
+        servers: ranks without tokens, over which `ideal` spreads attention, too.
+        plugins: makes the product's plugin.
+    """
 
     wires: Wires
     device: torch.device
@@ -75,13 +82,15 @@ class Place:
     model: nn.Module
     shape: Shape
     recomputes: bool = False
+    servers: int = 0
+    plugins: Callable[..., WiredPlugin] = WiredPlugin
 
     def plugin(self, tokens_per_rank: int) -> WiredPlugin:
         """Returns the product, with further settings from the environment (`DISTCA_<FIELD>`). Checkpointing is decided
         for all modes alike (`model.py`)."""
         checkpointed = "recompute" if self.recomputes else "save"
         settings = {"kernel": self.kernel, "checkpointed_attention": checkpointed}
-        return WiredPlugin(self.wires, tokens_per_rank=tokens_per_rank, **settings)
+        return self.plugins(self.wires, tokens_per_rank=tokens_per_rank, **settings)
 
     def work(self, calls: Iterable[Call]) -> Work:
         return Work(list(calls), self.wires, self.kernel)
@@ -177,8 +186,10 @@ def _pack(place: Place, segments: Sequence[Segment], tokens: Sequence[IntArray])
 
 
 def _ideal(place: Place, step: StepTokens) -> Mode:
-    rank = place.wires.rank
-    whole, parts = (holding[rank] for holding in evenly_spread(_lengths(step), place.wires.world_size))
+    rank, num_ranks = place.wires.rank, place.wires.world_size
+    holdings = evenly_spread(_lengths(step), num_ranks + place.servers)
+    whole, parts = (holding[rank] for holding in holdings)
+    served = share_of([*chain(*(chain(*holding[num_ranks:]) for holding in holdings))], rank, num_ranks)
     calls: list[Call] = []
     made_up: list[MadeUpKeys] = []
     if whole:
@@ -194,7 +205,7 @@ def _ideal(place: Place, step: StepTokens) -> Mode:
         held = whole_documents(_lengths(step), place.wires.world_size)[rank]
         packs = [_pack(place, held, tokens) for tokens in step]
     else:
-        packs = [batch_of([*whole, *parts], tokens, place.device) for tokens in step]
+        packs = [batch_of([*whole, *parts, *served], tokens, place.device) for tokens in step]
     batches = [{**pack, "bench_work": work} for pack in packs]
     return Mode("ideal", "bench_whole", batches, exact=False, made_up=made_up)
 

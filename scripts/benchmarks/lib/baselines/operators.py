@@ -36,11 +36,15 @@ class Work:
     """Kernel calls of a micro-batch on this rank, and the wires to the others.
 
     Operators carry its number, as the product's carry that of a plan: compiled graphs and checkpointing pass it on.
+
+    Attributes:
+        rows: queries of the calls, the first ones of this rank. Outputs and gradients of rows behind them are zero.
     """
 
     def __init__(self, calls: Sequence[Call], wires: Wires, kernel: KernelName) -> None:
         self.calls, self.wires, self.kernel = tuple(calls), wires, kernel
         self.ranks = wires.world_size
+        self.rows = max(call.queries.stop for call in self.calls)
         self.handle = next(_handles)
         _works[self.handle] = self
 
@@ -66,6 +70,7 @@ def flash_attn(
         rows = call.queries
         k, v = call.keys.take(k_SGH, v_SGV)
         kernel.forward(Inputs(q_TNH[rows], k, v), call.spans, spec, Room(out[rows], lse[:, rows]))
+    out[_works[work].rows :].zero_()
     return out, lse
 
 
@@ -94,6 +99,8 @@ def flash_attn_backward(
         kernel.backward(dout_TNV[rows], of_rows, gradients, call.spans, spec)
         keys.settle(call_dk, dk)
         keys.settle(call_dv, dv)
+    for gradient in (dq, dk, dv) if _works[work].rows < len(q) else ():
+        gradient[_works[work].rows :].zero_()
     return dq, dk.to(k.dtype), dv.to(v.dtype)
 
 

@@ -1,0 +1,106 @@
+"""Modes of a step beside attention servers: the product with them, and without them on the same trainers.
+
+ideal     the same linear work, and of attention the share of one of all trainers and servers, without any transfer
+served    the product with servers: placed batches, in `plugin.attempts`
+alone     the product without servers: placed batches of the same trainers
+"""
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from distca_hf.comm.served_transport import ServedTransport
+from distca_hf.comm.transport import Transport
+from distca_hf.planning.served import Servers
+from lib.model import LossModel
+from lib.modes import Mode, Place, StepTokens, build_mode
+from lib.rounds import Runner
+from lib.wires import WiredPlugin, Wires
+
+
+class ServedPlugin(WiredPlugin):
+    """The product's plugin over given wires, with the attention servers that were launched.
+
+    Args:
+        owner: the plugin whose connection to them it takes; None: its own.
+    """
+
+    def __init__(self, owner: "ServedPlugin | None", wires: Wires, **settings: Any) -> None:
+        super().__init__(wires, **settings)
+        self._owner = owner or self
+
+    def training_transport(self, device: torch.device) -> Transport:
+        return super().training_transport(device) if self._owner is self else self._owner.training_transport(device)
+
+    def served(self, device: torch.device) -> ServedTransport | None:
+        return super().served(device) if self._owner is self else self._owner.served(device)
+
+
+class AlonePlugin(WiredPlugin):
+    """The product's plugin over given wires, which makes no use of the attention servers that were launched."""
+
+    @property
+    def servers(self) -> Servers | None:
+        return None
+
+
+class Connection:
+    """The one connection to attention servers that all plugins of a benchmark share."""
+
+    def __init__(self) -> None:
+        self._owner: ServedPlugin | None = None
+
+    def plugin(self, wires: Wires, **settings: Any) -> ServedPlugin:
+        """Returns the product's plugin with servers."""
+        plugin = ServedPlugin(self._owner, wires, **settings)
+        self._owner = self._owner or plugin
+        return plugin
+
+    def transport(self, device: torch.device) -> ServedTransport | None:
+        """Returns the connection; None if no plugin has opened it."""
+        return None if self._owner is None else self._owner.served(device)
+
+    def close(self) -> None:
+        """Ends the connection."""
+        if self._owner is not None:
+            self._owner.close()
+
+    def build(self, name: str, place: Place, step: StepTokens) -> Mode:
+        """Returns the mode of this name, as `modes.build_mode` does. A collective call."""
+        if name == "served":
+            return replace(build_mode("placed", replace(place, plugins=self.plugin), step), name=name)
+        if name == "alone":
+            return replace(build_mode("placed", replace(place, plugins=AlonePlugin), step), name=name)
+        return build_mode(name, place, step)
+
+
+class ServedRunner(Runner):
+    """Runs steps of trainers; with servers as loops do, so that a lost server costs no step.
+
+    Args:
+        plugin: the one that the model is enabled with.
+    """
+
+    def __init__(self, model: LossModel, plugin: WiredPlugin, wires: Wires, device: torch.device) -> None:
+        super().__init__(model, wires, device)
+        self._plugin = plugin
+
+    def step(self, mode: Mode) -> torch.Tensor:
+        if mode.name != "served":
+            return super().step(mode)
+        losses = []
+        for attempt in self._plugin.attempts(self._model, [*mode.batches]):
+            with attempt:
+                losses.append(super().step(mode))
+        return losses[-1]
+
+    def sent_bytes(self, mode: Mode) -> int:
+        """Returns the bytes that a trainer sends in a step, the most of all. A collective call."""
+        with self.ready(mode) as step:
+            before = self._wires.traffic.bytes_sent
+            step()
+            sent = torch.tensor(self._wires.traffic.bytes_sent - before, device=self._device)
+        dist.all_reduce(sent, op=dist.ReduceOp.MAX)
+        return int(sent)

@@ -1,0 +1,179 @@
+"""Times a training step of trainers beside attention servers, and of the trainers alone.
+
+    torchrun --standalone --nproc-per-node 4 -m distca_hf.run --attention-servers 1 \\
+        scripts/benchmarks/server_step.py --layers 4 --documents 131072,16x4096 --out served.json
+    torchrun --standalone --nproc-per-node 2 -m distca_hf.run --attention-servers 1 \\
+        scripts/benchmarks/server_step.py --device cpu --config c.json --documents 256,4x64
+
+The last processes serve; the others train: forward and backward of the model without its head, and FSDP's
+collectives, as in `attention_step.py`. Modes (`lib/served.py`) run in one process with the same weights, documents and
+kernel, one after the other, again and again. Before that, their attention is compared with exact attention. Settings
+of the product come from its environment variables. Without DISTCA_SERVER_SPEED the plan takes servers to be as fast as
+trainers, as in the first steps of a training; that of a second set of documents takes the speeds measured by then.
+
+    ideal     the trainers' linear work, and of attention the share of one of all processes, without any transfer
+    served    the product with servers
+    alone     the product on the same trainers, without servers
+
+In the table, each figure of the slowest or largest trainer:
+
+    step        median of the rounds, from a barrier until the device is done
+    ÷ ideal     1 + what the step takes beyond an even split
+    alone ÷     how much faster servers make the trainers
+    sent        bytes that a trainer sends to others for attention, per step
+    peak        memory that torch had given out at once; of `ideal` with its made-up keys
+    error       the largest one of output and gradients on short documents, over the allowed one
+
+The script exits with 1 if an error is above 1, losses of the same tokens differ, or a server was lost.
+"""
+
+import argparse
+import json
+from collections.abc import Mapping
+from contextlib import closing
+from dataclasses import asdict, replace
+from typing import Any
+
+import datasets
+import torch
+import torch.distributed as dist
+
+import distca_hf
+from distca_hf.launched import launched_servers
+from lib.baselines.attention import register_ways
+from lib.check import check_modes, check_numbers
+from lib.documents import check_lengths, random_tokens, smaller_lengths
+from lib.header import facts_of
+from lib.model import Backbone, build_model, prepare, probe, read_config
+from lib.modes import Mode, Place
+from lib.options import on_all_ranks, parse_shared, shared_options
+from lib.report import Measured
+from lib.served import Connection, ServedRunner
+from lib.tables import markdown, number
+from lib.wires import Wires
+
+
+MODES = ("ideal", "served", "alone")
+COLUMNS = ("mode", "step ms", "÷ ideal", "alone ÷", "sent GB", "peak GiB", "error ÷ allowed")
+
+
+def main() -> None:
+    on_all_ranks(measure, parse())
+
+
+def parse() -> argparse.Namespace:
+    parser = shared_options(__doc__)
+    parser.set_defaults(checkpointing="saved")
+    options = parse_shared(parser, MODES)
+    options.modes = options.modes or [*MODES]
+    return options
+
+
+def measure(options: argparse.Namespace, device: torch.device) -> None:
+    """Builds the model once, and measures on one set of documents after the other.
+
+    Raises:
+        SystemExit: no server was launched, documents cannot be divided, or numbers were wrong.
+    """
+    datasets.disable_progress_bars()
+    num_servers, num_trainers = sum(launched_servers()), dist.get_world_size()
+    if num_servers == 0:
+        raise SystemExit(
+            "no attention server was launched: start it with distca_hf.run --attention-servers, see --help"
+        )
+    for lengths in options.sets.values():
+        check_lengths(lengths, num_trainers + num_servers)
+        if sum(lengths) % num_trainers:
+            raise SystemExit(f"{sum(lengths)} tokens of all documents cannot be divided by {num_trainers} trainers")
+    register_ways()
+    longest = max(max(lengths) for lengths in options.sets.values())
+    config = read_config(options, longest)
+    model = Backbone(build_model(config, options, device))
+    shape = probe(model)
+    wires, connection = Wires(distca_hf.DistCAPlugin().transport(device), device), Connection()
+    recomputes = options.checkpointing == "full"
+    place = Place(wires, device, options.kernel, options.dtype, model, shape, recomputes, num_servers)
+    tokens_per_rank = max(sum(lengths) for lengths in options.sets.values()) // num_trainers
+    plugin = replace(place, plugins=connection.plugin).plugin(tokens_per_rank)
+    distca_hf.enable(model, plugin, longest)
+    prepare(model, options, device)
+    runner = ServedRunner(model, plugin, wires, device)
+    with closing(connection):
+        for place_of_set, (name, lengths) in enumerate(options.sets.items()):
+            of_set = argparse.Namespace(**{**vars(options), "documents": name, "lengths": lengths})
+            if options.out and place_of_set:
+                of_set.out = options.out.with_suffix(f".{place_of_set}.json")
+            measure_documents(of_set, config, place, runner, connection)
+
+
+def measure_documents(
+    options: argparse.Namespace, config: Any, place: Place, runner: ServedRunner, connection: Connection
+) -> None:
+    """Checks, times, and reports on rank 0.
+
+    Raises:
+        SystemExit: numbers were wrong, or a server was lost.
+    """
+    lengths, device, num_ranks = options.lengths, place.device, place.wires.world_size
+    smaller = smaller_lengths(lengths, num_ranks + place.servers)
+    errors = check_modes(options.modes, place, smaller, connection.build)
+    tokens = random_tokens(lengths, 1, config.get_text_config().vocab_size)
+    modes = {name: connection.build(name, place, tokens) for name in options.modes}
+    measured = runner.run([*modes.values()], options.warmup, options.rounds, exposed=False)
+    sent_bytes = {name: runner.sent_bytes(mode) for name, mode in modes.items()}
+    transport = connection.transport(device)
+    if dist.get_rank() == 0:
+        header = "; ".join(
+            [
+                f"{num_ranks} trainers + {place.servers} servers",
+                *facts_of(options, config, sum(lengths) // num_ranks, device),
+            ]
+        )
+        print(f"{header}\n\n{table(measured, sent_bytes, errors)}\n\n{plan_in_words(modes)}", flush=True)
+        if options.out:
+            figures = {
+                name: {**asdict(one), "step_seconds": one.step_seconds, "sent_bytes": sent_bytes[name]}
+                for name, one in measured.items()
+            }
+            facts = {"header": header, "errors": errors, "modes": figures, "plan": plan_in_words(modes)}
+            options.out.write_text(json.dumps({"options": {k: str(v) for k, v in vars(options).items()}, **facts}))
+    if transport is not None and transport.servers_lost:
+        raise SystemExit(f"{transport.servers_lost} servers were lost: times are not of {place.servers} servers")
+    losses = {mode.name: measured[mode.name].loss for mode in modes.values() if mode.exact}
+    check_numbers(errors, losses, options.dtype)
+
+
+def table(
+    measured: Mapping[str, Measured], sent_bytes: Mapping[str, int], errors: Mapping[str, Mapping[str, float]]
+) -> str:
+    """Returns a Markdown table with a row for each mode."""
+    seconds = {name: one.step_seconds for name, one in measured.items()}
+    rows = [
+        (
+            name,
+            number(own, 1e3, 1),
+            number(own / seconds["ideal"] if "ideal" in seconds else None, 1, 3),
+            number(seconds["alone"] / own if "alone" in seconds else None, 1, 3),
+            number(sent_bytes[name], 1e-9, 3),
+            number(measured[name].peak_bytes or None, 2**-30, 1),
+            number(max(errors[name].values()), 1, 2),
+        )
+        for name, own in seconds.items()
+    ]
+    return markdown(COLUMNS, rows)
+
+
+def plan_in_words(modes: Mapping[str, Mode]) -> str:
+    """Returns a line about the plan with servers as it is at the end; "" without one."""
+    if "served" not in modes:
+        return ""
+    [batch] = modes["served"].batches
+    facts = batch["distca_plan"].facts
+    speeds = ", ".join(f"{speed:.2f}" for speed in facts.speeds)
+    work = ", ".join(f"{work / sum(facts.work):.3f}" for work in facts.work)
+    balance = f"longest planned time {facts.imbalance:.4f} x an even split"
+    return f"parts of attention, those of servers last: {work}; speeds {speeds}; {balance}"
+
+
+if __name__ == "__main__":
+    main()
