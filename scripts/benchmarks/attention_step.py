@@ -40,10 +40,11 @@ import torch
 import torch.distributed as dist
 
 import distca_hf
+from distca_hf.integrations.models.distributed_check import follow_mesh
 from distca_hf.kernels.interface import Kernel
 from lib.baselines.attention import register_ways
 from lib.check import check_modes, check_numbers
-from lib.divided import DividedBackbone, build_divided_model
+from lib.divided import DividedBackbone, build_divided_model, data_ranks, is_divided
 from lib.documents import check_lengths, random_tokens, smaller_lengths
 from lib.header import facts_of
 from lib.kernel_seconds import time_kernels
@@ -55,6 +56,10 @@ from lib.report import Load, figures_of, load_of, table
 from lib.rounds import Runner
 from lib.traces import trace_step
 from lib.wires import Wires
+
+
+# Modes whose collectives are those of all ranks.
+BY_ALL_RANKS = {"ulysses", "context"}
 
 
 def main() -> None:
@@ -70,12 +75,20 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--kernels", action=flag, default=True, help="time every kernel call, in more rounds")
     parser.add_argument("--profile", type=Path, metavar="DIR", help="write a trace of every mode and rank")
     parser.add_argument("--ep-size", type=int, default=1, help="ranks that divide experts (lib/divided.py)")
+    parser.add_argument("--tp-size", type=int, default=1, help="ranks that divide layers, as one data rank")
+    parser.add_argument("--dp-replicate-size", type=int, default=1, help="replicas that FSDP2 shards alike (HSDP)")
     options = parse_shared(parser, BUILDERS)
-    if options.ep_size > 1:
-        if not options.fsdp or options.liger:
-            parser.error("--ep-size is measured with FSDP2, and without liger's layers")
-        options.reduce_dtype = torch.float32  # Transformers has it so
     left_out = {"unchecked"} if options.accumulation > 1 else {"sorted", "unchecked"}
+    if options.dp_replicate_size > 1 and not options.fsdp:
+        parser.error("--dp-replicate-size is of FSDP2")
+    if is_divided(options):
+        if not options.fsdp or options.liger:
+            parser.error("--ep-size and --tp-size are measured with FSDP2, and without liger's layers")
+        options.reduce_dtype = torch.float32  # Transformers has it so
+    if options.tp_size > 1:
+        left_out |= BY_ALL_RANKS
+        if not BY_ALL_RANKS.isdisjoint(options.modes or ()):
+            parser.error(f"--tp-size is measured without {' and '.join(sorted(BY_ALL_RANKS))}")
     options.modes = options.modes or [name for name in BUILDERS if name not in left_out]
     return options
 
@@ -87,18 +100,20 @@ def measure(options: argparse.Namespace, device: torch.device) -> None:
         SystemExit: documents that cannot be divided, or numbers that were wrong.
     """
     datasets.disable_progress_bars()
-    num_ranks, longest = dist.get_world_size(), max(max(lengths) for lengths in options.sets.values())
+    num_ranks, longest = data_ranks(options), max(max(lengths) for lengths in options.sets.values())
     for lengths in options.sets.values():
         check_lengths(lengths, num_ranks)
     register_ways()
     config = read_config(options, longest)
-    if options.ep_size > 1:
+    if is_divided(options):
         model: Backbone = DividedBackbone(build_divided_model(config, options))
     else:
         model = Backbone(build_model(config, options, device))
     shape = probe(model)
     kernel = kernel_for(shape, options.kernel, device, options.dtype)
-    wires = Wires(distca_hf.DistCAPlugin().transport(device), device)
+    plugin = distca_hf.DistCAPlugin()
+    follow_mesh(model, plugin)
+    wires = Wires(plugin.transport(device), device)
     place = Place(wires, device, options.kernel, options.dtype, model, shape, options.checkpointing == "full")
     most_tokens = max(sum(lengths) for lengths in options.sets.values())
     distca_hf.enable(model, place.plugin(most_tokens // num_ranks), longest)

@@ -1,6 +1,9 @@
-"""A mixture of experts as Transformers divides it between ranks: expert parallelism, and FSDP2 over all ranks.
+"""A model as Transformers divides it between ranks: expert and tensor parallelism, and FSDP2 over the other ranks.
 
-Tokens travel to the ranks of their experts and back, in every layer, forward and backward. So ranks wait for each
+Tensor ranks hold the same tokens, and a part of every layer: heads, columns and rows. They exchange activations in
+every layer and mode.
+
+With experts tokens travel to the ranks of these and back, in every layer, forward and backward. So ranks wait for each
 other there in every mode, also in `local` and `ideal`, and the host reads split sizes back from the device. Experts
 get the same tokens in all exact modes, and nearly the same in `ideal`: modes differ in attention alone.
 """
@@ -15,8 +18,32 @@ from packaging.version import Version
 from torch import nn
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig, PreTrainedModel
 
-from distca_hf.integrations.models.distributed_check import LOWEST_WHOLE_EXPERTS
+from distca_hf.integrations.models.distributed_check import LOWEST_TENSOR, LOWEST_WHOLE_EXPERTS
 from lib.model import Backbone
+
+
+# Lowest Transformers for each size, and the option that asks for it.
+LOWEST = {"ep_size": LOWEST_WHOLE_EXPERTS, "tp_size": LOWEST_TENSOR, "dp_replicate_size": LOWEST_WHOLE_EXPERTS}
+
+HEAD = "lm_head"
+
+
+def is_divided(options: argparse.Namespace) -> bool:
+    """Returns whether Transformers divides the model."""
+    return bool(options.ep_size > 1 or options.tp_size > 1)
+
+
+def data_ranks(options: argparse.Namespace) -> int:
+    """Returns how many ranks, or groups of tensor ranks, hold other documents.
+
+    Raises:
+        SystemExit: the sizes do not divide the ranks.
+    """
+    ranks, both = dist.get_world_size(), options.tp_size * options.dp_replicate_size
+    if ranks % both:
+        sizes = f"--tp-size {options.tp_size} x --dp-replicate-size {options.dp_replicate_size}"
+        raise SystemExit(f"{sizes} do not divide {ranks} ranks")
+    return ranks // int(options.tp_size)
 
 
 class DividedBackbone(Backbone):
@@ -37,10 +64,13 @@ def build_divided_model(config: PreTrainedConfig, options: argparse.Namespace) -
     Weights are fp32 and layers compute in `dtype`. Transformers lets FSDP2 sum gradients in fp32.
 
     Raises:
-        SystemExit: this Transformers does not train whole experts rightly.
+        SystemExit: this Transformers does not train rightly so.
     """
-    if Version(transformers.__version__) < Version(LOWEST_WHOLE_EXPERTS):
-        raise SystemExit(f"--ep-size needs Transformers {LOWEST_WHOLE_EXPERTS}, this is {transformers.__version__}")
+    sizes = {name: getattr(options, name) for name in LOWEST if getattr(options, name) > 1}
+    for name in sizes:
+        if Version(transformers.__version__) < Version(LOWEST[name]):
+            option = f"--{name.replace('_', '-')}"
+            raise SystemExit(f"{option} needs Transformers {LOWEST[name]}, this is {transformers.__version__}")
     from transformers.distributed import DistributedConfig  # older ones have none
 
     torch.manual_seed(0)
@@ -49,6 +79,7 @@ def build_divided_model(config: PreTrainedConfig, options: argparse.Namespace) -
     def init(self: PreTrainedModel, *args: Any, **kwargs: Any) -> None:
         whole.__init__(self, *args, **kwargs)
         self.set_output_embeddings(nn.Identity())  # before anything is divided
+        self.tp_plan = {name: style for name, style in self.tp_plan.items() if not name.startswith(HEAD)}
 
     headless: Any = type(whole.__name__, (whole,), {"__init__": init, "__module__": whole.__module__})
     causal_lm: PreTrainedModel = headless.from_pretrained(
@@ -58,8 +89,8 @@ def build_divided_model(config: PreTrainedConfig, options: argparse.Namespace) -
         dtype=torch.float32,
         attn_implementation="distca",
         distributed_config=DistributedConfig(
-            fsdp_size=dist.get_world_size(),
-            ep_size=options.ep_size,
+            fsdp_size=data_ranks(options) // options.dp_replicate_size,
+            **sizes,
             fsdp_mixed_precision=options.dtype == torch.bfloat16,
         ),
     )

@@ -30,7 +30,9 @@ def facts_of(options: argparse.Namespace, config: Any, tokens: int, device: torc
             if options.fsdp
             else "no FSDP"
         )
+        + (f", {options.dp_replicate_size} replicas" if options.dp_replicate_size > 1 else "")
         + (f", experts over {options.ep_size} ranks" if options.ep_size > 1 else "")
+        + (f", layers over {options.tp_size} tensor ranks" if options.tp_size > 1 else "")
         + (f", compiled by {options.compile}" if options.compile else "")
         + (", liger" if options.liger else ""),
     ]

@@ -324,7 +324,7 @@ def prepare(model: LossModel, options: argparse.Namespace, device: torch.device)
         if options.checkpointing == "offloaded":
             keywords["context_fn"] = OffloadedAttention()
         model.causal_lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs=keywords)
-    if options.fsdp and options.ep_size == 1:
+    if options.fsdp and options.ep_size == options.tp_size == 1:
         _shard(model.layers, model.root, options, device)
     if options.compile:
         torch._dynamo.config.recompile_limit = 64  # one variant for each way to attend
@@ -343,8 +343,12 @@ def _policy(ctx: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPol
 
 
 def _shard(layers: Sequence[nn.Module], root: nn.Module, options: argparse.Namespace, device: torch.device) -> None:
-    """Weights in fp32, sums of gradients over ranks in a dtype of their own, everything in between in `dtype`."""
-    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+    """Weights in fp32, sums of gradients over ranks in a dtype of their own, everything in between in `dtype`; in
+    several replicas (HSDP) if that is asked for."""
+    replicas = options.dp_replicate_size
+    sizes = (replicas, dist.get_world_size() // replicas)
+    mesh = init_device_mesh(device.type, sizes, mesh_dim_names=("dp_replicate", "fsdp"))
+    mesh = mesh if replicas > 1 else mesh["fsdp"]
     # FSDP casts what a layer is given in forward, but not in recomputation: OLMo's rotary embeddings are fp32.
     policy = MixedPrecisionPolicy(
         param_dtype=options.dtype, reduce_dtype=options.reduce_dtype, cast_forward_inputs=False

@@ -36,6 +36,7 @@ class Load:
 
     Attributes:
         tokens: of one rank.
+        tensor_ranks: GPUs that hold the same tokens, and divide the flops of these.
         model_flops: of one rank, forward and backward, nothing twice: linear work and attention forward, and twice as
             much backward.
         executed_linear_flops: the same of linear work alone, and forward once more where it is checkpointed.
@@ -48,6 +49,7 @@ class Load:
     executed_linear_flops: float
     pairs: float
     peak_flops: float | None
+    tensor_ranks: int = 1
 
 
 @dataclass(frozen=True)
@@ -91,6 +93,7 @@ def load_of(options: argparse.Namespace, shape: Shape, num_ranks: int, device: t
         executed_linear_flops=(3 + (options.checkpointing != "none")) * linear,
         pairs=pairs,
         peak_flops=1e12 * options.peak_tflops if options.peak_tflops else peak_flops(device),
+        tensor_ranks=options.tp_size,
     )
 
 
@@ -99,7 +102,7 @@ def rates_of(mode: Measured, load: Load) -> dict[str, Any]:
     return {
         **asdict(mode),
         "step_seconds": mode.step_seconds,
-        "tokens_per_second": load.tokens / mode.step_seconds,
+        "tokens_per_second": load.tokens / load.tensor_ranks / mode.step_seconds,
         "utilisation": load.model_flops / mode.step_seconds / load.peak_flops if load.peak_flops else None,
     }
 

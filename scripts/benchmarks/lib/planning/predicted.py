@@ -6,9 +6,10 @@ row were measured beside each other, so ratios of its columns are compared.
 
 import json
 import tempfile
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -17,7 +18,7 @@ from distca_hf.analysis.profiles.cluster_profile import ClusterProfile
 from distca_hf.analysis.profiles.curves import Notes
 from distca_hf.analysis.request import preset
 from distca_hf.analysis.simulate import peers
-from distca_hf.analysis.simulate.costs import Costs
+from distca_hf.analysis.simulate.costs import HALF_BYTES, Costs
 from distca_hf.analysis.simulate.load import Load
 from distca_hf.analysis.simulate.model import SimulatedModel
 from distca_hf.analysis.simulate.planned import ours
@@ -102,27 +103,94 @@ def read_measured(path: Path) -> list[MeasuredRow]:
     ]
 
 
+@dataclass(frozen=True)
+class Setting:
+    """A benchmark step, as far as its simulation depends on it.
+
+    Attributes:
+        model: its layers.
+        document_tokens: lengths of all documents of a micro-step.
+        data_ranks: GPUs, or groups of tensor ranks, that hold other documents; all on one host.
+        slow: all links are as between nodes.
+        reduce_bytes: of a number in sums of gradients.
+        has_head: whether head, loss and optimizer are there.
+        root_share: part of the weights outside of layers that there is.
+        tensor_ranks: GPUs that divide every layer.
+        replicas: groups of data ranks that shard the weights alike (HSDP).
+        liger: whether layers are Liger's.
+        checkpointing: as programs that measure take it.
+    """
+
+    model: SimulatedModel
+    document_tokens: IntArray
+    data_ranks: int
+    slow: bool
+    reduce_bytes: int = 2
+    has_head: bool = False
+    root_share: float = 0.5
+    tensor_ranks: int = 1
+    replicas: int = 1
+    liger: bool = False
+    checkpointing: str = "full"
+
+
+@dataclass(frozen=True)
+class ReplicatedTraining(Training):
+    """Training whose weights are gathered inside of a replica, and whose gradients are summed over all of them."""
+
+    replicas: int = 1
+
+    @property
+    def shards(self) -> int:
+        return self.cluster.num_ranks // self.replicas
+
+    def gather_seconds(self, weight_bytes: float) -> float:
+        return self._some(self.shards).all_gather(weight_bytes)
+
+    def reduce_seconds(self, weight_bytes: float) -> float:
+        num_bytes = weight_bytes * self.reduce_bytes / HALF_BYTES
+        replicas, shard_bytes = self._some(self.replicas), num_bytes / self.shards
+        over_replicas = replicas.reduce_scatter(shard_bytes) + replicas.all_gather(shard_bytes)
+        return self._some(self.shards).reduce_scatter(num_bytes) + over_replicas
+
+    def _some(self, ranks: int) -> Cluster:
+        """Returns so many of the ranks. All of them are on one host, or each on another one."""
+        return replace(self.cluster, num_ranks=ranks, ranks_per_node=min(ranks, self.cluster.ranks_per_node))
+
+
 def simulate_row(row: MeasuredRow, profile: ClusterProfile, notes: Notes | None = None) -> dict[str, float]:
     """Returns simulated milliseconds of every way that was measured."""
-    notes = Notes() if notes is None else notes
-    model = _model_of(row)
-    costs = Costs(profile, model, False, notes)
-    cluster = Cluster(profile, row.gpus, 1 if row.slow else row.gpus, notes)
     has_head = row.words > 0
     # Without a head the embedding alone is outside of layers.
     root_share = 1.0 if has_head else 0.5
-    training = Training(costs, cluster, True, has_head, has_head, row.reduce_bytes, root_share)
-    lengths, ranks = row.document_tokens, row.gpus
+    rank = row.document_tokens, row.gpus, row.slow, row.reduce_bytes
+    setting = Setting(_model_of(row), *rank, has_head=has_head, root_share=root_share)
+    return simulate(setting, row.milliseconds, profile, Notes() if notes is None else notes)
+
+
+def simulate(setting: Setting, names: Iterable[str], profile: ClusterProfile, notes: Notes) -> dict[str, float]:
+    """Returns simulated milliseconds of ways by their names in rows. Attention outputs are saved in all of them if
+    the setting says so."""
+    model, ranks, lengths = setting.model, setting.data_ranks, setting.document_tokens
+    if setting.slow:
+        profile = replace(profile, within_node=profile.between_nodes)
+    costs = Costs(profile, model, setting.liger, notes, setting.tensor_ranks)
+    cluster = Cluster(profile, ranks, 1 if setting.slow else ranks, notes)
+    has_head, recomputes = setting.has_head, setting.checkpointing != "none"
+    trained = costs, cluster, recomputes, has_head, has_head, setting.reduce_bytes, setting.root_share
+    training = ReplicatedTraining(*trained, replicas=setting.replicas)
     topology = Topology(ranks, ranks)
-    chunks = SLOW_CHUNKS if row.slow else 1
+    chunks = SLOW_CHUNKS if setting.slow else 1
 
     def placed(saves: bool) -> Load:
-        request = SimulationRequest(model, ranks, int(lengths.sum()) // ranks, int(lengths.max()))
+        gpus = ranks * setting.tensor_ranks
+        sizes = int(lengths.sum()) // ranks, int(lengths.max())
+        request = SimulationRequest(model, gpus, *sizes, tensor_ranks=setting.tensor_ranks)
         return ours(costs, cluster, request.planner.plan(lengths), chunks, saves)
 
     def fixed(saves: bool) -> Load:
         packed = Layout.from_packs(peers.best_fit(lengths, ranks))
-        plan = plan_by_moving(packed, model.heads.groups, topology=topology)
+        plan = plan_by_moving(packed, max(1, model.heads.groups // setting.tensor_ranks), topology=topology)
         return ours(costs, cluster, plan, chunks, saves, in_step=True)
 
     ways: dict[str, Callable[[], Load]] = {
@@ -136,18 +204,29 @@ def simulate_row(row: MeasuredRow, profile: ClusterProfile, notes: Notes | None 
         "fixed": lambda: fixed(False),
         "fixed_saved": lambda: fixed(True),
     }
-    after = training.optimizer_seconds()
-    return {name: 1e3 * (training.micro_batch_seconds(ways[name]()) + after) for name in row.milliseconds}
+
+    def milliseconds(name: str) -> float:
+        load = ways[name]()
+        if setting.checkpointing == "saved":
+            load = replace(load, saves_attention=True)
+        return 1e3 * (training.micro_batch_seconds(load) + training.optimizer_seconds())
+
+    return {name: milliseconds(name) for name in names}
 
 
 def _model_of(row: MeasuredRow) -> SimulatedModel:
     """Returns the layers that a row was measured with."""
     if not row.model:
         return SimulatedModel.of(preset("llama3-8b")).with_layers(LAYERS, row.words or None)
+    return model_of(PRESETS[row.model])
+
+
+def model_of(config: Mapping[str, Any]) -> SimulatedModel:
+    """Returns the model of a configuration."""
     with tempfile.TemporaryDirectory() as folder:
-        config = Path(folder) / "config.json"
-        config.write_text(json.dumps({**PRESETS[row.model], "dtype": "bfloat16"}))
-        return SimulatedModel.of(read_model(config))
+        file = Path(folder) / "config.json"
+        file.write_text(json.dumps({**config, "dtype": "bfloat16"}))
+        return SimulatedModel.of(read_model(file))
 
 
 @dataclass(frozen=True)
