@@ -26,12 +26,17 @@ In the table, each figure of the slowest or largest rank:
     error           the largest one of output and gradients on short documents, over the allowed one; if it is
                     above 1, or losses of the same tokens differ, the script exits with 1 at its end
 
+With --tp-size, --ep-size or both Transformers divides the model as it loads it; --dp-replicate-size makes replicas that
+FSDP2 shards alike (HSDP). All of them share documents. With --cluster a second table has ratios of the modes, measured
+and simulated (`lib/simulated.py`).
+
 Batches and plans of `placed` are made before: in training a loader's thread makes them beside the step before.
 `fixed` plans inside the step, as an enabled model does with every batch.
 """
 
 import argparse
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +47,7 @@ import torch.distributed as dist
 import distca_hf
 from distca_hf.integrations.models.distributed_check import follow_mesh
 from distca_hf.kernels.interface import Kernel
+from lib import simulated
 from lib.baselines.attention import register_ways
 from lib.check import check_modes, check_numbers
 from lib.divided import DividedBackbone, build_divided_model, data_ranks, is_divided
@@ -73,6 +79,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--check", action=flag, default=True, help="compare with exact attention first")
     parser.add_argument("--exposed", action=flag, default=True, help="time steps on silent wires, too")
     parser.add_argument("--kernels", action=flag, default=True, help="time every kernel call, in more rounds")
+    parser.add_argument("--cluster", help="compare ratios with their simulation from this profile: h100, or a file")
     parser.add_argument("--profile", type=Path, metavar="DIR", help="write a trace of every mode and rank")
     parser.add_argument("--ep-size", type=int, default=1, help="ranks that divide experts (lib/divided.py)")
     parser.add_argument("--tp-size", type=int, default=1, help="ranks that divide layers, as one data rank")
@@ -148,11 +155,29 @@ def measure_documents(
         figures = figures_of(measured, kernels, rates, load)
         header = "; ".join([*facts_of(options, config, load.tokens, device), rates_line(rates, load)])
         print(f"{header}\n\n{table(figures, errors)}", flush=True)
+        of_simulation = simulated_ratios(options, config, figures, num_ranks)
         if options.out:
             facts = {"header": header, "rates": vars(rates), "load": vars(load), "errors": errors, "modes": figures}
+            facts["simulated"] = of_simulation
             options.out.write_text(json.dumps({"options": {k: str(v) for k, v in vars(options).items()}, **facts}))
     losses = {mode.name: measured[mode.name].loss for mode in modes if mode.exact}
     check_numbers(errors, losses, options.dtype)
+
+
+def simulated_ratios(
+    options: argparse.Namespace, config: Any, figures: Mapping[str, Mapping[str, Any]], num_ranks: int
+) -> simulated.Ratios:
+    """Prints ratios of the modes beside their simulation, or why there is none, if that is asked for; returns them."""
+    if options.cluster is None:
+        return {}
+    reason = simulated.refused(options)
+    if reason is not None:
+        print(f"\nno simulation: {reason}", flush=True)
+        return {}
+    seconds = {name: figure["step_seconds"] for name, figure in figures.items()}
+    ratios = simulated.ratios_of(options, config, seconds, num_ranks)
+    print(f"\n{simulated.table(ratios)}", flush=True)
+    return ratios
 
 
 def rates_line(rates: Rates, load: Load) -> str:

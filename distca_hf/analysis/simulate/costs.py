@@ -78,6 +78,11 @@ class Costs:
     notes: Notes
     tensor_ranks: int = 1
 
+    @property
+    def head_groups(self) -> int:
+        """Groups that plans divide the heads of a tensor rank into."""
+        return max(1, self.model.heads.groups // self.tensor_ranks)
+
     # Attention.
 
     def attention(self, queries: Amounts, before: Amounts, mask: Mask = CAUSAL_MASK, group: bool = False) -> Passes:
@@ -87,13 +92,13 @@ class Costs:
             queries: `[tasks]` queries.
             before: `[tasks]` keys before the first query.
             mask: of the layer.
-            group: the tasks are of one group of heads alone.
+            group: the tasks are of one of `head_groups` groups of heads alone.
         """
         queries, before = np.asarray(queries, dtype=np.float64), np.asarray(before, dtype=np.float64)
         if mask.window_tokens is not None:
             return self._windows(queries, before, mask)
         times = self._group if group else self._full
-        share = self._share(times, self.model.heads.query / (self.model.heads.groups if group else 1))
+        share = self._share(times, self.model.heads.query / (self.head_groups if group else 1))
         square = Passes(
             *(square_curve(times, x).at(queries, self.notes) for x in (times.square_forward, times.square_backward))
         )

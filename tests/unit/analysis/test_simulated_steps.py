@@ -89,6 +89,17 @@ def test_a_task_is_a_square_and_a_prefix() -> None:
     assert costs_of(tensor_ranks=2).attention(array(2048), array(8192)).forward == pytest.approx(seconds.forward / 2)
 
 
+def test_a_group_of_heads_is_part_of_a_tensor_rank() -> None:
+    """Of 8 KV heads two tensor ranks have four groups each: a group of theirs is as large as one of eight."""
+    queries, before = array(65_536), array(65_536)
+    alone, of_two = (costs_of(tensor_ranks=ranks).attention(queries, before, group=True) for ranks in (1, 2))
+    whole = costs_of(tensor_ranks=2).attention(queries, before)
+
+    assert (costs_of().head_groups, costs_of(tensor_ranks=2).head_groups) == (8, 4)
+    assert of_two.forward == pytest.approx(alone.forward)
+    assert 4 * of_two.forward == pytest.approx(whole.forward, rel=0.1)
+
+
 def test_windows_cost_their_pairs() -> None:
     times = next(times for times in PROFILE.attention if times.window_tokens == 1024)
     tokens = times.square_tokens[-1]

@@ -190,7 +190,7 @@ def simulate(setting: Setting, names: Iterable[str], profile: ClusterProfile, no
 
     def fixed(saves: bool) -> Load:
         packed = Layout.from_packs(peers.best_fit(lengths, ranks))
-        plan = plan_by_moving(packed, max(1, model.heads.groups // setting.tensor_ranks), topology=topology)
+        plan = plan_by_moving(packed, costs.head_groups, topology=topology)
         return ours(costs, cluster, plan, chunks, saves, in_step=True)
 
     ways: dict[str, Callable[[], Load]] = {
