@@ -61,6 +61,7 @@ class MeasuredRow:
         model: shape of the layers, as these programs name it; none is four layers of an 8B Llama.
         words: of the head; 0 without a head and without an optimizer.
         reduce_bytes: of a number in sums of gradients.
+        refetches: whether keys were sent for recomputation and for backward once more.
         milliseconds: of each way.
     """
 
@@ -72,6 +73,7 @@ class MeasuredRow:
     model: str
     words: int
     reduce_bytes: int
+    refetches: bool
     milliseconds: Mapping[str, float]
 
     @property
@@ -96,6 +98,7 @@ def read_measured(path: Path) -> list[MeasuredRow]:
             row.get("model", ""),
             row.get("words", 0),
             row.get("reduce_bytes", 2),
+            row.get("refetches", False),
             row["ms"],
         )
         for row in json.loads(path.read_text())["rows"]
@@ -114,16 +117,16 @@ def simulate_row(row: MeasuredRow, profile: ClusterProfile, notes: Notes | None 
     training = Training(costs, cluster, True, has_head, has_head, row.reduce_bytes, root_share)
     lengths, ranks = row.document_tokens, row.gpus
     topology = Topology(ranks, ranks)
-    chunks = SLOW_CHUNKS if row.slow else 1
+    chunks, keeps = SLOW_CHUNKS if row.slow else 1, not row.refetches
 
     def placed(saves: bool) -> Load:
         request = SimulationRequest(model, ranks, int(lengths.sum()) // ranks, int(lengths.max()))
-        return ours(costs, cluster, request.planner.plan(lengths), chunks, saves)
+        return ours(costs, cluster, request.planner.plan(lengths), chunks, saves, keeps=keeps)
 
     def fixed(saves: bool) -> Load:
         packed = Layout.from_packs(peers.best_fit(lengths, ranks))
         plan = plan_by_moving(packed, model.heads.groups, topology=topology)
-        return ours(costs, cluster, plan, chunks, saves, in_step=True)
+        return ours(costs, cluster, plan, chunks, saves, in_step=True, keeps=keeps)
 
     ways: dict[str, Callable[[], Load]] = {
         "local": lambda: peers.plain_packing(costs, lengths, ranks),
@@ -187,7 +190,7 @@ def compare_servers(path: Path, profile: ClusterProfile) -> list[Compared]:
     and simulated."""
     compared = []
     for row in json.loads(path.read_text())["servers"]["rows"]:
-        measured = MeasuredRow("one layer", 2, "H200", row["links"], row["documents"], "", 0, 2, {})
+        measured = MeasuredRow("one layer", 2, "H200", row["links"], row["documents"], "", 0, 2, False, {})
         slow, notes = measured.slow, Notes()
         costs = Costs(profile, SimulatedModel.of(preset("llama3-8b")).with_layers(1), False, notes)
         layout = Layout.from_packs([parse_documents(row["documents"])])
