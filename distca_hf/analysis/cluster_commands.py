@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from distca_hf.analysis.profiles.shipped import DEFAULT_PROFILE
+from distca_hf.analysis.profiles.shipped import DEFAULT_PROFILE, shipped_profiles
 
 
 PROFILE_EPILOG = "Example: distca profile --cpu --dry-run"
@@ -99,7 +99,10 @@ def simulate(
     model: Annotated[str | None, typer.Option(help="model, as distca plan takes it; llama3-8b by default")] = None,
     model_config: Annotated[Path | None, typer.Option(help="path of a config.json, instead of --model")] = None,
     cluster: Annotated[
-        str, typer.Option(help=f"a shipped profile of a GPU ({DEFAULT_PROFILE}), or a file that distca profile wrote")
+        str,
+        typer.Option(
+            help=f"a shipped profile of a GPU ({', '.join(shipped_profiles())}), or a file of distca profile"
+        ),
     ] = DEFAULT_PROFILE,
     accumulation: Annotated[str, typer.Option(help="micro-steps of an optimizer step, with commas between")] = "1",
     ranks_per_node: Annotated[int, typer.Option(help="GPUs that share a node; 1: all links are between nodes")] = 8,
@@ -132,7 +135,7 @@ def simulate(
 
     Several at once: distca simulate pretrain --gpus 8,64,512 --accumulation 1,4 --json
 
-    And a pipeline: distca simulate pretrain --gpus 32 --accumulation 2 --pipeline 4 --chunks 4 --liger --gpu-gib 141
+    And a pipeline: distca simulate pretrain --gpus 32 --accumulation 2 --pipeline 4 --chunks 4 --liger
     """
     from distca_hf.analysis.simulate.command import SimulateOptions, run_simulate
 

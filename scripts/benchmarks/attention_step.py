@@ -26,9 +26,9 @@ In the table, each figure of the slowest or largest rank:
     error           the largest one of output and gradients on short documents, over the allowed one; if it is
                     above 1, or losses of the same tokens differ, the script exits with 1 at its end
 
-With --tp-size, --ep-size or both Transformers divides the model as it loads it; --dp-replicate-size makes replicas that
-FSDP2 shards alike (HSDP). All of them share documents. With --cluster a second table has ratios of the modes, measured
-and simulated (`lib/simulated.py`).
+With --tp-size, --ep-size or both Transformers divides the model as it loads it. --dp-replicate-size makes replicas
+that FSDP2 shards alike (HSDP), and that share documents. With --cluster a second table has ratios of the modes,
+measured and simulated (`lib/simulated.py`).
 
 Batches and plans of `placed` are made before: in training a loader's thread makes them beside the step before.
 `fixed` plans inside the step, as an enabled model does with every batch.
@@ -79,7 +79,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--check", action=flag, default=True, help="compare with exact attention first")
     parser.add_argument("--exposed", action=flag, default=True, help="time steps on silent wires, too")
     parser.add_argument("--kernels", action=flag, default=True, help="time every kernel call, in more rounds")
-    parser.add_argument("--cluster", help="compare ratios with their simulation from this profile: h100, or a file")
+    parser.add_argument("--cluster", help="simulate ratios from this profile, too: h100, h200 or a file")
     parser.add_argument("--profile", type=Path, metavar="DIR", help="write a trace of every mode and rank")
     parser.add_argument("--ep-size", type=int, default=1, help="ranks that divide experts (lib/divided.py)")
     parser.add_argument("--tp-size", type=int, default=1, help="ranks that divide layers, as one data rank")

@@ -1,9 +1,10 @@
 """Compares steps that `distca simulate` predicts with measured ones, and with published speed-ups; prints tables for
 docs/simulation.md.
 
-    python scripts/benchmarks/predicted_steps.py [--cluster h100] [--published 30]
+    python scripts/benchmarks/predicted_steps.py [--cluster h200] [--published 30]
 
-The profile holds times of single kernels, layers and links. It was not fitted to these steps.
+Steps are predicted from the shipped profile of the GPUs they were measured on, or all from one that is named. Profiles
+hold times of single kernels, layers and links. They were not fitted to these steps.
 """
 
 import argparse
@@ -19,29 +20,35 @@ from lib.planning.published_setting import GPUS, MODELS, PUBLISHED, K, simulate_
 from lib.tables import head, row
 
 
+# GPUs of the measured servers.
+SERVERS_GPU = "H200"
 MEASURED = Path(__file__).parents[2] / "docs" / "benchmarks" / "measured-steps.json"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("--cluster", default=DEFAULT_PROFILE, help="profile, as distca simulate takes it")
+    parser.add_argument("--cluster", help="profile, as distca simulate takes it; by default that of the row's GPUs")
     parser.add_argument("--published", type=int, default=0, metavar="BATCHES", help="also the published evaluation")
     options = parser.parse_args()
-    profile = find_profile(options.cluster)
-    for line in measured_lines(profile):
+    for line in measured_lines(options.cluster):
         print(line)
     if options.published:
-        for line in published_lines(profile, options.published):
+        for line in published_lines(find_profile(options.cluster or DEFAULT_PROFILE), options.published):
             print(line)
 
 
-def measured_lines(profile: ClusterProfile) -> Iterator[str]:
-    """Yields a table of all ratios, and the worst error of each on each kind of GPU."""
+def measured_lines(cluster: str | None) -> Iterator[str]:
+    """Yields a table of all ratios, and the worst error of each on each kind of GPU.
+
+    Args:
+        cluster: name of a profile; by default the one of the GPUs of each row.
+    """
     notes, all_compared = Notes(), list[Compared]()
     yield head(["page", "GPUs, links", "documents", "ratio", "measured", "predicted", "error"], 4)
     for measured in read_measured(MEASURED):
+        profile = find_profile(cluster or measured.gpu)
         all_compared += compare(measured, simulate_row(measured, profile, notes))
-    all_compared += compare_servers(MEASURED, profile)
+    all_compared += compare_servers(MEASURED, find_profile(cluster or SERVERS_GPU))
     for one in all_compared:
         ratios = f"{one.measured:.3f}", f"{one.simulated:.3f}", f"{one.error:+.1%}"
         page = one.row.page.removesuffix(".md")

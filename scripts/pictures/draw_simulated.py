@@ -23,7 +23,7 @@ from distca_hf.analysis.lengths import read_lengths
 from distca_hf.analysis.profiles.cluster_profile import ClusterProfile
 from distca_hf.analysis.profiles.shipped import find_profile
 from distca_hf.analysis.request import preset
-from distca_hf.analysis.simulate.command import simulate
+from distca_hf.analysis.simulate.command import gpu_gib_of, simulate
 from distca_hf.analysis.simulate.model import SimulatedModel
 from distca_hf.analysis.simulate.print_result import print_results
 from distca_hf.analysis.simulate.request import SimulationRequest
@@ -35,13 +35,11 @@ from style import BENCHMARKS, ROOT, Style, bare, headed, save
 STORED, README = BENCHMARKS / "simulated-steps.json", ROOT / "README.md"
 MIXES = {"pretrain": "a pretraining mix", "prolong": "ProLong"}
 GPUS = (8, 64, 512)
-# Times of an H100, and the memory of an H200: both compute alike.
-GPU_GIB = 141
-MODEL, PROFILE, TOKENS_PER_RANK, CONTEXT_TOKENS = "llama3-8b", "h100", 131_072, 524_288
+MODEL, PROFILE, TOKENS_PER_RANK, CONTEXT_TOKENS = "llama3-8b", "h200", 131_072, 524_288
 # As the command has them where nothing else is asked for.
 BATCHES, TOKEN_BUDGET = 20, 1e9
 # The command whose output README shows, and the mix and number of GPUs of the choice that it quotes.
-COMMAND = f"distca simulate prolong --gpus 8,64,512 --context {CONTEXT_TOKENS} --liger --gpu-gib {GPU_GIB}"
+COMMAND = f"distca simulate prolong --gpus 8,64,512 --context {CONTEXT_TOKENS} --liger"
 QUOTED_MIX, QUOTED_GPUS = "prolong", 64
 # Ways that are drawn, by their family or key, from top to bottom.
 WAYS = {
@@ -106,7 +104,7 @@ def result_of(mix: str, gpus: int) -> Result:
     profile, tokens = find_profile(PROFILE), read_lengths(LENGTHS.find(mix)).tokens
     model = SimulatedModel.of(preset(MODEL))
     request = SimulationRequest(
-        model, gpus, TOKENS_PER_RANK, CONTEXT_TOKENS, liger=True, gpu_gib=GPU_GIB, batches=BATCHES
+        model, gpus, TOKENS_PER_RANK, CONTEXT_TOKENS, liger=True, gpu_gib=gpu_gib_of(profile), batches=BATCHES
     )
     return simulate(request, profile, tokens, TOKEN_BUDGET)[0]
 

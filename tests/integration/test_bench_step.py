@@ -4,6 +4,7 @@ import gzip
 import importlib
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 
@@ -11,6 +12,8 @@ import pytest
 import transformers
 from packaging.version import Version
 
+from distca_hf.analysis.profiles.curves import Notes
+from distca_hf.analysis.profiles.shipped import find_profile
 from distca_hf.cost import causal_pairs
 from support.commands import REPOSITORY
 from support.scripts import run_script
@@ -28,6 +31,7 @@ CONFIG = {
     "num_attention_heads": HEADS,
     "num_key_value_heads": KV_HEADS,
 }
+QUICK = ("--no-exposed", "--no-kernels", "--rounds", "1", "--warmup", "0")
 
 
 @pytest.fixture
@@ -130,11 +134,12 @@ def test_experts_of_both_ranks_compute_in_every_mode(tmp_path: Path) -> None:
     config.write_text(json.dumps(CONFIG | experts | {"model_type": "qwen3_moe", "head_dim": DIM}))
     options = ["--device", "cpu", "--config", str(config), "--layers", str(LAYERS), "--documents", f"{TOKENS},8x64"]
     command = ["scripts/benchmarks/attention_step.py", *options, "--ep-size", "2", "--modes", "local,ideal,placed"]
-    quick = ["--no-exposed", "--no-kernels", "--rounds", "1", "--warmup", "0"]
-    printed = run_script(RANKS, tmp_path, [*command, *quick, "--out", out])
+    printed = run_script(RANKS, tmp_path, [*command, *QUICK, "--cluster", "h100", "--out", out])
     facts = json.loads(out.read_text())
 
     assert "FSDP2, gradients summed in float32, experts over 2 ranks" in printed
+    assert "no simulation: experts that 2 ranks divide are not simulated" in printed
+    assert facts["simulated"] == {}
     assert all(error <= 1 for errors in facts["errors"].values() for error in errors.values())
     modes = facts["modes"]
     assert modes["placed"]["loss"] == pytest.approx(modes["local"]["loss"], rel=1e-5)
@@ -147,6 +152,82 @@ def test_experts_of_both_ranks_compute_in_every_mode(tmp_path: Path) -> None:
     pairs = LAYERS * (causal_pairs(0, TOKENS) + 8 * causal_pairs(0, 64)) / RANKS
     linear = facts["load"]["model_flops"] / 3 - pairs * 4 * DIM * HEADS
     assert linear == pytest.approx(2 * weights * LAYERS * tokens)
+
+
+@pytest.mark.parametrize(
+    ("divided", "words", "data_ranks", "tensor_ranks"),
+    [
+        pytest.param(
+            ["--tp-size", "2"],
+            "FSDP2, gradients summed in float32, layers over 2 tensor ranks",
+            *(2, 2),
+            marks=pytest.mark.skipif(
+                Version(transformers.__version__).release < (5, 19), reason="Transformers trains so since 5.19"
+            ),
+        ),
+        (["--dp-replicate-size", "2"], "FSDP2, gradients summed in float32, 2 replicas", 4, 1),
+    ],
+)
+def test_ranks_of_a_grid_compute_in_every_mode(
+    tmp_path: Path, divided: list[str], words: str, data_ranks: int, tensor_ranks: int
+) -> None:
+    """Four ranks: two data ranks of two tensor ranks each, or two replicas of two shards."""
+    config, out = tmp_path / "config.json", tmp_path / "out.json"
+    config.write_text(json.dumps(CONFIG))
+    options = ["--device", "cpu", "--config", str(config), "--layers", str(LAYERS), "--documents", f"{TOKENS},24x64"]
+    command = ["scripts/benchmarks/attention_step.py", *options, *divided, "--modes", "local,ideal,placed,fixed"]
+    printed = run_script(4, tmp_path, [*command, *QUICK, "--cluster", "h100", "--out", out])
+    facts = json.loads(out.read_text())
+
+    assert words in printed
+    assert all(error <= 1 for errors in facts["errors"].values() for error in errors.values())
+    modes = facts["modes"]
+    for name in ("placed", "fixed"):
+        assert modes[name]["loss"] == pytest.approx(modes["local"]["loss"], rel=1e-5)
+        assert modes[name]["exchanged_bytes"] > 0
+    tokens = (TOKENS + 24 * 64) // data_ranks
+    assert facts["load"]["tokens"] == tokens
+    assert modes["placed"]["tokens_per_second"] == pytest.approx(
+        tokens / tensor_ranks / modes["placed"]["step_seconds"]
+    )
+    # A tensor rank computes its heads, and its part of all matrix products.
+    width, mlp = HEADS * DIM, 128
+    weights = width * (2 * HEADS + 2 * KV_HEADS) * DIM + 3 * width * mlp
+    pairs = LAYERS * (causal_pairs(0, TOKENS) + 24 * causal_pairs(0, 64)) / data_ranks
+    linear = facts["load"]["model_flops"] / 3 - pairs * 4 * DIM * HEADS / tensor_ranks
+    assert linear == pytest.approx(2 * weights * LAYERS * tokens / tensor_ranks)
+    assert set(facts["simulated"]) == {"local ÷ placed", "placed ÷ ideal", "fixed ÷ ideal", "local ÷ fixed"}
+    for ratio, (measured, simulated) in facts["simulated"].items():
+        above, below = ratio.split(" ÷ ")
+        assert measured == pytest.approx(modes[above]["step_seconds"] / modes[below]["step_seconds"])
+        assert simulated > 0
+
+
+def test_modes_that_know_no_tensor_ranks_are_refused(tmp_path: Path) -> None:
+    options = ["--device", "cpu", "--tp-size", "2", "--modes", "placed,context"]
+    with pytest.raises(AssertionError, match="--tp-size is measured without context and ulysses"):
+        run_script(1, tmp_path, ["scripts/benchmarks/attention_step.py", *options])
+
+
+def test_simulated_layers_of_a_configuration_are_those_of_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A configuration of four Llama layers gives the numbers that rows of measured steps are compared with; replicas
+    add the sums over them, and two tensor ranks halve the work."""
+    monkeypatch.syspath_prepend(REPOSITORY / "scripts" / "benchmarks")
+    predicted, model = importlib.import_module("lib.planning.predicted"), importlib.import_module("lib.model")
+    profile, notes = find_profile("h100"), Notes()
+    names = {"local": 1.0, "ideal": 1.0, "recomputed": 1.0, "fixed": 1.0}
+    row = predicted.MeasuredRow("", 4, "H100", "NVLink", "131072,96x4096", "", 0, 2, False, names)
+    layers = predicted.model_of(model.PRESETS["llama3-8b"] | {"num_hidden_layers": 4})
+    flat = predicted.Setting(layers, row.document_tokens, 4, slow=False)
+    times = predicted.simulate(flat, names, profile, notes)
+    replicas = predicted.simulate(replace(flat, replicas=2), names, profile, notes)
+    tensor = predicted.simulate(replace(flat, data_ranks=2, tensor_ranks=2), names, profile, notes)
+
+    assert times == pytest.approx(predicted.simulate_row(row, profile))
+    for name in names:
+        assert times[name] < replicas[name] < 1.02 * times[name]
+        assert tensor[name] >= 0.99 * tensor["ideal"]
+    assert times["ideal"] < tensor["ideal"] < 1.1 * times["ideal"]
 
 
 @pytest.mark.parametrize(("preset", "longest"), [("A", 65_536), ("B", 131_072), ("C", 65_536)])

@@ -13,7 +13,7 @@ from distca_hf.flops import PEAK_FLOPS
 
 FOLDER = "distca_hf.analysis.profiles"
 # Profile that is taken where none is named.
-DEFAULT_PROFILE = "h100"
+DEFAULT_PROFILE = "h200"
 
 
 def shipped_profiles() -> dict[str, Path]:

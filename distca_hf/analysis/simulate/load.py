@@ -7,6 +7,8 @@ Exchanges are part of attention's seconds here, as far as they are not hidden:
 
     exchange   | chunk 0 | chunk 1 |                             | gradients |
     kernel     | local calls | chunk 0 | chunk 1 |  | early calls | late calls | waits
+
+If queries move, results of forward leave like gradients of backward, and output gradients come like rows of forward.
 """
 
 from collections.abc import Sequence
@@ -17,7 +19,6 @@ import numpy as np
 from distca_hf.analysis.profiles.curves import FloatArray
 from distca_hf.analysis.simulate.costs import Passes
 from distca_hf.arrays import IntArray
-from distca_hf.planning.routing import LATE_SHARE
 
 
 @dataclass(frozen=True)
@@ -74,42 +75,46 @@ class Hidden:
         results_share: share of the rows that are results. In forward those of a chunk leave while the next one is
             attended, in backward they come first.
         beside: seconds by which a second of exchange delays kernels.
+        keeps: whether rows of others are kept until backward; otherwise they are sent for recomputation and for
+            backward once more.
     """
 
     seconds: FloatArray
     chunks: int = 1
     results_share: float = 0.0
     beside: float = 0.0
+    keeps: bool = True
 
-    def attention(self, local: Passes, remote: Passes, layers: int) -> Attention:
+    def attention(self, local: Passes, remote: Passes, late: Passes, layers: int) -> Attention:
         """Returns attention with this exchange.
 
         Args:
             local: `[ranks]` seconds of calls that need no rows of others.
             remote: `[ranks]` seconds of all others.
+            late: `[ranks]` seconds of the local calls that can wait until results leave.
         """
         kernels = local + remote
+        moves = self.results_share > 0
         comes, leaves = self.seconds * (1 - self.results_share), self.seconds * self.results_share
-        delay = self.beside * np.minimum(self.seconds, kernels.forward)
-        forward = _in_chunks(local.forward, remote.forward, comes, self.chunks) + self._unhidden(
-            leaves / self.chunks, local.forward, kernels.forward
-        )
-        early = local.backward - self._late(local.backward, kernels.backward)
-        backward = (
-            kernels.backward
-            + np.maximum(0.0, leaves - early)
-            + self._unhidden(comes, local.backward, kernels.backward)
-            + self.beside * np.minimum(self.seconds, kernels.backward)
-        )
-        return Attention(forward + delay, kernels.forward, backward, self.seconds, layers)
+        # Half of them are early where rows come as well as leave; without results forward has no late calls.
+        late_forward = late.forward / 2 if moves else np.zeros_like(late.forward)
+        early = local.forward - late_forward
+        results = np.maximum(late_forward, leaves / self.chunks)
+        forward = _in_chunks(early, remote.forward, comes, self.chunks) + results
+        forward = forward + self._delay(self.seconds, kernels.forward)
+        recomputed = forward
+        if self.keeps:
+            recomputed = early + remote.forward + results + self._delay(leaves, kernels.forward)
+        arrives = leaves if self.keeps else comes + leaves
+        late_backward = late.backward / 2 if moves or not self.keeps else late.backward
+        early = local.backward - late_backward
+        backward = _in_chunks(early, remote.backward, arrives, 1) + np.maximum(late_backward, comes)
+        backward = backward + self._delay(arrives + comes, kernels.backward)
+        return Attention(forward, recomputed, backward, self.seconds, layers)
 
-    def _late(self, local: FloatArray, kernels: FloatArray) -> FloatArray:
-        """Returns seconds of local calls that are computed while results leave."""
-        return np.minimum(local, LATE_SHARE * kernels.mean())
-
-    def _unhidden(self, seconds: FloatArray, local: FloatArray, kernels: FloatArray) -> FloatArray:
-        """Returns seconds of results' way that no local call hides."""
-        return np.maximum(0.0, seconds - self._late(local, kernels))
+    def _delay(self, seconds: FloatArray, kernels: FloatArray) -> FloatArray:
+        """Returns the seconds that an exchange takes from the kernels beside it."""
+        return self.beside * np.minimum(seconds, kernels)
 
 
 @dataclass(frozen=True)

@@ -6,15 +6,17 @@ whose queries come from other ranks, do.
 
 import numpy as np
 
+from distca_hf.analysis.profiles.curves import FloatArray
 from distca_hf.analysis.published_greedy import plan_published_greedy
 from distca_hf.analysis.simulate.costs import HALF_BYTES, Costs, Passes
-from distca_hf.analysis.simulate.load import Attention, Hidden, Load
+from distca_hf.analysis.simulate.load import Attention, Hidden, Load, nothing_sent
 from distca_hf.analysis.simulate.wires import Cluster
 from distca_hf.arrays import IntArray
 from distca_hf.cost import Mask
 from distca_hf.layout import Layout
 from distca_hf.planning.pieces import ALL_HEADS
 from distca_hf.planning.plan import Plan
+from distca_hf.planning.routing import LATE_SHARE
 from distca_hf.planning.transfers import bytes_between
 
 
@@ -24,7 +26,13 @@ PLANNING_SECONDS, PLANNING_SECONDS_PER_RANK = 3e-3, 0.5e-3
 
 
 def ours(
-    costs: Costs, cluster: Cluster, plan: Plan, chunks: int, saves_attention: bool, in_step: bool = False
+    costs: Costs,
+    cluster: Cluster,
+    plan: Plan,
+    chunks: int,
+    saves_attention: bool,
+    in_step: bool = False,
+    keeps: bool = True,
 ) -> Load:
     """Returns the load of one of our plans.
 
@@ -32,13 +40,16 @@ def ours(
         chunks: of an exchange in forward.
         saves_attention: whether outputs are kept under activation checkpointing.
         in_step: whether it is planned right before the forward pass.
+        keeps: whether rows of other ranks are kept until backward.
     """
     sent, received, num_bytes = _wires(costs, cluster, plan)
-    hidden = Hidden(np.maximum(sent, received), chunks, _results_share(costs, plan), cluster.attention_beside)
+    hidden = Hidden(np.maximum(sent, received), chunks, _results_share(costs, plan), cluster.attention_beside, keeps)
+    local, remote = _calls(costs, plan)
+    late = Passes(*(_late(plan, x, x + y) for x, y in zip(vars(local).values(), vars(remote).values(), strict=True)))
     kinds = [
-        hidden.attention(*_calls(costs, plan), layers)
+        hidden.attention(local, remote, late, layers)
         if mask.window_tokens is None
-        else Hidden(np.zeros(len(sent))).attention(*_window_calls(costs, plan.layout, mask), layers)
+        else nothing_sent(_window_calls(costs, plan.layout, mask), layers)
         for mask, layers in costs.model.masks
     ]
     ranks = plan.layout.num_ranks
@@ -59,7 +70,7 @@ def published(costs: Costs, cluster: Cluster, document_tokens: IntArray, toleran
     kinds = []
     for mask, layers in costs.model.masks:
         if mask.window_tokens is not None:
-            kinds.append(Hidden(np.zeros(len(sent))).attention(*_window_calls(costs, plan.layout, mask), layers))
+            kinds.append(nothing_sent(_window_calls(costs, plan.layout, mask), layers))
             continue
         delay = cluster.attention_beside * seconds
         forward = np.maximum(kernels.forward, seconds - layer.forward) + delay
@@ -88,11 +99,21 @@ def _calls(costs: Costs, plan: Plan) -> tuple[Passes, Passes]:
     return local, remote
 
 
-def _window_calls(costs: Costs, layout: Layout, mask: Mask) -> tuple[Passes, Passes]:
+def _late(plan: Plan, local: FloatArray, kernels: FloatArray) -> FloatArray:
+    """Returns `[ranks]` seconds of local calls that can wait until results leave, as routings divide them
+    (`planning.routing`)."""
+    working = kernels > 0
+    deferred = LATE_SHARE * kernels[working].mean() if working.any() else 0.0
+    if plan.speeds:
+        leaves = max((kernels - local).max(), kernels.max() - deferred)
+        return np.clip(kernels - leaves, 0.0, local)
+    return np.minimum(local, min(deferred, local[working].min(initial=np.inf)))
+
+
+def _window_calls(costs: Costs, layout: Layout, mask: Mask) -> Passes:
     """Returns `[ranks]` seconds of a layer with a window: every rank computes its own tokens."""
     queries, before = layout.segment_tokens, layout.segment_start
-    seconds = costs.attention(queries, before, mask).sum_by(layout.segment_rank, layout.num_ranks)
-    return seconds, seconds.times(0.0)
+    return costs.attention(queries, before, mask).sum_by(layout.segment_rank, layout.num_ranks)
 
 
 def _wires(costs: Costs, cluster: Cluster, plan: Plan) -> tuple[np.ndarray, np.ndarray, float]:

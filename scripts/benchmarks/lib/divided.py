@@ -61,7 +61,8 @@ class DividedBackbone(Backbone):
 def build_divided_model(config: PreTrainedConfig, options: argparse.Namespace) -> PreTrainedModel:
     """Returns the model without its head, and with random weights that are made where they are held.
 
-    Weights are fp32 and layers compute in `dtype`. Transformers lets FSDP2 sum gradients in fp32.
+    Weights are fp32 and layers compute in `dtype`, to which FSDP2 casts. Transformers lets it sum gradients in fp32.
+    Where tensor ranks are all that there is, nothing is sharded: weights have that dtype then.
 
     Raises:
         SystemExit: this Transformers does not train rightly so.
@@ -86,7 +87,7 @@ def build_divided_model(config: PreTrainedConfig, options: argparse.Namespace) -
         None,
         config=config,
         state_dict={},  # of which all weights are missing, so that they are initialised
-        dtype=torch.float32,
+        dtype=torch.float32 if data_ranks(options) > 1 else options.dtype,
         attn_implementation="distca",
         distributed_config=DistributedConfig(
             fsdp_size=data_ranks(options) // options.dp_replicate_size,

@@ -13,6 +13,7 @@ import numpy as np
 
 from distca_hf.analysis.profiles.curves import Notes
 from distca_hf.analysis.profiles.shipped import find_profile
+from distca_hf.config import DistCAConfig
 from lib.planning.predicted import Setting, model_of, simulate
 from lib.tables import markdown
 
@@ -68,6 +69,7 @@ def ratios_of(options: argparse.Namespace, config: Any, seconds: Mapping[str, fl
         replicas=options.dp_replicate_size,
         liger=options.liger,
         checkpointing=options.checkpointing,
+        keeps=DistCAConfig().kv_residency != "refetch",
     )
     known = [name for name in seconds if name in NAMES]
     simulated = simulate(setting, [NAMES[name] for name in known], find_profile(options.cluster), notes)

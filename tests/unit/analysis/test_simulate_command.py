@@ -53,7 +53,7 @@ def test_text_is_readable_at_80_columns(lengths: Path) -> None:
         assert words in printed
     assert "8 GPUs x 16,384 tokens, 1 micro-step, context 32,768" in printed
     assert "Assumptions" in printed
-    assert "Times: h100, " in printed
+    assert "Times: h200, " in printed
     assert "measured 20" in printed
 
 
@@ -61,7 +61,7 @@ def test_json_has_all_figures(lengths: Path) -> None:
     answer: dict[str, Any] = json.loads(simulate(lengths, *QUICK, "--accumulation", "1,2", "--json"))
 
     assert [(one["gpus"], one["accumulation"]) for one in answer["simulations"]] == [(4, 1), (4, 2), (8, 1), (8, 2)]
-    assert answer["profile"]["device"] == find_profile("h100").made.device
+    assert answer["profile"]["device"] == find_profile("h200").made.device
     assert answer["assumptions"]
     for one in answer["simulations"]:
         ways = {way["key"]: way for way in one["ways"]}
@@ -96,7 +96,7 @@ def test_stages_of_a_pipeline_stand_beside_other_ways(lengths: Path) -> None:
 
 
 def test_a_profile_of_ones_own_is_taken(lengths: Path, tmp_path: Path) -> None:
-    write(find_profile("h100"), tmp_path / "cluster.json")
+    write(find_profile("h200"), tmp_path / "cluster.json")
     shipped = json.loads(simulate(lengths, *QUICK, "--json"))
     own = json.loads(simulate(lengths, *QUICK, "--cluster", tmp_path / "cluster.json", "--json"))
 
@@ -108,7 +108,7 @@ def test_bad_input_is_one_line(lengths: Path, tmp_path: Path) -> None:
     foreign.write_text("{}")
 
     assert "no cluster profile" in refusal(lengths, *QUICK, "--cluster", foreign)
-    assert "nearest is h100" in refusal(lengths, *QUICK, "--cluster", "h200")
+    assert "nearest is h100" in refusal(lengths, *QUICK, "--cluster", "a100")
     assert "cannot be read" in refusal(lengths, *QUICK, "--cluster", tmp_path / "none.json")
     assert "--gpus 0 must be" in refusal(lengths, "--gpus", "0")
     assert "--gpus 8;9: write whole numbers" in refusal(lengths, "--gpus", "8;9")

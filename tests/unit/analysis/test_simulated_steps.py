@@ -33,7 +33,7 @@ from distca_hf.planning.plan import plan_in_place
 from distca_hf.planning.rebalance import plan_by_moving
 
 
-PROFILE = find_profile("h100")
+PROFILE = find_profile("h200")
 MODEL = SimulatedModel.of(preset("llama3-8b"))
 
 
@@ -56,17 +56,38 @@ def array(*values: float) -> np.ndarray:
 def test_chunks_are_attended_as_they_come() -> None:
     """Local calls of 1 s, 4 s of others' rows in two chunks, an exchange of 6 s that brings the second after 6 s."""
     local, remote = Passes(array(1.0), array(8.0)), Passes(array(4.0), array(2.0))
-    of = Hidden(array(6.0), chunks=2).attention(local, remote, 1)
+    late = Passes(array(0.5), array(2.5))
+    of = Hidden(array(6.0), chunks=2).attention(local, remote, late, 1)
 
     assert of.forward.tolist() == [8.0]  # 3 s until the first chunk, 2 s of it, wait for the second, 2 s of it
     assert of.recomputed.tolist() == [5.0]
-    # Backward: a quarter of the mean work is computed while gradients leave.
-    assert of.backward.tolist() == [10.0 + 6.0 - 2.5]
+    assert of.backward.tolist() == [10.0 + 6.0 - 2.5]  # late calls run while gradients leave
+
+
+def test_results_of_queries_that_move_leave_beside_late_calls() -> None:
+    """A third of 6 s are results. Half of the late calls are left for their way, the others are early: rows come."""
+    local, remote = Passes(array(4.0), array(9.0)), Passes(array(3.0), array(8.0))
+    late = Passes(array(2.0), array(4.0))
+    of = Hidden(array(6.0), results_share=1 / 3).attention(local, remote, late, 1)
+
+    assert of.forward.tolist() == pytest.approx([4.0 + 3.0 + 2.0])  # 4 s of rows, calls, 2 s of results beside 1 s
+    assert of.recomputed.tolist() == pytest.approx([3.0 + 3.0 + 2.0])  # rows are there
+    assert of.backward.tolist() == pytest.approx([7.0 + 8.0 + 4.0])  # output gradients come in 2 s, 4 s of gradients
+
+
+def test_rows_that_are_not_kept_are_sent_three_times() -> None:
+    local, remote = Passes(array(1.0), array(2.0)), Passes(array(4.0), array(8.0))
+    late = Passes(array(0.0), array(0.0))
+    of = Hidden(array(6.0), keeps=False).attention(local, remote, late, 1)
+
+    assert of.forward.tolist() == of.recomputed.tolist() == [10.0]
+    assert of.backward.tolist() == [6.0 + 8.0 + 6.0]
 
 
 def test_exchanges_that_kernels_hide_cost_their_delay_alone() -> None:
     local, remote = Passes(array(10.0, 12.0), array(30.0, 36.0)), Passes(array(2.0, 0.0), array(6.0, 0.0))
-    of = Hidden(array(1.0, 0.0), chunks=1, beside=0.5).attention(local, remote, 1)
+    late = Passes(array(0.0, 0.0), array(9.0, 9.0))
+    of = Hidden(array(1.0, 0.0), chunks=1, beside=0.5).attention(local, remote, late, 1)
 
     assert of.forward.tolist() == [12.5, 12.0]
     assert of.backward.tolist() == [36.5, 36.0]

@@ -62,6 +62,7 @@ class MeasuredRow:
         model: shape of the layers, as these programs name it; none is four layers of an 8B Llama.
         words: of the head; 0 without a head and without an optimizer.
         reduce_bytes: of a number in sums of gradients.
+        refetches: whether keys were sent for recomputation and for backward once more.
         milliseconds: of each way.
     """
 
@@ -73,6 +74,7 @@ class MeasuredRow:
     model: str
     words: int
     reduce_bytes: int
+    refetches: bool
     milliseconds: Mapping[str, float]
 
     @property
@@ -97,6 +99,7 @@ def read_measured(path: Path) -> list[MeasuredRow]:
             row.get("model", ""),
             row.get("words", 0),
             row.get("reduce_bytes", 2),
+            row.get("refetches", False),
             row["ms"],
         )
         for row in json.loads(path.read_text())["rows"]
@@ -119,6 +122,7 @@ class Setting:
         replicas: groups of data ranks that shard the weights alike (HSDP).
         liger: whether layers are Liger's.
         checkpointing: as programs that measure take it.
+        keeps: keys are kept until backward, and not sent once more.
     """
 
     model: SimulatedModel
@@ -132,6 +136,7 @@ class Setting:
     replicas: int = 1
     liger: bool = False
     checkpointing: str = "full"
+    keeps: bool = True
 
 
 @dataclass(frozen=True)
@@ -164,7 +169,8 @@ def simulate_row(row: MeasuredRow, profile: ClusterProfile, notes: Notes | None 
     # Without a head the embedding alone is outside of layers.
     root_share = 1.0 if has_head else 0.5
     rank = row.document_tokens, row.gpus, row.slow, row.reduce_bytes
-    setting = Setting(_model_of(row), *rank, has_head=has_head, root_share=root_share)
+    keeps = not row.refetches
+    setting = Setting(_model_of(row), *rank, has_head=has_head, root_share=root_share, keeps=keeps)
     return simulate(setting, row.milliseconds, profile, Notes() if notes is None else notes)
 
 
@@ -180,18 +186,18 @@ def simulate(setting: Setting, names: Iterable[str], profile: ClusterProfile, no
     trained = costs, cluster, recomputes, has_head, has_head, setting.reduce_bytes, setting.root_share
     training = ReplicatedTraining(*trained, replicas=setting.replicas)
     topology = Topology(ranks, ranks)
-    chunks = SLOW_CHUNKS if setting.slow else 1
+    chunks, keeps = SLOW_CHUNKS if setting.slow else 1, setting.keeps
 
     def placed(saves: bool) -> Load:
         gpus = ranks * setting.tensor_ranks
         sizes = int(lengths.sum()) // ranks, int(lengths.max())
         request = SimulationRequest(model, gpus, *sizes, tensor_ranks=setting.tensor_ranks)
-        return ours(costs, cluster, request.planner.plan(lengths), chunks, saves)
+        return ours(costs, cluster, request.planner.plan(lengths), chunks, saves, keeps=keeps)
 
     def fixed(saves: bool) -> Load:
         packed = Layout.from_packs(peers.best_fit(lengths, ranks))
         plan = plan_by_moving(packed, costs.head_groups, topology=topology)
-        return ours(costs, cluster, plan, chunks, saves, in_step=True)
+        return ours(costs, cluster, plan, chunks, saves, in_step=True, keeps=keeps)
 
     ways: dict[str, Callable[[], Load]] = {
         "local": lambda: peers.plain_packing(costs, lengths, ranks),
@@ -266,7 +272,7 @@ def compare_servers(path: Path, profile: ClusterProfile) -> list[Compared]:
     and simulated."""
     compared = []
     for row in json.loads(path.read_text())["servers"]["rows"]:
-        measured = MeasuredRow("one layer", 2, "H200", row["links"], row["documents"], "", 0, 2, {})
+        measured = MeasuredRow("one layer", 2, "H200", row["links"], row["documents"], "", 0, 2, False, {})
         slow, notes = measured.slow, Notes()
         costs = Costs(profile, SimulatedModel.of(preset("llama3-8b")).with_layers(1), False, notes)
         layout = Layout.from_packs([parse_documents(row["documents"])])
