@@ -2,7 +2,7 @@
 
     python scripts/faults/lose_servers.py --trainers 2 --servers 2 --wrap fsdp2 --accumulation 3 --losses 10
     python scripts/faults/lose_servers.py --wrap zero3 --how stop --losses 5
-    python scripts/faults/lose_servers.py --trainers 1 --servers 1 --device cuda --how stop
+    python scripts/faults/lose_servers.py --trainers 3 --servers 1 --device cuda --how both --losses 20
 
 A tiny Llama, through `torchrun -m distca_hf.run` and an unmodified Trainer, with supervisors that replace lost
 servers: on CPUs over gloo, or with `--device cuda` on one GPU for each process over NCCL, with longer documents in
@@ -18,10 +18,11 @@ import json
 import random
 import re
 import signal
+import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -33,13 +34,17 @@ import yaml
 
 REPOSITORY = Path(__file__).parents[2]
 TRAIN = Path(__file__).with_name("lose_servers_train.py")
-SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}
+SIGNALS = {"kill": (signal.SIGKILL,), "stop": (signal.SIGSTOP,), "both": (signal.SIGKILL, signal.SIGSTOP)}
 # Module of the processes to harm: the supervisors that replace them run another one.
 SERVER = "distca_hf.runtime.server"
 # Characters of a training's output that are shown if it fails.
 LAST_WORDS = 6000
 # Largest difference of a loss, in fp32 and in bf16.
 LIMITS = {"cpu": 1e-5, "cuda": 1e-2}
+# Most that a size may grow from one loss to the next: as a part of its first value, or as a number.
+GROWTH = {"mebibytes": (0.01, 0.0), "gpu_mebibytes": (0.01, 0.0), "threads": (0.0, 0.5), "files": (0.0, 1.5)}
+# Losses before sizes count: buffers and caches have theirs then. So many sizes tell growth from chance.
+SETTLED_LOSSES, FEWEST_SIZES = 1, 4
 
 
 @dataclass(frozen=True)
@@ -64,7 +69,9 @@ def main() -> None:
         "--wrap", choices=["ddp", "fsdp2", "zero3"], default="fsdp2", help="trains under DDP, FSDP2 or ZeRO-3"
     )
     parser.add_argument("--accumulation", type=int, default=1, help="micro-batches of an optimizer step")
-    parser.add_argument("--how", choices=SIGNALS, default="kill", help="servers are lost: killed, or stopped")
+    parser.add_argument(
+        "--how", choices=SIGNALS, default="kill", help="servers are lost: killed, stopped, or both in turns"
+    )
     parser.add_argument("--losses", type=int, default=10, help="servers to lose, one after the other")
     parser.add_argument("--device", choices=LIMITS, default="cpu", help="where all processes compute")
     parser.add_argument("--one-gpu", action="store_true", help="all processes share the first GPU")
@@ -87,17 +94,35 @@ def _compare(options: argparse.Namespace, folder: Path) -> int:
         f"{options.losses} servers lost ({options.how}), {len(alone['losses'])} steps, {disturbed['redone']:.0f} run "
         f"again; largest difference of a loss {largest:.1e}, of a norm {norms:.1e} of it\n"
     )
-    for name, one in sizes.items():
+    for number, one in enumerate(sizes, 1):
         gpu = "" if options.device == "cpu" else f"{one.gpu_mebibytes:.0f} MiB of the GPU, "
-        sys.stdout.write(f"{name}: {one.mebibytes:.0f} MiB, {gpu}{one.threads} threads, {one.files} files\n")
+        line = f"{one.mebibytes:.0f} MiB, {gpu}{one.threads} threads, {one.files} files"
+        sys.stdout.write(f"a trainer at loss {number}: {line}\n")
+    growing = grown(sizes)
+    for name, each in growing.items():
+        sys.stdout.write(f"{name} grow by {each:.1f} from loss to loss\n")
     if options.device == "cuda":
         seconds = ", ".join(f"{one:.2f}" for one in disturbed["longest_seconds"])
         sys.stdout.write(f"longest steps: {seconds} s; median {disturbed['median_seconds']:.3f} s\n")
-    return int(largest > LIMITS[options.device])
+    return int(largest > LIMITS[options.device] or bool(growing))
 
 
-def _train(options: argparse.Namespace, folder: Path, servers: int, steps: int = 0) -> tuple[dict[str, Sizes], int]:
-    """Runs one training, and loses servers in it. Returns sizes of the first trainer at some losses, and its steps."""
+def grown(sizes: Sequence[Sizes]) -> dict[str, float]:
+    """Returns the sizes that grow from loss to loss by more than they may, each with the slope of its line."""
+    counted = sizes[SETTLED_LOSSES:]
+    if len(counted) < FEWEST_SIZES:
+        return {}
+    growing = {}
+    for name, (part, number) in GROWTH.items():
+        values = [float(getattr(one, name)) for one in counted]
+        slope = statistics.linear_regression(range(len(values)), values).slope
+        if slope > part * values[0] + number:
+            growing[name] = slope
+    return growing
+
+
+def _train(options: argparse.Namespace, folder: Path, servers: int, steps: int = 0) -> tuple[list[Sizes], int]:
+    """Runs one training, and loses servers in it. Returns sizes of the first trainer at all losses, and its steps."""
     recipe, ended = folder / "recipe.yaml", folder / "ended"
     ended.unlink(missing_ok=True)
     plugin = {"attention_servers": servers, "metrics": "all"}
@@ -112,7 +137,7 @@ def _train(options: argparse.Namespace, folder: Path, servers: int, steps: int =
     environment["PYTHONPATH"] = ":".join([*map(str, paths), environment.get("PYTHONPATH", "")]).strip(":")
     environment["OMP_NUM_THREADS"] = "1"
     job = subprocess.Popen(line, stdout=log, stderr=subprocess.STDOUT, env=environment)
-    sizes: dict[str, Sizes] = {}
+    sizes: list[Sizes] = []
     try:
         if servers:
             sizes = _lose(options, job, Path(log.name))
@@ -129,17 +154,17 @@ def _train(options: argparse.Namespace, folder: Path, servers: int, steps: int =
     return sizes, json.loads((folder / "losses.json").read_text())["steps"]
 
 
-def _lose(options: argparse.Namespace, job: "subprocess.Popen[bytes]", log: Path) -> dict[str, Sizes]:
-    """Harms servers that have joined, one after the other."""
-    chance, sizes = random.Random(options.seed), {}
+def _lose(options: argparse.Namespace, job: "subprocess.Popen[bytes]", log: Path) -> list[Sizes]:
+    """Harms servers that have joined, one after the other; returns sizes at each loss."""
+    chance, signals, sizes = random.Random(options.seed), SIGNALS[options.how], list[Sizes]()
     for number in range(1, options.losses + 1):
         server = _joined(job, log, number)
         time.sleep(chance.uniform(0.0, 1.0))
-        sys.stdout.write(f"loss {number}: {options.how} process {server.pid}\n")
+        harm = signals[(number - 1) % len(signals)]
+        sys.stdout.write(f"loss {number}: {harm.name} to process {server.pid}\n")
         sys.stdout.flush()
-        server.send_signal(SIGNALS[options.how])
-        if number in (2, 10, options.losses):
-            sizes[f"a trainer at loss {number}"] = _sizes(job)
+        server.send_signal(harm)
+        sizes.append(_sizes(job))
     _joined(job, log, options.losses + 1)
     return sizes
 
