@@ -17,6 +17,10 @@ schedule (`distca_hf/data/schedules.py`). Parts have times of their own, because
 last the head and the loss. A hop between stages is timed alone, too. Left out are DDP's sums of gradients. There is no
 optimizer, so that all steps have the same loss; if losses differ, the script exits with 1.
 
+With several data ranks the last lines also compare `as packed` with the same step on silent wires (`lib/wires.py`):
+placed documents whose keys and values are local copies of random numbers. That is the work of every rank as it was
+spread, without any transfer between the ranks of a stage.
+
 Shaping itself knows no measured times: it divides by the costs that the loader assumes of every such model. The
 vocabulary is small by default, so that the last part is about as long as the others.
 """
@@ -56,6 +60,7 @@ from lib.part_times import PartTimes
 from lib.rounds import equal_losses
 from lib.stages import Stages
 from lib.tables import head, row
+from lib.wires import WiredPlugin, Wires
 
 
 COLUMNS = (
@@ -133,14 +138,18 @@ def measure(options: argparse.Namespace, device: torch.device) -> None:
     dist.barrier()
     # Without a pipeline the loader pads rows to a multiple of `pad_to_multiple_of`, and so to one shape, too.
     tokens = options.tokens_per_rank
-    plugin = distca_hf.DistCAPlugin(tokens_per_rank=tokens, pad_to_multiple_of=tokens)
+    settings = {"tokens_per_rank": tokens, "pad_to_multiple_of": tokens}
+    opener = distca_hf.DistCAPlugin(**settings)
+    opener.use_mesh(mesh, data="data", stages="stage")
+    wires = Wires(opener.transport(device), device)
+    plugin = WiredPlugin(wires, **settings)
     plugin.use_mesh(mesh, data="data", stages="stage")
     losses: list[float] = []
     notes: list[str] = []
     for chunks in map(int, options.chunks.split(",")):
         pipeline = Pipeline(options.stages, chunks)
         stages = Stages(options.folder, plugin, pipeline, mesh, device, options.micro_batches)
-        of_ways, note = compare(options, stages, pipeline, documents)
+        of_ways, note = compare(options, stages, wires, pipeline, documents)
         losses += of_ways
         notes.append(note)
         del stages
@@ -206,7 +215,7 @@ def print_header(options: argparse.Namespace, config: Any, documents: Dataset, d
 
 
 def compare(
-    options: argparse.Namespace, stages: Stages, pipeline: Pipeline, documents: Dataset
+    options: argparse.Namespace, stages: Stages, wires: Wires, pipeline: Pipeline, documents: Dataset
 ) -> tuple[list[float], str]:
     """Prints lines of the table for a schedule; returns the loss of each way, and a note about the prediction."""
     ways = ("plain", "as packed", "shaped") if stages.data_ranks > 1 else ("as packed", "shaped")
@@ -220,11 +229,16 @@ def compare(
         way: float(schedule.step_seconds_of_parts(*times.of(step.pairs), hop_seconds)) for way, step in steps.items()
     }
     rounds: dict[str, list[float]] = {way: [] for way in ways}
+    silent: list[float] = []
     losses: dict[str, float] = {}
     for _ in range(1 + options.rounds):  # one to warm up
         for way, step in steps.items():
             seconds, losses[way] = stages.step(step.inputs)
             rounds[way].append(seconds)
+        if stages.data_ranks > 1:
+            wires.silence(True)
+            silent.append(stages.step(steps["as packed"].inputs)[0])
+            wires.silence(False)
     measured = {way: statistics.median(seconds[1:]) for way, seconds in rounds.items()}
     name = "1F1B" if pipeline.chunks == 1 else f"interleaved, {pipeline.chunks} chunks"
     for way, step in steps.items():
@@ -235,7 +249,11 @@ def compare(
             print(row([name, way, *cells, *(f"{ratio:.3f}" for ratio in ratios)]), flush=True)
     spread = max((max(seconds[1:]) - min(seconds[1:])) / measured[way] for way, seconds in rounds.items())
     hop, spread_words = f"a hop {1e3 * hop_seconds:.2f} ms", f"rounds of a step within {100 * spread:.1f} %"
-    return [*losses.values()], f"{name}: {times.in_words()}; {hop}; {spread_words}"
+    without = ""
+    if silent:
+        alone = statistics.median(silent[1:])
+        without = f"; as packed ÷ without transfers between data ranks {measured['as packed'] / alone:.3f}"
+    return [*losses.values()], f"{name}: {times.in_words()}; {hop}; {spread_words}{without}"
 
 
 def read_step(options: argparse.Namespace, way: str, stages: Stages, pipeline: Pipeline, documents: Dataset) -> Step:
