@@ -2,7 +2,7 @@
 
     python scripts/faults/lose_servers.py --trainers 2 --servers 2 --wrap fsdp2 --accumulation 3 --losses 10
     python scripts/faults/lose_servers.py --wrap zero3 --how stop --losses 5
-    python scripts/faults/lose_servers.py --trainers 3 --servers 1 --device cuda --how both --losses 20
+    python scripts/faults/lose_servers.py --trainers 3 --servers 1 --device cuda --how both --losses 10
 
 A tiny Llama, through `torchrun -m distca_hf.run` and an unmodified Trainer, with supervisors that replace lost
 servers: on CPUs over gloo, or with `--device cuda` on one GPU for each process over NCCL, with longer documents in
