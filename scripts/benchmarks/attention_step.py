@@ -1,6 +1,7 @@
 """Times a training step of any Transformers decoder on a list of documents, in every way to share their attention.
 
     torchrun --nproc-per-node 4 scripts/benchmarks/attention_step.py --layers 4 --documents A --out a.json
+    torchrun --nproc-per-node 8 scripts/benchmarks/attention_step.py --documents 'A:8;C:8' --modes ideal,placed
     NCCL_P2P_DISABLE=1 torchrun --nproc-per-node 4 scripts/benchmarks/attention_step.py --documents 'A;B'
     torchrun --nproc-per-node 2 scripts/benchmarks/attention_step.py --device cpu --config c.json --documents 512,8x64
 
@@ -42,13 +43,14 @@ import torch.distributed as dist
 import distca_hf
 from distca_hf.kernels.interface import Kernel
 from lib.baselines.attention import register_ways
+from lib.baselines.ring_code import why_missing
 from lib.check import check_modes
 from lib.divided import DividedBackbone, build_divided_model
 from lib.documents import check_lengths, random_tokens, smaller_lengths
 from lib.header import facts_of
 from lib.kernel_seconds import time_kernels
 from lib.model import Backbone, build_model, prepare, probe, read_config
-from lib.modes import BUILDERS, Place, build_mode
+from lib.modes import BUILDERS, OF_PACKAGE, Place, build_mode
 from lib.options import on_all_ranks, parse_shared, shared_options
 from lib.rates import Rates, kernel_for, measure_rates
 from lib.report import Load, figures_of, load_of, table
@@ -75,8 +77,16 @@ def parse() -> argparse.Namespace:
         if not options.fsdp or options.liger:
             parser.error("--ep-size is measured with FSDP2, and without liger's layers")
         options.reduce_dtype = torch.float32  # Transformers has it so
-    left_out = {"unchecked"} if options.accumulation > 1 else {"sorted", "unchecked"}
+    left_out = OF_PACKAGE | ({"unchecked"} if options.accumulation > 1 else {"sorted", "unchecked"})
     options.modes = options.modes or [name for name in BUILDERS if name not in left_out]
+    of_package = sorted(OF_PACKAGE & {*options.modes})
+    if of_package and (missing := why_missing()):
+        parser.error(f"mode {of_package[0]} {missing}")
+    if of_package and (options.checkpointing == "saved" or options.compile):
+        parser.error(f"mode {of_package[0]} is no operator: leave --checkpointing saved and --compile out")
+    if "zigzag" in of_package and options.dtype == torch.float32:
+        # The package's zigzag sums fp32 gradients in tensors that it makes by casting: in fp32 those are its buffers.
+        parser.error("mode zigzag has wrong gradients in float32: give --dtype bfloat16")
     return options
 
 

@@ -169,6 +169,20 @@ def test_presets_fill_four_ranks_equally_in_every_mode(documents: ModuleType, pr
     assert max(documents.smaller_lengths(lengths, 4)) == documents.COMPARED_TOKENS
 
 
+def test_presets_have_as_many_tokens_for_every_gpu(documents: ModuleType) -> None:
+    for preset, tokens_per_gpu in {"A": 65_536, "B": 131_072, "C": 65_536, "D": 65_536}.items():
+        assert documents.spelled_out(preset) == documents.spelled_out(f"{preset}:4")
+        for gpus in (1, 2, 4, 8):
+            lengths = documents.parse_documents(f"{preset}:{gpus}")
+            documents.check_lengths(lengths, gpus)
+            assert sum(lengths) == tokens_per_gpu * gpus
+            assert lengths[0] == (sum(lengths) if preset == "D" else tokens_per_gpu)
+            if preset != "D":
+                documents.whole_documents(lengths, gpus)
+    assert documents.spelled_out("A:8") == "65536,5x32768,9x16384,72x2048"
+    assert documents.spelled_out("131072,96x4096") == "131072,96x4096"
+
+
 def test_documents_that_do_not_fit_are_refused(documents: ModuleType) -> None:
     with pytest.raises(SystemExit, match="whole documents do not fill 2 ranks of 384 tokens each"):
         documents.whole_documents([512, 64, 64, 64, 64], 2)

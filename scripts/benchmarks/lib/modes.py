@@ -10,6 +10,8 @@ ideal     the same total work, spread evenly without any transfer: of each lengt
           In a model whose layers carry a state, mixers run on the packs of local, and attention alone is spread.
 ulysses   heads over all ranks: all-to-all of q, k, v before and of the output after
 context   every document in zigzag over all ranks, keys and values all-gathered
+zigzag    ring attention by the package ring-flash-attn, its own code on our kernel (`lib/baselines/ring_code.py`)
+llama3    the same package's all-gather of some heads after the other, which it recommends for packed documents
 placed    the product: batches of `plugin.dataloader`
 fixed     the product: the packs of local, its tasks move
 unchecked placed, but in a forward pass ranks do not agree on anything: the price of that is placed ÷ unchecked
@@ -37,6 +39,7 @@ from distca_hf.placement.place import fill_in_order
 from distca_hf.runtime.forward_pass import ForwardPass
 from lib.baselines.calls import Call, ChosenKeys, MadeUpKeys, OwnKeys, make_call
 from lib.baselines.operators import Work
+from lib.baselines.ring_code import Llama3Work, RingWork, ZigzagWork
 from lib.documents import (
     Holding,
     Segment,
@@ -231,6 +234,24 @@ def _context(place: Place, step: StepTokens) -> Mode:
     return Mode("context", "bench_gathered", _batches(place, holding, step, place.work(calls)), exchanges=True)
 
 
+def _zigzag(place: Place, step: StepTokens) -> Mode:
+    _check_may_cut(place, "zigzag")
+    lengths = _lengths(step)
+    chunks = zigzag(range(len(lengths)), lengths, place.wires.world_size)
+    work = ZigzagWork(place.wires, place.kernel, lengths, place.device)
+    batches = _batches(place, [sorted(held) for held in chunks], step, work)
+    return Mode("zigzag", "bench_package", batches, exchanges=True)
+
+
+def _llama3(place: Place, step: StepTokens) -> Mode:
+    _check_may_cut(place, "llama3")
+    lengths = _lengths(step)
+    layout = fill_in_order(lengths, place.wires.world_size)
+    work = Llama3Work(place.wires, place.kernel, lengths, place.device)
+    batches = _batches(place, [layout.held_by(rank) for rank in range(layout.num_ranks)], step, work)
+    return Mode("llama3", "bench_package", batches, exchanges=True)
+
+
 def _placed(place: Place, step: StepTokens) -> Mode:
     tokens_per_rank = sum(_lengths(step)) // place.wires.world_size
     documents = [tokens.astype(np.int32) for tokens in chain.from_iterable(step)]
@@ -263,10 +284,13 @@ BUILDERS: dict[str, Callable[[Place, StepTokens], Mode]] = {
     "ideal": _ideal,
     "ulysses": _ulysses,
     "context": _context,
+    "zigzag": _zigzag,
+    "llama3": _llama3,
     "placed": _placed,
     "fixed": _fixed,
     "unchecked": _unchecked,
 }
+OF_PACKAGE = frozenset({"zigzag", "llama3"})  # run only where they are asked for by name
 
 
 def _check_may_cut(place: Place, name: str) -> None:
@@ -290,6 +314,6 @@ def _whole_call(lengths: Sequence[int], device: torch.device) -> Call:
     return make_call(0, lengths, lengths, OwnKeys(slice(0, sum(lengths))), device)
 
 
-def _batches(place: Place, holding: Holding, step: StepTokens, work: Work) -> list[Batch]:
+def _batches(place: Place, holding: Holding, step: StepTokens, work: Work | RingWork) -> list[Batch]:
     segments = holding[place.wires.rank]
     return [{**batch_of(segments, tokens, place.device), "bench_work": work} for tokens in step]

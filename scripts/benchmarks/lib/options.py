@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 
 from distca_hf.config import DistCAConfig
+from lib.documents import GPUS, parse_documents
 from lib.documents import PRESETS as DOCUMENTS
-from lib.documents import parse_documents
 from lib.model import PRESETS as MODELS
 
 
@@ -30,8 +30,8 @@ def shared_options(description: str | None) -> argparse.ArgumentParser:
     parser.add_argument(
         "--documents",
         default="A",
-        help=f"of a micro-step, as 131072,96x4096 or one of {', '.join(DOCUMENTS)}; several sets with ; between them, "
-        "measured one after the other: figures of the second go to OUT.1.json",
+        help=f"of a micro-step, as 131072,96x4096 or one of {', '.join(DOCUMENTS)}, for {GPUS} GPUs, or A:8 for 8; "
+        "several sets with ; between them, measured one after the other: figures of the second go to OUT.1.json",
     )
     parser.add_argument("--modes", help="comma-separated; by default all")
     parser.add_argument("--rounds", type=int, default=5, help="times that every mode is measured, in turns")
