@@ -69,7 +69,8 @@ class Batches(Protocol):
 @dataclass(frozen=True)
 class Place:
     """Parts that modes are built from: this rank, its wires, and the model that plans are made for; `recomputes` if
-    checkpointing recomputes attention, too."""
+    checkpointing recomputes attention, too; `num_nodes` that plans take these ranks for, 1 for what they are;
+    `share_of` ranks, of whose work `ideal` does one part in a process that is alone, 0 for as many as there are."""
 
     wires: Wires
     device: torch.device
@@ -78,12 +79,16 @@ class Place:
     model: nn.Module
     shape: Shape
     recomputes: bool = False
+    num_nodes: int = 1
+    share_of: int = 0
 
     def plugin(self, tokens_per_rank: int) -> WiredPlugin:
         """Returns the product, with further settings from the environment (`DISTCA_<FIELD>`). Checkpointing is decided
         for all modes alike (`model.py`)."""
         checkpointed = "recompute" if self.recomputes else "save"
-        settings = {"kernel": self.kernel, "checkpointed_attention": checkpointed}
+        settings: dict[str, Any] = {"kernel": self.kernel, "checkpointed_attention": checkpointed}
+        if self.num_nodes > 1:
+            settings["ranks_per_node"] = self.wires.world_size // self.num_nodes
         return WiredPlugin(self.wires, tokens_per_rank=tokens_per_rank, **settings)
 
     def work(self, calls: Iterable[Call]) -> Work:
@@ -180,8 +185,8 @@ def _pack(place: Place, segments: Sequence[Segment], tokens: Sequence[IntArray])
 
 
 def _ideal(place: Place, step: StepTokens) -> Mode:
-    rank = place.wires.rank
-    whole, parts = (holding[rank] for holding in evenly_spread(_lengths(step), place.wires.world_size))
+    rank, num_ranks = place.wires.rank, place.share_of or place.wires.world_size
+    whole, parts = (holding[rank] for holding in evenly_spread(_lengths(step), num_ranks))
     calls: list[Call] = []
     made_up: list[MadeUpKeys] = []
     if whole:
@@ -194,7 +199,7 @@ def _ideal(place: Place, step: StepTokens) -> Mode:
         calls.append(make_call(first, queries, keys, made_up[0], place.device))
     work = place.work(calls)
     if place.needs_whole_documents:
-        held = whole_documents(_lengths(step), place.wires.world_size)[rank]
+        held = whole_documents(_lengths(step), num_ranks)[rank]
         packs = [_pack(place, held, tokens) for tokens in step]
     else:
         packs = [batch_of([*whole, *parts], tokens, place.device) for tokens in step]
