@@ -4,6 +4,7 @@ import argparse
 import os
 from collections.abc import Callable, Collection
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -77,13 +78,17 @@ def parse_shared(parser: argparse.ArgumentParser, known_modes: Collection[str]) 
 
 
 def _open_group(device_type: str, bind: bool) -> torch.device:
-    """Opens the process group, bound to this rank's device or not; returns the device."""
+    """Opens the process group, bound to this rank's device or not; returns the device. A process without a launcher is
+    alone."""
+    alone: dict[str, Any] = {}
+    if "RANK" not in os.environ:
+        alone = {"store": dist.TCPStore("127.0.0.1", 0, is_master=True), "rank": 0, "world_size": 1}
     if device_type == "cpu":
-        dist.init_process_group("gloo")
+        dist.init_process_group("gloo", **alone)
         return torch.device("cpu")
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
     torch.cuda.set_device(device)
-    dist.init_process_group("nccl", device_id=device if bind else None)
+    dist.init_process_group("nccl", device_id=device if bind else None, **alone)
     return device
 
 
