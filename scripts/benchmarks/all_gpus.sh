@@ -7,12 +7,14 @@
 #   shown    the modes that figures are about, A, B, C: fewer than above
 #   scale    the product, Ulysses and ring-flash-attn's own code, if it is there: A, B, C, and D, one document over all
 #            GPUs; 4 minutes on two GPUs, 7 on eight
+#   weak     1, 2, 4, ... GPUs of 64K tokens each against one GPU at equal work; 3 minutes on two, 6 on eight
+#   nodes    two nodes of half of the GPUs each: bytes as planned, the same links; then NCCL's network between them
 #   liger    `modes` with Liger's kernels in all modes
 #   saved    attention outputs saved, and the best settings (saved, Liger's kernels)
 #   models   whole models: Llama-3-8B and Qwen3-4B, one long document, 64K and 128K tokens per GPU (on four)
 #   windows  layers of Gemma 3 27B, OLMo 3 7B and GPT-OSS 20B: sliding windows, and sinks
 #   hybrid   layers of Qwen 3.5 27B: whole documents, tasks move
-#   host     time of the host per attention call
+#   host     time of the host per attention call, and per call of FlashAttention
 #   memory   memory that torch holds while shapes change
 #
 # DOCUMENTS replaces A, B and C for as many GPUs as there are: for example 65536,16x4096;131072,32x4096 on two.
@@ -52,6 +54,12 @@ for part in "${@:-modes liger saved models host memory}"; do
             step scale --no-kernels --documents "$documents" --modes "ideal,placed,fixed,local,ulysses$ring"
             # One document over all GPUs cannot stay whole on one of them: there are no packs of it.
             step scale-one --no-kernels --documents "D:$gpus" --modes "ideal,placed,ulysses$ring"
+            ;;
+        weak) python scripts/benchmarks/weak_scaling.py --out "$out/weak.json" ;;
+        nodes)
+            step nodes --no-kernels --nodes 2 --documents "$documents;D:$gpus" --modes ideal,placed
+            # Sockets would carry FSDP's collectives, too: without it only attention crosses them.
+            step nodes-apart --no-kernels --nodes 2 --apart --no-fsdp --documents "$documents;D:$gpus" --modes ideal,placed
             ;;
         liger) step liger --liger --no-check --no-kernels --documents "$documents" --modes ideal,placed,local ;;
         saved)

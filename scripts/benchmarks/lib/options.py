@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from distca_hf.config import DistCAConfig
 from lib.documents import GPUS, parse_documents
@@ -82,7 +83,7 @@ def _open_group(device_type: str, bind: bool) -> torch.device:
     alone."""
     alone: dict[str, Any] = {}
     if "RANK" not in os.environ:
-        alone = {"store": dist.TCPStore("127.0.0.1", 0, is_master=True), "rank": 0, "world_size": 1}
+        alone = {"store": TCPStore("127.0.0.1", 0, is_master=True), "rank": 0, "world_size": 1}
     if device_type == "cpu":
         dist.init_process_group("gloo", **alone)
         return torch.device("cpu")
