@@ -7,7 +7,7 @@
 #   shown    the modes that figures are about, A, B, C: fewer than above
 #   scale    the product, Ulysses and ring-flash-attn's own code, if it is there: A, B, C, and D, one document over all
 #            GPUs; 4 minutes on two GPUs, 7 on eight
-#   weak     1, 2, 4, ... GPUs of 64K tokens each against one GPU at equal work; 3 minutes on two, 6 on eight
+#   weak     2, 4, ... GPUs of 64K tokens each against one GPU at equal work; 3 minutes on two, 8 on eight
 #   nodes    two nodes of half of the GPUs each: bytes as planned, the same links; then NCCL's network between them
 #   liger    `modes` with Liger's kernels in all modes
 #   saved    attention outputs saved, and the best settings (saved, Liger's kernels)
@@ -76,13 +76,13 @@ for part in "${@:-modes liger saved models host memory}"; do
         windows)
             for preset in gemma3-27b olmo3-7b gpt-oss-20b; do
                 echo "== $preset"
-                launch scripts/benchmarks/attention_step.py --preset "$preset" --warmup 1 --rounds 5 --no-exposed \
+                launch scripts/benchmarks/attention_step.py --preset "$preset" --warmup 1 --rounds 3 --no-exposed --no-kernels \
                     --documents "$documents" --modes ideal,placed --out "$out/$preset.json"
             done
             ;;
         hybrid)
             echo "== qwen3.5-27b"
-            launch scripts/benchmarks/attention_step.py --preset qwen3.5-27b --warmup 1 --rounds 3 --no-exposed \
+            launch scripts/benchmarks/attention_step.py --preset qwen3.5-27b --warmup 1 --rounds 3 --no-exposed --no-kernels \
                 --documents "$documents" --modes ideal,fixed,local --out "$out/qwen3.5-27b.json"
             ;;
         host) launch scripts/benchmarks/host_time.py ;;

@@ -1,11 +1,12 @@
-"""Compares steps of placed documents on 1, 2, 4, ... GPUs with one GPU at equal work: as many tokens and pairs.
+"""Compares steps of placed documents on 2, 4, ... GPUs with one GPU at equal work: as many tokens and pairs.
 
     python scripts/benchmarks/weak_scaling.py --out scaling.json
-    python scripts/benchmarks/weak_scaling.py --sizes 1,2 --repeats 1 -- --layers 4
-    python scripts/benchmarks/weak_scaling.py --device cpu --sizes 1,2 --tokens-per-gpu 512 -- --config c.json
+    python scripts/benchmarks/weak_scaling.py --sizes 2 --repeats 1 -- --layers 4
+    python scripts/benchmarks/weak_scaling.py --device cpu --sizes 2 --tokens-per-gpu 512 -- --config c.json
 
-It launches `attention_step.py` for every number of GPUs, one after the other, and all of them `--repeats` times. So a
-machine that slows down does so for all, and other GPUs do nothing meanwhile. What follows -- goes to each launch.
+It launches `attention_step.py` for one GPU and every number of GPUs, one after the other, and all of them `--repeats`
+times. So a machine that slows down does so for all, and other GPUs do nothing meanwhile. What follows -- goes to each
+launch.
 
 Equal tokens are not equal work: documents that span GPUs have more attended pairs for each token. So N GPUs are
 compared with one GPU that does the part of one of N in an even spread (`--share-tokens` of attention_step.py). It has
@@ -13,7 +14,7 @@ the same tokens and the same pairs, to the pair, and there is no other GPU, no c
 are of two kinds:
 
     mix       drawn from a shipped sample of lengths, up to as long as all GPUs hold; rounded to few lengths
-    copies    of the mix for the smallest number of GPUs. Every GPU could hold one copy whole: the easy case
+    copies    of the mix for one GPU. Every GPU could hold one copy whole: the easy case
 
 In the table, of one micro-step: `one GPU ms` and `placed ms` are medians. `÷ one GPU` is the median of tokens per
 second and GPU over those of one GPU at equal work, launch by launch, and `from, to` its smallest and largest value.
@@ -40,14 +41,14 @@ QUICK = ("--no-exposed", "--no-kernels")
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sizes", help="numbers of GPUs, as 1,2,4; by default powers of two up to all of this host")
+    parser.add_argument("--sizes", help="numbers of GPUs, as 2,4; by default powers of two up to all of this host")
     parser.add_argument("--tokens-per-gpu", type=int, default=65_536, help="tokens of each GPU")
     parser.add_argument("--mix", default="prolong_up", help="lengths, as lib/planning/mixes.py has them")
     parser.add_argument(
         "--seed", type=int, default=2, help="of the mix; 2 has a document of more than half of all tokens"
     )
     parser.add_argument("--repeats", type=int, default=2, help="times that everything is launched, in turns")
-    parser.add_argument("--rounds", type=int, default=3, help="steps measured in each launch, after one more")
+    parser.add_argument("--rounds", type=int, default=2, help="steps measured in each launch, after one more")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda", help="where ranks compute")
     parser.add_argument("--out", type=Path, help="write all figures as JSON")
     parser.add_argument(
@@ -55,9 +56,9 @@ def main() -> None:
     )
     options = parser.parse_args()
     sizes = [int(size) for size in options.sizes.split(",")] if options.sizes else _sizes(torch.cuda.device_count())
-    documents = documents_of(options.mix, sizes, options.tokens_per_gpu, options.seed)
+    one, *documents = documents_of(options.mix, sizes, options.tokens_per_gpu, options.seed)
     with TemporaryDirectory() as folder:
-        rounds = [_measure(options, documents, repeat, Path(folder)) for repeat in range(options.repeats)]
+        rounds = [_measure(options, one, documents, repeat, Path(folder)) for repeat in range(options.repeats)]
     by_documents = list(zip(*rounds, strict=True))
     print(f"{options.mix}, seed {options.seed}, {options.repeats} x {options.rounds} steps of each\n")
     print(table([row_of(each, of_each) for each, of_each in zip(documents, by_documents, strict=True)]), flush=True)
@@ -70,24 +71,30 @@ def main() -> None:
 
 
 def _sizes(most: int) -> list[int]:
-    """Returns powers of two up to a number of GPUs."""
-    return [1 << power for power in range(most.bit_length())]
+    """Returns powers of two from 2 up to a number of GPUs."""
+    return [1 << power for power in range(1, most.bit_length())]
 
 
-def _measure(options: argparse.Namespace, documents: Sequence[Documents], repeat: int, folder: Path) -> list[Round]:
-    """Launches one GPU with parts of all documents, then every number of GPUs; numbers are checked once."""
-    check = ["--check" if repeat == 0 else "--no-check"]
-    share = ["--share-tokens", str(options.tokens_per_gpu), "--modes", "ideal"]
-    alone = _launch(options, 1, documents, [*share, *check], folder / f"{repeat}-alone.json")
-    shared: dict[int, list[dict[str, Any]]] = {}
+def _measure(
+    options: argparse.Namespace, one: Documents, documents: Sequence[Documents], repeat: int, folder: Path
+) -> list[Round]:
+    """Launches one GPU with its part of all documents, then every number of GPUs; numbers are checked once.
+
+    Args:
+        one: documents of one GPU, which is its part of their copies, too.
+    """
+    check = "--check" if repeat == 0 else "--no-check"
+    mixed = [each for each in documents if each.kind == "mix"]
+    share = ["--share-tokens", str(options.tokens_per_gpu), "--modes", "ideal", check]
+    of_copies, *of_mixed = _launch(options, 1, [one, *mixed], share, folder / f"{repeat}-alone.json")
+    rounds = {}
     for gpus in sorted({each.gpus for each in documents}):
         of_size = [each for each in documents if each.gpus == gpus]
-        modes = ["--modes", "ideal,placed", *check]
-        shared[gpus] = _launch(options, gpus, of_size, modes, folder / f"{repeat}-{gpus}.json")
-    return [
-        Round(one["modes"]["ideal"], one["load"], shared[each.gpus].pop(0)["modes"])
-        for each, one in zip(documents, alone, strict=True)
-    ]
+        shared = _launch(options, gpus, of_size, ["--modes", "ideal,placed", check], folder / f"{repeat}-{gpus}.json")
+        for each, facts in zip(of_size, shared, strict=True):
+            alone = of_copies if each.kind == "copies" else of_mixed[mixed.index(each)]
+            rounds[each] = Round(alone["modes"]["ideal"], alone["load"], facts["load"], facts["modes"])
+    return [rounds[each] for each in documents]
 
 
 def _launch(

@@ -21,8 +21,22 @@ CONFIG = {
 def test_ranks_of_two_nodes_send_what_is_planned(tmp_path: Path) -> None:
     config, out = tmp_path / "config.json", tmp_path / "out.json"
     config.write_text(json.dumps(CONFIG))
-    options = ["--device", "cpu", "--config", str(config), "--documents", "6144,32x64", "--nodes", "2", "--no-fsdp"]
-    quick = ["--modes", "placed", "--no-exposed", "--no-kernels", "--rounds", "1", "--warmup", "0", "--out", out]
+    options = ["--device", "cpu", "--dtype", "bfloat16", "--config", str(config), "--documents", "6144,32x64"]
+    quick = [
+        "--nodes",
+        "2",
+        "--no-fsdp",
+        "--modes",
+        "placed",
+        "--no-exposed",
+        "--no-kernels",
+        "--rounds",
+        "1",
+        "--warmup",
+        "0",
+        "--out",
+        out,
+    ]
     printed = run_script(4, tmp_path, ["scripts/benchmarks/attention_step.py", *options, *quick])
 
     assert "2 nodes of 2 ranks" in printed

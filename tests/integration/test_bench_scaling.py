@@ -35,20 +35,20 @@ def scaling(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 
 def test_every_gpu_has_as_many_tokens(scaling: ModuleType) -> None:
-    sizes, tokens = [1, 2, 4, 8], 65_536
+    sizes, tokens = [2, 4, 8], 65_536
     documents = scaling.documents_of("prolong_up", sizes, tokens, 2)
 
     assert [(each.kind, each.gpus) for each in documents] == [
-        *(("mix", size) for size in sizes),
-        *(("copies", size) for size in sizes[1:]),
+        *(("mix", size) for size in (1, *sizes)),
+        *(("copies", size) for size in sizes),
     ]
     for each in documents:
         assert sum(each.lengths) == each.gpus * tokens
         assert all(length % (2 * each.gpus) == 0 for length in each.lengths)
         assert len(set(each.lengths)) <= 12
-        if each.kind == "copies":
+        if each.kind == "copies" or each.gpus == 1:
             assert max(each.lengths) <= tokens
-        elif each.gpus > 1:
+        else:
             assert max(each.lengths) > sum(each.lengths) / 2
 
 
@@ -90,13 +90,13 @@ def test_table_compares_with_one_gpu_at_equal_work(
     monkeypatch.syspath_prepend(PROGRAM.parent)
     monkeypatch.setattr(subprocess, "run", launch)
     out = tmp_path / "scaling.json"
-    words = ["--sizes", "1,2", "--tokens-per-gpu", "1024", "--repeats", "2", "--out", str(out), "--", "--layers", "1"]
+    words = ["--sizes", "2,4", "--tokens-per-gpu", "1024", "--repeats", "2", "--out", str(out), "--", "--layers", "1"]
     monkeypatch.setattr(sys, "argv", [str(PROGRAM), *words])
     runpy.run_path(str(PROGRAM), run_name="__main__")
     rows = [line.split(" | ") for line in capfd.readouterr().out.splitlines() if line.startswith("| ")]
 
-    assert launches == 2 * [(1, 3), (1, 1), (2, 2)]
-    assert [row[:2] for row in rows[1:]] == [["| mix", "1"], ["| mix", "2"], ["| copies", "2"]]
+    assert launches == 2 * [(1, 3), (2, 2), (4, 2)]
+    assert [row[:2] for row in rows[1:]] == [["| mix", "2"], ["| mix", "4"], ["| copies", "2"], ["| copies", "4"]]
     assert rows[2][3:] == "1024 | 5.000 | 1000.0 | 1250.0 | 1024 | 819 | 0.800 | 0.800, 0.800 | 0.941 | 3.000 |".split(
         " | "
     )

@@ -51,13 +51,24 @@ class Round:
     """Documents measured once in each way.
 
     Attributes:
-        alone: figures of one GPU with the part of one of them in an even spread, by `lib.report.figures_of`; its load.
+        alone: figures of one GPU with the part of one of them in an even spread, by `lib.report.figures_of`.
+        alone_load, shared_load: tokens and pairs of that GPU, and of each of all GPUs on average.
         shared: figures of all modes on all GPUs.
+
+    Raises:
+        SystemExit: tokens or pairs of a GPU are not those of the one alone.
     """
 
     alone: Mapping[str, Any]
-    load: Mapping[str, Any]
+    alone_load: Mapping[str, Any]
+    shared_load: Mapping[str, Any]
     shared: Mapping[str, Any]
+
+    def __post_init__(self) -> None:
+        for name in ("tokens", "pairs"):
+            if self.alone_load[name] != self.shared_load[name]:
+                numbers = f"{self.alone_load[name]} {name}, and each of all {self.shared_load[name]}"
+                raise SystemExit(f"work is not equal: one GPU has {numbers}")
 
     def ratio(self, mode: str) -> float:
         """Returns tokens per second and GPU over those of one GPU at equal work: tokens and pairs are the same."""
@@ -66,15 +77,13 @@ class Round:
 
 
 def documents_of(mix: str, sizes: Sequence[int], tokens_per_gpu: int, seed: int) -> list[Documents]:
-    """Returns a mix for every number of GPUs, whose documents may be as long as all of them hold; and copies of the
-    one for the smallest number, whose documents all fit there."""
-    mixed = [
+    """Returns a mix for one GPU; one for every number of GPUs, with documents as long as all of them may hold; and as
+    many copies of the first, whose documents all fit on one GPU."""
+    one, *mixed = [
         Documents("mix", gpus, _stepped(batch(mix, gpus, tokens_per_gpu, gpus * tokens_per_gpu, seed).tolist()))
-        for gpus in sizes
+        for gpus in (1, *sizes)
     ]
-    first = mixed[0]
-    copies = [Documents("copies", gpus, first.lengths * (gpus // first.gpus)) for gpus in sizes[1:]]
-    return [*mixed, *copies]
+    return [one, *mixed, *(Documents("copies", gpus, one.lengths * gpus) for gpus in sizes)]
 
 
 def _stepped(drawn: Sequence[int]) -> tuple[int, ...]:
@@ -102,7 +111,7 @@ def _step(tokens: int) -> int:
 
 def row_of(documents: Documents, rounds: Sequence[Round]) -> tuple[str, ...]:
     """Returns a line of the table: medians over rounds, and the smallest and largest ratio."""
-    load, ratios = rounds[0].load, [each.ratio("placed") for each in rounds]
+    load, ratios = rounds[0].shared_load, [each.ratio("placed") for each in rounds]
     alone = statistics.median(each.alone["step_seconds"] for each in rounds)
     placed = statistics.median(each.shared["placed"]["step_seconds"] for each in rounds)
     return (
