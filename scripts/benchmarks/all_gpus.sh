@@ -5,8 +5,8 @@
 #
 #   modes    every way to attend, one process: documents A, B, C and uniform ones
 #   shown    the modes that figures are about, A, B, C: fewer than above
-#   scale    the product, Ulysses and ring-flash-attn's own code, if it is there: A, B, C, and D, one document over all
-#            GPUs; 4 minutes on two GPUs, 7 on eight
+#   scale    the product, Ulysses, and ring-flash-attn's own code if it is there: A, B, C; 4 minutes, 5 on eight GPUs
+#   scale-one    the same for D, one document over all GPUs; 1 minute on two, 3 on eight
 #   weak     2, 4, ... GPUs of 64K tokens each against one GPU at equal work; 3 minutes on two, 8 on eight
 #   nodes    two nodes of half of the GPUs each: bytes as planned, the same links; then NCCL's network between them
 #   liger    `modes` with Liger's kernels in all modes
@@ -27,6 +27,8 @@ shift
 mkdir -p "$out"
 gpus=$(nvidia-smi --list-gpus | wc -l)
 documents=${DOCUMENTS:-C:$gpus;A:$gpus;B:$gpus}
+# Modes of a package that need not be there.
+ring=$(python -c 'import importlib.util as u; print(",zigzag,llama3" * bool(u.find_spec("ring_flash_attn")))')
 export FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED=1 # kernels are compiled once for all parts
 
 launch() { torchrun --standalone --nproc-per-node "$gpus" "$@"; }
@@ -48,12 +50,10 @@ for part in "${@:-modes liger saved models host memory}"; do
         case $name in
         modes) step modes --documents "$documents;$((16 * gpus))x4096" ;;
         shown) step shown --documents "$documents" --modes ideal,placed,fixed,local ;;
-        scale)
-            ring=$(python -c 'import importlib.util as u; print(",zigzag,llama3" * bool(u.find_spec("ring_flash_attn")))')
-            test -n "$ring" || echo "ring-flash-attn is not installed: its modes are left out"
-            step scale --no-kernels --documents "$documents" --modes "ideal,placed,fixed,local,ulysses$ring"
-            # One document over all GPUs cannot stay whole on one of them: there are no packs of it.
-            step scale-one --no-kernels --documents "D:$gpus" --modes "ideal,placed,ulysses$ring"
+        scale | scale-one) test -n "$ring" || echo "ring-flash-attn is not installed: its modes are left out" ;;&
+        scale) step scale --no-kernels --documents "$documents" --modes "ideal,placed,fixed,local,ulysses$ring" ;;
+        scale-one) # cannot stay whole on a GPU: there are no packs of it
+            step scale-one --no-kernels --rounds 2 --documents "D:$gpus" --modes "ideal,placed,ulysses$ring"
             ;;
         weak) python scripts/benchmarks/weak_scaling.py --out "$out/weak.json" ;;
         nodes)

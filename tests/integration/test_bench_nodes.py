@@ -1,9 +1,15 @@
 """The benchmark step on ranks that plans take for those of two nodes: what they send is what the plan says."""
 
+import importlib
 import json
+import os
 import re
 from pathlib import Path
+from unittest import mock
 
+import pytest
+
+from support.commands import REPOSITORY
 from support.scripts import run_script
 
 
@@ -16,6 +22,21 @@ CONFIG = {
     "num_attention_heads": 2,
     "num_key_value_heads": 2,
 }
+
+
+def test_nccl_takes_nodes_for_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(REPOSITORY / "scripts" / "benchmarks")
+    nodes = importlib.import_module("lib.nodes")
+    hosts = []
+    for rank in range(4):
+        launched = {"RANK": str(rank), "WORLD_SIZE": "4", "NCCL_NSOCKS_PERTHREAD": "2"}
+        with mock.patch.dict(os.environ, launched):
+            nodes.set_apart(2)
+            hosts.append(os.environ["NCCL_HOSTID"])
+            assert os.environ["NCCL_NSOCKS_PERTHREAD"] == "2", "what is set stays"
+            assert os.environ["NCCL_NVLS_ENABLE"] == "0"
+
+    assert hosts == ["node-0", "node-0", "node-1", "node-1"]
 
 
 def test_ranks_of_two_nodes_send_what_is_planned(tmp_path: Path) -> None:
