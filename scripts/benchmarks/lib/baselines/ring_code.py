@@ -5,18 +5,19 @@
 
 The package (tried: 0.1.8) calls FlashAttention 2 by names of `flash_attn.flash_attn_interface`, and torch.distributed.
 Each of its modules gets stand-ins for both: functions with these names and arguments call the kernel that other modes
-call, and collectives are counted, and silent when asked. Nothing else is replaced. Modules are imported one by one,
+call, and collectives are counted, and silent when asked; their group overtakes kernels, as the product's. Nothing else
+is replaced. Modules are imported one by one,
 because the package's own import needs names that Transformers 5 no longer has.
 """
 
 import importlib
 import importlib.util
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import accumulate
 from types import ModuleType
 from typing import Any, Protocol
-from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -100,12 +101,29 @@ def _load(name: str, wires: Wires, kernel: KernelName) -> Any:
     assert found is not None, "modes are refused where the package is missing"
     package = ModuleType(PACKAGE)
     package.__path__ = list(found.submodule_search_locations or ())
-    with mock.patch.dict(sys.modules, {PACKAGE: package, INTERFACE: interface_of(kernel)}):
+    with _only_meanwhile({PACKAGE: package, INTERFACE: interface_of(kernel)}):
         module: Any = importlib.import_module(name)
-        collectives = _Collectives(wires)
         utilities: Any = sys.modules[f"{PACKAGE}.utils"]
-        module.dist = utilities.dist = collectives
+    module.dist = utilities.dist = _Collectives(wires)
     return module
+
+
+@contextmanager
+def _only_meanwhile(modules: Mapping[str, ModuleType]) -> Iterator[None]:
+    """Lets modules be imported by these names, and forgets them and all of the package afterwards. What the package
+    imports of others stays."""
+
+    def ours() -> list[str]:
+        return [name for name in sys.modules if name in modules or name.startswith(f"{PACKAGE}.")]
+
+    before = {name: sys.modules.pop(name) for name in ours()}
+    sys.modules.update(modules)
+    try:
+        yield
+    finally:
+        for name in ours():
+            del sys.modules[name]
+        sys.modules.update(before)
 
 
 def interface_of(name: KernelName) -> Any:
