@@ -9,7 +9,7 @@ import torch.distributed as dist
 import transformers
 
 import distca_hf
-from lib.documents import PRESETS
+from lib.documents import spelled_out
 
 
 def facts_of(options: argparse.Namespace, config: Any, tokens: int, device: torch.device) -> list[str]:
@@ -21,7 +21,7 @@ def facts_of(options: argparse.Namespace, config: Any, tokens: int, device: torc
         f"{dist.get_world_size()} x {name}" + (f", NCCL_P2P_DISABLE={p2p}" if p2p else ""),
         f"{config.model_type}, {config.get_text_config().num_hidden_layers} layers",
         str(options.dtype).removeprefix("torch."),
-        f"documents {PRESETS.get(options.documents, options.documents)}",
+        f"documents {spelled_out(options.documents)}",
         f"{tokens} tokens per rank and step"
         + (f" in {options.accumulation} micro-steps" * (options.accumulation > 1)),
         f"checkpointing {options.checkpointing}, "
