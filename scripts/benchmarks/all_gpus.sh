@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # scripts/benchmarks/all_gpus.sh OUT [PART ...]: measures training steps on all GPUs of this host, as docs/benchmarks
 # shows them. Prints tables, and writes figures of steps and models to OUT as JSON. Without parts all but
-# `shown`, `windows` and `hybrid` run, for about half an hour on four H200.
+# `shown`, `windows`, `hybrid`, `training` and `longest` run, for about half an hour on four H200.
 #
 #   modes    every way to attend, one process: documents A, B, C and uniform ones
 #   shown    the modes that figures are about, A, B, C: fewer than above
@@ -10,6 +10,8 @@
 #   models   whole models: Llama-3-8B and Qwen3-4B, one long document, 64K and 128K tokens per GPU (on four)
 #   windows  layers of Gemma 3 27B, OLMo 3 7B and GPT-OSS 20B: sliding windows, and sinks
 #   hybrid   layers of Qwen 3.5 27B: whole documents, tasks move
+#   training whole models with Trainer, 50 steps of 128K tokens per GPU, losses beside those of Ulysses; TRAINING has
+#            further options, for example --checkpointed-attention recompute on GPUs of 80 GB
 #   host     time of the host per attention call
 #   memory   memory that torch holds while shapes change
 #
@@ -67,6 +69,16 @@ for part in "${@:-modes liger saved models host memory}"; do
             echo "== qwen3.5-27b"
             launch scripts/benchmarks/attention_step.py --preset qwen3.5-27b --warmup 1 --rounds 3 --no-exposed \
                 --documents "$documents" --modes ideal,fixed,local --out "$out/qwen3.5-27b.json"
+            ;;
+        training)
+            status=0
+            for preset in llama3-8b qwen3-4b; do
+                echo "== training $preset"
+                # shellcheck disable=SC2086 # several options
+                launch scripts/benchmarks/training_run.py --preset "$preset" --liger --steps 50 \
+                    --out "$out/training-$preset.json" ${TRAINING:-} || status=$?
+            done
+            (exit $status)
             ;;
         host) launch scripts/benchmarks/host_time.py ;;
         memory)

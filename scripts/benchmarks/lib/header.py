@@ -12,13 +12,20 @@ import distca_hf
 from lib.documents import PRESETS
 
 
-def facts_of(options: argparse.Namespace, config: Any, tokens: int, device: torch.device) -> list[str]:
-    """Parts of that line; `tokens` are those of a rank and step."""
+def machine_facts(device: torch.device) -> list[str]:
+    """Versions and devices."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
     p2p = os.environ.get("NCCL_P2P_DISABLE")
     return [
         f"distca_hf {distca_hf.__version__}, torch {torch.__version__}, transformers {transformers.__version__}",
         f"{dist.get_world_size()} x {name}" + (f", NCCL_P2P_DISABLE={p2p}" if p2p else ""),
+    ]
+
+
+def facts_of(options: argparse.Namespace, config: Any, tokens: int, device: torch.device) -> list[str]:
+    """Parts of that line; `tokens` are those of a rank and step."""
+    return [
+        *machine_facts(device),
         f"{config.model_type}, {config.get_text_config().num_hidden_layers} layers",
         str(options.dtype).removeprefix("torch."),
         f"documents {PRESETS.get(options.documents, options.documents)}",

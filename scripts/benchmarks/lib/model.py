@@ -279,6 +279,11 @@ def without_attention(causal_lm: PreTrainedModel) -> Iterator[list[AttentionCall
     causal_lm.set_attn_implementation("bench_probe")
     yield calls
     causal_lm.set_attn_implementation("distca")
+    AttentionInterface.register("bench_probe", _leave_alone)  # the other one holds the calls, and so the model
+
+
+def _leave_alone(module: nn.Module, *inputs: Any, **given: Any) -> tuple[torch.Tensor, None]:
+    raise RuntimeError(f"{type(module).__name__} attends as `without_attention` had it, which has ended")
 
 
 @contextmanager
@@ -320,7 +325,7 @@ def prepare(model: LossModel, options: argparse.Namespace, device: torch.device)
     if options.checkpointing != "none":
         keywords: dict[str, Any] = {"use_reentrant": False}
         if options.checkpointing == "saved":
-            keywords["context_fn"] = functools.partial(create_selective_checkpoint_contexts, _policy)
+            keywords["context_fn"] = functools.partial(create_selective_checkpoint_contexts, saving_policy)
         if options.checkpointing == "offloaded":
             keywords["context_fn"] = OffloadedAttention()
         model.causal_lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs=keywords)
@@ -332,7 +337,7 @@ def prepare(model: LossModel, options: argparse.Namespace, device: torch.device)
             layer.forward = torch.compile(layer.forward, backend=options.compile)
 
 
-def _policy(ctx: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+def saving_policy(ctx: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
     """Decides as the product does (`checkpointed_attention="save"`), for the operators of all modes."""
     saved = operator in (
         *SAVED_OPERATORS,
