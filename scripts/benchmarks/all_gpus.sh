@@ -12,6 +12,8 @@
 #   hybrid   layers of Qwen 3.5 27B: whole documents, tasks move
 #   training whole models with Trainer, 50 steps of 128K tokens per GPU, losses beside those of Ulysses; TRAINING has
 #            further options, for example --checkpointed-attention recompute on GPUs of 80 GB
+#   longest  the longest document that Llama-3-8B trains on: memory by short attention, then once with all of it;
+#            LONGEST has further options, for example --checkpointing full --host-layers 24 --minutes 9
 #   host     time of the host per attention call
 #   memory   memory that torch holds while shapes change
 #
@@ -79,6 +81,12 @@ for part in "${@:-modes liger saved models host memory}"; do
                     --out "$out/training-$preset.json" ${TRAINING:-} || status=$?
             done
             (exit $status)
+            ;;
+        longest)
+            echo "== longest"
+            # shellcheck disable=SC2086 # several options
+            python scripts/benchmarks/longest_context.py --liger --attended-tokens 4096 --out "$out/longest.json" \
+                ${LONGEST:-}
             ;;
         host) launch scripts/benchmarks/host_time.py ;;
         memory)

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import (
@@ -354,6 +354,12 @@ def _shard(layers: Sequence[nn.Module], root: nn.Module, options: argparse.Names
     policy = MixedPrecisionPolicy(
         param_dtype=options.dtype, reduce_dtype=options.reduce_dtype, cast_forward_inputs=False
     )
+    shard = functools.partial(
+        fully_shard,
+        mesh=mesh,
+        mp_policy=policy,
+        offload_policy=CPUOffloadPolicy(pin_memory=device.type == "cuda") if options.offload else OffloadPolicy(),
+    )
     for layer in layers:
-        fully_shard(layer, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
-    fully_shard(root, mesh=mesh, mp_policy=policy)
+        shard(layer, reshard_after_forward=True)
+    shard(root)
