@@ -134,27 +134,22 @@ def test_saving_memory_changes_no_gradient(script: Callable[[str], ModuleType]) 
     torch.testing.assert_close(gradients[1], gradients[0], rtol=1e-12, atol=1e-14)
 
 
-def test_a_copy_on_the_host_is_whole(script: Callable[[str], ModuleType], monkeypatch: pytest.MonkeyPatch) -> None:
-    long_memory = script("lib.long_memory")
-    monkeypatch.setattr(long_memory, "PIECE_BYTES", 64)
-    for shape in ((1, 7, 5), (3, 0), ()):
-        x = torch.randn(shape)
-        copy = long_memory.HostCopy(x)
-        torch.testing.assert_close(copy.on_device(), x, rtol=0, atol=0)
-
-
-@pytest.mark.parametrize("attended_tokens", [0, 16])
-def test_an_attempt_trains_on_two_ranks(tmp_path: Path, attended_tokens: int) -> None:
-    config, folder = tmp_path / "config.json", tmp_path / "attempt"
+def test_an_attempt_trains_on_two_ranks(tmp_path: Path) -> None:
+    config = tmp_path / "config.json"
     config.write_text(json.dumps(CONFIG | {"model_type": "llama"}))
-    folder.mkdir()
     model = ["--device", "cpu", "--config", str(config), "--head", "none", "--kernel", "reference"]
-    saved = ["--mlp-tokens", "50", "--offload", "--attended-tokens", str(attended_tokens)]
-    given = ["--attempt", str(folder), "--tokens-per-rank", "128"]
-    run_script(2, tmp_path, ["scripts/benchmarks/longest_context.py", *model, *saved, *given])
-    figures = json.loads((folder / "result.json").read_text())
+    saved = ["--mlp-tokens", "50", "--offload"]
+    losses = []
+    for attended_tokens in ("0", "16"):
+        folder = tmp_path / attended_tokens
+        folder.mkdir()
+        given = ["--attempt", str(folder), "--tokens-per-rank", "128", "--attended-tokens", attended_tokens]
+        run_script(2, folder, ["scripts/benchmarks/longest_context.py", *model, *saved, *given])
+        figures = json.loads((folder / "result.json").read_text())
+        losses.append(figures["loss"])
 
-    assert figures["tokens_per_rank"] == 128
-    assert len(figures["seconds"]) == 1
-    assert "inputs of 2 layers on the host; MLPs on 50 tokens at a time" in figures["header"]
-    assert "adamw_torch_fused on the host" in figures["header"]
+        assert figures["tokens_per_rank"] == 128
+        assert len(figures["seconds"]) == 1
+        assert "inputs of 2 layers on the host; MLPs on 50 tokens at a time" in figures["header"]
+        assert "adamw_torch_fused on the host" in figures["header"]
+    assert losses[0] != losses[1]

@@ -13,9 +13,7 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
-
-# Torch rounds pinned memory up to a power of two: in pieces of one, hardly any is wasted.
-PIECE_BYTES = 2**26
+from distca_hf.integrations.host_copy import HostCopy
 
 
 def keep_inputs_on_host(layers: Sequence[nn.Module]) -> None:
@@ -26,35 +24,13 @@ def keep_inputs_on_host(layers: Sequence[nn.Module]) -> None:
 
 
 def _with_inputs_on_host(function: Callable[..., Any], *inputs: Any, **keywords: Any) -> Any:
-    """Runs a checkpointed layer. Only its inputs are saved by these hooks: inside, checkpointing has its own."""
+    """Runs a checkpointed layer. Only its inputs are saved by these hooks: inside, checkpointing has its own.
+
+    Copies run on the stream of kernels, which wait for them: below a hundredth of a layer with a document of a hundred
+    thousand tokens.
+    """
     with saved_tensors_hooks(HostCopy, HostCopy.on_device):
         return function(*inputs, **keywords)
-
-
-class HostCopy:
-    """A copy of a tensor in host memory, in pieces.
-
-    Copies run on the stream of kernels, which wait for them. That is below a hundredth of a layer with a document of
-    a hundred thousand tokens.
-    """
-
-    def __init__(self, x: torch.Tensor) -> None:
-        self._like, self._shape = x.new_empty(0), x.shape
-        pieces = x.contiguous().flatten().split(PIECE_BYTES // x.element_size())
-        self._pieces = [self._to_host(piece) for piece in pieces]
-
-    @staticmethod
-    def _to_host(piece: torch.Tensor) -> torch.Tensor:
-        host = torch.empty(piece.shape, dtype=piece.dtype, pin_memory=piece.is_cuda)
-        return host.copy_(piece, non_blocking=piece.is_cuda)
-
-    def on_device(self) -> torch.Tensor:
-        """Returns the tensor where it was."""
-        x = self._like.new_empty(self._shape)
-        pieces = x.flatten().split(PIECE_BYTES // x.element_size())
-        for piece, host in zip(pieces, self._pieces, strict=True):
-            piece.copy_(host, non_blocking=piece.is_cuda)
-        return x
 
 
 def tile_mlps(layers: Sequence[nn.Module], tile_tokens: int) -> None:
