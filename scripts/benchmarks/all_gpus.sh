@@ -77,16 +77,16 @@ for part in "${@:-modes liger saved models host memory}"; do
             for preset in llama3-8b qwen3-4b; do
                 echo "== training $preset"
                 # shellcheck disable=SC2086 # several options
-                launch scripts/benchmarks/training_run.py --preset "$preset" --liger --steps 50 \
-                    --out "$out/training-$preset.json" ${TRAINING:-} || status=$?
+                PYTORCH_ALLOC_CONF=expandable_segments:True launch scripts/benchmarks/training_run.py \
+                    --preset "$preset" --liger --steps 50 --out "$out/training-$preset.json" ${TRAINING:-} || status=$?
             done
             (exit $status)
             ;;
         longest)
             echo "== longest"
             # shellcheck disable=SC2086 # several options
-            python scripts/benchmarks/longest_context.py --liger --attended-tokens 4096 --out "$out/longest.json" \
-                ${LONGEST:-}
+            PYTORCH_ALLOC_CONF=expandable_segments:True python scripts/benchmarks/longest_context.py \
+                --liger --attended-tokens 4096 --out "$out/longest.json" ${LONGEST:-}
             ;;
         host) launch scripts/benchmarks/host_time.py ;;
         memory)

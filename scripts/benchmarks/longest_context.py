@@ -21,6 +21,8 @@ Steps of a million tokens take minutes, and the search with them. With --attende
 keys of a query alone: memory and exchanges stay, a step takes a fraction of the time, and its losses mean nothing. At
 its end the longest document is tried with whole attention, for as long as --minutes allow.
 
+Shapes change: set PYTORCH_ALLOC_CONF=expandable_segments:True, or torch runs out of memory earlier.
+
 Host memory that attempts take is watched, and an attempt that leaves less than --host-margin-gib is stopped. --gpu-gib
 makes GPUs as small as that for torch.
 

@@ -191,7 +191,7 @@ def choose_batches(
         batches = WholeDocuments(loader, device)
     trainer.get_train_dataloader = lambda: batches
     if mode == "moving":
-        distca_hf.enable(trainer.model, plugin, max(map(len, dataset["input_ids"])))
+        distca_hf.enable(trainer.model, plugin, max(map(len, dataset.with_format("numpy")["input_ids"])))
     return loader
 
 
