@@ -14,6 +14,10 @@
 #   models   whole models: Llama-3-8B and Qwen3-4B, one long document, 64K and 128K tokens per GPU (on four)
 #   windows  layers of Gemma 3 27B, OLMo 3 7B and GPT-OSS 20B: sliding windows, and sinks
 #   hybrid   layers of Qwen 3.5 27B: whole documents, tasks move
+#   training whole models with Trainer, 50 steps of 128K tokens per GPU, losses beside those of Ulysses; TRAINING has
+#            further options, for example --checkpointed-attention recompute on GPUs of 80 GB
+#   longest  the longest document that Llama-3-8B trains on: memory by short attention, then once with all of it;
+#            LONGEST has further options, for example --checkpointing full --host-layers 24 --minutes 9
 #   host     time of the host per attention call, and per call of FlashAttention
 #   memory   memory that torch holds while shapes change
 #
@@ -84,6 +88,22 @@ for part in "${@:-modes liger saved models host memory}"; do
             echo "== qwen3.5-27b"
             launch scripts/benchmarks/attention_step.py --preset qwen3.5-27b --warmup 1 --rounds 3 --no-exposed --no-kernels \
                 --documents "$documents" --modes ideal,fixed,local --out "$out/qwen3.5-27b.json"
+            ;;
+        training)
+            status=0
+            for preset in llama3-8b qwen3-4b; do
+                echo "== training $preset"
+                # shellcheck disable=SC2086 # several options
+                PYTORCH_ALLOC_CONF=expandable_segments:True launch scripts/benchmarks/training_run.py \
+                    --preset "$preset" --liger --steps 50 --out "$out/training-$preset.json" ${TRAINING:-} || status=$?
+            done
+            (exit $status)
+            ;;
+        longest)
+            echo "== longest"
+            # shellcheck disable=SC2086 # several options
+            PYTORCH_ALLOC_CONF=expandable_segments:True python scripts/benchmarks/longest_context.py \
+                --liger --attended-tokens 4096 --out "$out/longest.json" ${LONGEST:-}
             ;;
         host) launch scripts/benchmarks/host_time.py ;;
         memory)

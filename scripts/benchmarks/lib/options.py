@@ -57,7 +57,7 @@ def shared_options(description: str | None) -> argparse.ArgumentParser:
     parser.add_argument("--liger", action="store_true", help="norms, rotary embeddings and MLPs of liger_kernel")
     parser.add_argument("--peak-tflops", type=float, help="of the device, if its name does not tell")
     parser.add_argument("--out", type=Path, help="write all figures as JSON")
-    parser.set_defaults(accumulation=1, ep_size=1)
+    parser.set_defaults(accumulation=1, ep_size=1, offload=False)
     return parser
 
 
