@@ -27,6 +27,7 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 import distca_hf.runtime.local_attention
 import distca_hf.runtime.op  # noqa: F401 (both register operators)
 from distca_hf.errors import ConfigError
+from distca_hf.integrations.host_copy import HostCopy
 from distca_hf.runtime.retention import retaining_contexts
 from distca_hf.telemetry import get_logger
 from distca_hf.torch_private import TorchDispatchMode
@@ -188,7 +189,7 @@ class _Region:
 
     def __init__(self, owner: OffloadedAttention) -> None:
         self._owner = owner
-        self._saved: list[list[tuple[torch.Tensor, torch.device]]] = []
+        self._saved: list[list[tuple[HostCopy, torch.device]]] = []
         self._fetched: list[list[torch.Tensor]] | None = None
         self._taken = 0
 
@@ -229,22 +230,21 @@ class _Region:
                 before.fetch()
         return tuple(outputs)
 
-    def _to_host(self, x: torch.Tensor) -> torch.Tensor:
+    def _to_host(self, x: torch.Tensor) -> HostCopy:
         if not x.is_cuda:
-            return x.clone()
+            return HostCopy(x)
         stream = self._owner.stream(x.device)
         stream.wait_stream(torch.cuda.current_stream(x.device))
-        host = torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
         with torch.cuda.stream(stream):
-            host.copy_(x, non_blocking=True)
+            host = HostCopy(x)
         x.record_stream(stream)
         return host
 
-    def _to_device(self, host: torch.Tensor, device: torch.device) -> torch.Tensor:
+    def _to_device(self, host: HostCopy, device: torch.device) -> torch.Tensor:
         if device.type != "cuda":
-            return host.clone()
+            return host.on_device()
         with torch.cuda.stream(self._owner.stream(device)):
-            return host.to(device, non_blocking=True)
+            return host.on_device()
 
 
 class _Mode(TorchDispatchMode):

@@ -1,15 +1,23 @@
 #!/usr/bin/env bash
 # scripts/benchmarks/all_gpus.sh OUT [PART ...]: measures training steps on all GPUs of this host, as docs/benchmarks
-# shows them. Prints tables, and writes figures of steps and models to OUT as JSON. Without parts all but
-# `shown`, `windows`, `hybrid`, `servers`, `lost` and `grids` run, for about half an hour on four H200.
+# shows them. Prints tables, and writes figures of steps and models to OUT as JSON. Without parts `modes`, `liger`,
+# `saved`, `models`, `host` and `memory` run, for about half an hour on four H200.
 #
 #   modes    every way to attend, one process: documents A, B, C and uniform ones
 #   shown    the modes that figures are about, A, B, C: fewer than above
-#   liger    the same with Liger's kernels in all modes
+#   scale    the product, Ulysses, and ring-flash-attn's own code if it is there: A, B, C; 4 minutes, 5 on eight GPUs
+#   scale-one    the same for D, one document over all GPUs; 1 minute on two, 3 on eight
+#   weak     2, 4, ... GPUs of 64K tokens each against one GPU at equal work; 3 minutes on two, 8 on eight
+#   nodes    two nodes of half of the GPUs each: bytes as planned, the same links; then NCCL's network between them
+#   liger    `modes` with Liger's kernels in all modes
 #   saved    attention outputs saved, and the best settings (saved, Liger's kernels)
 #   models   whole models: Llama-3-8B and Qwen3-4B, one long document, 64K and 128K tokens per GPU (on four)
 #   windows  layers of Gemma 3 27B, OLMo 3 7B and GPT-OSS 20B: sliding windows, and sinks
 #   hybrid   layers of Qwen 3.5 27B: whole documents, tasks move
+#   training whole models with Trainer, 50 steps of 128K tokens per GPU, losses beside those of Ulysses; TRAINING has
+#            further options, for example --checkpointed-attention recompute on GPUs of 80 GB
+#   longest  the longest document that Llama-3-8B trains on: memory by short attention, then once with all of it;
+#            LONGEST has further options, for example --checkpointing full --host-layers 24 --minutes 9
 #   servers  all GPUs but one train, and that one is an attention server: beside an even split, and without the server
 #   lost     the same with FSDP2 (with DDP on two): the server is killed and stopped in turns, LOSSES times (10)
 #   grids    all of these, beside their simulation from the profile CLUSTER (h100 or h200 by the GPUs' name):
@@ -17,19 +25,21 @@
 #   pipeline   two stages: plain, as packed, shaped; measured beside predicted
 #   tensor     two tensor ranks (Transformers 5.19)
 #   experts    layers of Qwen3-30B-A3B, whose experts all GPUs divide (Transformers 5.23); not simulated
-#   host     time of the host per attention call
+#   host     time of the host per attention call, and per call of FlashAttention
 #   memory   memory that torch holds while shapes change
 #
-# DOCUMENTS replaces A, B and C, whose tokens are meant for four GPUs: on two, for example,
-# 65536,16x4096;131072,32x4096. NCCL_P2P_DISABLE=1 gives links of about 30 GB/s, like a network between nodes;
+# DOCUMENTS replaces A, B and C for as many GPUs as there are: for example 65536,16x4096;131072,32x4096 on two.
+# NCCL_P2P_DISABLE=1 gives links of about 30 GB/s, like a network between nodes;
 # DISTCA_EXCHANGE_CHUNKS=4 is the setting that the product takes between nodes by itself.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 out=${1:?usage: scripts/benchmarks/all_gpus.sh OUT [PART ...]}
 shift
 mkdir -p "$out"
-documents=${DOCUMENTS:-C;A;B}
 gpus=$(nvidia-smi --list-gpus | wc -l)
+documents=${DOCUMENTS:-C:$gpus;A:$gpus;B:$gpus}
+# Modes of a package that need not be there.
+ring=$(python -c 'import importlib.util as u; print(",zigzag,llama3" * bool(u.find_spec("ring_flash_attn")))')
 export FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED=1 # kernels are compiled once for all parts
 
 trainers=$((gpus - 1))
@@ -52,7 +62,7 @@ grid() {
     local name=$1 ranks=$2
     shift 2
     step "$name" --no-kernels --modes ideal,placed,fixed,local ${cluster:+--cluster "$cluster"} \
-        --documents "$(mix 65536 $((65536 * ranks)));$(mix 131072 $((131072 * ranks)))" "$@"
+        --documents "C:$ranks;B:$ranks" "$@"
 }
 model() {
     local name=$1
@@ -66,6 +76,17 @@ for part in "${@:-modes liger saved models host memory}"; do
         case $name in
         modes) step modes --documents "$documents;$((16 * gpus))x4096" ;;
         shown) step shown --documents "$documents" --modes ideal,placed,fixed,local ;;
+        scale | scale-one) test -n "$ring" || echo "ring-flash-attn is not installed: its modes are left out" ;;&
+        scale) step scale --no-kernels --documents "$documents" --modes "ideal,placed,fixed,local,ulysses$ring" ;;
+        scale-one) # cannot stay whole on a GPU: there are no packs of it
+            step scale-one --no-kernels --rounds 2 --documents "D:$gpus" --modes "ideal,placed,ulysses$ring"
+            ;;
+        weak) python scripts/benchmarks/weak_scaling.py --out "$out/weak.json" ;;
+        nodes)
+            step nodes --no-kernels --nodes 2 --documents "$documents;D:$gpus" --modes ideal,placed
+            # Sockets would carry FSDP's collectives, too: without it only attention crosses them.
+            step nodes-apart --no-kernels --nodes 2 --apart --no-fsdp --documents "$documents;D:$gpus" --modes ideal,placed
+            ;;
         liger) step liger --liger --no-check --no-kernels --documents "$documents" --modes ideal,placed,local ;;
         saved)
             step saved --checkpointing saved --no-check --no-kernels --documents "$documents" --modes ideal,placed
@@ -81,14 +102,30 @@ for part in "${@:-modes liger saved models host memory}"; do
         windows)
             for preset in gemma3-27b olmo3-7b gpt-oss-20b; do
                 echo "== $preset"
-                launch scripts/benchmarks/attention_step.py --preset "$preset" --warmup 1 --rounds 5 --no-exposed \
+                launch scripts/benchmarks/attention_step.py --preset "$preset" --warmup 1 --rounds 3 --no-exposed --no-kernels \
                     --documents "$documents" --modes ideal,placed --out "$out/$preset.json"
             done
             ;;
         hybrid)
             echo "== qwen3.5-27b"
-            launch scripts/benchmarks/attention_step.py --preset qwen3.5-27b --warmup 1 --rounds 3 --no-exposed \
+            launch scripts/benchmarks/attention_step.py --preset qwen3.5-27b --warmup 1 --rounds 3 --no-exposed --no-kernels \
                 --documents "$documents" --modes ideal,fixed,local --out "$out/qwen3.5-27b.json"
+            ;;
+        training)
+            status=0
+            for preset in llama3-8b qwen3-4b; do
+                echo "== training $preset"
+                # shellcheck disable=SC2086 # several options
+                PYTORCH_ALLOC_CONF=expandable_segments:True launch scripts/benchmarks/training_run.py \
+                    --preset "$preset" --liger --steps 50 --out "$out/training-$preset.json" ${TRAINING:-} || status=$?
+            done
+            (exit $status)
+            ;;
+        longest)
+            echo "== longest"
+            # shellcheck disable=SC2086 # several options
+            PYTORCH_ALLOC_CONF=expandable_segments:True python scripts/benchmarks/longest_context.py \
+                --liger --attended-tokens 4096 --out "$out/longest.json" ${LONGEST:-}
             ;;
         servers)
             echo "== servers"

@@ -1,6 +1,7 @@
 """Times a training step of any Transformers decoder on a list of documents, in every way to share their attention.
 
     torchrun --nproc-per-node 4 scripts/benchmarks/attention_step.py --layers 4 --documents A --out a.json
+    torchrun --nproc-per-node 8 scripts/benchmarks/attention_step.py --documents 'A:8;C:8' --modes ideal,placed
     NCCL_P2P_DISABLE=1 torchrun --nproc-per-node 4 scripts/benchmarks/attention_step.py --documents 'A;B'
     torchrun --nproc-per-node 2 scripts/benchmarks/attention_step.py --device cpu --config c.json --documents 512,8x64
 
@@ -26,6 +27,15 @@ In the table, each figure of the slowest or largest rank:
     error           the largest one of output and gradients on short documents, over the allowed one; if it is
                     above 1, or losses of the same tokens differ, the script exits with 1 at its end
 
+With `--share-tokens 65536` one process does what a rank of so many tokens does in `ideal`, and nobody else: the same
+tokens and attended pairs as on many GPUs, on one (`weak_scaling.py`).
+
+With `--nodes 2` the product takes the ranks for those of two nodes, and what every rank sends to its node and to
+others in a layer is compared with the plan; if it differs, the script exits with 1. With `--apart`, too, NCCL has its
+network between them, and P2P inside:
+
+    torchrun --nproc-per-node 8 scripts/benchmarks/attention_step.py --layers 4 --nodes 2 --apart --no-fsdp \\
+        --documents 'D:8;C:8' --modes ideal,placed
 With --tp-size, --ep-size or both Transformers divides the model as it loads it. --dp-replicate-size makes replicas
 that FSDP2 shards alike (HSDP), and that share documents. With --cluster a second table has ratios of the modes,
 measured and simulated (`lib/simulated.py`).
@@ -36,7 +46,8 @@ Batches and plans of `placed` are made before: in training a loader's thread mak
 
 import argparse
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -49,13 +60,15 @@ from distca_hf.integrations.models.distributed_check import follow_mesh
 from distca_hf.kernels.interface import Kernel
 from lib import simulated
 from lib.baselines.attention import register_ways
+from lib.baselines.ring_code import why_missing
 from lib.check import check_modes, check_numbers
 from lib.divided import DividedBackbone, build_divided_model, data_ranks, is_divided
 from lib.documents import check_lengths, random_tokens, smaller_lengths
 from lib.header import facts_of
 from lib.kernel_seconds import time_kernels
 from lib.model import Backbone, build_model, prepare, probe, read_config
-from lib.modes import BUILDERS, Place, build_mode
+from lib.modes import BUILDERS, OF_PACKAGE, Place, build_mode
+from lib.nodes import set_apart, traffic_of
 from lib.options import on_all_ranks, parse_shared, shared_options
 from lib.rates import Rates, kernel_for, measure_rates
 from lib.report import Load, figures_of, load_of, table
@@ -65,11 +78,14 @@ from lib.wires import Wires
 
 
 # Modes whose collectives are those of all ranks.
-BY_ALL_RANKS = {"ulysses", "context"}
+BY_ALL_RANKS = {"ulysses", "context"} | OF_PACKAGE
 
 
 def main() -> None:
-    on_all_ranks(measure, parse())
+    options = parse()
+    if options.apart:
+        set_apart(options.nodes)
+    on_all_ranks(measure, options)
 
 
 def parse() -> argparse.Namespace:
@@ -84,19 +100,40 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--ep-size", type=int, default=1, help="ranks that divide experts (lib/divided.py)")
     parser.add_argument("--tp-size", type=int, default=1, help="ranks that divide layers, as one data rank")
     parser.add_argument("--dp-replicate-size", type=int, default=1, help="replicas that FSDP2 shards alike (HSDP)")
+    parser.add_argument("--nodes", type=int, default=1, help="nodes that plans take the ranks for; compares bytes")
+    parser.add_argument("--apart", action="store_true", help="NCCL takes them for hosts, too (lib/nodes.py)")
+    parser.add_argument(
+        "--share-tokens",
+        type=int,
+        default=0,
+        metavar="T",
+        help="one process alone, with the part of `ideal` that a rank of T tokens has",
+    )
     options = parse_shared(parser, BUILDERS)
-    left_out = {"unchecked"} if options.accumulation > 1 else {"sorted", "unchecked"}
+    if options.apart and options.nodes == 1:
+        parser.error("--apart needs --nodes")
     if options.dp_replicate_size > 1 and not options.fsdp:
         parser.error("--dp-replicate-size is of FSDP2")
     if is_divided(options):
         if not options.fsdp or options.liger:
             parser.error("--ep-size and --tp-size are measured with FSDP2, and without liger's layers")
         options.reduce_dtype = torch.float32  # Transformers has it so
+    if options.share_tokens and options.modes != ["ideal"]:
+        parser.error("--share-tokens is the part of a rank in --modes ideal")
+    left_out = OF_PACKAGE | ({"unchecked"} if options.accumulation > 1 else {"sorted", "unchecked"})
     if options.tp_size > 1:
         left_out |= BY_ALL_RANKS
-        if not BY_ALL_RANKS.isdisjoint(options.modes or ()):
-            parser.error(f"--tp-size is measured without {' and '.join(sorted(BY_ALL_RANKS))}")
+        if not BY_ALL_RANKS.isdisjoint(options.modes or ()) or options.nodes > 1:
+            parser.error(f"--tp-size is measured without {', '.join(sorted(BY_ALL_RANKS))} and --nodes")
     options.modes = options.modes or [name for name in BUILDERS if name not in left_out]
+    of_package = sorted(OF_PACKAGE & {*options.modes})
+    if of_package and (missing := why_missing()):
+        parser.error(f"mode {of_package[0]} {missing}")
+    if of_package and (options.checkpointing == "saved" or options.compile):
+        parser.error(f"mode {of_package[0]} is no operator: leave --checkpointing saved and --compile out")
+    if "zigzag" in of_package and options.dtype == torch.float32:
+        # The package's zigzag sums fp32 gradients in tensors that it makes by casting: in fp32 those are its buffers.
+        parser.error("mode zigzag has wrong gradients in float32: give --dtype bfloat16")
     return options
 
 
@@ -109,7 +146,11 @@ def measure(options: argparse.Namespace, device: torch.device) -> None:
     datasets.disable_progress_bars()
     num_ranks, longest = data_ranks(options), max(max(lengths) for lengths in options.sets.values())
     for lengths in options.sets.values():
-        check_lengths(lengths, num_ranks)
+        check_lengths(lengths, sharing(lengths, options))
+    if options.share_tokens and num_ranks > 1:
+        raise SystemExit(f"--share-tokens is for a process alone, and there are {num_ranks}")
+    if num_ranks % options.nodes:
+        raise SystemExit(f"{num_ranks} ranks are not divided by {options.nodes} nodes")
     register_ways()
     config = read_config(options, longest)
     if is_divided(options):
@@ -121,7 +162,10 @@ def measure(options: argparse.Namespace, device: torch.device) -> None:
     plugin = distca_hf.DistCAPlugin()
     follow_mesh(model, plugin)
     wires = Wires(plugin.transport(device), device)
-    place = Place(wires, device, options.kernel, options.dtype, model, shape, options.checkpointing == "full")
+    recomputes = options.checkpointing == "full"
+    place = Place(wires, device, options.kernel, options.dtype, model, shape, recomputes, options.nodes)
+    if options.nodes > 1 and (len(shape.masks) > 1 or place.needs_whole_documents):
+        raise SystemExit("--nodes compares the bytes of models whose layers all have full attention")
     most_tokens = max(sum(lengths) for lengths in options.sets.values())
     distca_hf.enable(model, place.plugin(most_tokens // num_ranks), longest)
     prepare(model, options, device)
@@ -130,15 +174,31 @@ def measure(options: argparse.Namespace, device: torch.device) -> None:
         of_set = argparse.Namespace(**{**vars(options), "documents": name, "lengths": lengths})
         if options.out and number:
             of_set.out = options.out.with_suffix(f".{number}.json")
-        measure_documents(of_set, config, place, Runner(model, wires, device), kernel, rates)
+        of_place = replace(place, share_of=sharing(lengths, options))
+        measure_documents(of_set, config, of_place, Runner(model, wires, device), kernel, rates)
+
+
+def sharing(lengths: Sequence[int], options: argparse.Namespace) -> int:
+    """Returns how many data ranks share documents: those of the job, or those of which this process does one part.
+
+    Raises:
+        SystemExit: sizes do not divide the ranks, or the documents do not fill ranks of `--share-tokens`.
+    """
+    if not options.share_tokens:
+        return data_ranks(options)
+    num_ranks, rest = divmod(sum(lengths), options.share_tokens)
+    if rest:
+        raise SystemExit(f"documents of {sum(lengths)} tokens do not fill ranks of {options.share_tokens} tokens")
+    return num_ranks
 
 
 def measure_documents(
     options: argparse.Namespace, config: Any, place: Place, runner: Runner, kernel: Kernel, rates: Rates
 ) -> None:
     """Checks, times, and reports on rank 0."""
-    lengths, device, num_ranks = options.lengths, place.device, place.wires.world_size
+    lengths, device, num_ranks = options.lengths, place.device, place.share_of
     errors = check_modes(options.modes, place, smaller_lengths(lengths, num_ranks)) if options.check else {}
+    traffic = traffic_of(place, lengths) if options.nodes > 1 else None
     tokens = random_tokens(lengths, options.accumulation, config.get_text_config().vocab_size)
     modes = [build_mode(name, place, tokens) for name in options.modes]
     measured = runner.run(modes, options.warmup, options.rounds, options.exposed)
@@ -153,8 +213,11 @@ def measure_documents(
     if dist.get_rank() == 0:
         load = load_of(options, place.shape, num_ranks, device)
         figures = figures_of(measured, kernels, rates, load)
-        header = "; ".join([*facts_of(options, config, load.tokens, device), rates_line(rates, load)])
+        parts = [f"the part of one rank of {num_ranks}"] if options.share_tokens else []
+        header = "; ".join([*facts_of(options, config, load.tokens, device), *parts, rates_line(rates, load)])
         print(f"{header}\n\n{table(figures, errors)}", flush=True)
+        if traffic is not None:
+            print(f"\n{traffic.report()}", flush=True)
         of_simulation = simulated_ratios(options, config, figures, num_ranks)
         if options.out:
             facts = {"header": header, "rates": vars(rates), "load": vars(load), "errors": errors, "modes": figures}
@@ -162,6 +225,8 @@ def measure_documents(
             options.out.write_text(json.dumps({"options": {k: str(v) for k, v in vars(options).items()}, **facts}))
     losses = {mode.name: measured[mode.name].loss for mode in modes if mode.exact}
     check_numbers(errors, losses, options.dtype)
+    if traffic is not None and not traffic.as_planned:
+        raise SystemExit("ranks sent other numbers of bytes than planned: see the table of nodes")
 
 
 def simulated_ratios(

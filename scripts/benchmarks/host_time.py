@@ -1,26 +1,34 @@
-"""Measures the time that the host spends on an attention call, beyond that of the kernel function itself.
+"""Measures the host's time for an attention call with an exchange, and for FlashAttention's own call beside it.
 
     torchrun --nproc-per-node 4 scripts/benchmarks/host_time.py
     torchrun --nproc-per-node 2 scripts/benchmarks/host_time.py --device cpu --documents 64,24x8 --repeats 3
 
 Calls are those of a forward pass of so many layers, one behind the other, with real exchanges and no waiting for the
-device; documents are so small that the device keeps up. One line per rank and repeat; `beyond` the kernel function's
-own time are launches of exchanges (in one chunk) and copies, views, and the dispatch of the operator.
+device; documents are so small that the device keeps up. A line for each rank and repeat has the time of a call, that
+of the kernel functions in it, and what is `beyond` these: launches of exchanges and copies, views, and the dispatch
+of the operator. `alone` is one call of FlashAttention's public function on the same rows, as if all parts of documents
+on this rank were whole, in turns with the product's; where another kernel is used, it is a call of that.
+
+The last lines are medians of the repeats: of each rank, then the largest of all ranks. They say what a call takes in
+all, beyond its kernels, and more than FlashAttention's own call. Exchanges have as many chunks as settings say
+(DISTCA_EXCHANGE_CHUNKS).
 
 With `--unchecked` each repeat runs twice, with and without the checks of a call, in turns. With `--tensor 2` ranks are
 a grid of data and tensor ranks. Each repeat runs twice: in that grid, where a rank attends with its part of the heads;
 and in a flat job of the ranks that share documents, with as many heads. Both have the same plan. A grid with one data
-rank exchanges nothing. The last line of a rank is the median of the differences.
+rank exchanges nothing. A line of each rank has the median of the differences.
 """
 
 import argparse
 import cProfile
+import importlib
 import pstats
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
@@ -31,7 +39,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from distca_hf.comm.groups import Members, grid_of_mesh, open_transport
 from distca_hf.comm.transport import Transport
 from distca_hf.config import DistCAConfig
-from distca_hf.kernels.interface import AttentionSpec, Kernel
+from distca_hf.kernels.interface import AttentionSpec, Inputs, Kernel, Spans
+from distca_hf.kernels.registry import kernel_name
+from distca_hf.kernels.varlen import Flash4Kernel
 from distca_hf.placement.place import place
 from distca_hf.planning.plan import plan_in_place
 from distca_hf.planning.routing import rank_plan
@@ -39,6 +49,7 @@ from distca_hf.runtime.device_routing import PinnedRankPlan
 from distca_hf.runtime.forward_pass import ForwardPass
 from distca_hf.runtime.live_plan import LivePlan
 from distca_hf.runtime.op import flash_attn
+from lib.baselines.calls import OwnKeys, make_call
 from lib.documents import parse_documents
 from lib.options import on_all_ranks
 from lib.rates import synchronize
@@ -64,50 +75,130 @@ def main() -> None:
 
 
 def measure(options: argparse.Namespace, device: torch.device) -> None:
-    """Prints the time of every repeat on this rank."""
+    """Prints the time of every repeat on this rank, and medians of all ranks."""
+    flat: Subject | None = None
     if options.tensor > 1:
-        in_grid, flat = _transports(options, device)
-        kernel, attend = _attention(options, device, _plan(options, in_grid, device))
-        _, attend_flat = _attention(options, device, _plan(options, flat, device))
+        in_grid, of_data = _transports(options, device)
+        subject = _subject(options, device, in_grid)
+        flat = _subject(options, device, of_data)
     else:
-        kernel, attend = _attention(options, device, _plan(options, open_transport(device, 60.0), device))
-    differences = []
+        subject = _subject(options, device, open_transport(device, 60.0))
+    times, differences = [], []
     for repeat in range(options.repeats):
-        beyond = _beyond(options, device, kernel, attend, f"repeat {repeat}")
+        times.append(_pass(options, device, subject, f"repeat {repeat}"))
         if options.unchecked:
             with _unchecked():
-                differences.append(beyond - _beyond(options, device, kernel, attend, f"repeat {repeat}, unchecked"))
-        if options.tensor > 1:
-            differences.append(beyond - _beyond(options, device, kernel, attend_flat, f"repeat {repeat}, flat"))
+                others = _pass(options, device, subject, f"repeat {repeat}, unchecked")
+            differences.append(times[-1].beyond - others.beyond)
+        if flat is not None:
+            differences.append(times[-1].beyond - _pass(options, device, flat, f"repeat {repeat}, flat").beyond)
     if differences:
-        subject = "checks cost" if options.unchecked else f"{options.tensor} tensor ranks cost"
-        words = f"rank {dist.get_rank()}: {subject} {1e6 * statistics.median(differences):.1f} µs a call"
+        what = "checks cost" if options.unchecked else f"{options.tensor} tensor ranks cost"
+        words = f"rank {dist.get_rank()}: {what} {1e6 * statistics.median(differences):.1f} µs a call"
         print(f"{words} (median of {len(differences)} pairs of passes)", flush=True)
+    _print_medians(times, subject, device)
     if options.profile:
         profile = cProfile.Profile()
         with torch.no_grad():
             for _ in range(4 * options.layers):
-                profile.runcall(attend)
+                profile.runcall(subject.attend)
         if dist.get_rank() == 0:
             pstats.Stats(profile, stream=sys.stdout).sort_stats("tottime").print_stats(30)
 
 
-def _beyond(
-    options: argparse.Namespace, device: torch.device, kernel: Kernel, attend: Callable[[], object], name: str
-) -> float:
-    """Prints the times of one pass, and returns the seconds of a call beyond the kernel function."""
-    with _timed(kernel) as spent, torch.no_grad():
-        dist.barrier()
-        synchronize(device)
-        began = time.perf_counter()
-        for _ in range(options.layers):
-            attend()
-        seconds = (time.perf_counter() - began) / options.layers
-        synchronize(device)
-    of_kernel, kernels = sum(spent) / options.layers, len(spent) // options.layers
-    words = f"rank {dist.get_rank()}, {name}: {1e6 * seconds:.0f} µs a call, {1e6 * of_kernel:.0f} in"
-    print(f"{words} {kernels} kernels, {1e6 * (seconds - of_kernel):.0f} beyond", flush=True)
-    return seconds - of_kernel
+@dataclass(frozen=True)
+class Subject:
+    """Calls of this rank that are timed.
+
+    Attributes:
+        kernel: that both call.
+        attend: one attention call of the product, forward.
+        attend_alone: FlashAttention's own call on the same rows.
+        alone_name: of its function.
+        transport: counts exchanges.
+    """
+
+    kernel: Kernel
+    attend: Callable[[], object]
+    attend_alone: Callable[[], object]
+    alone_name: str
+    transport: Transport
+
+
+@dataclass(frozen=True)
+class PassTimes:
+    """Seconds of the host for each call of a pass.
+
+    Attributes:
+        call: of the product.
+        kernels: in the kernel function, of the same.
+        alone: FlashAttention's own call.
+        exchanges: that a call starts.
+    """
+
+    call: float
+    kernels: float
+    alone: float
+    exchanges: float
+
+    @property
+    def beyond(self) -> float:
+        return self.call - self.kernels
+
+    @property
+    def more(self) -> float:
+        return self.call - self.alone
+
+
+def _pass(options: argparse.Namespace, device: torch.device, subject: Subject, name: str) -> PassTimes:
+    """Times one pass of the product and as many calls of FlashAttention, and prints them."""
+    begun = subject.transport.traffic.exchanges
+    with _timed(subject.kernel) as spent, torch.no_grad():
+        seconds = _seconds_of_a_call(options, device, subject.attend)
+    exchanges = (subject.transport.traffic.exchanges - begun) / options.layers
+    with torch.no_grad():
+        alone = _seconds_of_a_call(options, device, subject.attend_alone)
+    times = PassTimes(seconds, sum(spent) / options.layers, alone, exchanges)
+    kernels = len(spent) // options.layers
+    words = f"rank {dist.get_rank()}, {name}: {1e6 * seconds:.0f} µs a call, {1e6 * times.kernels:.0f} in"
+    print(f"{words} {kernels} kernels, {1e6 * times.beyond:.0f} beyond; alone {1e6 * alone:.0f}", flush=True)
+    return times
+
+
+def _seconds_of_a_call(options: argparse.Namespace, device: torch.device, call: Callable[[], object]) -> float:
+    dist.barrier()
+    synchronize(device)
+    began = time.perf_counter()
+    for _ in range(options.layers):
+        call()
+    seconds = (time.perf_counter() - began) / options.layers
+    synchronize(device)
+    return seconds
+
+
+def _print_medians(times: Sequence[PassTimes], subject: Subject, device: torch.device) -> None:
+    """Prints medians of every rank, and those of the rank whose call takes longest."""
+    names = ("call", "kernels", "beyond", "alone", "more", "exchanges")
+    medians = [statistics.median(getattr(each, name) for each in times) for name in names]
+    own = torch.tensor(medians, dtype=torch.float64, device=device)
+    ranks = [torch.empty_like(own) for _ in range(dist.get_world_size())]
+    dist.all_gather(ranks, own)
+    if dist.get_rank():
+        return
+    rows = [dict(zip(names, each.tolist(), strict=True)) for each in ranks]
+    for name, row in [*((f"rank {rank}", row) for rank, row in enumerate(rows)), ("worst rank", _worst(rows))]:
+        call, kernels, beyond, alone, more = (f"{1e6 * row[part]:.0f}" for part in names[:-1])
+        print(
+            f"{name}, median of {len(times)}: a call with {row['exchanges']:.0f} exchanges takes {call} µs in all; "
+            f"{kernels} µs in its kernels, {beyond} µs beyond them; {subject.alone_name} alone takes {alone} µs, so a "
+            f"call takes {more} µs more",
+            flush=True,
+        )
+
+
+def _worst(rows: Sequence[Mapping[str, float]]) -> Mapping[str, float]:
+    """Returns the largest of each figure."""
+    return {name: max(row[name] for row in rows) for name in rows[0]}
 
 
 @contextmanager
@@ -137,20 +228,16 @@ def _transports(options: argparse.Namespace, device: torch.device) -> tuple[Tran
     return in_grid, open_transport(device, 60.0, members=Members.of(mesh["data"].get_group()))
 
 
-def _plan(options: argparse.Namespace, transport: Transport, device: torch.device) -> LivePlan:
-    """Returns a placed plan in the middle of training: every rank has agreed to it."""
+def _subject(options: argparse.Namespace, device: torch.device, transport: Transport) -> Subject:
+    """Returns an attention call of this rank's rows, and FlashAttention's own. The call has a placed plan as in the
+    middle of training: every rank has agreed to it."""
+    config = DistCAConfig(kernel=options.kernel)
+    topology = config.topology(transport.world_size)
     plan = plan_in_place(place(parse_documents(options.documents), transport.world_size))
-    mine = rank_plan(plan, transport.rank)
+    mine = rank_plan(plan, transport.rank, config.num_chunks(topology))
     routings = {mine.mask: PinnedRankPlan.prepare(mine).to(device)}
-    live = LivePlan(0, routings, mine.facts, transport, DistCAConfig(kernel=options.kernel))
+    live = LivePlan(0, routings, mine.facts, transport, config)
     live.begin_forward_pass(None, {})
-    return live
-
-
-def _attention(
-    options: argparse.Namespace, device: torch.device, live: LivePlan
-) -> tuple[Kernel, Callable[[], object]]:
-    """Returns the kernel, and one attention call of this rank's rows."""
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     q, k, v = (
         torch.randn(live.num_rows, heads, options.head_dim, device=device, dtype=dtype)
@@ -162,7 +249,21 @@ def _attention(
     def attend() -> object:
         return flash_attn(q, k, v, AttentionSpec(scale), live.handle, layer)  # layers make their spec in each call
 
-    return live.kernel(q, k, v, AttentionSpec(scale)), attend
+    kernel = live.kernel(q, k, v, AttentionSpec(scale))
+    held = [stop - start for _, start, stop in plan.layout.held_by(transport.rank)]
+    rows = slice(0, sum(held))
+    inputs = Inputs(q[rows], k[rows], v[rows])
+    spans = make_call(0, held, held, OwnKeys(rows), device).spans
+    name, attend_alone = _own_call(kernel, inputs, spans, scale)
+    return Subject(kernel, attend, attend_alone, name, transport)
+
+
+def _own_call(kernel: Kernel, inputs: Inputs, spans: Spans, scale: float) -> tuple[str, Callable[[], object]]:
+    """Returns FlashAttention 4's public function and its name, if that kernel is used, or else the kernel's own."""
+    if isinstance(kernel, Flash4Kernel):
+        public = importlib.import_module("flash_attn.cute").flash_attn_varlen_func
+        return public.__name__, lambda: public(*inputs, **spans.by_name, softmax_scale=scale, causal=True)
+    return f"the kernel {kernel_name(kernel)}", lambda: kernel.forward(inputs, spans, AttentionSpec(scale))
 
 
 @contextmanager

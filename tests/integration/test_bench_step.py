@@ -53,6 +53,16 @@ def test_host_time_of_attention_calls_is_told_for_every_rank(tmp_path: Path) -> 
         assert kernels >= 1
         assert beyond > 0
         assert call == pytest.approx(of_kernel + beyond, abs=1)
+    words = (
+        r"(rank \d|worst rank), median of 2: a call with 1 exchanges takes (\d+) µs in all; (\d+) µs in its kernels, "
+        r"(\d+) µs beyond them; the kernel cpu alone takes (\d+) µs, so a call takes (-?\d+) µs more"
+    )
+    medians = {match[0]: [int(number) for number in match[1:]] for match in re.findall(words, printed)}
+    assert list(medians) == ["rank 0", "rank 1", "worst rank"]
+    assert medians["worst rank"] == [
+        max(numbers) for numbers in zip(medians["rank 0"], medians["rank 1"], strict=True)
+    ]
+    assert min(medians["worst rank"][:4]) > 0
 
 
 def test_host_time_in_a_grid_is_compared_with_a_flat_job(tmp_path: Path) -> None:
@@ -205,7 +215,7 @@ def test_ranks_of_a_grid_compute_in_every_mode(
 
 def test_modes_that_know_no_tensor_ranks_are_refused(tmp_path: Path) -> None:
     options = ["--device", "cpu", "--tp-size", "2", "--modes", "placed,context"]
-    with pytest.raises(AssertionError, match="--tp-size is measured without context and ulysses"):
+    with pytest.raises(AssertionError, match="--tp-size is measured without context, llama3, ulysses"):
         run_script(1, tmp_path, ["scripts/benchmarks/attention_step.py", *options])
 
 
@@ -248,6 +258,20 @@ def test_presets_fill_four_ranks_equally_in_every_mode(documents: ModuleType, pr
         work = [sum(causal_pairs(start, stop) for _, start, stop in held) for held in holding]
         assert work == [documents.attended_pairs(lengths) // 4] * 4
     assert max(documents.smaller_lengths(lengths, 4)) == documents.COMPARED_TOKENS
+
+
+def test_presets_have_as_many_tokens_for_every_gpu(documents: ModuleType) -> None:
+    for preset, tokens_per_gpu in {"A": 65_536, "B": 131_072, "C": 65_536, "D": 65_536}.items():
+        assert documents.spelled_out(preset) == documents.spelled_out(f"{preset}:4")
+        for gpus in (1, 2, 4, 8):
+            lengths = documents.parse_documents(f"{preset}:{gpus}")
+            documents.check_lengths(lengths, gpus)
+            assert sum(lengths) == tokens_per_gpu * gpus
+            assert lengths[0] == (sum(lengths) if preset == "D" else tokens_per_gpu)
+            if preset != "D":
+                documents.whole_documents(lengths, gpus)
+    assert documents.spelled_out("A:8") == "65536,5x32768,9x16384,72x2048"
+    assert documents.spelled_out("131072,96x4096") == "131072,96x4096"
 
 
 def test_documents_that_do_not_fit_are_refused(documents: ModuleType) -> None:

@@ -13,6 +13,7 @@ import distca_hf
 from distca_hf.errors import ConfigError
 from distca_hf.integrations import checkpointing
 from distca_hf.integrations.checkpointing import OffloadedAttention
+from distca_hf.integrations.host_copy import HostCopy
 from distca_hf.kernels.interface import AttentionSpec, Spans
 from distca_hf.runtime.local_attention import Documents, flash_attn_local
 from support.data import random_dataset
@@ -99,10 +100,10 @@ def test_backward_may_run_twice() -> None:
 
 
 def test_a_graph_that_is_dropped_leaves_nothing_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    copies: list[weakref.ref[torch.Tensor]] = []
+    copies: list[weakref.ref[HostCopy]] = []
     method = checkpointing._Region._to_host
 
-    def kept(region: object, x: torch.Tensor) -> torch.Tensor:
+    def kept(region: object, x: torch.Tensor) -> HostCopy:
         host = method(region, x)
         copies.append(weakref.ref(host))
         return host

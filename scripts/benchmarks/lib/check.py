@@ -88,7 +88,7 @@ def _errors(
     [batch] = mode.batches
     rows = batch["input_ids"][0]
     q, k, v, dout = (x[rows] for x in whole)
-    results = _attend(mode, place, batch, q, k, v, dout)
+    results = attend_once(mode, place, batch, q, k, v, dout)
     if not mode.exact:
         rows = slice(None)
         exact, rounded = (
@@ -110,7 +110,7 @@ def _allowed(truth: torch.Tensor, plain: torch.Tensor) -> torch.Tensor:
     return 2 * (plain.float() - truth).abs().max() + 2 * rounding
 
 
-def _attend(
+def attend_once(
     mode: Mode,
     place: Place,
     batch: Batch,

@@ -4,7 +4,7 @@ A holding is a list of segments (document, start, stop) for every rank, in row o
 equally many tokens.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate, chain
 
 import numpy as np
@@ -14,7 +14,7 @@ from distca_hf.arrays import IntArray
 from distca_hf.cost import CAUSAL_MASK, Mask
 
 
-PRESETS = {"A": "65536,2x32768,4x16384,32x2048", "B": "131072,96x4096", "C": "65536,48x4096"}
+GPUS = 4  # of a preset without a number: `A` is `A:4`
 # Numbers are compared with exact attention on documents up to about this length.
 COMPARED_TOKENS = 1024
 
@@ -22,10 +22,46 @@ Segment = tuple[int, int, int]
 Holding = list[list[Segment]]
 
 
+def _a(gpus: int) -> list[tuple[int, int]]:
+    """64K tokens per GPU: one document fills a GPU; a third of the rest each in documents of 32K, 16K and 2K."""
+    rest = 32 * (gpus - 1)
+    longer, shorter = round(rest / 48), round(rest / 24)
+    return [(1, 65_536), (longer, 32_768), (shorter, 16_384), (rest - 16 * longer - 8 * shorter, 2048)]
+
+
+def _b(gpus: int) -> list[tuple[int, int]]:
+    """128K tokens per GPU: one document fills a GPU, and all others are short."""
+    return [(1, 131_072), (32 * (gpus - 1), 4096)]
+
+
+def _c(gpus: int) -> list[tuple[int, int]]:
+    """64K tokens per GPU: one document fills a GPU, and all others are short."""
+    return [(1, 65_536), (16 * (gpus - 1), 4096)]
+
+
+def _d(gpus: int) -> list[tuple[int, int]]:
+    """64K tokens per GPU: one document fills all of them."""
+    return [(1, 65_536 * gpus)]
+
+
+# Counts and lengths for so many GPUs.
+PRESETS: dict[str, Callable[[int], list[tuple[int, int]]]] = {"A": _a, "B": _b, "C": _c, "D": _d}
+
+
+def spelled_out(text: str) -> str:
+    """Returns the lengths of a preset, of `A` as of `A:8` for eight GPUs, as "131072,96x4096"; other texts as they
+    are."""
+    name, _, gpus = text.partition(":")
+    if name not in PRESETS:
+        return text
+    counted = [(count, tokens) for count, tokens in PRESETS[name](int(gpus or GPUS)) if count]
+    return ",".join(f"{count}x{tokens}" if count > 1 else f"{tokens}" for count, tokens in counted)
+
+
 def parse_documents(text: str) -> list[int]:
     """Returns lengths from a preset's name or "131072,96x4096"."""
     lengths: list[int] = []
-    for part in PRESETS.get(text, text).split(","):
+    for part in spelled_out(text).split(","):
         count, _, tokens = part.rpartition("x")
         lengths += [int(tokens)] * int(count or 1)
     return lengths

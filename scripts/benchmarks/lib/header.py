@@ -9,19 +9,30 @@ import torch.distributed as dist
 import transformers
 
 import distca_hf
-from lib.documents import PRESETS
+from lib.documents import spelled_out
+
+
+def machine_facts(device: torch.device) -> list[str]:
+    """Versions and devices."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
+    set_here = [
+        f", {variable}={os.environ[variable]}"
+        for variable in ("NCCL_P2P_DISABLE", "PYTORCH_ALLOC_CONF")
+        if variable in os.environ
+    ]
+    return [
+        f"distca_hf {distca_hf.__version__}, torch {torch.__version__}, transformers {transformers.__version__}",
+        f"{dist.get_world_size()} x {name}{''.join(set_here)}",
+    ]
 
 
 def facts_of(options: argparse.Namespace, config: Any, tokens: int, device: torch.device) -> list[str]:
     """Parts of that line; `tokens` are those of a rank and step."""
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
-    p2p = os.environ.get("NCCL_P2P_DISABLE")
     return [
-        f"distca_hf {distca_hf.__version__}, torch {torch.__version__}, transformers {transformers.__version__}",
-        f"{dist.get_world_size()} x {name}" + (f", NCCL_P2P_DISABLE={p2p}" if p2p else ""),
+        *machine_facts(device),
         f"{config.model_type}, {config.get_text_config().num_hidden_layers} layers",
         str(options.dtype).removeprefix("torch."),
-        f"documents {PRESETS.get(options.documents, options.documents)}",
+        f"documents {spelled_out(options.documents)}",
         f"{tokens} tokens per rank and step"
         + (f" in {options.accumulation} micro-steps" * (options.accumulation > 1)),
         f"checkpointing {options.checkpointing}, "

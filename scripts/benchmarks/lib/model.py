@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import (
@@ -279,6 +279,11 @@ def without_attention(causal_lm: PreTrainedModel) -> Iterator[list[AttentionCall
     causal_lm.set_attn_implementation("bench_probe")
     yield calls
     causal_lm.set_attn_implementation("distca")
+    AttentionInterface.register("bench_probe", _leave_alone)  # the other one holds the calls, and so the model
+
+
+def _leave_alone(module: nn.Module, *inputs: Any, **given: Any) -> tuple[torch.Tensor, None]:
+    raise RuntimeError(f"{type(module).__name__} attends as `without_attention` had it, which has ended")
 
 
 @contextmanager
@@ -320,7 +325,7 @@ def prepare(model: LossModel, options: argparse.Namespace, device: torch.device)
     if options.checkpointing != "none":
         keywords: dict[str, Any] = {"use_reentrant": False}
         if options.checkpointing == "saved":
-            keywords["context_fn"] = functools.partial(create_selective_checkpoint_contexts, _policy)
+            keywords["context_fn"] = functools.partial(create_selective_checkpoint_contexts, saving_policy)
         if options.checkpointing == "offloaded":
             keywords["context_fn"] = OffloadedAttention()
         model.causal_lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs=keywords)
@@ -332,7 +337,7 @@ def prepare(model: LossModel, options: argparse.Namespace, device: torch.device)
             layer.forward = torch.compile(layer.forward, backend=options.compile)
 
 
-def _policy(ctx: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+def saving_policy(ctx: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
     """Decides as the product does (`checkpointed_attention="save"`), for the operators of all modes."""
     saved = operator in (
         *SAVED_OPERATORS,
@@ -353,6 +358,12 @@ def _shard(layers: Sequence[nn.Module], root: nn.Module, options: argparse.Names
     policy = MixedPrecisionPolicy(
         param_dtype=options.dtype, reduce_dtype=options.reduce_dtype, cast_forward_inputs=False
     )
+    shard = functools.partial(
+        fully_shard,
+        mesh=mesh,
+        mp_policy=policy,
+        offload_policy=CPUOffloadPolicy(pin_memory=device.type == "cuda") if options.offload else OffloadPolicy(),
+    )
     for layer in layers:
-        fully_shard(layer, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
-    fully_shard(root, mesh=mesh, mp_policy=policy)
+        shard(layer, reshard_after_forward=True)
+    shard(root)

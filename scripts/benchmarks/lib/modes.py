@@ -11,6 +11,8 @@ ideal     the same total work, spread evenly without any transfer: of each lengt
           In a model whose layers carry a state, mixers run on the packs of local, and attention alone is spread.
 ulysses   heads over all ranks: all-to-all of q, k, v before and of the output after
 context   every document in zigzag over all ranks, keys and values all-gathered
+zigzag    ring attention by the package ring-flash-attn, its own code on our kernel (`lib/baselines/ring_code.py`)
+llama3    the same package's all-gather of some heads after the other, which it recommends for packed documents
 placed    the product: batches of `plugin.dataloader`
 fixed     the product: the packs of local, its tasks move
 unchecked placed, but in a forward pass ranks do not agree on anything: the price of that is placed ÷ unchecked
@@ -38,6 +40,7 @@ from distca_hf.placement.place import fill_in_order
 from distca_hf.runtime.forward_pass import ForwardPass
 from lib.baselines.calls import Call, ChosenKeys, MadeUpKeys, OwnKeys, make_call
 from lib.baselines.operators import Work
+from lib.baselines.ring_code import Llama3Work, RingWork, ZigzagWork
 from lib.documents import (
     Holding,
     Segment,
@@ -71,6 +74,8 @@ class Place:
 
     Attributes:
         recomputes: checkpointing recomputes attention, too.
+        num_nodes: that plans take these ranks for; 1 for what they are.
+        share_of: ranks, of whose work `ideal` does one part in a process that is alone; 0 for as many as there are.
         servers: ranks without tokens, over which `ideal` spreads attention, too.
         plugins: makes the product's plugin.
     """
@@ -82,6 +87,8 @@ class Place:
     model: nn.Module
     shape: Shape
     recomputes: bool = False
+    num_nodes: int = 1
+    share_of: int = 0
     servers: int = 0
     plugins: Callable[..., WiredPlugin] = WiredPlugin
 
@@ -89,7 +96,9 @@ class Place:
         """Returns the product, with further settings from the environment (`DISTCA_<FIELD>`). Checkpointing is decided
         for all modes alike (`model.py`)."""
         checkpointed = "recompute" if self.recomputes else "save"
-        settings = {"kernel": self.kernel, "checkpointed_attention": checkpointed}
+        settings: dict[str, Any] = {"kernel": self.kernel, "checkpointed_attention": checkpointed}
+        if self.num_nodes > 1:
+            settings["ranks_per_node"] = self.wires.world_size // self.num_nodes
         return self.plugins(self.wires, tokens_per_rank=tokens_per_rank, **settings)
 
     def work(self, calls: Iterable[Call]) -> Work:
@@ -186,7 +195,7 @@ def _pack(place: Place, segments: Sequence[Segment], tokens: Sequence[IntArray])
 
 
 def _ideal(place: Place, step: StepTokens) -> Mode:
-    rank, num_ranks = place.wires.rank, place.wires.world_size
+    rank, num_ranks = place.wires.rank, place.share_of or place.wires.world_size
     holdings = evenly_spread(_lengths(step), num_ranks + place.servers)
     whole, parts = (holding[rank] for holding in holdings)
     served = share_of([*chain(*(chain(*holding[num_ranks:]) for holding in holdings))], rank, num_ranks)
@@ -202,7 +211,7 @@ def _ideal(place: Place, step: StepTokens) -> Mode:
         calls.append(make_call(first, queries, keys, made_up[0], place.device))
     work = place.work(calls)
     if place.needs_whole_documents:
-        held = whole_documents(_lengths(step), place.wires.world_size)[rank]
+        held = whole_documents(_lengths(step), num_ranks)[rank]
         packs = [_pack(place, held, tokens) for tokens in step]
     else:
         packs = [batch_of([*whole, *parts, *served], tokens, place.device) for tokens in step]
@@ -242,6 +251,24 @@ def _context(place: Place, step: StepTokens) -> Mode:
     return Mode("context", "bench_gathered", _batches(place, holding, step, place.work(calls)), exchanges=True)
 
 
+def _zigzag(place: Place, step: StepTokens) -> Mode:
+    _check_may_cut(place, "zigzag")
+    lengths = _lengths(step)
+    chunks = zigzag(range(len(lengths)), lengths, place.wires.world_size)
+    work = ZigzagWork(place.wires, place.kernel, lengths, place.device)
+    batches = _batches(place, [sorted(held) for held in chunks], step, work)
+    return Mode("zigzag", "bench_package", batches, exchanges=True)
+
+
+def _llama3(place: Place, step: StepTokens) -> Mode:
+    _check_may_cut(place, "llama3")
+    lengths = _lengths(step)
+    layout = fill_in_order(lengths, place.wires.world_size)
+    work = Llama3Work(place.wires, place.kernel, lengths, place.device)
+    batches = _batches(place, [layout.held_by(rank) for rank in range(layout.num_ranks)], step, work)
+    return Mode("llama3", "bench_package", batches, exchanges=True)
+
+
 def _placed(place: Place, step: StepTokens) -> Mode:
     tokens_per_rank = sum(_lengths(step)) // place.wires.world_size
     documents = [tokens.astype(np.int32) for tokens in chain.from_iterable(step)]
@@ -274,10 +301,13 @@ BUILDERS: dict[str, Callable[[Place, StepTokens], Mode]] = {
     "ideal": _ideal,
     "ulysses": _ulysses,
     "context": _context,
+    "zigzag": _zigzag,
+    "llama3": _llama3,
     "placed": _placed,
     "fixed": _fixed,
     "unchecked": _unchecked,
 }
+OF_PACKAGE = frozenset({"zigzag", "llama3"})  # run only where they are asked for by name
 
 
 def _check_may_cut(place: Place, name: str) -> None:
@@ -301,6 +331,6 @@ def _whole_call(lengths: Sequence[int], device: torch.device) -> Call:
     return make_call(0, lengths, lengths, OwnKeys(slice(0, sum(lengths))), device)
 
 
-def _batches(place: Place, holding: Holding, step: StepTokens, work: Work) -> list[Batch]:
+def _batches(place: Place, holding: Holding, step: StepTokens, work: Work | RingWork) -> list[Batch]:
     segments = holding[place.wires.rank]
     return [{**batch_of(segments, tokens, place.device), "bench_work": work} for tokens in step]

@@ -4,13 +4,15 @@ import argparse
 import os
 from collections.abc import Callable, Collection
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from distca_hf.config import DistCAConfig
+from lib.documents import GPUS, parse_documents
 from lib.documents import PRESETS as DOCUMENTS
-from lib.documents import parse_documents
 from lib.model import PRESETS as MODELS
 
 
@@ -30,8 +32,8 @@ def shared_options(description: str | None) -> argparse.ArgumentParser:
     parser.add_argument(
         "--documents",
         default="A",
-        help=f"of a micro-step, as 131072,96x4096 or one of {', '.join(DOCUMENTS)}; several sets with ; between them, "
-        "measured one after the other: figures of the second go to OUT.1.json",
+        help=f"of a micro-step, as 131072,96x4096 or one of {', '.join(DOCUMENTS)}, for {GPUS} GPUs, or A:8 for 8; "
+        "several sets with ; between them, measured one after the other: figures of the second go to OUT.1.json",
     )
     parser.add_argument("--modes", help="comma-separated; by default all")
     parser.add_argument("--rounds", type=int, default=5, help="times that every mode is measured, in turns")
@@ -55,7 +57,7 @@ def shared_options(description: str | None) -> argparse.ArgumentParser:
     parser.add_argument("--liger", action="store_true", help="norms, rotary embeddings and MLPs of liger_kernel")
     parser.add_argument("--peak-tflops", type=float, help="of the device, if its name does not tell")
     parser.add_argument("--out", type=Path, help="write all figures as JSON")
-    parser.set_defaults(accumulation=1, ep_size=1, tp_size=1, dp_replicate_size=1)
+    parser.set_defaults(accumulation=1, ep_size=1, tp_size=1, dp_replicate_size=1, offload=False)
     return parser
 
 
@@ -77,13 +79,17 @@ def parse_shared(parser: argparse.ArgumentParser, known_modes: Collection[str]) 
 
 
 def _open_group(device_type: str, bind: bool) -> torch.device:
-    """Opens the process group, bound to this rank's device or not; returns the device."""
+    """Opens the process group, bound to this rank's device or not; returns the device. A process without a launcher is
+    alone."""
+    alone: dict[str, Any] = {}
+    if "RANK" not in os.environ:
+        alone = {"store": TCPStore("127.0.0.1", 0, is_master=True), "rank": 0, "world_size": 1}
     if device_type == "cpu":
-        dist.init_process_group("gloo")
+        dist.init_process_group("gloo", **alone)
         return torch.device("cpu")
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
     torch.cuda.set_device(device)
-    dist.init_process_group("nccl", device_id=device if bind else None)
+    dist.init_process_group("nccl", device_id=device if bind else None, **alone)
     return device
 
 

@@ -21,21 +21,24 @@ class Wires:
     """A transport around the product's, with the collectives of other modes beside it.
 
     Attributes:
+        group: of the collectives of other modes.
         sent_bytes, received_bytes: of this rank, to and from others, since `reset`.
+        bytes_to: `[ranks]` of the product's exchanges, sent to each rank, since `reset`.
     """
 
     def __init__(self, inner: Transport, device: torch.device) -> None:
         self.rank, self.world_size, self.traffic = inner.rank, inner.world_size, inner.traffic
         self.grid = inner.grid
-        self.sent_bytes = self.received_bytes = 0
+        self.reset()
         self._inner, self._device = inner, device
-        self._group = dist.new_group()  # FSDP's collectives have theirs to themselves
+        self.group = _group(device)  # FSDP's collectives have theirs to themselves
         self._largest_bytes = 0
         self._noise: torch.Tensor | None = None
 
     def reset(self) -> None:
         """Counts from here."""
         self.sent_bytes = self.received_bytes = 0
+        self.bytes_to = [0] * self.world_size
 
     def silence(self, silent: bool) -> None:
         """Stops sending from now on, or sends again. All ranks do the same, after steps that were not silent."""
@@ -48,8 +51,11 @@ class Wires:
         sent, received = (sum(counts) - counts[self.rank] for counts in (asked.send_counts, asked.receive_counts))
         arriving = (sum(asked.receive_counts), *asked.rows.shape[1:])
         row_bytes = asked.row_bytes
-        if self._is_silent(sent * row_bytes, received * row_bytes, arriving[0] * row_bytes):
-            return asked.arrived(self._made_up(arriving, asked.rows.dtype))
+        self.bytes_to = [
+            total + rows * row_bytes for total, rows in zip(self.bytes_to, asked.send_counts, strict=True)
+        ]
+        if self.is_silent(sent * row_bytes, received * row_bytes, arriving[0] * row_bytes):
+            return asked.arrived(self.made_up(arriving, asked.rows.dtype))
         return self._inner.exchange(asked)
 
     def gather(self, values: Sequence[int], where: str, scope: Scope = Scope.ROWS) -> Gather:
@@ -59,39 +65,48 @@ class Wires:
     def close(self) -> None:
         """Ends the product's groups and the one of the other modes."""
         self._inner.close()
-        dist.destroy_process_group(self._group)
+        dist.destroy_process_group(self.group)
 
     def all_gather(self, rows: torch.Tensor) -> torch.Tensor:
         """Returns the rows of all ranks, by rank."""
         others = self.world_size - 1
         gathered = (self.world_size * len(rows), *rows.shape[1:])
-        if self._is_silent(others * rows.nbytes, others * rows.nbytes, self.world_size * rows.nbytes):
-            return self._made_up(gathered, rows.dtype)
+        if self.is_silent(others * rows.nbytes, others * rows.nbytes, self.world_size * rows.nbytes):
+            return self.made_up(gathered, rows.dtype)
         received = rows.new_empty(gathered)
-        dist.all_gather_into_tensor(received, rows, group=self._group)
+        dist.all_gather_into_tensor(received, rows, group=self.group)
         return received
 
     def reduce_scatter(self, rows: torch.Tensor) -> torch.Tensor:
         """This rank's part of the sum over all ranks."""
         others, part_bytes = self.world_size - 1, rows.nbytes // self.world_size
         part = (len(rows) // self.world_size, *rows.shape[1:])
-        if self._is_silent(others * part_bytes, others * part_bytes, part_bytes):
-            return self._made_up(part, rows.dtype)
+        if self.is_silent(others * part_bytes, others * part_bytes, part_bytes):
+            return self.made_up(part, rows.dtype)
         summed = rows.new_empty(part)
-        dist.reduce_scatter_tensor(summed, rows, group=self._group)
+        dist.reduce_scatter_tensor(summed, rows, group=self.group)
         return summed
 
-    def _is_silent(self, sent_bytes: int, received_bytes: int, arriving_bytes: int) -> bool:
+    def is_silent(self, sent_bytes: int, received_bytes: int, arriving_bytes: int) -> bool:
+        """Counts bytes to and from others, and says whether rows are made up; own ones may be among those arriving."""
         self.sent_bytes += sent_bytes
         self.received_bytes += received_bytes
         self._largest_bytes = max(self._largest_bytes, arriving_bytes)
         return self._noise is not None
 
-    def _made_up(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    def made_up(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """Returns a copy of random numbers: operators may not hand out the same memory twice."""
         assert self._noise is not None
         num_bytes = torch.Size(shape).numel() * dtype.itemsize
         return self._noise.view(torch.uint8)[:num_bytes].view(dtype).view(shape).clone()
+
+
+def _group(device: torch.device) -> dist.ProcessGroup:
+    """Opens a group of all ranks. On GPUs its exchanges overtake kernels, as those of the product do: a ring of keys
+    would overlap with nothing otherwise."""
+    if device.type == "cpu":
+        return dist.new_group()
+    return dist.new_group(pg_options=dist.ProcessGroupNCCL.Options(is_high_priority_stream=True))
 
 
 class WiredPlugin(distca_hf.DistCAPlugin):

@@ -1,1 +1,2 @@
-"""Other ways to share attention than the product's: whole documents, Ulysses, context parallelism, and the ideal."""
+"""Other ways to share attention than the product's: whole documents, Ulysses, context parallelism, and the ideal; and
+the code of a package."""

@@ -3,6 +3,7 @@
     whole       q k v ── kernel ── out                                                        nothing exchanged
     heads       q k v ── tokens to heads ── kernel ── heads to tokens ── out                  Ulysses
     gathered    k v ── all-gather ── kernel ── out; dk dv are summed by a reduce-scatter      context parallelism
+    package     q k v ── code of ring-flash-attn (`ring_code.py`) ── out                      the same, and a ring
 
 The work of a micro-batch travels as `bench_work` in the model's keywords.
 """
@@ -17,9 +18,10 @@ from torch import nn
 from transformers import AttentionInterface
 
 from lib.baselines.operators import Work, flash_attn, gather_tokens, heads_to_tokens, tokens_to_heads
+from lib.baselines.ring_code import RingWork
 
 
-Way = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float, int, Work], torch.Tensor]
+Way = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float, int, Any], torch.Tensor]  # the last is a work
 
 
 def attend(
@@ -32,7 +34,7 @@ def attend(
     scaling: float | None = None,
     sliding_window: int | None = None,
     *,
-    bench_work: Work,
+    bench_work: Work | RingWork,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """Attends as Transformers asks: `[B, N, T, D]` in, `[B, T, N, D]` out; ways have `[B * T, N, D]`, contiguous.
@@ -77,10 +79,24 @@ def attend_gathered(
     return attend_whole(q, k, v, scale, window, work)
 
 
+def attend_by_package(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, window: int, work: RingWork
+) -> torch.Tensor:
+    """Attends as the package does.
+
+    Raises:
+        SystemExit: the layer has a window.
+    """
+    if window:
+        raise SystemExit(f"layers have a window of {window} tokens: leave modes zigzag and llama3 out")
+    return work.attend(q, k, v, scale)
+
+
 WAYS: dict[str, Way] = {
     "bench_whole": attend_whole,
     "bench_heads": attend_by_heads,
     "bench_gathered": attend_gathered,
+    "bench_package": attend_by_package,
 }
 
 

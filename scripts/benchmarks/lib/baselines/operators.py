@@ -44,7 +44,7 @@ class Work:
     def __init__(self, calls: Sequence[Call], wires: Wires, kernel: KernelName) -> None:
         self.calls, self.wires, self.kernel = tuple(calls), wires, kernel
         self.ranks = wires.world_size
-        self.rows = max(call.queries.stop for call in self.calls)
+        self.rows = max((call.queries.stop for call in self.calls), default=0)
         self.handle = next(_handles)
         _works[self.handle] = self
 

@@ -1,0 +1,114 @@
+"""Attempts that may run out of memory: each in processes of its own, watched from outside.
+
+A process that ran out of a GPU's memory says so in a file. Memory of the host must not run out: the kernel would kill
+any process of the machine. So an attempt is stopped as soon as less than a margin is free.
+"""
+
+import json
+import re
+import subprocess
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+
+RESULT, OUT_OF_MEMORY = "result.json", "out_of_memory.{rank}.txt"
+# Words of errors of torch, CUDA, NCCL and the product for a GPU without room.
+MEMORY_WORDS = re.compile(r"out of memory|OutOfMemory|OUT_OF_MEMORY|bytes are free on cuda")
+KILLED = re.compile(r"exitcode\s*:\s*-9\b")  # of torchrun, for a process that the kernel killed
+POLL_SECONDS, STOP_SECONDS = 0.25, 60
+LOG_TAIL = 6000
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """How an attempt ended.
+
+    Attributes:
+        outcome: "trained", "GPU memory", "host memory" or "time".
+        figures: what it wrote, if it trained.
+        reason: the first line of its error, if there is one.
+        host_bytes: memory of the host that was taken while it ran.
+    """
+
+    outcome: str
+    figures: dict[str, Any] | None
+    reason: str
+    host_bytes: int
+    seconds: float
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Returns whether a GPU had no room: for the error, or for one that it came from."""
+    chain: BaseException | None = error
+    while chain is not None:
+        if MEMORY_WORDS.search(f"{type(chain).__name__}: {chain}"):
+            return True
+        chain = chain.__cause__ or chain.__context__
+    return False
+
+
+def run_attempt(
+    command: Sequence[str], folder: Path, free_bytes: Callable[[], int], margin_bytes: int, most_seconds: float
+) -> Attempt:
+    """Runs a command that writes its figures, or that it is out of memory, to `folder`.
+
+    Args:
+        folder: is made; the command's output goes there, too.
+        free_bytes: of the host.
+        margin_bytes: the command is stopped if less of the host's memory is free.
+        most_seconds: the command is stopped after so long.
+
+    Raises:
+        SystemExit: it failed for another reason; shows the end of its output.
+    """
+    folder.mkdir(parents=True)
+    log = folder / "log.txt"
+    began, free_before = time.monotonic(), free_bytes()
+    least, stopped = free_before, ""
+    with log.open("w") as output:
+        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
+        try:
+            while process.poll() is None and not stopped:
+                least = min(least, free_bytes())
+                if least < margin_bytes:
+                    stopped = "host memory"
+                elif time.monotonic() - began > most_seconds:
+                    stopped = "time"
+                else:
+                    _wait(process, POLL_SECONDS)
+        finally:
+            _stop(process)
+    printed = log.read_text(errors="replace")
+    reasons = [path.read_text() for path in sorted(folder.glob(OUT_OF_MEMORY.format(rank="*")))]
+    if not stopped and process.returncode == 0 and (folder / RESULT).is_file():
+        outcome, reason = "trained", ""
+    elif reasons:
+        outcome, reason = "GPU memory", reasons[0]
+    elif stopped:
+        outcome, reason = stopped, ""
+    elif process.returncode == -9 or KILLED.search(printed):
+        outcome, reason = "host memory", "a process was killed (signal 9)"
+    else:
+        raise SystemExit(f"{' '.join(command)}\nfailed with {process.returncode}:\n{printed[-LOG_TAIL:]}")
+    figures = json.loads((folder / RESULT).read_text()) if outcome == "trained" else None
+    return Attempt(outcome, figures, reason, free_before - least, time.monotonic() - began)
+
+
+def _wait(process: subprocess.Popen[bytes], seconds: float) -> None:
+    try:
+        process.wait(seconds)
+    except subprocess.TimeoutExpired:
+        pass
+
+
+def _stop(process: subprocess.Popen[bytes]) -> None:
+    """Ends a process that still runs: a launcher ends those that it started."""
+    if process.poll() is None:
+        process.terminate()
+        _wait(process, STOP_SECONDS)
+    if process.poll() is None:
+        process.kill()
+    process.wait()

@@ -1,0 +1,227 @@
+"""Context parallelism of others: the package ring-flash-attn, its own code, on the kernel and wires of all modes.
+
+    zigzag   a rank has two chunks of every document; keys and values go round, rank by rank ── kernel ── merge
+    llama3   k v ── all-gather, some heads after the other ── kernel ── out; dk dv by reduce-scatters
+
+The package (tried: 0.1.8) calls FlashAttention 2 by names of `flash_attn.flash_attn_interface`, and torch.distributed.
+Each of its modules gets stand-ins for both: functions with these names and arguments call the kernel that other modes
+call, and collectives are counted, and silent when asked; their group overtakes kernels, as the product's. Nothing else
+is replaced. Modules are imported one by one,
+because the package's own import needs names that Transformers 5 no longer has.
+"""
+
+import importlib
+import importlib.util
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import accumulate
+from types import ModuleType
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+from distca_hf.comm.transport import Arrived
+from distca_hf.config import KernelName
+from distca_hf.kernels.interface import AttentionSpec, Gradients, Inputs, Saved, Spans
+from distca_hf.kernels.registry import Operands, choose_kernel
+from lib.wires import Wires
+
+
+PACKAGE = "ring_flash_attn"
+INTERFACE = "flash_attn.flash_attn_interface"
+
+
+class RingWork(Protocol):
+    """Attention of a micro-batch on this rank by the package."""
+
+    def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
+        """Returns `[T, N, H]` outputs of `[T, N, H]` queries and `[T, G, H]` keys and values of this rank."""
+        ...
+
+
+class ZigzagWork:
+    """`zigzag_ring_flash_attn_varlen_func`: of every document a rank has two chunks, one behind the other.
+
+    Args:
+        lengths: documents of all ranks together.
+    """
+
+    def __init__(self, wires: Wires, kernel: KernelName, lengths: Sequence[int], device: torch.device) -> None:
+        self._function = _load(f"{PACKAGE}.zigzag_ring_flash_attn_varlen", wires, kernel)
+        held = [tokens // wires.world_size for tokens in lengths]
+        self._offsets, self._longest, self._group = _offsets(held, device), max(held), wires.group
+
+    def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
+        attend = self._function.zigzag_ring_flash_attn_varlen_func
+        out: torch.Tensor = attend(
+            q, k, v, self._offsets, self._longest, softmax_scale=scale, causal=True, group=self._group
+        )
+        return out
+
+
+class Llama3Work:
+    """`llama3_flash_attn_varlen_func`: ranks have consecutive tokens. Half of the KV heads are gathered at a time, as
+    in the package's own benchmark of 8 of them.
+
+    Args:
+        lengths: documents of all ranks together.
+    """
+
+    def __init__(self, wires: Wires, kernel: KernelName, lengths: Sequence[int], device: torch.device) -> None:
+        self._function = _load(f"{PACKAGE}.llama3_flash_attn_varlen", wires, kernel)
+        prepare = self._function.llama3_flash_attn_prepare_cu_seqlens
+        *self._spans, self._keys = prepare(_offsets(lengths, device), True, wires.rank, wires.world_size)
+        self._group = wires.group
+
+    def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
+        heads, half = k.shape[1], k.shape[1] // 2
+        at_once = half if half and heads % half == 0 else 1
+        attend = self._function.llama3_flash_attn_varlen_func
+        given = (q, k, v, *self._spans, at_once, self._keys)
+        out: torch.Tensor = attend(*given, softmax_scale=scale, causal=True, group=self._group)
+        return out
+
+
+def why_missing() -> str | None:
+    """Returns why the package cannot be called; None if it can."""
+    if importlib.util.find_spec(PACKAGE) is not None:
+        return None
+    return "needs ring-flash-attn (pip install --no-deps ring-flash-attn), which is not installed"
+
+
+def _offsets(lengths: Sequence[int], device: torch.device) -> torch.Tensor:
+    return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device)
+
+
+def _load(name: str, wires: Wires, kernel: KernelName) -> Any:
+    """Returns a new module of the package that calls this kernel, and sends through these wires."""
+    found = importlib.util.find_spec(PACKAGE)
+    assert found is not None, "modes are refused where the package is missing"
+    package = ModuleType(PACKAGE)
+    package.__path__ = list(found.submodule_search_locations or ())
+    with _only_meanwhile({PACKAGE: package, INTERFACE: interface_of(kernel)}):
+        module: Any = importlib.import_module(name)
+        utilities: Any = sys.modules[f"{PACKAGE}.utils"]
+    module.dist = utilities.dist = _Collectives(wires)
+    return module
+
+
+@contextmanager
+def _only_meanwhile(modules: Mapping[str, ModuleType]) -> Iterator[None]:
+    """Lets modules be imported by these names, and forgets them and all of the package afterwards. What the package
+    imports of others stays."""
+
+    def ours() -> list[str]:
+        return [name for name in sys.modules if name in modules or name.startswith(f"{PACKAGE}.")]
+
+    before = {name: sys.modules.pop(name) for name in ours()}
+    sys.modules.update(modules)
+    try:
+        yield
+    finally:
+        for name in ours():
+            del sys.modules[name]
+        sys.modules.update(before)
+
+
+def interface_of(name: KernelName) -> Any:
+    """Returns a module with the functions of FlashAttention 2 that the package calls; they call the kernel of this
+    name."""
+    module: Any = ModuleType(INTERFACE)
+
+    def spec_of(
+        scale: float, causal: bool, dropout: float, left: int, right: int, deterministic: bool
+    ) -> AttentionSpec:
+        assert (dropout, left, right) == (0, -1, -1), "modes ask for neither dropout nor windows"
+        return AttentionSpec(scale, causal=causal, deterministic=deterministic)
+
+    def _flash_attn_varlen_forward(
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        cu_seqlens_q: torch.Tensor,
+        cu_seqlens_k: torch.Tensor,
+        max_seqlen_q: int,
+        max_seqlen_k: int,
+        dropout_p: float,
+        softmax_scale: float,
+        causal: bool,
+        window_size_left: int = -1,
+        window_size_right: int = -1,
+        softcap: float = 0.0,
+        alibi_slopes: None = None,
+        return_softmax: bool = False,
+    ) -> tuple[torch.Tensor, torch.Tensor, None, None]:
+        spec = spec_of(softmax_scale, causal, dropout_p, window_size_left, window_size_right, False)
+        spans = Spans(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+        out, lse = choose_kernel(name, Operands.of(q, k, v), spec).forward(Inputs(q, k, v), spans, spec)
+        return out, lse, None, None
+
+    def _flash_attn_varlen_backward(
+        dout: torch.Tensor,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor,
+        softmax_lse: torch.Tensor,
+        dq: torch.Tensor,
+        dk: torch.Tensor,
+        dv: torch.Tensor,
+        cu_seqlens_q: torch.Tensor,
+        cu_seqlens_k: torch.Tensor,
+        max_seqlen_q: int,
+        max_seqlen_k: int,
+        dropout_p: float,
+        softmax_scale: float,
+        causal: bool,
+        window_size_left: int = -1,
+        window_size_right: int = -1,
+        softcap: float = 0.0,
+        alibi_slopes: None = None,
+        deterministic: bool = False,
+    ) -> None:
+        spec = spec_of(softmax_scale, causal, dropout_p, window_size_left, window_size_right, deterministic)
+        spans = Spans(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+        kernel = choose_kernel(name, Operands.of(q, k, v), spec)
+        kernel.backward(dout, Saved(q, k, v, out, softmax_lse), Gradients(dq, dk, dv), spans, spec)
+
+    module._flash_attn_varlen_forward = _flash_attn_varlen_forward
+    module._flash_attn_varlen_backward = _flash_attn_varlen_backward
+    return module
+
+
+class _Collectives:
+    """torch.distributed as the package sees it: what it sends is counted, and silent when asked."""
+
+    def __init__(self, wires: Wires) -> None:
+        self._wires = wires
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(dist, name)
+
+    def batch_isend_irecv(self, operations: list[dist.P2POp]) -> list[dist.Work]:
+        received = [each.tensor for each in operations if each.op is dist.irecv]
+        arriving = sum(rows.nbytes for rows in received)
+        sent = sum(each.tensor.nbytes for each in operations) - arriving
+        if not self._wires.is_silent(sent, arriving, max(rows.nbytes for rows in received)):
+            return dist.batch_isend_irecv(operations)
+        for rows in received:
+            rows.copy_(self._wires.made_up(tuple(rows.shape), rows.dtype))
+        return []
+
+    def all_gather_into_tensor(
+        self, gathered: torch.Tensor, rows: torch.Tensor, group: dist.ProcessGroup, async_op: bool
+    ) -> dist.Work | Arrived:
+        others = gathered.nbytes - rows.nbytes
+        if self._wires.is_silent(others, others, gathered.nbytes):
+            return Arrived(gathered.copy_(self._wires.made_up(tuple(gathered.shape), gathered.dtype)))
+        return dist.all_gather_into_tensor(gathered, rows, group=group, async_op=async_op)
+
+    def reduce_scatter_tensor(self, summed: torch.Tensor, rows: torch.Tensor, group: dist.ProcessGroup) -> None:
+        others = rows.nbytes - summed.nbytes
+        if self._wires.is_silent(others, others, summed.nbytes):
+            summed.copy_(self._wires.made_up(tuple(summed.shape), summed.dtype))
+        else:
+            dist.reduce_scatter_tensor(summed, rows, group=group)

@@ -1,0 +1,103 @@
+"""One length of the search for the longest document: steps on a document over all ranks, in this process group."""
+
+import argparse
+import json
+import math
+import os
+from typing import Any
+
+import datasets
+import torch
+import torch.distributed as dist
+from transformers import PreTrainedConfig
+
+import distca_hf
+from lib.attempts import OUT_OF_MEMORY, RESULT, is_out_of_memory
+from lib.documents import random_tokens
+from lib.head import use_head
+from lib.header import facts_of
+from lib.long_memory import keep_inputs_on_host, tile_mlps
+from lib.model import LossModel, build_model, prepare, probe, read_config
+from lib.modes import Place
+from lib.report import load_of, rates_of
+from lib.short_attention import short_attention
+from lib.training_modes import build_planned
+from lib.training_rounds import TrainingRunner
+from lib.wires import Wires
+
+
+def attempt(options: argparse.Namespace, device: torch.device) -> None:
+    """Trains on one document; writes figures, or that this rank is out of memory, to the folder of the attempt."""
+    try:
+        figures = _train(options, device)
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        first_line = f"rank {dist.get_rank()}: {type(error).__name__}: {error}".partition("\n")[0]
+        (options.attempt / OUT_OF_MEMORY.format(rank=dist.get_rank())).write_text(first_line)
+        os._exit(1)  # other ranks wait for this one: nothing can be torn down in order
+    if dist.get_rank() == 0:
+        (options.attempt / RESULT).write_text(json.dumps(figures))
+
+
+def _train(options: argparse.Namespace, device: torch.device) -> dict[str, Any]:
+    datasets.disable_progress_bars()
+    num_ranks = dist.get_world_size()
+    length = num_ranks * options.tokens_per_rank
+    options.lengths, options.documents = [length], str(length)
+    config = read_config(options, length)
+    _limit_memory(options, config, device)
+    model = LossModel(build_model(config, options, device))
+    shape = probe(model)
+    use_head(model, options.head)
+    wires = Wires(distca_hf.DistCAPlugin().transport(device), device)
+    place = Place(
+        wires, device, options.kernel, options.dtype, model, shape, recomputes=options.checkpointing == "full"
+    )
+    distca_hf.enable(model, place.plugin(options.tokens_per_rank), length)
+    prepare(model, options, device)
+    keep_inputs_on_host(model.layers[: options.host_layers])
+    if options.mlp_tokens:
+        tile_mlps(model.layers, options.mlp_tokens)
+
+    [documents] = random_tokens([length], 1, config.get_text_config().vocab_size)
+    planned = build_planned("placed", place, documents, options.steps)
+    runner = TrainingRunner(model, wires, device, options.optimizer)
+    with short_attention(options.attended_tokens):
+        measured = runner.run([planned.mode], warmup=options.steps - 1, rounds=1, exposed=False)["placed"]
+    if not math.isfinite(measured.loss):
+        raise SystemExit(f"the loss is {measured.loss}")
+    load = load_of(options, shape, num_ranks, device)
+    return {
+        **rates_of(measured, load),
+        "tokens_per_rank": options.tokens_per_rank,
+        "header": "; ".join([*facts_of(options, config, load.tokens, device), *_settings(options, model)]),
+    }
+
+
+def _settings(options: argparse.Namespace, model: LossModel) -> list[str]:
+    """Parts of the header that `facts_of` does not have."""
+    layers = len(model.layers)
+    on_host = layers if options.host_layers is None else min(layers, options.host_layers)
+    return [
+        f"head {options.head}, {options.optimizer}" + " on the host" * options.offload,
+        f"inputs of {on_host} layers on the host",
+        f"MLPs on {options.mlp_tokens or 'all'} tokens at a time",
+    ] + ([f"at most {options.gpu_gib} GiB of a GPU"] if options.gpu_gib else [])
+
+
+def _limit_memory(options: argparse.Namespace, config: PreTrainedConfig, device: torch.device) -> None:
+    """Makes the GPU as small as was asked; a CPU fails as if its layers' inputs did not fit.
+
+    Raises:
+        torch.OutOfMemoryError: on a CPU, they do not.
+    """
+    if options.gpu_gib is None:
+        return
+    limit = options.gpu_gib * 2**30
+    if device.type == "cuda":
+        torch.cuda.set_per_process_memory_fraction(limit / torch.cuda.mem_get_info(device)[1], device)
+        return
+    needed = options.tokens_per_rank * config.num_hidden_layers * config.hidden_size * options.dtype.itemsize
+    if needed > limit:
+        raise torch.OutOfMemoryError(f"inputs of layers need {needed} bytes, {limit:.0f} are allowed")

@@ -1,0 +1,209 @@
+"""One training with Trainer in one of several modes, and its figures.
+
+    distca     an unmodified Trainer with `plugin.attach`
+    moving     the packs of `packing`; attention tasks move between ranks
+    packing    documents stay whole, each on the rank with the least attention work so far
+    ulysses    documents are cut evenly; attention divides heads over all ranks
+
+All have the same documents in every optimizer step, and the same weights at the beginning. All use AdamW, activation
+checkpointing, and FSDP2 (on CPUs plain DDP). So their losses must follow each other.
+"""
+
+import argparse
+import functools
+import gc
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from datasets import Dataset
+from torch.utils.checkpoint import create_selective_checkpoint_contexts
+from transformers import (
+    AutoModelForCausalLM,
+    PreTrainedConfig,
+    PreTrainedModel,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+)
+
+import distca_hf
+from distca_hf.integrations.models.forward_watch import watch_of
+from lib.documents import attended_pairs
+from lib.model import LossModel, Shape, probe, saving_policy
+from lib.rates import peak_flops, synchronize
+from lib.training_batches import DividedDocuments, LoaderBatches, WholeDocuments
+
+
+MODES = ("distca", "moving", "packing", "ulysses")
+# On CPUs Accelerate has DDP alone. The model itself names the layers to wrap.
+FSDP: dict[str, Any] = {
+    "fsdp": True,
+    "fsdp_config": {"version": 2, "auto_wrap_policy": "TRANSFORMER_BASED_WRAP", "reshard_after_forward": True},
+}
+
+
+class StepTimes(TrainerCallback):
+    """Seconds of every step, device included."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.seconds: list[float] = []
+        self._device = device
+
+    def on_step_begin(self, *_: object, **kwargs: object) -> None:
+        synchronize(self._device)
+        self._began = time.perf_counter()
+
+    def on_step_end(self, *_: object, **kwargs: object) -> None:
+        synchronize(self._device)
+        self.seconds.append(time.perf_counter() - self._began)
+
+
+def training_arguments(options: argparse.Namespace, mode: str) -> TrainingArguments:
+    """Returns arguments that differ in nothing between modes, but that `ulysses` saves attention by itself, as a
+    plugin does it in the product's modes."""
+    on_cpu = options.device == "cpu"
+    checkpointing: dict[str, Any] = {"use_reentrant": False}
+    if mode == "ulysses" and options.checkpointed_attention == "save":
+        checkpointing["context_fn"] = functools.partial(create_selective_checkpoint_contexts, saving_policy)
+    return TrainingArguments(
+        output_dir="bench_output",
+        max_steps=options.steps,
+        per_device_train_batch_size=1,
+        learning_rate=options.learning_rate,
+        lr_scheduler_type="constant",
+        use_cpu=on_cpu,
+        bf16=not on_cpu,
+        use_liger_kernel=options.liger,
+        gradient_checkpointing=True,
+        gradient_checkpointing_kwargs=checkpointing,
+        logging_steps=1,
+        save_strategy="no",
+        report_to=[],
+        disable_tqdm=True,
+        **({} if on_cpu else FSDP),
+    )
+
+
+def build_model(config: PreTrainedConfig, device: torch.device) -> PreTrainedModel:
+    """Returns the model in fp32; weights are the same in all modes and on all ranks."""
+    torch.manual_seed(0)
+    with device:
+        return AutoModelForCausalLM.from_config(config, attn_implementation="distca", dtype=torch.float32)
+
+
+def record_losses(model: PreTrainedModel) -> list[torch.Tensor]:
+    """Returns a list that will hold this rank's part of the mean over all labels, of every step.
+
+    FSDP hands the loss out in bf16, in steps of 1/16 at a loss of 11: too coarse to compare. Where the model's own
+    forward returns it, it is fp32.
+    """
+    forward = model.forward
+    parts: list[torch.Tensor] = []
+
+    @functools.wraps(forward)
+    def recording(*inputs: Any, **keywords: Any) -> Any:
+        outputs = forward(*inputs, **keywords)
+        parts.append(outputs.loss.detach().clone())  # Trainer scales it in place
+        return outputs
+
+    model.forward = recording
+    return parts
+
+
+def train(mode: str, config: PreTrainedConfig, dataset: Dataset, options: argparse.Namespace) -> dict[str, Any]:
+    """Trains in one mode from the first weights; returns its figures, the same on all ranks. A collective call."""
+    args = training_arguments(options, mode)
+    device = args.device
+    held_bytes = _free_memory(device)
+    model = build_model(config, device)
+    shape = probe(LossModel(model))
+    others = {"packing": options.packing_attention, "ulysses": "bench_heads"}
+    if mode in others:
+        model.set_attn_implementation(others[mode])
+    plugin = distca_hf.DistCAPlugin(
+        tokens_per_rank=options.tokens_per_rank,
+        kernel=options.kernel,
+        checkpointed_attention=options.checkpointed_attention,
+    )
+    times = StepTimes(device)
+    trainer = Trainer(model=model, args=args, train_dataset=dataset, callbacks=[times])
+    parts = record_losses(model)  # around Liger's forward, which Trainer has put there
+    loader = choose_batches(mode, trainer, plugin, dataset)
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    trainer.train()
+
+    peak = torch.tensor(torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0, device=device)
+    dist.all_reduce(peak, op=dist.ReduceOp.MAX)
+    losses = torch.stack(parts)
+    dist.all_reduce(losses)
+    lengths = [document_tokens(loader, step) for step in range(options.steps)]
+    return {
+        "mode": mode,
+        "distributed_type": trainer.accelerator.distributed_type.name,
+        "losses": losses.tolist(),
+        "seconds": times.seconds,
+        "peak_bytes": int(peak),
+        "held_before_bytes": held_bytes,
+        "tokens": [sum(held) / dist.get_world_size() for held in lengths],
+        "model_flops": [model_flops(held, shape) / dist.get_world_size() for held in lengths],
+        "peak_flops": options.peak_tflops * 1e12 if options.peak_tflops else peak_flops(device),
+        **figures_of_plans(trainer, loader),
+    }
+
+
+def document_tokens(loader: distca_hf.PlacedLoader, micro_batch: int) -> list[int]:
+    """Returns the lengths of a micro-batch's documents."""
+    return [len(document.input_ids) for document in loader.documents(0, micro_batch)]
+
+
+def model_flops(lengths: Sequence[int], shape: Shape) -> float:
+    """Returns the flops of a step on these documents, counted as in `report.Load`."""
+    pairs = sum(count * attended_pairs(lengths, mask) for mask, count in shape.masks)
+    return 3 * (sum(lengths) * shape.linear_flops + pairs * shape.flops_of_pair)
+
+
+def _free_memory(device: torch.device) -> int:
+    """Lets go of what a training before has left; returns the bytes that this rank holds all the same."""
+    gc.collect()
+    if device.type != "cuda":
+        return 0
+    torch.cuda.empty_cache()
+    return torch.cuda.memory_allocated(device)
+
+
+def choose_batches(
+    mode: str, trainer: Trainer, plugin: distca_hf.DistCAPlugin, dataset: Dataset
+) -> distca_hf.PlacedLoader:
+    """Gives the trainer the batches of a mode; returns the loader that packs them."""
+    if mode == "distca":
+        plugin.attach(trainer)
+        return trainer.get_train_dataloader()
+    device = trainer.args.device
+    loader = plugin.dataloader(dataset, trainer.args.seed)
+    batches: LoaderBatches
+    if mode == "ulysses":
+        batches = DividedDocuments(loader, device, plugin.tokens_per_rank, plugin.kernel)
+    else:
+        batches = WholeDocuments(loader, device)
+    trainer.get_train_dataloader = lambda: batches
+    if mode == "moving":
+        distca_hf.enable(trainer.model, plugin, max(map(len, dataset.with_format("numpy")["input_ids"])))
+    return loader
+
+
+def figures_of_plans(trainer: Trainer, loader: distca_hf.PlacedLoader) -> dict[str, Any]:
+    """Returns balance and times of all plans: of the loader, or of the enabled model if that makes them."""
+    watch = watch_of(trainer.model)
+    packs = None if watch is None else watch.packs
+    facts = list(loader.history if packs is None else packs.history)
+    times = loader.times if packs is None else packs.times
+    return {
+        "wait_share": loader.times.wait_share,
+        "plan_ms": 1e3 * times.plan_seconds / max(1, times.micro_batches),
+        "imbalance_before": [fact.imbalance_before for fact in facts],
+        "imbalance": [fact.imbalance for fact in facts],
+    }
