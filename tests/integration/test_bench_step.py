@@ -4,6 +4,7 @@ import gzip
 import importlib
 import json
 import re
+from argparse import Namespace
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
@@ -11,6 +12,7 @@ from types import ModuleType
 import pytest
 import transformers
 from packaging.version import Version
+from transformers import LlamaConfig
 
 from distca_hf.analysis.profiles.curves import Notes
 from distca_hf.analysis.profiles.shipped import find_profile
@@ -211,6 +213,16 @@ def test_ranks_of_a_grid_compute_in_every_mode(
         above, below = ratio.split(" ÷ ")
         assert measured == pytest.approx(modes[above]["step_seconds"] / modes[below]["step_seconds"])
         assert simulated > 0
+
+
+@pytest.mark.parametrize(("size", "lowest"), [("ep_size", "5.23"), ("tp_size", "5.19")])
+def test_older_versions_of_transformers_are_named(monkeypatch: pytest.MonkeyPatch, size: str, lowest: str) -> None:
+    monkeypatch.syspath_prepend(REPOSITORY / "scripts" / "benchmarks")
+    divided = importlib.import_module("lib.divided")
+    monkeypatch.setattr(transformers, "__version__", "5.17.0")
+    options = Namespace(**{"ep_size": 1, "tp_size": 1, "dp_replicate_size": 1, size: 2})
+    with pytest.raises(SystemExit, match=f"--{size[:2]}-size needs Transformers {lowest}, this is 5.17.0"):
+        divided.build_divided_model(LlamaConfig(), options)
 
 
 def test_modes_that_know_no_tensor_ranks_are_refused(tmp_path: Path) -> None:
