@@ -129,7 +129,9 @@ for part in "${@:-modes liger saved models host memory}"; do
             ;;
         servers)
             echo "== servers"
-            launch -m distca_hf.run --attention-servers 1 scripts/benchmarks/server_step.py --layers 4 --rounds 3 \
+            # Kernels are compiled meanwhile: a server may be silent for longer than usual.
+            DISTCA_TIMEOUTS_HEARTBEAT_LIMIT_SECONDS=60 launch -m distca_hf.run --attention-servers 1 \
+                scripts/benchmarks/server_step.py --layers 4 --rounds 3 \
                 --documents "$(mix $((16384 * gpus)) $((65536 * trainers)));$(mix $((32768 * gpus)) $((65536 * trainers)))" \
                 --out "$out/servers.json"
             ;;
