@@ -97,19 +97,13 @@ def build_model(config: PreTrainedConfig, device: torch.device) -> PreTrainedMod
 def record_losses(model: PreTrainedModel) -> list[torch.Tensor]:
     """Returns a list that will hold this rank's part of the mean over all labels, of every step.
 
-    FSDP hands the loss out in bf16, in steps of 1/16 at a loss of 11: too coarse to compare. Where the model's own
-    forward returns it, it is fp32.
+    FSDP hands the loss out in bf16, in steps of 1/16 at a loss of 11: too coarse to compare. Behind the model's own
+    forward it is fp32: hooks run in their order, and FSDP's comes later. Forward itself may be replaced any time, by
+    Liger's.
     """
-    forward = model.forward
     parts: list[torch.Tensor] = []
-
-    @functools.wraps(forward)
-    def recording(*inputs: Any, **keywords: Any) -> Any:
-        outputs = forward(*inputs, **keywords)
-        parts.append(outputs.loss.detach().clone())  # Trainer scales it in place
-        return outputs
-
-    model.forward = recording
+    # Trainer scales the loss in place.
+    model.register_forward_hook(lambda _, inputs, outputs: parts.append(outputs.loss.detach().clone()))
     return parts
 
 
@@ -130,7 +124,7 @@ def train(mode: str, config: PreTrainedConfig, dataset: Dataset, options: argpar
     )
     times = StepTimes(device)
     trainer = Trainer(model=model, args=args, train_dataset=dataset, callbacks=[times])
-    parts = record_losses(model)  # around Liger's forward, which Trainer has put there
+    parts = record_losses(model)
     loader = choose_batches(mode, trainer, plugin, dataset)
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
