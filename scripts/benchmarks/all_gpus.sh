@@ -3,13 +3,13 @@
 # shows them. Prints tables, and writes figures of steps and models to OUT as JSON. Without parts `modes`, `liger`,
 # `saved`, `models`, `host` and `memory` run, for about half an hour on four H200.
 #
-#   modes    every way to attend, one process: documents A, B, C and uniform ones
-#   shown    the modes that figures are about, A, B, C: fewer than above
+#   modes    all default modes of attention_step.py: documents A, B, C and uniform ones
+#   shown    the modes that pages show, A, B, C: fewer than above
 #   scale    the product, Ulysses, and ring-flash-attn's own code if it is there: A, B, C; 4 minutes, 5 on eight GPUs
 #   scale-one    the same for D, one document over all GPUs; 1 minute on two, 3 on eight
 #   weak     2, 4, ... GPUs of 64K tokens each against one GPU at equal work; 3 minutes on two, 8 on eight
 #   nodes    two nodes of half of the GPUs each: bytes as planned, the same links; then NCCL's network between them
-#   liger    `modes` with Liger's kernels in all modes
+#   liger    ideal, placed and plain packing with Liger's kernels: A, B, C
 #   saved    attention outputs saved, and the best settings (saved, Liger's kernels)
 #   models   whole models: Llama-3-8B and Qwen3-4B, one long document, 64K and 128K tokens per GPU (on four)
 #   windows  layers of Gemma 3 27B, OLMo 3 7B and GPT-OSS 20B: sliding windows, and sinks
@@ -20,7 +20,7 @@
 #            LONGEST has further options, for example --checkpointing full --host-layers 24 --minutes 9
 #   servers  all GPUs but one train, and that one is an attention server: beside an even split, and without the server
 #   lost     the same with FSDP2 (with DDP on two): the server is killed and stopped in turns, LOSSES times (10)
-#   grids    all of these, beside their simulation from the profile CLUSTER (h100 or h200 by the GPUs' name):
+#   grids    the four below; hsdp and tensor beside their simulation from the profile CLUSTER (h100 or h200 by the GPUs' name):
 #   hsdp       two replicas, each sharded by FSDP2
 #   pipeline   two stages: plain, as packed, shaped; measured beside predicted
 #   tensor     two tensor ranks (Transformers 5.19)
@@ -29,7 +29,7 @@
 #   memory   memory that torch holds while shapes change
 #
 # DOCUMENTS replaces A, B and C for as many GPUs as there are: for example 65536,16x4096;131072,32x4096 on two.
-# NCCL_P2P_DISABLE=1 gives links of about 30 GB/s, like a network between nodes;
+# NCCL_P2P_DISABLE=1 gives links of 24 to 30 GB/s, like a network between nodes;
 # DISTCA_EXCHANGE_CHUNKS=4 is the setting that the product takes between nodes by itself.
 set -euo pipefail
 cd "$(dirname "$0")/../.."

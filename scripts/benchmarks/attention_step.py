@@ -27,8 +27,8 @@ In the table, each figure of the slowest or largest rank:
     error           the largest one of output and gradients on short documents, over the allowed one; if it is
                     above 1, or losses of the same tokens differ, the script exits with 1 at its end
 
-With `--share-tokens 65536` one process does what a rank of so many tokens does in `ideal`, and nobody else: the same
-tokens and attended pairs as on many GPUs, on one (`weak_scaling.py`).
+With `--share-tokens 65536 --modes ideal` one process does what a rank of so many tokens does in `ideal`, and nobody
+else: the same tokens and attended pairs as on many GPUs, on one (`weak_scaling.py`).
 
 With `--nodes 2` the product takes the ranks for those of two nodes, and what every rank sends to its node and to
 others in a layer is compared with the plan; if it differs, the script exits with 1. With `--apart`, too, NCCL has its
@@ -36,6 +36,7 @@ network between them, and P2P inside:
 
     torchrun --nproc-per-node 8 scripts/benchmarks/attention_step.py --layers 4 --nodes 2 --apart --no-fsdp \\
         --documents 'D:8;C:8' --modes ideal,placed
+
 With --tp-size, --ep-size or both Transformers divides the model as it loads it. --dp-replicate-size makes replicas
 that FSDP2 shards alike (HSDP), and that share documents. With --cluster a second table has ratios of the modes,
 measured and simulated (`lib/simulated.py`).

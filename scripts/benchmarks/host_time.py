@@ -177,7 +177,7 @@ def _seconds_of_a_call(options: argparse.Namespace, device: torch.device, call: 
 
 
 def _print_medians(times: Sequence[PassTimes], subject: Subject, device: torch.device) -> None:
-    """Prints medians of every rank, and those of the rank whose call takes longest."""
+    """Prints medians of every rank, and the largest of each figure."""
     names = ("call", "kernels", "beyond", "alone", "more", "exchanges")
     medians = [statistics.median(getattr(each, name) for each in times) for name in names]
     own = torch.tensor(medians, dtype=torch.float64, device=device)
@@ -186,7 +186,10 @@ def _print_medians(times: Sequence[PassTimes], subject: Subject, device: torch.d
     if dist.get_rank():
         return
     rows = [dict(zip(names, each.tolist(), strict=True)) for each in ranks]
-    for name, row in [*((f"rank {rank}", row) for rank, row in enumerate(rows)), ("worst rank", _worst(rows))]:
+    for name, row in [
+        *((f"rank {rank}", row) for rank, row in enumerate(rows)),
+        ("largest of all", _worst(rows)),
+    ]:
         call, kernels, beyond, alone, more = (f"{1e6 * row[part]:.0f}" for part in names[:-1])
         print(
             f"{name}, median of {len(times)}: a call with {row['exchanges']:.0f} exchanges takes {call} µs in all; "

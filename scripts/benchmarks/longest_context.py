@@ -6,11 +6,11 @@
         --first-tokens 256 --resolution 128 --gpu-gib 0.001
 
 One document fills all ranks. Every length is an attempt in processes of its own, started by torchrun. It makes
---steps steps of forward, backward and AdamW (with a learning rate of 0, as in model_step.py). Lengths double until
-memory is out, of a GPU or of the host; then the gap is halved down to --resolution (`lib/longest_search.py`). Anything
-else that fails ends the search with status 1.
+--steps steps of forward, backward and AdamW (with a learning rate of 0, as in model_step.py). Lengths double, or
+follow a line through the last two peaks, until memory is out, of a GPU or of the host. Then the gap is halved down to
+--resolution (`lib/longest_search.py`). Anything else that fails ends the search with status 1.
 
-Memory is saved as the documentation says: layers are checkpointed and attention outputs wait on the host
+Memory is saved as docs/sizes.md says: layers are checkpointed and attention outputs wait on the host
 (--checkpointing offloaded), FSDP2 divides weights, the loss is Liger's (--head liger). Beyond that
 
     --host-layers N    inputs of the first N layers, which checkpointing keeps, wait on the host, too; all by default
@@ -34,6 +34,8 @@ In the table, each figure of the slowest or largest rank:
     MFU            flops of the model, nothing twice, of the device's bf16 peak
     peak           memory that torch had given out at once
     host           memory of the host that the attempt took, all ranks together
+    outcome        trained, or what ended the attempt
+    took           the whole attempt, with the start of its processes
 """
 
 import argparse

@@ -24,6 +24,8 @@ In the table, each figure of the slowest or largest trainer:
     peak        memory that torch had given out at once; of `ideal` with its made-up keys
     error       the largest one of output and gradients on short documents, over the allowed one
 
+While kernels are compiled a server is silent: set DISTCA_TIMEOUTS_HEARTBEAT_LIMIT_SECONDS=60 in a first run.
+
 The script exits with 1 if an error is above 1, losses of the same tokens differ, or a server was lost.
 """
 

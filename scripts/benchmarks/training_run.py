@@ -12,10 +12,11 @@
     moving     the packs of `packing`; attention tasks move between ranks
 
 Modes train one after the other in one process. All begin with the same random weights and have the same documents in
-every optimizer step. All use AdamW, bf16, FSDP2 and activation checkpointing. So their losses must follow each
-other: if one is further than --most-difference from that of the first mode, the script exits with 1 at its end.
+every optimizer step. All use AdamW, bf16, FSDP2 and activation checkpointing; on CPUs fp32 and DDP. So their losses
+must follow each other: if one is further than --most-difference from that of the first mode, the script exits with 1
+at its end. With --checkpointed-attention save `packing` alone recomputes attention: `recompute` is like for like.
 
-In the table, medians of the steps behind --warmup:
+In the table, step times and MFU are medians of the steps behind --warmup:
 
     MFU                         flops of the model, head and attention included, nothing twice, of the bf16 peak
     peak                        memory that torch had given out at once, on the rank that had most

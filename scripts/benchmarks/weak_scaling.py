@@ -52,7 +52,7 @@ def main() -> None:
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda", help="where ranks compute")
     parser.add_argument("--out", type=Path, help="write all figures as JSON")
     parser.add_argument(
-        "step", nargs="*", metavar="-- OPTION", help="options of attention_step.py; --layers 4 without"
+        "step", nargs="*", metavar="-- OPTION", help="options of attention_step.py in place of --layers 4"
     )
     options = parser.parse_args()
     sizes = [int(size) for size in options.sizes.split(",")] if options.sizes else _sizes(torch.cuda.device_count())

@@ -61,7 +61,7 @@ def test_ranks_of_two_nodes_send_what_is_planned(tmp_path: Path) -> None:
     printed = run_script(4, tmp_path, ["scripts/benchmarks/attention_step.py", *options, *quick])
 
     assert "2 nodes of 2 ranks" in printed
-    assert "chunks (legs); stripes: tokens " in printed
+    assert "chunks; stripes: tokens " in printed
     rows = re.findall(r"^\| (\d) \| (\d) \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \|$", printed, re.MULTILINE)
     assert [row[:2] for row in rows] == [("0", "0"), ("1", "0"), ("2", "1"), ("3", "1")]
     for _, _, inside_planned, inside, between_planned, between in rows:

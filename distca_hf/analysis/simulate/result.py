@@ -135,7 +135,7 @@ class Result:
             return f"distca does not fit the memory of a GPU. Choose {other.label}."
         if other is None or gain is None:
             return f"Choose {ours.label}: nothing else fits the memory of a GPU."
-        cut = "" if other.whole else ", which cuts documents"
+        cut = "" if other.whole else ", which leaves out attention between parts of documents"
         if gain < WORTH_IT:
             return f"CAD brings you {gain:.2f} x over {other.label}{cut}: do not bother."
         beside = "" if other.key == "plain" else f", and {ours.times_as_fast:.2f} x as fast as plain packing"

@@ -12,14 +12,14 @@ import distca_hf
 from lib.documents import spelled_out
 
 
+# Variables that change a measurement.
+SHOWN_VARIABLES = ("NCCL_P2P_DISABLE", "NCCL_MAX_P2P_NCHANNELS", "DISTCA_EXCHANGE_CHUNKS", "PYTORCH_ALLOC_CONF")
+
+
 def machine_facts(device: torch.device) -> list[str]:
     """Versions and devices."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
-    set_here = [
-        f", {variable}={os.environ[variable]}"
-        for variable in ("NCCL_P2P_DISABLE", "PYTORCH_ALLOC_CONF")
-        if variable in os.environ
-    ]
+    set_here = [f", {variable}={os.environ[variable]}" for variable in SHOWN_VARIABLES if variable in os.environ]
     return [
         f"distca_hf {distca_hf.__version__}, torch {torch.__version__}, transformers {transformers.__version__}",
         f"{dist.get_world_size()} x {name}{''.join(set_here)}",

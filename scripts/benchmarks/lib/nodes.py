@@ -4,8 +4,8 @@
     --nodes 2        plans and chunks are those of two nodes; links are those of the host
     --apart, too     NCCL takes the groups for two hosts: P2P inside, its network between them
 
-NCCL tells hosts apart by NCCL_HOSTID, and uses neither P2P nor shared memory between two of them. Its network is the
-host's adapters, or sockets, on a host without any over the loopback.
+NCCL tells hosts apart by NCCL_HOSTID, and uses neither P2P nor shared memory between two of them. Between
+them it uses the host's network adapters, or sockets over the loopback if there are none.
 """
 
 import os
@@ -43,8 +43,14 @@ COLUMNS = ("rank", "node", "MB to its node, planned", "sent", "MB to other nodes
 
 
 def set_apart(num_nodes: int) -> None:
-    """Tells NCCL, before it starts, that this rank is on a host of its node's own. What is set already stays."""
-    rank, num_ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    """Gives this rank the NCCL_HOSTID of its node, before NCCL starts. Other variables stay if they are set.
+
+    Raises:
+        SystemExit: no launcher has numbered the ranks, or nodes do not divide them.
+    """
+    rank, num_ranks = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    if num_ranks % num_nodes:
+        raise SystemExit(f"--nodes {num_nodes} does not divide {num_ranks} ranks")
     os.environ["NCCL_HOSTID"] = f"node-{rank // (num_ranks // num_nodes)}"
     for name, value in BETWEEN_GROUPS.items():
         os.environ.setdefault(name, value)
@@ -90,7 +96,7 @@ class NodeTraffic:
         first = (
             f"{node[-1] + 1} nodes of {self.ranks_per_node} ranks, NCCL_HOSTID {host} on rank 0; "
             f"{_cut_documents(layout)} of {layout.num_documents} documents cut; exchanges in up to {self.chunks} "
-            f"chunks (legs); stripes: {'; '.join(stripes) or 'none'}. One layer, forward and backward:"
+            f"chunks; stripes: {'; '.join(stripes) or 'none'}. One layer, forward and backward:"
         )
         return f"{first}\n\n{markdown(COLUMNS, rows)}"
 

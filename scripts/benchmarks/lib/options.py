@@ -35,7 +35,7 @@ def shared_options(description: str | None) -> argparse.ArgumentParser:
         help=f"of a micro-step, as 131072,96x4096 or one of {', '.join(DOCUMENTS)}, for {GPUS} GPUs, or A:8 for 8; "
         "several sets with ; between them, measured one after the other: figures of the second go to OUT.1.json",
     )
-    parser.add_argument("--modes", help="comma-separated; by default all")
+    parser.add_argument("--modes", help="comma-separated; by default those that fit the other options")
     parser.add_argument("--rounds", type=int, default=5, help="times that every mode is measured, in turns")
     parser.add_argument("--warmup", type=int, default=2, help="rounds before these")
     parser.add_argument(
@@ -71,7 +71,7 @@ def parse_shared(parser: argparse.ArgumentParser, known_modes: Collection[str]) 
     options.reduce_dtype = DTYPES[options.reduce_dtype] if options.reduce_dtype else options.dtype
     options.modes = options.modes and options.modes.split(",")
     if options.checkpointing == "offloaded" and not {"placed", "fixed"}.issuperset(options.modes or ["all"]):
-        parser.error("--checkpointing offloaded is the product's own: give --modes placed,fixed, or one of them")
+        parser.error("--checkpointing offloaded is the product's own: give --modes placed,fixed, as far as there are")
     unknown = [name for name in options.modes or () if name not in known_modes]
     if unknown:
         parser.error(f"mode {unknown[0]!r} is none of {', '.join(known_modes)}")

@@ -45,6 +45,10 @@ def refused(options: argparse.Namespace) -> str | None:
         return f"experts that {options.ep_size} ranks divide are not simulated"
     if options.nodes > 1 or options.share_tokens:
         return "ranks as nodes, and the part of one rank, are not simulated"
+    if options.checkpointing == "offloaded":
+        return "attention outputs that wait on the host are not simulated"
+    if options.accumulation > 1:
+        return f"one micro-step is simulated, and a step has {options.accumulation}"
     if not options.fsdp:
         return "steps are simulated under FSDP2: leave --no-fsdp out"
     return None
