@@ -243,6 +243,10 @@ class Heads:
             groups=head_groups(config),
         )
 
+    def groups_of_rank(self, tensor_ranks: int) -> int:
+        """Returns the number of groups that plans divide the heads of a tensor rank into."""
+        return self.groups if tensor_ranks == 1 else divide_heads(max(1, self.key_value // tensor_ranks))
+
     def token_bytes(self, number_bytes: int = 2) -> TokenBytes:
         """Returns bytes of a token in one layer. Plans depend on their proportion alone."""
         return TokenBytes(

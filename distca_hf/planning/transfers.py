@@ -225,12 +225,22 @@ def _cut(
 
 def bytes_between(plan: Plan, token_bytes: TokenBytes) -> IntArray:
     """Sums `[source, destination]` bytes of one layer, forward: keys and values, queries that move, their outputs."""
-    num_ranks, groups = plan.layout.num_ranks, plan.tasks.head_groups
-    moved = plan.pieces.select(plan.pieces.moved)
+    keys, queries = keys_between(plan), queries_between(plan)
+    num_bytes = keys * token_bytes.key_value + queries * token_bytes.query + queries.T * token_bytes.output
+    return num_bytes // plan.tasks.head_groups
+
+
+def keys_between(plan: Plan) -> IntArray:
+    """Counts `[source, destination]` rows of keys and values that are sent, each of one head group."""
+    return key_transfers(plan).rows_between(plan.layout.num_ranks)
+
+
+def queries_between(plan: Plan) -> IntArray:
+    """Counts `[owner, server]` rows of queries that move, each of one head group."""
+    moved, num_ranks = plan.pieces.select(plan.pieces.moved), plan.layout.num_ranks
     queries = np.zeros((num_ranks, num_ranks), dtype=np.int64)
     np.add.at(queries, (moved.owner, moved.server), moved.rows)
-    keys = key_transfers(plan).rows_between(num_ranks)
-    return (keys * token_bytes.key_value + queries * token_bytes.query + queries.T * token_bytes.output) // groups
+    return queries
 
 
 def received_bytes(plan: Plan, token_bytes: TokenBytes) -> IntArray:

@@ -81,7 +81,7 @@ class Costs:
     @property
     def head_groups(self) -> int:
         """Groups that plans divide the heads of a tensor rank into."""
-        return max(1, self.model.heads.groups // self.tensor_ranks)
+        return self.model.heads.groups_of_rank(self.tensor_ranks)
 
     # Attention.
 

@@ -29,7 +29,7 @@ class Attention:
         forward: `[ranks]`.
         recomputed: `[ranks]` when forward runs again in backward.
         backward: `[ranks]`.
-        sent: `[ranks]` seconds that the wires are busy in forward; in backward they are as busy.
+        sent, sent_backward: `[ranks]` seconds that the wires are busy in forward, and in backward.
         layers: number of layers like this one.
     """
 
@@ -37,6 +37,7 @@ class Attention:
     recomputed: FloatArray
     backward: FloatArray
     sent: FloatArray
+    sent_backward: FloatArray
     layers: int
 
 
@@ -66,51 +67,66 @@ class Load:
 
 
 @dataclass(frozen=True)
-class Hidden:
-    """An exchange beside the kernels of a layer.
+class Exchanges:
+    """Seconds of a layer's exchanges of rows, each `[ranks]` and as if nothing else were sent.
 
     Attributes:
-        seconds: `[ranks]` of all its rows.
-        chunks: parts that it comes in.
-        results_share: share of the rows that are results. In forward those of a chunk leave while the next one is
-            attended, in backward they come first.
-        beside: seconds by which a second of exchange delays kernels.
-        keeps: whether rows of others are kept until backward; otherwise they are sent for recomputation and for
-            backward once more.
+        rows: keys and values, and queries that move.
+        results: outputs of these queries, back to their owner ranks.
+        output_gradients: of these queries; as many bytes as their outputs.
+        gradients: of keys and values, and of these queries, back to their owner ranks.
     """
 
-    seconds: FloatArray
+    rows: FloatArray
+    results: FloatArray
+    output_gradients: FloatArray
+    gradients: FloatArray
+
+
+@dataclass(frozen=True)
+class Hidden:
+    """Exchanges beside the kernels of a layer.
+
+    Attributes:
+        exchanges: their seconds.
+        chunks: parts that rows come in. Results of those of a chunk leave while the next one is attended.
+        moves_queries: whether queries move on any rank.
+        beside: seconds by which a second of exchange delays kernels.
+        keeps: whether rows of others are kept until backward; otherwise they are sent for recomputation and for
+            backward once more, there with the outputs of queries that move.
+    """
+
+    exchanges: Exchanges
     chunks: int = 1
-    results_share: float = 0.0
+    moves_queries: bool = False
     beside: float = 0.0
     keeps: bool = True
 
     def attention(self, local: Passes, remote: Passes, late: Passes, layers: int) -> Attention:
-        """Returns attention with this exchange.
+        """Returns attention with these exchanges.
 
         Args:
             local: `[ranks]` seconds of calls that need no rows of others.
             remote: `[ranks]` seconds of all others.
             late: `[ranks]` seconds of the local calls that can wait until results leave.
         """
-        kernels = local + remote
-        moves = self.results_share > 0
-        comes, leaves = self.seconds * (1 - self.results_share), self.seconds * self.results_share
+        kernels, wires = local + remote, self.exchanges
+        sent = wires.rows + wires.results
         # Half of them are early where rows come as well as leave; without results forward has no late calls.
-        late_forward = late.forward / 2 if moves else np.zeros_like(late.forward)
+        late_forward = late.forward / 2 if self.moves_queries else np.zeros_like(late.forward)
         early = local.forward - late_forward
-        results = np.maximum(late_forward, leaves / self.chunks)
-        forward = _in_chunks(early, remote.forward, comes, self.chunks) + results
-        forward = forward + self._delay(self.seconds, kernels.forward)
+        results = np.maximum(late_forward, wires.results / self.chunks)
+        forward = _in_chunks(early, remote.forward, wires.rows, self.chunks) + results
+        forward = forward + self._delay(sent, kernels.forward)
         recomputed = forward
         if self.keeps:
-            recomputed = early + remote.forward + results + self._delay(leaves, kernels.forward)
-        arrives = leaves if self.keeps else comes + leaves
-        late_backward = late.backward / 2 if moves or not self.keeps else late.backward
+            recomputed = early + remote.forward + results + self._delay(wires.results, kernels.forward)
+        comes = wires.output_gradients if self.keeps else wires.rows + 2 * wires.output_gradients
+        late_backward = late.backward / 2 if self.moves_queries or not self.keeps else late.backward
         early = local.backward - late_backward
-        backward = _in_chunks(early, remote.backward, arrives, 1) + np.maximum(late_backward, comes)
-        backward = backward + self._delay(arrives + comes, kernels.backward)
-        return Attention(forward, recomputed, backward, self.seconds, layers)
+        backward = _in_chunks(early, remote.backward, comes, 1) + np.maximum(late_backward, wires.gradients)
+        backward = backward + self._delay(comes + wires.gradients, kernels.backward)
+        return Attention(forward, recomputed, backward, sent, comes + wires.gradients, layers)
 
     def _delay(self, seconds: FloatArray, kernels: FloatArray) -> FloatArray:
         """Returns the seconds that an exchange takes from the kernels beside it."""
@@ -133,12 +149,13 @@ class Waiting:
     def attention(self, kernels: Passes, layers: int) -> Attention:
         """Returns attention whose exchanges are made again when it is recomputed."""
         forward = kernels.forward + self.forward
-        return Attention(forward, forward, kernels.backward + self.backward, self.sent, layers)
+        return Attention(forward, forward, kernels.backward + self.backward, self.sent, self.sent, layers)
 
 
 def nothing_sent(kernels: Passes, layers: int) -> Attention:
     """Returns attention of ranks that send nothing."""
-    return Attention(kernels.forward, kernels.forward, kernels.backward, np.zeros_like(kernels.forward), layers)
+    nothing = np.zeros_like(kernels.forward)
+    return Attention(kernels.forward, kernels.forward, kernels.backward, nothing, nothing, layers)
 
 
 def _in_chunks(local: FloatArray, remote: FloatArray, seconds: FloatArray, chunks: int) -> FloatArray:

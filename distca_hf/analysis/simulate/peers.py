@@ -192,7 +192,7 @@ def ring(costs: Costs, cluster: Cluster, document_tokens: IntArray, group: int) 
     backward = backward + _steps(first.backward, step.backward, sends_gradients, steps, late)
     backward = backward + np.maximum(0.0, sends_gradients - sends) * (steps > 0)  # gradients come home behind the last
     layers = costs.model.attention_layers
-    attention = [Attention(forward, forward, backward, steps * sends, layers)]
+    attention = [Attention(forward, forward, backward, steps * sends, steps * sends_gradients, layers)]
     return Load(tokens, attention, _most(steps * key_value * tokens), is_whole(held, document_tokens))
 
 

@@ -4,12 +4,14 @@ Every task of a plan is a square and a prefix. Squares of queries that stay need
 whose queries come from other ranks, do.
 """
 
+from dataclasses import dataclass
+
 import numpy as np
 
 from distca_hf.analysis.profiles.curves import FloatArray
 from distca_hf.analysis.published_greedy import plan_published_greedy
 from distca_hf.analysis.simulate.costs import HALF_BYTES, Costs, Passes
-from distca_hf.analysis.simulate.load import Attention, Hidden, Load, nothing_sent
+from distca_hf.analysis.simulate.load import Attention, Exchanges, Hidden, Load, nothing_sent
 from distca_hf.analysis.simulate.wires import Cluster
 from distca_hf.arrays import IntArray
 from distca_hf.cost import Mask
@@ -17,7 +19,7 @@ from distca_hf.layout import Layout
 from distca_hf.planning.pieces import ALL_HEADS
 from distca_hf.planning.plan import Plan
 from distca_hf.planning.routing import LATE_SHARE
-from distca_hf.planning.transfers import bytes_between
+from distca_hf.planning.transfers import keys_between, queries_between
 
 
 # Seconds of planning packs of others, which is done in the step: of any number of ranks, and of each rank
@@ -42,8 +44,8 @@ def ours(
         in_step: whether it is planned right before the forward pass.
         keeps: whether rows of other ranks are kept until backward.
     """
-    sent, received, num_bytes = _wires(costs, cluster, plan)
-    hidden = Hidden(np.maximum(sent, received), chunks, _results_share(costs, plan), cluster.attention_beside, keeps)
+    wires = _Wires.of(costs, cluster, plan)
+    hidden = Hidden(wires.exchanges(), chunks, plan.moves_queries, cluster.attention_beside, keeps)
     local, remote = _calls(costs, plan)
     late = Passes(*(_late(plan, x, x + y) for x, y in zip(vars(local).values(), vars(remote).values(), strict=True)))
     kinds = [
@@ -54,7 +56,7 @@ def ours(
     ]
     ranks = plan.layout.num_ranks
     planning = PLANNING_SECONDS + PLANNING_SECONDS_PER_RANK * ranks if in_step else 0.0
-    return Load(plan.layout.rank_tokens, kinds, num_bytes, True, saves_attention, planning)
+    return Load(plan.layout.rank_tokens, kinds, wires.most_bytes, True, saves_attention, planning)
 
 
 def published(costs: Costs, cluster: Cluster, document_tokens: IntArray, tolerance: float) -> Load:
@@ -62,8 +64,8 @@ def published(costs: Costs, cluster: Cluster, document_tokens: IntArray, toleran
     sent, the other one is computed. So an exchange is hidden as long as kernels take longer, and delays them."""
     token_bytes = costs.model.heads.token_bytes(HALF_BYTES)
     plan = plan_published_greedy(document_tokens, cluster.num_ranks, token_bytes, tolerance)
-    sent, received, num_bytes = _wires(costs, cluster, plan)
-    seconds = np.maximum(sent, received)
+    wires = _Wires.of(costs, cluster, plan)
+    seconds = wires.seconds(wires.forward_bytes)
     local, remote = _calls(costs, plan)
     kernels = local + remote
     layer = costs.layer(plan.layout.rank_tokens)
@@ -76,8 +78,8 @@ def published(costs: Costs, cluster: Cluster, document_tokens: IntArray, toleran
         forward = np.maximum(kernels.forward, seconds - layer.forward) + delay
         # Queries, keys, values, outputs and their gradients: twice the bytes of forward.
         backward = np.maximum(kernels.backward, 2 * seconds - layer.backward) + 2 * delay
-        kinds.append(Attention(forward, kernels.forward, backward, seconds, layers))
-    return Load(plan.layout.rank_tokens, kinds, num_bytes)
+        kinds.append(Attention(forward, kernels.forward, backward, seconds, 2 * seconds, layers))
+    return Load(plan.layout.rank_tokens, kinds, wires.most_bytes)
 
 
 def _calls(costs: Costs, plan: Plan) -> tuple[Passes, Passes]:
@@ -116,19 +118,51 @@ def _window_calls(costs: Costs, layout: Layout, mask: Mask) -> Passes:
     return costs.attention(queries, before, mask).sum_by(layout.segment_rank, layout.num_ranks)
 
 
-def _wires(costs: Costs, cluster: Cluster, plan: Plan) -> tuple[np.ndarray, np.ndarray, float]:
-    """Returns `[ranks]` seconds of sending and of receiving in a full layer's forward pass, and the most bytes."""
-    sent = bytes_between(plan, costs.model.heads.token_bytes(HALF_BYTES)) / costs.tensor_ranks
-    crosses = cluster.node_of[:, None] != cluster.node_of[None, :]
-    seconds = [cluster.exchange((sent * ~crosses).sum(axis=axis), (sent * crosses).sum(axis=axis)) for axis in (1, 0)]
-    return seconds[0], seconds[1], float(max(sent.sum(axis=0).max(), sent.sum(axis=1).max()))
+@dataclass(frozen=True)
+class _Wires:
+    """Bytes that ranks send each other in a full layer, `[source, destination]`.
 
+    Attributes:
+        cluster: their links.
+        keys: keys and values, as many as their gradients on the way back.
+        queries, outputs: of queries that move; outputs on the way of the queries, from owner rank to server.
+    """
 
-def _results_share(costs: Costs, plan: Plan) -> float:
-    """Returns the share of outputs in all bytes of a layer's forward pass."""
-    if not plan.moves_queries:
-        return 0.0
-    token_bytes = costs.model.heads.token_bytes(HALF_BYTES)
-    moved = plan.pieces.select(plan.pieces.moved)
-    outputs = float(moved.rows.sum()) * token_bytes.output / plan.tasks.head_groups
-    return outputs / float(bytes_between(plan, token_bytes).sum())
+    cluster: Cluster
+    keys: FloatArray
+    queries: FloatArray
+    outputs: FloatArray
+
+    @classmethod
+    def of(cls, costs: Costs, cluster: Cluster, plan: Plan) -> "_Wires":
+        of_token = costs.model.heads.token_bytes(HALF_BYTES)
+        of_row = 1 / plan.tasks.head_groups / costs.tensor_ranks
+        keys, queries = (of_row * rows.astype(np.float64) for rows in (keys_between(plan), queries_between(plan)))
+        return cls(cluster, keys * of_token.key_value, queries * of_token.query, queries * of_token.output)
+
+    @property
+    def forward_bytes(self) -> FloatArray:
+        """All bytes of forward."""
+        return self.keys + self.queries + self.outputs.T
+
+    @property
+    def most_bytes(self) -> float:
+        """Most bytes that a rank sends or receives in forward."""
+        return float(max(self.forward_bytes.sum(axis=axis).max() for axis in (0, 1)))
+
+    def exchanges(self) -> Exchanges:
+        """Returns the seconds of each exchange."""
+        return Exchanges(
+            self.seconds(self.keys + self.queries),
+            self.seconds(self.outputs.T),
+            self.seconds(self.outputs),
+            self.seconds(self.keys.T + self.queries.T),
+        )
+
+    def seconds(self, num_bytes: FloatArray) -> FloatArray:
+        """Returns `[ranks]` seconds of an exchange of so many bytes, on the busier way of each rank."""
+        node = self.cluster.node_of
+        crosses = node[:, None] != node[None, :]
+        within, between = num_bytes * ~crosses, num_bytes * crosses
+        sent, received = (self.cluster.exchange(within.sum(axis=x), between.sum(axis=x)) for x in (1, 0))
+        return np.maximum(sent, received)

@@ -167,7 +167,7 @@ class SimulationRequest:
     @property
     def head_groups(self) -> int:
         """Groups that plans divide the heads of a tensor rank into."""
-        return max(1, self.model.heads.groups // self.tensor_ranks)
+        return self.model.heads.groups_of_rank(self.tensor_ranks)
 
     @cached_property
     def planner(self) -> PlacedPlanner:

@@ -67,7 +67,7 @@ class Training:
         mixers = self.costs.model.size.layers - self.costs.model.attention_layers
         if mixers:
             nothing = np.zeros(len(load.tokens))
-            kinds.append(Attention(nothing, nothing, nothing, nothing, mixers))
+            kinds.append(Attention(nothing, nothing, nothing, nothing, nothing, mixers))
         passes = [(kind.layers, self._layer_seconds(layer, kind, load)) for kind in kinds]
         return sum(count * forward for count, (forward, _) in passes), sum(count * back for count, (_, back) in passes)
 
@@ -109,7 +109,8 @@ class Training:
             gather = self.gather_seconds(self.costs.layer_weight_bytes)
             reduce = self.reduce_seconds(self.costs.layer_weight_bytes)
         tensor = self._tensor_seconds(load)
-        beside, sent = self.cluster.products_beside, float(attention.sent.max())
+        beside = self.cluster.products_beside
+        sent, sent_backward = float(attention.sent.max()), float(attention.sent_backward.max())
         first = layer.forward if self.layers_checkpointed else layer.kept
         forward = float((first + attention.forward).max()) + beside * gather + tensor
         again = 0.0
@@ -118,7 +119,7 @@ class Training:
             again = tensor
             backward = backward + layer.kept + (0.0 if load.saves_attention else attention.recomputed)
         behind = float(backward.max()) + beside * (gather + reduce) + tensor + again
-        return max(forward, gather + sent), max(behind, gather + reduce + sent)
+        return max(forward, gather + sent), max(behind, gather + reduce + sent_backward)
 
     def _tensor_seconds(self, load: Load) -> float:
         """Returns the seconds in which tensor ranks exchange activations in a pass of a layer; nothing hides them."""

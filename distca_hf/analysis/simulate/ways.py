@@ -258,7 +258,9 @@ class Simulation:
     def _served(self, step: Step) -> list[Load]:
         planner = self.request.served_planner
         plans = [planner.plan(batch) for batch in step]
-        return [planned.ours(self.costs, self.cluster, plan, planner.num_chunks, self._saves) for plan in plans]
+        # Servers keep no rows until recomputation.
+        keeps, chunks = self.request.checkpointing != "recomputed", planner.num_chunks
+        return [planned.ours(self.costs, self.cluster, plan, chunks, self._saves, keeps=keeps) for plan in plans]
 
     @property
     def _saves(self) -> bool:

@@ -14,6 +14,7 @@ import numpy as np
 from distca_hf.analysis.profiles.curves import Notes
 from distca_hf.analysis.profiles.shipped import find_profile
 from distca_hf.config import DistCAConfig
+from distca_hf.topology import Topology
 from lib.planning.predicted import Setting, model_of, simulate
 from lib.tables import markdown
 
@@ -76,6 +77,7 @@ def ratios_of(options: argparse.Namespace, config: Any, seconds: Mapping[str, fl
         liger=options.liger,
         checkpointing=options.checkpointing,
         keeps=DistCAConfig().kv_residency != "refetch",
+        chunks=DistCAConfig().num_chunks(Topology(data_ranks, data_ranks)),
     )
     known = [name for name in seconds if name in NAMES]
     simulated = simulate(setting, [NAMES[name] for name in known], find_profile(options.cluster), notes)

@@ -16,7 +16,7 @@ from distca_hf.analysis.profiles.shipped import find_profile
 from distca_hf.analysis.request import preset
 from distca_hf.analysis.simulate import peers, run
 from distca_hf.analysis.simulate.costs import Costs, Passes
-from distca_hf.analysis.simulate.load import Hidden
+from distca_hf.analysis.simulate.load import Exchanges, Hidden
 from distca_hf.analysis.simulate.model import SimulatedModel, llama_shape
 from distca_hf.analysis.simulate.planned import ours, published
 from distca_hf.analysis.simulate.request import SimulationRequest
@@ -28,9 +28,11 @@ from distca_hf.analysis.simulate.wires import Cluster
 from distca_hf.arrays import IntArray
 from distca_hf.cost import Mask
 from distca_hf.errors import ConfigError, PackingError
+from distca_hf.layout import Layout
 from distca_hf.placement.place import fill_in_order, place
 from distca_hf.planning.plan import plan_in_place
 from distca_hf.planning.rebalance import plan_by_moving
+from distca_hf.planning.transfers import bytes_between
 
 
 PROFILE = find_profile("h200")
@@ -53,44 +55,74 @@ def array(*values: float) -> np.ndarray:
 # Equations.
 
 
+NOTHING = np.zeros(1)
+
+
 def test_chunks_are_attended_as_they_come() -> None:
     """Local calls of 1 s, 4 s of others' rows in two chunks, an exchange of 6 s that brings the second after 6 s."""
     local, remote = Passes(array(1.0), array(8.0)), Passes(array(4.0), array(2.0))
-    late = Passes(array(0.5), array(2.5))
-    of = Hidden(array(6.0), chunks=2).attention(local, remote, late, 1)
+    late, wires = Passes(array(0.5), array(2.5)), Exchanges(array(6.0), NOTHING, NOTHING, array(5.0))
+    of = Hidden(wires, chunks=2).attention(local, remote, late, 1)
 
     assert of.forward.tolist() == [8.0]  # 3 s until the first chunk, 2 s of it, wait for the second, 2 s of it
     assert of.recomputed.tolist() == [5.0]
-    assert of.backward.tolist() == [10.0 + 6.0 - 2.5]  # late calls run while gradients leave
+    assert of.backward.tolist() == [10.0 + 5.0 - 2.5]  # late calls run while gradients leave
+    assert (of.sent.tolist(), of.sent_backward.tolist()) == ([6.0], [5.0])
 
 
 def test_results_of_queries_that_move_leave_beside_late_calls() -> None:
-    """A third of 6 s are results. Half of the late calls are left for their way, the others are early: rows come."""
+    """Half of the late calls are left for the way of results, the others are early: rows come."""
     local, remote = Passes(array(4.0), array(9.0)), Passes(array(3.0), array(8.0))
-    late = Passes(array(2.0), array(4.0))
-    of = Hidden(array(6.0), results_share=1 / 3).attention(local, remote, late, 1)
+    late, wires = Passes(array(2.0), array(4.0)), Exchanges(array(4.0), array(2.0), array(8.0), array(6.0))
+    of = Hidden(wires, moves_queries=True).attention(local, remote, late, 1)
 
-    assert of.forward.tolist() == pytest.approx([4.0 + 3.0 + 2.0])  # 4 s of rows, calls, 2 s of results beside 1 s
-    assert of.recomputed.tolist() == pytest.approx([3.0 + 3.0 + 2.0])  # rows are there
-    assert of.backward.tolist() == pytest.approx([7.0 + 8.0 + 4.0])  # output gradients come in 2 s, 4 s of gradients
+    assert of.forward.tolist() == [4.0 + 3.0 + 2.0]  # 4 s of rows, calls, 2 s of results beside 1 s of late calls
+    assert of.recomputed.tolist() == [3.0 + 3.0 + 2.0]  # rows are there
+    assert of.backward.tolist() == [8.0 + 8.0 + 6.0]  # output gradients come in 8 s, beside 7 s of early calls
 
 
 def test_rows_that_are_not_kept_are_sent_three_times() -> None:
-    local, remote = Passes(array(1.0), array(2.0)), Passes(array(4.0), array(8.0))
-    late = Passes(array(0.0), array(0.0))
-    of = Hidden(array(6.0), keeps=False).attention(local, remote, late, 1)
+    """In backward with the outputs and output gradients of queries that move."""
+    local, remote, late = Passes(array(1.0), array(2.0)), Passes(array(4.0), array(8.0)), Passes(NOTHING, NOTHING)
+    wires = Exchanges(array(6.0), NOTHING, array(1.0), array(5.0))
+    of = Hidden(wires, keeps=False).attention(local, remote, late, 1)
 
     assert of.forward.tolist() == of.recomputed.tolist() == [10.0]
-    assert of.backward.tolist() == [6.0 + 8.0 + 6.0]
+    assert of.backward.tolist() == [6.0 + 2.0 + 8.0 + 5.0]
+    assert of.sent_backward.tolist() == [6.0 + 2.0 + 5.0]
 
 
 def test_exchanges_that_kernels_hide_cost_their_delay_alone() -> None:
     local, remote = Passes(array(10.0, 12.0), array(30.0, 36.0)), Passes(array(2.0, 0.0), array(6.0, 0.0))
-    late = Passes(array(0.0, 0.0), array(9.0, 9.0))
-    of = Hidden(array(1.0, 0.0), chunks=1, beside=0.5).attention(local, remote, late, 1)
+    late, none = Passes(array(0.0, 0.0), array(9.0, 9.0)), array(0.0, 0.0)
+    wires = Exchanges(array(1.0, 0.0), none, none, array(1.0, 0.0))
+    of = Hidden(wires, beside=0.5).attention(local, remote, late, 1)
 
     assert of.forward.tolist() == [12.5, 12.0]
     assert of.backward.tolist() == [36.5, 36.0]
+
+
+def test_each_exchange_has_bytes_of_its_own() -> None:
+    """A rank that sends a long document's queries gets as many outputs back, one behind the other."""
+    costs = costs_of()
+    layout = Layout.from_packs([np.array([65_536]), np.array([4096] * 16)])
+    plan = plan_by_moving(layout, 8)
+    cluster = Cluster(PROFILE, 2, 1, costs.notes)
+    (attention,) = ours(costs, cluster, plan, 4, False).attention
+    num_bytes = bytes_between(plan, MODEL.heads.token_bytes(2))
+
+    assert plan.moves_queries
+    both = cluster.exchange(NOTHING, array(float(num_bytes[0, 1] + num_bytes[1, 0])))
+    assert attention.sent[0] == pytest.approx(float(both[0]), rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("key_value_heads", "ranks", "groups"), [(8, 1, 8), (8, 4, 2), (16, 2, 8), (32, 4, 8), (8, 16, 1)]
+)
+def test_tensor_ranks_divide_their_own_heads(key_value_heads: int, ranks: int, groups: int) -> None:
+    wide = SimulatedModel.of(llama_shape("wide", (64, key_value_heads, 128), (32, 4096, 14_336, 128_256)))
+
+    assert costs_of(wide, tensor_ranks=ranks).head_groups == groups
 
 
 def test_a_task_is_a_square_and_a_prefix() -> None:

@@ -29,7 +29,6 @@ from distca_hf.arrays import IntArray
 from distca_hf.layout import Layout
 from distca_hf.planning.plan import plan_in_place
 from distca_hf.planning.rebalance import plan_by_moving
-from distca_hf.planning.served import Servers, plan_served
 from distca_hf.topology import Topology
 from lib.documents import parse_documents
 from lib.model import PRESETS
@@ -123,6 +122,7 @@ class Setting:
         liger: whether layers are Liger's.
         checkpointing: as programs that measure take it.
         keeps: keys are kept until backward, and not sent once more.
+        chunks: parts that rows of other ranks come in.
     """
 
     model: SimulatedModel
@@ -137,6 +137,7 @@ class Setting:
     liger: bool = False
     checkpointing: str = "full"
     keeps: bool = True
+    chunks: int = 1
 
 
 @dataclass(frozen=True)
@@ -169,8 +170,8 @@ def simulate_row(row: MeasuredRow, profile: ClusterProfile, notes: Notes | None 
     # Without a head the embedding alone is outside of layers.
     root_share = 1.0 if has_head else 0.5
     rank = row.document_tokens, row.gpus, row.slow, row.reduce_bytes
-    keeps = not row.refetches
-    setting = Setting(_model_of(row), *rank, has_head=has_head, root_share=root_share, keeps=keeps)
+    keeps, chunks = not row.refetches, SLOW_CHUNKS if row.slow else 1
+    setting = Setting(_model_of(row), *rank, has_head=has_head, root_share=root_share, keeps=keeps, chunks=chunks)
     return simulate(setting, row.milliseconds, profile, Notes() if notes is None else notes)
 
 
@@ -186,7 +187,7 @@ def simulate(setting: Setting, names: Iterable[str], profile: ClusterProfile, no
     trained = costs, cluster, recomputes, has_head, has_head, setting.reduce_bytes, setting.root_share
     training = ReplicatedTraining(*trained, replicas=setting.replicas)
     topology = Topology(ranks, ranks)
-    chunks, keeps = SLOW_CHUNKS if setting.slow else 1, setting.keeps
+    chunks, keeps = setting.chunks, setting.keeps
 
     def placed(saves: bool) -> Load:
         gpus = ranks * setting.tensor_ranks
@@ -275,12 +276,13 @@ def compare_servers(path: Path, profile: ClusterProfile) -> list[Compared]:
         measured = MeasuredRow("one layer", 2, "H200", row["links"], row["documents"], "", 0, 2, False, {})
         slow, notes = measured.slow, Notes()
         costs = Costs(profile, SimulatedModel.of(preset("llama3-8b")).with_layers(1), False, notes)
-        layout = Layout.from_packs([parse_documents(row["documents"])])
-        nodes = (1,) if slow else (0,)
-        plan = plan_served(layout, Servers((1.0,), nodes=nodes), 8, topology=Topology(1, 1))
+        # The server was a rank without tokens, and the plan that of packs whose tasks move.
+        documents = parse_documents(row["documents"])
+        layout, alone_layout = Layout.from_packs([documents, []]), Layout.from_packs([documents])
+        plan = plan_by_moving(layout, costs.head_groups, topology=Topology(2, 2))
         cluster = Cluster(profile, 2, 1 if slow else 2, notes)
         served = ours(costs, cluster, plan, SLOW_CHUNKS if slow else 1, True).attention[0]
-        alone = ours(costs, Cluster(profile, 1, 1, notes), plan_in_place(layout), 1, True).attention[0]
+        alone = ours(costs, Cluster(profile, 1, 1, notes), plan_in_place(alone_layout), 1, True).attention[0]
         for number, name in enumerate(("forward", "backward")):
             ratios = (
                 row["served"][number] / row["alone"][number],
