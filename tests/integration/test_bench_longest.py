@@ -12,7 +12,11 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+import distca_hf
+from distca_hf.integrations import checkpointing
 from support.commands import REPOSITORY
+from support.data import random_dataset
+from support.models import tiny_model
 from support.scripts import run_script
 
 
@@ -132,6 +136,23 @@ def test_saving_memory_changes_no_gradient(script: Callable[[str], ModuleType]) 
         model(input_ids=tokens, labels=tokens).loss.backward()
         gradients.append([parameter.grad for parameter in model.parameters()])
     torch.testing.assert_close(gradients[1], gradients[0], rtol=1e-12, atol=1e-14)
+
+
+def test_attention_outputs_wait_on_the_host_beside_inputs(
+    script: Callable[[str], ModuleType], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saves = []
+    save = checkpointing._Region.save
+    monkeypatch.setattr(checkpointing._Region, "save", lambda region, x: (saves.append(1), save(region, x))[1])
+    model = tiny_model(num_hidden_layers=3).train()
+    plugin = distca_hf.DistCAPlugin(tokens_per_rank=192)
+    distca_hf.enable(model, plugin)
+    outputs = {"use_reentrant": False, "context_fn": checkpointing.OffloadedAttention()}
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=outputs)
+    script("lib.long_memory").keep_inputs_on_host(model.model.layers[:2])
+    model(**next(iter(plugin.dataloader(random_dataset())))).loss.backward()
+
+    assert len(saves) == 3
 
 
 def test_an_attempt_trains_on_two_ranks(tmp_path: Path) -> None:
