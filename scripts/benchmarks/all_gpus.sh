@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # scripts/benchmarks/all_gpus.sh OUT [PART ...]: measures training steps on all GPUs of this host, as docs/benchmarks
 # shows them. Prints tables, and writes figures of steps and models to OUT as JSON. Without parts `modes`, `liger`,
-# `saved`, `models`, `host` and `memory` run, for about half an hour on four H200.
+# `saved`, `models`, `host` and `memory` run, for about half an hour on four H200. Parts that fail are listed at the end,
+# which is an exit status of 1; those behind them run all the same.
 #
 #   modes    all default modes of attention_step.py: documents A, B, C and uniform ones
 #   shown    the modes that pages show, A, B, C: fewer than above
@@ -16,7 +17,7 @@
 #   hybrid   layers of Qwen 3.5 27B: whole documents, tasks move
 #   training whole models with Trainer, 50 steps of 128K tokens per GPU, losses beside those of Ulysses; TRAINING has
 #            further options, for example --checkpointed-attention recompute on GPUs of 80 GB
-#   longest  the longest document that Llama-3-8B trains on: memory by short attention, then once with all of it;
+#   longest  the longest document that Llama-3-8B trains on: memory by short attention, then with whole attention;
 #            LONGEST has further options, for example --checkpointing full --host-layers 24 --minutes 9
 #   servers  all GPUs but one train, and that one is an attention server: beside an even split, and without the server
 #   lost     the same with FSDP2 (with DDP on two): the server is killed and stopped in turns, LOSSES times (10)
@@ -71,92 +72,114 @@ model() {
     launch scripts/benchmarks/model_step.py --liger --head liger --warmup 1 --rounds 1 --out "$out/$name.json" "$@"
 }
 
-for part in "${@:-modes liger saved models host memory}"; do
-    for name in $part; do
-        case $name in
-        modes) step modes --documents "$documents;$((16 * gpus))x4096" ;;
-        shown) step shown --documents "$documents" --modes ideal,placed,fixed,local ;;
-        scale | scale-one) test -n "$ring" || echo "ring-flash-attn is not installed: its modes are left out" ;;&
-        scale) step scale --no-kernels --documents "$documents" --modes "ideal,placed,fixed,local,ulysses$ring" ;;
-        scale-one) # cannot stay whole on a GPU: there are no packs of it
-            step scale-one --no-kernels --rounds 2 --documents "D:$gpus" --modes "ideal,placed,ulysses$ring"
-            ;;
-        weak) python scripts/benchmarks/weak_scaling.py --out "$out/weak.json" ;;
-        nodes)
-            step nodes --no-kernels --nodes 2 --documents "$documents;D:$gpus" --modes ideal,placed
-            # Sockets would carry FSDP's collectives, too: without it only attention crosses them.
-            step nodes-apart --no-kernels --nodes 2 --apart --no-fsdp --documents "$documents;D:$gpus" --modes ideal,placed
-            ;;
-        liger) step liger --liger --no-check --no-kernels --documents "$documents" --modes ideal,placed,local ;;
-        saved)
-            step saved --checkpointing saved --no-check --no-kernels --documents "$documents" --modes ideal,placed
-            step best --checkpointing saved --liger --no-check --no-kernels \
-                --documents "$documents" --modes ideal,placed
-            ;;
-        models)
-            model llama-64k --documents 262144
-            model llama-128k --documents 262144,64x4096
-            model qwen-64k --preset qwen3-4b --documents 262144
-            model qwen-128k --preset qwen3-4b --documents 262144,64x4096
-            ;;
-        windows)
-            for preset in gemma3-27b olmo3-7b gpt-oss-20b; do
-                echo "== $preset"
-                launch scripts/benchmarks/attention_step.py --preset "$preset" --warmup 1 --rounds 3 --no-exposed --no-kernels \
-                    --documents "$documents" --modes ideal,placed --out "$out/$preset.json"
-            done
-            ;;
-        hybrid)
-            echo "== qwen3.5-27b"
-            launch scripts/benchmarks/attention_step.py --preset qwen3.5-27b --warmup 1 --rounds 3 --no-exposed --no-kernels \
-                --documents "$documents" --modes ideal,fixed,local --out "$out/qwen3.5-27b.json"
-            ;;
-        training)
-            status=0
-            for preset in llama3-8b qwen3-4b; do
-                echo "== training $preset"
-                # shellcheck disable=SC2086 # several options
-                PYTORCH_ALLOC_CONF=expandable_segments:True launch scripts/benchmarks/training_run.py \
-                    --preset "$preset" --liger --steps 50 --out "$out/training-$preset.json" ${TRAINING:-} || status=$?
-            done
-            (exit $status)
-            ;;
-        longest)
-            echo "== longest"
+run_part() {
+    local name=$1
+    case $name in
+    modes) step modes --documents "$documents;$((16 * gpus))x4096" ;;
+    shown) step shown --documents "$documents" --modes ideal,placed,fixed,local ;;
+    scale | scale-one) test -n "$ring" || echo "ring-flash-attn is not installed: its modes are left out" ;;&
+    scale) step scale --no-kernels --documents "$documents" --modes "ideal,placed,fixed,local,ulysses$ring" ;;
+    scale-one) # cannot stay whole on a GPU: there are no packs of it
+        step scale-one --no-kernels --rounds 2 --documents "D:$gpus" --modes "ideal,placed,ulysses$ring"
+        ;;
+    weak) python scripts/benchmarks/weak_scaling.py --out "$out/weak.json" ;;
+    nodes)
+        step nodes --no-kernels --nodes 2 --documents "$documents;D:$gpus" --modes ideal,placed
+        # Sockets would carry FSDP's collectives, too: without it only attention crosses them.
+        step nodes-apart --no-kernels --nodes 2 --apart --no-fsdp --documents "$documents;D:$gpus" --modes ideal,placed
+        ;;
+    liger) step liger --liger --no-check --no-kernels --documents "$documents" --modes ideal,placed,local ;;
+    saved)
+        step saved --checkpointing saved --no-check --no-kernels --documents "$documents" --modes ideal,placed
+        step best --checkpointing saved --liger --no-check --no-kernels \
+            --documents "$documents" --modes ideal,placed
+        ;;
+    models)
+        model llama-64k --documents 262144
+        model llama-128k --documents 262144,64x4096
+        model qwen-64k --preset qwen3-4b --documents 262144
+        model qwen-128k --preset qwen3-4b --documents 262144,64x4096
+        ;;
+    windows)
+        for preset in gemma3-27b olmo3-7b gpt-oss-20b; do
+            echo "== $preset"
+            launch scripts/benchmarks/attention_step.py --preset "$preset" --warmup 1 --rounds 3 --no-exposed --no-kernels \
+                --documents "$documents" --modes ideal,placed --out "$out/$preset.json"
+        done
+        ;;
+    hybrid)
+        echo "== qwen3.5-27b"
+        launch scripts/benchmarks/attention_step.py --preset qwen3.5-27b --warmup 1 --rounds 3 --no-exposed --no-kernels \
+            --documents "$documents" --modes ideal,fixed,local --out "$out/qwen3.5-27b.json"
+        ;;
+    training)
+        status=0
+        for preset in llama3-8b qwen3-4b; do
+            echo "== training $preset"
             # shellcheck disable=SC2086 # several options
-            PYTORCH_ALLOC_CONF=expandable_segments:True python scripts/benchmarks/longest_context.py \
-                --liger --attended-tokens 4096 --out "$out/longest.json" ${LONGEST:-}
-            ;;
-        servers)
-            echo "== servers"
-            # Kernels are compiled meanwhile: a server may be silent for longer than usual.
-            DISTCA_TIMEOUTS_HEARTBEAT_LIMIT_SECONDS=60 launch -m distca_hf.run --attention-servers 1 \
-                scripts/benchmarks/server_step.py --layers 4 --rounds 3 \
-                --documents "$(mix $((16384 * gpus)) $((65536 * trainers)));$(mix $((32768 * gpus)) $((65536 * trainers)))" \
-                --out "$out/servers.json"
-            ;;
-        lost)
-            echo "== lost"
-            python scripts/faults/lose_servers.py --device cuda --trainers "$trainers" --servers 1 --how both \
-                --losses "${LOSSES:-10}" --wrap "$([[ $trainers -eq 1 ]] && echo ddp || echo fsdp2)"
-            ;;
-        grids) scripts/benchmarks/all_gpus.sh "$out" hsdp pipeline tensor experts ;;
-        hsdp) grid hsdp "$gpus" --dp-replicate-size 2 ;;
-        pipeline)
-            echo "== pipeline"
-            launch scripts/benchmarks/pipeline_step.py --layers 4 --tokens-per-rank 65536 --seed 2 --rounds 2
-            ;;
-        tensor) grid tensor $((gpus / 2)) --tp-size 2 ;;
-        experts) grid experts "$gpus" --preset qwen3-30b-a3b --ep-size "$gpus" ;;
-        host) launch scripts/benchmarks/host_time.py ;;
-        memory)
-            launch scripts/benchmarks/memory.py --layers 4 --longest 131072 --steps 30
-            PYTORCH_ALLOC_CONF=expandable_segments:True launch scripts/benchmarks/memory.py --layers 4 --longest 131072 --steps 30
-            ;;
-        *)
-            echo "scripts/benchmarks/all_gpus.sh: no part $name" >&2
-            exit 1
-            ;;
-        esac
-    done
+            PYTORCH_ALLOC_CONF=expandable_segments:True launch scripts/benchmarks/training_run.py \
+                --preset "$preset" --liger --steps 50 --out "$out/training-$preset.json" ${TRAINING:-} || status=$?
+        done
+        (exit $status)
+        ;;
+    longest)
+        echo "== longest"
+        # shellcheck disable=SC2086 # several options
+        PYTORCH_ALLOC_CONF=expandable_segments:True python scripts/benchmarks/longest_context.py \
+            --liger --attended-tokens 4096 --out "$out/longest.json" ${LONGEST:-}
+        ;;
+    servers)
+        echo "== servers"
+        # Kernels are compiled meanwhile: a server may be silent for longer than usual.
+        DISTCA_TIMEOUTS_HEARTBEAT_LIMIT_SECONDS=60 launch -m distca_hf.run --attention-servers 1 \
+            scripts/benchmarks/server_step.py --layers 4 --rounds 3 \
+            --documents "$(mix $((16384 * gpus)) $((65536 * trainers)));$(mix $((32768 * gpus)) $((65536 * trainers)))" \
+            --out "$out/servers.json"
+        ;;
+    lost)
+        echo "== lost"
+        python scripts/faults/lose_servers.py --device cuda --trainers "$trainers" --servers 1 --how both \
+            --losses "${LOSSES:-10}" --wrap "$([[ $trainers -eq 1 ]] && echo ddp || echo fsdp2)"
+        ;;
+    hsdp) grid hsdp "$gpus" --dp-replicate-size 2 ;;
+    pipeline)
+        echo "== pipeline"
+        folder=$(mktemp -d "$out/pipeline.XXXXXX")
+        trap 'rm -rf "$folder"' EXIT # of this part, also if it fails
+        launch scripts/benchmarks/pipeline_step.py --layers 4 --tokens-per-rank 65536 --seed 2 --rounds 2 \
+            --folder "$folder/model"
+        ;;
+    tensor) grid tensor $((gpus / 2)) --tp-size 2 ;;
+    experts) grid experts "$gpus" --preset qwen3-30b-a3b --ep-size "$gpus" ;;
+    host) launch scripts/benchmarks/host_time.py ;;
+    memory)
+        launch scripts/benchmarks/memory.py --layers 4 --longest 131072 --steps 30
+        PYTORCH_ALLOC_CONF=expandable_segments:True launch scripts/benchmarks/memory.py --layers 4 --longest 131072 --steps 30
+        ;;
+    *)
+        echo "scripts/benchmarks/all_gpus.sh: no part $name" >&2
+        return 1
+        ;;
+    esac
+}
+
+parts=${*:-modes liger saved models host memory}
+failed=()
+trap 'exit 130' INT # else the next part begins
+for part in ${parts//grids/hsdp pipeline tensor experts}; do
+    set +e # behind || or if, a part would go on after its first error
+    (
+        set -e
+        run_part "$part"
+    )
+    status=$?
+    set -e
+    if [[ $status -ne 0 ]]; then
+        echo "== $part failed with status $status" >&2
+        failed+=("$part")
+    fi
 done
+if [[ ${#failed[@]} -ne 0 ]]; then
+    echo "== failed parts: ${failed[*]}" >&2
+    exit 1
+fi

@@ -17,9 +17,10 @@ Memory is saved as docs/sizes.md says: layers are checkpointed and attention out
     --mlp-tokens N     MLPs run on N tokens at a time
     --offload          weights, gradients and AdamW are on the host (FSDP2's CPUOffloadPolicy)
 
-Steps of a million tokens take minutes, and the search with them. With --attended-tokens N kernels attend to the last N
-keys of a query alone: memory and exchanges stay, a step takes a fraction of the time, and its losses mean nothing. At
-its end the longest document is tried with whole attention, for as long as --minutes allow.
+Steps of a million tokens take minutes, and the search with them. With --attended-tokens N kernels attend in a sliding
+window of N keys: memory is as with whole attention, and times and losses mean nothing. Then the longest document is
+tried with whole attention, and shorter ones if memory is out, for as long as --minutes allow. Only a length that
+trained so is set beside published ones. If none did, the script says so and exits with 1.
 
 Shapes change: set PYTORCH_ALLOC_CONF=expandable_segments:True, or torch runs out of memory earlier.
 
@@ -29,7 +30,7 @@ makes GPUs as small as that for torch.
 In the table, each figure of the slowest or largest rank:
 
     document       tokens of it, over all ranks
-    attended       keys that a query attends to; "all", or times do not count
+    attended       window of short attention; "all": whole attention. Otherwise times do not count
     step           the last one
     MFU            flops of the model, nothing twice, of the device's bf16 peak
     peak           memory that torch had given out at once
@@ -43,6 +44,7 @@ import json
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -85,31 +87,53 @@ def main() -> None:
 
 
 class Search:
-    """Attempts so far, and the time that they share."""
+    """Attempts so far, and the time that they share.
+
+    Attributes:
+        attempts: by the tokens that a query attends to (0: all) and the tokens of each rank.
+    """
 
     def __init__(self, options: argparse.Namespace) -> None:
         self.options = options
         self.ranks = options.ranks or torch.cuda.device_count()
-        self.tried: list[Tried] = []
-        self.attempts: list[Attempt] = []
+        self.attempts: dict[tuple[int, int], Attempt] = {}
         self._began = time.monotonic()
 
     def run(self, folder: Path) -> str:
-        """Tries lengths, and prints a row for each; returns why it ended."""
+        """Tries lengths, and prints a row for each; returns why it ended.
+
+        With short attention the longest is tried with whole attention, too, and shorter ones if memory is out then.
+        """
+        attended_tokens = self.options.attended_tokens
+        ended = self._try_lengths(attended_tokens, self.options.first_tokens, [], folder / "search")
+        longest = self.longest(attended_tokens)
+        if not attended_tokens or longest is None:
+            return ended
+        too_long = [one for one in self._tried(attended_tokens) if not one.trained]
+        return f"{ended}; with whole attention {self._try_lengths(0, longest, too_long, folder / 'whole')}"
+
+    def longest(self, attended_tokens: int) -> int | None:
+        """Returns the most tokens of a rank that trained with this attention; None if none did."""
+        longest = longest_of(self._tried(attended_tokens))
+        return longest.tokens if longest else None
+
+    def _try_lengths(self, attended_tokens: int, first_tokens: int, too_long: Sequence[Tried], folder: Path) -> str:
+        """Tries lengths with one kind of attention; returns why it ended.
+
+        Args:
+            too_long: lengths for which memory is known to be out.
+        """
         options, limit = self.options, _limit_bytes(self.options)
-        while tokens := next_tokens(self.tried, options.first_tokens, options.resolution, limit):
+        tokens: int | None = first_tokens
+        while tokens:
             if self._seconds_left() < self._least_seconds(tokens):
                 return f"--minutes {options.minutes} leave no time for {tokens} tokens per rank"
-            one = self._attempt(tokens, options.attended_tokens, folder / str(tokens))
+            one = self._attempt(tokens, attended_tokens, folder / str(tokens))
             if one.outcome == "time":
                 return f"--minutes {options.minutes} ended while {tokens} tokens per rank trained"
-            peak = one.figures["peak_bytes"] if one.figures else None
-            self.tried.append(Tried(tokens, one.outcome == "trained", peak))
-        longest = longest_of(self.tried)
-        if options.attended_tokens and longest is not None:
-            whole = self._attempt(longest.tokens, 0, folder / "whole")
-            return f"memory is out beyond it; with whole attention at this length: {whole.outcome}"
-        return "memory is out beyond it"
+            tried = [*too_long, *self._tried(attended_tokens)]
+            tokens = next_tokens(tried, first_tokens, options.resolution, limit)
+        return "memory ended the search"
 
     def _attempt(self, tokens: int, attended_tokens: int, folder: Path) -> Attempt:
         options = self.options
@@ -118,41 +142,70 @@ class Search:
         margin = int(options.host_margin_gib * GIB)
         command = [*launcher, *sys.argv, *given]
         one = run_attempt(command, folder, free_host_bytes, margin, self._seconds_left())
-        self.attempts.append(one)
+        self.attempts[attended_tokens, tokens] = one
         print(_row(tokens, self.ranks, one, attended_tokens), flush=True)
         return one
+
+    def _tried(self, attended_tokens: int) -> list[Tried]:
+        """Returns the lengths tried with this attention, but for those that time ended."""
+        return [
+            Tried(tokens, one.outcome == "trained", one.figures["peak_bytes"] if one.figures else None)
+            for (attended, tokens), one in self.attempts.items()
+            if attended == attended_tokens and one.outcome != "time"
+        ]
 
     def _seconds_left(self) -> float:
         return 60 * self.options.minutes - (time.monotonic() - self._began)
 
     def _least_seconds(self, tokens: int) -> float:
-        """Returns the time that an attempt takes at least: that of the longest so far, which was shorter."""
-        longest = longest_of(self.tried)
-        return self.attempts[self.tried.index(longest)].seconds if longest and tokens > longest.tokens else 0.0
+        """Returns the time that an attempt takes at least: that of any that trained on no more tokens. Whole attention
+        takes no less than short attention."""
+        return max(
+            (one.seconds for (_, fewer), one in self.attempts.items() if one.figures and fewer <= tokens), default=0.0
+        )
 
 
 def search(options: argparse.Namespace) -> None:
-    """Searches, and reports the longest that trained beside what others have published.
+    """Searches, and reports the longest that trained with whole attention beside what others have published.
 
     Raises:
-        SystemExit: no length trained.
+        SystemExit: no length trained with whole attention.
     """
     searching = Search(options)
     print(head(COLUMNS), flush=True)
     with tempfile.TemporaryDirectory(prefix="longest_context.") as folder:
         ended = searching.run(Path(folder))
-    ranks, longest = searching.ranks, longest_of(searching.tried)
+    confirmed, shortened = searching.longest(0), searching.longest(options.attended_tokens)
     if options.out:
         given = {name: str(value) for name, value in vars(options).items()}
-        attempts = [vars(one) for one in searching.attempts]
-        options.out.write_text(json.dumps({"options": given, "ranks": ranks, "ended": ended, "attempts": attempts}))
-    if longest is None:
+        attempts = [
+            {"attended_tokens": attended, "tokens_per_rank": tokens, **vars(one)}
+            for (attended, tokens), one in searching.attempts.items()
+        ]
+        facts = {"options": given, "ranks": searching.ranks, "ended": ended, "confirmed_tokens_per_rank": confirmed}
+        options.out.write_text(json.dumps({**facts, "attempts": attempts}))
+    if confirmed is not None:
+        print(f"\n{_header(searching, 0, confirmed)}")
+        print(f"longest: {_words(searching, confirmed)}; {ended}")
+        print(PUBLISHED)
+    elif shortened is not None:
+        print(f"\n{_header(searching, options.attended_tokens, shortened)}")
+        raise SystemExit(
+            f"longest: {_words(searching, shortened)}, not confirmed with whole attention: not to be compared with "
+            f"published lengths; {ended}"
+        )
+    else:
         raise SystemExit(f"nothing trained: {ended}")
-    figures = searching.attempts[searching.tried.index(longest)].figures
+
+
+def _header(searching: Search, attended_tokens: int, tokens: int) -> str:
+    figures = searching.attempts[attended_tokens, tokens].figures
     assert figures is not None
-    print(f"\n{figures['header']}")
-    print(f"longest: {longest.tokens * ranks:,} tokens on {ranks} ranks, {longest.tokens:,} on each; {ended}")
-    print(PUBLISHED)
+    return str(figures["header"])
+
+
+def _words(searching: Search, tokens: int) -> str:
+    return f"{tokens * searching.ranks:,} tokens on {searching.ranks} ranks, {tokens:,} on each"
 
 
 def _limit_bytes(options: argparse.Namespace) -> int | None:
@@ -193,7 +246,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--optimizer", choices=[*OPTIMIZERS], default="adamw_torch_fused", help="as Trainer names it")
     parser.add_argument("--host-layers", type=int, help="layers whose inputs wait on the host; by default all")
     parser.add_argument("--mlp-tokens", type=int, default=16_384, help="that an MLP takes at once; 0: all")
-    parser.add_argument("--attended-tokens", type=int, default=0, help="that a query attends to; 0: all")
+    parser.add_argument("--attended-tokens", type=int, default=0, help="window of short attention; 0: whole attention")
     parser.add_argument("--offload", action="store_true", help="weights and optimizer on the host")
     parser.add_argument("--gpu-gib", type=float, help="memory that torch may give out; on CPUs made up")
     parser.add_argument("--host-margin-gib", type=float, default=16.0, help="of the host, that stay free")

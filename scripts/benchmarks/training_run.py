@@ -19,7 +19,10 @@ at its end. With --checkpointed-attention save `packing` alone recomputes attent
 In the table, step times and MFU are medians of the steps behind --warmup:
 
     MFU                         flops of the model, head and attention included, nothing twice, of the bf16 peak
-    peak                        memory that torch had given out at once, on the rank that had most
+    peak                        memory that torch had given out at once, on the rank that had most. With `save`
+                                `ulysses` keeps attention outputs in both layouts, by heads and by tokens, which is
+                                this program's choice
+    held before                 memory that modes before have left, on the rank that had most; in the peak, too
     furthest from first mode    largest difference of a step's loss, the mean over all labels
     planned max/mean            attended pairs of the busiest rank over the mean, where the product plans
 """

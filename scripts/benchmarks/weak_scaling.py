@@ -32,7 +32,7 @@ from typing import Any
 
 import torch
 
-from lib.scaling import Documents, Round, documents_of, row_of, table
+from lib.scaling import SHORTEST_TOKENS, Documents, Round, documents_of, row_of, table
 
 
 STEP = Path(__file__).parent / "attention_step.py"
@@ -42,7 +42,7 @@ QUICK = ("--no-exposed", "--no-kernels")
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sizes", help="numbers of GPUs, as 2,4; by default powers of two up to all of this host")
-    parser.add_argument("--tokens-per-gpu", type=int, default=65_536, help="tokens of each GPU")
+    parser.add_argument("--tokens-per-gpu", type=int, default=65_536, help="tokens of each GPU, a multiple of 128")
     parser.add_argument("--mix", default="prolong_up", help="lengths, as lib/planning/mixes.py has them")
     parser.add_argument(
         "--seed", type=int, default=2, help="of the mix; 2 has a document of more than half of all tokens"
@@ -55,6 +55,8 @@ def main() -> None:
         "step", nargs="*", metavar="-- OPTION", help="options of attention_step.py in place of --layers 4"
     )
     options = parser.parse_args()
+    if options.tokens_per_gpu < SHORTEST_TOKENS or options.tokens_per_gpu % SHORTEST_TOKENS:
+        parser.error(f"--tokens-per-gpu {options.tokens_per_gpu} is no multiple of {SHORTEST_TOKENS}")
     sizes = [int(size) for size in options.sizes.split(",")] if options.sizes else _sizes(torch.cuda.device_count())
     one, *documents = documents_of(options.mix, sizes, options.tokens_per_gpu, options.seed)
     with TemporaryDirectory() as folder:

@@ -73,6 +73,7 @@ def main() -> None:
         max_steps=MOST_STEPS,
         gradient_accumulation_steps=accumulation,
         optim="adamw_torch",
+        logging_nan_inf_filter=False,  # else a loss that is NaN is logged as another one
         **computing,
     )
     end, capacity = EndTogether(folder / "ended", steps), CAPACITY_TOKENS[device]

@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import runpy
 import sys
 import textwrap
 from collections.abc import Callable
@@ -12,7 +13,11 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+import distca_hf
+from distca_hf.integrations import checkpointing
 from support.commands import REPOSITORY
+from support.data import random_dataset
+from support.models import tiny_model
 from support.scripts import run_script
 
 
@@ -118,6 +123,49 @@ def test_free_memory_of_a_container_counts(script: Callable[[str], ModuleType], 
     assert free_host_bytes(tmp_path) == 57_000
 
 
+@pytest.mark.parametrize(
+    ("most_whole_tokens", "whole_ends", "confirmed_tokens"),
+    [(1 << 30, "", 640), (512, "GPU memory", 512), (0, "GPU memory", None), (0, "time", None)],
+)
+def test_whole_attention_confirms_the_longest(
+    script: Callable[[str], ModuleType],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    most_whole_tokens: int,
+    whole_ends: str,
+    confirmed_tokens: int | None,
+) -> None:
+    attempts = script("lib.attempts")
+
+    def run_attempt(command: list[str], *_: object) -> object:
+        attended, tokens = int(command[-1]), int(command[-3])
+        if tokens <= (700 if attended else most_whole_tokens):
+            figures = {"peak_bytes": tokens, "step_seconds": 1.0, "tokens_per_second": 1.0, "utilisation": None}
+            return attempts.Attempt("trained", {**figures, "header": f"attended {attended}"}, "", 0, 1.0)
+        return attempts.Attempt("GPU memory" if attended else whole_ends, None, "", 0, 1.0)
+
+    monkeypatch.setattr(attempts, "run_attempt", run_attempt)
+    program, out = REPOSITORY / "scripts/benchmarks/longest_context.py", tmp_path / "out.json"
+    words = ["--device", "cpu", "--ranks", "2", "--first-tokens", "256", "--resolution", "128", "--head", "none"]
+    monkeypatch.setattr(sys, "argv", [str(program), *words, "--attended-tokens", "64", "--out", str(out)])
+    if confirmed_tokens is None:
+        with pytest.raises(
+            SystemExit, match=r"longest: 1,280 tokens on 2 ranks, 640 on each, not confirmed with whole"
+        ):
+            runpy.run_path(str(program), run_name="__main__")
+    else:
+        runpy.run_path(str(program), run_name="__main__")
+    printed, written = capsys.readouterr().out, json.loads(out.read_text())
+
+    assert ("ALST" in printed) == (confirmed_tokens is not None)
+    assert (f"longest: {2 * (confirmed_tokens or 0):,} tokens on 2 ranks" in printed) == (confirmed_tokens is not None)
+    assert written["confirmed_tokens_per_rank"] == confirmed_tokens
+    whole = [one["tokens_per_rank"] for one in written["attempts"] if not one["attended_tokens"]]
+    assert whole[0] == 640
+    assert len(whole) == len(set(whole))
+
+
 def test_saving_memory_changes_no_gradient(script: Callable[[str], ModuleType]) -> None:
     long_memory = script("lib.long_memory")
     tokens = torch.randint(0, 64, (1, 50), generator=torch.Generator().manual_seed(0))
@@ -132,6 +180,23 @@ def test_saving_memory_changes_no_gradient(script: Callable[[str], ModuleType]) 
         model(input_ids=tokens, labels=tokens).loss.backward()
         gradients.append([parameter.grad for parameter in model.parameters()])
     torch.testing.assert_close(gradients[1], gradients[0], rtol=1e-12, atol=1e-14)
+
+
+def test_attention_outputs_wait_on_the_host_beside_inputs(
+    script: Callable[[str], ModuleType], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saves = []
+    save = checkpointing._Region.save
+    monkeypatch.setattr(checkpointing._Region, "save", lambda region, x: (saves.append(1), save(region, x))[1])
+    model = tiny_model(num_hidden_layers=3).train()
+    plugin = distca_hf.DistCAPlugin(tokens_per_rank=192)
+    distca_hf.enable(model, plugin)
+    outputs = {"use_reentrant": False, "context_fn": checkpointing.OffloadedAttention()}
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=outputs)
+    script("lib.long_memory").keep_inputs_on_host(model.model.layers[:2])
+    model(**next(iter(plugin.dataloader(random_dataset())))).loss.backward()
+
+    assert len(saves) == 3
 
 
 def test_an_attempt_trains_on_two_ranks(tmp_path: Path) -> None:

@@ -52,6 +52,18 @@ def test_every_gpu_has_as_many_tokens(scaling: ModuleType) -> None:
             assert max(each.lengths) > sum(each.lengths) / 2
 
 
+@pytest.mark.parametrize("tokens", [1000, 0, 64])
+def test_tokens_that_lengths_cannot_fill_are_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tokens: int
+) -> None:
+    monkeypatch.syspath_prepend(PROGRAM.parent)
+    monkeypatch.setattr(sys, "argv", [str(PROGRAM), "--sizes", "2", "--tokens-per-gpu", str(tokens)])
+    with pytest.raises(SystemExit):
+        runpy.run_path(str(PROGRAM), run_name="__main__")
+
+    assert f"--tokens-per-gpu {tokens} is no multiple of 128" in capsys.readouterr().err
+
+
 def test_one_process_has_the_tokens_and_pairs_of_a_rank(tmp_path: Path) -> None:
     config, out = tmp_path / "config.json", tmp_path / "out.json"
     config.write_text(json.dumps(CONFIG))

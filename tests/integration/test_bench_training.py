@@ -74,3 +74,12 @@ def test_a_loss_that_is_no_number_is_the_largest_difference(script: Callable[[st
     difference = script("lib.trainer_report").largest_difference
     assert difference({"losses": [1.0, 2.0]}, {"losses": [1.5, 2.25]}) == 0.5
     assert math.isnan(difference({"losses": [1.0, 2.0]}, {"losses": [float("nan"), 2.0]}))
+
+
+def test_memory_left_of_modes_before_is_shown(script: Callable[[str], ModuleType]) -> None:
+    of_all = {"mode": "distca", "seconds": [1.0], "tokens": [1], "model_flops": [1.0], "peak_flops": None}
+    run = {**of_all, "losses": [1.0], "imbalance": [], "peak_bytes": 60 << 30, "held_before_bytes": 3 << 29}
+    head, _, row = script("lib.trainer_report").table([run], 0).splitlines()
+    shown = dict(zip(head.split(" | "), row.split(" | "), strict=True))
+
+    assert (shown["peak GiB"], shown["held before GiB"]) == ("60.0", "1.5")

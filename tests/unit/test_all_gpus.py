@@ -18,20 +18,29 @@ if [[ $1 == --list-gpus ]]; then for _ in $(seq "$GPUS"); do echo "a GPU"; done;
 """
 LAUNCHER = """#!/usr/bin/env bash
 echo "line: $(basename "$0") $*"
+[[ -z $FAILING || $* != *"$FAILING"* ]]
 """
+
+
+def launch(folder: Path, gpus: int, *parts: str, failing: str = "") -> subprocess.CompletedProcess[str]:
+    """The script on so many GPUs; lines that it would launch are printed, and fail where they have these words."""
+    for name, text in (("nvidia-smi", GPUS), ("torchrun", LAUNCHER), ("python", LAUNCHER)):
+        (folder / name).write_text(text)
+        (folder / name).chmod(0o755)
+    environment = {**os.environ, "PATH": f"{folder}:{os.environ['PATH']}", "GPUS": str(gpus), "FAILING": failing}
+    words = [SCRIPT, folder / "out", *parts]
+    return subprocess.run(words, env=environment, capture_output=True, text=True, check=False)
 
 
 def lines_of(folder: Path, gpus: int, *parts: str) -> list[str]:
     """Lines that the script would launch on so many GPUs."""
-    for name, text in (("nvidia-smi", GPUS), ("torchrun", LAUNCHER), ("python", LAUNCHER)):
-        (folder / name).write_text(text)
-        (folder / name).chmod(0o755)
-    environment = {**os.environ, "PATH": f"{folder}:{os.environ['PATH']}", "GPUS": str(gpus)}
-    done = subprocess.run(
-        [SCRIPT, folder / "out", *parts], env=environment, capture_output=True, text=True, check=False
-    )
+    done = launch(folder, gpus, *parts)
     assert done.returncode == 0, done.stderr
-    return re.findall(r"^line: (.*)$", done.stdout, re.MULTILINE)
+    return launched(done.stdout)
+
+
+def launched(printed: str) -> list[str]:
+    return re.findall(r"^line: (.*)$", printed, re.MULTILINE)
 
 
 def documents_of(line: str) -> list[str]:
@@ -79,3 +88,24 @@ def test_grids_are_measured_beside_their_simulation(tmp_path: Path, documents: M
             lengths = documents.parse_documents(text)
             documents.check_lengths(lengths, ranks)
             assert len(documents.whole_documents(lengths, ranks)) == ranks
+
+
+def test_parts_behind_one_that_fails_run(tmp_path: Path) -> None:
+    done = launch(tmp_path, 2, "saved", "grids", "no_part", "host", failing="--checkpointing saved --no-check")
+    lines = launched(done.stdout)
+
+    assert len([line for line in lines if "--checkpointing saved" in line]) == 1, "the rest of a part does not run"
+    assert len(lines) == 6
+    assert "host_time.py" in lines[-1]
+    assert done.returncode == 1
+    assert "== saved failed with status 1\n" in done.stderr
+    assert done.stderr.endswith("== failed parts: saved no_part\n")
+
+
+@pytest.mark.parametrize("failing", ["", "pipeline_step.py"])
+def test_the_model_of_a_pipeline_does_not_stay(tmp_path: Path, failing: str) -> None:
+    done = launch(tmp_path, 2, "pipeline", failing=failing)
+
+    assert done.returncode == (1 if failing else 0)
+    assert f"--folder {tmp_path}/out/pipeline." in done.stdout
+    assert list((tmp_path / "out").iterdir()) == []

@@ -1,6 +1,7 @@
-"""The program that loses attention servers says what grows from loss to loss."""
+"""The program that loses attention servers says what grows from loss to loss, and which differences are too large."""
 
 import importlib
+import math
 from types import ModuleType
 
 import pytest
@@ -32,3 +33,24 @@ def test_the_first_loss_and_a_few_say_nothing(program: ModuleType) -> None:
 
     assert program.grown(settled) == {}
     assert program.grown([program.Sizes(100 * at, 0, at, at) for at in range(1, 5)]) == {}
+
+
+def test_a_thread_for_every_third_loss_is_growth_and_slopes_are_told_before(program: ModuleType) -> None:
+    sizes = [program.Sizes(2000, 9000, 17 + at // 3, 70) for at in range(10)]
+
+    assert [*program.grown(sizes)] == ["threads"]
+    assert program.grown(sizes[:4]) == {}
+    assert program.slopes(sizes[:4]) == pytest.approx({"mebibytes": 0, "gpu_mebibytes": 0, "threads": 0.5, "files": 0})
+    assert program.slopes(sizes[:2]) == {}
+
+
+@pytest.mark.parametrize(
+    ("differences", "largest"),
+    [([math.nan, 0.0], math.nan), ([0.0, math.nan], math.nan), ([0.0, 0.2], 0.2), ([math.inf, 0.0], math.inf)],
+)
+def test_a_difference_that_is_large_or_no_number_is_not_within_limits(
+    program: ModuleType, differences: list[float], largest: float
+) -> None:
+    assert program.largest(differences) == pytest.approx(largest, nan_ok=True)
+    assert not program.within(differences, 0.1)
+    assert program.within([0.0, 0.1], 0.1)

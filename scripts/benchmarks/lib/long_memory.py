@@ -20,7 +20,10 @@ def keep_inputs_on_host(layers: Sequence[nn.Module]) -> None:
     """Lets checkpointed layers keep their inputs on the host; call it when checkpointing is enabled."""
     for layer in layers:
         function: Any = layer._gradient_checkpointing_func
-        setattr(layer, "_gradient_checkpointing_func", functools.partial(_with_inputs_on_host, function))  # noqa: B010
+        # Its keywords stay in sight: an enabled model lets those alone that have a `context_fn`, and replaces others.
+        keywords = getattr(function, "keywords", {})
+        on_host = functools.partial(_with_inputs_on_host, function, **keywords)
+        setattr(layer, "_gradient_checkpointing_func", on_host)  # noqa: B010
 
 
 def _with_inputs_on_host(function: Callable[..., Any], *inputs: Any, **keywords: Any) -> Any:

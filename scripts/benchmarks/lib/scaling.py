@@ -89,9 +89,11 @@ def documents_of(mix: str, sizes: Sequence[int], tokens_per_gpu: int, seed: int)
 def _stepped(drawn: Sequence[int]) -> tuple[int, ...]:
     """Returns documents of as many tokens, with few lengths: powers of two, one and a half of them, and 128 at least.
 
-    In an even spread each GPU then has nearly all documents whole, and all can be cut in equal chunks.
+    In an even spread each GPU then has nearly all documents whole, and all can be cut in equal chunks. All tokens
+    together are a multiple of 128.
     """
     left, lengths = sum(drawn), []
+    assert left % SHORTEST_TOKENS == 0, f"{left} tokens are no multiple of {SHORTEST_TOKENS}"
     for tokens in drawn:
         lengths.append(_step(min(tokens, left)))
         left -= lengths[-1]

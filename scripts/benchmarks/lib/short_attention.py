@@ -1,8 +1,8 @@
-"""Attention kernels that attend to a few keys of each query, with the memory and exchanges of the whole document.
+"""Attention kernels with a sliding window, with the memory and exchanges of whole attention.
 
 A step with a document of a million tokens is nearly all attention. Whether it fits a GPU is known in a fraction of the
-time: buffers, gradients and what ranks send stay, and kernels alone skip most keys. Losses are those of another
-model.
+time: buffers, gradients and what ranks send are as with whole attention. Times and losses mean nothing. Which keys a
+query attends to is that of no model: a call on earlier keys is not causal, and its window lies elsewhere.
 """
 
 from collections.abc import Iterator

@@ -130,8 +130,9 @@ def train(mode: str, config: PreTrainedConfig, dataset: Dataset, options: argpar
         torch.cuda.reset_peak_memory_stats(device)
     trainer.train()
 
-    peak = torch.tensor(torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0, device=device)
-    dist.all_reduce(peak, op=dist.ReduceOp.MAX)
+    peak_bytes = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
+    most_bytes = torch.tensor([peak_bytes, held_bytes], device=device)
+    dist.all_reduce(most_bytes, op=dist.ReduceOp.MAX)
     losses = torch.stack(parts)
     dist.all_reduce(losses)
     lengths = [document_tokens(loader, step) for step in range(options.steps)]
@@ -140,8 +141,7 @@ def train(mode: str, config: PreTrainedConfig, dataset: Dataset, options: argpar
         "distributed_type": trainer.accelerator.distributed_type.name,
         "losses": losses.tolist(),
         "seconds": times.seconds,
-        "peak_bytes": int(peak),
-        "held_before_bytes": held_bytes,
+        **dict(zip(("peak_bytes", "held_before_bytes"), most_bytes.tolist(), strict=True)),
         "tokens": [sum(held) / dist.get_world_size() for held in lengths],
         "model_flops": [model_flops(held, shape) / dist.get_world_size() for held in lengths],
         "peak_flops": options.peak_tflops * 1e12 if options.peak_tflops else peak_flops(device),
