@@ -1,6 +1,5 @@
 """The search for the longest document that trains: lengths that it tries, attempts that fail, and one that trains."""
 
-import importlib
 import json
 import runpy
 import sys
@@ -18,24 +17,11 @@ from distca_hf.integrations import checkpointing
 from support.commands import REPOSITORY
 from support.data import random_dataset
 from support.models import tiny_model
-from support.scripts import run_script
+from support.scripts import run_script, small_llama
 
 
 GIB = 2**30
-CONFIG = {
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-}
-
-
-@pytest.fixture
-def script(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], ModuleType]:
-    monkeypatch.syspath_prepend(REPOSITORY / "scripts" / "benchmarks")
-    return importlib.import_module
+CONFIG = small_llama(vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4)
 
 
 @pytest.mark.parametrize("knows_peaks", [True, False])
@@ -172,7 +158,7 @@ def test_saving_memory_changes_no_gradient(script: Callable[[str], ModuleType]) 
     gradients = []
     for saves in (False, True):
         torch.manual_seed(0)
-        model = LlamaForCausalLM(LlamaConfig(**CONFIG, use_cache=False)).double().train()
+        model = LlamaForCausalLM(LlamaConfig(**CONFIG | {"use_cache": False})).double().train()
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         if saves:
             long_memory.keep_inputs_on_host(model.model.layers)
@@ -201,7 +187,7 @@ def test_attention_outputs_wait_on_the_host_beside_inputs(
 
 def test_an_attempt_trains_on_two_ranks(tmp_path: Path) -> None:
     config = tmp_path / "config.json"
-    config.write_text(json.dumps(CONFIG | {"model_type": "llama"}))
+    config.write_text(json.dumps(CONFIG))
     model = ["--device", "cpu", "--config", str(config), "--head", "none", "--kernel", "reference"]
     saved = ["--mlp-tokens", "50", "--offload"]
     losses = []

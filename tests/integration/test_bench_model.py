@@ -1,6 +1,5 @@
 """The benchmark of whole training steps runs on two CPU processes; its heads make the loss of the model's own."""
 
-import importlib
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -11,27 +10,12 @@ import torch
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-from support.commands import REPOSITORY
-from support.scripts import run_script
+from support.scripts import run_script, small_llama
 
 
 CHUNKED = hasattr(nn, "LinearCrossEntropyOptions")
 RANKS, ROUNDS, LONGEST = 2, 2, 256
-CONFIG = {
-    "model_type": "llama",
-    "vocab_size": 128,
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 9,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-}
-
-
-@pytest.fixture
-def script(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], ModuleType]:
-    monkeypatch.syspath_prepend(REPOSITORY / "scripts" / "benchmarks")
-    return importlib.import_module
+CONFIG = small_llama(hidden_size=64, intermediate_size=128, num_hidden_layers=9, num_attention_heads=4)
 
 
 def test_both_modes_train_on_the_same_tokens(tmp_path: Path) -> None:

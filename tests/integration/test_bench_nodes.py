@@ -10,18 +10,10 @@ from unittest import mock
 import pytest
 
 from support.commands import REPOSITORY
-from support.scripts import run_script
+from support.scripts import run_script, small_llama
 
 
-CONFIG = {
-    "model_type": "llama",
-    "vocab_size": 128,
-    "hidden_size": 16,
-    "intermediate_size": 16,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 2,
-}
+CONFIG = small_llama()
 
 
 def test_nccl_takes_nodes_for_hosts(monkeypatch: pytest.MonkeyPatch) -> None:

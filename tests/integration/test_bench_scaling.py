@@ -13,19 +13,11 @@ import pytest
 
 from distca_hf.cost import causal_pairs
 from support.commands import REPOSITORY
-from support.scripts import run_script
+from support.scripts import run_script, small_llama
 
 
 PROGRAM = REPOSITORY / "scripts" / "benchmarks" / "weak_scaling.py"
-CONFIG = {
-    "model_type": "llama",
-    "vocab_size": 128,
-    "hidden_size": 16,
-    "intermediate_size": 16,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-}
+CONFIG = small_llama(num_key_value_heads=1)
 
 
 @pytest.fixture

@@ -1,6 +1,5 @@
 """The benchmark of trainings: modes have the same documents and weights, and their losses are compared."""
 
-import importlib
 import json
 import math
 from collections.abc import Callable
@@ -9,27 +8,20 @@ from types import ModuleType
 
 import pytest
 
-from support.commands import REPOSITORY
-from support.scripts import run_script
+from support.scripts import run_script, small_llama
 
 
 RANKS, STEPS, TOKENS_PER_RANK = 2, 3, 640
-CONFIG = {
-    "model_type": "qwen3",
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 1,
-    "head_dim": 8,
-}
-
-
-@pytest.fixture
-def script(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], ModuleType]:
-    monkeypatch.syspath_prepend(REPOSITORY / "scripts" / "benchmarks")
-    return importlib.import_module
+CONFIG = small_llama(
+    model_type="qwen3",
+    vocab_size=64,
+    hidden_size=32,
+    intermediate_size=64,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=1,
+    head_dim=8,
+)
 
 
 def test_modes_have_the_same_losses_and_another_limit_is_an_error(tmp_path: Path) -> None:

@@ -27,6 +27,12 @@ LAUNCHED_NUMBERS = (
 )
 
 
+def small_llama(**changes: object) -> dict[str, object]:
+    """Returns the configuration of a Llama of one small layer, as programs take it in a file."""
+    sizes = {"vocab_size": 128, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
+    return {"model_type": "llama", **sizes, "num_attention_heads": 2, "num_key_value_heads": 2, **changes}
+
+
 def run_script(
     world_size: int, folder: Path, words: Sequence[str | Path], *, servers: int = 0, **environment: str
 ) -> str:

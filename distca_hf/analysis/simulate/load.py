@@ -117,20 +117,28 @@ class Hidden:
         early = local.forward - late_forward
         results = np.maximum(late_forward, wires.results / self.chunks)
         forward = _in_chunks(early, remote.forward, wires.rows, self.chunks) + results
-        forward = forward + self._delay(sent, kernels.forward)
+        forward = forward + self._delay(sent, forward, kernels.forward)
         recomputed = forward
         if self.keeps:
-            recomputed = early + remote.forward + results + self._delay(wires.results, kernels.forward)
+            recomputed = early + remote.forward + results
+            recomputed = recomputed + self._delay(wires.results, recomputed, kernels.forward)
         comes = wires.output_gradients if self.keeps else wires.rows + 2 * wires.output_gradients
         late_backward = late.backward / 2 if self.moves_queries or not self.keeps else late.backward
         early = local.backward - late_backward
         backward = _in_chunks(early, remote.backward, comes, 1) + np.maximum(late_backward, wires.gradients)
-        backward = backward + self._delay(comes + wires.gradients, kernels.backward)
+        backward = backward + self._delay(comes + wires.gradients, backward, kernels.backward)
         return Attention(forward, recomputed, backward, sent, comes + wires.gradients, layers)
 
-    def _delay(self, seconds: FloatArray, kernels: FloatArray) -> FloatArray:
-        """Returns the seconds that an exchange takes from the kernels beside it."""
-        return self.beside * np.minimum(seconds, kernels)
+    def _delay(self, sent: FloatArray, seconds: FloatArray, kernels: FloatArray) -> FloatArray:
+        """Returns the seconds that exchanges take from the kernels beside them. Where kernels wait there are none.
+
+        Args:
+            sent: seconds of exchanges.
+            seconds: of kernels and waiting.
+            kernels: of kernels.
+        """
+        waits = seconds - kernels
+        return self.beside * np.clip(sent - waits, 0.0, kernels)
 
 
 @dataclass(frozen=True)

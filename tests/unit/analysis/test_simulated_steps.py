@@ -102,6 +102,16 @@ def test_exchanges_that_kernels_hide_cost_their_delay_alone() -> None:
     assert of.backward.tolist() == [36.5, 36.0]
 
 
+def test_an_exchange_that_kernels_wait_for_delays_none() -> None:
+    """A rank without local calls waits for all rows, and for the end of its results."""
+    local, remote = Passes(NOTHING, NOTHING), Passes(array(5.0), array(9.0))
+    late, wires = Passes(NOTHING, NOTHING), Exchanges(array(4.0), array(2.0), array(1.0), array(3.0))
+    of = Hidden(wires, moves_queries=True, beside=0.5).attention(local, remote, late, 1)
+
+    assert of.forward.tolist() == [4.0 + 5.0 + 2.0]
+    assert of.backward.tolist() == [1.0 + 9.0 + 3.0]
+
+
 def test_each_exchange_has_bytes_of_its_own() -> None:
     """A rank that sends a long document's queries gets as many outputs back, one behind the other."""
     costs = costs_of()
