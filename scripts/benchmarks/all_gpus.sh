@@ -29,7 +29,8 @@
 #   host     time of the host per attention call, and per call of FlashAttention
 #   memory   memory that torch holds while shapes change
 #
-# DOCUMENTS replaces A, B and C for as many GPUs as there are: for example 65536,16x4096;131072,32x4096 on two.
+# ROUNDS is how often steps are measured, where it is not the default. DOCUMENTS replaces A, B and C for as many GPUs
+# as there are: for example 65536,16x4096;131072,32x4096 on two.
 # NCCL_P2P_DISABLE=1 gives links of 24 to 30 GB/s, like a network between nodes;
 # DISTCA_EXCHANGE_CHUNKS=4 is the setting that the product takes between nodes by itself.
 set -euo pipefail
@@ -56,7 +57,7 @@ step() {
     local name=$1
     shift
     echo "== $name"
-    launch scripts/benchmarks/attention_step.py --layers 4 --warmup 1 --rounds 3 --no-exposed --out "$out/$name.json" "$@"
+    launch scripts/benchmarks/attention_step.py --layers 4 --warmup 1 --rounds "${ROUNDS:-3}" --no-exposed --out "$out/$name.json" "$@"
 }
 # For so many data ranks: their option, with 64K and 128K tokens per data rank.
 grid() {
@@ -103,13 +104,13 @@ run_part() {
     windows)
         for preset in gemma3-27b olmo3-7b gpt-oss-20b; do
             echo "== $preset"
-            launch scripts/benchmarks/attention_step.py --preset "$preset" --warmup 1 --rounds 3 --no-exposed --no-kernels \
+            launch scripts/benchmarks/attention_step.py --preset "$preset" --warmup 1 --rounds "${ROUNDS:-3}" --no-exposed --no-kernels \
                 --documents "$documents" --modes ideal,placed --out "$out/$preset.json"
         done
         ;;
     hybrid)
         echo "== qwen3.5-27b"
-        launch scripts/benchmarks/attention_step.py --preset qwen3.5-27b --warmup 1 --rounds 3 --no-exposed --no-kernels \
+        launch scripts/benchmarks/attention_step.py --preset qwen3.5-27b --warmup 1 --rounds "${ROUNDS:-3}" --no-exposed --no-kernels \
             --documents "$documents" --modes ideal,fixed,local --out "$out/qwen3.5-27b.json"
         ;;
     training)
@@ -132,7 +133,7 @@ run_part() {
         echo "== servers"
         # Kernels are compiled meanwhile: a server may be silent for longer than usual.
         DISTCA_TIMEOUTS_HEARTBEAT_LIMIT_SECONDS=60 launch -m distca_hf.run --attention-servers 1 \
-            scripts/benchmarks/server_step.py --layers 4 --rounds 3 \
+            scripts/benchmarks/server_step.py --layers 4 --rounds "${ROUNDS:-3}" \
             --documents "$(mix $((16384 * gpus)) $((65536 * trainers)));$(mix $((32768 * gpus)) $((65536 * trainers)))" \
             --out "$out/servers.json"
         ;;
@@ -146,7 +147,7 @@ run_part() {
         echo "== pipeline"
         folder=$(mktemp -d "$out/pipeline.XXXXXX")
         trap 'rm -rf "$folder"' EXIT # of this part, also if it fails
-        launch scripts/benchmarks/pipeline_step.py --layers 4 --tokens-per-rank 65536 --seed 2 --rounds 2 \
+        launch scripts/benchmarks/pipeline_step.py --layers 4 --tokens-per-rank 65536 --seed 2 --rounds "${ROUNDS:-2}" \
             --folder "$folder/model"
         ;;
     tensor) grid tensor $((gpus / 2)) --tp-size 2 ;;
