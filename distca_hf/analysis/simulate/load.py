@@ -31,6 +31,8 @@ class Attention:
         backward: `[ranks]`.
         sent, sent_backward: `[ranks]` seconds that the wires are busy in forward, and in backward.
         layers: number of layers like this one.
+        waits, waits_backward: seconds of exchanges that kernels wait for, so that other traffic on the wires delays
+            them: `[ranks]`, or the same of all; forward, and backward.
     """
 
     forward: FloatArray
@@ -39,6 +41,8 @@ class Attention:
     sent: FloatArray
     sent_backward: FloatArray
     layers: int
+    waits: FloatArray = field(default_factory=lambda: np.zeros(1))
+    waits_backward: FloatArray = field(default_factory=lambda: np.zeros(1))
 
 
 @dataclass(frozen=True)
@@ -152,12 +156,13 @@ class Waiting:
 
     forward: FloatArray
     backward: FloatArray
-    sent: FloatArray = field(default_factory=lambda: np.zeros(1))
+    sent: FloatArray
 
     def attention(self, kernels: Passes, layers: int) -> Attention:
         """Returns attention whose exchanges are made again when it is recomputed."""
         forward = kernels.forward + self.forward
-        return Attention(forward, forward, kernels.backward + self.backward, self.sent, self.sent, layers)
+        backward = kernels.backward + self.backward
+        return Attention(forward, forward, backward, self.sent, self.sent, layers, self.sent, self.sent)
 
 
 def nothing_sent(kernels: Passes, layers: int) -> Attention:

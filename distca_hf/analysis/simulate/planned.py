@@ -12,7 +12,7 @@ from distca_hf.analysis.profiles.curves import FloatArray
 from distca_hf.analysis.published_greedy import plan_published_greedy
 from distca_hf.analysis.simulate.costs import HALF_BYTES, Costs, Passes
 from distca_hf.analysis.simulate.load import Attention, Exchanges, Hidden, Load, nothing_sent
-from distca_hf.analysis.simulate.wires import Cluster
+from distca_hf.analysis.simulate.wires import Cluster, WireBytes
 from distca_hf.arrays import IntArray
 from distca_hf.cost import Mask
 from distca_hf.layout import Layout
@@ -160,9 +160,8 @@ class _Wires:
         )
 
     def seconds(self, num_bytes: FloatArray) -> FloatArray:
-        """Returns `[ranks]` seconds of an exchange of so many bytes, on the busier way of each rank."""
+        """Returns `[ranks]` seconds of an exchange of so many bytes."""
         node = self.cluster.node_of
         crosses = node[:, None] != node[None, :]
-        within, between = num_bytes * ~crosses, num_bytes * crosses
-        sent, received = (self.cluster.exchange(within.sum(axis=x), between.sum(axis=x)) for x in (1, 0))
-        return np.maximum(sent, received)
+        of_links = num_bytes * ~crosses, num_bytes * crosses
+        return self.cluster.exchange(*(WireBytes(each.sum(axis=1), each.sum(axis=0)) for each in of_links))

@@ -181,9 +181,12 @@ class SimulationRequest:
 
     @cached_property
     def served_planner(self) -> PlacedPlanner:
-        """The planner of a training in which one of `GPUS_PER_SERVER` data ranks serves attention. The others hold
-        its tokens, too."""
-        servers = self.num_ranks // GPUS_PER_SERVER
+        """The planner of a training in which one of `GPUS_PER_SERVER` data ranks serves attention."""
+        return self.planner_beside(self.num_ranks // GPUS_PER_SERVER)
+
+    def planner_beside(self, servers: int) -> PlacedPlanner:
+        """Returns the planner of a training in which so many of the data ranks, the last ones, serve attention. The
+        others hold their tokens, too."""
         trainers = self.num_ranks - servers
         per_node = self.data_ranks_per_node
         nodes = tuple((trainers + number) // per_node for number in range(servers))

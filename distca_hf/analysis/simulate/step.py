@@ -7,12 +7,16 @@ slowest rank. Weights of the next layer are gathered meanwhile, and gradients of
     kernels    |                | layer 0 | layer 1 | ...   | layer 0
 
 At both ends nothing is computed beside. If wires take longer than kernels, a layer takes as long as its wires.
+
+Gathers and reductions begin with a layer's pass. An exchange of attention that kernels wait for shares the wires with
+what is left of them, and takes as much longer.
 """
 
 from dataclasses import dataclass
 
 import numpy as np
 
+from distca_hf.analysis.profiles.curves import FloatArray
 from distca_hf.analysis.simulate.costs import HALF_BYTES, Costs, LayerSeconds
 from distca_hf.analysis.simulate.load import Attention, Load
 from distca_hf.analysis.simulate.wires import Cluster
@@ -119,7 +123,25 @@ class Training:
             again = tensor
             backward = backward + layer.kept + (0.0 if load.saves_attention else attention.recomputed)
         behind = float(backward.max()) + beside * (gather + reduce) + tensor + again
+        forward += self._shared(gather, attention.waits, self.costs.share_before_attention * first)
+        if self.layers_checkpointed:
+            waits = attention.waits_backward + (0.0 if load.saves_attention else attention.waits)
+            before = self.costs.share_before_attention * layer.kept
+        else:
+            waits, before = attention.waits_backward, (1 - self.costs.share_before_attention) * layer.backward
+        behind += self._shared(gather + reduce, waits, before)
         return max(forward, gather + sent), max(behind, gather + reduce + sent_backward)
+
+    def _shared(self, collectives: float, waits: FloatArray, before: FloatArray) -> float:
+        """Returns by how many seconds FSDP's collectives delay an exchange that kernels wait for: half of the wires
+        is left to each, until one of them ends.
+
+        Args:
+            collectives: seconds of all of them, from the beginning of a layer's pass.
+            waits: seconds of the exchange, alone.
+            before: `[ranks]` seconds of kernels before the exchange.
+        """
+        return min(max(0.0, collectives - float(before.max())), float(waits.max()))
 
     def _tensor_seconds(self, load: Load) -> float:
         """Returns the seconds in which tensor ranks exchange activations in a pass of a layer; nothing hides them."""
