@@ -181,8 +181,13 @@ class SimulationRequest:
 
     @cached_property
     def served_planner(self) -> PlacedPlanner:
-        """The planner of a training in which one of `GPUS_PER_SERVER` data ranks serves attention."""
-        return self.planner_beside(self.num_ranks // GPUS_PER_SERVER)
+        """The planner of a training in which `num_servers` data ranks serve attention."""
+        return self.planner_beside(self.num_servers)
+
+    @property
+    def num_servers(self) -> int:
+        """Data ranks that serve attention where there are servers."""
+        return self.num_ranks // GPUS_PER_SERVER
 
     def planner_beside(self, servers: int) -> PlacedPlanner:
         """Returns the planner of a training in which so many of the data ranks, the last ones, serve attention. The
