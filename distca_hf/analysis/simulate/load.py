@@ -98,6 +98,7 @@ class Hidden:
         beside: seconds by which a second of exchange delays kernels.
         keeps: whether rows of others are kept until backward; otherwise they are sent for recomputation and for
             backward once more, there with the outputs of queries that move.
+        gathering: seconds of gathering weights of the next layer that are left when rows leave: both share the wires.
     """
 
     exchanges: Exchanges
@@ -105,6 +106,7 @@ class Hidden:
     moves_queries: bool = False
     beside: float = 0.0
     keeps: bool = True
+    gathering: float = 0.0
 
     def attention(self, local: Passes, remote: Passes, late: Passes, layers: int) -> Attention:
         """Returns attention with these exchanges.
@@ -120,7 +122,8 @@ class Hidden:
         late_forward = late.forward / 2 if self.moves_queries else np.zeros_like(late.forward)
         early = local.forward - late_forward
         results = np.maximum(late_forward, wires.results / self.chunks)
-        forward = _in_chunks(early, remote.forward, wires.rows, self.chunks) + results
+        rows = wires.rows + np.minimum(wires.rows, self.gathering)
+        forward = _in_chunks(early, remote.forward, rows, self.chunks) + results
         forward = forward + self._delay(sent, forward, kernels.forward)
         recomputed = forward
         if self.keeps:

@@ -35,6 +35,7 @@ def ours(
     saves_attention: bool,
     in_step: bool = False,
     keeps: bool = True,
+    gathers: bool = True,
 ) -> Load:
     """Returns the load of one of our plans.
 
@@ -43,9 +44,13 @@ def ours(
         saves_attention: whether outputs are kept under activation checkpointing.
         in_step: whether it is planned right before the forward pass.
         keeps: whether rows of other ranks are kept until backward.
+        gathers: whether FSDP gathers the next layer's weights meanwhile.
     """
     wires = _Wires.of(costs, cluster, plan)
-    hidden = Hidden(wires.exchanges(), chunks, plan.moves_queries, cluster.attention_beside, keeps)
+    layer = costs.layer(plan.layout.rank_tokens)
+    before = costs.share_before_attention * float(layer.forward.max())
+    gathering = max(0.0, cluster.all_gather(costs.layer_weight_bytes) - before) if gathers else 0.0
+    hidden = Hidden(wires.exchanges(), chunks, plan.moves_queries, cluster.attention_beside, keeps, gathering)
     local, remote = _calls(costs, plan)
     late = Passes(*(_late(plan, x, x + y) for x, y in zip(vars(local).values(), vars(remote).values(), strict=True)))
     kinds = [

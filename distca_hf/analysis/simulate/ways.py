@@ -220,7 +220,7 @@ class Simulation:
 
     def _staged(self, plan: Plan) -> Load:
         chunks = self.request.stage_planner.num_chunks
-        return self._padded(planned.ours(self.costs, self.stage_cluster, plan, chunks, self._saves))
+        return self._padded(planned.ours(self.costs, self.stage_cluster, plan, chunks, self._saves, gathers=False))
 
     def _padded(self, load: Load) -> Load:
         """Returns a load whose ranks compute all of their rows, as stages do."""

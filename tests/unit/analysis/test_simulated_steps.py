@@ -70,6 +70,19 @@ def test_chunks_are_attended_as_they_come() -> None:
     assert (of.sent.tolist(), of.sent_backward.tolist()) == ([6.0], [5.0])
 
 
+def test_rows_come_later_where_weights_are_gathered_meanwhile() -> None:
+    """The wires are shared for 2 s, or for as long as rows take."""
+    local, remote, late = Passes(array(1.0), array(8.0)), Passes(array(4.0), array(2.0)), Passes(NOTHING, NOTHING)
+    wires = Exchanges(array(6.0), NOTHING, NOTHING, array(5.0))
+    alone, shared, throughout = (
+        Hidden(wires, gathering=gathering).attention(local, remote, late, 1) for gathering in (0.0, 2.0, 9.0)
+    )
+
+    assert [alone.forward[0], shared.forward[0], throughout.forward[0]] == [6.0 + 4.0, 8.0 + 4.0, 12.0 + 4.0]
+    assert alone.recomputed == shared.recomputed  # rows are there
+    assert alone.sent == shared.sent == throughout.sent
+
+
 def test_results_of_queries_that_move_leave_beside_late_calls() -> None:
     """Half of the late calls are left for the way of results, the others are early: rows come."""
     local, remote = Passes(array(4.0), array(9.0)), Passes(array(3.0), array(8.0))

@@ -329,7 +329,7 @@ def compare_servers(path: Path, profile: ClusterProfile) -> list[Compared]:
         layout, alone_layout = Layout.from_packs([documents, []]), Layout.from_packs([documents])
         plan = plan_by_moving(layout, costs.head_groups, topology=Topology(2, 2))
         cluster = Cluster(profile, 2, 1 if slow else 2, notes)
-        served = ours(costs, cluster, plan, SLOW_CHUNKS if slow else 1, True).attention[0]
+        served = ours(costs, cluster, plan, SLOW_CHUNKS if slow else 1, True, gathers=False).attention[0]
         alone = ours(costs, Cluster(profile, 1, 1, notes), plan_in_place(alone_layout), 1, True).attention[0]
         for number, name in enumerate(("forward", "backward")):
             ratios = (
