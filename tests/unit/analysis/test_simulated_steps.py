@@ -140,6 +140,22 @@ def test_each_exchange_has_bytes_of_its_own() -> None:
     assert attention.sent[0] == pytest.approx(float(seconds[0]), rel=0.01)
 
 
+def test_layers_with_windows_exchange_the_keys_before_each_part() -> None:
+    """A document over two ranks: 1,023 keys of the first rank go to the second, and their gradients come back."""
+    model = replace(MODEL, masks=((Mask(1024), 4),))
+    costs = costs_of(model)
+    plan = plan_in_place(Layout.from_segments([80_000], [[(0, 0, 40_000)], [(0, 40_000, 80_000)]]), 8)
+    cluster = Cluster(PROFILE, 2, 1, costs.notes)
+    (attention,) = ours(costs, cluster, plan, 1, False).attention
+    sent = WireBytes.both_ways(np.full(2, 1023.0 * MODEL.heads.token_bytes(2).key_value))
+    seconds = cluster.exchange(WireBytes.both_ways(np.zeros(2)), sent)
+
+    assert attention.sent == pytest.approx(seconds)
+    assert attention.sent_backward == pytest.approx(seconds)
+    whole = costs.attention(np.full(2, 40_000), array(0, 40_000), Mask(1024))
+    assert attention.forward == pytest.approx(whole.forward, rel=0.05)
+
+
 @pytest.mark.parametrize(
     ("key_value_heads", "ranks", "groups"), [(8, 1, 8), (8, 4, 2), (16, 2, 8), (32, 4, 8), (8, 16, 1)]
 )
