@@ -20,7 +20,10 @@ Memory is saved as docs/sizes.md says: layers are checkpointed and attention out
 Steps of a million tokens take minutes, and the search with them. With --attended-tokens N kernels attend in a sliding
 window of N keys: memory is as with whole attention, and times and losses mean nothing. Then the longest document is
 tried with whole attention, and shorter ones if memory is out, for as long as --minutes allow. Only a length that
-trained so is set beside published ones. If none did, the script says so and exits with 1.
+trained so is set beside published ones. If --minutes ended before one did, the length is printed as unconfirmed.
+
+Exit status: 0 if a length was found, confirmed or not. 1 if nothing trained; if memory was out for every length that
+whole attention tried, so that the found one is wrong; or if an attempt failed for another reason.
 
 Shapes change: set PYTORCH_ALLOC_CONF=expandable_segments:True, or torch runs out of memory earlier.
 
@@ -109,13 +112,17 @@ class Search:
         longest = self.longest(attended_tokens)
         if not attended_tokens or longest is None:
             return ended
-        too_long = [one for one in self._tried(attended_tokens) if not one.trained]
+        too_long = self.too_long(attended_tokens)
         return f"{ended}; with whole attention {self._try_lengths(0, longest, too_long, folder / 'whole')}"
 
     def longest(self, attended_tokens: int) -> int | None:
         """Returns the most tokens of a rank that trained with this attention; None if none did."""
         longest = longest_of(self._tried(attended_tokens))
         return longest.tokens if longest else None
+
+    def too_long(self, attended_tokens: int) -> list[Tried]:
+        """Returns the lengths for which memory was out with this attention."""
+        return [one for one in self._tried(attended_tokens) if not one.trained]
 
     def _try_lengths(self, attended_tokens: int, first_tokens: int, too_long: Sequence[Tried], folder: Path) -> str:
         """Tries lengths with one kind of attention; returns why it ended.
@@ -166,10 +173,10 @@ class Search:
 
 
 def search(options: argparse.Namespace) -> None:
-    """Searches, and reports the longest that trained with whole attention beside what others have published.
+    """Searches, and reports the longest: beside what others have published if it trained with whole attention.
 
     Raises:
-        SystemExit: no length trained with whole attention.
+        SystemExit: no length trained, or memory was out for all that whole attention tried.
     """
     searching = Search(options)
     print(head(COLUMNS), flush=True)
@@ -188,14 +195,20 @@ def search(options: argparse.Namespace) -> None:
         print(f"\n{_header(searching, 0, confirmed)}")
         print(f"longest: {_words(searching, confirmed)}; {ended}")
         print(PUBLISHED)
-    elif shortened is not None:
-        print(f"\n{_header(searching, options.attended_tokens, shortened)}")
+    elif shortened is None:
+        raise SystemExit(f"nothing trained: {ended}")
+    elif searching.too_long(0):
         raise SystemExit(
-            f"longest: {_words(searching, shortened)}, not confirmed with whole attention: not to be compared with "
-            f"published lengths; {ended}"
+            f"with attention to {options.attended_tokens} tokens {_words(searching, shortened)} trained, but with "
+            f"whole attention memory was out for every length that was tried: {ended}"
         )
     else:
-        raise SystemExit(f"nothing trained: {ended}")
+        print(f"\n{_header(searching, options.attended_tokens, shortened)}")
+        print(
+            f"longest, unconfirmed: {_words(searching, shortened)}, with attention to {options.attended_tokens} "
+            f"tokens; {ended}\nNo length trained with whole attention: give more --minutes, and do not compare this "
+            "one with published lengths"
+        )
 
 
 def _header(searching: Search, attended_tokens: int, tokens: int) -> str:
