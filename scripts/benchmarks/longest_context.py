@@ -8,7 +8,7 @@
 One document fills all ranks. Every length is an attempt in processes of its own, started by torchrun. It makes
 --steps steps of forward, backward and AdamW (with a learning rate of 0, as in model_step.py). Lengths double, or
 follow a line through the last two peaks, until memory is out, of a GPU or of the host. Then the gap is halved down to
---resolution (`lib/longest_search.py`). Anything else that fails ends the search with status 1.
+--resolution (`lib/longest/search.py`). Anything else that fails ends the search with status 1.
 
 Memory is saved as docs/sizes.md says: layers are checkpointed and attention outputs wait on the host
 (--checkpointing offloaded), FSDP2 divides weights, the loss is Liger's (--head liger). Beyond that
@@ -52,14 +52,14 @@ from pathlib import Path
 
 import torch
 
-from lib.attempts import Attempt, run_attempt
-from lib.head import HEADS
-from lib.host_memory import free_host_bytes
-from lib.longest_attempt import attempt
-from lib.longest_search import Tried, longest_of, next_tokens
+from lib.longest.attempt import attempt
+from lib.longest.host_memory import free_host_bytes
+from lib.longest.launch import Attempt, run_attempt
+from lib.longest.search import Tried, longest_of, next_tokens
 from lib.options import on_all_ranks, parse_shared, shared_options
 from lib.tables import head, number, row
-from lib.training_rounds import OPTIMIZERS
+from lib.whole_model.head import HEADS
+from lib.whole_model.rounds import OPTIMIZERS
 
 
 GIB = 2**30

@@ -4,11 +4,11 @@
     torchrun --nproc-per-node 1 scripts/benchmarks/model_step.py --preset qwen3-4b --documents 16384,12x4096 --liger
     torchrun --nproc-per-node 2 scripts/benchmarks/model_step.py --device cpu --config c.json --documents 256,4x64
 
-A step is forward and backward of all layers, the head and the loss (`lib/head.py`), FSDP's collectives, and
-AdamW; weights and its state are fp32, everything in between is bf16. Activation checkpointing keeps attention's
-outputs, as the product does by default. Both modes (`lib/training_modes.py`) run in one process with the same weights,
-documents, kernel and process groups, one after the other, again and again. Documents must fill all ranks: their tokens
-are divided evenly. If one of them does not fit a rank, `local` is left out, and that is said.
+A step is forward and backward of all layers, the head and the loss (`lib/whole_model/head.py`), FSDP's collectives,
+and AdamW; weights and its state are fp32, everything in between is bf16. Activation checkpointing keeps attention's
+outputs, as the product does by default. Both modes run in one process with the same weights, documents, kernel and
+process groups, one after the other, again and again. Documents must fill all ranks: their tokens are divided evenly.
+If one of them does not fit a rank, `local` is left out, and that is said.
 
 In the table, each figure of the slowest or largest rank:
 
@@ -32,16 +32,16 @@ import torch.distributed as dist
 import distca_hf
 from lib.baselines.attention import register_ways
 from lib.documents import random_tokens
-from lib.head import HEADS, use_head
 from lib.header import facts_of
 from lib.model import LossModel, build_model, prepare, probe, read_config
 from lib.modes import Place
 from lib.options import on_all_ranks, parse_shared, shared_options
 from lib.report import load_of, rates_of
 from lib.rounds import equal_losses
-from lib.training_modes import MODES, build_planned, fitting_modes
-from lib.training_report import table
-from lib.training_rounds import OPTIMIZERS, TrainingRunner
+from lib.whole_model.head import HEADS, use_head
+from lib.whole_model.modes import MODES, build_planned, fitting_modes
+from lib.whole_model.report import table
+from lib.whole_model.rounds import OPTIMIZERS, TrainingRunner
 from lib.wires import Wires
 
 

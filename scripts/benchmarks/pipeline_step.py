@@ -3,8 +3,9 @@
     torchrun --nproc-per-node 2 scripts/benchmarks/pipeline_step.py --layers 8 --lengths pretrain
     torchrun --nproc-per-node 2 scripts/benchmarks/pipeline_step.py --device cpu --config c.json --tokens-per-rank 256
 
-Ranks are two stages or more of a Llama with random weights (`lib/stages.py`). An optimizer step has documents of the
-shipped lengths: the first ones of an epoch of a sample. Those that are too long are split. Loaders are the product's:
+Ranks are two stages or more of a Llama with random weights (`lib/pipeline/stages.py`). An optimizer step has documents
+of the shipped lengths: the first ones of an epoch of a sample. Those that are too long are split. Loaders are the
+product's:
 
     plain        documents fill the ranks of a stage in order, which wait for the busiest one; with several data ranks
     as packed    documents of a micro-batch are placed
@@ -56,9 +57,9 @@ from distca_hf.layout import Layout
 from distca_hf.placement.place import fill_in_order
 from lib.model import PRESETS, read_config
 from lib.options import on_all_ranks
-from lib.part_times import PartTimes
+from lib.pipeline.part_times import PartTimes
+from lib.pipeline.stages import Stages
 from lib.rounds import equal_losses
-from lib.stages import Stages
 from lib.tables import head, row
 from lib.wires import WiredPlugin, Wires
 

@@ -37,9 +37,9 @@ from distca_hf.config import DistCAConfig
 from lib.baselines.attention import register_ways
 from lib.header import machine_facts
 from lib.model import PRESETS, read_config
-from lib.trainer_report import largest_difference, table
-from lib.trainer_run import MODES, train, training_arguments
-from lib.training_documents import training_documents
+from lib.training.documents import training_documents
+from lib.training.report import largest_difference, table
+from lib.training.run import MODES, train, training_arguments
 
 
 def main() -> None:

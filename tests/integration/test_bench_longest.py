@@ -30,7 +30,7 @@ CONFIG = small_llama(vocab_size=64, hidden_size=32, intermediate_size=64, num_hi
 def test_search_ends_at_the_longest_length(
     script: Callable[[str], ModuleType], most_tokens: int, knows_peaks: bool
 ) -> None:
-    search = script("lib.longest_search")
+    search = script("lib.longest.search")
     tried = []
     while tokens := search.next_tokens(tried, 128, 16, 10 * (most_tokens + 5) if knows_peaks else None):
         assert tokens % 16 == 0
@@ -42,7 +42,7 @@ def test_search_ends_at_the_longest_length(
 
 
 def test_peaks_say_where_the_limit_is(script: Callable[[str], ModuleType]) -> None:
-    search = script("lib.longest_search")
+    search = script("lib.longest.search")
     tried = [search.Tried(128, True, 40 * GIB), search.Tried(256, True, 60 * GIB)]
     assert search.next_tokens(tried, 128, 16, 75 * GIB) == 352
     assert search.next_tokens(tried, 128, 16, 200 * GIB) == 512
@@ -62,7 +62,7 @@ def try_command(
         return last[0]
 
     command = [sys.executable, "-c", textwrap.dedent(code), str(folder)]
-    return script("lib.attempts").run_attempt(command, folder, free_bytes, GIB, seconds)
+    return script("lib.longest.launch").run_attempt(command, folder, free_bytes, GIB, seconds)
 
 
 def test_outcomes_of_attempts(script: Callable[[str], ModuleType], tmp_path: Path) -> None:
@@ -86,7 +86,7 @@ def test_outcomes_of_attempts(script: Callable[[str], ModuleType], tmp_path: Pat
 
 
 def test_errors_of_a_full_gpu_are_known(script: Callable[[str], ModuleType]) -> None:
-    is_out_of_memory = script("lib.attempts").is_out_of_memory
+    is_out_of_memory = script("lib.longest.launch").is_out_of_memory
     cause = ValueError("another")
     cause.__cause__ = torch.OutOfMemoryError("tried to allocate 2 GiB")
     assert is_out_of_memory(cause)
@@ -99,7 +99,7 @@ def test_free_memory_of_a_container_counts(script: Callable[[str], ModuleType], 
     for folder in (group, tmp_path / "proc"):
         folder.mkdir(parents=True)
     (tmp_path / "proc/meminfo").write_text("MemTotal: 300 kB\nMemAvailable:  200 kB\n")
-    free_host_bytes = script("lib.host_memory").free_host_bytes
+    free_host_bytes = script("lib.longest.host_memory").free_host_bytes
     assert free_host_bytes(tmp_path) == 200 * 1024
 
     (group / "memory.max").write_text("max\n")
@@ -123,7 +123,7 @@ def test_whole_attention_confirms_the_longest(
     whole_ends: str,
     confirmed_tokens: int | None,
 ) -> None:
-    attempts = script("lib.attempts")
+    attempts = script("lib.longest.launch")
 
     def run_attempt(command: list[str], *_: object) -> object:
         attended, tokens = int(command[-1]), int(command[-3])
@@ -152,7 +152,7 @@ def test_whole_attention_confirms_the_longest(
 
 
 def test_saving_memory_changes_no_gradient(script: Callable[[str], ModuleType]) -> None:
-    long_memory = script("lib.long_memory")
+    memory = script("lib.longest.memory")
     tokens = torch.randint(0, 64, (1, 50), generator=torch.Generator().manual_seed(0))
     gradients = []
     for saves in (False, True):
@@ -160,8 +160,8 @@ def test_saving_memory_changes_no_gradient(script: Callable[[str], ModuleType]) 
         model = LlamaForCausalLM(LlamaConfig(**CONFIG | {"use_cache": False})).double().train()
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         if saves:
-            long_memory.keep_inputs_on_host(model.model.layers)
-            long_memory.tile_mlps(model.model.layers, 16)
+            memory.keep_inputs_on_host(model.model.layers)
+            memory.tile_mlps(model.model.layers, 16)
         model(input_ids=tokens, labels=tokens).loss.backward()
         gradients.append([parameter.grad for parameter in model.parameters()])
     torch.testing.assert_close(gradients[1], gradients[0], rtol=1e-12, atol=1e-14)
@@ -178,7 +178,7 @@ def test_attention_outputs_wait_on_the_host_beside_inputs(
     distca_hf.enable(model, plugin)
     outputs = {"use_reentrant": False, "context_fn": checkpointing.OffloadedAttention()}
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=outputs)
-    script("lib.long_memory").keep_inputs_on_host(model.model.layers[:2])
+    script("lib.longest.memory").keep_inputs_on_host(model.model.layers[:2])
     model(**next(iter(plugin.dataloader(random_dataset())))).loss.backward()
 
     assert len(saves) == 3

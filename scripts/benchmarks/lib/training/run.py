@@ -34,7 +34,7 @@ from distca_hf.integrations.models.forward_watch import watch_of
 from lib.documents import attended_pairs
 from lib.model import LossModel, Shape, probe, saving_policy
 from lib.rates import peak_flops, synchronize
-from lib.training_batches import DividedDocuments, LoaderBatches, WholeDocuments
+from lib.training.batches import DividedDocuments, LoaderBatches, WholeDocuments
 
 
 MODES = ("distca", "moving", "packing", "ulysses")
@@ -155,7 +155,7 @@ def document_tokens(loader: distca_hf.PlacedLoader, micro_batch: int) -> list[in
 
 
 def model_flops(lengths: Sequence[int], shape: Shape) -> float:
-    """Returns the flops of a step on these documents, counted as in `report.Load`."""
+    """Returns the flops of a step on these documents, counted as in `lib.report.Load`."""
     pairs = sum(count * attended_pairs(lengths, mask) for mask, count in shape.masks)
     return 3 * (sum(lengths) * shape.linear_flops + pairs * shape.flops_of_pair)
 

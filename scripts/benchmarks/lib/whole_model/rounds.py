@@ -1,4 +1,4 @@
-"""Training steps in rounds: as in `rounds.py`, and an optimizer.
+"""Training steps in rounds: as in `lib/rounds.py`, and an optimizer.
 
 The learning rate is 0. An optimizer's step takes as long as any other, but weights stay as they are: all modes have
 the same ones in every round, and their losses can be compared.
