@@ -2,7 +2,7 @@
 
     python scripts/benchmarks/longest_context.py --liger --out longest.json
     python scripts/benchmarks/longest_context.py --liger --gpu-gib 80 --checkpointing full --offload
-    python scripts/benchmarks/longest_context.py --device cpu --ranks 2 --config c.json --head none \\
+    python scripts/benchmarks/longest_context.py --device cpu --ranks 2 --preset tiny --head none \\
         --first-tokens 256 --resolution 128 --gpu-gib 0.001
 
 One document fills all ranks. Every length is an attempt in processes of its own, started by torchrun. It makes
@@ -63,6 +63,7 @@ from lib.whole_model.rounds import OPTIMIZERS
 
 
 GIB = 2**30
+MODES = {"placed": "the product: batches of plugin.dataloader"}
 COLUMNS = (
     "outcome",
     "tokens per rank",
@@ -249,7 +250,7 @@ def _row(tokens: int, ranks: int, one: Attempt, attended_tokens: int) -> str:
 
 
 def parse() -> argparse.Namespace:
-    parser = shared_options(__doc__)
+    parser = shared_options(__doc__, MODES)
     parser.add_argument("--ranks", type=int, help="processes; by default as many as there are GPUs")
     parser.add_argument("--first-tokens", type=int, default=65_536, help="of each rank, tried first")
     parser.add_argument("--resolution", type=int, default=16_384, help="tokens of a rank to which the limit is found")
@@ -266,7 +267,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--attempt", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--tokens-per-rank", type=int, help=argparse.SUPPRESS)
     parser.set_defaults(checkpointing="offloaded", modes="placed")
-    options = parse_shared(parser, ("placed",))
+    options = parse_shared(parser, MODES)
     if options.checkpointing == "none":
         parser.error("--checkpointing none keeps everything: inputs of layers are put on the host by checkpointing")
     if options.first_tokens % options.resolution:

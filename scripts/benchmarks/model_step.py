@@ -2,7 +2,7 @@
 
     torchrun --nproc-per-node 4 scripts/benchmarks/model_step.py --documents 131072,32x4096 --liger --head liger
     torchrun --nproc-per-node 1 scripts/benchmarks/model_step.py --preset qwen3-4b --documents 16384,12x4096 --liger
-    torchrun --nproc-per-node 2 scripts/benchmarks/model_step.py --device cpu --config c.json --documents 256,4x64
+    torchrun --nproc-per-node 2 scripts/benchmarks/model_step.py --device cpu --preset tiny --documents 256,4x64
 
 A step is forward and backward of all layers, the head and the loss (`lib/whole_model/head.py`), FSDP's collectives,
 and AdamW; weights and its state are fp32, everything in between is bf16. Activation checkpointing keeps attention's
@@ -50,7 +50,7 @@ def main() -> None:
 
 
 def parse() -> argparse.Namespace:
-    parser = shared_options(__doc__)
+    parser = shared_options(__doc__, MODES)
     parser.add_argument("--head", choices=[*HEADS], default="none", help="none is Transformers' own")
     parser.add_argument("--optimizer", choices=[*OPTIMIZERS], default="adamw_torch_fused", help="as Trainer names it")
     parser.set_defaults(checkpointing="saved")

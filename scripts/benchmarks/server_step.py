@@ -3,17 +3,13 @@
     torchrun --standalone --nproc-per-node 4 -m distca_hf.run --attention-servers 1 \\
         scripts/benchmarks/server_step.py --layers 4 --documents 131072,16x4096 --out served.json
     torchrun --standalone --nproc-per-node 2 -m distca_hf.run --attention-servers 1 \\
-        scripts/benchmarks/server_step.py --device cpu --config c.json --documents 256,4x64
+        scripts/benchmarks/server_step.py --device cpu --preset tiny --documents 256,4x64
 
 The last processes serve; the others train: forward and backward of the model without its head, and FSDP's
-collectives, as in `attention_step.py`. Modes (`lib/served.py`) run in one process with the same weights, documents and
+collectives, as in `attention_step.py`. All modes run in one process with the same weights, documents and
 kernel, one after the other, again and again. Before that, their attention is compared with exact attention. Settings
 of the product come from its environment variables. Without DISTCA_SERVER_SPEED the plan takes servers to be as fast as
 trainers, as in the first steps of a training; that of a second set of documents takes the speeds measured by then.
-
-    ideal     the trainers' linear work, and of attention the share of one of all processes, without any transfer
-    served    the product with servers
-    alone     the product on the same trainers, without servers
 
 In the table, each figure of the slowest or largest trainer:
 
@@ -50,12 +46,11 @@ from lib.model import Backbone, build_model, prepare, probe, read_config
 from lib.modes import Mode, Place
 from lib.options import on_all_ranks, parse_shared, shared_options
 from lib.report import Measured
-from lib.served import Connection, ServedRunner
+from lib.served import MODES, Connection, ServedRunner
 from lib.tables import markdown, number
 from lib.wires import Wires
 
 
-MODES = ("ideal", "served", "alone")
 COLUMNS = ("mode", "step ms", "÷ ideal", "alone ÷", "sent GB", "peak GiB", "error ÷ allowed")
 
 
@@ -64,7 +59,7 @@ def main() -> None:
 
 
 def parse() -> argparse.Namespace:
-    parser = shared_options(__doc__)
+    parser = shared_options(__doc__, MODES)
     parser.set_defaults(checkpointing="saved")
     options = parse_shared(parser, MODES)
     options.modes = options.modes or [*MODES]

@@ -29,12 +29,12 @@ def test_modes_have_the_same_losses_and_another_limit_is_an_error(tmp_path: Path
     config.write_text(json.dumps(CONFIG))
     words = ["scripts/benchmarks/training_run.py", "--device", "cpu", "--config", config, "--out", out]
     sizes = ["--tokens-per-rank", TOKENS_PER_RANK, "--steps", STEPS, "--warmup", 1, "--learning-rate", "1e-2"]
-    modes = ["--modes", "distca,ulysses,moving", "--most-difference", "-1"]
+    modes = ["--modes", "distca,ulysses,fixed", "--most-difference", "-1"]
     with pytest.raises(AssertionError, match=r"losses differ from those of distca by more than -1\.0"):
         run_script(RANKS, tmp_path, [str(word) for word in (*words, *sizes, *modes)])
     runs = json.loads(out.read_text())["runs"]
 
-    assert [run["mode"] for run in runs] == ["distca", "ulysses", "moving"]
+    assert [run["mode"] for run in runs] == ["distca", "ulysses", "fixed"]
     for run in runs:
         assert run["losses"] == pytest.approx(runs[0]["losses"], rel=1e-5)
         assert run["losses"][-1] < run["losses"][0]

@@ -125,6 +125,16 @@ PRESETS: dict[str, dict[str, Any]] = {
         "linear_num_value_heads": 48,
         "layer_types": 3 * ["linear_attention"] + ["full_attention"],
     },
+    # For CPUs: a program takes seconds with it.
+    "tiny": {
+        "model_type": "llama",
+        "vocab_size": 256,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+    },
 }
 PROBE_TOKENS = 64
 

@@ -1,29 +1,11 @@
-"""Modes of a benchmark step: the same documents and weights, held and attended in different ways.
-
-local     whole documents, packed in order; nothing is exchanged
-sorted    the same packs, sorted by work over an optimizer step (`distca_hf.data.accumulation`): ranks
-          have equally heavy packs at the same time. With one micro-step there is nothing to sort: it is local.
-ideal     the same total work, spread evenly without any transfer: of each length every rank has equally many whole
-          documents; the rest is cut in zigzag, and the keys of other ranks that a chunk attends are
-          made-up local ones (see `MadeUpKeys`). Tokens and attended pairs are equal on all ranks, to the pair.
-          Beside attention servers each trainer has the share of one of all ranks; attention of its other rows is zero.
-          (Placed documents without any exchange take the step of placed minus its exposed time.)
-          In a model whose layers carry a state, mixers run on the packs of local, and attention alone is spread.
-ulysses   heads over all ranks: all-to-all of q, k, v before and of the output after
-context   every document in zigzag over all ranks, keys and values all-gathered
-zigzag    ring attention by the package ring-flash-attn, its own code on our kernel (`lib/baselines/ring_code.py`)
-llama3    the same package's all-gather of some heads after the other, which it recommends for packed documents
-placed    the product: batches of `plugin.dataloader`
-fixed     the product: the packs of local, its tasks move
-unchecked placed, but in a forward pass ranks do not agree on anything: the price of that is placed ÷ unchecked
-"""
+"""Modes of a benchmark step: the same documents and weights, held and attended in different ways (`MODES`)."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate, chain
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 from unittest import mock
 
 import numpy as np
@@ -195,6 +177,11 @@ def _pack(place: Place, segments: Sequence[Segment], tokens: Sequence[IntArray])
 
 
 def _ideal(place: Place, step: StepTokens) -> Mode:
+    """Spreads the work evenly, with `MadeUpKeys` for keys of other ranks.
+
+    Beside attention servers each trainer has the share of one of all ranks; attention of its other rows is zero.
+    (Placed documents without any exchange take the step of placed minus its exposed time.)
+    """
     rank, num_ranks = place.wires.rank, place.share_of or place.wires.world_size
     holdings = evenly_spread(_lengths(step), num_ranks + place.servers)
     whole, parts = (holding[rank] for holding in holdings)
@@ -295,17 +282,41 @@ def _fixed(place: Place, step: StepTokens) -> Mode:
     return Mode("fixed", "distca", batches, watched=True, exchanges=True)
 
 
-BUILDERS: dict[str, Callable[[Place, StepTokens], Mode]] = {
-    "local": _local,
-    "sorted": _sorted,
-    "ideal": _ideal,
-    "ulysses": _ulysses,
-    "context": _context,
-    "zigzag": _zigzag,
-    "llama3": _llama3,
-    "placed": _placed,
-    "fixed": _fixed,
-    "unchecked": _unchecked,
+class Kind(NamedTuple):
+    """A kind of mode: how it is built for the documents of a step, and what it is in the words of `--help`."""
+
+    build: Callable[[Place, StepTokens], Mode]
+    words: str
+
+
+MODES = {
+    "local": Kind(_local, "plain packing: whole documents, packed in order; nothing is exchanged"),
+    "sorted": Kind(
+        _sorted,
+        "the packs of local, sorted by work over an optimizer step: ranks have equally heavy ones at the same time; "
+        "with one micro-step there is nothing to sort",
+    ),
+    "ideal": Kind(
+        _ideal,
+        "the same work, spread evenly without any transfer. Of each length every rank has equally many whole "
+        "documents; the rest is cut in zigzag, and keys of other ranks are made-up local ones. Tokens and attended "
+        "pairs are equal on all ranks, to the pair. Where layers carry a state, mixers run on the packs of local",
+    ),
+    "ulysses": Kind(_ulysses, "heads over all ranks: all-to-all of q, k, v before attention, and of its output after"),
+    "context": Kind(_context, "every document in zigzag over all ranks, keys and values all-gathered"),
+    "zigzag": Kind(
+        _zigzag, "ring attention by the package ring-flash-attn, its own code on this kernel; only if it is named"
+    ),
+    "llama3": Kind(
+        _llama3,
+        "that package's all-gather of some heads after the other, which it recommends for packed documents; only if "
+        "it is named",
+    ),
+    "placed": Kind(_placed, "the product: batches of plugin.dataloader"),
+    "fixed": Kind(_fixed, "packs kept: the packs of local, between which the product's tasks move"),
+    "unchecked": Kind(
+        _unchecked, "placed, but ranks agree on nothing in a forward pass: the price of that is placed ÷ unchecked"
+    ),
 }
 OF_PACKAGE = frozenset({"zigzag", "llama3"})  # run only where they are asked for by name
 
@@ -318,7 +329,7 @@ def _check_may_cut(place: Place, name: str) -> None:
 
 def build_mode(name: str, place: Place, step: StepTokens) -> Mode:
     """Returns the mode of this name for the documents of an optimizer step. A collective call."""
-    return BUILDERS[name](place, step)
+    return MODES[name].build(place, step)
 
 
 def _lengths(step: StepTokens) -> list[int]:

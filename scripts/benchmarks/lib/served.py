@@ -1,9 +1,4 @@
-"""Modes of a step beside attention servers: the product with them, and without them on the same trainers.
-
-ideal     the same linear work, and of attention the share of one of all trainers and servers, without any transfer
-served    the product with servers: placed batches, in `plugin.attempts`
-alone     the product without servers: placed batches of the same trainers
-"""
+"""Modes of a step beside attention servers (`MODES`): the product with them, and without them on the same trainers."""
 
 from dataclasses import replace
 from typing import Any
@@ -18,6 +13,13 @@ from lib.model import LossModel
 from lib.modes import Mode, Place, StepTokens, build_mode
 from lib.rounds import Runner
 from lib.wires import WiredPlugin, Wires
+
+
+MODES = {
+    "ideal": "the trainers' linear work, and of attention the share of one of all processes, without any transfer",
+    "served": "the product with servers: placed batches, in plugin.attempts",
+    "alone": "the product on the same trainers, without servers: placed batches",
+}
 
 
 class ServedPlugin(WiredPlugin):

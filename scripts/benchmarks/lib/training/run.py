@@ -1,9 +1,4 @@
-"""One training with Trainer in one of several modes, and its figures.
-
-    distca     an unmodified Trainer with `plugin.attach`
-    moving     the packs of `packing`; attention tasks move between ranks
-    packing    documents stay whole, each on the rank with the least attention work so far
-    ulysses    documents are cut evenly; attention divides heads over all ranks
+"""One training with Trainer in one of several modes (`MODES`), and its figures.
 
 All have the same documents in every optimizer step, and the same weights at the beginning. All use AdamW, activation
 checkpointing, and FSDP2 (on CPUs plain DDP). So their losses must follow each other.
@@ -37,7 +32,12 @@ from lib.rates import peak_flops, synchronize
 from lib.training.batches import DividedDocuments, LoaderBatches, WholeDocuments
 
 
-MODES = ("distca", "moving", "packing", "ulysses")
+MODES = {
+    "distca": "an unmodified Trainer with plugin.attach",
+    "ulysses": "documents are cut evenly; attention divides heads over all ranks, and its outputs are saved, too",
+    "packing": "documents stay whole, each on the rank with the least attention work so far, with flash-attention",
+    "fixed": "packs kept: the packs of packing, between which attention tasks move",
+}
 # On CPUs Accelerate has DDP alone. The model itself names the layers to wrap.
 FSDP: dict[str, Any] = {
     "fsdp": True,
@@ -184,7 +184,7 @@ def choose_batches(
     else:
         batches = WholeDocuments(loader, device)
     trainer.get_train_dataloader = lambda: batches
-    if mode == "moving":
+    if mode == "fixed":
         distca_hf.enable(trainer.model, plugin, max(map(len, dataset.with_format("numpy")["input_ids"])))
     return loader
 

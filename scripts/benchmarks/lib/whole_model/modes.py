@@ -1,9 +1,4 @@
-"""Modes of a training step: the same documents and their labels, packed alone or placed.
-
-local     whole documents, packed in order, and the kernel itself; nothing is exchanged
-placed    the product as users have it: `plugin.dataloader` makes a batch for every step, in a thread beside the step
-          before
-"""
+"""Modes of a step of a whole model (`MODES`): the same documents and their labels, packed alone or placed."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -17,7 +12,11 @@ from lib.documents import attended_pairs, whole_documents
 from lib.modes import Batch, Mode, Place, build_mode
 
 
-MODES = ("local", "placed")
+MODES = {
+    "local": "plain packing: whole documents, packed in order, and the kernel itself; nothing is exchanged",
+    "placed": "the product as users have it: plugin.dataloader makes a batch for every step, in a thread beside the "
+    "step before",
+}
 
 
 @dataclass(frozen=True)
