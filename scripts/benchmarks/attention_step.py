@@ -46,7 +46,6 @@ Batches and plans of `placed` are made before: in training a loader's thread mak
 """
 
 import argparse
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -70,7 +69,8 @@ from lib.kernel_seconds import time_kernels
 from lib.model import Backbone, build_model, prepare, probe, read_config
 from lib.modes import MODES, OF_PACKAGE, Place, build_mode
 from lib.nodes import set_apart, traffic_of
-from lib.options import on_all_ranks, parse_shared, shared_options
+from lib.options import of_each_set, on_all_ranks, parse_shared, shared_options
+from lib.parser import write_figures
 from lib.rates import Rates, kernel_for, measure_rates
 from lib.report import Load, figures_of, load_of, table
 from lib.rounds import Runner
@@ -171,11 +171,8 @@ def measure(options: argparse.Namespace, device: torch.device) -> None:
     distca_hf.enable(model, place.plugin(most_tokens // num_ranks), longest)
     prepare(model, options, device)
     rates = measure_rates(shape, kernel, longest, device, options.dtype)
-    for number, (name, lengths) in enumerate(options.sets.items()):
-        of_set = argparse.Namespace(**{**vars(options), "documents": name, "lengths": lengths})
-        if options.out and number:
-            of_set.out = options.out.with_suffix(f".{number}.json")
-        of_place = replace(place, share_of=sharing(lengths, options))
+    for of_set in of_each_set(options):
+        of_place = replace(place, share_of=sharing(of_set.lengths, options))
         measure_documents(of_set, config, of_place, Runner(model, wires, device), kernel, rates)
 
 
@@ -220,10 +217,8 @@ def measure_documents(
         if traffic is not None:
             print(f"\n{traffic.report()}", flush=True)
         of_simulation = simulated_ratios(options, config, figures, num_ranks)
-        if options.out:
-            facts = {"header": header, "rates": vars(rates), "load": vars(load), "errors": errors, "modes": figures}
-            facts["simulated"] = of_simulation
-            options.out.write_text(json.dumps({"options": {k: str(v) for k, v in vars(options).items()}, **facts}))
+        facts = {"header": header, "rates": vars(rates), "load": vars(load), "errors": errors, "modes": figures}
+        write_figures(options, **facts, simulated=of_simulation)
     losses = {mode.name: measured[mode.name].loss for mode in modes if mode.exact}
     check_numbers(errors, losses, options.dtype)
     if traffic is not None and not traffic.as_planned:

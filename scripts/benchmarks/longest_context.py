@@ -43,7 +43,6 @@ In the table, each figure of the slowest or largest rank:
 """
 
 import argparse
-import json
 import sys
 import tempfile
 import time
@@ -57,9 +56,9 @@ from lib.longest.host_memory import free_host_bytes
 from lib.longest.launch import Attempt, run_attempt
 from lib.longest.search import Tried, longest_of, next_tokens
 from lib.options import on_all_ranks, parse_shared, shared_options
+from lib.parser import write_figures
 from lib.tables import head, number, row
-from lib.whole_model.head import HEADS
-from lib.whole_model.rounds import OPTIMIZERS
+from lib.whole_model.options import add_head
 
 
 GIB = 2**30
@@ -184,14 +183,12 @@ def search(options: argparse.Namespace) -> None:
     with tempfile.TemporaryDirectory(prefix="longest_context.") as folder:
         ended = searching.run(Path(folder))
     confirmed, shortened = searching.longest(0), searching.longest(options.attended_tokens)
-    if options.out:
-        given = {name: str(value) for name, value in vars(options).items()}
-        attempts = [
-            {"attended_tokens": attended, "tokens_per_rank": tokens, **vars(one)}
-            for (attended, tokens), one in searching.attempts.items()
-        ]
-        facts = {"options": given, "ranks": searching.ranks, "ended": ended, "confirmed_tokens_per_rank": confirmed}
-        options.out.write_text(json.dumps({**facts, "attempts": attempts}))
+    attempts = [
+        {"attended_tokens": attended, "tokens_per_rank": tokens, **vars(one)}
+        for (attended, tokens), one in searching.attempts.items()
+    ]
+    facts = {"ranks": searching.ranks, "ended": ended, "confirmed_tokens_per_rank": confirmed}
+    write_figures(options, **facts, attempts=attempts)
     if confirmed is not None:
         print(f"\n{_header(searching, 0, confirmed)}")
         print(f"longest: {_words(searching, confirmed)}; {ended}")
@@ -256,8 +253,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--resolution", type=int, default=16_384, help="tokens of a rank to which the limit is found")
     parser.add_argument("--steps", type=int, default=2, help="of each attempt")
     parser.add_argument("--minutes", type=float, default=60.0, help="after which the search ends")
-    parser.add_argument("--head", choices=[*HEADS], default="liger", help="none is Transformers' own")
-    parser.add_argument("--optimizer", choices=[*OPTIMIZERS], default="adamw_torch_fused", help="as Trainer names it")
+    add_head(parser, "liger")
     parser.add_argument("--host-layers", type=int, help="layers whose inputs wait on the host; by default all")
     parser.add_argument("--mlp-tokens", type=int, default=16_384, help="that an MLP takes at once; 0: all")
     parser.add_argument("--attended-tokens", type=int, default=0, help="window of short attention; 0: whole attention")

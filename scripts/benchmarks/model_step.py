@@ -23,7 +23,6 @@ second plan of a training compiles once more: leave --warmup at 2 or above.
 """
 
 import argparse
-import json
 
 import datasets
 import torch
@@ -36,12 +35,14 @@ from lib.header import facts_of
 from lib.model import LossModel, build_model, prepare, probe, read_config
 from lib.modes import Place
 from lib.options import on_all_ranks, parse_shared, shared_options
+from lib.parser import write_figures
 from lib.report import load_of, rates_of
 from lib.rounds import equal_losses
-from lib.whole_model.head import HEADS, use_head
+from lib.whole_model.head import use_head
 from lib.whole_model.modes import MODES, build_planned, fitting_modes
+from lib.whole_model.options import add_head
 from lib.whole_model.report import table
-from lib.whole_model.rounds import OPTIMIZERS, TrainingRunner
+from lib.whole_model.rounds import TrainingRunner
 from lib.wires import Wires
 
 
@@ -51,8 +52,7 @@ def main() -> None:
 
 def parse() -> argparse.Namespace:
     parser = shared_options(__doc__, MODES)
-    parser.add_argument("--head", choices=[*HEADS], default="none", help="none is Transformers' own")
-    parser.add_argument("--optimizer", choices=[*OPTIMIZERS], default="adamw_torch_fused", help="as Trainer names it")
+    add_head(parser, "none")
     parser.set_defaults(checkpointing="saved")
     return parse_shared(parser, MODES)
 
@@ -102,9 +102,7 @@ def measure(options: argparse.Namespace, device: torch.device) -> None:
         if not options.modes and "local" not in names:
             print(f"local is left out: a document of {max(lengths)} tokens does not fit a rank of {tokens_per_rank}")
         print(f"{header}\n\n{table(figures)}", flush=True)
-        if options.out:
-            facts = {"header": header, "load": vars(load), "modes": figures}
-            options.out.write_text(json.dumps({"options": {k: str(v) for k, v in vars(options).items()}, **facts}))
+        write_figures(options, header=header, load=vars(load), modes=figures)
     losses = {name: mode.loss for name, mode in measured.items()}
     if not equal_losses([*losses.values()], options.dtype):
         raise SystemExit(f"losses of the same tokens differ: {losses}")

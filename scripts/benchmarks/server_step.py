@@ -26,7 +26,6 @@ The script exits with 1 if an error is above 1, losses of the same tokens differ
 """
 
 import argparse
-import json
 from collections.abc import Mapping
 from contextlib import closing
 from dataclasses import asdict, replace
@@ -44,7 +43,8 @@ from lib.documents import check_lengths, random_tokens, smaller_lengths
 from lib.header import facts_of
 from lib.model import Backbone, build_model, prepare, probe, read_config
 from lib.modes import Mode, Place
-from lib.options import on_all_ranks, parse_shared, shared_options
+from lib.options import of_each_set, on_all_ranks, parse_shared, shared_options
+from lib.parser import write_figures
 from lib.report import Measured
 from lib.served import MODES, Connection, ServedRunner
 from lib.tables import markdown, number
@@ -96,10 +96,7 @@ def measure(options: argparse.Namespace, device: torch.device) -> None:
     prepare(model, options, device)
     runner = ServedRunner(model, plugin, wires, device)
     with closing(connection):
-        for place_of_set, (name, lengths) in enumerate(options.sets.items()):
-            of_set = argparse.Namespace(**{**vars(options), "documents": name, "lengths": lengths})
-            if options.out and place_of_set:
-                of_set.out = options.out.with_suffix(f".{place_of_set}.json")
+        for of_set in of_each_set(options):
             measure_documents(of_set, config, place, runner, connection)
 
 
@@ -127,13 +124,11 @@ def measure_documents(
             ]
         )
         print(f"{header}\n\n{table(measured, sent_bytes, errors)}\n\n{plan_in_words(modes)}", flush=True)
-        if options.out:
-            figures = {
-                name: {**asdict(one), "step_seconds": one.step_seconds, "sent_bytes": sent_bytes[name]}
-                for name, one in measured.items()
-            }
-            facts = {"header": header, "errors": errors, "modes": figures, "plan": plan_in_words(modes)}
-            options.out.write_text(json.dumps({"options": {k: str(v) for k, v in vars(options).items()}, **facts}))
+        figures = {
+            name: {**asdict(one), "step_seconds": one.step_seconds, "sent_bytes": sent_bytes[name]}
+            for name, one in measured.items()
+        }
+        write_figures(options, header=header, errors=errors, modes=figures, plan=plan_in_words(modes))
     if transport is not None and transport.servers_lost:
         raise SystemExit(f"{transport.servers_lost} servers were lost: times are not of {place.servers} servers")
     losses = {mode.name: measured[mode.name].loss for mode in modes.values() if mode.exact}

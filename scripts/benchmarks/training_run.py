@@ -23,7 +23,6 @@ In the table, step times and MFU are medians of the steps behind --warmup:
 """
 
 import argparse
-import json
 
 import torch.distributed as dist
 
@@ -31,7 +30,7 @@ from lib.baselines.attention import register_ways
 from lib.header import machine_facts
 from lib.model import read_config
 from lib.options import add_kernel, add_model, add_peak
-from lib.parser import add_device, add_out, chosen_modes, parser_of
+from lib.parser import add_device, add_out, add_tokens_per_rank, chosen_modes, parser_of, write_figures
 from lib.training.documents import training_documents
 from lib.training.report import largest_difference, table
 from lib.training.run import MODES, train, training_arguments
@@ -61,9 +60,7 @@ def main() -> None:
         if dist.get_rank() == 0:
             report = "\n".join(["; ".join(facts), "", table(runs, options.warmup)])
             print(f"{report}\n", flush=True)  # after every mode: the next one may run out of memory
-            if options.out:
-                given = {name: str(value) for name, value in vars(options).items()}
-                options.out.write_text(json.dumps({"header": "; ".join(facts), "options": given, "runs": runs}))
+            write_figures(options, header="; ".join(facts), runs=runs)
     apart = {run["mode"]: largest_difference(runs[0], run) for run in runs[1:]}
     dist.barrier()
     dist.destroy_process_group()
@@ -82,9 +79,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=20, help="to train")
     parser.add_argument("--warmup", type=int, default=3, help="steps whose times do not count")
     parser.add_argument("--learning-rate", type=float, default=1e-4, help="of AdamW, the same in all steps")
-    parser.add_argument(
-        "--tokens-per-rank", type=int, default=131_072, help="most tokens of a micro-batch on each rank"
-    )
+    add_tokens_per_rank(parser, 131_072)
     parser.add_argument(
         "--long-tokens", type=int, help="tokens of the long document of every batch; by default just over half of all"
     )

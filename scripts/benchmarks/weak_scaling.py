@@ -32,7 +32,7 @@ from typing import Any
 
 import torch
 
-from lib.parser import add_device, add_out, parser_of
+from lib.parser import add_device, add_out, parser_of, write_figures
 from lib.scaling import SHORTEST_TOKENS, Documents, Round, documents_of, row_of, table
 
 
@@ -65,12 +65,11 @@ def main() -> None:
     by_documents = list(zip(*rounds, strict=True))
     print(f"{options.mix}, seed {options.seed}, {options.repeats} x {options.rounds} steps of each\n")
     print(table([row_of(each, of_each) for each, of_each in zip(documents, by_documents, strict=True)]), flush=True)
-    if options.out:
-        facts = [
-            {**vars(each), "rounds": [vars(one) for one in of_each]}
-            for each, of_each in zip(documents, by_documents, strict=True)
-        ]
-        options.out.write_text(json.dumps({"options": {k: str(v) for k, v in vars(options).items()}, "rows": facts}))
+    rows = [
+        {**vars(each), "rounds": [vars(one) for one in of_each]}
+        for each, of_each in zip(documents, by_documents, strict=True)
+    ]
+    write_figures(options, rows=rows)
 
 
 def _sizes(most: int) -> list[int]:

@@ -2,7 +2,7 @@
 
 import argparse
 import os
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -99,6 +99,14 @@ def parse_shared(parser: argparse.ArgumentParser, known_modes: Collection[str]) 
     if options.checkpointing == "offloaded" and not {"placed", "fixed"}.issuperset(options.modes or ["all"]):
         parser.error("--checkpointing offloaded is the product's own: give --modes placed,fixed, as far as there are")
     return options
+
+
+def of_each_set(options: argparse.Namespace) -> Iterator[argparse.Namespace]:
+    """Yields the options of every set of documents: its name in `documents`, its lengths, and a file of its own for
+    figures."""
+    for number, (name, lengths) in enumerate(options.sets.items()):
+        out = options.out and (options.out.with_suffix(f".{number}.json") if number else options.out)
+        yield argparse.Namespace(**{**vars(options), "documents": name, "lengths": lengths, "out": out})
 
 
 def _open_group(device_type: str, bind: bool) -> torch.device:

@@ -1,12 +1,14 @@
-"""Command lines of programs that measure: help that keeps its lines, and options that several of them have.
+"""Command lines of programs that measure: help that keeps its lines, options that several have, figures they write.
 
 Imports neither torch nor Transformers. `lib/options.py` has the options of a training step.
 """
 
 import argparse
+import json
 import textwrap
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 
 HELP_COLUMNS = 118
@@ -50,6 +52,18 @@ def add_out(parser: argparse.ArgumentParser, when: str = "") -> None:
     parser.add_argument("--out", type=Path, help=f"write all figures as JSON{when}")
 
 
+def add_tokens_per_rank(parser: argparse.ArgumentParser, default: int) -> None:
+    """Adds `--tokens-per-rank`."""
+    parser.add_argument(
+        "--tokens-per-rank", type=int, default=default, help="most tokens of a micro-batch on each rank"
+    )
+
+
+def add_ranks(parser: argparse.ArgumentParser, default: Sequence[int]) -> None:
+    """Adds `--ranks` of programs that plan without any rank."""
+    parser.add_argument("--ranks", nargs="+", type=int, default=[*default], help="numbers of ranks to plan for")
+
+
 def parse_tables(parser: argparse.ArgumentParser, known: Collection[str]) -> argparse.Namespace:
     """Parses with names of tables as arguments: `tables` are the chosen ones, all if none is named."""
     parser.add_argument("tables", nargs="*", default=[], help=f"any of {', '.join(known)}; without it, all")
@@ -59,3 +73,10 @@ def parse_tables(parser: argparse.ArgumentParser, known: Collection[str]) -> arg
         parser.error(f"no table is called {', '.join(unknown)}; there are {', '.join(known)}")
     options.tables = options.tables or [*known]
     return options
+
+
+def write_figures(options: argparse.Namespace, **figures: Any) -> None:
+    """Writes figures and all options as one JSON object to `--out`, if that is given."""
+    if options.out:
+        given = {name: str(value) for name, value in vars(options).items()}
+        options.out.write_text(json.dumps({"options": given, **figures}))
