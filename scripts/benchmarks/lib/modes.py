@@ -45,7 +45,9 @@ Batch = dict[str, Any]
 class Batches(Protocol):
     """Keywords of the model for each micro-step, anew for every step."""
 
-    def __len__(self) -> int: ...
+    def __len__(self) -> int:
+        """Returns the number of micro-steps."""
+        ...
 
     def __iter__(self) -> Iterator[Batch]: ...
 
@@ -55,6 +57,11 @@ class Place:
     """Parts that modes are built from: this rank, its wires, and the model that plans are made for.
 
     Attributes:
+        wires: of all modes.
+        device, dtype: of attention.
+        kernel: its name, as in settings.
+        model: that plans are made for.
+        shape: of its work.
         recomputes: checkpointing recomputes attention, too.
         num_nodes: that plans take these ranks for; 1 for what they are.
         share_of: ranks, of whose work `ideal` does one part in a process that is alone; 0 for as many as there are.
@@ -75,8 +82,8 @@ class Place:
     plugins: Callable[..., WiredPlugin] = WiredPlugin
 
     def plugin(self, tokens_per_rank: int) -> WiredPlugin:
-        """Returns the product, with further settings from the environment (`DISTCA_<FIELD>`). Checkpointing is decided
-        for all modes alike (`model.py`)."""
+        """Returns the product for ranks of so many tokens, with further settings from the environment
+        (`DISTCA_<FIELD>`). Checkpointing is decided for all modes alike (`lib/model.py`)."""
         checkpointed = "recompute" if self.recomputes else "save"
         settings: dict[str, Any] = {"kernel": self.kernel, "checkpointed_attention": checkpointed}
         if self.num_nodes > 1:
@@ -84,19 +91,25 @@ class Place:
         return self.plugins(self.wires, tokens_per_rank=tokens_per_rank, **settings)
 
     def work(self, calls: Iterable[Call]) -> Work:
+        """Returns kernel calls of a micro-batch of this rank as work that operators find."""
         return Work(list(calls), self.wires, self.kernel)
 
     @cached_property
     def needs_whole_documents(self) -> bool:
+        """Returns whether layers of the model carry a state, so that documents stay whole."""
         return needs_whole_documents(self.model)
 
 
 class ThereWhileItRuns(Protocol):
     """Something that only the steps of one mode need."""
 
-    def make(self) -> object: ...
+    def make(self) -> object:
+        """Makes it, before steps of the mode."""
+        ...
 
-    def forget(self) -> object: ...
+    def forget(self) -> object:
+        """Lets go of it, after them."""
+        ...
 
 
 class NoAgreement:
@@ -106,10 +119,12 @@ class NoAgreement:
         self._patches = ExitStack()
 
     def make(self) -> None:
+        """Takes them away."""
         for name in ("agree_to_attend", "_agree_at_the_end"):
             self._patches.enter_context(mock.patch.object(ForwardPass, name, return_value=None))
 
     def forget(self) -> None:
+        """Puts them back."""
         self._patches.close()
 
 
@@ -118,8 +133,9 @@ class Mode:
     """One way to run a step.
 
     Attributes:
+        name: as in `MODES`.
         implementation: name of the attention function.
-        batches: of a step.
+        batches: of a step, one for each micro-step.
         watched: the model is called with the product's hooks around it.
         exchanges: whether attention sends anything, on several ranks.
         exact: outputs are of attention on the documents; false for `ideal` alone.
@@ -140,7 +156,7 @@ class Mode:
             keys.make()
 
     def end(self) -> None:
-        """Lets go of it: other modes need the memory."""
+        """Lets go of these parts: other modes need the memory."""
         for keys in self.made_up:
             keys.forget()
 
@@ -328,7 +344,16 @@ def _check_may_cut(place: Place, name: str) -> None:
 
 
 def build_mode(name: str, place: Place, step: StepTokens) -> Mode:
-    """Returns the mode of this name for the documents of an optimizer step. A collective call."""
+    """Returns the mode of a name for the documents of an optimizer step. A collective call.
+
+    Args:
+        name: one of `MODES`.
+        place: this rank, and its model.
+        step: `[micro-steps][documents]` of int64 `[tokens]`; all micro-steps have equal lengths.
+
+    Raises:
+        SystemExit: documents cannot be held in this way.
+    """
     return MODES[name].build(place, step)
 
 

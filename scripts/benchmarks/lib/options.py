@@ -88,8 +88,13 @@ def shared_options(description: str | None, modes: Mapping[str, str]) -> argpars
 
 
 def parse_shared(parser: argparse.ArgumentParser, known_modes: Collection[str]) -> argparse.Namespace:
-    """Parses options, with the dtype and lengths of documents (`sets` by name, `lengths` of the first); `modes` is
-    a list, or None if nothing was said."""
+    """Returns the options of a command line, and what follows from them: `sets` of lengths by name, `lengths` of the
+    first, `dtype` and `reduce_dtype` of torch, and `modes` as a list, or None if nothing was said.
+
+    Args:
+        parser: of `shared_options`.
+        known_modes: that may be asked for.
+    """
     options = parser.parse_args()
     options.sets = {name: parse_documents(name) for name in options.documents.split(";")}
     options.lengths = next(iter(options.sets.values()))
@@ -127,7 +132,13 @@ def _open_group(device_type: str, bind: bool) -> torch.device:
 def on_all_ranks(
     measure: Callable[[argparse.Namespace, torch.device], None], options: argparse.Namespace, *, bind: bool = True
 ) -> None:
-    """Measures on this rank's device, between the beginning and the end of the process group."""
+    """Measures on this rank's device, between the beginning and the end of the process group.
+
+    Args:
+        measure: takes options and this rank's device.
+        options: of the program.
+        bind: whether the group is bound to the device. NCCL opens groups of some ranks alone only where it is not.
+    """
     measure(options, _open_group(options.device, bind))
     dist.barrier()
     dist.destroy_process_group()

@@ -53,14 +53,14 @@ def add_out(parser: argparse.ArgumentParser, when: str = "") -> None:
 
 
 def add_tokens_per_rank(parser: argparse.ArgumentParser, default: int) -> None:
-    """Adds `--tokens-per-rank`."""
+    """Adds `--tokens-per-rank`, by default so many."""
     parser.add_argument(
         "--tokens-per-rank", type=int, default=default, help="most tokens of a micro-batch on each rank"
     )
 
 
 def add_ranks(parser: argparse.ArgumentParser, default: Sequence[int]) -> None:
-    """Adds `--ranks` of programs that plan without any rank."""
+    """Adds `--ranks`, by default these, of programs that plan without any rank."""
     parser.add_argument("--ranks", nargs="+", type=int, default=[*default], help="numbers of ranks to plan for")
 
 

@@ -34,9 +34,11 @@ class ServedPlugin(WiredPlugin):
         self._owner = owner or self
 
     def training_transport(self, device: torch.device) -> Transport:
+        """Returns the transport of a training, over the one connection to servers."""
         return super().training_transport(device) if self._owner is self else self._owner.training_transport(device)
 
     def served(self, device: torch.device) -> ServedTransport | None:
+        """Returns the one connection to servers; None without any."""
         return super().served(device) if self._owner is self else self._owner.served(device)
 
 
@@ -45,6 +47,7 @@ class AlonePlugin(WiredPlugin):
 
     @property
     def servers(self) -> Servers | None:
+        """Returns that there are none."""
         return None
 
 
@@ -90,6 +93,7 @@ class ServedRunner(Runner):
         self._plugin = plugin
 
     def step(self, mode: Mode) -> torch.Tensor:
+        """Runs a step again if a server was lost in it; returns the loss of this rank's tokens, a scalar."""
         if mode.name != "served":
             return super().step(mode)
         losses = []

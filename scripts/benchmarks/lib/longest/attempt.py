@@ -27,7 +27,13 @@ from lib.wires import Wires
 
 
 def attempt(options: argparse.Namespace, device: torch.device) -> None:
-    """Trains on one document; writes figures, or that this rank is out of memory, to the folder of the attempt."""
+    """Trains on one document; writes figures, or that this rank is out of memory, to the folder of the attempt. A
+    collective call.
+
+    Args:
+        options: of the program, with `attempt` and `tokens_per_rank`.
+        device: of this rank.
+    """
     try:
         figures = _train(options, device)
     except Exception as error:

@@ -24,6 +24,7 @@ class Planned:
     """A mode, and its plan.
 
     Attributes:
+        mode: how to run its steps.
         imbalance: attended pairs of the busiest rank over the mean.
     """
 
@@ -32,7 +33,7 @@ class Planned:
 
 
 class OfLoader:
-    """A loader's next batch for every step."""
+    """A loader's next batch for every step, which has one micro-step."""
 
     def __init__(self, batches: Iterator[Batch]) -> None:
         self._batches = batches
@@ -47,12 +48,22 @@ class OfLoader:
 
 
 def fitting_modes(lengths: Sequence[int], num_ranks: int) -> list[str]:
-    """Returns all modes; without `local` if a document does not fit one rank."""
+    """Returns the names of all modes; without `local` if a document does not fit one rank."""
     return [name for name in MODES if name != "local" or max(lengths) <= sum(lengths) // num_ranks]
 
 
 def build_planned(name: str, place: Place, documents: Sequence[IntArray], steps: int) -> Planned:
-    """Returns the mode of this name, good for so many steps. A collective call."""
+    """Returns the mode of a name. A collective call.
+
+    Args:
+        name: one of `MODES`.
+        place: this rank, and its model.
+        documents: int64 `[tokens]` of each, the same on all ranks.
+        steps: that it is good for.
+
+    Raises:
+        SystemExit: the loader's batches do not hold these documents.
+    """
     return _local(place, documents) if name == "local" else _placed(place, documents, steps)
 
 

@@ -18,13 +18,18 @@ OPTIMIZERS = {"adamw_torch_fused": True, "adamw_torch": None}
 
 
 class TrainingRunner(Runner):
-    """Runs forward, backward, and the optimizer."""
+    """Runs forward, backward, and the optimizer.
+
+    Args:
+        optimizer: one of `OPTIMIZERS`.
+    """
 
     def __init__(self, model: LossModel, wires: Wires, device: torch.device, optimizer: str) -> None:
         super().__init__(model, wires, device)
         self._optimizer = AdamW(model.parameters(), lr=0.0, fused=OPTIMIZERS[optimizer])
 
     def step(self, mode: Mode) -> torch.Tensor:
+        """Runs a step, and the optimizer's; returns the loss of this rank's tokens, a scalar."""
         loss = super().step(mode)
         self._optimizer.step()
         return loss
