@@ -151,7 +151,17 @@ class Search:
         one = run_attempt(command, folder, free_host_bytes, margin, self._seconds_left())
         self.attempts[attended_tokens, tokens] = one
         print(_row(tokens, self.ranks, one, attended_tokens), flush=True)
+        self.write("")  # the next attempt may be the last one that there is time for
         return one
+
+    def write(self, ended: str) -> None:
+        """Writes all attempts so far, and why the search ended; "" while it goes on."""
+        attempts = [
+            {"attended_tokens": attended, "tokens_per_rank": tokens, **vars(one)}
+            for (attended, tokens), one in self.attempts.items()
+        ]
+        facts = {"ranks": self.ranks, "ended": ended, "confirmed_tokens_per_rank": self.longest(0)}
+        write_figures(self.options, **facts, attempts=attempts)
 
     def _tried(self, attended_tokens: int) -> list[Tried]:
         """Returns the lengths tried with this attention, but for those that time ended."""
@@ -183,12 +193,7 @@ def search(options: argparse.Namespace) -> None:
     with tempfile.TemporaryDirectory(prefix="longest_context.") as folder:
         ended = searching.run(Path(folder))
     confirmed, shortened = searching.longest(0), searching.longest(options.attended_tokens)
-    attempts = [
-        {"attended_tokens": attended, "tokens_per_rank": tokens, **vars(one)}
-        for (attended, tokens), one in searching.attempts.items()
-    ]
-    facts = {"ranks": searching.ranks, "ended": ended, "confirmed_tokens_per_rank": confirmed}
-    write_figures(options, **facts, attempts=attempts)
+    searching.write(ended)
     if confirmed is not None:
         print(f"\n{_header(searching, 0, confirmed)}")
         print(f"longest: {_words(searching, confirmed)}; {ended}")

@@ -51,7 +51,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=2, help="times that everything is launched, in turns")
     parser.add_argument("--rounds", type=int, default=2, help="steps measured in each launch, after one more")
     add_device(parser)
-    add_out(parser)
+    add_out(parser, ", after every repeat")
     parser.add_argument(
         "step", nargs="*", metavar="-- OPTION", help="options of attention_step.py in place of --layers 4"
     )
@@ -60,16 +60,18 @@ def main() -> None:
         parser.error(f"--tokens-per-gpu {options.tokens_per_gpu} is no multiple of {SHORTEST_TOKENS}")
     sizes = [int(size) for size in options.sizes.split(",")] if options.sizes else _sizes(torch.cuda.device_count())
     one, *documents = documents_of(options.mix, sizes, options.tokens_per_gpu, options.seed)
+    by_documents: list[tuple[Round, ...]] = [() for _ in documents]
     with TemporaryDirectory() as folder:
-        rounds = [_measure(options, one, documents, repeat, Path(folder)) for repeat in range(options.repeats)]
-    by_documents = list(zip(*rounds, strict=True))
+        for repeat in range(options.repeats):
+            rounds = _measure(options, one, documents, repeat, Path(folder))
+            by_documents = [(*before, now) for before, now in zip(by_documents, rounds, strict=True)]
+            rows = [
+                {**vars(each), "rounds": [vars(one) for one in of_each]}
+                for each, of_each in zip(documents, by_documents, strict=True)
+            ]
+            write_figures(options, rows=rows)  # the next repeat may not come to its end
     print(f"{options.mix}, seed {options.seed}, {options.repeats} x {options.rounds} steps of each\n")
     print(table([row_of(each, of_each) for each, of_each in zip(documents, by_documents, strict=True)]), flush=True)
-    rows = [
-        {**vars(each), "rounds": [vars(one) for one in of_each]}
-        for each, of_each in zip(documents, by_documents, strict=True)
-    ]
-    write_figures(options, rows=rows)
 
 
 def _sizes(most: int) -> list[int]:

@@ -127,6 +127,7 @@ def test_whole_attention_confirms_the_longest(
 
     def run_attempt(command: list[str], *_: object) -> object:
         attended, tokens = int(command[-1]), int(command[-3])
+        assert out.is_file() == ((attended, tokens) != (64, 256)), "figures are written after every attempt"
         if tokens <= (700 if attended else most_whole_tokens):
             figures = {"peak_bytes": tokens, "step_seconds": 1.0, "tokens_per_second": 1.0, "utilisation": None}
             return attempts.Attempt("trained", {**figures, "header": f"attended {attended}"}, "", 0, 1.0)
