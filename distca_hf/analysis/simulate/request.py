@@ -7,6 +7,7 @@ from typing import get_args
 
 import numpy as np
 
+from distca_hf.analysis.gpus import H200_GIB
 from distca_hf.analysis.memory import GIB, Checkpointing
 from distca_hf.analysis.request import MAX_MICRO_STEPS, MAX_RANKS
 from distca_hf.analysis.simulate.model import SimulatedModel
@@ -43,7 +44,7 @@ class SimulationRequest:
         tensor_ranks: GPUs that divide every layer between them.
         checkpointing: what layers keep until backward.
         liger: whether layers are Liger's.
-        gpu_gib: memory of a GPU.
+        gpu_gib: memory of a GPU, in GiB.
         batches: optimizer steps to simulate.
         seed: of the order of documents.
         pipeline: stages that the same GPUs are also simulated with, and that documents are packed for; None if there
@@ -62,7 +63,7 @@ class SimulationRequest:
     tensor_ranks: int = 1
     checkpointing: Checkpointing = "saved"
     liger: bool = False
-    gpu_gib: float = 141.0
+    gpu_gib: float = H200_GIB
     batches: int = 20
     seed: int = 0
     pipeline: Pipeline | None = None

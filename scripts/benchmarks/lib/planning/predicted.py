@@ -82,16 +82,17 @@ class MeasuredRow:
 
     @property
     def slow(self) -> bool:
-        """Whether all links were those between nodes."""
+        """Returns whether all links were those between nodes."""
         return self.links != "NVLink"
 
     @property
     def document_tokens(self) -> IntArray:
+        """Returns lengths of the documents, int64 `[documents]`."""
         return np.array(parse_documents(self.documents))
 
 
 def read_measured(path: Path) -> list[MeasuredRow]:
-    """Reads measured rows."""
+    """Returns the measured rows of a file."""
     return [
         MeasuredRow(
             row["page"],
@@ -173,12 +174,15 @@ class ReplicatedTraining(Training):
 
     @property
     def shards(self) -> int:
+        """Returns the ranks that a replica is divided between."""
         return self.cluster.num_ranks // self.replicas
 
     def gather_seconds(self, weight_bytes: float) -> float:
+        """Returns the seconds of gathering so many bytes of weights."""
         return self._some(self.shards).all_gather(weight_bytes)
 
     def reduce_seconds(self, weight_bytes: float) -> float:
+        """Returns the seconds of summing gradients of so many bytes of weights."""
         num_bytes = weight_bytes * self.reduce_bytes / HALF_BYTES
         replicas, shard_bytes = self._some(self.replicas), num_bytes / self.shards
         over_replicas = replicas.reduce_scatter(shard_bytes) + replicas.all_gather(shard_bytes)
@@ -277,7 +281,7 @@ def _model_of(row: MeasuredRow) -> SimulatedModel:
 
 
 def model_of(config: Mapping[str, Any]) -> SimulatedModel:
-    """Returns the model of a configuration."""
+    """Returns the model of a configuration, by the names of its config.json."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "config.json"
         file.write_text(json.dumps({**config, "dtype": "bfloat16"}))
@@ -301,7 +305,7 @@ class Compared:
 
     @property
     def error(self) -> float:
-        """Relative error of the simulated ratio."""
+        """Returns the error of the simulated ratio, as a part of the measured one."""
         return self.simulated / self.measured - 1
 
 
