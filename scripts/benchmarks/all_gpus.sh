@@ -87,8 +87,10 @@ run_part() {
     weak) python scripts/benchmarks/weak_scaling.py --out "$out/weak.json" ;;
     nodes)
         step nodes --no-kernels --nodes 2 --documents "$documents;D:$gpus" --modes ideal,placed
-        # Sockets would carry FSDP's collectives, too: without it only attention crosses them.
-        step nodes-apart --no-kernels --nodes 2 --apart --no-fsdp --documents "$documents;D:$gpus" --modes ideal,placed
+        # Sockets would carry FSDP's collectives, too: without it only attention crosses them. One socket of one thread
+        # is slower than a network between nodes.
+        NCCL_SOCKET_NTHREADS=${NCCL_SOCKET_NTHREADS:-8} NCCL_NSOCKS_PERTHREAD=${NCCL_NSOCKS_PERTHREAD:-2} \
+            step nodes-apart --no-kernels --nodes 2 --apart --no-fsdp --documents "$documents;D:$gpus" --modes ideal,placed
         ;;
     liger) step liger --liger --no-check --no-kernels --documents "$documents" --modes ideal,placed,local ;;
     saved)
