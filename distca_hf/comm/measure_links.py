@@ -9,8 +9,9 @@ All functions are collective calls: every rank makes the same ones in the same o
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
+from itertools import pairwise
 
 import torch
 import torch.distributed as dist
@@ -72,8 +73,6 @@ class MeasuringRanks:
         Raises:
             ConfigError: nodes have unequally many ranks, or a GPU is missing.
         """
-        if world_size % ranks_per_node:
-            raise ConfigError(f"{world_size} ranks, {ranks_per_node} of them on each node: start equally many on each")
         device = torch.device("cpu") if use_cpu else torch.device("cuda", local_rank)
         if not use_cpu:
             if local_rank >= torch.cuda.device_count():
@@ -82,13 +81,29 @@ class MeasuringRanks:
                     "start as many processes as there are GPUs, or give --cpu"
                 )
             torch.cuda.set_device(device)
-        group = None
         if world_size > 1:
             dist.init_process_group("gloo" if use_cpu else "nccl", timeout=timedelta(seconds=PATIENCE_SECONDS))
-            if world_size > ranks_per_node:
-                nodes = [list(range(first, first + ranks_per_node)) for first in range(0, world_size, ranks_per_node)]
-                group = [dist.new_group(ranks) for ranks in nodes][dist.get_rank() // ranks_per_node]
-        return cls(open_transport(device, PATIENCE_SECONDS), device, ranks_per_node, group)
+        opened = cls(open_transport(device, PATIENCE_SECONDS), device, ranks_per_node)
+        opened._check_nodes(local_rank)
+        if not opened.has_several_nodes:
+            return opened
+        nodes = [list(range(first, first + ranks_per_node)) for first in range(0, world_size, ranks_per_node)]
+        return replace(opened, node_group=[dist.new_group(ranks) for ranks in nodes][opened.rank // ranks_per_node])
+
+    def _check_nodes(self, local_rank: int) -> None:
+        """Checks on all ranks alike that their nodes have equally many; closes all groups if they have not.
+
+        Args:
+            local_rank: number of this rank on its node.
+        """
+        every = [number for (number,) in self.transport.gather([local_rank], "counting the ranks of nodes").wait()]
+        if every != [rank % self.ranks_per_node for rank in range(self.num_ranks)]:
+            self.close()
+            firsts = [rank for rank, number in enumerate(every) if number == 0]
+            counts = [behind - first for first, behind in pairwise([*firsts, self.num_ranks])]
+            raise ConfigError(
+                f"{self.num_ranks} ranks, on each node {', '.join(map(str, counts))}: start equally many on each"
+            )
 
     def close(self) -> None:
         """Ends all groups."""

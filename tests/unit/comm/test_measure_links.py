@@ -1,12 +1,14 @@
 """Exchanges that `distca profile` measures: which rank sends to which."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import pytest
 import torch
 
 from distca_hf.comm.measure_links import ROW_BYTES, Exchanges, MeasuringRanks
-from distca_hf.comm.transport import AllToAll
+from distca_hf.comm.transport import AllToAll, Gathered
+from distca_hf.errors import ConfigError
 
 
 @dataclass
@@ -55,3 +57,41 @@ def test_ranks_send_to_each_other(
     pattern: str, ranks: int, per_node: int, between_nodes: bool, expected: list[list[int]]
 ) -> None:
     assert rows_between(ranks, per_node, pattern, between_nodes) == expected
+
+
+@dataclass
+class NodesTransport:
+    """Every rank tells its number on its node."""
+
+    told: list[int]
+    closed: bool = False
+
+    @property
+    def world_size(self) -> int:
+        return len(self.told)
+
+    def gather(self, values: Sequence[int], where: str) -> Gathered:
+        return Gathered([[number] for number in self.told])
+
+    def close(self) -> None:
+        self.closed = True
+
+
+@pytest.mark.parametrize(
+    ("told", "per_node", "words"),
+    [([0, 1, 2, 0], 2, "4 ranks, on each node 3, 1"), ([0, 0, 1], 1, "3 ranks, on each node 1, 2")],
+)
+def test_nodes_of_unequal_size_are_refused_on_all_ranks(told: list[int], per_node: int, words: str) -> None:
+    for local_rank in told:
+        transport = NodesTransport(told)
+        measuring = MeasuringRanks(transport, torch.device("cpu"), per_node)  # type: ignore[arg-type]
+        with pytest.raises(ConfigError, match=f"{words}: start equally many on each"):
+            measuring._check_nodes(local_rank)
+        assert transport.closed
+
+
+@pytest.mark.parametrize("told", [[0], [0, 1, 2], [0, 1, 0, 1]])
+def test_nodes_of_equal_size_are_measured(told: list[int]) -> None:
+    transport = NodesTransport(told)
+    MeasuringRanks(transport, torch.device("cpu"), max(told) + 1)._check_nodes(0)  # type: ignore[arg-type]
+    assert not transport.closed
