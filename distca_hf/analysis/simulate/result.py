@@ -240,7 +240,8 @@ def _memory_bytes(simulation: Simulation, way: Way, steps: WaySteps) -> int:
     budget = request.planner.config.kv_budget_gib * GIB if way.is_ours else 0.0
     tokens = int(ceil_div(steps.most_tokens, request.tensor_ranks))
     size, received = request.model.size.decoder(request.model.heads), int(steps.received_bytes)
-    gpus = request.gpus // request.num_stages if way.in_stages else request.gpus
+    trainers = request.gpus - way.servers * request.tensor_ranks
+    gpus = request.gpus // request.num_stages if way.in_stages else trainers
     setup = TrainingSetup(gpus, "fsdp2", checkpointing, request.liger, kv_budget_bytes=budget)
     if not way.in_stages:
         return estimate_memory(size, setup, tokens, received).total
