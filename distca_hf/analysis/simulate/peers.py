@@ -251,8 +251,7 @@ def _steps(first: FloatArray, step: FloatArray, sends: FloatArray, steps: int, b
 def _exchange(cluster: Cluster, num_bytes: Amounts, group: int) -> FloatArray:
     """Returns seconds of an exchange inside of groups of neighbours; in groups that span nodes, between nodes as many
     bytes go as there are ranks on others."""
-    inside = min(group, cluster.ranks_per_node)
-    beyond = (group - inside) / max(1, group - 1)
+    beyond = cluster.share_beyond(group)
     return cluster.exchange(WireBytes.both_ways(num_bytes * (1 - beyond)), WireBytes.both_ways(num_bytes * beyond))
 
 

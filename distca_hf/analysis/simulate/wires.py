@@ -4,7 +4,9 @@ A rank has two wires, one within its node and one to other nodes, and they run a
 ranks is a ring over all nodes: every node receives all bytes, and its ranks share them between their wires.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import numpy as np
 
@@ -12,6 +14,18 @@ from distca_hf.analysis.profiles.cluster_profile import ClusterProfile, LinkTime
 from distca_hf.analysis.profiles.curves import Amounts, Curve, FloatArray, Notes
 from distca_hf.arrays import IntArray
 from distca_hf.errors import ConfigError
+
+
+# What curves count, by the name of their times in a profile.
+WORDS = {
+    "exchange": "exchange",
+    "one_way": "exchange that goes one way",
+    "to_next": "exchange with the next rank",
+    "all_gather": "all-gather",
+    "reduce_scatter": "reduce-scatter",
+}
+# Most seconds by which a second on the wires delays kernels beside it: one after the other takes no longer.
+MOST_DELAY = 1.0
 
 
 @dataclass(frozen=True)
@@ -68,13 +82,19 @@ class Cluster:
         links = self.profile.within_node, self.profile.between_nodes
         return np.maximum(*(self._both_ways(*each) for each in zip(links, (within, between), strict=True)))
 
+    def share_beyond(self, group: int) -> FloatArray:
+        """Returns `[ranks]` part of the other ranks of each one's group, of so many neighbours, that are on other
+        nodes."""
+        number = self.node_of * self.num_ranks + np.arange(self.num_ranks) // group
+        _, of_rank, inside = np.unique(number, return_inverse=True, return_counts=True)
+        return (group - inside[of_rank]) / max(1, group - 1)
+
     def to_next(self, num_bytes: Amounts, group: int) -> FloatArray:
-        """Returns the seconds of sending so many bytes to the next rank of a ring, over groups of so many neighbours;
-        in groups that span nodes some ranks send to another one."""
+        """Returns `[ranks]` seconds of sending so many bytes to the next rank of a ring, over groups of so many
+        neighbours; in groups that span nodes some ranks send to another one, and all wait for it."""
         seconds = self._to_next(self.profile.within_node, num_bytes if self.ranks_per_node > 1 else 0 * num_bytes)
-        if group > self.ranks_per_node:
-            seconds = np.maximum(seconds, self._to_next(self.profile.between_nodes, num_bytes))
-        return seconds
+        between = self._to_next(self.profile.between_nodes, num_bytes * (self.share_beyond(group) > 0))
+        return np.maximum(seconds, between)
 
     def all_gather(self, num_bytes: float) -> float:
         """Returns the seconds of gathering tensors of so many bytes over all ranks."""
@@ -87,12 +107,23 @@ class Cluster:
     @property
     def attention_beside(self) -> float:
         """Seconds by which a second of exchange delays attention beside it, on the slower links."""
-        return self._slower.attention_beside if self.num_ranks > 1 else 0.0
+        return self._delay("attention")
 
     @property
     def products_beside(self) -> float:
         """Seconds by which a second of gathering delays products beside it."""
-        return self._slower.products_beside if self.num_ranks > 1 else 0.0
+        return self._delay("products")
+
+    def _delay(self, kernels: str) -> float:
+        if self.num_ranks == 1:
+            return 0.0
+        measured: float = getattr(self._slower, f"{kernels}_beside")
+        if measured > MOST_DELAY:
+            self.notes.add(
+                f"a second on the wires was measured to delay {kernels} by {measured:.3g} s: taken as "
+                f"{MOST_DELAY:g} s, as if one waited for the other"
+            )
+        return min(measured, MOST_DELAY)
 
     @property
     def _slower(self) -> LinkTimes:
@@ -105,8 +136,8 @@ class Cluster:
         more, less = np.maximum(traffic.sent, traffic.received), np.minimum(traffic.sent, traffic.received)
         if links is None or not links.one_way:
             return self._seconds(links, "exchange", more)
-        both = np.where(less > 0, self._seconds(links, "exchange", less) - self._seconds(links, "one_way", less), 0.0)
-        return self._seconds(links, "one_way", more) + np.maximum(0.0, both)
+        seconds = self._seconds(links, "one_way", more) + _added_by_other_way(links, less)
+        return np.maximum(seconds, self._seconds(links, "exchange", less))
 
     def _to_next(self, links: LinkTimes | None, num_bytes: Amounts) -> FloatArray:
         return self._seconds(links, "to_next" if links is not None and links.to_next else "exchange", num_bytes)
@@ -129,5 +160,20 @@ class Cluster:
         asked = np.asarray(num_bytes, dtype=np.float64)
         if links is None:
             return np.zeros_like(asked)
-        words = f"bytes of one {name.replace('_', '-')}"
-        return Curve.of(words, links.num_bytes, getattr(links, name)).at(asked, self.notes)
+        return Curve.of(f"bytes of one {WORDS[name]}", links.num_bytes, _without_noise(getattr(links, name))).at(
+            asked, self.notes
+        )
+
+
+def _without_noise(seconds: Sequence[float]) -> list[float]:
+    """Returns times by rising sizes, none of which is longer than that of a larger size: small ones were disturbed."""
+    return [*accumulate(reversed(seconds), min)][::-1]
+
+
+def _added_by_other_way(links: LinkTimes, num_bytes: Amounts) -> FloatArray:
+    """Returns the seconds that so many bytes add to at least as many that go the other way; more bytes never add
+    less."""
+    sizes = np.array([0.0, *links.num_bytes])
+    apart = np.array(links.exchange) - np.array(links.one_way)
+    added = np.maximum.accumulate([0.0, *apart])
+    return np.interp(num_bytes, sizes, added) * np.maximum(1.0, num_bytes / sizes[-1])

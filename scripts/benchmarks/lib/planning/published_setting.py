@@ -6,6 +6,7 @@ work (WLB-LLM) whose best degree of context parallelism is taken at every point.
 """
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
@@ -65,11 +66,9 @@ def with_faster_links(profile: ClusterProfile) -> ClusterProfile:
 
 
 def _scaled(links: LinkTimes, factor: float) -> LinkTimes:
-    exchange, all_gather, reduce_scatter = (
-        tuple(factor * seconds for seconds in times)
-        for times in (links.exchange, links.all_gather, links.reduce_scatter)
-    )
-    return replace(links, exchange=exchange, all_gather=all_gather, reduce_scatter=reduce_scatter)
+    names = ("exchange", "all_gather", "reduce_scatter", "one_way", "to_next")
+    scaled: dict[str, Any] = {name: tuple(factor * seconds for seconds in getattr(links, name)) for name in names}
+    return replace(links, **scaled)
 
 
 def simulate_point(
