@@ -8,7 +8,8 @@
 #   shown    the modes that pages show, A, B, C: fewer than above
 #   scale    the product, Ulysses, and ring-flash-attn's own code if it is there: A, B, C; 4 minutes, 5 on eight GPUs
 #   scale-one    the same for D, one document over all GPUs; 1 minute on two, 3 on eight
-#   weak     2, 4, ... GPUs of 64K tokens each against one GPU at equal work; 3 minutes on two, 8 on eight
+#   weak     2, 4, ... GPUs of 64K tokens each against one GPU at equal work; 3 minutes on two, 8 on eight; WEAK has
+#            further options, for example --repeats 1
 #   nodes    two nodes of half of the GPUs each: bytes as planned, the same links; then NCCL's network between them
 #   liger    ideal, placed and plain packing with Liger's kernels: A, B, C
 #   saved    attention outputs saved, and the best settings (saved, Liger's kernels)
@@ -82,9 +83,12 @@ run_part() {
     scale | scale-one) test -n "$ring" || echo "ring-flash-attn is not installed: its modes are left out" ;;&
     scale) step scale --no-kernels --documents "$documents" --modes "ideal,placed,fixed,local,ulysses$ring" ;;
     scale-one) # cannot stay whole on a GPU: there are no packs of it
-        step scale-one --no-kernels --rounds 2 --documents "D:$gpus" --modes "ideal,placed,ulysses$ring"
+        step scale-one --no-kernels --rounds "${ROUNDS:-2}" --documents "D:$gpus" --modes "ideal,placed,ulysses$ring"
         ;;
-    weak) python scripts/benchmarks/weak_scaling.py --out "$out/weak.json" ;;
+    weak)
+        # shellcheck disable=SC2086 # several options
+        python scripts/benchmarks/weak_scaling.py --rounds "${ROUNDS:-2}" --out "$out/weak.json" ${WEAK:-}
+        ;;
     nodes)
         step nodes --no-kernels --nodes 2 --documents "$documents;D:$gpus" --modes ideal,placed
         # Sockets would carry FSDP's collectives, too: without it only attention crosses them. One socket of one thread

@@ -127,6 +127,18 @@ def test_every_launch_of_a_part_runs_and_one_failure_fails_it(
     assert done.stderr.endswith(f"== {part} failed with status 1\n== failed parts: {part}\n")
 
 
+@pytest.mark.parametrize("part", ["scale", "scale-one", "weak", "nodes", "windows", "servers", "hsdp", "pipeline"])
+def test_rounds_can_be_chosen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, part: str) -> None:
+    monkeypatch.setenv("ROUNDS", "7")
+    monkeypatch.setenv("WEAK", "--repeats 1")
+    lines = [line for line in lines_of(tmp_path, 2, part) if "scripts/" in line]
+
+    assert lines
+    for line in lines:
+        assert re.findall(r"--rounds (\S+)", line)[-1] == "7"
+        assert ("--repeats 1" in line) == (part == "weak")
+
+
 @pytest.mark.parametrize("failing", ["", "pipeline_step.py"])
 def test_the_model_of_a_pipeline_does_not_stay(tmp_path: Path, failing: str) -> None:
     done = launch(tmp_path, 2, "pipeline", failing=failing)
