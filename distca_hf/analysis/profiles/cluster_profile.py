@@ -241,6 +241,7 @@ class ClusterProfile:
             check_curve("tokens", layer.tokens, layer.forward, layer.kept, layer.backward)
         for links in filter(None, (self.within_node, self.between_nodes)):
             check_curve("num_bytes", links.num_bytes, links.exchange, links.all_gather, links.reduce_scatter)
-            for some in filter(None, (links.one_way, links.to_next)):
-                check_curve("num_bytes", links.num_bytes, some)
+            for seconds in (links.one_way, links.to_next):
+                if seconds != ():  # measured
+                    check_curve("num_bytes", links.num_bytes, seconds)
         check_positive("rates", list(asdict(self.rates).values()))

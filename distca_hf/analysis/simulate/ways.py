@@ -136,14 +136,23 @@ class Simulation:
                 f"{model.mixers} layers carry a state, so documents stay whole: Ulysses, rings and the published "
                 "planner cut them"
             )
-        elif not self._ulysses_groups():
+        elif self._least_group > self._most_ulysses:
             words.append(
                 f"Ulysses: a group within a node holds at most {self._most_ulysses * request.tokens_per_rank:,} "
                 f"tokens, and the context has {request.longest_tokens:,}"
             )
+        elif not self._ulysses_groups():
+            words.append(self._no_group_divides("Ulysses"))
+        if not model.mixers and not self._ring_groups():
+            words.append(self._no_group_divides("rings"))
         if not self._has_servers:
             words.append(f"attention servers: below {GPUS_PER_SERVER} data ranks, or documents that stay whole")
         return words
+
+    def _no_group_divides(self, way: str) -> str:
+        """Returns why a way has no group, where a node or all ranks could hold the context."""
+        tokens, ranks = self.request.longest_tokens, self.request.num_ranks
+        return f"{way}: no group of 2, 4, 8, ... data ranks that holds {tokens:,} tokens divides all {ranks}"
 
     @property
     def _has_servers(self) -> bool:

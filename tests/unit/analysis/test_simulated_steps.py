@@ -455,6 +455,28 @@ def test_windows_leave_less_to_win() -> None:
     assert 1.0 < short["plain"] / short["placed"] < full["plain"] / full["placed"]
 
 
+@pytest.mark.parametrize(
+    ("gpus", "context_tokens", "words"),
+    [
+        (
+            3,
+            16_384,
+            [
+                "Ulysses: no group of 2, 4, 8, ... data ranks that holds 16,384 tokens divides all 3",
+                "rings: no group of 2, 4, 8, ... data ranks that holds 16,384 tokens divides all 3",
+                "attention servers: below 8 data ranks, or documents that stay whole",
+            ],
+        ),
+        (16, 131_072, ["Ulysses: a group within a node holds at most 65,536 tokens, and the context has 131,072"]),
+        (8, 65_536, []),
+    ],
+)
+def test_ways_that_are_left_out_are_explained(gpus: int, context_tokens: int, words: list[str]) -> None:
+    request = SimulationRequest(MODEL, gpus, 8192, context_tokens)
+
+    assert Simulation.of(request, PROFILE).missing() == words
+
+
 def killed(task: object) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
