@@ -70,7 +70,7 @@ from lib.model import Backbone, build_model, prepare, probe, read_config
 from lib.modes import MODES, OF_PACKAGE, Place, build_mode
 from lib.nodes import set_apart, traffic_of
 from lib.options import of_each_set, on_all_ranks, parse_shared, shared_options
-from lib.parser import write_figures
+from lib.parser import profile_name, write_figures
 from lib.rates import Rates, kernel_for, measure_rates
 from lib.report import Load, figures_of, load_of, table
 from lib.rounds import Runner
@@ -96,7 +96,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--check", action=flag, default=True, help="compare with exact attention first")
     parser.add_argument("--exposed", action=flag, default=True, help="time steps on silent wires, too")
     parser.add_argument("--kernels", action=flag, default=True, help="time every kernel call, in more rounds")
-    parser.add_argument("--cluster", help="simulate ratios from this profile, too: h100, h200 or a file")
+    parser.add_argument(
+        "--cluster", type=profile_name, help="simulate ratios from this profile, too: h100, h200 or a file"
+    )
     parser.add_argument("--profile", type=Path, metavar="DIR", help="write a trace of every mode and rank")
     parser.add_argument("--ep-size", type=int, default=1, help="ranks that divide experts (lib/divided.py)")
     parser.add_argument("--tp-size", type=int, default=1, help="ranks that divide layers, as one data rank")

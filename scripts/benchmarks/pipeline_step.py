@@ -57,7 +57,7 @@ from distca_hf.layout import Layout
 from distca_hf.placement.place import fill_in_order
 from lib.model import read_config
 from lib.options import add_model, on_all_ranks
-from lib.parser import add_device, add_tokens_per_rank, parser_of
+from lib.parser import add_device, add_tokens_per_rank, count, parser_of
 from lib.pipeline.part_times import PartTimes
 from lib.pipeline.stages import Stages
 from lib.rounds import equal_losses
@@ -103,7 +103,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0, help="of the sample of documents, and of their order")
     add_tokens_per_rank(parser, 32_768)
     parser.add_argument("--micro-batches", type=int, default=8, help="of a step")
-    parser.add_argument("--rounds", type=int, default=3, help="times that every step is measured, in turns")
+    parser.add_argument("--rounds", type=count, default=3, help="times that every step is measured, in turns")
     add_device(parser)
     parser.add_argument(
         "--folder", type=Path, default=Path("pipeline_step_output"), help="of the model meanwhile; all ranks see it"

@@ -32,7 +32,7 @@ from typing import Any
 
 import torch
 
-from lib.parser import add_device, add_out, parser_of, write_figures
+from lib.parser import add_device, add_out, count, counts, parser_of, write_figures
 from lib.scaling import SHORTEST_TOKENS, Documents, Round, documents_of, row_of, table
 
 
@@ -42,14 +42,16 @@ QUICK = ("--no-exposed", "--no-kernels")
 
 def main() -> None:
     parser = parser_of(__doc__)
-    parser.add_argument("--sizes", help="numbers of GPUs, as 2,4; by default powers of two up to all of this host")
+    parser.add_argument(
+        "--sizes", type=counts, help="numbers of GPUs, as 2,4; by default powers of two up to all of this host"
+    )
     parser.add_argument("--tokens-per-gpu", type=int, default=65_536, help="tokens of each GPU, a multiple of 128")
     parser.add_argument("--mix", default="prolong_up", help="lengths, as lib/planning/mixes.py has them")
     parser.add_argument(
         "--seed", type=int, default=2, help="of the mix; 2 has a document of more than half of all tokens"
     )
-    parser.add_argument("--repeats", type=int, default=2, help="times that everything is launched, in turns")
-    parser.add_argument("--rounds", type=int, default=2, help="steps measured in each launch, after one more")
+    parser.add_argument("--repeats", type=count, default=2, help="times that everything is launched, in turns")
+    parser.add_argument("--rounds", type=count, default=2, help="steps measured in each launch, after one more")
     add_device(parser)
     add_out(parser, ", after every repeat")
     parser.add_argument(
@@ -58,7 +60,9 @@ def main() -> None:
     options = parser.parse_args()
     if options.tokens_per_gpu < SHORTEST_TOKENS or options.tokens_per_gpu % SHORTEST_TOKENS:
         parser.error(f"--tokens-per-gpu {options.tokens_per_gpu} is no multiple of {SHORTEST_TOKENS}")
-    sizes = [int(size) for size in options.sizes.split(",")] if options.sizes else _sizes(torch.cuda.device_count())
+    sizes = options.sizes or _sizes(torch.cuda.device_count())
+    if not sizes:
+        parser.error(f"this host has {torch.cuda.device_count()} GPUs, and weak scaling takes 2; or give --sizes")
     one, *documents = documents_of(options.mix, sizes, options.tokens_per_gpu, options.seed)
     by_documents: list[tuple[Round, ...]] = [() for _ in documents]
     with TemporaryDirectory() as folder:

@@ -40,3 +40,39 @@ def test_a_mode_that_is_not_known_is_named(
         script("training_run").parse()
 
     assert "mode 'moving' is none of distca, ulysses, packing, fixed" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--documents", "foo"], "--documents 'foo': write tokens as 131072,96x4096, or one of A, B, C, D"),
+        (["--documents", "A;;B"], "--documents 'A;;B': write"),
+        (["--rounds", "0"], "argument --rounds: '0' is no whole number above 0"),
+        (["--out", "missing/out.json"], "argument --out: missing/out.json cannot be written"),
+        (["--config", "missing.json"], "argument --config: missing.json is no file"),
+        (["--cluster", "nope"], "--cluster nope: choose one of h100, h200"),
+    ],
+)
+def test_wrong_options_are_one_line_before_anything_is_measured(
+    script: Callable[[str], ModuleType],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    words: list[str],
+    said: str,
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["attention_step.py", *words])
+    with pytest.raises(SystemExit) as ended:
+        script("attention_step").parse()
+
+    assert ended.value.code == 2
+    assert said in capsys.readouterr().err
+
+
+def test_sizes_of_weak_scaling_are_numbers(
+    script: Callable[[str], ModuleType], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["weak_scaling.py", "--sizes", "2,x"])
+    with pytest.raises(SystemExit):
+        script("weak_scaling").main()
+
+    assert "argument --sizes: 'x' is no whole number above 0" in capsys.readouterr().err

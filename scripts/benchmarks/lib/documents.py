@@ -59,7 +59,11 @@ def spelled_out(text: str) -> str:
 
 
 def parse_documents(text: str) -> list[int]:
-    """Returns the lengths of documents, in tokens, from a preset's name or "131072,96x4096"."""
+    """Returns the lengths of documents, in tokens, from a preset's name or "131072,96x4096".
+
+    Raises:
+        ValueError: the text is neither.
+    """
     lengths: list[int] = []
     for part in spelled_out(text).split(","):
         count, _, tokens = part.rpartition("x")

@@ -3,7 +3,6 @@
 import argparse
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,7 +13,7 @@ from distca_hf.config import DistCAConfig
 from lib.documents import GPUS, parse_documents
 from lib.documents import PRESETS as DOCUMENTS
 from lib.model import PRESETS as MODELS
-from lib.parser import add_device, add_out, chosen_modes, parser_of
+from lib.parser import add_device, add_out, chosen_modes, count, file_to_read, parser_of
 
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
@@ -25,7 +24,7 @@ CHECKPOINTING = ("full", "saved", "offloaded", "none")
 def add_model(parser: argparse.ArgumentParser) -> None:
     """Adds `--config` or `--preset`, and `--layers`, as `lib.model.read_config` takes them."""
     model = parser.add_mutually_exclusive_group()
-    model.add_argument("--config", type=Path, help="config.json of a Transformers model")
+    model.add_argument("--config", type=file_to_read, help="config.json of a Transformers model")
     model.add_argument(
         "--preset",
         choices=[*MODELS],
@@ -62,7 +61,7 @@ def shared_options(description: str | None, modes: Mapping[str, str]) -> argpars
         "several sets with ; between them, measured one after the other: figures of the second go to OUT.1.json",
     )
     parser.add_argument("--modes", help="comma-separated, see below; by default those that fit the other options")
-    parser.add_argument("--rounds", type=int, default=5, help="times that every mode is measured, in turns")
+    parser.add_argument("--rounds", type=count, default=5, help="times that every mode is measured, in turns")
     parser.add_argument("--warmup", type=int, default=2, help="rounds before these")
     parser.add_argument(
         "--checkpointing",
@@ -96,7 +95,13 @@ def parse_shared(parser: argparse.ArgumentParser, known_modes: Collection[str]) 
         known_modes: that may be asked for.
     """
     options = parser.parse_args()
-    options.sets = {name: parse_documents(name) for name in options.documents.split(";")}
+    try:
+        options.sets = {name: parse_documents(name) for name in options.documents.split(";")}
+    except ValueError:
+        parser.error(
+            f"--documents {options.documents!r}: write tokens as 131072,96x4096, or one of {', '.join(DOCUMENTS)}, "
+            "with ; between sets"
+        )
     options.lengths = next(iter(options.sets.values()))
     options.dtype = DTYPES[options.dtype or ("bfloat16" if options.device == "cuda" else "float32")]
     options.reduce_dtype = DTYPES[options.reduce_dtype] if options.reduce_dtype else options.dtype

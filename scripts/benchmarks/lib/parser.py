@@ -10,6 +10,9 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from distca_hf.analysis.profiles.shipped import find_profile
+from distca_hf.errors import ConfigError
+
 
 HELP_COLUMNS = 118
 
@@ -42,6 +45,41 @@ def chosen_modes(parser: argparse.ArgumentParser, text: str | None, known: Colle
     return names
 
 
+def count(text: str) -> int:
+    """Returns a whole number above 0, as `type` of an option."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number above 0")
+    return int(text)
+
+
+def counts(text: str) -> list[int]:
+    """Returns whole numbers above 0, as `type` of an option with commas between them."""
+    return [count(part) for part in text.split(",")]
+
+
+def file_to_read(text: str) -> Path:
+    """Returns the path of a file that is there, as `type` of an option."""
+    if not Path(text).is_file():
+        raise argparse.ArgumentTypeError(f"{text} is no file")
+    return Path(text)
+
+
+def file_to_write(text: str) -> Path:
+    """Returns the path of a file in a folder that is there, as `type` of an option: nothing is measured in vain."""
+    if Path(text).is_dir() or not Path(text).absolute().parent.is_dir():
+        raise argparse.ArgumentTypeError(f"{text} cannot be written: it is a folder, or its folder is missing")
+    return Path(text)
+
+
+def profile_name(text: str) -> str:
+    """Returns the name of a shipped profile, or of a file with one, as `type` of an option."""
+    try:
+        find_profile(text)
+    except ConfigError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+    return text
+
+
 def add_device(parser: argparse.ArgumentParser) -> None:
     """Adds `--device`."""
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda", help="where ranks compute")
@@ -49,7 +87,7 @@ def add_device(parser: argparse.ArgumentParser) -> None:
 
 def add_out(parser: argparse.ArgumentParser, when: str = "") -> None:
     """Adds `--out`; `when` says when it is written, if not at the end."""
-    parser.add_argument("--out", type=Path, help=f"write all figures as JSON{when}")
+    parser.add_argument("--out", type=file_to_write, help=f"write all figures as JSON{when}")
 
 
 def add_tokens_per_rank(parser: argparse.ArgumentParser, default: int) -> None:
