@@ -36,7 +36,7 @@ def ours(
     saves_attention: bool,
     in_step: bool = False,
     keeps: bool = True,
-    gathers: bool = True,
+    gather_seconds: float | None = None,
 ) -> Load:
     """Returns the load of one of our plans.
 
@@ -45,11 +45,13 @@ def ours(
         saves_attention: whether outputs are kept under activation checkpointing.
         in_step: whether it is planned right before the forward pass.
         keeps: whether rows of other ranks are kept until backward.
-        gathers: whether FSDP gathers the next layer's weights meanwhile.
+        gather_seconds: in which FSDP gathers the next layer's weights meanwhile; by default over all ranks.
     """
     layout, wires = plan.layout, _Wires.of(costs, cluster, plan)
     before = costs.share_before_attention * float(costs.layer(layout.rank_tokens).forward.max())
-    gathering = max(0.0, cluster.all_gather(costs.layer_weight_bytes) - before) if gathers else 0.0
+    if gather_seconds is None:
+        gather_seconds = cluster.all_gather(costs.layer_weight_bytes)
+    gathering = max(0.0, gather_seconds - before)
     full = Hidden(wires.exchanges(), chunks, plan.moves_queries, cluster.attention_beside, keeps, gathering)
     kinds = []
     for mask, layers in costs.model.masks:

@@ -95,8 +95,7 @@ class Simulation:
         Args:
             step: micro-batches for the ranks of a stage.
         """
-        trainers = replace(self.cluster, num_ranks=self.cluster.num_ranks - way.servers)
-        training = replace(self.training, cluster=trainers)
+        training = replace(self.training, cluster=self._trainers(way.servers))
         if way.in_stages:
             loads = way.loads(step)
             seconds = self.staged_training.micro_batches_seconds(loads) + training.cast_seconds()
@@ -229,7 +228,8 @@ class Simulation:
 
     def _staged(self, plan: Plan) -> Load:
         chunks = self.request.stage_planner.num_chunks
-        return self._padded(planned.ours(self.costs, self.stage_cluster, plan, chunks, self._saves, gathers=False))
+        load = planned.ours(self.costs, self.stage_cluster, plan, chunks, self._saves, gather_seconds=0.0)
+        return self._padded(load)
 
     def _padded(self, load: Load) -> Load:
         """Returns a load whose ranks compute all of their rows, as stages do."""
@@ -273,7 +273,13 @@ class Simulation:
         plans = [planner.plan(batch) for batch in step]
         # Servers keep no rows until recomputation.
         keeps, chunks = self.request.checkpointing != "recomputed", planner.num_chunks
-        return [planned.ours(self.costs, self.cluster, plan, chunks, self._saves, keeps=keeps) for plan in plans]
+        gather = self._trainers(self.request.num_servers).all_gather(self.costs.layer_weight_bytes)
+        load = partial(planned.ours, self.costs, self.cluster, keeps=keeps, gather_seconds=gather)
+        return [load(plan, chunks, self._saves) for plan in plans]
+
+    def _trainers(self, servers: int) -> Cluster:
+        """Returns the data ranks that hold weights, where so many of all serve attention."""
+        return replace(self.cluster, num_ranks=self.cluster.num_ranks - servers)
 
     @property
     def _saves(self) -> bool:

@@ -84,6 +84,19 @@ def test_rows_come_later_where_weights_are_gathered_meanwhile() -> None:
     assert alone.sent == shared.sent == throughout.sent
 
 
+def test_rows_wait_for_the_weights_that_ranks_gather() -> None:
+    """Ranks that gather over a few of them, as replicas and trainers beside servers do, say how long it takes."""
+    costs = costs_of()
+    cluster = Cluster(PROFILE, 2, 1, costs.notes)
+    plan = plan_in_place(Layout.from_segments([8000], [[(0, 0, 4000)], [(0, 4000, 8000)]]), 8)
+    over_all = cluster.all_gather(costs.layer_weight_bytes)
+    by_default, same, none = (
+        ours(costs, cluster, plan, 1, True, gather_seconds=seconds).attention[0].forward[1]
+        for seconds in (None, over_all, 0.0)
+    )
+    assert by_default == same > none
+
+
 def test_results_of_queries_that_move_leave_beside_late_calls() -> None:
     """Half of the late calls are left for the way of results, the others are early: rows come."""
     local, remote = Passes(array(4.0), array(9.0)), Passes(array(3.0), array(8.0))

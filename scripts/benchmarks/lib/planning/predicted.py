@@ -8,6 +8,7 @@ import json
 import tempfile
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -224,25 +225,28 @@ def simulate(setting: Setting, names: Iterable[str], profile: ClusterProfile, no
     trained = costs, cluster, recomputes, has_head, has_head, setting.reduce_bytes, setting.root_share
     training = ReplicatedTraining(*trained, replicas=setting.replicas)
     topology = Topology(ranks, ranks)
-    chunks, keeps = setting.chunks, setting.keeps
+    chunks = setting.chunks
+    load_of = partial(
+        ours, costs, keeps=setting.keeps, gather_seconds=training.gather_seconds(costs.layer_weight_bytes)
+    )
 
     def placed(saves: bool) -> Load:
         gpus = ranks * setting.tensor_ranks
         sizes = int(lengths.sum()) // ranks, int(lengths.max())
         request = SimulationRequest(model, gpus, *sizes, tensor_ranks=setting.tensor_ranks)
-        return ours(costs, cluster, request.planner.plan(lengths), chunks, saves, keeps=keeps)
+        return load_of(cluster, request.planner.plan(lengths), chunks, saves)
 
     def fixed(saves: bool) -> Load:
         packed = Layout.from_packs(peers.best_fit(lengths, ranks))
         plan = plan_by_moving(packed, costs.head_groups, topology=topology)
-        return ours(costs, cluster, plan, chunks, saves, in_step=True, keeps=keeps)
+        return load_of(cluster, plan, chunks, saves, in_step=True)
 
     def served() -> Load:
         gpus = ranks + setting.servers
         sizes = int(lengths.sum()) // gpus, int(lengths.max())
         planner = SimulationRequest(model, gpus, *sizes).planner_beside(setting.servers)
         beside = replace(cluster, num_ranks=gpus, ranks_per_node=1 if setting.slow else gpus)
-        return ours(costs, beside, planner.plan(lengths), chunks, True, keeps=keeps)
+        return load_of(beside, planner.plan(lengths), chunks, True)
 
     def served_ideal() -> Load:
         # Attention is that of all GPUs, and all else that of the data ranks.
@@ -333,7 +337,7 @@ def compare_servers(path: Path, profile: ClusterProfile) -> list[Compared]:
         layout, alone_layout = Layout.from_packs([documents, []]), Layout.from_packs([documents])
         plan = plan_by_moving(layout, costs.head_groups, topology=Topology(2, 2))
         cluster = Cluster(profile, 2, 1 if slow else 2, notes)
-        served = ours(costs, cluster, plan, SLOW_CHUNKS if slow else 1, True, gathers=False).attention[0]
+        served = ours(costs, cluster, plan, SLOW_CHUNKS if slow else 1, True, gather_seconds=0.0).attention[0]
         alone = ours(costs, Cluster(profile, 1, 1, notes), plan_in_place(alone_layout), 1, True).attention[0]
         for number, name in enumerate(("forward", "backward")):
             ratios = (
