@@ -61,15 +61,20 @@ class Cluster:
     notes: Notes
 
     def __post_init__(self) -> None:
-        for needed, links, name in (
-            (self.num_ranks > 1 and self.ranks_per_node > 1, self.profile.within_node, "within a node"),
-            (self.num_ranks > self.ranks_per_node, self.profile.between_nodes, "between nodes"),
+        several, profile = self.num_ranks > self.ranks_per_node, self.profile
+        for needed, links, name, advice in (
+            (
+                self.num_ranks > 1 < self.ranks_per_node,
+                profile.within_node,
+                "within a node",
+                "on a node of several GPUs",
+            ),
+            (several, profile.between_nodes, "between nodes", "on several nodes, or with --as-between-nodes"),
         ):
             if needed and links is None:
                 raise ConfigError(
-                    f"{self.profile.source}: links {name} were not measured, and {self.num_ranks} ranks, "
-                    f"{self.ranks_per_node} per node, need them; run `distca profile` there, or with "
-                    "--as-between-nodes"
+                    f"{profile.source}: links {name} were not measured, and {self.num_ranks} ranks, "
+                    f"{self.ranks_per_node} per node, need them; run `distca profile` {advice}"
                 )
 
     @property

@@ -322,6 +322,10 @@ def test_links_that_were_not_measured_are_refused() -> None:
     Cluster(within, 8, 8, Notes())
     with pytest.raises(ConfigError, match="links between nodes were not measured, and 16 ranks, 8 per node"):
         Cluster(within, 16, 8, Notes())
+    with pytest.raises(
+        ConfigError, match=r"links within a node were not .* `distca profile` on a node of several GPUs"
+    ):
+        Cluster(replace(PROFILE, within_node=None), 16, 8, Notes())
 
 
 # What has to hold.
