@@ -222,7 +222,8 @@ def test_ranks_of_a_grid_compute_in_every_mode(
 def test_older_versions_of_transformers_are_named(monkeypatch: pytest.MonkeyPatch, size: str, lowest: str) -> None:
     monkeypatch.syspath_prepend(REPOSITORY / "scripts" / "benchmarks")
     divided = importlib.import_module("lib.divided")
-    monkeypatch.setattr(transformers, "__version__", "5.17.0")
+    # Transformers replaces its module while it is imported: this file may have another one than the program.
+    monkeypatch.setattr(divided.transformers, "__version__", "5.17.0")
     options = Namespace(**{"ep_size": 1, "tp_size": 1, "dp_replicate_size": 1, size: 2})
     with pytest.raises(SystemExit, match=f"--{size[:2]}-size needs Transformers {lowest}, this is 5.17.0"):
         divided.build_divided_model(LlamaConfig(), options)
