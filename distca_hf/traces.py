@@ -1,8 +1,8 @@
 """Traces: the measurements of one rank in one micro-batch of a reported step, as training writes them and `distca
 report` reads them.
 
-Every rank writes a file of its own, `rank-00003.jsonl`, with one JSON object on a line for each micro-batch. Ranks
-exchange nothing for it.
+Every rank writes a file of its own, `rank-00003.jsonl`, with one JSON object on a line for each micro-batch, and so
+does every attention server, `server-00000.jsonl`. Ranks exchange nothing for it.
 """
 
 import enum
@@ -18,10 +18,10 @@ from distca_hf.errors import ReportError
 
 
 # What a line is, and the version of its fields.
-KIND, VERSION = "distca-trace", 1
+KIND, VERSION = "distca-trace", 2
 # Name of a folder of traces, unless a setting names another one; and of the files in it.
 FOLDER = "distca_report"
-FILES = "rank-*.jsonl"
+FILES, SERVER_FILES = "rank-*.jsonl", "server-*.jsonl"
 BEGIN_OF_LINE = f'{{"kind":"{KIND}","version":{VERSION},"step":'
 STEP_OF_LINE = re.compile(rf"{re.escape(BEGIN_OF_LINE)}(\d{{1,18}}),")
 # Most digits of a number that is computed with: products and sums of a few such numbers are finite, too.
@@ -29,9 +29,9 @@ MOST_DIGITS = 60
 HALF_CHARACTER = re.compile(r"\\u[dD][89a-fA-F]")  # half of one outside of 16 bits; JSON writes both halves so
 
 
-def file_name(number: int) -> str:
-    """Returns the name of the file of a rank, by its number in the job."""
-    return f"rank-{number:05d}.jsonl"
+def file_name(number: int, is_server: bool = False) -> str:
+    """Returns the name of the file of a rank, by its number in the job; or of an attention server, by its own."""
+    return f"{'server' if is_server else 'rank'}-{number:05d}.jsonl"
 
 
 def step_of(line: str) -> int | None:
@@ -89,6 +89,22 @@ class CallTrace:
 
 
 @dataclass(frozen=True)
+class LayersTrace:
+    """The layers that attend with one mask, on one rank.
+
+    Attributes:
+        window_tokens: of their sliding window; 0 without one.
+        layers: how many there are.
+        tasks: of this rank, in each of them: queries, keys before the first of them, and 1 if it computes one group of
+            heads alone. None where they were not known when the pass began.
+    """
+
+    window_tokens: int
+    layers: int
+    tasks: tuple[tuple[int, int, int], ...] | None
+
+
+@dataclass(frozen=True)
 class PredictedCosts:
     """Seconds of a token and of an attended pair, all layers together, by the rates of a GPU.
 
@@ -130,8 +146,9 @@ class RankTrace:
         step: optimizer step, from 1.
         micro_batch: number of the micro-batch, counted by the loader.
         written: seconds since 1970, when the pass began.
-        rank: number of the rank among those that share documents.
-        num_ranks: how many share documents; attention servers are numbered behind them.
+        rank: number of the rank among those that share documents, or of an attention server behind them.
+        num_ranks: how many share documents.
+        servers: numbers of the attention servers that take part, in the order of their ranks.
         stage, chunk, tensor_rank: place among stages of a pipeline, part of the model on this stage, and place among
             tensor ranks; 0 without them.
         device: name of the GPU, or "cpu".
@@ -140,10 +157,11 @@ class RankTrace:
         fingerprint: of the plan, in hexadecimal digits. Equal on all ranks that share documents.
         documents, num_tokens, longest_document_tokens: of all ranks together.
         tokens: that this rank holds.
-        layers: that attend.
+        kinds: of the layers that attend.
         work_before, work: `[ranks]` attended pairs in one layer, mean over layers: of documents in the order of the
             data, or as packs came, and as planned. The first has no servers, the second has them behind all others.
-        speeds: `[ranks]` relative speeds of the ranks of `work`; empty where all are equal.
+        speeds: `[ranks]` relative speeds of the ranks of `work`, 0 for one that attends to nothing; empty where all
+            are equal.
         sent_bytes, received_bytes: (rank, bytes) of one layer's forward pass, mean over layers.
         calls: in the order in which they were made.
         pass_seconds: from the beginning of the forward pass to the end of its last attention call, backward included.
@@ -157,6 +175,7 @@ class RankTrace:
     written: float
     rank: int
     num_ranks: int
+    servers: tuple[int, ...]
     stage: int
     chunk: int
     tensor_rank: int
@@ -168,7 +187,7 @@ class RankTrace:
     num_tokens: int
     longest_document_tokens: int
     tokens: int
-    layers: int
+    kinds: tuple[LayersTrace, ...]
     work_before: tuple[float, ...]
     work: tuple[float, ...]
     speeds: tuple[float, ...]
@@ -180,6 +199,20 @@ class RankTrace:
     is_complete: bool
     memory: MemoryUse
     costs: PredictedCosts | None
+
+    @property
+    def layers(self) -> int:
+        """Layers that attend."""
+        return sum(kind.layers for kind in self.kinds)
+
+    @property
+    def is_server(self) -> bool:
+        """Whether it is that of an attention server."""
+        return self.rank >= self.num_ranks
+
+    def name_of(self, rank: int) -> str:
+        """Returns words for a rank, or for an attention server behind the ranks."""
+        return f"rank {rank}" if rank < self.num_ranks else f"server {self.servers[rank - self.num_ranks]}"
 
     def line(self) -> str:
         """Returns the trace as one line of JSON."""
@@ -217,12 +250,16 @@ class RankTrace:
 
     def _wrong(self) -> str | None:
         """Returns words for fields that do not go together; None if all do."""
-        if not 0 <= self.rank < self.num_ranks:
-            return f"rank {self.rank} of {self.num_ranks} ranks"
-        if not self.work_before or len(self.work) < self.num_ranks:
-            return f"work of {len(self.work_before)} and {len(self.work)} ranks, and num_ranks is {self.num_ranks}"
-        if self.speeds and (len(self.speeds) != len(self.work) or min(self.speeds) <= 0):
-            return f"speeds of {len(self.speeds)} ranks for work of {len(self.work)}, or one that is not above 0"
+        ranks = f"{self.num_ranks} ranks" + (f" and {len(self.servers)} servers" if self.servers else "")
+        if self.num_ranks < 1 or not 0 <= self.rank < self.num_ranks + len(self.servers):
+            return f"rank {self.rank} of {ranks}"
+        if not self.work_before or len(self.work) != self.num_ranks + len(self.servers):
+            return f"work of {len(self.work_before)} and {len(self.work)} ranks, of {ranks}"
+        if self.speeds and len(self.speeds) != len(self.work):
+            return f"speeds of {len(self.speeds)} ranks for work of {len(self.work)}"
+        for rank, (speed, work) in enumerate(zip(self.speeds, self.work, strict=False)):
+            if speed < 0 or (speed == 0 and work):
+                return f"rank {rank} of speed {speed} with the work {work}"
         if self.ranks_per_node < 1:
             return f"{self.ranks_per_node} ranks per node"
         others = [other for other, _ in (*self.sent_bytes, *self.received_bytes)]

@@ -95,7 +95,7 @@ class ForwardWatch:
         self._head_groups = head_groups_of(root, context.members.grid.shape[2])
         self._token_bytes = token_bytes_of(root)
         self._layer_masks = layer_masks_of(root)
-        reported = config.report_every_steps, context.trace_file, self._token_bytes, len(self._layers)
+        reported = config.report_every_steps, context.trace_file, self._token_bytes, self._layer_masks
         self.reported_steps = ReportedSteps(*reported)
         self._checkpointed: list[nn.Module] | None = None
         self._handles: list[RemovableHandle] = []

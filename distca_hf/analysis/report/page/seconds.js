@@ -17,9 +17,10 @@ function secondsPicture(step) {
   const longest = total.indexOf(Math.max(...known));
   const comparison = expected.length && total[longest] ? ` Predicted with the rates of an ${times.rates}: ${duration(expected[longest])}.` : "";
   const said = `${measured ? "Measured" : `Predicted with the rates of an ${times.rates}, exchanges left out`}: forward and backward of `
-    + `one micro-batch, all layers together. It takes longest on rank ${longest}, ${duration(total[longest])}.${comparison}`
+    + `one micro-batch, all layers together. It takes longest on ${rankName(step, longest)}, ${duration(total[longest])}.${comparison}`
     + (measured && !predicted ? " Nothing is predicted: there are no rates for this device or model." : "")
-    + (measured ? " All else holds waiting in collectives of FSDP, ZeRO or DDP, too." : "");
+    + (measured ? " All else holds waiting in collectives of FSDP, ZeRO or DDP, too." : "")
+    + (measured && step.servers.length ? " Of an attention server it is the time between its calls." : "");
   function draw(width, palette) {
     const most = 1.08 * Math.max(...known, ...expected.filter((value) => value !== null));
     const svg = canvas(width, 10, said);
@@ -35,7 +36,7 @@ function secondsPicture(step) {
     const top = legend(svg, width, entries, palette);
     const height = 240;
     columnsOf(svg, {
-      top, width, height, labels: ranks.map(String), axis: "rank", most, palette, marks, format: duration,
+      top, width, height, labels: ranks.map((rank) => rankLabel(step, rank)), axis: "rank", most, palette, marks, format: duration,
       stacks: parts.map(([name, text]) => ({ name: text, fill: fills[name], values: times[name] })),
     });
     svg.setAttribute("height", top + height + 4);
@@ -44,8 +45,9 @@ function secondsPicture(step) {
   }
   const shown = [...parts.map(([name, text]) => [name, text]),
     ...(expected.length ? [["predicted_attention", "attention, predicted"], ["predicted_rest", "all else, predicted"]] : []),
+    ...(times.waiting_for_servers.length ? [["waiting_for_servers", "of it for servers, at most"]] : []),
     ...(measured ? [["step", "until the next micro-batch"]] : [])];
-  const rows = () => ranks.map((rank) => [`${rank}`, ...shown.map(([name]) => duration(times[name][rank] ?? null))]);
+  const rows = () => ranks.map((rank) => [rankLabel(step, rank), ...shown.map(([name]) => duration(times[name][rank] ?? null))]);
   return picture({ title: measured ? "Predicted and measured seconds" : "Predicted seconds", said, draw,
     columns: ["rank", ...shown.map(([, text]) => text)], rows });
 }
