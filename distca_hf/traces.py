@@ -8,13 +8,12 @@ does every attention server, `server-00000.jsonl`. Ranks exchange nothing for it
 import enum
 import json
 import re
-import types
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, is_dataclass
-from functools import cache
-from typing import Any, NoReturn, Self, Union, cast, get_args, get_origin, get_type_hints
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, Self, cast
 
 from distca_hf.errors import ReportError
+from distca_hf.typed_json import read_json, reader_of
 
 
 # What a line is, and the version of its fields.
@@ -24,9 +23,6 @@ FOLDER = "distca_report"
 FILES, SERVER_FILES = "rank-*.jsonl", "server-*.jsonl"
 BEGIN_OF_LINE = f'{{"kind":"{KIND}","version":{VERSION},"step":'
 STEP_OF_LINE = re.compile(rf"{re.escape(BEGIN_OF_LINE)}(\d{{1,18}}),")
-# Most digits of a number that is computed with: products and sums of a few such numbers are finite, too.
-MOST_DIGITS = 60
-HALF_CHARACTER = re.compile(r"\\u[dD][89a-fA-F]")  # half of one outside of 16 bits; JSON writes both halves so
 
 
 def file_name(number: int, is_server: bool = False) -> str:
@@ -105,6 +101,53 @@ class LayersTrace:
 
 
 @dataclass(frozen=True)
+class HeadSizes:
+    """Heads of a layer, all tensor ranks together.
+
+    Attributes:
+        window_tokens: sliding window of the layers with such heads; 0 without one.
+        query, key_value: numbers of heads.
+        dim, value_dim: numbers of one head of a query or key, and of a value.
+        groups: that plans divide the heads into.
+    """
+
+    window_tokens: int
+    query: int
+    key_value: int
+    dim: int
+    value_dim: int
+    groups: int
+
+
+@dataclass(frozen=True)
+class ModelSizes:
+    """Sizes of a model, or of the part of it that a rank runs, as far as seconds of its layers depend on them.
+
+    Attributes:
+        heads: of each kind of layers.
+        hidden_size: numbers of a token between layers.
+        layers: all of them, also those that do not attend.
+        layer_weights: that a token passes in all of them; of experts the ones that it is sent to.
+        head_weights: of the last matrix; 0 without one.
+        backward_share: operations of backward over those of a model that is trained whole.
+        liger: whether layers have Liger's kernels.
+        recomputes_layers, recomputes_attention: whether they run forward again in backward.
+        tensor_ranks: that divide every layer between them.
+    """
+
+    heads: tuple[HeadSizes, ...]
+    hidden_size: int
+    layers: int
+    layer_weights: int
+    head_weights: int
+    backward_share: float
+    liger: bool
+    recomputes_layers: bool
+    recomputes_attention: bool
+    tensor_ranks: int
+
+
+@dataclass(frozen=True)
 class PredictedCosts:
     """Seconds of a token and of an attended pair, all layers together, by the rates of a GPU.
 
@@ -168,6 +211,8 @@ class RankTrace:
         step_seconds: from the beginning of this pass to that of the next one, on the host; None if none followed.
         is_complete: whether all calls of backward were made and had ended.
         costs: None on CPUs, and where operations of the model are not known.
+        model: None where these are not known.
+        profile: file of the setting `kernel_times`; empty without one.
     """
 
     step: int
@@ -199,6 +244,8 @@ class RankTrace:
     is_complete: bool
     memory: MemoryUse
     costs: PredictedCosts | None
+    model: ModelSizes | None
+    profile: str
 
     @property
     def layers(self) -> int:
@@ -242,7 +289,7 @@ class RankTrace:
                 f"{where} is of version {content.get('version')!r}, and version {VERSION} is read here; use the "
                 "distca_hf that wrote it"
             )
-        trace: Self = _reader(cast(Any, cls))(content, where)
+        trace: Self = reader_of(cast(Any, cls))(content, where)
         wrong = trace._wrong()
         if wrong is not None:
             raise ReportError(f"{where} has {wrong}: it is not as distca_hf writes it")
@@ -262,103 +309,11 @@ class RankTrace:
                 return f"rank {rank} of speed {speed} with the work {work}"
         if self.ranks_per_node < 1:
             return f"{self.ranks_per_node} ranks per node"
+        model = self.model
+        if model is not None and min(model.layers, model.hidden_size, model.tensor_ranks, len(model.heads)) < 1:
+            return f"a model of {model.layers} layers, {model.hidden_size} numbers of a token, and {model.heads} heads"
+        if model is not None and min(heads.groups for heads in model.heads) < 1:
+            return f"a model whose heads are in groups of {model.heads}"
         others = [other for other, _ in (*self.sent_bytes, *self.received_bytes)]
         beyond = [other for other in others if not 0 <= other < len(self.work)]
         return f"bytes of rank {beyond[0]}, and work of {len(self.work)} ranks" if beyond else None
-
-
-def read_json(text: str) -> Any:
-    """Returns the content of JSON, with whose numbers one can compute, and whose words can be written.
-
-    Raises:
-        ReportError: a number is none (NaN), or too large; or a word has half a character. Says which.
-        ValueError, RecursionError: it is no JSON.
-    """
-    content = json.loads(text, parse_float=_finite, parse_int=_whole, parse_constant=_finite)
-    if HALF_CHARACTER.search(text):
-        try:
-            json.dumps(content, ensure_ascii=False).encode()
-        except UnicodeEncodeError:
-            raise ReportError("half a character (\\ud800 to \\udfff), which cannot be written") from None
-    return content
-
-
-def _finite(number: str) -> float:
-    value = float(number)
-    if not abs(value) < 10.0**MOST_DIGITS:
-        _refuse_number(number)
-    return value
-
-
-def _whole(number: str) -> int:
-    if len(number.lstrip("-")) > MOST_DIGITS:
-        _refuse_number(number)
-    return int(number)
-
-
-def _refuse_number(number: str) -> NoReturn:
-    raise ReportError(f"the number {number[:40]}, with which nothing can be computed")
-
-
-# Makes an object of a value of JSON; the second argument is where it is.
-_Reader = Callable[[Any, str], Any]
-
-
-@cache
-def _reader(kind: Any) -> _Reader:
-    """Returns the reader of a type: of a dataclass, an enumeration, a tuple, an optional type, or a plain one. It
-    raises a ReportError for a value of another type.
-    """
-    origin, inner = get_origin(kind), get_args(kind)
-    if origin in (Union, types.UnionType):
-        given = _reader(inner[0])
-        return lambda value, where: None if value is None else given(value, where)
-    if origin is tuple:
-        return _reader_of_equal(inner[0]) if inner[1] is Ellipsis else _reader_of_some(inner)
-    if is_dataclass(kind):
-        return _reader_of_fields(kind)
-    if issubclass(kind, enum.StrEnum):
-        members = {member.value: member for member in kind}
-        return lambda value, where: (
-            members[value] if type(value) is str and value in members else _refuse(value, kind, where)
-        )
-    types_of = (int, float) if kind is float else (kind,)
-    return lambda value, where: kind(value) if type(value) in types_of else _refuse(value, kind, where)
-
-
-def _reader_of_equal(kind: Any) -> _Reader:
-    item = _reader(kind)
-
-    def read(value: Any, where: str) -> Any:
-        return tuple([item(one, where) for one in value]) if type(value) is list else _refuse(value, tuple, where)
-
-    return read
-
-
-def _reader_of_some(kinds: tuple[Any, ...]) -> _Reader:
-    items = [_reader(kind) for kind in kinds]
-
-    def read(value: Any, where: str) -> Any:
-        if type(value) is not list or len(value) != len(items):
-            _refuse(value, tuple, where)
-        return tuple([item(one, where) for item, one in zip(items, value, strict=True)])
-
-    return read
-
-
-def _reader_of_fields(kind: Any) -> _Reader:
-    readers = {name: _reader(of_field) for name, of_field in get_type_hints(kind).items()}
-
-    def read(value: Any, where: str) -> Any:
-        if not isinstance(value, Mapping):
-            _refuse(value, kind, where)
-        missing = [name for name in readers if name not in value]
-        if missing:
-            raise ReportError(f"{where} has no {missing[0]!r}: it is not as distca_hf writes it")
-        return kind(**{name: reader(value[name], where) for name, reader in readers.items()})
-
-    return read
-
-
-def _refuse(value: object, kind: type, where: str) -> NoReturn:
-    raise ReportError(f"{where} has {str(value)[:40]!r} where a {kind.__name__} belongs")

@@ -11,6 +11,9 @@ optimizer steps, a placed loader its micro-batches. The setting is among those t
 import atexit
 import time
 from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -18,10 +21,30 @@ from distca_hf.batches.preview import PlacedPlan
 from distca_hf.cost import LayerMasks, TokenBytes
 from distca_hf.runtime.live_plan import LivePlan
 from distca_hf.runtime.pass_trace import UNTRACED, NotedPass, PassTrace
-from distca_hf.runtime.pending_traces import Pending, PendingTraces, bytes_of_layer, device_name, memory_of, tasks_of
+from distca_hf.runtime.pending_traces import (
+    Pending,
+    PendingTraces,
+    bytes_of_layer,
+    device_name,
+    is_routed_by,
+    memory_of,
+    tasks_of,
+)
 from distca_hf.runtime.served_traces import OrderedPass, ReportedPass
 from distca_hf.trace_file import TraceFile
-from distca_hf.traces import LayersTrace, PredictedCosts, RankTrace
+from distca_hf.traces import LayersTrace, ModelSizes, PredictedCosts, RankTrace
+
+
+class Predictable(NamedTuple):
+    """What seconds of a pass are predicted from; None where it is not known.
+
+    Attributes:
+        costs: by rates of a GPU.
+        sizes: of the model.
+    """
+
+    costs: PredictedCosts | None = None
+    sizes: ModelSizes | None = None
 
 
 class ReportedSteps:
@@ -40,13 +63,13 @@ class ReportedSteps:
         self._pending = PendingTraces()
         self._begun: Pending | None = None
 
-    def begin(self, plan: LivePlan, trains: bool, costs: Callable[[], PredictedCosts | None]) -> PassTrace:
+    def begin(self, plan: LivePlan, trains: bool, of_model: Callable[[], Predictable]) -> PassTrace:
         """Returns what notes the moments of a pass that begins now.
 
         Args:
             plan: of the pass.
             trains: whether it is one of training; no other is traced.
-            costs: returns predicted costs of the model, which is asked in reported steps alone.
+            of_model: returns what is predicted from the model; it is asked in reported steps alone.
         """
         if not self._every_steps:
             return UNTRACED
@@ -64,7 +87,7 @@ class ReportedSteps:
         atexit.unregister(self.flush)
         atexit.register(self.flush)
         device = next(iter(plan.kinds)).plan.forward.send_rows.device
-        trace = self._begun_trace(plan, step, device, costs() if device.type == "cuda" else None)
+        trace = self._begun_trace(plan, step, device, of_model())
         noted = NotedPass(device) if plan.posted is None else OrderedPass(device, plan.posted)
         self._begun = Pending(trace, noted, device, plan.transport.grid.rank, time.perf_counter())
         self._pending.add(self._file, self._begun)
@@ -92,7 +115,7 @@ class ReportedSteps:
             self._begun.step_seconds = time.perf_counter() - self._begun.began
             self._begun = None
 
-    def _begun_trace(self, plan: LivePlan, step: int, device: torch.device, costs: PredictedCosts | None) -> RankTrace:
+    def _begun_trace(self, plan: LivePlan, step: int, device: torch.device, of_model: Predictable) -> RankTrace:
         """Returns the trace of a pass that begins: without calls."""
         facts, transport, grid = plan.facts, plan.transport, plan.transport.grid
         kinds = self._kinds_of(plan)
@@ -126,16 +149,17 @@ class ReportedSteps:
             step_seconds=None,
             is_complete=False,
             memory=memory_of(device),
-            costs=costs,
+            costs=of_model.costs if device.type == "cuda" else None,
+            model=of_model.sizes,
+            profile=str(Path(plan.config.kernel_times).absolute()) if plan.config.kernel_times else "",
         )
 
     def _kinds_of(self, plan: LivePlan) -> tuple[LayersTrace, ...]:
         """Returns the kinds of layers, with tasks of this rank where they are routed already. A window as long as all
-        documents is none."""
-        tasks = {kind.plan.facts.window_tokens or 0: kind.plan.tasks for kind in plan.kinds}
-        layers: dict[int, int] = {}
+        documents has those of full attention."""
+        made = []
         for mask, count in self._layer_masks:
-            window = mask.window_tokens or 0
-            window = 0 if window >= plan.facts.longest_document_tokens else window
-            layers[window] = layers.get(window, 0) + count
-        return tuple(LayersTrace(window, count, tasks_of(tasks.get(window))) for window, count in layers.items())
+            kind = LayersTrace(mask.window_tokens or 0, count, None)
+            plans = [one.plan for one in plan.kinds if is_routed_by(kind, one.plan)]
+            made.append(replace(kind, tasks=tasks_of(plans[0].tasks)) if plans else kind)
+        return tuple(made)

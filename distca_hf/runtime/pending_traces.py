@@ -119,12 +119,19 @@ def bytes_of_layer(
         token_bytes: of the model.
     """
     sent, received = Bytes(float), Bytes(float)
-    layers = {kind.window_tokens: kind.layers for kind in kinds}
+    total = sum(kind.layers for kind in kinds)
     for plan in plans:
-        share = layers.get(plan.facts.window_tokens or 0, 0) / sum(layers.values())
+        layers = [kind.layers for kind in kinds if is_routed_by(kind, plan)]
+        share = sum(layers) / total
         if share:
             _add_bytes(sent, received, plan, share, token_bytes)
     return _rounded(sent), _rounded(received)
+
+
+def is_routed_by(kind: LayersTrace, plan: DeviceRankPlan) -> bool:
+    """Returns whether layers follow a routing: a window as long as all documents is none."""
+    window = 0 if kind.window_tokens >= plan.facts.longest_document_tokens else kind.window_tokens
+    return window == (plan.facts.window_tokens or 0)
 
 
 def _add_bytes(sent: Bytes, received: Bytes, plan: DeviceRankPlan, share: float, token_bytes: TokenBytes) -> None:
@@ -140,9 +147,9 @@ def _add_bytes(sent: Bytes, received: Bytes, plan: DeviceRankPlan, share: float,
                     received[rank] += weight * (coming * out_bytes + leaving * back_bytes)
 
 
-def tasks_of(tasks: IntArray | None) -> tuple[tuple[int, int, int], ...] | None:
-    """Returns `[tasks, 3]` tasks of a `DeviceRankPlan` for a trace; None stays."""
-    return None if tasks is None else tuple((queries, before, group) for queries, before, group in tasks.tolist())
+def tasks_of(tasks: IntArray) -> tuple[tuple[int, int, int], ...]:
+    """Returns `[tasks, 3]` tasks of a `DeviceRankPlan` for a trace."""
+    return tuple((queries, before, group) for queries, before, group in tasks.tolist())
 
 
 def _rounded(of_ranks: Bytes) -> RankBytes:

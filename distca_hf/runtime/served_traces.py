@@ -21,7 +21,15 @@ from distca_hf.cost import TokenBytes
 from distca_hf.runtime.forward_pass import ForwardPass
 from distca_hf.runtime.live_plan import LivePlan
 from distca_hf.runtime.pass_trace import NotedPass
-from distca_hf.runtime.pending_traces import Pending, PendingTraces, bytes_of_layer, device_name, memory_of, tasks_of
+from distca_hf.runtime.pending_traces import (
+    Pending,
+    PendingTraces,
+    bytes_of_layer,
+    device_name,
+    is_routed_by,
+    memory_of,
+    tasks_of,
+)
 from distca_hf.trace_file import TraceFile
 from distca_hf.traces import RankTrace
 
@@ -111,11 +119,12 @@ class ServedTraces:
 
     def _own(self, reported: ReportedPass, plan: LivePlan) -> RankTrace:
         """Returns the trainer's trace with what is different on this server. Layers with a window leave it alone."""
-        full = [kind.plan for kind in plan.kinds if kind.plan.facts.window_tokens is None]
+        full = next(kind.plan for kind in plan.kinds if kind.plan.facts.window_tokens is None)
         kinds = tuple(
-            replace(kind, tasks=() if kind.window_tokens else tasks_of(full[0].tasks)) for kind in reported.trace.kinds
+            replace(kind, tasks=tasks_of(full.tasks) if is_routed_by(kind, full) else ())
+            for kind in reported.trace.kinds
         )
-        sent, received = bytes_of_layer(full, kinds, reported.token_bytes)
+        sent, received = bytes_of_layer([full], kinds, reported.token_bytes)
         return replace(
             reported.trace,
             written=time.time(),

@@ -3,11 +3,39 @@
 from dataclasses import replace
 from pathlib import Path
 
-from distca_hf.traces import CallTrace, LayersTrace, MemoryUse, PassPart, PredictedCosts, RankTrace, Spent, file_name
+from distca_hf.traces import (
+    CallTrace,
+    HeadSizes,
+    LayersTrace,
+    MemoryUse,
+    ModelSizes,
+    PassPart,
+    PredictedCosts,
+    RankTrace,
+    Spent,
+    file_name,
+)
 
 
 GIB = 2**30
 KERNELS = (Spent.LOCAL, Spent.REMOTE)
+
+
+def llama_layers(layers: int) -> ModelSizes:
+    """Some layers of an 8B Llama, checkpointed, with attention's outputs saved."""
+    heads = HeadSizes(window_tokens=0, query=32, key_value=8, dim=128, value_dim=128, groups=8)
+    return ModelSizes(
+        heads=(heads,),
+        hidden_size=4096,
+        layers=layers,
+        layer_weights=layers * 218_103_808,
+        head_weights=128_256 * 4096,
+        backward_share=1.0,
+        liger=False,
+        recomputes_layers=True,
+        recomputes_attention=False,
+        tensor_ranks=1,
+    )
 
 
 def made_trace(rank: int, ranks: int, step: int = 100, layers: int = 2, slow_rank: int | None = None) -> RankTrace:
@@ -50,7 +78,7 @@ def made_trace(rank: int, ranks: int, step: int = 100, layers: int = 2, slow_ran
         num_tokens=ranks * 65536,
         longest_document_tokens=120_000,
         tokens=65536,
-        kinds=(LayersTrace(0, layers, ((65_536, 0, 0),)),),
+        kinds=(LayersTrace(0, layers, ((8_192, 0, 0),) * 8),),
         work_before=work_before,
         work=tuple(mean * (1.0 + 0.001 * (other % 3)) for other in range(ranks)),
         speeds=(),
@@ -62,6 +90,8 @@ def made_trace(rank: int, ranks: int, step: int = 100, layers: int = 2, slow_ran
         is_complete=True,
         memory=MemoryUse("GPU", 58 * GIB + rank * GIB // 8, 66 * GIB, 141 * GIB),
         costs=PredictedCosts("H200", 1e-7, 1e-11, 2.5e-11),
+        model=llama_layers(layers),
+        profile="",
     )
 
 

@@ -20,7 +20,8 @@ class Seconds:
     attention servers behind the ranks that hold tokens.
 
     Attributes:
-        rates: the GPU by whose rates they are predicted; empty if nothing is predicted.
+        rates: the profile, or the GPU, by which they are predicted; empty if nothing is predicted.
+        source: the same in words.
         predicted_attention, predicted_rest: of attention, and of all else but the optimizer.
         attention, waiting, exchange, rest: measured: kernels of attention; waiting for rows of other ranks in it;
             sending and merging; and all else of the pass, with waiting in collectives of the framework.
@@ -30,6 +31,7 @@ class Seconds:
     """
 
     rates: str = ""
+    source: str = ""
     predicted_attention: OfRanks = ()
     predicted_rest: OfRanks = ()
     attention: OfRanks = ()

@@ -2,10 +2,10 @@
 
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 
 from distca_hf.analysis.report.figures import CallOfRanks, MemoryBar, Report, Seconds, StepFigures
+from distca_hf.analysis.report.predictions import Predicted, Predictor
 from distca_hf.analysis.report.served import waiting_for_servers
 from distca_hf.analysis.report.small_enough import chosen_calls, in_nodes, spread
 from distca_hf.analysis.report.straggler import findings_of, names_in_words, summary_of
@@ -24,15 +24,17 @@ _Key = tuple[int, int, int, int, int]
 KERNELS, EXCHANGES = (Spent.LOCAL, Spent.REMOTE), (Spent.SEND, Spent.COMBINE)
 
 
-def read_folder(folder: Path) -> Report:
+def read_folder(folder: Path, predictor: Predictor | None = None) -> Report:
     """Returns the report of a run.
 
     Args:
         folder: of the traces, or the output folder that they are in.
+        predictor: predicts seconds; None: from profiles of the run's GPUs.
 
     Raises:
         ReportError: it holds no traces, or a file in it cannot be read; names file and line.
     """
+    predictor = predictor or Predictor()
     files = _files_in(folder) or _files_in(folder / FOLDER)
     if not files:
         raise ReportError(
@@ -59,10 +61,10 @@ def read_folder(folder: Path) -> Report:
                 continue
             same = {trace.rank: trace for trace in of_ranks if _are_together(trace, latest)}
             left_out += len(of_ranks) - len(same)
-            steps.append(_figures(same, latest))
+            steps.append(_figures(same, latest, predictor))
             missing |= {latest.name_of(rank) for rank in steps[-1].missing}
         newest = max(newest, of_step.written)
-    notes = _notes(steps, left_out, missing)
+    notes = [*_notes(steps, left_out, missing), *predictor.lines()]
     if index.unfinished:
         names = ", ".join(file.name for file in index.unfinished)
         notes.append(f"The last line of {names} is cut off and left out: the rank was writing it, or was killed.")
@@ -116,16 +118,18 @@ def _are_together(trace: RankTrace, other: RankTrace) -> bool:
     return (trace.fingerprint, trace.num_ranks) == (other.fingerprint, other.num_ranks)
 
 
-def _figures(of_ranks: Mapping[int, RankTrace], any_trace: RankTrace) -> StepFigures:
+def _figures(of_ranks: Mapping[int, RankTrace], any_trace: RankTrace, predictor: Predictor) -> StepFigures:
     """Returns the figures of one micro-batch.
 
     Args:
         of_ranks: traces by rank; some may be missing.
         any_trace: one of them.
+        predictor: predicts seconds.
     """
     ranks, all_ranks = range(any_trace.num_ranks), range(len(any_trace.work))
     missing = [rank for rank in all_ranks if rank not in of_ranks]
-    seconds = _seconds(of_ranks, any_trace)
+    predicted = predictor.predict(of_ranks, len(any_trace.work))
+    seconds = _seconds(of_ranks, any_trace, predicted)
     sent = _sent(of_ranks)
     nodes_sent, sent = in_nodes(sent, len(any_trace.work), any_trace.ranks_per_node)
     return StepFigures(
@@ -141,7 +145,7 @@ def _figures(of_ranks: Mapping[int, RankTrace], any_trace: RankTrace) -> StepFig
         speeds=any_trace.speeds,
         nodes_sent=nodes_sent,
         missing=missing,
-        facts=_facts(of_ranks, any_trace),
+        facts=[*_facts(of_ranks, any_trace), ("predicted with", predicted.source or "nothing")],
         findings=findings_of(any_trace, seconds, missing),
         seconds=seconds,
         calls=chosen_calls(_calls(of_ranks)),
@@ -190,14 +194,18 @@ def _sent(of_ranks: Mapping[int, RankTrace]) -> list[tuple[int, int, float]]:
     return [(source, destination, size) for (source, destination), size in sorted(found.items())]
 
 
-def _seconds(of_ranks: Mapping[int, RankTrace], any_trace: RankTrace) -> Seconds:
+def _seconds(of_ranks: Mapping[int, RankTrace], any_trace: RankTrace, predicted: Predicted) -> Seconds:
     """Returns predicted and measured seconds of every rank."""
     traces = [of_ranks.get(rank) for rank in range(len(any_trace.work))]
     attention, waiting, exchange = (
         [None if trace is None else _spent(trace, uses) for trace in traces]
         for uses in (KERNELS, (Spent.WAIT,), EXCHANGES)
     )
-    measured = Seconds(
+    return Seconds(
+        rates=predicted.rates,
+        source=predicted.source,
+        predicted_attention=predicted.attention,
+        predicted_rest=predicted.rest,
         attention=attention,
         waiting=waiting,
         exchange=exchange,
@@ -207,16 +215,6 @@ def _seconds(of_ranks: Mapping[int, RankTrace], any_trace: RankTrace) -> Seconds
         ],
         step=[None if trace is None else trace.step_seconds for trace in traces],
         waiting_for_servers=waiting_for_servers(of_ranks, any_trace.num_ranks),
-    )
-    costs = any_trace.costs
-    if costs is None:
-        return measured
-    pair_seconds = costs.pair_forward_seconds + costs.pair_backward_seconds
-    return replace(
-        measured,
-        rates=costs.rates,
-        predicted_attention=[work * pair_seconds for work in any_trace.work],
-        predicted_rest=[None if trace is None else trace.tokens * costs.token_seconds for trace in traces],
     )
 
 

@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 from distca_hf.analysis.report import run_folder
 from distca_hf.analysis.report.figures import Seconds
 from distca_hf.analysis.report.page import page_of
+from distca_hf.analysis.report.predictions import Predictor
 from distca_hf.analysis.report.run_folder import read_folder
 from distca_hf.analysis.report.small_enough import fitted
 from distca_hf.analysis.report.sources import read_source
@@ -62,8 +63,10 @@ def test_run_has_all_ranks_of_every_step(tmp_path: Path) -> None:
     ]
     attention = sum(us for call in trace.calls for use, us in call.spans if use in ("local", "remote")) / 1e6
     assert step["seconds"]["attention"][2] == pytest.approx(attention, rel=1e-4)
-    assert step["seconds"]["predicted_attention"][2] == pytest.approx(trace.work[2] * 3.5e-11, rel=1e-4)
-    assert step["seconds"]["predicted_rest"][2] == pytest.approx(65536e-7, rel=1e-4)
+    predicted = Predictor().predict({2: trace}, 4)
+    assert step["seconds"]["rates"] == predicted.rates == "h200"
+    assert step["seconds"]["predicted_attention"][2] == pytest.approx(predicted.attention[2], rel=1e-4)
+    assert step["seconds"]["predicted_rest"][2] == pytest.approx(predicted.rest[2], rel=1e-4)
     parts = [sum(step["seconds"][name][2] for name in ("attention", "waiting", "exchange", "rest"))]
     assert parts == [pytest.approx(trace.pass_seconds, rel=1e-3)]
     assert [(call["part"], len(call["ranks"])) for call in step["calls"]] == [("forward", 4)] * 3 + [

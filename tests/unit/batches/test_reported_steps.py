@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from distca_hf.batches.reported_steps import ReportedSteps
+from distca_hf.batches.reported_steps import Predictable, ReportedSteps
 from distca_hf.comm.transport import Transport
 from distca_hf.config import DistCAConfig
 from distca_hf.cost import CAUSAL_LAYERS, CAUSAL_MASK, TokenBytes, causal_pairs
@@ -53,7 +53,7 @@ def train(transport: Transport, plan: Plan, folder: Path, every_steps: int, pass
     traced = []
     for number in range(passes):
         live = live_plan(transport, plan, number)
-        trace = steps.begin(live, True, lambda: None)
+        trace = steps.begin(live, True, Predictable)
         traced.append(trace is not UNTRACED)
         run_pass(live, plan, trace)
     steps.flush()
@@ -137,7 +137,7 @@ def test_traces_add_no_exchange(tmp_path: Path) -> None:
 def test_passes_that_do_not_train_are_not_traced(tmp_path: Path) -> None:
     def evaluate(transport: Transport) -> bool:
         steps = ReportedSteps(1, TraceFile(str(tmp_path)), TOKEN_BYTES, MASKS)
-        return steps.begin(live_plan(transport, CUT, 0), False, lambda: None) is UNTRACED
+        return steps.begin(live_plan(transport, CUT, 0), False, Predictable) is UNTRACED
 
     assert run_ranks(2, evaluate) == [True, True]
 
@@ -146,7 +146,7 @@ def test_pass_without_backward_is_written_at_the_end_and_marked(tmp_path: Path) 
     def leave(transport: Transport) -> None:
         steps = ReportedSteps(1, TraceFile(str(tmp_path)), TOKEN_BYTES, MASKS)
         live = live_plan(transport, CUT, 0)
-        live.begin_forward_pass(LAYERS, {}, trace=steps.begin(live, True, lambda: None))
+        live.begin_forward_pass(LAYERS, {}, trace=steps.begin(live, True, Predictable))
         x = torch.randn(len(rows_of_rank(CUT.layout, transport.rank)), 4, 16, requires_grad=True)
         flash_attn(x, x[:, :2].contiguous(), x[:, 2:].contiguous(), SPEC, live.handle, torch.tensor(0))
         steps.flush()
@@ -166,7 +166,7 @@ def test_a_trainer_counts_its_own_steps(tmp_path: Path) -> None:
         for number, step in enumerate((1, 1, 2, 2)):
             file.follow_trainer(str(tmp_path), step)
             live = live_plan(transport, CUT, number)
-            trace = steps.begin(live, True, lambda: None)
+            trace = steps.begin(live, True, Predictable)
             traced.append(trace is not UNTRACED)
             run_pass(live, CUT, trace)
         steps.flush()
@@ -180,7 +180,7 @@ def test_recomputed_calls_are_told_from_first_ones(tmp_path: Path) -> None:
     def checkpointed(transport: Transport) -> None:
         steps = ReportedSteps(1, TraceFile(str(tmp_path)), TOKEN_BYTES, CAUSAL_LAYERS)
         live = live_plan(transport, CUT, 0)
-        live.begin_forward_pass(1, {}, trace=steps.begin(live, True, lambda: None))
+        live.begin_forward_pass(1, {}, trace=steps.begin(live, True, Predictable))
         x = torch.randn(len(rows_of_rank(CUT.layout, transport.rank)), 4, 16, requires_grad=True)
 
         def attend(x: torch.Tensor) -> torch.Tensor:

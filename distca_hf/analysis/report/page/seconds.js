@@ -15,10 +15,10 @@ function secondsPicture(step) {
     : times.predicted_attention[rank] + times.predicted_rest[rank]) : [];
   const known = total.filter((value) => value !== null);
   const longest = total.indexOf(Math.max(...known));
-  const comparison = expected.length && total[longest] ? ` Predicted with the rates of an ${times.rates}: ${duration(expected[longest])}.` : "";
-  const said = `${measured ? "Measured" : `Predicted with the rates of an ${times.rates}, exchanges left out`}: forward and backward of `
+  const comparison = expected.length && total[longest] ? ` Predicted with ${times.source}: ${duration(expected[longest])}.` : "";
+  const said = `${measured ? "Measured" : `Predicted with ${times.source}, exchanges left out`}: forward and backward of `
     + `one micro-batch, all layers together. It takes longest on ${rankName(step, longest)}, ${duration(total[longest])}.${comparison}`
-    + (measured && !predicted ? " Nothing is predicted: there are no rates for this device or model." : "")
+    + (measured && !predicted ? " Nothing is predicted: there is no profile of this device, or the model is not known." : "")
     + (measured ? " All else holds waiting in collectives of FSDP, ZeRO or DDP, too." : "")
     + (measured && step.servers.length ? " Of an attention server it is the time between its calls." : "");
   function draw(width, palette) {
