@@ -119,7 +119,7 @@ def bytes_of_layer(
         token_bytes: of the model.
     """
     sent, received = Bytes(float), Bytes(float)
-    total = sum(kind.layers for kind in kinds)
+    total = sum(kind.layers for kind in kinds) or 1  # a stage of a pipeline may have none that attend
     for plan in plans:
         layers = [kind.layers for kind in kinds if is_routed_by(kind, plan)]
         share = sum(layers) / total

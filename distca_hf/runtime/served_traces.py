@@ -44,12 +44,14 @@ class OrderedPass(NotedPass):
 
     def __init__(self, device: torch.device, posted: PostedPlan) -> None:
         super().__init__(device)
-        self._posted = posted
+        self._posted: PostedPlan | None = posted
 
     def end_forward(self, backward_calls: int) -> None:
         """Ends the forward pass; `backward_calls` follow it."""
         super().end_forward(backward_calls)
-        self._posted.end_forward(backward_calls)
+        if self._posted is not None:
+            self._posted.end_forward(backward_calls)
+        self._posted = None  # servers keep a plan for as long as trainers hold it, and moments may be held for longer
 
 
 class ReportedPass(NamedTuple):

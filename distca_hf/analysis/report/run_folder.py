@@ -148,7 +148,7 @@ def _figures(of_ranks: Mapping[int, RankTrace], any_trace: RankTrace, predictor:
         facts=[*_facts(of_ranks, any_trace), ("predicted with", predicted.source or "nothing")],
         findings=findings_of(any_trace, seconds, missing),
         seconds=seconds,
-        calls=chosen_calls(_calls(of_ranks)),
+        calls=chosen_calls(_calls(of_ranks), any_trace.num_ranks),
         memory=[_memory(of_ranks[rank]) for rank in all_ranks if rank in of_ranks],
     )
 

@@ -23,6 +23,8 @@ _Call = tuple[PassPart, int]
 LITTLE_WAITING = 0.01
 # A rank has more work, or is slower, if it is by this factor over another number.
 NOTABLE = 1.05
+# A pass is not shorter, so that one can divide by it.
+SHORTEST_SECONDS = 1e-9
 
 
 def waiting_for_servers(of_ranks: Mapping[int, RankTrace], num_ranks: int) -> OfRanks:
@@ -66,7 +68,7 @@ def slow_server_in_words(trace: RankTrace, seconds: Seconds) -> str | None:
     waited = numbers_of(seconds.waiting_for_servers)
     if not len(waited) or np.isnan(waited).all():
         return None
-    trainers, passed = slice(trace.num_ranks), seconds.passed
+    trainers, passed = slice(trace.num_ranks), np.maximum(seconds.passed, SHORTEST_SECONDS)
     if not np.nanmin(waited / passed[trainers]) >= LITTLE_WAITING:
         return None
     busy = numbers_of(seconds.attention) + numbers_of(seconds.exchange)
@@ -133,5 +135,5 @@ def shares_of_servers(num_ranks: int, seconds: Seconds) -> np.ndarray:
     its trace is missing."""
     parts: Sequence[OfRanks] = (seconds.attention, seconds.exchange, seconds.waiting)
     attention, exchange, waiting = (numbers_of(part)[num_ranks:] for part in parts)
-    passed = np.maximum(seconds.passed[num_ranks:], 1e-12)
+    passed = np.maximum(seconds.passed[num_ranks:], SHORTEST_SECONDS)
     return np.stack(((attention + exchange) / passed, waiting / passed), axis=1)

@@ -15,6 +15,7 @@ from distca_hf.analysis.report.figures import Seconds, StepFigures, imbalance, n
 from distca_hf.analysis.report.served import (
     LITTLE_WAITING,
     NOTABLE,
+    SHORTEST_SECONDS,
     busy_in_words,
     shares_of_servers,
     slow_server_in_words,
@@ -146,7 +147,8 @@ def _servers_of(steps: Sequence[StepFigures]) -> list[str]:
     for step in steps:
         if step.seconds is not None and step.seconds.waiting_for_servers:
             shares.append(shares_of_servers(step.num_ranks, step.seconds)[:, 0])
-            waits.append(numbers_of(step.seconds.waiting_for_servers) / step.seconds.passed[: step.num_ranks])
+            passed = np.maximum(step.seconds.passed[: step.num_ranks], SHORTEST_SECONDS)
+            waits.append(numbers_of(step.seconds.waiting_for_servers) / passed)
     busy, waited = (of[~np.isnan(of)] for of in (np.concatenate(shares), np.concatenate(waits)))
     if not len(busy) or not len(waited):
         return []

@@ -12,11 +12,11 @@ import pytest
 from typer.testing import CliRunner
 
 from distca_hf.analysis.report import run_folder
-from distca_hf.analysis.report.figures import Seconds
+from distca_hf.analysis.report.figures import CallOfRanks, Seconds
 from distca_hf.analysis.report.page import page_of
 from distca_hf.analysis.report.predictions import Predictor
 from distca_hf.analysis.report.run_folder import read_folder
-from distca_hf.analysis.report.small_enough import fitted
+from distca_hf.analysis.report.small_enough import chosen_calls, fitted
 from distca_hf.analysis.report.sources import read_source
 from distca_hf.analysis.report.straggler import straggler_in_words
 from distca_hf.cli import app
@@ -242,6 +242,19 @@ def test_servers_without_traces_of_trainers_are_shown(tmp_path: Path) -> None:
     assert found["notes"][0].startswith("No traces of rank 0, 1 (in all steps)")
     assert found["steps"][0]["seconds"]["waiting_for_servers"] == [None, None]
     assert page_of(read_folder(tmp_path))
+
+
+def test_of_many_ranks_servers_keep_their_rows(tmp_path: Path) -> None:
+    spans = (("wait", 5.0),)
+    call = CallOfRanks(
+        "forward", 0, 0, [(rank, (("wait", float(rank)),) if rank < 100 else spans) for rank in range(130)]
+    )
+    (few,) = chosen_calls([call], num_ranks=100)
+    (fewer,) = chosen_calls([replace(call, ranks=call.ranks[:110])], num_ranks=100)
+
+    shown = [rank for rank, _ in few.ranks]
+    assert (len(shown), sum(rank >= 100 for rank in shown), shown[0]) == (48, 24, 0)
+    assert [rank for rank, _ in fewer.ranks][-10:] == list(range(100, 110))
 
 
 def test_large_run_becomes_a_small_page(tmp_path: Path) -> None:

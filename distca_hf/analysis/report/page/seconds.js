@@ -11,11 +11,11 @@ function secondsPicture(step) {
   const columns = parts.map(([name]) => times[name]);
   const ranks = columns[0].map((_, rank) => rank);
   const total = ranks.map((rank) => (columns[0][rank] === null ? null : sum(columns.map((column) => column[rank]))));
-  const expected = predicted && measured ? ranks.map((rank) => (times.predicted_rest[rank] ?? null) === null ? null
-    : times.predicted_attention[rank] + times.predicted_rest[rank]) : [];
+  const expected = predicted && measured ? ranks.map((rank) => [times.predicted_attention, times.predicted_rest].some(
+    (column) => (column[rank] ?? null) === null) ? null : times.predicted_attention[rank] + times.predicted_rest[rank]) : [];
   const known = total.filter((value) => value !== null);
   const longest = total.indexOf(Math.max(...known));
-  const comparison = expected.length && total[longest] ? ` Predicted with ${times.source}: ${duration(expected[longest])}.` : "";
+  const comparison = (expected[longest] ?? null) !== null && total[longest] ? ` Predicted with ${times.source}: ${duration(expected[longest])}.` : "";
   const said = `${measured ? "Measured" : `Predicted with ${times.source}, exchanges left out`}: forward and backward of `
     + `one micro-batch, all layers together. It takes longest on ${rankName(step, longest)}, ${duration(total[longest])}.${comparison}`
     + (measured && !predicted ? " Nothing is predicted: there is no profile of this device, or the model is not known." : "")
