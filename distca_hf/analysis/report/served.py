@@ -58,6 +58,29 @@ def _spent(trace: RankTrace, waits: bool) -> Mapping[_Call, float]:
     return spent
 
 
+def slow_server(num_ranks: int, seconds: Seconds) -> int | None:
+    """Returns the server that all trainers wait for, numbered behind them; None if they wait for none.
+
+    Args:
+        num_ranks: trainers.
+        seconds: measured.
+    """
+    waited = numbers_of(seconds.waiting_for_servers)
+    if not len(waited) or np.isnan(waited).all():
+        return None
+    passed = np.maximum(seconds.passed[:num_ranks], SHORTEST_SECONDS)
+    busy = _busy(seconds)
+    server = num_ranks + int(np.nanargmax(busy[num_ranks:]))
+    all_wait = np.nanmin(waited / passed) >= LITTLE_WAITING
+    return server if all_wait and busy[server] > NOTABLE * np.nanmax(busy[:num_ranks]) else None
+
+
+def _busy(seconds: Seconds) -> np.ndarray:
+    """Returns `[ranks]` seconds of computing and sending in attention."""
+    busy: np.ndarray = numbers_of(seconds.attention) + numbers_of(seconds.exchange)
+    return busy
+
+
 def slow_server_in_words(trace: RankTrace, seconds: Seconds) -> str | None:
     """Returns a sentence that names the server that all trainers wait for, and the reason; None if they do not.
 
@@ -65,15 +88,11 @@ def slow_server_in_words(trace: RankTrace, seconds: Seconds) -> str | None:
         trace: of any rank.
         seconds: measured.
     """
-    waited = numbers_of(seconds.waiting_for_servers)
-    if not len(waited) or np.isnan(waited).all():
+    server = slow_server(trace.num_ranks, seconds)
+    if server is None:
         return None
-    trainers, passed = slice(trace.num_ranks), np.maximum(seconds.passed, SHORTEST_SECONDS)
-    if not np.nanmin(waited / passed[trainers]) >= LITTLE_WAITING:
-        return None
-    busy = numbers_of(seconds.attention) + numbers_of(seconds.exchange)
-    server = trace.num_ranks + int(np.nanargmax(busy[trace.num_ranks :]))
-    most = int(np.nanargmax(waited))
+    waited, passed = numbers_of(seconds.waiting_for_servers), np.maximum(seconds.passed, SHORTEST_SECONDS)
+    busy, trainers, most = _busy(seconds), slice(trace.num_ranks), int(np.nanargmax(waited))
     named = (
         f"Trainers wait for {trace.name_of(server)}: in attention it computes and sends for {1e3 * busy[server]:.1f} "
         f"ms, trainers for {1e3 * np.nanmax(busy[trainers]):.1f} ms at most. Rank {most} waits up to "

@@ -7,6 +7,7 @@ attention.
 Trainers may all wait for an attention server instead: `served` says when.
 """
 
+from collections import Counter
 from collections.abc import Sequence
 
 import numpy as np
@@ -18,6 +19,7 @@ from distca_hf.analysis.report.served import (
     SHORTEST_SECONDS,
     busy_in_words,
     shares_of_servers,
+    slow_server,
     slow_server_in_words,
 )
 from distca_hf.traces import RankTrace
@@ -127,16 +129,21 @@ def summary_of(steps: Sequence[StepFigures]) -> list[str]:
         f"{len(steps)} reported micro-batch{'es' if len(steps) > 1 else ''}: attention work of the busiest rank "
         f"{before:.2f} → {after:.2f} times the mean."
     ]
-    waited: dict[int, int] = {}
+    waited, servers = Counter[int](), Counter[int]()
     for step in steps:
-        if step.seconds is not None and step.num_ranks > 1:
+        server = None if step.seconds is None else slow_server(step.num_ranks, step.seconds)
+        if server is not None:
+            servers[step.servers[server - step.num_ranks]] += 1
+        elif step.seconds is not None and step.num_ranks > 1:
             numbers = numbers_of(step.seconds.waiting)[: step.num_ranks]
             if not np.isnan(numbers).all():
-                last = int(np.nanargmin(numbers))
-                waited[last] = waited.get(last, 0) + 1
+                waited[int(np.nanargmin(numbers))] += 1
     if waited:
         rank, count = max(waited.items(), key=lambda found: (found[1], -found[0]))
         sentences.append(f"Rank {rank} waits least in {count} of them, so that the others wait for it.")
+    if servers:
+        number, count = max(servers.items(), key=lambda found: (found[1], -found[0]))
+        sentences.append(f"Trainers wait for server {number} in {count} of them.")
     return [*sentences, *_servers_of(steps)]
 
 

@@ -16,6 +16,7 @@ from distca_hf.analysis.report.figures import CallOfRanks, Seconds
 from distca_hf.analysis.report.page import page_of
 from distca_hf.analysis.report.predictions import Predictor
 from distca_hf.analysis.report.run_folder import read_folder
+from distca_hf.analysis.report.served import slow_server_in_words
 from distca_hf.analysis.report.small_enough import chosen_calls, fitted
 from distca_hf.analysis.report.sources import read_source
 from distca_hf.analysis.report.straggler import straggler_in_words
@@ -208,6 +209,7 @@ def test_servers_are_rows_behind_the_trainers(tmp_path: Path) -> None:
     assert "It attends at 0.36 times the speed of a trainer, and the plan counts on 0.50" in slow
     assert busiest.startswith("Server 3 computes and sends for ")
     assert idlest.startswith("Server 0 computes and sends for ")
+    assert found["summary"][-2] == "Trainers wait for server 3 in 1 of them."
     assert found["summary"][-1].startswith("Attention servers compute and send for ")
 
 
@@ -338,6 +340,62 @@ def test_rank_that_others_wait_for_is_named_with_the_reason(name: str) -> None:
 def test_nobody_is_named_where_all_wait_alike_or_not_at_all() -> None:
     assert "All ranks wait about as long" in straggler_in_words(EVEN, seconds([0.5] * 4, [0.3] * 4))
     assert "No rank waits for others" in straggler_in_words(EVEN, seconds([0.5] * 4, [0.001] * 4))
+
+
+SERVED_WORK = (4.0e8, 4.0e8, 2.0e8)
+SLOW_SERVERS = {
+    "more work": (
+        SERVED_WORK,
+        (1.0, 1.0, 0.4),
+        [1.0, 1.0, 1.25],
+        [0.2, 0.3],
+        "It has 1.25 times the work of a trainer",
+    ),
+    "slower": (SERVED_WORK, (1.0, 1.0, 0.5), [1.0, 1.0, 1.5], [0.5, 0.5], "at 0.33 times the speed of a trainer"),
+    "sending": (SERVED_WORK, (1.0, 1.0, 0.5), [1.0, 1.0, 0.98], [0.2, 0.2], "the time is that of sending"),
+    "alone": (
+        (0.0, 0.0, 9.0),
+        (0.0, 0.0, 1.0),
+        [0.0, 0.0, 0.9],
+        [0.9, 0.9],
+        "Trainers leave all attention to servers",
+    ),
+}
+
+
+def served_seconds(attention: list[float], waits: list[float]) -> Seconds:
+    exchange = [0.0, 0.0, 0.2 if attention[2] < 1 else 0.0]
+    return Seconds(
+        attention=attention,
+        waiting=[*waits, 0.0],
+        exchange=exchange,
+        rest=[1.0] * 3,
+        step=[2.0] * 3,
+        waiting_for_servers=waits,
+    )
+
+
+@pytest.mark.parametrize("name", SLOW_SERVERS)
+def test_server_that_trainers_wait_for_is_named_with_the_reason(name: str) -> None:
+    work, speeds, attention, waits, reason = SLOW_SERVERS[name]
+    trace = replace(made_trace(0, 2), servers=(3,), work=work, speeds=speeds)
+    sentence = slow_server_in_words(trace, served_seconds(attention, waits))
+
+    assert sentence is not None
+    assert sentence.startswith("Trainers wait for server 3: in attention it computes and sends for ")
+    assert reason in sentence
+
+
+@pytest.mark.parametrize(
+    ("attention", "waits"), [([1.0, 1.0, 1.5], [0.3, 0.0]), ([1.3, 1.0, 1.2], [0.1, 0.2]), ([1.0, 1.0, 1.5], [])]
+)
+def test_no_server_is_named_if_a_trainer_waits_for_none_or_computes_as_long(
+    attention: list[float], waits: list[float]
+) -> None:
+    trace = replace(made_trace(0, 2), servers=(3,), work=SERVED_WORK, speeds=(1.0, 1.0, 0.5))
+    seconds = replace(served_seconds(attention, waits or [0.0, 0.0]), waiting_for_servers=waits)
+
+    assert slow_server_in_words(trace, seconds) is None
 
 
 # --- outputs of other commands
