@@ -44,7 +44,7 @@ LAYERS: list[set[str]] = [
     {"batches"},
     {"integrations", "patches"},
     {"analysis", "plugin"},
-    {"__init__", "cli", "run"},
+    {"__init__", "__main__", "cli", "run"},
 ]
 # Parts that know nothing of each other; and training never needs analysis.
 STRANGERS = [

@@ -134,12 +134,37 @@ class MeasuringRanks:
 
     def exchange(self, num_bytes: int, between_nodes: bool) -> "Exchanges":
         """Prepares exchanges in which every rank sends and receives so many bytes, the same to each peer."""
-        return Exchanges(self, num_bytes, self.peers(between_nodes))
+        peers = self.peers(between_nodes)
+        return Exchanges(self, num_bytes, peers, peers)
 
-    def exchange_seconds(self, num_bytes: int, between_nodes: bool) -> float:
-        """Times an all-to-all through the product's transport."""
-        exchanges = self.exchange(num_bytes, between_nodes)
+    def to_next(self, num_bytes: int, between_nodes: bool) -> "Exchanges":
+        """Prepares exchanges in which every rank sends so many bytes to the next one, of its node or on the next node,
+        and receives as many from the one before."""
+        place, places = self._place(between_nodes)
+        before, behind = ((place + step) % places for step in (-1, 1))
+        return Exchanges(self, num_bytes, *([self._rank_at(at, between_nodes)] for at in (behind, before)))
+
+    def one_way(self, num_bytes: int, between_nodes: bool) -> "Exchanges":
+        """Prepares exchanges in which every second rank sends so many bytes to the next one, and receives nothing."""
+        place, places = self._place(between_nodes)
+        sends = place % 2 == 0 and place + 1 < places
+        to = [self._rank_at(place + 1, between_nodes)] if sends else []
+        return Exchanges(self, num_bytes, to, [self._rank_at(place - 1, between_nodes)] if place % 2 else [])
+
+    def exchange_seconds(self, exchanges: "Exchanges", num_bytes: int) -> float:
+        """Times exchanges of so many bytes through the product's transport."""
         return self.slowest(exchanges.run, calls_of(num_bytes), "measuring an exchange")
+
+    def _place(self, between_nodes: bool) -> tuple[int, int]:
+        """Returns the place of this rank in its node and the ranks of a node, or of its node among the nodes and the
+        number of these."""
+        node, place = divmod(self.rank, self.ranks_per_node)
+        return (node, self.num_ranks // self.ranks_per_node) if between_nodes else (place, self.ranks_per_node)
+
+    def _rank_at(self, place: int, between_nodes: bool) -> int:
+        """Returns the rank at a place in this rank's node, or at its own place in another node."""
+        node, own = divmod(self.rank, self.ranks_per_node)
+        return place * self.ranks_per_node + own if between_nodes else node * self.ranks_per_node + place
 
     def all_gather(self, num_bytes: int, between_nodes: bool) -> Callable[[], object]:
         """Prepares all-gathers in which every rank receives so many bytes from others."""
@@ -197,18 +222,25 @@ class Sends:
 
 
 class Exchanges(Sends):
-    """All-to-alls of one size."""
+    """Exchanges of one size.
 
-    def __init__(self, ranks: MeasuringRanks, num_bytes: int, peers: Sequence[int]) -> None:
-        each = max(1, round(num_bytes / max(1, len(peers)) / ROW_BYTES))
+    Args:
+        num_bytes: that this rank sends and receives, if it does.
+        to, by: ranks that it sends to, and receives from, the same to and from each.
+    """
+
+    def __init__(self, ranks: MeasuringRanks, num_bytes: int, to: Sequence[int], by: Sequence[int]) -> None:
         self._transport = ranks.transport
-        self._counts = [each if rank in peers else 0 for rank in range(ranks.num_ranks)]
-        self._rows = torch.zeros(sum(self._counts), ROW_BYTES // 2, device=ranks.device, dtype=torch.bfloat16)
-        self._into = torch.empty_like(self._rows)
+        self._sends, self._receives = (_rows_of(num_bytes, peers, ranks.num_ranks) for peers in (to, by))
+        rows, into = (
+            torch.zeros(sum(counts), ROW_BYTES // 2, device=ranks.device, dtype=torch.bfloat16)
+            for counts in (self._sends, self._receives)
+        )
+        self._rows, self._into = rows, into
         self._exchange = self._transport.exchange(self._asked())
 
     def _asked(self) -> AllToAll:
-        return AllToAll(self._rows, self._counts, self._counts, "measuring an exchange", self._into)
+        return AllToAll(self._rows, self._sends, self._receives, "measuring an exchange", self._into)
 
     def start(self) -> None:
         self._exchange = self._transport.exchange(self._asked())
@@ -234,6 +266,12 @@ class OnOwnStream(Sends):
     def wait(self) -> None:
         if self._stream is not None:
             torch.cuda.current_stream().wait_stream(self._stream)
+
+
+def _rows_of(num_bytes: int, peers: Sequence[int], num_ranks: int) -> list[int]:
+    """Returns `[ranks]` rows, of so many bytes together, for each peer as many."""
+    each = max(1, round(num_bytes / max(1, len(peers)) / ROW_BYTES))
+    return [each if rank in peers else 0 for rank in range(num_ranks)]
 
 
 def calls_of(num_bytes: int) -> int:

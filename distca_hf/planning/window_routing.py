@@ -154,6 +154,12 @@ def _keys(documents: IntArray, tokens: IntArray) -> IntArray:
     return position_keys(documents, np.full(len(documents), ALL_HEADS), tokens, 1)
 
 
+def halo_rows_between(layout: Layout, mask: Mask) -> IntArray:
+    """Counts `[source, destination]` tokens whose keys and values are sent for halos."""
+    transfers = HaloTransfers.of(layout, Halos.of(Parts.of(layout), mask))
+    return transfers.select(transfers.source != transfers.destination).rows_between(layout.num_ranks)
+
+
 def window_plan(
     layout: Layout, rank: int, mask: Mask, work_before: IntArray | None = None, num_servers: int = 0
 ) -> RankPlan:

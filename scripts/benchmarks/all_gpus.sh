@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # scripts/benchmarks/all_gpus.sh OUT [PART ...]: measures training steps on all GPUs of this host, as docs/benchmarks
 # shows them. Prints tables, and writes figures of steps and models to OUT as JSON. Without parts `modes`, `liger`,
-# `saved`, `models`, `host` and `memory` run, for about half an hour on four H200. Parts that fail are listed at the end,
-# which is an exit status of 1; those behind them run all the same.
+# `saved`, `models`, `host` and `memory` run, for about half an hour on four H200. Parts in which a launch failed are
+# listed at the end, which is an exit status of 1; later launches of such a part, and parts behind it, run all the same.
 #
 #   modes    all default modes of attention_step.py: documents A, B, C and uniform ones
 #   shown    the modes that pages show, A, B, C: fewer than above
@@ -52,7 +52,8 @@ mix() {
     local longest=$1 short=$((($2 - $1) / 4096))
     echo "$longest$([[ $short -eq 0 ]] || echo ",${short}x4096")"
 }
-launch() { torchrun --standalone --nproc-per-node "$gpus" "$@"; }
+# Later launches of a part run all the same: `failure` is the status of the last one that failed.
+launch() { torchrun --standalone --nproc-per-node "$gpus" "$@" || failure=$?; }
 step() {
     local name=$1
     shift
@@ -86,8 +87,10 @@ run_part() {
     weak) python scripts/benchmarks/weak_scaling.py --out "$out/weak.json" ;;
     nodes)
         step nodes --no-kernels --nodes 2 --documents "$documents;D:$gpus" --modes ideal,placed
-        # Sockets would carry FSDP's collectives, too: without it only attention crosses them.
-        step nodes-apart --no-kernels --nodes 2 --apart --no-fsdp --documents "$documents;D:$gpus" --modes ideal,placed
+        # Sockets would carry FSDP's collectives, too: without it only attention crosses them. One socket of one thread
+        # is slower than a network between nodes.
+        NCCL_SOCKET_NTHREADS=${NCCL_SOCKET_NTHREADS:-8} NCCL_NSOCKS_PERTHREAD=${NCCL_NSOCKS_PERTHREAD:-2} \
+            step nodes-apart --no-kernels --nodes 2 --apart --no-fsdp --documents "$documents;D:$gpus" --modes ideal,placed
         ;;
     liger) step liger --liger --no-check --no-kernels --documents "$documents" --modes ideal,placed,local ;;
     saved)
@@ -114,14 +117,12 @@ run_part() {
             --documents "$documents" --modes ideal,fixed,local --out "$out/qwen3.5-27b.json"
         ;;
     training)
-        status=0
         for preset in llama3-8b qwen3-4b; do
             echo "== training $preset"
             # shellcheck disable=SC2086 # several options
             PYTORCH_ALLOC_CONF=expandable_segments:True launch scripts/benchmarks/training_run.py \
-                --preset "$preset" --liger --steps 50 --out "$out/training-$preset.json" ${TRAINING:-} || status=$?
+                --preset "$preset" --liger --steps 50 --out "$out/training-$preset.json" ${TRAINING:-}
         done
-        (exit $status)
         ;;
     longest)
         echo "== longest"
@@ -171,7 +172,10 @@ for part in ${parts//grids/hsdp pipeline tensor experts}; do
     set +e # behind || or if, a part would go on after its first error
     (
         set -e
+        trap 'exit 130' INT # else the next launch begins
+        failure=0
         run_part "$part"
+        exit "$failure"
     )
     status=$?
     set -e

@@ -3,13 +3,13 @@
     torchrun --nproc-per-node 4 scripts/benchmarks/attention_step.py --layers 4 --documents A --out a.json
     torchrun --nproc-per-node 8 scripts/benchmarks/attention_step.py --documents 'A:8;C:8' --modes ideal,placed
     NCCL_P2P_DISABLE=1 torchrun --nproc-per-node 4 scripts/benchmarks/attention_step.py --documents 'A;B'
-    torchrun --nproc-per-node 2 scripts/benchmarks/attention_step.py --device cpu --config c.json --documents 512,8x64
+    torchrun --nproc-per-node 2 scripts/benchmarks/attention_step.py --device cpu --preset tiny --documents 512,8x64
 
 A step is forward and backward of the model without its head, and FSDP's collectives; there is no optimizer. All modes
-(`lib/modes.py` describes them) run in one process with the same weights, documents, kernel and process groups,
-and with equally many tokens per rank; one after the other, again and again, so that a device that slows down does so
-for all. Before that, their attention is compared with exact attention (`lib/check.py`). Settings of the product
-come from its environment variables, for example DISTCA_KV_RESIDENCY=refetch or DISTCA_KERNEL_TIMES=table.json.
+run in one process with the same weights, documents, kernel and process groups, and with equally many tokens per rank;
+one after the other, again and again, so that a device that slows down does so for all. Before that, their attention
+is compared with exact attention (`lib/check.py`). Settings of the product come from its environment variables, for
+example DISTCA_KV_RESIDENCY=refetch or DISTCA_KERNEL_TIMES=table.json.
 
 In the table, each figure of the slowest or largest rank:
 
@@ -46,7 +46,6 @@ Batches and plans of `placed` are made before: in training a loader's thread mak
 """
 
 import argparse
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -68,9 +67,10 @@ from lib.documents import check_lengths, random_tokens, smaller_lengths
 from lib.header import facts_of
 from lib.kernel_seconds import time_kernels
 from lib.model import Backbone, build_model, prepare, probe, read_config
-from lib.modes import BUILDERS, OF_PACKAGE, Place, build_mode
+from lib.modes import MODES, OF_PACKAGE, Place, build_mode
 from lib.nodes import set_apart, traffic_of
-from lib.options import on_all_ranks, parse_shared, shared_options
+from lib.options import of_each_set, on_all_ranks, parse_shared, shared_options
+from lib.parser import write_figures
 from lib.rates import Rates, kernel_for, measure_rates
 from lib.report import Load, figures_of, load_of, table
 from lib.rounds import Runner
@@ -90,7 +90,7 @@ def main() -> None:
 
 
 def parse() -> argparse.Namespace:
-    parser = shared_options(__doc__)
+    parser = shared_options(__doc__, {name: kind.words for name, kind in MODES.items()})
     flag = argparse.BooleanOptionalAction
     parser.add_argument("--accumulation", type=int, default=1, help="micro-steps of a step, with equal lengths")
     parser.add_argument("--check", action=flag, default=True, help="compare with exact attention first")
@@ -110,7 +110,7 @@ def parse() -> argparse.Namespace:
         metavar="T",
         help="one process alone, with the part of `ideal` that a rank of T tokens has",
     )
-    options = parse_shared(parser, BUILDERS)
+    options = parse_shared(parser, MODES)
     if options.apart and options.nodes == 1:
         parser.error("--apart needs --nodes")
     if options.dp_replicate_size > 1 and not options.fsdp:
@@ -126,7 +126,7 @@ def parse() -> argparse.Namespace:
         left_out |= BY_ALL_RANKS
         if not BY_ALL_RANKS.isdisjoint(options.modes or ()) or options.nodes > 1:
             parser.error(f"--tp-size is measured without {', '.join(sorted(BY_ALL_RANKS))} and --nodes")
-    options.modes = options.modes or [name for name in BUILDERS if name not in left_out]
+    options.modes = options.modes or [name for name in MODES if name not in left_out]
     of_package = sorted(OF_PACKAGE & {*options.modes})
     if of_package and (missing := why_missing()):
         parser.error(f"mode {of_package[0]} {missing}")
@@ -171,11 +171,8 @@ def measure(options: argparse.Namespace, device: torch.device) -> None:
     distca_hf.enable(model, place.plugin(most_tokens // num_ranks), longest)
     prepare(model, options, device)
     rates = measure_rates(shape, kernel, longest, device, options.dtype)
-    for number, (name, lengths) in enumerate(options.sets.items()):
-        of_set = argparse.Namespace(**{**vars(options), "documents": name, "lengths": lengths})
-        if options.out and number:
-            of_set.out = options.out.with_suffix(f".{number}.json")
-        of_place = replace(place, share_of=sharing(lengths, options))
+    for of_set in of_each_set(options):
+        of_place = replace(place, share_of=sharing(of_set.lengths, options))
         measure_documents(of_set, config, of_place, Runner(model, wires, device), kernel, rates)
 
 
@@ -220,10 +217,8 @@ def measure_documents(
         if traffic is not None:
             print(f"\n{traffic.report()}", flush=True)
         of_simulation = simulated_ratios(options, config, figures, num_ranks)
-        if options.out:
-            facts = {"header": header, "rates": vars(rates), "load": vars(load), "errors": errors, "modes": figures}
-            facts["simulated"] = of_simulation
-            options.out.write_text(json.dumps({"options": {k: str(v) for k, v in vars(options).items()}, **facts}))
+        facts = {"header": header, "rates": vars(rates), "load": vars(load), "errors": errors, "modes": figures}
+        write_figures(options, **facts, simulated=of_simulation)
     losses = {mode.name: measured[mode.name].loss for mode in modes if mode.exact}
     check_numbers(errors, losses, options.dtype)
     if traffic is not None and not traffic.as_planned:

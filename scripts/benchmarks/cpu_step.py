@@ -17,6 +17,7 @@ from datasets import Dataset
 import distca_hf
 from distca_hf.data.documents import Tokens
 from lib.model import small_llama
+from lib.parser import parser_of
 from lib.tables import head
 
 
@@ -24,7 +25,7 @@ VOCABULARY = 4096
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--steps", type=int, default=8, help="steps of each mix that are timed")
     parser.add_argument("--tokens", type=int, default=8192, help="most tokens of a micro-batch")
     parser.add_argument("--threads", type=int, default=2, help="threads of torch")

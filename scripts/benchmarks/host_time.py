@@ -51,20 +51,21 @@ from distca_hf.runtime.live_plan import LivePlan
 from distca_hf.runtime.op import flash_attn
 from lib.baselines.calls import OwnKeys, make_call
 from lib.documents import parse_documents
-from lib.options import on_all_ranks
+from lib.options import add_kernel, on_all_ranks
+from lib.parser import add_device, parser_of
 from lib.rates import synchronize
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--documents", default="4096,96x128", help="of all ranks together: lengths, as 4096,96x128")
     parser.add_argument("--layers", type=int, default=32, help="calls of a pass")
     parser.add_argument("--heads", type=int, default=32, help="query heads")
     parser.add_argument("--kv-heads", type=int, default=8, help="heads of keys and values")
     parser.add_argument("--head-dim", type=int, default=128, help="dimension of a head")
     parser.add_argument("--repeats", type=int, default=8, help="passes")
-    parser.add_argument("--kernel", default=DistCAConfig().kernel, help="attention kernel, as in settings")
-    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda", help="where ranks compute")
+    add_kernel(parser)
+    add_device(parser)
     compared = parser.add_mutually_exclusive_group()
     compared.add_argument("--unchecked", action="store_true", help="also without the checks of a call, in turns")
     compared.add_argument("--tensor", type=int, default=1, help="tensor ranks; also a flat job, in turns")

@@ -2,13 +2,13 @@
 
     python scripts/benchmarks/longest_context.py --liger --out longest.json
     python scripts/benchmarks/longest_context.py --liger --gpu-gib 80 --checkpointing full --offload
-    python scripts/benchmarks/longest_context.py --device cpu --ranks 2 --config c.json --head none \\
+    python scripts/benchmarks/longest_context.py --device cpu --ranks 2 --preset tiny --head none \\
         --first-tokens 256 --resolution 128 --gpu-gib 0.001
 
 One document fills all ranks. Every length is an attempt in processes of its own, started by torchrun. It makes
 --steps steps of forward, backward and AdamW (with a learning rate of 0, as in model_step.py). Lengths double, or
 follow a line through the last two peaks, until memory is out, of a GPU or of the host. Then the gap is halved down to
---resolution (`lib/longest_search.py`). Anything else that fails ends the search with status 1.
+--resolution (`lib/longest/search.py`). Anything else that fails ends the search with status 1.
 
 Memory is saved as docs/sizes.md says: layers are checkpointed and attention outputs wait on the host
 (--checkpointing offloaded), FSDP2 divides weights, the loss is Liger's (--head liger). Beyond that
@@ -20,7 +20,10 @@ Memory is saved as docs/sizes.md says: layers are checkpointed and attention out
 Steps of a million tokens take minutes, and the search with them. With --attended-tokens N kernels attend in a sliding
 window of N keys: memory is as with whole attention, and times and losses mean nothing. Then the longest document is
 tried with whole attention, and shorter ones if memory is out, for as long as --minutes allow. Only a length that
-trained so is set beside published ones. If none did, the script says so and exits with 1.
+trained so is set beside published ones. If --minutes ended before one did, the length is printed as unconfirmed.
+
+Exit status: 0 if a length was found, confirmed or not. 1 if nothing trained; if memory was out for every length that
+whole attention tried, so that the found one is wrong; or if an attempt failed for another reason.
 
 Shapes change: set PYTORCH_ALLOC_CONF=expandable_segments:True, or torch runs out of memory earlier.
 
@@ -40,7 +43,6 @@ In the table, each figure of the slowest or largest rank:
 """
 
 import argparse
-import json
 import sys
 import tempfile
 import time
@@ -49,17 +51,18 @@ from pathlib import Path
 
 import torch
 
-from lib.attempts import Attempt, run_attempt
-from lib.head import HEADS
-from lib.host_memory import free_host_bytes
-from lib.longest_attempt import attempt
-from lib.longest_search import Tried, longest_of, next_tokens
+from lib.longest.attempt import attempt
+from lib.longest.host_memory import free_host_bytes
+from lib.longest.launch import Attempt, run_attempt
+from lib.longest.search import Tried, longest_of, next_tokens
 from lib.options import on_all_ranks, parse_shared, shared_options
+from lib.parser import write_figures
 from lib.tables import head, number, row
-from lib.training_rounds import OPTIMIZERS
+from lib.whole_model.options import add_head
 
 
 GIB = 2**30
+MODES = {"placed": "the product: batches of plugin.dataloader"}
 COLUMNS = (
     "outcome",
     "tokens per rank",
@@ -109,13 +112,17 @@ class Search:
         longest = self.longest(attended_tokens)
         if not attended_tokens or longest is None:
             return ended
-        too_long = [one for one in self._tried(attended_tokens) if not one.trained]
+        too_long = self.too_long(attended_tokens)
         return f"{ended}; with whole attention {self._try_lengths(0, longest, too_long, folder / 'whole')}"
 
     def longest(self, attended_tokens: int) -> int | None:
         """Returns the most tokens of a rank that trained with this attention; None if none did."""
         longest = longest_of(self._tried(attended_tokens))
         return longest.tokens if longest else None
+
+    def too_long(self, attended_tokens: int) -> list[Tried]:
+        """Returns the lengths for which memory was out with this attention."""
+        return [one for one in self._tried(attended_tokens) if not one.trained]
 
     def _try_lengths(self, attended_tokens: int, first_tokens: int, too_long: Sequence[Tried], folder: Path) -> str:
         """Tries lengths with one kind of attention; returns why it ended.
@@ -144,7 +151,17 @@ class Search:
         one = run_attempt(command, folder, free_host_bytes, margin, self._seconds_left())
         self.attempts[attended_tokens, tokens] = one
         print(_row(tokens, self.ranks, one, attended_tokens), flush=True)
+        self.write("")  # the next attempt may be the last one that there is time for
         return one
+
+    def write(self, ended: str) -> None:
+        """Writes all attempts so far, and why the search ended; "" while it goes on."""
+        attempts = [
+            {"attended_tokens": attended, "tokens_per_rank": tokens, **vars(one)}
+            for (attended, tokens), one in self.attempts.items()
+        ]
+        facts = {"ranks": self.ranks, "ended": ended, "confirmed_tokens_per_rank": self.longest(0)}
+        write_figures(self.options, **facts, attempts=attempts)
 
     def _tried(self, attended_tokens: int) -> list[Tried]:
         """Returns the lengths tried with this attention, but for those that time ended."""
@@ -166,36 +183,35 @@ class Search:
 
 
 def search(options: argparse.Namespace) -> None:
-    """Searches, and reports the longest that trained with whole attention beside what others have published.
+    """Searches, and reports the longest: beside what others have published if it trained with whole attention.
 
     Raises:
-        SystemExit: no length trained with whole attention.
+        SystemExit: no length trained, or memory was out for all that whole attention tried.
     """
     searching = Search(options)
     print(head(COLUMNS), flush=True)
     with tempfile.TemporaryDirectory(prefix="longest_context.") as folder:
         ended = searching.run(Path(folder))
     confirmed, shortened = searching.longest(0), searching.longest(options.attended_tokens)
-    if options.out:
-        given = {name: str(value) for name, value in vars(options).items()}
-        attempts = [
-            {"attended_tokens": attended, "tokens_per_rank": tokens, **vars(one)}
-            for (attended, tokens), one in searching.attempts.items()
-        ]
-        facts = {"options": given, "ranks": searching.ranks, "ended": ended, "confirmed_tokens_per_rank": confirmed}
-        options.out.write_text(json.dumps({**facts, "attempts": attempts}))
+    searching.write(ended)
     if confirmed is not None:
         print(f"\n{_header(searching, 0, confirmed)}")
         print(f"longest: {_words(searching, confirmed)}; {ended}")
         print(PUBLISHED)
-    elif shortened is not None:
-        print(f"\n{_header(searching, options.attended_tokens, shortened)}")
+    elif shortened is None:
+        raise SystemExit(f"nothing trained: {ended}")
+    elif searching.too_long(0):
         raise SystemExit(
-            f"longest: {_words(searching, shortened)}, not confirmed with whole attention: not to be compared with "
-            f"published lengths; {ended}"
+            f"with attention to {options.attended_tokens} tokens {_words(searching, shortened)} trained, but with "
+            f"whole attention memory was out for every length that was tried: {ended}"
         )
     else:
-        raise SystemExit(f"nothing trained: {ended}")
+        print(f"\n{_header(searching, options.attended_tokens, shortened)}")
+        print(
+            f"longest, unconfirmed: {_words(searching, shortened)}, with attention to {options.attended_tokens} "
+            f"tokens; {ended}\nNo length trained with whole attention: give more --minutes, and do not compare this "
+            "one with published lengths"
+        )
 
 
 def _header(searching: Search, attended_tokens: int, tokens: int) -> str:
@@ -236,14 +252,13 @@ def _row(tokens: int, ranks: int, one: Attempt, attended_tokens: int) -> str:
 
 
 def parse() -> argparse.Namespace:
-    parser = shared_options(__doc__)
+    parser = shared_options(__doc__, MODES)
     parser.add_argument("--ranks", type=int, help="processes; by default as many as there are GPUs")
     parser.add_argument("--first-tokens", type=int, default=65_536, help="of each rank, tried first")
     parser.add_argument("--resolution", type=int, default=16_384, help="tokens of a rank to which the limit is found")
     parser.add_argument("--steps", type=int, default=2, help="of each attempt")
     parser.add_argument("--minutes", type=float, default=60.0, help="after which the search ends")
-    parser.add_argument("--head", choices=[*HEADS], default="liger", help="none is Transformers' own")
-    parser.add_argument("--optimizer", choices=[*OPTIMIZERS], default="adamw_torch_fused", help="as Trainer names it")
+    add_head(parser, "liger")
     parser.add_argument("--host-layers", type=int, help="layers whose inputs wait on the host; by default all")
     parser.add_argument("--mlp-tokens", type=int, default=16_384, help="that an MLP takes at once; 0: all")
     parser.add_argument("--attended-tokens", type=int, default=0, help="window of short attention; 0: whole attention")
@@ -253,7 +268,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--attempt", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--tokens-per-rank", type=int, help=argparse.SUPPRESS)
     parser.set_defaults(checkpointing="offloaded", modes="placed")
-    options = parse_shared(parser, ("placed",))
+    options = parse_shared(parser, MODES)
     if options.checkpointing == "none":
         parser.error("--checkpointing none keeps everything: inputs of layers are put on the host by checkpointing")
     if options.first_tokens % options.resolution:

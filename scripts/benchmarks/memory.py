@@ -3,11 +3,7 @@
     torchrun --nproc-per-node 2 scripts/benchmarks/memory.py --layers 4 --tokens-per-rank 65536 --steps 60
 
 Document lengths are drawn from a mix (`lib/planning/mixes.py`) without end. A step is forward and backward of the
-model without its head. Each way to make batches runs in a memory of its own, from an empty cache:
-
-    constant    placed documents, the same ones in every step
-    placed      batches of `plugin.dataloader`
-    packs       every rank packs for itself, the enabled model plans
+model without its head. Each way to make batches, which is a mode, runs in a memory of its own, from an empty cache.
 
 One line for every part of the steps, each figure of the rank where it is largest: most bytes given out at once, most
 bytes that torch held for that, their ratio (1 is no fragmentation), and how often it asked the device for memory,
@@ -28,25 +24,28 @@ from lib.documents import batch_of
 from lib.header import facts_of
 from lib.model import Backbone, build_model, prepare, read_config
 from lib.options import on_all_ranks, parse_shared, shared_options
+from lib.parser import add_tokens_per_rank
 from lib.planning.mixes import batch as draw_lengths
 from lib.rates import synchronize
 from lib.tables import head
 
 
 COUNTERS = ("allocated_bytes.all.peak", "reserved_bytes.all.peak", "num_device_alloc", "num_alloc_retries")
-WAYS = ("constant", "placed", "packs")
+WAYS = {
+    "constant": "placed documents, the same ones in every step",
+    "placed": "the product: batches of plugin.dataloader",
+    "fixed": "packs kept: every rank packs for itself, and the enabled model moves tasks",
+}
 COLUMNS = ("batches", "steps", "given out GiB", "held GiB", "held ÷ given out", "asked for", "given back")
 GIB = 2**30
 Batches = Iterator[dict[str, object]]
 
 
 def main() -> None:
-    parser = shared_options(__doc__)
+    parser = shared_options(__doc__, WAYS)
     parser.add_argument("--mix", default="prolong_up", help="of document lengths, a name of lib/planning/mixes.py")
     parser.add_argument("--longest", type=int, help="longest document; by default as many tokens as a rank holds")
-    parser.add_argument(
-        "--tokens-per-rank", type=int, default=65_536, help="most tokens of a micro-batch on each rank"
-    )
+    add_tokens_per_rank(parser, 65_536)
     parser.add_argument("--steps", type=int, default=60, help="of each way to make batches")
     parser.add_argument("--parts", type=int, default=3, help="to report the steps in")
     on_all_ranks(measure, parse_shared(parser, WAYS))
@@ -107,7 +106,7 @@ def _batches(
     device: torch.device,
 ) -> Batches:
     """Batches without end."""
-    if way == "packs":
+    if way == "fixed":
         yield from _packs(options, vocabulary, longest, device)
         return
     steps = options.steps if way == "placed" else 1

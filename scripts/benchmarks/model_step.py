@@ -2,13 +2,13 @@
 
     torchrun --nproc-per-node 4 scripts/benchmarks/model_step.py --documents 131072,32x4096 --liger --head liger
     torchrun --nproc-per-node 1 scripts/benchmarks/model_step.py --preset qwen3-4b --documents 16384,12x4096 --liger
-    torchrun --nproc-per-node 2 scripts/benchmarks/model_step.py --device cpu --config c.json --documents 256,4x64
+    torchrun --nproc-per-node 2 scripts/benchmarks/model_step.py --device cpu --preset tiny --documents 256,4x64
 
-A step is forward and backward of all layers, the head and the loss (`lib/head.py`), FSDP's collectives, and
-AdamW; weights and its state are fp32, everything in between is bf16. Activation checkpointing keeps attention's
-outputs, as the product does by default. Both modes (`lib/training_modes.py`) run in one process with the same weights,
-documents, kernel and process groups, one after the other, again and again. Documents must fill all ranks: their tokens
-are divided evenly. If one of them does not fit a rank, `local` is left out, and that is said.
+A step is forward and backward of all layers, the head and the loss (`lib/whole_model/head.py`), FSDP's collectives,
+and AdamW; weights and its state are fp32, everything in between is bf16. Activation checkpointing keeps attention's
+outputs, as the product does by default. Both modes run in one process with the same weights, documents, kernel and
+process groups, one after the other, again and again. Documents must fill all ranks: their tokens are divided evenly.
+If one of them does not fit a rank, `local` is left out, and that is said.
 
 In the table, each figure of the slowest or largest rank:
 
@@ -23,7 +23,6 @@ second plan of a training compiles once more: leave --warmup at 2 or above.
 """
 
 import argparse
-import json
 
 import datasets
 import torch
@@ -32,16 +31,18 @@ import torch.distributed as dist
 import distca_hf
 from lib.baselines.attention import register_ways
 from lib.documents import random_tokens
-from lib.head import HEADS, use_head
 from lib.header import facts_of
 from lib.model import LossModel, build_model, prepare, probe, read_config
 from lib.modes import Place
 from lib.options import on_all_ranks, parse_shared, shared_options
+from lib.parser import write_figures
 from lib.report import load_of, rates_of
 from lib.rounds import equal_losses
-from lib.training_modes import MODES, build_planned, fitting_modes
-from lib.training_report import table
-from lib.training_rounds import OPTIMIZERS, TrainingRunner
+from lib.whole_model.head import use_head
+from lib.whole_model.modes import MODES, build_planned, fitting_modes
+from lib.whole_model.options import add_head
+from lib.whole_model.report import table
+from lib.whole_model.rounds import TrainingRunner
 from lib.wires import Wires
 
 
@@ -50,9 +51,8 @@ def main() -> None:
 
 
 def parse() -> argparse.Namespace:
-    parser = shared_options(__doc__)
-    parser.add_argument("--head", choices=[*HEADS], default="none", help="none is Transformers' own")
-    parser.add_argument("--optimizer", choices=[*OPTIMIZERS], default="adamw_torch_fused", help="as Trainer names it")
+    parser = shared_options(__doc__, MODES)
+    add_head(parser, "none")
     parser.set_defaults(checkpointing="saved")
     return parse_shared(parser, MODES)
 
@@ -102,9 +102,7 @@ def measure(options: argparse.Namespace, device: torch.device) -> None:
         if not options.modes and "local" not in names:
             print(f"local is left out: a document of {max(lengths)} tokens does not fit a rank of {tokens_per_rank}")
         print(f"{header}\n\n{table(figures)}", flush=True)
-        if options.out:
-            facts = {"header": header, "load": vars(load), "modes": figures}
-            options.out.write_text(json.dumps({"options": {k: str(v) for k, v in vars(options).items()}, **facts}))
+        write_figures(options, header=header, load=vars(load), modes=figures)
     losses = {name: mode.loss for name, mode in measured.items()}
     if not equal_losses([*losses.values()], options.dtype):
         raise SystemExit(f"losses of the same tokens differ: {losses}")

@@ -8,7 +8,6 @@ an epoch of the shipped lengths: 8 data ranks x 128K tokens, 8 micro-batches, as
 interleaved. Sleeping needs hardly a core. What is measured beyond the simulation is the host's time and that of gloo.
 """
 
-import argparse
 import os
 import time
 from collections.abc import Sequence
@@ -31,6 +30,7 @@ from distca_hf.data.pipelines import Pipeline
 from distca_hf.data.schedules import Queues, Schedule, Seconds
 from distca_hf.data.shaping import shape_step, work_of_documents
 from distca_hf.flops import LLAMA_8B_COSTS
+from lib.parser import parser_of
 from lib.tables import head, row
 
 
@@ -150,7 +150,7 @@ def seconds_of(work: IntArray) -> tuple[Seconds, Seconds]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--step-seconds", type=float, default=50.0, help="about how long a step lasts")
     parser.add_argument("--rounds", type=int, default=1, help="measured steps of each row")
     parser.add_argument("--chunks", type=int, default=4, help="parts of the layers on each stage, when interleaved")

@@ -1,10 +1,11 @@
 """Times steps of a pipeline against what their simulation predicts: plain, as packed, and shaped.
 
     torchrun --nproc-per-node 2 scripts/benchmarks/pipeline_step.py --layers 8 --lengths pretrain
-    torchrun --nproc-per-node 2 scripts/benchmarks/pipeline_step.py --device cpu --config c.json --tokens-per-rank 256
+    torchrun --nproc-per-node 2 scripts/benchmarks/pipeline_step.py --device cpu --preset tiny --tokens-per-rank 256
 
-Ranks are two stages or more of a Llama with random weights (`lib/stages.py`). An optimizer step has documents of the
-shipped lengths: the first ones of an epoch of a sample. Those that are too long are split. Loaders are the product's:
+Ranks are two stages or more of a Llama with random weights (`lib/pipeline/stages.py`). An optimizer step has documents
+of the shipped lengths: the first ones of an epoch of a sample. Those that are too long are split. Loaders are the
+product's:
 
     plain        documents fill the ranks of a stage in order, which wait for the busiest one; with several data ranks
     as packed    documents of a micro-batch are placed
@@ -54,11 +55,12 @@ from distca_hf.data.schedules import Queues, Schedule
 from distca_hf.integrations.stages import StepInputs
 from distca_hf.layout import Layout
 from distca_hf.placement.place import fill_in_order
-from lib.model import PRESETS, read_config
-from lib.options import on_all_ranks
-from lib.part_times import PartTimes
+from lib.model import read_config
+from lib.options import add_model, on_all_ranks
+from lib.parser import add_device, add_tokens_per_rank, parser_of
+from lib.pipeline.part_times import PartTimes
+from lib.pipeline.stages import Stages
 from lib.rounds import equal_losses
-from lib.stages import Stages
 from lib.tables import head, row
 from lib.wires import WiredPlugin, Wires
 
@@ -85,13 +87,8 @@ class Step:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    model = parser.add_mutually_exclusive_group()
-    model.add_argument("--config", type=Path, help="config.json of a Llama")
-    model.add_argument(
-        "--preset", choices=[*PRESETS], default="llama3-8b", help="sizes of the model, without --config"
-    )
-    parser.add_argument("--layers", type=int, help="decoder layers of all stages, if not as many as the model has")
+    parser = parser_of(__doc__)
+    add_model(parser)
     parser.add_argument("--vocabulary", type=int, default=8192, help="tokens of the vocabulary")
     parser.add_argument("--stages", type=int, default=2, help="stages; the other dimension is data ranks")
     parser.add_argument("--chunks", default="1,2", help="chunks of each stage: 1 is 1F1B, more are interleaved")
@@ -104,10 +101,10 @@ def main() -> None:
     )
     parser.add_argument("--lengths", default="pretrain", help="a shipped sample of lengths, or a file")
     parser.add_argument("--seed", type=int, default=0, help="of the sample of documents, and of their order")
-    parser.add_argument("--tokens-per-rank", type=int, default=32_768, help="of a micro-batch")
+    add_tokens_per_rank(parser, 32_768)
     parser.add_argument("--micro-batches", type=int, default=8, help="of a step")
     parser.add_argument("--rounds", type=int, default=3, help="times that every step is measured, in turns")
-    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda", help="where ranks compute")
+    add_device(parser)
     parser.add_argument(
         "--folder", type=Path, default=Path("pipeline_step_output"), help="of the model meanwhile; all ranks see it"
     )

@@ -11,7 +11,6 @@ time     of dividing and shaping a step of 64 ranks x 16 micro-batches, on one c
          several, in seconds of the processor
 """
 
-import argparse
 import statistics
 import time
 from collections import defaultdict
@@ -31,6 +30,7 @@ from distca_hf.data.schedules import Queues, Schedule
 from distca_hf.data.shaping import shape_step, simulate, work_of_documents
 from distca_hf.data.work_shares import divide
 from distca_hf.flops import H200, H200_LIGER, LLAMA_8B_COSTS, PassCosts, Rates
+from lib.parser import parse_tables, parser_of
 from lib.planning.planners import K, print_row, table
 
 
@@ -204,23 +204,18 @@ def print_times() -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("tables", nargs="*", default=[], help=f"any of {', '.join(TABLES)}; without it, all")
+    parser = parser_of(__doc__)
     parser.add_argument("--steps", type=int, default=6, help="optimizer steps of every row of equal, waits and wires")
-    options = parser.parse_args()
-    unknown = sorted(set(options.tables) - set(TABLES))
-    if unknown:
-        parser.error(f"no table is called {', '.join(unknown)}; there are {', '.join(TABLES)}")
-    chosen = options.tables or TABLES
-    if "goals" in chosen:
+    options = parse_tables(parser, TABLES)
+    if "goals" in options.tables:
         print_goals()
-    if "equal" in chosen:
+    if "equal" in options.tables:
         print_equal(options.steps)
-    if "waits" in chosen:
+    if "waits" in options.tables:
         print_waits(options.steps)
-    if "wires" in chosen:
+    if "wires" in options.tables:
         print_wires(options.steps)
-    if "time" in chosen:
+    if "time" in options.tables:
         print_times()
 
 

@@ -8,7 +8,6 @@ takes minutes: it has as many micro-batches of as many documents as full lengths
 more tokens.
 """
 
-import argparse
 import json
 import subprocess
 import sys
@@ -25,6 +24,7 @@ import distca_hf
 from distca_hf.analysis.lengths import read_lengths
 from distca_hf.arrays import ceil_div
 from lib.model import small_llama
+from lib.parser import add_tokens_per_rank, parser_of
 
 
 SEED = 42
@@ -33,10 +33,10 @@ FIGURES = ("imbalance_before", "imbalance")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("lengths", type=Path, help="file of document lengths, as distca plan reads it")
     parser.add_argument("--shorter", type=int, default=64, help="divide all lengths by it")
-    parser.add_argument("--tokens-per-rank", type=int, default=2048, help="most tokens of a micro-batch on each rank")
+    add_tokens_per_rank(parser, 2048)
     options = parser.parse_args()
     lengths = ceil_div(read_lengths(options.lengths).tokens, options.shorter)
     logged = train(lengths, options.tokens_per_rank)

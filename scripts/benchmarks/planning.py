@@ -22,6 +22,7 @@ from collections.abc import Iterator
 
 from distca_hf.planning.routing import route
 from distca_hf.topology import Topology
+from lib.parser import add_ranks, parse_tables, parser_of
 from lib.planning.epochs import print_epochs
 from lib.planning.fixed import print_fixed
 from lib.planning.mixes import batch
@@ -75,30 +76,25 @@ def measure_once(kind: str, mix: str, num_ranks: int) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("tables", nargs="*", default=[], help=f"any of {', '.join(TABLES)}; without it, all")
-    parser.add_argument("--ranks", nargs="+", type=int, default=list(RANKS), help="numbers of ranks to plan for")
+    parser = parser_of(__doc__)
+    add_ranks(parser, RANKS)
     parser.add_argument("--seeds", type=int, default=3, help="batches that are drawn for every row")
     parser.add_argument("--measure", nargs=3, metavar=("KIND", "MIX", "RANKS"), help=argparse.SUPPRESS)
-    options = parser.parse_args()
+    options = parse_tables(parser, TABLES)
     if options.measure:
         kind, mix, num_ranks = options.measure
         measure_once(kind, mix, int(num_ranks))
         return
-    unknown = sorted(set(options.tables) - set(TABLES))
-    if unknown:
-        parser.error(f"no table is called {', '.join(unknown)}; there are {', '.join(TABLES)}")
-    chosen = options.tables or TABLES
-    if "placed" in chosen:
+    if "placed" in options.tables:
         print_balance(options.ranks, options.seeds)
         print_bytes(options.ranks, options.seeds)
         print_ratio_to_bound(options.ranks, options.seeds)
         print_grouped_steps(options.ranks, options.seeds)
-    if "fixed" in chosen:
+    if "fixed" in options.tables:
         print_fixed(options.ranks, options.seeds)
-    if "times" in chosen:
+    if "times" in options.tables:
         print_times(options.ranks)
-    if "epochs" in chosen:
+    if "epochs" in options.tables:
         print_epochs()
 
 

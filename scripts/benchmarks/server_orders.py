@@ -6,7 +6,6 @@ No attention is computed: calls are posted into the mailbox of a server that nob
 the slowest of a hundred.
 """
 
-import argparse
 import statistics
 import sys
 import time
@@ -18,6 +17,7 @@ import torch.distributed as dist
 from distca_hf.comm.orders import CallOrder, Kind, Order, Outbox, Phase, open_store
 from distca_hf.comm.served_transport import ServedTransport
 from distca_hf.plugin import DistCAPlugin
+from lib.parser import add_device, parser_of
 
 
 # A server that does not exist: its queue is read by nobody.
@@ -26,10 +26,10 @@ SPEC = (0.125, 1.0, 0.0, 0.0, 0.0)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--repeats", type=int, default=2000, help="calls to post")
     parser.add_argument("--votes", type=int, default=200, help="steps to vote on")
-    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda", help="where trainers compute")
+    add_device(parser)
     options = parser.parse_args()
     dist.init_process_group("gloo" if options.device == "cpu" else "nccl")
     plugin = DistCAPlugin()

@@ -10,7 +10,6 @@ leave attention to servers, unless `--trainers-attend` is given. Documents are m
 kernels for CPUs take longer for the pairs of a document's beginning than for those of its end.
 """
 
-import argparse
 import os
 import statistics
 import sys
@@ -19,6 +18,8 @@ from functools import partial, wraps
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
+
+from lib.parser import parser_of
 
 
 REPOSITORY = Path(__file__).parents[2]
@@ -86,7 +87,7 @@ def train(steps: int, documents: int, document_tokens: int, trainers_attend: boo
 def main() -> None:
     from support.ranks import run_ranks
 
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--trainers", type=int, default=1, help="processes that train")
     parser.add_argument("--servers", type=int, default=2, help="attention servers, the first of which sleeps")
     parser.add_argument("--steps", type=int, default=20, help="optimizer steps")

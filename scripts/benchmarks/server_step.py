@@ -3,17 +3,13 @@
     torchrun --standalone --nproc-per-node 4 -m distca_hf.run --attention-servers 1 \\
         scripts/benchmarks/server_step.py --layers 4 --documents 131072,16x4096 --out served.json
     torchrun --standalone --nproc-per-node 2 -m distca_hf.run --attention-servers 1 \\
-        scripts/benchmarks/server_step.py --device cpu --config c.json --documents 256,4x64
+        scripts/benchmarks/server_step.py --device cpu --preset tiny --documents 256,4x64
 
 The last processes serve; the others train: forward and backward of the model without its head, and FSDP's
-collectives, as in `attention_step.py`. Modes (`lib/served.py`) run in one process with the same weights, documents and
+collectives, as in `attention_step.py`. All modes run in one process with the same weights, documents and
 kernel, one after the other, again and again. Before that, their attention is compared with exact attention. Settings
 of the product come from its environment variables. Without DISTCA_SERVER_SPEED the plan takes servers to be as fast as
 trainers, as in the first steps of a training; that of a second set of documents takes the speeds measured by then.
-
-    ideal     the trainers' linear work, and of attention the share of one of all processes, without any transfer
-    served    the product with servers
-    alone     the product on the same trainers, without servers
 
 In the table, each figure of the slowest or largest trainer:
 
@@ -30,7 +26,6 @@ The script exits with 1 if an error is above 1, losses of the same tokens differ
 """
 
 import argparse
-import json
 from collections.abc import Mapping
 from contextlib import closing
 from dataclasses import asdict, replace
@@ -48,14 +43,14 @@ from lib.documents import check_lengths, random_tokens, smaller_lengths
 from lib.header import facts_of
 from lib.model import Backbone, build_model, prepare, probe, read_config
 from lib.modes import Mode, Place
-from lib.options import on_all_ranks, parse_shared, shared_options
+from lib.options import of_each_set, on_all_ranks, parse_shared, shared_options
+from lib.parser import write_figures
 from lib.report import Measured
-from lib.served import Connection, ServedRunner
+from lib.served import MODES, Connection, ServedRunner
 from lib.tables import markdown, number
 from lib.wires import Wires
 
 
-MODES = ("ideal", "served", "alone")
 COLUMNS = ("mode", "step ms", "÷ ideal", "alone ÷", "sent GB", "peak GiB", "error ÷ allowed")
 
 
@@ -64,7 +59,7 @@ def main() -> None:
 
 
 def parse() -> argparse.Namespace:
-    parser = shared_options(__doc__)
+    parser = shared_options(__doc__, MODES)
     parser.set_defaults(checkpointing="saved")
     options = parse_shared(parser, MODES)
     options.modes = options.modes or [*MODES]
@@ -101,10 +96,7 @@ def measure(options: argparse.Namespace, device: torch.device) -> None:
     prepare(model, options, device)
     runner = ServedRunner(model, plugin, wires, device)
     with closing(connection):
-        for place_of_set, (name, lengths) in enumerate(options.sets.items()):
-            of_set = argparse.Namespace(**{**vars(options), "documents": name, "lengths": lengths})
-            if options.out and place_of_set:
-                of_set.out = options.out.with_suffix(f".{place_of_set}.json")
+        for of_set in of_each_set(options):
             measure_documents(of_set, config, place, runner, connection)
 
 
@@ -132,13 +124,11 @@ def measure_documents(
             ]
         )
         print(f"{header}\n\n{table(measured, sent_bytes, errors)}\n\n{plan_in_words(modes)}", flush=True)
-        if options.out:
-            figures = {
-                name: {**asdict(one), "step_seconds": one.step_seconds, "sent_bytes": sent_bytes[name]}
-                for name, one in measured.items()
-            }
-            facts = {"header": header, "errors": errors, "modes": figures, "plan": plan_in_words(modes)}
-            options.out.write_text(json.dumps({"options": {k: str(v) for k, v in vars(options).items()}, **facts}))
+        figures = {
+            name: {**asdict(one), "step_seconds": one.step_seconds, "sent_bytes": sent_bytes[name]}
+            for name, one in measured.items()
+        }
+        write_figures(options, header=header, errors=errors, modes=figures, plan=plan_in_words(modes))
     if transport is not None and transport.servers_lost:
         raise SystemExit(f"{transport.servers_lost} servers were lost: times are not of {place.servers} servers")
     losses = {mode.name: measured[mode.name].loss for mode in modes.values() if mode.exact}

@@ -3,13 +3,8 @@
     torchrun --nproc-per-node 8 scripts/benchmarks/training_run.py --liger --steps 50
     torchrun --nproc-per-node 8 scripts/benchmarks/training_run.py --preset qwen3-4b --liger --steps 50
     torchrun --nproc-per-node 4 scripts/benchmarks/training_run.py --layers 4 --vocabulary 32000 \\
-        --tokens-per-rank 65536 --modes distca,moving,packing
-    torchrun --nproc-per-node 2 scripts/benchmarks/training_run.py --device cpu --config c.json --tokens-per-rank 256
-
-    distca     an unmodified Trainer with `plugin.attach`
-    ulysses    documents are cut evenly; attention divides heads over all ranks, and its outputs are saved, too
-    packing    documents stay whole, each on the rank with the least attention work so far, with flash-attention
-    moving     the packs of `packing`; attention tasks move between ranks
+        --tokens-per-rank 65536 --modes distca,fixed,packing
+    torchrun --nproc-per-node 2 scripts/benchmarks/training_run.py --device cpu --preset tiny --tokens-per-rank 256
 
 Modes train one after the other in one process. All begin with the same random weights and have the same documents in
 every optimizer step. All use AdamW, bf16, FSDP2 and activation checkpointing; on CPUs fp32 and DDP. So their losses
@@ -28,18 +23,17 @@ In the table, step times and MFU are medians of the steps behind --warmup:
 """
 
 import argparse
-import json
-from pathlib import Path
 
 import torch.distributed as dist
 
-from distca_hf.config import DistCAConfig
 from lib.baselines.attention import register_ways
 from lib.header import machine_facts
-from lib.model import PRESETS, read_config
-from lib.trainer_report import largest_difference, table
-from lib.trainer_run import MODES, train, training_arguments
-from lib.training_documents import training_documents
+from lib.model import read_config
+from lib.options import add_kernel, add_model, add_peak
+from lib.parser import add_device, add_out, add_tokens_per_rank, chosen_modes, parser_of, write_figures
+from lib.training.documents import training_documents
+from lib.training.report import largest_difference, table
+from lib.training.run import MODES, train, training_arguments
 
 
 def main() -> None:
@@ -66,9 +60,7 @@ def main() -> None:
         if dist.get_rank() == 0:
             report = "\n".join(["; ".join(facts), "", table(runs, options.warmup)])
             print(f"{report}\n", flush=True)  # after every mode: the next one may run out of memory
-            if options.out:
-                given = {name: str(value) for name, value in vars(options).items()}
-                options.out.write_text(json.dumps({"header": "; ".join(facts), "options": given, "runs": runs}))
+            write_figures(options, header="; ".join(facts), runs=runs)
     apart = {run["mode"]: largest_difference(runs[0], run) for run in runs[1:]}
     dist.barrier()
     dist.destroy_process_group()
@@ -80,21 +72,14 @@ def main() -> None:
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--modes", default="distca,ulysses", help=f"some of {', '.join(MODES)}, with commas")
-    model = parser.add_mutually_exclusive_group()
-    model.add_argument("--config", type=Path, help="config.json of a Transformers model")
-    model.add_argument(
-        "--preset", choices=[*PRESETS], default="llama3-8b", help="sizes of the model, without --config"
-    )
-    parser.add_argument("--layers", type=int, help="decoder layers, if not as many as the model has")
+    parser = parser_of(__doc__, MODES)
+    parser.add_argument("--modes", default="distca,ulysses", help="comma-separated, see below")
+    add_model(parser)
     parser.add_argument("--vocabulary", type=int, help="words of the model, if not as many as it has")
     parser.add_argument("--steps", type=int, default=20, help="to train")
     parser.add_argument("--warmup", type=int, default=3, help="steps whose times do not count")
     parser.add_argument("--learning-rate", type=float, default=1e-4, help="of AdamW, the same in all steps")
-    parser.add_argument(
-        "--tokens-per-rank", type=int, default=131_072, help="most tokens of a micro-batch on each rank"
-    )
+    add_tokens_per_rank(parser, 131_072)
     parser.add_argument(
         "--long-tokens", type=int, help="tokens of the long document of every batch; by default just over half of all"
     )
@@ -103,16 +88,13 @@ def parse() -> argparse.Namespace:
     parser.add_argument(
         "--checkpointed-attention", choices=["save", "offload", "recompute"], default="save", help="as in settings"
     )
-    parser.add_argument("--kernel", default=DistCAConfig().kernel, help="attention kernel, as in settings")
-    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda", help="where ranks compute")
-    parser.add_argument("--peak-tflops", type=float, help="of the device, if its name does not tell")
+    add_kernel(parser)
+    add_device(parser)
+    add_peak(parser)
     parser.add_argument("--most-difference", type=float, default=1e-2, help="of losses of the same step")
-    parser.add_argument("--out", type=Path, help="write all figures as JSON, after every mode")
+    add_out(parser, ", after every mode")
     options = parser.parse_args()
-    options.modes = options.modes.split(",")
-    unknown = [mode for mode in options.modes if mode not in MODES]
-    if unknown:
-        parser.error(f"mode {unknown[0]!r} is none of {', '.join(MODES)}")
+    options.modes = chosen_modes(parser, options.modes, MODES)
     if options.steps <= options.warmup:
         parser.error(f"--steps {options.steps} leaves none to time behind --warmup {options.warmup}")
     if options.checkpointed_attention == "offload" and "ulysses" in options.modes:

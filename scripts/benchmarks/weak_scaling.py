@@ -2,7 +2,7 @@
 
     python scripts/benchmarks/weak_scaling.py --out scaling.json
     python scripts/benchmarks/weak_scaling.py --sizes 2 --repeats 1 -- --layers 4
-    python scripts/benchmarks/weak_scaling.py --device cpu --sizes 2 --tokens-per-gpu 512 -- --config c.json
+    python scripts/benchmarks/weak_scaling.py --device cpu --sizes 2 --tokens-per-gpu 512 -- --preset tiny
 
 It launches `attention_step.py` for one GPU and every number of GPUs, one after the other, and all of them `--repeats`
 times. So a machine that slows down does so for all, and other GPUs do nothing meanwhile. What follows -- goes to each
@@ -32,6 +32,7 @@ from typing import Any
 
 import torch
 
+from lib.parser import add_device, add_out, parser_of, write_figures
 from lib.scaling import SHORTEST_TOKENS, Documents, Round, documents_of, row_of, table
 
 
@@ -40,7 +41,7 @@ QUICK = ("--no-exposed", "--no-kernels")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--sizes", help="numbers of GPUs, as 2,4; by default powers of two up to all of this host")
     parser.add_argument("--tokens-per-gpu", type=int, default=65_536, help="tokens of each GPU, a multiple of 128")
     parser.add_argument("--mix", default="prolong_up", help="lengths, as lib/planning/mixes.py has them")
@@ -49,8 +50,8 @@ def main() -> None:
     )
     parser.add_argument("--repeats", type=int, default=2, help="times that everything is launched, in turns")
     parser.add_argument("--rounds", type=int, default=2, help="steps measured in each launch, after one more")
-    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda", help="where ranks compute")
-    parser.add_argument("--out", type=Path, help="write all figures as JSON")
+    add_device(parser)
+    add_out(parser, ", after every repeat")
     parser.add_argument(
         "step", nargs="*", metavar="-- OPTION", help="options of attention_step.py in place of --layers 4"
     )
@@ -59,17 +60,18 @@ def main() -> None:
         parser.error(f"--tokens-per-gpu {options.tokens_per_gpu} is no multiple of {SHORTEST_TOKENS}")
     sizes = [int(size) for size in options.sizes.split(",")] if options.sizes else _sizes(torch.cuda.device_count())
     one, *documents = documents_of(options.mix, sizes, options.tokens_per_gpu, options.seed)
+    by_documents: list[tuple[Round, ...]] = [() for _ in documents]
     with TemporaryDirectory() as folder:
-        rounds = [_measure(options, one, documents, repeat, Path(folder)) for repeat in range(options.repeats)]
-    by_documents = list(zip(*rounds, strict=True))
+        for repeat in range(options.repeats):
+            rounds = _measure(options, one, documents, repeat, Path(folder))
+            by_documents = [(*before, now) for before, now in zip(by_documents, rounds, strict=True)]
+            rows = [
+                {**vars(each), "rounds": [vars(one) for one in of_each]}
+                for each, of_each in zip(documents, by_documents, strict=True)
+            ]
+            write_figures(options, rows=rows)  # the next repeat may not come to its end
     print(f"{options.mix}, seed {options.seed}, {options.repeats} x {options.rounds} steps of each\n")
     print(table([row_of(each, of_each) for each, of_each in zip(documents, by_documents, strict=True)]), flush=True)
-    if options.out:
-        facts = [
-            {**vars(each), "rounds": [vars(one) for one in of_each]}
-            for each, of_each in zip(documents, by_documents, strict=True)
-        ]
-        options.out.write_text(json.dumps({"options": {k: str(v) for k, v in vars(options).items()}, "rows": facts}))
 
 
 def _sizes(most: int) -> list[int]:

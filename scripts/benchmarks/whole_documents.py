@@ -9,7 +9,6 @@ whose ranks have no room for them; their tokens are counted over the whole epoch
 shortest processor time of several plans.
 """
 
-import argparse
 import time
 from dataclasses import dataclass, field
 
@@ -18,6 +17,7 @@ from distca_hf.batches.placed import PlacedPlanner
 from distca_hf.config import DistCAConfig
 from distca_hf.cost import imbalance
 from distca_hf.data.epochs import EpochPacker
+from lib.parser import add_ranks, add_tokens_per_rank, parser_of
 from lib.planning.mixes import file_lengths
 from lib.planning.planners import HEAD_GROUPS, LLAMA, RANKS_PER_NODE, print_row, table
 
@@ -71,10 +71,10 @@ class Figures:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ranks", nargs="+", type=int, default=[2, 8, 64], help="numbers of ranks to plan for")
+    parser = parser_of(__doc__)
+    add_ranks(parser, (2, 8, 64))
     parser.add_argument("--micro-batches", type=int, default=8, help="micro-batches of an epoch that are planned")
-    parser.add_argument("--tokens-per-rank", type=int, default=65_536)
+    add_tokens_per_rank(parser, 65_536)
     options = parser.parse_args()
     table(
         f"Whole documents, {options.tokens_per_rank:,} tokens per rank",

@@ -7,7 +7,6 @@ and for the layers of a model. The worst seed is printed for max/mean work, and 
 The time of a batch is the shortest processor time of several plans. Ways take turns, and each is called once before.
 """
 
-import argparse
 import statistics
 import time
 from dataclasses import dataclass, field
@@ -21,6 +20,7 @@ from distca_hf.cost import CAUSAL_LAYERS, LayerMasks, Mask, imbalance
 from distca_hf.layout import MAX_DOCUMENT_TOKENS
 from distca_hf.planning.plan import Plan
 from distca_hf.planning.transfers import key_transfers
+from lib.parser import add_ranks, add_tokens_per_rank, parser_of
 from lib.planning.mixes import batch
 from lib.planning.planners import HEAD_GROUPS, RANKS_PER_NODE, print_row, table
 
@@ -74,10 +74,10 @@ def take_times(batches: list[IntArray], planners: list[PlacedPlanner], ways: lis
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ranks", nargs="+", type=int, default=[2, 8, 64], help="numbers of ranks to plan for")
+    parser = parser_of(__doc__)
+    add_ranks(parser, (2, 8, 64))
     parser.add_argument("--seeds", type=int, default=6, help="batches that are drawn for every row")
-    parser.add_argument("--tokens-per-rank", type=int, default=65_536)
+    add_tokens_per_rank(parser, 65_536)
     options = parser.parse_args()
     table(
         f"Placed for all kinds of layers, {options.tokens_per_rank:,} tokens per rank; in brackets: for full alone",

@@ -15,6 +15,7 @@ import torch
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 import distca_hf
+from distca_hf.arrays import ceil_div
 from support import data
 from support.data import random_dataset
 from support.models import tiny_model
@@ -22,7 +23,8 @@ from support.training import computing_arguments, quiet_arguments
 
 
 MOST_STEPS = 100_000
-# On CPUs, and on GPUs: tokens per rank, lengths of documents, changes of the model.
+# On CPUs, and on GPUs: tokens per rank, if all ranks hold the longest document then; lengths of documents; changes of
+# the model.
 CAPACITY_TOKENS = {"cpu": 96, "cuda": 32768}
 LENGTHS = {"cpu": data.LENGTHS, "cuda": (4, 100, 3000, 9000, 32000)}
 CHANGES: dict[str, dict[str, Any]] = {
@@ -76,7 +78,7 @@ def main() -> None:
         logging_nan_inf_filter=False,  # else a loss that is NaN is logged as another one
         **computing,
     )
-    end, capacity = EndTogether(folder / "ended", steps), CAPACITY_TOKENS[device]
+    end = EndTogether(folder / "ended", steps)
     torch.manual_seed(0)
     trainer = Trainer(
         model=tiny_model("llama", "distca", **CHANGES[device]),
@@ -84,6 +86,7 @@ def main() -> None:
         train_dataset=random_dataset(400, lengths=LENGTHS[device]),
         callbacks=[end],
     )
+    capacity = capacity_tokens(device, trainer.args.world_size)
     distca_hf.DistCAPlugin(tokens_per_rank=capacity).attach(trainer)
     trainer.train()
     logs = [log for log in trainer.state.log_history if "loss" in log]
@@ -97,6 +100,11 @@ def main() -> None:
             "longest_seconds": sorted(end.seconds)[-12:],
         }
         (folder / "losses.json").write_text(json.dumps(result))
+
+
+def capacity_tokens(device: str, num_trainers: int) -> int:
+    """Returns the tokens that a trainer holds: all together hold the longest document, also if there is only one."""
+    return max(CAPACITY_TOKENS[device], ceil_div(max(LENGTHS[device]), num_trainers))
 
 
 def on_gpus(wrap: str) -> dict[str, Any]:

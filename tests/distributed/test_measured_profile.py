@@ -30,6 +30,7 @@ def test_two_ranks_write_a_profile(tmp_path: Path) -> None:
     assert profile.within_node is not None
     assert profile.within_node.ranks == 2
     assert profile.within_node.num_bytes == tuple(map(float, grid.num_bytes))
+    assert len(profile.within_node.one_way) == len(profile.within_node.to_next) == len(grid.num_bytes)
     # 3. Where it comes from.
     assert profile.made.processes == 2
     assert "--cpu" in profile.made.command

@@ -77,11 +77,14 @@ def test_table_compares_with_one_gpu_at_equal_work(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     launches: list[tuple[int, int]] = []
+    written: list[bool] = []
+    figures = tmp_path / "scaling.json"
 
     def launch(line: list[str], check: bool) -> subprocess.CompletedProcess[str]:
         of = {name: line[line.index(name) + 1] for name in ("--nproc-per-node", "--documents", "--modes", "--out")}
         gpus, lists, out = int(of["--nproc-per-node"]), of["--documents"].split(";"), Path(of["--out"])
         launches.append((gpus, len(lists)))
+        written.append(figures.is_file())
         for number in range(len(lists)):
             seconds = {"ideal": 1.0 if "--share-tokens" in line else 1.0625, "placed": 1.25}
             modes: dict[str, Any] = {
@@ -93,9 +96,8 @@ def test_table_compares_with_one_gpu_at_equal_work(
 
     monkeypatch.syspath_prepend(PROGRAM.parent)
     monkeypatch.setattr(subprocess, "run", launch)
-    out = tmp_path / "scaling.json"
-    words = ["--sizes", "2,4", "--tokens-per-gpu", "1024", "--repeats", "2", "--out", str(out), "--", "--layers", "1"]
-    monkeypatch.setattr(sys, "argv", [str(PROGRAM), *words])
+    words = ["--sizes", "2,4", "--tokens-per-gpu", "1024", "--repeats", "2", "--out", str(figures)]
+    monkeypatch.setattr(sys, "argv", [str(PROGRAM), *words, "--", "--layers", "1"])
     runpy.run_path(str(PROGRAM), run_name="__main__")
     rows = [line.split(" | ") for line in capfd.readouterr().out.splitlines() if line.startswith("| ")]
 
@@ -104,4 +106,5 @@ def test_table_compares_with_one_gpu_at_equal_work(
     assert rows[2][3:] == "1024 | 5.000 | 1000.0 | 1250.0 | 1024 | 819 | 0.800 | 0.800, 0.800 | 0.941 | 3.000 |".split(
         " | "
     )
-    assert len(json.loads(out.read_text())["rows"][0]["rounds"]) == 2
+    assert written == [False] * 3 + [True] * 3, "after every repeat"
+    assert len(json.loads(figures.read_text())["rows"][0]["rounds"]) == 2

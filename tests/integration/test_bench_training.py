@@ -29,12 +29,12 @@ def test_modes_have_the_same_losses_and_another_limit_is_an_error(tmp_path: Path
     config.write_text(json.dumps(CONFIG))
     words = ["scripts/benchmarks/training_run.py", "--device", "cpu", "--config", config, "--out", out]
     sizes = ["--tokens-per-rank", TOKENS_PER_RANK, "--steps", STEPS, "--warmup", 1, "--learning-rate", "1e-2"]
-    modes = ["--modes", "distca,ulysses,moving", "--most-difference", "-1"]
+    modes = ["--modes", "distca,ulysses,fixed", "--most-difference", "-1"]
     with pytest.raises(AssertionError, match=r"losses differ from those of distca by more than -1\.0"):
         run_script(RANKS, tmp_path, [str(word) for word in (*words, *sizes, *modes)])
     runs = json.loads(out.read_text())["runs"]
 
-    assert [run["mode"] for run in runs] == ["distca", "ulysses", "moving"]
+    assert [run["mode"] for run in runs] == ["distca", "ulysses", "fixed"]
     for run in runs:
         assert run["losses"] == pytest.approx(runs[0]["losses"], rel=1e-5)
         assert run["losses"][-1] < run["losses"][0]
@@ -45,7 +45,7 @@ def test_modes_have_the_same_losses_and_another_limit_is_an_error(tmp_path: Path
 
 
 def test_documents_fill_every_micro_batch(script: Callable[[str], ModuleType]) -> None:
-    documents = script("lib.training_documents").training_documents(3, 20_000, 32_768, vocabulary=1000)
+    documents = script("lib.training.documents").training_documents(3, 20_000, 32_768, vocabulary=1000)
     lengths = [len(tokens) for tokens in documents["input_ids"]]
 
     assert lengths.count(20_000) == 3
@@ -55,7 +55,7 @@ def test_documents_fill_every_micro_batch(script: Callable[[str], ModuleType]) -
 
 def test_times_behind_the_first_steps_count(script: Callable[[str], ModuleType]) -> None:
     run = {"seconds": [9.0, 2.0, 2.0, 4.0], "tokens": [100] * 4, "model_flops": [40.0] * 4, "peak_flops": 100.0}
-    assert script("lib.trainer_report").step_figures(run, 1) == {
+    assert script("lib.training.report").step_figures(run, 1) == {
         "step_seconds": 2.0,
         "tokens_per_second": 50.0,
         "utilisation": 0.2,
@@ -63,7 +63,7 @@ def test_times_behind_the_first_steps_count(script: Callable[[str], ModuleType])
 
 
 def test_a_loss_that_is_no_number_is_the_largest_difference(script: Callable[[str], ModuleType]) -> None:
-    difference = script("lib.trainer_report").largest_difference
+    difference = script("lib.training.report").largest_difference
     assert difference({"losses": [1.0, 2.0]}, {"losses": [1.5, 2.25]}) == 0.5
     assert math.isnan(difference({"losses": [1.0, 2.0]}, {"losses": [float("nan"), 2.0]}))
 
@@ -71,7 +71,7 @@ def test_a_loss_that_is_no_number_is_the_largest_difference(script: Callable[[st
 def test_memory_left_of_modes_before_is_shown(script: Callable[[str], ModuleType]) -> None:
     of_all = {"mode": "distca", "seconds": [1.0], "tokens": [1], "model_flops": [1.0], "peak_flops": None}
     run = {**of_all, "losses": [1.0], "imbalance": [], "peak_bytes": 60 << 30, "held_before_bytes": 3 << 29}
-    head, _, row = script("lib.trainer_report").table([run], 0).splitlines()
+    head, _, row = script("lib.training.report").table([run], 0).splitlines()
     shown = dict(zip(head.split(" | "), row.split(" | "), strict=True))
 
     assert (shown["peak GiB"], shown["held before GiB"]) == ("60.0", "1.5")

@@ -13,7 +13,7 @@ from distca_hf.errors import PlanError
 from distca_hf.layout import Layout
 from distca_hf.placement.place import place
 from distca_hf.planning.kernel_calls import CallKind
-from distca_hf.planning.window_routing import window_plan
+from distca_hf.planning.window_routing import halo_rows_between, window_plan
 from support.layouts import packed_layout, random_layout, striped_layout
 from support.simulation import Row, check_call_shapes, put, rows_at_home, without_gaps
 
@@ -146,6 +146,7 @@ def test_a_long_document_costs_a_halo_for_each_part() -> None:
     facts = window_plan(layout, 0, window).facts
     parts = sum(1 for _, start, _ in (segment for rank in range(4) for segment in layout.held_by(rank)) if start)
     assert sum(facts.key_rows_received) == 99 * parts
+    assert halo_rows_between(layout, window).sum(axis=0).tolist() == list(facts.key_rows_received)
     assert facts.rows_per_token == 1
     assert sum(facts.work) == window.pairs(0, 4000) < full.pairs(0, 4000)
 

@@ -90,16 +90,41 @@ def test_grids_are_measured_beside_their_simulation(tmp_path: Path, documents: M
             assert len(documents.whole_documents(lengths, ranks)) == ranks
 
 
-def test_parts_behind_one_that_fails_run(tmp_path: Path) -> None:
+def test_launches_and_parts_behind_one_that_fails_run(tmp_path: Path) -> None:
     done = launch(tmp_path, 2, "saved", "grids", "no_part", "host", failing="--checkpointing saved --no-check")
     lines = launched(done.stdout)
 
-    assert len([line for line in lines if "--checkpointing saved" in line]) == 1, "the rest of a part does not run"
-    assert len(lines) == 6
+    assert [line.partition("--out ")[2].split()[0] for line in lines[:2]] == [
+        f"{tmp_path}/out/{name}.json" for name in ("saved", "best")
+    ]
+    assert len(lines) == 7
     assert "host_time.py" in lines[-1]
     assert done.returncode == 1
     assert "== saved failed with status 1\n" in done.stderr
     assert done.stderr.endswith("== failed parts: saved no_part\n")
+
+
+@pytest.mark.parametrize(
+    ("part", "failing", "launches"),
+    [
+        ("windows", "gemma3-27b", 3),
+        ("scale", "scale.json", 1),
+        ("nodes", "nodes.json", 2),
+        ("saved", "saved.json", 2),
+        ("models", "llama-64k", 4),
+        ("liger", "liger.json", 1),
+        ("training", "llama3-8b", 2),
+        ("memory", "memory.py", 2),
+    ],
+)
+def test_every_launch_of_a_part_runs_and_one_failure_fails_it(
+    tmp_path: Path, part: str, failing: str, launches: int
+) -> None:
+    done = launch(tmp_path, 2, part, failing=failing)
+
+    assert len([line for line in launched(done.stdout) if line.startswith("torchrun")]) == launches
+    assert done.returncode == 1
+    assert done.stderr.endswith(f"== {part} failed with status 1\n== failed parts: {part}\n")
 
 
 @pytest.mark.parametrize("failing", ["", "pipeline_step.py"])

@@ -25,6 +25,15 @@ def test_page_lists_all_programs() -> None:
     assert sorted(name for name in listed if not (FOLDER / name).is_dir()) == sorted(programs)
 
 
+def test_examples_for_cpus_need_no_file() -> None:
+    """A model comes from a preset, so that a line can be pasted."""
+    docstrings = {path.name: ast.get_docstring(ast.parse(path.read_text())) or "" for path in FOLDER.glob("*.py")}
+    of_models = [name for name, words in docstrings.items() if "--device cpu --preset tiny" in words]
+
+    assert [name for name, words in docstrings.items() if "--config" in words] == []
+    assert len(of_models) > 3
+
+
 def test_programs_can_be_run_and_are_not_imported() -> None:
     programs = {path.stem: path for path in FOLDER.glob("*.py")}
 

@@ -3,8 +3,10 @@
 import json
 import os
 import re
+import runpy
 import shlex
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -34,6 +36,15 @@ def example_of(*command: str) -> str:
 
 def test_version_is_shown_and_ends_with_0() -> None:
     assert run_command([SCRIPTS / "distca", "--version"]) == f"distca_hf {__version__}\n"
+
+
+def test_package_runs_as_the_command(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["distca_hf", "recipes", "cpu_2proc"])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_module("distca_hf", run_name="__main__", alter_sys=True)
+
+    assert ended.value.code in (None, 0)
+    assert capsys.readouterr().out == f"{RECIPES.find('cpu_2proc')}\n"
 
 
 def test_shell_completes_commands() -> None:

@@ -54,3 +54,11 @@ def test_a_difference_that_is_large_or_no_number_is_not_within_limits(
     assert program.largest(differences) == pytest.approx(largest, nan_ok=True)
     assert not program.within(differences, 0.1)
     assert program.within([0.0, 0.1], 0.1)
+
+
+@pytest.mark.parametrize(("device", "trainers", "tokens"), [("cpu", 1, 150), ("cpu", 2, 96), ("cuda", 1, 32_768)])
+def test_trainers_hold_the_longest_document(
+    monkeypatch: pytest.MonkeyPatch, device: str, trainers: int, tokens: int
+) -> None:
+    monkeypatch.syspath_prepend(REPOSITORY / "scripts" / "faults")
+    assert importlib.import_module("lose_servers_train").capacity_tokens(device, trainers) == tokens

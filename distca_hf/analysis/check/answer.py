@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 
 from distca_hf.analysis.check.find import Candidate
-from distca_hf.analysis.check.gpus import Gpu
 from distca_hf.analysis.check.kernels import KernelChoice
 from distca_hf.analysis.check.verdict import Verdict
+from distca_hf.analysis.gpus import Gpu
 from distca_hf.analysis.memory import GIB, USABLE_SHARE, DecoderSize, Fit, Sharding, TrainingSetup
 from distca_hf.batches.placed import PlacedPlanner
 from distca_hf.config import DistCAConfig

@@ -13,11 +13,11 @@ from typing import Literal
 from transformers import PreTrainedModel
 
 from distca_hf.analysis.check.find import DEFAULT_SIZES, Candidate
-from distca_hf.analysis.check.gpus import Gpu
 from distca_hf.analysis.check.kernels import KernelChoice, kernels_for
 from distca_hf.analysis.check.numerics import Numerics, compare
 from distca_hf.analysis.check.tiny_config import tiny_config, tiny_version
 from distca_hf.analysis.check.trial import TinyModel, step_alone
+from distca_hf.analysis.gpus import Gpu
 from distca_hf.errors import ConfigError, DistCAError
 from distca_hf.integrations.models.check import (
     IMPLEMENTATION,

@@ -133,6 +133,9 @@ class LinkTimes:
         products_beside: seconds by which a second of gathering delays matrix products beside it.
         date, command: when and how.
         ranks_per_node: of these ranks; 1 also for a stand-in, whose ranks share a node and count as nodes.
+        one_way: `[sizes]` seconds of an exchange in which every second rank sends to the next one, and receives
+            nothing; empty where it was not measured.
+        to_next: `[sizes]` seconds of an exchange in which every rank sends to the next one alone; empty likewise.
     """
 
     ranks: int
@@ -145,6 +148,8 @@ class LinkTimes:
     date: str
     command: str
     ranks_per_node: int = 1
+    one_way: Numbers = ()
+    to_next: Numbers = ()
 
 
 @dataclass(frozen=True)
@@ -236,4 +241,6 @@ class ClusterProfile:
             check_curve("tokens", layer.tokens, layer.forward, layer.kept, layer.backward)
         for links in filter(None, (self.within_node, self.between_nodes)):
             check_curve("num_bytes", links.num_bytes, links.exchange, links.all_gather, links.reduce_scatter)
+            for some in filter(None, (links.one_way, links.to_next)):
+                check_curve("num_bytes", links.num_bytes, some)
         check_positive("rates", list(asdict(self.rates).values()))

@@ -6,12 +6,15 @@ the measured sizes the rate stays that of the border, and whoever asked gets a n
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 
 FloatArray = NDArray[np.float64]
+# Whole numbers, or others.
+Amounts = NDArray[Any]
 # Share of the seconds of one kind, beyond measured sizes, from which on it is said.
 WORTH_A_NOTE = 0.005
 

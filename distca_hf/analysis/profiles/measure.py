@@ -144,34 +144,36 @@ class Measuring:
         self, attention: AttentionBench, progress: MeasuringProgress
     ) -> tuple[LinkTimes | None, LinkTimes | None]:
         """Returns the times of links within a node, and between nodes."""
-        rows: dict[bool, list[tuple[float, float, float]]] = {False: [], True: []}
+        rows: dict[bool, list[tuple[float, ...]]] = {False: [], True: []}
         for between, num_bytes in progress.over("links", self._link_steps):
             rows[between].append(self._link_seconds(num_bytes, between))
         within, beyond = (self._link_times(attention, scope, rows[scope]) for scope in (False, True))
         return within, beyond
 
-    def _link_seconds(self, num_bytes: int, between: bool) -> tuple[float, float, float]:
+    def _link_seconds(self, num_bytes: int, between: bool) -> tuple[float, ...]:
+        """Returns the seconds of every kind of `LinkTimes`, in its order."""
         ranks, calls = self.ranks, max(FEWEST_CALLS, min(20, (1 << 29) // num_bytes))
         return (
-            ranks.exchange_seconds(num_bytes, between),
+            ranks.exchange_seconds(ranks.exchange(num_bytes, between), num_bytes),
             ranks.slowest(ranks.all_gather(num_bytes, between), calls, "measuring an all-gather"),
             ranks.slowest(ranks.reduce_scatter(num_bytes, between), calls, "measuring a reduce-scatter"),
+            ranks.exchange_seconds(ranks.one_way(num_bytes, between), num_bytes),
+            ranks.exchange_seconds(ranks.to_next(num_bytes, between), num_bytes),
         )
 
     def _link_times(
-        self, attention: AttentionBench, between: bool, rows: Sequence[tuple[float, float, float]]
+        self, attention: AttentionBench, between: bool, rows: Sequence[tuple[float, ...]]
     ) -> LinkTimes | None:
         if not rows:
             return None
         ranks, sizes = self.ranks, tuple(map(float, self.grid.num_bytes))
-        exchange, all_gather, reduce_scatter = (tuple(column) for column in zip(*rows, strict=True))
+        exchange, all_gather, reduce_scatter, one_way, to_next = (tuple(column) for column in zip(*rows, strict=True))
         # Something to send that takes about half as long as the kernels beside it.
         forward, _, _ = attention.calls(self.grid.beside)
         target = ranks.slowest(forward, FEWEST_CALLS, "measuring kernels") / 2
         num_bytes = _bytes_within(target, sizes, exchange)
-        attention_beside = ranks.delay_of(
-            forward, ranks.exchange(num_bytes, between), ranks.exchange_seconds(num_bytes, between)
-        )
+        exchanges = ranks.exchange(num_bytes, between)
+        attention_beside = ranks.delay_of(forward, exchanges, ranks.exchange_seconds(exchanges, num_bytes))
         matrix = torch.randn(self.grid.rates[0], self.grid.rates[0], device=ranks.device).to(self._dtype)
         out = torch.empty_like(matrix)
 
@@ -187,7 +189,7 @@ class Measuring:
         number = ranks.num_ranks if between else ranks.ranks_per_node
         times = (exchange, all_gather, reduce_scatter, attention_beside, products_beside)
         of_a_node = ranks.ranks_per_node if between or ranks.has_several_nodes else 1
-        return LinkTimes(number, sizes, *times, _now(), self.command, of_a_node)
+        return LinkTimes(number, sizes, *times, _now(), self.command, of_a_node, one_way, to_next)
 
     def _made(self, kernel: str) -> Made:
         device, versions = self.ranks.device, {"distca_hf": __version__, "python": platform.python_version()}

@@ -11,6 +11,7 @@ from rich.console import Console
 
 from distca_hf.analysis.command import COLUMNS, DEFAULT_MODEL, PlanProgress
 from distca_hf.analysis.find_model import find_model, read_model
+from distca_hf.analysis.gpus import H100_GIB, gpu_of_device
 from distca_hf.analysis.lengths import read_lengths
 from distca_hf.analysis.memory import Checkpointing
 from distca_hf.analysis.profiles.cluster_profile import ClusterProfile
@@ -223,8 +224,8 @@ def _model(name: str | None, config: Path | None) -> SimulatedModel:
 
 def gpu_gib_of(profile: ClusterProfile) -> float:
     """Returns the memory of the GPU of a profile, in GiB; of an unknown one that of an H100."""
-    known = {"B200": 180.0, "H200": 140.4, "H100": 79.6, "A100": 79.3}
-    return next((gib for name, gib in known.items() if name in profile.made.device), 79.6)
+    gpu = gpu_of_device(profile.made.device)
+    return H100_GIB if gpu is None or gpu.gib is None else gpu.gib
 
 
 def _numbers(option: str, given: str) -> list[int]:

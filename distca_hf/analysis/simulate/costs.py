@@ -10,21 +10,17 @@ Where the model's sizes are not those of the profile, times are scaled, and `not
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from distca_hf.analysis.profiles.cluster_profile import AttentionTimes, ClusterProfile, LayerTimes
-from distca_hf.analysis.profiles.curves import Curve, FloatArray, Notes
+from distca_hf.analysis.profiles.curves import Amounts, Curve, FloatArray, Notes
 from distca_hf.analysis.profiles.kernel_times import prefix_surface, square_curve
 from distca_hf.analysis.simulate.model import SimulatedModel
 from distca_hf.arrays import IntArray
 from distca_hf.cost import CAUSAL_MASK, Mask
 
 
-# Whole numbers, or others.
-Amounts = NDArray[Any]
 # Bytes of a number in bf16.
 HALF_BYTES = 2
 # Forward operations of one token and weight.
@@ -209,6 +205,13 @@ class Costs:
     def copy_seconds(self, num_bytes: Amounts | float) -> FloatArray:
         """Returns seconds of reading and writing so many bytes, both counted."""
         return np.asarray(num_bytes, dtype=np.float64) / self.profile.rates.copy_bytes
+
+    @property
+    def share_before_attention(self) -> float:
+        """Part of a layer's matrix products that queries, keys and values come from; the rest is behind attention."""
+        heads, size = self.model.heads, self.model.size
+        columns = heads.query * heads.dim + heads.key_value * (heads.dim + heads.value_dim)
+        return min(1.0, columns * size.hidden_size * size.layers / size.layer_parameters)
 
     @property
     def layer_weight_bytes(self) -> float:

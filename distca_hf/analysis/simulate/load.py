@@ -31,6 +31,8 @@ class Attention:
         backward: `[ranks]`.
         sent, sent_backward: `[ranks]` seconds that the wires are busy in forward, and in backward.
         layers: number of layers like this one.
+        waits, waits_backward: seconds of exchanges that kernels wait for, so that other traffic on the wires delays
+            them: `[ranks]`, or the same of all; forward, and backward.
     """
 
     forward: FloatArray
@@ -39,6 +41,8 @@ class Attention:
     sent: FloatArray
     sent_backward: FloatArray
     layers: int
+    waits: FloatArray = field(default_factory=lambda: np.zeros(1))
+    waits_backward: FloatArray = field(default_factory=lambda: np.zeros(1))
 
 
 @dataclass(frozen=True)
@@ -94,6 +98,7 @@ class Hidden:
         beside: seconds by which a second of exchange delays kernels.
         keeps: whether rows of others are kept until backward; otherwise they are sent for recomputation and for
             backward once more, there with the outputs of queries that move.
+        gathering: seconds of gathering weights of the next layer that are left when rows leave: both share the wires.
     """
 
     exchanges: Exchanges
@@ -101,6 +106,7 @@ class Hidden:
     moves_queries: bool = False
     beside: float = 0.0
     keeps: bool = True
+    gathering: float = 0.0
 
     def attention(self, local: Passes, remote: Passes, late: Passes, layers: int) -> Attention:
         """Returns attention with these exchanges.
@@ -116,7 +122,8 @@ class Hidden:
         late_forward = late.forward / 2 if self.moves_queries else np.zeros_like(late.forward)
         early = local.forward - late_forward
         results = np.maximum(late_forward, wires.results / self.chunks)
-        forward = _in_chunks(early, remote.forward, wires.rows, self.chunks) + results
+        rows = wires.rows + np.minimum(wires.rows, self.gathering)
+        forward = _in_chunks(early, remote.forward, rows, self.chunks) + results
         forward = forward + self._delay(sent, forward, kernels.forward)
         recomputed = forward
         if self.keeps:
@@ -152,12 +159,13 @@ class Waiting:
 
     forward: FloatArray
     backward: FloatArray
-    sent: FloatArray = field(default_factory=lambda: np.zeros(1))
+    sent: FloatArray
 
     def attention(self, kernels: Passes, layers: int) -> Attention:
         """Returns attention whose exchanges are made again when it is recomputed."""
         forward = kernels.forward + self.forward
-        return Attention(forward, forward, kernels.backward + self.backward, self.sent, self.sent, layers)
+        backward = kernels.backward + self.backward
+        return Attention(forward, forward, backward, self.sent, self.sent, layers, self.sent, self.sent)
 
 
 def nothing_sent(kernels: Passes, layers: int) -> Attention:

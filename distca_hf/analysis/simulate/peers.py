@@ -21,10 +21,10 @@ from collections.abc import Sequence
 import numpy as np
 
 from distca_hf.analysis.baselines import fill_groups
-from distca_hf.analysis.profiles.curves import FloatArray
-from distca_hf.analysis.simulate.costs import Amounts, Costs, Passes
+from distca_hf.analysis.profiles.curves import Amounts, FloatArray
+from distca_hf.analysis.simulate.costs import Costs, Passes
 from distca_hf.analysis.simulate.load import Attention, Load, Waiting, nothing_sent
-from distca_hf.analysis.simulate.wires import Cluster
+from distca_hf.analysis.simulate.wires import Cluster, WireBytes
 from distca_hf.arrays import IntArray, ceil_div
 from distca_hf.cost import causal_pairs_of
 from distca_hf.data.documents import split_documents
@@ -179,9 +179,10 @@ def ring(costs: Costs, cluster: Cluster, document_tokens: IntArray, group: int) 
     )
     query, key_value, _ = costs.token_bytes
     numbers, keys = query / 2 * tokens, key_value / 2 * tokens
-    sends = _exchange(cluster, key_value * tokens, group)
-    sends_gradients = _exchange(cluster, 3 * key_value * tokens, group)  # keys and values, and fp32 gradients of both
     steps = group - 1
+    sends = cluster.to_next(key_value * tokens, group) * (steps > 0)
+    # Keys and values, and fp32 gradients of both.
+    sends_gradients = cluster.to_next(3 * key_value * tokens, group) * (steps > 0)
     merge = costs.copy_seconds(0.75 * RING_MERGE_BYTES * numbers)  # of half of the queries in half of the steps
     add = costs.copy_seconds(0.75 * RING_GRADIENT_BYTES * numbers + RING_GRADIENT_BYTES * keys)
     ends = costs.copy_seconds(RING_END_BYTES * numbers)
@@ -190,9 +191,11 @@ def ring(costs: Costs, cluster: Cluster, document_tokens: IntArray, group: int) 
     forward = first.forward + ends + steps * merge + _steps(first.forward, step.forward, sends, steps, late)
     backward = first.backward + gradient_ends + steps * add
     backward = backward + _steps(first.backward, step.backward, sends_gradients, steps, late)
-    backward = backward + np.maximum(0.0, sends_gradients - sends) * (steps > 0)  # gradients come home behind the last
-    layers = costs.model.attention_layers
-    attention = [Attention(forward, forward, backward, steps * sends, steps * sends_gradients, layers)]
+    backward = backward + np.maximum(0.0, sends_gradients - sends)  # gradients come home behind the last
+    sent, sent_backward = steps * sends, steps * sends_gradients
+    # Where keys come later than kernels end, so does everything that disturbs them.
+    waits = sent * (sends > step.forward), sent_backward * (sends_gradients > step.backward)
+    attention = [Attention(forward, forward, backward, sent, sent_backward, costs.model.attention_layers, *waits)]
     return Load(tokens, attention, _most(steps * key_value * tokens), is_whole(held, document_tokens))
 
 
@@ -250,7 +253,7 @@ def _exchange(cluster: Cluster, num_bytes: Amounts, group: int) -> FloatArray:
     bytes go as there are ranks on others."""
     inside = min(group, cluster.ranks_per_node)
     beyond = (group - inside) / max(1, group - 1)
-    return cluster.exchange(num_bytes * (1 - beyond), num_bytes * beyond)
+    return cluster.exchange(WireBytes.both_ways(num_bytes * (1 - beyond)), WireBytes.both_ways(num_bytes * beyond))
 
 
 def _per_rank(group_tokens: IntArray, group: int) -> IntArray:

@@ -1,10 +1,10 @@
 """Planned: loads of plans, made by the planners of training and by the published one.
 
 Every task of a plan is a square and a prefix. Squares of queries that stay need no rows of others; prefixes, and tasks
-whose queries come from other ranks, do.
+whose queries come from other ranks, do. In layers with a window queries stay, and need the few keys before each part.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -12,7 +12,7 @@ from distca_hf.analysis.profiles.curves import FloatArray
 from distca_hf.analysis.published_greedy import plan_published_greedy
 from distca_hf.analysis.simulate.costs import HALF_BYTES, Costs, Passes
 from distca_hf.analysis.simulate.load import Attention, Exchanges, Hidden, Load, nothing_sent
-from distca_hf.analysis.simulate.wires import Cluster
+from distca_hf.analysis.simulate.wires import Cluster, WireBytes
 from distca_hf.arrays import IntArray
 from distca_hf.cost import Mask
 from distca_hf.layout import Layout
@@ -20,6 +20,7 @@ from distca_hf.planning.pieces import ALL_HEADS
 from distca_hf.planning.plan import Plan
 from distca_hf.planning.routing import LATE_SHARE
 from distca_hf.planning.transfers import keys_between, queries_between
+from distca_hf.planning.window_routing import Parts, halo_rows_between
 
 
 # Seconds of planning packs of others, which is done in the step: of any number of ranks, and of each rank
@@ -35,6 +36,7 @@ def ours(
     saves_attention: bool,
     in_step: bool = False,
     keeps: bool = True,
+    gathers: bool = True,
 ) -> Load:
     """Returns the load of one of our plans.
 
@@ -43,20 +45,25 @@ def ours(
         saves_attention: whether outputs are kept under activation checkpointing.
         in_step: whether it is planned right before the forward pass.
         keeps: whether rows of other ranks are kept until backward.
+        gathers: whether FSDP gathers the next layer's weights meanwhile.
     """
-    wires = _Wires.of(costs, cluster, plan)
-    hidden = Hidden(wires.exchanges(), chunks, plan.moves_queries, cluster.attention_beside, keeps)
-    local, remote = _calls(costs, plan)
-    late = Passes(*(_late(plan, x, x + y) for x, y in zip(vars(local).values(), vars(remote).values(), strict=True)))
-    kinds = [
-        hidden.attention(local, remote, late, layers)
-        if mask.window_tokens is None
-        else nothing_sent(_window_calls(costs, plan.layout, mask), layers)
-        for mask, layers in costs.model.masks
-    ]
-    ranks = plan.layout.num_ranks
-    planning = PLANNING_SECONDS + PLANNING_SECONDS_PER_RANK * ranks if in_step else 0.0
-    return Load(plan.layout.rank_tokens, kinds, wires.most_bytes, True, saves_attention, planning)
+    layout, wires = plan.layout, _Wires.of(costs, cluster, plan)
+    before = costs.share_before_attention * float(costs.layer(layout.rank_tokens).forward.max())
+    gathering = max(0.0, cluster.all_gather(costs.layer_weight_bytes) - before) if gathers else 0.0
+    full = Hidden(wires.exchanges(), chunks, plan.moves_queries, cluster.attention_beside, keeps, gathering)
+    kinds = []
+    for mask, layers in costs.model.masks:
+        if mask.window_tokens is None:
+            hidden, (local, remote), speeds = full, _calls(costs, plan), plan.speeds
+        else:
+            halos = _Wires.of_halos(costs, cluster, layout, mask).exchanges()
+            hidden = replace(full, exchanges=halos, chunks=1, moves_queries=False)
+            (local, remote), speeds = _window_calls(costs, layout, mask), ()
+        of_passes = zip(vars(local).values(), vars(remote).values(), strict=True)
+        late = Passes(*(_late(own, own + others, bool(speeds)) for own, others in of_passes))
+        kinds.append(hidden.attention(local, remote, late, layers))
+    planning = PLANNING_SECONDS + PLANNING_SECONDS_PER_RANK * layout.num_ranks if in_step else 0.0
+    return Load(layout.rank_tokens, kinds, wires.most_bytes, True, saves_attention, planning)
 
 
 def published(costs: Costs, cluster: Cluster, document_tokens: IntArray, tolerance: float) -> Load:
@@ -72,7 +79,8 @@ def published(costs: Costs, cluster: Cluster, document_tokens: IntArray, toleran
     kinds = []
     for mask, layers in costs.model.masks:
         if mask.window_tokens is not None:
-            kinds.append(nothing_sent(_window_calls(costs, plan.layout, mask), layers))
+            local, prefixes = _window_calls(costs, plan.layout, mask)
+            kinds.append(nothing_sent(local + prefixes, layers))
             continue
         delay = cluster.attention_beside * seconds
         forward = np.maximum(kernels.forward, seconds - layer.forward) + delay
@@ -101,21 +109,31 @@ def _calls(costs: Costs, plan: Plan) -> tuple[Passes, Passes]:
     return local, remote
 
 
-def _late(plan: Plan, local: FloatArray, kernels: FloatArray) -> FloatArray:
+def _late(local: FloatArray, kernels: FloatArray, has_speeds: bool) -> FloatArray:
     """Returns `[ranks]` seconds of local calls that can wait until results leave, as routings divide them
-    (`planning.routing`)."""
+    (`planning.routing`).
+
+    Args:
+        local, kernels: `[ranks]` seconds of local calls, and of all.
+        has_speeds: whether ranks are of several speeds.
+    """
     working = kernels > 0
     deferred = LATE_SHARE * kernels[working].mean() if working.any() else 0.0
-    if plan.speeds:
+    if has_speeds:
         leaves = max((kernels - local).max(), kernels.max() - deferred)
         return np.clip(kernels - leaves, 0.0, local)
     return np.minimum(local, min(deferred, local[working].min(initial=np.inf)))
 
 
-def _window_calls(costs: Costs, layout: Layout, mask: Mask) -> Passes:
-    """Returns `[ranks]` seconds of a layer with a window: every rank computes its own tokens."""
-    queries, before = layout.segment_tokens, layout.segment_start
-    return costs.attention(queries, before, mask).sum_by(layout.segment_rank, layout.num_ranks)
+def _window_calls(costs: Costs, layout: Layout, mask: Mask) -> tuple[Passes, Passes]:
+    """Returns `[ranks]` seconds of a layer with a window, where every rank computes its own tokens: against their own
+    keys, and against the keys before each part."""
+    parts = Parts.of(layout)
+    queries = parts.stop - parts.start
+    whole = costs.attention(queries, parts.start, mask)
+    own = costs.attention(queries, np.zeros(len(queries)), mask)
+    prefixes = Passes(*(np.maximum(0.0, x - y) for x, y in zip(vars(whole).values(), vars(own).values(), strict=True)))
+    return own.sum_by(parts.rank, layout.num_ranks), prefixes.sum_by(parts.rank, layout.num_ranks)
 
 
 @dataclass(frozen=True)
@@ -140,6 +158,13 @@ class _Wires:
         keys, queries = (of_row * rows.astype(np.float64) for rows in (keys_between(plan), queries_between(plan)))
         return cls(cluster, keys * of_token.key_value, queries * of_token.query, queries * of_token.output)
 
+    @classmethod
+    def of_halos(cls, costs: Costs, cluster: Cluster, layout: Layout, mask: Mask) -> "_Wires":
+        """Returns the bytes of a layer with a window instead."""
+        rows = halo_rows_between(layout, mask).astype(np.float64) / costs.tensor_ranks
+        none = np.zeros_like(rows)
+        return cls(cluster, rows * costs.model.heads.token_bytes(HALF_BYTES).key_value, none, none)
+
     @property
     def forward_bytes(self) -> FloatArray:
         """All bytes of forward."""
@@ -160,9 +185,8 @@ class _Wires:
         )
 
     def seconds(self, num_bytes: FloatArray) -> FloatArray:
-        """Returns `[ranks]` seconds of an exchange of so many bytes, on the busier way of each rank."""
+        """Returns `[ranks]` seconds of an exchange of so many bytes."""
         node = self.cluster.node_of
         crosses = node[:, None] != node[None, :]
-        within, between = num_bytes * ~crosses, num_bytes * crosses
-        sent, received = (self.cluster.exchange(within.sum(axis=x), between.sum(axis=x)) for x in (1, 0))
-        return np.maximum(sent, received)
+        of_links = num_bytes * ~crosses, num_bytes * crosses
+        return self.cluster.exchange(*(WireBytes(each.sum(axis=1), each.sum(axis=0)) for each in of_links))

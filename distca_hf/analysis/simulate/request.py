@@ -7,6 +7,7 @@ from typing import get_args
 
 import numpy as np
 
+from distca_hf.analysis.gpus import H200_GIB
 from distca_hf.analysis.memory import GIB, Checkpointing
 from distca_hf.analysis.request import MAX_MICRO_STEPS, MAX_RANKS
 from distca_hf.analysis.simulate.model import SimulatedModel
@@ -43,7 +44,7 @@ class SimulationRequest:
         tensor_ranks: GPUs that divide every layer between them.
         checkpointing: what layers keep until backward.
         liger: whether layers are Liger's.
-        gpu_gib: memory of a GPU.
+        gpu_gib: memory of a GPU, in GiB.
         batches: optimizer steps to simulate.
         seed: of the order of documents.
         pipeline: stages that the same GPUs are also simulated with, and that documents are packed for; None if there
@@ -62,7 +63,7 @@ class SimulationRequest:
     tensor_ranks: int = 1
     checkpointing: Checkpointing = "saved"
     liger: bool = False
-    gpu_gib: float = 141.0
+    gpu_gib: float = H200_GIB
     batches: int = 20
     seed: int = 0
     pipeline: Pipeline | None = None
@@ -181,9 +182,17 @@ class SimulationRequest:
 
     @cached_property
     def served_planner(self) -> PlacedPlanner:
-        """The planner of a training in which one of `GPUS_PER_SERVER` data ranks serves attention. The others hold
-        its tokens, too."""
-        servers = self.num_ranks // GPUS_PER_SERVER
+        """The planner of a training in which `num_servers` data ranks serve attention."""
+        return self.planner_beside(self.num_servers)
+
+    @property
+    def num_servers(self) -> int:
+        """Data ranks that serve attention where there are servers."""
+        return self.num_ranks // GPUS_PER_SERVER
+
+    def planner_beside(self, servers: int) -> PlacedPlanner:
+        """Returns the planner of a training in which so many of the data ranks, the last ones, serve attention. The
+        others hold their tokens, too."""
         trainers = self.num_ranks - servers
         per_node = self.data_ranks_per_node
         nodes = tuple((trainers + number) // per_node for number in range(servers))

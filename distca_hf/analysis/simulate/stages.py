@@ -22,7 +22,7 @@ from distca_hf.analysis.memory import DecoderSize, TrainingSetup, estimate_memor
 from distca_hf.analysis.simulate.costs import HALF_BYTES
 from distca_hf.analysis.simulate.load import Load
 from distca_hf.analysis.simulate.step import Training
-from distca_hf.analysis.simulate.wires import Cluster
+from distca_hf.analysis.simulate.wires import Cluster, WireBytes
 from distca_hf.data.pipelines import Pipeline, held_micro_batches
 from distca_hf.data.schedules import Schedule
 
@@ -75,7 +75,8 @@ class StagedTraining:
         costs, cluster = self.training.costs, self.cluster
         hidden = self.tokens_per_rank * costs.model.size.hidden_size * HALF_BYTES / costs.tensor_ranks
         crosses = cluster.num_ranks > cluster.ranks_per_node
-        return float(cluster.exchange(np.array(hidden * (not crosses)), np.array(hidden * crosses)))
+        of_links = (WireBytes.both_ways(np.array(hidden * is_there)) for is_there in (not crosses, crosses))
+        return float(cluster.exchange(*of_links))
 
     def _collective_seconds(self) -> float:
         """Returns the seconds of gathering all weights of a stage and of summing their gradients."""

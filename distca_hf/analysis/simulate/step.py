@@ -7,12 +7,16 @@ slowest rank. Weights of the next layer are gathered meanwhile, and gradients of
     kernels    |                | layer 0 | layer 1 | ...   | layer 0
 
 At both ends nothing is computed beside. If wires take longer than kernels, a layer takes as long as its wires.
+
+Gathers and reductions begin with a layer's pass. An exchange of attention that kernels wait for shares the wires with
+what is left of them, and takes as much longer.
 """
 
 from dataclasses import dataclass
 
 import numpy as np
 
+from distca_hf.analysis.profiles.curves import FloatArray
 from distca_hf.analysis.simulate.costs import HALF_BYTES, Costs, LayerSeconds
 from distca_hf.analysis.simulate.load import Attention, Load
 from distca_hf.analysis.simulate.wires import Cluster
@@ -109,17 +113,35 @@ class Training:
             gather = self.gather_seconds(self.costs.layer_weight_bytes)
             reduce = self.reduce_seconds(self.costs.layer_weight_bytes)
         tensor = self._tensor_seconds(load)
-        beside = self.cluster.products_beside
         sent, sent_backward = float(attention.sent.max()), float(attention.sent_backward.max())
+        share = self.costs.share_before_attention
         first = layer.forward if self.layers_checkpointed else layer.kept
-        forward = float((first + attention.forward).max()) + beside * gather + tensor
-        again = 0.0
-        backward = layer.backward + attention.backward
+        forward = float((first + attention.forward).max()) + tensor
+        forward += self._added_by(gather, attention.waits, share * first)
         if self.layers_checkpointed:
-            again = tensor
-            backward = backward + layer.kept + (0.0 if load.saves_attention else attention.recomputed)
-        behind = float(backward.max()) + beside * (gather + reduce) + tensor + again
-        return max(forward, gather + sent), max(behind, gather + reduce + sent_backward)
+            again = 0.0 if load.saves_attention else attention.recomputed
+            backward = float((layer.kept + again + layer.backward + attention.backward).max()) + 2 * tensor
+            waits = attention.waits_backward + (0.0 if load.saves_attention else attention.waits)
+            before = share * layer.kept
+        else:
+            backward = float((layer.backward + attention.backward).max()) + tensor
+            waits, before = attention.waits_backward, (1 - share) * layer.backward
+        backward += self._added_by(gather + reduce, waits, before)
+        return max(forward, gather + sent), max(backward, gather + reduce + sent_backward)
+
+    def _added_by(self, collectives: float, waits: FloatArray, before: FloatArray) -> float:
+        """Returns the seconds that FSDP's collectives add to a layer's pass, from whose beginning they run.
+
+        An exchange that kernels wait for has half of the wires until it or the collectives end. Kernels that run
+        beside them are delayed.
+
+        Args:
+            collectives: seconds of all of them.
+            waits: seconds of the exchange, alone.
+            before: `[ranks]` seconds of kernels before the exchange.
+        """
+        shared = min(max(0.0, collectives - float(before.max())), float(waits.max()))
+        return shared + self.cluster.products_beside * (collectives - shared)
 
     def _tensor_seconds(self, load: Load) -> float:
         """Returns the seconds in which tensor ranks exchange activations in a pass of a layer; nothing hides them."""

@@ -46,6 +46,7 @@ class Way:
         is_ours: whether distca_hf does it.
         is_cad: whether it is core attention disaggregation, by whatever planner.
         in_stages: whether stages of a pipeline run it; loads are then those of the ranks of one stage.
+        servers: data ranks that serve attention, and hold no weights.
     """
 
     key: str
@@ -56,6 +57,7 @@ class Way:
     is_ours: bool = False
     is_cad: bool = False
     in_stages: bool = False
+    servers: int = 0
 
 
 @dataclass(frozen=True)
@@ -93,7 +95,8 @@ class Simulation:
         Args:
             step: micro-batches for the ranks of a stage.
         """
-        training = self.training
+        trainers = replace(self.cluster, num_ranks=self.cluster.num_ranks - way.servers)
+        training = replace(self.training, cluster=trainers)
         if way.in_stages:
             loads = way.loads(step)
             seconds = self.staged_training.micro_batches_seconds(loads) + training.cast_seconds()
@@ -117,7 +120,8 @@ class Simulation:
             each.append(Way("published", "DistCA, published", self._published, costly=True, is_cad=True))
         each.append(Way("packs_kept", "distca, packs kept", self._packs_kept, costly=True, is_ours=True, is_cad=True))
         if self._has_servers:
-            each.append(Way("servers", "distca, with servers", self._served, costly=True, is_ours=True, is_cad=True))
+            served = partial(Way, servers=self.request.num_servers, costly=True, is_ours=True, is_cad=True)
+            each.append(served("servers", "distca, with servers", self._served))
         if self.request.checkpointing == "saved":
             again = partial(self._placed, saves=False)
             each.append(Way("placed_recomputed", "distca, recomputed", again, is_ours=True, is_cad=True, costly=True))
@@ -143,7 +147,7 @@ class Simulation:
 
     @property
     def _has_servers(self) -> bool:
-        return self.request.num_ranks >= GPUS_PER_SERVER and not self.request.model.mixers
+        return self.request.num_servers > 0 and not self.request.model.mixers
 
     # Groups.
 
@@ -216,7 +220,7 @@ class Simulation:
 
     def _staged(self, plan: Plan) -> Load:
         chunks = self.request.stage_planner.num_chunks
-        return self._padded(planned.ours(self.costs, self.stage_cluster, plan, chunks, self._saves))
+        return self._padded(planned.ours(self.costs, self.stage_cluster, plan, chunks, self._saves, gathers=False))
 
     def _padded(self, load: Load) -> Load:
         """Returns a load whose ranks compute all of their rows, as stages do."""

@@ -9,9 +9,22 @@ from dataclasses import dataclass
 import numpy as np
 
 from distca_hf.analysis.profiles.cluster_profile import ClusterProfile, LinkTimes
-from distca_hf.analysis.profiles.curves import Curve, FloatArray, Notes
+from distca_hf.analysis.profiles.curves import Amounts, Curve, FloatArray, Notes
 from distca_hf.arrays import IntArray
 from distca_hf.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class WireBytes:
+    """Bytes that ranks send, and that they receive, each `[ranks]`."""
+
+    sent: Amounts
+    received: Amounts
+
+    @classmethod
+    def both_ways(cls, num_bytes: Amounts) -> "WireBytes":
+        """Returns as many bytes in each direction."""
+        return cls(num_bytes, num_bytes)
 
 
 @dataclass(frozen=True)
@@ -50,13 +63,18 @@ class Cluster:
         """`[ranks]` node of each rank."""
         return np.arange(self.num_ranks) // self.ranks_per_node
 
-    def exchange(self, within_bytes: FloatArray, between_bytes: FloatArray) -> FloatArray:
-        """Returns `[ranks]` seconds of an exchange in which ranks receive so many bytes from their node, and from
-        others."""
-        return np.maximum(
-            self._seconds(self.profile.within_node, "exchange", within_bytes),
-            self._seconds(self.profile.between_nodes, "exchange", between_bytes),
-        )
+    def exchange(self, within: WireBytes, between: WireBytes) -> FloatArray:
+        """Returns `[ranks]` seconds of an exchange with ranks of the same node, and of others."""
+        links = self.profile.within_node, self.profile.between_nodes
+        return np.maximum(*(self._both_ways(*each) for each in zip(links, (within, between), strict=True)))
+
+    def to_next(self, num_bytes: Amounts, group: int) -> FloatArray:
+        """Returns the seconds of sending so many bytes to the next rank of a ring, over groups of so many neighbours;
+        in groups that span nodes some ranks send to another one."""
+        seconds = self._to_next(self.profile.within_node, num_bytes if self.ranks_per_node > 1 else 0 * num_bytes)
+        if group > self.ranks_per_node:
+            seconds = np.maximum(seconds, self._to_next(self.profile.between_nodes, num_bytes))
+        return seconds
 
     def all_gather(self, num_bytes: float) -> float:
         """Returns the seconds of gathering tensors of so many bytes over all ranks."""
@@ -82,6 +100,17 @@ class Cluster:
         assert links is not None
         return links
 
+    def _both_ways(self, links: LinkTimes | None, traffic: WireBytes) -> FloatArray:
+        """Returns the seconds of sending and receiving at once: as much as goes both ways, and the rest one way."""
+        more, less = np.maximum(traffic.sent, traffic.received), np.minimum(traffic.sent, traffic.received)
+        if links is None or not links.one_way:
+            return self._seconds(links, "exchange", more)
+        both = np.where(less > 0, self._seconds(links, "exchange", less) - self._seconds(links, "one_way", less), 0.0)
+        return self._seconds(links, "one_way", more) + np.maximum(0.0, both)
+
+    def _to_next(self, links: LinkTimes | None, num_bytes: Amounts) -> FloatArray:
+        return self._seconds(links, "to_next" if links is not None and links.to_next else "exchange", num_bytes)
+
     def _collective(self, name: str, num_bytes: float) -> float:
         if self.num_ranks == 1:
             return 0.0
@@ -96,7 +125,7 @@ class Cluster:
             seconds = max(seconds, float(self._seconds(links, name, shared)))
         return seconds
 
-    def _seconds(self, links: LinkTimes | None, name: str, num_bytes: FloatArray | float) -> FloatArray:
+    def _seconds(self, links: LinkTimes | None, name: str, num_bytes: Amounts | float) -> FloatArray:
         asked = np.asarray(num_bytes, dtype=np.float64)
         if links is None:
             return np.zeros_like(asked)

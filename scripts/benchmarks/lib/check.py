@@ -29,7 +29,18 @@ LARGEST_DIFFERENCE = 1e-5  # of fp32, relative to the largest number
 def check_modes(
     names: Sequence[str], place: Place, lengths: Sequence[int], build: Build = build_mode
 ) -> dict[str, dict[str, float]]:
-    """Computes errors of each mode over the allowed ones, the largest of all ranks; a collective call."""
+    """Computes how far attention of each mode is from exact attention; a collective call.
+
+    Args:
+        names: of modes.
+        place: this rank, and its model.
+        lengths: tokens of the documents.
+        build: makes a mode by its name.
+
+    Returns:
+        for every mode the largest error of all ranks over the allowed one, of `output`, `dq`, `dk` and `dv`: up to 1
+        is right, and infinite if a number is NaN.
+    """
     whole = _random_tensors(sum(lengths), place)
     exact, rounded = (
         _attend_exactly(whole, lengths, place.shape.scale, kind) for kind in (torch.float32, place.dtype)
@@ -46,6 +57,11 @@ def check_modes(
 
 def check_numbers(errors: Mapping[str, Mapping[str, float]], losses: Mapping[str, float], dtype: torch.dtype) -> None:
     """Exits with 1 if an error is above the allowed one, or losses of exact modes differ.
+
+    Args:
+        errors: of every mode, as `check_modes` returns them.
+        losses: of every mode that is exact.
+        dtype: in which they were computed.
 
     Raises:
         SystemExit: names the modes, with their numbers.
@@ -119,7 +135,15 @@ def attend_once(
     v: torch.Tensor,
     dout: torch.Tensor,
 ) -> list[torch.Tensor]:
-    """Returns the output and gradients, as a layer of the model gets them."""
+    """Returns the output `[T, N, V]` and the gradients of `q`, `k` and `v` in their shapes, as a layer of the model
+    gets them.
+
+    Args:
+        mode: how to attend.
+        place: this rank.
+        batch: of the mode; its T tokens.
+        q, k, v, dout: `[T, N, H]`, `[T, G, H]`, `[T, G, V]` and `[T, N, V]`.
+    """
     keywords = {name: value for name, value in batch.items() if name != "input_ids"}
     if mode.name == "fixed":  # as the hook of an enabled model does before every forward pass
         groups, token_bytes = head_groups_of(place.model), token_bytes_of(place.model)

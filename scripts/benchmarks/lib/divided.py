@@ -29,7 +29,7 @@ HEAD = "lm_head"
 
 
 def is_divided(options: argparse.Namespace) -> bool:
-    """Returns whether Transformers divides the model."""
+    """Returns whether Transformers divides experts or layers of the model between ranks."""
     return bool(options.ep_size > 1 or options.tp_size > 1)
 
 

@@ -59,7 +59,7 @@ def spelled_out(text: str) -> str:
 
 
 def parse_documents(text: str) -> list[int]:
-    """Returns lengths from a preset's name or "131072,96x4096"."""
+    """Returns the lengths of documents, in tokens, from a preset's name or "131072,96x4096"."""
     lengths: list[int] = []
     for part in spelled_out(text).split(","):
         count, _, tokens = part.rpartition("x")
@@ -68,14 +68,23 @@ def parse_documents(text: str) -> list[int]:
 
 
 def check_lengths(lengths: Sequence[int], num_ranks: int) -> None:
-    """Exits unless every document can be cut in 2 equal chunks per rank: then all modes can hold equal tokens."""
+    """Exits unless every document can be cut in 2 equal chunks per rank: then all modes can hold equal tokens.
+
+    Args:
+        lengths: tokens of the documents.
+        num_ranks: that share them.
+
+    Raises:
+        SystemExit: names a document that cannot.
+    """
     wrong = [tokens for tokens in lengths if tokens < 1 or tokens % (2 * num_ranks)]
     if wrong:
         raise SystemExit(f"a document of {wrong[0]} tokens cannot be cut in {2 * num_ranks} equal chunks, 2 per rank")
 
 
 def smaller_lengths(lengths: Sequence[int], num_ranks: int) -> list[int]:
-    """Returns the same documents, all of them shorter by the same factor, for comparisons with exact attention."""
+    """Returns lengths of the same documents, in tokens, all shorter by the same power of two, for comparisons with
+    exact attention: the longest has about 1024, as long as all can still be cut in 2 equal chunks per rank."""
     factor = 1
     while max(lengths) > factor * COMPARED_TOKENS and not any(
         tokens % (2 * factor * 2 * num_ranks) for tokens in lengths
@@ -85,19 +94,20 @@ def smaller_lengths(lengths: Sequence[int], num_ranks: int) -> list[int]:
 
 
 def random_tokens(lengths: Sequence[int], micro_steps: int, vocabulary: int) -> list[list[IntArray]]:
-    """Returns documents of every micro-step, the same on all ranks."""
+    """Returns `[micro-steps][documents]` of int64 `[tokens]`: random tokens of a vocabulary, the same on all ranks."""
     random = np.random.RandomState(0)
     return [[random.randint(0, vocabulary, tokens).astype(np.int64) for tokens in lengths] for _ in range(micro_steps)]
 
 
 def numbered_tokens(lengths: Sequence[int]) -> list[IntArray]:
-    """Returns documents whose tokens are numbered, one document after the other, so that no two rows are equal."""
+    """Returns int64 `[tokens]` of every document: they are numbered, one document after the other, so that no two rows
+    are equal."""
     firsts = [0, *accumulate(lengths)]
     return [np.arange(first, first + tokens) for first, tokens in zip(firsts, lengths, strict=False)]
 
 
 def attended_pairs(lengths: Sequence[int], mask: Mask = CAUSAL_MASK) -> int:
-    """Returns the attended pairs of whole documents."""
+    """Returns the attended pairs of whole documents of so many tokens, in one layer with this mask."""
     return sum(mask.pairs(0, tokens) for tokens in lengths)
 
 
@@ -133,7 +143,13 @@ def _first_fit(lengths: Sequence[int], order: Sequence[int], num_ranks: int) -> 
 
 def zigzag(documents: Sequence[int], lengths: Sequence[int], num_ranks: int) -> Holding:
     """Returns the r-th and the r-th last of 2 x ranks chunks of every document for rank r, first chunks before second.
-    Work is equal on all ranks, to the pair."""
+    Work is equal on all ranks, to the pair.
+
+    Args:
+        documents: numbers of those that are cut.
+        lengths: tokens of all documents.
+        num_ranks: ranks.
+    """
     holding: Holding = []
     for rank in range(num_ranks):
         held: list[Segment] = []
@@ -183,7 +199,8 @@ def batch_of(segments: Sequence[Segment], tokens: Sequence[IntArray], device: to
 
 
 def gathered_rows(holding: Holding, lengths: Sequence[int]) -> list[IntArray]:
-    """Returns for each document the rows of its tokens when the rows of all ranks lie one after the other."""
+    """Returns int64 `[tokens]` of every document: the rows of its tokens when the rows of all ranks lie one after the
+    other."""
     rows = [np.zeros(tokens, dtype=np.int64) for tokens in lengths]
     at = 0
     for document, start, stop in chain.from_iterable(holding):

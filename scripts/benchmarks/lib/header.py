@@ -17,7 +17,7 @@ SHOWN_VARIABLES = ("NCCL_P2P_DISABLE", "NCCL_MAX_P2P_NCHANNELS", "DISTCA_EXCHANG
 
 
 def machine_facts(device: torch.device) -> list[str]:
-    """Versions and devices."""
+    """Returns two parts: versions of packages; number and kind of devices, with variables that change a figure."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
     set_here = [f", {variable}={os.environ[variable]}" for variable in SHOWN_VARIABLES if variable in os.environ]
     return [
@@ -27,7 +27,14 @@ def machine_facts(device: torch.device) -> list[str]:
 
 
 def facts_of(options: argparse.Namespace, config: Any, tokens: int, device: torch.device) -> list[str]:
-    """Parts of that line; `tokens` are those of a rank and step."""
+    """Returns the parts of that line, in words.
+
+    Args:
+        options: of the program.
+        config: of the model.
+        tokens: of a rank and step.
+        device: of this rank.
+    """
     return [
         *machine_facts(device),
         f"{config.model_type}, {config.get_text_config().num_hidden_layers} layers",

@@ -23,10 +23,12 @@ from lib.rates import synchronize
 class Mark(Protocol):
     """A moment: a `torch.cuda.Event`, or its counterpart on CPUs."""
 
-    def record(self) -> None: ...
+    def record(self) -> None:
+        """Takes this moment."""
+        ...
 
     def elapsed_time(self, end: Any) -> float:
-        """Milliseconds from here to there."""
+        """Returns the milliseconds from here to there."""
         ...
 
 
@@ -34,9 +36,11 @@ class CpuMark:
     """A mark of the clock."""
 
     def record(self) -> None:
+        """Takes this moment."""
         self._seconds = time.perf_counter()
 
     def elapsed_time(self, end: "CpuMark") -> float:
+        """Returns the milliseconds from here to there."""
         return 1e3 * (end._seconds - self._seconds)
 
 
@@ -45,11 +49,11 @@ Laps = list[tuple[Mark, Mark]]  # begin and end of every call
 
 @dataclass(frozen=True)
 class KernelSeconds:
-    """All calls of a step, for every rank; medians over some steps.
+    """Seconds of all calls of a step; medians over some steps.
 
     Attributes:
-        forward: recomputed calls, too.
-        backward: calls of the backward kernel.
+        forward: `[ranks]`, of forward calls, recomputed ones, too.
+        backward: `[ranks]`, of backward calls.
     """
 
     forward: list[float]
@@ -57,7 +61,8 @@ class KernelSeconds:
 
     @property
     def figures(self) -> dict[str, Any]:
-        """Seconds of every rank, their mean, and the slowest rank over the mean."""
+        """Returns for `forward` and `backward` the `seconds` of every rank, `mean_seconds`, and `max_over_mean`: the
+        slowest rank over the mean."""
         passes = {"forward": self.forward, "backward": self.backward}
         return {
             name: {"seconds": seconds, "mean_seconds": statistics.mean(seconds), "max_over_mean": _imbalance(seconds)}
@@ -66,7 +71,11 @@ class KernelSeconds:
 
 
 def time_kernels(step: Callable[[], object], kernel: Kernel, device: torch.device, rounds: int) -> KernelSeconds:
-    """Runs a step so many times, and times every call of the kernel in it; a collective call."""
+    """Runs a step so many times, and times every call of the kernel in it; a collective call.
+
+    Returns:
+        seconds of all calls, for every rank: medians of the steps.
+    """
     rounds_seconds = [_one_step(step, kernel, device) for _ in range(rounds)]
     own = torch.tensor(rounds_seconds, dtype=torch.float64, device=device).quantile(0.5, dim=0)
     ranks = [torch.empty_like(own) for _ in range(dist.get_world_size())]

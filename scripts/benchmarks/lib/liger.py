@@ -11,13 +11,21 @@ LOSSES = ("cross_entropy", FUSED_LOSS)
 
 
 def use_liger_layers(causal_lm: PreTrainedModel) -> None:
-    """Norms, rotary embeddings and MLPs: whatever liger_kernel has for the model."""
+    """Replaces norms, rotary embeddings and MLPs: whatever liger_kernel has for the model; in place.
+
+    Raises:
+        SystemExit: it does not know the model.
+    """
     patch, parts = _patch_of(causal_lm)
     patch(model=causal_lm, **{name: False for name in LOSSES if name in parts})
 
 
 def use_liger_loss(causal_lm: PreTrainedModel) -> None:
-    """Replaces the loss by one without logits of all tokens, and nothing else."""
+    """Replaces the loss by one without logits of all tokens, and nothing else; in place.
+
+    Raises:
+        SystemExit: liger_kernel does not know the model, or has no such loss for it.
+    """
     patch, parts = _patch_of(causal_lm)
     if FUSED_LOSS not in parts:
         raise SystemExit(f"liger_kernel has no fused loss for {causal_lm.config.model_type}")

@@ -125,6 +125,16 @@ PRESETS: dict[str, dict[str, Any]] = {
         "linear_num_value_heads": 48,
         "layer_types": 3 * ["linear_attention"] + ["full_attention"],
     },
+    # For CPUs: a program takes seconds with it.
+    "tiny": {
+        "model_type": "llama",
+        "vocab_size": 256,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+    },
 }
 PROBE_TOKENS = 64
 
@@ -141,19 +151,21 @@ class LossModel(nn.Module):
         self.causal_lm = causal_lm
 
     def get_base_model(self) -> PreTrainedModel:
+        """Returns the Transformers model, as a PEFT model has it."""
         return self.causal_lm
 
     def forward(self, **batch: Any) -> torch.Tensor:
+        """Returns the loss of a batch: a scalar."""
         return self.causal_lm(**batch).loss
 
     @property
     def layers(self) -> list[nn.Module]:
-        """Decoder layers."""
+        """Returns the decoder layers."""
         return [module for module in self.causal_lm.modules() if isinstance(module, GradientCheckpointingLayer)]
 
     @property
     def root(self) -> nn.Module:
-        """The module that is sharded as a whole, but for its layers."""
+        """Returns the module that is sharded as a whole, but for its layers."""
         return self.causal_lm
 
 
@@ -171,6 +183,7 @@ class Backbone(LossModel):
         self.register_buffer("weight", torch.linspace(0, 2, hidden_size, device=causal_lm.device), persistent=False)
 
     def forward(self, **batch: Any) -> torch.Tensor:
+        """Returns the weighted mean of squared hidden states of a batch: a scalar in fp32."""
         squares = self.hidden_states(**batch).float().square()
         return (squares @ self.get_buffer("weight")).mean()
 
@@ -181,6 +194,7 @@ class Backbone(LossModel):
 
     @property
     def root(self) -> nn.Module:
+        """Returns the model without a head."""
         return self.causal_lm.base_model
 
 
@@ -191,6 +205,9 @@ class Shape:
     Attributes:
         linear_flops: of one token, forward, in all layers.
         masks: of all attention calls of a forward pass, each with their number.
+        heads, kv_heads: query heads, and heads of keys and values.
+        head_dim, value_dim: numbers of a query or key in a head, and of a value.
+        scale: of scores.
         module: an attention layer.
     """
 
@@ -205,18 +222,23 @@ class Shape:
 
     @property
     def widths(self) -> tuple[tuple[int, int], ...]:
-        """Heads and dimension of q, k, v and the output."""
+        """Returns heads and numbers of a head: of q, k, v and the output."""
         query, key = (self.heads, self.head_dim), (self.kv_heads, self.head_dim)
         return query, key, (self.kv_heads, self.value_dim), (self.heads, self.value_dim)
 
     @property
     def flops_of_pair(self) -> int:
-        """Of one attended pair, forward, all heads of one layer: scores and weighted sum."""
+        """Returns the flops of one attended pair, forward, all heads of one layer: scores and weighted sum."""
         return 2 * (self.head_dim + self.value_dim) * self.heads
 
 
 def read_config(options: argparse.Namespace, longest_tokens: int) -> PreTrainedConfig:
-    """Returns the configuration of a file or a preset, with so many layers, and positions for the longest document."""
+    """Returns the configuration of a file or a preset.
+
+    Args:
+        options: `config` or `preset`, and `layers`, as `lib.options.add_model` adds them.
+        longest_tokens: of a document; positions are at least as many.
+    """
     values = json.loads(options.config.read_text()) if options.config else PRESETS[options.preset]
     values = {**values, "num_hidden_layers": options.layers or values["num_hidden_layers"], "use_cache": False}
     if values.get("layer_types"):
@@ -226,7 +248,13 @@ def read_config(options: argparse.Namespace, longest_tokens: int) -> PreTrainedC
 
 
 def small_llama(attention: str, vocabulary: int, *, hidden_size: int, layers: int, heads: int) -> PreTrainedModel:
-    """Returns a Llama for CPUs and documents of any length; the weights of a size are always the same."""
+    """Returns a Llama for CPUs and documents of any length; the weights of a size are always the same.
+
+    Args:
+        attention: name of the attention implementation.
+        vocabulary: words.
+        hidden_size, layers, heads: sizes; half as many KV heads.
+    """
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=vocabulary,
@@ -254,7 +282,12 @@ def build_model(config: PreTrainedConfig, options: argparse.Namespace, device: t
 
 @dataclass(frozen=True)
 class AttentionCall:
-    """The arguments of a layer's attention."""
+    """The arguments of a layer's attention.
+
+    Attributes:
+        query, key, value: `[B, N, T, H]`, `[B, G, T, H]` and `[B, G, T, V]`.
+        scale: of scores.
+    """
 
     module: nn.Module
     query: torch.Tensor
@@ -299,6 +332,9 @@ def probe(model: LossModel) -> Shape:
     """Runs a few tokens through the model without attention; counts flops, and keeps attention's arguments.
 
     A collective call: where experts are divided, their flops are those of all ranks' tokens, and the mean is taken.
+
+    Returns:
+        the work of the model.
     """
     causal_lm = model.causal_lm
     positions = torch.arange(PROBE_TOKENS, device=causal_lm.device)[None]

@@ -1,29 +1,11 @@
-"""Modes of a benchmark step: the same documents and weights, held and attended in different ways.
-
-local     whole documents, packed in order; nothing is exchanged
-sorted    the same packs, sorted by work over an optimizer step (`distca_hf.data.accumulation`): ranks
-          have equally heavy packs at the same time. With one micro-step there is nothing to sort: it is local.
-ideal     the same total work, spread evenly without any transfer: of each length every rank has equally many whole
-          documents; the rest is cut in zigzag, and the keys of other ranks that a chunk attends are
-          made-up local ones (see `MadeUpKeys`). Tokens and attended pairs are equal on all ranks, to the pair.
-          Beside attention servers each trainer has the share of one of all ranks; attention of its other rows is zero.
-          (Placed documents without any exchange take the step of placed minus its exposed time.)
-          In a model whose layers carry a state, mixers run on the packs of local, and attention alone is spread.
-ulysses   heads over all ranks: all-to-all of q, k, v before and of the output after
-context   every document in zigzag over all ranks, keys and values all-gathered
-zigzag    ring attention by the package ring-flash-attn, its own code on our kernel (`lib/baselines/ring_code.py`)
-llama3    the same package's all-gather of some heads after the other, which it recommends for packed documents
-placed    the product: batches of `plugin.dataloader`
-fixed     the product: the packs of local, its tasks move
-unchecked placed, but in a forward pass ranks do not agree on anything: the price of that is placed ÷ unchecked
-"""
+"""Modes of a benchmark step: the same documents and weights, held and attended in different ways (`MODES`)."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate, chain
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 from unittest import mock
 
 import numpy as np
@@ -63,7 +45,9 @@ Batch = dict[str, Any]
 class Batches(Protocol):
     """Keywords of the model for each micro-step, anew for every step."""
 
-    def __len__(self) -> int: ...
+    def __len__(self) -> int:
+        """Returns the number of micro-steps."""
+        ...
 
     def __iter__(self) -> Iterator[Batch]: ...
 
@@ -73,6 +57,11 @@ class Place:
     """Parts that modes are built from: this rank, its wires, and the model that plans are made for.
 
     Attributes:
+        wires: of all modes.
+        device, dtype: of attention.
+        kernel: its name, as in settings.
+        model: that plans are made for.
+        shape: of its work.
         recomputes: checkpointing recomputes attention, too.
         num_nodes: that plans take these ranks for; 1 for what they are.
         share_of: ranks, of whose work `ideal` does one part in a process that is alone; 0 for as many as there are.
@@ -93,8 +82,8 @@ class Place:
     plugins: Callable[..., WiredPlugin] = WiredPlugin
 
     def plugin(self, tokens_per_rank: int) -> WiredPlugin:
-        """Returns the product, with further settings from the environment (`DISTCA_<FIELD>`). Checkpointing is decided
-        for all modes alike (`model.py`)."""
+        """Returns the product for ranks of so many tokens, with further settings from the environment
+        (`DISTCA_<FIELD>`). Checkpointing is decided for all modes alike (`lib/model.py`)."""
         checkpointed = "recompute" if self.recomputes else "save"
         settings: dict[str, Any] = {"kernel": self.kernel, "checkpointed_attention": checkpointed}
         if self.num_nodes > 1:
@@ -102,19 +91,25 @@ class Place:
         return self.plugins(self.wires, tokens_per_rank=tokens_per_rank, **settings)
 
     def work(self, calls: Iterable[Call]) -> Work:
+        """Returns kernel calls of a micro-batch of this rank as work that operators find."""
         return Work(list(calls), self.wires, self.kernel)
 
     @cached_property
     def needs_whole_documents(self) -> bool:
+        """Returns whether layers of the model carry a state, so that documents stay whole."""
         return needs_whole_documents(self.model)
 
 
 class ThereWhileItRuns(Protocol):
     """Something that only the steps of one mode need."""
 
-    def make(self) -> object: ...
+    def make(self) -> object:
+        """Makes it, before steps of the mode."""
+        ...
 
-    def forget(self) -> object: ...
+    def forget(self) -> object:
+        """Lets go of it, after them."""
+        ...
 
 
 class NoAgreement:
@@ -124,10 +119,12 @@ class NoAgreement:
         self._patches = ExitStack()
 
     def make(self) -> None:
+        """Takes them away."""
         for name in ("agree_to_attend", "_agree_at_the_end"):
             self._patches.enter_context(mock.patch.object(ForwardPass, name, return_value=None))
 
     def forget(self) -> None:
+        """Puts them back."""
         self._patches.close()
 
 
@@ -136,8 +133,9 @@ class Mode:
     """One way to run a step.
 
     Attributes:
+        name: as in `MODES`.
         implementation: name of the attention function.
-        batches: of a step.
+        batches: of a step, one for each micro-step.
         watched: the model is called with the product's hooks around it.
         exchanges: whether attention sends anything, on several ranks.
         exact: outputs are of attention on the documents; false for `ideal` alone.
@@ -158,7 +156,7 @@ class Mode:
             keys.make()
 
     def end(self) -> None:
-        """Lets go of it: other modes need the memory."""
+        """Lets go of these parts: other modes need the memory."""
         for keys in self.made_up:
             keys.forget()
 
@@ -195,6 +193,11 @@ def _pack(place: Place, segments: Sequence[Segment], tokens: Sequence[IntArray])
 
 
 def _ideal(place: Place, step: StepTokens) -> Mode:
+    """Spreads the work evenly, with `MadeUpKeys` for keys of other ranks.
+
+    Beside attention servers each trainer has the share of one of all ranks; attention of its other rows is zero.
+    (Placed documents without any exchange take the step of placed minus its exposed time.)
+    """
     rank, num_ranks = place.wires.rank, place.share_of or place.wires.world_size
     holdings = evenly_spread(_lengths(step), num_ranks + place.servers)
     whole, parts = (holding[rank] for holding in holdings)
@@ -295,17 +298,41 @@ def _fixed(place: Place, step: StepTokens) -> Mode:
     return Mode("fixed", "distca", batches, watched=True, exchanges=True)
 
 
-BUILDERS: dict[str, Callable[[Place, StepTokens], Mode]] = {
-    "local": _local,
-    "sorted": _sorted,
-    "ideal": _ideal,
-    "ulysses": _ulysses,
-    "context": _context,
-    "zigzag": _zigzag,
-    "llama3": _llama3,
-    "placed": _placed,
-    "fixed": _fixed,
-    "unchecked": _unchecked,
+class Kind(NamedTuple):
+    """A kind of mode: how it is built for the documents of a step, and what it is in the words of `--help`."""
+
+    build: Callable[[Place, StepTokens], Mode]
+    words: str
+
+
+MODES = {
+    "local": Kind(_local, "plain packing: whole documents, packed in order; nothing is exchanged"),
+    "sorted": Kind(
+        _sorted,
+        "the packs of local, sorted by work over an optimizer step: ranks have equally heavy ones at the same time; "
+        "with one micro-step there is nothing to sort",
+    ),
+    "ideal": Kind(
+        _ideal,
+        "the same work, spread evenly without any transfer. Of each length every rank has equally many whole "
+        "documents; the rest is cut in zigzag, and keys of other ranks are made-up local ones. Tokens and attended "
+        "pairs are equal on all ranks, to the pair. Where layers carry a state, mixers run on the packs of local",
+    ),
+    "ulysses": Kind(_ulysses, "heads over all ranks: all-to-all of q, k, v before attention, and of its output after"),
+    "context": Kind(_context, "every document in zigzag over all ranks, keys and values all-gathered"),
+    "zigzag": Kind(
+        _zigzag, "ring attention by the package ring-flash-attn, its own code on this kernel; only if it is named"
+    ),
+    "llama3": Kind(
+        _llama3,
+        "that package's all-gather of some heads after the other, which it recommends for packed documents; only if "
+        "it is named",
+    ),
+    "placed": Kind(_placed, "the product: batches of plugin.dataloader"),
+    "fixed": Kind(_fixed, "packs kept: the packs of local, between which the product's tasks move"),
+    "unchecked": Kind(
+        _unchecked, "placed, but ranks agree on nothing in a forward pass: the price of that is placed ÷ unchecked"
+    ),
 }
 OF_PACKAGE = frozenset({"zigzag", "llama3"})  # run only where they are asked for by name
 
@@ -317,8 +344,17 @@ def _check_may_cut(place: Place, name: str) -> None:
 
 
 def build_mode(name: str, place: Place, step: StepTokens) -> Mode:
-    """Returns the mode of this name for the documents of an optimizer step. A collective call."""
-    return BUILDERS[name](place, step)
+    """Returns the mode of a name for the documents of an optimizer step. A collective call.
+
+    Args:
+        name: one of `MODES`.
+        place: this rank, and its model.
+        step: `[micro-steps][documents]` of int64 `[tokens]`; all micro-steps have equal lengths.
+
+    Raises:
+        SystemExit: documents cannot be held in this way.
+    """
+    return MODES[name].build(place, step)
 
 
 def _lengths(step: StepTokens) -> list[int]:

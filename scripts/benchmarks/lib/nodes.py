@@ -45,8 +45,11 @@ COLUMNS = ("rank", "node", "MB to its node, planned", "sent", "MB to other nodes
 def set_apart(num_nodes: int) -> None:
     """Gives this rank the NCCL_HOSTID of its node, before NCCL starts. Other variables stay if they are set.
 
+    Args:
+        num_nodes: of equally many consecutive ranks.
+
     Raises:
-        SystemExit: no launcher has numbered the ranks, or nodes do not divide them.
+        SystemExit: nodes do not divide the ranks.
     """
     rank, num_ranks = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     if num_ranks % num_nodes:
@@ -75,10 +78,11 @@ class NodeTraffic:
 
     @property
     def as_planned(self) -> bool:
+        """Returns whether all ranks sent the planned numbers of bytes."""
         return np.array_equal(self.planned, self.sent)
 
     def report(self) -> str:
-        """Returns a line about the plan, and a table with a row for every rank."""
+        """Returns a line about the plan, and a Markdown table with megabytes of every rank."""
         node = np.arange(len(self.sent)) // self.ranks_per_node
         same = node[:, None] == node
         sums = [np.where(where, x, 0).sum(axis=1) for where in (same, ~same) for x in (self.planned, self.sent)]
@@ -102,7 +106,15 @@ class NodeTraffic:
 
 
 def traffic_of(place: Place, lengths: Sequence[int]) -> NodeTraffic:
-    """Attends once with placed documents, and compares what is sent with the plan; a collective call."""
+    """Attends once with placed documents, and compares what is sent with the plan; a collective call.
+
+    Args:
+        place: this rank, and its model.
+        lengths: tokens of the documents.
+
+    Returns:
+        planned and sent bytes of one layer, forward and backward.
+    """
     with _recorded_plans() as plans:
         mode = build_mode("placed", place, [numbered_tokens(lengths)])
         [batch] = mode.batches

@@ -2,7 +2,7 @@
 
 import argparse
 import os
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from distca_hf.config import DistCAConfig
 from lib.documents import GPUS, parse_documents
 from lib.documents import PRESETS as DOCUMENTS
 from lib.model import PRESETS as MODELS
+from lib.parser import add_device, add_out, chosen_modes, parser_of
 
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
@@ -21,21 +22,46 @@ DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 CHECKPOINTING = ("full", "saved", "offloaded", "none")
 
 
-def shared_options(description: str | None) -> argparse.ArgumentParser:
-    """Returns a parser with these options; a script adds its own."""
-    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    flag = argparse.BooleanOptionalAction
+def add_model(parser: argparse.ArgumentParser) -> None:
+    """Adds `--config` or `--preset`, and `--layers`, as `lib.model.read_config` takes them."""
     model = parser.add_mutually_exclusive_group()
     model.add_argument("--config", type=Path, help="config.json of a Transformers model")
-    model.add_argument("--preset", choices=[*MODELS], default="llama3-8b", help="sizes of the model, without --config")
+    model.add_argument(
+        "--preset",
+        choices=[*MODELS],
+        default="llama3-8b",
+        help="sizes of the model, without --config; tiny: for CPUs",
+    )
     parser.add_argument("--layers", type=int, help="decoder layers, if not as many as the model has")
+
+
+def add_kernel(parser: argparse.ArgumentParser) -> None:
+    """Adds `--kernel`."""
+    parser.add_argument("--kernel", default=DistCAConfig().kernel, help="attention kernel, as in settings")
+
+
+def add_peak(parser: argparse.ArgumentParser) -> None:
+    """Adds `--peak-tflops`, of which utilisation is a part."""
+    parser.add_argument("--peak-tflops", type=float, help="of the device, if its name does not tell")
+
+
+def shared_options(description: str | None, modes: Mapping[str, str]) -> argparse.ArgumentParser:
+    """Returns a parser with the options of a training step; a script adds its own.
+
+    Args:
+        description: docstring of the script.
+        modes: what each of its modes is, for the help.
+    """
+    parser = parser_of(description, modes)
+    flag = argparse.BooleanOptionalAction
+    add_model(parser)
     parser.add_argument(
         "--documents",
         default="A",
         help=f"of a micro-step, as 131072,96x4096 or one of {', '.join(DOCUMENTS)}, for {GPUS} GPUs, or A:8 for 8; "
         "several sets with ; between them, measured one after the other: figures of the second go to OUT.1.json",
     )
-    parser.add_argument("--modes", help="comma-separated; by default those that fit the other options")
+    parser.add_argument("--modes", help="comma-separated, see below; by default those that fit the other options")
     parser.add_argument("--rounds", type=int, default=5, help="times that every mode is measured, in turns")
     parser.add_argument("--warmup", type=int, default=2, help="rounds before these")
     parser.add_argument(
@@ -50,32 +76,42 @@ def shared_options(description: str | None) -> argparse.ArgumentParser:
         choices=[*DTYPES],
         help="in which FSDP sums gradients; by default that of the model, as Accelerate's mixed_precision takes it",
     )
-    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda", help="where ranks compute")
+    add_device(parser)
     parser.add_argument("--dtype", choices=[*DTYPES], help="by default bfloat16 on GPUs, float32 on CPUs")
-    parser.add_argument("--kernel", default=DistCAConfig().kernel, help="attention kernel, as in settings")
+    add_kernel(parser)
     parser.add_argument("--compile", nargs="?", const="inductor", metavar="BACKEND", help="compile decoder layers")
     parser.add_argument("--liger", action="store_true", help="norms, rotary embeddings and MLPs of liger_kernel")
-    parser.add_argument("--peak-tflops", type=float, help="of the device, if its name does not tell")
-    parser.add_argument("--out", type=Path, help="write all figures as JSON")
+    add_peak(parser)
+    add_out(parser)
     parser.set_defaults(accumulation=1, ep_size=1, tp_size=1, dp_replicate_size=1, offload=False)
     return parser
 
 
 def parse_shared(parser: argparse.ArgumentParser, known_modes: Collection[str]) -> argparse.Namespace:
-    """Parses options, with the dtype and lengths of documents (`sets` by name, `lengths` of the first); `modes` is
-    a list, or None if nothing was said."""
+    """Returns the options of a command line, and what follows from them: `sets` of lengths by name, `lengths` of the
+    first, `dtype` and `reduce_dtype` of torch, and `modes` as a list, or None if nothing was said.
+
+    Args:
+        parser: of `shared_options`.
+        known_modes: that may be asked for.
+    """
     options = parser.parse_args()
     options.sets = {name: parse_documents(name) for name in options.documents.split(";")}
     options.lengths = next(iter(options.sets.values()))
     options.dtype = DTYPES[options.dtype or ("bfloat16" if options.device == "cuda" else "float32")]
     options.reduce_dtype = DTYPES[options.reduce_dtype] if options.reduce_dtype else options.dtype
-    options.modes = options.modes and options.modes.split(",")
+    options.modes = chosen_modes(parser, options.modes, known_modes)
     if options.checkpointing == "offloaded" and not {"placed", "fixed"}.issuperset(options.modes or ["all"]):
         parser.error("--checkpointing offloaded is the product's own: give --modes placed,fixed, as far as there are")
-    unknown = [name for name in options.modes or () if name not in known_modes]
-    if unknown:
-        parser.error(f"mode {unknown[0]!r} is none of {', '.join(known_modes)}")
     return options
+
+
+def of_each_set(options: argparse.Namespace) -> Iterator[argparse.Namespace]:
+    """Yields the options of every set of documents: its name in `documents`, its lengths, and a file of its own for
+    figures."""
+    for number, (name, lengths) in enumerate(options.sets.items()):
+        out = options.out and (options.out.with_suffix(f".{number}.json") if number else options.out)
+        yield argparse.Namespace(**{**vars(options), "documents": name, "lengths": lengths, "out": out})
 
 
 def _open_group(device_type: str, bind: bool) -> torch.device:
@@ -96,7 +132,13 @@ def _open_group(device_type: str, bind: bool) -> torch.device:
 def on_all_ranks(
     measure: Callable[[argparse.Namespace, torch.device], None], options: argparse.Namespace, *, bind: bool = True
 ) -> None:
-    """Measures on this rank's device, between the beginning and the end of the process group."""
+    """Measures on this rank's device, between the beginning and the end of the process group.
+
+    Args:
+        measure: takes options and this rank's device.
+        options: of the program.
+        bind: whether the group is bound to the device. NCCL opens groups of some ranks alone only where it is not.
+    """
     measure(options, _open_group(options.device, bind))
     dist.barrier()
     dist.destroy_process_group()

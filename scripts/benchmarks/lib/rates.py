@@ -37,12 +37,17 @@ class Rates:
     backward_pairs: float
 
     def floor_seconds(self, linear_flops: float, pairs: float) -> float:
-        """Returns the least time of a rank: so many flops of linear work, attention once forward and once backward."""
+        """Returns the least seconds of a rank: linear work, and attention once forward and once backward.
+
+        Args:
+            linear_flops: of the rank.
+            pairs: attended pairs of the rank, in all layers.
+        """
         return linear_flops / self.matrix_flops + pairs / self.forward_pairs + pairs / self.backward_pairs
 
 
 def kernel_for(shape: Shape, name: KernelName, device: torch.device, dtype: torch.dtype) -> Kernel:
-    """Returns the kernel that all modes use."""
+    """Returns the kernel that all modes use: the one of a name, or the fastest for these widths and this dtype."""
     q, k, v, _ = (torch.empty(1, *width, device=device, dtype=dtype) for width in shape.widths)
     return choose_kernel(name, Operands.of(q, k, v), AttentionSpec(shape.scale))
 
@@ -50,7 +55,14 @@ def kernel_for(shape: Shape, name: KernelName, device: torch.device, dtype: torc
 def measure_rates(
     shape: Shape, kernel: Kernel, longest_tokens: int, device: torch.device, dtype: torch.dtype
 ) -> Rates:
-    """Times a matrix product, and the kernel on the longest document (64K tokens of it); a collective call."""
+    """Times a matrix product, and the kernel on the longest document (64K tokens of it); a collective call.
+
+    Args:
+        shape: heads, and numbers of a head.
+        kernel: of attention.
+        longest_tokens: of a document.
+        device, dtype: where, and of what.
+    """
     size = MATRIX_SIZE[device.type]
     left, right = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
     matrix_seconds = _seconds(lambda: left @ right, device)
@@ -71,7 +83,7 @@ def measure_rates(
 
 
 def peak_flops(device: torch.device) -> float | None:
-    """Returns the peak of bf16 matrix products, by the name of the device; None if it is not known."""
+    """Returns the peak of bf16 matrix products per second, by the name of the device; None if it is not known."""
     return flops.peak_flops(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
 
 

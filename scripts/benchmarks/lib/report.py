@@ -36,12 +36,12 @@ class Load:
 
     Attributes:
         tokens: of one rank.
-        tensor_ranks: GPUs that hold the same tokens, and divide the flops of these.
         model_flops: of one rank, forward and backward, nothing twice: linear work and attention forward, and twice as
             much backward.
         executed_linear_flops: the same of linear work alone, and forward once more where it is checkpointed.
         pairs: attended pairs of one rank on average, in all layers.
         peak_flops: per second, of the device; None if it is not known.
+        tensor_ranks: GPUs that hold the same tokens, and divide the flops of these.
     """
 
     tokens: int
@@ -57,9 +57,10 @@ class Measured:
     """One mode; the slowest or largest rank of each.
 
     Attributes:
-        seconds: of each round.
-        silent_seconds: the same with exchanges replaced by local copies; empty if that was not measured.
+        seconds: `[rounds]`, of the step.
+        silent_seconds: `[rounds]` with exchanges replaced by local copies; empty if that was not measured.
         exchanged_bytes: sent or received per step by attention, whichever is more.
+        peak_bytes: that torch had given out at once; 0 on CPUs.
         loss: of the last step.
     """
 
@@ -71,18 +72,27 @@ class Measured:
 
     @property
     def step_seconds(self) -> float:
+        """Returns the median of the rounds."""
         return statistics.median(self.seconds)
 
     @property
     def exposed_seconds(self) -> float | None:
-        """Time that exchanges add to a step; rounds are compared one by one."""
+        """Returns the seconds that exchanges add to a step, the median of rounds compared one by one; None if that was
+        not measured."""
         if not self.silent_seconds:
             return None
         return statistics.median(loud - silent for loud, silent in zip(self.seconds, self.silent_seconds, strict=True))
 
 
 def load_of(options: argparse.Namespace, shape: Shape, num_ranks: int, device: torch.device) -> Load:
-    """Returns the load of a step on a rank."""
+    """Returns the load of a step on a rank.
+
+    Args:
+        options: of the program, with `lengths`.
+        shape: of the model.
+        num_ranks: data ranks that share the documents.
+        device: whose peak counts.
+    """
     tokens = options.accumulation * sum(options.lengths) / num_ranks
     of_layers = sum(count * attended_pairs(options.lengths, mask) for mask, count in shape.masks)
     pairs = options.accumulation * of_layers / num_ranks
@@ -98,7 +108,8 @@ def load_of(options: argparse.Namespace, shape: Shape, num_ranks: int, device: t
 
 
 def rates_of(mode: Measured, load: Load) -> dict[str, Any]:
-    """Returns the measured figures, and how fast they are."""
+    """Returns the measured figures; `step_seconds`, `tokens_per_second` of a GPU, and `utilisation` as a part of the
+    peak, None if that is not known."""
     return {
         **asdict(mode),
         "step_seconds": mode.step_seconds,
@@ -126,7 +137,12 @@ def figures_of(
 
 
 def table(figures: Mapping[str, Mapping[str, Any]], errors: Mapping[str, Mapping[str, float]]) -> str:
-    """Returns a Markdown table with a row for each mode."""
+    """Returns a Markdown table with a row for each mode.
+
+    Args:
+        figures: of every mode, as `figures_of` returns them.
+        errors: of every mode, as `lib.check.check_modes` returns them; none if nothing was compared.
+    """
     rows = [
         (
             name,

@@ -23,7 +23,14 @@ LARGEST_LOSS_DIFFERENCE = {torch.float32: 1e-5, torch.bfloat16: 2e-3}
 
 @dataclass
 class Tally:
-    """Figures of a mode on this rank."""
+    """Figures of a mode on this rank.
+
+    Attributes:
+        seconds, silent_seconds: `[steps]` so far, with and without exchanges.
+        exchanged_bytes: sent or received in the last step, whichever is more.
+        peak_bytes: the most of all steps.
+        loss: of the last step.
+    """
 
     seconds: list[float] = field(default_factory=list)
     silent_seconds: list[float] = field(default_factory=list)
@@ -39,7 +46,16 @@ class Runner:
         self._model, self._wires, self._device = model, wires, device
 
     def run(self, modes: Sequence[Mode], warmup: int, rounds: int, exposed: bool) -> dict[str, Measured]:
-        """Times every mode in every round; with `exposed` also on silent wires, if it exchanges anything."""
+        """Times every mode in every round; a collective call.
+
+        Args:
+            modes: in their turns.
+            warmup, rounds: rounds that do not count, and rounds that do.
+            exposed: times modes that exchange anything also on silent wires.
+
+        Returns:
+            the figures of every mode by its name, over all ranks.
+        """
         tallies = {mode.name: Tally() for mode in modes}
         for _ in range(warmup + rounds):
             for mode in modes:
@@ -49,8 +65,8 @@ class Runner:
 
     @contextmanager
     def ready(self, mode: Mode) -> Iterator[Callable[[], torch.Tensor]]:
-        """Steps of this mode. Around them, which is not part of a step, the model is made to attend in this way, and
-        gradients and parts of this mode alone are let go."""
+        """Yields a step of this mode, to be called often. Around it, which is not part of a step, the model is made to
+        attend in this way, and gradients and parts of this mode alone are let go."""
         self._model.causal_lm.set_attn_implementation(mode.implementation)
         mode.begin()
         yield functools.partial(self.step, mode)
@@ -58,7 +74,7 @@ class Runner:
         mode.end()
 
     def step(self, mode: Mode) -> torch.Tensor:
-        """Runs forward and backward of all micro-steps; returns the loss of this rank's tokens."""
+        """Runs forward and backward of all micro-steps; returns the loss of this rank's tokens, a scalar."""
         call = self._model if mode.watched else self._model.forward
         losses = []
         for batch in mode.batches:
@@ -108,5 +124,5 @@ class Runner:
 
 
 def equal_losses(losses: Sequence[float], dtype: torch.dtype) -> bool:
-    """Checks whether these may be losses of the same tokens."""
+    """Returns whether these may be losses of the same tokens, computed in a dtype."""
     return all(abs(loss - losses[0]) <= LARGEST_LOSS_DIFFERENCE[dtype] * abs(losses[0]) for loss in losses)

@@ -34,6 +34,7 @@ class Documents:
     Attributes:
         kind: "mix" or "copies".
         gpus: that share them.
+        lengths: of the documents, in tokens.
     """
 
     kind: str
@@ -78,7 +79,14 @@ class Round:
 
 def documents_of(mix: str, sizes: Sequence[int], tokens_per_gpu: int, seed: int) -> list[Documents]:
     """Returns a mix for one GPU; one for every number of GPUs, with documents as long as all of them may hold; and as
-    many copies of the first, whose documents all fit on one GPU."""
+    many copies of the first, whose documents all fit on one GPU.
+
+    Args:
+        mix: its name in `lib/planning/mixes.py`.
+        sizes: numbers of GPUs.
+        tokens_per_gpu: a multiple of 128.
+        seed: of what is drawn.
+    """
     one, *mixed = [
         Documents("mix", gpus, _stepped(batch(mix, gpus, tokens_per_gpu, gpus * tokens_per_gpu, seed).tolist()))
         for gpus in (1, *sizes)
@@ -112,7 +120,7 @@ def _step(tokens: int) -> int:
 
 
 def row_of(documents: Documents, rounds: Sequence[Round]) -> tuple[str, ...]:
-    """Returns a line of the table: medians over rounds, and the smallest and largest ratio."""
+    """Returns the cells of a row: medians over rounds, and the smallest and largest ratio."""
     load, ratios = rounds[0].shared_load, [each.ratio("placed") for each in rounds]
     alone = statistics.median(each.alone["step_seconds"] for each in rounds)
     placed = statistics.median(each.shared["placed"]["step_seconds"] for each in rounds)
@@ -134,5 +142,5 @@ def row_of(documents: Documents, rounds: Sequence[Round]) -> tuple[str, ...]:
 
 
 def table(rows: Sequence[tuple[str, ...]]) -> str:
-    """Returns the table."""
+    """Returns rows of `row_of` as a Markdown table."""
     return markdown(COLUMNS, rows)

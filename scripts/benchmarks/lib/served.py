@@ -1,9 +1,4 @@
-"""Modes of a step beside attention servers: the product with them, and without them on the same trainers.
-
-ideal     the same linear work, and of attention the share of one of all trainers and servers, without any transfer
-served    the product with servers: placed batches, in `plugin.attempts`
-alone     the product without servers: placed batches of the same trainers
-"""
+"""Modes of a step beside attention servers (`MODES`): the product with them, and without them on the same trainers."""
 
 from dataclasses import replace
 from typing import Any
@@ -20,6 +15,13 @@ from lib.rounds import Runner
 from lib.wires import WiredPlugin, Wires
 
 
+MODES = {
+    "ideal": "the trainers' linear work, and of attention the share of one of all processes, without any transfer",
+    "served": "the product with servers: placed batches, in plugin.attempts",
+    "alone": "the product on the same trainers, without servers: placed batches",
+}
+
+
 class ServedPlugin(WiredPlugin):
     """The product's plugin over given wires, with the attention servers that were launched.
 
@@ -32,9 +34,11 @@ class ServedPlugin(WiredPlugin):
         self._owner = owner or self
 
     def training_transport(self, device: torch.device) -> Transport:
+        """Returns the transport of a training, over the one connection to servers."""
         return super().training_transport(device) if self._owner is self else self._owner.training_transport(device)
 
     def served(self, device: torch.device) -> ServedTransport | None:
+        """Returns the one connection to servers; None without any."""
         return super().served(device) if self._owner is self else self._owner.served(device)
 
 
@@ -43,6 +47,7 @@ class AlonePlugin(WiredPlugin):
 
     @property
     def servers(self) -> Servers | None:
+        """Returns that there are none."""
         return None
 
 
@@ -88,6 +93,7 @@ class ServedRunner(Runner):
         self._plugin = plugin
 
     def step(self, mode: Mode) -> torch.Tensor:
+        """Runs a step again if a server was lost in it; returns the loss of this rank's tokens, a scalar."""
         if mode.name != "served":
             return super().step(mode)
         losses = []

@@ -59,7 +59,10 @@ def ratios_of(options: argparse.Namespace, config: Any, seconds: Mapping[str, fl
     """Returns each ratio of two modes, measured and simulated.
 
     Args:
-        seconds: measured steps of the modes.
+        options: of the program, with `cluster`.
+        config: of the model.
+        seconds: measured steps of the modes, by name.
+        data_ranks: that share the documents.
 
     Raises:
         ConfigError: there is no such profile, or it lacks links.

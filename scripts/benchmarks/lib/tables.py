@@ -10,15 +10,15 @@ def head(columns: Sequence[str], text_columns: int = 1) -> str:
 
 
 def row(cells: Iterable[object]) -> str:
-    """Returns a line of a table."""
+    """Returns a line of a Markdown table."""
     return f"| {' | '.join(map(str, cells))} |"
 
 
 def markdown(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Returns a table whose first column is text, and the others numbers."""
+    """Returns a Markdown table whose first column is text, and the others numbers."""
     return "\n".join([head(columns), *map(row, rows)])
 
 
 def number(value: float | None, unit: float, digits: int) -> str:
-    """Returns a value in a unit that is so many times smaller; "-" if there is none."""
+    """Returns a value times `unit`, with so many digits behind the point; "-" if there is none."""
     return "-" if value is None else f"{value * unit:.{digits}f}"

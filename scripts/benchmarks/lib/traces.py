@@ -33,7 +33,7 @@ STEPS: tuple[tuple[Any, str, str], ...] = (
 
 
 def trace_step(step: Callable[[], object], kernel: Kernel, device: torch.device, path: Path) -> None:
-    """Runs a step and writes its trace."""
+    """Runs a step, and writes its trace in Chrome's format to a file; a collective call."""
     path.parent.mkdir(parents=True, exist_ok=True)
     activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (device.type == "cuda")
     dist.barrier()
@@ -44,7 +44,7 @@ def trace_step(step: Callable[[], object], kernel: Kernel, device: torch.device,
 
 @contextmanager
 def named_parts(kernel: Kernel) -> Iterator[None]:
-    """Ranges around exchanges, waits, kernels and the steps of the product's runtime."""
+    """Names exchanges, waits, kernels and the steps of the product's runtime in traces that are taken within."""
     parts: list[tuple[Any, str, str]] = [
         *STEPS,
         *((Wires, name, f"bench {name}") for name in ("exchange", "all_gather", "reduce_scatter")),

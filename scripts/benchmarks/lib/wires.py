@@ -21,6 +21,7 @@ class Wires:
     """A transport around the product's, with the collectives of other modes beside it.
 
     Attributes:
+        rank, world_size, grid, traffic: of the product's transport.
         group: of the collectives of other modes.
         sent_bytes, received_bytes: of this rank, to and from others, since `reset`.
         bytes_to: `[ranks]` of the product's exchanges, sent to each rank, since `reset`.
@@ -36,7 +37,7 @@ class Wires:
         self._noise: torch.Tensor | None = None
 
     def reset(self) -> None:
-        """Counts from here."""
+        """Counts bytes from here."""
         self.sent_bytes = self.received_bytes = 0
         self.bytes_to = [0] * self.world_size
 
@@ -47,7 +48,7 @@ class Wires:
         self._noise = torch.randn(numbers, device=self._device, dtype=torch.bfloat16) if silent else None
 
     def exchange(self, asked: AllToAll) -> Exchange:
-        """Starts an uneven all-to-all, as `Transport` has it."""
+        """Starts an uneven all-to-all of rows, as `Transport` has it."""
         sent, received = (sum(counts) - counts[self.rank] for counts in (asked.send_counts, asked.receive_counts))
         arriving = (sum(asked.receive_counts), *asked.rows.shape[1:])
         row_bytes = asked.row_bytes
@@ -59,7 +60,7 @@ class Wires:
         return self._inner.exchange(asked)
 
     def gather(self, values: Sequence[int], where: str, scope: Scope = Scope.ROWS) -> Gather:
-        """Integers are passed on also when silent: ranks agree as ever."""
+        """Gathers integers of all ranks, also when silent: ranks agree as ever."""
         return self._inner.gather(values, where, scope)
 
     def close(self) -> None:
@@ -68,7 +69,7 @@ class Wires:
         dist.destroy_process_group(self.group)
 
     def all_gather(self, rows: torch.Tensor) -> torch.Tensor:
-        """Returns the rows of all ranks, by rank."""
+        """Returns `[ranks * rows, ...]`: the `[rows, ...]` of all ranks, by rank."""
         others = self.world_size - 1
         gathered = (self.world_size * len(rows), *rows.shape[1:])
         if self.is_silent(others * rows.nbytes, others * rows.nbytes, self.world_size * rows.nbytes):
@@ -78,7 +79,7 @@ class Wires:
         return received
 
     def reduce_scatter(self, rows: torch.Tensor) -> torch.Tensor:
-        """This rank's part of the sum over all ranks."""
+        """Returns `[rows / ranks, ...]`: this rank's part of the sum of `[rows, ...]` over all ranks."""
         others, part_bytes = self.world_size - 1, rows.nbytes // self.world_size
         part = (len(rows) // self.world_size, *rows.shape[1:])
         if self.is_silent(others * part_bytes, others * part_bytes, part_bytes):
@@ -95,7 +96,7 @@ class Wires:
         return self._noise is not None
 
     def made_up(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """Returns a copy of random numbers: operators may not hand out the same memory twice."""
+        """Returns a copy of random numbers of this shape: operators may not hand out the same memory twice."""
         assert self._noise is not None
         num_bytes = torch.Size(shape).numel() * dtype.itemsize
         return self._noise.view(torch.uint8)[:num_bytes].view(dtype).view(shape).clone()
@@ -117,4 +118,5 @@ class WiredPlugin(distca_hf.DistCAPlugin):
         self._wires = wires
 
     def transport(self, device: torch.device) -> Transport:
+        """Returns the given wires."""
         return self._wires

@@ -8,13 +8,13 @@ import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedConfig
 
 from distca_hf.analysis.check.find import Candidate, find_candidate
-from distca_hf.analysis.check.gpus import GPUS, find_gpu
 from distca_hf.analysis.check.numerics import compare
 from distca_hf.analysis.check.sizes import decoder_size
 from distca_hf.analysis.check.tiny_config import WINDOW_TOKENS, tiny_config, tiny_version
 from distca_hf.analysis.check.trial import TinyModel
 from distca_hf.analysis.check.verdict import Verdict, judge
 from distca_hf.analysis.find_model import find_model
+from distca_hf.analysis.gpus import GPUS, find_gpu, gpu_of_device
 from distca_hf.analysis.request import PRESETS
 from distca_hf.errors import ConfigError, UnsupportedAttentionError
 from distca_hf.integrations.models.check import check_model
@@ -262,6 +262,24 @@ def test_every_gpu_has_a_generation_that_the_kernels_know() -> None:
     assert find_gpu("H200") is GPUS["h200"]
     with pytest.raises(ConfigError, match="Did you mean 'h100'"):
         find_gpu("h101")
+
+
+@pytest.mark.parametrize(
+    ("device", "name"),
+    [
+        ("NVIDIA H200", "h200"),
+        ("NVIDIA H100 80GB HBM3", "h100"),
+        ("NVIDIA H100 NVL", "h100-nvl"),
+        ("NVIDIA A100-SXM4-40GB", "a100-40gb"),
+        ("NVIDIA A100-SXM4-80GB", "a100"),
+        ("NVIDIA L40S", "l40s"),
+        ("NVIDIA GeForce RTX 4090", "rtx4090"),
+        ("NVIDIA RTX PRO 6000 Blackwell Server Edition", "rtx-pro-6000"),
+    ],
+)
+def test_devices_are_known_by_the_name_that_torch_has_for_them(device: str, name: str) -> None:
+    assert gpu_of_device(device) is GPUS[name]
+    assert gpu_of_device("another") is None
 
 
 def test_a_saved_folder_is_judged_by_the_class_that_it_names(tmp_path: Path) -> None:

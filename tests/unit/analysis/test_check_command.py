@@ -10,6 +10,7 @@ from transformers import Gemma2Config, LlamaConfig
 from typer.testing import CliRunner, Result
 
 from distca_hf.analysis.check import command
+from distca_hf.analysis.gpus import H100_GIB
 from distca_hf.analysis.memory import TrainingSetup, estimate_memory
 from distca_hf.analysis.request import preset
 from distca_hf.cli import app
@@ -60,7 +61,7 @@ def test_text_is_readable_at_eighty_columns(llama: Path, monkeypatch: pytest.Mon
         "4 layers: full, heads of 32",
         "flash4, flash3, flash2, torch_varlen",
         "FSDP2 ZeRO-3",
-        "fits 126.0 yes yes",
+        "fits 126.4 yes yes",
         "relative differences",
     ):
         assert line in lines, text
@@ -86,7 +87,7 @@ def test_json_has_all_and_agrees_with_the_estimates() -> None:
     assert 65536 <= largest < 131_072
     assert found["largest_tokens_per_rank_with_liger"] == found["largest_tokens_per_rank"]
     assert found["numerics"]["agree"] is True
-    assert found["room_bytes"] == round(0.9 * 80 * 2**30)
+    assert found["room_bytes"] == round(0.9 * H100_GIB * 2**30)
 
 
 def test_the_largest_tokens_fit_and_more_do_not() -> None:

@@ -16,7 +16,7 @@ from distca_hf.analysis.profiles.shipped import find_profile
 from distca_hf.analysis.request import preset
 from distca_hf.analysis.simulate import peers, run
 from distca_hf.analysis.simulate.costs import Costs, Passes
-from distca_hf.analysis.simulate.load import Exchanges, Hidden
+from distca_hf.analysis.simulate.load import Exchanges, Hidden, Load, Waiting
 from distca_hf.analysis.simulate.model import SimulatedModel, llama_shape
 from distca_hf.analysis.simulate.planned import ours, published
 from distca_hf.analysis.simulate.request import SimulationRequest
@@ -24,7 +24,7 @@ from distca_hf.analysis.simulate.result import make_result
 from distca_hf.analysis.simulate.run import run_steps
 from distca_hf.analysis.simulate.step import Training
 from distca_hf.analysis.simulate.ways import Simulation
-from distca_hf.analysis.simulate.wires import Cluster
+from distca_hf.analysis.simulate.wires import Cluster, WireBytes
 from distca_hf.arrays import IntArray
 from distca_hf.cost import Mask
 from distca_hf.errors import ConfigError, PackingError
@@ -68,6 +68,19 @@ def test_chunks_are_attended_as_they_come() -> None:
     assert of.recomputed.tolist() == [5.0]
     assert of.backward.tolist() == [10.0 + 5.0 - 2.5]  # late calls run while gradients leave
     assert (of.sent.tolist(), of.sent_backward.tolist()) == ([6.0], [5.0])
+
+
+def test_rows_come_later_where_weights_are_gathered_meanwhile() -> None:
+    """The wires are shared for 2 s, or for as long as rows take."""
+    local, remote, late = Passes(array(1.0), array(8.0)), Passes(array(4.0), array(2.0)), Passes(NOTHING, NOTHING)
+    wires = Exchanges(array(6.0), NOTHING, NOTHING, array(5.0))
+    alone, shared, throughout = (
+        Hidden(wires, gathering=gathering).attention(local, remote, late, 1) for gathering in (0.0, 2.0, 9.0)
+    )
+
+    assert [alone.forward[0], shared.forward[0], throughout.forward[0]] == [6.0 + 4.0, 8.0 + 4.0, 12.0 + 4.0]
+    assert alone.recomputed == shared.recomputed  # rows are there
+    assert alone.sent == shared.sent == throughout.sent
 
 
 def test_results_of_queries_that_move_leave_beside_late_calls() -> None:
@@ -122,8 +135,25 @@ def test_each_exchange_has_bytes_of_its_own() -> None:
     num_bytes = bytes_between(plan, MODEL.heads.token_bytes(2))
 
     assert plan.moves_queries
-    both = cluster.exchange(NOTHING, array(float(num_bytes[0, 1] + num_bytes[1, 0])))
-    assert attention.sent[0] == pytest.approx(float(both[0]), rel=0.01)
+    both = WireBytes.both_ways(array(float(num_bytes[0, 1] + num_bytes[1, 0])))
+    seconds = cluster.exchange(WireBytes.both_ways(NOTHING), both)
+    assert attention.sent[0] == pytest.approx(float(seconds[0]), rel=0.01)
+
+
+def test_layers_with_windows_exchange_the_keys_before_each_part() -> None:
+    """A document over two ranks: 1,023 keys of the first rank go to the second, and their gradients come back."""
+    model = replace(MODEL, masks=((Mask(1024), 4),))
+    costs = costs_of(model)
+    plan = plan_in_place(Layout.from_segments([80_000], [[(0, 0, 40_000)], [(0, 40_000, 80_000)]]), 8)
+    cluster = Cluster(PROFILE, 2, 1, costs.notes)
+    (attention,) = ours(costs, cluster, plan, 1, False).attention
+    sent = WireBytes.both_ways(np.full(2, 1023.0 * MODEL.heads.token_bytes(2).key_value))
+    seconds = cluster.exchange(WireBytes.both_ways(np.zeros(2)), sent)
+
+    assert attention.sent == pytest.approx(seconds)
+    assert attention.sent_backward == pytest.approx(seconds)
+    whole = costs.attention(np.full(2, 40_000), array(0, 40_000), Mask(1024))
+    assert attention.forward == pytest.approx(whole.forward, rel=0.05)
 
 
 @pytest.mark.parametrize(
@@ -194,6 +224,61 @@ def test_collectives_over_nodes_share_their_wires() -> None:
     assert ratio == pytest.approx(1.0)
     assert Cluster(PROFILE, 8, 8, notes).all_gather(weights) < one.all_gather(weights)
     assert Cluster(PROFILE, 1, 1, notes).all_gather(weights) == 0.0
+
+
+def test_bytes_that_go_one_way_are_sent_at_the_rate_of_one_way() -> None:
+    """Two ways of 1 GB take as long as was measured; of 1 GB against half, half goes alone."""
+    links = PROFILE.between_nodes
+    assert links is not None
+    alone = tuple(seconds / 2 for seconds in links.exchange)
+    cluster = Cluster(replace(PROFILE, between_nodes=replace(links, one_way=alone)), 2, 1, Notes())
+    nothing, whole, half = array(0.0), array(2.0**30), array(2.0**29)
+
+    def seconds_of(sent: np.ndarray, received: np.ndarray) -> float:
+        return float(cluster.exchange(WireBytes.both_ways(nothing), WireBytes(sent, received))[0])
+
+    assert seconds_of(whole, whole) == pytest.approx(links.exchange[-1])
+    assert seconds_of(whole, nothing) == seconds_of(nothing, whole) == pytest.approx(links.exchange[-1] / 2)
+    both = seconds_of(half, half)
+    assert seconds_of(half, whole) == pytest.approx(links.exchange[-1] / 2 + both / 2)
+    assert seconds_of(nothing, nothing) == 0.0
+
+
+def test_rings_pass_keys_to_the_next_rank() -> None:
+    """Where a ring spans nodes, some ranks send all of them to another node."""
+    links = PROFILE.within_node
+    assert links is not None
+    passed = replace(PROFILE, within_node=replace(links, to_next=tuple(3 * seconds for seconds in links.exchange)))
+    cluster, num_bytes = Cluster(passed, 16, 8, Notes()), array(2.0**30)
+    assert passed.between_nodes is not None
+
+    assert cluster.to_next(num_bytes, 8)[0] == pytest.approx(3 * links.exchange[-1])
+    assert cluster.to_next(num_bytes, 16)[0] == pytest.approx(passed.between_nodes.exchange[-1])
+
+
+def test_collectives_delay_exchanges_that_kernels_wait_for() -> None:
+    """A layer's weights are gathered from its beginning on: what is left of that behind the first products shares the
+    wires, and so does the sum of gradients in backward. Meanwhile no products run that it could delay."""
+    training = training_of(4, 1)
+    tokens, kernels = np.full(4, 4096), Passes(np.full(4, 1e-3), np.full(4, 3e-3))
+    layer, size = training.costs.layer(tokens), training.costs.layer_weight_bytes
+    gather, reduce = training.gather_seconds(size), training.reduce_seconds(size)
+    share, beside = training.costs.share_before_attention, training.cluster.products_beside
+    before = share * layer.forward.max()
+    waits = np.full(4, 10 * (gather + reduce))
+
+    def seconds_of(sent: np.ndarray) -> tuple[float, float]:
+        load = Load(tokens, [Waiting(waits, waits, sent).attention(kernels, 1)])
+        return training.layers_seconds(load)
+
+    alone, shared = seconds_of(np.zeros(4)), seconds_of(waits)
+    assert before < gather
+    assert shared[0] - alone[0] == pytest.approx((1 - beside) * (gather - before))
+    assert shared[1] - alone[1] == pytest.approx((1 - beside) * (gather + reduce - share * layer.kept.max()))
+
+
+def test_queries_keys_and_values_come_from_an_eighth_of_an_8b_layer() -> None:
+    assert costs_of().share_before_attention == pytest.approx(0.115, abs=0.005)
 
 
 def test_links_that_were_not_measured_are_refused() -> None:

@@ -54,14 +54,29 @@ def attend(
 def attend_whole(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, window: int, work: Work
 ) -> torch.Tensor:
-    """Attends to keys that are all local, or made up."""
+    """Returns attention `[T, N, V]` to keys that are all local, or made up.
+
+    Args:
+        q, k, v: `[T, N, H]`, `[T, G, H]` and `[T, G, V]` of this rank.
+        scale: of scores.
+        window: tokens of a sliding window; 0 without one.
+        work: of this micro-batch.
+    """
     return flash_attn(q, k, v, scale, window, work.handle)[0]
 
 
 def attend_by_heads(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, window: int, work: Work
 ) -> torch.Tensor:
-    """Ulysses: some heads of all ranks' tokens. If ranks do not divide KV heads, these are repeated until they do."""
+    """Returns attention `[T, N, V]` of Ulysses: some heads of all ranks' tokens. If ranks do not divide KV heads,
+    these are repeated until they do.
+
+    Args:
+        q, k, v: `[T, N, H]`, `[T, G, H]` and `[T, G, V]` of this rank.
+        scale: of scores.
+        window: tokens of a sliding window; 0 without one.
+        work: of this micro-batch.
+    """
     copies = work.ranks // math.gcd(k.shape[1], work.ranks)
     if q.shape[1] % (copies * k.shape[1]):
         raise SystemExit(f"ulysses: {work.ranks} ranks cannot divide {q.shape[1]} query and {k.shape[1]} KV heads")
@@ -74,7 +89,14 @@ def attend_by_heads(
 def attend_gathered(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, window: int, work: Work
 ) -> torch.Tensor:
-    """Attends with local queries to keys of all ranks: context parallelism."""
+    """Returns attention `[T, N, V]` of local queries to keys of all ranks: context parallelism.
+
+    Args:
+        q, k, v: `[T, N, H]`, `[T, G, H]` and `[T, G, V]` of this rank.
+        scale: of scores.
+        window: tokens of a sliding window; 0 without one.
+        work: of this micro-batch.
+    """
     k, v = (gather_tokens(x, work.ranks, work.handle) for x in (k, v))
     return attend_whole(q, k, v, scale, window, work)
 
@@ -82,7 +104,13 @@ def attend_gathered(
 def attend_by_package(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, window: int, work: RingWork
 ) -> torch.Tensor:
-    """Attends as the package does.
+    """Returns attention `[T, N, V]` as the package computes it.
+
+    Args:
+        q, k, v: `[T, N, H]`, `[T, G, H]` and `[T, G, V]` of this rank.
+        scale: of scores.
+        window: tokens of a sliding window; 0 without one.
+        work: of this micro-batch.
 
     Raises:
         SystemExit: the layer has a window.
@@ -101,7 +129,7 @@ WAYS: dict[str, Way] = {
 
 
 def register_ways() -> None:
-    """Makes them known to Transformers. There is no mask of these names, so that none is made: calls say which
+    """Makes these ways known to Transformers. There is no mask of their names, so that none is made: calls say which
     documents there are."""
     for name, way in WAYS.items():
         AttentionInterface.register(name, partial(attend, way))

@@ -24,21 +24,30 @@ class Keys(Protocol):
     def adds(self) -> bool: ...
 
     def take(self, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Takes keys and values of the call from the rows of this rank (or of all)."""
+        """Returns keys `[S, G, H]` and values `[S, G, V]` of the call, from the rows of this rank (or of all)."""
         ...
 
     def gradient(self, taken: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
-        """Returns the tensor in which the kernel writes the gradient of the keys that were taken."""
+        """Returns the tensor in which the kernel writes the gradient of the keys that were taken.
+
+        Args:
+            taken: keys or values of the call.
+            total: gradient of the rows that they were taken from.
+        """
         ...
 
     def settle(self, gradient: torch.Tensor, total: torch.Tensor) -> None:
-        """Puts that gradient where it belongs."""
+        """Puts that gradient where it belongs in the total."""
         ...
 
 
 @dataclass(frozen=True)
 class OwnKeys:
-    """Consecutive rows, read and written where they lie."""
+    """Consecutive rows, read and written where they lie.
+
+    Attributes:
+        rows: of this rank.
+    """
 
     rows: slice
     adds: bool = False
@@ -55,7 +64,11 @@ class OwnKeys:
 
 @dataclass(frozen=True, eq=False)
 class ChosenKeys:
-    """Any rows, none twice; other calls may read them, too."""
+    """Any rows, none twice; other calls may read them, too.
+
+    Attributes:
+        rows: int64 `[S]`.
+    """
 
     rows: torch.Tensor
     adds: bool = True
@@ -112,7 +125,13 @@ class MadeUpKeys:
 
 @dataclass(frozen=True, eq=False)
 class Call:
-    """A varlen kernel call: consecutive query rows, and the keys they attend."""
+    """A varlen kernel call: consecutive query rows, and the keys they attend.
+
+    Attributes:
+        queries: rows of this rank.
+        keys: which it reads.
+        spans: offsets of its tasks.
+    """
 
     queries: slice
     keys: Keys
@@ -122,7 +141,14 @@ class Call:
 def make_call(
     first_query: int, query_tokens: Sequence[int], key_tokens: Sequence[int], keys: Keys, device: torch.device
 ) -> Call:
-    """Returns a call of tasks with so many queries and keys each."""
+    """Returns a call of tasks.
+
+    Args:
+        first_query: row of the first one.
+        query_tokens, key_tokens: `[tasks]` of each.
+        keys: of all tasks, one after the other.
+        device: of offsets.
+    """
     offsets_q, offsets_k = (
         torch.tensor([0, *accumulate(tokens)], dtype=torch.int32, device=device)
         for tokens in (query_tokens, key_tokens)

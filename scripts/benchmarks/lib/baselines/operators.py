@@ -38,7 +38,11 @@ class Work:
     Operators carry its number, as the product's carry that of a plan: compiled graphs and checkpointing pass it on.
 
     Attributes:
+        calls: one after the other.
+        wires: to other ranks, of which there are `ranks` with this one.
+        kernel: its name, as in settings.
         rows: queries of the calls, the first ones of this rank. Outputs and gradients of rows behind them are zero.
+        handle: its number.
     """
 
     def __init__(self, calls: Sequence[Call], wires: Wires, kernel: KernelName) -> None:
@@ -62,7 +66,8 @@ _handles = count()
 def flash_attn(
     q_TNH: torch.Tensor, k_SGH: torch.Tensor, v_SGV: torch.Tensor, scale: float, window_tokens: int, work: int
 ) -> Outputs:
-    """Returns the attention output and log-sum-exp of all calls; `window_tokens` 0: there is no sliding window."""
+    """Returns the attention output `[T, N, V]` and log-sum-exp of all calls; `window_tokens` 0: there is no sliding
+    window."""
     spec = AttentionSpec(scale, window_tokens=window_tokens)
     kernel = _works[work].kernel_of(q_TNH, k_SGH, v_SGV, spec)
     out, lse = empty_outputs(q_TNH, v_SGV)
@@ -83,7 +88,7 @@ def _(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *others: Any) -> Output
 def flash_attn_backward(
     dout_TNV: torch.Tensor, saved: Sequence[torch.Tensor], scale: float, window_tokens: int, work: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gradients of q, k and v; `saved` are these, output and log-sum-exp."""
+    """Returns the gradients of q, k and v, in their shapes; `saved` are these, output and log-sum-exp."""
     q, k, v, out, lse = saved
     spec = AttentionSpec(scale, window_tokens=window_tokens)
     kernel, calls = _works[work].kernel_of(q, k, v, spec), _works[work].calls
@@ -128,7 +133,7 @@ def _(x_TND: torch.Tensor, ranks: int, work: int) -> torch.Tensor:
 
 @torch.library.custom_op("bench_step::heads_to_tokens", mutates_args=())
 def heads_to_tokens(x_TND: torch.Tensor, ranks: int, work: int) -> torch.Tensor:
-    """Undoes `tokens_to_heads`."""
+    """Undoes `tokens_to_heads`: `[ranks * T, N / ranks, D]` in, `[T, N, D]` out."""
     rows, heads, dim = x_TND.shape[0] // ranks, x_TND.shape[1], x_TND.shape[2]
     counts = [rows] * ranks
     received = _works[work].wires.exchange(AllToAll(x_TND, counts, counts, "heads to tokens")).wait()
@@ -144,7 +149,7 @@ def _(x_TND: torch.Tensor, ranks: int, work: int) -> torch.Tensor:
 
 @torch.library.custom_op("bench_step::gather_tokens", mutates_args=())
 def gather_tokens(x_TND: torch.Tensor, ranks: int, work: int) -> torch.Tensor:
-    """Returns the rows of all ranks, by rank."""
+    """Returns `[ranks * T, N, D]`: the rows of all ranks, by rank."""
     return _works[work].wires.all_gather(x_TND)
 
 
@@ -155,7 +160,7 @@ def _(x_TND: torch.Tensor, ranks: int, work: int) -> torch.Tensor:
 
 @torch.library.custom_op("bench_step::sum_tokens", mutates_args=())
 def sum_tokens(x_TND: torch.Tensor, ranks: int, work: int) -> torch.Tensor:
-    """This rank's rows, summed over ranks."""
+    """Returns this rank's `[T, N, D]` of `[ranks * T, N, D]`, summed over ranks."""
     return _works[work].wires.reduce_scatter(x_TND)
 
 

@@ -34,7 +34,7 @@ INTERFACE = "flash_attn.flash_attn_interface"
 
 
 class RingWork(Protocol):
-    """Attention of a micro-batch on this rank by the package."""
+    """Attention of a micro-batch on this rank by the package ring-flash-attn."""
 
     def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
         """Returns `[T, N, H]` outputs of `[T, N, H]` queries and `[T, G, H]` keys and values of this rank."""
@@ -45,7 +45,7 @@ class ZigzagWork:
     """`zigzag_ring_flash_attn_varlen_func`: of every document a rank has two chunks, one behind the other.
 
     Args:
-        lengths: documents of all ranks together.
+        lengths: documents of all ranks together, in tokens.
     """
 
     def __init__(self, wires: Wires, kernel: KernelName, lengths: Sequence[int], device: torch.device) -> None:
@@ -66,7 +66,7 @@ class Llama3Work:
     in the package's own benchmark of 8 of them.
 
     Args:
-        lengths: documents of all ranks together.
+        lengths: documents of all ranks together, in tokens.
     """
 
     def __init__(self, wires: Wires, kernel: KernelName, lengths: Sequence[int], device: torch.device) -> None:

@@ -35,7 +35,7 @@ MICRO_BATCHES = 8
 
 
 def settings(tokens_per_rank: int) -> DistCAConfig:
-    """Settings of the training."""
+    """Returns the settings of the training."""
     return DistCAConfig(tokens_per_rank=tokens_per_rank, ranks_per_node=RANKS_PER_NODE, overlong="split")
 
 

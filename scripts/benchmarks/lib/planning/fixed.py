@@ -30,7 +30,14 @@ TOKENS_PER_RANK = 256 * K
 
 @dataclass(frozen=True)
 class Measured:
-    """One plan beside the published one for the same documents, at a tolerance of 0, and the bound."""
+    """One plan beside the published one for the same documents, at a tolerance of 0, and the bound.
+
+    Attributes:
+        before, imbalance: work of the busiest rank over the mean, in order and as planned.
+        largest_rank_bytes, total_bytes: that the busiest rank and all ranks send in a layer.
+        to_published, to_bound: bytes of the busiest rank over those of the published plan, and over the bound.
+        total_to_bound: bytes of all ranks over the bound.
+    """
 
     before: float
     imbalance: float
@@ -42,7 +49,7 @@ class Measured:
 
 
 def measure(documents: IntArray, num_ranks: int) -> Measured:
-    """Plans, and counts; the bound is that of all plans as balanced as this one."""
+    """Plans documents of so many tokens, and counts; the bound is that of all plans as balanced as this one."""
     plan = plan_fixed(documents, Topology(num_ranks, RANKS_PER_NODE))
     sent = bytes_between(plan, LLAMA)
     published = bytes_between(plan_published_greedy(documents, num_ranks, LLAMA, 0.0), LLAMA)

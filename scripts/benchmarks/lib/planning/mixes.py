@@ -20,12 +20,13 @@ SHORTEST_TOKENS = 64
 
 @cache
 def file_lengths(name: str) -> IntArray:
-    """Returns all lengths of a shipped file."""
+    """Returns all lengths of a shipped file, in tokens."""
     return read_lengths(LENGTHS.find(name)).tokens
 
 
 def batch(mix: str, num_ranks: int, tokens_per_rank: int, longest_tokens: int, seed: int) -> IntArray:
-    """Returns documents of exactly `num_ranks * tokens_per_rank` tokens."""
+    """Returns lengths of documents, int64 `[documents]`, of exactly `num_ranks * tokens_per_rank` tokens, the longest
+    of at most `longest_tokens`."""
     rng = np.random.default_rng([seed, num_ranks, tokens_per_rank])
     total_tokens = num_ranks * tokens_per_rank
     if mix == "one":

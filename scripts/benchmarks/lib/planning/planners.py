@@ -30,36 +30,39 @@ def placed_planner(topology: Topology) -> PlacedPlanner:
 
 
 def plan_placed(documents: IntArray, topology: Topology) -> Plan:
-    """Plans as the loader does."""
+    """Returns a plan as the loader makes it, for documents of so many tokens."""
     return placed_planner(topology).plan(documents)
 
 
 def plan_fixed(documents: IntArray, topology: Topology) -> Plan:
-    """Plans as for packs of others: documents stay in order, and tasks move."""
+    """Returns a plan as for packs of others: documents of so many tokens stay in order, and tasks move."""
     return plan_by_moving(
         fill_in_order(documents, topology.num_ranks), HEAD_GROUPS, topology=topology, token_bytes=LLAMA
     )
 
 
 def between_nodes(sent: IntArray, topology: Topology) -> int:
-    """Returns the most bytes that a rank sends to other nodes, or receives from them."""
+    """Returns the most bytes that a rank sends to other nodes, or receives from them, of `[source, destination]`
+    bytes."""
     crosses = topology.node_of[:, None] != topology.node_of[None, :]
     return largest_rank_bytes(sent * crosses)
 
 
 def gigabytes(number: float) -> str:
+    """Returns bytes in GB, with three digits."""
     return f"{number / 1e9:.3f}"
 
 
 def mean_over(values: list[float]) -> str:
+    """Returns the mean, with two digits; "-" of nothing."""
     return f"{statistics.mean(values):.2f}" if values else "-"
 
 
 def table(title: str, *columns: str) -> None:
-    """Prints the head of a table, whose rows follow as they are measured."""
+    """Prints the title and the head of a table, whose rows follow as they are measured."""
     print(f"\n## {title}\n\n{head(columns, len(columns))}", flush=True)
 
 
 def print_row(*cells: object) -> None:
-    """Prints one of them."""
+    """Prints a row of a table."""
     print(row(cells), flush=True)

@@ -45,6 +45,8 @@ RATIOS = (
     ("ring / ours", "ring", ("recomputed",)),
     ("gathered / ideal", "context", ("ideal",)),
     ("saved / recomputed", "saved", ("recomputed",)),
+    ("with servers / even", "served", ("served_ideal",)),
+    ("alone / with servers", "saved", ("served",)),
 )
 
 
@@ -62,6 +64,7 @@ class MeasuredRow:
         words: of the head; 0 without a head and without an optimizer.
         reduce_bytes: of a number in sums of gradients.
         refetches: whether keys were sent for recomputation and for backward once more.
+        servers: attention servers beside the data ranks.
         milliseconds: of each way.
     """
 
@@ -74,20 +77,22 @@ class MeasuredRow:
     words: int
     reduce_bytes: int
     refetches: bool
+    servers: int
     milliseconds: Mapping[str, float]
 
     @property
     def slow(self) -> bool:
-        """Whether all links were those between nodes."""
+        """Returns whether all links were those between nodes."""
         return self.links != "NVLink"
 
     @property
     def document_tokens(self) -> IntArray:
+        """Returns lengths of the documents, int64 `[documents]`."""
         return np.array(parse_documents(self.documents))
 
 
 def read_measured(path: Path) -> list[MeasuredRow]:
-    """Reads measured rows."""
+    """Returns the measured rows of a file."""
     return [
         MeasuredRow(
             row["page"],
@@ -99,10 +104,29 @@ def read_measured(path: Path) -> list[MeasuredRow]:
             row.get("words", 0),
             row.get("reduce_bytes", 2),
             row.get("refetches", False),
+            row.get("servers", 0),
             row["ms"],
         )
         for row in json.loads(path.read_text())["rows"]
     ]
+
+
+def with_links(profile: ClusterProfile, path: Path, gpus: int, gpu: str) -> ClusterProfile:
+    """Returns a profile whose slow links exchange as fast as was measured between so many GPUs of a kind. An
+    all-to-all between four of them is faster than between two, where the host's memory carries it. Two of them are as
+    each GPU and the next one.
+
+    Args:
+        path: of measured rows; it has these rates, too.
+    """
+    links = profile.between_nodes
+    for measured in json.loads(path.read_text())["links"]["rows"]:
+        if links is not None and (measured["gpus"], measured["gpu"]) == (gpus, gpu):
+            rate = links.num_bytes[-1] / links.exchange[-1]
+            factor = rate / measured["exchange_bytes_per_second"]
+            exchange = tuple(factor * seconds for seconds in links.exchange)
+            links = replace(links, exchange=exchange, to_next=links.to_next or links.exchange)
+    return replace(profile, between_nodes=links)
 
 
 @dataclass(frozen=True)
@@ -123,6 +147,7 @@ class Setting:
         checkpointing: as programs that measure take it.
         keeps: keys are kept until backward, and not sent once more.
         chunks: parts that rows of other ranks come in.
+        servers: attention servers beside the data ranks.
     """
 
     model: SimulatedModel
@@ -138,6 +163,7 @@ class Setting:
     checkpointing: str = "full"
     keeps: bool = True
     chunks: int = 1
+    servers: int = 0
 
 
 @dataclass(frozen=True)
@@ -148,12 +174,15 @@ class ReplicatedTraining(Training):
 
     @property
     def shards(self) -> int:
+        """Returns the ranks that a replica is divided between."""
         return self.cluster.num_ranks // self.replicas
 
     def gather_seconds(self, weight_bytes: float) -> float:
+        """Returns the seconds of gathering so many bytes of weights."""
         return self._some(self.shards).all_gather(weight_bytes)
 
     def reduce_seconds(self, weight_bytes: float) -> float:
+        """Returns the seconds of summing gradients of so many bytes of weights."""
         num_bytes = weight_bytes * self.reduce_bytes / HALF_BYTES
         replicas, shard_bytes = self._some(self.replicas), num_bytes / self.shards
         over_replicas = replicas.reduce_scatter(shard_bytes) + replicas.all_gather(shard_bytes)
@@ -171,7 +200,15 @@ def simulate_row(row: MeasuredRow, profile: ClusterProfile, notes: Notes | None 
     root_share = 1.0 if has_head else 0.5
     rank = row.document_tokens, row.gpus, row.slow, row.reduce_bytes
     keeps, chunks = not row.refetches, SLOW_CHUNKS if row.slow else 1
-    setting = Setting(_model_of(row), *rank, has_head=has_head, root_share=root_share, keeps=keeps, chunks=chunks)
+    setting = Setting(
+        _model_of(row),
+        *rank,
+        has_head=has_head,
+        root_share=root_share,
+        keeps=keeps,
+        chunks=chunks,
+        servers=row.servers,
+    )
     return simulate(setting, row.milliseconds, profile, Notes() if notes is None else notes)
 
 
@@ -200,6 +237,19 @@ def simulate(setting: Setting, names: Iterable[str], profile: ClusterProfile, no
         plan = plan_by_moving(packed, costs.head_groups, topology=topology)
         return ours(costs, cluster, plan, chunks, saves, in_step=True, keeps=keeps)
 
+    def served() -> Load:
+        gpus = ranks + setting.servers
+        sizes = int(lengths.sum()) // gpus, int(lengths.max())
+        planner = SimulationRequest(model, gpus, *sizes).planner_beside(setting.servers)
+        beside = replace(cluster, num_ranks=gpus, ranks_per_node=1 if setting.slow else gpus)
+        return ours(costs, beside, planner.plan(lengths), chunks, True, keeps=keeps)
+
+    def served_ideal() -> Load:
+        # Attention is that of all GPUs, and all else that of the data ranks.
+        gpus = ranks + setting.servers
+        tokens = np.array([int(lengths.sum()) // ranks] * ranks + [0] * setting.servers)
+        return replace(peers.even(costs, lengths, gpus), tokens=tokens, saves_attention=True)
+
     ways: dict[str, Callable[[], Load]] = {
         "local": lambda: peers.plain_packing(costs, lengths, ranks),
         "ideal": lambda: peers.even(costs, lengths, ranks),
@@ -210,6 +260,8 @@ def simulate(setting: Setting, names: Iterable[str], profile: ClusterProfile, no
         "saved": lambda: placed(True),
         "fixed": lambda: fixed(False),
         "fixed_saved": lambda: fixed(True),
+        "served": served,
+        "served_ideal": served_ideal,
     }
 
     def milliseconds(name: str) -> float:
@@ -229,7 +281,7 @@ def _model_of(row: MeasuredRow) -> SimulatedModel:
 
 
 def model_of(config: Mapping[str, Any]) -> SimulatedModel:
-    """Returns the model of a configuration."""
+    """Returns the model of a configuration, by the names of its config.json."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "config.json"
         file.write_text(json.dumps({**config, "dtype": "bfloat16"}))
@@ -253,7 +305,7 @@ class Compared:
 
     @property
     def error(self) -> float:
-        """Relative error of the simulated ratio."""
+        """Returns the error of the simulated ratio, as a part of the measured one."""
         return self.simulated / self.measured - 1
 
 
@@ -273,7 +325,7 @@ def compare_servers(path: Path, profile: ClusterProfile) -> list[Compared]:
     and simulated."""
     compared = []
     for row in json.loads(path.read_text())["servers"]["rows"]:
-        measured = MeasuredRow("one layer", 2, "H200", row["links"], row["documents"], "", 0, 2, False, {})
+        measured = MeasuredRow("one layer", 2, "H200", row["links"], row["documents"], "", 0, 2, False, 0, {})
         slow, notes = measured.slow, Notes()
         costs = Costs(profile, SimulatedModel.of(preset("llama3-8b")).with_layers(1), False, notes)
         # The server was a rank without tokens, and the plan that of packs whose tasks move.
@@ -281,7 +333,7 @@ def compare_servers(path: Path, profile: ClusterProfile) -> list[Compared]:
         layout, alone_layout = Layout.from_packs([documents, []]), Layout.from_packs([documents])
         plan = plan_by_moving(layout, costs.head_groups, topology=Topology(2, 2))
         cluster = Cluster(profile, 2, 1 if slow else 2, notes)
-        served = ours(costs, cluster, plan, SLOW_CHUNKS if slow else 1, True).attention[0]
+        served = ours(costs, cluster, plan, SLOW_CHUNKS if slow else 1, True, gathers=False).attention[0]
         alone = ours(costs, Cluster(profile, 1, 1, notes), plan_in_place(alone_layout), 1, True).attention[0]
         for number, name in enumerate(("forward", "backward")):
             ratios = (

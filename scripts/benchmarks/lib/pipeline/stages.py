@@ -75,7 +75,7 @@ class Stages:
 
     @property
     def data_ranks(self) -> int:
-        """Data ranks of a stage."""
+        """Returns the number of data ranks of a stage."""
         return self._mesh["data"].size()
 
     @property

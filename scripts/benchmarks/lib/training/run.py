@@ -1,9 +1,4 @@
-"""One training with Trainer in one of several modes, and its figures.
-
-    distca     an unmodified Trainer with `plugin.attach`
-    moving     the packs of `packing`; attention tasks move between ranks
-    packing    documents stay whole, each on the rank with the least attention work so far
-    ulysses    documents are cut evenly; attention divides heads over all ranks
+"""One training with Trainer in one of several modes (`MODES`), and its figures.
 
 All have the same documents in every optimizer step, and the same weights at the beginning. All use AdamW, activation
 checkpointing, and FSDP2 (on CPUs plain DDP). So their losses must follow each other.
@@ -34,10 +29,15 @@ from distca_hf.integrations.models.forward_watch import watch_of
 from lib.documents import attended_pairs
 from lib.model import LossModel, Shape, probe, saving_policy
 from lib.rates import peak_flops, synchronize
-from lib.training_batches import DividedDocuments, LoaderBatches, WholeDocuments
+from lib.training.batches import DividedDocuments, LoaderBatches, WholeDocuments
 
 
-MODES = ("distca", "moving", "packing", "ulysses")
+MODES = {
+    "distca": "an unmodified Trainer with plugin.attach",
+    "ulysses": "documents are cut evenly; attention divides heads over all ranks, and its outputs are saved, too",
+    "packing": "documents stay whole, each on the rank with the least attention work so far, with flash-attention",
+    "fixed": "packs kept: the packs of packing, between which attention tasks move",
+}
 # On CPUs Accelerate has DDP alone. The model itself names the layers to wrap.
 FSDP: dict[str, Any] = {
     "fsdp": True,
@@ -46,17 +46,23 @@ FSDP: dict[str, Any] = {
 
 
 class StepTimes(TrainerCallback):
-    """Seconds of every step, device included."""
+    """A clock of steps, device included.
+
+    Attributes:
+        seconds: `[steps]` so far.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self.seconds: list[float] = []
         self._device = device
 
     def on_step_begin(self, *_: object, **kwargs: object) -> None:
+        """Waits for the device, and takes the time."""
         synchronize(self._device)
         self._began = time.perf_counter()
 
     def on_step_end(self, *_: object, **kwargs: object) -> None:
+        """Waits for the device, and keeps the seconds since the step began."""
         synchronize(self._device)
         self.seconds.append(time.perf_counter() - self._began)
 
@@ -108,7 +114,18 @@ def record_losses(model: PreTrainedModel) -> list[torch.Tensor]:
 
 
 def train(mode: str, config: PreTrainedConfig, dataset: Dataset, options: argparse.Namespace) -> dict[str, Any]:
-    """Trains in one mode from the first weights; returns its figures, the same on all ranks. A collective call."""
+    """Trains in one mode from the first weights. A collective call.
+
+    Args:
+        mode: one of `MODES`.
+        config: of the model.
+        dataset: column `input_ids`.
+        options: of the program.
+
+    Returns:
+        figures, the same on all ranks: of every step `losses`, `seconds`, `tokens` and `model_flops` of a rank;
+        `peak_bytes` and `held_before_bytes`; `peak_flops` per second; and `figures_of_plans`.
+    """
     args = training_arguments(options, mode)
     device = args.device
     held_bytes = _free_memory(device)
@@ -150,12 +167,12 @@ def train(mode: str, config: PreTrainedConfig, dataset: Dataset, options: argpar
 
 
 def document_tokens(loader: distca_hf.PlacedLoader, micro_batch: int) -> list[int]:
-    """Returns the lengths of a micro-batch's documents."""
+    """Returns the lengths of a micro-batch's documents, in tokens."""
     return [len(document.input_ids) for document in loader.documents(0, micro_batch)]
 
 
 def model_flops(lengths: Sequence[int], shape: Shape) -> float:
-    """Returns the flops of a step on these documents, counted as in `report.Load`."""
+    """Returns the flops of a step on documents of these lengths, of all ranks, counted as in `lib.report.Load`."""
     pairs = sum(count * attended_pairs(lengths, mask) for mask, count in shape.masks)
     return 3 * (sum(lengths) * shape.linear_flops + pairs * shape.flops_of_pair)
 
@@ -184,13 +201,17 @@ def choose_batches(
     else:
         batches = WholeDocuments(loader, device)
     trainer.get_train_dataloader = lambda: batches
-    if mode == "moving":
+    if mode == "fixed":
         distca_hf.enable(trainer.model, plugin, max(map(len, dataset.with_format("numpy")["input_ids"])))
     return loader
 
 
 def figures_of_plans(trainer: Trainer, loader: distca_hf.PlacedLoader) -> dict[str, Any]:
-    """Returns balance and times of all plans: of the loader, or of the enabled model if that makes them."""
+    """Returns balance and times of all plans: of the loader, or of the enabled model if that makes them.
+
+    `wait_share` is a part of the time, `plan_ms` milliseconds of a micro-batch; `imbalance_before` and `imbalance` of
+    every plan are work of the busiest rank over the mean.
+    """
     watch = watch_of(trainer.model)
     packs = None if watch is None else watch.packs
     facts = list(loader.history if packs is None else packs.history)

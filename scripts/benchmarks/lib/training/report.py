@@ -29,7 +29,13 @@ def largest_difference(run: Mapping[str, Any], other: Mapping[str, Any]) -> floa
 
 
 def step_figures(run: Mapping[str, Any], warmup: int) -> dict[str, float | None]:
-    """Returns the median step behind the first ones, its tokens per second and GPU, and its share of the peak."""
+    """Returns medians of the steps behind the first ones: `step_seconds`, `tokens_per_second` of a GPU, and
+    `utilisation` as a part of the peak, None if that is not known.
+
+    Args:
+        run: figures of a training, as `lib.training.run.train` returns them.
+        warmup: steps that do not count.
+    """
     timed = range(warmup, len(run["seconds"]))
     peak = run["peak_flops"]
     return {
@@ -42,7 +48,7 @@ def step_figures(run: Mapping[str, Any], warmup: int) -> dict[str, float | None]
 
 
 def table(runs: Sequence[Mapping[str, Any]], warmup: int) -> str:
-    """Returns a row for each training; the first one is what the others are compared with."""
+    """Returns a Markdown table with a row for each training; the first one is what the others are compared with."""
     first = step_figures(runs[0], warmup)["step_seconds"]
     assert first is not None
     rows = []

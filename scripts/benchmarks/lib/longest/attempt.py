@@ -12,22 +12,28 @@ import torch.distributed as dist
 from transformers import PreTrainedConfig
 
 import distca_hf
-from lib.attempts import OUT_OF_MEMORY, RESULT, is_out_of_memory
 from lib.documents import random_tokens
-from lib.head import use_head
 from lib.header import facts_of
-from lib.long_memory import keep_inputs_on_host, tile_mlps
+from lib.longest.launch import OUT_OF_MEMORY, RESULT, is_out_of_memory
+from lib.longest.memory import keep_inputs_on_host, tile_mlps
+from lib.longest.short_attention import short_attention
 from lib.model import LossModel, build_model, prepare, probe, read_config
 from lib.modes import Place
 from lib.report import load_of, rates_of
-from lib.short_attention import short_attention
-from lib.training_modes import build_planned
-from lib.training_rounds import TrainingRunner
+from lib.whole_model.head import use_head
+from lib.whole_model.modes import build_planned
+from lib.whole_model.rounds import TrainingRunner
 from lib.wires import Wires
 
 
 def attempt(options: argparse.Namespace, device: torch.device) -> None:
-    """Trains on one document; writes figures, or that this rank is out of memory, to the folder of the attempt."""
+    """Trains on one document; writes figures, or that this rank is out of memory, to the folder of the attempt. A
+    collective call.
+
+    Args:
+        options: of the program, with `attempt` and `tokens_per_rank`.
+        device: of this rank.
+    """
     try:
         figures = _train(options, device)
     except Exception as error:

@@ -1,4 +1,4 @@
-"""Training steps in rounds: as in `rounds.py`, and an optimizer.
+"""Training steps in rounds: as in `lib/rounds.py`, and an optimizer.
 
 The learning rate is 0. An optimizer's step takes as long as any other, but weights stay as they are: all modes have
 the same ones in every round, and their losses can be compared.
@@ -18,13 +18,18 @@ OPTIMIZERS = {"adamw_torch_fused": True, "adamw_torch": None}
 
 
 class TrainingRunner(Runner):
-    """Runs forward, backward, and the optimizer."""
+    """Runs forward, backward, and the optimizer.
+
+    Args:
+        optimizer: one of `OPTIMIZERS`.
+    """
 
     def __init__(self, model: LossModel, wires: Wires, device: torch.device, optimizer: str) -> None:
         super().__init__(model, wires, device)
         self._optimizer = AdamW(model.parameters(), lr=0.0, fused=OPTIMIZERS[optimizer])
 
     def step(self, mode: Mode) -> torch.Tensor:
+        """Runs a step, and the optimizer's; returns the loss of this rank's tokens, a scalar."""
         loss = super().step(mode)
         self._optimizer.step()
         return loss

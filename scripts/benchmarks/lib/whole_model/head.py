@@ -27,6 +27,10 @@ from lib.rounds import equal_losses
 def use_head(model: LossModel, name: str) -> None:
     """Replaces the head of the model inside; call it before it is enabled or sharded.
 
+    Args:
+        model: is changed in place.
+        name: one of `HEADS`.
+
     Raises:
         SystemExit: it is not installed, or has another loss than the model's own head.
     """

@@ -43,7 +43,8 @@ class LoaderBatches:
             yield self.batch(self.loader.documents(0, micro_batch))
 
     def batch(self, documents: Sequence[Tokens]) -> Batch:
-        """Returns this rank's part of a micro-batch."""
+        """Returns this rank's part of a micro-batch: `[1, rows]` of `input_ids`, `position_ids`, `labels` and
+        `shift_labels`, and what attention has to know."""
         raise NotImplementedError
 
     def _rows(self, segments: Sequence[tuple[Tokens, int, int]]) -> Batch:
@@ -61,6 +62,7 @@ class WholeDocuments(LoaderBatches):
     """Batches of whole documents, with what flash-attention has to know of them."""
 
     def batch(self, documents: Sequence[Tokens]) -> Batch:
+        """Returns this rank's documents, with their offsets."""
         lengths = np.array([len(document.input_ids) for document in documents])
         mine = assign_whole_documents(lengths, self.num_ranks)[self.rank]
         held = lengths[mine].tolist()
@@ -85,6 +87,7 @@ class DividedDocuments(LoaderBatches):
         self._wires = Wires(distca_hf.DistCAPlugin().transport(device), device)
 
     def batch(self, documents: Sequence[Tokens]) -> Batch:
+        """Returns this rank's tokens, with the work of attention."""
         room = self._tokens_per_rank * self.num_ranks - sum(len(document.input_ids) for document in documents)
         if room:
             documents = [*documents, _padding(room)]

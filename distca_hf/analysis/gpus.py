@@ -1,5 +1,6 @@
-"""GPUs: generation and memory of the ones that models are checked for, by name."""
+"""GPUs: generation and memory of each, by name. What is said of their memory elsewhere comes from here."""
 
+import re
 from dataclasses import dataclass
 
 from distca_hf.errors import ConfigError, did_you_mean
@@ -7,13 +8,13 @@ from distca_hf.errors import ConfigError, did_you_mean
 
 @dataclass(frozen=True)
 class Gpu:
-    """A device that a model is checked for.
+    """A device that a model is checked for, or steps are simulated on.
 
     Attributes:
         name: as it is given.
         device_type: "cuda" or "cpu".
         compute_capability: generation (major version); None for a CPU.
-        gib: memory; None for a CPU.
+        gib: memory in GiB; None for a CPU.
     """
 
     name: str
@@ -22,20 +23,22 @@ class Gpu:
     gib: float | None
 
 
-# Compute capability (major version) and GB of memory, by data sheet.
+# Memory that nvidia-smi shows; 143,771 MiB of an H200.
+H200_GIB, H100_GIB, A100_GIB = 140.4, 79.6, 79.3
+# Compute capability (major version), and GiB of memory; of other GPUs the number of the data sheet.
 GPUS = {
     name: Gpu(name, "cuda", capability, gib)
     for name, capability, gib in (
         ("b200", 10, 180.0),
         ("gb200", 10, 186.0),
         ("b300", 10, 270.0),
-        ("h200", 9, 140.0),
+        ("h200", 9, H200_GIB),
         ("gh200", 9, 96.0),
-        ("h100", 9, 80.0),
+        ("h100", 9, H100_GIB),
         ("h100-nvl", 9, 94.0),
         ("h800", 9, 80.0),
         ("h20", 9, 96.0),
-        ("a100", 8, 80.0),
+        ("a100", 8, A100_GIB),
         ("a100-40gb", 8, 40.0),
         ("a800", 8, 80.0),
         ("a10", 8, 24.0),
@@ -63,3 +66,16 @@ def find_gpu(name: str) -> Gpu:
     if known is None:
         raise ConfigError(f"--gpu {name} is not one of {', '.join(GPUS)}.{did_you_mean(name.lower(), GPUS)}")
     return known
+
+
+def gpu_of_device(device: str) -> Gpu | None:
+    """Returns the GPU that a device is, by the name that torch has for it, such as "NVIDIA H100 80GB HBM3"; None of an
+    unknown one."""
+    known = [gpu for name, gpu in GPUS.items() if re.search(_pattern(name), device, re.IGNORECASE)]
+    return max(known, key=lambda gpu: len(gpu.name), default=None)
+
+
+def _pattern(name: str) -> str:
+    """Returns a regular expression for a name in that of a device: all its words, with anything between them."""
+    words = name.replace("rtx", "rtx-").split("-")
+    return r"\b" + r"\b.*\b".join(filter(None, words)) + r"\b"

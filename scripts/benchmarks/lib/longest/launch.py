@@ -31,6 +31,7 @@ class Attempt:
         figures: what it wrote, if it trained.
         reason: the first line of its error, if there is one.
         host_bytes: memory of the host that was taken while it ran.
+        seconds: that it took, with the start of its processes.
     """
 
     outcome: str
@@ -41,7 +42,7 @@ class Attempt:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Returns whether a GPU had no room: for the error, or for one that it came from."""
+    """Returns whether a GPU had no room: by the words of an error, or of one that it came from."""
     chain: BaseException | None = error
     while chain is not None:
         if MEMORY_WORDS.search(f"{type(chain).__name__}: {chain}"):
@@ -53,11 +54,12 @@ def is_out_of_memory(error: BaseException) -> bool:
 def run_attempt(
     command: Sequence[str], folder: Path, free_bytes: Callable[[], int], margin_bytes: int, most_seconds: float
 ) -> Attempt:
-    """Runs a command that writes its figures, or that it is out of memory, to `folder`.
+    """Runs a command that writes its figures, or that it is out of memory, to `folder`; returns how it ended.
 
     Args:
+        command: program and arguments.
         folder: is made; the command's output goes there, too.
-        free_bytes: of the host.
+        free_bytes: returns those of the host.
         margin_bytes: the command is stopped if less of the host's memory is free.
         most_seconds: the command is stopped after so long.
 

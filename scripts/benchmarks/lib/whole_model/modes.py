@@ -1,9 +1,4 @@
-"""Modes of a training step: the same documents and their labels, packed alone or placed.
-
-local     whole documents, packed in order, and the kernel itself; nothing is exchanged
-placed    the product as users have it: `plugin.dataloader` makes a batch for every step, in a thread beside the step
-          before
-"""
+"""Modes of a step of a whole model (`MODES`): the same documents and their labels, packed alone or placed."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -17,7 +12,11 @@ from lib.documents import attended_pairs, whole_documents
 from lib.modes import Batch, Mode, Place, build_mode
 
 
-MODES = ("local", "placed")
+MODES = {
+    "local": "plain packing: whole documents, packed in order, and the kernel itself; nothing is exchanged",
+    "placed": "the product as users have it: plugin.dataloader makes a batch for every step, in a thread beside the "
+    "step before",
+}
 
 
 @dataclass(frozen=True)
@@ -25,6 +24,7 @@ class Planned:
     """A mode, and its plan.
 
     Attributes:
+        mode: how to run its steps.
         imbalance: attended pairs of the busiest rank over the mean.
     """
 
@@ -33,7 +33,7 @@ class Planned:
 
 
 class OfLoader:
-    """A loader's next batch for every step."""
+    """A loader's next batch for every step, which has one micro-step."""
 
     def __init__(self, batches: Iterator[Batch]) -> None:
         self._batches = batches
@@ -48,12 +48,22 @@ class OfLoader:
 
 
 def fitting_modes(lengths: Sequence[int], num_ranks: int) -> list[str]:
-    """Returns all modes; without `local` if a document does not fit one rank."""
+    """Returns the names of all modes; without `local` if a document does not fit one rank."""
     return [name for name in MODES if name != "local" or max(lengths) <= sum(lengths) // num_ranks]
 
 
 def build_planned(name: str, place: Place, documents: Sequence[IntArray], steps: int) -> Planned:
-    """Returns the mode of this name, good for so many steps. A collective call."""
+    """Returns the mode of a name. A collective call.
+
+    Args:
+        name: one of `MODES`.
+        place: this rank, and its model.
+        documents: int64 `[tokens]` of each, the same on all ranks.
+        steps: that it is good for.
+
+    Raises:
+        SystemExit: the loader's batches do not hold these documents.
+    """
     return _local(place, documents) if name == "local" else _placed(place, documents, steps)
 
 

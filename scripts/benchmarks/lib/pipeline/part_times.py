@@ -24,7 +24,7 @@ class PartTimes:
 
     @classmethod
     def fit(cls, pairs: IntArray, seconds: Seconds) -> Self:
-        """Fits lines, by least squares.
+        """Returns lines fitted by least squares.
 
         Args:
             pairs: `[micro_batches]` attended pairs of a layer.
@@ -43,7 +43,7 @@ class PartTimes:
         return forward, backward
 
     def in_words(self) -> str:
-        """Returns words for all lines, part by part."""
+        """Returns words for all lines, part by part: milliseconds, and nanoseconds of a pair."""
         shown = (
             f"{name} {', '.join(f'{1e3 * fixed:.2f} + {1e9 * of_pair:.5f}' for fixed, of_pair in parts)}"
             for name, parts in zip(("forward", "backward"), self.lines, strict=True)

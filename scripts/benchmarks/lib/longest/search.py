@@ -20,7 +20,7 @@ class Tried:
 
 
 def longest_of(tried: Sequence[Tried]) -> Tried | None:
-    """Returns the longest that trained; None if none did."""
+    """Returns the longest length that trained; None if none did."""
     return max((one for one in tried if one.trained), key=lambda one: one.tokens, default=None)
 
 
@@ -34,6 +34,9 @@ def next_tokens(
     trained, a line through their peaks says where the limit is, and that is tried instead of the double.
 
     Args:
+        tried: so far.
+        first_tokens: of a rank, at the beginning.
+        resolution_tokens: to which the limit is found.
         limit_bytes: memory of a GPU; None if it is not known.
     """
     longest = longest_of(tried)

@@ -1,0 +1,1 @@
+"""What the search for the longest document that trains is made of."""

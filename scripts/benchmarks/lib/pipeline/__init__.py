@@ -1,0 +1,1 @@
+"""Stages of a pipeline, and the times of their parts."""

@@ -1,0 +1,1 @@
+"""Trainings with Trainer: documents, batches of every mode, and the table."""

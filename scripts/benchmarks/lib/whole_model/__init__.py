@@ -1,0 +1,1 @@
+"""A training step of a whole model: modes, head, optimizer, and the table."""
