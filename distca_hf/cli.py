@@ -341,6 +341,13 @@ def report(
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="the page to write (report.html; with --json none)")
     ] = None,
+    cluster: Annotated[
+        str | None,
+        typer.Option(
+            help="measured profile that seconds of a run are predicted from: h200, h100, or a file of distca profile; "
+            "by default that of the run's setting kernel_times, or of its GPUs"
+        ),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="print all figures as one JSON object")] = False,
 ) -> None:
     """Shows a run, or a plan, in one HTML file that needs no network.
@@ -353,7 +360,7 @@ def report(
     from distca_hf.analysis.report.command import run_report
 
     with _one_line_errors():
-        run_report(source, output, as_json)
+        run_report(source, output, as_json, cluster)
 
 
 @app.command(epilog="Example: distca env > environment.txt")

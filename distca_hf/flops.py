@@ -29,7 +29,13 @@ PEAK_FLOPS = {
 
 def peak_flops(device_name: str) -> float | None:
     """Returns dense bf16 operations per second of a GPU; None if unknown, or for a part of a GPU (MIG)."""
-    known = (flops for name, flops in PEAK_FLOPS.items() if re.search(name, device_name) and "MIG" not in device_name)
+    kind = gpu_kind(device_name)
+    return None if kind is None else PEAK_FLOPS[kind]
+
+
+def gpu_kind(device_name: str) -> str | None:
+    """Returns the kind of a GPU, as a pattern of its name; None as `peak_flops`. GPUs of one kind are equally fast."""
+    known = (name for name in PEAK_FLOPS if re.search(name, device_name) and "MIG" not in device_name)
     return next(known, None)
 
 

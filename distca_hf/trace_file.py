@@ -52,13 +52,13 @@ class TraceFile:
         """Appends a trace.
 
         Args:
-            number: of this rank in the job.
+            number: of this rank in the job, or of this attention server.
         """
         if self._failed:
             return
         try:
             if self._path is None:
-                self._path = self._begun(number, trace.step)
+                self._path = self._begun(file_name(number, trace.is_server), trace.step)
             _append(self._path, f"{trace.line()}\n".encode())
         except OSError as error:
             self._failed = True
@@ -69,10 +69,10 @@ class TraceFile:
                 extra=OF_THIS_RANK,
             )
 
-    def _begun(self, number: int, step: int) -> Path:
+    def _begun(self, name: str, step: int) -> Path:
         """Returns the path of the file, which holds steps before this one alone."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        path = self.folder / file_name(number)
+        path = self.folder / name
         if path.exists():
             lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
             kept = [line for line in lines if _is_before(line, step)]

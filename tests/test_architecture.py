@@ -32,6 +32,7 @@ BASE = {
     "torch_private",
     "trace_file",
     "traces",
+    "typed_json",
     "version",
 }
 LAYERS: list[set[str]] = [

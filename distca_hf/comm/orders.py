@@ -1,6 +1,7 @@
 """Orders: messages that name the next attention call to a server, and the queues that they are posted to.
 
     trainer s mod N ── open · plan · call · call · ... · close ──▶ queue of server s, in the launcher's store
+                              a reported pass: begin · call · ... · end of forward · call · ...
 
     | version | roster | sequence | kind | numbers ... | CRC-32 |     int64, little-endian
 
@@ -32,7 +33,7 @@ from distca_hf.launched import launched_store
 
 
 # Version of the messages. Trainers and servers run one package, so that it differs in a broken installation alone.
-ORDER_VERSION = 3
+ORDER_VERSION = 4
 # Numbers before those of the order: version, roster, sequence, kind.
 HEADER = 4
 # Dtypes of rows; an order carries a number of this list.
@@ -54,6 +55,8 @@ class Kind(enum.IntEnum):
     PLAN = 2  # route a plan
     CALL = 3  # attend, or derive, with a plan
     CLOSE = 4  # end the connections of a roster
+    BEGIN_PASS = 5  # trace the calls of a pass that begins, or do so no longer
+    END_FORWARD = 6  # note that all further calls of the traced pass are of backward
 
 
 class Phase(enum.IntEnum):
@@ -142,6 +145,32 @@ class CallOrder(NamedTuple):
         plan, phase, query_heads, kv_heads, query_dim, value_dim, dtype, slot, has_sinks = numbers[:9].tolist()
         spec = tuple(numbers[9:].view(np.float64).tolist())
         return cls(plan, phase, query_heads, kv_heads, query_dim, value_dim, dtype, slot, has_sinks, spec)
+
+
+class PassOrder(NamedTuple):
+    """The numbers of an order about a pass whose calls are traced.
+
+    Attributes:
+        plan: number of the plan.
+        backward_calls: that follow, at the end of forward.
+        text: what to write about a pass that begins; empty: nothing any more.
+    """
+
+    plan: int
+    backward_calls: int = 0
+    text: str = ""
+
+    def numbers(self) -> IntArray:
+        """Returns one array of all; the text by its bytes."""
+        text = self.text.encode()
+        padded = np.frombuffer(text.ljust(-(-len(text) // 8) * 8, b"\0"), dtype="<i8")
+        return np.concatenate([np.array([self.plan, self.backward_calls, len(text)], dtype=np.int64), padded])
+
+    @classmethod
+    def of(cls, numbers: IntArray) -> "PassOrder":
+        """Returns the order with these numbers."""
+        plan, backward_calls, length = numbers[:3].tolist()
+        return cls(plan, backward_calls, numbers[3:].astype("<i8").tobytes()[:length].decode())
 
 
 def encode(order: Order, sequence: int) -> bytes:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 
 from distca_hf.arrays import IntArray
-from distca_hf.comm.orders import DTYPES, CallOrder, Phase
+from distca_hf.comm.orders import DTYPES, CallOrder, Kind, PassOrder, Phase
 from distca_hf.comm.served_transport import ServedTransport
 from distca_hf.errors import ServerLostError
 
@@ -22,6 +22,7 @@ class PostedPlan:
 
     Attributes:
         roster: number of the connection that it was planned for.
+        servers: numbers of the servers that take part, in the order of their ranks.
         room_bytes: that rows may take on each server until backward.
     """
 
@@ -29,12 +30,26 @@ class PostedPlan:
         self, transport: ServedTransport, micro_batch: int, num_chunks: int, fingerprint: int, integers: IntArray
     ) -> None:
         self._transport, self.roster, self.room_bytes = transport, transport.roster, transport.room_bytes
+        self.servers = tuple(member.server for member in transport.members)
         self._number = transport.order_plan(self, micro_batch, num_chunks, fingerprint, integers)
 
     @property
     def is_spoiled(self) -> bool:
         """Whether a server was lost in this step: attention gives zeros."""
         return self._transport.in_step and self._transport.spoiled is not None
+
+    def begin_pass(self, text: str) -> None:
+        """Has servers trace the calls of a pass that begins; or, without a text, trace no more. See `PassOrder`."""
+        self._order_pass(Kind.BEGIN_PASS, text=text)
+
+    def end_forward(self, backward_calls: int) -> None:
+        """Tells servers that the forward pass of a traced pass has ended, and how many calls of backward follow."""
+        self._order_pass(Kind.END_FORWARD, backward_calls)
+
+    def _order_pass(self, kind: Kind, backward_calls: int = 0, text: str = "") -> None:
+        transport = self._transport
+        if transport.spoiled is None and transport.roster == self.roster:  # else it runs again, or with another plan
+            transport.order_pass(kind, PassOrder(self._number, backward_calls, text))
 
     def call(
         self,

@@ -27,7 +27,7 @@ from distca_hf.arrays import IntArray
 from distca_hf.comm.grid import Scope
 from distca_hf.comm.heartbeats import StreamProgress, Watch
 from distca_hf.comm.live_servers import LiveServers
-from distca_hf.comm.orders import CallOrder, Kind, Order, Outbox, PlanOrder, open_store, shares_of
+from distca_hf.comm.orders import CallOrder, Kind, Order, Outbox, PassOrder, PlanOrder, open_store, shares_of
 from distca_hf.comm.rosters import Member, RosterTransport, agreed, invite, meet, roster_store, wait_for_answers
 from distca_hf.comm.speeds import ServerSpeeds
 from distca_hf.comm.transport import AllToAll, Exchange, Gather, Transport
@@ -228,6 +228,10 @@ class ServedTransport:
     def order_call(self, call: CallOrder) -> None:
         """Posts an attention call to the members."""
         self._outbox.post(Order(Kind.CALL, self.roster, call.numbers()))
+
+    def order_pass(self, kind: Kind, order: PassOrder) -> None:
+        """Posts the beginning of a pass that is traced, or the end of its forward pass, to the members."""
+        self._outbox.post(Order(kind, self.roster, order.numbers()))
 
     def close(self) -> None:
         """Ends the present roster on the servers and here; here also if the launcher's store is gone (an error)."""

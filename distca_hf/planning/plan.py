@@ -63,6 +63,13 @@ class Plan:
         """`[ranks]` attended pairs x groups of heads computed by each rank."""
         return self.tasks.work_of(self.layout.num_ranks)
 
+    def tasks_of(self, rank: int) -> IntArray:
+        """Returns `[tasks, 3]` tasks of a rank: queries, keys before the first of them, and 1 if it computes one group
+        of heads alone."""
+        tasks, mine = self.tasks, self.tasks.server == rank
+        start, stop, head = tasks.start[mine], tasks.stop[mine], tasks.head[mine]
+        return np.column_stack((stop - start, start, head != ALL_HEADS))
+
     @cached_property
     def time(self) -> NDArray[np.float64]:
         """`[ranks]` work over speed; the work itself where all ranks are equally fast."""

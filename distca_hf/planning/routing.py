@@ -367,12 +367,14 @@ class RankPlan:
         forward: routing in which rows may come in several chunks.
         backward: routing in one chunk, since kept rows are there at once; `forward` itself if that has one chunk.
         facts: numbers about the micro-batch.
+        tasks: of this rank, as `Plan.tasks_of` returns them.
     """
 
     mask: Mask
     forward: Routing
     backward: Routing
     facts: PlanFacts
+    tasks: IntArray
 
 
 def rank_plan(plan: Plan, rank: int, num_chunks: int = 1, work_before: IntArray | None = None) -> RankPlan:
@@ -388,11 +390,11 @@ def rank_plan(plan: Plan, rank: int, num_chunks: int = 1, work_before: IntArray 
     transfers = key_transfers(plan)
     key_rows = transfers.rows_between(plan.layout.num_ranks)
     before = plan.layout.rank_work_of(plan.tasks.mask) if work_before is None else work_before
-    facts = PlanFacts.of(plan, key_rows, before)
+    facts, tasks = PlanFacts.of(plan, key_rows, before), plan.tasks_of(rank)
     if num_chunks == 1:
         routing = route(plan, rank, transfers)
-        return RankPlan(plan.tasks.mask, routing, routing, facts)
+        return RankPlan(plan.tasks.mask, routing, routing, facts, tasks)
     chunks = ExchangeChunks.cut(plan, num_chunks)
     in_chunks = key_transfers(plan, chunks)
     forward, backward = route(plan, rank, in_chunks, chunks), route(plan, rank, transfers, kept=in_chunks)
-    return RankPlan(plan.tasks.mask, forward, backward, facts)
+    return RankPlan(plan.tasks.mask, forward, backward, facts, tasks)

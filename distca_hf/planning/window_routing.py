@@ -182,7 +182,9 @@ def window_plan(
     transfers = HaloTransfers.of(layout, halos)
     travels = transfers.select(transfers.source != transfers.destination)
     routing = _route(layout, rank, mask, parts, halos.of_rank(rank), transfers, exchanges=len(travels) > 0)
-    return RankPlan(mask, routing, routing, _facts(layout, mask, travels, work_before, num_servers))
+    facts, held = _facts(layout, mask, travels, work_before, num_servers), layout.segments_of(rank)
+    queries, before = layout.segment_tokens[held], layout.segment_start[held]
+    return RankPlan(mask, routing, routing, facts, np.column_stack((queries, before, np.zeros_like(queries))))
 
 
 def _route(

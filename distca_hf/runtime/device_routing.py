@@ -203,11 +203,12 @@ class PinnedRouting:
 @dataclass(frozen=True, eq=False)
 class DeviceRankPlan:
     """Routing of forward and of backward: rows may come in several chunks, and all that was kept is there at once; and
-    facts of the layers with one mask."""
+    facts and this rank's tasks of the layers with one mask, on the host."""
 
     forward: DeviceRouting
     backward: DeviceRouting
     facts: PlanFacts
+    tasks: IntArray
 
 
 @dataclass(frozen=True, eq=False)
@@ -217,6 +218,7 @@ class PinnedRankPlan:
     forward: PinnedRouting
     backward: PinnedRouting
     facts: PlanFacts
+    tasks: IntArray
 
     @classmethod
     def prepare(cls, plan: RankPlan, pin: bool = False) -> "PinnedRankPlan":
@@ -227,13 +229,13 @@ class PinnedRankPlan:
         """
         forward = PinnedRouting.prepare(plan.forward, pin)
         backward = forward if plan.backward is plan.forward else PinnedRouting.prepare(plan.backward, pin)
-        return cls(forward, backward, plan.facts)
+        return cls(forward, backward, plan.facts, plan.tasks)
 
     def to(self, device: torch.device) -> DeviceRankPlan:
         """Returns both on the device; the host does not wait."""
         forward = self.forward.to(device)
         backward = forward if self.backward is self.forward else self.backward.to(device)
-        return DeviceRankPlan(forward, backward, self.facts)
+        return DeviceRankPlan(forward, backward, self.facts, self.tasks)
 
 
 def _table(ranges: IndexRanges) -> np.ndarray:

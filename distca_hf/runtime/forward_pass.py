@@ -147,14 +147,15 @@ class ForwardPass:
         self.agreement.wait()
         self.agreement = None
 
-    def end(self, exchanges: bool) -> None:
+    def end(self, exchanges: bool, backward_calls: int | None = None) -> None:
         """Ends the forward pass: all further calls belong to backward.
 
         Args:
             exchanges: whether ranks exchange rows in this pass; where they do not, they need not agree.
+            backward_calls: that follow; None: one for each call that needs gradients, as was noted.
         """
         self.num_calls, self._ended = self.calls, True
-        self.trace.end_forward(len(self._with_gradients))
+        self.trace.end_forward(len(self._with_gradients) if backward_calls is None else backward_calls)
         if self._facts is not None and exchanges and self._transport.world_size > 1:
             self._agree_at_the_end()
 

@@ -200,7 +200,7 @@ class LivePlan:
 
     def _take(self, planned: Planned) -> None:
         self._planned = planned
-        self.facts, self.fingerprint, self._posted = planned.facts, planned.fingerprint, planned.posted
+        self.facts, self.fingerprint, self.posted = planned.facts, planned.fingerprint, planned.posted
         where = f"{self.transport.grid.name}, micro-batch {self.micro_batch}"
         self.kinds = LayerKinds(planned, self.config, where)
 
@@ -230,7 +230,7 @@ class LivePlan:
         Returns:
             The slot in which they do; 0: they do not.
         """
-        slot = self._slots.open() if keeps and self._posted is not None else 0
+        slot = self._slots.open() if keeps and self.posted is not None else 0
         self._order_call(Phase.FORWARD, q_TNH, k_TGH, v_TGV, spec, slot)
         return slot
 
@@ -255,7 +255,7 @@ class LivePlan:
         """
         number = self._slots.close(slot)
         self._order_call(Phase.BACKWARD, q_TNH, k_TGH, v_TGV, spec, number, has_sinks)
-        return self.kinds.of(spec).retention.keeps is True if self._posted is None else number > 0
+        return self.kinds.of(spec).retention.keeps is True if self.posted is None else number > 0
 
     def _order_call(
         self,
@@ -268,8 +268,8 @@ class LivePlan:
         has_sinks: bool = False,
     ) -> None:
         """Posts a call. Kernels that follow are measured as those of this call."""
-        if self._posted is not None:
-            self._posted.call(phase, q_TNH, k_TGH, v_TGV, spec, slot, has_sinks)
+        if self.posted is not None:
+            self.posted.call(phase, q_TNH, k_TGH, v_TGV, spec, slot, has_sinks)
         if self._stopwatch is not None and not spec.window_tokens:
             facts, heads, dims = self.kinds.of(spec).plan.facts, q_TNH.shape[1], q_TNH.shape[2] + v_TGV.shape[2]
             flops = 2 * dims * heads * facts.work[self.transport.rank] // facts.rows_per_token
@@ -282,7 +282,7 @@ class LivePlan:
     @property
     def is_spoiled(self) -> bool:
         """Whether a server was lost in this step: attention gives zeros and exchanges nothing until its end."""
-        return self._posted is not None and self._posted.is_spoiled
+        return self.posted is not None and self.posted.is_spoiled
 
     @property
     def num_rows(self) -> int:

@@ -66,8 +66,13 @@ class NotedPass(PassTrace):
     @property
     def is_complete(self) -> bool:
         """Whether backward has made all calls that follow the forward pass, and the device has passed them."""
+        return self.has_all_calls and self.has_passed
+
+    @property
+    def has_all_calls(self) -> bool:
+        """Whether backward has made all calls that follow the forward pass."""
         made = sum(part is PassPart.BACKWARD for part, *_ in self._calls)
-        return self._backward_calls is not None and made >= self._backward_calls and self.has_passed
+        return self._backward_calls is not None and made >= self._backward_calls
 
     @property
     def has_passed(self) -> bool:

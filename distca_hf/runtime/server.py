@@ -4,6 +4,7 @@
     open       answers the trainers, and opens the group for rows with them
     plan       routes it for its own rank
     call       attend(...), or attend_backward(...), on tensors of no rows: the same exchanges in the same order
+    begin ...  notes the moments of a pass that trainers report, and writes a trace
     close      ends the group
 
 A service (`service.py`) follows plans and calls of one roster. Several rosters are open at once if trainers have
@@ -22,13 +23,14 @@ from functools import partial
 import torch
 
 from distca_hf.comm.heartbeats import Heartbeat
-from distca_hf.comm.orders import CallOrder, Inbox, Kind, Order, PlanOrder, has_ended, open_store
+from distca_hf.comm.orders import CallOrder, Inbox, Kind, Order, PassOrder, PlanOrder, has_ended, open_store
 from distca_hf.comm.rollcall import show_errors_once
 from distca_hf.comm.rosters import Invitation, Member, RosterTransport
 from distca_hf.comm.speeds import Reading, Stopwatch, report
 from distca_hf.config import DistCAConfig, config_of
 from distca_hf.errors import ConfigError, DistCAError, PeerLostError, PlanMismatchError, StoreLostError
 from distca_hf.launched import TRAINERS_GONE, launched_local_rank
+from distca_hf.runtime.served_traces import ServedTraces
 from distca_hf.runtime.service import Service
 from distca_hf.supervisor import LEAVING, is_running
 from distca_hf.telemetry import OF_THIS_RANK, get_logger
@@ -133,6 +135,8 @@ class Server:
                 self._follow(order)
             else:
                 status = self._status()
+        for service in self._services.values():
+            service.traces.end()
         for transport in (*(service.transport for service in self._services.values()), *self._left):
             transport.close()
         return status
@@ -199,7 +203,12 @@ class Server:
             service.take_plan(PlanOrder.of(order.numbers))
         elif order.kind is Kind.CALL:
             service.call(CallOrder.of(order.numbers))
+        elif order.kind is Kind.BEGIN_PASS:
+            service.begin_pass(PassOrder.of(order.numbers))
+        elif order.kind is Kind.END_FORWARD:
+            service.end_forward(PassOrder.of(order.numbers))
         else:
+            service.traces.end()
             self._leave(order.roster)
 
     def _is_lost(self, roster: int) -> bool:
@@ -252,7 +261,8 @@ class Server:
         )
         # Containers may share the name of a host and not its processes.
         self._trainers_here = [one for one in invitation.trainers_here(self._num_trainers) if is_running(one)]
-        return Service(transport, config, device, show, Stopwatch(device))
+        traces = ServedTraces(self._member.server, device)
+        return Service(transport, config, device, show, Stopwatch(device), traces)
 
     def _lost(self, roster: int) -> str | None:
         """Returns words about a roster that trainers have given up; None for others."""

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import torch
 
-from distca_hf.comm.orders import DTYPES, CallOrder, Phase, PlanOrder
+from distca_hf.comm.orders import DTYPES, CallOrder, PassOrder, Phase, PlanOrder
 from distca_hf.comm.rosters import RosterTransport
 from distca_hf.comm.speeds import Reading, Stopwatch
 from distca_hf.config import DistCAConfig
@@ -21,6 +21,7 @@ from distca_hf.runtime.attention import Attended, attend, attend_backward
 from distca_hf.runtime.layer_kinds import PinnedKinds
 from distca_hf.runtime.live_plan import LivePlan
 from distca_hf.runtime.retention import Kept
+from distca_hf.runtime.served_traces import ServedTraces
 
 
 class NoRows(NamedTuple):
@@ -60,6 +61,7 @@ class Service:
         config: settings of the trainers' plugin.
         report: shows trainers what was measured since the roster began.
         stopwatch: of this server's kernels.
+        traces: of the passes that trainers report.
         plans: live plans by number, and rows that are kept for their backward passes, by slot.
     """
 
@@ -68,6 +70,7 @@ class Service:
     device: torch.device
     report: Callable[[Reading], None]
     stopwatch: Stopwatch
+    traces: ServedTraces
     plans: dict[int, tuple[LivePlan, dict[int, Kept]]] = field(default_factory=dict)
     rows: dict[tuple[int, ...], NoRows] = field(default_factory=dict)
 
@@ -78,6 +81,7 @@ class Service:
             PlanMismatchError: it is not the plan that the trainers made.
         """
         self.report(self.stopwatch.read())  # once per micro-batch, and not beside its calls
+        self.traces.write_complete()
         plan = plan_from_integers(order.integers)
         if plan.fingerprint != order.fingerprint:
             raise PlanMismatchError(
@@ -98,6 +102,32 @@ class Service:
         )
         self.plans[order.plan] = live, {}
 
+    def begin_pass(self, order: PassOrder) -> None:
+        """Begins a pass that is traced, or one that is not behind one that was.
+
+        Raises:
+            PlanError: there is no such plan.
+        """
+        self.traces.begin(self._plan(order.plan)[0], order.text)
+
+    def end_forward(self, order: PassOrder) -> None:
+        """Ends the forward pass of a traced pass.
+
+        Raises:
+            PlanError: there is no such plan.
+        """
+        self._plan(order.plan)[0].forward_pass.end(exchanges=False, backward_calls=order.backward_calls)
+
+    def _plan(self, number: int) -> tuple[LivePlan, dict[int, Kept]]:
+        """Returns the plan with a number, and the rows that are kept for it.
+
+        Raises:
+            PlanError: there is no such plan.
+        """
+        if number not in self.plans:
+            raise PlanError(f"a call names plan {number}, this server holds {', '.join(map(str, self.plans))}")
+        return self.plans[number]
+
     @torch.no_grad()
     def call(self, order: CallOrder) -> None:
         """Makes an attention call.
@@ -105,9 +135,7 @@ class Service:
         Raises:
             PlanError: there is no such plan; or nothing was kept for it.
         """
-        if order.plan not in self.plans:
-            raise PlanError(f"a call names plan {order.plan}, this server holds {', '.join(map(str, self.plans))}")
-        plan, kept = self.plans[order.plan]
+        plan, kept = self._plan(order.plan)
         shapes = order[2:7]
         rows = self.rows.get(shapes)
         if rows is None:

@@ -1,4 +1,5 @@
-"""A lost attention server costs a step, and no numbers: the step runs again without it."""
+"""A lost attention server costs a step, and no numbers: the step runs again without it. Servers trace what trainers
+report, and a lost one is missing in the report."""
 
 import signal
 from pathlib import Path
@@ -8,6 +9,8 @@ import torch
 from torch.distributed.fsdp import fully_shard
 
 import distca_hf
+from distca_hf.analysis.report.run_folder import read_folder
+from distca_hf.integrations.models.forward_watch import watch_of
 from support.data import random_dataset
 from support.lost_server import ServerHarm, harm_server
 from support.models import tiny_model
@@ -25,7 +28,8 @@ def _train(
     Args:
         beside: another plugin has opened a roster, too, after this one.
     """
-    plugin = distca_hf.DistCAPlugin(tokens_per_rank=96, trainers_attend=trainers_attend)
+    traces = {"report_every_steps": int(harmed), "report_folder": str(folder / "traces")}
+    plugin = distca_hf.DistCAPlugin(tokens_per_rank=96, trainers_attend=trainers_attend, **traces)
     loader = plugin.dataloader(random_dataset(90), seed=3)
     torch.manual_seed(0)
     model = distca_hf.enable(tiny_model(num_hidden_layers=2), plugin).train()
@@ -59,6 +63,9 @@ def _train(
         optimizer.step()
         optimizer.zero_grad()
         losses.append(total)
+    watch = watch_of(model)
+    assert watch is not None
+    watch.reported_steps.flush()
     other.close()
     plugin.close()
     return losses, again
@@ -67,7 +74,9 @@ def _train(
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> list[list[float]]:
     folder = tmp_path_factory.mktemp("undisturbed")
-    return [outcome.result[0] for outcome in start_ranks(2, _train, folder, folder, False, "forward")[:2]]
+    losses = [outcome.result[0] for outcome in start_ranks(2, _train, folder, folder, False, "forward")[:2]]
+    assert not (folder / "traces").exists(), "nothing was to be reported"
+    return losses
 
 
 @pytest.mark.parametrize(
@@ -100,6 +109,25 @@ def test_training_goes_on_without_a_lost_server(
         losses, again = outcome.result
         assert losses == pytest.approx(expected, abs=1e-5)
         assert again == 1, outcome.output
+    _assert_report_names_servers(tmp_path / "traces", servers)
+
+
+def _assert_report_names_servers(traces: Path, servers: int) -> None:
+    """The first server is lost in the second micro-batch of the third step, whose first one ran again without it."""
+    steps = read_folder(traces).steps
+    with_both, without = steps[: 2 * LOST_AT], steps[2 * LOST_AT :]
+
+    assert len(steps) == 2 * STEPS
+    for step in with_both:
+        assert (step.servers, step.missing) == ((0, 1)[:servers], [])
+        assert step.seconds is not None
+        assert (len(step.work), len(step.seconds.attention)) == (2 + servers, 2 + servers)
+        assert {len(call.ranks) for call in step.calls} == {2 + servers}
+        sent = {(source, to) for source, to, _ in step.sent}
+        assert {(2, 0), (2, 1)} & sent, "a server returns results"
+    for step in without:
+        assert (step.servers, step.missing) == ((1,)[: servers - 1], [])
+        assert [bar.label for bar in step.memory] == ["rank 0", "rank 1", "server 1"][: 1 + servers]
 
 
 def test_training_ends_where_only_servers_may_attend_and_the_last_is_lost(tmp_path: Path) -> None:

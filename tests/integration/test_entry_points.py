@@ -104,7 +104,8 @@ def test_command_line_wins_over_the_recipe_and_the_model_is_saved(trained: dict[
 
 def test_reported_step_becomes_a_page(trained: dict[str, Path], tmp_path: Path) -> None:
     for number, folder in enumerate(trained.values()):
-        done = CliRunner().invoke(app, ["report", str(folder), "--json", "--output", str(tmp_path / f"{number}.html")])
+        options = ["--json", "--output", str(tmp_path / f"{number}.html"), *(["--cluster", "h200"] if number else [])]
+        done = CliRunner().invoke(app, ["report", str(folder), *options])
         assert done.exit_code == 0, done.output
         (step,) = json.loads(done.stdout)["steps"]
         (log,) = (log for log in logs_of(folder) if log["step"] == 2)
@@ -114,6 +115,9 @@ def test_reported_step_becomes_a_page(trained: dict[str, Path], tmp_path: Path) 
         assert (step["missing"], len(step["tokens"]), len(step["memory"])) == ([], 2, 2)
         assert {(part["part"], len(part["ranks"])) for part in step["calls"]} == {("forward", 2), ("backward", 2)}
         assert all(seconds > 0 for name in ("attention", "rest", "step") for seconds in step["seconds"][name])
+        predicted = [step["seconds"][name] for name in ("predicted_attention", "predicted_rest")]
+        assert [len(seconds) for seconds in predicted] == ([2, 2] if number else [0, 0]), "no profile is of a CPU"
+        assert all(one > 0 for seconds in predicted for one in seconds)
         assert (tmp_path / f"{number}.html").read_text().startswith("<!doctype html>")
 
 

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from distca_hf.cli import app
 from support.browser import Browser, Opened, browser
 from support.made_answers import made_simulation
-from support.made_traces import write_run
+from support.made_traces import write_run, write_served_run
 
 
 MOST_BYTES, MOST_MS = 2_000_000, 2000
@@ -123,6 +123,17 @@ def test_run_shows_the_straggler_and_changes_with_the_step(chromium: Browser, ru
     assert set(opened.found["rows"].values()) == {64, 250, 6 * 48}
     kind, size, width, height = opened.found["png"]
     assert (kind, size > 5000, width > 1000, height > 500) == ("image/png", True, True, True)
+
+
+def test_servers_are_named_behind_the_ranks(chromium: Browser, tmp_path: Path) -> None:
+    page = make_page(write_served_run(tmp_path), tmp_path / "served.html")
+    opened = chromium.open(page, 'return [...document.querySelectorAll("svg")].map((each) => each.textContent)')
+    work, matrix, timeline, seconds, memory = opened.found
+
+    assert opened.errors == []
+    assert all("server 0" in drawn and "server 3" in drawn for drawn in (work, timeline, seconds, memory))
+    assert "s0" in matrix
+    assert "s3" in matrix
 
 
 def test_page_is_read_on_a_phone_and_in_the_dark(chromium: Browser, run_page: Path, plan_page: Path) -> None:

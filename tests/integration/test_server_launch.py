@@ -1,5 +1,5 @@
 """Attention servers under real launchers: libraries see the trainers alone, a server runs no script, losses are those
-of one process, and a server that is killed or stopped is replaced."""
+of one process, servers trace what trainers report, and a server that is killed or stopped is replaced."""
 
 import json
 from collections.abc import Iterator
@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
+from distca_hf.analysis.report.run_folder import read_folder
 from support.commands import REPOSITORY, SCRIPTS, run_command
 from support.scripts import LAUNCHED_NUMBERS, run_script
 from support.waiting import is_running
@@ -133,12 +134,21 @@ def replacing(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Future[Path]
 
 def test_trainers_that_leave_attention_to_a_server_lose_as_one_process_does(tmp_path: Path) -> None:
     launcher: list[str | Path] = ["torchrun", "--standalone", "--nproc-per-node", "3"]
-    run_launched(tmp_path, launcher, TRAINING, {"attention_servers": 1, "trainers_attend": False})
+    settings: dict[str, object] = {"attention_servers": 1, "trainers_attend": False, "report_every_steps": 2}
+    run_launched(tmp_path, launcher, TRAINING, settings)
     run_script(1, tmp_path, [tmp_path / "script.py"], **variables_of(tmp_path))
     seen = seen_in(tmp_path)
 
     assert len(seen["losses1"]) == 4
     assert seen["losses2"] == pytest.approx(seen["losses1"], abs=1e-5)
+    steps = read_folder(tmp_path / "output").steps  # where the Trainer, and no setting, says
+    assert [(step.label.split(",")[0], step.servers, step.missing) for step in steps] == [
+        *[("step 2", (0,), []), ("step 4", (0,), [])],
+    ]
+    for step in steps:
+        assert step.seconds is not None
+        assert list(step.work[:2]) == [0, 0], "the server computes all"
+        assert step.seconds.attention[2] > 0  # type: ignore[operator]
 
 
 def test_fsdp2_of_accelerate_shards_over_the_trainers(tmp_path: Path) -> None:

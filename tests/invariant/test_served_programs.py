@@ -1,9 +1,12 @@
-"""Programs of every kind compute the same with attention servers: two trainers alone, and beside one server."""
+"""Programs of every kind compute the same with attention servers: two trainers alone, and beside one server. Every
+step is reported, and the server traces the calls that trainers do."""
 
 import copy
+import os
 import pickle
 from collections.abc import Callable, Iterator
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +17,7 @@ from transformers import DataCollatorWithFlattening
 
 import distca_hf
 from distca_hf.launched import launched_servers
+from distca_hf.traces import RankTrace, file_name
 from support.data import random_dataset, random_documents
 from support.models import tiny_model
 from support.ranks import run_ranks
@@ -280,13 +284,23 @@ PROGRAMS: dict[str, Callable[[], Numbers]] = {
 }
 
 
-def run_programs() -> dict[str, Numbers]:
-    return {name: program() for name, program in PROGRAMS.items()}
+def run_programs(folder: Path) -> dict[str, Numbers]:
+    numbers, os.environ["DISTCA_REPORT_EVERY_STEPS"] = {}, "1"
+    for name, program in PROGRAMS.items():
+        os.environ["DISTCA_REPORT_FOLDER"] = str(folder / name)
+        numbers[name] = program()
+    return numbers
 
 
 @pytest.fixture(scope="module")
-def numbers(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Numbers]]:
-    return [run_ranks(2, run_programs, tmp_path_factory.mktemp("programs"), servers=servers)[0] for servers in (0, 1)]
+def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """Folders of the runs without a server, and with one."""
+    return [tmp_path_factory.mktemp("programs") for _ in range(2)]
+
+
+@pytest.fixture(scope="module")
+def numbers(folders: list[Path]) -> list[dict[str, Numbers]]:
+    return [run_ranks(2, run_programs, folder, folder, servers=servers)[0] for servers, folder in enumerate(folders)]
 
 
 @pytest.mark.parametrize("program", PROGRAMS)
@@ -296,3 +310,26 @@ def test_servers_change_no_number(program: str, numbers: list[dict[str, Numbers]
     assert len(alone) > STEPS
     rounding = 5e-3 if program == "in_bf16" else 1e-6
     assert served == pytest.approx(alone, rel=10 * rounding, abs=rounding)
+
+
+def calls_by_pass(file: Path) -> dict[tuple[object, ...], list[tuple[object, ...]]]:
+    """The calls of every traced pass that is complete: part, layer and window of each."""
+    traces = [RankTrace.read(line, file.name) for line in file.read_text().splitlines()]
+    return {
+        (trace.step, trace.micro_batch, trace.fingerprint): [
+            (call.part, call.layer, call.window_tokens) for call in trace.calls
+        ]
+        for trace in traces
+        if trace.is_complete
+    }
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_the_server_traces_the_calls_of_trainers(
+    program: str, numbers: list[dict[str, Numbers]], folders: list[Path]
+) -> None:
+    assert not list((folders[0] / program).glob("server-*"))
+    trainer, server = (calls_by_pass(folders[1] / program / file_name(0, is_server)) for is_server in (False, True))
+
+    assert trainer
+    assert {key: server.get(key) for key in trainer} == trainer

@@ -1,11 +1,41 @@
 """Traces as a training would write them, without a training."""
 
+from dataclasses import replace
 from pathlib import Path
 
-from distca_hf.traces import CallTrace, MemoryUse, PassPart, PredictedCosts, RankTrace, Spent, file_name
+from distca_hf.traces import (
+    CallTrace,
+    HeadSizes,
+    LayersTrace,
+    MemoryUse,
+    ModelSizes,
+    PassPart,
+    PredictedCosts,
+    RankTrace,
+    Spent,
+    file_name,
+)
 
 
 GIB = 2**30
+KERNELS = (Spent.LOCAL, Spent.REMOTE)
+
+
+def llama_layers(layers: int) -> ModelSizes:
+    """Some layers of an 8B Llama, checkpointed, with attention's outputs saved."""
+    heads = HeadSizes(window_tokens=0, query=32, key_value=8, dim=128, value_dim=128, groups=8)
+    return ModelSizes(
+        heads=(heads,),
+        hidden_size=4096,
+        layers=layers,
+        layer_weights=layers * 218_103_808,
+        head_weights=128_256 * 4096,
+        backward_share=1.0,
+        liger=False,
+        recomputes_layers=True,
+        recomputes_attention=False,
+        tensor_ranks=1,
+    )
 
 
 def made_trace(rank: int, ranks: int, step: int = 100, layers: int = 2, slow_rank: int | None = None) -> RankTrace:
@@ -36,6 +66,7 @@ def made_trace(rank: int, ranks: int, step: int = 100, layers: int = 2, slow_ran
         written=1.0e9 + step,
         rank=rank,
         num_ranks=ranks,
+        servers=(),
         stage=0,
         chunk=0,
         tensor_rank=0,
@@ -47,7 +78,7 @@ def made_trace(rank: int, ranks: int, step: int = 100, layers: int = 2, slow_ran
         num_tokens=ranks * 65536,
         longest_document_tokens=120_000,
         tokens=65536,
-        layers=layers,
+        kinds=(LayersTrace(0, layers, ((8_192, 0, 0),) * 8),),
         work_before=work_before,
         work=tuple(mean * (1.0 + 0.001 * (other % 3)) for other in range(ranks)),
         speeds=(),
@@ -59,6 +90,8 @@ def made_trace(rank: int, ranks: int, step: int = 100, layers: int = 2, slow_ran
         is_complete=True,
         memory=MemoryUse("GPU", 58 * GIB + rank * GIB // 8, 66 * GIB, 141 * GIB),
         costs=PredictedCosts("H200", 1e-7, 1e-11, 2.5e-11),
+        model=llama_layers(layers),
+        profile="",
     )
 
 
@@ -68,4 +101,22 @@ def write_run(folder: Path, ranks: int, steps: int = 1, layers: int = 2, slow_ra
     for rank in range(ranks):
         traces = [made_trace(rank, ranks, 100 * (step + 1), layers, slow_rank) for step in range(steps)]
         (folder / file_name(rank)).write_text("".join(f"{trace.line()}\n" for trace in traces))
+    return folder
+
+
+def write_served_run(folder: Path) -> Path:
+    """Writes the traces of two trainers and of servers 0 and 3. Both trainers wait in every call, because server 3
+    takes 1.4 times as long as they do, for half of their work."""
+    trainers = [made_trace(rank, 2, slow_rank=5) for rank in range(2)]
+    shared = {"servers": (0, 3), "work": (4.0e8, 4.0e8, 4.0e8, 2.0e8), "speeds": (1.0, 1.0, 1.0, 0.5)}
+    for trace in trainers:
+        (folder / file_name(trace.rank)).write_text(replace(trace, **shared).line())  # type: ignore[arg-type]
+    for place, (server, factor) in enumerate(((0, 0.8), (3, 1.4))):
+        calls = [
+            replace(call, spans=tuple((use, us * factor if use in KERNELS else us) for use, us in call.spans))
+            for call in trainers[0].calls
+        ]
+        own = {"rank": 2 + place, "tokens": 0, "calls": tuple(calls), "sent_bytes": (), "received_bytes": ()}
+        served = replace(trainers[0], **shared, **own)  # type: ignore[arg-type]
+        (folder / file_name(server, is_server=True)).write_text(served.line())
     return folder

@@ -9,9 +9,11 @@ from peft import LoraConfig, get_peft_model
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM, MixtralConfig
 
+from distca_hf.comm.grid import Grid
 from distca_hf.cost import causal_pairs
 from distca_hf.flops import Rates, StepFlops, peak_flops
-from distca_hf.integrations.models.operations import step_flops
+from distca_hf.integrations.models.operations import predictable, step_flops
+from distca_hf.traces import ModelSizes
 from support.models import SIZES, VOCABULARY, tiny_model
 
 
@@ -70,6 +72,41 @@ def test_head_is_not_recomputed() -> None:
 
     assert flops.head_forward == 2 * VOCABULARY * SIZES["hidden_size"]
     assert flops.layers_forward == flops.token_forward - flops.head_forward
+
+
+def sizes_of(model: torch.nn.Module, recomputes: tuple[bool, bool] = (True, False)) -> ModelSizes:
+    sizes = predictable(model, step_flops(model), recomputes, Grid.flat(range(2), 0)).sizes
+    assert sizes is not None
+    return sizes
+
+
+def test_sizes_that_seconds_are_predicted_from_are_those_of_each_kind_of_layers() -> None:
+    model = tiny_model("gemma3")
+    sizes, flops = sizes_of(model), step_flops(model)
+
+    assert flops is not None
+    assert [heads.window_tokens for heads in sizes.heads] == [16, 0]
+    assert {(heads.query, heads.key_value, heads.dim, heads.value_dim) for heads in sizes.heads} == {(4, 2, 16, 16)}
+    assert sizes.layers == model.config.num_hidden_layers
+    assert 2 * (sizes.layer_weights + sizes.head_weights) == flops.token_forward
+    assert (sizes.backward_share, sizes.tensor_ranks, sizes.liger) == (1.0, 1, False)
+    assert (sizes.recomputes_layers, sizes.recomputes_attention) == (True, False)
+
+
+def test_sizes_of_frozen_weights_and_of_ligers_layers() -> None:
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        return x
+
+    forward.__module__ = "liger_kernel.transformers.rms_norm"
+    model = get_peft_model(tiny_model(), LoraConfig(r=2, target_modules=["q_proj"]))
+    model.base_model.model.model.norm.forward = forward
+
+    assert 0.5 < sizes_of(model).backward_share < 0.6
+    assert sizes_of(model).liger
+
+
+def test_nothing_is_predicted_where_operations_are_not_known() -> None:
+    assert predictable(tiny_model(), None, (False, False), Grid.flat(range(1), 0)) == (None, None)
 
 
 def test_quantised_weights_are_not_counted() -> None:

@@ -34,7 +34,7 @@ WRONG = {
     "cut off": (TRACE.line()[:-40], "is no JSON: the file is cut off"),
     "a list": ("[1, 2]", "is no trace of a training: its kind is None"),
     "another kind": ('{"kind": "trace"}', "its kind is 'trace', and 'distca-trace' is read here"),
-    "another version": (json.dumps(CONTENT | {"version": 2}), "is of version 2, and version 1 is read here"),
+    "another version": (json.dumps(CONTENT | {"version": 3}), "is of version 3, and version 2 is read here"),
     "a field less": (json.dumps({name: CONTENT[name] for name in CONTENT if name != "work"}), "has no 'work'"),
     "a text for a number": (json.dumps(CONTENT | {"step": "2"}), "has '2' where a int belongs"),
     "a truth for a number": (json.dumps(CONTENT | {"tokens": True}), "has 'True' where a int belongs"),
@@ -58,9 +58,10 @@ def test_other_lines_are_refused_in_words(name: str) -> None:
     ("changes", "words"),
     [
         ({"rank": 7}, "rank 7 of 4 ranks"),
-        ({"num_ranks": 10**12}, "num_ranks is 1000000000000"),
+        ({"num_ranks": 10**12}, "of 1000000000000 ranks"),
         ({"work_before": []}, "work of 0 and"),
         ({"speeds": [0.0, 1.0]}, "speeds of 2 ranks"),
+        ({"speeds": [1.0, 0.0, 1.0, 1.0]}, "rank 1 of speed 0.0 with the work 4"),
         ({"ranks_per_node": 0}, "0 ranks per node"),
         ({"sent_bytes": [[-1, 5]]}, "bytes of rank -1"),
         ({"pass_seconds": float("nan")}, "the number NaN"),
@@ -75,7 +76,7 @@ def test_fields_that_do_not_go_together_are_refused(changes: dict[str, object], 
 def test_lines_that_python_cannot_read_are_refused() -> None:
     for line, words in (
         ("[" * 100_000, "is no JSON"),
-        ('{"kind":"distca-trace","version":1,"step":' + "9" * 5000 + "}", "has the number 9999"),
+        ('{"kind":"distca-trace","version":2,"step":' + "9" * 5000 + "}", "has the number 9999"),
     ):
         assert step_of(line) is None
         with pytest.raises(ReportError, match=words):
@@ -129,6 +130,18 @@ def test_run_that_is_resumed_keeps_the_steps_before(tmp_path: Path) -> None:
     resumed.write(3, replace(TRACE, step=4))
 
     assert steps_of(tmp_path / "distca_report", 3) == [2, 4]
+
+
+def test_server_that_rejoins_writes_on(tmp_path: Path) -> None:
+    """What its earlier process wrote about a step that ran again is taken back."""
+    served = replace(TRACE, rank=4, servers=(7,), work=(*TRACE.work, 1.0e8))
+    for steps in ((2, 4), (4, 6)):
+        file = TraceFile(str(tmp_path))
+        for step in steps:
+            file.write(7, replace(served, step=step))
+
+    lines = (tmp_path / "server-00007.jsonl").read_text().splitlines()
+    assert [RankTrace.read(line, "here").step for line in lines] == [2, 4, 6]
 
 
 def test_file_that_cannot_be_written_is_a_warning_and_no_error(

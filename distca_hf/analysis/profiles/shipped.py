@@ -8,7 +8,7 @@ from pathlib import Path
 
 from distca_hf.analysis.profiles.cluster_profile import ClusterProfile
 from distca_hf.errors import ConfigError, did_you_mean
-from distca_hf.flops import PEAK_FLOPS
+from distca_hf.flops import PEAK_FLOPS, gpu_kind
 
 
 FOLDER = "distca_hf.analysis.profiles"
@@ -48,6 +48,13 @@ def find_profile(name: str) -> ClusterProfile:
         f"{(_peak(nearest) or 0) / peak:.2f} times as high: give --cluster {nearest}, the "
         "memory of yours by --gpu-gib, and take ratios alone, or measure one with `distca profile`"
     )
+
+
+def profile_of_device(device: str) -> ClusterProfile | None:
+    """Returns the shipped profile of a GPU, by the name that torch has for it; None if there is none."""
+    kind = gpu_kind(device)
+    profiles = map(find_profile, shipped_profiles() if kind else ())
+    return next((profile for profile in profiles if gpu_kind(profile.made.device) == kind), None)
 
 
 def _peak(name: str) -> float | None:

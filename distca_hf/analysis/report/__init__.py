@@ -7,7 +7,8 @@
 | `run_folder`, `trace_index` | reads a folder of traces, step after step |
 | `plan_answer`, `simulate_answer` | read the JSON of `distca plan` and `distca simulate` |
 | `figures` | all that a page shows, whatever it was read from |
-| `straggler` | the rank that others wait for, and why |
+| `straggler`, `served` | the rank, or the attention server, that others wait for, and why |
+| `predictions` | seconds of every rank from the measured profile of its GPU |
 | `small_enough` | chooses figures to show where there are too many for a page |
 | `page`, `page/` | writes the page, of templates without a library |
 

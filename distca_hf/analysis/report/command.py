@@ -17,18 +17,20 @@ COLUMNS = 80
 PAGE = Path("report.html")
 
 
-def run_report(source: Path, output: Path | None, as_json: bool) -> None:
+def run_report(source: Path, output: Path | None, as_json: bool, cluster: str | None = None) -> None:
     """Runs `distca report`. Output is printed at the very end, so that an error leaves nothing behind.
 
     Args:
         source: a folder of traces, a file of JSON, or "-" for standard input.
         output: the page to write; by default `report.html`, and with `as_json` none.
         as_json: prints all figures as one JSON object.
+        cluster: name or file of the profile that seconds of a run are predicted from; None: that of its GPUs.
 
     Raises:
         ReportError: nothing there can be read, or the page cannot be written.
+        ConfigError: there is no such profile.
     """
-    report = read_source(source)
+    report = read_source(source, cluster)
     page = output or (None if as_json else PAGE)
     size = 0 if page is None else write_page(fitted(report), page)
     if as_json:

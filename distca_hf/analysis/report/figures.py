@@ -4,6 +4,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import numpy as np
+
 
 # Kind and version of the JSON that `distca report --json` prints.
 KIND, VERSION = "distca-report", 1
@@ -14,17 +16,22 @@ OfRanks = Sequence[float | None]
 
 @dataclass(frozen=True)
 class Seconds:
-    """Predicted and measured seconds of every rank, forward and backward of all layers. All are `[ranks]`.
+    """Predicted and measured seconds of every rank, forward and backward of all layers. All are `[ranks]`, with
+    attention servers behind the ranks that hold tokens.
 
     Attributes:
-        rates: the GPU by whose rates they are predicted; empty if nothing is predicted.
+        rates: the profile, or the GPU, by which they are predicted; empty if nothing is predicted.
+        source: the same in words.
         predicted_attention, predicted_rest: of attention, and of all else but the optimizer.
         attention, waiting, exchange, rest: measured: kernels of attention; waiting for rows of other ranks in it;
             sending and merging; and all else of the pass, with waiting in collectives of the framework.
         step: from the beginning of a micro-batch to that of the next one.
+        waiting_for_servers: the part of `waiting` in which a server computes for longer than this rank; of ranks that
+            hold tokens alone. Empty without traces of servers.
     """
 
     rates: str = ""
+    source: str = ""
     predicted_attention: OfRanks = ()
     predicted_rest: OfRanks = ()
     attention: OfRanks = ()
@@ -32,6 +39,19 @@ class Seconds:
     exchange: OfRanks = ()
     rest: OfRanks = ()
     step: OfRanks = ()
+    waiting_for_servers: OfRanks = ()
+
+    @property
+    def passed(self) -> np.ndarray:
+        """`[ranks]` measured seconds of the pass; NaN where they are not known."""
+        parts = (self.attention, self.waiting, self.exchange, self.rest)
+        passed: np.ndarray = np.sum([numbers_of(part) for part in parts], axis=0)
+        return passed
+
+
+def numbers_of(of_ranks: OfRanks) -> np.ndarray:
+    """Returns `[ranks]` float64, NaN where a number is not known."""
+    return np.array([np.nan if one is None else one for one in of_ranks], dtype=np.float64)
 
 
 @dataclass(frozen=True)
@@ -97,10 +117,11 @@ class StepFigures:
         work_before, work: `[ranks]` attended pairs in one layer. Attention servers are the last of `work`.
         tokens: `[ranks]` that each holds.
         num_ranks: ranks that hold tokens.
+        servers: numbers of the attention servers behind them.
         speeds: `[ranks]` relative speeds of the ranks of `work`; empty where all are equal.
         sent: (source, destination, bytes) of one layer's forward pass.
         nodes_sent: whether source and destination are nodes, because ranks are too many.
-        missing: ranks whose traces are missing.
+        missing: ranks whose traces are missing, servers behind the ranks that hold tokens.
         facts: name and value of what else is known of it.
         findings: sentences: balance, the rank that others wait for, and why.
         seconds, calls, memory: empty if nothing was measured or predicted.
@@ -116,6 +137,7 @@ class StepFigures:
     sent: Sequence[tuple[int, int, float]]
     speeds: Sequence[float] = ()
     nodes_sent: bool = False
+    servers: Sequence[int] = ()
     missing: Sequence[int] = ()
     facts: Sequence[tuple[str, str]] = ()
     findings: Sequence[str] = ()

@@ -103,6 +103,7 @@ def _seconds(estimates: Mapping[str, Any], work: Sequence[float], tokens: Sequen
         return None
     return Seconds(
         rates=str(cost["rates"]),
+        source=f"the rates of an {cost['rates']}",
         predicted_attention=[one * float(cost["pair_seconds"]) for one in work],
         predicted_rest=[one * float(cost["token_seconds"]) for one in tokens],
     )

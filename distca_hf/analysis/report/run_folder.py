@@ -1,16 +1,17 @@
 """Run folder: reads the traces of a training, one file of each rank, into figures of every reported micro-batch."""
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 from distca_hf.analysis.report.figures import CallOfRanks, MemoryBar, Report, Seconds, StepFigures
+from distca_hf.analysis.report.predictions import Predicted, Predictor
+from distca_hf.analysis.report.served import waiting_for_servers
 from distca_hf.analysis.report.small_enough import chosen_calls, in_nodes, spread
-from distca_hf.analysis.report.straggler import findings_of, summary_of
+from distca_hf.analysis.report.straggler import findings_of, names_in_words, summary_of
 from distca_hf.analysis.report.trace_index import TraceIndex
 from distca_hf.errors import ReportError
-from distca_hf.traces import FILES, FOLDER, PassPart, RankTrace, Spent
+from distca_hf.traces import FILES, FOLDER, SERVER_FILES, PassPart, RankTrace, Spent
 
 
 # Traces that are read, of all ranks together: a minute's work, step after step. Of more steps some are left out.
@@ -23,16 +24,18 @@ _Key = tuple[int, int, int, int, int]
 KERNELS, EXCHANGES = (Spent.LOCAL, Spent.REMOTE), (Spent.SEND, Spent.COMBINE)
 
 
-def read_folder(folder: Path) -> Report:
+def read_folder(folder: Path, predictor: Predictor | None = None) -> Report:
     """Returns the report of a run.
 
     Args:
         folder: of the traces, or the output folder that they are in.
+        predictor: predicts seconds; None: from profiles of the run's GPUs.
 
     Raises:
         ReportError: it holds no traces, or a file in it cannot be read; names file and line.
     """
-    files = sorted(folder.glob(FILES)) or sorted((folder / FOLDER).glob(FILES))
+    predictor = predictor or Predictor()
+    files = _files_in(folder) or _files_in(folder / FOLDER)
     if not files:
         raise ReportError(
             f"{folder} has no traces ({FILES}, also looked for in {FOLDER}/): train with report_every_steps=100, or "
@@ -47,20 +50,21 @@ def read_folder(folder: Path) -> Report:
         )
     most = max(2, MOST_TRACES * len(index.steps) // index.num_traces)
     read = [index.steps[at] for at in spread(len(index.steps), most)]
-    steps, left_out, newest = [], 0, 0.0
+    steps, left_out, newest, missing = [], 0, 0.0, set[str]()
     for step in read:
         traces = list(index.traces_of(step))
-        of_step = max(traces, key=_written)
+        of_step = max(traces, key=_of_trainers_first)
         for _, of_ranks in sorted(_by_micro_batch(traces).items()):
-            latest = max(of_ranks, key=_written)
+            latest = max(of_ranks, key=_of_trainers_first)
             if _is_of_earlier_run(latest.written, newest) or latest.num_ranks != of_step.num_ranks:
                 left_out += len(of_ranks)
                 continue
             same = {trace.rank: trace for trace in of_ranks if _are_together(trace, latest)}
             left_out += len(of_ranks) - len(same)
-            steps.append(_figures(same, latest))
+            steps.append(_figures(same, latest, predictor))
+            missing |= {latest.name_of(rank) for rank in steps[-1].missing}
         newest = max(newest, of_step.written)
-    notes = _notes(steps, left_out)
+    notes = [*_notes(steps, left_out, missing), *predictor.lines()]
     if index.unfinished:
         names = ", ".join(file.name for file in index.unfinished)
         notes.append(f"The last line of {names} is cut off and left out: the rank was writing it, or was killed.")
@@ -78,8 +82,14 @@ def read_folder(folder: Path) -> Report:
     )
 
 
-def _written(trace: RankTrace) -> float:
-    return trace.written
+def _files_in(folder: Path) -> list[Path]:
+    """Returns the files of ranks in a folder, and behind them those of attention servers."""
+    return [*sorted(folder.glob(FILES)), *sorted(folder.glob(SERVER_FILES))]
+
+
+def _of_trainers_first(trace: RankTrace) -> tuple[bool, float]:
+    """Returns what the latest trace is largest in; a server may have left one of a step that ran again without it."""
+    return not trace.is_server, trace.written
 
 
 def _is_of_earlier_run(written: float, newest: float) -> bool:
@@ -108,16 +118,18 @@ def _are_together(trace: RankTrace, other: RankTrace) -> bool:
     return (trace.fingerprint, trace.num_ranks) == (other.fingerprint, other.num_ranks)
 
 
-def _figures(of_ranks: Mapping[int, RankTrace], any_trace: RankTrace) -> StepFigures:
+def _figures(of_ranks: Mapping[int, RankTrace], any_trace: RankTrace, predictor: Predictor) -> StepFigures:
     """Returns the figures of one micro-batch.
 
     Args:
         of_ranks: traces by rank; some may be missing.
         any_trace: one of them.
+        predictor: predicts seconds.
     """
-    ranks = range(any_trace.num_ranks)
-    missing = [rank for rank in ranks if rank not in of_ranks]
-    seconds = _seconds(of_ranks, any_trace)
+    ranks, all_ranks = range(any_trace.num_ranks), range(len(any_trace.work))
+    missing = [rank for rank in all_ranks if rank not in of_ranks]
+    predicted = predictor.predict(of_ranks, len(any_trace.work))
+    seconds = _seconds(of_ranks, any_trace, predicted)
     sent = _sent(of_ranks)
     nodes_sent, sent = in_nodes(sent, len(any_trace.work), any_trace.ranks_per_node)
     return StepFigures(
@@ -128,15 +140,16 @@ def _figures(of_ranks: Mapping[int, RankTrace], any_trace: RankTrace) -> StepFig
         work=any_trace.work,
         tokens=[of_ranks[rank].tokens if rank in of_ranks else None for rank in ranks],
         num_ranks=any_trace.num_ranks,
+        servers=any_trace.servers,
         sent=sent,
         speeds=any_trace.speeds,
         nodes_sent=nodes_sent,
         missing=missing,
-        facts=_facts(of_ranks, any_trace),
+        facts=[*_facts(of_ranks, any_trace), ("predicted with", predicted.source or "nothing")],
         findings=findings_of(any_trace, seconds, missing),
         seconds=seconds,
-        calls=chosen_calls(_calls(of_ranks)),
-        memory=[_memory(rank, of_ranks[rank]) for rank in ranks if rank in of_ranks],
+        calls=chosen_calls(_calls(of_ranks), any_trace.num_ranks),
+        memory=[_memory(of_ranks[rank]) for rank in all_ranks if rank in of_ranks],
     )
 
 
@@ -151,7 +164,7 @@ def _label(trace: RankTrace) -> str:
 def _facts(of_ranks: Mapping[int, RankTrace], trace: RankTrace) -> list[tuple[str, str]]:
     """Returns what else is known of a micro-batch."""
     devices = sorted({one.device for one in of_ranks.values()})
-    incomplete = sorted(rank for rank, one in of_ranks.items() if not one.is_complete)
+    incomplete = [trace.name_of(rank) for rank, one in sorted(of_ranks.items()) if not one.is_complete]
     facts = [
         ("documents", f"{trace.documents:,}"),
         ("tokens", f"{trace.num_tokens:,}"),
@@ -160,9 +173,16 @@ def _facts(of_ranks: Mapping[int, RankTrace], trace: RankTrace) -> list[tuple[st
         ("devices", ", ".join(devices)),
         ("plan", trace.fingerprint),
     ]
+    if trace.servers:
+        servers = zip(trace.servers, _server_speeds(trace), strict=True)
+        facts.append(("attention servers (speeds)", ", ".join(f"{number} ({speed:.2f})" for number, speed in servers)))
     if incomplete:
-        facts.append(("without all of backward", f"rank {', '.join(map(str, incomplete))}"))
+        facts.append(("without all of backward", names_in_words(incomplete)))
     return facts
+
+
+def _server_speeds(trace: RankTrace) -> Sequence[float]:
+    return trace.speeds[trace.num_ranks :] or (1.0,) * len(trace.servers)
 
 
 def _sent(of_ranks: Mapping[int, RankTrace]) -> list[tuple[int, int, float]]:
@@ -174,14 +194,18 @@ def _sent(of_ranks: Mapping[int, RankTrace]) -> list[tuple[int, int, float]]:
     return [(source, destination, size) for (source, destination), size in sorted(found.items())]
 
 
-def _seconds(of_ranks: Mapping[int, RankTrace], any_trace: RankTrace) -> Seconds:
+def _seconds(of_ranks: Mapping[int, RankTrace], any_trace: RankTrace, predicted: Predicted) -> Seconds:
     """Returns predicted and measured seconds of every rank."""
-    traces = [of_ranks.get(rank) for rank in range(any_trace.num_ranks)]
+    traces = [of_ranks.get(rank) for rank in range(len(any_trace.work))]
     attention, waiting, exchange = (
         [None if trace is None else _spent(trace, uses) for trace in traces]
         for uses in (KERNELS, (Spent.WAIT,), EXCHANGES)
     )
-    measured = Seconds(
+    return Seconds(
+        rates=predicted.rates,
+        source=predicted.source,
+        predicted_attention=predicted.attention,
+        predicted_rest=predicted.rest,
         attention=attention,
         waiting=waiting,
         exchange=exchange,
@@ -190,16 +214,7 @@ def _seconds(of_ranks: Mapping[int, RankTrace], any_trace: RankTrace) -> Seconds
             for trace in traces
         ],
         step=[None if trace is None else trace.step_seconds for trace in traces],
-    )
-    costs = any_trace.costs
-    if costs is None:
-        return measured
-    pair_seconds = costs.pair_forward_seconds + costs.pair_backward_seconds
-    return replace(
-        measured,
-        rates=costs.rates,
-        predicted_attention=[work * pair_seconds for work in any_trace.work[: any_trace.num_ranks]],
-        predicted_rest=[None if trace is None else trace.tokens * costs.token_seconds for trace in traces],
+        waiting_for_servers=waiting_for_servers(of_ranks, any_trace.num_ranks),
     )
 
 
@@ -219,26 +234,30 @@ def _calls(of_ranks: Mapping[int, RankTrace]) -> list[CallOfRanks]:
     return [CallOfRanks(part.value, layer, windows[part, layer], ranks) for (part, layer), ranks in found.items()]
 
 
-def _memory(rank: int, trace: RankTrace) -> MemoryBar:
+def _memory(trace: RankTrace) -> MemoryBar:
     memory = trace.memory
     parts = [("in use at most", float(memory.peak_bytes))]
     if memory.reserved_bytes > memory.peak_bytes:
         parts.append(("held by torch beside it", float(memory.reserved_bytes - memory.peak_bytes)))
-    return MemoryBar(f"rank {rank}", parts, float(memory.device_bytes))
+    return MemoryBar(trace.name_of(trace.rank), parts, float(memory.device_bytes))
 
 
-def _notes(steps: Sequence[StepFigures], left_out: int) -> list[str]:
-    """Returns what is missing, and what was left out."""
+def _notes(steps: Sequence[StepFigures], left_out: int, missing: Collection[str]) -> list[str]:
+    """Returns what is missing, and what was left out.
+
+    Args:
+        missing: names of ranks and servers whose traces are missing in some micro-batch.
+    """
     notes = []
-    missing = sorted({rank for step in steps for rank in step.missing})
     if missing:
         where = "in some steps" if any(not step.missing for step in steps) else "in all steps"
+        in_order = sorted(missing, key=lambda name: (name.split()[0], int(name.split()[1])))
         notes.append(
-            f"No traces of rank {', '.join(map(str, missing))} ({where}): their files are on another machine, or they "
-            "stopped before they wrote. Work is that of the plan, which all ranks know."
+            f"No traces of {names_in_words(in_order)} ({where}): their files are on another machine, or they stopped "
+            "before they wrote. Work is that of the plan, which all ranks know."
         )
     if left_out:
-        notes.append(f"{left_out} traces of an earlier run in the same folder are left out.")
-    if any(len(step.work) > step.num_ranks for step in steps):
-        notes.append("Attention servers write no traces: of them only work and bytes are known.")
+        notes.append(
+            f"{left_out} traces of an earlier run in the same folder, or of steps that ran again, are left out."
+        )
     return notes

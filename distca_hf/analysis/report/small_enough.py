@@ -28,21 +28,27 @@ def waiting_us(call: CallOfRanks) -> float:
     return sum(us for _, spans in call.ranks for use, us in spans if use == "wait")
 
 
-def chosen_calls(calls: Sequence[CallOfRanks]) -> list[CallOfRanks]:
+def chosen_calls(calls: Sequence[CallOfRanks], num_ranks: int) -> list[CallOfRanks]:
     """Returns calls of few layers: of every part of a pass the ones in which ranks wait longest; and of each the ranks
-    that wait longest and shortest, and others between them."""
+    that wait longest and shortest, and others between them. Attention servers, behind `num_ranks` ranks, take up to
+    half of the places."""
     chosen = []
     for part in dict.fromkeys(call.part for call in calls):
         of_part = sorted((call for call in calls if call.part == part), key=waiting_us, reverse=True)
-        chosen += [_with_few_ranks(call) for call in of_part[:MOST_LAYERS]]
+        chosen += [_with_few_ranks(call, num_ranks) for call in of_part[:MOST_LAYERS]]
     return chosen
 
 
-def _with_few_ranks(call: CallOfRanks) -> CallOfRanks:
+def _with_few_ranks(call: CallOfRanks, num_ranks: int) -> CallOfRanks:
     if len(call.ranks) <= MOST_TIMELINE_RANKS:
         return call
     by_waiting = sorted(call.ranks, key=lambda of_rank: sum(us for use, us in of_rank[1] if use == "wait"))
-    return replace(call, ranks=sorted(by_waiting[at] for at in spread(len(by_waiting), MOST_TIMELINE_RANKS)))
+    servers = [of_rank for of_rank in by_waiting if of_rank[0] >= num_ranks]
+    others = [of_rank for of_rank in by_waiting if of_rank[0] < num_ranks]
+    places = max(MOST_TIMELINE_RANKS // 2, MOST_TIMELINE_RANKS - len(others))
+    kept = [servers[at] for at in spread(len(servers), places)]
+    kept += [others[at] for at in spread(len(others), MOST_TIMELINE_RANKS - len(kept))]
+    return replace(call, ranks=sorted(kept))
 
 
 def in_nodes(
@@ -62,7 +68,7 @@ def fitted(report: Report) -> Report:
 
     The first and the last step stay.
     """
-    per_step = max((2 * len(step.work) + 4 * len(step.sent) + 20 * step.num_ranks for step in report.steps), default=1)
+    per_step = max((2 * len(step.work) + 4 * len(step.sent) + 20 * len(step.work) for step in report.steps), default=1)
     count = max(1, min(len(report.steps), MOST_STEPS, MOST_NUMBERS // max(1, per_step)))
     steps = [report.steps[at] for at in spread(len(report.steps), count)]
     notes = list(report.notes)

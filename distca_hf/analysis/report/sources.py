@@ -5,11 +5,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol, cast
 
+from distca_hf.analysis.profiles.shipped import find_profile
 from distca_hf.analysis.report import plan_answer, simulate_answer
 from distca_hf.analysis.report.figures import KIND, Report
+from distca_hf.analysis.report.predictions import Predictor
 from distca_hf.analysis.report.run_folder import read_folder
 from distca_hf.errors import ReportError, first_line
-from distca_hf.traces import read_json
+from distca_hf.typed_json import read_json
 
 
 # A path that stands for standard input.
@@ -35,14 +37,22 @@ READERS: dict[str, JSONReader] = {
 }
 
 
-def read_source(path: Path) -> Report:
+def read_source(path: Path, cluster: str | None = None) -> Report:
     """Returns the report of a run or of the output of another command.
+
+    Args:
+        cluster: name or file of the profile that seconds of a run are predicted from; None: that of its GPUs.
 
     Raises:
         ReportError: there is nothing there, or it cannot be read; says why.
+        ConfigError: there is no such profile.
     """
     if path.is_dir():
-        return read_folder(path)
+        return read_folder(path, Predictor(None if cluster is None else find_profile(cluster)))
+    if cluster is not None:
+        raise ReportError(
+            f"--cluster {cluster}: seconds of a run are predicted from it, and {path} is no folder of one"
+        )
     content = _object_of(path)
     for command, reader in READERS.items():
         if reader.claims(content):

@@ -3,20 +3,26 @@
 Ranks meet in the exchanges of every layer. The rank that waits least there is the one that comes last. If its kernels
 take longer, attention is the reason: it has more work, or it is slower at the same work. Else it loses time beside
 attention.
+
+Trainers may all wait for an attention server instead: `served` says when.
 """
 
+from collections import Counter
 from collections.abc import Sequence
 
 import numpy as np
 
-from distca_hf.analysis.report.figures import OfRanks, Seconds, StepFigures, imbalance
+from distca_hf.analysis.report.figures import Seconds, StepFigures, imbalance, numbers_of
+from distca_hf.analysis.report.served import (
+    LITTLE_WAITING,
+    NOTABLE,
+    SHORTEST_SECONDS,
+    busy_in_words,
+    shares_of_servers,
+    slow_server,
+    slow_server_in_words,
+)
 from distca_hf.traces import RankTrace
-
-
-# Waiting below this part of a pass is too little to name anyone; as in the log of a training.
-LITTLE_WAITING = 0.01
-# A rank has more work, or is slower, if it is by this factor over the median of all ranks.
-NOTABLE = 1.05
 
 
 def balance_in_words(before: str, after: str, work_before: Sequence[float], work: Sequence[float]) -> str:
@@ -25,6 +31,20 @@ def balance_in_words(before: str, after: str, work_before: Sequence[float], work
         f"The busiest rank has {imbalance(work_before):.2f} times the mean attention work with {before} (rank "
         f"{int(np.argmax(work_before))}), and {imbalance(work):.3f} times {after} (rank {int(np.argmax(work))})."
     )
+
+
+def _served_balance_in_words(trace: RankTrace, before: str, after: str) -> str:
+    """Returns the same with attention servers: the rank that takes longest for its work is the busiest one."""
+    time = [work / speed if work else 0.0 for work, speed in zip(trace.work, _speeds(trace), strict=True)]
+    return (
+        f"The busiest rank has {imbalance(trace.work_before):.2f} times the mean attention work with {before} (rank "
+        f"{int(np.argmax(trace.work_before))}); {after} the longest time is {imbalance(trace.work, trace.speeds):.3f} "
+        f"times that of an even split ({trace.name_of(int(np.argmax(time)))})."
+    )
+
+
+def _speeds(trace: RankTrace) -> Sequence[float]:
+    return trace.speeds or (1.0,) * len(trace.work)
 
 
 def findings_of(trace: RankTrace, seconds: Seconds, missing: Sequence[int]) -> list[str]:
@@ -37,25 +57,42 @@ def findings_of(trace: RankTrace, seconds: Seconds, missing: Sequence[int]) -> l
     """
     before = "documents in order" if trace.placed else "packs as they came"
     after = "as placed" if trace.placed else "after tasks moved"
-    sentences = [balance_in_words(before, after, trace.work_before, trace.work)]
-    if trace.num_ranks > 1:
+    if trace.servers:
+        sentences = [_served_balance_in_words(trace, before, after)]
+    else:
+        sentences = [balance_in_words(before, after, trace.work_before, trace.work)]
+    slow_server = slow_server_in_words(trace, seconds)
+    if slow_server is not None:
+        sentences.append(slow_server)
+    elif trace.num_ranks > 1:
         sentences.append(straggler_in_words(trace.work[: trace.num_ranks], seconds))
+    sentences += busy_in_words(trace, seconds)
     if missing:
-        sentences.append(f"Traces of rank {', '.join(map(str, missing))} are missing.")
+        sentences.append(f"Traces of {names_in_words([trace.name_of(rank) for rank in missing])} are missing.")
     return sentences
+
+
+def names_in_words(names: Sequence[str]) -> str:
+    """Returns one list of names such as rank 1, rank 2, server 0: of each kind once its word."""
+    kinds: dict[str, list[str]] = {}
+    for name in names:
+        kind, number = name.split()
+        kinds.setdefault(kind, []).append(number)
+    return " and ".join(f"{kind} {', '.join(numbers)}" for kind, numbers in kinds.items())
 
 
 def straggler_in_words(work: Sequence[float], seconds: Seconds) -> str:
     """Returns a sentence that names the rank that others wait for, and the reason.
 
     Args:
-        work: `[ranks]` attended pairs.
+        work: `[ranks]` attended pairs of ranks that hold tokens.
         seconds: measured.
     """
-    waited = _numbers(seconds.waiting)
+    trainers = slice(len(work))
+    waited = numbers_of(seconds.waiting)[trainers]
     if np.isnan(waited).all():
         return "Nothing was measured."
-    attention, passed = _numbers(seconds.attention), _passed(seconds)
+    attention, passed = numbers_of(seconds.attention)[trainers], seconds.passed[trainers]
     last, first = int(np.nanargmin(waited)), int(np.nanargmax(waited))
     share = (waited[first] - waited[last]) / passed[first] if passed[first] else 0.0
     if share < LITTLE_WAITING:
@@ -92,26 +129,37 @@ def summary_of(steps: Sequence[StepFigures]) -> list[str]:
         f"{len(steps)} reported micro-batch{'es' if len(steps) > 1 else ''}: attention work of the busiest rank "
         f"{before:.2f} → {after:.2f} times the mean."
     ]
-    waited: dict[int, int] = {}
+    waited, servers = Counter[int](), Counter[int]()
     for step in steps:
-        if step.seconds is not None and len(_numbers(step.seconds.waiting)) > 1:
-            numbers = _numbers(step.seconds.waiting)
+        server = None if step.seconds is None else slow_server(step.num_ranks, step.seconds)
+        if server is not None:
+            servers[step.servers[server - step.num_ranks]] += 1
+        elif step.seconds is not None and step.num_ranks > 1:
+            numbers = numbers_of(step.seconds.waiting)[: step.num_ranks]
             if not np.isnan(numbers).all():
-                last = int(np.nanargmin(numbers))
-                waited[last] = waited.get(last, 0) + 1
+                waited[int(np.nanargmin(numbers))] += 1
     if waited:
         rank, count = max(waited.items(), key=lambda found: (found[1], -found[0]))
         sentences.append(f"Rank {rank} waits least in {count} of them, so that the others wait for it.")
-    return sentences
+    if servers:
+        number, count = max(servers.items(), key=lambda found: (found[1], -found[0]))
+        sentences.append(f"Trainers wait for server {number} in {count} of them.")
+    return [*sentences, *_servers_of(steps)]
 
 
-def _numbers(of_ranks: OfRanks) -> np.ndarray:
-    """Returns `[ranks]` float64, NaN where a number is not known."""
-    return np.array([np.nan if one is None else one for one in of_ranks], dtype=np.float64)
-
-
-def _passed(seconds: Seconds) -> np.ndarray:
-    """Returns `[ranks]` seconds of the pass."""
-    parts = (seconds.attention, seconds.waiting, seconds.exchange, seconds.rest)
-    passed: np.ndarray = np.sum([_numbers(part) for part in parts], axis=0)
-    return passed
+def _servers_of(steps: Sequence[StepFigures]) -> list[str]:
+    """Returns how busy servers are in all micro-batches, and for how long trainers wait for them; if that was
+    measured."""
+    shares, waits = [np.zeros(0)], [np.zeros(0)]
+    for step in steps:
+        if step.seconds is not None and step.seconds.waiting_for_servers:
+            shares.append(shares_of_servers(step.num_ranks, step.seconds)[:, 0])
+            passed = np.maximum(step.seconds.passed[: step.num_ranks], SHORTEST_SECONDS)
+            waits.append(numbers_of(step.seconds.waiting_for_servers) / passed)
+    busy, waited = (of[~np.isnan(of)] for of in (np.concatenate(shares), np.concatenate(waits)))
+    if not len(busy) or not len(waited):
+        return []
+    return [
+        f"Attention servers compute and send for {busy.mean():.0%} of a pass, and trainers wait for them for up to "
+        f"{waited.mean():.1%} of it, on average."
+    ]

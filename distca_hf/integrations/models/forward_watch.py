@@ -5,6 +5,7 @@ plan along. Any other batch that an enabled model trains on is planned here, rig
 """
 
 from collections.abc import Callable, Collection
+from functools import partial
 from typing import Any
 
 import torch
@@ -35,7 +36,7 @@ from distca_hf.integrations.models.hooks import HiddenHook
 from distca_hf.integrations.models.layer_kinds import verdict_in_short
 from distca_hf.integrations.models.layer_masks import layer_masks_of
 from distca_hf.integrations.models.mixer_watch import MixerWatch
-from distca_hf.integrations.models.operations import predicted_costs, step_flops
+from distca_hf.integrations.models.operations import predictable, step_flops
 from distca_hf.integrations.models.padded_backbone import PaddedBackbone
 from distca_hf.integrations.models.structure import (
     attention_layers,
@@ -95,7 +96,7 @@ class ForwardWatch:
         self._head_groups = head_groups_of(root, context.members.grid.shape[2])
         self._token_bytes = token_bytes_of(root)
         self._layer_masks = layer_masks_of(root)
-        reported = config.report_every_steps, context.trace_file, self._token_bytes, len(self._layers)
+        reported = config.report_every_steps, context.trace_file, self._token_bytes, self._layer_masks
         self.reported_steps = ReportedSteps(*reported)
         self._checkpointed: list[nn.Module] | None = None
         self._handles: list[RemovableHandle] = []
@@ -212,7 +213,9 @@ class ForwardWatch:
         calls = self._check.num_calls
         layers = layers_kept, calls or len(self._layers), self._layer_masks, self._check.windows
         trains = module.training and torch.is_grad_enabled()
-        trace = self.reported_steps.begin(plan, trains, lambda: predicted_costs(self.flops, *self._recomputed(module)))
+        grid = self.context.members.grid
+        of_model = partial(predictable, self.root, self.flops, self._recomputed(module), grid)
+        trace = self.reported_steps.begin(plan, trains, of_model)
         plan.begin_forward_pass(calls, facts, *layers, trace)
 
     def _no_cache(self, batch: Batch) -> dict[str, bool]:

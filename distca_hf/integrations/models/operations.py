@@ -6,10 +6,13 @@ from math import prod
 from torch import nn
 from transformers import PreTrainedConfig
 
+from distca_hf.batches.reported_steps import Predictable
+from distca_hf.comm.grid import Grid
 from distca_hf.flops import LLAMA_8B_COSTS, PassCosts, StepFlops
-from distca_hf.integrations.models.heads import heads_of_layers
+from distca_hf.integrations.models.heads import heads_of_layers, num_layers_of, whole_heads_of_layers
+from distca_hf.integrations.models.layer_masks import layer_windows
 from distca_hf.integrations.models.structure import transformers_model, weights_beside_text
-from distca_hf.traces import PredictedCosts
+from distca_hf.traces import HeadSizes, ModelSizes, PredictedCosts
 
 
 # Names that configurations have for the experts of a layer, and for the experts of one token.
@@ -45,21 +48,56 @@ def pass_costs_of(model: nn.Module) -> PassCosts:
     return flops.pass_costs(recomputes_layers=True, recomputes_attention=False)
 
 
-def predicted_costs(
-    flops: StepFlops | None, recomputes_layers: bool, recomputes_attention: bool
-) -> PredictedCosts | None:
-    """Returns the costs that `distca report` compares a step with, at rates of an H200; None if operations are not
-    known.
+def predictable(model: nn.Module, flops: StepFlops | None, recomputes: tuple[bool, bool], grid: Grid) -> Predictable:
+    """Returns what `distca report` predicts seconds of a pass from: costs at rates of an H200, and sizes for a
+    measured profile; nothing if operations are not known.
 
     Args:
         flops: operations of the model.
-        recomputes_layers, recomputes_attention: whether layers and attention run forward again in backward.
+        recomputes: whether layers and attention run forward again in backward.
+        grid: ranks of the job.
     """
     if flops is None:
-        return None
+        return Predictable()
+    return Predictable(_costs(flops, *recomputes), _sizes(model, flops, recomputes, grid))
+
+
+def _costs(flops: StepFlops, recomputes_layers: bool, recomputes_attention: bool) -> PredictedCosts:
+    """Returns the costs of all layers together."""
     step = flops.cost(recomputes_layers=recomputes_layers, recomputes_attention=recomputes_attention)
     parts = flops.pass_costs(recomputes_layers=recomputes_layers, recomputes_attention=recomputes_attention)
     return PredictedCosts("H200", step.token_seconds, parts.forward.pair_seconds, parts.backward.pair_seconds)
+
+
+def _sizes(model: nn.Module, flops: StepFlops, recomputes: tuple[bool, bool], grid: Grid) -> ModelSizes | None:
+    """Returns the sizes of a model; None if its configuration does not say them. A stage of a pipeline has the layers
+    that attend, and no others."""
+    inner = transformers_model(model)
+    hidden_size = getattr(inner.config.get_text_config(), "hidden_size", None)
+    if not flops.token_forward or not isinstance(hidden_size, int):
+        return None
+    heads, by_window = whole_heads_of_layers(model), dict[int, HeadSizes]()
+    for name, window in layer_windows(model):
+        one = heads[name]
+        sizes = HeadSizes(window or 0, one.query, one.key_value, one.dim, one.value_dim, one.groups)
+        by_window.setdefault(window or 0, sizes)
+    return ModelSizes(
+        heads=tuple(by_window.values()),
+        hidden_size=hidden_size,
+        layers=(num_layers_of(model) if grid.shape[0] == 1 else None) or len(heads),
+        layer_weights=round(flops.layers_forward / 2),
+        head_weights=round(flops.head_forward / 2),
+        backward_share=flops.token_backward / flops.token_forward / 2,
+        liger=any(_module_of(module).startswith("liger_kernel") for module in inner.modules()),
+        recomputes_layers=recomputes[0],
+        recomputes_attention=recomputes[1],
+        tensor_ranks=grid.shape[2],
+    )
+
+
+def _module_of(layer: nn.Module) -> str:
+    """Returns the name of the Python module that a layer's forward function is from: libraries replace it."""
+    return str(getattr(layer.forward, "__module__", ""))
 
 
 def _matrices(model: nn.Module) -> Iterator[tuple[int, bool]]:

@@ -12,16 +12,18 @@ import pytest
 from typer.testing import CliRunner
 
 from distca_hf.analysis.report import run_folder
-from distca_hf.analysis.report.figures import Seconds
+from distca_hf.analysis.report.figures import CallOfRanks, Seconds
 from distca_hf.analysis.report.page import page_of
+from distca_hf.analysis.report.predictions import Predictor
 from distca_hf.analysis.report.run_folder import read_folder
-from distca_hf.analysis.report.small_enough import fitted
+from distca_hf.analysis.report.served import slow_server_in_words
+from distca_hf.analysis.report.small_enough import chosen_calls, fitted
 from distca_hf.analysis.report.sources import read_source
 from distca_hf.analysis.report.straggler import straggler_in_words
 from distca_hf.cli import app
 from distca_hf.traces import RankTrace, file_name
 from support.made_answers import made_simulation
-from support.made_traces import made_trace, write_run
+from support.made_traces import made_trace, write_run, write_served_run
 
 
 def report(source: Path, *options: str) -> Any:
@@ -44,6 +46,8 @@ def plan(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 # --- runs
 
+LEFT_OUT = "{} traces of an earlier run in the same folder, or of steps that ran again, are left out."
+
 
 def test_run_has_all_ranks_of_every_step(tmp_path: Path) -> None:
     write_run(tmp_path / "output" / "distca_report", ranks=4, steps=3, layers=5)
@@ -60,8 +64,10 @@ def test_run_has_all_ranks_of_every_step(tmp_path: Path) -> None:
     ]
     attention = sum(us for call in trace.calls for use, us in call.spans if use in ("local", "remote")) / 1e6
     assert step["seconds"]["attention"][2] == pytest.approx(attention, rel=1e-4)
-    assert step["seconds"]["predicted_attention"][2] == pytest.approx(trace.work[2] * 3.5e-11, rel=1e-4)
-    assert step["seconds"]["predicted_rest"][2] == pytest.approx(65536e-7, rel=1e-4)
+    predicted = Predictor().predict({2: trace}, 4)
+    assert step["seconds"]["rates"] == predicted.rates == "h200"
+    assert step["seconds"]["predicted_attention"][2] == pytest.approx(predicted.attention[2], rel=1e-4)
+    assert step["seconds"]["predicted_rest"][2] == pytest.approx(predicted.rest[2], rel=1e-4)
     parts = [sum(step["seconds"][name][2] for name in ("attention", "waiting", "exchange", "rest"))]
     assert parts == [pytest.approx(trace.pass_seconds, rel=1e-3)]
     assert [(call["part"], len(call["ranks"])) for call in step["calls"]] == [("forward", 4)] * 3 + [
@@ -92,7 +98,9 @@ def test_traces_of_an_earlier_run_are_left_out(tmp_path: Path) -> None:
     found = report(tmp_path)
 
     assert len(found["steps"][0]["work"]) == 2
-    assert found["notes"] == ["1 traces of an earlier run in the same folder are left out."]
+    assert found["notes"] == [
+        "1 traces of an earlier run in the same folder, or of steps that ran again, are left out."
+    ]
 
 
 def test_later_steps_of_an_earlier_run_with_more_ranks_are_left_out(tmp_path: Path) -> None:
@@ -103,7 +111,9 @@ def test_later_steps_of_an_earlier_run_with_more_ranks_are_left_out(tmp_path: Pa
     found = report(tmp_path)
 
     assert [step["label"].split(",")[0] for step in found["steps"]] == ["step 50"]
-    assert found["notes"] == ["6 traces of an earlier run in the same folder are left out."]
+    assert found["notes"] == [
+        "6 traces of an earlier run in the same folder, or of steps that ran again, are left out."
+    ]
 
 
 def test_last_line_that_a_rank_is_writing_is_left_out(tmp_path: Path) -> None:
@@ -128,7 +138,9 @@ def test_micro_batches_of_an_earlier_run_are_left_out(tmp_path: Path) -> None:
     found = report(tmp_path)
 
     assert [step["label"] for step in found["steps"]] == ["step 100, micro-batch 99", "step 200, micro-batch 199"]
-    assert found["notes"] == ["3 traces of an earlier run in the same folder are left out."]
+    assert found["notes"] == [
+        "3 traces of an earlier run in the same folder, or of steps that ran again, are left out."
+    ]
 
 
 @pytest.mark.parametrize("left", [1, 20, 46, 300])
@@ -179,16 +191,72 @@ def test_stages_and_chunks_are_steps_of_their_own(tmp_path: Path) -> None:
     ]
 
 
-def test_servers_have_work_and_no_traces(tmp_path: Path) -> None:
+def test_servers_are_rows_behind_the_trainers(tmp_path: Path) -> None:
+    """Two trainers and servers 0 and 3, of which the second is half as fast and computes for longest."""
+    write_served_run(tmp_path)
+    found = report(tmp_path)
+    step = found["steps"][0]
+
+    assert (step["num_ranks"], step["servers"], step["missing"], found["notes"]) == (2, [0, 3], [], [])
+    assert [len(step["seconds"][name]) for name in ("attention", "waiting", "rest")] == [4] * 3
+    assert {len(call["ranks"]) for call in step["calls"]} == {4}
+    assert [bar["label"] for bar in step["memory"]] == ["rank 0", "rank 1", "server 0", "server 3"]
+    assert step["imbalance"] == pytest.approx(1.0, abs=2e-3)
+    assert ["attention servers (speeds)", "0 (1.00), 3 (0.50)"] in step["facts"]
+    balance, slow, busiest, idlest = step["findings"]
+    assert "the longest time is 1.000 times that of an even split" in balance
+    assert slow.startswith("Trainers wait for server 3: ")
+    assert "It attends at 0.36 times the speed of a trainer, and the plan counts on 0.50" in slow
+    assert busiest.startswith("Server 3 computes and sends for ")
+    assert idlest.startswith("Server 0 computes and sends for ")
+    assert found["summary"][-2] == "Trainers wait for server 3 in 1 of them."
+    assert found["summary"][-1].startswith("Attention servers compute and send for ")
+
+
+def test_trainers_wait_for_a_server_as_long_as_it_computes_longer(tmp_path: Path) -> None:
+    """In forward it does so for 950 microseconds in either layer, in backward for 2375; each trainer waits for 600 and
+    1500 there, and no longer for it."""
+    write_served_run(tmp_path)
+    seconds = report(tmp_path)["steps"][0]["seconds"]
+
+    assert seconds["waiting_for_servers"] == pytest.approx(seconds["waiting"][:2])
+    assert seconds["waiting_for_servers"][0] == pytest.approx(2 * (600 + 1500) / 1e6)
+
+
+def test_missing_server_is_named_and_harms_nothing(tmp_path: Path) -> None:
+    write_served_run(tmp_path)
+    (tmp_path / file_name(3, is_server=True)).unlink()
+    found = report(tmp_path)
+    step = found["steps"][0]
+
+    assert found["notes"][0].startswith("No traces of server 3 (in all steps)")
+    assert "Traces of server 3 are missing." in step["findings"]
+    assert (step["missing"], step["seconds"]["attention"][3]) == ([3], None)
+    assert (len(step["work"]), len(step["seconds"]["attention"])) == (4, 4)
+
+
+def test_servers_without_traces_of_trainers_are_shown(tmp_path: Path) -> None:
+    write_served_run(tmp_path)
     for rank in range(2):
-        trace = made_trace(rank, 2)
-        served = replace(trace, work=(*trace.work, 2.0e8), speeds=(1.0, 1.0, 0.5))
-        (tmp_path / file_name(rank)).write_text(served.line())
+        (tmp_path / file_name(rank)).unlink()
     found = report(tmp_path)
 
-    assert found["steps"][0]["missing"] == []
-    assert found["steps"][0]["imbalance"] == pytest.approx(1.0, abs=2e-3)
-    assert "Attention servers write no traces" in found["notes"][0]
+    assert found["notes"][0].startswith("No traces of rank 0, 1 (in all steps)")
+    assert found["steps"][0]["seconds"]["waiting_for_servers"] == [None, None]
+    assert page_of(read_folder(tmp_path))
+
+
+def test_of_many_ranks_servers_keep_their_rows(tmp_path: Path) -> None:
+    spans = (("wait", 5.0),)
+    call = CallOfRanks(
+        "forward", 0, 0, [(rank, (("wait", float(rank)),) if rank < 100 else spans) for rank in range(130)]
+    )
+    (few,) = chosen_calls([call], num_ranks=100)
+    (fewer,) = chosen_calls([replace(call, ranks=call.ranks[:110])], num_ranks=100)
+
+    shown = [rank for rank, _ in few.ranks]
+    assert (len(shown), sum(rank >= 100 for rank in shown), shown[0]) == (48, 24, 0)
+    assert [rank for rank, _ in fewer.ranks][-10:] == list(range(100, 110))
 
 
 def test_large_run_becomes_a_small_page(tmp_path: Path) -> None:
@@ -272,6 +340,62 @@ def test_rank_that_others_wait_for_is_named_with_the_reason(name: str) -> None:
 def test_nobody_is_named_where_all_wait_alike_or_not_at_all() -> None:
     assert "All ranks wait about as long" in straggler_in_words(EVEN, seconds([0.5] * 4, [0.3] * 4))
     assert "No rank waits for others" in straggler_in_words(EVEN, seconds([0.5] * 4, [0.001] * 4))
+
+
+SERVED_WORK = (4.0e8, 4.0e8, 2.0e8)
+SLOW_SERVERS = {
+    "more work": (
+        SERVED_WORK,
+        (1.0, 1.0, 0.4),
+        [1.0, 1.0, 1.25],
+        [0.2, 0.3],
+        "It has 1.25 times the work of a trainer",
+    ),
+    "slower": (SERVED_WORK, (1.0, 1.0, 0.5), [1.0, 1.0, 1.5], [0.5, 0.5], "at 0.33 times the speed of a trainer"),
+    "sending": (SERVED_WORK, (1.0, 1.0, 0.5), [1.0, 1.0, 0.98], [0.2, 0.2], "the time is that of sending"),
+    "alone": (
+        (0.0, 0.0, 9.0),
+        (0.0, 0.0, 1.0),
+        [0.0, 0.0, 0.9],
+        [0.9, 0.9],
+        "Trainers leave all attention to servers",
+    ),
+}
+
+
+def served_seconds(attention: list[float], waits: list[float]) -> Seconds:
+    exchange = [0.0, 0.0, 0.2 if attention[2] < 1 else 0.0]
+    return Seconds(
+        attention=attention,
+        waiting=[*waits, 0.0],
+        exchange=exchange,
+        rest=[1.0] * 3,
+        step=[2.0] * 3,
+        waiting_for_servers=waits,
+    )
+
+
+@pytest.mark.parametrize("name", SLOW_SERVERS)
+def test_server_that_trainers_wait_for_is_named_with_the_reason(name: str) -> None:
+    work, speeds, attention, waits, reason = SLOW_SERVERS[name]
+    trace = replace(made_trace(0, 2), servers=(3,), work=work, speeds=speeds)
+    sentence = slow_server_in_words(trace, served_seconds(attention, waits))
+
+    assert sentence is not None
+    assert sentence.startswith("Trainers wait for server 3: in attention it computes and sends for ")
+    assert reason in sentence
+
+
+@pytest.mark.parametrize(
+    ("attention", "waits"), [([1.0, 1.0, 1.5], [0.3, 0.0]), ([1.3, 1.0, 1.2], [0.1, 0.2]), ([1.0, 1.0, 1.5], [])]
+)
+def test_no_server_is_named_if_a_trainer_waits_for_none_or_computes_as_long(
+    attention: list[float], waits: list[float]
+) -> None:
+    trace = replace(made_trace(0, 2), servers=(3,), work=SERVED_WORK, speeds=(1.0, 1.0, 0.5))
+    seconds = replace(served_seconds(attention, waits or [0.0, 0.0]), waiting_for_servers=waits)
+
+    assert slow_server_in_words(trace, seconds) is None
 
 
 # --- outputs of other commands

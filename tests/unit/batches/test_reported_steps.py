@@ -3,13 +3,14 @@
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
-from distca_hf.batches.reported_steps import ReportedSteps
+from distca_hf.batches.reported_steps import Predictable, ReportedSteps
 from distca_hf.comm.transport import Transport
 from distca_hf.config import DistCAConfig
-from distca_hf.cost import TokenBytes
+from distca_hf.cost import CAUSAL_LAYERS, CAUSAL_MASK, TokenBytes, causal_pairs
 from distca_hf.kernels.interface import AttentionSpec
 from distca_hf.layout import Layout
 from distca_hf.planning.plan import Plan, plan_in_place
@@ -27,6 +28,7 @@ from distca_hf.traces import RankTrace, Spent, file_name
 
 SPEC = AttentionSpec(scale=0.25)
 LAYERS = 2
+MASKS = ((CAUSAL_MASK, LAYERS),)
 TOKEN_BYTES = TokenBytes(query=64, output=64, key_value=32)
 CUT = plan_in_place(Layout.from_segments([12, 5], [[(0, 0, 9)], [(0, 9, 12), (1, 0, 5)]]))
 MOVED = plan_by_moving(Layout.from_packs([[400], [20, 20]]), head_groups=2, token_bytes=TOKEN_BYTES)
@@ -47,11 +49,11 @@ class Trained:
 
 def train(transport: Transport, plan: Plan, folder: Path, every_steps: int, passes: int = 4) -> Trained:
     """Passes of two layers with their backward, each a step of its own."""
-    steps = ReportedSteps(every_steps, TraceFile(str(folder)), TOKEN_BYTES, LAYERS)
+    steps = ReportedSteps(every_steps, TraceFile(str(folder)), TOKEN_BYTES, MASKS)
     traced = []
     for number in range(passes):
         live = live_plan(transport, plan, number)
-        trace = steps.begin(live, True, lambda: None)
+        trace = steps.begin(live, True, Predictable)
         traced.append(trace is not UNTRACED)
         run_pass(live, plan, trace)
     steps.flush()
@@ -83,6 +85,14 @@ def traces_of(folder: Path, rank: int) -> list[RankTrace]:
     return [RankTrace.read(line, "here") for line in lines]
 
 
+def pairs_of_tasks(trace: RankTrace, plan: Plan) -> float:
+    (kind,) = trace.kinds
+    assert kind.tasks
+    pairs = [causal_pairs(before, before + queries) for queries, before, _ in kind.tasks]
+    shares = [1 / plan.tasks.head_groups if group else 1.0 for *_, group in kind.tasks]
+    return float(np.dot(pairs, shares))
+
+
 def uses_of(call: object) -> list[Spent]:
     return [use for use, _ in call.spans]  # type: ignore[attr-defined]
 
@@ -102,6 +112,7 @@ def test_every_second_step_is_traced_on_all_ranks(plan: Plan, tmp_path: Path) ->
             ]
             assert trace.is_complete
             assert trace.tokens == len(rows_of_rank(plan.layout, rank))
+            assert pairs_of_tasks(trace, plan) == trace.work[rank]
             assert list(trace.work) == (plan.work / plan.tasks.head_groups).tolist()
             assert dict(trace.sent_bytes).get(1 - rank, 0) == between[rank, 1 - rank]
             assert dict(trace.received_bytes).get(1 - rank, 0) == between[1 - rank, rank]
@@ -125,17 +136,17 @@ def test_traces_add_no_exchange(tmp_path: Path) -> None:
 
 def test_passes_that_do_not_train_are_not_traced(tmp_path: Path) -> None:
     def evaluate(transport: Transport) -> bool:
-        steps = ReportedSteps(1, TraceFile(str(tmp_path)), TOKEN_BYTES, LAYERS)
-        return steps.begin(live_plan(transport, CUT, 0), False, lambda: None) is UNTRACED
+        steps = ReportedSteps(1, TraceFile(str(tmp_path)), TOKEN_BYTES, MASKS)
+        return steps.begin(live_plan(transport, CUT, 0), False, Predictable) is UNTRACED
 
     assert run_ranks(2, evaluate) == [True, True]
 
 
 def test_pass_without_backward_is_written_at_the_end_and_marked(tmp_path: Path) -> None:
     def leave(transport: Transport) -> None:
-        steps = ReportedSteps(1, TraceFile(str(tmp_path)), TOKEN_BYTES, LAYERS)
+        steps = ReportedSteps(1, TraceFile(str(tmp_path)), TOKEN_BYTES, MASKS)
         live = live_plan(transport, CUT, 0)
-        live.begin_forward_pass(LAYERS, {}, trace=steps.begin(live, True, lambda: None))
+        live.begin_forward_pass(LAYERS, {}, trace=steps.begin(live, True, Predictable))
         x = torch.randn(len(rows_of_rank(CUT.layout, transport.rank)), 4, 16, requires_grad=True)
         flash_attn(x, x[:, :2].contiguous(), x[:, 2:].contiguous(), SPEC, live.handle, torch.tensor(0))
         steps.flush()
@@ -150,12 +161,12 @@ def test_a_trainer_counts_its_own_steps(tmp_path: Path) -> None:
 
     def accumulate(transport: Transport) -> list[bool]:
         file = TraceFile("")
-        steps = ReportedSteps(2, file, TOKEN_BYTES, LAYERS)
+        steps = ReportedSteps(2, file, TOKEN_BYTES, MASKS)
         traced = []
         for number, step in enumerate((1, 1, 2, 2)):
             file.follow_trainer(str(tmp_path), step)
             live = live_plan(transport, CUT, number)
-            trace = steps.begin(live, True, lambda: None)
+            trace = steps.begin(live, True, Predictable)
             traced.append(trace is not UNTRACED)
             run_pass(live, CUT, trace)
         steps.flush()
@@ -167,9 +178,9 @@ def test_a_trainer_counts_its_own_steps(tmp_path: Path) -> None:
 
 def test_recomputed_calls_are_told_from_first_ones(tmp_path: Path) -> None:
     def checkpointed(transport: Transport) -> None:
-        steps = ReportedSteps(1, TraceFile(str(tmp_path)), TOKEN_BYTES, 1)
+        steps = ReportedSteps(1, TraceFile(str(tmp_path)), TOKEN_BYTES, CAUSAL_LAYERS)
         live = live_plan(transport, CUT, 0)
-        live.begin_forward_pass(1, {}, trace=steps.begin(live, True, lambda: None))
+        live.begin_forward_pass(1, {}, trace=steps.begin(live, True, Predictable))
         x = torch.randn(len(rows_of_rank(CUT.layout, transport.rank)), 4, 16, requires_grad=True)
 
         def attend(x: torch.Tensor) -> torch.Tensor:

@@ -13,6 +13,7 @@ from distca_hf.comm.orders import (
     Kind,
     Order,
     Outbox,
+    PassOrder,
     Phase,
     PlanOrder,
     Sequences,
@@ -54,6 +55,11 @@ def test_calls_are_their_numbers(spec: list[float]) -> None:
     order = CallOrder(1, Phase.BACKWARD, 8, 2, 64, 128, 2, 7, True, tuple(spec))
 
     assert CallOrder.of(order.numbers()) == order
+
+
+@given(st.integers(0, 2**40), st.integers(0, 2**40), st.text("aé0", max_size=20))
+def test_traced_passes_are_their_numbers(plan: int, calls: int, text: str) -> None:
+    assert PassOrder.of(PassOrder(plan, calls, text).numbers()) == PassOrder(plan, calls, text)
 
 
 @given(st.data())

@@ -2,26 +2,30 @@
 
 function matrixPicture(step) {
   const one = step.nodes_sent ? "node" : "rank";
+  const name = (at) => (step.nodes_sent ? `node ${at}` : rankName(step, at));
+  const label = (at) => (step.nodes_sent ? `${at}` : rankLabel(step, at));
   const size = 1 + Math.max(step.nodes_sent ? 0 : step.work.length - 1, ...step.sent.flatMap(([from, to]) => [from, to]));
   const total = sum(step.sent.map(([, , value]) => value));
   const most = Math.max(0, ...step.sent.map(([, , value]) => value));
   const largest = step.sent.find(([, , value]) => value === most);
   const said = step.sent.length === 0 ? `No ${one} sends anything: no document is cut.`
-    : `${bytes(total)} are sent in the forward pass of one layer, keys and values first of all. Most of it from ${one} `
-      + `${largest[0]} to ${one} ${largest[1]}: ${bytes(most)}. ${step.sent.length} of ${size * (size - 1) || 1} pairs `
+    : `${bytes(total)} are sent in the forward pass of one layer, keys and values first of all. Most of it from `
+      + `${name(largest[0])} to ${name(largest[1])}: ${bytes(most)}. ${step.sent.length} of ${size * (size - 1) || 1} pairs `
       + "exchange something.";
   function draw(width, palette) {
     const [left, above] = [44, 40];
     const side = Math.min(width - left - 4, 560, 72 * size);
     const each = side / size;
     const svg = canvas(width, above + side + 40, said);
-    svg.append(words(0, 12, `sending ${one} ↓   receiving ${one} →`, palette.muted));
+    const servers = !step.nodes_sent && step.work.length > step.num_ranks ? "   s: attention server" : "";
+    svg.append(words(0, 12, `sending ${one} ↓   receiving ${one} →${servers}`, palette.muted));
     svg.append(shape("rect", { x: left, y: above, width: side, height: side, fill: "none", stroke: palette.grid }));
     const every = Math.ceil((size * 22) / side);
     for (let at = 0; at < size; at += every) {
       const middle = (at + 0.5) * each;
-      svg.append(words(left + middle, above - 6, `${at}`, palette.muted, { "text-anchor": "middle" }));
-      svg.append(words(left - 6, above + middle + 4, `${at}`, palette.muted, { "text-anchor": "end" }));
+      const short = label(at).replace("server ", "s");
+      svg.append(words(left + middle, above - 6, short, palette.muted, { "text-anchor": "middle" }));
+      svg.append(words(left - 6, above + middle + 4, short, palette.muted, { "text-anchor": "end" }));
     }
     for (const [from, to, value] of step.sent) {
       const box = shape("rect", {
@@ -29,7 +33,7 @@ function matrixPicture(step) {
         width: Math.max(1, each - 0.5).toFixed(1), height: Math.max(1, each - 0.5).toFixed(1),
         fill: palette.local, "fill-opacity": (0.12 + (0.88 * value) / most).toFixed(2),
       });
-      box.append(shape("title", {}, `${one} ${from} to ${one} ${to}: ${bytes(value)}`));
+      box.append(shape("title", {}, `${name(from)} to ${name(to)}: ${bytes(value)}`));
       svg.append(box);
     }
     const y = above + side + 16;
@@ -40,6 +44,6 @@ function matrixPicture(step) {
     svg.append(words(left + 118, y + 11, `up to ${bytes(most)}`, palette.muted));
     return svg;
   }
-  const rows = () => [...step.sent].sort((a, b) => b[2] - a[2]).map(([from, to, value]) => [`${from}`, `${to}`, bytes(value)]);
+  const rows = () => [...step.sent].sort((a, b) => b[2] - a[2]).map(([from, to, value]) => [label(from), label(to), bytes(value)]);
   return picture({ title: "Who sends how much to whom", said, draw, columns: [`from ${one}`, `to ${one}`, "sent"], rows });
 }

@@ -11,15 +11,16 @@ function secondsPicture(step) {
   const columns = parts.map(([name]) => times[name]);
   const ranks = columns[0].map((_, rank) => rank);
   const total = ranks.map((rank) => (columns[0][rank] === null ? null : sum(columns.map((column) => column[rank]))));
-  const expected = predicted && measured ? ranks.map((rank) => (times.predicted_rest[rank] ?? null) === null ? null
-    : times.predicted_attention[rank] + times.predicted_rest[rank]) : [];
+  const expected = predicted && measured ? ranks.map((rank) => [times.predicted_attention, times.predicted_rest].some(
+    (column) => (column[rank] ?? null) === null) ? null : times.predicted_attention[rank] + times.predicted_rest[rank]) : [];
   const known = total.filter((value) => value !== null);
   const longest = total.indexOf(Math.max(...known));
-  const comparison = expected.length && total[longest] ? ` Predicted with the rates of an ${times.rates}: ${duration(expected[longest])}.` : "";
-  const said = `${measured ? "Measured" : `Predicted with the rates of an ${times.rates}, exchanges left out`}: forward and backward of `
-    + `one micro-batch, all layers together. It takes longest on rank ${longest}, ${duration(total[longest])}.${comparison}`
-    + (measured && !predicted ? " Nothing is predicted: there are no rates for this device or model." : "")
-    + (measured ? " All else holds waiting in collectives of FSDP, ZeRO or DDP, too." : "");
+  const comparison = (expected[longest] ?? null) !== null && total[longest] ? ` Predicted with ${times.source}: ${duration(expected[longest])}.` : "";
+  const said = `${measured ? "Measured" : `Predicted with ${times.source}, exchanges left out`}: forward and backward of `
+    + `one micro-batch, all layers together. It takes longest on ${rankName(step, longest)}, ${duration(total[longest])}.${comparison}`
+    + (measured && !predicted ? " Nothing is predicted: there is no profile of this device, or the model is not known." : "")
+    + (measured ? " All else holds waiting in collectives of FSDP, ZeRO or DDP, too." : "")
+    + (measured && step.servers.length ? " Of an attention server it is the time between its calls." : "");
   function draw(width, palette) {
     const most = 1.08 * Math.max(...known, ...expected.filter((value) => value !== null));
     const svg = canvas(width, 10, said);
@@ -35,7 +36,7 @@ function secondsPicture(step) {
     const top = legend(svg, width, entries, palette);
     const height = 240;
     columnsOf(svg, {
-      top, width, height, labels: ranks.map(String), axis: "rank", most, palette, marks, format: duration,
+      top, width, height, labels: ranks.map((rank) => rankLabel(step, rank)), axis: "rank", most, palette, marks, format: duration,
       stacks: parts.map(([name, text]) => ({ name: text, fill: fills[name], values: times[name] })),
     });
     svg.setAttribute("height", top + height + 4);
@@ -44,8 +45,9 @@ function secondsPicture(step) {
   }
   const shown = [...parts.map(([name, text]) => [name, text]),
     ...(expected.length ? [["predicted_attention", "attention, predicted"], ["predicted_rest", "all else, predicted"]] : []),
+    ...(times.waiting_for_servers.length ? [["waiting_for_servers", "of it for servers, at most"]] : []),
     ...(measured ? [["step", "until the next micro-batch"]] : [])];
-  const rows = () => ranks.map((rank) => [`${rank}`, ...shown.map(([name]) => duration(times[name][rank] ?? null))]);
+  const rows = () => ranks.map((rank) => [rankLabel(step, rank), ...shown.map(([name]) => duration(times[name][rank] ?? null))]);
   return picture({ title: measured ? "Predicted and measured seconds" : "Predicted seconds", said, draw,
     columns: ["rank", ...shown.map(([, text]) => text)], rows });
 }

@@ -18,11 +18,11 @@ function timelinePicture(step) {
   const sentence = (call) => {
     const ranks = called(call);
     const [rank, us, waited] = ranks.reduce((most, next) => (next[2] > most[2] ? next : most));
-    return `${capital(callName(call))}: rank ${rank} waits longest, ${duration(waited / 1e6)} of ${duration(us / 1e6)}`;
+    return `${capital(callName(call))}: ${rankName(step, rank)} waits longest, ${duration(waited / 1e6)} of ${duration(us / 1e6)}`;
   };
   const said = "Time within one attention call. Each rank's row begins with its own call: clocks of ranks are not "
     + "compared. While own keys are computed the exchange is under way; waiting begins where rows have not arrived by "
-    + "then. Layers in which ranks wait longest are listed first.";
+    + `then. Layers in which ranks wait longest are listed first.${step.servers.length ? " An attention server has no own keys." : ""}`;
   function draw(width, palette) {
     const call = now();
     const svg = canvas(width, 10, sentence(call));
@@ -31,7 +31,7 @@ function timelinePicture(step) {
     const entries = Object.entries(USES).map(([use, name]) => [name, fills[use]]);
     const top = legend(svg, width, [...entries, [UNDER_WAY, palette.text]], palette);
     saidNow.textContent = `${sentence(call)}.`;
-    const [left, each] = [56, call.ranks.length > 24 ? 13 : 20];
+    const [left, each] = [step.servers.length ? 68 : 56, call.ranks.length > 24 ? 13 : 20];
     const most = Math.max(...called(call).map(([, us]) => us));
     const x = (us) => left + (us * (width - left - 4)) / most;
     const bottom = top + each * call.ranks.length;
@@ -41,12 +41,12 @@ function timelinePicture(step) {
     }
     call.ranks.forEach(([rank, spans], row) => {
       const y = top + row * each;
-      svg.append(words(left - 6, y + each - 4, `rank ${rank}`, palette.muted, { "text-anchor": "end", "font-size": each > 15 ? 12 : 10 }));
+      svg.append(words(left - 6, y + each - 4, rankName(step, rank), palette.muted, { "text-anchor": "end", "font-size": each > 15 ? 12 : 10 }));
       let [at, leftAt] = [0, 0];
       for (const [use, us] of spans) {
         const box = shape("rect", { x: x(at).toFixed(1), y: y + 1, width: Math.max(0.3, x(at + us) - x(at)).toFixed(1),
           height: each - 4, fill: fills[use] });
-        box.append(shape("title", {}, `rank ${rank}: ${USES[use]}, ${duration(us / 1e6)}`));
+        box.append(shape("title", {}, `${rankName(step, rank)}: ${USES[use]}, ${duration(us / 1e6)}`));
         svg.append(box);
         at += us;
         if (use === "send") leftAt = at;
@@ -62,7 +62,7 @@ function timelinePicture(step) {
   }
   const label = element("p", {}, element("label", { for: "call" }, "Call: "), choose);
   const saidNow = element("p", { "aria-live": "polite" });
-  const rows = () => step.calls.flatMap((call) => call.ranks.map(([rank, spans]) => [callName(call), `${rank}`,
+  const rows = () => step.calls.flatMap((call) => call.ranks.map(([rank, spans]) => [callName(call), rankLabel(step, rank),
     ...Object.keys(USES).map((use) => sum(spans.filter(([name]) => name === use).map(([, us]) => us)))]));
   const made = picture({ title: "One layer, from within", said, draw, controls: [label, saidNow],
     named: () => sentence(now()),

@@ -6,11 +6,11 @@ function workPicture(step) {
     return work.map((value) => (mean ? value / mean : 0));
   };
   const [before, after] = [overMean(step.work_before), overMean(step.work)];
-  const labels = (work) => work.map((_, rank) => (rank < step.num_ranks ? `${rank}` : `server ${rank - step.num_ranks}`));
+  const labels = (work) => work.map((_, rank) => rankLabel(step, rank));
   const busiest = (work) => work.indexOf(Math.max(...work));
   const said = `Attended pairs of each rank over the mean of all. With ${step.before} rank ${busiest(before)} has `
-    + `${ratio(Math.max(...before))} times the mean, and the others wait for it. ${capital(step.after)}: rank `
-    + `${busiest(after)} has ${ratio(Math.max(...after))} times.`;
+    + `${ratio(Math.max(...before))} times the mean, and the others wait for it. ${capital(step.after)}: `
+    + `${rankName(step, busiest(after))} has ${ratio(Math.max(...after))} times.`;
   function draw(width, palette) {
     const most = 1.08 * Math.max(1.2, ...before, ...after);
     const height = 170;

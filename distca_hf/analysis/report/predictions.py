@@ -1,0 +1,196 @@
+"""Predictions: seconds of every rank in a micro-batch, from the measured profile of its GPU.
+
+    tasks of a rank, by kind of layers ── kernel times of the profile ── attention
+    tokens of a rank                   ── layer times of the profile  ── all else
+
+These are the costs of `distca simulate`, without exchanges and collectives. Where there is no profile of a GPU, rates
+of an H200 make an estimate, and the report says so.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from distca_hf.analysis.profiles.cluster_profile import ClusterProfile
+from distca_hf.analysis.profiles.curves import FloatArray, Notes
+from distca_hf.analysis.profiles.shipped import profile_of_device
+from distca_hf.analysis.report.figures import OfRanks
+from distca_hf.analysis.request import ModelSize
+from distca_hf.analysis.simulate.costs import Costs
+from distca_hf.analysis.simulate.model import SimulatedModel
+from distca_hf.cost import CAUSAL_MASK, Heads, Mask
+from distca_hf.errors import ConfigError
+from distca_hf.traces import HeadSizes, LayersTrace, ModelSizes, RankTrace
+
+
+class Predicted(NamedTuple):
+    """Predicted seconds of a micro-batch.
+
+    Attributes:
+        rates: name of the profile, or the GPU whose rates were taken; several have commas between them.
+        source: the same in words.
+        attention, rest: `[ranks]` seconds of attention, and of all else but the optimizer and collectives; None where
+            they are not known.
+    """
+
+    rates: str = ""
+    source: str = ""
+    attention: OfRanks = ()
+    rest: OfRanks = ()
+
+
+class _Part(NamedTuple):
+    """Predicted seconds of ranks whose GPU is the same."""
+
+    rates: str
+    source: str
+    attention: OfRanks
+    rest: OfRanks
+
+
+@dataclass
+class Predictor:
+    """Predicts the micro-batches of a run.
+
+    Args:
+        named: profile for all ranks; None: that of the setting `kernel_times` where it is of a rank's GPU, else the
+            shipped one of this GPU.
+
+    Attributes:
+        notes: everything that was taken from outside of measured sizes, or of other heads.
+        unread: why files of the setting cannot be read.
+    """
+
+    named: ClusterProfile | None = None
+    notes: Notes = field(default_factory=Notes)
+    unread: dict[str, None] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._shipped, self._loaded = cache(profile_of_device), cache(self._load)
+        self._made: dict[tuple[str, ModelSizes, HeadSizes], Costs] = {}
+
+    def predict(self, of_ranks: Mapping[int, RankTrace], num_ranks: int) -> Predicted:
+        """Returns predicted seconds of one micro-batch; nothing where there is nothing to predict from.
+
+        Args:
+            of_ranks: traces by rank, attention servers behind the others; some may be missing.
+            num_ranks: all of them.
+        """
+        by_gpu: dict[tuple[str, str], list[RankTrace]] = {}
+        for trace in of_ranks.values():
+            by_gpu.setdefault((trace.device, trace.profile), []).append(trace)
+        attention: list[float | None] = [None] * num_ranks
+        rest = list(attention)
+        names, sources = dict[str, None](), dict[str, None]()
+        for traces in by_gpu.values():
+            part = self._part(traces)
+            if part is None:
+                continue
+            names[part.rates] = sources[part.source] = None
+            for trace, of_attention, of_rest in zip(traces, part.attention, part.rest, strict=True):
+                attention[trace.rank], rest[trace.rank] = of_attention, of_rest
+        return Predicted(", ".join(names), "; ".join(sources), attention, rest) if names else Predicted()
+
+    def lines(self) -> list[str]:
+        """Returns sentences about what was not measured as it is asked for."""
+        return [*self.unread, *(f"Predicted seconds: {line}." for line in self.notes.lines())]
+
+    def _part(self, traces: Sequence[RankTrace]) -> _Part | None:
+        """Returns predicted seconds of ranks with one kind of GPU."""
+        profile, model, costs = self._profile_of(traces[0]), traces[0].model, traces[0].costs
+        if profile is not None and model is not None and model.heads:
+            words = f"the measured profile {profile.source} of {profile.made.device}"
+            return _Part(
+                profile.source,
+                words,
+                self._attention(profile, model, traces),
+                _rest(self._costs(profile, model, model.heads[0]), model, traces),
+            )
+        if costs is None:
+            return None
+        pair_seconds = costs.pair_forward_seconds + costs.pair_backward_seconds
+        device = traces[0].device
+        known = (
+            "sizes of the model are not known" if profile is not None else f"there is no measured profile of {device}"
+        )
+        return _Part(
+            costs.rates,
+            f"the rates of an {costs.rates}, an estimate: {known}",
+            [trace.work[trace.rank] * pair_seconds for trace in traces],
+            [trace.tokens * costs.token_seconds for trace in traces],
+        )
+
+    def _profile_of(self, trace: RankTrace) -> ClusterProfile | None:
+        """Returns the profile to predict a rank from."""
+        if self.named is not None:
+            return self.named
+        set_in_run = self._loaded(trace.profile) if trace.profile else None
+        if set_in_run is not None and set_in_run.made.device == trace.device:
+            return set_in_run
+        return self._shipped(trace.device)
+
+    def _load(self, path: str) -> ClusterProfile | None:
+        """Returns the profile in a file; None, with a note, if it cannot be read here."""
+        try:
+            return ClusterProfile.load(Path(path))
+        except ConfigError as error:
+            self.unread[f"The file of the setting kernel_times is no profile to predict from: {error}."] = None
+            return None
+
+    def _attention(self, profile: ClusterProfile, model: ModelSizes, traces: Sequence[RankTrace]) -> OfRanks:
+        """Returns `[traces]` seconds of attention in all layers; None where tasks are not known."""
+        total = np.zeros(len(traces))
+        for kinds in zip(*(trace.kinds for trace in traces), strict=False):
+            window = kinds[0].window_tokens
+            heads = next((heads for heads in model.heads if heads.window_tokens == window), model.heads[0])
+            is_full = not window or window >= traces[0].longest_document_tokens
+            seconds = _of_kind(
+                self._costs(profile, model, heads), kinds, CAUSAL_MASK if is_full else Mask(window), model
+            )
+            total += kinds[0].layers * seconds
+        return [None if np.isnan(one) else float(one) for one in total]
+
+    def _costs(self, profile: ClusterProfile, model: ModelSizes, heads: HeadSizes) -> Costs:
+        """Returns the costs of layers with these heads."""
+        key = profile.source, model, heads
+        if key in self._made:
+            return self._made[key]
+        size = ModelSize(
+            layers=model.layers,
+            hidden_size=model.hidden_size,
+            vocabulary=round(model.head_weights / model.hidden_size),
+            parameters=model.layer_weights + model.head_weights,
+            layer_parameters=model.layer_weights,
+            embedding_parameters=model.head_weights,
+        )
+        of_layer = Heads(heads.query, heads.key_value, heads.dim, heads.value_dim, heads.groups)
+        simulated = SimulatedModel("", of_layer, size, ())
+        self._made[key] = costs = Costs(profile, simulated, model.liger, self.notes, model.tensor_ranks)
+        return costs
+
+
+def _of_kind(costs: Costs, kinds: Sequence[LayersTrace], mask: Mask, model: ModelSizes) -> FloatArray:
+    """Returns `[traces]` seconds of attention in a layer of one kind; NaN where its tasks are not known."""
+    seconds = np.array([np.nan if kind.tasks is None else 0.0 for kind in kinds])
+    rows = [(place, *task) for place, kind in enumerate(kinds) for task in kind.tasks or ()]
+    places, queries, before, groups = np.array(rows, dtype=np.int64).reshape(-1, 4).T
+    for group in (False, True):
+        chosen = groups == group
+        if chosen.any():
+            passes = costs.attention(queries[chosen], before[chosen], mask, group)
+            of_tasks = passes.forward * (1 + model.recomputes_attention) + passes.backward
+            seconds += np.bincount(places[chosen], of_tasks, minlength=len(kinds))
+    return seconds
+
+
+def _rest(costs: Costs, model: ModelSizes, traces: Sequence[RankTrace]) -> OfRanks:
+    """Returns `[traces]` seconds of layers without attention, and of the head."""
+    tokens = np.array([trace.tokens for trace in traces], dtype=np.int64)
+    layer = costs.layer(tokens)
+    of_layer = layer.kept + layer.backward * model.backward_share + layer.forward * model.recomputes_layers
+    rest: list[float] = (of_layer * model.layers + costs.head_seconds(tokens)).tolist()
+    return rest

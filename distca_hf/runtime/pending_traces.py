@@ -1,0 +1,170 @@
+"""Pending traces: traces of passes whose calls are still being made, or which the device has not come to the end of.
+Ranks that train and attention servers write them alike.
+
+Nothing waits for the device, until training has ended.
+"""
+
+import resource
+import time
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from os import sysconf
+
+import torch
+
+from distca_hf.arrays import IntArray
+from distca_hf.cost import TokenBytes
+from distca_hf.runtime.device_routing import DeviceRankPlan
+from distca_hf.runtime.pass_trace import NotedPass
+from distca_hf.telemetry import OF_THIS_RANK, get_logger
+from distca_hf.trace_file import TraceFile
+from distca_hf.traces import LayersTrace, MemoryUse, RankTrace
+
+
+log = get_logger(__name__)
+
+# Seconds in which a training that has ended waits for its device to pass the last traces.
+LAST_WAIT_SECONDS = 10.0
+# Passes that wait for their backward. Some never get one; of a pipeline there are as many as micro-batches in a step.
+MOST_PENDING = 64
+
+RankBytes = tuple[tuple[int, int], ...]  # (rank, bytes)
+Bytes = defaultdict[int, float]  # by rank
+
+
+@dataclass(eq=False)
+class Pending:
+    """A traced pass that is not written yet.
+
+    Attributes:
+        trace: all that is known of it when it begins.
+        noted: moments.
+        device: of the model.
+        number: of this rank in the job, or of this attention server.
+        began: seconds of the host's clock.
+        step_seconds: until the next pass began; None before.
+    """
+
+    trace: RankTrace
+    noted: NotedPass
+    device: torch.device
+    number: int
+    began: float
+    step_seconds: float | None = None
+
+    def completed(self) -> RankTrace:
+        """Returns the trace with its calls; the device has passed all moments."""
+        return replace(
+            self.trace,
+            calls=self.noted.calls(),
+            pass_seconds=self.noted.seconds,
+            step_seconds=self.step_seconds,
+            is_complete=self.noted.is_complete,
+            memory=memory_of(self.device),
+        )
+
+
+class PendingTraces:
+    """Traced passes that are not written yet."""
+
+    def __init__(self) -> None:
+        self._pending: list[tuple[TraceFile, Pending]] = []
+
+    def add(self, file: TraceFile, pending: Pending) -> None:
+        """Adds a pass that begins, and the file that takes its trace."""
+        self._pending.append((file, pending))
+
+    def write_complete(self) -> None:
+        """Writes passes whose backward has ended on the device; and the oldest, where none ever will."""
+        complete = [one for one in self._pending if one[1].noted.is_complete]
+        if len(self._pending) - len(complete) > MOST_PENDING:
+            complete += [one for one in self._pending[:1] if one[1].noted.has_passed]
+        self._write(complete)
+
+    def drop_incomplete(self) -> None:
+        """Drops passes whose backward has not made all its calls."""
+        self._pending = [one for one in self._pending if one[1].noted.has_all_calls]
+
+    def flush(self) -> None:
+        """Writes all that is left, when training has ended. Waits a little for the device, and for no other rank."""
+        deadline = time.monotonic() + LAST_WAIT_SECONDS
+        while self._pending and time.monotonic() < deadline:
+            self._write([one for one in self._pending if one[1].noted.has_passed])
+            if self._pending:
+                time.sleep(0.01)
+        if self._pending:
+            log.warning(
+                "the traces of %d passes are left out: the device has not come to their end after %.0f s",
+                *(len(self._pending), LAST_WAIT_SECONDS),
+                extra=OF_THIS_RANK,
+            )
+            self._pending.clear()
+
+    def _write(self, complete: Sequence[tuple[TraceFile, Pending]]) -> None:
+        for file, pending in complete:
+            file.write(pending.number, pending.completed())
+            self._pending.remove((file, pending))
+
+
+def bytes_of_layer(
+    plans: Iterable[DeviceRankPlan], kinds: Sequence[LayersTrace], token_bytes: TokenBytes
+) -> tuple[RankBytes, RankBytes]:
+    """Returns (rank, bytes) that this rank sends and receives in the forward pass of one layer, mean over kinds of
+    layers.
+
+    Args:
+        plans: of this rank, by kind.
+        kinds: of the layers.
+        token_bytes: of the model.
+    """
+    sent, received = Bytes(float), Bytes(float)
+    total = sum(kind.layers for kind in kinds) or 1  # a stage of a pipeline may have none that attend
+    for plan in plans:
+        layers = [kind.layers for kind in kinds if is_routed_by(kind, plan)]
+        share = sum(layers) / total
+        if share:
+            _add_bytes(sent, received, plan, share, token_bytes)
+    return _rounded(sent), _rounded(received)
+
+
+def is_routed_by(kind: LayersTrace, plan: DeviceRankPlan) -> bool:
+    """Returns whether layers follow a routing: a window as long as all documents is none."""
+    window = 0 if kind.window_tokens >= plan.facts.longest_document_tokens else kind.window_tokens
+    return window == (plan.facts.window_tokens or 0)
+
+
+def _add_bytes(sent: Bytes, received: Bytes, plan: DeviceRankPlan, share: float, token_bytes: TokenBytes) -> None:
+    """Adds the bytes of one layer of a kind, weighted by its share of all layers: keys and values, queries that move,
+    and outputs, which go the other way."""
+    weight = share / plan.forward.rows_per_token
+    for chunk in plan.forward.chunks:
+        ways = (chunk.keys, token_bytes.key_value, 0), (chunk.queries, token_bytes.query, token_bytes.output)
+        for splits, out_bytes, back_bytes in ways:
+            for rank, (leaving, coming) in enumerate(zip(splits.send_counts, splits.receive_counts, strict=True)):
+                if leaving or coming:
+                    sent[rank] += weight * (leaving * out_bytes + coming * back_bytes)
+                    received[rank] += weight * (coming * out_bytes + leaving * back_bytes)
+
+
+def tasks_of(tasks: IntArray) -> tuple[tuple[int, int, int], ...]:
+    """Returns `[tasks, 3]` tasks of a `DeviceRankPlan` for a trace."""
+    return tuple((queries, before, group) for queries, before, group in tasks.tolist())
+
+
+def _rounded(of_ranks: Bytes) -> RankBytes:
+    return tuple((rank, round(of_ranks[rank])) for rank in sorted(of_ranks) if of_ranks[rank])
+
+
+def device_name(device: torch.device) -> str:
+    """Returns the name of a GPU, or the kind of another device."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+
+
+def memory_of(device: torch.device) -> MemoryUse:
+    """Returns the memory of this rank: of its GPU, as torch counts it, or of its process. Does not wait."""
+    if device.type == "cuda":
+        total = torch.cuda.get_device_properties(device).total_memory
+        return MemoryUse("GPU", torch.cuda.max_memory_allocated(device), torch.cuda.memory_reserved(device), total)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return MemoryUse("process", peak, peak, sysconf("SC_PAGE_SIZE") * sysconf("SC_PHYS_PAGES"))
