@@ -16,6 +16,7 @@ from distca_hf.config import DistCAConfig, Residency
 from distca_hf.layout import Layout
 from distca_hf.planning.plan import Plan, plan_in_place
 from distca_hf.planning.served import Servers, plan_served, plan_to_integers
+from distca_hf.runtime.served_traces import ServedTraces
 from distca_hf.runtime.service import Service
 from distca_hf.testing import run_ranks
 from support.layouts import random_layout, random_plan, striped_layout
@@ -103,7 +104,7 @@ def test_orders_tell_servers_of_sinks(keeps: bool) -> None:
         if transport.rank == 0:
             return compare(case, transport)
         config = DistCAConfig(kernel="reference", kv_residency=residency)
-        service = Service(transport, config, CPU, lambda reading: None, Stopwatch(CPU))  # type: ignore[arg-type]
+        service = Service(transport, config, CPU, lambda reading: None, Stopwatch(CPU), ServedTraces(0, CPU))  # type: ignore[arg-type]
         service.take_plan(PlanOrder(1, 1, 0, 1, plan.fingerprint, integers))
         shapes = heads, kv_heads, dim, value_dim, DTYPES.index(torch.float64)
         for phase in Phase:
