@@ -114,8 +114,8 @@ def read_measured(path: Path) -> list[MeasuredRow]:
 
 def with_links(profile: ClusterProfile, path: Path, gpus: int, gpu: str) -> ClusterProfile:
     """Returns a profile whose slow links exchange as fast as was measured between so many GPUs of a kind. An
-    all-to-all between four of them is faster than between two, where the host's memory carries it. Two of them are as
-    each GPU and the next one.
+    all-to-all between four of them is faster than between two, where the host's memory carries it. A GPU and the next
+    one exchange as fast as two GPUs alone.
 
     Args:
         path: of measured rows; it has these rates, too.
