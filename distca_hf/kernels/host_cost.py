@@ -1,4 +1,5 @@
-"""Calls that cost the host little: views of rows, and launches of Triton kernels. Each layer makes many of them.
+"""Calls that cost the host little: views of rows, launches of Triton kernels, and steps that are prepared once for
+layers that are alike. Each layer makes many of them.
 
 **Views** cost microseconds, so one is made only where something is left out. All are made by `as_strided`. Kernel
 functions fill the processor's caches. Behind one, a function of torch that was just used takes half the time of
@@ -27,6 +28,12 @@ from distca_hf.torch_private import current_stream
 ALIGNMENT = 16
 # Metadata for Triton's hooks, and the hooks before and after a launch.
 _NO_HOOKS = None, None, None
+
+
+# Steps prepared for tensors of one device, dtype, shape and strides (`kernels.rows`). The first one copies rows of one
+# index, of sources and targets; the second one merges rows from one place on, of the tensors of `merge`.
+RowCopy = Callable[[Sequence[torch.Tensor], Sequence[torch.Tensor]], None]
+RowMerge = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], None]
 
 
 class CompiledKernel(Protocol):
@@ -68,25 +75,36 @@ class Launch:
         numbers: tuple[int, ...] = (),
     ) -> None:
         """Launches `[rows, blocks]` programs on the current stream; the first launch compiles."""
-        others = *numbers, *self._constants
-        addresses, bits = [], 0
-        for x in tensors:
-            address = x.data_ptr()
-            addresses.append(address)
-            bits |= address
-        if bits % ALIGNMENT:  # rare: views of single heads
-            self._kernel[rows, blocks, 1](*tensors, *index, *others)
-            return
-        if self._run is None:
-            compiled = self._kernel[rows, blocks, 1](*tensors, *index, *others)
-            with suppress(AttributeError):  # another Triton: its own launch, slower, each time
-                self._of_launch = compiled.function, compiled.packed_metadata, *_NO_HOOKS
-                self._run = compiled.run
-            return
-        for x in index:
-            addresses.append(x.data_ptr())
-        # Addresses, because Triton asks the driver of each tensor whether it is on the device.
-        self._run(rows, blocks, 1, current_stream(self._device), *self._of_launch, *addresses, *others)
+        self.prepared(rows, blocks, index, numbers)(*tensors)
+
+    def prepared(
+        self, rows: int, blocks: int, index: Sequence[torch.Tensor] = (), numbers: tuple[int, ...] = ()
+    ) -> Callable[..., None]:
+        """Returns a function of tensors that launches with these other arguments."""
+        device, others = self._device, (*numbers, *self._constants)
+        last = *[x.data_ptr() for x in index], *others
+
+        def launch(*tensors: torch.Tensor) -> None:
+            addresses, bits = [], 0
+            for x in tensors:
+                address = x.data_ptr()
+                addresses.append(address)
+                bits |= address
+            if bits % ALIGNMENT:  # rare: views of single heads
+                self._kernel[rows, blocks, 1](*tensors, *index, *others)
+            elif self._run is None:
+                self._note(self._kernel[rows, blocks, 1](*tensors, *index, *others))
+            else:
+                # Addresses, because Triton asks the driver of each tensor whether it is on the device.
+                self._run(rows, blocks, 1, current_stream(device), *self._of_launch, *addresses, *last)
+
+        return launch
+
+    def _note(self, compiled: CompiledKernel) -> None:
+        """Notes how the kernel is launched once it is compiled."""
+        with suppress(AttributeError):  # another Triton: its own launch, slower, each time
+            self._of_launch = compiled.function, compiled.packed_metadata, *_NO_HOOKS
+            self._run = compiled.run
 
 
 def some_rows(x: torch.Tensor, rows: slice) -> torch.Tensor:
@@ -105,6 +123,15 @@ def transposed(x: torch.Tensor) -> torch.Tensor:
     """Returns `x.t()` of `[rows, columns]`."""
     (rows, columns), (of_row, of_column) = x.shape, x.stride()
     return x.as_strided((columns, rows), (of_column, of_row))
+
+
+def view_of(part: torch.Tensor, whole: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Returns a function that gets tensors like `whole`, in shape and strides, and returns the part of each that
+    `part` is of `whole`."""
+    if part is whole:
+        return lambda x: x
+    shape, strides, first = part.shape, part.stride(), part.storage_offset() - whole.storage_offset()
+    return lambda x: x.as_strided(shape, strides, x.storage_offset() + first)
 
 
 # Shape of one row of a tensor, strides of the tensor, dtype: alike from layer to layer and from batch to batch.

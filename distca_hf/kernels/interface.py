@@ -220,12 +220,20 @@ def empty_outputs(q_TNH: torch.Tensor, v_SGV: torch.Tensor) -> Outputs:
     return q_TNH.new_empty((rows, heads, v_SGV.shape[2])), lse_NT
 
 
-def empty_layer_outputs(q_TNH: torch.Tensor, v_SGV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns room for the results of a layer: `[T, N, V]` output and `[T, N]` log-sum-exp."""
+def empty_layer_outputs(
+    q_TNH: torch.Tensor, v_SGV: torch.Tensor, head_by_head: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns room for the results of a layer: `[T, N, V]` output and `[T, N]` log-sum-exp.
+
+    Args:
+        head_by_head: the log-sum-exp is `[N, T]` in memory, as kernels write and read it; where rows of it are sent,
+            the heads of a row have to follow each other.
+    """
     rows, heads, _ = q_TNH.shape
     dtype, device = q_TNH.dtype, q_TNH.device
+    strides = (1, max(1, rows)) if head_by_head else (heads, 1)
     out_TNV = torch.empty((rows, heads, v_SGV.shape[2]), dtype=dtype, device=device)
-    return out_TNV, torch.empty((rows, heads), dtype=accumulation_dtype(dtype), device=device)
+    return out_TNV, torch.empty_strided((rows, heads), strides, dtype=accumulation_dtype(dtype), device=device)
 
 
 def _put(result: torch.Tensor, target: torch.Tensor | None) -> torch.Tensor:

@@ -10,7 +10,7 @@ from functools import cached_property
 
 import torch
 
-from distca_hf.kernels.host_cost import kinds_of_rows, widths_of_parts
+from distca_hf.kernels.host_cost import RowCopy, RowMerge, kinds_of_rows, widths_of_parts
 from distca_hf.kernels.interface import accumulation_dtype, has_fused_kernels
 
 
@@ -29,24 +29,42 @@ def copy_rows(
         ValueError: there are more rows than places or fewer, or others: another shape (side by side: width) or
             dtype; or neither is given.
     """
+    row_copy(sources, rows, targets, places)(sources, targets)
+
+
+def row_copy(
+    sources: Sequence[torch.Tensor],
+    rows: torch.Tensor | None,
+    targets: Sequence[torch.Tensor],
+    places: torch.Tensor | None,
+) -> RowCopy:
+    """Returns a function that does `copy_rows` with this index. Tensors that it gets must be like these in device,
+    dtype, shape and strides: it does not look at them again, which costs the host more than the copy.
+
+    Raises:
+        ValueError: as `copy_rows`.
+    """
     if rows is None and places is None:
         raise ValueError("neither rows nor places were given: copy whole tensors with copy_")
     count = _count(sources, rows)
     if count != _count(targets, places):
         raise ValueError(f"cannot copy {count} rows to {_count(targets, places)} places")
     if targets[0].is_cuda:
-        from distca_hf.kernels.rows_triton import copy_rows_on_gpu
+        from distca_hf.kernels.rows_triton import row_copy_on_gpu
 
-        copy_rows_on_gpu(sources, rows, targets, places, count)
-        return
+        return row_copy_on_gpu(sources, rows, targets, places, count)
     # On a CPU each part is copied by itself: keys into the left columns of rows, values into the right ones.
     widths = widths_of_parts(kinds_of_rows(sources), kinds_of_rows(targets))
-    for source, target in zip(_parts(sources, widths), _parts(targets, widths), strict=True):
-        chosen = (source if rows is None else source.index_select(0, rows)).reshape(count, *target.shape[1:])
-        if places is None:
-            target.copy_(chosen)
-        else:
-            target.index_copy_(0, places, chosen)
+
+    def copy(sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> None:
+        for source, target in zip(_parts(sources, widths), _parts(targets, widths), strict=True):
+            chosen = (source if rows is None else source.index_select(0, rows)).reshape(count, *target.shape[1:])
+            if places is None:
+                target.copy_(chosen)
+            else:
+                target.index_copy_(0, places, chosen)
+
+    return copy
 
 
 def _count(tensors: Sequence[torch.Tensor], chosen: torch.Tensor | None) -> int:
@@ -129,22 +147,43 @@ def merge(
     """Adds attention over other keys to that over some (`out` and `lse`, in place), for R rows from `start` on. Sums
     are in the dtype of the log-sum-exps: max(fp32, dtype).
 
-    Rows may lie apart; heads and values of a row follow each other, and so do rows of `other_lse`, which is as kernels
-    return it.
+    Rows may lie apart; heads and values of a row of outputs follow each other, and so do rows of `other_lse`, which is
+    as kernels return it.
 
     Raises:
         ValueError: there are fewer rows to add to.
+    """
+    row_merge(out_TNV, lse_TN, other_out_RNV, other_lse_NR, start)(out_TNV, lse_TN, other_out_RNV, other_lse_NR)
+
+
+def row_merge(
+    out_TNV: torch.Tensor,
+    lse_TN: torch.Tensor,
+    other_out_RNV: torch.Tensor,
+    other_lse_NR: torch.Tensor,
+    start: int,
+) -> RowMerge:
+    """Returns a function that does `merge` from this row on. Tensors that it gets must be like these in device, dtype,
+    shape and strides: it does not look at them again.
+
+    Raises:
+        ValueError: as `merge`.
     """
     stop = start + other_out_RNV.shape[0]
     if stop > out_TNV.shape[0]:
         raise ValueError(f"cannot add attention of rows {start} to {stop} to that of {out_TNV.shape[0]} rows")
     if has_fused_kernels(out_TNV):
-        from distca_hf.kernels.rows_triton import merge_on_gpu
+        from distca_hf.kernels.rows_triton import row_merge_on_gpu
 
-        merge_on_gpu(out_TNV, lse_TN, other_out_RNV, other_lse_NR, start)
-        return
+        return row_merge_on_gpu(out_TNV, lse_TN, other_out_RNV, other_lse_NR, start)
+    return lambda out, lse, other_out, other_lse: _merge(out[start:stop], lse[start:stop], other_out, other_lse.t())
+
+
+def _merge(
+    out_RNV: torch.Tensor, lse_RN: torch.Tensor, other_out_RNV: torch.Tensor, other_lse_RN: torch.Tensor
+) -> None:
+    """Does `merge` for all rows, step by step."""
     # Shares of both in the softmax over all keys: exp(lse - total) and exp(other - total), which add up to one.
-    out_RNV, lse_RN, other_lse_RN = out_TNV[start:stop], lse_TN[start:stop], other_lse_NR.t()
     total = torch.logaddexp(lse_RN, other_lse_RN)
     share, other_share = (x.sub(total).exp().unsqueeze(-1) for x in (lse_RN, other_lse_RN))
     out_RNV.copy_(share * out_RNV + other_share * other_out_RNV)

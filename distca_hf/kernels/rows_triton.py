@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from distca_hf.arrays import ceil_div
-from distca_hf.kernels.host_cost import KindOfRows, Launch, kinds_of_rows, widths_of_parts
+from distca_hf.kernels.host_cost import KindOfRows, Launch, RowCopy, RowMerge, kinds_of_rows, widths_of_parts
 
 
 # Most elements, and most heads, of a row that one program holds in registers. Triton starts 128 threads for each, so
@@ -68,22 +68,24 @@ def _copy_row(  # type: ignore[no-untyped-def]
         _copy_block(from_row, to_row, block - tl.cdiv(WIDTH, BLOCK), OTHER_WIDTH, BLOCK)
 
 
-def copy_rows_on_gpu(
+def row_copy_on_gpu(
     sources: Sequence[torch.Tensor],
     rows: torch.Tensor | None,
     targets: Sequence[torch.Tensor],
     places: torch.Tensor | None,
     count: int,
-) -> None:
-    """Does `copy_rows` for `count` rows."""
+) -> RowCopy:
+    """Does `row_copy` for `count` rows."""
     any_rows, any_places = rows is not None, places is not None
     kinds = kinds_of_rows(sources), kinds_of_rows(targets)
     launch, blocks = _copy_launch(targets[0].device, *kinds, any_rows, any_places)
     index = places if rows is None else rows
     assert index is not None
     indices = index, index if places is None else places  # of two equal ones the kernel reads one
-    if count:
-        launch(count, blocks, sources[0], targets[0], sources[-1], targets[-1], index=indices)
+    if not count:
+        return lambda sources, targets: None
+    copy = launch.prepared(count, blocks, indices)
+    return lambda sources, targets: copy(sources[0], targets[0], sources[-1], targets[-1])
 
 
 @lru_cache
@@ -178,16 +180,19 @@ def _add_launch(
     return Launch(_add_row, (*strides, width, triton.next_power_of_2(width)), device)
 
 
-@triton.jit(do_not_specialize=["other_head_stride", "start"])  # type: ignore[untyped-decorator]
+@triton.jit(  # type: ignore[untyped-decorator]
+    do_not_specialize=["lse_stride", "lse_head_stride", "other_head_stride", "start"]
+)
 def _merge_block(  # type: ignore[no-untyped-def]
     out,
     lse,
     other_out,
     other_lse,
+    lse_stride,
+    lse_head_stride,
     other_head_stride,
     start,
     OUT_STRIDE: tl.constexpr,
-    LSE_STRIDE: tl.constexpr,
     OTHER_OUT_STRIDE: tl.constexpr,
     HEADS: tl.constexpr,
     DIM: tl.constexpr,
@@ -195,14 +200,14 @@ def _merge_block(  # type: ignore[no-untyped-def]
     DIM_OF_BLOCK: tl.constexpr,
 ):
     # Program (row, block of heads). lse = log(exp(one) + exp(other)), each out weighted with its share of that sum.
-    # The larger one is subtracted before exp, which would overflow.
+    # The larger one is subtracted before exp, which would overflow. `lse` is [T, N] or a transposed [N, T].
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEADS_OF_BLOCK + tl.arange(0, HEADS_OF_BLOCK)
     column = tl.arange(0, DIM_OF_BLOCK)
     is_head = head < HEADS
     out += (start + row) * OUT_STRIDE
-    lse += (start + row) * LSE_STRIDE
-    one = tl.load(lse + head, mask=is_head, other=0.0)
+    lse += (start + row) * lse_stride + head * lse_head_stride
+    one = tl.load(lse, mask=is_head, other=0.0)
     other = tl.load(other_lse + head * other_head_stride + row, mask=is_head, other=0.0)
     largest = tl.maximum(one, other)
     one_part, other_part = tl.exp(one - largest), tl.exp(other - largest)
@@ -213,24 +218,25 @@ def _merge_block(  # type: ignore[no-untyped-def]
     other_values = tl.load(other_out + row * OTHER_OUT_STRIDE + places, mask=inside, other=0.0).to(tl.float32)
     merged = one_values * (one_part / both)[:, None] + other_values * (other_part / both)[:, None]
     tl.store(out + places, merged.to(out.dtype.element_ty), mask=inside)
-    tl.store(lse + head, largest + tl.log(both), mask=is_head)
+    tl.store(lse, largest + tl.log(both), mask=is_head)
 
 
-def merge_on_gpu(
+def row_merge_on_gpu(
     out_TNV: torch.Tensor, lse_TN: torch.Tensor, other_out_RNV: torch.Tensor, other_lse_NR: torch.Tensor, start: int
-) -> None:
-    """Does `merge`; log-sum-exps are in fp32."""
+) -> RowMerge:
+    """Does `row_merge`; log-sum-exps are in fp32."""
     rows, heads, dim = other_out_RNV.shape
     if not rows:
-        return
-    strides = out_TNV.stride(0), lse_TN.stride(0), other_out_RNV.stride(0)
+        return lambda out, lse, other_out, other_lse: None
+    strides = out_TNV.stride(0), other_out_RNV.stride(0)
     launch, blocks = _merge_launch(out_TNV.device, out_TNV.dtype, strides, heads, dim)
-    launch(rows, blocks, out_TNV, lse_TN, other_out_RNV, other_lse_NR, numbers=(other_lse_NR.stride(0), start))
+    numbers = *lse_TN.stride(), other_lse_NR.stride(0), start
+    return launch.prepared(rows, blocks, numbers=numbers)
 
 
 @lru_cache
 def _merge_launch(
-    device: torch.device, dtype: torch.dtype, strides: tuple[int, int, int], heads: int, dim: int
+    device: torch.device, dtype: torch.dtype, strides: tuple[int, int], heads: int, dim: int
 ) -> tuple[Launch, int]:
     """Returns the kernel for such tensors, and its blocks of heads."""
     constants, blocks = _blocks_of_heads(strides, heads, dim)

@@ -194,6 +194,9 @@ class Flash4Kernel:
         self._backward = interface._flash_attn_bwd
 
     def forward(self, inputs: Inputs, spans: Spans, spec: AttentionSpec, room: Room = NEW) -> Outputs:
+        room_out, room_lse = room
+        if room_lse is not None and room_lse.stride(1) != 1:
+            room_lse = None  # it writes rows of a head that follow each other
         out, lse, *_ = self._forward(
             *inputs,
             **spans.by_name,
@@ -201,9 +204,10 @@ class Flash4Kernel:
             causal=spec.causal,
             **_options(spec),
             return_lse=True,
-            out=room.out_TNV,
+            out=room_out,
+            lse=room_lse,
         )
-        return room.filled(out if room.out_TNV is None else room.out_TNV, lse)
+        return room.filled(out if room_out is None else room_out, lse if room_lse is None else room_lse)
 
     def backward(
         self, dout_TNV: torch.Tensor, saved: Saved, gradients: Gradients, spans: Spans, spec: AttentionSpec

@@ -25,10 +25,16 @@ from typing import NamedTuple
 import torch
 
 from distca_hf.errors import NotFiniteError, PlanError
-from distca_hf.kernels.interface import AttentionSpec, accumulation_dtype, empty_layer_outputs, made_deterministic
+from distca_hf.kernels.interface import (
+    AttentionSpec,
+    Inputs,
+    accumulation_dtype,
+    empty_layer_outputs,
+    made_deterministic,
+)
 from distca_hf.kernels.sinks import add_sinks
 from distca_hf.runtime.device_routing import DeviceRouting
-from distca_hf.runtime.kernel_calls import BackwardCalls, ForwardCalls, as_rows, calls_of_heads
+from distca_hf.runtime.kernel_calls import BackwardCalls, ForwardCalls, as_rows, attend_whole, calls_of_heads
 from distca_hf.runtime.live_plan import LivePlan
 from distca_hf.runtime.remote_kv import KVDispatch, KVGradCombine, RemoteKV, RemoteKVGradients
 from distca_hf.runtime.remote_queries import BackwardRemoteQueries, ForwardRemoteQueries
@@ -73,11 +79,11 @@ def attend(
         plan.forward_pass.agree_to_attend(q_TNH, k_TGH, v_TGV)
     scores = spec.scale, spec.softcap, sinks_N is not None
     where, transport = plan.forward_pass.begin_forward(spec.window_tokens, scores), plan.transport
-    trace = plan.forward_pass.trace
-    spec = plan.kinds.spec(spec)
-    kernel, kind = plan.kernel(q_TNH, k_TGH, v_TGV, spec, where), plan.kinds.of(spec)
+    trace, layers = plan.forward_pass.trace, plan.alike(q_TNH, k_TGH, v_TGV, spec, where)
+    spec, kernel, kind = layers.spec, layers.kernel, layers.kind
     routing, retention = kind.plan.forward, kind.retention
-    check_finite(plan, where, query=q_TNH, key=k_TGH, value=v_TGV)
+    if plan.checks_finite:
+        check_finite(plan, where, query=q_TNH, key=k_TGH, value=v_TGV)
     if not kind.has_room:
         check_room(plan, kind.plan.backward, where, q_TNH, k_TGH, v_TGV)
         kind.has_room = True
@@ -85,7 +91,8 @@ def attend(
     slot = plan.order_forward(q_TNH, k_TGH, v_TGV, spec, keeps and is_differentiated)
     # 1. Keys leave, and queries that move, in all chunks: they are in flight while local calls run.
     kv_heads, (k, v) = k_TGH.shape[1], as_rows(groups, k_TGH, v_TGV)
-    keys = KVDispatch(k, v, routing, sends=routing.exchanges, received=_keys_of(received, retention, routing, k))
+    received_keys = _keys_of(received, retention, routing, k)
+    keys = KVDispatch(k, v, layers.forward_rows, sends=routing.exchanges, received=received_keys)
     remote_queries = None
     if routing.queries is not None:
         [q], came = as_rows(groups, q_TNH), None if received is None else received.remote_q
@@ -97,12 +104,16 @@ def attend(
     trace.spent(SEND)
 
     # 2. Early local calls, then prefixes and remote queries of each chunk that has arrived.
-    out, lse = empty_layer_outputs(q_TNH, v_TGV)
-    _clear_padding(routing, out, lse)
-    calls = calls_of_heads(routing, kv_heads, comes=True, leaves=routing.queries is not None)
-    local = ForwardCalls(kernel, q_TNH, out, lse, spec, kv_heads)
-    local.attend(calls.early, k_TGH, v_TGV)
-    remote_kv = RemoteKV.open(k, v, keys.received, routing)
+    calls, whole = layers.calls, layers.whole
+    if whole is not None:
+        out, lse = attend_whole(kernel, whole, Inputs(q_TNH, k_TGH, v_TGV), spec, kv_heads)
+    else:
+        out, lse = empty_layer_outputs(q_TNH, v_TGV, head_by_head=routing.queries is None)
+        _clear_padding(routing, out, lse)
+    local = ForwardCalls(kernel, q_TNH, out, lse, spec, kv_heads, layers.prefixes)
+    if whole is None:
+        local.attend(calls.early, k_TGH, v_TGV)
+    remote_kv = RemoteKV.open(k, v, keys.received, layers.forward_rows)
     trace.spent(LOCAL)
     for chunk, prefixes in zip(routing.chunks, calls.prefix, strict=True):
         keys.receive(chunk, remote_kv)
@@ -123,7 +134,8 @@ def attend(
         trace.spent(WAIT)
     _complete(out, lse, routing, remote_queries, sinks_N)
     trace.spent(COMBINE)
-    check_finite(plan, where, output=out)
+    if plan.checks_finite:
+        check_finite(plan, where, output=out)
     return out, lse, _kept(keys, remote_queries, retention.nothing(k), slot) if keeps else retention.nothing(k)
 
 
@@ -155,17 +167,18 @@ def attend_backward(
     """
     plan.agree()
     q_TNH, k_TGH, v_TGV, out_TNV, lse_TN = attended
-    where, transport, spec = plan.forward_pass.begin_backward(), plan.transport, plan.kinds.spec(spec)
-    trace = plan.forward_pass.trace
-    kernel, routing = plan.kernel(q_TNH, k_TGH, v_TGV, spec, where), plan.kinds.of(spec).plan.backward
+    where, transport, trace = plan.forward_pass.begin_backward(), plan.transport, plan.forward_pass.trace
+    layers = plan.alike(q_TNH, k_TGH, v_TGV, spec, where)
+    spec, kernel, routing, rows = layers.spec, layers.kernel, layers.kind.plan.backward, layers.backward_rows
     if plan.config.deterministic or torch.are_deterministic_algorithms_enabled():
         spec = made_deterministic(spec)
     how = spec, k_TGH.shape[1]
-    check_finite(plan, where, output_gradient=dout_TNV)
+    if plan.checks_finite:
+        check_finite(plan, where, output_gradient=dout_TNV)
     keeps, groups = plan.order_backward(q_TNH, k_TGH, v_TGV, spec, kept.slot, has_sinks), routing.rows_per_token
     # 1. Rows of forward that were not kept leave once more, and with them output gradients of queries that moved.
     k, v = as_rows(groups, k_TGH, v_TGV)
-    keys = KVDispatch(k, v, routing, sends=routing.exchanges and not keeps)
+    keys = KVDispatch(k, v, rows, sends=routing.exchanges and not keeps)
     remote_queries = None
     if routing.queries is not None:
         of_queries = as_rows(groups, dout_TNV, q_TNH, out_TNV, lse_TN)
@@ -184,9 +197,9 @@ def attend_backward(
     calls = calls_of_heads(routing, k_TGH.shape[1], comes=comes, leaves=routing.exchanges)
     local = BackwardCalls(kernel, dout_TNV, q_TNH, out_TNV, lse_TN, dq, *how)
     local.derive(calls.early, k_TGH, v_TGV, dk, dv)
-    remote_kv = RemoteKV.of_kept(k, v, kept.keys, routing) if keeps else RemoteKV.open(k, v, keys.received, routing)
-    gradients = RemoteKVGradients(k, v, routing)
-    combine = KVGradCombine(gradients, k, v, routing)
+    remote_kv = RemoteKV.of_kept(k, v, kept.keys, rows) if keeps else RemoteKV.open(k, v, keys.received, rows)
+    gradients = RemoteKVGradients(k, v, rows)
+    combine = KVGradCombine(gradients, k, rows)
     trace.spent(LOCAL)
     for chunk, prefixes in zip(routing.chunks, calls.prefix, strict=True):
         keys.receive(chunk, remote_kv)
@@ -328,13 +341,11 @@ def free_bytes(device: torch.device) -> int | None:
 
 
 def check_finite(plan: LivePlan, where: str, **tensors: torch.Tensor) -> None:
-    """Checks that `[T, ...]` tensors are finite, if the settings ask for it.
+    """Checks that `[T, ...]` tensors are finite.
 
     Raises:
         NotFiniteError: names the tensor and the document of the first row that is wrong.
     """
-    if not plan.checks_finite:
-        return
     for name, rows in tensors.items():
         wrong = ~torch.isfinite(rows).flatten(1).all(dim=1)
         if wrong.any():

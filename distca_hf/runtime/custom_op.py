@@ -6,7 +6,7 @@ there is no dispatching.
 """
 
 from collections.abc import Callable
-from typing import Protocol, TypeVar, TypeVarTuple
+from typing import Any, Protocol, TypeVar, TypeVarTuple, cast
 
 import torch
 from torch.autograd import forward_ad
@@ -48,7 +48,7 @@ def define_op(
 
     Args:
         function: no argument has a default: the dispatcher leaves out last arguments that equal their defaults.
-        fake: returns empty results of the right shapes and dtypes.
+        fake: returns empty results of the right shapes and dtypes, contiguous.
         backward, save: `backward(ctx, *gradients)`, and `save(ctx, inputs, output)` in forward; without them the
             operator cannot be differentiated. Of several outputs the first one can be.
 
@@ -61,7 +61,7 @@ def define_op(
     tags = torch.Tag.pt2_compliant_tag, torch.Tag.cudagraph_unsafe
     _library.define(name + torch.library.infer_schema(function, mutates_args=()), tags=tags)
     operator = getattr(torch.ops.distca, name).default
-    _library.impl(name, hidden_from_dynamo(function), "CompositeExplicitAutograd")
+    _library.impl(name, hidden_from_dynamo(_contiguous(function)), "CompositeExplicitAutograd")
     torch.library.register_fake(f"distca::{name}", fake, lib=_library)
     setup = None if save is None else _of_first_output(save)
     recorded, below = _recorded(name, backward, setup), below_autograd(operator)
@@ -87,6 +87,19 @@ def define_op(
         return recorded(lambda *inputs: below(keyset, *inputs), *given)
 
     _library.impl(name, dispatched, "Autograd", with_keyset=True)
+    return call
+
+
+def _contiguous(function: Callable[[*Inputs], Output]) -> Callable[[*Inputs], Output]:
+    """Returns a function with contiguous results, as `fake` returns them: graphs are compiled for these strides. Where
+    nothing is dispatched, results may lie otherwise."""
+
+    def call(*given: *Inputs) -> Output:
+        output: Any = function(*given)
+        if isinstance(output, torch.Tensor):
+            return cast(Output, output.contiguous())
+        return cast(Output, tuple(x.contiguous() for x in output))
+
     return call
 
 

@@ -101,18 +101,18 @@ class ForwardPass:
         self.calls += 1
         if self.num_calls is None or self.calls <= self.num_calls:
             place = self._place(self.calls - 1, "forward")
-            self._check_window(window_tokens, place)
+            if self._expected_windows is not None:
+                self._check_window(window_tokens, self._expected_windows, place)
+            self.windows.append(window_tokens)
             self._scores.append(scores)
             self.trace.begin(PassPart.FORWARD, self.calls - 1, window_tokens)
             return place
         self._recomputed += 1
         return self._begin_recomputed(window_tokens)
 
-    def _check_window(self, window_tokens: int, place: str) -> None:
+    def _check_window(self, window_tokens: int, expected: Sequence[int], place: str) -> None:
         call = len(self.windows)
-        self.windows.append(window_tokens)
-        expected = self._expected_windows
-        if expected is not None and call < len(expected) and expected[call] != window_tokens:
+        if call < len(expected) and expected[call] != window_tokens:
             windows = window_tokens, expected[call]
             now, before = (f"a sliding window of {one} tokens" if one else "no window" for one in windows)
             raise PlanError(

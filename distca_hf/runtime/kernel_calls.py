@@ -14,9 +14,9 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from distca_hf.kernels.host_cost import part, transposed
+from distca_hf.kernels.host_cost import RowMerge, part, transposed, view_of
 from distca_hf.kernels.interface import AttentionSpec, Gradients, Inputs, Kernel, Outputs, Room, Saved, before_queries
-from distca_hf.kernels.rows import merge
+from distca_hf.kernels.rows import row_merge
 from distca_hf.planning.kernel_calls import CallKind
 from distca_hf.runtime.device_routing import DeviceCall, DeviceRouting
 from distca_hf.runtime.remote_kv import RemoteKV, RemoteKVGradients
@@ -27,7 +27,11 @@ LOCAL, PREFIX, REMOTE_QUERIES = CallKind.LOCAL, CallKind.PREFIX, CallKind.REMOTE
 
 
 class ForwardCalls:
-    """Forward kernels for one set of query rows, local or remote; partial outputs are merged by log-sum-exps."""
+    """Forward kernels for one set of query rows, local or remote; partial outputs are merged by log-sum-exps.
+
+    Args:
+        prefixes: calls on prefixes as alike layers make them; those that are not there yet are put there.
+    """
 
     def __init__(
         self,
@@ -37,10 +41,11 @@ class ForwardCalls:
         lse: torch.Tensor,
         spec: AttentionSpec,
         kv_heads: int,
+        prefixes: "dict[DeviceCall, PrefixCall]",
     ) -> None:
         self._kernel, self._q, self._out, self._lse = kernel, q, out, lse
-        self._spec, self._kv_heads = spec, kv_heads
-        self._prefix_parts: list[tuple[DeviceCall, Outputs]] = []
+        self._spec, self._kv_heads, self._prefixes = spec, kv_heads, prefixes
+        self._prefix_parts: list[tuple[PrefixCall, Outputs]] = []
 
     def attend(self, calls: Iterable[DeviceCall], k: torch.Tensor, v: torch.Tensor) -> None:
         """Writes outputs and log-sum-exps of calls on `k` and `v`."""
@@ -52,19 +57,64 @@ class ForwardCalls:
     def attend_prefixes(self, calls: Iterable[DeviceCall], remote_kv: RemoteKV, at_once: bool) -> None:
         """Attends to prefixes, and merges the results `at_once` if local calls have written their parts."""
         for call in calls:
-            [q] = queries_of(call, self._kv_heads, self._q)
-            k, v = keys_of(call, self._kv_heads, remote_kv.k, remote_kv.v)
-            part = self._kernel.forward(Inputs(q, k, v), call.spans, before_queries(self._spec, call.window_tokens))
-            self._prefix_parts.append((call, part))
+            prefix = self._prefixes.get(call)
+            if prefix is None:
+                prefix = PrefixCall(call, self._spec, self._kv_heads, self._q, remote_kv)
+                self._prefixes[call] = prefix
+            part_of_prefix = prefix.attend(self._kernel, self._q, remote_kv)
             if at_once:
-                self.merge_prefixes()
+                prefix.merge(self._out, self._lse, *part_of_prefix)
+            else:
+                self._prefix_parts.append((prefix, part_of_prefix))
 
     def merge_prefixes(self) -> None:
         """Adds attention to prefixes, once local calls have written their parts."""
-        for call, part_of_prefix in self._prefix_parts:
-            out, lse = heads_of(call, self._kv_heads, self._out, self._lse)
-            merge(out, lse, *part_of_prefix, call.queries.start)
+        for prefix, part_of_prefix in self._prefix_parts:
+            prefix.merge(self._out, self._lse, *part_of_prefix)
         self._prefix_parts.clear()
+
+
+class PrefixCall:
+    """A call on a prefix, as all layers that are alike make it: the first one finds out what it reads and writes.
+
+    Args:
+        spec: how these layers attend.
+        q, remote_kv: of one of them.
+    """
+
+    def __init__(
+        self, call: DeviceCall, spec: AttentionSpec, kv_heads: int, q: torch.Tensor, remote_kv: RemoteKV
+    ) -> None:
+        [call_q], (call_k, call_v) = queries_of(call, kv_heads, q), keys_of(call, kv_heads, remote_kv.k, remote_kv.v)
+        self._q, self._k, self._v = view_of(call_q, q), view_of(call_k, remote_kv.k), view_of(call_v, remote_kv.v)
+        self._call, self._kv_heads, self._spec = call, kv_heads, before_queries(spec, call.window_tokens)
+        self._merge: RowMerge | None = None
+
+    def attend(self, kernel: Kernel, q: torch.Tensor, remote_kv: RemoteKV) -> Outputs:
+        """Returns outputs and log-sum-exps over the prefix alone."""
+        inputs = Inputs(self._q(q), self._k(remote_kv.k), self._v(remote_kv.v))
+        return kernel.forward(inputs, self._call.spans, self._spec)
+
+    def merge(self, out: torch.Tensor, lse: torch.Tensor, prefix_out: torch.Tensor, prefix_lse: torch.Tensor) -> None:
+        """Adds them to those of the layer."""
+        out, lse = heads_of(self._call, self._kv_heads, out, lse)
+        if self._merge is None:
+            self._merge = row_merge(out, lse, prefix_out, prefix_lse, self._call.queries.start)
+        self._merge(out, lse, prefix_out, prefix_lse)
+
+
+def attend_whole(
+    kernel: Kernel,
+    call: DeviceCall,
+    inputs: Inputs,
+    spec: AttentionSpec,
+    kv_heads: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns outputs and log-sum-exps `[T, N]` of a call that writes all rows and heads. The kernel makes room for
+    them: it would look closely at room that it is given, or copy into it."""
+    q, k, v = inputs
+    out, lse_NT = kernel.forward(Inputs(q, *keys_of(call, kv_heads, k, v)), call.spans, spec)
+    return out, transposed(lse_NT)
 
 
 class BackwardCalls:

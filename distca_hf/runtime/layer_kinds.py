@@ -23,7 +23,7 @@ from distca_hf.layout import Layout
 from distca_hf.planning.plan import Plan, PlanFacts
 from distca_hf.planning.routing import rank_plan
 from distca_hf.planning.window_routing import window_plan
-from distca_hf.runtime.device_routing import DeviceRankPlan, PinnedRankPlan
+from distca_hf.runtime.device_routing import DeviceRankPlan, DeviceRouting, PinnedRankPlan
 from distca_hf.runtime.retention import Retention
 from distca_hf.telemetry import get_logger
 
@@ -200,6 +200,42 @@ class LayerKinds:
     def __iter__(self) -> Iterator[LayerKind]:
         """Yields the kinds that are known."""
         return iter(self._kinds.values())
+
+    @property
+    def held(self) -> DeviceRouting:
+        """One of the routings, to read the rows from that this rank holds."""
+        return next(iter(self)).plan.forward
+
+    @property
+    def num_rows(self) -> int:
+        """Rows that this rank holds, padding included; rows here are tokens."""
+        return self.held.num_rows // self.held.rows_per_token
+
+    def check_fit(self, x: torch.Tensor, where: str) -> None:
+        """Checks that device, rows and heads of a tensor are those that the plan was made for.
+
+        Args:
+            where: rank and call, for the message.
+
+        Raises:
+            PlanError: they are not.
+        """
+        device, groups = self.held.send_rows.device, max(kind.plan.forward.rows_per_token for kind in self)
+        if x.device != device:
+            raise PlanError(
+                f"{where}: attention got tensors on {x.device}, the plan of this batch is on {device}; keep the model "
+                "where the loader puts batches (its argument device)"
+            )
+        if x.shape[0] != self.num_rows:
+            raise PlanError(
+                f"{where}: attention got {x.shape[0]} rows, the plan of this batch has {self.num_rows}; feed the "
+                "batch to the model as the loader made it"
+            )
+        if x.shape[1] % groups:
+            raise PlanError(
+                f"{where}: the plan divides heads in {groups} groups, the model has {x.shape[1]} of them; plan with "
+                "the number of its KV heads, or a divisor of it"
+            )
 
     def _add(self, mask: Mask, plan: DeviceRankPlan) -> LayerKind:
         posted, window_tokens = self._planned.posted, mask.window_tokens or 0

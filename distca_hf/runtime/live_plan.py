@@ -28,7 +28,8 @@ from distca_hf.flops import ATTENTION_BACKWARD
 from distca_hf.kernels.interface import AttentionSpec, Kernel, MeasuredKernel
 from distca_hf.kernels.registry import Operands, choose_kernel, kernel_name
 from distca_hf.planning.plan import PlanFacts
-from distca_hf.runtime.device_routing import DeviceRankPlan, DeviceRouting
+from distca_hf.runtime.alike_layers import AlikeLayers, LayerKey
+from distca_hf.runtime.device_routing import DeviceRankPlan
 from distca_hf.runtime.forward_pass import ForwardPass
 from distca_hf.runtime.layer_kinds import LayerKinds, Planned, RouteWindow
 from distca_hf.runtime.pass_trace import UNTRACED, PassTrace
@@ -46,10 +47,6 @@ class PlanUse:
 
     begun: bool = False
     trained: bool = False
-
-
-# Dtypes, shapes and devices of queries, keys and values; how they attend.
-_KernelKey = tuple[torch.dtype, *tuple[torch.Size | torch.dtype | torch.device | AttentionSpec, ...]]
 
 
 class LivePlan:
@@ -110,7 +107,8 @@ class LivePlan:
     def _begin(self, planned: Planned) -> None:
         """Sets all that passes with this plan change."""
         self._take(planned)
-        self._kernels: dict[_KernelKey, Kernel] = {}
+        self._alike: dict[LayerKey, AlikeLayers] = {}
+        self._kernels: dict[torch.dtype, Kernel] = {}
         self.forward_pass = ForwardPass(self.transport, self.micro_batch)
         self._slots = Slots()
         self._of_chunks: dict[int, LivePlan] = {}
@@ -157,7 +155,8 @@ class LivePlan:
         if self.agreement is not None:
             self.numbers |= self.agreement.wait(Scope.ROWS)
             self.agreement = None
-        self.forward_pass.agree_to_differentiate()
+        if self.forward_pass.agreement is not None:
+            self.forward_pass.agree_to_differentiate()
 
     @property
     def label_tokens(self) -> int | None:
@@ -196,6 +195,7 @@ class LivePlan:
         planned = None if self._replan is None else self._replan()
         if planned is not None:
             self._take(planned)
+            self._alike.clear()
             self._kernels.clear()
 
     def _take(self, planned: Planned) -> None:
@@ -230,6 +230,8 @@ class LivePlan:
         Returns:
             The slot in which they do; 0: they do not.
         """
+        if self.posted is None and self._stopwatch is None:
+            return 0
         slot = self._slots.open() if keeps and self.posted is not None else 0
         self._order_call(Phase.FORWARD, q_TNH, k_TGH, v_TGV, spec, slot)
         return slot
@@ -287,26 +289,39 @@ class LivePlan:
     @property
     def num_rows(self) -> int:
         """Rows that this rank holds, padding included; rows here are tokens."""
-        return self._held.num_rows // self._held.rows_per_token
+        return self.kinds.num_rows
 
     def name_of(self, row: int) -> str:
         """Returns the document and token that a row of this rank holds; rows here are tokens."""
-        return self._held.name_of(row)
-
-    @property
-    def _held(self) -> DeviceRouting:
-        """One of the routings, to read the rows from that this rank holds."""
-        return next(iter(self.kinds)).plan.forward
+        return self.kinds.held.name_of(row)
 
     @property
     def attention_dtype(self) -> torch.dtype | None:
         """Dtype that attention computes in; None before the first call."""
-        return next((dtype for dtype, *_ in self._kernels), None)
+        return next(iter(self._kernels), None)
 
     @property
     def kernel_name(self) -> str:
         """Name of the kernel that attends; "none" before the first call."""
         return next((kernel_name(kernel) for kernel in self._kernels.values()), "none")
+
+    def alike(
+        self, q_TNH: torch.Tensor, k_TGH: torch.Tensor, v_TGV: torch.Tensor, spec: AttentionSpec, where: str
+    ) -> AlikeLayers:
+        """Returns the layers that are like one with these tensors, once these are known to fit the plan.
+
+        Raises:
+            PlanError, UnsupportedAttentionError: as `kernel`; or the batch was planned without their mask.
+        """
+        q, k, v = q_TNH, k_TGH, v_TGV
+        shapes, strides = (q.shape, k.shape, v.shape), (q.stride(), k.stride(), v.stride())
+        key = q.dtype, k.dtype, v.dtype, shapes, strides, q.device, k.device, v.device, spec
+        layers = self._alike.get(key)
+        if layers is None:
+            spec = self.kinds.spec(spec)
+            kernel = self.kernel(q, k, v, spec, where)
+            layers = self._alike[key] = AlikeLayers.of(k, v, spec, kernel, self.kinds.of(spec))
+        return layers
 
     def kernel(
         self,
@@ -316,41 +331,20 @@ class LivePlan:
         spec: AttentionSpec,
         where: str = "no layer yet",
     ) -> Kernel:
-        """Returns the kernel for these tensors, once they are known to fit the plan; most layers ask for the same.
+        """Returns the kernel for these tensors, once they are known to fit the plan.
 
         Raises:
             PlanError: they do not fit.
             UnsupportedAttentionError: there is no kernel for them.
         """
         q, k, v = q_TNH, k_TGH, v_TGV
-        key = q.dtype, k.dtype, v.dtype, q.shape, k.shape, v.shape, q.device, k.device, v.device, spec
-        kernel = self._kernels.get(key)
-        if kernel is None:
-            for x in (q, k, v):
-                self._check_fit(x, where)
-            kernel = self._kernels[key] = choose_kernel(self.config.kernel, Operands.of(q, k, v), spec)
+        for x in (q, k, v):
+            self.kinds.check_fit(x, f"{self.transport.grid.name}, {where}")
+        kernel = choose_kernel(self.config.kernel, Operands.of(q, k, v), spec)
+        self._kernels.setdefault(q.dtype, kernel)
         if self._stopwatch is None or spec.window_tokens:  # servers take no part in layers with windows
             return kernel
         return MeasuredKernel(kernel, self._stopwatch.kernel)
-
-    def _check_fit(self, x: torch.Tensor, where: str) -> None:
-        """Checks that device, rows and heads of a tensor are those that the plan was made for."""
-        device, groups = self._held.send_rows.device, max(kind.plan.forward.rows_per_token for kind in self.kinds)
-        if x.device != device:
-            raise PlanError(
-                f"{self.transport.grid.name}, {where}: attention got tensors on {x.device}, the plan of this batch is "
-                f"on {device}; keep the model where the loader puts batches (its argument device)"
-            )
-        if x.shape[0] != self.num_rows:
-            raise PlanError(
-                f"{self.transport.grid.name}, {where}: attention got {x.shape[0]} rows, the plan of this batch has "
-                f"{self.num_rows}; feed the batch to the model as the loader made it"
-            )
-        if x.shape[1] % groups:
-            raise PlanError(
-                f"{self.transport.grid.name}, {where}: the plan divides heads in {groups} groups, the "
-                f"model has {x.shape[1]} of them; plan with the number of its KV heads, or a divisor of it"
-            )
 
 
 class PlanRegister:
@@ -379,7 +373,7 @@ class PlanRegister:
         Raises:
             PlanError: no batch and no graph holds it any more.
         """
-        plan = self._all.get(number)
+        plan = self._newest.get(number) or self._all.get(number)  # the second one is slower, and rarely asked
         if plan is None:
             raise PlanError(
                 f"plan {number} is gone: its batch was dropped and more than plans_in_flight newer ones were taken "

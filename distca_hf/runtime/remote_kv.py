@@ -20,10 +20,70 @@ from dataclasses import dataclass
 import torch
 
 from distca_hf.comm.transport import Exchange, Transport
-from distca_hf.kernels.host_cost import some_rows
+from distca_hf.kernels.host_cost import RowCopy, some_rows
 from distca_hf.kernels.interface import accumulation_dtype
-from distca_hf.kernels.rows import add_rows, copy_rows
+from distca_hf.kernels.rows import add_rows, copy_rows, row_copy
 from distca_hf.runtime.device_routing import ChunkRouting, DeviceCall, DeviceRouting
+
+
+class KeyRows:
+    """Rows of keys and values in layers that are alike: how they lie, and how they are copied where they are sent and
+    where they arrive. Made once, for all of these layers, because both cost the host in each of them.
+
+    Args:
+        k, v: `[rows, G, H]`, `[rows, G, V]` of one of these layers.
+        routing: that they go by.
+
+    Attributes:
+        width: elements of a row of keys and values side by side.
+        are_beside: whether calls can read keys beside their values: heads of all groups of a token need one stride.
+        come_in_order, kept_in_order: whether received rows are the remote KV, chunk by chunk and as they were kept.
+    """
+
+    def __init__(self, k: torch.Tensor, v: torch.Tensor, routing: DeviceRouting) -> None:
+        groups, dim = k.shape[1:]
+        self.routing, self.width = routing, row_width(k, v)
+        self.are_beside = routing.rows_per_token == 1 or groups == 1
+        self.come_in_order = routing.come_in_order and self.are_beside
+        self.kept_in_order = routing.kept_in_order and self.are_beside
+        self._groups, self._dim, self._value_dim = groups, dim, v.shape[2]
+        self._num_sent = routing.send_rows.shape[0]
+        self._send: RowCopy | None = None
+        self._puts: dict[tuple[int, int], RowCopy] = {}
+        self._put_kept: RowCopy | None = None
+
+    def apart(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns views of the key part and the value part of rows side by side, shaped as rows of k and of v."""
+        # row   | k0 k0 k1 k1 | v0 v0 v1 v1 |     two groups: strides within a row are those of k and v
+        count, groups, dim, value_dim = rows.shape[0], self._groups, self._dim, self._value_dim
+        values = rows.storage_offset() + groups * dim
+        return (
+            rows.as_strided((count, groups, dim), (self.width, dim, 1)),
+            rows.as_strided((count, groups, value_dim), (self.width, value_dim, 1), values),
+        )
+
+    def to_send(self, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        """Returns the rows that are sent, side by side."""
+        sent = k.new_empty((self._num_sent, self.width))
+        if self._send is None:
+            self._send = row_copy((k, v), self.routing.send_rows, (sent,), None)
+        self._send((k, v), (sent,))
+        return sent
+
+    def put(self, received: torch.Tensor, rows: slice, remote_kv: tuple[torch.Tensor, ...]) -> None:
+        """Puts some received rows where calls read them, in the tensors of a remote KV."""
+        came, bounds = some_rows(received, rows), (rows.start, rows.stop)
+        copy = self._puts.get(bounds)
+        if copy is None:
+            places = some_rows(self.routing.received_to_remote_kv, rows)
+            copy = self._puts[bounds] = row_copy((came,), None, remote_kv, places)
+        copy((came,), remote_kv)
+
+    def put_kept(self, kept: torch.Tensor, remote_kv: tuple[torch.Tensor, ...]) -> None:
+        """Puts all rows that were received before where calls read them."""
+        if self._put_kept is None:
+            self._put_kept = row_copy((kept,), None, remote_kv, self.routing.kept_to_remote_kv)
+        self._put_kept((kept,), remote_kv)
 
 
 @dataclass(eq=False, slots=True)
@@ -35,39 +95,37 @@ class RemoteKV:
     beside: torch.Tensor | None = None
 
     @classmethod
-    def open(cls, k: torch.Tensor, v: torch.Tensor, received: torch.Tensor, routing: DeviceRouting) -> "RemoteKV":
+    def open(cls, k: torch.Tensor, v: torch.Tensor, received: torch.Tensor, rows: KeyRows) -> "RemoteKV":
         """Returns a remote KV with the local rows that it holds of `k` and `v`; `received` rows follow."""
-        if not routing.remote_kv_rows:  # no call reads any; views cost the host
+        if not rows.routing.remote_kv_rows:  # no call reads any; views cost the host
             return cls(k, v, beside=received)
-        if routing.come_in_order and _side_by_side(k, routing):
-            return cls(*apart(received, k, v), beside=received)
-        return cls._with_local_rows(k, v, routing)
+        if rows.come_in_order:
+            return cls(*rows.apart(received), beside=received)
+        return cls._with_local_rows(k, v, rows)
 
     @classmethod
-    def of_kept(cls, k: torch.Tensor, v: torch.Tensor, kept: torch.Tensor, routing: DeviceRouting) -> "RemoteKV":
+    def of_kept(cls, k: torch.Tensor, v: torch.Tensor, kept: torch.Tensor, rows: KeyRows) -> "RemoteKV":
         """Returns the whole remote KV from rows that were received before."""
-        if not routing.remote_kv_rows:
+        if not rows.routing.remote_kv_rows:
             return cls(k, v, beside=kept)
-        if routing.kept_in_order and _side_by_side(k, routing):
-            return cls(*apart(kept, k, v), beside=kept)
-        remote_kv = cls._with_local_rows(k, v, routing)
-        remote_kv._put(routing.kept_to_remote_kv, kept)
+        kept = kept.contiguous()  # as it was; hooks of saved tensors may bring it back otherwise
+        if rows.kept_in_order:
+            return cls(*rows.apart(kept), beside=kept)
+        remote_kv = cls._with_local_rows(k, v, rows)
+        rows.put_kept(kept, remote_kv._tensors)
         return remote_kv
 
     @classmethod
-    def _with_local_rows(cls, k: torch.Tensor, v: torch.Tensor, routing: DeviceRouting) -> "RemoteKV":
-        remote_kv = cls.empty(k, v, routing, k.dtype)
-        if len(routing.local_rows):
+    def _with_local_rows(cls, k: torch.Tensor, v: torch.Tensor, rows: KeyRows) -> "RemoteKV":
+        remote_kv, routing = cls.empty(k, v, rows, k.dtype), rows.routing
+        if routing.local_rows.shape[0]:
             copy_rows((k, v), routing.local_rows, remote_kv._tensors, routing.local_to_remote_kv)
         return remote_kv
 
-    def put_received(self, received: torch.Tensor, rows: slice, routing: DeviceRouting) -> None:
+    def put_received(self, received: torch.Tensor, chosen: slice, rows: KeyRows) -> None:
         """Puts some received rows where they are read."""
         if self.beside is not received:
-            self._put(some_rows(routing.received_to_remote_kv, rows), some_rows(received, rows))
-
-    def _put(self, places: torch.Tensor, received: torch.Tensor) -> None:
-        copy_rows((received,), None, self._tensors, places)
+            rows.put(received, chosen, self._tensors)
 
     @property
     def _tensors(self) -> tuple[torch.Tensor, ...]:
@@ -75,12 +133,13 @@ class RemoteKV:
         return (self.k, self.v) if self.beside is None else (self.beside,)
 
     @classmethod
-    def empty(cls, k: torch.Tensor, v: torch.Tensor, routing: DeviceRouting, dtype: torch.dtype) -> "RemoteKV":
+    def empty(cls, k: torch.Tensor, v: torch.Tensor, rows: KeyRows, dtype: torch.dtype) -> "RemoteKV":
         """Returns room for all remote-KV rows."""
-        if _side_by_side(k, routing):
-            beside = k.new_empty((routing.remote_kv_rows, row_width(k, v)), dtype=dtype)
-            return cls(*apart(beside, k, v), beside=beside)
-        k, v = (x.new_empty((routing.remote_kv_rows, *x.shape[1:]), dtype=dtype) for x in (k, v))
+        count = rows.routing.remote_kv_rows
+        if rows.are_beside:
+            beside = k.new_empty((count, rows.width), dtype=dtype)
+            return cls(*rows.apart(beside), beside=beside)
+        k, v = (x.new_empty((count, *x.shape[1:]), dtype=dtype) for x in (k, v))
         return cls(k, v)
 
     def rows_to_send(self, rows: slice | torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -95,11 +154,12 @@ class RemoteKVGradients:
     """Gradients of a remote KV. Where two calls read the same rows, the smaller one adds to the gradients that the
     larger one writes. Where more calls read them, all add, in max(fp32, dtype)."""
 
-    def __init__(self, k: torch.Tensor, v: torch.Tensor, routing: DeviceRouting) -> None:
-        self._routing, self._dtype = routing, k.dtype
+    def __init__(self, k: torch.Tensor, v: torch.Tensor, rows: KeyRows) -> None:
+        self._routing, self._dtype = rows.routing, k.dtype
         self._to_add: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self.total = RemoteKV.empty(k, v, routing, accumulation_dtype(k.dtype) if routing.sums_remote_kv else k.dtype)
-        if routing.sums_remote_kv:
+        summed = self._routing.sums_remote_kv
+        self.total = RemoteKV.empty(k, v, rows, accumulation_dtype(k.dtype) if summed else k.dtype)
+        if summed:
             self.total.k.zero_()
             self.total.v.zero_()
 
@@ -134,6 +194,7 @@ class KVDispatch:
     """Dispatch of keys and values to the servers that read them.
 
     Args:
+        rows: of these layers.
         sends: whether any rank sends keys; otherwise there is nothing to receive.
         received: rows of an earlier dispatch; they are put where they are read, and nothing is sent.
 
@@ -146,19 +207,19 @@ class KVDispatch:
         self,
         k: torch.Tensor,
         v: torch.Tensor,
-        routing: DeviceRouting,
+        rows: KeyRows,
         *,
         sends: bool,
         received: torch.Tensor | None = None,
     ) -> None:
-        self.sends, self._routing = sends and received is None, routing
+        self.sends, self._rows = sends and received is None, rows
         self._started: list[Exchange] = []
         self._receives = sends
         if received is None:
-            received = k.new_empty((routing.received_to_remote_kv.shape[0] if sends else 0, row_width(k, v)))
+            received = k.new_empty((rows.routing.received_to_remote_kv.shape[0] if sends else 0, rows.width))
         self.received = received
         if self.sends:
-            self._sent = side_by_side(k, v, routing.send_rows)
+            self._sent = rows.to_send(k, v)
 
     def start(self, chunk: ChunkRouting, transport: Transport, where: str) -> None:
         """Starts the exchange of a chunk."""
@@ -170,20 +231,20 @@ class KVDispatch:
         if self.sends:
             self._started.pop(0).wait()
         if self._receives:
-            remote_kv.put_received(self.received, chunk.keys.receive, self._routing)
+            remote_kv.put_received(self.received, chunk.keys.receive, self._rows)
 
 
 class KVGradCombine:
     """Combine of key and value gradients on the owner ranks."""
 
-    def __init__(self, gradients: RemoteKVGradients, k: torch.Tensor, v: torch.Tensor, routing: DeviceRouting) -> None:
-        self._gradients, self._routing = gradients, routing
+    def __init__(self, gradients: RemoteKVGradients, k: torch.Tensor, rows: KeyRows) -> None:
+        self._gradients, self._rows = gradients, rows
         self._started: list[Exchange] = []
-        self._returned = k.new_empty((len(routing.send_rows), row_width(k, v)))
+        self._returned = k.new_empty((rows.routing.send_rows.shape[0], rows.width))
 
     def start(self, chunk: ChunkRouting, transport: Transport, where: str) -> None:
         """Sends the gradients of a chunk, which are complete."""
-        if self._routing.exchanges:
+        if self._rows.routing.exchanges:
             rows = self._gradients.rows_to_send(chunk.keys.receive)
             asked = chunk.keys.combine(rows, self._returned, f"{where}, key gradients")
             self._started.append(transport.exchange(asked))
@@ -198,14 +259,10 @@ class KVGradCombine:
         #     dk, dv       local rows; local calls have written them
         #     + total      of the remote KV, at rows that this rank copied into it
         #     + returned   of each server, at rows that were sent to it
-        total = self._gradients.total
-        for gradient, local, part in zip((dk, dv), (total.k, total.v), apart(self._returned, dk, dv), strict=True):
-            add_rows(gradient.flatten(1), local.flatten(1), part.flatten(1), self._routing.sums)
-
-
-def _side_by_side(k: torch.Tensor, routing: DeviceRouting) -> bool:
-    """Returns whether calls can read keys beside their values: heads of all groups of a token need one stride."""
-    return routing.rows_per_token == 1 or k.shape[1] == 1
+        total, sums = self._gradients.total, self._rows.routing.sums
+        parts = zip((dk, dv), (total.k, total.v), self._rows.apart(self._returned), strict=True)
+        for gradient, local, part in parts:
+            add_rows(gradient.flatten(1), local.flatten(1), part.flatten(1), sums)
 
 
 def side_by_side(k: torch.Tensor, v: torch.Tensor, rows: slice | torch.Tensor) -> torch.Tensor:
@@ -215,18 +272,6 @@ def side_by_side(k: torch.Tensor, v: torch.Tensor, rows: slice | torch.Tensor) -
     both = k.new_empty((rows.shape[0], row_width(k, v)))
     copy_rows((k, v), rows, (both,), None)
     return both
-
-
-def apart(rows: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns views of the key part and the value part of rows, shaped as the rows of `k` and `v`."""
-    # row   | k0 k0 k1 k1 | v0 v0 v1 v1 |     two groups: strides within a row are those of k and v
-    (groups, dim), value_dim = k.shape[1:], v.shape[2]
-    width, count = groups * dim, rows.shape[0]
-    stride = rows.stride(0)
-    return (
-        rows.as_strided((count, groups, dim), (stride, dim, 1)),
-        rows.as_strided((count, groups, value_dim), (stride, value_dim, 1), rows.storage_offset() + width),
-    )
 
 
 def row_width(k: torch.Tensor, v: torch.Tensor) -> int:

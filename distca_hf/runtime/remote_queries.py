@@ -51,7 +51,7 @@ class ForwardRemoteQueries:
             self._dispatch = QueryDispatch([q], moves)
             remote_q = self._dispatch.tensors[0]
         out, lse = empty_layer_outputs(remote_q, v)
-        self._calls = ForwardCalls(kernel, remote_q, out, lse, spec, kv_heads)
+        self._calls = ForwardCalls(kernel, remote_q, out, lse, spec, kv_heads, prefixes={})
         self._combine = ResultCombine([out, lse], moves)
         self.kept = remote_q, out, lse
 

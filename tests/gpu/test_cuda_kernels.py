@@ -13,7 +13,6 @@ import torch
 
 from distca_hf.kernels.interface import AttentionSpec, Gradients, Inputs, Kernel, Room, Saved, Spans
 from distca_hf.kernels.registry import KERNELS, Operands, choose_kernel
-from distca_hf.runtime.remote_kv import apart
 
 
 pytestmark = pytest.mark.gpu
@@ -169,7 +168,8 @@ def _is_untouched_around(whole: torch.Tensor, view: torch.Tensor, heads: tuple[i
 
 def _side_by_side(k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Views of keys and of values that lie as `[rows, G * H | G * V]`, as in the store."""
-    return apart(torch.cat([k.flatten(1), v.flatten(1)], dim=1), k, v)
+    rows, width = torch.cat([k.flatten(1), v.flatten(1)], dim=1), k[0].numel()
+    return rows[:, :width].unflatten(1, k.shape[1:]), rows[:, width:].unflatten(1, v.shape[1:])
 
 
 @pytest.mark.parametrize("around", [(0, 0), (8, 0), (2, 6)], ids=["all heads", "last", "between"])

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from distca_hf.kernels.interface import accumulation_dtype
-from distca_hf.kernels.rows import RowSums, add_rows, copy_rows, merge
+from distca_hf.kernels.rows import RowSums, add_rows, copy_rows, merge, row_merge
 from distca_hf.kernels.sinks import add_sinks, scale_rows, sink_gradients
 from distca_hf.torch_private import _public_current_stream, current_stream
 
@@ -76,6 +76,24 @@ def test_rows_are_merged_from_a_given_one_on() -> None:
 
         assert torch.equal(whole, expected)
         assert torch.equal(lse, expected_lse)
+
+
+def test_log_sum_exps_may_lie_head_by_head() -> None:
+    """As kernels write them: of all heads, or of some. The second layer is merged as the first one was."""
+    for heads in (slice(0, 8), slice(4, 8)):
+        whole, far = (_random(of, 8, 128, dtype=torch.bfloat16, seed=of)[:, heads] for of in (515, 37))
+        far, far_lse = far.contiguous(), _random(far.shape[1], 37, dtype=torch.float32, seed=1)
+        lse = _random(515, 8, dtype=torch.float32)
+        head_by_head = lse.T.contiguous().T
+        expected, expected_lse = whole.clone(), lse[:, heads].clone()
+        merge(expected, expected_lse, far, far_lse, 5)
+        merge_alike = row_merge(whole, head_by_head[:, heads], far, far_lse, 5)
+        for _ in range(2):
+            got, got_lse = _random(515, 8, 128, dtype=torch.bfloat16, seed=515)[:, heads], lse.T.contiguous().T
+            merge_alike(got, got_lse[:, heads], far, far_lse)
+
+            assert torch.equal(got, expected)
+            assert torch.equal(got_lse[:, heads], expected_lse)
 
 
 def test_merge_takes_log_sum_exps_of_any_size() -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from distca_hf.kernels import host_cost
-from distca_hf.kernels.host_cost import ALIGNMENT, Launch
+from distca_hf.kernels.host_cost import ALIGNMENT, Launch, view_of
 
 
 DEVICE = torch.device("cuda", 3)
@@ -73,6 +73,28 @@ def test_index_and_numbers_stand_between_tensors_and_constants(kernel: Kernel) -
     assert compiled[4] is index
     assert compiled[5:] == (5, 8)
     assert launched[9:] == (x.data_ptr(), index[1:].data_ptr(), 7, 8)
+
+
+def test_prepared_launches_keep_all_but_their_tensors(kernel: Kernel) -> None:
+    x, y, index = aligned(4, 8), aligned(2, 8), torch.arange(3)
+    merge = Launch(kernel, (8,), DEVICE).prepared(3, 2, (index,), (5,))
+    for given in (x, y, y[:, 1:]):
+        merge(given)
+
+    assert len(kernel.compiled) == 2  # the first one, and another address
+    [launched] = kernel.launched
+    assert launched[:3] == (3, 2, 1)
+    assert launched[9:] == (y.data_ptr(), index.data_ptr(), 5, 8)
+
+
+def test_parts_are_taken_of_tensors_that_are_alike() -> None:
+    wide, other = torch.arange(48).view(2, 4, 6), -torch.arange(48).view(2, 4, 6)
+    whole, like = wide[:, 1:], other[:, 1:]
+    part = whole[1:, :, 2:4]
+
+    assert torch.equal(view_of(part, whole)(like), like[1:, :, 2:4])
+    assert view_of(part, whole)(like).untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
+    assert view_of(whole, whole)(like) is like
 
 
 def test_other_addresses_are_left_to_triton(kernel: Kernel) -> None:

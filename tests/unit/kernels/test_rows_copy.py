@@ -1,11 +1,12 @@
 """Rows are copied from where they are to where they belong, and nothing else is written."""
 
+import math
 import re
 
 import pytest
 import torch
 
-from distca_hf.kernels.rows import copy_rows
+from distca_hf.kernels.rows import copy_rows, row_copy, row_merge
 
 
 @pytest.mark.parametrize("shape", [(3,), (2, 4)], ids=str)
@@ -31,6 +32,21 @@ def test_chosen_rows_go_to_chosen_places() -> None:
     copy_rows((torch.arange(1.0, 6.0),), torch.tensor([4, 1]), (target,), torch.tensor([0, 3]))
 
     assert target.tolist() == [5, 0, 0, 2]
+
+
+def test_steps_are_prepared_for_all_tensors_that_are_alike() -> None:
+    like, rows = (torch.zeros(6, 2), torch.zeros(6, 1)), torch.tensor([5, 0, 2])
+    copy = row_copy(like, rows, (torch.zeros(3, 3),), None)
+    merge = row_merge(torch.zeros(4, 1, 2), torch.zeros(4, 1), torch.zeros(2, 1, 2), torch.zeros(1, 2), 1)
+    for layer in range(1, 3):
+        k, v, beside = layer * torch.arange(12.0).view(6, 2), -torch.arange(6.0).view(6, 1), torch.zeros(3, 3)
+        copy((k, v), (beside,))
+        out, lse, far = torch.zeros(4, 1, 2), torch.zeros(4, 1), torch.full((2, 1, 2), 2.0 * layer)
+        merge(out, lse, far, torch.zeros(1, 2))
+
+        assert beside.tolist() == [[10 * layer, 11 * layer, -5], [0, layer, 0], [4 * layer, 5 * layer, -2]]
+        assert out[:, 0, 0].tolist() == [0, layer, layer, 0]
+        assert lse[:, 0].tolist() == pytest.approx([0, math.log(2), math.log(2), 0])
 
 
 def test_no_rows_change_nothing() -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from distca_hf.kernels.interface import AttentionSpec, Gradients, Inputs, Kernel, Saved, Spans
+from distca_hf.kernels.interface import AttentionSpec, Gradients, Inputs, Kernel, Room, Saved, Spans
 from distca_hf.kernels.reference import ReferenceKernel
 from distca_hf.kernels.registry import KERNELS
 from distca_hf.kernels.varlen import Flash2Kernel, Flash3Kernel, Flash4Kernel, TorchVarlenKernel
@@ -93,12 +93,13 @@ def flash3(
 
 
 def flash4(
-    q, k, v, *, softmax_scale, causal, return_lse, out, window_size_left=None, softcap=None, **spans: Any
+    q, k, v, *, softmax_scale, causal, return_lse, out, lse, window_size_left=None, softcap=None, **spans: Any
 ) -> Any:
     """`flash_attn/cute/interface.py`: None is open, and every number is one."""
     sides = window_size_left, 0 if causal else None
-    results, lse = dense(Inputs(q, k, v), Spans(**spans), softmax_scale, sides, softcap or 0.0)
-    return (results if out is None else out.copy_(results)), lse
+    results = dense(Inputs(q, k, v), Spans(**spans), softmax_scale, sides, softcap or 0.0)
+    assert lse is None or lse.stride(1) == 1
+    return tuple(x if room is None else room.copy_(x) for x, room in zip(results, (out, lse), strict=True))
 
 
 PACKAGES: dict[str, Callable[[], Kernel]] = {
@@ -136,6 +137,22 @@ def test_packages_get_the_window_that_is_asked_for(
     got = PACKAGES[name]().forward(inputs, spans, spec)
 
     for result, right in zip(got, ReferenceKernel().forward(inputs, spans, spec), strict=True):
+        torch.testing.assert_close(result, right, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("head_by_head", [True, False])
+def test_flash_attention_4_fills_its_room(head_by_head: bool) -> None:
+    """It writes log-sum-exps itself where rows of a head follow each other; elsewhere they are copied."""
+    spec = AttentionSpec(0.5)
+    inputs, spans = call_of(spec)
+    out, lse = ReferenceKernel().forward(inputs, spans, spec)
+    heads, rows = lse.shape
+    of_more_heads = lse.new_zeros(heads + 1, rows) if head_by_head else lse.new_zeros(rows, heads + 1).t()
+    room = Room(torch.zeros_like(out), of_more_heads[1:])
+    got = PACKAGES["flash4"]().forward(inputs, spans, spec, room)
+
+    for result, place, right in zip(got, room, (out, lse), strict=True):
+        assert result is place
         torch.testing.assert_close(result, right, rtol=0, atol=1e-12)
 
 

@@ -152,7 +152,7 @@ def test_attention_holds_hardly_more_than_needed_bytes(
 ) -> None:
     """Within a tenth. Merging and summing apart, for which GPUs have kernels that need nothing. Counted on one rank at
     a time: torch notes for all threads together whether a dispatch mode is active."""
-    monkeypatch.setattr(kernel_calls, "merge", lambda *tensors: None)
+    monkeypatch.setattr(kernel_calls, "row_merge", lambda *of_layer: lambda *tensors: None)
     monkeypatch.setattr(remote_kv, "add_rows", lambda *tensors: None)
     plan = plan_of(kind)
 

@@ -152,6 +152,18 @@ def test_what_is_not_dispatched_is_the_operator_all_the_same() -> None:
         assert seen.operators == [f"distca.{name}.default", f"distca.{name}_backward.default"]
 
 
+def test_results_of_dispatched_calls_lie_as_graphs_expect() -> None:
+    """Log-sum-exps of other calls lie as kernels write them."""
+    live, held = alone(), tensors(requires_grad=False)
+    direct = flash_attn(*held, SPEC, live.handle)
+    dispatched = torch.ops.distca.flash_attn(*held, [*SPEC], live.handle, None, False, None)
+
+    assert direct[1].stride() == (1, TOKENS)
+    for one, other in zip(direct, dispatched, strict=True):
+        assert torch.equal(one, other)
+        assert other.is_contiguous()
+
+
 @pytest.mark.parametrize("planned", [True, False])
 def test_gradients_may_be_batched(planned: bool) -> None:
     """By torch's older vmap, of which only the dispatcher knows."""

@@ -17,7 +17,7 @@ from distca_hf.runtime.attention import attend
 from distca_hf.runtime.device_routing import DeviceCall, DeviceRouting, PinnedRankPlan, PinnedRouting
 from distca_hf.runtime.kernel_calls import keys_of
 from distca_hf.runtime.op import flash_attn
-from distca_hf.runtime.remote_kv import RemoteKV, RemoteKVGradients, apart, row_width, side_by_side
+from distca_hf.runtime.remote_kv import KeyRows, RemoteKV, RemoteKVGradients, row_width, side_by_side
 from distca_hf.testing import run_ranks
 from support.layouts import SCATTERED, SHARED, THRICE
 from support.parity import SPEC, Case, compare, live_plan
@@ -47,27 +47,28 @@ def keys(tokens: int, dtype: torch.dtype = torch.float64) -> tuple[torch.Tensor,
 
 
 def test_rows_travel_side_by_side_and_are_seen_apart() -> None:
-    k, v = keys(7)
-    chosen = torch.tensor([5, 0, 6])
+    maps, (k, v) = maps_of(SHARED, 1), keys(7)
+    chosen, of_layers = torch.tensor([5, 0, 6]), KeyRows(k, v, maps)
     rows = side_by_side(k, v, chosen)
 
     assert rows.shape == (3, row_width(k, v))
     assert torch.equal(rows, torch.cat([k[chosen].flatten(1), v[chosen].flatten(1)], dim=1))
     assert torch.equal(side_by_side(k, v, slice(2, 6)), side_by_side(k, v, torch.arange(2, 6)))
-    for part, x in zip(apart(rows, k, v), (k, v), strict=True):
+    for part, x in zip(of_layers.apart(rows), (k, v), strict=True):
         assert torch.equal(part, x[chosen])
         assert part.untyped_storage().data_ptr() == rows.untyped_storage().data_ptr()
-    for part, x in zip(apart(rows[1:], k, v), (k, v), strict=True):
+    for part, x in zip(of_layers.apart(rows[1:]), (k, v), strict=True):
         assert torch.equal(part, x[chosen[1:]])
 
 
 def test_rows_that_come_in_order_are_the_store() -> None:
     maps, (k, v) = maps_of(SHARED, 1), keys(7)
-    received = torch.randn(2, row_width(k, v), dtype=k.dtype)
-    store = RemoteKV.open(k, v, received, maps)
+    rows = KeyRows(k, v, maps)
+    received = torch.randn(2, rows.width, dtype=k.dtype)
+    store = RemoteKV.open(k, v, received, rows)
     came = torch.randn_like(received)
     received.copy_(came)
-    store.put_received(received, slice(0, 2), maps)
+    store.put_received(received, slice(0, 2), rows)
 
     assert store.beside is received
     assert torch.equal(side_by_side(store.k, store.v, ALL), came)
@@ -93,11 +94,13 @@ def test_own_rows_are_copied_between_those_received_or_kept(rank: int, num_chunk
 
     sends = routing_of(SCATTERED, 1 - rank, num_chunks)
     came = side_by_side(*told([tokens[1 - rank][row] for row in sends.send_rows.numbers]), ALL)
-    received = torch.full_like(came, float("nan"))
-    store = RemoteKV.open(*told(tokens[rank]), received, maps)
-    for chunk in maps.chunks:
-        received[chunk.keys.receive] = came[chunk.keys.receive]
-        store.put_received(received, chunk.keys.receive, maps)
+    rows = KeyRows(*told(tokens[rank]), maps)
+    for _ in range(2):  # the second layer finds what the first one has made
+        received = torch.full_like(came, float("nan"))
+        store = RemoteKV.open(*told(tokens[rank]), received, rows)
+        for chunk in maps.chunks:
+            received[chunk.keys.receive] = came[chunk.keys.receive]
+            store.put_received(received, chunk.keys.receive, rows)
 
     prefixes = [[(0, at) for at in range(7)] + [(1, at) for at in range(3)], [(0, at) for at in range(4)]]
     for stored, expected in zip((store.k, store.v), told(prefixes[rank]), strict=True):
@@ -108,7 +111,8 @@ def test_own_rows_are_copied_between_those_received_or_kept(rank: int, num_chunk
     backward = (
         PinnedRankPlan.prepare(rank_plan(plan_in_place(SCATTERED), rank, num_chunks)).to(torch.device("cpu")).backward
     )
-    store = RemoteKV.of_kept(*told(tokens[rank]), came, backward)
+    of_backward = KeyRows(*told(tokens[rank]), backward)
+    store = RemoteKV.of_kept(*told(tokens[rank]), came, of_backward)
     for stored, expected in zip((store.k, store.v), told(prefixes[rank]), strict=True):
         assert torch.equal(stored, expected)
 
@@ -137,7 +141,7 @@ def test_gradients_of_rows_that_several_calls_read_are_summed_and_rounded_once(
     layout: Layout, reads: list[int], dtype: torch.dtype
 ) -> None:
     maps, (k, v) = maps_of(layout, 0), keys(6, dtype)
-    gradients = RemoteKVGradients(k, v, maps)
+    gradients = RemoteKVGradients(k, v, KeyRows(k, v, maps))
     precise = accumulation_dtype(dtype)
     expected = [torch.zeros(maps.remote_kv_rows, KV_HEADS, dim, dtype=precise) for dim in (DIM, VALUE_DIM)]
     counted = torch.zeros(maps.remote_kv_rows)
@@ -166,7 +170,7 @@ def test_gradients_of_rows_that_several_calls_read_are_summed_and_rounded_once(
 def test_gradients_of_rows_that_one_call_reads_are_written_where_they_travel_from() -> None:
     maps, (k, v) = maps_of(SHARED, 1), keys(7, torch.bfloat16)
     assert not maps.sums_remote_kv
-    gradients = RemoteKVGradients(k, v, maps)
+    gradients = RemoteKVGradients(k, v, KeyRows(k, v, maps))
     for call, *parts in parts_of(maps, torch.bfloat16):
         for part, total in zip(parts, keys_of(call, 1, gradients.total.k, gradients.total.v), strict=True):
             target = gradients.target(call, total)
