@@ -6,9 +6,9 @@
 
 A tiny Llama, through `torchrun -m distca_hf.run` and an unmodified Trainer, with supervisors that replace lost
 servers: on CPUs over gloo, or with `--device cuda` on one GPU for each process over NCCL, with longer documents in
-bf16. A server is lost a random moment after it has joined, so that some are lost before a call, some inside one and
-some between two. Exit status 1: a run failed, a loss or a norm differs or is NaN, or something grows from loss to
-loss.
+bf16. A server is lost a random moment after a step has counted with it, so that some are lost before a call, some
+inside one and some between two. Exit status 1: a run failed, a server was left out, a loss or a norm differs or is
+NaN, or something grows from loss to loss.
 
 With `--one-gpu` all processes share the first GPU. NCCL must be of version 2.30 or later for that: set
 `NCCL_MULTI_RANK_GPU_ENABLE=1`, and LD_PRELOAD to that NCCL if torch brings an earlier one.
@@ -18,7 +18,6 @@ import argparse
 import json
 import math
 import random
-import re
 import signal
 import statistics
 import subprocess
@@ -39,6 +38,8 @@ TRAIN = Path(__file__).with_name("lose_servers_train.py")
 SIGNALS = {"kill": (signal.SIGKILL,), "stop": (signal.SIGSTOP,), "both": (signal.SIGKILL, signal.SIGSTOP)}
 # Module of the processes to harm: the supervisors that replace them run another one.
 SERVER = "distca_hf.runtime.server"
+# Words of a trainer about a server that was lost too often.
+LEFT_OUT = "it is left out for the rest of the training"
 # Characters of a training's output that are shown if it fails.
 LAST_WORDS = 6000
 # Largest difference of a loss, and of a norm as a part of it, in fp32 and in bf16. Differences grow with steps: norms
@@ -177,30 +178,46 @@ def _train(options: argparse.Namespace, folder: Path, servers: int, steps: int =
 
 
 def _lose(options: argparse.Namespace, job: "subprocess.Popen[bytes]", log: Path) -> list[Sizes]:
-    """Harms servers that have joined, one after the other; returns sizes at each loss."""
+    """Harms servers that have joined, one after the other; returns sizes at each loss. Prints each as it comes, so
+    that a run that is cut off has shown the ones before."""
     chance, signals, sizes = random.Random(options.seed), SIGNALS[options.how], list[Sizes]()
+    server = _joined(job, log, 1)
     for number in range(1, options.losses + 1):
-        server = _joined(job, log, number)
         time.sleep(chance.uniform(0.0, 1.0))
         harm = signals[(number - 1) % len(signals)]
-        sys.stdout.write(f"loss {number}: {harm.name} to process {server.pid}\n")
-        sys.stdout.flush()
+        _print_now(f"loss {number}: {harm.name} to process {server.pid}")
         server.send_signal(harm)
+        began = time.monotonic()
         sizes.append(_sizes(job))
-    _joined(job, log, options.losses + 1)
+        server = _joined(job, log, number + 1)
+        _print_now(f"loss {number}: another server takes part after {time.monotonic() - began:.1f} s")
     return sizes
 
 
+def _print_now(line: str) -> None:
+    sys.stdout.write(f"{line}\n")
+    sys.stdout.flush()
+
+
 def _joined(job: "subprocess.Popen[bytes]", log: Path, number: int) -> psutil.Process:
-    """Waits until a server has taken part, behind so many losses, and returns one that runs."""
+    """Waits until a step has counted with all servers, behind so many losses, and returns one that runs."""
     while job.poll() is None:
         text = log.read_text()
-        taken = len(re.findall(r"takes part from now on", text))
-        servers = [one for one in _servers(job) if one.status() != psutil.STATUS_STOPPED]
-        if "'loss'" in text and taken >= number - 1 and servers:  # it trains, and all that were lost are replaced
-            return max(servers, key=lambda one: one.create_time())
+        if LEFT_OUT in text:
+            sys.exit(f"behind {number - 1} losses a server was left out of the training, and none will join")
+        running = [one for one in _servers(job) if one.status() != psutil.STATUS_STOPPED]
+        if has_served(text, number - 1) and running:
+            return max(running, key=lambda one: one.create_time())
         time.sleep(0.05)
     sys.exit(f"the training ended with status {job.returncode}")
+
+
+def has_served(log: str, losses: int) -> bool:
+    """Returns whether a training's output shows that all servers were replaced that it lost, and that a step has
+    counted with the last of these. Five losses without such a step would leave the server out."""
+    *joined, behind = log.split("takes part from now on")
+    # A server joins between a step and the line of its loss; a step with it has the line behind.
+    return len(joined) >= losses and behind.count("'loss'") >= (2 if joined else 1)
 
 
 def _servers(job: "subprocess.Popen[bytes]") -> Iterator[psutil.Process]:

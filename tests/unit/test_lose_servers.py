@@ -6,6 +6,7 @@ from types import ModuleType
 
 import pytest
 
+from distca_hf.comm.live_servers import MOST_LOSSES, LostServers
 from support.commands import REPOSITORY
 
 
@@ -62,3 +63,24 @@ def test_trainers_hold_the_longest_document(
 ) -> None:
     monkeypatch.syspath_prepend(REPOSITORY / "scripts" / "faults")
     assert importlib.import_module("lose_servers_train").capacity_tokens(device, trainers) == tokens
+
+
+def test_a_server_is_lost_only_behind_a_step_that_counted_with_it(program: ModuleType) -> None:
+    step, joined = "{'loss': '4.8'}\n", "attention server 0 (start 1) takes part from now on\n"
+
+    assert not program.has_served("", 0)
+    assert program.has_served(step, 0)
+    assert not program.has_served(step * 9, 1)
+    assert not program.has_served(step + joined + step, 1)  # the line of the step before it joined
+    assert program.has_served(step + joined + step * 2, 1)
+    assert not program.has_served(step + joined + step * 2 + joined, 1)
+
+
+def test_words_of_a_server_that_is_left_out_are_those_of_trainers(
+    program: ModuleType, caplog: pytest.LogCaptureFixture
+) -> None:
+    servers = LostServers()
+    for start in range(MOST_LOSSES):
+        servers.note(0, start)
+
+    assert program.LEFT_OUT in caplog.text
