@@ -22,7 +22,7 @@ import torch.distributed as dist
 from datasets import Dataset
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import Schedule1F1B, ScheduleInterleaved1F1B
 from torch.distributed.tensor import DTensor
@@ -80,9 +80,11 @@ def in_parallel(part: ModelPart, mesh: DeviceMesh, shard: bool) -> nn.Module:
     """Returns a part whose gradients are averaged over the data ranks of its stage."""
     if not shard:
         return nn.parallel.DistributedDataParallel(part, process_group=mesh.get_group())
+    # Weights are gathered, and layers compute, in the dtype that stages exchange; gradients are added in fp32.
+    policy = MixedPrecisionPolicy(param_dtype=part.hidden_dtype, reduce_dtype=torch.float32)
     for layer in part.layers:
-        fully_shard(layer, mesh=mesh)
-    fully_shard(part, mesh=mesh)
+        fully_shard(layer, mesh=mesh, mp_policy=policy)
+    fully_shard(part, mesh=mesh, mp_policy=policy)
     return part
 
 
@@ -127,9 +129,11 @@ def main() -> None:
     pipeline = Pipeline(args.stages, args.chunks)
     schedule_class: Any = ScheduleInterleaved1F1B if args.chunks > 1 else Schedule1F1B
     model = DividedModel(args.model or tiny_llama(args.output / "initial"), pipeline)
-    autocast = torch.bfloat16 if device.type == "cuda" else None
+    # Weights are in fp32. DDP's layers compute under autocast; FSDP2 casts weights itself.
+    half = torch.bfloat16 if device.type == "cuda" else None
+    dtypes = {"hidden_dtype": half} if args.shard else {"autocast_dtype": half}
     numbers = parts_of_stage(schedule_class, pipeline, mesh.get_local_rank("stage"))
-    parts = [model.load(number, plugin, autocast).train() for number in numbers]
+    parts = [model.load(number, plugin, **dtypes).train() for number in numbers]
     if args.recompute:
         for part in parts:
             part.model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -142,7 +146,7 @@ def main() -> None:
         PipelineStage(module, part.number, pipeline.num_parts, device, **part.examples(), group=group)
         for part, module in zip(parts, wrapped, strict=True)
     ]
-    loss = StepLoss(parts[-1].model)
+    loss = StepLoss(parts[-1])
     given = stages if args.chunks > 1 else stages[0]
     schedule = schedule_class(given, args.micro_batches, loss_fn=loss, scale_grads=False)
 

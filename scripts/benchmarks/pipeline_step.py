@@ -43,13 +43,9 @@ import torch.distributed as dist
 import transformers
 from datasets import Dataset
 from torch.distributed.device_mesh import init_device_mesh
-from transformers import AutoModelForCausalLM
 
 import distca_hf
 from distca_hf import Pipeline
-from distca_hf.analysis.epoch import pack_epoch
-from distca_hf.analysis.lengths import read_lengths
-from distca_hf.analysis.request import PlanRequest, preset
 from distca_hf.arrays import IntArray
 from distca_hf.data.schedules import Queues, Schedule
 from distca_hf.integrations.stages import StepInputs
@@ -58,6 +54,7 @@ from distca_hf.placement.place import fill_in_order
 from lib.model import read_config
 from lib.options import add_model, on_all_ranks
 from lib.parser import add_device, add_tokens_per_rank, count, parser_of
+from lib.pipeline.inputs import check_folder, first_step, write_model
 from lib.pipeline.part_times import PartTimes
 from lib.pipeline.stages import Stages
 from lib.rounds import equal_losses
@@ -69,7 +66,6 @@ COLUMNS = (
     *("schedule", "micro-batches", "heaviest ÷ mean", "predicted ms", "measured ms", "÷ predicted"),
     *("÷ as packed: predicted", "measured"),
 )
-SAMPLE_STEPS = 16
 
 
 @dataclass(frozen=True)
@@ -159,42 +155,6 @@ def measure(options: argparse.Namespace, device: torch.device) -> None:
         print("", *notes, sep="\n", flush=True)
     if not equal_losses(losses, torch.bfloat16 if device.type == "cuda" else torch.float32):
         raise SystemExit(f"losses of the same tokens differ: {losses}")
-
-
-def check_folder(folder: Path, device: torch.device) -> None:
-    """Exits on all ranks if the folder is there. Rank 0 looks before it writes: a rank that starts late would see what
-    has just been written."""
-    is_there = torch.tensor(int(dist.get_rank() == 0 and folder.exists()), device=device)
-    dist.broadcast(is_there, 0)
-    if is_there:
-        raise SystemExit(f"{folder} is there already, and would be replaced and removed: give another --folder")
-
-
-def first_step(options: argparse.Namespace, data_ranks: int) -> Dataset:
-    """Returns documents with random tokens: those of the first step of an epoch, in the order of packing. The epoch
-    is one of a few steps, because one of all documents would take long to pack in so small micro-batches."""
-    request = PlanRequest(
-        *(data_ranks, options.tokens_per_rank, data_ranks, options.micro_batches, preset("llama3-8b")),
-        overlong="split",
-        pipeline=Pipeline(options.stages),
-    )
-    random = np.random.RandomState(options.seed)
-    sample = random.permutation(read_lengths(Path(options.lengths)).tokens)
-    enough = SAMPLE_STEPS * options.micro_batches * request.capacity_tokens
-    packed = pack_epoch(sample[: np.searchsorted(np.cumsum(sample), enough) + 1], request, options.seed)
-    lengths = np.concatenate(packed.first_step(options.micro_batches).micro_batches).tolist()
-    ids = [random.randint(0, options.vocabulary, tokens, dtype=np.int32) for tokens in lengths]
-    return Dataset.from_dict({"input_ids": ids})
-
-
-def write_model(folder: Path, config: Any, device: torch.device) -> None:
-    """Writes a checkpoint with random weights."""
-    torch.manual_seed(0)
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    with device:
-        AutoModelForCausalLM.from_config(config, dtype=dtype).save_pretrained(folder)
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
 
 
 def print_header(options: argparse.Namespace, config: Any, documents: Dataset, device: torch.device) -> None:

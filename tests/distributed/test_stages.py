@@ -14,6 +14,7 @@ from safetensors import safe_open
 from transformers import AutoModelForCausalLM
 
 from distca_hf import Pipeline
+from distca_hf.analysis.simulate.stages import rooms_for_hops
 from distca_hf.errors import ConfigError, PackingError, PlanMismatchError
 from distca_hf.integrations.stages import DividedModel, StepInputs, StepLoss, save_parts
 from support.data import random_dataset
@@ -65,7 +66,10 @@ def _train_all(checkpoint: Path, folder: Path) -> dict[str, Any]:
             for path in (folder / "latest").iterdir():
                 (kept / path.name).write_bytes(path.read_bytes())
         training.plugin.close()
-    results["bfloat16"] = StagedTraining(checkpoint, WAYS["1F1B"], mesh, torch.bfloat16).train(steps=1).losses
+    under_autocast = StagedTraining(checkpoint, WAYS["1F1B"], mesh, autocast_dtype=torch.bfloat16)
+    results["bfloat16"] = under_autocast.train(steps=1).losses
+    in_half = StagedTraining(checkpoint, Way("1F1B", wrapper="fsdp2"), mesh, hidden_dtype=torch.bfloat16)
+    results["bfloat16, FSDP2"] = in_half.train(steps=1)
     return results
 
 
@@ -95,7 +99,7 @@ def _refused(training: StagedTraining) -> dict[str, str]:
     dtype = torch.bfloat16 if stage else torch.float32
     part = DividedModel(training.model.checkpoint, training.model.pipeline, dtype).load(stage, training.plugin)
     with pytest.raises(PlanMismatchError) as caught:
-        StepLoss(part.model).begin(StepInputs.of(batches))
+        StepLoss(part).begin(StepInputs.of(batches))
     words["another dtype"] = str(caught.value)
     training.optimizer.zero_grad()
     return words
@@ -136,6 +140,15 @@ def test_losses_and_gradients_are_those_of_one_process(way: str, runs: Runs) -> 
         assert seen == dict.fromkeys(exact, 2), "each weight is on the two data ranks of one stage"
 
 
+@pytest.mark.parametrize("way", [way for way in WAYS if not way.startswith("zero bubble")])
+def test_torch_has_room_for_all_that_other_stages_send_in_a_step(way: str, runs: Runs) -> None:
+    """As the estimate of memory says."""
+    pipeline = Pipeline(STAGES, WAYS[way].chunks)
+    rooms = [rooms_for_hops(stage, pipeline, MICRO_BATCHES) for stage in range(STAGES)]
+
+    assert [trained.rooms for trained in runs.of(way)] == [rooms[0], rooms[0], rooms[1], rooms[1]]
+
+
 @pytest.mark.parametrize("way", WAYS)
 def test_ranks_exchange_twice_for_each_layer_and_micro_batch(way: str, runs: Runs) -> None:
     for trained in runs.of(way):
@@ -171,11 +184,18 @@ def test_checkpoint_is_an_ordinary_one(way: str, runs: Runs) -> None:
 
 
 def test_weights_in_float32_train_in_bfloat16(runs: Runs) -> None:
-    """Stages send hidden states in float32 then."""
+    """Stages send hidden states in float32 under autocast, and in bfloat16 where FSDP2 casts weights."""
     (loss,) = runs.by_rank[3]["bfloat16"]
+    (loss_of_casts,) = runs.by_rank[3]["bfloat16, FSDP2"].losses
 
-    assert loss != runs.of("1F1B")[3].losses[0]
+    assert len({loss, loss_of_casts, runs.of("1F1B")[3].losses[0]}) == 3
     assert abs(loss - runs.expected.losses[0]) < 5e-3
+    assert abs(loss_of_casts - runs.expected.losses[0]) < 1e-2
+    for rank in (0, 3):
+        for name, gradient in runs.by_rank[rank]["bfloat16, FSDP2"].gradients[0].items():
+            expected = runs.expected.gradients[0][name]
+            assert gradient.dtype == torch.float32
+            assert float((gradient - expected).norm()) <= 3e-2 * float(expected.norm()), name
 
 
 def test_stages_with_other_data_take_no_batch(runs: Runs) -> None:

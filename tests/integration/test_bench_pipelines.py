@@ -56,6 +56,19 @@ def test_steps_of_a_pipeline_are_measured_and_predicted(tmp_path: Path) -> None:
     assert not (tmp_path / "pipeline_step_output").exists()
 
 
+def test_memory_of_stages_is_estimated_on_a_cpu(tmp_path: Path) -> None:
+    """Two stages whose data ranks shard weights. The last one has the head."""
+    program = ["scripts/benchmarks/pipeline_memory.py", "--device", "cpu", "--preset", "tiny"]
+    printed = run_script(4, tmp_path, [*program, "--tokens-per-rank", "256", "--micro-batches", "4"])
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in printed.splitlines() if line.startswith("|")]
+
+    schedules = ("1F1B", "interleaved, 2 chunks")
+    assert [row[:3] for row in rows[2:]] == [[schedule, stage, "-"] for schedule in schedules for stage in "01"]
+    for first, last in (rows[2:4], rows[4:]):
+        assert 0 < float(first[3]) < float(last[3])
+    assert not (tmp_path / "pipeline_memory_output").exists()
+
+
 def test_a_folder_that_is_there_is_kept_and_refused_by_all_ranks(tmp_path: Path) -> None:
     kept = tmp_path / "pipeline_step_output" / "mine"
     kept.parent.mkdir()

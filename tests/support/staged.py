@@ -1,7 +1,7 @@
 """Training on a pipeline of 2 stages x 2 data ranks, and the same training in one process."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import get_schedule_class
 from torch.distributed.tensor import DTensor
@@ -66,6 +66,7 @@ class Trained:
         exchanges: of rows, by this rank.
         sharing: micro-batches in which ranks share documents.
         layers: of this rank.
+        rooms: tensors of other stages that torch has room for on this rank.
     """
 
     losses: list[float]
@@ -73,6 +74,7 @@ class Trained:
     exchanges: list[int]
     sharing: list[int]
     layers: int = 0
+    rooms: int = 0
 
 
 def save_initial_model(folder: Path) -> Path:
@@ -94,14 +96,12 @@ def new_plugin(mesh: DeviceMesh, **settings: Any) -> distca_hf.DistCAPlugin:
 class StagedTraining:
     """A training on this rank's stage."""
 
-    def __init__(
-        self, checkpoint: Path, way: Way, mesh: DeviceMesh, autocast_dtype: torch.dtype | None = None
-    ) -> None:
+    def __init__(self, checkpoint: Path, way: Way, mesh: DeviceMesh, **dtypes: torch.dtype) -> None:
         self.mesh, self.plugin = mesh, new_plugin(mesh)
         pipeline, kind = Pipeline(STAGES, way.chunks), get_schedule_class(way.schedule)
         self.model = DividedModel(checkpoint, pipeline)
         numbers = parts_of_stage(kind, pipeline, self.plugin.members.grid.stage)
-        self.parts = [self.model.load(number, self.plugin, autocast_dtype).train() for number in numbers]
+        self.parts = [self.model.load(number, self.plugin, **dtypes).train() for number in numbers]
         if way.recompute:
             for part in self.parts:
                 part.model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -109,7 +109,7 @@ class StagedTraining:
         wrapped = [self._wrap(part) for part in self.parts]
         check_schedule(kind, pipeline, MICRO_BATCHES, wrapped)
         stages = [self._stage(part, module) for part, module in zip(self.parts, wrapped, strict=True)]
-        self.loss = StepLoss(self.parts[-1].model)
+        self.loss = StepLoss(self.parts[-1])
         self.schedule = kind(
             stages if way.chunks > 1 else stages[0], MICRO_BATCHES, loss_fn=self.loss, scale_grads=False
         )
@@ -123,9 +123,10 @@ class StagedTraining:
             return part
         if self.wrapper == "ddp":
             return nn.parallel.DistributedDataParallel(part, process_group=data_ranks.get_group())
+        policy = MixedPrecisionPolicy(param_dtype=part.hidden_dtype, reduce_dtype=torch.float32)
         for layer in part.layers:
-            fully_shard(layer, mesh=data_ranks)
-        fully_shard(part, mesh=data_ranks)
+            fully_shard(layer, mesh=data_ranks, mp_policy=policy)
+        fully_shard(part, mesh=data_ranks, mp_policy=policy)
         return part
 
     def _stage(self, part: ModelPart, wrapped: nn.Module) -> PipelineStage:
@@ -179,7 +180,17 @@ class StagedTraining:
             trained.gradients.append(self.gradients())
             self.optimizer.step()
             self.optimizer.zero_grad()
-        return trained
+        return replace(trained, rooms=self._rooms())
+
+    def _rooms(self) -> int:
+        """Returns the hidden states and gradients of other stages that torch has room for."""
+        stages: Any = getattr(self.schedule, "_stages", None) or [self.schedule._stage]
+        return sum(
+            getattr(info, "buffer", None) is not None
+            for stage in stages
+            for rows in (*stage.args_recv_info.values(), *stage.grad_recv_info.values())
+            for info in rows
+        )
 
 
 def _whole(tensor: torch.Tensor) -> torch.Tensor:

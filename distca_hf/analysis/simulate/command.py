@@ -186,7 +186,8 @@ def _assumptions(options: SimulateOptions, request: SimulationRequest) -> list[s
             "gathered once in a step and stay, gradients are summed once; hops slow nothing down",
             "pipeline: transfers of interleaved stages wait for each other as over NCCL with torch 2.12; with 2.11 "
             "they wait much longer",
-            "pipeline: memory is that of the first or the last stage, an estimate that was not measured",
+            "pipeline: memory is that of the stage that needs most, with room for all that other stages send in a "
+            "step, as torch has it; an estimate that was not measured",
         ]
     return words
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from distca_hf.analysis.memory import DecoderSize, TrainingSetup, estimate_memory
+from distca_hf.analysis.memory import SINGLE_BYTES, DecoderSize, TrainingSetup, estimate_memory
 from distca_hf.analysis.simulate.costs import HALF_BYTES
 from distca_hf.analysis.simulate.load import Load
 from distca_hf.analysis.simulate.step import Training
@@ -29,8 +29,8 @@ from distca_hf.data.schedules import Schedule
 
 # Forward seconds of the head over all of its seconds: one product of three.
 HEAD_FORWARD_SHARE = 1 / 3
-# Bytes of a weight that stays gathered for an optimizer step, and of its gradient that is added to.
-GATHERED_BYTES = HALF_BYTES + HALF_BYTES
+# Bytes of a weight that stays gathered for an optimizer step, and of its gradient that is added to in fp32.
+GATHERED_BYTES = HALF_BYTES + SINGLE_BYTES
 
 
 @dataclass(frozen=True)
@@ -97,29 +97,60 @@ def stage_memory_bytes(
     received_bytes: int,
     tensor_ranks: int = 1,
 ) -> int:
-    """Estimates the most bytes that a GPU needs at the peak of a step: in the first stage, which holds most
-    micro-batches at once, or in the last one, which has the head.
+    """Estimates the most bytes that a GPU needs at the peak of a step, in the stage that needs most: the first one
+    holds most micro-batches at once, the last one has the head, and others receive from two sides.
 
-    A micro-batch that waits for its backward pass keeps what more layers would keep.
+    Args: as of `memory_of_stage`.
+    """
+    size_of_all = size, setup, pipeline, micro_batches, tokens, received_bytes, tensor_ranks
+    return max(memory_of_stage(stage, *size_of_all) for stage in range(pipeline.num_stages))
+
+
+def rooms_for_hops(stage: int, pipeline: Pipeline, micro_batches: int) -> int:
+    """Returns the number of hidden states and of their gradients that a stage has room for. From the first step on
+    torch has room for all that other stages send in a step (`args_recv_info` and `grad_recv_info` of
+    `torch.distributed.pipelining.PipelineStage`)."""
+    first, last = stage == 0, stage == pipeline.num_stages - 1
+    return micro_batches * (2 * pipeline.chunks - first - last)
+
+
+def memory_of_stage(
+    stage: int,
+    size: DecoderSize,
+    setup: TrainingSetup,
+    pipeline: Pipeline,
+    micro_batches: int,
+    tokens: int,
+    received_bytes: int,
+    tensor_ranks: int = 1,
+) -> int:
+    """Estimates the most bytes that a GPU of a stage needs at the peak of a step.
+
+    A micro-batch that waits for its backward pass keeps what more layers would keep, and its output, if that is sent.
 
     Args:
+        stage: from 0.
         size: of the whole model.
         setup: of one stage, whose ranks share its weights.
         micro_batches: of an optimizer step.
         tokens, received_bytes: of a GPU, see `estimate_memory`.
         tensor_ranks: GPUs that divide every layer, and so the weights that each of them gathers.
     """
-    stages, most = pipeline.num_stages, 0
-    for stage, vocabulary in ((0, 0), (stages - 1, size.vocabulary)):
-        held = held_micro_batches(pipeline, stage, micro_batches)
-        parameters = (size.parameters - size.embedding_parameters) // stages + size.head_parameters
-        part = replace(
-            size,
-            vocabulary=vocabulary,
-            parameters=parameters,
-            embedding_parameters=size.head_parameters,
-            layers=tuple(replace(layer, count=math.ceil(held * layer.count / stages)) for layer in size.layers),
-        )
-        memory = estimate_memory(part, setup, tokens, received_bytes)
-        most = max(most, memory.total + GATHERED_BYTES * parameters // tensor_ranks)
-    return most
+    stages = pipeline.num_stages
+    is_first, is_last = stage == 0, stage == stages - 1
+    held = held_micro_batches(pipeline, stage, micro_batches)
+    outside = size.embedding_parameters - size.head_parameters if is_first else size.head_parameters * is_last
+    parameters = (size.parameters - size.embedding_parameters) // stages + outside
+    part = replace(
+        size,
+        vocabulary=size.vocabulary if is_last else 0,
+        parameters=parameters,
+        embedding_parameters=outside,
+        layers=tuple(replace(layer, count=math.ceil(held * layer.count / stages)) for layer in size.layers),
+    )
+    memory = estimate_memory(part, setup, tokens, received_bytes)
+    gathered = GATHERED_BYTES * parameters // tensor_ranks  # of all layers, not of those that are computed alone
+    # Outputs wait, too. Inputs that wait are among what layers keep.
+    waiting = held * (is_first - is_last) / pipeline.chunks
+    hops = (rooms_for_hops(stage, pipeline, micro_batches) + waiting) * tokens * HALF_BYTES * size.hidden_size
+    return max(memory.backward - memory.gathered + gathered + round(hops), memory.optimizer_step)

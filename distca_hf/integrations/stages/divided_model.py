@@ -30,7 +30,7 @@ class DividedModel:
     Args:
         checkpoint: a folder, or a name on the Hub, as `from_pretrained` takes it.
         pipeline: stages, and chunks on each of them.
-        dtype: of the weights, and of hidden states that stages send.
+        dtype: of the weights.
 
     Attributes:
         outline: the whole model on the meta device, for `plugin.dataloader(model=...)`: placement follows all layers.
@@ -64,13 +64,21 @@ class DividedModel:
                 "a pipeline; or untie them first (a copy of the weights, and tie_word_embeddings=False in config.json)"
             )
 
-    def load(self, number: int, plugin: ParallelContext, autocast_dtype: torch.dtype | None = None) -> ModelPart:
+    def load(
+        self,
+        number: int,
+        plugin: ParallelContext,
+        autocast_dtype: torch.dtype | None = None,
+        hidden_dtype: torch.dtype | None = None,
+    ) -> ModelPart:
         """Reads the weights of one part, and enables it for training.
 
         Args:
             number: of the part; see `parts_of_stage`.
             plugin: settings, and the ranks that run this part together.
             autocast_dtype: in which its layers compute, bfloat16 for weights in float32; None: in the weights' own.
+            hidden_dtype: of hidden states that stages send; None: the weights' own. Where FSDP2 casts weights
+                (`MixedPrecisionPolicy`), its `param_dtype`, without autocast.
 
         Raises:
             ConfigError: the checkpoint lacks weights, or has them in other shapes; or ranks are other stages.
@@ -82,7 +90,7 @@ class DividedModel:
         model = self.read(number)
         enable(model.to(device), plugin)
         layers = [model.get_submodule(f"{self.stack.layers}.{layer}") for layer in self._layers_of(number)]
-        return ModelPart(model, layers, number, self.pipeline, tokens, autocast_dtype)
+        return ModelPart(model, layers, number, self.pipeline, tokens, autocast_dtype, hidden_dtype)
 
     def read(self, number: int) -> PreTrainedModel:
         """Reads the weights of one part, on the host, into a model that is not enabled.

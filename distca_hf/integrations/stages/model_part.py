@@ -35,11 +35,13 @@ class ModelPart(nn.Module):
         pipeline: that it is a part of.
         rows: tokens of a micro-batch on this rank, padding included; torch wants one shape for all.
         autocast_dtype: in which layers compute; None: in the dtype of their weights.
+        hidden_dtype: of hidden states that stages send; None: the dtype of the weights.
 
     Attributes:
         layers: of the model that are in it.
         chunk: number of the part on its stage.
         is_first, is_last: whether it has the embeddings, the head.
+        hidden_dtype: of hidden states that stages send.
     """
 
     def __init__(
@@ -50,13 +52,15 @@ class ModelPart(nn.Module):
         pipeline: Pipeline,
         rows: int,
         autocast_dtype: torch.dtype | None = None,
+        hidden_dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         self.layers, self._autocast_dtype = tuple(layers), autocast_dtype
         self.model, self.number, self.rows = model, number, rows
         self.num_parts, (_, self.chunk) = pipeline.num_parts, pipeline.place_of(number)
         self.is_first, self.is_last = number == 0, number == pipeline.num_parts - 1
-        self._hidden, self._dtype = (1, rows, model.config.get_text_config().hidden_size), model.dtype
+        self._hidden = 1, rows, model.config.get_text_config().hidden_size
+        self.hidden_dtype = hidden_dtype or model.dtype
 
     def __call__(self, *given: torch.Tensor, plan: torch.Tensor, **columns: torch.Tensor) -> torch.Tensor:
         """Runs the part on one micro-batch. The plan's number is read here, before FSDP2's hooks would move it to a
@@ -103,10 +107,11 @@ class ModelPart(nn.Module):
         columns = {"position_ids": position_ids, "attention_mask": attention_mask}
         with torch.autocast(given.device.type, self._autocast_dtype, enabled=self._autocast_dtype is not None):
             output: torch.Tensor = self.model(**tokens, **columns, distca_plan=plan, return_dict=True).logits
-        if not self.is_last and (output.shape != self._hidden or output.dtype != self._dtype):
+        if not self.is_last and (output.shape != self._hidden or output.dtype != self.hidden_dtype):
             raise PlanError(
                 f"{where}: hidden states are {tuple(output.shape)} in {output.dtype}, and the next stage receives "
-                f"{self._hidden} in {self._dtype}: keep the dtype that the model was loaded in"
+                f"{self._hidden} in {self.hidden_dtype}: keep the dtype that the model was loaded in, or give "
+                "DividedModel.load the hidden_dtype that layers compute in"
             )
         # Schedules that divide backward detach outputs in place, which views do not allow.
         return output.clone() if output._is_view() else output
@@ -115,9 +120,9 @@ class ModelPart(nn.Module):
         """Returns `input_args` and `output_args` of `PipelineStage`: without them torch would run the model once to
         find shapes. No gradient would come back for outputs that need none."""
         tokens = torch.empty((1, self.rows), dtype=torch.int64, device="meta")
-        hidden = torch.empty(self._hidden, dtype=self._dtype, device="meta", requires_grad=True)
+        hidden = torch.empty(self._hidden, dtype=self.hidden_dtype, device="meta", requires_grad=True)
         vocabulary = self.model.config.get_text_config().vocab_size
-        computed = self._autocast_dtype or self._dtype
+        computed = self._autocast_dtype or self.hidden_dtype
         logits = torch.empty((1, self.rows, vocabulary), dtype=computed, device="meta", requires_grad=True)
         return {
             "input_args": tokens if self.is_first else hidden,

@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 import torch
-from transformers import PreTrainedModel
 
 from distca_hf.comm.agreement import Agreement, Occasion
 from distca_hf.errors import ConfigError
@@ -75,12 +74,15 @@ class StepLoss:
 
     Gradients are averaged over data ranks by DDP and FSDP. So a rank divides the sum over its labels by its share of
     all of them. Then the mean over data ranks is the mean over all labels.
+
+    Args:
+        part: any of this stage.
     """
 
-    def __init__(self, model: PreTrainedModel) -> None:
-        config = model.config.get_text_config()
-        self._loss_function, self._vocabulary = model.loss_function, config.vocab_size
-        self._hidden = f"{config.hidden_size} x {str(model.dtype).removeprefix('torch.')}"
+    def __init__(self, part: ModelPart) -> None:
+        config = part.model.config.get_text_config()
+        self._loss_function, self._vocabulary = part.model.loss_function, config.vocab_size
+        self._hidden = f"{config.hidden_size} x {str(part.hidden_dtype).removeprefix('torch.')}"
         self._share: torch.Tensor | None = None
         self._micro_batches_left = 0
 

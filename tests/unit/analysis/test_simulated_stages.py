@@ -16,7 +16,7 @@ from distca_hf.analysis.simulate.costs import Costs
 from distca_hf.analysis.simulate.model import SimulatedModel
 from distca_hf.analysis.simulate.request import SimulationRequest
 from distca_hf.analysis.simulate.result import Result
-from distca_hf.analysis.simulate.stages import GATHERED_BYTES, StagedTraining, stage_memory_bytes
+from distca_hf.analysis.simulate.stages import GATHERED_BYTES, StagedTraining, memory_of_stage, stage_memory_bytes
 from distca_hf.analysis.simulate.step import Training
 from distca_hf.analysis.simulate.wires import Cluster
 from distca_hf.arrays import IntArray
@@ -168,17 +168,25 @@ def test_stages_stand_beside_what_fits(fitting: set[str], words: str) -> None:
     assert ("distca fits" in replace(result, ways=ways).in_short()) == (len(fitting) == 1)
 
 
-def test_memory_of_a_stage_is_that_of_all_layers_and_its_weights() -> None:
+def test_memory_of_a_stage_is_that_of_all_layers_its_weights_and_hops() -> None:
     """Stage 0 of four holds four micro-batches of a quarter of the layers: activations of one of all. In addition its
-    weights stay gathered, with their gradients."""
+    weights stay gathered, with their gradients, outputs wait, and there is room for gradients of all eight outputs.
+    Stage 1 holds three micro-batches, and has room for inputs and gradients of all."""
     size = replace(MODEL.size.decoder(MODEL.heads), vocabulary=0, embedding_parameters=0)
     size = replace(size, parameters=32 * size.layers[0].parameters)
-    whole = estimate_memory(size, TrainingSetup(32), 65_536, 0).total
-    in_stages = stage_memory_bytes(size, TrainingSetup(8), Pipeline(4), 8, 65_536, 0)
+    whole = estimate_memory(size, TrainingSetup(32), 65_536, 0)
+    step = size, TrainingSetup(8), Pipeline(4), 8, 65_536, 0
+    stages = [memory_of_stage(stage, *step) for stage in range(4)]
     interleaved = stage_memory_bytes(size, TrainingSetup(8), Pipeline(4, 4), 8, 65_536, 0)
+    hidden = 65_536 * 2 * size.hidden_size
+    kept = 65_536 * size.layers[0].kept_bytes(size.hidden_size, saved=True)
 
-    assert in_stages - whole == pytest.approx(GATHERED_BYTES * size.parameters // 4, rel=1e-6)
-    assert interleaved > in_stages
+    assert stages[0] - whole.total + whole.gathered == pytest.approx(
+        GATHERED_BYTES * size.parameters // 4 + (8 + 4) * hidden, rel=1e-6
+    )
+    assert stages[0] - stages[1] == pytest.approx(8 * kept - (16 - (8 + 4)) * hidden, rel=1e-6)
+    assert stage_memory_bytes(*step) == max(stages)
+    assert interleaved > max(stages)
 
 
 @pytest.mark.parametrize(

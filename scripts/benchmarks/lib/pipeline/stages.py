@@ -1,7 +1,7 @@
 """Stages of a pipeline that trains: a Llama over all ranks with torch's schedules, and the times of its parts alone.
 
 Built as `examples/pipeline.py` is: weights in fp32, layers in bf16 on GPUs, activation checkpointing with saved
-attention. Data ranks of a stage average gradients by DDP. There is no optimizer.
+attention. Data ranks of a stage average gradients by DDP, or shard weights by FSDP2. There is no optimizer.
 """
 
 import gc
@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import Schedule1F1B, ScheduleInterleaved1F1B
 
@@ -37,6 +38,7 @@ class Stages:
         mesh: of stages x data ranks.
         device: of this rank.
         micro_batches: of a step.
+        shard: data ranks of a stage shard its weights (FSDP2), in place of DDP.
     """
 
     def __init__(
@@ -47,24 +49,26 @@ class Stages:
         mesh: DeviceMesh,
         device: torch.device,
         micro_batches: int,
+        shard: bool = False,
     ) -> None:
         self.plugin = plugin
         model = DividedModel(checkpoint, pipeline)
         self.outline = model.outline
         self._mesh, self._device, self._pipeline = mesh, device, pipeline
         kind: Any = ScheduleInterleaved1F1B if pipeline.chunks > 1 else Schedule1F1B
-        autocast = torch.bfloat16 if device.type == "cuda" else None
+        half = torch.bfloat16 if device.type == "cuda" else None
+        dtypes = {"hidden_dtype": half} if shard else {"autocast_dtype": half}
         numbers = parts_of_stage(kind, pipeline, mesh.get_local_rank("stage"))
-        self._parts = [model.load(number, plugin, autocast).train() for number in numbers]
+        self._parts = [model.load(number, plugin, **dtypes).train() for number in numbers]
         for part in self._parts:
             part.model.gradient_checkpointing_enable({"use_reentrant": False})
-        wrapped = [self._averaged(part) for part in self._parts]
+        wrapped = [self._sharded(part) if shard else self._averaged(part) for part in self._parts]
         check_schedule(kind, pipeline, micro_batches, wrapped)
         stages = [
             PipelineStage(module, part.number, pipeline.num_parts, device, **part.examples(), group=self._stage_group)
             for part, module in zip(self._parts, wrapped, strict=True)
         ]
-        self._loss = StepLoss(self._parts[-1].model)
+        self._loss = StepLoss(self._parts[-1])
         given = stages if pipeline.chunks > 1 else stages[0]
         self._schedule = kind(given, micro_batches, loss_fn=self._loss, scale_grads=False)
 
@@ -72,6 +76,12 @@ class Stages:
         if self.data_ranks == 1:
             return part
         return nn.parallel.DistributedDataParallel(part, process_group=self._mesh.get_group("data"))
+
+    def _sharded(self, part: ModelPart) -> nn.Module:
+        policy = MixedPrecisionPolicy(param_dtype=part.hidden_dtype, reduce_dtype=torch.float32)
+        for module in (*part.layers, part):
+            fully_shard(module, mesh=self._mesh["data"], mp_policy=policy)
+        return part
 
     @property
     def data_ranks(self) -> int:

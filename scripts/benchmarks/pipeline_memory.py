@@ -1,0 +1,142 @@
+"""Compares the peak memory of a pipeline's stages with the estimate of `distca simulate --pipeline`.
+
+    torchrun --nproc-per-node 4 scripts/benchmarks/pipeline_memory.py --layers 16 --tokens-per-rank 65536
+    torchrun --nproc-per-node 2 scripts/benchmarks/pipeline_memory.py --device cpu --preset tiny --tokens-per-rank 256
+
+Stages are those of `pipeline_step.py`, but data ranks shard weights by FSDP2 in bf16, as the estimate has them, and
+there is no state of an optimizer. Documents are shaped and placed. One line for every stage of every schedule: most
+bytes that torch had given out at once in a step, of the data rank that had most, behind a step to warm up; and the
+estimate (`memory_of_stage`) for the bytes that ranks exchanged. On a CPU only the estimate is shown.
+"""
+
+import argparse
+import gc
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import datasets
+import torch
+import torch.distributed as dist
+from datasets import Dataset
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+import distca_hf
+from distca_hf import Pipeline
+from distca_hf.analysis.find_model import read_model
+from distca_hf.analysis.memory import GIB, TrainingSetup
+from distca_hf.analysis.simulate.model import SimulatedModel
+from distca_hf.analysis.simulate.stages import memory_of_stage
+from distca_hf.integrations.stages import StepInputs
+from lib.header import machine_facts
+from lib.model import read_config
+from lib.options import add_model, on_all_ranks
+from lib.parser import add_device, add_tokens_per_rank, parser_of
+from lib.pipeline.inputs import check_folder, first_step, write_model
+from lib.pipeline.stages import Stages
+from lib.tables import head, row
+
+
+COLUMNS = ("schedule", "stage", "measured GiB", "estimated GiB", "estimated ÷ measured")
+
+
+def main() -> None:
+    parser = parser_of(__doc__)
+    add_model(parser)
+    parser.add_argument("--vocabulary", type=int, default=8192, help="tokens of the vocabulary")
+    parser.add_argument("--stages", type=int, default=2, help="stages; the other dimension is data ranks")
+    parser.add_argument("--chunks", default="1,2", help="chunks of each stage: 1 is 1F1B, more are interleaved")
+    parser.add_argument("--lengths", default="pretrain", help="a shipped sample of lengths, or a file")
+    parser.add_argument("--seed", type=int, default=0, help="of the sample of documents, and of their order")
+    add_tokens_per_rank(parser, 32_768)
+    parser.add_argument("--micro-batches", type=int, default=8, help="of a step")
+    add_device(parser)
+    parser.add_argument(
+        "--folder", type=Path, default=Path("pipeline_memory_output"), help="of the model meanwhile; all ranks see it"
+    )
+    on_all_ranks(measure, parser.parse_args(), bind=False)
+
+
+def measure(options: argparse.Namespace, device: torch.device) -> None:
+    """Measures one schedule after the other; rank 0 prints.
+
+    Raises:
+        SystemExit: the folder is there already, or numbers of ranks do not fit.
+    """
+    datasets.disable_progress_bars()
+    check_folder(options.folder, device)
+    data_ranks, rest = divmod(dist.get_world_size(), options.stages)
+    if rest:
+        raise SystemExit(f"{options.stages} stages do not divide {dist.get_world_size()} ranks")
+    mesh = init_device_mesh(device.type, (options.stages, data_ranks), mesh_dim_names=("stage", "data"))
+    config = read_config(options, data_ranks * options.tokens_per_rank)
+    config.vocab_size = options.vocabulary
+    documents = first_step(options, data_ranks)
+    if dist.get_rank() == 0:
+        write_model(options.folder, config, device)
+        facts = [
+            *machine_facts(device),
+            f"{config.model_type}, {config.num_hidden_layers} layers, vocabulary {config.vocab_size}",
+            f"{options.stages} stages x {data_ranks} data ranks",
+            f"{options.micro_batches} micro-batches of {options.tokens_per_rank} tokens per data rank",
+        ]
+        print(f"{'; '.join(facts)}\n")
+        print(head(COLUMNS, text_columns=2), flush=True)
+    dist.barrier()
+    tokens = options.tokens_per_rank
+    plugin = distca_hf.DistCAPlugin(tokens_per_rank=tokens, pad_to_multiple_of=tokens)
+    plugin.use_mesh(mesh, data="data", stages="stage")
+    for chunks in map(int, options.chunks.split(",")):
+        pipeline = Pipeline(options.stages, chunks)
+        for line in stage_lines(options, plugin, mesh, pipeline, documents, device):
+            if dist.get_rank() == 0:
+                print(line, flush=True)
+        gc.collect()  # before the next parts are read
+    dist.barrier()
+    if dist.get_rank() == 0:
+        shutil.rmtree(options.folder)
+
+
+def stage_lines(
+    options: argparse.Namespace,
+    plugin: distca_hf.DistCAPlugin,
+    mesh: DeviceMesh,
+    pipeline: Pipeline,
+    documents: Dataset,
+    device: torch.device,
+) -> Iterator[str]:
+    """Yields a line of the table for every stage, after two steps. A collective call."""
+    stages = Stages(options.folder, plugin, pipeline, mesh, device, options.micro_batches, shard=True)
+    loader = plugin.dataloader(
+        documents, shuffle=False, model=stages.outline, pipeline=pipeline, micro_steps=options.micro_batches
+    )
+    batches = list(loader)
+    step = StepInputs.of(batches)
+    stages.step(step)
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    stages.step(step)
+    model = SimulatedModel.of(read_model(options.folder / "config.json"))
+    rows = max(max(batch["distca_plan"].facts.key_rows_received) for batch in batches)
+    received_bytes = rows * model.heads.token_bytes(2).key_value
+    setup = TrainingSetup(stages.data_ranks, optimizer_bytes=0)
+    sizes = model.size.decoder(model.heads), setup, pipeline, options.micro_batches, options.tokens_per_rank
+    peaks = peaks_of_stages(options.stages, mesh.get_local_rank("stage"), device)
+    name = "1F1B" if pipeline.chunks == 1 else f"interleaved, {pipeline.chunks} chunks"
+    for stage, peak_bytes in enumerate(peaks):
+        estimated = memory_of_stage(stage, *sizes, received_bytes)
+        measured = (f"{peak_bytes / GIB:.2f}", f"{estimated / peak_bytes:.3f}") if peak_bytes else ("-", "-")
+        yield row([name, str(stage), measured[0], f"{estimated / GIB:.2f}", measured[1]])
+
+
+def peaks_of_stages(num_stages: int, stage: int, device: torch.device) -> list[int]:
+    """Returns the most bytes that a rank of each stage had been given at once; 0 on a CPU. A collective call."""
+    peaks = torch.zeros(num_stages, dtype=torch.int64, device=device)
+    if device.type == "cuda":
+        peaks[stage] = torch.cuda.max_memory_allocated(device)
+    dist.all_reduce(peaks, op=dist.ReduceOp.MAX)
+    return [int(peak) for peak in peaks]
+
+
+if __name__ == "__main__":
+    main()
