@@ -157,7 +157,7 @@ run_part() {
         launch scripts/benchmarks/pipeline_memory.py --layers 16 --tokens-per-rank 65536 --seed 2 --folder "$folder/memory"
         ;;
     tensor) grid tensor $((gpus / 2)) --tp-size 2 ;;
-    experts) grid experts "$gpus" --preset qwen3-30b-a3b --ep-size "$gpus" ;;
+    experts) grid experts "$gpus" --preset qwen3-30b-a3b --ep-size "$gpus" --even-experts ;;
     host) launch scripts/benchmarks/host_time.py ;;
     memory)
         launch scripts/benchmarks/memory.py --layers 4 --longest 131072 --steps 30

@@ -38,7 +38,8 @@ network between them, and P2P inside:
         --documents 'D:8;C:8' --modes ideal,placed
 
 With --tp-size, --ep-size or both Transformers divides the model as it loads it. --dp-replicate-size makes replicas
-that FSDP2 shards alike (HSDP), and that share documents. With --cluster a second table has ratios of the modes,
+that FSDP2 shards alike (HSDP), and that share documents. With --even-experts all modes have the same work of experts,
+`ideal` as well, whose hidden states are others. With --cluster a second table has ratios of the modes,
 measured and simulated (`lib/simulated.py`).
 
 Batches and plans of `placed` are made before: in training a loader's thread makes them beside the step before.
@@ -64,6 +65,7 @@ from lib.baselines.ring_code import why_missing
 from lib.check import check_modes, check_numbers
 from lib.divided import DividedBackbone, build_divided_model, data_ranks, is_divided
 from lib.documents import check_lengths, random_tokens, smaller_lengths
+from lib.even_experts import EvenExperts
 from lib.header import facts_of
 from lib.kernel_seconds import time_kernels
 from lib.model import Backbone, build_model, prepare, probe, read_config
@@ -101,6 +103,9 @@ def parse() -> argparse.Namespace:
     )
     parser.add_argument("--profile", type=Path, metavar="DIR", help="write a trace of every mode and rank")
     parser.add_argument("--ep-size", type=int, default=1, help="ranks that divide experts (lib/divided.py)")
+    parser.add_argument(
+        "--even-experts", action="store_true", help="experts that the token chooses (lib/even_experts.py)"
+    )
     parser.add_argument("--tp-size", type=int, default=1, help="ranks that divide layers, as one data rank")
     parser.add_argument("--dp-replicate-size", type=int, default=1, help="replicas that FSDP2 shards alike (HSDP)")
     parser.add_argument("--nodes", type=int, default=1, help="nodes that plans take the ranks for; compares bytes")
@@ -161,6 +166,8 @@ def measure(options: argparse.Namespace, device: torch.device) -> None:
     else:
         model = Backbone(build_model(config, options, device))
     shape = probe(model)
+    if options.even_experts:
+        EvenExperts(model.causal_lm)
     kernel = kernel_for(shape, options.kernel, device, options.dtype)
     plugin = distca_hf.DistCAPlugin()
     follow_mesh(model, plugin)

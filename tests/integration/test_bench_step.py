@@ -146,7 +146,8 @@ def test_experts_of_both_ranks_compute_in_every_mode(tmp_path: Path) -> None:
     experts = {"moe_intermediate_size": 32, "num_experts": 8, "num_experts_per_tok": 2}
     config.write_text(json.dumps(CONFIG | experts | {"model_type": "qwen3_moe", "head_dim": DIM}))
     options = ["--device", "cpu", "--config", str(config), "--layers", str(LAYERS), "--documents", f"{TOKENS},8x64"]
-    command = ["scripts/benchmarks/attention_step.py", *options, "--ep-size", "2", "--modes", "local,ideal,placed"]
+    experts_of_tokens = ["--ep-size", "2", "--even-experts"]
+    command = ["scripts/benchmarks/attention_step.py", *options, *experts_of_tokens, "--modes", "local,ideal,placed"]
     printed = run_script(RANKS, tmp_path, [*command, *QUICK, "--cluster", "h100", "--out", out])
     facts = json.loads(out.read_text())
 
