@@ -9,13 +9,14 @@ from distca_hf.analysis.request import PRESETS, ModelShape, ModelSize
 
 LLAMA_8B, QWEN_4B = PRESETS["llama3-8b"], PRESETS["qwen3-4b"]
 LAYERS = 4
-FIRST_LIGHT, EVERYTHING, PLANNING, STEP, TWO_GPUS, FOUR_GPUS = (
+FIRST_LIGHT, EVERYTHING, PLANNING, STEP, TWO_GPUS, FOUR_GPUS, TRAINER = (
     "2026-11-21-first-light",
     "2026-11-21-everything",
     "2026-11-21-planning",
     "2026-11-21-step",
     "2026-11-22-two-gpus",
     "2026-11-22-four-gpus",
+    "2026-11-26-four-h200-training",
 )
 
 
@@ -155,4 +156,5 @@ PEAKS = [
     PeakRow(STEP, 4, "262144,64x4096", "placed", 111, LLAMA, "saved", True, 8),
     PeakRow(STEP, 4, "262144,64x4096", "placed", 87, QWEN, "saved", True, 8),
     PeakRow(FOUR_GPUS, 4, "262144", "placed", 53, QWEN, "saved", True, 8),
+    PeakRow(TRAINER, 4, "262272,42x4096", "placed", 96.0, LLAMA, "saved", True, 8),
 ]
