@@ -20,7 +20,7 @@ from transformers import PreTrainedConfig
 from distca_hf.analysis.check.find import Candidate
 from distca_hf.analysis.check.tiny_config import LONGEST_TOKENS, tiny_config
 from distca_hf.analysis.check.verdict import judge
-from distca_hf.analysis.gpus import find_gpu
+from distca_hf.gpus import find_gpu
 from sweep import KINDS, NOT_BUILT, PAGE, REFUSED, WORKS, Kind, be_quiet
 
 
