@@ -136,6 +136,31 @@ def test_servers_are_named_behind_the_ranks(chromium: Browser, tmp_path: Path) -
     assert "s3" in matrix
 
 
+def test_servers_keep_their_names_beside_many_ranks_by_node(chromium: Browser, tmp_path: Path) -> None:
+    """Their rows and columns, the sentences on every cell, and the table."""
+    page = make_page(write_served_run(tmp_path, ranks=136), tmp_path / "many.html")
+    opened = chromium.open(
+        page,
+        """
+        const sections = [...document.querySelectorAll("section")];
+        const figure = sections.find((each) => each.textContent.startsWith("Who sends"));
+        figure.querySelector("details").open = true;
+        await new Promise((resolve) => setTimeout(resolve, 50));
+        const texts = (name) => [...figure.querySelectorAll(name)].map((each) => each.textContent);
+        const [labels, titles, said, rows] = ["svg text", "svg title", "figcaption", "tbody tr"].map(texts);
+        return { labels, titles, said, rows };
+        """,
+    )
+    found = opened.found
+
+    assert opened.errors == []
+    assert (found["labels"].count("s0"), found["labels"].count("s3")) == (2, 2)
+    assert {"node 0 to server 3: 8.0 MB", "node 16 to server 0: 8.0 MB"} <= set(found["titles"])
+    assert not any("node 17" in title or "node 18" in title for title in found["titles"])
+    assert any("server 3" in row for row in found["rows"])
+    assert re.search(r"\d+ of 359 pairs", found["said"][0])  # 19 x 19 without a server to itself
+
+
 def test_page_is_read_on_a_phone_and_in_the_dark(chromium: Browser, run_page: Path, plan_page: Path) -> None:
     for page in (run_page, plan_page):
         light, dark = (chromium.open(page, f"{LOOK} return look();", width=390, dark=dark) for dark in (False, True))

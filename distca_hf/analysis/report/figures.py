@@ -120,7 +120,8 @@ class StepFigures:
         servers: numbers of the attention servers behind them.
         speeds: `[ranks]` relative speeds of the ranks of `work`; empty where all are equal.
         sent: (source, destination, bytes) of one layer's forward pass.
-        nodes_sent: whether source and destination are nodes, because ranks are too many.
+        nodes_sent: nodes that source and destination are, because ranks are too many; attention servers are numbered
+            behind them. 0: they are ranks.
         missing: ranks whose traces are missing, servers behind the ranks that hold tokens.
         facts: name and value of what else is known of it.
         findings: sentences: balance, the rank that others wait for, and why.
@@ -136,7 +137,7 @@ class StepFigures:
     num_ranks: int
     sent: Sequence[tuple[int, int, float]]
     speeds: Sequence[float] = ()
-    nodes_sent: bool = False
+    nodes_sent: int = 0
     servers: Sequence[int] = ()
     missing: Sequence[int] = ()
     facts: Sequence[tuple[str, str]] = ()
