@@ -136,6 +136,26 @@ def test_servers_are_named_behind_the_ranks(chromium: Browser, tmp_path: Path) -
     assert "s3" in matrix
 
 
+def test_waiting_for_servers_is_said_to_be_an_upper_bound(chromium: Browser, tmp_path: Path) -> None:
+    """Above the picture, and in the heading of the column; without servers there is neither."""
+    for name, folder in (
+        ("served", write_served_run(tmp_path / "served")),
+        ("alone", write_run(tmp_path / "alone", 2)),
+    ):
+        opened = chromium.open(
+            make_page(folder, tmp_path / f"{name}.html"),
+            """
+            for (const each of document.querySelectorAll("details")) each.open = true;
+            await new Promise((resolve) => setTimeout(resolve, 50));
+            return [...document.querySelectorAll("figcaption, th")].map((each) => each.textContent);
+            """,
+        )
+        words = [text for text in opened.found if "aiting for servers" in text]
+
+        assert opened.errors == []
+        assert [("at most" in text) for text in words] == ([True, True] if name == "served" else [])
+
+
 def test_servers_keep_their_names_beside_many_ranks_by_node(chromium: Browser, tmp_path: Path) -> None:
     """Their rows and columns, the sentences on every cell, and the table."""
     page = make_page(write_served_run(tmp_path, ranks=136), tmp_path / "many.html")

@@ -26,8 +26,8 @@ class Seconds:
         attention, waiting, exchange, rest: measured: kernels of attention; waiting for rows of other ranks in it;
             sending and merging; and all else of the pass, with waiting in collectives of the framework.
         step: from the beginning of a micro-batch to that of the next one.
-        waiting_for_servers: the part of `waiting` in which a server computes for longer than this rank; of ranks that
-            hold tokens alone. Empty without traces of servers.
+        waiting_for_servers: the most of `waiting` that can be for servers, while one computes for longer than this
+            rank. Of ranks that hold tokens alone. Empty without traces of servers.
     """
 
     rates: str = ""
