@@ -135,7 +135,8 @@ def measure(options: argparse.Namespace, device: torch.device) -> None:
     dist.barrier()
     # Without a pipeline the loader pads rows to a multiple of `pad_to_multiple_of`, and so to one shape, too.
     tokens = options.tokens_per_rank
-    settings = {"tokens_per_rank": tokens, "pad_to_multiple_of": tokens}
+    # All micro-batches of a step are taken before the first one runs; a loader warns of more than it makes ahead.
+    settings = {"tokens_per_rank": tokens, "pad_to_multiple_of": tokens, "prefetch": options.micro_batches}
     opener = distca_hf.DistCAPlugin(**settings)
     opener.use_mesh(mesh, data="data", stages="stage")
     wires = Wires(opener.transport(device), device)
