@@ -17,7 +17,7 @@ from datasets import Dataset
 import distca_hf
 from distca_hf.data.documents import Tokens
 from lib.model import small_llama
-from lib.parser import parser_of
+from lib.parser import count, parser_of
 from lib.tables import head
 
 
@@ -26,9 +26,9 @@ VOCABULARY = 4096
 
 def main() -> None:
     parser = parser_of(__doc__)
-    parser.add_argument("--steps", type=int, default=8, help="steps of each mix that are timed")
-    parser.add_argument("--tokens", type=int, default=8192, help="most tokens of a micro-batch")
-    parser.add_argument("--threads", type=int, default=2, help="threads of torch")
+    parser.add_argument("--steps", type=count, default=8, help="steps of each mix that are timed")
+    parser.add_argument("--tokens", type=count, default=8192, help="most tokens of a micro-batch")
+    parser.add_argument("--threads", type=count, default=2, help="threads of torch")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
 

@@ -30,7 +30,7 @@ from distca_hf.data.pipelines import Pipeline
 from distca_hf.data.schedules import Queues, Schedule, Seconds
 from distca_hf.data.shaping import shape_step, work_of_documents
 from distca_hf.flops import LLAMA_8B_COSTS
-from lib.parser import count, parser_of
+from lib.parser import above_zero, count, parse_launched, parser_of
 from lib.tables import head, row
 
 
@@ -151,10 +151,10 @@ def seconds_of(work: IntArray) -> tuple[Seconds, Seconds]:
 
 def main() -> None:
     parser = parser_of(__doc__)
-    parser.add_argument("--step-seconds", type=float, default=50.0, help="about how long a step lasts")
+    parser.add_argument("--step-seconds", type=above_zero, default=50.0, help="about how long a step lasts")
     parser.add_argument("--rounds", type=count, default=1, help="measured steps of each row")
-    parser.add_argument("--chunks", type=int, default=4, help="parts of the layers on each stage, when interleaved")
-    options = parser.parse_args()
+    parser.add_argument("--chunks", type=count, default=4, help="parts of the layers on each stage, when interleaved")
+    options = parse_launched(parser)
     dist.init_process_group("gloo")
     rank, stages = dist.get_rank(), dist.get_world_size()
     if rank == 0:

@@ -57,7 +57,7 @@ from distca_hf.layout import Layout
 from distca_hf.placement.place import fill_in_order
 from lib.model import read_config
 from lib.options import add_model, on_all_ranks
-from lib.parser import add_device, add_tokens_per_rank, count, parser_of
+from lib.parser import add_device, add_tokens_per_rank, count, counts, lengths_file, micro_steps, parser_of, whole
 from lib.pipeline.part_times import PartTimes
 from lib.pipeline.stages import Stages
 from lib.rounds import equal_losses
@@ -89,9 +89,11 @@ class Step:
 def main() -> None:
     parser = parser_of(__doc__)
     add_model(parser)
-    parser.add_argument("--vocabulary", type=int, default=8192, help="tokens of the vocabulary")
-    parser.add_argument("--stages", type=int, default=2, help="stages; the other dimension is data ranks")
-    parser.add_argument("--chunks", default="1,2", help="chunks of each stage: 1 is 1F1B, more are interleaved")
+    parser.add_argument("--vocabulary", type=count, default=8192, help="tokens of the vocabulary")
+    parser.add_argument("--stages", type=count, default=2, help="stages; the other dimension is data ranks")
+    parser.add_argument(
+        "--chunks", type=counts, default="1,2", help="chunks of each stage: 1 is 1F1B, more are interleaved"
+    )
     parser.add_argument(
         "--queues",
         type=Queues,
@@ -99,10 +101,12 @@ def main() -> None:
         default=Queues.PAIRS,
         help="what transfers between stages wait for; with torch 2.11 and more than two stages: stages",
     )
-    parser.add_argument("--lengths", default="pretrain", help="a shipped sample of lengths, or a file")
-    parser.add_argument("--seed", type=int, default=0, help="of the sample of documents, and of their order")
+    parser.add_argument(
+        "--lengths", type=lengths_file, default="pretrain", help="a shipped sample of lengths, or a file"
+    )
+    parser.add_argument("--seed", type=whole, default=0, help="of the sample of documents, and of their order")
     add_tokens_per_rank(parser, 32_768)
-    parser.add_argument("--micro-batches", type=int, default=8, help="of a step")
+    parser.add_argument("--micro-batches", type=micro_steps, default=8, help="of a step")
     parser.add_argument("--rounds", type=count, default=3, help="times that every step is measured, in turns")
     add_device(parser)
     parser.add_argument(
@@ -144,7 +148,7 @@ def measure(options: argparse.Namespace, device: torch.device) -> None:
     plugin.use_mesh(mesh, data="data", stages="stage")
     losses: list[float] = []
     notes: list[str] = []
-    for chunks in map(int, options.chunks.split(",")):
+    for chunks in options.chunks:
         pipeline = Pipeline(options.stages, chunks)
         stages = Stages(options.folder, plugin, pipeline, mesh, device, options.micro_batches)
         of_ways, note = compare(options, stages, wires, pipeline, documents)
@@ -180,7 +184,7 @@ def first_step(options: argparse.Namespace, data_ranks: int) -> Dataset:
         pipeline=Pipeline(options.stages),
     )
     random = np.random.RandomState(options.seed)
-    sample = random.permutation(read_lengths(Path(options.lengths)).tokens)
+    sample = random.permutation(read_lengths(options.lengths).tokens)
     enough = SAMPLE_STEPS * options.micro_batches * request.capacity_tokens
     packed = pack_epoch(sample[: np.searchsorted(np.cumsum(sample), enough) + 1], request, options.seed)
     lengths = np.concatenate(packed.first_step(options.micro_batches).micro_batches).tolist()

@@ -24,7 +24,7 @@ import distca_hf
 from distca_hf.analysis.lengths import read_lengths
 from distca_hf.arrays import ceil_div
 from lib.model import small_llama
-from lib.parser import add_tokens_per_rank, parser_of
+from lib.parser import add_tokens_per_rank, count, lengths_file, parser_of
 
 
 SEED = 42
@@ -34,8 +34,8 @@ FIGURES = ("imbalance_before", "imbalance")
 
 def main() -> None:
     parser = parser_of(__doc__)
-    parser.add_argument("lengths", type=Path, help="file of document lengths, as distca plan reads it")
-    parser.add_argument("--shorter", type=int, default=64, help="divide all lengths by it")
+    parser.add_argument("lengths", type=lengths_file, help="file of document lengths, as distca plan reads it")
+    parser.add_argument("--shorter", type=count, default=64, help="divide all lengths by it")
     add_tokens_per_rank(parser, 2048)
     options = parser.parse_args()
     lengths = ceil_div(read_lengths(options.lengths).tokens, options.shorter)
