@@ -51,17 +51,17 @@ from distca_hf.runtime.live_plan import LivePlan
 from distca_hf.runtime.op import flash_attn
 from lib.baselines.calls import OwnKeys, make_call
 from lib.options import add_kernel, on_all_ranks, read_documents
-from lib.parser import add_device, count, parser_of
+from lib.parser import add_device, count, few, parser_of
 from lib.rates import synchronize
 
 
 def main() -> None:
     parser = parser_of(__doc__)
     parser.add_argument("--documents", default="4096,96x128", help="of all ranks together: lengths, as 4096,96x128")
-    parser.add_argument("--layers", type=count, default=32, help="calls of a pass")
-    parser.add_argument("--heads", type=count, default=32, help="query heads")
-    parser.add_argument("--kv-heads", type=count, default=8, help="heads of keys and values")
-    parser.add_argument("--head-dim", type=count, default=128, help="dimension of a head")
+    parser.add_argument("--layers", type=few, default=32, help="calls of a pass")
+    parser.add_argument("--heads", type=few, default=32, help="query heads")
+    parser.add_argument("--kv-heads", type=few, default=8, help="heads of keys and values")
+    parser.add_argument("--head-dim", type=few, default=128, help="dimension of a head")
     parser.add_argument("--repeats", type=count, default=8, help="passes")
     add_kernel(parser)
     add_device(parser)

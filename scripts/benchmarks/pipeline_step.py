@@ -57,7 +57,17 @@ from distca_hf.layout import Layout
 from distca_hf.placement.place import fill_in_order
 from lib.model import read_config
 from lib.options import add_model, on_all_ranks
-from lib.parser import add_device, add_tokens_per_rank, count, counts, lengths_file, micro_steps, parser_of, whole
+from lib.parser import (
+    add_device,
+    add_tokens_per_rank,
+    count,
+    counts,
+    lengths_file,
+    micro_steps,
+    parser_of,
+    whole,
+    words,
+)
 from lib.pipeline.part_times import PartTimes
 from lib.pipeline.stages import Stages
 from lib.rounds import equal_losses
@@ -89,7 +99,7 @@ class Step:
 def main() -> None:
     parser = parser_of(__doc__)
     add_model(parser)
-    parser.add_argument("--vocabulary", type=count, default=8192, help="tokens of the vocabulary")
+    parser.add_argument("--vocabulary", type=words, default=8192, help="tokens of the vocabulary")
     parser.add_argument("--stages", type=count, default=2, help="stages; the other dimension is data ranks")
     parser.add_argument(
         "--chunks", type=counts, default="1,2", help="chunks of each stage: 1 is 1F1B, more are interleaved"

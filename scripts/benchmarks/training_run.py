@@ -39,6 +39,7 @@ from lib.parser import (
     not_negative,
     parser_of,
     whole,
+    words,
     write_figures,
 )
 from lib.training.documents import training_documents
@@ -85,7 +86,7 @@ def parse() -> argparse.Namespace:
     parser = parser_of(__doc__, MODES)
     parser.add_argument("--modes", default="distca,ulysses", help="comma-separated, see below")
     add_model(parser)
-    parser.add_argument("--vocabulary", type=count, help="words of the model, if not as many as it has")
+    parser.add_argument("--vocabulary", type=words, help="words of the model, if not as many as it has")
     parser.add_argument("--steps", type=count, default=20, help="to train")
     parser.add_argument("--warmup", type=whole, default=3, help="steps whose times do not count")
     parser.add_argument("--learning-rate", type=not_negative, default=1e-4, help="of AdamW, the same in all steps")

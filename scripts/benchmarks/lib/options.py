@@ -11,10 +11,21 @@ import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from distca_hf.config import DistCAConfig, KernelName
+from distca_hf.errors import ConfigError, PackingError, UnsupportedAttentionError
 from lib.documents import GPUS, parse_documents
 from lib.documents import PRESETS as DOCUMENTS
 from lib.model import PRESETS as MODELS
-from lib.parser import above_zero, add_device, add_out, chosen_modes, count, file_to_read, layers, parser_of, whole
+from lib.parser import (
+    above_zero,
+    add_device,
+    add_out,
+    chosen_modes,
+    count,
+    few,
+    file_to_read,
+    parser_of,
+    whole,
+)
 
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
@@ -32,7 +43,7 @@ def add_model(parser: argparse.ArgumentParser) -> None:
         default="llama3-8b",
         help="sizes of the model, without --config; tiny: for CPUs",
     )
-    parser.add_argument("--layers", type=layers, help="decoder layers, if not as many as the model has")
+    parser.add_argument("--layers", type=few, help="decoder layers, if not as many as the model has")
 
 
 def add_kernel(parser: argparse.ArgumentParser) -> None:
@@ -171,7 +182,17 @@ def on_all_ranks(
         measure: takes options and this rank's device.
         options: of the program.
         bind: whether the group is bound to the device. NCCL opens groups of some ranks alone only where it is not.
+
+    Raises:
+        SystemExit: the product refuses what is asked for.
     """
-    measure(options, _open_group(options.device, bind))
+    try:
+        measure(options, _open_group(options.device, bind))
+    except (
+        ConfigError,
+        PackingError,
+        UnsupportedAttentionError,
+    ) as error:  # what options ask for, in the product's words
+        raise SystemExit(str(error)) from error
     dist.barrier()
     dist.destroy_process_group()

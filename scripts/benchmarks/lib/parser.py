@@ -23,7 +23,7 @@ from distca_hf.errors import ConfigError, PackingError
 HELP_COLUMNS = 118
 # Most of a whole number in options, as `distca plan` takes tokens; and digits with which it is looked at.
 MOST, DIGITS = 2**31 - 1, 20
-MOST_LAYERS = 1024
+MOST_FEW, MOST_WORDS = 1024, 10_000_000
 
 
 def parser_of(description: str | None, modes: Mapping[str, str] | None = None) -> argparse.ArgumentParser:
@@ -79,9 +79,14 @@ def micro_steps(text: str) -> int:
     return _whole(text, 1, MAX_MICRO_STEPS)
 
 
-def layers(text: str) -> int:
-    """Returns a number of layers that a model may have, as `type` of an option."""
-    return _whole(text, 1, MOST_LAYERS)
+def few(text: str) -> int:
+    """Returns a number of what there are not many of, as `type` of an option: layers, heads, threads."""
+    return _whole(text, 1, MOST_FEW)
+
+
+def words(text: str) -> int:
+    """Returns a number of words that a vocabulary may have, as `type` of an option."""
+    return _whole(text, 1, MOST_WORDS)
 
 
 def _whole(text: str, least: int, most: int) -> int:
