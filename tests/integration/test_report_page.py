@@ -4,6 +4,7 @@ without pictures, and change with the step that is chosen."""
 import json
 import re
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -179,6 +180,26 @@ def test_servers_keep_their_names_beside_many_ranks_by_node(chromium: Browser, t
     assert not any("node 17" in title or "node 18" in title for title in found["titles"])
     assert any("server 3" in row for row in found["rows"])
     assert re.search(r"\d+ of 359 pairs", found["said"][0])  # 19 x 19 without a server to itself
+
+
+def test_numbers_of_many_ranks_do_not_touch(chromium: Browser, tmp_path: Path) -> None:
+    write_run(tmp_path / "run", ranks=520, layers=1)
+    opened = chromium.open(
+        make_page(tmp_path / "run", tmp_path / "wide.html"),
+        """
+        return [...document.querySelector("section svg").querySelectorAll("text")].map((each) => {
+          const box = each.getBBox();
+          return [Math.round(box.y), box.x, box.x + box.width];
+        });
+        """,
+    )
+    rows: dict[int, list[tuple[float, float]]] = {}
+    for y, left, right in opened.found:
+        rows.setdefault(y, []).append((left, right))
+    gaps = [later[0] - earlier[1] for row in rows.values() for earlier, later in pairwise(sorted(row))]
+
+    assert len(gaps) > 10
+    assert min(gaps) > 2
 
 
 def test_page_is_read_on_a_phone_and_in_the_dark(chromium: Browser, run_page: Path, plan_page: Path) -> None:
