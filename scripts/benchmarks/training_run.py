@@ -31,6 +31,7 @@ from lib.header import machine_facts
 from lib.model import read_config
 from lib.options import add_kernel, add_model, add_peak, check_packages
 from lib.parser import (
+    MOST,
     add_device,
     add_out,
     add_tokens_per_rank,
@@ -54,6 +55,11 @@ def main() -> None:
     num_ranks = dist.get_world_size()
     capacity_tokens = num_ranks * options.tokens_per_rank
     long_tokens = options.long_tokens or capacity_tokens // 2 + 128
+    if not long_tokens <= capacity_tokens <= MOST // options.steps:
+        raise SystemExit(
+            f"{num_ranks} ranks of {options.tokens_per_rank} tokens hold {capacity_tokens}: fewer than the long "
+            f"document's {long_tokens}, or more than {MOST} in {options.steps} steps"
+        )
     config = read_config(options, long_tokens)
     if options.vocabulary:
         config.vocab_size = options.vocabulary
