@@ -30,6 +30,7 @@ import argparse
 import gc
 import shutil
 import statistics
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,7 +43,7 @@ import torch
 import torch.distributed as dist
 import transformers
 from datasets import Dataset
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from transformers import AutoModelForCausalLM
 
 import distca_hf
@@ -128,9 +129,10 @@ def main() -> None:
 
 
 def measure(options: argparse.Namespace, device: torch.device) -> None:
-    """Measures one schedule after the other; rank 0 prints.
+    """Measures one schedule after the other; rank 0 prints, and writes the model and removes it.
 
     Raises:
+        ConfigError: a schedule cannot run.
         SystemExit: the folder is there already, numbers of ranks or documents do not fit, or losses of the same tokens
             differ.
     """
@@ -142,11 +144,34 @@ def measure(options: argparse.Namespace, device: torch.device) -> None:
     mesh = init_device_mesh(device.type, (options.stages, data_ranks), mesh_dim_names=("stage", "data"))
     config = read_config(options, data_ranks * options.tokens_per_rank)
     config.vocab_size = options.vocabulary
+    pipelines = [Pipeline(options.stages, chunks) for chunks in options.chunks]
+    for pipeline in pipelines:
+        pipeline.check(options.micro_batches, config.num_hidden_layers)
     documents = first_step(options, data_ranks)
     if dist.get_rank() == 0:
         print_header(options, config, documents, device)
         write_model(options.folder, config, device)
     dist.barrier()
+    try:
+        losses, notes = measure_pipelines(options, pipelines, mesh, documents, device)
+        dist.barrier()
+    finally:
+        if dist.get_rank() == 0:
+            shutil.rmtree(options.folder)
+    if dist.get_rank() == 0:
+        print("", *notes, sep="\n", flush=True)
+    if not equal_losses(losses, torch.bfloat16 if device.type == "cuda" else torch.float32):
+        raise SystemExit(f"losses of the same tokens differ: {losses}")
+
+
+def measure_pipelines(
+    options: argparse.Namespace,
+    pipelines: Sequence[Pipeline],
+    mesh: DeviceMesh,
+    documents: Dataset,
+    device: torch.device,
+) -> tuple[list[float], list[str]]:
+    """Prints the lines of all schedules; returns the loss of each way, and a note about each schedule."""
     # Without a pipeline the loader pads rows to a multiple of `pad_to_multiple_of`, and so to one shape, too.
     tokens = options.tokens_per_rank
     # All micro-batches of a step are taken before the first one runs; a loader warns of more than it makes ahead.
@@ -158,8 +183,7 @@ def measure(options: argparse.Namespace, device: torch.device) -> None:
     plugin.use_mesh(mesh, data="data", stages="stage")
     losses: list[float] = []
     notes: list[str] = []
-    for chunks in options.chunks:
-        pipeline = Pipeline(options.stages, chunks)
+    for pipeline in pipelines:
         stages = Stages(options.folder, plugin, pipeline, mesh, device, options.micro_batches)
         of_ways, note = compare(options, stages, wires, pipeline, documents)
         losses += of_ways
@@ -168,12 +192,7 @@ def measure(options: argparse.Namespace, device: torch.device) -> None:
         gc.collect()  # before the next parts are read
         if device.type == "cuda":
             torch.cuda.empty_cache()
-    dist.barrier()
-    if dist.get_rank() == 0:
-        shutil.rmtree(options.folder)
-        print("", *notes, sep="\n", flush=True)
-    if not equal_losses(losses, torch.bfloat16 if device.type == "cuda" else torch.float32):
-        raise SystemExit(f"losses of the same tokens differ: {losses}")
+    return losses, notes
 
 
 def check_folder(folder: Path, device: torch.device) -> None:

@@ -68,6 +68,22 @@ def test_a_folder_that_is_there_is_kept_and_refused_by_all_ranks(tmp_path: Path)
     assert kept.read_text() == "mine"
 
 
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--micro-batches", "3"], "3 micro-batches per optimizer step are no multiple of 2 stages"),
+        (["--chunks", "9"], "2 stages of 9 chunks are 18 parts of a model with 4 layers"),
+        (["--micro-batches", "4", "--tokens-per-rank", "1"], "the dataset holds"),
+    ],
+)
+def test_steps_that_cannot_run_are_refused_and_leave_no_folder(words: list[str], said: str, tmp_path: Path) -> None:
+    program = ["scripts/benchmarks/pipeline_step.py", "--device", "cpu", "--preset", "tiny", *words]
+    with pytest.raises(AssertionError, match=f"SystemExit: .*{said}"):
+        run_script(2, tmp_path, program)
+
+    assert not (tmp_path / "pipeline_step_output").exists()
+
+
 def test_lines_of_parts_are_found_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(REPOSITORY / "scripts" / "benchmarks")
     times = importlib.import_module("lib.pipeline.part_times").PartTimes
