@@ -30,6 +30,13 @@ def test_torchs_schedules_run_what_is_simulated(tmp_path: Path) -> None:
         assert float(simulated) == 0.2 if division == "as packed" else float(simulated) <= 0.2
 
 
+def test_stages_that_do_not_divide_micro_batches_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(
+        AssertionError, match="SystemExit: 3 processes are as many stages: 8 micro-batches .* multiple"
+    ):
+        run_script(3, tmp_path, ["scripts/benchmarks/pipeline_runtime.py", "--step-seconds", "0.2"])
+
+
 def test_steps_of_a_pipeline_are_measured_and_predicted(tmp_path: Path) -> None:
     """Two stages of two data ranks: all ways of all schedules train on the same tokens."""
     config, lengths = tmp_path / "config.json", tmp_path / "lengths.txt"
