@@ -93,6 +93,7 @@ def test_wrong_options_are_one_line_before_anything_is_measured(
         ("host_time --heads 2000000", "argument --heads: 2000000 is more than 1024"),
         ("training_run --vocabulary 2000000000", "argument --vocabulary: 2000000000 is more than 10000000"),
         ("server_speeds --servers 1", "argument --servers: '1' is no whole number above 1"),
+        ("plan_log pretrain", "launch it, as in the example of --help: torchrun"),
         ("plan_log nope", "argument lengths: nope"),
         ("plan_estimates nope", "unrecognized arguments: nope"),
         ("pipeline_runtime --step-seconds nan", "argument --step-seconds: 'nan' is no finite number above 0"),

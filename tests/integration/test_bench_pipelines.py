@@ -31,9 +31,7 @@ def test_torchs_schedules_run_what_is_simulated(tmp_path: Path) -> None:
 
 
 def test_stages_that_do_not_divide_micro_batches_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(
-        AssertionError, match="SystemExit: 3 processes are as many stages: 8 micro-batches .* multiple"
-    ):
+    with pytest.raises(AssertionError, match="SystemExit: 3 processes are as many stages: 8 micro-batches"):
         run_script(3, tmp_path, ["scripts/benchmarks/pipeline_runtime.py", "--step-seconds", "0.2"])
 
 
