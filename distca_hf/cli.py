@@ -381,5 +381,7 @@ def main() -> None:
         if usage is None:
             raise
         if words := " ".join(usage().split()):
-            typer.echo(f"distca: {words} (see distca --help)", err=True)
+            context = getattr(error, "ctx", None)
+            command = f" {context.info_name}" if context is not None and context.parent is not None else ""
+            typer.echo(f"distca: {words} (see distca{command} --help)", err=True)
         sys.exit(2)

@@ -4,39 +4,12 @@ Matrices are counted per token, core attention per attended pair. Utilisation, t
 the time of waiting for unequal work follow from these.
 """
 
-import re
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from distca_hf.arrays import IntArray
-
-
-# Dense bf16 operations per second by data sheet, under a pattern of the device name that torch returns.
-PEAK_FLOPS = {
-    r"\bB200\b": 2250e12,
-    r"\bH200 NVL\b": 835e12,
-    r"\bH200\b": 989e12,
-    r"\bH100 PCIe\b": 756e12,
-    r"\bH100 NVL\b": 835e12,
-    r"\bH100\b": 989e12,
-    r"\bA100\b": 312e12,
-    r"\bL40S\b": 362e12,
-    r"\bL4\b": 121e12,
-}
-
-
-def peak_flops(device_name: str) -> float | None:
-    """Returns dense bf16 operations per second of a GPU; None if unknown, or for a part of a GPU (MIG)."""
-    kind = gpu_kind(device_name)
-    return None if kind is None else PEAK_FLOPS[kind]
-
-
-def gpu_kind(device_name: str) -> str | None:
-    """Returns the kind of a GPU, as a pattern of its name; None as `peak_flops`. GPUs of one kind are equally fast."""
-    known = (name for name in PEAK_FLOPS if re.search(name, device_name) and "MIG" not in device_name)
-    return next(known, None)
 
 
 @dataclass(frozen=True)

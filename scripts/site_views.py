@@ -8,6 +8,7 @@ than the screen, pictures that do not load and pictures without a text. Exit sta
 """
 
 import argparse
+import shutil
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -65,6 +66,10 @@ def main() -> None:
     parser.add_argument("site", type=Path, help="folder of the built site")
     parser.add_argument("--browser", help="path of a Chromium; by default Playwright's own")
     options = parser.parse_args()
+    if not options.site.is_dir():
+        parser.error(f"{options.site} is no folder: build the site first, with mkdocs build")
+    if options.browser and shutil.which(options.browser) is None:
+        parser.error(f"--browser {options.browser}: there is no such program")
     pages = sorted(path.parent.relative_to(options.site).as_posix() for path in options.site.rglob("index.html"))
     views = [(page, scheme, width) for scheme in SCHEMES for width in WIDTHS for page in pages]
     broken = 0

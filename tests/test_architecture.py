@@ -21,6 +21,7 @@ BASE = {
     "config",
     "cost",
     "flops",
+    "gpus",
     "import_hooks",
     "launched",
     "layout",

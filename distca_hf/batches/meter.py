@@ -11,7 +11,8 @@ import torch
 
 from distca_hf.comm.agreement import Agreement, Occasion
 from distca_hf.comm.transport import Transport
-from distca_hf.flops import StepFlops, peak_flops
+from distca_hf.flops import StepFlops
+from distca_hf.gpus import peak_flops
 from distca_hf.planning.plan import PlanTotals
 from distca_hf.telemetry import LoaderTimes
 

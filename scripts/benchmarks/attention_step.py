@@ -49,7 +49,6 @@ Batches and plans of `placed` are made before: in training a loader's thread mak
 import argparse
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import datasets
@@ -72,7 +71,7 @@ from lib.model import Backbone, build_model, prepare, probe, read_config
 from lib.modes import MODES, OF_PACKAGE, Place, build_mode
 from lib.nodes import set_apart, traffic_of
 from lib.options import of_each_set, on_all_ranks, parse_shared, shared_options
-from lib.parser import profile_name, write_figures
+from lib.parser import count, folder_to_write, micro_steps, profile_name, whole, write_figures
 from lib.rates import Rates, kernel_for, measure_rates
 from lib.report import Load, figures_of, load_of, table
 from lib.rounds import Runner
@@ -94,25 +93,27 @@ def main() -> None:
 def parse() -> argparse.Namespace:
     parser = shared_options(__doc__, {name: kind.words for name, kind in MODES.items()})
     flag = argparse.BooleanOptionalAction
-    parser.add_argument("--accumulation", type=int, default=1, help="micro-steps of a step, with equal lengths")
+    parser.add_argument(
+        "--accumulation", type=micro_steps, default=1, help="micro-steps of a step, with equal lengths"
+    )
     parser.add_argument("--check", action=flag, default=True, help="compare with exact attention first")
     parser.add_argument("--exposed", action=flag, default=True, help="time steps on silent wires, too")
     parser.add_argument("--kernels", action=flag, default=True, help="time every kernel call, in more rounds")
     parser.add_argument(
         "--cluster", type=profile_name, help="simulate ratios from this profile, too: h100, h200 or a file"
     )
-    parser.add_argument("--profile", type=Path, metavar="DIR", help="write a trace of every mode and rank")
-    parser.add_argument("--ep-size", type=int, default=1, help="ranks that divide experts (lib/divided.py)")
+    parser.add_argument("--profile", type=folder_to_write, metavar="DIR", help="write a trace of every mode and rank")
+    parser.add_argument("--ep-size", type=count, default=1, help="ranks that divide experts (lib/divided.py)")
     parser.add_argument(
         "--even-experts", action="store_true", help="experts that the token chooses (lib/even_experts.py)"
     )
-    parser.add_argument("--tp-size", type=int, default=1, help="ranks that divide layers, as one data rank")
-    parser.add_argument("--dp-replicate-size", type=int, default=1, help="replicas that FSDP2 shards alike (HSDP)")
-    parser.add_argument("--nodes", type=int, default=1, help="nodes that plans take the ranks for; compares bytes")
+    parser.add_argument("--tp-size", type=count, default=1, help="ranks that divide layers, as one data rank")
+    parser.add_argument("--dp-replicate-size", type=count, default=1, help="replicas that FSDP2 shards alike (HSDP)")
+    parser.add_argument("--nodes", type=count, default=1, help="nodes that plans take the ranks for; compares bytes")
     parser.add_argument("--apart", action="store_true", help="NCCL takes them for hosts, too (lib/nodes.py)")
     parser.add_argument(
         "--share-tokens",
-        type=int,
+        type=whole,
         default=0,
         metavar="T",
         help="one process alone, with the part of `ideal` that a rank of T tokens has",

@@ -17,19 +17,23 @@ from datasets import Dataset
 import distca_hf
 from distca_hf.data.documents import Tokens
 from lib.model import small_llama
-from lib.parser import parser_of
+from lib.parser import count, few, parser_of
 from lib.tables import head
 
 
 VOCABULARY = 4096
+# Of a short document, and of any; it takes hours on two cores.
+SHORT_TOKENS, MOST_TOKENS = 512, 1_048_576
 
 
 def main() -> None:
     parser = parser_of(__doc__)
-    parser.add_argument("--steps", type=int, default=8, help="steps of each mix that are timed")
-    parser.add_argument("--tokens", type=int, default=8192, help="most tokens of a micro-batch")
-    parser.add_argument("--threads", type=int, default=2, help="threads of torch")
+    parser.add_argument("--steps", type=count, default=8, help="steps of each mix that are timed")
+    parser.add_argument("--tokens", type=count, default=8192, help="most tokens of a micro-batch")
+    parser.add_argument("--threads", type=few, default=2, help="threads of torch")
     options = parser.parse_args()
+    if not SHORT_TOKENS <= options.tokens <= MOST_TOKENS:
+        parser.error(f"--tokens {options.tokens} must be between {SHORT_TOKENS} and {MOST_TOKENS}")
     torch.set_num_threads(options.threads)
 
     random = np.random.RandomState(0)
@@ -37,7 +41,7 @@ def main() -> None:
     mixes = {
         "long tail": np.minimum(options.tokens, random.lognormal(6.0, 1.3, 4000).astype(np.int64) + 2),
         "one long": np.full(64, options.tokens),
-        "all 512": np.full(1000, 512),
+        "all 512": np.full(1000, SHORT_TOKENS),
     }
     for name, lengths in mixes.items():
         dataset = Dataset.from_dict({"input_ids": [random.randint(0, VOCABULARY, length) for length in lengths]})

@@ -50,27 +50,29 @@ from distca_hf.runtime.forward_pass import ForwardPass
 from distca_hf.runtime.live_plan import LivePlan
 from distca_hf.runtime.op import flash_attn
 from lib.baselines.calls import OwnKeys, make_call
-from lib.documents import parse_documents
-from lib.options import add_kernel, on_all_ranks
-from lib.parser import add_device, parser_of
+from lib.options import add_kernel, on_all_ranks, read_documents
+from lib.parser import add_device, count, few, parser_of
 from lib.rates import synchronize
 
 
 def main() -> None:
     parser = parser_of(__doc__)
     parser.add_argument("--documents", default="4096,96x128", help="of all ranks together: lengths, as 4096,96x128")
-    parser.add_argument("--layers", type=int, default=32, help="calls of a pass")
-    parser.add_argument("--heads", type=int, default=32, help="query heads")
-    parser.add_argument("--kv-heads", type=int, default=8, help="heads of keys and values")
-    parser.add_argument("--head-dim", type=int, default=128, help="dimension of a head")
-    parser.add_argument("--repeats", type=int, default=8, help="passes")
+    parser.add_argument("--layers", type=few, default=32, help="calls of a pass")
+    parser.add_argument("--heads", type=few, default=32, help="query heads")
+    parser.add_argument("--kv-heads", type=few, default=8, help="heads of keys and values")
+    parser.add_argument("--head-dim", type=few, default=128, help="dimension of a head")
+    parser.add_argument("--repeats", type=count, default=8, help="passes")
     add_kernel(parser)
     add_device(parser)
     compared = parser.add_mutually_exclusive_group()
     compared.add_argument("--unchecked", action="store_true", help="also without the checks of a call, in turns")
-    compared.add_argument("--tensor", type=int, default=1, help="tensor ranks; also a flat job, in turns")
+    compared.add_argument("--tensor", type=count, default=1, help="tensor ranks; also a flat job, in turns")
     parser.add_argument("--profile", action="store_true", help="print where rank 0 spent its time in one more pass")
     options = parser.parse_args()
+    options.lengths = [tokens for of_set in read_documents(parser, options.documents).values() for tokens in of_set]
+    if options.heads % options.kv_heads:
+        parser.error(f"--kv-heads {options.kv_heads} do not divide --heads {options.heads}")
     # NCCL opens groups of some ranks alone only in a job whose group is bound to no device.
     on_all_ranks(measure, options, bind=options.tensor == 1)
 
@@ -237,7 +239,7 @@ def _subject(options: argparse.Namespace, device: torch.device, transport: Trans
     middle of training: every rank has agreed to it."""
     config = DistCAConfig(kernel=options.kernel)
     topology = config.topology(transport.world_size)
-    plan = plan_in_place(place(parse_documents(options.documents), transport.world_size))
+    plan = plan_in_place(place(options.lengths, transport.world_size))
     mine = rank_plan(plan, transport.rank, config.num_chunks(topology))
     routings = {mine.mask: PinnedRankPlan.prepare(mine).to(device)}
     live = LivePlan(0, routings, mine.facts, transport, config)

@@ -56,7 +56,7 @@ from lib.longest.host_memory import free_host_bytes
 from lib.longest.launch import Attempt, run_attempt
 from lib.longest.search import Tried, longest_of, next_tokens
 from lib.options import on_all_ranks, parse_shared, shared_options
-from lib.parser import write_figures
+from lib.parser import above_zero, count, not_negative, whole, write_figures
 from lib.tables import head, number, row
 from lib.whole_model.options import add_head
 
@@ -253,20 +253,24 @@ def _row(tokens: int, ranks: int, one: Attempt, attended_tokens: int) -> str:
 
 def parse() -> argparse.Namespace:
     parser = shared_options(__doc__, MODES)
-    parser.add_argument("--ranks", type=int, help="processes; by default as many as there are GPUs")
-    parser.add_argument("--first-tokens", type=int, default=65_536, help="of each rank, tried first")
-    parser.add_argument("--resolution", type=int, default=16_384, help="tokens of a rank to which the limit is found")
-    parser.add_argument("--steps", type=int, default=2, help="of each attempt")
-    parser.add_argument("--minutes", type=float, default=60.0, help="after which the search ends")
+    parser.add_argument("--ranks", type=count, help="processes; by default as many as there are GPUs")
+    parser.add_argument("--first-tokens", type=count, default=65_536, help="of each rank, tried first")
+    parser.add_argument(
+        "--resolution", type=count, default=16_384, help="tokens of a rank to which the limit is found"
+    )
+    parser.add_argument("--steps", type=count, default=2, help="of each attempt")
+    parser.add_argument("--minutes", type=above_zero, default=60.0, help="after which the search ends")
     add_head(parser, "liger")
-    parser.add_argument("--host-layers", type=int, help="layers whose inputs wait on the host; by default all")
-    parser.add_argument("--mlp-tokens", type=int, default=16_384, help="that an MLP takes at once; 0: all")
-    parser.add_argument("--attended-tokens", type=int, default=0, help="window of short attention; 0: whole attention")
+    parser.add_argument("--host-layers", type=whole, help="layers whose inputs wait on the host; by default all")
+    parser.add_argument("--mlp-tokens", type=whole, default=16_384, help="that an MLP takes at once; 0: all")
+    parser.add_argument(
+        "--attended-tokens", type=whole, default=0, help="window of short attention; 0: whole attention"
+    )
     parser.add_argument("--offload", action="store_true", help="weights and optimizer on the host")
-    parser.add_argument("--gpu-gib", type=float, help="memory that torch may give out; on CPUs made up")
-    parser.add_argument("--host-margin-gib", type=float, default=16.0, help="of the host, that stay free")
+    parser.add_argument("--gpu-gib", type=above_zero, help="memory that torch may give out; on CPUs made up")
+    parser.add_argument("--host-margin-gib", type=not_negative, default=16.0, help="of the host, that stay free")
     parser.add_argument("--attempt", type=Path, help=argparse.SUPPRESS)
-    parser.add_argument("--tokens-per-rank", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--tokens-per-rank", type=count, help=argparse.SUPPRESS)
     parser.set_defaults(checkpointing="offloaded", modes="placed")
     options = parse_shared(parser, MODES)
     if options.checkpointing == "none":

@@ -24,8 +24,9 @@ from lib.documents import batch_of
 from lib.header import facts_of
 from lib.model import Backbone, build_model, prepare, read_config
 from lib.options import on_all_ranks, parse_shared, shared_options
-from lib.parser import add_tokens_per_rank
+from lib.parser import add_tokens_per_rank, count
 from lib.planning.mixes import batch as draw_lengths
+from lib.planning.mixes import mix_name
 from lib.rates import synchronize
 from lib.tables import head
 
@@ -43,11 +44,13 @@ Batches = Iterator[dict[str, object]]
 
 def main() -> None:
     parser = shared_options(__doc__, WAYS)
-    parser.add_argument("--mix", default="prolong_up", help="of document lengths, a name of lib/planning/mixes.py")
-    parser.add_argument("--longest", type=int, help="longest document; by default as many tokens as a rank holds")
+    parser.add_argument(
+        "--mix", type=mix_name, default="prolong_up", help="of document lengths, a name of lib/planning/mixes.py"
+    )
+    parser.add_argument("--longest", type=count, help="longest document; by default as many tokens as a rank holds")
     add_tokens_per_rank(parser, 65_536)
-    parser.add_argument("--steps", type=int, default=60, help="of each way to make batches")
-    parser.add_argument("--parts", type=int, default=3, help="to report the steps in")
+    parser.add_argument("--steps", type=count, default=60, help="of each way to make batches")
+    parser.add_argument("--parts", type=count, default=3, help="to report the steps in")
     on_all_ranks(measure, parse_shared(parser, WAYS))
 
 

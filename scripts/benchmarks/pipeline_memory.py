@@ -31,7 +31,17 @@ from distca_hf.integrations.stages import StepInputs
 from lib.header import machine_facts
 from lib.model import read_config
 from lib.options import add_model, on_all_ranks
-from lib.parser import add_device, add_tokens_per_rank, parser_of
+from lib.parser import (
+    add_device,
+    add_tokens_per_rank,
+    count,
+    counts,
+    lengths_file,
+    micro_steps,
+    parser_of,
+    whole,
+    words,
+)
 from lib.pipeline.inputs import check_folder, first_step, write_model
 from lib.pipeline.stages import Stages
 from lib.tables import head, row
@@ -43,13 +53,17 @@ COLUMNS = ("schedule", "stage", "measured GiB", "estimated GiB", "estimated ÷ m
 def main() -> None:
     parser = parser_of(__doc__)
     add_model(parser)
-    parser.add_argument("--vocabulary", type=int, default=8192, help="tokens of the vocabulary")
-    parser.add_argument("--stages", type=int, default=2, help="stages; the other dimension is data ranks")
-    parser.add_argument("--chunks", default="1,2", help="chunks of each stage: 1 is 1F1B, more are interleaved")
-    parser.add_argument("--lengths", default="pretrain", help="a shipped sample of lengths, or a file")
-    parser.add_argument("--seed", type=int, default=0, help="of the sample of documents, and of their order")
+    parser.add_argument("--vocabulary", type=words, default=8192, help="tokens of the vocabulary")
+    parser.add_argument("--stages", type=count, default=2, help="stages; the other dimension is data ranks")
+    parser.add_argument(
+        "--chunks", type=counts, default="1,2", help="chunks of each stage: 1 is 1F1B, more are interleaved"
+    )
+    parser.add_argument(
+        "--lengths", type=lengths_file, default="pretrain", help="a shipped sample of lengths, or a file"
+    )
+    parser.add_argument("--seed", type=whole, default=0, help="of the sample of documents, and of their order")
     add_tokens_per_rank(parser, 32_768)
-    parser.add_argument("--micro-batches", type=int, default=8, help="of a step")
+    parser.add_argument("--micro-batches", type=micro_steps, default=8, help="of a step")
     add_device(parser)
     parser.add_argument(
         "--folder", type=Path, default=Path("pipeline_memory_output"), help="of the model meanwhile; all ranks see it"
@@ -61,6 +75,7 @@ def measure(options: argparse.Namespace, device: torch.device) -> None:
     """Measures one schedule after the other; rank 0 prints.
 
     Raises:
+        ConfigError: a schedule cannot run.
         SystemExit: the folder is there already, or numbers of ranks do not fit.
     """
     datasets.disable_progress_bars()
@@ -71,6 +86,9 @@ def measure(options: argparse.Namespace, device: torch.device) -> None:
     mesh = init_device_mesh(device.type, (options.stages, data_ranks), mesh_dim_names=("stage", "data"))
     config = read_config(options, data_ranks * options.tokens_per_rank)
     config.vocab_size = options.vocabulary
+    pipelines = [Pipeline(options.stages, chunks) for chunks in options.chunks]
+    for pipeline in pipelines:
+        pipeline.check(options.micro_batches, config.num_hidden_layers)
     documents = first_step(options, data_ranks)
     if dist.get_rank() == 0:
         write_model(options.folder, config, device)
@@ -84,17 +102,19 @@ def measure(options: argparse.Namespace, device: torch.device) -> None:
         print(head(COLUMNS, text_columns=2), flush=True)
     dist.barrier()
     tokens = options.tokens_per_rank
-    plugin = distca_hf.DistCAPlugin(tokens_per_rank=tokens, pad_to_multiple_of=tokens)
+    settings = {"tokens_per_rank": tokens, "pad_to_multiple_of": tokens, "prefetch": options.micro_batches}
+    plugin = distca_hf.DistCAPlugin(**settings)
     plugin.use_mesh(mesh, data="data", stages="stage")
-    for chunks in map(int, options.chunks.split(",")):
-        pipeline = Pipeline(options.stages, chunks)
-        for line in stage_lines(options, plugin, mesh, pipeline, documents, device):
-            if dist.get_rank() == 0:
-                print(line, flush=True)
-        gc.collect()  # before the next parts are read
-    dist.barrier()
-    if dist.get_rank() == 0:
-        shutil.rmtree(options.folder)
+    try:
+        for pipeline in pipelines:
+            for line in stage_lines(options, plugin, mesh, pipeline, documents, device):
+                if dist.get_rank() == 0:
+                    print(line, flush=True)
+            gc.collect()  # before the next parts are read
+        dist.barrier()
+    finally:
+        if dist.get_rank() == 0:
+            shutil.rmtree(options.folder)
 
 
 def stage_lines(

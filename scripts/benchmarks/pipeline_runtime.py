@@ -29,8 +29,9 @@ from distca_hf.arrays import IntArray
 from distca_hf.data.pipelines import Pipeline
 from distca_hf.data.schedules import Queues, Schedule, Seconds
 from distca_hf.data.shaping import shape_step, work_of_documents
+from distca_hf.errors import ConfigError
 from distca_hf.flops import LLAMA_8B_COSTS
-from lib.parser import count, parser_of
+from lib.parser import above_zero, count, few, parse_launched, parser_of
 from lib.tables import head, row
 
 
@@ -151,19 +152,24 @@ def seconds_of(work: IntArray) -> tuple[Seconds, Seconds]:
 
 def main() -> None:
     parser = parser_of(__doc__)
-    parser.add_argument("--step-seconds", type=float, default=50.0, help="about how long a step lasts")
+    parser.add_argument("--step-seconds", type=above_zero, default=50.0, help="about how long a step lasts")
     parser.add_argument("--rounds", type=count, default=1, help="measured steps of each row")
-    parser.add_argument("--chunks", type=int, default=4, help="parts of the layers on each stage, when interleaved")
-    options = parser.parse_args()
+    parser.add_argument("--chunks", type=few, default=4, help="parts of the layers on each stage, when interleaved")
+    options = parse_launched(parser)
     dist.init_process_group("gloo")
     rank, stages = dist.get_rank(), dist.get_world_size()
+    try:
+        pipelines = {"1F1B": Pipeline(stages), "interleaved": Pipeline(stages, options.chunks)}
+        pipelines["interleaved"].check(MICRO_BATCHES)
+    except ConfigError as error:
+        raise SystemExit(f"{stages} processes are as many stages: {error}") from error
     if rank == 0:
         print(f"torch {torch.__version__}, {stages} processes, {os.cpu_count()} cores")
         columns = ["lengths", "schedule", "micro-batches", "simulated s", "measured s", "÷ simulated"]
         print(
             head([*columns, "÷ as packed: simulated", "measured", "load of the machine"], text_columns=3), flush=True
         )
-    for name, pipeline in (("1F1B", Pipeline(stages)), ("interleaved", Pipeline(stages, options.chunks))):
+    for name, pipeline in pipelines.items():
         runtime, schedule = Runtime(pipeline), Schedule(pipeline, MICRO_BATCHES, Queues.NONE)  # as gloo has none
         for mix in MIXES:
             before: list[tuple[float, float]] = []

@@ -30,6 +30,7 @@ import argparse
 import gc
 import shutil
 import statistics
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,7 +43,7 @@ import torch
 import torch.distributed as dist
 import transformers
 from datasets import Dataset
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import distca_hf
 from distca_hf import Pipeline
@@ -53,7 +54,17 @@ from distca_hf.layout import Layout
 from distca_hf.placement.place import fill_in_order
 from lib.model import read_config
 from lib.options import add_model, on_all_ranks
-from lib.parser import add_device, add_tokens_per_rank, count, parser_of
+from lib.parser import (
+    add_device,
+    add_tokens_per_rank,
+    count,
+    counts,
+    lengths_file,
+    micro_steps,
+    parser_of,
+    whole,
+    words,
+)
 from lib.pipeline.inputs import check_folder, first_step, write_model
 from lib.pipeline.part_times import PartTimes
 from lib.pipeline.stages import Stages
@@ -85,9 +96,11 @@ class Step:
 def main() -> None:
     parser = parser_of(__doc__)
     add_model(parser)
-    parser.add_argument("--vocabulary", type=int, default=8192, help="tokens of the vocabulary")
-    parser.add_argument("--stages", type=int, default=2, help="stages; the other dimension is data ranks")
-    parser.add_argument("--chunks", default="1,2", help="chunks of each stage: 1 is 1F1B, more are interleaved")
+    parser.add_argument("--vocabulary", type=words, default=8192, help="tokens of the vocabulary")
+    parser.add_argument("--stages", type=count, default=2, help="stages; the other dimension is data ranks")
+    parser.add_argument(
+        "--chunks", type=counts, default="1,2", help="chunks of each stage: 1 is 1F1B, more are interleaved"
+    )
     parser.add_argument(
         "--queues",
         type=Queues,
@@ -95,10 +108,12 @@ def main() -> None:
         default=Queues.PAIRS,
         help="what transfers between stages wait for; with torch 2.11 and more than two stages: stages",
     )
-    parser.add_argument("--lengths", default="pretrain", help="a shipped sample of lengths, or a file")
-    parser.add_argument("--seed", type=int, default=0, help="of the sample of documents, and of their order")
+    parser.add_argument(
+        "--lengths", type=lengths_file, default="pretrain", help="a shipped sample of lengths, or a file"
+    )
+    parser.add_argument("--seed", type=whole, default=0, help="of the sample of documents, and of their order")
     add_tokens_per_rank(parser, 32_768)
-    parser.add_argument("--micro-batches", type=int, default=8, help="of a step")
+    parser.add_argument("--micro-batches", type=micro_steps, default=8, help="of a step")
     parser.add_argument("--rounds", type=count, default=3, help="times that every step is measured, in turns")
     add_device(parser)
     parser.add_argument(
@@ -110,9 +125,10 @@ def main() -> None:
 
 
 def measure(options: argparse.Namespace, device: torch.device) -> None:
-    """Measures one schedule after the other; rank 0 prints.
+    """Measures one schedule after the other; rank 0 prints, and writes the model and removes it.
 
     Raises:
+        ConfigError: a schedule cannot run.
         SystemExit: the folder is there already, numbers of ranks or documents do not fit, or losses of the same tokens
             differ.
     """
@@ -124,14 +140,38 @@ def measure(options: argparse.Namespace, device: torch.device) -> None:
     mesh = init_device_mesh(device.type, (options.stages, data_ranks), mesh_dim_names=("stage", "data"))
     config = read_config(options, data_ranks * options.tokens_per_rank)
     config.vocab_size = options.vocabulary
+    pipelines = [Pipeline(options.stages, chunks) for chunks in options.chunks]
+    for pipeline in pipelines:
+        pipeline.check(options.micro_batches, config.num_hidden_layers)
     documents = first_step(options, data_ranks)
     if dist.get_rank() == 0:
         print_header(options, config, documents, device)
         write_model(options.folder, config, device)
     dist.barrier()
+    try:
+        losses, notes = measure_pipelines(options, pipelines, mesh, documents, device)
+        dist.barrier()
+    finally:
+        if dist.get_rank() == 0:
+            shutil.rmtree(options.folder)
+    if dist.get_rank() == 0:
+        print("", *notes, sep="\n", flush=True)
+    if not equal_losses(losses, torch.bfloat16 if device.type == "cuda" else torch.float32):
+        raise SystemExit(f"losses of the same tokens differ: {losses}")
+
+
+def measure_pipelines(
+    options: argparse.Namespace,
+    pipelines: Sequence[Pipeline],
+    mesh: DeviceMesh,
+    documents: Dataset,
+    device: torch.device,
+) -> tuple[list[float], list[str]]:
+    """Prints the lines of all schedules; returns the loss of each way, and a note about each schedule."""
     # Without a pipeline the loader pads rows to a multiple of `pad_to_multiple_of`, and so to one shape, too.
     tokens = options.tokens_per_rank
-    settings = {"tokens_per_rank": tokens, "pad_to_multiple_of": tokens}
+    # All micro-batches of a step are taken before the first one runs; a loader warns of more than it makes ahead.
+    settings = {"tokens_per_rank": tokens, "pad_to_multiple_of": tokens, "prefetch": options.micro_batches}
     opener = distca_hf.DistCAPlugin(**settings)
     opener.use_mesh(mesh, data="data", stages="stage")
     wires = Wires(opener.transport(device), device)
@@ -139,8 +179,7 @@ def measure(options: argparse.Namespace, device: torch.device) -> None:
     plugin.use_mesh(mesh, data="data", stages="stage")
     losses: list[float] = []
     notes: list[str] = []
-    for chunks in map(int, options.chunks.split(",")):
-        pipeline = Pipeline(options.stages, chunks)
+    for pipeline in pipelines:
         stages = Stages(options.folder, plugin, pipeline, mesh, device, options.micro_batches)
         of_ways, note = compare(options, stages, wires, pipeline, documents)
         losses += of_ways
@@ -149,12 +188,7 @@ def measure(options: argparse.Namespace, device: torch.device) -> None:
         gc.collect()  # before the next parts are read
         if device.type == "cuda":
             torch.cuda.empty_cache()
-    dist.barrier()
-    if dist.get_rank() == 0:
-        shutil.rmtree(options.folder)
-        print("", *notes, sep="\n", flush=True)
-    if not equal_losses(losses, torch.bfloat16 if device.type == "cuda" else torch.float32):
-        raise SystemExit(f"losses of the same tokens differ: {losses}")
+    return losses, notes
 
 
 def print_header(options: argparse.Namespace, config: Any, documents: Dataset, device: torch.device) -> None:

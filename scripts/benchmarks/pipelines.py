@@ -30,7 +30,7 @@ from distca_hf.data.schedules import Queues, Schedule
 from distca_hf.data.shaping import shape_step, simulate, work_of_documents
 from distca_hf.data.work_shares import divide
 from distca_hf.flops import H200, H200_LIGER, LLAMA_8B_COSTS, PassCosts, Rates
-from lib.parser import parse_tables, parser_of
+from lib.parser import count, parse_tables, parser_of
 from lib.planning.planners import K, print_row, table
 
 
@@ -205,7 +205,9 @@ def print_times() -> None:
 
 def main() -> None:
     parser = parser_of(__doc__)
-    parser.add_argument("--steps", type=int, default=6, help="optimizer steps of every row of equal, waits and wires")
+    parser.add_argument(
+        "--steps", type=count, default=6, help="optimizer steps of every row of equal, waits and wires"
+    )
     options = parse_tables(parser, TABLES)
     if "goals" in options.tables:
         print_goals()

@@ -22,6 +22,7 @@ from distca_hf.placement.place import fill_in_order
 from distca_hf.planning.rebalance import plan_by_moving
 from distca_hf.planning.transfers import bytes_between
 from lib.documents import parse_documents
+from lib.parser import parser_of
 from lib.planning.measured import LLAMA_8B, PEAKS, STEPS, PeakRow, StepRow
 from lib.tables import head
 
@@ -79,6 +80,7 @@ def estimated_gib(row: PeakRow) -> float:
 
 
 def main() -> None:
+    parser_of(__doc__).parse_args()
     print(head(["page", "GPUs, links", "documents", "", "measured", "estimated", "off by"], text_columns=4))
     steps = [(row, row.local_ms / row.placed_ms, estimated_ratio(row)) for row in STEPS]
     for row, measured, estimated in steps:

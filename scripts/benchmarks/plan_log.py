@@ -23,8 +23,9 @@ from transformers import Trainer, TrainingArguments
 import distca_hf
 from distca_hf.analysis.lengths import read_lengths
 from distca_hf.arrays import ceil_div
+from distca_hf.errors import PackingError
 from lib.model import small_llama
-from lib.parser import add_tokens_per_rank, parser_of
+from lib.parser import add_tokens_per_rank, count, lengths_file, parse_launched, parser_of
 
 
 SEED = 42
@@ -34,12 +35,15 @@ FIGURES = ("imbalance_before", "imbalance")
 
 def main() -> None:
     parser = parser_of(__doc__)
-    parser.add_argument("lengths", type=Path, help="file of document lengths, as distca plan reads it")
-    parser.add_argument("--shorter", type=int, default=64, help="divide all lengths by it")
+    parser.add_argument("lengths", type=lengths_file, help="file of document lengths, as distca plan reads it")
+    parser.add_argument("--shorter", type=count, default=64, help="divide all lengths by it")
     add_tokens_per_rank(parser, 2048)
-    options = parser.parse_args()
+    options = parse_launched(parser)
     lengths = ceil_div(read_lengths(options.lengths).tokens, options.shorter)
-    logged = train(lengths, options.tokens_per_rank)
+    try:
+        logged = train(lengths, options.tokens_per_rank)
+    except PackingError as error:  # documents are too long for so many ranks and tokens
+        raise SystemExit(f"{error}; or give a larger --shorter") from error
     if dist.get_rank() == 0:
         said = plan(lengths, dist.get_world_size(), options.tokens_per_rank)["whole_epoch"]
         print(f"{options.lengths.name}: {len(logged)} logged steps, {said['micro_batches']} planned micro-batches")

@@ -22,7 +22,7 @@ from collections.abc import Iterator
 
 from distca_hf.planning.routing import route
 from distca_hf.topology import Topology
-from lib.parser import add_ranks, parse_tables, parser_of
+from lib.parser import add_ranks, count, parse_tables, parser_of
 from lib.planning.epochs import print_epochs
 from lib.planning.fixed import print_fixed
 from lib.planning.mixes import batch
@@ -78,7 +78,7 @@ def measure_once(kind: str, mix: str, num_ranks: int) -> None:
 def main() -> None:
     parser = parser_of(__doc__)
     add_ranks(parser, RANKS)
-    parser.add_argument("--seeds", type=int, default=3, help="batches that are drawn for every row")
+    parser.add_argument("--seeds", type=count, default=3, help="batches that are drawn for every row")
     parser.add_argument("--measure", nargs=3, metavar=("KIND", "MIX", "RANKS"), help=argparse.SUPPRESS)
     options = parse_tables(parser, TABLES)
     if options.measure:

@@ -16,7 +16,7 @@ from distca_hf.analysis.lengths import read_lengths
 from distca_hf.analysis.profiles.cluster_profile import ClusterProfile
 from distca_hf.analysis.profiles.curves import Notes
 from distca_hf.analysis.profiles.shipped import DEFAULT_PROFILE, find_profile
-from lib.parser import profile_name
+from lib.parser import profile_name, whole
 from lib.planning.predicted import Compared, compare, compare_servers, read_measured, simulate_row, with_links
 from lib.planning.published_setting import GPUS, MODELS, PUBLISHED, K, simulate_point, with_faster_links
 from lib.tables import head, row
@@ -32,7 +32,7 @@ def main() -> None:
     parser.add_argument(
         "--cluster", type=profile_name, help="profile, as distca simulate takes it; by default that of the row's GPUs"
     )
-    parser.add_argument("--published", type=int, default=0, metavar="BATCHES", help="also the published evaluation")
+    parser.add_argument("--published", type=whole, default=0, metavar="BATCHES", help="also the published evaluation")
     options = parser.parse_args()
     for line in measured_lines(options.cluster):
         print(line)

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from distca_hf.comm.orders import CallOrder, Kind, Order, Outbox, Phase, open_store
 from distca_hf.comm.served_transport import ServedTransport
 from distca_hf.plugin import DistCAPlugin
-from lib.parser import add_device, parser_of
+from lib.parser import add_device, at_least_two, parse_launched, parser_of
 
 
 # A server that does not exist: its queue is read by nobody.
@@ -27,10 +27,10 @@ SPEC = (0.125, 1.0, 0.0, 0.0, 0.0)
 
 def main() -> None:
     parser = parser_of(__doc__)
-    parser.add_argument("--repeats", type=int, default=2000, help="calls to post")
-    parser.add_argument("--votes", type=int, default=200, help="steps to vote on")
+    parser.add_argument("--repeats", type=at_least_two, default=2000, help="calls to post")
+    parser.add_argument("--votes", type=at_least_two, default=200, help="steps to vote on")
     add_device(parser)
-    options = parser.parse_args()
+    options = parse_launched(parser)
     dist.init_process_group("gloo" if options.device == "cpu" else "nccl")
     plugin = DistCAPlugin()
     transport = plugin.training_transport(torch.device(options.device))

@@ -19,7 +19,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
-from lib.parser import parser_of
+from lib.parser import at_least_two, count, parser_of
 
 
 REPOSITORY = Path(__file__).parents[2]
@@ -88,11 +88,11 @@ def main() -> None:
     from support.ranks import run_ranks
 
     parser = parser_of(__doc__)
-    parser.add_argument("--trainers", type=int, default=1, help="processes that train")
-    parser.add_argument("--servers", type=int, default=2, help="attention servers, the first of which sleeps")
-    parser.add_argument("--steps", type=int, default=20, help="optimizer steps")
-    parser.add_argument("--documents", type=int, default=16, help="documents of each trainer in a step")
-    parser.add_argument("--document-tokens", type=int, default=512, help="tokens of a document")
+    parser.add_argument("--trainers", type=count, default=1, help="processes that train")
+    parser.add_argument("--servers", type=at_least_two, default=2, help="attention servers, the first of which sleeps")
+    parser.add_argument("--steps", type=count, default=20, help="optimizer steps")
+    parser.add_argument("--documents", type=count, default=16, help="documents of each trainer in a step")
+    parser.add_argument("--document-tokens", type=count, default=512, help="tokens of a document")
     parser.add_argument("--trainers-attend", action="store_true", help="trainers compute attention, too")
     options = parser.parse_args()
     with TemporaryDirectory() as folder:

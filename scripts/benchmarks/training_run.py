@@ -29,8 +29,20 @@ import torch.distributed as dist
 from lib.baselines.attention import register_ways
 from lib.header import machine_facts
 from lib.model import read_config
-from lib.options import add_kernel, add_model, add_peak
-from lib.parser import add_device, add_out, add_tokens_per_rank, chosen_modes, parser_of, write_figures
+from lib.options import add_kernel, add_model, add_peak, check_packages
+from lib.parser import (
+    MOST,
+    add_device,
+    add_out,
+    add_tokens_per_rank,
+    chosen_modes,
+    count,
+    not_negative,
+    parser_of,
+    whole,
+    words,
+    write_figures,
+)
 from lib.training.documents import training_documents
 from lib.training.report import largest_difference, table
 from lib.training.run import MODES, train, training_arguments
@@ -43,6 +55,11 @@ def main() -> None:
     num_ranks = dist.get_world_size()
     capacity_tokens = num_ranks * options.tokens_per_rank
     long_tokens = options.long_tokens or capacity_tokens // 2 + 128
+    if not long_tokens <= capacity_tokens <= MOST // options.steps:
+        raise SystemExit(
+            f"{num_ranks} ranks of {options.tokens_per_rank} tokens hold {capacity_tokens}: fewer than the long "
+            f"document's {long_tokens}, or more than {MOST} in {options.steps} steps"
+        )
     config = read_config(options, long_tokens)
     if options.vocabulary:
         config.vocab_size = options.vocabulary
@@ -75,13 +92,15 @@ def parse() -> argparse.Namespace:
     parser = parser_of(__doc__, MODES)
     parser.add_argument("--modes", default="distca,ulysses", help="comma-separated, see below")
     add_model(parser)
-    parser.add_argument("--vocabulary", type=int, help="words of the model, if not as many as it has")
-    parser.add_argument("--steps", type=int, default=20, help="to train")
-    parser.add_argument("--warmup", type=int, default=3, help="steps whose times do not count")
-    parser.add_argument("--learning-rate", type=float, default=1e-4, help="of AdamW, the same in all steps")
+    parser.add_argument("--vocabulary", type=words, help="words of the model, if not as many as it has")
+    parser.add_argument("--steps", type=count, default=20, help="to train")
+    parser.add_argument("--warmup", type=whole, default=3, help="steps whose times do not count")
+    parser.add_argument("--learning-rate", type=not_negative, default=1e-4, help="of AdamW, the same in all steps")
     add_tokens_per_rank(parser, 131_072)
     parser.add_argument(
-        "--long-tokens", type=int, help="tokens of the long document of every batch; by default just over half of all"
+        "--long-tokens",
+        type=count,
+        help="tokens of the long document of a batch; by default just over half of all",
     )
     parser.add_argument("--liger", action="store_true", help="Liger's kernels and fused loss, in all modes")
     parser.add_argument("--packing-attention", default="flash_attention_4", help="attn_implementation of packing")
@@ -91,9 +110,10 @@ def parse() -> argparse.Namespace:
     add_kernel(parser)
     add_device(parser)
     add_peak(parser)
-    parser.add_argument("--most-difference", type=float, default=1e-2, help="of losses of the same step")
+    parser.add_argument("--most-difference", type=not_negative, default=1e-2, help="of losses of the same step")
     add_out(parser, ", after every mode")
     options = parser.parse_args()
+    check_packages(parser, options)
     options.modes = chosen_modes(parser, options.modes, MODES)
     if options.steps <= options.warmup:
         parser.error(f"--steps {options.steps} leaves none to time behind --warmup {options.warmup}")

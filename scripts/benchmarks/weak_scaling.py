@@ -32,7 +32,8 @@ from typing import Any
 
 import torch
 
-from lib.parser import add_device, add_out, count, counts, parser_of, write_figures
+from lib.parser import add_device, add_out, check_tokens, count, counts, parser_of, whole, write_figures
+from lib.planning.mixes import mix_name
 from lib.scaling import SHORTEST_TOKENS, Documents, Round, documents_of, row_of, table
 
 
@@ -45,10 +46,10 @@ def main() -> None:
     parser.add_argument(
         "--sizes", type=counts, help="numbers of GPUs, as 2,4; by default powers of two up to all of this host"
     )
-    parser.add_argument("--tokens-per-gpu", type=int, default=65_536, help="tokens of each GPU, a multiple of 128")
-    parser.add_argument("--mix", default="prolong_up", help="lengths, as lib/planning/mixes.py has them")
+    parser.add_argument("--tokens-per-gpu", type=whole, default=65_536, help="tokens of each GPU, a multiple of 128")
+    parser.add_argument("--mix", type=mix_name, default="prolong_up", help="lengths, a name of lib/planning/mixes.py")
     parser.add_argument(
-        "--seed", type=int, default=2, help="of the mix; 2 has a document of more than half of all tokens"
+        "--seed", type=whole, default=2, help="of the mix; 2 has a document of more than half of all tokens"
     )
     parser.add_argument("--repeats", type=count, default=2, help="times that everything is launched, in turns")
     parser.add_argument("--rounds", type=count, default=2, help="steps measured in each launch, after one more")
@@ -63,6 +64,7 @@ def main() -> None:
     sizes = options.sizes or _sizes(torch.cuda.device_count())
     if not sizes:
         parser.error(f"this host has {torch.cuda.device_count()} GPUs, and weak scaling takes 2; or give --sizes")
+    check_tokens(parser, max(sizes), options.tokens_per_gpu)
     one, *documents = documents_of(options.mix, sizes, options.tokens_per_gpu, options.seed)
     by_documents: list[tuple[Round, ...]] = [() for _ in documents]
     with TemporaryDirectory() as folder:

@@ -17,7 +17,7 @@ from distca_hf.batches.placed import PlacedPlanner
 from distca_hf.config import DistCAConfig
 from distca_hf.cost import imbalance
 from distca_hf.data.epochs import EpochPacker
-from lib.parser import add_ranks, add_tokens_per_rank, parser_of
+from lib.parser import add_ranks, add_tokens_per_rank, count, parse_plans, parser_of
 from lib.planning.mixes import file_lengths
 from lib.planning.planners import HEAD_GROUPS, LLAMA, RANKS_PER_NODE, print_row, table
 
@@ -73,9 +73,16 @@ class Figures:
 def main() -> None:
     parser = parser_of(__doc__)
     add_ranks(parser, (2, 8, 64))
-    parser.add_argument("--micro-batches", type=int, default=8, help="micro-batches of an epoch that are planned")
+    parser.add_argument("--micro-batches", type=count, default=8, help="micro-batches of an epoch that are planned")
     add_tokens_per_rank(parser, 65_536)
-    options = parser.parse_args()
+    options = parse_plans(parser)
+    for mix in MIXES:
+        tokens = sum(tokens for tokens in file_lengths(mix).tolist() if tokens <= options.tokens_per_rank)
+        if tokens <= max(options.ranks) * options.tokens_per_rank:
+            parser.error(
+                f"documents of {mix} up to --tokens-per-rank {options.tokens_per_rank} have {tokens} tokens, which do "
+                f"not fill two micro-batches of {max(options.ranks)} ranks"
+            )
     table(
         f"Whole documents, {options.tokens_per_rank:,} tokens per rank",
         *("lengths", "ranks", "tokens, max/mean", "of the last", "work of attention before tasks move", "after"),

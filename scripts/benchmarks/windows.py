@@ -20,7 +20,7 @@ from distca_hf.cost import CAUSAL_LAYERS, LayerMasks, Mask, imbalance
 from distca_hf.layout import MAX_DOCUMENT_TOKENS
 from distca_hf.planning.plan import Plan
 from distca_hf.planning.transfers import key_transfers
-from lib.parser import add_ranks, add_tokens_per_rank, parser_of
+from lib.parser import add_ranks, add_tokens_per_rank, count, parse_plans, parser_of
 from lib.planning.mixes import batch
 from lib.planning.planners import HEAD_GROUPS, RANKS_PER_NODE, print_row, table
 
@@ -76,9 +76,9 @@ def take_times(batches: list[IntArray], planners: list[PlacedPlanner], ways: lis
 def main() -> None:
     parser = parser_of(__doc__)
     add_ranks(parser, (2, 8, 64))
-    parser.add_argument("--seeds", type=int, default=6, help="batches that are drawn for every row")
+    parser.add_argument("--seeds", type=count, default=6, help="batches that are drawn for every row")
     add_tokens_per_rank(parser, 65_536)
-    options = parser.parse_args()
+    options = parse_plans(parser)
     table(
         f"Placed for all kinds of layers, {options.tokens_per_rank:,} tokens per rank; in brackets: for full alone",
         *("lengths", "ranks", "layers", "full max/mean", "window max/mean", "key tokens, thousands"),

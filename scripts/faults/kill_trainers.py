@@ -32,6 +32,8 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=10)
     parser.add_argument("--train", nargs=2, metavar=("FOLDER", "RANK"), help=argparse.SUPPRESS)
     options = parser.parse_args()
+    if options.kills < 1:
+        parser.error(f"--kills {options.kills} is no whole number above 0")
     if options.train:
         _train(Path(options.train[0]), int(options.train[1]))
         return

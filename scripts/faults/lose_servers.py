@@ -82,6 +82,11 @@ def main() -> None:
     parser.add_argument("--one-gpu", action="store_true", help="all processes share the first GPU")
     parser.add_argument("--seed", type=int, default=0, help="of the moments of losses")
     options = parser.parse_args()
+    for name, least in (("trainers", 1), ("servers", 1), ("accumulation", 1), ("losses", 1), ("seed", 0)):
+        if getattr(options, name) < least:
+            parser.error(f"--{name} {getattr(options, name)} is below {least}")
+    if options.device == "cuda" and not torch.cuda.is_available():
+        parser.error("this host has no GPU for --device cuda")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by a signal"))
     with TemporaryDirectory() as folder:
         sys.exit(_compare(options, Path(folder)))

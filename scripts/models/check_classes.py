@@ -20,8 +20,8 @@ from transformers import PreTrainedConfig
 from distca_hf.analysis.check.find import Candidate
 from distca_hf.analysis.check.tiny_config import LONGEST_TOKENS, tiny_config
 from distca_hf.analysis.check.verdict import judge
-from distca_hf.analysis.gpus import find_gpu
-from sweep import KINDS, NOT_BUILT, PAGE, REFUSED, WORKS, Kind, be_quiet
+from distca_hf.gpus import find_gpu
+from sweep import KINDS, NOT_BUILT, PAGE, REFUSED, WORKS, Kind, be_quiet, check_model_types
 
 
 HEADINGS = {"text": "## All classes", "images": "## Image-text-to-text classes"}
@@ -95,9 +95,11 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", default=[], metavar="MODEL_TYPE", help="these alone")
     parser.add_argument("--kind", choices=KINDS, help="only this section; both by default")
     options = parser.parse_args()
+    kinds = [options.kind] if options.kind else list(KINDS)
+    check_model_types(parser, options.only, [KINDS[kind] for kind in kinds])
     be_quiet()
     wrong = False
-    for kind in [options.kind] if options.kind else list(KINDS):
+    for kind in kinds:
         found = compare_all(kind, options.only)
         counts = Counter((each.on_page, each.verdict) for each in found)
         print(f"{HEADINGS[kind].removeprefix('## ')}: {len(found)} classes")
@@ -106,6 +108,8 @@ def main() -> None:
         for each in found:
             if each.on_page != each.verdict:
                 print(f"  {each.model_class} ({each.model_type}): {each.on_page}, {each.verdict}: {each.detail[:200]}")
+        if not found:  # all of `--only` are of the other section
+            continue
         slowest = max(found, key=lambda each: each.seconds)
         total = sum(each.seconds for each in found)
         print(f"  {total:.0f} s of CPU; the slowest took {slowest.seconds:.1f} s ({slowest.model_type})")

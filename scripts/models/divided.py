@@ -36,7 +36,7 @@ from distca_hf.analysis.check.trial import CAPACITY_TOKENS, Step, documents_data
 from distca_hf.errors import DistCAError
 from distca_hf.integrations.models.check import IMPLEMENTATION, check_model
 from distca_hf.integrations.models.distributed import heads_divided_by
-from shared.page_sections import write_section
+from shared.page_sections import file_to_write, write_section
 from sweep import (
     LARGEST_DIFFERENCE,
     MOST_PARAMETERS,
@@ -48,6 +48,7 @@ from sweep import (
     WRONG,
     be_quiet,
     build,
+    check_model_types,
     num_parameters,
 )
 
@@ -256,8 +257,11 @@ def section(outcomes: Sequence[Outcome]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", default=[], metavar="MODEL_TYPE", help="these; no page without --out")
-    parser.add_argument("--out", type=Path, help="the page whose section is replaced, by default docs/models.md")
+    parser.add_argument(
+        "--out", type=file_to_write, help="the page whose section is replaced, by default docs/models.md"
+    )
     options = parser.parse_args()
+    check_model_types(parser, options.only, [TEXT])
     be_quiet()
     outcomes = []
     for config_class in TEXT.config_classes(options.only):

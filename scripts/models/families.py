@@ -20,7 +20,7 @@ import distca_hf
 from distca_hf.analysis.check.tiny_config import HEAD_DIM, tiny_config
 from distca_hf.errors import UnsupportedAttentionError
 from distca_hf.integrations.models.check import IMPLEMENTATION, check_model
-from shared.page_sections import write_section
+from shared.page_sections import file_to_write, write_section
 
 
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"
@@ -183,7 +183,7 @@ def row(family: Family) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=PAGE, help="the page whose first section is replaced")
+    parser.add_argument("--out", type=file_to_write, default=PAGE, help="the page whose first section is replaced")
     options = parser.parse_args()
     transformers.logging.set_verbosity(transformers.logging.CRITICAL)
     write_section(options.out, INTRODUCTION + "".join(row(family) for family in FAMILIES))

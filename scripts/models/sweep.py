@@ -36,7 +36,7 @@ from distca_hf.analysis.check.tiny_config import LONGEST_TOKENS, WINDOW_TOKENS, 
 from distca_hf.analysis.check.trial import Step, TinyModel, largest, step_alone
 from distca_hf.errors import ConfigError, UnsupportedAttentionError
 from distca_hf.integrations.models.check import IMPLEMENTATION, REMEDY, check_model
-from shared.page_sections import write_section
+from shared.page_sections import file_to_write, write_section
 
 
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"
@@ -206,18 +206,25 @@ def _told(config_class: type[PreTrainedConfig], kind: Kind) -> Outcome:
     return outcome
 
 
+def check_model_types(parser: argparse.ArgumentParser, only: Iterable[str], kinds: Iterable[Kind]) -> None:
+    """Ends with a message if one of the model types of `--only` is of no such kind."""
+    known = {config_class.model_type for kind in kinds for config_class in kind.mapping}
+    if unknown := set(only) - known:
+        parser.error(f"--only: not in the mappings of Transformers: {', '.join(sorted(unknown))}")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", default=[], metavar="MODEL_TYPE", help="these; no page without --out")
-    parser.add_argument("--out", type=Path, help="the page whose section is replaced, by default docs/models.md")
+    parser.add_argument(
+        "--out", type=file_to_write, help="the page whose section is replaced, by default docs/models.md"
+    )
     parser.add_argument("--kind", choices=KINDS, help="only this section; both by default")
     options = parser.parse_args()
+    kinds = [KINDS[options.kind]] if options.kind else list(KINDS.values())
+    check_model_types(parser, options.only, kinds)
     be_quiet()
     out = options.out or (None if options.only else PAGE)
-    kinds = [KINDS[options.kind]] if options.kind else list(KINDS.values())
-    known = {config_class.model_type for kind in kinds for config_class in kind.mapping}
-    if unknown := set(options.only) - known:
-        raise SystemExit(f"not in the mappings of Transformers: {', '.join(sorted(unknown))}")
     outcomes = []
     for kind in kinds:
         of_kind = [_told(config_class, kind) for config_class in kind.config_classes(options.only)]

@@ -29,7 +29,7 @@ from datetime import date
 from importlib.metadata import version
 from pathlib import Path
 
-from shared.page_sections import write_section
+from shared.page_sections import file_to_write, write_section
 from upstream.outcomes import FAILED, IMPLEMENTATIONS, OTHER, Outcome, Outcomes, Run, no_longer_passing
 from upstream.page import section
 
@@ -62,7 +62,7 @@ ENVIRONMENT = {
 
 def main() -> None:
     options = parse()
-    earlier = Run.read(options.compare) if options.compare else None
+    earlier = options.compare
     families: dict[str, dict[str, dict[str, Outcomes]]] = {}
     with tempfile.TemporaryDirectory(prefix="upstream_tests_") as folder:
         workplace = Path(folder)
@@ -90,6 +90,14 @@ def main() -> None:
     sys.exit(1 if faults else 0)
 
 
+def _earlier(text: str) -> Run:
+    """Returns the outcomes of an earlier run, as `type` of an option."""
+    try:
+        return Run.read(Path(text))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise argparse.ArgumentTypeError(f"{text} holds no outcomes: {error!r}") from error
+
+
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
@@ -101,11 +109,13 @@ def parse() -> argparse.Namespace:
         help="source tree of Transformers with its tests; given again, a tree with files that the first lacks",
     )
     parser.add_argument("--families", nargs="+", default=FAMILIES, metavar="FAMILY", help="models to test")
-    parser.add_argument("--json", type=Path, help="where the outcomes go, after every family")
-    parser.add_argument("--page", type=Path, help="the Markdown page whose section about these tests is replaced")
+    parser.add_argument("--json", type=file_to_write, help="where the outcomes go, after every family")
+    parser.add_argument(
+        "--page", type=file_to_write, help="the Markdown page whose section about these tests is replaced"
+    )
     parser.add_argument(
         "--compare",
-        type=Path,
+        type=_earlier,
         metavar="EARLIER.json",
         help="outcomes of an earlier run: tests that passed then and fail now are printed",
     )

@@ -4,6 +4,7 @@ python scripts/pictures/draw_report.py --browser /usr/bin/chromium
 """
 
 import argparse
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -21,6 +22,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--browser", default="chromium", help="path of a Chromium")
     options = parser.parse_args()
+    if shutil.which(options.browser) is None:
+        parser.error(f"--browser {options.browser}: there is no such program")
     distca = [sys.executable, "-c", "from distca_hf.cli import main; main()"]
     with tempfile.TemporaryDirectory() as folder:
         page = Path(folder) / "report.html"

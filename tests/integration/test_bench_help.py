@@ -5,6 +5,7 @@ from collections.abc import Callable
 from types import ModuleType
 
 import pytest
+import torch
 
 
 @pytest.mark.parametrize(
@@ -35,18 +36,24 @@ def test_help_says_what_every_mode_is(
 def test_a_mode_that_is_not_known_is_named(
     script: Callable[[str], ModuleType], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(sys, "argv", ["training_run.py", "--modes", "distca,moving"])
+    monkeypatch.setattr(sys, "argv", ["training_run.py", "--device", "cpu", "--modes", "distca,moving"])
     with pytest.raises(SystemExit):
         script("training_run").parse()
 
     assert "mode 'moving' is none of distca, ulysses, packing, fixed" in capsys.readouterr().err
 
 
+CPU = ["--device", "cpu"]
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--documents", "foo"], "--documents 'foo': write tokens as 131072,96x4096, or one of A, B, C, D"),
-        (["--documents", "A;;B"], "--documents 'A;;B': write"),
+        ([*CPU, "--documents", "foo"], "--documents 'foo': write tokens as 131072,96x4096, or one of A, B, C, D"),
+        ([*CPU, "--documents", "A;;B"], "--documents 'A;;B': write"),
+        ([*CPU, "--documents", "0"], "--documents '0': write"),
+        ([*CPU, "--documents", "9000000000x5"], "--documents '9000000000x5': write"),
+        ([*CPU, "--documents", "A:0"], "--documents 'A:0': write"),
         (["--rounds", "0"], "argument --rounds: '0' is no whole number above 0"),
         (["--out", "missing/out.json"], "argument --out: missing/out.json cannot be written"),
         (["--config", "missing.json"], "argument --config: missing.json is no file"),
@@ -66,6 +73,78 @@ def test_wrong_options_are_one_line_before_anything_is_measured(
 
     assert ended.value.code == 2
     assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("planning --ranks 0", "argument --ranks: '0' is no whole number above 0"),
+        ("planning --ranks 8 9999", "argument --ranks: 9999 is more than 8192"),
+        ("planning --seeds -1", "argument --seeds"),
+        ("weak_scaling --mix nope", "argument --mix: mix 'nope' is none of pretrain, "),
+        ("weak_scaling --device cpu --sizes 9999999", "hold 655359934464 together, more than"),
+        ("windows --ranks 8000 --tokens-per-rank 2000000000", "hold 16000000000000 together, more than"),
+        ("whole_documents --tokens-per-rank 1", "which do not fill two micro-batches of 64 ranks"),
+        ("pipelines --steps 0", "argument --steps: '0' is no whole number above 0"),
+        ("predicted_steps --published -1", "argument --published: '-1' is no whole number from 0 on"),
+        ("cpu_step --tokens 0", "argument --tokens: '0' is no whole number above 0"),
+        ("cpu_step --tokens 7", "--tokens 7 must be between 512 and 1048576"),
+        ("cpu_step --threads 2000000", "argument --threads: 2000000 is more than 1024"),
+        ("host_time --heads 2000000", "argument --heads: 2000000 is more than 1024"),
+        ("training_run --vocabulary 2000000000", "argument --vocabulary: 2000000000 is more than 10000000"),
+        ("server_speeds --servers 1", "argument --servers: '1' is no whole number above 1"),
+        ("plan_log pretrain", "launch it, as in the example of --help: torchrun"),
+        ("plan_log nope", "argument lengths: nope"),
+        ("plan_estimates nope", "unrecognized arguments: nope"),
+        ("pipeline_runtime --step-seconds nan", "argument --step-seconds: 'nan' is no finite number above 0"),
+        ("pipeline_runtime", "launch it, as in the example of --help: torchrun"),
+        ("server_orders --device cpu", "launch it, as in the example of --help: torchrun"),
+        ("server_orders --votes 1", "argument --votes: '1' is no whole number above 1"),
+        ("pipeline_step --chunks 1,0", "argument --chunks: '0' is no whole number above 0"),
+        ("pipeline_step --micro-batches 9999", "argument --micro-batches: 9999 is more than 1024"),
+        ("training_run --learning-rate -1", "argument --learning-rate: '-1' is no finite number from 0 on"),
+        ("longest_context --minutes inf", "argument --minutes: 'inf' is no finite number above 0"),
+        ("host_time --device cpu --heads 3 --kv-heads 2", "--kv-heads 2 do not divide --heads 3"),
+        ("host_time --kernel nope", "argument --kernel: invalid choice: 'nope'"),
+        ("memory --mix nope", "argument --mix: mix 'nope' is none of"),
+        ("attention_step --layers 2000000000", "argument --layers: 2000000000 is more than 1024"),
+        ("attention_step --compile nope", "argument --compile: backend 'nope' is none of"),
+        ("attention_step --profile /dev/null/x", "argument --profile: /dev/null/x cannot be a folder"),
+    ],
+)
+def test_numbers_and_names_that_no_program_can_take_are_one_line(
+    script: Callable[[str], ModuleType],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    line: str,
+    said: str,
+) -> None:
+    program, *words = line.split()
+    monkeypatch.setattr(sys, "argv", [f"{program}.py", *words])
+    monkeypatch.delenv("RANK", raising=False)
+    with pytest.raises(SystemExit) as ended:
+        script(program).main()
+    shown = capsys.readouterr()
+
+    assert ended.value.code == 2
+    assert said in shown.err.splitlines()[-1]
+    assert shown.out == ""
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="of hosts without a GPU")
+@pytest.mark.parametrize("program", ["attention_step", "host_time", "training_run", "weak_scaling"])
+def test_without_a_gpu_the_default_device_is_refused(
+    script: Callable[[str], ModuleType],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    program: str,
+) -> None:
+    monkeypatch.setattr(sys, "argv", [f"{program}.py"])
+    with pytest.raises(SystemExit) as ended:
+        script(program).main()
+
+    assert ended.value.code == 2
+    assert "this host has no GPU for cuda: give --device cpu" in capsys.readouterr().err
 
 
 def test_sizes_of_weak_scaling_are_numbers(

@@ -30,6 +30,11 @@ def test_torchs_schedules_run_what_is_simulated(tmp_path: Path) -> None:
         assert float(simulated) == 0.2 if division == "as packed" else float(simulated) <= 0.2
 
 
+def test_stages_that_do_not_divide_micro_batches_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(AssertionError, match="SystemExit: 3 processes are as many stages: 8 micro-batches"):
+        run_script(3, tmp_path, ["scripts/benchmarks/pipeline_runtime.py", "--step-seconds", "0.2"])
+
+
 def test_steps_of_a_pipeline_are_measured_and_predicted(tmp_path: Path) -> None:
     """Two stages of two data ranks: all ways of all schedules train on the same tokens."""
     config, lengths = tmp_path / "config.json", tmp_path / "lengths.txt"
@@ -37,7 +42,7 @@ def test_steps_of_a_pipeline_are_measured_and_predicted(tmp_path: Path) -> None:
     config.write_text(json.dumps({"model_type": "llama", "vocab_size": 64, "num_key_value_heads": 2} | sizes))
     lengths.write_text("\n".join(map(str, [200, 30, 7, 90, 120, 15, 60, 40] * 12)))
     program = ["scripts/benchmarks/pipeline_step.py", "--device", "cpu", "--config", config, "--vocabulary", "64"]
-    step = ["--lengths", lengths, "--tokens-per-rank", "128", "--micro-batches", "4", "--rounds", "1"]
+    step = ["--lengths", lengths, "--tokens-per-rank", "128", "--micro-batches", "8", "--rounds", "1"]
     printed = run_script(4, tmp_path, [*program, *step])
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in printed.splitlines() if line.startswith("|")]
 
@@ -53,6 +58,7 @@ def test_steps_of_a_pipeline_are_measured_and_predicted(tmp_path: Path) -> None:
     ratios = re.findall(r"as packed ÷ without transfers between data ranks ([\d.]+)$", printed, re.MULTILINE)
     assert len(ratios) == 2
     assert all(float(ratio) > 0 for ratio in ratios)
+    assert "no enabled model ran on them" not in printed  # all micro-batches of a step are taken at once
     assert not (tmp_path / "pipeline_step_output").exists()
 
 
@@ -78,6 +84,22 @@ def test_a_folder_that_is_there_is_kept_and_refused_by_all_ranks(tmp_path: Path)
 
     assert len(re.findall(r"SystemExit: pipeline_step_output is there already", str(refused.value))) >= 2
     assert kept.read_text() == "mine"
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--micro-batches", "3"], "3 micro-batches per optimizer step are no multiple of 2 stages"),
+        (["--chunks", "9"], "2 stages of 9 chunks are 18 parts of a model with 4 layers"),
+        (["--micro-batches", "4", "--tokens-per-rank", "1"], "the dataset holds"),
+    ],
+)
+def test_steps_that_cannot_run_are_refused_and_leave_no_folder(words: list[str], said: str, tmp_path: Path) -> None:
+    program = ["scripts/benchmarks/pipeline_step.py", "--device", "cpu", "--preset", "tiny", *words]
+    with pytest.raises(AssertionError, match=f"SystemExit: .*{said}"):
+        run_script(2, tmp_path, program)
+
+    assert not (tmp_path / "pipeline_step_output").exists()
 
 
 def test_lines_of_parts_are_found_again(monkeypatch: pytest.MonkeyPatch) -> None:

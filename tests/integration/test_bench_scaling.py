@@ -49,7 +49,9 @@ def test_tokens_that_lengths_cannot_fill_are_refused(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tokens: int
 ) -> None:
     monkeypatch.syspath_prepend(PROGRAM.parent)
-    monkeypatch.setattr(sys, "argv", [str(PROGRAM), "--sizes", "2", "--tokens-per-gpu", str(tokens)])
+    monkeypatch.setattr(
+        sys, "argv", [str(PROGRAM), "--device", "cpu", "--sizes", "2", "--tokens-per-gpu", str(tokens)]
+    )
     with pytest.raises(SystemExit):
         runpy.run_path(str(PROGRAM), run_name="__main__")
 
@@ -96,7 +98,7 @@ def test_table_compares_with_one_gpu_at_equal_work(
 
     monkeypatch.syspath_prepend(PROGRAM.parent)
     monkeypatch.setattr(subprocess, "run", launch)
-    words = ["--sizes", "2,4", "--tokens-per-gpu", "1024", "--repeats", "2", "--out", str(figures)]
+    words = ["--device", "cpu", "--sizes", "2,4", "--tokens-per-gpu", "1024", "--repeats", "2", "--out", str(figures)]
     monkeypatch.setattr(sys, "argv", [str(PROGRAM), *words, "--", "--layers", "1"])
     runpy.run_path(str(PROGRAM), run_name="__main__")
     rows = [line.split(" | ") for line in capfd.readouterr().out.splitlines() if line.startswith("| ")]

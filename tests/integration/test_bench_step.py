@@ -296,3 +296,9 @@ def test_documents_that_do_not_fit_are_refused(documents: ModuleType) -> None:
         documents.whole_documents([512, 64, 64, 64, 64], 2)
     with pytest.raises(SystemExit, match="a document of 510 tokens cannot be cut in 4 equal chunks"):
         documents.check_lengths([512, 510, 2], 2)
+
+
+def test_what_the_product_refuses_ends_a_program_in_its_words(tmp_path: Path) -> None:
+    words = ["scripts/benchmarks/host_time.py", "--device", "cpu", "--documents", "256", "--kernel", "flash4"]
+    with pytest.raises(AssertionError, match="SystemExit: kernel='flash4' cannot be used"):
+        run_script(1, tmp_path, words)

@@ -29,8 +29,8 @@ def test_modes_have_the_same_losses_and_another_limit_is_an_error(tmp_path: Path
     config.write_text(json.dumps(CONFIG))
     words = ["scripts/benchmarks/training_run.py", "--device", "cpu", "--config", config, "--out", out]
     sizes = ["--tokens-per-rank", TOKENS_PER_RANK, "--steps", STEPS, "--warmup", 1, "--learning-rate", "1e-2"]
-    modes = ["--modes", "distca,ulysses,fixed", "--most-difference", "-1"]
-    with pytest.raises(AssertionError, match=r"losses differ from those of distca by more than -1\.0"):
+    modes = ["--modes", "distca,ulysses,fixed", "--most-difference", "0"]
+    with pytest.raises(AssertionError, match=r"losses differ from those of distca by more than 0\.0"):
         run_script(RANKS, tmp_path, [str(word) for word in (*words, *sizes, *modes)])
     runs = json.loads(out.read_text())["runs"]
 
@@ -42,6 +42,12 @@ def test_modes_have_the_same_losses_and_another_limit_is_an_error(tmp_path: Path
         assert run["tokens"] == [TOKENS_PER_RANK] * STEPS
         assert run["model_flops"] == runs[0]["model_flops"]
     assert max(runs[0]["imbalance"]) < min(runs[0]["imbalance_before"])
+
+
+def test_a_long_document_that_does_not_fit_is_refused(tmp_path: Path) -> None:
+    words = ["scripts/benchmarks/training_run.py", "--device", "cpu", "--preset", "tiny", "--tokens-per-rank", "7"]
+    with pytest.raises(AssertionError, match="2 ranks of 7 tokens hold 14: fewer than the long document's 135"):
+        run_script(RANKS, tmp_path, words)
 
 
 def test_documents_fill_every_micro_batch(script: Callable[[str], ModuleType]) -> None:

@@ -4,6 +4,7 @@ without pictures, and change with the step that is chosen."""
 import json
 import re
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -134,6 +135,71 @@ def test_servers_are_named_behind_the_ranks(chromium: Browser, tmp_path: Path) -
     assert all("server 0" in drawn and "server 3" in drawn for drawn in (work, timeline, seconds, memory))
     assert "s0" in matrix
     assert "s3" in matrix
+
+
+def test_waiting_for_servers_is_said_to_be_an_upper_bound(chromium: Browser, tmp_path: Path) -> None:
+    """Above the picture, and in the heading of the column; without servers there is neither."""
+    for name, folder in (
+        ("served", write_served_run(tmp_path / "served")),
+        ("alone", write_run(tmp_path / "alone", 2)),
+    ):
+        opened = chromium.open(
+            make_page(folder, tmp_path / f"{name}.html"),
+            """
+            for (const each of document.querySelectorAll("details")) each.open = true;
+            await new Promise((resolve) => setTimeout(resolve, 50));
+            return [...document.querySelectorAll("figcaption, th")].map((each) => each.textContent);
+            """,
+        )
+        words = [text for text in opened.found if "aiting for servers" in text]
+
+        assert opened.errors == []
+        assert [("at most" in text) for text in words] == ([True, True] if name == "served" else [])
+
+
+def test_servers_keep_their_names_beside_many_ranks_by_node(chromium: Browser, tmp_path: Path) -> None:
+    """Their rows and columns, the sentences on every cell, and the table."""
+    page = make_page(write_served_run(tmp_path, ranks=136), tmp_path / "many.html")
+    opened = chromium.open(
+        page,
+        """
+        const sections = [...document.querySelectorAll("section")];
+        const figure = sections.find((each) => each.textContent.startsWith("Who sends"));
+        figure.querySelector("details").open = true;
+        await new Promise((resolve) => setTimeout(resolve, 50));
+        const texts = (name) => [...figure.querySelectorAll(name)].map((each) => each.textContent);
+        const [labels, titles, said, rows] = ["svg text", "svg title", "figcaption", "tbody tr"].map(texts);
+        return { labels, titles, said, rows };
+        """,
+    )
+    found = opened.found
+
+    assert opened.errors == []
+    assert (found["labels"].count("s0"), found["labels"].count("s3")) == (2, 2)
+    assert {"node 0 to server 3: 8.0 MB", "node 16 to server 0: 8.0 MB"} <= set(found["titles"])
+    assert not any("node 17" in title or "node 18" in title for title in found["titles"])
+    assert any("server 3" in row for row in found["rows"])
+    assert re.search(r"\d+ of 359 pairs", found["said"][0])  # 19 x 19 without a server to itself
+
+
+def test_numbers_of_many_ranks_do_not_touch(chromium: Browser, tmp_path: Path) -> None:
+    write_run(tmp_path / "run", ranks=520, layers=1)
+    opened = chromium.open(
+        make_page(tmp_path / "run", tmp_path / "wide.html"),
+        """
+        return [...document.querySelector("section svg").querySelectorAll("text")].map((each) => {
+          const box = each.getBBox();
+          return [Math.round(box.y), box.x, box.x + box.width];
+        });
+        """,
+    )
+    rows: dict[int, list[tuple[float, float]]] = {}
+    for y, left, right in opened.found:
+        rows.setdefault(y, []).append((left, right))
+    gaps = [later[0] - earlier[1] for row in rows.values() for earlier, later in pairwise(sorted(row))]
+
+    assert len(gaps) > 10
+    assert min(gaps) > 2
 
 
 def test_page_is_read_on_a_phone_and_in_the_dark(chromium: Browser, run_page: Path, plan_page: Path) -> None:

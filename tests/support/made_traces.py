@@ -104,19 +104,23 @@ def write_run(folder: Path, ranks: int, steps: int = 1, layers: int = 2, slow_ra
     return folder
 
 
-def write_served_run(folder: Path) -> Path:
-    """Writes the traces of two trainers and of servers 0 and 3. Both trainers wait in every call, because server 3
-    takes 1.4 times as long as they do, for half of their work."""
-    trainers = [made_trace(rank, 2, slow_rank=5) for rank in range(2)]
-    shared = {"servers": (0, 3), "work": (4.0e8, 4.0e8, 4.0e8, 2.0e8), "speeds": (1.0, 1.0, 1.0, 0.5)}
+def write_served_run(folder: Path, ranks: int = 2) -> Path:
+    """Writes the traces of trainers and of servers 0 and 3, to each of which every trainer sends 1 MB. Trainers wait
+    in every call, because server 3 takes 1.4 times as long as they do, for half of their work."""
+    folder.mkdir(parents=True, exist_ok=True)
+    trainers = [made_trace(rank, ranks, slow_rank=ranks + 3) for rank in range(ranks)]
+    work, speeds = (4.0e8,) * (ranks + 1) + (2.0e8,), (1.0,) * (ranks + 1) + (0.5,)
+    shared = {"servers": (0, 3), "work": work, "speeds": speeds}
     for trace in trainers:
-        (folder / file_name(trace.rank)).write_text(replace(trace, **shared).line())  # type: ignore[arg-type]
+        sent_bytes = (*trace.sent_bytes, (ranks, 1_000_000), (ranks + 1, 1_000_000))
+        line = replace(trace, **shared, sent_bytes=sent_bytes).line()  # type: ignore[arg-type]
+        (folder / file_name(trace.rank)).write_text(line)
     for place, (server, factor) in enumerate(((0, 0.8), (3, 1.4))):
         calls = [
             replace(call, spans=tuple((use, us * factor if use in KERNELS else us) for use, us in call.spans))
             for call in trainers[0].calls
         ]
-        own = {"rank": 2 + place, "tokens": 0, "calls": tuple(calls), "sent_bytes": (), "received_bytes": ()}
+        own = {"rank": ranks + place, "tokens": 0, "calls": tuple(calls), "sent_bytes": (), "received_bytes": ()}
         served = replace(trainers[0], **shared, **own)  # type: ignore[arg-type]
         (folder / file_name(server, is_server=True)).write_text(served.line())
     return folder

@@ -97,6 +97,7 @@ def test_option_after_the_command_is_refused_in_one_line() -> None:
 
     assert done.returncode == 2
     assert "No such option" in done.stderr
+    assert "(see distca env --help)" in done.stderr
     assert done.stderr.count("\n") == 1
 
 

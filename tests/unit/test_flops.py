@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, MixtralConfig
 
 from distca_hf.comm.grid import Grid
 from distca_hf.cost import causal_pairs
-from distca_hf.flops import Rates, StepFlops, peak_flops
+from distca_hf.flops import Rates, StepFlops
 from distca_hf.integrations.models.operations import predictable, step_flops
 from distca_hf.traces import ModelSizes
 from support.models import SIZES, VOCABULARY, tiny_model
@@ -157,23 +157,3 @@ def test_cost_by_hand() -> None:
 
     assert [cost.token_seconds for cost in (once, layers, both)] == [24.0, 31.0, 31.0]
     assert [cost.pair_seconds for cost in (once, layers, both)] == [15.0, 15.0, 20.0]
-
-
-@pytest.mark.parametrize(
-    ("name", "tera"),
-    [
-        ("NVIDIA H100 80GB HBM3", 989),
-        ("NVIDIA H100 PCIe", 756),
-        ("NVIDIA H200", 989),
-        ("NVIDIA H200 NVL", 835),
-        ("NVIDIA B200", 2250),
-        ("NVIDIA A100-SXM4-80GB", 312),
-        ("NVIDIA L40S", 362),
-        ("NVIDIA A10G", None),
-        ("NVIDIA GH200 480GB", None),
-        ("NVIDIA A100-SXM4-80GB MIG 1g.10gb", None),
-        ("Tesla T4", None),
-    ],
-)
-def test_peak_is_known_by_name_or_not_at_all(name: str, tera: float | None) -> None:
-    assert peak_flops(name) == (None if tera is None else tera * 1e12)

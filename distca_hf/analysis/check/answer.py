@@ -9,12 +9,12 @@ import numpy as np
 from distca_hf.analysis.check.find import Candidate
 from distca_hf.analysis.check.kernels import KernelChoice
 from distca_hf.analysis.check.verdict import Verdict
-from distca_hf.analysis.gpus import Gpu
 from distca_hf.analysis.memory import GIB, USABLE_SHARE, DecoderSize, Fit, Sharding, TrainingSetup
 from distca_hf.batches.placed import PlacedPlanner
 from distca_hf.config import DistCAConfig
 from distca_hf.cost import Heads
 from distca_hf.errors import ConfigError
+from distca_hf.gpus import Gpu
 from distca_hf.integrations.models.layer_kinds import LayerKind, grouped
 from distca_hf.layout import MAX_DOCUMENT_TOKENS
 from distca_hf.planning.transfers import received_bytes

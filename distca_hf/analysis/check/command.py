@@ -18,9 +18,9 @@ from distca_hf.analysis.check.find import Candidate, find_candidate
 from distca_hf.analysis.check.print_answer import print_answer
 from distca_hf.analysis.check.sizes import decoder_size
 from distca_hf.analysis.check.verdict import judge
-from distca_hf.analysis.gpus import find_gpu
 from distca_hf.analysis.memory import Checkpointing
 from distca_hf.errors import ConfigError
+from distca_hf.gpus import find_gpu
 from distca_hf.telemetry import get_logger
 
 

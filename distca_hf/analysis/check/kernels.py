@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from distca_hf.analysis.gpus import Gpu
+from distca_hf.gpus import Gpu
 from distca_hf.integrations.models.check import KernelNeed
 from distca_hf.kernels.registry import KERNELS, why_not
 

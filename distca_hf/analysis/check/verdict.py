@@ -17,8 +17,8 @@ from distca_hf.analysis.check.kernels import KernelChoice, kernels_for
 from distca_hf.analysis.check.numerics import Numerics, compare
 from distca_hf.analysis.check.tiny_config import tiny_config, tiny_version
 from distca_hf.analysis.check.trial import TinyModel, step_alone
-from distca_hf.analysis.gpus import Gpu
 from distca_hf.errors import ConfigError, DistCAError
+from distca_hf.gpus import Gpu
 from distca_hf.integrations.models.check import (
     IMPLEMENTATION,
     REMEDY,

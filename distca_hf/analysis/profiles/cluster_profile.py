@@ -1,7 +1,7 @@
 """The file of a profile: times of GPUs and links, and where they come from.
 
-A file has a number of its form (`SCHEMA`). One of another form is refused, and so is any other JSON file: numbers of a
-file that is half understood would be wrong without a word.
+A file has a number of its form (`SCHEMA`). One of another form is refused, and so is any other JSON file, or one with
+a name that is not known here: numbers of a file that is half understood would be wrong without a word.
 """
 
 import json
@@ -10,7 +10,14 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from distca_hf.analysis.profiles.json_values import check_curve, check_positive, check_rising, read_dataclass
+from distca_hf.analysis.profiles.json_values import (
+    UnknownNamesError,
+    check_curve,
+    check_names,
+    check_positive,
+    check_rising,
+    read_dataclass,
+)
 from distca_hf.errors import ConfigError
 from distca_hf.version import __version__
 
@@ -18,6 +25,11 @@ from distca_hf.version import __version__
 # Number of the form of the file; it changes with every change that an older reader would misunderstand.
 SCHEMA = 1
 KIND = "distca_hf cluster profile"
+# Names in a file: its head, the parts of a profile, and the table of the setting `kernel_times`.
+HEAD = ("kind", "schema", "distca_hf")
+PARTS = ("made", "attention", "layers", "rates", "within_node", "between_nodes")
+NAMES = (*HEAD, *PARTS, "kernel_times")
+OF_ANOTHER_VERSION = "install the version that wrote it, or measure again with `distca profile`"
 
 Numbers = tuple[float, ...]
 Table = tuple[Numbers, ...]
@@ -196,13 +208,14 @@ class ClusterProfile:
         if not isinstance(content, dict) or content.get("kind") != KIND:
             raise ConfigError(f"{source} is no cluster profile; `distca profile --out cluster.json` writes one")
         schema = content.get("schema")
+        versions = (
+            f"distca_hf {content.get('distca_hf', '(unknown)')} wrote it, and this is {__version__}, which reads form "
+            f"{SCHEMA}"
+        )
         if schema != SCHEMA:
-            raise ConfigError(
-                f"{source} is a cluster profile of form {schema!r}, written by distca_hf "
-                f"{content.get('distca_hf', '(unknown)')}; this version, {__version__}, reads form {SCHEMA}: measure "
-                "again with `distca profile`"
-            )
+            raise ConfigError(f"{source} is a cluster profile of form {schema!r}: {versions}; {OF_ANOTHER_VERSION}")
         try:
+            check_names("the file", content, NAMES)
             within, between = content["within_node"], content["between_nodes"]
             profile = cls(
                 read_dataclass(Made, content["made"]),
@@ -214,6 +227,11 @@ class ClusterProfile:
                 source,
             )
             profile._check()
+        except UnknownNamesError as error:
+            raise ConfigError(
+                f"{source} is a cluster profile of another version: {error}, which is not known here. {versions}; "
+                f"{OF_ANOTHER_VERSION}"
+            ) from error
         except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
             raise ConfigError(f"{source} is a damaged cluster profile: {error!r}") from error
         return profile

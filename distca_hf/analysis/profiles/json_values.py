@@ -1,6 +1,6 @@
 """JSON values of a profile: dataclasses that are read from them, and checks of sizes and times."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import fields
 from itertools import pairwise
 from typing import Any, get_type_hints
@@ -10,15 +10,24 @@ from typing import Any, get_type_hints
 LEAST, MOST = 1e-30, 1e30
 
 
+class UnknownNamesError(ValueError):
+    """Names of another version: nothing is damaged, and what they mean is not known here."""
+
+
+def check_names(where: str, content: Mapping[str, Any], known: Collection[str]) -> None:
+    """Raises UnknownNamesError where content has names that are not known."""
+    if unknown := set(content) - {*known}:
+        raise UnknownNamesError(f"{where} has {', '.join(sorted(unknown))}")
+
+
 def read_dataclass(cls: Any, content: Mapping[str, Any]) -> Any:
     """Returns a dataclass of JSON values; lists become tuples.
 
     Raises:
-        TypeError, ValueError: names are missing or unknown, or a value is of another kind or out of range.
+        UnknownNamesError: names are unknown.
+        TypeError, ValueError: names are missing, or a value is of another kind or out of range.
     """
-    names = {field.name for field in fields(cls)}
-    if unknown := set(content) - names:
-        raise ValueError(f"unknown {sorted(unknown)} in {cls.__name__}")
+    check_names(cls.__name__, content, {field.name for field in fields(cls)})
     found = cls(**{name: _as_tuples(value) for name, value in content.items()})
     for name, kind in get_type_hints(cls).items():
         _check_single(f"{cls.__name__}.{name}", kind, getattr(found, name))

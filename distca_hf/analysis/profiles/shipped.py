@@ -1,14 +1,13 @@
 """Shipped profiles, and the profile that a name or a path stands for."""
 
 import math
-import re
 from dataclasses import replace
 from importlib import resources
 from pathlib import Path
 
 from distca_hf.analysis.profiles.cluster_profile import ClusterProfile
 from distca_hf.errors import ConfigError, did_you_mean
-from distca_hf.flops import PEAK_FLOPS, gpu_kind
+from distca_hf.gpus import gpu_of_device, peak_flops
 
 
 FOLDER = "distca_hf.analysis.profiles"
@@ -52,13 +51,11 @@ def find_profile(name: str) -> ClusterProfile:
 
 def profile_of_device(device: str) -> ClusterProfile | None:
     """Returns the shipped profile of a GPU, by the name that torch has for it; None if there is none."""
-    kind = gpu_kind(device)
-    profiles = map(find_profile, shipped_profiles() if kind else ())
-    return next((profile for profile in profiles if gpu_kind(profile.made.device) == kind), None)
+    gpu = gpu_of_device(device)
+    profiles = map(find_profile, shipped_profiles() if gpu else ())
+    return next((profile for profile in profiles if gpu_of_device(profile.made.device) == gpu), None)
 
 
 def _peak(name: str) -> float | None:
     """Returns the peak of a GPU that is named in short, such as h100 or a100."""
-    words = re.split(r"[\W_]+", name.upper())
-    known = [flops for pattern, flops in PEAK_FLOPS.items() if re.search(pattern, " ".join(words))]
-    return known[0] if known else None
+    return peak_flops(name.replace("_", " "))

@@ -26,8 +26,8 @@ class Seconds:
         attention, waiting, exchange, rest: measured: kernels of attention; waiting for rows of other ranks in it;
             sending and merging; and all else of the pass, with waiting in collectives of the framework.
         step: from the beginning of a micro-batch to that of the next one.
-        waiting_for_servers: the part of `waiting` in which a server computes for longer than this rank; of ranks that
-            hold tokens alone. Empty without traces of servers.
+        waiting_for_servers: the most of `waiting` that can be for servers, while one computes for longer than this
+            rank. Of ranks that hold tokens alone. Empty without traces of servers.
     """
 
     rates: str = ""
@@ -120,7 +120,8 @@ class StepFigures:
         servers: numbers of the attention servers behind them.
         speeds: `[ranks]` relative speeds of the ranks of `work`; empty where all are equal.
         sent: (source, destination, bytes) of one layer's forward pass.
-        nodes_sent: whether source and destination are nodes, because ranks are too many.
+        nodes_sent: nodes that source and destination are, because ranks are too many; attention servers are numbered
+            behind them. 0: they are ranks.
         missing: ranks whose traces are missing, servers behind the ranks that hold tokens.
         facts: name and value of what else is known of it.
         findings: sentences: balance, the rank that others wait for, and why.
@@ -136,7 +137,7 @@ class StepFigures:
     num_ranks: int
     sent: Sequence[tuple[int, int, float]]
     speeds: Sequence[float] = ()
-    nodes_sent: bool = False
+    nodes_sent: int = 0
     servers: Sequence[int] = ()
     missing: Sequence[int] = ()
     facts: Sequence[tuple[str, str]] = ()

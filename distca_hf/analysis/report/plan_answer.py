@@ -56,8 +56,9 @@ def _figures(content: Mapping[str, Any], number: int, estimates: Mapping[str, An
     )
     nodes_sent, sent = in_nodes(
         [(int(source), int(destination), float(size)) for source, destination, size in of["bytes_between"]],
-        len(work),
-        int(content["ranks_per_node"]),
+        num_ranks=len(work),
+        num_servers=0,
+        ranks_per_node=int(content["ranks_per_node"]),
     )
     after = "as placed" if content["layout"] == "placed" else "after tasks moved"
     finding = balance_in_words("documents in order", after, before, work)
@@ -83,7 +84,7 @@ def _figures(content: Mapping[str, Any], number: int, estimates: Mapping[str, An
     )
 
 
-def _most_sent(sent: Sequence[tuple[int, int, float]], nodes_sent: bool) -> str:
+def _most_sent(sent: Sequence[tuple[int, int, float]], nodes_sent: int) -> str:
     """Returns a sentence about bytes."""
     if not sent:
         return "Nothing is sent between ranks: no document is cut."

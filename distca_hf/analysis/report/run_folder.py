@@ -131,7 +131,9 @@ def _figures(of_ranks: Mapping[int, RankTrace], any_trace: RankTrace, predictor:
     predicted = predictor.predict(of_ranks, len(any_trace.work))
     seconds = _seconds(of_ranks, any_trace, predicted)
     sent = _sent(of_ranks)
-    nodes_sent, sent = in_nodes(sent, len(any_trace.work), any_trace.ranks_per_node)
+    nodes_sent, sent = in_nodes(
+        sent, any_trace.num_ranks, len(any_trace.work) - any_trace.num_ranks, any_trace.ranks_per_node
+    )
     return StepFigures(
         label=_label(any_trace),
         before="documents in the order of the data" if any_trace.placed else "packs as they came",

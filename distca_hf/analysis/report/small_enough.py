@@ -6,11 +6,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from distca_hf.analysis.report.figures import CallOfRanks, Report
+from distca_hf.arrays import ceil_div
 
 
 # Layers of each part of a pass whose timelines are shown, and ranks in a timeline.
 MOST_LAYERS, MOST_TIMELINE_RANKS = 3, 48
-# Ranks in a picture of who sends to whom; more are shown by node.
+# Ranks and servers in a picture of who sends to whom; of more, ranks are shown by node.
 MOST_MATRIX_RANKS = 128
 # Numbers of a page, all steps together, which make about ten bytes each; and steps in its list.
 MOST_NUMBERS, MOST_STEPS = 120_000, 200
@@ -52,15 +53,28 @@ def _with_few_ranks(call: CallOfRanks, num_ranks: int) -> CallOfRanks:
 
 
 def in_nodes(
-    sent: Sequence[tuple[int, int, float]], num_ranks: int, ranks_per_node: int
-) -> tuple[bool, list[tuple[int, int, float]]]:
-    """Returns (source, destination, bytes) of ranks as they are, or of nodes where ranks are too many, and which."""
-    if num_ranks <= MOST_MATRIX_RANKS or ranks_per_node == 1:
-        return False, list(sent)
+    sent: Sequence[tuple[int, int, float]], num_ranks: int, num_servers: int, ranks_per_node: int
+) -> tuple[int, list[tuple[int, int, float]]]:
+    """Returns a number of nodes and (source, destination, bytes): of ranks as they are and 0 nodes, or of nodes where
+    ranks are too many. Attention servers are never summed: they are behind the ranks, or behind the nodes.
+
+    Args:
+        num_ranks: ranks that hold tokens; the servers have the numbers behind them.
+        num_servers: attention servers.
+        ranks_per_node: ranks that share a node, of those that hold tokens.
+    """
+    if num_ranks + num_servers <= MOST_MATRIX_RANKS or ranks_per_node == 1:
+        return 0, list(sent)
+    num_nodes = ceil_div(num_ranks, ranks_per_node)
+
+    def place(rank: int) -> int:
+        return rank // ranks_per_node if rank < num_ranks else num_nodes + rank - num_ranks
+
     of_nodes: Counter[tuple[int, int]] = Counter()
     for source, destination, size in sent:
-        of_nodes[source // ranks_per_node, destination // ranks_per_node] += round(size)
-    return True, [(source, destination, float(size)) for (source, destination), size in sorted(of_nodes.items())]
+        of_nodes[place(source), place(destination)] += round(size)
+    summed = [(source, destination, float(size)) for (source, destination), size in sorted(of_nodes.items())]
+    return num_nodes, summed
 
 
 def fitted(report: Report) -> Report:

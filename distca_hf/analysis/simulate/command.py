@@ -11,7 +11,6 @@ from rich.console import Console
 
 from distca_hf.analysis.command import COLUMNS, DEFAULT_MODEL, PlanProgress
 from distca_hf.analysis.find_model import find_model, read_model
-from distca_hf.analysis.gpus import H100_GIB, gpu_of_device
 from distca_hf.analysis.lengths import read_lengths
 from distca_hf.analysis.memory import Checkpointing
 from distca_hf.analysis.profiles.cluster_profile import ClusterProfile
@@ -26,6 +25,7 @@ from distca_hf.analysis.simulate.ways import PUBLISHED_TOLERANCE
 from distca_hf.arrays import IntArray
 from distca_hf.data.pipelines import Pipeline
 from distca_hf.errors import ConfigError
+from distca_hf.gpus import H100_GIB, gpu_of_device
 
 
 # Most digits of a number in a list.
@@ -103,7 +103,7 @@ def run_simulate(options: SimulateOptions) -> None:
                 result, of_result = simulate(request, profile, documents.tokens, options.token_budget, count)
             results.append(result)
             notes.merge(of_result)
-    assumptions = [*ASSUMPTIONS, *_assumptions(options, requests[0]), *notes.lines()]
+    assumptions = [*ASSUMPTIONS, *_assumptions(options, requests[0], profile), *notes.lines()]
     if options.as_json:
         content = as_json(options, results, profile, model, assumptions)
         sys.stdout.write(json.dumps(content, allow_nan=False) + "\n")
@@ -160,7 +160,7 @@ ASSUMPTIONS = (
 )
 
 
-def _assumptions(options: SimulateOptions, request: SimulationRequest) -> list[str]:
+def _assumptions(options: SimulateOptions, request: SimulationRequest, profile: ClusterProfile) -> list[str]:
     """Returns the assumptions that options decide."""
     kept = {
         "saved": "layers are checkpointed; distca keeps attention's outputs, its default",
@@ -172,6 +172,11 @@ def _assumptions(options: SimulateOptions, request: SimulationRequest) -> list[s
         f"{min(request.gpus, request.ranks_per_node)} GPUs per node; GPU-hours for {options.token_budget:,.0f} "
         f"tokens; 90 % of {request.gpu_gib:.0f} GiB may be used (! does not fit)",
     ]
+    if options.gpu_gib is None and _known_gib(profile) is None:
+        words.append(
+            f"the memory of {profile.made.device!r}, of which the profile is, is not known: that of an H100 is "
+            "assumed; give yours by --gpu-gib"
+        )
     if request.tensor_ranks > 1:
         words.append(
             f"{request.tensor_ranks} GPUs divide every layer; their exchanges of activations are hidden by nothing"
@@ -225,8 +230,13 @@ def _model(name: str | None, config: Path | None) -> SimulatedModel:
 
 def gpu_gib_of(profile: ClusterProfile) -> float:
     """Returns the memory of the GPU of a profile, in GiB; of an unknown one that of an H100."""
+    return _known_gib(profile) or H100_GIB
+
+
+def _known_gib(profile: ClusterProfile) -> float | None:
+    """Returns the memory of the GPU of a profile, in GiB; None of an unknown one."""
     gpu = gpu_of_device(profile.made.device)
-    return H100_GIB if gpu is None or gpu.gib is None else gpu.gib
+    return None if gpu is None else gpu.gib
 
 
 def _numbers(option: str, given: str) -> list[int]:

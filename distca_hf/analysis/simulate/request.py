@@ -7,7 +7,6 @@ from typing import get_args
 
 import numpy as np
 
-from distca_hf.analysis.gpus import H200_GIB
 from distca_hf.analysis.memory import GIB, Checkpointing
 from distca_hf.analysis.request import MAX_MICRO_STEPS, MAX_RANKS
 from distca_hf.analysis.simulate.model import SimulatedModel
@@ -18,6 +17,7 @@ from distca_hf.data.documents import fit_documents
 from distca_hf.data.epochs import EpochPacker
 from distca_hf.data.pipelines import Pipeline
 from distca_hf.errors import ConfigError, PackingError
+from distca_hf.gpus import H200_GIB
 from distca_hf.layout import MAX_DOCUMENT_TOKENS
 from distca_hf.planning.served import Servers
 

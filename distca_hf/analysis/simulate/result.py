@@ -11,7 +11,8 @@ from distca_hf.analysis.simulate.run import WaySteps
 from distca_hf.analysis.simulate.stages import stage_memory_bytes
 from distca_hf.analysis.simulate.ways import Simulation, Step, Way
 from distca_hf.arrays import ceil_div
-from distca_hf.flops import StepFlops, peak_flops
+from distca_hf.flops import StepFlops
+from distca_hf.gpus import peak_flops
 
 
 # Gain over the fastest way without core attention disaggregation below which distca is not worth a change.

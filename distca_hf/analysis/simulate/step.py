@@ -116,31 +116,32 @@ class Training:
         sent, sent_backward = float(attention.sent.max()), float(attention.sent_backward.max())
         share = self.costs.share_before_attention
         first = layer.forward if self.layers_checkpointed else layer.kept
-        forward = float((first + attention.forward).max()) + tensor
-        forward += self._added_by(gather, attention.waits, share * first)
+        forward = first + attention.forward + self._added_by(gather, attention.waits, share * first)
         if self.layers_checkpointed:
             again = 0.0 if load.saves_attention else attention.recomputed
-            backward = float((layer.kept + again + layer.backward + attention.backward).max()) + 2 * tensor
+            backward = layer.kept + again + layer.backward + attention.backward + tensor
             waits = attention.waits_backward + (0.0 if load.saves_attention else attention.waits)
             before = share * layer.kept
         else:
-            backward = float((layer.backward + attention.backward).max()) + tensor
+            backward = layer.backward + attention.backward
             waits, before = attention.waits_backward, (1 - share) * layer.backward
-        backward += self._added_by(gather + reduce, waits, before)
-        return max(forward, gather + sent), max(backward, gather + reduce + sent_backward)
+        backward = backward + self._added_by(gather + reduce, waits, before)
+        slowest, slowest_backward = float(forward.max()) + tensor, float(backward.max()) + tensor
+        return max(slowest, gather + sent), max(slowest_backward, gather + reduce + sent_backward)
 
-    def _added_by(self, collectives: float, waits: FloatArray, before: FloatArray) -> float:
-        """Returns the seconds that FSDP's collectives add to a layer's pass, from whose beginning they run.
+    def _added_by(self, collectives: float, waits: FloatArray, before: FloatArray) -> FloatArray:
+        """Returns `[ranks]` seconds that FSDP's collectives add to a layer's pass, from whose beginning they run.
 
         An exchange that kernels wait for has half of the wires until it or the collectives end. Kernels that run
-        beside them are delayed.
+        beside them are delayed. The ranks of an exchange hold equally many tokens, so that it begins as soon as each
+        of them comes to it; ranks of other groups may hold fewer, and begin earlier.
 
         Args:
             collectives: seconds of all of them.
-            waits: seconds of the exchange, alone.
+            waits: `[ranks]` seconds of the exchange, alone, or the same of all.
             before: `[ranks]` seconds of kernels before the exchange.
         """
-        shared = min(max(0.0, collectives - float(before.max())), float(waits.max()))
+        shared = np.minimum(np.maximum(0.0, collectives - before), waits)
         return shared + self.cluster.products_beside * (collectives - shared)
 
     def _tensor_seconds(self, load: Load) -> float:

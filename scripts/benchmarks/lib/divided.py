@@ -39,10 +39,11 @@ def data_ranks(options: argparse.Namespace) -> int:
     Raises:
         SystemExit: the sizes do not divide the ranks.
     """
-    ranks, both = dist.get_world_size(), options.tp_size * options.dp_replicate_size
-    if ranks % both:
-        sizes = f"--tp-size {options.tp_size} x --dp-replicate-size {options.dp_replicate_size}"
-        raise SystemExit(f"{sizes} do not divide {ranks} ranks")
+    ranks = dist.get_world_size()
+    for name in ("tp_size", "ep_size"):
+        if ranks % (getattr(options, name) * options.dp_replicate_size):
+            sizes = f"--{name.replace('_', '-')} {getattr(options, name)} x"
+            raise SystemExit(f"{sizes} --dp-replicate-size {options.dp_replicate_size} do not divide {ranks} ranks")
     return ranks // int(options.tp_size)
 
 

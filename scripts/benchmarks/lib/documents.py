@@ -12,11 +12,14 @@ import torch
 
 from distca_hf.arrays import IntArray
 from distca_hf.cost import CAUSAL_MASK, Mask
+from distca_hf.layout import MAX_DOCUMENT_TOKENS
 
 
 GPUS = 4  # of a preset without a number: `A` is `A:4`
 # Numbers are compared with exact attention on documents up to about this length.
 COMPARED_TOKENS = 1024
+# Most documents of one length.
+MOST_DOCUMENTS = 1_000_000
 
 Segment = tuple[int, int, int]
 Holding = list[list[Segment]]
@@ -54,6 +57,8 @@ def spelled_out(text: str) -> str:
     name, _, gpus = text.partition(":")
     if name not in PRESETS:
         return text
+    if gpus and not 1 <= int(gpus) <= MOST_DOCUMENTS:
+        raise ValueError(f"{text} has no GPUs")
     counted = [(count, tokens) for count, tokens in PRESETS[name](int(gpus or GPUS)) if count]
     return ",".join(f"{count}x{tokens}" if count > 1 else f"{tokens}" for count, tokens in counted)
 
@@ -62,11 +67,13 @@ def parse_documents(text: str) -> list[int]:
     """Returns the lengths of documents, in tokens, from a preset's name or "131072,96x4096".
 
     Raises:
-        ValueError: the text is neither.
+        ValueError: the text is neither, or a document has no tokens, or too many.
     """
     lengths: list[int] = []
     for part in spelled_out(text).split(","):
         count, _, tokens = part.rpartition("x")
+        if not 1 <= int(count or 1) <= MOST_DOCUMENTS or not 1 <= int(tokens) <= MAX_DOCUMENT_TOKENS:
+            raise ValueError(f"{part} are no documents")
         lengths += [int(tokens)] * int(count or 1)
     return lengths
 

@@ -3,17 +3,29 @@
 import argparse
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping
-from typing import Any
+from importlib.util import find_spec
+from typing import Any, get_args
 
 import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from distca_hf.config import DistCAConfig
+from distca_hf.config import DistCAConfig, KernelName
+from distca_hf.errors import ConfigError, PackingError, UnsupportedAttentionError
 from lib.documents import GPUS, parse_documents
 from lib.documents import PRESETS as DOCUMENTS
 from lib.model import PRESETS as MODELS
-from lib.parser import add_device, add_out, chosen_modes, count, file_to_read, parser_of
+from lib.parser import (
+    above_zero,
+    add_device,
+    add_out,
+    chosen_modes,
+    count,
+    few,
+    file_to_read,
+    parser_of,
+    whole,
+)
 
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
@@ -31,17 +43,17 @@ def add_model(parser: argparse.ArgumentParser) -> None:
         default="llama3-8b",
         help="sizes of the model, without --config; tiny: for CPUs",
     )
-    parser.add_argument("--layers", type=int, help="decoder layers, if not as many as the model has")
+    parser.add_argument("--layers", type=few, help="decoder layers, if not as many as the model has")
 
 
 def add_kernel(parser: argparse.ArgumentParser) -> None:
     """Adds `--kernel`."""
-    parser.add_argument("--kernel", default=DistCAConfig().kernel, help="attention kernel, as in settings")
+    parser.add_argument("--kernel", choices=get_args(KernelName), default=DistCAConfig().kernel, help="as in settings")
 
 
 def add_peak(parser: argparse.ArgumentParser) -> None:
     """Adds `--peak-tflops`, of which utilisation is a part."""
-    parser.add_argument("--peak-tflops", type=float, help="of the device, if its name does not tell")
+    parser.add_argument("--peak-tflops", type=above_zero, help="of the device, if its name does not tell")
 
 
 def shared_options(description: str | None, modes: Mapping[str, str]) -> argparse.ArgumentParser:
@@ -62,7 +74,7 @@ def shared_options(description: str | None, modes: Mapping[str, str]) -> argpars
     )
     parser.add_argument("--modes", help="comma-separated, see below; by default those that fit the other options")
     parser.add_argument("--rounds", type=count, default=5, help="times that every mode is measured, in turns")
-    parser.add_argument("--warmup", type=int, default=2, help="rounds before these")
+    parser.add_argument("--warmup", type=whole, default=2, help="rounds before these")
     parser.add_argument(
         "--checkpointing",
         choices=[*CHECKPOINTING],
@@ -78,7 +90,9 @@ def shared_options(description: str | None, modes: Mapping[str, str]) -> argpars
     add_device(parser)
     parser.add_argument("--dtype", choices=[*DTYPES], help="by default bfloat16 on GPUs, float32 on CPUs")
     add_kernel(parser)
-    parser.add_argument("--compile", nargs="?", const="inductor", metavar="BACKEND", help="compile decoder layers")
+    parser.add_argument(
+        "--compile", type=_compiler, nargs="?", const="inductor", metavar="BACKEND", help="compile decoder layers"
+    )
     parser.add_argument("--liger", action="store_true", help="norms, rotary embeddings and MLPs of liger_kernel")
     add_peak(parser)
     add_out(parser)
@@ -95,13 +109,8 @@ def parse_shared(parser: argparse.ArgumentParser, known_modes: Collection[str]) 
         known_modes: that may be asked for.
     """
     options = parser.parse_args()
-    try:
-        options.sets = {name: parse_documents(name) for name in options.documents.split(";")}
-    except ValueError:
-        parser.error(
-            f"--documents {options.documents!r}: write tokens as 131072,96x4096, or one of {', '.join(DOCUMENTS)}, "
-            "with ; between sets"
-        )
+    options.sets = read_documents(parser, options.documents)
+    check_packages(parser, options)
     options.lengths = next(iter(options.sets.values()))
     options.dtype = DTYPES[options.dtype or ("bfloat16" if options.device == "cuda" else "float32")]
     options.reduce_dtype = DTYPES[options.reduce_dtype] if options.reduce_dtype else options.dtype
@@ -119,6 +128,33 @@ def of_each_set(options: argparse.Namespace) -> Iterator[argparse.Namespace]:
         yield argparse.Namespace(**{**vars(options), "documents": name, "lengths": lengths, "out": out})
 
 
+def read_documents(parser: argparse.ArgumentParser, text: str) -> dict[str, list[int]]:
+    """Returns the lengths of every set of `--documents`, by its name. Ends with a message if they cannot be read."""
+    try:
+        return {name: parse_documents(name) for name in text.split(";")}
+    except ValueError:
+        parser.error(
+            f"--documents {text!r}: write tokens as 131072,96x4096, or one of {', '.join(DOCUMENTS)}, "
+            "with ; between sets"
+        )
+
+
+def check_packages(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
+    """Ends with a message if Liger's kernels are asked for and not installed."""
+    asked = {"--liger": options.liger, "--head liger": getattr(options, "head", "") == "liger"}
+    words = next((words for words, is_asked in asked.items() if is_asked), None)
+    if words and find_spec("liger_kernel") is None:
+        parser.error(f"{words} needs the package liger-kernel, which is not installed here: leave it out")
+
+
+def _compiler(text: str) -> str:
+    """Returns the name of a backend of `torch.compile`, as `type` of an option."""
+    known = torch.compiler.list_backends(exclude_tags=())
+    if text not in known:
+        raise argparse.ArgumentTypeError(f"backend {text!r} is none of {', '.join(known)}")
+    return text
+
+
 def _open_group(device_type: str, bind: bool) -> torch.device:
     """Opens the process group, bound to this rank's device or not; returns the device. A process without a launcher is
     alone."""
@@ -128,7 +164,10 @@ def _open_group(device_type: str, bind: bool) -> torch.device:
     if device_type == "cpu":
         dist.init_process_group("gloo", **alone)
         return torch.device("cpu")
-    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+    place, num_gpus = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
+    if place >= num_gpus:
+        raise SystemExit(f"process {place} of this host has no GPU: there are {num_gpus}; launch as many processes")
+    device = torch.device("cuda", place)
     torch.cuda.set_device(device)
     dist.init_process_group("nccl", device_id=device if bind else None, **alone)
     return device
@@ -143,7 +182,17 @@ def on_all_ranks(
         measure: takes options and this rank's device.
         options: of the program.
         bind: whether the group is bound to the device. NCCL opens groups of some ranks alone only where it is not.
+
+    Raises:
+        SystemExit: the product refuses what is asked for.
     """
-    measure(options, _open_group(options.device, bind))
+    try:
+        measure(options, _open_group(options.device, bind))
+    except (
+        ConfigError,
+        PackingError,
+        UnsupportedAttentionError,
+    ) as error:  # what options ask for, in the product's words
+        raise SystemExit(str(error)) from error
     dist.barrier()
     dist.destroy_process_group()

@@ -1,20 +1,29 @@
 """Command lines of programs that measure: help that keeps its lines, options that several have, figures they write.
 
-Imports neither torch nor Transformers. `lib/options.py` has the options of a training step.
+Imports neither Transformers, nor torch until it is asked for a GPU. `lib/options.py` has the options of a training
+step.
 """
 
 import argparse
 import json
+import math
+import os
+import sys
 import textwrap
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from distca_hf.analysis.lengths import read_lengths
 from distca_hf.analysis.profiles.shipped import find_profile
-from distca_hf.errors import ConfigError
+from distca_hf.analysis.request import MAX_MICRO_STEPS, MAX_RANKS
+from distca_hf.errors import ConfigError, PackingError
 
 
 HELP_COLUMNS = 118
+# Most of a whole number in options, as `distca plan` takes tokens; and digits with which it is looked at.
+MOST, DIGITS = 2**31 - 1, 20
+MOST_FEW, MOST_WORDS = 1024, 10_000_000
 
 
 def parser_of(description: str | None, modes: Mapping[str, str] | None = None) -> argparse.ArgumentParser:
@@ -45,11 +54,72 @@ def chosen_modes(parser: argparse.ArgumentParser, text: str | None, known: Colle
     return names
 
 
+def whole(text: str) -> int:
+    """Returns a whole number, 0 among them, as `type` of an option."""
+    return _whole(text, 0, MOST)
+
+
 def count(text: str) -> int:
     """Returns a whole number above 0, as `type` of an option."""
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no whole number above 0")
+    return _whole(text, 1, MOST)
+
+
+def at_least_two(text: str) -> int:
+    """Returns a whole number above 1, as `type` of an option."""
+    return _whole(text, 2, MOST)
+
+
+def ranks(text: str) -> int:
+    """Returns a number of ranks that a plan may have, as `type` of an option."""
+    return _whole(text, 1, MAX_RANKS)
+
+
+def micro_steps(text: str) -> int:
+    """Returns a number of micro-steps that an optimizer step may have, as `type` of an option."""
+    return _whole(text, 1, MAX_MICRO_STEPS)
+
+
+def few(text: str) -> int:
+    """Returns a number of what there are not many of, as `type` of an option: layers, heads, threads."""
+    return _whole(text, 1, MOST_FEW)
+
+
+def words(text: str) -> int:
+    """Returns a number of words that a vocabulary may have, as `type` of an option."""
+    return _whole(text, 1, MOST_WORDS)
+
+
+def _whole(text: str, least: int, most: int) -> int:
+    if not (text.isascii() and text.isdecimal() and int(text[:DIGITS]) >= least):
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is no whole number {f'above {least - 1}' if least else 'from 0 on'}"
+        )
+    if len(text) > DIGITS or int(text) > most:
+        raise argparse.ArgumentTypeError(f"{text} is more than {most}")
     return int(text)
+
+
+def above_zero(text: str) -> float:
+    """Returns a finite number above 0, as `type` of an option."""
+    return _number(text, 0 < _float(text) < math.inf, "above 0")
+
+
+def not_negative(text: str) -> float:
+    """Returns a finite number, 0 among them, as `type` of an option."""
+    return _number(text, 0 <= _float(text) < math.inf, "from 0 on")
+
+
+def _float(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        return math.nan
+
+
+def _number(text: str, is_right: bool, words: str) -> float:
+    if not is_right:
+        raise argparse.ArgumentTypeError(f"{text!r} is no finite number {words}")
+    return float(text)
 
 
 def counts(text: str) -> list[int]:
@@ -71,6 +141,24 @@ def file_to_write(text: str) -> Path:
     return Path(text)
 
 
+def folder_to_write(text: str) -> Path:
+    """Returns the path of a folder that is there or can be made, as `type` of an option."""
+    path = Path(text).absolute()
+    there = next(part for part in (path, *path.parents) if part.exists())
+    if not there.is_dir():
+        raise argparse.ArgumentTypeError(f"{text} cannot be a folder: {there} is a file")
+    return Path(text)
+
+
+def lengths_file(text: str) -> Path:
+    """Returns the path of a file of lengths that can be read, or the name of a shipped one, as `type` of an option."""
+    try:
+        read_lengths(Path(text))
+    except PackingError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+    return Path(text)
+
+
 def profile_name(text: str) -> str:
     """Returns the name of a shipped profile, or of a file with one, as `type` of an option."""
     try:
@@ -82,7 +170,17 @@ def profile_name(text: str) -> str:
 
 def add_device(parser: argparse.ArgumentParser) -> None:
     """Adds `--device`."""
-    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda", help="where ranks compute")
+    parser.add_argument("--device", type=_device, choices=["cuda", "cpu"], default="cuda", help="where ranks compute")
+
+
+def _device(text: str) -> str:
+    """Returns the type of a device, which a default is, too: without a GPU no program begins on one."""
+    if text == "cuda":
+        from torch.cuda import is_available
+
+        if not is_available():
+            raise argparse.ArgumentTypeError("this host has no GPU for cuda: give --device cpu")
+    return text
 
 
 def add_out(parser: argparse.ArgumentParser, when: str = "") -> None:
@@ -93,13 +191,35 @@ def add_out(parser: argparse.ArgumentParser, when: str = "") -> None:
 def add_tokens_per_rank(parser: argparse.ArgumentParser, default: int) -> None:
     """Adds `--tokens-per-rank`, by default so many."""
     parser.add_argument(
-        "--tokens-per-rank", type=int, default=default, help="most tokens of a micro-batch on each rank"
+        "--tokens-per-rank", type=count, default=default, help="most tokens of a micro-batch on each rank"
     )
 
 
 def add_ranks(parser: argparse.ArgumentParser, default: Sequence[int]) -> None:
     """Adds `--ranks`, by default these, of programs that plan without any rank."""
-    parser.add_argument("--ranks", nargs="+", type=int, default=[*default], help="numbers of ranks to plan for")
+    parser.add_argument("--ranks", nargs="+", type=ranks, default=[*default], help="numbers of ranks to plan for")
+
+
+def parse_launched(parser: argparse.ArgumentParser) -> argparse.Namespace:
+    """Parses where a program is of several processes. Ends with a message if no launcher has started them."""
+    options = parser.parse_args()
+    if "RANK" not in os.environ:
+        parser.error(f"launch it, as in the example of --help: torchrun --nproc-per-node 2 {sys.argv[0]}")
+    return options
+
+
+def parse_plans(parser: argparse.ArgumentParser) -> argparse.Namespace:
+    """Parses where documents are drawn for `--ranks` and `--tokens-per-rank`, whose product is bounded."""
+    options = parser.parse_args()
+    check_tokens(parser, max(options.ranks), options.tokens_per_rank)
+    return options
+
+
+def check_tokens(parser: argparse.ArgumentParser, num_ranks: int, tokens_per_rank: int) -> None:
+    """Ends with a message if all ranks together hold more tokens than documents are drawn for."""
+    tokens = num_ranks * tokens_per_rank
+    if tokens > MOST:
+        parser.error(f"{num_ranks} ranks of {tokens_per_rank} tokens hold {tokens} together, more than {MOST}")
 
 
 def parse_tables(parser: argparse.ArgumentParser, known: Collection[str]) -> argparse.Namespace:

@@ -1,7 +1,15 @@
 """Pages in Markdown that several scripts write, each its own section."""
 
+import argparse
 import re
 from pathlib import Path
+
+
+def file_to_write(text: str) -> Path:
+    """Returns the path of a file in a folder that is there, as `type` of an option: nothing is tried in vain."""
+    if Path(text).is_dir() or not Path(text).absolute().parent.is_dir():
+        raise argparse.ArgumentTypeError(f"{text} cannot be written: it is a folder, or its folder is missing")
+    return Path(text)
 
 
 def write_section(page: Path, section: str) -> None:

@@ -14,9 +14,9 @@ from distca_hf.analysis.check.tiny_config import WINDOW_TOKENS, tiny_config, tin
 from distca_hf.analysis.check.trial import TinyModel
 from distca_hf.analysis.check.verdict import Verdict, judge
 from distca_hf.analysis.find_model import find_model
-from distca_hf.analysis.gpus import GPUS, find_gpu, gpu_of_device
 from distca_hf.analysis.request import PRESETS
-from distca_hf.errors import ConfigError, UnsupportedAttentionError
+from distca_hf.errors import UnsupportedAttentionError
+from distca_hf.gpus import find_gpu
 from distca_hf.integrations.models.check import check_model
 from distca_hf.integrations.models.layer_kinds import MOST_KINDS, grouped, layer_kinds, ranges, verdict_in_short
 from distca_hf.integrations.models.structure import weights_beside_text
@@ -255,31 +255,6 @@ def test_numbers_of_layers_in_words() -> None:
     assert ranges([0, 2]) == "0, 2"
     assert ranges([0, 1, 3, 4, 6, 7, 9, 10, 12, 13]) == "0-1, 3-4, 6-7, ... 12-13"
     assert ranges(range(5)) == "0-4"
-
-
-def test_every_gpu_has_a_generation_that_the_kernels_know() -> None:
-    assert {gpu.compute_capability for gpu in GPUS.values()} <= {None, 7, 8, 9, 10, 11, 12}
-    assert find_gpu("H200") is GPUS["h200"]
-    with pytest.raises(ConfigError, match="Did you mean 'h100'"):
-        find_gpu("h101")
-
-
-@pytest.mark.parametrize(
-    ("device", "name"),
-    [
-        ("NVIDIA H200", "h200"),
-        ("NVIDIA H100 80GB HBM3", "h100"),
-        ("NVIDIA H100 NVL", "h100-nvl"),
-        ("NVIDIA A100-SXM4-40GB", "a100-40gb"),
-        ("NVIDIA A100-SXM4-80GB", "a100"),
-        ("NVIDIA L40S", "l40s"),
-        ("NVIDIA GeForce RTX 4090", "rtx4090"),
-        ("NVIDIA RTX PRO 6000 Blackwell Server Edition", "rtx-pro-6000"),
-    ],
-)
-def test_devices_are_known_by_the_name_that_torch_has_for_them(device: str, name: str) -> None:
-    assert gpu_of_device(device) is GPUS[name]
-    assert gpu_of_device("another") is None
 
 
 def test_a_saved_folder_is_judged_by_the_class_that_it_names(tmp_path: Path) -> None:

@@ -10,10 +10,10 @@ from transformers import Gemma2Config, LlamaConfig
 from typer.testing import CliRunner, Result
 
 from distca_hf.analysis.check import command
-from distca_hf.analysis.gpus import H100_GIB
 from distca_hf.analysis.memory import TrainingSetup, estimate_memory
 from distca_hf.analysis.request import preset
 from distca_hf.cli import app
+from distca_hf.gpus import H100_GIB
 from support.commands import REPOSITORY
 
 

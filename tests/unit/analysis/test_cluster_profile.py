@@ -18,6 +18,7 @@ from distca_hf.analysis.profiles.shipped import find_profile, shipped_profiles
 from distca_hf.analysis.profiles.write import write
 from distca_hf.errors import ConfigError
 from distca_hf.placement.by_kernel_time import KernelTimes
+from distca_hf.version import __version__
 
 
 @pytest.fixture(scope="module")
@@ -73,7 +74,6 @@ def test_other_files_are_refused_in_one_line(profile: ClusterProfile, tmp_path: 
     ("part", "name", "value"),
     [
         ("rates", "matrix_flops", -1.0),
-        ("rates", "unknown", 1.0),
         ("within_node", "num_bytes", [2.0, 1.0]),
         ("within_node", "exchange", [1.0]),
         ("within_node", "one_way", [1.0]),
@@ -98,6 +98,28 @@ def test_damaged_numbers_are_refused(
     content[part][name] = value
 
     assert "damaged" in refusal(tmp_path, content)
+
+
+@pytest.mark.parametrize("part", [None, "made", "rates", "within_node"])
+def test_names_of_a_newer_version_are_no_damage(part: str | None, profile: ClusterProfile, tmp_path: Path) -> None:
+    content = content_of(profile, tmp_path) | {"distca_hf": "9.8.7"}
+    (content if part is None else content[part])["new_seconds"] = [1.0]
+
+    words = refusal(tmp_path, content)
+
+    assert "damaged" not in words
+    assert "new_seconds" in words
+    assert f"distca_hf 9.8.7 wrote it, and this is {__version__}, which reads form {SCHEMA}" in words
+    assert "install the version that wrote it, or measure again with `distca profile`" in words
+
+
+def test_a_newer_form_is_said_with_both_versions(profile: ClusterProfile, tmp_path: Path) -> None:
+    content = content_of(profile, tmp_path) | {"schema": SCHEMA + 1, "distca_hf": "9.8.7"}
+
+    words = refusal(tmp_path, content)
+
+    assert f"of form {SCHEMA + 1}: distca_hf 9.8.7 wrote it, and this is {__version__}" in words
+    assert "install the version that wrote it" in words
 
 
 def test_damaged_tables_are_refused(profile: ClusterProfile, tmp_path: Path) -> None:

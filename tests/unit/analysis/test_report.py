@@ -259,12 +259,25 @@ def test_of_many_ranks_servers_keep_their_rows(tmp_path: Path) -> None:
     assert [rank for rank, _ in fewer.ranks][-10:] == list(range(100, 110))
 
 
+def test_ranks_are_summed_by_node_and_servers_are_not(tmp_path: Path) -> None:
+    """136 ranks on 17 nodes, the last of which has all 8; servers come behind the nodes."""
+    (step,) = read_folder(write_served_run(tmp_path, ranks=136)).steps
+    places = {place for source, to, _ in step.sent for place in (source, to)}
+
+    assert (step.nodes_sent, step.servers) == (17, (0, 3))
+    assert places == set(range(17 + 2))
+    assert {(source, to): size for source, to, size in step.sent if to >= 17} == {
+        (node, server): 8e6 for node in range(17) for server in (17, 18)
+    }
+    assert all(abs(source - to) <= 1 for source, to, _ in step.sent if to < 17)
+
+
 def test_large_run_becomes_a_small_page(tmp_path: Path) -> None:
     """512 ranks, of which the matrix is by node; and many steps, of which some are shown."""
     write_run(tmp_path / "wide", ranks=512, layers=1)
     wide = read_folder(tmp_path / "wide")
     (step,) = wide.steps
-    assert step.nodes_sent
+    assert step.nodes_sent == 64
     assert max(max(source, to) for source, to, _ in step.sent) == 63
     assert {len(call.ranks) for call in step.calls} == {48}
     many = replace(wide, steps=[step] * 400, begin_with=399)

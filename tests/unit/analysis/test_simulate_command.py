@@ -1,6 +1,7 @@
 """`distca simulate` as a user meets it: tables of 80 columns, JSON, and one line for bad input."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -101,6 +102,25 @@ def test_a_profile_of_ones_own_is_taken(lengths: Path, tmp_path: Path) -> None:
     own = json.loads(simulate(lengths, *QUICK, "--cluster", tmp_path / "cluster.json", "--json"))
 
     assert own["simulations"] == shipped["simulations"]
+
+
+@pytest.mark.parametrize("device", ["NVIDIA H200 MIG 3g.71gb", "NVIDIA Z9"])
+def test_memory_that_is_assumed_is_said(device: str, lengths: Path, tmp_path: Path) -> None:
+    profile, words = find_profile("h200"), "is not known: that of an H100 is assumed"
+    write(replace(profile, made=replace(profile.made, device=device)), tmp_path / "cluster.json")
+
+    unknown, given, known = (
+        " ".join(simulate(lengths, *QUICK, *more).split())
+        for more in (
+            ["--cluster", tmp_path / "cluster.json"],
+            ["--cluster", tmp_path / "cluster.json", "--gpu-gib", "71"],
+            [],
+        )
+    )
+
+    assert f"the memory of '{device}', of which the profile is, {words}; give yours by --gpu-gib" in unknown
+    assert "90 % of 80 GiB may be used" in unknown
+    assert words not in given + known
 
 
 def test_bad_input_is_one_line(lengths: Path, tmp_path: Path) -> None:

@@ -312,6 +312,26 @@ def test_collectives_delay_exchanges_that_kernels_wait_for() -> None:
     assert shared[1] - alone[1] == pytest.approx((1 - beside) * (gather + reduce - share * layer.kept.max()))
 
 
+def test_collectives_delay_the_exchange_of_ranks_with_few_tokens_for_longer() -> None:
+    """Two groups of two ranks share attention. The second one has few tokens, so that its exchange begins when all
+    weights are still to be gathered, and much attention, so that the layer ends with it."""
+    training = training_of(4)
+    tokens = np.array([65_536, 65_536, 128, 128])
+    kernels = Passes(array(1e-3, 1e-3, 1.0, 1.0), array(3e-3, 3e-3, 3.0, 3.0))
+    layer, size = training.costs.layer(tokens), training.costs.layer_weight_bytes
+    gather, reduce = training.gather_seconds(size), training.reduce_seconds(size)
+    share, beside = training.costs.share_before_attention, training.cluster.products_beside
+    waits = np.full(4, 10 * (gather + reduce))
+    forward, backward = training.layers_seconds(Load(tokens, [Waiting(waits, waits, waits).attention(kernels, 1)]))
+
+    assert share * layer.forward[0] > gather > 10 * share * layer.forward[2]
+    shared = gather - share * layer.forward[2]
+    assert forward == pytest.approx(layer.forward[2] + 1.0 + waits[2] + shared + beside * (gather - shared))
+    shared = gather + reduce - share * layer.kept[2]
+    own = layer.kept[2] + layer.backward[2] + 1.0 + 3.0 + 2 * waits[2]
+    assert backward == pytest.approx(own + shared + beside * (gather + reduce - shared))
+
+
 def test_queries_keys_and_values_come_from_an_eighth_of_an_8b_layer() -> None:
     assert costs_of().share_before_attention == pytest.approx(0.115, abs=0.005)
 

@@ -35,7 +35,8 @@ function columnsOf(svg, { top, width, height, labels, axis, stacks, marks = [], 
     svg.append(words(width - 4, y(value) - 5, text, palette.text,
       { "text-anchor": "end", stroke: palette.page, "stroke-width": 3, "paint-order": "stroke" }));
   }
-  const every = Math.max(1, Math.ceil((labels.length * Math.max(22, 7.2 * Math.max(...labels.map((label) => label.length)))) / wide));
+  const labelWidth = 7.2 * Math.max(...labels.map((label) => label.length)) + 8; // with room between two of them
+  const every = Math.max(1, Math.ceil((labels.length * labelWidth) / wide));
   labels.forEach((label, index) => {
     if (index % every) return;
     const middle = (x(index) + x(index + 1) - gap) / 2;

@@ -1,27 +1,34 @@
 // Matrix: who sends how much to whom in the forward pass of one layer.
 
 function matrixPicture(step) {
-  const one = step.nodes_sent ? "node" : "rank";
-  const name = (at) => (step.nodes_sent ? `node ${at}` : rankName(step, at));
-  const label = (at) => (step.nodes_sent ? `${at}` : rankLabel(step, at));
-  const size = 1 + Math.max(step.nodes_sent ? 0 : step.work.length - 1, ...step.sent.flatMap(([from, to]) => [from, to]));
+  const nodes = step.nodes_sent;
+  const one = nodes ? "node" : "rank";
+  // Attention servers are behind the ranks, or behind the nodes.
+  const rankAt = (at) => (nodes ? step.num_ranks + at - nodes : at);
+  const name = (at) => (at < nodes ? `node ${at}` : rankName(step, rankAt(at)));
+  const label = (at) => (at < nodes ? `${at}` : rankLabel(step, rankAt(at)));
+  const numServers = step.work.length - step.num_ranks;
+  const size = (nodes || step.num_ranks) + numServers;
+  const pairs = nodes ? size * size - numServers : size * (size - 1) || 1; // ranks of a node send to each other
   const total = sum(step.sent.map(([, , value]) => value));
   const most = Math.max(0, ...step.sent.map(([, , value]) => value));
   const largest = step.sent.find(([, , value]) => value === most);
   const said = step.sent.length === 0 ? `No ${one} sends anything: no document is cut.`
     : `${bytes(total)} are sent in the forward pass of one layer, keys and values first of all. Most of it from `
-      + `${name(largest[0])} to ${name(largest[1])}: ${bytes(most)}. ${step.sent.length} of ${size * (size - 1) || 1} pairs `
+      + `${name(largest[0])} to ${name(largest[1])}: ${bytes(most)}. ${step.sent.length} of ${pairs} pairs `
       + "exchange something.";
   function draw(width, palette) {
     const [left, above] = [44, 40];
     const side = Math.min(width - left - 4, 560, 72 * size);
     const each = side / size;
     const svg = canvas(width, above + side + 40, said);
-    const servers = !step.nodes_sent && step.work.length > step.num_ranks ? "   s: attention server" : "";
+    const servers = numServers ? "   s: attention server" : "";
     svg.append(words(0, 12, `sending ${one} ↓   receiving ${one} →${servers}`, palette.muted));
     svg.append(shape("rect", { x: left, y: above, width: side, height: side, fill: "none", stroke: palette.grid }));
     const every = Math.ceil((size * 22) / side);
-    for (let at = 0; at < size; at += every) {
+    const first = size - numServers; // of the servers, which keep their names where numbers are left out
+    for (let at = 0; at < size; at += 1) {
+      if (at < first ? at % every || (numServers && first - at < every && at) : (at - first) % every) continue;
       const middle = (at + 0.5) * each;
       const short = label(at).replace("server ", "s");
       svg.append(words(left + middle, above - 6, short, palette.muted, { "text-anchor": "middle" }));

@@ -20,7 +20,8 @@ function secondsPicture(step) {
     + `one micro-batch, all layers together. It takes longest on ${rankName(step, longest)}, ${duration(total[longest])}.${comparison}`
     + (measured && !predicted ? " Nothing is predicted: there is no profile of this device, or the model is not known." : "")
     + (measured ? " All else holds waiting in collectives of FSDP, ZeRO or DDP, too." : "")
-    + (measured && step.servers.length ? " Of an attention server it is the time between its calls." : "");
+    + (measured && step.servers.length ? " Of an attention server it is the time between its calls." : "")
+    + (times.waiting_for_servers.length ? " Seconds of waiting for servers are at most as many: in the same call a rank may wait for others, too." : "");
   function draw(width, palette) {
     const most = 1.08 * Math.max(...known, ...expected.filter((value) => value !== null));
     const svg = canvas(width, 10, said);
@@ -45,7 +46,7 @@ function secondsPicture(step) {
   }
   const shown = [...parts.map(([name, text]) => [name, text]),
     ...(expected.length ? [["predicted_attention", "attention, predicted"], ["predicted_rest", "all else, predicted"]] : []),
-    ...(times.waiting_for_servers.length ? [["waiting_for_servers", "of it for servers, at most"]] : []),
+    ...(times.waiting_for_servers.length ? [["waiting_for_servers", "of the waiting for servers, at most"]] : []),
     ...(measured ? [["step", "until the next micro-batch"]] : [])];
   const rows = () => ranks.map((rank) => [rankLabel(step, rank), ...shown.map(([name]) => duration(times[name][rank] ?? null))]);
   return picture({ title: measured ? "Predicted and measured seconds" : "Predicted seconds", said, draw,

@@ -38,7 +38,7 @@ def first_step(options: argparse.Namespace, data_ranks: int) -> Dataset:
         pipeline=Pipeline(options.stages),
     )
     random = np.random.RandomState(options.seed)
-    sample = random.permutation(read_lengths(Path(options.lengths)).tokens)
+    sample = random.permutation(read_lengths(options.lengths).tokens)
     enough = SAMPLE_STEPS * options.micro_batches * request.capacity_tokens
     packed = pack_epoch(sample[: np.searchsorted(np.cumsum(sample), enough) + 1], request, options.seed)
     lengths = np.concatenate(packed.first_step(options.micro_batches).micro_batches).tolist()

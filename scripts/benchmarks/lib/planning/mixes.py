@@ -5,6 +5,7 @@ full; the last is cut, and so is whatever is longer than `longest_tokens`. `pret
 from distributions of the same shape, for layouts whose tokens stay where they are.
 """
 
+import argparse
 from functools import cache
 
 import numpy as np
@@ -14,8 +15,19 @@ from distca_hf.arrays import IntArray, ceil_div
 from distca_hf.recipe import LENGTHS
 
 
+MIXES = (
+    *("pretrain", "pretrain_up", "pretrain_256k", "prolong", "prolong_up", "prolong_256k"),
+    *("one", "equal", "equal_3001", "lognormal"),
+)
 LONG_TOKENS = 10_000  # longer ones count twice in up-sampled mixes
 SHORTEST_TOKENS = 64
+
+
+def mix_name(text: str) -> str:
+    """Returns the name of a mix, as `type` of an option."""
+    if text not in MIXES:
+        raise argparse.ArgumentTypeError(f"mix {text!r} is none of {', '.join(MIXES)}")
+    return text
 
 
 @cache
@@ -83,7 +95,8 @@ def _log_uniform(rng: np.random.Generator, low: int, high: int) -> float:
 
 
 def _fill(documents: IntArray, total_tokens: int) -> IntArray:
-    """Returns the first documents, the last one cut."""
+    """Returns the first documents, the last one cut; if they are too few, again from the first on."""
+    documents = np.tile(documents, ceil_div(total_tokens, int(documents.sum())))
     ends = np.cumsum(documents)
     count = int(np.searchsorted(ends, total_tokens)) + 1
     chosen = documents[:count].copy()
