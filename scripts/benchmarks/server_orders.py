@@ -34,7 +34,10 @@ def main() -> None:
     dist.init_process_group("gloo" if options.device == "cpu" else "nccl")
     plugin = DistCAPlugin()
     transport = plugin.training_transport(torch.device(options.device))
-    assert isinstance(transport, ServedTransport)
+    if not isinstance(transport, ServedTransport):
+        raise SystemExit(
+            "no attention server was launched: start it with distca_hf.run --attention-servers, see --help"
+        )
     outbox = Outbox(open_store(10.0), [(NOBODY, 0)])
     call = CallOrder(1, Phase.FORWARD, 32, 8, 128, 128, 2, 0, False, SPEC)
 
