@@ -17,6 +17,9 @@ Pure arithmetic over numbers of weights, tokens and heads; no model is built her
 of Transformers' layers in bf16: of an RMS norm an fp32 copy of its input, the normalized numbers and its output, in
 all 8 bytes (`LlamaRMSNorm`); Liger's saves input and output.
 
+Tensor ranks, as Transformers has them, divide heads, MLPs and weights. Hidden states, norms and logits are whole on
+each of them, and the embedding's weights are not gathered in backward.
+
 Left out are the memory of CUDA and NCCL, and memory that torch reserves without using it. Measured peaks beside these
 estimates: `docs/benchmarks/2026-11-23-plan.md`. ZeRO-3, experts and mixers were not measured.
 """
@@ -72,16 +75,17 @@ class LayerSize:
     heads: Heads | None
     window_tokens: int | None = None
 
-    def kept_bytes(self, hidden_size: int, saved: bool) -> float:
+    def kept_bytes(self, hidden_size: int, saved: bool, tensor_ranks: int = 1) -> float:
         """Returns bytes of a token that a checkpointed layer keeps until backward."""
-        return HALF_BYTES * hidden_size + (self.output_bytes if saved else 0)
+        return HALF_BYTES * hidden_size + (self.output_bytes / tensor_ranks if saved else 0)
 
-    def computed_bytes(self, hidden_size: int, saved: bool, liger: bool) -> float:
+    def computed_bytes(self, hidden_size: int, saved: bool, liger: bool, tensor_ranks: int = 1) -> float:
         """Returns bytes of a token that a checkpointed layer holds while its backward runs."""
-        mlp, attention = self.mlp_size, 0 if saved else self.output_bytes
+        mlp, attention = self.mlp_size / tensor_ranks, 0.0 if saved else self.output_bytes
         if self.heads is not None:
             queries = self.heads.query * self.heads.dim
             attention += HALF_BYTES * (queries + self.heads.key_value * (self.heads.dim + self.heads.value_dim))
+        attention /= tensor_ranks
         if liger:  # two norms' outputs, the sum between them; gate, up, their product; gradients of two of these
             return attention + HALF_BYTES * (3 * hidden_size + 3 * mlp) + HALF_BYTES * (2 * hidden_size + mlp)
         norms = 2 * NORM_BYTES * hidden_size
@@ -94,7 +98,7 @@ class LayerSize:
             return 0
         return HALF_BYTES * self.heads.query * self.heads.value_dim + SINGLE_BYTES * self.heads.query
 
-    def received_bytes(self, received_bytes: int) -> int:
+    def received_bytes(self, received_bytes: int, tensor_ranks: int = 1) -> int:
         """Returns bytes of keys and values that a rank receives, if a layer of full attention receives that many: a
         window needs its halos alone, of the document before each of a rank's two parts."""
         if self.heads is None:
@@ -102,7 +106,7 @@ class LayerSize:
         if self.window_tokens is None:
             return received_bytes
         halo = 2 * (self.window_tokens - 1) * self.heads.token_bytes(HALF_BYTES).key_value
-        return min(received_bytes, halo)
+        return min(received_bytes, halo // tensor_ranks)
 
 
 @dataclass(frozen=True)
@@ -151,6 +155,7 @@ class TrainingSetup:
         liger: Liger's kernels and its fused loss, which holds no logits.
         optimizer_bytes: bytes of the optimizer's state per weight.
         kv_budget_bytes: most bytes of received rows that all layers keep (`kv_budget_gib`).
+        tensor_ranks: of these ranks that divide every layer, and hold the same tokens.
     """
 
     num_ranks: int
@@ -159,6 +164,7 @@ class TrainingSetup:
     liger: bool = False
     optimizer_bytes: int = ADAM_BYTES
     kv_budget_bytes: float = 4 * GIB
+    tensor_ranks: int = 1
 
     @property
     def saves_attention(self) -> bool:
@@ -224,15 +230,15 @@ def estimate_memory(size: DecoderSize, setup: TrainingSetup, rank_tokens: int, r
     Args:
         size: size of the model; a size without vocabulary is a model without a head.
         setup: how the model is trained.
-        rank_tokens: tokens that the rank holds in a micro-step.
+        rank_tokens: tokens that the rank holds in a micro-step, as its tensor ranks do.
         received_bytes: keys and values that it receives in the forward pass of one layer of full attention.
     """
     kept = sum(layer.count * _kept_bytes(layer, size, setup) for layer in size.layers)
-    of_layers = sum(layer.count * layer.received_bytes(received_bytes) for layer in size.layers)
+    of_layers = sum(layer.count * layer.received_bytes(received_bytes, setup.tensor_ranks) for layer in size.layers)
     waits = of_layers <= setup.kv_budget_bytes
     moments = [_head_moment(size, setup, rank_tokens, of_layers if waits else 0)]
     for layer in size.layers:
-        of_layer = layer.received_bytes(received_bytes)
+        of_layer = layer.received_bytes(received_bytes, setup.tensor_ranks)
         received = (of_layers if waits else of_layer) + of_layer
         moments.append(_layer_moment(layer, size, setup, rank_tokens, received))
     peak = max(moments, key=lambda moment: moment.total)
@@ -273,7 +279,7 @@ def _head_moment(size: DecoderSize, setup: TrainingSetup, rank_tokens: int, rece
     loss = FUSED_LOSS_BYTES * size.hidden_size if setup.liger else LOGIT_BYTES * size.vocabulary
     gathered = ZERO3_LAYER_BYTES * size.head_parameters
     if setup.sharding == "fsdp2":
-        gathered = HALF_BYTES * size.embedding_parameters
+        gathered = HALF_BYTES * (size.embedding_parameters if setup.tensor_ranks == 1 else _divided_head(size, setup))
     return _Moment(gathered, received, head=round(rank_tokens * (norm + loss)))
 
 
@@ -284,19 +290,26 @@ def _layer_moment(
     gathered = ZERO3_LAYER_BYTES * max(layer.parameters, size.head_parameters)
     if setup.sharding == "fsdp2":
         root = size.embedding_parameters + size.head_parameters
-        gathered = HALF_BYTES * (root + GATHERED_LAYERS * layer.parameters)
+        if setup.tensor_ranks > 1:
+            root = 2 * _divided_head(size, setup)
+        gathered = HALF_BYTES * (root + GATHERED_LAYERS * layer.parameters // setup.tensor_ranks)
     computed = 0.0
     if setup.checkpointing != "none":
-        computed = layer.computed_bytes(size.hidden_size, setup.saves_attention, setup.liger)
+        computed = layer.computed_bytes(size.hidden_size, setup.saves_attention, setup.liger, setup.tensor_ranks)
     return _Moment(gathered, received, layer=round(rank_tokens * computed))
 
 
 def _kept_bytes(layer: LayerSize, size: DecoderSize, setup: TrainingSetup) -> float:
     """Returns bytes of a token that a layer keeps until backward; without checkpointing all that it computes."""
-    kept = layer.kept_bytes(size.hidden_size, setup.saves_attention)
+    kept = layer.kept_bytes(size.hidden_size, setup.saves_attention, setup.tensor_ranks)
     if setup.checkpointing != "none":
         return kept
-    return kept + layer.computed_bytes(size.hidden_size, setup.saves_attention, setup.liger)
+    return kept + layer.computed_bytes(size.hidden_size, setup.saves_attention, setup.liger, setup.tensor_ranks)
+
+
+def _divided_head(size: DecoderSize, setup: TrainingSetup) -> int:
+    """Returns a tensor rank's weights of the head."""
+    return size.head_parameters // setup.tensor_ranks
 
 
 def _state_bytes(size: DecoderSize, setup: TrainingSetup) -> tuple[int, int, int]:

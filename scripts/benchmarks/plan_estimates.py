@@ -68,14 +68,16 @@ def estimated_ratio(row: StepRow) -> float:
 
 def estimated_gib(row: PeakRow) -> float:
     """Returns the peak of the rank with most tokens, as estimated."""
-    tokens, _, received = loads(row.documents, row.num_ranks, row.way)
+    tokens, _, received = loads(row.documents, row.num_ranks // row.tensor_ranks, row.way)
     setup = TrainingSetup(
         row.num_ranks,
         checkpointing=row.checkpointing,
         liger=row.liger,
         optimizer_bytes=row.optimizer_bytes,
         kv_budget_bytes=row.kv_budget_bytes,
+        tensor_ranks=row.tensor_ranks,
     )
+    received //= row.tensor_ranks
     return estimate_memory(row.size.decoder(HEADS), setup, int(tokens.max()), received).total / 2**30
 
 
@@ -99,7 +101,7 @@ def main() -> None:
     for peak, measured, estimated in peaks:
         print(
             f"| {peak.page} | {peak.num_ranks} | {peak.documents} | {peak.size.layers} layers, {peak.way}, attention "
-            f"{peak.checkpointing} | {measured:g} | {estimated:.1f} | {estimated / measured - 1:+.1%} |"
+            f"{peak.checkpointing}{f', {peak.tensor_ranks} tensor ranks' * (peak.tensor_ranks > 1)} | {measured:g} | {estimated:.1f} | {estimated / measured - 1:+.1%} |"
         )
     _print_largest(peaks, "peak memory", lambda peak: peak.way)
 

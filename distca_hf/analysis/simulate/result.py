@@ -10,7 +10,6 @@ from distca_hf.analysis.memory import GIB, USABLE_SHARE, TrainingSetup, estimate
 from distca_hf.analysis.simulate.run import WaySteps
 from distca_hf.analysis.simulate.stages import stage_memory_bytes
 from distca_hf.analysis.simulate.ways import Simulation, Step, Way
-from distca_hf.arrays import ceil_div
 from distca_hf.flops import StepFlops
 from distca_hf.gpus import peak_flops
 
@@ -239,14 +238,12 @@ def _memory_bytes(simulation: Simulation, way: Way, steps: WaySteps) -> int:
     if checkpointing == "saved" and (not way.is_ours or way.key == "placed_recomputed"):
         checkpointing = "recomputed"
     budget = request.planner.config.kv_budget_gib * GIB if way.is_ours else 0.0
-    tokens = int(ceil_div(steps.most_tokens, request.tensor_ranks))
     size, received = request.model.size.decoder(request.model.heads), int(steps.received_bytes)
     trainers = request.gpus - way.servers * request.tensor_ranks
     gpus = request.gpus // request.num_stages if way.in_stages else trainers
-    setup = TrainingSetup(gpus, "fsdp2", checkpointing, request.liger, kv_budget_bytes=budget)
+    liger, tensor_ranks = request.liger, request.tensor_ranks
+    setup = TrainingSetup(gpus, "fsdp2", checkpointing, liger, kv_budget_bytes=budget, tensor_ranks=tensor_ranks)
     if not way.in_stages:
-        return estimate_memory(size, setup, tokens, received).total
+        return estimate_memory(size, setup, int(steps.most_tokens), received).total
     assert request.pipeline is not None
-    return stage_memory_bytes(
-        size, setup, request.pipeline, request.micro_batches, tokens, received, request.tensor_ranks
-    )
+    return stage_memory_bytes(size, setup, request.pipeline, request.micro_batches, int(steps.most_tokens), received)

@@ -95,14 +95,13 @@ def stage_memory_bytes(
     micro_batches: int,
     tokens: int,
     received_bytes: int,
-    tensor_ranks: int = 1,
 ) -> int:
     """Estimates the most bytes that a GPU needs at the peak of a step, in the stage that needs most: the first one
     holds most micro-batches at once, the last one has the head, and others receive from two sides.
 
     Args: as of `memory_of_stage`.
     """
-    size_of_all = size, setup, pipeline, micro_batches, tokens, received_bytes, tensor_ranks
+    size_of_all = size, setup, pipeline, micro_batches, tokens, received_bytes
     return max(memory_of_stage(stage, *size_of_all) for stage in range(pipeline.num_stages))
 
 
@@ -122,7 +121,6 @@ def memory_of_stage(
     micro_batches: int,
     tokens: int,
     received_bytes: int,
-    tensor_ranks: int = 1,
 ) -> int:
     """Estimates the most bytes that a GPU of a stage needs at the peak of a step.
 
@@ -134,7 +132,6 @@ def memory_of_stage(
         setup: of one stage, whose ranks share its weights.
         micro_batches: of an optimizer step.
         tokens, received_bytes: of a GPU, see `estimate_memory`.
-        tensor_ranks: GPUs that divide every layer, and so the weights that each of them gathers.
     """
     stages = pipeline.num_stages
     is_first, is_last = stage == 0, stage == stages - 1
@@ -149,7 +146,7 @@ def memory_of_stage(
         layers=tuple(replace(layer, count=math.ceil(held * layer.count / stages)) for layer in size.layers),
     )
     memory = estimate_memory(part, setup, tokens, received_bytes)
-    gathered = GATHERED_BYTES * parameters // tensor_ranks  # of all layers, not of those that are computed alone
+    gathered = GATHERED_BYTES * parameters // setup.tensor_ranks  # of all layers, not of those that are computed alone
     # Outputs wait, too. Inputs that wait are among what layers keep.
     waiting = held * (is_first - is_last) / pipeline.chunks
     hops = (rooms_for_hops(stage, pipeline, micro_batches) + waiting) * tokens * HALF_BYTES * size.hidden_size

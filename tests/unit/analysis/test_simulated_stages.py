@@ -144,11 +144,11 @@ def test_hybrids_of_which_no_step_fits_without_stages_are_refused(monkeypatch: p
 def test_a_tensor_rank_gathers_its_part_of_the_weights() -> None:
     size = MODEL.size.decoder(MODEL.heads)
     alone, divided = (
-        stage_memory_bytes(size, TrainingSetup(8), Pipeline(4), 8, 1024, 0, tensor_ranks) for tensor_ranks in (1, 4)
+        stage_memory_bytes(size, TrainingSetup(8, tensor_ranks=ranks), Pipeline(4), 8, 16, 0) for ranks in (1, 4)
     )
     last = (size.parameters - size.embedding_parameters) // 4 + size.head_parameters
 
-    assert alone - divided == pytest.approx(GATHERED_BYTES * last * 3 / 4, rel=1e-6)
+    assert alone - divided == pytest.approx(GATHERED_BYTES * last * 3 / 4, rel=5e-3)  # a few tokens beside
 
 
 @pytest.mark.parametrize(

@@ -90,6 +90,7 @@ class PeakRow:
         optimizer_bytes: of its state, for each weight; 0 where no optimizer ran.
         kv_budget_bytes: most bytes of received rows that waited; 0 with `kv_residency="refetch"`, and in runs before
             2026-11-22, when no rows waited yet.
+        tensor_ranks: of the ranks, that hold the same documents.
     """
 
     page: str
@@ -102,6 +103,7 @@ class PeakRow:
     liger: bool = False
     optimizer_bytes: int = 0
     kv_budget_bytes: float = KV_BUDGET_BYTES
+    tensor_ranks: int = 1
 
 
 def _table(
@@ -157,4 +159,10 @@ PEAKS = [
     PeakRow(STEP, 4, "262144,64x4096", "placed", 87, QWEN, "saved", True, 8),
     PeakRow(FOUR_GPUS, 4, "262144", "placed", 53, QWEN, "saved", True, 8),
     PeakRow(TRAINER, 4, "262272,42x4096", "placed", 96.0, LLAMA, "saved", True, 8),
+    PeakRow(TRAINER, 4, HALF_64K, "local", 14.4, tensor_ranks=2),
+    PeakRow(TRAINER, 4, HALF_64K, "placed", 14.6, tensor_ranks=2),
+    PeakRow(TRAINER, 4, HALF_64K, "fixed", 14.9, tensor_ranks=2),
+    PeakRow(TRAINER, 4, HALF_128K, "local", 26.7, tensor_ranks=2),
+    PeakRow(TRAINER, 4, HALF_128K, "placed", 27.4, tensor_ranks=2),
+    PeakRow(TRAINER, 4, HALF_128K, "fixed", 28.1, tensor_ranks=2),
 ]
