@@ -99,9 +99,10 @@ def main() -> None:
     print("\n" + head(["page", "GPUs", "documents", "", "measured GiB", "estimated", "off by"], text_columns=4))
     peaks = [(peak, peak.gib, estimated_gib(peak)) for peak in PEAKS]
     for peak, measured, estimated in peaks:
+        tensor = f", {peak.tensor_ranks} tensor ranks" * (peak.tensor_ranks > 1)
         print(
             f"| {peak.page} | {peak.num_ranks} | {peak.documents} | {peak.size.layers} layers, {peak.way}, attention "
-            f"{peak.checkpointing}{f', {peak.tensor_ranks} tensor ranks' * (peak.tensor_ranks > 1)} | {measured:g} | {estimated:.1f} | {estimated / measured - 1:+.1%} |"
+            f"{peak.checkpointing}{tensor} | {measured:g} | {estimated:.1f} | {estimated / measured - 1:+.1%} |"
         )
     _print_largest(peaks, "peak memory", lambda peak: peak.way)
 
