@@ -274,9 +274,8 @@ class ServedTransport:
             PeerLostError: none could be opened.
             ConfigError: a server refuses.
         """
-        problem = ""
+        problem, earlier = "", self.members if self.roster else members
         for _ in range(OPENINGS):
-            earlier = self.members if self.roster else members
             self._retire(members)
             members = tuple(member for member in members if not self._live.losses.is_excluded(member.server))
             if not members and not self._all.trainers_attend:

@@ -182,8 +182,10 @@ def _tasks(spans: Spans, causal: bool) -> Iterator[tuple[slice, slice, slice]]:
 
 
 def _batch(x_TND: torch.Tensor) -> torch.Tensor:
-    """Returns `[T, N, D]` as `[1, N, T, D]`, without a copy."""
-    return x_TND.transpose(0, 1).unsqueeze(0)
+    """Returns `[T, N, D]` as `[1, N, T, D]`, without a copy where elements of a row follow each other. Torch's
+    operators for CPUs take that for granted. Hooks of saved tensors may bring one back that lies otherwise."""
+    rows = x_TND if x_TND.stride(2) == 1 else x_TND.contiguous()
+    return rows.transpose(0, 1).unsqueeze(0)
 
 
 class Flash4Kernel:

@@ -8,6 +8,7 @@ from torch.distributed.fsdp import FSDPModule
 from distca_hf.data.pipelines import Pipeline
 from distca_hf.errors import ConfigError
 from distca_hf.integrations.checkpointing import checkpointed_modules, recomputes_layers
+from distca_hf.integrations.stages.model_part import ModelPart
 
 
 # Classes of torch whose backward comes in two parts, for inputs and for weights.
@@ -32,7 +33,8 @@ def parts_of_stage(schedule: type, pipeline: Pipeline, stage: int) -> list[int]:
 
 
 def check_schedule(schedule: type, pipeline: Pipeline, micro_steps: int, modules: Sequence[nn.Module]) -> None:
-    """Checks that a schedule can run these parts.
+    """Checks that a schedule can run these parts, and that they send hidden states in one dtype. Stages agree on it in
+    every step (`StepLoss.begin`), each with that of one part.
 
     Args:
         schedule: a class of `torch.distributed.pipelining`.
@@ -49,6 +51,7 @@ def check_schedule(schedule: type, pipeline: Pipeline, micro_steps: int, modules
             f"{name} runs 1 part on each stage, and the pipeline has {pipeline.chunks} chunks; choose "
             "ScheduleInterleaved1F1B, or 1 chunk"
         )
+    _check_hidden_dtypes(modules)
     if not _names(schedule) & DIVIDED_BACKWARD:
         return
     for chunk, module in enumerate(modules):
@@ -63,6 +66,22 @@ def check_schedule(schedule: type, pipeline: Pipeline, micro_steps: int, modules
                 f"{name} with {type(module).__name__} (chunk {chunk}): it divides backward into inputs and weights, "
                 "and torch's wrappers then miss gradients of weights. Choose Schedule1F1B or ScheduleInterleaved1F1B, "
                 "or leave parts as they are and average their gradients in the loop"
+            )
+
+
+def _check_hidden_dtypes(modules: Sequence[nn.Module]) -> None:
+    """Checks that parts of a rank send hidden states in one dtype.
+
+    Raises:
+        ConfigError: they do not: another stage would take the bytes of one for those of the other.
+    """
+    parts = [part for module in modules for part in module.modules() if isinstance(part, ModelPart)]
+    for part in parts:
+        if part.hidden_dtype != parts[0].hidden_dtype:
+            raise ConfigError(
+                f"part {parts[0].number} of the model sends hidden states in {parts[0].hidden_dtype}, and part "
+                f"{part.number} in {part.hidden_dtype}: stages exchange one dtype. Give DividedModel.load the same "
+                "hidden_dtype for all parts, on all stages"
             )
 
 

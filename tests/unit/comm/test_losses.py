@@ -166,6 +166,27 @@ def test_servers_that_never_answered_are_named_by_number(caplog: pytest.LogCaptu
     assert not losses.is_excluded(2)
 
 
+def test_a_server_that_joins_at_the_second_opening_is_named(
+    transport: ServedTransport, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    connect, openings = ServedTransport._connect, list[int]()
+
+    def fail_first(transport: ServedTransport, patience_seconds: float) -> Any:
+        openings.append(transport.roster)
+        if len(openings) == 1:
+            raise PeerLostError("waited in vain")
+        return connect(transport, patience_seconds)
+
+    monkeypatch.setattr(ServedTransport, "_connect", fail_first)
+    monkeypatch.setattr(Member, "has_answered", lambda *_: True)  # the connection fails, no server hangs
+    with caplog.at_level(logging.INFO, "distca_hf"):
+        lose(transport, 0)
+
+    assert len(openings) == 2
+    joined = [one.getMessage() for one in caplog.records if "takes part from now on" in one.getMessage()]
+    assert joined == ["attention server 0 (start 1) takes part from now on"]
+
+
 def test_behind_a_step_that_an_error_ended_attention_fails(transport: ServedTransport) -> None:
     """Zeros there would be learnt: nothing runs again outside of a step."""
     transport.begin_step()

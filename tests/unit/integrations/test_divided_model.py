@@ -236,6 +236,16 @@ def test_schedules_that_do_not_fit_the_pipeline_are_refused() -> None:
         check_schedule(Schedule1F1B, Pipeline(4, 2), 8, [])
 
 
+def test_parts_that_send_hidden_states_in_several_dtypes_are_refused(tmp_path: Path) -> None:
+    """In a step stages compare that of one part each."""
+    part, pipeline = part_of(tmp_path), Pipeline(2, 2)
+    in_half = ModelPart(part.model, (), 3, pipeline, 16, hidden_dtype=torch.bfloat16)
+
+    check_schedule(ScheduleInterleaved1F1B, pipeline, 4, [part, part])
+    with pytest.raises(ConfigError, match=r"part 1 .* in torch\.float32, and part 3 in torch\.bfloat16"):
+        check_schedule(ScheduleInterleaved1F1B, pipeline, 4, [part, nn.Sequential(in_half)])
+
+
 @pytest.mark.parametrize(
     ("schedule", "parts"),
     [(Schedule1F1B, [1]), (ScheduleInterleaved1F1B, [1, 5]), (ScheduleZBVZeroBubble, [1, 6])],
