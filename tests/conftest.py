@@ -14,7 +14,7 @@ from support import package_metadata
 # Nothing here may reach the hub, and two cores are shared by all ranks.
 os.environ.update(HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1", TOKENIZERS_PARALLELISM="false", OMP_NUM_THREADS="1")
 os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
-# Torch's compiler would compile programs for seconds to find out which vectors this CPU has. Its kernels need none here.
+# Torch's compiler would compile programs for seconds to learn which vectors this CPU has. Its kernels need none here.
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "0")
 # What launched processes begin with.
 os.environ["PYTHONPATH"] = os.pathsep.join(

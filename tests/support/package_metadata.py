@@ -1,7 +1,7 @@
 """Metadata of installed packages, read once in a process.
 
-Accelerate reads those of PEFT at every step, to learn whether it is installed. Where steps are small, that is an eighth
-of a training.
+Accelerate reads those of PEFT at every step, to learn whether it is installed. Where steps are small, that is an
+eighth of a training.
 """
 
 import functools
