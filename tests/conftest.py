@@ -3,14 +3,23 @@
 import gc
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
+
+from support import package_metadata
 
 
 # Nothing here may reach the hub, and two cores are shared by all ranks.
 os.environ.update(HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1", TOKENIZERS_PARALLELISM="false", OMP_NUM_THREADS="1")
 os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+# Torch's compiler would compile programs for seconds to learn which vectors this CPU has. Its kernels need none here.
+os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "0")
+# What launched processes begin with.
+os.environ["PYTHONPATH"] = os.pathsep.join(
+    filter(None, [str(Path(__file__).parent / "support" / "launched"), os.environ.get("PYTHONPATH")])
+)
 
 settings.register_profile(
     "ci",
@@ -20,6 +29,7 @@ settings.register_profile(
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )
 settings.load_profile("ci")
+package_metadata.read_once()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -195,10 +195,11 @@ def test_all_ranks_save_the_same_step_and_resume_bit_equal(
 
 def test_launcher_that_is_terminated_lets_its_ranks_save(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    path = os.pathsep.join([str(REPOSITORY / "tests"), os.environ["PYTHONPATH"]])
     launcher = subprocess.Popen(
         [*command, __file__, str(tmp_path)],
         cwd=REPOSITORY,
-        env=os.environ | {"PYTHONPATH": f"{REPOSITORY / 'tests'}", "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"},
+        env=os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

@@ -56,7 +56,8 @@ def test_all_processes_end_with_a_killed_trainer(tmp_path: Path) -> None:
     recipe.write_text("plugin:\n  attention_servers: 1\n")
     launcher: list[str | Path] = [SCRIPTS / "torchrun", "--standalone", "--nproc-per-node", "3"]
     line = [*launcher, "-m", "distca_hf.run", "--recipe", recipe, Path(__file__)]
-    variables = {"PYTHONPATH": str(REPOSITORY / "tests"), "PYTHONWARNINGS": "ignore", MARK: mark}
+    path = os.pathsep.join([str(REPOSITORY / "tests"), os.environ["PYTHONPATH"]])
+    variables = {"PYTHONPATH": path, "PYTHONWARNINGS": "ignore", MARK: mark}
     with (tmp_path / "log").open("w") as log:
         job = subprocess.Popen(line, stdout=log, stderr=log, env=os.environ | variables)
     try:

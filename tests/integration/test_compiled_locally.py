@@ -74,7 +74,10 @@ def test_whole_models_are_one_graph(kind: str, train: bool) -> None:
 
     compiled = torch.compile(model, fullgraph=True, dynamic=True, backend=look)
 
-    torch.testing.assert_close(_numbers(model, compiled, kind, train), expected)
+    # Floats of the model are inputs of its graph until some operator needs a number; then torch makes the graph once
+    # more, with numbers. One kind comes to its graph on this way, the others begin with numbers.
+    with torch._dynamo.config.patch(specialize_float=kind != "packed"):
+        torch.testing.assert_close(_numbers(model, compiled, kind, train), expected)
     assert graphs_made() == 1
     assert unknown == []
 
@@ -133,7 +136,7 @@ def test_compiled_generation_with_a_static_cache_gives_the_tokens_of_sdpa(padded
 )
 def test_what_is_refused_is_refused_in_graphs_too(given: dict[str, Any], error: type[Exception]) -> None:
     forget_graphs()
-    model = tiny_model(num_hidden_layers=2).eval()
+    model = tiny_model(num_hidden_layers=1).eval()
     batch = {"input_ids": next(_batches("packed"))["input_ids"], "use_cache": False} | given
     for run in (model, torch.compile(model, backend="aot_eager")):
         with pytest.raises(error):

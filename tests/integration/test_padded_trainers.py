@@ -33,8 +33,8 @@ from support.training import quiet_arguments
 
 
 WORLD = 2
-STEPS = 10
-ROWS = 2 * STEPS
+STEPS = 6
+ROWS = 2 * STEPS  # two epochs
 # Of answers, in turn: most are short, so that one rank has most of the work.
 LENGTHS = (70, 4, 9, 40, 6, 120, 3, 12)
 

@@ -16,6 +16,7 @@ import support.staged
 import support.training  # noqa: F401
 from support.data import random_dataset
 from support.models import tiny_model
+from support.package_metadata import read_once
 
 
 KINDS = ("llama", "qwen3", "qwen3_moe", "gemma3", "gpt_oss")
@@ -29,6 +30,7 @@ def make_step(kind: str) -> None:
     plugin.close()
 
 
+read_once()
 torch.set_num_threads(1)
 with torch.random.fork_rng(), tempfile.TemporaryDirectory() as folder:
     for one in KINDS:

@@ -31,7 +31,7 @@ from support.models import tiny_model
 
 
 STAGES, DATA_RANKS = 2, 2
-STEPS, MICRO_BATCHES = 5, 4
+STEPS, MICRO_BATCHES = 3, 4
 TOKENS_PER_RANK = 96
 NUM_LAYERS = 4
 LEARNING_RATE = 1e-3

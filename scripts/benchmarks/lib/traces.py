@@ -4,6 +4,8 @@ Names are put around functions from outside, while a trace is taken and no longe
 """
 
 import functools
+import gzip
+import shutil
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -30,16 +32,23 @@ STEPS: tuple[tuple[Any, str, str], ...] = (
     (remote_queries.ResultCombine, "start", "distca combine: results leave"),
     (remote_queries.ResultCombine, "finish", "distca combine: results land"),
 )
+# How traces are compressed: most of what a step writes is spaces and repeated names.
+LITTLE_COMPRESSION, BLOCK_BYTES = 1, 2**20
 
 
 def trace_step(step: Callable[[], object], kernel: Kernel, device: torch.device, path: Path) -> None:
-    """Runs a step, and writes its trace in Chrome's format to a file; a collective call."""
+    """Runs a step, and writes its trace in Chrome's format to a file, `.json.gz`; a collective call."""
     path.parent.mkdir(parents=True, exist_ok=True)
     activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (device.type == "cuda")
     dist.barrier()
     with named_parts(kernel), profile(activities=activities) as profiler:
         step()
-    profiler.export_chrome_trace(str(path))
+    plain = path.with_suffix("")
+    profiler.export_chrome_trace(str(plain))
+    # The profiler itself would compress line by line, which takes several times as long.
+    with plain.open("rb") as lines, gzip.open(path, "wb", compresslevel=LITTLE_COMPRESSION) as compressed:
+        shutil.copyfileobj(lines, compressed, BLOCK_BYTES)
+    plain.unlink()
 
 
 @contextmanager
