@@ -13,13 +13,12 @@ import argparse
 import gc
 import shutil
 from collections.abc import Iterator
-from pathlib import Path
 
 import datasets
 import torch
 import torch.distributed as dist
 from datasets import Dataset
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 import distca_hf
 from distca_hf import Pipeline
@@ -30,19 +29,11 @@ from distca_hf.analysis.simulate.stages import memory_of_stage
 from distca_hf.integrations.stages import StepInputs
 from lib.header import machine_facts
 from lib.model import read_config
-from lib.options import add_model, on_all_ranks
+from lib.options import on_all_ranks
 from lib.parser import (
-    add_device,
-    add_tokens_per_rank,
-    count,
-    counts,
-    lengths_file,
-    micro_steps,
     parser_of,
-    whole,
-    words,
 )
-from lib.pipeline.inputs import check_folder, first_step, write_model
+from lib.pipeline.inputs import add_pipeline, check_folder, check_pipelines, first_step, open_mesh, write_model
 from lib.pipeline.stages import Stages
 from lib.tables import head, row
 
@@ -52,22 +43,7 @@ COLUMNS = ("schedule", "stage", "measured GiB", "estimated GiB", "estimated ÷ m
 
 def main() -> None:
     parser = parser_of(__doc__)
-    add_model(parser)
-    parser.add_argument("--vocabulary", type=words, default=8192, help="tokens of the vocabulary")
-    parser.add_argument("--stages", type=count, default=2, help="stages; the other dimension is data ranks")
-    parser.add_argument(
-        "--chunks", type=counts, default="1,2", help="chunks of each stage: 1 is 1F1B, more are interleaved"
-    )
-    parser.add_argument(
-        "--lengths", type=lengths_file, default="pretrain", help="a shipped sample of lengths, or a file"
-    )
-    parser.add_argument("--seed", type=whole, default=0, help="of the sample of documents, and of their order")
-    add_tokens_per_rank(parser, 32_768)
-    parser.add_argument("--micro-batches", type=micro_steps, default=8, help="of a step")
-    add_device(parser)
-    parser.add_argument(
-        "--folder", type=Path, default=Path("pipeline_memory_output"), help="of the model meanwhile; all ranks see it"
-    )
+    add_pipeline(parser, folder="pipeline_memory_output")
     on_all_ranks(measure, parser.parse_args(), bind=False)
 
 
@@ -80,15 +56,11 @@ def measure(options: argparse.Namespace, device: torch.device) -> None:
     """
     datasets.disable_progress_bars()
     check_folder(options.folder, device)
-    data_ranks, rest = divmod(dist.get_world_size(), options.stages)
-    if rest:
-        raise SystemExit(f"{options.stages} stages do not divide {dist.get_world_size()} ranks")
-    mesh = init_device_mesh(device.type, (options.stages, data_ranks), mesh_dim_names=("stage", "data"))
+    mesh = open_mesh(options, device)
+    data_ranks = mesh["data"].size()
     config = read_config(options, data_ranks * options.tokens_per_rank)
     config.vocab_size = options.vocabulary
-    pipelines = [Pipeline(options.stages, chunks) for chunks in options.chunks]
-    for pipeline in pipelines:
-        pipeline.check(options.micro_batches, config.num_hidden_layers)
+    pipelines = check_pipelines(options, config)
     documents = first_step(options, data_ranks)
     if dist.get_rank() == 0:
         write_model(options.folder, config, device)

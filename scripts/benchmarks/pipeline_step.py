@@ -33,7 +33,6 @@ import statistics
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -43,7 +42,7 @@ import torch
 import torch.distributed as dist
 import transformers
 from datasets import Dataset
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 import distca_hf
 from distca_hf import Pipeline
@@ -53,19 +52,12 @@ from distca_hf.integrations.stages import StepInputs
 from distca_hf.layout import Layout
 from distca_hf.placement.place import fill_in_order
 from lib.model import read_config
-from lib.options import add_model, on_all_ranks
+from lib.options import on_all_ranks
 from lib.parser import (
-    add_device,
-    add_tokens_per_rank,
     count,
-    counts,
-    lengths_file,
-    micro_steps,
     parser_of,
-    whole,
-    words,
 )
-from lib.pipeline.inputs import check_folder, first_step, write_model
+from lib.pipeline.inputs import add_pipeline, check_folder, check_pipelines, first_step, open_mesh, write_model
 from lib.pipeline.part_times import PartTimes
 from lib.pipeline.stages import Stages
 from lib.rounds import equal_losses
@@ -95,12 +87,7 @@ class Step:
 
 def main() -> None:
     parser = parser_of(__doc__)
-    add_model(parser)
-    parser.add_argument("--vocabulary", type=words, default=8192, help="tokens of the vocabulary")
-    parser.add_argument("--stages", type=count, default=2, help="stages; the other dimension is data ranks")
-    parser.add_argument(
-        "--chunks", type=counts, default="1,2", help="chunks of each stage: 1 is 1F1B, more are interleaved"
-    )
+    add_pipeline(parser, folder="pipeline_step_output")
     parser.add_argument(
         "--queues",
         type=Queues,
@@ -108,17 +95,7 @@ def main() -> None:
         default=Queues.PAIRS,
         help="what transfers between stages wait for; with torch 2.11 and more than two stages: stages",
     )
-    parser.add_argument(
-        "--lengths", type=lengths_file, default="pretrain", help="a shipped sample of lengths, or a file"
-    )
-    parser.add_argument("--seed", type=whole, default=0, help="of the sample of documents, and of their order")
-    add_tokens_per_rank(parser, 32_768)
-    parser.add_argument("--micro-batches", type=micro_steps, default=8, help="of a step")
     parser.add_argument("--rounds", type=count, default=3, help="times that every step is measured, in turns")
-    add_device(parser)
-    parser.add_argument(
-        "--folder", type=Path, default=Path("pipeline_step_output"), help="of the model meanwhile; all ranks see it"
-    )
     options = parser.parse_args()
     # Stages exchange among some ranks of the job; as in examples/pipeline.py no group is bound to a device.
     on_all_ranks(measure, options, bind=False)
@@ -134,15 +111,11 @@ def measure(options: argparse.Namespace, device: torch.device) -> None:
     """
     datasets.disable_progress_bars()
     check_folder(options.folder, device)
-    data_ranks, rest = divmod(dist.get_world_size(), options.stages)
-    if rest:
-        raise SystemExit(f"{options.stages} stages do not divide {dist.get_world_size()} ranks")
-    mesh = init_device_mesh(device.type, (options.stages, data_ranks), mesh_dim_names=("stage", "data"))
+    mesh = open_mesh(options, device)
+    data_ranks = mesh["data"].size()
     config = read_config(options, data_ranks * options.tokens_per_rank)
     config.vocab_size = options.vocabulary
-    pipelines = [Pipeline(options.stages, chunks) for chunks in options.chunks]
-    for pipeline in pipelines:
-        pipeline.check(options.micro_batches, config.num_hidden_layers)
+    pipelines = check_pipelines(options, config)
     documents = first_step(options, data_ranks)
     if dist.get_rank() == 0:
         print_header(options, config, documents, device)

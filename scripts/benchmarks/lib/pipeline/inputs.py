@@ -1,4 +1,5 @@
-"""Model and documents of a pipeline's step: a checkpoint with random weights, and the first step of an epoch."""
+"""Options, ranks, model and documents of a pipeline's step: a checkpoint with random weights, and the first step of an
+epoch."""
 
 import argparse
 from pathlib import Path
@@ -8,16 +9,65 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from datasets import Dataset
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from transformers import AutoModelForCausalLM
 
 from distca_hf import Pipeline
 from distca_hf.analysis.epoch import pack_epoch
 from distca_hf.analysis.lengths import read_lengths
 from distca_hf.analysis.request import PlanRequest, preset
+from lib.options import add_model
+from lib.parser import add_device, add_tokens_per_rank, count, counts, lengths_file, micro_steps, whole, words
 
 
 # Steps of the epoch that documents are drawn for.
 SAMPLE_STEPS = 16
+
+
+def add_pipeline(parser: argparse.ArgumentParser, folder: str) -> None:
+    """Adds options of the model, its stages and its documents.
+
+    Args:
+        folder: where the model is meanwhile, by default.
+    """
+    add_model(parser)
+    parser.add_argument("--vocabulary", type=words, default=8192, help="tokens of the vocabulary")
+    parser.add_argument("--stages", type=count, default=2, help="stages; the other dimension is data ranks")
+    parser.add_argument(
+        "--chunks", type=counts, default="1,2", help="chunks of each stage: 1 is 1F1B, more are interleaved"
+    )
+    parser.add_argument(
+        "--lengths", type=lengths_file, default="pretrain", help="a shipped sample of lengths, or a file"
+    )
+    parser.add_argument("--seed", type=whole, default=0, help="of the sample of documents, and of their order")
+    add_tokens_per_rank(parser, 32_768)
+    parser.add_argument("--micro-batches", type=micro_steps, default=8, help="of a step")
+    add_device(parser)
+    parser.add_argument("--folder", type=Path, default=Path(folder), help="of the model meanwhile; all ranks see it")
+
+
+def open_mesh(options: argparse.Namespace, device: torch.device) -> DeviceMesh:
+    """Returns the ranks of this job as stages x data ranks.
+
+    Raises:
+        SystemExit: the stages do not divide them.
+    """
+    data_ranks, rest = divmod(dist.get_world_size(), options.stages)
+    if rest:
+        raise SystemExit(f"{options.stages} stages do not divide {dist.get_world_size()} ranks")
+    return init_device_mesh(device.type, (options.stages, data_ranks), mesh_dim_names=("stage", "data"))
+
+
+def check_pipelines(options: argparse.Namespace, config: Any) -> list[Pipeline]:
+    """Returns the pipelines to run, one for each number of chunks.
+
+    Raises:
+        ConfigError: a schedule cannot run them.
+    """
+    pipelines = [Pipeline(options.stages, chunks) for chunks in options.chunks]
+    for pipeline in pipelines:
+        pipeline.check(options.micro_batches, config.num_hidden_layers)
+    return pipelines
 
 
 def check_folder(folder: Path, device: torch.device) -> None:
