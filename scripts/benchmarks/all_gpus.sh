@@ -24,9 +24,10 @@
 #   lost     the same with FSDP2 (with DDP on two): the server is killed and stopped in turns, LOSSES times (10)
 #   grids    the four below; hsdp and tensor beside their simulation from the profile CLUSTER (h100 or h200 by the GPUs' name):
 #   hsdp       two replicas, each sharded by FSDP2
-#   pipeline   two stages: plain, as packed, shaped; measured beside predicted, seconds and memory
+#   pipeline   two stages: plain, as packed, shaped; measured beside predicted
 #   tensor     two tensor ranks (Transformers 5.19)
 #   experts    layers of Qwen3-30B-A3B, whose experts all GPUs divide (Transformers 5.23); not simulated
+#   pipeline-memory    peak memory of two stages that FSDP2 shards, beside its estimate; 1 minute
 #   host     time of the host per attention call, and per call of FlashAttention
 #   memory   memory that torch holds while shapes change
 #
@@ -154,7 +155,12 @@ run_part() {
         trap 'rm -rf "$folder"' EXIT # of this part, also if it fails
         launch scripts/benchmarks/pipeline_step.py --layers 4 --tokens-per-rank 65536 --seed 2 --rounds "${ROUNDS:-2}" \
             --folder "$folder/model"
-        launch scripts/benchmarks/pipeline_memory.py --layers 16 --tokens-per-rank 65536 --seed 2 --folder "$folder/memory"
+        ;;
+    pipeline-memory)
+        echo "== pipeline-memory"
+        folder=$(mktemp -d "$out/pipeline.XXXXXX")
+        trap 'rm -rf "$folder"' EXIT # of this part, also if it fails
+        launch scripts/benchmarks/pipeline_memory.py --layers 16 --tokens-per-rank 65536 --seed 2 --folder "$folder/model"
         ;;
     tensor) grid tensor $((gpus / 2)) --tp-size 2 ;;
     experts) grid experts "$gpus" --preset qwen3-30b-a3b --ep-size "$gpus" --even-experts ;;

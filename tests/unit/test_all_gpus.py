@@ -79,7 +79,7 @@ def test_grids_are_measured_beside_their_simulation(tmp_path: Path, documents: M
     for line, option, ranks in (
         (hsdp, "--dp-replicate-size 2", gpus),
         (tensor, "--tp-size 2", gpus // 2),
-        (experts, f"--preset qwen3-30b-a3b --ep-size {gpus}", gpus),
+        (experts, f"--preset qwen3-30b-a3b --ep-size {gpus} --even-experts", gpus),
     ):
         assert option in line
         assert "--cluster h100" in line
@@ -139,9 +139,10 @@ def test_rounds_can_be_chosen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, p
         assert ("--repeats 1" in line) == (part == "weak")
 
 
-@pytest.mark.parametrize("failing", ["", "pipeline_step.py"])
-def test_the_model_of_a_pipeline_does_not_stay(tmp_path: Path, failing: str) -> None:
-    done = launch(tmp_path, 2, "pipeline", failing=failing)
+@pytest.mark.parametrize("failing", ["", ".py"])
+@pytest.mark.parametrize("part", ["pipeline", "pipeline-memory"])
+def test_the_model_of_a_pipeline_does_not_stay(tmp_path: Path, part: str, failing: str) -> None:
+    done = launch(tmp_path, 2, part, failing=failing)
 
     assert done.returncode == (1 if failing else 0)
     assert f"--folder {tmp_path}/out/pipeline." in done.stdout
