@@ -6,7 +6,7 @@
 Stages are those of `pipeline_step.py`, but data ranks shard weights by FSDP2 in bf16, as the estimate has them, and
 there is no state of an optimizer. Documents are shaped and placed. One line for every stage of every schedule: most
 bytes that torch had given out at once in a step, of the data rank that had most, behind a step to warm up; and the
-estimate (`memory_of_stage`) for the bytes that ranks exchanged. On a CPU only the estimate is shown.
+estimate (`StageMemory`) for the bytes that ranks exchanged. On a CPU only the estimate is shown.
 """
 
 import argparse
@@ -17,23 +17,18 @@ from collections.abc import Iterator
 import datasets
 import torch
 import torch.distributed as dist
-from datasets import Dataset
-from torch.distributed.device_mesh import DeviceMesh
 
 import distca_hf
 from distca_hf import Pipeline
 from distca_hf.analysis.find_model import read_model
 from distca_hf.analysis.memory import GIB, TrainingSetup
 from distca_hf.analysis.simulate.model import SimulatedModel
-from distca_hf.analysis.simulate.stages import memory_of_stage
+from distca_hf.analysis.simulate.stages import StageMemory
 from distca_hf.integrations.stages import StepInputs
 from lib.header import machine_facts
-from lib.model import read_config
 from lib.options import on_all_ranks
-from lib.parser import (
-    parser_of,
-)
-from lib.pipeline.inputs import add_pipeline, check_folder, check_pipelines, first_step, open_mesh, write_model
+from lib.parser import parser_of
+from lib.pipeline.inputs import StepSetup, add_pipeline, write_model
 from lib.pipeline.stages import Stages
 from lib.tables import head, row
 
@@ -55,19 +50,13 @@ def measure(options: argparse.Namespace, device: torch.device) -> None:
         SystemExit: the folder is there already, or numbers of ranks do not fit.
     """
     datasets.disable_progress_bars()
-    check_folder(options.folder, device)
-    mesh = open_mesh(options, device)
-    data_ranks = mesh["data"].size()
-    config = read_config(options, data_ranks * options.tokens_per_rank)
-    config.vocab_size = options.vocabulary
-    pipelines = check_pipelines(options, config)
-    documents = first_step(options, data_ranks)
+    setup = StepSetup.open(options, device)
     if dist.get_rank() == 0:
-        write_model(options.folder, config, device)
+        write_model(options.folder, setup.config, device)
         facts = [
             *machine_facts(device),
-            f"{config.model_type}, {config.num_hidden_layers} layers, vocabulary {config.vocab_size}",
-            f"{options.stages} stages x {data_ranks} data ranks",
+            f"{setup.config.model_type}, {setup.config.num_hidden_layers} layers, vocabulary {options.vocabulary}",
+            f"{options.stages} stages x {setup.mesh['data'].size()} data ranks",
             f"{options.micro_batches} micro-batches of {options.tokens_per_rank} tokens per data rank",
         ]
         print(f"{'; '.join(facts)}\n")
@@ -76,10 +65,10 @@ def measure(options: argparse.Namespace, device: torch.device) -> None:
     tokens = options.tokens_per_rank
     settings = {"tokens_per_rank": tokens, "pad_to_multiple_of": tokens, "prefetch": options.micro_batches}
     plugin = distca_hf.DistCAPlugin(**settings)
-    plugin.use_mesh(mesh, data="data", stages="stage")
+    plugin.use_mesh(setup.mesh, data="data", stages="stage")
     try:
-        for pipeline in pipelines:
-            for line in stage_lines(options, plugin, mesh, pipeline, documents, device):
+        for pipeline in setup.pipelines:
+            for line in stage_lines(options, plugin, setup, pipeline, device):
                 if dist.get_rank() == 0:
                     print(line, flush=True)
             gc.collect()  # before the next parts are read
@@ -92,15 +81,14 @@ def measure(options: argparse.Namespace, device: torch.device) -> None:
 def stage_lines(
     options: argparse.Namespace,
     plugin: distca_hf.DistCAPlugin,
-    mesh: DeviceMesh,
+    inputs: StepSetup,
     pipeline: Pipeline,
-    documents: Dataset,
     device: torch.device,
 ) -> Iterator[str]:
     """Yields a line of the table for every stage, after two steps. A collective call."""
-    stages = Stages(options.folder, plugin, pipeline, mesh, device, options.micro_batches, shard=True)
+    stages = Stages(options.folder, plugin, pipeline, inputs.mesh, device, options.micro_batches, shard=True)
     loader = plugin.dataloader(
-        documents, shuffle=False, model=stages.outline, pipeline=pipeline, micro_steps=options.micro_batches
+        inputs.documents, shuffle=False, model=stages.outline, pipeline=pipeline, micro_steps=options.micro_batches
     )
     batches = list(loader)
     step = StepInputs.of(batches)
@@ -112,11 +100,12 @@ def stage_lines(
     rows = max(max(batch["distca_plan"].facts.key_rows_received) for batch in batches)
     received_bytes = rows * model.heads.token_bytes(2).key_value
     setup = TrainingSetup(stages.data_ranks, optimizer_bytes=0)
-    sizes = model.size.decoder(model.heads), setup, pipeline, options.micro_batches, options.tokens_per_rank
-    peaks = peaks_of_stages(options.stages, mesh.get_local_rank("stage"), device)
+    size, sizes = model.size.decoder(model.heads), (options.micro_batches, options.tokens_per_rank, received_bytes)
+    memory = StageMemory(size, setup, pipeline, *sizes)
+    peaks = peaks_of_stages(options.stages, inputs.mesh.get_local_rank("stage"), device)
     name = "1F1B" if pipeline.chunks == 1 else f"interleaved, {pipeline.chunks} chunks"
     for stage, peak_bytes in enumerate(peaks):
-        estimated = memory_of_stage(stage, *sizes, received_bytes)
+        estimated = memory.of_stage(stage)
         measured = (f"{peak_bytes / GIB:.2f}", f"{estimated / peak_bytes:.3f}") if peak_bytes else ("-", "-")
         yield row([name, str(stage), measured[0], f"{estimated / GIB:.2f}", measured[1]])
 

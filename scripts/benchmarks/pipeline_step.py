@@ -30,7 +30,6 @@ import argparse
 import gc
 import shutil
 import statistics
-from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -42,7 +41,6 @@ import torch
 import torch.distributed as dist
 import transformers
 from datasets import Dataset
-from torch.distributed.device_mesh import DeviceMesh
 
 import distca_hf
 from distca_hf import Pipeline
@@ -51,13 +49,12 @@ from distca_hf.data.schedules import Queues, Schedule
 from distca_hf.integrations.stages import StepInputs
 from distca_hf.layout import Layout
 from distca_hf.placement.place import fill_in_order
-from lib.model import read_config
 from lib.options import on_all_ranks
 from lib.parser import (
     count,
     parser_of,
 )
-from lib.pipeline.inputs import add_pipeline, check_folder, check_pipelines, first_step, open_mesh, write_model
+from lib.pipeline.inputs import StepSetup, add_pipeline, write_model
 from lib.pipeline.part_times import PartTimes
 from lib.pipeline.stages import Stages
 from lib.rounds import equal_losses
@@ -110,19 +107,13 @@ def measure(options: argparse.Namespace, device: torch.device) -> None:
             differ.
     """
     datasets.disable_progress_bars()
-    check_folder(options.folder, device)
-    mesh = open_mesh(options, device)
-    data_ranks = mesh["data"].size()
-    config = read_config(options, data_ranks * options.tokens_per_rank)
-    config.vocab_size = options.vocabulary
-    pipelines = check_pipelines(options, config)
-    documents = first_step(options, data_ranks)
+    setup = StepSetup.open(options, device)
     if dist.get_rank() == 0:
-        print_header(options, config, documents, device)
-        write_model(options.folder, config, device)
+        print_header(options, setup.config, setup.documents, device)
+        write_model(options.folder, setup.config, device)
     dist.barrier()
     try:
-        losses, notes = measure_pipelines(options, pipelines, mesh, documents, device)
+        losses, notes = measure_pipelines(options, setup, device)
         dist.barrier()
     finally:
         if dist.get_rank() == 0:
@@ -134,11 +125,7 @@ def measure(options: argparse.Namespace, device: torch.device) -> None:
 
 
 def measure_pipelines(
-    options: argparse.Namespace,
-    pipelines: Sequence[Pipeline],
-    mesh: DeviceMesh,
-    documents: Dataset,
-    device: torch.device,
+    options: argparse.Namespace, setup: StepSetup, device: torch.device
 ) -> tuple[list[float], list[str]]:
     """Prints the lines of all schedules; returns the loss of each way, and a note about each schedule."""
     # Without a pipeline the loader pads rows to a multiple of `pad_to_multiple_of`, and so to one shape, too.
@@ -146,15 +133,15 @@ def measure_pipelines(
     # All micro-batches of a step are taken before the first one runs; a loader warns of more than it makes ahead.
     settings = {"tokens_per_rank": tokens, "pad_to_multiple_of": tokens, "prefetch": options.micro_batches}
     opener = distca_hf.DistCAPlugin(**settings)
-    opener.use_mesh(mesh, data="data", stages="stage")
+    opener.use_mesh(setup.mesh, data="data", stages="stage")
     wires = Wires(opener.transport(device), device)
     plugin = WiredPlugin(wires, **settings)
-    plugin.use_mesh(mesh, data="data", stages="stage")
+    plugin.use_mesh(setup.mesh, data="data", stages="stage")
     losses: list[float] = []
     notes: list[str] = []
-    for pipeline in pipelines:
-        stages = Stages(options.folder, plugin, pipeline, mesh, device, options.micro_batches)
-        of_ways, note = compare(options, stages, wires, pipeline, documents)
+    for pipeline in setup.pipelines:
+        stages = Stages(options.folder, plugin, pipeline, setup.mesh, device, options.micro_batches)
+        of_ways, note = compare(options, stages, wires, pipeline, setup.documents)
         losses += of_ways
         notes.append(note)
         del stages

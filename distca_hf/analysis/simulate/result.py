@@ -8,7 +8,7 @@ import numpy as np
 
 from distca_hf.analysis.memory import GIB, USABLE_SHARE, TrainingSetup, estimate_memory
 from distca_hf.analysis.simulate.run import WaySteps
-from distca_hf.analysis.simulate.stages import stage_memory_bytes
+from distca_hf.analysis.simulate.stages import StageMemory
 from distca_hf.analysis.simulate.ways import Simulation, Step, Way
 from distca_hf.flops import StepFlops
 from distca_hf.gpus import peak_flops
@@ -246,4 +246,5 @@ def _memory_bytes(simulation: Simulation, way: Way, steps: WaySteps) -> int:
     if not way.in_stages:
         return estimate_memory(size, setup, int(steps.most_tokens), received).total
     assert request.pipeline is not None
-    return stage_memory_bytes(size, setup, request.pipeline, request.micro_batches, int(steps.most_tokens), received)
+    tokens = int(steps.most_tokens)
+    return StageMemory(size, setup, request.pipeline, request.micro_batches, tokens, received).total

@@ -88,23 +88,6 @@ class StagedTraining:
         )
 
 
-def stage_memory_bytes(
-    size: DecoderSize,
-    setup: TrainingSetup,
-    pipeline: Pipeline,
-    micro_batches: int,
-    tokens: int,
-    received_bytes: int,
-) -> int:
-    """Estimates the most bytes that a GPU needs at the peak of a step, in the stage that needs most: the first one
-    holds most micro-batches at once, the last one has the head, and others receive from two sides.
-
-    Args: as of `memory_of_stage`.
-    """
-    size_of_all = size, setup, pipeline, micro_batches, tokens, received_bytes
-    return max(memory_of_stage(stage, *size_of_all) for stage in range(pipeline.num_stages))
-
-
 def rooms_for_hops(stage: int, pipeline: Pipeline, micro_batches: int) -> int:
     """Returns the number of hidden states and of their gradients that a stage has room for. From the first step on
     torch has room for all that other stages send in a step (`args_recv_info` and `grad_recv_info` of
@@ -113,41 +96,54 @@ def rooms_for_hops(stage: int, pipeline: Pipeline, micro_batches: int) -> int:
     return micro_batches * (2 * pipeline.chunks - first - last)
 
 
-def memory_of_stage(
-    stage: int,
-    size: DecoderSize,
-    setup: TrainingSetup,
-    pipeline: Pipeline,
-    micro_batches: int,
-    tokens: int,
-    received_bytes: int,
-) -> int:
-    """Estimates the most bytes that a GPU of a stage needs at the peak of a step.
+@dataclass(frozen=True)
+class StageMemory:
+    """The most bytes that GPUs of a pipeline need at the peak of a step.
 
     A micro-batch that waits for its backward pass keeps what more layers would keep, and its output, if that is sent.
 
-    Args:
-        stage: from 0.
+    Attributes:
         size: of the whole model.
         setup: of one stage, whose ranks share its weights.
+        pipeline: its stages and chunks.
         micro_batches: of an optimizer step.
         tokens, received_bytes: of a GPU, see `estimate_memory`.
     """
-    stages = pipeline.num_stages
-    is_first, is_last = stage == 0, stage == stages - 1
-    held = held_micro_batches(pipeline, stage, micro_batches)
-    outside = size.embedding_parameters - size.head_parameters if is_first else size.head_parameters * is_last
-    parameters = (size.parameters - size.embedding_parameters) // stages + outside
-    part = replace(
-        size,
-        vocabulary=size.vocabulary if is_last else 0,
-        parameters=parameters,
-        embedding_parameters=outside,
-        layers=tuple(replace(layer, count=math.ceil(held * layer.count / stages)) for layer in size.layers),
-    )
-    memory = estimate_memory(part, setup, tokens, received_bytes)
-    gathered = GATHERED_BYTES * parameters // setup.tensor_ranks  # of all layers, not of those that are computed alone
-    # Outputs wait, too. Inputs that wait are among what layers keep.
-    waiting = held * (is_first - is_last) / pipeline.chunks
-    hops = (rooms_for_hops(stage, pipeline, micro_batches) + waiting) * tokens * HALF_BYTES * size.hidden_size
-    return max(memory.backward - memory.gathered + gathered + round(hops), memory.optimizer_step)
+
+    size: DecoderSize
+    setup: TrainingSetup
+    pipeline: Pipeline
+    micro_batches: int
+    tokens: int
+    received_bytes: int
+
+    @property
+    def total(self) -> int:
+        """Estimate of the stage that needs most: the first one holds most micro-batches at once, the last one has the
+        head, and others receive from two sides."""
+        return max(map(self.of_stage, range(self.pipeline.num_stages)))
+
+    def of_stage(self, stage: int) -> int:
+        """Returns the estimate of a GPU of one stage, counted from 0."""
+        size, pipeline, micro_batches = self.size, self.pipeline, self.micro_batches
+        stages = pipeline.num_stages
+        is_first, is_last = stage == 0, stage == stages - 1
+        held = held_micro_batches(pipeline, stage, micro_batches)
+        # Weights that embedding and head share in the whole model are on both stages.
+        embedding = size.embedding_parameters - size.head_parameters or size.head_parameters
+        outside = embedding if is_first else size.head_parameters * is_last
+        parameters = (size.parameters - size.embedding_parameters) // stages + outside
+        part = replace(
+            size,
+            vocabulary=size.vocabulary if is_last else 0,
+            parameters=parameters,
+            embedding_parameters=outside,
+            layers=tuple(replace(layer, count=math.ceil(held * layer.count / stages)) for layer in size.layers),
+        )
+        memory = estimate_memory(part, self.setup, self.tokens, self.received_bytes)
+        # Of all layers, and not of those alone that are computed.
+        gathered = GATHERED_BYTES * parameters // self.setup.tensor_ranks
+        # Outputs wait, too. Inputs that wait are among what layers keep.
+        waiting = held * (is_first - is_last) / pipeline.chunks
+        hops = (rooms_for_hops(stage, pipeline, micro_batches) + waiting) * self.tokens * HALF_BYTES * size.hidden_size
+        return max(memory.backward - memory.gathered + gathered + round(hops), memory.optimizer_step)

@@ -16,7 +16,7 @@ from distca_hf.analysis.simulate.costs import Costs
 from distca_hf.analysis.simulate.model import SimulatedModel
 from distca_hf.analysis.simulate.request import SimulationRequest
 from distca_hf.analysis.simulate.result import Result
-from distca_hf.analysis.simulate.stages import GATHERED_BYTES, StagedTraining, memory_of_stage, stage_memory_bytes
+from distca_hf.analysis.simulate.stages import GATHERED_BYTES, StagedTraining, StageMemory
 from distca_hf.analysis.simulate.step import Training
 from distca_hf.analysis.simulate.wires import Cluster
 from distca_hf.arrays import IntArray
@@ -144,11 +144,24 @@ def test_hybrids_of_which_no_step_fits_without_stages_are_refused(monkeypatch: p
 def test_a_tensor_rank_gathers_its_part_of_the_weights() -> None:
     size = MODEL.size.decoder(MODEL.heads)
     alone, divided = (
-        stage_memory_bytes(size, TrainingSetup(8, tensor_ranks=ranks), Pipeline(4), 8, 16, 0) for ranks in (1, 4)
+        StageMemory(size, TrainingSetup(8, tensor_ranks=ranks), Pipeline(4), 8, 16, 0).total for ranks in (1, 4)
     )
     last = (size.parameters - size.embedding_parameters) // 4 + size.head_parameters
 
     assert alone - divided == pytest.approx(GATHERED_BYTES * last * 3 / 4, rel=5e-3)  # a few tokens beside
+
+
+def test_shared_weights_of_embedding_and_head_are_on_both_stages() -> None:
+    """A pipeline trains them as two: it takes such a model once they are untied."""
+    size = MODEL.size.decoder(MODEL.heads)
+    shared = replace(
+        size,
+        parameters=size.parameters - size.head_parameters,
+        embedding_parameters=size.embedding_parameters - size.head_parameters,
+    )
+    untied, tied = (StageMemory(one, TrainingSetup(8), Pipeline(4), 8, 1024, 0) for one in (size, shared))
+
+    assert [tied.of_stage(stage) for stage in range(4)] == [untied.of_stage(stage) for stage in range(4)]
 
 
 @pytest.mark.parametrize(
@@ -175,9 +188,9 @@ def test_memory_of_a_stage_is_that_of_all_layers_its_weights_and_hops() -> None:
     size = replace(MODEL.size.decoder(MODEL.heads), vocabulary=0, embedding_parameters=0)
     size = replace(size, parameters=32 * size.layers[0].parameters)
     whole = estimate_memory(size, TrainingSetup(32), 65_536, 0)
-    step = size, TrainingSetup(8), Pipeline(4), 8, 65_536, 0
-    stages = [memory_of_stage(stage, *step) for stage in range(4)]
-    interleaved = stage_memory_bytes(size, TrainingSetup(8), Pipeline(4, 4), 8, 65_536, 0)
+    in_stages = StageMemory(size, TrainingSetup(8), Pipeline(4), 8, 65_536, 0)
+    stages = [in_stages.of_stage(stage) for stage in range(4)]
+    interleaved = replace(in_stages, pipeline=Pipeline(4, 4))
     hidden = 65_536 * 2 * size.hidden_size
     kept = 65_536 * size.layers[0].kept_bytes(size.hidden_size, saved=True)
 
@@ -185,8 +198,8 @@ def test_memory_of_a_stage_is_that_of_all_layers_its_weights_and_hops() -> None:
         GATHERED_BYTES * size.parameters // 4 + (8 + 4) * hidden, rel=1e-6
     )
     assert stages[0] - stages[1] == pytest.approx(8 * kept - (16 - (8 + 4)) * hidden, rel=1e-6)
-    assert stage_memory_bytes(*step) == max(stages)
-    assert interleaved > max(stages)
+    assert in_stages.total == max(stages)
+    assert interleaved.total > max(stages)
 
 
 @pytest.mark.parametrize(

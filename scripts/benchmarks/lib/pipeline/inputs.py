@@ -2,8 +2,10 @@
 epoch."""
 
 import argparse
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -16,6 +18,7 @@ from distca_hf import Pipeline
 from distca_hf.analysis.epoch import pack_epoch
 from distca_hf.analysis.lengths import read_lengths
 from distca_hf.analysis.request import PlanRequest, preset
+from lib.model import read_config
 from lib.options import add_model
 from lib.parser import add_device, add_tokens_per_rank, count, counts, lengths_file, micro_steps, whole, words
 
@@ -44,6 +47,38 @@ def add_pipeline(parser: argparse.ArgumentParser, folder: str) -> None:
     parser.add_argument("--micro-batches", type=micro_steps, default=8, help="of a step")
     add_device(parser)
     parser.add_argument("--folder", type=Path, default=Path(folder), help="of the model meanwhile; all ranks see it")
+
+
+@dataclass(frozen=True)
+class StepSetup:
+    """The ranks, the model and the documents of a pipeline's step.
+
+    Attributes:
+        mesh: stages x data ranks.
+        config: of the model.
+        pipelines: to run, one for each number of chunks.
+        documents: of the step.
+    """
+
+    mesh: DeviceMesh
+    config: Any
+    pipelines: Sequence[Pipeline]
+    documents: Dataset
+
+    @classmethod
+    def open(cls, options: argparse.Namespace, device: torch.device) -> Self:
+        """Checks options and draws documents. A collective call.
+
+        Raises:
+            ConfigError: a schedule cannot run.
+            SystemExit: the folder is there already, or the stages do not divide the ranks.
+        """
+        check_folder(options.folder, device)
+        mesh = open_mesh(options, device)
+        data_ranks = mesh["data"].size()
+        config = read_config(options, data_ranks * options.tokens_per_rank)
+        config.vocab_size = options.vocabulary
+        return cls(mesh, config, check_pipelines(options, config), first_step(options, data_ranks))
 
 
 def open_mesh(options: argparse.Namespace, device: torch.device) -> DeviceMesh:
