@@ -53,7 +53,7 @@ class Load:
         tokens: `[ranks]` tokens that each rank holds.
         attention: each kind of attention layers.
         bytes_per_layer: most bytes that a rank sends or receives in a full layer's forward pass.
-        whole: whether queries attend all that they should; false where documents are cut at borders.
+        left_out_pairs: attended pairs of all layers that are left out where documents are cut at borders.
         saves_attention: whether outputs are kept under activation checkpointing.
         beside_seconds: further seconds of the micro-batch, such as planning in the step.
     """
@@ -61,7 +61,7 @@ class Load:
     tokens: IntArray
     attention: Sequence[Attention]
     bytes_per_layer: float = 0.0
-    whole: bool = True
+    left_out_pairs: float = 0.0
     saves_attention: bool = False
     beside_seconds: float = 0.0
 

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from distca_hf.analysis.request import ModelShape, ModelSize
+from distca_hf.arrays import IntArray
 from distca_hf.cost import CAUSAL_MASK, Heads, LayerMasks, Mask
 from distca_hf.errors import ConfigError
 from distca_hf.flops import PassCosts, StepFlops
@@ -50,6 +51,10 @@ class SimulatedModel:
     @property
     def attention_layers(self) -> int:
         return sum(count for _, count in self.masks)
+
+    def pairs(self, document_tokens: IntArray) -> float:
+        """Returns the attended pairs of documents, in all layers together."""
+        return float(sum(layers * float(mask.pairs_inside(document_tokens).sum()) for mask, layers in self.masks))
 
     @property
     def pass_costs(self) -> PassCosts:

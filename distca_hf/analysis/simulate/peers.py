@@ -24,9 +24,9 @@ from distca_hf.analysis.baselines import fill_groups
 from distca_hf.analysis.profiles.curves import Amounts, FloatArray
 from distca_hf.analysis.simulate.costs import Costs, Passes
 from distca_hf.analysis.simulate.load import Attention, Load, Waiting, nothing_sent
+from distca_hf.analysis.simulate.model import SimulatedModel
 from distca_hf.analysis.simulate.wires import Cluster, WireBytes
 from distca_hf.arrays import IntArray, ceil_div
-from distca_hf.cost import causal_pairs_of
 from distca_hf.data.documents import split_documents
 
 
@@ -34,8 +34,6 @@ from distca_hf.data.documents import split_documents
 # and at both ends of a layer; then the same of gradients. From the code of ring-flash-attention 0.1.8, zigzag varlen.
 RING_MERGE_BYTES, RING_END_BYTES = 30, 12
 RING_GRADIENT_BYTES, RING_GRADIENT_END_BYTES = 10, 12
-# Share of attended pairs from which on documents count as whole: fillers of packs that are cut are short.
-NEARLY_ALL = 0.995
 # Copies of an exchange that is packed or unpacked: each byte is read and written.
 READ_AND_WRITTEN = 2
 
@@ -53,17 +51,13 @@ def packs(costs: Costs, held: Sequence[IntArray], document_tokens: IntArray) -> 
         nothing_sent(costs.attention(lengths, np.zeros(len(lengths)), mask).sum_by(rank, len(held)), layers)
         for mask, layers in costs.model.masks
     ]
-    return Load(np.array([int(x.sum()) for x in held]), attention, whole=is_whole(held, document_tokens))
+    left_out = left_out_pairs(costs.model, held, document_tokens)
+    return Load(np.array([int(x.sum()) for x in held]), attention, left_out_pairs=left_out)
 
 
-def is_whole(held: Sequence[IntArray], document_tokens: IntArray) -> bool:
-    """Returns whether nearly all attended pairs of the documents are left when they are cut like this."""
-    kept = sum(_pairs(lengths) for lengths in held)
-    return kept >= NEARLY_ALL * _pairs(document_tokens)
-
-
-def _pairs(lengths: IntArray) -> float:
-    return float(causal_pairs_of(np.zeros_like(lengths), lengths).sum())
+def left_out_pairs(model: SimulatedModel, held: Sequence[IntArray], document_tokens: IntArray) -> float:
+    """Returns the documents' attended pairs that are left out when they are cut like this."""
+    return model.pairs(document_tokens) - model.pairs(np.concatenate(held))
 
 
 def best_fit(document_tokens: IntArray, num_packs: int) -> list[IntArray]:
@@ -164,7 +158,7 @@ def ulysses(costs: Costs, cluster: Cluster, document_tokens: IntArray, group: in
         waits.attention(Passes(_spread(x.forward, group), _spread(x.backward, group)), x.layers)
         for x in load.attention
     ]
-    return Load(tokens, attention, _most(all_bytes * (group - 1) / group), load.whole)
+    return Load(tokens, attention, _most(all_bytes * (group - 1) / group), load.left_out_pairs)
 
 
 def ring(costs: Costs, cluster: Cluster, document_tokens: IntArray, group: int) -> Load:
@@ -196,10 +190,11 @@ def ring(costs: Costs, cluster: Cluster, document_tokens: IntArray, group: int) 
     # Where keys come later than kernels end, so does everything that disturbs them.
     waits = sent * (sends > step.forward), sent_backward * (sends_gradients > step.backward)
     attention = [Attention(forward, forward, backward, sent, sent_backward, costs.model.attention_layers, *waits)]
-    return Load(tokens, attention, _most(steps * key_value * tokens), is_whole(held, document_tokens))
+    left_out = left_out_pairs(costs.model, held, document_tokens)
+    return Load(tokens, attention, _most(steps * key_value * tokens), left_out)
 
 
-def gathered(costs: Costs, cluster: Cluster, held: Sequence[IntArray], group: int, whole: bool = True) -> Load:
+def gathered(costs: Costs, cluster: Cluster, held: Sequence[IntArray], group: int) -> Load:
     """Returns zigzag context parallelism whose keys and values are gathered before, and gradients reduced behind.
 
     Args:
@@ -223,7 +218,7 @@ def gathered(costs: Costs, cluster: Cluster, held: Sequence[IntArray], group: in
             )
         seconds_of = Passes(*(np.repeat([x[of] for x in of_groups], group) for of in (0, 1)))
         attention.append(waits.attention(seconds_of, layers))
-    return Load(tokens, attention, _most(received), whole)
+    return Load(tokens, attention, _most(received))
 
 
 def _ring_kernels(costs: Costs, lengths: IntArray, group: int) -> tuple[Passes, Passes]:

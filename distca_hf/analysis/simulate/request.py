@@ -274,8 +274,7 @@ class SimulationRequest:
 
     def pairs(self, step: Sequence[IntArray]) -> float:
         """Returns attended pairs of a step, in all layers together."""
-        lengths = np.concatenate(step)
-        return float(sum(layers * float(mask.pairs_inside(lengths).sum()) for mask, layers in self.model.masks))
+        return self.model.pairs(np.concatenate(step))
 
     @property
     def room_bytes(self) -> float:

@@ -17,6 +17,8 @@ from distca_hf.gpus import peak_flops
 # Gain over the fastest way without core attention disaggregation below which distca is not worth a change.
 WORTH_IT = 1.05
 SECONDS_OF_AN_HOUR = 3600.0
+# Words behind a way that cuts documents.
+LEAVES_OUT = ", which leaves out attention between parts of documents"
 
 
 @dataclass(frozen=True)
@@ -27,7 +29,8 @@ class WayFigures:
         key, label, is_ours, is_cad, in_stages: see `Way`.
         step_seconds: mean of an optimizer step.
         tokens_per_second: of all GPUs together.
-        utilisation: useful operations over the peak of all GPUs; None if the peak is not known.
+        utilisation: useful operations over the peak of all GPUs, without attention that is left out; None if the peak
+            is not known.
         memory_bytes: estimate of the most that a GPU needs.
         fits: whether that fits.
         gpu_hours: of the budget of tokens.
@@ -85,18 +88,21 @@ class Result:
 
     @property
     def ours(self) -> WayFigures | None:
-        """The fastest way of distca_hf that fits; None if none does."""
-        return _fastest(way for way in self.ways if way.is_ours and way.fits)
+        """The fastest way of distca_hf that fits, of those that keep documents whole if there are any; None if none
+        fits."""
+        return _best(way for way in self.ways if way.is_ours and way.fits)
 
     @property
     def other(self) -> WayFigures | None:
-        """The fastest way without core attention disaggregation that fits; None if none does."""
-        return _fastest(way for way in self.ways if not way.is_cad and way.fits)
+        """The fastest way without core attention disaggregation that fits, of those that keep documents whole if there
+        are any; None if none fits."""
+        return _best(way for way in self.ways if not way.is_cad and way.fits)
 
     @property
     def gain(self) -> float | None:
-        """How many times as fast distca_hf is as the fastest other way; None if one of the two does not fit."""
-        if self.ours is None or self.other is None:
+        """How many times as fast distca_hf is as the fastest other way; None if one of the two does not fit, or leaves
+        out attention that the other does not."""
+        if self.ours is None or self.other is None or self.ours.whole != self.other.whole:
             return None
         return self.other.step_seconds / self.ours.step_seconds
 
@@ -108,8 +114,8 @@ class Result:
         """Returns the fastest pipeline beside the fastest other way of distca_hf; empty without a pipeline."""
         if self.num_stages == 1:
             return ""
-        within = _fastest(way for way in self.ways if way.in_stages and way.is_ours and way.fits)
-        without = _fastest(way for way in self.ways if not way.in_stages and way.is_ours and way.fits)
+        within = _best(way for way in self.ways if way.in_stages and way.is_ours and way.fits)
+        without = _best(way for way in self.ways if not way.in_stages and way.is_ours and way.fits)
         if within is None or without is None:
             fits = (
                 "fits their memory only as stages of a pipeline" if within else "fits their memory only without stages"
@@ -133,12 +139,20 @@ class Result:
         if ours is None:
             assert other is not None
             return f"distca does not fit the memory of a GPU. Choose {other.label}."
-        if other is None or gain is None:
+        if other is None:
             return f"Choose {ours.label}: nothing else fits the memory of a GPU."
-        cut = "" if other.whole else ", which leaves out attention between parts of documents"
+        cut = "" if other.whole else LEAVES_OUT
+        if gain is None:
+            if ours.whole:
+                return f"Choose {ours.label}: without CAD nothing fits the memory of a GPU but {other.label}{cut}."
+            return (
+                f"Of distca's ways only this fits the memory of a GPU: {ours.label}{LEAVES_OUT}. Choose {other.label}."
+            )
         if gain < WORTH_IT:
             return f"CAD brings you {gain:.2f} x over {other.label}{cut}: do not bother."
         beside = "" if other.key == "plain" else f", and {ours.times_as_fast:.2f} x as fast as plain packing"
+        if beside and not self.plain.whole:
+            beside += LEAVES_OUT
         return f"Choose {ours.label}: {gain:.2f} x as fast as the fastest way without CAD, {other.label}{cut}{beside}."
 
     def as_json(self) -> dict[str, Any]:
@@ -164,7 +178,6 @@ def make_result(
     """
     request = simulation.request
     tokens = np.array([sum(int(batch.sum()) for batch in step) for step in steps], dtype=np.float64)
-    useful = _useful_flops(simulation, steps)
     peak = peak_flops(simulation.costs.profile.made.device)
     plain = by_way["plain"].seconds
     figures = []
@@ -175,6 +188,7 @@ def make_result(
         seconds = float(plain.mean() * of_way.seconds[known].sum() / plain[known].sum())
         rate = float(tokens.mean()) / seconds
         memory = _memory_bytes(simulation, way, of_way)
+        useful = _useful_flops(simulation, steps, of_way.left_out_share)
         figures.append(
             WayFigures(
                 way.key,
@@ -217,18 +231,25 @@ def _fastest_of_families(ways: Sequence[Way], figures: Sequence[WayFigures]) -> 
     return chosen
 
 
+def _best(ways: Iterable[WayFigures]) -> WayFigures | None:
+    """Returns the fastest of the ways that leave no attention out, or of all if each does; None if there is none."""
+    every = list(ways)
+    return _fastest([way for way in every if way.whole] or every)
+
+
 def _fastest(ways: Iterable[WayFigures]) -> WayFigures | None:
     return min(ways, key=lambda way: way.step_seconds, default=None)
 
 
-def _useful_flops(simulation: Simulation, steps: Sequence[Step]) -> float:
-    """Returns the mean operations of a step that count for utilisation."""
+def _useful_flops(simulation: Simulation, steps: Sequence[Step], left_out_share: float) -> float:
+    """Returns the mean operations of a step that count for utilisation: attention that is left out does not."""
     model, request = simulation.request.model, simulation.request
     weights, head = model.size.layer_parameters, model.size.head_parameters
     pair = 2.0 * (model.heads.dim + model.heads.value_dim) * model.heads.query
     flops = StepFlops.of(weights + head, weights + head, pair, head)
     tokens = float(np.mean([sum(int(batch.sum()) for batch in step) for step in steps]))
-    return flops.useful(tokens, float(np.mean([request.pairs(step) for step in steps])))
+    pairs = float(np.mean([request.pairs(step) for step in steps]))
+    return flops.useful(tokens, (1 - left_out_share) * pairs)
 
 
 def _memory_bytes(simulation: Simulation, way: Way, steps: WaySteps) -> int:

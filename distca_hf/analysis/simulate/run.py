@@ -26,6 +26,8 @@ WORTH_PROCESSES = 4096
 # Most steps that costly ways are simulated on, and GPUs x micro-steps of these: planning takes a millisecond per GPU.
 MOST_COSTLY_STEPS, COSTLY_RANKS = 25, 8192
 MOST_PROCESSES = 8
+# Share of attended pairs up to which nothing counts as left out: fillers of packs that are cut are short.
+NEARLY_NOTHING = 0.005
 
 
 @dataclass(frozen=True)
@@ -36,12 +38,14 @@ class WaySteps:
         seconds: `[steps]`, not a number where it was not simulated.
         received_bytes: most bytes that a rank sends or receives in a layer's forward pass.
         most_tokens: tokens of the fullest rank.
-        whole: whether queries attend all that they should, in every step.
+        left_out_share: part of the attended pairs that is left out where documents are cut, of all simulated steps.
+        whole: whether that is next to nothing in every step.
     """
 
     seconds: np.ndarray
     received_bytes: float
     most_tokens: int
+    left_out_share: float
     whole: bool
 
 
@@ -50,7 +54,7 @@ class _Done:
     """One step in every way that was simulated on it, and notes."""
 
     number: int
-    ways: dict[str, tuple[float, float, int, bool]]
+    ways: dict[str, tuple[float, float, int, float]]
     notes: Notes
 
 
@@ -107,7 +111,7 @@ def run_steps(
                 f"one of {workers} processes that simulate {request.gpus} GPUs was killed, mostly for want of memory; "
                 "take fewer --gpus, --accumulation or --batches"
             ) from error
-    return simulation, _gathered(simulation, done, len(steps))
+    return simulation, _gathered(simulation, done, steps)
 
 
 def _simulate(task: _Task) -> _Done:
@@ -120,21 +124,25 @@ def _simulate(task: _Task) -> _Done:
         seconds, loads = simulation.step_seconds(way, task.step)
         most_bytes = max(load.bytes_per_layer for load in loads)
         most_tokens = max(int(load.tokens.max()) for load in loads)
-        ways[way.key] = seconds, most_bytes, most_tokens, all(load.whole for load in loads)
+        left_out = sum(load.left_out_pairs for load in loads)
+        ways[way.key] = seconds, most_bytes, most_tokens, left_out
     return _Done(task.number, ways, simulation.costs.notes)
 
 
-def _gathered(simulation: Simulation, done: Sequence[_Done], num_steps: int) -> dict[str, WaySteps]:
+def _gathered(simulation: Simulation, done: Sequence[_Done], steps: Sequence[Step]) -> dict[str, WaySteps]:
     """Returns steps by way, and adds the notes of all processes to those of the simulation."""
     for one in done:
         simulation.costs.notes.merge(one.notes)
-    ways = {}
+    ways, pairs = {}, [simulation.request.pairs(step) for step in steps]
     for way in simulation.ways():
-        seconds = np.full(num_steps, math.nan)
+        seconds = np.full(len(steps), math.nan)
         figures = [(one.number, one.ways[way.key]) for one in done if way.key in one.ways]
         for number, (of_step, *_) in figures:
             seconds[number] = of_step
         most_bytes, most_tokens = (max(of_step[at] for _, of_step in figures) for at in (1, 2))
-        whole = all(of_step[3] for _, of_step in figures)
-        ways[way.key] = WaySteps(seconds, most_bytes, int(most_tokens), whole)
+        left_out = np.array([of_step[3] for _, of_step in figures])
+        of_all = np.array([pairs[number] for number, _ in figures])
+        whole = bool((left_out <= NEARLY_NOTHING * of_all).all())
+        share = float(left_out.sum() / of_all.sum())
+        ways[way.key] = WaySteps(seconds, most_bytes, int(most_tokens), share, whole)
     return ways

@@ -243,9 +243,10 @@ class Simulation:
         held = peers.best_fit(lengths, ranks * len(step))
         work = np.array([causal_pairs_of(np.zeros_like(pack), pack).sum() for pack in held])
         order = np.argsort(-work, kind="stable").reshape(len(step), ranks)
-        whole = peers.is_whole(held, lengths)
+        left_out = peers.left_out_pairs(self.costs.model, held, lengths) / len(step)
         at_once = [[held[pack] for pack in packs] for packs in order]
-        return [replace(peers.packs(self.costs, packs, np.concatenate(packs)), whole=whole) for packs in at_once]
+        loads = [peers.packs(self.costs, packs, np.concatenate(packs)) for packs in at_once]
+        return [replace(load, left_out_pairs=left_out) for load in loads]
 
     def _published(self, step: Step) -> list[Load]:
         return [planned.published(self.costs, self.cluster, batch, PUBLISHED_TOLERANCE) for batch in step]
@@ -265,7 +266,7 @@ class Simulation:
             plan = plan_by_moving(layout, request.head_groups, topology=topology, token_bytes=token_bytes)
             chunks = request.planner.num_chunks
             load = planned.ours(self.costs, self.cluster, plan, chunks, self._saves, in_step=True)
-            loads.append(replace(load, whole=peers.is_whole(held, batch)))
+            loads.append(replace(load, left_out_pairs=peers.left_out_pairs(self.costs.model, held, batch)))
         return loads
 
     def _served(self, step: Step) -> list[Load]:

@@ -421,7 +421,9 @@ def test_best_fit_keeps_documents_whole_where_it_can() -> None:
     # Longer than a pack: cut into packs. No room: cut to fill what is left.
     held = peers.best_fit(np.array([20, 7, 7, 6]), 4)
     assert [int(x.sum()) for x in held] == [10] * 4
-    assert not peers.is_whole(held, np.array([20, 7, 7, 6]))
+    # Pairs between the halves of 20 and of 6.
+    left_out = peers.left_out_pairs(MODEL, held, np.array([20, 7, 7, 6]))
+    assert left_out == MODEL.attention_layers * (10 * 10 + 3 * 3)
 
 
 # Two micro-batches of 8 x 64K tokens, with two long documents each.
