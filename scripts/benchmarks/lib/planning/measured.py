@@ -9,7 +9,7 @@ from distca_hf.analysis.request import PRESETS, ModelShape, ModelSize
 
 LLAMA_8B, QWEN_4B = PRESETS["llama3-8b"], PRESETS["qwen3-4b"]
 LAYERS = 4
-FIRST_LIGHT, EVERYTHING, PLANNING, STEP, TWO_GPUS, FOUR_GPUS, TRAINER = (
+FIRST_LIGHT, EVERYTHING, PLANNING, STEP, TWO_GPUS, FOUR_GPUS, TRAINER, LONG = (
     "2026-11-21-first-light",
     "2026-11-21-everything",
     "2026-11-21-planning",
@@ -17,6 +17,7 @@ FIRST_LIGHT, EVERYTHING, PLANNING, STEP, TWO_GPUS, FOUR_GPUS, TRAINER = (
     "2026-11-22-two-gpus",
     "2026-11-22-four-gpus",
     "2026-11-26-four-h200-training",
+    "2026-11-26-four-h200-long",
 )
 
 
@@ -159,6 +160,7 @@ PEAKS = [
     PeakRow(STEP, 4, "262144,64x4096", "placed", 87, QWEN, "saved", True, 8),
     PeakRow(FOUR_GPUS, 4, "262144", "placed", 53, QWEN, "saved", True, 8),
     PeakRow(TRAINER, 4, "262272,42x4096", "placed", 96.0, LLAMA, "saved", True, 8),
+    PeakRow(LONG, 4, "524288", "placed", 109.1, LLAMA, "saved", True, 8),
     PeakRow(TRAINER, 4, HALF_64K, "local", 14.4, tensor_ranks=2),
     PeakRow(TRAINER, 4, HALF_64K, "placed", 14.6, tensor_ranks=2),
     PeakRow(TRAINER, 4, HALF_64K, "fixed", 14.9, tensor_ranks=2),
