@@ -75,8 +75,12 @@ def test_json_has_all_figures(lengths: Path) -> None:
         whole = [way for way in ways.values() if way["whole"]]
         best = min((way for way in whole if way["is_ours"]), key=lambda way: way["step_seconds"])
         assert one["choose"] == best["key"]
-        others = [way["step_seconds"] for way in whole if not way["is_cad"]]
-        assert one["gain"] == pytest.approx(min(others) / best["step_seconds"])
+        # Where the fastest cuts documents, and distca is hardly faster for it, the fastest that does not counts.
+        every, uncut = (
+            min(way["step_seconds"] for way in some if not way["is_cad"]) / best["step_seconds"]
+            for some in (ways.values(), whole)
+        )
+        assert one["gain"] == pytest.approx(every if every >= 1.05 else uncut)
         assert ("do not bother" in one["in_short"]) == (one["gain"] < 1.05)
 
 
