@@ -10,6 +10,9 @@ bf16. A server is lost a random moment after a step has counted with it, so that
 inside one and some between two. Exit status 1: a run failed, a server was left out, a loss or a norm differs or is
 NaN, or something grows from loss to loss.
 
+Each loss is printed with sizes of a trainer. Whether they grow is printed when the training with losses has ended.
+Then the same steps run without servers, and losses are compared.
+
 With `--one-gpu` all processes share the first GPU. NCCL must be of version 2.30 or later for that: set
 `NCCL_MULTI_RANK_GPU_ENABLE=1`, and LD_PRELOAD to that NCCL if torch brings an earlier one.
 """
@@ -27,6 +30,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import psutil
 import torch
@@ -50,6 +54,8 @@ NORM_LIMITS = {"cpu": 3e-4, "cuda": 5e-2}
 GROWTH = {"mebibytes": (0.01, 0.0), "gpu_mebibytes": (0.01, 0.0), "threads": (0.0, 0.3), "files": (0.0, 1.5)}
 # Losses before sizes count: buffers and caches have theirs then. So many losses tell growth from chance.
 SETTLED_LOSSES, FEWEST_LOSSES = 1, 5
+# Steps whose times are shown.
+LONGEST_STEPS = 12
 
 
 @dataclass(frozen=True)
@@ -64,6 +70,11 @@ class Sizes:
     gpu_mebibytes: float
     threads: int
     files: int
+
+    def in_words(self) -> str:
+        """Returns all of them; the GPU's memory if a GPU is used."""
+        gpu = f"{self.gpu_mebibytes:.0f} MiB of the GPU, " if self.gpu_mebibytes else ""
+        return f"{self.mebibytes:.0f} MiB, {gpu}{self.threads} threads, {self.files} files"
 
 
 def main() -> None:
@@ -89,35 +100,35 @@ def main() -> None:
         parser.error("this host has no GPU for --device cuda")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by a signal"))
     with TemporaryDirectory() as folder:
-        sys.exit(_compare(options, Path(folder)))
+        sys.exit(compare(options, Path(folder)))
 
 
-def _compare(options: argparse.Namespace, folder: Path) -> int:
+def compare(options: argparse.Namespace, folder: Path) -> int:
     """Trains twice, and returns the exit status."""
-    sizes, steps = _train(options, folder, servers=options.servers)
-    disturbed = json.loads((folder / "losses.json").read_text())
-    _train(options, folder, servers=0, steps=steps)
-    alone = json.loads((folder / "losses.json").read_text())
+    sizes, disturbed = train(options, folder, servers=options.servers)
+    if options.device == "cuda":
+        seconds = ", ".join(f"{one:.2f}" for one in sorted(disturbed["seconds"])[-LONGEST_STEPS:])
+        _print_now(f"longest steps: {seconds} s; median {statistics.median(disturbed['seconds']):.3f} s")
+    grows = judge(sizes)
+    _print_now(f"the same {disturbed['steps']} steps follow without servers")
+    _, alone = train(options, folder, servers=0, steps=disturbed["steps"])
     losses = [abs(one - other) for one, other in zip(disturbed["losses"], alone["losses"], strict=True)]
     norms = [abs(one / other - 1) for one, other in zip(disturbed["norms"], alone["norms"], strict=True)]
-    sys.stdout.write(
-        f"{options.losses} servers lost ({options.how}), {len(alone['losses'])} steps, {disturbed['redone']:.0f} run "
-        f"again; largest difference of a loss {largest(losses):.1e}, of a norm {largest(norms):.1e} of it\n"
-    )
-    for number, one in enumerate(sizes, 1):
-        gpu = "" if options.device == "cpu" else f"{one.gpu_mebibytes:.0f} MiB of the GPU, "
-        line = f"{one.mebibytes:.0f} MiB, {gpu}{one.threads} threads, {one.files} files"
-        sys.stdout.write(f"a trainer at loss {number}: {line}\n")
+    _print_now(f"largest difference of a loss {largest(losses):.1e}, of a norm {largest(norms):.1e} of it")
+    same = within(losses, LOSS_LIMITS[options.device]) and within(norms, NORM_LIMITS[options.device])
+    return int(not same or grows)
+
+
+def judge(sizes: Sequence[Sizes]) -> bool:
+    """Prints by how much sizes grow, and returns whether one grows too much, which is an exit status of 1."""
     growing = grown(sizes)
     for name, slope in slopes(sizes).items():
-        sys.stdout.write(f"{name}: {slope:+.2f} from loss to loss{', which is growth' * (name in growing)}\n")
+        _print_now(f"{name}: {slope:+.2f} from loss to loss{', which is growth' * (name in growing)}")
     if len(sizes) < FEWEST_LOSSES:
-        sys.stdout.write(f"too few losses to judge growth: {len(sizes)}, not {FEWEST_LOSSES}\n")
-    if options.device == "cuda":
-        seconds = ", ".join(f"{one:.2f}" for one in disturbed["longest_seconds"])
-        sys.stdout.write(f"longest steps: {seconds} s; median {disturbed['median_seconds']:.3f} s\n")
-    same = within(losses, LOSS_LIMITS[options.device]) and within(norms, NORM_LIMITS[options.device])
-    return int(not same or bool(growing))
+        _print_now(f"too few losses to judge growth: {len(sizes)}, not {FEWEST_LOSSES}")
+    else:
+        _print_now(f"GROWTH of {', '.join(growing)}: exit status 1" if growing else "nothing grows")
+    return bool(growing)
 
 
 def within(differences: Sequence[float], limit: float) -> bool:
@@ -149,11 +160,14 @@ def grown(sizes: Sequence[Sizes]) -> dict[str, float]:
     return {name: slope for name, slope in slopes(sizes).items() if slope > most[name]}
 
 
-def _train(options: argparse.Namespace, folder: Path, servers: int, steps: int = 0) -> tuple[list[Sizes], int]:
-    """Runs one training, and loses servers in it. Returns sizes of the first trainer at all losses, and its steps."""
+def train(
+    options: argparse.Namespace, folder: Path, servers: int, steps: int = 0
+) -> tuple[list[Sizes], dict[str, Any]]:
+    """Runs one training, and loses servers in it if it has some; else it has so many steps. Returns sizes of the
+    first trainer at all losses, and what the training wrote."""
     recipe, ended = folder / "recipe.yaml", folder / "ended"
     ended.unlink(missing_ok=True)
-    plugin = {"attention_servers": servers, "metrics": "all"}
+    plugin = {"attention_servers": servers, "metrics": "all" if servers else "basic"}
     recipe.write_text(yaml.safe_dump({"environment": {"HF_HUB_OFFLINE": 1}, "plugin": plugin}))
     line = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
     line += [str(options.trainers + servers), "-m", "distca_hf.run", "--recipe", str(recipe), str(TRAIN)]
@@ -168,7 +182,8 @@ def _train(options: argparse.Namespace, folder: Path, servers: int, steps: int =
     sizes: list[Sizes] = []
     try:
         if servers:
-            sizes = _lose(options, job, Path(log.name))
+            sizes = lose(options, job, Path(log.name))
+            steps, began = num_steps(Path(log.name).read_text()), time.monotonic()
             ended.touch()
         if job.wait() != 0:
             sys.exit(f"the training ended with status {job.returncode}")
@@ -179,12 +194,19 @@ def _train(options: argparse.Namespace, folder: Path, servers: int, steps: int =
                 process.kill()
         sys.stdout.write(Path(log.name).read_text()[-LAST_WORDS:])
         raise
-    return sizes, json.loads((folder / "losses.json").read_text())["steps"]
+    wrote = json.loads((folder / "losses.json").read_text())
+    if servers:
+        behind, seconds = wrote["steps"] - steps, time.monotonic() - began
+        _print_now(
+            f"{options.losses} servers lost ({options.how}), {wrote['steps']} steps, {wrote['redone']:.0f} run again; "
+            f"{behind} of these steps and {seconds:.1f} s since the last server took part"
+        )
+    return sizes, wrote
 
 
-def _lose(options: argparse.Namespace, job: "subprocess.Popen[bytes]", log: Path) -> list[Sizes]:
-    """Harms servers that have joined, one after the other; returns sizes at each loss. Prints each as it comes, so
-    that a run that is cut off has shown the ones before."""
+def lose(options: argparse.Namespace, job: "subprocess.Popen[bytes]", log: Path) -> list[Sizes]:
+    """Harms servers that have joined, one after the other; returns sizes of the first trainer at each loss. Prints
+    each as it comes, so that a run that is cut off has shown the ones before."""
     chance, signals, sizes = random.Random(options.seed), SIGNALS[options.how], list[Sizes]()
     server = _joined(job, log, 1)
     for number in range(1, options.losses + 1):
@@ -193,7 +215,8 @@ def _lose(options: argparse.Namespace, job: "subprocess.Popen[bytes]", log: Path
         _print_now(f"loss {number}: {harm.name} to process {server.pid}")
         server.send_signal(harm)
         began = time.monotonic()
-        sizes.append(_sizes(job))
+        sizes.append(_sizes(job, options.device))
+        _print_now(f"loss {number}: a trainer has {sizes[-1].in_words()} after {num_steps(log.read_text())} steps")
         server = _joined(job, log, number + 1)
         _print_now(f"loss {number}: another server takes part after {time.monotonic() - began:.1f} s")
     return sizes
@@ -222,7 +245,12 @@ def has_served(log: str, losses: int) -> bool:
     counted with the last of these. Five losses without such a step would leave the server out."""
     *joined, behind = log.split("takes part from now on")
     # A server joins between a step and the line of its loss; a step with it has the line behind.
-    return len(joined) >= losses and behind.count("'loss'") >= (2 if joined else 1)
+    return len(joined) >= losses and num_steps(behind) >= (2 if joined else 1)
+
+
+def num_steps(log: str) -> int:
+    """Returns the steps that a training's output, or a part of it, shows."""
+    return log.count("'loss'")
 
 
 def _servers(job: "subprocess.Popen[bytes]") -> Iterator[psutil.Process]:
@@ -234,11 +262,11 @@ def _servers(job: "subprocess.Popen[bytes]") -> Iterator[psutil.Process]:
             continue
 
 
-def _sizes(job: "subprocess.Popen[bytes]") -> Sizes:
+def _sizes(job: "subprocess.Popen[bytes]", device: str) -> Sizes:
     """Returns the sizes of the first trainer."""
     trainer = psutil.Process(job.pid).children()[0]
     gpu = 0.0
-    if torch.cuda.is_available():
+    if device == "cuda":
         free, total = torch.cuda.mem_get_info(0)
         gpu = (total - free) / 2**20
     return Sizes(trainer.memory_info().rss / 2**20, gpu, trainer.num_threads(), trainer.num_fds())

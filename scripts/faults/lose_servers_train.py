@@ -5,7 +5,6 @@ Arguments: folder, wrap, accumulation, steps (0: until the file `ended` is there
 
 import json
 import os
-import statistics
 import sys
 import time
 from pathlib import Path
@@ -41,10 +40,14 @@ CHANGES: dict[str, dict[str, Any]] = {
 
 
 class EndTogether(TrainerCallback):
-    """Ends the training some steps after a file is there: rank 0 looks, and all ranks end at the same step."""
+    """Ends the training with the first step that ends after a file is there: rank 0 looks, for all ranks.
 
-    def __init__(self, file: Path, steps: int) -> None:
-        self._file, self._steps = file, steps
+    Attributes:
+        seconds: of every step so far.
+    """
+
+    def __init__(self, file: Path) -> None:
+        self._file = file
         self.seconds: list[float] = []
 
     def on_step_begin(
@@ -55,9 +58,7 @@ class EndTogether(TrainerCallback):
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
     ) -> None:
-        ended = torch.tensor(
-            int(self._file.exists() if not self._steps else state.global_step == self._steps), device=args.device
-        )
+        ended = torch.tensor(int(self._file.exists()), device=args.device)
         if torch.distributed.is_initialized():
             torch.distributed.broadcast(ended, 0)
         control.should_training_stop = bool(ended)
@@ -72,19 +73,19 @@ def main() -> None:
     computing = computing_arguments(wrap, "", "LlamaDecoderLayer") if device == "cpu" else on_gpus(wrap)
     arguments = quiet_arguments(
         folder / "trainer",
-        max_steps=MOST_STEPS,
+        max_steps=steps or MOST_STEPS,
         gradient_accumulation_steps=accumulation,
         optim="adamw_torch",
         logging_nan_inf_filter=False,  # else a loss that is NaN is logged as another one
         **computing,
     )
-    end = EndTogether(folder / "ended", steps)
+    end = EndTogether(folder / "ended")
     torch.manual_seed(0)
     trainer = Trainer(
         model=tiny_model("llama", "distca", **CHANGES[device]),
         args=TrainingArguments(**arguments),
         train_dataset=random_dataset(400, lengths=LENGTHS[device]),
-        callbacks=[end],
+        callbacks=[] if steps else [end],  # it makes ranks wait for each other, and the host for the GPU
     )
     capacity = capacity_tokens(device, trainer.args.world_size)
     distca_hf.DistCAPlugin(tokens_per_rank=capacity).attach(trainer)
@@ -96,8 +97,7 @@ def main() -> None:
             "losses": [log["loss"] for log in logs],
             "norms": [log["grad_norm"] for log in logs],
             "redone": sum(log.get("distca/redone_steps", 0.0) for log in logs),
-            "median_seconds": statistics.median(end.seconds),
-            "longest_seconds": sorted(end.seconds)[-12:],
+            "seconds": end.seconds,
         }
         (folder / "losses.json").write_text(json.dumps(result))
 

@@ -2,11 +2,14 @@
 
 import json
 import math
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+import torch
+from transformers import get_scheduler
 
 from support.scripts import run_script, small_llama
 
@@ -28,12 +31,25 @@ def test_modes_have_the_same_losses_and_another_limit_is_an_error(tmp_path: Path
     config, out = tmp_path / "config.json", tmp_path / "out.json"
     config.write_text(json.dumps(CONFIG))
     words = ["scripts/benchmarks/training_run.py", "--device", "cpu", "--config", config, "--out", out]
-    sizes = ["--tokens-per-rank", TOKENS_PER_RANK, "--steps", STEPS, "--warmup", 1, "--learning-rate", "1e-2"]
+    sizes = [
+        "--tokens-per-rank",
+        TOKENS_PER_RANK,
+        "--steps",
+        STEPS,
+        "--warmup",
+        1,
+        "--learning-rate",
+        "1e-2",
+        "--rising-steps",
+        2,
+    ]
     modes = ["--modes", "distca,ulysses,fixed", "--most-difference", "0"]
     with pytest.raises(AssertionError, match=r"losses differ from those of distca by more than 0\.0"):
         run_script(RANKS, tmp_path, [str(word) for word in (*words, *sizes, *modes)])
-    runs = json.loads(out.read_text())["runs"]
+    figures = json.loads(out.read_text())
+    runs = figures["runs"]
 
+    assert figures["header"].endswith("learning rate 0.01, reached behind 2 rising steps")
     assert [run["mode"] for run in runs] == ["distca", "ulysses", "fixed"]
     for run in runs:
         assert run["losses"] == pytest.approx(runs[0]["losses"], rel=1e-5)
@@ -68,10 +84,35 @@ def test_times_behind_the_first_steps_count(script: Callable[[str], ModuleType])
     }
 
 
+@pytest.mark.parametrize(("rising_steps", "rates"), [(2, [0, 1.5e-5, 3e-5, 3e-5]), (0, [3e-5] * 4)])
+def test_the_learning_rate_rises_and_stays(
+    script: Callable[[str], ModuleType], monkeypatch: pytest.MonkeyPatch, rising_steps: int, rates: list[float]
+) -> None:
+    words = ["--device", "cpu", "--steps", "4", "--rising-steps", str(rising_steps)]
+    monkeypatch.setattr(sys, "argv", ["training_run.py", *words])
+    options = script("training_run").parse()
+    args = script("lib.training.run").training_arguments(options, "distca")
+    optimizer = torch.optim.SGD([torch.zeros(1)], lr=args.learning_rate)
+    schedule = get_scheduler(args.lr_scheduler_type, optimizer, args.get_warmup_steps(4), 4)
+    used = []
+    for _ in range(4):
+        used += schedule.get_last_lr()
+        optimizer.step()
+        schedule.step()
+
+    assert used == pytest.approx(rates)
+
+
 def test_a_loss_that_is_no_number_is_the_largest_difference(script: Callable[[str], ModuleType]) -> None:
-    difference = script("lib.training.report").largest_difference
-    assert difference({"losses": [1.0, 2.0]}, {"losses": [1.5, 2.25]}) == 0.5
-    assert math.isnan(difference({"losses": [1.0, 2.0]}, {"losses": [float("nan"), 2.0]}))
+    report = script("lib.training.report")
+    run = {"losses": [1.0, 2.0, 3.0]}
+    wrong = {"losses": [1.0, float("nan"), 9.0]}
+
+    assert report.furthest(run, {"losses": [1.25, 2.5, 3.5]}) == (0.5, 2)
+    assert report.furthest_in_words(run, {"losses": [1.25, 2.5, 3.5]}) == "5.0e-01 (step 2)"
+    assert math.isnan(report.furthest(run, wrong)[0])
+    assert report.furthest_in_words(run, wrong) == "nan (step 2)"
+    assert report.furthest_in_words(run, run) == "0.0e+00"
 
 
 def test_memory_left_of_modes_before_is_shown(script: Callable[[str], ModuleType]) -> None:

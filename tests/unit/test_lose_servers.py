@@ -2,6 +2,9 @@
 
 import importlib
 import math
+import signal
+from argparse import Namespace
+from pathlib import Path
 from types import ModuleType
 
 import pytest
@@ -43,6 +46,47 @@ def test_a_thread_for_every_third_loss_is_growth_and_slopes_are_told_before(prog
     assert program.grown(sizes[:4]) == {}
     assert program.slopes(sizes[:4]) == pytest.approx({"mebibytes": 0, "gpu_mebibytes": 0, "threads": 0.5, "files": 0})
     assert program.slopes(sizes[:2]) == {}
+
+
+@pytest.mark.parametrize(
+    ("grows", "told"),
+    [(1, "files: +9.00 from loss to loss, which is growth\nGROWTH of files: exit status 1\n"), (0, "nothing grows\n")],
+)
+def test_growth_is_told_before_the_training_without_servers(
+    program: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], grows: int, told: str
+) -> None:
+    trainings = []
+
+    def train(options: Namespace, folder: Path, servers: int, steps: int = 0) -> object:
+        trainings.append((servers, steps, capsys.readouterr().out))
+        sizes = [program.Sizes(2000, 0, 17, 60 + 9 * grows * at) for at in range(6)]
+        return sizes, {"steps": 7, "losses": [4.0], "norms": [1.0]}
+
+    monkeypatch.setattr(program, "train", train)
+    status = program.compare(Namespace(servers=2, device="cpu"), Path())
+
+    (*first, nothing), (*second, before) = trainings
+    assert (first, nothing, second, status) == ([2, 0], "", [0, 7], grows)
+    assert before.endswith(f"{told}the same 7 steps follow without servers\n")
+    assert capsys.readouterr().out == "largest difference of a loss 0.0e+00, of a norm 0.0e+00 of it\n"
+
+
+def test_sizes_are_told_at_each_loss(
+    program: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    shown = []
+    server = Namespace(pid=5, send_signal=lambda number: None)
+    monkeypatch.setattr(program.time, "sleep", lambda seconds: None)
+    monkeypatch.setattr(program, "_sizes", lambda job, device: program.Sizes(533, 900, 16, 27))
+    monkeypatch.setattr(program, "_joined", lambda *_: shown.append(capsys.readouterr().out) or server)
+    log = tmp_path / "log"
+    log.write_text("{'loss': '4.8'}\n" * 12 + "{'train_loss': '4.8'}\n")
+    sizes = program.lose(Namespace(seed=0, how="both", losses=2, device="cuda"), None, log)
+
+    told = "a trainer has 533 MiB, 900 MiB of the GPU, 16 threads, 27 files after 12 steps\n"
+    assert shown[1] == f"loss 1: {signal.SIGKILL.name} to process 5\nloss 1: {told}"
+    assert shown[2].endswith(f"loss 2: {signal.SIGSTOP.name} to process 5\nloss 2: {told}")
+    assert len(sizes) == 2
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """Results of trainings in several modes: a table, and how far their losses lie apart."""
 
+import math
 import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -22,10 +23,18 @@ COLUMNS = (
 )
 
 
-def largest_difference(run: Mapping[str, Any], other: Mapping[str, Any]) -> float:
-    """Returns the largest difference of losses of the same step; NaN if one of them is NaN."""
+def furthest(run: Mapping[str, Any], other: Mapping[str, Any]) -> tuple[float, int]:
+    """Returns the largest difference of losses of the same step, NaN if one of them is NaN, and the first step that
+    has it, counted from 1."""
     differences = [abs(a - b) for a, b in zip(run["losses"], other["losses"], strict=True)]
-    return max(differences, key=lambda one: (one != one, one))
+    at = max(range(len(differences)), key=lambda step: (math.isnan(differences[step]), differences[step]))
+    return differences[at], at + 1
+
+
+def furthest_in_words(run: Mapping[str, Any], other: Mapping[str, Any]) -> str:
+    """Returns the largest difference of losses, and its step if they differ."""
+    difference, step = furthest(run, other)
+    return f"{difference:.1e}" + f" (step {step})" * (difference != 0)
 
 
 def step_figures(run: Mapping[str, Any], warmup: int) -> dict[str, float | None]:
@@ -65,7 +74,7 @@ def table(runs: Sequence[Mapping[str, Any]], warmup: int) -> str:
                 number(run["held_before_bytes"] if run["peak_bytes"] else None, 2**-30, 1),
                 number(run["losses"][0], 1, 4),
                 number(run["losses"][-1], 1, 4),
-                f"{largest_difference(runs[0], run):.1e}",
+                furthest_in_words(runs[0], run),
                 number(statistics.mean(run["imbalance"]) if run["imbalance"] else None, 1, 4),
             )
         )
