@@ -13,7 +13,7 @@ import torch
 
 from distca_hf.kernels.interface import AttentionSpec, Kernel
 from distca_hf.runtime.device_routing import DeviceCall, DeviceRouting
-from distca_hf.runtime.kernel_calls import CallsOfHeads, PrefixCall, as_rows, calls_of_heads
+from distca_hf.runtime.kernel_calls import BackwardCall, CallsOfHeads, PrefixCall, QueryRows, as_rows, calls_of_heads
 from distca_hf.runtime.layer_kinds import LayerKind
 from distca_hf.runtime.remote_kv import KeyRows
 
@@ -34,6 +34,7 @@ class AlikeLayers:
         whole: the only local call of forward, if it writes all rows and heads, and no results come from other ranks.
         forward_rows, backward_rows: rows of keys and values that travel.
         prefixes: calls on prefixes, put here by the first layer.
+        backward_calls: calls of backward by how they attend and how query rows lie, put here by the first layer.
     """
 
     spec: AttentionSpec
@@ -44,6 +45,7 @@ class AlikeLayers:
     forward_rows: KeyRows
     backward_rows: KeyRows
     prefixes: dict[DeviceCall, PrefixCall] = field(default_factory=dict)
+    backward_calls: dict[Hashable, dict[DeviceCall, BackwardCall]] = field(default_factory=dict)
 
     @classmethod
     def of(
@@ -59,6 +61,12 @@ class AlikeLayers:
         forward_rows = _key_rows(k_TGH, v_TGV, forward)
         backward_rows = forward_rows if backward is forward else _key_rows(k_TGH, v_TGV, backward)
         return cls(spec, kernel, kind, calls, whole, forward_rows, backward_rows)
+
+    def backward_calls_on(self, rows: QueryRows, spec: AttentionSpec) -> dict[DeviceCall, BackwardCall]:
+        """Returns the calls of backward on rows that lie like these. Outputs that were saved for backward may lie
+        otherwise than forward left them: hooks of saved tensors and compiled graphs bring them back as they like."""
+        key = spec, *[x.stride() for x in rows]
+        return self.backward_calls.setdefault(key, {})
 
 
 def _key_rows(k_TGH: torch.Tensor, v_TGV: torch.Tensor, routing: DeviceRouting) -> KeyRows:

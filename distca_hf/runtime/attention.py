@@ -34,7 +34,14 @@ from distca_hf.kernels.interface import (
 )
 from distca_hf.kernels.sinks import add_sinks
 from distca_hf.runtime.device_routing import DeviceRouting
-from distca_hf.runtime.kernel_calls import BackwardCalls, ForwardCalls, as_rows, attend_whole, calls_of_heads
+from distca_hf.runtime.kernel_calls import (
+    BackwardCalls,
+    ForwardCalls,
+    QueryRows,
+    as_rows,
+    attend_whole,
+    calls_of_heads,
+)
 from distca_hf.runtime.live_plan import LivePlan
 from distca_hf.runtime.remote_kv import KVDispatch, KVGradCombine, RemoteKV, RemoteKVGradients
 from distca_hf.runtime.remote_queries import BackwardRemoteQueries, ForwardRemoteQueries
@@ -178,12 +185,12 @@ def attend_backward(
     keeps, groups = plan.order_backward(q_TNH, k_TGH, v_TGV, spec, kept.slot, has_sinks), routing.rows_per_token
     # 1. Rows of forward that were not kept leave once more, and with them output gradients of queries that moved.
     k, v = as_rows(groups, k_TGH, v_TGV)
-    keys = KVDispatch(k, v, rows, sends=routing.exchanges and not keeps)
+    keys = KVDispatch(k, v, rows, sends=routing.exchanges and not keeps, received=kept.keys if keeps else None)
     remote_queries = None
     if routing.queries is not None:
         of_queries = as_rows(groups, dout_TNV, q_TNH, out_TNV, lse_TN)
         kept_rows = kept if keeps else None
-        remote_queries = BackwardRemoteQueries(kernel, of_queries, kept_rows, routing.queries, *how, has_sinks)
+        remote_queries = BackwardRemoteQueries(layers, of_queries, kept_rows, routing.queries, *how, has_sinks)
     for chunk in routing.chunks:
         keys.start(chunk, transport, where)
         if remote_queries is not None:
@@ -195,7 +202,8 @@ def attend_backward(
     dq, dk, dv = _empty_gradients(q_TNH, k_TGH, v_TGV, routing)
     comes = keys.sends or routing.queries is not None
     calls = calls_of_heads(routing, k_TGH.shape[1], comes=comes, leaves=routing.exchanges)
-    local = BackwardCalls(kernel, dout_TNV, q_TNH, out_TNV, lse_TN, dq, *how)
+    query_rows = QueryRows(dout_TNV, q_TNH, out_TNV, lse_TN)
+    local = BackwardCalls(kernel, query_rows, dq, *how, layers.backward_calls_on(query_rows, spec))
     local.derive(calls.early, k_TGH, v_TGV, dk, dv)
     remote_kv = RemoteKV.of_kept(k, v, kept.keys, rows) if keeps else RemoteKV.open(k, v, keys.received, rows)
     gradients = RemoteKVGradients(k, v, rows)

@@ -11,6 +11,7 @@ Shape legend in `kernels.interface`; T counts the tokens of this rank, padding i
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 
@@ -117,73 +118,127 @@ def attend_whole(
     return out, transposed(lse_NT)
 
 
+class QueryRows(NamedTuple):
+    """What backward reads of query rows, local or remote: `[rows, heads, ...]`."""
+
+    dout: torch.Tensor
+    q: torch.Tensor
+    out: torch.Tensor
+    lse: torch.Tensor
+
+
 class BackwardCalls:
-    """Backward kernels for one set of query rows, local or remote."""
+    """Backward kernels for one set of query rows.
+
+    Args:
+        rows: of this layer.
+        dq: room for the gradients of its queries.
+        prepared: calls as alike layers make them on rows that lie like these; those that are not there yet are put
+            there.
+    """
 
     def __init__(
         self,
         kernel: Kernel,
-        dout: torch.Tensor,
-        q: torch.Tensor,
-        out: torch.Tensor,
-        lse: torch.Tensor,
+        rows: QueryRows,
         dq: torch.Tensor,
         spec: AttentionSpec,
         kv_heads: int,
+        prepared: "dict[DeviceCall, BackwardCall]",
     ) -> None:
-        self._kernel, self._of_queries, self._dq = kernel, (dout, q, out, lse), dq
-        self._spec, self._kv_heads = spec, kv_heads
-        self._prefix_parts: list[tuple[DeviceCall, torch.Tensor]] = []
+        self._kernel, self._rows, self._dq = kernel, rows, dq
+        self._spec, self._kv_heads, self._prepared = spec, kv_heads, prepared
+        self._prefix_parts: list[tuple[BackwardCall, torch.Tensor]] = []
 
     def derive(
         self, calls: Iterable[DeviceCall], k: torch.Tensor, v: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor
     ) -> None:
         """Writes the gradients of the calls' queries, keys and values."""
         for call in calls:
-            self._run(call, keys_of(call, self._kv_heads, k, v, dk, dv), self._dq_of(call))
+            one = self._as_prepared(call, k, v, dk, dv)
+            self._run(one, k, v, Gradients(one.dq(self._dq), one.dk(dk), one.dv(dv)))
 
     def derive_remote_queries(
         self, calls: Iterable[DeviceCall], remote_kv: RemoteKV, gradients: RemoteKVGradients
     ) -> None:
         """Writes the gradients of remote queries, and those of the remote KV."""
         for call in calls:
-            self._run_on_remote_kv(call, remote_kv, gradients, self._dq_of(call))
+            one = self._on_remote_kv(call, remote_kv, gradients)
+            self._derive_on_remote_kv(one, remote_kv, gradients, one.dq(self._dq))
 
     def derive_prefixes(self, calls: Iterable[DeviceCall], remote_kv: RemoteKV, gradients: RemoteKVGradients) -> None:
         """Writes the part of prefixes in the gradients. Output and log-sum-exp of the whole row make it a part of the
         whole. Gradients of queries are added by `add_prefixes`, once local calls have written theirs."""
         for call in calls:
-            dq = torch.empty_like(self._dq_of(call), memory_format=torch.contiguous_format)
-            self._run_on_remote_kv(call, remote_kv, gradients, dq)
-            self._prefix_parts.append((call, dq))
+            one = self._on_remote_kv(call, remote_kv, gradients)
+            dq = self._dq.new_empty(one.dq_shape)
+            self._derive_on_remote_kv(one, remote_kv, gradients, dq)
+            self._prefix_parts.append((one, dq))
 
     def add_prefixes(self) -> None:
         """Adds the parts of prefixes to the gradients of queries; once, as backward has one chunk."""
-        for call, dq in self._prefix_parts:
-            self._dq_of(call).add_(dq)
+        for one, dq in self._prefix_parts:
+            one.dq(self._dq).add_(dq)
 
-    def _dq_of(self, call: DeviceCall) -> torch.Tensor:
-        """Returns the rows where the gradients of the call's queries belong."""
-        [dq] = queries_of(call, self._kv_heads, self._dq)
-        return dq
+    def _as_prepared(self, call: DeviceCall, *of_keys: torch.Tensor) -> "BackwardCall":
+        """Returns a call on such keys, values and gradients as alike layers make it."""
+        one = self._prepared.get(call)
+        if one is None:
+            one = BackwardCall(call, self._spec, self._kv_heads, self._rows, self._dq, of_keys)
+            self._prepared[call] = one
+        return one
 
-    def _run_on_remote_kv(
-        self, call: DeviceCall, remote_kv: RemoteKV, gradients: RemoteKVGradients, dq: torch.Tensor
+    def _on_remote_kv(self, call: DeviceCall, remote_kv: RemoteKV, gradients: RemoteKVGradients) -> "BackwardCall":
+        return self._as_prepared(call, remote_kv.k, remote_kv.v, gradients.total.k, gradients.total.v)
+
+    def _derive_on_remote_kv(
+        self, one: "BackwardCall", remote_kv: RemoteKV, gradients: RemoteKVGradients, dq: torch.Tensor
     ) -> None:
         # A kernel writes gradients, and cannot add to some. Where another call writes the same rows, it gets room.
-        total = gradients.total
-        k, v, dk, dv = keys_of(call, self._kv_heads, remote_kv.k, remote_kv.v, total.k, total.v)
+        call, dk, dv = one.call, one.dk(gradients.total.k), one.dv(gradients.total.v)
         call_dk, call_dv = gradients.target(call, dk), gradients.target(call, dv)
-        self._run(call, (k, v, call_dk, call_dv), dq)
+        self._run(one, remote_kv.k, remote_kv.v, Gradients(dq, call_dk, call_dv))
         gradients.settle(call, call_dk, dk)
         gradients.settle(call, call_dv, dv)
 
-    def _run(self, call: DeviceCall, of_keys: Sequence[torch.Tensor], dq: torch.Tensor) -> None:
-        k, v, dk, dv = of_keys
-        dout, q, out, lse = queries_of(call, self._kv_heads, *self._of_queries)
-        spec = before_queries(self._spec, call.window_tokens) if call.kind is PREFIX else self._spec
-        saved, gradients = Saved(q, k, v, out, transposed(lse)), Gradients(dq, dk, dv)
-        self._kernel.backward(dout, saved, gradients, call.spans, spec)
+    def _run(self, one: "BackwardCall", k: torch.Tensor, v: torch.Tensor, gradients: Gradients) -> None:
+        saved = one.saved(self._rows, k, v)
+        self._kernel.backward(one.dout(self._rows.dout), saved, gradients, one.call.spans, one.spec)
+
+
+class BackwardCall:
+    """A call of backward, as all layers that are alike make it: the first one finds out what it reads and writes.
+
+    Args:
+        spec: how these layers attend.
+        rows, dq: of one of them.
+        of_keys: its keys, values and their gradients, local ones or those of the remote KV.
+
+    Attributes:
+        spec: how the call attends.
+        dout, dq, dk, dv: return the call's part of such a tensor.
+        dq_shape: of its part.
+    """
+
+    def __init__(
+        self,
+        call: DeviceCall,
+        spec: AttentionSpec,
+        kv_heads: int,
+        rows: QueryRows,
+        dq: torch.Tensor,
+        of_keys: Sequence[torch.Tensor],
+    ) -> None:
+        self.call, self.spec = call, before_queries(spec, call.window_tokens) if call.kind is PREFIX else spec
+        *parts, lse = queries_of(call, kv_heads, rows.dout, rows.q, rows.out, dq, rows.lse)
+        wholes = rows.dout, rows.q, rows.out, dq
+        self.dout, self._q, self._out, self.dq = map(view_of, parts, wholes)
+        self._lse_NT, self.dq_shape = view_of(transposed(lse), rows.lse), parts[-1].shape
+        self._k, self._v, self.dk, self.dv = map(view_of, keys_of(call, kv_heads, *of_keys), of_keys)
+
+    def saved(self, rows: QueryRows, k: torch.Tensor, v: torch.Tensor) -> Saved:
+        """Returns what the call reads."""
+        return Saved(self._q(rows.q), self._k(k), self._v(v), self._out(rows.out), self._lse_NT(rows.lse))
 
 
 @dataclass(frozen=True)
