@@ -13,7 +13,7 @@ import torch
 
 from distca_hf.kernels.interface import AttentionSpec, Kernel
 from distca_hf.runtime.device_routing import DeviceCall, DeviceRouting
-from distca_hf.runtime.kernel_calls import BackwardCall, CallsOfHeads, PrefixCall, QueryRows, as_rows, calls_of_heads
+from distca_hf.runtime.kernel_calls import BackwardCall, CallsOfHeads, ForwardCall, QueryRows, as_rows, calls_of_heads
 from distca_hf.runtime.layer_kinds import LayerKind
 from distca_hf.runtime.remote_kv import KeyRows
 
@@ -33,8 +33,8 @@ class AlikeLayers:
         calls: kernel calls of forward.
         whole: the only local call of forward, if it writes all rows and heads, and no results come from other ranks.
         forward_rows, backward_rows: rows of keys and values that travel.
-        prefixes: calls on prefixes, put here by the first layer.
-        backward_calls: calls of backward by how they attend and how query rows lie, put here by the first layer.
+        forward_calls: calls of forward, put here by the first layer.
+        backward_calls: those of backward, by how they attend and how query rows lie.
     """
 
     spec: AttentionSpec
@@ -44,7 +44,7 @@ class AlikeLayers:
     whole: DeviceCall | None
     forward_rows: KeyRows
     backward_rows: KeyRows
-    prefixes: dict[DeviceCall, PrefixCall] = field(default_factory=dict)
+    forward_calls: dict[DeviceCall, ForwardCall] = field(default_factory=dict)
     backward_calls: dict[Hashable, dict[DeviceCall, BackwardCall]] = field(default_factory=dict)
 
     @classmethod

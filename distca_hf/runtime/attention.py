@@ -103,7 +103,7 @@ def attend(
     remote_queries = None
     if routing.queries is not None:
         [q], came = as_rows(groups, q_TNH), None if received is None else received.remote_q
-        remote_queries = ForwardRemoteQueries(kernel, q, v, routing.queries, spec, kv_heads, came)
+        remote_queries = ForwardRemoteQueries(layers, q, v, routing.queries, kv_heads, came)
     for chunk in routing.chunks:
         keys.start(chunk, transport, where)
         if remote_queries is not None:
@@ -117,7 +117,7 @@ def attend(
     else:
         out, lse = empty_layer_outputs(q_TNH, v_TGV, head_by_head=routing.queries is None)
         _clear_padding(routing, out, lse)
-    local = ForwardCalls(kernel, q_TNH, out, lse, spec, kv_heads, layers.prefixes)
+    local = ForwardCalls(kernel, q_TNH, out, lse, spec, kv_heads, layers.forward_calls)
     if whole is None:
         local.attend(calls.early, k_TGH, v_TGV)
     remote_kv = RemoteKV.open(k, v, keys.received, layers.forward_rows)
@@ -289,7 +289,7 @@ def _clear_padding(routing: DeviceRouting, *tensors_T: torch.Tensor) -> None:
     """Sets the rows behind the last token to zero."""
     if routing.num_tokens * routing.rows_per_token < routing.num_rows:
         for x in tensors_T:
-            x[routing.num_tokens :] = 0
+            x[routing.num_tokens :].zero_()
 
 
 def check_room(

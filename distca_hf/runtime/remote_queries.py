@@ -17,7 +17,7 @@ import torch
 
 from distca_hf.comm.transport import Exchange, Transport
 from distca_hf.kernels.host_cost import some_rows
-from distca_hf.kernels.interface import AttentionSpec, Kernel, empty_layer_outputs
+from distca_hf.kernels.interface import AttentionSpec, empty_layer_outputs
 from distca_hf.kernels.rows import copy_rows
 from distca_hf.kernels.sinks import scale_rows
 from distca_hf.runtime.alike_layers import AlikeLayers
@@ -31,6 +31,7 @@ class ForwardRemoteQueries:
     """Remote queries in forward.
 
     Args:
+        layers: those that are like this one.
         received: `[remote-query rows, ...]` queries of an earlier dispatch; then none are sent.
 
     Attributes:
@@ -39,11 +40,10 @@ class ForwardRemoteQueries:
 
     def __init__(
         self,
-        kernel: Kernel,
+        layers: AlikeLayers,
         q: torch.Tensor,
         v: torch.Tensor,
         moves: QueryRouting,
-        spec: AttentionSpec,
         kv_heads: int,
         received: torch.Tensor | None,
     ) -> None:
@@ -52,7 +52,7 @@ class ForwardRemoteQueries:
             self._dispatch = QueryDispatch([q], moves)
             remote_q = self._dispatch.tensors[0]
         out, lse = empty_layer_outputs(remote_q, v)
-        self._calls = ForwardCalls(kernel, remote_q, out, lse, spec, kv_heads, prefixes={})
+        self._calls = ForwardCalls(layers.kernel, remote_q, out, lse, layers.spec, kv_heads, layers.forward_calls)
         self._combine = ResultCombine([out, lse], moves)
         self.kept = remote_q, out, lse
 
