@@ -31,7 +31,8 @@ class AlikeLayers:
         kernel: attends.
         kind: the layers with their mask.
         calls: kernel calls of forward.
-        whole: the only local call of forward, if it writes all rows and heads, and no results come from other ranks.
+        whole: the only local call of forward, if it reads and writes all rows and heads, and no results come from
+            other ranks.
         forward_rows, backward_rows: rows of keys and values that travel.
         forward_calls: calls of forward, put here by the first layer.
         backward_calls: those of backward, by how they attend and how query rows lie.
@@ -56,7 +57,8 @@ class AlikeLayers:
         rows, kv_heads, _ = k_TGH.shape
         calls = calls_of_heads(forward, kv_heads, comes=True, leaves=forward.queries is not None)
         whole = calls.early[0] if len(calls.early) == 1 and forward.queries is None else None
-        if whole is not None and (whole.queries != slice(0, rows) or whole.heads != (0, kv_heads)):
+        all_rows = slice(0, rows)
+        if whole is not None and (whole.queries, whole.keys, whole.heads) != (all_rows, all_rows, (0, kv_heads)):
             whole = None
         forward_rows = _key_rows(k_TGH, v_TGV, forward)
         backward_rows = forward_rows if backward is forward else _key_rows(k_TGH, v_TGV, backward)

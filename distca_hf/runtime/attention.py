@@ -113,7 +113,7 @@ def attend(
     # 2. Early local calls, then prefixes and remote queries of each chunk that has arrived.
     calls, whole = layers.calls, layers.whole
     if whole is not None:
-        out, lse = attend_whole(kernel, whole, Inputs(q_TNH, k_TGH, v_TGV), spec, kv_heads)
+        out, lse = attend_whole(kernel, whole, Inputs(q_TNH, k_TGH, v_TGV), spec)
     else:
         out, lse = empty_layer_outputs(q_TNH, v_TGV, head_by_head=routing.queries is None)
         _clear_padding(routing, out, lse)

@@ -123,16 +123,11 @@ class ForwardCall:
 
 
 def attend_whole(
-    kernel: Kernel,
-    call: DeviceCall,
-    inputs: Inputs,
-    spec: AttentionSpec,
-    kv_heads: int,
+    kernel: Kernel, call: DeviceCall, inputs: Inputs, spec: AttentionSpec
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns outputs and log-sum-exps `[T, N]` of a call that writes all rows and heads. The kernel makes room for
-    them: it would look closely at room that it is given, or copy into it."""
-    q, k, v = inputs
-    out, lse_NT = kernel.forward(Inputs(q, *keys_of(call, kv_heads, k, v)), call.spans, spec)
+    """Returns outputs and log-sum-exps `[T, N]` of a call on all rows and heads. The kernel makes room for them: it
+    would look closely at room that it is given, or copy into it."""
+    out, lse_NT = kernel.forward(inputs, call.spans, spec)
     return out, transposed(lse_NT)
 
 
