@@ -31,9 +31,11 @@ _NO_HOOKS = None, None, None
 
 
 # Steps prepared for tensors of one device, dtype, shape and strides (`kernels.rows`). The first one copies rows of one
-# index, of sources and targets; the second one merges rows from one place on, of the tensors of `merge`.
+# index, of sources and targets; the second one merges rows from one place on, of the tensors of `merge`; the third one
+# adds rows of one index, of the tensors of `add_rows`.
 RowCopy = Callable[[Sequence[torch.Tensor], Sequence[torch.Tensor]], None]
 RowMerge = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], None]
+RowSum = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
 
 
 class CompiledKernel(Protocol):

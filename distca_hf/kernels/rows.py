@@ -10,7 +10,7 @@ from functools import cached_property
 
 import torch
 
-from distca_hf.kernels.host_cost import RowCopy, RowMerge, kinds_of_rows, widths_of_parts
+from distca_hf.kernels.host_cost import RowCopy, RowMerge, RowSum, kinds_of_rows, widths_of_parts
 from distca_hf.kernels.interface import accumulation_dtype, has_fused_kernels
 
 
@@ -119,22 +119,40 @@ class RowSums:
         return own
 
 
-def add_rows(target_RD: torch.Tensor, own_RD: torch.Tensor, returned_RD: torch.Tensor, sums: RowSums) -> None:
-    """Adds own rows, then returned ones, to rows of `target`, in max(fp32, dtype); elements of a row follow each
-    other."""
-    if not len(sums.rows):
-        return
-    if has_fused_kernels(target_RD):
-        from distca_hf.kernels.rows_triton import add_rows_on_gpu
+def add_rows(target: torch.Tensor, own: torch.Tensor, returned: torch.Tensor, sums: RowSums) -> None:
+    """Adds own rows, then returned ones, to rows of `target`, in max(fp32, dtype). All are `[rows, ...]` with rows of
+    one shape. Rows may lie apart; elements of a row follow each other.
 
-        add_rows_on_gpu(target_RD, own_RD, returned_RD, sums.rows, sums.own_of_shared, sums.order, sums.offsets)
-        return
+    Raises:
+        ValueError: on a GPU, elements of a row do not.
+    """
+    row_sum(target, own, returned, sums)(target, own, returned)
+
+
+def row_sum(target: torch.Tensor, own: torch.Tensor, returned: torch.Tensor, sums: RowSums) -> RowSum:
+    """Returns a function that does `add_rows` with these sums. Tensors that it gets must be like these in device,
+    dtype, shape and strides: it does not look at them again.
+
+    Raises:
+        ValueError: as `add_rows`.
+    """
+    if not sums.rows.shape[0]:
+        return lambda target, own, returned: None
+    if has_fused_kernels(target):
+        from distca_hf.kernels.rows_triton import row_sum_on_gpu
+
+        return row_sum_on_gpu(target, own, returned, (sums.rows, sums.own_of_shared, sums.order, sums.offsets))
+    return lambda target, own, returned: _add(target, own, returned, sums)
+
+
+def _add(target: torch.Tensor, own: torch.Tensor, returned: torch.Tensor, sums: RowSums) -> None:
+    """Does `add_rows` step by step."""
     # A fixed order, server by server: sums are bit-equal from run to run.
-    total = target_RD.index_select(0, sums.rows).to(accumulation_dtype(target_RD.dtype))
-    total.index_add_(0, sums.own_in_shared, own_RD.index_select(0, sums.own_rows).to(total.dtype))
+    total = target.index_select(0, sums.rows).to(accumulation_dtype(target.dtype))
+    total.index_add_(0, sums.own_in_shared, own.index_select(0, sums.own_rows).to(total.dtype))
     for part in sums.parts:
-        total.index_add_(0, sums.returned_in_shared[part], returned_RD[part].to(total.dtype))
-    target_RD.index_copy_(0, sums.rows, total.to(target_RD.dtype))
+        total.index_add_(0, sums.returned_in_shared[part], returned[part].to(total.dtype))
+    target.index_copy_(0, sums.rows, total.to(target.dtype))
 
 
 def merge(

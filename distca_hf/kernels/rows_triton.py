@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from distca_hf.arrays import ceil_div
-from distca_hf.kernels.host_cost import KindOfRows, Launch, RowCopy, RowMerge, kinds_of_rows, widths_of_parts
+from distca_hf.kernels.host_cost import KindOfRows, Launch, RowCopy, RowMerge, RowSum, kinds_of_rows, widths_of_parts
 
 
 # Most elements, and most heads, of a row that one program holds in registers. Triton starts 128 threads for each, so
@@ -102,14 +102,23 @@ def _copy_launch(
         ValueError: rows do not fit, or their elements do not follow each other.
     """
     width, other_width = (*widths_of_parts(sources, targets), 0)[:2]
-    for row, (_, *apart), _ in (*sources, *targets):
-        if not _follow_each_other(row, apart):
-            raise ValueError(f"cannot copy rows {tuple(row)} whose elements lie {apart} apart: make them contiguous")
+    _check_rows("copy", (*sources, *targets))
     strides = (kinds[end][1][0] for end in (0, -1) for kinds in (sources, targets))
     block = min(MOST_ELEMENTS_OF_A_BLOCK, triton.next_power_of_2(max(width, other_width)))
     columns = (width if len(sources) < len(targets) else 0, width if len(targets) < len(sources) else 0)
     constants = *strides, *columns, width, other_width, any_rows, any_places, block
     return Launch(_copy_row, constants, device), ceil_div(width, block) + ceil_div(other_width, block)
+
+
+def _check_rows(do: str, kinds: Sequence[KindOfRows]) -> None:
+    """Checks that elements of rows follow each other.
+
+    Raises:
+        ValueError: they do not.
+    """
+    for row, (_, *apart), _ in kinds:
+        if not _follow_each_other(row, apart):
+            raise ValueError(f"cannot {do} rows {tuple(row)} whose elements lie {apart} apart: make them contiguous")
 
 
 def _follow_each_other(row: torch.Size, strides: Sequence[int]) -> bool:
@@ -155,21 +164,19 @@ def _add_row(  # type: ignore[no-untyped-def]
     tl.store(place, total.to(target.dtype.element_ty), mask=inside)
 
 
-def add_rows_on_gpu(
-    target_RD: torch.Tensor,
-    own_RD: torch.Tensor,
-    returned_RD: torch.Tensor,
-    rows: torch.Tensor,
-    own_of_shared: torch.Tensor,
-    order: torch.Tensor,
-    offsets: torch.Tensor,
-) -> None:
-    """Does `add_rows`, whose index tensors are those of `RowSums`; sums in fp32."""
-    strides = target_RD.stride(0), own_RD.stride(0), returned_RD.stride(0)
-    dtypes = target_RD.dtype, own_RD.dtype, returned_RD.dtype
-    launch = _add_launch(target_RD.device, dtypes, strides, target_RD.shape[1])
-    index = rows, own_of_shared, order, offsets
-    launch(rows.shape[0], 1, target_RD, own_RD, returned_RD, index=index)
+def row_sum_on_gpu(
+    target: torch.Tensor, own: torch.Tensor, returned: torch.Tensor, index: tuple[torch.Tensor, ...]
+) -> RowSum:
+    """Does `row_sum`; sums in fp32.
+
+    Args:
+        index: `rows`, `own_of_shared`, `order` and `offsets` of `RowSums`.
+    """
+    _check_rows("add", kinds_of_rows((target, own, returned)))
+    strides = target.stride(0), own.stride(0), returned.stride(0)
+    dtypes = target.dtype, own.dtype, returned.dtype
+    launch = _add_launch(target.device, dtypes, strides, target.shape[1:].numel())
+    return launch.prepared(index[0].shape[0], 1, index)
 
 
 @lru_cache

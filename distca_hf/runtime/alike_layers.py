@@ -13,7 +13,7 @@ import torch
 
 from distca_hf.kernels.interface import AttentionSpec, Kernel
 from distca_hf.runtime.device_routing import DeviceCall, DeviceRouting
-from distca_hf.runtime.kernel_calls import CallsOfHeads, PrefixCall, as_rows, calls_of_heads
+from distca_hf.runtime.kernel_calls import BackwardCall, CallsOfHeads, ForwardCall, QueryRows, as_rows, calls_of_heads
 from distca_hf.runtime.layer_kinds import LayerKind
 from distca_hf.runtime.remote_kv import KeyRows
 
@@ -31,9 +31,11 @@ class AlikeLayers:
         kernel: attends.
         kind: the layers with their mask.
         calls: kernel calls of forward.
-        whole: the only local call of forward, if it writes all rows and heads, and no results come from other ranks.
+        whole: the only local call of forward, if it reads and writes all rows and heads, and no results come from
+            other ranks.
         forward_rows, backward_rows: rows of keys and values that travel.
-        prefixes: calls on prefixes, put here by the first layer.
+        forward_calls: calls of forward, put here by the first layer.
+        backward_calls: those of backward, by how they attend and how query rows lie.
     """
 
     spec: AttentionSpec
@@ -43,7 +45,8 @@ class AlikeLayers:
     whole: DeviceCall | None
     forward_rows: KeyRows
     backward_rows: KeyRows
-    prefixes: dict[DeviceCall, PrefixCall] = field(default_factory=dict)
+    forward_calls: dict[DeviceCall, ForwardCall] = field(default_factory=dict)
+    backward_calls: dict[Hashable, dict[DeviceCall, BackwardCall]] = field(default_factory=dict)
 
     @classmethod
     def of(
@@ -54,11 +57,18 @@ class AlikeLayers:
         rows, kv_heads, _ = k_TGH.shape
         calls = calls_of_heads(forward, kv_heads, comes=True, leaves=forward.queries is not None)
         whole = calls.early[0] if len(calls.early) == 1 and forward.queries is None else None
-        if whole is not None and (whole.queries != slice(0, rows) or whole.heads != (0, kv_heads)):
+        all_rows = slice(0, rows)
+        if whole is not None and (whole.queries, whole.keys, whole.heads) != (all_rows, all_rows, (0, kv_heads)):
             whole = None
         forward_rows = _key_rows(k_TGH, v_TGV, forward)
         backward_rows = forward_rows if backward is forward else _key_rows(k_TGH, v_TGV, backward)
         return cls(spec, kernel, kind, calls, whole, forward_rows, backward_rows)
+
+    def backward_calls_on(self, rows: QueryRows, spec: AttentionSpec) -> dict[DeviceCall, BackwardCall]:
+        """Returns the calls of backward on rows that lie like these. Outputs that were saved for backward may lie
+        otherwise than forward left them: hooks of saved tensors and compiled graphs bring them back as they like."""
+        key = spec, *[x.stride() for x in rows]
+        return self.backward_calls.setdefault(key, {})
 
 
 def _key_rows(k_TGH: torch.Tensor, v_TGV: torch.Tensor, routing: DeviceRouting) -> KeyRows:

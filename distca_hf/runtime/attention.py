@@ -34,7 +34,14 @@ from distca_hf.kernels.interface import (
 )
 from distca_hf.kernels.sinks import add_sinks
 from distca_hf.runtime.device_routing import DeviceRouting
-from distca_hf.runtime.kernel_calls import BackwardCalls, ForwardCalls, as_rows, attend_whole, calls_of_heads
+from distca_hf.runtime.kernel_calls import (
+    BackwardCalls,
+    ForwardCalls,
+    QueryRows,
+    as_rows,
+    attend_whole,
+    calls_of_heads,
+)
 from distca_hf.runtime.live_plan import LivePlan
 from distca_hf.runtime.remote_kv import KVDispatch, KVGradCombine, RemoteKV, RemoteKVGradients
 from distca_hf.runtime.remote_queries import BackwardRemoteQueries, ForwardRemoteQueries
@@ -96,7 +103,7 @@ def attend(
     remote_queries = None
     if routing.queries is not None:
         [q], came = as_rows(groups, q_TNH), None if received is None else received.remote_q
-        remote_queries = ForwardRemoteQueries(kernel, q, v, routing.queries, spec, kv_heads, came)
+        remote_queries = ForwardRemoteQueries(layers, q, v, routing.queries, kv_heads, came)
     for chunk in routing.chunks:
         keys.start(chunk, transport, where)
         if remote_queries is not None:
@@ -106,11 +113,11 @@ def attend(
     # 2. Early local calls, then prefixes and remote queries of each chunk that has arrived.
     calls, whole = layers.calls, layers.whole
     if whole is not None:
-        out, lse = attend_whole(kernel, whole, Inputs(q_TNH, k_TGH, v_TGV), spec, kv_heads)
+        out, lse = attend_whole(kernel, whole, Inputs(q_TNH, k_TGH, v_TGV), spec)
     else:
         out, lse = empty_layer_outputs(q_TNH, v_TGV, head_by_head=routing.queries is None)
         _clear_padding(routing, out, lse)
-    local = ForwardCalls(kernel, q_TNH, out, lse, spec, kv_heads, layers.prefixes)
+    local = ForwardCalls(kernel, q_TNH, out, lse, spec, kv_heads, layers.forward_calls)
     if whole is None:
         local.attend(calls.early, k_TGH, v_TGV)
     remote_kv = RemoteKV.open(k, v, keys.received, layers.forward_rows)
@@ -178,12 +185,12 @@ def attend_backward(
     keeps, groups = plan.order_backward(q_TNH, k_TGH, v_TGV, spec, kept.slot, has_sinks), routing.rows_per_token
     # 1. Rows of forward that were not kept leave once more, and with them output gradients of queries that moved.
     k, v = as_rows(groups, k_TGH, v_TGV)
-    keys = KVDispatch(k, v, rows, sends=routing.exchanges and not keeps)
+    keys = KVDispatch(k, v, rows, sends=routing.exchanges and not keeps, received=kept.keys if keeps else None)
     remote_queries = None
     if routing.queries is not None:
         of_queries = as_rows(groups, dout_TNV, q_TNH, out_TNV, lse_TN)
         kept_rows = kept if keeps else None
-        remote_queries = BackwardRemoteQueries(kernel, of_queries, kept_rows, routing.queries, *how, has_sinks)
+        remote_queries = BackwardRemoteQueries(layers, of_queries, kept_rows, routing.queries, *how, has_sinks)
     for chunk in routing.chunks:
         keys.start(chunk, transport, where)
         if remote_queries is not None:
@@ -195,7 +202,8 @@ def attend_backward(
     dq, dk, dv = _empty_gradients(q_TNH, k_TGH, v_TGV, routing)
     comes = keys.sends or routing.queries is not None
     calls = calls_of_heads(routing, k_TGH.shape[1], comes=comes, leaves=routing.exchanges)
-    local = BackwardCalls(kernel, dout_TNV, q_TNH, out_TNV, lse_TN, dq, *how)
+    query_rows = QueryRows(dout_TNV, q_TNH, out_TNV, lse_TN)
+    local = BackwardCalls(kernel, query_rows, dq, *how, layers.backward_calls_on(query_rows, spec))
     local.derive(calls.early, k_TGH, v_TGV, dk, dv)
     remote_kv = RemoteKV.of_kept(k, v, kept.keys, rows) if keeps else RemoteKV.open(k, v, keys.received, rows)
     gradients = RemoteKVGradients(k, v, rows)
@@ -281,7 +289,7 @@ def _clear_padding(routing: DeviceRouting, *tensors_T: torch.Tensor) -> None:
     """Sets the rows behind the last token to zero."""
     if routing.num_tokens * routing.rows_per_token < routing.num_rows:
         for x in tensors_T:
-            x[routing.num_tokens :] = 0
+            x[routing.num_tokens :].zero_()
 
 
 def check_room(

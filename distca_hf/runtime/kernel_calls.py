@@ -11,6 +11,7 @@ Shape legend in `kernels.interface`; T counts the tokens of this rank, padding i
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 
@@ -30,7 +31,7 @@ class ForwardCalls:
     """Forward kernels for one set of query rows, local or remote; partial outputs are merged by log-sum-exps.
 
     Args:
-        prefixes: calls on prefixes as alike layers make them; those that are not there yet are put there.
+        prepared: calls as alike layers make them; those that are not there yet are put there.
     """
 
     def __init__(
@@ -41,62 +42,80 @@ class ForwardCalls:
         lse: torch.Tensor,
         spec: AttentionSpec,
         kv_heads: int,
-        prefixes: "dict[DeviceCall, PrefixCall]",
+        prepared: "dict[DeviceCall, ForwardCall]",
     ) -> None:
         self._kernel, self._q, self._out, self._lse = kernel, q, out, lse
-        self._spec, self._kv_heads, self._prefixes = spec, kv_heads, prefixes
-        self._prefix_parts: list[tuple[PrefixCall, Outputs]] = []
+        self._spec, self._kv_heads, self._prepared = spec, kv_heads, prepared
+        self._prefix_parts: list[tuple[ForwardCall, Outputs]] = []
 
     def attend(self, calls: Iterable[DeviceCall], k: torch.Tensor, v: torch.Tensor) -> None:
         """Writes outputs and log-sum-exps of calls on `k` and `v`."""
         for call in calls:
-            q, out, lse = queries_of(call, self._kv_heads, self._q, self._out, self._lse)
-            call_k, call_v = keys_of(call, self._kv_heads, k, v)
-            self._kernel.forward(Inputs(q, call_k, call_v), call.spans, self._spec, Room(out, transposed(lse)))
+            one = self._as_prepared(call, k, v)
+            room = one.room(self._out, self._lse)
+            self._kernel.forward(one.inputs(self._q, k, v), call.spans, one.spec, room)
 
     def attend_prefixes(self, calls: Iterable[DeviceCall], remote_kv: RemoteKV, at_once: bool) -> None:
         """Attends to prefixes, and merges the results `at_once` if local calls have written their parts."""
         for call in calls:
-            prefix = self._prefixes.get(call)
-            if prefix is None:
-                prefix = PrefixCall(call, self._spec, self._kv_heads, self._q, remote_kv)
-                self._prefixes[call] = prefix
-            part_of_prefix = prefix.attend(self._kernel, self._q, remote_kv)
+            one = self._as_prepared(call, remote_kv.k, remote_kv.v)
+            part_of_prefix = self._kernel.forward(one.inputs(self._q, remote_kv.k, remote_kv.v), call.spans, one.spec)
             if at_once:
-                prefix.merge(self._out, self._lse, *part_of_prefix)
+                one.merge(self._out, self._lse, *part_of_prefix)
             else:
-                self._prefix_parts.append((prefix, part_of_prefix))
+                self._prefix_parts.append((one, part_of_prefix))
 
     def merge_prefixes(self) -> None:
         """Adds attention to prefixes, once local calls have written their parts."""
-        for prefix, part_of_prefix in self._prefix_parts:
-            prefix.merge(self._out, self._lse, *part_of_prefix)
+        for one, part_of_prefix in self._prefix_parts:
+            one.merge(self._out, self._lse, *part_of_prefix)
         self._prefix_parts.clear()
 
+    def _as_prepared(self, call: DeviceCall, k: torch.Tensor, v: torch.Tensor) -> "ForwardCall":
+        """Returns a call on such keys and values as alike layers make it."""
+        one = self._prepared.get(call)
+        if one is None:
+            rows = self._q, self._out, self._lse
+            one = self._prepared[call] = ForwardCall(call, self._spec, self._kv_heads, rows, (k, v))
+        return one
 
-class PrefixCall:
-    """A call on a prefix, as all layers that are alike make it: the first one finds out what it reads and writes.
+
+class ForwardCall:
+    """A call of forward, as all layers that are alike make it: the first one finds out what it reads and writes.
 
     Args:
         spec: how these layers attend.
-        q, remote_kv: of one of them.
+        rows: queries, outputs and log-sum-exps of one of them.
+        of_keys: its keys and values, local ones or those of the remote KV.
+
+    Attributes:
+        spec: how the call attends.
     """
 
     def __init__(
-        self, call: DeviceCall, spec: AttentionSpec, kv_heads: int, q: torch.Tensor, remote_kv: RemoteKV
+        self,
+        call: DeviceCall,
+        spec: AttentionSpec,
+        kv_heads: int,
+        rows: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+        of_keys: tuple[torch.Tensor, torch.Tensor],
     ) -> None:
-        [call_q], (call_k, call_v) = queries_of(call, kv_heads, q), keys_of(call, kv_heads, remote_kv.k, remote_kv.v)
-        self._q, self._k, self._v = view_of(call_q, q), view_of(call_k, remote_kv.k), view_of(call_v, remote_kv.v)
-        self._call, self._kv_heads, self._spec = call, kv_heads, before_queries(spec, call.window_tokens)
+        self._call, self._kv_heads, self.spec = call, kv_heads, _spec_of_call(call, spec)
+        q, out, lse = queries_of(call, kv_heads, *rows)
+        self._q, self._out, self._lse_NT = map(view_of, (q, out, transposed(lse)), rows)
+        self._k, self._v = map(view_of, keys_of(call, kv_heads, *of_keys), of_keys)
         self._merge: RowMerge | None = None
 
-    def attend(self, kernel: Kernel, q: torch.Tensor, remote_kv: RemoteKV) -> Outputs:
-        """Returns outputs and log-sum-exps over the prefix alone."""
-        inputs = Inputs(self._q(q), self._k(remote_kv.k), self._v(remote_kv.v))
-        return kernel.forward(inputs, self._call.spans, self._spec)
+    def inputs(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Inputs:
+        """Returns what the call reads."""
+        return Inputs(self._q(q), self._k(k), self._v(v))
+
+    def room(self, out: torch.Tensor, lse: torch.Tensor) -> Room:
+        """Returns where the call writes."""
+        return Room(self._out(out), self._lse_NT(lse))
 
     def merge(self, out: torch.Tensor, lse: torch.Tensor, prefix_out: torch.Tensor, prefix_lse: torch.Tensor) -> None:
-        """Adds them to those of the layer."""
+        """Adds outputs and log-sum-exps over a prefix alone to those of the layer."""
         out, lse = heads_of(self._call, self._kv_heads, out, lse)
         if self._merge is None:
             self._merge = row_merge(out, lse, prefix_out, prefix_lse, self._call.queries.start)
@@ -104,86 +123,140 @@ class PrefixCall:
 
 
 def attend_whole(
-    kernel: Kernel,
-    call: DeviceCall,
-    inputs: Inputs,
-    spec: AttentionSpec,
-    kv_heads: int,
+    kernel: Kernel, call: DeviceCall, inputs: Inputs, spec: AttentionSpec
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns outputs and log-sum-exps `[T, N]` of a call that writes all rows and heads. The kernel makes room for
-    them: it would look closely at room that it is given, or copy into it."""
-    q, k, v = inputs
-    out, lse_NT = kernel.forward(Inputs(q, *keys_of(call, kv_heads, k, v)), call.spans, spec)
+    """Returns outputs and log-sum-exps `[T, N]` of a call on all rows and heads. The kernel makes room for them: it
+    would look closely at room that it is given, or copy into it."""
+    out, lse_NT = kernel.forward(inputs, call.spans, spec)
     return out, transposed(lse_NT)
 
 
+class QueryRows(NamedTuple):
+    """What backward reads of query rows, local or remote: `[rows, heads, ...]`."""
+
+    dout: torch.Tensor
+    q: torch.Tensor
+    out: torch.Tensor
+    lse: torch.Tensor
+
+
 class BackwardCalls:
-    """Backward kernels for one set of query rows, local or remote."""
+    """Backward kernels for one set of query rows.
+
+    Args:
+        rows: of this layer.
+        dq: room for the gradients of its queries.
+        prepared: calls as alike layers make them on rows that lie like these; those that are not there yet are put
+            there.
+    """
 
     def __init__(
         self,
         kernel: Kernel,
-        dout: torch.Tensor,
-        q: torch.Tensor,
-        out: torch.Tensor,
-        lse: torch.Tensor,
+        rows: QueryRows,
         dq: torch.Tensor,
         spec: AttentionSpec,
         kv_heads: int,
+        prepared: "dict[DeviceCall, BackwardCall]",
     ) -> None:
-        self._kernel, self._of_queries, self._dq = kernel, (dout, q, out, lse), dq
-        self._spec, self._kv_heads = spec, kv_heads
-        self._prefix_parts: list[tuple[DeviceCall, torch.Tensor]] = []
+        self._kernel, self._rows, self._dq = kernel, rows, dq
+        self._spec, self._kv_heads, self._prepared = spec, kv_heads, prepared
+        self._prefix_parts: list[tuple[BackwardCall, torch.Tensor]] = []
 
     def derive(
         self, calls: Iterable[DeviceCall], k: torch.Tensor, v: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor
     ) -> None:
         """Writes the gradients of the calls' queries, keys and values."""
         for call in calls:
-            self._run(call, keys_of(call, self._kv_heads, k, v, dk, dv), self._dq_of(call))
+            one = self._as_prepared(call, k, v, dk, dv)
+            self._run(one, k, v, Gradients(one.dq(self._dq), one.dk(dk), one.dv(dv)))
 
     def derive_remote_queries(
         self, calls: Iterable[DeviceCall], remote_kv: RemoteKV, gradients: RemoteKVGradients
     ) -> None:
         """Writes the gradients of remote queries, and those of the remote KV."""
         for call in calls:
-            self._run_on_remote_kv(call, remote_kv, gradients, self._dq_of(call))
+            one = self._on_remote_kv(call, remote_kv, gradients)
+            self._derive_on_remote_kv(one, remote_kv, gradients, one.dq(self._dq))
 
     def derive_prefixes(self, calls: Iterable[DeviceCall], remote_kv: RemoteKV, gradients: RemoteKVGradients) -> None:
         """Writes the part of prefixes in the gradients. Output and log-sum-exp of the whole row make it a part of the
         whole. Gradients of queries are added by `add_prefixes`, once local calls have written theirs."""
         for call in calls:
-            dq = torch.empty_like(self._dq_of(call), memory_format=torch.contiguous_format)
-            self._run_on_remote_kv(call, remote_kv, gradients, dq)
-            self._prefix_parts.append((call, dq))
+            one = self._on_remote_kv(call, remote_kv, gradients)
+            dq = self._dq.new_empty(one.dq_shape)
+            self._derive_on_remote_kv(one, remote_kv, gradients, dq)
+            self._prefix_parts.append((one, dq))
 
     def add_prefixes(self) -> None:
         """Adds the parts of prefixes to the gradients of queries; once, as backward has one chunk."""
-        for call, dq in self._prefix_parts:
-            self._dq_of(call).add_(dq)
+        for one, dq in self._prefix_parts:
+            one.dq(self._dq).add_(dq)
 
-    def _dq_of(self, call: DeviceCall) -> torch.Tensor:
-        """Returns the rows where the gradients of the call's queries belong."""
-        [dq] = queries_of(call, self._kv_heads, self._dq)
-        return dq
+    def _as_prepared(self, call: DeviceCall, *of_keys: torch.Tensor) -> "BackwardCall":
+        """Returns a call on such keys, values and gradients as alike layers make it."""
+        one = self._prepared.get(call)
+        if one is None:
+            one = BackwardCall(call, self._spec, self._kv_heads, self._rows, self._dq, of_keys)
+            self._prepared[call] = one
+        return one
 
-    def _run_on_remote_kv(
-        self, call: DeviceCall, remote_kv: RemoteKV, gradients: RemoteKVGradients, dq: torch.Tensor
+    def _on_remote_kv(self, call: DeviceCall, remote_kv: RemoteKV, gradients: RemoteKVGradients) -> "BackwardCall":
+        return self._as_prepared(call, remote_kv.k, remote_kv.v, gradients.total.k, gradients.total.v)
+
+    def _derive_on_remote_kv(
+        self, one: "BackwardCall", remote_kv: RemoteKV, gradients: RemoteKVGradients, dq: torch.Tensor
     ) -> None:
         # A kernel writes gradients, and cannot add to some. Where another call writes the same rows, it gets room.
-        total = gradients.total
-        k, v, dk, dv = keys_of(call, self._kv_heads, remote_kv.k, remote_kv.v, total.k, total.v)
+        call, dk, dv = one.call, one.dk(gradients.total.k), one.dv(gradients.total.v)
         call_dk, call_dv = gradients.target(call, dk), gradients.target(call, dv)
-        self._run(call, (k, v, call_dk, call_dv), dq)
+        self._run(one, remote_kv.k, remote_kv.v, Gradients(dq, call_dk, call_dv))
         gradients.settle(call, call_dk, dk)
         gradients.settle(call, call_dv, dv)
 
-    def _run(self, call: DeviceCall, of_keys: Sequence[torch.Tensor], dq: torch.Tensor) -> None:
-        k, v, dk, dv = of_keys
-        dout, q, out, lse = queries_of(call, self._kv_heads, *self._of_queries)
-        spec = before_queries(self._spec, call.window_tokens) if call.kind is PREFIX else self._spec
-        saved, gradients = Saved(q, k, v, out, transposed(lse)), Gradients(dq, dk, dv)
-        self._kernel.backward(dout, saved, gradients, call.spans, spec)
+    def _run(self, one: "BackwardCall", k: torch.Tensor, v: torch.Tensor, gradients: Gradients) -> None:
+        saved = one.saved(self._rows, k, v)
+        self._kernel.backward(one.dout(self._rows.dout), saved, gradients, one.call.spans, one.spec)
+
+
+class BackwardCall:
+    """A call of backward, as all layers that are alike make it: the first one finds out what it reads and writes.
+
+    Args:
+        spec: how these layers attend.
+        rows, dq: of one of them.
+        of_keys: its keys, values and their gradients, local ones or those of the remote KV.
+
+    Attributes:
+        spec: how the call attends.
+        dout, dq, dk, dv: return the call's part of such a tensor.
+        dq_shape: of its part.
+    """
+
+    def __init__(
+        self,
+        call: DeviceCall,
+        spec: AttentionSpec,
+        kv_heads: int,
+        rows: QueryRows,
+        dq: torch.Tensor,
+        of_keys: Sequence[torch.Tensor],
+    ) -> None:
+        self.call, self.spec = call, _spec_of_call(call, spec)
+        *parts, lse = queries_of(call, kv_heads, rows.dout, rows.q, rows.out, dq, rows.lse)
+        wholes = rows.dout, rows.q, rows.out, dq
+        self.dout, self._q, self._out, self.dq = map(view_of, parts, wholes)
+        self._lse_NT, self.dq_shape = view_of(transposed(lse), rows.lse), parts[-1].shape
+        self._k, self._v, self.dk, self.dv = map(view_of, keys_of(call, kv_heads, *of_keys), of_keys)
+
+    def saved(self, rows: QueryRows, k: torch.Tensor, v: torch.Tensor) -> Saved:
+        """Returns what the call reads."""
+        return Saved(self._q(rows.q), self._k(k), self._v(v), self._out(rows.out), self._lse_NT(rows.lse))
+
+
+def _spec_of_call(call: DeviceCall, spec: AttentionSpec) -> AttentionSpec:
+    """Returns how a call of layers attends that attend like this."""
+    return before_queries(spec, call.window_tokens) if call.kind is PREFIX else spec
 
 
 @dataclass(frozen=True)

@@ -20,9 +20,9 @@ from dataclasses import dataclass
 import torch
 
 from distca_hf.comm.transport import Exchange, Transport
-from distca_hf.kernels.host_cost import RowCopy, some_rows
+from distca_hf.kernels.host_cost import RowCopy, RowSum, some_rows
 from distca_hf.kernels.interface import accumulation_dtype
-from distca_hf.kernels.rows import add_rows, copy_rows, row_copy
+from distca_hf.kernels.rows import copy_rows, row_copy, row_sum
 from distca_hf.runtime.device_routing import ChunkRouting, DeviceCall, DeviceRouting
 
 
@@ -51,6 +51,7 @@ class KeyRows:
         self._send: RowCopy | None = None
         self._puts: dict[tuple[int, int], RowCopy] = {}
         self._put_kept: RowCopy | None = None
+        self._sums: tuple[RowSum, RowSum] | None = None
 
     def apart(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns views of the key part and the value part of rows side by side, shaped as rows of k and of v."""
@@ -84,6 +85,18 @@ class KeyRows:
         if self._put_kept is None:
             self._put_kept = row_copy((kept,), None, remote_kv, self.routing.kept_to_remote_kv)
         self._put_kept((kept,), remote_kv)
+
+    def add(self, dk: torch.Tensor, dv: torch.Tensor, total: "RemoteKV", returned: torch.Tensor) -> None:
+        """Adds gradients of a remote KV, and rows side by side that came back, to those of local rows, contiguous."""
+        sums = self.routing.sums
+        if not sums.rows.shape[0]:
+            return
+        returned_k, returned_v = self.apart(returned)
+        if self._sums is None:
+            self._sums = row_sum(dk, total.k, returned_k, sums), row_sum(dv, total.v, returned_v, sums)
+        sum_k, sum_v = self._sums
+        sum_k(dk, total.k, returned_k)
+        sum_v(dv, total.v, returned_v)
 
 
 @dataclass(eq=False, slots=True)
@@ -259,10 +272,7 @@ class KVGradCombine:
         #     dk, dv       local rows; local calls have written them
         #     + total      of the remote KV, at rows that this rank copied into it
         #     + returned   of each server, at rows that were sent to it
-        total, sums = self._gradients.total, self._rows.routing.sums
-        parts = zip((dk, dv), (total.k, total.v), self._rows.apart(self._returned), strict=True)
-        for gradient, local, part in parts:
-            add_rows(gradient.flatten(1), local.flatten(1), part.flatten(1), sums)
+        self._rows.add(dk, dv, self._gradients.total, self._returned)
 
 
 def side_by_side(k: torch.Tensor, v: torch.Tensor, rows: slice | torch.Tensor) -> torch.Tensor:

@@ -17,11 +17,12 @@ import torch
 
 from distca_hf.comm.transport import Exchange, Transport
 from distca_hf.kernels.host_cost import some_rows
-from distca_hf.kernels.interface import AttentionSpec, Kernel, empty_layer_outputs
+from distca_hf.kernels.interface import AttentionSpec, empty_layer_outputs
 from distca_hf.kernels.rows import copy_rows
 from distca_hf.kernels.sinks import scale_rows
+from distca_hf.runtime.alike_layers import AlikeLayers
 from distca_hf.runtime.device_routing import ChunkRouting, ExchangeSplits, QueryRouting
-from distca_hf.runtime.kernel_calls import BackwardCalls, ForwardCalls
+from distca_hf.runtime.kernel_calls import BackwardCalls, ForwardCalls, QueryRows
 from distca_hf.runtime.remote_kv import RemoteKV, RemoteKVGradients
 from distca_hf.runtime.retention import Kept
 
@@ -30,6 +31,7 @@ class ForwardRemoteQueries:
     """Remote queries in forward.
 
     Args:
+        layers: those that are like this one.
         received: `[remote-query rows, ...]` queries of an earlier dispatch; then none are sent.
 
     Attributes:
@@ -38,11 +40,10 @@ class ForwardRemoteQueries:
 
     def __init__(
         self,
-        kernel: Kernel,
+        layers: AlikeLayers,
         q: torch.Tensor,
         v: torch.Tensor,
         moves: QueryRouting,
-        spec: AttentionSpec,
         kv_heads: int,
         received: torch.Tensor | None,
     ) -> None:
@@ -51,7 +52,7 @@ class ForwardRemoteQueries:
             self._dispatch = QueryDispatch([q], moves)
             remote_q = self._dispatch.tensors[0]
         out, lse = empty_layer_outputs(remote_q, v)
-        self._calls = ForwardCalls(kernel, remote_q, out, lse, spec, kv_heads, prefixes={})
+        self._calls = ForwardCalls(layers.kernel, remote_q, out, lse, layers.spec, kv_heads, layers.forward_calls)
         self._combine = ResultCombine([out, lse], moves)
         self.kept = remote_q, out, lse
 
@@ -86,12 +87,13 @@ class BackwardRemoteQueries:
     gradients.
 
     Args:
+        layers: those that are like this one.
         of_queries: `[rows, ...]` output gradients, queries, outputs and log-sum-exps of this rank.
     """
 
     def __init__(
         self,
-        kernel: Kernel,
+        layers: AlikeLayers,
         of_queries: Sequence[torch.Tensor],
         kept: Kept | None,
         moves: QueryRouting,
@@ -111,7 +113,8 @@ class BackwardRemoteQueries:
             (dout, lse), q, out = self._dispatch.tensors, kept.remote_q, torch.empty_like(kept.remote_out)
             self._without_sinks = kept.remote_out, kept.remote_lse
         self._out, self._lse, dq = out, lse, torch.empty_like(q)
-        self._calls = BackwardCalls(kernel, dout, q, out, lse, dq, spec, kv_heads)
+        rows = QueryRows(dout, q, out, lse)
+        self._calls = BackwardCalls(layers.kernel, rows, dq, spec, kv_heads, layers.backward_calls_on(rows, spec))
         self._combine = ResultCombine([dq], moves)
 
     def start(self, chunk: ChunkRouting, transport: Transport, where: str) -> None:

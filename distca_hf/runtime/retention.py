@@ -97,7 +97,9 @@ class Slots:
 
     def close(self, slot: torch.Tensor) -> int:
         """Returns the number of a slot (see `Kept`); 0 if it has none, or was closed before."""
-        number = len(slot) if len(slot) in self._open else 0
+        number = slot.shape[0]
+        if number not in self._open:
+            return 0
         self._open.discard(number)
         return number
 

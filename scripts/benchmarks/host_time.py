@@ -13,6 +13,9 @@ The last lines are medians of the repeats: of each rank, then the largest of all
 all, beyond its kernels, and more than FlashAttention's own call. Exchanges have as many chunks as settings say
 (DISTCA_EXCHANGE_CHUNKS).
 
+With `--backward` each repeat has a backward pass, too, whose layers are differentiated one behind the other. With
+`--pad-to 128` rows are padded as batches of the product are by default: padding is cleared in every call.
+
 With `--unchecked` each repeat runs twice, with and without the checks of a call, in turns. With `--tensor 2` ranks are
 a grid of data and tensor ranks. Each repeat runs twice: in that grid, where a rank attends with its part of the heads;
 and in a flat job of the ranks that share documents, with as many heads. Both have the same plan. A grid with one data
@@ -65,6 +68,8 @@ def main() -> None:
     parser.add_argument("--repeats", type=count, default=8, help="passes")
     add_kernel(parser)
     add_device(parser)
+    parser.add_argument("--pad-to", type=count, help="rows of a rank are padded to a multiple of this")
+    parser.add_argument("--backward", action="store_true", help="also time backward")
     compared = parser.add_mutually_exclusive_group()
     compared.add_argument("--unchecked", action="store_true", help="also without the checks of a call, in turns")
     compared.add_argument("--tensor", type=count, default=1, help="tensor ranks; also a flat job, in turns")
@@ -86,9 +91,11 @@ def measure(options: argparse.Namespace, device: torch.device) -> None:
         flat = _subject(options, device, of_data)
     else:
         subject = _subject(options, device, open_transport(device, 60.0))
-    times, differences = [], []
+    times, backward_times, differences = [], [], []
     for repeat in range(options.repeats):
         times.append(_pass(options, device, subject, f"repeat {repeat}"))
+        if options.backward:
+            backward_times.append(_backward_pass(options, device, subject, f"repeat {repeat}"))
         if options.unchecked:
             with _unchecked():
                 others = _pass(options, device, subject, f"repeat {repeat}, unchecked")
@@ -100,6 +107,8 @@ def measure(options: argparse.Namespace, device: torch.device) -> None:
         words = f"rank {dist.get_rank()}: {what} {1e6 * statistics.median(differences):.1f} µs a call"
         print(f"{words} (median of {len(differences)} pairs of passes)", flush=True)
     _print_medians(times, subject, device)
+    if options.backward:
+        _print_backward_medians(backward_times, device)
     if options.profile:
         profile = cProfile.Profile()
         with torch.no_grad():
@@ -119,6 +128,8 @@ class Subject:
         attend_alone: FlashAttention's own call on the same rows.
         alone_name: of its function.
         transport: counts exchanges.
+        begin: begins another pass, and makes its first call: that one waits for the other ranks.
+        make_graph: attends in so many layers, and returns a function that differentiates them.
     """
 
     kernel: Kernel
@@ -126,6 +137,8 @@ class Subject:
     attend_alone: Callable[[], object]
     alone_name: str
     transport: Transport
+    begin: Callable[[], object]
+    make_graph: Callable[[int], Callable[[], object]]
 
 
 @dataclass(frozen=True)
@@ -168,6 +181,26 @@ def _pass(options: argparse.Namespace, device: torch.device, subject: Subject, n
     return times
 
 
+def _backward_pass(
+    options: argparse.Namespace, device: torch.device, subject: Subject, name: str
+) -> tuple[float, float, float]:
+    """Times one backward pass, and prints seconds of a call: in all, in its kernels, beyond them."""
+    subject.begin()
+    differentiate = subject.make_graph(options.layers)
+    dist.barrier()
+    synchronize(device)
+    with _timed(subject.kernel, "backward") as spent:
+        began = time.perf_counter()
+        differentiate()
+        seconds = (time.perf_counter() - began) / options.layers
+    synchronize(device)
+    subject.begin()
+    of_kernels, kernels = sum(spent) / options.layers, len(spent) // options.layers
+    words = f"rank {dist.get_rank()}, {name}, backward: {1e6 * seconds:.0f} µs a call, {1e6 * of_kernels:.0f} in"
+    print(f"{words} {kernels} kernels, {1e6 * (seconds - of_kernels):.0f} beyond", flush=True)
+    return seconds, of_kernels, seconds - of_kernels
+
+
 def _seconds_of_a_call(options: argparse.Namespace, device: torch.device, call: Callable[[], object]) -> float:
     dist.barrier()
     synchronize(device)
@@ -183,12 +216,9 @@ def _print_medians(times: Sequence[PassTimes], subject: Subject, device: torch.d
     """Prints medians of every rank, and the largest of each figure."""
     names = ("call", "kernels", "beyond", "alone", "more", "exchanges")
     medians = [statistics.median(getattr(each, name) for each in times) for name in names]
-    own = torch.tensor(medians, dtype=torch.float64, device=device)
-    ranks = [torch.empty_like(own) for _ in range(dist.get_world_size())]
-    dist.all_gather(ranks, own)
+    rows = [dict(zip(names, each, strict=True)) for each in _of_all_ranks(medians, device)]
     if dist.get_rank():
         return
-    rows = [dict(zip(names, each.tolist(), strict=True)) for each in ranks]
     for name, row in [
         *((f"rank {rank}", row) for rank, row in enumerate(rows)),
         ("largest of all", _worst(rows)),
@@ -200,6 +230,24 @@ def _print_medians(times: Sequence[PassTimes], subject: Subject, device: torch.d
             f"call takes {more} µs more",
             flush=True,
         )
+
+
+def _print_backward_medians(times: Sequence[tuple[float, float, float]], device: torch.device) -> None:
+    """Prints the largest medians of all ranks."""
+    medians = [statistics.median(seconds) for seconds in zip(*times, strict=True)]
+    worst = [max(of_ranks) for of_ranks in zip(*_of_all_ranks(medians, device), strict=True)]
+    if not dist.get_rank():
+        call, of_kernels, beyond = (f"{1e6 * seconds:.0f}" for seconds in worst)
+        words = f"a call takes {call} µs in all; {of_kernels} µs in its kernels, {beyond} µs beyond them"
+        print(f"largest of all, backward, median of {len(times)}: {words}", flush=True)
+
+
+def _of_all_ranks(numbers: Sequence[float], device: torch.device) -> list[list[float]]:
+    """Returns the numbers of every rank."""
+    own = torch.tensor(numbers, dtype=torch.float64, device=device)
+    ranks = [torch.empty_like(own) for _ in range(dist.get_world_size())]
+    dist.all_gather(ranks, own)
+    return [each.tolist() for each in ranks]
 
 
 def _worst(rows: Sequence[Mapping[str, float]]) -> Mapping[str, float]:
@@ -239,11 +287,11 @@ def _subject(options: argparse.Namespace, device: torch.device, transport: Trans
     middle of training: every rank has agreed to it."""
     config = DistCAConfig(kernel=options.kernel)
     topology = config.topology(transport.world_size)
-    plan = plan_in_place(place(options.lengths, transport.world_size))
+    layout = place(options.lengths, transport.world_size)
+    plan = plan_in_place(layout if options.pad_to is None else layout.padded(options.pad_to, sys.maxsize))
     mine = rank_plan(plan, transport.rank, config.num_chunks(topology))
     routings = {mine.mask: PinnedRankPlan.prepare(mine).to(device)}
     live = LivePlan(0, routings, mine.facts, transport, config)
-    live.begin_forward_pass(None, {})
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     q, k, v = (
         torch.randn(live.num_rows, heads, options.head_dim, device=device, dtype=dtype)
@@ -255,13 +303,29 @@ def _subject(options: argparse.Namespace, device: torch.device, transport: Trans
     def attend() -> object:
         return flash_attn(q, k, v, AttentionSpec(scale), live.handle, layer)  # layers make their spec in each call
 
+    def begin() -> object:
+        live.begin_forward_pass(None, {})
+        with torch.no_grad():
+            return attend()
+
+    def make_graph(layers: int) -> Callable[[], object]:
+        """Outputs of a layer are the queries of the next one; each has keys and values of its own."""
+        leaves = [q.detach().requires_grad_()]
+        [out] = leaves
+        for _ in range(layers):
+            own_k, own_v = (x.detach().requires_grad_() for x in (k, v))
+            leaves += [own_k, own_v]
+            out = flash_attn(out, own_k, own_v, AttentionSpec(scale), live.handle, layer)[0]
+        return lambda: torch.autograd.grad(out, leaves, torch.ones_like(out))
+
+    begin()
     kernel = live.kernel(q, k, v, AttentionSpec(scale))
     held = [stop - start for _, start, stop in plan.layout.held_by(transport.rank)]
     rows = slice(0, sum(held))
     inputs = Inputs(q[rows], k[rows], v[rows])
     spans = make_call(0, held, held, OwnKeys(rows), device).spans
     name, attend_alone = _own_call(kernel, inputs, spans, scale)
-    return Subject(kernel, attend, attend_alone, name, transport)
+    return Subject(kernel, attend, attend_alone, name, transport, begin, make_graph)
 
 
 def _own_call(kernel: Kernel, inputs: Inputs, spans: Spans, scale: float) -> tuple[str, Callable[[], object]]:
@@ -273,18 +337,18 @@ def _own_call(kernel: Kernel, inputs: Inputs, spans: Spans, scale: float) -> tup
 
 
 @contextmanager
-def _timed(kernel: Kernel) -> Iterator[list[float]]:
-    """Seconds of every forward call of a kernel that is made within."""
+def _timed(kernel: Kernel, name: str = "forward") -> Iterator[list[float]]:
+    """Seconds of every call of a kernel's function that is made within."""
     spent: list[float] = []
-    forward = type(kernel).forward
+    function = getattr(type(kernel), name)
 
-    def timed(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    def timed(*arguments: Any) -> object:
         began = time.perf_counter()
-        results = forward(*arguments)
+        results = function(*arguments)
         spent.append(time.perf_counter() - began)
         return results
 
-    with mock.patch.object(type(kernel), "forward", timed):
+    with mock.patch.object(type(kernel), name, timed):
         yield spent
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from distca_hf.kernels.interface import accumulation_dtype
-from distca_hf.kernels.rows import RowSums, add_rows, copy_rows, merge, row_merge
+from distca_hf.kernels.rows import RowSums, add_rows, copy_rows, merge, row_merge, row_sum
 from distca_hf.kernels.sinks import add_sinks, scale_rows, sink_gradients
 from distca_hf.torch_private import _public_current_stream, current_stream
 
@@ -164,6 +164,27 @@ def test_sums_are_the_same_bit_by_bit() -> None:
         results.append(again)
 
     assert all(torch.equal(results[0], again) for again in results[1:])
+
+
+def test_rows_of_heads_are_added_by_a_prepared_step() -> None:
+    sums, rows, stored, returned_rows = _sums(torch.Generator().manual_seed(6))
+    shapes = ((rows, 1), (stored, 2), (returned_rows, 3))
+    one, other = (
+        [
+            _random(length, parts * 128, dtype=torch.bfloat16, seed=seed + 3 * parts)[:, -128:].unflatten(1, (2, 64))
+            for length, parts in shapes
+        ]
+        for seed in (0, 1)
+    )
+    add = row_sum(*one, sums)
+    for target, own, returned in (one, other, one):
+        expected = target.flatten(1).clone()
+        add_rows(expected, own.flatten(1), returned.flatten(1), sums)
+        add(target, own, returned)
+
+        assert torch.equal(target.flatten(1), expected)
+    with pytest.raises(ValueError, match="cannot add rows"):
+        row_sum(*(x.transpose(1, 2) for x in one), sums)
 
 
 # --- copies

@@ -68,6 +68,23 @@ def test_host_time_of_attention_calls_is_told_for_every_rank(tmp_path: Path) -> 
     assert min(medians["largest of all"][:4]) > 0
 
 
+def test_host_time_of_backward_is_told_for_padded_rows(tmp_path: Path) -> None:
+    size = ["--device", "cpu", "--documents", "64,24x8", "--layers", "2", "--heads", "4", "--kv-heads", "2"]
+    options = ["--head-dim", "8", "--repeats", "2", "--backward", "--pad-to", "100"]
+    printed = run_script(RANKS, tmp_path, ["scripts/benchmarks/host_time.py", *size, *options])
+
+    pattern = r"rank (\d), repeat (\d), backward: (\d+) µs a call, (\d+) in (\d+) kernels, (\d+) beyond"
+    told = {match[:2]: [int(number) for number in match[2:]] for match in re.findall(pattern, printed)}
+    assert set(told) == {(str(rank), str(repeat)) for rank in range(RANKS) for repeat in range(2)}
+    for call, of_kernel, kernels, beyond in told.values():
+        assert kernels >= 1
+        assert call == pytest.approx(of_kernel + beyond, abs=1)
+    words = (
+        r"largest of all, backward, median of 2: a call takes \d+ µs in all; \d+ µs in its kernels, \d+ µs beyond them"
+    )
+    assert len(re.findall(words, printed)) == 1
+
+
 def test_host_time_in_a_grid_is_compared_with_a_flat_job(tmp_path: Path) -> None:
     size = ["--device", "cpu", "--documents", "64,24x8", "--layers", "2", "--heads", "4", "--kv-heads", "2"]
     options = ["--head-dim", "8", "--repeats", "2", "--tensor", "2"]

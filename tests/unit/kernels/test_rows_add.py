@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from distca_hf.kernels.interface import accumulation_dtype
-from distca_hf.kernels.rows import RowSums, add_rows
+from distca_hf.kernels.rows import RowSums, add_rows, row_sum
 
 
 # Rows 1, 4 and 5 of six get something: 4 from the store, 1 and 5 from the first server, all three from the second.
@@ -24,6 +24,25 @@ def test_every_row_gets_what_is_its_own() -> None:
 
     assert target[:, 0].tolist() == [0, 20 + 80, 0, 0, 4 + 40, 10 + 160]
     assert torch.equal(target[:, 0], target[:, 1])
+
+
+def test_rows_of_heads_are_added_by_a_prepared_step() -> None:
+    """Own and returned rows are parts of wider ones."""
+    generator = torch.Generator().manual_seed(0)
+    one, other = (
+        [
+            torch.randn(rows, parts * 4, generator=generator)[:, -4:].unflatten(1, (2, 2))
+            for rows, parts in ((6, 1), (3, 2), (5, 3))
+        ]
+        for _ in range(2)
+    )
+    add = row_sum(*one, SUMS)
+    for target, own, returned in (one, other, one):
+        expected = target.flatten(1).clone()
+        add_rows(expected, own.flatten(1), returned.flatten(1), SUMS)
+        add(target, own, returned)
+
+        assert torch.equal(target.flatten(1), expected)
 
 
 def test_orders_for_one_kernel_are_by_row_and_then_by_server() -> None:

@@ -17,7 +17,7 @@ from distca_hf.kernels.interface import NEW, AttentionSpec, Inputs, Outputs, Roo
 from distca_hf.layout import Layout
 from distca_hf.planning.plan import Plan, plan_in_place
 from distca_hf.runtime import kernel_calls, remote_kv
-from distca_hf.runtime.attention import attend
+from distca_hf.runtime.attention import Attended, attend, attend_backward
 from distca_hf.runtime.layer_kinds import PinnedKinds
 from distca_hf.runtime.live_plan import LivePlan
 from distca_hf.runtime.op import flash_attn
@@ -104,6 +104,36 @@ def test_later_layers_have_the_bits_of_the_first_one(seed: int, moves: bool) -> 
     run_ranks(2, run)
 
 
+@pytest.mark.usefixtures("steps_are_checked")
+@pytest.mark.parametrize("moves", [False, True], ids=["in place", "queries move"])
+@pytest.mark.parametrize("seed", range(4))
+def test_backward_has_the_same_bits_however_saved_rows_lie(seed: int, moves: bool) -> None:
+    """Hooks of saved tensors may bring outputs and log-sum-exps back with other strides, in some layers alone."""
+    rng = random.Random(seed)
+    layout = random_layout(rng, 2)
+    plan = random_plan(rng, layout) if moves else plan_in_place(layout)
+
+    def run(transport: Transport) -> None:
+        def live() -> LivePlan:
+            return live_plan(layout, transport, DistCAConfig(kernel="reference"), plan=plan)
+
+        of_all_layers = live()
+        generator = torch.Generator().manual_seed(transport.rank)
+        for other_strides in (False, True, False, True):
+            q, k, v = (x.normal_(generator=generator) for x in tensors(int(layout.rank_rows[transport.rank])))
+            dout = torch.randn(q.shape, dtype=q.dtype, generator=generator)
+            gradients = []
+            for one in (of_all_layers, live()):
+                out, lse, kept = attend(q, k, v, SPEC, one)
+                if other_strides and one is of_all_layers:
+                    out, lse = (x.transpose(0, 1).contiguous().transpose(0, 1) for x in (out, lse.contiguous()))
+                gradients.append(attend_backward(dout, Attended(q, k, v, out, lse), kept, SPEC, one))
+            for got, expected in zip(*gradients, strict=True):
+                assert torch.equal(got, expected)
+
+    run_ranks(2, run)
+
+
 # --- layers that differ
 
 
@@ -132,6 +162,7 @@ def checked(prepare: Callable[..., Callable[..., object]], prepared_for: Callabl
 def steps_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:
     prepared: tuple[tuple[ModuleType, str, Callable[..., list[object]]], ...] = (
         (remote_kv, "row_copy", lambda sources, rows, targets, places: kinds_of([*sources, *targets])),
+        (remote_kv, "row_sum", lambda *given: kinds_of(given[:3])),
         (kernel_calls, "row_merge", lambda *given: kinds_of(given[:4])),
         (kernel_calls, "view_of", lambda part, whole: kinds_of([whole])),
     )
