@@ -47,6 +47,7 @@ from distca_hf.planning.plan import plan_in_place
 from distca_hf.planning.routing import rank_plan
 from distca_hf.runtime.device_routing import PinnedRankPlan
 from distca_hf.runtime.forward_pass import ForwardPass
+from distca_hf.runtime.layer_kinds import Planned
 from distca_hf.runtime.live_plan import LivePlan
 from distca_hf.runtime.op import flash_attn
 from lib.baselines.calls import OwnKeys, make_call
@@ -242,7 +243,7 @@ def _subject(options: argparse.Namespace, device: torch.device, transport: Trans
     plan = plan_in_place(place(options.lengths, transport.world_size))
     mine = rank_plan(plan, transport.rank, config.num_chunks(topology))
     routings = {mine.mask: PinnedRankPlan.prepare(mine).to(device)}
-    live = LivePlan(0, routings, mine.facts, transport, config)
+    live = LivePlan(0, Planned(routings, None, mine.facts, plan.fingerprint), transport, config)
     live.begin_forward_pass(None, {})
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     q, k, v = (
