@@ -61,8 +61,7 @@ def documents_at(positions: torch.Tensor, tokens: torch.Tensor | None = None) ->
         PackingError: a document does not begin at position 0.
     """
     if tokens is None:
-        begins = torch.ones(positions.shape, dtype=torch.bool, device=positions.device)
-        begins[:, 1:] = positions[:, 1:] != positions[:, :-1] + 1
+        begins = _restarts(positions)
         check_beginnings(positions[begins])
         offsets, longest = offsets_of(begins)
         return Documents.of(Spans(offsets, offsets, longest, longest))
@@ -254,7 +253,19 @@ def _offsets_of_rows(tokens: torch.Tensor, positions: torch.Tensor | None) -> to
     if positions is None:
         rows, length = tokens.shape
         return whole_rows(rows, length, length, tokens.device).cu_seqlens_q
-    return documents_at(positions.expand(tokens.shape)).cu_seqlens_q
+    positions = positions.expand(tokens.shape)
+    # Side by side, so that one copy brings both to the host.
+    starts = _restarts(positions).flatten().nonzero().flatten()
+    starts, first_positions = torch.stack([starts, positions.flatten()[starts]]).cpu()
+    check_beginnings(first_positions)
+    return torch.cat([starts, starts.new_tensor([positions.numel()])])
+
+
+def _restarts(positions: torch.Tensor) -> torch.Tensor:
+    """Returns bool `[B, T]`, True at the beginning of every row, and where positions do not go on by one."""
+    begins = torch.ones(positions.shape, dtype=torch.bool, device=positions.device)
+    begins[:, 1:] = positions[:, 1:] != positions[:, :-1] + 1
+    return begins
 
 
 def _check_key_offsets(offsets: torch.Tensor, key_offsets: torch.Tensor | None) -> None:

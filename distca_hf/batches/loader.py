@@ -308,19 +308,16 @@ class PlacedLoader:
         self.history.append(prepared.facts)
         number = self._number(prepared.cursor)
         agreement = agree_to_take(self._transport, prepared, number, self._facts())
+        posted = order_plan(self._transport, prepared.plan, number, self.preparer.planner.num_chunks)
         plan = PlacedPlan(
             data,
             micro_batch=number,
-            routings=prepared.kinds.to(self._device),
-            facts=prepared.facts,
+            planned=prepared.kinds.planned(self._device, prepared.fingerprint, posted),
             transport=self._transport,
             config=self._config,
-            fingerprint=prepared.fingerprint,
             agreement=agreement,
-            posted=order_plan(self._transport, prepared.plan, number, self.preparer.planner.num_chunks),
             replan=None if served is None else Replanner(served, self.preparer, prepared, number),
             stopwatch=None if served is None else served.speeds.stopwatch,
-            route_window=prepared.kinds.route_window(self._device),
             document_tokens=prepared.kinds.document_tokens,
         )
         batch = {

@@ -1,13 +1,16 @@
 """Packs: batches that were packed before they get here. Their tokens stay, their attention tasks move.
 
-lengths of this rank ── gather ──▶ layout of all packs ──▶ plan, routing ──▶ live plan
-from cu_seq_lens_q, position_ids or rows                    moving tasks     of one forward pass
+lengths of this rank ── gather ──▶ live plan ┈┈┈┈┈┈┈┈▶ layout of all packs ──▶ plan, routing
+from cu_seq_lens_q, position_ids or rows     of one pass   when a layer attends     moving tasks
+
+Ranks meet before the pass. The plan is made when the first layer attends: the device then computes what comes before.
 """
 
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
 from zlib import crc32
 
 import torch
@@ -18,7 +21,7 @@ from distca_hf.batches.taking import order_plan, shared_facts
 from distca_hf.comm.agreement import Agreement, Occasion, by_value, labels_of
 from distca_hf.comm.grid import Scope
 from distca_hf.comm.served_transport import ServedTransport
-from distca_hf.comm.transport import Transport
+from distca_hf.comm.transport import Gather, Transport
 from distca_hf.config import DistCAConfig
 from distca_hf.cost import CAUSAL_LAYERS, LayerMasks, TokenBytes
 from distca_hf.data.documents import IGNORED_LABEL
@@ -28,7 +31,7 @@ from distca_hf.layout import Layout, as_int_array
 from distca_hf.planning.plan import Plan, PlanFacts, PlanTotals
 from distca_hf.planning.rebalance import plan_by_moving
 from distca_hf.planning.served import Servers, plan_served
-from distca_hf.runtime.layer_kinds import PinnedKinds
+from distca_hf.runtime.layer_kinds import PinnedKinds, Planned, PutOff
 from distca_hf.runtime.live_plan import LivePlan
 from distca_hf.telemetry import REMEMBERED_MICRO_BATCHES, LoaderTimes, get_logger
 from distca_hf.topology import Topology
@@ -38,6 +41,41 @@ log = get_logger(__name__)
 
 # Name of the number by which tensor ranks compare their batches.
 CHECKSUM = "checksum of tokens, labels and lengths"
+
+
+@dataclass(frozen=True)
+class GatheredPacks:
+    """Packs of all ranks on their way to this one.
+
+    Attributes:
+        micro_batch: its number.
+        trains: whether it is trained on, and counted.
+        device: where its tokens are.
+        servers: attention servers that compute some of its tasks; None if there are none.
+        counts: `[ranks]` documents of each rank.
+        gather: brings their lengths, filled up with zeros to those of the rank with the most documents.
+        seconds: that have been spent on it.
+    """
+
+    micro_batch: int
+    trains: bool
+    device: torch.device
+    servers: Servers | None
+    counts: list[int]
+    gather: Gather
+    seconds: float
+
+    def layout(self) -> Layout:
+        """Waits for the lengths; returns the layout of all packs.
+
+        Raises:
+            PeerLostError: a rank was lost.
+            PackingError: a document is too long.
+        """
+        where, rows = _where(self.micro_batch), self.gather.wait()
+        return Layout.from_packs(
+            [as_int_array(row[:count], where) for row, count in zip(rows, self.counts, strict=True)]
+        )
 
 
 class PackPlanner:
@@ -92,6 +130,9 @@ class PackPlanner:
     def plan(self, batch: Batch, trains: bool = True, images_wait: bool = False) -> LivePlan | None:
         """Plans a batch, on the device of its tokens. A collective call.
 
+        The plan is made at the first look, when the first layer attends. With attention servers it is made here: it is
+        posted to them before any layer runs.
+
         Args:
             trains: whether it is trained on, and counted.
             images_wait: whether a rank with an image waits for the others: for weights or gradients of towers.
@@ -109,16 +150,35 @@ class PackPlanner:
         number, self._next_number = self._next_number, self._next_number + 1
         lengths, tokens = self._lengths(batch, number), tokens_of(batch)
         flags = self._flags(batch, lengths, is_first=number == 0)
-        lengths_of_ranks = self._all_lengths(lengths, number, flags, images_wait)
-        if lengths_of_ranks is None:
+        numbers = self._numbers(lengths, number, flags, images_wait)
+        if numbers is None:
             return None
-        layout = Layout.from_packs(lengths_of_ranks)
-        if not layout.num_documents:
+        assert lengths is not None  # or this rank's batch would be padded
+        counts, longest_tokens = numbers["documents"], max(numbers["longest document"])
+        if not longest_tokens:
             raise PackingError(f"micro-batch {number}: no data on any rank; leave this batch out")
+        filled_up = [*lengths.tolist(), *[0] * (max(counts) - len(lengths))]
+        gather = self._transport.gather(filled_up, _where(number))
         servers = self._servers if trains else None  # evaluation uses none
         served = self._transport if isinstance(self._transport, ServedTransport) and trains else None
         if served is not None:
             servers = served.servers  # some may be lost
+        seconds = time.perf_counter() - began
+        packs = GatheredPacks(number, trains, tokens.device, servers, counts, gather, seconds)
+        put_off = PutOff(longest_tokens, partial(self._planned, packs))
+        return LivePlan(
+            number,
+            put_off if servers is None else put_off.make(),
+            self._transport if trains else self._alone,
+            self._config,
+            stopwatch=None if served is None else served.speeds.stopwatch,
+            document_tokens=lengths,
+        )
+
+    def _planned(self, packs: GatheredPacks) -> Planned:
+        """Plans and routes packs, once they are there."""
+        began = time.perf_counter()
+        layout, servers = packs.layout(), packs.servers
         plan, topology = self._plan(layout, servers)
         num_chunks = self._config.num_chunks(topology)
         kinds = PinnedKinds.prepare(
@@ -127,26 +187,16 @@ class PackPlanner:
             num_chunks,
             self._layer_masks,
             layout.rank_work_of,
-            pin=tokens.is_cuda,
+            pin=packs.device.type == "cuda",
             num_servers=0 if servers is None else servers.count,
         )
         self.history.append(kinds.facts)
-        if trains:
+        if packs.trains:
             self.totals = self.totals.plus(kinds.facts)
             self.times.micro_batches += 1  # padded micro-batches are in none of these
-            self.times.plan_seconds += time.perf_counter() - began
-        return LivePlan(
-            micro_batch=number,
-            routings=kinds.to(tokens.device),
-            facts=kinds.facts,
-            transport=self._transport if trains else self._alone,
-            config=self._config,
-            fingerprint=plan.fingerprint,
-            posted=order_plan(self._transport, None if servers is None else plan, number, num_chunks),
-            stopwatch=None if served is None else served.speeds.stopwatch,
-            route_window=kinds.route_window(tokens.device),
-            document_tokens=kinds.document_tokens,
-        )
+            self.times.plan_seconds += packs.seconds + time.perf_counter() - began
+        posted = order_plan(self._transport, None if servers is None else plan, packs.micro_batch, num_chunks)
+        return kinds.planned(packs.device, plan.fingerprint, posted)
 
     def _plan(self, layout: Layout, servers: Servers | None) -> tuple[Plan, Topology]:
         """Returns the plan of all packs, and the nodes of the ranks that it is of."""
@@ -174,12 +224,12 @@ class PackPlanner:
             flags[CHECKSUM] = _checksum(lengths, tokens_of(batch), batch)
         return flags
 
-    def _all_lengths(
+    def _numbers(
         self, lengths: IntArray | None, number: int, flags: dict[str, int], images_wait: bool
-    ) -> list[IntArray] | None:
-        """Returns document lengths of every rank; None if some rank's batch is padded. Warns of ranks whose first
-        batch holds no label to learn: most likely all their batches are like it."""
-        # 1. How many lengths each rank has: gathers are of equal size.
+    ) -> dict[str, list[int]] | None:
+        """Returns numbers of every rank about its batch, by name; None if some rank's batch is padded. Gathers of
+        lengths are of equal size, so the number of documents comes first. Warns of ranks whose first batch holds no
+        label to learn: most likely all their batches are like it."""
         agreement = Agreement.start(
             self._transport,
             Occasion.PLAN,
@@ -187,6 +237,7 @@ class PackPlanner:
             shared_facts(self._config),
             {
                 "documents": 0 if lengths is None else len(lengths),
+                "longest document": 0 if lengths is None else int(lengths.max(initial=0)),
                 "padded": int(lengths is None),
                 **flags,
             },
@@ -206,13 +257,7 @@ class PackPlanner:
         if any(numbers["padded"]):
             self._warn_of_padding(self._labels(numbers["padded"]), number)
             return None
-        # 2. The lengths, filled up with zeros to those of the rank with the most documents.
-        assert lengths is not None
-        most = max(numbers["documents"])
-        padded = [*lengths.tolist(), *[0] * (most - len(lengths))]
-        where = f"micro-batch {number}, document lengths"
-        rows = self._transport.gather(padded, where).wait()
-        return [as_int_array(row[:count], where) for row, count in zip(rows, numbers["documents"], strict=True)]
+        return numbers
 
     def _check_same_batch(self, agreement: Agreement, number: int) -> None:
         """Checks that all tensor ranks of one data rank hold the same batch.
@@ -259,6 +304,10 @@ class PackPlanner:
                 number,
                 ranks,
             )
+
+
+def _where(micro_batch: int) -> str:
+    return f"micro-batch {micro_batch}, document lengths"
 
 
 def _checksum(lengths: IntArray | None, tokens: torch.Tensor, batch: Batch) -> int:

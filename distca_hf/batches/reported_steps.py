@@ -73,7 +73,7 @@ class ReportedSteps:
         """
         if not self._every_steps:
             return UNTRACED
-        if plan.posted is not None and isinstance(plan.forward_pass.trace, OrderedPass):
+        if isinstance(plan.forward_pass.trace, OrderedPass) and plan.posted is not None:
             plan.posted.begin_pass("")  # another pass with this plan was traced: servers would take this one for it
         if not trains:
             return UNTRACED

@@ -82,13 +82,8 @@ class Replanner:
         self._roster = self._transport.roster
         prepared = self._prepared = self._preparer.planned_for(self._transport.servers, self._prepared)
         device, num_chunks = self._preparer.device, self._preparer.planner.num_chunks
-        return Planned(
-            prepared.kinds.to(device),
-            prepared.kinds.route_window(device),
-            prepared.facts,
-            prepared.fingerprint,
-            order_plan(self._transport, prepared.plan, self._micro_batch, num_chunks),
-        )
+        posted = order_plan(self._transport, prepared.plan, self._micro_batch, num_chunks)
+        return prepared.kinds.planned(device, prepared.fingerprint, posted)
 
 
 def check_cuts(transport: Transport, prepared: Prepared, number: int, numbers: Mapping[str, Sequence[int]]) -> None:

@@ -125,7 +125,7 @@ def distca_attention(
                 "distca_hf.enable(model, plugin) before the model is wrapped (DDP, FSDP, accelerator.prepare)"
             )
         if chunk_tokens is not None:
-            check_chunk(chunk_tokens, distca_plan.facts.longest_document_tokens, module)
+            check_chunk(chunk_tokens, distca_plan.longest_document_tokens, module)
         q_TNH, k_TGH, v_TGV = (_rows(x) for x in (query, key, value))
         out_TNV, *_ = flash_attn(q_TNH, k_TGH, v_TGV, spec, distca_plan.handle, settings.number, s_aux)
         return out_TNV.unflatten(0, (query.shape[0], query.shape[2])), None

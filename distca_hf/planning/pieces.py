@@ -18,7 +18,7 @@ single group is every `head_groups`-th row. On its server the rows are consecuti
 A *line* is a document with all its heads, or with one head group.
 """
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass
 from typing import Self
 
 import numpy as np
@@ -184,8 +184,8 @@ class Ranges:
 
     def select(self, chosen: np.ndarray) -> Self:
         """Selects ranges by a boolean mask or by indices, in their order."""
-        columns = {column.name: getattr(self, column.name) for column in fields(self) if column.name != "head_groups"}
-        return replace(self, **{name: values[chosen] for name, values in columns.items()})
+        columns = {name: values[chosen] for name, values in vars(self).items() if name != "head_groups"}
+        return type(self)(head_groups=self.head_groups, **columns)
 
 
 def position_keys(documents: IntArray, heads: IntArray, tokens: IntArray, head_groups: int) -> IntArray:

@@ -83,7 +83,7 @@ def attend(
     """
     plan.agree()
     if not plan.forward_pass.calls:
-        plan.forward_pass.agree_to_attend(q_TNH, k_TGH, v_TGV)
+        plan.forward_pass.agree_to_attend(plan.fingerprint, q_TNH, k_TGH, v_TGV)
     scores = spec.scale, spec.softcap, sinks_N is not None
     where, transport = plan.forward_pass.begin_forward(spec.window_tokens, scores), plan.transport
     trace, layers = plan.forward_pass.trace, plan.alike(q_TNH, k_TGH, v_TGV, spec, where)

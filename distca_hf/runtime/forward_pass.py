@@ -132,8 +132,11 @@ class ForwardPass:
         self.trace.begin(PassPart.BACKWARD, layer, self.windows[layer] if 0 <= layer < len(self.windows) else 0)
         return self._place(layer, "backward")
 
-    def agree_to_attend(self, q_TNH: torch.Tensor, k_TGH: torch.Tensor, v_TGV: torch.Tensor) -> None:
+    def agree_to_attend(self, fingerprint: int, q_TNH: torch.Tensor, k_TGH: torch.Tensor, v_TGV: torch.Tensor) -> None:
         """Waits until all ranks have shown in which dtype and with which heads they attend, and the pass's facts.
+
+        Args:
+            fingerprint: of the plan.
 
         Raises:
             PlanMismatchError, PeerLostError: they differ.
@@ -142,7 +145,12 @@ class ForwardPass:
             return
         heads = ", ".join(f"{name} {tuple(x.shape[1:])}" for name, x in (("q", q_TNH), ("k", k_TGH), ("v", v_TGV)))
         dtypes = ", ".join(str(x.dtype) for x in (q_TNH, k_TGH, v_TGV))
-        facts = {**self._facts, "dtypes that attention computes in": dtypes, "heads and their dimensions": heads}
+        facts = {
+            **self._facts,
+            "fingerprint of the plan": fingerprint,
+            "dtypes that attention computes in": dtypes,
+            "heads and their dimensions": heads,
+        }
         self.agreement = Agreement.start(self._transport, Occasion.ATTEND, self._micro_batch, facts, {})
         self.agreement.wait()
         self.agreement = None

@@ -52,6 +52,45 @@ class Planned(NamedTuple):
     fingerprint: int
     posted: PostedPlan | None = None
 
+    @property
+    def longest_document_tokens(self) -> int:
+        """Tokens of the longest document of the micro-batch."""
+        return self.facts.longest_document_tokens
+
+
+class PutOff(NamedTuple):
+    """A micro-batch that is planned when its plan is first looked at.
+
+    Attributes:
+        longest_document_tokens: of the micro-batch; known before.
+        make: plans it.
+    """
+
+    longest_document_tokens: int
+    make: Callable[[], Planned]
+
+
+class PassLayers(NamedTuple):
+    """Layers of a forward pass.
+
+    Attributes:
+        layers_kept: layers whose attention is saved for backward at the same time.
+        attention_calls: of the pass, as far as is known before the first one.
+        layer_masks: masks of the model, each with the number of its layers.
+    """
+
+    layers_kept: int = 1
+    attention_calls: int = 1
+    layer_masks: LayerMasks = CAUSAL_LAYERS
+
+    def of(self, window_tokens: int) -> tuple[int, int, bool]:
+        """Returns `layers_kept` and `attention_calls` of one kind, of which there is at least one, and whether the
+        pass recomputes attention."""
+        layers = {mask.window_tokens or 0: count for mask, count in self.layer_masks}
+        total = sum(layers.values())
+        calls = max(1, round(self.attention_calls * layers.get(window_tokens, total) / total))
+        return min(self.layers_kept, calls), calls, self.layers_kept != self.attention_calls
+
 
 @dataclass(frozen=True, eq=False)
 class PinnedKinds:
@@ -114,6 +153,14 @@ class PinnedKinds:
         """Returns the rank plans on the device; the host does not wait."""
         return {mask: plan.to(device) for mask, plan in self.plans.items()}
 
+    def planned(self, device: torch.device, fingerprint: int, posted: PostedPlan | None = None) -> Planned:
+        """Returns the micro-batch as it was planned, on the device; the host does not wait.
+
+        Args:
+            fingerprint, posted: see `Planned`.
+        """
+        return Planned(self.to(device), self.route_window(device), self.facts, fingerprint, posted)
+
     def route_window(self, device: torch.device) -> RouteWindow:
         """Returns a function that routes a window which was not known before."""
 
@@ -146,28 +193,23 @@ class LayerKinds:
         planned: the micro-batch as it was planned.
         config: settings.
         where: rank and micro-batch, for messages.
+        layers: of the pass that is about to run.
     """
 
-    def __init__(self, planned: Planned, config: DistCAConfig, where: str) -> None:
+    def __init__(self, planned: Planned, config: DistCAConfig, where: str, layers: PassLayers) -> None:
         self._planned, self._config, self._where = planned, config, where
         self._longest_tokens = planned.facts.longest_document_tokens
-        self._pass = _Pass(1, 1, CAUSAL_LAYERS)
+        self._layers = layers
         self._halos: list[Retention] = []
         self._kinds: dict[int, LayerKind] = {}
         for mask, plan in planned.routings.items():
             self._add(mask, plan)
 
-    def begin_forward_pass(self, layers_kept: int, attention_calls: int, layer_masks: LayerMasks) -> None:
-        """Notes how many layers the next pass has.
-
-        Args:
-            layers_kept: layers whose attention is saved for backward at the same time.
-            attention_calls: of the pass, as far as is known before the first one.
-            layer_masks: masks of the model, each with the number of its layers.
-        """
-        self._pass = _Pass(layers_kept, attention_calls, layer_masks)
+    def begin_forward_pass(self, layers: PassLayers) -> None:
+        """Notes how many layers the next pass has."""
+        self._layers = layers
         for window_tokens, kind in self._kinds.items():
-            kind.retention.begin_forward_pass(*self._pass.of(window_tokens))
+            kind.retention.begin_forward_pass(*layers.of(window_tokens))
             kind.has_room = False
 
     def spec(self, spec: AttentionSpec) -> AttentionSpec:
@@ -241,24 +283,8 @@ class LayerKinds:
         posted, window_tokens = self._planned.posted, mask.window_tokens or 0
         room_bytes = None if posted is None else posted.room_bytes
         retention = Retention(self._config, plan.facts, room_bytes, None if window_tokens else self._halos)
-        retention.begin_forward_pass(*self._pass.of(window_tokens))
+        retention.begin_forward_pass(*self._layers.of(window_tokens))
         if window_tokens:
             self._halos.append(retention)
         kind = self._kinds[window_tokens] = LayerKind(plan, retention)
         return kind
-
-
-class _Pass(NamedTuple):
-    """Numbers of layers in a forward pass, as `LayerKinds.begin_forward_pass` takes them."""
-
-    layers_kept: int
-    attention_calls: int
-    layer_masks: LayerMasks
-
-    def of(self, window_tokens: int) -> tuple[int, int, bool]:
-        """Returns `layers_kept` and `attention_calls` of one kind, of which there is at least one, and whether the
-        pass recomputes attention."""
-        layers = {mask.window_tokens or 0: count for mask, count in self.layer_masks}
-        total = sum(layers.values())
-        calls = max(1, round(self.attention_calls * layers.get(window_tokens, total) / total))
-        return min(self.layers_kept, calls), calls, self.layers_kept != self.attention_calls

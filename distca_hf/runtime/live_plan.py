@@ -5,10 +5,6 @@ The operator carries its plan as an integer, because compiled graphs, checkpoint
 unharmed. The register is shared state, which `runtime.retention` alone has beside it, and it is bounded.
 """
 
-import itertools
-import threading
-import weakref
-from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -22,17 +18,17 @@ from distca_hf.comm.posted_plans import PostedPlan
 from distca_hf.comm.speeds import Stopwatch
 from distca_hf.comm.transport import Transport
 from distca_hf.config import DistCAConfig
-from distca_hf.cost import CAUSAL_LAYERS, LayerMasks, Mask
+from distca_hf.cost import CAUSAL_LAYERS, LayerMasks
 from distca_hf.errors import PlanError
 from distca_hf.flops import ATTENTION_BACKWARD
 from distca_hf.kernels.interface import AttentionSpec, Kernel, MeasuredKernel
 from distca_hf.kernels.registry import Operands, choose_kernel, kernel_name
 from distca_hf.planning.plan import PlanFacts
 from distca_hf.runtime.alike_layers import AlikeLayers, LayerKey
-from distca_hf.runtime.device_routing import DeviceRankPlan
 from distca_hf.runtime.forward_pass import ForwardPass
-from distca_hf.runtime.layer_kinds import LayerKinds, Planned, RouteWindow
+from distca_hf.runtime.layer_kinds import LayerKinds, PassLayers, Planned, PutOff
 from distca_hf.runtime.pass_trace import UNTRACED, PassTrace
+from distca_hf.runtime.plan_register import PlanRegister
 from distca_hf.runtime.retention import Retention, Slots
 
 
@@ -57,40 +53,33 @@ class LivePlan:
 
     Args:
         micro_batch: number of the micro-batch, counted by the loader.
-        routings: rank plans (routing of forward, and of backward) for each mask that layers attend with. All are of
-            one layout, so the rows that a rank holds are the same in every layer.
+        planned: the micro-batch as it was planned, or what plans it at the first look. All its routings are of one
+            layout, so the rows that a rank holds are the same in every layer.
         agreement: facts shown to all ranks when the batch was handed out; None if there is nothing to wait for.
-        fingerprint: of the plan.
-        posted: the plan as attention servers have it; posts calls to them. None if they take no part.
         replan: plans the micro-batch again if other servers take part than before; None if they do not.
-        route_window: makes the rank plan of a window that is not among `routings`; None if there is no other.
         stopwatch: measures this rank's kernels; None where nobody asks for their times.
         document_tokens: `[segments]` tokens of each document, or part of one, that this rank holds, in row order; None
             on attention servers, which hold none.
 
     Attributes:
+        longest_document_tokens: tokens of the longest document of the micro-batch.
         numbers: numbers of every data rank in the agreement, by name.
         forward_pass: the latest pass of a model with this plan.
         use: whether there was one.
         checks_finite: whether attention looks for numbers that are not finite.
         chunk: of a pipeline stage, see `of_chunk`.
-        kinds: the layers by their masks: routing and kept rows of each kind.
         handle: number by which the operator finds the plan.
     """
 
     def __init__(
         self,
         micro_batch: int,
-        routings: Mapping[Mask, DeviceRankPlan],
-        facts: PlanFacts,
+        planned: Planned | PutOff,
         transport: Transport,
         config: DistCAConfig,
         agreement: Agreement | None = None,
-        fingerprint: int = 0,
-        posted: PostedPlan | None = None,
         replan: Callable[[], Planned | None] | None = None,
         stopwatch: Stopwatch | None = None,
-        route_window: RouteWindow | None = None,
         document_tokens: IntArray | None = None,
     ) -> None:
         self.micro_batch, self.document_tokens = micro_batch, document_tokens
@@ -102,10 +91,12 @@ class LivePlan:
         self.numbers: dict[str, list[int]] = {}
         self.use = PlanUse()
         self._stopwatch, self.chunk = stopwatch, 0
-        self._begin(Planned(routings, route_window, facts, fingerprint, posted))
+        self.longest_document_tokens = planned.longest_document_tokens
+        self._begin(planned)
 
-    def _begin(self, planned: Planned) -> None:
+    def _begin(self, planned: Planned | PutOff) -> None:
         """Sets all that passes with this plan change."""
+        self._layers = PassLayers()
         self._take(planned)
         self._alike: dict[LayerKey, AlikeLayers] = {}
         self._kernels: dict[torch.dtype, Kernel] = {}
@@ -123,7 +114,7 @@ class LivePlan:
             self.agree()
             other = object.__new__(type(self))
             vars(other).update(vars(self))
-            other._begin(self._planned)
+            other._begin(self.planned)
             other.chunk = chunk
             self._of_chunks[chunk] = other
         return self._of_chunks[chunk]
@@ -179,15 +170,16 @@ class LivePlan:
         Args:
             num_calls: attention calls of the pass, if known.
             facts: must be the same on all ranks; shown to them before the first exchange.
-            layers_kept, attention_calls, layer_masks: see `LayerKinds.begin_forward_pass`.
+            layers_kept, attention_calls, layer_masks: see `PassLayers`.
             windows: of each attention call in the pass before; None if there was none.
             trace: notes the moments of its calls, if the step is reported.
         """
         self.agree()
         self.follow_roster()
         self.use.begun = True
-        self.kinds.begin_forward_pass(layers_kept, attention_calls, layer_masks)
-        facts = {**facts, "fingerprint of the plan": self.fingerprint}
+        self._layers = PassLayers(layers_kept, attention_calls, layer_masks)
+        if self._kinds is not None:  # of a plan that was put off there are none yet
+            self._kinds.begin_forward_pass(self._layers)
         self.forward_pass = ForwardPass(self.transport, self.micro_batch, facts, num_calls, windows, trace)
 
     def follow_roster(self) -> None:
@@ -198,11 +190,40 @@ class LivePlan:
             self._alike.clear()
             self._kernels.clear()
 
-    def _take(self, planned: Planned) -> None:
+    def _take(self, planned: Planned | PutOff) -> None:
+        """Takes a plan in place of the one from before."""
         self._planned = planned
-        self.facts, self.fingerprint, self.posted = planned.facts, planned.fingerprint, planned.posted
-        where = f"{self.transport.grid.name}, micro-batch {self.micro_batch}"
-        self.kinds = LayerKinds(planned, self.config, where)
+        self._kinds: LayerKinds | None = None
+
+    @property
+    def planned(self) -> Planned:
+        """The micro-batch as it was planned; it is planned now if that was put off."""
+        if isinstance(self._planned, PutOff):
+            self._planned = self._planned.make()
+        return self._planned
+
+    @property
+    def facts(self) -> PlanFacts:
+        """Numbers about the micro-batch, of all layers together."""
+        return self.planned.facts
+
+    @property
+    def fingerprint(self) -> int:
+        """Fingerprint of the plan."""
+        return self.planned.fingerprint
+
+    @property
+    def posted(self) -> PostedPlan | None:
+        """The plan as attention servers have it; posts calls to them. None if they take no part."""
+        return self.planned.posted
+
+    @property
+    def kinds(self) -> LayerKinds:
+        """The layers by their masks: routing and kept rows of each kind."""
+        if self._kinds is None:
+            where = f"{self.transport.grid.name}, micro-batch {self.micro_batch}"
+            self._kinds = LayerKinds(self.planned, self.config, where, self._layers)
+        return self._kinds
 
     def end_forward_pass(self, backward_follows: bool, trains: bool = False) -> None:
         """Ends the forward pass, and starts showing all ranks which calls it made.
@@ -347,42 +368,7 @@ class LivePlan:
         return MeasuredKernel(kernel, self._stopwatch.kernel)
 
 
-class PlanRegister:
-    """Finds live plans by number. The newest are kept alive here; older ones live as long as a batch or a graph holds
-    them."""
-
-    def __init__(self) -> None:
-        self._numbers = itertools.count(1)
-        self._all: weakref.WeakValueDictionary[int, LivePlan] = weakref.WeakValueDictionary()
-        self._newest: OrderedDict[int, LivePlan] = OrderedDict()
-        self._lock = threading.Lock()
-
-    def add(self, plan: LivePlan, keep: int) -> int:
-        """Registers a plan and lets go of all but the `keep` newest."""
-        with self._lock:
-            number = next(self._numbers)
-            self._all[number] = plan
-            self._newest[number] = plan
-            while len(self._newest) > keep:
-                self._newest.popitem(last=False)
-        return number
-
-    def find(self, number: int) -> LivePlan:
-        """Returns the plan with this number.
-
-        Raises:
-            PlanError: no batch and no graph holds it any more.
-        """
-        plan = self._newest.get(number) or self._all.get(number)  # the second one is slower, and rarely asked
-        if plan is None:
-            raise PlanError(
-                f"plan {number} is gone: its batch was dropped and more than plans_in_flight newer ones were taken "
-                "before its forward or backward ran; raise plans_in_flight"
-            )
-        return plan
-
-
-_register = PlanRegister()
+_register: PlanRegister["LivePlan"] = PlanRegister()
 
 
 def find_plan(number: int) -> LivePlan:

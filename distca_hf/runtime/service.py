@@ -92,13 +92,10 @@ class Service:
         self.plans = {number: plan for number, plan in self.plans.items() if number >= order.oldest}
         live = LivePlan(
             order.micro_batch,
-            kinds.to(self.device),
-            kinds.facts,
+            kinds.planned(self.device, plan.fingerprint),
             self.transport,
             self.config,
-            fingerprint=plan.fingerprint,
             stopwatch=self.stopwatch,
-            route_window=kinds.route_window(self.device),
         )
         self.plans[order.plan] = live, {}
 

@@ -50,6 +50,7 @@ from distca_hf.planning.plan import plan_in_place
 from distca_hf.planning.routing import rank_plan
 from distca_hf.runtime.device_routing import PinnedRankPlan
 from distca_hf.runtime.forward_pass import ForwardPass
+from distca_hf.runtime.layer_kinds import Planned
 from distca_hf.runtime.live_plan import LivePlan
 from distca_hf.runtime.op import flash_attn
 from lib.baselines.calls import OwnKeys, make_call
@@ -291,7 +292,7 @@ def _subject(options: argparse.Namespace, device: torch.device, transport: Trans
     plan = plan_in_place(layout if options.pad_to is None else layout.padded(options.pad_to, sys.maxsize))
     mine = rank_plan(plan, transport.rank, config.num_chunks(topology))
     routings = {mine.mask: PinnedRankPlan.prepare(mine).to(device)}
-    live = LivePlan(0, routings, mine.facts, transport, config)
+    live = LivePlan(0, Planned(routings, None, mine.facts, plan.fingerprint), transport, config)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     q, k, v = (
         torch.randn(live.num_rows, heads, options.head_dim, device=device, dtype=dtype)

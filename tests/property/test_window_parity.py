@@ -40,8 +40,7 @@ def live_plan(
     plan: Plan, transport: Transport, config: DistCAConfig, layer_masks: LayerMasks, num_chunks: int
 ) -> LivePlan:
     kinds = PinnedKinds.prepare(plan, transport.rank, num_chunks, layer_masks)
-    route_window = kinds.route_window(CPU)
-    return LivePlan(0, kinds.to(CPU), kinds.facts, transport, config, route_window=route_window)
+    return LivePlan(0, kinds.planned(CPU, plan.fingerprint), transport, config)
 
 
 def run_layers(

@@ -14,6 +14,7 @@ from distca_hf.planning.routing import rank_plan
 from distca_hf.planning.transfers import key_transfers
 from distca_hf.runtime.attention import Attended, attend, attend_backward
 from distca_hf.runtime.device_routing import PinnedRankPlan
+from distca_hf.runtime.layer_kinds import Planned
 from distca_hf.runtime.live_plan import LivePlan
 from distca_hf.runtime.op import flash_attn
 from distca_hf.testing import attend_documents, rows_of_rank
@@ -117,7 +118,7 @@ def live_plan(
     plan = plan_in_place(layout) if plan is None else plan
     mine = rank_plan(plan, transport.rank, num_chunks)
     routings = {mine.mask: PinnedRankPlan.prepare(mine).to(torch.device(device))}
-    return LivePlan(micro_batch=0, routings=routings, facts=mine.facts, transport=transport, config=config)
+    return LivePlan(0, Planned(routings, None, mine.facts, plan.fingerprint), transport, config)
 
 
 def by_operator(

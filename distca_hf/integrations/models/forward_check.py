@@ -145,7 +145,7 @@ class ForwardCheck:
         Raises:
             UnsupportedAttentionError: the longest document is too long for them.
         """
-        self.position_limits.check(plan.facts.longest_document_tokens, f"micro-batch {plan.micro_batch}")
+        self.position_limits.check(plan.longest_document_tokens, f"micro-batch {plan.micro_batch}")
         if plan.config is self._config or self._warned_of_plugin:
             return
         self._warned_of_plugin = True

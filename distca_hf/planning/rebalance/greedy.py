@@ -251,9 +251,13 @@ class GreedyMoves:
             keys = stack.start - tokens_held(stack.holders.get(owner, []), 0, stack.start)
             whole_head = keys * prices.of_keys(source, owner, token_bytes)
         best: tuple[Cut, int] | None = None
+        before: tuple[Terms, list[Column]] | None = None
         for amount, rank, columns in self._offers(stack, with_room, room):
             query, key = prices.of_queries(owner, rank, token_bytes), prices.of_keys(source, rank, token_bytes)
             terms = Terms(min(surplus, amount), surplus < amount, query, key, whole_head)
+            if (terms, columns) == before:  # the same cut for the same price
+                continue
+            before = terms, columns
             cut = cheapest_cut(columns, stack, terms, tile_tokens, common_cut, spare_room, price_limit)
             if cut is not None:
                 best, price_limit = (cut, rank), cut.price_per_work

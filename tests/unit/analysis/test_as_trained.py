@@ -268,7 +268,10 @@ def test_fixed_layouts_are_planned_as_packs_are(heads: tuple[int, int], number_t
             held = lengths[transport.rank]  # noqa: B023  called before the next round
             positions = torch.cat([torch.arange(length) for length in held])[None]
             planner = PackPlanner(config, transport, head_groups_of(model), token_bytes_of(model))
-            return planner.plan({"input_ids": torch.zeros_like(positions), "position_ids": positions})
+            live = planner.plan({"input_ids": torch.zeros_like(positions), "position_ids": positions})
+            assert live is not None
+            assert live.facts  # planned at the first look, in which all ranks take part
+            return live
 
         live = run_ranks(ranks, plan)[0]
         [planned] = plan_micro_steps(request, [np.concatenate(lengths)])

@@ -6,8 +6,10 @@ import pytest
 import torch
 
 from distca_hf.batches.batch_documents import check_mask_numbers, media_of
-from distca_hf.batches.packed import document_lengths, fill_empty
+from distca_hf.batches.packed import PackPlanner, document_lengths, fill_empty
+from distca_hf.config import DistCAConfig
 from distca_hf.errors import PackingError
+from distca_hf.testing import LoopbackTransport, run_ranks
 
 
 OFFSETS = torch.tensor([0, 4, 7, 10], dtype=torch.int32)
@@ -168,3 +170,16 @@ def test_a_rank_without_tokens_gets_one_of_padding_and_no_image() -> None:
     assert filled["pixel_values"] is None
     assert torch.equal(torch.as_tensor(filled["position_ids"]), torch.zeros(3, 1, 1, dtype=torch.int64))
     assert torch.equal(torch.as_tensor(filled["input_ids"]), torch.zeros(1, 1, dtype=torch.int64))
+
+
+def test_packs_are_planned_at_the_first_look() -> None:
+    def run(transport: LoopbackTransport) -> tuple[int, int, int]:
+        planner = PackPlanner(DistCAConfig(), transport)
+        live = planner.plan(batch(tokens=10 * (1 + transport.rank)))
+        assert live is not None
+        before = planner.totals.micro_batches
+        assert live.facts.num_documents == 2
+        assert len(planner.history) == planner.times.micro_batches == 1
+        return before, live.longest_document_tokens, planner.totals.micro_batches
+
+    assert run_ranks(2, run) == 2 * [(0, 20, 1)]

@@ -18,6 +18,7 @@ from distca_hf.planning.rebalance import plan_by_moving
 from distca_hf.planning.routing import rank_plan
 from distca_hf.planning.transfers import bytes_between
 from distca_hf.runtime.device_routing import PinnedRankPlan
+from distca_hf.runtime.layer_kinds import Planned
 from distca_hf.runtime.live_plan import LivePlan
 from distca_hf.runtime.op import flash_attn
 from distca_hf.runtime.pass_trace import UNTRACED, PassTrace
@@ -64,9 +65,8 @@ def live_plan(transport: Transport, plan: Plan, number: int) -> LivePlan:
     mine = rank_plan(plan, transport.rank)
     routings = {mine.mask: PinnedRankPlan.prepare(mine).to(torch.device("cpu"))}
     rows = plan.layout.segment_tokens[plan.layout.segments_of(transport.rank)]
-    return LivePlan(
-        number, routings, mine.facts, transport, DistCAConfig(), fingerprint=plan.fingerprint, document_tokens=rows
-    )
+    planned = Planned(routings, None, mine.facts, plan.fingerprint)
+    return LivePlan(number, planned, transport, DistCAConfig(), document_tokens=rows)
 
 
 def run_pass(live: LivePlan, plan: Plan, trace: PassTrace) -> None:

@@ -234,7 +234,7 @@ def test_unlike_layers_of_one_plan_are_exact(seed: int, moves: bool) -> None:
 
 def live_with_windows(plan: Plan, transport: Transport, config: DistCAConfig) -> LivePlan:
     kinds, cpu = PinnedKinds.prepare(plan, transport.rank, 2, CAUSAL_LAYERS), torch.device("cpu")
-    return LivePlan(0, kinds.to(cpu), kinds.facts, transport, config, route_window=kinds.route_window(cpu))
+    return LivePlan(0, kinds.planned(cpu, plan.fingerprint), transport, config)
 
 
 def test_what_layers_share_holds_no_tensor_of_a_layer_and_ends_with_the_plan() -> None:

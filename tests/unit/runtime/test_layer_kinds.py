@@ -10,7 +10,7 @@ from distca_hf.errors import PlanError
 from distca_hf.kernels.interface import AttentionSpec
 from distca_hf.layout import Layout
 from distca_hf.planning.plan import plan_in_place
-from distca_hf.runtime.layer_kinds import LayerKinds, PinnedKinds, Planned
+from distca_hf.runtime.layer_kinds import LayerKinds, PassLayers, PinnedKinds
 from support.parity import live_plan
 
 
@@ -26,11 +26,9 @@ def window(tokens: int) -> AttentionSpec:
 
 def kinds_of(*layer_masks: tuple[Mask, int], rank: int = 1, **settings: object) -> LayerKinds:
     pinned = PinnedKinds.prepare(plan_in_place(LAYOUT), rank, layer_masks=layer_masks)
-    planned = Planned(pinned.to(CPU), pinned.route_window(CPU), pinned.facts, 7)
-    kinds = LayerKinds(planned, DistCAConfig(**settings), "rank 1, micro-batch 0")  # type: ignore[arg-type]
-    layers = sum(count for _, count in layer_masks)
-    kinds.begin_forward_pass(layers, layers, layer_masks)
-    return kinds
+    num_layers = sum(count for _, count in layer_masks)
+    layers, config = PassLayers(num_layers, num_layers, layer_masks), DistCAConfig(**settings)  # type: ignore[arg-type]
+    return LayerKinds(pinned.planned(CPU, 7), config, "rank 1, micro-batch 0", layers)
 
 
 def test_a_window_as_long_as_every_document_is_none() -> None:

@@ -13,6 +13,7 @@ from distca_hf.errors import PlanError
 from distca_hf.kernels.interface import AttentionSpec
 from distca_hf.layout import Layout
 from distca_hf.runtime.forward_pass import ForwardPass
+from distca_hf.runtime.layer_kinds import Planned, PutOff
 from distca_hf.runtime.live_plan import LivePlan, find_plan
 from support.data import random_dataset
 from support.models import tiny_model
@@ -138,3 +139,34 @@ def test_wrong_number_of_rows_names_both_numbers() -> None:
     q = torch.randn(7, 2, 8)
     with pytest.raises(PlanError, match=r"7 rows.*8"):
         torch.ops.distca.flash_attn(q, q, q, [*AttentionSpec(0.3)], plan.handle, None, False, None)
+
+
+def test_a_plan_that_was_put_off_is_made_once_at_the_first_look() -> None:
+    planned, made = _plan().planned, list[Planned]()
+
+    def make() -> Planned:
+        made.append(planned)
+        return planned
+
+    plan = LivePlan(0, PutOff(5, make), LocalTransport(), DistCAConfig())
+    plan.begin_forward_pass(7, {}, layers_kept=2, attention_calls=7)
+    assert plan.longest_document_tokens == 5
+    assert not made
+
+    assert plan.facts is planned.facts
+    other = plan.of_chunk(1)
+    assert (plan.num_rows, other.num_rows, plan.fingerprint) == (8, 8, planned.fingerprint)
+    assert made == [planned]
+
+
+@pytest.mark.parametrize("put_off", [False, True])
+def test_layers_of_a_pass_are_known_whenever_its_plan_is_made(put_off: bool) -> None:
+    planned, spec = _plan().planned, AttentionSpec(1.0)
+    given = PutOff(5, lambda: planned) if put_off else planned
+    plan = LivePlan(0, given, LocalTransport(), DistCAConfig())
+    if not put_off:
+        assert plan.retention(spec).layers_kept == 1
+    plan.begin_forward_pass(7, {}, layers_kept=2, attention_calls=7)
+
+    retention = plan.retention(spec)
+    assert (retention.layers_kept, retention.attention_calls) == (2, 7)

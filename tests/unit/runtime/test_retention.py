@@ -47,7 +47,8 @@ def plan_of(facts: dict[str, Any], **settings: Any) -> LivePlan:
         "work_before": (),
         "key_rows_sent": (),
     }
-    live.facts = PlanFacts(**numbers | facts)
+    planned = live.planned._replace(facts=PlanFacts(**numbers | facts))
+    live = LivePlan(0, planned, live.transport, live.config)
     live.kinds.of(SPEC).retention = Retention(live.config, live.facts)
     return live
 
