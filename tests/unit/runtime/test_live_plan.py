@@ -9,12 +9,13 @@ from torch.distributed.utils import _apply_to_tensors, _to_kwargs
 import distca_hf
 from distca_hf.comm.transport import LocalTransport
 from distca_hf.config import DistCAConfig
-from distca_hf.errors import PlanError
+from distca_hf.errors import PlanError, PlanMismatchError
 from distca_hf.kernels.interface import AttentionSpec
 from distca_hf.layout import Layout
 from distca_hf.runtime.forward_pass import ForwardPass
 from distca_hf.runtime.layer_kinds import Planned, PutOff
 from distca_hf.runtime.live_plan import LivePlan, find_plan
+from distca_hf.testing import LoopbackTransport, run_ranks
 from support.data import random_dataset
 from support.models import tiny_model
 from support.parity import live_plan
@@ -170,3 +171,18 @@ def test_layers_of_a_pass_are_known_whenever_its_plan_is_made(put_off: bool) -> 
 
     retention = plan.retention(spec)
     assert (retention.layers_kept, retention.attention_calls) == (2, 7)
+
+
+def test_plans_that_differ_between_ranks_are_noticed_before_the_first_exchange() -> None:
+    """Also where each rank makes its plan at the first look."""
+
+    def run(transport: LoopbackTransport) -> None:
+        planned = _plan().planned
+        own = planned._replace(fingerprint=planned.fingerprint + transport.rank)
+        plan = LivePlan(0, PutOff(5, lambda: own), transport, DistCAConfig())
+        plan.begin_forward_pass(1, {})
+        q = torch.randn(8, 2, 8)
+        torch.ops.distca.flash_attn(q, q, q, [*AttentionSpec(0.3)], plan.handle, None, False, None)
+
+    with pytest.raises(PlanMismatchError, match="fingerprint of the plan"):
+        run_ranks(2, run)
