@@ -1,7 +1,8 @@
 """Times of exchanges and collectives between the ranks of a job, for `distca profile`.
 
-Exchanges go through the product's own transport, on its stream of high priority. FSDP's collectives go over the
-default group, as in FSDP. With several nodes, both are measured among the ranks of one node, and to ranks of others.
+Exchanges go through the product's own transport, on its stream of high priority. FSDP's collectives and a ring's
+sends go over the default group, as there. With several nodes, all are measured among the ranks of one node, and to
+ranks of others.
 
 All functions are collective calls: every rank makes the same ones in the same order. Times are those of the slowest.
 """
@@ -28,6 +29,9 @@ PATIENCE_SECONDS = 600.0
 # A series of calls has about so many bytes, and so many calls at least and at most.
 SERIES_BYTES, FEWEST_CALLS, MOST_CALLS = 1 << 29, 3, 40
 SERIES = 3
+# Numbers of each rank's part of a collective are a multiple of this. Where parts begin at multiples of 16 bytes, as
+# FSDP's do if ranks divide all sizes, NCCL copies 16 bytes at once. Other parts take up to twice as long.
+ALIGNED_NUMBERS = 64
 # Unit of times that ranks show each other: integers alone go over the wire.
 TICKS_PER_SECOND = 10**12
 # Newer torch has other names for these two, and warns of the old ones.
@@ -152,19 +156,33 @@ class MeasuringRanks:
         peers = self.peers(between_nodes)
         return Exchanges(self, num_bytes, peers, peers)
 
-    def to_next(self, num_bytes: int, between_nodes: bool) -> "Exchanges":
-        """Prepares exchanges in which every rank sends so many bytes to the next one, of its node or on the next node,
-        and receives as many from the one before."""
+    def to_next(self, num_bytes: int, between_nodes: bool) -> Callable[[], object]:
+        """Prepares what a ring does: every rank sends keys and values of so many bytes to the next one, of its node or
+        on the next node, and receives as many from the one before. They go over the default group, as in published
+        rings: with NCCL their pairs of calls are faster than an all-to-all that has bytes for one rank alone."""
         place, places = self._place(between_nodes)
-        before, behind = ((place + step) % places for step in (-1, 1))
-        return Exchanges(self, num_bytes, *([self._rank_at(at, between_nodes)] for at in (behind, before)))
+        before, behind = (self._rank_at((place + step) % places, between_nodes) for step in (-1, 1))
+        own, others = (
+            [torch.zeros(_elements(num_bytes // 2, 2), device=self.device, dtype=torch.bfloat16) for _ in "kv"]
+            for _ in range(2)
+        )
+
+        def pass_on() -> None:
+            sends = [dist.P2POp(dist.isend, numbers, behind) for numbers in own]
+            receives = [dist.P2POp(dist.irecv, numbers, before) for numbers in others]
+            for work in dist.batch_isend_irecv([*sends, *receives]):
+                work.wait()
+
+        return pass_on
 
     def one_way(self, num_bytes: int, between_nodes: bool) -> "Exchanges":
-        """Prepares exchanges in which every second rank sends so many bytes to the next one, and receives nothing."""
+        """Prepares exchanges in which every second rank sends so many bytes, the same to each of the others, which
+        receive as many; if ranks are odd in number, the last one does nothing."""
         place, places = self._place(between_nodes)
-        sends = place % 2 == 0 and place + 1 < places
-        to = [self._rank_at(place + 1, between_nodes)] if sends else []
-        return Exchanges(self, num_bytes, to, [self._rank_at(place - 1, between_nodes)] if place % 2 else [])
+        halves = [[self._rank_at(at, between_nodes) for at in range(first, places // 2 * 2, 2)] for first in (0, 1)]
+        if place >= places // 2 * 2:
+            return Exchanges(self, num_bytes, [], [])
+        return Exchanges(self, num_bytes, [] if place % 2 else halves[1], halves[0] if place % 2 else [])
 
     def exchange_seconds(self, exchanges: "Exchanges", num_bytes: int) -> float:
         """Times exchanges of so many bytes through the product's transport."""
@@ -295,5 +313,5 @@ def calls_of(num_bytes: int) -> int:
 
 
 def _elements(num_bytes: int, ranks: int) -> int:
-    """Returns the elements of a rank's part of a bf16 tensor, of which the others' parts have so many bytes."""
-    return max(1, round(num_bytes / 2 / max(1, ranks - 1)))
+    """Returns the elements of a rank's part of a bf16 tensor, of which the others' parts have about so many bytes."""
+    return ALIGNED_NUMBERS * max(1, round(num_bytes / 2 / max(1, ranks - 1) / ALIGNED_NUMBERS))

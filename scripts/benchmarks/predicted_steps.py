@@ -4,8 +4,7 @@ docs/simulation.md.
     python scripts/benchmarks/predicted_steps.py [--cluster h200] [--published 30]
 
 Steps are predicted from the shipped profile of the GPUs they were measured on, or all from one that is named. Profiles
-hold times of single kernels, layers and links. They were not fitted to these steps. Slow links between four GPUs have
-the rate of an all-to-all between four.
+hold times of single kernels, layers and links. They were not fitted to these steps.
 """
 
 import argparse
@@ -17,7 +16,7 @@ from distca_hf.analysis.profiles.cluster_profile import ClusterProfile
 from distca_hf.analysis.profiles.curves import Notes
 from distca_hf.analysis.profiles.shipped import DEFAULT_PROFILE, find_profile
 from lib.parser import profile_name, whole
-from lib.planning.predicted import Compared, compare, compare_servers, read_measured, simulate_row, with_links
+from lib.planning.predicted import Compared, compare, compare_servers, read_measured, simulate_row
 from lib.planning.published_setting import GPUS, MODELS, PUBLISHED, K, simulate_point, with_faster_links
 from lib.tables import head, row
 
@@ -51,8 +50,6 @@ def measured_lines(cluster: str | None) -> Iterator[str]:
     yield head(["page", "GPUs, links", "documents", "ratio", "measured", "predicted", "error"], 4)
     for measured in read_measured(MEASURED):
         profile = find_profile(cluster or measured.gpu)
-        if measured.slow:
-            profile = with_links(profile, MEASURED, measured.gpus + measured.servers, measured.gpu)
         all_compared += compare(measured, simulate_row(measured, profile, notes))
     all_compared += compare_servers(MEASURED, find_profile(cluster or SERVERS_GPU))
     for one in all_compared:

@@ -114,7 +114,7 @@ def compare(options: argparse.Namespace, folder: Path) -> int:
     _, alone = train(options, folder, servers=0, steps=disturbed["steps"])
     losses = [abs(one - other) for one, other in zip(disturbed["losses"], alone["losses"], strict=True)]
     norms = [abs(one / other - 1) for one, other in zip(disturbed["norms"], alone["norms"], strict=True)]
-    _print_now(f"largest difference of a loss {largest(losses):.1e}, of a norm {largest(norms):.1e} of it")
+    _print_now(f"largest difference of a loss {largest(losses)}, of a norm, as a part of it, {largest(norms)}")
     same = within(losses, LOSS_LIMITS[options.device]) and within(norms, NORM_LIMITS[options.device])
     return int(not same or grows)
 
@@ -136,9 +136,10 @@ def within(differences: Sequence[float], limit: float) -> bool:
     return all(difference <= limit for difference in differences)
 
 
-def largest(differences: Sequence[float]) -> float:
-    """Returns the largest difference; NaN if one is NaN."""
-    return max(differences, key=lambda one: (math.isnan(one), one))
+def largest(differences: Sequence[float]) -> str:
+    """Returns in words the largest difference and its step: NaN if one is. Rounding shows late, errors at once."""
+    at, difference = max(enumerate(differences, 1), key=lambda one: (math.isnan(one[1]), one[1]))
+    return f"{difference:.2e} (step {at} of {len(differences)})"
 
 
 def slopes(sizes: Sequence[Sizes]) -> dict[str, float]:

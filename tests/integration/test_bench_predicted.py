@@ -18,8 +18,8 @@ BOUNDS = {
     ("H200", "saved / recomputed"): 5.0,
     ("H200", "with servers / even"): 5.0,
     ("H200", "alone / with servers"): 5.0,
-    ("H200", "trainer and server / alone, forward"): 6.2,
-    ("H200", "trainer and server / alone, backward"): 10.5,
+    ("H200", "trainer and server / alone, forward"): 5.0,
+    ("H200", "trainer and server / alone, backward"): 5.0,
     ("H100", "local / ours"): 5.0,
     ("H100", "ours / ideal"): 5.0,
     ("H100", "packs kept / ideal"): 5.0,
@@ -35,6 +35,6 @@ def test_predicted_ratios_are_those_that_were_measured(tmp_path: Path) -> None:
     rows = re.findall(line, printed, re.MULTILINE)
 
     assert {(gpu, ratio) for gpu, ratio, _, _ in rows} == BOUNDS.keys()
-    assert sum(int(number) for _, _, number, _ in rows) > 190
+    assert sum(int(number) for _, _, number, _ in rows) > 210
     for gpu, ratio, _, worst in rows:
         assert abs(float(worst)) <= BOUNDS[gpu, ratio], (gpu, ratio)

@@ -145,9 +145,10 @@ class LinkTimes:
         products_beside: seconds by which a second of gathering delays matrix products beside it.
         date, command: when and how.
         ranks_per_node: of these ranks; 1 also for a stand-in, whose ranks share a node and count as nodes.
-        one_way: `[sizes]` seconds of an exchange in which every second rank sends to the next one, and receives
+        one_way: `[sizes]` seconds of an exchange in which every second rank sends to the others, and receives
             nothing; empty where it was not measured.
-        to_next: `[sizes]` seconds of an exchange in which every rank sends to the next one alone; empty likewise.
+        to_next: `[sizes]` seconds in which every rank sends keys and values to the next one, as rings do; empty
+            likewise.
     """
 
     ranks: int

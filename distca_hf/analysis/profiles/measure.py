@@ -158,7 +158,7 @@ class Measuring:
             ranks.slowest(ranks.all_gather(num_bytes, between), calls, "measuring an all-gather"),
             ranks.slowest(ranks.reduce_scatter(num_bytes, between), calls, "measuring a reduce-scatter"),
             ranks.exchange_seconds(ranks.one_way(num_bytes, between), num_bytes),
-            ranks.exchange_seconds(ranks.to_next(num_bytes, between), num_bytes),
+            ranks.slowest(ranks.to_next(num_bytes, between), calls, "measuring sends to the next rank"),
         )
 
     def _link_times(

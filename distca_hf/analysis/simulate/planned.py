@@ -23,8 +23,9 @@ from distca_hf.planning.transfers import keys_between, queries_between
 from distca_hf.planning.window_routing import Parts, halo_rows_between
 
 
-# Seconds of planning packs of others, which is done in the step: of any number of ranks, and of each rank
-# (docs/benchmarks/2026-11-22-four-gpus.md, 2026-11-21-planning.md).
+# Seconds of planning packs of others, which the host does at the first attention call while the device computes what
+# comes before it: of any number of ranks, and of each rank (docs/benchmarks/2026-11-22-four-gpus.md,
+# 2026-11-21-planning.md).
 PLANNING_SECONDS, PLANNING_SECONDS_PER_RANK = 3e-3, 0.5e-3
 
 
@@ -43,7 +44,7 @@ def ours(
     Args:
         chunks: of an exchange in forward.
         saves_attention: whether outputs are kept under activation checkpointing.
-        in_step: whether it is planned right before the forward pass.
+        in_step: whether it is planned at the first attention call.
         keeps: whether rows of other ranks are kept until backward.
         gather_seconds: in which FSDP gathers the next layer's weights meanwhile; by default over all ranks.
     """
@@ -65,7 +66,8 @@ def ours(
         late = Passes(*(_late(own, own + others, bool(speeds)) for own, others in of_passes))
         kinds.append(hidden.attention(local, remote, late, layers))
     planning = PLANNING_SECONDS + PLANNING_SECONDS_PER_RANK * layout.num_ranks if in_step else 0.0
-    return Load(layout.rank_tokens, kinds, wires.most_bytes, True, saves_attention, planning)
+    waits = max(0.0, planning - before)
+    return Load(layout.rank_tokens, kinds, wires.most_bytes, True, saves_attention, waits)
 
 
 def published(costs: Costs, cluster: Cluster, document_tokens: IntArray, tolerance: float) -> Load:

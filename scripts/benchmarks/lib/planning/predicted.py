@@ -112,24 +112,6 @@ def read_measured(path: Path) -> list[MeasuredRow]:
     ]
 
 
-def with_links(profile: ClusterProfile, path: Path, gpus: int, gpu: str) -> ClusterProfile:
-    """Returns a profile whose slow links exchange as fast as was measured between so many GPUs of a kind. An
-    all-to-all between four of them is faster than between two, where the host's memory carries it. A GPU and the next
-    one exchange as fast as two GPUs alone.
-
-    Args:
-        path: of measured rows; it has these rates, too.
-    """
-    links = profile.between_nodes
-    for measured in json.loads(path.read_text())["links"]["rows"]:
-        if links is not None and (measured["gpus"], measured["gpu"]) == (gpus, gpu):
-            rate = links.num_bytes[-1] / links.exchange[-1]
-            factor = rate / measured["exchange_bytes_per_second"]
-            exchange = tuple(factor * seconds for seconds in links.exchange)
-            links = replace(links, exchange=exchange, to_next=links.to_next or links.exchange)
-    return replace(profile, between_nodes=links)
-
-
 @dataclass(frozen=True)
 class Setting:
     """A benchmark step, as far as its simulation depends on it.
