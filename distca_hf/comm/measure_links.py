@@ -18,20 +18,16 @@ import torch
 import torch.distributed as dist
 
 from distca_hf.comm.groups import open_transport
-from distca_hf.comm.transport import AllToAll, Transport
+from distca_hf.comm.measured_sends import Exchanges, Sends, part_elements, ring_sends
+from distca_hf.comm.transport import Transport
 from distca_hf.errors import ConfigError
 
 
-# Bytes of a row that is exchanged; keys and values of one token of an 8B Llama have four times as many.
-ROW_BYTES = 1024
 # Time within which all ranks must come to an exchange: one of them may still compile a kernel.
 PATIENCE_SECONDS = 600.0
 # A series of calls has about so many bytes, and so many calls at least and at most.
 SERIES_BYTES, FEWEST_CALLS, MOST_CALLS = 1 << 29, 3, 40
 SERIES = 3
-# Numbers of each rank's part of a collective are a multiple of this. Where parts begin at multiples of 16 bytes, as
-# FSDP's do if ranks divide all sizes, NCCL copies 16 bytes at once. Other parts take up to twice as long.
-ALIGNED_NUMBERS = 64
 # Unit of times that ranks show each other: integers alone go over the wire.
 TICKS_PER_SECOND = 10**12
 # Newer torch has other names for these two, and warns of the old ones.
@@ -151,42 +147,33 @@ class MeasuringRanks:
             if rank != self.rank and (rank // self.ranks_per_node != node) == between_nodes
         ]
 
-    def exchange(self, num_bytes: int, between_nodes: bool) -> "Exchanges":
+    def exchange(self, num_bytes: int, between_nodes: bool) -> Exchanges:
         """Prepares exchanges in which every rank sends and receives so many bytes, the same to each peer."""
         peers = self.peers(between_nodes)
-        return Exchanges(self, num_bytes, peers, peers)
+        return self._exchanges(num_bytes, peers, peers)
 
     def to_next(self, num_bytes: int, between_nodes: bool) -> Callable[[], object]:
         """Prepares what a ring does: every rank sends keys and values of so many bytes to the next one, of its node or
-        on the next node, and receives as many from the one before. They go over the default group, as in published
-        rings: with NCCL their pairs of calls are faster than an all-to-all that has bytes for one rank alone."""
+        on the next node, and receives as many from the one before."""
         place, places = self._place(between_nodes)
         before, behind = (self._rank_at((place + step) % places, between_nodes) for step in (-1, 1))
-        own, others = (
-            [torch.zeros(_elements(num_bytes // 2, 2), device=self.device, dtype=torch.bfloat16) for _ in "kv"]
-            for _ in range(2)
-        )
+        return ring_sends(num_bytes, behind, before, self.device)
 
-        def pass_on() -> None:
-            sends = [dist.P2POp(dist.isend, numbers, behind) for numbers in own]
-            receives = [dist.P2POp(dist.irecv, numbers, before) for numbers in others]
-            for work in dist.batch_isend_irecv([*sends, *receives]):
-                work.wait()
-
-        return pass_on
-
-    def one_way(self, num_bytes: int, between_nodes: bool) -> "Exchanges":
+    def one_way(self, num_bytes: int, between_nodes: bool) -> Exchanges:
         """Prepares exchanges in which every second rank sends so many bytes, the same to each of the others, which
         receive as many; if ranks are odd in number, the last one does nothing."""
         place, places = self._place(between_nodes)
         halves = [[self._rank_at(at, between_nodes) for at in range(first, places // 2 * 2, 2)] for first in (0, 1)]
         if place >= places // 2 * 2:
-            return Exchanges(self, num_bytes, [], [])
-        return Exchanges(self, num_bytes, [] if place % 2 else halves[1], halves[0] if place % 2 else [])
+            return self._exchanges(num_bytes, [], [])
+        return self._exchanges(num_bytes, [] if place % 2 else halves[1], halves[0] if place % 2 else [])
 
-    def exchange_seconds(self, exchanges: "Exchanges", num_bytes: int) -> float:
+    def exchange_seconds(self, exchanges: Exchanges, num_bytes: int) -> float:
         """Times exchanges of so many bytes through the product's transport."""
         return self.slowest(exchanges.run, calls_of(num_bytes), "measuring an exchange")
+
+    def _exchanges(self, num_bytes: int, to: Sequence[int], by: Sequence[int]) -> Exchanges:
+        return Exchanges(self.transport, self.device, num_bytes, to, by)
 
     def _place(self, between_nodes: bool) -> tuple[int, int]:
         """Returns the place of this rank in its node and the ranks of a node, or of its node among the nodes and the
@@ -202,18 +189,18 @@ class MeasuringRanks:
     def all_gather(self, num_bytes: int, between_nodes: bool) -> Callable[[], object]:
         """Prepares all-gathers in which every rank receives so many bytes from others."""
         group, ranks = self._group(between_nodes)
-        part = torch.zeros(_elements(num_bytes, ranks), device=self.device, dtype=torch.bfloat16)
+        part = torch.zeros(part_elements(num_bytes, ranks), device=self.device, dtype=torch.bfloat16)
         whole = part.new_empty(part.numel() * ranks)
         return lambda: ALL_GATHER(whole, part, group=group)
 
     def reduce_scatter(self, num_bytes: int, between_nodes: bool) -> Callable[[], object]:
         """Prepares reduce-scatters in which every rank sends so many bytes to others."""
         group, ranks = self._group(between_nodes)
-        part = torch.zeros(_elements(num_bytes, ranks), device=self.device, dtype=torch.bfloat16)
+        part = torch.zeros(part_elements(num_bytes, ranks), device=self.device, dtype=torch.bfloat16)
         whole = part.new_zeros(part.numel() * ranks)
         return lambda: REDUCE_SCATTER(part, whole, group=group)
 
-    def delay_of(self, beside: Callable[[], object], send: "Sends", seconds_alone: float) -> float:
+    def delay_of(self, beside: Callable[[], object], send: Sends, seconds_alone: float) -> float:
         """Returns the seconds by which a second of sending delays what runs beside it.
 
         Args:
@@ -237,81 +224,6 @@ class MeasuringRanks:
         return self.node_group, self.ranks_per_node
 
 
-class Sends:
-    """Something that is sent beside kernels, again and again."""
-
-    def start(self) -> None:
-        """Starts to send."""
-        raise NotImplementedError
-
-    def wait(self) -> None:
-        """Lets the device wait until it has arrived."""
-        raise NotImplementedError
-
-    def run(self) -> None:
-        """Sends, and waits."""
-        self.start()
-        self.wait()
-
-
-class Exchanges(Sends):
-    """Exchanges of one size.
-
-    Args:
-        num_bytes: that this rank sends and receives, if it does.
-        to, by: ranks that it sends to, and receives from, the same to and from each.
-    """
-
-    def __init__(self, ranks: MeasuringRanks, num_bytes: int, to: Sequence[int], by: Sequence[int]) -> None:
-        self._transport = ranks.transport
-        self._sends, self._receives = (_rows_of(num_bytes, peers, ranks.num_ranks) for peers in (to, by))
-        rows, into = (
-            torch.zeros(sum(counts), ROW_BYTES // 2, device=ranks.device, dtype=torch.bfloat16)
-            for counts in (self._sends, self._receives)
-        )
-        self._rows, self._into = rows, into
-        self._exchange = self._transport.exchange(self._asked())
-
-    def _asked(self) -> AllToAll:
-        return AllToAll(self._rows, self._sends, self._receives, "measuring an exchange", self._into)
-
-    def start(self) -> None:
-        self._exchange = self._transport.exchange(self._asked())
-
-    def wait(self) -> None:
-        self._exchange.wait()
-
-
-class OnOwnStream(Sends):
-    """A collective on a stream of high priority, as FSDP gathers weights; on CPUs it is not beside anything."""
-
-    def __init__(self, run: Callable[[], object], device: torch.device) -> None:
-        self._run, self._stream = run, torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
-
-    def start(self) -> None:
-        if self._stream is None:
-            self._run()
-            return
-        self._stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._stream):
-            self._run()
-
-    def wait(self) -> None:
-        if self._stream is not None:
-            torch.cuda.current_stream().wait_stream(self._stream)
-
-
-def _rows_of(num_bytes: int, peers: Sequence[int], num_ranks: int) -> list[int]:
-    """Returns `[ranks]` rows, of so many bytes together, for each peer as many."""
-    each = max(1, round(num_bytes / max(1, len(peers)) / ROW_BYTES))
-    return [each if rank in peers else 0 for rank in range(num_ranks)]
-
-
 def calls_of(num_bytes: int) -> int:
     """Returns how many calls a series of this size has: the same on all ranks."""
     return max(FEWEST_CALLS, min(MOST_CALLS, SERIES_BYTES // max(1, num_bytes)))
-
-
-def _elements(num_bytes: int, ranks: int) -> int:
-    """Returns the elements of a rank's part of a bf16 tensor, of which the others' parts have about so many bytes."""
-    return ALIGNED_NUMBERS * max(1, round(num_bytes / 2 / max(1, ranks - 1) / ALIGNED_NUMBERS))

@@ -7,8 +7,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from distca_hf.comm import measure_links
-from distca_hf.comm.measure_links import ROW_BYTES, Exchanges, MeasuringRanks
+from distca_hf.comm.measure_links import MeasuringRanks
+from distca_hf.comm.measured_sends import ROW_BYTES, Exchanges, part_elements
 from distca_hf.comm.transport import AllToAll, Gathered
 from distca_hf.errors import ConfigError
 
@@ -96,7 +96,7 @@ def test_a_ring_sends_keys_and_values_to_the_next_rank(
 @pytest.mark.parametrize("ranks", [2, 3, 4, 5, 7, 8])
 @pytest.mark.parametrize("num_bytes", [1, 65_536, 1 << 30])
 def test_parts_of_collectives_begin_at_whole_words_of_nccl(ranks: int, num_bytes: int) -> None:
-    part_bytes = 2 * measure_links._elements(num_bytes, ranks)
+    part_bytes = 2 * part_elements(num_bytes, ranks)
     assert part_bytes % 16 == 0
     assert abs(part_bytes * (ranks - 1) - num_bytes) <= 64 * (ranks - 1) or part_bytes == 128
 
