@@ -33,16 +33,11 @@ from distca_hf.kernels.interface import (
     made_deterministic,
 )
 from distca_hf.kernels.sinks import add_sinks
+from distca_hf.runtime.call_views import as_rows
 from distca_hf.runtime.device_routing import DeviceRouting
-from distca_hf.runtime.kernel_calls import (
-    BackwardCalls,
-    ForwardCalls,
-    QueryRows,
-    as_rows,
-    attend_whole,
-    calls_of_heads,
-)
+from distca_hf.runtime.kernel_calls import BackwardCalls, ForwardCalls, attend_whole
 from distca_hf.runtime.live_plan import LivePlan
+from distca_hf.runtime.prepared_calls import QueryRows
 from distca_hf.runtime.remote_kv import KVDispatch, KVGradCombine, RemoteKV, RemoteKVGradients
 from distca_hf.runtime.remote_queries import BackwardRemoteQueries, ForwardRemoteQueries
 from distca_hf.runtime.retention import Kept, Received, Retention
@@ -97,7 +92,7 @@ def attend(
     keeps, groups = retention.keeps_received(q_TNH, k_TGH, v_TGV), routing.rows_per_token
     slot = plan.order_forward(q_TNH, k_TGH, v_TGV, spec, keeps and is_differentiated)
     # 1. Keys leave, and queries that move, in all chunks: they are in flight while local calls run.
-    kv_heads, (k, v) = k_TGH.shape[1], as_rows(groups, k_TGH, v_TGV)
+    kv_heads, (k, v) = layers.kv_heads, as_rows(groups, k_TGH, v_TGV)
     received_keys = _keys_of(received, retention, routing, k)
     keys = KVDispatch(k, v, layers.forward_rows, sends=routing.exchanges, received=received_keys)
     remote_queries = None
@@ -111,13 +106,13 @@ def attend(
     trace.spent(SEND)
 
     # 2. Early local calls, then prefixes and remote queries of each chunk that has arrived.
-    calls, whole = layers.calls, layers.whole
+    calls, whole = layers.calls, layers.whole_call
     if whole is not None:
         out, lse = attend_whole(kernel, whole, Inputs(q_TNH, k_TGH, v_TGV), spec)
     else:
         out, lse = empty_layer_outputs(q_TNH, v_TGV, head_by_head=routing.queries is None)
         _clear_padding(routing, out, lse)
-    local = ForwardCalls(kernel, q_TNH, out, lse, spec, kv_heads, layers.forward_calls)
+    local = ForwardCalls(kernel, q_TNH, out, lse, spec, kv_heads, layers.prepared_forward)
     if whole is None:
         local.attend(calls.early, k_TGH, v_TGV)
     remote_kv = RemoteKV.open(k, v, keys.received, layers.forward_rows)
@@ -179,7 +174,7 @@ def attend_backward(
     spec, kernel, routing, rows = layers.spec, layers.kernel, layers.kind.plan.backward, layers.backward_rows
     if plan.config.deterministic or torch.are_deterministic_algorithms_enabled():
         spec = made_deterministic(spec)
-    how = spec, k_TGH.shape[1]
+    kv_heads = layers.kv_heads
     if plan.checks_finite:
         check_finite(plan, where, output_gradient=dout_TNV)
     keeps, groups = plan.order_backward(q_TNH, k_TGH, v_TGV, spec, kept.slot, has_sinks), routing.rows_per_token
@@ -190,7 +185,9 @@ def attend_backward(
     if routing.queries is not None:
         of_queries = as_rows(groups, dout_TNV, q_TNH, out_TNV, lse_TN)
         kept_rows = kept if keeps else None
-        remote_queries = BackwardRemoteQueries(layers, of_queries, kept_rows, routing.queries, *how, has_sinks)
+        remote_queries = BackwardRemoteQueries(
+            layers, of_queries, kept_rows, routing.queries, spec, kv_heads, has_sinks
+        )
     for chunk in routing.chunks:
         keys.start(chunk, transport, where)
         if remote_queries is not None:
@@ -200,10 +197,9 @@ def attend_backward(
     # 2. Early local calls write gradients; prefixes and remote queries of a chunk write those of the remote KV.
     #    These are sent as soon as they are complete.
     dq, dk, dv = _empty_gradients(q_TNH, k_TGH, v_TGV, routing)
-    comes = keys.sends or routing.queries is not None
-    calls = calls_of_heads(routing, k_TGH.shape[1], comes=comes, leaves=routing.exchanges)
+    calls = layers.backward_calls(rows_come=keys.sends or routing.queries is not None)
     query_rows = QueryRows(dout_TNV, q_TNH, out_TNV, lse_TN)
-    local = BackwardCalls(kernel, query_rows, dq, *how, layers.backward_calls_on(query_rows, spec))
+    local = BackwardCalls(kernel, query_rows, dq, spec, kv_heads, layers.prepared_backward(query_rows, spec))
     local.derive(calls.early, k_TGH, v_TGV, dk, dv)
     remote_kv = RemoteKV.of_kept(k, v, kept.keys, rows) if keeps else RemoteKV.open(k, v, keys.received, rows)
     gradients = RemoteKVGradients(k, v, rows)

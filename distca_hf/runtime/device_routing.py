@@ -6,9 +6,8 @@ planning              host, two buffers               index tensors, written out
 """
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
 
 import numpy as np
 import torch
@@ -95,7 +94,6 @@ class DeviceRouting:
     Attributes:
         local: kernel calls that need no chunk.
         queries: queries that move, or None if on no rank any does.
-        calls_of_heads: the calls with KV heads for groups, made by `runtime.kernel_calls` for each kind of layer.
         sums: where gradients of sent keys, and of local rows of the remote KV, are added.
         sums_remote_kv: gradients of remote keys are sums of many calls.
     """
@@ -119,7 +117,6 @@ class DeviceRouting:
     chunks: tuple[ChunkRouting, ...]
     late_share: float
     queries: QueryRouting | None
-    calls_of_heads: dict[tuple[int, bool, bool], Any] = field(default_factory=dict)
 
     def name_of(self, row: int) -> str:
         """Returns the document and token that a row of this rank holds; rows here are tokens."""

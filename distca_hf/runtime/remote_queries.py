@@ -22,7 +22,8 @@ from distca_hf.kernels.rows import copy_rows
 from distca_hf.kernels.sinks import scale_rows
 from distca_hf.runtime.alike_layers import AlikeLayers
 from distca_hf.runtime.device_routing import ChunkRouting, ExchangeSplits, QueryRouting
-from distca_hf.runtime.kernel_calls import BackwardCalls, ForwardCalls, QueryRows
+from distca_hf.runtime.kernel_calls import BackwardCalls, ForwardCalls
+from distca_hf.runtime.prepared_calls import QueryRows
 from distca_hf.runtime.remote_kv import RemoteKV, RemoteKVGradients
 from distca_hf.runtime.retention import Kept
 
@@ -52,7 +53,7 @@ class ForwardRemoteQueries:
             self._dispatch = QueryDispatch([q], moves)
             remote_q = self._dispatch.tensors[0]
         out, lse = empty_layer_outputs(remote_q, v)
-        self._calls = ForwardCalls(layers.kernel, remote_q, out, lse, layers.spec, kv_heads, layers.forward_calls)
+        self._calls = ForwardCalls(layers.kernel, remote_q, out, lse, layers.spec, kv_heads, layers.prepared_forward)
         self._combine = ResultCombine([out, lse], moves)
         self.kept = remote_q, out, lse
 
@@ -114,7 +115,7 @@ class BackwardRemoteQueries:
             self._without_sinks = kept.remote_out, kept.remote_lse
         self._out, self._lse, dq = out, lse, torch.empty_like(q)
         rows = QueryRows(dout, q, out, lse)
-        self._calls = BackwardCalls(layers.kernel, rows, dq, spec, kv_heads, layers.backward_calls_on(rows, spec))
+        self._calls = BackwardCalls(layers.kernel, rows, dq, spec, kv_heads, layers.prepared_backward(rows, spec))
         self._combine = ResultCombine([dq], moves)
 
     def start(self, chunk: ChunkRouting, transport: Transport, where: str) -> None:

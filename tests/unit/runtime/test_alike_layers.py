@@ -16,7 +16,7 @@ from distca_hf.cost import CAUSAL_LAYERS
 from distca_hf.kernels.interface import NEW, AttentionSpec, Inputs, Outputs, Room, Spans, empty_outputs
 from distca_hf.layout import Layout
 from distca_hf.planning.plan import Plan, plan_in_place
-from distca_hf.runtime import kernel_calls, remote_kv
+from distca_hf.runtime import prepared_calls, remote_kv
 from distca_hf.runtime.attention import Attended, attend, attend_backward
 from distca_hf.runtime.layer_kinds import PinnedKinds
 from distca_hf.runtime.live_plan import LivePlan
@@ -55,6 +55,13 @@ def test_layers_are_alike_where_tensors_and_how_they_attend_are() -> None:
     ):
         assert others is not layers
         assert others.forward_rows is not layers.forward_rows
+
+
+def test_calls_of_backward_are_made_once() -> None:
+    layers = alone().alike(*tensors(5), SPEC, "a layer")
+
+    assert layers.backward_calls(rows_come=True) is layers.backward_calls(rows_come=True)
+    assert layers.backward_calls(rows_come=False) is not layers.backward_calls(rows_come=True)
 
 
 class Notes:
@@ -163,8 +170,8 @@ def steps_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:
     prepared: tuple[tuple[ModuleType, str, Callable[..., list[object]]], ...] = (
         (remote_kv, "row_copy", lambda sources, rows, targets, places: kinds_of([*sources, *targets])),
         (remote_kv, "row_sum", lambda *given: kinds_of(given[:3])),
-        (kernel_calls, "row_merge", lambda *given: kinds_of(given[:4])),
-        (kernel_calls, "view_of", lambda part, whole: kinds_of([whole])),
+        (prepared_calls, "row_merge", lambda *given: kinds_of(given[:4])),
+        (prepared_calls, "view_of", lambda part, whole: kinds_of([whole])),
     )
     for module, name, prepared_for in prepared:
         monkeypatch.setattr(module, name, checked(getattr(module, name), prepared_for))
