@@ -1,4 +1,4 @@
-"""Calls that cost the host little: views of rows, launches of Triton kernels, and steps that are prepared once for
+"""Calls that cost the host little: views of rows, launches of Triton kernels, and functions that are prepared once for
 layers that are alike. Each layer makes many of them.
 
 **Views** cost microseconds, so one is made only where something is left out. All are made by `as_strided`. Kernel
@@ -30,12 +30,13 @@ ALIGNMENT = 16
 _NO_HOOKS = None, None, None
 
 
-# Steps prepared for tensors of one device, dtype, shape and strides (`kernels.rows`). The first one copies rows of one
-# index, of sources and targets; the second one merges rows from one place on, of the tensors of `merge`; the third one
-# adds rows of one index, of the tensors of `add_rows`.
-RowCopy = Callable[[Sequence[torch.Tensor], Sequence[torch.Tensor]], None]
-RowMerge = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], None]
-RowSum = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
+# Functions that `kernels.rows` prepares for tensors of one device, dtype, shape and strides.
+# Of sources and targets:
+CopyRows = Callable[[Sequence[torch.Tensor], Sequence[torch.Tensor]], None]
+# Of the target, own and returned rows:
+AddRows = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
+# Of outputs and log-sum-exps, and of those over other keys:
+MergeRows = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], None]
 
 
 class CompiledKernel(Protocol):

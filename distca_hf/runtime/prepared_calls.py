@@ -11,9 +11,9 @@ from typing import NamedTuple
 
 import torch
 
-from distca_hf.kernels.host_cost import RowMerge, transposed, view_of
+from distca_hf.kernels.host_cost import MergeRows, transposed, view_of
 from distca_hf.kernels.interface import AttentionSpec, Inputs, Room, Saved, before_queries
-from distca_hf.kernels.rows import row_merge
+from distca_hf.kernels.rows import prepare_merge
 from distca_hf.planning.kernel_calls import CallKind
 from distca_hf.runtime.call_views import heads_of, keys_of, queries_of
 from distca_hf.runtime.device_routing import DeviceCall
@@ -43,7 +43,7 @@ class PreparedForward:
         q, out, lse = queries_of(call, kv_heads, *rows)
         self._q, self._out, self._lse_NT = map(view_of, (q, out, transposed(lse)), rows)
         self._k, self._v = map(view_of, keys_of(call, kv_heads, *of_keys), of_keys)
-        self._merge: RowMerge | None = None
+        self._merge: MergeRows | None = None
 
     def inputs(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Inputs:
         """Returns what the call reads."""
@@ -57,7 +57,7 @@ class PreparedForward:
         """Adds outputs and log-sum-exps over a prefix alone to those of the layer."""
         out, lse = heads_of(self._call, self._kv_heads, out, lse)
         if self._merge is None:
-            self._merge = row_merge(out, lse, prefix_out, prefix_lse, self._call.queries.start)
+            self._merge = prepare_merge(out, lse, prefix_out, prefix_lse, self._call.queries.start)
         self._merge(out, lse, prefix_out, prefix_lse)
 
 

@@ -20,9 +20,9 @@ from dataclasses import dataclass
 import torch
 
 from distca_hf.comm.transport import Exchange, Transport
-from distca_hf.kernels.host_cost import RowCopy, RowSum, some_rows
+from distca_hf.kernels.host_cost import AddRows, CopyRows, some_rows
 from distca_hf.kernels.interface import accumulation_dtype
-from distca_hf.kernels.rows import copy_rows, row_copy, row_sum
+from distca_hf.kernels.rows import copy_rows, prepare_add, prepare_copy
 from distca_hf.runtime.device_routing import ChunkRouting, DeviceCall, DeviceRouting
 
 
@@ -48,10 +48,10 @@ class KeyRows:
         self.kept_in_order = routing.kept_in_order and self.are_beside
         self._groups, self._dim, self._value_dim = groups, dim, v.shape[2]
         self._num_sent = routing.send_rows.shape[0]
-        self._send: RowCopy | None = None
-        self._puts: dict[tuple[int, int], RowCopy] = {}
-        self._put_kept: RowCopy | None = None
-        self._sums: tuple[RowSum, RowSum] | None = None
+        self._send: CopyRows | None = None
+        self._puts: dict[tuple[int, int], CopyRows] = {}
+        self._put_kept: CopyRows | None = None
+        self._sums: tuple[AddRows, AddRows] | None = None
 
     def apart(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns views of the key part and the value part of rows side by side, shaped as rows of k and of v."""
@@ -67,7 +67,7 @@ class KeyRows:
         """Returns the rows that are sent, side by side."""
         sent = k.new_empty((self._num_sent, self.width))
         if self._send is None:
-            self._send = row_copy((k, v), self.routing.send_rows, (sent,), None)
+            self._send = prepare_copy((k, v), self.routing.send_rows, (sent,), None)
         self._send((k, v), (sent,))
         return sent
 
@@ -77,13 +77,13 @@ class KeyRows:
         copy = self._puts.get(bounds)
         if copy is None:
             places = some_rows(self.routing.received_to_remote_kv, rows)
-            copy = self._puts[bounds] = row_copy((came,), None, remote_kv, places)
+            copy = self._puts[bounds] = prepare_copy((came,), None, remote_kv, places)
         copy((came,), remote_kv)
 
     def put_kept(self, kept: torch.Tensor, remote_kv: tuple[torch.Tensor, ...]) -> None:
         """Puts all rows that were received before where calls read them."""
         if self._put_kept is None:
-            self._put_kept = row_copy((kept,), None, remote_kv, self.routing.kept_to_remote_kv)
+            self._put_kept = prepare_copy((kept,), None, remote_kv, self.routing.kept_to_remote_kv)
         self._put_kept((kept,), remote_kv)
 
     def add(self, dk: torch.Tensor, dv: torch.Tensor, total: "RemoteKV", returned: torch.Tensor) -> None:
@@ -93,7 +93,7 @@ class KeyRows:
             return
         returned_k, returned_v = self.apart(returned)
         if self._sums is None:
-            self._sums = row_sum(dk, total.k, returned_k, sums), row_sum(dv, total.v, returned_v, sums)
+            self._sums = prepare_add(dk, total.k, returned_k, sums), prepare_add(dv, total.v, returned_v, sums)
         sum_k, sum_v = self._sums
         sum_k(dk, total.k, returned_k)
         sum_v(dv, total.v, returned_v)

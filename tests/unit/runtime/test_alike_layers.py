@@ -168,9 +168,9 @@ def checked(prepare: Callable[..., Callable[..., object]], prepared_for: Callabl
 @pytest.fixture
 def steps_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:
     prepared: tuple[tuple[ModuleType, str, Callable[..., list[object]]], ...] = (
-        (remote_kv, "row_copy", lambda sources, rows, targets, places: kinds_of([*sources, *targets])),
-        (remote_kv, "row_sum", lambda *given: kinds_of(given[:3])),
-        (prepared_calls, "row_merge", lambda *given: kinds_of(given[:4])),
+        (remote_kv, "prepare_copy", lambda sources, rows, targets, places: kinds_of([*sources, *targets])),
+        (remote_kv, "prepare_add", lambda *given: kinds_of(given[:3])),
+        (prepared_calls, "prepare_merge", lambda *given: kinds_of(given[:4])),
         (prepared_calls, "view_of", lambda part, whole: kinds_of([whole])),
     )
     for module, name, prepared_for in prepared:

@@ -152,8 +152,8 @@ def test_attention_holds_hardly_more_than_needed_bytes(
 ) -> None:
     """Within a tenth. Merging and summing apart, for which GPUs have kernels that need nothing. Counted on one rank at
     a time: torch notes for all threads together whether a dispatch mode is active."""
-    monkeypatch.setattr(prepared_calls, "row_merge", lambda *of_layer: lambda *tensors: None)
-    monkeypatch.setattr(remote_kv, "row_sum", lambda *given: lambda *tensors: None)
+    monkeypatch.setattr(prepared_calls, "prepare_merge", lambda *of_layer: lambda *tensors: None)
+    monkeypatch.setattr(remote_kv, "prepare_add", lambda *given: lambda *tensors: None)
     plan = plan_of(kind)
 
     def run(transport: Transport, counted: int) -> tuple[int, int, int]:
