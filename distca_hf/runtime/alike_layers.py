@@ -17,7 +17,7 @@ from distca_hf.runtime.device_routing import DeviceCall, DeviceRouting
 from distca_hf.runtime.layer_calls import LayerCalls
 from distca_hf.runtime.layer_kinds import LayerKind
 from distca_hf.runtime.prepared_calls import PreparedBackward, PreparedForward, QueryRows
-from distca_hf.runtime.remote_kv import KeyRows
+from distca_hf.runtime.prepared_kv import PreparedKV
 
 
 # Dtypes, shapes, strides and devices of queries, keys and values; how they attend.
@@ -36,7 +36,7 @@ class AlikeLayers:
         calls: kernel calls of forward.
         whole_call: the only local call of forward, if it reads and writes all rows and heads, and no results come from
             other ranks; else None.
-        forward_rows, backward_rows: rows of keys and values that travel.
+        forward_kv, backward_kv: how rows of keys and values travel.
         prepared_forward: kernel calls of forward, prepared by the first layer.
     """
 
@@ -46,8 +46,8 @@ class AlikeLayers:
     kv_heads: int
     calls: LayerCalls
     whole_call: DeviceCall | None
-    forward_rows: KeyRows
-    backward_rows: KeyRows
+    forward_kv: PreparedKV
+    backward_kv: PreparedKV
     prepared_forward: dict[DeviceCall, PreparedForward] = field(default_factory=dict)
     _prepared_backward: dict[Hashable, dict[DeviceCall, PreparedBackward]] = field(default_factory=dict)
     _backward_calls: dict[bool, LayerCalls] = field(default_factory=dict)
@@ -64,9 +64,9 @@ class AlikeLayers:
         everything = slice(0, rows), slice(0, rows), (0, kv_heads)
         if whole_call is not None and (whole_call.queries, whole_call.keys, whole_call.heads) != everything:
             whole_call = None
-        forward_rows = _key_rows(k_TGH, v_TGV, forward)
-        backward_rows = forward_rows if backward is forward else _key_rows(k_TGH, v_TGV, backward)
-        return cls(spec, kernel, kind, kv_heads, calls, whole_call, forward_rows, backward_rows)
+        forward_kv = _prepared_kv(k_TGH, v_TGV, forward)
+        backward_kv = forward_kv if backward is forward else _prepared_kv(k_TGH, v_TGV, backward)
+        return cls(spec, kernel, kind, kv_heads, calls, whole_call, forward_kv, backward_kv)
 
     def backward_calls(self, rows_come: bool) -> LayerCalls:
         """Returns the kernel calls of backward.
@@ -92,6 +92,6 @@ class AlikeLayers:
         return self._prepared_backward.setdefault(key, {})
 
 
-def _key_rows(k_TGH: torch.Tensor, v_TGV: torch.Tensor, routing: DeviceRouting) -> KeyRows:
+def _prepared_kv(k_TGH: torch.Tensor, v_TGV: torch.Tensor, routing: DeviceRouting) -> PreparedKV:
     k, v = as_rows(routing.rows_per_token, k_TGH, v_TGV)
-    return KeyRows(k, v, routing)
+    return PreparedKV(k, v, routing)

@@ -94,7 +94,7 @@ def attend(
     # 1. Keys leave, and queries that move, in all chunks: they are in flight while local calls run.
     kv_heads, (k, v) = layers.kv_heads, as_rows(groups, k_TGH, v_TGV)
     received_keys = _keys_of(received, retention, routing, k)
-    keys = KVDispatch(k, v, layers.forward_rows, sends=routing.exchanges, received=received_keys)
+    keys = KVDispatch(k, v, layers.forward_kv, sends=routing.exchanges, received=received_keys)
     remote_queries = None
     if routing.queries is not None:
         [q], came = as_rows(groups, q_TNH), None if received is None else received.remote_q
@@ -115,7 +115,7 @@ def attend(
     local = ForwardCalls(kernel, q_TNH, out, lse, spec, kv_heads, layers.prepared_forward)
     if whole is None:
         local.attend(calls.early, k_TGH, v_TGV)
-    remote_kv = RemoteKV.open(k, v, keys.received, layers.forward_rows)
+    remote_kv = RemoteKV.open(k, v, keys.received, layers.forward_kv)
     trace.spent(LOCAL)
     for chunk, prefixes in zip(routing.chunks, calls.prefix, strict=True):
         keys.receive(chunk, remote_kv)
@@ -171,7 +171,7 @@ def attend_backward(
     q_TNH, k_TGH, v_TGV, out_TNV, lse_TN = attended
     where, transport, trace = plan.forward_pass.begin_backward(), plan.transport, plan.forward_pass.trace
     layers = plan.alike(q_TNH, k_TGH, v_TGV, spec, where)
-    spec, kernel, routing, rows = layers.spec, layers.kernel, layers.kind.plan.backward, layers.backward_rows
+    spec, kernel, routing, prepared = layers.spec, layers.kernel, layers.kind.plan.backward, layers.backward_kv
     if plan.config.deterministic or torch.are_deterministic_algorithms_enabled():
         spec = made_deterministic(spec)
     kv_heads = layers.kv_heads
@@ -180,7 +180,7 @@ def attend_backward(
     keeps, groups = plan.order_backward(q_TNH, k_TGH, v_TGV, spec, kept.slot, has_sinks), routing.rows_per_token
     # 1. Rows of forward that were not kept leave once more, and with them output gradients of queries that moved.
     k, v = as_rows(groups, k_TGH, v_TGV)
-    keys = KVDispatch(k, v, rows, sends=routing.exchanges and not keeps, received=kept.keys if keeps else None)
+    keys = KVDispatch(k, v, prepared, sends=routing.exchanges and not keeps, received=kept.keys if keeps else None)
     remote_queries = None
     if routing.queries is not None:
         of_queries = as_rows(groups, dout_TNV, q_TNH, out_TNV, lse_TN)
@@ -201,9 +201,9 @@ def attend_backward(
     query_rows = QueryRows(dout_TNV, q_TNH, out_TNV, lse_TN)
     local = BackwardCalls(kernel, query_rows, dq, spec, kv_heads, layers.prepared_backward(query_rows, spec))
     local.derive(calls.early, k_TGH, v_TGV, dk, dv)
-    remote_kv = RemoteKV.of_kept(k, v, kept.keys, rows) if keeps else RemoteKV.open(k, v, keys.received, rows)
-    gradients = RemoteKVGradients(k, v, rows)
-    combine = KVGradCombine(gradients, k, rows)
+    remote_kv = RemoteKV.of_kept(k, v, kept.keys, prepared) if keeps else RemoteKV.open(k, v, keys.received, prepared)
+    gradients = RemoteKVGradients(k, v, prepared)
+    combine = KVGradCombine(gradients, k, prepared)
     trace.spent(LOCAL)
     for chunk, prefixes in zip(routing.chunks, calls.prefix, strict=True):
         keys.receive(chunk, remote_kv)

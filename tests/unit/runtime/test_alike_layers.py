@@ -16,7 +16,7 @@ from distca_hf.cost import CAUSAL_LAYERS
 from distca_hf.kernels.interface import NEW, AttentionSpec, Inputs, Outputs, Room, Spans, empty_outputs
 from distca_hf.layout import Layout
 from distca_hf.planning.plan import Plan, plan_in_place
-from distca_hf.runtime import prepared_calls, remote_kv
+from distca_hf.runtime import prepared_calls, prepared_kv
 from distca_hf.runtime.attention import Attended, attend, attend_backward
 from distca_hf.runtime.layer_kinds import PinnedKinds
 from distca_hf.runtime.live_plan import LivePlan
@@ -54,7 +54,7 @@ def test_layers_are_alike_where_tensors_and_how_they_attend_are() -> None:
         alone().alike(q, k, v, SPEC, "a layer"),
     ):
         assert others is not layers
-        assert others.forward_rows is not layers.forward_rows
+        assert others.forward_kv is not layers.forward_kv
 
 
 def test_calls_of_backward_are_made_once() -> None:
@@ -168,8 +168,8 @@ def checked(prepare: Callable[..., Callable[..., object]], prepared_for: Callabl
 @pytest.fixture
 def steps_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:
     prepared: tuple[tuple[ModuleType, str, Callable[..., list[object]]], ...] = (
-        (remote_kv, "prepare_copy", lambda sources, rows, targets, places: kinds_of([*sources, *targets])),
-        (remote_kv, "prepare_add", lambda *given: kinds_of(given[:3])),
+        (prepared_kv, "prepare_copy", lambda sources, rows, targets, places: kinds_of([*sources, *targets])),
+        (prepared_kv, "prepare_add", lambda *given: kinds_of(given[:3])),
         (prepared_calls, "prepare_merge", lambda *given: kinds_of(given[:4])),
         (prepared_calls, "view_of", lambda part, whole: kinds_of([whole])),
     )
