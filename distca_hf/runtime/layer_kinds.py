@@ -178,12 +178,25 @@ class LayerKind:
     Attributes:
         plan: routing of forward, and of backward.
         retention: decides which rows of other ranks are kept until backward, and until recomputation.
-        has_room: whether the device is known to have room for a call.
+        has_room: whether the device is known to have room for a call of this pass.
     """
 
     plan: DeviceRankPlan
     retention: Retention
     has_room: bool = False
+
+    def begin_forward_pass(self, layers_kept: int, attention_calls: int, recomputes: bool) -> None:
+        """Begins a pass: another one may leave less room.
+
+        Args:
+            layers_kept, attention_calls, recomputes: see `Retention.begin_forward_pass`.
+        """
+        self.retention.begin_forward_pass(layers_kept, attention_calls, recomputes)
+        self.has_room = False
+
+    def note_room(self) -> None:
+        """Notes that the device has room for a call."""
+        self.has_room = True
 
 
 class LayerKinds:
@@ -209,8 +222,7 @@ class LayerKinds:
         """Notes how many layers the next pass has."""
         self._layers = layers
         for window_tokens, kind in self._kinds.items():
-            kind.retention.begin_forward_pass(*layers.of(window_tokens))
-            kind.has_room = False
+            kind.begin_forward_pass(*layers.of(window_tokens))
 
     def spec(self, spec: AttentionSpec) -> AttentionSpec:
         """Returns the spec of a layer without a window that no document of the micro-batch is longer than."""
