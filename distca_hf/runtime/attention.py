@@ -71,7 +71,7 @@ def attend(
     scores = spec.scale, spec.softcap, sinks_N is not None
     where, transport = plan.forward_pass.begin_forward(spec.window_tokens, scores), plan.transport
     trace, layers = plan.forward_pass.trace, plan.alike(q_TNH, k_TGH, v_TGV, spec, where)
-    spec, kernel, kind = layers.spec, layers.kernel, layers.kind
+    spec, kind = layers.spec, layers.kind
     routing, retention = kind.plan.forward, kind.retention
     if plan.checks_finite:
         check_finite(plan, where, query=q_TNH, key=k_TGH, value=v_TGV)
@@ -81,13 +81,13 @@ def attend(
     keeps, groups = retention.keeps_received(q_TNH, k_TGH, v_TGV), routing.rows_per_token
     slot = plan.order_forward(q_TNH, k_TGH, v_TGV, spec, keeps and is_differentiated)
     # 1. Keys leave, and queries that move, in all chunks: they are in flight while local calls run.
-    kv_heads, (k, v) = layers.kv_heads, as_rows(groups, k_TGH, v_TGV)
+    k, v = as_rows(groups, k_TGH, v_TGV)
     received_keys = _keys_of(received, retention, routing, k)
     keys = KVDispatch(k, v, layers.forward_kv, sends=routing.exchanges, received=received_keys)
     remote_queries = None
     if routing.queries is not None:
-        [q], came = as_rows(groups, q_TNH), None if received is None else received.remote_q
-        remote_queries = ForwardRemoteQueries(layers, q, v, routing.queries, kv_heads, came)
+        [q], received_q = as_rows(groups, q_TNH), None if received is None else received.remote_q
+        remote_queries = ForwardRemoteQueries(layers, q, v, routing.queries, received_q)
     for chunk in routing.chunks:
         keys.start(chunk, transport, where)
         if remote_queries is not None:
@@ -97,11 +97,11 @@ def attend(
     # 2. Early local calls, then prefixes and remote queries of each chunk that has arrived.
     calls, whole = layers.calls, layers.whole_call
     if whole is not None:
-        out, lse = attend_whole(kernel, whole, Inputs(q_TNH, k_TGH, v_TGV), spec)
+        out, lse = attend_whole(layers.kernel, whole, Inputs(q_TNH, k_TGH, v_TGV), spec)
     else:
         out, lse = empty_layer_outputs(q_TNH, v_TGV, head_by_head=routing.queries is None)
         _clear_padding(routing, out, lse)
-    local = ForwardCalls(kernel, q_TNH, out, lse, spec, kv_heads, layers.prepared_forward)
+    local = ForwardCalls(layers, q_TNH, out, lse)
     if whole is None:
         local.attend(calls.early, k_TGH, v_TGV)
     remote_kv = RemoteKV.open(k, v, keys.received, layers.forward_kv)
@@ -160,10 +160,9 @@ def attend_backward(
     q_TNH, k_TGH, v_TGV, out_TNV, lse_TN = attended
     where, transport, trace = plan.forward_pass.begin_backward(), plan.transport, plan.forward_pass.trace
     layers = plan.alike(q_TNH, k_TGH, v_TGV, spec, where)
-    spec, kernel, routing, prepared = layers.spec, layers.kernel, layers.kind.plan.backward, layers.backward_kv
+    spec, routing, prepared = layers.spec, layers.kind.plan.backward, layers.backward_kv
     if plan.config.deterministic or torch.are_deterministic_algorithms_enabled():
         spec = made_deterministic(spec)
-    kv_heads = layers.kv_heads
     if plan.checks_finite:
         check_finite(plan, where, output_gradient=dout_TNV)
     keeps, groups = plan.order_backward(q_TNH, k_TGH, v_TGV, spec, kept.slot, has_sinks), routing.rows_per_token
@@ -172,11 +171,9 @@ def attend_backward(
     keys = KVDispatch(k, v, prepared, sends=routing.exchanges and not keeps, received=kept.keys if keeps else None)
     remote_queries = None
     if routing.queries is not None:
-        of_queries = as_rows(groups, dout_TNV, q_TNH, out_TNV, lse_TN)
+        rows = QueryRows(*as_rows(groups, dout_TNV, q_TNH, out_TNV, lse_TN))
         kept_rows = kept if keeps else None
-        remote_queries = BackwardRemoteQueries(
-            layers, of_queries, kept_rows, routing.queries, spec, kv_heads, has_sinks
-        )
+        remote_queries = BackwardRemoteQueries(layers, rows, kept_rows, routing.queries, spec, has_sinks)
     for chunk in routing.chunks:
         keys.start(chunk, transport, where)
         if remote_queries is not None:
@@ -187,8 +184,7 @@ def attend_backward(
     #    These are sent as soon as they are complete.
     dq, dk, dv = _empty_gradients(q_TNH, k_TGH, v_TGV, routing)
     calls = layers.backward_calls(rows_come=keys.sends or routing.queries is not None)
-    query_rows = QueryRows(dout_TNV, q_TNH, out_TNV, lse_TN)
-    local = BackwardCalls(kernel, query_rows, dq, spec, kv_heads, layers.prepared_backward(query_rows, spec))
+    local = BackwardCalls(layers, QueryRows(dout_TNV, q_TNH, out_TNV, lse_TN), dq, spec)
     local.derive(calls.early, k_TGH, v_TGV, dk, dv)
     remote_kv = RemoteKV.of_kept(k, v, kept.keys, prepared) if keeps else RemoteKV.open(k, v, keys.received, prepared)
     gradients = RemoteKVGradients(k, v, prepared)
@@ -243,7 +239,8 @@ def _complete(
 def _keys_of(
     received: Received | None, retention: Retention, routing: DeviceRouting, k: torch.Tensor
 ) -> torch.Tensor | None:
-    """Returns the keys of an earlier dispatch; None if there was none, and one is needed."""
+    """Returns keys that need no dispatch: those of an earlier one, or none at all where no call reads any. None: they
+    are to be sent now."""
     if received is not None:
         return received.keys
     if routing.exchanges or routing.remote_kv_rows:

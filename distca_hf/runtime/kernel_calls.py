@@ -9,6 +9,7 @@ import torch
 
 from distca_hf.kernels.host_cost import transposed
 from distca_hf.kernels.interface import AttentionSpec, Gradients, Inputs, Kernel, Outputs
+from distca_hf.runtime.alike_layers import AlikeLayers
 from distca_hf.runtime.device_routing import DeviceCall
 from distca_hf.runtime.prepared_calls import PreparedBackward, PreparedForward, QueryRows
 from distca_hf.runtime.remote_kv import RemoteKV, RemoteKVGradients
@@ -18,21 +19,14 @@ class ForwardCalls:
     """Forward kernels for one set of query rows, local or remote; partial outputs are merged by log-sum-exps.
 
     Args:
-        of_alike: prepared calls, shared by alike layers; those that are not there yet are put there.
+        layers: those that are like this one. Calls that no layer has prepared are prepared here.
+        q: queries of this layer.
+        out, lse: room for its outputs and log-sum-exps.
     """
 
-    def __init__(
-        self,
-        kernel: Kernel,
-        q: torch.Tensor,
-        out: torch.Tensor,
-        lse: torch.Tensor,
-        spec: AttentionSpec,
-        kv_heads: int,
-        of_alike: dict[DeviceCall, PreparedForward],
-    ) -> None:
-        self._kernel, self._q, self._out, self._lse = kernel, q, out, lse
-        self._spec, self._kv_heads, self._of_alike = spec, kv_heads, of_alike
+    def __init__(self, layers: AlikeLayers, q: torch.Tensor, out: torch.Tensor, lse: torch.Tensor) -> None:
+        self._layers, self._kernel, self._prepared_calls = layers, layers.kernel, layers.prepared_forward
+        self._q, self._out, self._lse = q, out, lse
         self._prefix_parts: list[tuple[PreparedForward, Outputs]] = []
 
     def attend(self, calls: Iterable[DeviceCall], k: torch.Tensor, v: torch.Tensor) -> None:
@@ -60,10 +54,11 @@ class ForwardCalls:
 
     def _prepared(self, call: DeviceCall, k: torch.Tensor, v: torch.Tensor) -> PreparedForward:
         """Returns a call on such keys and values, prepared now if this layer is the first one."""
-        prepared = self._of_alike.get(call)
+        prepared = self._prepared_calls.get(call)
         if prepared is None:
-            rows = self._q, self._out, self._lse
-            prepared = self._of_alike[call] = PreparedForward(call, self._spec, self._kv_heads, rows, (k, v))
+            layers, rows = self._layers, (self._q, self._out, self._lse)
+            prepared = PreparedForward(call, layers.spec, layers.kv_heads, rows, (k, v))
+            self._prepared_calls[call] = prepared
         return prepared
 
 
@@ -80,23 +75,16 @@ class BackwardCalls:
     """Backward kernels for one set of query rows.
 
     Args:
+        layers: those that are like this one. Calls that no layer has prepared are prepared here.
         rows: of this layer.
         dq: room for the gradients of its queries.
-        of_alike: prepared calls, shared by alike layers whose rows lie like these; those that are not there yet are
-            put there.
+        spec: how backward attends.
     """
 
-    def __init__(
-        self,
-        kernel: Kernel,
-        rows: QueryRows,
-        dq: torch.Tensor,
-        spec: AttentionSpec,
-        kv_heads: int,
-        of_alike: dict[DeviceCall, PreparedBackward],
-    ) -> None:
-        self._kernel, self._rows, self._dq = kernel, rows, dq
-        self._spec, self._kv_heads, self._of_alike = spec, kv_heads, of_alike
+    def __init__(self, layers: AlikeLayers, rows: QueryRows, dq: torch.Tensor, spec: AttentionSpec) -> None:
+        self._kernel, self._rows, self._dq = layers.kernel, rows, dq
+        self._spec, self._kv_heads = spec, layers.kv_heads
+        self._prepared_calls = layers.prepared_backward(rows, spec)
         self._prefix_parts: list[tuple[PreparedBackward, torch.Tensor]] = []
 
     def derive(
@@ -131,10 +119,10 @@ class BackwardCalls:
 
     def _prepared(self, call: DeviceCall, *of_keys: torch.Tensor) -> PreparedBackward:
         """Returns a call on such keys, values and gradients, prepared now if this layer is the first one."""
-        prepared = self._of_alike.get(call)
+        prepared = self._prepared_calls.get(call)
         if prepared is None:
             prepared = PreparedBackward(call, self._spec, self._kv_heads, self._rows, self._dq, of_keys)
-            self._of_alike[call] = prepared
+            self._prepared_calls[call] = prepared
         return prepared
 
     def _on_remote_kv(self, call: DeviceCall, remote_kv: RemoteKV, gradients: RemoteKVGradients) -> PreparedBackward:
