@@ -70,7 +70,7 @@ def attend(
         plan.forward_pass.agree_to_attend(plan.fingerprint, q_TNH, k_TGH, v_TGV)
     scores = spec.scale, spec.softcap, sinks_N is not None
     where, transport = plan.forward_pass.begin_forward(spec.window_tokens, scores), plan.transport
-    trace, layers = plan.forward_pass.trace, plan.alike(q_TNH, k_TGH, v_TGV, spec, where)
+    trace, layers = plan.forward_pass.trace, plan.layers_like(q_TNH, k_TGH, v_TGV, spec, where)
     spec, kind = layers.spec, layers.kind
     routing, retention = kind.plan.forward, kind.retention
     if plan.checks_finite:
@@ -159,7 +159,7 @@ def attend_backward(
     plan.agree()
     q_TNH, k_TGH, v_TGV, out_TNV, lse_TN = attended
     where, transport, trace = plan.forward_pass.begin_backward(), plan.transport, plan.forward_pass.trace
-    layers = plan.alike(q_TNH, k_TGH, v_TGV, spec, where)
+    layers = plan.layers_like(q_TNH, k_TGH, v_TGV, spec, where)
     spec, routing, prepared = layers.spec, layers.kind.plan.backward, layers.backward_kv
     if plan.config.deterministic or torch.are_deterministic_algorithms_enabled():
         spec = made_deterministic(spec)

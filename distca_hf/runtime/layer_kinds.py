@@ -58,16 +58,16 @@ class Planned(NamedTuple):
         return self.facts.longest_document_tokens
 
 
-class PutOff(NamedTuple):
-    """A micro-batch that is planned when its plan is first looked at.
+class PlannedLater(NamedTuple):
+    """A micro-batch that is planned when something first asks for its plan: the first layer that attends.
 
     Attributes:
         longest_document_tokens: of the micro-batch; known before.
-        make: plans it.
+        plan: plans it, once. May wait for other ranks.
     """
 
     longest_document_tokens: int
-    make: Callable[[], Planned]
+    plan: Callable[[], Planned]
 
 
 class PassLayers(NamedTuple):
