@@ -28,8 +28,9 @@ from distca_hf.layout import Layout, as_int_array
 from distca_hf.planning.plan import Plan, PlanFacts, PlanTotals
 from distca_hf.planning.rebalance import plan_by_moving
 from distca_hf.planning.served import Servers, plan_served
-from distca_hf.runtime.layer_kinds import PinnedKinds, Planned, PlannedLater
+from distca_hf.runtime.layer_kinds import PinnedKinds
 from distca_hf.runtime.live_plan import LivePlan
+from distca_hf.runtime.planned import Planned, PlannedLater
 from distca_hf.telemetry import REMEMBERED_MICRO_BATCHES, LoaderTimes
 from distca_hf.topology import Topology
 

@@ -26,9 +26,10 @@ from distca_hf.kernels.registry import Operands, choose_kernel, kernel_name
 from distca_hf.planning.plan import PlanFacts
 from distca_hf.runtime.alike_layers import AlikeLayers, LayerKey
 from distca_hf.runtime.forward_pass import ForwardPass
-from distca_hf.runtime.layer_kinds import LayerKinds, PassLayers, Planned, PlannedLater
+from distca_hf.runtime.layer_kinds import LayerKinds, PassLayers
 from distca_hf.runtime.pass_trace import UNTRACED, PassTrace
 from distca_hf.runtime.plan_register import PlanRegister
+from distca_hf.runtime.planned import Planned, PlannedLater
 from distca_hf.runtime.retention import Retention, Slots
 
 
