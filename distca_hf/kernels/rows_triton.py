@@ -11,15 +11,8 @@ import triton
 import triton.language as tl
 
 from distca_hf.arrays import ceil_div
-from distca_hf.kernels.host_cost import (
-    AddRows,
-    CopyRows,
-    KindOfRows,
-    Launch,
-    MergeRows,
-    kinds_of_rows,
-    widths_of_parts,
-)
+from distca_hf.kernels.row_kinds import AddRows, CopyRows, KindOfRows, MergeRows, kinds_of_rows, widths_of_parts
+from distca_hf.kernels.triton_launch import Launch
 
 
 # Most elements, and most heads, of a row that one program holds in registers. Triton starts 128 threads for each, so

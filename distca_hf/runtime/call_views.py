@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import torch
 
-from distca_hf.kernels.host_cost import part
+from distca_hf.kernels.views import part
 from distca_hf.planning.kernel_calls import CallKind
 from distca_hf.runtime.device_routing import DeviceCall
 

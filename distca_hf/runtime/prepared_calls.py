@@ -11,9 +11,10 @@ from typing import NamedTuple
 
 import torch
 
-from distca_hf.kernels.host_cost import MergeRows, transposed, view_of
 from distca_hf.kernels.interface import AttentionSpec, Inputs, Room, Saved, before_queries
+from distca_hf.kernels.row_kinds import MergeRows
 from distca_hf.kernels.rows import prepare_merge
+from distca_hf.kernels.views import transposed, view_of
 from distca_hf.planning.kernel_calls import CallKind
 from distca_hf.runtime.call_views import heads_of, keys_of, queries_of
 from distca_hf.runtime.device_routing import DeviceCall

@@ -12,8 +12,9 @@ Shape legend in `kernels.interface`; rows are those of `planning.pieces`.
 
 import torch
 
-from distca_hf.kernels.host_cost import AddRows, CopyRows, some_rows
+from distca_hf.kernels.row_kinds import AddRows, CopyRows
 from distca_hf.kernels.rows import copy_rows, prepare_add, prepare_copy
+from distca_hf.kernels.views import some_rows
 from distca_hf.runtime.device_routing import DeviceRouting
 
 
