@@ -1,5 +1,9 @@
 """Rows: copied by an index, added by an index, and attention merged by log-sum-exps.
 
+`copy_rows`, `add_rows` and `merge_rows` look at their tensors in each call. That costs the host more than the device
+needs. `prepare_copy`, `prepare_add` and `prepare_merge` look once, and return a function for all tensors like these:
+of the same device, dtypes, shapes and strides. It does not look again: in others a GPU would write to wrong places.
+
 On a GPU a Triton kernel does each of these at once, and reads and writes every element once (`kernels.rows_triton`).
 Elsewhere torch does the same step by step. Shape legend in `kernels.interface`.
 """
@@ -10,8 +14,8 @@ from functools import cached_property
 
 import torch
 
-from distca_hf.kernels.host_cost import RowCopy, RowMerge, RowSum, kinds_of_rows, widths_of_parts
 from distca_hf.kernels.interface import accumulation_dtype, has_fused_kernels
+from distca_hf.kernels.row_kinds import AddRows, CopyRows, MergeRows, kinds_of_rows, widths_of_parts
 
 
 def copy_rows(
@@ -20,39 +24,41 @@ def copy_rows(
     targets: Sequence[torch.Tensor],
     places: torch.Tensor | None,
 ) -> None:
-    """Writes rows `rows` `[n]` of the sources to rows `places` `[n]` of the targets. None, for one of the two, means
-    all rows in order. No place occurs twice. Rows may lie apart; elements of a row follow each other.
+    """Copies rows. One or two tensors are copied. Two on one side may be one on the other, in which their rows lie
+    side by side.
 
-    One or two tensors are copied. Two on one side may be one on the other, in which their rows lie side by side.
+    Args:
+        sources, targets: their rows may lie apart; elements of a row follow each other.
+        rows: int64 `[n]`, rows of the sources that are read; None for all in order.
+        places: int64 `[n]`, rows of the targets that are written, none of them twice; None for all in order.
 
     Raises:
-        ValueError: there are more rows than places or fewer, or others: another shape (side by side: width) or
-            dtype; or neither is given.
+        ValueError: rows and places are not equally many; rows of sources and targets differ in shape (side by side:
+            in width) or dtype; or neither rows nor places are given.
     """
-    row_copy(sources, rows, targets, places)(sources, targets)
+    prepare_copy(sources, rows, targets, places)(sources, targets)
 
 
-def row_copy(
+def prepare_copy(
     sources: Sequence[torch.Tensor],
     rows: torch.Tensor | None,
     targets: Sequence[torch.Tensor],
     places: torch.Tensor | None,
-) -> RowCopy:
-    """Returns a function that does `copy_rows` with this index. Tensors that it gets must be like these in device,
-    dtype, shape and strides: it does not look at them again, which costs the host more than the copy.
+) -> CopyRows:
+    """Returns a function that does `copy_rows` with these rows and places, on tensors like these.
 
     Raises:
         ValueError: as `copy_rows`.
     """
     if rows is None and places is None:
         raise ValueError("neither rows nor places were given: copy whole tensors with copy_")
-    count = _count(sources, rows)
-    if count != _count(targets, places):
-        raise ValueError(f"cannot copy {count} rows to {_count(targets, places)} places")
+    count = _num_rows(sources, rows)
+    if count != _num_rows(targets, places):
+        raise ValueError(f"cannot copy {count} rows to {_num_rows(targets, places)} places")
     if targets[0].is_cuda:
-        from distca_hf.kernels.rows_triton import row_copy_on_gpu
+        from distca_hf.kernels.rows_triton import prepare_copy_on_gpu
 
-        return row_copy_on_gpu(sources, rows, targets, places, count)
+        return prepare_copy_on_gpu(sources, rows, targets, places, count)
     # On a CPU each part is copied by itself: keys into the left columns of rows, values into the right ones.
     widths = widths_of_parts(kinds_of_rows(sources), kinds_of_rows(targets))
 
@@ -67,13 +73,17 @@ def row_copy(
     return copy
 
 
-def _count(tensors: Sequence[torch.Tensor], chosen: torch.Tensor | None) -> int:
-    """Returns how many rows are read or written: the chosen ones, or those of all tensors."""
+def _num_rows(tensors: Sequence[torch.Tensor], chosen: torch.Tensor | None) -> int:
+    """Returns how many rows are read or written: the chosen ones, or those of all tensors.
+
+    Raises:
+        ValueError: two tensors have other numbers of rows.
+    """
     if chosen is not None:
         return chosen.shape[0]
     count = tensors[0].shape[0]
     if tensors[-1].shape[0] != count:
-        raise ValueError(f"cannot copy rows of tensors with {count} and {tensors[-1].shape[0]} of them together")
+        raise ValueError(f"cannot copy rows of two tensors together that have {count} and {tensors[-1].shape[0]} rows")
     return count
 
 
@@ -126,12 +136,11 @@ def add_rows(target: torch.Tensor, own: torch.Tensor, returned: torch.Tensor, su
     Raises:
         ValueError: on a GPU, elements of a row do not.
     """
-    row_sum(target, own, returned, sums)(target, own, returned)
+    prepare_add(target, own, returned, sums)(target, own, returned)
 
 
-def row_sum(target: torch.Tensor, own: torch.Tensor, returned: torch.Tensor, sums: RowSums) -> RowSum:
-    """Returns a function that does `add_rows` with these sums. Tensors that it gets must be like these in device,
-    dtype, shape and strides: it does not look at them again.
+def prepare_add(target: torch.Tensor, own: torch.Tensor, returned: torch.Tensor, sums: RowSums) -> AddRows:
+    """Returns a function that does `add_rows` with these sums, on tensors like these.
 
     Raises:
         ValueError: as `add_rows`.
@@ -139,9 +148,9 @@ def row_sum(target: torch.Tensor, own: torch.Tensor, returned: torch.Tensor, sum
     if not sums.rows.shape[0]:
         return lambda target, own, returned: None
     if has_fused_kernels(target):
-        from distca_hf.kernels.rows_triton import row_sum_on_gpu
+        from distca_hf.kernels.rows_triton import prepare_add_on_gpu
 
-        return row_sum_on_gpu(target, own, returned, (sums.rows, sums.own_of_shared, sums.order, sums.offsets))
+        return prepare_add_on_gpu(target, own, returned, (sums.rows, sums.own_of_shared, sums.order, sums.offsets))
     return lambda target, own, returned: _add(target, own, returned, sums)
 
 
@@ -155,52 +164,51 @@ def _add(target: torch.Tensor, own: torch.Tensor, returned: torch.Tensor, sums: 
     target.index_copy_(0, sums.rows, total.to(target.dtype))
 
 
-def merge(
+def merge_rows(
     out_TNV: torch.Tensor,
     lse_TN: torch.Tensor,
     other_out_RNV: torch.Tensor,
     other_lse_NR: torch.Tensor,
     start: int = 0,
 ) -> None:
-    """Adds attention over other keys to that over some (`out` and `lse`, in place), for R rows from `start` on. Sums
-    are in the dtype of the log-sum-exps: max(fp32, dtype).
+    """Adds attention over other keys, for R rows from `start` on, to `out_TNV` and `lse_TN` in place. Sums are in the
+    dtype of the log-sum-exps: max(fp32, dtype).
 
-    Rows may lie apart; heads and values of a row of outputs follow each other, and so do rows of `other_lse`, which is
+    Rows may lie apart. Heads and values of a row of outputs follow each other. So do rows of `other_lse_NR`, which is
     as kernels return it.
 
     Raises:
         ValueError: there are fewer rows to add to.
     """
-    row_merge(out_TNV, lse_TN, other_out_RNV, other_lse_NR, start)(out_TNV, lse_TN, other_out_RNV, other_lse_NR)
+    prepare_merge(out_TNV, lse_TN, other_out_RNV, other_lse_NR, start)(out_TNV, lse_TN, other_out_RNV, other_lse_NR)
 
 
-def row_merge(
+def prepare_merge(
     out_TNV: torch.Tensor,
     lse_TN: torch.Tensor,
     other_out_RNV: torch.Tensor,
     other_lse_NR: torch.Tensor,
     start: int,
-) -> RowMerge:
-    """Returns a function that does `merge` from this row on. Tensors that it gets must be like these in device, dtype,
-    shape and strides: it does not look at them again.
+) -> MergeRows:
+    """Returns a function that does `merge_rows` from this row on, on tensors like these.
 
     Raises:
-        ValueError: as `merge`.
+        ValueError: as `merge_rows`.
     """
     stop = start + other_out_RNV.shape[0]
     if stop > out_TNV.shape[0]:
         raise ValueError(f"cannot add attention of rows {start} to {stop} to that of {out_TNV.shape[0]} rows")
     if has_fused_kernels(out_TNV):
-        from distca_hf.kernels.rows_triton import row_merge_on_gpu
+        from distca_hf.kernels.rows_triton import prepare_merge_on_gpu
 
-        return row_merge_on_gpu(out_TNV, lse_TN, other_out_RNV, other_lse_NR, start)
+        return prepare_merge_on_gpu(out_TNV, lse_TN, other_out_RNV, other_lse_NR, start)
     return lambda out, lse, other_out, other_lse: _merge(out[start:stop], lse[start:stop], other_out, other_lse.t())
 
 
 def _merge(
     out_RNV: torch.Tensor, lse_RN: torch.Tensor, other_out_RNV: torch.Tensor, other_lse_RN: torch.Tensor
 ) -> None:
-    """Does `merge` for all rows, step by step."""
+    """Does `merge_rows` for all rows, step by step."""
     # Shares of both in the softmax over all keys: exp(lse - total) and exp(other - total), which add up to one.
     total = torch.logaddexp(lse_RN, other_lse_RN)
     share, other_share = (x.sub(total).exp().unsqueeze(-1) for x in (lse_RN, other_lse_RN))

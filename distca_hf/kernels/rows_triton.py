@@ -11,7 +11,8 @@ import triton
 import triton.language as tl
 
 from distca_hf.arrays import ceil_div
-from distca_hf.kernels.host_cost import KindOfRows, Launch, RowCopy, RowMerge, RowSum, kinds_of_rows, widths_of_parts
+from distca_hf.kernels.row_kinds import AddRows, CopyRows, KindOfRows, MergeRows, kinds_of_rows, widths_of_parts
+from distca_hf.kernels.triton_launch import Launch
 
 
 # Most elements, and most heads, of a row that one program holds in registers. Triton starts 128 threads for each, so
@@ -68,14 +69,14 @@ def _copy_row(  # type: ignore[no-untyped-def]
         _copy_block(from_row, to_row, block - tl.cdiv(WIDTH, BLOCK), OTHER_WIDTH, BLOCK)
 
 
-def row_copy_on_gpu(
+def prepare_copy_on_gpu(
     sources: Sequence[torch.Tensor],
     rows: torch.Tensor | None,
     targets: Sequence[torch.Tensor],
     places: torch.Tensor | None,
     count: int,
-) -> RowCopy:
-    """Does `row_copy` for `count` rows."""
+) -> CopyRows:
+    """Does `prepare_copy` for `count` rows."""
     any_rows, any_places = rows is not None, places is not None
     kinds = kinds_of_rows(sources), kinds_of_rows(targets)
     launch, blocks = _copy_launch(targets[0].device, *kinds, any_rows, any_places)
@@ -164,10 +165,10 @@ def _add_row(  # type: ignore[no-untyped-def]
     tl.store(place, total.to(target.dtype.element_ty), mask=inside)
 
 
-def row_sum_on_gpu(
+def prepare_add_on_gpu(
     target: torch.Tensor, own: torch.Tensor, returned: torch.Tensor, index: tuple[torch.Tensor, ...]
-) -> RowSum:
-    """Does `row_sum`; sums in fp32.
+) -> AddRows:
+    """Does `prepare_add`; sums in fp32.
 
     Args:
         index: `rows`, `own_of_shared`, `order` and `offsets` of `RowSums`.
@@ -228,10 +229,10 @@ def _merge_block(  # type: ignore[no-untyped-def]
     tl.store(lse, largest + tl.log(both), mask=is_head)
 
 
-def row_merge_on_gpu(
+def prepare_merge_on_gpu(
     out_TNV: torch.Tensor, lse_TN: torch.Tensor, other_out_RNV: torch.Tensor, other_lse_NR: torch.Tensor, start: int
-) -> RowMerge:
-    """Does `row_merge`; log-sum-exps are in fp32."""
+) -> MergeRows:
+    """Does `prepare_merge`; log-sum-exps are in fp32."""
     rows, heads, dim = other_out_RNV.shape
     if not rows:
         return lambda out, lse, other_out, other_lse: None

@@ -12,11 +12,6 @@ remote-query calls of one are computed while the next one is in flight; each chu
 Every rank makes the same exchanges in the same order, also with no tokens, no labels or nothing to send. Only a plan
 in which no rank sends anything makes none, on all ranks alike. `planning.routing` defines the kinds of calls.
 
-Two checks go with a call. Room is checked once per plan, before anything is sent. A document's keys gather where its
-last queries are computed, so a plan may need more memory on some rank than its tokens suggest. Out of memory in the
-midst of a step, all other ranks would wait for the deadline. Finite numbers are looked for if the settings ask for it:
-the check waits for the device.
-
 Shape legend in `kernels.interface`; T counts the tokens of this rank, padding included.
 """
 
@@ -24,25 +19,14 @@ from typing import NamedTuple
 
 import torch
 
-from distca_hf.errors import NotFiniteError, PlanError
-from distca_hf.kernels.interface import (
-    AttentionSpec,
-    Inputs,
-    accumulation_dtype,
-    empty_layer_outputs,
-    made_deterministic,
-)
+from distca_hf.kernels.interface import AttentionSpec, Inputs, empty_layer_outputs, made_deterministic
 from distca_hf.kernels.sinks import add_sinks
+from distca_hf.runtime.call_views import as_rows
 from distca_hf.runtime.device_routing import DeviceRouting
-from distca_hf.runtime.kernel_calls import (
-    BackwardCalls,
-    ForwardCalls,
-    QueryRows,
-    as_rows,
-    attend_whole,
-    calls_of_heads,
-)
+from distca_hf.runtime.kernel_calls import BackwardCalls, ForwardCalls, attend_whole
+from distca_hf.runtime.layer_checks import check_finite, check_room
 from distca_hf.runtime.live_plan import LivePlan
+from distca_hf.runtime.prepared_calls import QueryRows
 from distca_hf.runtime.remote_kv import KVDispatch, KVGradCombine, RemoteKV, RemoteKVGradients
 from distca_hf.runtime.remote_queries import BackwardRemoteQueries, ForwardRemoteQueries
 from distca_hf.runtime.retention import Kept, Received, Retention
@@ -86,24 +70,24 @@ def attend(
         plan.forward_pass.agree_to_attend(plan.fingerprint, q_TNH, k_TGH, v_TGV)
     scores = spec.scale, spec.softcap, sinks_N is not None
     where, transport = plan.forward_pass.begin_forward(spec.window_tokens, scores), plan.transport
-    trace, layers = plan.forward_pass.trace, plan.alike(q_TNH, k_TGH, v_TGV, spec, where)
-    spec, kernel, kind = layers.spec, layers.kernel, layers.kind
+    trace, layers = plan.forward_pass.trace, plan.layers_like(q_TNH, k_TGH, v_TGV, spec, where)
+    spec, kind = layers.spec, layers.kind
     routing, retention = kind.plan.forward, kind.retention
     if plan.checks_finite:
         check_finite(plan, where, query=q_TNH, key=k_TGH, value=v_TGV)
     if not kind.has_room:
         check_room(plan, kind.plan.backward, where, q_TNH, k_TGH, v_TGV)
-        kind.has_room = True
+        kind.note_room()
     keeps, groups = retention.keeps_received(q_TNH, k_TGH, v_TGV), routing.rows_per_token
     slot = plan.order_forward(q_TNH, k_TGH, v_TGV, spec, keeps and is_differentiated)
     # 1. Keys leave, and queries that move, in all chunks: they are in flight while local calls run.
-    kv_heads, (k, v) = k_TGH.shape[1], as_rows(groups, k_TGH, v_TGV)
+    k, v = as_rows(groups, k_TGH, v_TGV)
     received_keys = _keys_of(received, retention, routing, k)
-    keys = KVDispatch(k, v, layers.forward_rows, sends=routing.exchanges, received=received_keys)
+    keys = KVDispatch(k, v, layers.forward_kv, sends=routing.exchanges, received=received_keys)
     remote_queries = None
     if routing.queries is not None:
-        [q], came = as_rows(groups, q_TNH), None if received is None else received.remote_q
-        remote_queries = ForwardRemoteQueries(layers, q, v, routing.queries, kv_heads, came)
+        [q], received_q = as_rows(groups, q_TNH), None if received is None else received.remote_q
+        remote_queries = ForwardRemoteQueries(layers, q, v, routing.queries, received_q)
     for chunk in routing.chunks:
         keys.start(chunk, transport, where)
         if remote_queries is not None:
@@ -111,16 +95,16 @@ def attend(
     trace.spent(SEND)
 
     # 2. Early local calls, then prefixes and remote queries of each chunk that has arrived.
-    calls, whole = layers.calls, layers.whole
+    calls, whole = layers.calls, layers.whole_call
     if whole is not None:
-        out, lse = attend_whole(kernel, whole, Inputs(q_TNH, k_TGH, v_TGV), spec)
+        out, lse = attend_whole(layers.kernel, whole, Inputs(q_TNH, k_TGH, v_TGV), spec)
     else:
         out, lse = empty_layer_outputs(q_TNH, v_TGV, head_by_head=routing.queries is None)
         _clear_padding(routing, out, lse)
-    local = ForwardCalls(kernel, q_TNH, out, lse, spec, kv_heads, layers.forward_calls)
+    local = ForwardCalls(layers, q_TNH, out, lse)
     if whole is None:
         local.attend(calls.early, k_TGH, v_TGV)
-    remote_kv = RemoteKV.open(k, v, keys.received, layers.forward_rows)
+    remote_kv = RemoteKV.open(k, v, keys.received, layers.forward_kv)
     trace.spent(LOCAL)
     for chunk, prefixes in zip(routing.chunks, calls.prefix, strict=True):
         keys.receive(chunk, remote_kv)
@@ -175,22 +159,21 @@ def attend_backward(
     plan.agree()
     q_TNH, k_TGH, v_TGV, out_TNV, lse_TN = attended
     where, transport, trace = plan.forward_pass.begin_backward(), plan.transport, plan.forward_pass.trace
-    layers = plan.alike(q_TNH, k_TGH, v_TGV, spec, where)
-    spec, kernel, routing, rows = layers.spec, layers.kernel, layers.kind.plan.backward, layers.backward_rows
+    layers = plan.layers_like(q_TNH, k_TGH, v_TGV, spec, where)
+    spec, routing, prepared = layers.spec, layers.kind.plan.backward, layers.backward_kv
     if plan.config.deterministic or torch.are_deterministic_algorithms_enabled():
         spec = made_deterministic(spec)
-    how = spec, k_TGH.shape[1]
     if plan.checks_finite:
         check_finite(plan, where, output_gradient=dout_TNV)
     keeps, groups = plan.order_backward(q_TNH, k_TGH, v_TGV, spec, kept.slot, has_sinks), routing.rows_per_token
     # 1. Rows of forward that were not kept leave once more, and with them output gradients of queries that moved.
     k, v = as_rows(groups, k_TGH, v_TGV)
-    keys = KVDispatch(k, v, rows, sends=routing.exchanges and not keeps, received=kept.keys if keeps else None)
+    keys = KVDispatch(k, v, prepared, sends=routing.exchanges and not keeps, received=kept.keys if keeps else None)
     remote_queries = None
     if routing.queries is not None:
-        of_queries = as_rows(groups, dout_TNV, q_TNH, out_TNV, lse_TN)
+        rows = QueryRows(*as_rows(groups, dout_TNV, q_TNH, out_TNV, lse_TN))
         kept_rows = kept if keeps else None
-        remote_queries = BackwardRemoteQueries(layers, of_queries, kept_rows, routing.queries, *how, has_sinks)
+        remote_queries = BackwardRemoteQueries(layers, rows, kept_rows, routing.queries, spec, has_sinks)
     for chunk in routing.chunks:
         keys.start(chunk, transport, where)
         if remote_queries is not None:
@@ -200,14 +183,12 @@ def attend_backward(
     # 2. Early local calls write gradients; prefixes and remote queries of a chunk write those of the remote KV.
     #    These are sent as soon as they are complete.
     dq, dk, dv = _empty_gradients(q_TNH, k_TGH, v_TGV, routing)
-    comes = keys.sends or routing.queries is not None
-    calls = calls_of_heads(routing, k_TGH.shape[1], comes=comes, leaves=routing.exchanges)
-    query_rows = QueryRows(dout_TNV, q_TNH, out_TNV, lse_TN)
-    local = BackwardCalls(kernel, query_rows, dq, *how, layers.backward_calls_on(query_rows, spec))
+    calls = layers.backward_calls(rows_come=keys.sends or routing.queries is not None)
+    local = BackwardCalls(layers, QueryRows(dout_TNV, q_TNH, out_TNV, lse_TN), dq, spec)
     local.derive(calls.early, k_TGH, v_TGV, dk, dv)
-    remote_kv = RemoteKV.of_kept(k, v, kept.keys, rows) if keeps else RemoteKV.open(k, v, keys.received, rows)
-    gradients = RemoteKVGradients(k, v, rows)
-    combine = KVGradCombine(gradients, k, rows)
+    remote_kv = RemoteKV.of_kept(k, v, kept.keys, prepared) if keeps else RemoteKV.open(k, v, keys.received, prepared)
+    gradients = RemoteKVGradients(k, v, prepared)
+    combine = KVGradCombine(gradients, k, prepared)
     trace.spent(LOCAL)
     for chunk, prefixes in zip(routing.chunks, calls.prefix, strict=True):
         keys.receive(chunk, remote_kv)
@@ -258,7 +239,8 @@ def _complete(
 def _keys_of(
     received: Received | None, retention: Retention, routing: DeviceRouting, k: torch.Tensor
 ) -> torch.Tensor | None:
-    """Returns the keys of an earlier dispatch; None if there was none, and one is needed."""
+    """Returns keys that need no dispatch: those of an earlier one, or none at all where no call reads any. None: they
+    are to be sent now."""
     if received is not None:
         return received.keys
     if routing.exchanges or routing.remote_kv_rows:
@@ -290,75 +272,3 @@ def _clear_padding(routing: DeviceRouting, *tensors_T: torch.Tensor) -> None:
     if routing.num_tokens * routing.rows_per_token < routing.num_rows:
         for x in tensors_T:
             x[routing.num_tokens :].zero_()
-
-
-def check_room(
-    plan: LivePlan, routing: DeviceRouting, where: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
-) -> None:
-    """Compares the memory that backward of this layer needs beside its inputs with the free memory.
-
-    Raises:
-        PlanError: it cannot fit; names both numbers, and settings to change.
-    """
-    free, needed = free_bytes(q.device), needed_bytes(routing, q, k, v)
-    if free is not None and needed > free:
-        raise PlanError(
-            f"{plan.transport.grid.name}, {where}: attention needs {needed} bytes for keys, values and gradients (of "
-            f"{routing.remote_kv_rows // routing.rows_per_token} tokens of documents that span ranks, among "
-            f"others), but {free} bytes are free on {q.device}; nothing was sent. Lower tokens_per_rank, train on "
-            "more ranks, or save memory elsewhere (activation checkpointing, sharding, a fused loss)"
-        )
-
-
-def needed_bytes(routing: DeviceRouting, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> int:
-    """Returns the bytes of one layer's backward: gradients, rows under way, remote keys and values with gradients.
-
-    Args:
-        routing: of backward, where everything is there in one chunk.
-        q, k, v: `[T, heads, dim]`.
-    """
-    groups = routing.rows_per_token
-    elements = k.shape[1] * k.shape[2] + v.shape[1] * v.shape[2]
-    summed = accumulation_dtype(k.dtype).itemsize if routing.sums_remote_kv else k.element_size()
-    stored = routing.remote_kv_rows * elements * (k.element_size() + summed)
-    on_store = [call for chunk in routing.chunks for call in (*chunk.prefix, *chunk.remote_queries)]
-    stored += sum(call.keys.stop - call.keys.start for call in on_store if call.adds) * elements * k.element_size()
-    # Keys that were fetched again, and gradients that are sent back.
-    under_way = 2 * (len(routing.send_rows) + len(routing.received_to_remote_kv)) * elements * k.element_size()
-    gradients = sum(x.numel() * x.element_size() for x in (q, k, v))
-    prefix = 0  # gradients of queries that are added to those of local calls
-    for call in routing.chunks[0].prefix:
-        tokens, heads = call.queries.stop - call.queries.start, q.shape[1] * call.rows_per_token // groups
-        prefix += tokens * heads * q.shape[2]
-    remote_queries = 0
-    if routing.queries is not None:  # queries, outputs, both gradients and log-sum-exps, under way and where they land
-        heads, query, value = q.shape[1], q.shape[2] * q.element_size(), v.shape[2] * q.element_size()
-        lse, sent = accumulation_dtype(q.dtype).itemsize, len(routing.queries.send_rows)
-        remote_queries = heads * (
-            routing.queries.num_rows * (3 * query + 4 * value + 2 * lse) + sent * (2 * query + 2 * value + lse)
-        )
-    return (stored + under_way + remote_queries) // groups + gradients + prefix * q.element_size()
-
-
-def free_bytes(device: torch.device) -> int | None:
-    """Returns the free bytes of a GPU, with the ones that torch holds in reserve; None on a CPU."""
-    if device.type != "cuda":
-        return None
-    free, _ = torch.cuda.mem_get_info(device)
-    return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-
-
-def check_finite(plan: LivePlan, where: str, **tensors: torch.Tensor) -> None:
-    """Checks that `[T, ...]` tensors are finite.
-
-    Raises:
-        NotFiniteError: names the tensor and the document of the first row that is wrong.
-    """
-    for name, rows in tensors.items():
-        wrong = ~torch.isfinite(rows).flatten(1).all(dim=1)
-        if wrong.any():
-            row = int(wrong.nonzero()[0])
-            raise NotFiniteError(
-                f"{plan.transport.grid.name}, {where}: {name} is not finite in row {row}, "
-                f"{plan.name_of(row)}; {int(wrong.sum())} of {len(rows)} rows are not"
-            )

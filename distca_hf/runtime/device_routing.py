@@ -6,18 +6,17 @@ planning              host, two buffers               index tensors, written out
 """
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
 
 import numpy as np
 import torch
 
 from distca_hf.arrays import IndexRanges, IntArray
 from distca_hf.comm.transport import AllToAll
-from distca_hf.kernels.host_cost import some_rows
 from distca_hf.kernels.interface import Spans
 from distca_hf.kernels.rows import RowSums
+from distca_hf.kernels.views import some_rows
 from distca_hf.planning.kernel_calls import CallKind, KernelCall
 from distca_hf.planning.plan import PlanFacts
 from distca_hf.planning.routing import QueryMoves, RankPlan, Routing
@@ -95,7 +94,6 @@ class DeviceRouting:
     Attributes:
         local: kernel calls that need no chunk.
         queries: queries that move, or None if on no rank any does.
-        calls_of_heads: the calls with KV heads for groups, made by `runtime.kernel_calls` for each kind of layer.
         sums: where gradients of sent keys, and of local rows of the remote KV, are added.
         sums_remote_kv: gradients of remote keys are sums of many calls.
     """
@@ -119,7 +117,6 @@ class DeviceRouting:
     chunks: tuple[ChunkRouting, ...]
     late_share: float
     queries: QueryRouting | None
-    calls_of_heads: dict[tuple[int, bool, bool], Any] = field(default_factory=dict)
 
     def name_of(self, row: int) -> str:
         """Returns the document and token that a row of this rank holds; rows here are tokens."""
@@ -202,8 +199,14 @@ class PinnedRouting:
 
 @dataclass(frozen=True, eq=False)
 class DeviceRankPlan:
-    """Routing of forward and of backward: rows may come in several chunks, and all that was kept is there at once; and
-    facts and this rank's tasks of the layers with one mask, on the host."""
+    """A rank plan on the device: for the layers with one mask.
+
+    Attributes:
+        forward: routing in which rows may come in several chunks.
+        backward: routing in which all rows are there at once, as where they were kept.
+        facts: of these layers, on the host.
+        tasks: of this rank, on the host.
+    """
 
     forward: DeviceRouting
     backward: DeviceRouting
@@ -213,7 +216,7 @@ class DeviceRankPlan:
 
 @dataclass(frozen=True, eq=False)
 class PinnedRankPlan:
-    """The same before it is copied."""
+    """A rank plan before it is copied to the device; names as in `DeviceRankPlan`."""
 
     forward: PinnedRouting
     backward: PinnedRouting
@@ -275,21 +278,21 @@ def _chunks(routing: Routing, calls: Sequence[tuple[DeviceCall, ...]]) -> tuple[
     # Where no queries move, their exchanges have no rows, and none is made: see `runtime.attention`.
     count, moves = len(routing.prefix_of_chunk), routing.queries
     none = np.zeros_like(routing.chunk_send_counts)
-    keys = _ways(routing.chunk_send_counts, routing.chunk_receive_counts)
-    queries = _ways(none, none) if moves is None else _ways(moves.chunk_send_counts, moves.chunk_receive_counts)
+    keys = _splits(routing.chunk_send_counts, routing.chunk_receive_counts)
+    queries = _splits(none, none) if moves is None else _splits(moves.chunk_send_counts, moves.chunk_receive_counts)
     return tuple(
         ChunkRouting(keys[chunk], queries[chunk], calls[chunk], calls[count + chunk]) for chunk in range(count)
     )
 
 
-def _ways(send_counts: IntArray, receive_counts: IntArray) -> list[ExchangeSplits]:
+def _splits(send_counts: IntArray, receive_counts: IntArray) -> list[ExchangeSplits]:
     """Returns the split sizes of each chunk, from `[chunks, ranks]` rows."""
     sends, receives = (
         [slice(*bounds) for bounds in pairwise([0, *np.cumsum(counts.sum(axis=1)).tolist()])]
         for counts in (send_counts, receive_counts)
     )
-    ways = zip(sends, receives, send_counts.tolist(), receive_counts.tolist(), strict=True)
-    return [ExchangeSplits(*way) for way in ways]
+    of_chunks = zip(sends, receives, send_counts.tolist(), receive_counts.tolist(), strict=True)
+    return [ExchangeSplits(*of_chunk) for of_chunk in of_chunks]
 
 
 def _device_calls(

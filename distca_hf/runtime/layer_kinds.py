@@ -24,50 +24,12 @@ from distca_hf.planning.plan import Plan, PlanFacts
 from distca_hf.planning.routing import rank_plan
 from distca_hf.planning.window_routing import window_plan
 from distca_hf.runtime.device_routing import DeviceRankPlan, DeviceRouting, PinnedRankPlan
+from distca_hf.runtime.planned import Planned, RouteWindow
 from distca_hf.runtime.retention import Retention
 from distca_hf.telemetry import get_logger
 
 
 log = get_logger(__name__)
-
-
-# Makes the rank plan of a mask with a window, on the device.
-RouteWindow = Callable[[Mask], DeviceRankPlan]
-
-
-class Planned(NamedTuple):
-    """A micro-batch as it was planned for the attention servers that take part now.
-
-    Attributes:
-        routings: rank plans by mask: the full causal one, and windows that were known before.
-        route_window: makes that of a window that a layer is the first to ask for; None: there is no other.
-        facts: of all layers together.
-        fingerprint: of the plan.
-        posted: the plan as attention servers have it; posts calls to them. None if they take no part.
-    """
-
-    routings: Mapping[Mask, DeviceRankPlan]
-    route_window: RouteWindow | None
-    facts: PlanFacts
-    fingerprint: int
-    posted: PostedPlan | None = None
-
-    @property
-    def longest_document_tokens(self) -> int:
-        """Tokens of the longest document of the micro-batch."""
-        return self.facts.longest_document_tokens
-
-
-class PutOff(NamedTuple):
-    """A micro-batch that is planned when its plan is first looked at.
-
-    Attributes:
-        longest_document_tokens: of the micro-batch; known before.
-        make: plans it.
-    """
-
-    longest_document_tokens: int
-    make: Callable[[], Planned]
 
 
 class PassLayers(NamedTuple):
@@ -178,12 +140,25 @@ class LayerKind:
     Attributes:
         plan: routing of forward, and of backward.
         retention: decides which rows of other ranks are kept until backward, and until recomputation.
-        has_room: whether the device is known to have room for a call.
+        has_room: whether the device is known to have room for a call of this pass.
     """
 
     plan: DeviceRankPlan
     retention: Retention
     has_room: bool = False
+
+    def begin_forward_pass(self, layers_kept: int, attention_calls: int, recomputes: bool) -> None:
+        """Begins a pass: another one may leave less room.
+
+        Args:
+            layers_kept, attention_calls, recomputes: see `Retention.begin_forward_pass`.
+        """
+        self.retention.begin_forward_pass(layers_kept, attention_calls, recomputes)
+        self.has_room = False
+
+    def note_room(self) -> None:
+        """Notes that the device has room for a call."""
+        self.has_room = True
 
 
 class LayerKinds:
@@ -209,8 +184,7 @@ class LayerKinds:
         """Notes how many layers the next pass has."""
         self._layers = layers
         for window_tokens, kind in self._kinds.items():
-            kind.retention.begin_forward_pass(*layers.of(window_tokens))
-            kind.has_room = False
+            kind.begin_forward_pass(*layers.of(window_tokens))
 
     def spec(self, spec: AttentionSpec) -> AttentionSpec:
         """Returns the spec of a layer without a window that no document of the micro-batch is longer than."""

@@ -1,8 +1,8 @@
-"""Live plans: a micro-batch's plan bound to the transport and settings of this rank, and the register that finds it
-by number.
+"""Live plans: a micro-batch's plan bound to the transport and settings of this rank.
 
 The operator carries its plan as an integer, because compiled graphs, checkpointing and autograd all pass an integer on
-unharmed. The register is shared state, which `runtime.retention` alone has beside it, and it is bounded.
+unharmed. `find_plan` finds the plan by it, in the one register of this process. That is shared state, and bounded.
+Beside it `runtime.retention` alone has some.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -26,9 +26,10 @@ from distca_hf.kernels.registry import Operands, choose_kernel, kernel_name
 from distca_hf.planning.plan import PlanFacts
 from distca_hf.runtime.alike_layers import AlikeLayers, LayerKey
 from distca_hf.runtime.forward_pass import ForwardPass
-from distca_hf.runtime.layer_kinds import LayerKinds, PassLayers, Planned, PutOff
+from distca_hf.runtime.layer_kinds import LayerKinds, PassLayers
 from distca_hf.runtime.pass_trace import UNTRACED, PassTrace
 from distca_hf.runtime.plan_register import PlanRegister
+from distca_hf.runtime.planned import Planned, PlannedLater
 from distca_hf.runtime.retention import Retention, Slots
 
 
@@ -53,7 +54,7 @@ class LivePlan:
 
     Args:
         micro_batch: number of the micro-batch, counted by the loader.
-        planned: the micro-batch as it was planned, or what plans it at the first look. All its routings are of one
+        planned: the micro-batch as it was planned, or what plans it later. All its routings are of one
             layout, so the rows that a rank holds are the same in every layer.
         agreement: facts shown to all ranks when the batch was handed out; None if there is nothing to wait for.
         replan: plans the micro-batch again if other servers take part than before; None if they do not.
@@ -74,7 +75,7 @@ class LivePlan:
     def __init__(
         self,
         micro_batch: int,
-        planned: Planned | PutOff,
+        planned: Planned | PlannedLater,
         transport: Transport,
         config: DistCAConfig,
         agreement: Agreement | None = None,
@@ -94,8 +95,8 @@ class LivePlan:
         self.longest_document_tokens = planned.longest_document_tokens
         self._begin(planned)
 
-    def _begin(self, planned: Planned | PutOff) -> None:
-        """Sets all that passes with this plan change."""
+    def _begin(self, planned: Planned | PlannedLater) -> None:
+        """Sets what passes change: of a new plan, or of one for another chunk of a stage."""
         self._layers = PassLayers()
         self._take(planned)
         self._alike: dict[LayerKey, AlikeLayers] = {}
@@ -178,7 +179,7 @@ class LivePlan:
         self.follow_roster()
         self.use.begun = True
         self._layers = PassLayers(layers_kept, attention_calls, layer_masks)
-        if self._kinds is not None:  # of a plan that was put off there are none yet
+        if self._kinds is not None:  # none yet of a micro-batch that is planned later
             self._kinds.begin_forward_pass(self._layers)
         self.forward_pass = ForwardPass(self.transport, self.micro_batch, facts, num_calls, windows, trace)
 
@@ -190,16 +191,16 @@ class LivePlan:
             self._alike.clear()
             self._kernels.clear()
 
-    def _take(self, planned: Planned | PutOff) -> None:
+    def _take(self, planned: Planned | PlannedLater) -> None:
         """Takes a plan in place of the one from before."""
         self._planned = planned
         self._kinds: LayerKinds | None = None
 
     @property
     def planned(self) -> Planned:
-        """The micro-batch as it was planned; it is planned now if that was put off."""
-        if isinstance(self._planned, PutOff):
-            self._planned = self._planned.make()
+        """The micro-batch as it was planned. One that is planned later is planned now, on all ranks."""
+        if isinstance(self._planned, PlannedLater):
+            self._planned = self._planned.plan()
         return self._planned
 
     @property
@@ -326,7 +327,7 @@ class LivePlan:
         """Name of the kernel that attends; "none" before the first call."""
         return next((kernel_name(kernel) for kernel in self._kernels.values()), "none")
 
-    def alike(
+    def layers_like(
         self, q_TNH: torch.Tensor, k_TGH: torch.Tensor, v_TGV: torch.Tensor, spec: AttentionSpec, where: str
     ) -> AlikeLayers:
         """Returns the layers that are like one with these tensors, once these are known to fit the plan.

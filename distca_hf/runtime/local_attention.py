@@ -83,7 +83,8 @@ _Inputs = tuple[
 
 
 class _Context(SavedForBackward, Protocol):
-    how: tuple[list[float], str]  # numbers of an `AttentionSpec`, name of the kernel
+    spec: list[float]
+    kernel: str
     trains_sinks: bool
 
 
@@ -173,6 +174,7 @@ def _read(documents: Documents) -> tuple[Spans, torch.Tensor | None, torch.Tenso
 
 
 def _taken(x: torch.Tensor, rows: torch.Tensor | None, dim: int = 0) -> torch.Tensor:
+    """Returns these rows of `x`, or `x` itself for all rows."""
     return x if rows is None else x.index_select(dim, rows)
 
 
@@ -188,14 +190,14 @@ def _put_back(x: torch.Tensor, rows: torch.Tensor | None, size: int, dim: int = 
 def _save(ctx: _Context, inputs: _Inputs, output: tuple[torch.Tensor, torch.Tensor]) -> None:
     q, k, v, *documents, spec, kernel, sinks = inputs
     ctx.save_for_backward(q, k, v, *output, *documents, sinks)
-    ctx.how = spec, kernel
+    ctx.spec, ctx.kernel = spec, kernel
     ctx.trains_sinks = sinks is not None and sinks.requires_grad
 
 
 def _backward(ctx: _Context, dout: torch.Tensor | None, dlse: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
     q, k, v, out, lse, *documents, sinks = ctx.saved_tensors
     dout = torch.zeros_like(out) if dout is None else dout.contiguous()
-    gradients = flash_attn_local_backward(dout, q, k, v, out, lse, *Documents(*documents), *ctx.how)
+    gradients = flash_attn_local_backward(dout, q, k, v, out, lse, *Documents(*documents), ctx.spec, ctx.kernel)
     return *gradients, *[None] * 7, sink_gradients(dout, out, lse.t(), sinks) if ctx.trains_sinks else None
 
 

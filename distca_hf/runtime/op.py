@@ -30,8 +30,8 @@ OpInputs = tuple[
 ]
 
 
-# Numbers of an `AttentionSpec`.
-NUMBERS = len(AttentionSpec._fields)
+# How many numbers an `AttentionSpec` has.
+NUM_SPEC_NUMBERS = len(AttentionSpec._fields)
 
 
 class _Context(SavedForBackward, Protocol):
@@ -75,6 +75,11 @@ def _flash_attn(
 
 
 def _shapes(q_TNH: torch.Tensor, k_TGH: torch.Tensor, v_TGV: torch.Tensor, *others: object) -> OpOutputs:
+    """Returns empty outputs for graphs that are compiled. How many rows are kept is not known then.
+
+    Raises:
+        UnsupportedAttentionError: a GPU would record the graph.
+    """
     if q_TNH.device.type != "cpu" and compiles_cuda_graphs():
         raise UnsupportedAttentionError(
             'a batch with a plan arrived in layers compiled for CUDA graphs (mode="reduce-overhead"): how many rows '
@@ -114,7 +119,7 @@ def _flash_attn_backward(
     call = plan.forward_pass.backward_calls + 1
     attended = Attended(q_TNH, k_TGH, v_TGV, out_TNV, lse_TN)
     kept = Kept(kept_keys, kept_q, kept_out, kept_lse, kept_slot)
-    numbers, has_sinks = spec[:NUMBERS], len(spec) > NUMBERS
+    numbers, has_sinks = spec[:NUM_SPEC_NUMBERS], len(spec) > NUM_SPEC_NUMBERS
     try:
         return attend_backward(dout_TNV, attended, kept, spec_of(*numbers), plan, has_sinks)
     except Exception as error:

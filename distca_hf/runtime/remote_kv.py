@@ -8,10 +8,6 @@ A dispatch is started chunk by chunk and received chunk by chunk. A combine is s
 received and finished once. Gradients of keys are summed in max(fp32, their dtype), and in a fixed order. First come
 local calls, then local rows of the remote KV, then chunk by chunk the servers by rank.
 
-Keys and values of a row lie side by side, `[G * H | G * V]`, as they are sent. So rows that were received in order are
-the remote KV, and its gradients are sent as they were written. Where groups of heads that belong to one token must lie
-side by side, too, keys and values lie apart.
-
 Shape legend in `kernels.interface`; rows are those of `planning.pieces`.
 """
 
@@ -20,146 +16,79 @@ from dataclasses import dataclass
 import torch
 
 from distca_hf.comm.transport import Exchange, Transport
-from distca_hf.kernels.host_cost import RowCopy, RowSum, some_rows
 from distca_hf.kernels.interface import accumulation_dtype
-from distca_hf.kernels.rows import copy_rows, row_copy, row_sum
-from distca_hf.runtime.device_routing import ChunkRouting, DeviceCall, DeviceRouting
-
-
-class KeyRows:
-    """Rows of keys and values in layers that are alike: how they lie, and how they are copied where they are sent and
-    where they arrive. Made once, for all of these layers, because both cost the host in each of them.
-
-    Args:
-        k, v: `[rows, G, H]`, `[rows, G, V]` of one of these layers.
-        routing: that they go by.
-
-    Attributes:
-        width: elements of a row of keys and values side by side.
-        are_beside: whether calls can read keys beside their values: heads of all groups of a token need one stride.
-        come_in_order, kept_in_order: whether received rows are the remote KV, chunk by chunk and as they were kept.
-    """
-
-    def __init__(self, k: torch.Tensor, v: torch.Tensor, routing: DeviceRouting) -> None:
-        groups, dim = k.shape[1:]
-        self.routing, self.width = routing, row_width(k, v)
-        self.are_beside = routing.rows_per_token == 1 or groups == 1
-        self.come_in_order = routing.come_in_order and self.are_beside
-        self.kept_in_order = routing.kept_in_order and self.are_beside
-        self._groups, self._dim, self._value_dim = groups, dim, v.shape[2]
-        self._num_sent = routing.send_rows.shape[0]
-        self._send: RowCopy | None = None
-        self._puts: dict[tuple[int, int], RowCopy] = {}
-        self._put_kept: RowCopy | None = None
-        self._sums: tuple[RowSum, RowSum] | None = None
-
-    def apart(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns views of the key part and the value part of rows side by side, shaped as rows of k and of v."""
-        # row   | k0 k0 k1 k1 | v0 v0 v1 v1 |     two groups: strides within a row are those of k and v
-        count, groups, dim, value_dim = rows.shape[0], self._groups, self._dim, self._value_dim
-        values = rows.storage_offset() + groups * dim
-        return (
-            rows.as_strided((count, groups, dim), (self.width, dim, 1)),
-            rows.as_strided((count, groups, value_dim), (self.width, value_dim, 1), values),
-        )
-
-    def to_send(self, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        """Returns the rows that are sent, side by side."""
-        sent = k.new_empty((self._num_sent, self.width))
-        if self._send is None:
-            self._send = row_copy((k, v), self.routing.send_rows, (sent,), None)
-        self._send((k, v), (sent,))
-        return sent
-
-    def put(self, received: torch.Tensor, rows: slice, remote_kv: tuple[torch.Tensor, ...]) -> None:
-        """Puts some received rows where calls read them, in the tensors of a remote KV."""
-        came, bounds = some_rows(received, rows), (rows.start, rows.stop)
-        copy = self._puts.get(bounds)
-        if copy is None:
-            places = some_rows(self.routing.received_to_remote_kv, rows)
-            copy = self._puts[bounds] = row_copy((came,), None, remote_kv, places)
-        copy((came,), remote_kv)
-
-    def put_kept(self, kept: torch.Tensor, remote_kv: tuple[torch.Tensor, ...]) -> None:
-        """Puts all rows that were received before where calls read them."""
-        if self._put_kept is None:
-            self._put_kept = row_copy((kept,), None, remote_kv, self.routing.kept_to_remote_kv)
-        self._put_kept((kept,), remote_kv)
-
-    def add(self, dk: torch.Tensor, dv: torch.Tensor, total: "RemoteKV", returned: torch.Tensor) -> None:
-        """Adds gradients of a remote KV, and rows side by side that came back, to those of local rows, contiguous."""
-        sums = self.routing.sums
-        if not sums.rows.shape[0]:
-            return
-        returned_k, returned_v = self.apart(returned)
-        if self._sums is None:
-            self._sums = row_sum(dk, total.k, returned_k, sums), row_sum(dv, total.v, returned_v, sums)
-        sum_k, sum_v = self._sums
-        sum_k(dk, total.k, returned_k)
-        sum_v(dv, total.v, returned_v)
+from distca_hf.kernels.rows import copy_rows
+from distca_hf.kernels.views import some_rows
+from distca_hf.runtime.device_routing import ChunkRouting, DeviceCall
+from distca_hf.runtime.prepared_kv import PreparedKV, side_by_side
 
 
 @dataclass(eq=False, slots=True)
 class RemoteKV:
-    """`[remote-KV rows, G, H]` and `[remote-KV rows, G, V]`; `beside` holds both if they lie side by side."""
+    """Keys and values that calls of this rank read.
+
+    Attributes:
+        k, v: `[remote-KV rows, G, H]`, `[remote-KV rows, G, V]`.
+        both: `[remote-KV rows, G * H + G * V]`, the memory of both if rows lie side by side.
+    """
 
     k: torch.Tensor
     v: torch.Tensor
-    beside: torch.Tensor | None = None
+    both: torch.Tensor | None = None
 
     @classmethod
-    def open(cls, k: torch.Tensor, v: torch.Tensor, received: torch.Tensor, rows: KeyRows) -> "RemoteKV":
+    def open(cls, k: torch.Tensor, v: torch.Tensor, received: torch.Tensor, prepared: PreparedKV) -> "RemoteKV":
         """Returns a remote KV with the local rows that it holds of `k` and `v`; `received` rows follow."""
-        if not rows.routing.remote_kv_rows:  # no call reads any; views cost the host
-            return cls(k, v, beside=received)
-        if rows.come_in_order:
-            return cls(*rows.apart(received), beside=received)
-        return cls._with_local_rows(k, v, rows)
+        if not prepared.routing.remote_kv_rows:  # no call reads any; views cost the host
+            return cls(k, v, both=received)
+        if prepared.come_in_order:
+            return cls(*prepared.apart(received), both=received)
+        return cls._with_local_rows(k, v, prepared)
 
     @classmethod
-    def of_kept(cls, k: torch.Tensor, v: torch.Tensor, kept: torch.Tensor, rows: KeyRows) -> "RemoteKV":
+    def of_kept(cls, k: torch.Tensor, v: torch.Tensor, kept: torch.Tensor, prepared: PreparedKV) -> "RemoteKV":
         """Returns the whole remote KV from rows that were received before."""
-        if not rows.routing.remote_kv_rows:
-            return cls(k, v, beside=kept)
+        if not prepared.routing.remote_kv_rows:
+            return cls(k, v, both=kept)
         kept = kept.contiguous()  # as it was; hooks of saved tensors may bring it back otherwise
-        if rows.kept_in_order:
-            return cls(*rows.apart(kept), beside=kept)
-        remote_kv = cls._with_local_rows(k, v, rows)
-        rows.put_kept(kept, remote_kv._tensors)
+        if prepared.kept_in_order:
+            return cls(*prepared.apart(kept), both=kept)
+        remote_kv = cls._with_local_rows(k, v, prepared)
+        prepared.put_kept(kept, remote_kv._tensors)
         return remote_kv
 
     @classmethod
-    def _with_local_rows(cls, k: torch.Tensor, v: torch.Tensor, rows: KeyRows) -> "RemoteKV":
-        remote_kv, routing = cls.empty(k, v, rows, k.dtype), rows.routing
+    def _with_local_rows(cls, k: torch.Tensor, v: torch.Tensor, prepared: PreparedKV) -> "RemoteKV":
+        remote_kv, routing = cls.empty(k, v, prepared, k.dtype), prepared.routing
         if routing.local_rows.shape[0]:
             copy_rows((k, v), routing.local_rows, remote_kv._tensors, routing.local_to_remote_kv)
         return remote_kv
 
-    def put_received(self, received: torch.Tensor, chosen: slice, rows: KeyRows) -> None:
+    def put_received(self, received: torch.Tensor, rows: slice, prepared: PreparedKV) -> None:
         """Puts some received rows where they are read."""
-        if self.beside is not received:
-            rows.put(received, chosen, self._tensors)
+        if self.both is not received:
+            prepared.put(received, rows, self._tensors)
 
     @property
     def _tensors(self) -> tuple[torch.Tensor, ...]:
         """The tensors that hold keys and values."""
-        return (self.k, self.v) if self.beside is None else (self.beside,)
+        return (self.k, self.v) if self.both is None else (self.both,)
 
     @classmethod
-    def empty(cls, k: torch.Tensor, v: torch.Tensor, rows: KeyRows, dtype: torch.dtype) -> "RemoteKV":
+    def empty(cls, k: torch.Tensor, v: torch.Tensor, prepared: PreparedKV, dtype: torch.dtype) -> "RemoteKV":
         """Returns room for all remote-KV rows."""
-        count = rows.routing.remote_kv_rows
-        if rows.are_beside:
-            beside = k.new_empty((count, rows.width), dtype=dtype)
-            return cls(*rows.apart(beside), beside=beside)
+        count = prepared.routing.remote_kv_rows
+        if prepared.are_side_by_side:
+            both = k.new_empty((count, prepared.width), dtype=dtype)
+            return cls(*prepared.apart(both), both=both)
         k, v = (x.new_empty((count, *x.shape[1:]), dtype=dtype) for x in (k, v))
         return cls(k, v)
 
     def rows_to_send(self, rows: slice | torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """Returns some rows as they are sent."""
-        if self.beside is None:
+        if self.both is None:
             return side_by_side(self.k, self.v, rows).to(dtype)
-        chosen = some_rows(self.beside, rows) if isinstance(rows, slice) else self.beside.index_select(0, rows)
+        chosen = some_rows(self.both, rows) if isinstance(rows, slice) else self.both.index_select(0, rows)
         return chosen.to(dtype)
 
 
@@ -167,11 +96,11 @@ class RemoteKVGradients:
     """Gradients of a remote KV. Where two calls read the same rows, the smaller one adds to the gradients that the
     larger one writes. Where more calls read them, all add, in max(fp32, dtype)."""
 
-    def __init__(self, k: torch.Tensor, v: torch.Tensor, rows: KeyRows) -> None:
-        self._routing, self._dtype = rows.routing, k.dtype
+    def __init__(self, k: torch.Tensor, v: torch.Tensor, prepared: PreparedKV) -> None:
+        self._routing, self._dtype = prepared.routing, k.dtype
         self._to_add: list[tuple[torch.Tensor, torch.Tensor]] = []
         summed = self._routing.sums_remote_kv
-        self.total = RemoteKV.empty(k, v, rows, accumulation_dtype(k.dtype) if summed else k.dtype)
+        self.total = RemoteKV.empty(k, v, prepared, accumulation_dtype(k.dtype) if summed else k.dtype)
         if summed:
             self.total.k.zero_()
             self.total.v.zero_()
@@ -207,7 +136,7 @@ class KVDispatch:
     """Dispatch of keys and values to the servers that read them.
 
     Args:
-        rows: of these layers.
+        prepared: how rows lie and are copied in these layers.
         sends: whether any rank sends keys; otherwise there is nothing to receive.
         received: rows of an earlier dispatch; they are put where they are read, and nothing is sent.
 
@@ -220,19 +149,19 @@ class KVDispatch:
         self,
         k: torch.Tensor,
         v: torch.Tensor,
-        rows: KeyRows,
+        prepared: PreparedKV,
         *,
         sends: bool,
         received: torch.Tensor | None = None,
     ) -> None:
-        self.sends, self._rows = sends and received is None, rows
+        self.sends, self._prepared = sends and received is None, prepared
         self._started: list[Exchange] = []
         self._receives = sends
         if received is None:
-            received = k.new_empty((rows.routing.received_to_remote_kv.shape[0] if sends else 0, rows.width))
+            received = k.new_empty((prepared.routing.received_to_remote_kv.shape[0] if sends else 0, prepared.width))
         self.received = received
         if self.sends:
-            self._sent = rows.to_send(k, v)
+            self._sent = prepared.to_send(k, v)
 
     def start(self, chunk: ChunkRouting, transport: Transport, where: str) -> None:
         """Starts the exchange of a chunk."""
@@ -244,20 +173,20 @@ class KVDispatch:
         if self.sends:
             self._started.pop(0).wait()
         if self._receives:
-            remote_kv.put_received(self.received, chunk.keys.receive, self._rows)
+            remote_kv.put_received(self.received, chunk.keys.receive, self._prepared)
 
 
 class KVGradCombine:
     """Combine of key and value gradients on the owner ranks."""
 
-    def __init__(self, gradients: RemoteKVGradients, k: torch.Tensor, rows: KeyRows) -> None:
-        self._gradients, self._rows = gradients, rows
+    def __init__(self, gradients: RemoteKVGradients, k: torch.Tensor, prepared: PreparedKV) -> None:
+        self._gradients, self._prepared = gradients, prepared
         self._started: list[Exchange] = []
-        self._returned = k.new_empty((rows.routing.send_rows.shape[0], rows.width))
+        self._returned = k.new_empty((prepared.routing.send_rows.shape[0], prepared.width))
 
     def start(self, chunk: ChunkRouting, transport: Transport, where: str) -> None:
         """Sends the gradients of a chunk, which are complete."""
-        if self._rows.routing.exchanges:
+        if self._prepared.routing.exchanges:
             rows = self._gradients.rows_to_send(chunk.keys.receive)
             asked = chunk.keys.combine(rows, self._returned, f"{where}, key gradients")
             self._started.append(transport.exchange(asked))
@@ -272,18 +201,5 @@ class KVGradCombine:
         #     dk, dv       local rows; local calls have written them
         #     + total      of the remote KV, at rows that this rank copied into it
         #     + returned   of each server, at rows that were sent to it
-        self._rows.add(dk, dv, self._gradients.total, self._returned)
-
-
-def side_by_side(k: torch.Tensor, v: torch.Tensor, rows: slice | torch.Tensor) -> torch.Tensor:
-    """Returns some rows of `[rows, G, H]` and `[rows, G, V]` as `[chosen, G * H + G * V]`."""
-    if isinstance(rows, slice):
-        return torch.cat([k[rows].flatten(1), v[rows].flatten(1)], dim=1)
-    both = k.new_empty((rows.shape[0], row_width(k, v)))
-    copy_rows((k, v), rows, (both,), None)
-    return both
-
-
-def row_width(k: torch.Tensor, v: torch.Tensor) -> int:
-    """Returns the elements of one row of keys and values side by side."""
-    return k.shape[1] * k.shape[2] + v.shape[1] * v.shape[2]
+        total = self._gradients.total
+        self._prepared.add(dk, dv, total.k, total.v, self._returned)

@@ -16,13 +16,14 @@ from collections.abc import Sequence
 import torch
 
 from distca_hf.comm.transport import Exchange, Transport
-from distca_hf.kernels.host_cost import some_rows
 from distca_hf.kernels.interface import AttentionSpec, empty_layer_outputs
 from distca_hf.kernels.rows import copy_rows
 from distca_hf.kernels.sinks import scale_rows
+from distca_hf.kernels.views import some_rows
 from distca_hf.runtime.alike_layers import AlikeLayers
 from distca_hf.runtime.device_routing import ChunkRouting, ExchangeSplits, QueryRouting
-from distca_hf.runtime.kernel_calls import BackwardCalls, ForwardCalls, QueryRows
+from distca_hf.runtime.kernel_calls import BackwardCalls, ForwardCalls
+from distca_hf.runtime.prepared_calls import QueryRows
 from distca_hf.runtime.remote_kv import RemoteKV, RemoteKVGradients
 from distca_hf.runtime.retention import Kept
 
@@ -32,6 +33,7 @@ class ForwardRemoteQueries:
 
     Args:
         layers: those that are like this one.
+        q, v: `[rows, ...]` queries and values of this rank.
         received: `[remote-query rows, ...]` queries of an earlier dispatch; then none are sent.
 
     Attributes:
@@ -44,7 +46,6 @@ class ForwardRemoteQueries:
         q: torch.Tensor,
         v: torch.Tensor,
         moves: QueryRouting,
-        kv_heads: int,
         received: torch.Tensor | None,
     ) -> None:
         self._dispatch, remote_q = None, received
@@ -52,7 +53,7 @@ class ForwardRemoteQueries:
             self._dispatch = QueryDispatch([q], moves)
             remote_q = self._dispatch.tensors[0]
         out, lse = empty_layer_outputs(remote_q, v)
-        self._calls = ForwardCalls(layers.kernel, remote_q, out, lse, layers.spec, kv_heads, layers.forward_calls)
+        self._calls = ForwardCalls(layers, remote_q, out, lse)
         self._combine = ResultCombine([out, lse], moves)
         self.kept = remote_q, out, lse
 
@@ -88,33 +89,34 @@ class BackwardRemoteQueries:
 
     Args:
         layers: those that are like this one.
-        of_queries: `[rows, ...]` output gradients, queries, outputs and log-sum-exps of this rank.
+        rows: of this rank.
+        kept: rows of forward; None: they are sent once more.
+        spec: how backward attends.
+        has_sinks: whether log-sum-exps are those of rows with sinks.
     """
 
     def __init__(
         self,
         layers: AlikeLayers,
-        of_queries: Sequence[torch.Tensor],
+        rows: QueryRows,
         kept: Kept | None,
         moves: QueryRouting,
         spec: AttentionSpec,
-        kv_heads: int,
         has_sinks: bool,
     ) -> None:
         self._without_sinks: tuple[torch.Tensor, torch.Tensor] | None = None
         if kept is None:
-            self._dispatch = QueryDispatch(of_queries, moves)
+            self._dispatch = QueryDispatch(rows, moves)
             dout, q, out, lse = self._dispatch.tensors
         elif not has_sinks:
-            self._dispatch = QueryDispatch(of_queries[:1], moves)
+            self._dispatch = QueryDispatch([rows.dout], moves)
             [dout], (q, out, lse) = self._dispatch.tensors, kept.remote_queries
         else:
-            self._dispatch = QueryDispatch([of_queries[0], of_queries[3]], moves)
+            self._dispatch = QueryDispatch([rows.dout, rows.lse], moves)
             (dout, lse), q, out = self._dispatch.tensors, kept.remote_q, torch.empty_like(kept.remote_out)
             self._without_sinks = kept.remote_out, kept.remote_lse
         self._out, self._lse, dq = out, lse, torch.empty_like(q)
-        rows = QueryRows(dout, q, out, lse)
-        self._calls = BackwardCalls(layers.kernel, rows, dq, spec, kv_heads, layers.backward_calls_on(rows, spec))
+        self._calls = BackwardCalls(layers, QueryRows(dout, q, out, lse), dq, spec)
         self._combine = ResultCombine([dq], moves)
 
     def start(self, chunk: ChunkRouting, transport: Transport, where: str) -> None:

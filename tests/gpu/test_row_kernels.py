@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from distca_hf.kernels.interface import accumulation_dtype
-from distca_hf.kernels.rows import RowSums, add_rows, copy_rows, merge, row_merge, row_sum
+from distca_hf.kernels.rows import RowSums, add_rows, copy_rows, merge_rows, prepare_add, prepare_merge
 from distca_hf.kernels.sinks import add_sinks, scale_rows, sink_gradients
 from distca_hf.torch_private import _public_current_stream, current_stream
 
@@ -54,7 +54,7 @@ def test_merge_is_its_formula_in_place(dtype: torch.dtype, around: tuple[int, in
     weights = [part.double().exp().unsqueeze(-1) for part in (lse, far_lse)]
     expected = (weights[0] * out.double() + weights[1] * far_out.double()) / sum(weights)
     expected_lse = sum(weights).squeeze(-1).log()
-    merge(out, lse, far_out, far_lse.T.contiguous())
+    merge_rows(out, lse, far_out, far_lse.T.contiguous())
 
     unit = 64 * torch.finfo(precise).eps  # shares are as exact as log-sum-exps of up to twenty
     assert ((out.double() - expected).abs() <= unit + torch.finfo(dtype).eps * expected.abs()).all()
@@ -71,8 +71,8 @@ def test_rows_are_merged_from_a_given_one_on() -> None:
         whole, far = (_random(of, 8, 128, dtype=torch.bfloat16, seed=of) for of in (515, rows))
         lse, far_lse = _random(515, 8, dtype=torch.float32), _random(8, rows, dtype=torch.float32, seed=1)
         expected, expected_lse = whole.clone(), lse.clone()
-        merge(expected[start : start + rows], expected_lse[start : start + rows], far, far_lse)
-        merge(whole, lse, far, far_lse, start)
+        merge_rows(expected[start : start + rows], expected_lse[start : start + rows], far, far_lse)
+        merge_rows(whole, lse, far, far_lse, start)
 
         assert torch.equal(whole, expected)
         assert torch.equal(lse, expected_lse)
@@ -86,8 +86,8 @@ def test_log_sum_exps_may_lie_head_by_head() -> None:
         lse = _random(515, 8, dtype=torch.float32)
         head_by_head = lse.T.contiguous().T
         expected, expected_lse = whole.clone(), lse[:, heads].clone()
-        merge(expected, expected_lse, far, far_lse, 5)
-        merge_alike = row_merge(whole, head_by_head[:, heads], far, far_lse, 5)
+        merge_rows(expected, expected_lse, far, far_lse, 5)
+        merge_alike = prepare_merge(whole, head_by_head[:, heads], far, far_lse, 5)
         for _ in range(2):
             got, got_lse = _random(515, 8, 128, dtype=torch.bfloat16, seed=515)[:, heads], lse.T.contiguous().T
             merge_alike(got, got_lse[:, heads], far, far_lse)
@@ -100,7 +100,7 @@ def test_merge_takes_log_sum_exps_of_any_size() -> None:
     for near, far, expected in ((1e4, -1e4, 2.0), (-1e4, 1e4, 4.0), (800.0, 800.0, 3.0), (-800.0, -800.0, 3.0)):
         out, far_out = (torch.full((1, 1, 64), value, device="cuda", dtype=torch.bfloat16) for value in (2.0, 4.0))
         lse, far_lse = (torch.full((1, 1), value, device="cuda") for value in (near, far))
-        merge(out, lse, far_out, far_lse)
+        merge_rows(out, lse, far_out, far_lse)
 
         assert (out == expected).all()
         assert lse.item() == pytest.approx(max(near, far) + (0.6931472 if near == far else 0))
@@ -109,7 +109,7 @@ def test_merge_takes_log_sum_exps_of_any_size() -> None:
 def test_no_rows_are_merged_added_or_copied() -> None:
     out, lse = _random(5, 2, 64, dtype=torch.bfloat16), _random(5, 2, dtype=torch.float32)
     before = out.clone(), lse.clone()
-    merge(out[2:2], lse[2:2], out[:0].clone(), lse[:0].T.clone())
+    merge_rows(out[2:2], lse[2:2], out[:0].clone(), lse[:0].T.clone())
     none = torch.zeros(0, dtype=torch.int64, device="cuda")
     add_rows(out.flatten(1), out[:0].flatten(1), out[:0].flatten(1), RowSums(none, none, none, none, ()))
     copy_rows((out[:0],), None, (out,), none)
@@ -176,7 +176,7 @@ def test_rows_of_heads_are_added_by_a_prepared_step() -> None:
         ]
         for seed in (0, 1)
     )
-    add = row_sum(*one, sums)
+    add = prepare_add(*one, sums)
     for target, own, returned in (one, other, one):
         expected = target.flatten(1).clone()
         add_rows(expected, own.flatten(1), returned.flatten(1), sums)
@@ -184,7 +184,7 @@ def test_rows_of_heads_are_added_by_a_prepared_step() -> None:
 
         assert torch.equal(target.flatten(1), expected)
     with pytest.raises(ValueError, match="cannot add rows"):
-        row_sum(*(x.transpose(1, 2) for x in one), sums)
+        prepare_add(*(x.transpose(1, 2) for x in one), sums)
 
 
 # --- copies

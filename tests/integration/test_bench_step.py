@@ -133,6 +133,8 @@ def test_all_modes_run_and_say_what_they_exchange(tmp_path: Path) -> None:
     }
     trace = gzip.decompress((traces / "fixed-rank0.json.gz").read_bytes()).decode()
     assert all(part in trace for part in ("bench exchange", "kernel backward", "distca dispatch: queries leave"))
+    traces_of_placed = (gzip.decompress(path.read_bytes()) for path in traces.glob("placed-*"))
+    assert any(b"distca prefixes are merged" in trace for trace in traces_of_placed)
 
 
 def test_mixers_run_on_whole_documents_in_every_mode(tmp_path: Path) -> None:

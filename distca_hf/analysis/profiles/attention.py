@@ -24,7 +24,7 @@ from distca_hf.kernels.interface import (
     before_queries,
 )
 from distca_hf.kernels.registry import Operands, choose_kernel
-from distca_hf.kernels.rows import merge
+from distca_hf.kernels.rows import merge_rows
 
 
 @dataclass(frozen=True)
@@ -115,7 +115,7 @@ class AttentionBench:
         spec = before_queries(spec)
 
         def forward() -> None:
-            merge(out, lse, *self.kernel.forward(Inputs(q, k, v), spans, spec))
+            merge_rows(out, lse, *self.kernel.forward(Inputs(q, k, v), spans, spec))
 
         def backward() -> None:
             self.kernel.backward(dout, saved, gradients, spans, spec)

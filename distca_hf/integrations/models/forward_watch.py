@@ -14,7 +14,8 @@ from torch.utils.hooks import RemovableHandle
 
 from distca_hf.arrays import IntArray
 from distca_hf.batches.batch_documents import Batch, cache_of, check_mask_numbers, tokens_of
-from distca_hf.batches.packed import PackPlanner, fill_empty
+from distca_hf.batches.empty_batch import fill_empty
+from distca_hf.batches.packed import PackPlanner
 from distca_hf.batches.preview import RunReport
 from distca_hf.batches.reported_steps import ReportedSteps
 from distca_hf.errors import PlanError

@@ -270,7 +270,7 @@ def test_fixed_layouts_are_planned_as_packs_are(heads: tuple[int, int], number_t
             planner = PackPlanner(config, transport, head_groups_of(model), token_bytes_of(model))
             live = planner.plan({"input_ids": torch.zeros_like(positions), "position_ids": positions})
             assert live is not None
-            assert live.facts  # planned at the first look, in which all ranks take part
+            assert live.facts  # planned now, in which all ranks take part
             return live
 
         live = run_ranks(ranks, plan)[0]

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from distca_hf.batches.batch_documents import check_mask_numbers, media_of
-from distca_hf.batches.packed import PackPlanner, document_lengths, fill_empty
+from distca_hf.batches.empty_batch import fill_empty
+from distca_hf.batches.packed import PackPlanner, document_lengths
 from distca_hf.config import DistCAConfig
 from distca_hf.errors import PackingError
 from distca_hf.testing import LoopbackTransport, run_ranks

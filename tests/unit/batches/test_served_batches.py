@@ -105,7 +105,7 @@ def packs_of(transport: LoopbackTransport, servers: Servers | None, trains: bool
     planner = PackPlanner(CONFIG, transport, 4, servers=servers)
     live = planner.plan({"input_ids": torch.zeros_like(positions), "position_ids": positions}, trains)
     assert live is not None
-    assert live.facts  # planned at the first look, in which all ranks take part
+    assert live.facts  # planned now, in which all ranks take part
     return live, planner
 
 

@@ -26,7 +26,7 @@ from distca_hf.kernels.interface import (
 )
 from distca_hf.kernels.reference import BLOCK_ROWS, ReferenceKernel
 from distca_hf.kernels.registry import KERNELS, OPTIONS, Capabilities, Entry, Operands, choose_kernel, chosen_kernel
-from distca_hf.kernels.rows import merge
+from distca_hf.kernels.rows import merge_rows
 from distca_hf.kernels.varlen import CpuKernel, TorchVarlenKernel
 
 
@@ -464,7 +464,7 @@ def test_merged_attention_is_that_to_all_keys(kernel: Kernel, heads: tuple[int, 
     case = Case.draw(tasks, heads)
     near, far = (computed(kernel, part) for part in near_and_far(case))
     out, lse = near.out.clone(), near.lse.T.clone()
-    merge(out, lse, far.out, far.lse)
+    merge_rows(out, lse, far.out, far.lse)
 
     expected = exact(case)
     assert (out - expected.out).abs().max() <= 1e-12
@@ -503,7 +503,7 @@ def test_merge_is_its_formula_in_place(heads: int, around: tuple[int, int], dtyp
     near, far = (torch.randn(9, heads, 6, generator=generator, dtype=torch.float64).to(dtype) for _ in range(2))
     near_lse, far_lse = (3 * torch.randn(9, heads, generator=generator, dtype=torch.float64).to(precise) for _ in "ab")
     (wholes, out), (lses, lse) = surrounded(near, around), surrounded(near_lse, around)
-    merge(out, lse, far, far_lse.T.contiguous())
+    merge_rows(out, lse, far, far_lse.T.contiguous())
 
     weights = [part.double().exp().unsqueeze(-1) for part in (near_lse, far_lse)]
     expected = (weights[0] * near.double() + weights[1] * far.double()) / sum(weights)
@@ -519,7 +519,7 @@ def test_merge_takes_log_sum_exps_of_any_size(near: float, far: float) -> None:
     """Their exponentials are beyond every dtype; the smaller part may vanish."""
     out, far_out = torch.full((1, 1, 2), 2.0), torch.full((1, 1, 2), 4.0)
     lse, far_lse = torch.full((1, 1), near), torch.full((1, 1), far)
-    merge(out, lse, far_out, far_lse)
+    merge_rows(out, lse, far_out, far_lse)
 
     expected = 3.0 if near == far else 2.0 if near > far else 4.0
     assert out.flatten().tolist() == pytest.approx([expected] * 2, rel=1e-4)
@@ -533,8 +533,8 @@ def test_rows_are_merged_from_a_given_one_on(start: int) -> None:
     out, far_out = (torch.randn(rows, 2, 3, generator=generator) for rows in (9, 3))
     lse, far_lse = torch.randn(9, 2, generator=generator), torch.randn(2, 3, generator=generator)
     expected, expected_lse = out.clone(), lse.clone()
-    merge(expected[start : start + 3], expected_lse[start : start + 3], far_out, far_lse)
-    merge(out, lse, far_out, far_lse, start)
+    merge_rows(expected[start : start + 3], expected_lse[start : start + 3], far_out, far_lse)
+    merge_rows(out, lse, far_out, far_lse, start)
 
     assert torch.equal(out, expected)
     assert torch.equal(lse, expected_lse)
@@ -555,13 +555,13 @@ def test_results_without_room_are_contiguous_and_the_same(kernel: Kernel) -> Non
 
 def test_rows_behind_the_last_one_are_not_merged() -> None:
     with pytest.raises(ValueError, match="rows 7 to 10 to that of 9 rows"):
-        merge(torch.zeros(9, 2, 3), torch.zeros(9, 2), torch.zeros(3, 2, 3), torch.zeros(2, 3), 7)
+        merge_rows(torch.zeros(9, 2, 3), torch.zeros(9, 2), torch.zeros(3, 2, 3), torch.zeros(2, 3), 7)
 
 
 def test_rows_that_are_not_merged_stay() -> None:
     out, lse = torch.randn(5, 2, 3), torch.randn(5, 2)
     before = out.clone(), lse.clone()
-    merge(out[2:2], lse[2:2], torch.randn(0, 2, 3), torch.randn(2, 0))
+    merge_rows(out[2:2], lse[2:2], torch.randn(0, 2, 3), torch.randn(2, 0))
 
     assert torch.equal(out, before[0])
     assert torch.equal(lse, before[1])

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from distca_hf.kernels.interface import accumulation_dtype
-from distca_hf.kernels.rows import RowSums, add_rows, row_sum
+from distca_hf.kernels.rows import RowSums, add_rows, prepare_add
 
 
 # Rows 1, 4 and 5 of six get something: 4 from the store, 1 and 5 from the first server, all three from the second.
@@ -36,7 +36,7 @@ def test_rows_of_heads_are_added_by_a_prepared_step() -> None:
         ]
         for _ in range(2)
     )
-    add = row_sum(*one, SUMS)
+    add = prepare_add(*one, SUMS)
     for target, own, returned in (one, other, one):
         expected = target.flatten(1).clone()
         add_rows(expected, own.flatten(1), returned.flatten(1), SUMS)

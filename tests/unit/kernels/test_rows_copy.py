@@ -6,7 +6,7 @@ import re
 import pytest
 import torch
 
-from distca_hf.kernels.rows import copy_rows, row_copy, row_merge
+from distca_hf.kernels.rows import copy_rows, prepare_copy, prepare_merge
 
 
 @pytest.mark.parametrize("shape", [(3,), (2, 4)], ids=str)
@@ -36,8 +36,8 @@ def test_chosen_rows_go_to_chosen_places() -> None:
 
 def test_steps_are_prepared_for_all_tensors_that_are_alike() -> None:
     like, rows = (torch.zeros(6, 2), torch.zeros(6, 1)), torch.tensor([5, 0, 2])
-    copy = row_copy(like, rows, (torch.zeros(3, 3),), None)
-    merge = row_merge(torch.zeros(4, 1, 2), torch.zeros(4, 1), torch.zeros(2, 1, 2), torch.zeros(1, 2), 1)
+    copy = prepare_copy(like, rows, (torch.zeros(3, 3),), None)
+    merge = prepare_merge(torch.zeros(4, 1, 2), torch.zeros(4, 1), torch.zeros(2, 1, 2), torch.zeros(1, 2), 1)
     for layer in range(1, 3):
         k, v, beside = layer * torch.arange(12.0).view(6, 2), -torch.arange(6.0).view(6, 1), torch.zeros(3, 3)
         copy((k, v), (beside,))
@@ -59,7 +59,7 @@ def test_no_rows_change_nothing() -> None:
 @pytest.mark.parametrize(
     ("source", "told"),
     [
-        (torch.zeros(3, 4), "2 and 3 of them together"),
+        (torch.zeros(3, 4), "that have 2 and 3 rows"),
         (torch.zeros(2, 5), "(4,) of torch.float32 and (5,) of torch.float32 to (4,) of"),
         (torch.zeros(2, 4).long(), "(4,) of torch.float32 and (4,) of torch.int64 to (4,) of"),
     ],

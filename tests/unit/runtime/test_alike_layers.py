@@ -16,7 +16,7 @@ from distca_hf.cost import CAUSAL_LAYERS
 from distca_hf.kernels.interface import NEW, AttentionSpec, Inputs, Outputs, Room, Spans, empty_outputs
 from distca_hf.layout import Layout
 from distca_hf.planning.plan import Plan, plan_in_place
-from distca_hf.runtime import kernel_calls, remote_kv
+from distca_hf.runtime import prepared_calls, prepared_kv
 from distca_hf.runtime.attention import Attended, attend, attend_backward
 from distca_hf.runtime.layer_kinds import PinnedKinds
 from distca_hf.runtime.live_plan import LivePlan
@@ -42,19 +42,26 @@ def alone(rows: int = 5) -> LivePlan:
 
 def test_layers_are_alike_where_tensors_and_how_they_attend_are() -> None:
     plan, (q, k, v) = alone(), tensors(5)
-    layers = plan.alike(q, k, v, SPEC, "a layer")
+    layers = plan.layers_like(q, k, v, SPEC, "a layer")
     strided = k.transpose(0, 1).contiguous().transpose(0, 1)
 
-    assert plan.alike(*tensors(5), SPEC, "a layer") is layers
-    assert plan.alike(q, k, v, SPEC._replace(window_tokens=3), "a layer").spec == SPEC  # no document is longer
+    assert plan.layers_like(*tensors(5), SPEC, "a layer") is layers
+    assert plan.layers_like(q, k, v, SPEC._replace(window_tokens=3), "a layer").spec == SPEC  # no document is longer
     for others in (
-        plan.alike(q, strided, v, SPEC, "a layer"),
-        plan.alike(*tensors(5, torch.float32), SPEC, "a layer"),
-        plan.alike(q, k, v, SPEC._replace(softcap=2.0), "a layer"),
-        alone().alike(q, k, v, SPEC, "a layer"),
+        plan.layers_like(q, strided, v, SPEC, "a layer"),
+        plan.layers_like(*tensors(5, torch.float32), SPEC, "a layer"),
+        plan.layers_like(q, k, v, SPEC._replace(softcap=2.0), "a layer"),
+        alone().layers_like(q, k, v, SPEC, "a layer"),
     ):
         assert others is not layers
-        assert others.forward_rows is not layers.forward_rows
+        assert others.forward_kv is not layers.forward_kv
+
+
+def test_calls_of_backward_are_made_once() -> None:
+    layers = alone().layers_like(*tensors(5), SPEC, "a layer")
+
+    assert layers.backward_calls(rows_come=True) is layers.backward_calls(rows_come=True)
+    assert layers.backward_calls(rows_come=False) is not layers.backward_calls(rows_come=True)
 
 
 class Notes:
@@ -161,10 +168,10 @@ def checked(prepare: Callable[..., Callable[..., object]], prepared_for: Callabl
 @pytest.fixture
 def steps_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:
     prepared: tuple[tuple[ModuleType, str, Callable[..., list[object]]], ...] = (
-        (remote_kv, "row_copy", lambda sources, rows, targets, places: kinds_of([*sources, *targets])),
-        (remote_kv, "row_sum", lambda *given: kinds_of(given[:3])),
-        (kernel_calls, "row_merge", lambda *given: kinds_of(given[:4])),
-        (kernel_calls, "view_of", lambda part, whole: kinds_of([whole])),
+        (prepared_kv, "prepare_copy", lambda sources, rows, targets, places: kinds_of([*sources, *targets])),
+        (prepared_kv, "prepare_add", lambda *given: kinds_of(given[:3])),
+        (prepared_calls, "prepare_merge", lambda *given: kinds_of(given[:4])),
+        (prepared_calls, "view_of", lambda part, whole: kinds_of([whole])),
     )
     for module, name, prepared_for in prepared:
         monkeypatch.setattr(module, name, checked(getattr(module, name), prepared_for))

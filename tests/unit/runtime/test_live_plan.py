@@ -13,8 +13,8 @@ from distca_hf.errors import PlanError, PlanMismatchError
 from distca_hf.kernels.interface import AttentionSpec
 from distca_hf.layout import Layout
 from distca_hf.runtime.forward_pass import ForwardPass
-from distca_hf.runtime.layer_kinds import Planned, PutOff
 from distca_hf.runtime.live_plan import LivePlan, find_plan
+from distca_hf.runtime.planned import Planned, PlannedLater
 from distca_hf.testing import LoopbackTransport, run_ranks
 from support.data import random_dataset
 from support.models import tiny_model
@@ -142,14 +142,14 @@ def test_wrong_number_of_rows_names_both_numbers() -> None:
         torch.ops.distca.flash_attn(q, q, q, [*AttentionSpec(0.3)], plan.handle, None, False, None)
 
 
-def test_a_plan_that_was_put_off_is_made_once_at_the_first_look() -> None:
+def test_a_plan_that_is_made_later_is_made_once_when_it_is_asked_for() -> None:
     planned, made = _plan().planned, list[Planned]()
 
     def make() -> Planned:
         made.append(planned)
         return planned
 
-    plan = LivePlan(0, PutOff(5, make), LocalTransport(), DistCAConfig())
+    plan = LivePlan(0, PlannedLater(5, make), LocalTransport(), DistCAConfig())
     plan.begin_forward_pass(7, {}, layers_kept=2, attention_calls=7)
     assert plan.longest_document_tokens == 5
     assert not made
@@ -160,12 +160,12 @@ def test_a_plan_that_was_put_off_is_made_once_at_the_first_look() -> None:
     assert made == [planned]
 
 
-@pytest.mark.parametrize("put_off", [False, True])
-def test_layers_of_a_pass_are_known_whenever_its_plan_is_made(put_off: bool) -> None:
+@pytest.mark.parametrize("later", [False, True])
+def test_layers_of_a_pass_are_known_whenever_its_plan_is_made(later: bool) -> None:
     planned, spec = _plan().planned, AttentionSpec(1.0)
-    given = PutOff(5, lambda: planned) if put_off else planned
+    given = PlannedLater(5, lambda: planned) if later else planned
     plan = LivePlan(0, given, LocalTransport(), DistCAConfig())
-    if not put_off:
+    if not later:
         assert plan.retention(spec).layers_kept == 1
     plan.begin_forward_pass(7, {}, layers_kept=2, attention_calls=7)
 
@@ -174,12 +174,12 @@ def test_layers_of_a_pass_are_known_whenever_its_plan_is_made(put_off: bool) -> 
 
 
 def test_plans_that_differ_between_ranks_are_noticed_before_the_first_exchange() -> None:
-    """Also where each rank makes its plan at the first look."""
+    """Also where each rank makes its plan later."""
 
     def run(transport: LoopbackTransport) -> None:
         planned = _plan().planned
         own = planned._replace(fingerprint=planned.fingerprint + transport.rank)
-        plan = LivePlan(0, PutOff(5, lambda: own), transport, DistCAConfig())
+        plan = LivePlan(0, PlannedLater(5, lambda: own), transport, DistCAConfig())
         plan.begin_forward_pass(1, {})
         q = torch.randn(8, 2, 8)
         torch.ops.distca.flash_attn(q, q, q, [*AttentionSpec(0.3)], plan.handle, None, False, None)

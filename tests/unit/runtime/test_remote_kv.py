@@ -14,10 +14,11 @@ from distca_hf.planning.plan import plan_in_place
 from distca_hf.planning.routing import Routing, rank_plan, route
 from distca_hf.planning.transfers import ExchangeChunks
 from distca_hf.runtime.attention import attend
+from distca_hf.runtime.call_views import keys_of
 from distca_hf.runtime.device_routing import DeviceCall, DeviceRouting, PinnedRankPlan, PinnedRouting
-from distca_hf.runtime.kernel_calls import keys_of
 from distca_hf.runtime.op import flash_attn
-from distca_hf.runtime.remote_kv import KeyRows, RemoteKV, RemoteKVGradients, row_width, side_by_side
+from distca_hf.runtime.prepared_kv import PreparedKV, row_width, side_by_side
+from distca_hf.runtime.remote_kv import RemoteKV, RemoteKVGradients
 from distca_hf.testing import run_ranks
 from support.layouts import SCATTERED, SHARED, THRICE
 from support.parity import SPEC, Case, compare, live_plan
@@ -48,7 +49,7 @@ def keys(tokens: int, dtype: torch.dtype = torch.float64) -> tuple[torch.Tensor,
 
 def test_rows_travel_side_by_side_and_are_seen_apart() -> None:
     maps, (k, v) = maps_of(SHARED, 1), keys(7)
-    chosen, of_layers = torch.tensor([5, 0, 6]), KeyRows(k, v, maps)
+    chosen, of_layers = torch.tensor([5, 0, 6]), PreparedKV(k, v, maps)
     rows = side_by_side(k, v, chosen)
 
     assert rows.shape == (3, row_width(k, v))
@@ -63,14 +64,14 @@ def test_rows_travel_side_by_side_and_are_seen_apart() -> None:
 
 def test_rows_that_come_in_order_are_the_store() -> None:
     maps, (k, v) = maps_of(SHARED, 1), keys(7)
-    rows = KeyRows(k, v, maps)
+    rows = PreparedKV(k, v, maps)
     received = torch.randn(2, rows.width, dtype=k.dtype)
     store = RemoteKV.open(k, v, received, rows)
     came = torch.randn_like(received)
     received.copy_(came)
     store.put_received(received, slice(0, 2), rows)
 
-    assert store.beside is received
+    assert store.both is received
     assert torch.equal(side_by_side(store.k, store.v, ALL), came)
 
 
@@ -94,7 +95,7 @@ def test_own_rows_are_copied_between_those_received_or_kept(rank: int, num_chunk
 
     sends = routing_of(SCATTERED, 1 - rank, num_chunks)
     came = side_by_side(*told([tokens[1 - rank][row] for row in sends.send_rows.numbers]), ALL)
-    rows = KeyRows(*told(tokens[rank]), maps)
+    rows = PreparedKV(*told(tokens[rank]), maps)
     for _ in range(2):  # the second layer finds what the first one has made
         received = torch.full_like(came, float("nan"))
         store = RemoteKV.open(*told(tokens[rank]), received, rows)
@@ -111,7 +112,7 @@ def test_own_rows_are_copied_between_those_received_or_kept(rank: int, num_chunk
     backward = (
         PinnedRankPlan.prepare(rank_plan(plan_in_place(SCATTERED), rank, num_chunks)).to(torch.device("cpu")).backward
     )
-    of_backward = KeyRows(*told(tokens[rank]), backward)
+    of_backward = PreparedKV(*told(tokens[rank]), backward)
     store = RemoteKV.of_kept(*told(tokens[rank]), came, of_backward)
     for stored, expected in zip((store.k, store.v), told(prefixes[rank]), strict=True):
         assert torch.equal(stored, expected)
@@ -141,7 +142,7 @@ def test_gradients_of_rows_that_several_calls_read_are_summed_and_rounded_once(
     layout: Layout, reads: list[int], dtype: torch.dtype
 ) -> None:
     maps, (k, v) = maps_of(layout, 0), keys(6, dtype)
-    gradients = RemoteKVGradients(k, v, KeyRows(k, v, maps))
+    gradients = RemoteKVGradients(k, v, PreparedKV(k, v, maps))
     precise = accumulation_dtype(dtype)
     expected = [torch.zeros(maps.remote_kv_rows, KV_HEADS, dim, dtype=precise) for dim in (DIM, VALUE_DIM)]
     counted = torch.zeros(maps.remote_kv_rows)
@@ -170,7 +171,7 @@ def test_gradients_of_rows_that_several_calls_read_are_summed_and_rounded_once(
 def test_gradients_of_rows_that_one_call_reads_are_written_where_they_travel_from() -> None:
     maps, (k, v) = maps_of(SHARED, 1), keys(7, torch.bfloat16)
     assert not maps.sums_remote_kv
-    gradients = RemoteKVGradients(k, v, KeyRows(k, v, maps))
+    gradients = RemoteKVGradients(k, v, PreparedKV(k, v, maps))
     for call, *parts in parts_of(maps, torch.bfloat16):
         for part, total in zip(parts, keys_of(call, 1, gradients.total.k, gradients.total.v), strict=True):
             target = gradients.target(call, total)

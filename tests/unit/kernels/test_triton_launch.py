@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from distca_hf.kernels import host_cost
-from distca_hf.kernels.host_cost import ALIGNMENT, Launch, view_of
+from distca_hf.kernels import triton_launch
+from distca_hf.kernels.triton_launch import ALIGNMENT, Launch
 
 
 DEVICE = torch.device("cuda", 3)
@@ -40,7 +40,7 @@ class Kernel:
 
 @pytest.fixture
 def kernel(monkeypatch: pytest.MonkeyPatch) -> Kernel:
-    monkeypatch.setattr(host_cost, "current_stream", lambda device: f"stream of device {device}")
+    monkeypatch.setattr(triton_launch, "current_stream", lambda device: f"stream of device {device}")
     return Kernel()
 
 
@@ -85,16 +85,6 @@ def test_prepared_launches_keep_all_but_their_tensors(kernel: Kernel) -> None:
     [launched] = kernel.launched
     assert launched[:3] == (3, 2, 1)
     assert launched[9:] == (y.data_ptr(), index.data_ptr(), 5, 8)
-
-
-def test_parts_are_taken_of_tensors_that_are_alike() -> None:
-    wide, other = torch.arange(48).view(2, 4, 6), -torch.arange(48).view(2, 4, 6)
-    whole, like = wide[:, 1:], other[:, 1:]
-    part = whole[1:, :, 2:4]
-
-    assert torch.equal(view_of(part, whole)(like), like[1:, :, 2:4])
-    assert view_of(part, whole)(like).untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
-    assert view_of(whole, whole)(like) is like
 
 
 def test_other_addresses_are_left_to_triton(kernel: Kernel) -> None:

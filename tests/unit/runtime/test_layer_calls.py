@@ -14,7 +14,7 @@ from distca_hf.planning.kernel_calls import CallKind
 from distca_hf.planning.plan import plan_in_place
 from distca_hf.planning.routing import route
 from distca_hf.runtime.device_routing import DeviceCall, DeviceRouting, PinnedRouting
-from distca_hf.runtime.kernel_calls import calls_of_heads, divide_heads, with_kv_heads
+from distca_hf.runtime.layer_calls import LayerCalls, divide_calls, with_kv_heads
 from support.layouts import random_layout, random_plan
 
 
@@ -40,13 +40,13 @@ def told(calls: tuple[DeviceCall, ...]) -> list[tuple[int, tuple[int, int], int]
     ],
 )
 def test_last_heads_of_last_calls_are_late(share: float, early: list[object], late: list[object]) -> None:
-    parts = divide_heads([call(0, 10, (0, 4)), call(7, 100, (0, 4))], share)
+    parts = divide_calls([call(0, 10, (0, 4)), call(7, 100, (0, 4))], share)
 
     assert [told(part) for part in parts] == [early, late]
 
 
 def test_no_calls_are_divided_in_none() -> None:
-    assert divide_heads([], 0.5) == ((), ())
+    assert divide_calls([], 0.5) == ((), ())
 
 
 @given(
@@ -57,7 +57,7 @@ def test_every_head_is_computed_once_and_about_the_share_is_late(
     calls: list[tuple[int, int, int]], share: float
 ) -> None:
     made = [call(row, pairs, (first, first + heads)) for row, (pairs, first, heads) in enumerate(calls)]
-    early, late = divide_heads(made, share)
+    early, late = divide_calls(made, share)
 
     computed = Counter((part.queries.start, head) for part in (*early, *late) for head in range(*part.heads))
     assert computed == Counter((part.queries.start, head) for part in made for head in range(*part.heads))
@@ -84,29 +84,29 @@ def maps_of(seed: int, head_groups: int) -> DeviceRouting:
     )
 
 
-@pytest.mark.parametrize("leaves", [True, False])
-@pytest.mark.parametrize("comes", [True, False])
-def test_nothing_is_late_unless_results_leave(comes: bool, leaves: bool) -> None:
+@pytest.mark.parametrize("results_leave", [True, False])
+@pytest.mark.parametrize("rows_come", [True, False])
+def test_nothing_is_late_unless_results_leave(rows_come: bool, results_leave: bool) -> None:
     layout = Layout.from_segments([300, 300], [[(0, 0, 200), (1, 100, 300)], [(0, 200, 300), (1, 0, 100)]])
     maps = PinnedRouting.prepare(route(plan_in_place(layout), 0)).to(torch.device("cpu"))
-    calls = calls_of_heads(maps, 32, comes=comes, leaves=leaves)
+    calls = LayerCalls.of(maps, 32, rows_come=rows_come, results_leave=results_leave)
 
     total = sum(part.pairs for part in maps.local)
     late = sum(part.pairs for part in calls.late)
     assert sum(part.pairs for part in calls.early) + late == pytest.approx(total, rel=1e-3)
-    expected = maps.late_share * leaves / (2 if comes else 1)  # some of what may wait hides the rows that come, too
+    # Some of what may wait hides the rows that come, too.
+    expected = maps.late_share * results_leave / (2 if rows_come else 1)
     assert late / total == pytest.approx(expected, abs=1 / 32)
-    assert bool(calls.late) == leaves
+    assert bool(calls.late) == results_leave
 
 
+@pytest.mark.parametrize("kv_heads", [4, 8])
 @pytest.mark.parametrize("head_groups", [1, 2])
-def test_calls_are_made_once_for_each_number_of_heads(head_groups: int) -> None:
+def test_calls_name_heads_of_the_layer(head_groups: int, kv_heads: int) -> None:
     for seed in range(10):
         maps = maps_of(seed, head_groups)
-        calls = calls_of_heads(maps, 4, comes=True, leaves=True)
+        calls = LayerCalls.of(maps, kv_heads, rows_come=True, results_leave=True)
 
-        assert calls_of_heads(maps, 4, comes=True, leaves=True) is calls
         assert len(calls.prefix) == len(maps.chunks)
-        other = calls_of_heads(maps, 8, comes=True, leaves=True)
-        for part in (*other.early, *other.late, *(part for far in other.prefix for part in far)):
-            assert 0 <= part.heads[0] < part.heads[1] <= 8
+        for part in (*calls.early, *calls.late, *(part for of_chunk in calls.prefix for part in of_chunk)):
+            assert 0 <= part.heads[0] < part.heads[1] <= kv_heads

@@ -1,0 +1,166 @@
+"""Agreement on packs: what ranks show each other of a batch that others packed, before they gather its lengths.
+
+Gathers are of equal size, so ranks have to know first how many documents each of them holds.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+from zlib import crc32
+
+import torch
+
+from distca_hf.arrays import IntArray
+from distca_hf.batches.batch_documents import Batch, media_of, tokens_of
+from distca_hf.batches.taking import shared_facts
+from distca_hf.comm.agreement import Agreement, Occasion, by_value, labels_of
+from distca_hf.comm.grid import Scope
+from distca_hf.comm.transport import Transport
+from distca_hf.config import DistCAConfig
+from distca_hf.data.documents import IGNORED_LABEL
+from distca_hf.errors import PackingError, PlanMismatchError
+from distca_hf.telemetry import get_logger
+
+
+log = get_logger(__name__)
+
+# Name of the number by which tensor ranks compare their batches.
+CHECKSUM = "checksum of tokens, labels and lengths"
+
+
+class PackNumbers(NamedTuple):
+    """What ranks showed each other of their packs.
+
+    Attributes:
+        num_documents: `[ranks]` documents of each rank.
+        longest_document_tokens: of all ranks together.
+    """
+
+    num_documents: list[int]
+    longest_document_tokens: int
+
+
+class PackAgreement:
+    """Agreements of all ranks on packs, one for each micro-batch."""
+
+    def __init__(self, config: DistCAConfig, transport: Transport) -> None:
+        self._config, self._transport = config, transport
+        self._warned_of_padding = False
+
+    def reach(self, batch: Batch, lengths: IntArray | None, number: int, images_wait: bool) -> PackNumbers | None:
+        """Shows all ranks this rank's batch, and returns what they showed; None if some rank's batch is padded. A
+        collective call.
+
+        Warns of ranks whose first batch holds no label to learn: most likely all their batches are like it.
+
+        Args:
+            lengths: `[documents]` of the batch; None if it is padded.
+            number: of the micro-batch.
+            images_wait: whether a rank with an image waits for the others: for weights or gradients of towers.
+
+        Raises:
+            PackingError: only some ranks hold images, and would wait for the others.
+            PlanMismatchError, PeerLostError: other ranks are doing something else, could not do their part, or hold
+                another batch although they share the data.
+        """
+        flags = self._flags(batch, lengths, is_first=number == 0)
+        agreement = Agreement.start(
+            self._transport,
+            Occasion.PLAN,
+            number,
+            shared_facts(self._config),
+            {
+                "documents": 0 if lengths is None else len(lengths),
+                "longest document": 0 if lengths is None else int(lengths.max(initial=0)),
+                "padded": int(lengths is None),
+                **flags,
+            },
+        )
+        numbers = agreement.wait(Scope.ROWS)
+        if CHECKSUM in flags:
+            self._check_same_batch(agreement, number)
+        if images_wait:
+            self._check_images(numbers["holds images"], number)
+        if any(numbers["learns nothing"]):
+            log.warning(
+                "the first batch holds no label to learn on rank %s (all labels are %d): its loss is 0 or NaN. "
+                "Look at the dataset's labels and masks",
+                self._labels(numbers["learns nothing"]),
+                IGNORED_LABEL,
+            )
+        if any(numbers["padded"]):
+            self._warn_of_padding(self._labels(numbers["padded"]), number)
+            return None
+        return PackNumbers(numbers["documents"], max(numbers["longest document"]))
+
+    def _flags(self, batch: Batch, lengths: IntArray | None, is_first: bool) -> dict[str, int]:
+        """Returns what ranks show each other of a batch beside its lengths."""
+        flags = {
+            "learns nothing": int(is_first and _learns_nothing(batch)),
+            "holds images": int(bool(media_of(batch))),
+        }
+        if self._transport.grid.shape[2] > 1:
+            flags[CHECKSUM] = _checksum(lengths, tokens_of(batch), batch)
+        return flags
+
+    def _check_same_batch(self, agreement: Agreement, number: int) -> None:
+        """Checks that all tensor ranks of one data rank hold the same batch.
+
+        Raises:
+            PlanMismatchError: some do not; names the first ones.
+        """
+        grid, checksums = self._transport.grid, agreement.wait()[CHECKSUM]
+        for places in grid.same_tokens(grid.members(agreement.scope)):
+            seen = [f"{checksums[place]:08x}" for place in places]
+            if len(set(seen)) > 1:
+                shown = by_value(seen, [agreement.labels[place] for place in places])
+                raise PlanMismatchError(
+                    f"{grid.name}, micro-batch {number}: tensor ranks of one data rank hold different batches, "
+                    f"nothing was sent: the {CHECKSUM} is {shown}. Give them the same "
+                    f"rows, with a sampler that counts the {grid.shape[1]} data ranks and not all ranks"
+                )
+
+    def _check_images(self, flags: Sequence[int], number: int) -> None:
+        """Checks that all ranks hold images, or none."""
+        if len(set(flags)) > 1:
+            holding, without = self._labels(flags), self._labels([1 - flag for flag in flags])
+            raise PackingError(
+                f"{self._transport.grid.name}, micro-batch {number}: rank {holding} holds images, videos or "
+                f"sound, and rank {without} none. Ranks with images would wait for the others for ever: for weights "
+                "of towers that are sharded, or for gradients of towers that train. Give every rank an image in every "
+                "micro-batch (a blank one, say); or freeze the towers, leave them out of sharding (ignored parameters "
+                "of FSDP), and with DDP set find_unused_parameters=True"
+            )
+
+    def _labels(self, flags: Sequence[int]) -> str:
+        """Returns the ranks whose flag is 1, in words."""
+        labels = labels_of(self._transport, Scope.ROWS)
+        return ", ".join(label for label, flag in zip(labels, flags, strict=True) if flag)
+
+    def _warn_of_padding(self, ranks: str, number: int) -> None:
+        """Warns once that padded batches are not balanced."""
+        if not self._warned_of_padding:
+            self._warned_of_padding = True
+            log.warning(
+                "micro-batch %d is padded on rank %s, and cannot be made a pack there (images, labels that padding "
+                "predicts, or a model without a head): every rank attends to this batch alone, and nothing is "
+                "balanced. Pack documents instead where the trainer can (DataCollatorWithFlattening, packing=True)",
+                number,
+                ranks,
+            )
+
+
+def _checksum(lengths: IntArray | None, tokens: torch.Tensor, batch: Batch) -> int:
+    """Returns a checksum of a batch; waits for the device. Images count by their sum, so that they need not be copied.
+    A mask counts where the batch is padded: in packs lengths say the same."""
+    names = ("labels", "shift_labels", "position_ids", *(["attention_mask"] if lengths is None else []))
+    named = [batch.get(name) for name in names]
+    media = [x.sum(dtype=torch.float64)[None] for x in map(batch.get, media_of(batch)) if isinstance(x, torch.Tensor)]
+    values = [tokens, *(x for x in named if isinstance(x, torch.Tensor)), *media]
+    parts = [x.detach().contiguous().view(torch.uint8).cpu().numpy().tobytes() for x in values]
+    return crc32(b"".join([*parts, b"" if lengths is None else lengths.tobytes()]))
+
+
+def _learns_nothing(batch: Batch) -> bool:
+    """Returns whether a batch has labels and none of them is learnt; waits for the device."""
+    labels = batch.get("labels")
+    return isinstance(labels, torch.Tensor) and labels.numel() > 0 and bool((labels == IGNORED_LABEL).all())
