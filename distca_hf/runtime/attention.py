@@ -85,7 +85,8 @@ def attend(
     if not plan.forward_pass.calls:
         plan.forward_pass.agree_to_attend(plan.fingerprint, q_TNH, k_TGH, v_TGV)
     scores = spec.scale, spec.softcap, sinks_N is not None
-    where, transport = plan.forward_pass.begin_forward(spec.window_tokens, scores), plan.transport
+    tensors = q_TNH.dtype, q_TNH.shape[1:], k_TGH.shape[1:], v_TGV.shape[1:]
+    where, transport = plan.forward_pass.begin_forward(spec.window_tokens, scores, tensors), plan.transport
     trace, layers = plan.forward_pass.trace, plan.alike(q_TNH, k_TGH, v_TGV, spec, where)
     spec, kernel, kind = layers.spec, layers.kernel, layers.kind
     routing, retention = kind.plan.forward, kind.retention
