@@ -13,7 +13,14 @@ import torch
 
 from distca_hf.kernels.interface import AttentionSpec, Kernel
 from distca_hf.runtime.device_routing import DeviceCall, DeviceRouting
-from distca_hf.runtime.kernel_calls import BackwardCall, CallsOfHeads, ForwardCall, QueryRows, as_rows, calls_of_heads
+from distca_hf.runtime.kernel_calls import (
+    BackwardCall,
+    CallsOfHeads,
+    ForwardCall,
+    QueryRows,
+    calls_of_heads,
+    rows_to_read,
+)
 from distca_hf.runtime.layer_kinds import LayerKind
 from distca_hf.runtime.remote_kv import KeyRows
 
@@ -72,5 +79,5 @@ class AlikeLayers:
 
 
 def _key_rows(k_TGH: torch.Tensor, v_TGV: torch.Tensor, routing: DeviceRouting) -> KeyRows:
-    k, v = as_rows(routing.rows_per_token, k_TGH, v_TGV)
+    k, v = rows_to_read(routing.rows_per_token, k_TGH, v_TGV)
     return KeyRows(k, v, routing)

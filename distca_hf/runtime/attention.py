@@ -41,6 +41,7 @@ from distca_hf.runtime.kernel_calls import (
     as_rows,
     attend_whole,
     calls_of_heads,
+    rows_to_read,
 )
 from distca_hf.runtime.live_plan import LivePlan
 from distca_hf.runtime.remote_kv import KVDispatch, KVGradCombine, RemoteKV, RemoteKVGradients
@@ -98,12 +99,12 @@ def attend(
     keeps, groups = retention.keeps_received(q_TNH, k_TGH, v_TGV), routing.rows_per_token
     slot = plan.order_forward(q_TNH, k_TGH, v_TGV, spec, keeps and is_differentiated)
     # 1. Keys leave, and queries that move, in all chunks: they are in flight while local calls run.
-    kv_heads, (k, v) = k_TGH.shape[1], as_rows(groups, k_TGH, v_TGV)
+    kv_heads, (k, v) = k_TGH.shape[1], rows_to_read(groups, k_TGH, v_TGV)
     received_keys = _keys_of(received, retention, routing, k)
     keys = KVDispatch(k, v, layers.forward_rows, sends=routing.exchanges, received=received_keys)
     remote_queries = None
     if routing.queries is not None:
-        [q], came = as_rows(groups, q_TNH), None if received is None else received.remote_q
+        [q], came = rows_to_read(groups, q_TNH), None if received is None else received.remote_q
         remote_queries = ForwardRemoteQueries(layers, q, v, routing.queries, kv_heads, came)
     for chunk in routing.chunks:
         keys.start(chunk, transport, where)
@@ -185,11 +186,11 @@ def attend_backward(
         check_finite(plan, where, output_gradient=dout_TNV)
     keeps, groups = plan.order_backward(q_TNH, k_TGH, v_TGV, spec, kept.slot, has_sinks), routing.rows_per_token
     # 1. Rows of forward that were not kept leave once more, and with them output gradients of queries that moved.
-    k, v = as_rows(groups, k_TGH, v_TGV)
+    k, v = rows_to_read(groups, k_TGH, v_TGV)
     keys = KVDispatch(k, v, rows, sends=routing.exchanges and not keeps, received=kept.keys if keeps else None)
     remote_queries = None
     if routing.queries is not None:
-        of_queries = as_rows(groups, dout_TNV, q_TNH, out_TNV, lse_TN)
+        of_queries = rows_to_read(groups, dout_TNV, q_TNH, out_TNV, lse_TN)
         kept_rows = kept if keeps else None
         remote_queries = BackwardRemoteQueries(layers, of_queries, kept_rows, routing.queries, *how, has_sinks)
     for chunk in routing.chunks:

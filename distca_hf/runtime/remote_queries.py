@@ -105,13 +105,16 @@ class BackwardRemoteQueries:
         if kept is None:
             self._dispatch = QueryDispatch(of_queries, moves)
             dout, q, out, lse = self._dispatch.tensors
-        elif not has_sinks:
-            self._dispatch = QueryDispatch(of_queries[:1], moves)
-            [dout], (q, out, lse) = self._dispatch.tensors, kept.remote_queries
         else:
-            self._dispatch = QueryDispatch([of_queries[0], of_queries[3]], moves)
-            (dout, lse), q, out = self._dispatch.tensors, kept.remote_q, torch.empty_like(kept.remote_out)
-            self._without_sinks = kept.remote_out, kept.remote_lse
+            # As they were; hooks of saved tensors may bring them back otherwise.
+            q, out, lse = (x.contiguous() for x in kept.remote_queries)
+            if has_sinks:
+                self._dispatch = QueryDispatch([of_queries[0], of_queries[3]], moves)
+                self._without_sinks = out, lse
+                (dout, lse), out = self._dispatch.tensors, torch.empty_like(out)
+            else:
+                self._dispatch = QueryDispatch(of_queries[:1], moves)
+                [dout] = self._dispatch.tensors
         self._out, self._lse, dq = out, lse, torch.empty_like(q)
         rows = QueryRows(dout, q, out, lse)
         self._calls = BackwardCalls(layers.kernel, rows, dq, spec, kv_heads, layers.backward_calls_on(rows, spec))
