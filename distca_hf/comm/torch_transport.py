@@ -87,7 +87,7 @@ class TorchTransport:
 
     def gather(self, values: Sequence[int], where: str, scope: Scope = Scope.ROWS) -> "TorchGather":
         self._check_open(where)
-        mine = torch.tensor(values, dtype=torch.int64)
+        mine = torch.tensor(values, dtype=torch.int64, device="cpu")
         theirs = [torch.empty_like(mine) for _ in self.grid.members(scope)]
         try:
             work = dist.all_gather(theirs, mine, group=self._control_groups[scope], async_op=True)

@@ -70,12 +70,17 @@ def recomputes_layers(modules: Sequence[nn.Module]) -> bool:
 
 def recomputes_attention(modules: Sequence[nn.Module]) -> bool:
     """Returns whether some checkpointed modules recompute everything, attention too."""
-    return any(
-        "context_fn" not in function.keywords
-        for module in modules
+    return bool(places_that_attend_again(modules))
+
+
+def places_that_attend_again(modules: Sequence[nn.Module]) -> list[int]:
+    """Returns the places, in this list, of checkpointed modules that recompute everything, attention too."""
+    return [
+        place
+        for place, module in enumerate(modules)
         if getattr(module, "gradient_checkpointing", True)
-        for _, function in _functions(module)
-    )
+        and any("context_fn" not in function.keywords for _, function in _functions(module))
+    ]
 
 
 def save_attention(modules: Sequence[nn.Module], on_host: bool = False) -> bool:

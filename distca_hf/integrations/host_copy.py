@@ -31,5 +31,5 @@ def _pieces(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 
 def _to_host(piece: torch.Tensor) -> torch.Tensor:
-    host = torch.empty(piece.shape, dtype=piece.dtype, pin_memory=piece.is_cuda)
+    host = torch.empty(piece.shape, dtype=piece.dtype, device="cpu", pin_memory=piece.is_cuda)
     return host.copy_(piece, non_blocking=piece.is_cuda)

@@ -64,5 +64,6 @@ def _dot_rows(one_TNV: torch.Tensor, other_TNV: torch.Tensor, dtype: torch.dtype
     if has_fused_kernels(one_TNV):
         from distca_hf.kernels.rows_triton import dot_rows_on_gpu
 
-        return dot_rows_on_gpu(one_TNV, other_TNV)
+        # Hooks of saved tensors may bring outputs back with other strides.
+        return dot_rows_on_gpu(one_TNV.contiguous(), other_TNV.contiguous())
     return (one_TNV.to(dtype) * other_TNV.to(dtype)).sum(-1)

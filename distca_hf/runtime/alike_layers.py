@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import torch
 
 from distca_hf.kernels.interface import AttentionSpec, Kernel
-from distca_hf.runtime.call_views import as_rows
+from distca_hf.runtime.call_views import rows_to_read
 from distca_hf.runtime.device_routing import DeviceCall, DeviceRouting
 from distca_hf.runtime.layer_calls import LayerCalls
 from distca_hf.runtime.layer_kinds import LayerKind
@@ -93,5 +93,5 @@ class AlikeLayers:
 
 
 def _prepared_kv(k_TGH: torch.Tensor, v_TGV: torch.Tensor, routing: DeviceRouting) -> PreparedKV:
-    k, v = as_rows(routing.rows_per_token, k_TGH, v_TGV)
+    k, v = rows_to_read(routing.rows_per_token, k_TGH, v_TGV)
     return PreparedKV(k, v, routing)

@@ -21,7 +21,7 @@ import torch
 
 from distca_hf.kernels.interface import AttentionSpec, Inputs, empty_layer_outputs, made_deterministic
 from distca_hf.kernels.sinks import add_sinks
-from distca_hf.runtime.call_views import as_rows
+from distca_hf.runtime.call_views import as_rows, rows_to_read
 from distca_hf.runtime.device_routing import DeviceRouting
 from distca_hf.runtime.kernel_calls import BackwardCalls, ForwardCalls, attend_whole
 from distca_hf.runtime.layer_checks import check_finite, check_room
@@ -69,7 +69,8 @@ def attend(
     if not plan.forward_pass.calls:
         plan.forward_pass.agree_to_attend(plan.fingerprint, q_TNH, k_TGH, v_TGV)
     scores = spec.scale, spec.softcap, sinks_N is not None
-    where, transport = plan.forward_pass.begin_forward(spec.window_tokens, scores), plan.transport
+    tensors = q_TNH.dtype, q_TNH.shape[1:], k_TGH.shape[1:], v_TGV.shape[1:]
+    where, transport = plan.forward_pass.begin_forward(spec.window_tokens, scores, tensors), plan.transport
     trace, layers = plan.forward_pass.trace, plan.layers_like(q_TNH, k_TGH, v_TGV, spec, where)
     spec, kind = layers.spec, layers.kind
     routing, retention = kind.plan.forward, kind.retention
@@ -81,12 +82,12 @@ def attend(
     keeps, groups = retention.keeps_received(q_TNH, k_TGH, v_TGV), routing.rows_per_token
     slot = plan.order_forward(q_TNH, k_TGH, v_TGV, spec, keeps and is_differentiated)
     # 1. Keys leave, and queries that move, in all chunks: they are in flight while local calls run.
-    k, v = as_rows(groups, k_TGH, v_TGV)
+    k, v = rows_to_read(groups, k_TGH, v_TGV)
     received_keys = _keys_of(received, retention, routing, k)
     keys = KVDispatch(k, v, layers.forward_kv, sends=routing.exchanges, received=received_keys)
     remote_queries = None
     if routing.queries is not None:
-        [q], received_q = as_rows(groups, q_TNH), None if received is None else received.remote_q
+        [q], received_q = rows_to_read(groups, q_TNH), None if received is None else received.remote_q
         remote_queries = ForwardRemoteQueries(layers, q, v, routing.queries, received_q)
     for chunk in routing.chunks:
         keys.start(chunk, transport, where)
@@ -167,11 +168,11 @@ def attend_backward(
         check_finite(plan, where, output_gradient=dout_TNV)
     keeps, groups = plan.order_backward(q_TNH, k_TGH, v_TGV, spec, kept.slot, has_sinks), routing.rows_per_token
     # 1. Rows of forward that were not kept leave once more, and with them output gradients of queries that moved.
-    k, v = as_rows(groups, k_TGH, v_TGV)
+    k, v = rows_to_read(groups, k_TGH, v_TGV)
     keys = KVDispatch(k, v, prepared, sends=routing.exchanges and not keeps, received=kept.keys if keeps else None)
     remote_queries = None
     if routing.queries is not None:
-        rows = QueryRows(*as_rows(groups, dout_TNV, q_TNH, out_TNV, lse_TN))
+        rows = QueryRows(*rows_to_read(groups, dout_TNV, q_TNH, out_TNV, lse_TN))
         kept_rows = kept if keeps else None
         remote_queries = BackwardRemoteQueries(layers, rows, kept_rows, routing.queries, spec, has_sinks)
     for chunk in routing.chunks:

@@ -21,6 +21,14 @@ def as_rows(groups: int, *tensors_TND: torch.Tensor) -> Sequence[torch.Tensor]:
     return [x.view(x.shape[0] * groups, x.shape[1] // groups, *x.shape[2:]) for x in tensors_TND]
 
 
+def rows_to_read(groups: int, *tensors_TND: torch.Tensor) -> Sequence[torch.Tensor]:
+    """Returns `as_rows`, or copies where heads of a token lie too far apart: hooks of saved tensors may bring one back
+    so."""
+    if groups == 1:
+        return tensors_TND
+    return [x.reshape(x.shape[0] * groups, x.shape[1] // groups, *x.shape[2:]) for x in tensors_TND]
+
+
 def queries_of(call: DeviceCall, kv_heads: int, *tensors: torch.Tensor) -> Sequence[torch.Tensor]:
     """Returns the call's part of each local `[T, heads, ...]`, or of each remote `[R, heads, ...]`."""
     if call.kind is CallKind.REMOTE_QUERIES:

@@ -54,6 +54,7 @@ class ForwardPass:
         self.layers: list[torch.Tensor] = []
         self.windows: list[int] = []
         self._scores: list[Hashable] = []
+        self._tensors: list[Hashable] = []
         self._expected_windows = expected_windows
         self._with_gradients: list[int] = []
         self._recomputed = 0
@@ -88,12 +89,14 @@ class ForwardPass:
         if needs_gradients:
             self._with_gradients.append(self.calls)
 
-    def begin_forward(self, window_tokens: int = 0, scores: Hashable = None) -> str:
+    def begin_forward(self, window_tokens: int = 0, scores: Hashable = None, tensors: Hashable = None) -> str:
         """Counts a forward call and names its place.
 
         Args:
             window_tokens: of the layer, 0 without a window. Other ranks make the exchanges of the one they expect.
             scores: how the layer makes them (scale, softcap, sinks); must be the same on all ranks.
+            tensors: dtype and heads of the layer; must be the same on all ranks, or bytes of one dtype would be taken
+                for another one.
 
         Raises:
             PlanError: it is another one than in the pass before.
@@ -105,6 +108,7 @@ class ForwardPass:
                 self._check_window(window_tokens, self._expected_windows, place)
             self.windows.append(window_tokens)
             self._scores.append(scores)
+            self._tensors.append(tensors)
             self.trace.begin(PassPart.FORWARD, self.calls - 1, window_tokens)
             return place
         self._recomputed += 1
@@ -127,7 +131,7 @@ class ForwardPass:
             self.num_calls = self.calls
         if self._recomputed:
             self._calls_per_region, self._recomputed = self._recomputed, 0
-        layer = self.num_calls - 1 - self.backward_calls
+        layer = self._next_backward_layer(self.num_calls)
         self.backward_calls += 1
         self.trace.begin(PassPart.BACKWARD, layer, self.windows[layer] if 0 <= layer < len(self.windows) else 0)
         return self._place(layer, "backward")
@@ -175,6 +179,7 @@ class ForwardPass:
             "order of the layers that attend": _checksum(layers),
             "sliding windows of the layers that attend": _checksum(self.windows),
             "scales, softcaps and sinks of the layers that attend": _checksum(self._scores),
+            "dtypes and heads of the layers that attend": _checksum(self._tensors),
             "attention calls with gradients": len(self._with_gradients),
             "which of them have gradients": _checksum(self._with_gradients),
         }
@@ -205,16 +210,21 @@ class ForwardPass:
     def _begin_recomputed(self, window_tokens: int) -> str:
         """Names a call that checkpointing repeats for backward: the last region first, its calls in order."""
         assert self.num_calls is not None
-        last = self.num_calls - 1 - self.backward_calls
+        last = self._next_backward_layer(self.num_calls)
         layer = last - self._calls_per_region + self._recomputed
         self.trace.begin(PassPart.RECOMPUTED, min(layer, last), window_tokens)
         if layer <= last:
             return self._place(layer, "forward")
         return self._place(last, f"call {self._recomputed} of its checkpointed region, forward")
 
+    def _next_backward_layer(self, num_calls: int) -> int:
+        """Returns the layer whose backward call is next: the last one first, and again if a graph is retained."""
+        return num_calls - 1 - self.backward_calls % (len(self._with_gradients) or max(1, num_calls))
+
     def _place(self, layer: int, phase: str) -> str:
         return f"micro-batch {self._micro_batch}, layer {layer}, {phase}"
 
 
-def _checksum(values: Sequence[object]) -> int:
-    return zlib.crc32(",".join(map(str, values)).encode())
+def _checksum(values: Sequence[Hashable]) -> int:
+    texts = {value: str(value) for value in set(values)}  # few layers differ, and texts cost the host
+    return zlib.crc32(",".join([texts[value] for value in values]).encode())

@@ -108,13 +108,16 @@ class BackwardRemoteQueries:
         if kept is None:
             self._dispatch = QueryDispatch(rows, moves)
             dout, q, out, lse = self._dispatch.tensors
-        elif not has_sinks:
-            self._dispatch = QueryDispatch([rows.dout], moves)
-            [dout], (q, out, lse) = self._dispatch.tensors, kept.remote_queries
         else:
-            self._dispatch = QueryDispatch([rows.dout, rows.lse], moves)
-            (dout, lse), q, out = self._dispatch.tensors, kept.remote_q, torch.empty_like(kept.remote_out)
-            self._without_sinks = kept.remote_out, kept.remote_lse
+            # As they were; hooks of saved tensors may bring them back with other strides.
+            q, out, lse = (x.contiguous() for x in kept.remote_queries)
+            if has_sinks:
+                self._dispatch = QueryDispatch([rows.dout, rows.lse], moves)
+                self._without_sinks = out, lse
+                (dout, lse), out = self._dispatch.tensors, torch.empty_like(out)
+            else:
+                self._dispatch = QueryDispatch([rows.dout], moves)
+                [dout] = self._dispatch.tensors
         self._out, self._lse, dq = out, lse, torch.empty_like(q)
         self._calls = BackwardCalls(layers, QueryRows(dout, q, out, lse), dq, spec)
         self._combine = ResultCombine([dq], moves)

@@ -68,3 +68,23 @@ def test_labels_on_one_rank_only(tmp_path: Path) -> None:
     rows = [[1 + token % 100 for token in range(60)], [7] * 20]
     labels = [[-100] * 59 + [3], [-100] * 20]
     _compare(Dataset.from_dict({"input_ids": rows, "labels": labels}), 80, 2, (), tmp_path)
+
+
+def _loss_under(default_device: str) -> float:
+    plugin = distca_hf.DistCAPlugin(tokens_per_rank=96, checkpointed_attention="offload")
+    model = distca_hf.enable(tiny_model(num_hidden_layers=2), plugin).train()
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    batch = next(iter(plugin.dataloader(random_dataset(12))))
+    ids = torch.arange(3, 60).unsqueeze(0)
+    pack = {"input_ids": ids, "labels": ids, "position_ids": torch.arange(57).unsqueeze(0)}
+    torch.set_default_device(default_device)
+    loss = model(**batch).loss + model(**pack).loss
+    loss.backward()
+    return float(loss)
+
+
+def test_torch_may_make_new_tensors_on_another_device(tmp_path: Path) -> None:
+    """Programs set it to their GPU. What ranks show each other, and outputs that wait on the host, are on the host."""
+    usual, elsewhere = (run_ranks(2, _loss_under, tmp_path / device, device) for device in ("cpu", "meta"))
+
+    assert elsewhere == pytest.approx(usual)

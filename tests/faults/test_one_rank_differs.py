@@ -97,6 +97,21 @@ def _checkpoint(training: Training) -> None:
     training.model.gradient_checkpointing_enable({"use_reentrant": False})
 
 
+def _checkpoint_all_layers_but(spared: int) -> Change:
+    def change(training: Training) -> None:
+        _checkpoint(training)
+        for number, layer in enumerate(training.model.model.layers):
+            layer.gradient_checkpointing = number != spared
+
+    return change
+
+
+def _compute_a_layer_in_float16(training: Training) -> None:
+    """Its rows have as many bytes as those of other ranks in bfloat16."""
+    attention = training.model.model.layers[1].self_attn
+    attention.forward = torch.autocast("cpu", torch.float16)(attention.forward)
+
+
 def _shorten_windows(training: Training) -> None:
     for layer in training.model.model.layers:
         layer.self_attn.sliding_window = layer.self_attn.sliding_window and 8
@@ -224,6 +239,7 @@ AFTER_THE_FIRST_STEP: dict[str, tuple[Change, str | None]] = {
     "layer count": (_leave_out_a_layer, "2 attention calls of LlamaForCausalLM came through distca, and 3 did"),
     "dtype": (lambda t: t.model.to(torch.bfloat16), "dtypes that attention computes in is"),
     "autocast": (_set(autocast=torch.float16), "dtypes that attention computes in is"),
+    "dtype of a layer": (_compute_a_layer_in_float16, "dtypes and heads of the layers that attend is"),
     "frozen layers": (_freeze, "attention calls with gradients is 3 on {others}, 1 on rank 1"),
     "model config": (_set_config(hidden_act="relu"), "config.hidden_act is"),
     "checkpointing that saves attention": (_checkpoint, None),
@@ -234,6 +250,10 @@ OF_CALLS = ["layer order", "layer count", "dtype", "frozen layers", "another win
 RECOMPUTING = {"checkpointed_attention": "recompute", "kv_residency": "refetch"}
 WITH_RECOMPUTATION: dict[str, tuple[Change, str | None]] = {
     "checkpointing": (_checkpoint, "layers saved at the same time is 3 on {others}, 1 on rank 1"),
+    "checkpointing of other layers": (
+        _checkpoint_all_layers_but(1),
+        "checkpointed modules that attend again is [0, 2, 3] on {others}, [0, 1, 3] on rank 1",
+    ),
 }
 # When ranks begin to differ, or in which training.
 CHANGES = {
@@ -264,6 +284,10 @@ def _run(folder: Path, group: str, name: str, batches: str) -> list[float]:
         _freeze(training)
     if "window" in name:
         training.model = tiny_model("gemma3").train()
+    if name == "dtype of a layer":
+        training.autocast = torch.bfloat16
+    if name == "checkpointing of other layers":
+        _checkpoint_all_layers_but(0)(training)
     if group not in LATER and rank == DIFFERENT:
         change(training)
     training.plugin = distca_hf.DistCAPlugin(**training.settings)

@@ -24,6 +24,7 @@ from distca_hf.integrations.attention import LAYER_SETTINGS, LayerSettings
 from distca_hf.integrations.checkpointing import (
     checkpointed_modules,
     keep_received,
+    places_that_attend_again,
     recomputes_attention,
     recomputes_layers,
     restore_functions,
@@ -195,7 +196,8 @@ class ForwardWatch:
             self._save_attention(module)
         elif self.context.config.kv_residency != "refetch" and plan.transport.world_size > 1:
             rows_wait = keep_received(self._checkpointed_modules(module))
-        layers_kept = 1 if recomputes_attention(self._checkpointed_modules(module)) else len(self._layers)
+        again = places_that_attend_again(self._checkpointed_modules(module))
+        layers_kept = 1 if again else len(self._layers)
         if torch.is_grad_enabled() and not self._checked_gradients:
             self._checked_gradients = True  # a model may be evaluated before it is wrapped
             self.context.check_gradients(self.root)
@@ -207,6 +209,7 @@ class ForwardWatch:
             "gradients": torch.is_grad_enabled(),
             "training": module.training,
             "layers saved at the same time": layers_kept,
+            "checkpointed modules that attend again": again,
             "received rows wait for recomputation": rows_wait,
             **self._module_facts,
             **self._config_facts.now(),

@@ -50,7 +50,7 @@ class StepInputs:
         return cls(
             input_ids=torch.cat([batch["input_ids"] for batch in batches]),
             shift_labels=torch.cat([batch["shift_labels"] for batch in batches]),
-            keywords={**columns, "plan": torch.tensor([[plan.handle] for plan in plans])},
+            keywords={**columns, "plan": torch.tensor([[plan.handle] for plan in plans], device="cpu")},
             plans=plans,
         )
 

@@ -102,6 +102,17 @@ def test_places_name_the_layer_also_in_recomputed_and_backward_calls() -> None:
     assert layers == ["layer 0", "layer 1", "layer 1", "layer 1", "layer 0", "layer 0"]
 
 
+def test_places_are_those_of_the_first_time_if_a_graph_is_retained() -> None:
+    plan = _plan()
+    plan.begin_forward_pass(num_calls=2, facts={})
+    calls = plan.forward_pass
+    for _ in range(2):
+        calls.begin_forward()
+    places = [calls.begin_backward() for _ in range(4)]
+
+    assert [place.split(", ")[1] for place in places] == ["layer 1", "layer 0", "layer 1", "layer 0"]
+
+
 def test_two_calls_of_one_checkpointed_region_have_names_of_their_own() -> None:
     """How many calls a region has is known from the second one on."""
     plan = _plan()
