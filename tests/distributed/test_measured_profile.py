@@ -1,4 +1,4 @@
-"""`distca profile` on two ranks over gloo: every part is measured, and links are put into a profile."""
+"""`distca profile` on ranks over gloo: every part is measured, and links are put into a profile."""
 
 import json
 from pathlib import Path
@@ -62,3 +62,15 @@ def test_one_rank_has_no_links(tmp_path: Path) -> None:
     assert figures["within_node"] is None
     assert content["within_node"] is None
     assert content["between_nodes"] is None
+
+
+def test_two_nodes_have_links_of_both_kinds(tmp_path: Path) -> None:
+    file = tmp_path / "cluster.json"
+    run_script(4, tmp_path, [*MODULE, "--out", file], nodes=2)
+    profile, sizes = ClusterProfile.load(file), len(Grid.of_cpu((16, 8, 128)).num_bytes)
+
+    assert (profile.made.processes, profile.made.nodes) == (4, 2)
+    for links, ranks in ((profile.within_node, 2), (profile.between_nodes, 4)):
+        assert links is not None
+        assert (links.ranks, links.ranks_per_node) == (ranks, 2)
+        assert len(links.one_way) == len(links.to_next) == sizes

@@ -34,13 +34,14 @@ def small_llama(**changes: object) -> dict[str, object]:
 
 
 def run_script(
-    world_size: int, folder: Path, words: Sequence[str | Path], *, servers: int = 0, **environment: str
+    world_size: int, folder: Path, words: Sequence[str | Path], *, servers: int = 0, nodes: int = 1, **environment: str
 ) -> str:
     """What a script prints on all ranks together, those of rank 0 first.
 
     Args:
         folder: where it runs.
         servers: attention servers beside the ranks.
+        nodes: that a launcher would have started equally many of the ranks on.
         words: the script, or "-m" and a module, from the repository's root, and what follows on a launcher's line.
 
     Raises:
@@ -48,13 +49,21 @@ def run_script(
     """
     places = [REPOSITORY / word if (REPOSITORY / word).is_file() else word for word in words]
     logs = folder / "ranks"
-    run_ranks(world_size, _run, logs, folder, [str(word) for word in places], environment, servers=servers)
+    words_of_all = [str(word) for word in places]
+    run_ranks(world_size, _run, logs, folder, words_of_all, environment, nodes, servers=servers)
     return "".join((logs / f"rank-{rank}.log").read_text(errors="replace") for rank in range(world_size))
 
 
-def _run(folder: Path, words: list[str], environment: dict[str, str]) -> None:
+def _run(folder: Path, words: list[str], environment: dict[str, str], nodes: int) -> None:
     """Runs the script with this rank's group, or without one on a rank that is alone."""
     os.chdir(folder)
+    if nodes > 1:
+        ranks_per_node = dist.get_world_size() // nodes
+        os.environ.update(
+            LOCAL_RANK=str(dist.get_rank() % ranks_per_node),
+            LOCAL_WORLD_SIZE=str(ranks_per_node),
+            GROUP_WORLD_SIZE=str(nodes),
+        )
     os.environ.update(environment)
     if dist.get_world_size() == 1 and not launched_servers():
         dist.destroy_process_group()

@@ -137,12 +137,16 @@ class Cluster:
         return links
 
     def _both_ways(self, links: LinkTimes | None, traffic: WireBytes) -> FloatArray:
-        """Returns the seconds of sending and receiving at once: as much as goes both ways, and the rest one way."""
+        """Returns the seconds of sending and receiving at once: as much as goes both ways, and the rest one way.
+
+        They lie between those that were measured of the less, and of the more, in both directions: one way alone never
+        takes longer than both.
+        """
         more, less = np.maximum(traffic.sent, traffic.received), np.minimum(traffic.sent, traffic.received)
         if links is None or not links.one_way:
             return self._seconds(links, "exchange", more)
         seconds = self._seconds(links, "one_way", more) + _added_by_other_way(links, less)
-        return np.maximum(seconds, self._seconds(links, "exchange", less))
+        return np.clip(seconds, *(self._seconds(links, "exchange", each) for each in (less, more)))
 
     def _to_next(self, links: LinkTimes | None, num_bytes: Amounts) -> FloatArray:
         return self._seconds(links, "to_next" if links is not None and links.to_next else "exchange", num_bytes)
@@ -179,6 +183,6 @@ def _added_by_other_way(links: LinkTimes, num_bytes: Amounts) -> FloatArray:
     """Returns the seconds that so many bytes add to at least as many that go the other way; more bytes never add
     less."""
     sizes = np.array([0.0, *links.num_bytes])
-    apart = np.array(links.exchange) - np.array(links.one_way)
+    apart = np.array(_without_noise(links.exchange)) - np.array(_without_noise(links.one_way))
     added = np.maximum.accumulate([0.0, *apart])
     return np.interp(num_bytes, sizes, added) * np.maximum(1.0, num_bytes / sizes[-1])

@@ -261,6 +261,44 @@ def test_bytes_that_go_one_way_are_sent_at_the_rate_of_one_way() -> None:
     assert seconds_of(nothing, nothing) == 0.0
 
 
+def test_a_disturbed_time_of_a_small_exchange_slows_no_larger_one() -> None:
+    """A second for half a megabyte: what goes both ways takes as long as without it, from the next size on."""
+    links = PROFILE.between_nodes
+    assert links is not None
+    disturbed = replace(links, exchange=(links.exchange[0], 1.0, *links.exchange[2:]))
+    sizes, nothing = np.array(links.num_bytes), WireBytes.both_ways(np.zeros(len(links.num_bytes)))
+
+    seconds, as_measured = (
+        Cluster(replace(PROFILE, between_nodes=each), len(sizes), 1, Notes()).exchange(
+            nothing, WireBytes.both_ways(sizes)
+        )
+        for each in (disturbed, links)
+    )
+    assert seconds[2:] == pytest.approx(as_measured[2:])
+    assert seconds[1] == pytest.approx(links.exchange[2])
+
+
+@pytest.mark.parametrize("factors", [(0.5, 1, 0.5, 1, 0.5, 1), (2,) * 6, (3, 0.5, 3, 0.5, 3, 0.5)])
+def test_both_ways_at_once_take_as_long_as_was_measured(factors: tuple[float, ...]) -> None:
+    """Also where times of another size have more between both ways and one, or one way took longer than both."""
+    links = PROFILE.between_nodes
+    assert links is not None
+    alone = tuple(by * seconds for by, seconds in zip(factors, links.exchange, strict=True))
+    num_bytes = np.geomspace(links.num_bytes[0], 4 * links.num_bytes[-1], 50)
+    nothing, whole, sent = (
+        WireBytes.both_ways(np.zeros(50)),
+        WireBytes.both_ways(num_bytes),
+        WireBytes(num_bytes, 0 * num_bytes),
+    )
+
+    cluster, one_rate = (
+        Cluster(replace(PROFILE, between_nodes=replace(links, one_way=times)), 50, 1, Notes()) for times in (alone, ())
+    )
+    both_ways = one_rate.exchange(nothing, whole)
+    assert cluster.exchange(nothing, whole) == pytest.approx(both_ways)
+    assert (cluster.exchange(nothing, sent) <= 1.000001 * both_ways).all()
+
+
 def test_rings_pass_keys_to_the_next_rank() -> None:
     """Where a ring spans nodes, some ranks send all of them to another node."""
     links = PROFILE.within_node
