@@ -7,6 +7,7 @@ from distca_hf.kernels.interface import accumulation_dtype
 from distca_hf.kernels.rows import RowSums, add_rows, copy_rows, merge_rows, prepare_add, prepare_merge
 from distca_hf.kernels.sinks import add_sinks, scale_rows, sink_gradients
 from distca_hf.torch_private import _public_current_stream, current_stream
+from support.row_sums import assert_prepared_sums_serve
 
 
 pytestmark = pytest.mark.gpu
@@ -176,13 +177,7 @@ def test_rows_of_heads_are_added_by_a_prepared_step() -> None:
         ]
         for seed in (0, 1)
     )
-    add = prepare_add(*one, sums)
-    for target, own, returned in (one, other, one):
-        expected = target.flatten(1).clone()
-        add_rows(expected, own.flatten(1), returned.flatten(1), sums)
-        add(target, own, returned)
-
-        assert torch.equal(target.flatten(1), expected)
+    assert_prepared_sums_serve(one, other, sums)
     with pytest.raises(ValueError, match="cannot add rows"):
         prepare_add(*(x.transpose(1, 2) for x in one), sums)
 

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from distca_hf.kernels.interface import accumulation_dtype
-from distca_hf.kernels.rows import RowSums, add_rows, prepare_add
+from distca_hf.kernels.rows import RowSums, add_rows
+from support.row_sums import assert_prepared_sums_serve
 
 
 # Rows 1, 4 and 5 of six get something: 4 from the store, 1 and 5 from the first server, all three from the second.
@@ -36,13 +37,7 @@ def test_rows_of_heads_are_added_by_a_prepared_step() -> None:
         ]
         for _ in range(2)
     )
-    add = prepare_add(*one, SUMS)
-    for target, own, returned in (one, other, one):
-        expected = target.flatten(1).clone()
-        add_rows(expected, own.flatten(1), returned.flatten(1), SUMS)
-        add(target, own, returned)
-
-        assert torch.equal(target.flatten(1), expected)
+    assert_prepared_sums_serve(one, other, SUMS)
 
 
 def test_orders_for_one_kernel_are_by_row_and_then_by_server() -> None:
