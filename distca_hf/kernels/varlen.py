@@ -1,5 +1,5 @@
 """Attention kernels of packages, behind `kernels.interface.Kernel`: of torch, on GPUs and on the CPU, and of
-FlashAttention.
+FlashAttention 2 and 3.
 
 On GPUs (FlashAttention 2 inside torch) the operators below `torch.nn.attention.varlen` are used directly.
 `varlen_attn` itself hides its backward behind autograd, which is off inside our operator. Causal masks are aligned
@@ -13,12 +13,11 @@ On the CPU the kernel runs once per task, or twice for a causal task with more k
     queries | no mask  | square, causal |      queries and keys are equally many. The prefix is attended without mask.
                                                Both parts are merged by their log-sum-exps.
 
-Packages of FlashAttention 4, 3 and 2 are imported when a kernel is chosen. Forward and backward run inside one
-operator of ours, where autograd is off. So the functions below each package's autograd are called:
-`flash_attn.cute.interface._flash_attn_fwd/_flash_attn_bwd` (4),
+Packages of FlashAttention 3 and 2 are imported when a kernel is chosen. Forward and backward run inside one operator
+of ours, where autograd is off. So the functions below each package's autograd are called:
 `flash_attn_interface._flash_attn_forward/_flash_attn_backward` (3),
-`flash_attn.flash_attn_interface._flash_attn_varlen_forward/_backward` (2). All three align causal masks bottom-right
-and return log-sum-exps as `[N, T]` in fp32.
+`flash_attn.flash_attn_interface._flash_attn_varlen_forward/_backward` (2). Both align causal masks bottom-right and
+return log-sum-exps as `[N, T]` in fp32. FlashAttention 4 is in `kernels.flash4`.
 
 Sliding windows are the functions' own. `window_size_left` counts the keys before a query's place, so it is one less
 than `window_tokens`. On the right `causal` ends a window, or nothing does. FlashAttention 2, also torch's, takes an
@@ -58,7 +57,7 @@ class TorchVarlenKernel:
             spec.causal,
             debug_mask,
             scale=spec.scale,
-            **_options(spec),
+            **options_of_package(spec),
         )
         return room.filled(out, lse)
 
@@ -79,14 +78,14 @@ class TorchVarlenKernel:
                 rng_state,
                 unused,
                 scale=spec.scale,
-                **_options(spec),
+                **options_of_package(spec),
             )
         for room, gradient in zip(gradients, (dq, dk, dv), strict=True):
             room.copy_(gradient)
 
 
 @lru_cache(maxsize=256)
-def _options(spec: AttentionSpec) -> dict[str, float]:
+def options_of_package(spec: AttentionSpec) -> dict[str, float]:
     """Returns window and softcap by the names of varlen functions; only those that are asked for, because former
     versions of packages lack some."""
     options: dict[str, float] = {}
@@ -188,52 +187,6 @@ def _batch(x_TND: torch.Tensor) -> torch.Tensor:
     return rows.transpose(0, 1).unsqueeze(0)
 
 
-class Flash4Kernel:
-    """FlashAttention 4 (CuTe), compiled when first used: about four seconds per variant."""
-
-    def __init__(self, interface: ModuleType) -> None:
-        self._forward = interface._flash_attn_fwd
-        self._backward = interface._flash_attn_bwd
-
-    def forward(self, inputs: Inputs, spans: Spans, spec: AttentionSpec, room: Room = NEW) -> Outputs:
-        room_out, room_lse = room
-        if room_lse is not None and room_lse.stride(1) != 1:
-            room_lse = None  # it writes rows of a head that follow each other
-        out, lse, *_ = self._forward(
-            *inputs,
-            **spans.by_name,
-            softmax_scale=spec.scale,
-            causal=spec.causal,
-            **_options(spec),
-            return_lse=True,
-            out=room_out,
-            lse=room_lse,
-        )
-        return room.filled(out if room_out is None else room_out, lse if room_lse is None else room_lse)
-
-    def backward(
-        self, dout_TNV: torch.Tensor, saved: Saved, gradients: Gradients, spans: Spans, spec: AttentionSpec
-    ) -> None:
-        q_TNH, k_SGH, v_SGV, out_TNV, lse_NT = saved
-        dq_TNH, dk_SGH, dv_SGV = gradients
-        self._backward(
-            q_TNH,
-            k_SGH,
-            v_SGV,
-            out_TNV,
-            dout_TNV,
-            lse_NT.contiguous(),
-            softmax_scale=spec.scale,
-            causal=spec.causal,
-            **_options(spec),
-            **spans.by_name,
-            deterministic=spec.deterministic,
-            dq=dq_TNH,
-            dk=dk_SGH,
-            dv=dv_SGV,
-        )
-
-
 class Flash3Kernel:
     """FlashAttention 3 (Hopper)."""
 
@@ -243,7 +196,7 @@ class Flash3Kernel:
 
     def forward(self, inputs: Inputs, spans: Spans, spec: AttentionSpec, room: Room = NEW) -> Outputs:
         out, lse, *_ = self._forward(
-            *inputs, **spans.by_name, softmax_scale=spec.scale, causal=spec.causal, **_options(spec)
+            *inputs, **spans.by_name, softmax_scale=spec.scale, causal=spec.causal, **options_of_package(spec)
         )
         return room.filled(out, lse)
 
@@ -264,7 +217,7 @@ class Flash3Kernel:
             *gradients,
             spec.scale,
             spec.causal,
-            **_options(spec),
+            **options_of_package(spec),
             deterministic=spec.deterministic,
         )
 
@@ -283,7 +236,7 @@ class Flash2Kernel:
             dropout_p=0.0,
             softmax_scale=spec.scale,
             causal=spec.causal,
-            **_options(spec),
+            **options_of_package(spec),
         )
         return room.filled(out, lse)
 
@@ -301,5 +254,5 @@ class Flash2Kernel:
             causal=spec.causal,
             alibi_slopes=None,
             deterministic=spec.deterministic,
-            **{"window_size_left": -1, "window_size_right": -1, "softcap": 0.0, **_options(spec)},
+            **{"window_size_left": -1, "window_size_right": -1, "softcap": 0.0, **options_of_package(spec)},
         )

@@ -4,6 +4,7 @@ The rule is FlashAttention's own (tests/test_flash_attn.py upstream): the kernel
 result than twice what bf16 arithmetic costs anyway, plus what rounding the fp32 result costs.
 """
 
+import importlib
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+from distca_hf.kernels.flash4 import Flash4Kernel
 from distca_hf.kernels.interface import AttentionSpec, Gradients, Inputs, Kernel, Room, Saved, Spans
 from distca_hf.kernels.registry import KERNELS, Operands, choose_kernel
 
@@ -137,6 +139,22 @@ def test_causal_mask_is_aligned_bottom_right(name: str) -> None:
 
     assert (out - bottom_right).abs().max() < 0.02
     assert (out - top_left).abs().max() > 0.1
+
+
+@pytest.mark.parametrize("name", [_unless_absent("flash4")])
+def test_long_prefixes_are_the_same_in_calls_of_their_own(name: str) -> None:
+    """Heads apart in forward, short calls in backward, beside the calls that the package makes by itself."""
+    tasks = [(40_000, 70_000), (1000, 70_000)]
+    tensors, spans, spec = _tensors(tasks, 32, 8, 128), _spans(tasks), AttentionSpec(SCALE, causal=False)
+    package = importlib.import_module("flash_attn.cute.interface")
+    ours = _run(Flash4Kernel(package), *tensors, spans, spec)
+    by_itself = _run(Flash4Kernel(package, lambda device: 0), *tensors, spans, spec)
+
+    for what, result, right in zip(("out", "lse", "dq", "dk", "dv"), ours, by_itself, strict=True):
+        if what == "dq":  # blocks of keys add to it in any order
+            assert (result - right).abs().max() <= 2**-7 * right.abs().max()
+        else:
+            assert torch.equal(result, right), what
 
 
 @each_kernel
