@@ -4,13 +4,13 @@ Forward and backward run inside one operator of ours, where autograd is off. So 
 autograd are called: `flash_attn.cute.interface._flash_attn_fwd` and `_flash_attn_bwd`. They align causal masks
 bottom-right, return log-sum-exps as `[N, T]` in fp32, and compute sliding windows themselves.
 
-Where a document is longer than the tokens of a rank, most of its work is in calls without a mask, of tens of thousands
-of queries against a long prefix. On Hopper GPUs they are faster than the package makes them by itself, in two ways
+Where a document is longer than the tokens of a rank, most of its work is in calls of many queries against a long
+prefix. On Hopper GPUs they are faster than the package makes them by itself, in two ways
 (docs/benchmarks/2026-11-26-long-prefixes.md):
 
     forward     each head apart, not the query heads of a KV head packed as rows of one tile
-    backward    some heads per call. Blocks of keys read all queries of a head at about the same time, and the L2 cache
-                holds what they read. In a long call they drift apart, until each reads memory by itself.
+    backward    without a mask, some heads per call. Blocks of keys read all queries of a head at about the same time,
+                and the L2 cache holds what they read. In a long call they drift apart, until each reads from memory.
 
 Results are the same, bit by bit, but for the order in which backward adds the gradients of queries.
 
@@ -119,10 +119,11 @@ class Flash4Kernel:
 
     def _packing(self, q_TNH: torch.Tensor, spans: Spans, spec: AttentionSpec) -> dict[str, bool]:
         """Returns the option that keeps heads apart, where that is faster."""
-        if spec.causal or spec.window_tokens or not self._cache_bytes(q_TNH.device):
+        if spec.window_tokens or q_TNH.shape[2] != APART_HEAD_DIM or not self._cache_bytes(q_TNH.device):
             return {}
-        apart = spans.max_seqlen_q >= APART_FROM_QUERIES and q_TNH.shape[2] == APART_HEAD_DIM
-        return {"pack_gqa": False} if apart else {}
+        queries, keys = spans.max_seqlen_q, spans.max_seqlen_k
+        has_long_prefix = not spec.causal or keys >= 2 * queries
+        return {"pack_gqa": False} if has_long_prefix and queries >= APART_FROM_QUERIES else {}
 
     def _kv_heads_of_a_call(self, saved: Saved, spans: Spans, spec: AttentionSpec) -> int | None:
         """Returns how many KV heads each call of backward has; None if one call computes all."""

@@ -24,7 +24,9 @@ from distca_hf.kernels.interface import AttentionSpec, Gradients, Inputs, Saved,
 from distca_hf.kernels.reference import ReferenceKernel
 
 
+CAUSAL = AttentionSpec(0.5)
 PREFIX = AttentionSpec(0.5, causal=False)
+QUERIES = APART_FROM_QUERIES
 
 
 class Package:
@@ -59,22 +61,25 @@ def spans_of(queries: tuple[int, ...], keys: tuple[int, ...]) -> Spans:
 
 
 @pytest.mark.parametrize(
-    ("spec", "queries", "head_dim", "cache_bytes", "packed"),
+    ("spec", "queries", "keys", "head_dim", "cache_bytes", "packed"),
     [
-        (PREFIX, APART_FROM_QUERIES, APART_HEAD_DIM, 1, False),
-        (PREFIX, APART_FROM_QUERIES - 1, APART_HEAD_DIM, 1, None),
-        (PREFIX, APART_FROM_QUERIES, APART_HEAD_DIM // 2, 1, None),
-        (PREFIX, APART_FROM_QUERIES, APART_HEAD_DIM, 0, None),
-        (AttentionSpec(0.5), APART_FROM_QUERIES, APART_HEAD_DIM, 1, None),
-        (PREFIX._replace(window_tokens=8), APART_FROM_QUERIES, APART_HEAD_DIM, 1, None),
+        (PREFIX, QUERIES, 1, APART_HEAD_DIM, 1, False),
+        (PREFIX, QUERIES - 1, 1, APART_HEAD_DIM, 1, None),
+        (PREFIX, QUERIES, 1, APART_HEAD_DIM // 2, 1, None),
+        (PREFIX, QUERIES, 1, APART_HEAD_DIM, 0, None),
+        (CAUSAL, QUERIES, 2 * QUERIES, APART_HEAD_DIM, 1, False),
+        (CAUSAL, QUERIES, 2 * QUERIES - 1, APART_HEAD_DIM, 1, None),
+        (CAUSAL, QUERIES - 1, 2 * QUERIES, APART_HEAD_DIM, 1, None),
+        (PREFIX._replace(window_tokens=8), QUERIES, 2 * QUERIES, APART_HEAD_DIM, 1, None),
+        (CAUSAL._replace(window_tokens=8), QUERIES, 2 * QUERIES, APART_HEAD_DIM, 1, None),
     ],
 )
 def test_heads_are_packed_as_the_package_likes_but_on_long_prefixes(
-    spec: AttentionSpec, queries: int, head_dim: int, cache_bytes: int, packed: bool | None
+    spec: AttentionSpec, queries: int, keys: int, head_dim: int, cache_bytes: int, packed: bool | None
 ) -> None:
     package = Package(cache_bytes)
-    q, k = torch.zeros(queries + 1, 4, head_dim), torch.zeros(2 * queries, 2, head_dim)
-    package.kernel.forward(Inputs(q, k, k), spans_of((1, queries), (queries, queries)), spec)
+    q, k = torch.zeros(queries + 1, 4, head_dim), torch.zeros(1 + keys, 2, head_dim)
+    package.kernel.forward(Inputs(q, k, k), spans_of((1, queries), (1, keys)), spec)
     assert package.packed == [packed]
 
 
@@ -94,7 +99,7 @@ ROW_BYTES = query_row_bytes(2, 2, 8)
         (PREFIX, KEYS, 0, [(64, 16)]),
         (PREFIX._replace(deterministic=True), KEYS, 1, [(64, 16)]),
         (PREFIX._replace(window_tokens=8), KEYS, 1, [(64, 16)]),
-        (AttentionSpec(0.5), KEYS, 1, [(64, 16)]),
+        (CAUSAL, KEYS, 1, [(64, 16)]),
     ],
 )
 def test_backward_of_a_long_prefix_has_some_heads_per_call(
