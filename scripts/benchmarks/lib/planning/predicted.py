@@ -66,6 +66,7 @@ class MeasuredRow:
         reduce_bytes: of a number in sums of gradients.
         refetches: whether keys were sent for recomputation and for backward once more.
         servers: attention servers beside the data ranks.
+        heads_apart: whether forward kept the heads of long prefixes apart, as it does by now.
         milliseconds: of each way.
     """
 
@@ -79,6 +80,7 @@ class MeasuredRow:
     reduce_bytes: int
     refetches: bool
     servers: int
+    heads_apart: bool
     milliseconds: Mapping[str, float]
 
     @property
@@ -106,6 +108,7 @@ def read_measured(path: Path) -> list[MeasuredRow]:
             row.get("reduce_bytes", 2),
             row.get("refetches", False),
             row.get("servers", 0),
+            row.get("heads_apart", False),
             row["ms"],
         )
         for row in json.loads(path.read_text())["rows"]
@@ -311,7 +314,7 @@ def compare_servers(path: Path, profile: ClusterProfile) -> list[Compared]:
     and simulated."""
     compared = []
     for row in json.loads(path.read_text())["servers"]["rows"]:
-        measured = MeasuredRow("one layer", 2, "H200", row["links"], row["documents"], "", 0, 2, False, 0, {})
+        measured = MeasuredRow("one layer", 2, "H200", row["links"], row["documents"], "", 0, 2, False, 0, False, {})
         slow, notes = measured.slow, Notes()
         costs = Costs(profile, SimulatedModel.of(preset("llama3-8b")).with_layers(1), False, notes)
         # The server was a rank without tokens, and the plan that of packs whose tasks move.
