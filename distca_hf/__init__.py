@@ -7,6 +7,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from distca_hf.errors import (
+    CheckpointError,
     ConfigError,
     DistCAError,
     NotFiniteError,
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
     from distca_hf.plugin import DistCAPlugin
 
 __all__ = [
+    "CheckpointError",
     "ConfigError",
     "Debug",
     "DistCACallback",

@@ -44,6 +44,10 @@ class UnsupportedAttentionError(DistCAError, NotImplementedError):
     """A model, layer or kernel asks for something core attention here does not compute."""
 
 
+class CheckpointError(DistCAError, OSError):
+    """A checkpoint that a rank could not write, or not read."""
+
+
 class NotFiniteError(DistCAError, ArithmeticError):
     """A number that is infinite or none, found because the setting `debug.check_finite` asks for it."""
 

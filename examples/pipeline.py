@@ -6,7 +6,8 @@
 
 Runs on GPUs, or on CPUs where there are none. By default it trains a tiny Llama on random documents. A dataset is a
 folder that `tokenise_texts.py` wrote. Every stage reads its own weights of a checkpoint of Transformers, and writes
-its own file of another one. Core attention is shared by the data ranks of a stage.
+its own file of another one. Core attention is shared by the data ranks of a stage. With `--save-every 100` a training
+that was stopped goes on from its last save: the same command, with `--resume`.
 """
 
 import argparse
@@ -26,6 +27,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import Schedule1F1B, ScheduleInterleaved1F1B
 from torch.distributed.tensor import DTensor
+from torch.optim.lr_scheduler import CosineAnnealingLR
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 import distca_hf
@@ -36,8 +38,10 @@ from distca_hf.integrations.stages import (
     StepInputs,
     StepLoss,
     check_schedule,
+    load_training,
     parts_of_stage,
     save_parts,
+    save_training,
 )
 
 
@@ -55,6 +59,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--dataset", help="folder with a tokenised dataset; random documents by default")
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--learning-rate", type=float, default=1e-3)
+    parser.add_argument("--save-every", type=int, default=0, metavar="STEPS", help="save the training; 0: never")
+    parser.add_argument("--resume", action="store_true", help="go on from the last save in the output folder")
     parser.add_argument("--output", type=Path, default=Path("pipeline_output"))
     return parser.parse_args()
 
@@ -156,8 +162,12 @@ def main() -> None:
     loader = plugin.dataloader(dataset, seed=0, model=model.outline, **for_stages)
     parameters = [parameter for part in parts for parameter in part.parameters()]
     optimizer = torch.optim.AdamW(parameters, lr=args.learning_rate)
+    rates = CosineAnnealingLR(optimizer, args.steps)
+    saved = args.output / "training"
+    if args.resume:
+        load_training(parts, optimizer, saved, plugin, loader=loader, rates=rates)
     batches = endless(loader)
-    for number in range(args.steps):
+    for number in range(rates.last_epoch, args.steps):
         step = StepInputs.of(list(islice(batches, args.micro_batches)))
         loss.begin(step)
         losses: list[torch.Tensor] = []
@@ -166,9 +176,12 @@ def main() -> None:
         )
         norm = clip(parameters, 1.0, group)
         optimizer.step()
+        rates.step()
         optimizer.zero_grad()
         if losses:  # on the last stage
             print_step(number, step, losses, norm, mesh)
+        if args.save_every and (number + 1) % args.save_every == 0:
+            save_training(parts, optimizer, saved, plugin, loader=loader, rates=rates)
 
     # 4. An ordinary checkpoint.
     save_parts(parts, args.output, plugin)

@@ -131,9 +131,9 @@ def test_the_plugin_is_for_users_alone() -> None:
     assert importers == {"__init__.py"}
 
 
-# Besides the wires themselves. Wrappers and tensors of torch.distributed are told apart from process groups.
+# Besides the wires themselves. Wrappers, tensors and checkpoints are told apart from process groups.
 KNOW_PROCESS_GROUPS = {"comm", "parallel_context", "torch_private"}
-NO_PROCESS_GROUPS = ("torch.distributed.fsdp", "torch.distributed.tensor")
+NO_PROCESS_GROUPS = ("torch.distributed.fsdp", "torch.distributed.tensor", "torch.distributed.checkpoint")
 
 
 def test_the_parallel_context_alone_knows_who_trains_together() -> None:

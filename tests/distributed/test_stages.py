@@ -28,13 +28,13 @@ from support.staged import (
     STEPS,
     TOKENS_PER_RANK,
     StagedTraining,
-    Trained,
     Way,
     new_mesh,
     save_initial_model,
     train_in_one_process,
     training_dataset,
 )
+from support.staged_resuming import SAVED_AFTER_STEPS, read_elsewhere, resume, train_and_save
 
 
 CAPACITY_TOKENS = DATA_RANKS * TOKENS_PER_RANK
@@ -46,6 +46,7 @@ WAYS = {
     "interleaved, checkpointing, FSDP2": Way("Interleaved1F1B", chunks=2, recompute=True, wrapper="fsdp2"),
     "zero bubble, no wrapper": Way("ZBVZeroBubble", chunks=2, wrapper=""),
 }
+RESUMED = ["1F1B, checkpointing", "interleaved, checkpointing, FSDP2"]
 if Version(torch.__version__).release < (2, 13):  # connects parts by sending to its own rank, which gloo cannot
     del WAYS["zero bubble, no wrapper"]
 
@@ -58,7 +59,11 @@ def _train_all(checkpoint: Path, folder: Path) -> dict[str, Any]:
         training = StagedTraining(checkpoint, way, mesh)
         if name == "1F1B":
             results["refused"] = _refused(training)
-        results[name] = training.train()
+        if name in RESUMED:
+            saved = train_and_save(training, folder / f"{name}, training")
+            results[name], results[f"{name}, random numbers"] = saved
+        else:
+            results[name] = training.train()
         save_parts(training.parts, folder / "latest", training.plugin)
         if training.plugin.members.grid.number == 0:
             kept = folder / name
@@ -66,6 +71,9 @@ def _train_all(checkpoint: Path, folder: Path) -> dict[str, Any]:
             for path in (folder / "latest").iterdir():
                 (kept / path.name).write_bytes(path.read_bytes())
         training.plugin.close()
+        if name in RESUMED:
+            results[f"{name}, resumed"] = resume(checkpoint, folder / f"{name}, training", way, mesh)
+    results["elsewhere"] = read_elsewhere(checkpoint, folder / f"{RESUMED[-1]}, training", mesh.size())
     under_autocast = StagedTraining(checkpoint, WAYS["1F1B"], mesh, autocast_dtype=torch.bfloat16)
     results["bfloat16"] = under_autocast.train(steps=1).losses
     in_half = StagedTraining(checkpoint, Way("1F1B", wrapper="fsdp2"), mesh, hidden_dtype=torch.bfloat16)
@@ -114,7 +122,7 @@ class Runs:
         self.by_rank = run_ranks(4, _train_all, folder / "ranks", self.initial, self.folder)
         self.expected, self.expected_model = train_in_one_process(self.initial)
 
-    def of(self, way: str) -> list[Trained]:
+    def of(self, way: str) -> list[Any]:
         return [results[way] for results in self.by_rank]
 
 
@@ -181,6 +189,38 @@ def test_checkpoint_is_an_ordinary_one(way: str, runs: Runs) -> None:
     for name, weight in model.named_parameters():
         assert float((weight - expected[name]).detach().abs().max()) <= 1e-4, name
         assert not torch.equal(weight, initial[name]), name
+
+
+@pytest.mark.parametrize("way", RESUMED)
+def test_resumed_training_is_bit_equal(way: str, runs: Runs) -> None:
+    """With another learning rate in each step. The checkpoint is replaced by a later one."""
+    for every, resumed in zip(runs.of(way), runs.of(f"{way}, resumed"), strict=True):
+        assert resumed.rest.losses == every.losses[SAVED_AFTER_STEPS:]
+        for gradients, expected in zip(resumed.rest.gradients, every.gradients[SAVED_AFTER_STEPS:], strict=True):
+            assert gradients.keys() == expected.keys()
+            assert all(torch.equal(gradient, expected[name]) for name, gradient in gradients.items())
+    numbers = runs.of(f"{way}, random numbers")
+    assert [resumed.random_numbers for resumed in runs.of(f"{way}, resumed")] == numbers
+    assert len(set(map(tuple, numbers))) == 4
+    assert [path.name for path in runs.folder.glob(f"{way}, training*")] == [f"{way}, training"]
+
+
+def test_training_is_read_into_other_stages_and_data_ranks(runs: Runs) -> None:
+    """Two stages of two parts and two data ranks (FSDP2) become four stages of one (DDP). In the midst of an epoch
+    their steps would be of other documents."""
+    way = RESUMED[-1]
+    seen: list[str] = []
+    expected = dict(AutoModelForCausalLM.from_pretrained(runs.folder / way).named_parameters())
+    moments = {name: moment for of in runs.of(f"{way}, resumed") for name, moment in of.moments.items()}
+    for weights, of_optimizer, refused in runs.of("elsewhere"):
+        assert all(torch.equal(weight, expected[name]) for name, weight in weights.items())
+        assert all(torch.equal(moment, moments[name]) for name, moment in of_optimizer.items())
+        seen += weights
+        assert "was saved in the midst of an epoch of a pipeline, with {" in refused
+        assert "'num_ranks': 2, 'micro_steps': 4, 'pipeline': (2, 2)}; this loader has {" in refused
+        assert "'num_ranks': 1, 'micro_steps': 4, 'pipeline': (4, 1)}" in refused
+
+    assert sorted(seen) == sorted(expected) == sorted(moments)
 
 
 def test_weights_in_float32_train_in_bfloat16(runs: Runs) -> None:

@@ -127,7 +127,9 @@ def test_pipeline_reads_and_writes_ordinary_checkpoints(tmp_path: Path) -> None:
     example = (EXAMPLES / "pipeline.py").read_text()
     (line, *_) = re.findall(r"^    (torchrun .*?)  +", example, re.MULTILINE)
     interleaved = ["--chunks", "2", "--recompute", "--steps", "3"]
-    first = run_script(4, tmp_path / "first", ["examples/pipeline.py", *interleaved])
+    first = run_script(4, tmp_path / "first", ["examples/pipeline.py", *interleaved, "--save-every", "2"])
+    of_resumed = [*interleaved, "--resume", "--output", tmp_path / "first" / "pipeline_output"]
+    resumed = run_script(4, tmp_path / "resumed", ["examples/pipeline.py", *of_resumed])
     of_first = ["--shard", "--steps", "1", "--model", tmp_path / "first" / "pipeline_output"]
     second = run_script(4, tmp_path / "second", ["examples/pipeline.py", *of_first])
     trained = AutoModelForCausalLM.from_pretrained(tmp_path / "second" / "pipeline_output")
@@ -136,6 +138,8 @@ def test_pipeline_reads_and_writes_ordinary_checkpoints(tmp_path: Path) -> None:
     losses = [[float(loss) for loss in re.findall(r"step \d: loss ([\d.]+)", printed)] for printed in (first, second)]
     assert [len(of_run) for of_run in losses] == [3, 1]
     assert losses[1][0] < losses[0][0], "the second begins with the weights of the first"
+    steps = [re.findall(r"step \d: .*", printed) for printed in (first, resumed)]
+    assert steps[1] == steps[0][2:], "the last step, as it was without a stop"
     assert max(float(work) for work in re.findall(r"1\.\d{3}", first)) < 1.05
     assert trained.config.num_hidden_layers == 4
 

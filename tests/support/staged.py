@@ -1,6 +1,6 @@
 """Training on a pipeline of 2 stages x 2 data ranks, and the same training in one process."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
@@ -14,10 +14,11 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import get_schedule_class
 from torch.distributed.tensor import DTensor
+from torch.optim.lr_scheduler import LambdaLR
 from transformers import AutoModelForCausalLM
 
 import distca_hf
-from distca_hf import Pipeline
+from distca_hf import Pipeline, PlacedLoader
 from distca_hf.integrations.stages import (
     DividedModel,
     ModelPart,
@@ -83,12 +84,13 @@ def save_initial_model(folder: Path) -> Path:
     return folder
 
 
-def new_mesh() -> DeviceMesh:
-    return init_device_mesh("cpu", (STAGES, DATA_RANKS), mesh_dim_names=("stage", "data"))
+def new_mesh(stages: int = STAGES, data_ranks: int = DATA_RANKS) -> DeviceMesh:
+    return init_device_mesh("cpu", (stages, data_ranks), mesh_dim_names=("stage", "data"))
 
 
 def new_plugin(mesh: DeviceMesh, **settings: Any) -> distca_hf.DistCAPlugin:
-    plugin = distca_hf.DistCAPlugin(**{"tokens_per_rank": TOKENS_PER_RANK} | settings)
+    tokens = DATA_RANKS * TOKENS_PER_RANK // mesh["data"].size()  # micro-batches are equal on any number of them
+    plugin = distca_hf.DistCAPlugin(**{"tokens_per_rank": tokens} | settings)
     plugin.use_mesh(mesh, data="data", stages="stage")
     return plugin
 
@@ -98,7 +100,7 @@ class StagedTraining:
 
     def __init__(self, checkpoint: Path, way: Way, mesh: DeviceMesh, **dtypes: torch.dtype) -> None:
         self.mesh, self.plugin = mesh, new_plugin(mesh)
-        pipeline, kind = Pipeline(STAGES, way.chunks), get_schedule_class(way.schedule)
+        pipeline, kind = Pipeline(mesh["stage"].size(), way.chunks), get_schedule_class(way.schedule)
         self.model = DividedModel(checkpoint, pipeline)
         numbers = parts_of_stage(kind, pipeline, self.plugin.members.grid.stage)
         self.parts = [self.model.load(number, self.plugin, **dtypes).train() for number in numbers]
@@ -116,6 +118,7 @@ class StagedTraining:
         self.optimizer = torch.optim.AdamW(
             [weight for part in self.parts for weight in part.parameters()], lr=LEARNING_RATE, weight_decay=0.0
         )
+        self.rates = LambdaLR(self.optimizer, learning_rate)
 
     def _wrap(self, part: ModelPart) -> nn.Module:
         data_ranks = self.mesh["data"]
@@ -133,12 +136,13 @@ class StagedTraining:
         place = part.number, part.num_parts, torch.device("cpu")
         return PipelineStage(wrapped, *place, **part.examples(), group=self.mesh.get_group("stage"))
 
+    def loader(self, **arguments: Any) -> PlacedLoader:
+        for_model = {"model": self.model.outline, "pipeline": self.model.pipeline, "micro_steps": MICRO_BATCHES}
+        return self.plugin.dataloader(**{"dataset": training_dataset(), "seed": SEED, **for_model, **arguments})
+
     def batches(self, **arguments: Any) -> Iterator[dict[str, Any]]:
         """Micro-batches of all epochs."""
-        for_model = {"model": self.model.outline, "pipeline": self.model.pipeline, "micro_steps": MICRO_BATCHES}
-        loader = self.plugin.dataloader(**{"dataset": training_dataset(), "seed": SEED, **for_model, **arguments})
-        while True:
-            yield from loader
+        return all_epochs(self.loader(**arguments))
 
     def step(self, step: StepInputs) -> float | None:
         """Forward and backward of a step; its loss, where the last part is."""
@@ -165,13 +169,20 @@ class StagedTraining:
     def gradients(self) -> Gradients:
         """Whole gradients of this rank's weights."""
         named = [(name, weight.grad) for part in self.parts for name, weight in part.model.named_parameters()]
-        return {name: _whole(grad).clone() for name, grad in named if grad is not None}
+        return {name: whole(grad).clone() for name, grad in named if grad is not None}
 
-    def train(self, steps: int = STEPS) -> Trained:
-        """All steps, or the first of them."""
-        batches, traffic = self.batches(), self.plugin.transport(torch.device("cpu")).traffic
+    def train(
+        self, steps: int = STEPS, loader: PlacedLoader | None = None, after_step: Callable[[int], None] | None = None
+    ) -> Trained:
+        """All steps, or some of them.
+
+        Args:
+            loader: whose position is the first step's; a new one if it is not given.
+            after_step: called with the number of the step.
+        """
+        batches, traffic = all_epochs(loader or self.loader()), self.plugin.transport(torch.device("cpu")).traffic
         trained = Trained([], [], [], [], sum(len(part.layers) for part in self.parts))
-        for _ in range(steps):
+        for number in range(steps):
             before, step = traffic.exchanges, StepInputs.of(list(islice(batches, MICRO_BATCHES)))
             loss = self.step(step)
             trained.sharing.append(sum(any(plan.facts.key_rows_sent) for plan in step.plans))
@@ -179,7 +190,10 @@ class StagedTraining:
             trained.exchanges.append(traffic.exchanges - before)
             trained.gradients.append(self.gradients())
             self.optimizer.step()
+            self.rates.step()
             self.optimizer.zero_grad()
+            if after_step is not None:
+                after_step(number)
         return replace(trained, rooms=self._rooms())
 
     def _rooms(self) -> int:
@@ -193,8 +207,19 @@ class StagedTraining:
         )
 
 
-def _whole(tensor: torch.Tensor) -> torch.Tensor:
+def whole(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def all_epochs(loader: PlacedLoader) -> Iterator[dict[str, Any]]:
+    """Micro-batches from the loader's position on."""
+    while True:
+        yield from loader
+
+
+def learning_rate(step: int) -> float:
+    """Share of the learning rate that a step is made with."""
+    return 1 / (1 + step)
 
 
 def training_dataset() -> Any:
@@ -207,6 +232,7 @@ def train_in_one_process(checkpoint: Path) -> tuple[Trained, nn.Module]:
     loader = plugin.dataloader(training_dataset(), SEED, micro_steps=MICRO_BATCHES, pipeline=Pipeline(STAGES))
     model = AutoModelForCausalLM.from_pretrained(checkpoint, attn_implementation="sdpa").train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=0.0)
+    rates = LambdaLR(optimizer, learning_rate)
     places = ((epoch, at) for epoch in range(STEPS) for at in range(len(loader)))
     trained = Trained([], [], [], [])
     for _ in range(STEPS):
@@ -221,5 +247,6 @@ def train_in_one_process(checkpoint: Path) -> tuple[Trained, nn.Module]:
         trained.losses.append(total)
         trained.gradients.append({name: weight.grad.clone() for name, weight in model.named_parameters()})
         optimizer.step()
+        rates.step()
         optimizer.zero_grad()
     return trained, model

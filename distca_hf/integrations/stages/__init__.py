@@ -3,6 +3,7 @@
 from distca_hf.integrations.stages.checkpoint import save_parts
 from distca_hf.integrations.stages.divided_model import DividedModel
 from distca_hf.integrations.stages.model_part import ModelPart
+from distca_hf.integrations.stages.resuming import load_training, save_training
 from distca_hf.integrations.stages.schedules import check_schedule, parts_of_stage
 from distca_hf.integrations.stages.step import StepInputs, StepLoss
 
@@ -13,6 +14,8 @@ __all__ = [
     "StepInputs",
     "StepLoss",
     "check_schedule",
+    "load_training",
     "parts_of_stage",
     "save_parts",
+    "save_training",
 ]

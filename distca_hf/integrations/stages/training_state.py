@@ -1,0 +1,175 @@
+"""Training state: what a rank of a pipeline saves to go on later, as `torch.distributed.checkpoint` (DCP) takes it.
+
+    weights.NAME            of the parts on this rank
+    optimizer.*.NAME.*      of each of these weights: states, and settings of its group
+    random.PLACE            states of this rank's random generators
+    others.NAME             of a loader, a learning-rate schedule and the like; the same on all ranks
+
+Weights have the names of the whole model. So no two stages have an entry of one name, and DCP can read entries into
+other stages, chunks and data ranks than wrote them. Data ranks of a stage have parts of its tensors (FSDP2), or all
+have the same.
+"""
+
+import io
+import random
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+from torch.distributed.checkpoint.stateful import Stateful
+
+from distca_hf.comm.grid import Grid
+from distca_hf.errors import ConfigError
+from distca_hf.integrations.stages.model_part import ModelPart
+
+
+# Groups of an optimizer are numbered on each stage, so that those of two stages would be taken for the same. Flat,
+# every weight has the settings of its group.
+OPTIONS = StateDictOptions(flatten_optimizer_state_dict=True)
+WEIGHTS, OPTIMIZER, RANDOM, OTHERS = "weights.", "optimizer.", "random.", "others."
+STATES = f"{OPTIMIZER}state."
+
+Entries = dict[str, Any]
+
+
+class TrainingState:
+    """The state of a training on this rank.
+
+    Args:
+        parts: of this rank.
+        optimizer: of their weights.
+        grid: of all ranks.
+        device: of the training; a GPU has random numbers of its own.
+        others: whose states are saved as well, by name.
+
+    Attributes:
+        place: name of the entry with random states of this rank.
+
+    Raises:
+        ConfigError: the optimizer has weights of no part.
+    """
+
+    def __init__(
+        self,
+        parts: Sequence[ModelPart],
+        optimizer: torch.optim.Optimizer,
+        grid: Grid,
+        device: torch.device,
+        others: Mapping[str, Stateful],
+    ) -> None:
+        stages, data_ranks, _ = grid.shape
+        self.place = f"{RANDOM}stage {grid.stage} of {stages}, data rank {grid.data_rank} of {data_ranks}"
+        self._whole, self._optimizer, self._device, self._others = _joined(parts), optimizer, device, others
+        ours = set(self._whole.parameters())
+        trained = [weight for group in optimizer.param_groups for weight in group["params"]]
+        foreign = [tuple(weight.shape) for weight in trained if weight not in ours]
+        if foreign:
+            raise ConfigError(
+                f"{grid.name}: {len(foreign)} of {len(trained)} weights of the optimizer are in no part given here, "
+                f"first one of {foreign[0]}; give all parts of this stage, and an optimizer of their weights alone"
+            )
+
+    def to_save(self) -> Entries:
+        """Returns all entries of this rank. Tensors are those of the training, and no copies."""
+        is_new = not self._optimizer.state
+        entries = self._of_weights()
+        if is_new:  # torch has made the states of a first step, which would count as one
+            self._optimizer.state.clear()
+            entries = {name: entry for name, entry in entries.items() if not name.startswith(STATES)}
+        others = {f"{OTHERS}{name}": _packed(other.state_dict()) for name, other in self._others.items()}
+        return {**entries, **others, self.place: _packed(_random_states(self._device))}
+
+    def load(self, saved: Mapping[str, object], read: Callable[[Entries], None]) -> None:
+        """Goes on with entries that were saved.
+
+        Args:
+            saved: entries of the checkpoint, by name.
+            read: called with entries of this rank; puts what was saved in their place, of tensors in their memory.
+        """
+        here = self._of_weights()
+        entries, new = dict(here), self._without_state(here, saved)
+        for names in new.values():
+            for name in names:
+                del entries[name]
+        entries |= dict.fromkeys(f"{OTHERS}{name}" for name in self._others)
+        if self.place in saved:
+            entries[self.place] = None
+        read(entries)
+        here |= entries
+        of_weights = {"model_state_dict": _behind(WEIGHTS, here), "optim_state_dict": _behind(OPTIMIZER, here)}
+        set_state_dict(self._whole, self._optimizer, **of_weights, options=OPTIONS)
+        for weight in new:
+            del self._optimizer.state[weight]
+        for name, other in self._others.items():
+            other.load_state_dict(_unpacked(entries[f"{OTHERS}{name}"]))
+        if self.place in entries:
+            _set_random_states(_unpacked(entries[self.place]), self._device)
+
+    def _of_weights(self) -> Entries:
+        """Returns weights, and what the optimizer has for them. A new one gets states as after a step that changes
+        nothing, so that there is something to read into."""
+        weights, of_optimizer = get_state_dict(self._whole, self._optimizer, options=OPTIONS)
+        return {
+            **{f"{WEIGHTS}{name}": weight for name, weight in weights.items()},
+            **{f"{OPTIMIZER}{name}": entry for name, entry in of_optimizer.items()},
+        }
+
+    def _without_state(self, here: Entries, saved: Mapping[str, object]) -> dict[nn.Parameter, list[str]]:
+        """Returns weights that the optimizer had nothing for when it was saved, as they had no gradient until then,
+        with the names of what it would have."""
+        new, states = {}, [name for name in here if name.startswith(STATES)]
+        for weight_name, weight in self._whole.named_parameters():
+            names = [name for name in states if name.startswith(f"{STATES}{weight_name}.")]
+            if names and not any(name in saved for name in names):
+                new[weight] = names
+        return new
+
+
+def _joined(parts: Sequence[ModelPart]) -> nn.Module:
+    """Returns a module that has the weights of all parts, by the names of the whole model; it computes nothing."""
+    whole = nn.Module()
+    for part in parts:
+        for name, weight in part.model.state_dict(keep_vars=True).items():
+            *path, last = name.split(".")
+            module = whole
+            for step in path:
+                if step not in dict(module.named_children()):
+                    module.add_module(step, nn.Module())
+                module = module.get_submodule(step)
+            if isinstance(weight, nn.Parameter):
+                module.register_parameter(last, weight)
+            else:
+                module.register_buffer(last, weight)
+    return whole
+
+
+def _behind(prefix: str, entries: Entries) -> Entries:
+    """Returns entries whose names begin like this, without it."""
+    return {name.removeprefix(prefix): entry for name, entry in entries.items() if name.startswith(prefix)}
+
+
+def _packed(state: object) -> bytes:
+    """Returns anything as one entry. DCP would take a dict apart, and want its keys in what it reads into."""
+    file = io.BytesIO()
+    torch.save(state, file)
+    return file.getvalue()
+
+
+def _unpacked(entry: bytes) -> Any:
+    return torch.load(io.BytesIO(entry), weights_only=False)  # as DCP itself does
+
+
+def _random_states(device: torch.device) -> Entries:
+    states = {"python": random.getstate(), "numpy": np.random.get_state(), "torch": torch.get_rng_state()}
+    return states | ({"cuda": torch.cuda.get_rng_state(device)} if device.type == "cuda" else {})
+
+
+def _set_random_states(states: Entries, device: torch.device) -> None:
+    random.setstate(states["python"])
+    np.random.set_state(states["numpy"])
+    torch.set_rng_state(states["torch"])
+    if device.type == "cuda" and "cuda" in states:
+        torch.cuda.set_rng_state(states["cuda"], device)
