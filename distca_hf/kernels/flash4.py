@@ -5,12 +5,12 @@ autograd are called: `flash_attn.cute.interface._flash_attn_fwd` and `_flash_att
 bottom-right, return log-sum-exps as `[N, T]` in fp32, and compute sliding windows themselves.
 
 Where a document is longer than the tokens of a rank, most of its work is in calls of many queries against a long
-prefix. On Hopper GPUs they are faster than the package makes them by itself, in two ways
+prefix. On Hopper GPUs these calls are made in their own way, which is faster
 (docs/benchmarks/2026-11-26-long-prefixes.md):
 
-    forward     each head apart, not the query heads of a KV head packed as rows of one tile
-    backward    without a mask, some heads per call. Blocks of keys read all queries of a head at about the same time,
-                and the L2 cache holds what they read. In a long call they drift apart, until each reads from memory.
+    forward     heads stay apart. By itself the package packs the query heads of a KV head into the rows of one tile.
+    backward    several calls of some heads each. Blocks of keys read all queries of a head at about the same time, and
+                the L2 cache holds what they read. In one long call they drift apart, until each reads from memory.
 
 Results are the same, bit by bit, but for the order in which backward adds the gradients of queries.
 
@@ -29,17 +29,17 @@ from distca_hf.kernels.varlen import options_of_package
 
 HOPPER = 9  # compute capability
 
-# Forward without packed heads: tasks of fewer queries fill a tile only with several heads; for other head dimensions
-# it is no faster.
-APART_FROM_QUERIES, APART_HEAD_DIM = 512, 128
+# Forward keeps heads apart from so many queries of the longest task on, and with this head dimension. Fewer queries
+# fill a tile only with several heads; with other dimensions it was no faster.
+MIN_QUERIES_HEADS_APART, HEAD_DIM_HEADS_APART = 512, 128
 
-# Backward by heads: key rows x query heads above which blocks drift apart, and those of a call in which they do not.
-LONG_CALL, SHORT_CALL = 2**22, 2**20
+# Backward, in key rows x query heads: above the first, blocks of one call drift apart; up to the second they do not.
+LONG_CALL_HEAD_ROWS, SHORT_CALL_HEAD_ROWS = 2**22, 2**20
 
 
 @lru_cache(maxsize=64)
 def hopper_cache_bytes(device: torch.device) -> int:
-    """Returns the size of the L2 cache of a Hopper GPU; 0 for other devices, where long calls were not measured."""
+    """Returns the bytes of the L2 cache of a Hopper GPU; 0 for other devices, on which calls were not measured."""
     if device.type != "cuda":
         return 0
     properties = torch.cuda.get_device_properties(device)
@@ -51,7 +51,7 @@ class Flash4Kernel:
 
     Args:
         interface: the package's module `flash_attn.cute.interface`.
-        cache_bytes: returns the L2 cache of a device on which long calls are made in their own way, otherwise 0.
+        cache_bytes: returns the bytes of a device's L2 cache; 0 where the package makes all calls by itself.
     """
 
     def __init__(self, interface: ModuleType, cache_bytes: Callable[[torch.device], int] = hopper_cache_bytes) -> None:
@@ -82,12 +82,12 @@ class Flash4Kernel:
         saved = saved._replace(lse_NT=saved.lse_NT.contiguous())
         kv_heads = self._kv_heads_of_a_call(saved, spans, spec)
         if kv_heads is None:
-            self._derive(dout_TNV, saved, gradients, spans, spec)
+            self._backward_of_one_call(dout_TNV, saved, gradients, spans, spec)
             return
         for heads, of_kv in _in_groups(saved.q_TNH.shape[1], saved.k_SGH.shape[1], kv_heads):
             q, k, v, out, lse_NT = saved
             dq, dk, dv = gradients
-            self._derive(
+            self._backward_of_one_call(
                 dout_TNV[:, heads],
                 Saved(q[:, heads], k[:, of_kv], v[:, of_kv], out[:, heads], lse_NT[heads]),
                 Gradients(dq[:, heads], dk[:, of_kv], dv[:, of_kv]),
@@ -95,7 +95,7 @@ class Flash4Kernel:
                 spec,
             )
 
-    def _derive(
+    def _backward_of_one_call(
         self, dout_TNV: torch.Tensor, saved: Saved, gradients: Gradients, spans: Spans, spec: AttentionSpec
     ) -> None:
         q_TNH, k_SGH, v_SGV, out_TNV, lse_NT = saved
@@ -118,12 +118,12 @@ class Flash4Kernel:
         )
 
     def _packing(self, q_TNH: torch.Tensor, spans: Spans, spec: AttentionSpec) -> dict[str, bool]:
-        """Returns the option that keeps heads apart, where that is faster."""
-        if spec.window_tokens or q_TNH.shape[2] != APART_HEAD_DIM or not self._cache_bytes(q_TNH.device):
+        """Returns the package's option that keeps heads apart, where that is faster; else nothing."""
+        if spec.window_tokens or q_TNH.shape[2] != HEAD_DIM_HEADS_APART or not self._cache_bytes(q_TNH.device):
             return {}
         queries, keys = spans.max_seqlen_q, spans.max_seqlen_k
         has_long_prefix = not spec.causal or keys >= 2 * queries
-        return {"pack_gqa": False} if has_long_prefix and queries >= APART_FROM_QUERIES else {}
+        return {"pack_gqa": False} if has_long_prefix and queries >= MIN_QUERIES_HEADS_APART else {}
 
     def _kv_heads_of_a_call(self, saved: Saved, spans: Spans, spec: AttentionSpec) -> int | None:
         """Returns how many KV heads each call of backward has; None if one call computes all."""
@@ -133,8 +133,10 @@ class Flash4Kernel:
         if spec.causal or spec.window_tokens or spec.deterministic or not cache_bytes:
             return None
         heads = q_TNH.shape[1]
-        of_a_head_bytes = spans.max_seqlen_q * query_row_bytes(q_TNH.shape[2], v_SGV.shape[2], q_TNH.element_size())
-        if len(k_SGH) * heads <= LONG_CALL or of_a_head_bytes <= cache_bytes / 2:
+        query_bytes_of_a_head = spans.max_seqlen_q * query_row_bytes(
+            q_TNH.shape[2], v_SGV.shape[2], q_TNH.element_size()
+        )
+        if len(k_SGH) * heads <= LONG_CALL_HEAD_ROWS or query_bytes_of_a_head <= cache_bytes / 2:
             return None
         return kv_heads_of_short_calls(len(k_SGH), heads, k_SGH.shape[1])
 
@@ -148,15 +150,19 @@ def query_row_bytes(head_dim: int, value_dim: int, element_bytes: int) -> int:
 def kv_heads_of_short_calls(key_rows: int, heads: int, kv_heads: int) -> int | None:
     """Returns how many KV heads a call has at most, so that its blocks of keys stay together; None if all of them do.
 
-    Calls have at least one KV head, and then all of its query heads.
+    A call has at least one KV head, and then all of its query heads.
+
+    Args:
+        key_rows: of all tasks.
+        heads, kv_heads: query heads and KV heads of all calls together.
     """
-    of_a_call = max(1, SHORT_CALL * kv_heads // (key_rows * heads))
-    return None if of_a_call >= kv_heads else of_a_call
+    kv_heads_of_a_call = max(1, SHORT_CALL_HEAD_ROWS * kv_heads // (key_rows * heads))
+    return None if kv_heads_of_a_call >= kv_heads else kv_heads_of_a_call
 
 
-def _in_groups(heads: int, kv_heads: int, of_a_call: int) -> Iterator[tuple[slice, slice]]:
-    """Yields the query heads and the KV heads of each call."""
+def _in_groups(heads: int, kv_heads: int, kv_heads_of_a_call: int) -> Iterator[tuple[slice, slice]]:
+    """Yields for each call its query heads among all, and its KV heads."""
     per_kv_head = heads // kv_heads
-    for first in range(0, kv_heads, of_a_call):
-        stop = min(first + of_a_call, kv_heads)
+    for first in range(0, kv_heads, kv_heads_of_a_call):
+        stop = min(first + kv_heads_of_a_call, kv_heads)
         yield slice(first * per_kv_head, stop * per_kv_head), slice(first, stop)

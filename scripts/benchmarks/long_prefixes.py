@@ -1,4 +1,4 @@
-"""Times attention calls on long prefixes, as FlashAttention 4 makes them by itself and as the product makes them.
+"""Times attention calls on long prefixes, as FlashAttention 4 makes them by itself and as distca_hf makes them.
 
     python scripts/benchmarks/long_prefixes.py
     python scripts/benchmarks/long_prefixes.py --tasks '131072x131072' --heads 64/8x64
@@ -8,32 +8,34 @@ behind it tasks are causal, and their queries are the last of their keys. Both w
 and backward apart. Their results are compared first: all but the gradient of the queries must be equal bit by bit, and
 that within rounding, because blocks of keys add to it in any order. Else the script exits with 1 at its end.
 
-In the table, TFLOP/s are medians of the rounds, and count what kernels compute: 4 operations for a pair of numbers
-forward, 10 backward.
+In the table, TFLOP/s are medians of the rounds, and count what kernels compute for an attended pair and query head: 4
+operations forward and 10 backward, times the head dimension. A ratio with `=` is of equal calls: it shows how far
+figures can be trusted. GPUs that are not Hopper have no others.
 """
 
 import argparse
 import importlib
-import importlib.util
 import re
 import statistics
 from collections.abc import Callable, Mapping
 from importlib.metadata import version
-from typing import NamedTuple
+from types import ModuleType, SimpleNamespace
+from typing import Any, NamedTuple, cast
 
 import torch
 
-from distca_hf.kernels.flash4 import Flash4Kernel
+from distca_hf.kernels.flash4 import Flash4Kernel, hopper_cache_bytes
 from distca_hf.kernels.interface import AttentionSpec, Gradients, Inputs, Kernel, Saved, Spans
+from distca_hf.kernels.registry import KERNELS
 from lib.parser import count, parser_of
 from lib.tables import head, row
 
 
 TASKS = "32768x262144;65536x65536;65536x131072;65536x262144;131072x262144;2*65536x131072;16384x131072c;8192x65536c"
 OPERATIONS = {"forward": 4, "backward": 10}
-# Milliseconds of a round, in which a call is repeated: clocks of a GPU follow its power.
+# Milliseconds of a round, in which a call is repeated: clocks of a GPU fall while its power comes to the limit.
 ROUND_MS = 500.0
-# Gradients of queries in bf16, of their largest number.
+# Largest difference of gradients of queries in bf16, as a part of their largest number.
 ROUNDING = 2**-7
 
 
@@ -70,28 +72,52 @@ class Call(NamedTuple):
 
 def main() -> None:
     options = parse()
-    if not torch.cuda.is_available() or importlib.util.find_spec("flash_attn.cute") is None:
-        raise SystemExit("long_prefixes.py needs a GPU and FlashAttention 4 (pip install flash-attn-4)")
-    device = torch.device("cuda")
-    package = importlib.import_module("flash_attn.cute.interface")
-    kernels = {"package": Flash4Kernel(package, lambda device: 0), "product": Flash4Kernel(package)}
+    device = torch.device("cuda", 0)
+    missing = KERNELS["flash4"].missing()
+    if not torch.cuda.is_available() or not hopper_cache_bytes(device) or missing:
+        raise SystemExit(f"long_prefixes.py needs a Hopper GPU, and FlashAttention 4, which {missing or 'is there'}")
+    calls_made = list[object]()
+    package = noting(importlib.import_module("flash_attn.cute.interface"), calls_made)
+    kernels = {"package": Flash4Kernel(package, lambda device: 0), "distca_hf": Flash4Kernel(package)}
     heads: Heads = options.heads
     versions = ", ".join(f"{name} {version(name)}" for name in ("torch", "flash-attn-4"))
     of_heads = f"{heads.query} query heads, {heads.key_value} KV heads of {heads.dim}"
     print("; ".join([versions, torch.cuda.get_device_name(device), of_heads]))
-    print(head(["tasks", "pass", "TFLOP/s, package", "product", "product ÷ package"], 2))
+    print(head(["tasks", "pass", "TFLOP/s, package", "distca_hf", "distca_hf ÷ package"], 2))
     wrong = []
     for tasks in options.tasks:
         calls = {name: make(kernel, tasks, heads, device) for name, kernel in kernels.items()}
-        wrong += [f"{tasks.words}: {what}" for what in differing(calls["package"], calls["product"])]
+        wrong += [f"{tasks.words}: {what}" for what in differing(calls["package"], calls["distca_hf"])]
         for name, operations in OPERATIONS.items():
             runs = {way: call.passes[name] for way, call in calls.items()}
+            equal = "" if made_by(runs["package"], calls_made) != made_by(runs["distca_hf"], calls_made) else " ="
             flops = operations * heads.query * heads.dim * tasks.pairs
-            package_rate, product_rate = (flops / ms / 1e9 for ms in in_turns(runs, options.rounds).values())
-            rates = f"{package_rate:.0f}", f"{product_rate:.0f}", f"{product_rate / package_rate:.3f}"
+            package_rate, our_rate = (flops / ms / 1e9 for ms in in_turns(runs, options.rounds).values())
+            rates = f"{package_rate:.0f}", f"{our_rate:.0f}", f"{our_rate / package_rate:.3f}{equal}"
             print(row([tasks.words, name, *rates]), flush=True)
     if wrong:
         raise SystemExit(f"results differ: {', '.join(wrong)}")
+
+
+def noting(package: ModuleType, calls: list[object]) -> ModuleType:
+    """Returns the package's two functions; each call leaves its rows, heads and packing in a list."""
+
+    def noted(function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(q: torch.Tensor, *given: Any, **named: Any) -> Any:
+            calls.append((q.shape, named.get("pack_gqa")))
+            return function(q, *given, **named)
+
+        return call
+
+    names = "_flash_attn_fwd", "_flash_attn_bwd"
+    return cast(ModuleType, SimpleNamespace(**{name: noted(getattr(package, name)) for name in names}))
+
+
+def made_by(run: Callable[[], object], calls: list[object]) -> list[object]:
+    """Returns the calls of the package that a pass makes."""
+    calls.clear()
+    run()
+    return calls.copy()
 
 
 def make(kernel: Kernel, tasks: Tasks, heads: Heads, device: torch.device) -> Call:
@@ -118,11 +144,11 @@ def make(kernel: Kernel, tasks: Tasks, heads: Heads, device: torch.device) -> Ca
     return Call(passes, {"out": out, "lse": lse, **gradients._asdict()})
 
 
-def differing(package: Call, product: Call) -> list[str]:
+def differing(package: Call, ours: Call) -> list[str]:
     """Returns names of results that differ."""
     wrong = []
     for name, right in package.results.items():
-        result = product.results[name]
+        result = ours.results[name]
         if name == "dq_TNH":
             same = bool((result - right).abs().max() <= ROUNDING * right.abs().max())
         else:
@@ -132,13 +158,13 @@ def differing(package: Call, product: Call) -> list[str]:
 
 
 def in_turns(runs: Mapping[str, Callable[[], object]], rounds: int) -> dict[str, float]:
-    """Returns milliseconds of a call, for each way: medians of rounds that take turns."""
+    """Returns milliseconds of a call, for each way: medians of rounds that take turns, behind one that warms up."""
     repeats = max(1, round(ROUND_MS / min(milliseconds(run, 1) for run in runs.values())))
     times: dict[str, list[float]] = {way: [] for way in runs}
-    for _ in range(rounds):
+    for _ in range(1 + rounds):
         for way, run in runs.items():
             times[way].append(milliseconds(run, repeats))
-    return {way: statistics.median(each) for way, each in times.items()}
+    return {way: statistics.median(each[1:]) for way, each in times.items()}
 
 
 def milliseconds(run: Callable[[], object], repeats: int) -> float:
@@ -169,8 +195,8 @@ def all_tasks(text: str) -> list[Tasks]:
         causal = bool(found and found[4])
         if min(number, queries, keys) < 1 or (causal and keys < queries):
             raise argparse.ArgumentTypeError(
-                f"{words!r} is no tasks like 65536x262144, 2*65536x131072 or 16384x131072c, which has no fewer keys "
-                "than queries"
+                f"{words!r} does not say tasks: write 65536x262144, 2*65536x131072, or 16384x131072c with no fewer "
+                "keys than queries"
             )
         calls.append(Tasks(words.strip(), number, queries, keys, causal))
     return calls
@@ -181,7 +207,9 @@ def all_heads(text: str) -> Heads:
     found = re.fullmatch(r"(\d{1,4})/(\d{1,4})x(\d{1,3})", text)
     heads = Heads(*map(int, found.groups())) if found else Heads(0, 0, 0)
     if min(heads) < 1 or heads.query % heads.key_value:
-        raise argparse.ArgumentTypeError(f"{text!r} is no heads like 32/8x128, query heads a multiple of KV heads")
+        raise argparse.ArgumentTypeError(
+            f"{text!r} does not say heads: write 32/8x128, query heads a multiple of KV heads"
+        )
     return heads
 
 

@@ -69,7 +69,7 @@ def measured_lines(cluster: str | None) -> Iterator[str]:
 
 
 def former_profile(gpu: str) -> str:
-    """Returns the file of the profile that has the kernel calls of before."""
+    """Returns the file of the profile that was measured before long prefixes were called as they are now."""
     return str(BENCHMARKS / "profiles" / f"{gpu.lower()}.json")
 
 

@@ -6,13 +6,14 @@ result than twice what bf16 arithmetic costs anyway, plus what rounding the fp32
 
 import importlib
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from distca_hf.kernels.flash4 import Flash4Kernel
+from distca_hf.kernels.flash4 import HOPPER, Flash4Kernel
 from distca_hf.kernels.interface import AttentionSpec, Gradients, Inputs, Kernel, Room, Saved, Spans
 from distca_hf.kernels.registry import KERNELS, Operands, choose_kernel
 
@@ -141,15 +142,27 @@ def test_causal_mask_is_aligned_bottom_right(name: str) -> None:
     assert (out - top_left).abs().max() > 0.1
 
 
+@pytest.mark.skipif(GENERATION != HOPPER, reason="calls are made in their own way on Hopper GPUs alone")
+@pytest.mark.parametrize("causal", [False, True], ids=["no mask", "causal"])
 @pytest.mark.parametrize("name", [_unless_absent("flash4")])
-def test_long_prefixes_are_the_same_in_calls_of_their_own(name: str) -> None:
-    """Heads apart in forward, short calls in backward, beside the calls that the package makes by itself."""
-    tasks = [(40_000, 70_000), (1000, 70_000)]
-    tensors, spans, spec = _tensors(tasks, 32, 8, 128), _spans(tasks), AttentionSpec(SCALE, causal=False)
-    package = importlib.import_module("flash_attn.cute.interface")
-    ours = _run(Flash4Kernel(package), *tensors, spans, spec)
+def test_long_prefixes_have_the_results_of_the_packages_own_calls(name: str, causal: bool) -> None:
+    """Heads apart in forward, and in backward without a mask several calls."""
+    package, calls = importlib.import_module("flash_attn.cute.interface"), list[tuple[str, bool | None]]()
+
+    def noted(function: str) -> Callable[..., Any]:
+        def call(*given: Any, **named: Any) -> Any:
+            calls.append((function, named.get("pack_gqa")))
+            return getattr(package, function)(*given, **named)
+
+        return call
+
+    functions = SimpleNamespace(**{name: noted(name) for name in ("_flash_attn_fwd", "_flash_attn_bwd")})
+    tasks = [(40_000, 80_000), (1000, 70_000)]
+    tensors, spans, spec = _tensors(tasks, 32, 8, 128), _spans(tasks), AttentionSpec(SCALE, causal)
+    ours = _run(Flash4Kernel(functions), *tensors, spans, spec)  # type: ignore[arg-type]
     by_itself = _run(Flash4Kernel(package, lambda device: 0), *tensors, spans, spec)
 
+    assert calls == [("_flash_attn_fwd", False), *[("_flash_attn_bwd", None)] * (1 if causal else 8)]
     for what, result, right in zip(("out", "lse", "dq", "dk", "dv"), ours, by_itself, strict=True):
         if what == "dq":  # blocks of keys add to it in any order
             assert (result - right).abs().max() <= 2**-7 * right.abs().max()

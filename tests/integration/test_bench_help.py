@@ -109,6 +109,9 @@ def test_wrong_options_are_one_line_before_anything_is_measured(
         ("memory --mix nope", "argument --mix: mix 'nope' is none of"),
         ("attention_step --layers 2000000000", "argument --layers: 2000000000 is more than 1024"),
         ("attention_step --compile nope", "argument --compile: backend 'nope' is none of"),
+        ("long_prefixes --tasks 5x3c", "argument --tasks: '5x3c' does not say tasks: write 65536x262144, "),
+        ("long_prefixes --tasks 0x3", "argument --tasks: '0x3' does not say tasks"),
+        ("long_prefixes --heads 5/3x2", "argument --heads: '5/3x2' does not say heads: write 32/8x128, "),
         ("attention_step --profile /dev/null/x", "argument --profile: /dev/null/x cannot be a folder"),
     ],
 )
@@ -155,3 +158,20 @@ def test_sizes_of_weak_scaling_are_numbers(
         script("weak_scaling").main()
 
     assert "argument --sizes: 'x' is no whole number above 0" in capsys.readouterr().err
+
+
+def test_tasks_of_prefixes_have_the_pairs_of_their_mask(script: Callable[[str], ModuleType]) -> None:
+    plain, causal = script("long_prefixes").all_tasks("2*3x7;3x5c")
+
+    assert (plain.number, plain.queries, plain.keys, plain.causal, plain.pairs) == (2, 3, 7, False, 2 * 21)
+    assert causal.pairs == 3 + 4 + 5
+
+
+def test_results_of_prefixes_that_differ_are_named(script: Callable[[str], ModuleType]) -> None:
+    program = script("long_prefixes")
+    right = {name: torch.ones(2) for name in ("out", "lse", "dq_TNH", "dk_SGH", "dv_SGV")}
+    rounded = program.Call({}, {**right, "dq_TNH": torch.full((2,), 1 + 2**-8)})
+    wrong = program.Call({}, {**right, "dq_TNH": torch.full((2,), 1 + 2**-6), "lse": torch.full((2,), 1 + 2**-8)})
+
+    assert program.differing(program.Call({}, right), rounded) == []
+    assert program.differing(program.Call({}, right), wrong) == ["lse", "dq_TNH"]

@@ -12,10 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from distca_hf.kernels.flash4 import (
-    APART_FROM_QUERIES,
-    APART_HEAD_DIM,
-    LONG_CALL,
-    SHORT_CALL,
+    HEAD_DIM_HEADS_APART,
+    LONG_CALL_HEAD_ROWS,
+    MIN_QUERIES_HEADS_APART,
+    SHORT_CALL_HEAD_ROWS,
     Flash4Kernel,
     kv_heads_of_short_calls,
     query_row_bytes,
@@ -26,7 +26,7 @@ from distca_hf.kernels.reference import ReferenceKernel
 
 CAUSAL = AttentionSpec(0.5)
 PREFIX = AttentionSpec(0.5, causal=False)
-QUERIES = APART_FROM_QUERIES
+QUERIES = MIN_QUERIES_HEADS_APART
 
 
 class Package:
@@ -63,15 +63,15 @@ def spans_of(queries: tuple[int, ...], keys: tuple[int, ...]) -> Spans:
 @pytest.mark.parametrize(
     ("spec", "queries", "keys", "head_dim", "cache_bytes", "packed"),
     [
-        (PREFIX, QUERIES, 1, APART_HEAD_DIM, 1, False),
-        (PREFIX, QUERIES - 1, 1, APART_HEAD_DIM, 1, None),
-        (PREFIX, QUERIES, 1, APART_HEAD_DIM // 2, 1, None),
-        (PREFIX, QUERIES, 1, APART_HEAD_DIM, 0, None),
-        (CAUSAL, QUERIES, 2 * QUERIES, APART_HEAD_DIM, 1, False),
-        (CAUSAL, QUERIES, 2 * QUERIES - 1, APART_HEAD_DIM, 1, None),
-        (CAUSAL, QUERIES - 1, 2 * QUERIES, APART_HEAD_DIM, 1, None),
-        (PREFIX._replace(window_tokens=8), QUERIES, 2 * QUERIES, APART_HEAD_DIM, 1, None),
-        (CAUSAL._replace(window_tokens=8), QUERIES, 2 * QUERIES, APART_HEAD_DIM, 1, None),
+        (PREFIX, QUERIES, 1, HEAD_DIM_HEADS_APART, 1, False),
+        (PREFIX, QUERIES - 1, 1, HEAD_DIM_HEADS_APART, 1, None),
+        (PREFIX, QUERIES, 1, HEAD_DIM_HEADS_APART // 2, 1, None),
+        (PREFIX, QUERIES, 1, HEAD_DIM_HEADS_APART, 0, None),
+        (CAUSAL, QUERIES, 2 * QUERIES, HEAD_DIM_HEADS_APART, 1, False),
+        (CAUSAL, QUERIES, 2 * QUERIES - 1, HEAD_DIM_HEADS_APART, 1, None),
+        (CAUSAL, QUERIES - 1, 2 * QUERIES, HEAD_DIM_HEADS_APART, 1, None),
+        (PREFIX._replace(window_tokens=8), QUERIES, 2 * QUERIES, HEAD_DIM_HEADS_APART, 1, None),
+        (CAUSAL._replace(window_tokens=8), QUERIES, 2 * QUERIES, HEAD_DIM_HEADS_APART, 1, None),
     ],
 )
 def test_heads_are_packed_as_the_package_likes_but_on_long_prefixes(
@@ -84,14 +84,14 @@ def test_heads_are_packed_as_the_package_likes_but_on_long_prefixes(
 
 
 # Rows of a call that is long with 64 query heads.
-KEYS = LONG_CALL // 64 + 1
+KEYS = LONG_CALL_HEAD_ROWS // 64 + 1
 ROW_BYTES = query_row_bytes(2, 2, 8)
 
 
 @pytest.mark.parametrize(
     ("spec", "keys", "cache_bytes", "calls"),
     [
-        # Three KV heads with their query heads are the most within SHORT_CALL.
+        # Three KV heads with their query heads are the most within SHORT_CALL_HEAD_ROWS.
         (PREFIX, KEYS, 1, [(12, 3)] * 5 + [(4, 1)]),
         (PREFIX, KEYS - 1, 1, [(64, 16)]),
         (PREFIX, KEYS, 2 * 3 * ROW_BYTES, [(64, 16)]),
@@ -134,7 +134,7 @@ def test_short_calls_are_as_large_as_they_may(key_rows: int, per_kv_head: int, k
     of_a_call = kv_heads_of_short_calls(key_rows, per_kv_head * kv_heads, kv_heads)
     of_a_head = key_rows * per_kv_head
     if of_a_call is None:
-        assert kv_heads == 1 or of_a_head * kv_heads <= SHORT_CALL
+        assert kv_heads == 1 or of_a_head * kv_heads <= SHORT_CALL_HEAD_ROWS
     else:
         assert 1 <= of_a_call < kv_heads
-        assert of_a_call == 1 or of_a_call * of_a_head <= SHORT_CALL < (of_a_call + 1) * of_a_head
+        assert of_a_call == 1 or of_a_call * of_a_head <= SHORT_CALL_HEAD_ROWS < (of_a_call + 1) * of_a_head

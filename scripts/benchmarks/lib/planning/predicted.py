@@ -61,13 +61,14 @@ class MeasuredRow:
         gpu: their kind.
         links: NVLink, or the speed of slower ones, as between nodes.
         documents: their lengths, as the programs that measure take them.
+        milliseconds: of each way.
         model: shape of the layers, as these programs name it; none is four layers of an 8B Llama.
         words: of the head; 0 without a head and without an optimizer.
         reduce_bytes: of a number in sums of gradients.
         refetches: whether keys were sent for recomputation and for backward once more.
         servers: attention servers beside the data ranks.
-        heads_apart: whether forward kept the heads of long prefixes apart, as it does by now.
-        milliseconds: of each way.
+        heads_apart: whether long prefixes were called as they are now (`distca_hf/kernels/flash4.py`), forward and
+            backward.
     """
 
     page: str
@@ -75,13 +76,13 @@ class MeasuredRow:
     gpu: str
     links: str
     documents: str
-    model: str
-    words: int
-    reduce_bytes: int
-    refetches: bool
-    servers: int
-    heads_apart: bool
     milliseconds: Mapping[str, float]
+    model: str = ""
+    words: int = 0
+    reduce_bytes: int = 2
+    refetches: bool = False
+    servers: int = 0
+    heads_apart: bool = False
 
     @property
     def slow(self) -> bool:
@@ -94,6 +95,10 @@ class MeasuredRow:
         return np.array(parse_documents(self.documents))
 
 
+# Names of the file that a row may leave out.
+OPTIONAL = frozenset(("model", "words", "reduce_bytes", "refetches", "servers", "heads_apart"))
+
+
 def read_measured(path: Path) -> list[MeasuredRow]:
     """Returns the measured rows of a file."""
     return [
@@ -103,13 +108,8 @@ def read_measured(path: Path) -> list[MeasuredRow]:
             row.get("gpu", "H200"),
             row["links"],
             row["documents"],
-            row.get("model", ""),
-            row.get("words", 0),
-            row.get("reduce_bytes", 2),
-            row.get("refetches", False),
-            row.get("servers", 0),
-            row.get("heads_apart", False),
             row["ms"],
+            **{name: row[name] for name in OPTIONAL & row.keys()},
         )
         for row in json.loads(path.read_text())["rows"]
     ]
@@ -314,7 +314,7 @@ def compare_servers(path: Path, profile: ClusterProfile) -> list[Compared]:
     and simulated."""
     compared = []
     for row in json.loads(path.read_text())["servers"]["rows"]:
-        measured = MeasuredRow("one layer", 2, "H200", row["links"], row["documents"], "", 0, 2, False, 0, False, {})
+        measured = MeasuredRow("one layer", 2, "H200", row["links"], row["documents"], {})
         slow, notes = measured.slow, Notes()
         costs = Costs(profile, SimulatedModel.of(preset("llama3-8b")).with_layers(1), False, notes)
         # The server was a rank without tokens, and the plan that of packs whose tasks move.
