@@ -26,6 +26,7 @@ from distca_hf.runtime.device_routing import DeviceRouting
 from distca_hf.runtime.kernel_calls import BackwardCalls, ForwardCalls, attend_whole
 from distca_hf.runtime.layer_checks import check_finite, check_room
 from distca_hf.runtime.live_plan import LivePlan
+from distca_hf.runtime.pass_calls import CallTensors
 from distca_hf.runtime.prepared_calls import QueryRows
 from distca_hf.runtime.remote_kv import KVDispatch, KVGradCombine, RemoteKV, RemoteKVGradients
 from distca_hf.runtime.remote_queries import BackwardRemoteQueries, ForwardRemoteQueries
@@ -66,10 +67,10 @@ def attend(
         PlanMismatchError, PeerLostError, StepTimeoutError: from agreement and exchange.
     """
     plan.agree()
-    if not plan.forward_pass.calls:
-        plan.forward_pass.agree_to_attend(plan.fingerprint, q_TNH, k_TGH, v_TGV)
+    tensors = CallTensors.of(q_TNH, k_TGH, v_TGV)
+    if not plan.forward_pass.calls or plan.forward_pass.compares_calls:
+        plan.forward_pass.agree_to_attend(plan.fingerprint, tensors)
     scores = spec.scale, spec.softcap, sinks_N is not None
-    tensors = q_TNH.dtype, q_TNH.shape[1:], k_TGH.shape[1:], v_TGV.shape[1:]
     where, transport = plan.forward_pass.begin_forward(spec.window_tokens, scores, tensors), plan.transport
     trace, layers = plan.forward_pass.trace, plan.layers_like(q_TNH, k_TGH, v_TGV, spec, where)
     spec, kind = layers.spec, layers.kind

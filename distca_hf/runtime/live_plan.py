@@ -5,7 +5,7 @@ unharmed. `find_plan` finds the plan by it, in the one register of this process.
 Beside it `runtime.retention` alone has some.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -27,6 +27,7 @@ from distca_hf.planning.plan import PlanFacts
 from distca_hf.runtime.alike_layers import AlikeLayers, LayerKey
 from distca_hf.runtime.forward_pass import ForwardPass
 from distca_hf.runtime.layer_kinds import LayerKinds, PassLayers
+from distca_hf.runtime.pass_calls import PassCalls
 from distca_hf.runtime.pass_trace import UNTRACED, PassTrace
 from distca_hf.runtime.plan_register import PlanRegister
 from distca_hf.runtime.planned import Planned, PlannedLater
@@ -163,7 +164,7 @@ class LivePlan:
         layers_kept: int = 1,
         attention_calls: int = 1,
         layer_masks: LayerMasks = CAUSAL_LAYERS,
-        windows: Sequence[int] | None = None,
+        before: PassCalls | None = None,
         trace: PassTrace = UNTRACED,
     ) -> None:
         """Begins a forward pass of a model with this plan.
@@ -172,7 +173,7 @@ class LivePlan:
             num_calls: attention calls of the pass, if known.
             facts: must be the same on all ranks; shown to them before the first exchange.
             layers_kept, attention_calls, layer_masks: see `PassLayers`.
-            windows: of each attention call in the pass before; None if there was none.
+            before: attention calls of the model's pass before; None if there was none.
             trace: notes the moments of its calls, if the step is reported.
         """
         self.agree()
@@ -181,7 +182,7 @@ class LivePlan:
         self._layers = PassLayers(layers_kept, attention_calls, layer_masks)
         if self._kinds is not None:  # none yet of a micro-batch that is planned later
             self._kinds.begin_forward_pass(self._layers)
-        self.forward_pass = ForwardPass(self.transport, self.micro_batch, facts, num_calls, windows, trace)
+        self.forward_pass = ForwardPass(self.transport, self.micro_batch, facts, num_calls, before, trace)
 
     def follow_roster(self) -> None:
         """Plans the micro-batch again if other attention servers take part since it was planned."""

@@ -32,7 +32,7 @@ from distca_hf.integrations.checkpointing import (
 )
 from distca_hf.integrations.models.check import check_model
 from distca_hf.integrations.models.distributed_check import check_divided_heads, follow_mesh
-from distca_hf.integrations.models.forward_check import ConfigFacts, ForwardCheck, module_facts
+from distca_hf.integrations.models.forward_check import ForwardCheck
 from distca_hf.integrations.models.heads import head_groups_of, token_bytes_of
 from distca_hf.integrations.models.hooks import HiddenHook
 from distca_hf.integrations.models.layer_kinds import verdict_in_short
@@ -85,10 +85,8 @@ class ForwardWatch:
         self.attention_dtype: torch.dtype | None = None
         self._class_name = type(inner).__name__
         self._layers = attention_layers(inner)
-        self._module_facts: dict[str, object] | None = None
         self._checked_gradients = self._is_running = False
-        self._config_facts = ConfigFacts(root)
-        self._check = ForwardCheck(root, config, self._layers.values(), whole_documents)
+        self._check = ForwardCheck(root, config, self._layers, whole_documents)
         self.position_limits = self._check.position_limits
         self._padded = PaddedBackbone(inner, self.position_limits.has_table)
         self._names = names_by_position(root)
@@ -142,6 +140,10 @@ class ForwardWatch:
     def is_for(self, root: nn.Module, context: ParallelContext, whole_documents: bool) -> bool:
         """Returns whether it watches this model under this plugin, for these batches."""
         return self.root is root and self.context is context and self._check.whole_documents == whole_documents
+
+    def forget_passes(self) -> None:
+        """Lets layers change: the next pass counts as the first one."""
+        self._check.forget_passes()
 
     def is_running(self) -> bool:
         """Returns whether the model is in a forward pass."""
@@ -202,8 +204,6 @@ class ForwardWatch:
             self._checked_gradients = True  # a model may be evaluated before it is wrapped
             self.context.check_gradients(self.root)
             check_divided_heads(self.root, self.context)
-        if self._module_facts is None:
-            self._module_facts = module_facts(self.root, self._layers)
         facts = {
             **plan.config.shared_settings(),
             "gradients": torch.is_grad_enabled(),
@@ -211,11 +211,10 @@ class ForwardWatch:
             "layers saved at the same time": layers_kept,
             "checkpointed modules that attend again": again,
             "received rows wait for recomputation": rows_wait,
-            **self._module_facts,
-            **self._config_facts.now(),
+            **self._check.facts(),
         }
         calls = self._check.num_calls
-        layers = layers_kept, calls or len(self._layers), self._layer_masks, self._check.windows
+        layers = layers_kept, calls or len(self._layers), self._layer_masks, self._check.calls_before
         trains = module.training and torch.is_grad_enabled()
         grid = self.context.members.grid
         of_model = partial(predictable, self.root, self.flops, self._recomputed(module), grid)
@@ -367,6 +366,7 @@ def enable(
         watch = ForwardWatch(model, plugin, whole_documents)
         watch.enter()
         log.info("%s", verdict_in_short(inner))
+    watch.forget_passes()
     for number, layer in enumerate(attention_layers(inner).values()):
         settings = LayerSettings(
             config.kernel, config.deterministic, torch.tensor(number, device="cpu"), watch.is_running
