@@ -18,7 +18,6 @@ from distca_hf.comm.posted_plans import PostedPlan
 from distca_hf.comm.speeds import Stopwatch
 from distca_hf.comm.transport import Transport
 from distca_hf.config import DistCAConfig
-from distca_hf.cost import CAUSAL_LAYERS, LayerMasks
 from distca_hf.errors import PlanError
 from distca_hf.flops import ATTENTION_BACKWARD
 from distca_hf.kernels.interface import AttentionSpec, Kernel, MeasuredKernel
@@ -26,8 +25,9 @@ from distca_hf.kernels.registry import Operands, choose_kernel, kernel_name
 from distca_hf.planning.plan import PlanFacts
 from distca_hf.runtime.alike_layers import AlikeLayers, LayerKey
 from distca_hf.runtime.forward_pass import ForwardPass
-from distca_hf.runtime.layer_kinds import LayerKinds, PassLayers
+from distca_hf.runtime.layer_kinds import LayerKinds
 from distca_hf.runtime.pass_calls import PassCalls
+from distca_hf.runtime.pass_layers import ONE_LAYER, PassLayers
 from distca_hf.runtime.pass_trace import UNTRACED, PassTrace
 from distca_hf.runtime.plan_register import PlanRegister
 from distca_hf.runtime.planned import Planned, PlannedLater
@@ -98,7 +98,7 @@ class LivePlan:
 
     def _begin(self, planned: Planned | PlannedLater) -> None:
         """Sets what passes change: of a new plan, or of one for another chunk of a stage."""
-        self._layers = PassLayers()
+        self._layers = ONE_LAYER
         self._take(planned)
         self._alike: dict[LayerKey, AlikeLayers] = {}
         self._kernels: dict[torch.dtype, Kernel] = {}
@@ -161,9 +161,7 @@ class LivePlan:
         self,
         num_calls: int | None,
         facts: Mapping[str, object],
-        layers_kept: int = 1,
-        attention_calls: int = 1,
-        layer_masks: LayerMasks = CAUSAL_LAYERS,
+        layers: PassLayers = ONE_LAYER,
         before: PassCalls | None = None,
         trace: PassTrace = UNTRACED,
     ) -> None:
@@ -172,14 +170,14 @@ class LivePlan:
         Args:
             num_calls: attention calls of the pass, if known.
             facts: must be the same on all ranks; shown to them before the first exchange.
-            layers_kept, attention_calls, layer_masks: see `PassLayers`.
+            layers: that attend in it.
             before: attention calls of the model's pass before; None if there was none.
             trace: notes the moments of its calls, if the step is reported.
         """
         self.agree()
         self.follow_roster()
         self.use.begun = True
-        self._layers = PassLayers(layers_kept, attention_calls, layer_masks)
+        self._layers = layers
         if self._kinds is not None:  # none yet of a micro-batch that is planned later
             self._kinds.begin_forward_pass(self._layers)
         self.forward_pass = ForwardPass(self.transport, self.micro_batch, facts, num_calls, before, trace)
