@@ -322,7 +322,7 @@ def _subject(options: argparse.Namespace, device: torch.device, transport: Trans
         return lambda: torch.autograd.grad(out, leaves, torch.ones_like(out))
 
     begin()
-    kernel = live.kernel(q, k, v, AttentionSpec(scale))
+    kernel = live.lookup.kernel(q, k, v, AttentionSpec(scale))
     held = [stop - start for _, start, stop in plan.layout.held_by(transport.rank)]
     rows = slice(0, sum(held))
     inputs = Inputs(q[rows], k[rows], v[rows])
