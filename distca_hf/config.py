@@ -197,7 +197,8 @@ class DistCAConfig(Settings):
         "kv_budget_gib",
         4.0,
         "With kv_residency=auto: memory for rows that all layers keep until backward, on the rank that receives most; "
-        "where attention is recomputed, for rows that one layer keeps, and for rows that wait in all layers.",
+        "of layers that recompute attention, those of one checkpointed region count. They count with waiting rows for "
+        "whether rows wait until then.",
         at_least=0,
     )
     exchange_chunks: int = _setting(

@@ -45,19 +45,26 @@ from distca_hf.integrations.stages import (
 )
 
 
+def count(text: str) -> int:
+    """Returns a whole number above 0, as `type` of an argument."""
+    if not (text.isascii() and text.isdecimal() and int(text)):
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number above 0")
+    return int(text)
+
+
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--stages", type=int, default=2, help="stages; the other dimension is data ranks")
+    parser.add_argument("--stages", type=count, default=2, help="stages; the other dimension is data ranks")
     parser.add_argument(
-        "--chunks", type=int, default=1, help="parts of the model on each stage; 2 and more interleave"
+        "--chunks", type=count, default=1, help="parts of the model on each stage; 2 and more interleave"
     )
-    parser.add_argument("--micro-batches", type=int, default=4, help="of an optimizer step")
-    parser.add_argument("--tokens-per-rank", type=int, default=1024, help="tokens of a micro-batch on each data rank")
+    parser.add_argument("--micro-batches", type=count, default=4, help="of an optimizer step")
+    parser.add_argument("--tokens-per-rank", type=count, default=1024, help="tokens of a micro-batch per data rank")
     parser.add_argument("--recompute", action="store_true", help="activation checkpointing; attention is not repeated")
     parser.add_argument("--shard", action="store_true", help="FSDP2 among the data ranks of a stage, in place of DDP")
     parser.add_argument("--model", help="folder or name of a checkpoint; a tiny Llama by default")
     parser.add_argument("--dataset", help="folder with a tokenised dataset; random documents by default")
-    parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--steps", type=count, default=5)
     parser.add_argument("--learning-rate", type=float, default=1e-3)
     parser.add_argument("--save-every", type=int, default=0, metavar="STEPS", help="save the training; 0: never")
     parser.add_argument("--resume", action="store_true", help="go on from the last save in the output folder")

@@ -26,6 +26,7 @@ from distca_hf.runtime.device_routing import DeviceRouting
 from distca_hf.runtime.kernel_calls import BackwardCalls, ForwardCalls, attend_whole
 from distca_hf.runtime.layer_checks import check_finite, check_room
 from distca_hf.runtime.live_plan import LivePlan
+from distca_hf.runtime.pass_calls import CallTensors
 from distca_hf.runtime.prepared_calls import QueryRows
 from distca_hf.runtime.remote_kv import KVDispatch, KVGradCombine, RemoteKV, RemoteKVGradients
 from distca_hf.runtime.remote_queries import BackwardRemoteQueries, ForwardRemoteQueries
@@ -66,12 +67,12 @@ def attend(
         PlanMismatchError, PeerLostError, StepTimeoutError: from agreement and exchange.
     """
     plan.agree()
-    if not plan.forward_pass.calls:
-        plan.forward_pass.agree_to_attend(plan.fingerprint, q_TNH, k_TGH, v_TGV)
+    tensors = CallTensors.of(q_TNH, k_TGH, v_TGV)
+    if not plan.forward_pass.calls or plan.forward_pass.compares_calls:
+        plan.forward_pass.agree_to_attend(plan.fingerprint, tensors)
     scores = spec.scale, spec.softcap, sinks_N is not None
-    tensors = q_TNH.dtype, q_TNH.shape[1:], k_TGH.shape[1:], v_TGV.shape[1:]
     where, transport = plan.forward_pass.begin_forward(spec.window_tokens, scores, tensors), plan.transport
-    trace, layers = plan.forward_pass.trace, plan.layers_like(q_TNH, k_TGH, v_TGV, spec, where)
+    trace, layers = plan.forward_pass.trace, plan.lookup.alike(q_TNH, k_TGH, v_TGV, spec, where)
     spec, kind = layers.spec, layers.kind
     routing, retention = kind.plan.forward, kind.retention
     if plan.checks_finite:
@@ -80,7 +81,7 @@ def attend(
         check_room(plan, kind.plan.backward, where, q_TNH, k_TGH, v_TGV)
         kind.note_room()
     keeps, groups = retention.keeps_received(q_TNH, k_TGH, v_TGV), routing.rows_per_token
-    slot = plan.order_forward(q_TNH, k_TGH, v_TGV, spec, keeps and is_differentiated)
+    slot = plan.orders.forward(q_TNH, k_TGH, v_TGV, spec, keeps and is_differentiated)
     # 1. Keys leave, and queries that move, in all chunks: they are in flight while local calls run.
     k, v = rows_to_read(groups, k_TGH, v_TGV)
     received_keys = _keys_of(received, retention, routing, k)
@@ -160,13 +161,13 @@ def attend_backward(
     plan.agree()
     q_TNH, k_TGH, v_TGV, out_TNV, lse_TN = attended
     where, transport, trace = plan.forward_pass.begin_backward(), plan.transport, plan.forward_pass.trace
-    layers = plan.layers_like(q_TNH, k_TGH, v_TGV, spec, where)
+    layers = plan.lookup.alike(q_TNH, k_TGH, v_TGV, spec, where)
     spec, routing, prepared = layers.spec, layers.kind.plan.backward, layers.backward_kv
     if plan.config.deterministic or torch.are_deterministic_algorithms_enabled():
         spec = made_deterministic(spec)
     if plan.checks_finite:
         check_finite(plan, where, output_gradient=dout_TNV)
-    keeps, groups = plan.order_backward(q_TNH, k_TGH, v_TGV, spec, kept.slot, has_sinks), routing.rows_per_token
+    keeps, groups = plan.orders.backward(q_TNH, k_TGH, v_TGV, spec, kept.slot, has_sinks), routing.rows_per_token
     # 1. Rows of forward that were not kept leave once more, and with them output gradients of queries that moved.
     k, v = rows_to_read(groups, k_TGH, v_TGV)
     keys = KVDispatch(k, v, prepared, sends=routing.exchanges and not keeps, received=kept.keys if keeps else None)

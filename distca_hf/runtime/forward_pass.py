@@ -5,6 +5,9 @@
 Twice in a pass ranks show each other what they run: dtypes and heads before the first exchange of the forward pass,
 and their calls before the first exchange of the backward pass. A rank that computes in another dtype, calls other
 layers, or needs other gradients would send rows that another rank takes for something else.
+
+Later layers may have other dtypes and heads than the first one. In a model's first pass ranks show them before every
+call. After it each rank knows them, and refuses its own layer if that has others, before it exchanges anything.
 """
 
 import zlib
@@ -16,9 +19,14 @@ from distca_hf.comm.agreement import Agreement, Occasion, by_value
 from distca_hf.comm.grid import Scope
 from distca_hf.comm.transport import Transport
 from distca_hf.errors import PlanError, PlanMismatchError
+from distca_hf.runtime.pass_calls import CallTensors, PassCalls, other_tensors, other_window
 from distca_hf.runtime.pass_trace import UNTRACED, PassTrace
 from distca_hf.torch_private import in_backward
 from distca_hf.traces import PassPart
+
+
+# Shown in place of a checksum of calls by a rank that knows none: checksums are not negative.
+UNKNOWN = -1
 
 
 class ForwardPass:
@@ -27,13 +35,14 @@ class ForwardPass:
     Args:
         facts: must be the same on all ranks; None for a pass of no enabled model, which agrees about nothing.
         num_calls: attention calls of the pass, if known.
-        expected_windows: of each call, as in the pass before; None if there was none.
+        before: calls of the model's pass before; None if there was none.
         trace: notes the moments of its calls, if the step is reported.
 
     Attributes:
         calls, backward_calls: calls of the operator so far; `calls` counts recomputed ones, too.
         layers: numbers of the layers that made them, on the host, recomputed ones left out.
-        windows: tokens of the sliding window of each call, 0 without one; recomputed calls left out.
+        made: the calls so far.
+        compares_calls: whether ranks show each other every call, because some rank knows no pass before.
         agreement: shown to all ranks and not yet waited for.
     """
 
@@ -43,7 +52,7 @@ class ForwardPass:
         micro_batch: int,
         facts: Mapping[str, object] | None = None,
         num_calls: int | None = None,
-        expected_windows: Sequence[int] | None = None,
+        before: PassCalls | None = None,
         trace: PassTrace = UNTRACED,
     ) -> None:
         self.num_calls, self.trace = num_calls, trace
@@ -52,10 +61,11 @@ class ForwardPass:
         self._transport, self._micro_batch, self._facts = transport, micro_batch, facts
         self._ended = False
         self.layers: list[torch.Tensor] = []
-        self.windows: list[int] = []
+        self.made = PassCalls([], [])
+        self.compares_calls = False
         self._scores: list[Hashable] = []
-        self._tensors: list[Hashable] = []
-        self._expected_windows = expected_windows
+        self._before = before
+        self._expected_tensors: Sequence[CallTensors] = ()
         self._with_gradients: list[int] = []
         self._recomputed = 0
         self._calls_per_region = 1
@@ -89,41 +99,39 @@ class ForwardPass:
         if needs_gradients:
             self._with_gradients.append(self.calls)
 
-    def begin_forward(self, window_tokens: int = 0, scores: Hashable = None, tensors: Hashable = None) -> str:
+    def begin_forward(
+        self, window_tokens: int = 0, scores: Hashable = None, tensors: CallTensors | None = None
+    ) -> str:
         """Counts a forward call and names its place.
 
         Args:
             window_tokens: of the layer, 0 without a window. Other ranks make the exchanges of the one they expect.
             scores: how the layer makes them (scale, softcap, sinks); must be the same on all ranks.
-            tensors: dtype and heads of the layer; must be the same on all ranks, or bytes of one dtype would be taken
-                for another one.
+            tensors: of the layer. Other ranks exchange rows with the dtypes and heads that they expect.
 
         Raises:
-            PlanError: it is another one than in the pass before.
+            PlanError: window or tensors are others than in the pass before.
         """
         self.calls += 1
         if self.num_calls is None or self.calls <= self.num_calls:
             place = self._place(self.calls - 1, "forward")
-            if self._expected_windows is not None:
-                self._check_window(window_tokens, self._expected_windows, place)
-            self.windows.append(window_tokens)
+            self._check_call(window_tokens, tensors, place)
+            self.made.windows.append(window_tokens)
+            if tensors is not None:
+                self.made.tensors.append(tensors)
             self._scores.append(scores)
-            self._tensors.append(tensors)
             self.trace.begin(PassPart.FORWARD, self.calls - 1, window_tokens)
             return place
         self._recomputed += 1
         return self._begin_recomputed(window_tokens)
 
-    def _check_window(self, window_tokens: int, expected: Sequence[int], place: str) -> None:
-        call = len(self.windows)
-        if call < len(expected) and expected[call] != window_tokens:
-            windows = window_tokens, expected[call]
-            now, before = (f"a sliding window of {one} tokens" if one else "no window" for one in windows)
-            raise PlanError(
-                f"{self._transport.grid.name}, {place}: the layer attends with {now}, and with {before} in the pass "
-                "before; other ranks exchange rows for that. Windows of layers cannot change after the first pass: "
-                "enable the model again, on all ranks"
-            )
+    def _check_call(self, window_tokens: int, tensors: CallTensors | None, place: str) -> None:
+        call, expected = self.calls - 1, self._expected_tensors
+        windows: Sequence[int] = () if self._before is None else self._before.windows
+        if call < len(windows) and windows[call] != window_tokens:
+            raise other_window(window_tokens, windows[call], f"{self._transport.grid.name}, {place}")
+        if tensors is not None and call < len(expected) and expected[call] != tensors:
+            raise other_tensors(tensors, expected[call], f"{self._transport.grid.name}, {place}")
 
     def begin_backward(self) -> str:
         """Counts a backward call and names its place."""
@@ -133,31 +141,49 @@ class ForwardPass:
             self._calls_per_region, self._recomputed = self._recomputed, 0
         layer = self._next_backward_layer(self.num_calls)
         self.backward_calls += 1
-        self.trace.begin(PassPart.BACKWARD, layer, self.windows[layer] if 0 <= layer < len(self.windows) else 0)
+        windows = self.made.windows
+        self.trace.begin(PassPart.BACKWARD, layer, windows[layer] if 0 <= layer < len(windows) else 0)
         return self._place(layer, "backward")
 
-    def agree_to_attend(self, fingerprint: int, q_TNH: torch.Tensor, k_TGH: torch.Tensor, v_TGV: torch.Tensor) -> None:
-        """Waits until all ranks have shown in which dtype and with which heads they attend, and the pass's facts.
+    def agree_to_attend(self, fingerprint: int, tensors: CallTensors) -> None:
+        """Waits until all ranks have shown in which dtype and with which heads they attend: at the first call with the
+        pass's facts, at later ones as long as `compares_calls` says so.
 
         Args:
             fingerprint: of the plan.
+            tensors: of the call.
 
         Raises:
             PlanMismatchError, PeerLostError: they differ.
         """
         if self._facts is None or len(self._transport.grid.members(Scope.STAGE)) == 1:
             return
-        heads = ", ".join(f"{name} {tuple(x.shape[1:])}" for name, x in (("q", q_TNH), ("k", k_TGH), ("v", v_TGV)))
-        dtypes = ", ".join(str(x.dtype) for x in (q_TNH, k_TGH, v_TGV))
+        if self.calls:
+            of_layer = {
+                f"dtypes that layer {self.calls} attends in": tensors.dtypes_in_words,
+                f"heads and their dimensions of layer {self.calls}": tensors.heads_in_words,
+            }
+            self._agree(of_layer, {})
+            return
         facts = {
             **self._facts,
             "fingerprint of the plan": fingerprint,
-            "dtypes that attention computes in": dtypes,
-            "heads and their dimensions": heads,
+            "dtypes that attention computes in": tensors.dtypes_in_words,
+            "heads and their dimensions": tensors.heads_in_words,
         }
-        self.agreement = Agreement.start(self._transport, Occasion.ATTEND, self._micro_batch, facts, {})
-        self.agreement.wait()
+        # With another first call than before, as under another autocast, later ones are not known either.
+        known = self._before.tensors if self._before is not None and self._before.tensors[:1] == [tensors] else []
+        name, checksum = "dtypes and heads of the pass before", _checksum(known) if known else UNKNOWN
+        shown = self._agree(facts, {name: checksum})[name]
+        self.compares_calls = UNKNOWN in shown or len(set(shown)) > 1
+        self._expected_tensors = () if self.compares_calls else known
+
+    def _agree(self, facts: Mapping[str, object], numbers: Mapping[str, int]) -> dict[str, list[int]]:
+        """Waits until all ranks have shown that they attend alike; returns their numbers by name."""
+        self.agreement = Agreement.start(self._transport, Occasion.ATTEND, self._micro_batch, facts, numbers)
+        shown = self.agreement.wait()
         self.agreement = None
+        return shown
 
     def end(self, exchanges: bool, backward_calls: int | None = None) -> None:
         """Ends the forward pass: all further calls belong to backward.
@@ -166,7 +192,7 @@ class ForwardPass:
             exchanges: whether ranks exchange rows in this pass; where they do not, they need not agree.
             backward_calls: that follow; None: one for each call that needs gradients, as was noted.
         """
-        self.num_calls, self._ended = self.calls, True
+        self.num_calls, self._ended, self.compares_calls = self.calls, True, False
         self.trace.end_forward(len(self._with_gradients) if backward_calls is None else backward_calls)
         if self._facts is not None and exchanges and self._transport.world_size > 1:
             self._agree_at_the_end()
@@ -177,9 +203,8 @@ class ForwardPass:
         numbers = {
             "attention calls": self.calls,
             "order of the layers that attend": _checksum(layers),
-            "sliding windows of the layers that attend": _checksum(self.windows),
+            "sliding windows of the layers that attend": _checksum(self.made.windows),
             "scales, softcaps and sinks of the layers that attend": _checksum(self._scores),
-            "dtypes and heads of the layers that attend": _checksum(self._tensors),
             "attention calls with gradients": len(self._with_gradients),
             "which of them have gradients": _checksum(self._with_gradients),
         }

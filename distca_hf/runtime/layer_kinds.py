@@ -9,7 +9,6 @@ document of the micro-batch is no window: such layers are of the full kind.
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 
@@ -24,34 +23,13 @@ from distca_hf.planning.plan import Plan, PlanFacts
 from distca_hf.planning.routing import rank_plan
 from distca_hf.planning.window_routing import window_plan
 from distca_hf.runtime.device_routing import DeviceRankPlan, DeviceRouting, PinnedRankPlan
+from distca_hf.runtime.pass_layers import HeldLayers, PassLayers
 from distca_hf.runtime.planned import Planned, RouteWindow
 from distca_hf.runtime.retention import Retention
 from distca_hf.telemetry import get_logger
 
 
 log = get_logger(__name__)
-
-
-class PassLayers(NamedTuple):
-    """Layers of a forward pass.
-
-    Attributes:
-        layers_kept: layers whose attention is saved for backward at the same time.
-        attention_calls: of the pass, as far as is known before the first one.
-        layer_masks: masks of the model, each with the number of its layers.
-    """
-
-    layers_kept: int = 1
-    attention_calls: int = 1
-    layer_masks: LayerMasks = CAUSAL_LAYERS
-
-    def of(self, window_tokens: int) -> tuple[int, int, bool]:
-        """Returns `layers_kept` and `attention_calls` of one kind, of which there is at least one, and whether the
-        pass recomputes attention."""
-        layers = {mask.window_tokens or 0: count for mask, count in self.layer_masks}
-        total = sum(layers.values())
-        calls = max(1, round(self.attention_calls * layers.get(window_tokens, total) / total))
-        return min(self.layers_kept, calls), calls, self.layers_kept != self.attention_calls
 
 
 @dataclass(frozen=True, eq=False)
@@ -147,13 +125,9 @@ class LayerKind:
     retention: Retention
     has_room: bool = False
 
-    def begin_forward_pass(self, layers_kept: int, attention_calls: int, recomputes: bool) -> None:
-        """Begins a pass: another one may leave less room.
-
-        Args:
-            layers_kept, attention_calls, recomputes: see `Retention.begin_forward_pass`.
-        """
-        self.retention.begin_forward_pass(layers_kept, attention_calls, recomputes)
+    def begin_forward_pass(self, layers: HeldLayers) -> None:
+        """Begins a pass with these layers: another one may leave less room."""
+        self.retention.layers = layers
         self.has_room = False
 
     def note_room(self) -> None:
@@ -181,10 +155,10 @@ class LayerKinds:
             self._add(mask, plan)
 
     def begin_forward_pass(self, layers: PassLayers) -> None:
-        """Notes how many layers the next pass has."""
+        """Notes which layers the next pass has."""
         self._layers = layers
         for window_tokens, kind in self._kinds.items():
-            kind.begin_forward_pass(*layers.of(window_tokens))
+            kind.begin_forward_pass(layers.of(window_tokens, self._longest_tokens))
 
     def spec(self, spec: AttentionSpec) -> AttentionSpec:
         """Returns the spec of a layer without a window that no document of the micro-batch is longer than."""
@@ -257,7 +231,7 @@ class LayerKinds:
         posted, window_tokens = self._planned.posted, mask.window_tokens or 0
         room_bytes = None if posted is None else posted.room_bytes
         retention = Retention(self._config, plan.facts, room_bytes, None if window_tokens else self._halos)
-        retention.begin_forward_pass(*self._layers.of(window_tokens))
+        retention.layers = self._layers.of(window_tokens, self._longest_tokens)
         if window_tokens:
             self._halos.append(retention)
         kind = self._kinds[window_tokens] = LayerKind(plan, retention)

@@ -3,9 +3,11 @@
 The operator carries its plan as an integer, because compiled graphs, checkpointing and autograd all pass an integer on
 unharmed. `find_plan` finds the plan by it, in the one register of this process. That is shared state, and bounded.
 Beside it `runtime.retention` alone has some.
+
+What layers find in a plan is in `layer_lookup`, and what attention servers hear of their calls in `call_orders`.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -13,20 +15,19 @@ import torch
 from distca_hf.arrays import IntArray
 from distca_hf.comm.agreement import Agreement
 from distca_hf.comm.grid import Scope
-from distca_hf.comm.orders import Phase
 from distca_hf.comm.posted_plans import PostedPlan
 from distca_hf.comm.speeds import Stopwatch
 from distca_hf.comm.transport import Transport
 from distca_hf.config import DistCAConfig
-from distca_hf.cost import CAUSAL_LAYERS, LayerMasks
 from distca_hf.errors import PlanError
-from distca_hf.flops import ATTENTION_BACKWARD
-from distca_hf.kernels.interface import AttentionSpec, Kernel, MeasuredKernel
-from distca_hf.kernels.registry import Operands, choose_kernel, kernel_name
+from distca_hf.kernels.interface import AttentionSpec
 from distca_hf.planning.plan import PlanFacts
-from distca_hf.runtime.alike_layers import AlikeLayers, LayerKey
+from distca_hf.runtime.call_orders import CallOrders
 from distca_hf.runtime.forward_pass import ForwardPass
-from distca_hf.runtime.layer_kinds import LayerKinds, PassLayers
+from distca_hf.runtime.layer_kinds import LayerKinds
+from distca_hf.runtime.layer_lookup import LayerLookup
+from distca_hf.runtime.pass_calls import PassCalls
+from distca_hf.runtime.pass_layers import ONE_LAYER, PassLayers
 from distca_hf.runtime.pass_trace import UNTRACED, PassTrace
 from distca_hf.runtime.plan_register import PlanRegister
 from distca_hf.runtime.planned import Planned, PlannedLater
@@ -97,10 +98,8 @@ class LivePlan:
 
     def _begin(self, planned: Planned | PlannedLater) -> None:
         """Sets what passes change: of a new plan, or of one for another chunk of a stage."""
-        self._layers = PassLayers()
+        self._layers = ONE_LAYER
         self._take(planned)
-        self._alike: dict[LayerKey, AlikeLayers] = {}
-        self._kernels: dict[torch.dtype, Kernel] = {}
         self.forward_pass = ForwardPass(self.transport, self.micro_batch)
         self._slots = Slots()
         self._of_chunks: dict[int, LivePlan] = {}
@@ -160,10 +159,8 @@ class LivePlan:
         self,
         num_calls: int | None,
         facts: Mapping[str, object],
-        layers_kept: int = 1,
-        attention_calls: int = 1,
-        layer_masks: LayerMasks = CAUSAL_LAYERS,
-        windows: Sequence[int] | None = None,
+        layers: PassLayers = ONE_LAYER,
+        before: PassCalls | None = None,
         trace: PassTrace = UNTRACED,
     ) -> None:
         """Begins a forward pass of a model with this plan.
@@ -171,30 +168,29 @@ class LivePlan:
         Args:
             num_calls: attention calls of the pass, if known.
             facts: must be the same on all ranks; shown to them before the first exchange.
-            layers_kept, attention_calls, layer_masks: see `PassLayers`.
-            windows: of each attention call in the pass before; None if there was none.
+            layers: that attend in it.
+            before: attention calls of the model's pass before; None if there was none.
             trace: notes the moments of its calls, if the step is reported.
         """
         self.agree()
         self.follow_roster()
         self.use.begun = True
-        self._layers = PassLayers(layers_kept, attention_calls, layer_masks)
-        if self._kinds is not None:  # none yet of a micro-batch that is planned later
-            self._kinds.begin_forward_pass(self._layers)
-        self.forward_pass = ForwardPass(self.transport, self.micro_batch, facts, num_calls, windows, trace)
+        self._layers = layers
+        if self._lookup is not None:  # none yet of a micro-batch that is planned later
+            self.kinds.begin_forward_pass(self._layers)
+        self.forward_pass = ForwardPass(self.transport, self.micro_batch, facts, num_calls, before, trace)
 
     def follow_roster(self) -> None:
         """Plans the micro-batch again if other attention servers take part since it was planned."""
         planned = None if self._replan is None else self._replan()
         if planned is not None:
             self._take(planned)
-            self._alike.clear()
-            self._kernels.clear()
 
     def _take(self, planned: Planned | PlannedLater) -> None:
         """Takes a plan in place of the one from before."""
         self._planned = planned
-        self._kinds: LayerKinds | None = None
+        self._lookup: LayerLookup | None = None
+        self._orders: CallOrders | None = None
 
     @property
     def planned(self) -> Planned:
@@ -219,12 +215,25 @@ class LivePlan:
         return self.planned.posted
 
     @property
+    def lookup(self) -> LayerLookup:
+        """What layers find in the plan."""
+        if self._lookup is None:
+            name = self.transport.grid.name
+            kinds = LayerKinds(self.planned, self.config, f"{name}, micro-batch {self.micro_batch}", self._layers)
+            self._lookup = LayerLookup(kinds, self.config.kernel, name, self._stopwatch)
+        return self._lookup
+
+    @property
     def kinds(self) -> LayerKinds:
         """The layers by their masks: routing and kept rows of each kind."""
-        if self._kinds is None:
-            where = f"{self.transport.grid.name}, micro-batch {self.micro_batch}"
-            self._kinds = LayerKinds(self.planned, self.config, where, self._layers)
-        return self._kinds
+        return self.lookup.kinds
+
+    @property
+    def orders(self) -> CallOrders:
+        """Tells attention servers about calls."""
+        if self._orders is None:
+            self._orders = CallOrders(self.posted, self.kinds, self._slots, self.transport.rank, self._stopwatch)
+        return self._orders
 
     def end_forward_pass(self, backward_follows: bool, trains: bool = False) -> None:
         """Ends the forward pass, and starts showing all ranks which calls it made.
@@ -240,64 +249,6 @@ class LivePlan:
         if not backward_follows:
             self.agree()
         self.use.trained |= trains
-
-    def order_forward(
-        self, q_TNH: torch.Tensor, k_TGH: torch.Tensor, v_TGV: torch.Tensor, spec: AttentionSpec, keeps: bool
-    ) -> int:
-        """Posts a call of forward to attention servers, if there are any, right before its exchanges.
-
-        Args:
-            keeps: whether they keep received rows until backward.
-
-        Returns:
-            The slot in which they do; 0: they do not.
-        """
-        if self.posted is None and self._stopwatch is None:
-            return 0
-        slot = self._slots.open() if keeps and self.posted is not None else 0
-        self._order_call(Phase.FORWARD, q_TNH, k_TGH, v_TGV, spec, slot)
-        return slot
-
-    def order_backward(
-        self,
-        q_TNH: torch.Tensor,
-        k_TGH: torch.Tensor,
-        v_TGV: torch.Tensor,
-        spec: AttentionSpec,
-        slot: torch.Tensor,
-        has_sinks: bool = False,
-    ) -> bool:
-        """Posts a call of backward to attention servers, if there are any, right before its exchanges.
-
-        Args:
-            slot: of the same call of forward, see `Kept`. Servers keep it for one backward pass: for a second one rows
-                are sent again.
-            has_sinks: see `CallOrder`.
-
-        Returns:
-            Whether rows were kept, by this rank and by servers.
-        """
-        number = self._slots.close(slot)
-        self._order_call(Phase.BACKWARD, q_TNH, k_TGH, v_TGV, spec, number, has_sinks)
-        return self.kinds.of(spec).retention.keeps is True if self.posted is None else number > 0
-
-    def _order_call(
-        self,
-        phase: Phase,
-        q_TNH: torch.Tensor,
-        k_TGH: torch.Tensor,
-        v_TGV: torch.Tensor,
-        spec: AttentionSpec,
-        slot: int,
-        has_sinks: bool = False,
-    ) -> None:
-        """Posts a call. Kernels that follow are measured as those of this call."""
-        if self.posted is not None:
-            self.posted.call(phase, q_TNH, k_TGH, v_TGV, spec, slot, has_sinks)
-        if self._stopwatch is not None and not spec.window_tokens:
-            facts, heads, dims = self.kinds.of(spec).plan.facts, q_TNH.shape[1], q_TNH.shape[2] + v_TGV.shape[2]
-            flops = 2 * dims * heads * facts.work[self.transport.rank] // facts.rows_per_token
-            self._stopwatch.begin_call(flops if phase is Phase.FORWARD else round(ATTENTION_BACKWARD * flops))
 
     def retention(self, spec: AttentionSpec) -> Retention:
         """Returns the decisions about rows of layers that attend like this."""
@@ -320,53 +271,12 @@ class LivePlan:
     @property
     def attention_dtype(self) -> torch.dtype | None:
         """Dtype that attention computes in; None before the first call."""
-        return next(iter(self._kernels), None)
+        return None if self._lookup is None else self._lookup.attention_dtype
 
     @property
     def kernel_name(self) -> str:
         """Name of the kernel that attends; "none" before the first call."""
-        return next((kernel_name(kernel) for kernel in self._kernels.values()), "none")
-
-    def layers_like(
-        self, q_TNH: torch.Tensor, k_TGH: torch.Tensor, v_TGV: torch.Tensor, spec: AttentionSpec, where: str
-    ) -> AlikeLayers:
-        """Returns the layers that are like one with these tensors, once these are known to fit the plan.
-
-        Raises:
-            PlanError, UnsupportedAttentionError: as `kernel`; or the batch was planned without their mask.
-        """
-        q, k, v = q_TNH, k_TGH, v_TGV
-        shapes, strides = (q.shape, k.shape, v.shape), (q.stride(), k.stride(), v.stride())
-        key = q.dtype, k.dtype, v.dtype, shapes, strides, q.device, k.device, v.device, spec
-        layers = self._alike.get(key)
-        if layers is None:
-            spec = self.kinds.spec(spec)
-            kernel = self.kernel(q, k, v, spec, where)
-            layers = self._alike[key] = AlikeLayers.of(k, v, spec, kernel, self.kinds.of(spec))
-        return layers
-
-    def kernel(
-        self,
-        q_TNH: torch.Tensor,
-        k_TGH: torch.Tensor,
-        v_TGV: torch.Tensor,
-        spec: AttentionSpec,
-        where: str = "no layer yet",
-    ) -> Kernel:
-        """Returns the kernel for these tensors, once they are known to fit the plan.
-
-        Raises:
-            PlanError: they do not fit.
-            UnsupportedAttentionError: there is no kernel for them.
-        """
-        q, k, v = q_TNH, k_TGH, v_TGV
-        for x in (q, k, v):
-            self.kinds.check_fit(x, f"{self.transport.grid.name}, {where}")
-        kernel = choose_kernel(self.config.kernel, Operands.of(q, k, v), spec)
-        self._kernels.setdefault(q.dtype, kernel)
-        if self._stopwatch is None or spec.window_tokens:  # servers take no part in layers with windows
-            return kernel
-        return MeasuredKernel(kernel, self._stopwatch.kernel)
+        return "none" if self._lookup is None else self._lookup.kernel_name
 
 
 _register: PlanRegister["LivePlan"] = PlanRegister()

@@ -20,17 +20,18 @@ a number, its slot, under which they keep what they received. Backward names it.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextvars import ContextVar, Token
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Literal, Self
+from typing import Self
 
 import torch
 
 from distca_hf.config import DistCAConfig
 from distca_hf.kernels.interface import accumulation_dtype
 from distca_hf.planning.plan import PlanFacts
+from distca_hf.runtime.pass_layers import HeldLayers
 from distca_hf.telemetry import warn
 
 
@@ -116,8 +117,7 @@ class Retention:
             for such a layer itself.
 
     Attributes:
-        layers_kept: layers whose attention is saved for backward at the same time.
-        attention_calls: of one forward pass.
+        layers: of the pass with its mask; set before each pass.
         keeps: whether received rows are kept until backward; None before the first layer.
     """
 
@@ -129,15 +129,10 @@ class Retention:
         halos: "Sequence[Retention] | None" = (),
     ) -> None:
         self._config, self._facts, self._room_bytes, self._halos = config, facts, room_bytes, halos
-        self.layers_kept = self.attention_calls = 1
-        self._recomputes = False
+        self.layers = HeldLayers()
         self.keeps: bool | None = None
         self._waits: bool | None = None if room_bytes is None else False
         self._nothing: Kept | None = None
-
-    def begin_forward_pass(self, layers_kept: int, attention_calls: int, recomputes: bool) -> None:
-        """Notes how many layers the next pass has (see the attributes), and whether their attention is recomputed."""
-        self.layers_kept, self.attention_calls, self._recomputes = layers_kept, attention_calls, recomputes
 
     def follow(self, keeps: bool) -> None:
         """Takes the decision of the trainers for the next call, on an attention server."""
@@ -147,18 +142,21 @@ class Retention:
         """Returns whether this micro-batch keeps received rows until backward.
 
         With `kv_residency="auto"` it does if all layers that hold something at the same time fit `kv_budget_gib` on
-        the rank that receives most. Where attention itself is recomputed, that is one layer. Attention servers must
-        have room for them, and keep nothing where attention is recomputed: they would keep the rows of a pass that is
-        never differentiated.
+        the rank that receives most. Of layers whose attention itself is recomputed, those of one checkpointed region
+        do. Attention servers must have room for them, and keep nothing where attention of some layer is recomputed:
+        they would keep the rows of a pass that is never differentiated.
         """
         if self.keeps is None:
             setting, is_served = self._config.kv_residency, self._room_bytes is not None
-            if setting == "refetch" or (is_served and self._recomputes):
+            if setting == "refetch" or (is_served and self.layers.recomputed):
                 self.keeps = False
             elif self._halos is None:
                 self.keeps = True
             elif setting == "auto" or is_served:
-                kept = self._bytes(kept_bytes, "layers_kept", q_TNH, k_TGH, v_TGV)
+                kept = sum(
+                    (one.layers.saved + one.layers.together) * kept_bytes(one._facts, q_TNH, k_TGH, v_TGV)
+                    for one in self._counted
+                )
                 self.keeps = kept <= self._budget_bytes
                 if setting == "keep" and not self.keeps:
                     # Python shows one text once. With exact bytes every micro-batch would have its own.
@@ -174,11 +172,16 @@ class Retention:
         return self.keeps
 
     def waits_for_recomputation(self, q_TNH: torch.Tensor, k_TGH: torch.Tensor, v_TGV: torch.Tensor) -> bool:
-        """Returns whether received rows of all layers wait until their attention is recomputed."""
+        """Returns whether received rows of all layers that recompute attention wait until then, beside those that
+        other layers keep until backward."""
         if self._waits is None:
             setting = self._config.kv_residency
             if setting == "auto" and self.keeps_received(q_TNH, k_TGH, v_TGV):
-                of_all_layers = self._bytes(received_bytes, "attention_calls", q_TNH, k_TGH, v_TGV)
+                of_all_layers = sum(
+                    one.layers.saved * kept_bytes(one._facts, q_TNH, k_TGH, v_TGV)
+                    + one.layers.recomputed * received_bytes(one._facts, q_TNH, k_TGH, v_TGV)
+                    for one in self._counted
+                )
                 self._waits = self._halos is None or of_all_layers <= self._budget_bytes
             else:
                 self._waits = setting == "keep"
@@ -192,15 +195,10 @@ class Retention:
                 self._nothing = Kept.nothing(k)
         return self._nothing
 
-    def _bytes(
-        self,
-        bytes_of_layer: Callable[[PlanFacts, torch.Tensor, torch.Tensor, torch.Tensor], int],
-        layers: Literal["layers_kept", "attention_calls"],
-        *tensors: torch.Tensor,
-    ) -> int:
-        """Sums bytes over so many layers, and over layers with windows as well."""
-        of_all = (self, *(self._halos or ()))
-        return sum(bytes_of_layer(one._facts, *tensors) * int(getattr(one, layers)) for one in of_all)
+    @property
+    def _counted(self) -> "tuple[Retention, ...]":
+        """Layers that share the budget: those with this mask, and layers with windows as well."""
+        return self, *(self._halos or ())
 
     @property
     def _budget_bytes(self) -> float:

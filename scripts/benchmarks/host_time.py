@@ -52,6 +52,7 @@ from distca_hf.runtime.device_routing import PinnedRankPlan
 from distca_hf.runtime.forward_pass import ForwardPass
 from distca_hf.runtime.live_plan import LivePlan
 from distca_hf.runtime.op import flash_attn
+from distca_hf.runtime.pass_calls import CallTensors, PassCalls
 from distca_hf.runtime.planned import Planned
 from lib.baselines.calls import OwnKeys, make_call
 from lib.options import add_kernel, on_all_ranks, read_documents
@@ -300,12 +301,13 @@ def _subject(options: argparse.Namespace, device: torch.device, transport: Trans
     )
     layer = torch.tensor(0, device="cpu")  # enabled models say which one attends
     scale = options.head_dim**-0.5
+    before = PassCalls([0], [CallTensors.of(q, k, v)])  # as of a pass before, so that later calls are not compared
 
     def attend() -> object:
         return flash_attn(q, k, v, AttentionSpec(scale), live.handle, layer)  # layers make their spec in each call
 
     def begin() -> object:
-        live.begin_forward_pass(None, {})
+        live.begin_forward_pass(None, {}, before=before)
         with torch.no_grad():
             return attend()
 
@@ -320,7 +322,7 @@ def _subject(options: argparse.Namespace, device: torch.device, transport: Trans
         return lambda: torch.autograd.grad(out, leaves, torch.ones_like(out))
 
     begin()
-    kernel = live.kernel(q, k, v, AttentionSpec(scale))
+    kernel = live.lookup.kernel(q, k, v, AttentionSpec(scale))
     held = [stop - start for _, start, stop in plan.layout.held_by(transport.rank)]
     rows = slice(0, sum(held))
     inputs = Inputs(q[rows], k[rows], v[rows])

@@ -18,6 +18,8 @@ from tempfile import TemporaryDirectory
 
 import psutil
 
+from whole_numbers import count
+
 
 REPOSITORY = Path(__file__).parents[2]
 # A variable that all processes of a job inherit.
@@ -29,11 +31,9 @@ STEP = 3
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--kills", type=int, default=10)
+    parser.add_argument("--kills", type=count, default=10)
     parser.add_argument("--train", nargs=2, metavar=("FOLDER", "RANK"), help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.kills < 1:
-        parser.error(f"--kills {options.kills} is no whole number above 0")
     if options.train:
         _train(Path(options.train[0]), int(options.train[1]))
         return

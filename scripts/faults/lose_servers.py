@@ -36,6 +36,8 @@ import psutil
 import torch
 import yaml
 
+from whole_numbers import count, whole
+
 
 REPOSITORY = Path(__file__).parents[2]
 TRAIN = Path(__file__).with_name("lose_servers_train.py")
@@ -79,23 +81,20 @@ class Sizes:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--trainers", type=int, default=2, help="processes that train")
-    parser.add_argument("--servers", type=int, default=2, help="attention servers")
+    parser.add_argument("--trainers", type=count, default=2, help="processes that train")
+    parser.add_argument("--servers", type=count, default=2, help="attention servers")
     parser.add_argument(
         "--wrap", choices=["ddp", "fsdp2", "zero3"], default="fsdp2", help="trains under DDP, FSDP2 or ZeRO-3"
     )
-    parser.add_argument("--accumulation", type=int, default=1, help="micro-batches of an optimizer step")
+    parser.add_argument("--accumulation", type=count, default=1, help="micro-batches of an optimizer step")
     parser.add_argument(
         "--how", choices=SIGNALS, default="kill", help="servers are lost: killed, stopped, or both in turns"
     )
-    parser.add_argument("--losses", type=int, default=10, help="servers to lose, one after the other")
+    parser.add_argument("--losses", type=count, default=10, help="servers to lose, one after the other")
     parser.add_argument("--device", choices=LOSS_LIMITS, default="cpu", help="where all processes compute")
     parser.add_argument("--one-gpu", action="store_true", help="all processes share the first GPU")
-    parser.add_argument("--seed", type=int, default=0, help="of the moments of losses")
+    parser.add_argument("--seed", type=whole, default=0, help="of the moments of losses")
     options = parser.parse_args()
-    for name, least in (("trainers", 1), ("servers", 1), ("accumulation", 1), ("losses", 1), ("seed", 0)):
-        if getattr(options, name) < least:
-            parser.error(f"--{name} {getattr(options, name)} is below {least}")
     if options.device == "cuda" and not torch.cuda.is_available():
         parser.error("this host has no GPU for --device cuda")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by a signal"))

@@ -15,7 +15,7 @@ import distca_hf
 from distca_hf.comm.orders import Order, Outbox, _queue
 from distca_hf.errors import PlanError, UnsupportedAttentionError
 from distca_hf.runtime import attention, server, service
-from distca_hf.runtime.live_plan import LivePlan
+from distca_hf.runtime.layer_lookup import LayerLookup
 from distca_hf.runtime.remote_queries import BackwardRemoteQueries, ForwardRemoteQueries
 from support.data import random_dataset
 from support.models import tiny_model
@@ -94,7 +94,7 @@ def has_no_room() -> None:
 
 
 def has_no_kernel() -> None:
-    _harm(LivePlan, "kernel", 0, _fail(UnsupportedAttentionError("no kernel computes this")))
+    _harm(LayerLookup, "kernel", 0, _fail(UnsupportedAttentionError("no kernel computes this")))
 
 
 def breaks_in_a_kernel() -> None:

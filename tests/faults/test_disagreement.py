@@ -83,7 +83,7 @@ def _train_on_packs(folder: Path, what: str) -> None:
         (_train, "position", "attend micro-batch 0 on ranks 0 and 2, take micro-batch 1 on rank 1"),
         (_train, "gradients", "gradients is True on ranks 0 and 2, False on rank 1"),
         (_train, "mode", "training is True on ranks 0 and 2, False on rank 1"),
-        (_train, "dtype", "torch.float32 on ranks 0 and 2, torch.bfloat16, torch.bfloat16, torch.bfloat16 on rank 1"),
+        (_train, "dtype", "attention computes in is torch.float32 on ranks 0 and 2, torch.bfloat16 on rank 1"),
         (_train, "layers", "attention layers is 2 on ranks 0 and 2, 1 on rank 1"),
         (_train, "heads", "config.num_key_value_heads is 2 on ranks 0 and 2, 1 on rank 1"),
         (_train, "names", "names and numbers of attention layers is"),

@@ -1,5 +1,6 @@
-"""Programs of `scripts` that are no benchmarks: what they cannot take is one line before anything begins."""
+"""Programs of `scripts` that are no benchmarks, and an example: what they cannot take is one line before all else."""
 
+import ast
 import importlib
 import sys
 
@@ -8,18 +9,36 @@ import pytest
 from support.commands import REPOSITORY
 
 
+def test_no_option_takes_any_whole_number() -> None:
+    """Counts of 0 or below would fail late, or measure nothing: types of options refuse them."""
+    files = [path for folder in ("scripts", "examples") for path in (REPOSITORY / folder).rglob("*.py")]
+    options = [
+        (path.name, node)
+        for path in files
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "add_argument"
+    ]
+    types = [(name, ast.unparse(key.value)) for name, node in options for key in node.keywords if key.arg == "type"]
+
+    assert len(types) > 50
+    assert [one for one in types if one[1] == "int"] == []
+
+
 @pytest.mark.parametrize(
     ("line", "said"),
     [
-        ("faults/kill_trainers --kills 0", "--kills 0 is no whole number above 0"),
-        ("faults/lose_servers --losses 0", "--losses 0 is below 1"),
-        ("faults/lose_servers --trainers -1", "--trainers -1 is below 1"),
+        ("faults/kill_trainers --kills 0", "argument --kills: '0' is no whole number above 0"),
+        ("faults/lose_servers --losses 0", "argument --losses: '0' is no whole number above 0"),
+        ("faults/lose_servers --trainers -1", "argument --trainers: '-1' is no whole number above 0"),
+        ("faults/lose_servers --seed x", "argument --seed: 'x' is no whole number from 0 on"),
         ("models/sweep --only nope", "--only: not in the mappings of Transformers: nope"),
         ("models/sweep --out missing/page.md", "argument --out: missing/page.md cannot be written"),
         ("models/divided --only nope", "--only: not in the mappings of Transformers: nope"),
         ("models/check_classes --only nope", "--only: not in the mappings of Transformers: nope"),
         ("models/families --out missing/page.md", "argument --out: missing/page.md cannot be written"),
         ("models/upstream_tests --transformers . --compare missing.json", "missing.json holds no outcomes"),
+        ("../examples/pipeline --steps 0", "argument --steps: '0' is no whole number above 0"),
+        ("../examples/pipeline --stages -2", "argument --stages: '-2' is no whole number above 0"),
         ("pictures/draw_report --browser nope", "--browser nope: there is no such program"),
     ],
 )
@@ -27,7 +46,7 @@ def test_what_a_program_cannot_take_is_one_line(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], line: str, said: str
 ) -> None:
     program, *words = line.split()
-    folder, name = program.split("/")
+    folder, _, name = program.rpartition("/")
     monkeypatch.syspath_prepend(REPOSITORY / "scripts" / folder)
     monkeypatch.setattr(sys, "argv", [f"{name}.py", *words])
     with pytest.raises(SystemExit) as ended:

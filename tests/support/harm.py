@@ -80,8 +80,8 @@ class Harm:
         Placed: keys forward, their gradients backward. Packs: queries and what becomes of them as well.
         """
         forward, backward, gathers = (1, 1, 3) if self.batches == "placed" else (3, 3, 4)
-        if self.phase == "agreement":
-            return self.step * gathers
+        if self.phase == "agreement":  # in the first pass there is one before every later layer, too
+            return self.step * gathers + (NUM_LAYERS - 1 if self.step else 0)
         first = self.step * NUM_LAYERS * (forward + backward)
         if self.phase == "forward":
             return first + self.layer * forward

@@ -159,8 +159,8 @@ def compare(case: Case, transport: Transport) -> Difference:
         return torch.cat([x[rows], torch.full((padding, *x.shape[1:]), fill, dtype=x.dtype)])
 
     local = [held(x, 1e9).requires_grad_() for x in (q, k, v)]
-    kernel = CountingKernel(live.kernel(*local, case.spec))
-    live.kernel = lambda *given: kernel  # type: ignore[method-assign,assignment]
+    kernel = CountingKernel(live.lookup.kernel(*local, case.spec))
+    live.lookup.kernel = lambda *given: kernel  # type: ignore[method-assign,assignment]
     before = (transport.traffic.exchanges, transport.traffic.bytes_sent)
     serves = rank >= layout.num_ranks - case.num_servers
     out, gradients = (without_autograd if serves else by_operator)(live, case, local, held(dout, 1e9))

@@ -9,6 +9,7 @@ from distca_hf.comm.transport import Transport
 from distca_hf.config import DistCAConfig
 from distca_hf.planning.plan import Plan
 from distca_hf.runtime.op import flash_attn
+from distca_hf.runtime.pass_layers import HeldLayers
 from distca_hf.runtime.retention import retaining_contexts
 from support.parity import SPEC, live_plan
 
@@ -35,7 +36,7 @@ class Layers:
         dtype: torch.dtype = torch.float32,
     ) -> None:
         self.live = live_plan(plan.layout, transport, config, device, plan, num_chunks)
-        self.live.retention(SPEC).attention_calls = LAYERS
+        self.live.retention(SPEC).layers = HeldLayers(saved=0, recomputed=LAYERS, together=1)
         generator = torch.Generator().manual_seed(transport.rank)
         rows, (heads, kv_heads, dim) = int(plan.layout.rank_rows[transport.rank]), widths
         self.inputs = [

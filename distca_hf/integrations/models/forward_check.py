@@ -24,6 +24,7 @@ from distca_hf.integrations.models.structure import transformers_model, weights_
 from distca_hf.integrations.models.towers import towers
 from distca_hf.integrations.models.weights_check import replicated_parameters
 from distca_hf.runtime.live_plan import LivePlan
+from distca_hf.runtime.pass_calls import PassCalls
 from distca_hf.telemetry import get_logger
 from distca_hf.torch_private import ddp_awaits_every_gradient
 
@@ -54,30 +55,42 @@ class ForwardCheck:
     Args:
         root: the module that was enabled.
         config: settings that its passes follow.
-        layers: its attention layers.
+        layers: its attention layers by name, in the order of their numbers.
         whole_documents: whether its batches are packs or padded rows alone.
 
     Attributes:
         position_limits: longest documents that the model can take.
         towers: parts of a multimodal model beside its text, by name.
         num_calls: attention calls of every pass; None before the first one.
-        windows: tokens of the sliding window of each call, 0 without one; None before the first pass.
+        calls_before: those of the latest pass; None before the first one.
     """
 
     def __init__(
-        self, root: nn.Module, config: DistCAConfig, layers: Collection[nn.Module], whole_documents: bool = False
+        self, root: nn.Module, config: DistCAConfig, layers: Mapping[str, nn.Module], whole_documents: bool = False
     ) -> None:
         self.whole_documents = whole_documents
-        self._root, self._config, self._num_layers = root, config, len(layers)
+        self._root, self._config, self._layers = root, config, layers
         inner = transformers_model(root)
         self._class_name = type(inner).__name__
         # Layers look their implementation up in their config; most often it is one for all of them.
-        configs = [getattr(layer, "config", inner.config.get_text_config()) for layer in layers]
+        configs = [getattr(layer, "config", inner.config.get_text_config()) for layer in layers.values()]
         self._attention_configs = list({id(config): config for config in configs}.values())
         self.position_limits, self.towers = PositionLimits(inner), towers(inner)
         self.num_calls: int | None = None
-        self.windows: list[int] | None = None
+        self.calls_before: PassCalls | None = None
+        self._module_facts: dict[str, object] | None = None
+        self._config_facts = ConfigFacts(root)
         self._warned_of_plugin = self._warned_of_implementation = False
+
+    def forget_passes(self) -> None:
+        """Forgets what passes were like so far."""
+        self.num_calls = self.calls_before = self._module_facts = None
+
+    def facts(self) -> dict[str, object]:
+        """Returns what must be the same of the model on all ranks. Modules are read once, before the first pass."""
+        if self._module_facts is None:
+            self._module_facts = module_facts(self._root, self._layers)
+        return self._module_facts | self._config_facts.now()
 
     def check_model(self, module: nn.Module) -> None:
         """Checks that the model is the one that was enabled, and that it still attends through distca.
@@ -195,9 +208,9 @@ class ForwardCheck:
             PlanError: in a later pass some layers did, or were left out.
         """
         calls = plan.forward_pass.calls
-        if self.num_calls is None and calls < self._num_layers:
+        if self.num_calls is None and calls < len(self._layers):
             raise UnsupportedAttentionError(
-                f"{self._class_name}: {calls} of its {self._num_layers} attention layers came through distca in the "
+                f"{self._class_name}: {calls} of its {len(self._layers)} attention layers came through distca in the "
                 "first forward pass; the others computed something else, and no step was taken"
             )
         if self.num_calls is not None and calls != self.num_calls:
@@ -207,7 +220,7 @@ class ForwardCheck:
                 "others computed something else or were left out, and no step was taken. Keep attn_implementation "
                 '"distca" for all layers, and leave none out (layerdrop)'
             )
-        self.num_calls, self.windows = calls, plan.forward_pass.windows
+        self.num_calls, self.calls_before = calls, plan.forward_pass.made
 
 
 def module_facts(model: nn.Module, attention_layers: Mapping[str, nn.Module]) -> dict[str, object]:

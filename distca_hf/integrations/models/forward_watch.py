@@ -32,14 +32,16 @@ from distca_hf.integrations.checkpointing import (
 )
 from distca_hf.integrations.models.check import check_model
 from distca_hf.integrations.models.distributed_check import check_divided_heads, follow_mesh
-from distca_hf.integrations.models.forward_check import ConfigFacts, ForwardCheck, module_facts
+from distca_hf.integrations.models.forward_check import ForwardCheck
 from distca_hf.integrations.models.heads import head_groups_of, token_bytes_of
 from distca_hf.integrations.models.hooks import HiddenHook
+from distca_hf.integrations.models.label_count import label_count
 from distca_hf.integrations.models.layer_kinds import verdict_in_short
 from distca_hf.integrations.models.layer_masks import layer_masks_of
 from distca_hf.integrations.models.mixer_watch import MixerWatch
 from distca_hf.integrations.models.operations import predictable, step_flops
 from distca_hf.integrations.models.padded_backbone import PaddedBackbone
+from distca_hf.integrations.models.recomputed_layers import RecomputedLayers
 from distca_hf.integrations.models.structure import (
     attention_layers,
     forward_accepts,
@@ -49,6 +51,7 @@ from distca_hf.integrations.models.structure import (
 from distca_hf.integrations.models.towers import give_own_attention, without_kinds_of_text
 from distca_hf.parallel_context import ParallelContext
 from distca_hf.runtime.live_plan import LivePlan
+from distca_hf.runtime.pass_layers import PassLayers
 from distca_hf.telemetry import get_logger
 
 
@@ -85,10 +88,8 @@ class ForwardWatch:
         self.attention_dtype: torch.dtype | None = None
         self._class_name = type(inner).__name__
         self._layers = attention_layers(inner)
-        self._module_facts: dict[str, object] | None = None
         self._checked_gradients = self._is_running = False
-        self._config_facts = ConfigFacts(root)
-        self._check = ForwardCheck(root, config, self._layers.values(), whole_documents)
+        self._check = ForwardCheck(root, config, self._layers, whole_documents)
         self.position_limits = self._check.position_limits
         self._padded = PaddedBackbone(inner, self.position_limits.has_table)
         self._names = names_by_position(root)
@@ -98,6 +99,7 @@ class ForwardWatch:
         self._head_groups = head_groups_of(root, context.members.grid.shape[2])
         self._token_bytes = token_bytes_of(root)
         self._layer_masks = layer_masks_of(root)
+        self._recomputed_layers = RecomputedLayers(root)
         reported = config.report_every_steps, context.trace_file, self._token_bytes, self._layer_masks
         self.reported_steps = ReportedSteps(*reported)
         self._checkpointed: list[nn.Module] | None = None
@@ -143,6 +145,10 @@ class ForwardWatch:
         """Returns whether it watches this model under this plugin, for these batches."""
         return self.root is root and self.context is context and self._check.whole_documents == whole_documents
 
+    def forget_passes(self) -> None:
+        """Lets layers change: the next pass counts as the first one."""
+        self._check.forget_passes()
+
     def is_running(self) -> bool:
         """Returns whether the model is in a forward pass."""
         return self._is_running
@@ -187,7 +193,7 @@ class ForwardWatch:
         self._check.check_placed(batch, plan)
         batch |= self._mixers.with_plan(batch, plan)
         self._begin(module, plan)
-        return args, {**batch, "distca_plan": plan, **_label_count(batch, plan), **self._no_cache(batch)}
+        return args, {**batch, "distca_plan": plan, **label_count(batch, plan), **self._no_cache(batch)}
 
     def _begin(self, module: nn.Module, plan: LivePlan) -> None:
         """Prepares checkpointing, and the pass with its facts."""
@@ -197,30 +203,28 @@ class ForwardWatch:
         elif self.context.config.kv_residency != "refetch" and plan.transport.world_size > 1:
             rows_wait = keep_received(self._checkpointed_modules(module))
         again = places_that_attend_again(self._checkpointed_modules(module))
-        layers_kept = 1 if again else len(self._layers)
+        regions = self._recomputed_layers.regions(self._checkpointed_modules(module), again)
         if torch.is_grad_enabled() and not self._checked_gradients:
             self._checked_gradients = True  # a model may be evaluated before it is wrapped
             self.context.check_gradients(self.root)
             check_divided_heads(self.root, self.context)
-        if self._module_facts is None:
-            self._module_facts = module_facts(self.root, self._layers)
         facts = {
             **plan.config.shared_settings(),
             "gradients": torch.is_grad_enabled(),
             "training": module.training,
-            "layers saved at the same time": layers_kept,
+            "attention layers that are recomputed": sum(map(len, regions)),
             "checkpointed modules that attend again": again,
+            "windows of their layers": regions,
             "received rows wait for recomputation": rows_wait,
-            **self._module_facts,
-            **self._config_facts.now(),
+            **self._check.facts(),
         }
         calls = self._check.num_calls
-        layers = layers_kept, calls or len(self._layers), self._layer_masks, self._check.windows
+        layers = PassLayers(calls or len(self._layers), self._layer_masks, regions)
         trains = module.training and torch.is_grad_enabled()
         grid = self.context.members.grid
         of_model = partial(predictable, self.root, self.flops, self._recomputed(module), grid)
         trace = self.reported_steps.begin(plan, trains, of_model)
-        plan.begin_forward_pass(calls, facts, *layers, trace)
+        plan.begin_forward_pass(calls, facts, layers, self._check.calls_before, trace)
 
     def _no_cache(self, batch: Batch) -> dict[str, bool]:
         """Returns `use_cache=False`, unless the caller decided.
@@ -306,18 +310,6 @@ class ForwardWatch:
         return recomputes_layers(modules), recomputes_attention(modules)
 
 
-def _label_count(batch: Batch, plan: LivePlan) -> dict[str, torch.Tensor]:
-    """Returns `num_items_in_batch`: the caller's, or this rank's share of all labels of the micro-batch, if they were
-    counted. Never 0: a step without labels has loss 0, not 0 / 0."""
-    count, labels = batch.get("num_items_in_batch"), batch.get("labels")
-    if count is not None:
-        return {"num_items_in_batch": count + (count == 0)}
-    if labels is None or plan.label_tokens is None:
-        return {}
-    share = max(1, plan.label_tokens) / plan.transport.world_size
-    return {"num_items_in_batch": labels.new_tensor(share, dtype=torch.float32)}
-
-
 def enable(
     model: nn.Module,
     plugin: ParallelContext,
@@ -367,6 +359,7 @@ def enable(
         watch = ForwardWatch(model, plugin, whole_documents)
         watch.enter()
         log.info("%s", verdict_in_short(inner))
+    watch.forget_passes()
     for number, layer in enumerate(attention_layers(inner).values()):
         settings = LayerSettings(
             config.kernel, config.deterministic, torch.tensor(number, device="cpu"), watch.is_running

@@ -44,6 +44,19 @@ def test_model_enabled_again_follows_the_new_plugin_alone() -> None:
     assert batch["distca_plan"].forward_pass.calls == 3
 
 
+def test_model_enabled_again_with_the_same_plugin_may_have_other_windows() -> None:
+    model, plugin = tiny_model("gemma3"), plugin_of()
+    distca_hf.enable(model, plugin)
+    model(**batch_of(plugin))
+    for layer in model.model.layers:
+        layer.self_attn.sliding_window = layer.self_attn.sliding_window and 8
+    with pytest.raises(PlanError, match="cannot change after the first pass: enable the model again"):
+        model(**batch_of(plugin))
+
+    distca_hf.enable(model, plugin)
+    assert torch.isfinite(model(**batch_of(plugin)).loss)
+
+
 def test_adapters_take_the_watch_over() -> None:
     from peft import LoraConfig, get_peft_model
 

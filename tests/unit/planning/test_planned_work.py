@@ -49,8 +49,8 @@ def run_one_layer(
         rows = int(plan.layout.rank_rows[transport.rank])
         shapes = ((HEADS, HEAD_DIM), (KV_HEADS, HEAD_DIM), (KV_HEADS, VALUE_DIM))
         held = [torch.randn(rows, *shape, requires_grad=True) for shape in shapes]
-        counting = CountingKernel(live.kernel(*held, SPEC))
-        live.kernel = lambda *given: counting
+        counting = CountingKernel(live.lookup.kernel(*held, SPEC))
+        live.lookup.kernel = lambda *given: counting
         flash_attn(*held, SPEC, live.handle)[0].sum().backward()
         return counting, recording
 

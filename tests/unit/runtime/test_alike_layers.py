@@ -42,23 +42,23 @@ def alone(rows: int = 5) -> LivePlan:
 
 def test_layers_are_alike_where_tensors_and_how_they_attend_are() -> None:
     plan, (q, k, v) = alone(), tensors(5)
-    layers = plan.layers_like(q, k, v, SPEC, "a layer")
+    layers = plan.lookup.alike(q, k, v, SPEC, "a layer")
     strided = k.transpose(0, 1).contiguous().transpose(0, 1)
 
-    assert plan.layers_like(*tensors(5), SPEC, "a layer") is layers
-    assert plan.layers_like(q, k, v, SPEC._replace(window_tokens=3), "a layer").spec == SPEC  # no document is longer
+    assert plan.lookup.alike(*tensors(5), SPEC, "a layer") is layers
+    assert plan.lookup.alike(q, k, v, SPEC._replace(window_tokens=3), "a layer").spec == SPEC  # no document is longer
     for others in (
-        plan.layers_like(q, strided, v, SPEC, "a layer"),
-        plan.layers_like(*tensors(5, torch.float32), SPEC, "a layer"),
-        plan.layers_like(q, k, v, SPEC._replace(softcap=2.0), "a layer"),
-        alone().layers_like(q, k, v, SPEC, "a layer"),
+        plan.lookup.alike(q, strided, v, SPEC, "a layer"),
+        plan.lookup.alike(*tensors(5, torch.float32), SPEC, "a layer"),
+        plan.lookup.alike(q, k, v, SPEC._replace(softcap=2.0), "a layer"),
+        alone().lookup.alike(q, k, v, SPEC, "a layer"),
     ):
         assert others is not layers
         assert others.forward_kv is not layers.forward_kv
 
 
 def test_calls_of_backward_are_made_once() -> None:
-    layers = alone().layers_like(*tensors(5), SPEC, "a layer")
+    layers = alone().lookup.alike(*tensors(5), SPEC, "a layer")
 
     assert layers.backward_calls(rows_come=True) is layers.backward_calls(rows_come=True)
     assert layers.backward_calls(rows_come=False) is not layers.backward_calls(rows_come=True)
@@ -79,7 +79,7 @@ class Notes:
 @pytest.mark.parametrize(("rows", "gets_room"), [(5, False), (8, True)], ids=["all rows", "padding"])
 def test_a_call_that_writes_all_rows_makes_room_itself(rows: int, gets_room: bool) -> None:
     plan, kernel = alone(rows), Notes()
-    plan.kernel = lambda *given: kernel  # type: ignore[method-assign,assignment]
+    plan.lookup.kernel = lambda *given: kernel  # type: ignore[method-assign,assignment]
     out, lse, _ = attend(*tensors(rows), SPEC, plan)
 
     assert kernel.calls == [(5, gets_room)]

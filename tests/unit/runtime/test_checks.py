@@ -160,7 +160,7 @@ def test_attention_holds_hardly_more_than_needed_bytes(
         counts, config = transport.rank == counted, DistCAConfig(kv_residency=kv_residency)
         wires = QuietTransport(transport) if counts else transport
         live = live_plan(plan.layout, wires, config, plan=plan, num_chunks=num_chunks)
-        live.kernel = lambda *given: NoKernel()
+        live.lookup.kernel = lambda *given: NoKernel()
         q, k, v = tensors(int(plan.layout.rank_rows[transport.rank]), torch.bfloat16)
         forward, backward = LiveBytes(), LiveBytes()
         with forward if counts else nullcontext():

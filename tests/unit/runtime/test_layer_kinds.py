@@ -10,7 +10,8 @@ from distca_hf.errors import PlanError
 from distca_hf.kernels.interface import AttentionSpec
 from distca_hf.layout import Layout
 from distca_hf.planning.plan import plan_in_place
-from distca_hf.runtime.layer_kinds import LayerKinds, PassLayers, PinnedKinds
+from distca_hf.runtime.layer_kinds import LayerKinds, PinnedKinds
+from distca_hf.runtime.pass_layers import PassLayers
 from support.parity import live_plan
 
 
@@ -27,7 +28,7 @@ def window(tokens: int) -> AttentionSpec:
 def kinds_of(*layer_masks: tuple[Mask, int], rank: int = 1, **settings: object) -> LayerKinds:
     pinned = PinnedKinds.prepare(plan_in_place(LAYOUT), rank, layer_masks=layer_masks)
     num_layers = sum(count for _, count in layer_masks)
-    layers, config = PassLayers(num_layers, num_layers, layer_masks), DistCAConfig(**settings)  # type: ignore[arg-type]
+    layers, config = PassLayers(num_layers, layer_masks), DistCAConfig(**settings)  # type: ignore[arg-type]
     return LayerKinds(pinned.planned(CPU, 7), config, "rank 1, micro-batch 0", layers)
 
 

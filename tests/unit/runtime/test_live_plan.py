@@ -14,6 +14,7 @@ from distca_hf.kernels.interface import AttentionSpec
 from distca_hf.layout import Layout
 from distca_hf.runtime.forward_pass import ForwardPass
 from distca_hf.runtime.live_plan import LivePlan, find_plan
+from distca_hf.runtime.pass_layers import HeldLayers, PassLayers
 from distca_hf.runtime.planned import Planned, PlannedLater
 from distca_hf.testing import LoopbackTransport, run_ranks
 from support.data import random_dataset
@@ -161,7 +162,7 @@ def test_a_plan_that_is_made_later_is_made_once_when_it_is_asked_for() -> None:
         return planned
 
     plan = LivePlan(0, PlannedLater(5, make), LocalTransport(), DistCAConfig())
-    plan.begin_forward_pass(7, {}, layers_kept=2, attention_calls=7)
+    plan.begin_forward_pass(7, {}, PassLayers(7))
     assert plan.longest_document_tokens == 5
     assert not made
 
@@ -177,11 +178,10 @@ def test_layers_of_a_pass_are_known_whenever_its_plan_is_made(later: bool) -> No
     given = PlannedLater(5, lambda: planned) if later else planned
     plan = LivePlan(0, given, LocalTransport(), DistCAConfig())
     if not later:
-        assert plan.retention(spec).layers_kept == 1
-    plan.begin_forward_pass(7, {}, layers_kept=2, attention_calls=7)
+        assert plan.retention(spec).layers == HeldLayers(saved=1)
+    plan.begin_forward_pass(7, {}, PassLayers(7))
 
-    retention = plan.retention(spec)
-    assert (retention.layers_kept, retention.attention_calls) == (2, 7)
+    assert plan.retention(spec).layers == HeldLayers(saved=7)
 
 
 def test_plans_that_differ_between_ranks_are_noticed_before_the_first_exchange() -> None:

@@ -225,7 +225,7 @@ def test_keys_are_read_where_they_lie() -> None:
         live = live_plan(SHARED, transport, DistCAConfig(kernel="reference"))
         rows = int(SHARED.rank_rows[transport.rank])
         q, k, v = torch.randn(rows, 4, DIM), *(torch.randn(rows, KV_HEADS, dim) for dim in (DIM, VALUE_DIM))
-        live.kernel = lambda *given: Looks()  # type: ignore[method-assign,assignment]
+        live.lookup.kernel = lambda *given: Looks()  # type: ignore[method-assign,assignment]
         attend(q, k, v, SPEC, live)
         if transport.rank == 0:
             assert ("query", q.data_ptr()) in seen

@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 import distca_hf
 from distca_hf.comm.transport import LocalTransport, Transport
@@ -17,6 +19,7 @@ from distca_hf.planning.plan import Plan, PlanFacts
 from distca_hf.planning.transfers import key_transfers
 from distca_hf.runtime.live_plan import LivePlan
 from distca_hf.runtime.op import flash_attn
+from distca_hf.runtime.pass_layers import HeldLayers
 from distca_hf.runtime.retention import Retention, Slots, kept_bytes, received_bytes
 from distca_hf.testing import run_ranks
 from support.checkpointing import checkpointing_arguments
@@ -66,7 +69,7 @@ def test_auto_keeps_what_fits_the_budget_in_all_layers_that_hold_something(
     layers: int, spare: int, keeps: bool
 ) -> None:
     live = plan_of(RECEIVED, kv_budget_gib=(layers * MOST + spare) / GIB)
-    live.retention(SPEC).layers_kept = layers
+    live.retention(SPEC).layers = HeldLayers(saved=layers)
 
     assert kept_bytes(live.facts, *tensors(5)) == MOST
     assert live.retention(SPEC).keeps_received(*tensors(5)) == keeps
@@ -101,7 +104,7 @@ def test_attention_servers_keep_what_they_have_room_for(
 ) -> None:
     """And nothing of a pass that is run again before it is differentiated."""
     retention = Retention(DistCAConfig(kv_residency=setting), plan_of(RECEIVED).facts, room_bytes)
-    retention.begin_forward_pass(layers_kept=1 if recomputed else 2, attention_calls=2, recomputes=recomputed)
+    retention.layers = HeldLayers(0, 2, 1) if recomputed else HeldLayers(2)
     assert retention.keeps_received(*tensors(5)) == keeps
     assert not retention.waits_for_recomputation(*tensors(5))
 
@@ -131,7 +134,7 @@ def test_first_layer_decides_for_all_layers_of_the_micro_batch() -> None:
     """Backward of a layer must know what its forward did, whatever has changed."""
     live = plan_of(RECEIVED, kv_budget_gib=MOST / GIB)
     assert live.retention(SPEC).keeps_received(*tensors(5))
-    live.retention(SPEC).layers_kept = 100
+    live.retention(SPEC).layers = HeldLayers(saved=100)
 
     assert live.retention(SPEC).keeps_received(*tensors(5))
 
@@ -169,12 +172,30 @@ def test_the_budget_counts_received_rows_of_all_calls() -> None:
     most = 700 * KEY_BYTES + 20 * 4 * HEADS * DIM
     for spare, waits in ((0, True), (-1, False)):
         live = plan_of(RECEIVED, kv_budget_gib=(7 * most + spare) / GIB)
-        live.retention(SPEC).attention_calls = 7
+        live.retention(SPEC).layers = HeldLayers(saved=0, recomputed=7, together=1)
 
         assert received_bytes(live.facts, *tensors(5)) == most
         assert live.retention(SPEC).waits_for_recomputation(*tensors(5)) == waits
-        live.retention(SPEC).attention_calls = 1000
+        live.retention(SPEC).layers = HeldLayers(saved=0, recomputed=1000, together=1)
         assert live.retention(SPEC).waits_for_recomputation(*tensors(5)) == waits  # the first layer decides for all
+
+
+@pytest.mark.parametrize(
+    ("layers", "kept_at_once"), [(HeldLayers(5, 2, 1), 6), (HeldLayers(5, 4, 2), 7), (HeldLayers(0, 4, 4), 4)]
+)
+def test_layers_that_are_not_recomputed_count_beside_those_of_one_region(
+    layers: HeldLayers, kept_at_once: int
+) -> None:
+    received = received_bytes(plan_of(RECEIVED).facts, *tensors(5))
+    beside = layers.saved * MOST + layers.recomputed * received
+    for spare, fits in ((0, True), (-1, False)):
+        live = plan_of(RECEIVED, kv_budget_gib=(kept_at_once * MOST + spare) / GIB)
+        live.retention(SPEC).layers = layers
+        assert live.retention(SPEC).keeps_received(*tensors(5)) == fits
+
+        live = plan_of(RECEIVED, kv_budget_gib=(max(kept_at_once * MOST, beside) + spare) / GIB)
+        live.retention(SPEC).layers = layers
+        assert live.retention(SPEC).waits_for_recomputation(*tensors(5)) == fits
 
 
 @pytest.mark.parametrize(("setting", "waits"), [("keep", True), ("refetch", False)])
@@ -192,7 +213,7 @@ def run_one_layer(plan: Plan, layers: int = 1, **settings: Any) -> list[tuple[in
 
     def run(transport: Transport) -> tuple[int, int, bool, int]:
         live = live_plan(plan.layout, transport, DistCAConfig(kernel="reference", **settings), plan=plan)
-        live.retention(SPEC).layers_kept = layers
+        live.retention(SPEC).layers = HeldLayers(saved=layers)
         held = tensors(int(plan.layout.rank_rows[transport.rank]))
         out, _, *kept = flash_attn(*held, SPEC, live.handle)
         before = transport.traffic.exchanges
@@ -236,27 +257,63 @@ def test_ranks_decide_alike_and_exchange_alike(make: Callable[[int], Plan], laye
 # --- layers that count
 
 
+SAVED, RECOMPUTED = HeldLayers(saved=4), HeldLayers(saved=0, recomputed=4, together=1)
+
+
+def trained_layers(model: nn.Module, setting: Any) -> tuple[int, HeldLayers]:
+    """Attention calls of a step of an enabled model, recomputed ones as well, and its full layers as they count."""
+    plugin = distca_hf.DistCAPlugin(tokens_per_rank=192, checkpointed_attention=setting)
+    batch = next(iter(plugin.dataloader(random_dataset())))
+    distca_hf.enable(model, plugin)(**batch).loss.backward()
+    return batch["distca_plan"].forward_pass.calls, batch["distca_plan"].retention(SPEC).layers
+
+
 @pytest.mark.parametrize(
-    ("form", "setting", "layers_kept"),
+    ("form", "setting", "layers"),
     [
-        ("", "save", 4),
-        ("", "recompute", 4),
-        ("non-reentrant", "save", 4),
-        ("non-reentrant", "offload", 4),
-        ("non-reentrant", "recompute", 1),
-        ("reentrant", "save", 1),
-        ("selective", "recompute", 4),
+        ("", "save", SAVED),
+        ("", "recompute", SAVED),
+        ("non-reentrant", "save", SAVED),
+        ("non-reentrant", "offload", SAVED),
+        ("non-reentrant", "recompute", RECOMPUTED),
+        ("reentrant", "save", RECOMPUTED),
+        ("selective", "recompute", SAVED),
     ],
 )
-def test_layers_whose_attention_is_recomputed_count_once(form: str, setting: Any, layers_kept: int) -> None:
+def test_layers_whose_attention_is_recomputed_count_once(form: str, setting: Any, layers: HeldLayers) -> None:
     model = tiny_model(num_hidden_layers=4).train()
-    plugin = distca_hf.DistCAPlugin(tokens_per_rank=192, checkpointed_attention=setting)
-    distca_hf.enable(model, plugin)
     arguments = checkpointing_arguments(form)
     if arguments["gradient_checkpointing"]:
         model.gradient_checkpointing_enable(arguments["gradient_checkpointing_kwargs"])
-    batch = next(iter(plugin.dataloader(random_dataset())))
-    model(**batch).loss.backward()
 
-    assert batch["distca_plan"].forward_pass.calls == (8 if layers_kept == 1 else 4)
-    assert batch["distca_plan"].retention(SPEC).layers_kept == layers_kept
+    assert trained_layers(model, setting) == (4 + layers.recomputed, layers)
+
+
+def test_layers_that_are_not_checkpointed_all_count() -> None:
+    model = tiny_model(num_hidden_layers=4).train()
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    model.model.layers[2].gradient_checkpointing = False
+
+    assert trained_layers(model, "recompute") == (7, HeldLayers(saved=1, recomputed=3, together=1))
+
+
+def test_layers_of_one_region_count_together() -> None:
+    """A wrapper of torch around two layers, and one around the attention of a third."""
+    model = tiny_model(num_hidden_layers=4).train()
+    first, second, third, fourth = model.model.layers
+    third.self_attn = checkpoint_wrapper(third.self_attn)
+    model.model.layers = nn.ModuleList([checkpoint_wrapper(Both(first, second)), third, fourth])
+    model.config.num_hidden_layers = 3
+
+    assert trained_layers(model, "recompute") == (7, HeldLayers(saved=1, recomputed=3, together=2))
+
+
+class Both(nn.Module):
+    """Two layers, one after the other."""
+
+    def __init__(self, first: nn.Module, second: nn.Module) -> None:
+        super().__init__()
+        self.first, self.second = first, second
+
+    def forward(self, x: torch.Tensor, **others: Any) -> torch.Tensor:
+        return self.second(self.first(x, **others), **others)
