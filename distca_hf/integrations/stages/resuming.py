@@ -72,12 +72,13 @@ def save_training(
     unfinished, earlier = _beside(folder, UNFINISHED), _beside(folder, EARLIER)
     for path in (folder, unfinished, earlier):
         _check_replaceable(path)
-    transport.gather([0], f"a training is saved in {folder}", Scope.GROUP).wait()
+    entries = state.to_save()
+    transport.gather([0], f"before a training is saved in {folder}", Scope.GROUP).wait()
     if grid.number == 0:
         _remove(unfinished)
-    transport.gather([0], f"{unfinished} is empty", Scope.GROUP).wait()
+    transport.gather([0], f"before {unfinished} is written", Scope.GROUP).wait()
     try:
-        save(state.to_save(), checkpoint_id=unfinished)
+        save(entries, checkpoint_id=unfinished)
     except CheckpointException as error:
         raise CheckpointError(
             f"{grid.name}: the training was not saved in {folder}, which is as it was before: {_failures(error, grid)}"
@@ -161,7 +162,7 @@ def _replace(folder: Path, unfinished: Path, earlier: Path, transport: Transport
             _remove(earlier)
         except OSError as error:
             problem = error
-    failed = transport.gather([int(problem is not None)], f"the training in {folder} is whole", Scope.GROUP).wait()
+    failed = transport.gather([int(problem is not None)], f"until {unfinished} is renamed", Scope.GROUP).wait()
     if any(of_rank for (of_rank,) in failed):
         cause = f"{type(problem).__name__}: {first_line(problem)}" if problem else "the first rank says why"
         raise CheckpointError(
@@ -196,7 +197,7 @@ def _check_shared(unfinished: Path, transport: Transport) -> None:
         ConfigError: some do not.
     """
     grid = transport.grid
-    seen = transport.gather([int((unfinished / METADATA).is_file())], f"looks for {unfinished}", Scope.GROUP).wait()
+    seen = transport.gather([int((unfinished / METADATA).is_file())], f"looking for {unfinished}", Scope.GROUP).wait()
     blind = [grid.label(rank) for rank, (sees,) in zip(grid.members(Scope.GROUP), seen, strict=True) if not sees]
     if blind:
         raise ConfigError(
@@ -246,7 +247,7 @@ def _check_entries(entries: Entries, metadata: Metadata, folder: Path, transport
         )
     kinds = {"weights": WEIGHTS, "states and settings of an optimizer": OPTIMIZER}
     mine = [sum(name.startswith(prefix) for name in entries) * (grid.data_rank == 0) for prefix in kinds.values()]
-    all_ranks = transport.gather(mine, f"counts entries of {folder}", Scope.GROUP).wait()
+    all_ranks = transport.gather(mine, f"counting entries of {folder}", Scope.GROUP).wait()
     for at, (kind, prefix) in enumerate(kinds.items()):
         here, there = sum(counts[at] for counts in all_ranks), sum(name.startswith(prefix) for name in saved)
         if here != there:
