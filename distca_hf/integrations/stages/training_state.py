@@ -32,6 +32,8 @@ from distca_hf.integrations.stages.model_part import ModelPart
 OPTIONS = StateDictOptions(flatten_optimizer_state_dict=True)
 WEIGHTS, OPTIMIZER, RANDOM, OTHERS = "weights.", "optimizer.", "random.", "others."
 STATES, SETTINGS = f"{OPTIMIZER}state.", f"{OPTIMIZER}param_groups."
+# No setting: all names of a group, where an optimizer was given weights with names. They differ between stages.
+NAMES_OF_GROUP = ".param_names"
 
 Entries = dict[str, Any]
 
@@ -78,7 +80,7 @@ class TrainingState:
     def to_save(self) -> Entries:
         """Returns all entries of this rank. Tensors are those of the training, and no copies."""
         is_new = not self._optimizer.state
-        entries = self._of_weights()
+        entries = _without_names(self._of_weights())
         if is_new:  # torch has made the states of a first step, which would count as one
             self._optimizer.state.clear()
             entries = {name: entry for name, entry in entries.items() if not name.startswith(STATES)}
@@ -96,7 +98,7 @@ class TrainingState:
             ConfigError: weights that are in one group of the optimizer had other settings each.
         """
         here = self._of_weights()
-        entries, new = dict(here), self._without_state(here, saved)
+        entries, new = _without_names(here), self._without_state(here, saved)
         for names in new.values():
             for name in names:
                 del entries[name]
@@ -182,6 +184,10 @@ def _joined(parts: Sequence[ModelPart]) -> nn.Module:
             else:
                 module.register_buffer(last, weight)
     return whole
+
+
+def _without_names(entries: Entries) -> Entries:
+    return {name: entry for name, entry in entries.items() if not name.endswith(NAMES_OF_GROUP)}
 
 
 def _behind(prefix: str, entries: Entries) -> Entries:

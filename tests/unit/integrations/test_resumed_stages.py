@@ -141,6 +141,22 @@ def test_weights_of_several_groups_are_not_read_into_one(checkpoint: Path, tmp_p
         Training.of(checkpoint).load(tmp_path / "saved")
 
 
+def test_names_of_weights_in_an_optimizer_stay_its_own(checkpoint: Path, tmp_path: Path) -> None:
+    """Another stage has other weights in a group."""
+
+    def named(weights: list[torch.nn.Parameter], *firsts: int) -> torch.optim.Optimizer:
+        pairs = [(f"weight {number}", weight) for number, weight in enumerate(weights)]
+        return torch.optim.AdamW([{"params": pairs[first :: len(firsts)]} for first in firsts])
+
+    Training.of(checkpoint, lambda weights: named(weights, 0)).save(tmp_path / "saved")
+    resumed = Training.of(checkpoint, lambda weights: named(weights, 0, 1))
+    expected = [group["param_names"] for group in resumed.optimizer.param_groups]
+
+    resumed.load(tmp_path / "saved")
+
+    assert [group["param_names"] for group in resumed.optimizer.param_groups] == expected
+
+
 def test_schedule_is_made_on_both_sides_or_on_none(checkpoint: Path, tmp_path: Path) -> None:
     """It adds a setting to each group of the optimizer."""
     scheduled, plain = Training.of(checkpoint), Training.of(checkpoint)
