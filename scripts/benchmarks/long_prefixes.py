@@ -6,11 +6,11 @@
 A task of 65536x262144 has so many queries against so many keys; 2*65536x131072 are two of them in one call. With `c`
 behind it tasks are causal, and their queries are the last of their keys. Both ways run in turns on one GPU, forward
 and backward apart. Their results are compared first: all but the gradient of the queries must be equal bit by bit, and
-that within rounding, because blocks of keys add to it in any order. Else the script exits with 1 at its end.
+that within rounding, because blocks of keys add to it in any order. Else the script exits with 1 before it times them.
 
 In the table, TFLOP/s are medians of the rounds, and count what kernels compute for an attended pair and query head: 4
 operations forward and 10 backward, times the head dimension. A ratio with `=` is of equal calls: it shows how far
-figures can be trusted. GPUs that are not Hopper have no others.
+figures can be trusted.
 """
 
 import argparse
@@ -84,10 +84,9 @@ def main() -> None:
     of_heads = f"{heads.query} query heads, {heads.key_value} KV heads of {heads.dim}"
     print("; ".join([versions, torch.cuda.get_device_name(device), of_heads]))
     print(head(["tasks", "pass", "TFLOP/s, package", "distca_hf", "distca_hf ÷ package"], 2))
-    wrong = []
     for tasks in options.tasks:
         calls = {name: make(kernel, tasks, heads, device) for name, kernel in kernels.items()}
-        wrong += [f"{tasks.words}: {what}" for what in differing(calls["package"], calls["distca_hf"])]
+        check_equal(tasks, calls["package"], calls["distca_hf"])
         for name, operations in OPERATIONS.items():
             runs = {way: call.passes[name] for way, call in calls.items()}
             equal = "" if made_by(runs["package"], calls_made) != made_by(runs["distca_hf"], calls_made) else " ="
@@ -95,8 +94,6 @@ def main() -> None:
             package_rate, our_rate = (flops / ms / 1e9 for ms in in_turns(runs, options.rounds).values())
             rates = f"{package_rate:.0f}", f"{our_rate:.0f}", f"{our_rate / package_rate:.3f}{equal}"
             print(row([tasks.words, name, *rates]), flush=True)
-    if wrong:
-        raise SystemExit(f"results differ: {', '.join(wrong)}")
 
 
 def noting(package: ModuleType, calls: list[object]) -> ModuleType:
@@ -142,6 +139,12 @@ def make(kernel: Kernel, tasks: Tasks, heads: Heads, device: torch.device) -> Ca
         "backward": lambda: kernel.backward(dout, saved, gradients, spans, spec),
     }
     return Call(passes, {"out": out, "lse": lse, **gradients._asdict()})
+
+
+def check_equal(tasks: Tasks, package: Call, ours: Call) -> None:
+    """Ends the program if results differ, before a time limit may end it."""
+    if wrong := differing(package, ours):
+        raise SystemExit(f"{tasks.words}: results differ: {', '.join(wrong)}")
 
 
 def differing(package: Call, ours: Call) -> list[str]:

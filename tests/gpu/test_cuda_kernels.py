@@ -143,10 +143,17 @@ def test_causal_mask_is_aligned_bottom_right(name: str) -> None:
 
 
 @pytest.mark.skipif(GENERATION != HOPPER, reason="calls are made in their own way on Hopper GPUs alone")
-@pytest.mark.parametrize("causal", [False, True], ids=["no mask", "causal"])
+@pytest.mark.parametrize(
+    ("causal", "kv_heads", "calls_of_backward"),
+    [(False, 8, 8), (False, 32, 6), (True, 8, 1)],
+    ids=["no mask", "no mask, each head its own KV head", "causal"],
+)
 @pytest.mark.parametrize("name", [_unless_absent("flash4")])
-def test_long_prefixes_have_the_results_of_the_packages_own_calls(name: str, causal: bool) -> None:
-    """Heads apart in forward, and in backward without a mask several calls."""
+def test_long_prefixes_have_the_results_of_the_packages_own_calls(
+    name: str, causal: bool, kv_heads: int, calls_of_backward: int
+) -> None:
+    """Heads apart in forward, and in backward without a mask several calls. Where each query head has its own KV head,
+    the package writes gradients of keys straight into the heads of a call."""
     package, calls = importlib.import_module("flash_attn.cute.interface"), list[tuple[str, bool | None]]()
 
     def noted(function: str) -> Callable[..., Any]:
@@ -158,11 +165,11 @@ def test_long_prefixes_have_the_results_of_the_packages_own_calls(name: str, cau
 
     functions = SimpleNamespace(**{name: noted(name) for name in ("_flash_attn_fwd", "_flash_attn_bwd")})
     tasks = [(40_000, 80_000), (1000, 70_000)]
-    tensors, spans, spec = _tensors(tasks, 32, 8, 128), _spans(tasks), AttentionSpec(SCALE, causal)
+    tensors, spans, spec = _tensors(tasks, 32, kv_heads, 128), _spans(tasks), AttentionSpec(SCALE, causal)
     ours = _run(Flash4Kernel(functions), *tensors, spans, spec)  # type: ignore[arg-type]
     by_itself = _run(Flash4Kernel(package, lambda device: 0), *tensors, spans, spec)
 
-    assert calls == [("_flash_attn_fwd", False), *[("_flash_attn_bwd", None)] * (1 if causal else 8)]
+    assert calls == [("_flash_attn_fwd", False), *[("_flash_attn_bwd", None)] * calls_of_backward]
     for what, result, right in zip(("out", "lse", "dq", "dk", "dv"), ours, by_itself, strict=True):
         if what == "dq":  # blocks of keys add to it in any order
             assert (result - right).abs().max() <= 2**-7 * right.abs().max()

@@ -173,5 +173,8 @@ def test_results_of_prefixes_that_differ_are_named(script: Callable[[str], Modul
     rounded = program.Call({}, {**right, "dq_TNH": torch.full((2,), 1 + 2**-8)})
     wrong = program.Call({}, {**right, "dq_TNH": torch.full((2,), 1 + 2**-6), "lse": torch.full((2,), 1 + 2**-8)})
 
-    assert program.differing(program.Call({}, right), rounded) == []
-    assert program.differing(program.Call({}, right), wrong) == ["lse", "dq_TNH"]
+    (tasks,) = program.all_tasks("3x5")
+
+    program.check_equal(tasks, program.Call({}, right), rounded)
+    with pytest.raises(SystemExit, match=r"^3x5: results differ: lse, dq_TNH$"):
+        program.check_equal(tasks, program.Call({}, right), wrong)

@@ -54,10 +54,10 @@ def save_parts(parts: Sequence[ModelPart], folder: str | Path, plugin: ParallelC
             folder.mkdir(parents=True, exist_ok=True)
             unfinished = folder / (_file_of(part.number, part.num_parts) + UNFINISHED)
             save_file(revert_weight_conversion(part.model, weights), unfinished, metadata={"format": "pt"})
-    transport.gather([0], f"{grid.name}, parts are written to {folder}", Scope.GROUP).wait()
+    transport.gather([0], f"until all parts are written to {folder}", Scope.GROUP).wait()
     if grid.number == 0:
         _finish(parts[0], folder)
-    transport.gather([0], f"{grid.name}, the checkpoint in {folder} is whole", Scope.GROUP).wait()
+    transport.gather([0], f"until the parts in {folder} are renamed", Scope.GROUP).wait()
 
 
 def _file_of(part: int, num_parts: int) -> str:

@@ -3,10 +3,13 @@
 FOLDER.unfinished       `torch.distributed.checkpoint` (DCP) writes here; its .metadata comes last
 FOLDER                  a checkpoint that is whole: renamed once all ranks have written
 FOLDER.earlier          the one that was there before, while the new one takes its name
+
+The .metadata of a checkpoint is written last and removed first, so one that has it is whole.
 """
 
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -21,7 +24,14 @@ from distca_hf.comm.grid import Grid, Scope
 from distca_hf.comm.transport import Transport
 from distca_hf.errors import CheckpointError, ConfigError, and_more, first_line
 from distca_hf.integrations.stages.model_part import ModelPart
-from distca_hf.integrations.stages.training_state import OPTIMIZER, OTHERS, WEIGHTS, Entries, TrainingState
+from distca_hf.integrations.stages.training_state import (
+    OPTIMIZER,
+    OTHERS,
+    SETTINGS,
+    WEIGHTS,
+    Entries,
+    TrainingState,
+)
 from distca_hf.parallel_context import ParallelContext
 from distca_hf.telemetry import get_logger
 
@@ -46,38 +56,35 @@ def save_training(
     Args:
         parts: of this rank.
         optimizer: of all their weights.
-        folder: for one checkpoint alone. One that is there is replaced when the new one is whole.
+        folder: for one checkpoint alone. One that is there is replaced when the new one is whole. A symbolic link
+            stays: what it points to is replaced.
         plugin: the one that the parts were loaded with.
         others: whatever else has `state_dict` and `load_state_dict`, under names of your choice: the loader, the
             learning-rate schedule. Equal on all ranks: one of them writes each.
 
     Raises:
         ConfigError: the folder holds other files; ranks do not share it; or the optimizer has weights of no part.
-        CheckpointError: a rank could not write; what was in the folder is still there.
+        CheckpointError: a rank could not write, or not rename; what was in the folder is still there.
     """
-    folder, grid = Path(folder), plugin.members.grid
+    folder, grid = Path(folder).resolve(), plugin.members.grid
     state = TrainingState(parts, optimizer, grid, plugin.device, others)
     transport = plugin.transport(plugin.device)
     unfinished, earlier = _beside(folder, UNFINISHED), _beside(folder, EARLIER)
     for path in (folder, unfinished, earlier):
         _check_replaceable(path)
-    transport.gather([0], f"{grid.name}, a training is saved in {folder}", Scope.GROUP).wait()
-    if grid.number == 0:  # before it plans with the others who writes what
-        shutil.rmtree(unfinished, ignore_errors=True)
+    entries = state.to_save()
+    transport.gather([0], f"before a training is saved in {folder}", Scope.GROUP).wait()
+    if grid.number == 0:
+        _remove(unfinished)
+    transport.gather([0], f"before {unfinished} is written", Scope.GROUP).wait()
     try:
-        save(state.to_save(), checkpoint_id=unfinished)
+        save(entries, checkpoint_id=unfinished)
     except CheckpointException as error:
         raise CheckpointError(
             f"{grid.name}: the training was not saved in {folder}, which is as it was before: {_failures(error, grid)}"
         ) from error
     _check_shared(unfinished, transport)
-    if grid.number == 0:
-        shutil.rmtree(earlier, ignore_errors=True)
-        if folder.exists():
-            folder.rename(earlier)
-        unfinished.rename(folder)
-        shutil.rmtree(earlier, ignore_errors=True)
-    transport.gather([0], f"{grid.name}, the training in {folder} is whole", Scope.GROUP).wait()
+    _replace(folder, unfinished, earlier, transport)
 
 
 def load_training(
@@ -97,13 +104,14 @@ def load_training(
         optimizer: a new one, of all their weights. Its settings become those of the checkpoint.
         folder: as saved.
         plugin: the one that the parts were loaded with.
-        others: those that were saved, under the same names. One that is left out begins anew, with a warning.
+        others: those that were saved, under the same names. One that is left out begins anew, with a warning. A
+            learning-rate schedule is made before, as it adds settings to the optimizer.
 
     Raises:
         ConfigError: there is no whole checkpoint; or it is of another model, optimizer or place in the data.
         CheckpointError: a rank could not read.
     """
-    folder, grid = Path(folder), plugin.members.grid
+    folder, grid = Path(folder).resolve(), plugin.members.grid
     state = TrainingState(parts, optimizer, grid, plugin.device, others)
     metadata, transport = _read_metadata(folder), plugin.transport(plugin.device)
 
@@ -127,7 +135,41 @@ def load_training(
 
 
 def _beside(folder: Path, kind: str) -> Path:
-    return folder.with_name(f"{folder.name}.{kind}")
+    return Path(f"{folder}.{kind}")
+
+
+def _remove(folder: Path) -> None:
+    """Removes a checkpoint, if there is one. Its description goes first: what an end in the midst of this leaves is
+    not taken for whole."""
+    with suppress(OSError):
+        (folder / METADATA).unlink()
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def _replace(folder: Path, unfinished: Path, earlier: Path, transport: Transport) -> None:
+    """Gives a checkpoint that is whole its name, on the first rank, while the others wait.
+
+    Raises:
+        CheckpointError: it cannot be renamed; on all ranks.
+    """
+    grid, problem = transport.grid, None
+    if grid.number == 0:
+        try:
+            if folder.exists():  # else an earlier one may be all there is
+                _remove(earlier)
+                folder.rename(earlier)
+            unfinished.rename(folder)
+            _remove(earlier)
+        except OSError as error:
+            problem = error
+    failed = transport.gather([int(problem is not None)], f"until {unfinished} is renamed", Scope.GROUP).wait()
+    if any(of_rank for (of_rank,) in failed):
+        cause = f"{type(problem).__name__}: {first_line(problem)}" if problem else "the first rank says why"
+        raise CheckpointError(
+            f"{grid.name}: the training is whole in {unfinished}, and cannot be renamed to {folder}: {cause}. Rename "
+            "it before the next one is saved, or give a folder that can be renamed (no mount point, in a folder of "
+            "your own)"
+        ) from problem
 
 
 def _check_replaceable(folder: Path) -> None:
@@ -155,8 +197,7 @@ def _check_shared(unfinished: Path, transport: Transport) -> None:
         ConfigError: some do not.
     """
     grid = transport.grid
-    where = f"{grid.name}, looks for {unfinished}"
-    seen = transport.gather([int((unfinished / METADATA).is_file())], where, Scope.GROUP).wait()
+    seen = transport.gather([int((unfinished / METADATA).is_file())], f"looking for {unfinished}", Scope.GROUP).wait()
     blind = [grid.label(rank) for rank, (sees,) in zip(grid.members(Scope.GROUP), seen, strict=True) if not sees]
     if blind:
         raise ConfigError(
@@ -174,7 +215,9 @@ def _read_metadata(folder: Path) -> Metadata:
     if not (folder / METADATA).is_file():
         earlier, unfinished = _beside(folder, EARLIER), _beside(folder, UNFINISHED)
         advice = "name the folder of one, or begin anew"
-        if (earlier / METADATA).is_file():
+        if (unfinished / METADATA).is_file():
+            advice = f"{unfinished} is whole, and was to take its name: rename it"
+        elif (earlier / METADATA).is_file():
             advice = f"{earlier} is whole, and was to be replaced: rename it"
         elif unfinished.is_dir():
             advice = f"{unfinished} was not written to its end (a full disk, a killed process): {advice}"
@@ -195,14 +238,16 @@ def _check_entries(entries: Entries, metadata: Metadata, folder: Path, transport
     """
     saved, grid = metadata.state_dict_metadata, transport.grid
     wrong = [words for name, entry in entries.items() if (words := _difference(name, entry, metadata))]
+    wrong += [f"{name} has no place here" for name in _settings_of(entries, saved) if name not in entries]
     if wrong:
         raise ConfigError(
             f"{grid.name}: {folder} was saved of another training: {wrong[0]}{and_more(len(wrong) - 1)}. Resume with "
-            "the model, dtype and optimizer that it was saved of, and leave out what was not saved"
+            "the model, dtype and optimizer that it was saved of, and leave out what was not saved. A learning-rate "
+            "schedule adds settings to the optimizer (initial_lr): make it before load_training, if there was one"
         )
     kinds = {"weights": WEIGHTS, "states and settings of an optimizer": OPTIMIZER}
     mine = [sum(name.startswith(prefix) for name in entries) * (grid.data_rank == 0) for prefix in kinds.values()]
-    all_ranks = transport.gather(mine, f"{grid.name}, counts entries of {folder}", Scope.GROUP).wait()
+    all_ranks = transport.gather(mine, f"counting entries of {folder}", Scope.GROUP).wait()
     for at, (kind, prefix) in enumerate(kinds.items()):
         here, there = sum(counts[at] for counts in all_ranks), sum(name.startswith(prefix) for name in saved)
         if here != there:
@@ -210,6 +255,13 @@ def _check_entries(entries: Entries, metadata: Metadata, folder: Path, transport
                 f"{folder} was saved of another training: it has {there:,} {kind}, and all stages together have "
                 f"{here:,}. Resume with the model and optimizer that it was saved of, before the first step"
             )
+
+
+def _settings_of(entries: Entries, saved: Mapping[str, object]) -> list[str]:
+    """Returns the settings that an optimizer had for weights of this rank."""
+    weights = {name.removeprefix(WEIGHTS) for name in entries if name.startswith(WEIGHTS)}
+    settings = (name for name in saved if name.startswith(SETTINGS))
+    return [name for name in settings if name.removeprefix(SETTINGS).rpartition(".")[0] in weights]
 
 
 def _difference(name: str, entry: object, metadata: Metadata) -> str:

@@ -12,7 +12,8 @@ have the same.
 
 import io
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -30,7 +31,9 @@ from distca_hf.integrations.stages.model_part import ModelPart
 # every weight has the settings of its group.
 OPTIONS = StateDictOptions(flatten_optimizer_state_dict=True)
 WEIGHTS, OPTIMIZER, RANDOM, OTHERS = "weights.", "optimizer.", "random.", "others."
-STATES = f"{OPTIMIZER}state."
+STATES, SETTINGS = f"{OPTIMIZER}state.", f"{OPTIMIZER}param_groups."
+# No setting: all names of a group, where an optimizer was given weights with names. They differ between stages.
+NAMES_OF_GROUP = ".param_names"
 
 Entries = dict[str, Any]
 
@@ -62,10 +65,12 @@ class TrainingState:
     ) -> None:
         stages, data_ranks, _ = grid.shape
         self.place = f"{RANDOM}stage {grid.stage} of {stages}, data rank {grid.data_rank} of {data_ranks}"
-        self._whole, self._optimizer, self._device, self._others = _joined(parts), optimizer, device, others
+        self._rank, self._whole, self._optimizer = grid.name, _joined(parts), optimizer
+        self._device, self._others = device, others
         ours = set(self._whole.parameters())
         trained = [weight for group in optimizer.param_groups for weight in group["params"]]
         foreign = [tuple(weight.shape) for weight in trained if weight not in ours]
+        self._optimizers = [optimizer] if trained else []  # a stage may train nothing, and torch refuses empty states
         if foreign:
             raise ConfigError(
                 f"{grid.name}: {len(foreign)} of {len(trained)} weights of the optimizer are in no part given here, "
@@ -75,7 +80,7 @@ class TrainingState:
     def to_save(self) -> Entries:
         """Returns all entries of this rank. Tensors are those of the training, and no copies."""
         is_new = not self._optimizer.state
-        entries = self._of_weights()
+        entries = _without_names(self._of_weights())
         if is_new:  # torch has made the states of a first step, which would count as one
             self._optimizer.state.clear()
             entries = {name: entry for name, entry in entries.items() if not name.startswith(STATES)}
@@ -88,9 +93,12 @@ class TrainingState:
         Args:
             saved: entries of the checkpoint, by name.
             read: called with entries of this rank; puts what was saved in their place, of tensors in their memory.
+
+        Raises:
+            ConfigError: weights that are in one group of the optimizer had other settings each.
         """
         here = self._of_weights()
-        entries, new = dict(here), self._without_state(here, saved)
+        entries, new = _without_names(here), self._without_state(here, saved)
         for names in new.values():
             for name in names:
                 del entries[name]
@@ -99,19 +107,21 @@ class TrainingState:
             entries[self.place] = None
         read(entries)
         here |= entries
+        self._check_groups(here)
         of_weights = {"model_state_dict": _behind(WEIGHTS, here), "optim_state_dict": _behind(OPTIMIZER, here)}
-        set_state_dict(self._whole, self._optimizer, **of_weights, options=OPTIONS)
+        with _without_empty_groups(self._optimizer):
+            set_state_dict(self._whole, self._optimizers, **of_weights, options=OPTIONS)
         for weight in new:
             del self._optimizer.state[weight]
         for name, other in self._others.items():
-            other.load_state_dict(_unpacked(entries[f"{OTHERS}{name}"]))
+            other.load_state_dict(_unpacked(entries[f"{OTHERS}{name}"], self._device))
         if self.place in entries:
-            _set_random_states(_unpacked(entries[self.place]), self._device)
+            _set_random_states(_unpacked(entries[self.place], self._device), self._device)
 
     def _of_weights(self) -> Entries:
         """Returns weights, and what the optimizer has for them. A new one gets states as after a step that changes
         nothing, so that there is something to read into."""
-        weights, of_optimizer = get_state_dict(self._whole, self._optimizer, options=OPTIONS)
+        weights, of_optimizer = get_state_dict(self._whole, self._optimizers, options=OPTIONS)
         return {
             **{f"{WEIGHTS}{name}": weight for name, weight in weights.items()},
             **{f"{OPTIMIZER}{name}": entry for name, entry in of_optimizer.items()},
@@ -126,6 +136,36 @@ class TrainingState:
             if names and not any(name in saved for name in names):
                 new[weight] = names
         return new
+
+    def _check_groups(self, entries: Entries) -> None:
+        """Checks that weights of one group were saved with the same settings. Torch takes those of the first one.
+
+        Raises:
+            ConfigError: they were not.
+        """
+        names = {weight: name for name, weight in self._whole.named_parameters()}
+        for number, group in enumerate(self._optimizer.param_groups):
+            in_group = [names[weight] for weight in group["params"]]
+            for setting in (name for name in group if name != "params"):
+                saved = [entries[f"{SETTINGS}{name}.{setting}"] for name in in_group]
+                others = [at for at, value in enumerate(saved) if value is not saved[0] and value != saved[0]]
+                if others:
+                    raise ConfigError(
+                        f"{self._rank}: group {number} of the optimizer has {in_group[0]}, which was saved with "
+                        f"{setting} {saved[0]}, and {in_group[others[0]]}, with {saved[others[0]]}. Begin again with "
+                        "an optimizer of the groups that were saved"
+                    )
+
+
+@contextmanager
+def _without_empty_groups(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Hides groups without weights, such as that of embeddings on stages that have none. Flat settings are those of
+    weights, and torch looks for the first weight of every group."""
+    groups = optimizer.param_groups
+    optimizer.param_groups = [group for group in groups if group["params"]]
+    yield
+    loaded = iter(optimizer.param_groups)
+    optimizer.param_groups = [next(loaded) if group["params"] else group for group in groups]
 
 
 def _joined(parts: Sequence[ModelPart]) -> nn.Module:
@@ -146,6 +186,10 @@ def _joined(parts: Sequence[ModelPart]) -> nn.Module:
     return whole
 
 
+def _without_names(entries: Entries) -> Entries:
+    return {name: entry for name, entry in entries.items() if not name.endswith(NAMES_OF_GROUP)}
+
+
 def _behind(prefix: str, entries: Entries) -> Entries:
     """Returns entries whose names begin like this, without it."""
     return {name.removeprefix(prefix): entry for name, entry in entries.items() if name.startswith(prefix)}
@@ -158,8 +202,13 @@ def _packed(state: object) -> bytes:
     return file.getvalue()
 
 
-def _unpacked(entry: bytes) -> Any:
-    return torch.load(io.BytesIO(entry), weights_only=False)  # as DCP itself does
+def _unpacked(entry: bytes, device: torch.device) -> Any:
+    """Returns what was packed. Tensors of the GPU of the rank that wrote it come to this one's."""
+
+    def place(storage: Any, location: str) -> Any:
+        return storage if location == "cpu" else storage.to(device=device)
+
+    return torch.load(io.BytesIO(entry), map_location=place, weights_only=False)  # with pickle, as DCP itself does
 
 
 def _random_states(device: torch.device) -> Entries:

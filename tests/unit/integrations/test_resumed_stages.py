@@ -107,6 +107,84 @@ def test_training_is_saved_before_its_first_step(checkpoint: Path, tmp_path: Pat
         assert {float(state["step"]) for state in each.optimizer.state.values()} == {1.0}
 
 
+def with_empty_groups(weights: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
+    """Groups as on a stage that has none of the weights of two of them."""
+    groups = {"params": []}, {"params": weights[::2], "lr": 0.1}, {"params": []}, {"params": weights[1::2]}
+    return torch.optim.AdamW(groups)
+
+
+def of_no_weights(weights: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.AdamW([{"params": []}])
+
+
+@pytest.mark.parametrize("make", [with_empty_groups, of_no_weights])
+def test_groups_without_weights_are_passed_over(make: Callable[..., Any], checkpoint: Path, tmp_path: Path) -> None:
+    training, resumed = Training.of(checkpoint, make), Training.of(checkpoint, make)
+    training.step()
+    expected = [group | {"params": len(group["params"])} for group in training.optimizer.param_groups]
+
+    training.save(tmp_path / "saved")
+    resumed.load(tmp_path / "saved")
+
+    groups = [group | {"params": len(group["params"])} for group in resumed.optimizer.param_groups]
+    assert groups == expected
+    for each in (training, resumed):
+        each.step()
+    assert all(torch.equal(weight, training.weights[name]) for name, weight in resumed.weights.items())
+
+
+def test_weights_of_several_groups_are_not_read_into_one(checkpoint: Path, tmp_path: Path) -> None:
+    """Torch would take the settings of the first weight for all."""
+    Training.of(checkpoint, with_empty_groups).save(tmp_path / "saved")
+
+    with pytest.raises(ConfigError, match=r"^rank 0: group 0 of .* has \S+, .* lr 0\.1, and \S+, with 0\.001\. Begin"):
+        Training.of(checkpoint).load(tmp_path / "saved")
+
+
+def test_names_of_weights_in_an_optimizer_stay_its_own(checkpoint: Path, tmp_path: Path) -> None:
+    """Another stage has other weights in a group."""
+
+    def named(weights: list[torch.nn.Parameter], *firsts: int) -> torch.optim.Optimizer:
+        pairs = [(f"weight {number}", weight) for number, weight in enumerate(weights)]
+        return torch.optim.AdamW([{"params": pairs[first :: len(firsts)]} for first in firsts])
+
+    Training.of(checkpoint, lambda weights: named(weights, 0)).save(tmp_path / "saved")
+    resumed = Training.of(checkpoint, lambda weights: named(weights, 0, 1))
+    expected = [group["param_names"] for group in resumed.optimizer.param_groups]
+
+    resumed.load(tmp_path / "saved")
+
+    assert [group["param_names"] for group in resumed.optimizer.param_groups] == expected
+
+
+def test_schedule_is_made_on_both_sides_or_on_none(checkpoint: Path, tmp_path: Path) -> None:
+    """It adds a setting to each group of the optimizer."""
+    scheduled, plain = Training.of(checkpoint), Training.of(checkpoint)
+    MultiStepLR(scheduled.optimizer, [1])
+    scheduled.save(tmp_path / "scheduled")
+    plain.save(tmp_path / "plain")
+
+    begins, remedy = r"another training: optimizer\.param_groups\.\S+\.initial_lr", r"\(and 38 more .* make it before"
+    with pytest.raises(ConfigError, match=f"{begins} has no place here {remedy}"):
+        plain.load(tmp_path / "scheduled")
+    with pytest.raises(ConfigError, match=f"{begins} is missing {remedy}"):
+        scheduled.load(tmp_path / "plain")
+
+
+def test_states_on_the_gpu_of_another_rank_come_to_this_ones_device(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    training = Training.of(checkpoint, lambda weights: torch.optim.AdamW(weights, lr=torch.tensor(0.5)))
+    rates = MultiStepLR(training.optimizer, [1])
+    with monkeypatch.context() as patched:
+        patched.setattr("torch.serialization.location_tag", lambda storage: "cuda:3")
+        training.save(tmp_path / "saved", rates=rates)
+
+    training.load(tmp_path / "saved", rates=rates)
+
+    assert [(float(rate), rate.device.type) for rate in rates.base_lrs] == [(0.5, "cpu")]
+
+
 def sgd(weights: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.SGD(weights, lr=0.1)
 
@@ -247,6 +325,71 @@ def test_failed_save_leaves_the_earlier_one(checkpoint: Path, tmp_path: Path, mo
     training.save(folder)
     assert [path.name for path in tmp_path.iterdir()] == ["saved"]
     assert {path.name: path.read_bytes() for path in folder.iterdir()} != files
+
+
+def test_link_stays_a_link(checkpoint: Path, tmp_path: Path) -> None:
+    training = Training.of(checkpoint)
+    (tmp_path / "link").symlink_to(tmp_path / "large disk" / "run")
+
+    for _ in range(2):
+        training.save(tmp_path / "link")
+        assert (tmp_path / "link").is_symlink()
+        assert [path.name for path in (tmp_path / "large disk").iterdir()] == ["run"]
+    training.load(tmp_path / "link")
+
+
+@pytest.mark.parametrize("renamed", ["saved", "saved.unfinished"])
+def test_training_that_cannot_be_renamed_is_kept(
+    renamed: str, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, training, rename = tmp_path / "saved", Training.of(checkpoint), Path.rename
+    training.save(folder)
+
+    def busy(path: Path, to: Path) -> Path:
+        if path.name == renamed:
+            raise OSError(16, "Device or resource busy")
+        return rename(path, to)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "rename", busy)
+        with pytest.raises(
+            CheckpointError,
+            match=r"^rank 0: the training is whole in \S+saved\.unfinished, and cannot be renamed to \S+saved: "
+            r"OSError: .* busy\. Rename it before",
+        ):
+            training.save(folder)
+
+    if renamed == "saved.unfinished":
+        with pytest.raises(ConfigError, match=r"; \S+\.unfinished is whole, and was to take its name: rename it$"):
+            training.load(folder)
+    training.load(tmp_path / "saved.unfinished")
+    training.load(tmp_path / ("saved" if renamed == "saved" else "saved.earlier"))
+
+
+def test_processes_killed_at_any_place_leave_a_whole_training(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """First between the two new names, as is assumed, and then before the second one, and while files are removed."""
+    folder, training = tmp_path / "saved", Training.of(checkpoint)
+    unfinished, earlier = tmp_path / "saved.unfinished", tmp_path / "saved.earlier"
+    training.save(folder)
+    folder.rename(earlier)
+    rename = Path.rename
+
+    def killed(path: Path, *to: Path, **how: Any) -> Path:
+        if path.name.startswith(".metadata"):
+            return rename(path, *to)
+        raise KeyboardInterrupt
+
+    for name, is_whole in (("pathlib.Path.rename", True), ("shutil.rmtree", False)):
+        with monkeypatch.context() as patched:
+            patched.setattr(name, killed)
+            with pytest.raises(KeyboardInterrupt):
+                training.save(folder)
+        assert (unfinished / ".metadata").exists() == is_whole
+        training.load(earlier)
+    training.save(folder)
+    assert list(tmp_path.iterdir()) == [folder]
 
 
 def test_half_written_training_is_refused(checkpoint: Path, tmp_path: Path) -> None:
