@@ -132,13 +132,15 @@ class Flash4Kernel:
         # A deterministic backward has an order of its own, which keeps to the cache.
         if spec.causal or spec.window_tokens or spec.deterministic or not cache_bytes:
             return None
-        heads = q_TNH.shape[1]
+        heads, kv_heads = q_TNH.shape[1], k_SGH.shape[1]
+        if heads == kv_heads:  # not measured: the package writes gradients of keys in another way
+            return None
         query_bytes_of_a_head = spans.max_seqlen_q * query_row_bytes(
             q_TNH.shape[2], v_SGV.shape[2], q_TNH.element_size()
         )
         if len(k_SGH) * heads <= LONG_CALL_HEAD_ROWS or query_bytes_of_a_head <= cache_bytes / 2:
             return None
-        return kv_heads_of_short_calls(len(k_SGH), heads, k_SGH.shape[1])
+        return kv_heads_of_short_calls(len(k_SGH), heads, kv_heads)
 
 
 def query_row_bytes(head_dim: int, value_dim: int, element_bytes: int) -> int:

@@ -112,6 +112,15 @@ def test_backward_of_a_long_prefix_has_some_heads_per_call(
     assert package.heads == calls
 
 
+def test_backward_of_heads_that_share_no_keys_is_one_call() -> None:
+    q, k = torch.zeros(5, 64, 2), torch.zeros(KEYS, 64, 2)
+    package = Package(1)
+    package.kernel.backward(
+        q, Saved(q, k, k, q, q[:, :, 0].t()), Gradients(q, k, k), spans_of((3, 2), (KEYS - 5, 5)), PREFIX
+    )
+    assert package.heads == [(64, 64)]
+
+
 def test_gradients_of_short_calls_are_those_of_the_whole() -> None:
     generator = torch.Generator().manual_seed(0)
     tasks = spans_of((3, 2), (KEYS - 5, 5))
