@@ -6,8 +6,8 @@
 
 Runs on GPUs, or on CPUs where there are none. By default it trains a tiny Llama on random documents. A dataset is a
 folder that `tokenise_texts.py` wrote. Every stage reads its own weights of a checkpoint of Transformers, and writes
-its own file of another one. Core attention is shared by the data ranks of a stage. With `--save-every 100` a training
-that was stopped goes on from its last save: the same command, with `--resume`.
+its own file of another one. Core attention is shared by the data ranks of a stage. `--save-every 100` saves the
+training. After a stop, run the same command with `--resume`.
 """
 
 import argparse
@@ -170,11 +170,11 @@ def main() -> None:
     parameters = [parameter for part in parts for parameter in part.parameters()]
     optimizer = torch.optim.AdamW(parameters, lr=args.learning_rate)
     rates = CosineAnnealingLR(optimizer, args.steps)
-    saved = args.output / "training"
+    training_folder = args.output / "training"
     if args.resume:
-        load_training(parts, optimizer, saved, plugin, loader=loader, rates=rates)
+        load_training(parts, optimizer, training_folder, plugin, loader=loader, rates=rates)
     batches = endless(loader)
-    for number in range(rates.last_epoch, args.steps):
+    for number in range(rates.last_epoch, args.steps):  # behind the steps that were made before a stop
         step = StepInputs.of(list(islice(batches, args.micro_batches)))
         loss.begin(step)
         losses: list[torch.Tensor] = []
@@ -188,7 +188,7 @@ def main() -> None:
         if losses:  # on the last stage
             print_step(number, step, losses, norm, mesh)
         if args.save_every and (number + 1) % args.save_every == 0:
-            save_training(parts, optimizer, saved, plugin, loader=loader, rates=rates)
+            save_training(parts, optimizer, training_folder, plugin, loader=loader, rates=rates)
 
     # 4. An ordinary checkpoint.
     save_parts(parts, args.output, plugin)

@@ -108,7 +108,8 @@ def load_training(
             learning-rate schedule is made before, as it adds settings to the optimizer.
 
     Raises:
-        ConfigError: there is no whole checkpoint; or it is of another model, optimizer or place in the data.
+        ConfigError: there is no whole checkpoint; or it is of another model, optimizer or position in the data. When a
+            position is refused, weights are those of the checkpoint already.
         CheckpointError: a rank could not read.
     """
     folder, grid = Path(folder).resolve(), plugin.members.grid
@@ -130,7 +131,7 @@ def load_training(
     left_out = {name.removeprefix(OTHERS) for name in saved if name.startswith(OTHERS)} - others.keys()
     for name in sorted(left_out):
         log.warning("%s holds the state of %r, which load_training was not given: it begins anew", folder, name)
-    if state.place not in saved:
+    if state.random_entry not in saved:
         log.warning("%s was saved by other stages or data ranks: random numbers begin anew", folder)
 
 
@@ -180,11 +181,11 @@ def _check_replaceable(folder: Path) -> None:
     """
     if folder.is_dir():
         names = sorted(path.name for path in folder.iterdir())
-        others = [name for name in names if not name.endswith(".distcp") and not name.startswith(METADATA)]
-        if others:
+        foreign = [name for name in names if not name.endswith(".distcp") and not name.startswith(METADATA)]
+        if foreign:
             raise ConfigError(
-                f"{folder} holds {others[0]}{and_more(len(others) - 1)}, and save_training replaces its whole folder; "
-                "give one of its own"
+                f"{folder} holds {foreign[0]}{and_more(len(foreign) - 1)}, and save_training replaces its whole "
+                "folder; give one of its own"
             )
     elif folder.exists():
         raise ConfigError(f"{folder} is a file, and save_training writes a folder; give another name")
@@ -278,6 +279,6 @@ def _difference(name: str, entry: object, metadata: Metadata) -> str:
 
 
 def _failures(error: CheckpointException, grid: Grid) -> str:
-    """Returns words for what went wrong on the first rank that it did."""
+    """Describes the failure of the first rank that failed."""
     rank, (first, _) = min(error.failures.items(), key=lambda failure: failure[0])
     return f"rank {grid.label(rank)}: {type(first).__name__}: {first_line(first)}{and_more(len(error.failures) - 1)}"

@@ -2,7 +2,7 @@
 
     weights.NAME            of the parts on this rank
     optimizer.*.NAME.*      of each of these weights: states, and settings of its group
-    random.PLACE            states of this rank's random generators
+    random.STAGE AND RANK   states of this rank's random generators
     others.NAME             of a loader, a learning-rate schedule and the like; the same on all ranks
 
 Weights have the names of the whole model. So no two stages have an entry of one name, and DCP can read entries into
@@ -49,7 +49,7 @@ class TrainingState:
         others: whose states are saved as well, by name.
 
     Attributes:
-        place: name of the entry with random states of this rank.
+        random_entry: name of the entry with random states of this rank.
 
     Raises:
         ConfigError: the optimizer has weights of no part.
@@ -64,7 +64,7 @@ class TrainingState:
         others: Mapping[str, Stateful],
     ) -> None:
         stages, data_ranks, _ = grid.shape
-        self.place = f"{RANDOM}stage {grid.stage} of {stages}, data rank {grid.data_rank} of {data_ranks}"
+        self.random_entry = f"{RANDOM}stage {grid.stage} of {stages}, data rank {grid.data_rank} of {data_ranks}"
         self._rank, self._whole, self._optimizer = grid.name, _joined(parts), optimizer
         self._device, self._others = device, others
         ours = set(self._whole.parameters())
@@ -80,12 +80,12 @@ class TrainingState:
     def to_save(self) -> Entries:
         """Returns all entries of this rank. Tensors are those of the training, and no copies."""
         is_new = not self._optimizer.state
-        entries = _without_names(self._of_weights())
+        entries = _without_names(self._entries_with_room())
         if is_new:  # torch has made the states of a first step, which would count as one
             self._optimizer.state.clear()
             entries = {name: entry for name, entry in entries.items() if not name.startswith(STATES)}
         others = {f"{OTHERS}{name}": _packed(other.state_dict()) for name, other in self._others.items()}
-        return {**entries, **others, self.place: _packed(_random_states(self._device))}
+        return {**entries, **others, self.random_entry: _packed(_random_states(self._device))}
 
     def load(self, saved: Mapping[str, object], read: Callable[[Entries], None]) -> None:
         """Goes on with entries that were saved.
@@ -97,28 +97,31 @@ class TrainingState:
         Raises:
             ConfigError: weights that are in one group of the optimizer had other settings each.
         """
-        here = self._of_weights()
-        entries, new = _without_names(here), self._without_state(here, saved)
+        here = self._entries_with_room()
+        entries, new = _without_names(here), self._weights_without_saved_state(here, saved)
         for names in new.values():
             for name in names:
                 del entries[name]
         entries |= dict.fromkeys(f"{OTHERS}{name}" for name in self._others)
-        if self.place in saved:
-            entries[self.place] = None
+        if self.random_entry in saved:
+            entries[self.random_entry] = None
         read(entries)
         here |= entries
         self._check_groups(here)
-        of_weights = {"model_state_dict": _behind(WEIGHTS, here), "optim_state_dict": _behind(OPTIMIZER, here)}
+        for_torch = {
+            "model_state_dict": _without_prefix(WEIGHTS, here),
+            "optim_state_dict": _without_prefix(OPTIMIZER, here),
+        }
         with _without_empty_groups(self._optimizer):
-            set_state_dict(self._whole, self._optimizers, **of_weights, options=OPTIONS)
+            set_state_dict(self._whole, self._optimizers, **for_torch, options=OPTIONS)
         for weight in new:
             del self._optimizer.state[weight]
         for name, other in self._others.items():
             other.load_state_dict(_unpacked(entries[f"{OTHERS}{name}"], self._device))
-        if self.place in entries:
-            _set_random_states(_unpacked(entries[self.place], self._device), self._device)
+        if self.random_entry in entries:
+            _set_random_states(_unpacked(entries[self.random_entry], self._device), self._device)
 
-    def _of_weights(self) -> Entries:
+    def _entries_with_room(self) -> Entries:
         """Returns weights, and what the optimizer has for them. A new one gets states as after a step that changes
         nothing, so that there is something to read into."""
         weights, of_optimizer = get_state_dict(self._whole, self._optimizers, options=OPTIONS)
@@ -127,7 +130,9 @@ class TrainingState:
             **{f"{OPTIMIZER}{name}": entry for name, entry in of_optimizer.items()},
         }
 
-    def _without_state(self, here: Entries, saved: Mapping[str, object]) -> dict[nn.Parameter, list[str]]:
+    def _weights_without_saved_state(
+        self, here: Entries, saved: Mapping[str, object]
+    ) -> dict[nn.Parameter, list[str]]:
         """Returns weights that the optimizer had nothing for when it was saved, as they had no gradient until then,
         with the names of what it would have."""
         new, states = {}, [name for name in here if name.startswith(STATES)]
@@ -163,9 +168,11 @@ def _without_empty_groups(optimizer: torch.optim.Optimizer) -> Iterator[None]:
     weights, and torch looks for the first weight of every group."""
     groups = optimizer.param_groups
     optimizer.param_groups = [group for group in groups if group["params"]]
-    yield
-    loaded = iter(optimizer.param_groups)
-    optimizer.param_groups = [next(loaded) if group["params"] else group for group in groups]
+    try:
+        yield
+    finally:
+        loaded = iter(optimizer.param_groups)
+        optimizer.param_groups = [next(loaded) if group["params"] else group for group in groups]
 
 
 def _joined(parts: Sequence[ModelPart]) -> nn.Module:
@@ -190,7 +197,7 @@ def _without_names(entries: Entries) -> Entries:
     return {name: entry for name, entry in entries.items() if not name.endswith(NAMES_OF_GROUP)}
 
 
-def _behind(prefix: str, entries: Entries) -> Entries:
+def _without_prefix(prefix: str, entries: Entries) -> Entries:
     """Returns entries whose names begin like this, without it."""
     return {name.removeprefix(prefix): entry for name, entry in entries.items() if name.startswith(prefix)}
 
@@ -211,12 +218,12 @@ def _unpacked(entry: bytes, device: torch.device) -> Any:
     return torch.load(io.BytesIO(entry), map_location=place, weights_only=False)  # with pickle, as DCP itself does
 
 
-def _random_states(device: torch.device) -> Entries:
+def _random_states(device: torch.device) -> dict[str, Any]:
     states = {"python": random.getstate(), "numpy": np.random.get_state(), "torch": torch.get_rng_state()}
     return states | ({"cuda": torch.cuda.get_rng_state(device)} if device.type == "cuda" else {})
 
 
-def _set_random_states(states: Entries, device: torch.device) -> None:
+def _set_random_states(states: Mapping[str, Any], device: torch.device) -> None:
     random.setstate(states["python"])
     np.random.set_state(states["numpy"])
     torch.set_rng_state(states["torch"])
