@@ -66,7 +66,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--dataset", help="folder with a tokenised dataset; random documents by default")
     parser.add_argument("--steps", type=count, default=5)
     parser.add_argument("--learning-rate", type=float, default=1e-3)
-    parser.add_argument("--save-every", type=int, default=0, metavar="STEPS", help="save the training; 0: never")
+    parser.add_argument("--save-every", type=count, metavar="STEPS", help="save the training; never by default")
     parser.add_argument("--resume", action="store_true", help="go on from the last save in the output folder")
     parser.add_argument("--output", type=Path, default=Path("pipeline_output"))
     return parser.parse_args()
