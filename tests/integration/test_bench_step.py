@@ -262,7 +262,7 @@ def test_simulated_layers_of_a_configuration_are_those_of_the_table(monkeypatch:
     predicted, model = importlib.import_module("lib.planning.predicted"), importlib.import_module("lib.model")
     profile, notes = find_profile("h100"), Notes()
     names = {"local": 1.0, "ideal": 1.0, "recomputed": 1.0, "fixed": 1.0}
-    row = predicted.MeasuredRow("", 4, "H100", "NVLink", "131072,96x4096", "", 0, 2, False, 0, names)
+    row = predicted.MeasuredRow("", 4, "H100", "NVLink", "131072,96x4096", names)
     layers = predicted.model_of(model.PRESETS["llama3-8b"] | {"num_hidden_layers": 4})
     flat = predicted.Setting(layers, row.document_tokens, 4, slow=False)
     times = predicted.simulate(flat, names, profile, notes)
