@@ -41,7 +41,8 @@ def tiny_config(kind: str, **changes: Any) -> PreTrainedConfig:
         layers = [*["sliding_attention"] * (sizes["num_hidden_layers"] - 1), "full_attention"]
         sizes = {"sliding_window": WINDOW_TOKENS, "head_dim": 16, "layer_types": layers} | sizes
         if kind == "gpt_oss":
-            return GptOssConfig(num_local_experts=4, num_experts_per_tok=2, **sizes)
+            # Every token uses every expert: rounding that depends on the CPU cannot route a token to another one.
+            return GptOssConfig(num_local_experts=4, num_experts_per_tok=4, **sizes)
         return Gemma3TextConfig(query_pre_attn_scalar=16, **sizes)
     if kind == "qwen3_5":  # the last layer is full, the others carry a state
         layers = [*["linear_attention"] * (sizes["num_hidden_layers"] - 1), "full_attention"]
