@@ -7,25 +7,16 @@ training, too, not at the first evaluation.
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import datasets
 import transformers
 from accelerate import DistributedType
 from torch import nn
-from transformers import (
-    DataCollatorForLanguageModeling,
-    DataCollatorForSeq2Seq,
-    DataCollatorWithFlattening,
-    DataCollatorWithPadding,
-    DefaultDataCollator,
-    Trainer,
-    TrainingArguments,
-    default_data_collator,
-)
+from transformers import DataCollatorWithFlattening, Trainer, TrainingArguments
 
 from distca_hf.config import DistCAConfig
 from distca_hf.data.media import media_columns, media_refusal
+from distca_hf.data.rows import is_drawn
 from distca_hf.errors import ConfigError
 from distca_hf.integrations.models.distributed import has_data_and_tensor_mesh, model_mesh, tensor_ranks
 from distca_hf.integrations.models.distributed_check import LOWEST_TENSOR, refused_distribution
@@ -36,6 +27,7 @@ from distca_hf.integrations.models.structure import (
     transformers_model,
     weights_beside_text,
 )
+from distca_hf.integrations.trainer.columns import refused_collator
 from distca_hf.telemetry import get_logger
 
 
@@ -54,11 +46,6 @@ OF_A_DATALOADER = (
     "dataloader_persistent_workers",
     "dataloader_drop_last",
 )
-# Collators that pad and keep the labels of the dataset. TRL's is known by its name, as TRL may not be installed.
-KEEP_LABELS = (DefaultDataCollator, DataCollatorWithPadding, DataCollatorForSeq2Seq)
-OF_TRL = "trl.trainer.sft_trainer.DataCollatorForLanguageModeling"
-# Columns that collators of Transformers take for labels under these names.
-OTHER_LABELS = ("label", "label_ids")
 # Rows among which a short and a long one are looked for.
 ROWS_LOOKED_AT = 256
 
@@ -92,10 +79,13 @@ def _is_of(trainer: Trainer, modules: Sequence[str]) -> bool:
     return any(part.__module__ in modules for part in type(trainer).__mro__)
 
 
-def arguments_without_effect(args: TrainingArguments) -> list[str]:
+def arguments_without_effect(trainer: Trainer) -> list[str]:
     """Returns arguments that were set, and that placed batches do not follow."""
+    args = trainer.args
     fields = type(args).__dataclass_fields__
     named = [name for name in OF_A_DATALOADER if getattr(args, name) != fields[name].default]
+    if "dataloader_num_workers" in named and is_drawn(trainer.train_dataset):  # they draw its rows
+        named.remove("dataloader_num_workers")
     accelerator = args.accelerator_config
     named += [
         f"accelerator_config.{name}" for name in ("split_batches", "dispatch_batches") if getattr(accelerator, name)
@@ -175,11 +165,13 @@ def _wrong_for_cut_documents(trainer: Trainer, config: DistCAConfig) -> Iterator
         yield "compute_metrics needs whole documents, and evaluate='distca' cuts them; remove one of them"
     if config.sort_packs:
         yield "sort_packs is for packs of others, and these batches are placed; set it to False"
-    yield from _sampling_strategy(args, "micro-batches are placed; leave it out")
-    if isinstance(trainer.train_dataset, datasets.Dataset) and (media := media_columns(trainer.train_dataset)):
+    yield from _sampling_strategy(
+        args, "micro-batches are placed; leave it out, or set 'sequential' for the order of the dataset", "sequential"
+    )
+    if not is_drawn(trainer.train_dataset) and (media := media_columns(trainer.train_dataset)):
         yield media_refusal(media)
     yield from _towers_without_gradients(trainer)
-    yield from refused_collator(trainer.data_collator, trainer.train_dataset.column_names or [])
+    yield from refused_collator(trainer)
 
 
 def _towers_without_gradients(trainer: Trainer) -> Iterator[str]:
@@ -217,10 +209,10 @@ def _wrong_for_sorted_packs(trainer: Trainer) -> Iterator[str]:
     yield from _sampling_strategy(trainer.args, "sort_packs chooses the order of packs; leave one of them out")
 
 
-def _sampling_strategy(args: TrainingArguments, because: str) -> Iterator[str]:
-    """Yields an order of rows that was asked for, where rows are ordered here."""
+def _sampling_strategy(args: TrainingArguments, because: str, *followed: str) -> Iterator[str]:
+    """Yields an order of rows that was asked for, where rows are ordered here, unless it is one that is followed."""
     strategy = getattr(args, "train_sampling_strategy", "random")
-    if strategy != "random":
+    if strategy not in ("random", *followed):
         yield f"train_sampling_strategy={strategy!r} has no effect: {because}"
 
 
@@ -246,44 +238,6 @@ def _keeps(trainer: Trainer, name: str) -> bool:
 def _overrides(trainer: Trainer, name: str) -> list[Callable[..., object]]:
     """Returns all methods of a name, of the instance first and then up its classes."""
     return [vars(part)[name] for part in (trainer, *type(trainer).__mro__) if name in vars(part)]
-
-
-def unlearnt_token(collator: Any) -> int | None:
-    """Returns the token that a collator never learns, wherever it stands: the pad token, even if it ends documents."""
-    return collator.tokenizer.pad_token_id if type(collator) is DataCollatorForLanguageModeling else None
-
-
-def refused_collator(collator: Callable[..., object], columns: Sequence[str]) -> Iterator[str]:
-    """Yields reasons why batches made here would differ from the batches of a collator.
-
-    Args:
-        columns: of the training dataset.
-    """
-    name = getattr(collator, "__name__", type(collator).__name__)
-    if getattr(collator, "mlm", False):
-        yield f"its data collator {name} masks tokens (mlm); placed micro-batches are for causal language models"
-    elif type(collator) is DataCollatorForLanguageModeling:
-        ignored = [column for column in ("labels", "completion_mask", "assistant_masks") if column in columns]
-        if ignored:
-            yield (
-                f"its data collator {name} makes labels of input_ids and ignores the column {ignored[0]!r}; remove "
-                "the column, or keep its labels with DataCollatorForSeq2Seq"
-            )
-    elif not _is_known(collator):
-        yield (
-            f"its data collator {name} would not be called: batches are made here. Let the dataset hold the columns "
-            "that it makes (input_ids, labels or completion_mask), and use DataCollatorForSeq2Seq"
-        )
-    if "labels" not in columns:
-        for column in OTHER_LABELS:
-            if column in columns:
-                yield f"the dataset's column {column!r} would be its labels; rename it to 'labels', or remove it"
-
-
-def _is_known(collator: Callable[..., object]) -> bool:
-    kind = type(collator)
-    of_trl = f"{kind.__module__}.{kind.__qualname__}" == OF_TRL
-    return collator is default_data_collator or kind in KEEP_LABELS or of_trl
 
 
 def check_placed_evaluation(trainer: Trainer, open_loader: Callable[[datasets.Dataset], object]) -> None:
