@@ -25,7 +25,7 @@ from distca_hf.comm.agreement import Agreement, Occasion
 from distca_hf.comm.served_transport import ServedTransport
 from distca_hf.comm.transport import Transport
 from distca_hf.data.accumulation import SteppedEpoch
-from distca_hf.data.contents import checked_contents
+from distca_hf.data.dataset_check import checked_contents
 from distca_hf.data.documents import DocumentSource, Tokens
 from distca_hf.data.epochs import EpochPacker, ResumedEpoch
 from distca_hf.data.rows import Reading
@@ -155,7 +155,7 @@ class PlacedLoader:
 
     @cached_property
     def contents(self) -> str:
-        """Checksum of tokens and labels (see `data.contents`); reads documents when first asked for."""
+        """Checksum of tokens and labels (see `data.dataset_check`); reads documents when first asked for."""
         return checked_contents(self._source)
 
     def documents(self, epoch: int, micro_batch: int) -> list[Tokens]:
@@ -384,4 +384,5 @@ class PlacedLoader:
             "seed": self._seed,
             "shuffle": self._shuffle,
             **({"whole_documents": True} if self._planner.whole_documents else {}),
+            **({} if self._shuffle else {"gaps": "filled in order"}),
         }

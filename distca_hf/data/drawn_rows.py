@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from distca_hf.data.media import is_media
+from distca_hf.data.media import is_media, media_refusal
 from distca_hf.data.rows import (
     KNOWN_COLUMNS,
     ONE_PER_ROW,
@@ -100,7 +100,9 @@ class DrawnRows:
             elif name in TOKEN_COLUMNS:
                 if value is not None:
                     drawn[name] = self._numbers(row, name, value, "iub").astype(np.int64)
-            elif self._reading.check(name, _holds_numbers(value), _is_media(name, value), f"row {row}: "):
+            elif is_media(name) and not isinstance(value, str | int | float | None):
+                raise PackingError(f"row {row}: {media_refusal([name])}")
+            elif self._reading.check(name, _holds_numbers(value), f"row {row}: "):
                 numbers = self._numbers(row, name, value, "iubf")
                 drawn[name] = numbers.astype(np.float32 if numbers.dtype.kind == "f" else np.int64)
         if "input_ids" not in drawn:
@@ -169,10 +171,6 @@ def _holds_numbers(value: Any) -> bool:
     except ValueError:  # lists of unequal lengths, of which no collator makes a tensor
         return False
     return array.dtype.kind in "iubf" and array.size > 0
-
-
-def _is_media(name: str, value: Any) -> bool:
-    return is_media(name) and not isinstance(value, str | int | float | None)
 
 
 def _inputs_of(drawn: Values) -> Mapping[str, np.dtype[Any]]:

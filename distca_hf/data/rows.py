@@ -76,7 +76,7 @@ class Reading:
             raise PackingError(f"{where}the dataset's column {name!r} {self.refused[name]}")
         return self.masks != "never" or name not in MASK_COLUMNS
 
-    def check(self, name: str, holds_numbers: bool, is_media: bool = False, where: str = "") -> bool:
+    def check(self, name: str, holds_numbers: bool, where: str = "") -> bool:
         """Returns whether a column that is not known here holds an input of the model: a number per token, which goes
         where its token goes.
 
@@ -86,8 +86,6 @@ class Reading:
         Raises:
             PackingError: a model or a loss may need it, and a placed batch cannot hold it.
         """
-        if is_media:
-            raise PackingError(f"{where}{media_refusal([name])}")
         if not holds_numbers:
             return False
         if self.inputs is not None and name in self.inputs and name not in OF_BATCHES:
@@ -136,13 +134,11 @@ class StoredRows:
     def __init__(self, dataset: "Dataset", reading: Reading) -> None:
         self.shown = frozenset(shown_columns(dataset))
         shown = [name for name in shown_columns(dataset) if reading.looks_at(name)]
-        features, schema = dataset.features, dataset.data.schema
-        further = [
-            name
-            for name in shown
-            if name not in KNOWN_COLUMNS
-            and reading.check(name, _is_of_numbers(schema.field(name).type), is_media(name, features[name]))
-        ]
+        unknown = [name for name in shown if name not in KNOWN_COLUMNS]
+        if media := [name for name in unknown if is_media(name, dataset.features[name])]:
+            raise PackingError(media_refusal(media))
+        types = dataset.data.schema
+        further = [name for name in unknown if reading.check(name, _is_of_numbers(types.field(name).type))]
         if reading.masks == "without labels" and "labels" in shown:
             shown = [name for name in shown if name not in MASK_COLUMNS]
         row_of = _row_indices(dataset)
@@ -231,8 +227,8 @@ class ArrowColumn:
 
 # What follows where labels are one number per row.
 ONE_PER_ROW = (
-    ": one label per row is for classifying texts, and placed batches train a language model on each token. Keep "
-    "Trainer's own batches, with callbacks=[distca_hf.DistCACallback(plugin)] instead of attach"
+    ". One label per row is for classifying texts, and placed batches train a language model on each token: keep the "
+    "Trainer's own batches, with distca_hf.enable(model, plugin, whole_documents=True) instead of attach"
 )
 
 

@@ -29,6 +29,7 @@ from distca_hf.integrations.trainer.check import (
     arguments_without_effect,
     check_evaluation,
     check_placed_evaluation,
+    other_trainer_of_trl,
     packed_by,
     padded_by,
     wrong_settings,
@@ -65,6 +66,11 @@ def attach(trainer: Trainer, context: ParallelContext) -> None:
         log.info("this Trainer was attached to before; that is undone, and this plugin counts from now on")
         earlier.undo()
     padded = padded_by(trainer)
+    if padded is None and packed_by(trainer) is None and (kind := other_trainer_of_trl(trainer)):
+        raise ConfigError(
+            f"{kind} makes batches of its own kind, and placed ones cannot take their place; keep them, with "
+            "callbacks=[distca_hf.DistCACallback(plugin)] instead of attach"
+        )
     if trainer.train_dataset is not None and packed_by(trainer) is None and padded is None:
         check_map_style(trainer.train_dataset)
     reasons = list(wrong_settings(trainer, context.config))

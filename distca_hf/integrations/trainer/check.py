@@ -18,6 +18,7 @@ from distca_hf.config import DistCAConfig
 from distca_hf.data.media import media_columns, media_refusal
 from distca_hf.data.rows import is_drawn
 from distca_hf.errors import ConfigError
+from distca_hf.integrations.models.check import IMPLEMENTATION
 from distca_hf.integrations.models.distributed import has_data_and_tensor_mesh, model_mesh, tensor_ranks
 from distca_hf.integrations.models.distributed_check import LOWEST_TENSOR, refused_distribution
 from distca_hf.integrations.models.structure import (
@@ -28,6 +29,7 @@ from distca_hf.integrations.models.structure import (
     weights_beside_text,
 )
 from distca_hf.integrations.trainer.columns import refused_collator
+from distca_hf.settings import fields_of
 from distca_hf.telemetry import get_logger
 
 
@@ -46,6 +48,8 @@ OF_A_DATALOADER = (
     "dataloader_persistent_workers",
     "dataloader_drop_last",
 )
+# Settings of batches that are placed.
+OF_PLACED = ("tokens_per_rank", "overlong", "pad_to_multiple_of", "regroup_steps", "prefetch", "kernel_times")
 # Rows among which a short and a long one are looked for.
 ROWS_LOOKED_AT = 256
 
@@ -67,6 +71,13 @@ def padded_by(trainer: Trainer) -> str | None:
     if _is_of(trainer, (*PADDING, *PADDING_POLICIES)):
         return f"{type(trainer).__name__} pads its batches"
     return None
+
+
+def other_trainer_of_trl(trainer: Trainer) -> str | None:
+    """Returns the class of TRL that a trainer is of, if it makes batches in a way that is not known here."""
+    modules = (*PADDING, *PADDING_POLICIES, *TRAINERS, "trl.trainer.base_trainer")
+    others = [part for part in type(trainer).__mro__ if part.__module__.startswith("trl.")]
+    return next((part.__name__ for part in others if part.__module__ not in modules), None)
 
 
 def makes_batches_in_steps(trainer: Trainer) -> bool:
@@ -93,9 +104,23 @@ def arguments_without_effect(trainer: Trainer) -> list[str]:
     return named
 
 
+def settings_of_placed(config: DistCAConfig) -> list[str]:
+    """Returns settings of placed batches that do not have their defaults, with their values."""
+    fields = fields_of(DistCAConfig)
+    given = {name: getattr(config, name) for name in OF_PLACED}
+    return [f"{name}={value!r}" for name, value in given.items() if value != fields[name].metadata["default"]]
+
+
 def wrong_settings(trainer: Trainer, config: DistCAConfig) -> Iterator[str]:
     """Yields all reasons why distca_hf cannot be attached to a Trainer."""
     args = trainer.args
+    implementation = transformers_model(trainer.model).config.get_text_config()._attn_implementation
+    if implementation != IMPLEMENTATION and hasattr(args, "model_init_kwargs"):  # TRL loads a model that is a path
+        wanted = f'attn_implementation="{IMPLEMENTATION}"'
+        yield (
+            f"its model uses attn_implementation={implementation!r}; if the trainer loads it, give "
+            f"{type(args).__name__} model_init_kwargs=dict({wanted}), else from_pretrained {wanted}"
+        )
     if trainer.train_dataset is None:
         yield "it has no train_dataset"
     elif padded_by(trainer) is not None:

@@ -19,7 +19,7 @@ from transformers import (
     default_data_collator,
 )
 
-from distca_hf.data.rows import MASK_COLUMNS, Reading, is_drawn, shown_columns
+from distca_hf.data.rows import MASK_COLUMNS, ONE_PER_ROW, Reading, is_drawn, shown_columns
 from distca_hf.integrations.models.planner import reading_for
 
 
@@ -72,7 +72,7 @@ def _refused_columns(trainer: Trainer) -> Mapping[str, str]:
     """Returns columns that a Trainer's labels would come from, or that its collator ignores, with what to do."""
     refused = dict.fromkeys(
         [*OTHER_LABELS, *(name for name in trainer.label_names if name != "labels")],
-        "would be its labels; rename it to 'labels', or remove it",
+        f"would be its labels; name one label per token 'labels', or remove the column{ONE_PER_ROW}",
     )
     collator = trainer.data_collator
     if type(collator) is DataCollatorForLanguageModeling and not collator.mlm:
@@ -85,7 +85,11 @@ def _refused_columns(trainer: Trainer) -> Mapping[str, str]:
 
 def _shown_to_collator(trainer: Trainer, dataset: datasets.Dataset) -> list[str]:
     """Returns the stored columns of a dataset that a Trainer shows its collator."""
-    return shown_columns(trainer._remove_unused_columns(dataset, description="placed"))
+    signature = trainer._signature_columns  # remembered by the first who asks
+    try:
+        return shown_columns(trainer._remove_unused_columns(dataset))
+    finally:
+        trainer._signature_columns = signature
 
 
 def _is_known(collator: Callable[..., object]) -> bool:

@@ -18,7 +18,7 @@ import distca_hf
 from distca_hf.batches import prepare as ahead
 from distca_hf.batches.loader import PlacedLoader
 from distca_hf.batches.prepare import Prefetcher
-from distca_hf.data import contents
+from distca_hf.data import dataset_check
 from distca_hf.errors import ConfigError, PackingError
 from distca_hf.runtime.live_plan import LivePlan
 from distca_hf.telemetry import LoaderTimes
@@ -353,7 +353,7 @@ class Broken(Exception):
 
 def test_error_of_the_background_thread_arrives_in_the_loop_with_its_type(monkeypatch: pytest.MonkeyPatch) -> None:
     """Batches before the broken one come first; nothing hangs and no thread stays."""
-    monkeypatch.setattr(contents, "MOST_DOCUMENTS", 1)
+    monkeypatch.setattr(dataset_check, "MOST_DOCUMENTS", 1)
 
     def tokenize(rows: dict[str, list[Any]]) -> dict[str, list[Any]]:
         if rows["number"] == [10]:
@@ -392,7 +392,7 @@ def test_transform_that_comes_later_is_refused(made_on_access: bool) -> None:
 
 
 def test_padded_row_is_found_when_it_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(contents, "MOST_DOCUMENTS", 1)
+    monkeypatch.setattr(dataset_check, "MOST_DOCUMENTS", 1)
     rows = [[3] * 64 for _ in range(12)]
     masks = [[1] * 64 for _ in rows]
     whole = loader_of(Dataset.from_dict({"input_ids": rows, "attention_mask": masks}), shuffle=False)

@@ -13,7 +13,7 @@ from datasets import Dataset, Features, LargeList, List, Value
 
 from distca_hf.data import rows as rows_module
 from distca_hf.data.documents import DocumentSource, Tokens, check_map_style
-from distca_hf.data.rows import ArrowColumn, Reading
+from distca_hf.data.rows import ArrowColumn
 from distca_hf.errors import PackingError
 
 
@@ -74,10 +74,9 @@ def chunked(dataset: Dataset) -> Dataset:
 STORAGES: dict[str, Callable[[Dataset], Dataset]] = {
     "as it is": lambda dataset: dataset,
     "reversed": lambda dataset: dataset.select([3, 2, 1, 0]).select([3, 2, 1, 0]),
-    "shuffled and sorted again": lambda dataset: dataset.add_column("n", [0, 1, 2, 3])
-    .shuffle(seed=1)
-    .sort("n")
-    .remove_columns("n"),
+    "shuffled and sorted again": lambda dataset: (
+        dataset.add_column("n", [0, 1, 2, 3]).shuffle(seed=1).sort("n").remove_columns("n")
+    ),
     "concatenated": lambda dataset: datasets.concatenate_datasets([dataset.select([0, 1]), dataset.select([2, 3])]),
     "concatenated from slices": lambda dataset: datasets.concatenate_datasets(
         [dataset.select(range(0, 1)), dataset.select(range(1, 3)), dataset.select([3])]
@@ -349,7 +348,8 @@ def test_transform_with_a_length_column(form: Any) -> None:
     import torch
 
     make = torch.tensor if form == "torch" else form
-    rows = [{"input_ids": make(document), "labels": make([50 + token for token in document])} for document in DOCUMENTS]
+    labels = [[50 + token for token in document] for document in DOCUMENTS]
+    rows = [{"input_ids": make(ids), "labels": make(of_row)} for ids, of_row in zip(DOCUMENTS, labels, strict=True)]
     source = DocumentSource(made_on_access(rows, length=[3, 1, 5, 2]), CAPACITY)
 
     assert source.document_tokens.tolist() == [3, 1, 5, 2]

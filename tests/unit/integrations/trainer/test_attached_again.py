@@ -294,7 +294,7 @@ def test_labels_are_those_of_the_collator(collator: str, make: Callable[..., Tra
         (
             lambda: DataCollatorForLanguageModeling(tokenizer(), mlm=False),
             {"labels": [[3, 4]] * 4},
-            "makes labels of input_ids and ignores the column 'labels'",
+            "column 'labels' is ignored by its data collator DataCollatorForLanguageModeling",
         ),
         (lambda: default_data_collator, {"label_ids": [[3, 4]] * 4}, "column 'label_ids' would be its labels"),
     ],

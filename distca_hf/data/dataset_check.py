@@ -1,4 +1,4 @@
-"""Contents: a look at the documents of a dataset before the first step.
+"""Dataset check: a look at the documents of a dataset before the first step.
 
 All of a small dataset are read, of a large one a sample: for the checksum that ranks compare, for rows that look
 padded, and for rows that a transform does not draw again as it drew them before.
@@ -50,9 +50,8 @@ def checked_contents(source: DocumentSource) -> str:
         draws, tokens = source.draw([document]), int(lengths[document])
         beginning = source.read(document, 0, min(tokens, most_tokens), draws)
         digest.update(beginning.to_bytes())
-        ids = beginning.input_ids
-        end = ids if tokens == len(ids) else source.read(document, max(0, tokens - END_TOKENS), tokens, draws).input_ids
-        runs.note(int(source.rows[document]), ids, end[-END_TOKENS:])
+        end = source.read(document, max(0, tokens - END_TOKENS), tokens, draws)
+        runs.note(int(source.rows[document]), beginning.input_ids, end.input_ids)
         if draws and len(drawn) < MOST_DRAWN_TWICE:
             drawn[document] = _digests(draws)
     runs.warn(len(documents))
