@@ -3,8 +3,9 @@
 Labels are shifted before documents are cut.
 
 Every rank reads its own copy of the dataset. Documents of equal lengths give equal plans, whatever their tokens: if
-one rank has shuffled otherwise, halves of two documents would meet. So a checksum of the dataset (`data.dataset_check`) is
-compared before the first step. In every micro-batch, so are the tokens around each cut, which both of its ranks read.
+one rank has shuffled otherwise, halves of two documents would meet. So a checksum of the dataset is compared before
+the first step (`data.dataset_check`). In every micro-batch, so are the tokens around each cut, which both of its ranks
+can read.
 
     rank 0   … t t t t t t ┊                    rank 0 adds the checksum of the tokens around the cut,
     rank 1                 ┊ t t t t t t …      rank 1 subtracts it: their sum over all ranks is 0

@@ -93,6 +93,36 @@ def test_of_a_large_dataset_documents_all_over_it_are_read(monkeypatch: pytest.M
     assert [document for document, *_ in ends] == [document for document, *_ in beginnings]
 
 
+@pytest.mark.parametrize("side", ["end in", "begin with"])
+@pytest.mark.parametrize(
+    ("padding", "padded", "told"), [(40, 30, True), (3, 30, False), (40, 2, False), (0, 30, False)]
+)
+def test_rows_that_look_padded_are_told(
+    side: str, padding: int, padded: int, told: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Neither rows of one token alone, nor a few."""
+    rng = np.random.default_rng(0)
+    rows = [rng.integers(1, 90, 60).tolist() for _ in range(60)]
+    for at in range(padded):
+        filled = [0] * (padding + at % 2 if padding == 40 else padding)
+        rows[at] = (rows[at] + filled) if side == "end in" else filled + rows[at]
+    checked_contents(source_of([*rows, *[[5] * 30] * 60]))
+    wanted = f"30 of 120 documents that were looked at {side} a run of token 0 (row 29: 41 of them)"
+
+    assert [record.getMessage().startswith(wanted) for record in caplog.records] == [True] * told
+
+
+def test_inputs_of_the_model_count() -> None:
+    kinds = [[0] * len(row) for row in ROWS]
+    reading = Reading(inputs=frozenset({"token_type_ids"}))
+    checksums = set()
+    for kind in (0, 1):
+        kinds[2][51] = kind
+        dataset = Dataset.from_dict({"input_ids": ROWS, "token_type_ids": kinds})
+        checksums.add(checked_contents(DocumentSource(dataset, 1 << 20, reading=reading)))
+    assert len(checksums) == 2
+
+
 # --- cuts
 
 

@@ -13,7 +13,7 @@ from datasets import Dataset, Features, LargeList, List, Value
 
 from distca_hf.data import rows as rows_module
 from distca_hf.data.documents import DocumentSource, Tokens, check_map_style
-from distca_hf.data.rows import ArrowColumn
+from distca_hf.data.rows import ArrowColumn, Reading
 from distca_hf.errors import PackingError
 
 
@@ -481,6 +481,100 @@ def test_columns_that_hold_no_lists_of_integers_are_refused_by_type(column: str,
     message = refusal(Dataset.from_dict({"input_ids": [[1, 2], [3]], column: values}))
 
     assert f"column '{column}' must hold a list of integers per row, not " in message
+
+
+# --- columns that a model or a loss may need, or that nobody sees
+
+
+KINDS = [[0, 1, 1], [1], [0, 0, 1, 1, 0], [1, 0]]
+
+
+@pytest.mark.parametrize(("kinds", "dtype"), [(int, np.int64), (bool, np.int64), (float, np.float32)])
+def test_inputs_of_the_model_go_with_their_tokens(kinds: type, dtype: type) -> None:
+    dataset = dataset_of(token_type_ids=[[kinds(kind) for kind in row] for row in KINDS]).select([3, 2])
+    source = DocumentSource(dataset, CAPACITY, reading=Reading(inputs=frozenset({"token_type_ids"})))
+    (values,) = read(source, 1, 1, 4).inputs.values()
+
+    assert (values.tolist(), values.dtype, source.inputs) == ([0, 1, 1], dtype, {"token_type_ids": dtype})
+
+
+@pytest.mark.parametrize(
+    ("columns", "inputs", "told"),
+    [
+        ({"weight": [0.5, 1.0, 1.0, 0.0]}, (), "'weight' holds numbers .*does not name it.*remove_columns"),
+        ({"n": [1, 2, 3, 4]}, None, r"'n' holds numbers .*plugin\.dataloader\(model=\.\.\.\)"),
+        ({"token_type_ids": KINDS}, None, "'token_type_ids' holds numbers"),
+        ({"token_type_ids": KINDS}, (), "'token_type_ids' holds numbers"),
+        ({"shift_labels": DOCUMENTS}, ("shift_labels",), "'shift_labels' holds numbers .* batches fill it in"),
+        ({"token_type_ids": [0, 1, 2, 3]}, ("token_type_ids",), "must hold a list of numbers per row, not int8"),
+        ({"inputs_embeds": [[[0.5]]] * 4}, ("inputs_embeds",), "must hold a list of numbers per row, not list"),
+        (
+            {"token_type_ids": [[0]] * 4},
+            ("token_type_ids",),
+            "row 0: column 'token_type_ids' has 1 values for 3 tokens",
+        ),
+        ({"attention_mask": [[[[1]]]] * 4}, (), "'attention_mask' must hold a list of integers per row"),
+        ({"labels": [0, 1, 2, 0]}, (), "One label per row is for classifying texts.*whole_documents=True"),
+    ],
+    ids=str,
+)
+def test_numbers_that_placed_batches_would_leave_out_are_refused_by_name(
+    columns: dict[str, Any], inputs: tuple[str, ...] | None, told: str
+) -> None:
+    reading = Reading(inputs=None if inputs is None else frozenset(inputs))
+    assert re.search(told, refusal(dataset_of(**columns), reading=reading))
+
+
+def test_columns_that_the_format_hides_are_not_read() -> None:
+    masks = [[0] * len(document) for document in DOCUMENTS]
+    dataset = dataset_of(labels=DOCUMENTS, completion_mask=masks, weight=[0.5] * 4)
+    shown = dataset.with_format("torch", columns=["input_ids", "labels"])
+
+    assert labels_of(DocumentSource(shown, CAPACITY), 0)[0] == [-100, 12, 13]
+    shown.set_format("torch", columns=["input_ids", "completion_mask"])
+    assert labels_of(DocumentSource(shown, CAPACITY), 0)[0] == [-100, -100, -100]
+    assert "hides its column 'input_ids' (set_format(columns=['labels']))" in refusal(
+        dataset.with_format("torch", columns=["labels"])
+    )
+    shown.set_format("torch", columns=["labels"], output_all_columns=True)
+    assert "'weight' holds numbers" in refusal(shown)
+
+
+class FillInTheMiddle(Dataset):
+    def __getitem__(self, key: Any) -> Any:
+        return super().__getitem__(key)
+
+
+def test_dataset_that_makes_rows_itself_is_refused() -> None:
+    message = refusal(FillInTheMiddle(dataset_of().data.table))
+
+    assert "FillInTheMiddle makes rows of its own (__getitem__)" in message
+
+
+@pytest.mark.parametrize("column", ["input_ids", "labels"])
+@pytest.mark.parametrize(("token", "vocabulary"), [(128, 128), (1 << 40, 128), (-1, 128), (-1, None), (-100, 128)])
+def test_tokens_that_the_model_does_not_know_are_named(column: str, token: int, vocabulary: int | None) -> None:
+    rows = {"input_ids": [[1, 2, 3], [4, 5, 6, 7]], column: [[1, 127, 0], [1, 2, 3, token]]}
+    source = DocumentSource(Dataset.from_dict(rows), CAPACITY, reading=Reading(vocabulary_tokens=vocabulary))
+    known = "0 or more" if vocabulary is None else "0 to 127 in this model"
+
+    assert read(source, 0).input_ids.tolist() == rows["input_ids"][0]
+    if (column, token) == ("labels", -100):
+        assert read(source, 1).labels.tolist() == [-100, 2, 3, -100]
+        return
+    with pytest.raises(PackingError, match=f"row 1: {column} is {token} at token 3, and tokens are {known}"):
+        read(source, 1, 2, 4)
+
+
+def test_positions_that_disagree_with_documents_are_refused_where_they_are_read() -> None:
+    rows = {"input_ids": [[1, 2, 3, 4, 5, 6]] * 2, "seq_lengths": [[4, 2]] * 2}
+    positions = [[0, 1, 2, 3, 0, 1], [0, 1, 2, 0, 1, 2]]
+    source = DocumentSource(Dataset.from_dict(rows | {"position_ids": positions}), 3, "split")
+
+    assert tokens_of(source.__class__(Dataset.from_dict(rows), 3, "split"))[:3] == [[1, 2, 3], [4], [5, 6]]
+    assert [read(source, document).input_ids.tolist() for document in range(3)] == [[1, 2, 3], [4], [5, 6]]
+    with pytest.raises(PackingError, match="row 1: position_ids is 0 at token 3, which has position 3"):
+        read(source, 4)
 
 
 # --- datasets that were padded or packed for somebody else
