@@ -60,10 +60,10 @@ def checked_contents(source: DocumentSource) -> str:
         now, before = _digests(source.draw([document])), drawn[document]
         if wrong := [name for name in {**before, **now} if now.get(name) != before.get(name)]:
             raise PackingError(
-                f"row {source.rows[document]}: the dataset's transform gives other values of {wrong[0]!r} when it "
-                "makes the row again, although random, numpy.random and torch were seeded alike. All ranks that hold "
-                "parts of a document, and a resumed run, must see the same row: let the transform draw from these "
-                "generators, not from one of its own, the clock, or a tokenizer's dropout; or use dataset.map once"
+                f"row {source.rows[document]}: the dataset's transform gives other {wrong[0]!r} when it makes the row "
+                "again. Ranks that share a document, and a resumed run, must see one row: draw from random, "
+                "numpy.random or torch, which are seeded for it, not from another generator, the clock or a "
+                "tokenizer's dropout; or use dataset.map"
             )
     return digest.hexdigest()
 

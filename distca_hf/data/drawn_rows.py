@@ -115,11 +115,12 @@ class DrawnRows:
             values = np.asarray(value)
         except ValueError as error:
             raise PackingError(f"row {row}: column {name!r} gave lists of unequal lengths") from error
+        if name == "labels" and values.ndim == 0:
+            raise PackingError(f"row {row}: column {name!r} {ONE_PER_ROW}")
         if values.ndim != 1 or values.dtype.kind not in kinds or len(values) != self.lengths[row]:
             raise PackingError(
                 f"row {row}: column {name!r} gave an array of {values.dtype} with shape {values.shape}; "
                 f"{self.lengths[row]} {'numbers' if 'f' in kinds else 'integers'} were announced"
-                f"{ONE_PER_ROW if name == 'labels' and values.ndim == 0 else ''}"
             )
         return values
 

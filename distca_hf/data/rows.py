@@ -96,9 +96,10 @@ class Reading:
             because = "a column that the model's forward pass takes needs plugin.dataloader(model=...)"
         else:
             because = "the model's forward pass does not name it"
+        remedy = "leave it out of the transform" if where else f"dataset.remove_columns({name!r})"
         raise PackingError(
             f"{where}column {name!r} holds numbers that a loss may need, and placed batches would leave them out: "
-            f"{because}. To train without it: dataset.remove_columns({name!r})"
+            f"{because}. To train without it: {remedy}"
         )
 
 
@@ -195,11 +196,10 @@ class ArrowColumn:
         is_integer = inner is not None and (pa.types.is_integer(inner) or pa.types.is_boolean(inner))
         is_float = inner is not None and of_floats and pa.types.is_floating(inner)
         if not is_integer and not is_float:
-            per_row = inner is None and name == "labels" and _is_of_numbers(column.type)
-            raise PackingError(
-                f"column {name!r} must hold a list of {'numbers' if of_floats else 'integers'} per row, not "
-                f"{column.type}{ONE_PER_ROW if per_row else ''}"
-            )
+            if inner is None and name == "labels" and _is_of_numbers(column.type):
+                raise PackingError(f"column {name!r} {ONE_PER_ROW}")
+            kinds = "numbers" if of_floats else "integers"
+            raise PackingError(f"column {name!r} must hold a list of {kinds} per row, not {column.type}")
         self._name = name
         self._chunks = [chunk for chunk in column.chunks if len(chunk)]
         self._row_of = row_of
@@ -225,10 +225,10 @@ class ArrowColumn:
         return values.to_numpy(zero_copy_only=False).astype(self.dtype)
 
 
-# What follows where labels are one number per row.
+# What is said of a column of labels that are one number per row.
 ONE_PER_ROW = (
-    ". One label per row is for classifying texts, and placed batches train a language model on each token: keep the "
-    "Trainer's own batches, with distca_hf.enable(model, plugin, whole_documents=True) instead of attach"
+    "holds one label per row, as for classifying texts; placed batches train a language model. Keep the Trainer's own "
+    "batches, with distca_hf.enable(model, plugin, whole_documents=True) instead of attach"
 )
 
 

@@ -114,13 +114,14 @@ def settings_of_placed(config: DistCAConfig) -> list[str]:
 def wrong_settings(trainer: Trainer, config: DistCAConfig) -> Iterator[str]:
     """Yields all reasons why distca_hf cannot be attached to a Trainer."""
     args = trainer.args
-    implementation = transformers_model(trainer.model).config.get_text_config()._attn_implementation
-    if implementation != IMPLEMENTATION and hasattr(args, "model_init_kwargs"):  # TRL loads a model that is a path
+    if hasattr(args, "model_init_kwargs"):  # TRL loads a model that is given as a path
+        implementation = transformers_model(trainer.model).config.get_text_config()._attn_implementation
         wanted = f'attn_implementation="{IMPLEMENTATION}"'
-        yield (
-            f"its model uses attn_implementation={implementation!r}; if the trainer loads it, give "
-            f"{type(args).__name__} model_init_kwargs=dict({wanted}), else from_pretrained {wanted}"
-        )
+        if implementation != IMPLEMENTATION:
+            yield (
+                f"its model uses attn_implementation={implementation!r}; if the trainer loads it, give "
+                f"{type(args).__name__} model_init_kwargs=dict({wanted}), else from_pretrained {wanted}"
+            )
     if trainer.train_dataset is None:
         yield "it has no train_dataset"
     elif padded_by(trainer) is not None:

@@ -65,14 +65,15 @@ def refused_collator(trainer: Trainer) -> Iterator[str]:
         shown = _shown_to_collator(trainer, trainer.train_dataset)
         for column, reason in _refused_columns(trainer).items():
             if column in shown:
-                yield f"the dataset's column {column!r} {reason}"
+                per_row = column in OTHER_LABELS and isinstance(trainer.train_dataset.features[column], datasets.Value)
+                yield f"the dataset's column {column!r} {f'{ONE_PER_ROW}, or remove it' if per_row else reason}"
 
 
 def _refused_columns(trainer: Trainer) -> Mapping[str, str]:
     """Returns columns that a Trainer's labels would come from, or that its collator ignores, with what to do."""
     refused = dict.fromkeys(
         [*OTHER_LABELS, *(name for name in trainer.label_names if name != "labels")],
-        f"would be its labels; name one label per token 'labels', or remove the column{ONE_PER_ROW}",
+        "would be its labels; rename it to 'labels', or remove it",
     )
     collator = trainer.data_collator
     if type(collator) is DataCollatorForLanguageModeling and not collator.mlm:
