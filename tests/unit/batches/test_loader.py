@@ -1,6 +1,9 @@
 """The loader in one process: what is in a batch, which batches an epoch has, and where it continues."""
 
 import gc
+import multiprocessing
+import os
+import signal
 import threading
 import time
 from collections import Counter
@@ -368,6 +371,35 @@ def test_error_of_the_background_thread_arrives_in_the_loop_with_its_type(monkey
 
     assert len(taken) == 3
     assert background_threads() == []
+
+
+def test_workers_outlive_signals_of_their_process_group_and_hand_errors_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step that ends on SIGTERM may still need rows of theirs."""
+    monkeypatch.setattr(dataset_check, "MOST_DOCUMENTS", 1)
+
+    def tokenize(rows: dict[str, list[Any]]) -> dict[str, list[Any]]:
+        tokens = 64 if rows["number"] != [40] else 63
+        return {"input_ids": [[number] * tokens for number in rows["number"]]}
+
+    dataset = Dataset.from_dict({"number": list(range(60)), "length": [64] * 60}).with_transform(tokenize)
+    plugin = distca_hf.DistCAPlugin(tokens_per_rank=CAPACITY_TOKENS, pad_to_multiple_of=1)
+    taken = []
+
+    def take() -> None:
+        for batch in plugin.dataloader(dataset, shuffle=False, device="cpu", num_workers=2):
+            taken.append(sorted(set(batch["input_ids"][0].tolist())))
+            for worker in multiprocessing.active_children():
+                for number in (signal.SIGTERM, signal.SIGINT):
+                    assert worker.pid is not None
+                    os.kill(worker.pid, number)
+
+    with pytest.raises(PackingError, match=r"^row 40: .* \(63,\); 64 integers were announced$"):
+        take()
+
+    assert taken == [[at, at + 1, at + 2] for at in range(0, 39, 3)]
+    assert background_threads() == []
+    gc.collect()
+    assert multiprocessing.active_children() == []
 
 
 def test_row_shorter_than_announced_is_found_when_it_is_read() -> None:
