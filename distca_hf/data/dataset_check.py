@@ -50,8 +50,10 @@ def checked_contents(source: DocumentSource) -> str:
         draws, tokens = source.draw([document]), int(lengths[document])
         beginning = source.read(document, 0, min(tokens, most_tokens), draws)
         digest.update(beginning.to_bytes())
-        end = source.read(document, max(0, tokens - END_TOKENS), tokens, draws)
-        runs.note(int(source.rows[document]), beginning.input_ids, end.input_ids)
+        end = beginning
+        if tokens > most_tokens:
+            end = source.read(document, max(0, tokens - END_TOKENS), tokens, draws)
+        runs.note(int(source.rows[document]), beginning.input_ids, end.input_ids[-END_TOKENS:])
         if draws and len(drawn) < MOST_DRAWN_TWICE:
             drawn[document] = _digests(draws)
     runs.warn(len(documents))
