@@ -151,7 +151,7 @@ class PlacedLoader:
         if followed := self._source.masks:
             log.info("the dataset's %s: tokens with 0 there are not learnt", " and ".join(followed))
         if left := self._source.masks_left:
-            log.info("the dataset's %s: not followed, as the Trainer alone would not", " and ".join(left))
+            log.info("the dataset's %s: not followed, as the Trainer itself does not follow them", " and ".join(left))
 
     @cached_property
     def contents(self) -> str:

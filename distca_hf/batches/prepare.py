@@ -3,8 +3,8 @@
 A `Preparer` places, plans, routes and reads. A `Prefetcher` runs it ahead and hands its micro-batches over in order.
 Neither uses a process group or the loader.
 
-Rows that a transform makes are drawn by worker processes, or by the thread that asks for the micro-batch: transforms
-draw from generators that all threads of a process share.
+Rows that a transform makes are drawn by worker processes, or by the thread that asks for the micro-batch: all threads
+of a process share the generators that transforms draw from.
 """
 
 import queue
@@ -109,8 +109,8 @@ class Preparer:
     num_workers: int = 0
 
     def rest(self, begin: Cursor, epoch: SteppedEpoch) -> Iterator[Prepared]:
-        """Yields micro-batches from `begin` to the end of its epoch. `finish` has to read those whose rows are to be
-        drawn, and that no worker process has."""
+        """Yields micro-batches from `begin` to the end of its epoch, with their rows. Those that a transform makes are
+        left to `finish` if there are no workers."""
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)  # or pinning would open a context on the first GPU
         planned = (
@@ -148,7 +148,7 @@ class Preparer:
         return self._read(prepared, self.source.draw(self._held(prepared), prepared.cursor.epoch))
 
     def _with_workers(self, planned: Iterator[Prepared]) -> Iterator[Prepared]:
-        """Yields micro-batches whose rows worker processes have drawn, each those of one at a time."""
+        """Yields micro-batches whose rows were drawn by worker processes, each by one of them."""
         waiting: deque[Prepared] = deque()
 
         def asked_for() -> Iterator[tuple[IntArray, int]]:

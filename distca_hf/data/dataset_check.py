@@ -1,7 +1,7 @@
 """Dataset check: a look at the documents of a dataset before the first step.
 
-All of a small dataset are read, of a large one a sample: for the checksum that ranks compare, for rows that look
-padded, and for rows that a transform does not draw again as it drew them before.
+All documents of a small dataset are read, and a sample of a large one: for the checksum that ranks compare, for rows
+that look padded, and for rows that a transform does not make again as it made them before.
 """
 
 import hashlib
@@ -9,7 +9,7 @@ from collections import Counter
 
 import numpy as np
 
-from distca_hf.arrays import IntArray
+from distca_hf.arrays import IntArray, ceil_div
 from distca_hf.data.documents import DocumentSource
 from distca_hf.data.rows import Draws
 from distca_hf.errors import PackingError
@@ -46,6 +46,7 @@ def checked_contents(source: DocumentSource) -> str:
     most_tokens = int(lengths.max(initial=0)) if everything else MOST_TOKENS // MOST_DOCUMENTS
     digest, runs = hashlib.blake2b(digest_size=8), Runs()
     drawn: dict[int, dict[str, str]] = {}
+    twice = set(documents[:: ceil_div(len(documents), MOST_DRAWN_TWICE)].tolist())
     for document in documents.tolist():
         draws, tokens = source.draw([document]), int(lengths[document])
         beginning = source.read(document, 0, min(tokens, most_tokens), draws)
@@ -54,10 +55,10 @@ def checked_contents(source: DocumentSource) -> str:
         if tokens > most_tokens:
             end = source.read(document, max(0, tokens - END_TOKENS), tokens, draws)
         runs.note(int(source.rows[document]), beginning.input_ids, end.input_ids[-END_TOKENS:])
-        if draws and len(drawn) < MOST_DRAWN_TWICE:
+        if draws and document in twice:
             drawn[document] = _digests(draws)
     runs.warn(len(documents))
-    # In the reverse order: a transform that remembers the rows before gives other values, too.
+    # In reverse order, so that a transform that remembers the row before gives other values, too.
     for document in reversed(drawn):
         now, before = _digests(source.draw([document])), drawn[document]
         if wrong := [name for name in {**before, **now} if now.get(name) != before.get(name)]:

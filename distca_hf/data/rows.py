@@ -30,7 +30,7 @@ ATTENTION_MASK = "attention_mask"
 TOKEN_COLUMNS = ("input_ids", "labels", *MASK_COLUMNS, ATTENTION_MASK, "position_ids")
 # All columns that have one: the others say how many tokens and documents a row has.
 KNOWN_COLUMNS = frozenset({*TOKEN_COLUMNS, "length", "seq_lengths"})
-# Arguments of models that batches fill in, or that number the documents of rows, which are placed in other rows.
+# Arguments of models that batches fill in, or that describe the rows of the dataset: documents are placed in others.
 OF_BATCHES = frozenset(
     {"shift_labels", "num_items_in_batch", "seq_idx", "cache_position", "cu_seq_lens_q", "cu_seq_lens_k"}
 )
@@ -46,7 +46,7 @@ class Reading:
     """What is read of rows: for one model, as one Trainer or loop would.
 
     Attributes:
-        only: columns that are looked at; None for all that the dataset shows.
+        only: columns that are looked at; None: all that the dataset shows.
         masks: when `MASK_COLUMNS` decide what is learnt.
         inputs: names of the arguments of the model's forward pass; None if no model is known.
         vocabulary_tokens: tokens that the model has embeddings for; None if no model is known.
@@ -91,7 +91,7 @@ class Reading:
         if self.inputs is not None and name in self.inputs and name not in OF_BATCHES:
             return True
         if name in OF_BATCHES:
-            because = "batches fill it in, or number documents of their own"
+            because = "batches fill it in, or describe other rows"
         elif self.inputs is None:
             because = "a column that the model's forward pass takes needs plugin.dataloader(model=...)"
         else:
@@ -103,7 +103,7 @@ class Reading:
         )
 
 
-# Of a dataset whose lengths alone are asked for.
+# For lengths only: other columns may hold anything.
 FOR_LENGTHS = Reading(only=KNOWN_COLUMNS)
 
 

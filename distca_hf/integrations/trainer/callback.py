@@ -108,7 +108,7 @@ class DistCACallback(TrainerCallback):
         unused = [] if self._loader is not None else settings_of_placed(self._context.config)
         if unused:
             log.warning(
-                "%s: no effect, as the Trainer makes its batches itself (tokens_per_rank x ranks only is the longest "
+                "%s: no effect, as the Trainer makes its batches itself (tokens_per_rank x ranks is only the longest "
                 "document that the model is checked for)",
                 ", ".join(unused),
             )

@@ -119,8 +119,8 @@ def wrong_settings(trainer: Trainer, config: DistCAConfig) -> Iterator[str]:
         wanted = f'attn_implementation="{IMPLEMENTATION}"'
         if implementation != IMPLEMENTATION:
             yield (
-                f"its model uses attn_implementation={implementation!r}; if the trainer loads it, give "
-                f"{type(args).__name__} model_init_kwargs=dict({wanted}), else from_pretrained {wanted}"
+                f"its model uses attn_implementation={implementation!r}; load it with from_pretrained(..., {wanted}), "
+                f"or let the trainer load it with {type(args).__name__}(model_init_kwargs=dict({wanted}))"
             )
     if trainer.train_dataset is None:
         yield "it has no train_dataset"

@@ -2,7 +2,7 @@
 
 A Trainer shows its collator the columns that the model's forward pass names; with `remove_unused_columns=False`, and
 of what a transform makes, all. Collators of Transformers do not know TRL's masks, and TRL has made labels of them
-before its collator is called. So masks decide only if there are no labels: then the Trainer alone could not train.
+before its collator is called. So masks decide only if there are no labels: such a Trainer needs distca_hf to train.
 """
 
 from collections.abc import Callable, Iterator, Mapping

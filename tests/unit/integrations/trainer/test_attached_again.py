@@ -363,7 +363,7 @@ def test_labels_are_those_of_the_trainer_alone(
 
     assert ours == pytest.approx(loss_of_everything(make, COLLATORS[collator], False, dataset, **arguments), abs=1e-5)
     assert told in caplog.text
-    assert (", as the Trainer alone would not" in caplog.text) == bool(told)
+    assert (", as the Trainer itself does not" in caplog.text) == bool(told)
 
 
 def test_masks_decide_where_a_trainer_alone_has_no_labels(
