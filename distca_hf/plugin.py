@@ -75,6 +75,7 @@ class DistCAPlugin(DistCAConfig, ParallelContext):
         micro_steps: int = 1,
         unlearnt_token: int | None = None,
         pipeline: Pipeline | None = None,
+        num_workers: int = 0,
     ) -> PlacedLoader:
         """Returns placed micro-batches of a tokenised dataset, for this rank. A collective call: every rank makes it.
 
@@ -85,9 +86,11 @@ class DistCAPlugin(DistCAConfig, ParallelContext):
             shuffle: False keeps the dataset's order.
             device: where batches go; by default where the process group works. "cuda" is the current GPU.
             prefetch: micro-batches to prepare ahead; by default the setting of this name.
-            model: the model that batches are for: then the heads of very long documents may be divided, too, and
-                layers with sliding windows are balanced as well. If some of its layers carry a state from token to
-                token, documents stay whole, and none may be longer than `tokens_per_rank`.
+            model: the model that batches are for. Further numbers per token that its forward pass takes
+                (`token_type_ids`) are then placed with their tokens, and tokens that it does not know are refused. The
+                heads of very long documents may be divided, too, and layers with sliding windows are balanced as well.
+                If some of its layers carry a state from token to token, documents stay whole, and none may be longer
+                than `tokens_per_rank`.
             micro_steps: micro-batches of an optimizer step (gradient accumulation): within one, long documents train
                 together, so that fewer keys and values move.
             unlearnt_token: a token that is never a label, for example a pad token that also ends documents.
@@ -96,6 +99,8 @@ class DistCAPlugin(DistCAConfig, ParallelContext):
                 step are divided by attention work so that stages hardly wait, and keep their step. Every epoch has
                 whole steps, and every batch `tokens_per_rank` rows. All stages give the same `model`: the whole one,
                 before it is divided.
+            num_workers: processes that draw rows, if the dataset has a transform (`set_transform`); 0 lets the loop
+                draw them, one micro-batch when it is asked for.
 
         Raises:
             ConfigError: several processes were launched, but no process group is initialised; the model is divided
@@ -105,7 +110,7 @@ class DistCAPlugin(DistCAConfig, ParallelContext):
         """
         from distca_hf.integrations.models.distributed_check import follow_mesh
         from distca_hf.integrations.models.heads import num_layers_of
-        from distca_hf.integrations.models.planner import planner_for
+        from distca_hf.integrations.models.planner import planner_for, reading_for
 
         if model is not None:
             follow_mesh(model, self)
@@ -113,7 +118,7 @@ class DistCAPlugin(DistCAConfig, ParallelContext):
         if pipeline is not None:
             self._check_stages(pipeline)
             pipeline.check(micro_steps, None if model is None else num_layers_of(model))
-        return PlacedLoader(
+        loader = PlacedLoader(
             dataset,
             planner_for(model, self, self.servers, pipeline),
             self.training_transport(target),
@@ -122,8 +127,11 @@ class DistCAPlugin(DistCAConfig, ParallelContext):
             shuffle=shuffle,
             prefetch=prefetch,
             micro_steps=micro_steps,
-            unlearnt_token=unlearnt_token,
+            reading=reading_for(model, unlearnt_token, in_stages=pipeline is not None),
+            num_workers=num_workers,
         )
+        loader.log_masks()
+        return loader
 
     def _check_stages(self, pipeline: Pipeline) -> None:
         """Refuses a pipeline of other stages than the mesh of the ranks has.

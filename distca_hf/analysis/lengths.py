@@ -31,6 +31,7 @@ import numpy as np
 
 from distca_hf.arrays import IntArray
 from distca_hf.data.documents import DocumentSource
+from distca_hf.data.rows import FOR_LENGTHS
 from distca_hf.errors import PackingError
 from distca_hf.layout import as_int_array, check_document_tokens
 from distca_hf.recipe import LENGTHS
@@ -114,7 +115,7 @@ def _read_dataset(path: Path) -> DocumentLengths:
 def _read_source(dataset: "Dataset", path: Path) -> DocumentLengths:
     """Reads document lengths as the loader does."""
     try:
-        tokens = DocumentSource(dataset, sys.maxsize).document_tokens
+        tokens = DocumentSource(dataset, sys.maxsize, reading=FOR_LENGTHS).document_tokens
     except PackingError as error:
         raise PackingError(f"{path}: {error}") from error
     column = SEQUENCES_COLUMN if SEQUENCES_COLUMN in dataset.column_names else TOKENS_COLUMN

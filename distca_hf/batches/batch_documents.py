@@ -191,6 +191,31 @@ def check_mask_numbers(batch: Batch) -> None:
     )
 
 
+def check_ids(batch: Batch, vocabulary_tokens: int | None, waits: bool) -> None:
+    """Checks that a model has embeddings for the tokens of a batch.
+
+    Args:
+        vocabulary_tokens: None if it is not known.
+        waits: whether it may wait for a device.
+
+    Raises:
+        PackingError: names the first token that has none.
+    """
+    ids = batch.get("input_ids")
+    if vocabulary_tokens is None or not isinstance(ids, torch.Tensor) or ids.ndim != 2 or ids.numel() == 0:
+        return
+    if ids.device.type != "cpu" and not waits:
+        return
+    lowest, highest = torch.stack(ids.aminmax()).tolist()  # one copy to the host
+    if lowest >= 0 and highest < vocabulary_tokens:
+        return
+    row, token = ((ids < 0) | (ids >= vocabulary_tokens)).nonzero()[0].tolist()
+    raise PackingError(
+        f"row {row} of the batch: input_ids is {int(ids[row, token])} at token {token}, and tokens are 0 to "
+        f"{vocabulary_tokens - 1} in this model. Tokenise with the tokenizer of the model, or resize its embeddings"
+    )
+
+
 def cache_of(batch: Batch) -> Any:
     """Returns the cache that a batch goes on from, or fills; None if there is none."""
     return next((batch[name] for name in CACHES if batch.get(name) is not None), None)

@@ -25,10 +25,10 @@ from distca_hf.comm.agreement import Agreement, Occasion
 from distca_hf.comm.served_transport import ServedTransport
 from distca_hf.comm.transport import Transport
 from distca_hf.data.accumulation import SteppedEpoch
-from distca_hf.data.collate import dataset_checksum
-from distca_hf.data.documents import DocumentSource, Tokens, check_map_style
+from distca_hf.data.dataset_check import checked_contents
+from distca_hf.data.documents import DocumentSource, Tokens
 from distca_hf.data.epochs import EpochPacker, ResumedEpoch
-from distca_hf.data.media import check_no_media
+from distca_hf.data.rows import Reading
 from distca_hf.errors import ConfigError
 from distca_hf.planning.plan import PlanFacts, PlanTotals
 from distca_hf.telemetry import REMEMBERED_MICRO_BATCHES, LoaderTimes, get_logger
@@ -63,7 +63,8 @@ class PlacedLoader:
         prefetch: micro-batches to prepare ahead; by default the setting of this name.
         micro_steps: micro-batches of an optimizer step; within one, long documents train together. With a pipeline
             steps are shaped for its stages, and whole, and rows are `tokens_per_rank`.
-        unlearnt_token: a token that is never a label.
+        reading: which columns of the dataset count, and how.
+        num_workers: processes that draw rows which a transform makes; 0 lets the thread that iterates draw them.
 
     Attributes:
         writes_epochs: whether rank 0 writes a line at the end of every epoch that a model was trained on.
@@ -86,7 +87,8 @@ class PlacedLoader:
         shuffle: bool = True,
         prefetch: int | None = None,
         micro_steps: int = 1,
-        unlearnt_token: int | None = None,
+        reading: Reading = Reading(),  # noqa: B008 (immutable)
+        num_workers: int = 0,
     ) -> None:
         assert planner.num_ranks == transport.world_size, (planner.num_ranks, transport.world_size)
         config = planner.config
@@ -107,15 +109,13 @@ class PlacedLoader:
         self._planner = planner
         self._planner.kernel_times  # noqa: B018  raises here if the table cannot be read
         self._capacity_tokens = self._planner.capacity_tokens
-        check_map_style(dataset)
-        check_no_media(dataset)
-        source_settings = planner.longest_tokens, config.overlong, unlearnt_token, planner.whole_documents
+        source_settings = planner.longest_tokens, config.overlong, planner.whole_documents, reading, seed
         self._source = DocumentSource(dataset, *source_settings)
         self._planner.check_kernel_times(int(self._source.document_tokens.max(initial=0)))
         lengths = self._source.document_tokens
         whole_steps = 1 if planner.pipeline is None else micro_steps
         self._packer = EpochPacker(lengths, self._capacity_tokens, seed, shuffle, planner.fits, whole_steps)
-        self.preparer = Preparer(self._source, self._planner, transport.rank, device)
+        self.preparer = Preparer(self._source, self._planner, transport.rank, device, num_workers)
         self._next = Cursor()
         self._loaded: Cursor | None = None
         self._position = Cursor()
@@ -146,15 +146,23 @@ class PlacedLoader:
         """Documents of an epoch that lost their end to `overlong="truncate"`."""
         return self._source.documents_truncated
 
+    def log_masks(self) -> None:
+        """Writes which masks of the dataset decide what is learnt, and which do not."""
+        if followed := self._source.masks:
+            log.info("the dataset's %s: tokens with 0 there are not learnt", " and ".join(followed))
+        if left := self._source.masks_left:
+            log.info("the dataset's %s: not followed, as the Trainer itself does not follow them", " and ".join(left))
+
     @cached_property
     def contents(self) -> str:
-        """Checksum of tokens and labels (see `data.collate`); reads documents when first asked for."""
-        return dataset_checksum(self._source)
+        """Checksum of tokens and labels (see `data.dataset_check`); reads documents when first asked for."""
+        return checked_contents(self._source)
 
     def documents(self, epoch: int, micro_batch: int) -> list[Tokens]:
         """Returns the whole documents of one micro-batch, as they were before placement cut and ordered them."""
-        chosen = self._packed(Cursor(epoch)).micro_batch(micro_batch).tolist()
-        return [self._source.read(document, 0, int(self._source.document_tokens[document])) for document in chosen]
+        source, chosen = self._source, self._packed(Cursor(epoch)).micro_batch(micro_batch).tolist()
+        draws = source.draw(chosen, epoch)
+        return [source.read(document, 0, int(source.document_tokens[document]), draws) for document in chosen]
 
     def set_epoch(self, epoch: int) -> None:
         """Begins this epoch with the next iteration, unless `load_state_dict` gave a position for it."""
@@ -277,7 +285,8 @@ class PlacedLoader:
         meter = Meter(self._transport, self._device, None)
         meter.begin(self)
         preparer = self.preparer  # the thread holds this alone: a loader that is dropped ends its thread
-        with closing(Prefetcher(lambda: preparer.rest(begin, packed), self._prefetch, self.times).__iter__()) as ahead:
+        settings = self._prefetch, self.times, preparer.finish
+        with closing(Prefetcher(lambda: preparer.rest(begin, packed), *settings).__iter__()) as ahead:
             for micro_batch in range(begin.micro_batch, packed.num_micro_batches):
                 try:
                     self._source.check_unchanged()
@@ -375,4 +384,5 @@ class PlacedLoader:
             "seed": self._seed,
             "shuffle": self._shuffle,
             **({"whole_documents": True} if self._planner.whole_documents else {}),
+            **({} if self._shuffle else {"gaps": "filled in order"}),
         }

@@ -2,23 +2,31 @@
 
 A `Preparer` places, plans, routes and reads. A `Prefetcher` runs it ahead and hands its micro-batches over in order.
 Neither uses a process group or the loader.
+
+Rows that a transform makes are drawn by worker processes, or by the thread that asks for the micro-batch: all threads
+of a process share the generators that transforms draw from.
 """
 
 import queue
+import signal
 import threading
 import time
 import zlib
+from collections import deque
 from collections.abc import Callable, Generator, Iterator
-from dataclasses import dataclass, replace
-from typing import Generic, TypeVar
+from dataclasses import dataclass, field, replace
+from typing import Any, Generic, TypeVar
 
 import torch
+from torch.utils.data import DataLoader, Dataset
 
 from distca_hf.arrays import IntArray
 from distca_hf.batches.placed import PlacedPlanner
 from distca_hf.data.accumulation import SteppedEpoch
-from distca_hf.data.collate import Cut, RankRows, collate, cuts_of
-from distca_hf.data.documents import DocumentSource
+from distca_hf.data.collate import Cut, RankRows, collate, cuts_of, held_documents
+from distca_hf.data.documents import NO_DRAWS, DocumentSource
+from distca_hf.data.rows import Draws
+from distca_hf.errors import PackingError
 from distca_hf.layout import Layout
 from distca_hf.placement.place import work_in_order
 from distca_hf.planning.plan import Plan, PlanFacts
@@ -54,79 +62,128 @@ class Prepared:
     """A micro-batch as the background thread leaves it: host tensors (pinned if they go to a GPU) and host maps.
 
     Attributes:
-        columns: `[1, rows]` tensors by their names among the arguments of models.
-        documents_checksum: of the documents that form the micro-batch.
+        columns: `[1, rows]` tensors by their names among the arguments of models; none until rows are read.
         kinds: rank plans for each mask that layers attend with, and facts.
-        cuts: cuts of documents beside this rank's segments.
+        cuts: cuts of documents beside this rank's segments, once rows are read.
         plan: the plan of all ranks, to hand to attention servers; None if there are none.
         layout: the rows of the ranks that train.
+        documents: `[documents]` which document of the dataset each one of the layout is.
         servers: attention servers that the plan is for.
     """
 
     cursor: Cursor
-    columns: dict[str, torch.Tensor]
     kinds: PinnedKinds
     fingerprint: int
-    label_tokens: int
-    documents_checksum: int
-    cuts: list[Cut]
+    documents: IntArray
+    layout: Layout
     plan_seconds: float
     plan: Plan | None = None
-    layout: Layout | None = None
     servers: Servers | None = None
+    columns: dict[str, torch.Tensor] = field(default_factory=dict)
+    label_tokens: int = 0
+    cuts: list[Cut] = field(default_factory=list)
 
     @property
     def facts(self) -> PlanFacts:
         """Facts of all layers together."""
         return self.kinds.facts
 
+    @property
+    def documents_checksum(self) -> int:
+        """Of the documents that form the micro-batch."""
+        return zlib.crc32(self.documents.astype("<i8").tobytes())
+
 
 @dataclass
 class Preparer:
-    """Prepares micro-batches of one rank."""
+    """Prepares micro-batches of one rank.
+
+    Attributes:
+        num_workers: processes that draw rows which a transform makes.
+    """
 
     source: DocumentSource
     planner: PlacedPlanner
     rank: int
     device: torch.device
+    num_workers: int = 0
 
     def rest(self, begin: Cursor, epoch: SteppedEpoch) -> Iterator[Prepared]:
-        """Yields micro-batches from `begin` to the end of its epoch."""
+        """Yields micro-batches from `begin` to the end of its epoch, with their rows. Those that a transform makes are
+        left to `finish` if there are no workers."""
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)  # or pinning would open a context on the first GPU
-        for micro_batch in range(begin.micro_batch, epoch.num_micro_batches):
-            yield self.prepare(epoch, replace(begin, micro_batch=micro_batch))
+        planned = (
+            self.prepare(epoch, replace(begin, micro_batch=micro_batch))
+            for micro_batch in range(begin.micro_batch, epoch.num_micro_batches)
+        )
+        return self._with_workers(planned) if self.source.are_drawn and self.num_workers else planned
 
     def prepare(self, epoch: SteppedEpoch, cursor: Cursor) -> Prepared:
-        """Places, plans and reads one micro-batch."""
+        """Places and plans one micro-batch, and reads its rows unless they are to be drawn."""
         began = time.perf_counter()
         documents = epoch.micro_batch(cursor.micro_batch)
         document_tokens = self.source.document_tokens[documents]
         planner = self.planner  # another one may come meanwhile
         layout = planner.layout(document_tokens, epoch.layout(cursor.micro_batch))
         plan = planner.plan_layout(layout)
-        kinds = self._routed(plan, document_tokens)
-        pin = self.device.type == "cuda"
-        rows = collate(plan.layout, self.rank, documents, self.source)
-        return Prepared(
+        prepared = Prepared(
             cursor=cursor,
-            columns=_host_tensors(rows, pin),
-            kinds=kinds,
+            kinds=self._routed(plan, document_tokens),
             fingerprint=plan.fingerprint,
-            label_tokens=rows.num_labels,
-            documents_checksum=zlib.crc32(documents.astype("<i8").tobytes()),
-            cuts=cuts_of(plan.layout, self.rank, documents, self.source),
-            plan_seconds=time.perf_counter() - began,
-            plan=None if planner.servers is None else plan,
+            documents=documents,
             layout=layout,
+            plan_seconds=0,
+            plan=None if planner.servers is None else plan,
             servers=planner.servers,
         )
+        if not self.source.are_drawn:
+            prepared = self._read(prepared, NO_DRAWS)
+        return replace(prepared, plan_seconds=time.perf_counter() - began)
+
+    def finish(self, prepared: Prepared) -> Prepared:
+        """Returns the micro-batch with its rows, in the thread that trains."""
+        if prepared.columns:
+            return prepared
+        return self._read(prepared, self.source.draw(self._held(prepared), prepared.cursor.epoch))
+
+    def _with_workers(self, planned: Iterator[Prepared]) -> Iterator[Prepared]:
+        """Yields micro-batches whose rows were drawn by worker processes, each by one of them."""
+        waiting: deque[Prepared] = deque()
+
+        def asked_for() -> Iterator[tuple[IntArray, int]]:
+            for prepared in planned:
+                waiting.append(prepared)
+                yield self._held(prepared), prepared.cursor.epoch
+
+        drawn: DataLoader[Draws | PackingError] = DataLoader(
+            _DrawnBatches(self.source),
+            batch_size=None,
+            sampler=asked_for(),
+            num_workers=self.num_workers,
+            collate_fn=_as_it_is,
+            worker_init_fn=_leave_signals_to_the_trainer,
+            generator=torch.Generator(),  # the global one is the training's
+        )
+        for draws in drawn:
+            if isinstance(draws, PackingError):
+                raise draws
+            yield self._read(waiting.popleft(), draws)
+
+    def _held(self, prepared: Prepared) -> IntArray:
+        return held_documents(prepared.layout, self.rank, prepared.documents)
+
+    def _read(self, prepared: Prepared, draws: Draws) -> Prepared:
+        """Returns the micro-batch with the rows of this rank."""
+        of_rank = prepared.layout, self.rank, prepared.documents, self.source, draws
+        rows = collate(*of_rank)
+        columns = _host_tensors(rows, self.device.type == "cuda")
+        return replace(prepared, columns=columns, label_tokens=rows.num_labels, cuts=cuts_of(*of_rank))
 
     def planned_for(self, servers: Servers | None, prepared: Prepared) -> Prepared:
         """Returns the micro-batch planned for other attention servers; its rows stay. So are those that come later."""
         if servers == prepared.servers:
             return prepared
-        assert prepared.layout is not None
         planner = self.planner = replace(self.planner, servers=servers)
         plan = planner.plan_layout(prepared.layout)
         return replace(
@@ -153,8 +210,33 @@ class Preparer:
 
 def _host_tensors(rows: RankRows, pin: bool) -> dict[str, torch.Tensor]:
     """Returns the arrays as `[1, rows]` tensors by name."""
-    tensors = {name: torch.from_numpy(array).unsqueeze(0) for name, array in vars(rows).items()}
+    arrays = {name: values for name, values in vars(rows).items() if name != "inputs"} | dict(rows.inputs)
+    tensors = {name: torch.from_numpy(array).unsqueeze(0) for name, array in arrays.items()}
     return {name: tensor.pin_memory() for name, tensor in tensors.items()} if pin else tensors
+
+
+class _DrawnBatches(Dataset[Draws | PackingError]):
+    """Rows of a micro-batch, as a worker process draws them."""
+
+    def __init__(self, source: DocumentSource) -> None:
+        self._source = source
+
+    def __getitem__(self, asked_for: tuple[IntArray, int]) -> Draws | PackingError:
+        """Returns the rows; or the error, which torch would raise with a call stack in its message."""
+        try:
+            return self._source.draw(*asked_for)
+        except PackingError as error:
+            return error
+
+
+def _as_it_is(drawn: Any) -> Any:
+    return drawn
+
+
+def _leave_signals_to_the_trainer(worker: int) -> None:
+    """Lets a worker process outlive signals that its whole process group gets: a step may still need its rows."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
 
 
 @dataclass(frozen=True)
@@ -167,14 +249,21 @@ class _End:
 
 
 class Prefetcher(Generic[Item]):
-    """Items of `make()`, up to `depth` of them made before they are asked for.
+    """Items of `make()`, up to `depth` of them made before they are asked for. The thread that asks for one does what
+    is left to do, `finish`.
 
     The thread never touches a process group. It ends with its iterator, when the consumer stops, or with the main
     thread. A daemon thread would be cut off in the midst of a call, which may abort the process.
     """
 
-    def __init__(self, make: Callable[[], Iterator[Item]], depth: int, times: LoaderTimes) -> None:
-        self._make = make
+    def __init__(
+        self,
+        make: Callable[[], Iterator[Item]],
+        depth: int,
+        times: LoaderTimes,
+        finish: Callable[[Item], Item] = lambda item: item,
+    ) -> None:
+        self._make, self._finish = make, finish
         self._queue: queue.Queue[Item | _Failure | type[_End]] = queue.Queue(maxsize=depth)
         self._stopped = threading.Event()
         self._times = times
@@ -187,6 +276,8 @@ class Prefetcher(Generic[Item]):
             while True:
                 asked = time.perf_counter()
                 item = self._queue.get()
+                if not isinstance(item, _Failure) and item is not _End:
+                    item = self._finish(item)  # type: ignore[arg-type]
                 if self._times.begun:  # nothing can be ahead of the very first item
                     self._times.wait_seconds += time.perf_counter() - asked
                 self._times.begun = True

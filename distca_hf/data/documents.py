@@ -1,26 +1,35 @@
 """Documents of a tokenised `datasets.Dataset`: lengths without reading tokens, and tokens by slice on demand.
 
-Token lists are read as they are stored. Lengths come from Arrow offsets, which are small; values are read from the
-memory-mapped file when they are asked for.
-
 A row is a document, unless the dataset was packed by TRL: then `seq_lengths` has the documents of a row. A document
 longer than a global micro-batch is refused, split or truncated here, so that all later code gets documents that fit.
 """
 
 import hashlib
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Container, Mapping
+from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
+from numpy.typing import NDArray
 
 from distca_hf.arrays import IntArray, ceil_div, exclusive_cumsum, ranges, sum_by
 from distca_hf.config import OverlongPolicy
+from distca_hf.data.drawn_rows import DrawnRows
+from distca_hf.data.rows import (
+    ATTENTION_MASK,
+    MASK_COLUMNS,
+    Draws,
+    Reading,
+    StoredRows,
+    Values,
+    is_drawn,
+    shown_columns,
+)
 from distca_hf.errors import PackingError, and_more
-from distca_hf.layout import check_document_tokens
+from distca_hf.layout import MAX_INTEGER, check_document_tokens
 from distca_hf.telemetry import get_logger
 
 
@@ -29,156 +38,26 @@ if TYPE_CHECKING:
 
 log = get_logger(__name__)
 
-# Columns of TRL that are 0 at tokens without a label.
-MASK_COLUMNS = ("completion_mask", "assistant_masks")
-# Column of tokenisers that is 0 at padding.
-ATTENTION_MASK = "attention_mask"
-# All columns with one number per token that are read.
-TOKEN_COLUMNS = ("input_ids", "labels", *MASK_COLUMNS, ATTENTION_MASK)
 # Label that losses leave out: the `ignore_index` of torch's cross entropy.
 IGNORED_LABEL = -100
-
-
-class Column(Protocol):
-    """One column of token lists."""
-
-    def read(self, row: int, start: int, stop: int) -> IntArray:
-        """Reads values [start, stop) of a row, as int64."""
-        ...
-
-
-class ArrowColumn:
-    """A list column read straight from Arrow memory (usually a memory-mapped file).
-
-    Raises:
-        PackingError: the column is not a list of integers per row.
-    """
-
-    def __init__(self, name: str, column: pa.ChunkedArray, row_of: IntArray | None) -> None:
-        is_list = (pa.types.is_list, pa.types.is_large_list, pa.types.is_fixed_size_list)
-        if not any(check(column.type) for check in is_list) or not (
-            pa.types.is_integer(column.type.value_type) or pa.types.is_boolean(column.type.value_type)
-        ):
-            raise PackingError(f"column {name!r} must hold a list of integers per row, not {column.type}")
-        self._name = name
-        self._chunks = [chunk for chunk in column.chunks if len(chunk)]
-        self._row_of = row_of
-        self._first_row = np.cumsum([0] + [len(chunk) for chunk in self._chunks])
-
-    @cached_property
-    def lengths(self) -> IntArray:
-        """`[rows]` list lengths, from the offsets alone; a missing list counts 0."""
-        counted = [pc.list_value_length(chunk).fill_null(0).to_numpy() for chunk in self._chunks]
-        lengths = np.concatenate(counted).astype(np.int64) if counted else np.zeros(0, dtype=np.int64)
-        return lengths if self._row_of is None else lengths[self._row_of]
-
-    def read(self, row: int, start: int, stop: int) -> IntArray:
-        stored = row if self._row_of is None else int(self._row_of[row])
-        chunk = int(np.searchsorted(self._first_row, stored, side="right")) - 1
-        values = self._chunks[chunk][stored - int(self._first_row[chunk])].values[start:stop]
-        if values.null_count:
-            raise PackingError(
-                f"row {row}: column {self._name!r} has missing values between tokens {start} and {stop}"
-            )
-        return values.to_numpy(zero_copy_only=False).astype(np.int64)
-
-
-class ItemColumn:
-    """A column of a dataset that makes its rows on access (`set_transform`): the whole row is made for each read.
-
-    Args:
-        lengths: `[rows]` announced lengths; a row of another length is an error.
-    """
-
-    def __init__(self, name: str, dataset: "Dataset", lengths: IntArray) -> None:
-        self._name = name
-        self._dataset = dataset
-        self._lengths = lengths
-
-    def read(self, row: int, start: int, stop: int) -> IntArray:
-        values = np.asarray(self._dataset[row][self._name])
-        if values.ndim != 1 or values.dtype.kind not in "iub" or len(values) != self._lengths[row]:
-            raise PackingError(
-                f"row {row}: column {self._name!r} gave an array of {values.dtype} with shape {values.shape}; "
-                f"{self._lengths[row]} integers were announced"
-            )
-        return values[start:stop].astype(np.int64)
-
-
-def open_columns(dataset: "Dataset") -> tuple[dict[str, Column], IntArray]:
-    """Opens the token columns of a dataset, by name, and counts the tokens of every row.
-
-    Raises:
-        PackingError: a column cannot be read, or columns of one row differ in length; names row and lengths.
-    """
-    # `length`, `input_ids` and each other column say how many tokens a row has. Where two disagree, documents would be
-    # cut at wrong tokens.
-    announced = _announced_lengths(dataset)
-    if dataset.format["type"] == "custom":
-        return _open_items(dataset, announced)
-    row_of = _row_indices(dataset)
-    columns = {
-        name: ArrowColumn(name, dataset.data.column(name), row_of)
-        for name in TOKEN_COLUMNS
-        if name in dataset.column_names
-    }
-    lengths = columns["input_ids"].lengths
-    if announced is not None and len(wrong := np.flatnonzero(announced != lengths)):
-        raise PackingError(
-            f"row {wrong[0]}: column 'length' says {announced[wrong[0]]}, input_ids has {lengths[wrong[0]]} tokens. "
-            "Rename the column if it counts something else."
-        )
-    for name, column in columns.items():
-        if len(wrong := np.flatnonzero(column.lengths != lengths)):
-            raise PackingError(
-                f"row {wrong[0]}: column {name!r} has {column.lengths[wrong[0]]} values for {lengths[wrong[0]]} tokens"
-                " of input_ids; make it of the same tokens, or remove it"
-            )
-    return dict(columns), lengths
-
-
-def read_column(dataset: "Dataset", name: str) -> pa.ChunkedArray:
-    """Reads a whole column, in the dataset's order; for small columns."""
-    column = dataset.data.column(name)
-    indices = _row_indices(dataset)
-    return column if indices is None else column.take(pa.array(indices))
-
-
-def _open_items(dataset: "Dataset", announced: IntArray | None) -> tuple[dict[str, Column], IntArray]:
-    made = dataset[0] if len(dataset) else {}
-    if "input_ids" not in made:
-        raise PackingError(f"the dataset's transform gives no 'input_ids', only {list(made)}")
-    if announced is None:
-        raise PackingError(
-            "the dataset makes its tokens on access (set_transform), so lengths must be in an integer column "
-            "'length'; or tokenise it once with dataset.map"
-        )
-    return {name: ItemColumn(name, dataset, announced) for name in TOKEN_COLUMNS if name in made}, announced
-
-
-def _announced_lengths(dataset: "Dataset") -> IntArray | None:
-    """Reads the column `length`, if it holds an integer for every row."""
-    if "length" not in dataset.column_names:
-        return None
-    column = read_column(dataset, "length")
-    if not pa.types.is_integer(column.type) or column.null_count:
-        return None
-    return column.to_numpy().astype(np.int64)
-
-
-def _row_indices(dataset: "Dataset") -> IntArray | None:
-    """Returns the stored row of each row, for a dataset that was shuffled or selected from."""
-    indices = dataset._indices  # no public accessor; `flatten_indices` would copy all tokens
-    return None if indices is None else indices.column(0).to_numpy().astype(np.int64)
+# Of rows that are stored nothing is drawn.
+NO_DRAWS: Draws = {}
 
 
 @dataclass(frozen=True)
 class Tokens:
-    """Tokens of one segment: `input_ids`, `labels` (unshifted) and `shift_labels`, int64, of one length."""
+    """Tokens of one segment: `input_ids`, `labels` (unshifted) and `shift_labels`, int64, of one length; and further
+    inputs of the model by name, of the same length."""
 
     input_ids: IntArray
     labels: IntArray
     shift_labels: IntArray
+    inputs: Mapping[str, NDArray[Any]] = field(default_factory=dict)
+
+    def to_bytes(self) -> bytes:
+        """Returns all of them, for checksums."""
+        integers = b"".join(x.astype("<i8").tobytes() for x in (self.input_ids, self.labels, self.shift_labels))
+        return integers + b"".join(values.tobytes() for _, values in sorted(self.inputs.items()))
 
 
 class DocumentSource:
@@ -186,18 +65,23 @@ class DocumentSource:
 
     Uses, where present: `labels`, `completion_mask` and `assistant_masks` (a token is learnt if all of them say so);
     `length` (tokens per row); `seq_lengths` (documents per row, from TRL's packing); `attention_mask`, in which there
-    must be no padding. Other columns are left alone.
+    must be no padding; `position_ids`, which must begin at 0 in every document; and what the model's forward pass
+    takes of other numbers per token. Columns that hold no numbers are left alone.
 
     Args:
         dataset: the tokenised dataset.
         capacity_tokens: tokens of a global micro-batch, or of a rank: no document may be longer.
         overlong: policy for a longer document.
-        unlearnt_token: a token that is never a label; None if all may be.
         stay_whole: whether every document must fit on one rank.
+        reading: which columns count, and how.
+        seed: of what a transform draws at random.
 
     Attributes:
         document_tokens: `[documents]` tokens of each document after `overlong` was applied.
         documents_truncated, tokens_truncated: documents that `truncate` cut, and the tokens that it left out.
+        are_drawn: whether a transform makes the rows, so that they have to be drawn before they are read.
+        inputs: dtypes of further inputs of the model, by name.
+        masks, masks_left: columns that decide what is learnt, and those that do not although they could.
 
     Raises:
         PackingError: the dataset cannot be read as documents; names the row.
@@ -208,23 +92,26 @@ class DocumentSource:
         dataset: "Dataset",
         capacity_tokens: int,
         overlong: OverlongPolicy = "error",
-        unlearnt_token: int | None = None,
         stay_whole: bool = False,
+        reading: Reading = Reading(),  # noqa: B008 (immutable)
+        seed: int = 0,
     ) -> None:
         check_map_style(dataset)
-        self._dataset, self._transform = dataset, _transform_of(dataset)
-        self._columns, rows = open_columns(dataset)
-        self._masks = [name for name in MASK_COLUMNS if name in self._columns]
-        if "position_ids" in dataset.column_names and "seq_lengths" not in dataset.column_names:
-            raise PackingError(
-                "the dataset has a column 'position_ids', as rows of several documents have; say which documents a "
-                "row holds in a column 'seq_lengths' (a list of lengths per row), or remove the column"
-            )
+        self._dataset, self._format, self._reading = dataset, dataset.format, reading
+        self.are_drawn = is_drawn(dataset)
+        self._rows = DrawnRows(dataset, reading, seed) if self.are_drawn else StoredRows(dataset, reading)
+        self.inputs = self._rows.inputs
+        names = self._rows.names
+        self.masks = [name for name in MASK_COLUMNS if name in names and self._follows_masks(names)]
+        self.masks_left = [name for name in MASK_COLUMNS if name in self._rows.shown and name not in self.masks]
         self.documents_truncated = 0
         self.tokens_truncated = 0
-        self._unlearnt_token, self._stay_whole = unlearnt_token, stay_whole
-        self._row, self._start, self.document_tokens = self._split_rows(dataset, rows)
+        self._stay_whole = stay_whole
+        self._row, self._start, self.document_tokens = self._split_rows()
+        self._origin = self._start  # of positions, also in a document that is split
         self._apply(overlong, capacity_tokens)
+        if self.are_drawn:
+            self.read(0, 0, int(self.document_tokens[0]), self.draw([0]))
 
     def __len__(self) -> int:
         return len(self.document_tokens)
@@ -240,64 +127,114 @@ class DocumentSource:
         return hashlib.blake2b(self.document_tokens.astype("<i8").tobytes(), digest_size=8).hexdigest()
 
     def check_unchanged(self) -> None:
-        """Checks that rows are still made as they were when lengths were counted.
+        """Checks that rows are still made, and columns shown, as they were when lengths were counted.
 
         Raises:
-            PackingError: `set_transform` or `reset_format` was called meanwhile.
+            PackingError: `set_transform`, `set_format` or `reset_format` was called meanwhile.
         """
-        if _transform_of(self._dataset) != self._transform:
+        if self._dataset.format != self._format:
             raise PackingError(
-                "the dataset got another transform (set_transform, reset_format) after its documents were counted; "
-                "give the transform before plugin.dataloader or attach, or make another loader"
+                "the dataset got another transform or format (set_transform, set_format, reset_format) after its "
+                "documents were counted; set it before plugin.dataloader or attach, or make another loader"
             )
 
-    def read(self, document: int, start: int, stop: int) -> Tokens:
+    def draw(self, documents: IntArray | list[int], epoch: int = 0) -> Draws:
+        """Draws the rows of some documents as they are in an epoch; nothing if rows are stored. For the thread that
+        trains, or another process (`drawn_rows`)."""
+        rows = self._rows
+        return rows.draw(np.unique(self._row[documents]).tolist(), epoch) if isinstance(rows, DrawnRows) else NO_DRAWS
+
+    def read(self, document: int, start: int, stop: int, draws: Draws = NO_DRAWS) -> Tokens:
         """Reads tokens [start, stop) of a document, and one label more if the document goes on.
 
+        Args:
+            draws: of its row, if rows are drawn.
+
         Raises:
-            PackingError: values are missing, or the row is shorter than announced.
+            PackingError: values are missing, or cannot be trained on; names row, token and numbers.
         """
         # 1. Tokens of the row, and the one behind the last, which is its label.
         row, first = int(self._row[document]), int(self._start[document])
-        document_stop = first + int(self.document_tokens[document])
-        begin, end = first + start, first + stop
-        labels_end = min(end + 1, document_stop)
-        input_ids = self._read("input_ids", row, begin, labels_end)
-        if ATTENTION_MASK in self._columns:
-            padding = np.flatnonzero(self._read(ATTENTION_MASK, row, begin, labels_end) == 0)
-            if len(padding):
-                raise PackingError(
-                    f"row {row}: attention_mask is 0 at token {begin + padding[0]}: the dataset is padded. Tokenise "
-                    "it without padding: documents are packed here"
-                )
+        begin = first + start
+        labels_end = min(first + stop + 1, first + int(self.document_tokens[document]))
+        if isinstance(self._rows, StoredRows):
+            values = self._rows.read(row, begin, labels_end)
+        else:
+            values = {name: of_row[begin:labels_end] for name, of_row in draws[row].items()}
+        input_ids = values["input_ids"]
+        self._check(values, row, begin, int(self._origin[document]))
         # 2. Labels, but for tokens that nothing is to be learnt from.
-        labels = self._read("labels", row, begin, labels_end) if "labels" in self._columns else input_ids.copy()
-        for mask in self._masks:
-            labels[self._read(mask, row, begin, labels_end) == 0] = IGNORED_LABEL
-        if self._unlearnt_token is not None:
-            labels[input_ids == self._unlearnt_token] = IGNORED_LABEL
+        labels = values["labels" if "labels" in values else "input_ids"].copy()
+        if self._follows_masks(values):
+            for mask in MASK_COLUMNS:
+                if mask in values:
+                    labels[values[mask] == 0] = IGNORED_LABEL
+        if self._reading.unlearnt_token is not None:
+            labels[input_ids == self._reading.unlearnt_token] = IGNORED_LABEL
         # 3. Shifted inside of the document: no token predicts the first one of a document.
         if start == 0:
             labels[0] = IGNORED_LABEL
-        shift_labels = np.full(stop - start, IGNORED_LABEL, dtype=np.int64)
+        tokens = stop - start
+        shift_labels = np.full(tokens, IGNORED_LABEL, dtype=np.int64)
         shift_labels[: len(labels) - 1] = labels[1:]
-        return Tokens(input_ids[: stop - start], labels[: stop - start], shift_labels)
+        inputs = {name: values[name][:tokens] for name in self.inputs}
+        return Tokens(input_ids[:tokens], labels[:tokens], shift_labels, inputs)
 
-    def _read(self, column: str, row: int, start: int, stop: int) -> IntArray:
-        values = self._columns[column].read(row, start, stop)
-        if len(values) != stop - start:
-            raise PackingError(f"row {row}: column {column!r} has {start + len(values)} values, {stop} were announced")
-        return values
+    def _follows_masks(self, names: Container[str]) -> bool:
+        """Returns whether masks decide what is learnt of a row with these columns."""
+        return self._reading.masks == "always" or "labels" not in names
 
-    def _split_rows(self, dataset: "Dataset", rows: IntArray) -> tuple[IntArray, IntArray, IntArray]:
+    def _check(self, values: Values, row: int, begin: int, origin: int) -> None:
+        """Checks tokens of a row from `begin` on, of a document that begins at `origin`.
+
+        Raises:
+            PackingError: they are padded, or of other documents, or the model has no such tokens.
+        """
+        if (mask := values.get(ATTENTION_MASK)) is not None and len(wrong := np.flatnonzero(mask != 1)):
+            at = int(wrong[0])
+            if mask[at] == 0:
+                raise PackingError(
+                    f"row {row}: attention_mask is 0 at token {begin + at}: the dataset is padded. Tokenise it "
+                    "without padding: documents are packed here"
+                )
+            raise PackingError(
+                f"row {row}: attention_mask is {mask[at]} at token {begin + at}, as if it numbered documents; say "
+                "which documents a row holds in a column 'seq_lengths' (a list of lengths per row)"
+            )
+        if (positions := values.get("position_ids")) is not None:
+            expected = np.arange(begin - origin, begin - origin + len(positions))
+            if len(wrong := np.flatnonzero(positions != expected)):
+                at = int(wrong[0])
+                raise PackingError(
+                    f"row {row}: position_ids is {positions[at]} at token {begin + at}, which has position "
+                    f"{expected[at]} in its document. If documents begin within rows, give their lengths in a column "
+                    "'seq_lengths' (a list per row); other positions than 0, 1, 2, ... are not placed"
+                )
+        vocabulary_tokens = self._reading.vocabulary_tokens
+        for name in ("input_ids", "labels"):
+            ids = values.get(name)
+            if ids is None or (ids.min(initial=0) >= 0 and ids.max(initial=0) < (vocabulary_tokens or MAX_INTEGER)):
+                continue
+            unknown = (ids < 0) & ((name == "input_ids") | (ids != IGNORED_LABEL))
+            if vocabulary_tokens is not None:
+                unknown |= ids >= vocabulary_tokens
+            if len(wrong := np.flatnonzero(unknown)):
+                known = "0 or more" if vocabulary_tokens is None else f"0 to {vocabulary_tokens - 1} in this model"
+                raise PackingError(
+                    f"row {row}: {name} is {ids[wrong[0]]} at token {begin + wrong[0]}, and tokens are {known}"
+                    f"{and_more(len(wrong) - 1)}. Tokenise with the tokenizer of the model, or resize its embeddings"
+                )
+
+    def _split_rows(self) -> tuple[IntArray, IntArray, IntArray]:
         """Returns row, first token and length of every document."""
-        if "seq_lengths" not in dataset.column_names:
+        rows = self._rows.lengths
+        if self._rows.documents is None:
             return (
                 np.arange(len(rows)),
                 np.zeros(len(rows), dtype=np.int64),
                 check_document_tokens(rows, "the dataset"),
             )
-        packed = read_column(dataset, "seq_lengths").combine_chunks()
+        packed = self._rows.documents.combine_chunks()
         if not (pa.types.is_list(packed.type) or pa.types.is_large_list(packed.type)):
             raise PackingError(f"column 'seq_lengths' must hold a list of document lengths per row, not {packed.type}")
         # 2, 3, 4 in a row of 9 tokens: documents [0:2), [2:5), [5:9) of that row.
@@ -328,7 +265,8 @@ class DocumentSource:
                 "(the longest), or choose overlong='split' or 'truncate'."
             )
         document, start, self.document_tokens = fit_documents(tokens, capacity_tokens, overlong)
-        self._row, self._start = self._row[document], self._start[document] + start
+        self._row, self._origin = self._row[document], self._start[document]
+        self._start = self._origin + start
         if overlong == "split":
             log.info("split %d of %d documents at %d tokens", len(too_long), len(tokens), capacity_tokens)
             return
@@ -341,12 +279,6 @@ class DocumentSource:
             capacity_tokens,
             self.tokens_truncated,
         )
-
-
-def _transform_of(dataset: "Dataset") -> Callable[..., object] | None:
-    """Returns the function that makes rows on access; None if they are as they are stored."""
-    format = dataset.format
-    return format["format_kwargs"]["transform"] if format["type"] == "custom" else None
 
 
 def fit_documents(
@@ -387,5 +319,21 @@ def check_map_style(dataset: object) -> None:
             f"expected a tokenised datasets.Dataset, not {type(dataset).__name__}; datasets.Dataset.from_list and "
             "from_generator make one (choose one split of a DatasetDict)"
         )
-    if "input_ids" not in dataset.column_names and dataset.format["type"] != "custom":
-        raise PackingError(f"the dataset has no column 'input_ids', only {dataset.column_names}; tokenise it first")
+    if type(dataset).__getitem__ is not datasets.Dataset.__getitem__:
+        raise PackingError(
+            f"{type(dataset).__name__} makes rows of its own (__getitem__), and tokens are read as they are stored; "
+            "make them in a transform instead (dataset.set_transform), or once with dataset.map"
+        )
+    if len(dataset) == 0:
+        raise PackingError("the dataset is empty: it has no rows. Look at what filtered it, or at the file it came of")
+    if is_drawn(dataset) or "input_ids" in (shown := shown_columns(dataset)):
+        return
+    if "input_ids" in dataset.column_names:
+        raise PackingError(
+            f"the dataset hides its column 'input_ids' (set_format(columns={shown})); show it, too, or call "
+            "dataset.reset_format()"
+        )
+    raise PackingError(
+        f"the dataset has no column 'input_ids', only {dataset.column_names}; tokenise it first: `distca examples "
+        "tokenise_texts` prints the path of a script that does"
+    )

@@ -2,7 +2,7 @@
 
 Every epoch has the same number of micro-batches, of nearly equal tokens. A micro-batch takes documents in shuffled
 order. When the next one does not fit, smaller ones from a little further on fill the gap. The large one opens the next
-micro-batch.
+micro-batch. In the dataset's order the gap is filled by documents of the next micro-batch, the first ones that fit.
 
 A training that goes on in an epoch may have other sizes of micro-batches and steps than before (`ResumedEpoch`).
 """
@@ -114,7 +114,7 @@ class EpochPacker:
         document_tokens: `[documents]` int64 lengths.
         capacity_tokens: most tokens of a global micro-batch (ranks x tokens_per_rank).
         seed: together with the epoch's number it decides the order of documents.
-        shuffle: False keeps the dataset's order.
+        shuffle: False keeps the dataset's order, but for documents that come one micro-batch early.
         fits: which documents have room, where ranks must hold whole ones; by default all of them. Others wait for the
             next micro-batch. The longest of them must fit.
         multiple: number that divides the micro-batches of an epoch: those of an optimizer step, where all steps must
@@ -180,13 +180,12 @@ class EpochPacker:
             if packed is None:
                 packed = EpochPacker(self._tokens, capacity_tokens, self._seed, self._shuffle).epoch(number)
             else:
-                packed = _pack_evenly(self._tokens, packed.documents, capacity_tokens)
+                packed = self._packed_again(packed, capacity_tokens)
             packed = packed.after(micro_batches)
-        return (
-            self.epoch(number)
-            if packed is None
-            else _pack_evenly(self._tokens, packed.documents, self._capacity_tokens)
-        )
+        return self.epoch(number) if packed is None else self._packed_again(packed, self._capacity_tokens)
+
+    def _packed_again(self, packed: Epoch, capacity_tokens: int) -> Epoch:
+        return _pack_evenly(self._tokens, packed.documents, capacity_tokens, in_order=not self._shuffle)
 
     def resumed(
         self, number: int, taken: Sequence[tuple[int, int]], micro_batch: int, accumulation_steps: int
@@ -211,7 +210,8 @@ class EpochPacker:
         )
 
     def _pack_first(self) -> Epoch:
-        return _pack_evenly(self._tokens, self._order(0), self._capacity_tokens, self._fits, self._multiple)
+        order, in_order = self._order(0), not self._shuffle
+        return _pack_evenly(self._tokens, order, self._capacity_tokens, self._fits, self._multiple, in_order)
 
     def _order(self, epoch: int) -> IntArray:
         if not self._shuffle:
@@ -224,7 +224,12 @@ class EpochPacker:
 
 
 def _pack_evenly(
-    document_tokens: IntArray, order: IntArray, capacity_tokens: int, fits: Fits | None = None, multiple: int = 1
+    document_tokens: IntArray,
+    order: IntArray,
+    capacity_tokens: int,
+    fits: Fits | None = None,
+    multiple: int = 1,
+    in_order: bool = False,
 ) -> Epoch:
     """Packs as few micro-batches as possible, a multiple of some number, of nearly equal tokens.
 
@@ -239,14 +244,19 @@ def _pack_evenly(
                 f"whole optimizer steps of {multiple} micro-batches need {wanted} documents or more, and the dataset "
                 f"holds {len(order)}: a micro-batch would be empty. Give more documents, or fewer micro-batches a step"
             )
-        packed = _pack(document_tokens, order, capacity_tokens, wanted, fits)
+        packed = _pack(document_tokens, order, capacity_tokens, wanted, fits, in_order)
         if packed.num_micro_batches <= wanted:
             return packed
         wanted = packed.num_micro_batches  # once more, now evenly: the last one may hold next to nothing
 
 
 def _pack(
-    document_tokens: IntArray, order: IntArray, capacity_tokens: int, wanted: int, fits: Fits | None = None
+    document_tokens: IntArray,
+    order: IntArray,
+    capacity_tokens: int,
+    wanted: int,
+    fits: Fits | None = None,
+    in_order: bool = False,
 ) -> Epoch:
     """Packs micro-batches of at most `capacity_tokens`: `wanted` of them if the documents allow it, else more."""
     if len(order) == 0:
@@ -265,8 +275,11 @@ def _pack(
         # 2. The queue: far enough to fill the share and to find documents for the gap that is left.
         done = int(cumulative[at - 1]) if at else 0
         ahead = int(np.searchsorted(cumulative, done + target, side="right")) + LOOKAHEAD_DOCUMENTS
+        if in_order:
+            ahead = int(np.searchsorted(cumulative, done + 2 * target, side="right")) + 1
         queue = np.concatenate([carried, order[at:ahead]])
-        chosen = _choose(document_tokens[queue], target, capacity_tokens, max(1, documents_left - batches_left + 1))
+        most_documents = max(1, documents_left - batches_left + 1)
+        chosen = _choose(document_tokens[queue], target, capacity_tokens, most_documents, in_order)
         if fits is not None:
             chosen = chosen[fits(document_tokens[queue[chosen]])]
         # 3. Documents of the queue before the last chosen one are carried over.
@@ -281,8 +294,11 @@ def _pack(
     return Epoch(np.concatenate(micro_batches), np.cumsum([0] + [len(documents) for documents in micro_batches]))
 
 
-def _choose(queue_tokens: IntArray, target: int, capacity_tokens: int, most_documents: int) -> IntArray:
-    """Chooses a micro-batch's documents, as places in the queue: its beginning, then the largest that fit the gap."""
+def _choose(
+    queue_tokens: IntArray, target: int, capacity_tokens: int, most_documents: int, in_order: bool
+) -> IntArray:
+    """Chooses a micro-batch's documents, as places in the queue: its beginning, then the largest that fit the gap, or
+    the first."""
     cumulative = np.cumsum(queue_tokens)
     reach = int(np.searchsorted(cumulative, target, side="left")) + 1
     count = min(reach, int(np.searchsorted(cumulative, capacity_tokens, side="right")), most_documents)
@@ -291,7 +307,7 @@ def _choose(queue_tokens: IntArray, target: int, capacity_tokens: int, most_docu
     candidates = queue_tokens[count : count + LOOKAHEAD_DOCUMENTS].copy()
     while load < target and len(chosen) < most_documents:
         fitting = np.where(candidates <= capacity_tokens - load, candidates, 0)
-        best = int(np.argmax(fitting)) if len(fitting) else 0
+        best = int(np.argmax(fitting > 0 if in_order else fitting)) if len(fitting) else 0
         if len(fitting) == 0 or fitting[best] == 0:
             break
         load += int(fitting[best])

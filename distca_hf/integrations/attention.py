@@ -263,15 +263,15 @@ def _warn_of_forgetting(module: nn.Module, settings: LayerSettings | None, packe
     if settings is not None and (settings.in_forward_pass() or in_backward()):
         return
     ranks = job_size()
-    if ranks == 1 and not packed:
-        return
     consequence = "each attends to its own batch alone, and nothing is balanced" if ranks > 1 else "nothing is checked"
     model = f"a model with {type(module).__name__} trains with distca on {ranks} rank(s)"
     if settings is None:
         message = (
-            f"{model}, but was not enabled: {consequence}. Call plugin.attach(trainer) or distca_hf.enable(model, "
-            "plugin), or give Trainer a DistCACallback(plugin)"
+            f"{model}, but was not enabled: {consequence}. Call plugin.attach(trainer), which also makes labels of a "
+            "dataset that has none; or distca_hf.enable(model, plugin); or give Trainer a DistCACallback(plugin)"
         )
+    elif ranks == 1 and not packed:
+        return
     else:
         message = (
             f"{model}, outside of a forward pass of the model that was enabled: {consequence}. Call that model, and "

@@ -54,7 +54,7 @@ def test_at_most_twice_as_many_micro_batches_as_tokens_need(made: tuple[np.ndarr
 def test_unshuffled_micro_batch_begins_with_the_earliest_documents_left(
     made: tuple[np.ndarray, int, EpochPacker],
 ) -> None:
-    """A beginning of what is left in the dataset's order, then later ones that fill the gap, the largest first."""
+    """A beginning of what is left in the dataset's order, then the next ones that fill the gap."""
     lengths, capacity, packer = made
     packer = EpochPacker(lengths, capacity, shuffle=False)
     left = list(range(len(lengths)))
@@ -62,9 +62,9 @@ def test_unshuffled_micro_batch_begins_with_the_earliest_documents_left(
         beginning = 0
         while beginning < len(documents) and documents[beginning] == left[beginning]:
             beginning += 1
-        fillers = lengths[documents[beginning:]].tolist()
+        fillers = documents[beginning:]
         assert beginning >= 1
-        assert fillers == sorted(fillers, reverse=True)
+        assert fillers == sorted(fillers)
         if fillers:  # the next in order did not fit, or it was no longer needed
             assert lengths[documents[:beginning]].sum() + lengths[left[beginning]] > capacity
         left = [document for document in left if document not in documents]

@@ -18,6 +18,7 @@ from datasets import Dataset, IterableDataset
 from transformers import (
     AutoModelForCausalLM,
     BloomConfig,
+    DataCollatorWithFlattening,
     FalconConfig,
     MambaConfig,
     MistralConfig,
@@ -111,6 +112,30 @@ def dataset_of_torch(make: Make) -> None:
 
 def texts(make: Make) -> None:
     attach(make(Dataset.from_dict({"text": ["a"]})))
+
+
+def columns(make: Make, **columns: Any) -> None:
+    attach(make(rows(3, 4, **columns), remove_unused_columns=False)).train()
+
+
+def positions_of_several_documents(make: Make) -> None:
+    dataset = Dataset.from_dict({"length": [4, 4], "positions": [[0, 1, 2, 3], [0, 1, 0, 1]]}).with_transform(
+        lambda batch: {"input_ids": [[3] * 4], "position_ids": batch["positions"]}
+    )
+    attach(make(dataset)).train()
+
+
+def other_draws(make: Make) -> None:
+    generator = torch.Generator()
+    dataset = Dataset.from_dict({"length": [40, 40]}).with_transform(
+        lambda batch: {"input_ids": [torch.randint(3, 9, (40,), generator=generator)]}
+    )
+    attach(make(dataset)).train()
+
+
+def padding_without_a_mask(make: Make) -> None:
+    padded = [[*range(3, 9 - row), *[0] * (7 + row)] for row in range(3)]
+    attach(make(Dataset.from_dict({"input_ids": padded}))).train()
 
 
 def no_label(make: Make) -> None:
@@ -256,7 +281,61 @@ TOLD: dict[str, tuple[Callable[[Make], None], str, str, str]] = {
         "not TensorDataset",
         "from_generator make one",
     ),
-    "10 texts": (texts, "no column 'input_ids', only ['text']", "the dataset", "tokenise it first"),
+    "10 texts": (texts, "no column 'input_ids', only ['text']", "the dataset", "distca examples tokenise_texts"),
+    "36 classes of texts": (
+        partial(columns, label=[0, 1]),
+        "holds one label per row, as for classifying texts",
+        "the dataset's column 'label'",
+        "distca_hf.enable(model, plugin, whole_documents=True)",
+    ),
+    "36 numbers of classes": (
+        partial(columns, labels=[0, 1]),
+        "holds one label per row, as for classifying texts",
+        "column 'labels'",
+        "distca_hf.enable(model, plugin, whole_documents=True)",
+    ),
+    "37 a weight for each row": (
+        partial(columns, weight=[0.5, 1.0]),
+        "holds numbers that a loss may need",
+        "column 'weight'",
+        "dataset.remove_columns('weight')",
+    ),
+    "38 another tokenizer": (
+        partial(columns, labels=[[3, 1 << 40, 3], [3] * 4]),
+        "1099511627776 at token 1",
+        "row 0: labels",
+        "Tokenise with the tokenizer of the model",
+    ),
+    "39 rows that hold several documents": (
+        positions_of_several_documents,
+        "position_ids is 0 at token 2",
+        "row 1",
+        "give their lengths in a column 'seq_lengths'",
+    ),
+    "40 a generator of one's own": (
+        other_draws,
+        "gives other 'input_ids' when it makes the row again",
+        "row 1: the dataset's transform",
+        "draw from random, numpy.random or torch",
+    ),
+    "41 padding that no mask names": (
+        padding_without_a_mask,
+        "documents that were looked at end in a run of token 0",
+        "(row 2: 9 of them)",
+        "tokenise without padding",
+    ),
+    "42 an empty dataset": (
+        lambda make: attach(make(Dataset.from_dict({"input_ids": []}))),
+        "is empty",
+        "the dataset",
+        "Look at what filtered it",
+    ),
+    "43 packs and tokens_per_rank": (
+        lambda make: attach(make(given={"data_collator": DataCollatorWithFlattening()})),
+        "no effect",
+        f"tokens_per_rank={TOKENS}",
+        "the Trainer makes its batches itself",
+    ),
     "11 nothing to learn": (no_label, "no label to learn", "micro-batch 0", "look at the dataset's labels and masks"),
     "12 labels of other tokens": (
         labels_of_other_tokens,

@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from distca_hf.arrays import IntArray
-from distca_hf.batches.batch_documents import Batch, cache_of, check_mask_numbers, tokens_of
+from distca_hf.batches.batch_documents import Batch, cache_of, check_ids, check_mask_numbers, tokens_of
 from distca_hf.batches.empty_batch import fill_empty
 from distca_hf.batches.packed import PackPlanner
 from distca_hf.batches.preview import RunReport
@@ -41,6 +41,7 @@ from distca_hf.integrations.models.layer_masks import layer_masks_of
 from distca_hf.integrations.models.mixer_watch import MixerWatch
 from distca_hf.integrations.models.operations import predictable, step_flops
 from distca_hf.integrations.models.padded_backbone import PaddedBackbone
+from distca_hf.integrations.models.planner import vocabulary_tokens_of
 from distca_hf.integrations.models.recomputed_layers import RecomputedLayers
 from distca_hf.integrations.models.structure import (
     attention_layers,
@@ -96,6 +97,8 @@ class ForwardWatch:
         self._accepts_use_cache = forward_accepts(inner, "use_cache")
         self._logged_cache = False
         self._mixers = MixerWatch(inner, self._accepts_use_cache)
+        # Images may stand in text as tokens that have no embedding.
+        self._vocabulary_tokens = None if self._check.towers else vocabulary_tokens_of(root)
         self._head_groups = head_groups_of(root, context.members.grid.shape[2])
         self._token_bytes = token_bytes_of(root)
         self._layer_masks = layer_masks_of(root)
@@ -174,6 +177,7 @@ class ForwardWatch:
                 if module is self.root:
                     self._check.check_implementation(trains=module.training and torch.is_grad_enabled())
                 check_mask_numbers(batch)
+                check_ids(batch, self._vocabulary_tokens, waits=False)
                 batch = batch | self._mixers.alone(batch, trains=module.training and torch.is_grad_enabled())
                 return None if batch.keys() == given.keys() else (args[len(self._names) :], batch)
             plan = self._plan_packs(module, batch)
@@ -262,6 +266,7 @@ class ForwardWatch:
 
     def _lengths(self, batch: Batch) -> IntArray | None:
         """Returns document lengths of a batch; None if it stays padded, as it does where mixers keep rows apart."""
+        check_ids(batch, self._vocabulary_tokens, waits=True)
         return self._mixers.lengths(batch if self._mixers.mixers else self._padded.begin(batch))
 
     def _checkpointed_modules(self, module: nn.Module) -> list[nn.Module]:

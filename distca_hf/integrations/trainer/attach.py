@@ -17,6 +17,7 @@ from distca_hf.config import DistCAConfig
 from distca_hf.cost import causal_pairs_of
 from distca_hf.data.accumulation import SortedPackSampler
 from distca_hf.data.documents import DocumentSource, check_map_style
+from distca_hf.data.rows import FOR_LENGTHS
 from distca_hf.errors import ConfigError
 from distca_hf.integrations.models.distributed_check import follow_mesh
 from distca_hf.integrations.models.forward_watch import enable, restorer, watch_of
@@ -28,11 +29,12 @@ from distca_hf.integrations.trainer.check import (
     arguments_without_effect,
     check_evaluation,
     check_placed_evaluation,
+    other_trainer_of_trl,
     packed_by,
     padded_by,
-    unlearnt_token,
     wrong_settings,
 )
+from distca_hf.integrations.trainer.columns import reading_of
 from distca_hf.integrations.trainer.redone_steps import RedoneSteps, cannot_redo
 from distca_hf.integrations.trainer.resuming import Resuming, check_checkpoint
 from distca_hf.integrations.trainer.stop_on_signal import LeaveOnSignal
@@ -64,6 +66,11 @@ def attach(trainer: Trainer, context: ParallelContext) -> None:
         log.info("this Trainer was attached to before; that is undone, and this plugin counts from now on")
         earlier.undo()
     padded = padded_by(trainer)
+    if padded is None and packed_by(trainer) is None and (kind := other_trainer_of_trl(trainer)):
+        raise ConfigError(
+            f"{kind} makes batches of its own kind, and placed ones cannot take their place; keep them, with "
+            "callbacks=[distca_hf.DistCACallback(plugin)] instead of attach"
+        )
     if trainer.train_dataset is not None and packed_by(trainer) is None and padded is None:
         check_map_style(trainer.train_dataset)
     reasons = list(wrong_settings(trainer, context.config))
@@ -219,7 +226,7 @@ def _set_arguments(trainer: Trainer, config: DistCAConfig, attachment: Attachmen
         )
     attachment.set_while("train", average_tokens_across_devices=True, per_device_train_batch_size=1)
     attachment.replace(trainer, "_train_batch_size", 1)
-    without_effect = arguments_without_effect(args)
+    without_effect = arguments_without_effect(trainer)
     if without_effect:
         log.warning(
             "%s: no effect on placed batches, which a thread of this process prepares (setting prefetch)",
@@ -230,17 +237,27 @@ def _set_arguments(trainer: Trainer, config: DistCAConfig, attachment: Attachmen
 def _training_loader(trainer: Trainer, context: ParallelContext) -> PlacedLoader:
     """Returns the loader of placed batches."""
     args, config = trainer.args, context.config
-    return PlacedLoader(
-        _dataset(trainer),
+    if getattr(args, "max_length", None) is not None:
+        log.warning(
+            "the trainer cuts documents to max_length=%d tokens before they get here; with max_length=None they may "
+            "be as long as all ranks hold together",
+            args.max_length,
+        )
+    loader = PlacedLoader(
+        trainer.train_dataset,
         planner_for(trainer.model, context, context.servers),
         context.training_transport(args.device),
         args.device,
         seed=args.seed if args.data_seed is None else args.data_seed,
+        shuffle=getattr(args, "train_sampling_strategy", "random") != "sequential",
         # A step's micro-batches are taken one right after the other: have all of the next step ready.
         prefetch=max(config.prefetch, args.gradient_accumulation_steps + 1),
         micro_steps=args.gradient_accumulation_steps if config.regroup_steps else 1,
-        unlearnt_token=unlearnt_token(trainer.data_collator),
+        reading=reading_of(trainer, trainer.train_dataset),
+        num_workers=args.dataloader_num_workers,
     )
+    loader.log_masks()
+    return loader
 
 
 def _report_loss_only(
@@ -296,7 +313,8 @@ def _evaluation_loader(
         context.transport(device),
         device,
         shuffle=False,
-        unlearnt_token=unlearnt_token(trainer.data_collator),
+        reading=reading_of(trainer, dataset),
+        num_workers=trainer.args.dataloader_num_workers,
     )
 
 
@@ -309,28 +327,6 @@ def _add_callbacks(context: ParallelContext, attachment: Attachment, callback: D
         attachment.add_callback(LeaveOnSignal(context.transport), first=False)
 
 
-def _dataset(trainer: Trainer) -> datasets.Dataset:
-    """Returns the training dataset without masks that TRL's settings leave unused; warns where TRL has cut
-    documents."""
-    dataset, args = trainer.train_dataset, trainer.args
-    columns = dataset.column_names or []
-    unused = {
-        "completion_mask": getattr(trainer, "completion_only_loss", None) is False,
-        "assistant_masks": getattr(args, "assistant_only_loss", None) is False,
-    }
-    names = [name for name, is_unused in unused.items() if is_unused and name in columns]
-    if names:
-        log.info("not used, as the trainer's settings say: %s", ", ".join(names))
-        dataset = dataset.remove_columns(names)
-    if getattr(args, "max_length", None) is not None:
-        log.warning(
-            "the trainer cuts documents to max_length=%d tokens before they get here; with max_length=None they may "
-            "be as long as all ranks hold together",
-            args.max_length,
-        )
-    return dataset
-
-
 def _sorted_packs(trainer: Trainer, num_ranks: int) -> SortedPackSampler:
     """Returns a sampler that lets equally heavy packs of an optimizer step run at the same time.
 
@@ -338,7 +334,7 @@ def _sorted_packs(trainer: Trainer, num_ranks: int) -> SortedPackSampler:
         num_ranks: data ranks, which run other packs.
     """
     args = trainer.args
-    source = DocumentSource(trainer.train_dataset, sys.maxsize)
+    source = DocumentSource(trainer.train_dataset, sys.maxsize, reading=FOR_LENGTHS)
     pairs = causal_pairs_of(np.zeros_like(source.document_tokens), source.document_tokens)
     work = np.bincount(source.rows, weights=pairs, minlength=len(trainer.train_dataset))
     seed = args.seed if args.data_seed is None else args.data_seed

@@ -14,7 +14,15 @@ ATTACHED = "_distca_attachment"
 # Parts that batches depend on: one that was replaced after `attach` has not been checked.
 PARTS = ("train_dataset", "data_collator", "compute_loss_func", "model_init")
 # Arguments that the loader was made with: a change after `attach` would not reach it.
-ARGUMENTS = ("gradient_accumulation_steps", "seed", "data_seed", "label_smoothing_factor", "world_size")
+ARGUMENTS = (
+    "data_seed",
+    "gradient_accumulation_steps",
+    "label_smoothing_factor",
+    "remove_unused_columns",
+    "seed",
+    "train_sampling_strategy",
+    "world_size",
+)
 
 
 class Attachment:

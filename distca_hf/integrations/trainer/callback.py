@@ -28,6 +28,7 @@ from distca_hf.batches.preview import count
 from distca_hf.errors import ConfigError
 from distca_hf.integrations.models.forward_watch import ForwardWatch, enable, watch_of
 from distca_hf.integrations.models.weights_check import WeightsCheck
+from distca_hf.integrations.trainer.check import settings_of_placed
 from distca_hf.integrations.trainer.stop_on_signal import LeaveOnSignal
 from distca_hf.integrations.trainer.whole_weights import check_optimizer
 from distca_hf.parallel_context import ParallelContext
@@ -104,6 +105,13 @@ class DistCACallback(TrainerCallback):
     def watch(self, model: nn.Module) -> None:
         """Reports on this enabled model."""
         self._model = model
+        unused = [] if self._loader is not None else settings_of_placed(self._context.config)
+        if unused:
+            log.warning(
+                "%s: no effect, as the Trainer makes its batches itself (tokens_per_rank x ranks is only the longest "
+                "document that the model is checked for)",
+                ", ".join(unused),
+            )
 
     def on_train_begin(
         self,

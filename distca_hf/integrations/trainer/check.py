@@ -7,26 +7,18 @@ training, too, not at the first evaluation.
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import datasets
 import transformers
 from accelerate import DistributedType
 from torch import nn
-from transformers import (
-    DataCollatorForLanguageModeling,
-    DataCollatorForSeq2Seq,
-    DataCollatorWithFlattening,
-    DataCollatorWithPadding,
-    DefaultDataCollator,
-    Trainer,
-    TrainingArguments,
-    default_data_collator,
-)
+from transformers import DataCollatorWithFlattening, Trainer, TrainingArguments
 
 from distca_hf.config import DistCAConfig
 from distca_hf.data.media import media_columns, media_refusal
+from distca_hf.data.rows import is_drawn
 from distca_hf.errors import ConfigError
+from distca_hf.integrations.models.check import IMPLEMENTATION
 from distca_hf.integrations.models.distributed import has_data_and_tensor_mesh, model_mesh, tensor_ranks
 from distca_hf.integrations.models.distributed_check import LOWEST_TENSOR, refused_distribution
 from distca_hf.integrations.models.structure import (
@@ -36,6 +28,8 @@ from distca_hf.integrations.models.structure import (
     transformers_model,
     weights_beside_text,
 )
+from distca_hf.integrations.trainer.columns import refused_collator
+from distca_hf.settings import fields_of
 from distca_hf.telemetry import get_logger
 
 
@@ -54,11 +48,8 @@ OF_A_DATALOADER = (
     "dataloader_persistent_workers",
     "dataloader_drop_last",
 )
-# Collators that pad and keep the labels of the dataset. TRL's is known by its name, as TRL may not be installed.
-KEEP_LABELS = (DefaultDataCollator, DataCollatorWithPadding, DataCollatorForSeq2Seq)
-OF_TRL = "trl.trainer.sft_trainer.DataCollatorForLanguageModeling"
-# Columns that collators of Transformers take for labels under these names.
-OTHER_LABELS = ("label", "label_ids")
+# Settings of batches that are placed.
+OF_PLACED = ("tokens_per_rank", "overlong", "pad_to_multiple_of", "regroup_steps", "prefetch", "kernel_times")
 # Rows among which a short and a long one are looked for.
 ROWS_LOOKED_AT = 256
 
@@ -82,6 +73,13 @@ def padded_by(trainer: Trainer) -> str | None:
     return None
 
 
+def other_trainer_of_trl(trainer: Trainer) -> str | None:
+    """Returns the class of TRL that a trainer is of, if it makes batches in a way that is not known here."""
+    modules = (*PADDING, *PADDING_POLICIES, *TRAINERS, "trl.trainer.base_trainer")
+    others = [part for part in type(trainer).__mro__ if part.__module__.startswith("trl.")]
+    return next((part.__name__ for part in others if part.__module__ not in modules), None)
+
+
 def makes_batches_in_steps(trainer: Trainer) -> bool:
     """Returns whether a trainer makes its batches inside of its steps: completions of a policy."""
     return _is_of(trainer, PADDING_POLICIES)
@@ -92,10 +90,13 @@ def _is_of(trainer: Trainer, modules: Sequence[str]) -> bool:
     return any(part.__module__ in modules for part in type(trainer).__mro__)
 
 
-def arguments_without_effect(args: TrainingArguments) -> list[str]:
+def arguments_without_effect(trainer: Trainer) -> list[str]:
     """Returns arguments that were set, and that placed batches do not follow."""
+    args = trainer.args
     fields = type(args).__dataclass_fields__
     named = [name for name in OF_A_DATALOADER if getattr(args, name) != fields[name].default]
+    if "dataloader_num_workers" in named and is_drawn(trainer.train_dataset):  # they draw its rows
+        named.remove("dataloader_num_workers")
     accelerator = args.accelerator_config
     named += [
         f"accelerator_config.{name}" for name in ("split_batches", "dispatch_batches") if getattr(accelerator, name)
@@ -103,9 +104,24 @@ def arguments_without_effect(args: TrainingArguments) -> list[str]:
     return named
 
 
+def settings_of_placed(config: DistCAConfig) -> list[str]:
+    """Returns settings of placed batches that do not have their defaults, with their values."""
+    fields = fields_of(DistCAConfig)
+    given = {name: getattr(config, name) for name in OF_PLACED}
+    return [f"{name}={value!r}" for name, value in given.items() if value != fields[name].metadata["default"]]
+
+
 def wrong_settings(trainer: Trainer, config: DistCAConfig) -> Iterator[str]:
     """Yields all reasons why distca_hf cannot be attached to a Trainer."""
     args = trainer.args
+    if hasattr(args, "model_init_kwargs"):  # TRL loads a model that is given as a path
+        implementation = transformers_model(trainer.model).config.get_text_config()._attn_implementation
+        wanted = f'attn_implementation="{IMPLEMENTATION}"'
+        if implementation != IMPLEMENTATION:
+            yield (
+                f"its model uses attn_implementation={implementation!r}; load it with from_pretrained(..., {wanted}), "
+                f"or let the trainer load it with {type(args).__name__}(model_init_kwargs=dict({wanted}))"
+            )
     if trainer.train_dataset is None:
         yield "it has no train_dataset"
     elif padded_by(trainer) is not None:
@@ -175,11 +191,13 @@ def _wrong_for_cut_documents(trainer: Trainer, config: DistCAConfig) -> Iterator
         yield "compute_metrics needs whole documents, and evaluate='distca' cuts them; remove one of them"
     if config.sort_packs:
         yield "sort_packs is for packs of others, and these batches are placed; set it to False"
-    yield from _sampling_strategy(args, "micro-batches are placed; leave it out")
-    if isinstance(trainer.train_dataset, datasets.Dataset) and (media := media_columns(trainer.train_dataset)):
+    yield from _sampling_strategy(
+        args, "micro-batches are placed; leave it out, or set 'sequential' for the order of the dataset", "sequential"
+    )
+    if not is_drawn(trainer.train_dataset) and (media := media_columns(trainer.train_dataset)):
         yield media_refusal(media)
     yield from _towers_without_gradients(trainer)
-    yield from refused_collator(trainer.data_collator, trainer.train_dataset.column_names or [])
+    yield from refused_collator(trainer)
 
 
 def _towers_without_gradients(trainer: Trainer) -> Iterator[str]:
@@ -217,10 +235,10 @@ def _wrong_for_sorted_packs(trainer: Trainer) -> Iterator[str]:
     yield from _sampling_strategy(trainer.args, "sort_packs chooses the order of packs; leave one of them out")
 
 
-def _sampling_strategy(args: TrainingArguments, because: str) -> Iterator[str]:
-    """Yields an order of rows that was asked for, where rows are ordered here."""
+def _sampling_strategy(args: TrainingArguments, because: str, *followed: str) -> Iterator[str]:
+    """Yields an order of rows that was asked for, where rows are ordered here, unless it is one that is followed."""
     strategy = getattr(args, "train_sampling_strategy", "random")
-    if strategy != "random":
+    if strategy not in ("random", *followed):
         yield f"train_sampling_strategy={strategy!r} has no effect: {because}"
 
 
@@ -246,44 +264,6 @@ def _keeps(trainer: Trainer, name: str) -> bool:
 def _overrides(trainer: Trainer, name: str) -> list[Callable[..., object]]:
     """Returns all methods of a name, of the instance first and then up its classes."""
     return [vars(part)[name] for part in (trainer, *type(trainer).__mro__) if name in vars(part)]
-
-
-def unlearnt_token(collator: Any) -> int | None:
-    """Returns the token that a collator never learns, wherever it stands: the pad token, even if it ends documents."""
-    return collator.tokenizer.pad_token_id if type(collator) is DataCollatorForLanguageModeling else None
-
-
-def refused_collator(collator: Callable[..., object], columns: Sequence[str]) -> Iterator[str]:
-    """Yields reasons why batches made here would differ from the batches of a collator.
-
-    Args:
-        columns: of the training dataset.
-    """
-    name = getattr(collator, "__name__", type(collator).__name__)
-    if getattr(collator, "mlm", False):
-        yield f"its data collator {name} masks tokens (mlm); placed micro-batches are for causal language models"
-    elif type(collator) is DataCollatorForLanguageModeling:
-        ignored = [column for column in ("labels", "completion_mask", "assistant_masks") if column in columns]
-        if ignored:
-            yield (
-                f"its data collator {name} makes labels of input_ids and ignores the column {ignored[0]!r}; remove "
-                "the column, or keep its labels with DataCollatorForSeq2Seq"
-            )
-    elif not _is_known(collator):
-        yield (
-            f"its data collator {name} would not be called: batches are made here. Let the dataset hold the columns "
-            "that it makes (input_ids, labels or completion_mask), and use DataCollatorForSeq2Seq"
-        )
-    if "labels" not in columns:
-        for column in OTHER_LABELS:
-            if column in columns:
-                yield f"the dataset's column {column!r} would be its labels; rename it to 'labels', or remove it"
-
-
-def _is_known(collator: Callable[..., object]) -> bool:
-    kind = type(collator)
-    of_trl = f"{kind.__module__}.{kind.__qualname__}" == OF_TRL
-    return collator is default_data_collator or kind in KEEP_LABELS or of_trl
 
 
 def check_placed_evaluation(trainer: Trainer, open_loader: Callable[[datasets.Dataset], object]) -> None:

@@ -14,10 +14,13 @@ from datasets import Dataset
 from torch import nn
 
 from distca_hf.arrays import IntArray
+from distca_hf.batches.loader import PlacedLoader
 from distca_hf.config import KernelName
 from distca_hf.data.accumulation import SortedPackSampler
+from distca_hf.integrations.models.distributed_check import follow_mesh
 from distca_hf.integrations.models.documents_apart import KEYWORD, DocumentRows
 from distca_hf.integrations.models.mixers import needs_whole_documents
+from distca_hf.integrations.models.planner import planner_for
 from distca_hf.placement.place import fill_in_order
 from distca_hf.runtime.forward_pass import ForwardPass
 from lib.baselines.calls import Call, ChosenKeys, MadeUpKeys, OwnKeys, make_call
@@ -275,11 +278,14 @@ def _llama3(place: Place, step: StepTokens) -> Mode:
 def _placed(place: Place, step: StepTokens) -> Mode:
     tokens_per_rank = sum(_lengths(step)) // place.wires.world_size
     documents = [tokens.astype(np.int32) for tokens in chain.from_iterable(step)]
-    loader = place.plugin(tokens_per_rank).dataloader(
+    plugin = place.plugin(tokens_per_rank)
+    follow_mesh(place.model, plugin)
+    loader = PlacedLoader(  # as plugin.dataloader makes it, for tokens that may be numbers beyond the vocabulary
         Dataset.from_dict({"input_ids": documents}),
+        planner_for(place.model, plugin, plugin.servers),
+        plugin.training_transport(place.device),
+        place.device,
         shuffle=False,
-        device=place.device,
-        model=place.model,
         micro_steps=len(step),
     )
     batches = [{name: batch[name] for name in ("input_ids", "position_ids", "distca_plan")} for batch in loader]

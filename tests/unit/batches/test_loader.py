@@ -1,6 +1,9 @@
 """The loader in one process: what is in a batch, which batches an epoch has, and where it continues."""
 
 import gc
+import multiprocessing
+import os
+import signal
 import threading
 import time
 from collections import Counter
@@ -18,7 +21,7 @@ import distca_hf
 from distca_hf.batches import prepare as ahead
 from distca_hf.batches.loader import PlacedLoader
 from distca_hf.batches.prepare import Prefetcher
-from distca_hf.data import collate
+from distca_hf.data import dataset_check
 from distca_hf.errors import ConfigError, PackingError
 from distca_hf.runtime.live_plan import LivePlan
 from distca_hf.telemetry import LoaderTimes
@@ -353,7 +356,7 @@ class Broken(Exception):
 
 def test_error_of_the_background_thread_arrives_in_the_loop_with_its_type(monkeypatch: pytest.MonkeyPatch) -> None:
     """Batches before the broken one come first; nothing hangs and no thread stays."""
-    monkeypatch.setattr(collate, "MOST_DOCUMENTS", 1)
+    monkeypatch.setattr(dataset_check, "MOST_DOCUMENTS", 1)
 
     def tokenize(rows: dict[str, list[Any]]) -> dict[str, list[Any]]:
         if rows["number"] == [10]:
@@ -368,6 +371,35 @@ def test_error_of_the_background_thread_arrives_in_the_loop_with_its_type(monkey
 
     assert len(taken) == 3
     assert background_threads() == []
+
+
+def test_workers_outlive_signals_of_their_process_group_and_hand_errors_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step that ends on SIGTERM may still need rows of theirs."""
+    monkeypatch.setattr(dataset_check, "MOST_DOCUMENTS", 1)
+
+    def tokenize(rows: dict[str, list[Any]]) -> dict[str, list[Any]]:
+        tokens = 64 if rows["number"] != [40] else 63
+        return {"input_ids": [[number] * tokens for number in rows["number"]]}
+
+    dataset = Dataset.from_dict({"number": list(range(60)), "length": [64] * 60}).with_transform(tokenize)
+    plugin = distca_hf.DistCAPlugin(tokens_per_rank=CAPACITY_TOKENS, pad_to_multiple_of=1)
+    taken = []
+
+    def take() -> None:
+        for batch in plugin.dataloader(dataset, shuffle=False, device="cpu", num_workers=2):
+            taken.append(sorted(set(batch["input_ids"][0].tolist())))
+            for worker in multiprocessing.active_children():
+                for number in (signal.SIGTERM, signal.SIGINT):
+                    assert worker.pid is not None
+                    os.kill(worker.pid, number)
+
+    with pytest.raises(PackingError, match=r"^row 40: .* \(63,\); 64 integers were announced$"):
+        take()
+
+    assert taken == [[at, at + 1, at + 2] for at in range(0, 39, 3)]
+    assert background_threads() == []
+    gc.collect()
+    assert multiprocessing.active_children() == []
 
 
 def test_row_shorter_than_announced_is_found_when_it_is_read() -> None:
@@ -392,7 +424,7 @@ def test_transform_that_comes_later_is_refused(made_on_access: bool) -> None:
 
 
 def test_padded_row_is_found_when_it_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(collate, "MOST_DOCUMENTS", 1)
+    monkeypatch.setattr(dataset_check, "MOST_DOCUMENTS", 1)
     rows = [[3] * 64 for _ in range(12)]
     masks = [[1] * 64 for _ in rows]
     whole = loader_of(Dataset.from_dict({"input_ids": rows, "attention_mask": masks}), shuffle=False)
@@ -425,8 +457,8 @@ class Infinite(torch.utils.data.Dataset):
         (IterableDataset.from_generator(lambda: iter([{"input_ids": [1]}])), "IterableDataset"),
         (Infinite(), "not Infinite"),
         ([{"input_ids": [1]}], "not list"),
-        (Dataset.from_dict({"text": ["a"]}), r"no column 'input_ids', only \['text'\]"),
-        (Dataset.from_dict({"input_ids": []}), "holds no document|must hold a list"),
+        (Dataset.from_dict({"text": ["a"]}), r"no column 'input_ids', only \['text'\]; .* tokenise_texts"),
+        (Dataset.from_dict({"input_ids": []}), "the dataset is empty"),
         (Dataset.from_dict({"input_ids": [[1, 2], []]}), "document 1 has 0 tokens"),
         (
             Dataset.from_dict({"input_ids": [[1, 2]], "position_ids": [[0, 0]]}),

@@ -5,12 +5,14 @@ from typing import Any
 import pytest
 import torch
 
-from distca_hf.batches.batch_documents import check_mask_numbers, media_of
+import distca_hf
+from distca_hf.batches.batch_documents import check_ids, check_mask_numbers, media_of
 from distca_hf.batches.empty_batch import fill_empty
 from distca_hf.batches.packed import PackPlanner, document_lengths
 from distca_hf.config import DistCAConfig
 from distca_hf.errors import PackingError
 from distca_hf.testing import LoopbackTransport, run_ranks
+from support.models import tiny_model
 
 
 OFFSETS = torch.tensor([0, 4, 7, 10], dtype=torch.int32)
@@ -100,6 +102,20 @@ def test_padded_batch_has_no_lengths_that_could_be_planned() -> None:
 
 
 NUMBERS = torch.tensor([[1, 1, 1, 1, 2, 2, 2, 3, 3, 3]])
+
+
+@pytest.mark.parametrize("token", [128, 1 << 40, -1])
+def test_tokens_that_the_model_has_no_embedding_for_are_named(token: int) -> None:
+    ids = torch.tensor([[5, 127, 0], [6, token, 8]])
+    check_ids({"input_ids": ids[:1]}, 128, waits=False)
+    check_ids({"input_ids": ids}, None, waits=True)
+    check_ids({"input_ids": ids.to("meta")}, 128, waits=False)
+    told = f"row 1 of the batch: input_ids is {token} at token 1, and tokens are 0 to 127 in this model"
+    with pytest.raises(PackingError, match=told):
+        check_ids({"input_ids": ids}, 128, waits=False)
+    model = distca_hf.enable(tiny_model(num_hidden_layers=1, vocab_size=128), distca_hf.DistCAPlugin())
+    with pytest.raises(PackingError, match=told):
+        model(ids)
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.uint8, torch.float32, torch.bfloat16])

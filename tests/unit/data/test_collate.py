@@ -109,12 +109,12 @@ class CountingSource:
     """A source that remembers which tokens it was asked for."""
 
     def __init__(self, source: DocumentSource) -> None:
-        self._source = source
+        self._source, self.inputs = source, source.inputs
         self.reads: list[tuple[int, int, int]] = []
 
-    def read(self, document: int, start: int, stop: int) -> Any:
+    def read(self, document: int, start: int, stop: int, draws: Any) -> Any:
         self.reads.append((document, start, stop))
-        return self._source.read(document, start, stop)
+        return self._source.read(document, start, stop, draws)
 
 
 def test_only_the_tokens_of_the_rank_are_read() -> None:

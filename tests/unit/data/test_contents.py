@@ -16,9 +16,11 @@ from distca_hf.batches.loader import PlacedLoader
 from distca_hf.batches.placed import PlacedPlanner
 from distca_hf.batches.taking import check_cuts
 from distca_hf.comm.transport import Transport
-from distca_hf.data import collate
-from distca_hf.data.collate import AROUND_A_CUT_TOKENS, cuts_of, dataset_checksum, sum_of
+from distca_hf.data import collate, dataset_check
+from distca_hf.data.collate import AROUND_A_CUT_TOKENS, cuts_of, sum_of
+from distca_hf.data.dataset_check import checked_contents
 from distca_hf.data.documents import DocumentSource
+from distca_hf.data.rows import Reading
 from distca_hf.errors import PlanMismatchError
 from distca_hf.layout import Layout
 from distca_hf.placement.place import place
@@ -44,16 +46,16 @@ def test_datasets_of_equal_contents_have_one_checksum_however_they_are_stored() 
         plain.cast_column("input_ids", plain.features["input_ids"].__class__(plain.features["input_ids"].feature)),
         Dataset.from_list([{"input_ids": np.array(row, dtype=np.int32)} for row in ROWS]),
     )
-    assert len({dataset_checksum(DocumentSource(dataset, 1 << 20)) for dataset in stored}) == 1
+    assert len({checked_contents(DocumentSource(dataset, 1 << 20)) for dataset in stored}) == 1
 
 
 @pytest.mark.parametrize("row", range(5))
 def test_every_token_counts_in_a_small_dataset(row: int) -> None:
-    usual = dataset_checksum(source_of(ROWS))
+    usual = checked_contents(source_of(ROWS))
     for at in range(len(ROWS[row])):
         changed = [list(tokens) for tokens in ROWS]
         changed[row][at] += 1
-        assert dataset_checksum(source_of(changed)) != usual
+        assert checked_contents(source_of(changed)) != usual
 
 
 def test_labels_and_masks_count() -> None:
@@ -62,29 +64,63 @@ def test_labels_and_masks_count() -> None:
     mask = [[1] * len(row) for row in ROWS]
     mask[2][51] = 0
     checksums = {
-        dataset_checksum(source_of(ROWS)),
-        dataset_checksum(source_of(ROWS, labels=labels)),
-        dataset_checksum(source_of(ROWS, completion_mask=mask)),
-        dataset_checksum(DocumentSource(Dataset.from_dict({"input_ids": ROWS}), 1 << 20, unlearnt_token=50)),
+        checked_contents(source_of(ROWS)),
+        checked_contents(source_of(ROWS, labels=labels)),
+        checked_contents(source_of(ROWS, completion_mask=mask)),
+        checked_contents(
+            DocumentSource(Dataset.from_dict({"input_ids": ROWS}), 1 << 20, reading=Reading(unlearnt_token=50))
+        ),
     }
     assert len(checksums) == 4
 
 
 def test_of_a_large_dataset_documents_all_over_it_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(collate, "MOST_DOCUMENTS", 10)
-    monkeypatch.setattr(collate, "MOST_TOKENS", 100)
+    monkeypatch.setattr(dataset_check, "MOST_DOCUMENTS", 10)
+    monkeypatch.setattr(dataset_check, "MOST_TOKENS", 100)
     rows = [[row] * 30 for row in range(200)]
     source, read = source_of(rows), []
     right = DocumentSource.read
     monkeypatch.setattr(
         DocumentSource, "read", lambda self, *given: read.append(given) or right(self, *given), raising=True
     )
-    shuffled = dataset_checksum(source_of([rows[0], *rows[:0:-1]]))
+    shuffled = checked_contents(source_of([rows[0], *rows[:0:-1]]))
     read.clear()
 
-    assert dataset_checksum(source) != shuffled
-    assert [document for document, _, _ in read] == [0, 22, 44, 66, 88, 110, 132, 154, 176, 199]
-    assert all((start, stop) == (0, 10) for _, start, stop in read)
+    assert checked_contents(source) != shuffled
+    beginnings, ends = read[::2], read[1::2]
+    assert [document for document, *_ in beginnings] == [0, 22, 44, 66, 88, 110, 132, 154, 176, 199]
+    assert all((start, stop) == (0, 10) for _, start, stop, _ in beginnings)
+    assert [document for document, *_ in ends] == [document for document, *_ in beginnings]
+
+
+@pytest.mark.parametrize("side", ["end in", "begin with"])
+@pytest.mark.parametrize(
+    ("padding", "padded", "told"), [(40, 30, True), (3, 30, False), (40, 2, False), (0, 30, False)]
+)
+def test_rows_that_look_padded_are_told(
+    side: str, padding: int, padded: int, told: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Neither rows of one token alone, nor a few."""
+    rng = np.random.default_rng(0)
+    rows = [rng.integers(1, 90, 60).tolist() for _ in range(60)]
+    for at in range(padded):
+        filled = [0] * (padding + at % 2 if padding == 40 else padding)
+        rows[at] = (rows[at] + filled) if side == "end in" else filled + rows[at]
+    checked_contents(source_of([*rows, *[[5] * 30] * 60]))
+    wanted = f"30 of 120 documents that were looked at {side} a run of token 0 (row 29: 41 of them)"
+
+    assert [record.getMessage().startswith(wanted) for record in caplog.records] == [True] * told
+
+
+def test_inputs_of_the_model_count() -> None:
+    kinds = [[0] * len(row) for row in ROWS]
+    reading = Reading(inputs=frozenset({"token_type_ids"}))
+    checksums = set()
+    for kind in (0, 1):
+        kinds[2][51] = kind
+        dataset = Dataset.from_dict({"input_ids": ROWS, "token_type_ids": kinds})
+        checksums.add(checked_contents(DocumentSource(dataset, 1 << 20, reading=reading)))
+    assert len(checksums) == 2
 
 
 # --- cuts
@@ -155,7 +191,7 @@ def _first_batch(change: Callable[[list[list[int]]], None]) -> Callable[[Transpo
 
 
 def test_every_rank_names_the_ranks_and_the_token(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(collate, "MOST_DOCUMENTS", 1)
+    monkeypatch.setattr(dataset_check, "MOST_DOCUMENTS", 1)
 
     def change(rows: list[list[int]]) -> None:
         rows[1:] = [[99] * 200 for _ in rows[1:]]

@@ -1,5 +1,6 @@
 """Documents of a dataset: every column and storage it may have, lengths without tokens, tokens by slice."""
 
+import re
 from collections.abc import Callable
 from itertools import chain
 from typing import Any
@@ -10,8 +11,9 @@ import pyarrow as pa
 import pytest
 from datasets import Dataset, Features, LargeList, List, Value
 
-from distca_hf.data import documents as documents_module
-from distca_hf.data.documents import ArrowColumn, DocumentSource, check_map_style
+from distca_hf.data import rows as rows_module
+from distca_hf.data.documents import DocumentSource, Tokens, check_map_style
+from distca_hf.data.rows import ArrowColumn, Reading
 from distca_hf.errors import PackingError
 
 
@@ -23,17 +25,23 @@ def dataset_of(**columns: Any) -> Dataset:
     return Dataset.from_dict({"input_ids": DOCUMENTS, **columns})
 
 
+def read(source: DocumentSource, document: int, start: int = 0, stop: int | None = None) -> Tokens:
+    """Tokens of a document, to its end by default."""
+    tokens = int(source.document_tokens[document])
+    return source.read(document, start, tokens if stop is None else stop, source.draw([document]))
+
+
 def tokens_of(source: DocumentSource) -> list[list[int]]:
     """All documents, each read at once."""
     return [
-        source.read(document, 0, int(tokens)).input_ids.tolist()
+        read(source, document, 0, int(tokens)).input_ids.tolist()
         for document, tokens in enumerate(source.document_tokens)
     ]
 
 
 def labels_of(source: DocumentSource, document: int) -> tuple[list[int], list[int]]:
     """Labels and shifted labels of a whole document."""
-    tokens = source.read(document, 0, int(source.document_tokens[document]))
+    tokens = read(source, document)
     return tokens.labels.tolist(), tokens.shift_labels.tolist()
 
 
@@ -66,13 +74,15 @@ def chunked(dataset: Dataset) -> Dataset:
 STORAGES: dict[str, Callable[[Dataset], Dataset]] = {
     "as it is": lambda dataset: dataset,
     "reversed": lambda dataset: dataset.select([3, 2, 1, 0]).select([3, 2, 1, 0]),
-    "shuffled and sorted again": lambda dataset: dataset.add_column("n", [0, 1, 2, 3]).shuffle(seed=1).sort("n"),
+    "shuffled and sorted again": lambda dataset: (
+        dataset.add_column("n", [0, 1, 2, 3]).shuffle(seed=1).sort("n").remove_columns("n")
+    ),
     "concatenated": lambda dataset: datasets.concatenate_datasets([dataset.select([0, 1]), dataset.select([2, 3])]),
     "concatenated from slices": lambda dataset: datasets.concatenate_datasets(
         [dataset.select(range(0, 1)), dataset.select(range(1, 3)), dataset.select([3])]
     ),
     "concatenated columns": lambda dataset: datasets.concatenate_datasets(
-        [dataset, Dataset.from_dict({"other": [1, 2, 3, 4]})], axis=1
+        [dataset, Dataset.from_dict({"other": ["1", "2", "3", "4"]})], axis=1
     ),
     "sliced out": lambda dataset: datasets.concatenate_datasets([dataset, dataset]).select(range(4, 8)),
     "in sliced chunks": chunked,
@@ -81,18 +91,20 @@ STORAGES: dict[str, Callable[[Dataset], Dataset]] = {
             pa.concat_tables([dataset.data.table.slice(0, 0), dataset.data.table, dataset.data.table.slice(4)])
         )
     ),
-    "mapped": lambda dataset: dataset.map(lambda row: {"tokens": len(row["input_ids"])}),
+    "mapped": lambda dataset: dataset.map(lambda row: {"length": len(row["input_ids"])}),
     "filtered": lambda dataset: datasets.concatenate_datasets(
         [Dataset.from_dict({"input_ids": [[]]}), dataset]
     ).filter(lambda row: len(row["input_ids"]) > 0),
     "as torch": lambda dataset: dataset.with_format("torch"),
-    "as numpy, other columns only": lambda dataset: dataset.add_column("n", [0, 1, 2, 3]).with_format("numpy", ["n"]),
+    "as numpy, not the text": lambda dataset: dataset.add_column("text", ["a"] * 4).with_format(
+        "numpy", ["input_ids", "labels"]
+    ),
 }
 
 
 @pytest.mark.parametrize("store", STORAGES.values(), ids=STORAGES)
 def test_documents_are_the_same_however_the_dataset_is_stored(store: Callable[[Dataset], Dataset]) -> None:
-    labels = [[-token for token in document] for document in DOCUMENTS]
+    labels = [[50 + token for token in document] for document in DOCUMENTS]
     source = DocumentSource(store(dataset_of(labels=labels)), CAPACITY)
 
     assert source.document_tokens.tolist() == [3, 1, 5, 2]
@@ -102,12 +114,12 @@ def test_documents_are_the_same_however_the_dataset_is_stored(store: Callable[[D
 
 @pytest.mark.parametrize("rows", [[3, 0, 2], [2, 2, 1], [1], [0, 1, 2, 3]], ids=str)
 def test_selected_rows_are_read_in_the_order_of_selection(rows: list[int]) -> None:
-    selected = dataset_of(labels=[[-token for token in document] for document in DOCUMENTS]).select(rows)
+    selected = dataset_of(labels=[[50 + token for token in document] for document in DOCUMENTS]).select(rows)
     source = DocumentSource(selected, CAPACITY)
 
     assert tokens_of(source) == [DOCUMENTS[row] for row in rows]
     for document, row in enumerate(rows):
-        assert labels_of(source, document)[0][1:] == [-token for token in DOCUMENTS[row]][1:]
+        assert labels_of(source, document)[0][1:] == [50 + token for token in DOCUMENTS[row]][1:]
 
 
 def test_shuffled_rows_are_read_in_shuffled_order() -> None:
@@ -129,7 +141,7 @@ def test_tokens_of_any_integer_type_become_int64(feature: Any) -> None:
     source = DocumentSource(Dataset.from_dict({"input_ids": DOCUMENTS}, Features({"input_ids": feature})), CAPACITY)
 
     assert tokens_of(source) == DOCUMENTS
-    tokens = source.read(0, 0, 3)
+    tokens = read(source, 0, 0, 3)
     assert tokens.input_ids.dtype == tokens.labels.dtype == tokens.shift_labels.dtype == np.int64
 
 
@@ -158,7 +170,7 @@ def test_dataset_saved_to_disk_and_memory_mapped(tmp_path: Any) -> None:
 
 def test_tokens_read_do_not_share_memory_with_the_dataset() -> None:
     source = DocumentSource(dataset_of(labels=DOCUMENTS), CAPACITY)
-    tokens = source.read(0, 0, 3)
+    tokens = read(source, 0, 0, 3)
     tokens.input_ids[:] = 0
     tokens.labels[:] = 0
 
@@ -166,10 +178,9 @@ def test_tokens_read_do_not_share_memory_with_the_dataset() -> None:
     assert labels_of(source, 0) == ([-100, 12, 13], [12, 13, -100])
 
 
-def test_dataset_without_rows_has_no_documents() -> None:
-    empty = Dataset.from_dict({"input_ids": []}, Features({"input_ids": List(Value("int32"))}))
-
-    assert len(DocumentSource(empty, CAPACITY)) == 0
+@pytest.mark.parametrize("features", [Features({"input_ids": List(Value("int32"))}), None], ids=["typed", "untyped"])
+def test_dataset_without_rows_is_refused(features: Features | None) -> None:
+    assert "the dataset is empty" in refusal(Dataset.from_dict({"input_ids": []}, features))
 
 
 # --- labels
@@ -222,9 +233,9 @@ def test_label_after_a_cut_is_known_on_both_sides() -> None:
     columns = {"labels": [[1, 2, 3], [4], [5, 6, -100, 7, 8], [9, 10]], "completion_mask": MASKS}
     for dataset in (dataset_of(), dataset_of(**columns)):
         source = DocumentSource(dataset, CAPACITY)
-        whole = source.read(2, 0, 5)
+        whole = read(source, 2, 0, 5)
         for cut in range(1, 5):
-            parts = [source.read(2, 0, cut), source.read(2, cut, 5)]
+            parts = [read(source, 2, 0, cut), read(source, 2, cut, 5)]
             for name in ("input_ids", "labels", "shift_labels"):
                 assert np.concatenate([getattr(part, name) for part in parts]).tolist() == (
                     getattr(whole, name).tolist()
@@ -232,7 +243,7 @@ def test_label_after_a_cut_is_known_on_both_sides() -> None:
 
 
 def test_segment_in_the_middle() -> None:
-    tokens = DocumentSource(dataset_of(), CAPACITY).read(2, 1, 3)
+    tokens = read(DocumentSource(dataset_of(), CAPACITY), 2, 1, 3)
 
     assert tokens.input_ids.tolist() == [32, 33]
     assert tokens.labels.tolist() == [32, 33]
@@ -321,12 +332,12 @@ def test_wrong_seq_lengths_are_refused(seq_lengths: Any, parts: list[str]) -> No
 
 
 def made_on_access(rows: list[dict[str, Any]], **columns: Any) -> Dataset:
-    """A dataset whose transform gives these rows."""
+    """A dataset whose transform gives these rows, each with the columns that it has."""
     dataset = Dataset.from_dict({"number": list(range(len(rows))), **columns})
 
     def transform(batch: dict[str, Any]) -> dict[str, Any]:
-        chosen = [rows[number] for number in batch["number"]]
-        return {name: [row[name] for row in chosen] for name in rows[0]}
+        (number,) = batch["number"]
+        return {name: [value] for name, value in rows[number].items()}
 
     dataset.set_transform(transform)
     return dataset
@@ -337,13 +348,14 @@ def test_transform_with_a_length_column(form: Any) -> None:
     import torch
 
     make = torch.tensor if form == "torch" else form
-    rows = [{"input_ids": make(document), "labels": make([-token for token in document])} for document in DOCUMENTS]
+    labels = [[50 + token for token in document] for document in DOCUMENTS]
+    rows = [{"input_ids": make(ids), "labels": make(of_row)} for ids, of_row in zip(DOCUMENTS, labels, strict=True)]
     source = DocumentSource(made_on_access(rows, length=[3, 1, 5, 2]), CAPACITY)
 
     assert source.document_tokens.tolist() == [3, 1, 5, 2]
     assert tokens_of(source) == DOCUMENTS
-    assert labels_of(source, 2) == ([-100, -32, -33, -34, -35], [-32, -33, -34, -35, -100])
-    assert source.read(2, 1, 3).input_ids.tolist() == [32, 33]
+    assert labels_of(source, 2) == ([-100, 82, 83, 84, 85], [82, 83, 84, 85, -100])
+    assert read(source, 2, 1, 3).input_ids.tolist() == [32, 33]
 
 
 def test_transform_of_selected_rows() -> None:
@@ -381,7 +393,7 @@ def test_transform_that_gives_fewer_tokens_than_announced_is_refused_when_read()
     source = DocumentSource(made_on_access([{"input_ids": [1, 2]}, {"input_ids": [3, 4]}], length=[2, 5]), CAPACITY)
 
     with pytest.raises(PackingError, match=r"row 1: column 'input_ids' .*\(2,\); 5 integers were announced"):
-        source.read(1, 0, 5)
+        read(source, 1, 0, 5)
 
 
 @pytest.mark.parametrize(
@@ -389,20 +401,16 @@ def test_transform_that_gives_fewer_tokens_than_announced_is_refused_when_read()
     [{"input_ids": [1, 2, 3, 4]}, {"input_ids": [1, 2, 3], "labels": [1, 2, 3, 4]}],
     ids=["tokens", "labels"],
 )
-def test_transform_that_gives_more_than_announced_is_refused_when_read(row: dict[str, list[int]]) -> None:
+def test_transform_that_gives_more_than_announced_is_refused(row: dict[str, list[int]]) -> None:
     """Tokens beyond the announced length would be left out without a word."""
-    source = DocumentSource(made_on_access([row], length=[3]), CAPACITY)
-
-    with pytest.raises(PackingError, match="row 0"):
-        source.read(0, 0, 3)
+    assert re.search("row 0: .*4.*3 integers were announced", refusal(made_on_access([row], length=[3])))
 
 
 @pytest.mark.parametrize("values", [[1.0, 2.0], [[1, 2]], ["a", "b"]], ids=str)
-def test_transform_that_gives_no_integers_is_refused_when_read(values: Any) -> None:
-    source = DocumentSource(made_on_access([{"input_ids": values}], length=[2]), CAPACITY)
+def test_transform_that_gives_no_integers_is_refused(values: Any) -> None:
+    message = refusal(made_on_access([{"input_ids": values}], length=[2]))
 
-    with pytest.raises(PackingError, match="row 0: column 'input_ids' gave an array of"):
-        source.read(0, 0, 2)
+    assert "row 0: column 'input_ids' gave an array of" in message
 
 
 # --- columns that do not fit
@@ -458,9 +466,9 @@ def test_missing_values_are_refused_where_they_are_read(column: str) -> None:
     columns = {"input_ids": [[1, 2, 3], [4, 5, 6, 7]], column: [[1, 1, 1], [1, 1, None, 1]]}
     source = DocumentSource(Dataset.from_dict(columns), CAPACITY)
 
-    assert source.read(0, 0, 3).input_ids.tolist() == columns["input_ids"][0]
+    assert read(source, 0, 0, 3).input_ids.tolist() == columns["input_ids"][0]
     with pytest.raises(PackingError, match=f"row 1: column '{column}' has missing values between tokens 0 and 4"):
-        source.read(1, 0, 4)
+        read(source, 1, 0, 4)
 
 
 @pytest.mark.parametrize("column", ["input_ids", "labels", "assistant_masks"])
@@ -471,8 +479,109 @@ def test_missing_values_are_refused_where_they_are_read(column: str) -> None:
 )
 def test_columns_that_hold_no_lists_of_integers_are_refused_by_type(column: str, values: Any) -> None:
     message = refusal(Dataset.from_dict({"input_ids": [[1, 2], [3]], column: values}))
+    told = (
+        "holds one label per row" if (column, values) == ("labels", [1, 2]) else "must hold a list of integers per row"
+    )
 
-    assert f"column '{column}' must hold a list of integers per row, not " in message
+    assert f"column '{column}' {told}" in message
+
+
+# --- columns that a model or a loss may need, or that nobody sees
+
+
+KINDS = [[0, 1, 1], [1], [0, 0, 1, 1, 0], [1, 0]]
+
+
+@pytest.mark.parametrize(("kinds", "dtype"), [(int, np.int64), (bool, np.int64), (float, np.float32)])
+def test_inputs_of_the_model_go_with_their_tokens(kinds: type, dtype: type) -> None:
+    dataset = dataset_of(token_type_ids=[[kinds(kind) for kind in row] for row in KINDS]).select([3, 2])
+    source = DocumentSource(dataset, CAPACITY, reading=Reading(inputs=frozenset({"token_type_ids"})))
+    (values,) = read(source, 1, 1, 4).inputs.values()
+
+    assert (values.tolist(), values.dtype, source.inputs) == ([0, 1, 1], dtype, {"token_type_ids": dtype})
+
+
+@pytest.mark.parametrize(
+    ("columns", "inputs", "told"),
+    [
+        ({"weight": [0.5, 1.0, 1.0, 0.0]}, (), "'weight' holds numbers .*does not name it.*remove_columns"),
+        ({"n": [1, 2, 3, 4]}, None, r"'n' holds numbers .*plugin\.dataloader\(model=\.\.\.\)"),
+        ({"token_type_ids": KINDS}, None, "'token_type_ids' holds numbers"),
+        ({"token_type_ids": KINDS}, (), "'token_type_ids' holds numbers"),
+        ({"shift_labels": DOCUMENTS}, ("shift_labels",), "'shift_labels' holds numbers .* batches fill it in"),
+        ({"token_type_ids": [0, 1, 2, 3]}, ("token_type_ids",), "must hold a list of numbers per row, not int8"),
+        ({"inputs_embeds": [[[0.5]]] * 4}, ("inputs_embeds",), "must hold a list of numbers per row, not list"),
+        (
+            {"token_type_ids": [[0]] * 4},
+            ("token_type_ids",),
+            "row 0: column 'token_type_ids' has 1 values for 3 tokens",
+        ),
+        ({"attention_mask": [[[[1]]]] * 4}, (), "'attention_mask' must hold a list of integers per row"),
+        (
+            {"labels": [0, 1, 2, 0]},
+            (),
+            "'labels' holds one label per row, as for classifying texts.*whole_documents=True",
+        ),
+    ],
+    ids=str,
+)
+def test_numbers_that_placed_batches_would_leave_out_are_refused_by_name(
+    columns: dict[str, Any], inputs: tuple[str, ...] | None, told: str
+) -> None:
+    reading = Reading(inputs=None if inputs is None else frozenset(inputs))
+    assert re.search(told, refusal(dataset_of(**columns), reading=reading))
+
+
+def test_columns_that_the_format_hides_are_not_read() -> None:
+    masks = [[0] * len(document) for document in DOCUMENTS]
+    dataset = dataset_of(labels=DOCUMENTS, completion_mask=masks, weight=[0.5] * 4)
+    shown = dataset.with_format("torch", columns=["input_ids", "labels"])
+
+    assert labels_of(DocumentSource(shown, CAPACITY), 0)[0] == [-100, 12, 13]
+    shown.set_format("torch", columns=["input_ids", "completion_mask"])
+    assert labels_of(DocumentSource(shown, CAPACITY), 0)[0] == [-100, -100, -100]
+    assert "hides its column 'input_ids' (set_format(columns=['labels']))" in refusal(
+        dataset.with_format("torch", columns=["labels"])
+    )
+    shown.set_format("torch", columns=["labels"], output_all_columns=True)
+    assert "'weight' holds numbers" in refusal(shown)
+
+
+class FillInTheMiddle(Dataset):
+    def __getitem__(self, key: Any) -> Any:
+        return super().__getitem__(key)
+
+
+def test_dataset_that_makes_rows_itself_is_refused() -> None:
+    message = refusal(FillInTheMiddle(dataset_of().data.table))
+
+    assert "FillInTheMiddle makes rows of its own (__getitem__)" in message
+
+
+@pytest.mark.parametrize("column", ["input_ids", "labels"])
+@pytest.mark.parametrize(("token", "vocabulary"), [(128, 128), (1 << 40, 128), (-1, 128), (-1, None), (-100, 128)])
+def test_tokens_that_the_model_does_not_know_are_named(column: str, token: int, vocabulary: int | None) -> None:
+    rows = {"input_ids": [[1, 2, 3], [4, 5, 6, 7]], column: [[1, 127, 0], [1, 2, 3, token]]}
+    source = DocumentSource(Dataset.from_dict(rows), CAPACITY, reading=Reading(vocabulary_tokens=vocabulary))
+    known = "0 or more" if vocabulary is None else "0 to 127 in this model"
+
+    assert read(source, 0).input_ids.tolist() == rows["input_ids"][0]
+    if (column, token) == ("labels", -100):
+        assert read(source, 1).labels.tolist() == [-100, 2, 3, -100]
+        return
+    with pytest.raises(PackingError, match=f"row 1: {column} is {token} at token 3, and tokens are {known}"):
+        read(source, 1, 2, 4)
+
+
+def test_positions_that_disagree_with_documents_are_refused_where_they_are_read() -> None:
+    rows = {"input_ids": [[1, 2, 3, 4, 5, 6]] * 2, "seq_lengths": [[4, 2]] * 2}
+    positions = [[0, 1, 2, 3, 0, 1], [0, 1, 2, 0, 1, 2]]
+    source = DocumentSource(Dataset.from_dict(rows | {"position_ids": positions}), 3, "split")
+
+    assert tokens_of(source.__class__(Dataset.from_dict(rows), 3, "split"))[:3] == [[1, 2, 3], [4], [5, 6]]
+    assert [read(source, document).input_ids.tolist() for document in range(3)] == [[1, 2, 3], [4], [5, 6]]
+    with pytest.raises(PackingError, match="row 1: position_ids is 0 at token 3, which has position 3"):
+        read(source, 4)
 
 
 # --- datasets that were padded or packed for somebody else
@@ -484,17 +593,17 @@ def test_padding_is_refused_where_it_is_read_with_row_and_token(mask: list[int],
     masks[2] = mask
     source = DocumentSource(dataset_of(attention_mask=masks), CAPACITY)
 
-    assert source.read(3, 0, 2).input_ids.tolist() == DOCUMENTS[3]
+    assert read(source, 3, 0, 2).input_ids.tolist() == DOCUMENTS[3]
     with pytest.raises(PackingError, match=f"row 2: attention_mask is 0 at token {token}: the dataset is padded"):
-        source.read(2, 0, 5)
+        read(source, 2, 0, 5)
 
 
 def test_padding_is_named_by_its_token_in_the_row_also_from_a_later_segment() -> None:
     source = DocumentSource(dataset_of(attention_mask=[[1] * 3, [1], [1, 1, 1, 1, 0], [1] * 2]), CAPACITY)
 
-    assert source.read(2, 0, 2).input_ids.tolist() == [31, 32]
+    assert read(source, 2, 0, 2).input_ids.tolist() == [31, 32]
     with pytest.raises(PackingError, match="row 2: attention_mask is 0 at token 4"):
-        source.read(2, 2, 4)
+        read(source, 2, 2, 4)
 
 
 @pytest.mark.parametrize("one", [1, True])
@@ -505,11 +614,13 @@ def test_attention_mask_of_ones_changes_nothing(one: Any) -> None:
 
 
 def test_padding_of_a_transform_is_refused_too() -> None:
-    dataset = Dataset.from_dict({"length": [4, 4]}).with_transform(
-        lambda rows: {"input_ids": [[5, 6, 7, 0]] * len(rows["length"]), "attention_mask": [[1, 1, 1, 0]]}
-    )
-    with pytest.raises(PackingError, match="row 1: attention_mask is 0 at token 3"):
-        DocumentSource(dataset, CAPACITY).read(1, 0, 4)
+    row = {"input_ids": [5, 6, 7, 0]}
+    rows = [row, row | {"attention_mask": [1, 1, 1, 1]}, row | {"attention_mask": [1, 1, 1, 0]}]
+    source = DocumentSource(made_on_access(rows, length=[4] * 3), CAPACITY)
+
+    assert [read(source, document).input_ids.tolist() for document in (0, 1)] == [[5, 6, 7, 0]] * 2
+    with pytest.raises(PackingError, match="row 2: attention_mask is 0 at token 3"):
+        read(source, 2)
 
 
 def test_positions_without_lengths_are_refused_and_with_them_left_alone() -> None:
@@ -636,8 +747,8 @@ def test_label_beyond_a_truncated_end_is_not_learnt() -> None:
 class CountingColumn(ArrowColumn):
     """Remembers what is read."""
 
-    def __init__(self, *arguments: Any) -> None:
-        super().__init__(*arguments)
+    def __init__(self, *arguments: Any, **keywords: Any) -> None:
+        super().__init__(*arguments, **keywords)
         self.reads: list[tuple[int, int, int]] = []
 
     def read(self, row: int, start: int, stop: int) -> np.ndarray:
@@ -646,7 +757,7 @@ class CountingColumn(ArrowColumn):
 
 
 def counting_source(dataset: Dataset, monkeypatch: pytest.MonkeyPatch) -> DocumentSource:
-    monkeypatch.setattr(documents_module, "ArrowColumn", CountingColumn)
+    monkeypatch.setattr(rows_module, "ArrowColumn", CountingColumn)
     return DocumentSource(dataset, CAPACITY)
 
 
@@ -654,7 +765,7 @@ def test_lengths_are_known_without_reading_a_token(monkeypatch: pytest.MonkeyPat
     source = counting_source(dataset_of(labels=DOCUMENTS, completion_mask=MASKS), monkeypatch)
 
     assert source.document_tokens.sum() == 11
-    assert all(column.reads == [] for column in source._columns.values())
+    assert all(column.reads == [] for column in source._rows._columns.values())
 
 
 @pytest.mark.parametrize(
@@ -668,17 +779,17 @@ def test_segment_reads_its_own_tokens_and_one_label_after_a_cut(
     source = counting_source(dataset_of(labels=DOCUMENTS, completion_mask=MASKS), monkeypatch)
     source.read(*segment)
 
-    assert {name: column.reads for name, column in source._columns.items()} == {
+    assert {name: column.reads for name, column in source._rows._columns.items()} == {
         name: [read] for name in ("input_ids", "labels", "completion_mask")
     }
 
 
 def test_document_of_a_packed_row_reads_nothing_of_its_neighbours(monkeypatch: pytest.MonkeyPatch) -> None:
     source = counting_source(packed(), monkeypatch)
-    source.read(1, 0, 2)
-    source.read(1, 0, 3)
+    read(source, 1, 0, 2)
+    read(source, 1, 0, 3)
 
-    assert source._columns["input_ids"].reads == [(0, 2, 5), (0, 2, 5)]
+    assert source._rows._columns["input_ids"].reads == [(0, 2, 5), (0, 2, 5)]
 
 
 # --- fingerprint

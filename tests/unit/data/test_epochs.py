@@ -82,7 +82,20 @@ def test_number_of_micro_batches_where_it_is_plain(name: str, expected: int) -> 
 def test_gap_is_filled_and_the_large_document_opens_the_next_micro_batch() -> None:
     packer = EpochPacker(lengths_of([60, 50, 10, 30, 50]), 100, shuffle=False)
 
-    assert micro_batches(packer.epoch(0)) == [[0, 3, 2], [1, 4]]
+    assert micro_batches(packer.epoch(0)) == [[0, 2, 3], [1, 4]]
+
+
+def test_in_the_datasets_order_documents_fill_a_gap_one_micro_batch_early_at_most() -> None:
+    lengths = long_tailed(3000)
+    packer = EpochPacker(lengths, 2 * int(lengths.max()), shuffle=False)
+    found = micro_batches(packer.epoch(0))
+    number = np.empty(len(lengths), dtype=np.int64)
+    for at, documents in enumerate(found):
+        number[documents] = at
+    early = np.maximum.accumulate(number) - number
+
+    assert len(found) == EpochPacker(lengths, 2 * int(lengths.max())).num_micro_batches > 10
+    assert 0 < early.max() <= 2, "one is early, and the next one waited"
 
 
 def test_micro_batches_of_many_small_documents_hold_nearly_equal_tokens() -> None:

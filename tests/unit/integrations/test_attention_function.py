@@ -455,17 +455,18 @@ def test_attention_weights_are_none_and_that_is_said() -> None:
     assert largest(output.logits, same(ids).logits) <= 1e-12
 
 
-def test_packs_that_train_a_model_that_was_not_enabled_are_mentioned() -> None:
+@pytest.mark.parametrize("positions", [None, PACKED_POSITIONS], ids=["one document", "packs"])
+def test_training_a_model_that_was_not_enabled_is_mentioned(positions: torch.Tensor | None) -> None:
+    """Without labels Transformers then has an error, which does not name what was forgotten."""
     with pytest.warns(
-        UserWarning, match=r"LlamaAttention trains with distca on 1 rank.*was not enabled.*attach"
+        UserWarning, match=r"LlamaAttention trains with distca on 1 rank.*was not enabled.*attach.* makes labels"
     ) as told:
-        tiny_model().train()(random_ids(), position_ids=PACKED_POSITIONS)
+        tiny_model().train()(random_ids(), position_ids=positions)
 
     assert len({str(warning.message) for warning in told}) == 1
 
 
 SILENT: dict[str, Callable[[PreTrainedModel], Any]] = {
-    "one document": lambda model: model.train()(random_ids()),
     "evaluation": lambda model: model.eval()(random_ids(), position_ids=PACKED_POSITIONS),
     "no gradients": torch.no_grad()(lambda model: model.train()(random_ids(), position_ids=PACKED_POSITIONS)),
     "enabled": lambda model: distca_hf.enable(model, distca_hf.DistCAPlugin(tokens_per_rank=64))(

@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,8 @@ from transformers import (
     DataCollatorForSeq2Seq,
     DataCollatorForTokenClassification,
     DataCollatorWithFlattening,
+    GPT2Config,
+    GPT2LMHeadModel,
     PreTrainedTokenizerFast,
     Trainer,
     TrainerCallback,
@@ -25,6 +28,7 @@ from transformers import (
 )
 
 import distca_hf
+from distca_hf.config import DistCAConfig
 from distca_hf.errors import ConfigError, PackingError
 from distca_hf.integrations.models.forward_watch import watch_of
 from distca_hf.integrations.trainer.callback import DistCACallback
@@ -46,11 +50,15 @@ def tokenizer() -> PreTrainedTokenizerFast:
 @pytest.fixture
 def make(tmp_path: Path) -> Callable[..., Trainer]:
     def make(
-        dataset: Any = None, kind: type[Trainer] = Trainer, given: dict[str, Any] | None = None, **arguments: Any
+        dataset: Any = None,
+        kind: type[Trainer] = Trainer,
+        given: dict[str, Any] | None = None,
+        model: Any = None,
+        **arguments: Any,
     ) -> Trainer:
         quiet = quiet_arguments(tmp_path / "run", **{"max_steps": 4, "use_cpu": True} | arguments)
         return kind(
-            model=tiny_model(num_hidden_layers=1),
+            model=tiny_model(num_hidden_layers=1) if model is None else model,
             args=TrainingArguments(**quiet),
             train_dataset=random_dataset(40) if dataset is None else dataset,
             **given or {},
@@ -222,6 +230,42 @@ def test_loader_of_the_instance_is_refused(make: Callable[..., Trainer]) -> None
         attach(trainer)
 
 
+def first_tokens(trainer: Trainer) -> list[list[int]]:
+    """First tokens of the documents of every micro-batch that is trained on, in the order of the rows."""
+    seen: list[list[int]] = []
+
+    def record(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        begins = (kwargs["position_ids"] == 0) & (kwargs["attention_mask"] == 1)
+        seen.append(sorted(kwargs["input_ids"][begins].tolist()))
+
+    trainer.model.register_forward_pre_hook(record, with_kwargs=True)
+    return seen
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_order_of_the_dataset_is_followed_and_resumed(
+    accumulation: int, make: Callable[..., Trainer], tmp_path: Path
+) -> None:
+    """A curriculum: short documents first."""
+    rows = Dataset.from_dict({"input_ids": [[3 + row] * (40 + row) for row in range(30)]})
+    settings = {"train_sampling_strategy": "sequential", "gradient_accumulation_steps": accumulation, "max_steps": -1}
+    whole = make(rows, **settings, num_train_epochs=2, save_strategy="steps", save_steps=1)
+    attach(whole)
+    seen = first_tokens(whole)
+    whole.train()
+    resumed = make(rows, **settings, num_train_epochs=2)
+    attach(resumed)
+    rest = first_tokens(resumed)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-3"))
+    per_epoch = len(seen) // 2
+    steps = [chain.from_iterable(seen[at : at + accumulation]) for at in range(0, per_epoch, accumulation)]
+
+    assert per_epoch > 5
+    assert list(chain.from_iterable(map(sorted, steps))) == list(range(3, 33))
+    assert seen[per_epoch:] == seen[:per_epoch]
+    assert rest == seen[3 * accumulation :]
+
+
 def test_packs_keep_a_loader_and_a_sampler_of_the_trainer_s_own(make: Callable[..., Trainer]) -> None:
     packs = {"data_collator": DataCollatorWithFlattening()}
     for kind in (OwnLoader, OwnSampler):
@@ -259,9 +303,10 @@ def documents_that_end(count: int = 12) -> Dataset:
 
 
 def loss_of_everything(
-    make: Callable[..., Trainer], collator: Any, distca: bool, dataset: Dataset
+    make: Callable[..., Trainer], collator: Any, distca: bool, dataset: Dataset, **arguments: Any
 ) -> tuple[float, float]:
-    trainer = make(dataset, given={"data_collator": collator}, max_steps=1, per_device_train_batch_size=len(dataset))
+    arguments = {"max_steps": 1, "per_device_train_batch_size": len(dataset)} | arguments
+    trainer = make(dataset, given={"data_collator": collator}, **arguments)
     if distca:
         attach(trainer, tokens_per_rank=1024)
     else:
@@ -271,19 +316,101 @@ def loss_of_everything(
     return log["loss"], float(log["grad_norm"])
 
 
-@pytest.mark.parametrize("collator", ["language modeling", "seq2seq"])
-def test_labels_are_those_of_the_collator(collator: str, make: Callable[..., Trainer]) -> None:
-    """A pad token that ends documents is not learnt with the one, and is with the other."""
-    dataset = documents_that_end()
-    if collator == "seq2seq":
-        dataset = dataset.add_column("labels", dataset["input_ids"])
-    of = {
-        "language modeling": DataCollatorForLanguageModeling(tokenizer(), mlm=False),
-        "seq2seq": DataCollatorForSeq2Seq(tokenizer()),
-    }[collator]
-    ours = loss_of_everything(make, of, True, dataset)
+COLLATORS = {
+    "language modeling": DataCollatorForLanguageModeling(tokenizer(), mlm=False),
+    "seq2seq": DataCollatorForSeq2Seq(tokenizer()),
+    "default": default_data_collator,
+}
+MASK = {"completion_mask": [0, 0, 0, 1, 1, 1], "assistant_masks": [1, 1, 0, 0, 0, 1]}
+KINDS = [0, 1, 0, 1, 1, 0]
+# A collator, columns of every row, and what the log says.
+SHOWN: dict[str, tuple[str, dict[str, Any], str]] = {
+    "no labels": ("language modeling", {}, ""),
+    "a mask": ("language modeling", MASK, "completion_mask and assistant_masks: not followed"),
+    "labels": ("seq2seq", {"labels": [-100, 5, 6, 7, -100, 1]}, ""),
+    "labels and masks": ("seq2seq", {"labels": [3, 4, 5, -100, 6, 7]} | MASK, "not followed"),
+    "columns that no model takes": (
+        "default",
+        {"labels": [3, 4, 5, -100, 6, 7], "weight": 0.5, "token_type_ids": KINDS, "length": 7, "text": "a"},
+        "",
+    ),
+}
 
-    assert ours == pytest.approx(loss_of_everything(make, of, False, dataset), abs=1e-5)
+
+@pytest.mark.parametrize("kind", ["stored", "hidden", "made"])
+@pytest.mark.parametrize("name", SHOWN)
+def test_labels_are_those_of_the_trainer_alone(
+    name: str, kind: str, make: Callable[..., Trainer], caplog: pytest.LogCaptureFixture
+) -> None:
+    """A pad token that ends documents is not learnt with one collator, and is with others. Nobody knows masks."""
+    collator, columns, told = SHOWN[name]
+    dataset, arguments = documents_that_end(), {}
+    for column, value in columns.items():
+        dataset = dataset.add_column(column, [value] * len(dataset))
+    if kind == "hidden":
+        dataset.set_format("numpy", columns=["input_ids", *columns.keys() & {"labels"}])
+        arguments, told = {"remove_unused_columns": False}, told and ""
+    if kind == "made":  # a Trainer alone gives a transform the columns that the model takes, and removes no other one
+        taken = dataset.select_columns(["input_ids", *columns.keys() & {"labels"}])
+        dataset = taken.add_column("length", [6] * len(taken)).with_transform(
+            lambda rows: (
+                {name: rows[name] for name in ("input_ids", "labels") if name in rows}
+                | {name: [value] * len(rows["input_ids"]) for name, value in columns.items() if name in MASK}
+            )
+        )
+        arguments = {"remove_unused_columns": False}
+    ours = loss_of_everything(make, COLLATORS[collator], True, dataset, **arguments)
+
+    assert ours == pytest.approx(loss_of_everything(make, COLLATORS[collator], False, dataset, **arguments), abs=1e-5)
+    assert told in caplog.text
+    assert (", as the Trainer itself does not" in caplog.text) == bool(told)
+
+
+def test_masks_decide_where_a_trainer_alone_has_no_labels(
+    make: Callable[..., Trainer], caplog: pytest.LogCaptureFixture
+) -> None:
+    dataset = documents_that_end()
+    for column, value in MASK.items():
+        dataset = dataset.add_column(column, [value] * len(dataset))
+    labels = [[*[-100] * 5, row[5]] for row in dataset["input_ids"]]
+    ours = loss_of_everything(make, COLLATORS["seq2seq"], True, dataset)
+    dataset = dataset.add_column("labels", labels)
+
+    assert ours == pytest.approx(loss_of_everything(make, COLLATORS["seq2seq"], False, dataset), abs=1e-5)
+    assert "completion_mask and assistant_masks: tokens with 0 there are not learnt" in caplog.text
+
+
+@pytest.mark.parametrize("made", [False, True])
+def test_inputs_that_the_model_takes_for_every_token_are_placed(made: bool, make: Callable[..., Trainer]) -> None:
+    """GPT-2 adds an embedding of each token's kind."""
+    dataset = documents_that_end()
+    labels = [[-100, *row[1:]] for row in dataset["input_ids"]]  # Trainer counts first labels of this class, too
+    dataset = dataset.add_column("labels", labels).add_column("token_type_ids", [KINDS] * len(dataset))
+    sizes = {"n_embd": 32, "n_layer": 1, "n_head": 2, "vocab_size": 128, "n_positions": 64}
+    config = GPT2Config(attn_pdrop=0.0, embd_pdrop=0.0, resid_pdrop=0.0, **sizes)
+
+    def loss(distca: bool, rows: Dataset) -> tuple[float, float]:
+        torch.manual_seed(0)
+        model = GPT2LMHeadModel._from_config(config, attn_implementation="distca")
+        arguments = {"model": model, "remove_unused_columns": not made}
+        return loss_of_everything(make, COLLATORS["default"], distca, rows, **arguments)
+
+    shown = dataset
+    if made:
+        shown = dataset.add_column("length", [6] * len(dataset)).with_transform(
+            lambda rows: {name: rows[name] for name in ("input_ids", "labels", "token_type_ids")}
+        )
+    ours = loss(True, shown)
+
+    assert ours == pytest.approx(loss(False, shown), abs=1e-5)
+    assert ours[0] != pytest.approx(loss(False, dataset.remove_columns("token_type_ids"))[0], abs=1e-3)
+
+
+def test_numbers_that_a_loss_may_need_are_refused_if_nothing_removes_them(make: Callable[..., Trainer]) -> None:
+    dataset = documents_that_end().add_column("weight", [0.5] * 12)
+    with pytest.raises(PackingError, match="column 'weight' holds numbers that a loss may need"):
+        attach(make(dataset, remove_unused_columns=False))
+    attach(make(dataset))
 
 
 @pytest.mark.parametrize(
@@ -294,7 +421,7 @@ def test_labels_are_those_of_the_collator(collator: str, make: Callable[..., Tra
         (
             lambda: DataCollatorForLanguageModeling(tokenizer(), mlm=False),
             {"labels": [[3, 4]] * 4},
-            "makes labels of input_ids and ignores the column 'labels'",
+            "column 'labels' is ignored by its data collator DataCollatorForLanguageModeling",
         ),
         (lambda: default_data_collator, {"label_ids": [[3, 4]] * 4}, "column 'label_ids' would be its labels"),
     ],
@@ -305,6 +432,20 @@ def test_collator_that_makes_other_labels_is_refused(
     dataset = Dataset.from_dict({"input_ids": [[3, 4]] * 4, **columns})
     with pytest.raises(ConfigError, match=named):
         attach(make(dataset, given={"data_collator": collator()}))
+
+
+def test_settings_of_placed_batches_are_told_once_beside_packs(
+    make: Callable[..., Trainer], caplog: pytest.LogCaptureFixture
+) -> None:
+    packs = {"data_collator": DataCollatorWithFlattening()}
+    attach(make(given=packs), tokens_per_rank=DistCAConfig().tokens_per_rank)
+    assert "no effect" not in caplog.text
+    attach(make(given=packs), tokens_per_rank=4096, prefetch=3)
+    make(given=packs | {"callbacks": [DistCACallback(distca_hf.DistCAPlugin(overlong="split"))]})
+    told = [record.getMessage() for record in caplog.records if "no effect" in record.getMessage()]
+
+    assert [message.split(":")[0] for message in told] == ["tokens_per_rank=4096, prefetch=3", "overlong='split'"]
+    assert all("the Trainer makes its batches itself" in message for message in told)
 
 
 def test_subclass_of_a_known_collator_is_refused(make: Callable[..., Trainer]) -> None:

@@ -5,11 +5,12 @@ from typing import Any
 
 import pytest
 from datasets import Dataset
-from tokenizers import Tokenizer, models
+from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 from trl import SFTConfig, SFTTrainer
 
 import distca_hf
+from distca_hf.errors import ConfigError
 from support.data import random_dataset, random_documents
 from support.models import VOCABULARY, tiny_model
 from support.training import quiet_arguments
@@ -18,11 +19,16 @@ from support.training import quiet_arguments
 LENGTHS = (20, 60, 100, 150)
 
 
-def make(dataset: Dataset, folder: Path, **settings: Any) -> SFTTrainer:
+def tokenizer() -> PreTrainedTokenizerFast:
     words = Tokenizer(models.WordLevel({str(number): number for number in range(VOCABULARY)}, unk_token="0"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(tokenizer_object=words, pad_token="0", eos_token="1", bos_token="2")
+
+
+def make(dataset: Dataset, folder: Path, model: Any = None, **settings: Any) -> SFTTrainer:
     args = SFTConfig(**quiet_arguments(folder, max_steps=2, use_cpu=True, gradient_checkpointing=False), **settings)
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, pad_token="0", eos_token="1")
-    return SFTTrainer(model=tiny_model(), args=args, train_dataset=dataset, processing_class=tokenizer)
+    model = tiny_model() if model is None else model
+    return SFTTrainer(model=model, args=args, train_dataset=dataset, processing_class=tokenizer())
 
 
 def attach(trainer: SFTTrainer) -> distca_hf.PlacedLoader:
@@ -93,6 +99,39 @@ def test_completion_mask_is_used_as_the_trainer_would(setting: bool | None, shar
     assert labels / tokens == pytest.approx(0.5 if expected else 0.99)
     assert expected in (True, False)
     assert setting is None or expected == setting, share
+
+
+def test_model_that_the_trainer_loads_is_told_where_to_set_its_attention(tmp_path: Path) -> None:
+    tiny_model(implementation="sdpa").save_pretrained(tmp_path / "model")
+    dataset, folder = random_dataset(4, lengths=LENGTHS), str(tmp_path / "model")
+    with pytest.raises(ConfigError, match=r'SFTConfig\(model_init_kwargs=dict\(attn_implementation="distca"\)\)'):
+        attach(make(dataset, tmp_path, model=folder))
+    attach(make(dataset, tmp_path, model=folder, model_init_kwargs={"attn_implementation": "distca"}))
+
+
+def test_trainer_that_makes_batches_of_its_own_kind_keeps_them_with_the_callback(tmp_path: Path) -> None:
+    from trl.experimental.cpo import CPOConfig, CPOTrainer
+
+    texts = [" ".join(map(str, document)) for document in random_documents(8, lengths=(5, 9))]
+    pairs = Dataset.from_list([{"prompt": text, "chosen": text[::2], "rejected": text[:6]} for text in texts])
+
+    def trainer(implementation: str, **given: Any) -> CPOTrainer:
+        args = CPOConfig(**quiet_arguments(tmp_path, max_steps=2, use_cpu=True, per_device_train_batch_size=4))
+        model = tiny_model(implementation=implementation)
+        return CPOTrainer(model, args, train_dataset=pairs, processing_class=tokenizer(), **given)
+
+    with pytest.raises(
+        ConfigError, match=r"CPOTrainer makes batches .* callbacks=\[distca_hf\.DistCACallback\(plugin"
+    ):
+        attach(trainer("distca"))
+    plain = trainer("sdpa")
+    ours = trainer("distca", callbacks=[distca_hf.DistCACallback(distca_hf.DistCAPlugin())])
+    for one in (plain, ours):
+        one.train()
+    losses = [[log["loss"] for log in one.state.log_history if "loss" in log] for one in (plain, ours)]
+
+    assert len(losses[0]) == 2
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
 
 
 def test_cut_documents_are_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -1,0 +1,182 @@
+"""Drawn rows: those that a dataset's transform makes on access (`set_transform`). All columns come from one run.
+
+A transform may draw at random from the generators of `random`, `numpy.random` and torch. They are seeded for every row
+with the loader's seed, the epoch and the row, and restored afterwards. So every rank that holds a part of a document,
+and a run that was resumed, sees the same row. All threads of a process share the generators: only the thread that
+trains may draw, or another process.
+"""
+
+import random
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from distca_hf.data.media import is_media, media_refusal
+from distca_hf.data.rows import (
+    KNOWN_COLUMNS,
+    ONE_PER_ROW,
+    TOKEN_COLUMNS,
+    Draws,
+    Reading,
+    Values,
+    announced_lengths,
+    read_column,
+)
+from distca_hf.errors import PackingError
+
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+
+# Words of the generators' seeds.
+SEED_WORDS = 8
+
+
+class DrawnRows:
+    """Rows that a transform makes on access. Their lengths must be announced.
+
+    Args:
+        seed: decides, with epoch and row, what a transform draws at random.
+
+    Attributes: as of `StoredRows`; columns are those of the first row.
+
+    Raises:
+        PackingError: no lengths are announced; or the first row cannot be drawn.
+    """
+
+    def __init__(self, dataset: "Dataset", reading: Reading, seed: int) -> None:
+        self._dataset, self._reading, self._seed = dataset, reading, seed
+        lengths = announced_lengths(dataset)
+        if lengths is None:
+            raise PackingError(
+                "the dataset makes its tokens on access (set_transform), so lengths must be in an integer column "
+                "'length'; or tokenise it once with dataset.map"
+            )
+        self.lengths = lengths
+        has_documents = "seq_lengths" in dataset.column_names and reading.looks_at("seq_lengths")
+        self.documents = read_column(dataset, "seq_lengths") if has_documents else None
+        self.shown: frozenset[str] = frozenset()
+        with generators_left_alone():
+            first = self._drawn(0, epoch=0)
+        self.names, self.inputs = frozenset(first), _inputs_of(first)
+
+    def draw(self, rows: Iterable[int], epoch: int) -> Draws:
+        """Draws whole rows as they are in an epoch."""
+        with generators_left_alone():
+            draws = {row: self._drawn(row, epoch) for row in rows}
+        for row, drawn in draws.items():
+            if (inputs := _inputs_of(drawn)) != self.inputs:
+                raise PackingError(
+                    f"row {row}: the dataset's transform gives {_in_words(inputs)} beside tokens, and for row 0 "
+                    f"{_in_words(self.inputs)}; give every row the same inputs of the model"
+                )
+        return draws
+
+    def _drawn(self, row: int, epoch: int) -> Values:
+        """Runs the transform for one row.
+
+        Raises:
+            PackingError: a column is of other tokens than announced, or cannot be placed.
+        """
+        seed_generators(self._seed, epoch, row)
+        made = self._dataset[[row]]
+        self.shown |= made.keys()
+        drawn: dict[str, NDArray[Any]] = {}
+        for name, of_rows in made.items():
+            if not self._reading.looks_at(name, f"row {row}: ") or name == "length":
+                continue
+            if len(of_rows) != 1:
+                raise PackingError(
+                    f"row {row}: the dataset's transform makes {len(of_rows)} rows of one (column {name!r}), and the "
+                    "others would be left out; make one row of each, or use dataset.map"
+                )
+            value = of_rows[0]
+            if name == "seq_lengths":
+                self._check_documents(row, value)
+            elif name in TOKEN_COLUMNS:
+                if value is not None:
+                    drawn[name] = self._numbers(row, name, value, "iub").astype(np.int64)
+            elif is_media(name) and not isinstance(value, str | int | float | None):
+                raise PackingError(f"row {row}: {media_refusal([name])}")
+            elif self._reading.check(name, _holds_numbers(value), f"row {row}: "):
+                numbers = self._numbers(row, name, value, "iubf")
+                drawn[name] = numbers.astype(np.float32 if numbers.dtype.kind == "f" else np.int64)
+        if "input_ids" not in drawn:
+            raise PackingError(f"row {row}: the dataset's transform gives no 'input_ids', only {list(made)}")
+        return drawn
+
+    def _numbers(self, row: int, name: str, value: Any, kinds: str) -> NDArray[Any]:
+        """Returns the values of a column, which are as many as the row has tokens."""
+        try:
+            values = np.asarray(value)
+        except ValueError as error:
+            raise PackingError(f"row {row}: column {name!r} gave lists of unequal lengths") from error
+        if name == "labels" and values.ndim == 0:
+            raise PackingError(f"row {row}: column {name!r} {ONE_PER_ROW}")
+        if values.ndim != 1 or values.dtype.kind not in kinds or len(values) != self.lengths[row]:
+            raise PackingError(
+                f"row {row}: column {name!r} gave an array of {values.dtype} with shape {values.shape}; "
+                f"{self.lengths[row]} {'numbers' if 'f' in kinds else 'integers'} were announced"
+            )
+        return values
+
+    def _check_documents(self, row: int, given: Any) -> None:
+        """Checks that a row has the documents that were announced: all of them are placed before it is drawn."""
+        announced = [int(self.lengths[row])] if self.documents is None else self.documents[row].as_py()
+        if given is not None and list(map(int, given)) != announced:
+            raise PackingError(
+                f"row {row}: the dataset's transform gives seq_lengths {list(given)}, and documents of {announced} "
+                "tokens were announced. Documents must be known before rows are made: store their lengths in a "
+                "column 'seq_lengths' (a list per row)"
+            )
+
+
+def seed_generators(*numbers: int) -> None:
+    """Seeds the generators of `random`, `numpy.random` and torch; that of GPUs stays as it is."""
+    words = np.random.SeedSequence([number % (1 << 64) for number in numbers]).generate_state(SEED_WORDS)
+    random.seed(words.tobytes())
+    np.random.seed(words)
+    if (torch := _torch()) is not None:
+        torch.default_generator.manual_seed(int(words[:2].view(np.uint64)[0]) >> 1)
+
+
+@contextmanager
+def generators_left_alone() -> Iterator[None]:
+    """Restores the generators of `random`, `numpy.random` and torch at the end of a `with` block."""
+    torch = _torch()
+    states = random.getstate(), np.random.get_state(), None if torch is None else torch.get_rng_state()
+    try:
+        yield
+    finally:
+        random.setstate(states[0])
+        np.random.set_state(states[1])
+        if torch is not None:
+            torch.set_rng_state(states[2])
+
+
+def _torch() -> Any:
+    """Returns torch, if this process uses it: reading lengths does without."""
+    return sys.modules.get("torch")
+
+
+def _holds_numbers(value: Any) -> bool:
+    """Returns whether a value that a transform gives for a row is a number, or an array or lists of some."""
+    if value is None or isinstance(value, str | bytes | Mapping):
+        return False
+    try:
+        array = np.asarray(value)
+    except ValueError:  # lists of unequal lengths, of which no collator makes a tensor
+        return False
+    return array.dtype.kind in "iubf" and array.size > 0
+
+
+def _inputs_of(drawn: Values) -> Mapping[str, np.dtype[Any]]:
+    return {name: values.dtype for name, values in drawn.items() if name not in KNOWN_COLUMNS}
+
+
+def _in_words(inputs: Mapping[str, np.dtype[Any]]) -> str:
+    return ", ".join(f"{name!r} ({dtype})" for name, dtype in inputs.items()) or "nothing"
