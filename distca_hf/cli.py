@@ -117,12 +117,14 @@ def train(
     ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="print the line that would be run, and end")] = False,
 ) -> None:
-    """Trains from a recipe: starts its script with accelerate launch, one process for each GPU.
+    """Trains from a recipe: starts its script with accelerate launch, one process for each GPU. Dataset, model, recipe
+    and arguments are checked before.
 
     Other arguments go to the script and win over the recipe's (--learning_rate 2e-5). Arguments behind -- go to
     accelerate launch (-- --num_processes 4). The whole line is printed first.
     """
     from distca_hf import run as command
+    from distca_hf.launch_check import check_launch
 
     arguments = context.args
     if attention_servers is not None:
@@ -133,7 +135,7 @@ def train(
     with _one_line_errors():
         line = command.launch_line(recipe, script, accelerate, arguments, context.obj)
         if not dry_run:
-            command.check_gpus(line)
+            check_launch(line)
     typer.echo(shlex.join(line))
     if not dry_run:
         command.launch(line)

@@ -107,8 +107,8 @@ class _OwnModules(importlib.abc.MetaPathFinder):
         if spec is None:  # Transformers would hide a ModuleNotFoundError behind the name of a model's class
             folder = fullname.rpartition(".")[2]
             raise ImportError(
-                f"{package} was copied without the folder {folder}/, which lies next to it in the repository: copy that "
-                "as well, or run pip install in the repository",
+                f"{package} was copied without the folder {folder}/, which lies next to it in the repository: copy "
+                "that as well, or run pip install in the repository",
                 name=fullname,
             )
         return spec

@@ -92,7 +92,7 @@ BROKEN: dict[str, tuple[str, list[str]]] = {
     "no YAML": ("plugin: {", ["cannot read"]),
     "configuration of Accelerate": (
         "compute_environment: LOCAL_MACHINE\nnum_processes: 2\nuse_cpu: true\n",
-        ["is a configuration of Accelerate, no recipe", "--config_file", "distca train --accelerate"],
+        ["is a configuration of Accelerate: ", "launch --config_file", "distca train RECIPE --accelerate"],
     ),
 }
 
@@ -114,7 +114,7 @@ def test_shipped_configuration_of_accelerate_is_no_recipe(name: str, capsys: pyt
         run.main(["--recipe", name, "script.py"])
 
     assert caught.value.code == 2
-    assert "give that to accelerate launch --config_file" in capsys.readouterr().err
+    assert "or to accelerate launch --config_file" in capsys.readouterr().err
 
 
 def test_section_of_nobody_gets_no_hint_about_accelerate(write: Write) -> None:
