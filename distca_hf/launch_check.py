@@ -92,7 +92,9 @@ def _check_gpus(file: str, processes: int, gpu_ids: str) -> None:
         gpus = sum(word.strip().isdecimal() and int(word) < gpus for word in gpu_ids.split(","))
     if gpus < processes:
         other = (
-            f"-- --num_processes {gpus} at the end of the line" if gpus else "--accelerate cpu_2proc --use_cpu true"
+            f"-- --num_processes {gpus} at the end of the line"
+            if gpus
+            else "--accelerate cpu_2proc --use_cpu true --bf16 false"
         )
         of_them = "" if gpu_ids == "all" else f" of gpu_ids {gpu_ids}"
         raise ConfigError(

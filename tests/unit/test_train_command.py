@@ -96,7 +96,7 @@ def test_number_of_a_node_is_no_rank(launched: list[list[str]], monkeypatch: pyt
         (8, [], ""),
         (9, [], ""),
         (4, [], "starts 8 processes on each machine, and this one has 4 GPUs; give -- --num_processes 4 at the end"),
-        (0, [], "this one has 0 GPUs; give --accelerate cpu_2proc --use_cpu true"),
+        (0, [], "this one has 0 GPUs; give --accelerate cpu_2proc --use_cpu true --bf16 false"),
         (4, ["--", "--num_processes", "4"], ""),
         (4, ["--", "--num_processes", "5"], "starts 5 processes on each machine, and this one has 4 GPUs"),
         (4, ["--", "--num_machines", "2"], ""),
