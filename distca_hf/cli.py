@@ -20,7 +20,7 @@ from distca_hf.version import __version__
 
 app = typer.Typer(
     help="Core attention disaggregation for Hugging Face.",
-    epilog="Example: distca plan pretrain --ranks 8 --tokens-per-rank 16384",
+    epilog="Example: distca plan pretrain --gpus 8 --tokens-per-rank 16384",
     no_args_is_help=True,
     rich_markup_mode="markdown",  # paragraphs of help are filled to the terminal's width
 )
@@ -182,7 +182,7 @@ Stages = Annotated[
     int | None,
     typer.Option(
         "--pipeline",
-        help="stages of a pipeline, of --ranks GPUs each; --micro-steps is then the number of its micro-batches. "
+        help="stages of a pipeline, of --gpus each; --micro-steps is then the number of its micro-batches. "
         "Shows how busy GPUs are with it, and the same GPUs without a pipeline",
     ),
 ]
@@ -203,10 +203,10 @@ LengthsAreBatch = Annotated[
 ]
 
 
-@app.command(epilog="Example: distca plan pretrain --ranks 8 --tokens-per-rank 16384 --compare")
+@app.command(epilog="Example: distca plan pretrain --gpus 8 --tokens-per-rank 16384 --compare")
 def plan(
     lengths: DocumentLengths,
-    ranks: Annotated[int, typer.Option(help="ranks (GPUs) that train together")],
+    gpus: Annotated[int, typer.Option(help="GPUs (ranks) that train together")],
     tokens_per_rank: Annotated[int, typer.Option(help="tokens each rank holds in a micro-step, at most")],
     ranks_per_node: Annotated[int, typer.Option(help="ranks that share a node")] = 8,
     micro_steps: Annotated[int, typer.Option(help="micro-steps of an optimizer step (gradient accumulation)")] = 1,
@@ -214,7 +214,6 @@ def plan(
     chunks: Chunks = None,
     wire_speed: WireSpeed = None,
     model: ModelName = None,
-    model_config: Annotated[Path | None, typer.Option(help="path of a config.json, instead of --model")] = None,
     layout: LayoutKind = "placed",
     overlong: OverlongRule = "error",
     bytes_limit: BytesLimit = None,
@@ -235,19 +234,18 @@ def plan(
 
     Speed and memory are estimates; no GPU is needed. Bytes are those of one layer's forward pass.
 
-    With and without a pipeline: distca plan pretrain --ranks 8 --tokens-per-rank 65536 --pipeline 4 --micro-steps 8
+    With and without a pipeline: distca plan pretrain --gpus 8 --tokens-per-rank 65536 --pipeline 4 --micro-steps 8
     """
     from distca_hf.analysis.command import run_plan
 
     with _one_line_errors():
         run_plan(
             lengths,
-            ranks=ranks,
+            ranks=gpus,
             tokens_per_rank=tokens_per_rank,
             ranks_per_node=ranks_per_node,
             micro_steps=micro_steps,
             model=model,
-            model_config=model_config,
             layout=layout,
             overlong=overlong,
             bytes_limit=bytes_limit,
@@ -330,7 +328,7 @@ def check(
 cluster_commands.add_to(app, _one_line_errors)
 
 
-@app.command(epilog="Example: distca plan pretrain --ranks 8 --tokens-per-rank 65536 --json | distca report -")
+@app.command(epilog="Example: distca plan pretrain --gpus 8 --tokens-per-rank 65536 --json | distca report -")
 def report(
     source: Annotated[
         Path,

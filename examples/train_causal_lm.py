@@ -3,7 +3,7 @@
     distca train llama3_8b_128k --dataset documents.jsonl
 
 Without a recipe all arguments of `TrainingArguments` and `ScriptArguments` go on the command line, and settings of
-distca are variables DISTCA_<FIELD>. On CPUs add `--use_cpu true --bf16 false`. To copy it, copy tokenise_texts.py, too.
+distca are variables DISTCA_<FIELD>. On CPUs add `--use_cpu true --bf16 false`. A copy needs tokenise_texts.py.
 """
 
 import json

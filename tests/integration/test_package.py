@@ -306,7 +306,7 @@ def test_installed_command_trains_plans_and_reports_without_a_checkout(site: Pat
         site,
         tmp_path,
         "from distca_hf.cli import main; main()",
-        *("plan", "prolong", "--ranks", "4", "--tokens-per-rank", "65536", "--overlong", "truncate", "--json"),
+        *("plan", "prolong", "--gpus", "4", "--tokens-per-rank", "65536", "--overlong", "truncate", "--json"),
     )
     (tmp_path / "plan.json").write_text(planned)
     run_installed(site, tmp_path, "from distca_hf.cli import main; main()", "report", "plan.json")

@@ -50,7 +50,7 @@ return {{ before, rows, after: look(), png: [blob.type, blob.size, image.width, 
 def plan_page(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The page of a plan for 64 ranks."""
     folder = tmp_path_factory.mktemp("plan")
-    options = ["--ranks", "64", "--tokens-per-rank", "65536", "--micro-steps", "2", "--compare", "--json"]
+    options = ["--gpus", "64", "--tokens-per-rank", "65536", "--micro-steps", "2", "--compare", "--json"]
     planned = CliRunner().invoke(app, ["plan", "pretrain", *options])
     assert planned.exit_code == 0, planned.output
     (folder / "plan.json").write_text(planned.stdout)

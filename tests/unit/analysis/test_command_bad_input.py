@@ -15,7 +15,7 @@ from distca_hf.cli import app
 from support.commands import SCRIPTS
 
 
-WORLD = {"--ranks": "2", "--tokens-per-rank": "1000"}
+WORLD = {"--gpus": "2", "--tokens-per-rank": "1000"}
 
 
 def refusal(lengths: Path, *flags: str, **options: str | Path) -> str:
@@ -131,9 +131,9 @@ def good(tmp_path: Path) -> Path:
 @pytest.mark.parametrize(
     ("option", "value", "words"),
     [
-        ("ranks", "0", "--ranks 0 must be between 1 and 8192"),
-        ("ranks", "-4", "--ranks -4 must be"),
-        ("ranks", "1000000000000", "--ranks 1000000000000 must be"),
+        ("gpus", "0", "--gpus 0 must be between 1 and 8192"),
+        ("gpus", "-4", "--gpus -4 must be"),
+        ("gpus", "1000000000000", "--gpus 1000000000000 must be"),
         ("tokens_per_rank", "0", "--tokens-per-rank 0 must be between 1 and 2147483647"),
         ("ranks_per_node", "0", "--ranks-per-node 0 must be"),
         ("micro_steps", "0", "--micro-steps 0 must be"),
@@ -142,7 +142,7 @@ def good(tmp_path: Path) -> Path:
         ("layout", "placid", "--layout placid must be one of placed, fixed"),
         ("overlong", "ignore", "--overlong ignore must be one of error, split, truncate"),
         ("model", "llama9", "model 'llama9' is not known; choose one of llama3-8b"),
-        ("model_config", "missing.json", "model config missing.json cannot be read"),
+        ("model", "missing.json", "model config missing.json cannot be read"),
         ("plot", "missing_folder/work.png", "in a folder that does not exist"),
         ("plot", "work.docx", "must end in one of .avif"),
     ],
@@ -192,10 +192,6 @@ def test_a_setting_of_the_environment_that_is_no_value(good: Path, monkeypatch: 
     assert "missing.json is no table of kernel times" in refusal(good)
 
 
-def test_two_models_at_once(good: Path) -> None:
-    assert "exclude each other" in refusal(good, model="llama3-8b", model_config=good)
-
-
 SHAPE = {"num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "dtype": "bfloat16"}
 
 
@@ -217,17 +213,17 @@ SHAPE = {"num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "
 )
 def test_model_configs_with_something_missing(change: dict[str, object], words: str, good: Path) -> None:
     (good.parent / "config.json").write_text(json.dumps(SHAPE | change))
-    assert words in refusal(good, model_config=good.parent / "config.json")
+    assert words in refusal(good, model=good.parent / "config.json")
 
 
 @pytest.mark.parametrize("content", ["[1]", "{", ""])
 def test_model_configs_that_are_none(content: str, good: Path) -> None:
     (good.parent / "config.json").write_text(content)
-    assert "model config" in refusal(good, model_config=good.parent / "config.json")
+    assert "model config" in refusal(good, model=good.parent / "config.json")
 
 
 def test_the_real_command(good: Path) -> None:
-    command = [SCRIPTS / "distca", "plan", good, "--ranks", "2", "--tokens-per-rank"]
+    command = [SCRIPTS / "distca", "plan", good, "--gpus", "2", "--tokens-per-rank"]
     refused = subprocess.run([*command, "10", "--json"], capture_output=True, text=True)
     assert (refused.returncode, refused.stdout, refused.stderr.count("\n")) == (2, "", 1)
     assert "does not fit" in refused.stderr
@@ -239,8 +235,8 @@ def test_the_real_command(good: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["plan", "x.json", "--ranks", "two", "--tokens-per-rank", "10"], "--ranks"),
-        (["plan", "--ranks", "2"], "lengths"),
+        (["plan", "x.json", "--gpus", "two", "--tokens-per-rank", "10"], "--gpus"),
+        (["plan", "--gpus", "2"], "lengths"),
         (["nonsense"], "nonsense"),
     ],
 )

@@ -37,7 +37,7 @@ def report(source: Path, *options: str) -> Any:
 def plan(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     lengths = tmp_path_factory.mktemp("lengths") / "lengths.json"
     lengths.write_text(json.dumps([3000, 12000, 90000, 500] * 40))
-    options = ["--ranks", "4", "--tokens-per-rank", "65536", "--micro-steps", "2", "--compare", "--json"]
+    options = ["--gpus", "4", "--tokens-per-rank", "65536", "--micro-steps", "2", "--compare", "--json"]
     planned = CliRunner().invoke(app, ["plan", str(lengths), *options])
     assert planned.exit_code == 0, planned.output
     found: dict[str, Any] = json.loads(planned.stdout)
