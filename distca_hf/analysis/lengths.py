@@ -20,6 +20,7 @@ It may have any other columns. With a column `seq_lengths` a row has several doc
 import csv
 import gzip
 import json
+import re
 import sys
 from array import array
 from collections.abc import Sequence
@@ -48,6 +49,8 @@ TOKENS_COLUMN = "input_ids"
 # Column of the lengths of the documents of each row, which TRL's packing adds.
 SEQUENCES_COLUMN = "seq_lengths"
 COLUMNS = (*NUMBER_COLUMNS, TOKENS_COLUMN)
+# Columns of texts, of which there are no lengths before they are tokenised.
+TEXT_COLUMNS = frozenset({"text", "content", "messages", "conversations", "prompt"})
 
 
 @dataclass(frozen=True, eq=False)
@@ -157,7 +160,15 @@ def choose_column(names: Sequence[str], path: Path) -> str:
     if found:
         raise PackingError(f"{path} has several columns of lengths, {', '.join(found)}; keep one of them")
     there = ", ".join(names) if names else "none"
-    raise PackingError(f"{path} has no column of lengths ({', '.join(COLUMNS)}); its columns: {there}")
+    way = f". {_way_to_lengths(path)}" if TEXT_COLUMNS & set(names) else ""
+    raise PackingError(f"{path} has no column of lengths ({', '.join(COLUMNS)}); its columns: {there}{way}")
+
+
+def _way_to_lengths(path: Path) -> str:
+    """Returns what to do with a file of texts."""
+    return (
+        f'Texts are tokenised first: python "$(distca examples tokenise_texts)" MODEL {path} FOLDER; then give FOLDER'
+    )
 
 
 class Numbers:
@@ -194,6 +205,9 @@ class Numbers:
             raise PackingError(f"{self._next} is {_short(digits)}, not a whole number")
         self.add(int(digits) if len(digits) < 32 else 10**32)
 
+    def __len__(self) -> int:
+        return len(self._numbers)
+
     def array(self) -> IntArray:
         """Returns `[documents]` numbers."""
         return np.array(self._numbers, dtype=np.int64)
@@ -212,6 +226,8 @@ def read_json(path: Path) -> Numbers:
     if not isinstance(values, list):
         raise PackingError(f"{path} must hold a flat list of whole numbers, not {_kind(values)}")
     numbers = Numbers(str(path), "entry")
+    if values and isinstance(values[0], str | dict):
+        raise PackingError(f"{path} must hold a flat list of whole numbers, not of texts. {_way_to_lengths(path)}")
     for value in values:
         numbers.add(value)
     return numbers
@@ -259,6 +275,8 @@ def read_txt(path: Path) -> Numbers:
     numbers = Numbers(str(path), "number")
     with _open(path) as file:
         for line in file:
+            if not numbers and re.search(r"[^\W\d_]{2}", line):  # a word
+                raise PackingError(f"{path} holds texts, not numbers. {_way_to_lengths(path)}")
             if line.strip():
                 numbers.add_text(line)
     return numbers

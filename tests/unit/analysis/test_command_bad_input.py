@@ -9,6 +9,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from datasets import Dataset, DatasetDict
 from typer.testing import CliRunner
 
 from distca_hf.cli import app
@@ -115,10 +116,28 @@ def test_a_folder_that_is_no_dataset(tmp_path: Path) -> None:
 
 
 def test_a_folder_of_several_datasets(tmp_path: Path) -> None:
-    from datasets import Dataset, DatasetDict
-
     DatasetDict({"train": Dataset.from_dict({"length": [5]})}).save_to_disk(tmp_path / "saved")
     assert "holds several datasets: train" in refusal(tmp_path / "saved")
+
+
+@pytest.mark.parametrize(
+    ("name", "make"),
+    {
+        "texts.jsonl": text('{"text": "two words"}\n'),
+        "texts.json": text('[{"text": "two words"}]'),
+        "strings.json": text('["two words"]'),
+        "texts.csv": text("id,text\n1,two words\n"),
+        "texts.txt": text("two words\n"),
+        "texts.parquet": table(text=["two words"]),
+        "chats.jsonl": text('{"messages": []}\n'),
+        "saved": lambda path: Dataset.from_dict({"text": ["two words"]}).save_to_disk(path),
+    }.items(),
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_texts_are_told_the_way_to_lengths(name: str, make: Callable[[Path], object], tmp_path: Path) -> None:
+    make(tmp_path / name)
+
+    assert f'python "$(distca examples tokenise_texts)" MODEL {tmp_path / name} FOLDER' in refusal(tmp_path / name)
 
 
 @pytest.fixture
