@@ -6,6 +6,7 @@ Weights are counted in a model without memory (torch's meta device).
 """
 
 import json
+import re
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from distca_hf.analysis.request import PRESETS, ModelShape, ModelSize, preset
 from distca_hf.cost import Heads
-from distca_hf.errors import ConfigError
+from distca_hf.errors import ConfigError, did_you_mean, first_line
 
 
 if TYPE_CHECKING:
@@ -41,9 +42,9 @@ def find_model(name: str) -> ModelShape:
         return read_model(Path(name))
     if name.lower() in PRESETS:
         return preset(name)
-    if "/" in name:
-        return _shape_of(load_config(name), name, f"the configuration of {name}")
     model_type = _type_of(name)
+    if "/" in name or (model_type is None and Path(name).exists()):
+        return _shape_of(load_config(name), name, f"the configuration of {name}")
     if model_type is None:
         return preset(name)  # raises, with a list of all names
     from transformers import AutoConfig
@@ -63,14 +64,44 @@ def load_config(name: str, trust_remote_code: bool = False) -> "PretrainedConfig
     """
     from transformers import AutoConfig
 
+    path = Path(name)
+    if path.exists() and not (path / CONFIG_FILE).is_file():
+        raise ConfigError(f"model {name} is no model of Transformers: {_content_of(path)} (docs/check.md)")
     try:
         return AutoConfig.from_pretrained(name, **({"trust_remote_code": True} if trust_remote_code else {}))
     except Exception as error:  # of the network, the Hub, or the file
-        reason = str(error).strip().partition("\n")[0]
+        if path.exists():
+            raise ConfigError(f"model {name}: its {CONFIG_FILE} cannot be loaded: {first_line(error)}") from error
         raise ConfigError(
             f"model {name}: there is no such folder with a {CONFIG_FILE}, and the Hub has no configuration of it or "
-            f"cannot be reached: {reason}"
+            f"cannot be reached: {first_line(error)}"
         ) from error
+
+
+def _content_of(path: Path) -> str:
+    """Returns what a path is that holds no configuration of Transformers."""
+    if not path.is_dir():
+        return f"give its folder, or its {CONFIG_FILE}; {path.suffix or 'such a file'} is not read"
+    if (path / "adapter_config.json").is_file():
+        base = read_config(path / "adapter_config.json").get("base_model_name_or_path")
+        return f"it holds an adapter of PEFT, give its base model {base}"
+    if (path / "params.json").is_file():
+        return "it is in the format of Meta or Mistral (params.json), give a version that was converted"
+    return f"the folder has no {CONFIG_FILE}"
+
+
+def type_hint(name: str) -> str:
+    """Returns words about a model type that Transformers does not have, to follow a message: other versions of it,
+    which were hardly meant, or the nearest name."""
+    from transformers import CONFIG_MAPPING
+
+    def letters(model_type: str) -> str:
+        return re.sub(r"[\d.]+", "", model_type.lower())
+
+    versions = [known for known in CONFIG_MAPPING if letters(known) == letters(name)]
+    if not versions:
+        return did_you_mean(name, [*PRESETS, *CONFIG_MAPPING])
+    return f" It has {', '.join(versions)}; a newer one may have this: pip install --upgrade transformers"
 
 
 def _shape_of(whole: "PretrainedConfig", name: str, where: str) -> ModelShape:

@@ -28,9 +28,9 @@ from transformers import (
 )
 
 from distca_hf.analysis.check.trial import Make
-from distca_hf.analysis.find_model import CONFIG_FILE, load_config, read_config
+from distca_hf.analysis.find_model import CONFIG_FILE, load_config, read_config, type_hint
 from distca_hf.analysis.request import MLP_MATRICES, PRESETS, attention_parameters
-from distca_hf.errors import ConfigError, did_you_mean
+from distca_hf.errors import ConfigError, first_line
 from distca_hf.integrations.models.check import IMPLEMENTATION
 
 
@@ -103,18 +103,15 @@ def find_candidate(name: str, trust_remote_code: bool = False) -> Candidate:
         return _of_preset(name.lower())
     if name in CONFIG_MAPPING:
         return _of_config(_default(CONFIG_MAPPING[name]), f"{name}, {DEFAULT_SIZES}")
-    if Path(name).exists():
-        raise ConfigError(f"model {name}: the folder has no {CONFIG_FILE}, and a file must be a .json")
-    model_class = _class_of(name)
+    model_class = None if Path(name).exists() else _class_of(name)
     if model_class is not None:
         config_class: Any = model_class.config_class
         return _of_class(model_class, _default(config_class), f"{config_class.model_type}, {DEFAULT_SIZES}")
-    if "/" in name:
+    if "/" in name or Path(name).exists():
         return _of_config(load_config(name, trust_remote_code), name)
-    known = [*PRESETS, *CONFIG_MAPPING]
     raise ConfigError(
         f"model {name!r} is not known; give a model type or class of Transformers (llama, Qwen3ForCausalLM), a class "
-        f"that can be imported (package.module.Class), or the path of a config.json.{did_you_mean(name, known)}"
+        f"that can be imported (package.module.Class), or the path of a config.json.{type_hint(name)}"
     )
 
 
@@ -126,20 +123,31 @@ def _of_file(path: Path, trust_remote_code: bool) -> Candidate:
     if not isinstance(model_type, str):
         raise ConfigError(f"model config {file} has no model_type: it is no configuration of Transformers")
     if model_type not in CONFIG_MAPPING or (trust_remote_code and "auto_map" in values):
-        return _of_own_code(file, model_type, "auto_map" in values, trust_remote_code)
+        return _of_own_code(file, model_type, values.get("auto_map"), trust_remote_code)
     try:
         config = AutoConfig.for_model(**values)
     except Exception as error:  # configurations check themselves, each in its own way
-        raise ConfigError(f"model config {file} is not one of {model_type}: {_first_line(error)}") from error
+        raise ConfigError(f"model config {file} is not one of {model_type}: {first_line(error)}") from error
     return _of_config(config, str(path))
 
 
-def _of_own_code(file: Path, model_type: str, has_code: bool, trust_remote_code: bool) -> Candidate:
-    """Returns the model of a configuration whose class Transformers does not have."""
-    if not has_code:
+def _of_own_code(file: Path, model_type: str, code: Any, trust_remote_code: bool) -> Candidate:
+    """Returns the model of a configuration whose class Transformers does not have.
+
+    Args:
+        code: for classes of Transformers the class, and the Python file that it is in, if the configuration names any.
+    """
+    if not isinstance(code, dict):
         raise ConfigError(
             f"model config {file}: Transformers {transformers.__version__} has no model type {model_type!r}"
-            f".{did_you_mean(model_type, CONFIG_MAPPING)}"
+            f".{type_hint(model_type)}"
+        )
+    files = (str(place).rpartition(".")[0] + ".py" for place in code.values() if "--" not in str(place))  # of a hub
+    missing = [name for name in dict.fromkeys(files) if not (file.parent / name).is_file()]
+    if missing:
+        raise ConfigError(
+            f"model config {file}: model type {model_type!r} needs {' and '.join(missing)}, which its auto_map names "
+            f"and {file.parent} does not have: download these files, too"
         )
     if not trust_remote_code:
         raise ConfigError(
@@ -219,7 +227,7 @@ def _class_of(name: str) -> type[PreTrainedModel] | None:
         try:
             found = getattr(importlib.import_module(module_name), class_name, None)
         except Exception as error:  # modules may do anything when imported
-            raise ConfigError(f"model {name}: {module_name} cannot be imported: {_first_line(error)}") from error
+            raise ConfigError(f"model {name}: {module_name} cannot be imported: {first_line(error)}") from error
         if found is None:
             raise ConfigError(f"model {name}: {module_name} has no {class_name}")
     else:
@@ -244,7 +252,7 @@ def _default(config_class: type[PreTrainedConfig]) -> PreTrainedConfig:
         return config_class()
     except Exception as error:  # as above
         raise ConfigError(
-            f"{config_class.__name__} has no default configuration ({_first_line(error)}); give a config.json"
+            f"{config_class.__name__} has no default configuration ({first_line(error)}); give a config.json"
         ) from error
 
 
@@ -252,7 +260,3 @@ def _architecture(config: PreTrainedConfig) -> str | None:
     """Returns the class that a configuration was saved from, if it says so."""
     architectures = getattr(config, "architectures", None)
     return str(architectures[0]) if isinstance(architectures, list) and architectures else None
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().partition("\n")[0]

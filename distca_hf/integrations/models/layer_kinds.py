@@ -147,8 +147,8 @@ def ranges(numbers: Sequence[int]) -> str:
 
 
 def verdict_in_short(model: PreTrainedModel) -> str:
-    """Returns a line about an accepted model for the log of a training: its layers, and the command that says all, of a
-    model that the command can find: the class that a checkpoint names."""
+    """Returns a line about an accepted model for the log of a training: its layers, and the command that says all, if
+    it would find this model, of the class that its checkpoint names."""
     kinds = grouped(layer_kinds(model))
     layers = "; ".join(f"layers {ranges(numbers)}: {kind.in_words()}" for numbers, kind in kinds[:MOST_KINDS])
     layers += f"; {len(kinds) - MOST_KINDS} more kinds of layers" if len(kinds) > MOST_KINDS else ""
