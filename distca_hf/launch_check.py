@@ -7,7 +7,6 @@ the parsed arguments, and refuses what is wrong by `SystemExit` with a message. 
 
 import argparse
 import ast
-import importlib.util
 import logging
 import sys
 import tempfile
@@ -15,6 +14,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
+from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NoReturn
@@ -29,6 +29,8 @@ from distca_hf.settings import names_of
 
 # Names at the top level of a script that takes part.
 ARGUMENTS, CHECK = "ARGUMENTS", "check"
+# Name of the script as a module: not its own, which a library may have.
+NAME = "distca_train_script"
 OFFLINE = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
 # Arguments of Transformers that are a file or folder, unless they are JSON.
 PATHS = ("resume_from_checkpoint", "deepspeed", "fsdp_config")
@@ -138,7 +140,9 @@ def _parse(
 
     parser = HfArgumentParser(kinds, allow_abbrev=False, prog=script.name)
     _refuse_as(parser, script.name)
-    parsed, unknown = parser.parse_known_args([*recipe.script, *arguments])
+    file = script.with_suffix(".args")  # HfArgumentParser begins with the words in it
+    of_file = file.read_text(encoding="utf-8").split() if file.is_file() else []
+    parsed, unknown = parser.parse_known_args([*of_file, *recipe.script, *arguments])
     if not unknown:
         return parsed
     option = next((word for word in unknown if word.startswith("-")), None)
@@ -166,13 +170,12 @@ def _refuse_as(parser: argparse.ArgumentParser, program: str) -> None:
 
 def _imported(script: Path) -> ModuleType:
     """Returns a script as a module, with its neighbours to import from, as when it runs."""
-    spec = importlib.util.spec_from_file_location(script.stem, script)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
+    loader = SourceFileLoader(NAME, str(script))
+    sys.modules[NAME] = module = ModuleType(NAME)  # types that are written as text are looked up there
+    module.__file__ = str(script)
     sys.path.insert(0, str(script.parent.resolve()))
     try:
-        spec.loader.exec_module(module)
+        loader.exec_module(module)
     except Exception as error:
         raise ConfigError(f"{script} cannot be imported: {type(error).__name__}: {first_line(error)}") from error
     finally:

@@ -410,6 +410,43 @@ def test_line_without_a_mistake_is_launched_and_names_of_a_hub_are_not_looked_up
     assert "use_cpu" in (project / "recipe.yaml").read_text()
 
 
+OWN_SCRIPT = """
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+@dataclass
+class Arguments:
+    output_dir: Path
+    sizes: list[int] = field(default_factory=list)
+
+ARGUMENTS: tuple[type, ...] = (Arguments,)
+
+def check(arguments: Arguments) -> None:
+    if 0 in arguments.sizes:
+        raise SystemExit("a size of 0")
+
+if __name__ == "__main__":
+    raise AssertionError("not before it is launched")
+"""
+
+
+@pytest.mark.parametrize("name", ["mine.py", "json.py", "mine"])
+def test_script_of_ones_own_takes_part_by_two_names(name: str, tmp_path: Path, launched: list[list[str]]) -> None:
+    """Whatever it is called; arguments may be in a file next to it, as for HfArgumentParser."""
+    (tmp_path / name).write_text(OWN_SCRIPT)
+    (tmp_path / name).with_suffix(".args").write_text(f"--output_dir {tmp_path / 'out'}")
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump({"launch": {"accelerate": "cpu_2proc"}}))
+    line = [str(tmp_path / "recipe.yaml"), "--script", str(tmp_path / name), "--sizes", "1"]
+    refused, misspelt, started = train(*line, "0"), train(*line, "--size", "1"), train(*line, "2")
+
+    assert (refused.exit_code, refused.output) == (2, "distca: a size of 0\n")
+    assert (misspelt.exit_code, "Did you mean 'sizes'?" in misspelt.output) == (2, True)
+    assert (started.exit_code, len(launched)) == (0, 1), started.output
+    assert (tmp_path / "out").is_dir()
+
+
 def test_nothing_but_the_line_is_written(project: Path) -> None:
     """Also not what libraries say when they are imported, and when they cannot read a file."""
     words = ["train", "recipe.yaml", "--dataset", "prose.jsonl"]
