@@ -65,17 +65,6 @@ def load_tokenizer(model: str) -> PreTrainedTokenizerBase | None:
 
 def check(script: ScriptArguments) -> None:
     """Ends with a message if files are missing or wrong. `distca train` calls it before it starts processes."""
-    refuse_missing("model", script.model)
-    folder = Path(script.model)
-    if folder.exists() and not (folder / "adapter_config.json").exists():
-        try:
-            AutoConfig.from_pretrained(script.model)
-        except Exception as error:  # of the file, or of a model that Transformers does not have
-            raise SystemExit(f"{folder} holds no model: {' '.join(str(error).split())}") from error
-        if not script.from_scratch and not [*folder.glob("*.safetensors"), *folder.glob("pytorch_model*.bin")]:
-            raise SystemExit(
-                f"{folder} holds a configuration and no weights; --from_scratch true begins with random ones"
-            )
     if not isinstance(getattr(torch, script.dtype, None), torch.dtype):
         raise SystemExit(f"--dtype {script.dtype} is no dtype of torch; write float32 or bfloat16")
     if not 0 <= script.test_size < 1:
@@ -87,6 +76,17 @@ def check(script: ScriptArguments) -> None:
             DistributedConfig(**json.loads(script.distributed_config))
         except (TypeError, ValueError) as error:
             raise SystemExit(f"--distributed_config {script.distributed_config}: {error}") from error
+    refuse_missing("model", script.model)
+    folder = Path(script.model)
+    if folder.exists() and not (folder / "adapter_config.json").exists():
+        try:
+            AutoConfig.from_pretrained(script.model)
+        except Exception as error:  # of the file, or of a model that Transformers does not have
+            raise SystemExit(f"{folder} holds no model: {' '.join(str(error).split())}") from error
+        if not script.from_scratch and not [*folder.glob("*.safetensors"), *folder.glob("pytorch_model*.bin")]:
+            raise SystemExit(
+                f"{folder} holds a configuration and no weights; --from_scratch true begins with random ones"
+            )
     columns = check_documents(script.dataset)
     if "text" in columns and "input_ids" not in columns and folder.exists() and load_tokenizer(script.model) is None:
         raise SystemExit(f"{script.dataset} holds texts, and {script.model} has no tokenizer for them")
