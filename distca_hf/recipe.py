@@ -26,7 +26,7 @@ import yaml
 
 from distca_hf.config import DistCAConfig, variable_of
 from distca_hf.errors import ConfigError, did_you_mean
-from distca_hf.launched import Role, launched_process, read_servers
+from distca_hf.launched import JOB_SECRET, Role, job_secret, launched_process, read_servers
 from distca_hf.settings import check_mapping
 
 
@@ -173,10 +173,14 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
 
 
 def prepare_process(recipe: Recipe, role: Role | None) -> None:
-    """Sets the environment of this process from a recipe, and numbers it by its role. Nothing may have read it yet."""
+    """Sets the environment of this process from a recipe, and numbers it by its role. Nothing may have read it yet.
+
+    Raises:
+        ConfigError: there are attention servers, and the processes of the job share no secret.
+    """
     recipe.prepare(os.environ)
     if role is not None:
-        os.environ.update(role.environment())
+        os.environ.update(role.environment() | {JOB_SECRET: job_secret()})
 
 
 def run_script(script: Path, arguments: Sequence[str]) -> None:

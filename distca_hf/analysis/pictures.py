@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from distca_hf.analysis.whole_file import replaced
 from distca_hf.errors import ConfigError
+from distca_hf.whole_file import replaced
 
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ from types import TracebackType
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
-from distca_hf.errors import DistCAError, PeerLostError, first_line
+from distca_hf.errors import DistCAError, PeerLostError, first_line, printable
 from distca_hf.telemetry import NAME, OF_THIS_RANK, get_logger, leave_for_launcher, this_rank
 from distca_hf.torch_private import default_store
 
@@ -103,7 +103,7 @@ class RollCall:
             while True:  # looks once at least: a busy machine may have slept through all its patience
                 for rank in sorted(waiting):
                     if self._store.check([f"left/{rank}"]):
-                        found[rank] = "left: " + self._store.get(f"left/{rank}").decode(errors="replace")
+                        found[rank] = "left: " + printable(self._store.get(f"left/{rank}").decode(errors="replace"))
                         waiting.discard(rank)
                     elif self._store.check([f"here/{rank}"]):
                         late_seconds = waited_seconds - float(self._store.get(f"here/{rank}"))

@@ -9,9 +9,9 @@ from importlib.resources import files
 from pathlib import Path
 
 from distca_hf.analysis.report.figures import Report
-from distca_hf.analysis.whole_file import replaced
 from distca_hf.errors import ReportError
 from distca_hf.version import __version__
+from distca_hf.whole_file import replaced
 
 
 TEMPLATES = files("distca_hf.analysis.report") / "page"
