@@ -56,10 +56,12 @@ class TraceFile:
         """
         if self._failed:
             return
+        line = f"{trace.line()}\n".encode()
         try:
             if self._path is None:
-                self._path = self._begun(file_name(number, trace.is_server), trace.step)
-            _append(self._path, f"{trace.line()}\n".encode())
+                self._path = self._begun(file_name(number, trace.is_server), trace.step, line)
+            else:
+                _append(self._path, line)
         except OSError as error:
             self._failed = True
             log.warning(
@@ -69,14 +71,17 @@ class TraceFile:
                 extra=OF_THIS_RANK,
             )
 
-    def _begun(self, name: str, step: int) -> Path:
-        """Returns the path of the file, which holds steps before this one alone."""
+    def _begun(self, name: str, step: int, line: bytes) -> Path:
+        """Returns the path of the file, which holds this line behind those of the steps before."""
         self.folder.mkdir(parents=True, exist_ok=True)
         path = self.folder / name
-        if path.exists():
-            with replaced(path) as unfinished, unfinished.open("wb") as new, open_regular(path) as old:
-                lines = (line.removesuffix(b"\n") for line in lines_of(old, LONGEST_LINE_BYTES))
-                new.writelines(line + b"\n" for line in lines if _is_before(line, step))
+        if not path.exists():
+            _append(path, line)
+            return path
+        with replaced(path) as unfinished, unfinished.open("wb") as new, open_regular(path) as old:
+            lines = (one.removesuffix(b"\n") for one in lines_of(old, LONGEST_LINE_BYTES))
+            new.writelines(one + b"\n" for one in lines if _is_before(one, step))
+            new.write(line)
         return path
 
 

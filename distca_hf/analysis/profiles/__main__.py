@@ -18,6 +18,7 @@ from distca_hf.analysis.profiles.grid import Grid
 from distca_hf.analysis.profiles.layers import LayerSize
 from distca_hf.analysis.profiles.main_figures import MainFigures
 from distca_hf.analysis.profiles.measure import Measuring
+from distca_hf.analysis.profiles.shipped import DEFAULT_FILE
 from distca_hf.analysis.profiles.write import write
 from distca_hf.comm.measure_links import MeasuringRanks
 from distca_hf.config import DistCAConfig
@@ -73,7 +74,7 @@ def _print(figures: MainFigures, as_json: bool) -> None:
 
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="distca_hf.analysis.profiles", description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--out", type=Path, default=Path("cluster.json"), help="file to write")
+    parser.add_argument("--out", type=Path, default=DEFAULT_FILE, help="file to write")
     parser.add_argument("--model", default="llama3-8b", help="model whose heads and layer are measured")
     parser.add_argument("--kernel", default=DistCAConfig().kernel, help="attention kernel, as in settings")
     parser.add_argument("--cpu", action="store_true", help="tiny sizes over gloo, without a GPU")

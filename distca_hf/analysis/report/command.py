@@ -32,7 +32,7 @@ def run_report(source: Path, output: Path | None, as_json: bool, cluster: str | 
     """
     report = read_source(source, cluster)
     page = output or (None if as_json else PAGE)
-    size = 0 if page is None else write_page(fitted(report), page)
+    size = 0 if page is None else write_page(fitted(report), page, named=output is not None)
     if as_json:
         sys.stdout.write(json.dumps(report.as_json()) + "\n")
     else:
