@@ -19,7 +19,7 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
-from distca_hf.errors import ConfigError, DistCAError
+from distca_hf.errors import ConfigError, DistCAError, printable
 from distca_hf.launched import Role, launched_local_rank
 from distca_hf.recipe import EXAMPLES, RECIPES, Recipe, prepare_process, read_yaml, run_script
 from distca_hf.supervisor import supervise
@@ -51,7 +51,7 @@ def main(arguments: Sequence[str]) -> None:
     except ConfigError as error:
         leave_for_launcher(f"distca_hf.run: {error}")
         if launched_local_rank() == 0:  # all processes of a node have the same arguments and files
-            sys.stderr.write(f"distca_hf.run: {error}\n{USAGE}\n")
+            sys.stderr.write(printable(f"distca_hf.run: {error}\n{USAGE}\n"))
         sys.exit(2)
     if role is not None and role.is_server:
         sys.exit(supervise(role.number, role.num_trainers, role.num_servers))

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from distca_hf.telemetry import OF_THIS_RANK, get_logger
 from distca_hf.traces import FOLDER, LONGEST_LINE_BYTES, RankTrace, file_name, is_json, step_of
-from distca_hf.whole_file import lines_of, open_regular, replaced
+from distca_hf.whole_file import lines_of, open_regular, open_to_append, replaced
 
 
 log = get_logger(__name__)
@@ -97,7 +97,7 @@ def _append(path: Path, line: bytes) -> None:
     Raises:
         OSError: it cannot be written.
     """
-    with open_regular(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT) as file:
+    with open_to_append(path) as file:
         begin = file.seek(0, os.SEEK_END)
         try:
             if file.write(line) != len(line):

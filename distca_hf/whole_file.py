@@ -1,7 +1,7 @@
 """Whole files: written so that the old one or the new one is there in full; and files of others, opened as data.
 
-A file name that can be guessed may have been taken: by a link to another file, a device or a pipe. Nothing here
-follows a link or waits for a pipe, unless a user has named that very path.
+A file name that can be guessed may have been taken: by a link to another file, a device or a pipe. Nothing here writes
+through a link or waits for a pipe, unless a user has named that very path.
 """
 
 import errno
@@ -10,8 +10,9 @@ import secrets
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
+from io import FileIO
 from pathlib import Path
-from typing import BinaryIO
+from typing import IO, BinaryIO, cast
 
 
 # Characters of a name that the name of an unfinished file begins with.
@@ -48,23 +49,42 @@ def replaced(path: Path, *, named: bool = False) -> Iterator[Path]:
         raise
 
 
-def open_regular(path: Path, flags: int = os.O_RDONLY) -> BinaryIO:
-    """Opens a regular file, without a buffer if it is to be written.
-
-    Args:
-        flags: of `os.open`.
+def open_regular(path: Path) -> BinaryIO:
+    """Opens a regular file to read.
 
     Raises:
-        OSError: it cannot be opened, or is something else: a link, a pipe, a device.
+        OSError: it cannot be opened, or is a device or a pipe.
     """
-    if path.is_symlink():
-        raise OSError(errno.ELOOP, f"it is a link, to {path.readlink()}")
-    descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
-    file = os.fdopen(descriptor, "rb") if flags == os.O_RDONLY else os.fdopen(descriptor, "ab", buffering=0)
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+    return cast(BinaryIO, _checked(os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb")))
+
+
+def open_to_append(path: Path) -> FileIO:
+    """Opens a regular file to append to, without a buffer; it is made if it is not there.
+
+    Raises:
+        OSError: it cannot be opened, or is a link, a device or a pipe.
+    """
+    flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
+    return cast(FileIO, _checked(os.fdopen(os.open(path, flags, 0o666), "ab", buffering=0)))
+
+
+def _checked(file: IO[bytes]) -> IO[bytes]:
+    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
         file.close()
         raise OSError(errno.EINVAL, "it is a device or a pipe")
     return file
+
+
+def read_at_most(file: BinaryIO, most_bytes: int) -> bytes:
+    """Returns all that a file holds.
+
+    Raises:
+        OSError: it holds more than `most_bytes`.
+    """
+    content = file.read(most_bytes + 1)
+    if len(content) > most_bytes:
+        raise OSError(errno.EFBIG, f"it has more than {most_bytes:,} bytes")
+    return content
 
 
 def lines_of(file: BinaryIO, most_bytes: int) -> Iterator[bytes]:

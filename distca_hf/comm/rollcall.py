@@ -217,7 +217,7 @@ class ShownOnce:
             self._earlier(kind, error, trace)
 
     def _point(self, words: str) -> None:
-        sys.stderr.write(f"{NAME} [rank {this_rank()}] {words}\n")
+        sys.stderr.write(printable(f"{NAME} [rank {this_rank()}] {words}\n"))
         sys.stderr.flush()
 
 
