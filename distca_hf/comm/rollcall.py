@@ -13,6 +13,7 @@ import re
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from types import TracebackType
 
 import torch.distributed as dist
@@ -106,10 +107,11 @@ class RollCall:
                         found[rank] = "left: " + printable(self._store.get(f"left/{rank}").decode(errors="replace"))
                         waiting.discard(rank)
                     elif self._store.check([f"here/{rank}"]):
-                        late_seconds = waited_seconds - float(self._store.get(f"here/{rank}"))
-                        if late_seconds > self._patience_seconds:
-                            found[rank] = f"came {late_seconds:.0f} s late"
                         waiting.discard(rank)
+                        with suppress(ValueError):  # of somebody else, who reaches the store
+                            late_seconds = waited_seconds - float(self._store.get(f"here/{rank}"))
+                            if late_seconds > self._patience_seconds:
+                                found[rank] = f"came {late_seconds:.0f} s late"
                 if not waiting or time.monotonic() >= deadline:
                     break
                 time.sleep(POLL_SECONDS)
