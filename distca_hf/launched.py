@@ -159,7 +159,8 @@ def job_secret() -> str:
     launcher made for this attempt. The first process writes it.
 
     Raises:
-        ConfigError: there are several nodes and the environment has none, or there is no such folder.
+        ConfigError: there are several nodes and the environment has none; or there is no such folder, or none that
+            can be written to.
     """
     if given := os.environ.get(JOB_SECRET):
         return given
@@ -171,16 +172,20 @@ def job_secret() -> str:
             f"for all processes of the job, such as export {JOB_SECRET}=$(openssl rand -hex 32)"
         )
     path = Path(error_file).parents[1] / SECRET_FILE
-    descriptor, mine = tempfile.mkstemp(dir=path.parent)  # mode 0600
-    with os.fdopen(descriptor, "w") as file:
-        file.write(secrets.token_hex(32))
-    with suppress(FileExistsError):  # another process was first
-        os.link(mine, path)
-    os.unlink(mine)
-    with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW), encoding="ascii") as file:
-        if os.fstat(file.fileno()).st_uid != os.geteuid():
-            raise ConfigError(f"{path} belongs to another user; start the job again")
-        return file.read()
+    try:
+        descriptor, mine = tempfile.mkstemp(dir=path.parent)  # mode 0600
+        with os.fdopen(descriptor, "w") as file:
+            file.write(secrets.token_hex(32))
+        with suppress(FileExistsError):  # another process was first
+            os.link(mine, path)
+        os.unlink(mine)
+        with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW), encoding="ascii") as file:
+            is_ours, secret = os.fstat(file.fileno()).st_uid == os.geteuid(), file.read()
+    except OSError as error:
+        raise ConfigError(f"the secret of the job cannot be left in {path} ({error}); set {JOB_SECRET}") from error
+    if not is_ours:
+        raise ConfigError(f"{path} belongs to another user; start the job again")
+    return secret
 
 
 def launched_ranks_per_node() -> int:

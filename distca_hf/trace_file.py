@@ -72,7 +72,7 @@ class TraceFile:
             )
 
     def _begun(self, name: str, step: int, line: bytes) -> Path:
-        """Returns the path of the file, which holds this line behind those of the steps before."""
+        """Returns the path of the file, which holds the lines of earlier steps and then this one."""
         self.folder.mkdir(parents=True, exist_ok=True)
         path = self.folder / name
         if not path.exists():
