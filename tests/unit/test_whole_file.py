@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from distca_hf.analysis.profiles.shipped import find_profile
 from distca_hf.analysis.profiles.write import write
 from distca_hf.cli import app
-from distca_hf.whole_file import lines_of, open_regular, replaced
+from distca_hf.whole_file import lines_of, open_regular, open_to_append, replaced
 from support.made_traces import write_run
 
 
@@ -91,17 +91,22 @@ def test_a_report_leaves_a_device_and_a_link_in_their_place(tmp_path: Path, monk
     assert victim.read_text() == "precious"
 
 
-def test_only_regular_files_are_opened(tmp_path: Path) -> None:
+def test_only_regular_files_are_opened_and_no_link_is_written_to(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("a")
     (tmp_path / "link").symlink_to(tmp_path / "file")
     os.mkfifo(tmp_path / "pipe")
-    with open_regular(tmp_path / "file") as file:
-        assert file.read() == b"a"
-    for name, words in (("link", "it is a link, to .*file"), ("pipe", "it is a device or a pipe")):
-        with pytest.raises(OSError, match=words):
-            open_regular(tmp_path / name)
-    with pytest.raises(OSError, match="it is a device or a pipe"):
-        open_regular(Path("/dev/zero"))
+    for name in ("file", "link"):
+        with open_regular(tmp_path / name) as file:
+            assert file.read() == b"a"
+    for path in (tmp_path / "pipe", Path("/dev/zero")):
+        with pytest.raises(OSError, match="it is a device or a pipe"):
+            open_regular(path)
+    with open_to_append(tmp_path / "file") as to:
+        to.write(b"b")
+    for name in ("link", "pipe"):
+        with pytest.raises(OSError, match=name):
+            open_to_append(tmp_path / name)
+    assert (tmp_path / "file").read_text() == "ab"
 
 
 def test_a_line_that_is_too_long_is_an_error(tmp_path: Path) -> None:
