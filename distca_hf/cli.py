@@ -12,7 +12,7 @@ from rich.console import Console
 from typer.core import TyperCommand
 
 from distca_hf.analysis import cluster_commands
-from distca_hf.errors import DistCAError
+from distca_hf.errors import DistCAError, printable
 from distca_hf.launched import is_launched
 from distca_hf.recipe import EXAMPLES, RECIPES, Shipped
 from distca_hf.version import __version__
@@ -37,7 +37,7 @@ def _one_line_errors() -> Iterator[None]:
     except BrokenPipeError:
         raise
     except (DistCAError, OSError) as error:
-        typer.echo(f"distca: {' '.join(str(error).split())}", err=True)
+        typer.echo(printable(f"distca: {' '.join(str(error).split())}"), err=True)
         raise typer.Exit(2) from error
 
 
@@ -134,7 +134,7 @@ def train(
         line = command.launch_line(recipe, script, accelerate, arguments, context.obj)
         if not dry_run:
             command.check_gpus(line)
-    typer.echo(shlex.join(line))
+    typer.echo(printable(shlex.join(line)))
     if not dry_run:
         command.launch(line)
 

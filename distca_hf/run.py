@@ -19,7 +19,7 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
-from distca_hf.errors import ConfigError, DistCAError
+from distca_hf.errors import ConfigError, DistCAError, printable
 from distca_hf.launched import Role, launched_local_rank
 from distca_hf.recipe import EXAMPLES, RECIPES, Recipe, prepare_process, read_yaml, run_script
 from distca_hf.supervisor import supervise
@@ -47,12 +47,12 @@ def main(arguments: Sequence[str]) -> None:
             recipe = replace(recipe, plugin=recipe.plugin | {"attention_servers": servers})
         path = find_script(recipe, script, str(name))
         role = recipe.role()
+        prepare_process(recipe, role)
     except ConfigError as error:
         leave_for_launcher(f"distca_hf.run: {error}")
         if launched_local_rank() == 0:  # all processes of a node have the same arguments and files
-            sys.stderr.write(f"distca_hf.run: {error}\n{USAGE}\n")
+            sys.stderr.write(printable(f"distca_hf.run: {error}\n{USAGE}\n"))
         sys.exit(2)
-    prepare_process(recipe, role)
     if role is not None and role.is_server:
         sys.exit(supervise(role.number, role.num_trainers, role.num_servers))
     try:
@@ -64,7 +64,7 @@ def main(arguments: Sequence[str]) -> None:
 
 def _end_service(role: Role) -> None:
     """Notes in the launcher's store that this trainer has ended, so that its servers end, too."""
-    from distca_hf.comm.orders import note_end  # imports torch
+    from distca_hf.comm.job_store import note_end  # imports torch
 
     with suppress(DistCAError):  # the launcher is gone, and has ended the servers
         note_end(role.number)

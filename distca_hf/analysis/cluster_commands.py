@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from distca_hf.analysis.profiles.shipped import DEFAULT_PROFILE, shipped_profiles
+from distca_hf.analysis.profiles.shipped import DEFAULT_FILE, DEFAULT_PROFILE, shipped_profiles
 
 
 PROFILE_EPILOG = "Example: distca profile --cpu --dry-run"
@@ -37,7 +37,7 @@ def _within(errors: Callable[[], AbstractContextManager[None]], command: Callabl
 
 
 def profile(
-    out: Annotated[Path, typer.Option(help="file to write")] = Path("cluster.json"),
+    out: Annotated[Path, typer.Option(help="file to write")] = DEFAULT_FILE,
     processes: Annotated[int | None, typer.Option(help="processes to start; by default one for each GPU")] = None,
     model: Annotated[str, typer.Option(help="model whose heads and layer are measured")] = "llama3-8b",
     kernel: Annotated[str, typer.Option(help="attention kernel, as in settings")] = "auto",

@@ -7,7 +7,8 @@ Weights are counted in a model without memory (torch's meta device).
 
 import json
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,12 +16,13 @@ from typing import TYPE_CHECKING
 from distca_hf.analysis.request import PRESETS, ModelShape, ModelSize, preset
 from distca_hf.cost import Heads
 from distca_hf.errors import ConfigError
+from distca_hf.whole_file import read_at_most
 
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
-CONFIG_FILE = "config.json"
+CONFIG_FILE, MOST_CONFIG_BYTES = "config.json", 2**26
 # Length of documents with which a model is checked: one that every model has positions for.
 ANY_DOCUMENT_TOKENS = 128
 # Forward operations of one token and weight: a multiplication and an addition.
@@ -101,10 +103,32 @@ def read_model(path: Path) -> ModelShape:
     if config["model_type"] not in CONFIG_MAPPING:
         return shape
     try:
-        known = AutoConfig.for_model(**config)
+        with without_hub():
+            known = AutoConfig.for_model(**config)
     except Exception as error:  # configurations check themselves, each in its own way
         raise ConfigError(f"model config {path} is not one of {config['model_type']}: {error}") from error
     return _counted(shape, known, str(path))
+
+
+@contextmanager
+def without_hub() -> Iterator[None]:
+    """Keeps Transformers off the network, except for what is in its cache. The configuration in a file may name
+    kernels, code and backbones on the Hub, and planning needs none of them.
+
+    Raises:
+        ConfigError: it cannot do without one of them.
+    """
+    from huggingface_hub import constants
+    from huggingface_hub.errors import OfflineModeIsEnabled
+
+    before, constants.HF_HUB_OFFLINE = constants.HF_HUB_OFFLINE, True
+    try:
+        yield
+    except OfflineModeIsEnabled as error:
+        address = str(error).removeprefix("Cannot reach ").partition(": ")[0]
+        raise ConfigError(f"it needs {address}, and nothing is fetched that a configuration names") from error
+    finally:
+        constants.HF_HUB_OFFLINE = before
 
 
 def _type_of(name: str) -> str | None:
@@ -132,12 +156,13 @@ def _counted(shape: ModelShape, whole: "PretrainedConfig", name: str) -> ModelSh
     from distca_hf.integrations.models.operations import step_flops
 
     config = whole.get_text_config()
+    as_it_is = {"attn_implementation": "eager", "trust_remote_code": False}  # whatever the configuration names
     try:
-        with torch.device("meta"):
+        with torch.device("meta"), without_hub():
             model = (
-                AutoModelForCausalLM.from_config(config)
+                AutoModelForCausalLM.from_config(config, **as_it_is)
                 if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING
-                else AutoModelForImageTextToText.from_config(whole)
+                else AutoModelForImageTextToText.from_config(whole, **as_it_is)
             )
         embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
     except Exception as error:  # a model's code may raise anything
@@ -201,7 +226,8 @@ def read_config(path: Path) -> dict[str, object]:
         ConfigError: the file cannot be read, or holds no object.
     """
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
+        with path.open("rb") as file:
+            config = json.loads(read_at_most(file, MOST_CONFIG_BYTES))
     except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"model config {path} cannot be read: {error}") from error
     if not isinstance(config, dict):

@@ -22,7 +22,7 @@ import gzip
 import json
 import sys
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
@@ -32,7 +32,7 @@ import numpy as np
 from distca_hf.arrays import IntArray
 from distca_hf.data.documents import DocumentSource
 from distca_hf.data.rows import FOR_LENGTHS
-from distca_hf.errors import PackingError
+from distca_hf.errors import PackingError, first_line
 from distca_hf.layout import as_int_array, check_document_tokens
 from distca_hf.recipe import LENGTHS
 
@@ -48,6 +48,9 @@ TOKENS_COLUMN = "input_ids"
 # Column of the lengths of the documents of each row, which TRL's packing adds.
 SEQUENCES_COLUMN = "seq_lengths"
 COLUMNS = (*NUMBER_COLUMNS, TOKENS_COLUMN)
+# Most that is read at once, so that a small file that unpacks to a large one ends in an error: lengths of 100 million
+# documents, and tokens of a document of 40 million.
+MOST_CHARACTERS, MOST_LINE_CHARACTERS = 2**30, 2**28
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,7 +73,7 @@ def read_lengths(path: Path) -> DocumentLengths:
     except PackingError:
         raise
     except Exception as error:  # libraries that read files may raise anything
-        raise PackingError(f"{path} cannot be read: {error or type(error).__name__}") from error
+        raise PackingError(f"{path} cannot be read: {first_line(error)}") from error
     if len(lengths.tokens) == 0:
         raise PackingError(f"{lengths.source} has no documents")
     return DocumentLengths(check_document_tokens(lengths.tokens, lengths.source), lengths.source)
@@ -207,7 +210,11 @@ class Numbers:
 def read_json(path: Path) -> Numbers:
     """Reads a flat JSON list."""
     with _open(path) as file:
-        text = file.read()
+        text = file.read(MOST_CHARACTERS + 1)
+    if len(text) > MOST_CHARACTERS:
+        raise PackingError(
+            f"{path} holds more than {MOST_CHARACTERS:,} characters; give the lengths as .txt or .parquet"
+        )
     values = _parsed(text, str(path))
     if not isinstance(values, list):
         raise PackingError(f"{path} must hold a flat list of whole numbers, not {_kind(values)}")
@@ -221,7 +228,7 @@ def read_jsonl(path: Path) -> Numbers:
     """Reads JSON objects, one per line; all must have the column of the first."""
     column, numbers = "", Numbers(str(path), "row")
     with _open(path) as file:
-        for line_number, line in enumerate(file, start=1):
+        for line_number, line in enumerate(_lines(file, path), start=1):
             if not line.strip():
                 continue
             row = _object(line, f"{path}, line {line_number}")
@@ -238,7 +245,7 @@ def read_jsonl(path: Path) -> Numbers:
 def read_csv(path: Path) -> Numbers:
     """Reads a column of a table whose first line has names, or a single column of numbers without a name."""
     with _open(path) as file:
-        rows = (row for row in csv.reader(file) if row)
+        rows = (row for row in csv.reader(_lines(file, path)) if row)
         first = next(rows, [])
         if len(first) <= 1 and "".join(first).strip().isdecimal():
             at, numbers = 0, Numbers(str(path), "row")
@@ -258,7 +265,7 @@ def read_txt(path: Path) -> Numbers:
     """Reads one number per line."""
     numbers = Numbers(str(path), "number")
     with _open(path) as file:
-        for line in file:
+        for line in _lines(file, path):
             if line.strip():
                 numbers.add_text(line)
     return numbers
@@ -273,6 +280,14 @@ def _open(path: Path) -> TextIO:
     if path.suffix == ".gz":
         return gzip.open(path, "rt", encoding="utf-8-sig", newline="")
     return path.open(encoding="utf-8-sig", newline="")
+
+
+def _lines(file: TextIO, path: Path) -> Iterator[str]:
+    """Yields the lines of a file."""
+    while line := file.readline(MOST_LINE_CHARACTERS + 1):
+        if len(line) > MOST_LINE_CHARACTERS:
+            raise PackingError(f"{path} has a line of more than {MOST_LINE_CHARACTERS:,} characters")
+        yield line
 
 
 def _parsed(text: str, where: str) -> object:

@@ -13,12 +13,13 @@ import re
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from types import TracebackType
 
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
-from distca_hf.errors import DistCAError, PeerLostError, first_line
+from distca_hf.errors import DistCAError, PeerLostError, first_line, printable
 from distca_hf.telemetry import NAME, OF_THIS_RANK, get_logger, leave_for_launcher, this_rank
 from distca_hf.torch_private import default_store
 
@@ -103,13 +104,14 @@ class RollCall:
             while True:  # looks once at least: a busy machine may have slept through all its patience
                 for rank in sorted(waiting):
                     if self._store.check([f"left/{rank}"]):
-                        found[rank] = "left: " + self._store.get(f"left/{rank}").decode(errors="replace")
+                        found[rank] = "left: " + printable(self._store.get(f"left/{rank}").decode(errors="replace"))
                         waiting.discard(rank)
                     elif self._store.check([f"here/{rank}"]):
-                        late_seconds = waited_seconds - float(self._store.get(f"here/{rank}"))
-                        if late_seconds > self._patience_seconds:
-                            found[rank] = f"came {late_seconds:.0f} s late"
                         waiting.discard(rank)
+                        with suppress(ValueError):  # of somebody else, who reaches the store
+                            late_seconds = waited_seconds - float(self._store.get(f"here/{rank}"))
+                            if late_seconds > self._patience_seconds:
+                                found[rank] = f"came {late_seconds:.0f} s late"
                 if not waiting or time.monotonic() >= deadline:
                     break
                 time.sleep(POLL_SECONDS)
@@ -217,7 +219,7 @@ class ShownOnce:
             self._earlier(kind, error, trace)
 
     def _point(self, words: str) -> None:
-        sys.stderr.write(f"{NAME} [rank {this_rank()}] {words}\n")
+        sys.stderr.write(printable(f"{NAME} [rank {this_rank()}] {words}\n"))
         sys.stderr.flush()
 
 

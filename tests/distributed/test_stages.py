@@ -46,6 +46,8 @@ WAYS = {
     "interleaved, checkpointing, FSDP2": Way("Interleaved1F1B", chunks=2, recompute=True, wrapper="fsdp2"),
     "zero bubble, no wrapper": Way("ZBVZeroBubble", chunks=2, wrapper=""),
 }
+# Checkpoints that were written over one with as many parts, whose names were the usual ones.
+WRITTEN_OVER_EQUAL_NAMES = {"1F1B, checkpointing", "interleaved, checkpointing", "zero bubble, no wrapper"}
 RESUMED = ["1F1B, checkpointing", "interleaved, checkpointing, FSDP2"]
 if Version(torch.__version__).release < (2, 13):  # connects parts by sending to its own rank, which gloo cannot
     del WAYS["zero bubble, no wrapper"]
@@ -170,7 +172,8 @@ def test_ranks_exchange_twice_for_each_layer_and_micro_batch(way: str, runs: Run
 def test_checkpoint_is_an_ordinary_one(way: str, runs: Runs) -> None:
     folder = runs.folder / way
     parts = STAGES * WAYS[way].chunks
-    files = [f"model-{number:05}-of-{parts:05}.safetensors" for number in range(1, parts + 1)]
+    again = "-b" if way in WRITTEN_OVER_EQUAL_NAMES else ""
+    files = [f"model-{number:05}-of-{parts:05}{again}.safetensors" for number in range(1, parts + 1)]
     model, info = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="sdpa", output_loading_info=True)
     index = json.loads((folder / "model.safetensors.index.json").read_text())
     expected = dict(runs.expected_model.named_parameters())
@@ -216,7 +219,7 @@ def test_training_is_read_into_other_stages_and_data_ranks(runs: Runs) -> None:
         assert all(torch.equal(weight, expected[name]) for name, weight in weights.items())
         assert all(torch.equal(moment, moments[name]) for name, moment in of_optimizer.items())
         seen += weights
-        assert "was saved in the midst of an epoch of a pipeline, with {" in refused
+        assert "was saved in the midst of an epoch of a pipeline (micro_batch=" in refused
         assert "'num_ranks': 2, 'micro_steps': 4, 'pipeline': (2, 2)}; this loader has {" in refused
         assert "'num_ranks': 1, 'micro_steps': 4, 'pipeline': (4, 1)}" in refused
 

@@ -11,21 +11,20 @@ from typing import get_args
 import torch
 import transformers
 from datasets.utils.logging import disable_progress_bar
-from rich.console import Console
 
 from distca_hf.analysis.check.answer import CheckAnswer, Job, memory_of
 from distca_hf.analysis.check.find import Candidate, find_candidate
 from distca_hf.analysis.check.print_answer import print_answer
 from distca_hf.analysis.check.sizes import decoder_size
 from distca_hf.analysis.check.verdict import judge
+from distca_hf.analysis.find_model import without_hub
 from distca_hf.analysis.memory import Checkpointing
+from distca_hf.analysis.terminal import Terminal
 from distca_hf.errors import ConfigError
 from distca_hf.gpus import find_gpu
 from distca_hf.telemetry import get_logger
 
 
-# Width of text without a terminal: that of most terminals.
-COLUMNS = 80
 WORKS, REFUSED = 0, 1
 
 
@@ -51,13 +50,13 @@ def run_check(
         raise ConfigError(f"--checkpointing {checkpointing} must be one of {', '.join(get_args(Checkpointing))}")
     job = Job(find_gpu(gpu), gpus, tokens_per_rank, checkpointing, liger)
     with _quiet():
-        answer = check(find_candidate(model, trust_remote_code), job)
+        candidate = find_candidate(model, trust_remote_code)
+        with contextlib.nullcontext() if trust_remote_code else without_hub():
+            answer = check(candidate, job)
     if as_json:
         sys.stdout.write(json.dumps(answer.as_json(), allow_nan=False) + "\n")
     else:
-        # Without markup: names and paths may have brackets.
-        console = Console(width=None if Console().is_terminal else COLUMNS, markup=False)
-        print_answer(answer, console, numerics)
+        print_answer(answer, Terminal(), numerics)
     return WORKS if answer.works else REFUSED
 
 

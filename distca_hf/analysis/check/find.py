@@ -28,7 +28,7 @@ from transformers import (
 )
 
 from distca_hf.analysis.check.trial import Make
-from distca_hf.analysis.find_model import CONFIG_FILE, load_config, read_config
+from distca_hf.analysis.find_model import CONFIG_FILE, load_config, read_config, without_hub
 from distca_hf.analysis.request import MLP_MATRICES, PRESETS, attention_parameters
 from distca_hf.errors import ConfigError, did_you_mean
 from distca_hf.integrations.models.check import IMPLEMENTATION
@@ -128,7 +128,8 @@ def _of_file(path: Path, trust_remote_code: bool) -> Candidate:
     if model_type not in CONFIG_MAPPING or (trust_remote_code and "auto_map" in values):
         return _of_own_code(file, model_type, "auto_map" in values, trust_remote_code)
     try:
-        config = AutoConfig.for_model(**values)
+        with without_hub():
+            config = AutoConfig.for_model(**values)
     except Exception as error:  # configurations check themselves, each in its own way
         raise ConfigError(f"model config {file} is not one of {model_type}: {_first_line(error)}") from error
     return _of_config(config, str(path))

@@ -7,9 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
-from rich.console import Console
-
-from distca_hf.analysis.command import COLUMNS, DEFAULT_MODEL, PlanProgress
+from distca_hf.analysis.command import DEFAULT_MODEL, PlanProgress
 from distca_hf.analysis.find_model import find_model, read_model
 from distca_hf.analysis.lengths import read_lengths
 from distca_hf.analysis.memory import Checkpointing
@@ -22,6 +20,7 @@ from distca_hf.analysis.simulate.request import GPUS_PER_SERVER, SimulationReque
 from distca_hf.analysis.simulate.result import Result, make_result
 from distca_hf.analysis.simulate.run import Track, run_steps
 from distca_hf.analysis.simulate.ways import PUBLISHED_TOLERANCE
+from distca_hf.analysis.terminal import Terminal
 from distca_hf.arrays import IntArray
 from distca_hf.data.pipelines import Pipeline
 from distca_hf.errors import ConfigError
@@ -112,7 +111,7 @@ def run_simulate(options: SimulateOptions) -> None:
         f"{documents.source}: {len(documents.tokens):,} documents, {int(documents.tokens.sum()):,} tokens, the "
         f"longest has {int(documents.tokens.max()):,}. {model.name}, {options.batches} steps."
     )
-    print_results(world, results, profile, assumptions, Console(width=None if Console().is_terminal else COLUMNS))
+    print_results(world, results, profile, assumptions, Terminal())
 
 
 def simulate(

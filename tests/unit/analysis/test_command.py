@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from distca_hf.analysis import command
+from distca_hf.analysis import terminal
 from distca_hf.analysis.baselines import Baseline, Figures, figures_of
 from distca_hf.analysis.epoch import OptimizerStep, divide_batch, pack_first_step
 from distca_hf.analysis.first_step import make_report, run_baselines
@@ -203,7 +203,7 @@ def test_the_table_can_be_read() -> None:
 @pytest.mark.parametrize("columns", [40, 80, 120])
 def test_tables_fit_the_terminal(columns: int, some: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """No line is longer, no figure and no name is cut short."""
-    monkeypatch.setattr(command, "COLUMNS", columns)
+    monkeypatch.setattr(terminal, "COLUMNS", columns)
     options = ("--compare", "--micro-steps", 2, "--ranks-per-node", 4)
     text = plan(some, *options, ranks=64, tokens_per_rank=32768)
     lines = text.replace(str(some), "").splitlines()

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import socket
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -11,11 +12,14 @@ import pyarrow.parquet as pq
 import pytest
 from typer.testing import CliRunner
 
+from distca_hf.analysis import lengths as lengths_module
 from distca_hf.cli import app
 from support.commands import SCRIPTS
+from support.made_answers import made_simulation
 
 
 WORLD = {"--ranks": "2", "--tokens-per-rank": "1000"}
+WORLD_OPTIONS = [part for pair in WORLD.items() for part in pair]
 
 
 def refusal(lengths: Path, *flags: str, **options: str | Path) -> str:
@@ -103,6 +107,60 @@ def test_files_that_are_no_lengths(name: str, tmp_path: Path) -> None:
     said = refusal(tmp_path / name, "--json")
     assert words in said
     assert name in said
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "words"),
+    [
+        ("bomb.json.gz", "[" + " " * 200, "holds more than 100 characters; give the lengths as .txt or .parquet"),
+        ("bomb.txt.gz", "5\n" + "0" * 200, "has a line of more than 100 characters"),
+        ("bomb.jsonl.gz", " " * 200, "has a line of more than 100 characters"),
+        ("bomb.csv.gz", "length\n" + "1" * 200, "has a line of more than 100 characters"),
+    ],
+)
+def test_small_files_that_unpack_to_large_ones(
+    name: str, content: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for limit in ("MOST_CHARACTERS", "MOST_LINE_CHARACTERS"):
+        monkeypatch.setattr(lengths_module, limit, 100)
+    (tmp_path / name).write_bytes(gzip.compress(content.encode()))
+    assert f"{name} {words}" in refusal(tmp_path / name)
+
+
+def test_an_error_without_words_has_its_name(good: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def read(path: Path) -> None:
+        raise MemoryError
+
+    monkeypatch.setitem(lengths_module.TEXT_READERS, "json", read)
+    assert "lengths.json cannot be read: MemoryError" in refusal(good)
+
+
+ESCAPES = "\x1b]0;title\x07\x1b[31m\x9b2J\u202e[link=http://far]red[/link]"
+
+
+def test_names_in_files_reach_no_terminal_as_escapes(good: Path) -> None:
+    """Nor is markup of theirs followed."""
+    folder = good.parent
+    (folder / "columns.jsonl").write_text(json.dumps({ESCAPES: 5}) + "\n")
+    lengths = folder / f"{ESCAPES.replace('/', '')}.json"
+    lengths.write_text("[700, 800, 300]")
+    (folder / "plan.json").write_text(
+        json.dumps({"kind": "distca_hf simulation", **made_simulation(), "model": ESCAPES})
+    )
+    (folder / "named.json").write_text(json.dumps(SHAPE | {"model_type": ESCAPES}))
+    told = [
+        CliRunner().invoke(app, [*map(str, command)], env={"FORCE_COLOR": "1", "TERM": "xterm-256color"}, color=True)
+        for command in (
+            ["plan", folder / "columns.jsonl", *WORLD_OPTIONS],
+            ["plan", lengths, *WORLD_OPTIONS],
+            ["plan", good, *WORLD_OPTIONS, "--model-config", folder / "named.json"],
+            ["report", folder / "plan.json", "-o", folder / "page.html"],
+        )
+    ]
+    assert [one.exit_code for one in told] == [2, 0, 0, 0], [one.output for one in told]
+    for one in told:
+        assert "[31m\N{REPLACEMENT CHARACTER}2J\N{REPLACEMENT CHARACTER}[link=http:" in one.output.replace("\n", "")
+        assert not [part for part in ("\x1b]", "\x1b[31m", "\x07", "\x9b", "\u202e") if part in one.output]
 
 
 def test_a_file_that_is_not_there(tmp_path: Path) -> None:
@@ -253,3 +311,45 @@ def test_wrong_usage_is_one_line(arguments: list[str], said: str) -> None:
     assert refused.stderr.startswith("distca: ")
     assert said in refused.stderr
     assert refused.stderr.count("\n") == 1
+
+
+KERNEL = "kernels-community/flash-attn2"
+BACKBONE = {"model_type": "maskformer", "backbone": "microsoft/resnet-50", "use_pretrained_backbone": True}
+
+
+@pytest.mark.parametrize(
+    ("model_type", "names", "words"),
+    [
+        ("llama", {"attn_implementation": KERNEL}, None),
+        ("llama", {"_attn_implementation": {"": KERNEL}}, None),
+        ("llama", {"auto_map": {"AutoModelForCausalLM": "org/code--m.C", "AutoConfig": "org/code--m.D"}}, None),
+        (
+            "vit",
+            {"auto_map": {"AutoModelForImageTextToText": "org/code--m.C"}, "num_attention_heads": 4},
+            "custom code",
+        ),
+        ("llava", {"vision_config": BACKBONE}, "it needs https://huggingface.co/"),
+    ],
+)
+def test_nothing_is_fetched_that_a_model_config_names(
+    model_type: str, names: dict[str, object], words: str | None, good: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither kernels, nor code, for which nobody is asked either, nor backbones; by no command."""
+    reached: list[object] = []
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(
+        "transformers.modeling_utils.lazy_import_flash_attention", lambda *names, **_: reached.append(names)
+    )
+    monkeypatch.setattr("builtins.input", lambda *words: reached.append(words) or "n")
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *address, **_: reached.append(address) or [])
+    monkeypatch.setattr(socket.socket, "connect", lambda of, address: reached.append(address))
+    values = {"num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "vocab_size": 128}
+    sizes = {"text_config": values | {"dtype": "bfloat16"}} if model_type == "llava" else values
+    path = good.parent / "config.json"
+    path.write_text(json.dumps({"model_type": model_type, "dtype": "bfloat16", **sizes, **names}))
+    for command in (["plan", str(good), *WORLD_OPTIONS, "--model-config", str(path)], ["check", str(path)]):
+        result = CliRunner().invoke(app, command)
+        assert reached == []
+        assert not isinstance(result.exception, Exception) or isinstance(result.exception, SystemExit)
+        if command[0] == "plan":
+            assert (result.exit_code, words is None or words in result.stderr) == (0 if words is None else 2, True)
