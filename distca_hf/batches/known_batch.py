@@ -1,0 +1,277 @@
+"""Known batches: finds the documents of tokens that a program passes to a model once more, or to another model.
+
+Placed rows hold parts of documents, and packs hold several documents in a row. Only a plan, positions or offsets tell
+them apart, and a program that calls a model again often passes just some entries of its batch. So the storages of a
+batch's tensors are marked, and each of them leads back to the whole batch:
+
+    batch ──marks──▶ storages of input_ids, position_ids, labels, ...       views and slices share them
+    input_ids[:, :-1] ──▶ its storage ──▶ KnownBatch ──▶ plan, position_ids, ...
+
+A copy has a storage of its own. Copied token ids or positions are compared with those of all batches in use, and
+embeddings are known by their shape.
+"""
+
+import weakref
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch.utils.weak import TensorWeakRef
+
+from distca_hf.batches.batch_documents import POSITIONS_WITH_TEXT, Batch, cache_of
+from distca_hf.errors import DistCAError, PackingError, PlanError
+from distca_hf.runtime.live_plan import LivePlan
+
+
+# Attribute of a storage: a function that returns its `KnownBatch`, or None if that is gone.
+MARK = "_distca_batch"
+# Entries that tell documents apart; a pass that is given one of them needs no others.
+TOKENS = ("input_ids", "inputs_embeds")
+TELLING = ("position_ids", "cu_seq_lens_q")
+OF_DOCUMENTS = (*TELLING, "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
+# Entries by which a batch is looked for, in this order.
+LEADING = ("input_ids", "position_ids", "attention_mask", "inputs_embeds", "shift_labels", "labels")
+
+
+class KnownBatch:
+    """A placed batch, or a pack whose documents its entries tell. It lives as long as the storage of its tokens.
+
+    Args:
+        batch: the entries.
+        plan: of a placed batch; None for a pack.
+        is_loaded: whether the tensors are the loader's. Others may be reused, and hold another batch later.
+    """
+
+    def __init__(self, batch: Batch, plan: LivePlan | None = None, is_loaded: bool = False) -> None:
+        self.plan = plan
+        tensors = _plain_tensors(batch)
+        tokens = tensors["input_ids"] if "input_ids" in tensors else tensors["inputs_embeds"]
+        self._shape = tokens.shape[:2]
+        # A storage that kept a tensor on itself alive would never be freed. So storages of the tensors that are kept
+        # here do not keep this object.
+        kept = {name: tensors[name] for name in (*OF_DOCUMENTS, "attention_mask") if name in tensors}
+        kept = {name: tensor for name, tensor in kept.items() if not _share_storage(tensor, tokens)}
+        numbers = {name: batch[name] for name in OF_DOCUMENTS if isinstance(batch.get(name), int)}
+        self._kept: dict[str, Any] = numbers | kept
+        self._others = {name: TensorWeakRef(tensor) for name, tensor in tensors.items() if name not in kept}
+        self._memory: list[tuple[int, int]] = []
+        self._mark(tensors)
+        self._loaded = [*self._memory] if is_loaded else []
+        _in_use[id(self)] = self
+
+    def _mark(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Lets tensors lead to this batch."""
+        for tensor in tensors.values():
+            is_kept = any(isinstance(one, torch.Tensor) and _share_storage(tensor, one) for one in self._kept.values())
+            setattr(tensor.untyped_storage(), MARK, weakref.ref(self) if is_kept else lambda: self)
+            self._memory.append((tensor.data_ptr(), tensor.nbytes))
+
+    def entry(self, name: str) -> Any:
+        """Returns an entry; None if the batch has none of this name, or it is gone."""
+        return self._others[name]() if name in self._others else self._kept.get(name)
+
+    def holds(self, tensor: torch.Tensor, batch: Batch) -> bool:
+        """Returns whether a tensor is an entry or a part of one. A storage may hold several packs; and one that is not
+        the loader's may hold another batch by now, as the plan of a pass shows.
+
+        Args:
+            batch: what the pass is given.
+        """
+        plan = batch.get("distca_plan")
+        is_here = _is_in(tensor, self._memory)
+        return is_here and (not isinstance(plan, LivePlan) or self._is_of(plan) or _is_in(tensor, self._loaded))
+
+    def _is_of(self, plan: LivePlan) -> bool:
+        """Returns whether a plan is that of this batch: itself, or for another chunk of a pipeline stage."""
+        mine = self.plan
+        return mine is not None and (mine.micro_batch, mine.transport) == (plan.micro_batch, plan.transport)
+
+    def is_copied_in(self, batch: Batch) -> bool:
+        """Returns whether a pass is given copies: some rows of its token ids are those of this batch or, where there
+        are none, its positions. Waits for the device."""
+        name = "position_ids" if batch.get("input_ids") is None else "input_ids"
+        given, mine = batch.get(name), self.entry(name)
+        if not isinstance(given, torch.Tensor) or mine is None or mine.ndim != 2 or given.ndim != 2:
+            return False
+        if given.shape[1] != mine.shape[1] or not len(given) or len(given) % len(mine):
+            return False
+        return bool((given.unflatten(0, (-1, len(mine))) == mine.to(given.device)).flatten(1).all(dim=1).any())
+
+    def check_embeddings(self, embeddings: torch.Tensor, batch: Batch) -> None:
+        """Checks that embeddings, which nothing else is given with, are not as many as the tokens of this batch.
+
+        Raises:
+            PackingError: they are; waits for the device in this case alone.
+        """
+        if embeddings.shape[:2] == self._shape and not self.tells_documents(batch) and self.is_packed:
+            kind = "a pack" if self.plan is None else f"placed micro-batch {self.plan.micro_batch}"
+            raise PackingError(
+                f"a model got embeddings of shape {tuple(embeddings.shape)} and nothing that tells their documents, "
+                f"and {kind} has as many tokens: documents would see each other. Pass attention_mask or position_ids "
+                "of the batch with them; for other tokens give position_ids of your own, or delete the batch before"
+            )
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether some row holds a part of a document, or several documents; packs wait for the device."""
+        if self.plan is not None:
+            return True
+        positions, offsets = (self.entry(name) for name in TELLING)
+        if offsets is not None:
+            return bool((offsets.diff() > 0).sum() > self._shape[0])
+        return positions is None or _restart(positions, self.entry("attention_mask"))
+
+    def tells_documents(self, batch: Batch) -> bool:
+        """Returns whether offsets, or positions that restart, are given to a pass on tokens of this batch."""
+        positions = batch.get("position_ids")
+        if positions is None or batch.get("cu_seq_lens_q") is not None:
+            return batch.get("cu_seq_lens_q") is not None
+        return _marked(positions, batch) is self or _restart(positions, batch.get("attention_mask"))
+
+    def missing(self, batch: Batch, model_name: str) -> Batch:
+        """Returns entries that a pass of an enabled model on tokens of this batch needs and is not given.
+
+        Raises:
+            PlanError: the batch was placed, and the pass is given a part of its tokens, a cache, or another plan.
+            PackingError: it is given a part of a pack, and nothing that tells documents apart.
+        """
+        tokens = batch.get("inputs_embeds") if batch.get("input_ids") is None else batch["input_ids"]
+        shape = self._shape if tokens is None else tokens.shape[:2]
+        if self.plan is not None:
+            return self._missing_of_placed(self.plan, batch, shape, model_name)
+        if any(batch.get(name) is not None for name in TELLING) or not self.is_packed:
+            return {}
+        found = {name: entry for name in OF_DOCUMENTS if (entry := self.entry(name)) is not None}
+        if shape != self._shape or not found.keys() & set(TELLING):
+            raise self.refusal(model_name)
+        return found
+
+    def _missing_of_placed(self, plan: LivePlan, batch: Batch, shape: torch.Size, model_name: str) -> Batch:
+        where, given = f"{plan.transport.grid.name}, micro-batch {plan.micro_batch}", batch.get("distca_plan")
+        if isinstance(given, LivePlan) and not self._is_of(given):
+            raise PlanError(
+                f"{where}: {model_name} got entries of this batch with the plan of micro-batch {given.micro_batch}; "
+                "pass on the distca_plan of the same batch"
+            )
+        if shape != self._shape or cache_of(batch) is not None:
+            cache = " and a cache" if cache_of(batch) is not None else ""
+            raise PlanError(
+                f"{where}: {model_name} got tokens of shape {tuple(shape)}{cache}, made of a placed batch of shape "
+                f"{tuple(self._shape)}. Its rows hold parts of documents, so a pass needs all of them. For a document "
+                "that you know to be whole, pass a copy (clone) of its tokens"
+            )
+        # Token ids may be others by intention, as with noise; further passes on them are of this batch, too.
+        tensors = {name: tensor for name, tensor in _plain_tensors(batch).items() if name in TOKENS}
+        self._mark({name: tensor for name, tensor in tensors.items() if _marked(tensor, batch) is None})
+        needed = ["position_ids", "attention_mask"]
+        if _marked(batch.get("labels"), batch) is self:
+            needed.append("shift_labels")
+        return {name: self.entry(name) for name in needed if batch.get(name) is None} | {"distca_plan": given or plan}
+
+    def refusal(self, model_name: str) -> DistCAError:
+        """Returns the error to raise for a pass that is not told the documents of this batch."""
+        if self.plan is not None:
+            return placed_in_another_model(self.plan, model_name)
+        return PackingError(
+            f"{model_name} got tokens of a pack of shape {tuple(self._shape)}, and nothing that it would tell their "
+            "documents apart by: they would see each other. Pass it position_ids (or cu_seq_lens_q) of the batch; a "
+            "model with another attention than distca needs use_cache=False, too, and no attention_mask"
+        )
+
+
+def placed_in_another_model(plan: LivePlan, model_name: str) -> PlanError:
+    """Returns the error to raise where a placed batch arrives in a model that was not enabled."""
+    return PlanError(
+        f"{plan.transport.grid.name}, micro-batch {plan.micro_batch}: a placed batch arrived in a model that was not "
+        f"enabled ({model_name}). Its rows hold parts of documents, which only distca_plan explains, and the result "
+        'would be wrong. Load that model with attn_implementation="distca", call distca_hf.enable(model, plugin) with '
+        "the plugin of the batch before it is wrapped, and pass it the batch. Call the enabled model itself, neither "
+        "its forward nor a module inside of it"
+    )
+
+
+def note_batch(batch: Batch) -> None:
+    """Makes a batch known that has a plan, or whose entries tell its documents; does nothing for others. Trainer, and
+    programs, may have copied the tensors of a placed batch."""
+    plan, tensors = batch.get("distca_plan"), _plain_tensors(batch)
+    is_told = isinstance(plan, LivePlan) or (plan is None and not tensors.keys().isdisjoint(TELLING))
+    if is_told and not tensors.keys().isdisjoint(TOKENS) and known_batch(batch, told=True) is None:
+        KnownBatch(batch, plan)
+
+
+def known_batch(batch: Batch, told: bool = False) -> KnownBatch | None:
+    """Returns the batch that entries of a pass belong to; None if they belong to none.
+
+    Args:
+        batch: what the pass is given. With a plan no copies are looked for.
+        told: whether it is given positions or offsets. Then no copies of packs are: comparing waits for the device.
+
+    Raises:
+        PackingError: it is given embeddings alone, as many as a known batch has tokens.
+    """
+    for name in LEADING:
+        found = _marked(batch.get(name), batch)
+        if found is not None:
+            return found
+    if batch.get("distca_plan") is not None:
+        return None
+    for reference in reversed(_in_use.valuerefs()):
+        known = reference()
+        if known is None or (told and known.plan is None):
+            continue
+        if known.is_copied_in(batch):
+            return known
+        if batch.get("input_ids") is None and batch.get("inputs_embeds") is not None:
+            known.check_embeddings(batch["inputs_embeds"], batch)
+    return None
+
+
+def any_known() -> bool:
+    """Returns whether any known batch is in use."""
+    return len(_in_use) > 0
+
+
+def _marked(tensor: object, batch: Batch) -> KnownBatch | None:
+    """Returns the batch that a tensor belongs to, by its storage.
+
+    Args:
+        batch: what a pass is given.
+    """
+    if type(tensor) is not torch.Tensor or tensor.is_meta:
+        return None
+    get: Callable[[], KnownBatch | None] | None = getattr(tensor.untyped_storage(), MARK, None)
+    known = None if get is None else get()
+    return known if known is not None and known.holds(tensor, batch) else None
+
+
+def _is_in(tensor: torch.Tensor, memory: Iterable[tuple[int, int]]) -> bool:
+    return any(begin <= tensor.data_ptr() < begin + size for begin, size in memory)
+
+
+def _plain_tensors(batch: Batch) -> dict[str, torch.Tensor]:
+    """Returns the entries of a batch that are tensors with a storage."""
+    return {name: value for name, value in batch.items() if type(value) is torch.Tensor and not value.is_meta}
+
+
+def _share_storage(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return one.untyped_storage() is other.untyped_storage()
+
+
+def _restart(positions: torch.Tensor, mask: object) -> bool:
+    """Returns whether positions restart inside of a row, padding left out; waits for the device.
+
+    Args:
+        positions: `[B, T]`, or several of them, those of text first.
+        mask: `[B, T]`, 0 in padding, if there is one.
+    """
+    if positions.ndim == 3 and len(positions) != POSITIONS_WITH_TEXT:
+        return False  # of images; offsets tell documents then
+    text = positions[0] if positions.ndim == 3 else positions
+    restarts = text.diff(dim=-1) <= 0
+    if isinstance(mask, torch.Tensor) and mask.ndim == 2 and mask.shape[-1] == text.shape[-1]:
+        restarts = restarts & (mask[:, 1:] != 0) & (mask[:, :-1] != 0)
+    return bool(restarts.any())
+
+
+# By their `id`, the newest last; they end with their batches.
+_in_use: "weakref.WeakValueDictionary[int, KnownBatch]" = weakref.WeakValueDictionary()

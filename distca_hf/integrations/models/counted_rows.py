@@ -1,0 +1,99 @@
+"""Counted rows: what Transformers computes from the number of rows of a batch, as without placement.
+
+A placed row holds parts of many documents, and padding behind them. NEFTune's noise depends on how long a row is, and
+some losses are means over all rows. Here the noise of each document is that of a row of its own, and these losses see
+no padding.
+"""
+
+import math
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.integrations.neftune import neftune_post_forward_hook
+
+from distca_hf.batches.batch_documents import Batch, tokens_of
+from distca_hf.batches.preview import PlacedPlan
+from distca_hf.integrations.models.hooks import HiddenHook
+from distca_hf.runtime.live_plan import LivePlan
+
+
+# Attributes of models whose loss has a term that is a mean over all rows of logits, by the factor of that term.
+MEANS_OVER_ROWS = ("z_loss_coefficient",)  # Bamba
+LARGEST_SEED = 2**62
+
+
+class CountedRows:
+    """Counts of one model's passes with placed batches.
+
+    Args:
+        model: a Transformers model.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._model, self._noise = model, HiddenHook(self._add_noise)
+        self._lengths_T: torch.Tensor | None = None
+        self._longest_tokens = self._rank = self._padding_rows = 0
+
+    def begin(self, batch: Batch, plan: LivePlan | None, trains: bool) -> dict[str, Any]:
+        """Begins a pass; returns entries of its batch that take the place of others.
+
+        Args:
+            plan: of the pass; None without one.
+            trains: whether it is one of training, which noise is for.
+        """
+        self._lengths_T, self._padding_rows = None, 0
+        if not isinstance(plan, PlacedPlan) or plan.document_tokens is None:
+            return {}
+        if trains:
+            self._replace_noise(batch, plan)
+        is_cut = not isinstance(kept := batch.get("logits_to_keep", 0), int) or kept != 0
+        if is_cut or batch.get("labels") is None or not any(getattr(self._model, name, 0) for name in MEANS_OVER_ROWS):
+            return {}
+        tokens, real = tokens_of(batch), max(1, int(plan.document_tokens.sum()))  # a mean over no rows is NaN
+        self._padding_rows = tokens.shape[1] - real
+        of_loss = {name: batch[name][:, :real] for name in ("labels", "shift_labels") if batch.get(name) is not None}
+        return {**of_loss, "logits_to_keep": torch.arange(real, device=tokens.device)}
+
+    def end(self, output: Any) -> Any:
+        """Ends a pass; returns its output with logits of all rows, zeros in padding."""
+        if self._padding_rows and isinstance(output, tuple):
+            loss, logits, *others = output
+            return loss, self._with_padding(logits), *others
+        if self._padding_rows:
+            output.logits = self._with_padding(output.logits)
+        return output
+
+    def _with_padding(self, logits_TV: torch.Tensor) -> torch.Tensor:
+        return nn.functional.pad(logits_TV, (0, 0, 0, self._padding_rows))
+
+    def _replace_noise(self, batch: Batch, plan: PlacedPlan) -> None:
+        """Takes the place of Transformers' hook, where Trainer or a program has added it to the embeddings."""
+        hooks = self._model.get_input_embeddings()._forward_hooks
+        for number, hook in hooks.items():
+            if hook is neftune_post_forward_hook:
+                hooks[number] = hook = self._noise
+            if hook is self._noise:
+                assert plan.document_tokens is not None
+                lengths = torch.from_numpy(np.repeat(plan.whole_tokens, plan.document_tokens))
+                self._lengths_T, self._rank = lengths.to(tokens_of(batch).device), plan.transport.rank
+                self._longest_tokens = int(plan.whole_tokens.max(initial=1))
+
+    def _add_noise(self, embeddings: nn.Module, args: object, output_TD: torch.Tensor) -> torch.Tensor:
+        """Adds noise to embeddings `[1, T, D]`: uniform, at most alpha / sqrt(tokens of the whole document x D)."""
+        lengths_T = self._lengths_T
+        if lengths_T is None or not embeddings.training:
+            noisy: torch.Tensor = neftune_post_forward_hook(embeddings, args, output_TD)
+            return noisy
+        noise_TD, real, device = torch.zeros_like(output_TD), len(lengths_T), output_TD.device
+        alpha: Any = embeddings.neftune_noise_alpha
+        most = alpha / math.sqrt(self._longest_tokens * output_TD.shape[-1])
+        # Ranks are most often seeded alike, and parts of one document must not have the same noise.
+        seed = int(torch.randint(LARGEST_SEED, ())) + self._rank
+        with torch.random.fork_rng([device] if device.type == "cuda" else []):
+            torch.manual_seed(seed)
+            noise_TD[:, :real].uniform_(-most, most)
+        noise_TD[:, :real] *= torch.sqrt(self._longest_tokens / lengths_T)[:, None].to(noise_TD.dtype)
+        return output_TD + noise_TD

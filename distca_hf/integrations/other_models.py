@@ -1,0 +1,91 @@
+"""Other models: tokens of a placed batch, or of a pack, that arrive in a model which was not enabled.
+
+Every model of Transformers asks for an attention mask once in a pass, by its attention's name in a public registry.
+There the functions that called are looked through for entries of a known batch. That finds a teacher wherever a
+program keeps it, with any attention. Nothing is looked at while no known batch is in use, nor in a compiled pass.
+"""
+
+import sys
+from collections.abc import Callable, Iterator
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import nn
+
+from distca_hf.batches.batch_documents import Batch
+from distca_hf.batches.known_batch import LEADING, KnownBatch, any_known, known_batch, placed_in_another_model
+from distca_hf.integrations.models.hooks import WATCH
+from distca_hf.runtime.live_plan import LivePlan
+
+
+# Module of Transformers' functions that ask for masks.
+ASKING = "transformers.masking_utils"
+# Arguments of models, and names of their other keywords, that tell which batch they were given.
+ARGUMENTS = (*LEADING, "cu_seq_lens_q", "distca_plan")
+KEYWORDS = ("kwargs", "flash_attn_kwargs")
+
+
+def checked_mask(implementation: str, original: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    """Calls a mask function of Transformers, after a look at which tokens its model was given.
+
+    Args:
+        implementation: name of the attention.
+    """
+    if not torch.compiler.is_compiling():
+        check_callers(implementation, sys._getframe(1), "allow_is_bidirectional_skip" not in kwargs)
+    return original(*args, **kwargs)
+
+
+def check_callers(implementation: str, asking: FrameType, is_causal: bool) -> None:
+    """Checks that a model that asks for a mask knows the documents of its tokens. Passes of enabled models, which
+    their own hooks check, are left out.
+
+    Args:
+        implementation: name of the model's attention.
+        asking: frame of Transformers' function that asks for the mask.
+        is_causal: whether it asks for a causal one.
+
+    Raises:
+        PlanError: the tokens are of a placed batch.
+        PackingError: they are of a pack, and nothing tells the documents apart.
+    """
+    if not any_known() or asking.f_globals.get("__name__") != ASKING:
+        return
+    given: dict[str, Any] = {}
+    model_name, frame = "a model", asking.f_back
+    while frame is not None:
+        model = frame.f_locals.get("self") if frame.f_code.co_varnames[:1] == ("self",) else None
+        if isinstance(model, nn.Module):
+            watch = vars(model).get(WATCH)
+            if watch is not None and watch.is_running():
+                return
+            for name, value in _arguments_of(frame):
+                given.setdefault(name, value)
+            model_name = type(model).__name__ if hasattr(model, "config") else model_name
+        frame = frame.f_back
+    model_name = f"{model_name} with attn_implementation={implementation!r}"
+    if isinstance(plan := given.get("distca_plan"), LivePlan):
+        raise placed_in_another_model(plan, model_name)
+    if not is_causal:  # of images, for example: their embeddings are not those of tokens
+        given.pop("inputs_embeds", None)
+    known = known_batch(given)
+    if known is None or (known.plan is None and _separates_documents(implementation, asking, given, known)):
+        return
+    raise known.refusal(model_name)
+
+
+def _arguments_of(frame: FrameType) -> Iterator[tuple[str, Any]]:
+    """Yields names and values of the arguments of a model's function that tell which batch it was given."""
+    variables = frame.f_locals
+    for arguments in (variables, *(variables.get(name) for name in KEYWORDS)):
+        if isinstance(arguments, dict):
+            yield from ((name, arguments[name]) for name in ARGUMENTS if arguments.get(name) is not None)
+
+
+def _separates_documents(implementation: str, asking: FrameType, given: Batch, pack: KnownBatch) -> bool:
+    """Returns whether a model keeps the documents of a pack apart, by what it was given."""
+    if not pack.is_packed or asking.f_locals.get("packed_sequence_mask") is not None:
+        return True
+    # These find documents by themselves; in others Transformers does, where there is neither a mask nor a cache.
+    return (implementation == "distca" or "flash" in implementation) and pack.tells_documents(given)

@@ -1,0 +1,100 @@
+"""Held models: models besides the one that trains which a Trainer holds, or which its loss uses: teachers, references.
+
+They get no plan unless they are enabled, too. Each that is not is named when placed batches are attached, and refuses
+these batches. Any other model of Transformers that is given a placed batch refuses it when it asks for an attention
+mask (`integrations.other_models`). This also finds models that ask for none, or whose passes are compiled.
+"""
+
+import inspect
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedModel, Trainer
+
+from distca_hf.batches.known_batch import known_batch, placed_in_another_model
+from distca_hf.integrations.models.forward_watch import watch_of
+from distca_hf.integrations.models.hooks import HiddenHook
+from distca_hf.integrations.models.structure import names_by_position
+from distca_hf.integrations.trainer.attachment import Attachment
+from distca_hf.integrations.trainer.check import overrides
+from distca_hf.runtime.live_plan import LivePlan
+from distca_hf.telemetry import get_logger
+
+
+log = get_logger(__name__)
+
+# Methods of a Trainer in which programs call further models.
+METHODS = ("compute_loss", "training_step", "prediction_step")
+
+
+def watch_held_models(attachment: Attachment) -> None:
+    """Names the models that a Trainer holds and that are not enabled, and lets them refuse placed batches."""
+    for where, model in held_models(attachment.trainer).items():
+        if watch_of(model) is None:
+            log.warning(
+                "%s (%s) is not enabled, and refuses placed batches, whose rows hold parts of documents. If the loss "
+                'uses it on them, load it with attn_implementation="distca", and call distca_hf.enable(model, plugin) '
+                "before it is wrapped",
+                where,
+                type(model).__name__,
+            )
+            hook = HiddenHook(partial(_refuse_placed, names_by_position(model)))
+            attachment.when_undone(model.register_forward_pre_hook(hook, with_kwargs=True).remove)
+
+
+def held_models(trainer: Trainer) -> dict[str, PreTrainedModel]:
+    """Returns models of Transformers that are neither the one that trains nor around it, by where they were found: in
+    attributes of the Trainer and its callbacks, and in variables that functions of its loss use."""
+    trained = set() if trainer.model is None else set(trainer.model.modules())
+    found: dict[str, PreTrainedModel] = {}
+    for where, value in _values(trainer):
+        for module in _modules(value):
+            parts = list(module.modules())
+            if not trained.isdisjoint(parts):
+                continue
+            models = [part for part in parts if isinstance(part, PreTrainedModel)]
+            if models and models[0] not in found.values():
+                found[where] = models[0]
+    return found
+
+
+def _values(trainer: Trainer) -> Iterator[tuple[str, Any]]:
+    """Yields what a Trainer, its callbacks and its loss can reach, with where it is."""
+    for holder in (trainer, *trainer.callback_handler.callbacks):
+        for name, value in vars(holder).items():
+            yield f"{type(holder).__name__}.{name}", value
+    functions = [function for name in METHODS for function in overrides(trainer, name)]
+    for function in (*functions, trainer.compute_loss_func):
+        if inspect.isfunction(function) and not function.__module__.startswith("transformers."):
+            used = inspect.getclosurevars(function)
+            for name, value in (*used.nonlocals.items(), *used.globals.items()):
+                yield f"{name!r}, which {function.__qualname__} uses,", value
+
+
+def _modules(value: Any) -> Iterator[nn.Module]:
+    """Yields a module, or those of a collection."""
+    if isinstance(value, nn.Module):
+        yield value
+    elif isinstance(value, Mapping):
+        yield from (one for one in value.values() if isinstance(one, nn.Module))
+    elif isinstance(value, Sequence) and not isinstance(value, str):
+        yield from (one for one in value if isinstance(one, nn.Module))
+
+
+def _refuse_placed(names: Sequence[str], model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    """Refuses tokens and plans of placed batches, unless the model was enabled meanwhile.
+
+    Raises:
+        PlanError: it was not, and got some.
+    """
+    if watch_of(model) is not None:
+        return
+    given = dict(zip(names, args, strict=False)) | dict(kwargs)
+    plan = given.get("distca_plan")
+    if not isinstance(plan, LivePlan):
+        known = known_batch(given)
+        plan = None if known is None else known.plan
+    if plan is not None:
+        raise placed_in_another_model(plan, type(model).__name__)
