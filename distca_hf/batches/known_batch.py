@@ -29,6 +29,8 @@ MARK = "_distca_batch"
 TOKENS = ("input_ids", "inputs_embeds")
 TELLING = ("position_ids", "cu_seq_lens_q")
 OF_DOCUMENTS = (*TELLING, "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
+# Entries that passes need besides.
+BESIDE = ("attention_mask", "shift_labels")
 # Entries by which a batch is looked for, in this order.
 LEADING = ("input_ids", "position_ids", "attention_mask", "inputs_embeds", "shift_labels", "labels")
 
@@ -49,7 +51,7 @@ class KnownBatch:
         self._shape = tokens.shape[:2]
         # A storage that kept a tensor on itself alive would never be freed. So storages of the tensors that are kept
         # here do not keep this object.
-        kept = {name: tensors[name] for name in (*OF_DOCUMENTS, "attention_mask") if name in tensors}
+        kept = {name: tensors[name] for name in (*OF_DOCUMENTS, *BESIDE) if name in tensors}
         kept = {name: tensor for name, tensor in kept.items() if not _share_storage(tensor, tokens)}
         numbers = {name: batch[name] for name in OF_DOCUMENTS if isinstance(batch.get(name), int)}
         self._kept: dict[str, Any] = numbers | kept
@@ -166,7 +168,8 @@ class KnownBatch:
         needed = ["position_ids", "attention_mask"]
         if _marked(batch.get("labels"), batch) is self:
             needed.append("shift_labels")
-        return {name: self.entry(name) for name in needed if batch.get(name) is None} | {"distca_plan": given or plan}
+        found = {name: self.entry(name) for name in needed if batch.get(name) is None}
+        return found | ({"distca_plan": plan} if given is None else {})
 
     def refusal(self, model_name: str) -> DistCAError:
         """Returns the error to raise for a pass that is not told the documents of this batch."""
