@@ -86,7 +86,9 @@ class KnownBatch:
     def _is_of(self, plan: LivePlan) -> bool:
         """Returns whether a plan is that of this batch: itself, or for another chunk of a pipeline stage."""
         mine = self.plan
-        return mine is not None and (mine.micro_batch, mine.transport) == (plan.micro_batch, plan.transport)
+        if mine is None or plan is mine:
+            return plan is mine
+        return plan.chunk != mine.chunk and (plan.micro_batch, plan.transport) == (mine.micro_batch, mine.transport)
 
     def is_copied_in(self, batch: Batch) -> bool:
         """Returns whether a pass is given copies: some rows of its token ids are those of this batch or, where there
