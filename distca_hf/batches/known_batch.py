@@ -36,7 +36,7 @@ LEADING = ("input_ids", "position_ids", "attention_mask", "inputs_embeds", "shif
 
 
 class KnownBatch:
-    """A placed batch, or a pack whose documents its entries tell. It lives as long as the storage of its tokens.
+    """A placed batch, or a pack whose documents its entries tell. It lives as long as its tokens, or its labels.
 
     Args:
         batch: the entries.

@@ -30,7 +30,8 @@ LABELS = sum(len(document) - 1 for document in DOCUMENTS)
 CAPACITY_TOKENS = 512
 KINDS = ("placed", "packs", "padded")
 SECOND = ("student", "adapters off", "teacher sdpa", "teacher distca", "teacher enabled")
-GIVEN = ("whole", "ids and mask", "ids and positions", "embeddings and mask", "embeddings", "copied ids", "cut ids")
+WHOLE, IDS = ("whole", "whole without cache"), ("ids and mask", "ids and positions")
+GIVEN = (*WHOLE, *IDS, "embeddings and mask", "embeddings", "copied ids", "cut ids")
 # A cross-entropy and its gradients, or why there is none.
 Outcome = tuple[float, torch.Tensor] | str
 
@@ -59,6 +60,7 @@ def given(chosen: str, inputs: dict[str, Any], model: Any) -> dict[str, Any]:
     embeddings = model.get_input_embeddings()(ids)
     return {
         "whole": inputs,
+        "whole without cache": inputs | {"use_cache": False},
         "ids and mask": {"input_ids": ids, "attention_mask": mask},
         "ids and positions": {"input_ids": ids, "position_ids": positions},
         "embeddings and mask": {"inputs_embeds": embeddings, "attention_mask": mask},
@@ -79,7 +81,7 @@ class UsesBatchesAgain(Trainer):
         self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
         student = self.accelerator.unwrap_model(model)
-        before = {cell: self.logits_of(*cell, model, student, inputs) for cell in product(self.teachers, GIVEN[1:3])}
+        before = {cell: self.logits_of(*cell, model, student, inputs) for cell in product(self.teachers, IDS)}
         loss, output = super().compute_loss(model, inputs, True, num_items_in_batch=num_items_in_batch)
         own = output.logits
         for cell in product(("student", "adapters off", *self.teachers), GIVEN):
@@ -161,8 +163,9 @@ NOT_CUT = [chosen for chosen in GIVEN if chosen != "cut ids"]
 RIGHT = {
     "placed": {*product(ENABLED, [chosen for chosen in NOT_CUT if chosen != "embeddings"])},
     "packs": {
-        *product(ENABLED, ("whole", "ids and mask", "ids and positions", "copied ids")),
-        *product(ANY[4:6], ("whole", "ids and positions")),
+        *product(ENABLED, (*WHOLE, *IDS, "copied ids")),
+        *product(ANY[4:6], (*WHOLE, "ids and positions")),
+        ("teacher sdpa", "whole without cache"),
     },
     "padded": {*product(ANY, GIVEN)},
 }

@@ -49,8 +49,8 @@ def held_models(trainer: Trainer) -> dict[str, PreTrainedModel]:
     attributes of the Trainer and its callbacks, and in variables that functions of its loss use."""
     trained = set() if trainer.model is None else set(trainer.model.modules())
     found: dict[str, PreTrainedModel] = {}
-    for where, value in _values(trainer):
-        for module in _modules(value):
+    for holder, value in _values(trainer):
+        for where, module in _modules(holder, value):
             parts = list(module.modules())
             if not trained.isdisjoint(parts):
                 continue
@@ -70,17 +70,18 @@ def _values(trainer: Trainer) -> Iterator[tuple[str, Any]]:
         if inspect.isfunction(function) and not function.__module__.startswith("transformers."):
             used = inspect.getclosurevars(function)
             for name, value in (*used.nonlocals.items(), *used.globals.items()):
-                yield f"{name!r}, which {function.__qualname__} uses,", value
+                yield f"{name} of {function.__qualname__}", value
 
 
-def _modules(value: Any) -> Iterator[nn.Module]:
-    """Yields a module, or those of a collection."""
+def _modules(where: str, value: Any) -> Iterator[tuple[str, nn.Module]]:
+    """Yields a module, or those of a collection, with where they are."""
     if isinstance(value, nn.Module):
-        yield value
-    elif isinstance(value, Mapping):
-        yield from (one for one in value.values() if isinstance(one, nn.Module))
-    elif isinstance(value, Sequence) and not isinstance(value, str):
-        yield from (one for one in value if isinstance(one, nn.Module))
+        yield where, value
+        return
+    numbered = enumerate(value) if isinstance(value, list | tuple) else ()
+    for key, one in value.items() if isinstance(value, dict) else numbered:
+        if isinstance(one, nn.Module):
+            yield f"{where}[{key!r}]", one
 
 
 def _refuse_placed(names: Sequence[str], model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
