@@ -48,7 +48,7 @@ class KnownBatch:
         self.plan = plan
         tensors = _plain_tensors(batch)
         tokens = tensors["input_ids"] if "input_ids" in tensors else tensors["inputs_embeds"]
-        self._shape = tokens.shape[:2]
+        self._shape, self._strides, self._begin = tokens.shape[:2], tokens.stride(), tokens.data_ptr()
         # A storage that kept a tensor on itself alive would never be freed. So storages of the tensors that are kept
         # here do not keep this object.
         kept = {name: tensors[name] for name in (*OF_DOCUMENTS, *BESIDE) if name in tensors}
@@ -107,7 +107,7 @@ class KnownBatch:
         Raises:
             PackingError: they are; waits for the device in this case alone.
         """
-        if embeddings.shape[:2] == self._shape and not self.tells_documents(batch) and self.is_packed:
+        if embeddings.shape[:2] == self._shape and not self.tells_documents(batch) and self.is_packed(batch):
             kind = "a pack" if self.plan is None else f"placed micro-batch {self.plan.micro_batch}"
             raise PackingError(
                 f"a model got embeddings of shape {tuple(embeddings.shape)} and nothing that tells their documents, "
@@ -115,15 +115,30 @@ class KnownBatch:
                 "of the batch with them; for other tokens give position_ids of your own, or delete the batch before"
             )
 
-    @property
-    def is_packed(self) -> bool:
-        """Whether some row holds a part of a document, or several documents; packs wait for the device."""
+    def is_packed(self, batch: Batch) -> bool:
+        """Returns whether rows of a pass on tokens of this batch hold parts of documents, or several of them; packs
+        wait for the device."""
         if self.plan is not None:
             return True
-        positions, offsets = (self.entry(name) for name in TELLING)
-        if offsets is not None:
-            return bool((offsets.diff() > 0).sum() > self._shape[0])
+        positions = self._positions_in(batch)
         return positions is None or _restart(positions, self.entry("attention_mask"))
+
+    def _positions_in(self, batch: Batch) -> torch.Tensor | None:
+        """Returns the positions of tokens that a pass is given, which may be a part of a pack; None if it is not known
+        which they are."""
+        positions, offsets = (self.entry(name) for name in TELLING)
+        if offsets is not None:  # positions of images need not restart with documents
+            token = torch.arange(self._shape.numel(), device=offsets.device)
+            begins = offsets.flatten()[torch.searchsorted(offsets.flatten(), token, right=True) - 1]
+            positions = (token - begins).view(self._shape)
+        ids = batch.get("input_ids")
+        if positions is None or ids is None or ids.shape == self._shape:
+            return positions
+        place = (ids.data_ptr() - self._begin) // ids.element_size()
+        if positions.shape != self._shape or ids.stride() != self._strides or not 0 <= place < self._shape.numel():
+            return None
+        row, column = divmod(place, self._shape[1])
+        return positions[row : row + ids.shape[0], column : column + ids.shape[1]]
 
     def tells_documents(self, batch: Batch) -> bool:
         """Returns whether offsets, or positions that restart, are given to a pass on tokens of this batch."""
@@ -143,12 +158,14 @@ class KnownBatch:
         shape = self._shape if tokens is None else tokens.shape[:2]
         if self.plan is not None:
             return self._missing_of_placed(self.plan, batch, shape, model_name)
-        if any(batch.get(name) is not None for name in TELLING) or not self.is_packed:
+        if any(batch.get(name) is not None for name in TELLING) or not self.is_packed(batch):
             return {}
-        found = {name: entry for name in OF_DOCUMENTS if (entry := self.entry(name)) is not None}
-        if shape != self._shape or not found.keys() & set(TELLING):
+        if shape == self._shape:
+            return {name: entry for name in OF_DOCUMENTS if (entry := self.entry(name)) is not None}
+        positions = self._positions_in(batch)
+        if positions is None or positions.shape != shape:
             raise self.refusal(model_name)
-        return found
+        return {"position_ids": positions}
 
     def _missing_of_placed(self, plan: LivePlan, batch: Batch, shape: torch.Size, model_name: str) -> Batch:
         where, given = f"{plan.transport.grid.name}, micro-batch {plan.micro_batch}", batch.get("distca_plan")
@@ -197,10 +214,13 @@ def placed_in_another_model(plan: LivePlan, model_name: str) -> PlanError:
 
 def note_batch(batch: Batch) -> None:
     """Makes a batch known that has a plan, or whose entries tell its documents; does nothing for others. Trainer, and
-    programs, may have copied the tensors of a placed batch."""
+    programs, may have copied the tensors of a placed batch. Of a pack the latest entries count."""
     plan, tensors = batch.get("distca_plan"), _plain_tensors(batch)
-    is_told = isinstance(plan, LivePlan) or (plan is None and not tensors.keys().isdisjoint(TELLING))
-    if is_told and not tensors.keys().isdisjoint(TOKENS) and known_batch(batch, told=True) is None:
+    telling = [tensors[name] for name in TELLING if name in tensors]
+    if tensors.keys().isdisjoint(TOKENS) or not (isinstance(plan, LivePlan) or (plan is None and telling)):
+        return
+    known = known_batch(batch, told=True)
+    if known is None or (known.plan is None and all(_marked(tensor, batch) is not known for tensor in telling)):
         KnownBatch(batch, plan)
 
 

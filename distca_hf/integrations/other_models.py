@@ -88,7 +88,7 @@ def _arguments_of(frame: FrameType) -> Iterator[tuple[str, Any]]:
 
 def _separates_documents(implementation: str, asking: FrameType, given: Batch, pack: KnownBatch) -> bool:
     """Returns whether a model keeps the documents of a pack apart, by what it was given."""
-    if not pack.is_packed or asking.f_locals.get("packed_sequence_mask") is not None:
+    if not pack.is_packed(given) or asking.f_locals.get("packed_sequence_mask") is not None:
         return True
     # These find documents by themselves; in others Transformers does, where there is neither a mask nor a cache.
     return (implementation == OURS or "flash" in implementation) and pack.tells_documents(given)

@@ -163,7 +163,7 @@ NOT_CUT = [chosen for chosen in GIVEN if chosen != "cut ids"]
 RIGHT = {
     "placed": {*product(ENABLED, [chosen for chosen in NOT_CUT if chosen != "embeddings"])},
     "packs": {
-        *product(ENABLED, (*WHOLE, *IDS, "copied ids")),
+        *product(ENABLED, (*WHOLE, *IDS, "copied ids", "cut ids")),
         *product(ANY[4:6], (*WHOLE, "ids and positions")),
         ("teacher sdpa", "whole without cache"),
     },

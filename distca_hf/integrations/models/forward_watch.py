@@ -173,9 +173,8 @@ class ForwardWatch:
         given = dict(zip(self._names, args, strict=False)) | kwargs
         batch = dict(without_kinds_of_text(given)) if self._check.towers else given
         known = known_batch(batch, told=any(batch.get(name) is not None for name in TELLING))
-        if known is None:
-            note_batch(batch)
-        else:
+        note_batch(batch)
+        if known is not None:
             batch = {**batch, **known.missing(batch, self._class_name)}
         plan = batch.get("distca_plan")
         if plan is None:

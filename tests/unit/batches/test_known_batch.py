@@ -1,6 +1,7 @@
 """Batches are found again by the storages of their tensors, by copies of them, and no longer than they are in use."""
 
 import gc
+import itertools
 import re
 import weakref
 from typing import Any
@@ -137,9 +138,24 @@ def test_missing_entries_of_a_pack_are_found_where_nothing_else_tells_its_docume
 
     own = {"input_ids": batch["input_ids"], "position_ids": torch.arange(12)[None]}
     assert known_batch(own).missing(own, MODEL) == {}
-    part = {"input_ids": batch["input_ids"][:, 1:]}
+    twice = {"input_ids": torch.cat([batch["input_ids"]] * 2)}
     with pytest.raises(PackingError, match=r"SomeModel got tokens of a pack of shape \(1, 12\), and nothing that"):
-        known_batch(part).missing(part, MODEL)
+        known_batch(twice).missing(twice, MODEL)
+
+
+@pytest.mark.parametrize("told_by", ["position_ids", "cu_seq_lens_q"])
+def test_parts_of_a_pack_have_its_positions_where_they_are_of_several_documents(told_by: str) -> None:
+    ids, positions = torch.arange(24).view(2, 12), pack()["position_ids"].repeat(2, 1)
+    offsets = torch.tensor([0, 3, 8, 12, 15, 20, 24])
+    note_batch({"input_ids": ids, told_by: positions if told_by == "position_ids" else offsets})
+    for rows, places in itertools.product((slice(2), slice(1, 2)), (slice(1, 9), slice(11), slice(2, 12))):
+        given = {"input_ids": ids[rows, places]}
+        found = known_batch(given).missing(given, MODEL)
+        assert [*found] == ["position_ids"]
+        assert torch.equal(found["position_ids"], positions[rows, places])
+    for places in (slice(3), slice(3, 8), slice(4, 6), slice(8, 12)):
+        given = {"input_ids": ids[1:, places]}
+        assert known_batch(given).missing(given, MODEL) == {}, "one document"
 
 
 @pytest.mark.parametrize(
@@ -161,6 +177,18 @@ def test_rows_of_one_document_need_no_positions(positions: list[list[int]], mask
     del batch["position_ids"]
 
     assert known_batch(batch).missing(batch, MODEL) == {}
+
+
+def test_of_a_pack_the_latest_entries_count() -> None:
+    batch = pack()
+    note_batch(batch)
+    first = known_batch(batch)
+    note_batch(batch)
+    assert known_batch(batch) is first
+    note_batch(batch | {"position_ids": torch.arange(12)[None] % 6})
+    given = {"input_ids": batch["input_ids"]}
+
+    assert known_batch(given).missing(given, MODEL)["position_ids"].max() == 5
 
 
 def test_offsets_tell_documents_too() -> None:
