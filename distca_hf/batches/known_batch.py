@@ -7,8 +7,8 @@ batch's tensors are marked, and each of them leads back to the whole batch:
     batch ──marks──▶ storages of input_ids, position_ids, labels, ...       views and slices share them
     input_ids[:, :-1] ──▶ its storage ──▶ KnownBatch ──▶ plan, position_ids, ...
 
-A copy has a storage of its own. Copied token ids or positions are compared with those of all batches in use, and
-embeddings are known by their shape.
+A copy has another storage. Copied token ids or positions are compared with the batches in use, and embeddings are
+known by their shape. This is state of the process: entries of a batch reach models that know nothing of each other.
 """
 
 import weakref
@@ -25,8 +25,8 @@ from distca_hf.runtime.live_plan import LivePlan
 
 # Attribute of a storage: a function that returns its `KnownBatch`, or None if that is gone.
 MARK = "_distca_batch"
-# Entries that tell documents apart; a pass that is given one of them needs no others.
 TOKENS = ("input_ids", "inputs_embeds")
+# Entries that tell documents apart. A pass that is given one of these two needs no others.
 TELLING = ("position_ids", "cu_seq_lens_q")
 OF_DOCUMENTS = (*TELLING, "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
 # Entries that passes need besides.
@@ -49,8 +49,8 @@ class KnownBatch:
         tensors = _plain_tensors(batch)
         tokens = tensors["input_ids"] if "input_ids" in tensors else tensors["inputs_embeds"]
         self._shape, self._strides, self._begin = tokens.shape[:2], tokens.stride(), tokens.data_ptr()
-        # A storage that kept a tensor on itself alive would never be freed. So storages of the tensors that are kept
-        # here do not keep this object.
+        # A storage that kept a tensor on itself alive would never be freed. So the storages of tensors that this
+        # object keeps do not keep this object.
         kept = {name: tensors[name] for name in (*OF_DOCUMENTS, *BESIDE) if name in tensors}
         kept = {name: tensor for name, tensor in kept.items() if not _share_storage(tensor, tokens)}
         numbers = {name: batch[name] for name in OF_DOCUMENTS if isinstance(batch.get(name), int)}
@@ -73,8 +73,10 @@ class KnownBatch:
         return self._others[name]() if name in self._others else self._kept.get(name)
 
     def holds(self, tensor: torch.Tensor, batch: Batch) -> bool:
-        """Returns whether a tensor is an entry or a part of one. A storage may hold several packs; and one that is not
-        the loader's may hold another batch by now, as the plan of a pass shows.
+        """Returns whether a tensor is an entry, or a part of one.
+
+        A storage may hold several packs. One that the loader did not make may have been filled with another batch
+        since; the plan of a pass shows it.
 
         Args:
             batch: what the pass is given.
@@ -91,8 +93,8 @@ class KnownBatch:
         return plan.chunk != mine.chunk and (plan.micro_batch, plan.transport) == (mine.micro_batch, mine.transport)
 
     def is_copied_in(self, batch: Batch) -> bool:
-        """Returns whether a pass is given copies: some rows of its token ids are those of this batch or, where there
-        are none, its positions. Waits for the device."""
+        """Returns whether some rows of the token ids that a pass is given equal this batch; without ids its positions
+        are compared. Waits for the device."""
         name = "position_ids" if batch.get("input_ids") is None else "input_ids"
         given, mine = batch.get(name), self.entry(name)
         if not isinstance(given, torch.Tensor) or mine is None or mine.ndim != 2 or given.ndim != 2:
@@ -102,10 +104,10 @@ class KnownBatch:
         return bool((given.unflatten(0, (-1, len(mine))) == mine.to(given.device)).flatten(1).all(dim=1).any())
 
     def check_embeddings(self, embeddings: torch.Tensor, batch: Batch) -> None:
-        """Checks that embeddings, which nothing else is given with, are not as many as the tokens of this batch.
+        """Checks that a pass on embeddings, which tells no documents, has not the shape of this batch.
 
         Raises:
-            PackingError: they are; waits for the device in this case alone.
+            PackingError: it has.
         """
         if embeddings.shape[:2] == self._shape and not self.tells_documents(batch) and self.is_packed(batch):
             kind = "a pack" if self.plan is None else f"placed micro-batch {self.plan.micro_batch}"
@@ -116,16 +118,16 @@ class KnownBatch:
             )
 
     def is_packed(self, batch: Batch) -> bool:
-        """Returns whether rows of a pass on tokens of this batch hold parts of documents, or several of them; packs
-        wait for the device."""
+        """Returns whether some row of a pass on tokens of this batch holds several documents, or parts of documents.
+        Waits for the device if the batch is a pack."""
         if self.plan is not None:
             return True
         positions = self._positions_in(batch)
         return positions is None or _restart(positions, self.entry("attention_mask"))
 
     def _positions_in(self, batch: Batch) -> torch.Tensor | None:
-        """Returns the positions of tokens that a pass is given, which may be a part of a pack; None if it is not known
-        which they are."""
+        """Returns the positions of the tokens that a pass is given, perhaps a part of a pack; None if they are not
+        known."""
         positions, offsets = (self.entry(name) for name in TELLING)
         if offsets is not None:  # positions of images need not restart with documents
             token = torch.arange(self._shape.numel(), device=offsets.device)
@@ -152,7 +154,7 @@ class KnownBatch:
 
         Raises:
             PlanError: the batch was placed, and the pass is given a part of its tokens, a cache, or another plan.
-            PackingError: it is given a part of a pack, and nothing that tells documents apart.
+            PackingError: nothing is known that tells the documents of a pack apart.
         """
         tokens = batch.get("inputs_embeds") if batch.get("input_ids") is None else batch["input_ids"]
         shape = self._shape if tokens is None else tokens.shape[:2]
@@ -160,12 +162,13 @@ class KnownBatch:
             return self._missing_of_placed(self.plan, batch, shape, model_name)
         if any(batch.get(name) is not None for name in TELLING) or not self.is_packed(batch):
             return {}
-        if shape == self._shape:
-            return {name: entry for name in OF_DOCUMENTS if (entry := self.entry(name)) is not None}
-        positions = self._positions_in(batch)
-        if positions is None or positions.shape != shape:
+        found = {name: entry for name in OF_DOCUMENTS if (entry := self.entry(name)) is not None}
+        if shape != self._shape:
+            positions = self._positions_in(batch)
+            found = {} if positions is None or positions.shape != shape else {"position_ids": positions}
+        if found.keys().isdisjoint(TELLING):
             raise self.refusal(model_name)
-        return {"position_ids": positions}
+        return found
 
     def _missing_of_placed(self, plan: LivePlan, batch: Batch, shape: torch.Size, model_name: str) -> Batch:
         where, given = f"{plan.transport.grid.name}, micro-batch {plan.micro_batch}", batch.get("distca_plan")
@@ -181,7 +184,7 @@ class KnownBatch:
                 f"{tuple(self._shape)}. Its rows hold parts of documents, so a pass needs all of them. For a document "
                 "that you know to be whole, pass a copy (clone) of its tokens"
             )
-        # Token ids may be others by intention, as with noise; further passes on them are of this batch, too.
+        # A program may have replaced the token ids, by noisy ones for example: they are of this batch from now on.
         tensors = {name: tensor for name, tensor in _plain_tensors(batch).items() if name in TOKENS}
         self._mark({name: tensor for name, tensor in tensors.items() if _marked(tensor, batch) is None})
         needed = ["position_ids", "attention_mask"]
@@ -195,9 +198,9 @@ class KnownBatch:
         if self.plan is not None:
             return placed_in_another_model(self.plan, model_name)
         return PackingError(
-            f"{model_name} got tokens of a pack of shape {tuple(self._shape)}, and nothing that it would tell their "
-            "documents apart by: they would see each other. Pass it position_ids (or cu_seq_lens_q) of the batch; a "
-            "model with another attention than distca needs use_cache=False, too, and no attention_mask"
+            f"{model_name} got tokens of a pack of shape {tuple(self._shape)} without anything that tells it their "
+            "documents apart: they would see each other. Pass it position_ids (or cu_seq_lens_q) of the batch. A "
+            "model whose attention is not distca also needs use_cache=False, and no attention_mask"
         )
 
 
@@ -213,8 +216,10 @@ def placed_in_another_model(plan: LivePlan, model_name: str) -> PlanError:
 
 
 def note_batch(batch: Batch) -> None:
-    """Makes a batch known that has a plan, or whose entries tell its documents; does nothing for others. Trainer, and
-    programs, may have copied the tensors of a placed batch. Of a pack the latest entries count."""
+    """Makes a batch known that has a plan, or whose entries tell its documents; does nothing for others.
+
+    Trainer, and programs, may have copied the tensors of a placed batch. The latest entries of a pack count.
+    """
     plan, tensors = batch.get("distca_plan"), _plain_tensors(batch)
     telling = [tensors[name] for name in TELLING if name in tensors]
     if tensors.keys().isdisjoint(TOKENS) or not (isinstance(plan, LivePlan) or (plan is None and telling)):
@@ -228,11 +233,12 @@ def known_batch(batch: Batch, told: bool = False) -> KnownBatch | None:
     """Returns the batch that entries of a pass belong to; None if they belong to none.
 
     Args:
-        batch: what the pass is given. With a plan no copies are looked for.
-        told: whether it is given positions or offsets. Then no copies of packs are: comparing waits for the device.
+        batch: what the pass is given. If it has a plan, no copies are looked for.
+        told: whether it is given positions or offsets. Then no copies of packs are looked for: comparing waits for the
+            device.
 
     Raises:
-        PackingError: it is given embeddings alone, as many as a known batch has tokens.
+        PackingError: it is given embeddings that have the shape of a known batch, and nothing that tells documents.
     """
     for name in LEADING:
         found = _marked(batch.get(name), batch)

@@ -1,8 +1,8 @@
-"""Other models: tokens of a placed batch, or of a pack, that arrive in a model which was not enabled.
+"""Other models: refuses passes of models that were not enabled on tokens of placed batches and packs.
 
-Every model of Transformers asks for an attention mask once in a pass, by its attention's name in a public registry.
-There the functions that called are looked through for entries of a known batch. That finds a teacher wherever a
-program keeps it, with any attention. Nothing is looked at while no known batch is in use, nor in a compiled pass.
+A Transformers model asks for its attention mask once in a pass, and finds the mask function in a public registry. The
+mask functions look through their callers for entries of a known batch. So a teacher with any attention is noticed,
+wherever a program keeps it. Nothing is looked at while no known batch is in use, nor in a compiled pass.
 """
 
 import sys
@@ -28,10 +28,11 @@ KEYWORDS = ("kwargs", "flash_attn_kwargs")
 
 
 def checked_mask(implementation: str, original: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-    """Calls a mask function of Transformers, after a look at which tokens its model was given.
+    """Checks which tokens a model was given, then calls its mask function.
 
     Args:
         implementation: name of the attention.
+        original: Transformers' mask function of this name; it gets all other arguments.
     """
     if not torch.compiler.is_compiling():
         check_callers(implementation, sys._getframe(1), "allow_is_bidirectional_skip" not in kwargs)
@@ -39,8 +40,8 @@ def checked_mask(implementation: str, original: Callable[..., Any], /, *args: An
 
 
 def check_callers(implementation: str, asking: FrameType, is_causal: bool) -> None:
-    """Checks that a model that asks for a mask knows the documents of its tokens. Passes of enabled models, which
-    their own hooks check, are left out.
+    """Checks that a model that asks for a mask knows the documents of its tokens. Passes of enabled models are left
+    out: their hooks have checked them.
 
     Args:
         implementation: name of the model's attention.
@@ -70,7 +71,7 @@ def check_callers(implementation: str, asking: FrameType, is_causal: bool) -> No
         if implementation == OURS:
             return  # its layers say what is wrong
         raise placed_in_another_model(plan, model_name)
-    if not is_causal:  # of images, for example: their embeddings are not those of tokens
+    if not is_causal:  # embeddings of images, for example
         given.pop("inputs_embeds", None)
     known = known_batch(given)
     if known is None or (known.plan is None and _separates_documents(implementation, asking, given, known)):
@@ -90,5 +91,5 @@ def _separates_documents(implementation: str, asking: FrameType, given: Batch, p
     """Returns whether a model keeps the documents of a pack apart, by what it was given."""
     if not pack.is_packed(given) or asking.f_locals.get("packed_sequence_mask") is not None:
         return True
-    # These find documents by themselves; in others Transformers does, where there is neither a mask nor a cache.
+    # These read documents in positions. For others Transformers does, if there is neither a mask nor a cache.
     return (implementation == OURS or "flash" in implementation) and pack.tells_documents(given)

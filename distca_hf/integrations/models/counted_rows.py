@@ -1,8 +1,8 @@
-"""Counted rows: what Transformers computes from the number of rows of a batch, as without placement.
+"""Counted rows: keeps numbers that Transformers computes from the rows of a batch as they are without placement.
 
-A placed row holds parts of many documents, and padding behind them. NEFTune's noise depends on how long a row is, and
-some losses are means over all rows. Here the noise of each document is that of a row of its own, and these losses see
-no padding.
+A placed row holds parts of many documents, followed by padding. NEFTune's noise depends on the length of a row, and
+some losses are means over all rows. Here each document has the noise of a row that holds only this document, and these
+losses see no padding.
 """
 
 import math
@@ -20,13 +20,13 @@ from distca_hf.integrations.models.hooks import HiddenHook
 from distca_hf.runtime.live_plan import LivePlan
 
 
-# Attributes of models whose loss has a term that is a mean over all rows of logits, by the factor of that term.
+# Factors, as attributes of models, of terms of their loss that are means over all rows of logits.
 MEANS_OVER_ROWS = ("z_loss_coefficient",)  # Bamba
 LARGEST_SEED = 2**62
 
 
 class CountedRows:
-    """Counts of one model's passes with placed batches.
+    """Corrects passes of one model on placed batches.
 
     Args:
         model: a Transformers model.
@@ -38,21 +38,22 @@ class CountedRows:
         self._longest_tokens = self._rank = self._padding_rows = 0
 
     def begin(self, batch: Batch, plan: LivePlan | None, trains: bool) -> dict[str, Any]:
-        """Begins a pass; returns entries of its batch that take the place of others.
+        """Begins a pass; returns entries to replace in its batch.
 
         Args:
-            plan: of the pass; None without one.
-            trains: whether it is one of training, which noise is for.
+            plan: of the pass, if it has one.
+            trains: whether the pass trains; others get no noise.
         """
         self._lengths_T, self._padding_rows = None, 0
-        if not isinstance(plan, PlacedPlan) or plan.document_tokens is None:
+        if not isinstance(plan, PlacedPlan) or (lengths := plan.document_tokens) is None:
             return {}
-        if trains:
-            self._replace_noise(batch, plan)
+        if trains and self._replaces_noise():
+            self._longest_tokens, self._rank = int(plan.whole_tokens.max(initial=1)), plan.transport.rank
+            self._lengths_T = torch.from_numpy(np.repeat(plan.whole_tokens, lengths)).to(tokens_of(batch).device)
         is_cut = not isinstance(kept := batch.get("logits_to_keep", 0), int) or kept != 0
         if is_cut or batch.get("labels") is None or not any(getattr(self._model, name, 0) for name in MEANS_OVER_ROWS):
             return {}
-        tokens, real = tokens_of(batch), max(1, int(plan.document_tokens.sum()))  # a mean over no rows is NaN
+        tokens, real = tokens_of(batch), max(1, int(lengths.sum()))  # a mean over no rows is NaN
         self._padding_rows = tokens.shape[1] - real
         of_loss = {name: batch[name][:, :real] for name in ("labels", "shift_labels") if batch.get(name) is not None}
         return {**of_loss, "logits_to_keep": torch.arange(real, device=tokens.device)}
@@ -69,31 +70,26 @@ class CountedRows:
     def _with_padding(self, logits_TV: torch.Tensor) -> torch.Tensor:
         return nn.functional.pad(logits_TV, (0, 0, 0, self._padding_rows))
 
-    def _replace_noise(self, batch: Batch, plan: PlacedPlan) -> None:
-        """Takes the place of Transformers' hook, where Trainer or a program has added it to the embeddings."""
+    def _replaces_noise(self) -> bool:
+        """Replaces Transformers' hook, if Trainer or a program has added it to the embeddings; returns whether."""
         hooks = self._model.get_input_embeddings()._forward_hooks
-        for number, hook in hooks.items():
-            if hook is neftune_post_forward_hook:
-                hooks[number] = hook = self._noise
-            if hook is self._noise:
-                assert plan.document_tokens is not None
-                lengths = torch.from_numpy(np.repeat(plan.whole_tokens, plan.document_tokens))
-                self._lengths_T, self._rank = lengths.to(tokens_of(batch).device), plan.transport.rank
-                self._longest_tokens = int(plan.whole_tokens.max(initial=1))
+        for number in [number for number, hook in hooks.items() if hook is neftune_post_forward_hook]:
+            hooks[number] = self._noise
+        return self._noise in hooks.values()
 
-    def _add_noise(self, embeddings: nn.Module, args: object, output_TD: torch.Tensor) -> torch.Tensor:
+    def _add_noise(self, embeddings: nn.Module, args: object, output_BTD: torch.Tensor) -> torch.Tensor:
         """Adds noise to embeddings `[1, T, D]`: uniform, at most alpha / sqrt(tokens of the whole document x D)."""
         lengths_T = self._lengths_T
         if lengths_T is None or not embeddings.training:
-            noisy: torch.Tensor = neftune_post_forward_hook(embeddings, args, output_TD)
+            noisy: torch.Tensor = neftune_post_forward_hook(embeddings, args, output_BTD)
             return noisy
-        noise_TD, real, device = torch.zeros_like(output_TD), len(lengths_T), output_TD.device
+        noise_BTD, real, device = torch.zeros_like(output_BTD), len(lengths_T), output_BTD.device
         alpha: Any = embeddings.neftune_noise_alpha
-        most = alpha / math.sqrt(self._longest_tokens * output_TD.shape[-1])
-        # Ranks are most often seeded alike, and parts of one document must not have the same noise.
+        most = alpha / math.sqrt(self._longest_tokens * output_BTD.shape[-1])
+        # Ranks are usually seeded alike, and two parts of one document must not have the same noise.
         seed = int(torch.randint(LARGEST_SEED, ())) + self._rank
         with torch.random.fork_rng([device] if device.type == "cuda" else []):
             torch.manual_seed(seed)
-            noise_TD[:, :real].uniform_(-most, most)
-        noise_TD[:, :real] *= torch.sqrt(self._longest_tokens / lengths_T)[:, None].to(noise_TD.dtype)
-        return output_TD + noise_TD
+            noise_BTD[:, :real].uniform_(-most, most)
+        noise_BTD[:, :real] *= torch.sqrt(self._longest_tokens / lengths_T)[:, None].to(noise_BTD.dtype)
+        return output_BTD + noise_BTD

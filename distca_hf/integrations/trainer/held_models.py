@@ -1,10 +1,11 @@
-"""Held models: models besides the one that trains which a Trainer holds, or which its loss uses: teachers, references.
+"""Held models: finds further models that a Trainer holds, or that its loss uses, such as a teacher.
 
-They get no plan unless they are enabled, too. Each that is not is named when placed batches are attached, and refuses
-these batches. Any other model of Transformers that is given a placed batch refuses it when it asks for an attention
-mask (`integrations.other_models`). This also finds models that ask for none, or whose passes are compiled.
+A model that is not enabled gets no plan. Each of these is named when placed batches are attached, and refuses them.
+Other Transformers models refuse a placed batch when they ask for an attention mask (`integrations.other_models`). The
+hooks here also reach models that ask for none, and compiled ones.
 """
 
+import contextlib
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
@@ -30,7 +31,7 @@ METHODS = ("compute_loss", "training_step", "prediction_step")
 
 
 def watch_held_models(attachment: Attachment) -> None:
-    """Names the models that a Trainer holds and that are not enabled, and lets them refuse placed batches."""
+    """Warns of models that a Trainer holds and that are not enabled, and lets them refuse placed batches."""
     for where, model in held_models(attachment.trainer).items():
         if watch_of(model) is None:
             log.warning(
@@ -45,36 +46,35 @@ def watch_held_models(attachment: Attachment) -> None:
 
 
 def held_models(trainer: Trainer) -> dict[str, PreTrainedModel]:
-    """Returns models of Transformers that are neither the one that trains nor around it, by where they were found: in
-    attributes of the Trainer and its callbacks, and in variables that functions of its loss use."""
-    trained = set() if trainer.model is None else set(trainer.model.modules())
+    """Returns Transformers models that share nothing with the model that trains, by the place where they were found:
+    attributes of the Trainer and of its callbacks, and variables that functions of its loss use."""
+    known = set() if trainer.model is None else set(trainer.model.modules())
     found: dict[str, PreTrainedModel] = {}
     for holder, value in _values(trainer):
         for where, module in _modules(holder, value):
-            parts = list(module.modules())
-            if not trained.isdisjoint(parts):
-                continue
-            models = [part for part in parts if isinstance(part, PreTrainedModel)]
-            if models and models[0] not in found.values():
-                found[where] = models[0]
+            for part in module.modules():  # outer ones first
+                if isinstance(part, PreTrainedModel) and known.isdisjoint(part.modules()):
+                    known.update(part.modules())
+                    found[where if part is module else f"{type(part).__name__} in {where}"] = part
     return found
 
 
 def _values(trainer: Trainer) -> Iterator[tuple[str, Any]]:
-    """Yields what a Trainer, its callbacks and its loss can reach, with where it is."""
+    """Yields names and values of attributes and variables."""
     for holder in (trainer, *trainer.callback_handler.callbacks):
         for name, value in vars(holder).items():
             yield f"{type(holder).__name__}.{name}", value
     functions = [function for name in METHODS for function in overrides(trainer, name)]
     for function in (*functions, trainer.compute_loss_func):
         if inspect.isfunction(function) and not function.__module__.startswith("transformers."):
-            used = inspect.getclosurevars(function)
-            for name, value in (*used.nonlocals.items(), *used.globals.items()):
-                yield f"{name} of {function.__qualname__}", value
+            with contextlib.suppress(ValueError):  # a variable of a function around it has no value yet
+                used = inspect.getclosurevars(function)
+                for name, value in (*used.nonlocals.items(), *used.globals.items()):
+                    yield f"{name} of {function.__qualname__}", value
 
 
 def _modules(where: str, value: Any) -> Iterator[tuple[str, nn.Module]]:
-    """Yields a module, or those of a collection, with where they are."""
+    """Yields a module, or the modules in a collection, with their places."""
     if isinstance(value, nn.Module):
         yield where, value
         return
@@ -85,10 +85,10 @@ def _modules(where: str, value: Any) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _refuse_placed(names: Sequence[str], model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-    """Refuses tokens and plans of placed batches, unless the model was enabled meanwhile.
+    """Checks that a model that was not enabled gets neither tokens nor the plan of a placed batch.
 
     Raises:
-        PlanError: it was not, and got some.
+        PlanError: it does.
     """
     if watch_of(model) is not None:
         return

@@ -81,12 +81,13 @@ def test_models_that_are_not_enabled_are_named_once(
     teacher = tiny_model(implementation="sdpa", **SMALL)
     monkeypatch.setitem(globals(), "teacher_of_this_file", nn.Sequential(teacher))
     trainer = MAKERS[where](teacher, arguments_of(tmp_path))
-    assert held_models(trainer) == {where: teacher}
+    place = f"LlamaForCausalLM in {where}" if "of_this_file" in where else where
+    assert held_models(trainer) == {place: teacher}
     with caplog.at_level(logging.WARNING, logger="distca_hf"):
         distca_hf.DistCAPlugin(tokens_per_rank=192).attach(trainer)
 
     (line,) = (line for line in caplog.messages if "is not enabled, and refuses placed batches" in line)
-    assert line.startswith(f"{where} (LlamaForCausalLM) is not")
+    assert line.startswith(f"{place} (LlamaForCausalLM) is not")
 
 
 def test_models_refuse_placed_batches_until_they_are_enabled_or_detached(
@@ -99,7 +100,10 @@ def test_models_refuse_placed_batches_until_they_are_enabled_or_detached(
     later, plugin = tiny_model(**SMALL).eval(), distca_hf.DistCAPlugin(tokens_per_rank=192)
     trainer = Trainer(**arguments_of(tmp_path))
     trainer.teachers = [mamba, compiled, later]
-    assert held_models(trainer) == {f"Trainer.teachers[{at}]": model for at, model in enumerate(trainer.teachers)}
+    places = {f"Trainer.teachers[{at}]": model for at, model in enumerate(trainer.teachers)}
+    assert held_models(trainer) == places
+    trainer.together = nn.ModuleList([trainer.model, tiny_model(**SMALL)])
+    assert held_models(trainer) == places | {"LlamaForCausalLM in Trainer.together": trainer.together[1]}
     plugin.attach(trainer)
     batch = next(iter(trainer.get_train_dataloader()))
     ids = {"input_ids": batch["input_ids"]}
