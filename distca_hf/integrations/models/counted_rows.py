@@ -2,7 +2,7 @@
 
 A placed row holds parts of many documents, followed by padding. NEFTune's noise depends on the length of a row, and
 some losses are means over all rows. Here each document has the noise of a row that holds only this document, and these
-losses see no padding.
+losses see no padding. Padded rows that are one pack inside of the model have the noise of padded rows.
 """
 
 import math
@@ -37,18 +37,24 @@ class CountedRows:
         self._lengths_T: torch.Tensor | None = None
         self._longest_tokens = self._rank = self._padding_rows = 0
 
-    def begin(self, batch: Batch, plan: LivePlan | None, trains: bool) -> dict[str, Any]:
+    def begin(self, batch: Batch, plan: LivePlan | None, trains: bool, row_tokens: int = 0) -> dict[str, Any]:
         """Begins a pass; returns entries to replace in its batch.
 
         Args:
             plan: of the pass, if it has one.
             trains: whether the pass trains; others get no noise.
+            row_tokens: tokens of each padded row, if these are one pack inside of the model.
         """
-        self._lengths_T, self._padding_rows = None, 0
+        self._lengths_T, self._longest_tokens, self._padding_rows = None, 0, 0
+        if plan is None:
+            return {}
+        noisy = trains and self._replaces_noise()
+        if noisy:
+            self._longest_tokens, self._rank = row_tokens, plan.transport.rank
         if not isinstance(plan, PlacedPlan) or (lengths := plan.document_tokens) is None:
             return {}
-        if trains and self._replaces_noise():
-            self._longest_tokens, self._rank = int(plan.whole_tokens.max(initial=1)), plan.transport.rank
+        if noisy:
+            self._longest_tokens = int(plan.whole_tokens.max(initial=1))
             self._lengths_T = torch.from_numpy(np.repeat(plan.whole_tokens, lengths)).to(tokens_of(batch).device)
         is_cut = not isinstance(kept := batch.get("logits_to_keep", 0), int) or kept != 0
         if is_cut or batch.get("labels") is None or not any(getattr(self._model, name, 0) for name in MEANS_OVER_ROWS):
@@ -78,12 +84,13 @@ class CountedRows:
         return self._noise in hooks.values()
 
     def _add_noise(self, embeddings: nn.Module, args: object, output_BTD: torch.Tensor) -> torch.Tensor:
-        """Adds noise to embeddings `[1, T, D]`: uniform, at most alpha / sqrt(tokens of the whole document x D)."""
-        lengths_T = self._lengths_T
-        if lengths_T is None or not embeddings.training:
+        """Adds noise to embeddings `[1, T, D]`: uniform, at most alpha / sqrt(L x D). L counts the tokens of the whole
+        document, or of a padded row."""
+        if not self._longest_tokens or not embeddings.training:
             noisy: torch.Tensor = neftune_post_forward_hook(embeddings, args, output_BTD)
             return noisy
-        noise_BTD, real, device = torch.zeros_like(output_BTD), len(lengths_T), output_BTD.device
+        noise_BTD, lengths_T, device = torch.zeros_like(output_BTD), self._lengths_T, output_BTD.device
+        real = None if lengths_T is None else len(lengths_T)
         alpha: Any = embeddings.neftune_noise_alpha
         most = alpha / math.sqrt(self._longest_tokens * output_BTD.shape[-1])
         # Ranks are usually seeded alike, and two parts of one document must not have the same noise.
@@ -91,5 +98,6 @@ class CountedRows:
         with torch.random.fork_rng([device] if device.type == "cuda" else []):
             torch.manual_seed(seed)
             noise_BTD[:, :real].uniform_(-most, most)
-        noise_BTD[:, :real] *= torch.sqrt(self._longest_tokens / lengths_T)[:, None].to(noise_BTD.dtype)
+        if lengths_T is not None:
+            noise_BTD[:, :real] *= torch.sqrt(self._longest_tokens / lengths_T)[:, None].to(noise_BTD.dtype)
         return output_BTD + noise_BTD

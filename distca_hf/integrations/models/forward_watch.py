@@ -202,7 +202,8 @@ class ForwardWatch:
         self._check.check_placed(batch, plan)
         batch |= self._mixers.with_plan(batch, plan)
         self._begin(module, plan)
-        counted = self._counted.begin(batch, plan, trains=module.training and torch.is_grad_enabled())
+        trains = module.training and torch.is_grad_enabled()
+        counted = self._counted.begin(batch, plan, trains, self._padded.row_tokens)
         return args, {**batch, "distca_plan": plan, **label_count(batch, plan), **self._no_cache(batch), **counted}
 
     def _begin(self, module: nn.Module, plan: LivePlan) -> None:

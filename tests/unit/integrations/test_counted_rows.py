@@ -59,6 +59,25 @@ def in_a_loop(folder: Path) -> list[Noise]:
     return seen
 
 
+def on_padded_rows(folder: Path) -> list[Noise]:
+    """Noise of a batch of two documents on each rank, which is one pack inside of the model."""
+    plugin, seen = distca_hf.DistCAPlugin(), list[Noise]()
+    model = distca_hf.enable(tiny_model(num_hidden_layers=1), plugin).train()
+    model.model.embed_tokens.neftune_noise_alpha = ALPHA
+    model.model.embed_tokens.register_forward_hook(neftune_post_forward_hook)
+    noise_of(model.model.embed_tokens, seen)
+    ids = torch.tensor([[3] * 100, [4] * 60 + [0] * 40])
+    model(input_ids=ids, attention_mask=(ids > 0).long(), labels=ids.where(ids > 0, -100)).loss.backward()
+    return seen
+
+
+def test_padded_rows_have_the_noise_of_padded_rows(tmp_path: Path) -> None:
+    for (noise,) in run_ranks(2, on_padded_rows, tmp_path, tmp_path):
+        assert {token: len(one) for token, one in noise.items()} == {3: 100, 4: 60}, "a pack inside of the model"
+        for one in noise.values():
+            check_bounds(one, 100)
+
+
 def bound_of(row_tokens: int) -> float:
     return ALPHA / math.sqrt(row_tokens * SIZES["hidden_size"])
 

@@ -112,7 +112,7 @@ def test_models_refuse_placed_batches_until_they_are_enabled_or_detached(
         for some in given:
             with pytest.raises(PlanError, match=f"was not enabled \\({type(model).__name__}"):
                 model(**some)
-        model(input_ids=ids["input_ids"][:, :7].clone())
+    mamba(input_ids=ids["input_ids"][:, :7].clone())
 
     distca_hf.enable(later, plugin)
     with torch.no_grad():
