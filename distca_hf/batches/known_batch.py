@@ -93,15 +93,17 @@ class KnownBatch:
         return plan.chunk != mine.chunk and (plan.micro_batch, plan.transport) == (mine.micro_batch, mine.transport)
 
     def is_copied_in(self, batch: Batch) -> bool:
-        """Returns whether some rows of the token ids that a pass is given equal this batch; without ids its positions
-        are compared. Waits for the device."""
+        """Returns whether some rows of the token ids that a pass is given equal this batch, and hold several documents
+        or the end of one; without ids its positions are compared. Waits for the device."""
         name = "position_ids" if batch.get("input_ids") is None else "input_ids"
         given, mine = batch.get(name), self.entry(name)
         if not isinstance(given, torch.Tensor) or mine is None or mine.ndim != 2 or given.ndim != 2:
             return False
         if given.shape[1] != mine.shape[1] or not len(given) or len(given) % len(mine):
             return False
-        return bool((given.unflatten(0, (-1, len(mine))) == mine.to(given.device)).flatten(1).all(dim=1).any())
+        copies = (given.unflatten(0, (-1, len(mine))) == mine.to(given.device)).flatten(1).all(dim=1)
+        positions = self._positions_in({})
+        return bool(copies.any()) and (positions is None or bool(positions[:, 0].any()) or _restart(positions, None))
 
     def check_embeddings(self, embeddings: torch.Tensor, batch: Batch) -> None:
         """Checks that a pass on embeddings, which tells no documents, has not the shape of this batch.
@@ -177,6 +179,11 @@ class KnownBatch:
                 f"{where}: {model_name} got entries of this batch with the plan of micro-batch {given.micro_batch}; "
                 "pass on the distca_plan of the same batch"
             )
+        if given is None and all(_marked(batch.get(name), batch) is None for name in LEADING):
+            raise PlanError(
+                f"{where}: {model_name} got a copy of tokens of this placed batch, without its plan. Pass the tensors "
+                "of the batch themselves, or distca_plan and position_ids with the copy"
+            )
         if shape != self._shape or cache_of(batch) is not None:
             cache = " and a cache" if cache_of(batch) is not None else ""
             raise PlanError(
@@ -224,31 +231,26 @@ def note_batch(batch: Batch) -> None:
     telling = [tensors[name] for name in TELLING if name in tensors]
     if tensors.keys().isdisjoint(TOKENS) or not (isinstance(plan, LivePlan) or (plan is None and telling)):
         return
-    known = known_batch(batch, told=True)
+    known = known_batch(batch)
     if known is None or (known.plan is None and all(_marked(tensor, batch) is not known for tensor in telling)):
         KnownBatch(batch, plan)
 
 
-def known_batch(batch: Batch, told: bool = False) -> KnownBatch | None:
-    """Returns the batch that entries of a pass belong to; None if they belong to none.
+def known_batch(batch: Batch) -> KnownBatch | None:
+    """Returns the batch that entries of a pass belong to; None if they belong to none."""
+    found = (_marked(batch.get(name), batch) for name in LEADING)
+    return next((known for known in found if known is not None), None)
 
-    Args:
-        batch: what the pass is given. If it has a plan, no copies are looked for.
-        told: whether it is given positions or offsets. Then no copies of packs are looked for: comparing waits for the
-            device.
+
+def copied_batch(batch: Batch) -> KnownBatch | None:
+    """Returns the batch that a pass without a plan is given copies of; None if it is given none.
 
     Raises:
         PackingError: it is given embeddings that have the shape of a known batch, and nothing that tells documents.
     """
-    for name in LEADING:
-        found = _marked(batch.get(name), batch)
-        if found is not None:
-            return found
-    if batch.get("distca_plan") is not None:
-        return None
     for reference in reversed(_in_use.valuerefs()):
         known = reference()
-        if known is None or (told and known.plan is None):
+        if known is None:
             continue
         if known.is_copied_in(batch):
             return known

@@ -13,8 +13,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from distca_hf.batches.batch_documents import Batch
-from distca_hf.batches.known_batch import LEADING, KnownBatch, any_known, known_batch, placed_in_another_model
+from distca_hf.batches.batch_documents import Batch, documents_at
+from distca_hf.batches.known_batch import (
+    LEADING,
+    KnownBatch,
+    any_known,
+    copied_batch,
+    known_batch,
+    placed_in_another_model,
+)
 from distca_hf.integrations.models.hooks import WATCH
 from distca_hf.runtime.live_plan import LivePlan
 
@@ -73,10 +80,16 @@ def check_callers(implementation: str, asking: FrameType, is_causal: bool) -> No
         raise placed_in_another_model(plan, model_name)
     if not is_causal:  # embeddings of images, for example
         given.pop("inputs_embeds", None)
-    known = known_batch(given)
-    if known is None or (known.plan is None and _separates_documents(implementation, asking, given, known)):
+    found = known_batch(given)
+    known = copied_batch(given) if found is None else found
+    if known is None:
         return
-    raise known.refusal(model_name)
+    is_pack = known.plan is None or found is None
+    if not is_pack or not _separates_documents(implementation, asking, given, known):
+        raise known.refusal(model_name)
+    positions = given.get("position_ids")
+    if known.plan is not None and positions is not None and positions.ndim == 2:
+        documents_at(positions)  # of a copy, which may begin with the end of a document
 
 
 def _arguments_of(frame: FrameType) -> Iterator[tuple[str, Any]]:

@@ -34,6 +34,9 @@ def _train_without_the_plan() -> tuple[int, float]:
     copies = {name: value.clone() for name, value in batch.items()} | {"input_ids": batch["input_ids"] + 1}
     with pytest.raises(PackingError, match=words):
         model(**copies)
+    plain, names = tiny_model(implementation="sdpa", num_hidden_layers=1).eval(), ("input_ids", "position_ids")
+    with pytest.raises(PackingError, match=words):
+        plain(**{name: batch[name].clone() for name in names}, use_cache=False)
     return max(begins), losses[1] - losses[0]
 
 

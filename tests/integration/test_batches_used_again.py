@@ -159,9 +159,8 @@ def use_again(kind: str, folder: Path) -> dict[tuple[str, str], Outcome]:
 # By kind, what must not be refused: an enabled model has its numbers, and on padded rows any model.
 ENABLED = ("student", "adapters off", "teacher enabled", "teacher enabled, called first")
 ANY = (*ENABLED, "teacher distca", "teacher distca, called first", "teacher sdpa", "teacher sdpa, called first")
-NOT_CUT = [chosen for chosen in GIVEN if chosen != "cut ids"]
 RIGHT = {
-    "placed": {*product(ENABLED, [chosen for chosen in NOT_CUT if chosen != "embeddings"])},
+    "placed": {*product(ENABLED, (*WHOLE, *IDS, "embeddings and mask"))},
     "packs": {
         *product(ENABLED, (*WHOLE, *IDS, "copied ids", "cut ids")),
         *product(ANY[4:6], (*WHOLE, "ids and positions")),

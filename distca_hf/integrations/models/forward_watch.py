@@ -15,7 +15,7 @@ from torch.utils.hooks import RemovableHandle
 from distca_hf.arrays import IntArray
 from distca_hf.batches.batch_documents import Batch, cache_of, check_ids, check_mask_numbers, tokens_of
 from distca_hf.batches.empty_batch import fill_empty
-from distca_hf.batches.known_batch import TELLING, known_batch, note_batch
+from distca_hf.batches.known_batch import TELLING, copied_batch, known_batch, note_batch
 from distca_hf.batches.packed import PackPlanner
 from distca_hf.batches.preview import RunReport
 from distca_hf.batches.reported_steps import ReportedSteps
@@ -172,7 +172,9 @@ class ForwardWatch:
         self._counted.begin({}, None, trains=False)
         given = dict(zip(self._names, args, strict=False)) | kwargs
         batch = dict(without_kinds_of_text(given)) if self._check.towers else given
-        known = known_batch(batch, told=any(batch.get(name) is not None for name in TELLING))
+        known = known_batch(batch)
+        if known is None and all(batch.get(name) is None for name in ("distca_plan", *TELLING)):
+            known = copied_batch(batch)
         note_batch(batch)
         if known is not None:
             batch = {**batch, **known.missing(batch, self._class_name)}

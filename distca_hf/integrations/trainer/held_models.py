@@ -14,7 +14,7 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel, Trainer
 
-from distca_hf.batches.known_batch import known_batch, placed_in_another_model
+from distca_hf.batches.known_batch import copied_batch, known_batch, placed_in_another_model
 from distca_hf.integrations.models.forward_watch import watch_of
 from distca_hf.integrations.models.hooks import HiddenHook
 from distca_hf.integrations.models.structure import names_by_position
@@ -95,7 +95,7 @@ def _refuse_placed(names: Sequence[str], model: nn.Module, args: tuple[Any, ...]
     given = dict(zip(names, args, strict=False)) | dict(kwargs)
     plan = given.get("distca_plan")
     if not isinstance(plan, LivePlan):
-        known = known_batch(given)
+        known = known_batch(given) or copied_batch(given)
         plan = None if known is None else known.plan
     if plan is not None:
         raise placed_in_another_model(plan, type(model).__name__)

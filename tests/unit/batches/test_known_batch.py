@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+from datasets import Dataset
 
 import distca_hf
 from distca_hf.batches import known_batch as known_batches
-from distca_hf.batches.known_batch import KnownBatch, any_known, known_batch, note_batch
+from distca_hf.batches.known_batch import KnownBatch, any_known, copied_batch, known_batch, note_batch
 from distca_hf.errors import PackingError, PlanError
 from support.data import random_dataset
 
@@ -59,43 +60,50 @@ def test_missing_entries_of_a_placed_batch_are_its_own() -> None:
     assert "shift_labels" not in known_batch(given).missing(given, MODEL), "labels of a program may be others"
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda ids: ids[:, :-1],
-        lambda ids: torch.cat([ids, ids]),
-        lambda ids: torch.cat([torch.zeros_like(ids), ids.to(torch.int32)]),
-    ],
-)
-def test_part_or_multiple_of_a_placed_batch_is_refused(change: Any) -> None:
-    batch = placed()
-    given = {"input_ids": change(batch["input_ids"])}
-    shape = re.escape(str(tuple(given["input_ids"].shape)))
+def test_part_or_multiple_of_a_placed_batch_is_refused() -> None:
+    ids = placed()["input_ids"]
+    part = {"input_ids": ids[:, :-1]}
+    shape = re.escape(str(tuple(part["input_ids"].shape)))
     with pytest.raises(PlanError, match=f"SomeModel got tokens of shape {shape}, made of a placed batch"):
-        known_batch(given).missing(given, MODEL)
+        known_batch(part).missing(part, MODEL)
+    for several in (torch.cat([ids, ids]), torch.cat([torch.zeros_like(ids), ids.to(torch.int32)])):
+        given = {"input_ids": several}
+        with pytest.raises(PlanError, match="SomeModel got a copy of tokens of this placed batch, without its plan"):
+            copied_batch(given).missing(given, MODEL)
 
 
-def test_copies_of_tokens_are_known_and_others_are_not() -> None:
+def test_copies_of_tokens_are_noticed_and_others_are_not() -> None:
     batch = placed()
     ids, positions = batch["input_ids"], batch["position_ids"]
+    copy = {"input_ids": ids.clone()}
 
-    assert known_batch({"input_ids": ids.clone()}).plan is batch["distca_plan"]
-    assert known_batch({"input_ids": ids.clone(), "position_ids": positions.clone()}, told=True) is not None
-    assert known_batch({"inputs_embeds": torch.ones(*ids.shape, 4), "position_ids": positions.clone()}) is not None
-    assert known_batch({"input_ids": ids + 1}) is None
-    assert known_batch({"input_ids": ids[:, :-1].clone()}) is None
-    assert known_batch({"input_ids": ids + 1, "position_ids": positions.clone()}, told=True) is None
+    assert known_batch(copy) is None
+    assert copied_batch(copy).plan is batch["distca_plan"]
+    with pytest.raises(PlanError, match="SomeModel got a copy of tokens of this placed batch, without its plan"):
+        copied_batch(copy).missing(copy, MODEL)
+    assert copied_batch({"inputs_embeds": torch.ones(*ids.shape, 4), "position_ids": positions.clone()}) is not None
+    assert copied_batch({"input_ids": ids + 1, "position_ids": positions.clone()}) is None
+    assert copied_batch({"input_ids": ids[:, :-1].clone()}) is None
+
+
+def test_copies_of_a_row_that_is_one_document_need_no_plan() -> None:
+    """On one of several ranks it may be the same as a document that every rank is given."""
+    dataset = Dataset.from_dict({"input_ids": [[3] * 128]})
+    batch = next(iter(distca_hf.DistCAPlugin(tokens_per_rank=128).dataloader(dataset)))
+
+    assert copied_batch({"input_ids": batch["input_ids"].clone()}) is None
+    assert known_batch({"input_ids": batch["input_ids"]}) is not None
 
 
 def test_embeddings_alone_are_known_by_their_shape() -> None:
     batch = placed()
     embeddings = torch.ones(*batch["input_ids"].shape, 4)
     with pytest.raises(PackingError, match="placed micro-batch 0 has as many tokens"):
-        known_batch({"inputs_embeds": embeddings})
+        copied_batch({"inputs_embeds": embeddings})
 
-    assert known_batch({"inputs_embeds": embeddings[:, 1:]}) is None
+    assert copied_batch({"inputs_embeds": embeddings[:, 1:]}) is None
     own = torch.arange(embeddings.shape[1])[None] % 7
-    assert known_batch({"inputs_embeds": embeddings, "position_ids": own}) is None
+    assert copied_batch({"inputs_embeds": embeddings, "position_ids": own}) is None
 
 
 def test_entries_of_one_batch_with_the_plan_of_another_are_refused() -> None:
@@ -132,8 +140,9 @@ def test_buffers_that_are_used_for_one_batch_after_the_other_lead_to_the_latest(
 def test_missing_entries_of_a_pack_are_found_where_nothing_else_tells_its_documents() -> None:
     batch = pack()
     note_batch(batch)
-    for given in ({"input_ids": batch["input_ids"]}, {"input_ids": batch["input_ids"].clone()}):
-        found = known_batch(given).missing(given, MODEL)
+    for find, ids in ((known_batch, batch["input_ids"]), (copied_batch, batch["input_ids"].clone())):
+        given = {"input_ids": ids}
+        found = find(given).missing(given, MODEL)
         assert [*found] == ["position_ids"]
         assert found["position_ids"] is batch["position_ids"]
 
@@ -141,7 +150,7 @@ def test_missing_entries_of_a_pack_are_found_where_nothing_else_tells_its_docume
     assert known_batch(own).missing(own, MODEL) == {}
     twice = {"input_ids": torch.cat([batch["input_ids"]] * 2)}
     with pytest.raises(PackingError, match=r"SomeModel got tokens of a pack of shape \(1, 12\) without anything"):
-        known_batch(twice).missing(twice, MODEL)
+        copied_batch(twice).missing(twice, MODEL)
 
 
 @pytest.mark.parametrize("told_by", ["position_ids", "cu_seq_lens_q"])
