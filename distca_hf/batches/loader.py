@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from distca_hf.batches.known_batch import KnownBatch
 from distca_hf.batches.meter import Meter
 from distca_hf.batches.placed import PlacedPlanner
 from distca_hf.batches.prepare import Cursor, Prefetcher, Prepared, Preparer
@@ -292,6 +293,7 @@ class PlacedLoader:
         posted = order_plan(self._transport, prepared.plan, number, self.preparer.planner.num_chunks)
         plan = PlacedPlan(
             data,
+            prepared.kinds.whole_tokens,
             micro_batch=number,
             planned=prepared.kinds.planned(self._device, prepared.fingerprint, posted),
             transport=self._transport,
@@ -305,6 +307,7 @@ class PlacedLoader:
             **{name: column.to(self._device, non_blocking=True) for name, column in prepared.columns.items()},
             "distca_plan": plan,
         }
+        KnownBatch(batch, plan, is_loaded=True)
         plan.agree()  # here, before the training framework's own collectives could meet a lost rank
         check_cuts(self._transport, prepared, number, plan.numbers)
         self._unused.note(plan)

@@ -2,7 +2,7 @@
 
 The operator carries its plan as an integer, because compiled graphs, checkpointing and autograd all pass an integer on
 unharmed. `find_plan` finds the plan by it, in the one register of this process. That is shared state, and bounded.
-Beside it `runtime.retention` alone has some.
+`runtime.retention` and `batches.known_batch` have some, too.
 
 What layers find in a plan is in `layer_lookup`, and what attention servers hear of their calls in `call_orders`.
 """

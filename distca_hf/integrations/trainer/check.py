@@ -245,7 +245,7 @@ def _sampling_strategy(args: TrainingArguments, because: str, *followed: str) ->
 def _replaced(trainer: Trainer, names: Sequence[str], because: str) -> Iterator[str]:
     """Yields methods that are neither Trainer's nor SFTTrainer's."""
     for name in names:
-        methods = _overrides(trainer, name)
+        methods = overrides(trainer, name)
         if methods and not methods[0].__module__.startswith(TRAINERS):
             yield f"{type(trainer).__name__}.{name} replaces Trainer's: {because}"
 
@@ -253,7 +253,7 @@ def _replaced(trainer: Trainer, names: Sequence[str], because: str) -> Iterator[
 def _keeps(trainer: Trainer, name: str) -> bool:
     """Returns whether a method is Trainer's or SFTTrainer's; or calls it, as all overrides between them do; or takes
     shift_labels."""
-    for method in _overrides(trainer, name):
+    for method in overrides(trainer, name):
         if method.__module__.startswith(TRAINERS) or takes_shift_labels(method):
             return True
         if not calls_super(method, name):
@@ -261,7 +261,7 @@ def _keeps(trainer: Trainer, name: str) -> bool:
     return True
 
 
-def _overrides(trainer: Trainer, name: str) -> list[Callable[..., object]]:
+def overrides(trainer: Trainer, name: str) -> list[Callable[..., object]]:
     """Returns all methods of a name, of the instance first and then up its classes."""
     return [vars(part)[name] for part in (trainer, *type(trainer).__mro__) if name in vars(part)]
 

@@ -206,10 +206,13 @@ def test_model_inside_is_not_called_with_a_plan(adapters: bool, checkpointing: b
 )
 def test_columns_that_the_model_would_make_itself_are_refused(column: str, words: str) -> None:
     """It would count positions from the first token of the rank, where a document that was cut goes on, and shift
-    labels across cuts."""
+    labels across cuts. In a batch whose tensors are the loader's they are found again."""
     plugin = plugin_of()
     model, batch = distca_hf.enable(tiny_model(), plugin), batch_of(plugin)
+    loss = model(**batch).loss.item()
     del batch[column]
+    assert model(**batch).loss.item() == loss
+    batch = {name: value if name == "distca_plan" else value.clone() for name, value in batch.items()}
     with pytest.raises(PlanError, match=f"micro-batch 0: a placed batch {words}"):
         model(**batch)
 

@@ -118,7 +118,9 @@ def test_what_is_attached_can_be_taken_back(make: Callable[..., Trainer]) -> Non
     trainer.data_collator = DataCollatorWithFlattening()
     attach(trainer)
 
-    assert set(vars(trainer)) - before[0] == {"_distca_attachment", "train"}, "packs keep Trainer's own loader"
+    assert set(vars(trainer)) - before[0] == {"_distca_attachment", "compute_loss", "train"}, (
+        "packs keep Trainer's own loader"
+    )
     assert [callback for callback in before[1] if callback not in trainer.callback_handler.callbacks] == []
 
 
