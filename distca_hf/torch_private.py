@@ -139,13 +139,14 @@ def compiles_cuda_graphs() -> bool:
     return bool(config.triton.cudagraphs)
 
 
-def _make_in_backward() -> Callable[[], bool]:
-    number_of_pass: Callable[[], int] | None = getattr(torch._C, "_current_graph_task_id", None)
-    return (lambda: True) if number_of_pass is None else (lambda: number_of_pass() >= 0)
+def _make_backward_number() -> Callable[[], int]:
+    number: Callable[[], int] | None = getattr(torch._C, "_current_graph_task_id", None)
+    return (lambda: 0) if number is None else number
 
 
-# Returns whether autograd runs a backward pass in this thread; True if that cannot be found out.
-in_backward = _make_in_backward()
+# Returns the number of the backward pass that autograd runs in this thread, another one for each; -1 if it runs none.
+# Always 0 if that cannot be found out.
+backward_number = _make_backward_number()
 
 
 def _make_current_stream() -> Callable[[int], int]:

@@ -196,6 +196,7 @@ class ForwardWatch:
         self.context.check_shares(plan.transport, plan.micro_batch)
         self._check.check_placed(batch, plan)
         batch |= self._mixers.with_plan(batch, plan)
+        plan = plan.for_pass()
         self._begin(module, plan)
         return args, {**batch, "distca_plan": plan, **label_count(batch, plan), **self._no_cache(batch)}
 
@@ -298,7 +299,7 @@ class ForwardWatch:
             self._check.check_calls(plan)
             self.attention_dtype = plan.attention_dtype
             trains = module.training and torch.is_grad_enabled()
-            plan.end_forward_pass(torch.is_grad_enabled(), trains)
+            plan.end_forward_pass(trains)
             if trains and not self.report.written:
                 self.report.begin(plan, self._step_cost(module))
 
