@@ -182,9 +182,13 @@ def num_groups() -> int:
     return len(getattr(world, "pg_names", ()))
 
 
-def wrapper_that_runs() -> nn.parallel.DistributedDataParallel | None:
-    """Returns the DDP module whose forward pass this is; None if there is none, or torch does not say."""
-    return getattr(nn.parallel.DistributedDataParallel, "_active_ddp_module", None)
+def groups_of_fsdp1(module: Any) -> list[dist.ProcessGroup] | None:
+    """Returns the groups over which FSDP1 averages gradients: that of its shards; then, with a hybrid strategy, that
+    of the ranks with the same shard. None if torch does not say."""
+    if "HYBRID" not in module.sharding_strategy.name:
+        return [module.process_group]
+    replicas = getattr(module, "_inter_node_pg", None)
+    return None if replicas is None else [module.process_group, replicas]
 
 
 class ShardedWeight(NamedTuple):

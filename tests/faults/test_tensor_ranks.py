@@ -248,7 +248,7 @@ def test_gradients_are_averaged_over_data_ranks_alone(tmp_path: Path) -> None:
         assert "self_attn.q_proj.weight is divided between ranks" in words["tensor for data"]
         assert "they would exchange rows of different heads" in words["tensor for data"]
         assert "the device mesh of " in words["fsdp over tensor"]
-        assert "share documents: losses count their labels alone" in words["fsdp over tensor"]
+        assert "share documents: losses count the labels of these" in words["fsdp over tensor"]
         for name, wrapper in (("ddp over all", "DistributedDataParallel"), ("fsdp over all", "the device mesh of ")):
             assert wrapper in words[name]
             assert "averages gradients over ranks 0, 1, 2, 3 of the job, and ranks" in words[name]

@@ -18,6 +18,7 @@ from distca_hf.batches.empty_batch import fill_empty
 from distca_hf.batches.packed import PackPlanner
 from distca_hf.batches.preview import RunReport
 from distca_hf.batches.reported_steps import ReportedSteps
+from distca_hf.comm.averaging import check_averaging
 from distca_hf.errors import PlanError
 from distca_hf.flops import StepCost
 from distca_hf.integrations.attention import LAYER_SETTINGS, LayerSettings
@@ -211,7 +212,7 @@ class ForwardWatch:
         regions = self._recomputed_layers.regions(self._checkpointed_modules(module), again)
         if torch.is_grad_enabled() and not self._checked_gradients:
             self._checked_gradients = True  # a model may be evaluated before it is wrapped
-            self.context.check_gradients(self.root)
+            check_averaging(self.root, self.context.members)
             check_divided_heads(self.root, self.context)
         facts = {
             **plan.config.shared_settings(),
