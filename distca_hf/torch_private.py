@@ -15,7 +15,10 @@ from torch import nn
 from torch.autograd import forward_ad, profiler
 from torch.distributed import Store  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import DeviceMesh
-from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode  # torch documents it, here
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode  # torch documents both, here
+from torch.utils._python_dispatch import (
+    is_traceable_wrapper_subclass as is_traceable_wrapper_subclass,
+)
 
 
 # Arguments of operators. A subclass of Tensor has its own idea of an operator.
@@ -189,6 +192,15 @@ def groups_of_fsdp1(module: Any) -> list[dist.ProcessGroup] | None:
         return [module.process_group]
     replicas = getattr(module, "_inter_node_pg", None)
     return None if replicas is None else [module.process_group, replicas]
+
+
+def ignored_by_ddp(model: nn.Module) -> set[str]:
+    """Returns names of weights and buffers that DDP was told to leave alone: every rank may have others."""
+    return {
+        f"{of_module}.{name}" if of_module else name
+        for of_module, module in model.named_modules()
+        for name in getattr(module, "_ddp_params_and_buffers_to_ignore", ())
+    }
 
 
 class ShardedWeight(NamedTuple):

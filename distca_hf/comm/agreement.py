@@ -61,12 +61,18 @@ WIDTH = 12
 HEADER = 5
 # Facts that an error shows, the first that differ: later facts follow from earlier ones.
 FACTS_SHOWN = 2
-# What to do about a difference, in backward and elsewhere.
-OF_BACKWARD = (
-    "All ranks must run backward of the same forward passes, in the same order and equally often: a loss that one "
-    "rank leaves out (an outlier, NaN) must be left out on all of them"
-)
-OF_ALL = "Ranks need equal data, seeds, models, settings, versions and order of micro-batches"
+# What to do about a difference, by the step that some rank takes; most often that of TAKE.
+REMEDIES = {
+    Occasion.DIFFERENTIATE: (
+        "All ranks must run backward of the same forward passes, in the same order and equally often: a loss that one "
+        "rank leaves out (an outlier, NaN) must be left out on all of them"
+    ),
+    Occasion.COMPARE: (
+        "All ranks must start from the same weights and buffers, and average gradients over all of them before every "
+        "optimizer step (DDP, FSDP, DeepSpeed, or the training loop)"
+    ),
+    Occasion.TAKE: "Ranks need equal data, seeds, models, settings, versions and order of micro-batches",
+}
 # Ranks that an error names for each value; of a large job the number of the others follows.
 RANKS_SHOWN = 4
 
@@ -189,7 +195,8 @@ class Agreement:
         return [f"{name} is {by_value(values, self.labels)}" for name, values in shown.items() if len(set(values)) > 1]
 
     def _mismatch(self, differences: Sequence[str], rows: list[list[int]]) -> PlanMismatchError:
-        remedy = OF_BACKWARD if any(row[0] == Occasion.DIFFERENTIATE for row in rows) else OF_ALL
+        steps = {row[0] for row in rows}
+        remedy = next((words for occasion, words in REMEDIES.items() if occasion in steps), REMEDIES[Occasion.TAKE])
         others = len(differences) - FACTS_SHOWN
         more = f" (and {others} facts more)" if others > 0 else ""
         return PlanMismatchError(

@@ -33,6 +33,9 @@ from distca_hf.traces import PassPart
 
 # Shown in place of a checksum of calls by a rank that knows none: checksums are not negative.
 UNKNOWN = -1
+# What a model holds on all ranks alike. In most passes none of it is shown.
+WEIGHTS, BUFFERS = "weights", "buffers"
+NO_STATE: Mapping[str, Mapping[str, object]] = {}
 
 
 class ForwardPass:
@@ -43,6 +46,7 @@ class ForwardPass:
         num_calls: attention calls of the pass, if known.
         before: calls of the model's pass before; None if there was none.
         trace: notes the moments of its calls, if the step is reported.
+        state: checksums by name, of weights and of buffers. The ranks that show any compare them.
 
     Attributes:
         calls, backward_calls: calls of the operator so far; `calls` counts recomputed ones, too.
@@ -59,6 +63,7 @@ class ForwardPass:
         num_calls: int | None = None,
         before: PassCalls | None = None,
         trace: PassTrace = UNTRACED,
+        state: Mapping[str, Mapping[str, object]] = NO_STATE,
     ) -> None:
         self.num_calls, self.trace = num_calls, trace
         self.calls = self.backward_calls = 0
@@ -71,7 +76,7 @@ class ForwardPass:
         self.made = PassCalls([], [])
         self.compares_calls = False
         self._scores: list[Hashable] = []
-        self._before = before
+        self._before, self._state = before, state
         self._expected_tensors: Sequence[CallTensors] = ()
         self._with_gradients: list[int] = []
         self._recomputed = 0
@@ -195,7 +200,13 @@ class ForwardPass:
         # With another first call than before, as under another autocast, later ones are not known either.
         known = self._before.tensors if self._before is not None and self._before.tensors[:1] == [tensors] else []
         name, checksum = "dtypes and heads of the pass before", _checksum(known) if known else UNKNOWN
-        shown = self._agree(facts, {name: checksum})[name]
+        states = {kind: _checksum([*state.items()]) for kind, state in self._state.items()}
+        of_ranks = self._agree(facts, {name: checksum, **dict.fromkeys((WEIGHTS, BUFFERS), UNKNOWN), **states})
+        for kind in (WEIGHTS, BUFFERS):
+            if len({*of_ranks[kind]} - {UNKNOWN}) > 1:  # all ranks see it, and show theirs by name
+                by_name = {f"{kind[:-1]} {name}": bits for name, bits in self._state.get(kind, {}).items()}
+                Agreement.start(self._transport, Occasion.COMPARE, self._micro_batch, by_name, {}).wait()
+        shown = of_ranks[name]
         self.compares_calls = UNKNOWN in shown or len(set(shown)) > 1
         self._expected_tensors = () if self.compares_calls else known
 

@@ -23,7 +23,7 @@ from distca_hf.errors import PlanError
 from distca_hf.kernels.interface import AttentionSpec
 from distca_hf.planning.plan import PlanFacts
 from distca_hf.runtime.call_orders import CallOrders
-from distca_hf.runtime.forward_pass import ForwardPass
+from distca_hf.runtime.forward_pass import NO_STATE, ForwardPass
 from distca_hf.runtime.layer_kinds import LayerKinds
 from distca_hf.runtime.layer_lookup import LayerLookup
 from distca_hf.runtime.pass_calls import PassCalls
@@ -172,6 +172,7 @@ class LivePlan:
         layers: PassLayers = ONE_LAYER,
         before: PassCalls | None = None,
         trace: PassTrace = UNTRACED,
+        state: Mapping[str, Mapping[str, object]] = NO_STATE,
     ) -> None:
         """Begins a forward pass of a model with this plan.
 
@@ -181,6 +182,7 @@ class LivePlan:
             layers: that attend in it.
             before: attention calls of the model's pass before; None if there was none.
             trace: notes the moments of its calls, if the step is reported.
+            state: checksums of weights and buffers, see `ForwardPass`.
         """
         self.agree()
         self.follow_roster()
@@ -188,7 +190,7 @@ class LivePlan:
         self._layers = layers
         if self._lookup is not None:  # none yet of a micro-batch that is planned later
             self.kinds.begin_forward_pass(self._layers)
-        self.forward_pass = ForwardPass(self.transport, self.micro_batch, facts, num_calls, before, trace)
+        self.forward_pass = ForwardPass(self.transport, self.micro_batch, facts, num_calls, before, trace, state)
 
     def follow_roster(self) -> None:
         """Plans the micro-batch again if other attention servers take part since it was planned."""

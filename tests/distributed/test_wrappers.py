@@ -16,7 +16,7 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 import distca_hf
-from distca_hf.errors import ConfigError
+from distca_hf.errors import ConfigError, PlanMismatchError
 from support.data import random_documents
 from support.models import tiny_model
 from support.ranks import run_ranks
@@ -171,7 +171,13 @@ def _run_all(_: Path) -> dict[str, float | str]:
         with pytest.raises(ConfigError) as caught:
             _step(wrap(enabled(of_group), groups))
         found[f"invalid {case}"] = str(caught.value)
-    return found
+    model = enabled(None)
+    for parameter in model.parameters():
+        parameter.requires_grad_(parameter is model.lm_head.weight)
+    _step(model)
+    with pytest.raises(PlanMismatchError) as alone:
+        model(**_pack())
+    return found | {"nobody": str(alone.value)}
 
 
 @pytest.fixture(scope="module")
@@ -197,3 +203,11 @@ def test_wrappers_over_other_ranks_are_refused(name: str, found: list[dict[str, 
         over = " and then ".join(ranks[group] for group in groups.split(", "))
         expected = f"{wrapper} averages gradients over {over}, and {ranks[of_group or 'all']} share documents"
         assert expected in of_rank[f"invalid {name}"]
+
+
+def test_weights_that_each_rank_has_trained_by_itself_are_noticed_after_the_first_step(
+    found: list[dict[str, Any]],
+) -> None:
+    for of_rank in found:
+        assert "ranks disagree, nothing was sent: weight lm_head.weight is" in of_rank["nobody"]
+        assert "average gradients over all of them before every optimizer step" in of_rank["nobody"]

@@ -230,7 +230,7 @@ class ForwardWatch:
         grid = self.context.members.grid
         of_model = partial(predictable, self.root, self.flops, self._recomputed(module), grid)
         trace = self.reported_steps.begin(plan, trains, of_model)
-        plan.begin_forward_pass(calls, facts, layers, self._check.calls_before, trace)
+        plan.begin_forward_pass(calls, facts, layers, self._check.calls_before, trace, self._check.shared_state(grid))
 
     def _no_cache(self, batch: Batch) -> dict[str, bool]:
         """Returns `use_cache=False`, unless the caller decided.
