@@ -3,6 +3,7 @@
 Public ways are slower, or refuse more. A torch without one of these names gives the same results.
 """
 
+import inspect
 import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -183,6 +184,20 @@ def num_groups() -> int:
     """Returns the number of process groups that this process is in; 0 where torch does not say."""
     world = getattr(dist.distributed_c10d, "_world", None)
     return len(getattr(world, "pg_names", ()))
+
+
+def running_objects() -> Iterator[object]:
+    """Yields objects whose methods run now in this thread, the innermost first. Torch has no name, public or private,
+    for the wrappers around a model (only for DDP), or for the schedule that runs a stage of a pipeline."""
+    frame = inspect.currentframe()
+    while frame is not None:
+        yield frame.f_locals.get("self")
+        frame = frame.f_back
+
+
+def trains_stages(schedule: object) -> bool:
+    """Returns whether a schedule of a pipeline has a loss, and so a backward pass; True if torch does not say."""
+    return getattr(schedule, "_loss_fn", True) is not None
 
 
 def groups_of_fsdp1(module: Any) -> list[dist.ProcessGroup] | None:

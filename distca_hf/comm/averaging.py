@@ -4,7 +4,6 @@ A loss is scaled so that its mean over these ranks is the mean over their labels
 means. Over fewer, each of them would train a model of its own.
 """
 
-import inspect
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -14,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from distca_hf.comm.groups import Members
 from distca_hf.errors import ConfigError
-from distca_hf.torch_private import groups_of_fsdp1, sharded_by_fsdp2
+from distca_hf.torch_private import groups_of_fsdp1, running_objects, sharded_by_fsdp2
 
 
 class Averaged(NamedTuple):
@@ -74,7 +73,8 @@ def averaging(model: nn.Module) -> Iterator[Averaged]:
     from torch.distributed.fsdp import FullyShardedDataParallel  # slow to import
     from torch.distributed.tensor import DTensor
 
-    for module in dict.fromkeys((*_running_modules(), *model.modules())):
+    around = (caller for caller in running_objects() if isinstance(caller, nn.Module))
+    for module in dict.fromkeys((*around, *model.modules())):  # a model knows nothing of the wrappers around it
         name = type(module).__name__
         if isinstance(module, nn.parallel.DistributedDataParallel):
             yield Averaged(name, [dist.get_process_group_ranks(module.process_group)])
@@ -94,16 +94,6 @@ def averaging(model: nn.Module) -> Iterator[Averaged]:
 def _are_the_job(members: Members) -> bool:
     """Returns whether all ranks of the job hold other documents each: nothing says then what a mesh is for."""
     return members.are_the_job and members.grid.is_flat
-
-
-def _running_modules() -> Iterator[nn.Module]:
-    """Yields modules whose methods run now, the innermost first: a model knows nothing of the wrappers around it."""
-    frame = inspect.currentframe()
-    while frame is not None:
-        caller = frame.f_locals.get("self")
-        if isinstance(caller, nn.Module):
-            yield caller
-        frame = frame.f_back
 
 
 def named_ranks(ranks: Sequence[int]) -> str:
