@@ -195,9 +195,27 @@ def running_objects() -> Iterator[object]:
         frame = frame.f_back
 
 
-def trains_stages(schedule: object) -> bool:
-    """Returns whether a schedule of a pipeline has a loss, and so a backward pass; True if torch does not say."""
-    return getattr(schedule, "_loss_fn", True) is not None
+class Schedule(NamedTuple):
+    """A schedule of a pipeline.
+
+    Attributes:
+        scale_grads: whether it divides gradients by its micro-batches.
+        has_loss: and so a backward pass; True if torch does not say.
+    """
+
+    name: str
+    scale_grads: bool
+    has_loss: bool
+
+
+def schedule_that_runs() -> Schedule | None:
+    """Returns the schedule of torch that runs a stage now, if there is one."""
+    from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
+
+    for caller in running_objects():
+        if isinstance(caller, PipelineScheduleSingle | PipelineScheduleMulti):
+            return Schedule(type(caller).__name__, caller.scale_grads, getattr(caller, "_loss_fn", True) is not None)
+    return None
 
 
 def groups_of_fsdp1(module: Any) -> list[dist.ProcessGroup] | None:

@@ -10,13 +10,12 @@ from typing import TypedDict
 
 import torch
 from torch import nn
-from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
 from transformers import PreTrainedModel
 
 from distca_hf.data.pipelines import Pipeline
 from distca_hf.errors import ConfigError, PlanError
 from distca_hf.runtime.live_plan import LivePlan, find_plan
-from distca_hf.torch_private import running_objects, trains_stages
+from distca_hf.torch_private import schedule_that_runs
 
 
 class Examples(TypedDict):
@@ -94,18 +93,17 @@ class ModelPart(nn.Module):
         Raises:
             ConfigError: it scales gradients, or has no loss.
         """
-        schedules = (PipelineScheduleSingle, PipelineScheduleMulti)
-        schedule = next((caller for caller in running_objects() if isinstance(caller, schedules)), None)
+        schedule = schedule_that_runs()
         if schedule is None:
             return
-        where = f"part {self.number}: {type(schedule).__name__}"
+        where = f"part {self.number}: {schedule.name}"
         if schedule.scale_grads:
             raise ConfigError(
                 f"{where} was made with scale_grads=True, torch's default, and divides gradients by its "
                 "micro-batches; the loss was divided by the labels of all of them already. Make it with "
                 "scale_grads=False, on all stages"
             )
-        if not trains_stages(schedule):
+        if not schedule.has_loss:
             raise ConfigError(
                 f"{where} was made without loss_fn, so that it runs no backward pass on this stage: give it a loss on "
                 "all stages; the last one alone calls it"
