@@ -6,8 +6,8 @@ that in the group; messages say "of the job" where the other one is meant. The w
 and tensor ranks; a part of it differs in data alone.
 """
 
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 
 import torch
@@ -286,6 +286,23 @@ class ParallelContext:
             "together: gradients would not be synchronised. On CPUs set use_cpu=True (TrainingArguments), "
             "Accelerator(cpu=True) or ACCELERATE_USE_CPU=true"
         )
+
+
+@contextmanager
+def shown_to_accelerate(loader: object) -> Iterator[None]:
+    """Shows Accelerate a loader while it is iterated, as its own loaders do. So `accelerator.accumulate` steps at its
+    last batch, and `gather_for_metrics` leaves nothing out."""
+    from accelerate.state import GradientState
+
+    if not GradientState._shared_state:  # no Accelerator was made
+        yield
+        return
+    state = GradientState()
+    state._add_dataloader(loader)
+    try:
+        yield
+    finally:
+        state._remove_dataloader(loader)
 
 
 def numbered(device: torch.device | str) -> torch.device:
