@@ -98,21 +98,17 @@ class PlacedLoader:
         config = planner.config
         self.dataset = dataset
         self.writes_epochs = True
-        self.times = LoaderTimes()
-        self.totals = PlanTotals()
+        self.times, self.totals = LoaderTimes(), PlanTotals()
         self.history: deque[PlanFacts] = deque(maxlen=REMEMBERED_MICRO_BATCHES)
         self._config = config
-        self._transport = transport
-        self._device = device
-        self._seed = seed
-        self._shuffle = shuffle
+        self._transport, self._device = transport, device
+        self._seed, self._shuffle = seed, shuffle
         self._prefetch = prefetch or config.prefetch
         self._micro_steps = micro_steps
         if planner.pipeline is not None:
             planner.pipeline.check(micro_steps)
-        self._planner = planner
+        self._planner, self._capacity_tokens = planner, planner.capacity_tokens
         self._planner.kernel_times  # noqa: B018  raises here if the table cannot be read
-        self._capacity_tokens = self._planner.capacity_tokens
         source_settings = planner.longest_tokens, config.overlong, planner.whole_documents, reading, seed
         self._source = DocumentSource(dataset, *source_settings)
         self._planner.check_kernel_times(int(self._source.document_tokens.max(initial=0)))
