@@ -32,6 +32,7 @@ from distca_hf.data.documents import DocumentSource, Tokens
 from distca_hf.data.epochs import EpochPacker, ResumedEpoch
 from distca_hf.data.positions import SavedPosition, check_checksum, sum_of_documents, with_checksum
 from distca_hf.data.rows import Reading
+from distca_hf.parallel_context import shown_to_accelerate
 from distca_hf.planning.plan import PlanFacts, PlanTotals
 from distca_hf.telemetry import REMEMBERED_MICRO_BATCHES, LoaderTimes, get_logger
 
@@ -77,6 +78,8 @@ class PlacedLoader:
     """
 
     batch_size = 1
+    # For Accelerate: whether the last batch of an epoch is out, and rows of it that ranks have twice.
+    end_of_dataloader, remainder = False, 0
 
     def __init__(
         self,
@@ -96,21 +99,17 @@ class PlacedLoader:
         config = planner.config
         self.dataset = dataset
         self.writes_epochs = True
-        self.times = LoaderTimes()
-        self.totals = PlanTotals()
+        self.times, self.totals = LoaderTimes(), PlanTotals()
         self.history: deque[PlanFacts] = deque(maxlen=REMEMBERED_MICRO_BATCHES)
         self._config = config
-        self._transport = transport
-        self._device = device
-        self._seed = seed
-        self._shuffle = shuffle
+        self._transport, self._device = transport, device
+        self._seed, self._shuffle = seed, shuffle
         self._prefetch = prefetch or config.prefetch
         self._micro_steps = micro_steps
         if planner.pipeline is not None:
             planner.pipeline.check(micro_steps)
-        self._planner = planner
+        self._planner, self._capacity_tokens = planner, planner.capacity_tokens
         self._planner.kernel_times  # noqa: B018  raises here if the table cannot be read
-        self._capacity_tokens = self._planner.capacity_tokens
         source_settings = planner.longest_tokens, config.overlong, planner.whole_documents, reading, seed
         self._source = DocumentSource(dataset, *source_settings)
         self._planner.check_kernel_times(int(self._source.document_tokens.max(initial=0)))
@@ -209,10 +208,26 @@ class PlacedLoader:
         packed = self._packed(saved)
         position.check_micro_batches(micro_batch, packed.num_micro_batches)
         # 4. Documents that came before are those that were trained when it was saved.
-        documents = sum_of_documents(np.arange(len(self._source)), packed.left(micro_batch))
-        check_checksum(state, self.state_dict(), documents)
-        over = micro_batch == packed.num_micro_batches
-        self._loaded = self._position = Cursor(saved.epoch + 1) if over else replace(saved, documents=documents)
+        saved = replace(saved, documents=self._documents_before(packed, micro_batch))
+        check_checksum(state, self.state_dict(), saved.documents)
+        self._go_on_at(saved, packed)
+
+    def _documents_before(self, packed: SteppedEpoch, micro_batch: int) -> int:
+        """Returns the sum of the documents of an epoch that come before one of its micro-batches."""
+        return sum_of_documents(np.arange(len(self._source)), packed.left(micro_batch))
+
+    def _go_on_at(self, cursor: Cursor, packed: SteppedEpoch) -> bool:
+        """Continues there with the next iteration; behind the end of an epoch with the next one, and returns False."""
+        is_left = cursor.micro_batch < packed.num_micro_batches
+        self._loaded = self._position = cursor if is_left else Cursor(cursor.epoch + 1)
+        return is_left
+
+    def skip(self, num_batches: int) -> bool:
+        """Leaves out the first micro-batches of the next iteration; returns whether any are left of its epoch."""
+        begin = self._next if self._loaded is None else self._loaded
+        packed, later = self._packed(begin), begin.micro_batch + num_batches
+        documents = self._documents_before(packed, later)
+        return self._go_on_at(replace(begin, micro_batch=later, documents=documents), packed)
 
     def resumed_epoch(self, accumulation_steps: int) -> ResumedEpoch:
         """Counts the rest of the epoch at the loader's position, in optimizer steps of that many micro-batches."""
@@ -257,8 +272,8 @@ class PlacedLoader:
         meter.begin(self)
         preparer = self.preparer  # the thread holds this alone: a loader that is dropped ends its thread
         documents = begin.documents
-        settings = self._prefetch, self.times, preparer.finish
-        with closing(Prefetcher(lambda: preparer.rest(begin, packed), *settings).__iter__()) as ahead:
+        ahead_of = Prefetcher(lambda: preparer.rest(begin, packed), self._prefetch, self.times, preparer.finish)
+        with closing(ahead_of.__iter__()) as ahead, shown_to_accelerate(self):
             for micro_batch in range(begin.micro_batch, packed.num_micro_batches):
                 try:
                     self._source.check_unchanged()
@@ -271,7 +286,8 @@ class PlacedLoader:
                 batch = self._deliver(prepared, data)
                 documents += sum_of_documents(prepared.documents)
                 self._position = replace(begin, micro_batch=micro_batch + 1, documents=documents)
-                if micro_batch + 1 == packed.num_micro_batches:  # known before another batch is asked for
+                self.end_of_dataloader = micro_batch + 1 == packed.num_micro_batches
+                if self.end_of_dataloader:  # known before another batch is asked for
                     self._next = self._position = Cursor(begin.epoch + 1)
                     self._is_left_early = False
                 use = batch["distca_plan"].use  # the training loop may take the plan out of the batch

@@ -146,7 +146,7 @@ class PassOrder(NamedTuple):
     Attributes:
         plan: number of the plan.
         backward_calls: that follow, at the end of forward.
-        text: what to write about a pass that begins; empty: nothing any more.
+        text: what to write about a pass that begins.
     """
 
     plan: int

@@ -107,7 +107,7 @@ class TorchTransport:
             )
 
     def _note(self, work: dist.Work) -> None:
-        """Notes an operation that is under way. Nobody waits for some: agreements of passes without backward."""
+        """Notes an operation that is under way. Nobody waits for some: a rank may fail in between."""
         if len(self._under_way) >= REMEMBERED_EXCHANGES:
             self._under_way = {earlier for earlier in self._under_way if not earlier.is_completed()}
         self._under_way.add(work)

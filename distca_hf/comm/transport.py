@@ -76,6 +76,7 @@ class Traffic:
 
     Attributes:
         exchanges, bytes_sent, recent: how many exchanges, their bytes to other ranks, and the places of the last ones.
+        passes: forward passes of models that have begun, which number them on all ranks alike.
         waited_seconds: how long this rank's host waited for rows and integers of the others. A device that waits
             for rows by itself, as with NCCL, is not seen here.
         leave_signal: number of the signal that this rank got, 0 if none. All later agreements carry it.
@@ -84,6 +85,7 @@ class Traffic:
 
     exchanges: int = 0
     bytes_sent: int = 0
+    passes: int = 0
     recent: deque[str] = field(default_factory=lambda: deque(maxlen=REMEMBERED_EXCHANGES))
     waited_seconds: float = 0.0
     leave_signal: int = 0

@@ -102,14 +102,13 @@ class ServedTraces:
         self._file, self._folder, self._refused = TraceFile(""), "", ""
 
     def begin(self, plan: LivePlan, text: str) -> None:
-        """Traces the pass that begins; or, without a text, traces this plan no more.
+        """Traces the pass that begins.
 
         Args:
             text: of a `ReportedPass`.
         """
-        reported = ReportedPass.of(text) if text else None
-        if reported is None or not self._may_write(reported.folder):
-            plan.forward_pass = ForwardPass(plan.transport, plan.micro_batch)
+        reported = ReportedPass.of(text)
+        if not self._may_write(reported.folder):
             return
         noted = NotedPass(self.device)
         plan.forward_pass = ForwardPass(plan.transport, plan.micro_batch, trace=noted)

@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from distca_hf import Pipeline
 from distca_hf.analysis.simulate.stages import rooms_for_hops
+from distca_hf.comm.rollcall import cause_of
 from distca_hf.errors import ConfigError, PackingError, PlanMismatchError
 from distca_hf.integrations.stages import DividedModel, StepInputs, StepLoss, save_parts
 from support.data import random_dataset
@@ -112,6 +113,26 @@ def _refused(training: StagedTraining) -> dict[str, str]:
         StepLoss(part).begin(StepInputs.of(batches))
     words["another dtype"] = str(caught.value)
     training.optimizer.zero_grad()
+    return words | _refused_schedules(training, batches)
+
+
+def _refused_schedules(training: StagedTraining, batches: list[dict[str, Any]]) -> dict[str, str]:
+    """Words of the errors that the first stage gets before it has sent anything."""
+    words, schedule = {}, training.schedule
+    step = StepInputs.of(batches)
+    for name, attribute, wrong in (
+        ("scaled gradients", "scale_grads", True),
+        ("no loss", "_loss_fn", None),
+        ("more micro-batches", "_n_microbatches", MICRO_BATCHES // 2),
+    ):
+        right = getattr(schedule, attribute)
+        training.loss.begin(step)  # of all stages
+        setattr(schedule, attribute, wrong)
+        if training.plugin.members.grid.stage == 0:
+            with pytest.raises(RuntimeError) as caught:
+                schedule.step(*step.arguments(training.parts), **step.keywords)
+            words[name] = str(cause_of(caught.value))
+        setattr(schedule, attribute, right)
     return words
 
 
@@ -261,3 +282,6 @@ def test_stages_with_other_data_take_no_batch(runs: Runs) -> None:
     assert (
         f"has {CAPACITY_TOKENS + 1} tokens, all data ranks together hold {CAPACITY_TOKENS}" in last["a long document"]
     )
+    assert "part 0: Schedule1F1B was made with scale_grads=True" in first["scaled gradients"]
+    assert "part 0: Schedule1F1B was made without loss_fn" in first["no loss"]
+    assert "part 0: torch gave 2 micro-batches at once" in first["more micro-batches"]

@@ -19,6 +19,7 @@ from distca_hf.batches.known_batch import TELLING, copied_batch, known_batch, no
 from distca_hf.batches.packed import PackPlanner
 from distca_hf.batches.preview import RunReport
 from distca_hf.batches.reported_steps import ReportedSteps
+from distca_hf.comm.averaging import check_averaging
 from distca_hf.errors import PlanError
 from distca_hf.flops import StepCost
 from distca_hf.integrations.attention import LAYER_SETTINGS, LayerSettings
@@ -203,6 +204,7 @@ class ForwardWatch:
         self.context.check_shares(plan.transport, plan.micro_batch)
         self._check.check_placed(batch, plan)
         batch |= self._mixers.with_plan(batch, plan)
+        plan = plan.for_pass()
         self._begin(module, plan)
         trains = module.training and torch.is_grad_enabled()
         counted = self._counted.begin(batch, plan, trains, self._padded.row_tokens)
@@ -219,7 +221,7 @@ class ForwardWatch:
         regions = self._recomputed_layers.regions(self._checkpointed_modules(module), again)
         if torch.is_grad_enabled() and not self._checked_gradients:
             self._checked_gradients = True  # a model may be evaluated before it is wrapped
-            self.context.check_gradients(self.root)
+            check_averaging(self.root, self.context.members)
             check_divided_heads(self.root, self.context)
         facts = {
             **plan.config.shared_settings(),
@@ -237,7 +239,7 @@ class ForwardWatch:
         grid = self.context.members.grid
         of_model = partial(predictable, self.root, self.flops, self._recomputed(module), grid)
         trace = self.reported_steps.begin(plan, trains, of_model)
-        plan.begin_forward_pass(calls, facts, layers, self._check.calls_before, trace)
+        plan.begin_forward_pass(calls, facts, layers, self._check.calls_before, trace, self._check.shared_state(grid))
 
     def _no_cache(self, batch: Batch) -> dict[str, bool]:
         """Returns `use_cache=False`, unless the caller decided.
@@ -307,7 +309,7 @@ class ForwardWatch:
             self._check.check_calls(plan)
             self.attention_dtype = plan.attention_dtype
             trains = module.training and torch.is_grad_enabled()
-            plan.end_forward_pass(torch.is_grad_enabled(), trains)
+            plan.end_forward_pass(trains)
             if trains and not self.report.written:
                 self.report.begin(plan, self._step_cost(module))
         return self._counted.end(output)
