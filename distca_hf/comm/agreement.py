@@ -40,6 +40,7 @@ class Occasion(enum.IntEnum):
     COMPARE = 6  # compare weights
     UNABLE = 7  # give up, because it cannot do its part
     SCHEDULE = 8  # run an optimizer step of a pipeline
+    EVALUATE = 9  # go on with an evaluation
 
 
 # Ranks that take a step together. A rank that is unable shows it to those of the step that it should have taken.
@@ -51,6 +52,7 @@ SCOPE_OF = {
     Occasion.REPORT: Scope.GROUP,
     Occasion.COMPARE: Scope.STAGE,
     Occasion.SCHEDULE: Scope.GROUP,
+    Occasion.EVALUATE: Scope.GROUP,
 }
 
 # Text travels as integers of so many bytes: gathers carry integers of 64 bits, with a sign, alone.

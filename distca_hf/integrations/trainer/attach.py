@@ -325,6 +325,7 @@ def _add_callbacks(context: ParallelContext, attachment: Attachment, callback: D
     attachment.add_callback(callback, first=True)
     if context.config.save_on_signal:
         attachment.add_callback(LeaveOnSignal(context.transport), first=False)
+        vars(attachment.trainer).pop("_eval_dataloaders", None)  # their workers would not outlive a signal
 
 
 def _sorted_packs(trainer: Trainer, num_ranks: int) -> SortedPackSampler:
