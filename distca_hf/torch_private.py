@@ -4,7 +4,7 @@ Public ways are slower, or refuse more. A torch without one of these names gives
 """
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any, NamedTuple, Protocol
@@ -179,6 +179,21 @@ def num_groups() -> int:
     """Returns the number of process groups that this process is in; 0 where torch does not say."""
     world = getattr(dist.distributed_c10d, "_world", None)
     return len(getattr(world, "pg_names", ()))
+
+
+def groups_of(ranks: Sequence[int]) -> list[dist.ProcessGroup]:
+    """Returns the process groups of exactly these ranks of the job; none where torch does not say."""
+    world = getattr(dist.distributed_c10d, "_world", None)
+    groups = [*getattr(world, "pg_map", ())]
+    return [group for group in groups if sorted(dist.get_process_group_ranks(group)) == [*ranks]]
+
+
+def collectives_started(group: Any) -> int:
+    """Returns how many collectives of a process group this rank has started; 0 where torch does not say."""
+    try:
+        return int(group._get_sequence_number_for_group())
+    except (AttributeError, RuntimeError):  # a backend that does not count
+        return 0
 
 
 def wrapper_that_runs() -> nn.parallel.DistributedDataParallel | None:

@@ -114,7 +114,8 @@ class Agreement:
         header = [occasion, micro_batch, transport.traffic.leave_signal, digest, len(text)]
         values = [*header, *numbers.values()]
         scope = SCOPE_OF[occasion] if scope is None else scope
-        gather = transport.gather(values + [0] * (WIDTH - len(values)), f"micro-batch {micro_batch}", scope)
+        where = f"micro-batch {micro_batch}, agreement to {occasion.name.lower()}"
+        gather = transport.gather(values + [0] * (WIDTH - len(values)), where, scope)
         return cls(occasion, micro_batch, scope, facts, numbers, transport, gather, text)
 
     @classmethod

@@ -182,9 +182,7 @@ class DistCACallback(TrainerCallback):
         if self._leave is not None:
             self._leave.on_prediction_step(args, state, control)
 
-    def on_save(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
-    ) -> None:
+    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
         if self._leave is not None:
             self._leave.on_save(args, state, control)
 

@@ -183,9 +183,7 @@ class LeaveOnSignal(TrainerCallback):
         trainer._save_checkpoint(trainer.model_wrapped, trial=None)
         trainer.callback_handler.on_save(trainer.args, trainer.state, trainer.control)
 
-    def on_save(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
-    ) -> None:
+    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
         """Notes the step that was saved."""
         self._saved_step = state.global_step
 
