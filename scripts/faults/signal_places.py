@@ -18,8 +18,8 @@ from tempfile import TemporaryDirectory
 
 sys.path[:0] = [str(Path(__file__).parents[2]), str(Path(__file__).parents[2] / "tests")]
 
-from support.ranks import run_ranks, start_ranks
-from support.signalled import PLACES, RANKS, checkpoints, losses, train_into_signal
+from support.ranks import run_ranks, start_ranks  # noqa: E402
+from support.signalled import PLACES, RANKS, checkpoints, losses, train_into_signal  # noqa: E402
 
 
 SIGNALS = {"SIGTERM": signal.SIGTERM, "SIGINT": signal.SIGINT}
@@ -36,7 +36,9 @@ def main() -> None:
         cases = [*product(options.places, options.batches, options.signals, options.workers)]
         cases = [case for case in cases if case[:2] != ("placed evaluation", "packs")]
         wrong = sum(not _runs_well(*case, Path(folder)) for case in cases)
-    sys.stdout.write(f"{len(cases) - wrong} of {len(cases)} trainings left a checkpoint and went on as if undisturbed\n")
+    sys.stdout.write(
+        f"{len(cases) - wrong} of {len(cases)} trainings left a checkpoint and went on as if undisturbed\n"
+    )
     sys.exit(int(wrong > 0))
 
 
@@ -52,7 +54,9 @@ def _runs_well(place: str, batches: str, name: str, workers: int, scratch: Path)
         expected = _undisturbed(batches, scratch)
         resumed = run_ranks(RANKS, losses, folder / "resumed", place, batches, workers, folder, True)[0]
         problem = "" if resumed == expected else f"losses {resumed} for {expected}"
-    sys.stdout.write(f"{place}, {batches}, {name}, {workers} workers: saved {saved}{problem and f'; WRONG: {problem}'}\n")
+    sys.stdout.write(
+        f"{place}, {batches}, {name}, {workers} workers: saved {saved}{problem and f'; WRONG: {problem}'}\n"
+    )
     sys.stdout.flush()
     if problem:
         sys.stdout.write(outcomes[0].output[-2000:])

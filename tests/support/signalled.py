@@ -1,4 +1,4 @@
-"""Trainings that get a signal at a named place, as a launcher sends it: to the rank and to the workers of its loaders."""
+"""Trainings that get a signal at a named place, as launchers send it: to the rank and to workers of its loaders."""
 
 import multiprocessing
 import os
@@ -17,6 +17,8 @@ from support.training import quiet_arguments
 
 
 RANKS, STEPS, AT_STEP = 2, 6, 3
+# Steps of a training that goes on, and of one that gets no signal.
+LAST_STEP = 8
 # Optimizer steps have two micro-batches, and an epoch four steps.
 ACCUMULATION, ROWS, TOKENS = 2, 32, 17
 
@@ -113,7 +115,7 @@ PLACES: dict[str, tuple[dict[str, Any], Callable[[Trainer, Fire], None]]] = {
 }
 
 
-def make_trainer(place: str, batches: str, workers: int, folder: Path, **changes: Any) -> Trainer:
+def make_trainer(place: str, batches: str, workers: int, folder: Path, steps: int = STEPS) -> Trainer:
     """A Trainer of one rank, attached. Its loaders may start workers by forking, as in a script."""
     multiprocessing.set_start_method("fork", force=True)
     multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
@@ -124,12 +126,12 @@ def make_trainer(place: str, batches: str, workers: int, folder: Path, **changes
             per_device_train_batch_size=2,
             per_device_eval_batch_size=1,
             gradient_accumulation_steps=ACCUMULATION,
-            max_steps=STEPS,
+            max_steps=steps,
             use_cpu=True,
             seed=3,
             dataloader_num_workers=workers,
             dataloader_persistent_workers=workers > 0,
-            **(arguments | changes),
+            **arguments,
         )
     )
     dataset = random_dataset(ROWS, lengths=(TOKENS,))
@@ -143,9 +145,9 @@ def make_trainer(place: str, batches: str, workers: int, folder: Path, **changes
     return trainer
 
 
-def losses(place: str, batches: str, workers: int, folder: Path, resume: bool, **changes: Any) -> dict[int, float]:
+def losses(place: str, batches: str, workers: int, folder: Path, resume: bool) -> dict[int, float]:
     """Trains without a signal; returns the loss of every step."""
-    trainer = make_trainer(place, batches, workers, folder, **changes)
+    trainer = make_trainer(place, batches, workers, folder, LAST_STEP)
     trainer.train(resume_from_checkpoint=resume)
     return {log["step"]: log["loss"] for log in trainer.state.log_history if "loss" in log}
 
