@@ -36,8 +36,11 @@ LOOK_SECONDS, SHOW_SECONDS, READ_SECONDS = 1.0, 3.0, 6.0
 SHORTEST_PAUSE_SECONDS, PAUSE_FRACTION = 3.0, 0.5
 # Moments that are kept, two for each of the latest gathers: ranks are apart by those that nobody waits for yet.
 MOMENTS = 8
-# Parts of paths of torch's files; of those in which a thread waits for other ranks, in backward passes and elsewhere.
-OF_TORCH, OF_AUTOGRAD, OF_COLLECTIVES = "/torch/", "/torch/autograd/", ("/torch/distributed/", "/torch/nn/parallel/")
+# Parts of paths of torch's files; of those whose functions wait for other ranks; and of some that also write files.
+OF_TORCH, OF_CHECKPOINTS = "/torch/", "/torch/distributed/checkpoint/"
+OF_COLLECTIVES = ("/torch/distributed/", "/torch/nn/parallel/distributed.py", "/torch/autograd/graph.py")
+# Part of a processor that a thread uses at most while it waits.
+WAITING_LOAD = 0.1
 # Characters of a place.
 LONGEST_PLACE = 300
 
@@ -62,8 +65,8 @@ class Place:
     Attributes:
         words: names it.
         moments: counts of calls around the latest gathers, and of now.
-        waits: where it may wait in a collective of other code, "backward" or "elsewhere"; empty if it runs something
-            else, or waits for a call of the transport.
+        waits: function of torch in which it waits for a collective of other code, as far as can be seen; empty if it
+            runs something, or waits for a call of the transport.
         on_gpu: whether such collectives are waited for on the GPU, so that the host goes on.
         look: number of the look at which this was found out: one that grows shows that the process runs.
     """
@@ -98,7 +101,7 @@ def cannot_meet(one: Place, other: Place) -> bool:
         if collectives * gathers < 0 or collectives * exchanges < 0:
             if one.may_wait_since(here) if collectives > 0 else other.may_wait_since(there):
                 return True
-    # Both wait, and not for the same collective.
+    # As many calls, and each waits for another one.
     return one.now == other.now and "" not in (one.waits, other.waits) and one.waits != other.waits
 
 
@@ -142,6 +145,8 @@ class Whereabouts:
         self._stalled_seconds, self._looked, self._read_at = 0.0, time.monotonic(), READ_SECONDS
         self._suspects: dict[int, Calls] = {}
         self._main = threading.main_thread().ident
+        assert self._main is not None
+        self._clock, self._used, self._load = time.pthread_getcpuclockid(self._main), 0.0, 0.0
         self._thread = Repeated("distca-whereabouts", LOOK_SECONDS, self.look)
 
     def begin(self, then: Callable[[], None]) -> None:
@@ -160,8 +165,9 @@ class Whereabouts:
 
     def look(self) -> bool:
         """Looks once, and returns whether to go on: as long as the store is there."""
-        now = time.monotonic()
+        now, used = time.monotonic(), time.clock_gettime(self._clock)
         passed, self._looked = now - self._looked, now
+        self._load, self._used = (used - self._used) / max(passed, 1e-3), used
         here = Calls(self._gathers, *self._count())
         self._looks += 1
         if here != self._last:
@@ -198,9 +204,11 @@ class Whereabouts:
 
     def _here(self, here: Calls) -> Place:
         waits_for, place, (code, waits) = self.waits_for, self._place(), _code_of(self._main)
+        if waits_for or self._load > WAITING_LOAD:
+            waits = ""
         words = waits_for or (f"{code}, after {place}" if place else code)
         moments = [[*each] for each in [*self._moments, here]]
-        return Place(words[:LONGEST_PLACE], moments, "" if waits_for else waits, self._on_gpu, self._looks)
+        return Place(words[:LONGEST_PLACE], moments, waits, self._on_gpu, self._looks)
 
     def _compare(self, mine: Place, shown: Mapping[int, Place]) -> None:
         """Compares places; where the same ranks cannot meet in two readings, they wait in vain."""
@@ -216,14 +224,12 @@ class Whereabouts:
 
 
 def _code_of(thread: int | None) -> tuple[str, str]:
-    """Returns the innermost line of a thread outside of torch, and where torch may wait for other ranks in it."""
+    """Returns the innermost line of a thread outside of torch, and the function in which it may wait for other ranks
+    if it uses no processor: one that starts collectives, or a backward pass."""
     frame: FrameType | None = sys._current_frames().get(thread or 0)
-    waits = ""
+    file, function = ("", "") if frame is None else (frame.f_code.co_filename, frame.f_code.co_name)
+    may_wait = any(part in file for part in OF_COLLECTIVES) and OF_CHECKPOINTS not in file
     while frame is not None and OF_TORCH in frame.f_code.co_filename:
-        if OF_AUTOGRAD in frame.f_code.co_filename:
-            waits = "backward"
-        elif any(part in frame.f_code.co_filename for part in OF_COLLECTIVES):
-            waits = waits or "elsewhere"
         frame = frame.f_back
     code = "other code" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno} ({frame.f_code.co_name})"
-    return code, waits
+    return code, function if may_wait else ""

@@ -27,7 +27,7 @@ from support.data import random_dataset
 from support.models import tiny_model
 from support.ranks import run_ranks, start_ranks
 from support.resuming import resumes_on_cpu_ranks
-from support.signalled import PLACES, checkpoints, losses, train_into_signal
+from support.signalled import PLACES, checkpoints, losses, send_from_outside, train_into_signal
 from support.training import quiet_arguments
 
 
@@ -334,7 +334,7 @@ def _train_beside_older_workers(folder: Path, number: signal.Signals) -> None:
     trainer = make_trainer("placed", folder, 6)
 
     def end_worker() -> None:
-        os.kill(worker.pid, number)
+        send_from_outside(number, worker.pid)
         while psutil.Process(worker.pid).status() != psutil.STATUS_ZOMBIE:
             time.sleep(0.01)
 

@@ -45,9 +45,11 @@ class Apart:
 
     def words(self) -> tuple[str, ...]:
         """Words of which survivors must say one."""
+        # Packs are planned in a forward pass, and placed batches are taken before it.
+        begun = AT_STEP - ((self.where, self.batches) == ("between steps", "packs"))
         of_rank = {
             "raises": (f"rank {self.rank} left: ValueError: this batch is bad",),
-            "exits": (f"rank {self.rank} left in micro-batch {AT_STEP} with exit status 0",),
+            "exits": (f"rank {self.rank} left in micro-batch {begun} with exit status 0",),
             "is killed": (f"rank {self.rank} does not answer",),
             "is stopped": (f"rank {self.rank} does not answer",),
         }

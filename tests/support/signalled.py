@@ -3,6 +3,7 @@
 import multiprocessing
 import os
 import signal
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -165,8 +166,7 @@ def train_into_signal(
             sent.append(number)
             children = [child.pid for child in multiprocessing.active_children()]
             (folder / f"sent-{os.environ['RANK']}").write_text(str(len(children)))
-            for process in (os.getpid(), *filter(None, children)):
-                os.kill(process, number)
+            send_from_outside(number, *filter(None, children), os.getpid())
 
     PLACES[place][1](trainer, fire)
     try:
@@ -175,6 +175,11 @@ def train_into_signal(
         for child in multiprocessing.active_children():
             child.kill()
         os._exit(int(str(leaving.code)))
+
+
+def send_from_outside(number: signal.Signals, *processes: int | None) -> None:
+    """Sends a signal as another process: workers take one of their parent for an order to end."""
+    subprocess.run(["kill", f"-{number}", *map(str, processes)], check=True)
 
 
 def checkpoints(folder: Path) -> list[int]:
