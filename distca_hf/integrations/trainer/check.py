@@ -292,7 +292,7 @@ class EvaluationCheck:
         for name, dataset in _evaluation_datasets(self._trainer):
             self._check(dataset, name)
 
-    def loader(self, make: Callable[..., object], dataset: Any = None, *args: object, **kwargs: object) -> object:
+    def loader(self, make: Callable[..., object], dataset: object = None, *args: object, **kwargs: object) -> object:
         """Makes the loader of an evaluation dataset: a given one, or Trainer's own (by name, if there are several).
 
         Raises:
