@@ -1,6 +1,7 @@
-"""Lets one rank of a training on CPUs do something else than the others, in every way, and measures until they end.
+"""Lets one rank of a training do something else than the others, in every way, and measures until they end.
 
     python scripts/faults/ranks_apart.py --ranks 2 3 4
+    python scripts/faults/ranks_apart.py --ranks 2 --backend nccl
     python scripts/faults/ranks_apart.py --kinds skips --where forward --batches packs
 
 One rank skips a batch, has one more, raises, exits with status 0, is killed or is stopped; in forward, in backward or
@@ -33,11 +34,12 @@ def main() -> None:
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS)
     parser.add_argument("--where", nargs="+", choices=WHERE, default=WHERE)
     parser.add_argument("--batches", nargs="+", choices=BATCHES, default=BATCHES)
+    parser.add_argument("--backend", choices=["gloo", "nccl"], default="gloo", help="on CPUs, or on one GPU per rank")
     options = parser.parse_args()
     cases = [*product(options.kinds, options.where, options.batches, options.ranks)]
     with TemporaryDirectory() as folder:
         seconds = [
-            _run(Apart(kind, where, batches, ranks - 1), ranks, Path(folder, str(number)))
+            _run(Apart(kind, where, batches, ranks - 1), ranks, Path(folder, str(number)), options.backend)
             for number, (kind, where, batches, ranks) in enumerate(cases)
         ]
     well = [one for one in seconds if one is not None]
@@ -47,12 +49,13 @@ def main() -> None:
     sys.exit(int(len(well) < len(cases)))
 
 
-def _run(apart: Apart, ranks: int, folder: Path) -> float | None:
+def _run(apart: Apart, ranks: int, folder: Path, backend: str) -> float | None:
     """Runs a training, and returns the seconds until all other ranks had ended; None if they did not as they must."""
     stops = apart.kind == "is stopped"
     timeouts = {"exchange_seconds": STOPPED_SECONDS, "agreement_seconds": STOPPED_SECONDS} if stops else {}
     endless = frozenset([apart.rank] if stops else [])
-    outcomes = start_ranks(ranks, train, folder, apart, folder, False, timeouts, endless=endless)
+    arguments = (apart, folder, False, timeouts)
+    outcomes = start_ranks(ranks, train, folder, *arguments, endless=endless, backend=backend)
     passed = time.time() - (folder / "apart").stat().st_mtime
     others = [outcome for outcome in outcomes if outcome.rank != apart.rank]
     named = [any(words in outcome.output for words in apart.words()) for outcome in others]

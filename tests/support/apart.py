@@ -73,13 +73,14 @@ def train(apart: Apart, folder: Path, hurried: bool, timeouts: dict[str, float])
     if hurried:
         hurry()
     rank = dist.get_rank()
+    device = torch.device("cuda", rank) if dist.get_backend() == "nccl" else torch.device("cpu")
     plugin = distca_hf.DistCAPlugin(tokens_per_rank=96, timeouts=distca_hf.Timeouts(**timeouts))
-    plugin.transport(torch.device("cpu"))
-    model = tiny_model(num_hidden_layers=2).train()
+    plugin.transport(device)
+    model = tiny_model(num_hidden_layers=2).train().to(device, torch.bfloat16 if device.type == "cuda" else None)
     distca_hf.enable(model, plugin)
     wrapped = nn.parallel.DistributedDataParallel(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    batches: Iterator[dict[str, Any]] = _packs(rank)
+    batches: Iterator[dict[str, Any]] = _packs(rank, device)
     if apart.batches == "placed":
         batches = iter(plugin.dataloader(random_dataset(lengths=LENGTHS), seed=0))
     armed: list[bool] = []
@@ -137,10 +138,10 @@ def _ends(kind: str) -> None:
         os.kill(os.getpid(), signal.SIGKILL if kind == "is killed" else signal.SIGSTOP)
 
 
-def _packs(rank: int) -> Iterator[dict[str, Any]]:
+def _packs(rank: int, device: torch.device) -> Iterator[dict[str, Any]]:
     """A long document on rank 0, short ones elsewhere."""
     documents = random_documents(2, seed=rank, lengths=LENGTHS[:1] if rank == 0 else LENGTHS[1:])
     ids = torch.tensor([token for document in documents for token in document])[None]
     positions = torch.cat([torch.arange(len(document)) for document in documents])[None]
     while True:
-        yield {"input_ids": ids, "labels": ids.clone(), "position_ids": positions}
+        yield {"input_ids": ids.to(device), "labels": ids.to(device), "position_ids": positions.to(device)}
