@@ -14,7 +14,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 from torch.utils.data import DataLoader, dataloader
 from torch.utils.data._utils import signal_handling
@@ -335,8 +334,7 @@ def _train_beside_older_workers(folder: Path, number: signal.Signals) -> None:
 
     def end_worker() -> None:
         send_from_outside(number, worker.pid)
-        while psutil.Process(worker.pid).status() != psutil.STATUS_ZOMBIE:
-            time.sleep(0.01)
+        os.waitid(os.P_PID, worker.pid, os.WEXITED | os.WNOWAIT)
 
     trainer.callback_handler.callbacks.insert(0, AtStep(2, end_worker))
     train_as_a_script(trainer)
