@@ -37,6 +37,7 @@ class OutliveSignals:
     def __call__(self, worker: int) -> None:
         for number in SIGNALS:
             signal.signal(number, _do_nothing)  # not SIG_IGN, which programs that a worker starts would inherit
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
         if self._then is not None:
             self._then(worker)
 
@@ -55,7 +56,12 @@ def _protecting(iterate: Callable[[Any], Any]) -> Callable[[Any], Any]:
         if not isinstance(loader.worker_init_fn, OutliveSignals):
             loader.worker_init_fn = OutliveSignals(loader.worker_init_fn)
         before = set(multiprocessing.active_children())
-        iterator = iterate(loader)
+        # Workers inherit what is blocked, so that no signal meets one that is not initialised yet.
+        blocked = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+        try:
+            iterator = iterate(loader)
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
         for worker in set(multiprocessing.active_children()) - before:
             worker.terminate = worker.kill  # type: ignore[method-assign]
         return iterator

@@ -37,7 +37,14 @@ from distca_hf.errors import (
     first_line,
 )
 from distca_hf.telemetry import get_logger, leave_for_launcher
-from distca_hf.torch_private import AllToAllFunction, RowGroup, all_to_all_of, collectives_started, groups_of
+from distca_hf.torch_private import (
+    AllToAllFunction,
+    RowGroup,
+    all_to_all_of,
+    collectives_started,
+    groups_of,
+    num_groups,
+)
 
 
 log = get_logger(__name__)
@@ -96,6 +103,7 @@ class TorchTransport:
         self._under_way: set[dist.Work] = set()
         self._job_group = dist.group.WORLD  # held, not used: see above
         self._gathered = ("", 0)
+        self._num_groups, self._other_groups = -1, list[dist.ProcessGroup]()
         self._on_gpu = device.type == "cuda"
         self._seconds_in_vain = 0
         atexit.register(self.at_exit)
@@ -133,9 +141,11 @@ class TorchTransport:
     def started(self) -> tuple[int, int]:
         """Returns the exchanges of this transport, and the collectives of other code among its ranks, that this rank
         has started."""
-        ours = self._groups
-        others = [group for group in groups_of(self.members(Scope.STAGE)) if group not in ours]
-        return collectives_started(ours[0]) if ours else 0, sum(map(collectives_started, others))
+        ours, known = self._groups, num_groups()
+        if known != self._num_groups:  # looked up again when there are others
+            of_ranks = groups_of(self.members(Scope.STAGE))
+            self._num_groups, self._other_groups = known, [group for group in of_ranks if group not in ours]
+        return collectives_started(ours[0]) if ours else 0, sum(map(collectives_started, self._other_groups))
 
     def place(self) -> str:
         """Returns words for the last collective call of this rank; empty if there was none."""

@@ -6,6 +6,7 @@ import signal
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +73,8 @@ def train(apart: Apart, folder: Path, hurried: bool, timeouts: dict[str, float])
     """
     if hurried:
         hurry()
+    if apart.kind == "is stopped":  # DDP waits over this group
+        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=STOPPED_SECONDS), dist.group.WORLD)
     rank = dist.get_rank()
     device = torch.device("cuda", rank) if dist.get_backend() == "nccl" else torch.device("cpu")
     plugin = distca_hf.DistCAPlugin(tokens_per_rank=96, timeouts=distca_hf.Timeouts(**timeouts))
