@@ -28,6 +28,7 @@ from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 from distca_hf.comm.agreement import by_value
 from distca_hf.comm.heartbeats import Repeated
+from distca_hf.errors import printable
 
 
 # Seconds between two looks; without progress until a rank shows its place, and until it first reads those of others.
@@ -195,8 +196,8 @@ class Whereabouts:
         """
         keys = [key for key in self._keys.values() if self._store.check([key])]
         values = dict(zip(keys, self._store.multi_get(keys), strict=True)) if keys else {}
-        found = {rank: values[key] for rank, key in self._keys.items() if values.get(key)}
-        return {rank: Place(**json.loads(value)) for rank, value in found.items()}
+        places = {rank: _place_of(values[key]) for rank, key in self._keys.items() if values.get(key)}
+        return {rank: place for rank, place in places.items() if place is not None}
 
     def in_words(self) -> dict[int, tuple[str, int]]:
         """Returns words for each place in `shown`, and the number of the look that found it."""
@@ -221,6 +222,17 @@ class Whereabouts:
             words = by_value([places[rank].words for rank in ranks], [labels[rank] for rank in ranks])
             self.in_vain = f"ranks wait for each other at different places: {words}"
         self._suspects = apart
+
+
+def _place_of(value: bytes) -> Place | None:
+    """Reads a place; None if it is not one, because somebody else has written it."""
+    try:
+        read = json.loads(value)
+        moments = [[*map(int, each)] for each in map(Calls._make, read["moments"])]
+        words, waits = (printable(str(read[name]))[:LONGEST_PLACE] for name in ("words", "waits"))
+        return Place(words, moments, waits, bool(read["on_gpu"]), int(read["look"])) if moments else None
+    except (ValueError, TypeError, KeyError):
+        return None
 
 
 def _code_of(thread: int | None) -> tuple[str, str]:
