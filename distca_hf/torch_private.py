@@ -5,7 +5,7 @@ Public ways are slower, or refuse more. A torch without one of these names gives
 
 import inspect
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any, NamedTuple, Protocol
@@ -234,6 +234,21 @@ def ignored_by_ddp(model: nn.Module) -> set[str]:
         for of_module, module in model.named_modules()
         for name in getattr(module, "_ddp_params_and_buffers_to_ignore", ())
     }
+
+
+def groups_of(ranks: Sequence[int]) -> list[dist.ProcessGroup]:
+    """Returns the process groups of exactly these ranks of the job; none where torch does not say."""
+    world = getattr(dist.distributed_c10d, "_world", None)
+    groups = [*getattr(world, "pg_map", ())]
+    return [group for group in groups if sorted(dist.get_process_group_ranks(group)) == [*ranks]]
+
+
+def collectives_started(group: Any) -> int:
+    """Returns how many collectives of a process group this rank has started; 0 where torch does not say."""
+    try:
+        return int(group._get_sequence_number_for_group())
+    except (AttributeError, RuntimeError):  # a backend that does not count
+        return 0
 
 
 class ShardedWeight(NamedTuple):

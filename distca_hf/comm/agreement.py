@@ -40,6 +40,7 @@ class Occasion(enum.IntEnum):
     COMPARE = 6  # compare weights
     UNABLE = 7  # give up, because it cannot do its part
     SCHEDULE = 8  # run an optimizer step of a pipeline
+    EVALUATE = 9  # go on with an evaluation
 
 
 # Ranks that take a step together. A rank that is unable shows it to those of the step that it should have taken.
@@ -51,6 +52,7 @@ SCOPE_OF = {
     Occasion.REPORT: Scope.GROUP,
     Occasion.COMPARE: Scope.STAGE,
     Occasion.SCHEDULE: Scope.GROUP,
+    Occasion.EVALUATE: Scope.GROUP,
 }
 
 # Text travels as integers of so many bytes: gathers carry integers of 64 bits, with a sign, alone.
@@ -124,7 +126,8 @@ class Agreement:
         header = [occasion, micro_batch, transport.traffic.leave_signal, digest, len(text)]
         values = [*header, *numbers.values()]
         scope = SCOPE_OF[occasion] if scope is None else scope
-        gather = transport.gather(values + [0] * (WIDTH - len(values)), f"micro-batch {micro_batch}", scope)
+        where = f"micro-batch {micro_batch}, agreement to {occasion.name.lower()}"
+        gather = transport.gather(values + [0] * (WIDTH - len(values)), where, scope)
         return cls(occasion, micro_batch, scope, facts, numbers, transport, gather, text)
 
     @classmethod

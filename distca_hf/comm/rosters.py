@@ -135,7 +135,9 @@ class RosterTransport(TorchTransport):
         """Returns all ranks of the roster: attention servers exchange rows, too."""
         return self._ranks
 
-    def wait_for(self, work: dist.Work, where: str, began: float, scope: Scope = Scope.ROWS) -> None:
+    def wait_for(
+        self, work: dist.Work, where: str, began: float, scope: Scope = Scope.ROWS, of_rows: bool = True
+    ) -> None:
         """Waits for an operation.
 
         Raises:
@@ -148,7 +150,7 @@ class RosterTransport(TorchTransport):
                 raise ServerLostError(f"rank {self.rank}, {where}: {words}")
             time.sleep(pause)
             pause = min(LONGEST_LOOK_SECONDS, 2 * pause)
-        super().wait_for(work, where, began, scope)
+        super().wait_for(work, where, began, scope, of_rows)
 
     def failure(
         self, error: RuntimeError, where: str, began: float | None = None, scope: Scope = Scope.ROWS

@@ -15,6 +15,7 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from datetime import timedelta
 from typing import Protocol
 
 import torch
@@ -106,6 +107,23 @@ class Traffic:
             work.wait()
         finally:
             self.waited_seconds += time.perf_counter() - began
+
+    def has_ended(self, work: dist.Work, within: timedelta) -> bool:
+        """Waits for other ranks for a while, and returns whether an operation of gloo has ended.
+
+        Raises:
+            RuntimeError: it has failed.
+        """
+        began = time.perf_counter()
+        try:
+            work.wait(within)
+        except RuntimeError:
+            if not work.is_completed():
+                return False
+            work.wait()  # it ended meanwhile, or has failed
+        finally:
+            self.waited_seconds += time.perf_counter() - began
+        return True
 
 
 class Exchange(Protocol):

@@ -27,8 +27,8 @@ from distca_hf.integrations.models.structure import transformers_model
 from distca_hf.integrations.trainer.attachment import Attachment, restorer
 from distca_hf.integrations.trainer.callback import DistCACallback, print_in_short
 from distca_hf.integrations.trainer.check import (
+    EvaluationCheck,
     arguments_without_effect,
-    check_evaluation,
     check_placed_evaluation,
     other_trainer_of_trl,
     packed_by,
@@ -138,7 +138,7 @@ def _keep_batches(
     if context.config.sort_packs:
         num_ranks = len(context.members.row_ranks)
         attachment.replace(trainer, "_get_train_sampler", lambda dataset=None: _sorted_packs(trainer, num_ranks))
-    check_evaluation(trainer)
+    _check_evaluation(trainer, attachment)
     _enable(attachment, context, whole_documents=whole_documents)
     callback = DistCACallback(context)
     callback.watch(trainer.model)
@@ -178,7 +178,7 @@ def _place(trainer: Trainer, context: ParallelContext, attachment: Attachment) -
         attachment.replace(trainer, "get_eval_dataloader", evaluation)
         attachment.replace(trainer, "get_test_dataloader", evaluation)
     else:
-        check_evaluation(trainer)
+        _check_evaluation(trainer, attachment)
 
     def training() -> PlacedLoader:
         attachment.check_unchanged()
@@ -192,6 +192,17 @@ def _place(trainer: Trainer, context: ParallelContext, attachment: Attachment) -
     callback.watch(trainer.model)
     _add_callbacks(context, attachment, callback)
     Resuming(loader).install(attachment)
+
+
+def _check_evaluation(trainer: Trainer, attachment: Attachment) -> None:
+    """Checks the evaluation datasets of a Trainer that evaluates with its own batches, now and when others are given.
+
+    Raises:
+        ConfigError: one of them cannot be evaluated.
+    """
+    check = EvaluationCheck(trainer)
+    check.check_all()
+    attachment.replace(trainer, "get_eval_dataloader", partial(check.loader, trainer.get_eval_dataloader))
 
 
 def _check_model(trainer: Trainer) -> None:
@@ -337,6 +348,7 @@ def _add_callbacks(context: ParallelContext, attachment: Attachment, callback: D
     attachment.add_callback(callback, first=True)
     if context.config.save_on_signal:
         attachment.add_callback(LeaveOnSignal(context.transport), first=False)
+        vars(attachment.trainer).pop("_eval_dataloaders", None)  # their workers would not outlive a signal
 
 
 def _sorted_packs(trainer: Trainer, num_ranks: int) -> SortedPackSampler:

@@ -276,21 +276,39 @@ def check_placed_evaluation(trainer: Trainer, open_loader: Callable[[datasets.Da
         open_loader(dataset)
 
 
-def check_evaluation(trainer: Trainer) -> None:
-    """Collates a short and a long row of all evaluation datasets of a Trainer.
+class EvaluationCheck:
+    """Checks evaluation datasets of a Trainer that evaluates with its own batches, each of them once."""
 
-    Raises:
-        ConfigError: evaluation is due in training and would fail; says why. Where it is not due, that is a warning.
-    """
-    for name, dataset in _evaluation_datasets(trainer):
-        known = isinstance(dataset, datasets.Dataset) and len(dataset) > 0
-        reason = _reason_against(trainer, dataset) if known else None
-        if reason is None:
-            continue
-        message = f"the evaluation dataset{name} cannot be evaluated: {reason}"
-        if trainer.args.eval_strategy != "no":
-            raise ConfigError(message)
-        log.warning("%s", message)
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer = trainer
+        self._checked: list[object] = []
+
+    def check_all(self) -> None:
+        """Collates a short and a long row of all evaluation datasets.
+
+        Raises:
+            ConfigError: one of them cannot be evaluated; says why.
+        """
+        for name, dataset in _evaluation_datasets(self._trainer):
+            self._check(dataset, name)
+
+    def loader(self, make: Callable[..., object], dataset: object = None, *args: object, **kwargs: object) -> object:
+        """Makes the loader of an evaluation dataset: a given one, or Trainer's own (by name, if there are several).
+
+        Raises:
+            ConfigError: it cannot be evaluated; says why.
+        """
+        given = self._trainer.eval_dataset if dataset is None else dataset
+        self._check(self._trainer.eval_dataset[given] if isinstance(given, str) else given)
+        return make(dataset, *args, **kwargs)
+
+    def _check(self, dataset: object, name: str = "") -> None:
+        if not isinstance(dataset, datasets.Dataset) or any(dataset is one for one in self._checked):
+            return
+        reason = _reason_against(self._trainer, dataset) if len(dataset) else "it has no rows"
+        if reason is not None:
+            raise ConfigError(f"the evaluation dataset{name} cannot be evaluated: {reason}")
+        self._checked.append(dataset)
 
 
 def _evaluation_datasets(trainer: Trainer) -> list[tuple[str, datasets.Dataset]]:

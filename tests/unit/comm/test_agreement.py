@@ -177,7 +177,7 @@ def test_roll_call_shows_what_strangers_left_as_text() -> None:
     for key, value in (("left/1", b"\x1b[31m\xff"), ("here/2", "soon")):
         store.set(f"distca_hf/rollcall/{key}", value)
 
-    assert RollCall(store, 0, range(3)).missing() == {1: "left: \ufffd[31m\ufffd"}
+    assert RollCall(store, 0, range(3)).missing() == {1: "\ufffd[31m\ufffd"}
 
 
 def test_roll_call_names_the_rank_that_came_much_later_than_the_others() -> None:
