@@ -1,15 +1,15 @@
 """Models with sliding windows shorter than their documents, which are cut between ranks: a step on ranks has the loss
 and gradients of every document alone."""
 
+from dataclasses import fields
 from types import ModuleType
 
 import pytest
-import torch
-from transformers import AutoModelForCausalLM
 
+from distca_hf.analysis.check.tiny_config import WINDOWS
 from distca_hf.analysis.check.trial import DOCUMENT_TOKENS
-from distca_hf.integrations.models.layer_masks import layer_masks_of
-from support.sweeping import assert_works, config_class_of
+from distca_hf.integrations.models.check import refusals
+from support.sweeping import assert_works
 
 
 # Model types of `...ForCausalLM`, each with the largest relative difference: Gemma 4 has scores without a scale, which
@@ -39,10 +39,21 @@ def test_step_on_ranks_is_that_of_every_document_alone(model_type: str, sweep: M
     assert_works(sweep, sweep.TEXT, model_type, MODEL_TYPES[model_type])
 
 
-@pytest.mark.parametrize("model_type", MODEL_TYPES)
-def test_windows_are_shorter_than_documents(model_type: str, sweep: ModuleType) -> None:
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(sweep.tiny_config(config_class_of(sweep.TEXT, model_type)))
+def test_windows_are_planned_as_the_first_pass_has_them(sweep: ModuleType) -> None:
+    """Of all classes for text that have windows."""
+    sweep.be_quiet()
+    planned: dict[str, list[int | None]] = {}
+    for config_class in sweep.TEXT.config_classes():
+        has_windows = not WINDOWS.isdisjoint(field.name for field in fields(config_class))
+        if not has_windows and config_class.model_type not in MODEL_TYPES:
+            continue
+        model = sweep.build(config_class, "distca")
+        if refusals(model, LONGEST_TOKENS):
+            continue
+        windows = sweep.windows(model)
+        assert [one for one in windows.items() if one[1][0] != one[1][1]] == [], config_class.model_type
+        planned[config_class.model_type] = [tokens for tokens, _ in windows.values()]
 
-    assert WINDOW_TOKENS in {mask.window_tokens for mask, _ in layer_masks_of(model)}
-    assert max(DOCUMENT_TOKENS) == LONGEST_TOKENS
+    assert all(WINDOW_TOKENS in planned[model_type] for model_type in MODEL_TYPES)
+    assert planned["exaone4"] == planned["exaone_moe"] == [WINDOW_TOKENS, None]
+    assert max(DOCUMENT_TOKENS) == LONGEST_TOKENS, "windows are shorter than documents"
