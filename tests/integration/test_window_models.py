@@ -9,7 +9,8 @@ import pytest
 from distca_hf.analysis.check.tiny_config import WINDOWS
 from distca_hf.analysis.check.trial import DOCUMENT_TOKENS
 from distca_hf.integrations.models.check import refusals
-from support.sweeping import assert_works
+from distca_hf.integrations.models.structure import attention_layers
+from support.sweeping import assert_works, config_class_of
 
 
 # Model types of `...ForCausalLM`, each with the largest relative difference: Gemma 4 has scores without a scale, which
@@ -40,20 +41,30 @@ def test_step_on_ranks_is_that_of_every_document_alone(model_type: str, sweep: M
 
 
 def test_windows_are_planned_as_the_first_pass_has_them(sweep: ModuleType) -> None:
-    """Of all classes for text that have windows."""
+    """Of all other classes for text that have windows; for those above the sweep compares them as well."""
     sweep.be_quiet()
     planned: dict[str, list[int | None]] = {}
     for config_class in sweep.TEXT.config_classes():
-        has_windows = not WINDOWS.isdisjoint(field.name for field in fields(config_class))
-        if not has_windows and config_class.model_type not in MODEL_TYPES:
+        name = config_class.model_type
+        if name in MODEL_TYPES or WINDOWS.isdisjoint(field.name for field in fields(config_class)):
             continue
         model = sweep.build(config_class, "distca")
-        if refusals(model, LONGEST_TOKENS):
+        if not model._supports_flash_attn or refusals(model, LONGEST_TOKENS):  # the first is quick
             continue
         windows = sweep.windows(model)
-        assert [one for one in windows.items() if one[1][0] != one[1][1]] == [], config_class.model_type
-        planned[config_class.model_type] = [tokens for tokens, _ in windows.values()]
+        assert [one for one in windows.items() if one[1][0] != one[1][1]] == [], name
+        planned[name] = [tokens for tokens, _ in windows.values()]
 
-    assert all(WINDOW_TOKENS in planned[model_type] for model_type in MODEL_TYPES)
-    assert planned["exaone4"] == planned["exaone_moe"] == [WINDOW_TOKENS, None]
-    assert max(DOCUMENT_TOKENS) == LONGEST_TOKENS, "windows are shorter than documents"
+    assert planned["exaone_moe"] == planned["kolibri1"] == [WINDOW_TOKENS, None]
+    assert planned["phimoe"] == [WINDOW_TOKENS] * 2, "its windows are in the mask only"
+    assert max(DOCUMENT_TOKENS) == LONGEST_TOKENS > WINDOW_TOKENS
+
+
+def test_windows_that_differ_are_told(sweep: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sweep, "layer_windows", lambda model: [(name, 8) for name in attention_layers(model)])
+    outcome = sweep.examine(config_class_of(sweep.TEXT, "mistral"))
+
+    assert (outcome.verdict, outcome.detail.partition(" ")[2]) == (
+        sweep.WRONG,
+        f"attends with a window of {WINDOW_TOKENS} tokens and is planned with 8",
+    )

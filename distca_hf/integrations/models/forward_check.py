@@ -230,7 +230,9 @@ class ForwardCheck:
     def _check_windows(self, forward_pass: ForwardPass) -> None:
         """Warns, after the first pass, of layers that attend with other windows than placement was told."""
         names, planned = list(self._layers), self.windows
-        called = zip(forward_pass.layers, forward_pass.made.windows, strict=False)
+        if len(forward_pass.layers) != len(forward_pass.made.windows):  # an attention server was lost meanwhile
+            return
+        called = zip(forward_pass.layers, forward_pass.made.windows, strict=True)
         others = {names[int(layer)]: window or None for layer, window in called}
         others = {name: window for name, window in others.items() if window != planned[name]}
         if others:
