@@ -121,6 +121,12 @@ def simulate(
         ),
     ] = "saved",
     liger: Annotated[bool, typer.Option("--liger", help="with Liger's kernels and loss")] = False,
+    sync_each_batch: Annotated[
+        bool,
+        typer.Option(
+            "--sync-each-batch", help="sum gradients in each micro-step; by default, as Trainer, in the last"
+        ),
+    ] = False,
     gpu_gib: Annotated[float | None, typer.Option(help="memory of a GPU, in GiB; by default the profile's")] = None,
     batches: Annotated[int, typer.Option(help="optimizer steps to simulate")] = 20,
     token_budget: Annotated[float, typer.Option(help="tokens that GPU-hours are counted for")] = 1e9,
@@ -155,6 +161,7 @@ def simulate(
             chunks=chunks,
             checkpointing=checkpointing,
             liger=liger,
+            sync_each_batch=sync_each_batch,
             gpu_gib=gpu_gib,
             batches=batches,
             token_budget=token_budget,

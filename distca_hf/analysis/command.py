@@ -91,7 +91,7 @@ def run_plan(
     world = ranks, tokens_per_rank, ranks_per_node, micro_steps
     request = PlanRequest(*world, shape, layout, policy, bytes_limit, stages)
     kept = cast(Checkpointing, checkpointing)  # likewise
-    assumptions = Assumptions(kept, liger, gpu_gib, request.planner.config.kv_budget_gib)
+    assumptions = Assumptions(kept, liger, gpu_gib, request.planner.config.kv_budget_gib, seed)
     if plot is not None:
         check_can_draw(plot)
     progress = PlanProgress()

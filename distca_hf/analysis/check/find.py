@@ -28,7 +28,7 @@ from transformers import (
 )
 
 from distca_hf.analysis.check.trial import Make
-from distca_hf.analysis.find_model import CONFIG_FILE, load_config, read_config, without_hub
+from distca_hf.analysis.model_files import CONFIG_FILE, read_config, without_hub
 from distca_hf.analysis.request import MLP_MATRICES, PRESETS, attention_parameters
 from distca_hf.errors import ConfigError, did_you_mean
 from distca_hf.integrations.models.check import IMPLEMENTATION
@@ -110,12 +110,32 @@ def find_candidate(name: str, trust_remote_code: bool = False) -> Candidate:
         config_class: Any = model_class.config_class
         return _of_class(model_class, _default(config_class), f"{config_class.model_type}, {DEFAULT_SIZES}")
     if "/" in name:
-        return _of_config(load_config(name, trust_remote_code), name)
+        return _of_config(_load_config(name, trust_remote_code), name)
     known = [*PRESETS, *CONFIG_MAPPING]
     raise ConfigError(
-        f"model {name!r} is not known; give a model type or class of Transformers (llama, Qwen3ForCausalLM), a class "
-        f"that can be imported (package.module.Class), or the path of a config.json.{did_you_mean(name, known)}"
+        f"model {name!r} is not known; give one of {', '.join(PRESETS)}, a model type or class of Transformers "
+        "(llama, Qwen3ForCausalLM), a class that can be imported (package.module.Class), or the path of a config.json."
+        f"{did_you_mean(name, known)}"
     )
+
+
+def _load_config(name: str, trust_remote_code: bool = False) -> PreTrainedConfig:
+    """Loads a configuration from the Hub, from its cache, or from a folder.
+
+    Args:
+        trust_remote_code: whether Python code that lies beside it may run.
+
+    Raises:
+        ConfigError: the Hub has no configuration of this name, or cannot be reached.
+    """
+    try:
+        return AutoConfig.from_pretrained(name, **({"trust_remote_code": True} if trust_remote_code else {}))
+    except Exception as error:  # of the network, the Hub, or the file
+        reason = str(error).strip().partition("\n")[0]
+        raise ConfigError(
+            f"model {name}: there is no such folder with a {CONFIG_FILE}, and the Hub has no configuration of it or "
+            f"cannot be reached: {reason}"
+        ) from error
 
 
 def _of_file(path: Path, trust_remote_code: bool) -> Candidate:
@@ -147,7 +167,7 @@ def _of_own_code(file: Path, model_type: str, has_code: bool, trust_remote_code:
             f"model config {file}: model type {model_type!r} brings Python code of its own; read it, and give "
             "--trust-remote-code to run it"
         )
-    config = load_config(str(file.parent), trust_remote_code)
+    config = _load_config(str(file.parent), trust_remote_code)
     make: Any = AutoModelForCausalLM
 
     def build(config: PreTrainedConfig, **asked: Any) -> PreTrainedModel:

@@ -42,7 +42,7 @@ def main(arguments: Sequence[str]) -> None:
 
 def _measure(options: argparse.Namespace, command: str) -> None:
     profile = ClusterProfile.load(options.as_between_nodes) if options.as_between_nodes else None
-    model = find_model(options.model)
+    model = find_model(options.model, tries=False)
     heads = model.heads.query, model.heads.key_value, model.heads.dim
     if options.cpu:
         grid = Grid.of_cpu(heads)

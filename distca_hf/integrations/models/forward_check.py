@@ -20,10 +20,11 @@ from distca_hf.comm.grid import Grid, Scope
 from distca_hf.config import DistCAConfig
 from distca_hf.errors import PlanError, UnsupportedAttentionError
 from distca_hf.integrations.models.check import IMPLEMENTATION, PositionLimits
-from distca_hf.integrations.models.layer_masks import layer_masks_of
+from distca_hf.integrations.models.layer_masks import layer_masks_of, layer_windows
 from distca_hf.integrations.models.structure import transformers_model, weights_beside_text
 from distca_hf.integrations.models.towers import towers
 from distca_hf.integrations.models.weights_check import SharedState, replicated_parameters
+from distca_hf.runtime.forward_pass import ForwardPass
 from distca_hf.runtime.live_plan import LivePlan
 from distca_hf.runtime.pass_calls import PassCalls
 from distca_hf.telemetry import get_logger
@@ -64,6 +65,7 @@ class ForwardCheck:
     Attributes:
         position_limits: longest documents that the model can take.
         towers: parts of a multimodal model beside its text, by name.
+        windows: sliding windows of its attention layers by name, as placement counts them.
         num_calls: attention calls of every pass; None before the first one.
         calls_before: those of the latest pass; None before the first one.
     """
@@ -79,6 +81,7 @@ class ForwardCheck:
         configs = [getattr(layer, "config", inner.config.get_text_config()) for layer in layers.values()]
         self._attention_configs = list({id(config): config for config in configs}.values())
         self.position_limits, self.towers = PositionLimits(inner), towers(inner)
+        self.windows = dict(layer_windows(inner))
         self.num_calls: int | None = None
         self.calls_before: PassCalls | None = None
         self._module_facts: dict[str, object] | None = None
@@ -236,7 +239,30 @@ class ForwardCheck:
                 "others computed something else or were left out, and no step was taken. Keep attn_implementation "
                 '"distca" for all layers, and leave none out (layerdrop)'
             )
+        if self.num_calls is None:
+            self._check_windows(plan.forward_pass)
         self.num_calls, self.calls_before = calls, plan.forward_pass.made
+
+    def _check_windows(self, forward_pass: ForwardPass) -> None:
+        """Warns, after the first pass, of layers that attend with other windows than placement was told."""
+        names, planned = list(self._layers), self.windows
+        if len(forward_pass.layers) != len(forward_pass.made.windows):  # an attention server was lost meanwhile
+            return
+        called = zip(forward_pass.layers, forward_pass.made.windows, strict=True)
+        others = {names[int(layer)]: window or None for layer, window in called}
+        others = {name: window for name, window in others.items() if window != planned[name]}
+        if others:
+            name, window = next(iter(others.items()))
+            log.warning(
+                "%s: %s attends with %s, and had %s when the model was enabled; %d of %d layers differ. Losses and "
+                "gradients are right, but ranks may have unequal work: placement, and the balance in the log, count "
+                "the windows of before. If you changed them, enable the model again; else please report this class",
+                self._class_name,
+                name,
+                *("no window" if tokens is None else f"a window of {tokens}" for tokens in (window, planned[name])),
+                len(others),
+                len(names),
+            )
 
 
 def module_facts(model: nn.Module, attention_layers: Mapping[str, nn.Module]) -> dict[str, object]:

@@ -40,7 +40,7 @@ from distca_hf.integrations.models.heads import head_groups_of, token_bytes_of
 from distca_hf.integrations.models.hooks import WATCH, HiddenHook
 from distca_hf.integrations.models.label_count import label_count
 from distca_hf.integrations.models.layer_kinds import verdict_in_short
-from distca_hf.integrations.models.layer_masks import layer_masks_of
+from distca_hf.integrations.models.layer_masks import layer_masks_of, layer_windows
 from distca_hf.integrations.models.mixer_watch import MixerWatch
 from distca_hf.integrations.models.operations import predictable, step_flops
 from distca_hf.integrations.models.padded_backbone import PaddedBackbone
@@ -146,8 +146,9 @@ class ForwardWatch:
             restore_functions(self._checkpointed or [])
 
     def is_for(self, root: nn.Module, context: ParallelContext, whole_documents: bool) -> bool:
-        """Returns whether it watches this model under this plugin, for these batches."""
-        return self.root is root and self.context is context and self._check.whole_documents == whole_documents
+        """Returns whether it watches this model under this plugin, for these batches, with windows as they are now."""
+        same = self.root is root and self.context is context and self._check.whole_documents == whole_documents
+        return same and self._check.windows == dict(layer_windows(root))
 
     def forget_passes(self) -> None:
         """Lets layers change: the next pass counts as the first one."""
@@ -371,7 +372,7 @@ def enable(
     watch = watch_of(inner)
     if watch is None or not watch.is_for(model, plugin, whole_documents):
         if watch is not None:
-            log.info("%s was enabled before; from now on it follows the new plugin", type(inner).__name__)
+            log.info("%s was enabled before; from now on it follows this plugin", type(inner).__name__)
             watch.leave({model, inner})
         watch = ForwardWatch(model, plugin, whole_documents)
         watch.enter()

@@ -187,7 +187,7 @@ def test_the_table_can_be_read() -> None:
     text = plan(PRETRAIN, "--compare", ranks=64)
     for words in (
         *("mean over the epoch", "95 % of micro-batches are below", "worst micro-batch"),
-        *("faster than documents in order", "faster than sorted packs", "FSDP2", "ZeRO-3", "most at once", "Assumed:"),
+        *("faster than plain packing", "faster than sorted packs", "FSDP2", "ZeRO-3", "most at once", "Assumed:"),
         *("imbalance, planned", "largest rank, between nodes", "total / bound", "longest document"),
         *("DistCA paper, 10%", "ring/zigzag CP in 8s", "Ulysses", "whole documents (LPT)", "sorted packs"),
     ):
@@ -224,8 +224,8 @@ def test_the_epoch_and_estimates_are_in_json() -> None:
         assert 1 <= spread["mean"] <= spread["p95"] <= spread["worst"]
     assert whole["imbalance"]["worst"] < 1.01 < whole["imbalance_before"]["mean"]
     estimates = said["estimates"]
-    assert 0 < estimates["attention_share"] < 1 < estimates["over_plain"]
-    assert 0 < estimates["over_sorted"] < estimates["over_plain"]  # packs that cut documents have less to attend
+    assert 0 < estimates["attention_share"] < 1
+    assert estimates["over_sorted"] == estimates["over_plain"] > 0  # one micro-step: there is nothing to sort
     assert set(estimates["memory_bytes"]) == {"fsdp2", "zero3"}
     assert estimates["assumptions"]["checkpointing"] == "recomputed"
     choices = {choice["tokens_per_rank"]: choice for choice in said["choices"]}

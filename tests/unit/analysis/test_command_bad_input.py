@@ -7,6 +7,7 @@ import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -74,22 +75,26 @@ BAD_FILES = {
     "words.csv": (text("id,length\na,5\nb,six\n"), 'column length: row 1 is "six", not a whole number'),
     "short.csv": (text("id,length\na,5\nb\n"), 'row 1 is ""'),
     "unnamed.csv": (text("id,size\na,5\n"), "its columns: id, size"),
-    "two.csv": (text("length,num_tokens\n5,5\n"), "several columns of lengths, length, num_tokens"),
+    "two.csv": (text("length,num_tokens\n5,6\n"), "in row 0 length is 5 and num_tokens 6; keep one"),
     "tokens.csv": (text('id,input_ids\na,"[1, 2]"\n'), "no column of lengths"),
     "semicolons.csv": (text("id;length\na;5\n"), "its columns: id;length"),
     "empty.csv": (text(""), "has no documents"),
     "header.csv": (text("length\n"), "has no documents"),
     "zeros.csv": (lambda path: path.write_bytes(bytes(100)), "zeros.csv"),
-    "words.docx": (text("5 6"), "must end in .json, .jsonl, .csv, .txt, .parquet or be a folder"),
+    "words.docx": (text("5 6"), "must end in .json, .jsonl, .csv, .txt, .parquet, .npy, or be a folder"),
     "broken.jsonl": (text('{"length": 5}\n{"length": '), "line 2 is not JSON"),
     "list.jsonl": (text("[5, 6]"), "line 1 must be an object"),
     "missing.jsonl": (text('{"length": 5}\n{"size": 6}'), "column length: row 1 is null"),
-    "unnamed.jsonl": (text('{"size": 5}'), "(length, lengths, num_tokens, input_ids); its columns: size"),
-    "two.jsonl": (text('{"length": 5, "input_ids": [1]}'), "several columns of lengths, length, input_ids"),
+    "unnamed.jsonl": (text('{"size": 5}'), "(length, lengths, num_tokens, token_count, n_tokens, input_ids); its"),
+    "two.jsonl": (text('{"length": 5, "input_ids": [1]}'), "in row 0 length is 5 and input_ids 1; keep one"),
     "tokens.jsonl": (text('{"input_ids": 5}'), "row 0 is 5, not a list of tokens"),
     "empty.jsonl": (text("\n\n"), "has no documents"),
     "unnamed.parquet": (table(size=[5]), "no column of lengths"),
-    "two.parquet": (table(num_tokens=[5], lengths=[5]), "several columns of lengths, lengths, num_tokens"),
+    "two.parquet": (table(num_tokens=[5], lengths=[6]), "in row 0 lengths is 6 and num_tokens 5; keep one"),
+    "floats.npy": (lambda path: np.save(path, [5.0]), "not an array of float64"),
+    "square.npy": (lambda path: np.save(path, [[5]]), "with shape (1, 1)"),
+    "objects.npy": (lambda path: np.save(path, np.array([[5], None], dtype=object)), "cannot be read"),
+    "half.txt": (text("5.500000000000000000e+00\n"), 'number 0 is "5.5000'),
     "fraction.parquet": (table(length=[5.0]), "column length has double, not whole numbers"),
     "missing.parquet": (table(length=[5, None]), "1 of 2 rows are empty"),
     "lists.parquet": (table(length=[[5]]), "has lists, not whole numbers"),
@@ -199,7 +204,7 @@ def good(tmp_path: Path) -> Path:
         ("seed", "-1", "--seed -1 must be at least 0"),
         ("layout", "placid", "--layout placid must be one of placed, fixed"),
         ("overlong", "ignore", "--overlong ignore must be one of error, split, truncate"),
-        ("model", "llama9", "model 'llama9' is not known; choose one of llama3-8b"),
+        ("model", "llama9", "model 'llama9' is not known; give one of llama3-8b"),
         ("model_config", "missing.json", "model config missing.json cannot be read"),
         ("plot", "missing_folder/work.png", "in a folder that does not exist"),
         ("plot", "work.docx", "must end in one of .avif"),
@@ -214,6 +219,23 @@ def test_a_document_that_cannot_fit(good: Path) -> None:
     assert (
         "a document of 800 tokens does not fit on 2 ranks x 350 tokens = 700; 400 tokens per rank or 3 ranks" in said
     )
+
+
+def test_documents_that_training_refuses(good: Path) -> None:
+    """Documents of hybrids stay whole on a rank, and a table of positions ends somewhere."""
+    tiny = {"num_hidden_layers": 2, "vocab_size": 100, "hidden_size": 32, "num_attention_heads": 4}
+    hybrid = tiny | {"model_type": "qwen3_next", "layer_types": ["linear_attention", "full_attention"]}
+    hybrid |= {"num_key_value_heads": 2, "head_dim": 8, "num_experts": 4, "moe_intermediate_size": 8}
+    table = {"model_type": "gpt2", "n_positions": 256, "n_embd": 32, "n_head": 4, "n_layer": 2, "vocab_size": 100}
+    table |= {"bos_token_id": 1, "eos_token_id": 2}
+    table |= dict.fromkeys(("attn_pdrop", "resid_pdrop", "embd_pdrop"), 0.0)
+    for config, words in (
+        (hybrid, "a document of 800 tokens (and 1 more like it) does not fit on one rank, where documents of"),
+        (table, "a document of 800 tokens is longer than the 256 that"),
+    ):
+        (good.parent / "config.json").write_text(json.dumps(config))
+        model = {"model_config": good.parent / "config.json"}
+        assert words in refusal(good, tokens_per_rank="600" if config is hybrid else "1000", **model)
 
 
 def test_every_document_must_fit_not_only_those_that_are_drawn(tmp_path: Path) -> None:
@@ -268,7 +290,6 @@ SHAPE = {"num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "
         ({"kv_lora_rank": 512}, "has no qk_nope_head_dim"),
         ({"text_config": {"num_attention_heads": 0}}, "num_attention_heads=0 must be a whole number above zero"),
         ({"head_dim": None, "hidden_size": 100}, "hidden_size=100 is not a multiple of num_attention_heads=32"),
-        ({"dtype": None}, "has neither dtype nor torch_dtype"),
         ({"dtype": "int4"}, "dtype 'int4' is not one of float64"),
         ({"dtype": ["bfloat16"]}, "dtype ['bfloat16'] is not one of"),
     ],
@@ -326,7 +347,7 @@ BACKBONE = {"model_type": "maskformer", "backbone": "microsoft/resnet-50", "use_
         (
             "vit",
             {"auto_map": {"AutoModelForImageTextToText": "org/code--m.C"}, "num_attention_heads": 4},
-            "custom code",
+            "is refused",
         ),
         ("llava", {"vision_config": BACKBONE}, "it needs https://huggingface.co/"),
     ],

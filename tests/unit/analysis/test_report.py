@@ -452,7 +452,7 @@ def test_plan_has_its_micro_steps_and_tables(plan: dict[str, Any], tmp_path: Pat
     assert busiest / sum(sum(step["work"]) / 4 for step in found["steps"]) == pytest.approx(
         plan["imbalance"], rel=1e-3
     )
-    assert [bar["label"] for bar in first["memory"]] == ["FSDP2", "ZeRO-3"]
+    assert [bar["label"] for bar in first["memory"]] == ["FSDP2", "FSDP2 synced", "ZeRO-3"]
     assert first["seconds"]["rates"] == "H200"
     assert [table["title"] for table in found["tables"]] == [
         "Work of the busiest rank over the mean, in an epoch",
