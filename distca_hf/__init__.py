@@ -89,6 +89,13 @@ def _register_attention() -> None:
     attention.apply()
 
 
+def _take_placed_loaders() -> None:
+    from distca_hf.patches.skip_batches import skip_batches
+
+    skip_batches.apply()
+
+
 check_versions()
 find_own_modules()
 when_imported("transformers.modeling_utils", _register_attention)
+when_imported("accelerate.data_loader", _take_placed_loaders)

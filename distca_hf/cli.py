@@ -12,7 +12,8 @@ from rich.console import Console
 from typer.core import TyperCommand
 
 from distca_hf.analysis import cluster_commands
-from distca_hf.errors import DistCAError
+from distca_hf.errors import DistCAError, printable
+from distca_hf.gpus import H200_GIB
 from distca_hf.launched import is_launched
 from distca_hf.recipe import EXAMPLES, RECIPES, Shipped
 from distca_hf.version import __version__
@@ -37,7 +38,7 @@ def _one_line_errors() -> Iterator[None]:
     except BrokenPipeError:
         raise
     except (DistCAError, OSError) as error:
-        typer.echo(f"distca: {' '.join(str(error).split())}", err=True)
+        typer.echo(printable(f"distca: {' '.join(str(error).split())}"), err=True)
         raise typer.Exit(2) from error
 
 
@@ -136,7 +137,7 @@ def train(
         line = command.launch_line(recipe, script, accelerate, arguments, context.obj)
         if not dry_run:
             check_launch(line)
-    typer.echo(shlex.join(line))
+    typer.echo(printable(shlex.join(line)))
     if not dry_run:
         command.launch(line)
 
@@ -146,8 +147,8 @@ DocumentLengths = Annotated[
     Path,
     typer.Argument(
         help="document lengths, in the dataset's order: .jsonl, .csv or .parquet with a column length, lengths, "
-        "num_tokens or input_ids; a flat list in .json; a number per line in .txt; a saved datasets folder; or a "
-        "shipped sample: pretrain, prolong"
+        "num_tokens, token_count, n_tokens or input_ids; a flat list in .json; a number per line in .txt; .npy; a "
+        "saved datasets folder; a folder of such files, or a pattern in quotes; or a shipped sample: pretrain, prolong"
     ),
 ]
 ModelName = Annotated[
@@ -219,7 +220,7 @@ def plan(
     bytes_limit: BytesLimit = None,
     checkpointing: Checkpointing = "saved",
     liger: Annotated[bool, typer.Option("--liger", help="estimate with Liger's kernels and loss")] = False,
-    gpu_gib: Annotated[float, typer.Option(help="memory of a GPU, in GiB")] = 80.0,
+    gpu_gib: Annotated[float, typer.Option(help="memory of a GPU, in GiB; by default an H200's")] = H200_GIB,
     seed: Seed = 0,
     lengths_are_batch: LengthsAreBatch = False,
     compare: Annotated[bool, typer.Option("--compare", help="also run baselines on the same documents")] = False,
@@ -294,6 +295,7 @@ def check(
     gpu: Annotated[str, typer.Option(help="their kind: h200, h100, b200, a100, l40s, rtx4090, ..., or cpu")] = "h200",
     checkpointing: Checkpointing = "saved",
     liger: Annotated[bool, typer.Option("--liger", help="estimate with Liger's kernels and loss")] = False,
+    micro_steps: Annotated[int, typer.Option(help="micro-steps of an optimizer step (gradient accumulation)")] = 1,
     numerics: Numerics = False,
     trust_remote_code: TrustRemoteCode = False,
     as_json: Annotated[bool, typer.Option("--json", help="print one JSON object")] = False,
@@ -318,6 +320,7 @@ def check(
             gpu=gpu,
             checkpointing=checkpointing,
             liger=liger,
+            micro_steps=micro_steps,
             numerics=numerics,
             trust_remote_code=trust_remote_code,
             as_json=as_json,

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from distca_hf.errors import UnknownSettingError, nearest
-from distca_hf.launched import LAUNCHED_SERVERS, read_servers
+from distca_hf.launched import JOB_SECRET, LAUNCHED_SERVERS, read_servers
 from distca_hf.settings import (
     Settings,
     described,
@@ -346,7 +346,7 @@ def unknown_environment_settings() -> dict[str, str | None]:
         variable.removeprefix(ENVIRONMENT_PREFIX): variable for variable in map(variable_of, fields_of(DistCAConfig))
     }
     given = {name for name in os.environ if name.startswith(ENVIRONMENT_PREFIX)}
-    unknown = given - set(variables.values()) - {LAUNCHED_SERVERS}
+    unknown = given - set(variables.values()) - {LAUNCHED_SERVERS, JOB_SECRET}
     meant = {name: nearest(name.removeprefix(ENVIRONMENT_PREFIX), variables) for name in sorted(unknown)}
     return {name: near and variables[near] for name, near in meant.items()}
 

@@ -5,11 +5,13 @@ class is also the builtin a caller would expect, so `except ValueError` keeps wo
 """
 
 import difflib
+import re
 from collections import abc
 
 
 # Characters of another package's message that a message of ours holds.
 LONGEST_LINE = 300
+UNPRINTABLE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]")
 
 
 class DistCAError(Exception):
@@ -70,6 +72,12 @@ class StoreLostError(PeerLostError):
 
 class StepTimeoutError(DistCAError, TimeoutError):
     """An exchange did not finish before its deadline."""
+
+
+def printable(text: str) -> str:
+    """Returns a text of a file or of another process without characters that a terminal would follow: escapes, other
+    control characters, marks of the direction of writing. Ends of lines stay."""
+    return UNPRINTABLE.sub("\N{REPLACEMENT CHARACTER}", text)
 
 
 def first_line(error: BaseException) -> str:

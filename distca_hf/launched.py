@@ -7,13 +7,20 @@ The others train, and are numbered as if nothing else had been launched. So all 
 """
 
 import os
+import secrets
+import tempfile
+from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 
 from distca_hf.errors import ConfigError
 
 
 # Variable of the environment that says how many servers each node has, once roles are taken: "1,1".
 LAUNCHED_SERVERS = "DISTCA_LAUNCHED_SERVERS"
+# Variable of the environment with the secret that the processes of a job share, and the file in which the first
+# process of a node leaves it for the others.
+JOB_SECRET, SECRET_FILE = "DISTCA_JOB_SECRET", "distca_job_secret"
 # Exit status of an attention server that has nobody to serve: the trainers or their launcher are gone.
 TRAINERS_GONE = 3
 NO_STORE = (
@@ -144,6 +151,41 @@ def launched_store() -> tuple[str, int, int]:
         raise ConfigError(NO_STORE)
     attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
     return os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), attempt
+
+
+def job_secret() -> str:
+    """Returns the secret with which trainers and attention servers of this job sign what they write for each other: as
+    the environment has it; on a single node else from a file that only this user can read, in the folder that the
+    launcher made for this attempt. The first process writes it.
+
+    Raises:
+        ConfigError: there are several nodes and the environment has none; or there is no such folder, or none that
+            can be written to.
+    """
+    if given := os.environ.get(JOB_SECRET):
+        return given
+    error_file = launched_error_file()
+    if launched_nodes() > 1 or not error_file:
+        why = f"on {launched_nodes()} nodes" if launched_nodes() > 1 else "where the launcher has no folder for logs"
+        raise ConfigError(
+            f"trainers and attention servers sign their messages, and {why} they need {JOB_SECRET}: one random text "
+            f"for all processes of the job, such as export {JOB_SECRET}=$(openssl rand -hex 32)"
+        )
+    path = Path(error_file).parents[1] / SECRET_FILE
+    try:
+        descriptor, mine = tempfile.mkstemp(dir=path.parent)  # mode 0600
+        with os.fdopen(descriptor, "w") as file:
+            file.write(secrets.token_hex(32))
+        with suppress(FileExistsError):  # another process was first
+            os.link(mine, path)
+        os.unlink(mine)
+        with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW), encoding="ascii") as file:
+            is_ours, secret = os.fstat(file.fileno()).st_uid == os.geteuid(), file.read()
+    except OSError as error:
+        raise ConfigError(f"the secret of the job cannot be left in {path} ({error}); set {JOB_SECRET}") from error
+    if not is_ours:
+        raise ConfigError(f"{path} belongs to another user; start the job again")
+    return secret
 
 
 def launched_ranks_per_node() -> int:

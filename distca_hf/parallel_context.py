@@ -6,16 +6,16 @@ that in the group; messages say "of the job" where the other one is meant. The w
 and tensor ranks; a part of it differs in data alone.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed.device_mesh import DeviceMesh as DeviceMesh  # integrations name it, too
 
 from distca_hf.comm.agreement import CheckedTransport
+from distca_hf.comm.averaging import named_ranks
 from distca_hf.comm.grid import Grid, Scope
 from distca_hf.comm.groups import (
     Members,
@@ -32,7 +32,6 @@ from distca_hf.errors import ConfigError, PlanError
 from distca_hf.launched import check_launched_servers, launched_ranks_per_node, launched_servers
 from distca_hf.planning.served import Servers
 from distca_hf.settings import values_of
-from distca_hf.torch_private import sharded_by_fsdp2, wrapper_that_runs
 from distca_hf.trace_file import TraceFile
 
 
@@ -140,8 +139,8 @@ class ParallelContext:
             )
         if self._group is not None:
             raise ConfigError(
-                f"{members.grid.name}: the plugin has a group, {_named(members.group)}, whose ranks differ in data "
-                f"alone, and is now given {grid.in_words()}; leave group out"
+                f"{members.grid.name}: the plugin has a group, {named_ranks(members.group)}, whose ranks differ in "
+                f"data alone, and is now given {grid.in_words()}; leave group out"
             )
         if self.servers is not None:
             raise ConfigError(
@@ -216,9 +215,9 @@ class ParallelContext:
             return
         raise PlanError(
             f"{grid.name}, micro-batch {micro_batch}: its loader works on {of_batch.in_words()}, and "
-            f"{_named(of_batch.members(Scope.ROWS))} share its documents; the model works on {grid.in_words()}, and "
-            f"{_named(self.members.row_ranks)} share documents. Use one plugin for both, and give plugin.dataloader "
-            "the model (model=...)"
+            f"{named_ranks(of_batch.members(Scope.ROWS))} share its documents; the model works on {grid.in_words()}, "
+            f"and {named_ranks(self.members.row_ranks)} share documents. Use one plugin for both, and give "
+            "plugin.dataloader the model (model=...)"
         )
 
     def __getstate__(self) -> dict[str, object]:
@@ -236,33 +235,6 @@ class ParallelContext:
                 ends.callback(transport.close)
             self._served.clear()
             self._transports.clear()
-
-    def check_gradients(self, model: nn.Module) -> None:
-        """Checks in a forward pass that the model's wrappers average gradients over the ranks that share documents.
-
-        A loss is scaled so that its mean over these ranks is the mean over their labels. Over more ranks it would be a
-        mean of means. Gradients that a training loop averages by itself are not seen.
-
-        Raises:
-            ConfigError: a wrapper averages over other ranks; names it and both groups.
-        """
-        members = self.members
-        if members.are_the_job and members.grid.is_flat:
-            return
-        for wrapper, ranks, is_divided in _averaging(model):
-            if _average_rightly(ranks, is_divided, members):
-                continue
-            if members.grid.is_flat:
-                raise ConfigError(
-                    f"{members.grid.name}: {wrapper} averages gradients over {_named(ranks)}, and the group of the "
-                    f"plugin is {_named(members.group)}: losses count the labels of the group alone. Give both "
-                    "the same group, or leave it out of the plugin to share documents between all ranks"
-                )
-            raise ConfigError(
-                f"{members.grid.name}: {wrapper} averages gradients over {_named(ranks)}, and "
-                f"{_named(members.row_ranks)} share documents: losses count their labels alone. Of "
-                f"{members.grid.in_words()} give DDP or FSDP the data dimensions of the mesh, all of them"
-            )
 
     def _check_servers(self) -> None:
         """Refuses settings that attention servers cannot follow.
@@ -286,7 +258,7 @@ class ParallelContext:
         if not self.members.are_the_job:
             raise ConfigError(
                 f"attention servers serve all ranks of a job, and the group of the plugin is "
-                f"{_named(self.members.group)}; leave group out"
+                f"{named_ranks(self.members.group)}; leave group out"
             )
 
     def _check_accelerate(self) -> None:
@@ -304,7 +276,7 @@ class ParallelContext:
             return
         if not members.are_the_job:
             raise ConfigError(
-                f"{members.grid.name}: the group of the plugin is {_named(members.group)}, and Accelerate "
+                f"{members.grid.name}: the group of the plugin is {named_ranks(members.group)}, and Accelerate "
                 f"averages gradients over {processes}: losses count the labels of the group alone. Train without "
                 "Trainer and Accelerate, under DDP or FSDP over this group; or leave it out of the plugin, to share "
                 "documents between all ranks"
@@ -314,6 +286,23 @@ class ParallelContext:
             "together: gradients would not be synchronised. On CPUs set use_cpu=True (TrainingArguments), "
             "Accelerator(cpu=True) or ACCELERATE_USE_CPU=true"
         )
+
+
+@contextmanager
+def shown_to_accelerate(loader: object) -> Iterator[None]:
+    """Shows Accelerate a loader while it is iterated, as its own loaders do. So `accelerator.accumulate` steps at its
+    last batch, and `gather_for_metrics` leaves nothing out."""
+    from accelerate.state import GradientState
+
+    if not GradientState._shared_state:  # no Accelerator was made
+        yield
+        return
+    state = GradientState()
+    state._add_dataloader(loader)
+    try:
+        yield
+    finally:
+        state._remove_dataloader(loader)
 
 
 def numbered(device: torch.device | str) -> torch.device:
@@ -327,45 +316,3 @@ def numbered(device: torch.device | str) -> torch.device:
 def job_size() -> int:
     """Returns the number of ranks of the job, for models that follow no context."""
     return len(Members.of().job)
-
-
-def _average_rightly(ranks: Sequence[int], is_divided: bool | None, members: Members) -> bool:
-    """Returns whether a wrapper averages gradients over the ranks that share documents.
-
-    Args:
-        ranks: of the wrapper; in a grid those of a parameter's mesh may hold parts of the same layers, too.
-        is_divided: for the mesh of a parameter whether nothing is averaged over it; None for a wrapper.
-    """
-    averaged, shared = set(ranks), set(members.row_ranks)
-    if members.grid.is_flat or is_divided is None:
-        return averaged == shared
-    is_divided_alone = is_divided and averaged & shared == {members.grid.rank}
-    return averaged <= set(members.layer_ranks) and (is_divided_alone or shared <= averaged)
-
-
-def _averaging(model: nn.Module) -> Iterator[tuple[str, list[int], bool | None]]:
-    """Yields wrappers of a model, the ranks of the job that they average gradients over, and of the mesh of a
-    parameter whether it divides the parameter alone, as tensor parallelism does.
-
-    Only wrappers that are seen from inside the model, in a forward pass, are found.
-    """
-    from torch.distributed.fsdp import FullyShardedDataParallel  # slow to import, and for groups alone
-    from torch.distributed.tensor import DTensor
-
-    ddp = wrapper_that_runs()
-    if ddp is not None:
-        yield "DistributedDataParallel", dist.get_process_group_ranks(ddp.process_group), None
-    for module in model.modules():
-        if isinstance(module, FullyShardedDataParallel):
-            yield "FullyShardedDataParallel", dist.get_process_group_ranks(module.process_group), None
-    sharded = {weight: of for weight, of in (sharded_by_fsdp2(model) or {}).items() if of.averaged.size() > 1}
-    for name, parameter in model.named_parameters():
-        if parameter in sharded:
-            yield f"the device mesh of {name}", sharded[parameter].mesh.mesh.flatten().tolist(), False
-        elif isinstance(parameter, DTensor):
-            yield f"the device mesh of {name}", parameter.device_mesh.mesh.flatten().tolist(), True
-
-
-def _named(ranks: Iterable[int]) -> str:
-    """Returns words for ranks of the job."""
-    return f"ranks {', '.join(map(str, ranks))} of the job"

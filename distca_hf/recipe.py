@@ -15,9 +15,10 @@ Nothing here imports torch: the environment must be set before libraries are imp
 
 import json
 import os
+import re
 import runpy
 import sys
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,7 +28,7 @@ import yaml
 
 from distca_hf.config import DistCAConfig, variable_of
 from distca_hf.errors import ConfigError, did_you_mean
-from distca_hf.launched import LaunchedProcess, Role, launched_process, read_servers
+from distca_hf.launched import JOB_SECRET, LaunchedProcess, Role, job_secret, launched_process, read_servers
 from distca_hf.settings import check_mapping
 
 
@@ -137,6 +138,8 @@ def foreign_format(path: str | Path, content: Mapping[str, object], expected: st
 SECTIONS = ("launch", "environment", "plugin", "script")
 # Keys of the section `launch`.
 LAUNCHED = ("script", "accelerate")
+# What arguments, values and names of variables cannot hold: NUL, and halves of characters; names neither are empty.
+NO_TEXT, NO_NAME = re.compile("[\0\ud800-\udfff]"), re.compile("[=\0\ud800-\udfff]|^$")
 
 
 @dataclass(frozen=True)
@@ -173,9 +176,11 @@ class Recipe:
             _check_values(sections.get(name) or {}, f"{path}: {name}")
         environment = {name: _text(value) for name, value in (sections.get("environment") or {}).items()}
         plugin = check_mapping(DistCAConfig, sections.get("plugin") or {}, str(path))
-        return cls(
-            _launch(sections.get("launch") or {}, path), environment, plugin, _arguments(sections.get("script") or {})
-        )
+        launch, arguments = _launch(sections.get("launch") or {}, path), _arguments(sections.get("script") or {})
+        texts = [*launch.values(), *environment.values(), *map(str, plugin.values()), *arguments]
+        _check_texts(environment, NO_NAME, f"{path}: environment: ", "the name of a variable")
+        _check_texts(texts, NO_TEXT, f"{path}: ", "an argument or the value of a variable")
+        return cls(launch, environment, plugin, arguments)
 
     def prepare(self, environment: MutableMapping[str, str]) -> None:
         """Sets the recipe's variables. Variables that are set keep their values, except settings of the plugin."""
@@ -211,7 +216,7 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
     """
     try:
         content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
         raise ConfigError(f"cannot read {path}: {' '.join(str(error).split())}") from error
     if not isinstance(content, dict):
         raise ConfigError(f"{path} must hold a mapping of keys to values, not {type(content).__name__}")
@@ -219,10 +224,14 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
 
 
 def prepare_process(recipe: Recipe, role: Role | None) -> None:
-    """Sets the environment of this process from a recipe, and numbers it by its role. Nothing may have read it yet."""
+    """Sets the environment of this process from a recipe, and numbers it by its role. Nothing may have read it yet.
+
+    Raises:
+        ConfigError: there are attention servers, and the processes of the job share no secret.
+    """
     recipe.prepare(os.environ)
     if role is not None:
-        os.environ.update(role.environment())
+        os.environ.update(role.environment() | {JOB_SECRET: job_secret()})
 
 
 @contextmanager
@@ -267,6 +276,12 @@ def _check_values(section: Mapping[object, object], where: str) -> None:
             raise ConfigError(f"{where}: name {name} is {type(name).__name__}, no text; write it in quotes")
         if value is None:
             raise ConfigError(f"{where} {name!r} has no value; remove it, or write the value")
+
+
+def _check_texts(texts: Iterable[str], impossible: re.Pattern[str], where: str, use: str) -> None:
+    """Refuses texts that no operating system takes for their use."""
+    for text in filter(impossible.search, texts):
+        raise ConfigError(f"{where}{text!r} cannot be {use}; write another")
 
 
 def _arguments(section: Mapping[str, object]) -> list[str]:

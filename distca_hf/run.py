@@ -19,7 +19,7 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
-from distca_hf.errors import ConfigError, DistCAError
+from distca_hf.errors import ConfigError, DistCAError, printable
 from distca_hf.launched import Role, launched_local_rank
 from distca_hf.recipe import EXAMPLES, RECIPES, Recipe, prepare_process, run_script
 from distca_hf.supervisor import supervise
@@ -42,12 +42,12 @@ def main(arguments: Sequence[str]) -> None:
     try:
         recipe, path, rest = read_command(arguments)
         role = recipe.role()
+        prepare_process(recipe, role)
     except ConfigError as error:
         leave_for_launcher(f"distca_hf.run: {error}")
         if launched_local_rank() == 0:  # all processes of a node have the same arguments and files
-            sys.stderr.write(f"distca_hf.run: {error}\n{USAGE}\n")
+            sys.stderr.write(printable(f"distca_hf.run: {error}\n{USAGE}\n"))
         sys.exit(2)
-    prepare_process(recipe, role)
     if role is not None and role.is_server:
         sys.exit(supervise(role.number, role.num_trainers, role.num_servers))
     try:
@@ -73,7 +73,7 @@ def read_command(arguments: Sequence[str]) -> tuple[Recipe, Path, list[str]]:
 
 def _end_service(role: Role) -> None:
     """Notes in the launcher's store that this trainer has ended, so that its servers end, too."""
-    from distca_hf.comm.orders import note_end  # imports torch
+    from distca_hf.comm.job_store import note_end  # imports torch
 
     with suppress(DistCAError):  # the launcher is gone, and has ended the servers
         note_end(role.number)

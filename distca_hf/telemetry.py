@@ -3,7 +3,6 @@
 import contextlib
 import json
 import logging
-import os
 import sys
 import time
 import warnings
@@ -12,7 +11,9 @@ from pathlib import Path
 
 from tqdm import tqdm
 
+from distca_hf.errors import printable
 from distca_hf.launched import launched_error_file, launched_rank
+from distca_hf.whole_file import replaced
 
 
 NAME = "distca_hf"
@@ -74,7 +75,8 @@ class Console(logging.Handler):
             return
         level = "" if record.levelno == logging.INFO else f"{record.levelname}: "
         try:
-            tqdm.write(f"{NAME} [rank {getattr(record, 'rank', 0)}] {level}{record.getMessage()}", file=sys.stderr)
+            message = printable(record.getMessage())
+            tqdm.write(f"{NAME} [rank {getattr(record, 'rank', 0)}] {level}{message}", file=sys.stderr)
         except Exception:  # as in all handlers: a closed pipe or a full disk must not end a training
             self.handleError(record)
 
@@ -120,11 +122,7 @@ def leave_for_launcher(words: str, follows: bool = False) -> None:
         return
     # The format of torch.distributed.elastic. With a call stack, its summary would not show the message.
     content = {"message": {"message": words, "extraInfo": {"timestamp": str(int(time.time()) + follows)}}}
-    whole = Path(f"{name}.{os.getpid()}")  # renamed when complete: a partial file would make the launcher fail
-    try:
+    with contextlib.suppress(OSError):  # the error is printed in any case
         if not Path(name).exists():
-            whole.write_text(json.dumps(content), encoding="utf-8")
-            whole.replace(name)
-    except OSError:  # the error is printed in any case
-        with contextlib.suppress(OSError):
-            whole.unlink()
+            with replaced(Path(name)) as whole:  # a partial file would make the launcher fail
+                whole.write_text(json.dumps(content), encoding="utf-8")

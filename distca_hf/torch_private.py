@@ -3,8 +3,9 @@
 Public ways are slower, or refuse more. A torch without one of these names gives the same results.
 """
 
+import inspect
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any, NamedTuple, Protocol
@@ -15,7 +16,10 @@ from torch import nn
 from torch.autograd import forward_ad, profiler
 from torch.distributed import Store  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import DeviceMesh
-from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode  # torch documents it, here
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode  # torch documents both, here
+from torch.utils._python_dispatch import (
+    is_traceable_wrapper_subclass as is_traceable_wrapper_subclass,
+)
 
 
 # Arguments of operators. A subclass of Tensor has its own idea of an operator.
@@ -139,13 +143,14 @@ def compiles_cuda_graphs() -> bool:
     return bool(config.triton.cudagraphs)
 
 
-def _make_in_backward() -> Callable[[], bool]:
-    number_of_pass: Callable[[], int] | None = getattr(torch._C, "_current_graph_task_id", None)
-    return (lambda: True) if number_of_pass is None else (lambda: number_of_pass() >= 0)
+def _make_backward_number() -> Callable[[], int]:
+    number: Callable[[], int] | None = getattr(torch._C, "_current_graph_task_id", None)
+    return (lambda: 0) if number is None else number
 
 
-# Returns whether autograd runs a backward pass in this thread; True if that cannot be found out.
-in_backward = _make_in_backward()
+# Returns the number of the backward pass that autograd runs in this thread, another one for each; -1 if it runs none.
+# Always 0 if that cannot be found out.
+backward_number = _make_backward_number()
 
 
 def _make_current_stream() -> Callable[[int], int]:
@@ -181,9 +186,69 @@ def num_groups() -> int:
     return len(getattr(world, "pg_names", ()))
 
 
-def wrapper_that_runs() -> nn.parallel.DistributedDataParallel | None:
-    """Returns the DDP module whose forward pass this is; None if there is none, or torch does not say."""
-    return getattr(nn.parallel.DistributedDataParallel, "_active_ddp_module", None)
+def running_objects() -> Iterator[object]:
+    """Yields objects whose methods run now in this thread, the innermost first. Torch has no name, public or private,
+    for the wrappers around a model (only for DDP), or for the schedule that runs a stage of a pipeline."""
+    frame = inspect.currentframe()
+    while frame is not None:
+        yield frame.f_locals.get("self")
+        frame = frame.f_back
+
+
+class Schedule(NamedTuple):
+    """A schedule of a pipeline.
+
+    Attributes:
+        scale_grads: whether it divides gradients by its micro-batches.
+        has_loss: and so a backward pass; True if torch does not say.
+    """
+
+    name: str
+    scale_grads: bool
+    has_loss: bool
+
+
+def schedule_that_runs() -> Schedule | None:
+    """Returns the schedule of torch that runs a stage now, if there is one."""
+    from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
+
+    for caller in running_objects():
+        if isinstance(caller, PipelineScheduleSingle | PipelineScheduleMulti):
+            return Schedule(type(caller).__name__, caller.scale_grads, getattr(caller, "_loss_fn", True) is not None)
+    return None
+
+
+def groups_of_fsdp1(module: Any) -> list[dist.ProcessGroup] | None:
+    """Returns the groups over which FSDP1 averages gradients: that of its shards; then, with a hybrid strategy, that
+    of the ranks with the same shard. None if torch does not say."""
+    if "HYBRID" not in module.sharding_strategy.name:
+        return [module.process_group]
+    replicas = getattr(module, "_inter_node_pg", None)
+    return None if replicas is None else [module.process_group, replicas]
+
+
+def ignored_by_ddp(model: nn.Module) -> set[str]:
+    """Returns names of weights and buffers that DDP was told to leave alone: every rank may have others."""
+    return {
+        f"{of_module}.{name}" if of_module else name
+        for of_module, module in model.named_modules()
+        for name in getattr(module, "_ddp_params_and_buffers_to_ignore", ())
+    }
+
+
+def groups_of(ranks: Sequence[int]) -> list[dist.ProcessGroup]:
+    """Returns the process groups of exactly these ranks of the job; none where torch does not say."""
+    world = getattr(dist.distributed_c10d, "_world", None)
+    groups = [*getattr(world, "pg_map", ())]
+    return [group for group in groups if sorted(dist.get_process_group_ranks(group)) == [*ranks]]
+
+
+def collectives_started(group: Any) -> int:
+    """Returns how many collectives of a process group this rank has started; 0 where torch does not say."""
+    try:
+        return int(group._get_sequence_number_for_group())
+    except (AttributeError, RuntimeError):  # a backend that does not count
+        return 0
 
 
 class ShardedWeight(NamedTuple):

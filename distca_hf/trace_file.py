@@ -1,12 +1,12 @@
 """Trace file: the file into which one rank writes its traces, and which optimizer step a Trainer is in."""
 
 import errno
-import json
 import os
 from pathlib import Path
 
 from distca_hf.telemetry import OF_THIS_RANK, get_logger
-from distca_hf.traces import FOLDER, RankTrace, file_name, step_of
+from distca_hf.traces import FOLDER, LONGEST_LINE_BYTES, RankTrace, file_name, is_json, step_of
+from distca_hf.whole_file import lines_of, open_regular, open_to_append, replaced
 
 
 log = get_logger(__name__)
@@ -56,10 +56,12 @@ class TraceFile:
         """
         if self._failed:
             return
+        line = f"{trace.line()}\n".encode()
         try:
             if self._path is None:
-                self._path = self._begun(file_name(number, trace.is_server), trace.step)
-            _append(self._path, f"{trace.line()}\n".encode())
+                self._path = self._begun(file_name(number, trace.is_server), trace.step, line)
+            else:
+                _append(self._path, line)
         except OSError as error:
             self._failed = True
             log.warning(
@@ -69,29 +71,24 @@ class TraceFile:
                 extra=OF_THIS_RANK,
             )
 
-    def _begun(self, name: str, step: int) -> Path:
-        """Returns the path of the file, which holds steps before this one alone."""
+    def _begun(self, name: str, step: int, line: bytes) -> Path:
+        """Returns the path of the file, which holds the lines of earlier steps and then this one."""
         self.folder.mkdir(parents=True, exist_ok=True)
         path = self.folder / name
-        if path.exists():
-            lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
-            kept = [line for line in lines if _is_before(line, step)]
-            unfinished = path.with_suffix(".unfinished")
-            unfinished.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
-            unfinished.replace(path)
+        if not path.exists():
+            _append(path, line)
+            return path
+        with replaced(path) as unfinished, unfinished.open("wb") as new, open_regular(path) as old:
+            lines = (one.removesuffix(b"\n") for one in lines_of(old, LONGEST_LINE_BYTES))
+            new.writelines(one + b"\n" for one in lines if _is_before(one, step))
+            new.write(line)
         return path
 
 
-def _is_before(line: str, step: int) -> bool:
+def _is_before(line: bytes, step: int) -> bool:
     """Returns whether a line is a whole trace of an earlier step; one is cut off when a run is killed."""
-    own = step_of(line)
-    if own is None or own >= step:
-        return False
-    try:
-        json.loads(line)
-    except (ValueError, RecursionError):
-        return False
-    return True
+    own = step_of(line.decode(errors="replace"))
+    return own is not None and own < step and is_json(line)
 
 
 def _append(path: Path, line: bytes) -> None:
@@ -100,7 +97,7 @@ def _append(path: Path, line: bytes) -> None:
     Raises:
         OSError: it cannot be written.
     """
-    with path.open("ab", buffering=0) as file:
+    with open_to_append(path) as file:
         begin = file.seek(0, os.SEEK_END)
         try:
             if file.write(line) != len(line):

@@ -21,6 +21,8 @@ KIND, VERSION = "distca-trace", 2
 # Name of a folder of traces, unless a setting names another one; and of the files in it.
 FOLDER = "distca_report"
 FILES, SERVER_FILES = "rank-*.jsonl", "server-*.jsonl"
+# Longest line that is read: one of 100,000 calls is shorter.
+LONGEST_LINE_BYTES = 2**26
 BEGIN_OF_LINE = f'{{"kind":"{KIND}","version":{VERSION},"step":'
 STEP_OF_LINE = re.compile(rf"{re.escape(BEGIN_OF_LINE)}(\d{{1,18}}),")
 
@@ -39,6 +41,15 @@ def step_of(line: str) -> int | None:
 def may_begin_line(text: str) -> bool:
     """Returns whether a text may be the beginning of a line as `RankTrace.line` has it."""
     return text.startswith(BEGIN_OF_LINE) or BEGIN_OF_LINE.startswith(text)
+
+
+def is_json(line: bytes) -> bool:
+    """Returns whether a line was written to its end; the last one is cut off when a process is killed."""
+    try:
+        json.loads(line)
+    except (ValueError, RecursionError):
+        return False
+    return True
 
 
 class PassPart(enum.StrEnum):

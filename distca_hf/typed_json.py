@@ -14,6 +14,8 @@ from distca_hf.errors import ReportError
 
 # Most digits of a number that is computed with: products and sums of a few such numbers are finite, too.
 MOST_DIGITS = 60
+# Largest whole number of a field: that of a double, and so of JSON elsewhere.
+MOST_WHOLE = 2**53
 HALF_CHARACTER = re.compile(r"\\u[dD][89a-fA-F]")  # half of one outside of 16 bits; JSON writes both halves so
 # Makes an object of a value of JSON; the second argument is where it is.
 Reader = Callable[[Any, str], Any]
@@ -70,8 +72,18 @@ def reader_of(kind: Any) -> Reader:
         return lambda value, where: (
             members[value] if type(value) is str and value in members else _refuse(value, kind, where)
         )
+    if kind is int:
+        return _whole_number
     types_of = (int, float) if kind is float else (kind,)
     return lambda value, where: kind(value) if type(value) in types_of else _refuse(value, kind, where)
+
+
+def _whole_number(value: Any, where: str) -> int:
+    if type(value) is not int:
+        _refuse(value, int, where)
+    if abs(value) > MOST_WHOLE:
+        raise ReportError(f"{where} has the whole number {value}, larger than any that distca_hf writes")
+    return value
 
 
 def _reader_of_equal(kind: Any) -> Reader:

@@ -5,12 +5,15 @@ and classes of a few dozen. Half of all tokens are in a few long documents, as i
 """
 
 import re
+import secrets
 import sysconfig
 from pathlib import Path
 
 from datasets import Dataset
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
+
+from distca_hf.whole_file import replaced
 
 
 VOCABULARY = 4096
@@ -70,9 +73,11 @@ def load(cache: Path) -> Dataset:
     encodings = tokenizer.encode_batch(choose_documents(texts))
     documents = [[*encoding.ids, end] for encoding in encodings if len(encoding) < LONGEST_TOKENS]
     cache.mkdir(parents=True, exist_ok=True)
-    tokenizer.save(str(cache / "tokenizer.json"))
-    Dataset.from_dict({"input_ids": documents}).save_to_disk(str(cache / "unfinished"))
-    (cache / "unfinished").rename(cache / "dataset")  # a folder of this name is whole
+    with replaced(cache / "tokenizer.json") as unfinished:
+        tokenizer.save(str(unfinished))
+    made = cache / f"unfinished-{secrets.token_hex(8)}"
+    Dataset.from_dict({"input_ids": documents}).save_to_disk(str(made))
+    made.rename(cache / "dataset")  # a folder of this name is whole
     return Dataset.load_from_disk(str(cache / "dataset"))
 
 

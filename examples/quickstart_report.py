@@ -16,6 +16,7 @@ from rich.table import Table
 
 from distca_hf.analysis.pictures import draw_balance
 from distca_hf.planning.plan import PlanFacts
+from distca_hf.whole_file import replaced
 
 
 class TrainingBar:
@@ -156,5 +157,6 @@ def report(steps: Sequence[Step], lengths: Sequence[int], output: Path) -> None:
         }
         for step in steps
     ]
-    (output / "steps.json").write_text(json.dumps(figures, indent=1))
+    with replaced(output / "steps.json") as unfinished:
+        unfinished.write_text(json.dumps(figures, indent=1))
     print_summary(steps, lengths, output)

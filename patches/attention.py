@@ -1,11 +1,14 @@
 """Registers "distca" as attention implementation and as mask implementation of Transformers.
 
-Upstream: `transformers.AttentionInterface` and `transformers.AttentionMaskInterface`, both public registries; nothing
-is replaced. Without a mask implementation Transformers would pass None for a padded batch too, and padding would be
-attended to.
+Upstream: `transformers.AttentionInterface` and `transformers.AttentionMaskInterface`, both public registries. Without
+a mask implementation Transformers would pass None for a padded batch too, and padding would be attended to. The mask
+functions of other implementations are registered once more, inside of one that first looks whether tokens of a placed
+batch have come to a model that does not know their plan (`integrations.other_models`).
 
 Imports are inside the functions: this module may be imported while Transformers' own are half imported.
 """
+
+from functools import partial
 
 from distca_hf.patches import Patch
 
@@ -18,7 +21,12 @@ def _apply() -> None:
 
     from distca_hf.integrations.attention import distca_attention
     from distca_hf.integrations.mask import document_mask
+    from distca_hf.integrations.other_models import checked_mask
 
+    if NAME in AttentionMaskInterface._global_mapping:
+        return
+    for name, function in [*AttentionMaskInterface._global_mapping.items()]:
+        AttentionMaskInterface.register(name, partial(checked_mask, name, function))
     AttentionInterface.register(NAME, distca_attention)
     AttentionMaskInterface.register(NAME, document_mask)
 
@@ -26,8 +34,13 @@ def _apply() -> None:
 def _revert() -> None:
     from transformers import AttentionInterface, AttentionMaskInterface
 
+    from distca_hf.integrations.other_models import checked_mask
+
     AttentionInterface._global_mapping.pop(NAME, None)
     AttentionMaskInterface._global_mapping.pop(NAME, None)
+    for name, function in [*AttentionMaskInterface._global_mapping.items()]:
+        if isinstance(function, partial) and function.func is checked_mask:
+            AttentionMaskInterface.register(name, function.args[1])
 
 
 attention = Patch(

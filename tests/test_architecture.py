@@ -35,6 +35,7 @@ BASE = {
     "traces",
     "typed_json",
     "version",
+    "whole_file",
 }
 LAYERS: list[set[str]] = [
     BASE,

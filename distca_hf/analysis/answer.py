@@ -1,28 +1,26 @@
 """Answer: all results of `distca plan` in one object: first optimizer step, epoch, estimates, and other choices.
 
-A choice is another number of tokens per rank. Its speed is estimated from a sample of micro-batches.
+A choice is another number of tokens per rank.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
 
 import numpy as np
 
-from distca_hf.analysis.epoch import EpochPlans, PackedEpoch, pack_in_order
-from distca_hf.analysis.estimates import Assumptions, Estimates, make_estimates, speed_over_plain
+from distca_hf.analysis.epoch import EpochPlans, PackedEpoch, fit_lengths
+from distca_hf.analysis.estimates import Assumptions, Estimates, make_estimates, simulate_speed
 from distca_hf.analysis.first_step import StepReport
 from distca_hf.analysis.pipeline_estimates import PipelineEstimates, Wires, estimate_pipeline
+from distca_hf.analysis.request import PlanRequest
 from distca_hf.arrays import IntArray
-from distca_hf.config import OverlongPolicy
-from distca_hf.data.documents import fit_documents
-from distca_hf.data.epochs import EpochPacker
-from distca_hf.flops import StepCost
+from distca_hf.errors import PackingError
 
 
 # Tokens per rank of the other choices: 8K to 256K.
 TOKENS_PER_RANK = tuple(2**power for power in range(13, 19))
-# Maximum number of micro-batches from which the speed of another choice is estimated; an epoch may have millions.
-SAMPLED_MICRO_BATCHES = 256
+# Most ranks on which other choices are simulated.
+MOST_RANKS_OF_CHOICES = 1024
 
 
 @dataclass(frozen=True)
@@ -35,8 +33,9 @@ class Choice:
         too_long_documents: number of documents of the dataset that are longer.
         memory_bytes: estimated peak of a rank; None if the model's size is not known.
         fits: whether a GPU has that much memory; None likewise.
-        over_plain: estimated time of documents in order over time as planned; None likewise, or if there are too long
-            documents and they are refused.
+        over_plain: simulated time of plain packing over time as planned; None likewise, if there are too long
+            documents and they are refused, or too few for a step; and for other choices than the requested one on
+            more than `MOST_RANKS_OF_CHOICES` ranks.
     """
 
     tokens_per_rank: int
@@ -45,58 +44,6 @@ class Choice:
     memory_bytes: int | None
     fits: bool | None
     over_plain: float | None
-
-
-def make_choices(
-    document_tokens: IntArray,
-    num_ranks: int,
-    cost: StepCost | None,
-    memory_bytes: Callable[[int], int] | None,
-    room_bytes: float,
-    seed: int,
-    known: Choice,
-    overlong: OverlongPolicy = "error",
-) -> list[Choice]:
-    """Returns all choices, ordered by tokens per rank, including the requested one.
-
-    Args:
-        document_tokens: `[documents]` lengths of the dataset, none of them cut.
-        num_ranks: ranks that share each micro-batch.
-        cost: seconds of a token and of a pair; None if the model's size is not known.
-        memory_bytes: from tokens per rank to the peak of a rank; None likewise.
-        room_bytes: bytes of a GPU that torch may allocate.
-        seed: seed of the sample.
-        known: the requested choice, from the whole epoch.
-        overlong: policy for documents that are too long.
-    """
-    shuffled = document_tokens[np.random.RandomState(seed & 0xFFFFFFFF).permutation(len(document_tokens))]
-
-    def choice(tokens_per_rank: int) -> Choice:
-        """Returns the choice of a number of tokens per rank, with speed from the sample."""
-        capacity_tokens = num_ranks * tokens_per_rank
-        too_long = int((document_tokens > capacity_tokens).sum())
-        refused = too_long > 0 and overlong == "error"
-        fitted = fit_documents(shuffled, capacity_tokens, overlong)[2]
-        needed = None if memory_bytes is None else memory_bytes(tokens_per_rank)
-        return Choice(
-            tokens_per_rank=tokens_per_rank,
-            longest_document_tokens=capacity_tokens,
-            too_long_documents=too_long,
-            memory_bytes=needed,
-            fits=None if needed is None else needed <= room_bytes,
-            over_plain=None if cost is None or refused else _speed(fitted, num_ranks, capacity_tokens, cost),
-        )
-
-    others = (tokens for tokens in TOKENS_PER_RANK if tokens != known.tokens_per_rank)
-    return sorted([known, *map(choice, others)], key=lambda each: each.tokens_per_rank)
-
-
-def _speed(shuffled: IntArray, num_ranks: int, capacity_tokens: int, cost: StepCost) -> float:
-    """Estimates the speed over plain packing from the first documents of a shuffled dataset."""
-    enough = int(np.searchsorted(np.cumsum(shuffled), SAMPLED_MICRO_BATCHES * capacity_tokens)) + 1
-    sample = shuffled[:enough]
-    epoch = EpochPacker(sample, capacity_tokens).epoch(0)
-    return speed_over_plain(pack_in_order(sample, epoch, num_ranks), cost)
 
 
 @dataclass(frozen=True)
@@ -220,7 +167,7 @@ def make_answer(
     request = step.request
     estimates, choices, pipeline = None, [], None
     if request.pipeline is None:
-        estimates = make_estimates(request.model, plans, assumptions, request.tokens_per_rank)
+        estimates = make_estimates(request, packed, plans, assumptions)
         choices = _choices(step, plans, given_tokens, assumptions, estimates)
     elif (costs := assumptions.pass_costs(request.model)) is not None:
         pipeline = estimate_pipeline(request, packed.document_tokens, packed.epoch, plans, costs, wires)
@@ -238,27 +185,39 @@ def make_answer(
 def _choices(
     step: StepReport, plans: EpochPlans, given_tokens: IntArray, assumptions: Assumptions, estimates: Estimates | None
 ) -> list[Choice]:
-    """Returns all choices; none for documents that were given as a batch."""
-    request, model = step.request, step.request.model
+    """Returns all choices, ordered by tokens per rank; none for documents that were given as a batch."""
+    request = step.request
     if step.origin is None:
         return []
-    fsdp2 = estimates.memory["fsdp2"].total if estimates else None
-    known = Choice(
-        tokens_per_rank=request.tokens_per_rank,
-        longest_document_tokens=request.capacity_tokens,
-        too_long_documents=int((given_tokens > request.capacity_tokens).sum()),
-        memory_bytes=fsdp2,
-        fits=None if fsdp2 is None else fsdp2 <= assumptions.room_bytes,
-        over_plain=estimates.speed.over_plain if estimates else None,
-    )
-    memory = assumptions.memory(model, request.num_ranks, int(plans.received_bytes.max())).get("fsdp2")
-    return make_choices(
-        given_tokens,
-        request.num_ranks,
-        assumptions.cost(model),
-        None if memory is None else lambda tokens: memory(tokens).total,
-        assumptions.room_bytes,
-        step.origin.seed,
-        known,
-        request.overlong,
-    )
+    world = request.num_ranks, request.micro_steps
+    memory = assumptions.memory(request.model, *world, int(plans.received_bytes.max())).get("fsdp2")
+
+    def choice(tokens_per_rank: int) -> Choice:
+        """Returns the choice of a number of tokens per rank; of the requested one as it was estimated."""
+        other = replace(request, tokens_per_rank=tokens_per_rank, bytes_limit=None)
+        too_long = int((given_tokens > other.planner.longest_tokens).sum())
+        needed = None if memory is None else memory(tokens_per_rank).total
+        if tokens_per_rank == request.tokens_per_rank:
+            over_plain = estimates.speed.over_plain if estimates else None
+        else:
+            over_plain = None if estimates is None else _speed(other, given_tokens, assumptions)
+        return Choice(
+            tokens_per_rank=tokens_per_rank,
+            longest_document_tokens=other.planner.longest_tokens,
+            too_long_documents=too_long,
+            memory_bytes=needed,
+            fits=None if needed is None else needed <= assumptions.room_bytes,
+            over_plain=over_plain,
+        )
+
+    return [choice(tokens) for tokens in sorted({request.tokens_per_rank, *TOKENS_PER_RANK})]
+
+
+def _speed(request: PlanRequest, given_tokens: IntArray, assumptions: Assumptions) -> float | None:
+    """Simulates the speed over plain packing; None where documents do not fit, or ranks are too many."""
+    if request.num_ranks > MOST_RANKS_OF_CHOICES:
+        return None
+    try:
+        return simulate_speed(request, assumptions, fit_lengths(given_tokens, request)).over_plain
+    except PackingError:
+        return None

@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from distca_hf.analysis.profiles.shipped import DEFAULT_PROFILE, shipped_profiles
+from distca_hf.analysis.profiles.shipped import DEFAULT_FILE, DEFAULT_PROFILE, shipped_profiles
 
 
 PROFILE_EPILOG = "Example: distca profile --cpu --dry-run"
@@ -37,7 +37,7 @@ def _within(errors: Callable[[], AbstractContextManager[None]], command: Callabl
 
 
 def profile(
-    output: Annotated[Path, typer.Option("--output", "-o", help="file to write")] = Path("cluster.json"),
+    output: Annotated[Path, typer.Option("--output", "-o", help="file to write")] = DEFAULT_FILE,
     processes: Annotated[int | None, typer.Option(help="processes to start; by default one for each GPU")] = None,
     model: Annotated[str, typer.Option(help="model whose heads and layer are measured")] = "llama3-8b",
     kernel: Annotated[str, typer.Option(help="attention kernel, as in settings")] = "auto",
@@ -120,6 +120,12 @@ def simulate(
         ),
     ] = "saved",
     liger: Annotated[bool, typer.Option("--liger", help="with Liger's kernels and loss")] = False,
+    sync_each_batch: Annotated[
+        bool,
+        typer.Option(
+            "--sync-each-batch", help="sum gradients in each micro-step; by default, as Trainer, in the last"
+        ),
+    ] = False,
     gpu_gib: Annotated[float | None, typer.Option(help="memory of a GPU, in GiB; by default the profile's")] = None,
     batches: Annotated[int, typer.Option(help="optimizer steps to simulate")] = 20,
     token_budget: Annotated[float, typer.Option(help="tokens that GPU-hours are counted for")] = 1e9,
@@ -153,6 +159,7 @@ def simulate(
             chunks=chunks,
             checkpointing=checkpointing,
             liger=liger,
+            sync_each_batch=sync_each_batch,
             gpu_gib=gpu_gib,
             batches=batches,
             token_budget=token_budget,

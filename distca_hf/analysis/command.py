@@ -26,6 +26,7 @@ from distca_hf.analysis.pictures import check_can_draw, draw_answer
 from distca_hf.analysis.pipeline_estimates import Wires
 from distca_hf.analysis.print_answer import print_answer
 from distca_hf.analysis.request import PlanRequest
+from distca_hf.analysis.terminal import Terminal
 from distca_hf.config import OverlongPolicy
 from distca_hf.data.pipelines import Pipeline
 from distca_hf.errors import ConfigError
@@ -35,8 +36,6 @@ from distca_hf.version import __version__
 T = TypeVar("T")
 # The model of all measured tables (docs/performance.md).
 DEFAULT_MODEL = "llama3-8b"
-# Width of text without a terminal: that of most terminals.
-COLUMNS = 80
 # Packages on which bugs have depended: those that training imports, and those that bring kernels.
 PACKAGES = (
     "torch",
@@ -89,7 +88,7 @@ def run_plan(
     world = ranks, tokens_per_rank, ranks_per_node, micro_steps
     request = PlanRequest(*world, shape, layout, policy, bytes_limit, stages)
     kept = cast(Checkpointing, checkpointing)  # likewise
-    assumptions = Assumptions(kept, liger, gpu_gib, request.planner.config.kv_budget_gib)
+    assumptions = Assumptions(kept, liger, gpu_gib, request.planner.config.kv_budget_gib, seed)
     if plot is not None:
         check_can_draw(plot)
     progress = PlanProgress()
@@ -115,7 +114,7 @@ def run_plan(
     if as_json:
         sys.stdout.write(json.dumps(answer.as_json(), allow_nan=False) + "\n")
     else:
-        print_answer(answer, Console(width=None if Console().is_terminal else COLUMNS))
+        print_answer(answer, Terminal())
 
 
 def _pipeline(stages: int | None, chunks: int | None, wire_speed: float | None) -> tuple[Pipeline | None, Wires]:
@@ -140,8 +139,13 @@ class PlanProgress:
     """A line on stderr with the present stage, if that is a terminal; it disappears at the end."""
 
     def __init__(self) -> None:
-        console = Console(stderr=True)
-        columns = (TextColumn("{task.description}"), BarColumn(None), TaskProgressColumn(), TimeElapsedColumn())
+        console = Terminal(stderr=True)
+        columns = (
+            TextColumn("{task.description}", markup=False),
+            BarColumn(None),
+            TaskProgressColumn(),
+            TimeElapsedColumn(),
+        )
         self._progress = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
 
     @contextmanager

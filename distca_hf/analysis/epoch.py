@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from distca_hf.analysis.baselines import sorted_packs
 from distca_hf.analysis.request import PlanRequest, plan_micro_steps
 from distca_hf.arrays import IntArray, ceil_div, exclusive_cumsum
 from distca_hf.cost import causal_pairs_of
@@ -90,9 +89,10 @@ def pack_epoch(document_tokens: IntArray, request: PlanRequest, seed: int) -> Pa
     Raises:
         PackingError: a document is longer than a micro-batch, or the epoch has fewer micro-batches than a step.
     """
-    document_tokens = _fit(document_tokens, request)
+    document_tokens = fit_lengths(document_tokens, request)
     whole_steps = 1 if request.pipeline is None else request.micro_steps
-    packer = EpochPacker(document_tokens, request.capacity_tokens, seed, multiple=whole_steps)
+    fits = request.planner.fits
+    packer = EpochPacker(document_tokens, request.capacity_tokens, seed, fits=fits, multiple=whole_steps)
     if packer.num_micro_batches < request.micro_steps:
         raise PackingError(
             f"{len(document_tokens)} documents with {int(document_tokens.sum())} tokens fill "
@@ -119,7 +119,7 @@ def divide_batch(document_tokens: IntArray, request: PlanRequest) -> OptimizerSt
     Raises:
         PackingError: the documents do not fit.
     """
-    document_tokens = _fit(document_tokens, request)
+    document_tokens = fit_lengths(document_tokens, request)
     total_tokens, steps = int(document_tokens.sum()), request.micro_steps
     if total_tokens > request.capacity_tokens * steps:
         raise PackingError(
@@ -136,22 +136,36 @@ def divide_batch(document_tokens: IntArray, request: PlanRequest) -> OptimizerSt
     return OptimizerStep(micro_batches)
 
 
-def _fit(document_tokens: IntArray, request: PlanRequest) -> IntArray:
-    """Returns lengths after the policy for documents that are longer than a micro-batch.
+def fit_lengths(document_tokens: IntArray, request: PlanRequest) -> IntArray:
+    """Returns lengths after the policy for documents that are longer than a micro-batch, or than a rank holds where
+    they stay whole.
 
     Raises:
-        PackingError: there are such documents, and the policy refuses them.
+        PackingError: there are such documents, and the policy refuses them; or documents are longer than the model
+            takes.
     """
-    longest, capacity_tokens = int(document_tokens.max()), request.capacity_tokens
-    if request.overlong == "error" and longest > capacity_tokens:
-        others = int((document_tokens > capacity_tokens).sum()) - 1
+    longest, most_tokens, model = int(document_tokens.max()), request.planner.longest_tokens, request.model
+    if request.overlong == "error" and longest > most_tokens:
+        others = int((document_tokens > most_tokens).sum()) - 1
+        if model.mixer_layers:
+            where = f"one rank, where documents of {model.name} stay whole: it holds {most_tokens} tokens"
+            remedy = f"{longest} tokens per rank would hold it"
+        else:
+            where = f"{request.num_ranks} ranks x {request.tokens_per_rank} tokens = {most_tokens}"
+            tokens, ranks = ceil_div(longest, request.num_ranks), ceil_div(longest, request.tokens_per_rank)
+            remedy = f"{tokens} tokens per rank or {ranks} ranks would hold it"
         raise PackingError(
-            f"a document of {longest} tokens{and_more(others)} does not fit on {request.num_ranks} ranks x "
-            f"{request.tokens_per_rank} tokens = {capacity_tokens}; {ceil_div(longest, request.num_ranks)} tokens per "
-            f"rank or {ceil_div(longest, request.tokens_per_rank)} ranks would hold it, or --overlong split or "
-            "truncate cuts it"
+            f"a document of {longest} tokens{and_more(others)} does not fit on {where}; {remedy}, or --overlong split "
+            "or truncate cuts it"
         )
-    return fit_documents(document_tokens, capacity_tokens, request.overlong)[2]
+    document_tokens = fit_documents(document_tokens, most_tokens, request.overlong)[2]
+    longest, limit = int(document_tokens.max()), model.longest_document_tokens
+    if limit is not None and longest > limit:
+        raise PackingError(
+            f"a document of {longest} tokens is longer than the {limit} that {model.name} takes (`distca check` says "
+            "why); split documents before, or remove longer ones"
+        )
+    return document_tokens
 
 
 @dataclass(frozen=True, eq=False)
@@ -172,10 +186,6 @@ class InOrder:
         ranks = self.work.shape[1]
         return _ratios(self.work.max(axis=1) * ranks, self.work.sum(axis=1))
 
-    def rank_tokens(self, micro_batches: IntArray | slice) -> IntArray:
-        """Returns `[micro_batches]` tokens of the fullest rank."""
-        return ceil_div(self.tokens[micro_batches], self.work.shape[1])
-
 
 @dataclass(frozen=True, eq=False)
 class EpochPlans:
@@ -186,16 +196,12 @@ class EpochPlans:
         planned: `[planned]` numbers of the micro-batches that were planned.
         work: `[planned, ranks]` attended pairs, as planned.
         received_bytes: `[planned]` most bytes that one rank receives in one layer's forward pass.
-        sorted_tokens, sorted_work: `[planned, ranks]` tokens and attended pairs of packs that are cut at their
-            borders, sorted by work within each optimizer step.
     """
 
     in_order: InOrder
     planned: IntArray
     work: np.ndarray
     received_bytes: IntArray
-    sorted_tokens: IntArray
-    sorted_work: IntArray
 
     @property
     def imbalance(self) -> np.ndarray:
@@ -248,20 +254,17 @@ def plan_epoch(request: PlanRequest, document_tokens: IntArray, epoch: Epoch, tr
     steps = epoch.num_micro_batches // micro_steps
     planned_steps = min(steps, max(1, MOST_PLANNED_RANKS // (request.num_ranks * micro_steps)))
     chosen = np.unique(np.linspace(0, steps - 1, planned_steps).astype(np.int64))
-    # 2. Their plans, and the same documents as sorted packs.
-    work, received, packs = [], [], []
+    # 2. Their plans.
+    work, received = [], []
     for step in track(chosen.tolist()):
         numbers = range(step * micro_steps, (step + 1) * micro_steps)
         batches = [document_tokens[epoch.micro_batch(number)] for number in numbers]
         for plan in plan_micro_steps(request, batches):
             work.append(plan.work / plan.tasks.head_groups)
             received.append(int(received_bytes(plan, request.model.token_bytes).max()))
-        packs += sorted_packs(np.concatenate(batches), request.num_ranks, micro_steps)
     return EpochPlans(
         in_order=pack_in_order(document_tokens, epoch, request.num_ranks),
         planned=(chosen[:, None] * micro_steps + np.arange(micro_steps)).reshape(-1),
         work=np.array(work),
         received_bytes=np.array(received, dtype=np.int64),
-        sorted_tokens=np.array([pack.tokens for pack in packs]),
-        sorted_work=np.array([pack.work for pack in packs]),
     )

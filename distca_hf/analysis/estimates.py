@@ -1,16 +1,13 @@
 """Estimates: speed and memory of a training, for a model whose numbers of weights are known.
 
-Speed follows from the slowest rank of every micro-batch: all other ranks wait for it. Seconds of tokens and attended
-pairs come from `flops`, bytes from `memory`.
+Speed is that of `distca simulate`: the same steps, the same ways, the same measured times. Bytes come from `memory`.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import get_args
 
-import numpy as np
-
-from distca_hf.analysis.epoch import EpochPlans, InOrder
+from distca_hf.analysis.epoch import EpochPlans, PackedEpoch
 from distca_hf.analysis.memory import (
     GIB,
     USABLE_SHARE,
@@ -19,14 +16,26 @@ from distca_hf.analysis.memory import (
     Sharding,
     TrainingSetup,
     estimate_memory,
+    shardings,
 )
-from distca_hf.analysis.request import ModelShape, ModelSize
+from distca_hf.analysis.profiles.shipped import find_profile
+from distca_hf.analysis.request import ModelShape, ModelSize, PlanRequest
+from distca_hf.analysis.simulate.model import SimulatedModel
+from distca_hf.analysis.simulate.request import SimulationRequest
+from distca_hf.analysis.simulate.ways import Simulation
+from distca_hf.arrays import IntArray
 from distca_hf.cost import Heads
 from distca_hf.errors import ConfigError
 from distca_hf.flops import H200, H200_LIGER, PassCosts, Rates, StepCost, StepFlops
+from distca_hf.gpus import H200_GIB
 
 
 CHECKPOINTING = get_args(Checkpointing)
+# Shipped times that steps are simulated with.
+PROFILE = "h200"
+# Most optimizer steps that are simulated: as many as `distca simulate` takes. And most of them times ranks and
+# micro-steps: planning takes a quarter of a millisecond per rank.
+MOST_STEPS, MOST_RANK_STEPS = 20, 2048
 
 
 def step_cost(size: ModelSize, heads: Heads, checkpointing: Checkpointing = "saved", rates: Rates = H200) -> StepCost:
@@ -48,57 +57,55 @@ def step_cost(size: ModelSize, heads: Heads, checkpointing: Checkpointing = "sav
 
 @dataclass(frozen=True)
 class Speed:
-    """Estimated ratios of step times, over an epoch.
+    """Simulated steps of the first epoch, as `distca simulate` has them.
 
     Attributes:
-        attention_share: time of attention over time of the step, if all ranks have the same work.
-        over_plain: time of documents in order over time as planned.
+        attention_share: time of attention over time of the steps as planned.
+        over_plain: time of plain packing over time as planned.
         over_sorted: the same for packs that are sorted by work within every optimizer step.
+        steps: how many were simulated.
     """
 
     attention_share: float
     over_plain: float
     over_sorted: float
+    steps: int
 
 
-def estimate_speed(plans: EpochPlans, cost: StepCost) -> Speed:
-    """Estimates ratios of step times from the slowest rank of every micro-batch.
-
-    In a micro-batch that was not planned, the slowest rank has the mean work times the mean imbalance of planned ones.
+def simulate_speed(
+    request: PlanRequest,
+    assumptions: "Assumptions",
+    document_tokens: IntArray,
+    given: Sequence[IntArray] = (),
+) -> Speed:
+    """Simulates the first optimizer steps of a training, on the shipped times of an H200.
 
     Args:
-        plans: plans of an epoch.
-        cost: seconds of a token and of a pair, for the model.
+        request: ranks, layout, and a model of known size.
+        assumptions: how the model is trained.
+        document_tokens: `[documents]` lengths of the dataset, none too long.
+        given: lengths of each micro-batch of the one step to simulate; those of the first epoch by default.
     """
-    plain = _seconds(plans.in_order, plans.in_order.work.max(axis=1), cost)
-    as_planned = _seconds(plans.in_order, plans.in_order.work.mean(axis=1) * plans.imbalance.mean(), cost)
-    # Sorted packs are compared with the plans of the same micro-batches.
-    planned_in_order = InOrder(plans.in_order.tokens[plans.planned], plans.in_order.work[plans.planned])
-    sorted_packs = plans.sorted_tokens * cost.token_seconds + plans.sorted_work * cost.pair_seconds
-    return Speed(
-        attention_share=attention_share(plans.in_order, cost),
-        over_plain=plain / as_planned,
-        over_sorted=float(sorted_packs.max(axis=1).sum()) / _seconds(planned_in_order, plans.work.max(axis=1), cost),
+    ranks, micro_steps = request.num_ranks, request.micro_steps
+    simulated = SimulationRequest(
+        *(SimulatedModel.of(request.model), ranks, request.tokens_per_rank, None, micro_steps),
+        ranks_per_node=request.ranks_per_node,
+        checkpointing=assumptions.checkpointing,
+        liger=assumptions.liger,
+        batches=max(1, min(MOST_STEPS, MOST_RANK_STEPS // (ranks * micro_steps))),
+        seed=assumptions.seed,
     )
-
-
-def attention_share(in_order: InOrder, cost: StepCost) -> float:
-    """Returns time of attention over time of steps in which all ranks have the same work."""
-    return cost.attention_share(
-        float(in_order.rank_tokens(slice(None)).sum()), float(in_order.work.mean(axis=1).sum())
+    steps = [given] if given else simulated.steps(document_tokens)
+    simulation = Simulation.of(simulated, find_profile(PROFILE))
+    ways, ours = {way.key: way for way in simulation.ways()}, "placed" if request.layout == "placed" else "packs_kept"
+    plain, packs, planned = (
+        [simulation.step_seconds(ways[key], step) for step in steps] for key in ("plain", "sorted_packs", ours)
     )
-
-
-def speed_over_plain(in_order: InOrder, cost: StepCost) -> float:
-    """Returns time of documents in order over time of perfectly equal work."""
-    plain = _seconds(in_order, in_order.work.max(axis=1), cost)
-    return plain / _seconds(in_order, in_order.work.mean(axis=1), cost)
-
-
-def _seconds(in_order: InOrder, busiest_pairs: np.ndarray, cost: StepCost) -> float:
-    """Returns seconds of all micro-batches with equal tokens, from `[micro_batches]` pairs of the busiest rank."""
-    tokens = in_order.rank_tokens(slice(None))
-    return float((tokens * cost.token_seconds + busiest_pairs * cost.pair_seconds).sum())
+    seconds = [sum(of_step for of_step, _ in way) for way in (plain, packs, planned)]
+    attention = sum(
+        load.attention_seconds(simulation.training.layers_checkpointed) for _, of in planned for load in of
+    )
+    return Speed(attention / seconds[2], seconds[0] / seconds[2], seconds[1] / seconds[2], len(steps))
 
 
 @dataclass(frozen=True)
@@ -111,6 +118,7 @@ class Assumptions:
         liger: whether Liger's kernels and its fused loss are used.
         gpu_gib: memory of a GPU.
         kv_budget_gib: the setting of this name.
+        seed: of the order of documents.
 
     Raises:
         ConfigError: a value is none of the allowed ones.
@@ -118,8 +126,9 @@ class Assumptions:
 
     checkpointing: Checkpointing = "saved"
     liger: bool = False
-    gpu_gib: float = 80.0
+    gpu_gib: float = H200_GIB
     kv_budget_gib: float = 4.0
+    seed: int = 0
 
     def __post_init__(self) -> None:
         if self.checkpointing not in CHECKPOINTING:
@@ -131,12 +140,6 @@ class Assumptions:
     def room_bytes(self) -> float:
         """Bytes of a GPU that torch may allocate."""
         return USABLE_SHARE * self.gpu_gib * GIB
-
-    def setup(self, num_ranks: int, sharding: Sharding) -> TrainingSetup:
-        """Returns how the model is trained on `num_ranks` ranks."""
-        return TrainingSetup(
-            num_ranks, sharding, self.checkpointing, self.liger, kv_budget_bytes=self.kv_budget_gib * GIB
-        )
 
     def cost(self, model: ModelShape) -> StepCost | None:
         """Returns the cost of tokens and pairs; None if the model's size is not known."""
@@ -150,13 +153,14 @@ class Assumptions:
         return model.pass_costs(*recomputes, H200_LIGER if self.liger else H200)
 
     def memory(
-        self, model: ModelShape, num_ranks: int, received_bytes: int
+        self, model: ModelShape, num_ranks: int, micro_steps: int, received_bytes: int
     ) -> dict[Sharding, Callable[[int], Memory]]:
         """Returns for each way to shard weights a function from tokens per rank to memory.
 
         Args:
             model: shape and size; without a size nothing is returned.
             num_ranks: ranks that share weights.
+            micro_steps: of an optimizer step.
             received_bytes: bytes of keys and values that a rank receives in one layer's forward pass.
         """
         if model.size is None:
@@ -165,10 +169,11 @@ class Assumptions:
 
         def of(sharding: Sharding) -> Callable[[int], Memory]:
             """Returns the function of one way to shard weights."""
-            setup = self.setup(num_ranks, sharding)
+            trained = num_ranks, sharding, self.checkpointing, self.liger
+            setup = TrainingSetup(*trained, kv_budget_bytes=self.kv_budget_gib * GIB, micro_steps=micro_steps)
             return lambda tokens: estimate_memory(size, setup, tokens, received_bytes)
 
-        return {sharding: of(sharding) for sharding in get_args(Sharding)}
+        return {sharding: of(sharding) for sharding in shardings(micro_steps, model.mixer_layers > 0)}
 
 
 @dataclass(frozen=True)
@@ -176,7 +181,7 @@ class Estimates:
     """Speed and memory of a training with these micro-batches.
 
     Attributes:
-        speed: speed over an epoch.
+        speed: of the first optimizer steps.
         memory: memory of the rank with most tokens, for each way to shard weights.
         room_bytes: bytes of a GPU that torch may allocate.
     """
@@ -187,16 +192,16 @@ class Estimates:
 
 
 def make_estimates(
-    model: ModelShape, plans: EpochPlans, assumptions: Assumptions, tokens_per_rank: int
+    request: PlanRequest, packed: PackedEpoch, plans: EpochPlans, assumptions: Assumptions
 ) -> Estimates | None:
     """Returns estimates for an epoch; None if the model's size is not known."""
-    cost = assumptions.cost(model)
-    if cost is None:
+    if request.model.size is None:
         return None
-    num_ranks = plans.work.shape[1]
-    memory = assumptions.memory(model, num_ranks, int(plans.received_bytes.max()))
+    given = () if packed.origin is not None else packed.first_step(request.micro_steps).micro_batches
+    world = request.num_ranks, request.micro_steps
+    memory = assumptions.memory(request.model, *world, int(plans.received_bytes.max()))
     return Estimates(
-        speed=estimate_speed(plans, cost),
-        memory={sharding: of(tokens_per_rank) for sharding, of in memory.items()},
+        speed=simulate_speed(request, assumptions, packed.document_tokens, given),
+        memory={sharding: of(request.tokens_per_rank) for sharding, of in memory.items()},
         room_bytes=assumptions.room_bytes,
     )

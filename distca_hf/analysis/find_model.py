@@ -5,207 +5,128 @@ weights. All other names are those of Transformers: a model type or class, with 
 Weights are counted in a model without memory (torch's meta device).
 """
 
-import json
-import re
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from distca_hf.analysis.model_files import CONFIG_FILE, read_config, without_hub
 from distca_hf.analysis.request import PRESETS, ModelShape, ModelSize, preset
 from distca_hf.cost import Heads
-from distca_hf.errors import ConfigError, did_you_mean, first_line
+from distca_hf.errors import ConfigError
+from distca_hf.gpus import find_gpu
 
 
 if TYPE_CHECKING:
-    from transformers import PretrainedConfig, PreTrainedModel
+    from transformers import PreTrainedModel
 
-CONFIG_FILE = "config.json"
+    from distca_hf.analysis.check.find import Candidate
+
 # Length of documents with which a model is checked: one that every model has positions for.
 ANY_DOCUMENT_TOKENS = 128
+# The GPU whose kernels a model is judged by, that of shipped times.
+GPU = "h200"
 # Forward operations of one token and weight: a multiplication and an addition.
 FLOPS_OF_WEIGHT = 2
 
 
-def find_model(name: str) -> ModelShape:
+def find_model(name: str, tries: bool = True) -> ModelShape:
     """Returns the model of a name.
 
     Args:
-        name: a built-in name; path of a config.json or of its folder; model type or class of Transformers; or name
-            on the Hub. From there only the configuration is loaded.
+        name: a built-in name, path of a config.json or of its folder, or what `distca check` takes.
+        tries: whether the verdict includes a step of a tiny version, which a process of a group cannot run.
 
     Raises:
         ConfigError: there is no such model, or its configuration is not understood.
     """
     if name.endswith(".json") or (Path(name) / CONFIG_FILE).is_file():
-        return read_model(Path(name))
+        return read_model(Path(name), tries)
     if name.lower() in PRESETS:
         return preset(name)
-    model_type = _type_of(name)
-    if "/" in name or (model_type is None and Path(name).exists()):
-        return _shape_of(load_config(name), name, f"the configuration of {name}")
-    if model_type is None:
-        return preset(name)  # raises, with a list of all names
-    from transformers import AutoConfig
+    from distca_hf.analysis.check.find import find_candidate
 
-    config = AutoConfig.for_model(model_type)
-    return _shape_of(config, f"{model_type} (default sizes)", f"the default configuration of {model_type}")
+    return _shape_of(find_candidate(name), tries)
 
 
-def load_config(name: str, trust_remote_code: bool = False) -> "PretrainedConfig":
-    """Loads a configuration from the Hub, from its cache, or from a folder.
+def read_model(path: Path, tries: bool = True) -> ModelShape:
+    """Reads a config.json, or that of a folder; with its size and verdict, if Transformers has the model type.
 
     Args:
-        trust_remote_code: whether Python code that lies beside it may run.
-
-    Raises:
-        ConfigError: the Hub has no configuration of this name, or cannot be reached.
-    """
-    from transformers import AutoConfig
-
-    path = Path(name)
-    if path.exists() and not (path / CONFIG_FILE).is_file():
-        raise ConfigError(f"model {name} is no model of Transformers: {_content_of(path)} (docs/check.md)")
-    try:
-        return AutoConfig.from_pretrained(name, **({"trust_remote_code": True} if trust_remote_code else {}))
-    except Exception as error:  # of the network, the Hub, or the file
-        if path.exists():
-            raise ConfigError(f"model {name}: its {CONFIG_FILE} cannot be loaded: {first_line(error)}") from error
-        raise ConfigError(
-            f"model {name}: there is no such folder with a {CONFIG_FILE}, and the Hub has no configuration of it or "
-            f"cannot be reached: {first_line(error)}"
-        ) from error
-
-
-def _content_of(path: Path) -> str:
-    """Returns what a path is that holds no configuration of Transformers."""
-    if not path.is_dir():
-        return f"give its folder, or its {CONFIG_FILE}; {path.suffix or 'such a file'} is not read"
-    if (path / "adapter_config.json").is_file():
-        base = read_config(path / "adapter_config.json").get("base_model_name_or_path")
-        return f"it holds an adapter of PEFT, give its base model {base}"
-    if (path / "params.json").is_file():
-        return "it is in the format of Meta or Mistral (params.json), give a version that was converted"
-    return f"the folder has no {CONFIG_FILE}"
-
-
-def type_hint(name: str) -> str:
-    """Returns words about a model type that Transformers does not have, to follow a message: other versions of it,
-    which were hardly meant, or the nearest name."""
-    from transformers import CONFIG_MAPPING
-
-    def letters(model_type: str) -> str:
-        return re.sub(r"[\d.]+", "", model_type.lower())
-
-    versions = [known for known in CONFIG_MAPPING if letters(known) == letters(name)]
-    if not versions:
-        return did_you_mean(name, [*PRESETS, *CONFIG_MAPPING])
-    return f" It has {', '.join(versions)}; a newer one may have this: pip install --upgrade transformers"
-
-
-def _shape_of(whole: "PretrainedConfig", name: str, where: str) -> ModelShape:
-    """Returns shape and size of the model of a Transformers configuration.
-
-    Raises:
-        ConfigError: a value is missing or wrong, or there is no causal language model with this configuration.
-    """
-    config = whole.get_text_config()
-    others = {key: getattr(config, key) for key in config.attribute_map}  # GPT-2 writes n_head
-    values = {key: value for key, value in {**config.to_dict(), **others}.items() if value is not None}
-    dtype = str(values.get("dtype") or "bfloat16").removeprefix("torch.")
-    return _counted(shape_of_config({**values, "dtype": dtype}, name, where), whole, name)
-
-
-def read_model(path: Path) -> ModelShape:
-    """Reads a config.json, or that of a folder; with its size, if Transformers has the model type.
+        tries: see `find_model`.
 
     Raises:
         ConfigError: the file cannot be read, or a value is missing or wrong; names the value.
     """
     path = path / CONFIG_FILE if path.is_dir() else path
-    shape, config = read_model_config(path), read_config(path)
-    if "model_type" not in config:
-        return shape
-    from transformers import CONFIG_MAPPING, AutoConfig
-
-    if config["model_type"] not in CONFIG_MAPPING:
-        return shape
-    try:
-        known = AutoConfig.for_model(**config)
-    except Exception as error:  # configurations check themselves, each in its own way
-        raise ConfigError(f"model config {path} is not one of {config['model_type']}: {error}") from error
-    return _counted(shape, known, str(path))
-
-
-def _type_of(name: str) -> str | None:
-    """Returns the model type of a type or a class; None if Transformers has neither."""
+    if "model_type" not in (config := read_config(path)):
+        return read_model_config(path)
     from transformers import CONFIG_MAPPING
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-    if name in CONFIG_MAPPING:
-        return name
-    classes = {of: model_type for model_type, of in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items()}
-    return classes.get(name)
+    from distca_hf.analysis.check.find import find_candidate
+
+    known = config["model_type"] in CONFIG_MAPPING
+    return _shape_of(find_candidate(str(path)), tries) if known else read_model_config(path)
 
 
-def _counted(shape: ModelShape, whole: "PretrainedConfig", name: str) -> ModelShape:
-    """Returns a shape with numbers of weights, if it is known how many of them a token passes, and with words for
-    layers that are not full attention. Of a multimodal model the text part is counted, with its towers where
-    Transformers has no model of the text alone.
+def _shape_of(candidate: "Candidate", tries: bool) -> ModelShape:
+    """Returns the shape of a model of Transformers, with the verdict of `distca check`, and with numbers of weights if
+    it is known how many of them a token passes.
 
     Raises:
-        ConfigError: Transformers has no such model with this configuration, or cannot build it.
+        ConfigError: a value is missing or wrong, or the model cannot be built.
     """
-    import torch
-    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, AutoModelForImageTextToText
-
+    from distca_hf.analysis.check.command import judge_quietly
+    from distca_hf.analysis.check.sizes import decoder_size
     from distca_hf.integrations.models.operations import step_flops
 
-    config = whole.get_text_config()
-    try:
-        with torch.device("meta"):
-            model = (
-                AutoModelForCausalLM.from_config(config)
-                if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING
-                else AutoModelForImageTextToText.from_config(whole)
-            )
-        embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
-    except Exception as error:  # a model's code may raise anything
-        raise ConfigError(f"model {name}: Transformers builds no causal language model of it: {error}") from error
-    shape, flops = _with_layers(shape, model), step_flops(model)
-    if flops is None:
+    config = candidate.config.get_text_config()
+    others = {key: getattr(config, key) for key in config.attribute_map}  # GPT-2 writes n_head
+    values = {key: value for key, value in {**config.to_dict(), **others}.items() if value is not None}
+    name = candidate.name.replace(", default sizes", " (default sizes)")
+    shape = shape_of_config(values, name, f"model {name}")
+    with without_hub():
+        verdict, model = judge_quietly(candidate, find_gpu(GPU), ANY_DOCUMENT_TOKENS, tries)
+    shape = replace(
+        _with_layers(shape, model),
+        refusals=verdict.reasons,
+        limits=verdict.limits,
+        longest_document_tokens=verdict.longest_document_tokens,
+    )
+    decoder, flops = decoder_size(model, list(verdict.kinds)), step_flops(model)
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    if decoder is None or flops is None or head is None:
         return shape
+    tied = head.weight is embedding.weight
     size = ModelSize(
-        layers=config.num_hidden_layers,
-        hidden_size=head.shape[1],
-        vocabulary=head.shape[0],
-        parameters=sum(weight.numel() for weight in model.parameters()),
+        layers=decoder.num_layers,
+        hidden_size=head.weight.shape[1],
+        vocabulary=head.weight.shape[0],
+        parameters=decoder.parameters,
         layer_parameters=round(flops.layers_forward / FLOPS_OF_WEIGHT),
-        embedding_parameters=embedding.numel() + (0 if head is embedding else head.numel()),
+        embedding_parameters=embedding.weight.numel() + (0 if tied else head.weight.numel()),
+        of_layers=decoder,
     )
     return replace(shape, size=size)
 
 
 def _with_layers(shape: ModelShape, model: "PreTrainedModel") -> ModelShape:
     """Returns a shape with numbers of, and words for, layers that are not full attention."""
-    from distca_hf.integrations.models.check import refusals
     from distca_hf.integrations.models.layer_masks import layer_windows
     from distca_hf.integrations.models.mixers import mixers_of
 
     layers = Counter(window for _, window in layer_windows(model))
     windows = {window: count for window, count in layers.items() if window is not None}
-    words = [f"{count} with a window of {tokens:,} tokens" for tokens, count in sorted(windows.items())]
     mixers = {name.rpartition(".")[0] for name in mixers_of(model)}
-    if mixers:
-        words.append(f"{len(mixers)} that carry a state, so that documents stay whole in training")
+    words = [f"{count} with a window of {tokens:,} tokens" for tokens, count in sorted(windows.items())]
+    words += [f"{len(mixers)} that carry a state"] * bool(mixers)
     return replace(
         shape,
         other_layers=", ".join(words),
         full_layers=layers[None],
         window_layers=tuple(sorted(windows.items())),
         mixer_layers=len(mixers),
-        refusals=tuple(refusals(model, ANY_DOCUMENT_TOKENS, whole_documents=bool(mixers))),
     )
 
 
@@ -223,21 +144,6 @@ def read_model_config(path: Path) -> ModelShape:
     text = _text_part(config)
     dtypes: dict[str, object] = {name: config[name] for name in ("dtype", "torch_dtype") if name in config}
     return shape_of_config({**dtypes, **text}, str(text.get("model_type") or path.name), f"model config {path}")
-
-
-def read_config(path: Path) -> dict[str, object]:
-    """Reads a config.json.
-
-    Raises:
-        ConfigError: the file cannot be read, or holds no object.
-    """
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise ConfigError(f"model config {path} cannot be read: {error}") from error
-    if not isinstance(config, dict):
-        raise ConfigError(f"model config {path} must be a JSON object, as Transformers' config.json is")
-    return config
 
 
 def shape_of_config(config: Mapping[str, object], name: str, where: str) -> ModelShape:
@@ -291,12 +197,11 @@ def _check_heads(config: Mapping[str, object], where: str) -> None:
 
 
 def _number_bytes(config: Mapping[str, object], where: str) -> int:
-    """Returns bytes of a number of `dtype`, which older configurations call `torch_dtype`."""
-    name = config.get("dtype") or config.get("torch_dtype")
-    if name is None:
-        raise ConfigError(f"{where} has neither dtype nor torch_dtype; add for example 'bfloat16'")
-    if not isinstance(name, str) or name not in BYTES_OF_DTYPE:
-        raise ConfigError(f"{where}: dtype {name!r} is not one of {', '.join(BYTES_OF_DTYPE)}")
+    """Returns bytes of a number of `dtype`, which older configurations call `torch_dtype`; of bf16 without one."""
+    given = config.get("dtype") or config.get("torch_dtype") or "bfloat16"
+    name = str(given).removeprefix("torch.")
+    if name not in BYTES_OF_DTYPE:
+        raise ConfigError(f"{where}: dtype {given!r} is not one of {', '.join(BYTES_OF_DTYPE)}")
     return BYTES_OF_DTYPE[name]
 
 

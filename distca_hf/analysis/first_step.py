@@ -106,6 +106,7 @@ class StepReport:
         return {
             "model": self.request.model.name,
             "other_layers": self.request.model.other_layers,
+            "limits": list(self.request.model.limits),
             "layout": self.request.layout,
             "source": self.source,
             **origin,

@@ -5,15 +5,17 @@
 | `.json` | a flat list of whole numbers |
 | `.jsonl` | objects, one per line, with a column of lengths |
 | `.csv` | a table with a column of lengths, or one column of whole numbers without a name |
-| `.txt` | whole numbers, one per line |
+| `.txt` | whole numbers, one per line, also as `numpy.savetxt` writes them |
 | `.parquet` | a column of lengths |
+| `.npy` | one dimension of integers |
 | a folder | a dataset that `datasets.Dataset.save_to_disk` wrote, with a column of lengths |
+| a folder, a pattern with `*` | files of one of these kinds; in a folder their names differ in numbers only |
 | `pretrain`, `prolong` | samples that come with distca_hf, if there is no file of that name |
 
-The first four may be compressed (`.gz`). A column of lengths is called `length`, `lengths` or `num_tokens` and has
-whole numbers, or is called `input_ids` and has lists, whose lengths count. There must be exactly one such column.
+The first four may be compressed (`.gz`). A column of lengths has one of the names in `NUMBER_COLUMNS` and whole
+numbers, or is called `input_ids` and has lists, whose lengths count. Several such columns must agree in every row.
 
-A folder with `input_ids` is a dataset that the loader accepts, and is read as the loader reads it (`data.documents`).
+A saved dataset with `input_ids` is one that the loader accepts, and is read as the loader reads it (`data.documents`).
 It may have any other columns. With a column `seq_lengths` a row has several documents.
 """
 
@@ -23,7 +25,7 @@ import json
 import re
 import sys
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
@@ -33,7 +35,7 @@ import numpy as np
 from distca_hf.arrays import IntArray
 from distca_hf.data.documents import DocumentSource
 from distca_hf.data.rows import FOR_LENGTHS
-from distca_hf.errors import PackingError
+from distca_hf.errors import PackingError, and_more, first_line
 from distca_hf.layout import as_int_array, check_document_tokens
 from distca_hf.recipe import LENGTHS
 
@@ -44,13 +46,20 @@ if TYPE_CHECKING:
 
 
 # Columns that may hold lengths, in order of preference, and the column of tokens, whose rows are counted.
-NUMBER_COLUMNS = ("length", "lengths", "num_tokens")
+NUMBER_COLUMNS = ("length", "lengths", "num_tokens", "token_count", "n_tokens")
 TOKENS_COLUMN = "input_ids"
 # Column of the lengths of the documents of each row, which TRL's packing adds.
 SEQUENCES_COLUMN = "seq_lengths"
 COLUMNS = (*NUMBER_COLUMNS, TOKENS_COLUMN)
-# Columns of texts, of which there are no lengths before they are tokenised.
+# Columns of texts, a word of a text, and what to do with a file of texts.
 TEXT_COLUMNS = frozenset({"text", "content", "messages", "conversations", "prompt"})
+WORD = re.compile(r"[^\W\d_]{2}")
+OF_TEXTS = '. Tokenise texts first: python "$(distca examples tokenise_texts)" MODEL FILE FOLDER; then give FOLDER'
+# A number as `numpy.savetxt` writes it.
+SAVETXT = re.compile(r"-?\d\.\d+e[+-]\d+")
+# Most that is read at once, so that a small file that unpacks to a large one ends in an error: lengths of 100 million
+# documents, and tokens of a document of 40 million.
+MOST_CHARACTERS, MOST_LINE_CHARACTERS = 2**30, 2**28
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,7 +82,7 @@ def read_lengths(path: Path) -> DocumentLengths:
     except PackingError:
         raise
     except Exception as error:  # libraries that read files may raise anything
-        raise PackingError(f"{path} cannot be read: {error or type(error).__name__}") from error
+        raise PackingError(f"{path} cannot be read: {first_line(error)}") from error
     if len(lengths.tokens) == 0:
         raise PackingError(f"{lengths.source} has no documents")
     return DocumentLengths(check_document_tokens(lengths.tokens, lengths.source), lengths.source)
@@ -82,27 +91,73 @@ def read_lengths(path: Path) -> DocumentLengths:
 def _read(path: Path) -> DocumentLengths:
     """Reads lengths by the ending of the path."""
     if path.is_dir():
-        return _read_dataset(path)
-    ending = path.name.removesuffix(".gz").rpartition(".")[2].lower()
+        files = _files_of(path)
+        return _read_files(files, path) if files else _read_dataset(path)
+    if "*" in str(path) and not path.exists() and (files := sorted(path.parent.glob(path.name))):
+        return _read_files(files, path)
+    ending = _ending(path)
     if ending in TEXT_READERS:
-        numbers = TEXT_READERS[ending](path)
-        return DocumentLengths(numbers.array(), numbers.source)
-    if ending == "parquet" and path.suffix != ".gz":
+        return TEXT_READERS[ending](path)
+    if ending == "parquet":
         return _read_parquet(path)
-    endings = ", ".join(f".{ending}" for ending in (*TEXT_READERS, "parquet"))
-    raise PackingError(f"{path} must end in {endings} or be a folder of a saved dataset")
+    if ending == "npy":
+        return DocumentLengths(as_int_array(np.load(path, allow_pickle=False), str(path)), str(path))
+    endings = ", ".join(f".{ending}" for ending in ENDINGS)
+    raise PackingError(f"{path} must end in {endings}, or be a folder of such files or of a saved dataset")
+
+
+def _ending(path: Path) -> str:
+    """Returns the ending of a file's name, of text without that of its compression."""
+    text = path.name.lower().removesuffix(".gz").rpartition(".")[2]
+    return text if text in TEXT_READERS else path.suffix.lower().removeprefix(".")
+
+
+def _files_of(folder: Path) -> list[Path]:
+    """Returns the files of lengths in a folder, in the order of their names; none if it is a saved dataset.
+
+    Raises:
+        PackingError: their names are those of several datasets (train-00000-of-00004.parquet, test.parquet).
+    """
+    if any((folder / name).exists() for name in ("state.json", "dataset_dict.json")):
+        return []
+    # Files of metadata end in .json.
+    files = sorted(file for file in folder.rglob("*") if file.is_file() and _ending(file) in ENDINGS[1:])
+    names = sorted({re.sub(r"\d+", "*", str(file.relative_to(folder))) for file in files})
+    if len(names) > 1:
+        raise PackingError(
+            f"{folder} holds files of several datasets or kinds: {', '.join(names)}; give a pattern of those to read, "
+            f"in quotes: '{folder / names[0]}'"
+        )
+    return files
+
+
+def _read_files(files: Sequence[Path], source: Path) -> DocumentLengths:
+    """Reads the files of one dataset, one after the other."""
+    read = [_read(file) for file in files]
+    columns = sorted({one.source.removeprefix(str(file)) for one, file in zip(read, files, strict=True)})
+    if len(columns) > 1:
+        raise PackingError(f"{source}: files have lengths in other columns than others{' and'.join(columns)}")
+    tokens = np.concatenate([one.tokens for one in read])
+    return DocumentLengths(tokens, f"{source}, {len(files)} files{columns[0]}")
 
 
 def _read_parquet(path: Path) -> DocumentLengths:
-    """Reads one column of a Parquet file."""
+    """Reads the columns of lengths of a Parquet file, a part of its rows at a time: tokens may be many."""
+    import pyarrow as pa
     import pyarrow.parquet as pq
 
-    column = choose_column(pq.read_schema(path).names, path)
-    return _from_arrow(pq.read_table(path, columns=[column])[column], f"{path}, column {column}")
+    file = pq.ParquetFile(path)
+    columns = choose_columns(file.schema_arrow.names, path)
+    parts: dict[str, list[IntArray]] = {column: [np.zeros(0, dtype=np.int64)] for column in columns}
+    for rows in file.iter_batches(columns=columns):
+        for column in columns:
+            values = pa.chunked_array([rows.column(column)])
+            parts[column].append(_from_arrow(values, f"{path}, column {column}"))
+    return _same({column: np.concatenate(part) for column, part in parts.items()}, path)
 
 
 def _read_dataset(path: Path) -> DocumentLengths:
-    """Reads one column of a saved `datasets.Dataset`."""
+    """Reads the columns of lengths of a saved `datasets.Dataset`."""
     from datasets import Dataset, load_from_disk
 
     dataset = load_from_disk(str(path))
@@ -110,9 +165,28 @@ def _read_dataset(path: Path) -> DocumentLengths:
         raise PackingError(f"{path} holds several datasets: {', '.join(dataset)}; give the folder of one of them")
     if TOKENS_COLUMN in dataset.column_names:
         return _read_source(dataset, path)
-    column = choose_column(dataset.column_names, path)
-    values = dataset.select_columns([column]).with_format("arrow")[:][column]
-    return _from_arrow(values, f"{path}, column {column}")
+    columns = choose_columns(dataset.column_names, path)
+    table = dataset.select_columns(columns).with_format("arrow")[:]
+    return _same({column: _from_arrow(table[column], f"{path}, column {column}") for column in columns}, path)
+
+
+def _same(columns: Mapping[str, IntArray], path: Path) -> DocumentLengths:
+    """Returns the lengths that all columns have.
+
+    Raises:
+        PackingError: they differ; names the first row and both lengths.
+    """
+    if not columns:  # nor rows
+        return DocumentLengths(np.zeros(0, dtype=np.int64), str(path))
+    (name, tokens), *others = columns.items()
+    for other, lengths in others:
+        if (rows := np.flatnonzero(tokens != lengths)).size:
+            row = int(rows[0])
+            raise PackingError(
+                f"{path} has several columns of lengths, and in row {row} {name} is {tokens[row]} and {other} "
+                f"{lengths[row]}{and_more(len(rows) - 1)}; keep one of the columns"
+            )
+    return DocumentLengths(tokens, f"{path}, column {name}")
 
 
 def _read_source(dataset: "Dataset", path: Path) -> DocumentLengths:
@@ -125,7 +199,7 @@ def _read_source(dataset: "Dataset", path: Path) -> DocumentLengths:
     return DocumentLengths(tokens, f"{path}, column {column}")
 
 
-def _from_arrow(values: "ChunkedArray", source: str) -> DocumentLengths:
+def _from_arrow(values: "ChunkedArray", source: str) -> IntArray:
     """Returns lengths from an arrow column: its numbers, or the lengths of its lists."""
     import pyarrow as pa
     import pyarrow.compute as pc
@@ -140,14 +214,14 @@ def _from_arrow(values: "ChunkedArray", source: str) -> DocumentLengths:
     elif not pa.types.is_integer(kind) or source.endswith(TOKENS_COLUMN):
         wanted = "lists of tokens" if source.endswith(TOKENS_COLUMN) else "whole numbers"
         raise PackingError(f"{source} has {kind}, not {wanted}")
-    return DocumentLengths(as_int_array(values.to_numpy(), source), source)
+    return as_int_array(values.to_numpy(), source)
 
 
-def choose_column(names: Sequence[str], path: Path) -> str:
-    """Returns the one column of lengths.
+def choose_columns(names: Sequence[str], path: Path) -> list[str]:
+    """Returns the columns of lengths.
 
     Raises:
-        PackingError: there is none, or more than one, or rows hold several documents; names the columns.
+        PackingError: there is none, or rows hold several documents; names the columns.
     """
     if SEQUENCES_COLUMN in names:
         raise PackingError(
@@ -155,20 +229,11 @@ def choose_column(names: Sequence[str], path: Path) -> str:
             "saved with save_to_disk, which has input_ids, too"
         )
     found = [name for name in COLUMNS if name in names]
-    if len(found) == 1:
-        return found[0]
     if found:
-        raise PackingError(f"{path} has several columns of lengths, {', '.join(found)}; keep one of them")
+        return found
     there = ", ".join(names) if names else "none"
-    way = f". {_way_to_lengths(path)}" if TEXT_COLUMNS & set(names) else ""
+    way = OF_TEXTS if TEXT_COLUMNS & set(names) else ""
     raise PackingError(f"{path} has no column of lengths ({', '.join(COLUMNS)}); its columns: {there}{way}")
-
-
-def _way_to_lengths(path: Path) -> str:
-    """Returns what to do with a file of texts."""
-    return (
-        f'Texts are tokenised first: python "$(distca examples tokenise_texts)" MODEL {path} FOLDER; then give FOLDER'
-    )
 
 
 class Numbers:
@@ -180,14 +245,14 @@ class Numbers:
     """
 
     def __init__(self, source: str, each: str) -> None:
-        self.source = source
+        self._source = source
         self._each = each
         self._numbers = array("q")
 
     def add(self, value: object) -> None:
         """Adds an integer; refuses all other JSON values, such as 3.0 and true."""
         if type(value) is not int:
-            raise PackingError(f"{self._next} is {_kind(value)}, not a whole number")
+            raise self._refusal(_kind(value), isinstance(value, str | dict))
         if abs(value) >= 2**63:
             raise PackingError(f"{self._next} is {_short(value)}, far more tokens than a document can have")
         self._numbers.append(value)
@@ -199,14 +264,13 @@ class Numbers:
         self._numbers.append(len(value))
 
     def add_text(self, text: str) -> None:
-        """Adds a number from its digits."""
+        """Adds a number from its digits, or as `numpy.savetxt` writes it."""
         digits = text.strip()
+        if SAVETXT.fullmatch(digits) and float(digits).is_integer():
+            digits = str(int(float(digits)))
         if not digits.removeprefix("-").isdecimal() or not digits.isascii():
-            raise PackingError(f"{self._next} is {_short(digits)}, not a whole number")
+            raise self._refusal(_short(digits), WORD.search(digits) is not None)
         self.add(int(digits) if len(digits) < 32 else 10**32)
-
-    def __len__(self) -> int:
-        return len(self._numbers)
 
     def array(self) -> IntArray:
         """Returns `[documents]` numbers."""
@@ -215,75 +279,83 @@ class Numbers:
     @property
     def _next(self) -> str:
         """Words for the next number, for errors."""
-        return f"{self.source}: {self._each} {len(self._numbers)}"
+        return f"{self._source}: {self._each} {len(self._numbers)}"
+
+    def _refusal(self, kind: str, is_text: bool) -> PackingError:
+        """Returns the error for another value than a number; for a text that is the first, with the way to lengths."""
+        way = OF_TEXTS if is_text and not self._numbers else ""
+        return PackingError(f"{self._next} is {kind}, not a whole number{way}")
 
 
-def read_json(path: Path) -> Numbers:
+def read_json(path: Path) -> DocumentLengths:
     """Reads a flat JSON list."""
     with _open(path) as file:
-        text = file.read()
+        text = file.read(MOST_CHARACTERS + 1)
+    if len(text) > MOST_CHARACTERS:
+        raise PackingError(
+            f"{path} holds more than {MOST_CHARACTERS:,} characters; give the lengths as .txt or .parquet"
+        )
     values = _parsed(text, str(path))
     if not isinstance(values, list):
         raise PackingError(f"{path} must hold a flat list of whole numbers, not {_kind(values)}")
     numbers = Numbers(str(path), "entry")
-    if values and isinstance(values[0], str | dict):
-        raise PackingError(f"{path} must hold a flat list of whole numbers, not of texts. {_way_to_lengths(path)}")
     for value in values:
         numbers.add(value)
-    return numbers
+    return DocumentLengths(numbers.array(), str(path))
 
 
-def read_jsonl(path: Path) -> Numbers:
-    """Reads JSON objects, one per line; all must have the column of the first."""
-    column, numbers = "", Numbers(str(path), "row")
+def read_jsonl(path: Path) -> DocumentLengths:
+    """Reads JSON objects, one per line; all must have the columns of the first."""
+    columns: dict[str, Numbers] = {}
     with _open(path) as file:
-        for line_number, line in enumerate(file, start=1):
+        for line_number, line in enumerate(_lines(file, path), start=1):
             if not line.strip():
                 continue
-            row = _object(line, f"{path}, line {line_number}")
-            if not column:
-                column = choose_column(list(row), path)
-                numbers = Numbers(f"{path}, column {column}", "row")
-            if column == TOKENS_COLUMN:
-                numbers.add_length(row.get(column))
-            else:
-                numbers.add(row.get(column))
-    return numbers
+            row = _parsed(line, f"{path}, line {line_number}")
+            if not isinstance(row, dict):
+                raise PackingError(f"{path}, line {line_number} must be an object with a length, not {_kind(row)}")
+            if not columns:
+                columns = {name: Numbers(f"{path}, column {name}", "row") for name in choose_columns(list(row), path)}
+            for column, numbers in columns.items():
+                if column == TOKENS_COLUMN:
+                    numbers.add_length(row.get(column))
+                else:
+                    numbers.add(row.get(column))
+    return _same({column: numbers.array() for column, numbers in columns.items()}, path)
 
 
-def read_csv(path: Path) -> Numbers:
+def read_csv(path: Path) -> DocumentLengths:
     """Reads a column of a table whose first line has names, or a single column of numbers without a name."""
     with _open(path) as file:
-        rows = (row for row in csv.reader(file) if row)
-        first = next(rows, [])
-        if len(first) <= 1 and "".join(first).strip().isdecimal():
-            at, numbers = 0, Numbers(str(path), "row")
-            numbers.add_text(first[0])
-        elif first:
-            names = [name.strip() for name in first]
-            column = choose_column([name for name in names if name != TOKENS_COLUMN], path)
-            at, numbers = names.index(column), Numbers(f"{path}, column {column}", "row")
-        else:
-            return Numbers(str(path), "row")
+        rows = (row for row in csv.reader(_lines(file, path)) if row)
+        names = [name.strip() for name in next(rows, [])]
+        if len(names) == 1 and (names[0].isdecimal() or SAVETXT.fullmatch(names[0])):
+            alone = Numbers(str(path), "row")
+            alone.add_text(names[0])
+            for row in rows:
+                alone.add_text(row[0])
+            return DocumentLengths(alone.array(), str(path))
+        chosen = choose_columns([name for name in names if name != TOKENS_COLUMN], path) if names else []
+        columns = {name: (names.index(name), Numbers(f"{path}, column {name}", "row")) for name in chosen}
         for row in rows:
-            numbers.add_text(row[at] if at < len(row) else "")
-    return numbers
+            for at, numbers in columns.values():
+                numbers.add_text(row[at] if at < len(row) else "")
+    return _same({name: numbers.array() for name, (_, numbers) in columns.items()}, path)
 
 
-def read_txt(path: Path) -> Numbers:
-    """Reads one number per line."""
+def read_txt(path: Path) -> DocumentLengths:
+    """Reads one number per line; a line that begins with # is a comment, as `numpy.savetxt` writes headers."""
     numbers = Numbers(str(path), "number")
     with _open(path) as file:
-        for line in file:
-            if not numbers and re.search(r"[^\W\d_]{2}", line):  # a word
-                raise PackingError(f"{path} holds texts, not numbers. {_way_to_lengths(path)}")
-            if line.strip():
+        for line in _lines(file, path):
+            if line.strip() and not line.startswith("#"):
                 numbers.add_text(line)
-    return numbers
+    return DocumentLengths(numbers.array(), str(path))
 
 
-# Formats by the ending of a file, compressed or not.
+# Formats by the ending of a file: of text, compressed or not, and all.
 TEXT_READERS = {"json": read_json, "jsonl": read_jsonl, "csv": read_csv, "txt": read_txt}
+ENDINGS = (*TEXT_READERS, "parquet", "npy")
 
 
 def _open(path: Path) -> TextIO:
@@ -293,20 +365,20 @@ def _open(path: Path) -> TextIO:
     return path.open(encoding="utf-8-sig", newline="")
 
 
+def _lines(file: TextIO, path: Path) -> Iterator[str]:
+    """Yields the lines of a file."""
+    while line := file.readline(MOST_LINE_CHARACTERS + 1):
+        if len(line) > MOST_LINE_CHARACTERS:
+            raise PackingError(f"{path} has a line of more than {MOST_LINE_CHARACTERS:,} characters")
+        yield line
+
+
 def _parsed(text: str, where: str) -> object:
     """Reads JSON."""
     try:
         return json.loads(text)
     except ValueError as error:
         raise PackingError(f"{where} is not JSON: {error}") from error
-
-
-def _object(line: str, where: str) -> dict[str, object]:
-    """Reads one JSON object."""
-    row = _parsed(line, where)
-    if not isinstance(row, dict):
-        raise PackingError(f"{where} must be an object with a length, not {_kind(row)}")
-    return row
 
 
 def _kind(value: object) -> str:

@@ -5,12 +5,13 @@ Pure arithmetic over numbers of weights, tokens and heads; no model is built her
     peak = state + max(head, layer), or the optimizer's step if that is more
 
     state   weights and AdamW's state of this rank's share: with FSDP2 (4 + 8) P / R bytes for P weights on R ranks, in
-            fp32; with ZeRO-3 (10 + 8) P / R, DeepSpeed's own estimate (`deepspeed.runtime.zero.stage3`)
+            fp32; with ZeRO-3 (6 + 8) P / R. And gradients that are there when the last micro-step's backward begins
+            (`gradient_bytes`)
     head    the loss: T (kept + 12 V) bytes, with V words: log-softmax and two gradients in fp32. Liger's fused loss
             holds the numbers of a chunk instead, about T x hidden
     layer   backward of the last layer begins: T (kept + computed) bytes, its gathered weights, their gradient and the
             weights of the layer before, and keys and values of other ranks
-    optimizer's step   the state and a rank's share of fp32 gradients, when activations are gone
+    optimizer's step   weights, AdamW's state and a rank's share of fp32 gradients, when activations are gone
 
 *Kept* is the input of every checkpointed layer, and attention's output and log-sum-exps with
 `checkpointed_attention="save"`. *Computed* is what one layer holds while its backward runs. Sizes of tensors are those
@@ -31,7 +32,9 @@ from typing import Literal, Self
 from distca_hf.cost import Heads
 
 
-Sharding = Literal["fsdp2", "zero3"]
+# "fsdp2_synced": FSDP2 with `sync_each_batch` of Accelerate's GradientAccumulationPlugin.
+Sharding = Literal["fsdp2", "fsdp2_synced", "zero3"]
+SHARDING_NAMES: dict[str, str] = {"fsdp2": "FSDP2", "fsdp2_synced": "FSDP2 synced", "zero3": "ZeRO-3"}
 Checkpointing = Literal["saved", "recomputed", "none"]
 GIB = 2**30
 # Bytes of AdamW's state per weight: two fp32 numbers.
@@ -45,11 +48,9 @@ LOGIT_BYTES = 12
 FUSED_LOSS_BYTES = 8
 # Bytes of a number that a norm saves, without and with Liger's kernels.
 NORM_BYTES, LIGER_NORM_BYTES = 8, 4
-# Bytes of a weight in DeepSpeed's own estimate of ZeRO-3 (deepspeed.runtime.zero.stage3), without AdamW's state. The
-# first is of a rank's share (weights in 16 and 32 bits, gradients), the second of the largest layer, while gathered.
-ZERO3_BYTES, ZERO3_LAYER_BYTES = 10, 4
-# Bytes of the gradients in ZeRO3_BYTES.
-ZERO3_GRADIENT_BYTES = 4
+# Bytes of a weight under ZeRO-3, without AdamW's state: of a rank's share (in 16 and 32 bits), and of the largest
+# layer while gathered, by DeepSpeed's own estimate (`deepspeed.runtime.zero.stage3`).
+ZERO3_BYTES, ZERO3_LAYER_BYTES = 6, 4
 # Share of a GPU's memory that torch may allocate; CUDA, NCCL and torch's reserve need the rest.
 USABLE_SHARE = 0.9
 # Parts of a layer's weights that are there at once under FSDP2: its own, their gradients, and the next layer's.
@@ -150,12 +151,13 @@ class TrainingSetup:
 
     Attributes:
         num_ranks: ranks that share weights, gradients and the optimizer's state.
-        sharding: FSDP2, or DeepSpeed ZeRO-3.
+        sharding: FSDP2, with or without `sync_each_batch`, or DeepSpeed ZeRO-3.
         checkpointing: layers keep their input and attention's output ("saved"), their input ("recomputed"), or all.
         liger: Liger's kernels and its fused loss, which holds no logits.
         optimizer_bytes: bytes of the optimizer's state per weight.
         kv_budget_bytes: most bytes of received rows that all layers keep (`kv_budget_gib`).
         tensor_ranks: of these ranks that divide every layer, and hold the same tokens.
+        micro_steps: micro-steps of an optimizer step, as Trainer accumulates them.
     """
 
     num_ranks: int
@@ -165,6 +167,7 @@ class TrainingSetup:
     optimizer_bytes: int = ADAM_BYTES
     kv_budget_bytes: float = 4 * GIB
     tensor_ranks: int = 1
+    micro_steps: int = 1
 
     @property
     def saves_attention(self) -> bool:
@@ -177,8 +180,8 @@ class Memory:
     """Bytes of one rank at the peak of a training step.
 
     Attributes:
-        parameters, optimizer, gradients: its share of weights, of the optimizer's state, and of gradients that are
-            there when backward begins.
+        parameters, optimizer: its share of weights, and of the optimizer's state.
+        gradients: those that are there when the last micro-step's backward begins (`gradient_bytes`).
         gathered: whole weights and gradients of weights of the layers that are computed at that time.
         kept: activations that all layers keep until backward.
         layer: activations and gradients of one layer while its backward runs; 0 if the head needs more.
@@ -199,7 +202,7 @@ class Memory:
 
     @property
     def state(self) -> int:
-        """This rank's share of weights, gradients and the optimizer's state."""
+        """Weights, the optimizer's state, and gradients of earlier micro-steps."""
         return self.parameters + self.optimizer + self.gradients
 
     @property
@@ -242,8 +245,12 @@ def estimate_memory(size: DecoderSize, setup: TrainingSetup, rank_tokens: int, r
         received = (of_layers if waits else of_layer) + of_layer
         moments.append(_layer_moment(layer, size, setup, rank_tokens, received))
     peak = max(moments, key=lambda moment: moment.total)
-    parameters, optimizer, gradients = _state_bytes(size, setup)
-    optimizer_gradients = gradients or SINGLE_BYTES * size.parameters // setup.num_ranks
+    share = size.parameters // setup.num_ranks
+    is_zero = setup.sharding == "zero3"
+    parameters, optimizer = (ZERO3_BYTES if is_zero else SINGLE_BYTES) * share, setup.optimizer_bytes * share
+    gradients = gradient_bytes(setup.sharding, size.parameters // setup.tensor_ranks, share, setup.micro_steps)
+    # DeepSpeed casts gradients to fp32, and its buffer stays. FSDP2 has summed whole gradients by then.
+    optimizer_gradients = SINGLE_BYTES * share + (gradients if is_zero else 0)
     return Memory(
         parameters=parameters,
         optimizer=optimizer,
@@ -278,7 +285,7 @@ def _head_moment(size: DecoderSize, setup: TrainingSetup, rank_tokens: int, rece
     norm = (LIGER_NORM_BYTES if setup.liger else NORM_BYTES) * size.hidden_size
     loss = FUSED_LOSS_BYTES * size.hidden_size if setup.liger else LOGIT_BYTES * size.vocabulary
     gathered = ZERO3_LAYER_BYTES * size.head_parameters
-    if setup.sharding == "fsdp2":
+    if setup.sharding != "zero3":
         gathered = HALF_BYTES * (size.embedding_parameters if setup.tensor_ranks == 1 else _divided_head(size, setup))
     return _Moment(gathered, received, head=round(rank_tokens * (norm + loss)))
 
@@ -286,13 +293,15 @@ def _head_moment(size: DecoderSize, setup: TrainingSetup, rank_tokens: int, rece
 def _layer_moment(
     layer: LayerSize, size: DecoderSize, setup: TrainingSetup, rank_tokens: int, received: int
 ) -> _Moment:
-    """Returns the bytes of one layer's backward. Embedding, head and the head's gradient are whole under FSDP2."""
+    """Returns the bytes of one layer's backward. Embedding, head and the head's gradient are whole under FSDP2.
+    Gradients that are added to those of earlier micro-steps are counted there."""
     gathered = ZERO3_LAYER_BYTES * max(layer.parameters, size.head_parameters)
-    if setup.sharding == "fsdp2":
-        root = size.embedding_parameters + size.head_parameters
+    if setup.sharding != "zero3":
+        added = setup.sharding == "fsdp2" and setup.micro_steps > 1
+        root = size.embedding_parameters + (0 if added else size.head_parameters)
         if setup.tensor_ranks > 1:
-            root = 2 * _divided_head(size, setup)
-        gathered = HALF_BYTES * (root + GATHERED_LAYERS * layer.parameters // setup.tensor_ranks)
+            root = (1 if added else 2) * _divided_head(size, setup)
+        gathered = HALF_BYTES * (root + (GATHERED_LAYERS - added) * layer.parameters // setup.tensor_ranks)
     computed = 0.0
     if setup.checkpointing != "none":
         computed = layer.computed_bytes(size.hidden_size, setup.saves_attention, setup.liger, setup.tensor_ranks)
@@ -312,18 +321,36 @@ def _divided_head(size: DecoderSize, setup: TrainingSetup) -> int:
     return size.head_parameters // setup.tensor_ranks
 
 
-def _state_bytes(size: DecoderSize, setup: TrainingSetup) -> tuple[int, int, int]:
-    """Returns bytes of a rank's share of weights, of the optimizer's state, and of gradients.
+def shardings(micro_steps: int, whole_documents: bool) -> list[Sharding]:
+    """Returns the ways to shard weights that a training has: `sync_each_batch` makes a difference if micro-steps are
+    accumulated, and ZeRO-3 cannot train layers that carry a state, whose documents stay whole."""
+    ways: dict[Sharding, bool] = {"fsdp2": True, "fsdp2_synced": micro_steps > 1, "zero3": not whole_documents}
+    return [way for way, is_there in ways.items() if is_there]
 
-    FSDP2 has no gradients when backward begins, and no activations when it has all gradients. DeepSpeed allocates
-    gradients once.
+
+def gradient_bytes(way: Sharding | Literal["zero2", "ddp"], parameters: int, share: int, micro_steps: int) -> int:
+    """Returns the bytes of gradients that a rank holds when the last micro-step's backward begins, in bf16 training.
+
+    Trainer runs all micro-steps but the last under `no_sync`. FSDP2 then keeps whole gradients in bf16 on every rank,
+    and `sync_each_batch` makes it sum them over ranks in each micro-step. DeepSpeed always does. The optimizer's step
+    frees gradients, but for the buffer that ZeRO-3 allocates once.
+
+    Args:
+        way: how weights are wrapped.
+        parameters, share: weights whose gradients a rank computes, and those of them that it updates.
+        micro_steps: of an optimizer step.
     """
-    weights, gradients = SINGLE_BYTES, 0
-    if setup.sharding == "zero3":
-        weights, gradients = ZERO3_BYTES - ZERO3_GRADIENT_BYTES, ZERO3_GRADIENT_BYTES
-    per_weight = (weights, setup.optimizer_bytes, gradients)
-    parameters, optimizer, shared = (size.parameters * number // setup.num_ranks for number in per_weight)
-    return parameters, optimizer, shared
+    if way == "zero3":
+        return HALF_BYTES * share
+    if micro_steps == 1:
+        return 0
+    kept = {
+        "fsdp2": HALF_BYTES * parameters,
+        "fsdp2_synced": SINGLE_BYTES * share,
+        "zero2": HALF_BYTES * share,
+        "ddp": SINGLE_BYTES * parameters,
+    }
+    return kept[way]
 
 
 @dataclass(frozen=True)

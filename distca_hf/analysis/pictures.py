@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from distca_hf.analysis.whole_file import replaced
 from distca_hf.errors import ConfigError
+from distca_hf.whole_file import replaced
 
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ def draw_answer(answer: "PlanAnswer", path: Path) -> None:
     """
     figure = figure_of(answer)
     try:
-        with replaced(path) as unfinished:
+        with replaced(path, named=True) as unfinished:
             figure.savefig(unfinished, dpi=120)
     except OSError as error:
         raise ConfigError(f"--plot {path} cannot be written: {error.strerror or error}") from error
@@ -129,5 +129,6 @@ def draw_balance(work_before: Sequence[Sequence[int]], work: Sequence[Sequence[i
     before, after = (f"{100 * share:.0f} %" for share in shares)
     title = f"{before} of attention time is waiting; placed by distca: {after}"
     figure.suptitle(title, x=0.01, ha="left", fontsize="large", fontweight="bold", wrap=True)
-    figure.savefig(path, dpi=120)
+    with replaced(path) as unfinished:
+        figure.savefig(unfinished, dpi=120)
     pyplot.close(figure)

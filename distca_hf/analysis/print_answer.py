@@ -7,15 +7,24 @@ ranks. Tables have no lines and are as narrow as their words.
 from collections.abc import Iterator, Sequence
 
 import numpy as np
-from rich.console import Console, Group, RenderableType
+from rich.console import Console, RenderableType
 from rich.table import Table
-from rich.text import Text
 
 from distca_hf.analysis.answer import Choice, EpochFigures, PlanAnswer
 from distca_hf.analysis.estimates import Estimates
 from distca_hf.analysis.first_step import Outcome, StepReport
-from distca_hf.analysis.memory import GIB, USABLE_SHARE
+from distca_hf.analysis.memory import SHARDING_NAMES, USABLE_SHARE
 from distca_hf.analysis.pipeline_estimates import PipelineEstimates
+from distca_hf.analysis.tables import (
+    accumulation,
+    block,
+    counted,
+    in_bytes,
+    in_gib,
+    in_range,
+    in_thousands,
+    plain_table,
+)
 from distca_hf.arrays import IntArray, ceil_div
 
 
@@ -26,10 +35,9 @@ WORTH_IT = 1.02
 # Characters beside the two bars of a rank, and range of the length of a bar.
 COLUMNS_BESIDE_BARS = 22
 FEWEST_BAR_CHARACTERS, MOST_BAR_CHARACTERS = 4, 24
-# Names of the ways to shard weights, of parts of memory, and of baselines.
-SHARDING = {"fsdp2": "FSDP2", "zero3": "ZeRO-3"}
+# Names of parts of memory, and of baselines.
 PARTS = {
-    "state": "weights, AdamW: a rank's share",
+    "state": "weights, AdamW, gradients kept",
     "gathered": "weights gathered, gradients",
     "kept": "kept until backward",
     "computed": "a layer or logits",
@@ -60,9 +68,10 @@ def print_answer(answer: PlanAnswer, console: Console) -> None:
     blocks: list[RenderableType] = [_world(answer), in_short(answer)]
     if model.other_layers:
         blocks.append(
-            f"{model.name} has other layers than full attention: {model.other_layers}. All count as full ones here, "
-            "so work, bytes and speed-up are larger than in training."
+            f"{model.name} has other layers than full attention: {model.other_layers}. Work and bytes here are those "
+            "of a layer of full attention; speed counts every layer as it is."
         )
+    blocks += [f"Limit: {limit}." for limit in model.limits]
     blocks.append(_epoch(answer.epoch, answer.step.request.layout))
     blocks += estimates_tables(answer, console.width) if answer.pipeline is None else [_pipeline(answer.pipeline)]
     blocks.append(_figures(answer.step))
@@ -111,8 +120,15 @@ def in_short(answer: PlanAnswer) -> str:
         return words
     faster, memory = answer.estimates.speed.over_plain, answer.estimates.memory["fsdp2"]
     fits = "" if memory.total <= answer.estimates.room_bytes else "more than there is: "
-    words += f" Steps get {faster:.2f} times as fast" if faster >= WORTH_IT else " Steps hardly get faster"
-    return f"{words}; a GPU needs {fits}{in_gib(memory.total)} GiB with FSDP2. Estimated, as below."
+    if faster * WORTH_IT < 1:
+        words += f" Steps take {1 / faster:.2f} times as long as with plain packing, which leaves attention out"
+    elif faster < WORTH_IT:
+        words += " Steps hardly get faster than with plain packing"
+    else:
+        words += f" Steps get {faster:.2f} times as fast as with plain packing"
+    synced = answer.estimates.memory.get("fsdp2_synced")
+    also = "" if synced is None else f", {in_gib(synced.total)} if gradients are synced in each micro-step"
+    return f"{words}; a GPU needs {fits}{in_gib(memory.total)} GiB with FSDP2{also}. Estimated, as below."
 
 
 def _epoch(epoch: EpochFigures, layout: str) -> RenderableType:
@@ -209,51 +225,6 @@ def _bar(characters: float, unicode: bool) -> str:
     return "█" * (eighths // 8) + " ▏▎▍▌▋▊▉"[eighths % 8].strip()
 
 
-def block(title: str, table: Table, *words: str) -> RenderableType:
-    """Returns a table between its title and notes, which may be wider than the table."""
-    return Group(Text(title, style="bold"), table, *words)
-
-
-def plain_table(*columns: str) -> Table:
-    """Returns a table without lines: names that may wrap, then right-aligned numbers that never do."""
-    table = Table(box=None, pad_edge=False, show_header=any(columns))
-    table.add_column("", overflow="fold", min_width=7)
-    for column in columns:
-        table.add_column(column, justify="right", no_wrap=True)
-    return table
-
-
-def counted(number: int, thing: str) -> str:
-    """Returns a number of things: "1 document", "2,000 documents", "3 micro-batches"."""
-    return f"{number:,} {thing}" + ("" if number == 1 else "es" if thing.endswith("ch") else "s")
-
-
-def in_bytes(number: int) -> str:
-    """Returns bytes in the unit that leaves few digits."""
-    for unit, size in (("TB", 10**12), ("GB", 10**9), ("MB", 10**6), ("KB", 10**3)):
-        if number >= size:
-            return f"{number / size:.2f} {unit}"
-    return f"{number} B"
-
-
-def in_gib(number: float) -> str:
-    """Returns bytes as GiB, without their unit."""
-    return f"{number / GIB:,.1f}"
-
-
-def in_thousands(number: int) -> str:
-    """Returns a number of tokens in at most six characters, such as 131.1K."""
-    for unit, size in (("G", 10**9), ("M", 10**6), ("K", 10**3)):
-        if number >= size:
-            return f"{number / size:.1f}{unit}"
-    return str(number)
-
-
-def in_range(low: int, high: int) -> str:
-    """Returns both ends of a range, or one number if they are equal."""
-    return f"{low:,}" if low == high else f"{low:,} to {high:,}"
-
-
 def estimates_tables(answer: PlanAnswer, columns: int) -> list[RenderableType]:
     """Returns speed, memory and choices; one sentence in place of estimates if the model's size is not known.
 
@@ -299,16 +270,19 @@ def _speed(estimates: Estimates) -> RenderableType:
     """Returns the table of attention's share and of ratios of step times."""
     speed = estimates.speed
     table = plain_table("")
-    table.add_row("attention's share of a balanced step", f"{speed.attention_share:.0%}".replace("%", " %"))
-    table.add_row("faster than documents in order", f"{speed.over_plain:.2f} x")
+    table.add_row("attention's share of a step", f"{speed.attention_share:.0%}".replace("%", " %"))
+    table.add_row("faster than plain packing", f"{speed.over_plain:.2f} x")
     table.add_row("faster than sorted packs", f"{speed.over_sorted:.2f} x")
-    words = "Sorted packs cut documents at their borders, and leave attention across cuts out."
-    return block("speed, estimated", table, words)
+    words = (
+        f"As `distca simulate` has it, of {counted(speed.steps, 'step')} (its --batches). Packs cut documents that "
+        "are longer than they are, and leave attention across cuts out. Sorted: equally heavy packs at the same time."
+    )
+    return block("speed, simulated", table, words)
 
 
 def _memory(answer: PlanAnswer, estimates: Estimates) -> RenderableType:
     """Returns the table of GiB per rank, by part and by way to shard weights."""
-    table = plain_table(*(SHARDING[sharding] for sharding in estimates.memory))
+    table = plain_table(*(SHARDING_NAMES[sharding] for sharding in estimates.memory))
     for part, words in PARTS.items():
         table.add_row(words, *(in_gib(getattr(memory, part)) for memory in estimates.memory.values()))
     table.add_row("most at once", *(in_gib(memory.total) for memory in estimates.memory.values()))
@@ -327,13 +301,15 @@ def _assumptions(answer: PlanAnswer, estimates: Estimates) -> str:
     }[assumed.checkpointing]
     words = (
         f"Assumed: all weights trained in fp32 with AdamW, shared by {counted(ranks, 'rank')}; bf16; {kept} "
-        f"(--checkpointing); {'with' if assumed.liger else 'without'} Liger's kernels and loss (--liger); speeds of "
-        f"an H200 with FlashAttention 4; {USABLE_SHARE:.0%} of {assumed.gpu_gib:g} GiB may be used (--gpu-gib)."
+        f"(--checkpointing); {'with' if assumed.liger else 'without'} Liger's kernels and loss (--liger); times of "
+        f"H200s with FlashAttention 4; {USABLE_SHARE:.0%} of {assumed.gpu_gib:g} GiB may be used (--gpu-gib)."
     ).replace("%", " %")
     memory = estimates.memory["fsdp2"]
     if not assumed.liger and memory.computed > memory.total / 4:
         words += " Most of it may be logits: use_liger_kernel=True (--liger) holds none."
-    return words
+    request = answer.step.request
+    size = request.model.size
+    return words + ("" if size is None else accumulation(size.parameters, request.num_ranks, request.micro_steps))
 
 
 def _choices(choices: Sequence[Choice], wide: bool) -> list[RenderableType]:
@@ -353,7 +329,7 @@ def _choices(choices: Sequence[Choice], wide: bool) -> list[RenderableType]:
             f"{too_long:,}" if too_long else "-",
         )
     words = (
-        "GiB: FSDP2. Faster: than documents in order. "
+        "GiB: FSDP2. Faster: than plain packing. "
         + "Longest: document that all ranks together hold. " * wide
         + "Too long: documents of these that are longer than all ranks together hold; training refuses them, "
         "unless --overlong says to cut them."

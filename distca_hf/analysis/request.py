@@ -18,10 +18,10 @@ from distca_hf.analysis.memory import DecoderSize, LayerSize
 from distca_hf.arrays import IntArray
 from distca_hf.batches.placed import PlacedPlanner
 from distca_hf.config import DistCAConfig, OverlongPolicy
-from distca_hf.cost import Heads, TokenBytes
+from distca_hf.cost import CAUSAL_LAYERS, CAUSAL_MASK, Heads, LayerMasks, Mask, TokenBytes
 from distca_hf.data.epochs import Epoch
 from distca_hf.data.pipelines import Pipeline
-from distca_hf.errors import ConfigError, did_you_mean
+from distca_hf.errors import ConfigError
 from distca_hf.flops import H200, LLAMA_8B_COSTS, PassCosts, Rates, StepFlops
 from distca_hf.layout import MAX_DOCUMENT_TOKENS
 from distca_hf.placement.place import fill_in_order
@@ -45,6 +45,7 @@ class ModelSize:
         parameters: number of all weights.
         layer_parameters: weights of all layers that one token passes; of experts only the ones that it is sent to.
         embedding_parameters: weights of the embedding, and of the head if it has weights of its own.
+        of_layers: the same layer by layer, where layers were counted; by default all are alike.
     """
 
     layers: int
@@ -53,6 +54,7 @@ class ModelSize:
     parameters: int
     layer_parameters: int
     embedding_parameters: int
+    of_layers: DecoderSize | None = None
 
     @classmethod
     def of_gated_layers(
@@ -103,7 +105,9 @@ class ModelSize:
         return max(0.0, beside) / (MLP_MATRICES * self.hidden_size)
 
     def decoder(self, heads: Heads) -> DecoderSize:
-        """Returns the sizes that memory depends on; all layers are alike and see whole documents."""
+        """Returns the sizes that memory depends on."""
+        if self.of_layers is not None:
+            return self.of_layers
         layer = LayerSize(self.layers, self.largest_layer_parameters, self.mlp_size(heads), heads)
         return DecoderSize(self.hidden_size, self.vocabulary, self.parameters, self.embedding_parameters, (layer,))
 
@@ -124,11 +128,13 @@ class ModelShape:
         heads: heads of one layer.
         number_bytes: bytes of a number.
         size: numbers of weights; None if they are not known.
-        other_layers: words for layers that are not full attention, but count as such; empty if there are none.
+        other_layers: words for layers that are not full attention; empty if there are none.
         full_layers: layers that attend to whole documents; None: all that are in none of the other two.
         window_layers: tokens of each sliding window, with the number of its layers.
         mixer_layers: layers that carry a state, beside attention or in its place.
         refusals: why distca_hf does not train the model; empty if it does, or if nothing is known but a config.json.
+        limits: what a training must keep to, as `distca check` says it.
+        longest_document_tokens: longest document that the model takes; None if it takes any.
     """
 
     name: str
@@ -140,6 +146,30 @@ class ModelShape:
     window_layers: tuple[tuple[int, int], ...] = ()
     mixer_layers: int = 0
     refusals: tuple[str, ...] = ()
+    limits: tuple[str, ...] = ()
+    longest_document_tokens: int | None = None
+
+    def check_accepted(self) -> None:
+        """Checks that distca_hf trains the model.
+
+        Raises:
+            ConfigError: it does not.
+        """
+        if self.refusals:
+            raise ConfigError(
+                f"model {self.name} is refused: {'; '.join(self.refusals)}. `distca check` shows it layer by layer"
+            )
+
+    @property
+    def masks(self) -> LayerMasks:
+        """Each mask of its attention layers, with their number."""
+        windows = [(Mask(tokens), count) for tokens, count in self.window_layers]
+        full = self.full_layers
+        if full is None:
+            full = (
+                1 if self.size is None else self.size.layers - self.mixer_layers - sum(count for _, count in windows)
+            )
+        return (*([(CAUSAL_MASK, full)] if full > 0 else []), *windows)
 
     @property
     def token_bytes(self) -> TokenBytes:
@@ -211,16 +241,7 @@ PRESETS = {
 
 
 def preset(name: str) -> ModelShape:
-    """Returns a model of the table.
-
-    Raises:
-        ConfigError: the table has no model of this name; the message lists all names.
-    """
-    if name.lower() not in PRESETS:
-        raise ConfigError(
-            f"model {name!r} is not known; choose one of {', '.join(PRESETS)}, a model type or class of Transformers "
-            f"(llama, Qwen3ForCausalLM), or the path of a config.json.{did_you_mean(name, PRESETS)}"
-        )
+    """Returns a model of the table."""
     return PRESETS[name.lower()]
 
 
@@ -279,6 +300,7 @@ class PlanRequest:
                 raise ConfigError(f"{option} {name} must be one of {', '.join(names)}")
         if self.pipeline is not None:
             self._check_pipeline(self.pipeline)
+        self.model.check_accepted()
         self.planner  # noqa: B018  raises if a variable of the environment has an invalid value
 
     def _check_pipeline(self, pipeline: Pipeline) -> None:
@@ -315,8 +337,18 @@ class PlanRequest:
         config = DistCAConfig(
             tokens_per_rank=self.tokens_per_rank, overlong=self.overlong, ranks_per_node=self.ranks_per_node
         )
-        costs = self.model.pass_costs() or LLAMA_8B_COSTS
-        planner = PlacedPlanner(config, self.num_ranks, self.model.heads.groups, pipeline=self.pipeline, costs=costs)
+        model = self.model
+        planner = PlacedPlanner(
+            config,
+            self.num_ranks,
+            model.heads.groups,
+            token_bytes=model.token_bytes,
+            # Figures are those of full layers, also where a model has none.
+            layer_masks=model.masks if CAUSAL_MASK in dict(model.masks) else CAUSAL_LAYERS,
+            whole_documents=model.mixer_layers > 0,
+            pipeline=self.pipeline,
+            costs=model.pass_costs() or LLAMA_8B_COSTS,
+        )
         planner.kernel_times  # noqa: B018  read before anything is timed
         return planner
 

@@ -14,8 +14,10 @@ from dataclasses import asdict, astuple, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 
+from distca_hf.batches.known_batch import KnownBatch
 from distca_hf.batches.meter import Meter
 from distca_hf.batches.placed import PlacedPlanner
 from distca_hf.batches.prepare import Cursor, Prefetcher, Prepared, Preparer
@@ -28,8 +30,9 @@ from distca_hf.data.accumulation import SteppedEpoch
 from distca_hf.data.dataset_check import checked_contents
 from distca_hf.data.documents import DocumentSource, Tokens
 from distca_hf.data.epochs import EpochPacker, ResumedEpoch
+from distca_hf.data.positions import SavedPosition, check_checksum, sum_of_documents, with_checksum
 from distca_hf.data.rows import Reading
-from distca_hf.errors import ConfigError
+from distca_hf.parallel_context import shown_to_accelerate
 from distca_hf.planning.plan import PlanFacts, PlanTotals
 from distca_hf.telemetry import REMEMBERED_MICRO_BATCHES, LoaderTimes, get_logger
 
@@ -40,7 +43,7 @@ if TYPE_CHECKING:
 log = get_logger(__name__)
 
 # Version of `state_dict`. A checkpoint with another one holds a position in other units, and is refused.
-STATE_VERSION = 3
+STATE_VERSION = 4
 
 
 class PlacedLoader:
@@ -75,6 +78,8 @@ class PlacedLoader:
     """
 
     batch_size = 1
+    # For Accelerate: whether the last batch of an epoch is out, and rows of it that ranks have twice.
+    end_of_dataloader, remainder = False, 0
 
     def __init__(
         self,
@@ -94,21 +99,17 @@ class PlacedLoader:
         config = planner.config
         self.dataset = dataset
         self.writes_epochs = True
-        self.times = LoaderTimes()
-        self.totals = PlanTotals()
+        self.times, self.totals = LoaderTimes(), PlanTotals()
         self.history: deque[PlanFacts] = deque(maxlen=REMEMBERED_MICRO_BATCHES)
         self._config = config
-        self._transport = transport
-        self._device = device
-        self._seed = seed
-        self._shuffle = shuffle
+        self._transport, self._device = transport, device
+        self._seed, self._shuffle = seed, shuffle
         self._prefetch = prefetch or config.prefetch
         self._micro_steps = micro_steps
         if planner.pipeline is not None:
             planner.pipeline.check(micro_steps)
-        self._planner = planner
+        self._planner, self._capacity_tokens = planner, planner.capacity_tokens
         self._planner.kernel_times  # noqa: B018  raises here if the table cannot be read
-        self._capacity_tokens = self._planner.capacity_tokens
         source_settings = planner.longest_tokens, config.overlong, planner.whole_documents, reading, seed
         self._source = DocumentSource(dataset, *source_settings)
         self._planner.check_kernel_times(int(self._source.document_tokens.max(initial=0)))
@@ -174,74 +175,59 @@ class PlacedLoader:
 
     def state_dict(self) -> dict[str, object]:
         """Returns the position after the micro-batches handed out so far, with all that a position depends on."""
-        return {**self._identity(), **self._sizes(), **asdict(self._position), "pipeline": self._stages}
+        place = asdict(self._position)
+        documents = place.pop("documents")
+        return with_checksum({**self._identity(), **self._sizes(), **place, "pipeline": self._stages}, documents)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continues at a saved position with the next iteration. With other ranks x tokens_per_rank than before, the
         rest of the epoch is packed anew: no document is lost, none comes twice.
 
         Raises:
-            ConfigError: the state is of another dataset or seed, or of the midst of an optimizer step of other sizes;
-                names both values.
+            ConfigError: a field is missing, wrong, or was changed; or the state is of another dataset or seed, or of
+                the midst of an optimizer step of other sizes. Names both values.
         """
         # 1. The order of documents must be the same, or the position would be that of others.
-        for name, value in self._identity().items():
-            if state.get(name) != value:
-                raise ConfigError(
-                    f"the saved loader position is of {name}={state.get(name)!r}, this loader has {value!r}; resume "
-                    "with the same dataset, seed and policy for overlong documents"
-                )
-        # 2. Other sizes make other optimizer steps, so the saved one must have ended.
-        epoch, micro_batch = int(state["epoch"]), int(state["micro_batch"])
-        sizes = {name: int(state[name]) for name in self._sizes()}
-        taken = tuple((int(tokens), int(count)) for tokens, count in state["taken"])
-        capacity_tokens, steps_from = sizes["capacity_tokens"], int(state["steps_from"])
-        into_step = (micro_batch - steps_from) % sizes["micro_steps"]
-        if sizes != self._sizes() and into_step:
-            raise ConfigError(
-                f"the position was saved after {into_step} of {sizes['micro_steps']} micro-batches of an optimizer "
-                f"step, with {sizes}; this loader has {self._sizes()}. Save at the end of a step, or resume with the "
-                "same sizes"
-            )
-        self._check_midst(sizes, tuple(state.get("pipeline", ())), is_midst=bool(micro_batch or taken))
+        position = SavedPosition.read(state, self._identity(), self.longest_document_tokens)
+        # 2. Where micro-batches depend on sizes, these must be the same, too.
+        position.check_sizes(self._sizes(), self._stages, self._planner.whole_documents)
+        micro_batch, taken, steps_from = position.micro_batch, position.taken, position.steps_from
         # 3. With micro-batches of other tokens the rest of the epoch is another one, counted from its beginning.
-        if sizes != self._sizes():
+        if position.sizes != self._sizes():
             steps_from = micro_batch
-        if capacity_tokens != self._capacity_tokens:
+        if position.capacity_tokens != self._capacity_tokens:
             log.warning(
                 "micro-batches held %d tokens when the position was saved and hold %d now: the rest of the "
                 "epoch is packed anew",
-                capacity_tokens,
+                position.capacity_tokens,
                 self._capacity_tokens,
             )
-            steps_from = 0
-            taken, micro_batch = ((*taken, (capacity_tokens, micro_batch)), 0) if micro_batch or taken else ((), 0)
-        saved = Cursor(epoch, micro_batch, taken, steps_from)
-        over = saved.micro_batch >= self._packed(saved).num_micro_batches
-        self._loaded = self._position = Cursor(epoch + 1) if over else saved
+            taken = (*taken, (position.capacity_tokens, micro_batch)) if position.is_midst else ()
+            micro_batch = steps_from = 0
+        saved = Cursor(position.epoch, micro_batch, taken, steps_from)
+        packed = self._packed(saved)
+        position.check_micro_batches(micro_batch, packed.num_micro_batches)
+        # 4. Documents that came before are those that were trained when it was saved.
+        saved = replace(saved, documents=self._documents_before(packed, micro_batch))
+        check_checksum(state, self.state_dict(), saved.documents)
+        self._go_on_at(saved, packed)
 
-    def _check_midst(self, sizes: Mapping[str, int], stages: tuple[int, ...], is_midst: bool) -> None:
-        """Checks that the midst of an epoch is of sizes as they are now, where its micro-batches depend on them. Those
-        of whole documents depend on the room of ranks, those of a pipeline also on the micro-batches of a step.
+    def _documents_before(self, packed: SteppedEpoch, micro_batch: int) -> int:
+        """Returns the sum of the documents of an epoch that come before one of its micro-batches."""
+        return sum_of_documents(np.arange(len(self._source)), packed.left(micro_batch))
 
-        Args:
-            sizes, stages: with which the position was saved.
-            is_midst: whether micro-batches of its epoch were taken.
+    def _go_on_at(self, cursor: Cursor, packed: SteppedEpoch) -> bool:
+        """Continues there with the next iteration; behind the end of an epoch with the next one, and returns False."""
+        is_left = cursor.micro_batch < packed.num_micro_batches
+        self._loaded = self._position = cursor if is_left else Cursor(cursor.epoch + 1)
+        return is_left
 
-        Raises:
-            ConfigError: it is of others.
-        """
-        saved, now = {**sizes, "pipeline": stages}, {**self._sizes(), "pipeline": self._stages}
-        same_room = all(saved[name] == now[name] for name in ("capacity_tokens", "num_ranks"))
-        depends = {
-            "whole documents": self._planner.whole_documents and not same_room,
-            "a pipeline": bool(stages or self._stages) and saved != now,
-        }
-        for kind in (kind for kind, differs in depends.items() if differs and is_midst):
-            raise ConfigError(
-                f"the position was saved in the midst of an epoch of {kind}, with {saved}; this loader has {now}. "
-                "Resume with the same ranks and tokens_per_rank and in the same steps, or from the end of an epoch"
-            )
+    def skip(self, num_batches: int) -> bool:
+        """Leaves out the first micro-batches of the next iteration; returns whether any are left of its epoch."""
+        begin = self._next if self._loaded is None else self._loaded
+        packed, later = self._packed(begin), begin.micro_batch + num_batches
+        documents = self._documents_before(packed, later)
+        return self._go_on_at(replace(begin, micro_batch=later, documents=documents), packed)
 
     def resumed_epoch(self, accumulation_steps: int) -> ResumedEpoch:
         """Counts the rest of the epoch at the loader's position, in optimizer steps of that many micro-batches."""
@@ -285,8 +271,9 @@ class PlacedLoader:
         meter = Meter(self._transport, self._device, None)
         meter.begin(self)
         preparer = self.preparer  # the thread holds this alone: a loader that is dropped ends its thread
-        settings = self._prefetch, self.times, preparer.finish
-        with closing(Prefetcher(lambda: preparer.rest(begin, packed), *settings).__iter__()) as ahead:
+        documents = begin.documents
+        ahead_of = Prefetcher(lambda: preparer.rest(begin, packed), self._prefetch, self.times, preparer.finish)
+        with closing(ahead_of.__iter__()) as ahead, shown_to_accelerate(self):
             for micro_batch in range(begin.micro_batch, packed.num_micro_batches):
                 try:
                     self._source.check_unchanged()
@@ -297,8 +284,10 @@ class PlacedLoader:
                     Agreement.announce_unable(self._transport, number, Occasion.TAKE)
                     raise
                 batch = self._deliver(prepared, data)
-                self._position = replace(begin, micro_batch=micro_batch + 1)
-                if micro_batch + 1 == packed.num_micro_batches:  # known before another batch is asked for
+                documents += sum_of_documents(prepared.documents)
+                self._position = replace(begin, micro_batch=micro_batch + 1, documents=documents)
+                self.end_of_dataloader = micro_batch + 1 == packed.num_micro_batches
+                if self.end_of_dataloader:  # known before another batch is asked for
                     self._next = self._position = Cursor(begin.epoch + 1)
                     self._is_left_early = False
                 use = batch["distca_plan"].use  # the training loop may take the plan out of the batch
@@ -320,6 +309,7 @@ class PlacedLoader:
         posted = order_plan(self._transport, prepared.plan, number, self.preparer.planner.num_chunks)
         plan = PlacedPlan(
             data,
+            prepared.kinds.whole_tokens,
             micro_batch=number,
             planned=prepared.kinds.planned(self._device, prepared.fingerprint, posted),
             transport=self._transport,
@@ -333,6 +323,7 @@ class PlacedLoader:
             **{name: column.to(self._device, non_blocking=True) for name, column in prepared.columns.items()},
             "distca_plan": plan,
         }
+        KnownBatch(batch, plan, is_loaded=True)
         plan.agree()  # here, before the training framework's own collectives could meet a lost rank
         check_cuts(self._transport, prepared, number, plan.numbers)
         self._unused.note(plan)
@@ -383,6 +374,5 @@ class PlacedLoader:
             "documents": len(self._source),
             "seed": self._seed,
             "shuffle": self._shuffle,
-            **({"whole_documents": True} if self._planner.whole_documents else {}),
-            **({} if self._shuffle else {"gaps": "filled in order"}),
+            "whole_documents": self._planner.whole_documents,
         }

@@ -49,12 +49,14 @@ class Cursor:
         taken: parts of the epoch that were taken before in micro-batches of another size, as (capacity_tokens,
             micro-batches). A run may go on with other ranks than it began with.
         steps_from: a micro-batch of the epoch that an optimizer step begins with.
+        documents: `sum_of_documents` that came before in this epoch.
     """
 
     epoch: int = 0
     micro_batch: int = 0
     taken: tuple[tuple[int, int], ...] = ()
     steps_from: int = 0
+    documents: int = 0
 
 
 @dataclass(frozen=True, eq=False)

@@ -120,11 +120,15 @@ class PlacedData:
 
 
 class PlacedPlan(LivePlan):
-    """A live plan that leads to the data it comes from."""
+    """A live plan that leads to the data it comes from.
 
-    def __init__(self, data: PlacedData, **plan: Any) -> None:
+    Attributes:
+        whole_tokens: `[segments]` tokens of the documents that this rank holds, all of each that it holds a part of.
+    """
+
+    def __init__(self, data: PlacedData, whole_tokens: IntArray, **plan: Any) -> None:
         super().__init__(**plan)
-        self.data = data
+        self.data, self.whole_tokens = data, whole_tokens
 
 
 class RunReport:

@@ -73,8 +73,6 @@ class ReportedSteps:
         """
         if not self._every_steps:
             return UNTRACED
-        if isinstance(plan.forward_pass.trace, OrderedPass) and plan.posted is not None:
-            plan.posted.begin_pass("")  # another pass with this plan was traced: servers would take this one for it
         if not trains:
             return UNTRACED
         self._end_latest()

@@ -40,6 +40,7 @@ class Occasion(enum.IntEnum):
     COMPARE = 6  # compare weights
     UNABLE = 7  # give up, because it cannot do its part
     SCHEDULE = 8  # run an optimizer step of a pipeline
+    EVALUATE = 9  # go on with an evaluation
 
 
 # Ranks that take a step together. A rank that is unable shows it to those of the step that it should have taken.
@@ -51,6 +52,7 @@ SCOPE_OF = {
     Occasion.REPORT: Scope.GROUP,
     Occasion.COMPARE: Scope.STAGE,
     Occasion.SCHEDULE: Scope.GROUP,
+    Occasion.EVALUATE: Scope.GROUP,
 }
 
 # Text travels as integers of so many bytes: gathers carry integers of 64 bits, with a sign, alone.
@@ -61,6 +63,18 @@ WIDTH = 12
 HEADER = 5
 # Facts that an error shows, the first that differ: later facts follow from earlier ones.
 FACTS_SHOWN = 2
+# What to do about a difference, by the step that some rank takes; most often that of TAKE.
+REMEDIES = {
+    Occasion.DIFFERENTIATE: (
+        "All ranks must run backward of the same forward passes, in the same order and equally often: a loss that one "
+        "rank leaves out (an outlier, NaN) must be left out on all of them"
+    ),
+    Occasion.COMPARE: (
+        "All ranks must start from the same weights and buffers, and average gradients over all of them before every "
+        "optimizer step (DDP, FSDP, DeepSpeed, or the training loop)"
+    ),
+    Occasion.TAKE: "Ranks need equal data, seeds, models, settings, versions and order of micro-batches",
+}
 # Ranks that an error names for each value; of a large job the number of the others follows.
 RANKS_SHOWN = 4
 
@@ -112,7 +126,8 @@ class Agreement:
         header = [occasion, micro_batch, transport.traffic.leave_signal, digest, len(text)]
         values = [*header, *numbers.values()]
         scope = SCOPE_OF[occasion] if scope is None else scope
-        gather = transport.gather(values + [0] * (WIDTH - len(values)), f"micro-batch {micro_batch}", scope)
+        where = f"micro-batch {micro_batch}, agreement to {occasion.name.lower()}"
+        gather = transport.gather(values + [0] * (WIDTH - len(values)), where, scope)
         return cls(occasion, micro_batch, scope, facts, numbers, transport, gather, text)
 
     @classmethod
@@ -155,9 +170,9 @@ class Agreement:
             raise PeerLostError(f"{self._where}: rank {', '.join(unable)} could not do its part; see the error there")
         doing = [f"{Occasion(row[0]).name.lower()} micro-batch {row[1]}" for row in rows]
         if len(set(doing)) > 1:
-            raise self._mismatch([f"their next step is {by_value(doing, self.labels)}"])
+            raise self._mismatch([f"their next step is {by_value(doing, self.labels)}"], rows)
         if len({row[3] for row in rows}) > 1:
-            raise self._mismatch(self._differences(most_bytes=max(row[4] for row in rows)))
+            raise self._mismatch(self._differences(most_bytes=max(row[4] for row in rows)), rows)
         if of is not self.scope:
             row_of = dict(zip(ranks, rows, strict=True))
             rows = [row_of[rank] for rank in self.transport.grid.members(of)]
@@ -182,12 +197,13 @@ class Agreement:
         shown = {name: [facts.get(name, "missing") for facts in of_rank] for name in names}
         return [f"{name} is {by_value(values, self.labels)}" for name, values in shown.items() if len(set(values)) > 1]
 
-    def _mismatch(self, differences: Sequence[str]) -> PlanMismatchError:
+    def _mismatch(self, differences: Sequence[str], rows: list[list[int]]) -> PlanMismatchError:
+        steps = {row[0] for row in rows}
+        remedy = next((words for occasion, words in REMEDIES.items() if occasion in steps), REMEDIES[Occasion.TAKE])
         others = len(differences) - FACTS_SHOWN
         more = f" (and {others} facts more)" if others > 0 else ""
         return PlanMismatchError(
-            f"{self._where}: ranks disagree, nothing was sent: {'; '.join(differences[:FACTS_SHOWN])}{more}. Ranks "
-            "need equal data, seeds, models, settings, versions and order of micro-batches"
+            f"{self._where}: ranks disagree, nothing was sent: {'; '.join(differences[:FACTS_SHOWN])}{more}. {remedy}"
         )
 
 

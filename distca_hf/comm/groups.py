@@ -24,11 +24,13 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import DeviceMesh
 
+from distca_hf.comm.agreement import labels_of
 from distca_hf.comm.grid import Grid, Scope
 from distca_hf.comm.rollcall import RollCall
 from distca_hf.comm.same_grid import SameGrid
 from distca_hf.comm.torch_transport import TorchTransport
 from distca_hf.comm.transport import LocalTransport, Transport
+from distca_hf.comm.whereabouts import Whereabouts
 from distca_hf.errors import ConfigError, PeerLostError, first_line
 from distca_hf.launched import launched_world_size
 from distca_hf.torch_private import (
@@ -220,7 +222,15 @@ def open_transport(
         for alone in padding:
             dist.destroy_process_group(alone)
     rollcall.announce_uncaught_errors()
-    return TorchTransport(data_group, control_groups, rollcall, device, grid)
+
+    def whereabouts(transport: TorchTransport) -> Whereabouts:
+        ranks, labels = grid.members(Scope.STAGE), labels_of(transport, Scope.STAGE)
+        number = store.add(f"distca_hf/whereabouts/{grid.rank}", 1)  # of the transports that this rank has opened
+        name, count, place = f"{'-'.join(map(str, ranks))}/{number}", transport.started, transport.place
+        mine = store.clone()  # type: ignore[attr-defined]
+        return Whereabouts(mine, name, grid.rank, ranks, labels, count, place, on_gpus)
+
+    return TorchTransport(data_group, control_groups, rollcall, device, grid, whereabouts=whereabouts)
 
 
 def _control_groups(

@@ -18,8 +18,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
-from torch.distributed import Store  # type: ignore[attr-defined]
 
+from distca_hf.comm.job_store import JobStore
 from distca_hf.errors import first_line
 from distca_hf.launched import TRAINERS_GONE
 from distca_hf.telemetry import get_logger
@@ -88,7 +88,7 @@ class SpoiledRosters:
         store: of the thread that looks.
     """
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: JobStore) -> None:
         self._store = store
         self._open: set[int] = set()
         self._words: dict[int, str] = {}
@@ -104,14 +104,14 @@ class SpoiledRosters:
     def look(self) -> None:
         """Asks the store. Raises RuntimeError if it is gone."""
         for roster in sorted(self._open):
-            if roster not in self._words and (words := _peek(self._store, _spoiled(roster))):
-                self._words[roster] = words.decode(errors="replace")
+            if roster not in self._words and (words := self._store.get(_spoiled(roster))):
+                self._words[roster] = words.decode()
 
     def spoil(self, roster: int, words: str) -> None:
         """Notes that a roster is lost, here and then in the store; the first words stay."""
         self._words.setdefault(roster, words)
         with suppress(RuntimeError):  # the store is gone, and with it the job
-            self._words[roster] = self._store.compare_set(_spoiled(roster), "", words).decode(errors="replace")
+            self._words[roster] = self._store.set_first(_spoiled(roster), words.encode()).decode()
 
     def words_of(self, roster: int) -> str | None:
         """Returns why a roster is lost; None if nothing is known against it."""
@@ -130,7 +130,7 @@ class Heartbeat:
         pipe: file descriptor to which every beat writes a byte; None: there is no supervisor.
     """
 
-    def __init__(self, store: Store, server: int, incarnation: int, pipe: int | None) -> None:
+    def __init__(self, store: JobStore, server: int, incarnation: int, pipe: int | None) -> None:
         self._store, self._server, self._incarnation, self._pipe = store, server, incarnation, pipe
         self._spoiled = SpoiledRosters(store)
         self._count = 0
@@ -160,7 +160,7 @@ class Heartbeat:
         """Beats once, and returns True."""
         self._count += 1
         try:
-            self._store.set(_beat(self._server), f"{self._incarnation}.{self._count}")
+            self._store.set(_beat(self._server), f"{self._incarnation}.{self._count}".encode())
             self._spoiled.look()
         except RuntimeError as error:
             self._leave(f"the launcher's store is gone, and with it the job ({first_line(error)})")
@@ -182,11 +182,11 @@ class LastBeat:
     """The last beat of a server that a trainer has seen.
 
     Attributes:
-        value: as in the store; empty if there was none.
+        number: incarnation and count; empty if there was none.
         silent_seconds: for how long looks have found nothing newer.
     """
 
-    value: bytes = b""
+    number: tuple[int, ...] = ()
     silent_seconds: float = 0.0
 
 
@@ -199,7 +199,7 @@ class Watch:
         limit_seconds: silence after which a server counts as lost.
     """
 
-    def __init__(self, store: Store, num_servers: int, limit_seconds: float) -> None:
+    def __init__(self, store: JobStore, num_servers: int, limit_seconds: float) -> None:
         self._store, self._limit_seconds = store, limit_seconds
         self._keys = [_beat(server) for server in range(num_servers)]
         self._last = [LastBeat() for _ in self._keys]
@@ -219,9 +219,9 @@ class Watch:
         """Returns the incarnation of a server that lives; None for one that was never seen, or is silent for longer
         than the limit."""
         last = self._last[server]
-        if not last.value or last.silent_seconds > self._limit_seconds:
+        if not last.number or last.silent_seconds > self._limit_seconds:
             return None
-        return int(last.value.partition(b".")[0])
+        return last.number[0]
 
     def silent_seconds(self, server: int) -> float:
         """Returns for how long a server has been silent: since its last beat, or since looking began."""
@@ -256,8 +256,8 @@ class Watch:
         try:
             if self._looked is None:
                 for key in self._keys:  # so that all are there, and one request finds all of them
-                    _peek(self._store, key)
-            values = self._store.multi_get(self._keys)
+                    self._store.get(key)
+            values = self._store.get_all(self._keys)
             self._spoiled.look()
         except RuntimeError:
             return False
@@ -265,8 +265,9 @@ class Watch:
         passed_seconds = 0.0 if self._looked is None else min(now - self._looked, LONGEST_LOOK_SECONDS)
         self._looked = now
         for server, (value, last) in enumerate(zip(values, self._last, strict=True)):
-            if value != last.value:
-                self._last[server] = LastBeat(value)
+            number = tuple(map(int, value.split(b"."))) if value else ()
+            if number > last.number:  # an older one is a copy that somebody else has written
+                self._last[server] = LastBeat(number)
             else:
                 last.silent_seconds += passed_seconds
         return True
@@ -331,12 +332,6 @@ class StreamProgress:
         self._mark.record(self._stream)
         self._is_left = True
         return True
-
-
-def _peek(store: Store, key: str) -> bytes:
-    """Returns the value of a key without waiting for one; a key that is not there gets an empty one."""
-    value: bytes = store.compare_set(key, "", "")
-    return value
 
 
 def _beat(server: int) -> str:

@@ -3,37 +3,32 @@
     trainer s mod N ── open · plan · call · call · ... · close ──▶ queue of server s, in the launcher's store
                               a reported pass: begin · call · ... · end of forward · call · ...
 
-    | version | roster | sequence | kind | numbers ... | CRC-32 |     int64, little-endian
+    | version | roster | sequence | kind | numbers ... |     int64, little-endian, signed (see `job_store`)
 
 A server counts no layers and keeps no script: it makes each call that its trainer makes, in the same order. A message
-that is damaged, comes twice or in another order is an error, and nothing is computed for it.
-
-torchrun and accelerate launch keep a store beside their processes (`TORCHELASTIC_USE_AGENT_STORE`). It is there before
-the first process and after the last one, and nothing of ours listens on a port. Keys carry the number of the attempt,
-because some launchers keep the store when they start all processes again.
+that this job did not sign, or that was followed before, is left out. One that is missing is an error.
 """
 
 import enum
-import json
 import threading
 import time
-import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import NamedTuple
 
 import numpy as np
 import torch
-from torch.distributed import DistStoreError, PrefixStore, QueueEmptyError, Store, TCPStore  # type: ignore[attr-defined]
 
 from distca_hf.arrays import IntArray
+from distca_hf.comm.job_store import JobStore
 from distca_hf.errors import PlanMismatchError, StoreLostError, first_line
-from distca_hf.launched import launched_store
+from distca_hf.telemetry import OF_THIS_RANK, get_logger
 
 
-# Version of the messages. Trainers and servers run one package, so that it differs in a broken installation alone.
-ORDER_VERSION = 4
+log = get_logger(__name__)
+
+# Version of the messages. Trainers and servers run one package, so that it differs only in a broken installation.
+ORDER_VERSION = 5
 # Numbers before those of the order: version, roster, sequence, kind.
 HEADER = 4
 # Dtypes of rows; an order carries a number of this list.
@@ -44,8 +39,6 @@ FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 2e-5, 2e-3
 PAUSE_GROWS = 1.2
 # Seconds that a server waits for an order before it looks whether its trainers are still there.
 LOOK_SECONDS = 0.5
-# How long a trainer looks for the store to say that its script has ended.
-END_SECONDS = 10.0
 
 
 class Kind(enum.IntEnum):
@@ -153,7 +146,7 @@ class PassOrder(NamedTuple):
     Attributes:
         plan: number of the plan.
         backward_calls: that follow, at the end of forward.
-        text: what to write about a pass that begins; empty: nothing any more.
+        text: what to write about a pass that begins.
     """
 
     plan: int
@@ -180,8 +173,7 @@ def encode(order: Order, sequence: int) -> bytes:
         sequence: how many orders of its roster the server got before.
     """
     header = np.array([ORDER_VERSION, order.roster, sequence, order.kind], dtype="<i8").tobytes()
-    body = header + np.ascontiguousarray(order.numbers, dtype="<i8").tobytes()
-    return body + zlib.crc32(body).to_bytes(8, "little")
+    return header + np.ascontiguousarray(order.numbers, dtype="<i8").tobytes()
 
 
 class Sequences:
@@ -193,63 +185,46 @@ class Sequences:
 
     def encode(self, order: Order) -> bytes:
         """Returns the roster's next message."""
-        return encode(order, self._take(order.roster))
+        with self._lock:  # autograd posts from threads of its own
+            sequence = self._next.get(order.roster, 0)
+            self._next[order.roster] = sequence + 1
+        return encode(order, sequence)
 
-    def decode(self, message: bytes, where: str) -> Order:
-        """Returns the order in a message, if it is the one that comes next.
+    def decode(self, message: bytes, where: str) -> Order | None:
+        """Returns the order in a message that this job has signed; None, with a warning, if it came before.
 
         Raises:
-            PlanMismatchError: the message is damaged, of another version, or not the next one.
+            PlanMismatchError: the message is of another version, or one before it is missing.
         """
-        body, checksum = message[:-8], int.from_bytes(message[-8:], "little")
-        if len(message) % 8 or len(message) < 8 * (HEADER + 1) or zlib.crc32(body) != checksum:
-            raise PlanMismatchError(
-                f"{where}: an order of {len(message)} bytes is damaged: its checksum is {zlib.crc32(body)}, not "
-                f"{checksum}; nothing was computed for it. Restart the job"
-            )
-        numbers = np.frombuffer(body, dtype="<i8").astype(np.int64)
+        numbers = np.frombuffer(message, dtype="<i8").astype(np.int64)
         version, roster, sequence, kind = numbers[:HEADER].tolist()
         if version != ORDER_VERSION or kind not in tuple(Kind):
             raise PlanMismatchError(
                 f"{where}: an order has version {version} and kind {kind}, this server reads version {ORDER_VERSION} "
                 f"and kinds {min(Kind)} to {max(Kind)}; install one version of distca_hf on all nodes"
             )
-        expected = self._take(roster)
-        if sequence != expected:
+        expected = self._next.get(roster, 0)
+        if sequence > expected:
             raise PlanMismatchError(
-                f"{where}: order {sequence} of roster {roster} came, and {expected} comes next: one was lost, or came "
-                "twice; nothing was computed for it. Restart the job"
+                f"{where}: expected order {expected} of roster {roster}, received {sequence}: one was lost; nothing "
+                "was computed for it. Restart the job"
             )
+        if sequence < expected:
+            log.warning(
+                "%s: order %d of roster %d came again, after order %d, and is left out: somebody else writes to the "
+                "launcher's store (MASTER_PORT)",
+                *(where, sequence, roster, expected - 1),
+                extra=OF_THIS_RANK,
+            )
+            return None
+        self._next[roster] = expected + 1
         return Order(Kind(kind), roster, numbers[HEADER:])
-
-    def _take(self, roster: int) -> int:
-        with self._lock:  # autograd posts from threads of its own
-            number = self._next.get(roster, 0)
-            self._next[roster] = number + 1
-        return number
 
 
 def shares_of(num_servers: int, num_trainers: int, trainer: int) -> Sequence[int]:
     """Returns the servers that a trainer posts to. Server s gets its orders from trainer s mod N alone: all trainers
     make the same calls."""
     return range(trainer, num_servers, num_trainers)
-
-
-def open_store(timeout_seconds: float) -> Store:
-    """Returns a connection of its own to the launcher's store: a call that waits in it delays no other user.
-
-    Raises:
-        ConfigError: no launcher keeps one.
-        StoreLostError: it cannot be reached.
-    """
-    host, port, attempt = launched_store()
-    try:
-        store = TCPStore(host, port, is_master=False, timeout=timedelta(seconds=timeout_seconds))
-    except RuntimeError as error:
-        raise StoreLostError(
-            f"the launcher's store at {host}:{port} cannot be reached: {first_line(error)}"
-        ) from error
-    return PrefixStore(f"distca_hf/servers/{attempt}", store)
 
 
 class Outbox:
@@ -259,7 +234,7 @@ class Outbox:
         servers: number and start of each.
     """
 
-    def __init__(self, store: Store, servers: Sequence[tuple[int, int]]) -> None:
+    def __init__(self, store: JobStore, servers: Sequence[tuple[int, int]]) -> None:
         self._store = store
         self._sequences = {server: Sequences() for server in servers}
 
@@ -271,7 +246,7 @@ class Outbox:
         """
         for server, sequences in self._sequences.items():
             try:
-                self._store.queue_push(_queue(*server), sequences.encode(order))
+                self._store.push(_queue(*server), sequences.encode(order))
             except RuntimeError as error:
                 raise StoreLostError(
                     f"attention server {server[0]} cannot be reached: the launcher's store is gone "
@@ -287,7 +262,7 @@ class Inbox:
         incarnation: how often it was started before; an earlier one's orders are not its own.
     """
 
-    def __init__(self, store: Store, server: int, incarnation: int = 0) -> None:
+    def __init__(self, store: JobStore, server: int, incarnation: int = 0) -> None:
         self._store, self._server, self._sequences = store, server, Sequences()
         self._queue = _queue(server, incarnation)
 
@@ -295,7 +270,7 @@ class Inbox:
         """Returns the next order; None if none came for a while.
 
         Raises:
-            PlanMismatchError: a message is damaged, or not the next one.
+            PlanMismatchError: an order is of another version, or one before it is missing.
             StoreLostError: the store is gone, and with it the job.
         """
         pause, deadline = FIRST_PAUSE_SECONDS, time.monotonic() + LOOK_SECONDS
@@ -309,50 +284,12 @@ class Inbox:
     def _pop(self) -> bytes | None:
         """Returns the next message; None if there is none."""
         try:
-            message: bytes = self._store.queue_pop(self._queue, False)
-        except QueueEmptyError:
-            return None
+            return self._store.pop(self._queue)
         except RuntimeError as error:
             raise StoreLostError(
                 f"attention server {self._server}: the launcher's store is gone, and with it the job "
                 f"({first_line(error)})"
             ) from error
-        return message
-
-
-def write(store: Store, key: str, values: Mapping[str, object]) -> None:
-    """Writes a mapping of names to values at a key, as JSON."""
-    store.set(key, json.dumps(values))
-
-
-def read(store: Store, key: str, timeout_seconds: float) -> dict[str, object] | None:
-    """Returns the mapping at a key; None if nothing was written before the deadline."""
-    try:
-        store.wait([key], timedelta(seconds=timeout_seconds))
-    except DistStoreError:  # the deadline has passed
-        return None
-    return dict(json.loads(store.get(key)))
-
-
-def note_end(trainer: int) -> None:
-    """Notes that a trainer's script has ended, well or with an error: its servers get no more orders."""
-    open_store(END_SECONDS).set(_ended(trainer), "1")
-
-
-def has_ended(store: Store, trainer: int) -> bool:
-    """Returns whether a trainer's script has ended.
-
-    Raises:
-        StoreLostError: the store is gone.
-    """
-    try:
-        return bool(store.check([_ended(trainer)]))
-    except RuntimeError as error:
-        raise StoreLostError(f"the launcher's store is gone, and with it the job ({first_line(error)})") from error
-
-
-def _ended(trainer: int) -> str:
-    return f"ended/{trainer}"
 
 
 def _queue(server: int, incarnation: int) -> str:

@@ -31,7 +31,12 @@ class PostedPlan:
     ) -> None:
         self._transport, self.roster, self.room_bytes = transport, transport.roster, transport.room_bytes
         self.servers = tuple(member.server for member in transport.members)
-        self._number = transport.order_plan(self, micro_batch, num_chunks, fingerprint, integers)
+        self._order = micro_batch, num_chunks, fingerprint, integers
+        self._number = transport.order_plan(self, *self._order)
+
+    def again(self) -> "PostedPlan":
+        """Posts the same plan under another number, for one more pass."""
+        return PostedPlan(self._transport, *self._order)
 
     @property
     def is_spoiled(self) -> bool:
@@ -39,7 +44,7 @@ class PostedPlan:
         return self._transport.in_step and self._transport.spoiled is not None
 
     def begin_pass(self, text: str) -> None:
-        """Has servers trace the calls of a pass that begins; or, without a text, trace no more. See `PassOrder`."""
+        """Has servers trace the calls of a pass that begins. See `PassOrder`."""
         self._order_pass(Kind.BEGIN_PASS, text=text)
 
     def end_forward(self, backward_calls: int) -> None:

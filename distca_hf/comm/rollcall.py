@@ -13,12 +13,13 @@ import re
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from types import TracebackType
 
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
-from distca_hf.errors import DistCAError, PeerLostError, first_line
+from distca_hf.errors import DistCAError, PeerLostError, first_line, printable
 from distca_hf.telemetry import NAME, OF_THIS_RANK, get_logger, leave_for_launcher, this_rank
 from distca_hf.torch_private import default_store
 
@@ -64,6 +65,11 @@ class RollCall:
         ranks: of the group, as they are numbered in the job.
         patience_seconds: how long ranks are waited for that neither sign in nor left a message.
         names: of ranks for messages, where they have others than their numbers.
+
+    Attributes:
+        places: returns words for the places of ranks that have come no further for some seconds, with a number that
+            grows as long as the process runs; raises RuntimeError if the store is gone.
+        in_vain: words about ranks that wait for each other at different places, once they were found.
     """
 
     def __init__(
@@ -80,13 +86,29 @@ class RollCall:
         self._patience_seconds = patience_seconds
         self._names = names or {}
         self._hook: Announcement | None = None
+        self._has_left = False
+        self.places: Callable[[], Mapping[int, tuple[str, int]]] = dict
+        self.in_vain: str | None = None
 
     def leave(self, words: str) -> None:
-        """Leaves a message for the others; if the store is gone they cannot read it."""
+        """Leaves the words of an error for the others; if the store is gone they cannot read it."""
+        self._has_left = True
         try:
-            self._store.set(f"left/{self._rank}", words[:LONGEST_MESSAGE])
+            self._store.set(f"left/{self._rank}", f"left: {words[:LONGEST_MESSAGE]}")
         except RuntimeError as error:
             log.warning("rank %d: its error did not reach the other ranks: %s", self._rank, error, extra=OF_THIS_RANK)
+
+    def leave_in_order(self, place: str) -> None:
+        """Leaves the place at which this process ends without an error, for ranks that still wait for it.
+
+        Args:
+            place: of its last collective call; empty if there was none.
+        """
+        if self._has_left:
+            return
+        where = f"in {place.partition(',')[0]}" if place else "before its first micro-batch"
+        with suppress(RuntimeError):  # the store is gone, and with it all who would ask
+            self._store.set(f"left/{self._rank}", f"left {where} with exit status 0, or the one it gave to sys.exit")
 
     def missing(self, waited_seconds: float = 0.0, among: Sequence[int] | None = None) -> dict[int, str]:
         """Returns the ranks of the group that left, do not answer or came late, and all that is known about each.
@@ -97,26 +119,33 @@ class RollCall:
         """
         waiting = set(self._ranks if among is None else among) - {self._rank}
         found: dict[int, str] = {}
+        at_first: Mapping[int, tuple[str, int]] = {}
         try:
+            at_first = self.places()
             self._store.set(f"here/{self._rank}", f"{waited_seconds:.1f}")
             deadline = time.monotonic() + self._patience_seconds
             while True:  # looks once at least: a busy machine may have slept through all its patience
                 for rank in sorted(waiting):
                     if self._store.check([f"left/{rank}"]):
-                        found[rank] = "left: " + self._store.get(f"left/{rank}").decode(errors="replace")
+                        found[rank] = printable(self._store.get(f"left/{rank}").decode(errors="replace"))
                         waiting.discard(rank)
                     elif self._store.check([f"here/{rank}"]):
-                        late_seconds = waited_seconds - float(self._store.get(f"here/{rank}"))
-                        if late_seconds > self._patience_seconds:
-                            found[rank] = f"came {late_seconds:.0f} s late"
                         waiting.discard(rank)
+                        with suppress(ValueError):  # of somebody else, who reaches the store
+                            late_seconds = waited_seconds - float(self._store.get(f"here/{rank}"))
+                            if late_seconds > self._patience_seconds:
+                                found[rank] = f"came {late_seconds:.0f} s late"
                 if not waiting or time.monotonic() >= deadline:
                     break
                 time.sleep(POLL_SECONDS)
+            for rank, (place, look) in self.places().items():
+                if rank in waiting and rank in at_first and look > at_first[rank][1]:
+                    found[rank] = f"runs, and has not come: its place is {place}"
+                    waiting.discard(rank)
         except RuntimeError as error:
             return {0: f"cannot be asked, and with it the job's store is gone ({first_line(error)})", **found}
         return found | {
-            rank: f"does not answer after {self._patience_seconds:g} s (killed, stopped, or not in this exchange)"
+            rank: f"does not answer after {self._patience_seconds:g} s (killed, stopped, or at work elsewhere)"
             for rank in sorted(waiting)
         }
 
@@ -174,7 +203,7 @@ class Announcement:
     def _leave(self, error: BaseException) -> None:
         cause = cause_of(error)
         if tells_of_a_lost_peer(cause) and not isinstance(cause, DistCAError):
-            for words in self._call.missing_in_words():
+            for words in filter(None, (self._call.in_vain, *self._call.missing_in_words())):
                 error.add_note(f"distca_hf: {words}")
         self._call.leave(f"{type(cause).__name__}: {cause}")
 
@@ -217,7 +246,7 @@ class ShownOnce:
             self._earlier(kind, error, trace)
 
     def _point(self, words: str) -> None:
-        sys.stderr.write(f"{NAME} [rank {this_rank()}] {words}\n")
+        sys.stderr.write(printable(f"{NAME} [rank {this_rank()}] {words}\n"))
         sys.stderr.flush()
 
 

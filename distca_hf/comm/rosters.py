@@ -20,11 +20,11 @@ from typing import NamedTuple, cast
 
 import torch
 import torch.distributed as dist
-from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
+from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
 from distca_hf.comm.grid import Grid, Scope
 from distca_hf.comm.groups import abort, open_row_group
-from distca_hf.comm.orders import read, write
+from distca_hf.comm.job_store import JobStore
 from distca_hf.comm.rollcall import RollCall
 from distca_hf.comm.torch_transport import TorchExchange, TorchTransport
 from distca_hf.comm.transport import AllToAll, Traffic
@@ -55,9 +55,9 @@ class Member(NamedTuple):
     server: int
     incarnation: int
 
-    def has_answered(self, store: Store, roster: int) -> bool:
+    def has_answered(self, store: JobStore, roster: int) -> bool:
         """Returns whether it has answered the invitation to a roster."""
-        return bool(roster_store(store, roster).check([f"server/{self.server}"]))
+        return bool(roster_store(store, roster).get(f"server/{self.server}"))
 
 
 def agreed(rows: Sequence[Sequence[int]]) -> tuple[Member, ...]:
@@ -135,7 +135,9 @@ class RosterTransport(TorchTransport):
         """Returns all ranks of the roster: attention servers exchange rows, too."""
         return self._ranks
 
-    def wait_for(self, work: dist.Work, where: str, began: float, scope: Scope = Scope.ROWS) -> None:
+    def wait_for(
+        self, work: dist.Work, where: str, began: float, scope: Scope = Scope.ROWS, of_rows: bool = True
+    ) -> None:
         """Waits for an operation.
 
         Raises:
@@ -148,7 +150,7 @@ class RosterTransport(TorchTransport):
                 raise ServerLostError(f"rank {self.rank}, {where}: {words}")
             time.sleep(pause)
             pause = min(LONGEST_LOOK_SECONDS, 2 * pause)
-        super().wait_for(work, where, began, scope)
+        super().wait_for(work, where, began, scope, of_rows)
 
     def failure(
         self, error: RuntimeError, where: str, began: float | None = None, scope: Scope = Scope.ROWS
@@ -178,13 +180,13 @@ def place_of(device: torch.device) -> dict[str, object]:
     }
 
 
-def roster_store(store: Store, roster: int) -> Store:
-    """Returns the part of the launcher's store that belongs to a roster."""
-    return PrefixStore(f"roster/{roster}", store)
+def roster_store(store: JobStore, roster: int) -> JobStore:
+    """Returns the part of the job's store that belongs to a roster."""
+    return store.part(f"roster/{roster}")
 
 
 def invite(
-    here: Store, rank: int, members: Sequence[Member], device: torch.device, settings: Mapping[str, object]
+    here: JobStore, rank: int, members: Sequence[Member], device: torch.device, settings: Mapping[str, object]
 ) -> None:
     """Writes all that servers must know about a roster; every trainer calls it.
 
@@ -192,14 +194,14 @@ def invite(
         here: part of the store that belongs to the roster.
         settings: of the trainers' plugin.
     """
-    write(here, f"trainer/{rank}", {**place_of(device), "pid": os.getpid()})
+    here.write(f"trainer/{rank}", {**place_of(device), "pid": os.getpid()})
     if rank == 0:
         opened = {"members": [list(member) for member in members], "device": device.type, "settings": dict(settings)}
-        write(here, "opened", {"version": __version__, **opened})
+        here.write("opened", {"version": __version__, **opened})
 
 
 def wait_for_answers(
-    here: Store, rank: int, members: Sequence[Member], device: torch.device, patience_seconds: float
+    here: JobStore, rank: int, members: Sequence[Member], device: torch.device, patience_seconds: float
 ) -> Answers:
     """Returns the answers of all servers.
 
@@ -209,7 +211,7 @@ def wait_for_answers(
     """
     mine, names, room_bytes = place_of(device), {}, math.inf
     for server, incarnation in members:
-        answer = read(here, f"server/{server}", patience_seconds)
+        answer = here.read(f"server/{server}", patience_seconds)
         if answer is None:
             raise PeerLostError(
                 f"rank {rank}: attention server {server} (start {incarnation}) did not answer in {patience_seconds:g} "
@@ -239,21 +241,21 @@ class Invitation:
         version: of the trainers' package.
     """
 
-    store: Store
+    store: JobStore
     members: Sequence[Member]
     device_type: str
     settings: Mapping[str, object]
     version: str
 
     @classmethod
-    def read(cls, store: Store, roster: int, patience_seconds: float) -> "Invitation":
+    def read(cls, store: JobStore, roster: int, patience_seconds: float) -> "Invitation":
         """Reads the invitation to a roster.
 
         Raises:
             PeerLostError: trainer 0 did not write it in time.
         """
         here = roster_store(store, roster)
-        content = read(here, "opened", patience_seconds)
+        content = here.read("opened", patience_seconds)
         if content is None:
             raise PeerLostError(
                 f"trainer 0 did not write the settings of roster {roster} in {patience_seconds:g} s; look at its own "
@@ -272,25 +274,25 @@ class Invitation:
         lost: Callable[[], str | None],
     ) -> RosterTransport:
         """Answers the trainers, and returns the server's end of the exchanges once all have come."""
-        write(self.store, f"server/{member.server}", {"version": __version__, **place_of(device)})
+        self.store.write(f"server/{member.server}", {"version": __version__, **place_of(device)})
         names = {one.server: f"attention server {one.server}" for one in self.members}
         rank = num_trainers + list(self.members).index(member)
         return meet(self.store, rank, num_trainers, self.members, device, timeout_seconds, names, lost, lambda: False)
 
     def refuse(self, server: int, words: str) -> None:
         """Answers that this server cannot take part, and why."""
-        write(self.store, f"server/{server}", {"refusal": words})
+        self.store.write(f"server/{server}", {"refusal": words})
 
     def trainers_here(self, num_trainers: int) -> list[int]:
         """Returns the process numbers of the trainers on this host; they wrote them before they met."""
-        found = [read(self.store, f"trainer/{rank}", 1.0) for rank in range(num_trainers)]
+        found = [self.store.read(f"trainer/{rank}", 1.0) for rank in range(num_trainers)]
         return [
             cast(int, place["pid"]) for place in found if place is not None and place["host"] == socket.gethostname()
         ]
 
 
 def meet(
-    here: Store,
+    here: JobStore,
     rank: int,
     num_trainers: int,
     members: Sequence[Member],
@@ -314,9 +316,9 @@ def meet(
     """
     num_ranks = num_trainers + len(members)
     by_rank = {num_trainers + place: names[member.server] for place, member in enumerate(members)}
-    rollcall = RollCall(here, rank, range(num_ranks), names=by_rank)
+    rollcall = RollCall(here.plain, rank, range(num_ranks), names=by_rank)
     try:
-        group = open_row_group(PrefixStore("group", here), rank, num_ranks, device, timeout_seconds)
+        group = open_row_group(PrefixStore("group", here.plain), rank, num_ranks, device, timeout_seconds)
     except RuntimeError as error:
         raise PeerLostError(
             f"rank {rank} waited in vain for all {num_trainers} trainers and {len(members)} attention "

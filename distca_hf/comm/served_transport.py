@@ -21,13 +21,13 @@ from contextlib import ExitStack
 
 import numpy as np
 import torch
-from torch.distributed import Store  # type: ignore[attr-defined]
 
 from distca_hf.arrays import IntArray
 from distca_hf.comm.grid import Scope
 from distca_hf.comm.heartbeats import StreamProgress, Watch
+from distca_hf.comm.job_store import open_store
 from distca_hf.comm.live_servers import LiveServers
-from distca_hf.comm.orders import CallOrder, Kind, Order, Outbox, PassOrder, PlanOrder, open_store, shares_of
+from distca_hf.comm.orders import CallOrder, Kind, Order, Outbox, PassOrder, PlanOrder, shares_of
 from distca_hf.comm.rosters import Member, RosterTransport, agreed, invite, meet, roster_store, wait_for_answers
 from distca_hf.comm.speeds import ServerSpeeds
 from distca_hf.comm.transport import AllToAll, Exchange, Gather, Transport
@@ -85,7 +85,7 @@ class ServedTransport:
         self.spoiled: str | None = None
         self._device, self._all, self._settings = device, all_servers, settings
         self._timeout_seconds, self._limit_seconds = timeout_seconds, limit_seconds
-        self._store: Store = open_store(patience_seconds)
+        self._store = open_store(patience_seconds)
         self._watch = Watch(open_store(patience_seconds), all_servers.count, limit_seconds)
         self._live = LiveServers(self._watch, all_servers.count)
         self._wires: RosterTransport | None = None
@@ -284,7 +284,7 @@ class ServedTransport:
                     "trainers_attend=False leaves all attention to them; the last checkpoint is whole: resume with "
                     "servers, or with trainers_attend=True"
                 )
-            asked = self._store.add("rosters", 1) if self.rank == 0 else 0
+            asked = self._store.plain.add("rosters", 1) if self.rank == 0 else 0
             self.roster = self.gather([asked], "number of the roster").wait()[0][0]
             self.members, self.spoiled = members, None
             self._watch.look_for(self.roster)

@@ -22,9 +22,8 @@ from functools import reduce
 from typing import NamedTuple, cast
 
 import torch
-from torch.distributed import Store  # type: ignore[attr-defined]
 
-from distca_hf.comm.orders import write
+from distca_hf.comm.job_store import JobStore
 from distca_hf.comm.rosters import Member
 from distca_hf.errors import StoreLostError, first_line
 from distca_hf.planning.served import Servers
@@ -249,13 +248,13 @@ class ServerSpeeds:
         self.busy = Reading()
         self._servers = servers
         self._estimates = SpeedEstimates(servers.speeds[0], servers.trainers_attend)
-        self._here: Store | None = None
+        self._here: JobStore | None = None
         self._members: Sequence[Member] = ()
         self._last = Reading()
         self._last_reports: list[Reading] | None = None
         self._plans, self._has_voted = 0, False
 
-    def begin_roster(self, members: Sequence[Member], here: Store | None) -> Servers | None:
+    def begin_roster(self, members: Sequence[Member], here: JobStore | None) -> Servers | None:
         """Begins to measure these members, and returns their part in plans; None if there are none. All that was
         measured of a step that did not count is forgotten.
 
@@ -310,23 +309,23 @@ class ServerSpeeds:
         if self._here is None or not self._members:
             return nothing
         try:
-            found = self._here.multi_get([_key(server) for server, _ in self._members])
+            found = self._here.get_all([_key(server) for server, _ in self._members])
         except RuntimeError as error:
             raise StoreLostError(
                 f"times of attention servers cannot be read: the launcher's store is gone ({first_line(error)})"
             ) from error
-        now = [Reading(**json.loads(text)) for text in found]
+        now = [Reading(**json.loads(text or "{}")) for text in found]
         last, self._last_reports = self._last_reports, now
         return nothing if last is None else [one.since(earlier) for one, earlier in zip(now, last, strict=True)]
 
 
-def report(here: Store, server: int, reading: Reading) -> None:
+def report(here: JobStore, server: int, reading: Reading) -> None:
     """Writes the reading of a server, summed since it joined a roster.
 
     Args:
         here: part of the launcher's store that belongs to the roster.
     """
-    write(here, _key(server), reading._asdict())
+    here.write(_key(server), reading._asdict())
 
 
 def _key(server: int) -> str:

@@ -13,10 +13,12 @@ the process hangs forever. So the job's group is held here, too, until its threa
 
 import atexit
 import ctypes
+import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 
 import torch
@@ -25,9 +27,27 @@ import torch.distributed as dist
 from distca_hf.comm.grid import Grid, Scope
 from distca_hf.comm.rollcall import RollCall
 from distca_hf.comm.transport import REMEMBERED_EXCHANGES, AllToAll, Traffic
-from distca_hf.errors import ConfigError, DistCAError, PeerLostError, StepTimeoutError, first_line
-from distca_hf.torch_private import AllToAllFunction, RowGroup, all_to_all_of
+from distca_hf.comm.whereabouts import Whereabouts
+from distca_hf.errors import (
+    ConfigError,
+    DistCAError,
+    PeerLostError,
+    PlanMismatchError,
+    StepTimeoutError,
+    first_line,
+)
+from distca_hf.telemetry import get_logger, leave_for_launcher
+from distca_hf.torch_private import (
+    AllToAllFunction,
+    RowGroup,
+    all_to_all_of,
+    collectives_started,
+    groups_of,
+    num_groups,
+)
 
+
+log = get_logger(__name__)
 
 # The name that torch gives threads of gloo, in Linux's words.
 GLOO_THREAD = "pt_gloo_runloop"
@@ -38,6 +58,14 @@ POLL_SECONDS = 0.001
 QUIET_LOOKS = 20
 # A thread that still computes is no reason to wait longer.
 LONGEST_WAIT_SECONDS = 2.0
+# Waiting for an operation of gloo stops so often, to find out whether it is in vain.
+PART = timedelta(seconds=1)
+# Looks of a thread until it ends a process that no exception reaches. Mostly those of others do, if they raise them.
+LOOKS_IN_VAIN = 5
+REMEDY = (
+    "All ranks must run the same micro-batches: one that skips a batch (out of memory, a loss that is not finite), or "
+    "has one more (unequal lengths, even_batches=False), leaves the others waiting. Skip it on all ranks, or on none"
+)
 
 
 class TorchTransport:
@@ -50,6 +78,8 @@ class TorchTransport:
         device: where the rows live.
         grid: ranks of all scopes; the group for rows may have more.
         traffic: counts; of its own if they are not given.
+        whereabouts: returns what finds out that ranks wait for each other in vain, for this transport; None if nothing
+            does.
     """
 
     def __init__(
@@ -60,6 +90,7 @@ class TorchTransport:
         device: torch.device,
         grid: Grid,
         traffic: Traffic | None = None,
+        whereabouts: Callable[["TorchTransport"], Whereabouts] | None = None,
     ) -> None:
         self.rank = data_group.rank()
         self.grid = grid
@@ -71,7 +102,15 @@ class TorchTransport:
         self._groups: list[RowGroup] = [data_group, *dict.fromkeys(control_groups.values())]
         self._under_way: set[dist.Work] = set()
         self._job_group = dist.group.WORLD  # held, not used: see above
+        self._gathered = ("", 0)
+        self._num_groups, self._other_groups = -1, list[dist.ProcessGroup]()
+        self._on_gpu = device.type == "cuda"
+        self._seconds_in_vain = 0
         atexit.register(self.at_exit)
+        self._whereabouts = None if whereabouts is None else whereabouts(self)
+        if self._whereabouts is not None:
+            rollcall.places = self._whereabouts.in_words
+            self._whereabouts.begin(self._look)
 
     def exchange(self, asked: AllToAll) -> "TorchExchange":
         self._check_open(asked.where)
@@ -87,6 +126,9 @@ class TorchTransport:
 
     def gather(self, values: Sequence[int], where: str, scope: Scope = Scope.ROWS) -> "TorchGather":
         self._check_open(where)
+        if self._whereabouts is not None:
+            self._whereabouts.note_gather()
+        self._gathered = where, self.traffic.exchanges
         mine = torch.tensor(values, dtype=torch.int64, device="cpu")
         theirs = [torch.empty_like(mine) for _ in self.grid.members(scope)]
         try:
@@ -95,6 +137,20 @@ class TorchTransport:
             raise self.failure(error, where, scope=scope) from error
         self._note(work)
         return TorchGather(self, work, where, time.monotonic(), theirs, scope)
+
+    def started(self) -> tuple[int, int]:
+        """Returns the exchanges of this transport, and the collectives of other code among its ranks, that this rank
+        has started."""
+        ours, known = self._groups, num_groups()
+        if known != self._num_groups:  # looked up again when there are others
+            of_ranks = groups_of(self.members(Scope.STAGE))
+            self._num_groups, self._other_groups = known, [group for group in of_ranks if group not in ours]
+        return collectives_started(ours[0]) if ours else 0, sum(map(collectives_started, self._other_groups))
+
+    def place(self) -> str:
+        """Returns words for the last collective call of this rank; empty if there was none."""
+        where, exchanges = self._gathered
+        return self.traffic.recent[-1] if self.traffic.exchanges > exchanges else where
 
     def members(self, scope: Scope) -> Sequence[int]:
         """Returns the ranks of a scope, numbered as for the roll call."""
@@ -107,27 +163,65 @@ class TorchTransport:
             )
 
     def _note(self, work: dist.Work) -> None:
-        """Notes an operation that is under way. Nobody waits for some: agreements of passes without backward."""
+        """Notes an operation that is under way. Nobody waits for some: a rank may fail in between."""
         if len(self._under_way) >= REMEMBERED_EXCHANGES:
             self._under_way = {earlier for earlier in self._under_way if not earlier.is_completed()}
         self._under_way.add(work)
 
-    def wait_for(self, work: dist.Work, where: str, began: float, scope: Scope = Scope.ROWS) -> None:
+    def wait_for(
+        self, work: dist.Work, where: str, began: float, scope: Scope = Scope.ROWS, of_rows: bool = True
+    ) -> None:
         """Waits for an operation of the ranks of a scope.
+
+        Args:
+            of_rows: whether it exchanges rows, and not integers: over NCCL the GPU waits for it, not the host.
 
         Raises:
             PeerLostError, StepTimeoutError: it failed; names the ranks and the place.
+            PlanMismatchError: ranks wait for each other at different places; names these.
         """
         try:
-            self.traffic.wait_for(work)
+            if self._whereabouts is None or (of_rows and self._on_gpu):
+                self.traffic.wait_for(work)
+            elif not self.traffic.has_ended(work, PART):
+                self._wait_on(work, where, self._whereabouts)
+        except PlanMismatchError:
+            raise
         except RuntimeError as error:
             raise self.failure(error, where, began, scope) from error
         finally:
-            self._under_way.discard(work)
+            if work.is_completed():
+                self._under_way.discard(work)
+
+    def _wait_on(self, work: dist.Work, where: str, whereabouts: Whereabouts) -> None:
+        """Waits for an operation of gloo that has not ended at once, until it does or cannot any more."""
+        try:
+            whereabouts.waits_for = where
+            while not self.traffic.has_ended(work, PART):
+                if whereabouts.in_vain is not None:
+                    raise PlanMismatchError(f"{self.grid.name}, {where}: {whereabouts.in_vain}. {REMEDY}")
+        finally:
+            whereabouts.waits_for = None
+
+    def _look(self) -> None:
+        """Ends this process if ranks wait in vain, and this one where no exception reaches it: in other code, or for a
+        GPU. Runs in the thread that looks."""
+        assert self._whereabouts is not None
+        words = self._rollcall.in_vain = self._whereabouts.in_vain
+        if words is None or self._whereabouts.waits_for is not None:
+            return
+        self._seconds_in_vain += 1
+        if self._seconds_in_vain > LOOKS_IN_VAIN:
+            words = f"PlanMismatchError: {self.grid.name}, {self.place()}: {words}. {REMEDY}"
+            log.error(words)
+            self._rollcall.leave(words)
+            leave_for_launcher(words)
+            os._exit(1)
 
     def close(self) -> None:
         """Ends all groups, and joins their threads unless an operation is still under way."""
         atexit.unregister(self.at_exit)
+        self._end_looking()
         let_gloo_threads_rest()
         self._end(self._groups)
         self._rollcall.be_silent()
@@ -137,12 +231,18 @@ class TorchTransport:
 
         NCCL's group stays: to end it may wait for a GPU.
         """
+        self._end_looking()
+        self._rollcall.leave_in_order(self.place())
         groups = [group for group in self._groups if group.name() == "gloo"]
         if not self._is_at_rest():
             for group in groups:  # one reference more: no destructor shall join threads that wait for other ranks
                 ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
         self._end(groups)
         let_gloo_threads_rest()
+
+    def _end_looking(self) -> None:
+        if self._whereabouts is not None:
+            self._whereabouts.end()
 
     def _is_at_rest(self) -> bool:
         return all(work.is_completed() for work in self._under_way)
@@ -202,7 +302,7 @@ class TorchGather:
     scope: Scope
 
     def wait(self) -> list[list[int]]:
-        self.transport.wait_for(self.work, self.where, self.began, self.scope)
+        self.transport.wait_for(self.work, self.where, self.began, self.scope, of_rows=False)
         return [values.tolist() for values in self.received]
 
 

@@ -15,6 +15,7 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from datetime import timedelta
 from typing import Protocol
 
 import torch
@@ -76,6 +77,7 @@ class Traffic:
 
     Attributes:
         exchanges, bytes_sent, recent: how many exchanges, their bytes to other ranks, and the places of the last ones.
+        passes: forward passes of models that have begun, which number them on all ranks alike.
         waited_seconds: how long this rank's host waited for rows and integers of the others. A device that waits
             for rows by itself, as with NCCL, is not seen here.
         leave_signal: number of the signal that this rank got, 0 if none. All later agreements carry it.
@@ -84,6 +86,7 @@ class Traffic:
 
     exchanges: int = 0
     bytes_sent: int = 0
+    passes: int = 0
     recent: deque[str] = field(default_factory=lambda: deque(maxlen=REMEMBERED_EXCHANGES))
     waited_seconds: float = 0.0
     leave_signal: int = 0
@@ -104,6 +107,23 @@ class Traffic:
             work.wait()
         finally:
             self.waited_seconds += time.perf_counter() - began
+
+    def has_ended(self, work: dist.Work, within: timedelta) -> bool:
+        """Waits for other ranks for a while, and returns whether an operation of gloo has ended.
+
+        Raises:
+            RuntimeError: it has failed.
+        """
+        began = time.perf_counter()
+        try:
+            work.wait(within)
+        except RuntimeError:
+            if not work.is_completed():
+                return False
+            work.wait()  # it ended meanwhile, or has failed
+        finally:
+            self.waited_seconds += time.perf_counter() - began
+        return True
 
 
 class Exchange(Protocol):

@@ -74,6 +74,12 @@ class SteppedEpoch(ABC):
         """Returns the placement of one micro-batch by which its step was divided; None if no placement was tried."""
         return self._micro_step(index).layout
 
+    def left(self, index: int) -> IntArray:
+        """Returns the documents of the micro-batches from this one on."""
+        step_ends = min(self.num_micro_batches, index + (self._steps_from - index) % self._micro_steps)
+        of_step = [self.micro_batch(number) for number in range(index, step_ends)]
+        return np.concatenate([*of_step, self._epoch.documents[self._epoch.offsets[step_ends] :]])
+
     @abstractmethod
     def _divide(self, document_tokens: IntArray, as_packed: list[IntArray]) -> list[MicroStep]:
         """Divides the documents of one optimizer step.

@@ -173,7 +173,7 @@ class EpochPacker:
             taken: (capacity_tokens, micro-batches taken) of each part, in order.
 
         Raises:
-            PackingError: a document is longer than one of these micro-batches.
+            PackingError: a document is longer than one of these micro-batches, or there were fewer of them.
         """
         packed: Epoch | None = None
         for capacity_tokens, micro_batches in taken:
@@ -181,6 +181,11 @@ class EpochPacker:
                 packed = EpochPacker(self._tokens, capacity_tokens, self._seed, self._shuffle).epoch(number)
             else:
                 packed = self._packed_again(packed, capacity_tokens)
+            if micro_batches > packed.num_micro_batches:
+                raise PackingError(
+                    f"{micro_batches} micro-batches of {capacity_tokens} tokens were taken (taken, micro_batch), and "
+                    f"epoch {number} had {packed.num_micro_batches} of them"
+                )
             packed = packed.after(micro_batches)
         return self.epoch(number) if packed is None else self._packed_again(packed, self._capacity_tokens)
 

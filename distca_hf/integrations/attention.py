@@ -20,7 +20,7 @@ from distca_hf.runtime.live_plan import LivePlan
 from distca_hf.runtime.local_attention import flash_attn_local
 from distca_hf.runtime.op import flash_attn
 from distca_hf.telemetry import warn
-from distca_hf.torch_private import in_backward
+from distca_hf.torch_private import backward_number
 
 
 # Attribute of attention layers whose model was enabled.
@@ -260,7 +260,7 @@ def _one_dtype(
 
 def _warn_of_forgetting(module: nn.Module, settings: LayerSettings | None, packed: bool) -> None:
     """Warns where a model trains that nobody watches, and it makes a difference."""
-    if settings is not None and (settings.in_forward_pass() or in_backward()):
+    if settings is not None and (settings.in_forward_pass() or backward_number() >= 0):
         return
     ranks = job_size()
     consequence = "each attends to its own batch alone, and nothing is balanced" if ranks > 1 else "nothing is checked"

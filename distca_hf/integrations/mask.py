@@ -12,6 +12,7 @@ from torch import nn
 
 from distca_hf.errors import UnsupportedAttentionError
 from distca_hf.integrations.finding import Given, all_places, find_documents, find_in_graph, name_of
+from distca_hf.integrations.other_models import OURS, check_callers
 from distca_hf.runtime.local_attention import Documents
 from distca_hf.torch_private import without_torch_functions
 
@@ -192,8 +193,10 @@ def document_mask(
     """
     if isinstance(attention_mask, RowMask):  # made by `generate`, and given to the model
         return attention_mask
-    name = getattr(mask_function, "__name__", "causal_mask_function")
     is_causal = "allow_is_bidirectional_skip" not in kwargs
+    if not torch.compiler.is_compiling():
+        check_callers(OURS, sys._getframe(1), is_causal)
+    name = getattr(mask_function, "__name__", "causal_mask_function")
     refusal = _refusal(is_causal, is_combined=use_vmap or name not in CAUSAL_MASKS, attention_mask=attention_mask)
     if attention_mask is not None and attention_mask.ndim != 2:
         attention_mask = None

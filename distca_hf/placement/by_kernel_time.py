@@ -107,7 +107,7 @@ class KernelTimes:
                 as_int_array(table["key_tokens"], f"{path}: key_tokens"),
                 np.array(table["seconds"], dtype=np.float64),
             )
-        except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             if isinstance(error, PackingError):
                 raise
             raise PackingError(f"{path} is no table of kernel times: {error!r}") from error

@@ -158,7 +158,6 @@ def attend_backward(
     Raises:
         PlanMismatchError, PeerLostError, StepTimeoutError: from agreement and exchange.
     """
-    plan.agree()
     q_TNH, k_TGH, v_TGV, out_TNV, lse_TN = attended
     where, transport, trace = plan.forward_pass.begin_backward(), plan.transport, plan.forward_pass.trace
     layers = plan.lookup.alike(q_TNH, k_TGH, v_TGV, spec, where)

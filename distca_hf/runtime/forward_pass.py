@@ -1,10 +1,16 @@
 """Forward pass: the attention calls that a model makes with a plan, forward, recomputed and backward.
 
-    first call ──▶ agree ──▶ exchange ... last call ──▶ end ──▶ agree ──▶ first recomputed or backward call ...
+    first call ──▶ agree ──▶ exchange ... last call ──▶ end
+    first recomputed or backward call ──▶ agree ──▶ exchange ...          for each backward pass of autograd
 
-Twice in a pass ranks show each other what they run: dtypes and heads before the first exchange of the forward pass,
-and their calls before the first exchange of the backward pass. A rank that computes in another dtype, calls other
-layers, or needs other gradients would send rows that another rank takes for something else.
+Ranks show each other what they run before the first exchange of the forward pass, and before the first exchange of
+each backward pass: dtypes and heads, then the pass itself and its calls. A rank that computes in another dtype, calls
+other layers, needs other gradients or differentiates another pass would send rows that another rank takes for
+something else.
+
+Several passes may wait for backward at the same time, and a graph that is retained is differentiated again. So the
+second agreement belongs to the backward pass of autograd and not to the forward pass: a rank that leaves out a loss,
+or runs backward passes in another order, meets the others in different agreements, and nothing is sent.
 
 Later layers may have other dtypes and heads than the first one. In a model's first pass ranks show them before every
 call. After it each rank knows them, and refuses its own layer if that has others, before it exchanges anything.
@@ -21,12 +27,15 @@ from distca_hf.comm.transport import Transport
 from distca_hf.errors import PlanError, PlanMismatchError
 from distca_hf.runtime.pass_calls import CallTensors, PassCalls, other_tensors, other_window
 from distca_hf.runtime.pass_trace import UNTRACED, PassTrace
-from distca_hf.torch_private import in_backward
+from distca_hf.torch_private import backward_number
 from distca_hf.traces import PassPart
 
 
 # Shown in place of a checksum of calls by a rank that knows none: checksums are not negative.
 UNKNOWN = -1
+# What a model holds on all ranks alike. In most passes none of it is shown.
+WEIGHTS, BUFFERS = "weights", "buffers"
+NO_STATE: Mapping[str, Mapping[str, object]] = {}
 
 
 class ForwardPass:
@@ -37,13 +46,13 @@ class ForwardPass:
         num_calls: attention calls of the pass, if known.
         before: calls of the model's pass before; None if there was none.
         trace: notes the moments of its calls, if the step is reported.
+        state: checksums by name, of weights and of buffers. The ranks that show any compare them.
 
     Attributes:
         calls, backward_calls: calls of the operator so far; `calls` counts recomputed ones, too.
         layers: numbers of the layers that made them, on the host, recomputed ones left out.
         made: the calls so far.
         compares_calls: whether ranks show each other every call, because some rank knows no pass before.
-        agreement: shown to all ranks and not yet waited for.
     """
 
     def __init__(
@@ -54,21 +63,33 @@ class ForwardPass:
         num_calls: int | None = None,
         before: PassCalls | None = None,
         trace: PassTrace = UNTRACED,
+        state: Mapping[str, Mapping[str, object]] = NO_STATE,
     ) -> None:
         self.num_calls, self.trace = num_calls, trace
         self.calls = self.backward_calls = 0
-        self.agreement: Agreement | None = None
         self._transport, self._micro_batch, self._facts = transport, micro_batch, facts
-        self._ended = False
+        self._ended = self._agrees_on_backward = False
+        if facts is not None:
+            transport.traffic.passes += 1
+        self._number = transport.traffic.passes
         self.layers: list[torch.Tensor] = []
         self.made = PassCalls([], [])
         self.compares_calls = False
         self._scores: list[Hashable] = []
-        self._before = before
+        self._before, self._state = before, state
         self._expected_tensors: Sequence[CallTensors] = ()
         self._with_gradients: list[int] = []
         self._recomputed = 0
         self._calls_per_region = 1
+        # Of the backward pass that runs: its numbers in autograd, where reentrant checkpointing runs passes within
+        # passes, and the backward calls before it.
+        self._in_autograd: set[int] = set()
+        self._backward_from = 0
+
+    @property
+    def begun(self) -> bool:
+        """Whether it is a pass of an enabled model."""
+        return self._facts is not None
 
     def check_open(self) -> None:
         """Checks that the model of a layer has begun this pass and did not end it; for layers of enabled models.
@@ -78,7 +99,7 @@ class ForwardPass:
         Raises:
             PlanError: part of the model was called, and nothing around it is checked.
         """
-        if self._facts is not None and (not self._ended or in_backward()):
+        if self._facts is not None and (not self._ended or backward_number() >= 0):
             return
         raise PlanError(
             f"{self._transport.grid.name}, micro-batch {self._micro_batch}: a layer attends with a plan outside of a "
@@ -134,9 +155,14 @@ class ForwardPass:
             raise other_tensors(tensors, expected[call], f"{self._transport.grid.name}, {place}")
 
     def begin_backward(self) -> str:
-        """Counts a backward call and names its place."""
+        """Counts a backward call and names its place. The first one waits for the other ranks.
+
+        Raises:
+            PlanMismatchError, PeerLostError: they differentiate another pass, or one of other calls.
+        """
         if self.num_calls is None:
             self.num_calls = self.calls
+        self._enter_backward(goes_on=self._recomputed > 0)
         if self._recomputed:
             self._calls_per_region, self._recomputed = self._recomputed, 0
         layer = self._next_backward_layer(self.num_calls)
@@ -174,51 +200,73 @@ class ForwardPass:
         # With another first call than before, as under another autocast, later ones are not known either.
         known = self._before.tensors if self._before is not None and self._before.tensors[:1] == [tensors] else []
         name, checksum = "dtypes and heads of the pass before", _checksum(known) if known else UNKNOWN
-        shown = self._agree(facts, {name: checksum})[name]
+        states = {kind: _checksum([*state.items()]) for kind, state in self._state.items()}
+        of_ranks = self._agree(facts, {name: checksum, **dict.fromkeys((WEIGHTS, BUFFERS), UNKNOWN), **states})
+        for kind in (WEIGHTS, BUFFERS):
+            if len({*of_ranks[kind]} - {UNKNOWN}) > 1:  # all ranks see it, and show theirs by name
+                by_name = {f"{kind[:-1]} {name}": bits for name, bits in self._state.get(kind, {}).items()}
+                Agreement.start(self._transport, Occasion.COMPARE, self._micro_batch, by_name, {}).wait()
+        shown = of_ranks[name]
         self.compares_calls = UNKNOWN in shown or len(set(shown)) > 1
         self._expected_tensors = () if self.compares_calls else known
 
     def _agree(self, facts: Mapping[str, object], numbers: Mapping[str, int]) -> dict[str, list[int]]:
         """Waits until all ranks have shown that they attend alike; returns their numbers by name."""
-        self.agreement = Agreement.start(self._transport, Occasion.ATTEND, self._micro_batch, facts, numbers)
-        shown = self.agreement.wait()
-        self.agreement = None
-        return shown
+        return Agreement.start(self._transport, Occasion.ATTEND, self._micro_batch, facts, numbers).wait()
 
-    def end(self, exchanges: bool, backward_calls: int | None = None) -> None:
-        """Ends the forward pass: all further calls belong to backward.
+    def end(self, exchanges: bool, backward_calls: int | None = None, attends_again: bool = False) -> None:
+        """Ends the forward pass: all further calls belong to backward. Where none can follow, this rank waits for the
+        others here.
 
         Args:
             exchanges: whether ranks exchange rows in this pass; where they do not, they need not agree.
             backward_calls: that follow; None: one for each call that needs gradients, as was noted.
+            attends_again: whether backward recomputes layers. Under reentrant checkpointing no call needed gradients.
+
+        Raises:
+            PlanMismatchError, PeerLostError: no backward call can follow, and ranks ran different passes.
         """
         self.num_calls, self._ended, self.compares_calls = self.calls, True, False
         self.trace.end_forward(len(self._with_gradients) if backward_calls is None else backward_calls)
         if self._facts is not None and exchanges and self._transport.world_size > 1:
-            self._agree_at_the_end()
+            self._agrees_on_backward = attends_again or bool(self._with_gradients)
+            if not self._agrees_on_backward:
+                self._agree_to_differentiate()
 
-    def _agree_at_the_end(self) -> None:
-        """Starts showing the other ranks which calls were made."""
+    def _enter_backward(self, goes_on: bool) -> None:
+        """Waits for the other ranks if a call is the first one of a backward pass.
+
+        Args:
+            goes_on: whether the call follows a recomputed one, so that it may be in a pass within the pass.
+        """
+        number = backward_number()
+        if number in self._in_autograd:
+            return
+        if goes_on and self._in_autograd:
+            self._in_autograd.add(number)
+            return
+        self._in_autograd, self._backward_from = {number}, self.backward_calls
+        if self._agrees_on_backward:
+            self._agree_to_differentiate()
+
+    def _agree_to_differentiate(self) -> None:
+        """Waits until all ranks have shown which pass they differentiate, which calls it made and which of them
+        backward will follow.
+
+        Raises:
+            PlanMismatchError, PeerLostError: they differ.
+        """
         layers = torch.stack(self.layers).tolist() if self.layers else []
         numbers = {
-            "attention calls": self.calls,
+            "attention calls": self.num_calls or 0,
             "order of the layers that attend": _checksum(layers),
             "sliding windows of the layers that attend": _checksum(self.made.windows),
             "scales, softcaps and sinks of the layers that attend": _checksum(self._scores),
             "attention calls with gradients": len(self._with_gradients),
             "which of them have gradients": _checksum(self._with_gradients),
         }
-        self.agreement = Agreement.start(self._transport, Occasion.DIFFERENTIATE, self._micro_batch, {}, numbers)
-
-    def agree_to_differentiate(self) -> None:
-        """Waits until all ranks have shown which calls they made and which of them backward will follow; once.
-
-        Raises:
-            PlanMismatchError, PeerLostError: they differ.
-        """
-        if self.agreement is None:
-            return
-        agreement = self.agreement
+        which = {"forward pass that backward follows": f"number {self._number}"}
+        agreement = Agreement.start(self._transport, Occasion.DIFFERENTIATE, self._micro_batch, which, numbers)
         of_ranks = agreement.wait()
         different = {name: values for name, values in of_ranks.items() if len(set(values)) > 1}
         if different:
@@ -230,11 +278,11 @@ class ForwardPass:
                 "All ranks must run the same layers in one order. Where inputs need gradients on some ranks alone "
                 "(frozen layers behind embeddings that another module made), that module must take part on every rank"
             )
-        self.agreement = None
 
     def _begin_recomputed(self, window_tokens: int) -> str:
         """Names a call that checkpointing repeats for backward: the last region first, its calls in order."""
         assert self.num_calls is not None
+        self._enter_backward(goes_on=self._recomputed > 1)
         last = self._next_backward_layer(self.num_calls)
         layer = last - self._calls_per_region + self._recomputed
         self.trace.begin(PassPart.RECOMPUTED, min(layer, last), window_tokens)
@@ -244,7 +292,8 @@ class ForwardPass:
 
     def _next_backward_layer(self, num_calls: int) -> int:
         """Returns the layer whose backward call is next: the last one first, and again if a graph is retained."""
-        return num_calls - 1 - self.backward_calls % (len(self._with_gradients) or max(1, num_calls))
+        calls = self.backward_calls - self._backward_from
+        return num_calls - 1 - calls % (len(self._with_gradients) or max(1, num_calls))
 
     def _place(self, layer: int, phase: str) -> str:
         return f"micro-batch {self._micro_batch}, layer {layer}, {phase}"

@@ -89,6 +89,11 @@ class PinnedKinds:
         """`[segments]` tokens of each document, or part of one, that this rank holds, in row order."""
         return self.layout.segment_tokens[self.layout.segments_of(self.rank)]
 
+    @property
+    def whole_tokens(self) -> IntArray:
+        """`[segments]` tokens of the whole documents of these."""
+        return self.layout.document_tokens[self.layout.segment_document[self.layout.segments_of(self.rank)]]
+
     def to(self, device: torch.device) -> dict[Mask, DeviceRankPlan]:
         """Returns the rank plans on the device; the host does not wait."""
         return {mask: plan.to(device) for mask, plan in self.plans.items()}

@@ -2,7 +2,7 @@
 
 The operator carries its plan as an integer, because compiled graphs, checkpointing and autograd all pass an integer on
 unharmed. `find_plan` finds the plan by it, in the one register of this process. That is shared state, and bounded.
-Beside it `runtime.retention` alone has some.
+`runtime.retention` and `batches.known_batch` have some, too.
 
 What layers find in a plan is in `layer_lookup`, and what attention servers hear of their calls in `call_orders`.
 """
@@ -23,7 +23,7 @@ from distca_hf.errors import PlanError
 from distca_hf.kernels.interface import AttentionSpec
 from distca_hf.planning.plan import PlanFacts
 from distca_hf.runtime.call_orders import CallOrders
-from distca_hf.runtime.forward_pass import ForwardPass
+from distca_hf.runtime.forward_pass import NO_STATE, ForwardPass
 from distca_hf.runtime.layer_kinds import LayerKinds
 from distca_hf.runtime.layer_lookup import LayerLookup
 from distca_hf.runtime.pass_calls import PassCalls
@@ -111,13 +111,25 @@ class LivePlan:
         if chunk == self.chunk:
             return self
         if chunk not in self._of_chunks:
-            self.agree()
-            other = object.__new__(type(self))
-            vars(other).update(vars(self))
-            other._begin(self.planned)
-            other.chunk = chunk
-            self._of_chunks[chunk] = other
+            self._of_chunks[chunk] = self._copied()
+            self._of_chunks[chunk].chunk = chunk
         return self._of_chunks[chunk]
+
+    def for_pass(self) -> "LivePlan":
+        """Returns this plan for one more forward pass: itself for the first one. Backward of an earlier pass on the
+        same batch may still come, and ranks must run both in one order."""
+        if self.forward_pass.begun:
+            self.follow_roster()
+            return self._copied()
+        return self
+
+    def _copied(self) -> "LivePlan":
+        """Returns another plan of the same rows, with passes of its own."""
+        self.agree()
+        posted, other = self.posted, object.__new__(type(self))
+        vars(other).update(vars(self))
+        other._begin(self.planned._replace(posted=None if posted is None else posted.again()))
+        return other
 
     def __copy__(self) -> "LivePlan":
         """Returns itself: copied batches bring the very same object, too."""
@@ -138,7 +150,7 @@ class LivePlan:
         )
 
     def agree(self) -> None:
-        """Waits until all ranks have shown that they run the same plan, and ran the same forward pass; each once.
+        """Waits until all ranks have shown that they run the same plan; once.
 
         Raises:
             PlanMismatchError, PeerLostError: they do not.
@@ -146,8 +158,6 @@ class LivePlan:
         if self.agreement is not None:
             self.numbers |= self.agreement.wait(Scope.ROWS)
             self.agreement = None
-        if self.forward_pass.agreement is not None:
-            self.forward_pass.agree_to_differentiate()
 
     @property
     def label_tokens(self) -> int | None:
@@ -162,6 +172,7 @@ class LivePlan:
         layers: PassLayers = ONE_LAYER,
         before: PassCalls | None = None,
         trace: PassTrace = UNTRACED,
+        state: Mapping[str, Mapping[str, object]] = NO_STATE,
     ) -> None:
         """Begins a forward pass of a model with this plan.
 
@@ -171,6 +182,7 @@ class LivePlan:
             layers: that attend in it.
             before: attention calls of the model's pass before; None if there was none.
             trace: notes the moments of its calls, if the step is reported.
+            state: checksums of weights and buffers, see `ForwardPass`.
         """
         self.agree()
         self.follow_roster()
@@ -178,7 +190,7 @@ class LivePlan:
         self._layers = layers
         if self._lookup is not None:  # none yet of a micro-batch that is planned later
             self.kinds.begin_forward_pass(self._layers)
-        self.forward_pass = ForwardPass(self.transport, self.micro_batch, facts, num_calls, before, trace)
+        self.forward_pass = ForwardPass(self.transport, self.micro_batch, facts, num_calls, before, trace, state)
 
     def follow_roster(self) -> None:
         """Plans the micro-batch again if other attention servers take part since it was planned."""
@@ -235,19 +247,18 @@ class LivePlan:
             self._orders = CallOrders(self.posted, self.kinds, self._slots, self.transport.rank, self._stopwatch)
         return self._orders
 
-    def end_forward_pass(self, backward_follows: bool, trains: bool = False) -> None:
-        """Ends the forward pass, and starts showing all ranks which calls it made.
+    def end_forward_pass(self, trains: bool = False) -> None:
+        """Ends the forward pass. Where no backward pass can follow, this rank waits for the others here.
 
         Args:
-            backward_follows: whether a backward pass may follow. If not, this rank waits for the others here.
             trains: whether it is a pass of training.
 
         Raises:
             PlanMismatchError, PeerLostError: nothing follows, and ranks ran different passes.
         """
-        self.forward_pass.end(any(kind.plan.forward.exchanges for kind in self.kinds))
-        if not backward_follows:
-            self.agree()
+        exchanges = any(kind.plan.forward.exchanges for kind in self.kinds)
+        attends_again = bool(self._layers.regions) and torch.is_grad_enabled()
+        self.forward_pass.end(exchanges, attends_again=attends_again)
         self.use.trained |= trains
 
     def retention(self, spec: AttentionSpec) -> Retention:

@@ -12,6 +12,7 @@ what is its own. Other passes cost nothing: there is no order.
 import json
 import time
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import NamedTuple, Self
 
 import torch
@@ -30,8 +31,12 @@ from distca_hf.runtime.pending_traces import (
     memory_of,
     tasks_of,
 )
+from distca_hf.telemetry import OF_THIS_RANK, get_logger
 from distca_hf.trace_file import TraceFile
 from distca_hf.traces import RankTrace
+
+
+log = get_logger(__name__)
 
 
 class OrderedPass(NotedPass):
@@ -85,25 +90,27 @@ class ServedTraces:
     Args:
         server: its number.
         device: that it attends on.
+        root: folder that traces may be written below: the setting `report_folder`, or the working directory.
     """
 
     server: int
     device: torch.device
+    root: Path
 
     def __post_init__(self) -> None:
         self._pending = PendingTraces()
-        self._file, self._folder = TraceFile(""), ""
+        self._file, self._folder, self._refused = TraceFile(""), "", ""
 
     def begin(self, plan: LivePlan, text: str) -> None:
-        """Traces the pass that begins; or, without a text, traces this plan no more.
+        """Traces the pass that begins.
 
         Args:
             text: of a `ReportedPass`.
         """
-        if not text:
-            plan.forward_pass = ForwardPass(plan.transport, plan.micro_batch)
+        reported = ReportedPass.of(text)
+        if not self._may_write(reported.folder):
             return
-        reported, noted = ReportedPass.of(text), NotedPass(self.device)
+        noted = NotedPass(self.device)
         plan.forward_pass = ForwardPass(plan.transport, plan.micro_batch, trace=noted)
         if reported.folder != self._folder:
             self._file, self._folder = TraceFile(reported.folder), reported.folder
@@ -118,6 +125,22 @@ class ServedTraces:
         """Writes the last traces; a pass that has not made all its calls is left out: its step did not count."""
         self._pending.drop_incomplete()
         self._pending.flush()
+
+    def _may_write(self, folder: str) -> bool:
+        """Returns whether a folder lies below the root; warns if not."""
+        root = self.root.resolve()
+        if Path(folder).resolve().is_relative_to(root):
+            return True
+        if folder == self._refused:
+            return False
+        self._refused = folder
+        log.warning(
+            "attention server %d writes no traces to %s, which is not below %s: set report_folder in the recipe, or "
+            "DISTCA_REPORT_FOLDER",
+            *(self.server, folder, root),
+            extra=OF_THIS_RANK,
+        )
+        return False
 
     def _own(self, reported: ReportedPass, plan: LivePlan) -> RankTrace:
         """Returns the trainer's trace with what is different on this server. Layers with a window leave it alone."""

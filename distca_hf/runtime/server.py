@@ -19,11 +19,13 @@ import sys
 import time
 from collections.abc import Sequence
 from functools import partial
+from pathlib import Path
 
 import torch
 
 from distca_hf.comm.heartbeats import Heartbeat
-from distca_hf.comm.orders import CallOrder, Inbox, Kind, Order, PassOrder, PlanOrder, has_ended, open_store
+from distca_hf.comm.job_store import has_ended, open_store
+from distca_hf.comm.orders import CallOrder, Inbox, Kind, Order, PassOrder, PlanOrder
 from distca_hf.comm.rollcall import show_errors_once
 from distca_hf.comm.rosters import Invitation, Member, RosterTransport
 from distca_hf.comm.speeds import Reading, Stopwatch, report
@@ -261,7 +263,7 @@ class Server:
         )
         # Containers may share the name of a host and not its processes.
         self._trainers_here = [one for one in invitation.trainers_here(self._num_trainers) if is_running(one)]
-        traces = ServedTraces(self._member.server, device)
+        traces = ServedTraces(self._member.server, device, Path(config.report_folder))
         return Service(transport, config, device, show, Stopwatch(device), traces)
 
     def _lost(self, roster: int) -> str | None:

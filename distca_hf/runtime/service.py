@@ -100,7 +100,7 @@ class Service:
         self.plans[order.plan] = live, {}
 
     def begin_pass(self, order: PassOrder) -> None:
-        """Begins a pass that is traced, or one that is not behind one that was.
+        """Begins a pass that is traced.
 
         Raises:
             PlanError: there is no such plan.

@@ -96,7 +96,7 @@ def stage_lines(
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     stages.step(step)
-    model = SimulatedModel.of(read_model(options.folder / "config.json"))
+    model = SimulatedModel.of(read_model(options.folder / "config.json", tries=False))
     rows = max(max(batch["distca_plan"].facts.key_rows_received) for batch in batches)
     received_bytes = rows * model.heads.token_bytes(2).key_value
     setup = TrainingSetup(stages.data_ranks, optimizer_bytes=0)

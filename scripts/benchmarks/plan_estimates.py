@@ -1,4 +1,5 @@
-"""Compares the estimates of `distca plan` with measured figures; prints tables for docs/benchmarks.
+"""Compares with measured figures the memory that `distca plan` estimates, and speed at fixed rates of operations, as a
+training logs it; prints tables for docs/benchmarks.
 
     python scripts/benchmarks/plan_estimates.py
 

@@ -4,8 +4,9 @@
 
 Of every class that AutoModelForCausalLM or AutoModelForImageTextToText knows a tiny model is built
 (`distca_hf/analysis/check/trial.py`) and checked. An accepted one trains one step on documents of text that are placed
-on 1, 2 and 3 ranks, and on the same documents each alone with sdpa: loss and gradients must agree. A class that is
-accepted but differs, or fails in another way than by a refusal, makes the script exit with 1.
+on 1, 2 and 3 ranks, and on the same documents each alone with sdpa: loss and gradients must agree. Every layer must
+attend with the window that placement counts for it. A class that is accepted but differs, or fails in another way than
+by a refusal, makes the script exit with 1.
 """
 
 import argparse
@@ -34,8 +35,13 @@ import distca_hf
 from distca_hf.analysis.check import trial
 from distca_hf.analysis.check.tiny_config import LONGEST_TOKENS, WINDOW_TOKENS, tiny_config
 from distca_hf.analysis.check.trial import Step, TinyModel, largest, step_alone
+from distca_hf.comm.transport import LocalTransport
 from distca_hf.errors import ConfigError, UnsupportedAttentionError
 from distca_hf.integrations.models.check import IMPLEMENTATION, REMEDY, check_model
+from distca_hf.integrations.models.forward_watch import enable
+from distca_hf.integrations.models.layer_masks import layer_windows
+from distca_hf.integrations.models.mixers import needs_whole_documents
+from distca_hf.parallel_context import ParallelContext
 from shared.page_sections import file_to_write, write_section
 
 
@@ -147,6 +153,9 @@ def _verdict_of_steps(config_class: type[PreTrainedConfig], kind: Kind) -> tuple
     except Exception as error:
         return NOT_BUILT, f"fails without distca, too: {_named(error)}"
     difference = largest([step_placed(config_class, num_ranks, kind).difference(expected) for num_ranks in RANKS])
+    for name, (planned, passed) in windows(build(config_class, IMPLEMENTATION, kind)).items():
+        if planned != passed:
+            return WRONG, f"{name} attends with a window of {passed} tokens and is planned with {planned}"
     allowed = ROUGH_DIFFERENCE if config_class.model_type in ROUGH else LARGEST_DIFFERENCE
     return WORKS if difference <= allowed else WRONG, f"{difference:.1e}"
 
@@ -179,6 +188,17 @@ def build_plain(config_class: type[PreTrainedConfig], kind: Kind = TEXT) -> PreT
 def step_placed(config_class: type[PreTrainedConfig], num_ranks: int, kind: Kind = TEXT) -> Step:
     """Runs the step on documents that are placed on ranks."""
     return trial.step_placed(tiny_model(config_class, kind), num_ranks)
+
+
+def windows(model: PreTrainedModel) -> dict[str, tuple[int | None, int | None]]:
+    """Returns the windows of all attention layers by name, as they are planned and as the first pass has them."""
+    enable(model, ParallelContext(trial.config_for(1)), LONGEST_TOKENS)
+    planned = dict(layer_windows(model))
+    (batch,) = trial.loader_of(LocalTransport(), needs_whole_documents(model))
+    model(**batch)
+    made, names = batch["distca_plan"].forward_pass, list(planned)
+    passed = {names[int(layer)]: tokens or None for layer, tokens in zip(made.layers, made.made.windows, strict=True)}
+    return {name: (planned[name], tokens) for name, tokens in passed.items()}
 
 
 def section(outcomes: list[Outcome], kind: Kind) -> str:

@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import distca_hf
+from distca_hf.comm.averaging import check_averaging
 from distca_hf.errors import ConfigError
 from support.data import random_dataset, random_documents
 from support.layouts import random_layout
@@ -145,7 +146,7 @@ def _refused_in_training(plugin: distca_hf.DistCAPlugin) -> dict[str, str]:
     wrapped = nn.parallel.DistributedDataParallel(model)
     words = {"DDP": _words(lambda: wrapped(**next(batches)))}
     sharded = fully_shard(tiny_model(num_hidden_layers=1), mesh=init_device_mesh("cpu", (4,)))
-    words["FSDP2"] = _words(lambda: plugin.check_gradients(sharded))
+    words["FSDP2"] = _words(lambda: check_averaging(sharded, plugin.members))
     PartialState(cpu=True)
     other = distca_hf.DistCAPlugin(group=plugin.group)
     words["Accelerate"] = _words(lambda: other.transport(CPU))
@@ -163,7 +164,9 @@ def test_every_group_shares_rows_and_trains_by_itself(kind: str, tmp_path: Path)
         assert seen.gradients <= 1e-6
         assert seen.packs <= 1e-6
         assert seen.packs_exchanged
-        over_four = "over ranks 0, 1, 2, 3 of the job, and the group of the plugin is ranks"
+        over_four = "over ranks 0, 1, 2, 3 of the job, and ranks {}, {} of the job share documents".format(
+            *next(pair for pair in PAIRS[kind] if rank in pair)
+        )
         assert f"DistributedDataParallel averages gradients {over_four}" in seen.refused["DDP"]
         assert f"averages gradients {over_four}" in seen.refused["FSDP2"]
         assert "Accelerate averages gradients over 4" in seen.refused["Accelerate"]

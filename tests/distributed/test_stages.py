@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from distca_hf import Pipeline
 from distca_hf.analysis.simulate.stages import rooms_for_hops
+from distca_hf.comm.rollcall import cause_of
 from distca_hf.errors import ConfigError, PackingError, PlanMismatchError
 from distca_hf.integrations.stages import DividedModel, StepInputs, StepLoss, save_parts
 from support.data import random_dataset
@@ -46,6 +47,8 @@ WAYS = {
     "interleaved, checkpointing, FSDP2": Way("Interleaved1F1B", chunks=2, recompute=True, wrapper="fsdp2"),
     "zero bubble, no wrapper": Way("ZBVZeroBubble", chunks=2, wrapper=""),
 }
+# Checkpoints that were written over one with as many parts, whose names were the usual ones.
+WRITTEN_OVER_EQUAL_NAMES = {"1F1B, checkpointing", "interleaved, checkpointing", "zero bubble, no wrapper"}
 RESUMED = ["1F1B, checkpointing", "interleaved, checkpointing, FSDP2"]
 if Version(torch.__version__).release < (2, 13):  # connects parts by sending to its own rank, which gloo cannot
     del WAYS["zero bubble, no wrapper"]
@@ -110,6 +113,26 @@ def _refused(training: StagedTraining) -> dict[str, str]:
         StepLoss(part).begin(StepInputs.of(batches))
     words["another dtype"] = str(caught.value)
     training.optimizer.zero_grad()
+    return words | _refused_schedules(training, batches)
+
+
+def _refused_schedules(training: StagedTraining, batches: list[dict[str, Any]]) -> dict[str, str]:
+    """Words of the errors that the first stage gets before it has sent anything."""
+    words, schedule = {}, training.schedule
+    step = StepInputs.of(batches)
+    for name, attribute, wrong in (
+        ("scaled gradients", "scale_grads", True),
+        ("no loss", "_loss_fn", None),
+        ("more micro-batches", "_n_microbatches", MICRO_BATCHES // 2),
+    ):
+        right = getattr(schedule, attribute)
+        training.loss.begin(step)  # of all stages
+        setattr(schedule, attribute, wrong)
+        if training.plugin.members.grid.stage == 0:
+            with pytest.raises(RuntimeError) as caught:
+                schedule.step(*step.arguments(training.parts), **step.keywords)
+            words[name] = str(cause_of(caught.value))
+        setattr(schedule, attribute, right)
     return words
 
 
@@ -170,7 +193,8 @@ def test_ranks_exchange_twice_for_each_layer_and_micro_batch(way: str, runs: Run
 def test_checkpoint_is_an_ordinary_one(way: str, runs: Runs) -> None:
     folder = runs.folder / way
     parts = STAGES * WAYS[way].chunks
-    files = [f"model-{number:05}-of-{parts:05}.safetensors" for number in range(1, parts + 1)]
+    again = "-b" if way in WRITTEN_OVER_EQUAL_NAMES else ""
+    files = [f"model-{number:05}-of-{parts:05}{again}.safetensors" for number in range(1, parts + 1)]
     model, info = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="sdpa", output_loading_info=True)
     index = json.loads((folder / "model.safetensors.index.json").read_text())
     expected = dict(runs.expected_model.named_parameters())
@@ -216,7 +240,7 @@ def test_training_is_read_into_other_stages_and_data_ranks(runs: Runs) -> None:
         assert all(torch.equal(weight, expected[name]) for name, weight in weights.items())
         assert all(torch.equal(moment, moments[name]) for name, moment in of_optimizer.items())
         seen += weights
-        assert "was saved in the midst of an epoch of a pipeline, with {" in refused
+        assert "was saved in the midst of an epoch of a pipeline (micro_batch=" in refused
         assert "'num_ranks': 2, 'micro_steps': 4, 'pipeline': (2, 2)}; this loader has {" in refused
         assert "'num_ranks': 1, 'micro_steps': 4, 'pipeline': (4, 1)}" in refused
 
@@ -258,3 +282,6 @@ def test_stages_with_other_data_take_no_batch(runs: Runs) -> None:
     assert (
         f"has {CAPACITY_TOKENS + 1} tokens, all data ranks together hold {CAPACITY_TOKENS}" in last["a long document"]
     )
+    assert "part 0: Schedule1F1B was made with scale_grads=True" in first["scaled gradients"]
+    assert "part 0: Schedule1F1B was made without loss_fn" in first["no loss"]
+    assert "part 0: torch gave 2 micro-batches at once" in first["more micro-batches"]

@@ -90,8 +90,20 @@ def test_truncated_state_is_refused(tmp_path: Path) -> None:
     trainer = _trainer(tmp_path)
     trainer.train()
     path = tmp_path / "checkpoint-2" / "trainer_state.json"
-    path.write_text(path.read_text()[:-40])
+    cut_off = path.read_text()[:-40]
     trainer.add_callback(Never())
-
-    with pytest.raises(ConfigError, match=r"checkpoint-2 was not written to its end: .* ends early"):
-        trainer.train(resume_from_checkpoint=str(path.parent))
+    strange = tmp_path / "checkpoint-²"
+    strange.mkdir()
+    (strange / "trainer_state.json").write_text(path.read_text())
+    for content, words in (
+        (cut_off, "ends early, or is no JSON"),
+        ("[" * 100_000, "ends early, or is no JSON"),
+        ("[]", "has the global_step None"),
+        ('{"global_step": NaN}', "has the global_step nan"),
+        ('{"global_step": -1}', "has the global_step -1"),
+    ):
+        path.write_text(content)
+        with pytest.raises(
+            ConfigError, match=f"checkpoint-2 was not written to its end: .* {words}.* goes on from there"
+        ):
+            trainer.train(resume_from_checkpoint=str(path.parent))

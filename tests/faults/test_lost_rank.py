@@ -1,7 +1,10 @@
-"""A rank raises, is killed or stops in the middle of a step: the others name it and the place, and leave at once."""
+"""A rank raises, is killed or stops in the middle of a step, skips a batch or has one more: the others name it and the
+place, and leave at once."""
 
 import os
+import re
 import signal
+import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import product
@@ -9,15 +12,17 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 
 import distca_hf
+from support.apart import WHERE, Apart, hurry, train
 from support.harm import Harm, finished_steps, train_until_harm
 from support.ranks import Outcome, start_ranks
 
 
 WORLD = 3
 HARMED = 1
-ATTEMPTS = 3
+ATTEMPTS = 2
 # Runs of three processes that share the machine: most of their time is waiting.
 AT_ONCE = 10
 KINDS = ("stop", "kill", "raise")
@@ -76,6 +81,66 @@ def test_survivors_name_the_rank_and_the_place_and_leave_without_another_step(
             assert any(error in outcome.output for error in ERRORS[kind])
             assert _place(harm) in outcome.output
             assert f"rank {HARMED} {WORDS[kind]}" in outcome.output
+
+
+@pytest.fixture(scope="module")
+def apart(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[Apart, Future]]:
+    """Runs in which a rank does something else than the others, some of them at once. Deadlines are the default ones;
+    `scripts/faults/ranks_apart.py` has the other kinds and numbers of ranks, at the usual pace."""
+    folder = tmp_path_factory.mktemp("apart")
+    cases = [Apart(*case, HARMED) for case in product(("skips", "has one more", "exits"), WHERE, BATCHES)]
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        yield {
+            one: pool.submit(start_ranks, WORLD, train, folder / str(at), one, folder / str(at), True, {})
+            for at, one in enumerate(cases)
+        }
+        pool.shutdown(cancel_futures=True)
+
+
+@pytest.mark.parametrize("batches", BATCHES)
+@pytest.mark.parametrize("where", WHERE)
+@pytest.mark.parametrize("kind", ["skips", "has one more", "exits"])
+def test_ranks_that_wait_for_one_that_went_elsewhere_name_it_long_before_a_deadline(
+    kind: str, where: str, batches: str, apart: dict[Apart, Future]
+) -> None:
+    case = Apart(kind, where, batches, HARMED)
+    for outcome in apart[case].result():
+        if outcome.rank != HARMED:
+            assert outcome.exit_code == 1, outcome.output
+            assert any(words in outcome.output for words in case.words()), outcome.output
+
+
+def _wait_in_other_code(other_waits: bool) -> str:
+    """One rank comes late, or waits for a broadcast; the others wait in DDP's backward pass for its gradients."""
+    hurry()
+    transport = distca_hf.DistCAPlugin().transport(torch.device("cpu"))
+    wrapped = nn.parallel.DistributedDataParallel(nn.Linear(2, 2))
+    loss = wrapped(torch.ones(1, 2)).sum()
+    if torch.distributed.get_rank() == HARMED:
+        if other_waits:
+            torch.distributed.broadcast(torch.ones(1), src=0)
+        while len(transport._whereabouts.shown()) < WORLD:  # all have come no further for a while
+            time.sleep(0.05)
+        for _ in range(20):
+            transport._whereabouts.look()  # as if much more time had passed
+            transport._whereabouts._stalled_seconds += 1
+    loss.backward()
+    return str(transport._whereabouts.in_vain)
+
+
+@pytest.mark.parametrize("other_waits", [False, True], ids=["slow", "waits"])
+def test_ranks_that_wait_in_other_code_alone_end_unless_one_is_only_slow(other_waits: bool, tmp_path: Path) -> None:
+    outcomes = start_ranks(WORLD, _wait_in_other_code, tmp_path, other_waits)
+
+    for outcome in outcomes:
+        if not other_waits:
+            assert (outcome.exit_code, outcome.result) == (0, "None"), outcome.output
+            continue
+        assert outcome.exit_code == 1, outcome.output
+        places = (
+            r"different places: .*test_lost_rank.py:\d+ .* on ranks 0 and 2, .*test_lost_rank.py:\d+ .* on rank 1\."
+        )
+        assert re.search(places, outcome.output), outcome.output
 
 
 def _reduce_until_a_rank_is_gone(folder: Path) -> None:

@@ -10,7 +10,7 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedType
 
 import distca_hf
-from distca_hf.errors import ConfigError
+from distca_hf.errors import ConfigError, PackingError
 from support.data import random_dataset
 from support.models import tiny_model
 from support.ranks import run_ranks, start_ranks
@@ -19,29 +19,31 @@ from support.ranks import run_ranks, start_ranks
 CPU = torch.device("cpu")
 
 
-def _train_without_the_plan(folder: Path) -> None:
-    """A collator or wrapper that knows only tensors has dropped the plan of a document that is on both ranks."""
+def _train_without_the_plan() -> tuple[int, float]:
+    """A collator or wrapper that knows only tensors has dropped the plan of a document that is on both ranks: it is
+    found again, but not where the tensors were copied, too."""
     plugin = distca_hf.DistCAPlugin(tokens_per_rank=96)
     model = distca_hf.enable(tiny_model(num_hidden_layers=1), plugin).train()
     batch = next(iter(plugin.dataloader(random_dataset(1, lengths=(150,)))))
+    losses = [model(**batch).loss.item()]
     del batch["distca_plan"]
+    losses.append(model(**batch).loss.item())
     positions = batch["position_ids"][0].tolist()
     begins = [right for left, right in pairwise([-2, *positions]) if right != left + 1]
-    (folder / f"begins-{torch.distributed.get_rank()}").write_text(str(max(begins)))
-    model(**batch).loss.backward()
-    (folder / "trained").touch()
+    words = f"begin a document at position {max(begins)} instead of 0.* must be passed on with its distca_plan"
+    copies = {name: value.clone() for name, value in batch.items()} | {"input_ids": batch["input_ids"] + 1}
+    with pytest.raises(PackingError, match=words):
+        model(**copies)
+    plain, names = tiny_model(implementation="sdpa", num_hidden_layers=1).eval(), ("input_ids", "position_ids")
+    with pytest.raises(PackingError, match=words):
+        plain(**{name: batch[name].clone() for name in names}, use_cache=False)
+    return max(begins), losses[1] - losses[0]
 
 
 def test_placed_batch_that_lost_its_plan_is_refused_where_a_document_is_cut(tmp_path: Path) -> None:
-    outcomes = start_ranks(2, _train_without_the_plan, tmp_path, tmp_path)
-
-    assert [outcome.exit_code for outcome in outcomes] == [1, 1]
-    for outcome in outcomes:
-        begins = int((tmp_path / f"begins-{outcome.rank}").read_text())
+    for begins, difference in run_ranks(2, _train_without_the_plan, tmp_path):
         assert begins > 0, "the document must be cut"
-        assert f"PackingError: position_ids begin a document at position {begins} instead of 0" in outcome.output
-        assert "must be passed on with its distca_plan" in outcome.output
-    assert not (tmp_path / "trained").exists()
+        assert difference == 0
 
 
 def _open_transport_beside_accelerate() -> int:
@@ -81,7 +83,7 @@ def _evaluate_without_the_plan(folder: Path) -> None:
 def test_cut_document_without_its_plan_is_refused_in_evaluation_too(tmp_path: Path) -> None:
     outcomes = start_ranks(2, _evaluate_without_the_plan, tmp_path, tmp_path)
 
-    assert all("PackingError: position_ids begin a document at position" in outcome.output for outcome in outcomes)
+    assert all("a placed batch arrived in a model that was not enabled" in outcome.output for outcome in outcomes)
     assert not (tmp_path / "evaluated").exists()
 
 

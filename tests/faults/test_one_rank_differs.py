@@ -133,6 +133,14 @@ def _change_scale(training: Training) -> None:
     training.model.model.layers[1].self_attn.scaling *= 2
 
 
+def _scale_frequencies(training: Training) -> None:
+    training.model.model.rotary_emb.inv_freq *= 1 + 1e-6
+
+
+def _change_a_weight(training: Training) -> None:
+    training.model.lm_head.weight.data[0, 0] += 1e-6
+
+
 def _replace_plugin(training: Training) -> None:
     training.plugin = distca_hf.DistCAPlugin(tokens_per_rank=_tokens_per_rank(), kv_residency="refetch")
     distca_hf.enable(training.model, training.plugin)
@@ -221,6 +229,9 @@ FROM_THE_BEGINNING: dict[str, tuple[Change, str | None]] = {
         "attention layers is 3 on {others}, 2 on rank 1",
     ),
     "layer order": (_swap_layers, "names and numbers of attention layers is"),
+    "mode of a layer": (lambda t: t.model.model.layers[1].eval(), "modules and their settings is"),
+    "rotary frequencies": (_scale_frequencies, "buffer model.rotary_emb.inv_freq is"),
+    "weights": (_change_a_weight, "weight lm_head.weight is"),
     "dtype": (lambda t: t.model.to(torch.bfloat16), "dtypes of parameters is"),
     "autocast": (_set(autocast=torch.bfloat16), "dtypes that attention computes in is"),
     "dtype of a layer": (
@@ -256,6 +267,7 @@ AFTER_THE_FIRST_STEP: dict[str, tuple[Change, str | None]] = {
     "scale": (_change_scale, "scales, softcaps and sinks of the layers that attend is"),
     "training mode": (lambda t: t.model.eval(), "training is True on {others}, False on rank 1"),
     "layer order": (_swap_layers, "order of the layers that attend is"),
+    "weights of its own step": (_change_a_weight, "weight lm_head.weight is"),
     "layer count": (_leave_out_a_layer, "2 attention calls of LlamaForCausalLM came through distca, and 3 did"),
     "dtype": (lambda t: t.model.to(torch.bfloat16), "dtypes that attention computes in is"),
     "autocast": (_set(autocast=torch.float16), "dtypes that attention computes in is"),
@@ -272,6 +284,8 @@ AFTER_THE_FIRST_STEP: dict[str, tuple[Change, str | None]] = {
     "checkpointing that saves attention": (_checkpoint, None),
 }
 LATER = ("later", "compiled")
+# Changes after the second step: after the first one ranks compare weights by their names.
+AFTER_THE_SECOND_STEP = ("layer order",)
 # Rows of one rank have other sizes than the others expect: every rank says so, and none ends in an abort of gloo.
 SHOWN_BY_ALL = "dtype of a layer, of more bytes"
 # Found out by the layers' own calls.
@@ -291,6 +305,11 @@ CHANGES = {
     "compiled": AFTER_THE_FIRST_STEP,
     "recomputed": WITH_RECOMPUTATION,
 }
+
+
+def _steps_before(group: str, name: str) -> int:
+    """Steps that all ranks take alike."""
+    return (2 if name in AFTER_THE_SECOND_STEP else 1) if group in LATER else 0
 
 
 def _training(settings: dict[str, Any]) -> Training:
@@ -329,7 +348,7 @@ def _run(folder: Path, group: str, name: str, batches: str) -> list[float]:
     optimizer = torch.optim.SGD(training.model.parameters(), lr=0.1)
     losses = []
     for step, batch in zip(range(STEPS), placed if placed is not None else _packs(dataset, rank), strict=False):
-        if step == 1 and group in LATER and rank == DIFFERENT:
+        if step == _steps_before(group, name) and group in LATER and rank == DIFFERENT:
             change(training)
         with _autocast(training.autocast):
             loss = training.model(**_embedded(training, batch)).loss
@@ -383,7 +402,7 @@ CASES = [
 
 @pytest.mark.parametrize(("group", "name", "batches"), CASES)
 def test_no_rank_takes_a_step_with_one_that_differs(group: str, name: str, batches: str, tmp_path: Path) -> None:
-    done = 1 if group in LATER else 0
+    done = _steps_before(group, name)
     words = CHANGES[group][name][1]
     # Any of them, the same in every run; compilation takes seconds of each rank.
     world_size = WORLDS[0] if group == "compiled" else WORLDS[len(name) % len(WORLDS)]

@@ -3,7 +3,7 @@
 Also a script of its own: `torchrun ... test_preemption.py FOLDER` trains as the ranks of these tests do.
 """
 
-import json
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -15,14 +15,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch.utils.data import DataLoader, dataloader
+from torch.utils.data._utils import signal_handling
 from transformers import DataCollatorWithFlattening, Trainer, TrainerCallback, TrainingArguments
 
 import distca_hf
+from distca_hf.patches.data_workers import _end_workers, data_workers
 from support.commands import HANG_SECONDS, REPOSITORY
 from support.data import random_dataset
 from support.models import tiny_model
-from support.ranks import Outcome, run_ranks, start_ranks
+from support.ranks import run_ranks, start_ranks
 from support.resuming import resumes_on_cpu_ranks
+from support.signalled import PLACES, checkpoints, losses, send_from_outside, train_into_signal
 from support.training import quiet_arguments
 
 
@@ -34,9 +38,6 @@ BEGIN_STEPS = 3
 WAIT_STEPS = 12
 # Slow enough for a signal to come before.
 STEP_SECONDS = 0.03
-# Steps that ranks may take until all of them know.
-LEAVE_STEPS = 4
-MORE_STEPS = 4
 LEFT = 143
 
 
@@ -95,27 +96,24 @@ def make_trainer(batches: str, folder: Path, steps: int) -> Trainer:
     )
 
 
-def losses_of(trainer: Trainer) -> dict[int, float]:
-    """Loss of every step of this run."""
-    return {log["step"]: log["loss"] for log in trainer.state.log_history if "loss" in log}
-
-
-def train(batches: str, folder: Path, steps: int, resume: bool = False, sent: Path | None = None) -> dict[int, float]:
-    """Trains with a diary; at a pace at which signals come, if the file is named that tells that they were sent."""
+def paced_trainer(batches: str, folder: Path, steps: int, sent: Path) -> Trainer:
+    """A Trainer with a diary, at a pace at which signals come; the file is named that tells that they were sent."""
     trainer = make_trainer(batches, folder, steps)
-    watching = [Diary(folder / f"steps-{os.environ['RANK']}"), *([] if sent is None else [Pace(sent)])]
-    trainer.callback_handler.callbacks[:0] = watching
-    trainer.train(resume_from_checkpoint=resume)
-    return losses_of(trainer)
+    trainer.callback_handler.callbacks[:0] = [Diary(folder / f"steps-{os.environ['RANK']}"), Pace(sent)]
+    return trainer
 
 
-def train_as_a_script(batches: str, folder: Path, steps: int) -> None:
+def train_as_a_script(trainer: Trainer) -> None:
     """Trains; the exit status is that of a script which ends in SystemExit."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
-        train(batches, folder, steps, sent=folder / "sent")
+        trainer.train()
     except SystemExit as leaving:
         os._exit(int(str(leaving.code)))
+
+
+def train_at_a_pace(batches: str, folder: Path, steps: int) -> None:
+    train_as_a_script(paced_trainer(batches, folder, steps, folder / "sent"))
 
 
 def send(number: int, ranks: tuple[int, ...], folder: Path, processes: list[Any]) -> None:
@@ -130,13 +128,6 @@ def send(number: int, ranks: tuple[int, ...], folder: Path, processes: list[Any]
     (folder / "sent").touch()
 
 
-def interrupted(number: int, ranks: tuple[int, ...], batches: str, folder: Path) -> list[Outcome]:
-    """How the ranks of a training end that gets a signal."""
-    folder.mkdir()
-    meanwhile: Callable[[list[Any]], None] = partial(send, number, ranks, folder)
-    return start_ranks(WORLD, train_as_a_script, folder / "ranks", batches, folder, STEPS, meanwhile=meanwhile)
-
-
 @pytest.fixture(autouse=True)
 def _usual_handler() -> Iterator[None]:
     """A shell's background jobs ignore Ctrl-C, and so would the tests that one runs."""
@@ -146,51 +137,43 @@ def _usual_handler() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], dict[int, float]]:
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], dict[int, float]]:
     """Losses of a training that gets no signal, by kind of batches."""
     known: dict[str, dict[int, float]] = {}
 
-    def losses(batches: str) -> dict[int, float]:
+    def of(batches: str) -> dict[int, float]:
         if batches not in known:
             folder = tmp_path_factory.mktemp(batches)
-            known[batches] = run_ranks(WORLD, train, folder / "ranks", batches, folder, STEPS)[0]
+            known[batches] = run_ranks(WORLD, losses, folder / "ranks", "forward", batches, 0, folder, False)[0]
         return known[batches]
 
-    return losses
+    return of
+
+
+# Both signals, both kinds of batches, and loaders with workers and without; at each place all of these are in
+# `scripts/faults/signal_places.py`.
+SAMPLE = [
+    (place, "packs" if number % 2 and place != "placed evaluation" else "placed", 2 * (number % 4 > 1))
+    for number, place in enumerate(PLACES)
+]
 
 
 @resumes_on_cpu_ranks
-@pytest.mark.parametrize(
-    ("batches", "ranks", "number"),
-    [
-        ("placed", (1,), signal.SIGTERM),
-        ("placed", (0, 1), signal.SIGTERM),
-        ("packs", (0,), signal.SIGTERM),
-        ("placed", (1,), signal.SIGINT),
-    ],
-    ids=["placed, one rank", "placed, both", "packs, one rank", "placed, Ctrl-C on one rank"],
-)
-def test_all_ranks_save_the_same_step_and_resume_bit_equal(
-    batches: str,
-    ranks: tuple[int, ...],
-    number: signal.Signals,
-    uninterrupted: Callable[[str], dict[int, float]],
-    tmp_path: Path,
+@pytest.mark.parametrize(("place", "batches", "workers"), SAMPLE, ids=PLACES)
+def test_a_signal_at_every_place_leaves_a_checkpoint_that_resumes_bit_equal(
+    place: str, batches: str, workers: int, undisturbed: Callable[[str], dict[int, float]], tmp_path: Path
 ) -> None:
-    folder = tmp_path / "run"
-    outcomes = interrupted(number, ranks, batches, folder)
+    number = (signal.SIGTERM, signal.SIGINT)[len(place) % 2]
+    folder, ranks = tmp_path / "run", (1,) if place in ("forward", "evaluation") else (0, 1)
+    arguments = (place, batches, workers, folder, number, ranks)
+    outcomes = start_ranks(WORLD, train_into_signal, folder / "ranks", *arguments)
 
     assert [outcome.exit_code for outcome in outcomes] == [128 + number] * WORLD, outcomes
-    (checkpoint,) = folder.glob("checkpoint-*")
-    step = int(checkpoint.name.removeprefix("checkpoint-"))
-    assert BEGIN_STEPS <= step <= WAIT_STEPS + LEAVE_STEPS
-    assert [(folder / f"steps-{rank}").read_text() for rank in range(WORLD)] == [str(step)] * WORLD
-    assert json.loads((checkpoint / "trainer_state.json").read_text())["global_step"] == step
-    assert {f"rng_state_{rank}.pth" for rank in range(WORLD)} <= {path.name for path in checkpoint.iterdir()}
-
-    resumed = run_ranks(WORLD, train, tmp_path / "resumed", batches, folder, step + MORE_STEPS, True)[0]
-    expected = uninterrupted(batches)
-    assert resumed == {at: expected[at] for at in range(1, step + MORE_STEPS + 1)}
+    if workers and batches == "packs":
+        assert int((folder / "sent-1").read_text()) >= workers, "they get the signal, too"
+    assert checkpoints(folder)
+    resumed = run_ranks(WORLD, losses, tmp_path / "resumed", place, batches, workers, folder, True)[0]
+    assert resumed == undisturbed(batches)
 
 
 def test_launcher_that_is_terminated_lets_its_ranks_save(tmp_path: Path) -> None:
@@ -222,7 +205,7 @@ def test_attention_servers_serve_until_the_checkpoint_is_saved(tmp_path: Path) -
     ranks = (WORLD, *range(WORLD))  # the server first
     meanwhile: Callable[[list[Any]], None] = partial(send, signal.SIGTERM, ranks, tmp_path)
     outcomes = start_ranks(
-        WORLD, train_as_a_script, tmp_path / "ranks", "placed", tmp_path, STEPS, meanwhile=meanwhile, servers=1
+        WORLD, train_at_a_pace, tmp_path / "ranks", "placed", tmp_path, STEPS, meanwhile=meanwhile, servers=1
     )
 
     assert [outcome.exit_code for outcome in outcomes] == [LEFT] * len(ranks), outcomes
@@ -320,24 +303,76 @@ def _raise() -> None:
 
 
 def _terminate_after(what: str, folder: Path) -> None:
-    """SIGTERM when nobody is left to save: training has failed, or its last step is over."""
+    """SIGTERM when nobody is left to save: training has failed, or has ended."""
     trainer = make_trainer("placed", folder, 2)
     if what == "a failure":
         trainer.add_callback(AtStep(1, _raise))
         with pytest.raises(ArithmeticError):
             trainer.train()
-        terminate()
     else:
-        trainer.add_callback(AtStep(2, terminate))
         trainer.train()
+    terminate()
     signal.pause()
 
 
-@pytest.mark.parametrize("what", ["a failure", "the last step"])
+@pytest.mark.parametrize("what", ["a failure", "the end"])
 def test_signal_that_comes_too_late_ends_the_process_as_ever(what: str, tmp_path: Path) -> None:
     (outcome,) = start_ranks(1, _terminate_after, tmp_path, what, tmp_path / "run")
 
     assert outcome.exit_code == -signal.SIGTERM  # it would wait for ever otherwise
+
+
+def _train_beside_older_workers(folder: Path, number: signal.Signals) -> None:
+    """A worker that started before the plugin was attached gets a signal, and its rank gets none."""
+    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
+    data_workers.revert()
+    signal_handling._SIGCHLD_handler_set = False  # the fork server has put its handler back, unknown to torch
+    older = DataLoader(range(4), num_workers=1, persistent_workers=True, multiprocessing_context="fork")
+    assert next(iter(older)) == 0
+    (worker,) = multiprocessing.active_children()
+    trainer = make_trainer("placed", folder, 6)
+
+    def end_worker() -> None:
+        send_from_outside(number, worker.pid)
+        os.waitid(os.P_PID, worker.pid, os.WEXITED | os.WNOWAIT)
+
+    trainer.callback_handler.callbacks.insert(0, AtStep(2, end_worker))
+    train_as_a_script(trainer)
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, LEFT), (signal.SIGKILL, 1)])
+def test_worker_that_outlives_no_signal_ends_training_with_a_checkpoint_unless_it_was_killed(
+    number: signal.Signals, status: int, tmp_path: Path
+) -> None:
+    (outcome,) = start_ranks(1, _train_beside_older_workers, tmp_path, tmp_path / "run", number)
+
+    assert outcome.exit_code == status, outcome.output
+    assert checkpoints(tmp_path / "run") == [2] * (number == signal.SIGTERM)
+    assert f"is killed by signal: {signal.strsignal(number)}" in outcome.output
+
+
+def _hang(worker: int) -> None:
+    signal.pause()
+
+
+def _leave_workers_that_hang() -> list[int]:
+    """Children while there are iterators, when one of these is gone, and at exit."""
+    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
+    dataloader._utils.MP_STATUS_CHECK_INTERVAL = 0.1
+    data_workers.apply()
+    settings: dict[str, Any] = {"num_workers": 1, "worker_init_fn": _hang, "multiprocessing_context": "fork"}
+    iterators = [iter(DataLoader(range(4), **settings)) for _ in range(2)]
+    seen = [len(multiprocessing.active_children())]
+    iterators.pop()
+    seen.append(len(multiprocessing.active_children()))
+    _end_workers()
+    while multiprocessing.active_children():
+        time.sleep(0.01)
+    return seen
+
+
+def test_workers_that_hang_end_with_their_iterator_or_at_exit(tmp_path: Path) -> None:
+    assert run_ranks(1, _leave_workers_that_hang, tmp_path) == [[2, 1]]
 
 
 def test_setting_leaves_the_signal_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -352,7 +387,7 @@ def test_setting_leaves_the_signal_alone(tmp_path: Path, monkeypatch: pytest.Mon
 
 if __name__ == "__main__":
     try:
-        train("placed", Path(sys.argv[1]), STEPS, sent=Path(sys.argv[1], "sent"))
+        paced_trainer("placed", Path(sys.argv[1]), STEPS, sent=Path(sys.argv[1], "sent")).train()
     except SystemExit as leaving:
         Path(sys.argv[1], f"left-{os.environ['RANK']}").write_text(str(leaving.code))
         raise

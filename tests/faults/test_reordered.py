@@ -1,19 +1,23 @@
-"""Exchanges that ranks start in different orders, or with other row counts: found before anything is sent."""
+"""Exchanges that ranks start in different orders, or with other row counts, and backward passes that they run in
+different orders, or not equally often: found before anything is sent."""
 
 import re
+from collections.abc import Callable
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 from datasets import Dataset
 
 import distca_hf
-from distca_hf.comm.agreement import CheckedTransport
+from distca_hf.comm.agreement import Agreement, CheckedTransport, Occasion
 from distca_hf.comm.transport import AllToAll
 from distca_hf.errors import PlanMismatchError
 from distca_hf.testing import Fault, FaultTransport, LoopbackTransport, run_ranks, swap
 from support.data import random_documents
 from support.models import tiny_model
+from support.ranks import run_ranks as run_processes
 from support.ranks import start_ranks
 
 
@@ -155,3 +159,167 @@ def test_a_rank_that_skips_the_exchange_of_a_window_layer_is_named(tmp_path: Pat
         said = outcome.output.rpartition("PlanMismatchError: ")[2].partition("\n")[0]
         assert re.search(r"rank \d sends \d+ rows to rank \d, which expects \d+; nothing was sent", said), said
     assert not list(tmp_path.glob("steps-*"))
+
+
+class Passes:
+    """Forward passes of two micro-batches, each of one document that is cut between ranks."""
+
+    def __init__(self, use_reentrant: bool | None = None) -> None:
+        self.is_different = torch.distributed.get_rank() == 1
+        self.plugin = distca_hf.DistCAPlugin(tokens_per_rank=100, checkpointed_attention="recompute")
+        self.model = distca_hf.enable(tiny_model(num_hidden_layers=LAYERS), self.plugin).train()
+        if use_reentrant is not None:
+            self.model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
+            self.model.enable_input_require_grads()
+        dataset = Dataset.from_dict({"input_ids": random_documents(2, lengths=(150,))})
+        self._batches = iter(self.plugin.dataloader(dataset, model=self.model, prefetch=2))
+
+    def loss(self) -> torch.Tensor:
+        return self.model(**next(self._batches)).loss
+
+    def losses_of_one_batch(self) -> list[torch.Tensor]:
+        batch = next(self._batches)
+        return [self.model(**batch).loss for _ in range(2)]
+
+    def loss_of_a_pack(self) -> torch.Tensor:
+        """Rank 1 has little work and computes tasks of the other one."""
+        ids = torch.tensor(random_documents(1, seed=self.is_different, lengths=(9 if self.is_different else 180,)))
+        return self.model(input_ids=ids, labels=ids, position_ids=torch.arange(ids.shape[1])[None]).loss
+
+    def differentiate_last_layer(self, loss: torch.Tensor) -> None:
+        torch.autograd.grad(loss, list(self.model.model.layers[-1].parameters()), retain_graph=True)
+
+
+def _in_other_orders(losses: list[torch.Tensor], is_different: bool) -> None:
+    for loss in reversed(losses) if is_different else losses:
+        loss.backward()
+
+
+def _left_out_of_a_sum(passes: Passes) -> None:
+    losses = [passes.loss(), passes.loss()]
+    del losses[passes.is_different]  # another one on each rank
+    sum(losses).backward()  # type: ignore[union-attr]
+
+
+def _left_out_before_the_next(passes: Passes) -> None:
+    loss = passes.loss()
+    if not passes.is_different:
+        loss.backward()
+    passes.loss()
+
+
+def _twice_on_one_rank(passes: Passes) -> None:
+    loss = passes.loss()
+    loss.backward(retain_graph=True)
+    if passes.is_different:
+        loss.backward()
+    passes.loss()
+
+
+# What ranks run, and words of all of them about it.
+BACKWARD_PASSES: dict[str, tuple[Callable[[Passes], None], bool | None, str]] = {
+    "other orders": (
+        lambda passes: _in_other_orders([passes.loss(), passes.loss()], passes.is_different),
+        None,
+        "their next step is differentiate micro-batch 0 on rank 0, differentiate micro-batch 1 on rank 1",
+    ),
+    "other orders, reentrant": (
+        lambda passes: _in_other_orders([passes.loss(), passes.loss()], passes.is_different),
+        True,
+        "their next step is differentiate micro-batch 0 on rank 0, differentiate micro-batch 1 on rank 1",
+    ),
+    "other orders, recomputed": (
+        lambda passes: _in_other_orders([passes.loss(), passes.loss()], passes.is_different),
+        False,
+        "their next step is differentiate micro-batch 0 on rank 0, differentiate micro-batch 1 on rank 1",
+    ),
+    "other orders of packs": (
+        lambda passes: _in_other_orders([passes.loss_of_a_pack(), passes.loss_of_a_pack()], passes.is_different),
+        None,
+        "their next step is differentiate micro-batch 0 on rank 0, differentiate micro-batch 1 on rank 1",
+    ),
+    "other orders of one batch": (
+        lambda passes: _in_other_orders(passes.losses_of_one_batch(), passes.is_different),
+        None,
+        "forward pass that backward follows is number 1 on rank 0, number 2 on rank 1",
+    ),
+    "left out of a sum": (
+        _left_out_of_a_sum,
+        None,
+        "their next step is differentiate micro-batch 1 on rank 0, differentiate micro-batch 0 on rank 1",
+    ),
+    "left out before the next": (
+        _left_out_before_the_next,
+        None,
+        "their next step is differentiate micro-batch 0 on rank 0, take micro-batch 1 on rank 1",
+    ),
+    "twice on one rank": (
+        _twice_on_one_rank,
+        None,
+        "their next step is take micro-batch 1 on rank 0, differentiate micro-batch 0 on rank 1",
+    ),
+}
+
+
+def _run_backward_differently(_: Path) -> dict[str, str]:
+    words = {}
+    for name, (run, use_reentrant, _) in BACKWARD_PASSES.items():
+        passes = Passes(use_reentrant)
+        with pytest.raises(PlanMismatchError) as caught:
+            run(passes)
+        words[name] = str(caught.value)
+        passes.plugin.close()
+    return words
+
+
+def test_backward_passes_that_ranks_run_differently_send_nothing(tmp_path: Path) -> None:
+    for by_name in run_processes(2, _run_backward_differently, tmp_path, tmp_path):
+        for name, (_, _, words) in BACKWARD_PASSES.items():
+            assert (
+                f"ranks disagree, nothing was sent: {words}. All ranks must run backward of the same" in by_name[name]
+            )
+
+
+def _count_agreements(_: Path) -> dict[str, int]:
+    """Agreements of backward passes, by what runs on all ranks alike."""
+
+    def count(run: Callable[[Passes], object], use_reentrant: bool | None = None) -> int:
+        passes = Passes(use_reentrant)
+        with mock.patch.object(Agreement, "start", side_effect=Agreement.start) as start:
+            run(passes)
+        passes.plugin.close()
+        return sum(call.args[1] is Occasion.DIFFERENTIATE for call in start.call_args_list)
+
+    def partly_then_all(passes: Passes) -> None:
+        loss = passes.loss()
+        passes.differentiate_last_layer(loss)
+        loss.backward()
+
+    def without_gradients(passes: Passes) -> None:
+        with torch.no_grad():
+            passes.loss()
+
+    return {
+        "once": count(lambda passes: passes.loss().backward()),
+        "reentrant": count(lambda passes: passes.loss().backward(), True),
+        "recomputed": count(lambda passes: passes.loss().backward(), False),
+        "sum of two": count(lambda passes: (passes.loss() + passes.loss()).backward()),
+        "sum of one batch": count(lambda passes: sum(passes.losses_of_one_batch()).backward()),  # type: ignore[union-attr]
+        "partly, then all": count(partly_then_all),
+        "without gradients": count(without_gradients),
+        "never": count(lambda passes: passes.loss()),
+    }
+
+
+def test_ranks_agree_once_on_each_backward_pass(tmp_path: Path) -> None:
+    expected = {
+        "once": 1,
+        "reentrant": 1,
+        "recomputed": 1,
+        "sum of two": 2,
+        "sum of one batch": 2,
+        "partly, then all": 2,
+        "without gradients": 1,  # at the end of the pass
+        "never": 0,
+    }
+    assert run_processes(2, _count_agreements, tmp_path, tmp_path) == [expected] * 2

@@ -248,7 +248,7 @@ def test_gradients_are_averaged_over_data_ranks_alone(tmp_path: Path) -> None:
         assert "self_attn.q_proj.weight is divided between ranks" in words["tensor for data"]
         assert "they would exchange rows of different heads" in words["tensor for data"]
         assert "the device mesh of " in words["fsdp over tensor"]
-        assert "share documents: losses count their labels alone" in words["fsdp over tensor"]
+        assert "share documents: losses count the labels of these" in words["fsdp over tensor"]
         for name, wrapper in (("ddp over all", "DistributedDataParallel"), ("fsdp over all", "the device mesh of ")):
             assert wrapper in words[name]
             assert "averages gradients over ranks 0, 1, 2, 3 of the job, and ranks" in words[name]
@@ -307,8 +307,8 @@ def test_trainer_is_stopped_by_name_where_divided_weights_go_wrong(initial: Path
 
     for outcome in outcomes:
         words = outcome.result
-        assert re.search(r"step 4: weights differ between ranks in 1 of [34] parameters", words["weights"])
-        assert "first in model.layers.0.input_layernorm.weight, whose checksum is " in words["weights"]
+        assert re.search(r"step 4: weights or buffers differ between ranks: 1 of [56], ", words["weights"])
+        assert "first model.layers.0.input_layernorm.weight, whose checksum is " in words["weights"]
         assert "on rank 2 (data 1, tensor 0), " in words["weights"]
         assert f"on {NAME}. " in words["weights"]
         assert "rank 0 (data 0" not in words["weights"].partition("checksum")[2]

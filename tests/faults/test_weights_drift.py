@@ -59,10 +59,9 @@ def test_flipped_bit_is_found_at_the_next_check_by_rank_and_name(tmp_path: Path)
 
     for outcome in outcomes:
         assert outcome.exit_code == 1
-        assert f"rank {outcome.rank}, step {2 * EVERY}: weights differ between ranks in 1 of 12 parameters" in (
-            outcome.output
-        )
-        assert f"first in {FLIPPED}, whose checksum is" in outcome.output
+        where = f"rank {outcome.rank}, step {2 * EVERY}"
+        assert f"{where}: weights or buffers differ between ranks: 1 of 14, " in outcome.output
+        assert f"first {FLIPPED}, whose checksum is" in outcome.output
         assert "on rank 0, " in outcome.output
         assert "on rank 1. " in outcome.output
 
@@ -81,13 +80,19 @@ class Watched(nn.Module):
         self.empty = nn.Parameter(torch.zeros(0, 4))
         self.bytes = nn.Parameter(torch.arange(9, dtype=torch.uint8), requires_grad=False)
         self.long = nn.Parameter(torch.arange(5, dtype=torch.float64).expand(3, 5))
+        self.register_buffer("frequencies", torch.arange(6.0).to(torch.complex64), persistent=False)
+        self.register_buffer("of_rank", torch.zeros(2))
+        self._ddp_params_and_buffers_to_ignore = ["of_rank"]
+        self.norm = nn.BatchNorm1d(3)
 
 
-@pytest.mark.parametrize("name", ["short", "scalar", "bytes", "long"])
-def test_every_kind_of_parameter_counts(name: str) -> None:
+@pytest.mark.parametrize("name", ["short", "scalar", "bytes", "long", "frequencies"])
+def test_every_kind_of_tensor_counts(name: str) -> None:
     def body(transport: LoopbackTransport) -> str:
         model, check = Watched(), WeightsCheck(transport)
         check.compare(model, 1)
+        model.of_rank += transport.rank
+        model.norm.running_mean += transport.rank
         if transport.rank == 2:
             parameter = getattr(model, name)
             parameter.data = parameter.detach().clone()
@@ -97,7 +102,7 @@ def test_every_kind_of_parameter_counts(name: str) -> None:
         return str(caught.value)
 
     for message in testing.run_ranks(3, body):
-        assert f"first in {name}, whose checksum is" in message
+        assert f"first {name}, whose checksum is" in message
         assert "on ranks 0 and 1, " in message
         assert "on rank 2. " in message
 
@@ -136,7 +141,7 @@ def test_sharded_parameters_are_left_out_and_that_is_said_once(tmp_path: Path) -
     # A warning that is the same on all ranks is said by the first.
     assert [outcome.output.count("9 of 12 parameters are sharded (FSDP, ZeRO-3)") for outcome in outcomes] == [1, 0]
     for outcome in outcomes:
-        assert "step 3: weights differ between ranks in 1 of 3 parameters, first in lm_head.weight" in outcome.output
+        assert "step 3: weights or buffers differ between ranks: 1 of 5, first lm_head.weight" in outcome.output
 
 
 def test_parameters_that_zero_3_divides_are_left_out(caplog: pytest.LogCaptureFixture) -> None:
@@ -144,4 +149,4 @@ def test_parameters_that_zero_3_divides_are_left_out(caplog: pytest.LogCaptureFi
     model.short.ds_id = 0
     WeightsCheck(LocalTransport()).compare(model, 1)
 
-    assert "1 of 5 parameters are sharded" in caplog.text
+    assert "1 of 7 parameters are sharded" in caplog.text

@@ -74,7 +74,7 @@ import json, os, signal, sys
 sys.path.insert(0, os.environ["TESTS"])
 import psutil
 from distca_hf.comm.heartbeats import Watch
-from distca_hf.comm.orders import open_store
+from distca_hf.comm.job_store import open_store
 from support.commands import HANG_SECONDS
 from support.waiting import wait_until
 

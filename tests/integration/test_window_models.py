@@ -1,14 +1,15 @@
 """Models with sliding windows shorter than their documents, which are cut between ranks: a step on ranks has the loss
 and gradients of every document alone."""
 
+from dataclasses import fields
 from types import ModuleType
 
 import pytest
-import torch
-from transformers import AutoModelForCausalLM
 
+from distca_hf.analysis.check.tiny_config import WINDOWS
 from distca_hf.analysis.check.trial import DOCUMENT_TOKENS
-from distca_hf.integrations.models.layer_masks import layer_masks_of
+from distca_hf.integrations.models.check import refusals
+from distca_hf.integrations.models.structure import attention_layers
 from support.sweeping import assert_works, config_class_of
 
 
@@ -39,10 +40,31 @@ def test_step_on_ranks_is_that_of_every_document_alone(model_type: str, sweep: M
     assert_works(sweep, sweep.TEXT, model_type, MODEL_TYPES[model_type])
 
 
-@pytest.mark.parametrize("model_type", MODEL_TYPES)
-def test_windows_are_shorter_than_documents(model_type: str, sweep: ModuleType) -> None:
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(sweep.tiny_config(config_class_of(sweep.TEXT, model_type)))
+def test_windows_are_planned_as_the_first_pass_has_them(sweep: ModuleType) -> None:
+    """Of all other classes for text that have windows; for those above the sweep compares them as well."""
+    sweep.be_quiet()
+    planned: dict[str, list[int | None]] = {}
+    for config_class in sweep.TEXT.config_classes():
+        name = config_class.model_type
+        if name in MODEL_TYPES or WINDOWS.isdisjoint(field.name for field in fields(config_class)):
+            continue
+        model = sweep.build(config_class, "distca")
+        if not model._supports_flash_attn or refusals(model, LONGEST_TOKENS):  # the first is quick
+            continue
+        windows = sweep.windows(model)
+        assert [one for one in windows.items() if one[1][0] != one[1][1]] == [], name
+        planned[name] = [tokens for tokens, _ in windows.values()]
 
-    assert WINDOW_TOKENS in {mask.window_tokens for mask, _ in layer_masks_of(model)}
-    assert max(DOCUMENT_TOKENS) == LONGEST_TOKENS
+    assert planned["exaone_moe"] == planned["kolibri1"] == [WINDOW_TOKENS, None]
+    assert planned["phimoe"] == [WINDOW_TOKENS] * 2, "its windows are in the mask only"
+    assert max(DOCUMENT_TOKENS) == LONGEST_TOKENS > WINDOW_TOKENS
+
+
+def test_windows_that_differ_are_told(sweep: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sweep, "layer_windows", lambda model: [(name, 8) for name in attention_layers(model)])
+    outcome = sweep.examine(config_class_of(sweep.TEXT, "mistral"))
+
+    assert (outcome.verdict, outcome.detail.partition(" ")[2]) == (
+        sweep.WRONG,
+        f"attends with a window of {WINDOW_TOKENS} tokens and is planned with 8",
+    )

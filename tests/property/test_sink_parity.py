@@ -3,6 +3,7 @@
 import random
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -104,7 +105,7 @@ def test_orders_tell_servers_of_sinks(keeps: bool) -> None:
         if transport.rank == 0:
             return compare(case, transport)
         config = DistCAConfig(kernel="reference", kv_residency=residency)
-        service = Service(transport, config, CPU, lambda reading: None, Stopwatch(CPU), ServedTraces(0, CPU))  # type: ignore[arg-type]
+        service = Service(transport, config, CPU, lambda reading: None, Stopwatch(CPU), ServedTraces(0, CPU, Path()))  # type: ignore[arg-type]
         service.take_plan(PlanOrder(1, 1, 0, 1, plan.fingerprint, integers))
         shapes = heads, kv_heads, dim, value_dim, DTYPES.index(torch.float64)
         for phase in Phase:

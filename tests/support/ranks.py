@@ -213,6 +213,7 @@ def _rank_main(rank: int, job: Job, function: Callable[..., Any], arguments: tup
         os.environ.update(
             TORCHELASTIC_USE_AGENT_STORE="True",
             MASTER_PORT=str(job.launcher_port),
+            DISTCA_JOB_SECRET="of a test",
             DISTCA_LAUNCHED_SERVERS=str(job.servers),
             DISTCA_ATTENTION_SERVERS=str(job.servers),
         )
@@ -254,6 +255,6 @@ def _rank_main(rank: int, job: Job, function: Callable[..., Any], arguments: tup
 def _end_service(rank: int, job: Job) -> None:
     """Does what `distca_hf.run` does when a script has ended."""
     if job.servers:
-        from distca_hf.comm.orders import note_end
+        from distca_hf.comm.job_store import note_end
 
         note_end(rank)

@@ -83,7 +83,7 @@ def test_interrupted_first_run_does_not_break_the_next(
         patches.setattr(*interruption)
         with pytest.raises(Interrupted):
             python_sources.load(tmp_path / "cache")
-    assert (tmp_path / "cache" / "unfinished").is_dir()
+    assert list((tmp_path / "cache").glob("unfinished-*"))
     assert not (tmp_path / "cache" / "dataset").exists()
 
     assert python_sources.load(tmp_path / "cache")["input_ids"] == whole["input_ids"]

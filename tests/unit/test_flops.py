@@ -7,12 +7,13 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import AutoModelForCausalLM, MixtralConfig
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, HunYuanMoEV1Config, MixtralConfig
 
+from distca_hf.analysis.check.tiny_config import tiny_config
 from distca_hf.comm.grid import Grid
 from distca_hf.cost import causal_pairs
 from distca_hf.flops import Rates, StepFlops
-from distca_hf.integrations.models.operations import predictable, step_flops
+from distca_hf.integrations.models.operations import predictable, share_of, shares_of_experts, step_flops
 from distca_hf.traces import ModelSizes
 from support.models import SIZES, VOCABULARY, tiny_model
 
@@ -119,9 +120,26 @@ def test_quantised_weights_are_not_counted() -> None:
 
 def test_experts_of_unknown_number_are_not_counted() -> None:
     model = mixture()
-    model.config.num_experts_per_tok = 0
+    for layer in model.model.layers:
+        layer.mlp.top_k = layer.mlp.gate.top_k = None
 
     assert step_flops(model) is None
+
+
+def test_each_layer_counts_the_experts_that_its_own_tokens_take() -> None:
+    """Configurations have them in lists (Hunyuan-A13B), under other names (DBRX), or for attention, too (JetMoe)."""
+    sizes = {"vocab_size": 128, "num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4}
+    experts = {"num_experts": 4, "moe_topk": [1, 3], "intermediate_size": 32, "num_key_value_heads": 4}
+    with torch.device("meta"):
+        hunyuan = AutoModelForCausalLM.from_config(HunYuanMoEV1Config(**sizes, **experts, head_dim=16))
+        dbrx, jetmoe = (
+            AutoModelForCausalLM.from_config(tiny_config(CONFIG_MAPPING[name])) for name in ("dbrx", "jetmoe")
+        )
+
+    assert shares_of_experts(hunyuan) == {"model.layers.0.mlp.experts": 0.25, "model.layers.1.mlp.experts": 0.75}
+    assert set(shares_of_experts(dbrx).values()) == {0.25}
+    assert share_of("model.layers.0.mlp.output_linear.weight", shares_of_experts(jetmoe)) == 0.5
+    assert share_of("model.layers.0.mlp.gate.weight", shares_of_experts(hunyuan)) == 1.0
 
 
 @pytest.mark.parametrize(

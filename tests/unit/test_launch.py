@@ -64,6 +64,14 @@ def test_sections_may_be_empty_or_missing(tmp_path: Path, text: str) -> None:
 
 
 BROKEN: dict[str, tuple[str, list[str]]] = {
+    "NUL in a variable": ('environment: {A: "x\\0"}', ["'x\\x00' cannot be an argument or the value of a variable"]),
+    "NUL in an argument": ('script: {a: ["x", "\\0"]}', ["'\\x00' cannot be an argument"]),
+    "NUL in a setting": ('plugin: {report_folder: "x\\0"}', ["'x\\x00' cannot be"]),
+    "half a character": ('launch: {script: "\\ud800"}', ["'\\ud800' cannot be"]),
+    "a variable without a name": ('environment: {"": "x"}', ["environment: '' cannot be the name of a variable"]),
+    "an equals sign in a name": ('environment: {"A=B": "x"}', ["environment: 'A=B' cannot be the name"]),
+    "too deep": ("[" * 5000, ["cannot read", "recursion"]),
+    "a month that is none": ("environment: {A: 2024-99-99}", ["cannot read", "month must be in 1..12"]),
     "unknown section": (
         "plugins: {}",
         ["unknown section 'plugins'. Did you mean 'plugin'?", "launch, environment, plugin, script"],

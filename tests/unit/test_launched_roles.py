@@ -1,8 +1,10 @@
 """Attention servers among launched processes: trainers run the script under numbers of their own, servers serve."""
 
 import os
+import stat
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -12,6 +14,8 @@ from typer.testing import CliRunner
 
 from distca_hf import run
 from distca_hf.cli import app
+from distca_hf.errors import ConfigError
+from distca_hf.launched import job_secret
 from distca_hf.recipe import EXAMPLES
 from support.scripts import LAUNCHED_NUMBERS
 
@@ -50,6 +54,7 @@ def numbered(rank: int, processes: int, num_nodes: int = 1) -> dict[str, str]:
         "ROLE_RANK": rank,
         "ROLE_WORLD_SIZE": processes * num_nodes,
         "TORCHELASTIC_USE_AGENT_STORE": True,
+        "DISTCA_JOB_SECRET": "of a test",
     }
     return {name: str(number) for name, number in numbers.items()}
 
@@ -89,6 +94,51 @@ def test_without_servers_nothing_is_numbered_anew(recipe: dict[str, object], scr
 
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith(f"{['1', '2', '1', '2', '1', '2', None]} ")
+
+
+def test_processes_of_a_node_find_one_secret(script: Path, tmp_path: Path, in_process: SimpleNamespace) -> None:
+    """In the folder of the launcher's attempt, for this user alone; a script and a server get it with their role."""
+    errors = [tmp_path / "attempt_0" / str(rank) / "error.json" for rank in range(8)]
+    for file in errors:
+        file.parent.mkdir(parents=True)
+    secrets = set()
+    for rank, file in enumerate(errors):
+        in_process.environment.update(numbered(rank, 8) | {"TORCHELASTIC_ERROR_FILE": str(file)})
+        del in_process.environment["DISTCA_JOB_SECRET"]
+        with suppress(SystemExit):
+            run.main(["--attention-servers", "4", str(script)])
+        secrets.add(in_process.environment["DISTCA_JOB_SECRET"])
+        for name in ("DISTCA_JOB_SECRET", "DISTCA_LAUNCHED_SERVERS"):
+            del in_process.environment[name]
+
+    (secret,) = secrets
+    (left,) = (path for path in (tmp_path / "attempt_0").iterdir() if path.is_file())
+    assert len(secret) == 64
+    assert (left.read_text(), stat.S_IMODE(left.stat().st_mode)) == (secret, 0o600)
+
+
+@pytest.mark.parametrize(("nodes", "words"), [(2, "on 2 nodes"), (1, "where the launcher has no folder for logs")])
+def test_without_a_secret_no_server_is_started(
+    nodes: int, words: str, script: Path, in_process: SimpleNamespace, capsys: pytest.CaptureFixture[str]
+) -> None:
+    in_process.environment.update(numbered(0, 2, nodes) | {"DISTCA_JOB_SECRET": "", "TORCHELASTIC_ERROR_FILE": ""})
+    with pytest.raises(SystemExit, match="2"):
+        run.main(["--attention-servers", "1", str(script)])
+
+    assert f"{words} they need DISTCA_JOB_SECRET: one random text for all" in capsys.readouterr().err
+    assert not in_process.scripts
+
+
+def test_a_secret_that_another_user_has_left_is_refused(
+    tmp_path: Path, in_process: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "0").mkdir()
+    (tmp_path / "distca_job_secret").write_text("guessed")
+    in_process.environment["TORCHELASTIC_ERROR_FILE"] = str(tmp_path / "0" / "error.json")
+    monkeypatch.setattr(os, "geteuid", lambda: 12345)
+
+    with pytest.raises(ConfigError, match="belongs to another user"):
+        job_secret()
 
 
 ONE_OF_EACH, ALL_OF_THE_SECOND = (1, 6, 2), (3, 4, 4)

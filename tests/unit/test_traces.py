@@ -7,10 +7,16 @@ import resource
 import signal
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 
+from distca_hf.comm.transport import LocalTransport
+from distca_hf.cost import TokenBytes
 from distca_hf.errors import ReportError
+from distca_hf.runtime.served_traces import ReportedPass, ServedTraces
 from distca_hf.trace_file import TraceFile
 from distca_hf.traces import RankTrace, file_name, step_of
 from support.made_traces import made_trace
@@ -41,6 +47,7 @@ WRONG = {
     "three for a pair": (json.dumps(CONTENT | {"sent_bytes": [[1, 2, 3]]}), "has '[1, 2, 3]' where a tuple belongs"),
     "another use": (json.dumps(CONTENT | {"calls": [CONTENT["calls"][0] | {"spans": [["sleep", 1.0]]}]}), "'sleep'"),
     "no object": (json.dumps(CONTENT | {"memory": 5}), "has '5' where a MemoryUse belongs"),
+    "a very large number": (json.dumps(CONTENT | {"tokens": 2**63}), "whole number 9223372036854775808, larger than"),
 }
 
 
@@ -156,3 +163,26 @@ def test_file_that_cannot_be_written_is_a_warning_and_no_error(
     (record,) = caplog.records
     assert "the trace of step 2 cannot be written" in record.getMessage()
     assert "report_folder" in record.getMessage()
+
+
+def test_server_writes_no_trace_outside_of_its_root(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """An order names the folder; links do not lead out of the root."""
+    (tmp_path / "root").mkdir()
+    (tmp_path / "root" / "link").symlink_to(tmp_path)
+    monkeypatch.chdir(tmp_path / "root")
+    outside = (tmp_path / "other", tmp_path / "root" / "link" / "traces", tmp_path / "root" / ".." / "rooted")
+    inside = (tmp_path / "root", tmp_path / "root" / "run" / "distca_report")
+    for root in (Path(), tmp_path / "root"):
+        traces = ServedTraces(3, torch.device("cpu"), root)
+        plan: Any = SimpleNamespace(transport=LocalTransport(), micro_batch=7, forward_pass=None)
+        for folder in outside:
+            for _ in range(2):
+                traces.begin(plan, ReportedPass(str(folder), TokenBytes(1, 1, 1), TRACE).text())
+            assert plan.forward_pass is None  # as it was
+            assert f"attention server 3 writes no traces to {folder}, which is not below" in caplog.messages.pop()
+            caplog.clear()
+        for folder in inside:
+            with pytest.raises(AttributeError, match="kinds"):  # of a plan, which there is none of here
+                traces.begin(plan, ReportedPass(str(folder), TokenBytes(1, 1, 1), TRACE).text())

@@ -1,6 +1,6 @@
 """Answer: the answer of `distca check`: the verdict on a model, its memory on some GPUs, and its numerics."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -9,7 +9,8 @@ import numpy as np
 from distca_hf.analysis.check.find import Candidate
 from distca_hf.analysis.check.kernels import KernelChoice
 from distca_hf.analysis.check.verdict import Verdict
-from distca_hf.analysis.memory import GIB, USABLE_SHARE, DecoderSize, Fit, Sharding, TrainingSetup
+from distca_hf.analysis.memory import GIB, USABLE_SHARE, DecoderSize, Fit, Sharding, TrainingSetup, shardings
+from distca_hf.analysis.request import MAX_MICRO_STEPS, MAX_RANKS
 from distca_hf.batches.placed import PlacedPlanner
 from distca_hf.config import DistCAConfig
 from distca_hf.cost import Heads
@@ -22,8 +23,6 @@ from distca_hf.planning.transfers import received_bytes
 
 # Numbers of tokens per rank that are tried.
 TOKENS_STEP, MOST_TOKENS = 1024, 1 << 20
-# Most ranks, as of `distca plan`.
-MAX_RANKS = 8192
 
 
 @dataclass(frozen=True)
@@ -34,7 +33,7 @@ class Job:
         gpu: of each rank.
         num_ranks: GPUs that share weights.
         tokens_per_rank: tokens that each holds in a micro-step.
-        checkpointing, liger: see `memory.TrainingSetup`.
+        checkpointing, liger, micro_steps: see `memory.TrainingSetup`.
 
     Raises:
         ConfigError: a number is out of range.
@@ -45,11 +44,13 @@ class Job:
     tokens_per_rank: int
     checkpointing: Any = "saved"
     liger: bool = False
+    micro_steps: int = 1
 
     def __post_init__(self) -> None:
         for option, value, most in (
             ("--gpus", self.num_ranks, MAX_RANKS),
             ("--tokens-per-rank", self.tokens_per_rank, MAX_DOCUMENT_TOKENS // max(1, self.num_ranks)),
+            ("--micro-steps", self.micro_steps, MAX_MICRO_STEPS),
         ):
             if not 1 <= value <= most:
                 raise ConfigError(f"{option} {value} must be between 1 and {most}")
@@ -108,6 +109,7 @@ class CheckAnswer:
             "gpu": asdict(job.gpu),
             "gpus": job.num_ranks,
             "tokens_per_rank": job.tokens_per_rank,
+            "micro_steps": job.micro_steps,
             "checkpointing": job.checkpointing,
             "liger": job.liger,
             "parameters": None if self.size is None else self.size.parameters,
@@ -151,9 +153,10 @@ def memory_of(job: Job, size: DecoderSize, whole_documents: bool) -> tuple[dict[
         return fits, with_liger
     heads = max((layer.heads for layer in size.layers if layer.heads), key=_width, default=None)
     received = 0 if heads is None or whole_documents else _received_bytes(job, heads)
-    for sharding in _shardings(whole_documents):
+    for sharding in shardings(job.micro_steps, whole_documents):
         for liger in {job.liger, True}:
-            setup = TrainingSetup(job.num_ranks, sharding, job.checkpointing, liger)
+            trained = job.num_ranks, sharding, job.checkpointing, liger
+            setup = TrainingSetup(*trained, micro_steps=job.micro_steps)
             steps = range(TOKENS_STEP, MOST_TOKENS + 1, TOKENS_STEP)
             fit = Fit.of(size, setup, job.tokens_per_rank, received, job.room_bytes, steps)
             if liger == job.liger:
@@ -161,13 +164,6 @@ def memory_of(job: Job, size: DecoderSize, whole_documents: bool) -> tuple[dict[
             if liger:
                 with_liger[sharding] = fit.largest_tokens
     return fits, with_liger
-
-
-def _shardings(whole_documents: bool) -> Iterator[Sharding]:
-    """Yields ways to shard weights; ZeRO-3 cannot train layers that carry a state."""
-    yield "fsdp2"
-    if not whole_documents:
-        yield "zero3"
 
 
 def _width(heads: Heads) -> int:

@@ -11,21 +11,21 @@ from typing import get_args
 import torch
 import transformers
 from datasets.utils.logging import disable_progress_bar
-from rich.console import Console
+from transformers import PreTrainedModel
 
 from distca_hf.analysis.check.answer import CheckAnswer, Job, memory_of
 from distca_hf.analysis.check.find import Candidate, find_candidate
 from distca_hf.analysis.check.print_answer import print_answer
 from distca_hf.analysis.check.sizes import decoder_size
-from distca_hf.analysis.check.verdict import judge
+from distca_hf.analysis.check.verdict import Verdict, judge
 from distca_hf.analysis.memory import Checkpointing
+from distca_hf.analysis.model_files import without_hub
+from distca_hf.analysis.terminal import Terminal
 from distca_hf.errors import ConfigError
-from distca_hf.gpus import find_gpu
+from distca_hf.gpus import Gpu, find_gpu
 from distca_hf.telemetry import get_logger
 
 
-# Width of text without a terminal: that of most terminals.
-COLUMNS = 80
 WORKS, REFUSED = 0, 1
 
 
@@ -37,6 +37,7 @@ def run_check(
     gpu: str,
     checkpointing: str,
     liger: bool,
+    micro_steps: int,
     numerics: bool,
     trust_remote_code: bool,
     as_json: bool,
@@ -49,15 +50,15 @@ def run_check(
     """
     if checkpointing not in get_args(Checkpointing):
         raise ConfigError(f"--checkpointing {checkpointing} must be one of {', '.join(get_args(Checkpointing))}")
-    job = Job(find_gpu(gpu), gpus, tokens_per_rank, checkpointing, liger)
+    job = Job(find_gpu(gpu), gpus, tokens_per_rank, checkpointing, liger, micro_steps)
     with _quiet():
-        answer = check(find_candidate(model, trust_remote_code), job)
+        candidate = find_candidate(model, trust_remote_code)
+        with contextlib.nullcontext() if trust_remote_code else without_hub():
+            answer = check(candidate, job)
     if as_json:
         sys.stdout.write(json.dumps(answer.as_json(), allow_nan=False) + "\n")
     else:
-        # Without markup: names and paths may have brackets.
-        console = Console(width=None if Console().is_terminal else COLUMNS, markup=False)
-        print_answer(answer, console, numerics)
+        print_answer(answer, Terminal(), numerics)
     return WORKS if answer.works else REFUSED
 
 
@@ -71,10 +72,18 @@ def check(candidate: Candidate, job: Job) -> CheckAnswer:
     Raises:
         ConfigError: the model cannot be built.
     """
-    verdict, outline = judge(candidate, job.gpu, job.capacity_tokens)
+    verdict, outline = judge_quietly(candidate, job.gpu, job.capacity_tokens)
     size = decoder_size(outline, list(verdict.kinds))
     fits, with_liger = ({}, {}) if size is None else memory_of(job, size, verdict.whole_documents)
     return CheckAnswer(candidate, job, verdict, size, fits, with_liger)
+
+
+def judge_quietly(
+    candidate: Candidate, gpu: Gpu, capacity_tokens: int, tries: bool = True
+) -> tuple[Verdict, PreTrainedModel]:
+    """Judges a model as `judge` does, without the words of libraries."""
+    with _quiet():
+        return judge(candidate, gpu, capacity_tokens, tries)
 
 
 @contextlib.contextmanager

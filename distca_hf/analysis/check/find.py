@@ -6,6 +6,7 @@ A name is a model type or a class of Transformers, a class that can be imported,
 
 import copy
 import importlib
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,9 +29,9 @@ from transformers import (
 )
 
 from distca_hf.analysis.check.trial import Make
-from distca_hf.analysis.find_model import CONFIG_FILE, load_config, read_config, type_hint
+from distca_hf.analysis.model_files import CONFIG_FILE, content_of, read_config, without_hub
 from distca_hf.analysis.request import MLP_MATRICES, PRESETS, attention_parameters
-from distca_hf.errors import ConfigError, first_line
+from distca_hf.errors import ConfigError, did_you_mean, first_line
 from distca_hf.integrations.models.check import IMPLEMENTATION
 
 
@@ -108,11 +109,48 @@ def find_candidate(name: str, trust_remote_code: bool = False) -> Candidate:
         config_class: Any = model_class.config_class
         return _of_class(model_class, _default(config_class), f"{config_class.model_type}, {DEFAULT_SIZES}")
     if "/" in name or Path(name).exists():
-        return _of_config(load_config(name, trust_remote_code), name)
+        return _of_config(_load_config(name, trust_remote_code), name)
     raise ConfigError(
-        f"model {name!r} is not known; give a model type or class of Transformers (llama, Qwen3ForCausalLM), a class "
-        f"that can be imported (package.module.Class), or the path of a config.json.{type_hint(name)}"
+        f"model {name!r} is not known; give one of {', '.join(PRESETS)}, a model type or class of Transformers "
+        "(llama, Qwen3ForCausalLM), a class that can be imported (package.module.Class), or the path of a config.json."
+        f"{_type_hint(name)}"
     )
+
+
+def _load_config(name: str, trust_remote_code: bool = False) -> PreTrainedConfig:
+    """Loads a configuration from the Hub, from its cache, or from a folder.
+
+    Args:
+        trust_remote_code: whether Python code that lies beside it may run.
+
+    Raises:
+        ConfigError: the Hub has no configuration of this name, or cannot be reached.
+    """
+    path = Path(name)
+    if path.exists() and not (path / CONFIG_FILE).is_file():
+        raise ConfigError(f"model {name} is not a model of Transformers: {content_of(path)} (docs/check.md)")
+    try:
+        return AutoConfig.from_pretrained(name, **({"trust_remote_code": True} if trust_remote_code else {}))
+    except Exception as error:  # of the network, the Hub, or the file
+        if path.exists():
+            raise ConfigError(f"model {name}: its {CONFIG_FILE} cannot be loaded: {first_line(error)}") from error
+        raise ConfigError(
+            f"model {name}: there is no such folder with a {CONFIG_FILE}, and the Hub has no configuration of it or "
+            f"cannot be reached: {first_line(error)}"
+        ) from error
+
+
+def _type_hint(name: str) -> str:
+    """Returns a hint about a model type that Transformers does not have, to follow a message: other versions of it,
+    which were hardly meant, or the nearest name."""
+
+    def letters(model_type: str) -> str:
+        return re.sub(r"[\d.]+", "", model_type.lower())
+
+    versions = [known for known in CONFIG_MAPPING if letters(known) == letters(name)]
+    if not versions:
+        return did_you_mean(name, [*PRESETS, *CONFIG_MAPPING])
+    return f" It has {', '.join(versions)}; a newer one may have this: pip install --upgrade transformers"
 
 
 def _of_file(path: Path, trust_remote_code: bool) -> Candidate:
@@ -125,7 +163,8 @@ def _of_file(path: Path, trust_remote_code: bool) -> Candidate:
     if model_type not in CONFIG_MAPPING or (trust_remote_code and "auto_map" in values):
         return _of_own_code(file, model_type, values.get("auto_map"), trust_remote_code)
     try:
-        config = AutoConfig.for_model(**values)
+        with without_hub():
+            config = AutoConfig.for_model(**values)
     except Exception as error:  # configurations check themselves, each in its own way
         raise ConfigError(f"model config {file} is not one of {model_type}: {first_line(error)}") from error
     return _of_config(config, str(path))
@@ -140,7 +179,7 @@ def _of_own_code(file: Path, model_type: str, code: Any, trust_remote_code: bool
     if not isinstance(code, dict):
         raise ConfigError(
             f"model config {file}: Transformers {transformers.__version__} has no model type {model_type!r}"
-            f".{type_hint(model_type)}"
+            f".{_type_hint(model_type)}"
         )
     files = (str(place).rpartition(".")[0] + ".py" for place in code.values() if "--" not in str(place))  # of a hub
     missing = [name for name in dict.fromkeys(files) if not (file.parent / name).is_file()]
@@ -154,7 +193,7 @@ def _of_own_code(file: Path, model_type: str, code: Any, trust_remote_code: bool
             f"model config {file}: model type {model_type!r} brings Python code of its own; read it, and give "
             "--trust-remote-code to run it"
         )
-    config = load_config(str(file.parent), trust_remote_code)
+    config = _load_config(str(file.parent), trust_remote_code)
     make: Any = AutoModelForCausalLM
 
     def build(config: PreTrainedConfig, **asked: Any) -> PreTrainedModel:

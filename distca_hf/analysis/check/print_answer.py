@@ -10,8 +10,8 @@ from rich.text import Text
 from distca_hf.analysis.check.answer import MOST_TOKENS, CheckAnswer
 from distca_hf.analysis.check.kernels import KernelChoice
 from distca_hf.analysis.check.numerics import LARGEST_DIFFERENCE, Numerics
-from distca_hf.analysis.memory import USABLE_SHARE
-from distca_hf.analysis.print_answer import SHARDING, block, counted, in_gib, plain_table
+from distca_hf.analysis.memory import SHARDING_NAMES, USABLE_SHARE
+from distca_hf.analysis.tables import accumulation, block, counted, in_gib, plain_table
 from distca_hf.integrations.models.layer_kinds import grouped, ranges
 
 
@@ -20,7 +20,7 @@ HEADS = "Heads: query heads / KV heads, of so many numbers each."
 PARTS = {
     "parameters": "weights: a rank's share",
     "optimizer": "AdamW: a rank's share",
-    "gradients": "gradients: a rank's share",
+    "gradients": "gradients before the last backward",
     "gathered": "weights gathered, their gradients",
     "kept": "activations kept until backward",
     "layer": "one layer in backward",
@@ -109,7 +109,7 @@ def _need(choice: KernelChoice) -> str:
 def _memory(answer: CheckAnswer) -> RenderableType:
     """Returns the table of GiB per GPU by part, and the tokens per rank that fit."""
     job, fits = answer.job, answer.fits
-    table = plain_table(*(SHARDING[sharding] for sharding in fits))
+    table = plain_table(*(SHARDING_NAMES[sharding] for sharding in fits))
     for part, words in PARTS.items():
         values = [getattr(fit.memory, part) for fit in fits.values()]
         if any(values):
@@ -127,6 +127,8 @@ def _memory(answer: CheckAnswer) -> RenderableType:
         f"(--checkpointing); {'with' if job.liger else 'without'} Liger's kernels and loss; {USABLE_SHARE:.0%} of "
         f"{job.gpu.gib:g} GiB may be used."
     ).replace("%", " %")
+    parameters = 0 if answer.size is None else answer.size.parameters
+    words += accumulation(parameters, job.num_ranks, job.micro_steps)
     return block("GiB per GPU, estimated", table, words)
 
 

@@ -1,6 +1,7 @@
 """Sizes: numbers of weights of a model's layers, counted in the model itself, for estimates of memory."""
 
 from collections import Counter
+from collections.abc import Mapping
 from math import prod
 
 from torch import nn
@@ -9,7 +10,7 @@ from transformers import PreTrainedModel
 from distca_hf.analysis.memory import DecoderSize, LayerSize
 from distca_hf.analysis.request import MLP_MATRICES
 from distca_hf.integrations.models.layer_kinds import LayerKind, decoder_layers
-from distca_hf.integrations.models.operations import share_of_experts
+from distca_hf.integrations.models.operations import share_of, shares_of_experts
 from distca_hf.integrations.models.structure import attention_layers, weights_beside_text
 
 
@@ -29,12 +30,12 @@ def decoder_size(model: PreTrainedModel, kinds: list[LayerKind]) -> DecoderSize 
     modules = dict(model.named_modules())
     config = model.config.get_text_config()
     hidden_size = int(getattr(config, "hidden_size", embedding.shape[-1]))
-    share = share_of_experts(config)
+    shares = shares_of_experts(model)
     attention = attention_layers(model)
     counted: Counter[LayerSize] = Counter()
     for name, kind in zip(names, kinds, strict=True):
         of_attention = sum(_numbers(module) for inside, module in attention.items() if inside.startswith(f"{name}."))
-        passed = _passed(modules[name], share) - of_attention
+        passed = _passed(name, modules[name], shares) - of_attention
         mlp_size = max(0.0, passed) / (MLP_MATRICES * hidden_size)
         counted[LayerSize(1, _numbers(modules[name]), mlp_size, kind.heads, kind.window_tokens)] += 1
     in_layers = {weight for name in names for weight in modules[name].parameters()}
@@ -57,10 +58,11 @@ def _numbers(module: nn.Module) -> int:
     return sum(parameter.numel() for parameter in module.parameters())
 
 
-def _passed(layer: nn.Module, share: float | None) -> float:
+def _passed(layer: str, module: nn.Module, shares: Mapping[str, float | None]) -> float:
     """Returns the weights that a token passes in a layer; of experts the ones that it is sent to, or all of them if
-    the configuration does not say how many these are."""
-    return sum(
-        prod(parameter.shape) * (share if ".experts." in f".{name}" and share is not None else 1.0)
-        for name, parameter in layer.named_parameters()
-    )
+    the model does not say how many these are."""
+    passed = 0.0
+    for name, parameter in module.named_parameters():
+        share = share_of(f"{layer}.{name}", shares)
+        passed += prod(parameter.shape) * (1.0 if share is None else share)
+    return passed

@@ -118,11 +118,11 @@ def documents_dataset() -> Dataset:
 def loader_of(transport: Transport, whole_documents: bool = False) -> PlacedLoader:
     """Returns all documents in one micro-batch."""
     num_ranks = transport.world_size
-    planner = PlacedPlanner(_config(num_ranks), num_ranks, whole_documents=whole_documents)
+    planner = PlacedPlanner(config_for(num_ranks), num_ranks, whole_documents=whole_documents)
     return PlacedLoader(documents_dataset(), planner, transport, torch.device("cpu"))
 
 
-def _config(num_ranks: int) -> DistCAConfig:
+def config_for(num_ranks: int) -> DistCAConfig:
     """Returns settings with which all documents fit some ranks."""
     return DistCAConfig(tokens_per_rank=max(CAPACITY_TOKENS // num_ranks, LONGEST_TOKENS), pad_to_multiple_of=32)
 
@@ -167,12 +167,12 @@ def step_placed(tiny: TinyModel, num_ranks: int) -> Step:
     whole_documents = needs_whole_documents(models[0])
     documents = loader_of(LocalTransport()).documents(epoch=0, micro_batch=0)  # of all numbers of ranks
     lengths = np.array([len(document.input_ids) for document in documents])
-    layout = PlacedPlanner(_config(num_ranks), num_ranks, whole_documents=whole_documents).layout(lengths)
+    layout = PlacedPlanner(config_for(num_ranks), num_ranks, whole_documents=whole_documents).layout(lengths)
     tokens = torch.from_numpy(np.concatenate([document.input_ids for document in documents]))
 
     def step(transport: Transport) -> tuple[Step, torch.Tensor]:
         model = models[transport.rank]
-        enable(model, ParallelContext(_config(num_ranks)), LONGEST_TOKENS)
+        enable(model, ParallelContext(config_for(num_ranks)), LONGEST_TOKENS)
         (batch,) = loader_of(transport, whole_documents)
         output = model(**batch)
         output.loss.backward()

@@ -10,7 +10,9 @@ import inspect
 from dataclasses import dataclass, field
 from typing import Literal
 
-from transformers import PreTrainedModel
+import transformers
+from transformers import BitsAndBytesConfig, PreTrainedConfig, PreTrainedModel
+from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING, AutoHfQuantizer
 
 from distca_hf.analysis.check.find import DEFAULT_SIZES, Candidate
 from distca_hf.analysis.check.kernels import KernelChoice, kernels_for
@@ -105,6 +107,7 @@ def judge(candidate: Candidate, gpu: Gpu, capacity_tokens: int, tries: bool = Tr
                 "any loss, and attention tasks move"
             )
         found.reasons += _needs_more_than_text(model)
+    _quantised(candidate.config, found)
     choices = _kernels(model, gpu, capacity_tokens, found)
     whole = any(kind.mixer for kind in kinds) and any(kind.attends for kind in kinds)
     if not found.reasons:
@@ -136,6 +139,39 @@ def _needs_more_than_text(model: PreTrainedModel) -> list[str]:
     ]
     others = [name for name in needed if name != "input_ids"]
     return [f"every batch needs {' and '.join(others)}, and documents are text alone"] if others else []
+
+
+def _quantised(config: PreTrainedConfig, found: _Findings) -> None:
+    """Adds what Trainer says of quantised weights (`validate_quantization_for_training`): it trains none of them."""
+    parts = (config, config.get_text_config())
+    given = next((part.quantization_config for part in parts if getattr(part, "quantization_config", None)), None)
+    if given is None:
+        return
+    values = dict(given if isinstance(given, dict) else given.to_dict())
+    name = str(values.get("quant_method") or "no quant_method")
+    config_class = AUTO_QUANTIZATION_CONFIG_MAPPING.get(name, BitsAndBytesConfig)
+    if not values.get("quant_method") or not AutoHfQuantizer.supports_quant_method(values):
+        found.reasons.append(
+            f"its weights are quantised ({name}), and Transformers {transformers.__version__} does not read them; "
+            "take a checkpoint in bfloat16"
+        )
+        return
+    why_unknown, adapters = "", True
+    try:
+        quantizer = AutoHfQuantizer.from_config(values, pre_quantized=True)
+        adapters = bool(quantizer.is_trainable)
+        if quantizer.is_qat_trainable or values.get("dequantize"):
+            return
+    except Exception as error:  # packages of quantised weights are missing, most often
+        why_unknown = f", if its package trains them ({_named(error)})"
+    dequantised = "dequantize" in inspect.signature(config_class).parameters
+    ways = [f"load it with quantization_config={config_class.__name__}(dequantize=True)"] * dequantised
+    ways += [f"train adapters (LoRA){why_unknown}"] * adapters
+    words = f"its weights are quantised ({name}), and Trainer does not train quantised weights"
+    if ways:
+        found.limits.append(f"{words}: {', or '.join(ways)}. Memory is estimated for all weights, dequantised")
+    else:
+        found.reasons.append(f"{words}, nor adapters of them; take a checkpoint in bfloat16")
 
 
 def _outline(candidate: Candidate, found: _Findings) -> PreTrainedModel:

@@ -18,10 +18,11 @@ from distca_hf.analysis.profiles.grid import Grid
 from distca_hf.analysis.profiles.layers import LayerSize
 from distca_hf.analysis.profiles.main_figures import MainFigures
 from distca_hf.analysis.profiles.measure import Measuring
+from distca_hf.analysis.profiles.shipped import DEFAULT_FILE
 from distca_hf.analysis.profiles.write import write
 from distca_hf.comm.measure_links import MeasuringRanks
 from distca_hf.config import DistCAConfig
-from distca_hf.errors import ConfigError, DistCAError
+from distca_hf.errors import ConfigError, DistCAError, printable
 from distca_hf.launched import launched_local_rank, launched_nodes, launched_world_size
 
 
@@ -35,13 +36,13 @@ def main(arguments: Sequence[str]) -> None:
     try:
         _measure(options, shlex.join(["torchrun", "-m", "distca_hf.analysis.profiles", *arguments]))
     except DistCAError as error:
-        sys.stderr.write(f"distca: {' '.join(str(error).split())}\n")
+        sys.stderr.write(printable(f"distca: {' '.join(str(error).split())}\n"))
         raise SystemExit(2) from error
 
 
 def _measure(options: argparse.Namespace, command: str) -> None:
     profile = ClusterProfile.load(options.as_between_nodes) if options.as_between_nodes else None
-    model = find_model(options.model)
+    model = find_model(options.model, tries=False)
     heads = model.heads.query, model.heads.key_value, model.heads.dim
     if options.cpu:
         grid = Grid.of_cpu(heads)
@@ -68,12 +69,12 @@ def _measure(options: argparse.Namespace, command: str) -> None:
 
 def _print(figures: MainFigures, as_json: bool) -> None:
     words = json.dumps(figures.as_json(), allow_nan=False) if as_json else "\n".join(figures.lines())
-    sys.stdout.write(f"{words}\n")
+    sys.stdout.write(printable(f"{words}\n"))
 
 
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="distca_hf.analysis.profiles", description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--output", type=Path, default=Path("cluster.json"), help="file to write")
+    parser.add_argument("--output", type=Path, default=DEFAULT_FILE, help="file to write")
     parser.add_argument("--model", default="llama3-8b", help="model whose heads and layer are measured")
     parser.add_argument("--kernel", default=DistCAConfig().kernel, help="attention kernel, as in settings")
     parser.add_argument("--cpu", action="store_true", help="tiny sizes over gloo, without a GPU")

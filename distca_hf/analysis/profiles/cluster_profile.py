@@ -20,6 +20,7 @@ from distca_hf.analysis.profiles.json_values import (
 )
 from distca_hf.errors import ConfigError
 from distca_hf.version import __version__
+from distca_hf.whole_file import read_at_most
 
 
 # Number of the form of the file; it changes with every change that an older reader would misunderstand.
@@ -29,6 +30,8 @@ KIND = "distca_hf cluster profile"
 HEAD = ("kind", "schema", "distca_hf")
 PARTS = ("made", "attention", "layers", "rates", "within_node", "between_nodes")
 NAMES = (*HEAD, *PARTS, "kernel_times")
+# Largest file that is read: a thousand times one of ours.
+MOST_BYTES = 2**25
 OF_ANOTHER_VERSION = "install the version that wrote it, or measure again with `distca profile`"
 
 Numbers = tuple[float, ...]
@@ -194,7 +197,8 @@ class ClusterProfile:
             ConfigError: the file cannot be read, is none of ours, or of another form.
         """
         try:
-            content = json.loads(path.read_text())
+            with path.open("rb") as file:
+                content = json.loads(read_at_most(file, MOST_BYTES))
         except (OSError, ValueError, RecursionError) as error:
             raise ConfigError(f"{path} cannot be read as a cluster profile: {error}") from error
         return cls.from_json(content, str(path))

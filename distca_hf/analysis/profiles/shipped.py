@@ -11,8 +11,8 @@ from distca_hf.gpus import gpu_of_device, peak_flops
 
 
 FOLDER = "distca_hf.analysis.profiles"
-# Profile that is taken where none is named.
-DEFAULT_PROFILE = "h200"
+# Profile that is taken where none is named, and file that one is written to.
+DEFAULT_PROFILE, DEFAULT_FILE = "h200", Path("cluster.json")
 
 
 def shipped_profiles() -> dict[str, Path]:

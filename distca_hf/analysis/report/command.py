@@ -9,10 +9,10 @@ from distca_hf.analysis.report.figures import Report
 from distca_hf.analysis.report.page import write_page
 from distca_hf.analysis.report.small_enough import fitted
 from distca_hf.analysis.report.sources import read_source
+from distca_hf.analysis.terminal import COLUMNS
+from distca_hf.errors import printable
 
 
-# Width of text: that of most terminals.
-COLUMNS = 80
 # Name of the page, unless another is given.
 PAGE = Path("report.html")
 
@@ -32,7 +32,7 @@ def run_report(source: Path, output: Path | None, as_json: bool, cluster: str | 
     """
     report = read_source(source, cluster)
     page = output or (None if as_json else PAGE)
-    size = 0 if page is None else write_page(fitted(report), page)
+    size = 0 if page is None else write_page(fitted(report), page, named=output is not None)
     if as_json:
         sys.stdout.write(json.dumps(report.as_json()) + "\n")
     else:
@@ -47,4 +47,4 @@ def _in_words(report: Report, page: Path | None, size: int) -> str:
         sentences += [f"{step.label}:", *step.findings]
     sentences += report.notes
     lines = [textwrap.fill(sentence, COLUMNS, break_on_hyphens=False) for sentence in sentences]
-    return "\n".join([*lines, "", f"{page}: {size / 1000:,.0f} KB, open it in a browser", ""])
+    return printable("\n".join([*lines, "", f"{page}: {size / 1000:,.0f} KB, open it in a browser", ""]))

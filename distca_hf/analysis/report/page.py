@@ -9,9 +9,9 @@ from importlib.resources import files
 from pathlib import Path
 
 from distca_hf.analysis.report.figures import Report
-from distca_hf.analysis.whole_file import replaced
 from distca_hf.errors import ReportError
 from distca_hf.version import __version__
+from distca_hf.whole_file import replaced
 
 
 TEMPLATES = files("distca_hf.analysis.report") / "page"
@@ -53,15 +53,18 @@ def page_of(report: Report) -> str:
     return "".join(filled)
 
 
-def write_page(report: Report, path: Path) -> int:
+def write_page(report: Report, path: Path, named: bool) -> int:
     """Writes the page into a file, which appears when it is complete; returns its bytes.
+
+    Args:
+        named: see `replaced`.
 
     Raises:
         ReportError: it cannot be written.
     """
     content = page_of(report).encode()
     try:
-        with replaced(path) as unfinished:
+        with replaced(path, named=named) as unfinished:
             unfinished.write_bytes(content)
     except OSError as error:
         raise ReportError(f"--output {path} cannot be written: {error.strerror or error}") from error

@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from distca_hf.analysis.memory import SHARDING_NAMES
 from distca_hf.analysis.report.figures import MemoryBar, Report, Seconds, StepFigures, Table
 from distca_hf.analysis.report.small_enough import in_nodes
 from distca_hf.analysis.report.straggler import balance_in_words, most_telling
@@ -12,13 +13,12 @@ from distca_hf.analysis.report.straggler import balance_in_words, most_telling
 FIELDS = ("tokens_per_rank", "layout", "fingerprint", "whole_epoch", "imbalance_before")
 # Parts of the memory of a rank, by their fields.
 MEMORY_PARTS = {
-    "state": "weights, AdamW",
+    "state": "weights, AdamW, gradients",
     "gathered": "weights gathered, gradients",
     "kept": "kept until backward",
     "computed": "a layer or logits",
     "received": "keys of other ranks",
 }
-SHARDINGS = {"fsdp2": "FSDP2", "zero3": "ZeRO-3"}
 
 
 def claims(content: Mapping[str, Any]) -> bool:
@@ -112,10 +112,10 @@ def _seconds(estimates: Mapping[str, Any], work: Sequence[float], tokens: Sequen
 
 
 def _memory(estimates: Mapping[str, Any]) -> list[MemoryBar]:
-    """Returns the memory of a rank in both ways to shard."""
+    """Returns the memory of a rank in each way to shard."""
     return [
         MemoryBar(
-            SHARDINGS.get(name, name),
+            SHARDING_NAMES.get(name, name),
             [(words, float(parts[field])) for field, words in MEMORY_PARTS.items()],
             float(estimates["room_bytes"]),
         )
@@ -133,8 +133,8 @@ def _summary(content: Mapping[str, Any], estimates: Mapping[str, Any] | None) ->
     ]
     if estimates is not None:
         sentences.append(
-            f"Steps should be {estimates['over_plain']:.2f} times as fast as with documents in order; attention is "
-            f"{estimates['attention_share']:.0%} of a balanced step."
+            f"Steps should be {estimates['over_plain']:.2f} times as fast as with plain packing; attention is "
+            f"{estimates['attention_share']:.0%} of a step."
         )
     return sentences
 
@@ -154,7 +154,7 @@ def _tables(content: Mapping[str, Any]) -> list[Table]:
         tables.append(
             Table(
                 "Other numbers of tokens per rank",
-                ["tokens per rank", "GiB", "times as fast as in order", "longest document", "too long"],
+                ["tokens per rank", "GiB", "times as fast as plain packing", "longest document", "too long"],
                 [
                     [
                         choice["tokens_per_rank"],

@@ -23,7 +23,7 @@ from distca_hf.analysis.request import ModelSize
 from distca_hf.analysis.simulate.costs import Costs
 from distca_hf.analysis.simulate.model import SimulatedModel
 from distca_hf.cost import CAUSAL_MASK, Heads, Mask
-from distca_hf.errors import ConfigError
+from distca_hf.errors import first_line
 from distca_hf.traces import HeadSizes, LayersTrace, ModelSizes, RankTrace
 
 
@@ -57,8 +57,9 @@ class Predictor:
     """Predicts the micro-batches of a run.
 
     Args:
-        named: profile for all ranks; None: that of the setting `kernel_times` where it is of a rank's GPU, else the
-            shipped one of this GPU.
+        named: profile for all ranks; None: that of the setting `kernel_times` where it is in the run's folder and of
+            a rank's GPU, else the shipped one of this GPU.
+        folder: of the run. A trace may name any file, and others are not opened.
 
     Attributes:
         notes: everything that was taken from outside of measured sizes, or of other heads.
@@ -66,6 +67,7 @@ class Predictor:
     """
 
     named: ClusterProfile | None = None
+    folder: Path = Path()
     notes: Notes = field(default_factory=Notes)
     unread: dict[str, None] = field(default_factory=dict)
 
@@ -136,10 +138,14 @@ class Predictor:
     def _load(self, path: str) -> ClusterProfile | None:
         """Returns the profile in a file; None, with a note, if it cannot be read here."""
         try:
-            return ClusterProfile.load(Path(path))
-        except ConfigError as error:
-            self.unread[f"The file of the setting kernel_times is no profile to predict from: {error}."] = None
-            return None
+            file = Path(path).resolve()
+            if file.is_relative_to(self.folder.resolve()) and file.is_file():
+                return ClusterProfile.load(file)
+            words = f"{path} is not a file in the folder of the run; give it with --cluster"
+        except (OSError, ValueError) as error:
+            words = first_line(error)
+        self.unread[f"The file of the setting kernel_times is no profile to predict from: {words}."] = None
+        return None
 
     def _attention(self, profile: ClusterProfile, model: ModelSizes, traces: Sequence[RankTrace]) -> OfRanks:
         """Returns `[traces]` seconds of attention in all layers; None where tasks are not known."""

@@ -34,13 +34,18 @@ def read_folder(folder: Path, predictor: Predictor | None = None) -> Report:
     Raises:
         ReportError: it holds no traces, or a file in it cannot be read; names file and line.
     """
-    predictor = predictor or Predictor()
+    predictor = predictor or Predictor(folder=folder)
     files = _files_in(folder) or _files_in(folder / FOLDER)
     if not files:
         raise ReportError(
             f"{folder} has no traces ({FILES}, also looked for in {FOLDER}/): train with report_every_steps=100, or "
             "give the folder that report_folder named"
         )
+    for file in files:
+        if not (target := file.resolve()).is_relative_to(folder.resolve()):
+            raise ReportError(
+                f"{file} is a link to {target}, outside of {folder}: give the folder that the traces are in"
+            )
     index = TraceIndex.of(files)
     if not index.steps:
         begun = f", and in {len(index.unfinished)} of them the beginning of one" if index.unfinished else ""

@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, Protocol, cast
 
@@ -12,10 +13,13 @@ from distca_hf.analysis.report.predictions import Predictor
 from distca_hf.analysis.report.run_folder import read_folder
 from distca_hf.errors import ReportError, first_line
 from distca_hf.typed_json import read_json
+from distca_hf.whole_file import read_at_most
 
 
 # A path that stands for standard input.
 STANDARD_INPUT = "-"
+# Most JSON that is read: a thousand times that of a plan for 1,000 ranks.
+MOST_BYTES = 2**30
 
 
 class JSONReader(Protocol):
@@ -48,7 +52,7 @@ def read_source(path: Path, cluster: str | None = None) -> Report:
         ConfigError: there is no such profile.
     """
     if path.is_dir():
-        return read_folder(path, Predictor(None if cluster is None else find_profile(cluster)))
+        return read_folder(path, Predictor(None if cluster is None else find_profile(cluster), path))
     if cluster is not None:
         raise ReportError(
             f"--cluster {cluster}: seconds of a run are predicted from it, and {path} is no folder of one"
@@ -58,7 +62,7 @@ def read_source(path: Path, cluster: str | None = None) -> Report:
         if reader.claims(content):
             try:
                 return reader.read(content, str(path))
-            except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
+            except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RecursionError) as error:
                 raise ReportError(
                     f"{path} is not as {command} --json of this version prints it ({type(error).__name__}: "
                     f"{first_line(error)}); run it again"
@@ -74,7 +78,8 @@ def read_source(path: Path, cluster: str | None = None) -> Report:
 def _object_of(path: Path) -> Mapping[str, Any]:
     """Returns the JSON object in a file, or on standard input."""
     try:
-        text = sys.stdin.read() if str(path) == STANDARD_INPUT else path.read_text(encoding="utf-8")
+        with nullcontext(sys.stdin.buffer) if str(path) == STANDARD_INPUT else path.open("rb") as file:
+            text = read_at_most(file, MOST_BYTES).decode()
     except FileNotFoundError:
         raise ReportError(f"{path} does not exist: give a folder of traces, or a file of JSON") from None
     except UnicodeDecodeError:

@@ -7,24 +7,25 @@ memory at a time.
     rank-00001.jsonl   | step 100 ... | step 200 ... |
 """
 
-import json
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
 
 from distca_hf.errors import ReportError
-from distca_hf.traces import RankTrace, may_begin_line, step_of
+from distca_hf.traces import LONGEST_LINE_BYTES, RankTrace, is_json, may_begin_line, step_of
+from distca_hf.whole_file import lines_of, open_regular
 
 
 class _Place(NamedTuple):
-    """Lines of one step that follow each other in a file: where the first begins, its number, and bytes and traces of
-    all."""
+    """Lines of one step that follow each other in a file: the byte that the first begins with, its number, and how
+    many lines and traces there are."""
 
     file: Path
     begin: int
-    num_bytes: int
+    num_lines: int
     first_line: int
     num_traces: int
 
@@ -75,26 +76,32 @@ class TraceIndex:
             ReportError: a line is no trace; names file and line.
         """
         for place in self._places[step]:
-            for number, line in enumerate(_read(place).split(b"\n"), place.first_line):
-                if line.strip():
-                    yield _trace(place.file, number, line)
+            try:
+                with open_regular(place.file) as file:
+                    file.seek(place.begin)
+                    lines = islice(lines_of(file, LONGEST_LINE_BYTES), place.num_lines)
+                    for number, line in enumerate(lines, place.first_line):
+                        if line.strip():
+                            yield _trace(place.file, number, line)
+            except OSError as error:
+                raise ReportError(f"{place.file} cannot be read: {error.strerror or error}") from error
 
 
 def _joined(file: Path, unfinished: list[Path]) -> Iterator[tuple[int, _Place]]:
     """Yields the steps of a file, with the lines of one that follow each other as one place."""
-    step, begin, end, first_line, num_traces = None, 0, 0, 0, 0
+    step, begin, last_line, first_line, num_traces = None, 0, 0, 0, 0
     for line in _whole_lines(file, unfinished):
         of_line = step_of(_text(file, line.content))
         if of_line is None:  # another form; it says itself what it is, or that it is wrong
             of_line = _trace(file, line.number, line.content).step
         if of_line != step:
             if step is not None:
-                yield step, _Place(file, begin, end - begin, first_line, num_traces)
+                yield step, _Place(file, begin, last_line - first_line + 1, first_line, num_traces)
             step, begin, first_line, num_traces = of_line, line.begin, line.number, 0
-        end = line.begin + len(line.content)
+        last_line = line.number
         num_traces += 1
     if step is not None:
-        yield step, _Place(file, begin, end - begin, first_line, num_traces)
+        yield step, _Place(file, begin, last_line - first_line + 1, first_line, num_traces)
 
 
 def _whole_lines(file: Path, unfinished: list[Path]) -> Iterator[_Line]:
@@ -102,8 +109,8 @@ def _whole_lines(file: Path, unfinished: list[Path]) -> Iterator[_Line]:
     end; then the file is added to `unfinished`."""
     before, begin = None, 0
     try:
-        with file.open("rb") as lines:
-            for number, content in enumerate(lines, 1):
+        with open_regular(file) as lines:
+            for number, content in enumerate(lines_of(lines, LONGEST_LINE_BYTES), 1):
                 if before is not None:
                     yield before
                 before = _Line(number, begin, content) if content.strip() else None
@@ -112,30 +119,11 @@ def _whole_lines(file: Path, unfinished: list[Path]) -> Iterator[_Line]:
         raise ReportError(f"{file} cannot be read: {error.strerror or error}") from error
     if before is None:
         return
-    if may_begin_line(_text(file, before.content)) and not _is_whole(before.content):
+    is_whole = before.content.endswith(b"\n") or is_json(before.content)
+    if may_begin_line(_text(file, before.content)) and not is_whole:
         unfinished.append(file)
     else:
         yield before
-
-
-def _is_whole(last_line: bytes) -> bool:
-    """Returns whether the last line of a file was written to its end."""
-    if last_line.endswith(b"\n"):
-        return True
-    try:
-        json.loads(last_line)
-    except (ValueError, RecursionError):
-        return False
-    return True
-
-
-def _read(place: _Place) -> bytes:
-    try:
-        with place.file.open("rb") as file:
-            file.seek(place.begin)
-            return file.read(place.num_bytes)
-    except OSError as error:
-        raise ReportError(f"{place.file} cannot be read: {error.strerror or error}") from error
 
 
 def _trace(file: Path, number: int, line: bytes) -> RankTrace:

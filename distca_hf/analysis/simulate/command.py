@@ -7,12 +7,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
-from rich.console import Console
-
-from distca_hf.analysis.command import COLUMNS, DEFAULT_MODEL, PlanProgress
+from distca_hf.analysis.command import DEFAULT_MODEL, PlanProgress
 from distca_hf.analysis.find_model import find_model
 from distca_hf.analysis.lengths import read_lengths
-from distca_hf.analysis.memory import Checkpointing
+from distca_hf.analysis.memory import GIB, Checkpointing, gradient_bytes
 from distca_hf.analysis.profiles.cluster_profile import ClusterProfile
 from distca_hf.analysis.profiles.curves import Notes
 from distca_hf.analysis.profiles.shipped import find_profile
@@ -22,6 +20,7 @@ from distca_hf.analysis.simulate.request import GPUS_PER_SERVER, SimulationReque
 from distca_hf.analysis.simulate.result import Result, make_result
 from distca_hf.analysis.simulate.run import Track, run_steps
 from distca_hf.analysis.simulate.ways import PUBLISHED_TOLERANCE
+from distca_hf.analysis.terminal import Terminal
 from distca_hf.arrays import IntArray
 from distca_hf.data.pipelines import Pipeline
 from distca_hf.errors import ConfigError
@@ -51,6 +50,7 @@ class SimulateOptions:
     chunks: int | None
     checkpointing: str
     liger: bool
+    sync_each_batch: bool
     gpu_gib: float | None
     batches: int
     token_budget: float
@@ -87,6 +87,7 @@ def run_simulate(options: SimulateOptions) -> None:
             options.batches,
             options.seed,
             pipeline,
+            options.sync_each_batch,
         )
         for gpus in _numbers("--gpus", options.gpus)
         for micro_steps in _numbers("--micro-steps", options.micro_steps)
@@ -102,7 +103,7 @@ def run_simulate(options: SimulateOptions) -> None:
                 result, of_result = simulate(request, profile, documents.tokens, options.token_budget, count)
             results.append(result)
             notes.merge(of_result)
-    assumptions = [*ASSUMPTIONS, *_assumptions(options, requests[0], profile), *notes.lines()]
+    assumptions = [*ASSUMPTIONS, *_assumptions(options, requests, profile), *notes.lines()]
     if options.as_json:
         content = as_json(options, results, profile, model, assumptions)
         sys.stdout.write(json.dumps(content, allow_nan=False) + "\n")
@@ -111,7 +112,7 @@ def run_simulate(options: SimulateOptions) -> None:
         f"{documents.source}: {len(documents.tokens):,} documents, {int(documents.tokens.sum()):,} tokens, the "
         f"longest has {int(documents.tokens.max()):,}. {model.name}, {options.batches} steps."
     )
-    print_results(world, results, profile, assumptions, Console(width=None if Console().is_terminal else COLUMNS))
+    print_results(world, results, profile, assumptions, Terminal())
 
 
 def simulate(
@@ -147,20 +148,24 @@ def simulate(
 
 # What holds for every simulation; docs/simulation.md has the equations.
 ASSUMPTIONS = (
-    "FSDP2 in bf16: ranks meet in every layer, and its weights are gathered twice and its gradients summed once in "
-    "each micro-step, beside computing; both ends of a micro-step wait for the wires",
+    "FSDP2 in bf16: ranks meet in every layer, and its weights are gathered twice in each micro-step, beside "
+    "computing; both ends of a micro-step wait for the wires",
     "plain packing: as TRL packs (bfd), whole documents in packs of equal tokens; longer ones are cut",
     "rings and Ulysses: the fastest size of a group that holds the context; their attention is computed again in "
     "backward, as in their code",
     f"DistCA, published: its planner at a tolerance of {100 * PUBLISHED_TOLERANCE:.0f} %; kernels hide its exchanges "
     "as long as they take longer",
     f"distca, with servers: one of {GPUS_PER_SERVER} GPUs serves attention, the others hold its tokens",
+    "`distca plan` has the same speed of distca, placed, over plain packing",
     "left out: data loading, the host's time, other jobs on the links, GPUs of unequal speed",
 )
 
 
-def _assumptions(options: SimulateOptions, request: SimulationRequest, profile: ClusterProfile) -> list[str]:
+def _assumptions(
+    options: SimulateOptions, requests: Sequence[SimulationRequest], profile: ClusterProfile
+) -> list[str]:
     """Returns the assumptions that options decide."""
+    request = requests[0]
     kept = {
         "saved": "layers are checkpointed; distca keeps attention's outputs, its default",
         "recomputed": "layers are checkpointed, and attention is computed again everywhere",
@@ -176,6 +181,8 @@ def _assumptions(options: SimulateOptions, request: SimulationRequest, profile: 
             f"the memory of {profile.made.device!r}, of which the profile is, is not known: that of an H100 is "
             "assumed; give yours by --gpu-gib"
         )
+    words += [f"limit of the model: {limit}" for limit in request.model.limits]
+    words += [_accumulation(one) for one in requests if one.accumulation > 1][:1]
     if request.tensor_ranks > 1:
         words.append(
             f"{request.tensor_ranks} GPUs divide every layer; their exchanges of activations are hidden by nothing"
@@ -194,6 +201,22 @@ def _assumptions(options: SimulateOptions, request: SimulationRequest, profile: 
             "step, as torch has it; an estimate that was not measured",
         ]
     return words
+
+
+def _accumulation(request: SimulationRequest) -> str:
+    """Returns when gradients are summed over ranks, and what each GPU keeps of them before, in words."""
+    parameters = request.model.size.parameters
+    weights = parameters // request.tensor_ranks, parameters // request.gpus
+    whole, share = (gradient_bytes(way, *weights, request.accumulation) / GIB for way in ("fsdp2", "fsdp2_synced"))
+    if request.sync_each_batch:
+        return (
+            f"gradients are summed in each micro-step (sync_each_batch), and {share:.1f} GiB are kept on each of "
+            f"{request.gpus} GPUs; without it, as Trainer does by default, {whole:.1f} GiB"
+        )
+    return (
+        f"gradients are summed in the last micro-step only, as Trainer does by default, and {whole:.1f} GiB are kept "
+        f"before; with --sync-each-batch {share:.1f} GiB on each of {request.gpus} GPUs"
+    )
 
 
 def as_json(

@@ -65,6 +65,12 @@ class Load:
     saves_attention: bool = False
     beside_seconds: float = 0.0
 
+    def attention_seconds(self, layers_checkpointed: bool) -> float:
+        """Returns the mean seconds of ranks in attention, all layers and passes together."""
+        again = layers_checkpointed and not self.saves_attention
+        passes = ((kind.layers, kind.forward + kind.backward + again * kind.recomputed) for kind in self.attention)
+        return float(sum(layers * seconds.mean() for layers, seconds in passes))
+
     def recomputing(self) -> "Load":
         """Returns the same, with attention that runs again in backward."""
         return replace(self, saves_attention=False)

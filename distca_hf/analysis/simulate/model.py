@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 
 from distca_hf.analysis.request import ModelShape, ModelSize
 from distca_hf.arrays import IntArray
-from distca_hf.cost import CAUSAL_MASK, Heads, LayerMasks, Mask
+from distca_hf.cost import Heads, LayerMasks
 from distca_hf.errors import ConfigError
 from distca_hf.flops import PassCosts, StepFlops
 
@@ -20,6 +20,8 @@ class SimulatedModel:
         size: numbers of weights.
         masks: each mask of the attention layers, with their number.
         mixers: layers that carry a state; documents stay whole then.
+        longest_document_tokens: longest document that the model takes; None if it takes any.
+        limits: what a training must keep to, as `distca check` says it.
     """
 
     name: str
@@ -27,6 +29,8 @@ class SimulatedModel:
     size: ModelSize
     masks: LayerMasks
     mixers: int = 0
+    longest_document_tokens: int | None = None
+    limits: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, shape: ModelShape) -> "SimulatedModel":
@@ -35,18 +39,13 @@ class SimulatedModel:
         Raises:
             ConfigError: distca_hf refuses it, its size is not known, or no layer attends.
         """
-        if shape.refusals:
-            raise ConfigError(f"model {shape.name} is refused: {'; '.join(shape.refusals)}")
+        shape.check_accepted()
         if shape.size is None:
             raise ConfigError(f"model {shape.name}: its number of weights is not known, so no step can be simulated")
-        windows = [(Mask(tokens), count) for tokens, count in shape.window_layers]
-        full = shape.full_layers
-        if full is None:
-            full = shape.size.layers - shape.mixer_layers - sum(count for _, count in windows)
-        masks = [*([(CAUSAL_MASK, full)] if full > 0 else []), *windows]
-        if not masks:
+        if not shape.masks:
             raise ConfigError(f"model {shape.name} has no attention layer: there is nothing to balance")
-        return cls(shape.name, shape.heads, shape.size, tuple(masks), shape.mixer_layers)
+        limits = shape.longest_document_tokens, shape.limits
+        return cls(shape.name, shape.heads, shape.size, shape.masks, shape.mixer_layers, *limits)
 
     @property
     def attention_layers(self) -> int:

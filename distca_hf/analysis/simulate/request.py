@@ -49,6 +49,8 @@ class SimulationRequest:
         seed: of the order of documents.
         pipeline: stages that the same GPUs are also simulated with, and that documents are packed for; None if there
             are none. A stage runs each of `accumulation` micro-steps as one micro-batch for every stage.
+        sync_each_batch: whether gradients are summed over ranks in each micro-step. By default, as Trainer has it,
+            they are in the last one only, and each GPU keeps whole gradients until then.
 
     Raises:
         ConfigError: a number is out of range, or numbers do not fit together.
@@ -67,6 +69,7 @@ class SimulationRequest:
     batches: int = 20
     seed: int = 0
     pipeline: Pipeline | None = None
+    sync_each_batch: bool = False
 
     def __post_init__(self) -> None:
         for option, value, most in (
@@ -113,6 +116,9 @@ class SimulationRequest:
                 f"--context {context}: {self.model.mixers} layers of {self.model.name} carry a state, so documents "
                 f"stay whole on a rank, and one holds {self.tokens_per_rank} tokens"
             )
+        limit = self.model.longest_document_tokens
+        if context is not None and limit is not None and context > limit:
+            raise ConfigError(f"--context {context}: {self.model.name} takes documents of up to {limit} tokens")
 
     def _check_pipeline(self, pipeline: Pipeline) -> None:
         """Checks that the GPUs can be divided into stages, and the layers into parts."""
@@ -163,7 +169,7 @@ class SimulationRequest:
     def longest_tokens(self) -> int:
         """Tokens of the longest document that is not split."""
         most = self.tokens_per_rank if self.model.mixers else self.capacity_tokens
-        return min(most, self.context_tokens or most)
+        return min(most, self.context_tokens or most, self.model.longest_document_tokens or most)
 
     @property
     def head_groups(self) -> int:
@@ -230,7 +236,7 @@ class SimulationRequest:
         longest = int(document_tokens.max(initial=0))
         if self.context_tokens is None and longest > self.longest_tokens:
             raise PackingError(
-                f"a document of {longest} tokens is longer than the {self.longest_tokens} that have room; "
+                f"a document of {longest} tokens is longer than the {self.longest_tokens} that ranks and model take; "
                 f"--context {self.longest_tokens} splits longer ones"
             )
         lengths = fit_documents(document_tokens, self.longest_tokens, "split")[2]

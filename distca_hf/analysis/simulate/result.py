@@ -1,12 +1,12 @@
 """Result: figures of every way, and the way to choose."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
-from distca_hf.analysis.memory import GIB, USABLE_SHARE, TrainingSetup, estimate_memory
+from distca_hf.analysis.memory import GIB, USABLE_SHARE, Sharding, TrainingSetup, estimate_memory
 from distca_hf.analysis.simulate.run import WaySteps
 from distca_hf.analysis.simulate.stages import StageMemory
 from distca_hf.analysis.simulate.ways import Simulation, Step, Way
@@ -271,8 +271,10 @@ def _memory_bytes(simulation: Simulation, way: Way, steps: WaySteps) -> int:
     trainers = request.gpus - way.servers * request.tensor_ranks
     gpus = request.gpus // request.num_stages if way.in_stages else trainers
     liger, tensor_ranks = request.liger, request.tensor_ranks
-    setup = TrainingSetup(gpus, "fsdp2", checkpointing, liger, kv_budget_bytes=budget, tensor_ranks=tensor_ranks)
+    sharding: Sharding = "fsdp2_synced" if request.sync_each_batch else "fsdp2"
+    setup = TrainingSetup(gpus, sharding, checkpointing, liger, kv_budget_bytes=budget, tensor_ranks=tensor_ranks)
     if not way.in_stages:
+        setup = replace(setup, micro_steps=request.accumulation)
         return estimate_memory(size, setup, int(steps.most_tokens), received).total
     assert request.pipeline is not None
     tokens = int(steps.most_tokens)

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from distca_hf.analysis.memory import Sharding, gradient_bytes
 from distca_hf.analysis.profiles.curves import FloatArray
 from distca_hf.analysis.simulate.costs import HALF_BYTES, Costs, LayerSeconds
 from distca_hf.analysis.simulate.load import Attention, Load
@@ -23,8 +24,10 @@ from distca_hf.analysis.simulate.wires import Cluster
 
 
 # Bytes of a number that a cast between fp32 and bf16 reads and writes; and casts of a rank's share in a micro-batch
-# under FSDP2: weights before each of two gathers, gradients behind their sum.
-CAST_BYTES, NUM_CASTS = 6, 3
+# under FSDP2: weights before each of two gathers. Gradients are cast after their sum.
+CAST_BYTES, GATHERED_CASTS = 6, 2
+# Numbers that an addition reads and writes.
+ADDED_NUMBERS = 3
 # Exchanges of activations that tensor parallelism makes in a layer, forward and as many backward: hidden states are
 # gathered before and reduced behind attention and the MLP.
 TENSOR_COLLECTIVES = 2
@@ -44,6 +47,7 @@ class Training:
         root_share: part of the weights outside of layers that there is; benchmarks leave the head out.
         gathers_layers: whether weights are gathered, and gradients summed, in each layer of each micro-batch. Stages
             of a pipeline do so once in an optimizer step.
+        sums_gradients: whether gradients are summed over ranks; under `no_sync` each rank adds them to its own.
     """
 
     costs: Costs
@@ -54,6 +58,7 @@ class Training:
     reduce_bytes: int = HALF_BYTES
     root_share: float = 1.0
     gathers_layers: bool = True
+    sums_gradients: bool = True
 
     @property
     def shards(self) -> int:
@@ -88,6 +93,8 @@ class Training:
 
     def reduce_seconds(self, weight_bytes: float) -> float:
         """Returns the seconds of summing the gradients of weights of so many bytes in bf16."""
+        if not self.sums_gradients:
+            return 0.0
         return self.cluster.reduce_scatter(weight_bytes * self.reduce_bytes / HALF_BYTES)
 
     def embedding_seconds(self, load: Load) -> float:
@@ -103,7 +110,14 @@ class Training:
     def cast_seconds(self) -> float:
         """Returns the seconds of casting a rank's share of weights, and of gradients."""
         shards = self.costs.model.size.parameters / self.shards / self.costs.tensor_ranks
-        return float(self.costs.copy_seconds(NUM_CASTS * CAST_BYTES * shards))
+        return float(self.costs.copy_seconds((GATHERED_CASTS + self.sums_gradients) * CAST_BYTES * shards))
+
+    def adding_seconds(self) -> float:
+        """Returns the seconds of adding a micro-batch's gradients to those of earlier ones."""
+        weights = self.costs.model.size.parameters // self.costs.tensor_ranks
+        way: Sharding = "fsdp2_synced" if self.sums_gradients else "fsdp2"
+        added = gradient_bytes(way, weights, weights // self.shards, micro_steps=2)
+        return float(self.costs.copy_seconds(ADDED_NUMBERS * added))
 
     def _layer_seconds(self, layer: LayerSeconds, attention: Attention, load: Load) -> tuple[float, float]:
         """Returns the seconds of a layer, forward and backward: of its slowest rank, or of the wires if they are

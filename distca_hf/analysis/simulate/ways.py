@@ -100,8 +100,10 @@ class Simulation:
             loads = way.loads(step)
             seconds = self.staged_training.micro_batches_seconds(loads) + training.cast_seconds()
         else:
-            loads = way.loads(self.request.without_stages(step))
-            seconds = sum(training.micro_batch_seconds(load) for load in loads)
+            *earlier, last = loads = way.loads(self.request.without_stages(step))
+            before = replace(training, sums_gradients=self.request.sync_each_batch)
+            seconds = sum(before.micro_batch_seconds(load) + before.adding_seconds() for load in earlier)
+            seconds += training.micro_batch_seconds(last)
         return seconds + training.optimizer_seconds(), loads
 
     def ways(self) -> list[Way]:

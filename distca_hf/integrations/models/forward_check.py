@@ -16,13 +16,15 @@ from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 
 from distca_hf.batches.batch_documents import Batch
+from distca_hf.comm.grid import Grid, Scope
 from distca_hf.config import DistCAConfig
 from distca_hf.errors import PlanError, UnsupportedAttentionError
 from distca_hf.integrations.models.check import IMPLEMENTATION, PositionLimits
-from distca_hf.integrations.models.layer_masks import layer_masks_of
+from distca_hf.integrations.models.layer_masks import layer_masks_of, layer_windows
 from distca_hf.integrations.models.structure import transformers_model, weights_beside_text
 from distca_hf.integrations.models.towers import towers
-from distca_hf.integrations.models.weights_check import replicated_parameters
+from distca_hf.integrations.models.weights_check import SharedState, replicated_parameters
+from distca_hf.runtime.forward_pass import ForwardPass
 from distca_hf.runtime.live_plan import LivePlan
 from distca_hf.runtime.pass_calls import PassCalls
 from distca_hf.telemetry import get_logger
@@ -47,6 +49,8 @@ ABOUT_A_CONFIG = frozenset(
 )
 # Attributes of modules that other facts cover, or that do not change numbers.
 ABOUT_A_MODULE = frozenset({"gradient_checkpointing", "name_or_path", "training"})
+# Attributes of PEFT's layers that decide what their adapters add.
+OF_ADAPTERS = ("scaling", "_active_adapter", "_disable_adapters", "merged_adapters")
 
 
 class ForwardCheck:
@@ -61,6 +65,7 @@ class ForwardCheck:
     Attributes:
         position_limits: longest documents that the model can take.
         towers: parts of a multimodal model beside its text, by name.
+        windows: sliding windows of its attention layers by name, as placement counts them.
         num_calls: attention calls of every pass; None before the first one.
         calls_before: those of the latest pass; None before the first one.
     """
@@ -76,21 +81,35 @@ class ForwardCheck:
         configs = [getattr(layer, "config", inner.config.get_text_config()) for layer in layers.values()]
         self._attention_configs = list({id(config): config for config in configs}.values())
         self.position_limits, self.towers = PositionLimits(inner), towers(inner)
+        self.windows = dict(layer_windows(inner))
         self.num_calls: int | None = None
         self.calls_before: PassCalls | None = None
         self._module_facts: dict[str, object] | None = None
+        self._state: SharedState | None = None
         self._config_facts = ConfigFacts(root)
         self._warned_of_plugin = self._warned_of_implementation = False
 
     def forget_passes(self) -> None:
         """Forgets what passes were like so far."""
-        self.num_calls = self.calls_before = self._module_facts = None
+        self.num_calls = self.calls_before = self._module_facts = self._state = None
 
     def facts(self) -> dict[str, object]:
         """Returns what must be the same of the model on all ranks. Modules are read once, before the first pass."""
         if self._module_facts is None:
             self._module_facts = module_facts(self._root, self._layers)
         return self._module_facts | self._config_facts.now()
+
+    def shared_state(self, grid: Grid) -> dict[str, dict[str, str]]:
+        """Returns checksums of weights and buffers to compare in this pass; see `SharedState`.
+
+        Args:
+            grid: of all ranks. Tensor ranks may hold parts of weights that torch knows nothing of.
+        """
+        if len(grid.members(Scope.STAGE)) == 1:
+            return {}
+        if self._state is None:
+            self._state = SharedState(self._root, with_weights=grid.shape[2] == 1)
+        return self._state.now()
 
     def check_model(self, module: nn.Module) -> None:
         """Checks that the model is the one that was enabled, and that it still attends through distca.
@@ -220,7 +239,30 @@ class ForwardCheck:
                 "others computed something else or were left out, and no step was taken. Keep attn_implementation "
                 '"distca" for all layers, and leave none out (layerdrop)'
             )
+        if self.num_calls is None:
+            self._check_windows(plan.forward_pass)
         self.num_calls, self.calls_before = calls, plan.forward_pass.made
+
+    def _check_windows(self, forward_pass: ForwardPass) -> None:
+        """Warns, after the first pass, of layers that attend with other windows than placement was told."""
+        names, planned = list(self._layers), self.windows
+        if len(forward_pass.layers) != len(forward_pass.made.windows):  # an attention server was lost meanwhile
+            return
+        called = zip(forward_pass.layers, forward_pass.made.windows, strict=True)
+        others = {names[int(layer)]: window or None for layer, window in called}
+        others = {name: window for name, window in others.items() if window != planned[name]}
+        if others:
+            name, window = next(iter(others.items()))
+            log.warning(
+                "%s: %s attends with %s, and had %s when the model was enabled; %d of %d layers differ. Losses and "
+                "gradients are right, but ranks may have unequal work: placement, and the balance in the log, count "
+                "the windows of before. If you changed them, enable the model again; else please report this class",
+                self._class_name,
+                name,
+                *("no window" if tokens is None else f"a window of {tokens}" for tokens in (window, planned[name])),
+                len(others),
+                len(names),
+            )
 
 
 def module_facts(model: nn.Module, attention_layers: Mapping[str, nn.Module]) -> dict[str, object]:
@@ -246,21 +288,22 @@ def module_facts(model: nn.Module, attention_layers: Mapping[str, nn.Module]) ->
     }
 
 
-def _settings(model: nn.Module) -> list[tuple[str, str, list[tuple[str, object]]]]:
-    """Returns name, class and plain attributes of every module. Shapes of weights are left out: sharding leaves each
-    rank another part of them."""
+def _settings(model: nn.Module) -> list[tuple[str, str, bool, list[tuple[str, object]]]]:
+    """Returns name, class, whether it is in the model's mode, and plain attributes of every module. Shapes of weights
+    are left out: sharding leaves each rank another part of them."""
     return [
-        (name, type(module).__name__, _plain_attributes(module) if _is_known(module) else [])
+        (name, type(module).__name__, module.training == model.training, _plain_attributes(module))
         for name, module in model.named_modules()
     ]
 
 
-def _is_known(module: nn.Module) -> bool:
-    """Returns whether a module is of torch or Transformers: others may hold their rank, for example."""
-    return type(module).__module__.startswith(("torch.nn.modules.", "transformers."))
-
-
 def _plain_attributes(module: nn.Module) -> list[tuple[str, object]]:
+    """Returns attributes of modules of torch, Transformers and PEFT: others may hold their rank, for example."""
+    of = type(module).__module__
+    if of.startswith("peft.tuners."):
+        return [(name, vars(module).get(name)) for name in OF_ADAPTERS]
+    if not of.startswith(("torch.nn.modules.", "transformers.")):
+        return []
     return [
         (name, value)
         for name, value in sorted(vars(module).items())

@@ -15,9 +15,11 @@ from torch.utils.hooks import RemovableHandle
 from distca_hf.arrays import IntArray
 from distca_hf.batches.batch_documents import Batch, cache_of, check_ids, check_mask_numbers, tokens_of
 from distca_hf.batches.empty_batch import fill_empty
+from distca_hf.batches.known_batch import TELLING, copied_batch, known_batch, note_batch
 from distca_hf.batches.packed import PackPlanner
 from distca_hf.batches.preview import RunReport
 from distca_hf.batches.reported_steps import ReportedSteps
+from distca_hf.comm.averaging import check_averaging
 from distca_hf.errors import PlanError
 from distca_hf.flops import StepCost
 from distca_hf.integrations.attention import LAYER_SETTINGS, LayerSettings
@@ -31,13 +33,14 @@ from distca_hf.integrations.checkpointing import (
     save_attention,
 )
 from distca_hf.integrations.models.check import check_model
+from distca_hf.integrations.models.counted_rows import CountedRows
 from distca_hf.integrations.models.distributed_check import check_divided_heads, follow_mesh
 from distca_hf.integrations.models.forward_check import ForwardCheck
 from distca_hf.integrations.models.heads import head_groups_of, token_bytes_of
-from distca_hf.integrations.models.hooks import HiddenHook
+from distca_hf.integrations.models.hooks import WATCH, HiddenHook
 from distca_hf.integrations.models.label_count import label_count
 from distca_hf.integrations.models.layer_kinds import verdict_in_short
-from distca_hf.integrations.models.layer_masks import layer_masks_of
+from distca_hf.integrations.models.layer_masks import layer_masks_of, layer_windows
 from distca_hf.integrations.models.mixer_watch import MixerWatch
 from distca_hf.integrations.models.operations import predictable, step_flops
 from distca_hf.integrations.models.padded_backbone import PaddedBackbone
@@ -57,9 +60,6 @@ from distca_hf.telemetry import get_logger
 
 
 log = get_logger(__name__)
-
-# Attribute of an enabled model, and of the Transformers model inside it, that holds the watch.
-WATCH = "_distca_watch"
 
 
 def watch_of(model: nn.Module | None) -> "ForwardWatch | None":
@@ -92,6 +92,7 @@ class ForwardWatch:
         self._checked_gradients = self._is_running = False
         self._check = ForwardCheck(root, config, self._layers, whole_documents)
         self.position_limits = self._check.position_limits
+        self._counted = CountedRows(inner)
         self._padded = PaddedBackbone(inner, self.position_limits.has_table)
         self._names = names_by_position(root)
         self._accepts_use_cache = forward_accepts(inner, "use_cache")
@@ -145,8 +146,9 @@ class ForwardWatch:
             restore_functions(self._checkpointed or [])
 
     def is_for(self, root: nn.Module, context: ParallelContext, whole_documents: bool) -> bool:
-        """Returns whether it watches this model under this plugin, for these batches."""
-        return self.root is root and self.context is context and self._check.whole_documents == whole_documents
+        """Returns whether it watches this model under this plugin, for these batches, with windows as they are now."""
+        same = self.root is root and self.context is context and self._check.whole_documents == whole_documents
+        return same and self._check.windows == dict(layer_windows(root))
 
     def forget_passes(self) -> None:
         """Lets layers change: the next pass counts as the first one."""
@@ -169,8 +171,15 @@ class ForwardWatch:
     def _before(self, module: nn.Module, args: tuple[object, ...], kwargs: dict[str, Any]) -> object:
         self._is_running = True
         self._padded.end()
+        self._counted.begin({}, None, trains=False)
         given = dict(zip(self._names, args, strict=False)) | kwargs
         batch = dict(without_kinds_of_text(given)) if self._check.towers else given
+        known = known_batch(batch)
+        if known is None and all(batch.get(name) is None for name in ("distca_plan", *TELLING)):
+            known = copied_batch(batch)
+        note_batch(batch)
+        if known is not None:
+            batch = {**batch, **known.missing(batch, self._class_name)}
         plan = batch.get("distca_plan")
         if plan is None:
             if self._is_alone(module, batch):
@@ -196,8 +205,11 @@ class ForwardWatch:
         self.context.check_shares(plan.transport, plan.micro_batch)
         self._check.check_placed(batch, plan)
         batch |= self._mixers.with_plan(batch, plan)
+        plan = plan.for_pass()
         self._begin(module, plan)
-        return args, {**batch, "distca_plan": plan, **label_count(batch, plan), **self._no_cache(batch)}
+        trains = module.training and torch.is_grad_enabled()
+        counted = self._counted.begin(batch, plan, trains, self._padded.row_tokens)
+        return args, {**batch, "distca_plan": plan, **label_count(batch, plan), **self._no_cache(batch), **counted}
 
     def _begin(self, module: nn.Module, plan: LivePlan) -> None:
         """Prepares checkpointing, and the pass with its facts."""
@@ -210,7 +222,7 @@ class ForwardWatch:
         regions = self._recomputed_layers.regions(self._checkpointed_modules(module), again)
         if torch.is_grad_enabled() and not self._checked_gradients:
             self._checked_gradients = True  # a model may be evaluated before it is wrapped
-            self.context.check_gradients(self.root)
+            check_averaging(self.root, self.context.members)
             check_divided_heads(self.root, self.context)
         facts = {
             **plan.config.shared_settings(),
@@ -228,7 +240,7 @@ class ForwardWatch:
         grid = self.context.members.grid
         of_model = partial(predictable, self.root, self.flops, self._recomputed(module), grid)
         trace = self.reported_steps.begin(plan, trains, of_model)
-        plan.begin_forward_pass(calls, facts, layers, self._check.calls_before, trace)
+        plan.begin_forward_pass(calls, facts, layers, self._check.calls_before, trace, self._check.shared_state(grid))
 
     def _no_cache(self, batch: Batch) -> dict[str, bool]:
         """Returns `use_cache=False`, unless the caller decided.
@@ -284,7 +296,7 @@ class ForwardWatch:
                 "their outputs instead"
             )
 
-    def _after(self, module: nn.Module, args: tuple[object, ...], kwargs: dict[str, Any], output: object) -> None:
+    def _after(self, module: nn.Module, args: tuple[object, ...], kwargs: dict[str, Any], output: object) -> object:
         """Checks the attention calls of the pass, and compares them over ranks.
 
         Raises:
@@ -298,9 +310,10 @@ class ForwardWatch:
             self._check.check_calls(plan)
             self.attention_dtype = plan.attention_dtype
             trains = module.training and torch.is_grad_enabled()
-            plan.end_forward_pass(torch.is_grad_enabled(), trains)
+            plan.end_forward_pass(trains)
             if trains and not self.report.written:
                 self.report.begin(plan, self._step_cost(module))
+        return self._counted.end(output)
 
     def _step_cost(self, module: nn.Module) -> StepCost | None:
         """Returns the cost of a step as the model is checkpointed; None if its operations are not known."""
@@ -359,7 +372,7 @@ def enable(
     watch = watch_of(inner)
     if watch is None or not watch.is_for(model, plugin, whole_documents):
         if watch is not None:
-            log.info("%s was enabled before; from now on it follows the new plugin", type(inner).__name__)
+            log.info("%s was enabled before; from now on it follows this plugin", type(inner).__name__)
             watch.leave({model, inner})
         watch = ForwardWatch(model, plugin, whole_documents)
         watch.enter()
@@ -371,28 +384,3 @@ def enable(
         )
         setattr(layer, LAYER_SETTINGS, settings)
     return model
-
-
-def restorer(model: nn.Module) -> Callable[[], None]:
-    """Returns a function that leaves a model as it is now: not enabled, or enabled as before.
-
-    Raises:
-        UnsupportedAttentionError: it is no Transformers model.
-    """
-    inner = transformers_model(model)
-    earlier = watch_of(inner)
-    settings_of_layers = {layer: vars(layer).get(LAYER_SETTINGS) for layer in attention_layers(inner).values()}
-
-    def restore() -> None:
-        watch = watch_of(inner)
-        if watch is not None and watch is not earlier:
-            watch.leave({model, inner})
-            if earlier is not None:
-                earlier.enter()
-        for layer, settings in settings_of_layers.items():
-            if settings is not None:
-                setattr(layer, LAYER_SETTINGS, settings)
-            elif hasattr(layer, LAYER_SETTINGS):
-                delattr(layer, LAYER_SETTINGS)
-
-    return restore

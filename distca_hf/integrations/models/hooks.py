@@ -6,6 +6,10 @@ from collections.abc import Callable
 from distca_hf.torch_private import hidden_from_dynamo
 
 
+# Attribute of an enabled model, and of the Transformers model inside it, that holds its `ForwardWatch`.
+WATCH = "_distca_watch"
+
+
 class Hook:
     """A hook that calls a method, and that a compiler may look into."""
 

@@ -1,10 +1,9 @@
 """Operations of a model's forward and backward pass, counted from its parameters before it is wrapped."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from math import prod
 
 from torch import nn
-from transformers import PreTrainedConfig
 
 from distca_hf.batches.reported_steps import Predictable
 from distca_hf.comm.grid import Grid
@@ -13,11 +12,6 @@ from distca_hf.integrations.models.heads import heads_of_layers, num_layers_of, 
 from distca_hf.integrations.models.layer_masks import layer_windows
 from distca_hf.integrations.models.structure import transformers_model, weights_beside_text
 from distca_hf.traces import HeadSizes, ModelSizes, PredictedCosts
-
-
-# Names that configurations have for the experts of a layer, and for the experts of one token.
-EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-EXPERTS_OF_A_TOKEN = ("num_experts_per_tok", "moe_topk", "moe_k", "top_k_experts")
 
 
 def step_flops(model: nn.Module) -> StepFlops | None:
@@ -112,19 +106,17 @@ def _matrices(model: nn.Module) -> Iterator[tuple[int, bool]]:
     tables = {module.weight for module in model.modules() if isinstance(module, nn.Embedding)}
     tables -= {getattr(head, "weight", None)}
     beside_text = set(weights_beside_text(inner).values())
-    share = share_of_experts(inner.config.get_text_config())
+    shares = shares_of_experts(model)
     for name, parameter in model.named_parameters():
         shape = _shape(parameter)
         if parameter in tables or parameter in beside_text or len(shape) < 2:
             continue
         if not parameter.is_floating_point():
             raise ValueError(f"{name} is quantised")
-        numbers = prod(shape)
-        if ".experts." in name:
-            if share is None:
-                raise ValueError(f"{name}: the configuration does not say how many experts a token takes")
-            numbers = int(numbers * share)
-        yield numbers, parameter.requires_grad
+        share = share_of(name, shares)
+        if share is None:
+            raise ValueError(f"{name}: no module beside it says how many experts a token takes")
+        yield int(prod(shape) * share), parameter.requires_grad
 
 
 def _shape(parameter: nn.Parameter) -> Sequence[int]:
@@ -132,10 +124,30 @@ def _shape(parameter: nn.Parameter) -> Sequence[int]:
     return getattr(parameter, "ds_shape", parameter.shape)
 
 
-def share_of_experts(config: PreTrainedConfig) -> float | None:
-    """Returns which part of its experts a token takes; None if the configuration does not say."""
-    total, taken = (
-        next((getattr(config, name) for name in names if isinstance(getattr(config, name, None), int)), None)
-        for names in (EXPERTS, EXPERTS_OF_A_TOKEN)
-    )
-    return taken / total if total and taken else None
+def shares_of_experts(model: nn.Module) -> dict[str, float | None]:
+    """Returns which part of its weights a token passes, for every module of experts by its name; None if that is not
+    known. Layers may have other numbers of experts, and of those that a token takes.
+
+    Args:
+        model: on any device, also torch's meta device.
+    """
+    modules, shares = dict(model.named_modules()), dict[str, float | None]()
+    for name, module in modules.items():
+        stacked = {_shape(weight)[0] for weight in module.parameters(recurse=False) if len(_shape(weight)) == 3}
+        number = getattr(module, "num_experts", None)
+        if name.endswith(".experts"):
+            number = number or max(stacked, default=len(list(module.children())))
+        elif number not in stacked:
+            continue
+        block = modules[name.rpartition(".")[0]]
+        taken = [getattr(part, "top_k", None) for part in (block, *block.children())]
+        shares[name] = next((one / number for one in taken if isinstance(one, int) and number), None)
+    return shares
+
+
+def share_of(weight: str, shares: Mapping[str, float | None]) -> float | None:
+    """Returns which part of a weight, by its name, a token passes: that of the innermost experts it belongs to."""
+    module = weight.rpartition(".")[0]
+    while module and module not in shares:
+        module = module.rpartition(".")[0]
+    return shares[module] if module else 1.0

@@ -61,6 +61,11 @@ class PaddedBackbone:
         for handle in self._handles:
             handle.remove()
 
+    @property
+    def row_tokens(self) -> int:
+        """Places of a row in a pass whose batch is padded; 0 in other passes."""
+        return 0 if self._rows is None else self._rows.shape[1]
+
     def begin(self, batch: Batch) -> Batch:
         """Begins a pass whose batch may be padded; waits for the device.
 

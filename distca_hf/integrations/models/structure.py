@@ -4,11 +4,13 @@ Some properties of a function are known only from its source before it runs. Wit
 """
 
 import ast
+import builtins
 import inspect
 import textwrap
 import threading
 from collections.abc import Callable, Hashable, Iterator
 from functools import lru_cache
+from typing import Any
 
 from torch import nn
 from transformers import PreTrainedModel
@@ -130,6 +132,22 @@ def passes_keywords_on(function: Function, name: str) -> bool:
         and any(keyword.arg is None for keyword in call.keywords)
         for call in calls
     )
+
+
+@lru_cache(maxsize=1024)
+def keyword_passed(module_class: Hashable, function: str, keyword: str) -> Callable[[nn.Module], object] | None:
+    """Returns what the class's own forward gives to `function(..., keyword=...)`, as a function of the module; None if
+    it gives no such keyword. What is made of variables of the forward pass is None as well: it has not run."""
+    forward: Any = getattr(module_class, "forward", None)
+    for call in (node for node in _nodes(forward) if isinstance(node, ast.Call)):
+        given = next((one.value for one in call.keywords if one.arg == keyword), None)
+        if given is None or not isinstance(call.func, ast.Name) or call.func.id != function:
+            continue
+        names = inspect.unwrap(forward).__globals__
+        if {node.id for node in ast.walk(given) if isinstance(node, ast.Name)} <= {"self", *names, *dir(builtins)}:
+            code = compile(ast.Expression(given), str(module_class), "eval")
+            return lambda module: eval(code, names, {"self": module})  # a part of what every pass runs
+    return None
 
 
 def calls_super(function: Function, name: str) -> bool:

@@ -1,4 +1,6 @@
-"""Weights check: ranks that should hold the same weights compare them, after some steps and on request.
+"""Weights check: ranks that should hold the same weights and buffers compare them.
+
+They do so in a model's first pass and in the one after its first optimizer step, and on request after some steps.
 
 A weight may be divided between ranks in several ways at once. Ranks hold the same part of it if they are at the same
 place along every dimension that divides it: replicas of HSDP do, and tensor ranks with weights that are not divided
@@ -10,7 +12,7 @@ by heads.
 """
 
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import torch
 from torch import nn
@@ -20,7 +22,9 @@ from torch.distributed.tensor import DTensor, Replicate
 from distca_hf.comm.agreement import Agreement, Occasion, by_value
 from distca_hf.comm.transport import Transport
 from distca_hf.errors import PlanMismatchError
+from distca_hf.runtime.forward_pass import BUFFERS, WEIGHTS
 from distca_hf.telemetry import get_logger
+from distca_hf.torch_private import ignored_by_ddp, is_traceable_wrapper_subclass, sharded_by_fsdp2
 
 
 log = get_logger(__name__)
@@ -33,8 +37,50 @@ BASE = 1_000_003
 WHOLE = 0
 
 
+class SharedState:
+    """Weights and buffers that all ranks hold, in the passes in which they are compared.
+
+    An optimizer step on gradients that nobody averages leaves other weights on every rank, as does a start from other
+    ones. Buffers such as rotary frequencies are in no checkpoint: each rank computes them.
+
+    Args:
+        with_weights: whether all ranks hold the same weights, as far as FSDP and DeepSpeed do not divide them.
+    """
+
+    def __init__(self, model: nn.Module, with_weights: bool) -> None:
+        self._model, self._with_weights = model, with_weights
+        self._trained: list[nn.Parameter] | None = None
+        self._changes = 0
+
+    def now(self) -> dict[str, dict[str, str]]:
+        """Returns checksums by name, of weights and of buffers: in the first pass and, of weights, in the first one
+        after an optimizer step. In all others there are none."""
+        if self._trained is None:
+            self._trained = [x for x in self._weights().values() if x.requires_grad]
+            self._changes = self._count_changes()
+            return {WEIGHTS: _checksums(self._weights()), BUFFERS: _checksums(dict(held_buffers(self._model)))}
+        if self._trained and self._count_changes() != self._changes:
+            self._trained = []
+            return {WEIGHTS: _checksums(self._weights())}
+        return {}
+
+    def _count_changes(self) -> int:
+        """Returns how often weights were written to, as far as torch counts; needs no device."""
+        return sum(weight._version for weight in self._trained or ())
+
+    def _weights(self) -> dict[str, nn.Parameter]:
+        if not self._with_weights:
+            return {}
+        sharded, ignored = sharded_by_fsdp2(self._model) or {}, ignored_by_ddp(self._model)
+        return {
+            name: weight
+            for name, weight in replicated_parameters(self._model)
+            if weight not in sharded and name not in ignored
+        }
+
+
 class WeightsCheck:
-    """Compares the parameters of a model over the ranks that hold the same part of them.
+    """Compares the parameters and buffers of a model over the ranks that hold the same part of them.
 
     A flipped bit, a missed reduction, or an optimizer that sees other gradients on one rank changes no message and
     raises no error: losses drift. Now and then checksums are compared, bit by bit equal or not.
@@ -50,19 +96,18 @@ class WeightsCheck:
         step.
 
         Raises:
-            PlanMismatchError: weights differ; names the first parameter that does, and ranks by checksum.
+            PlanMismatchError: weights differ; names the first that does, and ranks by checksum.
         """
-        held = dict(held_parameters(model))
+        held: dict[str, torch.Tensor] = {**dict(held_parameters(model)), **dict(held_buffers(model))}
         places = [place_of(parameter) for parameter in held.values()]
-        agreement = Agreement.start(
-            self._transport, Occasion.COMPARE, step, {"parameters": len(held)}, {"places": _combine(places)}
-        )
+        facts, numbers = {"parameters and buffers": len(held)}, {"places": _combine(places)}
+        agreement = Agreement.start(self._transport, Occasion.COMPARE, step, facts, numbers)
         seen = agreement.wait()["places"]
         if seen != self._places_seen:  # on all ranks alike
             by_rank = self._transport.gather(places, f"step {step}, parts of weights", agreement.scope).wait()
             self._copies = dict(_copies(list(held), by_rank))
             self._places_seen = seen
-            self._warn_of_sharded(sum(1 for _ in model.parameters()))
+            self._warn_of_sharded([name for name, _ in model.named_parameters()])
         sums = [bits_checksum(_local(held[name])) for name in self._copies]
         by_rank = self._transport.gather(sums, f"step {step}, checksums", agreement.scope).wait()
         of_parameters = zip(self._copies.items(), zip(*by_rank, strict=True), strict=True)
@@ -75,24 +120,23 @@ class WeightsCheck:
         if not different:
             return
         name, copies, values = different[0]
-        shown = by_value(
-            [f"{values[rank] & (1 << 64) - 1:016x}" for rank in copies], [agreement.labels[rank] for rank in copies]
-        )
+        shown = by_value([_digits(values[rank]) for rank in copies], [agreement.labels[rank] for rank in copies])
         names = {name for name, _, _ in different}
         raise PlanMismatchError(
-            f"{self._transport.grid.name}, step {step}: weights differ between ranks in {len(names)} of {len(sums)} "
-            f"parameters, first in {name}, whose checksum is {shown}. Go on from a checkpoint before it; "
+            f"{self._transport.grid.name}, step {step}: weights or buffers differ between ranks: {len(names)} of "
+            f"{len(sums)}, first {name}, whose checksum is {shown}. Go on from a checkpoint before it; "
             "if it happens again, look for a rank with a broken device or a layer whose gradients are not reduced"
         )
 
-    def _warn_of_sharded(self, everything: int) -> None:
+    def _warn_of_sharded(self, parameters: list[str]) -> None:
         """Warns of parameters that are not compared."""
-        if len(self._copies) < everything:
+        sharded = [name for name in parameters if name not in self._copies]
+        if sharded:
             log.warning(
                 "debug.check_weights_every_steps: %d of %d parameters are sharded (FSDP, ZeRO-3) so that every rank "
                 "holds another part: there is nothing to compare them with",
-                everything - len(self._copies),
-                everything,
+                len(sharded),
+                len(parameters),
             )
 
 
@@ -111,6 +155,17 @@ def held_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
             yield name, parameter
 
 
+def held_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yields buffers with their names; none in which a layer counts what its own rank has seen."""
+    ignored = ignored_by_ddp(model)
+    for of_module, module in model.named_modules():
+        if getattr(module, "track_running_stats", False):
+            continue
+        for name, buffer in module.named_buffers(prefix=of_module, recurse=False):
+            if name not in ignored:
+                yield name, buffer
+
+
 def replicated_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     """Yields parameters that every rank holds as a whole, with their names."""
     for name, parameter in held_parameters(model):
@@ -118,7 +173,7 @@ def replicated_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]
             yield name, parameter
 
 
-def place_of(parameter: nn.Parameter) -> int:
+def place_of(parameter: torch.Tensor) -> int:
     """Returns a number for the part of a parameter that this rank holds: with the same one ranks hold the same."""
     if not isinstance(parameter, DTensor):
         return WHOLE
@@ -143,7 +198,20 @@ def _copies(names: list[str], places_by_rank: list[list[int]]) -> Iterator[tuple
             yield name, list(ranks_of.values())
 
 
-def _local(parameter: nn.Parameter) -> torch.Tensor:
+def _checksums(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
+    """Returns checksums in hexadecimal digits, of tensors whose elements are there."""
+    return {
+        name: _digits(bits_checksum(tensor))
+        for name, tensor in tensors.items()
+        if not tensor.is_meta and not is_traceable_wrapper_subclass(tensor)
+    }
+
+
+def _digits(checksum: int) -> str:
+    return f"{checksum & (1 << 64) - 1:016x}"
+
+
+def _local(parameter: torch.Tensor) -> torch.Tensor:
     return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 

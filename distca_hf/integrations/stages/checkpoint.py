@@ -6,13 +6,16 @@
     config.json, generation_config.json
 
 Each part is written by the first data rank of its stage, under another name first. When all are there, one rank
-renames them: until then an earlier checkpoint in the folder stays as it was.
+renames them, never to the name of a file that an earlier checkpoint in the folder needs: one of such names is then
+model-00001-of-00004-b.safetensors. A new index makes them the checkpoint, in one step, and earlier weights are removed
+last. So the folder holds the earlier checkpoint or the new one, whatever fails.
 """
 
 import json
 import re
 from collections.abc import Sequence
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -25,12 +28,15 @@ from distca_hf.comm.grid import Scope
 from distca_hf.errors import ConfigError
 from distca_hf.integrations.stages.model_part import ModelPart
 from distca_hf.parallel_context import ParallelContext
+from distca_hf.whole_file import replaced
 
 
 INDEX = "model.safetensors.index.json"
 # Weights of a checkpoint, this one or an earlier one of another shape.
-WEIGHTS = re.compile(r"(model|pytorch_model)(-\d{5}-of-\d{5})?\.(safetensors|bin)(\.index\.json)?")
+WEIGHTS = re.compile(r"(model|pytorch_model)(-\d{5}-of-\d{5}(-b)?)?\.(safetensors|bin)(\.index\.json)?")
 UNFINISHED = ".unfinished"
+# Weights in a single file: Transformers reads them even if there is an index.
+SINGLE = "model.safetensors"
 
 
 def save_parts(parts: Sequence[ModelPart], folder: str | Path, plugin: ParallelContext) -> None:
@@ -39,7 +45,7 @@ def save_parts(parts: Sequence[ModelPart], folder: str | Path, plugin: ParallelC
 
     Args:
         parts: of this rank.
-        folder: made if it is not there. Weights of an earlier checkpoint are replaced once all parts are written.
+        folder: made if it is not there. Weights of an earlier checkpoint are removed once the new one is whole.
         plugin: the one that the parts were loaded with.
 
     Raises:
@@ -52,8 +58,8 @@ def save_parts(parts: Sequence[ModelPart], folder: str | Path, plugin: ParallelC
         weights = _whole_weights(part.model, keep=grid.data_rank == 0)
         if grid.data_rank == 0:
             folder.mkdir(parents=True, exist_ok=True)
-            unfinished = folder / (_file_of(part.number, part.num_parts) + UNFINISHED)
-            save_file(revert_weight_conversion(part.model, weights), unfinished, metadata={"format": "pt"})
+            with replaced(folder / (_file_of(part.number, part.num_parts) + UNFINISHED)) as unfinished:
+                save_file(revert_weight_conversion(part.model, weights), unfinished, metadata={"format": "pt"})
     transport.gather([0], f"until all parts are written to {folder}", Scope.GROUP).wait()
     if grid.number == 0:
         _finish(parts[0], folder)
@@ -89,23 +95,42 @@ def _finish(first_part: ModelPart, folder: Path) -> None:
             f"{folder}: {len(missing)} of {len(files)} parts were written by other ranks and cannot be seen here, "
             f"first {missing[0]}; give a folder that all ranks share"
         )
-    headers = {name: _header(folder / (name + UNFINISHED)) for name in files}
-    for path in folder.iterdir():
-        if WEIGHTS.fullmatch(path.name):
-            path.unlink()
+    ending = "-b.safetensors" if set(files) & _files_of_index(folder / INDEX) else ".safetensors"
+    weight_map, total_bytes = dict[str, str](), 0
     for name in files:
-        (folder / (name + UNFINISHED)).rename(folder / name)
-    model = first_part.model
+        final = folder / name.replace(".safetensors", ending)
+        (folder / (name + UNFINISHED)).rename(final)
+        header = _header(final)
+        weight_map |= dict.fromkeys(header, final.name)
+        total_bytes += sum(end - begin for begin, end in (weight["data_offsets"] for weight in header.values()))
+    index = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
+    with replaced(folder / INDEX) as unfinished:
+        unfinished.write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
+        _write_configuration(first_part.model, folder)
+    (folder / SINGLE).unlink(missing_ok=True)
+    for path in folder.iterdir():
+        if WEIGHTS.fullmatch(path.name) and path.name not in {INDEX, *weight_map.values()}:
+            path.unlink()
+
+
+def _files_of_index(path: Path) -> set[str]:
+    """Returns the files of weights that an index names; none if it cannot be read, and so no checkpoint either."""
+    try:
+        return set(json.loads(path.read_text(encoding="utf-8"))["weight_map"].values())
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):
+        return set()
+
+
+def _write_configuration(model: PreTrainedModel, folder: Path) -> None:
+    """Writes all files of a checkpoint that are not weights, each in one step."""
     model.config.architectures, model.config.dtype = [type(model).__name__], str(model.dtype).removeprefix("torch.")
-    model.config.save_pretrained(folder)
-    if model.can_generate():
-        model.generation_config.save_pretrained(folder)
-    offsets = [weight["data_offsets"] for header in headers.values() for weight in header.values()]
-    index = {
-        "metadata": {"total_size": sum(end - begin for begin, end in offsets)},
-        "weight_map": {weight: name for name, header in headers.items() for weight in header},
-    }
-    (folder / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
+    with TemporaryDirectory() as made:
+        model.config.save_pretrained(made)
+        if model.can_generate():
+            model.generation_config.save_pretrained(made)
+        for file in Path(made).iterdir():
+            with replaced(folder / file.name) as unfinished:
+                unfinished.write_bytes(file.read_bytes())
 
 
 def _header(path: Path) -> dict[str, Any]:

@@ -13,8 +13,9 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from distca_hf.data.pipelines import Pipeline
-from distca_hf.errors import PlanError
+from distca_hf.errors import ConfigError, PlanError
 from distca_hf.runtime.live_plan import LivePlan, find_plan
+from distca_hf.torch_private import schedule_that_runs
 
 
 class Examples(TypedDict):
@@ -42,6 +43,7 @@ class ModelPart(nn.Module):
         chunk: number of the part on its stage.
         is_first, is_last: whether it has the embeddings, the head.
         hidden_dtype: of hidden states that stages send.
+        checks_schedule: whether the next call checks the schedule that makes it.
     """
 
     def __init__(
@@ -61,6 +63,7 @@ class ModelPart(nn.Module):
         self.is_first, self.is_last = number == 0, number == pipeline.num_parts - 1
         self._hidden = 1, rows, model.config.get_text_config().hidden_size
         self.hidden_dtype = hidden_dtype or model.dtype
+        self.checks_schedule = False
 
     def __call__(self, *given: torch.Tensor, plan: torch.Tensor, **columns: torch.Tensor) -> torch.Tensor:
         """Runs the part on one micro-batch. The plan's number is read here, before FSDP2's hooks would move it to a
@@ -76,15 +79,41 @@ class ModelPart(nn.Module):
 
         Raises:
             PlanError: it is not one micro-batch, or has another shape than stages exchange.
+            ConfigError: the schedule would change gradients, or compute none.
         """
+        if self.checks_schedule:
+            self.checks_schedule = False
+            self._check_schedule()
         output: torch.Tensor = super().__call__(*given, plan=self._plan(plan), **columns)
         return output
+
+    def _check_schedule(self) -> None:
+        """Checks the schedule that runs this part.
+
+        Raises:
+            ConfigError: it scales gradients, or has no loss.
+        """
+        schedule = schedule_that_runs()
+        if schedule is None:
+            return
+        where = f"part {self.number}: {schedule.name}"
+        if schedule.scale_grads:
+            raise ConfigError(
+                f"{where} was made with scale_grads=True, torch's default, and divides gradients by its "
+                "micro-batches; the loss was divided by the labels of all of them already. Make it with "
+                "scale_grads=False, on all stages"
+            )
+        if not schedule.has_loss:
+            raise ConfigError(
+                f"{where} was made without loss_fn, so that it runs no backward pass on this stage: give it a loss on "
+                "all stages; the last one alone calls it"
+            )
 
     def _plan(self, number: torch.Tensor) -> LivePlan:
         if number.numel() != 1:
             raise PlanError(
-                f"part {self.number}: torch gave {number.numel()} micro-batches at once: schedule.step got more than "
-                "the schedule was made for (n_microbatches)"
+                f"part {self.number}: torch gave {number.numel()} micro-batches at once: schedule.step got another "
+                "number of them than the schedule was made for (n_microbatches)"
             )
         if number.device.type != "cpu":
             raise PlanError(

@@ -75,6 +75,8 @@ def save_training(
     entries = state.to_save()
     transport.gather([0], f"before a training is saved in {folder}", Scope.GROUP).wait()
     if grid.number == 0:
+        if (unfinished / METADATA).is_file() and not unfinished.is_symlink() and not folder.exists():
+            unfinished.rename(folder)  # a process ended before it could
         _remove(unfinished)
     transport.gather([0], f"before {unfinished} is written", Scope.GROUP).wait()
     try:
@@ -140,10 +142,10 @@ def _beside(folder: Path, kind: str) -> Path:
 
 
 def _remove(folder: Path) -> None:
-    """Removes a checkpoint, if there is one. Its description goes first: what an end in the midst of this leaves is
-    not taken for whole."""
+    """Removes a checkpoint, if there is one, or a link of its name. Its description goes first: what an end in the
+    midst of this leaves is not taken for whole."""
     with suppress(OSError):
-        (folder / METADATA).unlink()
+        (folder if folder.is_symlink() else folder / METADATA).unlink()
     shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -156,10 +158,16 @@ def _replace(folder: Path, unfinished: Path, earlier: Path, transport: Transport
     grid, problem = transport.grid, None
     if grid.number == 0:
         try:
-            if folder.exists():  # else an earlier one may be all there is
+            was_there = folder.exists()  # else an earlier one may be all there is
+            if was_there:
                 _remove(earlier)
                 folder.rename(earlier)
-            unfinished.rename(folder)
+            try:
+                unfinished.rename(folder)
+            except OSError:
+                if was_there:
+                    earlier.rename(folder)
+                raise
             _remove(earlier)
         except OSError as error:
             problem = error

@@ -70,7 +70,7 @@ class StepInputs:
 
 class StepLoss:
     """The model's own loss, over all labels of an optimizer step: the `loss_fn` of a schedule, with
-    `scale_grads=False`.
+    `scale_grads=False`. The first part that runs in a step checks the schedule.
 
     Gradients are averaged over data ranks by DDP and FSDP. So a rank divides the sum over its labels by its share of
     all of them. Then the mean over data ranks is the mean over all labels.
@@ -80,7 +80,7 @@ class StepLoss:
     """
 
     def __init__(self, part: ModelPart) -> None:
-        config = part.model.config.get_text_config()
+        self._part, config = part, part.model.config.get_text_config()
         self._loss_function, self._vocabulary = part.model.loss_function, config.vocab_size
         self._hidden = f"{config.hidden_size} x {str(part.hidden_dtype).removeprefix('torch.')}"
         self._share: torch.Tensor | None = None
@@ -103,6 +103,7 @@ class StepLoss:
         data_ranks = step.plans[0].transport.world_size
         self._share = torch.tensor(step.label_tokens / data_ranks, dtype=torch.float32, device=step.input_ids.device)
         self._micro_batches_left = len(step.plans)
+        self._part.checks_schedule = True
 
     def __call__(self, logits: torch.Tensor, shift_labels: torch.Tensor) -> torch.Tensor:
         """Returns the loss of a micro-batch.

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from transformers import Trainer
 
+from distca_hf.batches.known_batch import note_batch
 from distca_hf.batches.loader import PlacedLoader
 from distca_hf.config import DistCAConfig
 from distca_hf.cost import causal_pairs_of
@@ -20,14 +21,14 @@ from distca_hf.data.documents import DocumentSource, check_map_style
 from distca_hf.data.rows import FOR_LENGTHS
 from distca_hf.errors import ConfigError
 from distca_hf.integrations.models.distributed_check import follow_mesh
-from distca_hf.integrations.models.forward_watch import enable, restorer, watch_of
+from distca_hf.integrations.models.forward_watch import enable, watch_of
 from distca_hf.integrations.models.planner import planner_for
 from distca_hf.integrations.models.structure import transformers_model
-from distca_hf.integrations.trainer.attachment import Attachment
+from distca_hf.integrations.trainer.attachment import Attachment, restorer
 from distca_hf.integrations.trainer.callback import DistCACallback, print_in_short
 from distca_hf.integrations.trainer.check import (
+    EvaluationCheck,
     arguments_without_effect,
-    check_evaluation,
     check_placed_evaluation,
     other_trainer_of_trl,
     packed_by,
@@ -35,6 +36,7 @@ from distca_hf.integrations.trainer.check import (
     wrong_settings,
 )
 from distca_hf.integrations.trainer.columns import reading_of
+from distca_hf.integrations.trainer.held_models import watch_held_models
 from distca_hf.integrations.trainer.redone_steps import RedoneSteps, cannot_redo
 from distca_hf.integrations.trainer.resuming import Resuming, check_checkpoint
 from distca_hf.integrations.trainer.stop_on_signal import LeaveOnSignal
@@ -93,6 +95,7 @@ def attach(trainer: Trainer, context: ParallelContext) -> None:
             _keep_batches(trainer, context, attachment)
         else:
             _place(trainer, context, attachment)
+        attachment.replace(trainer, "compute_loss", partial(_loss_of_known_batch, trainer.compute_loss))
         if context.servers is not None:
             RedoneSteps(trainer, context).install(attachment)
     except BaseException:
@@ -135,16 +138,25 @@ def _keep_batches(
     if context.config.sort_packs:
         num_ranks = len(context.members.row_ranks)
         attachment.replace(trainer, "_get_train_sampler", lambda dataset=None: _sorted_packs(trainer, num_ranks))
-    check_evaluation(trainer)
+    _check_evaluation(trainer, attachment)
     _enable(attachment, context, whole_documents=whole_documents)
     callback = DistCACallback(context)
     callback.watch(trainer.model)
     _add_callbacks(context, attachment, callback)
 
 
+def _loss_of_known_batch(
+    compute_loss: Callable[..., object], model: nn.Module, inputs: dict[str, Any], *args: object, **kwargs: object
+) -> object:
+    """Computes a loss, in which further passes on some entries of the batch find its documents."""
+    note_batch(inputs)
+    return compute_loss(model, inputs, *args, **kwargs)
+
+
 def _place(trainer: Trainer, context: ParallelContext, attachment: Attachment) -> None:
     """Gives the Trainer placed batches."""
     args = trainer.args
+    watch_held_models(attachment)
     _set_arguments(trainer, context.config, attachment)
     if not trainer.model_accepts_loss_kwargs:  # its class says so, and `check` has found that its loss does
         attachment.replace(trainer, "model_accepts_loss_kwargs", True)
@@ -166,7 +178,7 @@ def _place(trainer: Trainer, context: ParallelContext, attachment: Attachment) -
         attachment.replace(trainer, "get_eval_dataloader", evaluation)
         attachment.replace(trainer, "get_test_dataloader", evaluation)
     else:
-        check_evaluation(trainer)
+        _check_evaluation(trainer, attachment)
 
     def training() -> PlacedLoader:
         attachment.check_unchanged()
@@ -180,6 +192,17 @@ def _place(trainer: Trainer, context: ParallelContext, attachment: Attachment) -
     callback.watch(trainer.model)
     _add_callbacks(context, attachment, callback)
     Resuming(loader).install(attachment)
+
+
+def _check_evaluation(trainer: Trainer, attachment: Attachment) -> None:
+    """Checks the evaluation datasets of a Trainer that evaluates with its own batches, now and when others are given.
+
+    Raises:
+        ConfigError: one of them cannot be evaluated.
+    """
+    check = EvaluationCheck(trainer)
+    check.check_all()
+    attachment.replace(trainer, "get_eval_dataloader", partial(check.loader, trainer.get_eval_dataloader))
 
 
 def _check_model(trainer: Trainer) -> None:
@@ -325,6 +348,7 @@ def _add_callbacks(context: ParallelContext, attachment: Attachment, callback: D
     attachment.add_callback(callback, first=True)
     if context.config.save_on_signal:
         attachment.add_callback(LeaveOnSignal(context.transport), first=False)
+        vars(attachment.trainer).pop("_eval_dataloaders", None)  # their workers would not outlive a signal
 
 
 def _sorted_packs(trainer: Trainer, num_ranks: int) -> SortedPackSampler:

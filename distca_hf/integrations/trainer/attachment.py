@@ -4,9 +4,13 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
 
+from torch import nn
 from transformers import Trainer, TrainerCallback
 
 from distca_hf.errors import ConfigError
+from distca_hf.integrations.attention import LAYER_SETTINGS
+from distca_hf.integrations.models.forward_watch import watch_of
+from distca_hf.integrations.models.structure import attention_layers, transformers_model
 
 
 # Attribute of an attached Trainer.
@@ -140,3 +144,28 @@ class Attachment:
                 f"{', '.join(changed)} of this Trainer changed after plugin.attach(trainer), which has made its "
                 "batches ready; call plugin.attach(trainer) again"
             )
+
+
+def restorer(model: nn.Module) -> Callable[[], None]:
+    """Returns a function that leaves a model as it is now: not enabled, or enabled as before.
+
+    Raises:
+        UnsupportedAttentionError: it is no Transformers model.
+    """
+    inner = transformers_model(model)
+    earlier = watch_of(inner)
+    settings_of_layers = {layer: vars(layer).get(LAYER_SETTINGS) for layer in attention_layers(inner).values()}
+
+    def restore() -> None:
+        watch = watch_of(inner)
+        if watch is not None and watch is not earlier:
+            watch.leave({model, inner})
+            if earlier is not None:
+                earlier.enter()
+        for layer, settings in settings_of_layers.items():
+            if settings is not None:
+                setattr(layer, LAYER_SETTINGS, settings)
+            elif hasattr(layer, LAYER_SETTINGS):
+                delattr(layer, LAYER_SETTINGS)
+
+    return restore

@@ -171,8 +171,20 @@ class DistCACallback(TrainerCallback):
         """Leaves the evaluation that has ended out of the measurement."""
         for meter in self._meters():
             meter.leave_out_evaluation()
+        if self._leave is not None:
+            self._leave.on_evaluate(args, state, control)
 
     on_predict = on_evaluate
+
+    def on_prediction_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
+    ) -> None:
+        if self._leave is not None:
+            self._leave.on_prediction_step(args, state, control)
+
+    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
+        if self._leave is not None:
+            self._leave.on_save(args, state, control)
 
     def _meters(self) -> Iterator[Meter]:
         return (meter for meter in (self._since_log, self._since_begin) if meter is not None)

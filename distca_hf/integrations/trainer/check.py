@@ -245,7 +245,7 @@ def _sampling_strategy(args: TrainingArguments, because: str, *followed: str) ->
 def _replaced(trainer: Trainer, names: Sequence[str], because: str) -> Iterator[str]:
     """Yields methods that are neither Trainer's nor SFTTrainer's."""
     for name in names:
-        methods = _overrides(trainer, name)
+        methods = overrides(trainer, name)
         if methods and not methods[0].__module__.startswith(TRAINERS):
             yield f"{type(trainer).__name__}.{name} replaces Trainer's: {because}"
 
@@ -253,7 +253,7 @@ def _replaced(trainer: Trainer, names: Sequence[str], because: str) -> Iterator[
 def _keeps(trainer: Trainer, name: str) -> bool:
     """Returns whether a method is Trainer's or SFTTrainer's; or calls it, as all overrides between them do; or takes
     shift_labels."""
-    for method in _overrides(trainer, name):
+    for method in overrides(trainer, name):
         if method.__module__.startswith(TRAINERS) or takes_shift_labels(method):
             return True
         if not calls_super(method, name):
@@ -261,7 +261,7 @@ def _keeps(trainer: Trainer, name: str) -> bool:
     return True
 
 
-def _overrides(trainer: Trainer, name: str) -> list[Callable[..., object]]:
+def overrides(trainer: Trainer, name: str) -> list[Callable[..., object]]:
     """Returns all methods of a name, of the instance first and then up its classes."""
     return [vars(part)[name] for part in (trainer, *type(trainer).__mro__) if name in vars(part)]
 
@@ -276,21 +276,39 @@ def check_placed_evaluation(trainer: Trainer, open_loader: Callable[[datasets.Da
         open_loader(dataset)
 
 
-def check_evaluation(trainer: Trainer) -> None:
-    """Collates a short and a long row of all evaluation datasets of a Trainer.
+class EvaluationCheck:
+    """Checks evaluation datasets of a Trainer that evaluates with its own batches, each of them once."""
 
-    Raises:
-        ConfigError: evaluation is due in training and would fail; says why. Where it is not due, that is a warning.
-    """
-    for name, dataset in _evaluation_datasets(trainer):
-        known = isinstance(dataset, datasets.Dataset) and len(dataset) > 0
-        reason = _reason_against(trainer, dataset) if known else None
-        if reason is None:
-            continue
-        message = f"the evaluation dataset{name} cannot be evaluated: {reason}"
-        if trainer.args.eval_strategy != "no":
-            raise ConfigError(message)
-        log.warning("%s", message)
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer = trainer
+        self._checked: list[object] = []
+
+    def check_all(self) -> None:
+        """Collates a short and a long row of all evaluation datasets.
+
+        Raises:
+            ConfigError: one of them cannot be evaluated; says why.
+        """
+        for name, dataset in _evaluation_datasets(self._trainer):
+            self._check(dataset, name)
+
+    def loader(self, make: Callable[..., object], dataset: object = None, *args: object, **kwargs: object) -> object:
+        """Makes the loader of an evaluation dataset: a given one, or Trainer's own (by name, if there are several).
+
+        Raises:
+            ConfigError: it cannot be evaluated; says why.
+        """
+        given = self._trainer.eval_dataset if dataset is None else dataset
+        self._check(self._trainer.eval_dataset[given] if isinstance(given, str) else given)
+        return make(dataset, *args, **kwargs)
+
+    def _check(self, dataset: object, name: str = "") -> None:
+        if not isinstance(dataset, datasets.Dataset) or any(dataset is one for one in self._checked):
+            return
+        reason = _reason_against(self._trainer, dataset) if len(dataset) else "it has no rows"
+        if reason is not None:
+            raise ConfigError(f"the evaluation dataset{name} cannot be evaluated: {reason}")
+        self._checked.append(dataset)
 
 
 def _evaluation_datasets(trainer: Trainer) -> list[tuple[str, datasets.Dataset]]:

@@ -239,12 +239,15 @@ def _why_not_whole(folder: Path) -> str | None:
     if not state.is_file():
         return f"it has no {TRAINER_STATE_NAME}"
     try:
-        json.loads(state.read_text(encoding="utf-8"))
-    except ValueError as error:
-        return f"its {TRAINER_STATE_NAME} ends early ({error})"
+        content = json.loads(state.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        return f"its {TRAINER_STATE_NAME} ends early, or is no JSON ({error})"
+    step = content.get("global_step") if isinstance(content, dict) else None
+    if type(step) is not int or step < 0:
+        return f"its {TRAINER_STATE_NAME} has the global_step {step!r}, and not a whole number from 0 on"
     return None
 
 
 def _step_of(folder: Path) -> int:
     number = folder.name.rpartition("-")[2]
-    return int(number) if number.isdigit() else -1
+    return int(number) if number.isdecimal() else -1

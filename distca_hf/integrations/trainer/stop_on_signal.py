@@ -1,22 +1,31 @@
 """Stop on a signal: on SIGTERM or Ctrl-C all ranks end the same step, save a checkpoint, and leave.
 
 Ranks get a signal at different times, or only one of them does. Its next agreements carry the signal
-(`Traffic.leave_signal`), so that after a step all ranks have seen it, without a collective of its own.
+(`Traffic.leave_signal`), so that all ranks have seen it after a step, without another collective.
+
+An evaluation would take longer than launchers wait. Ranks that evaluate agree every few seconds, and leave after the
+same batch of it. The state of the training has not changed since the step before.
 """
 
+import inspect
 import signal
+import sys
 import threading
+import time
 from collections.abc import Callable
+from functools import partial
 from types import FrameType
 
 import torch
 from torch import nn
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from distca_hf.comm.grid import Grid
-from distca_hf.comm.transport import Traffic, Transport
+from distca_hf.comm.agreement import Agreement, Occasion
+from distca_hf.comm.transport import LocalTransport, Traffic, Transport
+from distca_hf.errors import first_line
 from distca_hf.integrations.models.distributed import divided_by_transformers
-from distca_hf.telemetry import get_logger
+from distca_hf.patches.data_workers import data_workers
+from distca_hf.telemetry import OF_THIS_RANK, get_logger
 
 
 log = get_logger(__name__)
@@ -28,28 +37,35 @@ Handler = Callable[[int, FrameType | None], object] | int | None
 USUAL_HANDLERS = {signal.SIGTERM: signal.SIG_DFL, signal.SIGINT: signal.default_int_handler}
 # Steps after which a signal that no agreement has carried is passed on: an agreement takes place in every micro-batch.
 MOST_STEPS_UNSHOWN = 2
+# Time between two agreements of an evaluation, which are counted in batches: ranks have no common clock.
+AGREE_SECONDS = 2.0
 
 
 class LeaveOnSignal(TrainerCallback):
     """Saves and leaves with status 143 when some rank has got SIGTERM, with 130 on Ctrl-C.
 
     It should be the last callback. Then an evaluation that was due does not come before the checkpoint, and callbacks
-    that report to trackers end first. A handler that is installed already, Trainer's `enable_jit_checkpoint` for
-    example, stays; so do the default ones where training does not run on the main thread. A second Ctrl-C ends
-    training at once, without a checkpoint.
+    that report to trackers end first. An evaluation that has begun ends at one of its next batches. A handler that is
+    installed already, Trainer's `enable_jit_checkpoint` for example, stays; so do the default ones where training does
+    not run on the main thread. A second Ctrl-C ends training at once, without a checkpoint.
+
+    Workers of data loaders that start from now on outlive both signals (see `patches.data_workers`).
 
     Args:
         transport_of: the transport for a device, whose agreements carry the signal.
     """
 
     def __init__(self, transport_of: Callable[[torch.device], Transport]) -> None:
+        data_workers.apply()
         self._transport_of = transport_of
-        self._traffic = Traffic()
-        self._grid = Grid.flat(range(1), 0)
+        self._transport: Transport = LocalTransport()
         self._signal = 0
         self._steps_unshown = 0
+        self._first_step = self._saved_step = 0
         self._saves_weights_alone = False
         self._earlier: dict[int, Handler] = {}
+        self._is_training = False
+        self._batches, self._agree_at, self._stride, self._agreed = 0, 1, 1, time.monotonic()
 
     def on_train_begin(
         self,
@@ -59,8 +75,7 @@ class LeaveOnSignal(TrainerCallback):
         model: nn.Module | None = None,
         **kwargs: object,
     ) -> None:
-        transport = self._transport_of(args.device)
-        self._traffic, self._grid = transport.traffic, transport.grid
+        self._transport = self._transport_of(args.device)
         self._saves_weights_alone = not args.save_only_model and divided_by_transformers(model)
         if self._saves_weights_alone:
             log.info(
@@ -69,32 +84,108 @@ class LeaveOnSignal(TrainerCallback):
             )
         self._traffic.leave_signal = self._signal = 0
         self._traffic.leaving.clear()
+        self._first_step = self._saved_step = state.global_step
+        self._is_training = True
         self._install()
 
     @property
+    def _traffic(self) -> Traffic:
+        return self._transport.traffic
+
+    @property
     def _is_alone(self) -> bool:
-        return len(self._grid.ranks) == 1
+        return len(self._transport.grid.ranks) == 1
+
+    @property
+    def _leaving(self) -> dict[int, int]:
+        """Ranks that got a signal, and which, as far as all ranks know."""
+        if not self._is_alone:
+            return self._traffic.leaving
+        return {self._transport.grid.rank: self._traffic.leave_signal} if self._traffic.leave_signal else {}
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
     ) -> None:
-        got = {self._grid.rank: self._traffic.leave_signal} if self._is_alone else self._traffic.leaving
         self._check_shown(state)
-        if any(got.values()):
-            first = min(got)
-            self._signal, ranks = got[first], ", ".join(map(self._grid.label, sorted(got)))
-            name = signal.Signals(self._signal).name
-            again = "Ctrl-C again leaves without it; " if self._signal == signal.SIGINT else ""
-            log.warning(
-                "step %d: %s on rank %s; saving a checkpoint and leaving (%ssave_on_signal=False never saves)",
-                state.global_step,
-                name,
-                ranks,
-                again,
-            )
-            args.save_only_model |= self._saves_weights_alone
+        if self._leaving:
+            self._announce(args, state, "saving a checkpoint and leaving")
             control.should_training_stop = control.should_save = True
             control.should_evaluate = False
+
+    def _announce(self, args: TrainingArguments, state: TrainerState, does: str) -> None:
+        """Takes the signal of the first rank for that of all, and says what follows."""
+        first, ranks = min(self._leaving), ", ".join(map(self._transport.grid.label, sorted(self._leaving)))
+        self._signal = self._leaving[first]
+        log.warning(
+            "step %d: %s on rank %s; %s (%ssave_on_signal=False never saves)",
+            state.global_step,
+            signal.Signals(self._signal).name,
+            ranks,
+            does,
+            "Ctrl-C again leaves without it; " if self._signal == signal.SIGINT else "",
+        )
+        args.save_only_model |= self._saves_weights_alone
+
+    def on_prediction_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
+    ) -> None:
+        """Leaves an evaluation inside of training after the same batch as all ranks, with a checkpoint of the step
+        before it.
+
+        Raises:
+            SystemExit: after the checkpoint.
+        """
+        if not self._is_training:
+            return
+        self._batches += 1
+        if self._batches == self._agree_at and not self._is_alone:
+            self._agree_in_evaluation()
+        if self._leaving:
+            self._leave_evaluation(args, state, control)
+
+    def on_evaluate(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
+    ) -> None:
+        """Lets ranks agree at the first batch of the next evaluation, which may take another time for each of them."""
+        self._agree_at, self._stride, self._agreed = self._batches + 1, 1, time.monotonic()
+
+    on_predict = on_evaluate
+
+    def _agree_in_evaluation(self) -> None:
+        """Waits until all ranks have shown their signals and the time since they did so before, and chooses the next
+        batch at which they do it again: at most twice as far from here as this one was from the last."""
+        now, name = time.monotonic(), "milliseconds since the last agreement"
+        passed = {name: round(1e3 * (now - self._agreed))}
+        slowest = max(Agreement.start(self._transport, Occasion.EVALUATE, self._batches, {}, passed).wait()[name])
+        self._stride = max(1, round(self._stride * min(2.0, 1e3 * AGREE_SECONDS / max(1, slowest))))
+        self._agree_at, self._agreed = self._batches + self._stride, now
+
+    def _leave_evaluation(self, args: TrainingArguments, state: TrainerState, control: TrainerControl) -> None:
+        """Saves and leaves, where the evaluation is one that Trainer runs between two steps. Any other one ends first,
+        because a step may be under way."""
+        between_steps = _frame_of(Trainer._maybe_log_save_evaluate)
+        frame = between_steps or _frame_of(Trainer._evaluate)  # the other one comes before the first step
+        if frame is None:
+            return
+        trainer: Trainer = frame.f_locals["self"]
+        if between_steps is not None:
+            self._save_and(trainer, "leaving an evaluation")
+        else:
+            self._announce(args, state, "leaving an evaluation before the first step")
+        trainer.callback_handler.on_train_end(args, state, control)
+
+    def _save_and(self, trainer: Trainer, does: str) -> None:
+        """Saves the step that has ended, unless that was done."""
+        if self._saved_step == trainer.state.global_step:
+            self._announce(trainer.args, trainer.state, f"{does}; this step is saved")
+            return
+        self._announce(trainer.args, trainer.state, f"{does} and saving a checkpoint")
+        trainer._save_checkpoint(trainer.model_wrapped, trial=None)
+        trainer.callback_handler.on_save(trainer.args, trainer.state, trainer.control)
+
+    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
+        """Notes the step that was saved."""
+        self._saved_step = state.global_step
 
     def _check_shown(self, state: TrainerState) -> None:
         """Raises a signal again that has not reached the other ranks for some steps: they agree over other groups."""
@@ -122,12 +213,20 @@ class LeaveOnSignal(TrainerCallback):
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
     ) -> None:
-        """Ends the process if a rank has got a signal.
+        """Ends the process if a rank has got a signal. One that came behind the last step saves that step, as far as
+        all ranks have seen it in their last report.
 
         Raises:
             SystemExit: after the checkpoint, with the status of a process that the signal has ended.
         """
         self._restore()
+        self._is_training = False
+        training = _frame_of(Trainer.train)
+        if self._leaving and not self._signal and training is not None:
+            trainer: Trainer = training.f_locals["self"]
+            if args.load_best_model_at_end:  # the weights are not those of the last step any more
+                self._saved_step = state.global_step
+            self._save_and(trainer, "leaving after the last step")
         if self._signal:
             raise SystemExit(128 + self._signal)
         if self._traffic.leave_signal:  # too late for another agreement
@@ -149,14 +248,32 @@ class LeaveOnSignal(TrainerCallback):
                     "another handler of %s is installed and stays: distca_hf will not save on this signal",
                     signal.Signals(number).name,
                 )
+        of_children = signal.getsignal(signal.SIGCHLD)
+        if self._earlier and callable(of_children):
+            self._earlier[signal.SIGCHLD] = signal.signal(signal.SIGCHLD, partial(self._handle_child, of_children))
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         """Remembers the signal. Raises it again if training has ended with an exception, or if Ctrl-C comes again."""
         again = number == signal.SIGINT and self._traffic.leave_signal == number
         self._traffic.leave_signal = number
-        if again or not _runs_training(frame):
+        if again or _frame_of(Trainer.train, frame) is None:
             self._restore()
             signal.raise_signal(number)
+
+    def _handle_child(
+        self, handler: Callable[[int, FrameType | None], object], number: int, frame: FrameType | None
+    ) -> None:
+        """Passes the end of a child on to torch, which raises an error in the midst of a step if a worker was killed.
+        A worker that started before this training, and that the signal has ended, ends the training with a checkpoint.
+        """
+        try:
+            handler(number, frame)
+        except RuntimeError as error:
+            ended_by = [one for one in USUAL_HANDLERS if f"{signal.strsignal(one)}." in str(error)]
+            if not ended_by:
+                raise
+            self._traffic.leave_signal = self._traffic.leave_signal or ended_by[0]
+            log.warning("training ends with this step: %s", first_line(error), extra=OF_THIS_RANK)
 
     def _restore(self) -> None:
         for number, earlier in self._earlier.items():
@@ -164,10 +281,15 @@ class LeaveOnSignal(TrainerCallback):
         self._earlier.clear()
 
 
-def _runs_training(frame: FrameType | None) -> bool:
-    """Returns whether `Trainer.train` is on the stack."""
-    while frame is not None:
-        if frame.f_code is Trainer.train.__code__:
-            return True
+def _frame_of(method: Callable[..., object], frame: FrameType | None = None) -> FrameType | None:
+    """Returns the frame of a method of Trainer that is on the stack; None if there is none.
+
+    Callbacks get neither their Trainer, nor do they learn in which part of a training they are called.
+
+    Args:
+        frame: the innermost one; by default that of the caller.
+    """
+    frame = frame or sys._getframe(1)
+    while frame is not None and frame.f_code is not inspect.unwrap(method).__code__:
         frame = frame.f_back
-    return False
+    return frame

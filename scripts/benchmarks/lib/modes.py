@@ -123,7 +123,7 @@ class NoAgreement:
 
     def make(self) -> None:
         """Takes them away."""
-        for name in ("agree_to_attend", "_agree_at_the_end"):
+        for name in ("agree_to_attend", "_agree_to_differentiate"):
             self._patches.enter_context(mock.patch.object(ForwardPass, name, return_value=None))
 
     def forget(self) -> None:

@@ -297,6 +297,34 @@ def test_training_refuses_for_the_same_reasons(name: str) -> None:
     assert "`distca check` shows it layer by layer" in str(error.value)
 
 
+QUANTISED: dict[str, tuple[dict[str, object], str, str]] = {
+    "fp8": (
+        {"activation_scheme": "dynamic"},
+        "works with limits",
+        "FineGrainedFP8Config(dequantize=True), or train ad",
+    ),
+    "mxfp4": ({}, "works with limits", "load it with quantization_config=Mxfp4Config(dequantize=True). Memory is"),
+    "bitsandbytes": ({"load_in_4bit": True}, "works with limits", "does not train quantised weights: train adapters"),
+    "gptq": ({"bits": 4}, "works with limits", "train adapters (LoRA)"),  # with or without its package
+    "nvfp4": ({}, "refused", "nor adapters of them; take a checkpoint in bfloat16"),
+    "modelopt": ({"quant_algo": "NVFP4"}, "refused", "(modelopt), and Transformers"),
+}
+
+
+@pytest.mark.parametrize("method", QUANTISED)
+def test_quantised_checkpoints_train_as_trainer_trains_them(method: str) -> None:
+    settings, status, words = QUANTISED[method]
+    verdict = verdict_of("llama", quantization_config={"quant_method": method, **settings})
+
+    assert verdict.status == status
+    (said,) = verdict.reasons if status == "refused" else verdict.limits
+    assert f"its weights are quantised ({method})" in said
+    assert words in said
+    if "dequantize=True" in words:
+        as_loaded = {"quant_method": method, **settings, "dequantize": True}
+        assert verdict_of("llama", quantization_config=as_loaded).status == "works"
+
+
 def test_the_line_of_a_training_stays_short(monkeypatch: pytest.MonkeyPatch) -> None:
     with torch.device("meta"):
         model = LlamaForCausalLM(LlamaConfig(num_hidden_layers=2))

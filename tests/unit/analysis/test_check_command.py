@@ -90,6 +90,52 @@ def test_json_has_all_and_agrees_with_the_estimates() -> None:
     assert found["room_bytes"] == round(0.9 * H100_GIB * 2**30)
 
 
+def test_accumulation_is_counted_as_trainer_has_it() -> None:
+    options = ("llama3-8b", "--tokens-per-rank", 16_384, "--liger")
+    one, four = (as_json(*options, "--micro-steps", steps)["memory_bytes"] for steps in (1, 4))
+    text = run(*options, "--micro-steps", 4).stdout
+
+    assert (set(one), list(four)) == ({"fsdp2", "zero3"}, ["fsdp2", "fsdp2_synced", "zero3"])
+    assert one["fsdp2"]["gradients"] == 0
+    assert four["fsdp2"]["gradients"] == 4 * four["fsdp2_synced"]["gradients"] == pytest.approx(2 * 8.03e9, rel=1e-3)
+    assert "FSDP2 FSDP2 synced ZeRO-3" in " ".join(text.split())
+    assert "each GPU keeps all of them, 15.0 GiB in bf16. Synced (sync_each_batch=True in" in " ".join(text.split())
+    refusal("llama3-8b", "--micro-steps", 0, words="--micro-steps 0 must be between 1 and 1024")
+
+
+ONE_VERDICT = ("llama4_text", "stablelm", "gemma4_text")
+
+
+@pytest.mark.parametrize("name", ONE_VERDICT)
+def test_what_check_refuses_no_other_command_plans(name: str, tmp_path: Path) -> None:
+    """Also models that are refused in the trial of a tiny version, and those that no kernel of an H200 computes."""
+    (tmp_path / "lengths.json").write_text("[100, 200, 300]")
+    reasons = as_json(name)["reasons"]
+    assert reasons
+    expected = f"is refused: {'; '.join(reasons)}. `distca check` shows it"
+    for words in (["plan", "--gpus", "2", "--tokens-per-rank", "1000"], ["simulate", "--gpus", "2"]):
+        given = [words[0], str(tmp_path / "lengths.json"), *words[1:], "--model", name]
+        result = CliRunner().invoke(app, given)
+        assert (result.exit_code, result.stdout) == (2, "")
+        # In a trial either rank may be the first that fails, each at a position of its own.
+        told, wanted = (re.sub(r"\d+", "*", words) for words in (" ".join(result.stderr.split()), expected))
+        assert wanted in told
+
+
+def test_limits_and_configurations_without_a_dtype_are_the_same_for_all_commands(tmp_path: Path) -> None:
+    """As published: GPT-OSS has no dtype, and its weights are quantised."""
+    config = {**SIZES, "model_type": "gpt_oss", "head_dim": 32, "num_local_experts": 4, "num_experts_per_tok": 2}
+    config["quantization_config"] = {"quant_method": "mxfp4"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "lengths.json").write_text("[100, 200, 300]")
+    (limit,) = as_json(tmp_path)["limits"]
+    for words in (["plan", "--gpus", "2", "--tokens-per-rank", "300"], ["simulate", "--gpus", "2"]):
+        given = [words[0], str(tmp_path / "lengths.json"), *words[1:], "--model", str(tmp_path)]
+        result = CliRunner().invoke(app, given + ["--tokens-per-rank", "300"] * (words[0] == "simulate"))
+        assert result.exit_code == 0, result.output
+        assert limit in " ".join(result.stdout.split())
+
+
 def test_the_largest_tokens_fit_and_more_do_not() -> None:
     options = ("llama3.2-1b", "--gpus", 2, "--gpu", "l4")
     largest = as_json(*options)["largest_tokens_per_rank"]["fsdp2"]

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from distca_hf.analysis import command
+from distca_hf.analysis import terminal
 from distca_hf.analysis.baselines import Baseline, Figures, figures_of
 from distca_hf.analysis.check.find import find_candidate
 from distca_hf.analysis.epoch import OptimizerStep, divide_batch, pack_first_step
@@ -190,7 +190,7 @@ def test_the_table_can_be_read() -> None:
     text = plan(PRETRAIN, "--compare", ranks=64)
     for words in (
         *("mean over the epoch", "95 % of micro-batches are below", "worst micro-batch"),
-        *("faster than documents in order", "faster than sorted packs", "FSDP2", "ZeRO-3", "most at once", "Assumed:"),
+        *("faster than plain packing", "faster than sorted packs", "FSDP2", "ZeRO-3", "most at once", "Assumed:"),
         *("imbalance, planned", "largest rank, between nodes", "total / bound", "longest document"),
         *("DistCA paper, 10%", "ring/zigzag CP in 8s", "Ulysses", "whole documents (LPT)", "sorted packs"),
     ):
@@ -206,7 +206,7 @@ def test_the_table_can_be_read() -> None:
 @pytest.mark.parametrize("columns", [40, 80, 120])
 def test_tables_fit_the_terminal(columns: int, some: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """No line is longer, no figure and no name is cut short."""
-    monkeypatch.setattr(command, "COLUMNS", columns)
+    monkeypatch.setattr(terminal, "COLUMNS", columns)
     options = ("--compare", "--micro-steps", 2, "--ranks-per-node", 4)
     text = plan(some, *options, ranks=64, tokens_per_rank=32768)
     lines = text.replace(str(some), "").splitlines()
@@ -227,8 +227,8 @@ def test_the_epoch_and_estimates_are_in_json() -> None:
         assert 1 <= spread["mean"] <= spread["p95"] <= spread["worst"]
     assert whole["imbalance"]["worst"] < 1.01 < whole["imbalance_before"]["mean"]
     estimates = said["estimates"]
-    assert 0 < estimates["attention_share"] < 1 < estimates["over_plain"]
-    assert 0 < estimates["over_sorted"] < estimates["over_plain"]  # packs that cut documents have less to attend
+    assert 0 < estimates["attention_share"] < 1
+    assert estimates["over_sorted"] == estimates["over_plain"] > 0  # one micro-step: there is nothing to sort
     assert set(estimates["memory_bytes"]) == {"fsdp2", "zero3"}
     assert estimates["assumptions"]["checkpointing"] == "recomputed"
     choices = {choice["tokens_per_rank"]: choice for choice in said["choices"]}
@@ -255,7 +255,9 @@ def test_folder_with_the_name_of_a_built_in_model_is_the_model(
     tiny_config("llama", dtype="bfloat16").save_pretrained(tmp_path / "llama3-8b")
     monkeypatch.chdir(tmp_path)
 
-    assert find_model("llama3-8b").name == find_candidate("llama3-8b").config.model_type == "llama"
+    shape, candidate = find_model("llama3-8b"), find_candidate("llama3-8b")
+    assert shape.size is not None
+    assert shape.size.layers == candidate.config.num_hidden_layers < 32
 
 
 def test_a_config_of_transformers_is_counted(tmp_path: Path) -> None:

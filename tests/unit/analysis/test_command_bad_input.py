@@ -2,21 +2,26 @@
 
 import gzip
 import json
+import socket
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from datasets import Dataset, DatasetDict
 from typer.testing import CliRunner
 
+from distca_hf.analysis import lengths as lengths_module
 from distca_hf.cli import app
 from support.commands import SCRIPTS
+from support.made_answers import made_simulation
 
 
 WORLD = {"--gpus": "2", "--tokens-per-rank": "1000"}
+WORLD_OPTIONS = [part for pair in WORLD.items() for part in pair]
 
 
 def refusal(lengths: Path, *flags: str, **options: str | Path) -> str:
@@ -71,22 +76,26 @@ BAD_FILES = {
     "words.csv": (text("id,length\na,5\nb,six\n"), 'column length: row 1 is "six", not a whole number'),
     "short.csv": (text("id,length\na,5\nb\n"), 'row 1 is ""'),
     "unnamed.csv": (text("id,size\na,5\n"), "its columns: id, size"),
-    "two.csv": (text("length,num_tokens\n5,5\n"), "several columns of lengths, length, num_tokens"),
+    "two.csv": (text("length,num_tokens\n5,6\n"), "in row 0 length is 5 and num_tokens 6; keep one"),
     "tokens.csv": (text('id,input_ids\na,"[1, 2]"\n'), "no column of lengths"),
     "semicolons.csv": (text("id;length\na;5\n"), "its columns: id;length"),
     "empty.csv": (text(""), "has no documents"),
     "header.csv": (text("length\n"), "has no documents"),
     "zeros.csv": (lambda path: path.write_bytes(bytes(100)), "zeros.csv"),
-    "words.docx": (text("5 6"), "must end in .json, .jsonl, .csv, .txt, .parquet or be a folder"),
+    "words.docx": (text("5 6"), "must end in .json, .jsonl, .csv, .txt, .parquet, .npy, or be a folder"),
     "broken.jsonl": (text('{"length": 5}\n{"length": '), "line 2 is not JSON"),
     "list.jsonl": (text("[5, 6]"), "line 1 must be an object"),
     "missing.jsonl": (text('{"length": 5}\n{"size": 6}'), "column length: row 1 is null"),
-    "unnamed.jsonl": (text('{"size": 5}'), "(length, lengths, num_tokens, input_ids); its columns: size"),
-    "two.jsonl": (text('{"length": 5, "input_ids": [1]}'), "several columns of lengths, length, input_ids"),
+    "unnamed.jsonl": (text('{"size": 5}'), "(length, lengths, num_tokens, token_count, n_tokens, input_ids); its"),
+    "two.jsonl": (text('{"length": 5, "input_ids": [1]}'), "in row 0 length is 5 and input_ids 1; keep one"),
     "tokens.jsonl": (text('{"input_ids": 5}'), "row 0 is 5, not a list of tokens"),
     "empty.jsonl": (text("\n\n"), "has no documents"),
     "unnamed.parquet": (table(size=[5]), "no column of lengths"),
-    "two.parquet": (table(num_tokens=[5], lengths=[5]), "several columns of lengths, lengths, num_tokens"),
+    "two.parquet": (table(num_tokens=[5], lengths=[6]), "in row 0 lengths is 6 and num_tokens 5; keep one"),
+    "floats.npy": (lambda path: np.save(path, [5.0]), "not an array of float64"),
+    "square.npy": (lambda path: np.save(path, [[5]]), "with shape (1, 1)"),
+    "objects.npy": (lambda path: np.save(path, np.array([[5], None], dtype=object)), "cannot be read"),
+    "half.txt": (text("5.500000000000000000e+00\n"), 'number 0 is "5.5000'),
     "fraction.parquet": (table(length=[5.0]), "column length has double, not whole numbers"),
     "missing.parquet": (table(length=[5, None]), "1 of 2 rows are empty"),
     "lists.parquet": (table(length=[[5]]), "has lists, not whole numbers"),
@@ -104,6 +113,60 @@ def test_files_that_are_no_lengths(name: str, tmp_path: Path) -> None:
     said = refusal(tmp_path / name, "--json")
     assert words in said
     assert name in said
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "words"),
+    [
+        ("bomb.json.gz", "[" + " " * 200, "holds more than 100 characters; give the lengths as .txt or .parquet"),
+        ("bomb.txt.gz", "5\n" + "0" * 200, "has a line of more than 100 characters"),
+        ("bomb.jsonl.gz", " " * 200, "has a line of more than 100 characters"),
+        ("bomb.csv.gz", "length\n" + "1" * 200, "has a line of more than 100 characters"),
+    ],
+)
+def test_small_files_that_unpack_to_large_ones(
+    name: str, content: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for limit in ("MOST_CHARACTERS", "MOST_LINE_CHARACTERS"):
+        monkeypatch.setattr(lengths_module, limit, 100)
+    (tmp_path / name).write_bytes(gzip.compress(content.encode()))
+    assert f"{name} {words}" in refusal(tmp_path / name)
+
+
+def test_an_error_without_words_has_its_name(good: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def read(path: Path) -> None:
+        raise MemoryError
+
+    monkeypatch.setitem(lengths_module.TEXT_READERS, "json", read)
+    assert "lengths.json cannot be read: MemoryError" in refusal(good)
+
+
+ESCAPES = "\x1b]0;title\x07\x1b[31m\x9b2J\u202e[link=http://far]red[/link]"
+
+
+def test_names_in_files_reach_no_terminal_as_escapes(good: Path) -> None:
+    """Nor is markup of theirs followed."""
+    folder = good.parent
+    (folder / "columns.jsonl").write_text(json.dumps({ESCAPES: 5}) + "\n")
+    lengths = folder / f"{ESCAPES.replace('/', '')}.json"
+    lengths.write_text("[700, 800, 300]")
+    (folder / "plan.json").write_text(
+        json.dumps({"kind": "distca_hf simulation", **made_simulation(), "model": ESCAPES})
+    )
+    (folder / "named.json").write_text(json.dumps(SHAPE | {"model_type": ESCAPES}))
+    told = [
+        CliRunner().invoke(app, [*map(str, command)], env={"FORCE_COLOR": "1", "TERM": "xterm-256color"}, color=True)
+        for command in (
+            ["plan", folder / "columns.jsonl", *WORLD_OPTIONS],
+            ["plan", lengths, *WORLD_OPTIONS],
+            ["plan", good, *WORLD_OPTIONS, "--model", folder / "named.json"],
+            ["report", folder / "plan.json", "-o", folder / "page.html"],
+        )
+    ]
+    assert [one.exit_code for one in told] == [2, 0, 0, 0], [one.output for one in told]
+    for one in told:
+        assert "[31m\N{REPLACEMENT CHARACTER}2J\N{REPLACEMENT CHARACTER}[link=http:" in one.output.replace("\n", "")
+        assert not [part for part in ("\x1b]", "\x1b[31m", "\x07", "\x9b", "\u202e") if part in one.output]
 
 
 def test_a_file_that_is_not_there(tmp_path: Path) -> None:
@@ -137,7 +200,7 @@ def test_a_folder_of_several_datasets(tmp_path: Path) -> None:
 def test_texts_are_told_the_way_to_lengths(name: str, make: Callable[[Path], object], tmp_path: Path) -> None:
     make(tmp_path / name)
 
-    assert f'python "$(distca examples tokenise_texts)" MODEL {tmp_path / name} FOLDER' in refusal(tmp_path / name)
+    assert 'python "$(distca examples tokenise_texts)" MODEL FILE FOLDER' in refusal(tmp_path / name)
 
 
 @pytest.fixture
@@ -160,7 +223,7 @@ def good(tmp_path: Path) -> Path:
         ("seed", "-1", "--seed -1 must be at least 0"),
         ("layout", "placid", "--layout placid must be one of placed, fixed"),
         ("overlong", "ignore", "--overlong ignore must be one of error, split, truncate"),
-        ("model", "llama9", "model 'llama9' is not known; choose one of llama3-8b"),
+        ("model", "llama9", "model 'llama9' is not known; give one of llama3-8b"),
         ("model", "missing.json", "model config missing.json cannot be read"),
         ("plot", "missing_folder/work.png", "in a folder that does not exist"),
         ("plot", "work.docx", "must end in one of .avif"),
@@ -175,6 +238,23 @@ def test_a_document_that_cannot_fit(good: Path) -> None:
     assert (
         "a document of 800 tokens does not fit on 2 ranks x 350 tokens = 700; 400 tokens per rank or 3 ranks" in said
     )
+
+
+def test_documents_that_training_refuses(good: Path) -> None:
+    """Documents of hybrids stay whole on a rank, and a table of positions ends somewhere."""
+    tiny = {"num_hidden_layers": 2, "vocab_size": 100, "hidden_size": 32, "num_attention_heads": 4}
+    hybrid = tiny | {"model_type": "qwen3_next", "layer_types": ["linear_attention", "full_attention"]}
+    hybrid |= {"num_key_value_heads": 2, "head_dim": 8, "num_experts": 4, "moe_intermediate_size": 8}
+    table = {"model_type": "gpt2", "n_positions": 256, "n_embd": 32, "n_head": 4, "n_layer": 2, "vocab_size": 100}
+    table |= {"bos_token_id": 1, "eos_token_id": 2}
+    table |= dict.fromkeys(("attn_pdrop", "resid_pdrop", "embd_pdrop"), 0.0)
+    for config, words in (
+        (hybrid, "a document of 800 tokens (and 1 more like it) does not fit on one rank, where documents of"),
+        (table, "a document of 800 tokens is longer than the 256 that"),
+    ):
+        (good.parent / "config.json").write_text(json.dumps(config))
+        model = {"model": good.parent / "config.json"}
+        assert words in refusal(good, tokens_per_rank="600" if config is hybrid else "1000", **model)
 
 
 def test_every_document_must_fit_not_only_those_that_are_drawn(tmp_path: Path) -> None:
@@ -225,7 +305,6 @@ SHAPE = {"num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "
         ({"kv_lora_rank": 512}, "has no qk_nope_head_dim"),
         ({"text_config": {"num_attention_heads": 0}}, "num_attention_heads=0 must be a whole number above zero"),
         ({"head_dim": None, "hidden_size": 100}, "hidden_size=100 is not a multiple of num_attention_heads=32"),
-        ({"dtype": None}, "has neither dtype nor torch_dtype"),
         ({"dtype": "int4"}, "dtype 'int4' is not one of float64"),
         ({"dtype": ["bfloat16"]}, "dtype ['bfloat16'] is not one of"),
     ],
@@ -268,3 +347,45 @@ def test_wrong_usage_is_one_line(arguments: list[str], said: str) -> None:
     assert refused.stderr.startswith("distca: ")
     assert said in refused.stderr
     assert refused.stderr.count("\n") == 1
+
+
+KERNEL = "kernels-community/flash-attn2"
+BACKBONE = {"model_type": "maskformer", "backbone": "microsoft/resnet-50", "use_pretrained_backbone": True}
+
+
+@pytest.mark.parametrize(
+    ("model_type", "names", "words"),
+    [
+        ("llama", {"attn_implementation": KERNEL}, None),
+        ("llama", {"_attn_implementation": {"": KERNEL}}, None),
+        ("llama", {"auto_map": {"AutoModelForCausalLM": "org/code--m.C", "AutoConfig": "org/code--m.D"}}, None),
+        (
+            "vit",
+            {"auto_map": {"AutoModelForImageTextToText": "org/code--m.C"}, "num_attention_heads": 4},
+            "is refused",
+        ),
+        ("llava", {"vision_config": BACKBONE}, "it needs https://huggingface.co/"),
+    ],
+)
+def test_nothing_is_fetched_that_a_model_config_names(
+    model_type: str, names: dict[str, object], words: str | None, good: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither kernels, nor code, for which nobody is asked either, nor backbones; by no command."""
+    reached: list[object] = []
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(
+        "transformers.modeling_utils.lazy_import_flash_attention", lambda *names, **_: reached.append(names)
+    )
+    monkeypatch.setattr("builtins.input", lambda *words: reached.append(words) or "n")
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *address, **_: reached.append(address) or [])
+    monkeypatch.setattr(socket.socket, "connect", lambda of, address: reached.append(address))
+    values = {"num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "vocab_size": 128}
+    sizes = {"text_config": values | {"dtype": "bfloat16"}} if model_type == "llava" else values
+    path = good.parent / "config.json"
+    path.write_text(json.dumps({"model_type": model_type, "dtype": "bfloat16", **sizes, **names}))
+    for command in (["plan", str(good), *WORLD_OPTIONS, "--model", str(path)], ["check", str(path)]):
+        result = CliRunner().invoke(app, command)
+        assert reached == []
+        assert not isinstance(result.exception, Exception) or isinstance(result.exception, SystemExit)
+        if command[0] == "plan":
+            assert (result.exit_code, words is None or words in result.stderr) == (0 if words is None else 2, True)

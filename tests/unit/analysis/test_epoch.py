@@ -1,6 +1,7 @@
 """distca plan, an epoch: the figures that training logs of the same micro-batches."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pytest
@@ -9,9 +10,10 @@ from datasets import Dataset
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from distca_hf.analysis.answer import TOKENS_PER_RANK, Choice, make_choices
-from distca_hf.analysis.baselines import sorted_packs
+from distca_hf.analysis.answer import TOKENS_PER_RANK, Choice, make_answer
 from distca_hf.analysis.epoch import MOST_PLANNED_RANKS, pack_epoch, pack_in_order, plan_epoch
+from distca_hf.analysis.estimates import Assumptions
+from distca_hf.analysis.first_step import make_report
 from distca_hf.analysis.request import PlanRequest, preset
 from distca_hf.batches import loader
 from distca_hf.batches.loader import PlacedLoader
@@ -19,7 +21,6 @@ from distca_hf.batches.placed import PlacedPlanner
 from distca_hf.comm.transport import LocalTransport
 from distca_hf.config import DistCAConfig
 from distca_hf.data.epochs import EpochPacker
-from distca_hf.flops import StepCost
 from distca_hf.placement.place import fill_in_order
 
 
@@ -76,7 +77,7 @@ def test_all_micro_batches_at_once_are_filled_as_one_by_one(
     for number in range(epoch.num_micro_batches):
         layout = fill_in_order(document_tokens[epoch.micro_batch(number)], num_ranks)
         assert in_order.work[number].tolist() == layout.rank_work.tolist()
-        assert in_order.rank_tokens(number) == layout.rank_tokens.max()
+        assert in_order.tokens[number] == layout.rank_tokens.sum()
 
 
 def test_sums_over_an_epoch_may_wrap_around() -> None:
@@ -103,35 +104,27 @@ def test_of_many_steps_some_are_planned_from_the_first_to_the_last() -> None:
     assert gone_over[0] == 0
     assert gone_over[-1] == packed.epoch.num_micro_batches // 2 - 1
     assert plans.planned.tolist() == [2 * step + half for step in gone_over for half in (0, 1)]
-    assert plans.work.shape == plans.sorted_work.shape == (2 * len(gone_over), 64)
+    assert plans.work.shape == (2 * len(gone_over), 64)
 
 
-def test_sorted_packs_are_those_of_each_step() -> None:
-    request = PlanRequest(2, 60, 8, 3, preset("llama3-8b"))
-    packed = pack_epoch(np.array(long_tail(30, 100)), request, seed=0)
+def choices(lengths: list[int], **more: Any) -> dict[int, Choice]:
+    """Choices beside 40,000 tokens on each of 2 ranks, by their tokens per rank."""
+    request = PlanRequest(2, 40_000, 8, 1, preset("llama3-8b"), **more)
+    packed = pack_epoch(np.array(lengths), request, seed=0)
     plans = plan_epoch(request, packed.document_tokens, packed.epoch)
-    first = np.concatenate([packed.document_tokens[packed.epoch.micro_batch(number)] for number in range(3)])
-    assert plans.sorted_work[:3].tolist() == [pack.work.tolist() for pack in sorted_packs(first, 2, 3)]
-
-
-def choices(lengths: list[int], asked: Choice, **more: object) -> list[Choice]:
-    cost = StepCost(token_seconds=1e-6, pair_seconds=1e-9)
-    return make_choices(np.array(lengths), 2, cost, lambda tokens: 1000 * tokens, 50e6, 0, asked, **more)  # type: ignore[arg-type]
+    assumptions = Assumptions(liger=True, gpu_gib=140.0)
+    answer = make_answer(make_report(request, packed.first_step(1)), plans, packed, np.array(lengths), assumptions)
+    return {choice.tokens_per_rank: choice for choice in answer.choices}
 
 
 def test_other_choices_say_what_fits_and_what_is_too_long() -> None:
-    asked = Choice(20_000, 40_000, 1, 7, True, 1.5)
-    found = choices([*[500] * 400, 20_000, 70_000], asked)
-    assert [choice.tokens_per_rank for choice in found] == sorted([*TOKENS_PER_RANK, 20_000])
-    assert asked in found
-    by_tokens = {choice.tokens_per_rank: choice for choice in found}
-    assert [by_tokens[tokens].too_long_documents for tokens in (8192, 32768, 65536)] == [2, 1, 0]
-    assert [by_tokens[tokens].fits for tokens in (32768, 65536)] == [True, False]
-    assert by_tokens[32768].over_plain is None
-    assert by_tokens[65536].over_plain is not None
-    assert by_tokens[65536].over_plain > 1.0
+    found = choices([*[500] * 400, 20_000, 70_000])
+    assert list(found) == sorted([*TOKENS_PER_RANK, 40_000])
+    assert [found[tokens].too_long_documents for tokens in (8192, 32768, 40_000)] == [2, 1, 0]
+    assert [found[tokens].fits for tokens in (65536, 131_072)] == [True, False]
+    assert [found[tokens].over_plain is None for tokens in (8192, 32768, 40_000, 65536)] == [True, True, False, False]
 
 
 def test_documents_that_are_too_long_are_cut_if_asked() -> None:
-    found = choices([*[500] * 400, 70_000], Choice(20_000, 40_000, 1, 7, True, 1.5), overlong="split")
-    assert all(choice.over_plain is not None for choice in found)
+    found = choices([*[500] * 400, 70_000], overlong="split")
+    assert [found[tokens].over_plain is None for tokens in (8192, 32768, 65536)] == [False] * 3

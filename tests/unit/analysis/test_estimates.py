@@ -9,10 +9,15 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from distca_hf.analysis.epoch import EpochPlans, InOrder
-from distca_hf.analysis.estimates import Assumptions, Speed, estimate_speed, step_cost
+from distca_hf.analysis import estimates
+from distca_hf.analysis.epoch import pack_epoch, plan_epoch
+from distca_hf.analysis.estimates import Assumptions, make_estimates, step_cost
 from distca_hf.analysis.find_model import find_model
-from distca_hf.analysis.request import PRESETS, ModelSize, preset
+from distca_hf.analysis.profiles.shipped import find_profile
+from distca_hf.analysis.request import PRESETS, ModelSize, PlanRequest, preset
+from distca_hf.analysis.simulate.command import simulate
+from distca_hf.analysis.simulate.model import SimulatedModel
+from distca_hf.analysis.simulate.request import SimulationRequest
 from distca_hf.cost import Heads
 from distca_hf.errors import ConfigError
 from distca_hf.flops import Rates, StepCost
@@ -141,7 +146,7 @@ def test_a_folder_without_a_configuration_is_no_model(tmp_path: Path, monkeypatc
     [
         ("llama", ""),
         ("gemma3_text", "22 with a window of 4,096 tokens"),
-        ("qwen3_next", "36 that carry a state, so that documents stay whole in training"),
+        ("qwen3_next", "36 that carry a state"),
     ],
 )
 def test_layers_that_count_as_full_ones_are_named(name: str, words: str) -> None:
@@ -171,20 +176,30 @@ def test_a_step_takes_as_long_as_its_slowest_rank() -> None:
     assert cost.attention_share(tokens=10, pairs=3) == 0.75
 
 
-def test_speed_by_hand() -> None:
-    """Returns two micro-batches of two ranks, of which the second one was planned."""
-    in_order = InOrder(tokens=np.array([4, 6]), work=np.array([[3, 1], [6, 2]]))
-    plans = EpochPlans(
-        in_order=in_order,
-        planned=np.array([1]),
-        work=np.array([[4.0, 4.0]]),
-        received_bytes=np.array([0]),
-        sorted_tokens=np.array([[3, 3]]),
-        sorted_work=np.array([[5, 3]]),
-    )
-    assert in_order.imbalance.tolist() == [1.5, 1.5]
-    speed = estimate_speed(plans, StepCost(token_seconds=1.0, pair_seconds=1.0))
-    assert speed == Speed(attention_share=6 / 11, over_plain=(2 + 3 + 3 + 6) / (2 + 3 + 2 + 4), over_sorted=8 / 7)
+@pytest.mark.parametrize(
+    ("layout", "way", "micro_steps"), [("placed", "placed", 1), ("placed", "placed", 3), ("fixed", "packs_kept", 1)]
+)
+def test_speed_and_memory_are_those_of_distca_simulate(
+    layout: str, way: str, micro_steps: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the same ranks, tokens, model, seed and kernels, over the same steps."""
+    monkeypatch.setattr(estimates, "MOST_STEPS", 4)
+    ranks, lengths = 8, np.random.RandomState(0).lognormal(6, 1.5, 10_000).astype(int).clip(1, 100_000)
+    plan = PlanRequest(ranks, 32_768, 8, micro_steps, LLAMA, layout)
+    packed = pack_epoch(lengths, plan, seed=3)
+    assumptions, plans = Assumptions(liger=True, seed=3), plan_epoch(plan, lengths, packed.epoch)
+    made = make_estimates(plan, packed, plans, assumptions)
+    assert made is not None
+    model = SimulatedModel.of(LLAMA)
+    request = SimulationRequest(model, ranks, 32_768, None, micro_steps, liger=True, batches=4, seed=3)
+    result, _ = simulate(request, find_profile("h200"), lengths, token_budget=1e9)
+    ways = {one.key: one for one in result.ways}
+
+    assert made.speed.steps == 4
+    assert made.speed.over_plain == pytest.approx(ways[way].times_as_fast, rel=1e-6 if way == "placed" else 0.03)
+    assert made.memory["fsdp2"].total == pytest.approx(ways[way].memory_bytes, rel=0.02)
+    packs = ways["plain"].step_seconds / ways["sorted_packs"].step_seconds
+    assert made.speed.over_sorted == pytest.approx(made.speed.over_plain / packs)
 
 
 @pytest.mark.parametrize("wrong", [{"checkpointing": "some"}, {"gpu_gib": 0.0}, {"gpu_gib": float("nan")}])

@@ -3,10 +3,11 @@
 import importlib
 from dataclasses import replace
 from types import ModuleType
+from typing import Any
 
 import pytest
 
-from distca_hf.analysis.memory import DecoderSize, Fit, LayerSize, TrainingSetup, estimate_memory
+from distca_hf.analysis.memory import DecoderSize, Fit, LayerSize, Memory, TrainingSetup, estimate_memory
 from distca_hf.analysis.request import ModelShape, ModelSize, preset
 from distca_hf.cost import Heads
 from support.commands import REPOSITORY
@@ -97,11 +98,30 @@ def test_parts_are_the_peak() -> None:
 PARTS = ("parameters", "optimizer", "gradients", "gathered", "kept", "layer", "head", "received")
 
 
-def test_zero3_is_deepspeeds_own_estimate() -> None:
+def test_zero3_keeps_gradients_in_bf16_and_makes_others_for_the_optimizer() -> None:
     memory = estimate_memory(LLAMA, TrainingSetup(8, "zero3", liger=True), 65536)
 
-    assert memory.state == LLAMA.parameters * 18 // 8
+    assert memory.state == (2 + 4 + 8 + 2) * (LLAMA.parameters // 8)
+    assert memory.optimizer_step == memory.state + 4 * (LLAMA.parameters // 8)
     assert memory.gathered == 4 * 128_256 * 4096
+
+
+def test_accumulation_keeps_whole_gradients_unless_they_are_synced() -> None:
+    """Those of layer and head are then added to what is there."""
+
+    def of(sharding: Any, micro_steps: int, tensor_ranks: int = 1) -> Memory:
+        setup = TrainingSetup(8, sharding, liger=True, micro_steps=micro_steps, tensor_ranks=tensor_ranks)
+        return estimate_memory(LLAMA, setup, 65536)
+
+    weights, one = LLAMA.parameters, of("fsdp2", 1)
+    assert of("fsdp2_synced", 1) == one
+    assert of("fsdp2", 4).gradients == 2 * weights
+    assert of("fsdp2", 4, tensor_ranks=2).gradients == weights
+    assert of("fsdp2_synced", 4).gradients == 4 * (weights // 8)
+    assert one.gathered - of("fsdp2", 4).gathered == 2 * (LLAMA.head_parameters + LLAMA.largest_layer_parameters)
+    assert of("fsdp2_synced", 4).gathered == one.gathered
+    assert of("zero3", 4) == of("zero3", 1)
+    assert of("fsdp2", 4).optimizer_step == one.optimizer_step
 
 
 def test_layers_with_windows_receive_their_halos() -> None:

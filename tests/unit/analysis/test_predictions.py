@@ -1,6 +1,7 @@
 """Predicted seconds of a run: from the measured profile of each GPU, by kinds of layers, or an estimate."""
 
 import json
+import os
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -173,7 +174,8 @@ def test_every_rank_is_predicted_from_the_profile_of_its_own_gpu(tmp_path: Path)
 
 
 def test_profile_of_the_setting_is_taken_for_its_gpu(tmp_path: Path) -> None:
-    """A profile of this very machine says more than the shipped one; one that is gone is named."""
+    """A profile of this very machine says more than the shipped one. One that is gone is named, and so is anything
+    else than a file in the run's folder: a trace may name what it likes."""
     twice = replace(
         H200.attention[0],
         square_forward=tuple(2 * x for x in FULL.square_forward),
@@ -182,13 +184,17 @@ def test_profile_of_the_setting_is_taken_for_its_gpu(tmp_path: Path) -> None:
     own = replace(H200, attention=(twice, *H200.attention[1:]))
     (tmp_path / "own.json").write_text(json.dumps(own.as_json()))
     trace = trace_of(full((8192, 0, 0)), profile=str(tmp_path / "own.json"))
-    predictor, shipped = Predictor(), LAYERS * sum(square(8192))
+    predictor, shipped = Predictor(folder=tmp_path), LAYERS * sum(square(8192))
+    os.mkfifo(tmp_path / "pipe.json")
+    (tmp_path / "zero.json").symlink_to("/dev/zero")
+    others = ("gone.json", "pipe.json", "zero.json", "/etc/passwd", "/dev/zero", "../own.json", "a\0b")
 
     assert attention(trace, predictor) == pytest.approx(2 * shipped)
-    assert attention(replace(trace, profile=str(tmp_path / "gone.json")), predictor) == pytest.approx(shipped)
+    for name in others:
+        assert attention(replace(trace, profile=str(tmp_path / name)), predictor) == pytest.approx(shipped)
     assert [line.split(":")[0] for line in predictor.lines()] == [
         "The file of the setting kernel_times is no profile to predict from"
-    ]
+    ] * len(others)
     assert attention(replace(trace, device="NVIDIA H100 80GB HBM3"), Predictor()) == pytest.approx(
         LAYERS * sum(square(8192, H100))
     )

@@ -1,6 +1,7 @@
 """distca report: figures of runs and plans, sentences about the rank that others wait for, and bad input."""
 
 import json
+import os
 import shutil
 import weakref
 from collections.abc import Callable
@@ -11,7 +12,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from distca_hf.analysis.report import run_folder, small_enough
+from distca_hf.analysis.report import run_folder, small_enough, trace_index
 from distca_hf.analysis.report.figures import CallOfRanks, Seconds
 from distca_hf.analysis.report.page import page_of
 from distca_hf.analysis.report.predictions import Predictor
@@ -21,6 +22,7 @@ from distca_hf.analysis.report.small_enough import chosen_calls, fitted
 from distca_hf.analysis.report.sources import read_source
 from distca_hf.analysis.report.straggler import straggler_in_words
 from distca_hf.cli import app
+from distca_hf.errors import ReportError
 from distca_hf.traces import RankTrace, file_name
 from support.made_answers import made_simulation
 from support.made_traces import made_trace, write_run, write_served_run
@@ -45,6 +47,28 @@ def plan(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 # --- runs
+
+
+def test_only_files_of_the_run_are_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No pipe is waited for, nothing without an end is read, and no link leads out of the folder."""
+    write_run(tmp_path / "other", ranks=1)
+    planted: dict[str, tuple[Callable[[Path], object], str]] = {
+        "pipe": (os.mkfifo, r"rank-00000\.jsonl cannot be read: it is a device or a pipe"),
+        "device": (
+            lambda path: path.symlink_to("/dev/zero"),
+            r"is a link to /dev/zero, outside of .*device: give the",
+        ),
+        "link": (lambda path: path.symlink_to(tmp_path / "other" / path.name), r"is a link to .*other/rank.* outside"),
+        "folder": (lambda path: path.mkdir(), r"rank-00000\.jsonl cannot be read: Is a directory"),
+        "long": (lambda path: path.write_bytes(b"0" * 300), r"cannot be read: it has a line of more than 200 bytes"),
+    }
+    monkeypatch.setattr(trace_index, "LONGEST_LINE_BYTES", 200)
+    for name, (plant, words) in planted.items():
+        (tmp_path / name).mkdir()
+        plant(tmp_path / name / file_name(0))
+        with pytest.raises(ReportError, match=words):
+            read_folder(tmp_path / name)
+
 
 LEFT_OUT = "{} traces of an earlier run in the same folder, or of steps that ran again, are left out."
 
@@ -482,7 +506,7 @@ def test_plan_has_its_micro_steps_and_tables(plan: dict[str, Any], tmp_path: Pat
     assert busiest / sum(sum(step["work"]) / 4 for step in found["steps"]) == pytest.approx(
         plan["imbalance"], rel=1e-3
     )
-    assert [bar["label"] for bar in first["memory"]] == ["FSDP2", "ZeRO-3"]
+    assert [bar["label"] for bar in first["memory"]] == ["FSDP2", "FSDP2 synced", "ZeRO-3"]
     assert first["seconds"]["rates"] == "H200"
     assert [table["title"] for table in found["tables"]] == [
         "Work of the busiest rank over the mean, in an epoch",

@@ -84,6 +84,21 @@ def test_json_has_all_figures(lengths: Path) -> None:
         assert ("do not bother" in one["in_short"]) == (one["gain"] < 1.05)
 
 
+def test_gradients_are_summed_as_trainer_sums_them(lengths: Path) -> None:
+    """In the last micro-step only, which takes memory and saves time; in every one if that is asked for."""
+    options = [lengths, *QUICK[:1], "8", *QUICK[2:], "--micro-steps", "2", "--liger"]
+    ways: list[dict[str, Any]] = []
+    for more in ([], ["--sync-each-batch"]):
+        (answer,) = json.loads(simulate(*options, *more, "--json"))["simulations"]
+        ways.append({way["key"]: way for way in answer["ways"]})
+    last, every = ways
+    assert last["plain"]["step_seconds"] < every["plain"]["step_seconds"]
+    kept = last["plain"]["memory_bytes"] - every["plain"]["memory_bytes"]
+    assert kept == pytest.approx(8.03e9 * (2 - 4 / 8) - 2 * (525e6 + 218e6), rel=1e-2)
+    text = " ".join(simulate(*options).split())
+    assert "as Trainer does by default, and 15.0 GiB are kept before; with --sync-each-batch 3.7 GiB on each" in text
+
+
 def test_ways_that_cut_documents_are_not_chosen_and_count_as_much_as_they_compute(tmp_path: Path) -> None:
     """One document is as long as four packs: each pack has a sixteenth of its pairs."""
     (tmp_path / "lengths.txt").write_text("131072\n" * 3)
@@ -149,12 +164,21 @@ def test_memory_that_is_assumed_is_said(device: str, lengths: Path, tmp_path: Pa
 def test_bad_input_is_one_line(lengths: Path, tmp_path: Path) -> None:
     foreign = tmp_path / "foreign.json"
     foreign.write_text("{}")
+    table = tmp_path / "config.json"
+    no_dropout = dict.fromkeys(("attn_pdrop", "resid_pdrop", "embd_pdrop"), 0.0)
+    sizes = {"n_positions": 256, "n_embd": 32, "n_head": 4, "n_layer": 2, "vocab_size": 100}
+    sizes |= {"bos_token_id": 1, "eos_token_id": 2}
+    table.write_text(json.dumps({"model_type": "gpt2", **sizes, **no_dropout}))
 
     assert "no cluster profile" in refusal(lengths, *QUICK, "--cluster", foreign)
     assert "nearest is h100" in refusal(lengths, *QUICK, "--cluster", "a100")
     assert "cannot be read" in refusal(lengths, *QUICK, "--cluster", tmp_path / "none.json")
     assert "--gpus 0 must be" in refusal(lengths, "--gpus", "0")
     assert "--gpus 8;9: write whole numbers" in refusal(lengths, "--gpus", "8;9")
+    assert "takes documents of up to 256 tokens" in refusal(lengths, *QUICK, "--model", table)
+    assert "longer than the 256 that ranks and model take; --context 256 splits" in refusal(
+        lengths, "--gpus", "8", "--model", table
+    )
     assert "--context 1000000 does not fit" in refusal(lengths, *QUICK[:4], "--context", "1000000")
     assert "model 'lama3-8b' is not known" in refusal(lengths, *QUICK, "--model", "lama3-8b")
     assert "none.json" in refusal(tmp_path / "none.json", *QUICK)

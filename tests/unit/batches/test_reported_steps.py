@@ -76,7 +76,7 @@ def run_pass(live: LivePlan, plan: Plan, trace: PassTrace) -> None:
     for layer in range(LAYERS):
         out, *_ = flash_attn(x, x[:, :2].contiguous(), x[:, 2:].contiguous(), SPEC, live.handle, torch.tensor(layer))
         x = x + out
-    live.end_forward_pass(True, trains=True)
+    live.end_forward_pass(trains=True)
     x.sum().backward()
 
 
@@ -187,7 +187,7 @@ def test_recomputed_calls_are_told_from_first_ones(tmp_path: Path) -> None:
             return flash_attn(x, x[:, :2].contiguous(), x[:, 2:].contiguous(), SPEC, live.handle)[0]
 
         out = torch.utils.checkpoint.checkpoint(attend, x, use_reentrant=False)
-        live.end_forward_pass(True, trains=True)
+        live.end_forward_pass(trains=True)
         out.sum().backward()
         steps.flush()
 

@@ -172,6 +172,14 @@ def test_roll_call_tells_who_left_who_is_silent_and_nothing_about_who_answers() 
     assert set(missing) == {1, 3}
 
 
+def test_roll_call_shows_what_strangers_left_as_text() -> None:
+    store = HashStore()
+    for key, value in (("left/1", b"\x1b[31m\xff"), ("here/2", "soon")):
+        store.set(f"distca_hf/rollcall/{key}", value)
+
+    assert RollCall(store, 0, range(3)).missing() == {1: "\ufffd[31m\ufffd"}
+
+
 def test_roll_call_names_the_rank_that_came_much_later_than_the_others() -> None:
     store = HashStore()
     waited_seconds = [300.0, 40.0, 299.8, 300.2]

@@ -12,13 +12,14 @@ import torch.distributed as dist
 
 from distca_hf.comm import heartbeats
 from distca_hf.comm.heartbeats import Heartbeat, Watch
+from distca_hf.comm.job_store import JobStore
 from support.commands import HANG_SECONDS, REPOSITORY
 from support.waiting import wait_until
 
 
 @pytest.fixture
-def store() -> dist.Store:
-    return dist.HashStore()
+def store() -> JobStore:
+    return JobStore(dist.HashStore(), "of a test", "servers")
 
 
 @pytest.fixture
@@ -44,7 +45,7 @@ class GoneStore:
 
 
 def test_a_server_lives_from_its_first_beat_until_it_is_silent_for_too_long(
-    store: dist.Store, advance: Callable[[float], None]
+    store: JobStore, advance: Callable[[float], None]
 ) -> None:
     watch = Watch(store, 2, 1.0)
     heartbeat = Heartbeat(store, 1, 4, None)
@@ -67,7 +68,7 @@ def test_a_server_lives_from_its_first_beat_until_it_is_silent_for_too_long(
     assert (watch.incarnation(1), watch.silent_seconds(1)) == (4, 0.0)
 
 
-def test_the_next_incarnation_takes_the_place_of_the_last(store: dist.Store) -> None:
+def test_the_next_incarnation_takes_the_place_of_the_last(store: JobStore) -> None:
     watch = Watch(store, 1, 1.0)
     Heartbeat(store, 0, 0, None).beat()
     watch.look()
@@ -77,7 +78,23 @@ def test_the_next_incarnation_takes_the_place_of_the_last(store: dist.Store) -> 
     assert watch.incarnation(0) == 1
 
 
-def test_a_trainer_that_did_not_look_blames_no_server(store: dist.Store, advance: Callable[[float], None]) -> None:
+def test_a_copied_beat_keeps_no_server_alive(store: JobStore, advance: Callable[[float], None]) -> None:
+    """One that somebody else has written there again, or made up."""
+    watch, heartbeat = Watch(store, 1, 1.0), Heartbeat(store, 0, 3, None)
+    copies = []
+    for _ in range(2):
+        heartbeat.beat()
+        copies.append(store.plain.get("beat/0"))
+    watch.look()
+    for value in (*copies, b"4.1", b"x", *copies):
+        advance(0.25)
+        store.plain.set("beat/0", value)
+        watch.look()
+
+    assert watch.incarnation(0) is None
+
+
+def test_a_trainer_that_did_not_look_blames_no_server(store: JobStore, advance: Callable[[float], None]) -> None:
     watch = Watch(store, 1, 3.0)
     Heartbeat(store, 0, 0, None).beat()
     watch.look()
@@ -88,7 +105,7 @@ def test_a_trainer_that_did_not_look_blames_no_server(store: dist.Store, advance
     assert watch.silent_seconds(0) == heartbeats.LONGEST_LOOK_SECONDS
 
 
-def test_all_learn_that_a_roster_is_lost_and_why(store: dist.Store) -> None:
+def test_all_learn_that_a_roster_is_lost_and_why(store: JobStore) -> None:
     first, second, server = Watch(store, 0, 1.0), Watch(store, 0, 1.0), Heartbeat(store, 0, 0, None)
     for side in (first, second, server):
         side.look_for(7)
@@ -108,7 +125,7 @@ def test_all_learn_that_a_roster_is_lost_and_why(store: dist.Store) -> None:
 
 
 @pytest.mark.parametrize("kind", ["trainer", "server"])
-def test_rosters_of_several_plugins_are_looked_for_until_they_are_left(kind: str, store: dist.Store) -> None:
+def test_rosters_of_several_plugins_are_looked_for_until_they_are_left(kind: str, store: JobStore) -> None:
     other = Watch(store, 0, 1.0)
     side = Watch(store, 0, 1.0) if kind == "trainer" else Heartbeat(store, 0, 0, None)
     look = side.look if isinstance(side, Watch) else side.beat
@@ -122,7 +139,7 @@ def test_rosters_of_several_plugins_are_looked_for_until_they_are_left(kind: str
     assert [side.is_spoiled(roster) for roster in (1, 2, 3)] == [True, False, True]
 
 
-def test_every_beat_reaches_the_supervisor(store: dist.Store) -> None:
+def test_every_beat_reaches_the_supervisor(store: JobStore) -> None:
     end, pipe = os.pipe()
     heartbeat = Heartbeat(store, 0, 0, pipe)
     heartbeat.beat()
@@ -133,7 +150,7 @@ def test_every_beat_reaches_the_supervisor(store: dist.Store) -> None:
     os.close(end)
 
 
-def test_a_server_without_a_store_or_a_supervisor_ends(store: dist.Store, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_without_a_store_or_a_supervisor_ends(store: JobStore, monkeypatch: pytest.MonkeyPatch) -> None:
     def leave(status: int) -> NoReturn:
         raise SystemExit(status)
 
@@ -158,7 +175,7 @@ def test_a_trainer_without_a_store_stops_looking() -> None:
     watch.end()
 
 
-def test_threads_beat_and_look_until_they_are_ended(store: dist.Store) -> None:
+def test_threads_beat_and_look_until_they_are_ended(store: JobStore) -> None:
     heartbeat, watch = Heartbeat(store, 0, 2, None), Watch(store, 1, HANG_SECONDS)
     heartbeat.begin()
     watch.begin()
@@ -176,9 +193,11 @@ def test_threads_beat_and_look_until_they_are_ended(store: dist.Store) -> None:
 ENDS_WITHOUT_A_WORD = """
 import torch.distributed as dist
 from distca_hf.comm import heartbeats
+from distca_hf.comm.job_store import JobStore
 heartbeats.BEAT_SECONDS = heartbeats.LOOK_SECONDS = 0.0
 launcher = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-own = [dist.TCPStore("127.0.0.1", launcher.port, is_master=False) for _ in range(2)]
+tcp = [dist.TCPStore("127.0.0.1", launcher.port, is_master=False) for _ in range(2)]
+own = [JobStore(store, "of a test", "servers") for store in tcp]
 heartbeats.Heartbeat(own[0], 0, 0, None).begin()
 watch = heartbeats.Watch(own[1], 1, 1.0)
 watch.begin()

@@ -9,8 +9,9 @@ import torch
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from distca_hf.comm import heartbeats, served_transport
+from distca_hf.comm.job_store import JobStore
 from distca_hf.comm.live_servers import MOST_LOSSES, LostServers
-from distca_hf.comm.orders import Phase, write
+from distca_hf.comm.orders import Phase
 from distca_hf.comm.posted_plans import PostedPlan
 from distca_hf.comm.rosters import Member, roster_store
 from distca_hf.comm.served_transport import ServedTransport
@@ -88,7 +89,7 @@ def transport_with(monkeypatch: pytest.MonkeyPatch, count: int = 2, trainers_att
         transport._live.losses.note_names(names)
         return Wires()
 
-    monkeypatch.setattr(served_transport, "open_store", lambda seconds: HashStore())
+    monkeypatch.setattr(served_transport, "open_store", lambda seconds: JobStore(HashStore(), "of a test", "servers"))
     monkeypatch.setattr(served_transport, "Watch", Watch)
     monkeypatch.setattr(ServedTransport, "_connect", connect)
     monkeypatch.setattr(ServerSpeeds, "_reports", lambda speeds: [Reading()] * len(speeds._members))
@@ -307,7 +308,7 @@ def test_a_transport_that_cannot_be_opened_leaves_no_thread(why: str, monkeypatc
     def refuse(transport: ServedTransport, patience_seconds: float) -> Any:
         raise ConfigError("attention server 0 refuses")
 
-    monkeypatch.setattr(served_transport, "open_store", lambda seconds: HashStore())
+    monkeypatch.setattr(served_transport, "open_store", lambda seconds: JobStore(HashStore(), "of a test", "servers"))
     monkeypatch.setattr(served_transport, "Watch", watch)
     monkeypatch.setattr(ServedTransport, "_connect", refuse)
     with pytest.raises((PeerLostError, ConfigError), match=r"found no heartbeat|server 0 refuses"):
@@ -322,11 +323,11 @@ def test_a_server_that_has_a_heartbeat_and_does_not_answer_is_left_out(
         for server, _ in transport.members:
             if server == 0:
                 raise PeerLostError("attention server 0 did not answer")
-            write(roster_store(transport._store, transport.roster), f"server/{server}", {})
+            roster_store(transport._store, transport.roster).write(f"server/{server}", {})
         return Wires()
 
     monkeypatch.setattr(ServedTransport, "_connect", connect)
-    transport._store.set(f"roster/{transport.roster + 1}/server/1", "{}")  # the other one has answered
+    roster_store(transport._store, transport.roster + 1).write("server/1", {})  # the other one has answered
     lose(transport, 1)
 
     assert transport.members == (Member(1, 1),)

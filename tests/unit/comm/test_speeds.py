@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from distca_hf.comm import speeds
+from distca_hf.comm.job_store import JobStore
 from distca_hf.comm.rosters import Member
 from distca_hf.comm.speeds import (
     FASTEST,
@@ -232,6 +233,10 @@ def vote(trainers: list[ServerSpeeds]) -> None:
         trainer.note(rows)
 
 
+def a_store() -> JobStore:
+    return JobStore(HashStore(), "of a test", "servers")
+
+
 def trainers_with(store: Any, is_measured: bool = True, members: tuple[Member, ...] = (FIRST, SECOND)) -> Any:
     trainers = [ServerSpeeds(Servers((1.0, 1.0)), is_measured, CPU) for _ in range(2)]
     for rank, trainer in enumerate(trainers):
@@ -240,7 +245,7 @@ def trainers_with(store: Any, is_measured: bool = True, members: tuple[Member, .
 
 
 def test_one_trainer_reads_and_all_plan_alike(clock: Clock) -> None:
-    store, sums = HashStore(), [Reading(), Reading()]
+    store, sums = a_store(), [Reading(), Reading()]
     trainers = trainers_with(store)
     for _ in range(4):
         for server, reading in enumerate([slowed(1.0), slowed(0.5)]):
@@ -260,7 +265,7 @@ def test_one_trainer_reads_and_all_plan_alike(clock: Clock) -> None:
 
 
 def test_given_speeds_stay(clock: Clock) -> None:
-    store = HashStore()
+    store = a_store()
     trainers = trainers_with(store, is_measured=False)
     assert trainers[0].stopwatch is None
     for step in range(4):
@@ -273,7 +278,7 @@ def test_given_speeds_stay(clock: Clock) -> None:
 
 
 def test_a_new_roster_forgets_the_step_that_did_not_count(clock: Clock) -> None:
-    trainers = trainers_with(HashStore(), members=())
+    trainers = trainers_with(a_store(), members=())
     trainers[0].stopwatch.begin_call(10**9)
     trainers[0].begin_roster((), None)
     trainers[0].stopwatch.begin_call(1)
@@ -285,7 +290,7 @@ def test_a_new_roster_forgets_the_step_that_did_not_count(clock: Clock) -> None:
 
 def test_a_store_that_is_gone_is_an_error_of_ours() -> None:
     class Gone:
-        def multi_get(self, keys: list[str]) -> list[bytes]:
+        def get_all(self, keys: list[str]) -> list[bytes]:
             raise RuntimeError("Connection reset by peer\nmore")
 
     trainers = trainers_with(Gone())
@@ -294,7 +299,7 @@ def test_a_store_that_is_gone_is_an_error_of_ours() -> None:
 
 
 def test_speeds_that_nobody_votes_on_are_warned_of_once(caplog: pytest.LogCaptureFixture) -> None:
-    (measured, voted), (given, _) = trainers_with(HashStore(), members=()), trainers_with(HashStore(), False, ())
+    (measured, voted), (given, _) = trainers_with(a_store(), members=()), trainers_with(a_store(), False, ())
     voted.numbers()
     with caplog.at_level(logging.WARNING, "distca_hf"):
         for one in (voted, given, measured):

@@ -185,7 +185,7 @@ def part_of(folder: Path, recompute: bool = False) -> ModelPart:
 def test_several_micro_batches_at_once_are_refused(tmp_path: Path) -> None:
     tokens = torch.zeros(2, 16, dtype=torch.int64)
 
-    with pytest.raises(PlanError, match=r"part 1: torch gave 2 micro-batches at once: schedule.step got more than"):
+    with pytest.raises(PlanError, match=r"part 1: torch gave 2 micro-batches at once: schedule.step got another"):
         part_of(tmp_path)(tokens, plan=torch.tensor([[1], [2]]), position_ids=tokens, attention_mask=tokens)
 
 

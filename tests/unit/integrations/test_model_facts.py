@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from peft import LoraConfig, get_peft_model
 from torch import nn
 from transformers import AutoModelForCausalLM
 
@@ -59,8 +60,15 @@ def test_other_settings_of_modules_count() -> None:
     def widen(model: Any) -> None:
         model.lm_head = nn.Linear(model.lm_head.in_features, model.lm_head.out_features + 1)
 
-    for change in (change_scaling, change_eps, widen):
+    def set_mode_of_a_layer(model: Any) -> None:
+        model.model.layers[1].train(not model.training)
+
+    def scale_adapters(model: Any) -> None:
+        model.model.layers[1].self_attn.q_proj.scale_layer(2.0)
+
+    for change in (change_scaling, change_eps, widen, set_mode_of_a_layer, scale_adapters):
         model = tiny_model()
+        get_peft_model(model, LoraConfig(target_modules=["q_proj"]))  # puts adapters into the model
         before = facts_of(model)["modules and their settings"]
         change(model)
         assert facts_of(model)["modules and their settings"] != before, change.__name__

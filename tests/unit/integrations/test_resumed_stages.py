@@ -359,11 +359,24 @@ def test_training_that_cannot_be_renamed_is_kept(
         ):
             training.save(folder)
 
-    if renamed == "saved.unfinished":
-        with pytest.raises(ConfigError, match=r"; \S+\.unfinished is whole, and was to take its name: rename it$"):
-            training.load(folder)
-    training.load(tmp_path / "saved.unfinished")
-    training.load(tmp_path / ("saved" if renamed == "saved" else "saved.earlier"))
+    for whole in (folder, tmp_path / "saved.unfinished"):
+        training.load(whole)
+    assert not (tmp_path / "saved.earlier").exists()
+
+
+@pytest.mark.parametrize("kind", ["unfinished", "earlier"])
+def test_links_next_to_a_training_are_not_followed(kind: str, checkpoint: Path, tmp_path: Path) -> None:
+    """One that somebody else has put there, to a training of the user."""
+    training, other = Training.of(checkpoint), tmp_path / "other"
+    training.save(other)
+    files = {path.name: path.read_bytes() for path in other.iterdir()}
+    (tmp_path / f"saved.{kind}").symlink_to(other)
+
+    for _ in range(2):
+        training.save(tmp_path / "saved")
+
+    assert {path.name: path.read_bytes() for path in other.iterdir()} == files
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["other", "saved"]
 
 
 def test_processes_killed_at_any_place_leave_a_whole_training(

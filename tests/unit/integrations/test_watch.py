@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, GPT2Config
 import distca_hf
 from distca_hf.errors import PlanError, UnsupportedAttentionError
 from distca_hf.integrations.models.forward_watch import watch_of
+from distca_hf.integrations.models.structure import attention_layers
 from support.data import random_dataset
 from support.models import VOCABULARY, tiny_model
 
@@ -44,7 +45,7 @@ def test_model_enabled_again_follows_the_new_plugin_alone() -> None:
     assert batch["distca_plan"].forward_pass.calls == 3
 
 
-def test_model_enabled_again_with_the_same_plugin_may_have_other_windows() -> None:
+def test_model_enabled_again_with_the_same_plugin_may_have_other_windows(caplog: pytest.LogCaptureFixture) -> None:
     model, plugin = tiny_model("gemma3"), plugin_of()
     distca_hf.enable(model, plugin)
     model(**batch_of(plugin))
@@ -55,6 +56,22 @@ def test_model_enabled_again_with_the_same_plugin_may_have_other_windows() -> No
 
     distca_hf.enable(model, plugin)
     assert torch.isfinite(model(**batch_of(plugin)).loss)
+    assert not [record for record in caplog.records if "when the model was enabled" in record.getMessage()]
+    masks = [mask for mask, _ in watch_of(model)._layer_masks]
+    assert [mask.window_tokens for mask in masks] == [None, 8], "packs and metrics count windows as they are now"
+
+
+def test_windows_that_placement_did_not_know_are_told_after_the_first_pass(caplog: pytest.LogCaptureFixture) -> None:
+    model, plugin = tiny_model("gemma3"), plugin_of()
+    distca_hf.enable(model, plugin)
+    name, layer = next(iter(attention_layers(model).items()))
+    layer.sliding_window = 8
+    for _, batch in zip(range(2), plugin.dataloader(random_dataset(20)), strict=False):
+        model(**batch)
+
+    told = [record.getMessage() for record in caplog.records if "when the model was enabled" in record.getMessage()]
+    assert len(told) == 1
+    assert f"{name} attends with a window of 8, and had a window of 16 when the model was enabled; 1 of 3" in told[0]
 
 
 def test_adapters_take_the_watch_over() -> None:
@@ -206,10 +223,13 @@ def test_model_inside_is_not_called_with_a_plan(adapters: bool, checkpointing: b
 )
 def test_columns_that_the_model_would_make_itself_are_refused(column: str, words: str) -> None:
     """It would count positions from the first token of the rank, where a document that was cut goes on, and shift
-    labels across cuts."""
+    labels across cuts. In a batch whose tensors are the loader's they are found again."""
     plugin = plugin_of()
     model, batch = distca_hf.enable(tiny_model(), plugin), batch_of(plugin)
+    loss = model(**batch).loss.item()
     del batch[column]
+    assert model(**batch).loss.item() == loss
+    batch = {name: value if name == "distca_plan" else value.clone() for name, value in batch.items()}
     with pytest.raises(PlanError, match=f"micro-batch 0: a placed batch {words}"):
         model(**batch)
 

@@ -274,7 +274,7 @@ def model_of(config: Mapping[str, Any]) -> SimulatedModel:
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "config.json"
         file.write_text(json.dumps({**config, "dtype": "bfloat16"}))
-        return SimulatedModel.of(read_model(file))
+        return SimulatedModel.of(read_model(file, tries=False))
 
 
 @dataclass(frozen=True)

@@ -118,7 +118,9 @@ def test_what_is_attached_can_be_taken_back(make: Callable[..., Trainer]) -> Non
     trainer.data_collator = DataCollatorWithFlattening()
     attach(trainer)
 
-    assert set(vars(trainer)) - before[0] == {"_distca_attachment", "train"}, "packs keep Trainer's own loader"
+    assert set(vars(trainer)) - before[0] == {"_distca_attachment", "compute_loss", "get_eval_dataloader", "train"}, (
+        "packs keep Trainer's own loader"
+    )
     assert [callback for callback in before[1] if callback not in trainer.callback_handler.callbacks] == []
 
 
@@ -471,11 +473,23 @@ def test_evaluation_without_labels_is_refused(make: Callable[..., Trainer]) -> N
         attach(make(given={"eval_dataset": {"short": rows}}, eval_strategy="epoch"))
 
 
-def test_evaluation_that_is_not_due_is_a_warning(
-    make: Callable[..., Trainer], caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("kept", [{}, {"data_collator": DataCollatorWithFlattening()}], ids=["placed", "packs"])
+def test_evaluation_that_is_not_due_is_refused_as_well_and_so_is_a_dataset_that_comes_later(
+    kept: dict[str, Any], make: Callable[..., Trainer]
 ) -> None:
-    attach(make(given={"eval_dataset": Dataset.from_dict({"input_ids": [[3] * 7]})}))
-    assert "the evaluation dataset cannot be evaluated" in caplog.text
+    def evaluated_later(*rows: list[int], **columns: Any) -> Dataset:
+        return Dataset.from_dict({"input_ids": [*rows], **columns})
+
+    good = evaluated_later([3] * 7, labels=[[3] * 7])
+    unlabelled = evaluated_later([3] * 7) if not kept else evaluated_later()
+    reason = "has no rows" if kept else "makes no 'labels'"
+    with pytest.raises(ConfigError, match=f"the evaluation dataset cannot be evaluated: .*{reason}"):
+        attach(make(given={"eval_dataset": unlabelled, **kept}))
+    trainer = make(given={"eval_dataset": good, **kept})
+    attach(trainer)
+    with pytest.raises(ConfigError, match=f"the evaluation dataset cannot be evaluated: .*{reason}"):
+        trainer.evaluate(unlabelled)
+    assert trainer.evaluate()["eval_loss"] > 0
 
 
 @pytest.mark.parametrize("how", ["collator", "one by one", "distca"])

@@ -1,0 +1,67 @@
+"""Tables: what printed answers are made of: tables without lines, numbers with units, and words that several share."""
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from distca_hf.analysis.memory import GIB, gradient_bytes
+
+
+def block(title: str, table: Table, *words: str) -> RenderableType:
+    """Returns a table between its title and notes, which may be wider than the table."""
+    return Group(Text(title, style="bold"), table, *words)
+
+
+def plain_table(*columns: str) -> Table:
+    """Returns a table without lines: names that may wrap, then right-aligned numbers that never do."""
+    table = Table(box=None, pad_edge=False, show_header=any(columns))
+    table.add_column("", overflow="fold", min_width=7)
+    for column in columns:
+        table.add_column(column, justify="right", no_wrap=True)
+    return table
+
+
+def counted(number: int, thing: str) -> str:
+    """Returns a number of things: "1 document", "2,000 documents", "3 micro-batches"."""
+    return f"{number:,} {thing}" + ("" if number == 1 else "es" if thing.endswith("ch") else "s")
+
+
+def in_bytes(number: int) -> str:
+    """Returns bytes in the unit that leaves few digits."""
+    for unit, size in (("TB", 10**12), ("GB", 10**9), ("MB", 10**6), ("KB", 10**3)):
+        if number >= size:
+            return f"{number / size:.2f} {unit}"
+    return f"{number} B"
+
+
+def in_gib(number: float) -> str:
+    """Returns bytes as GiB, without their unit."""
+    return f"{number / GIB:,.1f}"
+
+
+def in_thousands(number: int) -> str:
+    """Returns a number of tokens in at most six characters, such as 131.1K."""
+    for unit, size in (("G", 10**9), ("M", 10**6), ("K", 10**3)):
+        if number >= size:
+            return f"{number / size:.1f}{unit}"
+    return str(number)
+
+
+def in_range(low: int, high: int) -> str:
+    """Returns both ends of a range, or one number if they are equal."""
+    return f"{low:,}" if low == high else f"{low:,} to {high:,}"
+
+
+def accumulation(parameters: int, ranks: int, micro_steps: int) -> str:
+    """Returns what each way to train keeps of gradients between micro-steps, in words; empty without accumulation."""
+    if micro_steps == 1:
+        return ""
+    fsdp2, synced, ddp, zero2, zero3 = (
+        in_gib(gradient_bytes(way, parameters, parameters // ranks, micro_steps))
+        for way in ("fsdp2", "fsdp2_synced", "ddp", "zero2", "zero3")
+    )
+    return (
+        f" Between {micro_steps} micro-steps Trainer does not sync gradients: with FSDP2 each GPU keeps all of them, "
+        f"{fsdp2} GiB in bf16. Synced (sync_each_batch=True in gradient_accumulation_kwargs of accelerator_config) it "
+        f"keeps {synced} GiB, and syncs {micro_steps} times as often. DDP keeps {ddp}, ZeRO-2 {zero2}, ZeRO-3 {zero3}."
+    )

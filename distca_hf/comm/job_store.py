@@ -1,0 +1,177 @@
+"""Job store: what trainers and attention servers write for each other in the launcher's store, signed.
+
+    key, value ── MAC with the secret of the job ──▶ store ──▶ compared before the value is used
+
+torchrun and accelerate launch keep a store next to their processes (`TORCHELASTIC_USE_AGENT_STORE`), from before the
+first process until after the last one; nothing of ours listens on a port. The store listens on all interfaces, and
+whoever reaches it can write to it. So every value carries a MAC (keyed BLAKE2b) of itself, its key and the number of
+the attempt, because some launchers keep the store when they start all processes again. A value without the right MAC
+counts as not there.
+"""
+
+import hashlib
+import hmac
+import json
+import time
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+from typing import Self
+
+from torch.distributed import DistStoreError, PrefixStore, QueueEmptyError, Store, TCPStore  # type: ignore[attr-defined]
+
+from distca_hf.errors import StoreLostError, first_line
+from distca_hf.launched import JOB_SECRET, job_secret, launched_store
+from distca_hf.telemetry import OF_THIS_RANK, get_logger
+
+
+log = get_logger(__name__)
+
+MAC_BYTES = 16
+# Seconds between two looks for a value that was waited for and had a wrong MAC.
+LOOK_SECONDS = 0.05
+# How long a trainer looks for the store to say that its script has ended.
+END_SECONDS = 10.0
+
+
+class JobStore:
+    """Values that processes of this job have signed.
+
+    Args:
+        store: reachable for all of them.
+        secret: that they share.
+        path: of this part; keys are below it.
+
+    Attributes:
+        plain: this part as it is, for libraries that write to it themselves.
+    """
+
+    def __init__(self, store: Store, secret: str, path: str) -> None:
+        self.plain: Store = PrefixStore(path, store)
+        self._store, self._secret, self._path = store, secret, path
+        self._macs: dict[str, hashlib.blake2b] = {}
+        self._has_warned = False
+
+    def part(self, name: str) -> Self:
+        """Returns a part of this part."""
+        return type(self)(self._store, self._secret, f"{self._path}/{name}")
+
+    def set(self, key: str, value: bytes) -> None:
+        """Writes a value."""
+        self.plain.set(key, self._signed(key, value))  # type: ignore[arg-type]  # it takes bytes, too
+
+    def get(self, key: str) -> bytes:
+        """Returns a value without waiting for one; an empty one if there is none."""
+        return self._opened(key, self.plain.compare_set(key, "", ""))
+
+    def get_all(self, keys: Sequence[str]) -> list[bytes]:
+        """Returns values in one request. All keys were looked at by `get` or written before: a missing one is waited
+        for."""
+        return [self._opened(key, found) for key, found in zip(keys, self.plain.multi_get(list(keys)), strict=True)]
+
+    def set_first(self, key: str, value: bytes) -> bytes:
+        """Writes a value unless there is one, and returns the one that is there now."""
+        there = self.plain.compare_set(key, "", self._signed(key, value))  # type: ignore[arg-type]  # as above
+        found = self._opened(key, there)
+        if not found:  # somebody else's
+            self.set(key, value)
+        return found or value
+
+    def write(self, key: str, values: Mapping[str, object]) -> None:
+        """Writes a mapping of names to values, as JSON."""
+        self.set(key, json.dumps(values).encode())
+
+    def read(self, key: str, timeout_seconds: float) -> dict[str, object] | None:
+        """Returns the mapping at a key; None if nothing was written before the deadline."""
+        deadline = time.monotonic() + timeout_seconds
+        while True:
+            try:
+                self.plain.wait([key], timedelta(seconds=max(0.001, deadline - time.monotonic())))
+            except DistStoreError:  # the deadline has passed
+                return None
+            if found := self.get(key):
+                return dict(json.loads(found))
+            if time.monotonic() > deadline:
+                return None
+            time.sleep(LOOK_SECONDS)
+
+    def push(self, key: str, message: bytes) -> None:
+        """Appends a message to a queue."""
+        self.plain.queue_push(key, self._signed(key, message))
+
+    def pop(self, key: str) -> bytes | None:
+        """Returns the next message of a queue; None if there is none."""
+        while True:
+            try:
+                found = self._opened(key, self.plain.queue_pop(key, False))
+            except QueueEmptyError:
+                return None
+            if found:
+                return found
+
+    def _signed(self, key: str, value: bytes) -> bytes:
+        return value + self._mac(key, value)
+
+    def _opened(self, key: str, found: bytes) -> bytes:
+        """Returns a value without its MAC; an empty one, with a warning, if that is wrong."""
+        value = found[:-MAC_BYTES]
+        if hmac.compare_digest(found[-MAC_BYTES:], self._mac(key, value)):
+            return value
+        if found and not self._has_warned:
+            self._has_warned = True
+            log.warning(
+                "%s/%s in the launcher's store: %d bytes are not signed with the secret of this job, and are left "
+                "out, as all others like them will be. Somebody else reaches MASTER_PORT, or nodes have other "
+                "values of %s",
+                *(self._path, key, len(found), JOB_SECRET),
+                extra=OF_THIS_RANK,
+            )
+        return b""
+
+    def _mac(self, key: str, value: bytes) -> bytes:
+        begun = self._macs.get(key)
+        if begun is None:
+            secret = hashlib.sha256(self._secret.encode()).digest()
+            whole_key = f"{self._path}/{key}\0".encode()
+            begun = self._macs[key] = hashlib.blake2b(whole_key, digest_size=MAC_BYTES, key=secret)
+        mac = begun.copy()
+        mac.update(value)
+        return mac.digest()
+
+
+def open_store(timeout_seconds: float) -> JobStore:
+    """Returns a connection of its own to the launcher's store: a call that waits in it delays no other user.
+
+    Raises:
+        ConfigError: no launcher keeps one, or the processes of the job share no secret.
+        StoreLostError: it cannot be reached.
+    """
+    host, port, attempt = launched_store()
+    secret = job_secret()
+    try:
+        store = TCPStore(host, port, is_master=False, timeout=timedelta(seconds=timeout_seconds))
+    except RuntimeError as error:
+        raise StoreLostError(
+            f"the launcher's store at {host}:{port} cannot be reached: {first_line(error)}"
+        ) from error
+    return JobStore(store, secret, f"distca_hf/servers/{attempt}")
+
+
+def note_end(trainer: int) -> None:
+    """Notes that a trainer's script has ended, well or with an error: its servers get no more orders."""
+    open_store(END_SECONDS).set(_ended(trainer), b"1")
+
+
+def has_ended(store: JobStore, trainer: int) -> bool:
+    """Returns whether a trainer's script has ended.
+
+    Raises:
+        StoreLostError: the store is gone.
+    """
+    try:
+        return bool(store.get(_ended(trainer)))
+    except RuntimeError as error:
+        raise StoreLostError(f"the launcher's store is gone, and with it the job ({first_line(error)})") from error
+
+
+def _ended(trainer: int) -> str:
+    return f"ended/{trainer}"

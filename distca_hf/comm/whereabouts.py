@@ -1,0 +1,247 @@
+"""Whereabouts: ranks that wait for each other at different places find that out, long before a deadline.
+
+A rank that skips a micro-batch, or has one more, waits at another place than the others do: they for its rows, it for
+their agreement, or for a collective of other code. None of these waits ends. A rank that is only slow looks the same
+from outside, and must be waited for. The difference is in the order of collective calls:
+
+    rank 0   gather 7, exchange 31, exchange 32 ...        waits in exchange 32
+    rank 1   gather 7, exchange 31, gather 8 ...           started gather 8 without exchange 32: they can never meet
+    rank 2   gather 7, exchange 31                         is slow, and can still come
+
+Every rank counts its collective calls: gathers and exchanges of its transport, and collectives of other code over the
+same ranks. A rank that has come no further for some seconds shows its counts in the job's store, from a thread, and
+reads those of the others. In a training that goes on nothing is sent.
+"""
+
+import json
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from itertools import product
+from types import FrameType
+from typing import NamedTuple
+
+from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
+
+from distca_hf.comm.agreement import by_value
+from distca_hf.comm.heartbeats import Repeated
+from distca_hf.errors import printable
+
+
+# Seconds between two looks; without progress until a rank shows its place, and until it first reads those of others.
+LOOK_SECONDS, SHOW_SECONDS, READ_SECONDS = 1.0, 3.0, 6.0
+# Two readings that say the same, at least so far apart, end the wait. Later ones come after ever longer pauses.
+SHORTEST_PAUSE_SECONDS, PAUSE_FRACTION = 3.0, 0.5
+# Moments that are kept, two for each of the latest gathers: ranks are apart by those that nobody waits for yet.
+MOMENTS = 8
+# Parts of paths of torch's files; of those whose functions wait for other ranks; and of some that also write files.
+OF_TORCH, OF_CHECKPOINTS = "/torch/", "/torch/distributed/checkpoint/"
+OF_COLLECTIVES = ("/torch/distributed/", "/torch/nn/parallel/distributed.py", "/torch/autograd/graph.py")
+# Part of a processor that a thread uses at most while it waits.
+WAITING_LOAD = 0.1
+# Characters of a place.
+LONGEST_PLACE = 300
+
+
+class Calls(NamedTuple):
+    """Collective calls that a rank had started at some moment.
+
+    Attributes:
+        gathers, exchanges: of the transport.
+        collectives: of other code.
+    """
+
+    gathers: int
+    exchanges: int
+    collectives: int
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a rank is.
+
+    Attributes:
+        words: names it.
+        moments: counts of calls around the latest gathers, and of now.
+        waits: function of torch in which it waits for a collective of other code, as far as can be seen; empty if it
+            runs something, or waits for a call of the transport.
+        on_gpu: whether such collectives are waited for on the GPU, so that the host goes on.
+        look: number of the look at which this was found out: one that grows shows that the process runs.
+    """
+
+    words: str
+    moments: list[list[int]]
+    waits: str
+    on_gpu: bool
+    look: int
+
+    @property
+    def now(self) -> Calls:
+        return Calls(*self.moments[-1])
+
+    def may_wait_since(self, moment: Calls) -> bool:
+        """Returns whether the rank may still wait for a collective of other code that it had started at a moment.
+        Threads may start some out of order, so that of those before nothing follows."""
+        return self.on_gpu or (bool(self.waits) and moment == self.now)
+
+
+def cannot_meet(one: Place, other: Place) -> bool:
+    """Returns whether two ranks have started collective calls in different orders.
+
+    Ranks that run the same program start the same calls in one order. Of any two moments, one comes first, and none of
+    its counts is higher.
+    """
+    for here, there in product((Calls(*each) for each in one.moments), (Calls(*each) for each in other.moments)):
+        gathers, exchanges = here.gathers - there.gathers, here.exchanges - there.exchanges
+        if gathers * exchanges < 0:
+            return True
+        collectives = here.collectives - there.collectives
+        if collectives * gathers < 0 or collectives * exchanges < 0:
+            if one.may_wait_since(here) if collectives > 0 else other.may_wait_since(there):
+                return True
+    # As many calls, and each waits for another one.
+    return one.now == other.now and "" not in (one.waits, other.waits) and one.waits != other.waits
+
+
+class Whereabouts:
+    """Shows where this rank is, and finds out whether it waits in vain.
+
+    Args:
+        store: of the job; a connection that nothing else uses.
+        name: of the transport; the same on all ranks.
+        rank: of this process.
+        ranks: that run the same program, this one among them.
+        labels: of these ranks.
+        count: returns the exchanges of the transport and the collectives of other code that were started so far.
+        place: returns words for the last collective call of the transport.
+        on_gpu: whether rows are exchanged between GPUs.
+
+    Attributes:
+        waits_for: place of a call that this rank has waited for, for a while; None if there is none.
+        in_vain: words about ranks that wait for each other, once they are found.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        name: str,
+        rank: int,
+        ranks: Sequence[int],
+        labels: Sequence[str],
+        count: Callable[[], tuple[int, int]],
+        place: Callable[[], str],
+        on_gpu: bool,
+    ) -> None:
+        self.waits_for: str | None = None
+        self.in_vain: str | None = None
+        self._store = PrefixStore(f"distca_hf/whereabouts/{name}", store)
+        self._rank, self._keys, self._labels = rank, {one: f"at/{one}" for one in ranks}, labels
+        self._count, self._place, self._on_gpu = count, place, on_gpu
+        self._moments: deque[Calls] = deque(maxlen=MOMENTS)
+        self._gathers = self._looks = 0
+        self._last: Calls | None = None
+        self._stalled_seconds, self._looked, self._read_at = 0.0, time.monotonic(), READ_SECONDS
+        self._suspects: dict[int, Calls] = {}
+        self._main = threading.main_thread().ident
+        assert self._main is not None
+        self._clock, self._used, self._load = time.pthread_getcpuclockid(self._main), 0.0, 0.0
+        self._thread = Repeated("distca-whereabouts", LOOK_SECONDS, self.look)
+
+    def begin(self, then: Callable[[], None]) -> None:
+        """Starts to look; calls `then` after every look, in the same thread."""
+        self._thread.begin(then)
+
+    def end(self) -> None:
+        """Ends looking."""
+        self._thread.end()
+
+    def note_gather(self) -> None:
+        """Notes a gather that starts."""
+        counts = self._count()
+        self._moments += Calls(self._gathers, *counts), Calls(self._gathers + 1, *counts)
+        self._gathers += 1
+
+    def look(self) -> bool:
+        """Looks once, and returns whether to go on: as long as the store is there."""
+        now, used = time.monotonic(), time.clock_gettime(self._clock)
+        passed, self._looked = now - self._looked, now
+        self._load, self._used = (used - self._used) / max(passed, 1e-3), used
+        here = Calls(self._gathers, *self._count())
+        self._looks += 1
+        if here != self._last:
+            self._last, self._stalled_seconds, self._read_at = here, 0.0, READ_SECONDS
+            self._suspects.clear()
+            return True
+        self._stalled_seconds += min(passed, 2 * LOOK_SECONDS)  # a process that was stopped has not waited
+        if self._stalled_seconds < SHOW_SECONDS:
+            return True
+        mine = self._here(here)
+        try:
+            self._store.set(self._keys[self._rank], json.dumps(asdict(mine)))
+            if self._stalled_seconds >= self._read_at:
+                self._read_at += max(SHORTEST_PAUSE_SECONDS, PAUSE_FRACTION * self._stalled_seconds)
+                self._compare(mine, self.shown())
+        except RuntimeError:
+            return False
+        return True
+
+    def shown(self) -> dict[int, Place]:
+        """Returns the places of the ranks that have shown them. A rank may have gone on since.
+
+        Raises:
+            RuntimeError: the store is gone.
+        """
+        keys = [key for key in self._keys.values() if self._store.check([key])]
+        values = dict(zip(keys, self._store.multi_get(keys), strict=True)) if keys else {}
+        places = {rank: _place_of(values[key]) for rank, key in self._keys.items() if values.get(key)}
+        return {rank: place for rank, place in places.items() if place is not None}
+
+    def in_words(self) -> dict[int, tuple[str, int]]:
+        """Returns words for each place in `shown`, and the number of the look that found it."""
+        return {rank: (place.words, place.look) for rank, place in self.shown().items()}
+
+    def _here(self, here: Calls) -> Place:
+        waits_for, place, (code, waits) = self.waits_for, self._place(), _code_of(self._main)
+        if waits_for or self._load > WAITING_LOAD:
+            waits = ""
+        words = waits_for or (f"{code}, after {place}" if place else code)
+        moments = [[*each] for each in [*self._moments, here]]
+        return Place(words[:LONGEST_PLACE], moments, waits, self._on_gpu, self._looks)
+
+    def _compare(self, mine: Place, shown: Mapping[int, Place]) -> None:
+        """Compares places; where the same ranks cannot meet in two readings, they wait in vain."""
+        others = {rank: place for rank, place in shown.items() if rank != self._rank}
+        apart = {r: place.now for r, place in others.items() if cannot_meet(mine, place)}
+        if any(self._suspects.get(rank) == mark for rank, mark in apart.items()):
+            places = {**others, self._rank: mine}
+            ranks = [rank for rank in self._keys if rank in places]
+            labels = dict(zip(self._keys, self._labels, strict=True))
+            words = by_value([places[rank].words for rank in ranks], [labels[rank] for rank in ranks])
+            self.in_vain = f"ranks wait for each other at different places: {words}"
+        self._suspects = apart
+
+
+def _place_of(value: bytes) -> Place | None:
+    """Reads a place; None if it is not one, because somebody else has written it."""
+    try:
+        read = json.loads(value)
+        moments = [[*map(int, each)] for each in map(Calls._make, read["moments"])]
+        words, waits = (printable(str(read[name]))[:LONGEST_PLACE] for name in ("words", "waits"))
+        return Place(words, moments, waits, bool(read["on_gpu"]), int(read["look"])) if moments else None
+    except (ValueError, TypeError, KeyError):
+        return None
+
+
+def _code_of(thread: int | None) -> tuple[str, str]:
+    """Returns the innermost line of a thread outside of torch, and the function in which it may wait for other ranks
+    if it uses no processor: one that starts collectives, or a backward pass."""
+    frame: FrameType | None = sys._current_frames().get(thread or 0)
+    file, function = ("", "") if frame is None else (frame.f_code.co_filename, frame.f_code.co_name)
+    may_wait = any(part in file for part in OF_COLLECTIVES) and OF_CHECKPOINTS not in file
+    while frame is not None and OF_TORCH in frame.f_code.co_filename:
+        frame = frame.f_back
+    code = "other code" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno} ({frame.f_code.co_name})"
+    return code, function if may_wait else ""

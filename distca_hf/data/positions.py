@@ -1,0 +1,210 @@
+"""Positions: a place in the data as a loader has saved it, checked field by field before it is used.
+
+    identity     the dataset, and all that decides the order of its documents: equal, or refused
+    sizes        of micro-batches and optimizer steps: whole numbers in range
+    place        epoch, micro-batch, parts that were taken in other sizes: likewise
+    checksum     of all these fields and of the documents that came before this place
+
+The documents before a place follow from the other fields. So a field that was changed is noticed, and so is a step
+that is divided in another way than when it was begun.
+"""
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import numpy as np
+
+from distca_hf.arrays import IntArray
+from distca_hf.errors import ConfigError
+
+
+# Parts of an epoch in other sizes, one for each time that it was resumed: each of them is packed again.
+MOST_PARTS = 100
+# Largest whole numbers: seeds of NumPy have 32 bits, and an epoch may be followed by another.
+MOST_EPOCHS, MOST = 2**32 - 2, 2**62
+# Odd numbers of 64 bits that mix the number of a document (SplitMix64).
+FIRST_FACTOR, SECOND_FACTOR = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
+
+
+@dataclass(frozen=True)
+class SavedPosition:
+    """Fields of a saved position, without those of the dataset.
+
+    Attributes:
+        capacity_tokens, num_ranks, micro_steps: sizes of micro-batches and optimizer steps.
+        epoch, micro_batch, taken, steps_from: see `Cursor`.
+        pipeline: stages and chunks; empty without a pipeline.
+    """
+
+    capacity_tokens: int
+    num_ranks: int
+    micro_steps: int
+    epoch: int
+    micro_batch: int
+    taken: tuple[tuple[int, int], ...]
+    steps_from: int
+    pipeline: tuple[int, ...]
+
+    @classmethod
+    def read(cls, state: Mapping[str, Any], identity: Mapping[str, object], longest_tokens: int) -> "SavedPosition":
+        """Reads what `with_checksum` returned.
+
+        Args:
+            identity: of the loader that reads it.
+            longest_tokens: of its longest document.
+
+        Raises:
+            ConfigError: the position is of another dataset or order, or a field is missing, of another type or out of
+                range; names it.
+        """
+        if not isinstance(state, Mapping):
+            raise ConfigError(f"the saved loader position is a {type(state).__name__}, and not a mapping of fields")
+        for name, value in identity.items():
+            if type(state.get(name)) is not type(value) or state[name] != value:
+                raise ConfigError(
+                    f"the saved loader position is of {name}={_shown(state.get(name))}, this loader has {value!r}; "
+                    "resume with the same dataset, seed, policy for overlong documents, kind of model (whole "
+                    "documents) and version of distca_hf"
+                )
+        whole = {name: _whole(name, state.get(name), least=1) for name in ("num_ranks", "micro_steps")}
+        whole["epoch"] = _whole("epoch", state.get("epoch"), most=MOST_EPOCHS)
+        whole["micro_batch"] = _whole("micro_batch", state.get("micro_batch"))
+        whole["steps_from"] = _whole("steps_from", state.get("steps_from"), most=whole["micro_batch"])
+        capacity_tokens = _whole("capacity_tokens", state.get("capacity_tokens"), least=longest_tokens)
+        parts = _listed("taken", state.get("taken"))
+        taken = []
+        for part in parts:
+            if not isinstance(part, list | tuple) or len(part) != 2:
+                _refuse("taken", parts, "pairs of tokens and micro-batches")
+            taken.append((_whole("taken", part[0], least=longest_tokens), _whole("taken", part[1])))
+        stages = _listed("pipeline", state.get("pipeline"))
+        pipeline = tuple(_whole("pipeline", number, least=1) for number in stages)
+        return cls(capacity_tokens=capacity_tokens, taken=tuple(taken), pipeline=pipeline, **whole)
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Sizes that decide which documents are in a micro-batch of an epoch."""
+        return {name: getattr(self, name) for name in ("capacity_tokens", "num_ranks", "micro_steps")}
+
+    @property
+    def is_midst(self) -> bool:
+        """Whether micro-batches of its epoch were taken."""
+        return bool(self.micro_batch or self.taken)
+
+    def check_sizes(self, now: Mapping[str, int], stages: tuple[int, ...], whole_documents: bool) -> None:
+        """Checks that the midst of an optimizer step, and of an epoch, is of sizes as they are now, where its
+        micro-batches depend on them. Those of whole documents depend on the room of ranks, those of a pipeline also on
+        the micro-batches of a step.
+
+        Args:
+            now: the sizes of the loader.
+            stages: of its pipeline.
+            whole_documents: whether its documents stay whole.
+
+        Raises:
+            ConfigError: it is of others; names both.
+        """
+        into_step = (self.micro_batch - self.steps_from) % self.micro_steps
+        if self.sizes != now and into_step:
+            raise ConfigError(
+                f"the position was saved after {into_step} of {self.micro_steps} micro-batches of an optimizer step "
+                f"(micro_batch={self.micro_batch}, steps_from={self.steps_from}), with {self.sizes}; this loader has "
+                f"{now}. Save at the end of a step, or resume with the same sizes"
+            )
+        saved, here = {**self.sizes, "pipeline": self.pipeline}, {**now, "pipeline": stages}
+        same_room = all(saved[name] == here[name] for name in ("capacity_tokens", "num_ranks"))
+        depends = {
+            "whole documents": whole_documents and not same_room,
+            "a pipeline": bool(self.pipeline or stages) and saved != here,
+        }
+        for kind in (kind for kind, differs in depends.items() if differs and self.is_midst):
+            raise ConfigError(
+                f"the position was saved in the midst of an epoch of {kind} (micro_batch={self.micro_batch}, "
+                f"{len(self.taken)} parts taken), with {saved}; this loader has {here}. Resume with the same ranks "
+                "and tokens_per_rank and in the same steps, or from the end of an epoch"
+            )
+
+    def check_micro_batches(self, taken: int, num_micro_batches: int) -> None:
+        """Checks that an epoch has as many micro-batches as were taken of it.
+
+        Raises:
+            ConfigError: it has fewer.
+        """
+        if taken > num_micro_batches:
+            raise ConfigError(
+                f"the saved loader position has micro_batch={taken}, and epoch {self.epoch} has {num_micro_batches}"
+            )
+
+
+def with_checksum(fields: Mapping[str, object], documents: int) -> dict[str, object]:
+    """Returns the fields of a position with their checksum.
+
+    Args:
+        documents: `sum_of_documents` that came before, in this epoch.
+    """
+    text = json.dumps([fields, documents % 2**64], sort_keys=True)
+    return {**fields, "checksum": hashlib.blake2b(text.encode(), digest_size=8).hexdigest()}
+
+
+def check_checksum(state: Mapping[str, Any], own: Mapping[str, object], documents: int) -> None:
+    """Checks that a position was saved with these fields, and after these documents.
+
+    Args:
+        state: after `SavedPosition.read`.
+        own: a position of the loader that reads it: its fields are those that count.
+        documents: `sum_of_documents` that come before, by the other fields.
+
+    Raises:
+        ConfigError: it was not; names the fields.
+    """
+    fields = {name: state[name] for name in own if name != "checksum"}
+    found = with_checksum(fields, documents)["checksum"]
+    if state.get("checksum") != found:
+        shown = ", ".join(f"{name}={_shown(value)}" for name, value in fields.items())
+        raise ConfigError(
+            f"the saved loader position has checksum={_shown(state.get('checksum'))}, and its fields and the "
+            f"documents before it have {found!r}: one of them was changed ({shown}), or an optimizer step that had "
+            "begun is divided in another way here (windows or nodes differ). Resume from another checkpoint, or from "
+            "the end of a step"
+        )
+
+
+def sum_of_documents(documents: IntArray, without: IntArray | None = None) -> int:
+    """Returns a checksum of a set of documents: those of two sets add up to that of both, modulo 2^64.
+
+    Args:
+        without: documents among them that do not count.
+    """
+    if without is not None:
+        return sum_of_documents(documents) - sum_of_documents(without)
+    mixed = documents.astype(np.uint64) + np.uint64(0x9E3779B97F4A7C15)
+    mixed = (mixed ^ (mixed >> np.uint64(30))) * FIRST_FACTOR
+    mixed = (mixed ^ (mixed >> np.uint64(27))) * SECOND_FACTOR
+    return int((mixed ^ (mixed >> np.uint64(31))).sum(dtype=np.uint64))
+
+
+def _whole(name: str, value: object, least: int = 0, most: int = MOST) -> int:
+    if type(value) is not int or not least <= value <= most:
+        _refuse(name, value, f"whole numbers from {least} to {most}")
+    return value
+
+
+def _listed(name: str, value: object) -> list[Any] | tuple[Any, ...]:
+    if not isinstance(value, list | tuple) or len(value) > MOST_PARTS:
+        _refuse(name, value, f"a list of at most {MOST_PARTS}")
+    return value
+
+
+def _refuse(name: str, value: object, wanted: str) -> NoReturn:
+    raise ConfigError(f"the saved loader position has {name}={_shown(value)}; expected {wanted}")
+
+
+def _shown(value: object) -> str:
+    """Returns a value in few characters."""
+    try:
+        return repr(value)[:60]
+    except (ValueError, RecursionError):  # a number of thousands of digits, lists in lists
+        return f"a {type(value).__name__} that cannot be shown"

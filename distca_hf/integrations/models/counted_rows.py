@@ -1,0 +1,103 @@
+"""Counted rows: keeps numbers that Transformers computes from the rows of a batch as they are without placement.
+
+A placed row holds parts of many documents, followed by padding. NEFTune's noise depends on the length of a row, and
+some losses are means over all rows. Here each document has the noise of a row that holds only this document, and these
+losses see no padding. Padded rows that are one pack inside of the model have the noise of padded rows.
+"""
+
+import math
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.integrations.neftune import neftune_post_forward_hook
+
+from distca_hf.batches.batch_documents import Batch, tokens_of
+from distca_hf.batches.preview import PlacedPlan
+from distca_hf.integrations.models.hooks import HiddenHook
+from distca_hf.runtime.live_plan import LivePlan
+
+
+# Factors, as attributes of models, of terms of their loss that are means over all rows of logits.
+MEANS_OVER_ROWS = ("z_loss_coefficient",)  # Bamba
+LARGEST_SEED = 2**62
+
+
+class CountedRows:
+    """Corrects passes of one model on placed batches.
+
+    Args:
+        model: a Transformers model.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._model, self._noise = model, HiddenHook(self._add_noise)
+        self._lengths_T: torch.Tensor | None = None
+        self._longest_tokens = self._rank = self._padding_rows = 0
+
+    def begin(self, batch: Batch, plan: LivePlan | None, trains: bool, row_tokens: int = 0) -> dict[str, Any]:
+        """Begins a pass; returns entries to replace in its batch.
+
+        Args:
+            plan: of the pass, if it has one.
+            trains: whether the pass trains; others get no noise.
+            row_tokens: tokens of each padded row, if these are one pack inside of the model.
+        """
+        self._lengths_T, self._longest_tokens, self._padding_rows = None, 0, 0
+        if plan is None:
+            return {}
+        noisy = trains and self._replaces_noise()
+        if noisy:
+            self._longest_tokens, self._rank = row_tokens, plan.transport.rank
+        if not isinstance(plan, PlacedPlan) or (lengths := plan.document_tokens) is None:
+            return {}
+        if noisy:
+            self._longest_tokens = int(plan.whole_tokens.max(initial=1))
+            self._lengths_T = torch.from_numpy(np.repeat(plan.whole_tokens, lengths)).to(tokens_of(batch).device)
+        is_cut = not isinstance(kept := batch.get("logits_to_keep", 0), int) or kept != 0
+        if is_cut or batch.get("labels") is None or not any(getattr(self._model, name, 0) for name in MEANS_OVER_ROWS):
+            return {}
+        tokens, real = tokens_of(batch), max(1, int(lengths.sum()))  # a mean over no rows is NaN
+        self._padding_rows = tokens.shape[1] - real
+        of_loss = {name: batch[name][:, :real] for name in ("labels", "shift_labels") if batch.get(name) is not None}
+        return {**of_loss, "logits_to_keep": torch.arange(real, device=tokens.device)}
+
+    def end(self, output: Any) -> Any:
+        """Ends a pass; returns its output with logits of all rows, zeros in padding."""
+        if self._padding_rows and isinstance(output, tuple):
+            loss, logits, *others = output
+            return loss, self._with_padding(logits), *others
+        if self._padding_rows:
+            output.logits = self._with_padding(output.logits)
+        return output
+
+    def _with_padding(self, logits_TV: torch.Tensor) -> torch.Tensor:
+        return nn.functional.pad(logits_TV, (0, 0, 0, self._padding_rows))
+
+    def _replaces_noise(self) -> bool:
+        """Replaces Transformers' hook, if Trainer or a program has added it to the embeddings; returns whether."""
+        hooks = self._model.get_input_embeddings()._forward_hooks
+        for number in [number for number, hook in hooks.items() if hook is neftune_post_forward_hook]:
+            hooks[number] = self._noise
+        return self._noise in hooks.values()
+
+    def _add_noise(self, embeddings: nn.Module, args: object, output_BTD: torch.Tensor) -> torch.Tensor:
+        """Adds noise to embeddings `[1, T, D]`: uniform, at most alpha / sqrt(L x D). L counts the tokens of the whole
+        document, or of a padded row."""
+        if not self._longest_tokens or not embeddings.training:
+            noisy: torch.Tensor = neftune_post_forward_hook(embeddings, args, output_BTD)
+            return noisy
+        noise_BTD, lengths_T, device = torch.zeros_like(output_BTD), self._lengths_T, output_BTD.device
+        real = None if lengths_T is None else len(lengths_T)
+        alpha: Any = embeddings.neftune_noise_alpha
+        most = alpha / math.sqrt(self._longest_tokens * output_BTD.shape[-1])
+        # Ranks are usually seeded alike, and two parts of one document must not have the same noise.
+        seed = int(torch.randint(LARGEST_SEED, ())) + self._rank
+        with torch.random.fork_rng([device] if device.type == "cuda" else []):
+            torch.manual_seed(seed)
+            noise_BTD[:, :real].uniform_(-most, most)
+        if lengths_T is not None:
+            noise_BTD[:, :real] *= torch.sqrt(self._longest_tokens / lengths_T)[:, None].to(noise_BTD.dtype)
+        return output_BTD + noise_BTD

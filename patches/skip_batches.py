@@ -1,0 +1,60 @@
+"""Lets `accelerate.skip_first_batches` take placed loaders.
+
+Upstream: `accelerate.data_loader.skip_first_batches` makes a `DataLoader` of the same dataset, with a sampler that
+leaves out the first batches. A placed loader has no sampler: it places whole micro-batches for all ranks. There is no
+registry, and no method that it asks its argument for.
+
+Modules that imported the function by name before have the new one as well.
+"""
+
+import functools
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from distca_hf.patches import Patch
+
+
+NAME = "skip_first_batches"
+
+
+def _apply() -> None:
+    from accelerate import data_loader
+
+    original: Callable[..., Any] = getattr(data_loader, NAME)
+    if hasattr(original, "__wrapped__"):
+        return
+
+    @functools.wraps(original)
+    def skip_first_batches(dataloader: Any, num_batches: int = 0) -> Any:
+        from distca_hf.batches.later_batches import LaterBatches
+        from distca_hf.batches.loader import PlacedLoader
+
+        if isinstance(dataloader, PlacedLoader | LaterBatches):
+            return LaterBatches(dataloader, num_batches)
+        return original(dataloader, num_batches)
+
+    _replace(original, skip_first_batches)
+
+
+def _revert() -> None:
+    from accelerate import data_loader
+
+    patched = getattr(data_loader, NAME)
+    _replace(patched, getattr(patched, "__wrapped__", patched))
+
+
+def _replace(before: object, after: object) -> None:
+    for module in list(sys.modules.values()):
+        if getattr(module, "__dict__", {}).get(NAME) is before:
+            setattr(module, NAME, after)
+
+
+skip_batches = Patch(
+    name="skip_batches",
+    upstream="accelerate.data_loader.skip_first_batches",
+    reason="a placed loader is skipped as a DataLoader is",
+    tested=("1.15",),
+    apply=_apply,
+    revert=_revert,
+)

@@ -1,0 +1,77 @@
+"""Sends SIGTERM and Ctrl-C to trainings on two CPU ranks at every place of a training, and resumes what they saved.
+
+    python scripts/faults/signal_places.py
+    python scripts/faults/signal_places.py --places forward evaluation --workers 2
+
+Workers of data loaders get the signal, too, as launchers and terminals send it. Every training must end with the
+status of its signal on both ranks and leave a checkpoint, from which it goes on with the losses of a training that got
+no signal. Exit status 1: one of them did not.
+"""
+
+import argparse
+import signal
+import sys
+from itertools import product
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from whole_numbers import whole
+
+
+sys.path[:0] = [str(Path(__file__).parents[2]), str(Path(__file__).parents[2] / "tests")]
+
+from support.ranks import run_ranks, start_ranks  # noqa: E402
+from support.signalled import PLACES, RANKS, checkpoints, losses, train_into_signal  # noqa: E402
+
+
+SIGNALS = {"SIGTERM": signal.SIGTERM, "SIGINT": signal.SIGINT}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--places", nargs="+", choices=PLACES, default=[*PLACES])
+    parser.add_argument("--batches", nargs="+", choices=["placed", "packs"], default=["placed", "packs"])
+    parser.add_argument("--signals", nargs="+", choices=SIGNALS, default=[*SIGNALS])
+    parser.add_argument("--workers", nargs="+", type=whole, choices=[0, 2], default=[0, 2], help="of data loaders")
+    options = parser.parse_args()
+    with TemporaryDirectory() as folder:
+        cases = [*product(options.places, options.batches, options.signals, options.workers)]
+        cases = [case for case in cases if case[:2] != ("placed evaluation", "packs")]
+        wrong = sum(not _runs_well(*case, Path(folder)) for case in cases)
+    sys.stdout.write(
+        f"{len(cases) - wrong} of {len(cases)} trainings left a checkpoint and went on as if undisturbed\n"
+    )
+    sys.exit(int(wrong > 0))
+
+
+def _runs_well(place: str, batches: str, name: str, workers: int, scratch: Path) -> bool:
+    """Runs a training into a signal, resumes it, and tells whether both went as they must."""
+    folder = scratch / f"{place}-{batches}-{name}-{workers}"
+    number = SIGNALS[name]
+    arguments = (place, batches, workers, folder, number, tuple(range(RANKS)))
+    outcomes = start_ranks(RANKS, train_into_signal, folder / "ranks", *arguments)
+    codes, saved = [outcome.exit_code for outcome in outcomes], checkpoints(folder)
+    problem = f"exit codes {codes}" if codes != [128 + number] * RANKS else "" if saved else "no checkpoint"
+    if not problem:
+        expected = _undisturbed(batches, scratch)
+        resumed = run_ranks(RANKS, losses, folder / "resumed", place, batches, workers, folder, True)[0]
+        problem = "" if resumed == expected else f"losses {resumed} for {expected}"
+    sys.stdout.write(
+        f"{place}, {batches}, {name}, {workers} workers: saved {saved}{problem and f'; WRONG: {problem}'}\n"
+    )
+    sys.stdout.flush()
+    if problem:
+        sys.stdout.write(outcomes[0].output[-2000:])
+    return not problem
+
+
+def _undisturbed(batches: str, scratch: Path, known: dict[str, dict[int, float]] = {}) -> dict[int, float]:  # noqa: B006
+    """Returns the losses of a training that gets no signal."""
+    if batches not in known:
+        folder = scratch / batches
+        known[batches] = run_ranks(RANKS, losses, folder / "ranks", "forward", batches, 0, folder, False)[0]
+    return known[batches]
+
+
+if __name__ == "__main__":
+    main()
