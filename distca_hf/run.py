@@ -52,6 +52,15 @@ def main(arguments: Sequence[str]) -> None:
         sys.exit(supervise(role.number, role.num_trainers, role.num_servers))
     try:
         run_script(path, [*recipe.script, *rest])
+    except SystemExit as ended:
+        if isinstance(ended.code, str):
+            leave_for_launcher(ended.code)
+        raise
+    except Exception:
+        from distca_hf.comm.rollcall import show_errors_once  # imports torch
+
+        show_errors_once()  # and so leave it for the launcher, also if the script has made no plugin yet
+        raise
     finally:
         if role is not None:
             _end_service(role)

@@ -1,5 +1,6 @@
 """Recipes, and how they reach a script: environment, settings and arguments. The `distca` command."""
 
+import json
 import os
 import subprocess
 import sys
@@ -317,6 +318,24 @@ def test_mistake_is_said_once_on_a_node_and_to_the_launcher(
 
     assert len(capsys.readouterr().err.splitlines()) == lines
     assert "expected --recipe or a script, got neither" in (tmp_path / "error.json").read_text()
+
+
+@pytest.mark.parametrize(
+    ("end", "words"),
+    [("raise OSError('no model owner/nosuch')", "OSError: no model owner/nosuch"), ("raise SystemExit('no')", "no")],
+)
+def test_what_a_script_ends_with_before_it_has_a_plugin_is_left_for_the_launcher(
+    end: str, words: str, script: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script.write_text(end)
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
+    monkeypatch.setattr(sys, "excepthook", lambda *_: None)
+    with pytest.raises((OSError, SystemExit)) as ended:
+        run.main([str(script)])
+    if ended.type is OSError:
+        sys.excepthook(ended.type, ended.value, ended.tb)
+
+    assert json.loads((tmp_path / "error.json").read_text())["message"]["message"] == words
 
 
 @pytest.mark.parametrize("option", ["--help", "-h"])
