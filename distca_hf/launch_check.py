@@ -73,11 +73,13 @@ def _check_processes(started: argparse.Namespace) -> tuple[int, int]:
         raise ConfigError(f"{file} starts a job of {config.compute_environment.value}, no processes on this machine")
     numbers = {}
     for name in ("num_processes", "num_machines"):
-        number = getattr(started, name) or getattr(config, name)
+        given = getattr(started, name)
+        number = getattr(config, name) if given is None else given
         if number in (None, -1):
             raise ConfigError(f"{file} has no {name}: add it, or give -- --{name} N at the end of the line")
         if type(number) is not int or number < 1:
-            raise ConfigError(f"{file}: {name} is {number!r}; write a whole number, at least 1")
+            where = file if given is None else "accelerate launch"
+            raise ConfigError(f"{where}: {name} is {number!r}; write a whole number, at least 1")
         numbers[name] = number
     processes, machines = numbers["num_processes"], numbers["num_machines"]
     if not started.cpu and not config.use_cpu:

@@ -50,7 +50,12 @@ class Arguments:
     learning_rate: float = field(default=1e-3, metadata={"help": "constant learning rate"})
 
 
-ARGUMENTS = (Arguments,)  # `distca train` reads them before it starts processes
+ARGUMENTS = (Arguments,)  # `distca train` reads them, and calls check, before it starts processes
+
+
+def check(arguments: Arguments) -> None:
+    if arguments.steps < 1:
+        raise SystemExit(f"--steps {arguments.steps}: the two trainings need at least 1")
 
 
 class StepRecord(TrainerCallback):
@@ -156,6 +161,7 @@ def train_with_sdpa(
 
 def main() -> None:
     (arguments,) = HfArgumentParser(ARGUMENTS, allow_abbrev=False).parse_args_into_dataclasses()
+    check(arguments)
     state = PartialState(cpu=True)
     datasets.disable_progress_bars()
     transformers.utils.logging.disable_progress_bar()

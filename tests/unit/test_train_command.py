@@ -101,6 +101,7 @@ def test_number_of_a_node_is_no_rank(launched: list[list[str]], monkeypatch: pyt
         (4, ["--", "--num_processes", "5"], "starts 5 processes on each machine, and this one has 4 GPUs"),
         (4, ["--", "--num_machines", "2"], ""),
         (8, ["--", "--gpu_ids", "0,1,9"], "this one has 2 GPUs of gpu_ids 0,1,9; give -- --num_processes 2"),
+        (4, ["--", "--num_processes", "0"], "accelerate launch: num_processes is 0; write a whole number, at least 1"),
         (4, ["--", "--num_proceses", "4"], "accelerate launch: unrecognized arguments"),
     ],
 )
@@ -332,6 +333,7 @@ MISTAKES: dict[str, tuple[Sequence[str], str]] = {
         ["recipe.yaml", *TEXTS, "--max_steps", "many"],
         "argument --max_steps/--max-steps: invalid int value: 'many'",
     ),
+    "no step": (["quickstart", "--steps", "0"], "--steps 0: the two trainings need at least 1"),
     "unknown choice": (
         ["recipe.yaml", *TEXTS, "--save_strategy", "step"],
         "argument --save_strategy/--save-strategy: invalid choice: 'step' (choose from 'no', 'steps',",
