@@ -153,7 +153,8 @@ def _parse(
     name = option.partition("=")[0].lstrip("-").replace("-", "_")
     where = "section script of the recipe" if option in recipe.script else "the line"
     if name in names_of(DistCAConfig):
-        hint = f" It is a setting: write it into section plugin of the recipe, or set {variable_of(name)}"
+        hint = " It is a setting: write it into section plugin of the recipe"
+        hint += "" if name in recipe.plugin else f", or set {variable_of(name)}"  # which the recipe would win over
     elif name in of_launcher:
         hint = " It is an option of accelerate launch: write it after -- at the end of the line"
     else:

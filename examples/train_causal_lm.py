@@ -58,7 +58,7 @@ ARGUMENTS = (ScriptArguments, TrainingArguments)  # `distca train` reads them be
 def load_tokenizer(model: str) -> PreTrainedTokenizerBase | None:
     """Loads the model's tokenizer; None if it has none, which is enough for a tokenised dataset."""
     try:
-        return AutoTokenizer.from_pretrained(model)
+        return AutoTokenizer.from_pretrained(model, trust_remote_code=False)
     except (OSError, ValueError):
         return None
 
@@ -80,9 +80,9 @@ def check(script: ScriptArguments) -> None:
     folder = Path(script.model)
     if folder.exists() and not (folder / "adapter_config.json").exists():
         try:
-            AutoConfig.from_pretrained(script.model)
+            AutoConfig.from_pretrained(script.model, trust_remote_code=False)  # else it asks at the terminal
         except Exception as error:  # of the file, or of a model that Transformers does not have
-            raise SystemExit(f"{folder} holds no model: {' '.join(str(error).split())}") from error
+            raise SystemExit(f"the model in {folder} cannot be loaded: {' '.join(str(error).split())}") from error
         if not script.from_scratch and not [*folder.glob("*.safetensors"), *folder.glob("pytorch_model*.bin")]:
             raise SystemExit(
                 f"{folder} holds a configuration and no weights; --from_scratch true begins with random ones"

@@ -250,9 +250,10 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
     DatasetDict({part: Dataset.from_dict({"text": ["a"]}) for part in ("train", "test")}).save_to_disk(folder / "both")
     Dataset.from_dict({"input_ids": [[1, 2, 3]]}).save_to_disk(folder / "tokens")
     tiny_config("llama").save_pretrained(folder / "untrained")
-    for name in ("no_config", "new_type", "no_tokenizer"):
+    for name in ("no_config", "new_type", "no_tokenizer", "coded"):
         (folder / name).mkdir()
     (folder / "new_type" / "config.json").write_text('{"model_type": "llama9"}')
+    (folder / "coded" / "config.json").write_text('{"model_type": "mine", "auto_map": {"AutoConfig": "own.Config"}}')
     for file in ("config.json", "model.safetensors"):
         shutil.copy(folder / "model" / file, folder / "no_tokenizer")
     return folder
@@ -292,8 +293,9 @@ MISTAKES: dict[str, tuple[Sequence[str], str]] = {
         ["recipe.yaml", *TEXTS, "--model", "./modle"],
         "no model ./modle: no such file or folder. Did you mean model?",
     ),
-    "model without configuration": (["recipe.yaml", *TEXTS, "--model", "no_config"], "no_config holds no model: "),
-    "model that is not known": (["recipe.yaml", *TEXTS, "--model", "new_type"], "new_type holds no model: "),
+    "model without configuration": (["recipe.yaml", *TEXTS, "--model", "no_config"], "no_config cannot be loaded: "),
+    "model that is not known": (["recipe.yaml", *TEXTS, "--model", "new_type"], "new_type cannot be loaded: "),
+    "model with code of its own": (["recipe.yaml", *TEXTS, "--model", "coded"], "custom code which must be executed"),
     "model without weights": (
         ["recipe.yaml", *TEXTS, "--model", "untrained"],
         "untrained holds a configuration and no weights; --from_scratch true",
@@ -315,11 +317,11 @@ MISTAKES: dict[str, tuple[Sequence[str], str]] = {
     "option of another command": (
         ["recipe.yaml", *TEXTS, "--tokens-per-rank", "64"],
         "has no argument --tokens-per-rank, which the line gives. It is a setting: write it into section plugin of "
-        "the recipe, or set DISTCA_TOKENS_PER_RANK",
+        "the recipe\n",
     ),
     "setting in section script": (
         ["setting.yaml", *TEXTS],
-        "--kernel, which section script of the recipe gives. It is a setting",
+        "gives. It is a setting: write it into section plugin of the recipe, or set DISTCA_KERNEL",
     ),
     "option of the launcher": (
         ["recipe.yaml", *TEXTS, "--num_processes", "2"],
