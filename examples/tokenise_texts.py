@@ -61,7 +61,7 @@ def refuse_missing(kind: str, name: str) -> None:
 def check_documents(name: str) -> list[str]:
     """Returns the columns of a dataset after a look at its first row; none of one on the Hub, which is not asked.
 
-    Ends with a message if the dataset is missing, empty, of another format, or has neither texts nor tokens.
+    Ends with a message if the dataset is missing, empty, of another format, or that row has neither text nor tokens.
     """
     path = Path(name)
     if not path.exists():
@@ -77,6 +77,8 @@ def check_documents(name: str) -> list[str]:
         raise SystemExit(f"{name} is empty: it has no row")
     if not {"text", "input_ids"} & first.keys():
         raise SystemExit(f"{name} has neither a column 'text' nor 'input_ids'; it has {', '.join(first)}")
+    if "input_ids" not in first and not isinstance(first["text"], str):
+        raise SystemExit(f"{name}: the column 'text' holds {first['text']!r} in row 0, which is not a text")
     return list(first)
 
 
@@ -91,7 +93,7 @@ def tokenise(texts: Dataset, tokenizer: PreTrainedTokenizerBase) -> Dataset:
     def ids_of(rows: dict[str, list[str]], numbers: list[int]) -> dict[str, list[list[int]]]:
         for number, text in zip(numbers, rows["text"], strict=True):
             if not isinstance(text, str):
-                raise SystemExit(f"the column 'text' holds {text!r} in row {number}, which is no text")
+                raise SystemExit(f"the column 'text' holds {text!r} in row {number}, which is not a text")
         ids = tokenizer(rows["text"])["input_ids"]
         return {"input_ids": [document if document[-1:] == [end] else [*document, end] for document in ids]}
 

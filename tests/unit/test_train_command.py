@@ -244,6 +244,7 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "empty.jsonl").write_text("")
     (folder / "prose.jsonl").write_text("not a line of JSON\n")
     (folder / "other.jsonl").write_text('{"content": "a"}\n')
+    (folder / "null.jsonl").write_text('{"text": null}\n')
     (folder / "texts.docx").write_text("a text")
     (folder / "fails.py").write_text("def main(:\n")
     (folder / "lonely.py").write_text("import no_such_module\nARGUMENTS = ()\n")
@@ -275,6 +276,7 @@ MISTAKES: dict[str, tuple[Sequence[str], str]] = {
         ["recipe.yaml", "--dataset", "other.jsonl"],
         "other.jsonl has neither a column 'text' nor 'input_ids'; it has content",
     ),
+    "dataset of nulls": (["recipe.yaml", "--dataset", "null.jsonl"], "holds None in row 0, which is not a text"),
     "several datasets": (
         ["recipe.yaml", "--dataset", "both"],
         "both holds several datasets; give both/train or both/test",
