@@ -54,7 +54,10 @@ COLUMNS = (*NUMBER_COLUMNS, TOKENS_COLUMN)
 # Columns of texts, a word of a text, and what to do with a file of texts.
 TEXT_COLUMNS = frozenset({"text", "content", "messages", "conversations", "prompt"})
 WORD = re.compile(r"[^\W\d_]{2}")
-OF_TEXTS = '. Tokenise texts first: python "$(distca examples tokenise_texts)" MODEL FILE FOLDER; then give FOLDER'
+OF_TEXTS = (
+    '. Tokenise texts first: python "$(distca examples tokenise_texts)" MODEL FILE FOLDER reads a column text '
+    "(of chats, make one with their template); then give FOLDER"
+)
 # A number as `numpy.savetxt` writes it.
 SAVETXT = re.compile(r"-?\d\.\d+e[+-]\d+")
 # Most that is read at once, so that a small file that unpacks to a large one ends in an error: lengths of 100 million
