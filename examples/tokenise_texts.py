@@ -77,8 +77,8 @@ def check_documents(name: str) -> list[str]:
         raise SystemExit(f"{name} is empty: it has no row")
     if not {"text", "input_ids"} & first.keys():
         raise SystemExit(
-            f"{name} has neither a column 'text' nor 'input_ids'; it has {', '.join(first)}. Rename the one of texts, or "
-            "make texts of chats with tokenizer.apply_chat_template(..., tokenize=False)"
+            f"{name} has neither a column 'text' nor 'input_ids'; it has {', '.join(first)}. Rename the one of "
+            "texts, or make texts of chats with tokenizer.apply_chat_template(..., tokenize=False)"
         )
     if "input_ids" not in first and not isinstance(first["text"], str):
         raise SystemExit(f"{name}: the column 'text' holds {first['text']!r} in row 0, which is not a text")
