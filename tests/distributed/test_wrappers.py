@@ -139,16 +139,19 @@ def _pack() -> dict[str, torch.Tensor]:
     return {"input_ids": ids, "labels": ids, "position_ids": torch.arange(ids.shape[1])[None]}
 
 
-def _step(wrapped: nn.Module, group: dist.ProcessGroup | None = None) -> list[torch.Tensor]:
-    """Weights after a step.
+def _train(wrapped: nn.Module, group: dist.ProcessGroup | None = None) -> list[torch.Tensor]:
+    """Weights after two steps.
 
     Args:
         group: to average gradients over, where no wrapper does.
     """
-    wrapped(**_pack()).loss.backward()
-    for parameter in wrapped.parameters() if group is not None else ():
-        dist.all_reduce(parameter.grad, op=dist.ReduceOp.AVG, group=group)
-    torch.optim.SGD(wrapped.parameters(), lr=0.5).step()
+    optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.5)
+    for _ in range(2):
+        wrapped(**_pack()).loss.backward()
+        for parameter in wrapped.parameters() if group is not None else ():
+            dist.all_reduce(parameter.grad, op=dist.ReduceOp.AVG, group=group)
+        optimizer.step()
+        optimizer.zero_grad()
     is_fsdp1 = isinstance(wrapped, FullyShardedDataParallel)
     with FullyShardedDataParallel.summon_full_params(wrapped) if is_fsdp1 else nullcontext():
         return [getattr(x, "full_tensor", x.clone)() for x in (p.detach() for p in wrapped.parameters())]
@@ -163,13 +166,13 @@ def _run_all(_: Path) -> dict[str, float | str]:
     def enabled(of_group: str | None) -> Any:
         return distca_hf.enable(tiny_model(num_hidden_layers=1).train(), plugins[of_group])
 
-    by_hand = {name: _step(enabled(name), group or groups.everyone) for name, group in named.items()}
+    by_hand = {name: _train(enabled(name), group or groups.everyone) for name, group in named.items()}
     for case, (wrap, of_group, *_) in {f"valid {n}": c for n, c in VALID.items()}.items():
-        weights = zip(_step(wrap(enabled(of_group), groups)), by_hand[of_group], strict=True)
+        weights = zip(_train(wrap(enabled(of_group), groups)), by_hand[of_group], strict=True)
         found[case] = max(float((one - other).abs().max()) for one, other in weights)
     for case, (wrap, of_group, _, _) in INVALID.items():
         with pytest.raises(ConfigError) as caught:
-            _step(wrap(enabled(of_group), groups))
+            _train(wrap(enabled(of_group), groups))
         found[f"invalid {case}"] = str(caught.value)
     return found | {name: _second_pass(enabled(None), groups, name) for name in SECOND_PASSES}
 
