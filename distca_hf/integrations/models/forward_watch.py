@@ -154,6 +154,7 @@ class ForwardWatch:
     def forget_passes(self) -> None:
         """Lets layers change: the next pass counts as the first one."""
         self._check.forget_passes()
+        self._passes_with_gradients = 0
 
     def is_running(self) -> bool:
         """Returns whether the model is in a forward pass."""

@@ -29,7 +29,7 @@ from distca_hf.torch_private import ignored_by_ddp, is_traceable_wrapper_subclas
 
 log = get_logger(__name__)
 
-# Elements that are summed at once; their checksum takes 16 bytes each meanwhile.
+# Integers of 8 bytes that are summed at once; their checksum takes 16 bytes each meanwhile.
 CHUNK = 1 << 22
 # Prime, so that equal chunks in another order have another checksum.
 BASE = 1_000_003
@@ -221,12 +221,14 @@ def _local(parameter: torch.Tensor) -> torch.Tensor:
 
 def bits_checksum(tensor: torch.Tensor) -> int:
     """Returns a checksum of the bits, computed on the tensor's device: one changed element always changes it."""
-    integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
-    bits = tensor.detach().contiguous().view(-1).view(integers)
+    bits = tensor.detach().contiguous().view(-1).view(torch.uint8)
+    if bits.storage_offset() % 8 or len(bits) % 8:
+        bits = nn.functional.pad(bits, (0, -len(bits) % 8))
+    bits = bits.view(torch.int64)
     if not len(bits):
         return 0
     weights = torch.arange(1, 2 * min(CHUNK, len(bits)), 2, device=tensor.device)  # odd: no bit is multiplied away
-    sums = [(chunk.to(torch.int64) * weights[: len(chunk)]).sum() for chunk in bits.split(CHUNK)]
+    sums = [(chunk * weights[: len(chunk)]).sum() for chunk in bits.split(CHUNK)]
     return _combine(torch.stack(sums).tolist())
 
 
