@@ -123,6 +123,19 @@ def test_tokens_that_the_model_has_no_embedding_for_are_named(token: int) -> Non
         model(ids)
 
 
+@pytest.mark.gpu
+def test_tokens_on_a_gpu_are_checked_without_another_wait() -> None:
+    ids = torch.tensor([[5, 127, 0]], device="cuda")
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        with ids_checked({"input_ids": ids}, 128, waits=True):
+            pass
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    with pytest.raises(PackingError, match="is 127 at token 1"), ids_checked({"input_ids": ids}, 127, waits=True):
+        pass
+
+
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.uint8, torch.float32, torch.bfloat16])
 def test_mask_that_numbers_documents_is_refused_where_nothing_else_tells_them_apart(dtype: torch.dtype) -> None:
     with pytest.raises(PackingError, match=r"numbers documents \(its largest value is 3\).*position_ids"):
