@@ -287,7 +287,7 @@ def _plain_tensors(batch: Batch) -> dict[str, torch.Tensor]:
 
 
 def _has_storage(value: object) -> TypeGuard[torch.Tensor]:
-    """Returns whether a value is a plain tensor with memory: neither sparse, nor inside of a transform of torch.func."""
+    """Returns whether a value is a plain tensor with memory: neither sparse nor inside a transform of torch.func."""
     if type(value) is not torch.Tensor or value.is_meta:
         return False
     try:
