@@ -132,7 +132,6 @@ class ModelShape:
         full_layers: layers that attend to whole documents; None: all that are in none of the other two.
         window_layers: tokens of each sliding window, with the number of its layers.
         mixer_layers: layers that carry a state, beside attention or in its place.
-        refusals: why distca_hf does not train the model; empty if it does, or if nothing is known but a config.json.
         limits: what a training must keep to, as `distca check` says it.
         longest_document_tokens: longest document that the model takes; None if it takes any.
     """
@@ -145,20 +144,8 @@ class ModelShape:
     full_layers: int | None = None
     window_layers: tuple[tuple[int, int], ...] = ()
     mixer_layers: int = 0
-    refusals: tuple[str, ...] = ()
     limits: tuple[str, ...] = ()
     longest_document_tokens: int | None = None
-
-    def check_accepted(self) -> None:
-        """Checks that distca_hf trains the model.
-
-        Raises:
-            ConfigError: it does not.
-        """
-        if self.refusals:
-            raise ConfigError(
-                f"model {self.name} is refused: {'; '.join(self.refusals)}. `distca check` shows it layer by layer"
-            )
 
     @property
     def masks(self) -> LayerMasks:
@@ -300,7 +287,6 @@ class PlanRequest:
                 raise ConfigError(f"{option} {name} must be one of {', '.join(names)}")
         if self.pipeline is not None:
             self._check_pipeline(self.pipeline)
-        self.model.check_accepted()
         self.planner  # noqa: B018  raises if a variable of the environment has an invalid value
 
     def _check_pipeline(self, pipeline: Pipeline) -> None:

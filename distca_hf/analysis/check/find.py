@@ -145,6 +145,8 @@ def _of_file(path: Path, trust_remote_code: bool) -> Candidate:
     model_type = values.get("model_type")
     if not isinstance(model_type, str):
         raise ConfigError(f"model config {file} has no model_type: it is no configuration of Transformers")
+    if not isinstance(values.get("quantization_config"), dict | None):
+        raise ConfigError(f"model config {file}: quantization_config must be an object")
     if model_type not in CONFIG_MAPPING or (trust_remote_code and "auto_map" in values):
         return _of_own_code(file, model_type, "auto_map" in values, trust_remote_code)
     try:

@@ -37,9 +37,8 @@ class SimulatedModel:
         """Returns the model of a shape.
 
         Raises:
-            ConfigError: distca_hf refuses it, its size is not known, or no layer attends.
+            ConfigError: its size is not known, or no layer attends.
         """
-        shape.check_accepted()
         if shape.size is None:
             raise ConfigError(f"model {shape.name}: its number of weights is not known, so no step can be simulated")
         if not shape.masks:

@@ -103,12 +103,13 @@ def test_accumulation_is_counted_as_trainer_has_it() -> None:
     refusal("llama3-8b", "--micro-steps", 0, words="--micro-steps 0 must be between 1 and 1024")
 
 
-ONE_VERDICT = ("llama4_text", "stablelm", "gemma4_text")
+ONE_VERDICT = ("llama4_text", "stablelm", "gemma4_text", "mamba")
 
 
 @pytest.mark.parametrize("name", ONE_VERDICT)
 def test_what_check_refuses_no_other_command_plans(name: str, tmp_path: Path) -> None:
-    """Also models that are refused in the trial of a tiny version, and those that no kernel of an H200 computes."""
+    """Also models that are refused in the trial of a tiny version, that no kernel of an H200 computes, or that have no
+    heads."""
     (tmp_path / "lengths.json").write_text("[100, 200, 300]")
     reasons = as_json(name)["reasons"]
     assert reasons
@@ -213,6 +214,10 @@ FILES = {
     "foreign.json": (b'{"hidden_size": 5}', "has no model_type"),
     "unknown.json": (b'{"model_type": "llamma"}', "has no model type 'llamma'. Did you mean 'llama'?"),
     "code.json": (b'{"model_type": "mine", "auto_map": {"AutoConfig": "a.B"}}', "give --trust-remote-code"),
+    "quantised.json": (
+        b'{"model_type": "llama", "quantization_config": "fp8"}',
+        "quantization_config must be an object",
+    ),
     "wrong.json": (b'{"model_type": "llama", "hidden_size": "many"}', "is not one of llama"),
 }
 
