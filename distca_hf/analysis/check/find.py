@@ -6,6 +6,7 @@ A name is a model type or a class of Transformers, a class that can be imported,
 
 import copy
 import importlib
+import textwrap
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,8 @@ from distca_hf.integrations.models.check import IMPLEMENTATION
 
 # Follows the name of a model whose sizes nobody gave.
 DEFAULT_SIZES = "default sizes"
+# Longest message of another package that is quoted.
+MOST_CHARACTERS = 300
 # Auto classes with their mappings, in the order in which a class for a model type is looked for.
 AUTO: tuple[tuple[Any, Any], ...] = (
     (MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM),
@@ -153,7 +156,7 @@ def _of_file(path: Path, trust_remote_code: bool) -> Candidate:
         with without_hub():
             config = AutoConfig.for_model(**values)
     except Exception as error:  # configurations check themselves, each in its own way
-        raise ConfigError(f"model config {file} is not one of {model_type}: {_first_line(error)}") from error
+        raise ConfigError(f"model config {file} is not one of {model_type}: {_in_one_line(error)}") from error
     return _of_config(config, str(path))
 
 
@@ -242,7 +245,7 @@ def _class_of(name: str) -> type[PreTrainedModel] | None:
         try:
             found = getattr(importlib.import_module(module_name), class_name, None)
         except Exception as error:  # modules may do anything when imported
-            raise ConfigError(f"model {name}: {module_name} cannot be imported: {_first_line(error)}") from error
+            raise ConfigError(f"model {name}: {module_name} cannot be imported: {_in_one_line(error)}") from error
         if found is None:
             raise ConfigError(f"model {name}: {module_name} has no {class_name}")
     else:
@@ -267,7 +270,7 @@ def _default(config_class: type[PreTrainedConfig]) -> PreTrainedConfig:
         return config_class()
     except Exception as error:  # as above
         raise ConfigError(
-            f"{config_class.__name__} has no default configuration ({_first_line(error)}); give a config.json"
+            f"{config_class.__name__} has no default configuration ({_in_one_line(error)}); give a config.json"
         ) from error
 
 
@@ -277,5 +280,6 @@ def _architecture(config: PreTrainedConfig) -> str | None:
     return str(architectures[0]) if isinstance(architectures, list) and architectures else None
 
 
-def _first_line(error: Exception) -> str:
-    return str(error).strip().partition("\n")[0]
+def _in_one_line(error: Exception) -> str:
+    """Returns another package's message, which may have its reason in a later line."""
+    return textwrap.shorten(str(error), MOST_CHARACTERS)

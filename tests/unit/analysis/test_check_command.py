@@ -218,7 +218,10 @@ FILES = {
         b'{"model_type": "llama", "quantization_config": "fp8"}',
         "quantization_config must be an object",
     ),
-    "wrong.json": (b'{"model_type": "llama", "hidden_size": "many"}', "is not one of llama"),
+    "wrong.json": (
+        b'{"model_type": "llama", "hidden_size": "many"}',
+        "is not one of llama: Validation error for field 'hidden_size': TypeError",
+    ),
 }
 
 
