@@ -95,6 +95,7 @@ def _shape_of(candidate: "Candidate", tries: bool) -> ModelShape:
         _with_layers(shape_of_config(values, name, f"model {name}"), model),
         limits=verdict.limits,
         longest_document_tokens=verdict.longest_document_tokens,
+        no_stages=_no_stages(model),
     )
     decoder, flops = decoder_size(model, list(verdict.kinds)), step_flops(model)
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
@@ -111,6 +112,17 @@ def _shape_of(candidate: "Candidate", tries: bool) -> ModelShape:
         of_layers=decoder,
     )
     return replace(shape, size=size)
+
+
+def _no_stages(model: "PreTrainedModel") -> str:
+    """Returns why training does not divide a model into stages of a pipeline; empty if it does."""
+    from distca_hf.integrations.stages.stack import LayerStack
+
+    try:
+        LayerStack.of(model)
+    except Exception as error:  # a model's code may raise anything where modules are left out
+        return str(error)
+    return ""
 
 
 def _with_layers(shape: ModelShape, model: "PreTrainedModel") -> ModelShape:

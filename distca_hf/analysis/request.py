@@ -134,6 +134,7 @@ class ModelShape:
         mixer_layers: layers that carry a state, beside attention or in its place.
         limits: what a training must keep to, as `distca check` says it.
         longest_document_tokens: longest document that the model takes; None if it takes any.
+        no_stages: why training does not divide it into stages of a pipeline; empty if it does, or if that is unknown.
     """
 
     name: str
@@ -146,6 +147,7 @@ class ModelShape:
     mixer_layers: int = 0
     limits: tuple[str, ...] = ()
     longest_document_tokens: int | None = None
+    no_stages: str = ""
 
     @property
     def masks(self) -> LayerMasks:
@@ -291,6 +293,8 @@ class PlanRequest:
 
     def _check_pipeline(self, pipeline: Pipeline) -> None:
         """Refuses a pipeline that cannot run, or packs that cannot be shaped for it."""
+        if self.model.no_stages:
+            raise ConfigError(f"--pipeline {pipeline.num_stages}: {self.model.no_stages}")
         if self.layout == "fixed":
             raise ConfigError(
                 f"--pipeline {pipeline.num_stages} divides whole documents among micro-batches, and --layout fixed "

@@ -123,6 +123,18 @@ def test_what_check_refuses_no_other_command_plans(name: str, tmp_path: Path) ->
         assert wanted in told
 
 
+def test_models_that_training_does_not_divide_have_no_pipeline(tmp_path: Path) -> None:
+    (tmp_path / "lengths.json").write_text("[100, 200, 300]")
+    for words in (
+        ["plan", "--ranks", "2", "--tokens-per-rank", "1000", "--micro-steps", "4"],
+        ["simulate", "--gpus", "4"],
+    ):
+        given = [words[0], str(tmp_path / "lengths.json"), *words[1:], "--pipeline", "2", "--model", "cohere2"]
+        result = CliRunner().invoke(app, given)
+        assert (result.exit_code, result.stdout) == (2, "")
+        assert "--pipeline 2: Cohere2ForCausalLM cannot be divided into stages: its forward" in result.stderr
+
+
 def test_limits_and_configurations_without_a_dtype_are_the_same_for_all_commands(tmp_path: Path) -> None:
     """As published: GPT-OSS has no dtype, and its weights are quantised."""
     config = {**SIZES, "model_type": "gpt_oss", "head_dim": 32, "num_local_experts": 4, "num_experts_per_tok": 2}
