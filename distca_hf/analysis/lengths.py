@@ -329,6 +329,8 @@ def read_csv(path: Path) -> DocumentLengths:
                 alone.add_text(row[0])
             return DocumentLengths(alone.array(), str(path))
         chosen = choose_columns([name for name in names if name != TOKENS_COLUMN], path) if names else []
+        if twice := [name for name in chosen if names.count(name) > 1]:
+            raise PackingError(f"{path} has {names.count(twice[0])} columns {twice[0]}; keep one of them")
         columns = {name: (names.index(name), Numbers(f"{path}, column {name}", "row")) for name in chosen}
         for row in rows:
             for at, numbers in columns.values():

@@ -76,6 +76,7 @@ BAD_FILES = {
     "short.csv": (text("id,length\na,5\nb\n"), 'row 1 is ""'),
     "unnamed.csv": (text("id,size\na,5\n"), "its columns: id, size"),
     "two.csv": (text("length,num_tokens\n5,6\n"), "in row 0 length is 5 and num_tokens 6; keep one"),
+    "twice.csv": (text("length,length\n5,6\n"), "has 2 columns length; keep one of them"),
     "tokens.csv": (text('id,input_ids\na,"[1, 2]"\n'), "no column of lengths"),
     "semicolons.csv": (text("id;length\na;5\n"), "its columns: id;length"),
     "empty.csv": (text(""), "has no documents"),
