@@ -2,7 +2,7 @@
 
 | source | content |
 |---|---|
-| `.json` | a flat list of whole numbers |
+| `.json` | a flat list of whole numbers, or as `.jsonl` |
 | `.jsonl` | objects, one per line, with a column of lengths |
 | `.csv`, `.tsv` | a table with a column of lengths, or one column of whole numbers without a name |
 | `.txt` | whole numbers, one per line, also as `numpy.savetxt` writes them |
@@ -282,9 +282,11 @@ class Numbers:
 
 
 def read_json(path: Path) -> DocumentLengths:
-    """Reads a flat JSON list."""
+    """Reads a flat JSON list, or objects, one per line, as `datasets` writes them under this ending."""
     with _open(path) as file:
         text = file.read(MOST_CHARACTERS + 1)
+    if text.startswith("{"):
+        return read_jsonl(path)
     if len(text) > MOST_CHARACTERS:
         raise PackingError(
             f"{path} holds more than {MOST_CHARACTERS:,} characters; give the lengths as .txt or .parquet"

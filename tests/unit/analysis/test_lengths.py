@@ -70,6 +70,7 @@ READABLE: dict[str, tuple[Callable[[Path], object], str | None]] = {
     "savetxt.csv": (lambda path: np.savetxt(path, LENGTHS), None),
     "saved": (save(Dataset.from_dict({"input_ids": TOKENS, "labels": TOKENS})), "input_ids"),
     "cache.arrow": (arrow, "length"),
+    "written.json": (lambda path: Dataset.from_dict({"length": LENGTHS}).to_json(path), "length"),
     "chosen": (save(Dataset.from_dict({"length": [9, *LENGTHS]}).select(range(1, 7))), "length"),
 }
 
