@@ -15,6 +15,8 @@ from itertools import product
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from whole_numbers import whole
+
 
 sys.path[:0] = [str(Path(__file__).parents[2]), str(Path(__file__).parents[2] / "tests")]
 
@@ -30,7 +32,7 @@ def main() -> None:
     parser.add_argument("--places", nargs="+", choices=PLACES, default=[*PLACES])
     parser.add_argument("--batches", nargs="+", choices=["placed", "packs"], default=["placed", "packs"])
     parser.add_argument("--signals", nargs="+", choices=SIGNALS, default=[*SIGNALS])
-    parser.add_argument("--workers", nargs="+", type=int, choices=[0, 2], default=[0, 2], help="of data loaders")
+    parser.add_argument("--workers", nargs="+", type=whole, choices=[0, 2], default=[0, 2], help="of data loaders")
     options = parser.parse_args()
     with TemporaryDirectory() as folder:
         cases = [*product(options.places, options.batches, options.signals, options.workers)]
