@@ -141,9 +141,7 @@ def make_trainer(place: str, batches: str, workers: int, folder: Path, steps: in
     if batches == "placed" and workers:  # which read the rows that a transform makes
         dataset = dataset.add_column("length", [TOKENS] * ROWS).with_transform(dict)
     collator = DataCollatorWithFlattening() if batches == "packs" else default_data_collator
-    trainer = Trainer(
-        tiny_model(num_hidden_layers=1), args, collator, train_dataset=dataset, eval_dataset=evaluated
-    )
+    trainer = Trainer(tiny_model(num_hidden_layers=1), args, collator, train_dataset=dataset, eval_dataset=evaluated)
     settings: dict[str, Any] = {} if batches == "packs" else {"tokens_per_rank": 2 * TOKENS}
     distca_hf.DistCAPlugin(**settings, evaluate="distca" if place == "placed evaluation" else "local").attach(trainer)
     return trainer
