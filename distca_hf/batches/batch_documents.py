@@ -5,7 +5,8 @@ A mask that numbers documents must agree with positions. Packs of all ranks (`ba
 that one rank attends to alone needs rows of queries and of keys, too.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -191,8 +192,10 @@ def check_mask_numbers(batch: Batch) -> None:
     )
 
 
-def check_ids(batch: Batch, vocabulary_tokens: int | None, waits: bool) -> None:
-    """Checks that a model has embeddings for the tokens of a batch.
+@contextmanager
+def ids_checked(batch: Batch, vocabulary_tokens: int | None, waits: bool) -> Iterator[None]:
+    """Checks, at the end of a `with` block, that a model has embeddings for the tokens of a batch. After a block that
+    waits for the device it need not wait once more.
 
     Args:
         vocabulary_tokens: None if it is not known.
@@ -203,10 +206,17 @@ def check_ids(batch: Batch, vocabulary_tokens: int | None, waits: bool) -> None:
     """
     ids = batch.get("input_ids")
     if vocabulary_tokens is None or not isinstance(ids, torch.Tensor) or ids.ndim != 2 or ids.numel() == 0:
+        yield
         return
     if ids.device.type != "cpu" and not waits:
+        yield
         return
-    lowest, highest = torch.stack(ids.aminmax()).tolist()  # one copy to the host
+    extremes = torch.stack(ids.aminmax()).to("cpu", non_blocking=ids.is_cuda)
+    arrived = torch.cuda.current_stream(ids.device).record_event() if ids.is_cuda else None
+    yield
+    if arrived is not None:
+        arrived.synchronize()
+    lowest, highest = extremes.tolist()
     if lowest >= 0 and highest < vocabulary_tokens:
         return
     row, token = ((ids < 0) | (ids >= vocabulary_tokens)).nonzero()[0].tolist()

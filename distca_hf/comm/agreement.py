@@ -70,8 +70,8 @@ REMEDIES = {
         "rank leaves out (an outlier, NaN) must be left out on all of them"
     ),
     Occasion.COMPARE: (
-        "All ranks must start from the same weights and buffers, and average gradients over all of them before every "
-        "optimizer step (DDP, FSDP, DeepSpeed, or the training loop)"
+        "All ranks must start from the same weights and buffers, average gradients over all of them (DDP, FSDP, "
+        "DeepSpeed, or the training loop), and take every optimizer step"
     ),
     Occasion.TAKE: "Ranks need equal data, seeds, models, settings, versions and order of micro-batches",
 }

@@ -10,7 +10,7 @@ Without other parallelism there is one stage, and one tensor rank: then all rank
 import enum
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 
 import numpy as np
 
@@ -44,13 +44,13 @@ class Grid:
 
     @classmethod
     def flat(cls, ranks: Sequence[int], rank: int) -> "Grid":
-        """Returns the grid of ranks that differ in their data alone.
+        """Returns the grid of ranks that differ in their data alone: the same object each time.
 
         Args:
             ranks: of the group, in ascending order.
             rank: of this process in the job.
         """
-        return cls(tuple(ranks), (1, len(ranks), 1), rank)
+        return _flat(tuple(ranks), rank)
 
     @classmethod
     def of_mesh(
@@ -222,6 +222,11 @@ class Grid:
         """Returns stage, data rank and tensor rank of a rank."""
         place, (_, data, tensor) = self._place_of[rank], self.shape
         return place // (data * tensor), place // tensor % data, place % tensor
+
+
+@cache
+def _flat(ranks: tuple[int, ...], rank: int) -> Grid:
+    return Grid(ranks, (1, len(ranks), 1), rank)
 
 
 def _names(given: str | Sequence[str]) -> tuple[str, ...]:

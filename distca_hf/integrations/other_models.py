@@ -61,18 +61,24 @@ def check_callers(implementation: str, asking: FrameType, is_causal: bool) -> No
     """
     if not any_known() or asking.f_globals.get("__name__") != ASKING:
         return
-    given: dict[str, Any] = {}
-    model_name, frame = "a model", asking.f_back
+    frames: list[FrameType] = []
+    frame = asking.f_back
     while frame is not None:
-        model = frame.f_locals.get("self") if frame.f_code.co_varnames[:1] == ("self",) else None
-        if isinstance(model, nn.Module):
-            watch = vars(model).get(WATCH)
-            if watch is not None and watch.is_running():
-                return
-            for name, value in _arguments_of(frame):
-                given.setdefault(name, value)
-            model_name = type(model).__name__ if hasattr(model, "config") else model_name
+        if frame.f_code.co_varnames[:1] == ("self",):
+            model = frame.f_locals.get("self")
+            if isinstance(model, nn.Module):
+                watch = vars(model).get(WATCH)
+                if watch is not None and watch.is_running():
+                    return
+                frames.append(frame)
         frame = frame.f_back
+    given: dict[str, Any] = {}
+    model_name = "a model"
+    for frame in frames:
+        for name, value in _arguments_of(frame):
+            given.setdefault(name, value)
+        model = frame.f_locals["self"]
+        model_name = type(model).__name__ if hasattr(model, "config") else model_name
     model_name = f"{model_name} with attn_implementation={implementation!r}"
     if isinstance(plan := given.get("distca_plan"), LivePlan):
         if implementation == OURS:

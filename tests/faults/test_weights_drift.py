@@ -55,7 +55,7 @@ def _train(folder: Path, flip_at: int) -> int:
 
 
 def test_flipped_bit_is_found_at_the_next_check_by_rank_and_name(tmp_path: Path) -> None:
-    outcomes = start_ranks(2, _train, tmp_path, tmp_path / "run", EVERY + 1)
+    outcomes = start_ranks(2, _train, tmp_path, tmp_path / "run", 2 * EVERY - 1)  # passes 8 and 16 compare, too
 
     for outcome in outcomes:
         assert outcome.exit_code == 1
@@ -109,7 +109,7 @@ def test_every_kind_of_tensor_counts(name: str) -> None:
 
 @pytest.mark.parametrize("changed", [0, CHUNK - 1, CHUNK, CHUNK + 4])
 def test_one_element_changes_the_checksum_wherever_it_is(changed: int) -> None:
-    weights = torch.ones(CHUNK + 5, dtype=torch.float16)
+    weights = torch.ones(CHUNK + 5, dtype=torch.float64)
     before = bits_checksum(weights)
     weights[changed] = -1
 
@@ -117,9 +117,11 @@ def test_one_element_changes_the_checksum_wherever_it_is(changed: int) -> None:
 
 
 def test_order_of_elements_changes_the_checksum() -> None:
-    weights = torch.randn(2 * CHUNK, dtype=torch.bfloat16)
+    weights = torch.randn(2 * CHUNK, dtype=torch.float64)
 
+    halves = weights.view(torch.bfloat16)
     assert bits_checksum(weights) == bits_checksum(weights.clone())
+    assert bits_checksum(halves[1:]) == bits_checksum(halves[1:].clone()) != bits_checksum(halves[:-1])
     assert bits_checksum(weights) != bits_checksum(weights.flip(0))
     assert bits_checksum(weights) != bits_checksum(weights.roll(CHUNK))
 

@@ -205,6 +205,7 @@ def test_second_passes_are_those_on_padded_rows_or_refused(
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", KINDS)
-def test_second_passes_on_a_gpu(kind: str, plain: dict[tuple[str, str], Outcome], tmp_path: Path) -> None:
+def test_second_passes_on_a_gpu(kind: str, tmp_path: Path) -> None:
     """Tensors that were copied to the device lead to their batch, too."""
+    plain = use_again("plain", tmp_path, use_cpu=False)
     check(kind, use_again(kind, tmp_path, use_cpu=False), plain, most=1e-5)

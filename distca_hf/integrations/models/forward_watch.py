@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from distca_hf.arrays import IntArray
-from distca_hf.batches.batch_documents import Batch, cache_of, check_ids, check_mask_numbers, tokens_of
+from distca_hf.batches.batch_documents import Batch, cache_of, check_mask_numbers, ids_checked, tokens_of
 from distca_hf.batches.empty_batch import fill_empty
 from distca_hf.batches.known_batch import TELLING, copied_batch, known_batch, note_batch
 from distca_hf.batches.packed import PackPlanner
@@ -53,6 +53,7 @@ from distca_hf.integrations.models.structure import (
     transformers_model,
 )
 from distca_hf.integrations.models.towers import give_own_attention, without_kinds_of_text
+from distca_hf.integrations.models.weights_check import is_due
 from distca_hf.parallel_context import ParallelContext
 from distca_hf.runtime.live_plan import LivePlan
 from distca_hf.runtime.pass_layers import PassLayers
@@ -89,7 +90,7 @@ class ForwardWatch:
         self.attention_dtype: torch.dtype | None = None
         self._class_name = type(inner).__name__
         self._layers = attention_layers(inner)
-        self._checked_gradients = self._is_running = False
+        self._is_running, self._passes_with_gradients = False, 0
         self._check = ForwardCheck(root, config, self._layers, whole_documents)
         self.position_limits = self._check.position_limits
         self._counted = CountedRows(inner)
@@ -153,6 +154,7 @@ class ForwardWatch:
     def forget_passes(self) -> None:
         """Lets layers change: the next pass counts as the first one."""
         self._check.forget_passes()
+        self._passes_with_gradients = 0
 
     def is_running(self) -> bool:
         """Returns whether the model is in a forward pass."""
@@ -186,8 +188,8 @@ class ForwardWatch:
                 if module is self.root:
                     self._check.check_implementation(trains=module.training and torch.is_grad_enabled())
                 check_mask_numbers(batch)
-                check_ids(batch, self._vocabulary_tokens, waits=False)
-                batch = batch | self._mixers.alone(batch, trains=module.training and torch.is_grad_enabled())
+                with ids_checked(batch, self._vocabulary_tokens, waits=False):
+                    batch = batch | self._mixers.alone(batch, trains=module.training and torch.is_grad_enabled())
                 return None if batch.keys() == given.keys() else (args[len(self._names) :], batch)
             plan = self._plan_packs(module, batch)
             batch |= fill_empty(batch)
@@ -220,8 +222,8 @@ class ForwardWatch:
             rows_wait = keep_received(self._checkpointed_modules(module))
         again = places_that_attend_again(self._checkpointed_modules(module))
         regions = self._recomputed_layers.regions(self._checkpointed_modules(module), again)
-        if torch.is_grad_enabled() and not self._checked_gradients:
-            self._checked_gradients = True  # a model may be evaluated before it is wrapped
+        self._passes_with_gradients += torch.is_grad_enabled()
+        if torch.is_grad_enabled() and is_due(self._passes_with_gradients):  # it may be wrapped at any time
             check_averaging(self.root, self.context.members)
             check_divided_heads(self.root, self.context)
         facts = {
@@ -278,8 +280,8 @@ class ForwardWatch:
 
     def _lengths(self, batch: Batch) -> IntArray | None:
         """Returns document lengths of a batch; None if it stays padded, as it does where mixers keep rows apart."""
-        check_ids(batch, self._vocabulary_tokens, waits=True)
-        return self._mixers.lengths(batch if self._mixers.mixers else self._padded.begin(batch))
+        with ids_checked(batch, self._vocabulary_tokens, waits=True):
+            return self._mixers.lengths(batch if self._mixers.mixers else self._padded.begin(batch))
 
     def _checkpointed_modules(self, module: nn.Module) -> list[nn.Module]:
         """Returns modules that are or may be checkpointed: wrappers may come until the first forward pass."""

@@ -1,6 +1,6 @@
 """Weights check: ranks that should hold the same weights and buffers compare them.
 
-They do so in a model's first pass and in the one after its first optimizer step, and on request after some steps.
+They do so in the 1st, 2nd, 4th, 8th ... pass of a model, and on request after some steps.
 
 A weight may be divided between ranks in several ways at once. Ranks hold the same part of it if they are at the same
 place along every dimension that divides it: replicas of HSDP do, and tensor ranks with weights that are not divided
@@ -29,19 +29,27 @@ from distca_hf.torch_private import ignored_by_ddp, is_traceable_wrapper_subclas
 
 log = get_logger(__name__)
 
-# Elements that are summed at once; their checksum takes 16 bytes each meanwhile.
+# Integers of 8 bytes that are summed at once; their checksum takes 16 bytes each meanwhile.
 CHUNK = 1 << 22
 # Prime, so that equal chunks in another order have another checksum.
 BASE = 1_000_003
 # Which part of a weight a rank holds that has all of it.
 WHOLE = 0
+# Shown in place of a buffer's checksum.
+CHANGED = "another one than in the first pass"
+
+
+def is_due(passes: int) -> bool:
+    """Returns whether what costs some milliseconds is checked in this pass: the 1st, 2nd, 4th, 8th and so on."""
+    return passes & (passes - 1) == 0
 
 
 class SharedState:
     """Weights and buffers that all ranks hold, in the passes in which they are compared.
 
-    An optimizer step on gradients that nobody averages leaves other weights on every rank, as does a start from other
-    ones. Buffers such as rotary frequencies are in no checkpoint: each rank computes them.
+    An optimizer step on gradients that nobody averages leaves other weights on every rank, as does a step that one
+    rank leaves out, or a start from other weights. Buffers such as rotary frequencies are in no checkpoint: each rank
+    computes them. Later they must still be those of the first pass, or must have changed on all ranks, as counts do.
 
     Args:
         with_weights: whether all ranks hold the same weights, as far as FSDP and DeepSpeed do not divide them.
@@ -49,24 +57,20 @@ class SharedState:
 
     def __init__(self, model: nn.Module, with_weights: bool) -> None:
         self._model, self._with_weights = model, with_weights
-        self._trained: list[nn.Parameter] | None = None
-        self._changes = 0
+        self._passes = 0
+        self._first_buffers: dict[str, str] = {}
 
     def now(self) -> dict[str, dict[str, str]]:
-        """Returns checksums by name, of weights and of buffers: in the first pass and, of weights, in the first one
-        after an optimizer step. In all others there are none."""
-        if self._trained is None:
-            self._trained = [x for x in self._weights().values() if x.requires_grad]
-            self._changes = self._count_changes()
-            return {WEIGHTS: _checksums(self._weights()), BUFFERS: _checksums(dict(held_buffers(self._model)))}
-        if self._trained and self._count_changes() != self._changes:
-            self._trained = []
-            return {WEIGHTS: _checksums(self._weights())}
-        return {}
-
-    def _count_changes(self) -> int:
-        """Returns how often weights were written to, as far as torch counts; needs no device."""
-        return sum(weight._version for weight in self._trained or ())
+        """Counts a pass; returns checksums by name, of weights and of buffers. In most passes there are none."""
+        self._passes += 1
+        if not is_due(self._passes):
+            return {}
+        buffers = _checksums(dict(held_buffers(self._model)))
+        if self._passes == 1:
+            self._first_buffers = buffers
+        first = self._first_buffers
+        shown = {name: bits if first.get(name) == bits else CHANGED for name, bits in buffers.items()}
+        return {WEIGHTS: _checksums(self._weights()), BUFFERS: shown}
 
     def _weights(self) -> dict[str, nn.Parameter]:
         if not self._with_weights:
@@ -217,12 +221,14 @@ def _local(parameter: torch.Tensor) -> torch.Tensor:
 
 def bits_checksum(tensor: torch.Tensor) -> int:
     """Returns a checksum of the bits, computed on the tensor's device: one changed element always changes it."""
-    integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
-    bits = tensor.detach().contiguous().view(-1).view(integers)
+    bits = tensor.detach().contiguous().view(-1).view(torch.uint8)
+    if bits.storage_offset() % 8 or len(bits) % 8:
+        bits = nn.functional.pad(bits, (0, -len(bits) % 8))
+    bits = bits.view(torch.int64)
     if not len(bits):
         return 0
     weights = torch.arange(1, 2 * min(CHUNK, len(bits)), 2, device=tensor.device)  # odd: no bit is multiplied away
-    sums = [(chunk.to(torch.int64) * weights[: len(chunk)]).sum() for chunk in bits.split(CHUNK)]
+    sums = [(chunk * weights[: len(chunk)]).sum() for chunk in bits.split(CHUNK)]
     return _combine(torch.stack(sums).tolist())
 
 

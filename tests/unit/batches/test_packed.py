@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import distca_hf
-from distca_hf.batches.batch_documents import check_ids, check_mask_numbers, media_of
+from distca_hf.batches.batch_documents import check_mask_numbers, ids_checked, media_of
 from distca_hf.batches.empty_batch import fill_empty
 from distca_hf.batches.packed import PackPlanner, document_lengths
 from distca_hf.config import DistCAConfig
@@ -107,15 +107,33 @@ NUMBERS = torch.tensor([[1, 1, 1, 1, 2, 2, 2, 3, 3, 3]])
 @pytest.mark.parametrize("token", [128, 1 << 40, -1])
 def test_tokens_that_the_model_has_no_embedding_for_are_named(token: int) -> None:
     ids = torch.tensor([[5, 127, 0], [6, token, 8]])
-    check_ids({"input_ids": ids[:1]}, 128, waits=False)
-    check_ids({"input_ids": ids}, None, waits=True)
-    check_ids({"input_ids": ids.to("meta")}, 128, waits=False)
+
+    def check(given: torch.Tensor, vocabulary_tokens: int | None, waits: bool = False) -> None:
+        with ids_checked({"input_ids": given}, vocabulary_tokens, waits):
+            pass
+
+    check(ids[:1], 128)
+    check(ids, None, waits=True)
+    check(ids.to("meta"), 128)
     told = f"row 1 of the batch: input_ids is {token} at token 1, and tokens are 0 to 127 in this model"
     with pytest.raises(PackingError, match=told):
-        check_ids({"input_ids": ids}, 128, waits=False)
+        check(ids, 128)
     model = distca_hf.enable(tiny_model(num_hidden_layers=1, vocab_size=128), distca_hf.DistCAPlugin())
     with pytest.raises(PackingError, match=told):
         model(ids)
+
+
+@pytest.mark.gpu
+def test_tokens_on_a_gpu_are_checked_without_another_wait() -> None:
+    ids = torch.tensor([[5, 127, 0]], device="cuda")
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        with ids_checked({"input_ids": ids}, 128, waits=True):
+            pass
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    with pytest.raises(PackingError, match="is 127 at token 1"), ids_checked({"input_ids": ids}, 127, waits=True):
+        pass
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.uint8, torch.float32, torch.bfloat16])
