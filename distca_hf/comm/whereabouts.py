@@ -153,6 +153,7 @@ class Whereabouts:
 
     def begin(self, then: Callable[[], None]) -> None:
         """Starts to look; calls `then` after every look, in the same thread."""
+        self._store.set(self._keys[self._rank], "")  # once all ranks have one, `shown` is two requests
         self._thread.begin(then)
 
     def end(self) -> None:
@@ -198,7 +199,9 @@ class Whereabouts:
         Raises:
             RuntimeError: the store is gone.
         """
-        keys = [key for key in self._keys.values() if self._store.check([key])]
+        keys = [*self._keys.values()]
+        if not self._store.check(keys):
+            keys = [key for key in keys if self._store.check([key])]
         values = dict(zip(keys, self._store.multi_get(keys), strict=True)) if keys else {}
         places = {rank: _place_of(values[key]) for rank, key in self._keys.items() if values.get(key)}
         return {rank: place for rank, place in places.items() if place is not None}

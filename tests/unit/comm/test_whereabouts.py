@@ -1,9 +1,12 @@
 """Ranks whose collective calls are in different orders cannot meet; one that is only behind can."""
 
+from typing import Any
+
 import pytest
 from torch.distributed import HashStore
 
 from distca_hf.comm import whereabouts
+from distca_hf.comm.heartbeats import Repeated
 from distca_hf.comm.whereabouts import Calls, Place, Whereabouts, cannot_meet
 
 
@@ -77,6 +80,29 @@ def test_two_readings_must_say_the_same_and_progress_forgets_the_first(monkeypat
     for foreign in ("[]", "{}", "no JSON", '{"words": "", "moments": [[1, 2]], "waits": "", "on_gpu": 0, "look": 1}'):
         store.set("distca_hf/whereabouts/here/at/1", foreign)
         assert list(ranks[0].shown()) == [0], "somebody else has written it"
+
+
+class _Asked:
+    """A store that notes for which keys it was asked."""
+
+    def __init__(self, store: Any) -> None:
+        self.multi_get, self._store, self.keys = store.multi_get, store, list[list[str]]()
+
+    def check(self, keys: list[str]) -> bool:
+        self.keys.append(keys)
+        return bool(self._store.check(keys))
+
+
+def test_places_of_all_ranks_are_read_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Repeated, "begin", lambda *_: None)
+    store, ranks = HashStore(), range(3)
+    all_ranks = [Whereabouts(store, "here", rank, ranks, "012", lambda: (0, 0), str, False) for rank in ranks]
+    for rank in all_ranks:
+        rank.begin(lambda: None)
+    asked = all_ranks[0]._store = _Asked(all_ranks[0]._store)  # type: ignore[assignment]
+
+    assert all_ranks[0].shown() == {}, "none of them has come to a stop"
+    assert asked.keys == [["at/0", "at/1", "at/2"]]
 
 
 class _Gone:
