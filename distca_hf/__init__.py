@@ -23,7 +23,7 @@ from distca_hf.errors import (
     UnsupportedAttentionError,
     VersionError,
 )
-from distca_hf.import_hooks import name_moved_modules, when_imported
+from distca_hf.import_hooks import find_own_modules, when_imported
 from distca_hf.version import __version__, check_versions
 
 
@@ -96,6 +96,6 @@ def _take_placed_loaders() -> None:
 
 
 check_versions()
-name_moved_modules()
+find_own_modules()
 when_imported("transformers.modeling_utils", _register_attention)
 when_imported("accelerate.data_loader", _take_placed_loaders)

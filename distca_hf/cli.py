@@ -21,7 +21,7 @@ from distca_hf.version import __version__
 
 app = typer.Typer(
     help="Core attention disaggregation for Hugging Face.",
-    epilog="Example: distca plan pretrain --ranks 8 --tokens-per-rank 16384",
+    epilog="Example: distca plan pretrain --gpus 8 --tokens-per-rank 16384",
     no_args_is_help=True,
     rich_markup_mode="markdown",  # paragraphs of help are filled to the terminal's width
 )
@@ -118,12 +118,14 @@ def train(
     ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="print the line that would be run, and end")] = False,
 ) -> None:
-    """Trains from a recipe: starts its script with accelerate launch, one process for each GPU.
+    """Trains from a recipe: starts its script with accelerate launch, one process for each GPU. Dataset, model, recipe
+    and arguments are checked before.
 
     Other arguments go to the script and win over the recipe's (--learning_rate 2e-5). Arguments behind -- go to
     accelerate launch (-- --num_processes 4). The whole line is printed first.
     """
     from distca_hf import run as command
+    from distca_hf.launch_check import check_launch
 
     arguments = context.args
     if attention_servers is not None:
@@ -134,7 +136,7 @@ def train(
     with _one_line_errors():
         line = command.launch_line(recipe, script, accelerate, arguments, context.obj)
         if not dry_run:
-            command.check_gpus(line)
+            check_launch(line)
     typer.echo(printable(shlex.join(line)))
     if not dry_run:
         command.launch(line)
@@ -181,7 +183,7 @@ Stages = Annotated[
     int | None,
     typer.Option(
         "--pipeline",
-        help="stages of a pipeline, of --ranks GPUs each; --micro-steps is then the number of its micro-batches. "
+        help="stages of a pipeline, of --gpus each; --micro-steps is then the number of its micro-batches. "
         "Shows how busy GPUs are with it, and the same GPUs without a pipeline",
     ),
 ]
@@ -202,10 +204,10 @@ LengthsAreBatch = Annotated[
 ]
 
 
-@app.command(epilog="Example: distca plan pretrain --ranks 8 --tokens-per-rank 16384 --compare")
+@app.command(epilog="Example: distca plan pretrain --gpus 8 --tokens-per-rank 16384 --compare")
 def plan(
     lengths: DocumentLengths,
-    ranks: Annotated[int, typer.Option(help="ranks (GPUs) that train together")],
+    gpus: Annotated[int, typer.Option(help="GPUs (ranks) that train together")],
     tokens_per_rank: Annotated[int, typer.Option(help="tokens each rank holds in a micro-step, at most")],
     ranks_per_node: Annotated[int, typer.Option(help="ranks that share a node")] = 8,
     micro_steps: Annotated[int, typer.Option(help="micro-steps of an optimizer step (gradient accumulation)")] = 1,
@@ -213,7 +215,6 @@ def plan(
     chunks: Chunks = None,
     wire_speed: WireSpeed = None,
     model: ModelName = None,
-    model_config: Annotated[Path | None, typer.Option(help="path of a config.json, instead of --model")] = None,
     layout: LayoutKind = "placed",
     overlong: OverlongRule = "error",
     bytes_limit: BytesLimit = None,
@@ -234,19 +235,18 @@ def plan(
 
     Speed and memory are estimates; no GPU is needed. Bytes are those of one layer's forward pass.
 
-    With and without a pipeline: distca plan pretrain --ranks 8 --tokens-per-rank 65536 --pipeline 4 --micro-steps 8
+    With and without a pipeline: distca plan pretrain --gpus 8 --tokens-per-rank 65536 --pipeline 4 --micro-steps 8
     """
     from distca_hf.analysis.command import run_plan
 
     with _one_line_errors():
         run_plan(
             lengths,
-            ranks=ranks,
+            ranks=gpus,
             tokens_per_rank=tokens_per_rank,
             ranks_per_node=ranks_per_node,
             micro_steps=micro_steps,
             model=model,
-            model_config=model_config,
             layout=layout,
             overlong=overlong,
             bytes_limit=bytes_limit,
@@ -331,7 +331,7 @@ def check(
 cluster_commands.add_to(app, _one_line_errors)
 
 
-@app.command(epilog="Example: distca plan pretrain --ranks 8 --tokens-per-rank 65536 --json | distca report -")
+@app.command(epilog="Example: distca plan pretrain --gpus 8 --tokens-per-rank 65536 --json | distca report -")
 def report(
     source: Annotated[
         Path,

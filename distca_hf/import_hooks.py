@@ -1,4 +1,5 @@
-"""Import hooks: a function that runs once a module of another package is imported, and former names of modules.
+"""Import hooks: a function that runs once a module of another package is imported, and the places and former names of
+our own modules.
 
 `import distca_hf` must make "distca" known to Transformers, but the launcher and the command line must run before
 torch and Transformers read the environment. So the registration waits for the module that it registers with.
@@ -8,9 +9,12 @@ import importlib.abc
 import importlib.machinery
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from types import ModuleType
 
 
+# Top-level folders of the repository that an installation puts into the package (setup.cfg).
+FOLDERS = frozenset({"distca_hf.examples", "distca_hf.patches", "distca_hf.recipes"})
 # Modules that programs may have imported by these names, and their present names.
 MOVED = {
     f"distca_hf.{former}": f"distca_hf.{present}"
@@ -68,10 +72,11 @@ MOVED = {
 }
 
 
-def name_moved_modules() -> None:
-    """Answers imports of modules by a former name with an `ImportError` that has the present one."""
-    if not any(isinstance(finder, _MovedModules) for finder in sys.meta_path):
-        sys.meta_path.append(_MovedModules())
+def find_own_modules() -> None:
+    """Makes the folders of the repository importable from a checkout, and answers imports of modules by a former name
+    with an `ImportError` that has the present one."""
+    if not any(isinstance(finder, _OwnModules) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _OwnModules())
 
 
 def when_imported(name: str, action: Callable[[], None]) -> None:
@@ -82,8 +87,11 @@ def when_imported(name: str, action: Callable[[], None]) -> None:
         sys.meta_path.insert(0, _Watch(name, action))
 
 
-class _MovedModules(importlib.abc.MetaPathFinder):
-    """A finder that finds nothing. It is last, so that it sees only modules that all other finders have missed."""
+class _OwnModules(importlib.abc.MetaPathFinder):
+    """A finder of folders that are in the installed package, and next to it in a checkout.
+
+    It is first: an editable installation has a finder, too, which would find the folders of its own checkout.
+    """
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -92,7 +100,18 @@ class _MovedModules(importlib.abc.MetaPathFinder):
             raise ImportError(  # a ModuleNotFoundError would be lost in `from distca_hf.integrations import plugin`
                 f"{fullname} is now {MOVED[fullname]}; public names are those of `import distca_hf`", name=fullname
             )
-        return None
+        if fullname not in FOLDERS:
+            return None
+        package = Path(__file__).parent
+        spec = importlib.machinery.PathFinder.find_spec(fullname, [str(package), str(package.parent)], target)
+        if spec is None:  # Transformers would hide a ModuleNotFoundError behind the name of a model's class
+            folder = fullname.rpartition(".")[2]
+            raise ImportError(
+                f"{package} was copied without the folder {folder}/, which lies next to it in the repository: copy "
+                "that as well, or run pip install in the repository",
+                name=fullname,
+            )
+        return spec
 
 
 class _Watch(importlib.abc.MetaPathFinder):

@@ -18,7 +18,8 @@ import os
 import re
 import runpy
 import sys
-from collections.abc import Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,7 @@ import yaml
 
 from distca_hf.config import DistCAConfig, variable_of
 from distca_hf.errors import ConfigError, did_you_mean
-from distca_hf.launched import JOB_SECRET, Role, job_secret, launched_process, read_servers
+from distca_hf.launched import JOB_SECRET, LaunchedProcess, Role, job_secret, launched_process, read_servers
 from distca_hf.settings import check_mapping
 
 
@@ -91,6 +92,49 @@ EXAMPLES = Shipped("example", "examples", (".py",))
 LENGTHS = Shipped("sample of lengths", "examples/lengths", (".json.gz",))
 
 
+# Files of other programs: keys of theirs, what they are, and what to do. The first row with a key of the file counts.
+OF_ACCELERATE, OWN_RECIPE = "a configuration of Accelerate", "a recipe of distca train"
+_MOVE_VALUES = "write a recipe with its values (docs/coming.md, Recipes of other programs)"
+FOREIGN = (
+    (
+        "compute_environment distributed_type num_processes fsdp_config deepspeed_config",
+        OF_ACCELERATE,
+        "give it to distca train RECIPE --accelerate, or to accelerate launch --config_file (docs/using.md, FSDP)",
+    ),
+    (
+        "zero_optimization train_batch_size train_micro_batch_size_per_gpu",
+        "a configuration of DeepSpeed",
+        "give it to the script, --deepspeed FILE (docs/using.md, DeepSpeed ZeRO)",
+    ),
+    ("base_model sequence_len micro_batch_size", "a recipe of axolotl", _MOVE_VALUES),
+    ("finetuning_type cutoff_len template stage", "a recipe of LLaMA-Factory", _MOVE_VALUES),
+    ("model_name_or_path dataset_name", "a configuration of TRL", _MOVE_VALUES),
+    ("model_type architectures", "the configuration of a model", "give its folder to --model (README.md, Use it)"),
+    ("text messages input_ids", "a file of documents", "give it to --dataset (README.md, Use it)"),
+    (
+        "output_dir learning_rate max_steps num_train_epochs per_device_train_batch_size",
+        "a file of arguments for Trainer",
+        "indent them in a section script (docs/coming.md, Recipes of other programs)",
+    ),
+    ("launch plugin script", OWN_RECIPE, "give it as RECIPE"),
+)
+# What files with other endings than YAML's most likely are.
+FOREIGN_ENDINGS = {
+    ".py": "a script: give it to --script",
+    ".sbatch": "a script for Slurm: call it with sbatch",
+    **dict.fromkeys((".jsonl", ".parquet", ".csv", ".txt"), "a file of documents: give it to --dataset"),
+}
+
+
+def foreign_format(path: str | Path, content: Mapping[str, object], expected: str) -> str:
+    """Returns what a mapping in a file is, and what to do with it, if it is known and not what was expected; else
+    nothing."""
+    for keys, what, do in FOREIGN:
+        if what != expected and content.keys() & set(keys.split()):
+            return f"{path} is {what}: {do}"
+    return ""
+
+
 SECTIONS = ("launch", "environment", "plugin", "script")
 # Keys of the section `launch`.
 LAUNCHED = ("script", "accelerate")
@@ -114,13 +158,12 @@ class Recipe:
         Raises:
             ConfigError: unknown section or setting, or a value that cannot be passed on; names file and key.
         """
+        if path.suffix in FOREIGN_ENDINGS:
+            raise ConfigError(f"{path} is no recipe, but {FOREIGN_ENDINGS[path.suffix]} (README.md, Use it)")
         sections = read_yaml(path)
         unknown = sorted(set(sections) - set(SECTIONS), key=str)
-        if "num_processes" in unknown:
-            raise ConfigError(
-                f"{path} is a configuration of Accelerate, no recipe: give that to accelerate launch --config_file, "
-                "or to distca train --accelerate"
-            )
+        if unknown and (foreign := foreign_format(path, sections, OWN_RECIPE)):
+            raise ConfigError(foreign)
         if unknown:
             raise ConfigError(
                 f"{path}: unknown section {unknown[0]!r}.{did_you_mean(unknown[0], SECTIONS)} Sections are "
@@ -145,16 +188,19 @@ class Recipe:
             environment.setdefault(name, value)
         environment.update(as_environment(self.plugin))
 
-    def role(self) -> Role | None:
-        """Returns the role of this process; None if there are no attention servers, and all processes train.
+    def role(self, process: Callable[[], LaunchedProcess] = launched_process) -> Role | None:
+        """Returns the role of a process; None if there are no attention servers, and all processes train.
+
+        Args:
+            process: its numbers; by default those that the launcher gave to this process.
 
         Raises:
-            ConfigError: there are servers, and the launched processes cannot be divided so.
+            ConfigError: there are servers, and the processes cannot be divided so.
         """
         environment = dict(os.environ)
         self.prepare(environment)
         servers = environment.get(variable_of("attention_servers"), "0")
-        return launched_process().role(servers) if any(read_servers(servers)) else None
+        return process().role(servers) if any(read_servers(servers)) else None
 
 
 def as_environment(settings: Mapping[str, object]) -> dict[str, str]:
@@ -186,6 +232,18 @@ def prepare_process(recipe: Recipe, role: Role | None) -> None:
     recipe.prepare(os.environ)
     if role is not None:
         os.environ.update(role.environment() | {JOB_SECRET: job_secret()})
+
+
+@contextmanager
+def variables(values: Mapping[str, str]) -> Iterator[None]:
+    """Sets variables of the environment until the block ends; then all are as they were before."""
+    before = dict(os.environ)
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
 
 
 def run_script(script: Path, arguments: Sequence[str]) -> None:

@@ -14,14 +14,14 @@ Example: torchrun --nproc-per-node 8 -m distca_hf.run --recipe llama3_8b_128k tr
 
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
 from distca_hf.errors import ConfigError, DistCAError, printable
 from distca_hf.launched import Role, launched_local_rank
-from distca_hf.recipe import EXAMPLES, RECIPES, Recipe, prepare_process, read_yaml, run_script
+from distca_hf.recipe import EXAMPLES, RECIPES, Recipe, prepare_process, run_script
 from distca_hf.supervisor import supervise
 from distca_hf.telemetry import leave_for_launcher
 
@@ -40,12 +40,7 @@ def main(arguments: Sequence[str]) -> None:
         sys.stdout.write(f"{__doc__}\n{USAGE}\n")
         return
     try:
-        servers, others = _take(arguments, SERVERS_OPTION)
-        name, script, rest = _parse(others)
-        recipe = Recipe() if name is None else Recipe.read(RECIPES.find(name))
-        if servers is not None:
-            recipe = replace(recipe, plugin=recipe.plugin | {"attention_servers": servers})
-        path = find_script(recipe, script, str(name))
+        recipe, path, rest = read_command(arguments)
         role = recipe.role()
         prepare_process(recipe, role)
     except ConfigError as error:
@@ -57,9 +52,32 @@ def main(arguments: Sequence[str]) -> None:
         sys.exit(supervise(role.number, role.num_trainers, role.num_servers))
     try:
         run_script(path, [*recipe.script, *rest])
+    except SystemExit as ended:
+        if isinstance(ended.code, str):
+            leave_for_launcher(ended.code)
+        raise
+    except Exception:
+        from distca_hf.comm.rollcall import show_errors_once  # imports torch
+
+        show_errors_once()  # and so leave it for the launcher, also if the script has made no plugin yet
+        raise
     finally:
         if role is not None:
             _end_service(role)
+
+
+def read_command(arguments: Sequence[str]) -> tuple[Recipe, Path, list[str]]:
+    """Returns the recipe, the script, and the arguments of the line that the script gets after the recipe's.
+
+    Raises:
+        ConfigError: the line or the recipe is wrong, or there is no such script.
+    """
+    servers, others = _take(arguments, SERVERS_OPTION)
+    name, script, rest = _parse(others)
+    recipe = Recipe() if name is None else Recipe.read(RECIPES.find(name))
+    if servers is not None:
+        recipe = replace(recipe, plugin=recipe.plugin | {"attention_servers": servers})
+    return recipe, find_script(recipe, script, str(name)), rest
 
 
 def _end_service(role: Role) -> None:
@@ -136,6 +154,8 @@ def launch_line(
     Raises:
         ConfigError: the recipe, the script or the configuration is missing or wrong.
     """
+    if recipe.startswith("-"):
+        raise ConfigError(f"expected a recipe before {recipe}: distca train RECIPE {recipe} ...")
     path = RECIPES.find(recipe)
     read = Recipe.read(path)
     found = find_script(read, script, recipe)
@@ -159,45 +179,6 @@ def launch(line: Sequence[str]) -> None:
 def train_here(recipe: str, script: str | None, arguments: Sequence[str]) -> None:
     """Runs the script in this process, which a launcher started as one of its ranks."""
     main(["--recipe", recipe, *([script] if script else []), *arguments])
-
-
-def check_gpus(line: Sequence[str]) -> None:
-    """Refuses a configuration for more GPUs than this machine has: Accelerate would start ranks without a GPU.
-
-    Arguments of the launcher after the configuration may change its numbers. With such arguments nothing is checked.
-
-    Raises:
-        ConfigError: there are too few GPUs; names both numbers.
-    """
-    configuration, behind = line[len(LAUNCHER) + 1 : len(LAUNCHER) + 3]
-    content = read_yaml(configuration)
-    if content.get("use_cpu") or behind != MODULE[0]:
-        return
-    import torch
-
-    processes = _number(content, "num_processes", configuration) // _number(content, "num_machines", configuration)
-    gpus = torch.cuda.device_count()
-    if gpus < processes:
-        other = (
-            f"-- --num_processes {gpus} at the end of the line" if gpus else "--accelerate cpu_2proc --use_cpu true"
-        )
-        raise ConfigError(
-            f"{configuration} starts {processes} processes on each machine, and this one has {gpus} GPUs; give {other}"
-        )
-
-
-def _number(content: Mapping[str, object], name: str, where: str) -> int:
-    """Returns a number of a configuration; 1 if it is missing.
-
-    Raises:
-        ConfigError: the value is no whole number above 0.
-    """
-    value = content.get(name)
-    if value is None:
-        return 1
-    if not str(value).isdecimal() or not int(str(value)):
-        raise ConfigError(f"{where}: {name} is {value!r}; write a whole number, at least 1")
-    return int(str(value))
 
 
 if __name__ == "__main__":

@@ -53,7 +53,9 @@ def count(text: str) -> int:
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
     parser.add_argument("--stages", type=count, default=2, help="stages; the other dimension is data ranks")
     parser.add_argument(
         "--chunks", type=count, default=1, help="parts of the model on each stage; 2 and more interleave"

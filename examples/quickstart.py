@@ -43,9 +43,19 @@ LOSS_LIMIT, NORM_LIMIT = 1e-3, 1e-2
 
 @dataclass
 class Arguments:
-    output: Path = field(default=Path("quickstart_output"), metadata={"help": "folder for data, model and picture"})
+    output_dir: Path = field(
+        default=Path("quickstart_output"), metadata={"help": "folder for data, model and picture"}
+    )
     steps: int = field(default=24, metadata={"help": "optimizer steps of each run"})
     learning_rate: float = field(default=1e-3, metadata={"help": "constant learning rate"})
+
+
+ARGUMENTS = (Arguments,)  # `distca train` reads them, and calls check, before it starts processes
+
+
+def check(arguments: Arguments) -> None:
+    if arguments.steps < 1:
+        raise SystemExit(f"--steps {arguments.steps}: the two trainings need at least 1")
 
 
 class StepRecord(TrainerCallback):
@@ -88,7 +98,7 @@ def train_with_distca(
 ) -> tuple[Trainer, StepRecord]:
     """Trains with an ordinary Trainer and `attach`; returns it, and the bytes of each step."""
     args = TrainingArguments(
-        output_dir=str(arguments.output / "model"),
+        output_dir=str(arguments.output_dir / "model"),
         max_steps=arguments.steps,
         learning_rate=arguments.learning_rate,
         lr_scheduler_type="constant",
@@ -150,11 +160,12 @@ def train_with_sdpa(
 
 
 def main() -> None:
-    (arguments,) = HfArgumentParser(Arguments).parse_args_into_dataclasses()
+    (arguments,) = HfArgumentParser(ARGUMENTS, allow_abbrev=False).parse_args_into_dataclasses()
+    check(arguments)
     state = PartialState(cpu=True)
     datasets.disable_progress_bars()
     transformers.utils.logging.disable_progress_bar()
-    data = arguments.output / "data"
+    data = arguments.output_dir / "data"
     state.print("Reading Python's sources and learning a tokenizer from them (10 to 30 seconds the first time) ...")
     with state.main_process_first():
         dataset, tokenizer = python_sources.load(data), python_sources.load_tokenizer(data)
@@ -173,7 +184,7 @@ def main() -> None:
     losses, norms = (zip(*both, strict=True) for both in zip(distca, sdpa, strict=True))
     steps = [Step(*each) for each in zip(losses, norms, loader.history, sent.tolist(), strict=False)]
     if state.is_main_process:
-        report(steps, [len(row) for row in dataset["input_ids"]], arguments.output)
+        report(steps, [len(row) for row in dataset["input_ids"]], arguments.output_dir)
     agree = all(step.loss_difference <= LOSS_LIMIT and step.norm_difference <= NORM_LIMIT for step in steps)
     state.print("OK: both trainings agree" if agree else "FAILED: the trainings differ", end=" ")
     state.print(f"(limits: {LOSS_LIMIT:.0e} for a loss, {NORM_LIMIT:.0e} of a gradient norm)")

@@ -127,7 +127,7 @@ def print_summary(steps: Sequence[Step], lengths: Sequence[int], output: Path) -
         f"Open {output / 'model'} with from_pretrained: an ordinary Llama and its tokenizer.",
         "Plan a training on documents, without a GPU. For these (for yours: another folder or file, and "
         "ranks and tokens per rank of your training):",
-        f"  {command} plan {output / 'data' / 'dataset'} --ranks 2 --tokens-per-rank 4096 --seed 42",
+        f"  {command} plan {output / 'data' / 'dataset'} --gpus 2 --tokens-per-rank 4096 --seed 42",
         "Train a model of yours: README.md has a script, docs/using.md every other way.",
     )
     bullet = TextWrapper(min(100, console.width), "- ", "  ", break_on_hyphens=False, break_long_words=False)

@@ -10,8 +10,8 @@ import distca_hf  #! before the model is loaded
 
 
 name, documents = sys.argv[1:]
-on_cpu = not torch.cuda.is_available()
-args = TrainingArguments("output", learning_rate=1e-5, bf16=True, logging_steps=1, use_cpu=on_cpu)
+gpu = torch.cuda.is_available()  # most CPUs are slow in bf16
+args = TrainingArguments("output", learning_rate=1e-5, bf16=gpu, logging_steps=1, use_cpu=not gpu)
 tokenizer = AutoTokenizer.from_pretrained(name)
 model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="distca")  #!
 

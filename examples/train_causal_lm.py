@@ -3,14 +3,15 @@
     distca train llama3_8b_128k --dataset documents.jsonl
 
 Without a recipe all arguments of `TrainingArguments` and `ScriptArguments` go on the command line, and settings of
-distca are variables DISTCA_<FIELD>. On CPUs add `--use_cpu true`. To copy it, copy tokenise_texts.py as well.
+distca are variables DISTCA_<FIELD>. On CPUs add `--use_cpu true --bf16 false`. A copy needs tokenise_texts.py.
 """
 
 import json
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch
-from tokenise_texts import load_documents, tokenise
+from tokenise_texts import check_documents, load_documents, refuse_missing, tokenise
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -51,23 +52,55 @@ class ScriptArguments:
     )
 
 
+ARGUMENTS = (ScriptArguments, TrainingArguments)  # `distca train` reads them before it starts processes
+
+
 def load_tokenizer(model: str) -> PreTrainedTokenizerBase | None:
     """Loads the model's tokenizer; None if it has none, which is enough for a tokenised dataset."""
     try:
-        return AutoTokenizer.from_pretrained(model)
+        return AutoTokenizer.from_pretrained(model, trust_remote_code=False)
     except (OSError, ValueError):
         return None
 
 
+def check(script: ScriptArguments) -> None:
+    """Ends with a message if files are missing or wrong. `distca train` calls it before it starts processes."""
+    if not isinstance(getattr(torch, script.dtype, None), torch.dtype):
+        raise SystemExit(f"--dtype {script.dtype} is no dtype of torch; write float32 or bfloat16")
+    if not 0 <= script.test_size < 1:
+        raise SystemExit(f"--test_size {script.test_size:g} is a share of the documents, from 0 to below 1")
+    if script.distributed_config:
+        if script.from_scratch:
+            raise SystemExit("distributed_config divides weights as they are loaded; leave it or from_scratch out")
+        try:
+            DistributedConfig(**json.loads(script.distributed_config))
+        except (TypeError, ValueError) as error:
+            raise SystemExit(f"--distributed_config {script.distributed_config}: {error}") from error
+    refuse_missing("model", script.model)
+    folder = Path(script.model)
+    if folder.exists() and not (folder / "adapter_config.json").exists():
+        try:
+            AutoConfig.from_pretrained(script.model, trust_remote_code=False)  # else it asks at the terminal
+        except Exception as error:  # of the file, or of a model that Transformers does not have
+            raise SystemExit(f"the model in {folder} cannot be loaded: {' '.join(str(error).split())}") from error
+        if not script.from_scratch and not [*folder.glob("*.safetensors"), *folder.glob("pytorch_model*.bin")]:
+            raise SystemExit(
+                f"{folder} holds a configuration and no weights; --from_scratch true begins with random ones"
+            )
+    columns = check_documents(script.dataset)
+    if "text" in columns and "input_ids" not in columns and folder.exists() and load_tokenizer(script.model) is None:
+        raise SystemExit(f"{script.dataset} holds texts, and {script.model} has no tokenizer for them")
+
+
 def main() -> None:
     usage = "%(prog)s --model MODEL --dataset DATASET --output_dir FOLDER [--ARGUMENT VALUE ...]"
-    script, args = HfArgumentParser((ScriptArguments, TrainingArguments), usage=usage).parse_args_into_dataclasses()
+    parser = HfArgumentParser(ARGUMENTS, usage=usage, allow_abbrev=False)
+    script, args = parser.parse_args_into_dataclasses()
+    check(script)
 
     set_seed(args.seed)  # random weights must be the same on every rank
     load = {"attn_implementation": "distca", "dtype": getattr(torch, script.dtype)}
     if script.distributed_config:
-        if script.from_scratch:
-            raise SystemExit("distributed_config divides weights as they are loaded; leave it or from_scratch out")
         load["distributed_config"] = DistributedConfig(**json.loads(script.distributed_config))
     if script.from_scratch:
         model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(script.model), **load)

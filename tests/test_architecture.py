@@ -46,7 +46,7 @@ LAYERS: list[set[str]] = [
     {"batches"},
     {"integrations", "patches"},
     {"analysis", "plugin"},
-    {"__init__", "__main__", "cli", "run"},
+    {"__init__", "__main__", "cli", "launch_check", "run"},
 ]
 # Parts that know nothing of each other; and training never needs analysis.
 STRANGERS = [

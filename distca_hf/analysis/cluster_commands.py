@@ -37,7 +37,7 @@ def _within(errors: Callable[[], AbstractContextManager[None]], command: Callabl
 
 
 def profile(
-    out: Annotated[Path, typer.Option(help="file to write")] = DEFAULT_FILE,
+    output: Annotated[Path, typer.Option("--output", "-o", help="file to write")] = DEFAULT_FILE,
     processes: Annotated[int | None, typer.Option(help="processes to start; by default one for each GPU")] = None,
     model: Annotated[str, typer.Option(help="model whose heads and layer are measured")] = "llama3-8b",
     kernel: Annotated[str, typer.Option(help="attention kernel, as in settings")] = "auto",
@@ -60,16 +60,16 @@ def profile(
     exchanges and FSDP's collectives by size. The file also serves the setting kernel_times. Nothing else may run on
     the GPUs meanwhile. In the end it prints the main figures; the file has all.
 
-    On one node: distca profile --out cluster.json
+    On one node: distca profile --output cluster.json
 
-    With figures for a program: distca profile --out cluster.json --json
+    With figures for a program: distca profile --output cluster.json --json
 
     On several: start the printed line on each of them, with --nnodes and --rdzv-endpoint as for a training.
     """
     from distca_hf.analysis.profiles import command
 
     line = command.launch_line(
-        out=out,
+        output=output,
         processes=processes,
         model=model,
         kernel=kernel,
@@ -79,7 +79,7 @@ def profile(
         as_json=as_json,
     )
     if as_json and dry_run:
-        typer.echo(json.dumps({"command": line, "file": str(as_between_nodes or out)}))
+        typer.echo(json.dumps({"command": line, "file": str(as_between_nodes or output)}))
     else:
         typer.echo(shlex.join(line), err=as_json)  # stdout is for the figures
     if not dry_run:
@@ -97,14 +97,13 @@ def simulate(
     tokens_per_rank: Annotated[int, typer.Option(help="tokens each GPU holds in a micro-step, at most")] = 131_072,
     context: Annotated[int | None, typer.Option(help="longer documents are split; by default none is")] = None,
     model: Annotated[str | None, typer.Option(help="model, as distca plan takes it; llama3-8b by default")] = None,
-    model_config: Annotated[Path | None, typer.Option(help="path of a config.json, instead of --model")] = None,
     cluster: Annotated[
         str,
         typer.Option(
             help=f"a shipped profile of a GPU ({', '.join(shipped_profiles())}), or a file of distca profile"
         ),
     ] = DEFAULT_PROFILE,
-    accumulation: Annotated[str, typer.Option(help="micro-steps of an optimizer step, with commas between")] = "1",
+    micro_steps: Annotated[str, typer.Option(help="micro-steps of an optimizer step, with commas between")] = "1",
     ranks_per_node: Annotated[int, typer.Option(help="GPUs that share a node; 1: all links are between nodes")] = 8,
     tensor: Annotated[int, typer.Option(help="GPUs of a node that divide every layer (tensor parallelism)")] = 1,
     pipeline: Annotated[
@@ -139,9 +138,9 @@ def simulate(
     Says which to choose, what it brings, and when it brings nothing. No GPU is needed. Times come from measurements of
     single kernels, layers and links; all assumptions are listed.
 
-    Several at once: distca simulate pretrain --gpus 8,64,512 --accumulation 1,4 --json
+    Several at once: distca simulate pretrain --gpus 8,64,512 --micro-steps 1,4 --json
 
-    And a pipeline: distca simulate pretrain --gpus 32 --accumulation 2 --pipeline 4 --chunks 4 --liger
+    And a pipeline: distca simulate pretrain --gpus 32 --micro-steps 2 --pipeline 4 --chunks 4 --liger
     """
     from distca_hf.analysis.simulate.command import SimulateOptions, run_simulate
 
@@ -149,12 +148,11 @@ def simulate(
         SimulateOptions(
             lengths=lengths,
             model=model,
-            model_config=model_config,
             gpus=gpus,
             tokens_per_rank=tokens_per_rank,
             context=context,
             cluster=cluster,
-            accumulation=accumulation,
+            micro_steps=micro_steps,
             ranks_per_node=ranks_per_node,
             tensor=tensor,
             pipeline=pipeline,

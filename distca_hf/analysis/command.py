@@ -18,7 +18,7 @@ from rich.table import Table
 from distca_hf.analysis.answer import make_answer
 from distca_hf.analysis.epoch import divide_batch, pack_epoch, plan_epoch
 from distca_hf.analysis.estimates import Assumptions
-from distca_hf.analysis.find_model import find_model, read_model
+from distca_hf.analysis.find_model import find_model
 from distca_hf.analysis.first_step import make_report
 from distca_hf.analysis.lengths import read_lengths
 from distca_hf.analysis.memory import GIB, Checkpointing
@@ -59,7 +59,6 @@ def run_plan(
     ranks_per_node: int,
     micro_steps: int,
     model: str | None,
-    model_config: Path | None,
     layout: str,
     overlong: str,
     bytes_limit: int | None,
@@ -81,11 +80,9 @@ def run_plan(
         ConfigError: an option, the model, or the picture's path is wrong.
         PackingError: lengths cannot be read, or do not fit.
     """
-    if model is not None and model_config is not None:
-        raise ConfigError(f"--model {model} and --model-config {model_config} exclude each other")
     if seed < 0:
         raise ConfigError(f"--seed {seed} must be at least 0")
-    shape = find_model(model or DEFAULT_MODEL) if model_config is None else read_model(model_config)
+    shape = find_model(model or DEFAULT_MODEL)
     policy = cast(OverlongPolicy, overlong)  # the request refuses any other
     stages, wires = _pipeline(pipeline, chunks, wire_speed)
     world = ranks, tokens_per_rank, ranks_per_node, micro_steps

@@ -1,4 +1,4 @@
-"""Find model: shape and size of the model that `--model` or `--model-config` names.
+"""Find model: shape and size of the model that `--model` names.
 
 Built-in names (`PRESETS`) need no library. A config.json is read without one, too, except for its number of
 weights. All other names are those of Transformers: a model type or class, with the sizes of its default configuration.
@@ -41,10 +41,10 @@ def find_model(name: str, tries: bool = True) -> ModelShape:
     Raises:
         ConfigError: there is no such model, or its configuration is not understood.
     """
-    if name.lower() in PRESETS:
-        return preset(name)
     if name.endswith(".json") or (Path(name) / CONFIG_FILE).is_file():
         return read_model(Path(name), tries)
+    if name.lower() in PRESETS:
+        return preset(name)
     from distca_hf.analysis.check.find import find_candidate
 
     return _shape_of(find_candidate(name), tries)

@@ -51,6 +51,13 @@ TOKENS_COLUMN = "input_ids"
 # Column of the lengths of the documents of each row, which TRL's packing adds.
 SEQUENCES_COLUMN = "seq_lengths"
 COLUMNS = (*NUMBER_COLUMNS, TOKENS_COLUMN)
+# Columns of texts, a word of a text, and what to do with a file of texts.
+TEXT_COLUMNS = frozenset({"text", "content", "messages", "conversations", "prompt"})
+WORD = re.compile(r"[^\W\d_]{2}")
+OF_TEXTS = (
+    '. Tokenise texts first: python "$(distca examples tokenise_texts)" MODEL FILE FOLDER reads a column text '
+    "(of chats, make one with their template); then give FOLDER"
+)
 # A number as `numpy.savetxt` writes it.
 SAVETXT = re.compile(r"-?\d\.\d+e[+-]\d+")
 # Most that is read at once, so that a small file that unpacks to a large one ends in an error: lengths of 100 million
@@ -228,7 +235,8 @@ def choose_columns(names: Sequence[str], path: Path) -> list[str]:
     if found:
         return found
     there = ", ".join(names) if names else "none"
-    raise PackingError(f"{path} has no column of lengths ({', '.join(COLUMNS)}); its columns: {there}")
+    way = OF_TEXTS if TEXT_COLUMNS & set(names) else ""
+    raise PackingError(f"{path} has no column of lengths ({', '.join(COLUMNS)}); its columns: {there}{way}")
 
 
 class Numbers:
@@ -240,14 +248,14 @@ class Numbers:
     """
 
     def __init__(self, source: str, each: str) -> None:
-        self.source = source
+        self._source = source
         self._each = each
         self._numbers = array("q")
 
     def add(self, value: object) -> None:
         """Adds an integer; refuses all other JSON values, such as 3.0 and true."""
         if type(value) is not int:
-            raise PackingError(f"{self._next} is {_kind(value)}, not a whole number")
+            raise self._refusal(_kind(value), isinstance(value, str | dict))
         if abs(value) >= 2**63:
             raise PackingError(f"{self._next} is {_short(value)}, far more tokens than a document can have")
         self._numbers.append(value)
@@ -264,7 +272,7 @@ class Numbers:
         if SAVETXT.fullmatch(digits) and float(digits).is_integer():
             digits = str(int(float(digits)))
         if not digits.removeprefix("-").isdecimal() or not digits.isascii():
-            raise PackingError(f"{self._next} is {_short(digits)}, not a whole number")
+            raise self._refusal(_short(digits), WORD.search(digits) is not None)
         self.add(int(digits) if len(digits) < 32 else 10**32)
 
     def array(self) -> IntArray:
@@ -274,7 +282,12 @@ class Numbers:
     @property
     def _next(self) -> str:
         """Words for the next number, for errors."""
-        return f"{self.source}: {self._each} {len(self._numbers)}"
+        return f"{self._source}: {self._each} {len(self._numbers)}"
+
+    def _refusal(self, kind: str, is_text: bool) -> PackingError:
+        """Returns the error for another value than a number; for a text that is the first, with the way to lengths."""
+        way = OF_TEXTS if is_text and not self._numbers else ""
+        return PackingError(f"{self._next} is {kind}, not a whole number{way}")
 
 
 def read_json(path: Path) -> DocumentLengths:
@@ -301,7 +314,9 @@ def read_jsonl(path: Path) -> DocumentLengths:
         for line_number, line in enumerate(_lines(file, path), start=1):
             if not line.strip():
                 continue
-            row = _object(line, f"{path}, line {line_number}")
+            row = _parsed(line, f"{path}, line {line_number}")
+            if not isinstance(row, dict):
+                raise PackingError(f"{path}, line {line_number} must be an object with a length, not {_kind(row)}")
             if not columns:
                 columns = {name: Numbers(f"{path}, column {name}", "row") for name in choose_columns(list(row), path)}
             for column, numbers in columns.items():
@@ -367,14 +382,6 @@ def _parsed(text: str, where: str) -> object:
         return json.loads(text)
     except ValueError as error:
         raise PackingError(f"{where} is not JSON: {error}") from error
-
-
-def _object(line: str, where: str) -> dict[str, object]:
-    """Reads one JSON object."""
-    row = _parsed(line, where)
-    if not isinstance(row, dict):
-        raise PackingError(f"{where} must be an object with a length, not {_kind(row)}")
-    return row
 
 
 def _kind(value: object) -> str:

@@ -28,6 +28,18 @@ def read_config(path: Path) -> dict[str, object]:
     return config
 
 
+def content_of(path: Path) -> str:
+    """Returns what a path is that holds no configuration of Transformers, and what to give instead."""
+    if not path.is_dir():
+        return f"give its folder, or its {CONFIG_FILE}; {path.suffix or 'such a file'} is not read"
+    if (path / "adapter_config.json").is_file():
+        base = read_config(path / "adapter_config.json").get("base_model_name_or_path")
+        return f"it holds an adapter of PEFT, give its base model {base}"
+    if (path / "params.json").is_file():
+        return "it is in the format of Meta or Mistral (params.json), give a version that was converted"
+    return f"the folder has no {CONFIG_FILE}"
+
+
 @contextmanager
 def without_hub() -> Iterator[None]:
     """Keeps Transformers off the network, except for what is in its cache. The configuration in a file may name

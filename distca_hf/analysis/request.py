@@ -286,7 +286,7 @@ class PlanRequest:
 
     def __post_init__(self) -> None:
         for option, value, most in (
-            ("--ranks", self.num_ranks, MAX_RANKS),
+            ("--gpus", self.num_ranks, MAX_RANKS),
             ("--tokens-per-rank", self.tokens_per_rank, MAX_DOCUMENT_TOKENS),
             ("--ranks-per-node", self.ranks_per_node, MAX_DOCUMENT_TOKENS),
             ("--micro-steps", self.micro_steps, MAX_MICRO_STEPS),

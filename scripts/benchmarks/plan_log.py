@@ -84,7 +84,7 @@ def plan(lengths: np.ndarray, num_ranks: int, tokens_per_rank: int) -> dict[str,
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "lengths.json"
         path.write_text(json.dumps(lengths.tolist()))
-        options = ["--ranks", num_ranks, "--tokens-per-rank", tokens_per_rank, "--seed", SEED, "--json"]
+        options = ["--gpus", num_ranks, "--tokens-per-rank", tokens_per_rank, "--seed", SEED, "--json"]
         command = [Path(sys.executable).parent / "distca", "plan", path, *options]
         return json.loads(subprocess.run([*map(str, command)], capture_output=True, check=True, text=True).stdout)
 

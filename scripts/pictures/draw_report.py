@@ -12,7 +12,7 @@ from pathlib import Path
 
 
 PICTURES = Path(__file__).parents[2] / "docs" / "pictures"
-PLAN = ["plan", "pretrain", "--ranks", "64", "--tokens-per-rank", "65536", "--liger", "--json"]
+PLAN = ["plan", "pretrain", "--gpus", "64", "--tokens-per-rank", "65536", "--liger", "--json"]
 SIZE = "1000,1000"
 # Options of Chromium for a reader who prefers light or dark pages.
 SCHEMES = {"light": [], "dark": ["--blink-settings=preferredColorScheme=0"]}

@@ -3,7 +3,7 @@
     python scripts/pictures/draw_waiting.py
 
 The batch is the first one of a training on examples/lengths/pretrain.json.gz with seed 42, the one that
-`distca plan pretrain --ranks 8 --tokens-per-rank 131072 --seed 42` plans.
+`distca plan pretrain --gpus 8 --tokens-per-rank 131072 --seed 42` plans.
 """
 
 import numpy as np

@@ -14,7 +14,7 @@ MODULE = ["-m", "distca_hf.analysis.profiles", "--cpu", "--model", "qwen3-0.6b"]
 def test_two_ranks_write_a_profile(tmp_path: Path) -> None:
     file = tmp_path / "cluster.json"
     (tmp_path / "links").mkdir()
-    printed = run_script(2, tmp_path, [*MODULE, "--out", file])
+    printed = run_script(2, tmp_path, [*MODULE, "--output", file])
     profile, grid = ClusterProfile.load(file), Grid.of_cpu((16, 8, 128))
 
     # 1. Every size of every table.
@@ -54,7 +54,7 @@ def test_two_ranks_write_a_profile(tmp_path: Path) -> None:
 
 def test_one_rank_has_no_links(tmp_path: Path) -> None:
     file = tmp_path / "cluster.json"
-    printed = run_script(1, tmp_path, [*MODULE, "--out", file, "--json"])
+    printed = run_script(1, tmp_path, [*MODULE, "--output", file, "--json"])
 
     content = json.loads(file.read_text())
     (figures,) = (json.loads(line) for line in printed.splitlines() if line.startswith("{"))
@@ -66,7 +66,7 @@ def test_one_rank_has_no_links(tmp_path: Path) -> None:
 
 def test_two_nodes_have_links_of_both_kinds(tmp_path: Path) -> None:
     file = tmp_path / "cluster.json"
-    run_script(4, tmp_path, [*MODULE, "--out", file], nodes=2)
+    run_script(4, tmp_path, [*MODULE, "--output", file], nodes=2)
     profile, sizes = ClusterProfile.load(file), len(Grid.of_cpu((16, 8, 128)).num_bytes)
 
     assert (profile.made.processes, profile.made.nodes) == (4, 2)

@@ -17,7 +17,7 @@ from accelerate.commands.launch import launch_command_parser
 from accelerate.utils import DistributedType
 from datasets import Dataset
 from safetensors.torch import load_file
-from transformers import AutoTokenizer, HfArgumentParser, TrainingArguments
+from transformers import AutoTokenizer, HfArgumentParser
 from typer.testing import CliRunner
 
 from distca_hf import run
@@ -144,7 +144,7 @@ def test_quickstart_compares_two_trainings_and_writes_picture_and_model(
         str(tmp_path / "data" / "tokenizer.json")
     )
     script = ["-m", "distca_hf.run", "--recipe", "recipes/train/quickstart.yaml", "examples/quickstart.py"]
-    printed = run_script(2, tmp_path, [*script, "--output", tmp_path, "--steps", "2"])
+    printed = run_script(2, tmp_path, [*script, "--output_dir", tmp_path, "--steps", "2"])
     told = " ".join(printed.split())
     steps = json.loads((tmp_path / "steps.json").read_text())
 
@@ -203,11 +203,8 @@ def test_train_recipe_can_be_read_and_its_script_takes_its_arguments(
     monkeypatch.syspath_prepend(REPOSITORY / "examples")
     module = importlib.import_module(run.find_script(recipe, script, name).stem)
     if module.__name__ == "train_causal_lm":
-        kinds: Any = (module.ScriptArguments, TrainingArguments)
         rest += ["--use_cpu", "True", "--output_dir", str(tmp_path)]
-    else:
-        kinds = module.Arguments
-    HfArgumentParser(kinds).parse_args_into_dataclasses([*recipe.script, *rest])
+    HfArgumentParser(module.ARGUMENTS, allow_abbrev=False).parse_args_into_dataclasses([*recipe.script, *rest])
 
     assert recipe.plugin["tokens_per_rank"] > 0
 

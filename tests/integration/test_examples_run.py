@@ -162,7 +162,7 @@ def test_texts_are_tokenised_then_planned_trained_and_evaluated(tmp_path: Path) 
     model = save_word_model(tmp_path / "model")
     texts = write_documents(tmp_path / "documents.jsonl", [*range(3, 62), 2500])
     said = run_script(1, tmp_path, ["examples/tokenise_texts.py", model, texts, "tokenised"])
-    planned = CliRunner().invoke(app, ["plan", f"{tmp_path}/tokenised", "--ranks=2", "--tokens-per-rank=2048"])
+    planned = CliRunner().invoke(app, ["plan", f"{tmp_path}/tokenised", "--gpus=2", "--tokens-per-rank=2048"])
     recipe = ["-m", "distca_hf.run", "--recipe", "llama3_8b_128k", "--model", model, "--dataset", texts]
     options = ["--max_steps", "2", "--test_size", "0.1", "--use_cpu", "true", "--report_to", "none"]
     printed = run_script(2, tmp_path, [*recipe, *options, "--output_dir", "out"])

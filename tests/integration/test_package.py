@@ -1,13 +1,16 @@
-"""The wheel: two top-level folders are installed inside the package, and everything is found from there. The source
-distribution: it holds the whole project, and makes the same wheel."""
+"""The wheel: top-level folders are installed inside the package, and everything is found from there. The source
+distribution: it holds the whole project, and makes the same wheel. Every installation works in every folder."""
 
 import configparser
+import re
 import shlex
 import shutil
 import subprocess
 import sys
+import sysconfig
 import tarfile
 import tomllib
+import venv
 import zipfile
 from pathlib import Path
 
@@ -79,16 +82,35 @@ def sdist(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def site(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder that holds the installed wheel and nothing else."""
-    target = tmp_path_factory.mktemp("site")
-    run_command([*PIP, "install", "--no-deps", "--no-index", "--target", target, wheel])
-    return target
+def installed(wheel: Path, sdist: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Path]]:
+    """For every way to install a fresh clone: the Python of an environment of its own, and the clone. The environment
+    sees the other packages of the one that runs the tests, and not its distca_hf."""
+    found = {}
+    for way in ("pip install .", "pip install -e .", "wheel", "sdist"):
+        folder = tmp_path_factory.mktemp("installed")
+        clone = copy_project(folder / "clone")
+        venv.create(folder / "venv")
+        python = folder / "venv" / "bin" / "python"
+        (packages,) = folder.glob("venv/lib/python*/site-packages")
+        (packages / "others.pth").write_text(sysconfig.get_path("purelib"))
+        source = {"wheel": [wheel], "sdist": [sdist], "pip install .": ["."], "pip install -e .": ["-e", "."]}[way]
+        options = ["--no-deps", "--no-index", "--no-build-isolation", "--no-compile"]
+        run_command([python, *PIP[1:], "install", *options, *source], cwd=clone)
+        found[way] = python, clone
+    return found
+
+
+@pytest.fixture(scope="module")
+def site(installed: dict[str, tuple[Path, Path]]) -> Path:
+    """The folder of packages into which the wheel was installed."""
+    python, _ = installed["wheel"]
+    (packages,) = python.parents[1].glob("lib/python*/site-packages")
+    return packages
 
 
 def run_installed(site: Path, folder: Path, program: str, *arguments: str) -> str:
-    """What a program prints that sees the installed wheel, far from the checkout."""
-    return run_command([sys.executable, "-c", program, *arguments], cwd=folder, PYTHONPATH=str(site))
+    """What a program prints that sees the installed wheel, in a folder."""
+    return run_command([site.parents[2] / "bin" / "python", "-c", program, *arguments], cwd=folder)
 
 
 def test_wheel_holds_every_file_of_the_package_and_nothing_else(wheel: Path) -> None:
@@ -134,15 +156,13 @@ def test_wheel_says_what_the_project_says(wheel: Path) -> None:
 
 def test_source_distribution_holds_the_whole_project(sdist: Path) -> None:
     """Not in it: what only the repository needs, in files whose names begin with a dot."""
-    with tarfile.open(sdist) as archive:
-        names = [name.partition("/")[2] for name in archive.getnames() if archive.getmember(name).isfile()]
-        held = {name for name in names if ".egg-info/" not in name} - {"PKG-INFO"}
-        other = [
-            name
-            for name in held - {"setup.cfg"}  # setuptools adds a section
-            if archive.extractfile(f"{sdist.name.removesuffix('.tar.gz')}/{name}").read()  # type: ignore[union-attr]
-            != (REPOSITORY / name).read_bytes()
-        ]
+    with tarfile.open(sdist) as archive:  # in the archive's order: going back means to unpack it again from the start
+        files = [member for member in archive if member.isfile() and ".egg-info/" not in member.name]
+        contents = {file.name.partition("/")[2]: archive.extractfile(file).read() for file in files}  # type: ignore[union-attr]
+    held = contents.keys() - {"PKG-INFO"}
+    other = [  # setuptools adds a section to setup.cfg
+        name for name in held - {"setup.cfg"} if contents[name] != (REPOSITORY / name).read_bytes()
+    ]
 
     assert held == {name for name in project_files() if not name.startswith(".")}
     assert {"CHANGELOG.md", "CITATION.cff", "docs/using.md", "examples/lora.py", "tests/conftest.py"} <= held
@@ -200,6 +220,55 @@ def test_patches_are_no_top_level_package() -> None:
     assert "ImportError: this folder is installed as distca_hf.patches" in done.stderr
 
 
+SCRIPT = """
+import distca_hf
+from importlib.resources import files
+from distca_hf.patches.attention import attention
+print(attention.name, files("distca_hf.examples").joinpath("train.py").is_file(), distca_hf.__file__)
+"""
+
+
+@pytest.mark.parametrize("way", ["pip install .", "pip install -e .", "wheel", "sdist"])
+@pytest.mark.parametrize("place", ["root of the clone", "another folder"])
+def test_every_installation_works_in_every_folder(
+    way: str, place: str, installed: dict[str, tuple[Path, Path]], tmp_path: Path
+) -> None:
+    """In the root of the clone its own package is imported, whatever is installed."""
+    python, clone = installed[way]
+    folder = clone if place == "root of the clone" else tmp_path
+    (folder / "mine.py").write_text(SCRIPT)
+    name, found, package = run_command([python, "mine.py"], cwd=folder).split()
+    recipe = Path(run_command([python, "-m", "distca_hf", "recipes", "cpu_2proc"], cwd=folder).strip())
+
+    assert (name, found) == ("attention", "True")
+    assert Path(package).is_relative_to(clone) == (folder == clone or way == "pip install -e .")
+    assert recipe.is_relative_to(clone) == Path(package).is_relative_to(clone)
+
+
+def test_clone_uses_its_own_folders_where_another_clone_is_installed(
+    installed: dict[str, tuple[Path, Path]], tmp_path: Path
+) -> None:
+    """The finder of an editable installation knows those of its own clone."""
+    (_, clone), (python, other) = installed["wheel"], installed["pip install -e ."]
+    where = "import distca_hf.patches.attention as patch; print(patch.__file__)"
+
+    assert run_command([python, "-c", where], cwd=clone).strip() == str(clone / "patches" / "attention.py")
+    assert run_command([python, "-c", where], cwd=tmp_path).strip() == str(other / "patches" / "attention.py")
+
+
+def test_package_without_its_folders_says_so(tmp_path: Path) -> None:
+    """Where Transformers would name one of its own classes."""
+    shutil.copytree(REPOSITORY / "distca_hf", tmp_path / "distca_hf", ignore=shutil.ignore_patterns("__pycache__"))
+    done = subprocess.run(
+        [sys.executable, "-c", "import distca_hf.patches"], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+
+    assert done.returncode == 1
+    assert re.search(
+        r"ImportError: .*/distca_hf was copied without the folder patches/, .*copy that as well", done.stderr
+    )
+
+
 def test_installed_package_finds_its_recipes(site: Path, tmp_path: Path) -> None:
     program = """
 import distca_hf
@@ -237,7 +306,7 @@ def test_installed_command_trains_plans_and_reports_without_a_checkout(site: Pat
         site,
         tmp_path,
         "from distca_hf.cli import main; main()",
-        *("plan", "prolong", "--ranks", "4", "--tokens-per-rank", "65536", "--overlong", "truncate", "--json"),
+        *("plan", "prolong", "--gpus", "4", "--tokens-per-rank", "65536", "--overlong", "truncate", "--json"),
     )
     (tmp_path / "plan.json").write_text(planned)
     run_installed(site, tmp_path, "from distca_hf.cli import main; main()", "report", "plan.json")
@@ -250,14 +319,18 @@ def test_installed_command_trains_plans_and_reports_without_a_checkout(site: Pat
     assert "One layer, from within" in (tmp_path / "report.html").read_text(), "templates are installed"
 
 
-def test_installed_package_registers_with_its_own_patches(site: Path, tmp_path: Path) -> None:
+def test_script_in_the_root_of_the_clone_registers_with_the_patches_there(
+    installed: dict[str, tuple[Path, Path]],
+) -> None:
+    """As README has it after `pip install .`: the clone is not needed, and hides what was installed."""
     program = """
 import distca_hf, transformers
 print("distca" in transformers.AttentionInterface(), distca_hf.DistCAPlugin().tokens_per_rank)
 import distca_hf.patches.attention as patch
 print(patch.__file__)
 """
-    registered, patch = run_installed(site, tmp_path, program).splitlines()
+    python, clone = installed["pip install ."]
+    registered, patch = run_command([python, "-c", program], cwd=clone).splitlines()
 
     assert registered == "True 8192"
-    assert patch == str(site / "distca_hf" / "patches" / "attention.py")
+    assert patch == str(clone / "patches" / "attention.py")

@@ -62,7 +62,7 @@ def test_script_trains_evaluates_and_saves(model: Path, documents: Path, tmp_pat
     imbalances = [float(number) for number in re.findall(r"'distca': 'imbalance ([\d.]+), ", printed)]
     (evaluated,) = (float(number) for number in re.findall(r"eval_loss += +([\d.]+)", printed))
     assert imbalances == pytest.approx([1.0] * 3, abs=0.01), "three epochs of one step"
-    assert evaluated == pytest.approx(evaluate_alone(saved, documents), abs=2e-3), "bfloat16"
+    assert evaluated == pytest.approx(evaluate_alone(saved, documents), abs=5e-5), "printed with four digits"
     assert AutoTokenizer.from_pretrained(tmp_path / "output").eos_token == END
     assert any(not torch.equal(*pair) for pair in zip(saved.parameters(), before.parameters(), strict=True))
 

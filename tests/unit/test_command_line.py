@@ -22,6 +22,8 @@ from support.commands import SCRIPTS, run_command
 
 COMMANDS = sorted(typer.main.get_command(app).commands)  # type: ignore[attr-defined]
 
+SIZES = ("plan", "check", "simulate")  # commands that ask for the size of a training
+
 
 def help_of(*command: str) -> str:
     shown = CliRunner().invoke(app, [*command, "--help"], env={"COLUMNS": "200", "NO_COLOR": "1"})
@@ -32,6 +34,16 @@ def help_of(*command: str) -> str:
 def example_of(*command: str) -> str:
     (example,) = re.findall(r"Example: (.*)", help_of(*command))
     return example.strip()
+
+
+def test_what_several_commands_ask_for_has_one_name_in_all() -> None:
+    commands = typer.main.get_command(app).commands  # type: ignore[attr-defined]
+    options = {name: {word for one in command.params for word in one.opts} for name, command in commands.items()}
+
+    assert all({"--gpus", "--tokens-per-rank", "--checkpointing"} <= options[name] for name in SIZES)
+    assert all({"--model", "--micro-steps", "--ranks-per-node"} <= options[name] for name in ("plan", "simulate"))
+    assert all("--output" in options[name] for name in ("report", "profile"))
+    assert not {"--ranks", "--accumulation", "--model-config", "--out"} & set().union(*options.values())
 
 
 def test_version_is_shown_and_ends_with_0() -> None:

@@ -1,5 +1,6 @@
 """Recipes, and how they reach a script: environment, settings and arguments. The `distca` command."""
 
+import json
 import os
 import subprocess
 import sys
@@ -100,7 +101,7 @@ BROKEN: dict[str, tuple[str, list[str]]] = {
     "no YAML": ("plugin: {", ["cannot read"]),
     "configuration of Accelerate": (
         "compute_environment: LOCAL_MACHINE\nnum_processes: 2\nuse_cpu: true\n",
-        ["is a configuration of Accelerate, no recipe", "--config_file", "distca train --accelerate"],
+        ["is a configuration of Accelerate: ", "launch --config_file", "distca train RECIPE --accelerate"],
     ),
 }
 
@@ -122,7 +123,7 @@ def test_shipped_configuration_of_accelerate_is_no_recipe(name: str, capsys: pyt
         run.main(["--recipe", name, "script.py"])
 
     assert caught.value.code == 2
-    assert "give that to accelerate launch --config_file" in capsys.readouterr().err
+    assert "or to accelerate launch --config_file" in capsys.readouterr().err
 
 
 def test_section_of_nobody_gets_no_hint_about_accelerate(write: Write) -> None:
@@ -317,6 +318,24 @@ def test_mistake_is_said_once_on_a_node_and_to_the_launcher(
 
     assert len(capsys.readouterr().err.splitlines()) == lines
     assert "expected --recipe or a script, got neither" in (tmp_path / "error.json").read_text()
+
+
+@pytest.mark.parametrize(
+    ("end", "words"),
+    [("raise OSError('no model owner/nosuch')", "OSError: no model owner/nosuch"), ("raise SystemExit('no')", "no")],
+)
+def test_what_a_script_ends_with_before_it_has_a_plugin_is_left_for_the_launcher(
+    end: str, words: str, script: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script.write_text(end)
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
+    monkeypatch.setattr(sys, "excepthook", lambda *_: None)
+    with pytest.raises((OSError, SystemExit)) as ended:
+        run.main([str(script)])
+    if ended.type is OSError:
+        sys.excepthook(ended.type, ended.value, ended.tb)
+
+    assert json.loads((tmp_path / "error.json").read_text())["message"]["message"] == words
 
 
 @pytest.mark.parametrize("option", ["--help", "-h"])

@@ -530,7 +530,7 @@ def test_error_of_another_package_is_on_the_page_of_errors(
 @pytest.mark.parametrize(
     ("recipe", "words", "told"),
     [
-        ("", ["--recipe", "cpu_2proc", "lora"], "is a configuration of Accelerate, no recipe"),
+        ("", ["--recipe", "cpu_2proc", "lora"], "is a configuration of Accelerate: give it to"),
         ("plugin: {", ["--recipe", "recipe.yaml", "lora"], "cannot read recipe.yaml"),
         ("plugins: {}", ["--recipe", "recipe.yaml", "lora"], "unknown section 'plugins'. Did you mean 'plugin'?"),
         ("plugin: {}", ["--recipe", "recipe.yaml"], "expected a script"),

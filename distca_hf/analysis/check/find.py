@@ -6,6 +6,7 @@ A name is a model type or a class of Transformers, a class that can be imported,
 
 import copy
 import importlib
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,9 +29,9 @@ from transformers import (
 )
 
 from distca_hf.analysis.check.trial import Make
-from distca_hf.analysis.model_files import CONFIG_FILE, read_config, without_hub
+from distca_hf.analysis.model_files import CONFIG_FILE, content_of, read_config, without_hub
 from distca_hf.analysis.request import MLP_MATRICES, PRESETS, attention_parameters
-from distca_hf.errors import ConfigError, did_you_mean
+from distca_hf.errors import ConfigError, did_you_mean, first_line
 from distca_hf.integrations.models.check import IMPLEMENTATION
 
 
@@ -103,19 +104,16 @@ def find_candidate(name: str, trust_remote_code: bool = False) -> Candidate:
         return _of_preset(name.lower())
     if name in CONFIG_MAPPING:
         return _of_config(_default(CONFIG_MAPPING[name]), f"{name}, {DEFAULT_SIZES}")
-    if Path(name).exists():
-        raise ConfigError(f"model {name}: the folder has no {CONFIG_FILE}, and a file must be a .json")
-    model_class = _class_of(name)
+    model_class = None if Path(name).exists() else _class_of(name)
     if model_class is not None:
         config_class: Any = model_class.config_class
         return _of_class(model_class, _default(config_class), f"{config_class.model_type}, {DEFAULT_SIZES}")
-    if "/" in name:
+    if "/" in name or Path(name).exists():
         return _of_config(_load_config(name, trust_remote_code), name)
-    known = [*PRESETS, *CONFIG_MAPPING]
     raise ConfigError(
         f"model {name!r} is not known; give one of {', '.join(PRESETS)}, a model type or class of Transformers "
         "(llama, Qwen3ForCausalLM), a class that can be imported (package.module.Class), or the path of a config.json."
-        f"{did_you_mean(name, known)}"
+        f"{_type_hint(name)}"
     )
 
 
@@ -128,14 +126,31 @@ def _load_config(name: str, trust_remote_code: bool = False) -> PreTrainedConfig
     Raises:
         ConfigError: the Hub has no configuration of this name, or cannot be reached.
     """
+    path = Path(name)
+    if path.exists() and not (path / CONFIG_FILE).is_file():
+        raise ConfigError(f"model {name} is not a model of Transformers: {content_of(path)} (docs/check.md)")
     try:
         return AutoConfig.from_pretrained(name, **({"trust_remote_code": True} if trust_remote_code else {}))
     except Exception as error:  # of the network, the Hub, or the file
-        reason = str(error).strip().partition("\n")[0]
+        if path.exists():
+            raise ConfigError(f"model {name}: its {CONFIG_FILE} cannot be loaded: {first_line(error)}") from error
         raise ConfigError(
             f"model {name}: there is no such folder with a {CONFIG_FILE}, and the Hub has no configuration of it or "
-            f"cannot be reached: {reason}"
+            f"cannot be reached: {first_line(error)}"
         ) from error
+
+
+def _type_hint(name: str) -> str:
+    """Returns a hint about a model type that Transformers does not have, to follow a message: other versions of it,
+    which were hardly meant, or the nearest name."""
+
+    def letters(model_type: str) -> str:
+        return re.sub(r"[\d.]+", "", model_type.lower())
+
+    versions = [known for known in CONFIG_MAPPING if letters(known) == letters(name)]
+    if not versions:
+        return did_you_mean(name, [*PRESETS, *CONFIG_MAPPING])
+    return f" It has {', '.join(versions)}; a newer one may have this: pip install --upgrade transformers"
 
 
 def _of_file(path: Path, trust_remote_code: bool) -> Candidate:
@@ -146,21 +161,32 @@ def _of_file(path: Path, trust_remote_code: bool) -> Candidate:
     if not isinstance(model_type, str):
         raise ConfigError(f"model config {file} has no model_type: it is no configuration of Transformers")
     if model_type not in CONFIG_MAPPING or (trust_remote_code and "auto_map" in values):
-        return _of_own_code(file, model_type, "auto_map" in values, trust_remote_code)
+        return _of_own_code(file, model_type, values.get("auto_map"), trust_remote_code)
     try:
         with without_hub():
             config = AutoConfig.for_model(**values)
     except Exception as error:  # configurations check themselves, each in its own way
-        raise ConfigError(f"model config {file} is not one of {model_type}: {_first_line(error)}") from error
+        raise ConfigError(f"model config {file} is not one of {model_type}: {first_line(error)}") from error
     return _of_config(config, str(path))
 
 
-def _of_own_code(file: Path, model_type: str, has_code: bool, trust_remote_code: bool) -> Candidate:
-    """Returns the model of a configuration whose class Transformers does not have."""
-    if not has_code:
+def _of_own_code(file: Path, model_type: str, code: Any, trust_remote_code: bool) -> Candidate:
+    """Returns the model of a configuration whose class Transformers does not have.
+
+    Args:
+        code: for classes of Transformers the class, and the Python file that it is in, if the configuration names any.
+    """
+    if not isinstance(code, dict):
         raise ConfigError(
             f"model config {file}: Transformers {transformers.__version__} has no model type {model_type!r}"
-            f".{did_you_mean(model_type, CONFIG_MAPPING)}"
+            f".{_type_hint(model_type)}"
+        )
+    files = (str(place).rpartition(".")[0] + ".py" for place in code.values() if "--" not in str(place))  # of a hub
+    missing = [name for name in dict.fromkeys(files) if not (file.parent / name).is_file()]
+    if missing:
+        raise ConfigError(
+            f"model config {file}: model type {model_type!r} needs {' and '.join(missing)}, which its auto_map names "
+            f"and {file.parent} does not have: download these files, too"
         )
     if not trust_remote_code:
         raise ConfigError(
@@ -240,7 +266,7 @@ def _class_of(name: str) -> type[PreTrainedModel] | None:
         try:
             found = getattr(importlib.import_module(module_name), class_name, None)
         except Exception as error:  # modules may do anything when imported
-            raise ConfigError(f"model {name}: {module_name} cannot be imported: {_first_line(error)}") from error
+            raise ConfigError(f"model {name}: {module_name} cannot be imported: {first_line(error)}") from error
         if found is None:
             raise ConfigError(f"model {name}: {module_name} has no {class_name}")
     else:
@@ -265,7 +291,7 @@ def _default(config_class: type[PreTrainedConfig]) -> PreTrainedConfig:
         return config_class()
     except Exception as error:  # as above
         raise ConfigError(
-            f"{config_class.__name__} has no default configuration ({_first_line(error)}); give a config.json"
+            f"{config_class.__name__} has no default configuration ({first_line(error)}); give a config.json"
         ) from error
 
 
@@ -273,7 +299,3 @@ def _architecture(config: PreTrainedConfig) -> str | None:
     """Returns the class that a configuration was saved from, if it says so."""
     architectures = getattr(config, "architectures", None)
     return str(architectures[0]) if isinstance(architectures, list) and architectures else None
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().partition("\n")[0]

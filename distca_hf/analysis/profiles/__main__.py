@@ -1,6 +1,6 @@
 """One process of `distca profile`, as a launcher starts it on every GPU:
 
-    torchrun --nproc-per-node 8 -m distca_hf.analysis.profiles --out cluster.json
+    torchrun --nproc-per-node 8 -m distca_hf.analysis.profiles --output cluster.json
 
 With several nodes, start this line on each, with --nnodes and --rdzv-endpoint as for a training.
 """
@@ -55,7 +55,7 @@ def _measure(options: argparse.Namespace, command: str) -> None:
     try:
         measuring = Measuring(ranks, grid, options.kernel, command, options.remarks)
         if profile is None:
-            result, out = measuring.whole(), options.out
+            result, out = measuring.whole(), options.output
         elif ranks.num_ranks == 1:
             raise ConfigError("--as-between-nodes needs two ranks or more; give --processes 2")
         else:
@@ -74,7 +74,7 @@ def _print(figures: MainFigures, as_json: bool) -> None:
 
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="distca_hf.analysis.profiles", description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--out", type=Path, default=DEFAULT_FILE, help="file to write")
+    parser.add_argument("--output", type=Path, default=DEFAULT_FILE, help="file to write")
     parser.add_argument("--model", default="llama3-8b", help="model whose heads and layer are measured")
     parser.add_argument("--kernel", default=DistCAConfig().kernel, help="attention kernel, as in settings")
     parser.add_argument("--cpu", action="store_true", help="tiny sizes over gloo, without a GPU")

@@ -18,7 +18,7 @@ CPU_PROCESSES = 2
 
 def launch_line(
     *,
-    out: Path,
+    output: Path,
     processes: int | None,
     model: str,
     kernel: str,
@@ -49,13 +49,13 @@ def launch_line(
         ClusterProfile.load(as_between_nodes)
         if number < 2:
             raise ConfigError(f"--as-between-nodes with --processes {number}: links need two processes or more")
-    target = as_between_nodes or out
+    target = as_between_nodes or output
     if target.is_dir():
         raise ConfigError(f"{target} cannot be written: it is a folder")
     if not target.absolute().parent.is_dir():
         raise ConfigError(f"{target} cannot be written: its folder is missing")
     line = ["torchrun", "--nproc-per-node", str(number), "-m", "distca_hf.analysis.profiles"]
-    line += ["--as-between-nodes", str(as_between_nodes)] if as_between_nodes else ["--out", str(out)]
+    line += ["--as-between-nodes", str(as_between_nodes)] if as_between_nodes else ["--output", str(output)]
     line += ["--model", model, "--kernel", kernel, *(["--cpu"] if cpu else [])]
     return [*line, *(["--remarks", remarks] if remarks else []), *(["--json"] if as_json else [])]
 

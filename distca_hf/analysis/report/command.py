@@ -41,11 +41,10 @@ def run_report(source: Path, output: Path | None, as_json: bool, cluster: str | 
 
 def _in_words(report: Report, page: Path | None, size: int) -> str:
     """Returns the lines that are printed."""
-    sentences = [
-        f"{report.title}:",
-        *report.summary,
-        *(report.steps[-1].findings if report.steps else ()),
-        *report.notes,
-    ]
+    sentences = [f"{report.title}:", *report.summary]
+    if report.steps:
+        step = report.steps[report.begin_with]
+        sentences += [f"{step.label}:", *step.findings]
+    sentences += report.notes
     lines = [textwrap.fill(sentence, COLUMNS, break_on_hyphens=False) for sentence in sentences]
     return printable("\n".join([*lines, "", f"{page}: {size / 1000:,.0f} KB, open it in a browser", ""]))

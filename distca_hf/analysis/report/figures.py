@@ -177,7 +177,7 @@ class Report:
         summary: sentences about all of them.
         notes: what is missing or left out.
         tables: of what is not of one micro-batch.
-        begin_with: number of the step that is shown first.
+        begin_with: number of the step that is shown first, and that the command prints.
     """
 
     title: str

@@ -6,7 +6,7 @@ from typing import Any
 from distca_hf.analysis.memory import SHARDING_NAMES
 from distca_hf.analysis.report.figures import MemoryBar, Report, Seconds, StepFigures, Table
 from distca_hf.analysis.report.small_enough import in_nodes
-from distca_hf.analysis.report.straggler import balance_in_words
+from distca_hf.analysis.report.straggler import balance_in_words, most_telling
 
 
 # Fields by which this JSON is known among others.
@@ -45,6 +45,7 @@ def read(content: Mapping[str, Any], source: str) -> Report:
         summary=_summary(content, estimates),
         notes=["Nothing is measured: work and bytes are those of the plan, seconds and memory are estimates."],
         tables=list(_tables(content)),
+        begin_with=most_telling(steps),
     )
 
 

@@ -8,7 +8,7 @@ from distca_hf.analysis.report.figures import CallOfRanks, MemoryBar, Report, Se
 from distca_hf.analysis.report.predictions import Predicted, Predictor
 from distca_hf.analysis.report.served import waiting_for_servers
 from distca_hf.analysis.report.small_enough import chosen_calls, in_nodes, spread
-from distca_hf.analysis.report.straggler import findings_of, names_in_words, summary_of
+from distca_hf.analysis.report.straggler import findings_of, most_telling, names_in_words, summary_of
 from distca_hf.analysis.report.trace_index import TraceIndex
 from distca_hf.errors import ReportError
 from distca_hf.traces import FILES, FOLDER, SERVER_FILES, PassPart, RankTrace, Spent
@@ -83,7 +83,7 @@ def read_folder(folder: Path, predictor: Predictor | None = None) -> Report:
         steps=steps,
         summary=summary_of(steps),
         notes=notes,
-        begin_with=len(steps) - 1,
+        begin_with=most_telling(steps),
     )
 
 

@@ -80,11 +80,12 @@ def in_nodes(
 def fitted(report: Report) -> Report:
     """Returns a report with as many steps, and timelines in as many of them, as a page holds; a note says so.
 
-    The first and the last step stay.
+    The step that is shown first stays, with its timeline.
     """
     per_step = max((2 * len(step.work) + 4 * len(step.sent) + 20 * len(step.work) for step in report.steps), default=1)
     count = max(1, min(len(report.steps), MOST_STEPS, MOST_NUMBERS // max(1, per_step)))
-    steps = [report.steps[at] for at in spread(len(report.steps), count)]
+    chosen, begin_with = _spread_with(report.begin_with, len(report.steps), count)
+    steps = [report.steps[at] for at in chosen]
     notes = list(report.notes)
     if count < len(report.steps):
         notes.append(
@@ -94,12 +95,22 @@ def fitted(report: Report) -> Report:
         (sum(2 * len(spans) + 1 for call in step.calls for _, spans in call.ranks) for step in steps), default=0
     )
     room = max(0, MOST_NUMBERS - count * per_step)
-    with_timeline = set(spread(count, max(1, min(count, room // spans)))) if spans else set(range(count))
+    with_timeline, _ = _spread_with(begin_with, count, max(1, min(count, room // spans)) if spans else count)
     if len(with_timeline) < count:
         notes.append(f"{len(with_timeline)} of them have timelines, to keep the page small; --json has all.")
     return replace(
         report,
         steps=[step if at in with_timeline else replace(step, calls=()) for at, step in enumerate(steps)],
         notes=notes,
-        begin_with=count - 1 if report.begin_with else 0,
+        begin_with=begin_with,
     )
+
+
+def _spread_with(wanted: int, total: int, count: int) -> tuple[list[int], int]:
+    """Returns `count` numbers below `total`, spread evenly but for one of them, and the place of that one."""
+    chosen = list(spread(total, count))
+    if not chosen:
+        return chosen, 0
+    place = min(range(len(chosen)), key=lambda at: abs(chosen[at] - wanted))
+    chosen[place] = wanted
+    return chosen, place

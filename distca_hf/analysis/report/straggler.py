@@ -81,6 +81,41 @@ def names_in_words(names: Sequence[str]) -> str:
     return " and ".join(f"{kind} {', '.join(numbers)}" for kind, numbers in kinds.items())
 
 
+def waited_for(num_ranks: int, seconds: Seconds) -> int | None:
+    """Returns the rank that others wait for; None if they wait for none of them, or nothing was measured.
+
+    Args:
+        num_ranks: ranks that hold tokens.
+        seconds: measured.
+    """
+    waited = numbers_of(seconds.waiting)[:num_ranks]
+    if num_ranks < 2 or np.isnan(waited).all():
+        return None
+    last, first = int(np.nanargmin(waited)), int(np.nanargmax(waited))
+    longer = waited[first] - waited[last]
+    return last if longer >= LITTLE_WAITING * max(seconds.passed[first], SHORTEST_SECONDS) else None
+
+
+def longest_waiting(num_ranks: int, seconds: Seconds) -> float:
+    """Returns the largest part of its pass that a rank with tokens waits in attention; 0 if nothing was measured."""
+    waited = numbers_of(seconds.waiting)[:num_ranks]
+    if np.isnan(waited).all():
+        return 0.0
+    return float(np.nanmax(waited / np.maximum(seconds.passed[:num_ranks], SHORTEST_SECONDS)))
+
+
+def most_telling(steps: Sequence[StepFigures]) -> int:
+    """Returns the number of the micro-batch in which a rank waits longest; where hardly any waits, of the one whose
+    work would be least even without distca. The last of several; 0 if there are none."""
+
+    def telling(number: int) -> tuple[float, float, int]:
+        step = steps[number]
+        waiting = 0.0 if step.seconds is None else longest_waiting(step.num_ranks, step.seconds)
+        return waiting if waiting >= LITTLE_WAITING else 0.0, step.imbalance_before, number
+
+    return max(range(len(steps)), key=telling, default=0)
+
+
 def straggler_in_words(work: Sequence[float], seconds: Seconds) -> str:
     """Returns a sentence that names the rank that others wait for, and the reason.
 
@@ -92,11 +127,10 @@ def straggler_in_words(work: Sequence[float], seconds: Seconds) -> str:
     waited = numbers_of(seconds.waiting)[trainers]
     if np.isnan(waited).all():
         return "Nothing was measured."
-    attention, passed = numbers_of(seconds.attention)[trainers], seconds.passed[trainers]
-    last, first = int(np.nanargmin(waited)), int(np.nanargmax(waited))
-    share = (waited[first] - waited[last]) / passed[first] if passed[first] else 0.0
-    if share < LITTLE_WAITING:
-        longest = waited[first] / passed[first] if passed[first] else 0.0
+    attention = numbers_of(seconds.attention)[trainers]
+    last, first = waited_for(len(work), seconds), int(np.nanargmax(waited))
+    if last is None:
+        longest = longest_waiting(len(work), seconds)
         if longest < LITTLE_WAITING:
             return f"No rank waits for others: the longest waiting in attention is {longest:.1%} of the pass."
         return (
@@ -125,22 +159,23 @@ def summary_of(steps: Sequence[StepFigures]) -> list[str]:
     """Returns sentences about all reported micro-batches."""
     before = float(np.mean([step.imbalance_before for step in steps]))
     after = float(np.mean([step.imbalance for step in steps]))
+    on_average = ", on average" if len(steps) > 1 else ""
     sentences = [
         f"{len(steps)} reported micro-batch{'es' if len(steps) > 1 else ''}: attention work of the busiest rank "
-        f"{before:.2f} → {after:.2f} times the mean."
+        f"{before:.2f} → {after:.2f} times the mean{on_average}."
     ]
     waited, servers = Counter[int](), Counter[int]()
     for step in steps:
-        server = None if step.seconds is None else slow_server(step.num_ranks, step.seconds)
+        if step.seconds is None:
+            continue
+        server, rank = slow_server(step.num_ranks, step.seconds), waited_for(step.num_ranks, step.seconds)
         if server is not None:
             servers[step.servers[server - step.num_ranks]] += 1
-        elif step.seconds is not None and step.num_ranks > 1:
-            numbers = numbers_of(step.seconds.waiting)[: step.num_ranks]
-            if not np.isnan(numbers).all():
-                waited[int(np.nanargmin(numbers))] += 1
+        elif rank is not None:
+            waited[rank] += 1
     if waited:
         rank, count = max(waited.items(), key=lambda found: (found[1], -found[0]))
-        sentences.append(f"Rank {rank} waits least in {count} of them, so that the others wait for it.")
+        sentences.append(f"Others wait for rank {rank} in {count} of them.")
     if servers:
         number, count = max(servers.items(), key=lambda found: (found[1], -found[0]))
         sentences.append(f"Trainers wait for server {number} in {count} of them.")

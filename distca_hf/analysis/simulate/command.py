@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from distca_hf.analysis.command import DEFAULT_MODEL, PlanProgress
-from distca_hf.analysis.find_model import find_model, read_model
+from distca_hf.analysis.find_model import find_model
 from distca_hf.analysis.lengths import read_lengths
 from distca_hf.analysis.memory import GIB, Checkpointing, gradient_bytes
 from distca_hf.analysis.profiles.cluster_profile import ClusterProfile
@@ -39,12 +39,11 @@ class SimulateOptions:
 
     lengths: Path
     model: str | None
-    model_config: Path | None
     gpus: str
     tokens_per_rank: int
     context: int | None
     cluster: str
-    accumulation: str
+    micro_steps: str
     ranks_per_node: int
     tensor: int
     pipeline: int | None
@@ -66,7 +65,7 @@ def run_simulate(options: SimulateOptions) -> None:
         ConfigError: an option, the model or the profile is wrong.
         PackingError: lengths cannot be read, or do not fit.
     """
-    profile, model = find_profile(options.cluster), _model(options.model, options.model_config)
+    profile, model = find_profile(options.cluster), SimulatedModel.of(find_model(options.model or DEFAULT_MODEL))
     if not 0 < options.token_budget <= MOST_BUDGET:
         raise ConfigError(f"--token-budget {options.token_budget:g} must be above 0, and at most {MOST_BUDGET:g}")
     if options.pipeline is None and options.chunks is not None:
@@ -79,7 +78,7 @@ def run_simulate(options: SimulateOptions) -> None:
             gpus,
             options.tokens_per_rank,
             options.context,
-            accumulation,
+            micro_steps,
             options.ranks_per_node,
             options.tensor,
             cast(Checkpointing, options.checkpointing),  # the request refuses any other
@@ -91,7 +90,7 @@ def run_simulate(options: SimulateOptions) -> None:
             options.sync_each_batch,
         )
         for gpus in _numbers("--gpus", options.gpus)
-        for accumulation in _numbers("--accumulation", options.accumulation)
+        for micro_steps in _numbers("--micro-steps", options.micro_steps)
     ]
     progress, notes = PlanProgress(), Notes()
     results: list[Result] = []
@@ -238,17 +237,6 @@ def as_json(
         "assumptions": list(assumptions),
         "simulations": [result.as_json() for result in results],
     }
-
-
-def _model(name: str | None, config: Path | None) -> SimulatedModel:
-    """Returns the model.
-
-    Raises:
-        ConfigError: both ways to name it are given, or it is not known.
-    """
-    if name is not None and config is not None:
-        raise ConfigError(f"--model {name} and --model-config {config} exclude each other")
-    return SimulatedModel.of(find_model(name or DEFAULT_MODEL) if config is None else read_model(config))
 
 
 def gpu_gib_of(profile: ClusterProfile) -> float:

@@ -76,7 +76,7 @@ class SimulationRequest:
             ("--gpus", self.gpus, MAX_RANKS),
             ("--tokens-per-rank", self.tokens_per_rank, MAX_DOCUMENT_TOKENS),
             ("--context", 1 if self.context_tokens is None else self.context_tokens, MAX_DOCUMENT_TOKENS),
-            ("--accumulation", self.accumulation, MAX_MICRO_STEPS),
+            ("--micro-steps", self.accumulation, MAX_MICRO_STEPS),
             ("--pipeline", self.num_stages, MAX_RANKS),
             ("--ranks-per-node", self.ranks_per_node, MAX_RANKS),
             ("--tensor", self.tensor_ranks, MAX_RANKS),

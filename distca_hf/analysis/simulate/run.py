@@ -109,7 +109,7 @@ def run_steps(
         except BrokenProcessPool as error:
             raise ConfigError(
                 f"one of {workers} processes that simulate {request.gpus} GPUs was killed, mostly for want of memory; "
-                "take fewer --gpus, --accumulation or --batches"
+                "take fewer --gpus, --micro-steps or --batches"
             ) from error
     return simulation, _gathered(simulation, done, steps)
 

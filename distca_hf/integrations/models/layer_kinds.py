@@ -4,6 +4,7 @@ Read from the modules and the configuration, as the model check reads them. `dis
 training writes one line of them when its model is enabled.
 """
 
+import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -146,12 +147,15 @@ def ranges(numbers: Sequence[int]) -> str:
 
 
 def verdict_in_short(model: PreTrainedModel) -> str:
-    """Returns a line about an accepted model for the log of a training: its layers, and where all is said."""
+    """Returns a line about an accepted model for the log of a training: its layers, and the command that says all, if
+    it would find this model, of the class that its checkpoint names."""
     kinds = grouped(layer_kinds(model))
     layers = "; ".join(f"layers {ranges(numbers)}: {kind.in_words()}" for numbers, kind in kinds[:MOST_KINDS])
     layers += f"; {len(kinds) - MOST_KINDS} more kinds of layers" if len(kinds) > MOST_KINDS else ""
-    name = model.config.name_or_path or model.config.model_type
-    return f"{type(model).__name__} works. {layers}. The whole answer: distca check {name}"
+    name, class_name = model.config.name_or_path, type(model).__name__
+    is_found = name and class_name in (model.config.architectures or ())
+    command = f" The whole answer: distca check {shlex.quote(name)}" if is_found else ""
+    return f"{class_name} works. {layers}.{command}"
 
 
 def _refused(config: PreTrainedConfig, number: int, has_mixer: bool, attends: bool, others_attend: bool) -> str:

@@ -219,8 +219,8 @@ def test_a_trainer_trains_on_what_the_command_prints(tmp_path: Path) -> None:
     loader = trainer.get_train_dataloader()
     facts = [batch["distca_plan"].facts for batch in islice(loader, 4)]
     trained = [fact.num_documents for fact in facts]
-    arguments = ["plan", tmp_path / "dataset", "--ranks", 1, "--tokens-per-rank", 1000, "--micro-steps", 4]
-    options = ["--model-config", tmp_path / "config.json", "--seed", 11]
+    arguments = ["plan", tmp_path / "dataset", "--gpus", 1, "--tokens-per-rank", 1000, "--micro-steps", 4]
+    options = ["--model", tmp_path / "config.json", "--seed", 11]
     said = json.loads(CliRunner().invoke(app, [*map(str, arguments), *map(str, options), "--json"]).stdout)
     words = CliRunner().invoke(app, [*map(str, arguments), *map(str, options)]).stdout.split()
 

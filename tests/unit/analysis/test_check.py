@@ -5,7 +5,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedConfig
+from transformers import (
+    CONFIG_MAPPING,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedConfig,
+)
 
 from distca_hf.analysis.check.find import Candidate, find_candidate
 from distca_hf.analysis.check.numerics import compare
@@ -21,6 +28,7 @@ from distca_hf.integrations.models.check import check_model
 from distca_hf.integrations.models.layer_kinds import MOST_KINDS, grouped, layer_kinds, ranges, verdict_in_short
 from distca_hf.integrations.models.structure import weights_beside_text
 from support import strange_models
+from support.models import tiny_model
 
 
 CAPACITY = 8 * 16_384
@@ -327,4 +335,18 @@ def test_the_line_of_a_training_stays_short(monkeypatch: pytest.MonkeyPatch) -> 
     line = verdict_in_short(model)
 
     assert line.count("window") == MOST_KINDS
-    assert f"{30 - MOST_KINDS} more kinds of layers. The whole answer: distca check llama" in line
+    assert line.endswith(f"{30 - MOST_KINDS} more kinds of layers.")
+
+
+def test_the_line_of_a_training_names_the_command_where_it_answers_for_this_model(tmp_path: Path) -> None:
+    """Not for a model made from a config, nor for another class than the checkpoint's."""
+    folder = tmp_path / "a model"
+    tiny_model("llama").save_pretrained(folder)
+    loaded, other, made = (
+        AutoModelForCausalLM.from_pretrained(folder),
+        AutoModelForSequenceClassification.from_pretrained(folder),
+        tiny_model("llama"),
+    )
+
+    assert verdict_in_short(loaded).endswith(f". The whole answer: distca check '{folder}'")
+    assert "distca check" not in verdict_in_short(other) + verdict_in_short(made)

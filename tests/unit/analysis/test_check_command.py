@@ -113,7 +113,7 @@ def test_what_check_refuses_no_other_command_plans(name: str, tmp_path: Path) ->
     reasons = as_json(name)["reasons"]
     assert reasons
     expected = f"is refused: {'; '.join(reasons)}. `distca check` shows it"
-    for words in (["plan", "--ranks", "2", "--tokens-per-rank", "1000"], ["simulate", "--gpus", "2"]):
+    for words in (["plan", "--gpus", "2", "--tokens-per-rank", "1000"], ["simulate", "--gpus", "2"]):
         given = [words[0], str(tmp_path / "lengths.json"), *words[1:], "--model", name]
         result = CliRunner().invoke(app, given)
         assert (result.exit_code, result.stdout) == (2, "")
@@ -129,7 +129,7 @@ def test_limits_and_configurations_without_a_dtype_are_the_same_for_all_commands
     (tmp_path / "config.json").write_text(json.dumps(config))
     (tmp_path / "lengths.json").write_text("[100, 200, 300]")
     (limit,) = as_json(tmp_path)["limits"]
-    for words in (["plan", "--ranks", "2", "--tokens-per-rank", "300"], ["simulate", "--gpus", "2"]):
+    for words in (["plan", "--gpus", "2", "--tokens-per-rank", "300"], ["simulate", "--gpus", "2"]):
         given = [words[0], str(tmp_path / "lengths.json"), *words[1:], "--model", str(tmp_path)]
         result = CliRunner().invoke(app, given + ["--tokens-per-rank", "300"] * (words[0] == "simulate"))
         assert result.exit_code == 0, result.output
@@ -212,7 +212,15 @@ FILES = {
     "list.json": (b"[1, 2]", "must be a JSON object"),
     "foreign.json": (b'{"hidden_size": 5}', "has no model_type"),
     "unknown.json": (b'{"model_type": "llamma"}', "has no model type 'llamma'. Did you mean 'llama'?"),
-    "code.json": (b'{"model_type": "mine", "auto_map": {"AutoConfig": "a.B"}}', "give --trust-remote-code"),
+    "later.json": (
+        b'{"model_type": "qwen9_moe"}',
+        "has no model type 'qwen9_moe'. It has qwen2_moe, qwen3_moe",
+    ),
+    "code.json": (
+        b'{"model_type": "mine", "auto_map": {"AutoConfig": "a.B", "AutoModelForCausalLM": "c.D"}}',
+        "model type 'mine' needs a.py and c.py, which its auto_map names and",
+    ),
+    "hub.json": (b'{"model_type": "mine", "auto_map": {"AutoConfig": "some/one--a.B"}}', "give --trust-remote-code"),
     "wrong.json": (b'{"model_type": "llama", "hidden_size": "many"}', "is not one of llama"),
 }
 
@@ -224,13 +232,47 @@ def test_a_file_that_is_no_configuration_is_one_line(name: str, tmp_path: Path) 
     refusal(tmp_path / name, words=words)
 
 
-def test_a_folder_without_a_configuration_is_one_line(tmp_path: Path) -> None:
-    refusal(tmp_path, words="has no config.json")
+@pytest.mark.parametrize("command", [["check"], ["plan", "pretrain", "--gpus=8", "--tokens-per-rank=4096", "--model"]])
+def test_a_folder_of_another_format_is_named_with_the_page(command: list[str], tmp_path: Path) -> None:
+    """By all commands that take a model."""
+    folders = {
+        "empty": ({}, "the folder has no config.json (docs/check.md)"),
+        "adapter": ({"adapter_config.json": '{"base_model_name_or_path": "a/b"}'}, "give its base model a/b (docs/ch"),
+        "meta": ({"params.json": "{}"}, "it is in the format of Meta or Mistral (params.json), give a version"),
+        "code": (
+            {"config.json": '{"model_type": "mine", "auto_map": {"AutoConfig": "a.B"}}'},
+            "needs a.py, which its auto_map names" if command == ["check"] else "has no num_attention_heads",
+        ),
+    }
+    for name, (files, words) in folders.items():
+        (tmp_path / name).mkdir()
+        for file, text in files.items():
+            (tmp_path / name / file).write_text(text)
+        refused(*command, tmp_path / name, words=words)
+    (tmp_path / "model.gguf").write_text("")
+    refused(*command, tmp_path / "model.gguf", words="give its folder, or its config.json; .gguf is not read")
+
+
+def test_a_configuration_whose_code_fails_is_named_as_such(tmp_path: Path) -> None:
+    """There is a folder with a config.json: its Python file is to blame."""
+    (tmp_path / "a.py").write_text("from .missing import nothing\n")
+    (tmp_path / "config.json").write_text('{"model_type": "mine", "auto_map": {"AutoConfig": "a.B"}}')
+
+    refusal(tmp_path, "--trust-remote-code", words=f"model {tmp_path}: its config.json cannot be loaded: ")
+
+
+def test_another_version_of_a_model_type_is_no_misspelling() -> None:
+    refusal("minimax_m9", words="It has minimax_m2")
 
 
 def refusal(*arguments: object, words: str) -> None:
-    """Asserts that a command is refused with one line, these words in it."""
-    result = run(*arguments)
+    """Asserts that `distca check` is refused with one line, these words in it."""
+    refused("check", *arguments, words=words)
+
+
+def refused(*arguments: object, words: str) -> None:
+    """The same of any command."""
+    result = CliRunner().invoke(app, [str(argument) for argument in arguments])
     assert (result.exit_code, result.stdout) == (2, ""), result.output
     assert result.stderr.startswith("distca: ")
     assert result.stderr.count("\n") == 1

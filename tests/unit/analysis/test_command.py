@@ -15,13 +15,16 @@ from typer.testing import CliRunner
 
 from distca_hf.analysis import terminal
 from distca_hf.analysis.baselines import Baseline, Figures, figures_of
+from distca_hf.analysis.check.find import find_candidate
 from distca_hf.analysis.epoch import OptimizerStep, divide_batch, pack_first_step
+from distca_hf.analysis.find_model import find_model
 from distca_hf.analysis.first_step import make_report, run_baselines
 from distca_hf.analysis.request import PRESETS, PlanRequest, plan_micro_steps, preset
 from distca_hf.cli import app
 from distca_hf.cost import causal_pairs
 from distca_hf.errors import PackingError
 from distca_hf.topology import Topology
+from support.models import tiny_config
 
 
 PRETRAIN = Path(__file__).parents[3] / "examples" / "lengths" / "pretrain.json.gz"
@@ -48,7 +51,7 @@ KEYS = {
 
 def plan(lengths: Path, *options: str | int | Path, ranks: int = 8, tokens_per_rank: int = 16384) -> Any:
     """Returns the output of the command: an object with --json, else text."""
-    arguments = ["plan", str(lengths), "--ranks", str(ranks), "--tokens-per-rank", str(tokens_per_rank)]
+    arguments = ["plan", str(lengths), "--gpus", str(ranks), "--tokens-per-rank", str(tokens_per_rank)]
     result = CliRunner().invoke(app, [*arguments, *map(str, options)])
     assert result.exit_code == 0, result.output
     return json.loads(result.stdout) if "--json" in options else result.stdout
@@ -179,7 +182,7 @@ def test_the_model_decides_bytes(tmp_path: Path) -> None:
     options = ("--json", "--lengths-are-batch", "--layout", "fixed")
     world = {"ranks": 2, "tokens_per_rank": 2000}
     of_preset = plan(lengths, *options, "--model", "llama3-8b", **world)
-    of_config = plan(lengths, *options, "--model-config", tmp_path / "config.json", **world)
+    of_config = plan(lengths, *options, "--model", tmp_path / "config.json", **world)
     assert of_config["bytes_total"] == 2 * of_preset["bytes_total"] > 0
 
 
@@ -240,9 +243,21 @@ def test_a_model_of_unknown_size_has_no_estimates(tmp_path: Path) -> None:
     config = {"num_attention_heads": 32, "num_key_value_heads": 8, "hidden_size": 4096, "dtype": "bfloat16"}
     (tmp_path / "config.json").write_text(json.dumps(config))
     lengths = write_lengths(tmp_path / "lengths.json", [2000, *[100] * 20])
-    options = ("--model-config", tmp_path / "config.json")
+    options = ("--model", tmp_path / "config.json")
     assert plan(lengths, "--json", *options)["estimates"] is None
     assert "its size is not known, so speed and memory are not estimated" in plan(lengths, *options).replace("\n", " ")
+
+
+def test_folder_with_the_name_of_a_built_in_model_is_the_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In all commands."""
+    tiny_config("llama", dtype="bfloat16").save_pretrained(tmp_path / "llama3-8b")
+    monkeypatch.chdir(tmp_path)
+
+    shape, candidate = find_model("llama3-8b"), find_candidate("llama3-8b")
+    assert shape.size is not None
+    assert shape.size.layers == candidate.config.num_hidden_layers < 32
 
 
 def test_a_config_of_transformers_is_counted(tmp_path: Path) -> None:
@@ -251,7 +266,7 @@ def test_a_config_of_transformers_is_counted(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config | sizes))
     lengths = write_lengths(tmp_path / "lengths.json", [2000, *[100] * 20])
     by_path = plan(lengths, "--json", "--model", tmp_path)
-    assert by_path == {**plan(lengths, "--json", "--model-config", tmp_path / "config.json"), **_times(by_path)}
+    assert by_path == {**plan(lengths, "--json", "--model", tmp_path / "config.json"), **_times(by_path)}
     state = 2 * (32 * 32 * 3 + 3 * 32 * 64 + 2 * 32) + 32 + 2 * 100 * 32
     assert by_path["estimates"]["memory_bytes"]["fsdp2"]["state"] == 12 * state // 8
 
@@ -277,7 +292,7 @@ def test_a_picture_is_drawn(some: Path, tmp_path: Path) -> None:
 
 def test_a_fresh_process_needs_no_torch(some: Path) -> None:
     code = "import sys; from distca_hf.cli import app; app(standalone_mode=False); assert 'torch' not in sys.modules"
-    arguments = ["plan", str(some), "--ranks", "8", "--tokens-per-rank", "65536", "--json", "--compare"]
+    arguments = ["plan", str(some), "--gpus", "8", "--tokens-per-rank", "65536", "--json", "--compare"]
     environment = {**os.environ, "PYTHONIOENCODING": "ascii", "PYTHONHASHSEED": "7"}
     said = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, env=environment)
     assert said.returncode == 0, said.stderr
@@ -286,7 +301,7 @@ def test_a_fresh_process_needs_no_torch(some: Path) -> None:
 
 
 def test_terminals_that_know_no_blocks_get_bars_too(some: Path) -> None:
-    arguments = ["plan", str(some), "--ranks", "2", "--tokens-per-rank", "65536"]
+    arguments = ["plan", str(some), "--gpus", "2", "--tokens-per-rank", "65536"]
     environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
     code = "from distca_hf.cli import main; main()"
     said = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, env=environment)

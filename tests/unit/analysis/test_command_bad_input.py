@@ -11,6 +11,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from datasets import Dataset, DatasetDict
 from typer.testing import CliRunner
 
 from distca_hf.analysis import lengths as lengths_module
@@ -19,7 +20,7 @@ from support.commands import SCRIPTS
 from support.made_answers import made_simulation
 
 
-WORLD = {"--ranks": "2", "--tokens-per-rank": "1000"}
+WORLD = {"--gpus": "2", "--tokens-per-rank": "1000"}
 WORLD_OPTIONS = [part for pair in WORLD.items() for part in pair]
 
 
@@ -158,7 +159,7 @@ def test_names_in_files_reach_no_terminal_as_escapes(good: Path) -> None:
         for command in (
             ["plan", folder / "columns.jsonl", *WORLD_OPTIONS],
             ["plan", lengths, *WORLD_OPTIONS],
-            ["plan", good, *WORLD_OPTIONS, "--model-config", folder / "named.json"],
+            ["plan", good, *WORLD_OPTIONS, "--model", folder / "named.json"],
             ["report", folder / "plan.json", "-o", folder / "page.html"],
         )
     ]
@@ -178,10 +179,28 @@ def test_a_folder_that_is_no_dataset(tmp_path: Path) -> None:
 
 
 def test_a_folder_of_several_datasets(tmp_path: Path) -> None:
-    from datasets import Dataset, DatasetDict
-
     DatasetDict({"train": Dataset.from_dict({"length": [5]})}).save_to_disk(tmp_path / "saved")
     assert "holds several datasets: train" in refusal(tmp_path / "saved")
+
+
+@pytest.mark.parametrize(
+    ("name", "make"),
+    {
+        "texts.jsonl": text('{"text": "two words"}\n'),
+        "texts.json": text('[{"text": "two words"}]'),
+        "strings.json": text('["two words"]'),
+        "texts.csv": text("id,text\n1,two words\n"),
+        "texts.txt": text("two words\n"),
+        "texts.parquet": table(text=["two words"]),
+        "chats.jsonl": text('{"messages": []}\n'),
+        "saved": lambda path: Dataset.from_dict({"text": ["two words"]}).save_to_disk(path),
+    }.items(),
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_texts_are_told_the_way_to_lengths(name: str, make: Callable[[Path], object], tmp_path: Path) -> None:
+    make(tmp_path / name)
+
+    assert 'python "$(distca examples tokenise_texts)" MODEL FILE FOLDER' in refusal(tmp_path / name)
 
 
 @pytest.fixture
@@ -194,9 +213,9 @@ def good(tmp_path: Path) -> Path:
 @pytest.mark.parametrize(
     ("option", "value", "words"),
     [
-        ("ranks", "0", "--ranks 0 must be between 1 and 8192"),
-        ("ranks", "-4", "--ranks -4 must be"),
-        ("ranks", "1000000000000", "--ranks 1000000000000 must be"),
+        ("gpus", "0", "--gpus 0 must be between 1 and 8192"),
+        ("gpus", "-4", "--gpus -4 must be"),
+        ("gpus", "1000000000000", "--gpus 1000000000000 must be"),
         ("tokens_per_rank", "0", "--tokens-per-rank 0 must be between 1 and 2147483647"),
         ("ranks_per_node", "0", "--ranks-per-node 0 must be"),
         ("micro_steps", "0", "--micro-steps 0 must be"),
@@ -205,7 +224,7 @@ def good(tmp_path: Path) -> Path:
         ("layout", "placid", "--layout placid must be one of placed, fixed"),
         ("overlong", "ignore", "--overlong ignore must be one of error, split, truncate"),
         ("model", "llama9", "model 'llama9' is not known; give one of llama3-8b"),
-        ("model_config", "missing.json", "model config missing.json cannot be read"),
+        ("model", "missing.json", "model config missing.json cannot be read"),
         ("plot", "missing_folder/work.png", "in a folder that does not exist"),
         ("plot", "work.docx", "must end in one of .avif"),
     ],
@@ -234,7 +253,7 @@ def test_documents_that_training_refuses(good: Path) -> None:
         (table, "a document of 800 tokens is longer than the 256 that"),
     ):
         (good.parent / "config.json").write_text(json.dumps(config))
-        model = {"model_config": good.parent / "config.json"}
+        model = {"model": good.parent / "config.json"}
         assert words in refusal(good, tokens_per_rank="600" if config is hybrid else "1000", **model)
 
 
@@ -272,10 +291,6 @@ def test_a_setting_of_the_environment_that_is_no_value(good: Path, monkeypatch: 
     assert "missing.json is no table of kernel times" in refusal(good)
 
 
-def test_two_models_at_once(good: Path) -> None:
-    assert "exclude each other" in refusal(good, model="llama3-8b", model_config=good)
-
-
 SHAPE = {"num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "dtype": "bfloat16"}
 
 
@@ -296,17 +311,17 @@ SHAPE = {"num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "
 )
 def test_model_configs_with_something_missing(change: dict[str, object], words: str, good: Path) -> None:
     (good.parent / "config.json").write_text(json.dumps(SHAPE | change))
-    assert words in refusal(good, model_config=good.parent / "config.json")
+    assert words in refusal(good, model=good.parent / "config.json")
 
 
 @pytest.mark.parametrize("content", ["[1]", "{", ""])
 def test_model_configs_that_are_none(content: str, good: Path) -> None:
     (good.parent / "config.json").write_text(content)
-    assert "model config" in refusal(good, model_config=good.parent / "config.json")
+    assert "model config" in refusal(good, model=good.parent / "config.json")
 
 
 def test_the_real_command(good: Path) -> None:
-    command = [SCRIPTS / "distca", "plan", good, "--ranks", "2", "--tokens-per-rank"]
+    command = [SCRIPTS / "distca", "plan", good, "--gpus", "2", "--tokens-per-rank"]
     refused = subprocess.run([*command, "10", "--json"], capture_output=True, text=True)
     assert (refused.returncode, refused.stdout, refused.stderr.count("\n")) == (2, "", 1)
     assert "does not fit" in refused.stderr
@@ -318,8 +333,8 @@ def test_the_real_command(good: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["plan", "x.json", "--ranks", "two", "--tokens-per-rank", "10"], "--ranks"),
-        (["plan", "--ranks", "2"], "lengths"),
+        (["plan", "x.json", "--gpus", "two", "--tokens-per-rank", "10"], "--gpus"),
+        (["plan", "--gpus", "2"], "lengths"),
         (["nonsense"], "nonsense"),
     ],
 )
@@ -368,7 +383,7 @@ def test_nothing_is_fetched_that_a_model_config_names(
     sizes = {"text_config": values | {"dtype": "bfloat16"}} if model_type == "llava" else values
     path = good.parent / "config.json"
     path.write_text(json.dumps({"model_type": model_type, "dtype": "bfloat16", **sizes, **names}))
-    for command in (["plan", str(good), *WORLD_OPTIONS, "--model-config", str(path)], ["check", str(path)]):
+    for command in (["plan", str(good), *WORLD_OPTIONS, "--model", str(path)], ["check", str(path)]):
         result = CliRunner().invoke(app, command)
         assert reached == []
         assert not isinstance(result.exception, Exception) or isinstance(result.exception, SystemExit)

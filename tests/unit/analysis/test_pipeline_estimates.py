@@ -128,7 +128,7 @@ def test_wires_limit_gathers_without_a_pipeline(tokens: int, wire_speed: float) 
 
 
 def run(lengths: str | Path, *options: str, status: int = 0, ranks: int = 8, tokens: int = 16384) -> Any:
-    arguments = ["plan", str(lengths), "--ranks", str(ranks), "--tokens-per-rank", str(tokens), *options]
+    arguments = ["plan", str(lengths), "--gpus", str(ranks), "--tokens-per-rank", str(tokens), *options]
     result = CliRunner().invoke(app, arguments)
     assert result.exit_code == status, result.output
     return result
@@ -182,7 +182,7 @@ def test_the_example_of_the_help_works() -> None:
 def test_a_model_of_unknown_size_has_no_utilisation(some: Path, tmp_path: Path) -> None:
     config = {"num_attention_heads": 32, "num_key_value_heads": 8, "hidden_size": 4096, "dtype": "bfloat16"}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    options = ("--pipeline", "4", "--micro-steps", "4", "--model-config", str(tmp_path / "config.json"))
+    options = ("--pipeline", "4", "--micro-steps", "4", "--model", str(tmp_path / "config.json"))
     assert json.loads(run(some, *options, "--json").stdout)["pipeline"] is None
     assert "its size is not known" in run(some, *options).stdout
 

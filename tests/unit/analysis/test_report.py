@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from distca_hf.analysis.report import run_folder, trace_index
+from distca_hf.analysis.report import run_folder, small_enough, trace_index
 from distca_hf.analysis.report.figures import CallOfRanks, Seconds
 from distca_hf.analysis.report.page import page_of
 from distca_hf.analysis.report.predictions import Predictor
@@ -39,7 +39,7 @@ def report(source: Path, *options: str) -> Any:
 def plan(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     lengths = tmp_path_factory.mktemp("lengths") / "lengths.json"
     lengths.write_text(json.dumps([3000, 12000, 90000, 500] * 40))
-    options = ["--ranks", "4", "--tokens-per-rank", "65536", "--micro-steps", "2", "--compare", "--json"]
+    options = ["--gpus", "4", "--tokens-per-rank", "65536", "--micro-steps", "2", "--compare", "--json"]
     planned = CliRunner().invoke(app, ["plan", str(lengths), *options])
     assert planned.exit_code == 0, planned.output
     found: dict[str, Any] = json.loads(planned.stdout)
@@ -377,6 +377,60 @@ def test_rank_that_others_wait_for_is_named_with_the_reason(name: str) -> None:
 def test_nobody_is_named_where_all_wait_alike_or_not_at_all() -> None:
     assert "All ranks wait about as long" in straggler_in_words(EVEN, seconds([0.5] * 4, [0.3] * 4))
     assert "No rank waits for others" in straggler_in_words(EVEN, seconds([0.5] * 4, [0.001] * 4))
+
+
+def write_run_that_waits_once(folder: Path, steps: int, slow_step: int) -> Path:
+    """Ranks wait in one step, for rank 1, and in no other one."""
+    for rank in range(4):
+        traces = [
+            made_trace(rank, 4, 100 * step, slow_rank=1 if step == slow_step else None) for step in range(1, steps + 1)
+        ]
+        (folder / file_name(rank)).write_text("".join(f"{trace.line()}\n" for trace in traces))
+    return folder
+
+
+def test_summary_names_a_rank_only_where_the_steps_do(tmp_path: Path) -> None:
+    """Some rank always waits least, also where none waits."""
+    never = report(write_run(tmp_path / "never", ranks=4, steps=3))
+    once = report(write_run_that_waits_once(tmp_path, steps=3, slow_step=2))
+
+    assert len(never["summary"]) == 1
+    assert all(any("No rank waits for others" in line for line in step["findings"]) for step in never["steps"])
+    assert once["summary"][1:] == ["Others wait for rank 1 in 1 of them."]
+    assert [any("Others wait for rank 1" in line for line in step["findings"]) for step in once["steps"]] == [
+        False,
+        True,
+        False,
+    ]
+
+
+def test_report_opens_on_the_step_that_shows_something_and_the_command_names_it(tmp_path: Path) -> None:
+    write_run_that_waits_once(tmp_path, steps=3, slow_step=2)
+    printed = CliRunner().invoke(app, ["report", str(tmp_path), "-o", str(tmp_path / "page.html")]).stdout
+    lines = printed.splitlines()
+
+    assert report(tmp_path)["begin_with"] == 1
+    assert " ".join(lines[1:3]).endswith("times the mean, on average.")
+    assert lines[4] == "step 200, micro-batch 199:"
+    assert "Others wait for rank 1: rank" in printed
+    assert "step 300" not in printed
+
+
+def test_page_keeps_the_step_that_it_opens_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(small_enough, "MOST_STEPS", 3)
+    small = fitted(read_folder(write_run_that_waits_once(tmp_path, steps=20, slow_step=7)))
+
+    assert [step.label.split(",")[0] for step in small.steps] == ["step 100", "step 700", "step 2000"]
+    assert (small.begin_with, len(small.steps[1].calls) > 0) == (1, True)
+
+
+def test_plan_opens_on_its_least_even_micro_step(plan: dict[str, Any], tmp_path: Path) -> None:
+    (tmp_path / "plan.json").write_text(json.dumps(plan))
+    found = report(tmp_path / "plan.json")
+    uneven = [step["imbalance_before"] for step in found["steps"]]
+
+    assert len(uneven) == 2
+    assert uneven[found["begin_with"]] == max(uneven)
 
 
 SERVED_WORK = (4.0e8, 4.0e8, 2.0e8)

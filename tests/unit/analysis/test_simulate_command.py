@@ -59,7 +59,7 @@ def test_text_is_readable_at_80_columns(lengths: Path) -> None:
 
 
 def test_json_has_all_figures(lengths: Path) -> None:
-    answer: dict[str, Any] = json.loads(simulate(lengths, *QUICK, "--accumulation", "1,2", "--json"))
+    answer: dict[str, Any] = json.loads(simulate(lengths, *QUICK, "--micro-steps", "1,2", "--json"))
 
     assert [(one["gpus"], one["accumulation"]) for one in answer["simulations"]] == [(4, 1), (4, 2), (8, 1), (8, 2)]
     assert answer["profile"]["device"] == find_profile("h200").made.device
@@ -86,7 +86,7 @@ def test_json_has_all_figures(lengths: Path) -> None:
 
 def test_gradients_are_summed_as_trainer_sums_them(lengths: Path) -> None:
     """In the last micro-step only, which takes memory and saves time; in every one if that is asked for."""
-    options = [lengths, *QUICK[:1], "8", *QUICK[2:], "--accumulation", "2", "--liger"]
+    options = [lengths, *QUICK[:1], "8", *QUICK[2:], "--micro-steps", "2", "--liger"]
     ways: list[dict[str, Any]] = []
     for more in ([], ["--sync-each-batch"]):
         (answer,) = json.loads(simulate(*options, *more, "--json"))["simulations"]
@@ -196,16 +196,16 @@ def test_bad_input_is_one_line(lengths: Path, tmp_path: Path) -> None:
 
 
 def test_profiles_without_gpus_are_refused(tmp_path: Path) -> None:
-    ran = CliRunner().invoke(app, ["profile", "--out", str(tmp_path / "c.json")])
+    ran = CliRunner().invoke(app, ["profile", "--output", str(tmp_path / "c.json")])
 
     assert ran.exit_code == 2
     assert "no GPU to measure; --cpu" in ran.stderr
-    ran = CliRunner().invoke(app, ["profile", "--cpu", "--out", str(tmp_path / "missing" / "c.json")])
+    ran = CliRunner().invoke(app, ["profile", "--cpu", "--output", str(tmp_path / "missing" / "c.json")])
     assert "its folder is missing" in ran.stderr
     for options, words in (
         (["--model", "lama3-8b"], "is not known"),
         (["--kernel", "fastest"], "kernel"),
-        (["--out", str(tmp_path)], "it is a folder"),
+        (["--output", str(tmp_path)], "it is a folder"),
         (["--as-between-nodes", str(tmp_path / "none.json")], "cannot be read as a cluster profile"),
     ):
         ran = CliRunner().invoke(app, ["profile", "--cpu", "--dry-run", *options])
@@ -214,7 +214,7 @@ def test_profiles_without_gpus_are_refused(tmp_path: Path) -> None:
 
 
 def test_the_line_of_a_profile_as_json(tmp_path: Path) -> None:
-    ran = CliRunner().invoke(app, ["profile", "--cpu", "--dry-run", "--json", "--out", str(tmp_path / "c.json")])
+    ran = CliRunner().invoke(app, ["profile", "--cpu", "--dry-run", "--json", "--output", str(tmp_path / "c.json")])
 
     answer = json.loads(ran.stdout)
     assert answer["file"] == str(tmp_path / "c.json")

@@ -49,7 +49,7 @@ def shown(columns: int, *arguments: str | Path) -> tuple[str, str]:
     width = ("COLUMNS", "LINES")  # pytest's workers have them, and they count more than the terminal
     environment = {name: value for name, value in os.environ.items() if name not in width}
     environment |= {"TERM": "xterm", "NO_COLOR": "1"}
-    command = [SCRIPTS / "distca", "plan", *arguments, "--ranks", "4", "--tokens-per-rank", "8192", "--compare"]
+    command = [SCRIPTS / "distca", "plan", *arguments, "--gpus", "4", "--tokens-per-rank", "8192", "--compare"]
     process = subprocess.Popen(
         command, stdin=subprocess.DEVNULL, stdout=ends[0][1], stderr=ends[1][1], env=environment
     )
@@ -81,7 +81,7 @@ def test_a_narrow_terminal_without_colours(columns: int, lengths: Path) -> None:
 
 
 def test_without_a_terminal_there_are_only_words(lengths: Path) -> None:
-    command = [SCRIPTS / "distca", "plan", lengths, "--ranks", "4", "--tokens-per-rank", "8192"]
+    command = [SCRIPTS / "distca", "plan", lengths, "--gpus", "4", "--tokens-per-rank", "8192"]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert done.stderr == ""
     assert "\x1b" not in done.stdout
@@ -90,7 +90,7 @@ def test_without_a_terminal_there_are_only_words(lengths: Path) -> None:
 
 def test_without_matplotlib_a_picture_is_refused_before_anything_is_planned(lengths: Path) -> None:
     code = "import sys; sys.modules['matplotlib'] = None; from distca_hf.cli import main; main()"
-    command = [sys.executable, "-c", code, "plan", lengths, "--ranks", "4", "--tokens-per-rank", "8192"]
+    command = [sys.executable, "-c", code, "plan", lengths, "--gpus", "4", "--tokens-per-rank", "8192"]
     plotted = subprocess.run([*command, "--plot", "work.png"], capture_output=True, text=True, check=False)
     assert (plotted.returncode, plotted.stdout) == (2, "")
     assert plotted.stderr == "distca: --plot needs matplotlib: pip install 'distca_hf[report]'\n"
@@ -100,7 +100,7 @@ def test_without_matplotlib_a_picture_is_refused_before_anything_is_planned(leng
 @pytest.mark.parametrize(("tokens", "ranks"), [(1, 1), (1, 64), (70, 8)])
 def test_one_row(tokens: int, ranks: int, tmp_path: Path) -> None:
     (tmp_path / "one.json").write_text(f"[{tokens}]")
-    arguments = ["plan", str(tmp_path / "one.json"), "--ranks", str(ranks), "--tokens-per-rank", "8192", "--compare"]
+    arguments = ["plan", str(tmp_path / "one.json"), "--gpus", str(ranks), "--tokens-per-rank", "8192", "--compare"]
     text = " ".join(CliRunner().invoke(app, arguments).stdout.split())
     assert f"1 document, {tokens} token" in text
     assert "1 micro-batch in" in text

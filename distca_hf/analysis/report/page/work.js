@@ -9,7 +9,7 @@ function workPicture(step) {
   const labels = (work) => work.map((_, rank) => rankLabel(step, rank));
   const busiest = (work) => work.indexOf(Math.max(...work));
   const said = `Attended pairs of each rank over the mean of all. With ${step.before} rank ${busiest(before)} has `
-    + `${ratio(Math.max(...before))} times the mean, and the others wait for it. ${capital(step.after)}: `
+    + `${ratio(Math.max(...before))} times the mean. ${capital(step.after)}: `
     + `${rankName(step, busiest(after))} has ${ratio(Math.max(...after))} times.`;
   function draw(width, palette) {
     const most = 1.08 * Math.max(1.2, ...before, ...after);
