@@ -14,6 +14,7 @@ import multiprocessing
 import signal
 from collections.abc import Callable
 from functools import wraps
+from multiprocessing import forkserver
 from types import FrameType
 from typing import Any
 
@@ -55,6 +56,8 @@ def _protecting(iterate: Callable[[Any], Any]) -> Callable[[Any], Any]:
             return iterate(loader)
         if not isinstance(loader.worker_init_fn, OutliveSignals):
             loader.worker_init_fn = OutliveSignals(loader.worker_init_fn)
+        if (loader.multiprocessing_context or multiprocessing).get_start_method() == "forkserver":
+            forkserver.ensure_running()  # not with signals blocked, as all processes that it forks would have them
         before = set(multiprocessing.active_children())
         # Workers inherit what is blocked, so that no signal meets one that is not initialised yet.
         blocked = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)

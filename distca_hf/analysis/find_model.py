@@ -75,24 +75,27 @@ def _shape_of(candidate: "Candidate", tries: bool) -> ModelShape:
     it is known how many of them a token passes.
 
     Raises:
-        ConfigError: a value is missing or wrong, or the model cannot be built.
+        ConfigError: distca_hf refuses the model, it cannot be built, or a value is missing or wrong.
     """
     from distca_hf.analysis.check.command import judge_quietly
     from distca_hf.analysis.check.sizes import decoder_size
     from distca_hf.integrations.models.operations import step_flops
 
-    config = candidate.config.get_text_config()
-    others = {key: getattr(config, key) for key in config.attribute_map}  # GPT-2 writes n_head
-    values = {key: value for key, value in {**config.to_dict(), **others}.items() if value is not None}
     name = candidate.name.replace(", default sizes", " (default sizes)")
-    shape = shape_of_config(values, name, f"model {name}")
     with without_hub():
         verdict, model = judge_quietly(candidate, find_gpu(GPU), ANY_DOCUMENT_TOKENS, tries)
+    if verdict.reasons:
+        raise ConfigError(
+            f"model {name} is refused: {'; '.join(verdict.reasons)}. `distca check` shows it layer by layer"
+        )
+    config = candidate.config.get_text_config()
+    others = {key: getattr(config, key) for key in config.attribute_map}  # CodeGen writes n_head
+    values = {key: value for key, value in {**config.to_dict(), **others}.items() if value is not None}
     shape = replace(
-        _with_layers(shape, model),
-        refusals=verdict.reasons,
+        _with_layers(shape_of_config(values, name, f"model {name}"), model),
         limits=verdict.limits,
         longest_document_tokens=verdict.longest_document_tokens,
+        no_stages=_no_stages(model),
     )
     decoder, flops = decoder_size(model, list(verdict.kinds)), step_flops(model)
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
@@ -109,6 +112,17 @@ def _shape_of(candidate: "Candidate", tries: bool) -> ModelShape:
         of_layers=decoder,
     )
     return replace(shape, size=size)
+
+
+def _no_stages(model: "PreTrainedModel") -> str:
+    """Returns why training does not divide a model into stages of a pipeline; empty if it does."""
+    from distca_hf.integrations.stages.stack import LayerStack
+
+    try:
+        LayerStack.of(model)
+    except Exception as error:  # a model's code may raise anything where modules are left out
+        return str(error)
+    return ""
 
 
 def _with_layers(shape: ModelShape, model: "PreTrainedModel") -> ModelShape:

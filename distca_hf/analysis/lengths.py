@@ -2,17 +2,17 @@
 
 | source | content |
 |---|---|
-| `.json` | a flat list of whole numbers |
+| `.json` | a flat list of whole numbers, or as `.jsonl` |
 | `.jsonl` | objects, one per line, with a column of lengths |
-| `.csv` | a table with a column of lengths, or one column of whole numbers without a name |
+| `.csv`, `.tsv` | a table with a column of lengths, or one column of whole numbers without a name |
 | `.txt` | whole numbers, one per line, also as `numpy.savetxt` writes them |
 | `.parquet` | a column of lengths |
 | `.npy` | one dimension of integers |
-| a folder | a dataset that `datasets.Dataset.save_to_disk` wrote, with a column of lengths |
+| `.arrow`, or a folder | a dataset that `datasets` wrote (its cache, `save_to_disk`), with a column of lengths |
 | a folder, a pattern with `*` | files of one of these kinds; in a folder their names differ in numbers only |
 | `pretrain`, `prolong` | samples that come with distca_hf, if there is no file of that name |
 
-The first four may be compressed (`.gz`). A column of lengths has one of the names in `NUMBER_COLUMNS` and whole
+Files of text may be compressed (`.gz`). A column of lengths has one of the names in `NUMBER_COLUMNS` and whole
 numbers, or is called `input_ids` and has lists, whose lengths count. Several such columns must agree in every row.
 
 A saved dataset with `input_ids` is one that the loader accepts, and is read as the loader reads it (`data.documents`).
@@ -103,6 +103,8 @@ def _read(path: Path) -> DocumentLengths:
         return TEXT_READERS[ending](path)
     if ending == "parquet":
         return _read_parquet(path)
+    if ending == "arrow":
+        return _read_dataset(path)
     if ending == "npy":
         return DocumentLengths(as_int_array(np.load(path, allow_pickle=False), str(path)), str(path))
     endings = ", ".join(f".{ending}" for ending in ENDINGS)
@@ -155,15 +157,16 @@ def _read_parquet(path: Path) -> DocumentLengths:
     for rows in file.iter_batches(columns=columns):
         for column in columns:
             values = pa.chunked_array([rows.column(column)])
-            parts[column].append(_from_arrow(values, f"{path}, column {column}"))
+            rows_before = sum(map(len, parts[column]))
+            parts[column].append(_from_arrow(values, f"{path}, column {column}", rows_before))
     return _same({column: np.concatenate(part) for column, part in parts.items()}, path)
 
 
 def _read_dataset(path: Path) -> DocumentLengths:
-    """Reads the columns of lengths of a saved `datasets.Dataset`."""
+    """Reads the columns of lengths of a saved `datasets.Dataset`, or of one of its files."""
     from datasets import Dataset, load_from_disk
 
-    dataset = load_from_disk(str(path))
+    dataset = load_from_disk(str(path)) if path.is_dir() else Dataset.from_file(str(path))
     if not isinstance(dataset, Dataset):
         raise PackingError(f"{path} holds several datasets: {', '.join(dataset)}; give the folder of one of them")
     if TOKENS_COLUMN in dataset.column_names:
@@ -202,13 +205,14 @@ def _read_source(dataset: "Dataset", path: Path) -> DocumentLengths:
     return DocumentLengths(tokens, f"{path}, column {column}")
 
 
-def _from_arrow(values: "ChunkedArray", source: str) -> IntArray:
-    """Returns lengths from an arrow column: its numbers, or the lengths of its lists."""
+def _from_arrow(values: "ChunkedArray", source: str, rows_before: int = 0) -> IntArray:
+    """Returns lengths from an arrow column, or from some of its rows: its numbers, or the lengths of its lists."""
     import pyarrow as pa
     import pyarrow.compute as pc
 
     if values.null_count:
-        raise PackingError(f"{source}: {values.null_count} of {len(values)} rows are empty")
+        row = rows_before + pc.index(values.is_null(), True).as_py()
+        raise PackingError(f"{source}: row {row} is empty{and_more(values.null_count - 1)}")
     kind = values.type
     if pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind):
         if not source.endswith(TOKENS_COLUMN):
@@ -291,9 +295,11 @@ class Numbers:
 
 
 def read_json(path: Path) -> DocumentLengths:
-    """Reads a flat JSON list."""
+    """Reads a flat JSON list, or objects, one per line, as `datasets` writes them under this ending."""
     with _open(path) as file:
         text = file.read(MOST_CHARACTERS + 1)
+    if text.startswith("{"):
+        return read_jsonl(path)
     if len(text) > MOST_CHARACTERS:
         raise PackingError(
             f"{path} holds more than {MOST_CHARACTERS:,} characters; give the lengths as .txt or .parquet"
@@ -330,7 +336,8 @@ def read_jsonl(path: Path) -> DocumentLengths:
 def read_csv(path: Path) -> DocumentLengths:
     """Reads a column of a table whose first line has names, or a single column of numbers without a name."""
     with _open(path) as file:
-        rows = (row for row in csv.reader(_lines(file, path)) if row)
+        separator = "\t" if _ending(path) == "tsv" else ","
+        rows = (row for row in csv.reader(_lines(file, path), delimiter=separator) if row)
         names = [name.strip() for name in next(rows, [])]
         if len(names) == 1 and (names[0].isdecimal() or SAVETXT.fullmatch(names[0])):
             alone = Numbers(str(path), "row")
@@ -339,6 +346,8 @@ def read_csv(path: Path) -> DocumentLengths:
                 alone.add_text(row[0])
             return DocumentLengths(alone.array(), str(path))
         chosen = choose_columns([name for name in names if name != TOKENS_COLUMN], path) if names else []
+        if twice := [name for name in chosen if names.count(name) > 1]:
+            raise PackingError(f"{path} has {names.count(twice[0])} columns {twice[0]}; keep one of them")
         columns = {name: (names.index(name), Numbers(f"{path}, column {name}", "row")) for name in chosen}
         for row in rows:
             for at, numbers in columns.values():
@@ -357,8 +366,8 @@ def read_txt(path: Path) -> DocumentLengths:
 
 
 # Formats by the ending of a file: of text, compressed or not, and all.
-TEXT_READERS = {"json": read_json, "jsonl": read_jsonl, "csv": read_csv, "txt": read_txt}
-ENDINGS = (*TEXT_READERS, "parquet", "npy")
+TEXT_READERS = {"json": read_json, "jsonl": read_jsonl, "csv": read_csv, "tsv": read_csv, "txt": read_txt}
+ENDINGS = (*TEXT_READERS, "parquet", "arrow", "npy")
 
 
 def _open(path: Path) -> TextIO:

@@ -132,9 +132,9 @@ class ModelShape:
         full_layers: layers that attend to whole documents; None: all that are in none of the other two.
         window_layers: tokens of each sliding window, with the number of its layers.
         mixer_layers: layers that carry a state, beside attention or in its place.
-        refusals: why distca_hf does not train the model; empty if it does, or if nothing is known but a config.json.
         limits: what a training must keep to, as `distca check` says it.
         longest_document_tokens: longest document that the model takes; None if it takes any.
+        no_stages: why training does not divide it into stages of a pipeline; empty if it does, or if that is unknown.
     """
 
     name: str
@@ -145,20 +145,9 @@ class ModelShape:
     full_layers: int | None = None
     window_layers: tuple[tuple[int, int], ...] = ()
     mixer_layers: int = 0
-    refusals: tuple[str, ...] = ()
     limits: tuple[str, ...] = ()
     longest_document_tokens: int | None = None
-
-    def check_accepted(self) -> None:
-        """Checks that distca_hf trains the model.
-
-        Raises:
-            ConfigError: it does not.
-        """
-        if self.refusals:
-            raise ConfigError(
-                f"model {self.name} is refused: {'; '.join(self.refusals)}. `distca check` shows it layer by layer"
-            )
+    no_stages: str = ""
 
     @property
     def masks(self) -> LayerMasks:
@@ -300,11 +289,12 @@ class PlanRequest:
                 raise ConfigError(f"{option} {name} must be one of {', '.join(names)}")
         if self.pipeline is not None:
             self._check_pipeline(self.pipeline)
-        self.model.check_accepted()
         self.planner  # noqa: B018  raises if a variable of the environment has an invalid value
 
     def _check_pipeline(self, pipeline: Pipeline) -> None:
         """Refuses a pipeline that cannot run, or packs that cannot be shaped for it."""
+        if self.model.no_stages:
+            raise ConfigError(f"--pipeline {pipeline.num_stages}: {self.model.no_stages}")
         if self.layout == "fixed":
             raise ConfigError(
                 f"--pipeline {pipeline.num_stages} divides whole documents among micro-batches, and --layout fixed "

@@ -8,7 +8,6 @@ of a process share the generators that transforms draw from.
 """
 
 import queue
-import signal
 import threading
 import time
 import zlib
@@ -164,7 +163,6 @@ class Preparer:
             sampler=asked_for(),
             num_workers=self.num_workers,
             collate_fn=_as_it_is,
-            worker_init_fn=_leave_signals_to_the_trainer,
             generator=torch.Generator(),  # the global one is the training's
         )
         for draws in drawn:
@@ -233,12 +231,6 @@ class _DrawnBatches(Dataset[Draws | PackingError]):
 
 def _as_it_is(drawn: Any) -> Any:
     return drawn
-
-
-def _leave_signals_to_the_trainer(worker: int) -> None:
-    """Lets a worker process outlive signals that its whole process group gets: a step may still need its rows."""
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)
 
 
 @dataclass(frozen=True)

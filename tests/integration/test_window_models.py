@@ -4,11 +4,16 @@ and gradients of every document alone."""
 from dataclasses import fields
 from types import ModuleType
 
+import numpy as np
 import pytest
 
 from distca_hf.analysis.check.tiny_config import WINDOWS
 from distca_hf.analysis.check.trial import DOCUMENT_TOKENS
+from distca_hf.batches.placed import PlacedPlanner
+from distca_hf.config import DistCAConfig
+from distca_hf.cost import CAUSAL_MASK
 from distca_hf.integrations.models.check import refusals
+from distca_hf.integrations.models.layer_masks import layer_masks_of
 from distca_hf.integrations.models.structure import attention_layers
 from support.sweeping import assert_works, config_class_of
 
@@ -58,6 +63,16 @@ def test_windows_are_planned_as_the_first_pass_has_them(sweep: ModuleType) -> No
     assert planned["exaone_moe"] == planned["kolibri1"] == [WINDOW_TOKENS, None]
     assert planned["phimoe"] == [WINDOW_TOKENS] * 2, "its windows are in the mask only"
     assert max(DOCUMENT_TOKENS) == LONGEST_TOKENS > WINDOW_TOKENS
+
+
+def test_work_of_full_layers_is_even_where_classes_set_a_window_on_them(sweep: ModuleType) -> None:
+    """EXAONE 4 passes it on in the other layers only."""
+    masks = layer_masks_of(sweep.build(config_class_of(sweep.TEXT, "exaone4"), "distca"))
+    planner, draw = PlacedPlanner(DistCAConfig(tokens_per_rank=2048), 2, layer_masks=masks), np.random.RandomState(0)
+    for _ in range(12):
+        lengths = draw.choice([40, 900, 1500], size=60, p=[0.86, 0.07, 0.07])
+        work = planner.layout(lengths[np.cumsum(lengths) <= planner.capacity_tokens]).rank_work_of(CAUSAL_MASK)
+        assert work.max() <= 1.01 * work.mean()
 
 
 def test_windows_that_differ_are_told(sweep: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,6 +7,7 @@ A name is a model type or a class of Transformers, a class that can be imported,
 import copy
 import importlib
 import re
+import textwrap
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,8 @@ from distca_hf.integrations.models.check import IMPLEMENTATION
 
 # Follows the name of a model whose sizes nobody gave.
 DEFAULT_SIZES = "default sizes"
+# Longest message of another package that is quoted.
+MOST_CHARACTERS = 300
 # Auto classes with their mappings, in the order in which a class for a model type is looked for.
 AUTO: tuple[tuple[Any, Any], ...] = (
     (MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM),
@@ -133,7 +136,7 @@ def _load_config(name: str, trust_remote_code: bool = False) -> PreTrainedConfig
         return AutoConfig.from_pretrained(name, **({"trust_remote_code": True} if trust_remote_code else {}))
     except Exception as error:  # of the network, the Hub, or the file
         if path.exists():
-            raise ConfigError(f"model {name}: its {CONFIG_FILE} cannot be loaded: {first_line(error)}") from error
+            raise ConfigError(f"model {name}: its {CONFIG_FILE} cannot be loaded: {_in_one_line(error)}") from error
         raise ConfigError(
             f"model {name}: there is no such folder with a {CONFIG_FILE}, and the Hub has no configuration of it or "
             f"cannot be reached: {first_line(error)}"
@@ -160,13 +163,15 @@ def _of_file(path: Path, trust_remote_code: bool) -> Candidate:
     model_type = values.get("model_type")
     if not isinstance(model_type, str):
         raise ConfigError(f"model config {file} has no model_type: it is no configuration of Transformers")
+    if not isinstance(values.get("quantization_config"), dict | None):
+        raise ConfigError(f"model config {file}: quantization_config must be an object")
     if model_type not in CONFIG_MAPPING or (trust_remote_code and "auto_map" in values):
         return _of_own_code(file, model_type, values.get("auto_map"), trust_remote_code)
     try:
         with without_hub():
             config = AutoConfig.for_model(**values)
     except Exception as error:  # configurations check themselves, each in its own way
-        raise ConfigError(f"model config {file} is not one of {model_type}: {first_line(error)}") from error
+        raise ConfigError(f"model config {file} is not one of {model_type}: {_in_one_line(error)}") from error
     return _of_config(config, str(path))
 
 
@@ -266,7 +271,7 @@ def _class_of(name: str) -> type[PreTrainedModel] | None:
         try:
             found = getattr(importlib.import_module(module_name), class_name, None)
         except Exception as error:  # modules may do anything when imported
-            raise ConfigError(f"model {name}: {module_name} cannot be imported: {first_line(error)}") from error
+            raise ConfigError(f"model {name}: {module_name} cannot be imported: {_in_one_line(error)}") from error
         if found is None:
             raise ConfigError(f"model {name}: {module_name} has no {class_name}")
     else:
@@ -291,7 +296,7 @@ def _default(config_class: type[PreTrainedConfig]) -> PreTrainedConfig:
         return config_class()
     except Exception as error:  # as above
         raise ConfigError(
-            f"{config_class.__name__} has no default configuration ({first_line(error)}); give a config.json"
+            f"{config_class.__name__} has no default configuration ({_in_one_line(error)}); give a config.json"
         ) from error
 
 
@@ -299,3 +304,8 @@ def _architecture(config: PreTrainedConfig) -> str | None:
     """Returns the class that a configuration was saved from, if it says so."""
     architectures = getattr(config, "architectures", None)
     return str(architectures[0]) if isinstance(architectures, list) and architectures else None
+
+
+def _in_one_line(error: Exception) -> str:
+    """Returns another package's message, which may have its reason in a later line."""
+    return textwrap.shorten(str(error), MOST_CHARACTERS)

@@ -15,7 +15,7 @@ from distca_hf.integrations.models.structure import attention_layers, weights_be
 
 
 def decoder_size(model: PreTrainedModel, kinds: list[LayerKind]) -> DecoderSize | None:
-    """Counts the weights of a model; None if its layers cannot be told apart, or it has no embedding.
+    """Counts the weights of a model; None if its layers cannot be told apart, or it has or shows no embedding.
 
     Weights that several modules share count once, in the first of them.
 
@@ -24,7 +24,10 @@ def decoder_size(model: PreTrainedModel, kinds: list[LayerKind]) -> DecoderSize 
         kinds: of its decoder layers, in order.
     """
     names = decoder_layers(model)
-    embedding = getattr(model.get_input_embeddings(), "weight", None)
+    try:
+        embedding = getattr(model.get_input_embeddings(), "weight", None)
+    except NotImplementedError:  # some encoder-decoders
+        return None
     if not names or embedding is None or len(names) != len(kinds):
         return None
     modules = dict(model.named_modules())

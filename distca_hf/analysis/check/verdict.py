@@ -144,13 +144,14 @@ def _needs_more_than_text(model: PreTrainedModel) -> list[str]:
 def _quantised(config: PreTrainedConfig, found: _Findings) -> None:
     """Adds what Trainer says of quantised weights (`validate_quantization_for_training`): it trains none of them."""
     parts = (config, config.get_text_config())
-    given = next((part.quantization_config for part in parts if getattr(part, "quantization_config", None)), None)
-    if given is None:
+    given = [part.quantization_config for part in parts if getattr(part, "quantization_config", None) is not None]
+    if not given:
         return
-    values = dict(given if isinstance(given, dict) else given.to_dict())
-    name = str(values.get("quant_method") or "no quant_method")
+    values = dict(given[0] if isinstance(given[0], dict) else given[0].to_dict())
+    is_bitsandbytes = values.get("load_in_4bit") or values.get("load_in_8bit")  # older checkpoints do not name it
+    name = str(values.get("quant_method") or ("bitsandbytes" if is_bitsandbytes else "no quant_method"))
     config_class = AUTO_QUANTIZATION_CONFIG_MAPPING.get(name, BitsAndBytesConfig)
-    if not values.get("quant_method") or not AutoHfQuantizer.supports_quant_method(values):
+    if name == "no quant_method" or not AutoHfQuantizer.supports_quant_method(values):
         found.reasons.append(
             f"its weights are quantised ({name}), and Transformers {transformers.__version__} does not read them; "
             "take a checkpoint in bfloat16"

@@ -22,6 +22,7 @@ class SimulatedModel:
         mixers: layers that carry a state; documents stay whole then.
         longest_document_tokens: longest document that the model takes; None if it takes any.
         limits: what a training must keep to, as `distca check` says it.
+        no_stages: why training does not divide it into stages of a pipeline; empty if it does, or if that is unknown.
     """
 
     name: str
@@ -31,20 +32,20 @@ class SimulatedModel:
     mixers: int = 0
     longest_document_tokens: int | None = None
     limits: tuple[str, ...] = ()
+    no_stages: str = ""
 
     @classmethod
     def of(cls, shape: ModelShape) -> "SimulatedModel":
         """Returns the model of a shape.
 
         Raises:
-            ConfigError: distca_hf refuses it, its size is not known, or no layer attends.
+            ConfigError: its size is not known, or no layer attends.
         """
-        shape.check_accepted()
         if shape.size is None:
             raise ConfigError(f"model {shape.name}: its number of weights is not known, so no step can be simulated")
         if not shape.masks:
             raise ConfigError(f"model {shape.name} has no attention layer: there is nothing to balance")
-        limits = shape.longest_document_tokens, shape.limits
+        limits = shape.longest_document_tokens, shape.limits, shape.no_stages
         return cls(shape.name, shape.heads, shape.size, shape.masks, shape.mixer_layers, *limits)
 
     @property

@@ -121,7 +121,9 @@ class SimulationRequest:
             raise ConfigError(f"--context {context}: {self.model.name} takes documents of up to {limit} tokens")
 
     def _check_pipeline(self, pipeline: Pipeline) -> None:
-        """Checks that the GPUs can be divided into stages, and the layers into parts."""
+        """Checks that the model and the GPUs can be divided into stages, and the layers into parts."""
+        if self.model.no_stages:
+            raise ConfigError(f"--pipeline {pipeline.num_stages}: {self.model.no_stages}")
         if self.num_ranks % pipeline.num_stages:
             raise ConfigError(
                 f"--pipeline {pipeline.num_stages} must divide {self.num_ranks} data ranks: {self.gpus} GPUs, "
@@ -228,10 +230,8 @@ class SimulationRequest:
     def steps(self, document_tokens: IntArray) -> list[list[IntArray]]:
         """Returns the lengths of each micro-batch of each optimizer step, from as many epochs as are needed.
 
-        Steps of documents that stay whole, and fit the ranks of stages, but not all ranks together, are left out.
-
         Raises:
-            PackingError: there are too few documents for one step, or those of no step fit.
+            PackingError: there are too few documents for one step.
         """
         longest = int(document_tokens.max(initial=0))
         if self.context_tokens is None and longest > self.longest_tokens:
@@ -251,27 +251,14 @@ class SimulationRequest:
         steps: list[list[IntArray]] = []
         epoch = 0
         while len(steps) < self.batches:
-            packed, before = packer.epoch(epoch), len(steps)
+            packed = packer.epoch(epoch)
             for first in range(0, packer.num_micro_batches - self.micro_batches + 1, self.micro_batches):
                 numbers = range(first, first + self.micro_batches)
-                step = [lengths[packed.micro_batch(number)] for number in numbers]
-                if self._fits_without_stages(step):
-                    steps.append(step)
+                steps.append([lengths[packed.micro_batch(number)] for number in numbers])
                 if len(steps) == self.batches:
                     return steps
-            if len(steps) == before:
-                raise PackingError(
-                    f"documents stay whole: those of no step that fit {self.num_stages} stages of {self.stage_ranks} "
-                    f"data ranks also fit {self.num_ranks} ranks of {self.tokens_per_rank} tokens; take more tokens "
-                    "per rank, or a shorter context"
-                )
             epoch += 1
         return steps
-
-    def _fits_without_stages(self, step: Sequence[IntArray]) -> bool:
-        """Returns whether the documents of each micro-step find room on all data ranks, where they stay whole."""
-        fits = None if self.pipeline is None else self.planner.fits
-        return fits is None or all(fits(batch).all() for batch in self.without_stages(step))
 
     def without_stages(self, step: Sequence[IntArray]) -> list[IntArray]:
         """Returns the lengths of each micro-step of all data ranks: one micro-batch for every stage, joined."""

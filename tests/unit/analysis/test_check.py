@@ -230,7 +230,7 @@ def test_built_in_names_have_the_sizes_of_distca_plan(name: str) -> None:
 
 
 def test_weights_are_counted_as_distca_plan_counts_them() -> None:
-    for name in ("gpt2", "deepseek_v3", "gemma3_text"):
+    for name in ("codegen", "deepseek_v3", "gemma3_text"):
         model = find_candidate(name).outline()
         size, planned = decoder_size(model, layer_kinds(model)), find_model(name).size
         assert size is not None
@@ -320,6 +320,9 @@ def test_quantised_checkpoints_train_as_trainer_trains_them(method: str) -> None
     (said,) = verdict.reasons if status == "refused" else verdict.limits
     assert f"its weights are quantised ({method})" in said
     assert words in said
+    if method == "bitsandbytes":
+        assert verdict_of("llama", quantization_config=settings).limits == verdict.limits, "as older checkpoints are"
+        assert verdict_of("llama", quantization_config={}).status == "refused"
     if "dequantize=True" in words:
         as_loaded = {"quant_method": method, **settings, "dequantize": True}
         assert verdict_of("llama", quantization_config=as_loaded).status == "works"

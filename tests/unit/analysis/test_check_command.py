@@ -103,12 +103,13 @@ def test_accumulation_is_counted_as_trainer_has_it() -> None:
     refusal("llama3-8b", "--micro-steps", 0, words="--micro-steps 0 must be between 1 and 1024")
 
 
-ONE_VERDICT = ("llama4_text", "stablelm", "gemma4_text")
+ONE_VERDICT = ("llama4_text", "stablelm", "gemma4_text", "mamba")
 
 
 @pytest.mark.parametrize("name", ONE_VERDICT)
 def test_what_check_refuses_no_other_command_plans(name: str, tmp_path: Path) -> None:
-    """Also models that are refused in the trial of a tiny version, and those that no kernel of an H200 computes."""
+    """Also models that are refused in the trial of a tiny version, that no kernel of an H200 computes, or that have no
+    heads."""
     (tmp_path / "lengths.json").write_text("[100, 200, 300]")
     reasons = as_json(name)["reasons"]
     assert reasons
@@ -120,6 +121,18 @@ def test_what_check_refuses_no_other_command_plans(name: str, tmp_path: Path) ->
         # In a trial either rank may be the first that fails, each at a position of its own.
         told, wanted = (re.sub(r"\d+", "*", words) for words in (" ".join(result.stderr.split()), expected))
         assert wanted in told
+
+
+def test_models_that_training_does_not_divide_have_no_pipeline(tmp_path: Path) -> None:
+    (tmp_path / "lengths.json").write_text("[100, 200, 300]")
+    for words in (
+        ["plan", "--gpus", "2", "--tokens-per-rank", "1000", "--micro-steps", "4"],
+        ["simulate", "--gpus", "4"],
+    ):
+        given = [words[0], str(tmp_path / "lengths.json"), *words[1:], "--pipeline", "2", "--model", "cohere2"]
+        result = CliRunner().invoke(app, given)
+        assert (result.exit_code, result.stdout) == (2, "")
+        assert "--pipeline 2: Cohere2ForCausalLM cannot be divided into stages: its forward" in result.stderr
 
 
 def test_limits_and_configurations_without_a_dtype_are_the_same_for_all_commands(tmp_path: Path) -> None:
@@ -221,7 +234,14 @@ FILES = {
         "model type 'mine' needs a.py and c.py, which its auto_map names and",
     ),
     "hub.json": (b'{"model_type": "mine", "auto_map": {"AutoConfig": "some/one--a.B"}}', "give --trust-remote-code"),
-    "wrong.json": (b'{"model_type": "llama", "hidden_size": "many"}', "is not one of llama"),
+    "quantised.json": (
+        b'{"model_type": "llama", "quantization_config": "fp8"}',
+        "quantization_config must be an object",
+    ),
+    "wrong.json": (
+        b'{"model_type": "llama", "hidden_size": "many"}',
+        "is not one of llama: Validation error for field 'hidden_size': TypeError",
+    ),
 }
 
 

@@ -31,6 +31,13 @@ def table(between: str) -> str:
     return "\n".join([f"id{between}length", *(f"{at}{between}{length}" for at, length in enumerate(LENGTHS))])
 
 
+def arrow(path: Path) -> None:
+    """Writes a file as `datasets` does in its cache."""
+    written = pa.table({"length": LENGTHS})
+    with pa.ipc.new_stream(str(path), written.schema) as file:
+        file.write_table(written)
+
+
 def save(dataset: Dataset) -> Callable[[Path], object]:
     return dataset.save_to_disk
 
@@ -48,6 +55,7 @@ READABLE: dict[str, tuple[Callable[[Path], object], str | None]] = {
     "tokens.jsonl": (lambda path: path.write_text(lines("input_ids", TOKENS)), "input_ids"),
     "table.csv": (lambda path: path.write_text(table(", ")), "length"),
     "table.csv.gz": (lambda path: path.write_bytes(gzip.compress(table(",").encode("utf-8-sig"))), "length"),
+    "table.tsv": (lambda path: path.write_text(table("\t")), "length"),
     "windows.csv": (lambda path: path.write_bytes(table(",").replace("\n", "\r\n").encode()), "length"),
     "unnamed.csv": (lambda path: path.write_text("\n".join(map(str, LENGTHS))), None),
     "numbers.txt": (lambda path: path.write_text("\n".join(map(str, LENGTHS)) + "\n\n"), None),
@@ -61,6 +69,8 @@ READABLE: dict[str, tuple[Callable[[Path], object], str | None]] = {
     "savetxt.txt": (lambda path: np.savetxt(path, LENGTHS, header="tokens"), None),
     "savetxt.csv": (lambda path: np.savetxt(path, LENGTHS), None),
     "saved": (save(Dataset.from_dict({"input_ids": TOKENS, "labels": TOKENS})), "input_ids"),
+    "cache.arrow": (arrow, "length"),
+    "written.json": (lambda path: Dataset.from_dict({"length": LENGTHS}).to_json(path), "length"),
     "chosen": (save(Dataset.from_dict({"length": [9, *LENGTHS]}).select(range(1, 7))), "length"),
 }
 

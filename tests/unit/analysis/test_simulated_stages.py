@@ -111,36 +111,6 @@ def test_stages_win_where_wires_are_slow() -> None:
     assert ratios[1] < 1 < ratios[8]
 
 
-def test_stages_of_hybrids_keep_documents_whole() -> None:
-    hybrid = replace(MODEL, masks=((MODEL.masks[0][0], 8),), mixers=24)
-    short = np.array([*[4096] * 24, *[1024] * 512])
-
-    assert {"pipeline_placed", "pipeline_shaped"} <= {
-        way.key for way in result_of(short, model=hybrid, pipeline=Pipeline(2)).ways
-    }
-
-
-def test_hybrids_have_steps_that_fit_with_and_without_stages() -> None:
-    """Documents that stay whole on the ranks of each stage need not find room on all ranks together."""
-    hybrid = replace(MODEL, masks=((MODEL.masks[0][0], 8),), mixers=24)
-    lengths = np.random.default_rng(1).integers(50, 3000, size=4000)
-    request = request_of(model=hybrid, pipeline=Pipeline(2), accumulation=1, batches=6)
-    steps = request.steps(lengths)
-
-    assert len(steps) == 6
-    for step in steps:
-        for batch in request.without_stages(step):
-            request.planner.plan(batch)  # raises where a document has no room
-
-
-def test_hybrids_of_which_no_step_fits_without_stages_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    hybrid = replace(MODEL, masks=((MODEL.masks[0][0], 8),), mixers=24)
-    monkeypatch.setattr(SimulationRequest, "_fits_without_stages", lambda self, step: False)
-
-    with pytest.raises(PackingError, match="those of no step that fit 2 stages of 8 data ranks also fit 16 ranks"):
-        request_of(model=hybrid, pipeline=Pipeline(2)).steps(np.array([4096] * 200))
-
-
 def test_a_tensor_rank_gathers_its_part_of_the_weights() -> None:
     size = MODEL.size.decoder(MODEL.heads)
     alone, divided = (
