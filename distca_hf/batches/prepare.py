@@ -39,6 +39,8 @@ Item = TypeVar("Item")
 
 # How often a thread that waits for room looks whether it is still wanted.
 POLL_SECONDS = 0.1
+# The signals that workers outlive.
+SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 @dataclass(frozen=True)
@@ -66,7 +68,7 @@ class Prepared:
     Attributes:
         columns: `[1, rows]` tensors by their names among the arguments of models; none until rows are read.
         kinds: rank plans for each mask that layers attend with, and facts.
-        cuts: cuts of documents beside this rank's segments, once rows are read.
+        cuts: cuts of documents next to this rank's segments, once rows are read.
         plan: the plan of all ranks, to hand to attention servers; None if there are none.
         layout: the rows of the ranks that train.
         documents: `[documents]` which document of the dataset each one of the layout is.
@@ -164,7 +166,7 @@ class Preparer:
             sampler=asked_for(),
             num_workers=self.num_workers,
             collate_fn=_as_it_is,
-            worker_init_fn=_leave_signals_to_the_trainer,
+            worker_init_fn=OutliveSignals(),
             generator=torch.Generator(),  # the global one is the training's
         )
         for draws in drawn:
@@ -235,10 +237,27 @@ def _as_it_is(drawn: Any) -> Any:
     return drawn
 
 
-def _leave_signals_to_the_trainer(worker: int) -> None:
-    """Lets a worker process outlive signals that its whole process group gets: a step may still need its rows."""
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)
+class OutliveSignals:
+    """Initialises a worker process so that it outlives signals that its whole process group gets: a step may still
+    need its rows.
+
+    Args:
+        then: the loader's initialisation, called next.
+    """
+
+    def __init__(self, then: Callable[[int], object] | None = None) -> None:
+        self._then = then
+
+    def __call__(self, worker: int) -> None:
+        for number in SIGNALS:
+            signal.signal(number, _do_nothing)  # not SIG_IGN, which programs that a worker starts would inherit
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+        if self._then is not None:
+            self._then(worker)
+
+
+def _do_nothing(number: int, frame: object) -> None:
+    """Handles a signal."""
 
 
 @dataclass(frozen=True)
@@ -255,7 +274,7 @@ class Prefetcher(Generic[Item]):
     is left to do, `finish`.
 
     The thread never touches a process group. It ends with its iterator, when the consumer stops, or with the main
-    thread. A daemon thread would be cut off in the midst of a call, which may abort the process.
+    thread. A daemon thread would be cut off in the middle of a call, which may abort the process.
     """
 
     def __init__(

@@ -106,7 +106,7 @@ def cannot_meet(one: Place, other: Place) -> bool:
     return one.now == other.now and "" not in (one.waits, other.waits) and one.waits != other.waits
 
 
-class Whereabouts:
+class Whereabouts(Repeated):
     """Shows where this rank is, and finds out whether it waits in vain.
 
     Args:
@@ -135,6 +135,7 @@ class Whereabouts:
         place: Callable[[], str],
         on_gpu: bool,
     ) -> None:
+        super().__init__("distca-whereabouts", LOOK_SECONDS, self.look)
         self.waits_for: str | None = None
         self.in_vain: str | None = None
         self._store = PrefixStore(f"distca_hf/whereabouts/{name}", store)
@@ -148,15 +149,6 @@ class Whereabouts:
         self._main = threading.main_thread().ident
         assert self._main is not None
         self._clock, self._used, self._load = time.pthread_getcpuclockid(self._main), 0.0, 0.0
-        self._thread = Repeated("distca-whereabouts", LOOK_SECONDS, self.look)
-
-    def begin(self, then: Callable[[], None]) -> None:
-        """Starts to look; calls `then` after every look, in the same thread."""
-        self._thread.begin(then)
-
-    def end(self) -> None:
-        """Ends looking."""
-        self._thread.end()
 
     def note_gather(self) -> None:
         """Notes a gather that starts."""
