@@ -68,9 +68,9 @@ def _check_processes(started: argparse.Namespace) -> tuple[int, int]:
         config = load_config_from_file(file)
     except Exception as error:  # wrong keys and values of every kind
         other = foreign_format(file, content, OF_ACCELERATE)
-        raise ConfigError(other or f"{file} is no configuration of Accelerate: {first_line(error)}") from error
+        raise ConfigError(other or f"{file} is not a configuration of Accelerate: {first_line(error)}") from error
     if not isinstance(config, ClusterConfig):
-        raise ConfigError(f"{file} starts a job of {config.compute_environment.value}, no processes on this machine")
+        raise ConfigError(f"{file} starts a job of {config.compute_environment.value}, not processes on this machine")
     numbers = {}
     for name in ("num_processes", "num_machines"):
         given = getattr(started, name)
@@ -116,7 +116,7 @@ def _check_script(recipe: Recipe, script: Path, arguments: Sequence[str], of_lau
     try:
         tree = ast.parse(script.read_bytes(), str(script))
     except (OSError, SyntaxError, ValueError) as error:
-        raise ConfigError(f"{script} is no script of Python: {first_line(error)}") from error
+        raise ConfigError(f"{script} is not a Python script: {first_line(error)}") from error
     assigned = (ast.unparse(node) for node in tree.body if isinstance(node, ast.Assign | ast.AnnAssign))
     if not any(line.startswith((f"{ARGUMENTS} =", f"{ARGUMENTS}:")) for line in assigned):
         return  # to import any other script may be to train

@@ -176,10 +176,5 @@ def launch(line: Sequence[str]) -> None:
     os.execv(sys.executable, [sys.executable, "-m", module, *line[len(LAUNCHER) :]])
 
 
-def train_here(recipe: str, script: str | None, arguments: Sequence[str]) -> None:
-    """Runs the script in this process, which a launcher started as one of its ranks."""
-    main(["--recipe", recipe, *([script] if script else []), *arguments])
-
-
 if __name__ == "__main__":
     main(sys.argv[1:])

@@ -72,7 +72,7 @@ class JobStore:
         """Writes a value unless there is one, and returns the one that is there now."""
         there = self.plain.compare_set(key, "", self._signed(key, value))  # type: ignore[arg-type]  # as above
         found = self._opened(key, there)
-        if not found:  # somebody else's
+        if not found:  # another process, without the secret, has written it
             self.set(key, value)
         return found or value
 
@@ -139,7 +139,7 @@ class JobStore:
 
 
 def open_store(timeout_seconds: float) -> JobStore:
-    """Returns a connection of its own to the launcher's store: a call that waits in it delays no other user.
+    """Opens another connection to the launcher's store: a call that waits in it delays no other user.
 
     Raises:
         ConfigError: no launcher keeps one, or the processes of the job share no secret.

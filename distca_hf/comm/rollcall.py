@@ -67,9 +67,9 @@ class RollCall:
         names: of ranks for messages, where they have others than their numbers.
 
     Attributes:
-        places: returns words for the places of ranks that have come no further for some seconds, with a number that
+        places: returns texts for the places of ranks that have come no further for some seconds, with a number that
             grows as long as the process runs; raises RuntimeError if the store is gone.
-        in_vain: words about ranks that wait for each other at different places, once they were found.
+        in_vain: says which ranks wait for each other at different places, once they were found.
     """
 
     def __init__(

@@ -44,7 +44,7 @@ def check_distribution(model: nn.Module) -> ModelMesh | None:
 
     Raises:
         ConfigError: the model, or its data, is divided in a way that cannot train with distca; gives all reasons.
-        UnsupportedAttentionError: it is no Transformers model.
+        UnsupportedAttentionError: it is not a Transformers model.
     """
     reasons = list(refused_distribution(model))
     if reasons:
@@ -59,7 +59,7 @@ def follow_mesh(model: nn.Module, context: ParallelContext) -> None:
 
     Raises:
         ConfigError: as `check_distribution`; or a loader, a model or the user has divided the ranks in another way.
-        UnsupportedAttentionError: it is no Transformers model.
+        UnsupportedAttentionError: it is not a Transformers model.
     """
     found = check_distribution(model)
     if found is not None:

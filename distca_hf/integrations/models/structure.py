@@ -34,7 +34,7 @@ def transformers_model(model: nn.Module) -> PreTrainedModel:
     inner = model if get_base_model is None else get_base_model()
     if not isinstance(inner, PreTrainedModel):
         raise UnsupportedAttentionError(
-            f"{type(inner).__name__} is no Transformers model; enable the model before it is wrapped, and load it "
+            f"{type(inner).__name__} is not a Transformers model; enable the model before it is wrapped, and load it "
             "with from_pretrained or from_config"
         )
     return inner

@@ -241,7 +241,7 @@ def _why_not_whole(folder: Path) -> str | None:
     try:
         content = json.loads(state.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
-        return f"its {TRAINER_STATE_NAME} ends early, or is no JSON ({error})"
+        return f"its {TRAINER_STATE_NAME} ends early, or is not JSON ({error})"
     step = content.get("global_step") if isinstance(content, dict) else None
     if type(step) is not int or step < 0:
         return f"its {TRAINER_STATE_NAME} has the global_step {step!r}, and not a whole number from 0 on"
