@@ -146,10 +146,11 @@ def train(
 DocumentLengths = Annotated[
     Path,
     typer.Argument(
+        metavar="LENGTHS",
         help="document lengths, in the dataset's order: .jsonl, .csv, .tsv, .parquet or .arrow with a column length, "
         "lengths, num_tokens, token_count, n_tokens or input_ids; a flat list in .json; a number per line in .txt; "
         ".npy; a saved datasets folder; a folder of such files, or a pattern in quotes; or a shipped sample: "
-        "pretrain, prolong"
+        "pretrain, prolong",
     ),
 ]
 ModelName = Annotated[

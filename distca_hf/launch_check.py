@@ -1,8 +1,8 @@
 """Launch check: what `distca train` refuses before it starts a process, in one line each.
 
-The configuration is read by Accelerate's own functions. Arguments are checked of a script that has `ARGUMENTS` at its
-top level: the dataclasses that it gives to `HfArgumentParser`. If it also has a function `check`, that is called with
-the parsed arguments, and refuses what is wrong by `SystemExit` with a message. No hub is asked.
+Accelerate's own functions read the configuration. A script takes part if it has `ARGUMENTS` at its top level: the
+dataclasses that it gives to `HfArgumentParser`. They parse its arguments. If it also has a function `check`, that gets
+the parsed arguments, and refuses wrong ones by `SystemExit` with a message. No hub is asked.
 """
 
 import argparse
@@ -142,7 +142,7 @@ def _parse(
 
     parser = HfArgumentParser(kinds, allow_abbrev=False, prog=script.name)
     _refuse_as(parser, script.name)
-    file = script.with_suffix(".args")  # HfArgumentParser begins with the words in it
+    file = script.with_suffix(".args")  # HfArgumentParser reads it first
     of_file = file.read_text(encoding="utf-8").split() if file.is_file() else []
     parsed, unknown = parser.parse_known_args([*of_file, *recipe.script, *arguments])
     if not unknown:
@@ -172,7 +172,7 @@ def _refuse_as(parser: argparse.ArgumentParser, program: str) -> None:
 
 
 def _imported(script: Path) -> ModuleType:
-    """Returns a script as a module, with its neighbours to import from, as when it runs."""
+    """Imports a script as a module, with its folder on the path, as when it runs."""
     loader = SourceFileLoader(NAME, str(script))
     sys.modules[NAME] = module = ModuleType(NAME)  # types that are written as text are looked up there
     module.__file__ = str(script)
@@ -188,7 +188,7 @@ def _imported(script: Path) -> ModuleType:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Keeps libraries from saying more than the one line."""
+    """Silences libraries: the refusal is one line."""
     logging.disable(logging.CRITICAL)
     try:
         with warnings.catch_warnings():
@@ -199,7 +199,7 @@ def _quiet() -> Iterator[None]:
 
 
 def _check_output(folder: str | None) -> None:
-    """Writes a file into the folder of the results, and removes it again."""
+    """Checks that files can be written into the folder of the results."""
     if folder is None:
         return
     path = Path(folder).expanduser()

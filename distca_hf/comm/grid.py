@@ -44,7 +44,7 @@ class Grid:
 
     @classmethod
     def flat(cls, ranks: Sequence[int], rank: int) -> "Grid":
-        """Returns the grid of ranks that differ in their data alone: the same object each time.
+        """Returns the grid of ranks that differ only in their data: the same object each time.
 
         Args:
             ranks: of the group, in ascending order.

@@ -4,7 +4,7 @@
                a byte in a pipe                      ──▶  the server's supervisor
     trainer    spoiled/<roster> = words              ──▶  all trainers and servers: its exchanges are left
 
-Both sides do this in a thread, over a connection of its own to the launcher's store. So a training step or an exchange
+Both sides do this in a thread, over a separate connection to the launcher's store. So a training step or an exchange
 that hangs delays no beat, and nothing is asked where a step runs. An incarnation is one process of a server: the next
 one has the next number. A GPU shows that it goes on by marks in its stream (`StreamProgress`).
 """
@@ -227,7 +227,7 @@ class Watch(RosterWatch):
 class StreamProgress(Repeated):
     """For how long a GPU's stream has come no further, and whether it waits for exchanges.
 
-    A thread leaves a mark in the stream, and the next one once the stream has passed it. It is a thread of its own,
+    A thread leaves a mark in the stream, and the next one once the stream has passed it. It is a separate thread,
     because its calls may wait: the driver lets none through while another thread waits to launch on a full stream.
 
     Args:

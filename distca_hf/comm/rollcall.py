@@ -34,11 +34,9 @@ POLL_SECONDS = 0.02
 LONGEST_MESSAGE = 500
 
 ExceptHook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
-# Words of gloo and NCCL in errors of collectives that are not ours.
+# Texts in errors of gloo and NCCL, of collectives of other code.
 SIGNS_OF_A_LOST_PEER = ("onnection closed by peer", "onnection reset by peer", "Timed out waiting", "NCCL error")
-
-
-# Words of `torch.distributed.pipelining` in the error that it raises from that of a stage, with its arguments.
+# Text in the error of `torch.distributed.pipelining` that it raises from the error of a stage, with its arguments.
 SIGN_OF_A_STAGE = "failed to run forward"
 
 

@@ -288,7 +288,7 @@ def test_recipe_is_given_before_or_after_the_script(arguments: list[str], monkey
         ([], "expected --recipe or a script, got neither"),
         (["--lr", "1"], "expected --recipe or a script, got neither"),
         (["script.py"], "'script.py' is neither a file nor a shipped example"),
-        (["script.py", "--recipe"], "expected a value behind --recipe, got none"),
+        (["script.py", "--recipe"], "expected a value after --recipe, got none"),
         (["--recipe", "quickstart", "--recipe=quickstart", "script.py"], "expected one --recipe, got 2"),
         (["--recipe", os.devnull], f"{os.devnull} must hold a mapping"),
         (["--recipe", "quickstart", "quickstar"], "'quickstar' is neither a file nor a shipped example. Did you mean"),

@@ -276,7 +276,7 @@ MISTAKES: dict[str, tuple[Sequence[str], str]] = {
         ["recipe.yaml", "--dataset", "other.jsonl"],
         "other.jsonl has neither a column 'text' nor 'input_ids'; it has content",
     ),
-    "dataset of nulls": (["recipe.yaml", "--dataset", "null.jsonl"], "holds None in row 0, which is not a text"),
+    "dataset of nulls": (["recipe.yaml", "--dataset", "null.jsonl"], "holds a NoneType in row 0, not a text"),
     "several datasets": (
         ["recipe.yaml", "--dataset", "both"],
         "both holds several datasets; give both/train or both/test",

@@ -132,7 +132,7 @@ def refused_distribution(model: nn.Module) -> Iterator[str]:
     tensor = 1 if mesh is None else mesh.size(mesh.tensor)
     if mesh is not None and mesh.size(mesh.stages) > 1:
         yield (
-            f"pp_size={mesh.size(mesh.stages)}: Transformers runs the stages of a pipeline for inference alone, "
+            f"pp_size={mesh.size(mesh.stages)}: Transformers runs the stages of a pipeline only for inference, "
             "without a backward pass; set it to 1, or train a pipeline as `distca examples pipeline` shows"
         )
     if wants_sequence_parallel(model):

@@ -211,8 +211,8 @@ def _towers_without_gradients(trainer: Trainer) -> Iterator[str]:
     trained = [name for name, weight in weights_beside_text(inner).items() if weight.requires_grad]
     if trained:
         yield (
-            f"{trained[0]} and {len(trained) - 1} more weights beside the text train, and documents of text give them "
-            "no gradients, which DDP counts on; freeze them (requires_grad_(False)), or set "
+            f"{trained[0]} and {len(trained) - 1} more weights outside the text model train, and documents of text "
+            "give them no gradients, which DDP counts on; freeze them (requires_grad_(False)), or set "
             "ddp_find_unused_parameters=True"
         )
 

@@ -152,7 +152,7 @@ def test_a_model_says_its_layers_and_costs() -> None:
     ("pipeline", "micro_steps", "words"),
     [
         (Pipeline(2), 1, "1 micro-batches per optimizer step do not fill a pipeline of 2 stages"),
-        (Pipeline(4, 2), 6, "6 micro-batches per optimizer step are no multiple of 4 stages"),
+        (Pipeline(4, 2), 6, "6 micro-batches per optimizer step are not a multiple of 4 stages"),
     ],
 )
 def test_steps_that_a_pipeline_cannot_run(pipeline: Pipeline, micro_steps: int, words: str) -> None:
