@@ -14,10 +14,37 @@ import multiprocessing
 import signal
 from collections.abc import Callable
 from functools import wraps
+from multiprocessing import forkserver
+from types import FrameType
 from typing import Any
 
-from distca_hf.batches.prepare import SIGNALS, OutliveSignals
 from distca_hf.patches import Patch
+
+
+# The signals that workers outlive.
+SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
+
+class OutliveSignals:
+    """An initialisation of a worker.
+
+    Args:
+        then: what is done next: the loader's own initialisation.
+    """
+
+    def __init__(self, then: Callable[[int], object] | None) -> None:
+        self._then = then
+
+    def __call__(self, worker: int) -> None:
+        for number in SIGNALS:
+            signal.signal(number, _do_nothing)  # not SIG_IGN, which programs that a worker starts would inherit
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+        if self._then is not None:
+            self._then(worker)
+
+
+def _do_nothing(number: int, frame: FrameType | None) -> None:
+    """Handles a signal."""
 
 
 def _protecting(iterate: Callable[[Any], Any]) -> Callable[[Any], Any]:
@@ -29,6 +56,8 @@ def _protecting(iterate: Callable[[Any], Any]) -> Callable[[Any], Any]:
             return iterate(loader)
         if not isinstance(loader.worker_init_fn, OutliveSignals):
             loader.worker_init_fn = OutliveSignals(loader.worker_init_fn)
+        if (loader.multiprocessing_context or multiprocessing).get_start_method() == "forkserver":
+            forkserver.ensure_running()  # not with signals blocked, as all processes that it forks would have them
         before = set(multiprocessing.active_children())
         # Workers inherit what is blocked, so that no signal meets one that is not initialised yet.
         blocked = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)

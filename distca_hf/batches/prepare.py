@@ -8,7 +8,6 @@ of a process share the generators that transforms draw from.
 """
 
 import queue
-import signal
 import threading
 import time
 import zlib
@@ -39,8 +38,6 @@ Item = TypeVar("Item")
 
 # How often a thread that waits for room looks whether it is still wanted.
 POLL_SECONDS = 0.1
-# The signals that workers outlive.
-SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 @dataclass(frozen=True)
@@ -166,7 +163,6 @@ class Preparer:
             sampler=asked_for(),
             num_workers=self.num_workers,
             collate_fn=_as_it_is,
-            worker_init_fn=OutliveSignals(),
             generator=torch.Generator(),  # the global one is the training's
         )
         for draws in drawn:
@@ -235,29 +231,6 @@ class _DrawnBatches(Dataset[Draws | PackingError]):
 
 def _as_it_is(drawn: Any) -> Any:
     return drawn
-
-
-class OutliveSignals:
-    """Initialises a worker process so that it outlives signals that its whole process group gets: a step may still
-    need its rows.
-
-    Args:
-        then: the loader's initialisation, called next.
-    """
-
-    def __init__(self, then: Callable[[int], object] | None = None) -> None:
-        self._then = then
-
-    def __call__(self, worker: int) -> None:
-        for number in SIGNALS:
-            signal.signal(number, _do_nothing)  # not SIG_IGN, which programs that a worker starts would inherit
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
-        if self._then is not None:
-            self._then(worker)
-
-
-def _do_nothing(number: int, frame: object) -> None:
-    """Handles a signal."""
 
 
 @dataclass(frozen=True)

@@ -140,11 +140,13 @@ class TorchTransport:
 
     def started(self) -> tuple[int, int]:
         """Returns the exchanges of this transport, and the collectives of other code among its ranks, that this rank
-        has started."""
+        has started. In a training on GPUs those of gloo do not count: threads that save checkpoints start them in any
+        order."""
         ours, known = self._groups, num_groups()
         if known != self._num_groups:  # looked up again when there are others
-            of_ranks = groups_of(self.members(Scope.STAGE))
-            self._num_groups, self._other_groups = known, [group for group in of_ranks if group not in ours]
+            others = [group for group in groups_of(self.members(Scope.STAGE)) if group not in ours]
+            self._num_groups = known
+            self._other_groups = [group for group in others if not (self._on_gpu and group.name() == "gloo")]
         return collectives_started(ours[0]) if ours else 0, sum(map(collectives_started, self._other_groups))
 
     def place(self) -> str:

@@ -146,9 +146,15 @@ class Whereabouts(Repeated):
         self._last: Calls | None = None
         self._stalled_seconds, self._looked, self._read_at = 0.0, time.monotonic(), READ_SECONDS
         self._suspects: dict[int, Calls] = {}
+        self._suspicion: str | None = None
         self._main = threading.main_thread().ident
         assert self._main is not None
         self._clock, self._used, self._load = time.pthread_getcpuclockid(self._main), 0.0, 0.0
+
+    def begin(self, then: Callable[[], object] = lambda: None) -> None:
+        """Starts to look; calls `then` after every look, in the same thread."""
+        self._store.set(self._keys[self._rank], "")  # once all ranks have one, `shown` is two requests
+        super().begin(then)
 
     def note_gather(self) -> None:
         """Notes a gather that starts."""
@@ -157,7 +163,9 @@ class Whereabouts(Repeated):
         self._gathers += 1
 
     def look(self) -> bool:
-        """Looks once, and returns whether to go on: as long as the store is there."""
+        """Looks once, and returns whether to go on: as long as the store is there, or once ranks wait in vain."""
+        if self.in_vain is not None:
+            return True
         now, used = time.monotonic(), time.clock_gettime(self._clock)
         passed, self._looked = now - self._looked, now
         self._load, self._used = (used - self._used) / max(passed, 1e-3), used
@@ -165,7 +173,7 @@ class Whereabouts(Repeated):
         self._looks += 1
         if here != self._last:
             self._last, self._stalled_seconds, self._read_at = here, 0.0, READ_SECONDS
-            self._suspects.clear()
+            self._suspects, self._suspicion = {}, None
             return True
         self._stalled_seconds += min(passed, 2 * LOOK_SECONDS)  # a process that was stopped has not waited
         if self._stalled_seconds < SHOW_SECONDS:
@@ -176,8 +184,9 @@ class Whereabouts(Repeated):
             if self._stalled_seconds >= self._read_at:
                 self._read_at += max(SHORTEST_PAUSE_SECONDS, PAUSE_FRACTION * self._stalled_seconds)
                 self._compare(mine, self.shown())
-        except RuntimeError:
-            return False
+        except RuntimeError:  # the rank that kept the store has left, perhaps because it was the first to know
+            self.in_vain = self._suspicion
+            return self.in_vain is not None
         return True
 
     def shown(self) -> dict[int, Place]:
@@ -186,7 +195,9 @@ class Whereabouts(Repeated):
         Raises:
             RuntimeError: the store is gone.
         """
-        keys = [key for key in self._keys.values() if self._store.check([key])]
+        keys = [*self._keys.values()]
+        if not self._store.check(keys):
+            keys = [key for key in keys if self._store.check([key])]
         values = dict(zip(keys, self._store.multi_get(keys), strict=True)) if keys else {}
         places = {rank: _place_of(values[key]) for rank, key in self._keys.items() if values.get(key)}
         return {rank: place for rank, place in places.items() if place is not None}
@@ -207,13 +218,16 @@ class Whereabouts(Repeated):
         """Compares places; where the same ranks cannot meet in two readings, they wait in vain."""
         others = {rank: place for rank, place in shown.items() if rank != self._rank}
         apart = {r: place.now for r, place in others.items() if cannot_meet(mine, place)}
-        if any(self._suspects.get(rank) == mark for rank, mark in apart.items()):
+        is_known = any(self._suspects.get(rank) == mark for rank, mark in apart.items())
+        self._suspects, self._suspicion = apart, None
+        if apart:
             places = {**others, self._rank: mine}
             ranks = [rank for rank in self._keys if rank in places]
             labels = dict(zip(self._keys, self._labels, strict=True))
             where = by_value([places[rank].text for rank in ranks], [labels[rank] for rank in ranks])
-            self.in_vain = f"ranks wait for each other at different places: {where}"
-        self._suspects = apart
+            self._suspicion = f"ranks wait for each other at different places: {where}"
+        if is_known:
+            self.in_vain = self._suspicion
 
 
 def _place_of(value: bytes) -> Place | None:

@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
+from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from torch.utils.data._utils import signal_handling
 from transformers import DataCollatorWithFlattening, Trainer, TrainerCallback, TrainingArguments
 
 import distca_hf
-from distca_hf.patches.data_workers import _end_workers, data_workers
+from distca_hf.patches.data_workers import SIGNALS, _end_workers, _protecting, data_workers
 from support.commands import HANG_SECONDS, REPOSITORY
 from support.data import random_dataset
 from support.models import tiny_model
@@ -153,7 +154,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], dic
 # Both signals, both kinds of batches, and loaders with workers and without; at each place all of these are in
 # `scripts/faults/signal_places.py`.
 SAMPLE = [
-    (place, "packs" if number % 2 and place != "placed evaluation" else "placed", 2 * (number % 4 > 1))
+    (place, "packs" if number % 2 and place != "placed evaluation" else "placed", 2 * (number % 4 in (0, 3)))
     for number, place in enumerate(PLACES)
 ]
 
@@ -169,7 +170,7 @@ def test_a_signal_at_every_place_leaves_a_checkpoint_that_resumes_bit_equal(
     outcomes = start_ranks(WORLD, train_into_signal, folder / "ranks", *arguments)
 
     assert [outcome.exit_code for outcome in outcomes] == [128 + number] * WORLD, outcomes
-    if workers and batches == "packs":
+    if workers and (batches == "packs" or place == "before the first step"):  # others have drawn all rows of the epoch
         assert int((folder / "sent-1").read_text()) >= workers, "they get the signal, too"
     assert checkpoints(folder)
     resumed = run_ranks(WORLD, losses, tmp_path / "resumed", place, batches, workers, folder, True)[0]
@@ -373,6 +374,23 @@ def _leave_workers_that_hang() -> list[int]:
 
 def test_workers_that_hang_end_with_their_iterator_or_at_exit(tmp_path: Path) -> None:
     assert run_ranks(1, _leave_workers_that_hang, tmp_path) == [[2, 1]]
+
+
+@pytest.mark.parametrize("method", ["fork", "forkserver"])
+def test_only_workers_inherit_blocked_signals(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    blocked: dict[str, set[Any]] = {}
+
+    def note(name: str) -> None:
+        blocked[name] = signal.pthread_sigmask(signal.SIG_BLOCK, ())
+
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    monkeypatch.setattr(forkserver, "ensure_running", lambda: note("fork server"))
+    loader = DataLoader(range(4), num_workers=1, multiprocessing_context=method)
+    _protecting(lambda loader: note("workers"))(loader)
+
+    assert blocked["workers"] == before | set(SIGNALS)
+    assert blocked.get("fork server") == (before if method == "forkserver" else None)
+    assert signal.pthread_sigmask(signal.SIG_BLOCK, ()) == before
 
 
 def test_setting_leaves_the_signal_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -137,10 +137,11 @@ def make_trainer(place: str, batches: str, workers: int, folder: Path, steps: in
     )
     dataset = random_dataset(ROWS, lengths=(TOKENS,))
     dataset = dataset.add_column("labels", dataset["input_ids"])
+    evaluated = dataset.select(range(8))
+    if batches == "placed" and workers:  # which read the rows that a transform makes
+        dataset = dataset.add_column("length", [TOKENS] * ROWS).with_transform(dict)
     collator = DataCollatorWithFlattening() if batches == "packs" else default_data_collator
-    trainer = Trainer(
-        tiny_model(num_hidden_layers=1), args, collator, train_dataset=dataset, eval_dataset=dataset.select(range(8))
-    )
+    trainer = Trainer(tiny_model(num_hidden_layers=1), args, collator, train_dataset=dataset, eval_dataset=evaluated)
     settings: dict[str, Any] = {} if batches == "packs" else {"tokens_per_rank": 2 * TOKENS}
     distca_hf.DistCAPlugin(**settings, evaluate="distca" if place == "placed evaluation" else "local").attach(trainer)
     return trainer

@@ -1,9 +1,12 @@
 """Ranks whose collective calls are in different orders cannot meet; one that is only behind can."""
 
+from typing import Any
+
 import pytest
 from torch.distributed import HashStore
 
 from distca_hf.comm import whereabouts
+from distca_hf.comm.heartbeats import Repeated
 from distca_hf.comm.whereabouts import Calls, Place, Whereabouts, cannot_meet
 
 
@@ -45,11 +48,13 @@ def test_ranks_that_wait_for_different_collectives_of_other_code_cannot_meet() -
     assert not cannot_meet(waits[0], waits[2]), "it may come to the same collective"
 
 
+def _read_at_every_look(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("SHOW_SECONDS", "READ_SECONDS", "SHORTEST_PAUSE_SECONDS", "PAUSE_FRACTION"):
+        monkeypatch.setattr(whereabouts, name, 0.0)
+
+
 def test_two_readings_must_say_the_same_and_progress_forgets_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(whereabouts, "SHOW_SECONDS", 0.0)
-    monkeypatch.setattr(whereabouts, "READ_SECONDS", 0.0)
-    monkeypatch.setattr(whereabouts, "SHORTEST_PAUSE_SECONDS", 0.0)
-    monkeypatch.setattr(whereabouts, "PAUSE_FRACTION", 0.0)
+    _read_at_every_look(monkeypatch)
     store, counts = HashStore(), [[0, 0], [0, 0]]
     ranks = [
         Whereabouts(store, "here", rank, (0, 1), ["0", "1"], lambda rank=rank: tuple(counts[rank]), lambda: "", False)
@@ -75,3 +80,51 @@ def test_two_readings_must_say_the_same_and_progress_forgets_the_first(monkeypat
     for foreign in ("[]", "{}", "no JSON", '{"text": "", "moments": [[1, 2]], "waits": "", "on_gpu": 0, "look": 1}'):
         store.set("distca_hf/whereabouts/here/at/1", foreign)
         assert list(ranks[0].shown()) == [0], "somebody else has written it"
+
+
+class _Asked:
+    """A store that notes for which keys it was asked."""
+
+    def __init__(self, store: Any) -> None:
+        self.multi_get, self._store, self.keys = store.multi_get, store, list[list[str]]()
+
+    def check(self, keys: list[str]) -> bool:
+        self.keys.append(keys)
+        return bool(self._store.check(keys))
+
+
+def test_places_of_all_ranks_are_read_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Repeated, "begin", lambda *_: None)
+    store, ranks = HashStore(), range(3)
+    all_ranks = [Whereabouts(store, "here", rank, ranks, "012", lambda: (0, 0), str, False) for rank in ranks]
+    for rank in all_ranks:
+        rank.begin(lambda: None)
+    asked = all_ranks[0]._store = _Asked(all_ranks[0]._store)  # type: ignore[assignment]
+
+    assert all_ranks[0].shown() == {}, "none of them has come to a stop"
+    assert asked.keys == [["at/0", "at/1", "at/2"]]
+
+
+class _Gone:
+    """A store whose process has ended."""
+
+    def set(self, *args: object) -> None:
+        raise RuntimeError("Broken pipe")
+
+
+@pytest.mark.parametrize("readings", [0, 1, 2])
+def test_rank_that_loses_the_store_goes_by_what_it_has_read(readings: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    _read_at_every_look(monkeypatch)
+    store = HashStore()
+    ranks = [
+        Whereabouts(store, "here", rank, (0, 1), ["0", "1"], lambda rank=rank: (rank, 0), lambda: "", False)
+        for rank in (0, 1)
+    ]
+    ranks[0].note_gather()
+    assert [ranks[0].look(), ranks[1].look(), ranks[1].look()] == [True] * 3  # it has shown its place
+    for _ in range(readings):
+        assert ranks[0].look()
+    assert (ranks[0].in_vain is not None) == (readings == 2)
+    ranks[0]._store = _Gone()  # type: ignore[assignment]
+    assert ranks[0].look() == (readings > 0)
+    assert ("different places" in str(ranks[0].in_vain)) == (readings > 0)
