@@ -83,19 +83,11 @@ def __dir__() -> list[str]:
     return sorted(__all__)
 
 
-def _register_attention() -> None:
-    from distca_hf.patches.attention import attention
-
-    attention.apply()
-
-
-def _take_placed_loaders() -> None:
-    from distca_hf.patches.skip_batches import skip_batches
-
-    skip_batches.apply()
+def _apply(patch: str) -> None:
+    getattr(importlib.import_module(f"distca_hf.patches.{patch}"), patch).apply()
 
 
 check_versions()
 find_own_modules()
-when_imported("transformers.modeling_utils", _register_attention)
-when_imported("accelerate.data_loader", _take_placed_loaders)
+when_imported("transformers.modeling_utils", lambda: _apply("attention"))
+when_imported("accelerate.data_loader", lambda: _apply("skip_batches"))

@@ -116,12 +116,12 @@ def train(
             "instead of the recipe's number"
         ),
     ] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="print the line that would be run, and end")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="only print the line, without checking it")] = False,
 ) -> None:
     """Trains from a recipe: starts its script with accelerate launch, one process for each GPU. Dataset, model, recipe
     and arguments are checked before.
 
-    Other arguments go to the script and win over the recipe's (--learning_rate 2e-5). Arguments behind -- go to
+    Other arguments go to the script and win over the recipe's (--learning_rate 2e-5). Arguments after -- go to
     accelerate launch (-- --num_processes 4). The whole line is printed first.
     """
     from distca_hf import run as command
@@ -131,7 +131,7 @@ def train(
     if attention_servers is not None:
         arguments = [command.SERVERS_OPTION, attention_servers, *arguments]
     if is_launched() and not dry_run:
-        command.train_here(recipe, script, arguments)
+        command.main(["--recipe", recipe, *([script] if script else []), *arguments])
         return
     with _one_line_errors():
         line = command.launch_line(recipe, script, accelerate, arguments, context.obj)
@@ -146,10 +146,11 @@ def train(
 DocumentLengths = Annotated[
     Path,
     typer.Argument(
+        metavar="LENGTHS",
         help="document lengths, in the dataset's order: .jsonl, .csv, .tsv, .parquet or .arrow with a column length, "
         "lengths, num_tokens, token_count, n_tokens or input_ids; a flat list in .json; a number per line in .txt; "
         ".npy; a saved datasets folder; a folder of such files, or a pattern in quotes; or a shipped sample: "
-        "pretrain, prolong"
+        "pretrain, prolong",
     ),
 ]
 ModelName = Annotated[
@@ -276,14 +277,13 @@ CheckedModel = Annotated[
     ),
 ]
 TrustRemoteCode = Annotated[
-    bool, typer.Option("--trust-remote-code", help="run the Python code that lies beside the configuration")
+    bool, typer.Option("--trust-remote-code", help="run the Python code that comes with the configuration")
 ]
 Numerics = Annotated[
     bool,
     typer.Option(
         "--numerics",
-        help="print how far logits, loss and gradients of a tiny version on two ranks are from those of each document "
-        "alone",
+        help="print how far logits, loss and gradients of a tiny version on two ranks are from single documents",
     ),
 ]
 
@@ -305,7 +305,7 @@ def check(
     which tokens per rank fit the GPU's memory.
 
     The model is built without weights and checked as training checks it; a tiny version of it trains a step on two
-    ranks of this CPU, and its numbers must be those of each document alone. No GPU is needed. Memory is an estimate.
+    ranks of this CPU, and its numbers must equal those of single documents. No GPU is needed. Memory is an estimate.
 
     Exit status: 0 works, 1 refused, 2 bad input.
 

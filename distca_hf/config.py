@@ -134,7 +134,7 @@ class Timeouts(Settings):
     agreement_seconds: float = _setting(
         "timeouts.agreement_seconds",
         1800.0,
-        "Deadline for all ranks to come to the same micro-batch; work of one rank alone between two of them (saving) "
+        "Deadline for all ranks to come to the same micro-batch; work of only one rank between two of them (saving) "
         "must fit in it.",
         formerly=("agreement_timeout_seconds",),
         at_most=LONGEST_SECONDS,

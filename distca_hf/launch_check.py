@@ -1,8 +1,8 @@
 """Launch check: what `distca train` refuses before it starts a process, in one line each.
 
-The configuration is read by Accelerate's own functions. Arguments are checked of a script that has `ARGUMENTS` at its
-top level: the dataclasses that it gives to `HfArgumentParser`. If it also has a function `check`, that is called with
-the parsed arguments, and refuses what is wrong by `SystemExit` with a message. No hub is asked.
+Accelerate's own functions read the configuration. A script takes part if it has `ARGUMENTS` at its top level: the
+dataclasses that it gives to `HfArgumentParser`. They parse its arguments. If it also has a function `check`, that gets
+the parsed arguments, and refuses wrong ones by `SystemExit` with a message. No hub is asked.
 """
 
 import argparse
@@ -68,9 +68,9 @@ def _check_processes(started: argparse.Namespace) -> tuple[int, int]:
         config = load_config_from_file(file)
     except Exception as error:  # wrong keys and values of every kind
         other = foreign_format(file, content, OF_ACCELERATE)
-        raise ConfigError(other or f"{file} is no configuration of Accelerate: {first_line(error)}") from error
+        raise ConfigError(other or f"{file} is not a configuration of Accelerate: {first_line(error)}") from error
     if not isinstance(config, ClusterConfig):
-        raise ConfigError(f"{file} starts a job of {config.compute_environment.value}, no processes on this machine")
+        raise ConfigError(f"{file} starts a job of {config.compute_environment.value}, not processes on this machine")
     numbers = {}
     for name in ("num_processes", "num_machines"):
         given = getattr(started, name)
@@ -116,7 +116,7 @@ def _check_script(recipe: Recipe, script: Path, arguments: Sequence[str], of_lau
     try:
         tree = ast.parse(script.read_bytes(), str(script))
     except (OSError, SyntaxError, ValueError) as error:
-        raise ConfigError(f"{script} is no script of Python: {first_line(error)}") from error
+        raise ConfigError(f"{script} is not a Python script: {first_line(error)}") from error
     assigned = (ast.unparse(node) for node in tree.body if isinstance(node, ast.Assign | ast.AnnAssign))
     if not any(line.startswith((f"{ARGUMENTS} =", f"{ARGUMENTS}:")) for line in assigned):
         return  # to import any other script may be to train
@@ -142,7 +142,7 @@ def _parse(
 
     parser = HfArgumentParser(kinds, allow_abbrev=False, prog=script.name)
     _refuse_as(parser, script.name)
-    file = script.with_suffix(".args")  # HfArgumentParser begins with the words in it
+    file = script.with_suffix(".args")  # HfArgumentParser reads it first
     of_file = file.read_text(encoding="utf-8").split() if file.is_file() else []
     parsed, unknown = parser.parse_known_args([*of_file, *recipe.script, *arguments])
     if not unknown:
@@ -172,7 +172,7 @@ def _refuse_as(parser: argparse.ArgumentParser, program: str) -> None:
 
 
 def _imported(script: Path) -> ModuleType:
-    """Returns a script as a module, with its neighbours to import from, as when it runs."""
+    """Imports a script as a module, with its folder on the path, as when it runs."""
     loader = SourceFileLoader(NAME, str(script))
     sys.modules[NAME] = module = ModuleType(NAME)  # types that are written as text are looked up there
     module.__file__ = str(script)
@@ -188,7 +188,7 @@ def _imported(script: Path) -> ModuleType:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Keeps libraries from saying more than the one line."""
+    """Silences libraries: the refusal is one line."""
     logging.disable(logging.CRITICAL)
     try:
         with warnings.catch_warnings():
@@ -199,7 +199,7 @@ def _quiet() -> Iterator[None]:
 
 
 def _check_output(folder: str | None) -> None:
-    """Writes a file into the folder of the results, and removes it again."""
+    """Checks that files can be written into the folder of the results."""
     if folder is None:
         return
     path = Path(folder).expanduser()

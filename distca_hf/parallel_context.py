@@ -144,7 +144,7 @@ class ParallelContext:
             )
         if self.servers is not None:
             raise ConfigError(
-                f"attention servers serve ranks that differ in data alone, and these are {grid.in_words()}; leave the "
+                f"attention servers serve ranks that differ only in data, and these are {grid.in_words()}; leave the "
                 "servers out, or train without tensor and pipeline parallelism"
             )
         self._grid = grid
@@ -206,7 +206,7 @@ class ParallelContext:
         grid = self.members.grid
         if self.is_outgrown(transport):
             raise PlanError(
-                f"{grid.name}, micro-batch {micro_batch}: the loader was made for one process alone, and "
+                f"{grid.name}, micro-batch {micro_batch}: the loader was made for a single process, and "
                 f"{len(grid.ranks)} ranks train together: each would train on all documents. Create the process "
                 "group (Accelerator, TrainingArguments) before plugin.dataloader"
             )
@@ -247,7 +247,7 @@ class ParallelContext:
             return
         if self.config.debug.check_exchanges:
             raise ConfigError(
-                "debug.check_exchanges compares exchanges of trainers alone, and attention servers take part in them; "
+                "debug.check_exchanges compares only exchanges of trainers, and attention servers take part in them; "
                 "leave one of the two out"
             )
         if self.config.deterministic and not self.config.server_speed:
@@ -277,7 +277,7 @@ class ParallelContext:
         if not members.are_the_job:
             raise ConfigError(
                 f"{members.grid.name}: the group of the plugin is {named_ranks(members.group)}, and Accelerate "
-                f"averages gradients over {processes}: losses count the labels of the group alone. Train without "
+                f"averages gradients over {processes}: losses count only the labels of the group. Train without "
                 "Trainer and Accelerate, under DDP or FSDP over this group; or leave it out of the plugin, to share "
                 "documents between all ranks"
             )

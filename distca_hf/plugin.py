@@ -214,6 +214,6 @@ class DistCAPlugin(DistCAConfig, ParallelContext):
             ConfigError: always.
         """
         raise ConfigError(
-            "a DistCAPlugin is no callback: call plugin.attach(trainer), or for batches that are packed already give "
-            "callbacks=[distca_hf.DistCACallback(plugin)]"
+            "a DistCAPlugin is not a callback: call plugin.attach(trainer), or for batches that are packed "
+            "already give callbacks=[distca_hf.DistCACallback(plugin)]"
         )

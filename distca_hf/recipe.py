@@ -83,7 +83,9 @@ class Shipped:
             raise ConfigError(f"{name!r} may be {' or '.join(matches)}; write the folder, too")
         if not matches:
             hint = did_you_mean(name, [*files, *(known.split("/")[-1] for known in files)])
-            raise ConfigError(f"{name!r} is no file and no shipped {self.kind}.{hint} Shipped are {', '.join(files)}")
+            raise ConfigError(
+                f"{name!r} is neither a file nor a shipped {self.kind}.{hint} Shipped are {', '.join(files)}"
+            )
         return files[matches[0]]
 
 
@@ -159,7 +161,7 @@ class Recipe:
             ConfigError: unknown section or setting, or a value that cannot be passed on; names file and key.
         """
         if path.suffix in FOREIGN_ENDINGS:
-            raise ConfigError(f"{path} is no recipe, but {FOREIGN_ENDINGS[path.suffix]} (README.md, Use it)")
+            raise ConfigError(f"{path} is not a recipe, but {FOREIGN_ENDINGS[path.suffix]} (README.md, Use it)")
         sections = read_yaml(path)
         unknown = sorted(set(sections) - set(SECTIONS), key=str)
         if unknown and (foreign := foreign_format(path, sections, OWN_RECIPE)):

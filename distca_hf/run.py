@@ -101,7 +101,7 @@ def find_script(recipe: Recipe, script: str | None, name: str) -> Path:
     """
     wanted = script or recipe.launch.get("script")
     if wanted is None:
-        raise ConfigError(f"expected a script: {name} names none in its section launch; write one behind the recipe")
+        raise ConfigError(f"expected a script: {name} names none in its section launch; write one after the recipe")
     return EXAMPLES.find(wanted)
 
 
@@ -129,7 +129,7 @@ def _take(arguments: Sequence[str], option: str) -> tuple[str | None, list[str]]
     for at in reversed(range(len(rest))):
         if rest[at] == option:
             if at + 1 == len(rest):
-                raise ConfigError(f"expected a value behind {option}, got none")
+                raise ConfigError(f"expected a value after {option}, got none")
             values.append(rest[at + 1])
             del rest[at : at + 2]
         elif rest[at].startswith(f"{option}="):
@@ -174,11 +174,6 @@ def launch(line: Sequence[str]) -> None:
     sys.stdout.flush()
     module = ".".join((LAUNCHER[0], "commands", LAUNCHER[1]))
     os.execv(sys.executable, [sys.executable, "-m", module, *line[len(LAUNCHER) :]])
-
-
-def train_here(recipe: str, script: str | None, arguments: Sequence[str]) -> None:
-    """Runs the script in this process, which a launcher started as one of its ranks."""
-    main(["--recipe", recipe, *([script] if script else []), *arguments])
 
 
 if __name__ == "__main__":

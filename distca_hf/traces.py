@@ -291,10 +291,10 @@ class RankTrace:
         except ReportError as error:
             raise ReportError(f"{where} has {error}") from None
         except (ValueError, RecursionError):
-            raise ReportError(f"{where} is no JSON: the file is cut off, or of something else") from None
+            raise ReportError(f"{where} is not JSON: the file is cut off, or of something else") from None
         kind = content.get("kind") if isinstance(content, Mapping) else None
         if kind != KIND:
-            raise ReportError(f"{where} is no trace of a training: its kind is {kind!r}, and {KIND!r} is read here")
+            raise ReportError(f"{where} is not a trace of a training: its kind is {kind!r}, and {KIND!r} is read here")
         if content.get("version") != VERSION:
             raise ReportError(
                 f"{where} is of version {content.get('version')!r}, and version {VERSION} is read here; use the "

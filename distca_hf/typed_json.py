@@ -26,7 +26,7 @@ def read_json(text: str) -> Any:
 
     Raises:
         ReportError: a number is none (NaN), or too large; or a word has half a character. Says which.
-        ValueError, RecursionError: it is no JSON.
+        ValueError, RecursionError: it is not JSON.
     """
     content = json.loads(text, parse_float=_finite, parse_int=_whole, parse_constant=_finite)
     if HALF_CHARACTER.search(text):

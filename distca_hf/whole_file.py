@@ -1,4 +1,4 @@
-"""Whole files: written so that the old one or the new one is there in full; and files of others, opened as data.
+"""Whole files: writes so that the old file or the new one is there in full; and opens files that others made.
 
 A file name that can be guessed may have been taken: by a link to another file, a device or a pipe. Nothing here writes
 through a link or waits for a pipe, unless a user has named that very path.

@@ -48,7 +48,7 @@ from distca_hf.integrations.stages import (
 def count(text: str) -> int:
     """Returns a whole number above 0, as `type` of an argument."""
     if not (text.isascii() and text.isdecimal() and int(text)):
-        raise argparse.ArgumentTypeError(f"{text!r} is no whole number above 0")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
     return int(text)
 
 

@@ -112,7 +112,7 @@ def print_summary(steps: Sequence[Step], lengths: Sequence[int], output: Path) -
     saw = (
         f"Documents of {min(lengths):,} to {max(lengths):,} tokens: functions and whole modules of Python. Of the "
         f"{documents:.0f} documents in a batch one or two are long.",
-        "The same training twice. sdpa attended to each document alone; distca spread documents over both ranks. "
+        "The same training twice. sdpa attended to each document by itself; distca spread documents over both ranks. "
         f"Losses differ by {max(step.loss_difference for step in steps):.1e} at most, gradient norms by "
         f"{max(step.norm_difference for step in steps):.1e} of themselves.",
         f"Packed in order, the busiest rank has {in_order:.2f} times the mean attention work, and the other waits for "

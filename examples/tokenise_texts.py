@@ -77,11 +77,11 @@ def check_documents(name: str) -> list[str]:
         raise SystemExit(f"{name} is empty: it has no row")
     if not {"text", "input_ids"} & first.keys():
         raise SystemExit(
-            f"{name} has neither a column 'text' nor 'input_ids'; it has {', '.join(first)}. Rename the one of "
-            "texts, or make texts of chats with tokenizer.apply_chat_template(..., tokenize=False)"
+            f"{name} has neither a column 'text' nor 'input_ids'; it has {', '.join(first)}. Rename the "
+            "column of texts, or make texts of chats with tokenizer.apply_chat_template(..., tokenize=False)"
         )
     if "input_ids" not in first and not isinstance(first["text"], str):
-        raise SystemExit(f"{name}: the column 'text' holds {first['text']!r} in row 0, which is not a text")
+        raise SystemExit(f"{name}: the column 'text' holds a {type(first['text']).__name__} in row 0, not a text")
     return list(first)
 
 
@@ -96,7 +96,7 @@ def tokenise(texts: Dataset, tokenizer: PreTrainedTokenizerBase) -> Dataset:
     def ids_of(rows: dict[str, list[str]], numbers: list[int]) -> dict[str, list[list[int]]]:
         for number, text in zip(numbers, rows["text"], strict=True):
             if not isinstance(text, str):
-                raise SystemExit(f"the column 'text' holds {text!r} in row {number}, which is not a text")
+                raise SystemExit(f"the column 'text' holds a {type(text).__name__} in row {number}, not a text")
         ids = tokenizer(rows["text"])["input_ids"]
         return {"input_ids": [document if document[-1:] == [end] else [*document, end] for document in ids]}
 

@@ -66,7 +66,7 @@ def load_tokenizer(model: str) -> PreTrainedTokenizerBase | None:
 def check(script: ScriptArguments) -> None:
     """Ends with a message if files are missing or wrong. `distca train` calls it before it starts processes."""
     if not isinstance(getattr(torch, script.dtype, None), torch.dtype):
-        raise SystemExit(f"--dtype {script.dtype} is no dtype of torch; write float32 or bfloat16")
+        raise SystemExit(f"--dtype {script.dtype} is not a dtype of torch; write float32 or bfloat16")
     if not 0 <= script.test_size < 1:
         raise SystemExit(f"--test_size {script.test_size:g} is a share of the documents, from 0 to below 1")
     if script.distributed_config:

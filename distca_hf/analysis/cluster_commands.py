@@ -46,7 +46,7 @@ def profile(
         Path | None,
         typer.Option(
             metavar="PROFILE",
-            help="measure links alone, and put them into this profile as those between nodes: for one node whose "
+            help="measure only links, and put them into this profile as those between nodes: for one node whose "
             "links are made slow (NCCL_P2P_DISABLE=1), or for a part of a cluster",
         ),
     ] = None,

@@ -41,7 +41,6 @@ from distca_hf.recipe import LENGTHS
 
 
 if TYPE_CHECKING:
-    from datasets import Dataset
     from pyarrow import ChunkedArray
 
 
@@ -98,16 +97,9 @@ def _read(path: Path) -> DocumentLengths:
         return _read_files(files, path) if files else _read_dataset(path)
     if "*" in str(path) and not path.exists() and (files := sorted(path.parent.glob(path.name))):
         return _read_files(files, path)
-    ending = _ending(path)
-    if ending in TEXT_READERS:
-        return TEXT_READERS[ending](path)
-    if ending == "parquet":
-        return _read_parquet(path)
-    if ending == "arrow":
-        return _read_dataset(path)
-    if ending == "npy":
-        return DocumentLengths(as_int_array(np.load(path, allow_pickle=False), str(path)), str(path))
-    endings = ", ".join(f".{ending}" for ending in ENDINGS)
+    if reader := READERS.get(_ending(path)):
+        return reader(path)
+    endings = ", ".join(f".{ending}" for ending in READERS)
     raise PackingError(f"{path} must end in {endings}, or be a folder of such files or of a saved dataset")
 
 
@@ -121,12 +113,12 @@ def _files_of(folder: Path) -> list[Path]:
     """Returns the files of lengths in a folder, in the order of their names; none if it is a saved dataset.
 
     Raises:
-        PackingError: their names are those of several datasets (train-00000-of-00004.parquet, test.parquet).
+        PackingError: they belong to several datasets (train-00000-of-00004.parquet, test.parquet).
     """
     if any((folder / name).exists() for name in ("state.json", "dataset_dict.json")):
         return []
-    # Files of metadata end in .json.
-    files = sorted(file for file in folder.rglob("*") if file.is_file() and _ending(file) in ENDINGS[1:])
+    endings = READERS.keys() - {"json"}  # files of metadata end so
+    files = sorted(file for file in folder.rglob("*") if file.is_file() and _ending(file) in endings)
     names = sorted({re.sub(r"\d+", "*", str(file.relative_to(folder))) for file in files})
     if len(names) > 1:
         raise PackingError(
@@ -169,8 +161,13 @@ def _read_dataset(path: Path) -> DocumentLengths:
     dataset = load_from_disk(str(path)) if path.is_dir() else Dataset.from_file(str(path))
     if not isinstance(dataset, Dataset):
         raise PackingError(f"{path} holds several datasets: {', '.join(dataset)}; give the folder of one of them")
-    if TOKENS_COLUMN in dataset.column_names:
-        return _read_source(dataset, path)
+    if TOKENS_COLUMN in dataset.column_names:  # as the loader reads it
+        try:
+            tokens = DocumentSource(dataset, sys.maxsize, reading=FOR_LENGTHS).document_tokens
+        except PackingError as error:
+            raise PackingError(f"{path}: {error}") from error
+        column = SEQUENCES_COLUMN if SEQUENCES_COLUMN in dataset.column_names else TOKENS_COLUMN
+        return DocumentLengths(tokens, f"{path}, column {column}")
     columns = choose_columns(dataset.column_names, path)
     table = dataset.select_columns(columns).with_format("arrow")[:]
     return _same({column: _from_arrow(table[column], f"{path}, column {column}") for column in columns}, path)
@@ -193,16 +190,6 @@ def _same(columns: Mapping[str, IntArray], path: Path) -> DocumentLengths:
                 f"{lengths[row]}{and_more(len(rows) - 1)}; keep one of the columns"
             )
     return DocumentLengths(tokens, f"{path}, column {name}")
-
-
-def _read_source(dataset: "Dataset", path: Path) -> DocumentLengths:
-    """Reads document lengths as the loader does."""
-    try:
-        tokens = DocumentSource(dataset, sys.maxsize, reading=FOR_LENGTHS).document_tokens
-    except PackingError as error:
-        raise PackingError(f"{path}: {error}") from error
-    column = SEQUENCES_COLUMN if SEQUENCES_COLUMN in dataset.column_names else TOKENS_COLUMN
-    return DocumentLengths(tokens, f"{path}, column {column}")
 
 
 def _from_arrow(values: "ChunkedArray", source: str, rows_before: int = 0) -> IntArray:
@@ -285,7 +272,7 @@ class Numbers:
 
     @property
     def _next(self) -> str:
-        """Words for the next number, for errors."""
+        """Names the next number in errors."""
         return f"{self._source}: {self._each} {len(self._numbers)}"
 
     def _refusal(self, kind: str, is_text: bool) -> PackingError:
@@ -340,11 +327,11 @@ def read_csv(path: Path) -> DocumentLengths:
         rows = (row for row in csv.reader(_lines(file, path), delimiter=separator) if row)
         names = [name.strip() for name in next(rows, [])]
         if len(names) == 1 and (names[0].isdecimal() or SAVETXT.fullmatch(names[0])):
-            alone = Numbers(str(path), "row")
-            alone.add_text(names[0])
+            unnamed = Numbers(str(path), "row")
+            unnamed.add_text(names[0])
             for row in rows:
-                alone.add_text(row[0])
-            return DocumentLengths(alone.array(), str(path))
+                unnamed.add_text(row[0])
+            return DocumentLengths(unnamed.array(), str(path))
         chosen = choose_columns([name for name in names if name != TOKENS_COLUMN], path) if names else []
         if twice := [name for name in chosen if names.count(name) > 1]:
             raise PackingError(f"{path} has {names.count(twice[0])} columns {twice[0]}; keep one of them")
@@ -365,9 +352,14 @@ def read_txt(path: Path) -> DocumentLengths:
     return DocumentLengths(numbers.array(), str(path))
 
 
+def read_npy(path: Path) -> DocumentLengths:
+    """Reads an array of one dimension."""
+    return DocumentLengths(as_int_array(np.load(path, allow_pickle=False), str(path)), str(path))
+
+
 # Formats by the ending of a file: of text, compressed or not, and all.
 TEXT_READERS = {"json": read_json, "jsonl": read_jsonl, "csv": read_csv, "tsv": read_csv, "txt": read_txt}
-ENDINGS = (*TEXT_READERS, "parquet", "arrow", "npy")
+READERS = {**TEXT_READERS, "parquet": _read_parquet, "arrow": _read_dataset, "npy": read_npy}
 
 
 def _open(path: Path) -> TextIO:

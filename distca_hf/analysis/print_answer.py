@@ -16,6 +16,7 @@ from distca_hf.analysis.first_step import Outcome, StepReport
 from distca_hf.analysis.memory import SHARDING_NAMES, USABLE_SHARE
 from distca_hf.analysis.pipeline_estimates import PipelineEstimates
 from distca_hf.analysis.tables import (
+    PART_NAMES,
     accumulation,
     block,
     counted,
@@ -35,14 +36,7 @@ WORTH_IT = 1.02
 # Characters beside the two bars of a rank, and range of the length of a bar.
 COLUMNS_BESIDE_BARS = 22
 FEWEST_BAR_CHARACTERS, MOST_BAR_CHARACTERS = 4, 24
-# Names of parts of memory, and of baselines.
-PARTS = {
-    "state": "weights, AdamW, gradients kept",
-    "gathered": "weights gathered, gradients",
-    "kept": "kept until backward",
-    "computed": "a layer or logits",
-    "received": "keys of other ranks",
-}
+# Names of baselines.
 BASELINES = {
     "greedy": "DistCA paper",
     "zigzag_cp": "ring/zigzag CP",
@@ -283,7 +277,7 @@ def _speed(estimates: Estimates) -> RenderableType:
 def _memory(answer: PlanAnswer, estimates: Estimates) -> RenderableType:
     """Returns the table of GiB per rank, by part and by way to shard weights."""
     table = plain_table(*(SHARDING_NAMES[sharding] for sharding in estimates.memory))
-    for part, words in PARTS.items():
+    for part, words in PART_NAMES.items():
         table.add_row(words, *(in_gib(getattr(memory, part)) for memory in estimates.memory.values()))
     table.add_row("most at once", *(in_gib(memory.total) for memory in estimates.memory.values()))
     fits = (memory.total <= estimates.room_bytes for memory in estimates.memory.values())

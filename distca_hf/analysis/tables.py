@@ -1,10 +1,20 @@
-"""Tables: what printed answers are made of: tables without lines, numbers with units, and words that several share."""
+"""Tables: what printed answers are made of: tables without lines, numbers with units, and texts that several share."""
 
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
 from distca_hf.analysis.memory import GIB, gradient_bytes
+
+
+# Names of parts of memory, by their fields.
+PART_NAMES = {
+    "state": "weights, AdamW, gradients kept",
+    "gathered": "weights gathered, gradients",
+    "kept": "kept until backward",
+    "computed": "a layer or logits",
+    "received": "keys of other ranks",
+}
 
 
 def block(title: str, table: Table, *words: str) -> RenderableType:

@@ -99,7 +99,7 @@ def check_goes_on(positions: torch.Tensor, query_tokens: torch.Tensor | None) ->
     if restarts.any():
         row, token = (int(index) + step for index, step in zip(restarts.nonzero()[0], (0, 1), strict=True))
         raise PackingError(
-            f"row {row}, token {token}: a document begins (position {int(positions[row, token])}) behind tokens whose "
+            f"row {row}, token {token}: a document begins (position {int(positions[row, token])}) after tokens whose "
             "keys are in the cache; give packed documents without a cache, or go on with one document per row"
         )
 

@@ -29,8 +29,8 @@ TOKENS = ("input_ids", "inputs_embeds")
 # Entries that tell documents apart. A pass that is given one of these two needs no others.
 TELLING = ("position_ids", "cu_seq_lens_q")
 OF_DOCUMENTS = (*TELLING, "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
-# Entries that passes need besides.
-BESIDE = ("attention_mask", "shift_labels")
+# Other entries that passes need.
+NEEDED = ("attention_mask", "shift_labels")
 # Entries by which a batch is looked for, in this order.
 LEADING = ("input_ids", "position_ids", "attention_mask", "inputs_embeds", "shift_labels", "labels")
 
@@ -51,7 +51,7 @@ class KnownBatch:
         self._shape, self._strides, self._begin = tokens.shape[:2], tokens.stride(), tokens.data_ptr()
         # A storage that kept a tensor on itself alive would never be freed. So the storages of tensors that this
         # object keeps do not keep this object.
-        kept = {name: tensors[name] for name in (*OF_DOCUMENTS, *BESIDE) if name in tensors}
+        kept = {name: tensors[name] for name in (*OF_DOCUMENTS, *NEEDED) if name in tensors}
         kept = {name: tensor for name, tensor in kept.items() if not _share_storage(tensor, tokens)}
         numbers = {name: batch[name] for name in OF_DOCUMENTS if isinstance(batch.get(name), int)}
         self._kept: dict[str, Any] = numbers | kept
@@ -177,7 +177,7 @@ class KnownBatch:
         if isinstance(given, LivePlan) and not self._is_of(given):
             raise PlanError(
                 f"{where}: {model_name} got entries of this batch with the plan of micro-batch {given.micro_batch}; "
-                "pass on the distca_plan of the same batch"
+                "pass the distca_plan of the same batch"
             )
         if given is None and all(_marked(batch.get(name), batch) is None for name in LEADING):
             raise PlanError(
@@ -187,7 +187,7 @@ class KnownBatch:
         if shape != self._shape or cache_of(batch) is not None:
             cache = " and a cache" if cache_of(batch) is not None else ""
             raise PlanError(
-                f"{where}: {model_name} got tokens of shape {tuple(shape)}{cache}, made of a placed batch of shape "
+                f"{where}: {model_name} got tokens of shape {tuple(shape)}{cache}, taken from a placed batch of shape "
                 f"{tuple(self._shape)}. Its rows hold parts of documents, so a pass needs all of them. For a document "
                 "that you know to be whole, pass a copy (clone) of its tokens"
             )
@@ -305,7 +305,7 @@ def _restart(positions: torch.Tensor, mask: object) -> bool:
     """Returns whether positions restart inside of a row, padding left out; waits for the device.
 
     Args:
-        positions: `[B, T]`, or several of them, those of text first.
+        positions: `[B, T]`, or several of them, positions of text first.
         mask: `[B, T]`, 0 in padding, if there is one.
     """
     if positions.ndim == 3 and len(positions) != POSITIONS_WITH_TEXT:

@@ -185,7 +185,7 @@ class PlacedLoader:
 
         Raises:
             ConfigError: a field is missing, wrong, or was changed; or the state is of another dataset or seed, or of
-                the midst of an optimizer step of other sizes. Names both values.
+                the middle of an optimizer step of other sizes. Names both values.
         """
         # 1. The order of documents must be the same, or the position would be that of others.
         position = SavedPosition.read(state, self._identity(), self.longest_document_tokens)
@@ -202,7 +202,7 @@ class PlacedLoader:
                 position.capacity_tokens,
                 self._capacity_tokens,
             )
-            taken = (*taken, (position.capacity_tokens, micro_batch)) if position.is_midst else ()
+            taken = (*taken, (position.capacity_tokens, micro_batch)) if position.is_within_epoch else ()
             micro_batch = steps_from = 0
         saved = Cursor(position.epoch, micro_batch, taken, steps_from)
         packed = self._packed(saved)
@@ -214,10 +214,10 @@ class PlacedLoader:
 
     def _documents_before(self, packed: SteppedEpoch, micro_batch: int) -> int:
         """Returns the sum of the documents of an epoch that come before one of its micro-batches."""
-        return sum_of_documents(np.arange(len(self._source)), packed.left(micro_batch))
+        return sum_of_documents(np.arange(len(self._source))) - sum_of_documents(packed.left(micro_batch))
 
     def _go_on_at(self, cursor: Cursor, packed: SteppedEpoch) -> bool:
-        """Continues there with the next iteration; behind the end of an epoch with the next one, and returns False."""
+        """Continues there with the next iteration. At the end of an epoch begins the next one, and returns False."""
         is_left = cursor.micro_batch < packed.num_micro_batches
         self._loaded = self._position = cursor if is_left else Cursor(cursor.epoch + 1)
         return is_left
@@ -270,7 +270,7 @@ class PlacedLoader:
         data = self._data(begin, packed)
         meter = Meter(self._transport, self._device, None)
         meter.begin(self)
-        preparer = self.preparer  # the thread holds this alone: a loader that is dropped ends its thread
+        preparer = self.preparer  # all that the thread holds: a loader that is dropped ends its thread
         documents = begin.documents
         ahead_of = Prefetcher(lambda: preparer.rest(begin, packed), self._prefetch, self.times, preparer.finish)
         with closing(ahead_of.__iter__()) as ahead, shown_to_accelerate(self):

@@ -142,7 +142,7 @@ class PackAgreement:
             self._warned_of_padding = True
             log.warning(
                 "micro-batch %d is padded on rank %s, and cannot be made a pack there (images, labels that padding "
-                "predicts, or a model without a head): every rank attends to this batch alone, and nothing is "
+                "predicts, or a model without a head): every rank attends to this batch by itself, and nothing is "
                 "balanced. Pack documents instead where the trainer can (DataCollatorWithFlattening, packing=True)",
                 number,
                 ranks,

@@ -127,5 +127,5 @@ def _check_runs(is_token: torch.Tensor) -> None:
     hole = int((begins[row].cumsum(0) > 1).nonzero()[0])
     raise PackingError(
         f"row {row} of a padded batch has padding between tokens: its attention_mask begins again at place {hole}"
-        f"{and_more(len(wrong) - 1)}. Pad rows on the left or on the right alone"
+        f"{and_more(len(wrong) - 1)}. Pad rows only on the left, or only on the right"
     )

@@ -65,7 +65,7 @@ class Prepared:
     Attributes:
         columns: `[1, rows]` tensors by their names among the arguments of models; none until rows are read.
         kinds: rank plans for each mask that layers attend with, and facts.
-        cuts: cuts of documents beside this rank's segments, once rows are read.
+        cuts: cuts of documents next to this rank's segments, once rows are read.
         plan: the plan of all ranks, to hand to attention servers; None if there are none.
         layout: the rows of the ranks that train.
         documents: `[documents]` which document of the dataset each one of the layout is.
@@ -247,7 +247,7 @@ class Prefetcher(Generic[Item]):
     is left to do, `finish`.
 
     The thread never touches a process group. It ends with its iterator, when the consumer stops, or with the main
-    thread. A daemon thread would be cut off in the midst of a call, which may abort the process.
+    thread. A daemon thread would be cut off in the middle of a call, which may abort the process.
     """
 
     def __init__(

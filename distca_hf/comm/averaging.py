@@ -1,7 +1,7 @@
 """Averaging: the ranks that wrappers of a model average its gradients over must be those that share documents.
 
 A loss is scaled so that its mean over these ranks is the mean over their labels. Over more ranks it would be a mean of
-means. Over fewer, each of them would train a model of its own.
+means. Over fewer, groups of ranks would train different models.
 """
 
 from collections.abc import Iterator, Sequence
@@ -35,7 +35,9 @@ class Averaged(NamedTuple):
         """Returns whether these are the ranks that share documents."""
         shared, first = set(members.row_ranks), set(self.over[0])
         if self.divides is not None:
-            only_divides = self.divides and (first & shared == {members.grid.rank} or _are_the_job(members))
+            # If all ranks of the job hold other documents each, nothing says what a mesh is for.
+            are_the_job = members.are_the_job and members.grid.is_flat
+            only_divides = self.divides and (first & shared == {members.grid.rank} or are_the_job)
             return first <= set(members.layer_ranks) and (shared <= first or only_divides)
         if len(self.over) == 1:
             return first == shared
@@ -91,11 +93,6 @@ def averaging(model: nn.Module) -> Iterator[Averaged]:
             yield Averaged(f"the device mesh of {name}", [mesh.mesh.flatten().tolist()], parameter not in sharded)
 
 
-def _are_the_job(members: Members) -> bool:
-    """Returns whether all ranks of the job hold other documents each: nothing says then what a mesh is for."""
-    return members.are_the_job and members.grid.is_flat
-
-
 def named_ranks(ranks: Sequence[int]) -> str:
-    """Returns words for ranks of the job."""
+    """Names ranks of the job in messages."""
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))} of the job"

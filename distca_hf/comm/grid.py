@@ -44,7 +44,7 @@ class Grid:
 
     @classmethod
     def flat(cls, ranks: Sequence[int], rank: int) -> "Grid":
-        """Returns the grid of ranks that differ in their data alone: the same object each time.
+        """Returns the grid of ranks that differ only in their data: the same object each time.
 
         Args:
             ranks: of the group, in ascending order.
@@ -136,7 +136,7 @@ class Grid:
 
     def sets_of(self, scope: Scope) -> list[tuple[int, ...]]:
         """Returns all sets of ranks that the scope divides the group in, in one order on all ranks."""
-        grid = self._array
+        grid = np.array(self.ranks).reshape(self.shape)
         if scope is Scope.GROUP:
             sets = [grid]
         elif scope is Scope.STAGE:
@@ -197,10 +197,6 @@ class Grid:
                     "give a group with as many on every node, or set ranks_per_node"
                 )
         return per_node
-
-    @cached_property
-    def _array(self) -> IntArray:
-        return np.array(self.ranks).reshape(self.shape)
 
     @cached_property
     def _members(self) -> list[tuple[int, ...]]:

@@ -70,7 +70,7 @@ class Members:
 
     @classmethod
     def of(cls, group: dist.ProcessGroup | None = None, num_servers: int = 0) -> "Members":
-        """Returns the members of a group, which differ in their data alone; without one, all ranks of the job."""
+        """Returns the members of a group, which differ only in their data; without one, all ranks of the job."""
         if not is_initialized():
             return cls(range(1), Grid.flat(range(1), 0), num_servers)
         job = range(dist.get_world_size())
@@ -294,7 +294,7 @@ def _check_no_split(on_gpus: bool) -> None:
     if on_gpus and dist.group.WORLD is not None and dist.group.WORLD.bound_device_id is not None:
         raise ConfigError(
             f"rank {dist.get_rank()}: the process group was initialised with device_id, so that NCCL opens a group of "
-            "some ranks on all ranks of the job alone; call torch.cuda.set_device and init_process_group without "
+            "some ranks only on all ranks of the job; call torch.cuda.set_device and init_process_group without "
             "device_id, or leave group out"
         )
 

@@ -4,7 +4,7 @@
                a byte in a pipe                      ──▶  the server's supervisor
     trainer    spoiled/<roster> = words              ──▶  all trainers and servers: its exchanges are left
 
-Both sides do this in a thread, over a connection of its own to the launcher's store. So a training step or an exchange
+Both sides do this in a thread, over a separate connection to the launcher's store. So a training step or an exchange
 that hangs delays no beat, and nothing is asked where a step runs. An incarnation is one process of a server: the next
 one has the next number. A GPU shows that it goes on by marks in its stream (`StreamProgress`).
 """
@@ -36,10 +36,6 @@ MARK_SECONDS = 1.0
 LONGEST_LOOK_SECONDS = 1.0
 
 
-def _do_nothing() -> None:
-    """Does nothing."""
-
-
 class Repeated:
     """A thread that repeats a call. It is joined before Python ends: a process aborts if that cuts a thread off inside
     a call of the store.
@@ -52,16 +48,15 @@ class Repeated:
 
     def __init__(self, name: str, pause_seconds: float, call: Callable[[], bool]) -> None:
         self._pause_seconds, self._call = pause_seconds, call
-        self._then: Callable[[], None] = _do_nothing
         self._is_over = threading.Event()
         # Python waits for threads that are no daemons before it calls `atexit`, and nobody would have ended this one.
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
-    def begin(self, then: Callable[[], None] = _do_nothing) -> None:
+    def begin(self, then: Callable[[], object] = lambda: None) -> None:
         """Starts the thread, with a first call at once.
 
         Args:
-            then: called behind every call, in the thread.
+            then: called after every call, in the thread.
         """
         self._then = then
         atexit.register(self.end)
@@ -81,14 +76,16 @@ class Repeated:
                 return
 
 
-class SpoiledRosters:
-    """Rosters that were lost, as the store has them. Several are open at once if there are several plugins.
+class RosterWatch(Repeated):
+    """A thread that also asks the store which rosters were lost. Several are open at once with several plugins.
 
     Args:
-        store: of the thread that looks.
+        name, pause_seconds, call: of the thread.
+        store: a connection that nothing else uses.
     """
 
-    def __init__(self, store: JobStore) -> None:
+    def __init__(self, name: str, pause_seconds: float, call: Callable[[], bool], store: JobStore) -> None:
+        super().__init__(name, pause_seconds, call)
         self._store = store
         self._open: set[int] = set()
         self._words: dict[int, str] = {}
@@ -101,24 +98,32 @@ class SpoiledRosters:
         """Ends looking for a roster."""
         self._open.discard(roster)
 
-    def look(self) -> None:
+    def is_spoiled(self, roster: int) -> bool:
+        """Returns whether this process or, as of the last look, a trainer has given up a roster."""
+        return roster in self._words
+
+    def words_of(self, roster: int) -> str | None:
+        """Returns why a roster was given up; None if it was not."""
+        return self._words.get(roster)
+
+    def spoil(self, roster: int, words: str) -> None:
+        """Gives up a roster, for all trainers and servers.
+
+        Args:
+            words: why. If another trainer was first, its words stay.
+        """
+        self._words.setdefault(roster, words)
+        with suppress(RuntimeError):  # the store is gone, and with it the job
+            self._words[roster] = self._store.set_first(_spoiled(roster), words.encode()).decode()
+
+    def _look_for_spoiled(self) -> None:
         """Asks the store. Raises RuntimeError if it is gone."""
         for roster in sorted(self._open):
             if roster not in self._words and (words := self._store.get(_spoiled(roster))):
                 self._words[roster] = words.decode()
 
-    def spoil(self, roster: int, words: str) -> None:
-        """Notes that a roster is lost, here and then in the store; the first words stay."""
-        self._words.setdefault(roster, words)
-        with suppress(RuntimeError):  # the store is gone, and with it the job
-            self._words[roster] = self._store.set_first(_spoiled(roster), words.encode()).decode()
 
-    def words_of(self, roster: int) -> str | None:
-        """Returns why a roster is lost; None if nothing is known against it."""
-        return self._words.get(roster)
-
-
-class Heartbeat:
+class Heartbeat(RosterWatch):
     """A server's end: it beats, and reads whether trainers have given up a roster.
 
     The process ends, with status `TRAINERS_GONE`, if the store or the supervisor is gone.
@@ -131,47 +136,26 @@ class Heartbeat:
     """
 
     def __init__(self, store: JobStore, server: int, incarnation: int, pipe: int | None) -> None:
-        self._store, self._server, self._incarnation, self._pipe = store, server, incarnation, pipe
-        self._spoiled = SpoiledRosters(store)
+        super().__init__("distca-heartbeat", BEAT_SECONDS, self.beat, store)
+        self._server, self._incarnation, self._pipe = server, incarnation, pipe
         self._count = 0
-        self._thread = Repeated("distca-heartbeat", BEAT_SECONDS, self.beat)
-
-    def begin(self, then: Callable[[], None] = _do_nothing) -> None:
-        """Starts to beat; calls `then` behind every beat, in the same thread."""
-        self._thread.begin(then)
-
-    def end(self) -> None:
-        """Ends beating."""
-        self._thread.end()
-
-    def look_for(self, roster: int) -> None:
-        """Makes `is_spoiled` look at this roster, until it is left."""
-        self._spoiled.look_for(roster)
-
-    def leave(self, roster: int) -> None:
-        """Ends looking at a roster."""
-        self._spoiled.leave(roster)
-
-    def is_spoiled(self, roster: int) -> bool:
-        """Returns whether trainers have given up a roster, as of the last beat."""
-        return self._spoiled.words_of(roster) is not None
 
     def beat(self) -> bool:
         """Beats once, and returns True."""
         self._count += 1
         try:
             self._store.set(_beat(self._server), f"{self._incarnation}.{self._count}".encode())
-            self._spoiled.look()
+            self._look_for_spoiled()
         except RuntimeError as error:
-            self._leave(f"the launcher's store is gone, and with it the job ({first_line(error)})")
+            self._end_process(f"the launcher's store is gone, and with it the job ({first_line(error)})")
         try:
             if self._pipe is not None:
                 os.write(self._pipe, b".")
         except OSError as error:
-            self._leave(f"its supervisor is gone ({error})")
+            self._end_process(f"its supervisor is gone ({error})")
         return True
 
-    def _leave(self, words: str) -> None:
+    def _end_process(self, words: str) -> None:
         """Ends the process, wherever its main thread waits."""
         log.error("attention server %d ends: %s", self._server, words)
         os._exit(TRAINERS_GONE)
@@ -190,7 +174,7 @@ class LastBeat:
     silent_seconds: float = 0.0
 
 
-class Watch:
+class Watch(RosterWatch):
     """A trainer's end: it sees which servers live, and which rosters are lost.
 
     Args:
@@ -200,20 +184,11 @@ class Watch:
     """
 
     def __init__(self, store: JobStore, num_servers: int, limit_seconds: float) -> None:
-        self._store, self._limit_seconds = store, limit_seconds
+        super().__init__("distca-watch", LOOK_SECONDS, self.look, store)
+        self._limit_seconds = limit_seconds
         self._keys = [_beat(server) for server in range(num_servers)]
         self._last = [LastBeat() for _ in self._keys]
-        self._spoiled = SpoiledRosters(store)
         self._looked: float | None = None
-        self._thread = Repeated("distca-watch", LOOK_SECONDS, self.look)
-
-    def begin(self, then: Callable[[], None] = _do_nothing) -> None:
-        """Starts to look; calls `then` behind every look, in the same thread."""
-        self._thread.begin(then)
-
-    def end(self) -> None:
-        """Ends looking."""
-        self._thread.end()
 
     def incarnation(self, server: int) -> int | None:
         """Returns the incarnation of a server that lives; None for one that was never seen, or is silent for longer
@@ -227,30 +202,6 @@ class Watch:
         """Returns for how long a server has been silent: since its last beat, or since looking began."""
         return self._last[server].silent_seconds
 
-    def look_for(self, roster: int) -> None:
-        """Makes `is_spoiled` look at this roster, until it is left."""
-        self._spoiled.look_for(roster)
-
-    def leave(self, roster: int) -> None:
-        """Ends looking at a roster."""
-        self._spoiled.leave(roster)
-
-    def is_spoiled(self, roster: int) -> bool:
-        """Returns whether this trainer or, as of the last look, another one has given up a roster."""
-        return self._spoiled.words_of(roster) is not None
-
-    def words_of(self, roster: int) -> str | None:
-        """Returns the words with which a roster was given up; None if it was not."""
-        return self._spoiled.words_of(roster)
-
-    def spoil(self, roster: int, words: str) -> None:
-        """Gives up a roster, for all trainers and servers.
-
-        Args:
-            words: why. If another trainer was first, its words stay.
-        """
-        self._spoiled.spoil(roster, words)
-
     def look(self) -> bool:
         """Looks once, and returns whether the store is still there. Without it the job ends elsewhere."""
         try:
@@ -258,7 +209,7 @@ class Watch:
                 for key in self._keys:  # so that all are there, and one request finds all of them
                     self._store.get(key)
             values = self._store.get_all(self._keys)
-            self._spoiled.look()
+            self._look_for_spoiled()
         except RuntimeError:
             return False
         now = time.monotonic()
@@ -273,10 +224,10 @@ class Watch:
         return True
 
 
-class StreamProgress:
+class StreamProgress(Repeated):
     """For how long a GPU's stream has come no further, and whether it waits for exchanges.
 
-    A thread leaves a mark in the stream, and the next one once the stream has passed it. It is a thread of its own,
+    A thread leaves a mark in the stream, and the next one once the stream has passed it. It is a separate thread,
     because its calls may wait: the driver lets none through while another thread waits to launch on a full stream.
 
     Args:
@@ -284,12 +235,12 @@ class StreamProgress:
     """
 
     def __init__(self, device: torch.device) -> None:
+        super().__init__("distca-progress", MARK_SECONDS, self._look)
         self._device, self._stream, self._mark = device, torch.cuda.current_stream(device), torch.cuda.Event()
         self._last_wait = torch.cuda.Event()
         self._started = self._waited = self._passed = self._rested = 0
         self._stalled_seconds, self._asked, self._is_left = 0.0, time.monotonic(), False
-        self._thread = Repeated("distca-progress", MARK_SECONDS, self._look)
-        self._thread.begin()
+        self.begin()
 
     def stalled_seconds(self) -> float:
         """Returns for how long no mark was passed; up to `MARK_SECONDS` on a stream that is not stalled. Waits for
@@ -316,10 +267,6 @@ class StreamProgress:
     def is_at_rest(self) -> bool:
         """Whether all noted exchanges are known to be over. They are known up to `MARK_SECONDS` later."""
         return max(self._passed, self._rested) >= self._started
-
-    def end(self) -> None:
-        """Ends looking."""
-        self._thread.end()
 
     def _look(self) -> bool:
         """Leaves a mark unless the last one was not passed yet, and returns True."""

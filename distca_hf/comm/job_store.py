@@ -19,7 +19,7 @@ from typing import Self
 
 from torch.distributed import DistStoreError, PrefixStore, QueueEmptyError, Store, TCPStore  # type: ignore[attr-defined]
 
-from distca_hf.errors import StoreLostError, first_line
+from distca_hf.errors import ConfigError, StoreLostError, first_line
 from distca_hf.launched import JOB_SECRET, job_secret, launched_store
 from distca_hf.telemetry import OF_THIS_RANK, get_logger
 
@@ -55,6 +55,18 @@ class JobStore:
         """Returns a part of this part."""
         return type(self)(self._store, self._secret, f"{self._path}/{name}")
 
+    def check_secret(self) -> None:
+        """Checks that this process has the secret of the process that came first.
+
+        Raises:
+            ConfigError: it has another one.
+        """
+        if not self._opened("secret", self.plain.compare_set("secret", "", self._signed("secret", b"same"))):  # type: ignore[arg-type]
+            raise ConfigError(
+                f"this process and the first one of the job have different values of {JOB_SECRET}, or somebody else "
+                f"reaches MASTER_PORT: give one random text to all processes, on every node"
+            )
+
     def set(self, key: str, value: bytes) -> None:
         """Writes a value."""
         self.plain.set(key, self._signed(key, value))  # type: ignore[arg-type]  # it takes bytes, too
@@ -72,7 +84,7 @@ class JobStore:
         """Writes a value unless there is one, and returns the one that is there now."""
         there = self.plain.compare_set(key, "", self._signed(key, value))  # type: ignore[arg-type]  # as above
         found = self._opened(key, there)
-        if not found:  # somebody else's
+        if not found:  # another process, without the secret, has written it
             self.set(key, value)
         return found or value
 
@@ -139,7 +151,7 @@ class JobStore:
 
 
 def open_store(timeout_seconds: float) -> JobStore:
-    """Returns a connection of its own to the launcher's store: a call that waits in it delays no other user.
+    """Opens another connection to the launcher's store: a call that waits in it delays no other user.
 
     Raises:
         ConfigError: no launcher keeps one, or the processes of the job share no secret.

@@ -58,7 +58,7 @@ class LiveServers:
         if silent:
             raise PeerLostError(
                 f"rank {rank} waited {patience_seconds:g} s (timeouts.agreement_seconds) for attention server "
-                f"{', '.join(silent)} of {self._count}, and found no heartbeat; look at its own words"
+                f"{', '.join(silent)} of {self._count}, and found no heartbeat; look at its own messages"
             )
 
     def wait_for_a_loss(self, members: Sequence[Member], patience_seconds: float) -> None:
@@ -107,7 +107,7 @@ class LostServers:
         if self._in_a_row[server] == MOST_LOSSES:
             log.warning(
                 "%s was lost %d times in a row, and no step counted in between: it is left out for the rest of the "
-                "training. Look at its own words above, and at its GPU",
+                "training. Look at its own messages above, and at its GPU",
                 name,
                 MOST_LOSSES,
             )

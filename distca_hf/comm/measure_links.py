@@ -215,7 +215,7 @@ class MeasuringRanks:
             beside()
             send.wait()
 
-        together = self.slowest(both, FEWEST_CALLS, "measuring kernels beside an exchange")
+        together = self.slowest(both, FEWEST_CALLS, "measuring kernels during an exchange")
         return max(0.0, together - max(alone, seconds_alone)) / min(alone, seconds_alone)
 
     def _group(self, between_nodes: bool) -> tuple[dist.ProcessGroup | None, int]:

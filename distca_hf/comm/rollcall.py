@@ -34,11 +34,9 @@ POLL_SECONDS = 0.02
 LONGEST_MESSAGE = 500
 
 ExceptHook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
-# Words of gloo and NCCL in errors of collectives that are not ours.
+# Texts in errors of gloo and NCCL, of collectives of other code.
 SIGNS_OF_A_LOST_PEER = ("onnection closed by peer", "onnection reset by peer", "Timed out waiting", "NCCL error")
-
-
-# Words of `torch.distributed.pipelining` in the error that it raises from that of a stage, with its arguments.
+# Text in the error of `torch.distributed.pipelining` that it raises from the error of a stage, with its arguments.
 SIGN_OF_A_STAGE = "failed to run forward"
 
 
@@ -67,9 +65,9 @@ class RollCall:
         names: of ranks for messages, where they have others than their numbers.
 
     Attributes:
-        places: returns words for the places of ranks that have come no further for some seconds, with a number that
+        places: returns texts for the places of ranks that have come no further for some seconds, with a number that
             grows as long as the process runs; raises RuntimeError if the store is gone.
-        in_vain: words about ranks that wait for each other at different places, once they were found.
+        in_vain: says which ranks wait for each other at different places, once they were found.
     """
 
     def __init__(

@@ -215,7 +215,7 @@ def wait_for_answers(
         if answer is None:
             raise PeerLostError(
                 f"rank {rank}: attention server {server} (start {incarnation}) did not answer in {patience_seconds:g} "
-                "s; look at its own words above, or for a process that is stopped"
+                "s; look at its own messages above, or for a process that is stopped"
             )
         if "refusal" in answer:
             raise ConfigError(f"rank {rank}: attention server {server} refuses: {answer['refusal']}")

@@ -109,7 +109,7 @@ class TorchTransport:
         atexit.register(self.at_exit)
         self._whereabouts = None if whereabouts is None else whereabouts(self)
         if self._whereabouts is not None:
-            rollcall.places = self._whereabouts.in_words
+            rollcall.places = self._whereabouts.texts
             self._whereabouts.begin(self._look)
 
     def exchange(self, asked: AllToAll) -> "TorchExchange":
@@ -150,7 +150,7 @@ class TorchTransport:
         return collectives_started(ours[0]) if ours else 0, sum(map(collectives_started, self._other_groups))
 
     def place(self) -> str:
-        """Returns words for the last collective call of this rank; empty if there was none."""
+        """Names the last collective call of this rank; empty if there was none."""
         where, exchanges = self._gathered
         return self.traffic.recent[-1] if self.traffic.exchanges > exchanges else where
 

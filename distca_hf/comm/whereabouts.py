@@ -64,7 +64,7 @@ class Place:
     """Where a rank is.
 
     Attributes:
-        words: names it.
+        text: names it, for messages.
         moments: counts of calls around the latest gathers, and of now.
         waits: function of torch in which it waits for a collective of other code, as far as can be seen; empty if it
             runs something, or waits for a call of the transport.
@@ -72,7 +72,7 @@ class Place:
         look: number of the look at which this was found out: one that grows shows that the process runs.
     """
 
-    words: str
+    text: str
     moments: list[list[int]]
     waits: str
     on_gpu: bool
@@ -84,7 +84,7 @@ class Place:
 
     def may_wait_since(self, moment: Calls) -> bool:
         """Returns whether the rank may still wait for a collective of other code that it had started at a moment.
-        Threads may start some out of order, so that of those before nothing follows."""
+        Threads may start some out of order, so nothing follows from earlier ones."""
         return self.on_gpu or (bool(self.waits) and moment == self.now)
 
 
@@ -106,7 +106,7 @@ def cannot_meet(one: Place, other: Place) -> bool:
     return one.now == other.now and "" not in (one.waits, other.waits) and one.waits != other.waits
 
 
-class Whereabouts:
+class Whereabouts(Repeated):
     """Shows where this rank is, and finds out whether it waits in vain.
 
     Args:
@@ -116,12 +116,12 @@ class Whereabouts:
         ranks: that run the same program, this one among them.
         labels: of these ranks.
         count: returns the exchanges of the transport and the collectives of other code that were started so far.
-        place: returns words for the last collective call of the transport.
+        place: names the last collective call of the transport.
         on_gpu: whether rows are exchanged between GPUs.
 
     Attributes:
         waits_for: place of a call that this rank has waited for, for a while; None if there is none.
-        in_vain: words about ranks that wait for each other, once they are found.
+        in_vain: says which ranks wait for each other, once they are found.
     """
 
     def __init__(
@@ -135,6 +135,7 @@ class Whereabouts:
         place: Callable[[], str],
         on_gpu: bool,
     ) -> None:
+        super().__init__("distca-whereabouts", LOOK_SECONDS, self.look)
         self.waits_for: str | None = None
         self.in_vain: str | None = None
         self._store = PrefixStore(f"distca_hf/whereabouts/{name}", store)
@@ -149,16 +150,11 @@ class Whereabouts:
         self._main = threading.main_thread().ident
         assert self._main is not None
         self._clock, self._used, self._load = time.pthread_getcpuclockid(self._main), 0.0, 0.0
-        self._thread = Repeated("distca-whereabouts", LOOK_SECONDS, self.look)
 
-    def begin(self, then: Callable[[], None]) -> None:
+    def begin(self, then: Callable[[], object] = lambda: None) -> None:
         """Starts to look; calls `then` after every look, in the same thread."""
         self._store.set(self._keys[self._rank], "")  # once all ranks have one, `shown` is two requests
-        self._thread.begin(then)
-
-    def end(self) -> None:
-        """Ends looking."""
-        self._thread.end()
+        super().begin(then)
 
     def note_gather(self) -> None:
         """Notes a gather that starts."""
@@ -206,17 +202,17 @@ class Whereabouts:
         places = {rank: _place_of(values[key]) for rank, key in self._keys.items() if values.get(key)}
         return {rank: place for rank, place in places.items() if place is not None}
 
-    def in_words(self) -> dict[int, tuple[str, int]]:
-        """Returns words for each place in `shown`, and the number of the look that found it."""
-        return {rank: (place.words, place.look) for rank, place in self.shown().items()}
+    def texts(self) -> dict[int, tuple[str, int]]:
+        """Returns the text of each place in `shown`, and the number of the look that found it."""
+        return {rank: (place.text, place.look) for rank, place in self.shown().items()}
 
     def _here(self, here: Calls) -> Place:
         waits_for, place, (code, waits) = self.waits_for, self._place(), _code_of(self._main)
         if waits_for or self._load > WAITING_LOAD:
             waits = ""
-        words = waits_for or (f"{code}, after {place}" if place else code)
+        text = waits_for or (f"{code}, after {place}" if place else code)
         moments = [[*each] for each in [*self._moments, here]]
-        return Place(words[:LONGEST_PLACE], moments, waits, self._on_gpu, self._looks)
+        return Place(text[:LONGEST_PLACE], moments, waits, self._on_gpu, self._looks)
 
     def _compare(self, mine: Place, shown: Mapping[int, Place]) -> None:
         """Compares places; where the same ranks cannot meet in two readings, they wait in vain."""
@@ -228,8 +224,8 @@ class Whereabouts:
             places = {**others, self._rank: mine}
             ranks = [rank for rank in self._keys if rank in places]
             labels = dict(zip(self._keys, self._labels, strict=True))
-            words = by_value([places[rank].words for rank in ranks], [labels[rank] for rank in ranks])
-            self._suspicion = f"ranks wait for each other at different places: {words}"
+            where = by_value([places[rank].text for rank in ranks], [labels[rank] for rank in ranks])
+            self._suspicion = f"ranks wait for each other at different places: {where}"
         if is_known:
             self.in_vain = self._suspicion
 
@@ -239,8 +235,8 @@ def _place_of(value: bytes) -> Place | None:
     try:
         read = json.loads(value)
         moments = [[*map(int, each)] for each in map(Calls._make, read["moments"])]
-        words, waits = (printable(str(read[name]))[:LONGEST_PLACE] for name in ("words", "waits"))
-        return Place(words, moments, waits, bool(read["on_gpu"]), int(read["look"])) if moments else None
+        text, waits = (printable(str(read[name]))[:LONGEST_PLACE] for name in ("text", "waits"))
+        return Place(text, moments, waits, bool(read["on_gpu"]), int(read["look"])) if moments else None
     except (ValueError, TypeError, KeyError):
         return None
 

@@ -85,7 +85,7 @@ class Runs:
         self._longest: dict[tuple[str, int], tuple[int, int]] = {}
 
     def note(self, row: int, beginning: IntArray, end: IntArray) -> None:
-        """Notes a document, of which these are the first and the last tokens; not one of equal tokens alone."""
+        """Notes a document, of which these are the first and the last tokens, unless it repeats one token."""
         if (beginning == beginning[0]).all() and (end == beginning[0]).all():
             return
         for verb, ids in (("end in", end[::-1]), ("begin with", beginning[:END_TOKENS])):

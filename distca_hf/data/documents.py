@@ -40,7 +40,7 @@ log = get_logger(__name__)
 
 # Label that losses leave out: the `ignore_index` of torch's cross entropy.
 IGNORED_LABEL = -100
-# Of rows that are stored nothing is drawn.
+# For stored rows nothing is drawn.
 NO_DRAWS: Draws = {}
 
 
@@ -65,8 +65,8 @@ class DocumentSource:
 
     Uses, where present: `labels`, `completion_mask` and `assistant_masks` (a token is learnt if all of them say so);
     `length` (tokens per row); `seq_lengths` (documents per row, from TRL's packing); `attention_mask`, in which there
-    must be no padding; `position_ids`, which must begin at 0 in every document; and what the model's forward pass
-    takes of other numbers per token. Columns that hold no numbers are left alone.
+    must be no padding; `position_ids`, which must begin at 0 in every document; and other
+    numbers per token that the model's forward pass takes. Columns without numbers are ignored.
 
     Args:
         dataset: the tokenised dataset.
@@ -153,7 +153,7 @@ class DocumentSource:
         Raises:
             PackingError: values are missing, or cannot be trained on; names row, token and numbers.
         """
-        # 1. Tokens of the row, and the one behind the last, which is its label.
+        # 1. Tokens of the row, and the one after the last, which is its label.
         row, first = int(self._row[document]), int(self._start[document])
         begin = first + start
         labels_end = min(first + stop + 1, first + int(self.document_tokens[document]))
@@ -163,7 +163,7 @@ class DocumentSource:
             values = {name: of_row[begin:labels_end] for name, of_row in draws[row].items()}
         input_ids = values["input_ids"]
         self._check(values, row, begin, int(self._origin[document]))
-        # 2. Labels, but for tokens that nothing is to be learnt from.
+        # 2. Labels, except of tokens that are not learnt.
         labels = values["labels" if "labels" in values else "input_ids"].copy()
         if self._follows_masks(values):
             for mask in MASK_COLUMNS:
@@ -321,11 +321,11 @@ def check_map_style(dataset: object) -> None:
         )
     if type(dataset).__getitem__ is not datasets.Dataset.__getitem__:
         raise PackingError(
-            f"{type(dataset).__name__} makes rows of its own (__getitem__), and tokens are read as they are stored; "
+            f"{type(dataset).__name__} makes its rows itself (__getitem__), and tokens are read as they are stored; "
             "make them in a transform instead (dataset.set_transform), or once with dataset.map"
         )
     if len(dataset) == 0:
-        raise PackingError("the dataset is empty: it has no rows. Look at what filtered it, or at the file it came of")
+        raise PackingError("the dataset is empty: it has no rows. Look at what filtered it, or at its file")
     if is_drawn(dataset) or "input_ids" in (shown := shown_columns(dataset)):
         return
     if "input_ids" in dataset.column_names:

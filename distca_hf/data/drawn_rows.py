@@ -1,4 +1,4 @@
-"""Drawn rows: those that a dataset's transform makes on access (`set_transform`). All columns come from one run.
+"""Drawn rows: a dataset's transform makes them on access (`set_transform`). All columns come from one run.
 
 A transform may draw at random from the generators of `random`, `numpy.random` and torch. They are seeded for every row
 with the loader's seed, the epoch and the row, and restored afterwards. So every rank that holds a part of a document,
@@ -32,8 +32,8 @@ from distca_hf.errors import PackingError
 if TYPE_CHECKING:
     from datasets import Dataset
 
-# Words of the generators' seeds.
-SEED_WORDS = 8
+# Integers of 32 bits in a seed.
+SEED_INTEGERS = 8
 
 
 class DrawnRows:
@@ -42,7 +42,7 @@ class DrawnRows:
     Args:
         seed: decides, with epoch and row, what a transform draws at random.
 
-    Attributes: as of `StoredRows`; columns are those of the first row.
+    Attributes: as of `StoredRows`; columns of the first row.
 
     Raises:
         PackingError: no lengths are announced; or the first row cannot be drawn.
@@ -71,8 +71,8 @@ class DrawnRows:
         for row, drawn in draws.items():
             if (inputs := _inputs_of(drawn)) != self.inputs:
                 raise PackingError(
-                    f"row {row}: the dataset's transform gives {_in_words(inputs)} beside tokens, and for row 0 "
-                    f"{_in_words(self.inputs)}; give every row the same inputs of the model"
+                    f"row {row}: the dataset's transform gives {_shown(inputs)} besides tokens, and "
+                    f"{_shown(self.inputs)} for row 0; give every row the same inputs of the model"
                 )
         return draws
 
@@ -83,7 +83,11 @@ class DrawnRows:
             PackingError: a column is of other tokens than announced, or cannot be placed.
         """
         seed_generators(self._seed, epoch, row)
-        made = self._dataset[[row]]
+        try:
+            made = self._dataset[[row]]
+        except Exception as error:
+            error.add_note(f"distca_hf: the dataset's transform raised this at row {row}")
+            raise
         self.shown |= made.keys()
         drawn: dict[str, NDArray[Any]] = {}
         for name, of_rows in made.items():
@@ -91,8 +95,8 @@ class DrawnRows:
                 continue
             if len(of_rows) != 1:
                 raise PackingError(
-                    f"row {row}: the dataset's transform makes {len(of_rows)} rows of one (column {name!r}), and the "
-                    "others would be left out; make one row of each, or use dataset.map"
+                    f"row {row}: the dataset's transform makes {len(of_rows)} rows of it (column {name!r}), of which "
+                    "only one could be used; make one row of each, or use dataset.map"
                 )
             value = of_rows[0]
             if name == "seq_lengths":
@@ -114,13 +118,13 @@ class DrawnRows:
         try:
             values = np.asarray(value)
         except ValueError as error:
-            raise PackingError(f"row {row}: column {name!r} gave lists of unequal lengths") from error
+            raise PackingError(f"row {row}: the transform gives {name!r} as lists of unequal lengths") from error
         if name == "labels" and values.ndim == 0:
             raise PackingError(f"row {row}: column {name!r} {ONE_PER_ROW}")
         if values.ndim != 1 or values.dtype.kind not in kinds or len(values) != self.lengths[row]:
             raise PackingError(
-                f"row {row}: column {name!r} gave an array of {values.dtype} with shape {values.shape}; "
-                f"{self.lengths[row]} {'numbers' if 'f' in kinds else 'integers'} were announced"
+                f"row {row}: the dataset's transform gives {name!r} of {values.dtype} with shape {values.shape}; "
+                f"column 'length' announces {self.lengths[row]} {'numbers' if 'f' in kinds else 'integers'}"
             )
         return values
 
@@ -137,11 +141,11 @@ class DrawnRows:
 
 def seed_generators(*numbers: int) -> None:
     """Seeds the generators of `random`, `numpy.random` and torch; that of GPUs stays as it is."""
-    words = np.random.SeedSequence([number % (1 << 64) for number in numbers]).generate_state(SEED_WORDS)
-    random.seed(words.tobytes())
-    np.random.seed(words)
+    seed = np.random.SeedSequence([number % (1 << 64) for number in numbers]).generate_state(SEED_INTEGERS)
+    random.seed(seed.tobytes())
+    np.random.seed(seed)
     if (torch := _torch()) is not None:
-        torch.default_generator.manual_seed(int(words[:2].view(np.uint64)[0]) >> 1)
+        torch.default_generator.manual_seed(int(seed[:2].view(np.uint64)[0]) >> 1)
 
 
 @contextmanager
@@ -178,5 +182,5 @@ def _inputs_of(drawn: Values) -> Mapping[str, np.dtype[Any]]:
     return {name: values.dtype for name, values in drawn.items() if name not in KNOWN_COLUMNS}
 
 
-def _in_words(inputs: Mapping[str, np.dtype[Any]]) -> str:
+def _shown(inputs: Mapping[str, np.dtype[Any]]) -> str:
     return ", ".join(f"{name!r} ({dtype})" for name, dtype in inputs.items()) or "nothing"

@@ -147,7 +147,8 @@ class EpochPacker:
         self._shuffle = shuffle
         self._fits = fits
         self._multiple = multiple
-        self._first = self._pack_first()
+        order, in_order = self._order(0), not shuffle
+        self._first = _pack_evenly(document_tokens, order, capacity_tokens, fits, multiple, in_order)
 
     @property
     def num_micro_batches(self) -> int:
@@ -213,10 +214,6 @@ class EpochPacker:
             micro_batches_per_epoch=self.num_micro_batches,
             accumulation_steps=accumulation_steps,
         )
-
-    def _pack_first(self) -> Epoch:
-        order, in_order = self._order(0), not self._shuffle
-        return _pack_evenly(self._tokens, order, self._capacity_tokens, self._fits, self._multiple, in_order)
 
     def _order(self, epoch: int) -> IntArray:
         if not self._shuffle:

@@ -1,6 +1,6 @@
-"""Media: images, videos and sound beside tokens, known by the names that Transformers' processors give them.
+"""Media: images, videos and sound next to tokens, known by the names that Transformers' processors give them.
 
-Micro-batches that are placed here hold tokens alone, so a dataset with media is refused. Batches of others may hold
+Micro-batches that are placed here hold only tokens, so a dataset with media is refused. Batches of others may hold
 them (`batches.packed`).
 """
 
@@ -19,7 +19,7 @@ MEDIA_FEATURES = ("Image", "Audio", "Video")
 
 
 def media_columns(dataset: "Dataset") -> list[str]:
-    """Returns names of the stored columns that hold images, videos or sound. A number or a text beside tokens (a
+    """Returns names of the stored columns that hold images, videos or sound. A number or a text (a
     caption, a path) is none."""
     return [name for name, feature in dataset.features.items() if is_media(name, feature)]
 
@@ -37,7 +37,7 @@ def is_media(name: str, feature: Any = None) -> bool:
 def media_refusal(columns: Iterable[str]) -> str:
     """Returns why a dataset with these columns of media cannot be placed."""
     return (
-        f"the dataset has images, videos or sound ({', '.join(columns)}), and placed micro-batches hold tokens alone: "
+        f"the dataset has images, videos or sound ({', '.join(columns)}), and placed micro-batches hold only tokens: "
         "they would be left out. Remove the columns to train on text; or keep your own packs, which may hold images "
         "(distca_hf.enable, DistCACallback)"
     )

@@ -66,8 +66,8 @@ class Pipeline:
         if self.chunks > 1 and micro_steps % self.num_stages:
             below = micro_steps - micro_steps % self.num_stages
             raise ConfigError(
-                f"{micro_steps} micro-batches per optimizer step are no multiple of {self.num_stages} stages, which "
-                f"interleaving ({self.chunks} chunks) needs; give {below} or {below + self.num_stages}, or 1 chunk"
+                f"{micro_steps} micro-batches per optimizer step are not a multiple of {self.num_stages} stages, as "
+                f"interleaving ({self.chunks} chunks) requires; give {below} or {below + self.num_stages}, or 1 chunk"
             )
         if num_layers is not None and self.num_parts > num_layers:
             raise ConfigError(

@@ -31,7 +31,7 @@ FIRST_FACTOR, SECOND_FACTOR = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049B
 
 @dataclass(frozen=True)
 class SavedPosition:
-    """Fields of a saved position, without those of the dataset.
+    """Fields of a saved position, except those that identify the dataset.
 
     Attributes:
         capacity_tokens, num_ranks, micro_steps: sizes of micro-batches and optimizer steps.
@@ -90,13 +90,13 @@ class SavedPosition:
         return {name: getattr(self, name) for name in ("capacity_tokens", "num_ranks", "micro_steps")}
 
     @property
-    def is_midst(self) -> bool:
+    def is_within_epoch(self) -> bool:
         """Whether micro-batches of its epoch were taken."""
         return bool(self.micro_batch or self.taken)
 
     def check_sizes(self, now: Mapping[str, int], stages: tuple[int, ...], whole_documents: bool) -> None:
-        """Checks that the midst of an optimizer step, and of an epoch, is of sizes as they are now, where its
-        micro-batches depend on them. Those of whole documents depend on the room of ranks, those of a pipeline also on
+        """Checks that a position within an optimizer step or an epoch was saved with the present sizes, if its
+        micro-batches depend on them. With whole documents they depend on ranks and their tokens, in a pipeline also on
         the micro-batches of a step.
 
         Args:
@@ -105,7 +105,7 @@ class SavedPosition:
             whole_documents: whether its documents stay whole.
 
         Raises:
-            ConfigError: it is of others; names both.
+            ConfigError: it was saved with others; names both.
         """
         into_step = (self.micro_batch - self.steps_from) % self.micro_steps
         if self.sizes != now and into_step:
@@ -120,9 +120,9 @@ class SavedPosition:
             "whole documents": whole_documents and not same_room,
             "a pipeline": bool(self.pipeline or stages) and saved != here,
         }
-        for kind in (kind for kind, differs in depends.items() if differs and self.is_midst):
+        for kind in (kind for kind, differs in depends.items() if differs and self.is_within_epoch):
             raise ConfigError(
-                f"the position was saved in the midst of an epoch of {kind} (micro_batch={self.micro_batch}, "
+                f"the position was saved in the middle of an epoch of {kind} (micro_batch={self.micro_batch}, "
                 f"{len(self.taken)} parts taken), with {saved}; this loader has {here}. Resume with the same ranks "
                 "and tokens_per_rank and in the same steps, or from the end of an epoch"
             )
@@ -172,14 +172,8 @@ def check_checksum(state: Mapping[str, Any], own: Mapping[str, object], document
         )
 
 
-def sum_of_documents(documents: IntArray, without: IntArray | None = None) -> int:
-    """Returns a checksum of a set of documents: those of two sets add up to that of both, modulo 2^64.
-
-    Args:
-        without: documents among them that do not count.
-    """
-    if without is not None:
-        return sum_of_documents(documents) - sum_of_documents(without)
+def sum_of_documents(documents: IntArray) -> int:
+    """Returns a checksum of a set of documents. Checksums of two sets add up to that of both, modulo 2^64."""
     mixed = documents.astype(np.uint64) + np.uint64(0x9E3779B97F4A7C15)
     mixed = (mixed ^ (mixed >> np.uint64(30))) * FIRST_FACTOR
     mixed = (mixed ^ (mixed >> np.uint64(27))) * SECOND_FACTOR

@@ -208,7 +208,7 @@ class ArrowColumn:
 
     @cached_property
     def lengths(self) -> IntArray:
-        """`[rows]` list lengths, from the offsets alone; a missing list counts 0."""
+        """`[rows]` list lengths, read from offsets only; a missing list counts 0."""
         counted = [pc.list_value_length(chunk).fill_null(0).to_numpy() for chunk in self._chunks]
         lengths = np.concatenate(counted).astype(np.int64) if counted else np.zeros(0, dtype=np.int64)
         return lengths if self._row_of is None else lengths[self._row_of]

@@ -263,7 +263,7 @@ def _warn_of_forgetting(module: nn.Module, settings: LayerSettings | None, packe
     if settings is not None and (settings.in_forward_pass() or backward_number() >= 0):
         return
     ranks = job_size()
-    consequence = "each attends to its own batch alone, and nothing is balanced" if ranks > 1 else "nothing is checked"
+    consequence = "each attends only to its own batch, and nothing is balanced" if ranks > 1 else "nothing is checked"
     model = f"a model with {type(module).__name__} trains with distca on {ranks} rank(s)"
     if settings is None:
         message = (

@@ -127,7 +127,7 @@ def refuse_steps() -> Iterator[None]:
 def _refuse_step(optimizer: torch.optim.Optimizer, *arguments: object) -> None:
     raise ConfigError(
         f"{type(optimizer).__name__} steps before it is known whether an attention server was lost, and could not be "
-        "undone: call optimizer.step() behind all attempts (plugin.attempts), not in one, and in no hook of backward"
+        "undone: call optimizer.step() after all attempts (plugin.attempts), not in one, and in no hook of backward"
     )
 
 
@@ -162,7 +162,7 @@ def attempts(
         )
     if hasattr(model, "zero_optimization_stage"):
         raise ConfigError(
-            "plugin.attempts got an engine of DeepSpeed, which steps in the midst of an attempt: train with a Trainer "
+            "plugin.attempts got an engine of DeepSpeed, which steps within an attempt: train with a Trainer "
             "and plugin.attach(trainer), or leave attempts out; then a lost attention server ends the job"
         )
     placed = [batch for batch in batches if batch.get("distca_plan") is not None]

@@ -255,7 +255,7 @@ def chosen_kernel(name: KernelName, operands: Operands, spec: AttentionSpec) -> 
     """Returns the kernel that was chosen before, or chooses it: its first use may compile it."""
     if operands.num_heads % operands.num_kv_heads:
         raise UnsupportedAttentionError(
-            f"{operands.num_heads} query heads are no multiple of {operands.num_kv_heads} KV heads"
+            f"{operands.num_heads} query heads are not a multiple of {operands.num_kv_heads} KV heads"
         )
     if name != "auto":
         named, reason = None, _refusal(KERNELS[name], operands, spec)
@@ -294,7 +294,7 @@ def why_not(name: str, operands: Operands, spec: AttentionSpec) -> str | None:
     """
     reason = _refusal(KERNELS[name], operands, spec)
     if reason is None and operands.num_heads % operands.num_kv_heads:
-        return f"has {operands.num_heads} query heads, which are no multiple of {operands.num_kv_heads} KV heads"
+        return f"has {operands.num_heads} query heads, which are not a multiple of {operands.num_kv_heads} KV heads"
     if reason is None and not KERNELS[name].automatic and operands.device_type != "cpu":
         return "is exact but slow, and only taken when asked for by name"
     return reason

@@ -21,6 +21,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -110,7 +111,7 @@ class KernelTimes:
         except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             if isinstance(error, PackingError):
                 raise
-            raise PackingError(f"{path} is no table of kernel times: {error!r}") from error
+            raise PackingError(f"{path} is not a table of kernel times: {error!r}") from error
 
     @property
     def _is_causal(self) -> NDArray[np.bool_]:
@@ -133,8 +134,8 @@ class KernelTimes:
 
     def of(self, starts: IntArray, stops: IntArray) -> FloatArray:
         """Predicts seconds of each query range [start, stop), forward and backward."""
-        query, query_part = _between(self.query_tokens, stops - starts)
-        key, key_part = _between(self.key_tokens, stops)
+        query, query_part = between(self.query_tokens, stops - starts)
+        key, key_part = between(self.key_tokens, stops)
         rate = self._log_rate
         # Bilinear, between the four measurements around a range; at the border of the table two of them are one.
         upper = np.minimum(query + 1, len(self.query_tokens) - 1), np.minimum(key + 1, len(self.key_tokens) - 1)
@@ -235,15 +236,15 @@ def place_by_seconds(
     return _even_out(best, seconds_of, _stripe_seconds(best, times))
 
 
-def _between(measured: IntArray, values: IntArray) -> tuple[IntArray, FloatArray]:
-    """Locates values between measured lengths: index of the lower one, and the fraction of the way to the next one on
-    a logarithmic axis."""
+def between(measured: NDArray[Any], values: NDArray[Any]) -> tuple[IntArray, FloatArray]:
+    """Locates values between measured sizes: index of the lower one, and the fraction of the way to the next one on a
+    logarithmic axis; values outside are at the border."""
     values = np.clip(values, measured[0], measured[-1])
     index = np.searchsorted(measured, values, side="right") - 1
     following = np.minimum(index + 1, len(measured) - 1)
     step = np.log(measured[following] / measured[index])
     part = np.log(values / measured[index]) / np.where(step > 0, step, 1.0)
-    return index, part
+    return index.astype(np.int64), part
 
 
 @dataclass(frozen=True)
@@ -289,7 +290,10 @@ def _even_out(layout: Layout, seconds_of: Seconds, fixed_seconds: FloatArray) ->
         seconds[slow], seconds[partner] = ranks[slow].seconds(seconds_of), ranks[partner].seconds(seconds_of)
 
     # 3. A layout of all segments, in the order in which tasks are computed.
-    held = [sorted([*stay, *rank.segments], key=_task_order) for stay, rank in zip(of_stripes, ranks, strict=True)]
+    held = [
+        sorted([*stay, *rank.segments], key=lambda segment: (segment[1] > 0, segment))
+        for stay, rank in zip(of_stripes, ranks, strict=True)
+    ]
     return Layout.from_segments(layout.document_tokens, held, stripes=layout.stripes)
 
 
@@ -361,7 +365,3 @@ def _joined(segments: list[Segment]) -> list[Segment]:
 
 def _mean_position(segment: Segment) -> tuple[int, Segment]:
     return segment[1] + segment[2], segment
-
-
-def _task_order(segment: Segment) -> tuple[bool, Segment]:
-    return segment[1] > 0, segment

@@ -102,7 +102,7 @@ class Servers:
         """
         if not self.nodes and trainers.num_nodes > 1:
             raise ConfigError(
-                f"{self.count} attention servers beside trainers on {trainers.num_nodes} nodes: say on which node "
+                f"{self.count} attention servers and trainers on {trainers.num_nodes} nodes: say on which node "
                 "each server is"
             )
         return trainers.with_servers(self.nodes or (0,) * self.count)
@@ -168,7 +168,7 @@ def plan_from_integers(integers: IntArray) -> Plan:
         found = f"{integers.dtype} {integers.shape}" if isinstance(integers, np.ndarray) else type(integers).__name__
         raise PlanError(f"a plan is a flat array of int64, not {found}")
     if len(integers) < HEADER_LENGTH:
-        raise PlanError(f"a plan of {len(integers)} integers is cut off: its header alone has {HEADER_LENGTH}")
+        raise PlanError(f"a plan of {len(integers)} integers is cut off: its header has {HEADER_LENGTH}")
     version, head_groups, window_tokens, *lengths = integers[:HEADER_LENGTH].tolist()
     if version != PLAN_VERSION:
         raise PlanError(f"the plan is of version {version}, this is {PLAN_VERSION}; run one version on all processes")

@@ -275,8 +275,8 @@ class ForwardPass:
             raise PlanMismatchError(
                 f"{self._transport.grid.name}, micro-batch {self._micro_batch}: ranks ran other attention calls in "
                 f"their forward passes: {name} is {shown}; no step was taken. "
-                "All ranks must run the same layers in one order. Where inputs need gradients on some ranks alone "
-                "(frozen layers behind embeddings that another module made), that module must take part on every rank"
+                "All ranks must run the same layers in one order. Where inputs need gradients on only some ranks "
+                "(frozen layers after embeddings that another module made), that module must take part on every rank"
             )
 
     def _begin_recomputed(self, window_tokens: int) -> str:

@@ -15,5 +15,5 @@ def count(text: str) -> int:
 
 def _whole(text: str, least: int) -> int:
     if not (text.isascii() and text.isdecimal() and int(text) >= least):
-        raise argparse.ArgumentTypeError(f"{text!r} is no whole number {'above 0' if least else 'from 0 on'}")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number {'above 0' if least else 'from 0 on'}")
     return int(text)

@@ -52,4 +52,4 @@ def test_model_that_lost_its_adapters_and_its_watch_is_mentioned_once(tmp_path: 
     (told,), others = run_ranks(2, _warnings_of_training, tmp_path, True, True, False, True)
 
     assert others == []
-    assert "outside of a forward pass of the model that was enabled: each attends to its own batch alone" in told
+    assert "outside of a forward pass of the model that was enabled: each attends only to its own batch" in told

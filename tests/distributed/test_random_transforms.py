@@ -71,7 +71,7 @@ def _allow_workers() -> None:
 
 
 def _in_many_ways(num_ranks: int, per_epoch: int) -> Batches:
-    """Batches of two epochs; asserts that they are the same by workers and resumed in the midst of an epoch."""
+    """Batches of two epochs; asserts that they are the same by workers and resumed in the middle of an epoch."""
     _allow_workers()
     rank, stop, end = torch.distributed.get_rank(), per_epoch // 2, 2 * per_epoch
     whole, _ = _batches(0, num_ranks, rank, end)

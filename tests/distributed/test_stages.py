@@ -240,7 +240,7 @@ def test_training_is_read_into_other_stages_and_data_ranks(runs: Runs) -> None:
         assert all(torch.equal(weight, expected[name]) for name, weight in weights.items())
         assert all(torch.equal(moment, moments[name]) for name, moment in of_optimizer.items())
         seen += weights
-        assert "was saved in the midst of an epoch of a pipeline (micro_batch=" in refused
+        assert "was saved in the middle of an epoch of a pipeline (micro_batch=" in refused
         assert "'num_ranks': 2, 'micro_steps': 4, 'pipeline': (2, 2)}; this loader has {" in refused
         assert "'num_ranks': 1, 'micro_steps': 4, 'pipeline': (4, 1)}" in refused
 

@@ -96,8 +96,8 @@ def test_truncated_state_is_refused(tmp_path: Path) -> None:
     strange.mkdir()
     (strange / "trainer_state.json").write_text(path.read_text())
     for content, words in (
-        (cut_off, "ends early, or is no JSON"),
-        ("[" * 100_000, "ends early, or is no JSON"),
+        (cut_off, "ends early, or is not JSON"),
+        ("[" * 100_000, "ends early, or is not JSON"),
         ("[]", "has the global_step None"),
         ('{"global_step": NaN}', "has the global_step nan"),
         ('{"global_step": -1}', "has the global_step -1"),

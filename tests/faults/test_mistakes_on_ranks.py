@@ -65,7 +65,7 @@ TOLD: dict[str, tuple[Callable[[], None], str, str, str]] = {
     ),
     "05 padded batches": (
         padded_batches,
-        "every rank attends to this batch alone",
+        "every rank attends to this batch by itself",
         "micro-batch 0 is padded on rank 0, 1",
         "Pack documents instead",
     ),

@@ -313,7 +313,7 @@ def test_trainer_is_stopped_by_name_where_divided_weights_go_wrong(initial: Path
         assert f"on {NAME}. " in words["weights"]
         assert "rank 0 (data 0" not in words["weights"].partition("checksum")[2]
         assert words["moved"] == "True"
-        assert "checkpoint-2 holds weights alone, of step 2, and Transformers" in words["resume"]
+        assert "checkpoint-2 holds only weights, of step 2, and Transformers" in words["resume"]
         assert "cannot resume" in words["resume"]
         assert "call train() without resume_from_checkpoint" in words["resume"]
         assert "self_attn.q_proj has an adapter, and is divided between 2 tensor ranks (colwise)" in words["q_proj"]

@@ -54,7 +54,7 @@ CPU = ["--device", "cpu"]
         ([*CPU, "--documents", "0"], "--documents '0': write"),
         ([*CPU, "--documents", "9000000000x5"], "--documents '9000000000x5': write"),
         ([*CPU, "--documents", "A:0"], "--documents 'A:0': write"),
-        (["--rounds", "0"], "argument --rounds: '0' is no whole number above 0"),
+        (["--rounds", "0"], "argument --rounds: '0' is not a whole number above 0"),
         (["--out", "missing/out.json"], "argument --out: missing/out.json cannot be written"),
         (["--config", "missing.json"], "argument --config: missing.json is no file"),
         (["--cluster", "nope"], "--cluster nope: choose one of h100, h200"),
@@ -78,29 +78,29 @@ def test_wrong_options_are_one_line_before_anything_is_measured(
 @pytest.mark.parametrize(
     ("line", "said"),
     [
-        ("planning --ranks 0", "argument --ranks: '0' is no whole number above 0"),
+        ("planning --ranks 0", "argument --ranks: '0' is not a whole number above 0"),
         ("planning --ranks 8 9999", "argument --ranks: 9999 is more than 8192"),
         ("planning --seeds -1", "argument --seeds"),
         ("weak_scaling --mix nope", "argument --mix: mix 'nope' is none of pretrain, "),
         ("weak_scaling --device cpu --sizes 9999999", "hold 655359934464 together, more than"),
         ("windows --ranks 8000 --tokens-per-rank 2000000000", "hold 16000000000000 together, more than"),
         ("whole_documents --tokens-per-rank 1", "which do not fill two micro-batches of 64 ranks"),
-        ("pipelines --steps 0", "argument --steps: '0' is no whole number above 0"),
-        ("predicted_steps --published -1", "argument --published: '-1' is no whole number from 0 on"),
-        ("cpu_step --tokens 0", "argument --tokens: '0' is no whole number above 0"),
+        ("pipelines --steps 0", "argument --steps: '0' is not a whole number above 0"),
+        ("predicted_steps --published -1", "argument --published: '-1' is not a whole number from 0 on"),
+        ("cpu_step --tokens 0", "argument --tokens: '0' is not a whole number above 0"),
         ("cpu_step --tokens 7", "--tokens 7 must be between 512 and 1048576"),
         ("cpu_step --threads 2000000", "argument --threads: 2000000 is more than 1024"),
         ("host_time --heads 2000000", "argument --heads: 2000000 is more than 1024"),
         ("training_run --vocabulary 2000000000", "argument --vocabulary: 2000000000 is more than 10000000"),
-        ("server_speeds --servers 1", "argument --servers: '1' is no whole number above 1"),
+        ("server_speeds --servers 1", "argument --servers: '1' is not a whole number above 1"),
         ("plan_log pretrain", "launch it, as in the example of --help: torchrun"),
         ("plan_log nope", "argument lengths: nope"),
         ("plan_estimates nope", "unrecognized arguments: nope"),
         ("pipeline_runtime --step-seconds nan", "argument --step-seconds: 'nan' is no finite number above 0"),
         ("pipeline_runtime", "launch it, as in the example of --help: torchrun"),
         ("server_orders --device cpu", "launch it, as in the example of --help: torchrun"),
-        ("server_orders --votes 1", "argument --votes: '1' is no whole number above 1"),
-        ("pipeline_step --chunks 1,0", "argument --chunks: '0' is no whole number above 0"),
+        ("server_orders --votes 1", "argument --votes: '1' is not a whole number above 1"),
+        ("pipeline_step --chunks 1,0", "argument --chunks: '0' is not a whole number above 0"),
         ("pipeline_step --micro-batches 9999", "argument --micro-batches: 9999 is more than 1024"),
         ("training_run --learning-rate -1", "argument --learning-rate: '-1' is no finite number from 0 on"),
         ("longest_context --minutes inf", "argument --minutes: 'inf' is no finite number above 0"),
@@ -157,7 +157,7 @@ def test_sizes_of_weak_scaling_are_numbers(
     with pytest.raises(SystemExit):
         script("weak_scaling").main()
 
-    assert "argument --sizes: 'x' is no whole number above 0" in capsys.readouterr().err
+    assert "argument --sizes: 'x' is not a whole number above 0" in capsys.readouterr().err
 
 
 def test_tasks_of_prefixes_have_the_pairs_of_their_mask(script: Callable[[str], ModuleType]) -> None:

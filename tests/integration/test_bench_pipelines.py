@@ -89,7 +89,7 @@ def test_a_folder_that_is_there_is_kept_and_refused_by_all_ranks(tmp_path: Path)
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--micro-batches", "3"], "3 micro-batches per optimizer step are no multiple of 2 stages"),
+        (["--micro-batches", "3"], "3 micro-batches per optimizer step are not a multiple of 2 stages"),
         (["--chunks", "9"], "2 stages of 9 chunks are 18 parts of a model with 4 layers"),
         (["--micro-batches", "4", "--tokens-per-rank", "1"], "the dataset holds"),
     ],

@@ -287,12 +287,12 @@ def test_recipe_is_given_before_or_after_the_script(arguments: list[str], monkey
     [
         ([], "expected --recipe or a script, got neither"),
         (["--lr", "1"], "expected --recipe or a script, got neither"),
-        (["script.py"], "'script.py' is no file and no shipped example"),
-        (["script.py", "--recipe"], "expected a value behind --recipe, got none"),
+        (["script.py"], "'script.py' is neither a file nor a shipped example"),
+        (["script.py", "--recipe"], "expected a value after --recipe, got none"),
         (["--recipe", "quickstart", "--recipe=quickstart", "script.py"], "expected one --recipe, got 2"),
         (["--recipe", os.devnull], f"{os.devnull} must hold a mapping"),
-        (["--recipe", "quickstart", "quickstar"], "'quickstar' is no file and no shipped example. Did you mean"),
-        (["--recipe", "no_such_recipe", "script.py"], "'no_such_recipe' is no file and no shipped recipe"),
+        (["--recipe", "quickstart", "quickstar"], "'quickstar' is neither a file nor a shipped example. Did you mean"),
+        (["--recipe", "no_such_recipe", "script.py"], "'no_such_recipe' is neither a file nor a shipped recipe"),
     ],
 )
 def test_wrong_command_line_ends_with_status_2_and_says_why(

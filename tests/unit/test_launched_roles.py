@@ -197,7 +197,7 @@ def test_server_is_prepared_by_the_recipe_and_ranks_behind_the_trainers(
     [
         (numbered(0, 2), ["--attention-servers", "2"], "leaves no process to train (2 - 2 = 0 on node 0)"),
         (numbered(0, 2), ["--attention-servers", "-1"], "attention_servers='-1' must be the number of servers"),
-        (numbered(0, 2), ["--attention-servers"], "expected a value behind --attention-servers, got none"),
+        (numbered(0, 2), ["--attention-servers"], "expected a value after --attention-servers, got none"),
         (
             numbered(0, 2),
             ["--attention-servers=1", "--attention-servers=1"],

@@ -213,6 +213,11 @@ def evaluation_without_labels(make: Make) -> None:
     attach(make(given={"eval_dataset": rows(41)}, eval_strategy="steps", per_device_eval_batch_size=1))
 
 
+def evaluation_on_texts(make: Make) -> None:
+    texts = Dataset.from_dict({"text": ["a text"]})
+    attach(make(given={"eval_dataset": {"held out": texts}}, eval_strategy="steps"), evaluate="distca")
+
+
 def setting_without_a_name(make: Make) -> None:
     distca_hf.DistCAPlugin(65536)  # type: ignore[misc]
 
@@ -435,6 +440,12 @@ TOLD: dict[str, tuple[Callable[[Make], None], str, str, str]] = {
         "the evaluation dataset",
         "add a column 'labels', or set evaluate='distca'",
     ),
+    "30 evaluation on texts": (
+        evaluation_on_texts,
+        "has no column 'input_ids', only ['text']",
+        "the evaluation dataset 'held out'",
+        "tokenise it first",
+    ),
     "31 a setting without a name": (
         setting_without_a_name,
         "65536 has no name",
@@ -449,7 +460,7 @@ TOLD: dict[str, tuple[Callable[[Make], None], str, str, str]] = {
     ),
     "31 a plugin as callback": (
         plugin_as_callback,
-        "is no callback",
+        "is not a callback",
         "a DistCAPlugin",
         "call plugin.attach(trainer)",
     ),

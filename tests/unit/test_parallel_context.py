@@ -124,7 +124,7 @@ def test_ranks_of_a_group_do_not_go_on_as_processes_alone(monkeypatch: pytest.Mo
     monkeypatch.setattr(parallel_context, "open_transport", lambda *arguments: opened)
 
     with pytest.raises(
-        PlanError, match="rank 1, micro-batch 0: the loader was made for one process alone, and 2 ranks"
+        PlanError, match="rank 1, micro-batch 0: the loader was made for a single process, and 2 ranks"
     ):
         model(**batch)
     assert plugin.transport(CPU) is opened
@@ -260,7 +260,7 @@ def test_servers_beside_a_grid_are_refused(monkeypatch: pytest.MonkeyPatch) -> N
     context = ParallelContext(DistCAConfig(attention_servers="1"))
 
     with pytest.raises(
-        ConfigError, match="differ in data alone, and these are 4 data x 2 tensor ranks; leave the serv"
+        ConfigError, match="differ only in data, and these are 4 data x 2 tensor ranks; leave the serv"
     ):
         context.use_grid(_grid())
 

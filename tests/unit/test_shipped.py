@@ -36,7 +36,9 @@ def test_all_kinds_of_files_are_there() -> None:
 
 
 def test_unknown_name_is_refused_with_those_there_are() -> None:
-    with pytest.raises(ConfigError, match=r"'quickstar' is no file and no shipped recipe\. Did you mean 'quickstart'"):
+    with pytest.raises(
+        ConfigError, match=r"'quickstar' is neither a file nor a shipped recipe\. Did you mean 'quickstart'"
+    ):
         RECIPES.find("quickstar")
     with pytest.raises(ConfigError) as caught:
         RECIPES.find("x")
@@ -73,5 +75,5 @@ def test_command_lists_names_and_prints_paths(command: str, kind: Shipped) -> No
     assert (listed.exit_code, listed.output.split()) == (0, sorted(kind.files()))
     assert (one.exit_code, Path(one.output.strip())) == (0, kind.find(name))
     assert unknown.exit_code == 2
-    assert f"distca: 'nothing' is no file and no shipped {kind.kind}" in unknown.output
+    assert f"distca: 'nothing' is neither a file nor a shipped {kind.kind}" in unknown.output
     assert isinstance(unknown.exception, SystemExit)

@@ -37,8 +37,8 @@ def test_line_is_read_as_it_was_written(trace: RankTrace) -> None:
 
 CONTENT = json.loads(TRACE.line())
 WRONG = {
-    "cut off": (TRACE.line()[:-40], "is no JSON: the file is cut off"),
-    "a list": ("[1, 2]", "is no trace of a training: its kind is None"),
+    "cut off": (TRACE.line()[:-40], "is not JSON: the file is cut off"),
+    "a list": ("[1, 2]", "is not a trace of a training: its kind is None"),
     "another kind": ('{"kind": "trace"}', "its kind is 'trace', and 'distca-trace' is read here"),
     "another version": (json.dumps(CONTENT | {"version": 3}), "is of version 3, and version 2 is read here"),
     "a field less": (json.dumps({name: CONTENT[name] for name in CONTENT if name != "work"}), "has no 'work'"),
@@ -82,7 +82,7 @@ def test_fields_that_do_not_go_together_are_refused(changes: dict[str, object], 
 
 def test_lines_that_python_cannot_read_are_refused() -> None:
     for line, words in (
-        ("[" * 100_000, "is no JSON"),
+        ("[" * 100_000, "is not JSON"),
         ('{"kind":"distca-trace","version":2,"step":' + "9" * 5000 + "}", "has the number 9999"),
     ):
         assert step_of(line) is None

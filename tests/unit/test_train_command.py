@@ -125,8 +125,8 @@ def test_more_processes_than_gpus_are_refused(
         ({"distributed_type": "MULTI_GPU", "num_processes": None}, "has no num_processes: add it, or give"),
         ({"distributed_type": "NO", "num_machines": 0}, "num_machines is 0; write a whole number, at least 1"),
         ({"distributed_type": "NO", "num_processes": "all"}, "num_processes is 'all'; write a whole number"),
-        ({"num_processes": 2}, "is no configuration of Accelerate: A `distributed_type` must be specified"),
-        ({"distributed_type": "NO", "processes": 2}, "is no configuration of Accelerate: The config file at"),
+        ({"num_processes": 2}, "is not a configuration of Accelerate: A `distributed_type` must be specified"),
+        ({"distributed_type": "NO", "processes": 2}, "is not a configuration of Accelerate: The config file at"),
         ({"zero_optimization": {"stage": 3}}, "is a configuration of DeepSpeed: give it to the script, --deepspeed"),
         ({"launch": {"script": "lora"}}, "is a recipe of distca train: give it as RECIPE"),
     ],
@@ -152,8 +152,8 @@ def test_configuration_is_read_as_accelerate_reads_it(
             [],
             "no configuration of Accelerate; give one with --accelerate: accelerate/",
         ),
-        ({"launch": {"script": "loora"}}, [], "'loora' is no file and no shipped example. Did you mean 'lora'?"),
-        ({"launch": {"script": "lora", "accelerate": "cpu"}}, [], "'cpu' is no file and no shipped recipe"),
+        ({"launch": {"script": "loora"}}, [], "'loora' is neither a file nor a shipped example. Did you mean 'lora'?"),
+        ({"launch": {"script": "lora", "accelerate": "cpu"}}, [], "'cpu' is neither a file nor a shipped recipe"),
         ({"plugin": {"kernels": 1}}, [], "unknown setting 'kernels'. Did you mean 'kernel'?"),
     ],
 )
@@ -276,7 +276,7 @@ MISTAKES: dict[str, tuple[Sequence[str], str]] = {
         ["recipe.yaml", "--dataset", "other.jsonl"],
         "other.jsonl has neither a column 'text' nor 'input_ids'; it has content",
     ),
-    "dataset of nulls": (["recipe.yaml", "--dataset", "null.jsonl"], "holds None in row 0, which is not a text"),
+    "dataset of nulls": (["recipe.yaml", "--dataset", "null.jsonl"], "holds a NoneType in row 0, not a text"),
     "several datasets": (
         ["recipe.yaml", "--dataset", "both"],
         "both holds several datasets; give both/train or both/test",
@@ -288,9 +288,12 @@ MISTAKES: dict[str, tuple[Sequence[str], str]] = {
     "no recipe": (TEXTS, "expected a recipe before --dataset: distca train RECIPE --dataset ..."),
     "dataset in place of a recipe": (
         ["texts.jsonl"],
-        "texts.jsonl is no recipe, but a file of documents: give it to --dataset",
+        "texts.jsonl is not a recipe, but a file of documents: give it to --dataset",
     ),
-    "script in place of a recipe": (["fails.py", *TEXTS], "fails.py is no recipe, but a script: give it to --script"),
+    "script in place of a recipe": (
+        ["fails.py", *TEXTS],
+        "fails.py is not a recipe, but a script: give it to --script",
+    ),
     "misspelt model": (
         ["recipe.yaml", *TEXTS, "--model", "./modle"],
         "no model ./modle: no such file or folder. Did you mean model?",
@@ -306,7 +309,7 @@ MISTAKES: dict[str, tuple[Sequence[str], str]] = {
         ["recipe.yaml", *TEXTS, "--model", "no_tokenizer"],
         "texts.jsonl holds texts, and no_tokenizer has no tokenizer for them",
     ),
-    "unknown recipe": (["recip.yaml", *TEXTS], "'recip.yaml' is no file and no shipped recipe"),
+    "unknown recipe": (["recip.yaml", *TEXTS], "'recip.yaml' is neither a file nor a shipped recipe"),
     "unknown section": (["section.yaml", *TEXTS], "unknown section 'scripts'. Did you mean 'script'?"),
     "prefix in the recipe": (
         ["misspelt.yaml", *TEXTS],
@@ -342,7 +345,7 @@ MISTAKES: dict[str, tuple[Sequence[str], str]] = {
         ["recipe.yaml", *TEXTS, "--save_strategy", "step"],
         "argument --save_strategy/--save-strategy: invalid choice: 'step' (choose from 'no', 'steps',",
     ),
-    "unknown dtype": (["recipe.yaml", *TEXTS, "--dtype", "bf16"], "--dtype bf16 is no dtype of torch"),
+    "unknown dtype": (["recipe.yaml", *TEXTS, "--dtype", "bf16"], "--dtype bf16 is not a dtype of torch"),
     "checkpoint that is not there": (
         ["recipe.yaml", *TEXTS, "--resume_from_checkpoint", "output/checkpoint-9"],
         "--resume_from_checkpoint output/checkpoint-9: there is no such file or folder",
@@ -361,13 +364,13 @@ MISTAKES: dict[str, tuple[Sequence[str], str]] = {
     ),
     "unknown configuration": (
         ["recipe.yaml", *TEXTS, "--accelerate", "cpu"],
-        "'cpu' is no file and no shipped recipe",
+        "'cpu' is neither a file nor a shipped recipe",
     ),
     "more processes than GPUs": (
         ["recipe.yaml", *TEXTS, "--accelerate", "fsdp2_4gpu"],
         "starts 4 processes on each machine, and this one has 0 GPUs",
     ),
-    "script with a mistake": (["recipe.yaml", *TEXTS, "--script", "fails.py"], "fails.py is no script of Python: "),
+    "script with a mistake": (["recipe.yaml", *TEXTS, "--script", "fails.py"], "fails.py is not a Python script: "),
     "script without its modules": (
         ["recipe.yaml", *TEXTS, "--script", "lonely.py"],
         "lonely.py cannot be imported: ModuleNotFoundError: No module named 'no_such_module'",

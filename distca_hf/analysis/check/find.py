@@ -162,7 +162,7 @@ def _of_file(path: Path, trust_remote_code: bool) -> Candidate:
     values = read_config(file)
     model_type = values.get("model_type")
     if not isinstance(model_type, str):
-        raise ConfigError(f"model config {file} has no model_type: it is no configuration of Transformers")
+        raise ConfigError(f"model config {file} has no model_type: it is not a configuration of Transformers")
     if not isinstance(values.get("quantization_config"), dict | None):
         raise ConfigError(f"model config {file}: quantization_config must be an object")
     if model_type not in CONFIG_MAPPING or (trust_remote_code and "auto_map" in values):
@@ -278,7 +278,7 @@ def _class_of(name: str) -> type[PreTrainedModel] | None:
         return None
     if found is None or _is_model_class(found):
         return found
-    raise ConfigError(f"model {name} is no model class with a configuration")
+    raise ConfigError(f"model {name} is not a model class with a configuration")
 
 
 def _is_model_class(found: Any) -> bool:

@@ -148,7 +148,7 @@ def _numerics(numerics: Numerics) -> RenderableType:
     mode = "" if numerics.in_training_mode else " In evaluation mode, because it draws random numbers in training."
     words = (
         f"{agree}: a tiny version of this model, {numerics.documents} documents of {numerics.tokens} tokens on "
-        f"{numerics.num_ranks} ranks, beside each document alone with sdpa, in fp32. Up to "
+        f"{numerics.num_ranks} ranks, compared with sdpa on each single document, in fp32. Up to "
         f"{LARGEST_DIFFERENCE:.0e} is rounding.{mode}"
     )
     return block("relative differences", table, words)

@@ -103,7 +103,7 @@ def judge(candidate: Candidate, gpu: Gpu, capacity_tokens: int, tries: bool = Tr
         found.reasons += refusals(model, longest_accepted)
         if found.reasons and not refusals(model, longest_accepted, whole_documents=True):
             found.notes.append(
-                "its loss alone is against it: on packs and padded rows that others make (DistCACallback) it may have "
+                "only its loss is against it: on packs and padded rows that others make (DistCACallback) it may have "
                 "any loss, and attention tasks move"
             )
         found.reasons += _needs_more_than_text(model)
@@ -138,7 +138,7 @@ def _needs_more_than_text(model: PreTrainedModel) -> list[str]:
         if parameter.default is parameter.empty and parameter.kind is parameter.POSITIONAL_OR_KEYWORD
     ]
     others = [name for name in needed if name != "input_ids"]
-    return [f"every batch needs {' and '.join(others)}, and documents are text alone"] if others else []
+    return [f"every batch needs {' and '.join(others)}, and documents are only text"] if others else []
 
 
 def _quantised(config: PreTrainedConfig, found: _Findings) -> None:
@@ -242,10 +242,12 @@ def _limits(
     for package in dict.fromkeys(choice.needs_package for choice in choices if choice.needs_package):
         without = next(choice.unable["torch_varlen"] for choice in choices if choice.needs_package == package)
         found.limits.append(
-            f"on {gpu.name} FlashAttention alone computes its layers ({package}): torch's own kernel {without}"
+            f"on {gpu.name} only FlashAttention computes its layers ({package}): torch's own kernel {without}"
         )
     if towers(model):
-        found.limits.append("documents of text; packs may hold images. Its towers attend with sdpa, each rank alone")
+        found.limits.append(
+            "documents of text; packs may hold images. Its towers attend with sdpa, on each rank separately"
+        )
 
 
 def _try(candidate: Candidate, found: _Findings) -> None:

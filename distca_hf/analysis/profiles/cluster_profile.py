@@ -211,7 +211,7 @@ class ClusterProfile:
             ConfigError: see `load`.
         """
         if not isinstance(content, dict) or content.get("kind") != KIND:
-            raise ConfigError(f"{source} is no cluster profile; `distca profile --output cluster.json` writes one")
+            raise ConfigError(f"{source} is not a cluster profile; `distca profile --output cluster.json` writes one")
         schema = content.get("schema")
         versions = (
             f"distca_hf {content.get('distca_hf', '(unknown)')} wrote it, and this is {__version__}, which reads form "

@@ -11,6 +11,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from distca_hf.placement.by_kernel_time import between
+
 
 FloatArray = NDArray[np.float64]
 # Whole numbers, or others.
@@ -97,17 +99,6 @@ class Notes:
             old.seconds + beyond.seconds,
             old.outside_seconds + beyond.outside_seconds,
         )
-
-
-def between(measured: FloatArray, values: FloatArray) -> tuple[NDArray[np.int64], FloatArray]:
-    """Locates values between measured sizes: index of the lower one, and the fraction of the way to the next one on a
-    logarithmic axis; values outside are at the border."""
-    values = np.clip(values, measured[0], measured[-1])
-    index = np.searchsorted(measured, values, side="right") - 1
-    following = np.minimum(index + 1, len(measured) - 1)
-    step = np.log(measured[following] / measured[index])
-    part = np.log(values / measured[index]) / np.where(step > 0, step, 1.0)
-    return index.astype(np.int64), part
 
 
 @dataclass(frozen=True, eq=False)

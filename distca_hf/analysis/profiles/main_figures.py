@@ -4,7 +4,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from distca_hf.analysis.profiles.cluster_profile import AttentionTimes, ClusterProfile, LayerTimes, LinkTimes
+from distca_hf.analysis.profiles.cluster_profile import AttentionTimes, ClusterProfile, LinkTimes
 from distca_hf.cost import causal_pairs
 from distca_hf.flops import ATTENTION_BACKWARD
 
@@ -66,7 +66,7 @@ class MainFigures:
     def of(cls, profile: ClusterProfile, file: Path) -> "MainFigures":
         """Returns the figures of a profile, and the path of its file."""
         made, attention = profile.made, profile.attention[0]
-        flops = _flops_of_longest(attention)
+        flops, layer = _flops_of_longest(attention), profile.layers[0]
         return cls(
             file=str(file),
             device=made.device,
@@ -78,7 +78,7 @@ class MainFigures:
             attention_tokens=int(attention.square_tokens[-1]),
             attention_forward_flops=flops / attention.square_forward[-1],
             attention_backward_flops=ATTENTION_BACKWARD * flops / attention.square_backward[-1],
-            layer_tokens_per_second=_tokens_per_second(profile.layers[0]),
+            layer_tokens_per_second=layer.tokens[-1] / (layer.kept[-1] + layer.backward[-1]),
             within_node=None if profile.within_node is None else LinkFigures.of(profile.within_node),
             between_nodes=None if profile.between_nodes is None else LinkFigures.of(profile.between_nodes),
         )
@@ -107,10 +107,6 @@ def _flops_of_longest(attention: AttentionTimes) -> float:
     """Returns the operations of the forward pass of the longest square: two products for each pair."""
     pairs = causal_pairs(0, int(attention.square_tokens[-1]))
     return 2.0 * 2 * attention.head_dim * attention.heads * float(pairs)
-
-
-def _tokens_per_second(layer: LayerTimes) -> float:
-    return layer.tokens[-1] / (layer.kept[-1] + layer.backward[-1])
 
 
 def _link_words(links: LinkFigures | None) -> str:

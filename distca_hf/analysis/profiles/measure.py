@@ -61,7 +61,8 @@ class Measuring:
         links = self._link_steps
         attention = AttentionBench.choose(clock, self.kernel, self.grid.heads, *self.grid.call_tokens)
         mine = self.grid.tasks[self.ranks.rank :: self.ranks.num_ranks]
-        layers = [(size, tokens, liger) for size, tokens in self.grid.layers for liger in self._liger]
+        kernels = (False, True) if has_liger() and self.ranks.device.type == "cuda" else (False,)
+        layers = [(size, tokens, liger) for size, tokens in self.grid.layers for liger in kernels]
         progress = MeasuringProgress(self.ranks.rank == 0, len(mine) + len(layers) + 1 + len(links))
         with progress.bar():
             bench = LayerBench(clock, dtype)
@@ -95,10 +96,6 @@ class Measuring:
     @property
     def _dtype(self) -> torch.dtype:
         return torch.bfloat16 if self.ranks.device.type == "cuda" else torch.float32
-
-    @property
-    def _liger(self) -> tuple[bool, ...]:
-        return (False, True) if has_liger() and self.ranks.device.type == "cuda" else (False,)
 
     @property
     def _link_steps(self) -> list[tuple[bool, int]]:

@@ -45,7 +45,7 @@ def find_profile(name: str) -> ClusterProfile:
     raise ConfigError(
         f"--cluster {name}: there is no measured profile of this GPU. The nearest is {nearest}, whose peak is "
         f"{(_peak(nearest) or 0) / peak:.2f} times as high: give --cluster {nearest}, the "
-        "memory of yours by --gpu-gib, and take ratios alone, or measure one with `distca profile`"
+        "memory of yours by --gpu-gib, and take only ratios, or measure one with `distca profile`"
     )
 
 

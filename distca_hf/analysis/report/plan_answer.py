@@ -7,18 +7,11 @@ from distca_hf.analysis.memory import SHARDING_NAMES
 from distca_hf.analysis.report.figures import MemoryBar, Report, Seconds, StepFigures, Table
 from distca_hf.analysis.report.small_enough import in_nodes
 from distca_hf.analysis.report.straggler import balance_in_words, most_telling
+from distca_hf.analysis.tables import PART_NAMES
 
 
 # Fields by which this JSON is known among others.
 FIELDS = ("tokens_per_rank", "layout", "fingerprint", "whole_epoch", "imbalance_before")
-# Parts of the memory of a rank, by their fields.
-MEMORY_PARTS = {
-    "state": "weights, AdamW, gradients",
-    "gathered": "weights gathered, gradients",
-    "kept": "kept until backward",
-    "computed": "a layer or logits",
-    "received": "keys of other ranks",
-}
 
 
 def claims(content: Mapping[str, Any]) -> bool:
@@ -116,7 +109,7 @@ def _memory(estimates: Mapping[str, Any]) -> list[MemoryBar]:
     return [
         MemoryBar(
             SHARDING_NAMES.get(name, name),
-            [(words, float(parts[field])) for field, words in MEMORY_PARTS.items()],
+            [(words, float(parts[field])) for field, words in PART_NAMES.items()],
             float(estimates["room_bytes"]),
         )
         for name, parts in estimates["memory_bytes"].items()

@@ -144,7 +144,7 @@ class Predictor:
             words = f"{path} is not a file in the folder of the run; give it with --cluster"
         except (OSError, ValueError) as error:
             words = first_line(error)
-        self.unread[f"The file of the setting kernel_times is no profile to predict from: {words}."] = None
+        self.unread[f"The file of the setting kernel_times is not a profile to predict from: {words}."] = None
         return None
 
     def _attention(self, profile: ClusterProfile, model: ModelSizes, traces: Sequence[RankTrace]) -> OfRanks:

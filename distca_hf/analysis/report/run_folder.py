@@ -181,15 +181,12 @@ def _facts(of_ranks: Mapping[int, RankTrace], trace: RankTrace) -> list[tuple[st
         ("plan", trace.fingerprint),
     ]
     if trace.servers:
-        servers = zip(trace.servers, _server_speeds(trace), strict=True)
+        speeds = trace.speeds[trace.num_ranks :] or (1.0,) * len(trace.servers)
+        servers = zip(trace.servers, speeds, strict=True)
         facts.append(("attention servers (speeds)", ", ".join(f"{number} ({speed:.2f})" for number, speed in servers)))
     if incomplete:
         facts.append(("without all of backward", names_in_words(incomplete)))
     return facts
-
-
-def _server_speeds(trace: RankTrace) -> Sequence[float]:
-    return trace.speeds[trace.num_ranks :] or (1.0,) * len(trace.servers)
 
 
 def _sent(of_ranks: Mapping[int, RankTrace]) -> list[tuple[int, int, float]]:

@@ -55,7 +55,7 @@ def read_source(path: Path, cluster: str | None = None) -> Report:
         return read_folder(path, Predictor(None if cluster is None else find_profile(cluster), path))
     if cluster is not None:
         raise ReportError(
-            f"--cluster {cluster}: seconds of a run are predicted from it, and {path} is no folder of one"
+            f"--cluster {cluster}: seconds of a run are predicted from it, and {path} is not the folder of one"
         )
     content = _object_of(path)
     for command, reader in READERS.items():
@@ -83,7 +83,7 @@ def _object_of(path: Path) -> Mapping[str, Any]:
     except FileNotFoundError:
         raise ReportError(f"{path} does not exist: give a folder of traces, or a file of JSON") from None
     except UnicodeDecodeError:
-        raise ReportError(f"{path} is no text: give a folder of traces, or a file of JSON") from None
+        raise ReportError(f"{path} is not text: give a folder of traces, or a file of JSON") from None
     except OSError as error:
         raise ReportError(f"{path} cannot be read: {error.strerror or error}") from error
     try:
@@ -91,7 +91,7 @@ def _object_of(path: Path) -> Mapping[str, Any]:
     except ReportError as error:
         raise ReportError(f"{path} has {error}") from None
     except (ValueError, RecursionError):
-        raise ReportError(f"{path} is no JSON, or cut off; for a run give the folder that its traces are in") from None
+        raise ReportError(f"{path} is not JSON, or cut off; for a run give the folder of its traces") from None
     if not isinstance(content, Mapping):
         raise ReportError(f"{path} holds a {type(content).__name__}, and not an object of JSON")
     return content

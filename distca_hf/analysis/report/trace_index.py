@@ -58,7 +58,7 @@ class TraceIndex:
         """Reads files once, and notes where the traces of each step lie.
 
         Raises:
-            ReportError: a file cannot be read, or a line is no trace of this version; names both.
+            ReportError: a file cannot be read, or a line is not a trace of this version; names both.
         """
         places: defaultdict[int, list[_Place]] = defaultdict(list)
         unfinished: list[Path] = []
@@ -73,7 +73,7 @@ class TraceIndex:
         """Yields the traces of a step, in the order of files and lines.
 
         Raises:
-            ReportError: a line is no trace; names file and line.
+            ReportError: a line is not a trace; names file and line.
         """
         for place in self._places[step]:
             try:
@@ -134,4 +134,4 @@ def _text(file: Path, line: bytes) -> str:
     try:
         return line.decode()
     except UnicodeDecodeError:
-        raise ReportError(f"{file} is no text: it is not as distca_hf writes it") from None
+        raise ReportError(f"{file} is not text: it is not as distca_hf writes it") from None

@@ -148,7 +148,7 @@ def simulate(
 
 # What holds for every simulation; docs/simulation.md has the equations.
 ASSUMPTIONS = (
-    "FSDP2 in bf16: ranks meet in every layer, and its weights are gathered twice in each micro-step, beside "
+    "FSDP2 in bf16: ranks meet in every layer, and its weights are gathered twice in each micro-step, while "
     "computing; both ends of a micro-step wait for the wires",
     "plain packing: as TRL packs (bfd), whole documents in packs of equal tokens; longer ones are cut",
     "rings and Ulysses: the fastest size of a group that holds the context; their attention is computed again in "

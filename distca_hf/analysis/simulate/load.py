@@ -12,7 +12,7 @@ If queries move, results of forward leave like gradients of backward, and output
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -70,10 +70,6 @@ class Load:
         again = layers_checkpointed and not self.saves_attention
         passes = ((kind.layers, kind.forward + kind.backward + again * kind.recomputed) for kind in self.attention)
         return float(sum(layers * seconds.mean() for layers, seconds in passes))
-
-    def recomputing(self) -> "Load":
-        """Returns the same, with attention that runs again in backward."""
-        return replace(self, saves_attention=False)
 
 
 @dataclass(frozen=True)

@@ -99,7 +99,7 @@ class PositionLimits:
         ]
         self._table = min(tables, default=None)
         self._rotary = longest_rotary_tokens(config)
-        self._trained: int | None = getattr(config, "max_position_embeddings", None)
+        self.trained_tokens: int | None = getattr(config, "max_position_embeddings", None)
         self._warned = False
 
     @property
@@ -111,11 +111,6 @@ class PositionLimits:
     def longest_tokens(self) -> int | None:
         """Longest document that is not refused; None if there is none."""
         return min((limit for limit in (self._table, self._rotary) if limit is not None), default=None)
-
-    @property
-    def trained_tokens(self) -> int | None:
-        """Longest document that the model was made for; None if its configuration does not say."""
-        return self._trained
 
     def check(self, longest_document_tokens: int, where: str) -> None:
         """Checks the length of a document; one that is longer than the model was trained with is a warning, once.
@@ -131,14 +126,14 @@ class PositionLimits:
                 f"{where}: a document has {longest} tokens, and the model's table of position embeddings ends at "
                 f"{self._table}; split documents (overlong='split' with fewer tokens_per_rank), or remove longer ones"
             )
-        if self._trained is not None and longest > self._trained and not self._warned:
+        if self.trained_tokens is not None and longest > self.trained_tokens and not self._warned:
             self._warned = True
             log.warning(
                 "%s: a document has %d tokens, and the model was made for %d (max_position_embeddings): its rotary "
                 "embeddings have not seen such positions. Scale them (rope_parameters, 'yarn'), or split documents",
                 where,
                 longest,
-                self._trained,
+                self.trained_tokens,
             )
 
 

@@ -64,7 +64,7 @@ def model_mesh(model: nn.Module) -> ModelMesh | None:
 
     Raises:
         ConfigError: it did, but over ranks that are not known, or over a dimension of another name.
-        UnsupportedAttentionError: it is no Transformers model.
+        UnsupportedAttentionError: it is not a Transformers model.
     """
     inner = transformers_model(model)
     manager = getattr(inner, "_mesh_manager", None)

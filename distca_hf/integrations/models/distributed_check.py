@@ -44,7 +44,7 @@ def check_distribution(model: nn.Module) -> ModelMesh | None:
 
     Raises:
         ConfigError: the model, or its data, is divided in a way that cannot train with distca; gives all reasons.
-        UnsupportedAttentionError: it is no Transformers model.
+        UnsupportedAttentionError: it is not a Transformers model.
     """
     reasons = list(refused_distribution(model))
     if reasons:
@@ -59,7 +59,7 @@ def follow_mesh(model: nn.Module, context: ParallelContext) -> None:
 
     Raises:
         ConfigError: as `check_distribution`; or a loader, a model or the user has divided the ranks in another way.
-        UnsupportedAttentionError: it is no Transformers model.
+        UnsupportedAttentionError: it is not a Transformers model.
     """
     found = check_distribution(model)
     if found is not None:
@@ -132,7 +132,7 @@ def refused_distribution(model: nn.Module) -> Iterator[str]:
     tensor = 1 if mesh is None else mesh.size(mesh.tensor)
     if mesh is not None and mesh.size(mesh.stages) > 1:
         yield (
-            f"pp_size={mesh.size(mesh.stages)}: Transformers runs the stages of a pipeline for inference alone, "
+            f"pp_size={mesh.size(mesh.stages)}: Transformers runs the stages of a pipeline only for inference, "
             "without a backward pass; set it to 1, or train a pipeline as `distca examples pipeline` shows"
         )
     if wants_sequence_parallel(model):

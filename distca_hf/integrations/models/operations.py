@@ -115,7 +115,7 @@ def _matrices(model: nn.Module) -> Iterator[tuple[int, bool]]:
             raise ValueError(f"{name} is quantised")
         share = share_of(name, shares)
         if share is None:
-            raise ValueError(f"{name}: no module beside it says how many experts a token takes")
+            raise ValueError(f"{name}: no module next to it says how many experts a token takes")
         yield int(prod(shape) * share), parameter.requires_grad
 
 

@@ -43,7 +43,7 @@ class RecomputedLayers:
         apart = set(self._windows)  # layers that no module checkpoints by itself
         inside = {module: [part for part in module.modules() if part in self._windows] for module in modules}
         for place, module in enumerate(modules):
-            if _is_region(module):
+            if isinstance(module, GradientCheckpointingLayer) or hasattr(module, "checkpoint_fn"):  # as a whole
                 apart.difference_update(inside[module])
                 in_region |= dict.fromkeys(inside[module] if place in again else (), module)  # the innermost counts
         for place in again:  # models that checkpoint layers of theirs one by one
@@ -52,8 +52,3 @@ class RecomputedLayers:
         for layer, region in in_region.items():
             regions.setdefault(region, []).append(self._windows[layer])
         return tuple(tuple(windows) for windows in regions.values())
-
-
-def _is_region(module: nn.Module) -> bool:
-    """Returns whether a module that may be checkpointed is recomputed as a whole."""
-    return isinstance(module, GradientCheckpointingLayer) or hasattr(module, "checkpoint_fn")

@@ -46,7 +46,7 @@ def undivided(model: PreTrainedModel) -> Iterator[str]:
         config = getattr(layer, "config", text)
         if layer not in in_towers or config is text or config is model.config:
             yield (
-                f"{name} attends beside the text decoder and belongs to no tower with a config of its own: it would "
+                f"{name} attends outside the text decoder and belongs to no tower with a config of its own: it would "
                 "attend through distca as well"
             )
             return
@@ -64,7 +64,7 @@ def give_own_attention(model: PreTrainedModel) -> None:
         if any(getattr(layer, "config", tower.config)._attn_implementation == distca for layer in layers):
             own = OF_TOWERS if tower._supports_sdpa else "eager"
             tower.set_attn_implementation(own)
-            log.info("%s: %s attends with %s, each rank alone", type(model).__name__, name, own)
+            log.info("%s: %s attends with %s, on each rank separately", type(model).__name__, name, own)
 
 
 def without_kinds_of_text(batch: Batch) -> Batch:

@@ -106,7 +106,7 @@ class ModelPart(nn.Module):
         if not schedule.has_loss:
             raise ConfigError(
                 f"{where} was made without loss_fn, so that it runs no backward pass on this stage: give it a loss on "
-                "all stages; the last one alone calls it"
+                "all stages; only the last one calls it"
             )
 
     def _plan(self, number: torch.Tensor) -> LivePlan:

@@ -56,7 +56,7 @@ class LayerStack:
         mixers = list(mixers_of(whole))
         if mixers:
             raise ConfigError(
-                f"{name}: {mixers[0]} carries a state from token to token, and stages run attention layers alone; "
+                f"{name}: {mixers[0]} carries a state from token to token, and stages run only attention layers; "
                 "train it without a pipeline"
             )
         stack = cls._written_down(whole)

@@ -74,7 +74,7 @@ class TrainingState:
         if foreign:
             raise ConfigError(
                 f"{grid.name}: {len(foreign)} of {len(trained)} weights of the optimizer are in no part given here, "
-                f"first one of {foreign[0]}; give all parts of this stage, and an optimizer of their weights alone"
+                f"first one of {foreign[0]}; give all parts of this stage, and an optimizer of only their weights"
             )
 
     def to_save(self) -> Entries:

@@ -70,7 +70,7 @@ def attach(trainer: Trainer, context: ParallelContext) -> None:
     padded = padded_by(trainer)
     if padded is None and packed_by(trainer) is None and (kind := other_trainer_of_trl(trainer)):
         raise ConfigError(
-            f"{kind} makes batches of its own kind, and placed ones cannot take their place; keep them, with "
+            f"{kind} makes its own kind of batches, and placed ones cannot take their place; keep them, with "
             "callbacks=[distca_hf.DistCACallback(plugin)] instead of attach"
         )
     if trainer.train_dataset is not None and packed_by(trainer) is None and padded is None:

@@ -150,7 +150,7 @@ def restorer(model: nn.Module) -> Callable[[], None]:
     """Returns a function that leaves a model as it is now: not enabled, or enabled as before.
 
     Raises:
-        UnsupportedAttentionError: it is no Transformers model.
+        UnsupportedAttentionError: it is not a Transformers model.
     """
     inner = transformers_model(model)
     earlier = watch_of(inner)

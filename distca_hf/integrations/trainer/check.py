@@ -15,9 +15,10 @@ from torch import nn
 from transformers import DataCollatorWithFlattening, Trainer, TrainingArguments
 
 from distca_hf.config import DistCAConfig
+from distca_hf.data.documents import check_map_style
 from distca_hf.data.media import media_columns, media_refusal
 from distca_hf.data.rows import is_drawn
-from distca_hf.errors import ConfigError
+from distca_hf.errors import ConfigError, PackingError
 from distca_hf.integrations.models.check import IMPLEMENTATION
 from distca_hf.integrations.models.distributed import has_data_and_tensor_mesh, model_mesh, tensor_ranks
 from distca_hf.integrations.models.distributed_check import LOWEST_TENSOR, refused_distribution
@@ -210,8 +211,8 @@ def _towers_without_gradients(trainer: Trainer) -> Iterator[str]:
     trained = [name for name, weight in weights_beside_text(inner).items() if weight.requires_grad]
     if trained:
         yield (
-            f"{trained[0]} and {len(trained) - 1} more weights beside the text train, and documents of text give them "
-            "no gradients, which DDP counts on; freeze them (requires_grad_(False)), or set "
+            f"{trained[0]} and {len(trained) - 1} more weights outside the text model train, and documents of text "
+            "give them no gradients, which DDP counts on; freeze them (requires_grad_(False)), or set "
             "ddp_find_unused_parameters=True"
         )
 
@@ -272,8 +273,12 @@ def check_placed_evaluation(trainer: Trainer, open_loader: Callable[[datasets.Da
     Raises:
         PackingError: one of them cannot be packed.
     """
-    for _, dataset in _evaluation_datasets(trainer):
-        open_loader(dataset)
+    for name, dataset in _evaluation_datasets(trainer):
+        try:
+            check_map_style(dataset)
+            open_loader(dataset)
+        except PackingError as error:
+            raise PackingError(f"the evaluation dataset{name}: {error}") from error
 
 
 class EvaluationCheck:
@@ -312,7 +317,7 @@ class EvaluationCheck:
 
 
 def _evaluation_datasets(trainer: Trainer) -> list[tuple[str, datasets.Dataset]]:
-    """Returns names, quoted behind a space, and datasets."""
+    """Returns names, quoted after a space, and datasets."""
     given = trainer.eval_dataset
     if isinstance(given, Mapping):
         return [(f" {name!r}", dataset) for name, dataset in given.items()]

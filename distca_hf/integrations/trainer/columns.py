@@ -1,4 +1,4 @@
-"""Columns: what placed batches read of a Trainer's dataset. Labels are those that the Trainer itself would make.
+"""Columns: what placed batches read of a Trainer's dataset. Labels are as the Trainer itself would make them.
 
 A Trainer shows its collator the columns that the model's forward pass names; with `remove_unused_columns=False`, and
 of what a transform makes, all. Collators of Transformers do not know TRL's masks, and TRL has made labels of them
@@ -23,8 +23,9 @@ from distca_hf.data.rows import MASK_COLUMNS, ONE_PER_ROW, Reading, is_drawn, sh
 from distca_hf.integrations.models.planner import reading_for
 
 
-# Collators that pad and keep the labels of the dataset. TRL's is known by its name, as TRL may not be installed.
-KEEP_LABELS = (DefaultDataCollator, DataCollatorWithPadding, DataCollatorForSeq2Seq)
+# Collators that pad, and keep the labels of the dataset or, the last one, make labels of its tokens. TRL's is known by
+# its name, as TRL may not be installed.
+KNOWN = (DefaultDataCollator, DataCollatorWithPadding, DataCollatorForSeq2Seq, DataCollatorForLanguageModeling)
 OF_TRL = "trl.trainer.sft_trainer.DataCollatorForLanguageModeling"
 # Columns that TRL's collator takes.
 OF_TRLS_COLLATOR = frozenset({"input_ids", "labels"})
@@ -56,7 +57,7 @@ def refused_collator(trainer: Trainer) -> Iterator[str]:
     name = getattr(collator, "__name__", type(collator).__name__)
     if getattr(collator, "mlm", False):
         yield f"its data collator {name} masks tokens (mlm); placed micro-batches are for causal language models"
-    elif not _is_known(collator):
+    elif not (collator is default_data_collator or type(collator) in KNOWN or _is_trls(collator)):
         yield (
             f"its data collator {name} would not be called: batches are made here. Let the dataset hold the columns "
             "that it makes (input_ids, labels or completion_mask), and use DataCollatorForSeq2Seq"
@@ -91,16 +92,6 @@ def _shown_to_collator(trainer: Trainer, dataset: datasets.Dataset) -> list[str]
         return shown_columns(trainer._remove_unused_columns(dataset))
     finally:
         trainer._signature_columns = signature
-
-
-def _is_known(collator: Callable[..., object]) -> bool:
-    kind = type(collator)
-    return (
-        collator is default_data_collator
-        or kind in KEEP_LABELS
-        or kind is DataCollatorForLanguageModeling
-        or _is_trls(collator)
-    )
 
 
 def _is_trls(collator: Callable[..., object]) -> bool:

@@ -73,7 +73,11 @@ def check_checkpoint(model: nn.Module, output_dir: str, resume_from_checkpoint: 
         return
     whole = [folder for folder in Path(given).parent.glob("checkpoint-*") if _why_not_whole(folder) is None]
     newest = max(whole, key=_step_of, default=None)
-    advice = f'resume_from_checkpoint="{newest}" goes on from there' if newest else "no whole checkpoint is beside it"
+    advice = (
+        f'resume_from_checkpoint="{newest}" goes on from there'
+        if newest
+        else "there is no whole checkpoint next to it"
+    )
     raise ConfigError(
         f"{given} was not written to its end: {reason}. The disk was full, or a process ended while it saved; {advice}"
     )
@@ -224,7 +228,7 @@ def _check_model_resumes(model: nn.Module, checkpoint: Path) -> None:
     if not divided_by_transformers(model):
         return
     state = TrainerState.load_from_json(str(checkpoint / TRAINER_STATE_NAME))
-    saved = "weights and the state of an optimizer" if (checkpoint / OPTIMIZER_NAME).is_file() else "weights alone"
+    saved = "weights and the state of an optimizer" if (checkpoint / OPTIMIZER_NAME).is_file() else "only weights"
     raise ConfigError(
         f"{checkpoint} holds {saved}, of step {state.global_step}, and Transformers {transformers.__version__} cannot "
         "resume the training of a model that it divides as it loads it (DistributedConfig). Load the model from this "
@@ -241,7 +245,7 @@ def _why_not_whole(folder: Path) -> str | None:
     try:
         content = json.loads(state.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
-        return f"its {TRAINER_STATE_NAME} ends early, or is no JSON ({error})"
+        return f"its {TRAINER_STATE_NAME} ends early, or is not JSON ({error})"
     step = content.get("global_step") if isinstance(content, dict) else None
     if type(step) is not int or step < 0:
         return f"its {TRAINER_STATE_NAME} has the global_step {step!r}, and not a whole number from 0 on"

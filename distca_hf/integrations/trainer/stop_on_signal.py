@@ -62,7 +62,7 @@ class LeaveOnSignal(TrainerCallback):
         self._signal = 0
         self._steps_unshown = 0
         self._first_step = self._saved_step = 0
-        self._saves_weights_alone = False
+        self._saves_only_weights = False
         self._earlier: dict[int, Handler] = {}
         self._is_training = False
         self._batches, self._agree_at, self._stride, self._agreed = 0, 1, 1, time.monotonic()
@@ -76,10 +76,10 @@ class LeaveOnSignal(TrainerCallback):
         **kwargs: object,
     ) -> None:
         self._transport = self._transport_of(args.device)
-        self._saves_weights_alone = not args.save_only_model and divided_by_transformers(model)
-        if self._saves_weights_alone:
+        self._saves_only_weights = not args.save_only_model and divided_by_transformers(model)
+        if self._saves_only_weights:
             log.info(
-                "save_on_signal saves weights alone: Transformers cannot resume a model that was divided as it was "
+                "save_on_signal saves only weights: Transformers cannot resume a model that was divided as it was "
                 "loaded (DistributedConfig), so neither optimizer nor position can be restored"
             )
         self._traffic.leave_signal = self._signal = 0
@@ -93,13 +93,13 @@ class LeaveOnSignal(TrainerCallback):
         return self._transport.traffic
 
     @property
-    def _is_alone(self) -> bool:
+    def _is_only_rank(self) -> bool:
         return len(self._transport.grid.ranks) == 1
 
     @property
     def _leaving(self) -> dict[int, int]:
         """Ranks that got a signal, and which, as far as all ranks know."""
-        if not self._is_alone:
+        if not self._is_only_rank:
             return self._traffic.leaving
         return {self._transport.grid.rank: self._traffic.leave_signal} if self._traffic.leave_signal else {}
 
@@ -124,7 +124,7 @@ class LeaveOnSignal(TrainerCallback):
             does,
             "Ctrl-C again leaves without it; " if self._signal == signal.SIGINT else "",
         )
-        args.save_only_model |= self._saves_weights_alone
+        args.save_only_model |= self._saves_only_weights
 
     def on_prediction_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
@@ -138,7 +138,7 @@ class LeaveOnSignal(TrainerCallback):
         if not self._is_training:
             return
         self._batches += 1
-        if self._batches == self._agree_at and not self._is_alone:
+        if self._batches == self._agree_at and not self._is_only_rank:
             self._agree_in_evaluation()
         if self._leaving:
             self._leave_evaluation(args, state, control)
@@ -189,7 +189,7 @@ class LeaveOnSignal(TrainerCallback):
 
     def _check_shown(self, state: TrainerState) -> None:
         """Raises a signal again that has not reached the other ranks for some steps: they agree over other groups."""
-        if self._is_alone or not self._traffic.leave_signal or self._traffic.leaving:
+        if self._is_only_rank or not self._traffic.leave_signal or self._traffic.leaving:
             self._steps_unshown = 0
             return
         self._steps_unshown += 1
@@ -213,7 +213,7 @@ class LeaveOnSignal(TrainerCallback):
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
     ) -> None:
-        """Ends the process if a rank has got a signal. One that came behind the last step saves that step, as far as
+        """Ends the process if a rank has got a signal. One that came after the last step saves that step, as far as
         all ranks have seen it in their last report.
 
         Raises:
@@ -265,7 +265,7 @@ class LeaveOnSignal(TrainerCallback):
     def _handle_child(
         self, handler: Callable[[int, FrameType | None], object], number: int, frame: FrameType | None
     ) -> None:
-        """Passes the end of a child on to torch, which raises an error in the midst of a step if a worker was killed.
+        """Passes the end of a child on to torch, which raises an error within a step if a worker was killed.
         A worker that started before this training, and that the signal has ended, ends the training with a checkpoint.
         """
         try:

@@ -92,7 +92,7 @@ def words(text: str) -> int:
 def _whole(text: str, least: int, most: int) -> int:
     if not (text.isascii() and text.isdecimal() and int(text[:DIGITS]) >= least):
         raise argparse.ArgumentTypeError(
-            f"{text!r} is no whole number {f'above {least - 1}' if least else 'from 0 on'}"
+            f"{text!r} is not a whole number {f'above {least - 1}' if least else 'from 0 on'}"
         )
     if len(text) > DIGITS or int(text) > most:
         raise argparse.ArgumentTypeError(f"{text} is more than {most}")

@@ -111,7 +111,7 @@ def test_kernels_are_those_that_can_compute_the_layers(name: str, gpu: str) -> N
 
     assert (verdict.status, {choice.able for choice in verdict.kernels}) == (status, {able})
     if status == "works with limits":
-        assert any("FlashAttention alone computes its layers" in limit for limit in verdict.limits)
+        assert any("only FlashAttention computes its layers" in limit for limit in verdict.limits)
 
 
 def test_heads_that_are_too_wide_are_refused_on_gpus_alone() -> None:

@@ -179,7 +179,7 @@ BAD: dict[str, tuple[tuple[str, ...], str]] = {
     "no such file": (("nowhere/config.json",), "cannot be read"),
     "no such module": (("support.nowhere.Model",), "cannot be imported"),
     "no such class": (("support.strange_models.Nothing",), "support.strange_models has no Nothing"),
-    "no model class": (("os.path",), "is no model class"),
+    "no model class": (("os.path",), "is not a model class"),
     "no such GPU": (("llama", "--gpu", "h2000"), "Did you mean 'h200'?"),
     "no GPUs": (("llama", "--gpus", "0"), "--gpus 0 must be between 1 and 8192"),
     "no tokens": (("llama", "--tokens-per-rank", "0"), "--tokens-per-rank 0 must be"),

@@ -60,8 +60,8 @@ def test_shipped_profiles_say_where_they_come_from() -> None:
 def test_other_files_are_refused_in_one_line(profile: ClusterProfile, tmp_path: Path) -> None:
     content = content_of(profile, tmp_path)
 
-    assert "is no cluster profile" in refusal(tmp_path, {"query_tokens": [1]})
-    assert "is no cluster profile" in refusal(tmp_path, [1, 2])
+    assert "is not a cluster profile" in refusal(tmp_path, {"query_tokens": [1]})
+    assert "is not a cluster profile" in refusal(tmp_path, [1, 2])
     assert "cannot be read" in refusal(tmp_path, "{")
     assert f"form {SCHEMA + 1}" in refusal(tmp_path, {**content, "schema": SCHEMA + 1})
     assert "damaged" in refusal(tmp_path, {**content, "attention": []})

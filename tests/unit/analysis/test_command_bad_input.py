@@ -139,7 +139,7 @@ def test_an_error_without_words_has_its_name(good: Path, monkeypatch: pytest.Mon
     def read(path: Path) -> None:
         raise MemoryError
 
-    monkeypatch.setitem(lengths_module.TEXT_READERS, "json", read)
+    monkeypatch.setitem(lengths_module.READERS, "json", read)
     assert "lengths.json cannot be read: MemoryError" in refusal(good)
 
 
@@ -290,7 +290,7 @@ def test_a_setting_of_the_environment_that_is_no_value(good: Path, monkeypatch: 
     )
     monkeypatch.setenv("DISTCA_PAD_TO_MULTIPLE_OF", "1")
     monkeypatch.setenv("DISTCA_KERNEL_TIMES", "missing.json")
-    assert "missing.json is no table of kernel times" in refusal(good)
+    assert "missing.json is not a table of kernel times" in refusal(good)
 
 
 SHAPE = {"num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "dtype": "bfloat16"}

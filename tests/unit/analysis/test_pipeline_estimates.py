@@ -193,7 +193,7 @@ def test_a_model_of_unknown_size_has_no_utilisation(some: Path, tmp_path: Path) 
         ("--pipeline 1", "--pipeline 1: a pipeline of 1 stages is none: give at least 2"),
         ("--pipeline 4 --chunks 0", "--pipeline 4 --chunks 0: a pipeline stage has 0 chunks"),
         ("--pipeline 4", "--pipeline 4 --chunks 1 --micro-steps 1: 1 micro-batches per optimizer step do not fill"),
-        ("--pipeline 4 --chunks 2 --micro-steps 6", "6 micro-batches per optimizer step are no multiple of 4 stages"),
+        ("--pipeline 4 --chunks 2 --micro-steps 6", "6 micro-batches per optimizer step are not a multiple of 4"),
         ("--pipeline 4 --chunks 9 --micro-steps 8", "36 parts of a model with 32 layers; give fewer stages or chunks"),
         ("--pipeline 4 --micro-steps 4 --wire-speed 0", "--wire-speed 0 must be above 0 GB/s"),
         ("--pipeline 4 --micro-steps 4 --wire-speed nan", "--wire-speed nan must be above 0 GB/s"),

@@ -193,7 +193,7 @@ def test_profile_of_the_setting_is_taken_for_its_gpu(tmp_path: Path) -> None:
     for name in others:
         assert attention(replace(trace, profile=str(tmp_path / name)), predictor) == pytest.approx(shipped)
     assert [line.split(":")[0] for line in predictor.lines()] == [
-        "The file of the setting kernel_times is no profile to predict from"
+        "The file of the setting kernel_times is not a profile to predict from"
     ] * len(others)
     assert attention(replace(trace, device="NVIDIA H100 80GB HBM3"), Predictor()) == pytest.approx(
         LAYERS * sum(square(8192, H100))
@@ -212,7 +212,7 @@ def test_other_heads_than_measured_are_noted() -> None:
 def test_cluster_is_for_runs_and_must_be_known(tmp_path: Path) -> None:
     (tmp_path / "plan.json").write_text("{}")
     for source, cluster, words in (
-        (tmp_path / "plan.json", "h200", "is no folder of one"),
+        (tmp_path / "plan.json", "h200", "is not the folder of one"),
         (tmp_path, "b300", "--cluster b300: choose one of h100, h200"),
     ):
         refused = CliRunner().invoke(app, ["report", str(source), "--cluster", cluster])

@@ -594,9 +594,9 @@ BAD: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda folder: [path.write_text(path.read_text()[:-60]) for path in folder.iterdir()],
         "has no whole trace in 2 files, and in 2 of them the beginning of one: no step was reported",
     ),
-    "cut within": (cut_within, "rank-00001.jsonl line 1 is no JSON: the file is cut off"),
-    "foreign": (lambda folder: (folder / file_name(0)).write_text('{"step": 1}'), "is no trace of a training"),
-    "binary": (lambda folder: (folder / file_name(0)).write_bytes(b"\xff\xfe\x00"), "is no text"),
+    "cut within": (cut_within, "rank-00001.jsonl line 1 is not JSON: the file is cut off"),
+    "foreign": (lambda folder: (folder / file_name(0)).write_text('{"step": 1}'), "is not a trace of a training"),
+    "binary": (lambda folder: (folder / file_name(0)).write_bytes(b"\xff\xfe\x00"), "is not text"),
 }
 
 
@@ -621,8 +621,8 @@ def test_bad_run_is_one_line(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        ("", "is no JSON, or cut off"),
-        ('{"tokens_per_rank": 5', "is no JSON, or cut off"),
+        ("", "is not JSON, or cut off"),
+        ('{"tokens_per_rank": 5', "is not JSON, or cut off"),
         ("[1, 2]", "holds a list"),
         ('{"kind": NaN}', "has the number NaN"),
         ('{"kind": 1e999}', "has the number 1e999"),

@@ -170,7 +170,7 @@ def test_bad_input_is_one_line(lengths: Path, tmp_path: Path) -> None:
     sizes |= {"bos_token_id": 1, "eos_token_id": 2}
     table.write_text(json.dumps({"model_type": "gpt2", **sizes, **no_dropout}))
 
-    assert "no cluster profile" in refusal(lengths, *QUICK, "--cluster", foreign)
+    assert "not a cluster profile" in refusal(lengths, *QUICK, "--cluster", foreign)
     assert "nearest is h100" in refusal(lengths, *QUICK, "--cluster", "a100")
     assert "cannot be read" in refusal(lengths, *QUICK, "--cluster", tmp_path / "none.json")
     assert "--gpus 0 must be" in refusal(lengths, "--gpus", "0")

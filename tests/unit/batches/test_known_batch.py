@@ -65,7 +65,7 @@ def test_part_or_multiple_of_a_placed_batch_is_refused() -> None:
     ids = placed()["input_ids"]
     part = {"input_ids": ids[:, :-1]}
     shape = re.escape(str(tuple(part["input_ids"].shape)))
-    with pytest.raises(PlanError, match=f"SomeModel got tokens of shape {shape}, made of a placed batch"):
+    with pytest.raises(PlanError, match=f"SomeModel got tokens of shape {shape}, taken from a placed batch"):
         known_batch(part).missing(part, MODEL)
     for several in (torch.cat([ids, ids]), torch.cat([torch.zeros_like(ids), ids.to(torch.int32)])):
         given = {"input_ids": several}

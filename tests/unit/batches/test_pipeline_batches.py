@@ -104,7 +104,7 @@ def test_a_position_of_another_pipeline_is_refused(taken: int, other: tuple[Any,
     list(islice(first, taken))
 
     with pytest.raises(
-        ConfigError, match=r"in the midst of an epoch of a pipeline.*'pipeline': \(2, 1\)}; .*end of an epoch"
+        ConfigError, match=r"in the middle of an epoch of a pipeline.*'pipeline': \(2, 1\)}; .*end of an epoch"
     ):
         loader_of(*other).load_state_dict(saved(first))
 
@@ -112,7 +112,7 @@ def test_a_position_of_another_pipeline_is_refused(taken: int, other: tuple[Any,
 def test_a_position_without_a_pipeline_is_refused_by_one() -> None:
     first = loader_of(None)
     list(islice(first, 4))
-    with pytest.raises(ConfigError, match=r"in the midst.*'pipeline': \(\)}; this loader.*'pipeline': \(2, 1\)"):
+    with pytest.raises(ConfigError, match=r"in the middle.*'pipeline': \(\)}; this loader.*'pipeline': \(2, 1\)"):
         loader_of().load_state_dict(saved(first))
 
 
@@ -152,7 +152,7 @@ def test_a_model_says_its_layers_and_costs() -> None:
     ("pipeline", "micro_steps", "words"),
     [
         (Pipeline(2), 1, "1 micro-batches per optimizer step do not fill a pipeline of 2 stages"),
-        (Pipeline(4, 2), 6, "6 micro-batches per optimizer step are no multiple of 4 stages"),
+        (Pipeline(4, 2), 6, "6 micro-batches per optimizer step are not a multiple of 4 stages"),
     ],
 )
 def test_steps_that_a_pipeline_cannot_run(pipeline: Pipeline, micro_steps: int, words: str) -> None:

@@ -167,7 +167,7 @@ def test_a_server_without_a_store_or_a_supervisor_ends(store: JobStore, monkeypa
 def test_a_trainer_without_a_store_stops_looking() -> None:
     watch = Watch(GoneStore(), 1, 1.0)
     watch.begin()
-    wait_until(lambda: not watch._thread._thread.is_alive())
+    wait_until(lambda: not watch._thread.is_alive())
 
     watch.spoil(1, "lost")
     assert watch.is_spoiled(1)
@@ -186,7 +186,7 @@ def test_threads_beat_and_look_until_they_are_ended(store: JobStore) -> None:
     for side in (heartbeat, watch):
         side.end()
         side.end()  # once more changes nothing
-        assert not side._thread._thread.is_alive()
+        assert not side._thread.is_alive()
 
 
 # Without pauses, a thread is inside a call of the store at nearly every moment.

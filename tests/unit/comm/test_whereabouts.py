@@ -77,7 +77,7 @@ def test_two_readings_must_say_the_same_and_progress_forgets_the_first(monkeypat
     words = "ranks wait for each other at different places: call of rank 0 on rank 0, call of rank 1 on rank 1"
     assert [look(), look()][1] == [words, words]
     assert ranks[0].shown()[1].now == Calls(0, 2, 0)
-    for foreign in ("[]", "{}", "no JSON", '{"words": "", "moments": [[1, 2]], "waits": "", "on_gpu": 0, "look": 1}'):
+    for foreign in ("[]", "{}", "no JSON", '{"text": "", "moments": [[1, 2]], "waits": "", "on_gpu": 0, "look": 1}'):
         store.set("distca_hf/whereabouts/here/at/1", foreign)
         assert list(ranks[0].shown()) == [0], "somebody else has written it"
 

@@ -392,7 +392,7 @@ def test_transform_without_tokens_is_refused() -> None:
 def test_transform_that_gives_fewer_tokens_than_announced_is_refused_when_read() -> None:
     source = DocumentSource(made_on_access([{"input_ids": [1, 2]}, {"input_ids": [3, 4]}], length=[2, 5]), CAPACITY)
 
-    with pytest.raises(PackingError, match=r"row 1: column 'input_ids' .*\(2,\); 5 integers were announced"):
+    with pytest.raises(PackingError, match=r"row 1: .*'input_ids' .*\(2,\); column 'length' announces 5"):
         read(source, 1, 0, 5)
 
 
@@ -403,14 +403,14 @@ def test_transform_that_gives_fewer_tokens_than_announced_is_refused_when_read()
 )
 def test_transform_that_gives_more_than_announced_is_refused(row: dict[str, list[int]]) -> None:
     """Tokens beyond the announced length would be left out without a word."""
-    assert re.search("row 0: .*4.*3 integers were announced", refusal(made_on_access([row], length=[3])))
+    assert re.search("row 0: .*4.*announces 3 integers", refusal(made_on_access([row], length=[3])))
 
 
 @pytest.mark.parametrize("values", [[1.0, 2.0], [[1, 2]], ["a", "b"]], ids=str)
 def test_transform_that_gives_no_integers_is_refused(values: Any) -> None:
     message = refusal(made_on_access([{"input_ids": values}], length=[2]))
 
-    assert "row 0: column 'input_ids' gave an array of" in message
+    assert "row 0: the dataset's transform gives 'input_ids' of" in message
 
 
 # --- columns that do not fit
@@ -563,7 +563,7 @@ class FillInTheMiddle(Dataset):
 def test_dataset_that_makes_rows_itself_is_refused() -> None:
     message = refusal(FillInTheMiddle(dataset_of().data.table))
 
-    assert "FillInTheMiddle makes rows of its own (__getitem__)" in message
+    assert "FillInTheMiddle makes its rows itself (__getitem__)" in message
 
 
 @pytest.mark.parametrize("column", ["input_ids", "labels"])

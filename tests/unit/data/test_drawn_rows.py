@@ -161,10 +161,10 @@ BAD_ROWS: dict[str, tuple[Row, str]] = {
     "shifted labels": ({"shift_labels": tokens_of_row(0)}, "column 'shift_labels' holds numbers.*batches fill it in"),
     "an image": ({"pixel_values": np.zeros((2, 2))}, r"images, videos or sound \(pixel_values\)"),
     "a label per row": ({"labels": 3}, "column 'labels' holds one label per row"),
-    "a mask of four dimensions": ({"attention_mask": np.ones((1, 4, 4))}, "column 'attention_mask' gave an array"),
+    "a mask of four dimensions": ({"attention_mask": np.ones((1, 4, 4))}, "gives 'attention_mask' of float64"),
     "an id beyond the vocabulary": ({"input_ids": [3] * 39 + [1 << 40]}, "input_ids is 1099511627776 at token 39"),
     "a negative id": ({"input_ids": [3, -1] + [3] * 38}, "input_ids is -1 at token 1"),
-    "other columns": ({"token_type_ids": None}, "gives nothing beside tokens, and for row 0 'token_type_ids'"),
+    "other columns": ({"token_type_ids": None}, "gives nothing besides tokens, and 'token_type_ids' .*row 0"),
 }
 
 
@@ -179,14 +179,23 @@ def test_row_that_cannot_be_trained_on_is_refused_by_number_wherever_it_is(kind:
         return usual | change if number == at else usual
 
     if (kind, at) == ("other columns", 0):
-        told = "gives 'token_type_ids' .* and for row 0 nothing"
+        told = "gives 'token_type_ids' .* and nothing for row 0"
     with pytest.raises(PackingError, match=rf"row \d+: .*{told}"):
         checked_contents(source_of(make, reading))
 
 
+def test_error_of_a_transform_tells_the_row() -> None:
+    def make(number: int) -> Row:
+        return IDS if number < 3 else {"input_ids": IDS["no such column"]}
+
+    with pytest.raises(KeyError) as told:
+        checked_contents(source_of(make))
+    assert told.value.__notes__ == ["distca_hf: the dataset's transform raised this at row 3"]
+
+
 def test_several_rows_for_one_are_refused() -> None:
     dataset = Dataset.from_dict({"length": [2, 2]}).with_transform(lambda rows: {"input_ids": [[3, 4], [5, 6]]})
-    with pytest.raises(PackingError, match=r"row 0: the dataset's transform makes 2 rows of one"):
+    with pytest.raises(PackingError, match=r"row 0: the dataset's transform makes 2 rows of it"):
         DocumentSource(dataset, 1000)
 
 

@@ -244,7 +244,7 @@ def test_parts_may_have_unequally_many_layers() -> None:
     ("pipeline", "micro_steps", "num_layers", "words"),
     [
         (Pipeline(4), 3, None, "3 micro-batches per optimizer step do not fill a pipeline of 4 stages"),
-        (Pipeline(4, 2), 10, None, "10 micro-batches per optimizer step are no multiple of 4 stages.*give 8 or 12"),
+        (Pipeline(4, 2), 10, None, "10 micro-batches per optimizer step are not a multiple of 4 stages.*give 8 or 12"),
         (Pipeline(4, 4), 8, 15, "4 stages of 4 chunks are 16 parts of a model with 15 layers"),
         (Pipeline(4), 8, 3, "4 stages of 1 chunk are 4 parts of a model with 3 layers"),
     ],

@@ -299,7 +299,7 @@ def test_gradients_of_whole_experts_before_they_are_right(
 def test_stages_are_for_inference_alone(load: Load) -> None:
     told = reasons(load(changes={"num_key_value_heads": 4}, pp_size=4))
 
-    assert "pp_size=4: Transformers runs the stages of a pipeline for inference alone" in told
+    assert "pp_size=4: Transformers runs the stages of a pipeline only for inference" in told
     assert "`distca examples pipeline`" in told
 
 

@@ -230,7 +230,7 @@ def test_divided_backward_is_refused_with_checkpointing_and_wrappers(schedule: t
 
 
 def test_schedules_that_do_not_fit_the_pipeline_are_refused() -> None:
-    with pytest.raises(ConfigError, match="6 micro-batches per optimizer step are no multiple of 4 stages"):
+    with pytest.raises(ConfigError, match="6 micro-batches per optimizer step are not a multiple of 4 stages"):
         check_schedule(ScheduleInterleaved1F1B, Pipeline(4, 2), 6, [])
     with pytest.raises(ConfigError, match="Schedule1F1B runs 1 part on each stage, and the pipeline has 2 chunks"):
         check_schedule(Schedule1F1B, Pipeline(4, 2), 8, [])

@@ -126,7 +126,7 @@ def test_plain_rows_are_one_document_each(name: str) -> None:
 def test_a_document_that_begins_behind_cached_tokens_is_refused(name: str) -> None:
     model, _ = models_of(name)
     cache = model(random_ids()[:, :4], use_cache=True).past_key_values
-    with pytest.raises(PackingError, match=r"row 0, token 2: a document begins \(position 0\) behind tokens"):
+    with pytest.raises(PackingError, match=r"row 0, token 2: a document begins \(position 0\) after tokens"):
         model(random_ids()[:, :4], position_ids=torch.tensor([[4, 5, 0, 1]]), past_key_values=cache)
 
 

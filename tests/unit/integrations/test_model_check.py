@@ -417,7 +417,7 @@ def test_model_loaded_for_another_attention_is_told_how_to_load_it(implementatio
 def test_module_that_is_no_transformers_model_is_refused(wrap: Any) -> None:
     model = wrap()
     with pytest.raises(
-        UnsupportedAttentionError, match=f"{type(model).__name__} is no Transformers model; .* wrapped"
+        UnsupportedAttentionError, match=f"{type(model).__name__} is not a Transformers model; .* wrapped"
     ):
         distca_hf.enable(model, DistCAPlugin())
 

@@ -82,7 +82,7 @@ def test_a_decoder_that_cannot_be_told_from_its_towers_is_refused() -> None:
     assert text_decoder(model) is model.model.language_model
     with pytest.raises(UnsupportedAttentionError, match="its text decoder cannot be told from its towers"):
         check_model(other, 64)
-    with pytest.raises(UnsupportedAttentionError, match=r"layers\.0\.self_attn attends beside the text decoder"):
+    with pytest.raises(UnsupportedAttentionError, match=r"layers\.0\.self_attn attends outside the text decoder"):
         check_model(shared, 64)
 
 

@@ -120,8 +120,8 @@ def test_table_is_read_from_a_file(tmp_path: Path) -> None:
         ({"query_tokens": [128, 512]}, "no shorter"),
         ({"query_tokens": [128, 256.5]}, "query_tokens must be a list of integers, not an array of float64"),
         ({"key_tokens": [128, 2**63]}, "key_tokens must be a list of integers"),
-        ({"seconds": "fast"}, "no table of kernel times"),
-        ({"seconds": [[1, 2], [3]]}, "no table of kernel times"),
+        ({"seconds": "fast"}, "not a table of kernel times"),
+        ({"seconds": [[1, 2], [3]]}, "not a table of kernel times"),
     ],
     ids=str,
 )
@@ -136,5 +136,5 @@ def test_bad_tables_are_refused(tmp_path: Path, change: dict[str, object], part:
 
 
 def test_missing_files_are_named(tmp_path: Path) -> None:
-    with pytest.raises(PackingError, match=r"missing\.json is no table of kernel times"):
+    with pytest.raises(PackingError, match=r"missing\.json is not a table of kernel times"):
         KernelTimes.load(tmp_path / "missing.json")

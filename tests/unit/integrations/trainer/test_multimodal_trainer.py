@@ -63,7 +63,7 @@ def test_towers_that_ddp_would_count_on_are_refused(
     monkeypatch.setattr(type(trainer.accelerator), "distributed_type", DistributedType.MULTI_GPU)
     reasons = list(wrong_settings(trainer, DistCAConfig()))
 
-    assert any("more weights beside the text train" in reason for reason in reasons) == is_refused
+    assert any("more weights outside the text model train" in reason for reason in reasons) == is_refused
     assert len(reasons) == is_refused
 
 
