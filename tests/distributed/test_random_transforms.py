@@ -14,6 +14,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 
 import distca_hf
 from support.ranks import run_ranks
+from support.resuming import LOADS_ON_CPU_RANKS
 from support.training import quiet_arguments
 
 
@@ -99,7 +100,7 @@ def _losses(folder: str, workers: int, resumes: bool = False) -> list[float]:
 
 def _trained_in_many_ways(folder: str) -> list[list[float]]:
     _allow_workers()
-    return [_losses(folder, 0), _losses(folder, 2), _losses(folder, 2, resumes=True)]
+    return [_losses(folder, 0), _losses(folder, 2), _losses(folder, 2, resumes=LOADS_ON_CPU_RANKS)]
 
 
 def test_trainings_with_workers_and_resumed_are_bit_equal(tmp_path: Path) -> None:

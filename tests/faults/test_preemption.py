@@ -372,6 +372,8 @@ def _leave_workers_that_hang() -> list[int]:
     iterators = [iter(DataLoader(range(4), **settings)) for _ in range(2)]
     seen = [len(multiprocessing.active_children())]
     iterators.pop()
+    while len(multiprocessing.active_children()) == 2:  # one was killed
+        time.sleep(0.01)
     seen.append(len(multiprocessing.active_children()))
     _end_workers()
     while multiprocessing.active_children():

@@ -6,6 +6,8 @@ from types import ModuleType
 
 import numpy as np
 import pytest
+import transformers
+from packaging.version import Version
 
 from distca_hf.analysis.check.tiny_config import WINDOWS
 from distca_hf.analysis.check.trial import DOCUMENT_TOKENS
@@ -38,6 +40,8 @@ MODEL_TYPES = {
     "olmo3": 1e-5,
 }
 WINDOW_TOKENS, LONGEST_TOKENS = 16, 80
+# Transformers 5.17 cannot build it with few layers.
+BROKEN = {"cohere_compass"} if Version(transformers.__version__).release < (5, 19) else set[str]()
 
 
 @pytest.mark.parametrize("model_type", MODEL_TYPES)
@@ -51,7 +55,7 @@ def test_windows_are_planned_as_the_first_pass_has_them(sweep: ModuleType) -> No
     planned: dict[str, list[int | None]] = {}
     for config_class in sweep.TEXT.config_classes():
         name = config_class.model_type
-        if name in MODEL_TYPES or WINDOWS.isdisjoint(field.name for field in fields(config_class)):
+        if name in MODEL_TYPES or name in BROKEN or WINDOWS.isdisjoint(field.name for field in fields(config_class)):
             continue
         model = sweep.build(config_class, "distca")
         if not model._supports_flash_attn or refusals(model, LONGEST_TOKENS):  # the first is quick
@@ -60,7 +64,8 @@ def test_windows_are_planned_as_the_first_pass_has_them(sweep: ModuleType) -> No
         assert [one for one in windows.items() if one[1][0] != one[1][1]] == [], name
         planned[name] = [tokens for tokens, _ in windows.values()]
 
-    assert planned["exaone_moe"] == planned["kolibri1"] == [WINDOW_TOKENS, None]
+    assert planned["exaone_moe"] == [WINDOW_TOKENS, None]
+    assert planned.get("kolibri1") in (None, planned["exaone_moe"]), "which Transformers 5.17 does not have"
     assert planned["phimoe"] == [WINDOW_TOKENS] * 2, "its windows are in the mask only"
     assert max(DOCUMENT_TOKENS) == LONGEST_TOKENS > WINDOW_TOKENS
 

@@ -91,7 +91,7 @@ def test_the_table_has_as_many_weights_as_transformers_builds(name: str) -> None
     assert size.parameters == pytest.approx(sum(weight.numel() for weight in model.parameters()), rel=1e-3)
 
 
-@pytest.mark.parametrize("name", ["llama", "LlamaForCausalLM", "codegen", "deepseek_v3"])
+@pytest.mark.parametrize("name", ["llama", "LlamaForCausalLM", "gpt_neox", "deepseek_v3"])
 def test_models_of_transformers_are_found_by_type_and_class(name: str) -> None:
     found = find_model(name)
     assert found.size is not None
