@@ -13,7 +13,7 @@ known by their shape. This is state of the process: entries of a batch reach mod
 
 import weakref
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch.utils.weak import TensorWeakRef
@@ -97,7 +97,7 @@ class KnownBatch:
         or the end of one; without ids its positions are compared. Waits for the device."""
         name = "position_ids" if batch.get("input_ids") is None else "input_ids"
         given, mine = batch.get(name), self.entry(name)
-        if not isinstance(given, torch.Tensor) or mine is None or mine.ndim != 2 or given.ndim != 2:
+        if not _has_storage(given) or mine is None or mine.ndim != 2 or given.ndim != 2:
             return False
         if given.shape[1] != mine.shape[1] or not len(given) or len(given) % len(mine):
             return False
@@ -254,7 +254,7 @@ def copied_batch(batch: Batch) -> KnownBatch | None:
             continue
         if known.is_copied_in(batch):
             return known
-        if batch.get("input_ids") is None and batch.get("inputs_embeds") is not None:
+        if batch.get("input_ids") is None and _has_storage(batch.get("inputs_embeds")):
             known.check_embeddings(batch["inputs_embeds"], batch)
     return None
 
@@ -270,7 +270,7 @@ def _marked(tensor: object, batch: Batch) -> KnownBatch | None:
     Args:
         batch: what a pass is given.
     """
-    if type(tensor) is not torch.Tensor or tensor.is_meta:
+    if not _has_storage(tensor):
         return None
     get: Callable[[], KnownBatch | None] | None = getattr(tensor.untyped_storage(), MARK, None)
     known = None if get is None else get()
@@ -283,7 +283,18 @@ def _is_in(tensor: torch.Tensor, memory: Iterable[tuple[int, int]]) -> bool:
 
 def _plain_tensors(batch: Batch) -> dict[str, torch.Tensor]:
     """Returns the entries of a batch that are tensors with a storage."""
-    return {name: value for name, value in batch.items() if type(value) is torch.Tensor and not value.is_meta}
+    return {name: value for name, value in batch.items() if _has_storage(value)}
+
+
+def _has_storage(value: object) -> TypeGuard[torch.Tensor]:
+    """Returns whether a value is a plain tensor with memory: neither sparse nor inside a transform of torch.func."""
+    if type(value) is not torch.Tensor or value.is_meta:
+        return False
+    try:
+        value.untyped_storage()
+    except NotImplementedError:
+        return False
+    return True
 
 
 def _share_storage(one: torch.Tensor, other: torch.Tensor) -> bool:

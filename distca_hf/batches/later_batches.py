@@ -26,4 +26,4 @@ class LaterBatches:
         return iter(self._loader if self._loader.skip(self._num_batches) else ())
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._loader, name)
+        return getattr(vars(self)["_loader"], name)

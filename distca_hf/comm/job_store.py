@@ -19,7 +19,7 @@ from typing import Self
 
 from torch.distributed import DistStoreError, PrefixStore, QueueEmptyError, Store, TCPStore  # type: ignore[attr-defined]
 
-from distca_hf.errors import StoreLostError, first_line
+from distca_hf.errors import ConfigError, StoreLostError, first_line
 from distca_hf.launched import JOB_SECRET, job_secret, launched_store
 from distca_hf.telemetry import OF_THIS_RANK, get_logger
 
@@ -54,6 +54,18 @@ class JobStore:
     def part(self, name: str) -> Self:
         """Returns a part of this part."""
         return type(self)(self._store, self._secret, f"{self._path}/{name}")
+
+    def check_secret(self) -> None:
+        """Checks that this process has the secret of the process that came first.
+
+        Raises:
+            ConfigError: it has another one.
+        """
+        if not self._opened("secret", self.plain.compare_set("secret", "", self._signed("secret", b"same"))):  # type: ignore[arg-type]
+            raise ConfigError(
+                f"this process and the first one of the job have different values of {JOB_SECRET}, or somebody else "
+                f"reaches MASTER_PORT: give one random text to all processes, on every node"
+            )
 
     def set(self, key: str, value: bytes) -> None:
         """Writes a value."""

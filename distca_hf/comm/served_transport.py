@@ -86,6 +86,7 @@ class ServedTransport:
         self._device, self._all, self._settings = device, all_servers, settings
         self._timeout_seconds, self._limit_seconds = timeout_seconds, limit_seconds
         self._store = open_store(patience_seconds)
+        self._store.check_secret()
         self._watch = Watch(open_store(patience_seconds), all_servers.count, limit_seconds)
         self._live = LiveServers(self._watch, all_servers.count)
         self._wires: RosterTransport | None = None

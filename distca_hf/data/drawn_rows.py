@@ -106,7 +106,7 @@ class DrawnRows:
                     drawn[name] = self._numbers(row, name, value, "iub").astype(np.int64)
             elif is_media(name) and not isinstance(value, str | int | float | None):
                 raise PackingError(f"row {row}: {media_refusal([name])}")
-            elif self._reading.check(name, _holds_numbers(value), f"row {row}: "):
+            elif _holds_numbers(value) and self._reading.check([name], f"row {row}: "):
                 numbers = self._numbers(row, name, value, "iubf")
                 drawn[name] = numbers.astype(np.float32 if numbers.dtype.kind == "f" else np.int64)
         if "input_ids" not in drawn:

@@ -4,7 +4,7 @@ Stored rows are read by slice. Their lengths come from Arrow offsets, which are 
 memory-mapped file when they are asked for.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from distca_hf.arrays import IntArray
 from distca_hf.data.media import is_media, media_refusal
-from distca_hf.errors import PackingError
+from distca_hf.errors import PackingError, and_more
 
 
 if TYPE_CHECKING:
@@ -76,30 +76,30 @@ class Reading:
             raise PackingError(f"{where}the dataset's column {name!r} {self.refused[name]}")
         return self.masks != "never" or name not in MASK_COLUMNS
 
-    def check(self, name: str, holds_numbers: bool, where: str = "") -> bool:
-        """Returns whether a column that is not known here holds an input of the model: a number per token, which goes
-        where its token goes.
+    def check(self, names: Sequence[str], where: str = "") -> list[str]:
+        """Returns which columns of numbers that are not known here hold inputs of the model: a number per token, which
+        goes where its token goes.
 
         Args:
             where: the row, for a message.
 
         Raises:
-            PackingError: a model or a loss may need it, and a placed batch cannot hold it.
+            PackingError: a model or a loss may need one of the others, and a placed batch cannot hold it.
         """
-        if not holds_numbers:
-            return False
-        if self.inputs is not None and name in self.inputs and name not in OF_BATCHES:
-            return True
-        if name in OF_BATCHES:
+        inputs = [name for name in names if name in (self.inputs or ()) and name not in OF_BATCHES]
+        others = [name for name in names if name not in inputs]
+        if not others:
+            return inputs
+        if others[0] in OF_BATCHES:
             because = "batches fill it in, or describe other rows"
         elif self.inputs is None:
             because = "a column that the model's forward pass takes needs plugin.dataloader(model=...)"
         else:
             because = "the model's forward pass does not name it"
-        remedy = "leave it out of the transform" if where else f"dataset.remove_columns({name!r})"
+        remedy = "leave it out of the transform" if where else f"dataset.remove_columns({others})"
         raise PackingError(
-            f"{where}column {name!r} holds numbers that a loss may need, and placed batches would leave them out: "
-            f"{because}. To train without it: {remedy}"
+            f"{where}column {others[0]!r}{and_more(len(others) - 1)} holds numbers that a loss may need, and placed "
+            f"batches would leave them out: {because}. To train without it: {remedy}"
         )
 
 
@@ -139,7 +139,7 @@ class StoredRows:
         if media := [name for name in unknown if is_media(name, dataset.features[name])]:
             raise PackingError(media_refusal(media))
         types = dataset.data.schema
-        further = [name for name in unknown if reading.check(name, _is_of_numbers(types.field(name).type))]
+        further = reading.check([name for name in unknown if _is_of_numbers(types.field(name).type)])
         if reading.masks == "without labels" and "labels" in shown:
             shown = [name for name in shown if name not in MASK_COLUMNS]
         row_of = _row_indices(dataset)

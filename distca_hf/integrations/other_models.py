@@ -16,6 +16,7 @@ from torch import nn
 from distca_hf.batches.batch_documents import Batch, documents_at
 from distca_hf.batches.known_batch import (
     LEADING,
+    TOKENS,
     KnownBatch,
     any_known,
     copied_batch,
@@ -75,8 +76,10 @@ def check_callers(implementation: str, asking: FrameType, is_causal: bool) -> No
     given: dict[str, Any] = {}
     model_name = "a model"
     for frame in frames:
-        for name, value in _arguments_of(frame):
-            given.setdefault(name, value)
+        around = dict(reversed([*_arguments_of(frame)]))
+        if _have_other_tokens(given, around):  # a program's module calls a model on other texts
+            break
+        given = around | given
         model = frame.f_locals["self"]
         model_name = type(model).__name__ if hasattr(model, "config") else model_name
     model_name = f"{model_name} with attn_implementation={implementation!r}"
@@ -104,6 +107,15 @@ def _arguments_of(frame: FrameType) -> Iterator[tuple[str, Any]]:
     for arguments in (variables, *(variables.get(name) for name in KEYWORDS)):
         if isinstance(arguments, dict):
             yield from ((name, arguments[name]) for name in ARGUMENTS if arguments.get(name) is not None)
+
+
+def _have_other_tokens(given: Batch, around: Batch) -> bool:
+    """Returns whether a module and one around it were both given tokens, and not equally many."""
+    shapes = [
+        next((tokens.shape[:2] for name in TOKENS if isinstance(tokens := batch.get(name), torch.Tensor)), None)
+        for batch in (given, around)
+    ]
+    return None not in shapes and shapes[0] != shapes[1]
 
 
 def _separates_documents(implementation: str, asking: FrameType, given: Batch, pack: KnownBatch) -> bool:

@@ -109,6 +109,7 @@ class Server:
         self._member, self._num_trainers, self._heartbeat = member, num_trainers, heartbeat
         self._patience_seconds = patience_seconds
         self._store = open_store(patience_seconds)
+        self._store.check_secret()
         self._inbox = Inbox(self._store, *member)
         self._services: dict[int, Service] = {}
         self._left: list[RosterTransport] = []

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from datasets import Dataset
 from torch.utils.data import DataLoader, dataloader
 from torch.utils.data._utils import signal_handling
 from transformers import DataCollatorWithFlattening, Trainer, TrainerCallback, TrainingArguments
@@ -304,19 +305,25 @@ def _raise() -> None:
 
 
 def _terminate_after(what: str, folder: Path) -> None:
-    """SIGTERM when nobody is left to save: training has failed, or has ended."""
+    """SIGTERM when nobody is left to save: training has failed, or has ended, or another Trainer trains."""
     trainer = make_trainer("placed", folder, 2)
-    if what == "a failure":
+    if what != "the end":
         trainer.add_callback(AtStep(1, _raise))
         with pytest.raises(ArithmeticError):
             trainer.train()
     else:
         trainer.train()
+    if what == "a failure before another Trainer":
+        rows = Dataset.from_dict({"input_ids": [[3, 4]] * 8, "labels": [[3, 4]] * 8})
+        other = Trainer(tiny_model(implementation="sdpa", num_hidden_layers=1), trainer.args, train_dataset=rows)
+        other.add_callback(AtStep(1, terminate))
+        other.train()
+        return  # it would train to its end otherwise
     terminate()
     signal.pause()
 
 
-@pytest.mark.parametrize("what", ["a failure", "the end"])
+@pytest.mark.parametrize("what", ["a failure", "the end", "a failure before another Trainer"])
 def test_signal_that_comes_too_late_ends_the_process_as_ever(what: str, tmp_path: Path) -> None:
     (outcome,) = start_ranks(1, _terminate_after, tmp_path, what, tmp_path / "run")
 

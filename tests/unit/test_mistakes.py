@@ -303,7 +303,7 @@ TOLD: dict[str, tuple[Callable[[Make], None], str, str, str]] = {
         partial(columns, weight=[0.5, 1.0]),
         "holds numbers that a loss may need",
         "column 'weight'",
-        "dataset.remove_columns('weight')",
+        "dataset.remove_columns(['weight'])",
     ),
     "38 another tokenizer": (
         partial(columns, labels=[[3, 1 << 40, 3], [3] * 4]),

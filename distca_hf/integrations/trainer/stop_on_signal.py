@@ -253,10 +253,12 @@ class LeaveOnSignal(TrainerCallback):
             self._earlier[signal.SIGCHLD] = signal.signal(signal.SIGCHLD, partial(self._handle_child, of_children))
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        """Remembers the signal. Raises it again if training has ended with an exception, or if Ctrl-C comes again."""
+        """Remembers the signal. Raises it again if training has ended with an exception, also where another Trainer
+        trains by now, or if Ctrl-C comes again."""
         again = number == signal.SIGINT and self._traffic.leave_signal == number
         self._traffic.leave_signal = number
-        if again or _frame_of(Trainer.train, frame) is None:
+        training = _frame_of(Trainer.train, frame)
+        if again or training is None or self not in training.f_locals["self"].callback_handler.callbacks:
             self._restore()
             signal.raise_signal(number)
 

@@ -15,6 +15,7 @@ from distca_hf.batches import known_batch as known_batches
 from distca_hf.batches.known_batch import KnownBatch, any_known, copied_batch, known_batch, note_batch
 from distca_hf.errors import PackingError, PlanError
 from support.data import random_dataset
+from support.models import tiny_model
 
 
 MODEL = "SomeModel"
@@ -104,6 +105,30 @@ def test_embeddings_alone_are_known_by_their_shape() -> None:
     assert copied_batch({"inputs_embeds": embeddings[:, 1:]}) is None
     own = torch.arange(embeddings.shape[1])[None] % 7
     assert copied_batch({"inputs_embeds": embeddings, "position_ids": own}) is None
+
+
+def test_passes_inside_of_transforms_of_torch_func_are_left_alone() -> None:
+    """Their tensors have no memory to look at, and no value may decide anything."""
+    batch, other = placed(), tiny_model(implementation="sdpa", num_hidden_layers=1)
+    rows = torch.full((2, *batch["input_ids"].shape), 3)
+    torch.func.vmap(lambda ids: other(input_ids=ids, use_cache=False).logits)(rows)
+
+    assert known_batch({"input_ids": torch.eye(3).to_sparse()}) is None
+
+
+def test_models_inside_of_a_program_s_module_are_asked_for_their_own_tokens() -> None:
+    """Whatever the module around them was given."""
+    batch, other = placed(), tiny_model(implementation="sdpa", num_hidden_layers=1)
+
+    class Distils(torch.nn.Module):
+        def forward(self, input_ids: torch.Tensor, labels: torch.Tensor, texts: torch.Tensor) -> torch.Tensor:
+            return other(input_ids=texts).logits
+
+    given = {name: batch[name] for name in ("input_ids", "labels")}
+    Distils()(**given, texts=torch.full((1, 7), 3))
+    for texts in (batch["input_ids"], batch["input_ids"].clone(), torch.where(batch["labels"] > 9, 3, 4)):
+        with pytest.raises(PlanError, match="a placed batch arrived in a model that was not enabled"):
+            Distils()(**given, texts=texts)
 
 
 def test_entries_of_one_batch_with_the_plan_of_another_are_refused() -> None:

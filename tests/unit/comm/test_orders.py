@@ -179,6 +179,17 @@ def test_values_of_strangers_count_as_not_there(launcher: dist.TCPStore) -> None
     assert store.set_first("spoiled/1", b"ours") == store.set_first("spoiled/1", b"later") == b"ours"
 
 
+def test_another_secret_is_named_where_a_process_begins(
+    launcher: dist.TCPStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for _ in range(2):
+        open_store(5).check_secret()
+    monkeypatch.setenv("DISTCA_JOB_SECRET", "another")
+
+    with pytest.raises(ConfigError, match="this process and the first one of the job have different values of DISTCA"):
+        open_store(5).check_secret()
+
+
 def test_attempts_have_mailboxes_of_their_own(launcher: dist.TCPStore, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(orders, "LOOK_SECONDS", 0.0)
     Outbox(open_store(5), ((0, 0),)).post(_order())

@@ -489,6 +489,14 @@ def test_columns_that_hold_no_lists_of_integers_are_refused_by_type(column: str,
 # --- columns that a model or a loss may need, or that nobody sees
 
 
+def test_all_columns_that_would_be_left_out_are_named_at_once() -> None:
+    dataset = dataset_of(id=[1, 2, 3, 4], text=["a"] * 4, score=[0.5] * 4, year=[2000] * 4)
+    with pytest.raises(
+        PackingError, match=r"column 'id' \(and 2 more like it\) .*remove_columns\(\['id', 'score', 'year'\]"
+    ):
+        DocumentSource(dataset, CAPACITY)
+
+
 KINDS = [[0, 1, 1], [1], [0, 0, 1, 1, 0], [1, 0]]
 
 
