@@ -34,8 +34,8 @@ def transformers_model(model: nn.Module) -> PreTrainedModel:
     inner = model if get_base_model is None else get_base_model()
     if not isinstance(inner, PreTrainedModel):
         raise UnsupportedAttentionError(
-            f"{type(inner).__name__} is not a Transformers model; load it with from_pretrained or from_config, and give "
-            "it to enable and plugin.dataloader as it was before DDP, FSDP, torch.compile or prepare wrapped it "
+            f"{type(inner).__name__} is not a Transformers model; load it with from_pretrained or from_config, and "
+            "give it to enable and plugin.dataloader as it was before DDP, FSDP, torch.compile or prepare wrapped it "
             "(accelerator.unwrap_model)"
         )
     return inner
