@@ -336,7 +336,7 @@ def test_the_real_command(good: Path) -> None:
     ("arguments", "said"),
     [
         (["plan", "x.json", "--gpus", "two", "--tokens-per-rank", "10"], "--gpus"),
-        (["plan", "--gpus", "2"], "lengths"),
+        (["plan", "--gpus", "2"], "LENGTHS"),
         (["nonsense"], "nonsense"),
     ],
 )
