@@ -40,8 +40,9 @@ MODEL_TYPES = {
     "olmo3": 1e-5,
 }
 WINDOW_TOKENS, LONGEST_TOKENS = 16, 80
-# Transformers 5.17 cannot build it with few layers.
-BROKEN = {"cohere_compass"} if Version(transformers.__version__).release < (5, 19) else set[str]()
+# Transformers 5.17 cannot build the first two with few layers, and the layers of the third look no attention up.
+BROKEN = {"cohere_compass", "cohere_compass_text", "moshi"}
+BROKEN = BROKEN if Version(transformers.__version__).release < (5, 19) else set()
 
 
 @pytest.mark.parametrize("model_type", MODEL_TYPES)
