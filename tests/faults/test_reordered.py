@@ -218,21 +218,14 @@ def _twice_on_one_rank(passes: Passes) -> None:
 
 # What ranks run, and words of all of them about it.
 BACKWARD_PASSES: dict[str, tuple[Callable[[Passes], None], bool | None, str]] = {
-    "other orders": (
-        lambda passes: _in_other_orders([passes.loss(), passes.loss()], passes.is_different),
-        None,
-        "their next step is differentiate micro-batch 0 on rank 0, differentiate micro-batch 1 on rank 1",
-    ),
-    "other orders, reentrant": (
-        lambda passes: _in_other_orders([passes.loss(), passes.loss()], passes.is_different),
-        True,
-        "their next step is differentiate micro-batch 0 on rank 0, differentiate micro-batch 1 on rank 1",
-    ),
-    "other orders, recomputed": (
-        lambda passes: _in_other_orders([passes.loss(), passes.loss()], passes.is_different),
-        False,
-        "their next step is differentiate micro-batch 0 on rank 0, differentiate micro-batch 1 on rank 1",
-    ),
+    **{
+        f"other orders{name}": (
+            lambda passes: _in_other_orders([passes.loss(), passes.loss()], passes.is_different),
+            reentrant,
+            "their next step is differentiate micro-batch 0 on rank 0, differentiate micro-batch 1 on rank 1",
+        )
+        for name, reentrant in {"": None, ", reentrant": True, ", recomputed": False}.items()
+    },
     "other orders of packs": (
         lambda passes: _in_other_orders([passes.loss_of_a_pack(), passes.loss_of_a_pack()], passes.is_different),
         None,

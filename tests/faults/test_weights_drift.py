@@ -14,7 +14,7 @@ import distca_hf
 from distca_hf import testing
 from distca_hf.comm.transport import LocalTransport
 from distca_hf.errors import PlanMismatchError
-from distca_hf.integrations.models.weights_check import CHUNK, WeightsCheck, bits_checksum
+from distca_hf.integrations.models.weights_check import CHUNK, WeightsCheck, bits_checksums
 from distca_hf.testing import LoopbackTransport
 from support.data import random_dataset
 from support.models import tiny_model
@@ -110,20 +110,29 @@ def test_every_kind_of_tensor_counts(name: str) -> None:
 @pytest.mark.parametrize("changed", [0, CHUNK - 1, CHUNK, CHUNK + 4])
 def test_one_element_changes_the_checksum_wherever_it_is(changed: int) -> None:
     weights = torch.ones(CHUNK + 5, dtype=torch.float64)
-    before = bits_checksum(weights)
+    before = bits_checksums([weights])
     weights[changed] = -1
 
-    assert bits_checksum(weights) != before
+    assert bits_checksums([weights]) != before
 
 
 def test_order_of_elements_changes_the_checksum() -> None:
     weights = torch.randn(2 * CHUNK, dtype=torch.float64)
 
     halves = weights.view(torch.bfloat16)
-    assert bits_checksum(weights) == bits_checksum(weights.clone())
-    assert bits_checksum(halves[1:]) == bits_checksum(halves[1:].clone()) != bits_checksum(halves[:-1])
-    assert bits_checksum(weights) != bits_checksum(weights.flip(0))
-    assert bits_checksum(weights) != bits_checksum(weights.roll(CHUNK))
+    assert bits_checksums([weights]) == bits_checksums([weights.clone()])
+    assert bits_checksums([halves[1:]]) == bits_checksums([halves[1:].clone()]) != bits_checksums([halves[:-1]])
+    assert bits_checksums([weights]) != bits_checksums([weights.flip(0)])
+    assert bits_checksums([weights]) != bits_checksums([weights.roll(CHUNK)])
+
+
+def test_checksums_of_several_tensors_are_their_own() -> None:
+    tensors = [torch.randn(CHUNK + 3), torch.empty(0), torch.arange(5), torch.tensor(1.5), torch.ones(7).bfloat16()]
+    alone = [checksum for tensor in tensors for checksum in bits_checksums([tensor])]
+
+    assert bits_checksums(tensors) == alone
+    assert len(set(alone)) == len(tensors)
+    assert bits_checksums([]) == []
 
 
 def _compare_sharded() -> None:

@@ -12,7 +12,8 @@ by heads.
 """
 
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import islice
 
 import torch
 from torch import nn
@@ -112,7 +113,7 @@ class WeightsCheck:
             self._copies = dict(_copies(list(held), by_rank))
             self._places_seen = seen
             self._warn_of_sharded([name for name, _ in model.named_parameters()])
-        sums = [bits_checksum(_local(held[name])) for name in self._copies]
+        sums = bits_checksums(_local(held[name]) for name in self._copies)
         by_rank = self._transport.gather(sums, f"step {step}, checksums", agreement.scope).wait()
         of_parameters = zip(self._copies.items(), zip(*by_rank, strict=True), strict=True)
         different = [
@@ -204,11 +205,12 @@ def _copies(names: list[str], places_by_rank: list[list[int]]) -> Iterator[tuple
 
 def _checksums(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
     """Returns checksums in hexadecimal digits, of tensors whose elements are there."""
-    return {
-        name: _digits(bits_checksum(tensor))
+    held = {
+        name: tensor
         for name, tensor in tensors.items()
         if not tensor.is_meta and not is_traceable_wrapper_subclass(tensor)
     }
+    return dict(zip(held, map(_digits, bits_checksums(held.values())), strict=True))
 
 
 def _digits(checksum: int) -> str:
@@ -219,17 +221,24 @@ def _local(parameter: torch.Tensor) -> torch.Tensor:
     return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 
-def bits_checksum(tensor: torch.Tensor) -> int:
-    """Returns a checksum of the bits, computed on the tensor's device: one changed element always changes it."""
+def bits_checksums(tensors: Iterable[torch.Tensor]) -> list[int]:
+    """Returns checksums of the bits of tensors, computed on their devices: one changed element always changes its own.
+    Waits for the device once, and not for each of them."""
+    sums = [_bits_sums(tensor) for tensor in tensors]
+    numbers = iter(torch.cat([one.to(sums[0].device) for one in sums]).tolist() if sums else ())
+    return [_combine([*islice(numbers, len(one))]) for one in sums]
+
+
+def _bits_sums(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns `[chunks]` int64 sums of the bits of a tensor."""
     bits = tensor.detach().contiguous().view(-1).view(torch.uint8)
     if bits.storage_offset() % 8 or len(bits) % 8:
         bits = nn.functional.pad(bits, (0, -len(bits) % 8))
     bits = bits.view(torch.int64)
     if not len(bits):
-        return 0
+        return bits
     weights = torch.arange(1, 2 * min(CHUNK, len(bits)), 2, device=tensor.device)  # odd: no bit is multiplied away
-    sums = [(chunk * weights[: len(chunk)]).sum() for chunk in bits.split(CHUNK)]
-    return _combine(torch.stack(sums).tolist())
+    return torch.stack([(chunk * weights[: len(chunk)]).sum() for chunk in bits.split(CHUNK)])
 
 
 def _combine(sums: list[int]) -> int:
