@@ -167,7 +167,7 @@ def train_into_signal(
             sent.append(number)
             children = [child.pid for child in multiprocessing.active_children()]
             (folder / f"sent-{os.environ['RANK']}").write_text(str(len(children)))
-            send_from_outside(number, *filter(None, children), os.getpid())
+            send_from_outside(number, os.getpid(), *filter(None, children))
 
     PLACES[place][1](trainer, fire)
     try:
@@ -178,9 +178,11 @@ def train_into_signal(
         os._exit(int(str(leaving.code)))
 
 
-def send_from_outside(number: signal.Signals, *processes: int | None) -> None:
-    """Sends a signal as another process: workers take one of their parent for an order to end."""
-    subprocess.run(["kill", f"-{number}", *map(str, processes)], check=True)
+def send_from_outside(number: signal.Signals, process: int | None, *workers: int | None) -> None:
+    """Sends a signal as another process: workers take one of their parent for an order to end. Some may have ended."""
+    for one in workers:
+        subprocess.run(["kill", f"-{number}", str(one)], check=False)
+    subprocess.run(["kill", f"-{number}", str(process)], check=True)
 
 
 def checkpoints(folder: Path) -> list[int]:
