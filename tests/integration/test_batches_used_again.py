@@ -117,14 +117,17 @@ class UsesBatchesAgain(Trainer):
 
 def use_again(kind: str, folder: Path, use_cpu: bool = True) -> dict[tuple[str, str], Outcome]:
     """Trains one step."""
-    attention, plugin = ("sdpa", None) if kind == "plain" else ("distca", distca_hf.DistCAPlugin())
+    attention, plugin = "sdpa", None
     world = dist.get_world_size() if dist.is_initialized() else 1
-    if plugin is not None:
-        plugin = distca_hf.DistCAPlugin(tokens_per_rank=CAPACITY_TOKENS // world)
+    if kind != "plain":
+        kernel = "auto" if use_cpu else "reference"  # the only one for float32 on a GPU
+        attention = "distca"
+        plugin = distca_hf.DistCAPlugin(tokens_per_rank=CAPACITY_TOKENS // world, kernel=kernel)
     torch.manual_seed(5)
     adapters = LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj", "v_proj"], init_lora_weights=False)
     student = get_peft_model(tiny_model(implementation=attention, num_hidden_layers=2), adapters)
-    teachers = {name: tiny_model(implementation=name, num_hidden_layers=2).eval() for name in ("sdpa", "distca")}
+    names = ("sdpa", "distca") if use_cpu else ("sdpa",)  # a model that is not enabled takes the kernel of "auto"
+    teachers = {name: tiny_model(implementation=name, num_hidden_layers=2).eval() for name in names}
     teachers["enabled"] = tiny_model(implementation="distca", num_hidden_layers=2).eval()
     if plugin is None:
         teachers = dict.fromkeys(teachers, teachers["sdpa"])
