@@ -33,10 +33,12 @@ class PackNumbers(NamedTuple):
     Attributes:
         num_documents: `[ranks]` documents of each rank.
         longest_document_tokens: of all ranks together.
+        forms: `[ranks]` numbers of the forms of their batches, see `form_of`.
     """
 
     num_documents: list[int]
     longest_document_tokens: int
+    forms: tuple[int, ...]
 
 
 class PackAgreement:
@@ -46,7 +48,14 @@ class PackAgreement:
         self._config, self._transport = config, transport
         self._warned_of_padding = False
 
-    def reach(self, batch: Batch, lengths: IntArray | None, number: int, images_wait: bool) -> PackNumbers | None:
+    def reach(
+        self,
+        batch: Batch,
+        lengths: IntArray | None,
+        number: int,
+        images_wait: bool,
+        gradients_of: Sequence[bool] = (),
+    ) -> PackNumbers | None:
         """Shows all ranks this rank's batch, and returns what they showed; None if some rank's batch is padded. A
         collective call.
 
@@ -56,6 +65,7 @@ class PackAgreement:
             lengths: `[documents]` of the batch; None if it is padded.
             number: of the micro-batch.
             images_wait: whether a rank with an image waits for the others: for weights or gradients of towers.
+            gradients_of: whether parts of the model before its decoder need gradients.
 
         Raises:
             PackingError: only some ranks hold images, and would wait for the others.
@@ -72,6 +82,7 @@ class PackAgreement:
                 "documents": 0 if lengths is None else len(lengths),
                 "longest document": 0 if lengths is None else int(lengths.max(initial=0)),
                 "padded": int(lengths is None),
+                "form": form_of(batch, gradients_of),
                 **flags,
             },
         )
@@ -90,7 +101,7 @@ class PackAgreement:
         if any(numbers["padded"]):
             self._warn_of_padding(self._labels(numbers["padded"]), number)
             return None
-        return PackNumbers(numbers["documents"], max(numbers["longest document"]))
+        return PackNumbers(numbers["documents"], max(numbers["longest document"]), tuple(numbers["form"]))
 
     def _flags(self, batch: Batch, lengths: IntArray | None, is_first: bool) -> dict[str, int]:
         """Returns what ranks show each other of a batch beside its lengths."""
@@ -147,6 +158,21 @@ class PackAgreement:
                 number,
                 ranks,
             )
+
+
+def form_of(batch: Batch, gradients_of: Sequence[bool] = ()) -> int:
+    """Returns a number of a batch's form: its tensors, flags, and what needs gradients.
+
+    Args:
+        gradients_of: whether parts of the model before its decoder need gradients.
+    """
+    facts: list[object] = [torch.is_grad_enabled(), *gradients_of]
+    for name, value in sorted(batch.items()):
+        if isinstance(value, torch.Tensor):
+            facts.append((name, str(value.dtype), value.ndim, value.numel() > 0, value.requires_grad))
+        elif isinstance(value, bool | str):
+            facts.append((name, value))
+    return crc32(str(facts).encode())
 
 
 def _checksum(lengths: IntArray | None, tokens: torch.Tensor, batch: Batch) -> int:

@@ -1,22 +1,26 @@
-"""Packs: batches that were packed before they get here. Their tokens stay, their attention tasks move.
+"""Packs: batches that others made. Inside the model their tokens are placed, unless they are even already.
 
-lengths of this rank ── gather ──▶ live plan ┈┈┈┈┈┈┈┈▶ layout of all packs ──▶ plan, routing
-from cu_seq_lens_q, position_ids or rows     of one pass   when a layer attends     moving tasks
+lengths of this rank ── gather ──▶ live plan ┈┈┈┈┈┈┈┈▶ layout of all packs ──▶ placed layout ──▶ plan, routing
+from cu_seq_lens_q, position_ids or rows     of one pass   when the decoder begins          moves of rows
 
-Ranks meet before the pass. The plan is made when the first layer attends: the device then computes what comes before.
+Ranks meet before the pass. The plan is made when the decoder begins: the device then computes what comes before.
+
+Layers that carry a state from token to token need the documents of their rank whole, in the order of its batch. There
+tokens stay, and attention tasks move.
 """
 
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
+import numpy as np
 import torch
 
 from distca_hf.arrays import IntArray
 from distca_hf.batches.batch_documents import Batch, document_lengths, tokens_of
-from distca_hf.batches.pack_agreement import PackAgreement
+from distca_hf.batches.pack_agreement import PackAgreement, PackNumbers
 from distca_hf.batches.taking import order_plan
 from distca_hf.comm.agreement import Agreement, Occasion
 from distca_hf.comm.served_transport import ServedTransport
@@ -25,14 +29,21 @@ from distca_hf.config import DistCAConfig
 from distca_hf.cost import CAUSAL_LAYERS, LayerMasks, TokenBytes
 from distca_hf.errors import PackingError
 from distca_hf.layout import Layout, as_int_array
-from distca_hf.planning.plan import Plan, PlanFacts, PlanTotals
+from distca_hf.placement.place import place
+from distca_hf.planning.plan import Plan, PlanFacts, PlanTotals, plan_in_place
 from distca_hf.planning.rebalance import plan_by_moving
+from distca_hf.planning.row_moves import RowMoves
 from distca_hf.planning.served import Servers, plan_served
 from distca_hf.runtime.layer_kinds import PinnedKinds
 from distca_hf.runtime.live_plan import LivePlan
 from distca_hf.runtime.planned import Planned, PlannedLater
+from distca_hf.runtime.row_moves import DeviceRowMoves
 from distca_hf.telemetry import REMEMBERED_MICRO_BATCHES, LoaderTimes
 from distca_hf.topology import Topology
+
+
+# Most tokens, and most attended pairs, of a rank in means of the ranks, up to which batches are even: rows stay.
+EVEN = 1.02
 
 
 @dataclass(frozen=True)
@@ -44,7 +55,7 @@ class IncomingPacks:
         trains: whether it is trained on, and counted.
         device: where its tokens are.
         servers: attention servers that compute some of its tasks; None if there are none.
-        num_documents: `[ranks]` documents of each rank.
+        shown: what ranks showed each other of them.
         gather: brings their lengths, filled up with zeros to those of the rank with the most documents.
         spent_seconds: time that planning has taken so far.
     """
@@ -53,7 +64,7 @@ class IncomingPacks:
     trains: bool
     device: torch.device
     servers: Servers | None
-    num_documents: list[int]
+    shown: PackNumbers
     gather: Gather
     spent_seconds: float
 
@@ -66,7 +77,7 @@ class IncomingPacks:
         """
         where, rows = _where(self.micro_batch), self.gather.wait()
         return Layout.from_packs(
-            [as_int_array(row[:count], where) for row, count in zip(rows, self.num_documents, strict=True)]
+            [as_int_array(row[:count], where) for row, count in zip(rows, self.shown.num_documents, strict=True)]
         )
 
 
@@ -78,9 +89,11 @@ class PackPlanner:
             them. None if there are none.
         layer_masks: masks that the model's layers attend with, each with the number of its layers.
         lengths: returns `[documents]` lengths of a batch, or None if it is padded.
+        moves_rows: whether tokens may be placed; else attention tasks move.
 
     Attributes:
         history: facts of the latest micro-batches.
+        latest_moves: of rows of the latest micro-batch; None if they stay where batches have them.
         totals, times: sums over micro-batches that a model was trained on, and how long planning them took.
     """
 
@@ -93,6 +106,7 @@ class PackPlanner:
         servers: Servers | None = None,
         layer_masks: LayerMasks = CAUSAL_LAYERS,
         lengths: Callable[[Batch], IntArray | None] = document_lengths,
+        moves_rows: bool = True,
     ) -> None:
         self.totals = PlanTotals()
         self.history: deque[PlanFacts] = deque(maxlen=REMEMBERED_MICRO_BATCHES)
@@ -104,6 +118,8 @@ class PackPlanner:
         self._head_groups = head_groups
         self._token_bytes = token_bytes
         self._servers, self._layer_masks, self._lengths_of = servers, layer_masks, lengths
+        self._moves_rows = moves_rows
+        self.latest_moves: RowMoves | None = None
         self._agreement = PackAgreement(config, transport)
         self._next_number = 0
 
@@ -119,15 +135,18 @@ class PackPlanner:
 
         return go_back
 
-    def plan(self, batch: Batch, trains: bool = True, images_wait: bool = False) -> LivePlan | None:
+    def plan(
+        self, batch: Batch, trains: bool = True, images_wait: bool = False, gradients_of: Sequence[bool] = ()
+    ) -> LivePlan | None:
         """Returns the plan of a batch, on the device of its tokens. A collective call.
 
-        It is a plan that is made later, when the first layer attends. With attention servers it is made here: it is
+        It is a plan that is made later, when the decoder begins. With attention servers it is made here: it is
         posted to them before any layer runs.
 
         Args:
             trains: whether it is trained on, and counted.
             images_wait: whether a rank with an image waits for the others: for weights or gradients of towers.
+            gradients_of: whether parts of the model before its decoder need gradients.
 
         Returns:
             The plan; None where some rank's batch is padded: then every rank attends to its own batch.
@@ -141,21 +160,21 @@ class PackPlanner:
         began = time.perf_counter()
         number, self._next_number = self._next_number, self._next_number + 1
         lengths, tokens = self._lengths(batch, number), tokens_of(batch)
-        numbers = self._agreement.reach(batch, lengths, number, images_wait)
-        if numbers is None:
+        shown = self._agreement.reach(batch, lengths, number, images_wait, gradients_of)
+        if shown is None:
             return None
         assert lengths is not None  # or this rank's batch would be padded
-        num_documents, longest_tokens = numbers
+        longest_tokens = shown.longest_document_tokens
         if not longest_tokens:
             raise PackingError(f"micro-batch {number}: no data on any rank; leave this batch out")
-        filled_up = [*lengths.tolist(), *[0] * (max(num_documents) - len(lengths))]
+        filled_up = [*lengths.tolist(), *[0] * (max(shown.num_documents) - len(lengths))]
         gather = self._transport.gather(filled_up, _where(number))
         servers = self._servers if trains else None  # evaluation uses none
         served = self._transport if isinstance(self._transport, ServedTransport) and trains else None
         if served is not None:
             servers = served.servers  # some may be lost
         spent_seconds = time.perf_counter() - began
-        packs = IncomingPacks(number, trains, tokens.device, servers, num_documents, gather, spent_seconds)
+        packs = IncomingPacks(number, trains, tokens.device, servers, shown, gather, spent_seconds)
         later = PlannedLater(longest_tokens, partial(self._plan_incoming, packs))
         return LivePlan(
             number,
@@ -169,7 +188,8 @@ class PackPlanner:
     def _plan_incoming(self, packs: IncomingPacks) -> Planned:
         """Waits for the lengths of packs, then plans and routes them."""
         began = time.perf_counter()
-        layout, servers = packs.layout(), packs.servers
+        home, servers = packs.layout(), packs.servers
+        layout = self._placed(home)
         plan, topology = self._plan_layout(layout, servers)
         num_chunks = self._config.num_chunks(topology)
         kinds = PinnedKinds.prepare(
@@ -177,7 +197,7 @@ class PackPlanner:
             self._transport.rank,
             num_chunks,
             self._layer_masks,
-            layout.rank_work_of,
+            home.rank_work_of,
             pin=packs.device.type == "cuda",
             num_servers=0 if servers is None else servers.count,
         )
@@ -187,11 +207,31 @@ class PackPlanner:
             self.times.micro_batches += 1  # padded micro-batches are in none of these
             self.times.plan_seconds += packs.spent_seconds + time.perf_counter() - began
         posted = order_plan(self._transport, None if servers is None else plan, packs.micro_batch, num_chunks)
-        return kinds.planned(packs.device, plan.fingerprint, posted)
+        planned = kinds.planned(packs.device, plan.fingerprint, posted)
+        if not self._moves_rows:
+            return planned
+        self.latest_moves = moves = RowMoves.of(home, layout, self._transport.rank)
+        return planned._replace(moves=DeviceRowMoves.of(moves, packs.device), batch_forms=packs.shown.forms)
+
+    def _placed(self, home: Layout) -> Layout:
+        """Returns the layout that layers compute; batches that are even keep theirs."""
+        counts = [home.rank_tokens, *(home.rank_work_of(mask) for mask, _ in self._layer_masks)]
+        if not self._moves_rows or all(count.max() <= EVEN * count.mean() for count in counts):
+            return home
+        layout = place(
+            home.document_tokens,
+            home.num_ranks,
+            topology=self._topology,
+            head_groups=self._head_groups,
+            layer_masks=self._layer_masks,
+        )
+        return replace(layout, rank_rows=np.maximum(layout.rank_rows, 1))  # models cannot run on no rows
 
     def _plan_layout(self, layout: Layout, servers: Servers | None) -> tuple[Plan, Topology]:
         """Returns the plan of all packs, and the nodes of the ranks that it is of."""
         groups, trainers, token_bytes = self._head_groups, self._topology, self._token_bytes
+        if servers is None and self._moves_rows:
+            return plan_in_place(layout, groups), trainers
         if servers is None:
             return plan_by_moving(layout, groups, topology=trainers, token_bytes=token_bytes), trainers
         plan = plan_served(layout, servers, groups, topology=trainers, token_bytes=token_bytes)

@@ -10,7 +10,15 @@ from dataclasses import dataclass
 
 import torch
 
-from distca_hf.batches.batch_documents import Batch, check_mask_numbers, documents_at, media_of, padded_rows, tokens_of
+from distca_hf.batches.batch_documents import (
+    POSITIONS_WITH_TEXT,
+    Batch,
+    check_mask_numbers,
+    documents_at,
+    media_of,
+    padded_rows,
+    tokens_of,
+)
 from distca_hf.data.documents import IGNORED_LABEL
 from distca_hf.errors import PackingError, and_more
 
@@ -22,7 +30,6 @@ class PaddedRows:
     Attributes:
         shape: of the batch, `(B, L)`.
         token_places: `[T]`, places of the tokens among all B · L, row after row.
-        positions: `[1, T]`, as the batch says, or counted from the first token of each row.
         offsets: `[documents + 1]`, int32: where documents begin among the tokens.
         has_own_positions: whether the batch brought positions.
         is_left_padded: whether some row begins with padding.
@@ -30,7 +37,6 @@ class PaddedRows:
 
     shape: tuple[int, int]
     token_places: torch.Tensor
-    positions: torch.Tensor
     offsets: torch.Tensor
     has_own_positions: bool
     is_left_padded: bool
@@ -39,27 +45,16 @@ class PaddedRows:
         """Returns values of the tokens, `[1, T, ...]`, of values of all places, `[B, L, ...]`."""
         return values.flatten(0, 1)[self.token_places][None]
 
-    def unpack(self, values: torch.Tensor) -> torch.Tensor:
-        """Returns values of all places, zeros in padding.
 
-        Args:
-            values: of the tokens, `[1, T, D]` or `[T, D]`.
-
-        Returns:
-            `[B, L, D]` or `[B * L, D]`.
-        """
-        rows_TD = values.flatten(0, -2)
-        places_PD = rows_TD.new_zeros(self.shape[0] * self.shape[1], rows_TD.shape[-1])
-        places_PD = places_PD.index_copy(0, self.token_places, rows_TD)
-        return places_PD.unflatten(0, self.shape) if values.ndim == 3 else places_PD
-
-
-def padded_rows_of(batch: Batch) -> PaddedRows | None:
+def padded_rows_of(batch: Batch, with_images: bool = False) -> PaddedRows | None:
     """Returns the rows of a padded batch; waits for the device.
 
+    Args:
+        with_images: whether it may have images, whose features are among the tokens when they are packed.
+
     Returns:
-        None if the batch is not padded, or must stay so: it has images, offsets, a mask or positions of several
-        numbers per token, or labels to learn that padding predicts.
+        None if the batch is not padded, or must stay so: it has offsets, a mask of several numbers per token, or
+        labels to learn that padding predicts; or images, or positions of several numbers per token.
 
     Raises:
         PackingError: a row has no token, or padding between tokens; or positions do not fit the mask.
@@ -68,8 +63,10 @@ def padded_rows_of(batch: Batch) -> PaddedRows | None:
     tokens = tokens_of(batch)
     if not isinstance(mask, torch.Tensor) or mask.ndim != 2 or mask.shape != tokens.shape or bool(mask.all()):
         return None
-    if batch.get("cu_seq_lens_q") is not None or media_of(batch):
+    if batch.get("cu_seq_lens_q") is not None or (media_of(batch) and not with_images):
         return None
+    if positions is not None and positions.ndim == 3 and with_images:
+        positions = positions[0] if len(positions) == POSITIONS_WITH_TEXT else None
     if positions is not None and positions.shape not in (mask.shape, (1, mask.shape[1])):
         return None
     check_mask_numbers(batch)
@@ -79,15 +76,12 @@ def padded_rows_of(batch: Batch) -> PaddedRows | None:
         return None
     if positions is None:
         documents = padded_rows(is_token, is_token)
-        positions = is_token.cumsum(dim=1) - 1
     else:
-        positions = positions.expand(mask.shape)
-        documents = documents_at(positions, is_token)
+        documents = documents_at(positions.expand(mask.shape), is_token)
     assert documents.query_rows is not None
     return PaddedRows(
         shape=(mask.shape[0], mask.shape[1]),
         token_places=documents.query_rows,
-        positions=positions.flatten()[documents.query_rows][None],
         offsets=documents.cu_seqlens_q,
         has_own_positions=batch.get("position_ids") is not None,
         is_left_padded=not bool(is_token[:, 0].all()),

@@ -41,6 +41,7 @@ class Occasion(enum.IntEnum):
     UNABLE = 7  # give up, because it cannot do its part
     SCHEDULE = 8  # run an optimizer step of a pipeline
     EVALUATE = 9  # go on with an evaluation
+    MOVE = 10  # move rows to where a model's layers compute them
 
 
 # Ranks that take a step together. A rank that is unable shows it to those of the step that it should have taken.
@@ -53,6 +54,7 @@ SCOPE_OF = {
     Occasion.COMPARE: Scope.STAGE,
     Occasion.SCHEDULE: Scope.GROUP,
     Occasion.EVALUATE: Scope.GROUP,
+    Occasion.MOVE: Scope.STAGE,
 }
 
 # Text travels as integers of so many bytes: gathers carry integers of 64 bits, with a sign, alone.

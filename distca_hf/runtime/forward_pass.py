@@ -171,6 +171,14 @@ class ForwardPass:
         self.trace.begin(PassPart.BACKWARD, layer, windows[layer] if 0 <= layer < len(windows) else 0)
         return self._place(layer, "backward")
 
+    def begin_backward_of_rows(self) -> None:
+        """Begins backward of rows that move between ranks. The first of a backward pass waits for the other ranks.
+
+        Raises:
+            PlanMismatchError, PeerLostError: they differentiate another pass, or one of other calls.
+        """
+        self._enter_backward(goes_on=False)
+
     def agree_to_attend(self, fingerprint: int, tensors: CallTensors) -> None:
         """Waits until all ranks have shown in which dtype and with which heads they attend: at the first call with the
         pass's facts, at later ones as long as `compares_calls` says so.

@@ -256,7 +256,9 @@ class LivePlan:
         Raises:
             PlanMismatchError, PeerLostError: nothing follows, and ranks ran different passes.
         """
-        exchanges = any(kind.plan.forward.exchanges for kind in self.kinds)
+        moves = self.planned.moves
+        crosses = moves is not None and moves.moves.crosses
+        exchanges = crosses or any(kind.plan.forward.exchanges for kind in self.kinds)
         attends_again = bool(self._layers.regions) and torch.is_grad_enabled()
         self.forward_pass.end(exchanges, attends_again=attends_again)
         self.use.trained |= trains

@@ -7,6 +7,7 @@ from distca_hf.comm.posted_plans import PostedPlan
 from distca_hf.cost import Mask
 from distca_hf.planning.plan import PlanFacts
 from distca_hf.runtime.device_routing import DeviceRankPlan
+from distca_hf.runtime.row_moves import DeviceRowMoves
 
 
 # Makes the rank plan of a mask with a window, on the device.
@@ -22,6 +23,8 @@ class Planned(NamedTuple):
         facts: of all layers together.
         fingerprint: of the plan.
         posted: the plan as attention servers have it; posts calls to them. None if they take no part.
+        moves: of rows that are placed inside the model; None if rows stay where batches have them.
+        batch_forms: `[ranks]` numbers of the forms of their batches: of equal forms, decoders get equal inputs.
     """
 
     routings: Mapping[Mask, DeviceRankPlan]
@@ -29,6 +32,8 @@ class Planned(NamedTuple):
     facts: PlanFacts
     fingerprint: int
     posted: PostedPlan | None = None
+    moves: DeviceRowMoves | None = None
+    batch_forms: tuple[int, ...] = ()
 
     @property
     def longest_document_tokens(self) -> int:

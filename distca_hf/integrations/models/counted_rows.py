@@ -2,7 +2,7 @@
 
 A placed row holds parts of many documents, followed by padding. NEFTune's noise depends on the length of a row, and
 some losses are means over all rows. Here each document has the noise of a row that holds only this document, and these
-losses see no padding. Padded rows that are one pack inside of the model have the noise of padded rows.
+losses see no padding. Tokens that are placed inside of the model have the noise of the row that they come from.
 """
 
 import math
@@ -30,12 +30,16 @@ class CountedRows:
 
     Args:
         model: a Transformers model.
+
+    Attributes:
+        is_noisy: whether embeddings of the pass get noise.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
         self._model, self._noise = model, HiddenHook(self._add_noise)
         self._lengths_T: torch.Tensor | None = None
         self._longest_tokens = self._rank = self._padding_rows = 0
+        self.is_noisy = False
 
     def begin(self, batch: Batch, plan: LivePlan | None, trains: bool, row_tokens: int = 0) -> dict[str, Any]:
         """Begins a pass; returns entries to replace in its batch.
@@ -43,17 +47,17 @@ class CountedRows:
         Args:
             plan: of the pass, if it has one.
             trains: whether the pass trains; others get no noise.
-            row_tokens: tokens of each padded row, if these are one pack inside of the model.
+            row_tokens: tokens of each row of a batch that was not placed.
         """
         self._lengths_T, self._longest_tokens, self._padding_rows = None, 0, 0
+        self.is_noisy = plan is not None and trains and self._replaces_noise()
         if plan is None:
             return {}
-        noisy = trains and self._replaces_noise()
-        if noisy:
+        if self.is_noisy:
             self._longest_tokens, self._rank = row_tokens, plan.transport.rank
         if not isinstance(plan, PlacedPlan) or (lengths := plan.document_tokens) is None:
             return {}
-        if noisy:
+        if self.is_noisy:
             self._longest_tokens = int(plan.whole_tokens.max(initial=1))
             self._lengths_T = torch.from_numpy(np.repeat(plan.whole_tokens, lengths)).to(tokens_of(batch).device)
         is_cut = not isinstance(kept := batch.get("logits_to_keep", 0), int) or kept != 0
@@ -63,6 +67,10 @@ class CountedRows:
         self._padding_rows = tokens.shape[1] - real
         of_loss = {name: batch[name][:, :real] for name in ("labels", "shift_labels") if batch.get(name) is not None}
         return {**of_loss, "logits_to_keep": torch.arange(real, device=tokens.device)}
+
+    def place(self, row_tokens_T: torch.Tensor) -> None:
+        """Notes how long the rows were that the tokens of a decoder come from, 0 for padding."""
+        self._lengths_T = row_tokens_T.clamp(min=1)
 
     def end(self, output: Any) -> Any:
         """Ends a pass; returns its output with logits of all rows, zeros in padding."""

@@ -159,6 +159,11 @@ class ForwardCheck:
             trains and any(weight.requires_grad for weight in self._beside_text) and self._gradients_wait()
         )
 
+    def gradients_before_decoder(self) -> tuple[bool, ...]:
+        """Returns whether embeddings and towers need gradients: then gradients of rows travel to them."""
+        embeddings = transformers_model(self._root).get_input_embeddings().parameters()
+        return any(x.requires_grad for x in embeddings), any(x.requires_grad for x in self._beside_text)
+
     @cached_property
     def _towers_are_sharded(self) -> bool:
         return are_sharded(self._root, self.towers.values())

@@ -34,6 +34,7 @@ from distca_hf.integrations.checkpointing import (
 )
 from distca_hf.integrations.models.check import check_model
 from distca_hf.integrations.models.counted_rows import CountedRows
+from distca_hf.integrations.models.decoder_borders import DecoderBorders
 from distca_hf.integrations.models.distributed_check import check_divided_heads, follow_mesh
 from distca_hf.integrations.models.forward_check import ForwardCheck
 from distca_hf.integrations.models.heads import head_groups_of, token_bytes_of
@@ -43,7 +44,6 @@ from distca_hf.integrations.models.layer_kinds import verdict_in_short
 from distca_hf.integrations.models.layer_masks import layer_masks_of, layer_windows
 from distca_hf.integrations.models.mixer_watch import MixerWatch
 from distca_hf.integrations.models.operations import predictable, step_flops
-from distca_hf.integrations.models.padded_backbone import PaddedBackbone
 from distca_hf.integrations.models.planner import vocabulary_tokens_of
 from distca_hf.integrations.models.recomputed_layers import RecomputedLayers
 from distca_hf.integrations.models.structure import (
@@ -94,7 +94,7 @@ class ForwardWatch:
         self._check = ForwardCheck(root, config, self._layers, whole_documents)
         self.position_limits = self._check.position_limits
         self._counted = CountedRows(inner)
-        self._padded = PaddedBackbone(inner, self.position_limits.has_table)
+        self._borders = DecoderBorders(inner, self.position_limits.has_table, self._counted)
         self._names = names_by_position(root)
         self._accepts_use_cache = forward_accepts(inner, "use_cache")
         self._logged_cache = False
@@ -127,7 +127,7 @@ class ForwardWatch:
             self.root.register_forward_hook(HiddenHook(self._after), with_kwargs=True),
         ]
         self._mixers.enter()
-        self._padded.enter()
+        self._borders.enter()
 
     def leave(self, modules: Collection[nn.Module]) -> None:
         """Removes the hooks from modules of the enabled model, or of a copy, whose hooks are copies, too. Checkpointed
@@ -143,7 +143,7 @@ class ForwardWatch:
         if is_original:
             for handle in self._handles:
                 handle.remove()
-            self._padded.leave()
+            self._borders.leave()
             restore_functions(self._checkpointed or [])
 
     def is_for(self, root: nn.Module, context: ParallelContext, whole_documents: bool) -> bool:
@@ -172,7 +172,7 @@ class ForwardWatch:
 
     def _before(self, module: nn.Module, args: tuple[object, ...], kwargs: dict[str, Any]) -> object:
         self._is_running = True
-        self._padded.end()
+        self._borders.end()
         self._counted.begin({}, None, trains=False)
         given = dict(zip(self._names, args, strict=False)) | kwargs
         batch = dict(without_kinds_of_text(given)) if self._check.towers else given
@@ -195,7 +195,7 @@ class ForwardWatch:
             batch |= fill_empty(batch)
         args = args[len(self._names) :]
         if plan is None:
-            self._padded.end()
+            self._borders.end()
             return args, batch | self._mixers.alone(batch, trains=module.training and torch.is_grad_enabled())
         if not isinstance(plan, LivePlan):
             raise PlanError(
@@ -210,7 +210,7 @@ class ForwardWatch:
         plan = plan.for_pass()
         self._begin(module, plan)
         trains = module.training and torch.is_grad_enabled()
-        counted = self._counted.begin(batch, plan, trains, self._padded.row_tokens)
+        counted = self._counted.begin(batch, plan, trains, tokens_of(batch).shape[1])
         return args, {**batch, "distca_plan": plan, **label_count(batch, plan), **self._no_cache(batch), **counted}
 
     def _begin(self, module: nn.Module, plan: LivePlan) -> None:
@@ -275,13 +275,14 @@ class ForwardWatch:
         if self.packs is None:
             transport, servers = self.context.training_transport(tokens_of(batch).device), self.context.servers
             of_model = self._head_groups, self._token_bytes, servers, self._layer_masks, self._lengths
-            self.packs = PackPlanner(self.context.config, transport, *of_model)
-        return self.packs.plan(batch, module.training, self._check.images_wait(module.training))
+            self.packs = PackPlanner(self.context.config, transport, *of_model, moves_rows=not self._mixers.mixers)
+        images_wait = self._check.images_wait(module.training)
+        return self.packs.plan(batch, module.training, images_wait, self._check.gradients_before_decoder())
 
     def _lengths(self, batch: Batch) -> IntArray | None:
         """Returns document lengths of a batch; None if it stays padded, as it does where mixers keep rows apart."""
         with ids_checked(batch, self._vocabulary_tokens, waits=True):
-            return self._mixers.lengths(batch if self._mixers.mixers else self._padded.begin(batch))
+            return self._mixers.lengths(batch if self._mixers.mixers else self._borders.begin(batch))
 
     def _checkpointed_modules(self, module: nn.Module) -> list[nn.Module]:
         """Returns modules that are or may be checkpointed: wrappers may come until the first forward pass."""
@@ -306,7 +307,7 @@ class ForwardWatch:
             PlanMismatchError: no backward pass follows, and ranks ran different passes.
         """
         self._is_running = False
-        self._padded.end()
+        self._borders.end()
         plan = kwargs.get("distca_plan")
         if plan is not None:
             self._check.check_calls(plan)

@@ -1,0 +1,326 @@
+"""Decoder borders: rows move in where the text decoder of a model begins, and home where it ends.
+
+    model(batch of this rank, [B, L])
+      decoder  ──▶ tokens placed on this rank, [1, T] ──▶ embedding, layers, norm ──▶ hidden states [1, T, D]
+      ◀── rows of its own batch, [B, L, D], zeros in padding
+    towers, head, loss, pooling: as they are
+
+So sampler, collator, images, losses and metrics see their own rows and nothing else. Where batches are even already
+nothing is sent: then padding is taken out and put back.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+from transformers import PreTrainedModel
+
+from distca_hf.batches.batch_documents import Batch, tokens_of
+from distca_hf.batches.padded import PaddedRows, padded_rows_of
+from distca_hf.comm.agreement import Agreement, Occasion
+from distca_hf.comm.served_transport import ServedTransport
+from distca_hf.errors import PlanError, UnsupportedAttentionError
+from distca_hf.integrations.models.counted_rows import CountedRows
+from distca_hf.integrations.models.hooks import Hook
+from distca_hf.integrations.models.structure import names_by_position, text_decoder
+from distca_hf.runtime.live_plan import LivePlan
+from distca_hf.runtime.row_moves import PassRows
+from distca_hf.torch_private import hidden_from_dynamo
+
+
+# Keywords that describe documents of the batch as it came; placed rows have those of the plan.
+OF_DOCUMENTS = frozenset(
+    {
+        "attention_mask",
+        "cache_position",
+        "cu_seq_lens_k",
+        "cu_seq_lens_q",
+        "max_length_k",
+        "max_length_q",
+        "seq_idx",
+    }
+)
+# Features of images for the first layers: of visual tokens only, with a mask that says which these are.
+DEEP, DEEP_MASK = "deepstack_visual_embeds", "visual_pos_masks"
+# Columns that only travel: features of images for all tokens, and the length of the row that a token comes from.
+DENSE_DEEP, ROW_TOKENS = "distca_deepstack", "distca_row_tokens"
+# Forms of batches whose columns are remembered. Few occur; each costs one more meeting of ranks when it is new.
+REMEMBERED_FORMS = 64
+
+
+class Columns(NamedTuple):
+    """What ranks agreed on for the columns of a pass.
+
+    Attributes:
+        position_rows: numbers that each token's position has: 1, or several as of images.
+        deep_layers: layers that get features of images; 0 if no rank has any.
+        differentiate: whether some rank needs gradients of its columns.
+        described: dtype and width of each column, by name.
+    """
+
+    position_rows: int
+    deep_layers: int
+    differentiate: bool
+    described: Mapping[str, str]
+
+
+@dataclass(eq=False)
+class _Pass:
+    """The pass that is in the decoder."""
+
+    rows: PassRows
+    shape: tuple[int, int]
+
+
+class DecoderBorders:
+    """Hooks around the text decoder of a model. They do nothing in a pass whose rows stay where they are.
+
+    Args:
+        model: a Transformers model.
+        has_position_table: whether it looks positions up in a table.
+        counted: hears how long the rows of tokens were.
+    """
+
+    def __init__(self, model: PreTrainedModel, has_position_table: bool, counted: CountedRows) -> None:
+        decoder = text_decoder(model)
+        self._decoder = model.base_model if decoder is model else decoder
+        self._is_multimodal = decoder is not model
+        self._names = names_by_position(self._decoder)
+        self._class_name, self._has_position_table = type(model).__name__, has_position_table
+        self._counted = counted
+        self._handles: list[RemovableHandle] = []
+        self._padded: PaddedRows | None = None
+        self._is_open = False
+        self._pass: _Pass | None = None
+        self._columns: dict[tuple[int, ...], Columns] = {}
+
+    def __deepcopy__(self, memo: dict[int, object]) -> "DecoderBorders":
+        """Returns itself: a copied model is not enabled, and its passes are none of these."""
+        return self
+
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
+        """Returns how None is made: a model that is stored, or sent to another process, is not enabled there."""
+        return type(None), ()
+
+    def enter(self) -> None:
+        """Adds the hooks. Where the decoder is the whole model, these come after the hook that plans its batch, and
+        before the one that ends its pass."""
+        self._handles = [
+            self._decoder.register_forward_pre_hook(Hook(self._before), with_kwargs=True),
+            self._decoder.register_forward_hook(Hook(self._after), with_kwargs=True, prepend=True),
+        ]
+
+    def leave(self) -> None:
+        """Removes the hooks."""
+        for handle in self._handles:
+            handle.remove()
+
+    def begin(self, batch: Batch) -> Batch:
+        """Begins a pass on a batch without a plan; waits for the device if it has a mask.
+
+        Returns:
+            The batch as its documents are read: without padding, or the batch itself.
+
+        Raises:
+            PackingError: as for `padded_rows_of`.
+            UnsupportedAttentionError: rows begin with padding, and the model's positions would count it.
+        """
+        self._is_open = True
+        self._padded = rows = padded_rows_of(batch, with_images=self._is_multimodal)
+        if rows is None:
+            return batch
+        if self._has_position_table and rows.is_left_padded and not rows.has_own_positions:
+            raise UnsupportedAttentionError(
+                f"{self._class_name} looks positions up in a table, and rows are padded on the left: Transformers "
+                "would count their padding, too. Pad on the right (tokenizer.padding_side), or give position_ids "
+                "that begin at 0 in every row"
+            )
+        return {"input_ids": rows.pack(tokens_of(batch)), "cu_seq_lens_q": rows.offsets}
+
+    def end(self) -> None:
+        """Ends a pass, or leaves its batch as it is."""
+        self._is_open, self._padded, self._pass = False, None, None
+
+    def _before(self, module: nn.Module, args: tuple[object, ...], kwargs: dict[str, Any]) -> object:
+        """Moves rows in. A compiler looks in here, and finds nothing to do for a batch that was placed before."""
+        if not self._is_open or kwargs.get("distca_plan") is None:
+            return None
+        return self._move_in(args, kwargs)
+
+    def _after(self, module: nn.Module, args: tuple[object, ...], kwargs: dict[str, Any], output: object) -> object:
+        """Moves results home."""
+        if not self._is_open or kwargs.get("distca_plan") is None:
+            return None
+        return self._move_home(output)
+
+    # Outside of compiled graphs, because every batch has another number of tokens.
+    @hidden_from_dynamo
+    def _move_in(self, args: tuple[object, ...], kwargs: dict[str, Any]) -> object:
+        plan: LivePlan = kwargs["distca_plan"]
+        moves = plan.planned.moves
+        if moves is None or (self._padded is None and not moves.moves.crosses):
+            return None
+        given = dict(zip(self._names, args, strict=False)) | kwargs
+        tokens = tokens_of(given)
+        batch_size, length = tokens.shape
+        rows = PassRows(
+            moves,
+            plan.transport.among_trainers if isinstance(plan.transport, ServedTransport) else plan.transport,
+            None if self._padded is None else self._padded.token_places,
+            tokens.numel(),
+            f"micro-batch {plan.micro_batch}",
+            plan.forward_pass.begin_backward_of_rows,
+        )
+        self._pass = _Pass(rows, (batch_size, length))
+        positions = self._positions(given, moves.positions, tokens)
+        moving = self._moving(given, tokens)
+        columns = self._agreed(plan, moving, positions, given)
+        moving["position_ids"] = positions.expand(columns.position_rows, -1).T
+        if columns.deep_layers:
+            moving[DENSE_DEEP] = _dense_deep(given, columns.deep_layers)
+        placed = dict(zip(moving, rows.move_in(list(moving.values()), columns.differentiate), strict=True))
+        for name in (name for name in given if name in OF_DOCUMENTS):
+            given[name] = None
+        if (row_tokens := placed.pop(ROW_TOKENS, None)) is not None:
+            self._counted.place(row_tokens)
+        at = placed.pop("position_ids").T
+        given["position_ids"] = at[:1] if len(at) == 1 else at[:, None].contiguous()
+        if columns.deep_layers:
+            given[DEEP] = list(placed.pop(DENSE_DEEP).unbind(1))
+            given[DEEP_MASK] = torch.ones(1, rows.num_placed, dtype=torch.bool, device=tokens.device)
+        given |= {name: value[None] for name, value in placed.items()}
+        return args[len(self._names) :], given
+
+    @hidden_from_dynamo
+    def _move_home(self, output: object) -> object:
+        current, self._pass = self._pass, None
+        if current is None:
+            return None
+        num_placed, found = current.rows.num_placed, dict[int, torch.Tensor]()
+        _changed(output, num_placed, lambda value: found.setdefault(id(value), value))
+        homes = dict(zip(found, current.rows.move_home([x.flatten(0, -2) for x in found.values()]), strict=True))
+
+        def home_of(value: torch.Tensor) -> torch.Tensor:
+            rows = homes[id(value)]
+            return rows.unflatten(0, current.shape) if value.ndim == 3 else rows
+
+        return _changed(output, num_placed, home_of)
+
+    def _positions(self, given: Batch, counted: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        """Returns `[position rows, places]` of a batch: its own, or counted in its documents.
+
+        Args:
+            counted: `[home rows]`.
+        """
+        positions = given.get("position_ids")
+        if positions is not None:  # [B, L] or [1, L], or several of these
+            return positions.expand(*positions.shape[:-2], *tokens.shape).reshape(-1, tokens.numel())
+        found = tokens.new_zeros(tokens.numel(), dtype=torch.int64)
+        if self._padded is not None:
+            return found.index_copy_(0, self._padded.token_places, counted)[None]
+        found[: len(counted)] = counted
+        return found[None]
+
+    def _moving(self, given: dict[str, Any], tokens: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Returns `[places, ...]` tensors with a value per token by name, but for positions and features of images."""
+        apart = {*OF_DOCUMENTS, "position_ids", DEEP, DEEP_MASK}
+        moving = {
+            name: value.flatten(0, 1)
+            for name, value in given.items()
+            if name not in apart and isinstance(value, torch.Tensor) and value.shape[:2] == tokens.shape
+        }
+        if self._counted.is_noisy and "input_ids" in moving:  # embeddings are looked up inside
+            moving[ROW_TOKENS] = tokens.new_full((tokens.numel(),), tokens.shape[1], dtype=torch.int64)
+        return moving
+
+    def _agreed(
+        self, plan: LivePlan, moving: Mapping[str, torch.Tensor], positions: torch.Tensor, given: Batch
+    ) -> Columns:
+        """Returns the columns that all ranks move. They meet for batches of a form that is new on some rank.
+
+        Raises:
+            PlanMismatchError, PeerLostError: ranks have other columns.
+            PlanError: this rank's columns are others than before in a batch of the same form.
+            UnsupportedAttentionError: it is not known how to move some input.
+        """
+        described = {name: f"{value.dtype} {[*value.shape[1:]]}" for name, value in moving.items()}
+        known = self._columns.get(plan.planned.batch_forms)
+        where = f"{plan.transport.grid.name}, micro-batch {plan.micro_batch}"
+        deep_layers = len(given.get(DEEP) or ())
+        differentiate = torch.is_grad_enabled() and any(value.requires_grad for value in moving.values())
+        if known is not None:
+            if (
+                described != known.described
+                or len(positions) not in (1, known.position_rows)
+                or deep_layers not in (0, known.deep_layers)
+                or differentiate > known.differentiate
+            ):
+                raise PlanError(
+                    f"{where}: inputs of the decoder with a value per token are {described}, and were "
+                    f"{known.described} in a batch of the same form before; nothing was sent. Give a model the same "
+                    "inputs in every pass on such a batch"
+                )
+            return known
+        try:
+            self._check_known(given, where)
+        except UnsupportedAttentionError:
+            Agreement.announce_unable(plan.transport, plan.micro_batch, Occasion.MOVE)
+            raise
+        flags = {name: value for name, value in given.items() if isinstance(value, bool | str)}
+        numbers = {
+            "position rows": len(positions),
+            "deep layers": deep_layers,
+            "differentiate": int(differentiate),
+        }
+        facts = {f"input {name} of the decoder": value for name, value in (described | flags).items()}
+        shown = Agreement.start(plan.transport, Occasion.MOVE, plan.micro_batch, facts, numbers).wait()
+        columns = Columns(
+            max(shown["position rows"]), max(shown["deep layers"]), any(shown["differentiate"]), described
+        )
+        if len(self._columns) >= REMEMBERED_FORMS:
+            self._columns.clear()
+        self._columns[plan.planned.batch_forms] = columns
+        return columns
+
+    def _check_known(self, given: Batch, where: str) -> None:
+        """Checks that every tensor has a value per token, or belongs to none.
+
+        Raises:
+            UnsupportedAttentionError: names the first one.
+        """
+        shape = tokens_of(given).shape
+        for name, value in given.items():
+            if name in OF_DOCUMENTS or name in ("position_ids", DEEP, DEEP_MASK):
+                continue
+            if isinstance(value, torch.Tensor) and value.ndim and value.numel() > 1 and value.shape[:2] != shape:
+                raise UnsupportedAttentionError(
+                    f"{where}: the decoder of {self._class_name} gets {name} of shape {[*value.shape]}, and tokens of "
+                    f"shape {[*shape]}: it is not known how to move it with the tokens. Leave it out, or give it one "
+                    "value per token"
+                )
+
+
+def _dense_deep(given: Batch, layers: int) -> torch.Tensor:
+    """Returns `[places, layers, D]` features of images, zeros for all tokens of text."""
+    embeds_BTD = given["inputs_embeds"]
+    dense_BTLD = embeds_BTD.new_zeros((*embeds_BTD.shape[:2], layers, embeds_BTD.shape[-1]))
+    if given.get(DEEP) is not None:
+        features = torch.stack([value.to(dense_BTLD) for value in given[DEEP]], dim=1)
+        dense_BTLD = dense_BTLD.index_put(given[DEEP_MASK].nonzero(as_tuple=True), features)
+    return dense_BTLD.flatten(0, 1)
+
+
+def _changed(output: Any, tokens: int, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """Returns an output with all tensors of the tokens changed: `[1, T, D]` and `[T, D]`."""
+    if isinstance(output, torch.Tensor):
+        return change(output) if output.shape[:-1] in ((1, tokens), (tokens,)) else output
+    if isinstance(output, dict):  # Transformers' outputs are dictionaries, and keep their class
+        for name, value in output.items():
+            output[name] = _changed(value, tokens, change)
+        return output
+    if isinstance(output, tuple | list):
+        return type(output)(_changed(value, tokens, change) for value in output)
+    return output

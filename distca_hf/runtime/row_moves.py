@@ -1,0 +1,144 @@
+"""Row moves on the device: rows of a pass go to the ranks whose layers compute them, and results come home.
+
+One all-to-all each way carries all tensors of the tokens side by side, as bytes. Backward goes the other way:
+gradients of results move in, gradients of inputs move home. A rank takes part in both whether or not it needs them.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Self
+
+import numpy as np
+import torch
+
+from distca_hf.comm.transport import AllToAll, Transport
+from distca_hf.planning.row_moves import RowMoves
+
+
+@dataclass(frozen=True, eq=False)
+class DeviceRowMoves:
+    """Moves of this rank with their indices on the device. Attributes: see `RowMoves`."""
+
+    moves: RowMoves
+    sent: torch.Tensor
+    received: torch.Tensor
+    positions: torch.Tensor
+    sent_counts: list[int]
+    received_counts: list[int]
+
+    @classmethod
+    def of(cls, moves: RowMoves, device: torch.device) -> Self:
+        """Copies the indices to the device, in one copy that the host does not wait for."""
+        parts = [moves.sent, moves.received, moves.positions]
+        joined = torch.from_numpy(np.concatenate(parts))
+        if device.type == "cuda":
+            joined = joined.pin_memory()
+        sent, received, positions = joined.to(device, non_blocking=True).split([len(part) for part in parts])
+        return cls(moves, sent, received, positions, moves.sent_counts.tolist(), moves.received_counts.tolist())
+
+
+class PassRows:
+    """The rows of one forward pass, and of its backward pass.
+
+    Args:
+        moves: of this rank.
+        transport: among the ranks that hold rows.
+        places: `[home rows]` places of the rows in the batch, padding included; None if they fill it.
+        num_places: all places of the batch.
+        where: names the pass in messages.
+        before_backward: waits until all ranks differentiate this pass.
+    """
+
+    def __init__(
+        self,
+        moves: DeviceRowMoves,
+        transport: Transport,
+        places: torch.Tensor | None,
+        num_places: int,
+        where: str,
+        before_backward: Callable[[], None],
+    ) -> None:
+        self.num_placed, self.num_places = moves.moves.num_placed, num_places
+        self._moves, self._transport, self._where = moves, transport, where
+        self._home = moves.sent if places is None else places.index_select(0, moves.sent)
+        self._before_backward = before_backward
+
+    def move_in(self, values: Sequence[torch.Tensor], differentiate: bool) -> list[torch.Tensor]:
+        """Returns `[placed rows, ...]` of `[places, ...]` tensors; zeros in rows without a token. A collective call.
+
+        Args:
+            differentiate: whether some rank needs gradients of its values.
+        """
+        anchor = values[0].new_zeros((), dtype=torch.float32).requires_grad_() if differentiate else None
+        return list(_Move.apply(self, True, anchor, *values))
+
+    def move_home(self, values: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Returns `[places, ...]` of `[placed rows, ...]` tensors; zeros in padding. A collective call."""
+        return list(_Move.apply(self, False, None, *values))
+
+    def before_backward(self) -> None:
+        """Waits until all ranks differentiate this pass."""
+        if self._moves.moves.crosses:
+            self._before_backward()
+
+    def exchange(self, values: Sequence[torch.Tensor], goes_in: bool, phase: str) -> list[torch.Tensor]:
+        """Moves rows of all values in one exchange."""
+        moves = self._moves
+        taken, put, counts = self._home, moves.received, (moves.sent_counts, moves.received_counts)
+        num_rows = self.num_placed
+        if not goes_in:
+            taken, put, counts, num_rows = put, taken, counts[::-1], self.num_places
+        rows = [value.index_select(0, taken) for value in values]
+        if moves.moves.crosses:
+            joined = rows[0] if len(rows) == 1 else torch.cat([_as_bytes(part) for part in rows], dim=1)
+            where = f"{self._where}, rows on their way {'in' if goes_in else 'home'}, {phase}"
+            received = self._transport.exchange(AllToAll(joined, *counts, where)).wait()
+            rows = [received] if len(rows) == 1 else _as_values(received, values)
+        return [
+            value.new_zeros(num_rows, *value.shape[1:]).index_copy_(0, put, part)
+            for value, part in zip(values, rows, strict=True)
+        ]
+
+
+def _as_bytes(rows: torch.Tensor) -> torch.Tensor:
+    """Returns `[rows, bytes]` of `[rows, ...]`."""
+    return rows.reshape(len(rows), rows.shape[1:].numel()).contiguous().view(torch.uint8)
+
+
+def _as_values(joined: torch.Tensor, like: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Returns rows with the dtypes and shapes of other tensors from `[rows, bytes]` that hold them side by side."""
+    widths = [value.shape[1:].numel() * value.element_size() for value in like]
+    return [
+        part.contiguous().view(value.dtype).reshape(len(joined), *value.shape[1:])
+        for part, value in zip(joined.split(widths, dim=1), like, strict=True)
+    ]
+
+
+class _Move(torch.autograd.Function):
+    """Moves rows; backward moves gradients of all floating-point values the other way."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, rows: PassRows, goes_in: bool, anchor: torch.Tensor | None, *values: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        """Moves rows.
+
+        Args:
+            anchor: requires a gradient where backward is to run although no value may need one on this rank.
+        """
+        ctx.rows, ctx.goes_in = rows, goes_in
+        ctx.are_float = [value.is_floating_point() for value in values]
+        moved = rows.exchange(values, goes_in, "forward")
+        ctx.mark_non_differentiable(
+            *[value for value, is_float in zip(moved, ctx.are_float, strict=True) if not is_float]
+        )
+        return tuple(moved)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:
+        """Moves gradients the other way."""
+        rows: PassRows = ctx.rows
+        rows.before_backward()
+        floats = [gradient for gradient, is_float in zip(gradients, ctx.are_float, strict=True) if is_float]
+        moved = iter(rows.exchange(floats, not ctx.goes_in, "backward") if floats else ())
+        return None, None, None, *[next(moved) if is_float else None for is_float in ctx.are_float]

@@ -1,0 +1,305 @@
+"""Rows placed inside the model: every rank's own batch gives the gradients of data parallelism without distca."""
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from transformers import (
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    GPT2Config,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
+
+import distca_hf
+from distca_hf.integrations.models.forward_watch import watch_of
+from support.models import VOCABULARY, tiny_config
+from support.multimodal import document, multimodal_model
+from support.ranks import run_ranks
+
+
+Batch = dict[str, Any]
+Gradients = dict[str, torch.Tensor]
+Make = Callable[[str], PreTrainedModel]
+Loss = Callable[[nn.Module, Batch], torch.Tensor]
+# Lengths of the documents of each rank: unequal tokens, and the first document is longer than the mean of ranks.
+LENGTHS = ([200, 31, 7], [9, 5], [40], [3, 3, 17])
+
+
+def ids_of(lengths: Sequence[int], seed: int) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(3, VOCABULARY, (length,), generator=generator) for length in lengths]
+
+
+def packed(lengths: Sequence[int], seed: int, form: str = "positions") -> Batch:
+    """One row of documents, which positions, offsets or both tell apart."""
+    documents = ids_of(lengths, seed)
+    ids = torch.cat([*documents, torch.zeros(0, dtype=torch.int64)])[None]
+    positions = torch.cat([*map(torch.arange, lengths), torch.zeros(0, dtype=torch.int64)])[None]
+    batch: Batch = {"input_ids": ids, "labels": ids.masked_fill(positions == 0, -100), "position_ids": positions}
+    if form == "offsets":
+        batch["cu_seq_lens_q"] = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
+        batch["cu_seq_lens_k"] = batch["cu_seq_lens_q"]
+        batch["max_length_q"] = batch["max_length_k"] = max(lengths)
+    return batch
+
+
+def padded(lengths: Sequence[int], seed: int, side: str = "right") -> Batch:
+    """A row for each document, padded on a side; without a mask if all are equally long and the side is "none"."""
+    ids = torch.zeros(len(lengths), max(lengths), dtype=torch.int64)
+    mask, labels = torch.zeros_like(ids), torch.full_like(ids, -100)
+    for row, document_ids in enumerate(ids_of(lengths, seed)):
+        at = slice(0, len(document_ids)) if side != "left" else slice(ids.shape[1] - len(document_ids), None)
+        ids[row, at], mask[row, at], labels[row, at] = document_ids, 1, document_ids
+        labels[row, at.start] = -100
+    return {"input_ids": ids, "labels": labels} | ({} if side == "none" else {"attention_mask": mask})
+
+
+class Case(NamedTuple):
+    """A model and the batches of all ranks.
+
+    Attributes:
+        make: makes the model, given an attention implementation.
+        batches: of at least as many ranks as any run has.
+        loss: of a model on a batch; by default the model's own.
+        most: largest difference of a gradient, in its largest number.
+        prepare: changes a model that was enabled.
+    """
+
+    make: Make
+    batches: Sequence[Batch]
+    loss: Loss | None = None
+    most: float = 1e-13
+    prepare: Callable[[PreTrainedModel], object] = lambda model: None
+
+
+def of_config(
+    config: PreTrainedConfig, implementation: str, kind: Any = AutoModelForCausalLM, **changes: Any
+) -> PreTrainedModel:
+    torch.manual_seed(0)
+    model = kind.from_config(config, attn_implementation=implementation, **changes)
+    return model.to(torch.float64).train()
+
+
+def tiny(kind: str = "llama", model_kind: Any = AutoModelForCausalLM, **changes: Any) -> Make:
+    """Makes a tiny model in float64."""
+    experts = {"experts_implementation": "eager"} if kind in ("qwen3_moe", "gpt_oss") else {}
+    return lambda implementation: of_config(tiny_config(kind, **changes), implementation, model_kind, **experts)
+
+
+def gpt2(implementation: str) -> PreTrainedModel:
+    sizes = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 512, "vocab_size": VOCABULARY}
+    return of_config(GPT2Config(**sizes, attn_pdrop=0, embd_pdrop=0, resid_pdrop=0), implementation)
+
+
+def qwen_vl(model_type: str, implementation: str) -> PreTrainedModel:
+    return multimodal_model(model_type, implementation).to(torch.float64)
+
+
+def with_embeddings(model: nn.Module, batch: Batch) -> torch.Tensor:
+    """The loss of a batch whose embeddings the caller looks up."""
+    table = getattr(model, "module", model).get_input_embeddings()
+    given = {name: value for name, value in batch.items() if name != "input_ids"}
+    return model(**given, inputs_embeds=table(batch["input_ids"]), use_cache=False).loss
+
+
+def of_all_hidden_states(model: nn.Module, batch: Batch) -> torch.Tensor:
+    """A loss of hidden states of all layers at tokens."""
+    output = model(**batch, use_cache=False, output_hidden_states=True)
+    weight = (batch["labels"] != -100)[..., None]
+    return output.loss + sum((state * weight).square().mean() for state in output.hidden_states)
+
+
+def of_backbone(model: nn.Module, batch: Batch) -> torch.Tensor:
+    """A loss of a model without a head."""
+    given = {name: value for name, value in batch.items() if name != "labels"}
+    states = model(**given, use_cache=False).last_hidden_state
+    return (states * (batch["labels"] != -100)[..., None]).square().sum()
+
+
+def of_classes(model: nn.Module, batch: Batch) -> torch.Tensor:
+    """The loss of classes of rows."""
+    rows = {"input_ids": batch["input_ids"], "attention_mask": batch["attention_mask"]}
+    return model(**rows, labels=batch["input_ids"][:, 0] % 3, use_cache=False).loss
+
+
+def of_two_passes(model: nn.Module, batch: Batch) -> torch.Tensor:
+    """Two passes before one backward pass, on two halves of a padded batch."""
+    rows = len(batch["input_ids"]) // 2
+    halves = ({name: value[part] for name, value in batch.items()} for part in (slice(rows), slice(rows, None)))
+    return sum((model(**half, use_cache=False).loss for half in halves), torch.zeros(()))
+
+
+# Numbers of a patch of an image.
+PATCH = {"qwen2_5_vl": 3 * 2 * 14 * 14, "qwen3_vl": 3 * 2 * 16 * 16}
+
+
+def rows_of_images(kind: str, images: Sequence[bool], side: str) -> Sequence[Batch]:
+    """Padded rows of a multimodal model, of which some ranks' have an image."""
+    batches, generator = [], torch.Generator().manual_seed(5)
+    for rank, has_image in enumerate(images):
+        lengths = (60, 9) if rank == 0 else (12, 8)
+        documents = [document(10 * rank + n, tokens, 2 if has_image else None) for n, tokens in enumerate(lengths)]
+        batch: Batch = {}
+        for name in ("input_ids", "mm_token_type_ids"):
+            shape = (len(lengths), max(lengths))
+            batch[name] = torch.zeros(shape, dtype=torch.int64)
+        batch["attention_mask"] = torch.zeros_like(batch["input_ids"])
+        for row, one in enumerate(documents):
+            tokens = lengths[row]
+            at = slice(0, tokens) if side == "right" else slice(max(lengths) - tokens, None)
+            batch["attention_mask"][row, at] = 1
+            for name in ("input_ids", "mm_token_type_ids"):
+                batch[name][row, at] = one[name][0]
+        batch["labels"] = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)
+        first = batch["attention_mask"].argmax(dim=1)
+        batch["labels"][torch.arange(len(lengths)), first] = -100
+        if has_image:
+            batch["image_grid_thw"] = torch.cat([one["image_grid_thw"] for one in documents])
+            patches = sum(len(one["pixel_values"]) for one in documents)
+            batch["pixel_values"] = torch.randn(patches, PATCH[kind], generator=generator, dtype=torch.float64)
+        batches.append(batch)
+    return batches
+
+
+def per_rank(make: Callable[..., Batch], *arguments: Any, lengths: Sequence[Sequence[int]] = LENGTHS) -> list[Batch]:
+    return [make(of_rank, rank, *arguments) for rank, of_rank in enumerate(lengths)]
+
+
+def checkpointed(reentrant: bool) -> Callable[[PreTrainedModel], object]:
+    return lambda model: model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+
+
+def compiled_layers(model: PreTrainedModel) -> None:
+    for layer in model.model.layers:
+        layer.compile(backend="eager")
+
+
+def frozen_tower(make: Make) -> Make:
+    def frozen(implementation: str) -> PreTrainedModel:
+        model = make(implementation)
+        model.model.visual.requires_grad_(False)
+        return model
+
+    return frozen
+
+
+QWEN_VL = {kind: partial(qwen_vl, kind) for kind in ("qwen2_5_vl", "qwen3_vl")}
+PACKS = per_rank(packed)
+CASES = {
+    "packs": Case(tiny(), PACKS),
+    "offsets": Case(tiny(), per_rank(packed, "offsets")),
+    "a document longer than all others": Case(tiny(), per_rank(packed, lengths=([300], [11, 9], [5], [2]))),
+    "two tokens on each rank": Case(tiny(), per_rank(packed, lengths=([2], [2, 30], [2], [2]))),
+    "a rank without tokens": Case(tiny(), per_rank(packed, lengths=([200, 31], [], [3], []))),
+    "padded right": Case(tiny(), per_rank(padded, "right")),
+    "padded left": Case(tiny(), per_rank(padded, "left"), most=1e-6),  # sdpa counts padding in float32 angles
+    "rows without a mask": Case(tiny(), per_rank(padded, "none", lengths=([60, 60], [9], [9, 9, 9], [4]))),
+    "one rank packs, others pad": Case(tiny(), [PACKS[0], *per_rank(padded, "right")[1:]]),
+    "tied embeddings": Case(tiny(tie_word_embeddings=True), PACKS),
+    "embeddings of the caller": Case(tiny(), per_rank(padded, "right"), with_embeddings),
+    "all hidden states": Case(tiny(), per_rank(padded, "right"), of_all_hidden_states),
+    "without a head": Case(tiny(model_kind=AutoModel), per_rank(padded, "right"), of_backbone),
+    "classes of rows": Case(
+        tiny(model_kind=AutoModelForSequenceClassification, num_labels=3, pad_token_id=0),
+        per_rank(padded, "right"),
+        of_classes,
+    ),
+    "two passes before backward": Case(
+        tiny(), per_rank(padded, "right", lengths=([90, 20, 7, 8], [9, 5], [40, 4], [3, 3, 17, 2])), of_two_passes
+    ),
+    "windows": Case(tiny("gemma3"), PACKS, most=1e-5),  # its norms are float32
+    "windows and sinks": Case(tiny("gpt_oss"), per_rank(padded, "right"), most=1e-5),
+    "experts with their loss": Case(
+        tiny("qwen3_moe", output_router_logits=True, router_aux_loss_coef=0.5), PACKS, most=1e-12
+    ),
+    "a table of positions": Case(gpt2, per_rank(padded, "right"), most=1e-12),
+    "checkpointed": Case(tiny(), PACKS, prepare=checkpointed(reentrant=False)),
+    "checkpointed, reentrant": Case(tiny(), PACKS, prepare=checkpointed(reentrant=True)),
+    "compiled layers": Case(tiny(), PACKS, prepare=compiled_layers),
+    **{
+        f"{kind}, {name}": Case(make, rows_of_images(kind, images, side), most=1e-12)
+        for kind, make in QWEN_VL.items()
+        for name, images, side in (
+            ("image on rank 0", (True, False, False, False), "right"),
+            ("images on all, padded left", (True, True, True, True), "left"),
+            ("no images", (False, False, False, False), "right"),
+        )
+    },
+    "qwen3_vl, frozen tower": Case(
+        frozen_tower(QWEN_VL["qwen3_vl"]), rows_of_images("qwen3_vl", (False, True, False, True), "right"), most=1e-12
+    ),
+}
+
+
+def own_loss(model: nn.Module, batch: Batch) -> torch.Tensor:
+    return model(**batch, use_cache=False).loss
+
+
+def gradients_of(model: nn.Module) -> Gradients:
+    return {
+        name: torch.zeros_like(weight) if weight.grad is None else weight.grad.clone()
+        for name, weight in model.named_parameters()
+        if weight.requires_grad
+    }
+
+
+def expected(case: Case, world: int) -> tuple[list[float], Gradients]:
+    """Losses of all ranks, and mean gradients, without distca."""
+    implementation = "eager" if case is CASES["windows and sinks"] else "sdpa"
+    model, losses = case.make(implementation), []
+    for batch in case.batches[:world]:
+        if not batch["input_ids"].numel():
+            losses.append(0.0)
+            continue
+        loss = (case.loss or own_loss)(model, batch)
+        (loss / world).backward()
+        losses.append(loss.item())
+    return losses, gradients_of(model)
+
+
+def _train(names: Sequence[str]) -> dict[str, tuple[float, Gradients, tuple[int, ...], tuple[int, ...], bool]]:
+    """Loss of this rank, mean gradients, tokens of all ranks before and after, and whether rows crossed."""
+    results = {}
+    for name in names:
+        case, plugin = CASES[name], distca_hf.DistCAPlugin()
+        model = distca_hf.enable(case.make("distca"), plugin, whole_documents=True)
+        case.prepare(model)
+        wrapped = nn.parallel.DistributedDataParallel(model, find_unused_parameters="image" in name)
+        batch = case.batches[dist.get_rank()]
+        loss = (case.loss or own_loss)(wrapped, batch)
+        loss.backward()
+        moves = watch_of(model).packs.latest_moves
+        counts = (tuple(moves.home_tokens.tolist()), tuple(moves.placed_tokens.tolist()))
+        results[name] = (loss.item(), gradients_of(model), *counts, moves.crosses)
+        plugin.close()
+    return results
+
+
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_gradients_are_those_of_data_parallelism(
+    world: int, tmp_path: Path, record_property: Callable[[str, object], None]
+) -> None:
+    by_rank = run_ranks(world, _train, tmp_path, list(CASES))
+
+    for name, case in CASES.items():
+        losses, gradients = expected(case, world)
+        largest = max(gradient.abs().max().item() for gradient in gradients.values())
+        for rank, results in enumerate(by_rank):
+            loss, ours, before, after, crosses = results[name]
+            assert crosses, name
+            assert max(after) <= max(1, sum(after) // world + 1) <= max(before), name
+            assert loss == pytest.approx(losses[rank], rel=max(1e-12, case.most)), (name, rank)
+            worst = max(
+                ((ours[weight] - gradient).abs().max() / max(gradient.abs().max(), 1e-6 * largest)).item()
+                for weight, gradient in gradients.items()
+            )
+            record_property(name, worst)
+            assert worst <= case.most, (name, rank, worst)
