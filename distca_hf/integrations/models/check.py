@@ -14,6 +14,7 @@ call with an unknown argument is refused. In the first forward pass every attent
 
 import inspect
 import re
+import sys
 from collections.abc import Callable, Hashable, Iterator
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -111,6 +112,11 @@ class PositionLimits:
     def longest_tokens(self) -> int | None:
         """Longest document that is not refused; None if there is none."""
         return min((limit for limit in (self._table, self._rotary) if limit is not None), default=None)
+
+    @property
+    def reach_tokens(self) -> int:
+        """Longest document that its positions reach."""
+        return self.longest_tokens or self.trained_tokens or sys.maxsize
 
     def check(self, longest_document_tokens: int, where: str) -> None:
         """Checks the length of a document; one that is longer than the model was trained with is a warning, once.

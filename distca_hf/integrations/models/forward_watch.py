@@ -32,7 +32,7 @@ from distca_hf.integrations.checkpointing import (
     restore_functions,
     save_attention,
 )
-from distca_hf.integrations.models.check import check_model
+from distca_hf.integrations.models.check import PositionLimits, check_model
 from distca_hf.integrations.models.counted_rows import CountedRows
 from distca_hf.integrations.models.decoder_borders import DecoderBorders
 from distca_hf.integrations.models.distributed_check import check_divided_heads, follow_mesh
@@ -82,7 +82,7 @@ class ForwardWatch:
         attention_dtype: in which it attended to the latest batch with a plan; None before the first one.
     """
 
-    def __init__(self, root: nn.Module, context: ParallelContext, whole_documents: bool = False) -> None:
+    def __init__(self, root: nn.Module, context: ParallelContext) -> None:
         self.root, self.context, config = root, context, context.config
         self.packs: PackPlanner | None = None
         inner = transformers_model(root)
@@ -91,7 +91,7 @@ class ForwardWatch:
         self._class_name = type(inner).__name__
         self._layers = attention_layers(inner)
         self._is_running, self._passes_with_gradients = False, 0
-        self._check = ForwardCheck(root, config, self._layers, whole_documents)
+        self._check = ForwardCheck(root, config, self._layers)
         self.position_limits = self._check.position_limits
         self._counted = CountedRows(inner)
         self._borders = DecoderBorders(inner, self.position_limits.has_table, self._counted)
@@ -146,9 +146,9 @@ class ForwardWatch:
             self._borders.leave()
             restore_functions(self._checkpointed or [])
 
-    def is_for(self, root: nn.Module, context: ParallelContext, whole_documents: bool) -> bool:
-        """Returns whether it watches this model under this plugin, for these batches, with windows as they are now."""
-        same = self.root is root and self.context is context and self._check.whole_documents == whole_documents
+    def is_for(self, root: nn.Module, context: ParallelContext) -> bool:
+        """Returns whether it watches this model under this plugin, with windows as they are now."""
+        same = self.root is root and self.context is context
         return same and self._check.windows == dict(layer_windows(root))
 
     def forget_passes(self) -> None:
@@ -331,28 +331,20 @@ class ForwardWatch:
         return recomputes_layers(modules), recomputes_attention(modules)
 
 
-def enable(
-    model: nn.Module,
-    plugin: ParallelContext,
-    longest_document_tokens: int | None = None,
-    whole_documents: bool = False,
-) -> nn.Module:
+def enable(model: nn.Module, plugin: ParallelContext, longest_document_tokens: int | None = None) -> nn.Module:
     """Checks a model and watches its forward passes. Call it before wrapping the model (DDP, FSDP,
     `accelerator.prepare`).
 
-    The model can train on any packed or padded batch: ranks plan it together, and attention tasks move between them.
-    With batches of `plugin.dataloader`, `model(**batch)` also returns a loss whose mean over ranks is the mean over
-    all labels of the global micro-batch. For that `num_items_in_batch` is filled in, unless the caller passes one
-    (for accumulation, say).
+    The model trains on any packed or padded batch, with any loss: rows are placed inside the model, so that ranks have
+    equal work. With batches of `plugin.dataloader`, `model(**batch)` also returns a loss whose mean over ranks is the
+    mean over all labels of the global micro-batch. For that `num_items_in_batch` is filled in, unless the caller
+    passes one (for accumulation, say).
 
     Args:
-        model: a Transformers causal language model loaded with `attn_implementation="distca"`, or a PEFT model around
-            one.
+        model: a Transformers model loaded with `attn_implementation="distca"`, or a PEFT model around one.
         plugin: settings, and the transport between ranks. A model that is enabled again follows the new plugin.
         longest_document_tokens: longest document that the model will see. Some rotary embeddings are refused or
-            accepted by it. By default the longest that all ranks together can hold.
-        whole_documents: whether it trains on packs and padded rows alone, and never on batches of
-            `plugin.dataloader`, which cut documents. Then it may have any loss, that of a reward for example.
+            accepted by it. By default data ranks x `tokens_per_rank`; without that, what the model's positions reach.
 
     Returns:
         The same model.
@@ -364,20 +356,17 @@ def enable(
     """
     follow_mesh(model, plugin)
     config = plugin.config
-    longest = (
-        longest_document_tokens
-        if longest_document_tokens is not None
-        else config.tokens_per_rank * len(plugin.members.token_ranks)
-    )
-    check_model(model, longest, config.kernel, plugin.device, whole_documents)
+    longest = longest_document_tokens or config.tokens_per_rank * len(plugin.members.token_ranks)
+    longest = longest or PositionLimits(transformers_model(model)).reach_tokens
+    check_model(model, longest, config.kernel, plugin.device, whole_documents=not config.tokens_per_rank)
     inner = transformers_model(model)
     give_own_attention(inner)
     watch = watch_of(inner)
-    if watch is None or not watch.is_for(model, plugin, whole_documents):
+    if watch is None or not watch.is_for(model, plugin):
         if watch is not None:
             log.info("%s was enabled before; from now on it follows this plugin", type(inner).__name__)
             watch.leave({model, inner})
-        watch = ForwardWatch(model, plugin, whole_documents)
+        watch = ForwardWatch(model, plugin)
         watch.enter()
         log.info("%s", verdict_in_short(inner))
     watch.forget_passes()
