@@ -335,5 +335,6 @@ def check_map_style(dataset: object) -> None:
         )
     raise PackingError(
         f"the dataset has no column 'input_ids', only {dataset.column_names}; tokenise it first: `distca examples "
-        "tokenise_texts` prints the path of a script that does"
+        "tokenise_texts` prints the path of a script that does. If the Trainer makes batches of something else, leave "
+        "tokens_per_rank out"
     )
