@@ -59,8 +59,8 @@ def refused_collator(trainer: Trainer) -> Iterator[str]:
         yield f"its data collator {name} masks tokens (mlm); placed micro-batches are for causal language models"
     elif not (collator is default_data_collator or type(collator) in KNOWN or _is_trls(collator)):
         yield (
-            f"its data collator {name} would not be called: tokens_per_rank asks for batches made here. Leave that out, "
-            "which keeps the collator; or let the dataset hold the columns that it makes (input_ids, labels or "
+            f"its data collator {name} would not be called: tokens_per_rank asks for batches made here. Leave that "
+            "out, which keeps the collator; or let the dataset hold the columns that it makes (input_ids, labels or "
             "completion_mask), and use DataCollatorForSeq2Seq"
         )
     if not _is_trls(collator) and not is_drawn(trainer.train_dataset):

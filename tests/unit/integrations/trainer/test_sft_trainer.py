@@ -125,7 +125,7 @@ def test_trainer_that_makes_batches_of_its_own_kind_keeps_them(tmp_path: Path) -
 
     plain, ours = trainer("sdpa"), trainer("distca")
     with_callback = trainer("distca", callbacks=[distca_hf.DistCACallback(distca_hf.DistCAPlugin())])
-    with pytest.raises(PackingError, match="no column 'input_ids', .* leave tokens_per_rank out"):
+    with pytest.raises(PackingError, match=r"no column 'input_ids', .* leave tokens_per_rank out"):
         attach(ours)
     distca_hf.DistCAPlugin().attach(ours)
     runs = plain, ours, with_callback
