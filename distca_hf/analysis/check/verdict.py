@@ -103,8 +103,8 @@ def judge(candidate: Candidate, gpu: Gpu, capacity_tokens: int, tries: bool = Tr
         found.reasons += refusals(model, longest_accepted)
         if found.reasons and not refusals(model, longest_accepted, whole_documents=True):
             found.notes.append(
-                "only its loss is against it: on packs and padded rows that others make (DistCACallback) it may have "
-                "any loss, and attention tasks move"
+                "only its loss is against it, and that in placed batches alone: on batches of your own (attach without "
+                "tokens_per_rank) it may have any loss"
             )
         found.reasons += _needs_more_than_text(model)
     _quantised(candidate.config, found)
@@ -229,8 +229,8 @@ def _limits(
     if whole:
         layers = ranges([number for number, kind in enumerate(kinds) if kind.mixer])
         found.limits.append(
-            f"documents stay whole on a rank, because layers {layers} carry a state: none may have more than "
-            "tokens_per_rank tokens. Make batches with attach, or with plugin.dataloader(model=...)"
+            f"documents stay whole on a rank, because layers {layers} carry a state: in placed batches none may have "
+            "more than tokens_per_rank tokens"
         )
         found.limits.append("ZeRO-3 is refused: it gathers the weights of such layers unequally often on each rank")
     if position_limits.longest_tokens is not None and position_limits.longest_tokens < capacity_tokens:
