@@ -103,7 +103,7 @@ def judge(candidate: Candidate, gpu: Gpu, capacity_tokens: int, tries: bool = Tr
         found.reasons += refusals(model, longest_accepted)
         if found.reasons and not refusals(model, longest_accepted, whole_documents=True):
             found.notes.append(
-                "only its loss is against it, and that in placed batches alone: on batches of your own (attach without "
+                "only its loss is against it, and only in placed batches: on batches of your own (attach without "
                 "tokens_per_rank) it may have any loss"
             )
         found.reasons += _needs_more_than_text(model)
