@@ -503,7 +503,7 @@ def not_imported(make: Make) -> None:
     tiny_model(implementation="distka")
 
 
-def attach_is_forgotten(make: Make) -> None:
+def batch_without_labels(make: Make) -> None:
     make().train()
 
 
@@ -515,10 +515,10 @@ def falcon(make: Make) -> None:
     ("mistake", "do"),
     [
         (not_imported, "import it first"),
-        (attach_is_forgotten, "plugin.attach(trainer)"),
+        (batch_without_labels, "DataCollatorForLanguageModeling"),
         (falcon, "flash_attention_2"),
     ],
-    ids=["01 import is forgotten", "02 attach is forgotten", "14b Falcon"],
+    ids=["01 import is forgotten", "02 a batch without labels", "14b Falcon"],
 )
 def test_error_of_another_package_is_on_the_page_of_errors(
     mistake: Callable[[Make], None], do: str, make: Make

@@ -246,7 +246,7 @@ def _limits(
         )
     if towers(model):
         found.limits.append(
-            "documents of text; packs may hold images. Its towers attend with sdpa, on each rank separately"
+            "text, and images in your own batches. Its towers attend with sdpa, on each rank separately"
         )
 
 
