@@ -101,11 +101,6 @@ def judge(candidate: Candidate, gpu: Gpu, capacity_tokens: int, tries: bool = Tr
         # Longer documents than a model can take are refused by their lengths, and not the model by theirs.
         longest_accepted = min(capacity_tokens, longest) if longest else 1
         found.reasons += refusals(model, longest_accepted)
-        if found.reasons and not refusals(model, longest_accepted, whole_documents=True):
-            found.notes.append(
-                "only its loss is against it, and only in placed batches: on batches of your own (attach without "
-                "tokens_per_rank) it may have any loss"
-            )
         found.reasons += _needs_more_than_text(model)
     _quantised(candidate.config, found)
     choices = _kernels(model, gpu, capacity_tokens, found)

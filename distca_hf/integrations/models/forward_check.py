@@ -205,8 +205,7 @@ class ForwardCheck:
             return
         if not self._takes_placed and (reasons := list(refused_loss(transformers_model(self._root)))):
             raise UnsupportedAttentionError(
-                f"{self._class_name} cannot train on placed batches, which may cut documents: {'; '.join(reasons)}. "
-                "It trains on batches of your own"
+                f"{self._class_name} cannot train on placed batches, which may cut documents: {'; '.join(reasons)}"
             )
         self._takes_placed = True
         where = f"{plan.transport.grid.name}, micro-batch {plan.micro_batch}: a placed batch has"

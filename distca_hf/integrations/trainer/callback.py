@@ -135,7 +135,7 @@ class DistCACallback(TrainerCallback):
         self._first_step = state.global_step
         watch.report.restart(_steps_per_epoch(args, train_dataloader))
         if source is None and transport.world_size == 1:
-            log.info("%s: one rank and packs of its own: there is nothing to balance", __version__)
+            log.info("%s: one rank: there is nothing to balance", __version__)
         if self._leave is not None:
             self._leave.on_train_begin(args, state, control, self._model)
 

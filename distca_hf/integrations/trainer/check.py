@@ -111,7 +111,10 @@ def wrong_settings(trainer: Trainer, config: DistCAConfig) -> Iterator[str]:
             f"--nproc-per-node {args.n_gpu} {Path(sys.argv[0]).name}"
         )
     if args.auto_find_batch_size and (args.world_size > 1 or config.tokens_per_rank):
-        yield "auto_find_batch_size lets a rank without memory begin again, and all others would wait; set it to False"
+        yield (
+            "auto_find_batch_size begins again on a rank that lacks memory: all others would wait for it, and placed "
+            "batches would be as large as before; set it to False"
+        )
     if trainer.model_init is not None:
         yield "model_init makes another model in train(), which would not be checked; pass the model itself"
     for asked, kind in ((args.deepspeed, "DEEPSPEED"), (getattr(args, "fsdp", None), "FSDP")):

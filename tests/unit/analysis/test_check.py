@@ -147,7 +147,8 @@ def test_a_loss_of_its_own_is_refused_in_placed_batches_alone() -> None:
     reward, _ = judge(find_candidate("LlamaForSequenceClassification"), find_gpu("h200"), CAPACITY, tries=False)
 
     assert reward.status == "refused"
-    assert "on batches of your own (attach without tokens_per_rank)" in reward.notes[0]
+    assert len(reward.reasons) == 1
+    assert "leave tokens_per_rank out to train it on batches of your own" in reward.reasons[0]
 
 
 STRANGE = {

@@ -531,7 +531,7 @@ def test_packs_on_one_rank_say_that_there_is_nothing_to_balance(
 
     assert [record.getMessage() for record in caplog.records if record.levelno == logging.INFO] == [
         "LlamaForCausalLM works. layers 0: full, 4/2 heads of 16.",
-        f"{distca_hf.__version__}: one rank and packs of its own: there is nothing to balance",
+        f"{distca_hf.__version__}: one rank: there is nothing to balance",
     ]
     assert metrics_of(trainer.state.log_history) == [set()] * len(trainer.state.log_history)
 
