@@ -174,8 +174,6 @@ def _wrong_for_placed(trainer: Trainer, config: DistCAConfig) -> Iterator[str]:
 
 def _packs(trainer: Trainer) -> str | None:
     """Returns a sentence about how a trainer's documents are packed already; None if they are not packed."""
-    if "seq_lengths" in (getattr(trainer.train_dataset, "column_names", None) or []):
-        return "its dataset is packed (it has a column 'seq_lengths')"
     if getattr(trainer.args, "packing", False):
         return "packing=True packs its dataset"
     collator = trainer.data_collator

@@ -70,7 +70,7 @@ def test_token_metric_leaves_padding_out(tmp_path: Path) -> None:
     [
         (
             {"packing": True, "max_length": 150},
-            "its dataset is packed (it has a column 'seq_lengths'), and tokens_per",
+            "packing=True packs its dataset, and tokens_per_rank=300 asks for",
         ),
         ({"padding_free": True, "max_length": None}, "DataCollatorForLanguageModeling packs its batches, and tokens_"),
         ({"max_length": None}, ""),

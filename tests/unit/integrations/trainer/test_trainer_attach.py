@@ -263,16 +263,18 @@ def test_batches_and_losses_of_the_user_s_own_are_kept(name: str, make: Callable
         assert torch.allclose(left, right, atol=1e-4), parameter
 
 
-@pytest.mark.parametrize("packs", ["collator", "dataset"])
-def test_packs_and_tokens_per_rank_are_one_wish_too_many(packs: str, make: Callable[..., Trainer]) -> None:
-    rows = random_dataset(8)
-    if packs == "dataset":
-        trainer = make(rows.add_column("seq_lengths", [[len(ids)] for ids in rows["input_ids"]]))
-    else:
-        trainer = make(rows, trainer={"data_collator": DataCollatorWithFlattening()})
-    with pytest.raises(ConfigError, match=r"pack.*, and tokens_per_rank=192 asks for batches made here\. Leave"):
+def test_packs_and_tokens_per_rank_are_one_wish_too_many(make: Callable[..., Trainer]) -> None:
+    trainer = make(trainer={"data_collator": DataCollatorWithFlattening()})
+    with pytest.raises(ConfigError, match=r"packs its batches, and tokens_per_rank=192 asks for batches made"):
         attach(trainer)
     distca_hf.DistCAPlugin().attach(trainer)
+
+
+def test_documents_of_rows_are_placed_one_by_one(make: Callable[..., Trainer]) -> None:
+    rows = Dataset.from_dict({"input_ids": [[3] * 10, [4] * 12], "seq_lengths": [[4, 6], [12]]})
+    (batch,) = attach(make(rows))
+
+    assert (batch["position_ids"][batch["attention_mask"] == 1] == 0).sum() == 3
 
 
 def test_data_parallelism_in_one_process_is_refused(make: Callable[..., Trainer]) -> None:
