@@ -177,7 +177,7 @@ class DecoderBorders:
         self._pass = _Pass(rows, (batch_size, length))
         positions = self._positions(given, moves.positions, tokens)
         moving = self._moving(given, tokens)
-        columns = self._agreed(plan, moving, positions, given)
+        columns = self._columns_of(plan, moving, positions, given, crosses=moves.moves.crosses)
         moving["position_ids"] = positions.expand(columns.position_rows, -1).T
         if columns.deep_layers:
             moving[DENSE_DEEP] = _dense_deep(given, columns.deep_layers)
@@ -236,10 +236,11 @@ class DecoderBorders:
             moving[ROW_TOKENS] = tokens.new_full((tokens.numel(),), tokens.shape[1], dtype=torch.int64)
         return moving
 
-    def _agreed(
-        self, plan: LivePlan, moving: Mapping[str, torch.Tensor], positions: torch.Tensor, given: Batch
+    def _columns_of(
+        self, plan: LivePlan, moving: Mapping[str, torch.Tensor], positions: torch.Tensor, given: Batch, crosses: bool
     ) -> Columns:
-        """Returns the columns that all ranks move. They meet for batches of a form that is new on some rank.
+        """Returns the columns that move. Ranks meet for batches of a form that is new on some rank, unless nothing is
+        sent: then a rank without padding would not come.
 
         Raises:
             PlanMismatchError, PeerLostError: ranks have other columns.
@@ -247,10 +248,13 @@ class DecoderBorders:
             UnsupportedAttentionError: it is not known how to move some input.
         """
         described = {name: f"{value.dtype} {[*value.shape[1:]]}" for name, value in moving.items()}
-        known = self._columns.get(plan.planned.batch_forms)
         where = f"{plan.transport.grid.name}, micro-batch {plan.micro_batch}"
         deep_layers = len(given.get(DEEP) or ())
+        if not crosses:
+            self._check_known(given, where)
+            return Columns(len(positions), deep_layers, False, described)
         differentiate = torch.is_grad_enabled() and any(value.requires_grad for value in moving.values())
+        known = self._columns.get(plan.planned.batch_forms)
         if known is not None:
             if (
                 described != known.described
