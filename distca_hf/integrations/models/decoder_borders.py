@@ -306,7 +306,9 @@ class DecoderBorders:
         for mask in masks.values() if isinstance(masks, Mapping) else (masks,):
             refusal = mask.refusal if isinstance(mask, RowMask) else None
             if isinstance(mask, torch.Tensor) and mask.ndim > 2:
-                refusal = f"got an attention_mask of shape {[*mask.shape]}; give zeros and ones of shape [batch, tokens]"
+                refusal = (
+                    f"got an attention_mask of shape {[*mask.shape]}; give zeros and ones of shape [batch, tokens]"
+                )
             if refusal is not None:
                 raise UnsupportedAttentionError(f"{where}: {self._class_name}: {refusal}")
         batch_size, length = shape = tokens_of(given).shape
