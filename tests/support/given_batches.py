@@ -143,7 +143,7 @@ class Draw:
 
     def model(self, implementation: str) -> nn.Module:
         """Returns the model in float64, as it trains."""
-        model = _model(self.kind, implementation)
+        model = made_model(self.kind, implementation)
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(not name.startswith(self.frozen) if self.frozen else True)
         if self.reentrant is not None:
@@ -157,7 +157,8 @@ class Draw:
         return model
 
 
-def _model(kind: str, implementation: str) -> PreTrainedModel:
+def made_model(kind: str, implementation: str) -> PreTrainedModel:
+    """Returns a tiny model in float64; its weights are equal every time."""
     if kind in PATCH:
         return multimodal_model(kind, implementation).to(torch.float64)
     changes: dict[str, Any] = {"num_hidden_layers": 2}
