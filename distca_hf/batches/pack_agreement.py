@@ -170,8 +170,8 @@ def form_of(batch: Batch, gradients_of: Sequence[bool] = ()) -> int:
     for name, value in sorted(batch.items()):
         if isinstance(value, torch.Tensor):
             facts.append((name, str(value.dtype), value.ndim, value.numel() > 0, value.requires_grad))
-        elif isinstance(value, bool | str):
-            facts.append((name, value))
+        elif value is not None:
+            facts.append((name, value if isinstance(value, bool | str) else type(value).__name__))
     return crc32(str(facts).encode())
 
 
