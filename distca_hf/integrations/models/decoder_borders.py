@@ -148,7 +148,8 @@ class DecoderBorders:
         """Moves rows in. A compiler looks in here, and finds nothing to do for a batch that was placed before."""
         if not self._is_open or kwargs.get("distca_plan") is None:
             return None
-        return self._move_in(args, kwargs)
+        placed = self.move_in(kwargs["distca_plan"], dict(zip(self._names, args, strict=False)) | kwargs)
+        return None if placed is None else (args[len(self._names) :], placed)
 
     def _after(self, module: nn.Module, args: tuple[object, ...], kwargs: dict[str, Any], output: object) -> object:
         """Moves results home."""
@@ -158,12 +159,15 @@ class DecoderBorders:
 
     # Outside of compiled graphs, because every batch has another number of tokens.
     @hidden_from_dynamo
-    def _move_in(self, args: tuple[object, ...], kwargs: dict[str, Any]) -> object:
-        plan: LivePlan = kwargs["distca_plan"]
-        moves = plan.planned.moves
+    def move_in(self, plan: LivePlan, batch: Batch) -> dict[str, Any] | None:
+        """Returns the inputs of this rank's layers; None if the rows of a batch stay as they are. A collective call.
+
+        Raises:
+            PlanMismatchError, PeerLostError, PlanError, UnsupportedAttentionError: as for `_agreed`.
+        """
+        moves, given = plan.planned.moves, {**batch}
         if moves is None or (self._padded is None and not moves.moves.crosses):
             return None
-        given = dict(zip(self._names, args, strict=False)) | kwargs
         tokens = tokens_of(given)
         batch_size, length = tokens.shape
         rows = PassRows(
@@ -191,8 +195,7 @@ class DecoderBorders:
         if columns.deep_layers:
             given[DEEP] = list(placed.pop(DENSE_DEEP).unbind(1))
             given[DEEP_MASK] = torch.ones(1, rows.num_placed, dtype=torch.bool, device=tokens.device)
-        given |= {name: value[None] for name, value in placed.items()}
-        return args[len(self._names) :], given
+        return given | {name: value[None] for name, value in placed.items()}
 
     @hidden_from_dynamo
     def _move_home(self, output: object) -> object:
@@ -293,14 +296,20 @@ class DecoderBorders:
         """
         shape = tokens_of(given).shape
         for name, value in given.items():
-            if name in OF_DOCUMENTS or name in ("position_ids", DEEP, DEEP_MASK):
-                continue
-            if isinstance(value, torch.Tensor) and value.ndim and value.numel() > 1 and value.shape[:2] != shape:
+            if name not in (DEEP, DEEP_MASK) and not can_move(name, value, shape):
                 raise UnsupportedAttentionError(
                     f"{where}: the decoder of {self._class_name} gets {name} of shape {[*value.shape]}, and tokens of "
                     f"shape {[*shape]}: it is not known how to move it with the tokens. Leave it out, or give it one "
                     "value per token"
                 )
+
+
+def can_move(name: str, value: object, shape: torch.Size) -> bool:
+    """Returns whether it is known how an input moves with tokens of this shape: it has a value for each of them, is
+    made anew from the plan, or is of none."""
+    if name in OF_DOCUMENTS or name == "position_ids" or not isinstance(value, torch.Tensor):
+        return True
+    return value.ndim == 0 or value.numel() <= 1 or value.shape[:2] == shape
 
 
 def _dense_deep(given: Batch, layers: int) -> torch.Tensor:

@@ -44,6 +44,7 @@ from distca_hf.integrations.models.layer_kinds import verdict_in_short
 from distca_hf.integrations.models.layer_masks import layer_masks_of, layer_windows
 from distca_hf.integrations.models.mixer_watch import MixerWatch
 from distca_hf.integrations.models.operations import predictable, step_flops
+from distca_hf.integrations.models.placed_loss import PlacedLoss
 from distca_hf.integrations.models.planner import vocabulary_tokens_of
 from distca_hf.integrations.models.recomputed_layers import RecomputedLayers
 from distca_hf.integrations.models.structure import (
@@ -80,6 +81,7 @@ class ForwardWatch:
         report: lines about its training.
         reported_steps: traces of its passes.
         attention_dtype: in which it attended to the latest batch with a plan; None before the first one.
+        loss: decides whether head and loss run on placed rows.
     """
 
     def __init__(self, root: nn.Module, context: ParallelContext, whole_documents: bool = False) -> None:
@@ -95,6 +97,7 @@ class ForwardWatch:
         self.position_limits = self._check.position_limits
         self._counted = CountedRows(inner)
         self._borders = DecoderBorders(inner, self.position_limits.has_table, self._counted)
+        self.loss = PlacedLoss(inner)
         self._names = names_by_position(root)
         self._accepts_use_cache = forward_accepts(inner, "use_cache")
         self._logged_cache = False
@@ -173,6 +176,7 @@ class ForwardWatch:
     def _before(self, module: nn.Module, args: tuple[object, ...], kwargs: dict[str, Any]) -> object:
         self._is_running = True
         self._borders.end()
+        self.loss.is_placed = False
         self._counted.begin({}, None, trains=False)
         given = dict(zip(self._names, args, strict=False)) | kwargs
         batch = dict(without_kinds_of_text(given)) if self._check.towers else given
@@ -211,7 +215,8 @@ class ForwardWatch:
         self._begin(module, plan)
         trains = module.training and torch.is_grad_enabled()
         counted = self._counted.begin(batch, plan, trains, tokens_of(batch).shape[1])
-        return args, {**batch, "distca_plan": plan, **label_count(batch, plan), **self._no_cache(batch), **counted}
+        batch = {**batch, "distca_plan": plan, **label_count(batch, plan), **self._no_cache(batch), **counted}
+        return args, self.loss.place(batch, plan, self._borders) if self.loss.is_placed else batch
 
     def _begin(self, module: nn.Module, plan: LivePlan) -> None:
         """Prepares checkpointing, and the pass with its facts."""
@@ -277,7 +282,13 @@ class ForwardWatch:
             of_model = self._head_groups, self._token_bytes, servers, self._layer_masks, self._lengths
             self.packs = PackPlanner(self.context.config, transport, *of_model, moves_rows=not self._mixers.mixers)
         images_wait = self._check.images_wait(module.training)
-        return self.packs.plan(batch, module.training, images_wait, self._check.gradients_before_decoder())
+        gradients_of = self._check.gradients_before_decoder()
+        trains = module.training and torch.is_grad_enabled() and not self._mixers.mixers
+        reason = self.loss.reason_against(batch) if trains else "evaluation"
+        plan = self.packs.plan(batch, module.training, images_wait, gradients_of, bool(reason))
+        if plan is not None and trains:
+            self.loss.begin(self.packs.returning, reason)
+        return plan
 
     def _lengths(self, batch: Batch) -> IntArray | None:
         """Returns document lengths of a batch; None if it stays padded, as it does where mixers keep rows apart."""
@@ -316,7 +327,7 @@ class ForwardWatch:
             plan.end_forward_pass(trains)
             if trains and not self.report.written:
                 self.report.begin(plan, self._step_cost(module))
-        return self._counted.end(output)
+        return self.loss.end(self._counted.end(output))
 
     def _step_cost(self, module: nn.Module) -> StepCost | None:
         """Returns the cost of a step as the model is checkpointed; None if its operations are not known."""
