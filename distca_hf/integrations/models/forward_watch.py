@@ -15,7 +15,7 @@ from torch.utils.hooks import RemovableHandle
 from distca_hf.arrays import IntArray
 from distca_hf.batches.batch_documents import Batch, cache_of, check_mask_numbers, ids_checked, tokens_of
 from distca_hf.batches.empty_batch import fill_empty
-from distca_hf.batches.known_batch import TELLING, copied_batch, known_batch, note_batch
+from distca_hf.batches.known_batch import TOKENS, completed
 from distca_hf.batches.packed import PackPlanner
 from distca_hf.batches.preview import RunReport
 from distca_hf.batches.reported_steps import ReportedSteps
@@ -32,6 +32,7 @@ from distca_hf.integrations.checkpointing import (
     restore_functions,
     save_attention,
 )
+from distca_hf.integrations.models.backbone_calls import BackboneCalls
 from distca_hf.integrations.models.check import check_model
 from distca_hf.integrations.models.counted_rows import CountedRows
 from distca_hf.integrations.models.decoder_borders import DecoderBorders
@@ -98,6 +99,7 @@ class ForwardWatch:
         self._counted = CountedRows(inner)
         self._borders = DecoderBorders(inner, self.position_limits.has_table, self._counted)
         self.loss = PlacedLoss(inner)
+        self._at_backbone = BackboneCalls(inner, root, self._before, self._after, self.is_running)
         self._names = names_by_position(root)
         self._accepts_use_cache = forward_accepts(inner, "use_cache")
         self._logged_cache = False
@@ -129,6 +131,7 @@ class ForwardWatch:
             self.root.register_forward_pre_hook(HiddenHook(self._before), with_kwargs=True),
             self.root.register_forward_hook(HiddenHook(self._after), with_kwargs=True),
         ]
+        self._at_backbone.enter()  # before hooks that move rows
         self._mixers.enter()
         self._borders.enter()
 
@@ -143,6 +146,7 @@ class ForwardWatch:
             if vars(module).get(WATCH) is self:
                 delattr(module, WATCH)
             self._mixers.leave(module)
+            self._at_backbone.leave(transformers_model(module).base_model)
         if is_original:
             for handle in self._handles:
                 handle.remove()
@@ -174,18 +178,14 @@ class ForwardWatch:
         return forget
 
     def _before(self, module: nn.Module, args: tuple[object, ...], kwargs: dict[str, Any]) -> object:
+        given = dict(zip(self._names, args, strict=False)) | kwargs
+        if not any(isinstance(given.get(name), torch.Tensor) for name in TOKENS):
+            return None  # a method runs in place of forward
         self._is_running = True
         self._borders.end()
-        self.loss.is_placed = False
         self._counted.begin({}, None, trains=False)
-        given = dict(zip(self._names, args, strict=False)) | kwargs
         batch = dict(without_kinds_of_text(given)) if self._check.towers else given
-        known = known_batch(batch)
-        if known is None and all(batch.get(name) is None for name in ("distca_plan", *TELLING)):
-            known = copied_batch(batch)
-        note_batch(batch)
-        if known is not None:
-            batch = {**batch, **known.missing(batch, self._class_name)}
+        batch = completed(batch, self._class_name)
         plan = batch.get("distca_plan")
         if plan is None:
             if self._is_alone(module, batch):
@@ -282,12 +282,12 @@ class ForwardWatch:
             of_model = self._head_groups, self._token_bytes, servers, self._layer_masks, self._lengths
             self.packs = PackPlanner(self.context.config, transport, *of_model, moves_rows=not self._mixers.mixers)
         images_wait = self._check.images_wait(module.training)
+        moves_rows = module.training and torch.is_grad_enabled() and not self._mixers.mixers
+        reason = self.loss.begin(batch if moves_rows else None)
         gradients_of = self._check.gradients_before_decoder()
-        trains = module.training and torch.is_grad_enabled() and not self._mixers.mixers
-        reason = self.loss.reason_against(batch) if trains else "evaluation"
         plan = self.packs.plan(batch, module.training, images_wait, gradients_of, bool(reason))
-        if plan is not None and trains:
-            self.loss.begin(self.packs.returning, reason)
+        if plan is not None:
+            self.loss.decide(self.packs.returning, reason)
         return plan
 
     def _lengths(self, batch: Batch) -> IntArray | None:

@@ -33,6 +33,7 @@ from distca_hf.telemetry import get_logger
 log = get_logger(__name__)
 
 BY_DEFAULT = "the program may read logits, or the loss of its rank (plugin.attach knows what a Trainer reads)"
+NOTHING_MOVES = "no rows move"
 # Shifted labels on their way, as numbers from the ignored label on: rows without a token then have that label.
 SHIFTED = "distca_shift_labels"
 
@@ -65,11 +66,7 @@ class PlacedLoss:
         try:
             yield
         finally:
-            self._read = before
-
-    def reason_against(self, batch: Batch) -> str:
-        """Returns why results of a batch that trains must return; empty if nothing needs to but the loss."""
-        return self._read or self._of_batch(batch) or self._of_model()
+            self._read, self.is_placed = before, False
 
     def _of_batch(self, batch: Batch) -> str:
         tokens, labels, shifted = tokens_of(batch), batch.get("labels"), batch.get("shift_labels")
@@ -98,14 +95,27 @@ class PlacedLoss:
             return f"{name} has a loss of its own"
         return ""
 
-    def begin(self, returning: str, reason: str) -> None:
-        """Begins a pass that trains; rank 0 logs once which way is taken, and why.
+    def begin(self, batch: Batch | None) -> str:
+        """Begins a pass on a batch that was not placed before.
+
+        Args:
+            batch: None if it does not train, or its rows cannot move.
+
+        Returns:
+            Why its results must return to this rank; empty if they need not.
+        """
+        return NOTHING_MOVES if batch is None else self._read or self._of_batch(batch) or self._of_model()
+
+    def decide(self, returning: str, reason: str) -> None:
+        """Decides as all ranks do; rank 0 logs once which way is taken, and why.
 
         Args:
             returning: ranks whose results must return; empty if there are none.
             reason: of this rank.
         """
         self.is_placed = not returning
+        if reason == NOTHING_MOVES:
+            return
         why = "nobody reads logits, and losses are averaged over ranks before they are logged"
         if returning:
             why = reason or f"rank {returning} needs them"
