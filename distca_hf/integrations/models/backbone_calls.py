@@ -55,6 +55,8 @@ class BackboneCalls:
     def leave(self, backbone: nn.Module) -> None:
         """Removes the hooks from the backbone, or from that of a copy, whose hooks are copies, too."""
         for handle in self._handles:
+            if backbone is self._backbone:
+                handle.remove()
             backbone._forward_pre_hooks.pop(handle.id, None)
             backbone._forward_hooks.pop(handle.id, None)
 
