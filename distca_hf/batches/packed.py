@@ -89,7 +89,7 @@ class PackPlanner:
             them. None if there are none.
         layer_masks: masks that the model's layers attend with, each with the number of its layers.
         lengths: returns `[documents]` lengths of a batch, or None if it is padded.
-        moves_rows: whether tokens may be placed; else attention tasks move.
+        moves_rows: whether the model moves rows, so that tokens may be placed; else attention tasks move.
 
     Attributes:
         history: facts of the latest micro-batches.
@@ -108,7 +108,7 @@ class PackPlanner:
         servers: Servers | None = None,
         layer_masks: LayerMasks = CAUSAL_LAYERS,
         lengths: Callable[[Batch], IntArray | None] = document_lengths,
-        moves_rows: bool = True,
+        moves_rows: bool = False,
     ) -> None:
         self.totals = PlanTotals()
         self.history: deque[PlanFacts] = deque(maxlen=REMEMBERED_MICRO_BATCHES)

@@ -10,7 +10,6 @@ nothing is sent: then padding is taken out and put back.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -67,14 +66,6 @@ class Columns(NamedTuple):
     described: Mapping[str, str]
 
 
-@dataclass(eq=False)
-class _Pass:
-    """The pass that is in the decoder."""
-
-    rows: PassRows
-    shape: tuple[int, int]
-
-
 class DecoderBorders:
     """Hooks around the text decoder of a model. They do nothing in a pass whose rows stay where they are.
 
@@ -94,7 +85,7 @@ class DecoderBorders:
         self._handles: list[RemovableHandle] = []
         self._padded: PaddedRows | None = None
         self._is_open = False
-        self._pass: _Pass | None = None
+        self._rows: PassRows | None = None
         self._columns: dict[tuple[int, ...], Columns] = {}
 
     def __deepcopy__(self, memo: dict[int, object]) -> "DecoderBorders":
@@ -142,7 +133,7 @@ class DecoderBorders:
 
     def end(self) -> None:
         """Ends a pass, or leaves its batch as it is."""
-        self._is_open, self._padded, self._pass = False, None, None
+        self._is_open, self._padded, self._rows = False, None, None
 
     def _before(self, module: nn.Module, args: tuple[object, ...], kwargs: dict[str, Any]) -> object:
         """Moves rows in. A compiler looks in here, and finds nothing to do for a batch that was placed before."""
@@ -174,11 +165,11 @@ class DecoderBorders:
             moves,
             plan.transport.among_trainers if isinstance(plan.transport, ServedTransport) else plan.transport,
             None if self._padded is None else self._padded.token_places,
-            tokens.numel(),
+            (batch_size, length),
             f"micro-batch {plan.micro_batch}",
             plan.forward_pass.begin_backward_of_rows,
         )
-        self._pass = _Pass(rows, (batch_size, length))
+        self._rows = rows
         positions = self._positions(given, moves.positions, tokens)
         moving = self._moving(given, tokens)
         columns = self._agreed(plan, moving, positions, given)
@@ -199,18 +190,13 @@ class DecoderBorders:
 
     @hidden_from_dynamo
     def _move_home(self, output: object) -> object:
-        current, self._pass = self._pass, None
-        if current is None:
+        rows, self._rows = self._rows, None
+        if rows is None:
             return None
-        num_placed, found = current.rows.num_placed, dict[int, torch.Tensor]()
-        _changed(output, num_placed, lambda value: found.setdefault(id(value), value))
-        homes = dict(zip(found, current.rows.move_home([x.flatten(0, -2) for x in found.values()]), strict=True))
-
-        def home_of(value: torch.Tensor) -> torch.Tensor:
-            rows = homes[id(value)]
-            return rows.unflatten(0, current.shape) if value.ndim == 3 else rows
-
-        return _changed(output, num_placed, home_of)
+        found = dict[int, torch.Tensor]()
+        _changed(output, rows.num_placed, lambda value: found.setdefault(id(value), value))
+        homes = dict(zip(found, rows.move_home(list(found.values())), strict=True))
+        return _changed(output, rows.num_placed, lambda value: homes[id(value)])
 
     def _positions(self, given: Batch, counted: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
         """Returns `[position rows, places]` of a batch: its own, or counted in its documents.
@@ -289,27 +275,27 @@ class DecoderBorders:
         return columns
 
     def _check_known(self, given: Batch, where: str) -> None:
-        """Checks that every tensor has a value per token, or belongs to none.
+        """Checks that every tensor of tokens has one value per token. Tensors that the decoder does not name, with
+        values for rows as a loss may have them, are passed through.
 
         Raises:
             UnsupportedAttentionError: names the first one.
         """
-        shape = tokens_of(given).shape
+        batch_size, length = shape = tokens_of(given).shape
         for name, value in given.items():
-            if name not in (DEEP, DEEP_MASK) and not can_move(name, value, shape):
+            if (
+                name in OF_DOCUMENTS
+                or name in ("position_ids", DEEP, DEEP_MASK)
+                or not isinstance(value, torch.Tensor)
+            ):
+                continue
+            is_of_tokens = length in value.shape[1:] or value.shape[:1] == (batch_size * length,)
+            if value.numel() > 1 and value.shape[:2] != shape and (is_of_tokens or name in self._names):
                 raise UnsupportedAttentionError(
                     f"{where}: the decoder of {self._class_name} gets {name} of shape {[*value.shape]}, and tokens of "
                     f"shape {[*shape]}: it is not known how to move it with the tokens. Leave it out, or give it one "
                     "value per token"
                 )
-
-
-def can_move(name: str, value: object, shape: torch.Size) -> bool:
-    """Returns whether it is known how an input moves with tokens of this shape: it has a value for each of them, is
-    made anew from the plan, or is of none."""
-    if name in OF_DOCUMENTS or name == "position_ids" or not isinstance(value, torch.Tensor):
-        return True
-    return value.ndim == 0 or value.numel() <= 1 or value.shape[:2] == shape
 
 
 def _dense_deep(given: Batch, layers: int) -> torch.Tensor:

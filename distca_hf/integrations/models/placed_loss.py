@@ -24,7 +24,7 @@ from distca_hf.batches.batch_documents import Batch, tokens_of
 from distca_hf.data.documents import IGNORED_LABEL
 from distca_hf.integrations.models.check import refused_loss
 from distca_hf.integrations.models.counted_rows import MEANS_OVER_ROWS
-from distca_hf.integrations.models.decoder_borders import DecoderBorders, can_move
+from distca_hf.integrations.models.decoder_borders import OF_DOCUMENTS, DecoderBorders
 from distca_hf.integrations.models.structure import syntax_of, text_decoder
 from distca_hf.runtime.live_plan import LivePlan
 from distca_hf.telemetry import get_logger
@@ -79,7 +79,9 @@ class PlacedLoss:
         for name in ("output_router_logits", "logits_to_keep"):
             if isinstance(given := batch.get(name), torch.Tensor) or given:
                 return f"{name} is set"
-        unknown = [name for name, value in batch.items() if not can_move(name, value, tokens.shape)]
+        others = {name: value for name, value in batch.items() if name not in OF_DOCUMENTS and name != "position_ids"}
+        shapes = {name: value.shape for name, value in others.items() if isinstance(value, torch.Tensor)}
+        unknown = [name for name, shape in shapes.items() if shape.numel() > 1 and shape[:2] != tokens.shape]
         return f"the batch has {unknown[0]}, which is not of single tokens" if unknown else ""
 
     def _of_model(self) -> str:
