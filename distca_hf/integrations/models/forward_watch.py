@@ -15,7 +15,7 @@ from torch.utils.hooks import RemovableHandle
 from distca_hf.arrays import IntArray
 from distca_hf.batches.batch_documents import Batch, cache_of, check_mask_numbers, ids_checked, tokens_of
 from distca_hf.batches.empty_batch import fill_empty
-from distca_hf.batches.known_batch import TELLING, copied_batch, known_batch, note_batch
+from distca_hf.batches.known_batch import TOKENS, completed
 from distca_hf.batches.packed import PackPlanner
 from distca_hf.batches.preview import RunReport
 from distca_hf.batches.reported_steps import ReportedSteps
@@ -32,6 +32,7 @@ from distca_hf.integrations.checkpointing import (
     restore_functions,
     save_attention,
 )
+from distca_hf.integrations.models.backbone_calls import BackboneCalls
 from distca_hf.integrations.models.check import PositionLimits, check_model
 from distca_hf.integrations.models.counted_rows import CountedRows
 from distca_hf.integrations.models.decoder_borders import DecoderBorders
@@ -44,6 +45,7 @@ from distca_hf.integrations.models.layer_kinds import verdict_in_short
 from distca_hf.integrations.models.layer_masks import layer_masks_of, layer_windows
 from distca_hf.integrations.models.mixer_watch import MixerWatch
 from distca_hf.integrations.models.operations import predictable, step_flops
+from distca_hf.integrations.models.placed_loss import PlacedLoss
 from distca_hf.integrations.models.planner import vocabulary_tokens_of
 from distca_hf.integrations.models.recomputed_layers import RecomputedLayers
 from distca_hf.integrations.models.structure import (
@@ -80,6 +82,7 @@ class ForwardWatch:
         report: lines about its training.
         reported_steps: traces of its passes.
         attention_dtype: in which it attended to the latest batch with a plan; None before the first one.
+        loss: decides whether head and loss run on placed rows.
     """
 
     def __init__(self, root: nn.Module, context: ParallelContext) -> None:
@@ -95,6 +98,8 @@ class ForwardWatch:
         self.position_limits = self._check.position_limits
         self._counted = CountedRows(inner)
         self._borders = DecoderBorders(inner, self.position_limits.has_table, self._counted)
+        self.loss = PlacedLoss(inner)
+        self._at_backbone = BackboneCalls(inner, root, self._before, self._after, self.is_running)
         self._names = names_by_position(root)
         self._accepts_use_cache = forward_accepts(inner, "use_cache")
         self._logged_cache = False
@@ -126,6 +131,7 @@ class ForwardWatch:
             self.root.register_forward_pre_hook(HiddenHook(self._before), with_kwargs=True),
             self.root.register_forward_hook(HiddenHook(self._after), with_kwargs=True),
         ]
+        self._at_backbone.enter()  # before hooks that move rows
         self._mixers.enter()
         self._borders.enter()
 
@@ -140,6 +146,7 @@ class ForwardWatch:
             if vars(module).get(WATCH) is self:
                 delattr(module, WATCH)
             self._mixers.leave(module)
+            self._at_backbone.leave(transformers_model(module).base_model)
         if is_original:
             for handle in self._handles:
                 handle.remove()
@@ -171,17 +178,14 @@ class ForwardWatch:
         return forget
 
     def _before(self, module: nn.Module, args: tuple[object, ...], kwargs: dict[str, Any]) -> object:
+        given = dict(zip(self._names, args, strict=False)) | kwargs
+        if not any(isinstance(given.get(name), torch.Tensor) for name in TOKENS):
+            return None  # a method runs in place of forward
         self._is_running = True
         self._borders.end()
         self._counted.begin({}, None, trains=False)
-        given = dict(zip(self._names, args, strict=False)) | kwargs
         batch = dict(without_kinds_of_text(given)) if self._check.towers else given
-        known = known_batch(batch)
-        if known is None and all(batch.get(name) is None for name in ("distca_plan", *TELLING)):
-            known = copied_batch(batch)
-        note_batch(batch)
-        if known is not None:
-            batch = {**batch, **known.missing(batch, self._class_name)}
+        batch = completed(batch, self._class_name)
         plan = batch.get("distca_plan")
         if plan is None:
             if self._is_alone(module, batch):
@@ -211,7 +215,8 @@ class ForwardWatch:
         self._begin(module, plan)
         trains = module.training and torch.is_grad_enabled()
         counted = self._counted.begin(batch, plan, trains, tokens_of(batch).shape[1])
-        return args, {**batch, "distca_plan": plan, **label_count(batch, plan), **self._no_cache(batch), **counted}
+        batch = {**batch, "distca_plan": plan, **label_count(batch, plan), **self._no_cache(batch), **counted}
+        return args, self.loss.place(batch, plan, self._borders) if self.loss.is_placed else batch
 
     def _begin(self, module: nn.Module, plan: LivePlan) -> None:
         """Prepares checkpointing, and the pass with its facts."""
@@ -277,7 +282,13 @@ class ForwardWatch:
             of_model = self._head_groups, self._token_bytes, servers, self._layer_masks, self._lengths
             self.packs = PackPlanner(self.context.config, transport, *of_model, moves_rows=not self._mixers.mixers)
         images_wait = self._check.images_wait(module.training)
-        return self.packs.plan(batch, module.training, images_wait, self._check.gradients_before_decoder())
+        moves_rows = module.training and torch.is_grad_enabled() and not self._mixers.mixers
+        reason = self.loss.begin(batch if moves_rows else None)
+        gradients_of = self._check.gradients_before_decoder()
+        plan = self.packs.plan(batch, module.training, images_wait, gradients_of, bool(reason))
+        if plan is not None:
+            self.loss.decide(self.packs.returning, reason)
+        return plan
 
     def _lengths(self, batch: Batch) -> IntArray | None:
         """Returns document lengths of a batch; None if it stays padded, as it does where mixers keep rows apart."""
@@ -316,7 +327,7 @@ class ForwardWatch:
             plan.end_forward_pass(trains)
             if trains and not self.report.written:
                 self.report.begin(plan, self._step_cost(module))
-        return self._counted.end(output)
+        return self.loss.end(self._counted.end(output))
 
     def _step_cost(self, module: nn.Module) -> StepCost | None:
         """Returns the cost of a step as the model is checkpointed; None if its operations are not known."""

@@ -29,6 +29,7 @@ from distca_hf.integrations.trainer.check import (
 )
 from distca_hf.integrations.trainer.columns import reading_of
 from distca_hf.integrations.trainer.held_models import watch_held_models
+from distca_hf.integrations.trainer.loss_reader import LossReader
 from distca_hf.integrations.trainer.redone_steps import RedoneSteps, cannot_redo
 from distca_hf.integrations.trainer.resuming import Resuming, check_checkpoint
 from distca_hf.integrations.trainer.stop_on_signal import LeaveOnSignal
@@ -69,6 +70,7 @@ def attach(trainer: Trainer, context: ParallelContext) -> None:
         raise ConfigError("distca_hf cannot be attached to this Trainer: " + "; ".join(reasons))
     follow_mesh(trainer.model, context)
     attachment = Attachment(trainer)
+    reader = LossReader(attachment)
     try:
         attachment.replace(trainer, "train", partial(_train_from_whole_checkpoint, attachment, trainer.train))
         if context.config.tokens_per_rank:
@@ -77,6 +79,7 @@ def attach(trainer: Trainer, context: ParallelContext) -> None:
             _enable(attachment, context)
             _add_callbacks(context, attachment, DistCACallback(context))
         attachment.replace(trainer, "compute_loss", partial(_loss_of_known_batch, trainer.compute_loss))
+        reader.install()
         if context.servers is not None:
             RedoneSteps(trainer, context).install(attachment)
     except BaseException:
