@@ -171,10 +171,13 @@ class ForwardWatch:
         return forget
 
     def _before(self, module: nn.Module, args: tuple[object, ...], kwargs: dict[str, Any]) -> object:
+        given = dict(zip(self._names, args, strict=False)) | kwargs
+        # Programs run whole losses in place of its forward, with arguments of their own: TRL's distillation does.
+        if not any(isinstance(given.get(name), torch.Tensor) for name in ("input_ids", "inputs_embeds")):
+            return None
         self._is_running = True
         self._borders.end()
         self._counted.begin({}, None, trains=False)
-        given = dict(zip(self._names, args, strict=False)) | kwargs
         batch = dict(without_kinds_of_text(given)) if self._check.towers else given
         known = known_batch(batch)
         if known is None and all(batch.get(name) is None for name in ("distca_plan", *TELLING)):
