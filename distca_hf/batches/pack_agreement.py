@@ -34,11 +34,13 @@ class PackNumbers(NamedTuple):
         num_documents: `[ranks]` documents of each rank.
         longest_document_tokens: of all ranks together.
         forms: `[ranks]` numbers of the forms of their batches, see `form_of`.
+        returning: ranks whose results must return, in words; empty: head and loss may run on placed rows.
     """
 
     num_documents: list[int]
     longest_document_tokens: int
     forms: tuple[int, ...]
+    returning: str
 
 
 class PackAgreement:
@@ -55,6 +57,7 @@ class PackAgreement:
         number: int,
         images_wait: bool,
         gradients_of: Sequence[bool] = (),
+        results_return: bool = True,
     ) -> PackNumbers | None:
         """Shows all ranks this rank's batch, and returns what they showed; None if some rank's batch is padded. A
         collective call.
@@ -66,6 +69,7 @@ class PackAgreement:
             number: of the micro-batch.
             images_wait: whether a rank with an image waits for the others: for weights or gradients of towers.
             gradients_of: whether parts of the model before its decoder need gradients.
+            results_return: whether this rank needs the results of its own rows.
 
         Raises:
             PackingError: only some ranks hold images, and would wait for the others.
@@ -82,7 +86,8 @@ class PackAgreement:
                 "documents": 0 if lengths is None else len(lengths),
                 "longest document": 0 if lengths is None else int(lengths.max(initial=0)),
                 "padded": int(lengths is None),
-                "form": form_of(batch, gradients_of),
+                "form": form_of(batch, [*gradients_of, results_return]),
+                "results return": int(results_return),
                 **flags,
             },
         )
@@ -101,7 +106,8 @@ class PackAgreement:
         if any(numbers["padded"]):
             self._warn_of_padding(self._labels(numbers["padded"]), number)
             return None
-        return PackNumbers(numbers["documents"], max(numbers["longest document"]), tuple(numbers["form"]))
+        longest, returning = max(numbers["longest document"]), self._labels(numbers["results return"])
+        return PackNumbers(numbers["documents"], longest, tuple(numbers["form"]), returning)
 
     def _flags(self, batch: Batch, lengths: IntArray | None, is_first: bool) -> dict[str, int]:
         """Returns what ranks show each other of a batch beside its lengths."""

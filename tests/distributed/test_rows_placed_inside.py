@@ -203,7 +203,7 @@ def _train(names: Sequence[str]) -> dict[str, tuple[float, Gradients, tuple[int,
     results = {}
     for name in names:
         case, plugin = CASES[name], distca_hf.DistCAPlugin()
-        model = distca_hf.enable(case.make("distca"), plugin, whole_documents=True)
+        model = distca_hf.enable(case.make("distca"), plugin)
         case.prepare(model)
         wrapped = nn.parallel.DistributedDataParallel(model, find_unused_parameters="image" in name)
         batch = case.batches[dist.get_rank()]

@@ -209,7 +209,7 @@ def _give_other_inputs(folder: Path) -> dict[str, tuple[str, int]]:
     for name, (kind, make, _) in OTHER_INPUTS.items():
         plugin = distca_hf.DistCAPlugin()
         model = multimodal_model("gemma3").double() if kind == "gemma3_images" else made_model(kind, "distca")
-        distca_hf.enable(model, plugin, whole_documents=True)
+        distca_hf.enable(model, plugin)
         with pytest.raises(DistCAError) as caught:
             model(**make(model), use_cache=False)
         told[name] = str(caught.value), plugin.transport(CPU).traffic.exchanges
@@ -231,7 +231,7 @@ def test_ranks_whose_decoders_get_other_inputs_are_told_which(tmp_path: Path) ->
 def _train_apart(what: str, folder: Path) -> None:
     """Rank 1 does something else in the second step."""
     hurry()
-    model = distca_hf.enable(made_model("gpt2", "distca"), distca_hf.DistCAPlugin(), whole_documents=True)
+    model = distca_hf.enable(made_model("gpt2", "distca"), distca_hf.DistCAPlugin())
     wrapped, is_apart = nn.parallel.DistributedDataParallel(model), dist.get_rank() == 1
     for step in range(3):
         batch = _pack(model)

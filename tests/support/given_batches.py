@@ -321,7 +321,7 @@ def train_drawn(seed: int) -> list[Step]:
     plugin, results, any_gradient = distca_hf.DistCAPlugin(), [], False
     usual = drawn.model("sdpa")
     ours = drawn.model("distca")
-    watched = distca_hf.enable(ours, plugin, whole_documents=True)
+    watched = distca_hf.enable(ours, plugin)
     some_unused = drawn.kind in PATCH or drawn.loss is with_embeddings
     usual_ddp, ours_ddp = (
         nn.parallel.DistributedDataParallel(model, find_unused_parameters=some_unused) for model in (usual, ours)

@@ -140,7 +140,8 @@ class DecoderBorders:
         """Moves rows in. A compiler looks in here, and finds nothing to do for a batch that was placed before."""
         if not self._is_open or kwargs.get("distca_plan") is None:
             return None
-        return self._move_in(args, kwargs)
+        placed = self.move_in(kwargs["distca_plan"], dict(zip(self._names, args, strict=False)) | kwargs)
+        return None if placed is None else (args[len(self._names) :], placed)
 
     def _after(self, module: nn.Module, args: tuple[object, ...], kwargs: dict[str, Any], output: object) -> object:
         """Moves results home."""
@@ -150,12 +151,15 @@ class DecoderBorders:
 
     # Outside of compiled graphs, because every batch has another number of tokens.
     @hidden_from_dynamo
-    def _move_in(self, args: tuple[object, ...], kwargs: dict[str, Any]) -> object:
-        plan: LivePlan = kwargs["distca_plan"]
-        moves = plan.planned.moves
+    def move_in(self, plan: LivePlan, batch: Batch) -> dict[str, Any] | None:
+        """Returns the inputs of this rank's layers; None if the rows of a batch stay as they are. A collective call.
+
+        Raises:
+            PlanMismatchError, PeerLostError, PlanError, UnsupportedAttentionError: as for `_agreed`.
+        """
+        moves, given = plan.planned.moves, {**batch}
         if moves is None or (self._padded is None and not moves.moves.crosses):
             return None
-        given = dict(zip(self._names, args, strict=False)) | kwargs
         tokens = tokens_of(given)
         batch_size, length = tokens.shape
         rows = PassRows(
@@ -183,8 +187,7 @@ class DecoderBorders:
         if columns.deep_layers:
             given[DEEP] = list(placed.pop(DENSE_DEEP).unbind(1))
             given[DEEP_MASK] = torch.ones(1, rows.num_placed, dtype=torch.bool, device=tokens.device)
-        given |= {name: value[None] for name, value in placed.items()}
-        return args[len(self._names) :], given
+        return given | {name: value[None] for name, value in placed.items()}
 
     @hidden_from_dynamo
     def _move_home(self, output: object) -> object:

@@ -16,7 +16,6 @@ from torch import nn
 from distca_hf.arrays import IntArray
 from distca_hf.batches.loader import PlacedLoader
 from distca_hf.config import KernelName
-from distca_hf.data.accumulation import SortedPackSampler
 from distca_hf.integrations.models.distributed_check import follow_mesh
 from distca_hf.integrations.models.documents_apart import KEYWORD, DocumentRows
 from distca_hf.integrations.models.mixers import needs_whole_documents
@@ -174,7 +173,7 @@ def _sorted(place: Place, step: StepTokens) -> Mode:
     holding = whole_documents(_lengths(step), num_ranks)
     packs = [(segments, tokens) for tokens in step for segments in holding]
     work = np.array([attended_pairs([stop for _, _, stop in segments]) for segments, _ in packs])
-    order = list(SortedPackSampler(work, num_ranks, packs_per_rank=1, micro_steps=len(step), seed=0))
+    order = np.argsort(-work, kind="stable")
     return _of_packs("sorted", place, [packs[pack] for pack in order[rank::num_ranks]])
 
 
