@@ -233,7 +233,7 @@ def _train(folder: Path, implementation: str, kind: str) -> dict[str, Result]:
         if implementation == "distca" and name in TRAINERS:
             distca_hf.DistCAPlugin().attach(trainer)
         elif implementation == "distca":
-            distca_hf.enable(trainer.model, distca_hf.DistCAPlugin(), whole_documents=True)
+            distca_hf.enable(trainer.model, distca_hf.DistCAPlugin())
         trainer.train()
         losses = [(log["loss"], log["grad_norm"]) for log in trainer.state.log_history if "loss" in log]
         model = trainer.accelerator.unwrap_model(trainer.model)
