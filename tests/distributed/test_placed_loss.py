@@ -272,3 +272,56 @@ def test_backbone_that_is_called_directly_computes_placed_rows(world: int, tmp_p
             for name, weight in model.named_parameters():
                 expected = weight.grad / world
                 assert (gradients[name] - expected).abs().max() <= 1e-6 * expected.abs().max(), (call, name)
+
+
+# Tokens of ranks: an empty batch, and fewer tokens than ranks, so that some layers compute a row without a token.
+FEW = {"an empty rank": (40, 0, 9), "fewer tokens than ranks": (2, 0, 0)}
+
+
+def row_of(tokens: int) -> dict[str, torch.Tensor]:
+    ids = torch.arange(tokens)[None] % VOCABULARY
+    return {"input_ids": ids, "labels": ids.clone(), "position_ids": torch.arange(tokens)[None]}
+
+
+class Pass(NamedTuple):
+    """Loss and gradients of a rank, and whether it got logits."""
+
+    loss: float
+    gradients: dict[str, torch.Tensor]
+    has_logits: bool
+
+
+def compute_few(readers: tuple[int, ...]) -> list[Pass]:
+    """Every pass of `FEW`; some ranks read more than the mean loss."""
+    results, rank = [], dist.get_rank()
+    for lengths in FEW.values():
+        model = distca_hf.enable(model_in_training("distca"), distca_hf.DistCAPlugin())
+        count = torch.tensor(sum(max(0, length - 1) for length in lengths))
+        with watch_of(model).loss.read_by("this rank reads logits" if rank in readers else ""):
+            output = model(**row_of(lengths[rank]), num_items_in_batch=count)
+        output.loss.backward()
+        gradients = {}
+        for name, weight in model.named_parameters():
+            gradients[name] = torch.zeros_like(weight) if weight.grad is None else weight.grad
+            dist.all_reduce(gradients[name])
+        results.append(Pass(output.loss.item(), gradients, output.logits is not None))
+    return results
+
+
+@pytest.mark.parametrize("readers", [(), (1,)])
+def test_ranks_without_tokens_take_part_and_one_reader_of_logits_counts_for_all(
+    readers: tuple[int, ...], tmp_path: Path
+) -> None:
+    by_rank: Sequence[list[Pass]] = run_ranks(3, compute_few, tmp_path, readers)
+
+    for number, lengths in enumerate(FEW.values()):
+        model, passes = model_in_training("sdpa"), [results[number] for results in by_rank]
+        count = torch.tensor(sum(max(0, length - 1) for length in lengths))
+        loss = sum(model(**row_of(length), num_items_in_batch=count).loss for length in lengths if length)
+        loss.backward()
+        largest = max(weight.grad.abs().max() for weight in model.parameters())
+        assert sum(one.loss for one in passes) == pytest.approx(loss.item(), rel=1e-6)
+        for one in passes:
+            assert one.has_logits == bool(readers)
+            for name, weight in model.named_parameters():
+                assert (one.gradients[name] - weight.grad).abs().max() <= 1e-6 * largest, name
