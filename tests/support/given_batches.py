@@ -1,5 +1,6 @@
 """Batches of a user's own pipeline, packed and padded, by hand and at random: every rank has its own."""
 
+import math
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -337,15 +338,20 @@ def train_drawn(seed: int) -> list[Step]:
             loss.backward()
             losses.append(loss.item())
         expected, found = gradients_of(usual), gradients_of(ours)
+        assert all(gradient.isfinite().all() for gradient in (*expected.values(), *found.values()))
         largest = max(gradient.abs().max().item() for gradient in expected.values())
         worst = max(
             ((found[name] - gradient).abs().max() / max(gradient.abs().max(), 1e-6 * largest, 1e-30)).item()
             for name, gradient in expected.items()
         )
         moves = watch_of(watched).packs.latest_moves
-        # Routers have a loss of padding, too, which is all that a rank without tokens has.
-        of_padding = drawn.kind == "qwen3_moe" and not batch["input_ids"].numel()
-        difference = 0.0 if of_padding else abs(losses[0] - losses[1]) / max(1.0, abs(losses[0]))
+        # All that a rank without tokens has is padding, of which routers have a loss, too, and means are NaN.
+        of_padding = not batch["input_ids"].numel() and (
+            drawn.kind == "qwen3_moe" or drawn.loss is of_all_hidden_states
+        )
+        # A mean over no label is NaN.
+        is_equal = of_padding or (math.isnan(losses[0]) and math.isnan(losses[1]))
+        difference = 0.0 if is_equal else abs(losses[0] - losses[1]) / max(1.0, abs(losses[0]))
         results.append((difference, worst, moves.crosses))
         assert not (moves.crosses and number in drawn.evens)
         any_gradient |= largest > 0
