@@ -49,6 +49,7 @@ class ForwardPass:
         state: checksums by name, of weights and of buffers. The ranks that show any compare them.
 
     Attributes:
+        facts: see above.
         calls, backward_calls: calls of the operator so far; `calls` counts recomputed ones, too.
         layers: numbers of the layers that made them, on the host, recomputed ones left out.
         made: the calls so far.
@@ -67,7 +68,8 @@ class ForwardPass:
     ) -> None:
         self.num_calls, self.trace = num_calls, trace
         self.calls = self.backward_calls = 0
-        self._transport, self._micro_batch, self._facts = transport, micro_batch, facts
+        self.facts = facts
+        self._transport, self._micro_batch = transport, micro_batch
         self._ended = self._agrees_on_backward = False
         if facts is not None:
             transport.traffic.passes += 1
@@ -89,7 +91,7 @@ class ForwardPass:
     @property
     def begun(self) -> bool:
         """Whether it is a pass of an enabled model."""
-        return self._facts is not None
+        return self.facts is not None
 
     def check_open(self) -> None:
         """Checks that the model of a layer has begun this pass and did not end it; for layers of enabled models.
@@ -99,7 +101,7 @@ class ForwardPass:
         Raises:
             PlanError: part of the model was called, and nothing around it is checked.
         """
-        if self._facts is not None and (not self._ended or backward_number() >= 0):
+        if self.facts is not None and (not self._ended or backward_number() >= 0):
             return
         raise PlanError(
             f"{self._transport.grid.name}, micro-batch {self._micro_batch}: a layer attends with a plan outside of a "
@@ -190,7 +192,7 @@ class ForwardPass:
         Raises:
             PlanMismatchError, PeerLostError: they differ.
         """
-        if self._facts is None or len(self._transport.grid.members(Scope.STAGE)) == 1:
+        if self.facts is None or len(self._transport.grid.members(Scope.STAGE)) == 1:
             return
         if self.calls:
             of_layer = {
@@ -200,7 +202,7 @@ class ForwardPass:
             self._agree(of_layer, {})
             return
         facts = {
-            **self._facts,
+            **self.facts,
             "fingerprint of the plan": fingerprint,
             "dtypes that attention computes in": tensors.dtypes_in_words,
             "heads and their dimensions": tensors.heads_in_words,
@@ -236,7 +238,7 @@ class ForwardPass:
         """
         self.num_calls, self._ended, self.compares_calls = self.calls, True, False
         self.trace.end_forward(len(self._with_gradients) if backward_calls is None else backward_calls)
-        if self._facts is not None and exchanges and self._transport.world_size > 1:
+        if self.facts is not None and exchanges and self._transport.world_size > 1:
             self._agrees_on_backward = attends_again or bool(self._with_gradients)
             if not self._agrees_on_backward:
                 self._agree_to_differentiate()

@@ -74,15 +74,23 @@ class DecoderBorders:
         model: a Transformers model.
         has_position_table: whether it looks positions up in a table.
         counted: hears how long the rows of tokens were.
+        before_home: checks the calls of a pass: ranks that left layers out must not send results where others exchange
+            keys.
     """
 
-    def __init__(self, model: PreTrainedModel, has_position_table: bool, counted: CountedRows) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        has_position_table: bool,
+        counted: CountedRows,
+        before_home: Callable[[LivePlan], object],
+    ) -> None:
         decoder = text_decoder(model)
         self._decoder = model.base_model if decoder is model else decoder
         self._is_multimodal = decoder is not model
         self._names = names_by_position(self._decoder)
         self._class_name, self._has_position_table = type(model).__name__, has_position_table
-        self._counted = counted
+        self._counted, self._before_home = counted, before_home
         self._handles: list[RemovableHandle] = []
         self._padded: PaddedRows | None = None
         self._is_open = False
@@ -147,7 +155,7 @@ class DecoderBorders:
         """Moves results home."""
         if not self._is_open or kwargs.get("distca_plan") is None:
             return None
-        return self._move_home(output)
+        return self._move_home(kwargs["distca_plan"], output)
 
     # Outside of compiled graphs, because every batch has another number of tokens.
     @hidden_from_dynamo
@@ -190,10 +198,11 @@ class DecoderBorders:
         return given | {name: value[None] for name, value in placed.items()}
 
     @hidden_from_dynamo
-    def _move_home(self, output: object) -> object:
+    def _move_home(self, plan: LivePlan, output: object) -> object:
         rows, self._rows = self._rows, None
         if rows is None:
             return None
+        self._before_home(plan)
         found = dict[int, torch.Tensor]()
         _changed(output, rows.num_placed, lambda value: found.setdefault(id(value), value))
         homes = dict(zip(found, rows.move_home(list(found.values())), strict=True))
@@ -277,7 +286,8 @@ class DecoderBorders:
             "layers that get features of images": now.deep_layers,
             "differentiate": int(differentiate),
         }
-        facts = {f"input {name} of the decoder": value for name, value in (described | flags).items()}
+        of_inputs = {f"input {name} of the decoder": value for name, value in (described | flags).items()}
+        facts = {**(plan.forward_pass.facts or {}), **of_inputs}
         agreement = Agreement.start(plan.transport, Occasion.MOVE, plan.micro_batch, facts, numbers)
         shown_by = agreement.wait()
         for name, spare in (("numbers per position", 1), ("layers that get features of images", 0)):

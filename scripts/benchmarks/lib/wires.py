@@ -96,8 +96,8 @@ class Wires:
         return self._noise is not None
 
     def made_up(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """Returns a copy of random numbers of this shape: operators may not hand out the same memory twice. Bytes are 0:
-        they may be tokens and positions."""
+        """Returns a copy of random numbers of this shape: operators may not hand out the same memory twice. Integers
+        are 0: they may be tokens and positions."""
         assert self._noise is not None
         if not dtype.is_floating_point:
             return torch.zeros(shape, dtype=dtype, device=self._device)
