@@ -183,4 +183,4 @@ def test_flat_job_has_two_groups_and_the_words_of_one_scope(tmp_path: Path) -> N
         places = [place.removeprefix("micro-batch 0, ").removeprefix("layer 0, ") for place in exchanges]
         of_layer = ["forward, keys", "backward, key gradients"]
         moves = [f"rows on their way {way}" for way in ("in, forward", "home, forward", "in, backward")]
-        assert places == of_layer + [moves[0], of_layer[0], *moves[1:], of_layer[1]]
+        assert places == [*of_layer, moves[0], of_layer[0], *moves[1:], of_layer[1]]

@@ -106,8 +106,8 @@ def _train_on_packs(folder: Path, at: int | None) -> list[float]:
     return losses
 
 
-# Exchanges of the only layer with attention: keys and queries leave together, outputs return; in backward, where keys are fetched
-# again, gradients of both do.
+# Exchanges of the only layer with attention: keys and queries leave together, outputs return; in backward, where keys
+# are fetched again, gradients of both do.
 FORWARD, BACKWARD = 3, 4
 LAYERS = 2
 
