@@ -295,7 +295,7 @@ def compute_few(readers: tuple[int, ...]) -> list[Pass]:
     """Every pass of `FEW`; some ranks read more than the mean loss."""
     results, rank = [], dist.get_rank()
     for lengths in FEW.values():
-        model = distca_hf.enable(model_in_training("distca"), distca_hf.DistCAPlugin(), whole_documents=True)
+        model = distca_hf.enable(model_in_training("distca"), distca_hf.DistCAPlugin())
         count = torch.tensor(sum(max(0, length - 1) for length in lengths))
         with watch_of(model).loss.read_by("this rank reads logits" if rank in readers else ""):
             output = model(**row_of(lengths[rank]), num_items_in_batch=count)

@@ -54,7 +54,7 @@ def _train(way: str, folder: Path) -> list[dict[str, float]]:
         seed=42,
     )
     kept: dict[str, Any] = {"data_collator": DataCollatorWithFlattening()} if is_kept else {}
-    if way == "callback":
+    if is_kept:
         kept["callbacks"] = [distca_hf.DistCACallback(plugin)]
     if is_kept:
         arguments |= {"per_device_train_batch_size": 8, "save_strategy": "no"}
@@ -67,7 +67,7 @@ def _train(way: str, folder: Path) -> list[dict[str, float]]:
         train_dataset=dataset,
         **kept,
     )
-    if way != "callback":
+    if not is_kept:
         plugin.attach(trainer)
     trainer.train(resume_from_checkpoint=str(folder / "checkpoint-4") if way == "resume" else None)
     return [log for log in trainer.state.log_history if "loss" in log]
@@ -121,8 +121,9 @@ def test_resuming_says_where_it_goes_on(told: dict[str, tuple[list[str], list[di
 
 
 def test_kept_batches_say_what_is_known_of_them(told: dict[str, tuple[list[str], list[dict[str, float]]]]) -> None:
-    (first, second, last), logs = told["callback"]
+    (way_of_loss, first, second, last), logs = told["callback"]
 
+    assert way_of_loss.startswith("hidden states return to the ranks of their batches, for head and loss: ")
     assert re.fullmatch(
         rf"{distca_hf.__version__}: 2 ranks on 1 node, kernel cpu; batches stay as they are, rows are placed inside "
         r"the model; first micro-batch: 16 documents, \d+ tokens, longest \d+; 7 steps per epoch",
