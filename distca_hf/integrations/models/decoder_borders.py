@@ -74,15 +74,22 @@ class DecoderBorders:
         model: a Transformers model.
         has_position_table: whether it looks positions up in a table.
         counted: hears how long the rows of tokens were.
+        check_calls: checks the attention calls of a pass; called before results go home.
     """
 
-    def __init__(self, model: PreTrainedModel, has_position_table: bool, counted: CountedRows) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        has_position_table: bool,
+        counted: CountedRows,
+        check_calls: Callable[[LivePlan], None],
+    ) -> None:
         decoder = text_decoder(model)
         self._decoder = model.base_model if decoder is model else decoder
         self._is_multimodal = decoder is not model
         self._names = names_by_position(self._decoder)
         self._class_name, self._has_position_table = type(model).__name__, has_position_table
-        self._counted = counted
+        self._counted, self._check_calls = counted, check_calls
         self._handles: list[RemovableHandle] = []
         self._padded: PaddedRows | None = None
         self._is_open = False
@@ -147,7 +154,7 @@ class DecoderBorders:
         """Moves results home."""
         if not self._is_open or kwargs.get("distca_plan") is None:
             return None
-        return self._move_home(output)
+        return self._move_home(kwargs["distca_plan"], output)
 
     # Outside of compiled graphs, because every batch has another number of tokens.
     @hidden_from_dynamo
@@ -190,10 +197,11 @@ class DecoderBorders:
         return given | {name: value[None] for name, value in placed.items()}
 
     @hidden_from_dynamo
-    def _move_home(self, output: object) -> object:
+    def _move_home(self, plan: LivePlan, output: object) -> object:
         rows, self._rows = self._rows, None
         if rows is None:
             return None
+        self._check_calls(plan)  # a rank that left out a layer would send its rows into that of the others
         found = dict[int, torch.Tensor]()
         _changed(output, rows.num_placed, lambda value: found.setdefault(id(value), value))
         homes = dict(zip(found, rows.move_home(list(found.values())), strict=True))

@@ -97,7 +97,7 @@ class ForwardWatch:
         self._check = ForwardCheck(root, config, self._layers)
         self.position_limits = self._check.position_limits
         self._counted = CountedRows(inner)
-        self._borders = DecoderBorders(inner, self.position_limits.has_table, self._counted)
+        self._borders = DecoderBorders(inner, self.position_limits.has_table, self._counted, self._check.check_calls)
         self.loss = PlacedLoss(inner)
         self._at_backbone = BackboneCalls(inner, root, self._before, self._after, self.is_running)
         self._names = names_by_position(root)

@@ -62,7 +62,7 @@ def test_rows_that_say_more_than_a_pack_can_stay_padded(given: dict[str, Any]) -
 
 def test_a_table_of_positions_does_not_count_padding_on_the_left() -> None:
     model = GPT2LMHeadModel(GPT2Config(vocab_size=16, n_embd=8, n_layer=1, n_head=1, n_positions=8))
-    borders = DecoderBorders(model, True, CountedRows(model))
+    borders = DecoderBorders(model, True, CountedRows(model), lambda plan: None)
 
     with pytest.raises(UnsupportedAttentionError, match=r"GPT2LMHeadModel looks positions up in a table, and rows"):
         borders.begin(batch_of(LEFT))
