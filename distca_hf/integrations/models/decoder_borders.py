@@ -74,8 +74,7 @@ class DecoderBorders:
         model: a Transformers model.
         has_position_table: whether it looks positions up in a table.
         counted: hears how long the rows of tokens were.
-        before_home: checks the calls of a pass: ranks that left layers out must not send results where others exchange
-            keys.
+        check_calls: checks the attention calls of a pass; called before results go home.
     """
 
     def __init__(
@@ -83,14 +82,14 @@ class DecoderBorders:
         model: PreTrainedModel,
         has_position_table: bool,
         counted: CountedRows,
-        before_home: Callable[[LivePlan], object],
+        check_calls: Callable[[LivePlan], None],
     ) -> None:
         decoder = text_decoder(model)
         self._decoder = model.base_model if decoder is model else decoder
         self._is_multimodal = decoder is not model
         self._names = names_by_position(self._decoder)
         self._class_name, self._has_position_table = type(model).__name__, has_position_table
-        self._counted, self._before_home = counted, before_home
+        self._counted, self._check_calls = counted, check_calls
         self._handles: list[RemovableHandle] = []
         self._padded: PaddedRows | None = None
         self._is_open = False
@@ -202,7 +201,7 @@ class DecoderBorders:
         rows, self._rows = self._rows, None
         if rows is None:
             return None
-        self._before_home(plan)
+        self._check_calls(plan)  # a rank that left out a layer would send its rows into that of the others
         found = dict[int, torch.Tensor]()
         _changed(output, rows.num_placed, lambda value: found.setdefault(id(value), value))
         homes = dict(zip(found, rows.move_home(list(found.values())), strict=True))
