@@ -29,6 +29,7 @@ from distca_hf.config import DistCAConfig
 from distca_hf.cost import CAUSAL_LAYERS, LayerMasks, TokenBytes
 from distca_hf.errors import PackingError
 from distca_hf.layout import Layout, as_int_array
+from distca_hf.placement.near_home import near_home
 from distca_hf.placement.place import place
 from distca_hf.planning.plan import Plan, PlanFacts, PlanTotals, plan_in_place
 from distca_hf.planning.rebalance import plan_by_moving
@@ -225,6 +226,7 @@ class PackPlanner:
             head_groups=self._head_groups,
             layer_masks=self._layer_masks,
         )
+        layout = near_home(home, layout, self._topology)
         return replace(layout, rank_rows=np.maximum(layout.rank_rows, 1))  # models cannot run on no rows
 
     def _plan_layout(self, layout: Layout, servers: Servers | None) -> tuple[Plan, Topology]:
