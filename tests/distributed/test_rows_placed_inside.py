@@ -1,6 +1,6 @@
 """Rows placed inside the model: every rank's own batch gives the gradients of data parallelism without distca."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple

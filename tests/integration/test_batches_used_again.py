@@ -178,7 +178,8 @@ def check(
 ) -> None:
     """Compares the outcomes of a rank with those on padded rows."""
     refused = "placed batch|not enabled|as many tokens" if kind == "placed" else "got tokens of a pack|as many tokens"
-    assert len({plain[second, "whole"][0] for second in SECOND}) == 3, "adapters and teachers must change the numbers"
+    seen = {plain[second, "whole"][0] for second in SECOND if (second, "whole") in plain}
+    assert len(seen) == 3, "adapters and teachers must change the numbers"
     assert outcomes.keys() == plain.keys()
     for cell, outcome in outcomes.items():
         if isinstance(outcome, str):

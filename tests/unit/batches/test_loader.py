@@ -23,6 +23,7 @@ from distca_hf.batches.loader import PlacedLoader
 from distca_hf.batches.prepare import Prefetcher
 from distca_hf.data import dataset_check
 from distca_hf.errors import ConfigError, PackingError
+from distca_hf.patches import data_workers
 from distca_hf.runtime.live_plan import LivePlan
 from distca_hf.telemetry import LoaderTimes
 from support.commands import HANG_SECONDS
@@ -378,6 +379,7 @@ def test_error_of_the_background_thread_arrives_in_the_loop_with_its_type(monkey
 
 def test_workers_outlive_signals_of_their_process_group_and_hand_errors_on(monkeypatch: pytest.MonkeyPatch) -> None:
     """A step that ends on SIGTERM may still need rows of theirs."""
+    data_workers.apply()  # as a training does
     monkeypatch.setattr(dataset_check, "MOST_DOCUMENTS", 1)
 
     def tokenize(rows: dict[str, list[Any]]) -> dict[str, list[Any]]:

@@ -8,7 +8,8 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from distca_hf.batches.padded import padded_rows_of
 from distca_hf.errors import PackingError, UnsupportedAttentionError
-from distca_hf.integrations.models.padded_backbone import PaddedBackbone
+from distca_hf.integrations.models.counted_rows import CountedRows
+from distca_hf.integrations.models.decoder_borders import DecoderBorders
 
 
 IDS = torch.arange(1, 13).view(3, 4)
@@ -21,14 +22,12 @@ def batch_of(mask: list[list[int]] | torch.Tensor, **others: Any) -> dict[str, A
 
 
 @pytest.mark.parametrize("mask", [RIGHT, LEFT, RIGHT.bool(), RIGHT.float()], ids=["right", "left", "bool", "float"])
-def test_values_are_packed_and_put_back(mask: torch.Tensor) -> None:
+def test_values_are_packed(mask: torch.Tensor) -> None:
     rows = padded_rows_of(batch_of(mask))
 
     assert rows is not None
     assert rows.pack(IDS).tolist() == [IDS[mask.bool()].tolist()]
-    assert rows.positions.tolist() == [[0, 1, 2, 0, 1, 2, 3, 0]]
     assert rows.offsets.tolist() == [0, 3, 7, 8]
-    assert torch.equal(rows.unpack(rows.pack(IDS)[..., None])[..., 0], IDS * mask.bool())
 
 
 @pytest.mark.parametrize(
@@ -63,10 +62,10 @@ def test_rows_that_say_more_than_a_pack_can_stay_padded(given: dict[str, Any]) -
 
 def test_a_table_of_positions_does_not_count_padding_on_the_left() -> None:
     model = GPT2LMHeadModel(GPT2Config(vocab_size=16, n_embd=8, n_layer=1, n_head=1, n_positions=8))
-    backbone = PaddedBackbone(model, has_position_table=True)
+    borders = DecoderBorders(model, True, CountedRows(model))
 
     with pytest.raises(UnsupportedAttentionError, match=r"GPT2LMHeadModel looks positions up in a table, and rows"):
-        backbone.begin(batch_of(LEFT))
+        borders.begin(batch_of(LEFT))
     own = (LEFT.cumsum(1) - 1).clamp(min=0)
-    assert backbone.begin(batch_of(LEFT, position_ids=own))["cu_seq_lens_q"].tolist() == [0, 3, 7, 8]
-    assert backbone.begin(batch_of(RIGHT))["cu_seq_lens_q"].tolist() == [0, 3, 7, 8]
+    assert borders.begin(batch_of(LEFT, position_ids=own))["cu_seq_lens_q"].tolist() == [0, 3, 7, 8]
+    assert borders.begin(batch_of(RIGHT))["cu_seq_lens_q"].tolist() == [0, 3, 7, 8]
