@@ -97,7 +97,7 @@ class PackPlanner:
             them. None if there are none.
         layer_masks: masks that the model's layers attend with, each with the number of its layers.
         read: reads the documents of a batch.
-        moves_rows: whether tokens may be placed; else attention tasks move.
+        moves_rows: whether the model moves rows, so that tokens may be placed; else attention tasks move.
 
     Attributes:
         history: facts of the latest micro-batches.
@@ -114,7 +114,7 @@ class PackPlanner:
         servers: Servers | None = None,
         layer_masks: LayerMasks = CAUSAL_LAYERS,
         read: Callable[[Batch], ReadDocuments] = DocumentReader().read,  # noqa: B008 (immutable)
-        moves_rows: bool = True,
+        moves_rows: bool = False,
     ) -> None:
         self.totals = PlanTotals()
         self.history: deque[PlanFacts] = deque(maxlen=REMEMBERED_MICRO_BATCHES)

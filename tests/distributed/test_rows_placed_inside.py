@@ -260,9 +260,9 @@ def expected(case: Case, world: int) -> tuple[list[float], Gradients]:
             losses.append(0.0)
             continue
         loss = (case.loss or own_loss)(model, batch)
-        (loss / world).backward()
+        loss.backward()
         losses.append(loss.item())
-    return losses, gradients_of(model)
+    return losses, {name: gradient / world for name, gradient in gradients_of(model).items()}
 
 
 def _train(names: Sequence[str]) -> dict[str, tuple[float, Gradients, tuple[int, ...], tuple[int, ...], bool]]:

@@ -32,7 +32,7 @@ def _documents() -> Dataset:
 
 
 class Counts(TrainerCallback):
-    """Of every step: attention calls forward and backward, exchanges, and whether tasks moved."""
+    """Of every step: attention calls forward and backward, exchanges, and whether keys or queries moved."""
 
     def __init__(self, model: torch.nn.Module, transport: Any) -> None:
         self.steps: list[tuple[int, int, int, bool]] = []
@@ -43,7 +43,7 @@ class Counts(TrainerCallback):
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         (plan,) = (given["distca_plan"] for given in self._plans)
         exchanges = self._transport.traffic.exchanges
-        moved = plan.facts.work != plan.facts.work_before
+        moved = sum([*plan.facts.key_rows_sent, *plan.facts.query_rows_sent]) > 0
         self.steps.append(
             (plan.forward_pass.calls, plan.forward_pass.backward_calls, exchanges - self._exchanges, moved)
         )
@@ -95,7 +95,7 @@ def test_split_packs_have_the_losses_of_sdpa(usual: Result, tmp_path: Path) -> N
     assert max(lengths) == MAX_LENGTH
     assert sum(lengths) == sum(len(row) for row in _documents()["input_ids"]), "documents are split, not cut"
     assert losses == pytest.approx(expected, abs=1e-5)
-    assert any(moved for _, _, _, moved in counts), "some tasks must move"
+    assert any(moved for _, _, _, moved in counts), "some must move"
 
 
 @pytest.mark.parametrize(
@@ -111,6 +111,6 @@ def test_selective_checkpointing_neither_attends_nor_exchanges_twice(
 
     assert losses == usual[0]
     assert [calls for *calls, _, _ in counts] == [[forward_calls, NUM_LAYERS]] * STEPS
-    for (_, _, exchanges, moved), (_, _, usual_exchanges, _) in zip(counts, usual[2], strict=True):
+    for (*_, exchanges, _), (*_, usual_exchanges, _) in zip(counts, usual[2], strict=True):
         assert exchanges >= usual_exchanges
-        assert (exchanges > usual_exchanges) == (moved and forward_calls > NUM_LAYERS)
+        assert exchanges == usual_exchanges or forward_calls > NUM_LAYERS

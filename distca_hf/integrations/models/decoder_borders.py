@@ -287,16 +287,18 @@ class DecoderBorders:
         return columns
 
     def _check_known(self, given: Batch, where: str) -> None:
-        """Checks that every tensor has a value per token, or belongs to none.
+        """Checks that every tensor of tokens has one value per token. Tensors that the decoder does not name, with
+        values for rows as a loss may have them, are passed through.
 
         Raises:
             UnsupportedAttentionError: names the first one.
         """
-        shape = tokens_of(given).shape
+        batch_size, length = shape = tokens_of(given).shape
         for name, value in given.items():
-            if name in OF_DOCUMENTS or name in ("position_ids", DEEP, DEEP_MASK):
+            if name in OF_DOCUMENTS or name in ("position_ids", DEEP, DEEP_MASK) or not isinstance(value, torch.Tensor):
                 continue
-            if isinstance(value, torch.Tensor) and value.ndim and value.numel() > 1 and value.shape[:2] != shape:
+            is_of_tokens = length in value.shape[1:] or value.shape[:1] == (batch_size * length,)
+            if value.numel() > 1 and value.shape[:2] != shape and (is_of_tokens or name in self._names):
                 raise UnsupportedAttentionError(
                     f"{where}: the decoder of {self._class_name} gets {name} of shape {[*value.shape]}, and tokens of "
                     f"shape {[*shape]}: it is not known how to move it with the tokens. Leave it out, or give it one "

@@ -379,7 +379,7 @@ def test_error_of_the_background_thread_arrives_in_the_loop_with_its_type(monkey
 
 def test_workers_outlive_signals_of_their_process_group_and_hand_errors_on(monkeypatch: pytest.MonkeyPatch) -> None:
     """A step that ends on SIGTERM may still need rows of theirs."""
-    data_workers.apply()  # as a training does
+    data_workers.data_workers.apply()  # as a training does
     monkeypatch.setattr(dataset_check, "MOST_DOCUMENTS", 1)
 
     def tokenize(rows: dict[str, list[Any]]) -> dict[str, list[Any]]:

@@ -119,8 +119,7 @@ def ordered(monkeypatch: pytest.MonkeyPatch) -> list[Plan | None]:
 
 def test_packs_that_are_trained_on_are_planned_with_servers(ordered: list[Plan | None]) -> None:
     layout = packed_layout(random.Random(5), 3, 300)
-    placed = place(layout.document_tokens, 3, topology=CONFIG.topology(3), head_groups=4)
-    expected = plan_served(placed, SERVERS, 4, topology=CONFIG.topology(3))
+    expected = plan_served(layout, SERVERS, 4, topology=CONFIG.topology(3))
 
     for rank, (live, planner) in enumerate(run_ranks(3, lambda transport: packs_of(transport, SERVERS, True))):
         assert live.fingerprint == expected.fingerprint
