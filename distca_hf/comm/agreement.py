@@ -62,7 +62,7 @@ SCOPE_OF = {
 # Text travels as integers of so many bytes: gathers carry integers of 64 bits, with a sign, alone.
 BYTES_PER_INTEGER = 4
 # Every agreement has this many integers, whatever it is about: two that meet by mistake must still be comparable.
-WIDTH = 13
+WIDTH = 14
 # The first of them: occasion, micro-batch, signal on which the rank leaves, digest and bytes of the facts.
 HEADER = 5
 # Facts that an error shows, the first that differ: later facts follow from earlier ones.

@@ -295,7 +295,11 @@ class DecoderBorders:
         """
         batch_size, length = shape = tokens_of(given).shape
         for name, value in given.items():
-            if name in OF_DOCUMENTS or name in ("position_ids", DEEP, DEEP_MASK) or not isinstance(value, torch.Tensor):
+            if (
+                name in OF_DOCUMENTS
+                or name in ("position_ids", DEEP, DEEP_MASK)
+                or not isinstance(value, torch.Tensor)
+            ):
                 continue
             is_of_tokens = length in value.shape[1:] or value.shape[:1] == (batch_size * length,)
             if value.numel() > 1 and value.shape[:2] != shape and (is_of_tokens or name in self._names):

@@ -142,6 +142,7 @@ def _keep_batches(
     _enable(attachment, context, whole_documents=whole_documents)
     callback = DistCACallback(context)
     callback.watch(trainer.model)
+    callback.plan_ahead(trainer, attachment.replace)
     _add_callbacks(context, attachment, callback)
 
 
