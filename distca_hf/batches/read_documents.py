@@ -110,9 +110,14 @@ def take_read(batch: object) -> ReadDocuments | None:
     """Takes the entry out of a batch and marks its tokens; None if it has none."""
     if not isinstance(batch, MutableMapping) or (read := batch.pop(ENTRY, None)) is None:
         return None
-    setattr(tokens_of(batch).untyped_storage(), MARK, (read, _tensors_of(batch)))
     found: ReadDocuments = read
+    mark_read(batch, found)
     return found
+
+
+def mark_read(batch: Batch, read: ReadDocuments) -> None:
+    """Marks the tokens of a batch with what was read of it."""
+    setattr(tokens_of(batch).untyped_storage(), MARK, (read, _tensors_of(batch)))
 
 
 def read_before(batch: Batch) -> ReadDocuments | None:

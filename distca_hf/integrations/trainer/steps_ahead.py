@@ -8,7 +8,7 @@ Batches that come otherwise (dispatched from rank 0, made by a policy, from a lo
 their pass.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -18,7 +18,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 from transformers import Trainer
 
-from distca_hf.batches.read_documents import ReadingCollator, take_read
+from distca_hf.batches.read_documents import ReadingCollator, mark_read, read_before, take_read
 from distca_hf.integrations.models.forward_watch import watch_of
 
 
@@ -34,6 +34,8 @@ class StepsAhead:
         self._model = model
         self._loader: Any = None
         replace(trainer, "get_batch_samples", partial(self._batch_samples, trainer.get_batch_samples))
+        if type(trainer)._prepare_inputs is Trainer._prepare_inputs:  # it only copies, on CPUs every time
+            replace(trainer, "_prepare_inputs", partial(_prepare_inputs, trainer._prepare_inputs))
 
     def begin(self, loader: object) -> None:
         """Reads the batches of a training where they are collated.
@@ -68,3 +70,11 @@ class StepsAhead:
             if num_batches > 1:
                 watch.begin_step(read, device)
         return batches, num_items
+
+
+def _prepare_inputs(prepare: Callable[[Any], Any], inputs: Any) -> Any:
+    """Lets the copy of a batch that was read be known as one."""
+    read, prepared = read_before(inputs) if isinstance(inputs, Mapping) else None, prepare(inputs)
+    if read is not None:
+        mark_read(prepared, read)
+    return prepared
