@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from distca_hf.errors import UnknownSettingError, nearest
+from distca_hf.errors import ConfigError, UnknownSettingError, nearest
 from distca_hf.launched import JOB_SECRET, LAUNCHED_SERVERS, read_servers
 from distca_hf.settings import (
     Settings,
@@ -166,9 +166,10 @@ class DistCAConfig(Settings):
 
     tokens_per_rank: int = _setting(
         "tokens_per_rank",
-        8192,
-        "Tokens each rank holds of a micro-batch, at most. Documents may be ranks x this long.",
-        at_least=1,
+        0,
+        "Batches that distca_hf makes (placed batches): tokens each rank holds of one, at most; documents may be "
+        "ranks x this long. 0: batches stay yours, and their rows are placed inside the model.",
+        at_least=0,
     )
     overlong: OverlongPolicy = _setting(
         "overlong",
@@ -220,12 +221,6 @@ class DistCAConfig(Settings):
         "local",
         "Evaluation: every rank attends to its own batches (local), or batches are placed on all ranks as in "
         "training (distca). Then documents may be longer than one rank can hold.",
-    )
-    sort_packs: bool = _setting(
-        "sort_packs",
-        False,
-        "Packs of others: choose which rank runs which pack of an optimizer step when, so that equally heavy ones run "
-        "at the same time.",
     )
     regroup_steps: bool = _setting(
         "regroup_steps",
@@ -310,6 +305,22 @@ class DistCAConfig(Settings):
         self.check_values(DistCAConfig)
         # Equal settings are equal texts: ranks compare them.
         vars(self)["attention_servers"] = ",".join(map(str, read_servers(self.attention_servers)))
+
+    def check_places(self, maker: str) -> None:
+        """Checks that the size of placed batches is known.
+
+        Args:
+            maker: what makes or takes them.
+
+        Raises:
+            ConfigError: it is not.
+        """
+        if not self.tokens_per_rank:
+            raise ConfigError(
+                f"{maker} needs a size for its batches: give the plugin tokens_per_rank, the most tokens of a rank. "
+                "Batches of your own need none: train on them with plugin.attach(trainer), or distca_hf.enable(model, "
+                "plugin) in a loop"
+            )
 
     def topology(self, num_ranks: int) -> Topology:
         """Returns which ranks share a node: all of them, unless a setting says how many do."""

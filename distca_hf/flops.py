@@ -69,6 +69,8 @@ class StepCost:
         pairs: NDArray[np.float64],
         imbalance_before: NDArray[np.float64],
         imbalance: NDArray[np.float64],
+        token_imbalance_before: float = 1.0,
+        token_imbalance: float = 1.0,
     ) -> float:
         """Returns the time of micro-batches before over their time after.
 
@@ -77,9 +79,11 @@ class StepCost:
         Args:
             tokens, pairs: `[micro-batches]` tokens and attended pairs of all ranks together.
             imbalance_before, imbalance: `[micro-batches]` max/mean attended pairs over ranks, before and after.
+            token_imbalance_before, token_imbalance: max/mean tokens over ranks, before and after.
         """
         matrices, attention = self.token_seconds * tokens.sum(), self.pair_seconds * pairs
-        return float((matrices + attention @ imbalance_before) / (matrices + attention @ imbalance))
+        before = matrices * token_imbalance_before + attention @ imbalance_before
+        return float(before / (matrices * token_imbalance + attention @ imbalance))
 
 
 @dataclass(frozen=True)

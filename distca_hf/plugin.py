@@ -35,9 +35,10 @@ class DistCAPlugin(DistCAConfig, ParallelContext):
     """Core attention disaggregation for a training run.
 
     ```python
-    plugin = DistCAPlugin(tokens_per_rank=65536)
-    plugin.attach(trainer)                            # Trainer: loader, callback and checks
-    loader = plugin.dataloader(dataset, seed=0)       # any other loop, with distca_hf.enable(model, plugin)
+    DistCAPlugin().attach(trainer)                    # any Trainer, with its own batches
+    distca_hf.enable(model, DistCAPlugin())           # any other loop, with its own batches
+    plugin = DistCAPlugin(tokens_per_rank=65536)      # placed batches: for attach, or for enable and
+    loader = plugin.dataloader(dataset, seed=0)
     ```
     """
 
@@ -103,9 +104,10 @@ class DistCAPlugin(DistCAConfig, ParallelContext):
                 draw them, one micro-batch when it is asked for.
 
         Raises:
-            ConfigError: several processes were launched, but no process group is initialised; the model is divided
-                between ranks in a way that cannot train, or otherwise than ranks were before; or the pipeline cannot
-                run so many micro-batches, has more parts than the model has layers, or other stages than the mesh.
+            ConfigError: the plugin has no `tokens_per_rank`; several processes were launched, but no process group is
+                initialised; the model is divided between ranks in a way that cannot train, or otherwise than ranks
+                were before; or the pipeline cannot run so many micro-batches, has more parts than the model has
+                layers, or other stages than the mesh.
             PackingError: the dataset cannot be packed; names row and numbers.
         """
         from distca_hf.integrations.models.distributed_check import follow_mesh
@@ -177,7 +179,11 @@ class DistCAPlugin(DistCAConfig, ParallelContext):
         return attempts(model, batches, self)
 
     def attach(self, trainer: "Trainer") -> None:
-        """Gives a Trainer placed micro-batches, the checks and the metrics; call it before `trainer.train()`.
+        """Balances a Trainer: checks, metrics, and rows that are placed inside the model. Call it before
+        `trainer.train()`.
+
+        Dataset, sampler, collator, batch size and loss stay the Trainer's. With `tokens_per_rank` it gets placed
+        batches instead, as of `dataloader`.
 
         Raises:
             ConfigError: it is no Trainer, or is set up in a way that would make the loss wrong.
@@ -190,7 +196,7 @@ class DistCAPlugin(DistCAConfig, ParallelContext):
         if not isinstance(trainer, Trainer):
             raise ConfigError(
                 f"attach takes a Trainer, not {type(trainer).__name__}; in a loop of your own call "
-                "distca_hf.enable(model, plugin), and take batches of plugin.dataloader(dataset)"
+                "distca_hf.enable(model, plugin)"
             )
         attach(trainer, self)
 
@@ -214,6 +220,6 @@ class DistCAPlugin(DistCAConfig, ParallelContext):
             ConfigError: always.
         """
         raise ConfigError(
-            "a DistCAPlugin is not a callback: call plugin.attach(trainer), or for batches that are packed "
-            "already give callbacks=[distca_hf.DistCACallback(plugin)]"
+            "a DistCAPlugin is not a callback: call plugin.attach(trainer), or give "
+            "callbacks=[distca_hf.DistCACallback(plugin)]"
         )

@@ -1,10 +1,10 @@
-"""TRL's `DPOTrainer`, which pads its batches: inside the model rows are one pack, and attention tasks move.
+"""TRL's `DPOTrainer`, which pads its batches: their rows are placed inside the model, without padding.
 
     accelerate launch --config_file "$(distca recipes cpu_2proc)" "$(distca examples dpo)"
 
 Self-contained: random preferences of numbers as words, a tiny Llama. `attach` leaves batches, losses and the reference
-model as they are. On GPUs take another accelerate recipe, `from_pretrained` and a dataset of preferences. KTO, reward,
-GRPO and RLOO trainers are attached to alike.
+model as they are. On GPUs take another accelerate recipe, `from_pretrained` and a dataset of preferences. TRL's other
+trainers are attached to alike.
 """
 
 import copy

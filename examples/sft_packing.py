@@ -1,9 +1,9 @@
-"""TRL's SFTTrainer with packing: its packs stay as they are, attention tasks move between ranks.
+"""TRL's SFTTrainer with packing: its packs stay as they are, and their rows are placed inside the model.
 
     accelerate launch --config_file "$(distca recipes cpu_2proc)" "$(distca examples sft_packing)"
 
 Self-contained: generated texts, a tokenizer of their words, a tiny Llama. On GPUs take another accelerate recipe.
-Without `packing=True` documents are placed instead, and with `max_length=None` may be longer than one rank holds.
+Without `packing=True` its padded batches train alike.
 """
 
 import random

@@ -4,7 +4,13 @@ import sys
 
 import torch
 from datasets import load_dataset
-from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainingArguments
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    DataCollatorForLanguageModeling,
+    Trainer,
+    TrainingArguments,
+)
 
 import distca_hf  #! before the model is loaded
 
@@ -13,10 +19,12 @@ name, documents = sys.argv[1:]
 gpu = torch.cuda.is_available()  # most CPUs are slow in bf16
 args = TrainingArguments("output", learning_rate=1e-5, bf16=gpu, logging_steps=1, use_cpu=not gpu)
 tokenizer = AutoTokenizer.from_pretrained(name)
+tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
+collator = DataCollatorForLanguageModeling(tokenizer, mlm=False)  # pads, and makes labels
 model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="distca")  #!
 
 
-def tokenise(rows):  # whole documents, without padding; few tokenizers add the end by themselves
+def tokenise(rows):  # few tokenizers add the end by themselves
     ids = tokenizer(rows["text"])["input_ids"]
     return {"input_ids": [[*document, tokenizer.eos_token_id] for document in ids]}
 
@@ -26,8 +34,8 @@ with args.main_process_first():  # the other ranks read the cache that the first
     tokenised = texts.map(tokenise, batched=True, remove_columns=texts.column_names)
 data = tokenised.train_test_split(test_size=0.05, seed=0)
 
-trainer = Trainer(model, args, train_dataset=data["train"], eval_dataset=data["test"], processing_class=tokenizer)
-distca_hf.DistCAPlugin(tokens_per_rank=16384, evaluate="distca").attach(trainer)  #!
+trainer = Trainer(model, args, collator, data["train"], data["test"], processing_class=tokenizer)
+distca_hf.DistCAPlugin().attach(trainer)  #!
 trainer.train()
 trainer.log_metrics("eval", trainer.evaluate())
 trainer.save_model()  # an ordinary model, with its tokenizer

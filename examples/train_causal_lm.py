@@ -3,7 +3,8 @@
     distca train llama3_8b_128k --dataset documents.jsonl
 
 Without a recipe all arguments of `TrainingArguments` and `ScriptArguments` go on the command line, and settings of
-distca are variables DISTCA_<FIELD>. On CPUs add `--use_cpu true --bf16 false`. A copy needs tokenise_texts.py.
+distca are variables DISTCA_<FIELD>; DISTCA_TOKENS_PER_RANK has to be there. On CPUs add `--use_cpu true --bf16
+false`. A copy needs tokenise_texts.py.
 """
 
 import json
@@ -97,6 +98,9 @@ def main() -> None:
     parser = HfArgumentParser(ARGUMENTS, usage=usage, allow_abbrev=False)
     script, args = parser.parse_args_into_dataclasses()
     check(script)
+    plugin = distca_hf.DistCAPlugin()
+    if not plugin.tokens_per_rank:
+        raise SystemExit("documents are placed here: give tokens_per_rank in a recipe, or DISTCA_TOKENS_PER_RANK")
 
     set_seed(args.seed)  # random weights must be the same on every rank
     load = {"attn_implementation": "distca", "dtype": getattr(torch, script.dtype)}
@@ -119,7 +123,7 @@ def main() -> None:
     trainer = Trainer(
         model, args, train_dataset=data["train"], eval_dataset=data.get("test"), processing_class=tokenizer
     )
-    distca_hf.DistCAPlugin().attach(trainer)
+    plugin.attach(trainer)
     trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
     if trainer.is_fsdp_enabled:  # checkpoints may be sharded; the model is saved whole
         trainer.accelerator.state.fsdp_plugin.set_state_dict_type("FULL_STATE_DICT")

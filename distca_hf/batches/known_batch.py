@@ -259,6 +259,20 @@ def copied_batch(batch: Batch) -> KnownBatch | None:
     return None
 
 
+def completed(batch: Batch, model_name: str) -> dict[str, Any]:
+    """Returns the batch of a pass of an enabled model, with entries of a known batch that it needs and is not given.
+    The batch is known from now on.
+
+    Raises:
+        PlanError, PackingError: as for `copied_batch` and `KnownBatch.missing`.
+    """
+    known = known_batch(batch)
+    if known is None and all(batch.get(name) is None for name in ("distca_plan", *TELLING)):
+        known = copied_batch(batch)
+    note_batch(batch)
+    return {**batch, **({} if known is None else known.missing(batch, model_name))}
+
+
 def any_known() -> bool:
     """Returns whether any known batch is in use."""
     return len(_in_use) > 0

@@ -34,12 +34,14 @@ class PackNumbers(NamedTuple):
         num_documents: `[ranks]` documents of each rank.
         longest_document_tokens: of all ranks together.
         forms: `[ranks]` numbers of the forms of their batches, see `form_of`.
+        returning: ranks whose results must return, in words; empty: head and loss may run on placed rows.
         is_planned: whether all ranks have planned it before, as the same micro-batch of a step.
     """
 
     num_documents: list[int]
     longest_document_tokens: int
     forms: tuple[int, ...]
+    returning: str
     is_planned: bool
 
 
@@ -57,6 +59,7 @@ class PackAgreement:
         number: int,
         images_wait: bool,
         gradients_of: Sequence[bool] = (),
+        results_return: bool = True,
         of_step: int = 0,
     ) -> PackNumbers | None:
         """Shows all ranks this rank's batch, and returns what they showed; None if some rank's batch is padded. A
@@ -69,6 +72,7 @@ class PackAgreement:
             number: of the micro-batch.
             images_wait: whether a rank with an image waits for the others: for weights or gradients of towers.
             gradients_of: whether parts of the model before its decoder need gradients.
+            results_return: whether this rank needs the results of its own rows.
             of_step: number of the micro-batch in the step that planned it ahead, from 1 on; 0 if none has.
 
         Raises:
@@ -86,7 +90,8 @@ class PackAgreement:
                 "documents": 0 if lengths is None else len(lengths),
                 "longest document": 0 if lengths is None else int(lengths.max(initial=0)),
                 "padded": int(lengths is None),
-                "form": form_of(batch, gradients_of),
+                "form": form_of(batch, [*gradients_of, results_return]),
+                "results return": int(results_return),
                 "of step": of_step,
                 **flags,
             },
@@ -106,12 +111,9 @@ class PackAgreement:
         if any(numbers["padded"]):
             self._warn_of_padding(self._labels(numbers["padded"]), number)
             return None
-        return PackNumbers(
-            numbers["documents"],
-            max(numbers["longest document"]),
-            tuple(numbers["form"]),
-            is_planned=set(numbers["of step"]) == {of_step} != {0},
-        )
+        longest, returning = max(numbers["longest document"]), self._labels(numbers["results return"])
+        is_planned = set(numbers["of step"]) == {of_step} != {0}
+        return PackNumbers(numbers["documents"], longest, tuple(numbers["form"]), returning, is_planned)
 
     def _flags(self, batch: Batch, read: ReadDocuments, is_first: bool) -> dict[str, int]:
         """Returns what ranks show each other of a batch beside its lengths."""
@@ -180,6 +182,6 @@ def form_of(batch: Batch, gradients_of: Sequence[bool] = ()) -> int:
     for name, value in sorted(batch.items()):
         if isinstance(value, torch.Tensor):
             facts.append((name, str(value.dtype), value.ndim, value.numel() > 0, value.requires_grad))
-        elif isinstance(value, bool | str):
-            facts.append((name, value))
+        elif value is not None:
+            facts.append((name, value if isinstance(value, bool | str) else type(value).__name__))
     return crc32(str(facts).encode())

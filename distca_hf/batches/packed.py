@@ -102,6 +102,8 @@ class PackPlanner:
     Attributes:
         history: facts of the latest micro-batches.
         latest_moves: of rows of the latest micro-batch; None if they stay where batches have them.
+        returning: ranks that need results of the latest micro-batch, in words; empty: head and loss may run on placed
+            rows.
         totals, times: sums over micro-batches that a model was trained on, and how long planning them took.
     """
 
@@ -128,6 +130,7 @@ class PackPlanner:
         self._servers, self._layer_masks, self._read_batch = servers, layer_masks, read
         self._moves_rows = moves_rows
         self.latest_moves: RowMoves | None = None
+        self.returning = ""
         self._agreement = PackAgreement(config, transport)
         self._step = StepAhead[PreparedPacks](transport)
         self._next_number = 0
@@ -154,7 +157,12 @@ class PackPlanner:
             self._step.begin(documents, self._next_number, prepare, device)
 
     def plan(
-        self, batch: Batch, trains: bool = True, images_wait: bool = False, gradients_of: Sequence[bool] = ()
+        self,
+        batch: Batch,
+        trains: bool = True,
+        images_wait: bool = False,
+        gradients_of: Sequence[bool] = (),
+        results_return: bool = True,
     ) -> LivePlan | None:
         """Returns the plan of a batch, on the device of its tokens. A collective call.
 
@@ -165,6 +173,7 @@ class PackPlanner:
             trains: whether it is trained on, and counted.
             images_wait: whether a rank with an image waits for the others: for weights or gradients of towers.
             gradients_of: whether parts of the model before its decoder need gradients.
+            results_return: whether this rank needs the results of its own rows.
 
         Returns:
             The plan; None where some rank's batch is padded: then every rank attends to its own batch.
@@ -179,10 +188,10 @@ class PackPlanner:
         number, self._next_number = self._next_number, self._next_number + 1
         read, device = self._read(batch, number), tokens_of(batch).device
         of_step, planned = self._step.take(read)
-        shown = self._agreement.reach(batch, read, number, images_wait, gradients_of, of_step)
+        shown = self._agreement.reach(batch, read, number, images_wait, gradients_of, results_return, of_step)
         if shown is None:
             return None
-        lengths = read.lengths
+        self.returning, lengths = shown.returning, read.lengths
         assert lengths is not None  # or this rank's batch would be padded
         longest_tokens = shown.longest_document_tokens
         if not longest_tokens:

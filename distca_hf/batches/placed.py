@@ -53,6 +53,9 @@ class PlacedPlanner:
     pipeline: Pipeline | None = None
     costs: PassCosts = LLAMA_8B_COSTS
 
+    def __post_init__(self) -> None:
+        self.config.check_places("plugin.dataloader")
+
     @property
     def longest_tokens(self) -> int:
         """Most tokens of a document."""

@@ -16,11 +16,13 @@ from numpy.typing import NDArray
 from distca_hf.arrays import IntArray, ceil_div
 from distca_hf.batches.placed import PlacedPlanner
 from distca_hf.config import DistCAConfig
+from distca_hf.cost import imbalance
 from distca_hf.data.accumulation import SteppedEpoch
 from distca_hf.flops import StepCost
 from distca_hf.placement.place import work_in_order
 from distca_hf.planning.layer_work import LayerWork, imbalance_of_layers, layer_shares
 from distca_hf.planning.plan import PlanFacts
+from distca_hf.planning.row_moves import RowMoves
 from distca_hf.runtime.live_plan import LivePlan
 from distca_hf.telemetry import OF_THIS_RANK, get_logger
 from distca_hf.version import __version__
@@ -44,6 +46,8 @@ class Preview:
         imbalance_before, imbalance: `[micro-batches]` attended pairs of the busiest rank over the mean: as documents
             came, and as they are computed. With servers the latter is the longest time over that of an even split.
         speeds: relative speeds of all ranks, of which attention servers are the last; empty without servers.
+        token_imbalance: tokens of the busiest rank over the mean, in the user's batches and in the layers; None where
+            tokens stay.
     """
 
     tokens: IntArray
@@ -51,16 +55,22 @@ class Preview:
     imbalance_before: NDArray[np.float64]
     imbalance: NDArray[np.float64]
     speeds: tuple[float, ...] = ()
+    token_imbalance: tuple[float, float] | None = None
 
     @classmethod
-    def of(cls, facts: PlanFacts) -> Self:
-        """Returns the preview of one micro-batch, which is planned already."""
+    def of(cls, facts: PlanFacts, moves: RowMoves | None = None) -> Self:
+        """Returns the preview of one micro-batch, which is planned already.
+
+        Args:
+            moves: of its rows; None if they stay.
+        """
         return cls(
             tokens=np.array([facts.num_tokens]),
             pairs=np.array([sum(facts.work) / facts.rows_per_token]),
             imbalance_before=np.array([facts.imbalance_before]),
             imbalance=np.array([facts.imbalance]),
             speeds=facts.speeds,
+            token_imbalance=None if moves is None else (imbalance(moves.home_tokens), imbalance(moves.placed_tokens)),
         )
 
 
@@ -164,7 +174,9 @@ class RunReport:
         if isinstance(plan, PlacedPlan):
             preview, seen = plan.data.preview, f"means over {len(plan.data.preview.tokens)} micro-batches"
         else:
-            preview, seen = Preview.of(plan.facts), "in the first micro-batch"
+            moves = plan.planned.moves
+            preview = Preview.of(plan.facts, None if moves is None else moves.moves)
+            seen = "in the first micro-batch"
         log.info("%s", second_line(preview, cost, plan.transport.world_size, seen), extra=OF_THIS_RANK)
 
     def _first_line(self, plan: LivePlan) -> str:
@@ -179,8 +191,9 @@ class RunReport:
         if not isinstance(plan, PlacedPlan):
             facts = plan.facts
             steps = f"; {count(self._steps_per_epoch, 'step')} per epoch" if self._steps_per_epoch else ""
+            moved = "attention tasks move" if plan.planned.moves is None else "rows are placed inside the model"
             return (
-                f"{ranks} {nodes}; packs stay as they are, attention tasks move; first micro-batch: "
+                f"{ranks} {nodes}; batches stay as they are, {moved}; first micro-batch: "
                 f"{count(facts.num_documents, 'document')}, {facts.num_tokens:,} tokens, longest "
                 f"{facts.longest_document_tokens:,}{steps}"
             )
@@ -211,6 +224,8 @@ def second_line(preview: Preview, cost: StepCost | None, num_ranks: int, seen: s
     left = num_ranks / sum(preview.speeds) if preview.speeds else 1.0
     imbalance_after = preview.imbalance * left
     before, after = preview.imbalance_before.mean(), imbalance_after.mean()
+    if preview.token_imbalance is not None and num_ranks > 1:
+        words.append("tokens of the busiest rank {:.2f} -> {:.2f} times the mean".format(*preview.token_imbalance))
     if preview.speeds:
         words.append(f"attention time of the busiest rank {before:.2f} -> {after:.2f} times the mean of the trainers")
     elif num_ranks == 1:
@@ -221,8 +236,11 @@ def second_line(preview: Preview, cost: StepCost | None, num_ranks: int, seen: s
         share = cost.attention_share(preview.tokens.sum(), preview.pairs.sum())
         words.append(f"attention is about {share:.0%} of a step")
         if num_ranks > 1 or preview.speeds:
-            speed_up = cost.speed_up(preview.tokens, preview.pairs, preview.imbalance_before, imbalance_after)
-            words.append(f"steps should be {speed_up:.2f} times as fast as in the order of the data")
+            imbalances = preview.imbalance_before, imbalance_after, *(preview.token_imbalance or ())
+            speed_up = cost.speed_up(preview.tokens, preview.pairs, *imbalances)
+            of_placed = f"steps should be {speed_up:.2f} times as fast as in the order of the data"
+            of_rows = f"layers should be {speed_up:.2f} times as fast as without"  # the head stays
+            words.append(of_placed if preview.token_imbalance is None else of_rows)
     return f"{'; '.join(words)} ({seen})"
 
 

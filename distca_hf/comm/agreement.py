@@ -77,6 +77,10 @@ REMEDIES = {
         "All ranks must start from the same weights and buffers, average gradients over all of them (DDP, FSDP, "
         "DeepSpeed, or the training loop), and take every optimizer step"
     ),
+    Occasion.MOVE: (
+        "All ranks must give the decoder of a model the same inputs: names, dtypes and widths of tensors with a value "
+        "per token, and flags such as output_hidden_states"
+    ),
     Occasion.TAKE: "Ranks need equal data, seeds, models, settings, versions and order of micro-batches",
 }
 # Ranks that an error names for each value; of a large job the number of the others follows.

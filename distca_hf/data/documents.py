@@ -312,7 +312,7 @@ def check_map_style(dataset: object) -> None:
         raise PackingError(
             "an IterableDataset cannot be packed by placement: all document lengths must be known before the first "
             "step. Save the stream once, for example with datasets.Dataset.from_generator(lambda: iter(stream)), "
-            "and train on that."
+            "and train on that; or leave tokens_per_rank out, and train on batches of your own"
         )
     if not isinstance(dataset, datasets.Dataset):
         raise PackingError(
@@ -335,5 +335,6 @@ def check_map_style(dataset: object) -> None:
         )
     raise PackingError(
         f"the dataset has no column 'input_ids', only {dataset.column_names}; tokenise it first: `distca examples "
-        "tokenise_texts` prints the path of a script that does"
+        "tokenise_texts` prints the path of a script that does. If the Trainer makes batches of something else, leave "
+        "tokens_per_rank out"
     )

@@ -38,6 +38,6 @@ def media_refusal(columns: Iterable[str]) -> str:
     """Returns why a dataset with these columns of media cannot be placed."""
     return (
         f"the dataset has images, videos or sound ({', '.join(columns)}), and placed micro-batches hold only tokens: "
-        "they would be left out. Remove the columns to train on text; or keep your own packs, which may hold images "
-        "(distca_hf.enable, DistCACallback)"
+        "they would be left out. Leave tokens_per_rank out, and train on batches of your own, which may hold them; or "
+        "remove the columns to train on text"
     )

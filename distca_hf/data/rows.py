@@ -227,8 +227,8 @@ class ArrowColumn:
 
 # What is said of a column of labels that are one number per row.
 ONE_PER_ROW = (
-    "holds one label per row, as for classifying texts; placed batches train a language model. Keep the Trainer's own "
-    "batches, with distca_hf.enable(model, plugin, whole_documents=True) instead of attach"
+    "holds one label per row, as for classifying texts; placed batches train a language model. Leave tokens_per_rank "
+    "out, and train on batches of your own"
 )
 
 

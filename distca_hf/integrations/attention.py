@@ -267,8 +267,8 @@ def _warn_of_forgetting(module: nn.Module, settings: LayerSettings | None, packe
     model = f"a model with {type(module).__name__} trains with distca on {ranks} rank(s)"
     if settings is None:
         message = (
-            f"{model}, but was not enabled: {consequence}. Call plugin.attach(trainer), which also makes labels of a "
-            "dataset that has none; or distca_hf.enable(model, plugin); or give Trainer a DistCACallback(plugin)"
+            f"{model}, but was not enabled: {consequence}. Call plugin.attach(trainer), or in a loop of your own "
+            "distca_hf.enable(model, plugin); or give Trainer a DistCACallback(plugin)"
         )
     elif ranks == 1 and not packed:
         return

@@ -6,6 +6,7 @@ gradients of results move in, gradients of inputs move home. A rank takes part i
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import compress
 from typing import Any, Self
 
 import numpy as np
@@ -44,7 +45,7 @@ class PassRows:
         moves: of this rank.
         transport: among the ranks that hold rows.
         places: `[home rows]` places of the rows in the batch, padding included; None if they fill it.
-        num_places: all places of the batch.
+        shape: of the batch, `(B, L)`.
         where: names the pass in messages.
         before_backward: waits until all ranks differentiate this pass.
     """
@@ -54,11 +55,11 @@ class PassRows:
         moves: DeviceRowMoves,
         transport: Transport,
         places: torch.Tensor | None,
-        num_places: int,
+        shape: tuple[int, int],
         where: str,
         before_backward: Callable[[], None],
     ) -> None:
-        self.num_placed, self.num_places = moves.moves.num_placed, num_places
+        self.num_placed, self.shape = moves.moves.num_placed, shape
         self._moves, self._transport, self._where = moves, transport, where
         self._home = moves.sent if places is None else places.index_select(0, moves.sent)
         self._before_backward = before_backward
@@ -73,7 +74,8 @@ class PassRows:
         return list(_Move.apply(self, True, anchor, *values))
 
     def move_home(self, values: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Returns `[places, ...]` of `[placed rows, ...]` tensors; zeros in padding. A collective call."""
+        """Returns `[B, L, D]` of `[1, placed rows, D]` tensors, and `[B * L, D]` of `[placed rows, D]`; zeros in
+        padding. A collective call."""
         return list(_Move.apply(self, False, None, *values))
 
     def before_backward(self) -> None:
@@ -81,23 +83,29 @@ class PassRows:
         if self._moves.moves.crosses:
             self._before_backward()
 
-    def exchange(self, values: Sequence[torch.Tensor], goes_in: bool, phase: str) -> list[torch.Tensor]:
-        """Moves rows of all values in one exchange."""
+    def exchange(
+        self, values: Sequence[torch.Tensor], goes_in: bool, phase: str, shapes: Sequence[Sequence[int]]
+    ) -> list[torch.Tensor]:
+        """Moves rows of all values in one exchange.
+
+        Args:
+            values: `[rows, ...]`.
+            shapes: of the results.
+        """
         moves = self._moves
         taken, put, counts = self._home, moves.received, (moves.sent_counts, moves.received_counts)
-        num_rows = self.num_placed
         if not goes_in:
-            taken, put, counts, num_rows = put, taken, counts[::-1], self.num_places
+            taken, put, counts = put, taken, counts[::-1]
         rows = [value.index_select(0, taken) for value in values]
         if moves.moves.crosses:
             joined = rows[0] if len(rows) == 1 else torch.cat([_as_bytes(part) for part in rows], dim=1)
             where = f"{self._where}, rows on their way {'in' if goes_in else 'home'}, {phase}"
             received = self._transport.exchange(AllToAll(joined, *counts, where)).wait()
             rows = [received] if len(rows) == 1 else _as_values(received, values)
-        return [
-            value.new_zeros(num_rows, *value.shape[1:]).index_copy_(0, put, part)
-            for value, part in zip(values, rows, strict=True)
-        ]
+        results = [part.new_zeros(*shape) for part, shape in zip(rows, shapes, strict=True)]
+        for result, part in zip(results, rows, strict=True):
+            result.view(-1, *part.shape[1:]).index_copy_(0, put, part)
+        return results
 
 
 def _as_bytes(rows: torch.Tensor) -> torch.Tensor:
@@ -128,7 +136,15 @@ class _Move(torch.autograd.Function):
         """
         ctx.rows, ctx.goes_in = rows, goes_in
         ctx.are_float = [value.is_floating_point() for value in values]
-        moved = rows.exchange(values, goes_in, "forward")
+        ctx.shapes = [value.shape for value in values]
+        if goes_in:
+            shapes = [(rows.num_placed, *value.shape[1:]) for value in values]
+        else:
+            batch_size, length = rows.shape
+            leads = [(batch_size, length) if value.ndim == 3 else (batch_size * length,) for value in values]
+            shapes = [(*lead, value.shape[-1]) for lead, value in zip(leads, values, strict=True)]
+        flat = values if goes_in else [value.flatten(0, -2) for value in values]
+        moved = rows.exchange(flat, goes_in, "forward", shapes)
         ctx.mark_non_differentiable(
             *[value for value, is_float in zip(moved, ctx.are_float, strict=True) if not is_float]
         )
@@ -139,6 +155,9 @@ class _Move(torch.autograd.Function):
         """Moves gradients the other way."""
         rows: PassRows = ctx.rows
         rows.before_backward()
-        floats = [gradient for gradient, is_float in zip(gradients, ctx.are_float, strict=True) if is_float]
-        moved = iter(rows.exchange(floats, not ctx.goes_in, "backward") if floats else ())
+        floats = list(compress(gradients, ctx.are_float))
+        if not ctx.goes_in:
+            floats = [gradient.flatten(0, -2) for gradient in floats]
+        shapes = list(compress(ctx.shapes, ctx.are_float))
+        moved = iter(rows.exchange(floats, not ctx.goes_in, "backward", shapes) if floats else ())
         return None, None, None, *[next(moved) if is_float else None for is_float in ctx.are_float]

@@ -66,7 +66,7 @@ step() {
 grid() {
     local name=$1 ranks=$2
     shift 2
-    step "$name" --no-kernels --modes ideal,placed,fixed,local ${cluster:+--cluster "$cluster"} \
+    step "$name" --no-kernels --modes ideal,placed,given,local ${cluster:+--cluster "$cluster"} \
         --documents "C:$ranks;B:$ranks" "$@"
 }
 model() {
@@ -80,9 +80,9 @@ run_part() {
     local name=$1
     case $name in
     modes) step modes --documents "$documents;$((16 * gpus))x4096" ;;
-    shown) step shown --documents "$documents" --modes ideal,placed,fixed,local ;;
+    shown) step shown --documents "$documents" --modes ideal,placed,given,local ;;
     scale | scale-one) test -n "$ring" || echo "ring-flash-attn is not installed: its modes are left out" ;;&
-    scale) step scale --no-kernels --documents "$documents" --modes "ideal,placed,fixed,local,ulysses$ring" ;;
+    scale) step scale --no-kernels --documents "$documents" --modes "ideal,placed,given,local,ulysses$ring" ;;
     scale-one) # cannot stay whole on a GPU: there are no packs of it
         step scale-one --no-kernels --rounds "${ROUNDS:-2}" --documents "D:$gpus" --modes "ideal,placed,ulysses$ring"
         ;;
@@ -119,7 +119,7 @@ run_part() {
     hybrid)
         echo "== qwen3.5-27b"
         launch scripts/benchmarks/attention_step.py --preset qwen3.5-27b --warmup 1 --rounds "${ROUNDS:-3}" --no-exposed --no-kernels \
-            --documents "$documents" --modes ideal,fixed,local --out "$out/qwen3.5-27b.json"
+            --documents "$documents" --modes ideal,given,local --out "$out/qwen3.5-27b.json"
         ;;
     training)
         for preset in llama3-8b qwen3-4b; do

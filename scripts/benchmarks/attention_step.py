@@ -43,7 +43,7 @@ that FSDP2 shards alike (HSDP), and that share documents. With --even-experts al
 measured and simulated (`lib/simulated.py`).
 
 Batches and plans of `placed` are made before: in training a loader's thread makes them beside the step before.
-`fixed` plans inside the step, as an enabled model does with every batch.
+`given` plans inside the step, as an enabled model does with every batch.
 """
 
 import argparse

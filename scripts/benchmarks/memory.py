@@ -35,7 +35,7 @@ COUNTERS = ("allocated_bytes.all.peak", "reserved_bytes.all.peak", "num_device_a
 WAYS = {
     "constant": "placed documents, the same ones in every step",
     "placed": "the product: batches of plugin.dataloader",
-    "fixed": "packs kept: every rank packs for itself, and the enabled model moves tasks",
+    "given": "every rank packs for itself, and the rows are placed inside the enabled model",
 }
 COLUMNS = ("batches", "steps", "given out GiB", "held GiB", "held ÷ given out", "asked for", "given back")
 GIB = 2**30
@@ -109,7 +109,7 @@ def _batches(
     device: torch.device,
 ) -> Batches:
     """Batches without end."""
-    if way == "fixed":
+    if way == "given":
         yield from _packs(options, vocabulary, longest, device)
         return
     steps = options.steps if way == "placed" else 1

@@ -3,7 +3,7 @@
     torchrun --nproc-per-node 8 scripts/benchmarks/training_run.py --liger --steps 50
     torchrun --nproc-per-node 8 scripts/benchmarks/training_run.py --preset qwen3-4b --liger --steps 50
     torchrun --nproc-per-node 4 scripts/benchmarks/training_run.py --layers 4 --vocabulary 32000 \\
-        --tokens-per-rank 65536 --modes distca,fixed,packing
+        --tokens-per-rank 65536 --modes distca,given,packing
     torchrun --nproc-per-node 2 scripts/benchmarks/training_run.py --device cpu --preset tiny --tokens-per-rank 256
 
 Modes train one after the other in one process. All begin with the same random weights and have the same documents in

@@ -33,7 +33,7 @@ LONGROPE = {
 }
 WHOLE = "layers carry a state from token to token: documents stay whole on a GPU"
 WIDTHS = "on GPUs FlashAttention 4: keys and values have different widths"
-IMAGES = "documents of text; packs may hold images. Its towers attend with sdpa"
+IMAGES = "text, and images in your own batches. Its towers attend with sdpa"
 
 
 @dataclass(frozen=True)

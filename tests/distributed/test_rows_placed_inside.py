@@ -20,46 +20,29 @@ from transformers import (
 
 import distca_hf
 from distca_hf.integrations.models.forward_watch import watch_of
+from support.given_batches import (
+    Batch,
+    Gradients,
+    Loss,
+    draw,
+    gradients_of,
+    of_all_hidden_states,
+    own_loss,
+    packed,
+    padded,
+    train_all_drawn,
+    with_embeddings,
+    with_images,
+    worst_of,
+)
 from support.models import VOCABULARY, tiny_config
-from support.multimodal import document, multimodal_model
+from support.multimodal import multimodal_model
 from support.ranks import run_ranks
 
 
-Batch = dict[str, Any]
-Gradients = dict[str, torch.Tensor]
 Make = Callable[[str], PreTrainedModel]
-Loss = Callable[[nn.Module, Batch], torch.Tensor]
 # Lengths of the documents of each rank: unequal tokens, and the first document is longer than the mean of ranks.
 LENGTHS = ([200, 31, 7], [9, 5], [40], [3, 3, 17])
-
-
-def ids_of(lengths: Sequence[int], seed: int) -> list[torch.Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    return [torch.randint(3, VOCABULARY, (length,), generator=generator) for length in lengths]
-
-
-def packed(lengths: Sequence[int], seed: int, form: str = "positions") -> Batch:
-    """One row of documents, which positions, offsets or both tell apart."""
-    documents = ids_of(lengths, seed)
-    ids = torch.cat([*documents, torch.zeros(0, dtype=torch.int64)])[None]
-    positions = torch.cat([*map(torch.arange, lengths), torch.zeros(0, dtype=torch.int64)])[None]
-    batch: Batch = {"input_ids": ids, "labels": ids.masked_fill(positions == 0, -100), "position_ids": positions}
-    if form == "offsets":
-        batch["cu_seq_lens_q"] = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
-        batch["cu_seq_lens_k"] = batch["cu_seq_lens_q"]
-        batch["max_length_q"] = batch["max_length_k"] = max(lengths)
-    return batch
-
-
-def padded(lengths: Sequence[int], seed: int, side: str = "right") -> Batch:
-    """A row for each document, padded on a side; without a mask if all are equally long and the side is "none"."""
-    ids = torch.zeros(len(lengths), max(lengths), dtype=torch.int64)
-    mask, labels = torch.zeros_like(ids), torch.full_like(ids, -100)
-    for row, document_ids in enumerate(ids_of(lengths, seed)):
-        at = slice(0, len(document_ids)) if side != "left" else slice(ids.shape[1] - len(document_ids), None)
-        ids[row, at], mask[row, at], labels[row, at] = document_ids, 1, document_ids
-        labels[row, at.start] = -100
-    return {"input_ids": ids, "labels": labels} | ({} if side == "none" else {"attention_mask": mask})
 
 
 class Case(NamedTuple):
@@ -103,20 +86,6 @@ def qwen_vl(model_type: str, implementation: str) -> PreTrainedModel:
     return multimodal_model(model_type, implementation).to(torch.float64)
 
 
-def with_embeddings(model: nn.Module, batch: Batch) -> torch.Tensor:
-    """The loss of a batch whose embeddings the caller looks up."""
-    table = getattr(model, "module", model).get_input_embeddings()
-    given = {name: value for name, value in batch.items() if name != "input_ids"}
-    return model(**given, inputs_embeds=table(batch["input_ids"]), use_cache=False).loss
-
-
-def of_all_hidden_states(model: nn.Module, batch: Batch) -> torch.Tensor:
-    """A loss of hidden states of all layers at tokens."""
-    output = model(**batch, use_cache=False, output_hidden_states=True)
-    weight = (batch["labels"] != -100)[..., None]
-    return output.loss + sum((state * weight).square().mean() for state in output.hidden_states)
-
-
 def of_backbone(model: nn.Module, batch: Batch) -> torch.Tensor:
     """A loss of a model without a head."""
     given = {name: value for name, value in batch.items() if name != "labels"}
@@ -137,36 +106,12 @@ def of_two_passes(model: nn.Module, batch: Batch) -> torch.Tensor:
     return sum((model(**half, use_cache=False).loss for half in halves), torch.zeros(()))
 
 
-# Numbers of a patch of an image.
-PATCH = {"qwen2_5_vl": 3 * 2 * 14 * 14, "qwen3_vl": 3 * 2 * 16 * 16}
-
-
-def rows_of_images(kind: str, images: Sequence[bool], side: str) -> Sequence[Batch]:
+def rows_of_images(kind: str, images: Sequence[bool], side: str) -> list[Batch]:
     """Padded rows of a multimodal model, of which some ranks' have an image."""
-    batches, generator = [], torch.Generator().manual_seed(5)
-    for rank, has_image in enumerate(images):
-        lengths = (60, 9) if rank == 0 else (12, 8)
-        documents = [document(10 * rank + n, tokens, 2 if has_image else None) for n, tokens in enumerate(lengths)]
-        batch: Batch = {}
-        for name in ("input_ids", "mm_token_type_ids"):
-            shape = (len(lengths), max(lengths))
-            batch[name] = torch.zeros(shape, dtype=torch.int64)
-        batch["attention_mask"] = torch.zeros_like(batch["input_ids"])
-        for row, one in enumerate(documents):
-            tokens = lengths[row]
-            at = slice(0, tokens) if side == "right" else slice(max(lengths) - tokens, None)
-            batch["attention_mask"][row, at] = 1
-            for name in ("input_ids", "mm_token_type_ids"):
-                batch[name][row, at] = one[name][0]
-        batch["labels"] = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)
-        first = batch["attention_mask"].argmax(dim=1)
-        batch["labels"][torch.arange(len(lengths)), first] = -100
-        if has_image:
-            batch["image_grid_thw"] = torch.cat([one["image_grid_thw"] for one in documents])
-            patches = sum(len(one["pixel_values"]) for one in documents)
-            batch["pixel_values"] = torch.randn(patches, PATCH[kind], generator=generator, dtype=torch.float64)
-        batches.append(batch)
-    return batches
+    return [
+        with_images(kind, (12, 8) if rank else (60, 9), 10 * rank, has_image, side)
+        for rank, has_image in enumerate(images)
+    ]
 
 
 def per_rank(make: Callable[..., Batch], *arguments: Any, lengths: Sequence[Sequence[int]] = LENGTHS) -> list[Batch]:
@@ -239,18 +184,6 @@ CASES = {
 }
 
 
-def own_loss(model: nn.Module, batch: Batch) -> torch.Tensor:
-    return model(**batch, use_cache=False).loss
-
-
-def gradients_of(model: nn.Module) -> Gradients:
-    return {
-        name: torch.zeros_like(weight) if weight.grad is None else weight.grad.clone()
-        for name, weight in model.named_parameters()
-        if weight.requires_grad
-    }
-
-
 def expected(case: Case, world: int) -> tuple[list[float], Gradients]:
     """Losses of all ranks, and mean gradients, without distca."""
     implementation = "eager" if case is CASES["windows and sinks"] else "sdpa"
@@ -270,7 +203,7 @@ def _train(names: Sequence[str]) -> dict[str, tuple[float, Gradients, tuple[int,
     results = {}
     for name in names:
         case, plugin = CASES[name], distca_hf.DistCAPlugin()
-        model = distca_hf.enable(case.make("distca"), plugin, whole_documents=True)
+        model = distca_hf.enable(case.make("distca"), plugin)
         case.prepare(model)
         wrapped = nn.parallel.DistributedDataParallel(model, find_unused_parameters="image" in name)
         batch = case.batches[dist.get_rank()]
@@ -303,3 +236,16 @@ def test_gradients_are_those_of_data_parallelism(
             )
             record_property(name, worst)
             assert worst <= case.most, (name, rank, worst)
+
+
+# Seeds of random batches for each number of ranks. `scripts/faults/random_batches.py` trains on 200 for each.
+DRAWS = {2: range(16), 3: range(16, 22), 4: range(22, 26)}
+
+
+@pytest.mark.parametrize("world", DRAWS)
+def test_random_batches_have_the_gradients_of_data_parallelism(world: int, tmp_path: Path) -> None:
+    by_rank = run_ranks(world, train_all_drawn, tmp_path, DRAWS[world])
+
+    for seed in DRAWS[world]:
+        steps, drawn = [of_rank[seed] for of_rank in by_rank], draw(seed, world)
+        assert max(worst_of(steps)) <= drawn.most, (seed, str(drawn), steps)

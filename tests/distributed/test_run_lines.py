@@ -34,8 +34,9 @@ def _train_in_every_way(folder: Path) -> dict[str, tuple[list[str], list[dict[st
 
 
 def _train(way: str, folder: Path) -> list[dict[str, float]]:
+    is_kept = way in ("callback", "evaluating")
     plugin = distca_hf.DistCAPlugin(
-        tokens_per_rank=512, metrics="all", evaluate="distca" if way == "evaluating" else "local"
+        tokens_per_rank=0 if is_kept else 512, metrics="all", evaluate="distca" if way == "evaluating" else "local"
     )
     dataset = random_dataset(200)
     model = tiny_model(num_hidden_layers=1).train()
@@ -52,23 +53,21 @@ def _train(way: str, folder: Path) -> list[dict[str, float]]:
         save_strategy="epoch",
         seed=42,
     )
-    packs: dict[str, Any] = {
-        "data_collator": DataCollatorWithFlattening(),
-        "callbacks": [distca_hf.DistCACallback(plugin)],
-    }
-    is_packed = way in ("callback", "evaluating")
-    if is_packed:
+    kept: dict[str, Any] = {"data_collator": DataCollatorWithFlattening()} if is_kept else {}
+    if is_kept:
+        kept["callbacks"] = [distca_hf.DistCACallback(plugin)]
+    if is_kept:
         arguments |= {"per_device_train_batch_size": 8, "save_strategy": "no"}
     if way == "evaluating":
         arguments |= {"per_device_eval_batch_size": 8, "eval_strategy": "epoch"}
-        packs["eval_dataset"] = dataset.add_column("labels", dataset["input_ids"])
+        kept["eval_dataset"] = dataset.add_column("labels", dataset["input_ids"])
     trainer = Trainer(
         model=model,
         args=TrainingArguments(**arguments),
         train_dataset=dataset,
-        **(packs if is_packed else {}),
+        **kept,
     )
-    if not is_packed:
+    if not is_kept:
         plugin.attach(trainer)
     trainer.train(resume_from_checkpoint=str(folder / "checkpoint-4") if way == "resume" else None)
     return [log for log in trainer.state.log_history if "loss" in log]
@@ -121,16 +120,17 @@ def test_resuming_says_where_it_goes_on(told: dict[str, tuple[list[str], list[di
     assert len(told["resume"][0]) == 4
 
 
-def test_packs_say_what_is_known_of_them(told: dict[str, tuple[list[str], list[dict[str, float]]]]) -> None:
-    (unused, first, second, last), logs = told["callback"]
+def test_kept_batches_say_what_is_known_of_them(told: dict[str, tuple[list[str], list[dict[str, float]]]]) -> None:
+    (way_of_loss, first, second, last), logs = told["callback"]
 
-    assert unused.startswith("tokens_per_rank=512: no effect, as the Trainer makes its batches itself")
+    assert way_of_loss.startswith("hidden states return to the ranks of their batches, for head and loss: ")
     assert re.fullmatch(
-        rf"{distca_hf.__version__}: 2 ranks on 1 node, kernel cpu; packs stay as they are, attention tasks move; "
-        r"first micro-batch: 16 documents, \d+ tokens, longest \d+; 7 steps per epoch",
+        rf"{distca_hf.__version__}: 2 ranks on 1 node, kernel cpu; batches stay as they are, rows are placed inside "
+        r"the model; first micro-batch: 16 documents, \d+ tokens, longest \d+; 7 steps per epoch",
         first,
     )
-    assert second.endswith("(in the first micro-batch)")
+    assert re.match(r"tokens of the busiest rank 1\.\d\d -> 1\.00 times the mean; attention work ", second)
+    assert second.endswith("times as fast as without (in the first micro-batch)")
     assert balance(second)[0] > balance(second)[1]
     assert last.startswith("trained 14 steps: ")
     assert balance(last) == pytest.approx(of_steps(logs), abs=0.05), "an epoch's last step is smaller"

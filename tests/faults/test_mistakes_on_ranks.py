@@ -61,7 +61,7 @@ TOLD: dict[str, tuple[Callable[[], None], str, str, str]] = {
         attach_is_forgotten,
         "nothing is balanced",
         "LlamaAttention trains with distca on 2 rank(s)",
-        "Call plugin.attach(trainer), which also makes labels of a dataset that has none; or distca_hf.enable(model",
+        "Call plugin.attach(trainer), or in a loop of your own distca_hf.enable(model, plugin)",
     ),
     "05 padded batches": (
         padded_batches,

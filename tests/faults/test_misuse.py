@@ -1,18 +1,24 @@
 """What is easily done wrong on several ranks is refused before a step is taken, with what to do."""
 
 import os
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.utils import DistributedType
+from torch import nn
 
 import distca_hf
-from distca_hf.errors import ConfigError, PackingError
+from distca_hf.errors import ConfigError, DistCAError, PackingError
+from support.apart import hurry
 from support.data import random_dataset
+from support.given_batches import Batch, made_model, packed, padded, with_images
 from support.models import tiny_model
+from support.multimodal import multimodal_model
 from support.ranks import run_ranks, start_ranks
 
 
@@ -114,3 +120,150 @@ def _attach_where_sharding_was_asked_for_in_vain(folder: Path) -> str:
 def test_fsdp_that_accelerate_does_not_run_is_refused(tmp_path: Path) -> None:
     for message in run_ranks(2, _attach_where_sharding_was_asked_for_in_vain, tmp_path, tmp_path):
         assert "FSDP was asked for, but Accelerate runs DistributedType.MULTI_CPU" in message
+
+
+def _pack(model: nn.Module, **columns: torch.Tensor) -> Batch:
+    """A batch of this rank; that of rank 0 is longer, so that rows move."""
+    return packed((120, 30) if dist.get_rank() == 0 else (5, 9), dist.get_rank()) | columns
+
+
+def _embedded(model: nn.Module, change: Callable[[torch.Tensor], torch.Tensor]) -> Batch:
+    """The same with embeddings, changed on rank 1."""
+    batch = _pack(model)
+    embeddings = model.get_input_embeddings()(batch.pop("input_ids"))
+    return batch | {"inputs_embeds": change(embeddings) if dist.get_rank() else embeddings}
+
+
+def _on_rank_1(model: nn.Module, columns: Callable[[Batch], Batch]) -> Batch:
+    batch = _pack(model)
+    return batch | columns(batch) if dist.get_rank() else batch
+
+
+def _with_positions(model: nn.Module) -> Batch:
+    """Rows of text of a multimodal model with three numbers per position, and four on rank 1."""
+    batch = with_images("qwen2_5_vl", [12] if dist.get_rank() else [60, 9], 3, False, "right")
+    positions = (batch["attention_mask"].cumsum(1) - 1).clamp(min=0)
+    return batch | {"position_ids": positions.expand(4 if dist.get_rank() else 3, -1, -1)}
+
+
+def _with_pairs(model: nn.Module) -> Batch:
+    """Rows with a mask of pairs of tokens."""
+    batch = padded([9] if dist.get_rank() else [40] * 3, 0, "none")
+    rows, length = batch["input_ids"].shape
+    return batch | {"attention_mask": torch.ones(rows, 1, length, length, dtype=torch.bool)}
+
+
+def _with_kinds(model: nn.Module) -> Batch:
+    """Rows in which Gemma 3 lets tokens of images see later ones."""
+    batch = padded([9, 5] if dist.get_rank() else [40, 90], 0)
+    ids = batch["input_ids"] % 50 + 3
+    return batch | {"input_ids": ids, "token_type_ids": (torch.arange(ids.shape[1]) // 2 == 1).long().expand_as(ids)}
+
+
+# Kind of a model, its batch on each rank, and what ranks are told, by name.
+OTHER_INPUTS: dict[str, tuple[str, Callable[[nn.Module], Batch], str]] = {
+    "a column on one rank": (
+        "gpt2",
+        lambda model: _on_rank_1(model, lambda batch: {"token_type_ids": batch["input_ids"] % 3}),
+        "input token_type_ids of the decoder is missing on rank 0, torch.int64 [] on rank 1",
+    ),
+    "embeddings on one rank": (
+        "llama",
+        lambda model: _embedded(model, lambda x: x) if dist.get_rank() else _pack(model),
+        "input input_ids of the decoder is torch.int64 [] on rank 0, missing on rank 1",
+    ),
+    "dtype": (
+        "llama",
+        lambda model: _embedded(model, torch.Tensor.float),
+        "input inputs_embeds of the decoder is torch.float64 [64] on rank 0, torch.float32 [64] on rank 1",
+    ),
+    "width": (
+        "llama",
+        lambda model: _embedded(model, lambda x: x[..., :32]),
+        "input inputs_embeds of the decoder is torch.float64 [64] on rank 0, torch.float64 [32] on rank 1",
+    ),
+    "a flag on one rank": (
+        "llama",
+        lambda model: _on_rank_1(model, lambda _: {"output_hidden_states": True}),
+        "input output_hidden_states of the decoder is missing on rank 0, True on rank 1",
+    ),
+    "a flag that is a number": (
+        "llama",
+        lambda model: _on_rank_1(model, lambda _: {"output_hidden_states": 1}),
+        "input output_hidden_states of the decoder is missing on rank 0, 1 on rank 1",
+    ),
+    "numbers per position": ("qwen2_5_vl", _with_positions, "numbers per position is 3 on rank 0, 4 on rank 1"),
+    "a tensor of other tokens": (
+        "gpt2",
+        lambda model: _on_rank_1(model, lambda batch: {"token_type_ids": batch["input_ids"][:, 1:] % 3}),
+        "gets token_type_ids of shape [1, 13], and tokens of shape [1, 14]",
+    ),
+    "a mask of pairs": ("llama", _with_pairs, "give zeros and ones of shape [batch, tokens]"),
+    "a mask of images": ("gemma3_images", _with_kinds, "combines its causal mask with one of its own (for images"),
+}
+
+
+def _give_other_inputs(folder: Path) -> dict[str, tuple[str, int]]:
+    """What this rank is told of each, and how many rows were sent."""
+    told = {}
+    for name, (kind, make, _) in OTHER_INPUTS.items():
+        plugin = distca_hf.DistCAPlugin()
+        model = multimodal_model("gemma3").double() if kind == "gemma3_images" else made_model(kind, "distca")
+        distca_hf.enable(model, plugin)
+        with pytest.raises(DistCAError) as caught:
+            model(**make(model), use_cache=False)
+        told[name] = str(caught.value), plugin.transport(CPU).traffic.exchanges
+        plugin.close()
+    return told
+
+
+def test_ranks_whose_decoders_get_other_inputs_are_told_which(tmp_path: Path) -> None:
+    by_rank = run_ranks(2, _give_other_inputs, tmp_path, tmp_path)
+
+    for name, (_, _, words) in OTHER_INPUTS.items():
+        messages = [told[name][0] for told in by_rank]
+        assert any(words in message for message in messages), messages
+        assert all(words in message or "rank 1 could not do its part" in message for message in messages), messages
+        assert all(", micro-batch 0: " in message for message in messages), messages
+        assert [told[name][1] for told in by_rank] == [0, 0], name
+
+
+def _train_apart(what: str, folder: Path) -> None:
+    """Rank 1 does something else in the second step."""
+    hurry()
+    model = distca_hf.enable(made_model("gpt2", "distca"), distca_hf.DistCAPlugin())
+    wrapped, is_apart = nn.parallel.DistributedDataParallel(model), dist.get_rank() == 1
+    for step in range(3):
+        batch = _pack(model)
+        batch["token_type_ids"] = batch["input_ids"] % 3
+        if is_apart and step == 1 and what == "other columns":
+            batch["token_type_ids"] = batch["token_type_ids"][:, 1:]
+        if is_apart and step == 2 and what == "no batch":
+            break
+        loss = wrapped(**batch, use_cache=False).loss
+        if is_apart and step == 1 and what == "a loss of something else":
+            loss = torch.ones((), requires_grad=True) * 2
+        if not (is_apart and step == 1 and what == "no backward"):
+            loss.backward()
+        (folder / f"steps-{dist.get_rank()}").write_text(str(step + 1))
+
+
+@pytest.mark.parametrize(
+    ("what", "words"),
+    [
+        (
+            "other columns",
+            "described {'input_ids': 'torch.int64 []'} (was {'input_ids': 'torch.int64 []', 'token_type_ids'",
+        ),
+        ("a loss of something else", "differentiate micro-batch 1 on rank 0, plan micro-batch 2 on rank 1"),
+        ("no backward", "differentiate micro-batch 1 on rank 0, plan micro-batch 2 on rank 1"),
+        ("no batch", "micro-batch 2, agreement to plan"),
+    ],
+)
+def test_a_rank_that_trains_on_something_else_is_named(what: str, words: str, tmp_path: Path) -> None:
+    outcomes = start_ranks(2, _train_apart, tmp_path, what, tmp_path)
+
+    assert [outcome.exit_code for outcome in outcomes] == [1, 1], outcomes
+    assert any(words in outcome.output for outcome in outcomes), "\n".join(outcome.output for outcome in outcomes)
+    assert all("rank 1" in outcome.output for outcome in outcomes), outcomes
+    assert int((tmp_path / "steps-0").read_text()) == 1 + (what == "no batch"), outcomes

@@ -81,7 +81,7 @@ import torch.distributed as dist
 import distca_hf
 
 dist.init_process_group("gloo")
-distca_hf.DistCAPlugin(tokens_per_rank=0)
+distca_hf.DistCAPlugin(tokens_per_rank=-1)
 """
 
 
@@ -96,12 +96,12 @@ def test_summary_of_the_launcher_shows_the_message(tmp_path: Path) -> None:
     summary = ended.stderr.partition("Root Cause")[2]
 
     assert ended.returncode == 1
-    assert "ConfigError: tokens_per_rank=0 must be at least 1" in summary, ended.stderr
+    assert "ConfigError: tokens_per_rank=-1 must be at least 0" in summary, ended.stderr
     assert "To enable traceback see" not in summary
     of_ranks = ended.stderr.count("Traceback (most recent call last)") - 1  # one is of the launcher itself
     assert of_ranks == 1, ended.stderr
     before = ended.stderr.partition("Traceback (most recent call last)")[0]
-    assert "ConfigError: tokens_per_rank=0 must be at least 1" in before, "the message comes first"
+    assert "ConfigError: tokens_per_rank=-1 must be at least 0" in before, "the message comes first"
 
 
 # --- in one process

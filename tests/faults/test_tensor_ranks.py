@@ -370,7 +370,7 @@ def _train_until_signal(batches: str, initial: Path, folder: Path) -> None:
         train_dataset=dataset,
         data_collator=None if is_placed else DataCollatorWithFlattening(),
     )
-    distca_hf.DistCAPlugin(tokens_per_rank=150).attach(trainer)
+    distca_hf.DistCAPlugin(tokens_per_rank=150 if is_placed else 0).attach(trainer)
     trainer.callback_handler.callbacks.insert(0, Wait(folder))
     try:
         trainer.train()

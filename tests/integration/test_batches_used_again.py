@@ -122,7 +122,8 @@ def use_again(kind: str, folder: Path, use_cpu: bool = True) -> dict[tuple[str, 
     if kind != "plain":
         kernel = "auto" if use_cpu else "reference"  # the only one for float32 on a GPU
         attention = "distca"
-        plugin = distca_hf.DistCAPlugin(tokens_per_rank=CAPACITY_TOKENS // world, kernel=kernel)
+        tokens_per_rank = CAPACITY_TOKENS // world if kind == "placed" else 0
+        plugin = distca_hf.DistCAPlugin(tokens_per_rank=tokens_per_rank, kernel=kernel)
     torch.manual_seed(5)
     adapters = LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj", "v_proj"], init_lora_weights=False)
     student = get_peft_model(tiny_model(implementation=attention, num_hidden_layers=2), adapters)

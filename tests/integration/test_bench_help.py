@@ -40,7 +40,7 @@ def test_a_mode_that_is_not_known_is_named(
     with pytest.raises(SystemExit):
         script("training_run").parse()
 
-    assert "mode 'moving' is none of distca, ulysses, packing, fixed" in capsys.readouterr().err
+    assert "mode 'moving' is none of distca, ulysses, packing, given" in capsys.readouterr().err
 
 
 CPU = ["--device", "cpu"]

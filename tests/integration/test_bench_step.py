@@ -21,8 +21,8 @@ from support.commands import REPOSITORY
 from support.scripts import run_script
 
 
-MODES = ("local", "sorted", "ideal", "ulysses", "context", "placed", "fixed")
-EXCHANGING = {"ulysses", "context", "placed", "fixed"}
+MODES = ("local", "sorted", "ideal", "ulysses", "context", "placed", "given")
+EXCHANGING = {"ulysses", "context", "placed", "given"}
 RANKS, LAYERS, HEADS, KV_HEADS, DIM, MICRO_STEPS, TOKENS = 2, 2, 4, 2, 16, 3, 512
 CONFIG = {
     "model_type": "llama",
@@ -131,8 +131,8 @@ def test_all_modes_run_and_say_what_they_exchange(tmp_path: Path) -> None:
     assert {path.name for path in traces.iterdir()} == {
         f"{name}-rank{rank}.json.gz" for name in MODES for rank in range(RANKS)
     }
-    trace = gzip.decompress((traces / "fixed-rank0.json.gz").read_bytes()).decode()
-    assert all(part in trace for part in ("bench exchange", "kernel backward", "distca dispatch: queries leave"))
+    trace = gzip.decompress((traces / "given-rank0.json.gz").read_bytes()).decode()
+    assert all(part in trace for part in ("bench exchange", "kernel backward", "distca dispatch: keys leave"))
     traces_of_placed = (gzip.decompress(path.read_bytes()) for path in traces.glob("placed-*"))
     assert any(b"distca prefixes are merged" in trace for trace in traces_of_placed)
 
@@ -144,14 +144,14 @@ def test_mixers_run_on_whole_documents_in_every_mode(tmp_path: Path) -> None:
     kinds = {"layer_types": ["linear_attention", "full_attention"], "num_hidden_layers": 2}
     config.write_text(json.dumps(CONFIG | hybrid | heads | kinds))
     options = ["--device", "cpu", "--config", str(config), "--documents", f"{TOKENS},8x64", "--no-exposed"]
-    command = ["scripts/benchmarks/attention_step.py", *options, "--modes", "local,ideal,fixed"]
+    command = ["scripts/benchmarks/attention_step.py", *options, "--modes", "local,ideal,given"]
     run_script(RANKS, tmp_path, [*command, "--rounds", "1", "--warmup", "0", "--out", out])
     facts = json.loads(out.read_text())
 
     assert all(error <= 1 for errors in facts["errors"].values() for error in errors.values())
     modes = facts["modes"]
-    assert modes["fixed"]["loss"] == pytest.approx(modes["local"]["loss"], rel=1e-5)
-    assert modes["fixed"]["exchanged_bytes"] > 0
+    assert modes["given"]["loss"] == pytest.approx(modes["local"]["loss"], rel=1e-5)
+    assert modes["given"]["exchanged_bytes"] > 0
     for name, mode in modes.items():  # one full layer: forward, recomputed forward and backward
         work = mode["kernels"]["forward"]["seconds"], mode["kernels"]["backward"]["seconds"]
         assert all(min(seconds) > 0 for seconds in work), name
@@ -208,14 +208,14 @@ def test_ranks_of_a_grid_compute_in_every_mode(
     config, out = tmp_path / "config.json", tmp_path / "out.json"
     config.write_text(json.dumps(CONFIG))
     options = ["--device", "cpu", "--config", str(config), "--layers", str(LAYERS), "--documents", f"{TOKENS},24x64"]
-    command = ["scripts/benchmarks/attention_step.py", *options, *divided, "--modes", "local,ideal,placed,fixed"]
+    command = ["scripts/benchmarks/attention_step.py", *options, *divided, "--modes", "local,ideal,placed,given"]
     printed = run_script(4, tmp_path, [*command, *QUICK, "--cluster", "h100", "--out", out])
     facts = json.loads(out.read_text())
 
     assert words in printed
     assert all(error <= 1 for errors in facts["errors"].values() for error in errors.values())
     modes = facts["modes"]
-    for name in ("placed", "fixed"):
+    for name in ("placed", "given"):
         assert modes[name]["loss"] == pytest.approx(modes["local"]["loss"], rel=1e-5)
         assert modes[name]["exchanged_bytes"] > 0
     tokens = (TOKENS + 24 * 64) // data_ranks
@@ -231,7 +231,7 @@ def test_ranks_of_a_grid_compute_in_every_mode(
     # Older versions of Transformers multiply positions by DIM / 2 frequencies as matrices, once for all layers.
     products, rotary = 2 * weights * LAYERS * tokens / tensor_ranks, tokens * DIM
     assert linear in (pytest.approx(products), pytest.approx(products + rotary))
-    assert set(facts["simulated"]) == {"local ÷ placed", "placed ÷ ideal", "fixed ÷ ideal", "local ÷ fixed"}
+    assert set(facts["simulated"]) == {"local ÷ placed", "placed ÷ ideal"}
     for ratio, (measured, simulated) in facts["simulated"].items():
         above, below = ratio.split(" ÷ ")
         assert measured == pytest.approx(modes[above]["step_seconds"] / modes[below]["step_seconds"])

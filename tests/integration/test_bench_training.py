@@ -43,14 +43,14 @@ def test_modes_have_the_same_losses_and_another_limit_is_an_error(tmp_path: Path
         "--rising-steps",
         2,
     ]
-    modes = ["--modes", "distca,ulysses,fixed", "--most-difference", "0"]
+    modes = ["--modes", "distca,ulysses,given", "--most-difference", "0"]
     with pytest.raises(AssertionError, match=r"losses differ from those of distca by more than 0\.0"):
         run_script(RANKS, tmp_path, [str(word) for word in (*words, *sizes, *modes)])
     figures = json.loads(out.read_text())
     runs = figures["runs"]
 
     assert figures["header"].endswith("learning rate 0.01, reached behind 2 rising steps")
-    assert [run["mode"] for run in runs] == ["distca", "ulysses", "fixed"]
+    assert [run["mode"] for run in runs] == ["distca", "ulysses", "given"]
     for run in runs:
         assert run["losses"] == pytest.approx(runs[0]["losses"], rel=1e-5)
         assert run["losses"][-1] < run["losses"][0]

@@ -142,7 +142,7 @@ def test_numbers_are_those_of_plain_layers(
 
     for usual, (same, breaks, graphs) in zip(expected[placed], compiled, strict=True):
         # Rows move at both borders of the decoder, outside of graphs. A layer that is compiled alone is inside.
-        others = [why for why in breaks if compile_layers is not _whole or not re.search("_move_(in|home)", why)]
+        others = [why for why in breaks if compile_layers is not _whole or not re.search("move_(in|home)", why)]
         assert others == []
         parts = 2 if compile_layers is _whole and not placed else 1  # the decoder, and the head
         assert 0 < graphs <= 2 * parts * len(residencies), "one for the first lengths, one for all others"

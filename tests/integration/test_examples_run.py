@@ -115,7 +115,7 @@ def test_qwen3_5_moves_tasks_of_whole_documents(tmp_path: Path) -> None:
     assert any(mbytes > 0 for mbytes in metric_of(printed, "mbytes_sent_max"))
 
 
-def test_dpo_moves_tasks_of_padded_batches(tmp_path: Path) -> None:
+def test_dpo_places_rows_of_padded_batches(tmp_path: Path) -> None:
     printed = run_example("dpo", tmp_path)
 
     before, after = metric_of(printed, "imbalance_before"), metric_of(printed, "imbalance")

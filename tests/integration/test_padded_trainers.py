@@ -1,5 +1,5 @@
-"""TRL's trainers that pad their batches, unmodified but for `attach`, on two real ranks: losses are those of sdpa, and
-attention tasks move."""
+"""Trainers of Transformers and TRL with their own batches, on two real ranks: losses, norms and weights are those of
+sdpa, and rows move."""
 
 import random
 from collections.abc import Callable
@@ -11,8 +11,17 @@ import pytest
 import torch
 from datasets import Dataset
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedTokenizerFast, Trainer
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    DataCollatorForLanguageModeling,
+    PreTrainedTokenizerFast,
+    Trainer,
+    TrainingArguments,
+)
 from trl import (
+    DistillationConfig,
+    DistillationTrainer,
     DPOConfig,
     DPOTrainer,
     GRPOConfig,
@@ -23,7 +32,10 @@ from trl import (
     RewardTrainer,
     RLOOConfig,
     RLOOTrainer,
+    SFTConfig,
+    SFTTrainer,
 )
+from trl.experimental.gkd import GKDConfig, GKDTrainer
 
 import distca_hf
 from distca_hf.integrations.models.forward_watch import watch_of
@@ -33,13 +45,15 @@ from support.training import quiet_arguments
 
 
 WORLD = 2
-STEPS = 6
+STEPS = 4
 ROWS = 2 * STEPS  # two epochs
 # Of answers, in turn: most are short, so that one rank has most of the work.
 LENGTHS = (70, 4, 9, 40, 6, 120, 3, 12)
 
-# Losses of all steps, and queries that moved in them.
-Result = tuple[list[float], int]
+# Of a loss, in float32.
+LARGEST_DIFFERENCE = {"llama": 3e-6, "gemma3": 1e-5}
+# Losses and gradient norms of all steps, weights after them, and whether rows moved in the last one.
+Result = tuple[list[tuple[float, float]], dict[str, torch.Tensor], bool]
 
 
 def words(count: int, seed: int) -> str:
@@ -125,6 +139,66 @@ def _policy(trainer: type[Trainer], config: type[Any], folder: Path, implementat
     )
 
 
+def _trainer(
+    folder: Path, implementation: str, streams: bool = False, loss: Callable[..., Any] | None = None, **settings: Any
+) -> Trainer:
+    """Transformers' own, whose collator pads."""
+    rng = random.Random(0)
+    lengths = [LENGTHS[row % len(LENGTHS)] for row in range(4 * ROWS)]
+    data = Dataset.from_dict({"input_ids": [[rng.randrange(3, VOCABULARY) for _ in range(n)] for n in lengths]})
+    args = TrainingArguments(**arguments(folder, **settings))
+    return Trainer(
+        _language_model(folder, implementation),
+        args,
+        train_dataset=data.to_iterable_dataset() if streams else data,
+        data_collator=DataCollatorForLanguageModeling(tokenizer(), mlm=False),
+        compute_loss_func=loss,
+    )
+
+
+def _shifted_loss(outputs: Any, labels: torch.Tensor, num_items_in_batch: torch.Tensor | None = None) -> torch.Tensor:
+    logits, labels = outputs.logits[:, :-1].float().flatten(0, 1), labels[:, 1:].flatten()
+    return torch.nn.functional.cross_entropy(logits, labels, reduction="sum") / (num_items_in_batch or len(labels))
+
+
+def _sft(folder: Path, implementation: str, **settings: Any) -> Trainer:
+    args = SFTConfig(**arguments(folder, max_length=None, **settings))
+    data = rows("prompt", "completion").remove_columns("label")
+    model = _language_model(folder, implementation)
+    return SFTTrainer(model, args=args, train_dataset=data, processing_class=tokenizer())
+
+
+def _distillation(
+    trainer: type[Trainer], config: type[Any], data: Dataset, folder: Path, implementation: str, **settings: Any
+) -> Trainer:
+    """With a teacher of other weights, so that gradients are no noise."""
+    teacher, generator = _language_model(folder, "sdpa"), torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for weight in teacher.parameters():
+            weight.add_(0.05 * torch.randn(weight.shape, generator=generator))
+    words = tokenizer(padding_side="left", chat_template="{% for m in messages %}{{ m['content'] + ' ' }}{% endfor %}")
+    return trainer(
+        _language_model(folder, implementation),
+        teacher_model=teacher,
+        args=config(**arguments(folder, **settings)),
+        train_dataset=data,
+        processing_class=words,
+    )
+
+
+def _conversations() -> Dataset:
+    data, roles = rows("prompt", "completion"), ("user", "assistant")
+    texts = zip(data["prompt"], data["completion"], strict=True)
+    return Dataset.from_dict(
+        {
+            "messages": [
+                [{"role": role, "content": text} for role, text in zip(roles, of_row, strict=True)] for of_row in texts
+            ]
+        }
+    )
+
+
+OWN_BATCHES = {"accelerator_config": {"dispatch_batches": False}}
 TRAINERS: dict[str, Callable[[Path, str], Trainer]] = {
     "dpo": _dpo,
     "kto": _kto,
@@ -132,35 +206,59 @@ TRAINERS: dict[str, Callable[[Path, str], Trainer]] = {
     "grpo": partial(_policy, GRPOTrainer, GRPOConfig),
     "rloo": partial(_policy, RLOOTrainer, RLOOConfig),
 }
+# Their model is enabled before they train.
+ENABLED: dict[str, Callable[[Path, str], Trainer]] = {
+    "accumulation": partial(_trainer, gradient_accumulation_steps=2, gradient_checkpointing=True),
+    "a stream": partial(_trainer, streams=True, per_device_train_batch_size=1, **OWN_BATCHES),
+    "a loss of one's own": partial(_trainer, loss=_shifted_loss),
+    "label smoothing": partial(_trainer, label_smoothing_factor=0.1),
+    "sft": _sft,
+    "sft, padding-free": partial(_sft, padding_free=True),
+    "gkd": lambda folder, implementation: _distillation(
+        GKDTrainer, GKDConfig, _conversations(), folder, implementation, max_length=256, lmbda=0.0
+    ),
+    # It calls the model's backbone.
+    "distillation": lambda folder, implementation: _distillation(
+        DistillationTrainer, DistillationConfig, rows("prompt"), folder, implementation, max_completion_length=40
+    ),
+}
 
 
-def _train(folder: Path, implementation: str) -> dict[str, Result]:
+def _train(folder: Path, implementation: str, kind: str) -> dict[str, Result]:
     results = {}
-    for name, make in TRAINERS.items():
+    for name, make in (TRAINERS | ENABLED if kind == "llama" else TRAINERS).items():
         torch.manual_seed(0)
         trainer = make(folder, implementation)
-        if implementation == "distca":
+        if implementation == "distca" and name in TRAINERS:
             distca_hf.DistCAPlugin().attach(trainer)
+        elif implementation == "distca":
+            distca_hf.enable(trainer.model, distca_hf.DistCAPlugin())
         trainer.train()
-        losses = [log["loss"] for log in trainer.state.log_history if "loss" in log]
-        watch = watch_of(trainer.accelerator.unwrap_model(trainer.model))
-        moved = 0 if watch is None else sum(sum(facts.query_rows_sent) for facts in watch.packs.history)
-        results[name] = losses, moved
+        losses = [(log["loss"], log["grad_norm"]) for log in trainer.state.log_history if "loss" in log]
+        model = trainer.accelerator.unwrap_model(trainer.model)
+        packs = None if (watch := watch_of(model)) is None else watch.packs
+        weights = {name: weight.detach().clone() for name, weight in model.named_parameters()}
+        results[name] = losses, weights, packs is not None and packs.latest_moves.crosses
     return results
 
 
-def _train_both(folder: Path) -> tuple[dict[str, Result], dict[str, Result]]:
+def _train_both(folder: Path, kind: str) -> tuple[dict[str, Result], dict[str, Result]]:
     """With sdpa, before this process has attached anything, and with distca."""
-    return _train(folder, "sdpa"), _train(folder, "distca")
+    return _train(folder, "sdpa", kind), _train(folder, "distca", kind)
 
 
 @pytest.mark.parametrize("kind", ["llama", "gemma3"])
-def test_padding_trainers_have_the_losses_of_sdpa(kind: str, tmp_path: Path) -> None:
+def test_trainers_have_the_losses_of_sdpa(kind: str, tmp_path: Path) -> None:
     folder = save_models(kind, tmp_path)
-    usual, ours = run_ranks(WORLD, _train_both, tmp_path / "ranks", folder)[0]
+    usual, ours = run_ranks(WORLD, _train_both, tmp_path / "ranks", folder, kind)[0]
 
-    for name, (losses, moved) in ours.items():
-        assert len(losses) == STEPS, name
-        assert losses == pytest.approx(usual[name][0], abs=1e-5), name
-        assert len(set(losses)) > STEPS / 2, name
-        assert moved > 0, name
+    for name, (steps, weights, moved) in ours.items():
+        expected, expected_weights, _ = usual[name]
+        assert len(steps) == STEPS, name
+        for (loss, norm), (loss_of_sdpa, norm_of_sdpa) in zip(steps, expected, strict=True):
+            assert loss == pytest.approx(loss_of_sdpa, rel=2e-6, abs=LARGEST_DIFFERENCE[kind]), name
+            assert norm == pytest.approx(norm_of_sdpa, rel=2e-5, abs=1e-6), name
+        assert len({loss for loss, _ in steps}) > STEPS / 2, name
+        for weight, value in expected_weights.items():
+            torch.testing.assert_close(weights[weight], value, atol=2e-4, rtol=0, msg=f"{name}: {weight}")
+        assert moved, name

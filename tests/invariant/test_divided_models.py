@@ -88,7 +88,8 @@ def train(run: Run, folder: Path) -> tuple[Curve, Counter[str]]:
     model = AutoModelForCausalLM.from_pretrained(
         folder, attn_implementation="distca", distributed_config=DistributedConfig(**run.sizes)
     )
-    plugin = distca_hf.DistCAPlugin(tokens_per_rank=CAPACITY_TOKENS // run.data_ranks, metrics="all")
+    tokens_per_rank = 0 if run.batches == "packs" else CAPACITY_TOKENS // run.data_ranks
+    plugin = distca_hf.DistCAPlugin(tokens_per_rank=tokens_per_rank, metrics="all")
     how = train_in_plain_loop if run.loop == "plain" else train_with_trainer
     curve = how(run, model, plugin, folder)
     return curve, Counter(mesh_of(parameter) for parameter in model.parameters())

@@ -62,7 +62,7 @@ def train(folder: Path, batch: int, **more: Any) -> tuple[list[tuple[int, ...]],
         folder, max_steps=STEPS, logging_steps=1, use_cpu=True, per_device_train_batch_size=batch
     )
     trainer = Watched(tiny_model(), TrainingArguments(**arguments), train_dataset=random_dataset(100), **more)
-    plugin = distca_hf.DistCAPlugin(tokens_per_rank=96, metrics="all")
+    plugin = distca_hf.DistCAPlugin(tokens_per_rank=0 if more else 96, metrics="all")
     plugin.attach(trainer)
     trainer.train()
     plugin.close()

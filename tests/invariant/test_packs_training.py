@@ -44,7 +44,6 @@ class Run:
     accumulation: int
     checkpointing: str = ""  # a key of LAYER_CALLS
     lora: bool = False
-    sort_packs: bool = False
     kv_residency: str = "auto"
     steps: int = STEPS
 
@@ -61,7 +60,6 @@ def train(run: Run, folder: Path, implementation: str = "distca") -> Curve:
     model = load_model(folder, implementation, run.lora)
     model.config.use_cache = False
     plugin = distca_hf.DistCAPlugin(
-        sort_packs=run.sort_packs,
         kv_residency=run.kv_residency,
         checkpointed_attention=checkpointed_attention(run.checkpointing),
         metrics="all",
@@ -100,7 +98,6 @@ RUNS = [
     Run("packed dataset", "attach", 2, "ddp", 3, "trl", kv_residency="refetch"),
     Run("packed dataset", "callback", 2, "fsdp2", 1, "trl", steps=MANY_STEPS),
     Run("padding free", "attach", 4, "ddp", 1, "selective", kv_residency="keep"),
-    Run("packed dataset", "attach", 2, "ddp", 3, sort_packs=True),
     Run("collator", "callback", 2, "zero1", 3, "selective", kv_residency="refetch"),
     Run("collator", "callback", 2, "zero2", 1, "reentrant", kv_residency="refetch"),
     Run("padding free", "callback", 2, "zero3", 1),
@@ -110,19 +107,14 @@ RUNS = [
 
 
 def name(run: Run) -> str:
-    more = run.checkpointing, "lora" * run.lora, "sorted" * run.sort_packs
-    parts = run.packs, run.seam, run.wrap, run.world_size, run.accumulation, *more
+    parts = run.packs, run.seam, run.wrap, run.world_size, run.accumulation, run.checkpointing, "lora" * run.lora
     return "-".join(str(part) for part in parts if part)
 
 
 def reference_of(run: Run, references: References) -> Curve:
-    """The same training in one process, with sdpa if that chooses the same packs."""
-    # Sorting chooses other packs for a step than Trainer would: then one process must sort, too.
-    implementation, seam = ("distca", "attach") if run.sort_packs else ("sdpa", "none")
-    alone = Run(
-        run.packs, seam, 1, "none", run.accumulation, lora=run.lora, sort_packs=run.sort_packs, steps=run.steps
-    )
-    return references.once(alone, lambda: train(alone, references.initial_models["llama"], implementation))
+    """The same training in one process with sdpa."""
+    alone = Run(run.packs, "none", 1, "none", run.accumulation, lora=run.lora, steps=run.steps)
+    return references.once(alone, lambda: train(alone, references.initial_models["llama"], "sdpa"))
 
 
 @pytest.mark.parametrize("run", RUNS, ids=name)
@@ -137,8 +129,7 @@ def test_losses_follow_one_process_sdpa(
     assert curve.layer_calls == LAYER_CALLS[run.checkpointing]
     assert_same_curve(curve, expected, record_property)
     before, after = curve.imbalance
-    assert (before < 1.1) == run.sort_packs, before
-    assert after < min(1.1, before), (before, after)
+    assert after < 1.1 < before, (before, after)
 
 
 OPTIONS: dict[str, tuple[Any, ...]] = {

@@ -53,7 +53,7 @@ class Run:
     """How a training is computed.
 
     Attributes:
-        batches: "placed", "packs" of a collator, or "sorted" packs.
+        batches: "placed", or "packs" of a collator.
         loop: "trainer" or "plain".
         checkpointing: a key of LAYER_CALLS.
         evaluate: the plugin's setting; "" without evaluation.
@@ -95,7 +95,6 @@ RUNS = [
     Run("placed", "plain"),
     Run("packs", evaluate="local"),
     Run("packs", accumulation=2, checkpointing="selective"),
-    Run("sorted", accumulation=2),
 ]
 
 
@@ -144,12 +143,11 @@ def make_plugin(run: Run, ranks: int = DATA) -> Any:
     import distca_hf
 
     return distca_hf.DistCAPlugin(
-        tokens_per_rank=CAPACITY_TOKENS // ranks,
+        tokens_per_rank=CAPACITY_TOKENS // ranks if run.batches == "placed" else 0,
         metrics="all",
         evaluate=run.evaluate or "local",
-        sort_packs=run.batches == "sorted",
         checkpointed_attention=checkpointed_attention(run.checkpointing),
-        debug=distca_hf.Debug(check_exchanges=run.batches == "sorted", check_weights_every_steps=2),
+        debug=distca_hf.Debug(check_exchanges=run.accumulation > 1, check_weights_every_steps=2),
     )
 
 
@@ -221,12 +219,9 @@ def test_losses_follow_one_process_sdpa(
             ("llama", run.accumulation, False, STEPS),
             lambda: train_reference(initial, run.accumulation, lora=False, steps=STEPS),
         )
-    else:  # sorting chooses other packs for a step than Trainer would: then one process must sort, too
-        is_sorted = run.batches == "sorted"
-        seam = "attach" if is_sorted else "none"
-        alone = PacksRun("collator", seam, 1, "none", run.accumulation, sort_packs=is_sorted, steps=STEPS)
-        implementation = "distca" if is_sorted else "sdpa"
-        expected = references.once(alone, lambda: train_on_packs(alone, initial, implementation))
+    else:
+        alone = PacksRun("collator", "none", 1, "none", run.accumulation, steps=STEPS)
+        expected = references.once(alone, lambda: train_on_packs(alone, initial, "sdpa"))
 
     for rank, seen in enumerate(trained[run]):
         curve = seen.curve

@@ -178,7 +178,7 @@ def train_with_script(
         collator = {"data_collator": DataCollatorWithFlattening()} if packs else {}
         trainer = Trainer(model=model, args=TrainingArguments(**arguments), train_dataset=dataset, **collator)
     world_size = trainer.args.world_size
-    plugin = distca_hf.DistCAPlugin(tokens_per_rank=CAPACITY_TOKENS // world_size, metrics="all")
+    plugin = distca_hf.DistCAPlugin(tokens_per_rank=0 if packs else CAPACITY_TOKENS // world_size, metrics="all")
     plugin.attach(trainer)
     if script is not None:
         attachment = Attachment.of(trainer)

@@ -37,7 +37,7 @@ from distca_hf.settings import check_mapping, fields_of, renamed, values_of
 
 NAMES = list(fields_of(DistCAConfig))
 DEFAULTS = {
-    "tokens_per_rank": 8192,
+    "tokens_per_rank": 0,
     "overlong": "error",
     "pad_to_multiple_of": 128,
     "kernel": "auto",
@@ -46,7 +46,6 @@ DEFAULTS = {
     "exchange_chunks": 0,
     "checkpointed_attention": "save",
     "evaluate": "local",
-    "sort_packs": False,
     "regroup_steps": True,
     "ranks_per_node": 0,
     "attention_servers": "0",
@@ -77,7 +76,6 @@ OTHERS = {
     "exchange_chunks": 3,
     "checkpointed_attention": "recompute",
     "evaluate": "distca",
-    "sort_packs": True,
     "regroup_steps": False,
     "ranks_per_node": 4,
     "attention_servers": "0,8",
@@ -381,7 +379,7 @@ def test_help_shows_every_setting_with_its_description_and_default(settings: typ
 
 def test_help_of_the_plugin_begins_with_its_own_words() -> None:
     assert str(DistCAPlugin.__doc__).startswith(
-        "Core attention disaggregation for a training run.\n\n```python\nplugin"
+        "Core attention disaggregation for a training run.\n\n```python\nDistCAPlugin()"
     )
     assert str(DistCAPlugin.__doc__).count("Settings:") == 1
 
@@ -418,7 +416,7 @@ def test_text_that_is_no_value_is_refused_by_variable(
 @pytest.mark.parametrize(
     ("name", "text"),
     [
-        ("tokens_per_rank", "0"),
+        ("tokens_per_rank", "-1"),
         ("kernel", "fastest"),
         ("kv_budget_gib", "inf"),
         ("attention_servers", "one"),
@@ -462,7 +460,7 @@ def test_all_choices_are_accepted_and_others_refused(
     assert "'fastest'" in refusal()
 
 
-@pytest.mark.parametrize("name", ["tokens_per_rank", "pad_to_multiple_of", "prefetch", "plans_in_flight"])
+@pytest.mark.parametrize("name", ["pad_to_multiple_of", "prefetch", "plans_in_flight"])
 def test_counts_are_at_least_one(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert getattr(DistCAConfig(**{name: 1}), name) == 1
     for wrong in (0, -1, -(2**40)):
@@ -566,7 +564,7 @@ def test_recipe_beats_the_environment_and_leaves_the_rest_to_it(
         ("tokens_per_rank: 8k\n", ["tokens_per_rank='8k'", "int"]),
         ("tokens_per_rank: '8192'\n", ["tokens_per_rank='8192'", "int"]),
         ("deterministic: 'yes'\n", ["deterministic='yes'", "bool"]),
-        ("tokens_per_rank: 0\n", ["tokens_per_rank=0", "at least 1"]),
+        ("tokens_per_rank: -1\n", ["tokens_per_rank=-1", "at least 0"]),
         ("overlong: cut\n", ["overlong='cut'", "truncate"]),
         ("kernel:\n", ["kernel=None", "auto"]),
         ("- prefetch\n", ["settings.yaml", "plugin", "list"]),

@@ -101,6 +101,6 @@ def test_site_builds_without_a_warning(tmp_path: Path) -> None:
     api = (tmp_path / "site" / "api" / "index.html").read_text()
     example = (tmp_path / "site" / "files" / "examples" / "lora.py" / "index.html").read_text()
 
-    assert "Gives a Trainer placed micro-batches" in api, "docstrings are read from the sources"
+    assert "Balances a Trainer" in api, "docstrings are read from the sources"
     assert "get_peft_model" in example, "files that pages link to are part of the site"
     assert "../files/examples/lora.py/" in (tmp_path / "site" / "using" / "index.html").read_text()

@@ -1,4 +1,4 @@
-"""The programs that end ranks in every way run their smallest case."""
+"""The programs that look for faults run their smallest case."""
 
 import importlib
 import sys
@@ -17,6 +17,7 @@ from support.resuming import resumes_on_cpu_ranks
             ["--ranks", "2", "--kinds", "raises", "--where", "forward", "--batches", "placed"],
             "1 of 1 were noticed and named",
         ),
+        ("random_batches", ["--ranks", "2", "--draws", "1"], "1 of 1 draws have the losses and gradients"),
         pytest.param(
             "signal_places",
             ["--places", "forward", "--batches", "placed", "--signals", "SIGTERM", "--workers", "0"],

@@ -43,7 +43,7 @@ def test_launcher_packing_and_planning_import_neither_torch_nor_transformers(sta
 def test_plugin_refuses_a_setting_without_transformers() -> None:
     program = (
         "import sys, distca_hf\n"
-        "try:\n    distca_hf.DistCAPlugin(tokens_per_rank=0)\n"
+        "try:\n    distca_hf.DistCAPlugin(tokens_per_rank=-1)\n"
         "except distca_hf.ConfigError:\n    print('transformers' in sys.modules)"
     )
     assert run_fresh(program) == "False"

@@ -164,7 +164,7 @@ def document_too_long(make: Make) -> None:
 
 
 def callback_and_attach(make: Make) -> None:
-    plugin = distca_hf.DistCAPlugin(tokens_per_rank=TOKENS)
+    plugin = distca_hf.DistCAPlugin()
     plugin.attach(make(given={"callbacks": [DistCACallback(plugin)]}))
 
 
@@ -270,7 +270,7 @@ TOLD: dict[str, tuple[Callable[[Make], None], str, str, str]] = {
         collator_of_ones_own,
         "would not be called",
         "its data collator",
-        "Let the dataset hold the columns",
+        "Leave that out, which keeps the collator",
     ),
     "07 a batch size": (batch_size, "has no effect", "per_device_train_batch_size=4", "tokens_per_rank=192"),
     "08 a stream": (
@@ -291,13 +291,13 @@ TOLD: dict[str, tuple[Callable[[Make], None], str, str, str]] = {
         partial(columns, label=[0, 1]),
         "holds one label per row, as for classifying texts",
         "the dataset's column 'label'",
-        "distca_hf.enable(model, plugin, whole_documents=True)",
+        "Leave tokens_per_rank out",
     ),
     "36 numbers of classes": (
         partial(columns, labels=[0, 1]),
         "holds one label per row, as for classifying texts",
         "column 'labels'",
-        "distca_hf.enable(model, plugin, whole_documents=True)",
+        "Leave tokens_per_rank out",
     ),
     "37 a weight for each row": (
         partial(columns, weight=[0.5, 1.0]),
@@ -337,9 +337,9 @@ TOLD: dict[str, tuple[Callable[[Make], None], str, str, str]] = {
     ),
     "43 packs and tokens_per_rank": (
         lambda make: attach(make(given={"data_collator": DataCollatorWithFlattening()})),
-        "no effect",
-        f"tokens_per_rank={TOKENS}",
-        "the Trainer makes its batches itself",
+        "DataCollatorWithFlattening packs its batches",
+        f"tokens_per_rank={TOKENS} asks for batches made here",
+        "Leave tokens_per_rank out",
     ),
     "11 nothing to learn": (no_label, "no label to learn", "micro-batch 0", "look at the dataset's labels and masks"),
     "12 labels of other tokens": (
@@ -503,7 +503,7 @@ def not_imported(make: Make) -> None:
     tiny_model(implementation="distka")
 
 
-def attach_is_forgotten(make: Make) -> None:
+def batch_without_labels(make: Make) -> None:
     make().train()
 
 
@@ -515,10 +515,10 @@ def falcon(make: Make) -> None:
     ("mistake", "do"),
     [
         (not_imported, "import it first"),
-        (attach_is_forgotten, "plugin.attach(trainer)"),
+        (batch_without_labels, "DataCollatorForLanguageModeling"),
         (falcon, "flash_attention_2"),
     ],
-    ids=["01 import is forgotten", "02 attach is forgotten", "14b Falcon"],
+    ids=["01 import is forgotten", "02 a batch without labels", "14b Falcon"],
 )
 def test_error_of_another_package_is_on_the_page_of_errors(
     mistake: Callable[[Make], None], do: str, make: Make

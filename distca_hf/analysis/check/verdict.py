@@ -101,11 +101,6 @@ def judge(candidate: Candidate, gpu: Gpu, capacity_tokens: int, tries: bool = Tr
         # Longer documents than a model can take are refused by their lengths, and not the model by theirs.
         longest_accepted = min(capacity_tokens, longest) if longest else 1
         found.reasons += refusals(model, longest_accepted)
-        if found.reasons and not refusals(model, longest_accepted, whole_documents=True):
-            found.notes.append(
-                "only its loss is against it: on packs and padded rows that others make (DistCACallback) it may have "
-                "any loss, and attention tasks move"
-            )
         found.reasons += _needs_more_than_text(model)
     _quantised(candidate.config, found)
     choices = _kernels(model, gpu, capacity_tokens, found)
@@ -229,8 +224,8 @@ def _limits(
     if whole:
         layers = ranges([number for number, kind in enumerate(kinds) if kind.mixer])
         found.limits.append(
-            f"documents stay whole on a rank, because layers {layers} carry a state: none may have more than "
-            "tokens_per_rank tokens. Make batches with attach, or with plugin.dataloader(model=...)"
+            f"documents stay whole on a rank, because layers {layers} carry a state: in placed batches none may have "
+            "more than tokens_per_rank tokens"
         )
         found.limits.append("ZeRO-3 is refused: it gathers the weights of such layers unequally often on each rank")
     if position_limits.longest_tokens is not None and position_limits.longest_tokens < capacity_tokens:
@@ -246,7 +241,7 @@ def _limits(
         )
     if towers(model):
         found.limits.append(
-            "documents of text; packs may hold images. Its towers attend with sdpa, on each rank separately"
+            "text, and images in your own batches. Its towers attend with sdpa, on each rank separately"
         )
 
 

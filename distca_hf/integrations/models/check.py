@@ -14,6 +14,7 @@ call with an unknown argument is refused. In the first forward pass every attent
 
 import inspect
 import re
+import sys
 from collections.abc import Callable, Hashable, Iterator
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -48,6 +49,7 @@ log = get_logger(__name__)
 # Name of the attention implementation in Transformers' registers.
 IMPLEMENTATION = "distca"
 REMEDY = "`distca check` shows it layer by layer. Else train it without distca_hf"
+OWN_BATCHES = "leave tokens_per_rank out to train it on batches of your own"
 # Names of modules that look positions up in a table.
 TABLE = re.compile(r"(^|\.)(wpe|embed_positions?|position_embeddings?|positions?_embed|pos_emb(ed)?)$")
 
@@ -111,6 +113,11 @@ class PositionLimits:
     def longest_tokens(self) -> int | None:
         """Longest document that is not refused; None if there is none."""
         return min((limit for limit in (self._table, self._rotary) if limit is not None), default=None)
+
+    @property
+    def reach_tokens(self) -> int:
+        """Longest document that its positions reach."""
+        return self.longest_tokens or self.trained_tokens or sys.maxsize
 
     def check(self, longest_document_tokens: int, where: str) -> None:
         """Checks the length of a document; one that is longer than the model was trained with is a warning, once.
@@ -273,13 +280,13 @@ def refused_loss(model: PreTrainedModel) -> Iterator[str]:
     if not _passes_shift_labels(type(model)):  # type: ignore[arg-type]
         yield (
             "its loss ignores shift_labels: it would shift labels itself, across documents and cuts between ranks "
-            f"({type(model).__name__}.forward does not pass its keywords on to the loss)"
+            f"({type(model).__name__}.forward does not pass its keywords on to the loss); {OWN_BATCHES}"
         )
     loss_function = getattr(model, "loss_function", None)
     if callable(loss_function) and "shift_labels" not in inspect.signature(loss_function).parameters:
         yield (
             f"its loss_function {getattr(loss_function, '__name__', loss_function)} takes no shift_labels: labels of "
-            "documents that are cut between ranks must not be shifted again"
+            f"documents that are cut between ranks must not be shifted again; {OWN_BATCHES}"
         )
 
 

@@ -10,7 +10,6 @@ nothing is sent: then padding is taken out and put back.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -20,9 +19,10 @@ from transformers import PreTrainedModel
 
 from distca_hf.batches.batch_documents import Batch, tokens_of
 from distca_hf.batches.padded import PaddedRows
-from distca_hf.comm.agreement import Agreement, Occasion
+from distca_hf.comm.agreement import REMEDIES, Agreement, Occasion, by_value
 from distca_hf.comm.served_transport import ServedTransport
-from distca_hf.errors import PlanError, UnsupportedAttentionError
+from distca_hf.errors import PlanError, PlanMismatchError, UnsupportedAttentionError
+from distca_hf.integrations.mask import RowMask
 from distca_hf.integrations.models.counted_rows import CountedRows
 from distca_hf.integrations.models.hooks import Hook
 from distca_hf.integrations.models.structure import names_by_position, text_decoder
@@ -67,14 +67,6 @@ class Columns(NamedTuple):
     described: Mapping[str, str]
 
 
-@dataclass(eq=False)
-class _Pass:
-    """The pass that is in the decoder."""
-
-    rows: PassRows
-    shape: tuple[int, int]
-
-
 class DecoderBorders:
     """Hooks around the text decoder of a model. They do nothing in a pass whose rows stay where they are.
 
@@ -97,7 +89,7 @@ class DecoderBorders:
         self._handles: list[RemovableHandle] = []
         self._token_places: torch.Tensor | None = None
         self._is_open = False
-        self._pass: _Pass | None = None
+        self._rows: PassRows | None = None
         self._columns: dict[tuple[int, ...], Columns] = {}
 
     def __deepcopy__(self, memo: dict[int, object]) -> "DecoderBorders":
@@ -143,13 +135,14 @@ class DecoderBorders:
 
     def end(self) -> None:
         """Ends a pass, or leaves its batch as it is."""
-        self._is_open, self._token_places, self._pass = False, None, None
+        self._is_open, self._token_places, self._rows = False, None, None
 
     def _before(self, module: nn.Module, args: tuple[object, ...], kwargs: dict[str, Any]) -> object:
         """Moves rows in. A compiler looks in here, and finds nothing to do for a batch that was placed before."""
         if not self._is_open or kwargs.get("distca_plan") is None:
             return None
-        return self._move_in(args, kwargs)
+        placed = self.move_in(kwargs["distca_plan"], dict(zip(self._names, args, strict=False)) | kwargs)
+        return None if placed is None else (args[len(self._names) :], placed)
 
     def _after(self, module: nn.Module, args: tuple[object, ...], kwargs: dict[str, Any], output: object) -> object:
         """Moves results home."""
@@ -159,26 +152,29 @@ class DecoderBorders:
 
     # Outside of compiled graphs, because every batch has another number of tokens.
     @hidden_from_dynamo
-    def _move_in(self, args: tuple[object, ...], kwargs: dict[str, Any]) -> object:
-        plan: LivePlan = kwargs["distca_plan"]
-        moves = plan.planned.moves
+    def move_in(self, plan: LivePlan, batch: Batch) -> dict[str, Any] | None:
+        """Returns the inputs of this rank's layers; None if the rows of a batch stay as they are. A collective call.
+
+        Raises:
+            PlanMismatchError, PeerLostError, PlanError, UnsupportedAttentionError: as for `_agreed`.
+        """
+        moves, given = plan.planned.moves, {**batch}
         if moves is None or (self._token_places is None and not moves.moves.crosses):
             return None
-        given = dict(zip(self._names, args, strict=False)) | kwargs
         tokens = tokens_of(given)
         batch_size, length = tokens.shape
         rows = PassRows(
             moves,
             plan.transport.among_trainers if isinstance(plan.transport, ServedTransport) else plan.transport,
             self._token_places,
-            tokens.numel(),
+            (batch_size, length),
             f"micro-batch {plan.micro_batch}",
             plan.forward_pass.begin_backward_of_rows,
         )
-        self._pass = _Pass(rows, (batch_size, length))
+        self._rows = rows
         positions = self._positions(given, moves.positions, tokens)
         moving = self._moving(given, tokens)
-        columns = self._agreed(plan, moving, positions, given)
+        columns = self._columns_of(plan, moving, positions, given, crosses=moves.moves.crosses)
         moving["position_ids"] = positions.expand(columns.position_rows, -1).T
         if columns.deep_layers:
             moving[DENSE_DEEP] = _dense_deep(given, columns.deep_layers)
@@ -192,23 +188,17 @@ class DecoderBorders:
         if columns.deep_layers:
             given[DEEP] = list(placed.pop(DENSE_DEEP).unbind(1))
             given[DEEP_MASK] = torch.ones(1, rows.num_placed, dtype=torch.bool, device=tokens.device)
-        given |= {name: value[None] for name, value in placed.items()}
-        return args[len(self._names) :], given
+        return given | {name: value[None] for name, value in placed.items()}
 
     @hidden_from_dynamo
     def _move_home(self, output: object) -> object:
-        current, self._pass = self._pass, None
-        if current is None:
+        rows, self._rows = self._rows, None
+        if rows is None:
             return None
-        num_placed, found = current.rows.num_placed, dict[int, torch.Tensor]()
-        _changed(output, num_placed, lambda value: found.setdefault(id(value), value))
-        homes = dict(zip(found, current.rows.move_home([x.flatten(0, -2) for x in found.values()]), strict=True))
-
-        def home_of(value: torch.Tensor) -> torch.Tensor:
-            rows = homes[id(value)]
-            return rows.unflatten(0, current.shape) if value.ndim == 3 else rows
-
-        return _changed(output, num_placed, home_of)
+        found = dict[int, torch.Tensor]()
+        _changed(output, rows.num_placed, lambda value: found.setdefault(id(value), value))
+        homes = dict(zip(found, rows.move_home(list(found.values())), strict=True))
+        return _changed(output, rows.num_placed, lambda value: homes[id(value)])
 
     def _positions(self, given: Batch, counted: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
         """Returns `[position rows, places]` of a batch: its own, or counted in its documents.
@@ -237,10 +227,11 @@ class DecoderBorders:
             moving[ROW_TOKENS] = tokens.new_full((tokens.numel(),), tokens.shape[1], dtype=torch.int64)
         return moving
 
-    def _agreed(
-        self, plan: LivePlan, moving: Mapping[str, torch.Tensor], positions: torch.Tensor, given: Batch
+    def _columns_of(
+        self, plan: LivePlan, moving: Mapping[str, torch.Tensor], positions: torch.Tensor, given: Batch, crosses: bool
     ) -> Columns:
-        """Returns the columns that all ranks move. They meet for batches of a form that is new on some rank.
+        """Returns the columns that move. Ranks meet for batches of a form that is new on some rank, unless nothing is
+        sent: then a rank without padding would not come.
 
         Raises:
             PlanMismatchError, PeerLostError: ranks have other columns.
@@ -248,21 +239,28 @@ class DecoderBorders:
             UnsupportedAttentionError: it is not known how to move some input.
         """
         described = {name: f"{value.dtype} {[*value.shape[1:]]}" for name, value in moving.items()}
-        known = self._columns.get(plan.planned.batch_forms)
         where = f"{plan.transport.grid.name}, micro-batch {plan.micro_batch}"
         deep_layers = len(given.get(DEEP) or ())
+        if not crosses:
+            self._check_known(given, where)
+            return Columns(len(positions), deep_layers, False, described)
         differentiate = torch.is_grad_enabled() and any(value.requires_grad for value in moving.values())
+        known = self._columns.get(plan.planned.batch_forms)
+        now = Columns(len(positions), deep_layers, differentiate, described)
         if known is not None:
             if (
                 described != known.described
-                or len(positions) not in (1, known.position_rows)
-                or deep_layers not in (0, known.deep_layers)
-                or differentiate > known.differentiate
+                or now.position_rows not in (1, known.position_rows)
+                or now.deep_layers not in (0, known.deep_layers)
+                or now.differentiate > known.differentiate
             ):
+                was = known._asdict()
+                different = {name: (value, was[name]) for name, value in now._asdict().items() if value != was[name]}
+                shown = "; ".join(f"{name} {value} (was {before})" for name, (value, before) in different.items())
                 raise PlanError(
-                    f"{where}: inputs of the decoder with a value per token are {described}, and were "
-                    f"{known.described} in a batch of the same form before; nothing was sent. Give a model the same "
-                    "inputs in every pass on such a batch"
+                    f"{where}: inputs of the decoder with a value per token are others than in a batch of the same "
+                    f"form before: {shown}; nothing was sent. Give a model the same inputs in every pass on such a "
+                    "batch"
                 )
             return known
         try:
@@ -270,16 +268,31 @@ class DecoderBorders:
         except UnsupportedAttentionError:
             Agreement.announce_unable(plan.transport, plan.micro_batch, Occasion.MOVE)
             raise
-        flags = {name: value for name, value in given.items() if isinstance(value, bool | str)}
+        flags = {
+            name: value
+            for name, value in given.items()
+            if isinstance(value, bool | str) or (name.startswith("output_") and value is not None)
+        }
         numbers = {
-            "position rows": len(positions),
-            "deep layers": deep_layers,
+            "numbers per position": now.position_rows,
+            "layers that get features of images": now.deep_layers,
             "differentiate": int(differentiate),
         }
         facts = {f"input {name} of the decoder": value for name, value in (described | flags).items()}
-        shown = Agreement.start(plan.transport, Occasion.MOVE, plan.micro_batch, facts, numbers).wait()
+        agreement = Agreement.start(plan.transport, Occasion.MOVE, plan.micro_batch, facts, numbers)
+        shown_by = agreement.wait()
+        for name, spare in (("numbers per position", 1), ("layers that get features of images", 0)):
+            if len({*shown_by[name]} - {spare}) > 1:
+                raise PlanMismatchError(
+                    f"{where}: ranks disagree, nothing was sent: {name} is "
+                    f"{by_value([str(value) for value in shown_by[name]], agreement.labels)}. "
+                    f"{REMEDIES[Occasion.MOVE]}"
+                )
         columns = Columns(
-            max(shown["position rows"]), max(shown["deep layers"]), any(shown["differentiate"]), described
+            max(shown_by["numbers per position"]),
+            max(shown_by["layers that get features of images"]),
+            any(shown_by["differentiate"]),
+            described,
         )
         if len(self._columns) >= REMEMBERED_FORMS:
             self._columns.clear()
@@ -287,12 +300,21 @@ class DecoderBorders:
         return columns
 
     def _check_known(self, given: Batch, where: str) -> None:
-        """Checks that every tensor of tokens has one value per token. Tensors that the decoder does not name, with
-        values for rows as a loss may have them, are passed through.
+        """Checks that masks are of causal documents, and that every tensor of tokens has one value per token. Tensors
+        that the decoder does not name, with values for rows as a loss may have them, are passed through.
 
         Raises:
             UnsupportedAttentionError: names the first one.
         """
+        masks = given.get("attention_mask")
+        for mask in masks.values() if isinstance(masks, Mapping) else (masks,):
+            refusal = mask.refusal if isinstance(mask, RowMask) else None
+            if isinstance(mask, torch.Tensor) and mask.ndim > 2:
+                refusal = (
+                    f"got an attention_mask of shape {[*mask.shape]}; give zeros and ones of shape [batch, tokens]"
+                )
+            if refusal is not None:
+                raise UnsupportedAttentionError(f"{where}: {self._class_name}: {refusal}")
         batch_size, length = shape = tokens_of(given).shape
         for name, value in given.items():
             if (

@@ -19,7 +19,7 @@ from distca_hf.batches.batch_documents import Batch
 from distca_hf.comm.grid import Grid, Scope
 from distca_hf.config import DistCAConfig
 from distca_hf.errors import PlanError, UnsupportedAttentionError
-from distca_hf.integrations.models.check import IMPLEMENTATION, PositionLimits
+from distca_hf.integrations.models.check import IMPLEMENTATION, PositionLimits, refused_loss
 from distca_hf.integrations.models.layer_masks import layer_masks_of, layer_windows
 from distca_hf.integrations.models.structure import transformers_model, weights_beside_text
 from distca_hf.integrations.models.towers import towers
@@ -60,7 +60,6 @@ class ForwardCheck:
         root: the module that was enabled.
         config: settings that its passes follow.
         layers: its attention layers by name, in the order of their numbers.
-        whole_documents: whether its batches are packs or padded rows alone.
 
     Attributes:
         position_limits: longest documents that the model can take.
@@ -70,10 +69,7 @@ class ForwardCheck:
         calls_before: those of the latest pass; None before the first one.
     """
 
-    def __init__(
-        self, root: nn.Module, config: DistCAConfig, layers: Mapping[str, nn.Module], whole_documents: bool = False
-    ) -> None:
-        self.whole_documents = whole_documents
+    def __init__(self, root: nn.Module, config: DistCAConfig, layers: Mapping[str, nn.Module]) -> None:
         self._root, self._config, self._layers = root, config, layers
         inner = transformers_model(root)
         self._class_name = type(inner).__name__
@@ -87,7 +83,7 @@ class ForwardCheck:
         self._module_facts: dict[str, object] | None = None
         self._state: SharedState | None = None
         self._config_facts = ConfigFacts(root)
-        self._warned_of_plugin = self._warned_of_implementation = False
+        self._warned_of_plugin = self._warned_of_implementation = self._takes_placed = False
 
     def forget_passes(self) -> None:
         """Forgets what passes were like so far."""
@@ -202,15 +198,16 @@ class ForwardCheck:
         """Checks that a placed batch still has all that a model cannot make of its tokens.
 
         Raises:
-            PlanError: the model would count positions, or shift labels, itself; or it was enabled for whole documents.
+            PlanError: the model would count positions, or shift labels, itself.
+            UnsupportedAttentionError: it always shifts labels itself.
         """
-        if plan.label_tokens is None:  # packs of others
+        if plan.label_tokens is None:  # a batch of the user's
             return
-        if self.whole_documents:
-            raise PlanError(
-                f"micro-batch {plan.micro_batch} was placed, and may cut documents, but {self._class_name} was "
-                "enabled for whole ones; enable it without whole_documents=True"
+        if not self._takes_placed and (reasons := list(refused_loss(transformers_model(self._root)))):
+            raise UnsupportedAttentionError(
+                f"{self._class_name} cannot train on placed batches, which may cut documents: {'; '.join(reasons)}"
             )
+        self._takes_placed = True
         where = f"{plan.transport.grid.name}, micro-batch {plan.micro_batch}: a placed batch has"
         if batch.get("position_ids") is None:
             raise PlanError(

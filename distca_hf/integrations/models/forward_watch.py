@@ -14,7 +14,7 @@ from torch.utils.hooks import RemovableHandle
 
 from distca_hf.batches.batch_documents import Batch, cache_of, check_mask_numbers, ids_checked, tokens_of
 from distca_hf.batches.empty_batch import fill_empty
-from distca_hf.batches.known_batch import TELLING, copied_batch, known_batch, note_batch
+from distca_hf.batches.known_batch import TOKENS, completed
 from distca_hf.batches.packed import PackPlanner
 from distca_hf.batches.preview import RunReport
 from distca_hf.batches.read_documents import DocumentReader, ReadDocuments, read_before
@@ -32,7 +32,8 @@ from distca_hf.integrations.checkpointing import (
     restore_functions,
     save_attention,
 )
-from distca_hf.integrations.models.check import check_model
+from distca_hf.integrations.models.backbone_calls import BackboneCalls
+from distca_hf.integrations.models.check import PositionLimits, check_model
 from distca_hf.integrations.models.counted_rows import CountedRows
 from distca_hf.integrations.models.decoder_borders import DecoderBorders
 from distca_hf.integrations.models.distributed_check import check_divided_heads, follow_mesh
@@ -44,6 +45,7 @@ from distca_hf.integrations.models.layer_kinds import verdict_in_short
 from distca_hf.integrations.models.layer_masks import layer_masks_of, layer_windows
 from distca_hf.integrations.models.mixer_watch import MixerWatch
 from distca_hf.integrations.models.operations import predictable, step_flops
+from distca_hf.integrations.models.placed_loss import PlacedLoss
 from distca_hf.integrations.models.planner import vocabulary_tokens_of
 from distca_hf.integrations.models.recomputed_layers import RecomputedLayers
 from distca_hf.integrations.models.structure import (
@@ -81,9 +83,10 @@ class ForwardWatch:
         reported_steps: traces of its passes.
         reader: reads the documents of its batches.
         attention_dtype: in which it attended to the latest batch with a plan; None before the first one.
+        loss: decides whether head and loss run on placed rows.
     """
 
-    def __init__(self, root: nn.Module, context: ParallelContext, whole_documents: bool = False) -> None:
+    def __init__(self, root: nn.Module, context: ParallelContext) -> None:
         self.root, self.context, config = root, context, context.config
         self.packs: PackPlanner | None = None
         inner = transformers_model(root)
@@ -92,10 +95,12 @@ class ForwardWatch:
         self._class_name = type(inner).__name__
         self._layers = attention_layers(inner)
         self._is_running, self._passes_with_gradients = False, 0
-        self._check = ForwardCheck(root, config, self._layers, whole_documents)
+        self._check = ForwardCheck(root, config, self._layers)
         self.position_limits = self._check.position_limits
         self._counted = CountedRows(inner)
         self._borders = DecoderBorders(inner, self.position_limits.has_table, self._counted)
+        self.loss = PlacedLoss(inner)
+        self._at_backbone = BackboneCalls(inner, root, self._before, self._after, self.is_running)
         self._names = names_by_position(root)
         self._accepts_use_cache = forward_accepts(inner, "use_cache")
         self._logged_cache = False
@@ -134,6 +139,7 @@ class ForwardWatch:
             self.root.register_forward_pre_hook(HiddenHook(self._before), with_kwargs=True),
             self.root.register_forward_hook(HiddenHook(self._after), with_kwargs=True),
         ]
+        self._at_backbone.enter()  # before hooks that move rows
         self._mixers.enter()
         self._borders.enter()
 
@@ -148,15 +154,16 @@ class ForwardWatch:
             if vars(module).get(WATCH) is self:
                 delattr(module, WATCH)
             self._mixers.leave(module)
+            self._at_backbone.leave(transformers_model(module).base_model)
         if is_original:
             for handle in self._handles:
                 handle.remove()
             self._borders.leave()
             restore_functions(self._checkpointed or [])
 
-    def is_for(self, root: nn.Module, context: ParallelContext, whole_documents: bool) -> bool:
-        """Returns whether it watches this model under this plugin, for these batches, with windows as they are now."""
-        same = self.root is root and self.context is context and self._check.whole_documents == whole_documents
+    def is_for(self, root: nn.Module, context: ParallelContext) -> bool:
+        """Returns whether it watches this model under this plugin, with windows as they are now."""
+        same = self.root is root and self.context is context
         return same and self._check.windows == dict(layer_windows(root))
 
     def forget_passes(self) -> None:
@@ -179,17 +186,14 @@ class ForwardWatch:
         return forget
 
     def _before(self, module: nn.Module, args: tuple[object, ...], kwargs: dict[str, Any]) -> object:
+        given = dict(zip(self._names, args, strict=False)) | kwargs
+        if not any(isinstance(given.get(name), torch.Tensor) for name in TOKENS):
+            return None  # a method runs in place of forward
         self._is_running = True
         self._borders.end()
         self._counted.begin({}, None, trains=False)
-        given = dict(zip(self._names, args, strict=False)) | kwargs
         batch = dict(without_kinds_of_text(given)) if self._check.towers else given
-        known = known_batch(batch)
-        if known is None and all(batch.get(name) is None for name in ("distca_plan", *TELLING)):
-            known = copied_batch(batch)
-        note_batch(batch)
-        if known is not None:
-            batch = {**batch, **known.missing(batch, self._class_name)}
+        batch = completed(batch, self._class_name)
         plan = batch.get("distca_plan")
         if plan is None:
             if self._is_alone(module, batch):
@@ -219,7 +223,8 @@ class ForwardWatch:
         self._begin(module, plan)
         trains = module.training and torch.is_grad_enabled()
         counted = self._counted.begin(batch, plan, trains, tokens_of(batch).shape[1])
-        return args, {**batch, "distca_plan": plan, **label_count(batch, plan), **self._no_cache(batch), **counted}
+        batch = {**batch, "distca_plan": plan, **label_count(batch, plan), **self._no_cache(batch), **counted}
+        return args, self.loss.place(batch, plan, self._borders) if self.loss.is_placed else batch
 
     def _begin(self, module: nn.Module, plan: LivePlan) -> None:
         """Prepares checkpointing, and the pass with its facts."""
@@ -282,7 +287,13 @@ class ForwardWatch:
         self._check.check_model(module)
         packs = self._planner(tokens_of(batch).device)
         images_wait = self._check.images_wait(module.training)
-        return packs.plan(batch, module.training, images_wait, self._check.gradients_before_decoder())
+        moves_rows = module.training and torch.is_grad_enabled() and not self._mixers.mixers
+        reason = self.loss.begin(batch if moves_rows else None)
+        gradients_of = self._check.gradients_before_decoder()
+        plan = packs.plan(batch, module.training, images_wait, gradients_of, bool(reason))
+        if plan is not None:
+            self.loss.decide(packs.returning, reason)
+        return plan
 
     def _planner(self, device: torch.device) -> PackPlanner:
         """Returns what plans batches without a plan."""
@@ -340,7 +351,7 @@ class ForwardWatch:
             plan.end_forward_pass(trains)
             if trains and not self.report.written:
                 self.report.begin(plan, self._step_cost(module))
-        return self._counted.end(output)
+        return self.loss.end(self._counted.end(output))
 
     def _step_cost(self, module: nn.Module) -> StepCost | None:
         """Returns the cost of a step as the model is checkpointed; None if its operations are not known."""
@@ -355,28 +366,20 @@ class ForwardWatch:
         return recomputes_layers(modules), recomputes_attention(modules)
 
 
-def enable(
-    model: nn.Module,
-    plugin: ParallelContext,
-    longest_document_tokens: int | None = None,
-    whole_documents: bool = False,
-) -> nn.Module:
+def enable(model: nn.Module, plugin: ParallelContext, longest_document_tokens: int | None = None) -> nn.Module:
     """Checks a model and watches its forward passes. Call it before wrapping the model (DDP, FSDP,
     `accelerator.prepare`).
 
-    The model can train on any packed or padded batch: ranks plan it together, and attention tasks move between them.
-    With batches of `plugin.dataloader`, `model(**batch)` also returns a loss whose mean over ranks is the mean over
-    all labels of the global micro-batch. For that `num_items_in_batch` is filled in, unless the caller passes one
-    (for accumulation, say).
+    The model trains on any packed or padded batch, with any loss: rows are placed inside the model, so that ranks have
+    equal work. With batches of `plugin.dataloader`, `model(**batch)` also returns a loss whose mean over ranks is the
+    mean over all labels of the global micro-batch. For that `num_items_in_batch` is filled in, unless the caller
+    passes one (for accumulation, say).
 
     Args:
-        model: a Transformers causal language model loaded with `attn_implementation="distca"`, or a PEFT model around
-            one.
+        model: a Transformers model loaded with `attn_implementation="distca"`, or a PEFT model around one.
         plugin: settings, and the transport between ranks. A model that is enabled again follows the new plugin.
         longest_document_tokens: longest document that the model will see. Some rotary embeddings are refused or
-            accepted by it. By default the longest that all ranks together can hold.
-        whole_documents: whether it trains on packs and padded rows alone, and never on batches of
-            `plugin.dataloader`, which cut documents. Then it may have any loss, that of a reward for example.
+            accepted by it. By default data ranks x `tokens_per_rank`; without that, what the model's positions reach.
 
     Returns:
         The same model.
@@ -388,20 +391,17 @@ def enable(
     """
     follow_mesh(model, plugin)
     config = plugin.config
-    longest = (
-        longest_document_tokens
-        if longest_document_tokens is not None
-        else config.tokens_per_rank * len(plugin.members.token_ranks)
-    )
-    check_model(model, longest, config.kernel, plugin.device, whole_documents)
+    longest = longest_document_tokens or config.tokens_per_rank * len(plugin.members.token_ranks)
+    longest = longest or PositionLimits(transformers_model(model)).reach_tokens
+    check_model(model, longest, config.kernel, plugin.device, whole_documents=not config.tokens_per_rank)
     inner = transformers_model(model)
     give_own_attention(inner)
     watch = watch_of(inner)
-    if watch is None or not watch.is_for(model, plugin, whole_documents):
+    if watch is None or not watch.is_for(model, plugin):
         if watch is not None:
             log.info("%s was enabled before; from now on it follows this plugin", type(inner).__name__)
             watch.leave({model, inner})
-        watch = ForwardWatch(model, plugin, whole_documents)
+        watch = ForwardWatch(model, plugin)
         watch.enter()
         log.info("%s", verdict_in_short(inner))
     watch.forget_passes()

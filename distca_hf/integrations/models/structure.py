@@ -120,13 +120,13 @@ def takes_shift_labels(function: Function) -> bool:
     return any(
         (isinstance(node, ast.arg) and node.arg == "shift_labels")
         or (isinstance(node, ast.Constant) and node.value == "shift_labels")
-        for node in _nodes(function)
+        for node in syntax_of(function)
     )
 
 
 def passes_keywords_on(function: Function, name: str) -> bool:
     """Returns whether a method calls `self.name(..., **keywords)`."""
-    calls = (node for node in _nodes(function) if isinstance(node, ast.Call))
+    calls = (node for node in syntax_of(function) if isinstance(node, ast.Call))
     return any(
         isinstance(call.func, ast.Attribute)
         and call.func.attr == name
@@ -140,7 +140,7 @@ def keyword_passed(module_class: Hashable, function: str, keyword: str) -> Calla
     """Returns what the class's own forward gives to `function(..., keyword=...)`, as a function of the module; None if
     it gives no such keyword. What is made of variables of the forward pass is None as well: it has not run."""
     forward: Any = getattr(module_class, "forward", None)
-    for call in (node for node in _nodes(forward) if isinstance(node, ast.Call)):
+    for call in (node for node in syntax_of(forward) if isinstance(node, ast.Call)):
         given = next((one.value for one in call.keywords if one.arg == keyword), None)
         if given is None or not isinstance(call.func, ast.Name) or call.func.id != function:
             continue
@@ -159,11 +159,11 @@ def calls_super(function: Function, name: str) -> bool:
         and isinstance(node.value, ast.Call)
         and isinstance(node.value.func, ast.Name)
         and node.value.func.id == "super"
-        for node in _nodes(function)
+        for node in syntax_of(function)
     )
 
 
-def _nodes(function: Function) -> Iterator[ast.AST]:
+def syntax_of(function: Function) -> Iterator[ast.AST]:
     """Returns all nodes of a function's syntax tree."""
     source = textwrap.dedent(source_of(function))
     with PARSING:

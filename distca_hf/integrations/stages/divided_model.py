@@ -81,10 +81,12 @@ class DividedModel:
                 (`MixedPrecisionPolicy`), its `param_dtype`, without autocast.
 
         Raises:
-            ConfigError: the checkpoint lacks weights, or has them in other shapes; or ranks are other stages.
+            ConfigError: the checkpoint lacks weights, or has them in other shapes; ranks are other stages; or the
+                plugin has no tokens_per_rank.
             UnsupportedAttentionError: the model cannot run on distca.
         """
         self._check_grid(plugin)
+        plugin.config.check_places("a pipeline")
         tokens, device = plugin.config.tokens_per_rank, numbered(plugin.device)
         check_model(self.outline, tokens * len(plugin.members.token_ranks), plugin.config.kernel, device)
         model = self.read(number)

@@ -1,13 +1,11 @@
-"""Attach and detach: an unmodified Trainer takes placed micro-batches. Methods are replaced on the instance; the class
-is left alone."""
+"""Attach and detach: an unmodified Trainer trains with balanced ranks, on batches of its own or on placed ones.
+Methods are replaced on the instance; the class is left alone."""
 
-import sys
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import datasets
-import numpy as np
 import torch
 from torch import nn
 from transformers import Trainer
@@ -15,10 +13,7 @@ from transformers import Trainer
 from distca_hf.batches.known_batch import note_batch
 from distca_hf.batches.loader import PlacedLoader
 from distca_hf.config import DistCAConfig
-from distca_hf.cost import causal_pairs_of
-from distca_hf.data.accumulation import SortedPackSampler
-from distca_hf.data.documents import DocumentSource, check_map_style
-from distca_hf.data.rows import FOR_LENGTHS
+from distca_hf.data.documents import check_map_style
 from distca_hf.errors import ConfigError
 from distca_hf.integrations.models.distributed_check import follow_mesh
 from distca_hf.integrations.models.forward_watch import enable, watch_of
@@ -30,13 +25,11 @@ from distca_hf.integrations.trainer.check import (
     EvaluationCheck,
     arguments_without_effect,
     check_placed_evaluation,
-    other_trainer_of_trl,
-    packed_by,
-    padded_by,
     wrong_settings,
 )
 from distca_hf.integrations.trainer.columns import reading_of
 from distca_hf.integrations.trainer.held_models import watch_held_models
+from distca_hf.integrations.trainer.loss_reader import LossReader
 from distca_hf.integrations.trainer.redone_steps import RedoneSteps, cannot_redo
 from distca_hf.integrations.trainer.resuming import Resuming, check_checkpoint
 from distca_hf.integrations.trainer.stop_on_signal import LeaveOnSignal
@@ -49,31 +42,24 @@ log = get_logger(__name__)
 
 
 def attach(trainer: Trainer, context: ParallelContext) -> None:
-    """Checks trainer and model, and puts our loader and metrics in place. A dataset that is packed already keeps its
-    packs and Trainer's loader: then attention tasks move between ranks. So do padded batches of TRL's trainers for
-    preferences, rewards and policies.
+    """Checks trainer and model, and adds metrics. The Trainer keeps its batches, and their rows are placed inside the
+    model; with `tokens_per_rank` it gets placed batches instead.
 
     Attaching again undoes the attachment before; the last plugin counts.
 
     Raises:
-        ConfigError: all settings that would make the loss wrong, or would silently have no effect; beside attention
+        ConfigError: all settings that would make the loss wrong, or would silently have no effect; with attention
             servers, also those whose steps could not run again; or the attachment before cannot be undone, as for
             `detach`.
         UnsupportedAttentionError: the model cannot run on distca.
-        PackingError: the dataset cannot be packed.
+        PackingError: `tokens_per_rank` is given, and the dataset cannot be packed.
     """
     earlier = Attachment.of(trainer)
     if earlier is not None:
         earlier.check_undoable()
         log.info("this Trainer was attached to before; that is undone, and this plugin counts from now on")
         earlier.undo()
-    padded = padded_by(trainer)
-    if padded is None and packed_by(trainer) is None and (kind := other_trainer_of_trl(trainer)):
-        raise ConfigError(
-            f"{kind} makes its own kind of batches, and placed ones cannot take their place; keep them, with "
-            "callbacks=[distca_hf.DistCACallback(plugin)] instead of attach"
-        )
-    if trainer.train_dataset is not None and packed_by(trainer) is None and padded is None:
+    if context.config.tokens_per_rank and trainer.train_dataset is not None:
         check_map_style(trainer.train_dataset)
     reasons = list(wrong_settings(trainer, context.config))
     if context.servers is not None:
@@ -84,18 +70,18 @@ def attach(trainer: Trainer, context: ParallelContext) -> None:
         raise ConfigError("distca_hf cannot be attached to this Trainer: " + "; ".join(reasons))
     follow_mesh(trainer.model, context)
     attachment = Attachment(trainer)
+    reader = LossReader(attachment)
     try:
         attachment.replace(trainer, "train", partial(_train_from_whole_checkpoint, attachment, trainer.train))
-        packed = packed_by(trainer)
-        if padded is not None:
-            log.info("%s: rows are packs inside the model, and attention tasks move between ranks", padded)
-            _keep_batches(trainer, context, attachment, whole_documents=True)
-        elif packed is not None:
-            log.warning("%s: its packs are kept, and attention tasks move between ranks", packed)
-            _keep_batches(trainer, context, attachment)
-        else:
+        if context.config.tokens_per_rank:
             _place(trainer, context, attachment)
+        else:
+            _enable(attachment, context)
+            callback = DistCACallback(context)
+            _add_callbacks(context, attachment, callback)
+            callback.plan_ahead(trainer, attachment.replace)
         attachment.replace(trainer, "compute_loss", partial(_loss_of_known_batch, trainer.compute_loss))
+        reader.install()
         if context.servers is not None:
             RedoneSteps(trainer, context).install(attachment)
     except BaseException:
@@ -119,31 +105,11 @@ def detach(trainer: Trainer) -> None:
     attachment.undo()
 
 
-def _enable(
-    attachment: Attachment,
-    context: ParallelContext,
-    longest_document_tokens: int | None = None,
-    whole_documents: bool = False,
-) -> None:
+def _enable(attachment: Attachment, context: ParallelContext, longest_document_tokens: int | None = None) -> None:
     """Enables the Trainer's model until it is detached."""
     model = attachment.trainer.model
     attachment.when_undone(restorer(model))
-    enable(model, context, longest_document_tokens, whole_documents)
-
-
-def _keep_batches(
-    trainer: Trainer, context: ParallelContext, attachment: Attachment, whole_documents: bool = False
-) -> None:
-    """Leaves batches to the Trainer."""
-    if context.config.sort_packs:
-        num_ranks = len(context.members.row_ranks)
-        attachment.replace(trainer, "_get_train_sampler", lambda dataset=None: _sorted_packs(trainer, num_ranks))
-    _check_evaluation(trainer, attachment)
-    _enable(attachment, context, whole_documents=whole_documents)
-    callback = DistCACallback(context)
-    callback.watch(trainer.model)
-    callback.plan_ahead(trainer, attachment.replace)
-    _add_callbacks(context, attachment, callback)
+    enable(model, context, longest_document_tokens)
 
 
 def _loss_of_known_batch(
@@ -179,7 +145,9 @@ def _place(trainer: Trainer, context: ParallelContext, attachment: Attachment) -
         attachment.replace(trainer, "get_eval_dataloader", evaluation)
         attachment.replace(trainer, "get_test_dataloader", evaluation)
     else:
-        _check_evaluation(trainer, attachment)
+        check = EvaluationCheck(trainer)
+        check.check_all()
+        attachment.replace(trainer, "get_eval_dataloader", partial(check.loader, trainer.get_eval_dataloader))
 
     def training() -> PlacedLoader:
         attachment.check_unchanged()
@@ -189,21 +157,8 @@ def _place(trainer: Trainer, context: ParallelContext, attachment: Attachment) -
         return loader
 
     attachment.replace(trainer, "get_train_dataloader", training)
-    callback = DistCACallback(context, loader)
-    callback.watch(trainer.model)
-    _add_callbacks(context, attachment, callback)
+    _add_callbacks(context, attachment, DistCACallback(context, loader))
     Resuming(loader).install(attachment)
-
-
-def _check_evaluation(trainer: Trainer, attachment: Attachment) -> None:
-    """Checks the evaluation datasets of a Trainer that evaluates with its own batches, now and when others are given.
-
-    Raises:
-        ConfigError: one of them cannot be evaluated.
-    """
-    check = EvaluationCheck(trainer)
-    check.check_all()
-    attachment.replace(trainer, "get_eval_dataloader", partial(check.loader, trainer.get_eval_dataloader))
 
 
 def _check_model(trainer: Trainer) -> None:
@@ -343,24 +298,11 @@ def _evaluation_loader(
 
 
 def _add_callbacks(context: ParallelContext, attachment: Attachment, callback: DistCACallback) -> None:
-    """Adds metrics before the callbacks that report them, and leaving behind all others."""
+    """Adds metrics before the callbacks that report them, and leaving after all others."""
+    callback.watch(attachment.trainer.model)
     if context.config.metrics == "basic":
         print_in_short(attachment.trainer.callback_handler.callbacks, attachment.replace)
     attachment.add_callback(callback, first=True)
     if context.config.save_on_signal:
         attachment.add_callback(LeaveOnSignal(context.transport), first=False)
         vars(attachment.trainer).pop("_eval_dataloaders", None)  # their workers would not outlive a signal
-
-
-def _sorted_packs(trainer: Trainer, num_ranks: int) -> SortedPackSampler:
-    """Returns a sampler that lets equally heavy packs of an optimizer step run at the same time.
-
-    Args:
-        num_ranks: data ranks, which run other packs.
-    """
-    args = trainer.args
-    source = DocumentSource(trainer.train_dataset, sys.maxsize, reading=FOR_LENGTHS)
-    pairs = causal_pairs_of(np.zeros_like(source.document_tokens), source.document_tokens)
-    work = np.bincount(source.rows, weights=pairs, minlength=len(trainer.train_dataset))
-    seed = args.seed if args.data_seed is None else args.data_seed
-    return SortedPackSampler(work, num_ranks, args.train_batch_size, args.gradient_accumulation_steps, seed)

@@ -119,12 +119,16 @@ class Attachment:
                 f"this Trainer is at step {self.trainer.state.global_step} of a training: detach it, or attach "
                 "another plugin, after trainer.train() has returned"
             )
-        replaced = [name for name, method in self._methods.items() if vars(self.trainer).get(name) is not method]
+        replaced = [name for name in self._methods if not self.keeps(name)]
         if replaced:
             raise ConfigError(
                 f"{', '.join(replaced)} of this Trainer was replaced after plugin.attach(trainer), and detaching, or "
                 "attaching again, would drop the replacement: take it off the Trainer first"
             )
+
+    def keeps(self, name: str) -> bool:
+        """Returns whether the Trainer holds nothing else of a name than what this attachment put there."""
+        return vars(self.trainer).get(name) is self._methods.get(name)
 
     def check_unchanged(self) -> None:
         """Checks that the Trainer is still the one that was attached to.

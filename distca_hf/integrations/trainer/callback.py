@@ -47,10 +47,10 @@ SOMETIMES = ("utilisation", "memory_gib")
 
 
 class DistCACallback(TrainerCallback):
-    """Balances attention for a Trainer that makes its own packs: tokens stay, attention tasks move.
+    """Balances the ranks of a Trainer that keeps its batches, as `plugin.attach` does without `tokens_per_rank`.
 
     ```python
-    Trainer(model=model, args=args, train_dataset=packed, callbacks=[distca_hf.DistCACallback(plugin)])
+    Trainer(model=model, args=args, train_dataset=dataset, callbacks=[distca_hf.DistCACallback(plugin)])
     ```
 
     It adds metrics to every log, over the micro-batches since the last one and all ranks. The setting `metrics`
@@ -83,12 +83,13 @@ class DistCACallback(TrainerCallback):
 
         Raises:
             UnsupportedAttentionError, ConfigError: the model cannot run on distca.
-            ConfigError: packs are to be sorted, which takes another sampler than Trainer's.
+            ConfigError: placed batches are asked for, and a callback cannot replace Trainer's loader.
         """
-        if self._context.config.sort_packs:
+        if self._context.config.tokens_per_rank:
             raise ConfigError(
-                "sort_packs chooses which rank runs which pack, and a callback cannot replace Trainer's sampler: "
-                "call plugin.attach(trainer) instead of adding DistCACallback, or set sort_packs to False"
+                f"tokens_per_rank={self._context.config.tokens_per_rank} asks for batches made here, and a callback "
+                "cannot replace Trainer's: call plugin.attach(trainer) instead of adding DistCACallback, or leave "
+                "tokens_per_rank out"
             )
         self.watch(enable(model, self._context))
         leave = LeaveOnSignal(self._context.transport) if self._context.config.save_on_signal else None
@@ -120,11 +121,7 @@ class DistCACallback(TrainerCallback):
         self._model = model
         unused = [] if self._loader is not None else settings_of_placed(self._context.config)
         if unused:
-            log.warning(
-                "%s: no effect, as the Trainer makes its batches itself (tokens_per_rank x ranks is only the longest "
-                "document that the model is checked for)",
-                ", ".join(unused),
-            )
+            log.warning("%s: no effect without tokens_per_rank: the Trainer makes its batches", ", ".join(unused))
 
     def on_train_begin(
         self,
@@ -151,7 +148,7 @@ class DistCACallback(TrainerCallback):
         self._first_step = state.global_step
         watch.report.restart(_steps_per_epoch(args, train_dataloader))
         if source is None and transport.world_size == 1:
-            log.info("%s: one rank and packs of its own: there is nothing to balance", __version__)
+            log.info("%s: one rank: there is nothing to balance", __version__)
         if self._steps is not None:
             self._steps.begin(train_dataloader)
         if self._leave is not None:

@@ -5,14 +5,14 @@ training, too, not at the first evaluation.
 """
 
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import datasets
 import transformers
 from accelerate import DistributedType
 from torch import nn
-from transformers import DataCollatorWithFlattening, Trainer, TrainingArguments
+from transformers import DataCollatorWithFlattening, Trainer
 
 from distca_hf.config import DistCAConfig
 from distca_hf.data.documents import check_map_style
@@ -36,11 +36,8 @@ from distca_hf.telemetry import get_logger
 
 log = get_logger(__name__)
 
-# Trainers whose losses are the model's own.
-TRAINERS = ("transformers.trainer", "trl.trainer.sft_trainer")
-# TRL's trainers that pad all their batches; the second ones make these inside of a step.
-PADDING = ("trl.trainer.dpo_trainer", "trl.trainer.kto_trainer", "trl.trainer.reward_trainer")
-PADDING_POLICIES = ("trl.trainer.grpo_trainer", "trl.trainer.rloo_trainer")
+# Methods whose batches and losses are those that the model makes itself.
+TRAINER = "transformers.trainer"
 DDP = (DistributedType.MULTI_GPU, DistributedType.MULTI_CPU)
 # Arguments that configure a torch DataLoader.
 OF_A_DATALOADER = (
@@ -50,45 +47,16 @@ OF_A_DATALOADER = (
     "dataloader_drop_last",
 )
 # Settings of batches that are placed.
-OF_PLACED = ("tokens_per_rank", "overlong", "pad_to_multiple_of", "regroup_steps", "prefetch", "kernel_times")
+OF_PLACED = ("overlong", "pad_to_multiple_of", "regroup_steps", "prefetch", "kernel_times")
+# What to do where placed batches would replace something of the user's.
+GIVEN = "leave tokens_per_rank out, which keeps this Trainer's batches and loss"
 # Rows among which a short and a long one are looked for.
 ROWS_LOOKED_AT = 256
 
 
-def packed_by(trainer: Trainer) -> str | None:
-    """Returns a sentence about how this trainer's documents are packed already; None if they are not packed."""
-    if "seq_lengths" in (getattr(trainer.train_dataset, "column_names", None) or []):
-        return "the dataset is packed (it has a column 'seq_lengths')"
-    if getattr(trainer.args, "packing", False):
-        return f"{type(trainer).__name__} packs its dataset (packing=True)"
-    collator = trainer.data_collator
-    if isinstance(collator, DataCollatorWithFlattening) or getattr(collator, "padding_free", False):
-        return f"{type(collator).__name__} packs batches"
-    return None
-
-
-def padded_by(trainer: Trainer) -> str | None:
-    """Returns a sentence about a trainer that pads its batches and has a loss of its own; None for any other."""
-    if _is_of(trainer, (*PADDING, *PADDING_POLICIES)):
-        return f"{type(trainer).__name__} pads its batches"
-    return None
-
-
-def other_trainer_of_trl(trainer: Trainer) -> str | None:
-    """Returns the class of TRL that a trainer is of, if it makes batches in a way that is not known here."""
-    modules = (*PADDING, *PADDING_POLICIES, *TRAINERS, "trl.trainer.base_trainer")
-    others = [part for part in type(trainer).__mro__ if part.__module__.startswith("trl.")]
-    return next((part.__name__ for part in others if part.__module__ not in modules), None)
-
-
 def makes_batches_in_steps(trainer: Trainer) -> bool:
-    """Returns whether a trainer makes its batches inside of its steps: completions of a policy."""
-    return _is_of(trainer, PADDING_POLICIES)
-
-
-def _is_of(trainer: Trainer, modules: Sequence[str]) -> bool:
-    """Returns whether a trainer's class, or one that it is made of, is of these modules."""
-    return any(part.__module__ in modules for part in type(trainer).__mro__)
+    """Returns whether a trainer makes its batches inside of its steps, as TRL does of completions of a policy."""
+    return not _keeps(trainer, "_prepare_inputs")
 
 
 def arguments_without_effect(trainer: Trainer) -> list[str]:
@@ -123,17 +91,10 @@ def wrong_settings(trainer: Trainer, config: DistCAConfig) -> Iterator[str]:
                 f"its model uses attn_implementation={implementation!r}; load it with from_pretrained(..., {wanted}), "
                 f"or let the trainer load it with {type(args).__name__}(model_init_kwargs=dict({wanted}))"
             )
-    if trainer.train_dataset is None:
-        yield "it has no train_dataset"
-    elif padded_by(trainer) is not None:
-        if config.sort_packs:
-            yield f"sort_packs is for packs, and {padded_by(trainer)}; set it to False"
-    elif packed_by(trainer) is None:
-        yield from _wrong_for_cut_documents(trainer, config)
-    elif config.sort_packs:
-        yield from _wrong_for_sorted_packs(trainer)
+    if config.tokens_per_rank:
+        yield from _wrong_for_placed(trainer, config)
     tensor = tensor_ranks(trainer.model)
-    if tensor > 1 and packed_by(trainer) is not None and not args.average_tokens_across_devices:
+    if tensor > 1 and not config.tokens_per_rank and not args.average_tokens_across_devices:
         yield (
             f"average_tokens_across_devices=False with tp_size={tensor}: Trainer divides the labels of each rank by "
             f"tp_size then, so that losses and gradients are {tensor} times as large; leave it True"
@@ -149,8 +110,11 @@ def wrong_settings(trainer: Trainer, config: DistCAConfig) -> Iterator[str]:
             f"it would run DataParallel over {args.n_gpu} GPUs in one process; launch one process per GPU: torchrun "
             f"--nproc-per-node {args.n_gpu} {Path(sys.argv[0]).name}"
         )
-    if args.auto_find_batch_size:
-        yield "auto_find_batch_size restarts with other batches; set tokens_per_rank or the batch size instead"
+    if args.auto_find_batch_size and (args.world_size > 1 or config.tokens_per_rank):
+        yield (
+            "auto_find_batch_size begins again on a rank that lacks memory: all others would wait for it, and placed "
+            "batches would be as large as before; set it to False"
+        )
     if trainer.model_init is not None:
         yield "model_init makes another model in train(), which would not be checked; pass the model itself"
     for asked, kind in ((args.deepspeed, "DEEPSPEED"), (getattr(args, "fsdp", None), "FSDP")):
@@ -166,39 +130,56 @@ def wrong_settings(trainer: Trainer, config: DistCAConfig) -> Iterator[str]:
             yield f"{name}_size={size}, and the model is divided between {known}: set it to {known}"
 
 
-def _wrong_for_cut_documents(trainer: Trainer, config: DistCAConfig) -> Iterator[str]:
+def _wrong_for_placed(trainer: Trainer, config: DistCAConfig) -> Iterator[str]:
     """Yields reasons against placed batches: documents are cut between ranks, and batches are made here."""
     args = trainer.args
+    if trainer.train_dataset is None:
+        yield "it has no train_dataset, and tokens_per_rank asks for batches that are made of it"
+        return
+    if packs := _packs(trainer):
+        yield (
+            f"{packs}, and tokens_per_rank={config.tokens_per_rank} asks for batches made here. Leave tokens_per_rank "
+            "out: these packs are placed inside the model; or give whole documents, and pack nothing"
+        )
+        return
     if args.label_smoothing_factor:
-        yield f"label_smoothing_factor={args.label_smoothing_factor} brings a loss without shift_labels; set it to 0"
+        yield f"label_smoothing_factor={args.label_smoothing_factor} brings a loss without shift_labels; {GIVEN}"
     for name in ("compute_loss", "training_step"):
         if not _keeps(trainer, name):
             yield (
                 f"{type(trainer).__name__}.{name} replaces Trainer's: labels of documents that are cut between ranks "
-                f"must not be shifted again. Call super().{name}(...) in it, or use the batch's shift_labels; or keep "
-                "this trainer's own batches with distca_hf.enable(trainer.model, plugin) instead of attach"
+                f"must not be shifted again. Call super().{name}(...), or use the batch's shift_labels; or {GIVEN}"
             )
-    yield from _replaced(
-        trainer,
-        ["get_train_dataloader", "_get_train_sampler", "_get_dataloader"],
-        "batches are made here, and it would not be called; let the dataset hold the rows that it chooses, or "
-        "keep its packs with DistCACallback",
-    )
+    for name in ("get_train_dataloader", "_get_train_sampler", "_get_dataloader"):
+        methods = overrides(trainer, name)
+        if methods and not methods[0].__module__.startswith(TRAINER):
+            yield f"{type(trainer).__name__}.{name} replaces Trainer's, and would not be called; {GIVEN}"
     if trainer.compute_loss_func is not None:
-        yield "compute_loss_func gets unshifted labels of documents cut between ranks; use the model's own loss"
+        yield f"compute_loss_func gets unshifted labels of documents cut between ranks; {GIVEN}"
     if not trainer.model_accepts_loss_kwargs and not counts_labels(trainer.model):
         yield f"{type(trainer.model).__name__} takes no num_items_in_batch: ranks would average unequal label counts"
     if config.evaluate == "distca" and trainer.compute_metrics is not None:
         yield "compute_metrics needs whole documents, and evaluate='distca' cuts them; remove one of them"
-    if config.sort_packs:
-        yield "sort_packs is for packs of others, and these batches are placed; set it to False"
-    yield from _sampling_strategy(
-        args, "micro-batches are placed; leave it out, or set 'sequential' for the order of the dataset", "sequential"
-    )
+    strategy = getattr(args, "train_sampling_strategy", "random")
+    if strategy not in ("random", "sequential"):
+        yield (
+            f"train_sampling_strategy={strategy!r} has no effect, because micro-batches are placed; leave it out, set "
+            f"'sequential' for the order of the dataset, or {GIVEN}"
+        )
     if not is_drawn(trainer.train_dataset) and (media := media_columns(trainer.train_dataset)):
         yield media_refusal(media)
     yield from _towers_without_gradients(trainer)
     yield from refused_collator(trainer)
+
+
+def _packs(trainer: Trainer) -> str | None:
+    """Returns a sentence about how a trainer's documents are packed already; None if they are not packed."""
+    if getattr(trainer.args, "packing", False):
+        return "packing=True packs its dataset"
+    collator = trainer.data_collator
+    if isinstance(collator, DataCollatorWithFlattening) or getattr(collator, "padding_free", False):
+        return f"{type(collator).__name__} packs its batches"
+    return None
 
 
 def _towers_without_gradients(trainer: Trainer) -> Iterator[str]:
@@ -224,38 +205,10 @@ def counts_labels(model: nn.Module) -> bool:
     return "accepts_loss_kwargs" not in vars(inner) and passes_keywords_on(type(inner).forward, "loss_function")
 
 
-def _wrong_for_sorted_packs(trainer: Trainer) -> Iterator[str]:
-    """Yields reasons against a sampler that sorts packs."""
-    yield from _replaced(trainer, ["_get_train_sampler"], "sort_packs would replace it; set it to False")
-    for name in ("get_train_dataloader", "_get_dataloader"):
-        if not _keeps(trainer, name):
-            yield (
-                f"{type(trainer).__name__}.{name} asks Trainer for no sampler, and sort_packs would have no effect; "
-                f"call super().{name}(...) in it, or set sort_packs to False"
-            )
-    yield from _sampling_strategy(trainer.args, "sort_packs chooses the order of packs; leave one of them out")
-
-
-def _sampling_strategy(args: TrainingArguments, because: str, *followed: str) -> Iterator[str]:
-    """Yields an order of rows that was asked for, where rows are ordered here, unless it is one that is followed."""
-    strategy = getattr(args, "train_sampling_strategy", "random")
-    if strategy not in ("random", *followed):
-        yield f"train_sampling_strategy={strategy!r} has no effect: {because}"
-
-
-def _replaced(trainer: Trainer, names: Sequence[str], because: str) -> Iterator[str]:
-    """Yields methods that are neither Trainer's nor SFTTrainer's."""
-    for name in names:
-        methods = overrides(trainer, name)
-        if methods and not methods[0].__module__.startswith(TRAINERS):
-            yield f"{type(trainer).__name__}.{name} replaces Trainer's: {because}"
-
-
 def _keeps(trainer: Trainer, name: str) -> bool:
-    """Returns whether a method is Trainer's or SFTTrainer's; or calls it, as all overrides between them do; or takes
-    shift_labels."""
+    """Returns whether a method is Trainer's; or calls it, as all overrides between them do; or takes shift_labels."""
     for method in overrides(trainer, name):
-        if method.__module__.startswith(TRAINERS) or takes_shift_labels(method):
+        if method.__module__.startswith(TRAINER) or takes_shift_labels(method):
             return True
         if not calls_super(method, name):
             return False

@@ -27,8 +27,8 @@ from distca_hf.integrations.models.planner import reading_for
 # its name, as TRL may not be installed.
 KNOWN = (DefaultDataCollator, DataCollatorWithPadding, DataCollatorForSeq2Seq, DataCollatorForLanguageModeling)
 OF_TRL = "trl.trainer.sft_trainer.DataCollatorForLanguageModeling"
-# Columns that TRL's collator takes.
-OF_TRLS_COLLATOR = frozenset({"input_ids", "labels"})
+# Columns that TRL's collator takes, and documents of rows, which it may not be shown.
+OF_TRLS_COLLATOR = frozenset({"input_ids", "labels", "seq_lengths"})
 # Columns that collators of Transformers take for labels under these names.
 OTHER_LABELS = ("label", "label_ids")
 
@@ -39,7 +39,9 @@ def reading_of(trainer: Trainer, dataset: datasets.Dataset) -> Reading:
     reading = reading_for(trainer.model, unlearnt_token(collator))
     if _is_trls(collator):
         return replace(reading, only=OF_TRLS_COLLATOR, masks="never")
-    only = None if is_drawn(dataset) else frozenset({*_shown_to_collator(trainer, dataset), *MASK_COLUMNS})
+    only = (
+        None if is_drawn(dataset) else frozenset({*_shown_to_collator(trainer, dataset), *MASK_COLUMNS, "seq_lengths"})
+    )
     makes_labels = type(collator) is DataCollatorForLanguageModeling
     return replace(
         reading, only=only, masks="never" if makes_labels else "without labels", refused=_refused_columns(trainer)
@@ -59,8 +61,9 @@ def refused_collator(trainer: Trainer) -> Iterator[str]:
         yield f"its data collator {name} masks tokens (mlm); placed micro-batches are for causal language models"
     elif not (collator is default_data_collator or type(collator) in KNOWN or _is_trls(collator)):
         yield (
-            f"its data collator {name} would not be called: batches are made here. Let the dataset hold the columns "
-            "that it makes (input_ids, labels or completion_mask), and use DataCollatorForSeq2Seq"
+            f"its data collator {name} would not be called: tokens_per_rank asks for batches made here. Leave that "
+            "out, which keeps the collator; or let the dataset hold the columns that it makes (input_ids, labels or "
+            "completion_mask), and use DataCollatorForSeq2Seq"
         )
     if not _is_trls(collator) and not is_drawn(trainer.train_dataset):
         shown = _shown_to_collator(trainer, trainer.train_dataset)

@@ -145,7 +145,7 @@ def attend_once(
         q, k, v, dout: `[T, N, H]`, `[T, G, H]`, `[T, G, V]` and `[T, N, V]`.
     """
     keywords = {name: value for name, value in batch.items() if name != "input_ids"}
-    if mode.name == "fixed":  # as the hook of an enabled model does before every forward pass
+    if mode.name == "given":  # attention of an enabled model, with tasks that move in place of rows
         groups, token_bytes = head_groups_of(place.model), token_bytes_of(place.model)
         planner = PackPlanner(place.plugin(len(q)).config, place.wires, groups, token_bytes)
         keywords["distca_plan"] = planner.plan(batch)

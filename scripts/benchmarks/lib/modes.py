@@ -16,7 +16,7 @@ from torch import nn
 from distca_hf.arrays import IntArray
 from distca_hf.batches.loader import PlacedLoader
 from distca_hf.config import KernelName
-from distca_hf.data.accumulation import SortedPackSampler
+from distca_hf.integrations.models.backbone_calls import BackboneCalls
 from distca_hf.integrations.models.distributed_check import follow_mesh
 from distca_hf.integrations.models.documents_apart import KEYWORD, DocumentRows
 from distca_hf.integrations.models.mixers import needs_whole_documents
@@ -41,6 +41,8 @@ from lib.model import Shape
 from lib.wires import WiredPlugin, Wires
 
 
+# Methods of a forward pass in which ranks agree.
+AGREEMENTS = ("agree_to_attend", "_agree_to_differentiate")
 StepTokens = Sequence[Sequence[IntArray]]  # tokens of the documents of each micro-step
 Batch = dict[str, Any]
 
@@ -115,16 +117,21 @@ class ThereWhileItRuns(Protocol):
         ...
 
 
-class NoAgreement:
-    """Takes the agreements of a forward pass away."""
+class Without:
+    """Takes methods of the product away.
 
-    def __init__(self) -> None:
-        self._patches = ExitStack()
+    Args:
+        owner: their class.
+        names: of the methods; they return None instead.
+    """
+
+    def __init__(self, owner: type, *names: str) -> None:
+        self._owner, self._names, self._patches = owner, names, ExitStack()
 
     def make(self) -> None:
         """Takes them away."""
-        for name in ("agree_to_attend", "_agree_to_differentiate"):
-            self._patches.enter_context(mock.patch.object(ForwardPass, name, return_value=None))
+        for name in self._names:
+            self._patches.enter_context(mock.patch.object(self._owner, name, return_value=None))
 
     def forget(self) -> None:
         """Puts them back."""
@@ -174,7 +181,7 @@ def _sorted(place: Place, step: StepTokens) -> Mode:
     holding = whole_documents(_lengths(step), num_ranks)
     packs = [(segments, tokens) for tokens in step for segments in holding]
     work = np.array([attended_pairs([stop for _, _, stop in segments]) for segments, _ in packs])
-    order = list(SortedPackSampler(work, num_ranks, packs_per_rank=1, micro_steps=len(step), seed=0))
+    order = np.argsort(-work, kind="stable")
     return _of_packs("sorted", place, [packs[pack] for pack in order[rank::num_ranks]])
 
 
@@ -296,12 +303,12 @@ def _placed(place: Place, step: StepTokens) -> Mode:
 
 
 def _unchecked(place: Place, step: StepTokens) -> Mode:
-    return replace(_placed(place, step), name="unchecked", made_up=[NoAgreement()])
+    return replace(_placed(place, step), name="unchecked", made_up=[Without(ForwardPass, *AGREEMENTS)])
 
 
-def _fixed(place: Place, step: StepTokens) -> Mode:
+def _given(place: Place, step: StepTokens) -> Mode:
     batches = [{name: batch[name] for name in ("input_ids", "position_ids")} for batch in _local(place, step).batches]
-    return Mode("fixed", "distca", batches, watched=True, exchanges=True)
+    return Mode("given", "distca", batches, watched=True, exchanges=True)
 
 
 class Kind(NamedTuple):
@@ -335,7 +342,11 @@ MODES = {
         "it is named",
     ),
     "placed": Kind(_placed, "the product: batches of plugin.dataloader"),
-    "fixed": Kind(_fixed, "packs kept: the packs of local, between which the product's tasks move"),
+    "given": Kind(
+        _given,
+        "the product on the packs of local, whose rows are placed inside the model. Where layers carry a state, "
+        "attention tasks move instead",
+    ),
     "unchecked": Kind(
         _unchecked, "placed, but ranks agree on nothing in a forward pass: the price of that is placed ÷ unchecked"
     ),
@@ -360,7 +371,10 @@ def build_mode(name: str, place: Place, step: StepTokens) -> Mode:
     Raises:
         SystemExit: documents cannot be held in this way.
     """
-    return MODES[name].build(place, step)
+    mode = MODES[name].build(place, step)
+    if mode.watched:
+        return mode
+    return replace(mode, made_up=[*mode.made_up, Without(BackboneCalls, "_open")])
 
 
 def _lengths(step: StepTokens) -> list[int]:

@@ -27,13 +27,10 @@ NAMES = {
     "ulysses": "ulysses",
     "context": "context",
     "placed": "recomputed",
-    "fixed": "fixed",
 }
 RATIOS = (
     ("local", "placed"),
     ("placed", "ideal"),
-    ("fixed", "ideal"),
-    ("local", "fixed"),
     ("ulysses", "ideal"),
     ("context", "ideal"),
 )

@@ -96,8 +96,11 @@ class Wires:
         return self._noise is not None
 
     def made_up(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """Returns a copy of random numbers of this shape: operators may not hand out the same memory twice."""
+        """Returns a copy of random numbers of this shape: operators may not hand out the same memory twice. Bytes are 0:
+        they may be tokens and positions."""
         assert self._noise is not None
+        if not dtype.is_floating_point:
+            return torch.zeros(shape, dtype=dtype, device=self._device)
         num_bytes = torch.Size(shape).numel() * dtype.itemsize
         return self._noise.view(torch.uint8)[:num_bytes].view(dtype).view(shape).clone()
 

@@ -125,7 +125,7 @@ def test_heads_that_are_too_wide_are_refused_on_gpus_alone() -> None:
 def test_limits_are_named() -> None:
     hybrid = verdict_of("qwen3_next")
     assert not hybrid.cuts_documents
-    assert any("plugin.dataloader(model=...)" in limit for limit in hybrid.limits)
+    assert any("in placed batches none may have more than tokens_per_rank" in limit for limit in hybrid.limits)
     assert any("ZeRO-3" in limit for limit in hybrid.limits)
 
     factors = {"short_factor": [1.0] * 48, "long_factor": [2.0] * 48, "original_max_position_embeddings": 4096}
@@ -143,11 +143,11 @@ def test_dynamic_rope_and_dropout_are_refused() -> None:
     assert "attention dropout 0.1 is not computed" in verdict_of("gpt2").reasons[0]
 
 
-def test_a_loss_of_its_own_is_refused_but_for_packs() -> None:
+def test_a_loss_of_its_own_is_refused_in_placed_batches_alone() -> None:
     reward, _ = judge(find_candidate("LlamaForSequenceClassification"), find_gpu("h200"), CAPACITY, tries=False)
 
     assert reward.status == "refused"
-    assert "packs and padded rows" in reward.notes[0]
+    assert all("leave tokens_per_rank out to train it on batches of your own" in reason for reason in reward.reasons)
 
 
 STRANGE = {

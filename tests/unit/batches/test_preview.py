@@ -14,8 +14,10 @@ from distca_hf.config import DistCAConfig
 from distca_hf.cost import imbalance
 from distca_hf.data.epochs import EpochPacker
 from distca_hf.flops import StepCost
+from distca_hf.layout import Layout
 from distca_hf.placement.place import fill_in_order
 from distca_hf.planning.plan import PlanFacts, PlanTotals
+from distca_hf.planning.row_moves import RowMoves
 from support.data import random_dataset, random_documents
 from support.models import tiny_model
 from support.readings import READING
@@ -31,6 +33,14 @@ def test_balance_share_and_speed_up_are_those_of_the_micro_batches() -> None:
     assert second_line(TWO, COST, 4, "seen") == (
         "attention work of the busiest rank 2.50 -> 1.00 times the mean; attention is about 70% of a step; "
         "steps should be 2.40 times as fast as in the order of the data (seen)"
+    )
+
+
+def test_tokens_of_the_busiest_rank_count_where_rows_are_placed() -> None:
+    # Before, matrices took 1,200 x 1.5 and attention 8,400.
+    assert second_line(replace(TWO, token_imbalance=(1.5, 1.0)), COST, 4, "seen") == (
+        "tokens of the busiest rank 1.50 -> 1.00 times the mean; attention work of the busiest rank 2.50 -> 1.00 "
+        "times the mean; attention is about 70% of a step; layers should be 2.55 times as fast as without (seen)"
     )
 
 
@@ -151,12 +161,13 @@ def test_preview_of_packs_is_that_of_their_micro_batch() -> None:
         rows_per_token=2,
         num_tokens=9,
     )
-    preview = Preview.of(facts)
-
-    *values, speeds = vars(preview).values()
+    home = Layout.from_packs([[5], [2, 2]])
+    moves = RowMoves.of(home, home, 0)
+    *values, speeds, stay = vars(Preview.of(facts)).values()
 
     assert [numbers.tolist() for numbers in values] == [[9], [24], [1.5], [1.0]]
-    assert speeds == ()
+    assert (speeds, stay) == ((), None)
+    assert Preview.of(facts, moves).token_imbalance == (10 / 9, 10 / 9)
 
 
 # --- written once, by whoever trains

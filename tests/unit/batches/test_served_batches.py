@@ -51,7 +51,7 @@ def test_placed_batches_without_servers_are_planned_in_place() -> None:
 
 @pytest.mark.parametrize(("nodes", "num_chunks"), [((), 1), ((0, 1), CHUNKS_BETWEEN_NODES)])
 def test_servers_on_another_node_are_reached_in_chunks(nodes: tuple[int, ...], num_chunks: int) -> None:
-    config = DistCAConfig(ranks_per_node=2)
+    config = DistCAConfig(tokens_per_rank=64, ranks_per_node=2)
 
     assert PlacedPlanner(config, 2, 1, Servers((1.0, 1.0), nodes=nodes)).num_chunks == num_chunks
     assert PlacedPlanner(config, 2).num_chunks == 1

@@ -528,7 +528,7 @@ def test_inputs_of_the_model_go_with_their_tokens(kinds: type, dtype: type) -> N
         (
             {"labels": [0, 1, 2, 0]},
             (),
-            "'labels' holds one label per row, as for classifying texts.*whole_documents=True",
+            "'labels' holds one label per row, as for classifying texts.*Leave tokens_per_rank out",
         ),
     ],
     ids=str,

@@ -459,7 +459,7 @@ def test_attention_weights_are_none_and_that_is_said() -> None:
 def test_training_a_model_that_was_not_enabled_is_mentioned(positions: torch.Tensor | None) -> None:
     """Without labels Transformers then has an error, which does not name what was forgotten."""
     with pytest.warns(
-        UserWarning, match=r"LlamaAttention trains with distca on 1 rank.*was not enabled.*attach.* makes labels"
+        UserWarning, match=r"LlamaAttention trains with distca on 1 rank.*was not enabled.*plugin.attach"
     ) as told:
         tiny_model().train()(random_ids(), position_ids=positions)
 

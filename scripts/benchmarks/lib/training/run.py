@@ -36,7 +36,7 @@ MODES = {
     "distca": "an unmodified Trainer with plugin.attach",
     "ulysses": "documents are cut evenly; attention divides heads over all ranks, and its outputs are saved, too",
     "packing": "documents stay whole, each on the rank with the least attention work so far, with flash-attention",
-    "fixed": "packs kept: the packs of packing, between which attention tasks move",
+    "given": "the packs of packing, whose rows are placed inside the model",
 }
 # On CPUs Accelerate has DDP alone. The model itself names the layers to wrap.
 FSDP: dict[str, Any] = {
@@ -202,7 +202,7 @@ def choose_batches(
     else:
         batches = WholeDocuments(loader, device)
     trainer.get_train_dataloader = lambda: batches
-    if mode == "fixed":
+    if mode == "given":
         distca_hf.enable(trainer.model, plugin, max(map(len, dataset.with_format("numpy")["input_ids"])))
     return loader
 

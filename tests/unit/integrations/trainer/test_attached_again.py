@@ -28,7 +28,6 @@ from transformers import (
 )
 
 import distca_hf
-from distca_hf.config import DistCAConfig
 from distca_hf.errors import ConfigError, PackingError
 from distca_hf.integrations.models.forward_watch import watch_of
 from distca_hf.integrations.trainer.callback import DistCACallback
@@ -73,6 +72,10 @@ def attach(trainer: Trainer, **settings: Any) -> distca_hf.DistCAPlugin:
     return plugin
 
 
+def keep_batches(trainer: Trainer, **settings: Any) -> None:
+    distca_hf.DistCAPlugin(**settings).attach(trainer)
+
+
 def positions(trainer: Trainer) -> list[int]:
     """Micro-batches of the epoch that were taken, as saved after each step."""
     seen: list[int] = []
@@ -111,16 +114,12 @@ def test_the_last_plugin_counts(make: Callable[..., Trainer]) -> None:
 
 
 def test_what_is_attached_can_be_taken_back(make: Callable[..., Trainer]) -> None:
-    trainer = make(given={"data_collator": DataCollatorWithFlattening()})
+    trainer = make()
     before = set(vars(trainer)), list(trainer.callback_handler.callbacks)
-    trainer.data_collator = default_data_collator
     attach(trainer)
-    trainer.data_collator = DataCollatorWithFlattening()
-    attach(trainer)
+    keep_batches(trainer)
 
-    assert set(vars(trainer)) - before[0] == {"_distca_attachment", "compute_loss", "get_eval_dataloader", "train"}, (
-        "packs keep Trainer's own loader"
-    )
+    assert set(vars(trainer)) - before[0] == {"_distca_attachment", "compute_loss", "train"}, "loaders are Trainer's"
     assert [callback for callback in before[1] if callback not in trainer.callback_handler.callbacks] == []
 
 
@@ -266,18 +265,6 @@ def test_order_of_the_dataset_is_followed_and_resumed(
     assert list(chain.from_iterable(map(sorted, steps))) == list(range(3, 33))
     assert seen[per_epoch:] == seen[:per_epoch]
     assert rest == seen[3 * accumulation :]
-
-
-def test_packs_keep_a_loader_and_a_sampler_of_the_trainer_s_own(make: Callable[..., Trainer]) -> None:
-    packs = {"data_collator": DataCollatorWithFlattening()}
-    for kind in (OwnLoader, OwnSampler):
-        attach(make(kind=kind, given=packs))
-    with pytest.raises(ConfigError, match="_get_train_sampler replaces Trainer's: sort_packs"):
-        attach(make(kind=OwnSampler, given=packs), sort_packs=True)
-    with pytest.raises(ConfigError, match=r"OwnLoader\.get_train_dataloader .* sort_packs would have no effect"):
-        attach(make(kind=OwnLoader, given=packs), sort_packs=True)
-    with pytest.raises(ConfigError, match="train_sampling_strategy='sequential' has no effect: sort_packs"):
-        attach(make(given=packs, train_sampling_strategy="sequential"), sort_packs=True)
 
 
 class Rows(torch.utils.data.Dataset):
@@ -436,18 +423,19 @@ def test_collator_that_makes_other_labels_is_refused(
         attach(make(dataset, given={"data_collator": collator()}))
 
 
-def test_settings_of_placed_batches_are_told_once_beside_packs(
+def test_settings_of_placed_batches_are_told_once_where_batches_are_kept(
     make: Callable[..., Trainer], caplog: pytest.LogCaptureFixture
 ) -> None:
-    packs = {"data_collator": DataCollatorWithFlattening()}
-    attach(make(given=packs), tokens_per_rank=DistCAConfig().tokens_per_rank)
+    keep_batches(make())
     assert "no effect" not in caplog.text
-    attach(make(given=packs), tokens_per_rank=4096, prefetch=3)
-    make(given=packs | {"callbacks": [DistCACallback(distca_hf.DistCAPlugin(overlong="split"))]})
+    keep_batches(make(), regroup_steps=False, prefetch=3)
+    make(given={"callbacks": [DistCACallback(distca_hf.DistCAPlugin(overlong="split"))]})
     told = [record.getMessage() for record in caplog.records if "no effect" in record.getMessage()]
 
-    assert [message.split(":")[0] for message in told] == ["tokens_per_rank=4096, prefetch=3", "overlong='split'"]
-    assert all("the Trainer makes its batches itself" in message for message in told)
+    assert told == [
+        f"{settings}: no effect without tokens_per_rank: the Trainer makes its batches"
+        for settings in ("regroup_steps=False, prefetch=3", "overlong='split'")
+    ]
 
 
 def test_subclass_of_a_known_collator_is_refused(make: Callable[..., Trainer]) -> None:
@@ -473,22 +461,19 @@ def test_evaluation_without_labels_is_refused(make: Callable[..., Trainer]) -> N
         attach(make(given={"eval_dataset": {"short": rows}}, eval_strategy="epoch"))
 
 
-@pytest.mark.parametrize("kept", [{}, {"data_collator": DataCollatorWithFlattening()}], ids=["placed", "packs"])
+@pytest.mark.parametrize("ids", [[], [[3] * 7]], ids=["no rows", "no labels"])
 def test_evaluation_that_is_not_due_is_refused_as_well_and_so_is_a_dataset_that_comes_later(
-    kept: dict[str, Any], make: Callable[..., Trainer]
+    ids: list[list[int]], make: Callable[..., Trainer]
 ) -> None:
-    def evaluated_later(*rows: list[int], **columns: Any) -> Dataset:
-        return Dataset.from_dict({"input_ids": [*rows], **columns})
-
-    good = evaluated_later([3] * 7, labels=[[3] * 7])
-    unlabelled = evaluated_later([3] * 7) if not kept else evaluated_later()
-    reason = "has no rows" if kept else "makes no 'labels'"
+    good = Dataset.from_dict({"input_ids": [[3] * 7], "labels": [[3] * 7]})
+    wrong = Dataset.from_dict({"input_ids": ids})
+    reason = "makes no 'labels'" if ids else "has no rows"
     with pytest.raises(ConfigError, match=f"the evaluation dataset cannot be evaluated: .*{reason}"):
-        attach(make(given={"eval_dataset": unlabelled, **kept}))
-    trainer = make(given={"eval_dataset": good, **kept})
+        attach(make(given={"eval_dataset": wrong}))
+    trainer = make(given={"eval_dataset": good})
     attach(trainer)
     with pytest.raises(ConfigError, match=f"the evaluation dataset cannot be evaluated: .*{reason}"):
-        trainer.evaluate(unlabelled)
+        trainer.evaluate(wrong)
     assert trainer.evaluate()["eval_loss"] > 0
 
 
@@ -519,22 +504,22 @@ def test_arguments_without_effect_are_told(make: Callable[..., Trainer], caplog:
 
 
 def test_callback_and_attach_together_are_refused(make: Callable[..., Trainer]) -> None:
-    plugin = distca_hf.DistCAPlugin(tokens_per_rank=TOKENS)
+    plugin = distca_hf.DistCAPlugin()
     with pytest.raises(ConfigError, match="it has a DistCACallback, and attach brings one"):
         plugin.attach(make(given={"callbacks": [DistCACallback(plugin)]}))
 
 
 def test_callback_that_comes_late_is_refused(make: Callable[..., Trainer]) -> None:
-    trainer = make(given={"data_collator": DataCollatorWithFlattening()})
-    trainer.add_callback(DistCACallback(distca_hf.DistCAPlugin(tokens_per_rank=TOKENS)))
+    trainer = make()
+    trainer.add_callback(DistCACallback(distca_hf.DistCAPlugin()))
     with pytest.raises(ConfigError, match="came too late to enable the model"):
         trainer.train()
 
 
 def test_model_that_follows_another_plugin_is_refused(make: Callable[..., Trainer]) -> None:
-    trainer = make(given={"data_collator": DataCollatorWithFlattening()})
-    attach(trainer)
-    distca_hf.enable(trainer.model, distca_hf.DistCAPlugin(tokens_per_rank=TOKENS))
+    trainer = make()
+    keep_batches(trainer)
+    distca_hf.enable(trainer.model, distca_hf.DistCAPlugin())
     with pytest.raises(ConfigError, match="was enabled with another plugin"):
         trainer.train()
 
@@ -565,8 +550,7 @@ def trackers(monkeypatch: pytest.MonkeyPatch) -> list[Tracker]:
 def test_callback_alone_comes_before_trackers_and_leaves_last(
     make: Callable[..., Trainer], trackers: list[Tracker]
 ) -> None:
-    callback = DistCACallback(distca_hf.DistCAPlugin(tokens_per_rank=TOKENS))
-    trainer = make(given={"callbacks": [callback], "data_collator": DataCollatorWithFlattening()})
+    trainer = make(given={"callbacks": [DistCACallback(distca_hf.DistCAPlugin())]})
     names = [type(each).__name__ for each in trainer.callback_handler.callbacks]
 
     assert (names[0], names[-1]) == ("DistCACallback", "LeaveOnSignal")

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from datasets import Dataset
 from peft import LoraConfig, get_peft_model
-from transformers import DataCollatorWithFlattening, Trainer, TrainerCallback, TrainingArguments
+from transformers import Trainer, TrainerCallback, TrainingArguments
 
 import distca_hf
 from distca_hf.errors import ConfigError
@@ -18,7 +18,6 @@ from support.training import quiet_arguments
 
 
 ROWS = Dataset.from_dict({"input_ids": [[3, 4, 5, 6]] * 12, "labels": [[3, 4, 5, 6]] * 12})
-PACKS = {"data_collator": DataCollatorWithFlattening()}
 
 
 @pytest.fixture
@@ -58,21 +57,19 @@ def attributes(trainer: Trainer) -> dict[str, dict[str, Any]]:
 
 
 @pytest.mark.parametrize(
-    ("given", "settings"),
+    "settings",
     [
-        ({}, {}),
-        ({}, {"evaluate": "distca", "save_on_signal": False}),
-        (PACKS, {}),
-        (PACKS, {"sort_packs": True, "metrics": "all"}),
+        {"tokens_per_rank": 64},
+        {"tokens_per_rank": 64, "evaluate": "distca", "save_on_signal": False},
+        {},
+        {"evaluate": "distca", "metrics": "all"},
     ],
-    ids=["placed", "placed evaluation", "packs", "sorted packs"],
+    ids=["placed", "placed evaluation", "kept", "kept with all metrics"],
 )
-def test_attributes_are_those_from_before(
-    given: dict[str, Any], settings: dict[str, Any], make: Callable[..., Trainer]
-) -> None:
-    trainer = make(given=given)
+def test_attributes_are_those_from_before(settings: dict[str, Any], make: Callable[..., Trainer]) -> None:
+    trainer = make()
     before = attributes(trainer)
-    plugin = distca_hf.DistCAPlugin(tokens_per_rank=64, **settings)
+    plugin = distca_hf.DistCAPlugin(**settings)
     plugin.attach(trainer)
     attached = attributes(trainer)
     plugin.detach(trainer)
@@ -82,22 +79,22 @@ def test_attributes_are_those_from_before(
     assert attributes(trainer) == before
 
 
-@pytest.mark.parametrize("given", [{}, PACKS], ids=["placed", "packs"])
-def test_trains_again_with_its_own_batches(given: dict[str, Any], make: Callable[..., Trainer]) -> None:
+@pytest.mark.parametrize("tokens_per_rank", [64, 0], ids=["placed", "kept"])
+def test_trains_again_with_its_own_batches(tokens_per_rank: int, make: Callable[..., Trainer]) -> None:
     """In a second training only the weights are left of the first."""
-    trainer, plugin = make(given=given), distca_hf.DistCAPlugin(tokens_per_rank=64)
+    trainer, plugin = make(), distca_hf.DistCAPlugin(tokens_per_rank=tokens_per_rank)
     plugin.attach(trainer)
     trainer.train()
     balanced = trainer.state.log_history
     plugin.detach(trainer)
-    other = make(tiny_model(num_hidden_layers=2), given)
+    other = make(tiny_model(num_hidden_layers=2))
     other.model.load_state_dict(trainer.model.state_dict())
     for one in (trainer, other):
         one.optimizer = one.lr_scheduler = None
         one.train()
 
     has_metrics = any("distca" in name for log in balanced for name in log)
-    assert has_metrics == (given is not PACKS), "one rank runs packs alone"
+    assert has_metrics == bool(tokens_per_rank), "one rank attends to its own batches alone"
     steps = [log for log in trainer.state.log_history if "loss" in log]
     assert [name for log in trainer.state.log_history for name in log if "distca" in name] == []
     assert [log["loss"] for log in steps] == [log["loss"] for log in other.state.log_history if "loss" in log]

@@ -59,9 +59,9 @@ def test_towers_that_ddp_would_count_on_are_refused(
     model.model.visual.requires_grad_(not is_frozen)
     quiet = quiet_arguments(tmp_path, use_cpu=True, ddp_find_unused_parameters=finds_unused)
     trainer = Trainer(model, TrainingArguments(**quiet), train_dataset=random_dataset(4))
-    assert list(wrong_settings(trainer, DistCAConfig())) == []
+    assert list(wrong_settings(trainer, DistCAConfig(tokens_per_rank=64))) == []
     monkeypatch.setattr(type(trainer.accelerator), "distributed_type", DistributedType.MULTI_GPU)
-    reasons = list(wrong_settings(trainer, DistCAConfig()))
+    reasons = list(wrong_settings(trainer, DistCAConfig(tokens_per_rank=64)))
 
     assert any("more weights outside the text model train" in reason for reason in reasons) == is_refused
     assert len(reasons) == is_refused
@@ -73,7 +73,7 @@ def with_images() -> Dataset:
 
 
 def test_images_that_would_be_left_out_are_refused(attached: Callable[..., Trainer]) -> None:
-    told = r"the dataset has images, videos or sound \(pixel_values, images\), .* Remove the columns"
+    told = r"the dataset has images, videos or sound \(pixel_values, images\), .* Leave tokens_per_rank out"
     with pytest.raises(ConfigError, match=told):
         attached(tiny_model(), with_images())
     with pytest.raises(PackingError, match=told):

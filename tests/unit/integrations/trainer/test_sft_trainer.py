@@ -1,5 +1,6 @@
 """TRL's SFTTrainer, attached: its columns mean what its settings say."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ from transformers import PreTrainedTokenizerFast
 from trl import SFTConfig, SFTTrainer
 
 import distca_hf
-from distca_hf.errors import ConfigError
+from distca_hf.errors import ConfigError, PackingError
 from support.data import random_dataset, random_documents
 from support.models import VOCABULARY, tiny_model
 from support.training import quiet_arguments
@@ -67,21 +68,23 @@ def test_token_metric_leaves_padding_out(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("settings", "told"),
     [
-        ({"packing": True, "max_length": 150}, "the dataset is packed (it has a column 'seq_lengths')"),
-        ({"padding_free": True, "max_length": None}, "DataCollatorForLanguageModeling packs batches"),
+        (
+            {"packing": True, "max_length": 150},
+            "packing=True packs its dataset, and tokens_per_rank=300 asks for",
+        ),
+        ({"padding_free": True, "max_length": None}, "DataCollatorForLanguageModeling packs its batches, and tokens_"),
+        ({"max_length": None}, ""),
     ],
-    ids=["packed dataset", "packed batches"],
+    ids=["packed dataset", "packed batches", "padded batches"],
 )
-def test_packs_of_others_are_kept(
-    settings: dict[str, Any], told: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_batches_are_kept(settings: dict[str, Any], told: str, tmp_path: Path) -> None:
     trainer = make(random_dataset(20, lengths=LENGTHS), tmp_path, **settings)
-    before = len(trainer.get_train_dataloader())
-    loader = attach(trainer)
+    if told:
+        with pytest.raises(ConfigError, match=re.escape(told)):
+            attach(trainer)
+    distca_hf.DistCAPlugin().attach(trainer)
 
-    assert told in caplog.text
-    assert not isinstance(loader, distca_hf.PlacedLoader)
-    assert len(loader) == before
+    assert not isinstance(trainer.get_train_dataloader(), distca_hf.PlacedLoader)
     trainer.train()
     assert [0 < log["loss"] < 10 for log in trainer.state.log_history if "loss" in log] == [True, True]
 
@@ -109,7 +112,7 @@ def test_model_that_the_trainer_loads_is_told_where_to_set_its_attention(tmp_pat
     attach(make(dataset, tmp_path, model=folder, model_init_kwargs={"attn_implementation": "distca"}))
 
 
-def test_trainer_that_makes_batches_of_its_own_kind_keeps_them_with_the_callback(tmp_path: Path) -> None:
+def test_trainer_that_makes_batches_of_its_own_kind_keeps_them(tmp_path: Path) -> None:
     from trl.experimental.cpo import CPOConfig, CPOTrainer
 
     texts = [" ".join(map(str, document)) for document in random_documents(8, lengths=(5, 9))]
@@ -120,18 +123,18 @@ def test_trainer_that_makes_batches_of_its_own_kind_keeps_them_with_the_callback
         model = tiny_model(implementation=implementation)
         return CPOTrainer(model, args, train_dataset=pairs, processing_class=tokenizer(), **given)
 
-    with pytest.raises(
-        ConfigError, match=r"makes its own kind of batches, .* callbacks=\[distca_hf\.DistCACallback\(plugin"
-    ):
-        attach(trainer("distca"))
-    plain = trainer("sdpa")
-    ours = trainer("distca", callbacks=[distca_hf.DistCACallback(distca_hf.DistCAPlugin())])
-    for one in (plain, ours):
+    plain, ours = trainer("sdpa"), trainer("distca")
+    with_callback = trainer("distca", callbacks=[distca_hf.DistCACallback(distca_hf.DistCAPlugin())])
+    with pytest.raises(PackingError, match=r"no column 'input_ids', .* leave tokens_per_rank out"):
+        attach(ours)
+    distca_hf.DistCAPlugin().attach(ours)
+    runs = plain, ours, with_callback
+    for one in runs:
         one.train()
-    losses = [[log["loss"] for log in one.state.log_history if "loss" in log] for one in (plain, ours)]
+    losses = [[log["loss"] for log in one.state.log_history if "loss" in log] for one in runs]
 
     assert len(losses[0]) == 2
-    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
+    assert losses[1] == losses[2] == pytest.approx(losses[0], rel=1e-5)
 
 
 def test_cut_documents_are_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from accelerate import Accelerator
-from datasets import Dataset
+from datasets import Dataset, Image
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import (
@@ -167,10 +167,14 @@ class LossOfShiftedLabels(Trainer):
         return torch.nn.functional.cross_entropy(model(**inputs).logits.flatten(0, 1), targets)
 
 
+def loss_of_logits(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = None) -> torch.Tensor:
+    return torch.nn.functional.cross_entropy(outputs.logits[..., :-1, :].flatten(0, 1), labels[..., 1:].flatten())
+
+
 REFUSED: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
     "label smoothing": (lambda: {"label_smoothing_factor": 0.1}, "label_smoothing_factor=0.1"),
     "own loss": (
-        lambda: {"trainer": {"compute_loss_func": lambda outputs, labels, num_items_in_batch=None: outputs.loss}},
+        lambda: {"trainer": {"compute_loss_func": loss_of_logits}},
         "compute_loss_func",
     ),
     "batch size search": (lambda: {"auto_find_batch_size": True}, "auto_find_batch_size"),
@@ -210,6 +214,67 @@ def test_setting_that_would_make_the_loss_wrong_is_refused_by_name(name: str, ma
 
     assert "get_train_dataloader" not in vars(trainer), "a refused Trainer must be left as it was"
     assert not trainer.model._forward_pre_hooks
+
+
+class OwnLoader(Trainer):
+    def get_train_dataloader(self) -> Any:
+        return super().get_train_dataloader()
+
+
+def labelled() -> Dataset:
+    rows = random_dataset(40)
+    return rows.add_column("labels", rows["input_ids"])
+
+
+# Arguments that keep batches or losses of the user's own, beside those that are refused where batches are made here.
+KEPT: dict[str, Callable[[], dict[str, Any]]] = {
+    "stream": lambda: {"dataset": labelled().to_iterable_dataset()},
+    "list of rows": lambda: {"dataset": list(labelled())},
+    "images": lambda: {"dataset": labelled().add_column("image", [None] * 40).cast_column("image", Image())},
+    "packs": lambda: {"trainer": {"data_collator": DataCollatorWithFlattening(return_position_ids=True)}},
+    "loader": lambda: {"kind": OwnLoader},
+    "collator": lambda: {"trainer": {"data_collator": lambda rows: default_data_collator(rows)}},
+    "evaluation without rows": lambda: {"trainer": {"eval_dataset": labelled().select([])}},
+    **{
+        name: REFUSED[name][0]
+        for name in REFUSED
+        if name not in ("masking collator", "no dataset", "model made in train()")
+    },
+}
+
+
+@pytest.mark.parametrize("name", KEPT)
+def test_batches_and_losses_of_the_user_s_own_are_kept(name: str, make: Callable[..., Trainer]) -> None:
+    trained = []
+    for implementation in ("sdpa", "distca"):
+        arguments = {"dataset": labelled(), "max_steps": 2, "per_device_train_batch_size": 1} | KEPT[name]()
+        trainer = make(**arguments)
+        trainer.model.set_attn_implementation(implementation)
+        if implementation == "distca":
+            kept = {part: vars(trainer)[part] for part in ("train_dataset", "data_collator", "args")}
+            distca_hf.DistCAPlugin().attach(trainer)
+            assert all(vars(trainer)[part] is value for part, value in kept.items())
+        trainer.train()
+        trained.append(trainer)
+    theirs, ours = trained
+
+    assert losses(ours) == pytest.approx(losses(theirs), rel=1e-5)
+    for (parameter, left), right in zip(ours.model.named_parameters(), theirs.model.parameters(), strict=True):
+        assert torch.allclose(left, right, atol=1e-4), parameter
+
+
+def test_packs_and_tokens_per_rank_are_one_wish_too_many(make: Callable[..., Trainer]) -> None:
+    trainer = make(trainer={"data_collator": DataCollatorWithFlattening()})
+    with pytest.raises(ConfigError, match=r"packs its batches, and tokens_per_rank=192 asks for batches made"):
+        attach(trainer)
+    distca_hf.DistCAPlugin().attach(trainer)
+
+
+def test_documents_of_rows_are_placed_one_by_one(make: Callable[..., Trainer]) -> None:
+    rows = Dataset.from_dict({"input_ids": [[3] * 10, [4] * 12], "seq_lengths": [[4, 6], [12]]})
+    (batch,) = attach(make(rows))
+
+    assert (batch["position_ids"][batch["attention_mask"] == 1] == 0).sum() == 3
 
 
 def test_data_parallelism_in_one_process_is_refused(make: Callable[..., Trainer]) -> None:
@@ -258,10 +323,10 @@ def test_labels_of_a_rank_are_not_counted_under_tensor_parallelism(
 ) -> None:
     """Transformers 5.24 divides them by `tp_size`, and losses are so many times as large."""
     monkeypatch.setattr("distca_hf.integrations.trainer.check.tensor_ranks", lambda model: 2)
-    packs = {"trainer": {"data_collator": DataCollatorWithFlattening()}}
     with pytest.raises(ConfigError, match=r"average_tokens_across_devices=False with tp_size=2: .* 2 times as large"):
-        attach(make(average_tokens_across_devices=False, **packs))
-    attach(make(**packs))
+        distca_hf.DistCAPlugin().attach(make(average_tokens_across_devices=False))
+    distca_hf.DistCAPlugin().attach(make())
+    attach(make(average_tokens_across_devices=False))  # for placed batches it is switched on
 
 
 def test_models_that_a_trainer_would_wrap_once_more(
@@ -280,9 +345,9 @@ def test_models_that_a_trainer_would_wrap_once_more(
         attach(trainer)
 
 
-def test_callback_alone_cannot_sort_packs(make: Callable[..., Trainer]) -> None:
-    plugin = distca_hf.DistCAPlugin(sort_packs=True)
-    with pytest.raises(ConfigError, match=r"sort_packs .* call plugin\.attach\(trainer\) instead"):
+def test_callback_cannot_place_batches(make: Callable[..., Trainer]) -> None:
+    plugin = distca_hf.DistCAPlugin(tokens_per_rank=192)
+    with pytest.raises(ConfigError, match=r"tokens_per_rank=192 .* call plugin\.attach\(trainer\) instead"):
         make(trainer={"callbacks": [distca_hf.DistCACallback(plugin)]})
 
 
@@ -461,14 +526,14 @@ def test_tokens_that_are_not_padding_are_counted(multiple: int, make: Callable[.
 def test_packs_on_one_rank_say_that_there_is_nothing_to_balance(
     make: Callable[..., Trainer], caplog: pytest.LogCaptureFixture
 ) -> None:
-    plugin = distca_hf.DistCAPlugin(tokens_per_rank=192)
+    plugin = distca_hf.DistCAPlugin()
     collator = DataCollatorWithFlattening(return_position_ids=True)
     trainer = make(trainer={"callbacks": [distca_hf.DistCACallback(plugin)], "data_collator": collator}, max_steps=2)
     trainer.train()
 
     assert [record.getMessage() for record in caplog.records if record.levelno == logging.INFO] == [
         "LlamaForCausalLM works. layers 0: full, 4/2 heads of 16.",
-        f"{distca_hf.__version__}: one rank and packs of its own: there is nothing to balance",
+        f"{distca_hf.__version__}: one rank: there is nothing to balance",
     ]
     assert metrics_of(trainer.state.log_history) == [set()] * len(trainer.state.log_history)
 

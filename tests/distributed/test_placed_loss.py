@@ -1,0 +1,320 @@
+"""Head and loss on placed rows, and passes that begin at the backbone: weights and logs of training without distca."""
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from types import MappingProxyType, MethodType
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+from datasets import Dataset
+from torch import nn
+from torch.nn import functional
+from transformers import (
+    DataCollatorWithFlattening,
+    PreTrainedModel,
+    Trainer,
+    TrainingArguments,
+)
+from transformers.modeling_outputs import CausalLMOutputWithPast
+
+import distca_hf
+from distca_hf.integrations.models.forward_watch import watch_of
+from support.models import VOCABULARY, tiny_model
+from support.ranks import run_ranks
+
+
+STEPS, ACCUMULATION = 4, 2
+# Rows of micro-batches: ranks are unequal, and every fourth row has no label.
+LENGTHS = (90, 7, 12, 40, 5, 33, 61, 3, 20, 9, 70, 15)
+IGNORED = -100
+NUMBERS = ("loss", "grad_norm", "train_loss")
+
+
+def rows() -> Dataset:
+    generator = torch.Generator().manual_seed(3)
+    ids = [torch.randint(3, VOCABULARY, (length,), generator=generator).tolist() for length in LENGTHS * 3]
+    labels = [[IGNORED] * len(row) if n % 4 == 1 else [IGNORED, *row[1:]] for n, row in enumerate(ids)]
+    return Dataset.from_dict({"input_ids": ids, "labels": labels})
+
+
+def fused_forward(
+    self: Any, input_ids: torch.Tensor | None = None, labels: torch.Tensor | None = None, **kwargs: Any
+) -> CausalLMOutputWithPast:
+    """As of Liger: no logits, and a loss of chunks of hidden states."""
+    count, shifted = kwargs.get("num_items_in_batch"), kwargs.pop("shift_labels", None)
+    states = self.model(input_ids=input_ids, **kwargs).last_hidden_state
+    self.head_rows.append(states.shape[:-1].numel())
+    if shifted is None:
+        shifted = functional.pad(labels, (0, 1), value=IGNORED)[..., 1:]
+    chunks = zip(states.flatten(0, 1).split(16), shifted.flatten().split(16), strict=True)
+    losses = [functional.cross_entropy(self.lm_head(part), at, reduction="sum") for part, at in chunks]
+    return CausalLMOutputWithPast(loss=torch.stack(losses).sum() / count)
+
+
+class ReadsLosses(Trainer):
+    """A Trainer that sees the loss of its rank."""
+
+    def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return super().training_step(*args, **kwargs)
+
+
+class Training(NamedTuple):
+    """A training with a Trainer.
+
+    Attributes:
+        collator: makes its batches.
+        trainer: class of the Trainer.
+        is_fused: whether the model has a fused head.
+        arguments: other arguments of the Trainer.
+        places_loss: whether head and loss should run on placed rows, in every optimizer step.
+    """
+
+    collator: Callable[..., Any]
+    trainer: type[Trainer] = Trainer
+    is_fused: bool = False
+    arguments: Mapping[str, Any] = MappingProxyType({})
+    places_loss: tuple[bool, ...] = (True,) * STEPS
+
+
+def padded(side: str, given: Sequence[Mapping[str, Sequence[int]]]) -> dict[str, torch.Tensor]:
+    """Rows padded on a side."""
+    longest = max(len(row["input_ids"]) for row in given)
+
+    def pad(values: Sequence[int], number: int) -> list[int]:
+        padding = [number] * (longest - len(values))
+        return [*values, *padding] if side == "right" else [*padding, *values]
+
+    return {
+        "input_ids": torch.tensor([pad(row["input_ids"], 0) for row in given]),
+        "labels": torch.tensor([pad(row["labels"], IGNORED) for row in given]),
+        "attention_mask": torch.tensor([pad([1] * len(row["input_ids"]), 0) for row in given]),
+    }
+
+
+NONE_PLACED = (False,) * STEPS
+TRAININGS = {
+    "packs": Training(DataCollatorWithFlattening()),
+    "padded": Training(partial(padded, "right")),
+    "padded left": Training(partial(padded, "left")),
+    "fused head": Training(partial(padded, "right"), is_fused=True),
+    "a log every three steps": Training(
+        DataCollatorWithFlattening(), arguments={"logging_steps": 3}, places_loss=(True, True, True, False)
+    ),
+    "a class that sees losses": Training(DataCollatorWithFlattening(), ReadsLosses, places_loss=NONE_PLACED),
+    "ranks count their own labels": Training(
+        DataCollatorWithFlattening(), arguments={"average_tokens_across_devices": False}, places_loss=NONE_PLACED
+    ),
+    "smoothed labels": Training(
+        partial(padded, "right"), arguments={"label_smoothing_factor": 0.1}, places_loss=NONE_PLACED
+    ),
+}
+
+
+class Result(NamedTuple):
+    """What a rank saw of a training: its logs, weights, and rows that went through the head in each micro-batch."""
+
+    logs: list[dict[str, float]]
+    weights: dict[str, torch.Tensor]
+    head_rows: list[int]
+
+
+def train(training: Training, implementation: str, folder: Path) -> Result:
+    model = tiny_model(implementation=implementation).to(torch.float64)
+    if training.is_fused:
+        model.forward = MethodType(fused_forward, model)
+    settings = {
+        "max_steps": STEPS,
+        "logging_steps": 1,
+        "gradient_accumulation_steps": ACCUMULATION,
+        "per_device_train_batch_size": 2,
+        "optim": "sgd",
+        "learning_rate": 0.1,
+    }
+    args = TrainingArguments(
+        output_dir=str(folder),
+        save_strategy="no",
+        report_to=[],
+        disable_tqdm=True,
+        use_cpu=True,
+        **settings | training.arguments,
+    )
+    trainer = training.trainer(model=model, args=args, train_dataset=rows(), data_collator=training.collator)
+    if implementation == "distca":
+        distca_hf.DistCAPlugin().attach(trainer)
+    model.head_rows = rows_of_head = list[int]()
+    if not training.is_fused:
+        model.lm_head.register_forward_pre_hook(lambda head, given: rows_of_head.append(given[0].shape[:-1].numel()))
+    trainer.train()
+    logs = [{name: log[name] for name in NUMBERS if name in log} for log in trainer.state.log_history]
+    weights = {name: weight.detach().clone() for name, weight in model.named_parameters()}
+    return Result(logs, weights, rows_of_head)
+
+
+def train_all(folder: Path, names: Sequence[str]) -> dict[str, tuple[Result, Result]]:
+    return {
+        name: (train(training, "distca", folder), train(training, "sdpa", folder))
+        for name, training in TRAININGS.items()
+        if name in names
+    }
+
+
+@pytest.mark.parametrize(("world", "names"), [(2, ["padded", "fused head"]), (3, list(TRAININGS))])
+def test_logs_and_weights_are_those_without_distca(world: int, names: Sequence[str], tmp_path: Path) -> None:
+    by_rank = run_ranks(world, train_all, tmp_path / "run", tmp_path, names)
+
+    for name in names:
+        training = TRAININGS[name]
+        for results in by_rank:
+            ours, usual = results[name]
+            assert len(ours.logs) == len(usual.logs) > 1
+            for log, expected in zip(ours.logs, usual.logs, strict=True):
+                assert log == pytest.approx(expected, rel=2e-6), name
+            for weight, values in usual.weights.items():
+                assert (ours.weights[weight] - values).abs().max() < 2e-6, (name, weight)
+        # Each rank's share of the rows of a micro-batch in its head, where rows were placed; else rows of its batch.
+        for micro_batch in range(STEPS * ACCUMULATION):
+            ours_rows, usual_rows = (
+                [results[name][way].head_rows[micro_batch] for results in by_rank] for way in (0, 1)
+            )
+            if training.places_loss[micro_batch // ACCUMULATION]:
+                assert max(ours_rows) - min(ours_rows) <= max(2, 0.02 * sum(ours_rows)), (name, micro_batch)
+            else:
+                assert ours_rows == usual_rows, (name, micro_batch)
+
+
+def of_backbone(model: nn.Module, batch: dict[str, Any], head: str) -> torch.Tensor:
+    """The loss of a program that calls the backbone of a model, and makes logits of it in chunks."""
+    inner: Any = getattr(model, "module", model)
+    given = {name: value for name, value in batch.items() if name != "labels"}
+    if head == "forward":
+        return inner.forward(**batch).loss
+    if head == "positional":
+        states = inner.model(given.pop("input_ids"), **given).last_hidden_state
+    else:
+        states = inner.model(**given).last_hidden_state
+    labels = functional.pad(batch["labels"], (0, 1), value=IGNORED)[..., 1:].flatten()
+    chunks = zip(states.flatten(0, 1).split(16), labels.split(16), strict=True)
+    return torch.stack([functional.cross_entropy(inner.lm_head(x), at, reduction="sum") for x, at in chunks]).sum()
+
+
+def redirected(model: nn.Module, batch: dict[str, Any], head: str) -> torch.Tensor:
+    """As trainers of TRL do it: a method in place of forward, so that DDP takes part."""
+    inner: Any = getattr(model, "module", model)
+    forward = inner.forward
+
+    def method(*args: Any, **kwargs: Any) -> torch.Tensor:
+        inner.forward = forward
+        return of_backbone(*args, **kwargs)
+
+    inner.forward = method
+    return model(inner, batch, head=head)
+
+
+def padded_batch(rank: int) -> dict[str, torch.Tensor]:
+    lengths = ((90, 7), (12,), (40, 5, 33))[rank]
+    ids = torch.zeros(len(lengths), max(lengths), dtype=torch.int64)
+    mask = torch.zeros_like(ids)
+    generator = torch.Generator().manual_seed(rank)
+    for row, length in enumerate(lengths):
+        ids[row, :length] = torch.randint(3, VOCABULARY, (length,), generator=generator)
+        mask[row, :length] = 1
+    return {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, IGNORED)}
+
+
+WAYS = {"backbone": of_backbone, "redirected": redirected}
+CALLS = [("redirected", "chunks"), ("redirected", "positional"), ("redirected", "forward"), ("backbone", "chunks")]
+
+
+def call_backbone() -> list[tuple[float, dict[str, torch.Tensor], bool]]:
+    """Loss, mean gradients, and whether rows crossed, of every way to call a model past its root."""
+    results = []
+    for way, head in CALLS:
+        model = distca_hf.enable(model_in_training("distca"), distca_hf.DistCAPlugin())
+        wrapped = nn.parallel.DistributedDataParallel(model) if way == "redirected" else model
+        loss = WAYS[way](wrapped, padded_batch(dist.get_rank()), head)
+        loss.backward()
+        for weight in model.parameters():
+            if way == "backbone":
+                dist.all_reduce(weight.grad)
+                weight.grad /= dist.get_world_size()
+        watch = watch_of(model)
+        gradients = {name: weight.grad.clone() for name, weight in model.named_parameters()}
+        results.append((loss.item(), gradients, watch.packs.latest_moves.crosses and not watch.is_running()))
+    return results
+
+
+def model_in_training(implementation: str) -> PreTrainedModel:
+    return tiny_model(implementation=implementation).to(torch.float64).train()
+
+
+def test_backbone_that_is_called_directly_computes_placed_rows(tmp_path: Path) -> None:
+    world = 3
+    by_rank: Sequence[Any] = run_ranks(world, call_backbone, tmp_path)
+
+    for call, (_, head) in enumerate(CALLS):
+        model = model_in_training("sdpa")
+        for rank, results in enumerate(by_rank):
+            loss = of_backbone(model, padded_batch(rank), head)
+            loss.backward()
+            assert results[call][0] == pytest.approx(loss.item(), rel=1e-6)
+        for _, gradients, crossed in (results[call] for results in by_rank):
+            assert crossed
+            for name, weight in model.named_parameters():
+                expected = weight.grad / world
+                assert (gradients[name] - expected).abs().max() <= 1e-6 * expected.abs().max(), (call, name)
+
+
+# Tokens of ranks: an empty batch, and fewer tokens than ranks, so that some layers compute a row without a token.
+FEW = {"an empty rank": (40, 0, 9), "fewer tokens than ranks": (2, 0, 0)}
+
+
+def row_of(tokens: int) -> dict[str, torch.Tensor]:
+    ids = torch.arange(tokens)[None] % VOCABULARY
+    return {"input_ids": ids, "labels": ids.clone(), "position_ids": torch.arange(tokens)[None]}
+
+
+class Pass(NamedTuple):
+    """Loss and gradients of a rank, and whether it got logits."""
+
+    loss: float
+    gradients: dict[str, torch.Tensor]
+    has_logits: bool
+
+
+def compute_few(readers: tuple[int, ...]) -> list[Pass]:
+    """Every pass of `FEW`; some ranks read more than the mean loss."""
+    results, rank = [], dist.get_rank()
+    for lengths in FEW.values():
+        model = distca_hf.enable(model_in_training("distca"), distca_hf.DistCAPlugin())
+        count = torch.tensor(sum(max(0, length - 1) for length in lengths))
+        with watch_of(model).loss.read_by("this rank reads logits" if rank in readers else ""):
+            output = model(**row_of(lengths[rank]), num_items_in_batch=count)
+        output.loss.backward()
+        gradients = {}
+        for name, weight in model.named_parameters():
+            gradients[name] = torch.zeros_like(weight) if weight.grad is None else weight.grad
+            dist.all_reduce(gradients[name])
+        results.append(Pass(output.loss.item(), gradients, output.logits is not None))
+    return results
+
+
+@pytest.mark.parametrize("readers", [(), (1,)])
+def test_ranks_without_tokens_take_part_and_one_reader_of_logits_counts_for_all(
+    readers: tuple[int, ...], tmp_path: Path
+) -> None:
+    by_rank: Sequence[list[Pass]] = run_ranks(3, compute_few, tmp_path, readers)
+
+    for number, lengths in enumerate(FEW.values()):
+        model, passes = model_in_training("sdpa"), [results[number] for results in by_rank]
+        count = torch.tensor(sum(max(0, length - 1) for length in lengths))
+        loss = sum(model(**row_of(length), num_items_in_batch=count).loss for length in lengths if length)
+        loss.backward()
+        largest = max(weight.grad.abs().max() for weight in model.parameters())
+        assert sum(one.loss for one in passes) == pytest.approx(loss.item(), rel=1e-6)
+        for one in passes:
+            assert one.has_logits == bool(readers)
+            for name, weight in model.named_parameters():
+                assert (one.gradients[name] - weight.grad).abs().max() <= 1e-6 * largest, name

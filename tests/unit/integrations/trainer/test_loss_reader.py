@@ -1,0 +1,114 @@
+"""Which way a Trainer's loss takes: results return wherever anything but the mean loss of all ranks may be read."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import DataCollatorWithFlattening, Trainer, TrainingArguments
+
+import distca_hf
+from distca_hf.integrations.models.forward_watch import watch_of
+from support.data import random_dataset
+from support.models import tiny_model
+
+
+class ReadsLogs(Trainer):
+    def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> Any:
+        return super()._maybe_log_save_evaluate(*args, **kwargs)
+
+
+class Found(Exception):
+    """Ends `compute_loss` where the model would run."""
+
+
+def reason_of(trainer: Trainer, **inputs: Any) -> str:
+    """Why results of the model would return, as its forward pass in `compute_loss` finds."""
+    ids = torch.ones(1, 4, dtype=torch.int64)
+
+    def model(**batch: Any) -> None:
+        watch = watch_of(trainer.model)
+        assert watch is not None
+        raise Found(watch.loss.begin(batch))
+
+    with pytest.raises(Found) as found:
+        trainer.compute_loss(model, {"input_ids": ids, "labels": ids, **inputs}, num_items_in_batch=torch.tensor(3))
+    return str(found.value)
+
+
+def trainer_of(
+    folder: Path, kind: type[Trainer] = Trainer, given: dict[str, Any] | None = None, **arguments: Any
+) -> Trainer:
+    dataset = random_dataset(8)
+    settings: dict[str, Any] = {"logging_steps": 5, "report_to": [], "use_cpu": True}
+    trainer = kind(
+        model=tiny_model(implementation="distca", num_hidden_layers=1),
+        args=TrainingArguments(output_dir=str(folder), **settings | arguments),
+        train_dataset=dataset.add_column("labels", dataset["input_ids"]),
+        data_collator=DataCollatorWithFlattening(),
+        **given or {},
+    )
+    trainer.state.max_steps, trainer.state.logging_steps = 10, 5
+    distca_hf.DistCAPlugin().attach(trainer)
+    return trainer
+
+
+def loss_of_outputs(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = None) -> torch.Tensor:
+    return torch.zeros(())
+
+
+CASES: dict[str, tuple[dict[str, Any], str]] = {
+    "Trainer": ({}, ""),
+    "logs of epochs": ({"logging_strategy": "epoch"}, ""),
+    "no logs": ({"logging_strategy": "no"}, "train_loss"),
+    "a class": ({"kind": ReadsLogs}, "ReadsLogs._maybe_log_save_evaluate is not Trainer's"),
+    "compute_loss_func": ({"given": {"compute_loss_func": loss_of_outputs}}, "compute_loss_func"),
+    "label smoothing": ({"label_smoothing_factor": 0.1}, "label smoothing"),
+}
+
+
+@pytest.mark.parametrize("case", list(CASES))
+def test_settings_decide(case: str, tmp_path: Path) -> None:
+    settings, reason = CASES[case]
+
+    found = reason_of(trainer_of(tmp_path, **settings))
+
+    assert found.startswith(reason) if reason else found == ""
+
+
+BATCHES: dict[str, tuple[dict[str, Any], str]] = {
+    "routers": ({"output_router_logits": True}, "output_router_logits"),
+    "kept logits": ({"logits_to_keep": 2}, "logits_to_keep"),
+    "no labels of tokens": ({"labels": torch.ones(1)}, "the batch has no label for each token"),
+    "a mask of pairs": ({"mask": torch.ones(1, 1, 4, 4)}, "the batch has mask"),
+}
+
+
+def test_batch_and_later_changes_decide(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = trainer_of(tmp_path)
+
+    for inputs, reason in BATCHES.values():
+        assert reason_of(trainer, **inputs).startswith(reason)
+    trainer.state.global_step = 9
+    assert reason_of(trainer) == ""
+    trainer.state.max_steps = 9
+    assert reason_of(trainer).startswith("train_loss")
+    trainer.state.max_steps = 10
+    monkeypatch.setattr(type(trainer.model), "z_loss_coefficient", 0.1, raising=False)
+    assert "more than a sum over labels" in reason_of(trainer)
+    monkeypatch.undo()
+    monkeypatch.setattr(trainer.model, "loss_function", lambda logits, labels, shift_labels=None, **_: logits.sum())
+    assert "has a loss of its own" in reason_of(trainer)
+    monkeypatch.undo()
+    compute_loss: Callable[..., Any] = trainer.compute_loss
+    trainer.compute_loss = lambda *args, **kwargs: compute_loss(*args, **kwargs)
+    assert reason_of(trainer).startswith("Trainer.compute_loss is not Trainer's")
+
+
+def test_program_of_its_own_gets_all_results(tmp_path: Path) -> None:
+    watch = watch_of(trainer_of(tmp_path).model)
+    ids = torch.ones(1, 4, dtype=torch.int64)
+
+    assert watch is not None
+    assert watch.loss.begin({"input_ids": ids, "labels": ids, "num_items_in_batch": 3}).startswith("the program may")
