@@ -9,8 +9,8 @@ from zlib import crc32
 
 import torch
 
-from distca_hf.arrays import IntArray
-from distca_hf.batches.batch_documents import Batch, media_of, tokens_of
+from distca_hf.batches.batch_documents import Batch, media_of
+from distca_hf.batches.read_documents import ReadDocuments, checksum_of
 from distca_hf.batches.taking import shared_facts
 from distca_hf.comm.agreement import Agreement, Occasion, by_value, labels_of
 from distca_hf.comm.grid import Scope
@@ -35,12 +35,14 @@ class PackNumbers(NamedTuple):
         longest_document_tokens: of all ranks together.
         forms: `[ranks]` numbers of the forms of their batches, see `form_of`.
         returning: ranks whose results must return, in words; empty: head and loss may run on placed rows.
+        is_planned: whether all ranks have planned it before, as the same micro-batch of a step.
     """
 
     num_documents: list[int]
     longest_document_tokens: int
     forms: tuple[int, ...]
     returning: str
+    is_planned: bool
 
 
 class PackAgreement:
@@ -53,11 +55,12 @@ class PackAgreement:
     def reach(
         self,
         batch: Batch,
-        lengths: IntArray | None,
+        read: ReadDocuments,
         number: int,
         images_wait: bool,
         gradients_of: Sequence[bool] = (),
         results_return: bool = True,
+        of_step: int = 0,
     ) -> PackNumbers | None:
         """Shows all ranks this rank's batch, and returns what they showed; None if some rank's batch is padded. A
         collective call.
@@ -65,18 +68,19 @@ class PackAgreement:
         Warns of ranks whose first batch holds no label to learn: most likely all their batches are like it.
 
         Args:
-            lengths: `[documents]` of the batch; None if it is padded.
+            read: of the batch.
             number: of the micro-batch.
             images_wait: whether a rank with an image waits for the others: for weights or gradients of towers.
             gradients_of: whether parts of the model before its decoder need gradients.
             results_return: whether this rank needs the results of its own rows.
+            of_step: number of the micro-batch in the step that planned it ahead, from 1 on; 0 if none has.
 
         Raises:
             PackingError: only some ranks hold images, and would wait for the others.
             PlanMismatchError, PeerLostError: other ranks are doing something else, could not do their part, or hold
                 another batch although they share the data.
         """
-        flags = self._flags(batch, lengths, is_first=number == 0)
+        flags, lengths = self._flags(batch, read, is_first=number == 0), read.lengths
         agreement = Agreement.start(
             self._transport,
             Occasion.PLAN,
@@ -88,6 +92,7 @@ class PackAgreement:
                 "padded": int(lengths is None),
                 "form": form_of(batch, [*gradients_of, results_return]),
                 "results return": int(results_return),
+                "of step": of_step,
                 **flags,
             },
         )
@@ -107,16 +112,17 @@ class PackAgreement:
             self._warn_of_padding(self._labels(numbers["padded"]), number)
             return None
         longest, returning = max(numbers["longest document"]), self._labels(numbers["results return"])
-        return PackNumbers(numbers["documents"], longest, tuple(numbers["form"]), returning)
+        is_planned = set(numbers["of step"]) == {of_step} != {0}
+        return PackNumbers(numbers["documents"], longest, tuple(numbers["form"]), returning, is_planned)
 
-    def _flags(self, batch: Batch, lengths: IntArray | None, is_first: bool) -> dict[str, int]:
+    def _flags(self, batch: Batch, read: ReadDocuments, is_first: bool) -> dict[str, int]:
         """Returns what ranks show each other of a batch beside its lengths."""
         flags = {
-            "learns nothing": int(is_first and _learns_nothing(batch)),
+            "learns nothing": int(is_first and read.learns_nothing),
             "holds images": int(bool(media_of(batch))),
         }
         if self._transport.grid.shape[2] > 1:
-            flags[CHECKSUM] = _checksum(lengths, tokens_of(batch), batch)
+            flags[CHECKSUM] = checksum_of(batch, read.lengths) if read.checksum is None else read.checksum
         return flags
 
     def _check_same_batch(self, agreement: Agreement, number: int) -> None:
@@ -179,20 +185,3 @@ def form_of(batch: Batch, gradients_of: Sequence[bool] = ()) -> int:
         elif value is not None:
             facts.append((name, value if isinstance(value, bool | str) else type(value).__name__))
     return crc32(str(facts).encode())
-
-
-def _checksum(lengths: IntArray | None, tokens: torch.Tensor, batch: Batch) -> int:
-    """Returns a checksum of a batch; waits for the device. Images count by their sum, so that they need not be copied.
-    A mask counts where the batch is padded: in packs lengths say the same."""
-    names = ("labels", "shift_labels", "position_ids", *(["attention_mask"] if lengths is None else []))
-    named = [batch.get(name) for name in names]
-    media = [x.sum(dtype=torch.float64)[None] for x in map(batch.get, media_of(batch)) if isinstance(x, torch.Tensor)]
-    values = [tokens, *(x for x in named if isinstance(x, torch.Tensor)), *media]
-    parts = [x.detach().contiguous().view(torch.uint8).cpu().numpy().tobytes() for x in values]
-    return crc32(b"".join([*parts, b"" if lengths is None else lengths.tobytes()]))
-
-
-def _learns_nothing(batch: Batch) -> bool:
-    """Returns whether a batch has labels and none of them is learnt; waits for the device."""
-    labels = batch.get("labels")
-    return isinstance(labels, torch.Tensor) and labels.numel() > 0 and bool((labels == IGNORED_LABEL).all())

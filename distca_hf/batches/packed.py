@@ -3,7 +3,8 @@
 lengths of this rank ── gather ──▶ live plan ┈┈┈┈┈┈┈┈▶ layout of all packs ──▶ placed layout ──▶ plan, routing
 from cu_seq_lens_q, position_ids or rows     of one pass   when the decoder begins          moves of rows
 
-Ranks meet before the pass. The plan is made when the decoder begins: the device then computes what comes before.
+Ranks meet before the pass. The plan is made when the decoder begins: the device then computes what comes before. Where
+the micro-batches of a step are known when it begins, they are planned in a thread instead (`batches.step_ahead`).
 
 Layers that carry a state from token to token need the documents of their rank whole, in the order of its batch. There
 tokens stay, and attention tasks move.
@@ -14,13 +15,16 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from distca_hf.arrays import IntArray
-from distca_hf.batches.batch_documents import Batch, document_lengths, tokens_of
+from distca_hf.batches.batch_documents import Batch, tokens_of
 from distca_hf.batches.pack_agreement import PackAgreement, PackNumbers
+from distca_hf.batches.read_documents import DocumentReader, ReadDocuments
+from distca_hf.batches.step_ahead import StepAhead
 from distca_hf.batches.taking import order_plan
 from distca_hf.comm.agreement import Agreement, Occasion
 from distca_hf.comm.served_transport import ServedTransport
@@ -29,6 +33,7 @@ from distca_hf.config import DistCAConfig
 from distca_hf.cost import CAUSAL_LAYERS, LayerMasks, TokenBytes
 from distca_hf.errors import PackingError
 from distca_hf.layout import Layout, as_int_array
+from distca_hf.placement.near_home import near_home
 from distca_hf.placement.place import place
 from distca_hf.planning.plan import Plan, PlanFacts, PlanTotals, plan_in_place
 from distca_hf.planning.rebalance import plan_by_moving
@@ -46,17 +51,32 @@ from distca_hf.topology import Topology
 EVEN = 1.02
 
 
+class PreparedPacks(NamedTuple):
+    """A plan on the host.
+
+    Attributes:
+        plan, num_chunks: the plan, and the chunks of its exchanges.
+        kinds: its routing.
+        moves: of rows; None if rows stay where batches have them.
+    """
+
+    plan: Plan
+    num_chunks: int
+    kinds: PinnedKinds
+    moves: RowMoves | None
+
+
 @dataclass(frozen=True)
 class IncomingPacks:
-    """Packs of all ranks, whose lengths are on their way to this one.
+    """Packs of all ranks, whose lengths are on their way to this one, or which are being planned.
 
     Attributes:
         micro_batch: its number.
         trains: whether it is trained on, and counted.
         device: where its tokens are.
         servers: attention servers that compute some of its tasks; None if there are none.
-        shown: what ranks showed each other of them.
-        gather: brings their lengths, filled up with zeros to those of the rank with the most documents.
+        forms: see `PackNumbers`.
+        prepare: waits for the lengths, and plans; or waits for the plan.
         spent_seconds: time that planning has taken so far.
     """
 
@@ -64,21 +84,9 @@ class IncomingPacks:
     trains: bool
     device: torch.device
     servers: Servers | None
-    shown: PackNumbers
-    gather: Gather
+    forms: tuple[int, ...]
+    prepare: Callable[[], PreparedPacks]
     spent_seconds: float
-
-    def layout(self) -> Layout:
-        """Waits for the lengths; returns the layout of all packs.
-
-        Raises:
-            PeerLostError: a rank was lost.
-            PackingError: a document is too long.
-        """
-        where, rows = _where(self.micro_batch), self.gather.wait()
-        return Layout.from_packs(
-            [as_int_array(row[:count], where) for row, count in zip(rows, self.shown.num_documents, strict=True)]
-        )
 
 
 class PackPlanner:
@@ -88,7 +96,7 @@ class PackPlanner:
         servers: attention servers behind the ranks, for micro-batches that are trained on; then `transport` reaches
             them. None if there are none.
         layer_masks: masks that the model's layers attend with, each with the number of its layers.
-        lengths: returns `[documents]` lengths of a batch, or None if it is padded.
+        read: reads the documents of a batch.
         moves_rows: whether the model moves rows, so that tokens may be placed; else attention tasks move.
 
     Attributes:
@@ -107,7 +115,7 @@ class PackPlanner:
         token_bytes: TokenBytes = TokenBytes(),  # noqa: B008 (immutable)
         servers: Servers | None = None,
         layer_masks: LayerMasks = CAUSAL_LAYERS,
-        lengths: Callable[[Batch], IntArray | None] = document_lengths,
+        read: Callable[[Batch], ReadDocuments] = DocumentReader().read,  # noqa: B008 (immutable)
         moves_rows: bool = False,
     ) -> None:
         self.totals = PlanTotals()
@@ -119,11 +127,12 @@ class PackPlanner:
         self._topology = config.topology(transport.world_size)
         self._head_groups = head_groups
         self._token_bytes = token_bytes
-        self._servers, self._layer_masks, self._lengths_of = servers, layer_masks, lengths
+        self._servers, self._layer_masks, self._read_batch = servers, layer_masks, read
         self._moves_rows = moves_rows
         self.latest_moves: RowMoves | None = None
         self.returning = ""
         self._agreement = PackAgreement(config, transport)
+        self._step = StepAhead[PreparedPacks](transport)
         self._next_number = 0
 
     def bookmark(self) -> Callable[[], None]:
@@ -137,6 +146,15 @@ class PackPlanner:
             self._next_number, self.totals, self.times = number, totals, replace(times)
 
         return go_back
+
+    def begin_step(self, documents: Sequence[ReadDocuments | None], device: torch.device) -> None:
+        """Plans the micro-batches of an optimizer step ahead; see `StepAhead`. A collective call.
+
+        With attention servers nothing is planned ahead: which of them take part is known when a pass begins.
+        """
+        if self._servers is None:
+            prepare = partial(self._prepare, servers=None, pin=device.type == "cuda")
+            self._step.begin(documents, self._next_number, prepare, device)
 
     def plan(
         self,
@@ -168,23 +186,28 @@ class PackPlanner:
         """
         began = time.perf_counter()
         number, self._next_number = self._next_number, self._next_number + 1
-        lengths, tokens = self._lengths(batch, number), tokens_of(batch)
-        shown = self._agreement.reach(batch, lengths, number, images_wait, gradients_of, results_return)
+        read, device = self._read(batch, number), tokens_of(batch).device
+        of_step, planned = self._step.take(read)
+        shown = self._agreement.reach(batch, read, number, images_wait, gradients_of, results_return, of_step)
         if shown is None:
             return None
-        self.returning = shown.returning
+        self.returning, lengths = shown.returning, read.lengths
         assert lengths is not None  # or this rank's batch would be padded
         longest_tokens = shown.longest_document_tokens
         if not longest_tokens:
             raise PackingError(f"micro-batch {number}: no data on any rank; leave this batch out")
-        filled_up = [*lengths.tolist(), *[0] * (max(shown.num_documents) - len(lengths))]
-        gather = self._transport.gather(filled_up, _where(number))
         servers = self._servers if trains else None  # evaluation uses none
         served = self._transport if isinstance(self._transport, ServedTransport) and trains else None
         if served is not None:
             servers = served.servers  # some may be lost
+        if planned is not None and shown.is_planned:
+            prepare = planned.result
+        else:
+            filled_up = [*lengths.tolist(), *[0] * (max(shown.num_documents) - len(lengths))]
+            gather = self._transport.gather(filled_up, _where(number))
+            prepare = partial(self._prepare_gathered, gather, shown, number, servers, device.type == "cuda")
         spent_seconds = time.perf_counter() - began
-        packs = IncomingPacks(number, trains, tokens.device, servers, shown, gather, spent_seconds)
+        packs = IncomingPacks(number, trains, device, servers, shown.forms, prepare, spent_seconds)
         later = PlannedLater(longest_tokens, partial(self._plan_incoming, packs))
         return LivePlan(
             number,
@@ -195,33 +218,42 @@ class PackPlanner:
             document_tokens=lengths,
         )
 
-    def _plan_incoming(self, packs: IncomingPacks) -> Planned:
-        """Waits for the lengths of packs, then plans and routes them."""
-        began = time.perf_counter()
-        home, servers = packs.layout(), packs.servers
+    def _prepare_gathered(
+        self, gather: Gather, shown: PackNumbers, number: int, servers: Servers | None, pin: bool
+    ) -> PreparedPacks:
+        """Waits for the lengths of packs, filled up with zeros, then plans and routes them."""
+        where, rows = _where(number), gather.wait()
+        counted = zip(rows, shown.num_documents, strict=True)
+        return self._prepare([as_int_array(row[:count], where) for row, count in counted], servers, pin)
+
+    def _prepare(self, packs: Sequence[IntArray], servers: Servers | None, pin: bool) -> PreparedPacks:
+        """Plans and routes packs on the host, given the document lengths of each; safe in a background thread."""
+        home = Layout.from_packs(packs)
         layout = self._placed(home)
         plan, topology = self._plan_layout(layout, servers)
-        num_chunks = self._config.num_chunks(topology)
+        num_chunks, rank = self._config.num_chunks(topology), self._transport.rank
+        num_servers = 0 if servers is None else servers.count
         kinds = PinnedKinds.prepare(
-            plan,
-            self._transport.rank,
-            num_chunks,
-            self._layer_masks,
-            home.rank_work_of,
-            pin=packs.device.type == "cuda",
-            num_servers=0 if servers is None else servers.count,
+            plan, rank, num_chunks, self._layer_masks, home.rank_work_of, pin=pin, num_servers=num_servers
         )
+        moves = RowMoves.of(home, layout, rank) if self._moves_rows else None
+        return PreparedPacks(plan, num_chunks, kinds, moves)
+
+    def _plan_incoming(self, packs: IncomingPacks) -> Planned:
+        """Waits for the plan of packs, or makes it, and copies it to the device."""
+        began = time.perf_counter()
+        plan, num_chunks, kinds, self.latest_moves = packs.prepare()
         self.history.append(kinds.facts)
         if packs.trains:
             self.totals = self.totals.plus(kinds.facts)
             self.times.micro_batches += 1  # padded micro-batches are in none of these
             self.times.plan_seconds += packs.spent_seconds + time.perf_counter() - began
-        posted = order_plan(self._transport, None if servers is None else plan, packs.micro_batch, num_chunks)
+        posted = order_plan(self._transport, None if packs.servers is None else plan, packs.micro_batch, num_chunks)
         planned = kinds.planned(packs.device, plan.fingerprint, posted)
-        if not self._moves_rows:
+        if self.latest_moves is None:
             return planned
-        self.latest_moves = moves = RowMoves.of(home, layout, self._transport.rank)
-        return planned._replace(moves=DeviceRowMoves.of(moves, packs.device), batch_forms=packs.shown.forms)
+        moves = DeviceRowMoves.of(self.latest_moves, packs.device)
+        return planned._replace(moves=moves, batch_forms=packs.forms)
 
     def _placed(self, home: Layout) -> Layout:
         """Returns the layout that layers compute; batches that are even keep theirs."""
@@ -235,6 +267,7 @@ class PackPlanner:
             head_groups=self._head_groups,
             layer_masks=self._layer_masks,
         )
+        layout = near_home(home, layout, self._topology)
         return replace(layout, rank_rows=np.maximum(layout.rank_rows, 1))  # models cannot run on no rows
 
     def _plan_layout(self, layout: Layout, servers: Servers | None) -> tuple[Plan, Topology]:
@@ -247,10 +280,10 @@ class PackPlanner:
         plan = plan_served(layout, servers, groups, topology=trainers, token_bytes=token_bytes)
         return plan, servers.topology(trainers)
 
-    def _lengths(self, batch: Batch, number: int) -> IntArray | None:
-        """Returns document lengths of this rank; None if its batch is padded. Announces a failure to others."""
+    def _read(self, batch: Batch, number: int) -> ReadDocuments:
+        """Returns the documents of this rank's batch. Announces a failure to others."""
         try:
-            return self._lengths_of(batch)
+            return self._read_batch(batch)
         except Exception:
             Agreement.announce_unable(self._transport, number, Occasion.PLAN)
             raise

@@ -45,6 +45,11 @@ class PaddedRows:
         """Returns values of the tokens, `[1, T, ...]`, of values of all places, `[B, L, ...]`."""
         return values.flatten(0, 1)[self.token_places][None]
 
+    def places_on(self, device: torch.device) -> torch.Tensor:
+        """Returns `token_places` on a device; the host does not wait."""
+        places = self.token_places
+        return (places.pin_memory() if device.type == "cuda" else places).to(device, non_blocking=True)
+
 
 def padded_rows_of(batch: Batch, with_images: bool = False) -> PaddedRows | None:
     """Returns the rows of a padded batch; waits for the device.

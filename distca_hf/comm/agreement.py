@@ -42,6 +42,7 @@ class Occasion(enum.IntEnum):
     SCHEDULE = 8  # run an optimizer step of a pipeline
     EVALUATE = 9  # go on with an evaluation
     MOVE = 10  # move rows to where a model's layers compute them
+    STEP = 11  # plan all micro-batches of an optimizer step
 
 
 # Ranks that take a step together. A rank that is unable shows it to those of the step that it should have taken.
@@ -55,6 +56,7 @@ SCOPE_OF = {
     Occasion.SCHEDULE: Scope.GROUP,
     Occasion.EVALUATE: Scope.GROUP,
     Occasion.MOVE: Scope.STAGE,
+    Occasion.STEP: Scope.STAGE,
 }
 
 # Text travels as integers of so many bytes: gathers carry integers of 64 bits, with a sign, alone.

@@ -9,8 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from distca_hf.layout import Layout
+from distca_hf.placement.near_home import near_home
 from distca_hf.placement.place import fill_in_order, place
 from distca_hf.planning.plan import plan_in_place
+from distca_hf.topology import Topology
 from support.layouts import padding_rows, reads_rows_in_order
 
 
@@ -177,3 +179,51 @@ def test_plain_packing_cuts_only_where_a_rank_is_full(lengths: list[int], num_ra
     borders = {*np.cumsum(lengths).tolist(), *np.cumsum(layout.rank_tokens).tolist()} - {0}
 
     assert ends.tolist() == sorted(borders)
+
+
+@given(st.sampled_from(KINDS), SEEDS, st.sampled_from([(2, 2), (5, 2), (8, 8), (16, 4), (24, 8)]))
+@settings(max_examples=20, deadline=None)
+def test_ranks_numbered_near_home_hold_the_same_parts(kind: str, seed: int, sizes: tuple[int, int]) -> None:
+    num_ranks, ranks_per_node = sizes
+    rng, topology = random.Random(seed), Topology(num_ranks, ranks_per_node)
+    packs: list[list[int]] = [[] for _ in range(num_ranks)]
+    for length in Batch(kind, num_ranks, rng.randint(num_ranks, 8192 * num_ranks), seed).lengths:
+        packs[rng.randrange(num_ranks)].append(length)
+    home = Layout.from_packs(packs)
+    placed = place(home.document_tokens, num_ranks, topology=topology, head_groups=4)
+    near = near_home(home, placed, topology)
+
+    near.validate()
+    held = [placed.held_by(rank) for rank in range(num_ranks)]
+    order = [held.index(near.held_by(rank)) if near.held_by(rank) else -1 for rank in range(num_ranks)]
+    for node in range(topology.num_nodes):  # a node's parts stay together, and the last node may be smaller
+        nodes = {int(topology.node_of[part]) for part in order[slice_of(topology.ranks_of(node))] if part >= 0}
+        assert len(nodes) <= 1
+    parts = [sorted(zip(layout.rank_rows, layout.rank_work, strict=True)) for layout in (placed, near)]
+    assert parts[0] == parts[1]
+    plans = [plan_in_place(layout, 4) for layout in (placed, near)]
+    plans[1].validate()
+    # Shares of a stripe are equal up to one query, with the heads of one group.
+    assert abs(plans[1].work.max() - plans[0].work.max()) <= max(home.document_tokens) * max(1, len(near.stripes))
+    assert len(near.stripes) == len(placed.stripes)
+    if topology.num_nodes == 1:  # the best match is at least half of any other
+        assert 2 * tokens_at_home(home, near) >= tokens_at_home(home, placed)
+
+
+def test_ranks_take_the_parts_that_share_most_tokens_with_their_batches() -> None:
+    home = Layout.from_packs([[6], [5], [4], [3]])
+    placed = Layout.from_segments([6, 5, 4, 3], [[(3, 0, 3)], [(2, 0, 4)], [(1, 0, 5)], [(0, 0, 6)]])
+    assert tokens_at_home(home, placed) == 0
+    assert tokens_at_home(home, near_home(home, placed, Topology(4, 4))) == 18
+    assert tokens_at_home(home, near_home(home, placed, Topology(4, 2))) == 18
+    # Where the last node is smaller, ranks 0 to 2 are one node, and the part of rank 3 is far from its home.
+    assert tokens_at_home(home, near_home(home, placed, Topology(4, 3))) == 9
+
+
+def tokens_at_home(home: Layout, placed: Layout) -> int:
+    """Tokens on the rank whose batch holds them."""
+    return int(placed.segment_tokens[home.segment_rank[placed.segment_document] == placed.segment_rank].sum())
+
+
+def slice_of(ranks: range) -> slice:
+    return slice(ranks.start, ranks.stop)

@@ -18,7 +18,7 @@ from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
 from distca_hf.batches.batch_documents import Batch, tokens_of
-from distca_hf.batches.padded import PaddedRows, padded_rows_of
+from distca_hf.batches.padded import PaddedRows
 from distca_hf.comm.agreement import REMEDIES, Agreement, Occasion, by_value
 from distca_hf.comm.served_transport import ServedTransport
 from distca_hf.errors import PlanError, PlanMismatchError, UnsupportedAttentionError
@@ -75,6 +75,9 @@ class DecoderBorders:
         has_position_table: whether it looks positions up in a table.
         counted: hears how long the rows of tokens were.
         check_calls: checks the attention calls of a pass; called before results go home.
+
+    Attributes:
+        is_multimodal: whether the decoder gets features of images among its embeddings.
     """
 
     def __init__(
@@ -86,12 +89,12 @@ class DecoderBorders:
     ) -> None:
         decoder = text_decoder(model)
         self._decoder = model.base_model if decoder is model else decoder
-        self._is_multimodal = decoder is not model
+        self.is_multimodal = decoder is not model
         self._names = names_by_position(self._decoder)
         self._class_name, self._has_position_table = type(model).__name__, has_position_table
         self._counted, self._check_calls = counted, check_calls
         self._handles: list[RemovableHandle] = []
-        self._padded: PaddedRows | None = None
+        self._token_places: torch.Tensor | None = None
         self._is_open = False
         self._rows: PassRows | None = None
         self._columns: dict[tuple[int, ...], Columns] = {}
@@ -117,31 +120,29 @@ class DecoderBorders:
         for handle in self._handles:
             handle.remove()
 
-    def begin(self, batch: Batch) -> Batch:
-        """Begins a pass on a batch without a plan; waits for the device if it has a mask.
+    def begin(self, padded: PaddedRows | None, device: torch.device) -> None:
+        """Begins a pass on a batch without a plan.
 
-        Returns:
-            The batch as its documents are read: without padding, or the batch itself.
+        Args:
+            padded: places of the tokens, if rows are padded.
 
         Raises:
-            PackingError: as for `padded_rows_of`.
             UnsupportedAttentionError: rows begin with padding, and the model's positions would count it.
         """
-        self._is_open = True
-        self._padded = rows = padded_rows_of(batch, with_images=self._is_multimodal)
-        if rows is None:
-            return batch
-        if self._has_position_table and rows.is_left_padded and not rows.has_own_positions:
+        self._is_open, self._token_places = True, None
+        if padded is None:
+            return
+        if self._has_position_table and padded.is_left_padded and not padded.has_own_positions:
             raise UnsupportedAttentionError(
                 f"{self._class_name} looks positions up in a table, and rows are padded on the left: Transformers "
                 "would count their padding, too. Pad on the right (tokenizer.padding_side), or give position_ids "
                 "that begin at 0 in every row"
             )
-        return {"input_ids": rows.pack(tokens_of(batch)), "cu_seq_lens_q": rows.offsets}
+        self._token_places = padded.places_on(device)
 
     def end(self) -> None:
         """Ends a pass, or leaves its batch as it is."""
-        self._is_open, self._padded, self._rows = False, None, None
+        self._is_open, self._token_places, self._rows = False, None, None
 
     def _before(self, module: nn.Module, args: tuple[object, ...], kwargs: dict[str, Any]) -> object:
         """Moves rows in. A compiler looks in here, and finds nothing to do for a batch that was placed before."""
@@ -165,14 +166,14 @@ class DecoderBorders:
             PlanMismatchError, PeerLostError, PlanError, UnsupportedAttentionError: as for `_agreed`.
         """
         moves, given = plan.planned.moves, {**batch}
-        if moves is None or (self._padded is None and not moves.moves.crosses):
+        if moves is None or (self._token_places is None and not moves.moves.crosses):
             return None
         tokens = tokens_of(given)
         batch_size, length = tokens.shape
         rows = PassRows(
             moves,
             plan.transport.among_trainers if isinstance(plan.transport, ServedTransport) else plan.transport,
-            None if self._padded is None else self._padded.token_places,
+            self._token_places,
             (batch_size, length),
             f"micro-batch {plan.micro_batch}",
             plan.forward_pass.begin_backward_of_rows,
@@ -217,8 +218,8 @@ class DecoderBorders:
         if positions is not None:  # [B, L] or [1, L], or several of these
             return positions.expand(*positions.shape[:-2], *tokens.shape).reshape(-1, tokens.numel())
         found = tokens.new_zeros(tokens.numel(), dtype=torch.int64)
-        if self._padded is not None:
-            return found.index_copy_(0, self._padded.token_places, counted)[None]
+        if self._token_places is not None:
+            return found.index_copy_(0, self._token_places, counted)[None]
         found[: len(counted)] = counted
         return found[None]
 

@@ -4,7 +4,7 @@ Hooks find or make the plan of every batch, and check the pass around it. Batche
 plan along. Ranks meet here about any other batch that an enabled model trains on; it is planned when a layer attends.
 """
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import Any
 
@@ -12,12 +12,12 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from distca_hf.arrays import IntArray
 from distca_hf.batches.batch_documents import Batch, cache_of, check_mask_numbers, ids_checked, tokens_of
 from distca_hf.batches.empty_batch import fill_empty
 from distca_hf.batches.known_batch import TOKENS, completed
 from distca_hf.batches.packed import PackPlanner
 from distca_hf.batches.preview import RunReport
+from distca_hf.batches.read_documents import DocumentReader, ReadDocuments, read_before
 from distca_hf.batches.reported_steps import ReportedSteps
 from distca_hf.comm.averaging import check_averaging
 from distca_hf.errors import PlanError
@@ -81,6 +81,7 @@ class ForwardWatch:
         flops: operations of the model; None if they are not known.
         report: lines about its training.
         reported_steps: traces of its passes.
+        reader: reads the documents of its batches.
         attention_dtype: in which it attended to the latest batch with a plan; None before the first one.
         loss: decides whether head and loss run on placed rows.
     """
@@ -106,6 +107,13 @@ class ForwardWatch:
         self._mixers = MixerWatch(inner, self._accepts_use_cache)
         # Images may stand in text as tokens that have no embedding.
         self._vocabulary_tokens = None if self._check.towers else vocabulary_tokens_of(root)
+        self.reader = DocumentReader(
+            self._mixers.lengths,
+            packs_rows=not self._mixers.mixers,
+            with_images=self._borders.is_multimodal,
+            vocabulary_tokens=self._vocabulary_tokens,
+            with_checksum=context.members.grid.shape[2] > 1,
+        )
         self._head_groups = head_groups_of(root, context.members.grid.shape[2])
         self._token_bytes = token_bytes_of(root)
         self._layer_masks = layer_masks_of(root)
@@ -277,23 +285,39 @@ class ForwardWatch:
     def _plan_packs(self, module: nn.Module, batch: Batch) -> LivePlan | None:
         """Returns the plan of a batch that brought none; None if some rank's is padded. All ranks decide alike."""
         self._check.check_model(module)
-        if self.packs is None:
-            transport, servers = self.context.training_transport(tokens_of(batch).device), self.context.servers
-            of_model = self._head_groups, self._token_bytes, servers, self._layer_masks, self._lengths
-            self.packs = PackPlanner(self.context.config, transport, *of_model, moves_rows=not self._mixers.mixers)
+        packs = self._planner(tokens_of(batch).device)
         images_wait = self._check.images_wait(module.training)
         moves_rows = module.training and torch.is_grad_enabled() and not self._mixers.mixers
         reason = self.loss.begin(batch if moves_rows else None)
         gradients_of = self._check.gradients_before_decoder()
-        plan = self.packs.plan(batch, module.training, images_wait, gradients_of, bool(reason))
+        plan = packs.plan(batch, module.training, images_wait, gradients_of, bool(reason))
         if plan is not None:
-            self.loss.decide(self.packs.returning, reason)
+            self.loss.decide(packs.returning, reason)
         return plan
 
-    def _lengths(self, batch: Batch) -> IntArray | None:
-        """Returns document lengths of a batch; None if it stays padded, as it does where mixers keep rows apart."""
-        with ids_checked(batch, self._vocabulary_tokens, waits=True):
-            return self._mixers.lengths(batch if self._mixers.mixers else self._borders.begin(batch))
+    def _planner(self, device: torch.device) -> PackPlanner:
+        """Returns what plans batches without a plan."""
+        if self.packs is None:
+            transport, servers = self.context.training_transport(device), self.context.servers
+            of_model = self._head_groups, self._token_bytes, servers, self._layer_masks, self._read
+            self.packs = PackPlanner(self.context.config, transport, *of_model, moves_rows=not self._mixers.mixers)
+        return self.packs
+
+    def begin_step(self, documents: Sequence[ReadDocuments | None], device: torch.device) -> None:
+        """Lets ranks plan the micro-batches of an optimizer step ahead. A collective call.
+
+        Args:
+            documents: of the micro-batches, as they were read on the host; None of those that were not.
+        """
+        if len(self.context.members.compute_ranks) > 1:
+            self._planner(device).begin_step(documents, device)
+
+    def _read(self, batch: Batch) -> ReadDocuments:
+        """Returns the documents of a batch, and begins a pass at the borders of the decoder. A batch that stays padded
+        does so where mixers keep rows apart."""
+        read = read_before(batch) or self.reader.read(batch)
+        self._borders.begin(read.padded, tokens_of(batch).device)
+        return read
 
     def _checkpointed_modules(self, module: nn.Module) -> list[nn.Module]:
         """Returns modules that are or may be checkpointed: wrappers may come until the first forward pass."""

@@ -77,7 +77,9 @@ def attach(trainer: Trainer, context: ParallelContext) -> None:
             _place(trainer, context, attachment)
         else:
             _enable(attachment, context)
-            _add_callbacks(context, attachment, DistCACallback(context))
+            callback = DistCACallback(context)
+            _add_callbacks(context, attachment, callback)
+            callback.plan_ahead(trainer, attachment.replace)
         attachment.replace(trainer, "compute_loss", partial(_loss_of_known_batch, trainer.compute_loss))
         reader.install()
         if context.servers is not None:

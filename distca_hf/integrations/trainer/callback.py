@@ -13,12 +13,12 @@ from torch import nn
 from transformers import (
     PrinterCallback,
     ProgressCallback,
+    Trainer,
     TrainerCallback,
     TrainerControl,
     TrainerState,
     TrainingArguments,
 )
-from transformers.trainer_callback import CallbackHandler
 from transformers.trainer_utils import has_length
 
 from distca_hf.arrays import ceil_div
@@ -29,6 +29,7 @@ from distca_hf.errors import ConfigError
 from distca_hf.integrations.models.forward_watch import ForwardWatch, enable, watch_of
 from distca_hf.integrations.models.weights_check import WeightsCheck
 from distca_hf.integrations.trainer.check import settings_of_placed
+from distca_hf.integrations.trainer.steps_ahead import StepsAhead
 from distca_hf.integrations.trainer.stop_on_signal import LeaveOnSignal
 from distca_hf.integrations.trainer.whole_weights import check_optimizer
 from distca_hf.parallel_context import ParallelContext
@@ -73,6 +74,7 @@ class DistCACallback(TrainerCallback):
         self._first_step = 0
         self._weights: WeightsCheck | None = None
         self._leave: LeaveOnSignal | None = None
+        self._steps: StepsAhead | None = None
 
     def on_init_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: nn.Module, **kwargs: object
@@ -91,17 +93,28 @@ class DistCACallback(TrainerCallback):
             )
         self.watch(enable(model, self._context))
         leave = LeaveOnSignal(self._context.transport) if self._context.config.save_on_signal else None
-        handler = _handler_of_this_event(self)
-        if handler is None:
+        trainer = _trainer_of_this_event(self)
+        if trainer is None:
             log.warning("DistCACallback stays where it is among callbacks: trackers before it do not get its metrics")
             self._leave = leave
             return
+        self.plan_ahead(trainer, setattr)
+        handler = trainer.callback_handler
         handler.callbacks.remove(self)
         handler.callbacks.insert(0, self)
         if self._context.config.metrics == "basic":
             print_in_short(handler.callbacks, setattr)
         if leave is not None:
             handler.add_callback(leave)
+
+    def plan_ahead(self, trainer: Trainer, replace: Callable[[object, str, object], None]) -> None:
+        """Lets ranks plan the micro-batches of this Trainer's steps ahead; for a model that is watched.
+
+        Args:
+            replace: sets an attribute of an object.
+        """
+        assert self._model is not None
+        self._steps = StepsAhead(trainer, self._model, replace)
 
     def watch(self, model: nn.Module) -> None:
         """Reports on this enabled model."""
@@ -136,6 +149,8 @@ class DistCACallback(TrainerCallback):
         watch.report.restart(_steps_per_epoch(args, train_dataloader))
         if source is None and transport.world_size == 1:
             log.info("%s: one rank: there is nothing to balance", __version__)
+        if self._steps is not None:
+            self._steps.begin(train_dataloader)
         if self._leave is not None:
             self._leave.on_train_begin(args, state, control, self._model)
 
@@ -219,6 +234,8 @@ class DistCACallback(TrainerCallback):
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
     ) -> None:
+        if self._steps is not None:
+            self._steps.end()
         watch = watch_of(self._model)
         if watch is not None:
             watch.reported_steps.flush()
@@ -266,17 +283,17 @@ def _steps_per_epoch(args: TrainingArguments, train_dataloader: Any) -> int | No
     return ceil_div(len(train_dataloader), args.gradient_accumulation_steps)
 
 
-def _handler_of_this_event(callback: TrainerCallback) -> CallbackHandler | None:
-    """Returns the list of callbacks that is being called; None where it is not found.
+def _trainer_of_this_event(callback: TrainerCallback) -> Trainer | None:
+    """Returns the Trainer whose event is being called; None where it is not found.
 
     Trainer puts callbacks of the user behind its own, some of which report to trackers. It passes everything to them
-    but the list they are in. So the list is taken from the caller of the event, `CallbackHandler.call_event`.
+    but itself and the list they are in. So it is taken from the caller of the event, `CallbackHandler.call_event`.
     """
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        handler = frame.f_locals.get("self")
-        if isinstance(handler, CallbackHandler) and callback in handler.callbacks:
-            return handler
+        owner = frame.f_locals.get("self")
+        if isinstance(owner, Trainer) and callback in owner.callback_handler.callbacks:
+            return owner
         frame = frame.f_back
     return None
 

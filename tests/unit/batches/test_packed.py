@@ -6,9 +6,9 @@ import pytest
 import torch
 
 import distca_hf
-from distca_hf.batches.batch_documents import check_mask_numbers, ids_checked, media_of
+from distca_hf.batches.batch_documents import check_mask_numbers, document_lengths, ids_checked, media_of
 from distca_hf.batches.empty_batch import fill_empty
-from distca_hf.batches.packed import PackPlanner, document_lengths
+from distca_hf.batches.packed import PackPlanner
 from distca_hf.config import DistCAConfig
 from distca_hf.errors import PackingError
 from distca_hf.testing import LoopbackTransport, run_ranks

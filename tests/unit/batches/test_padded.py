@@ -7,6 +7,7 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from distca_hf.batches.padded import padded_rows_of
+from distca_hf.batches.read_documents import DocumentReader
 from distca_hf.errors import PackingError, UnsupportedAttentionError
 from distca_hf.integrations.models.counted_rows import CountedRows
 from distca_hf.integrations.models.decoder_borders import DecoderBorders
@@ -15,6 +16,7 @@ from distca_hf.integrations.models.decoder_borders import DecoderBorders
 IDS = torch.arange(1, 13).view(3, 4)
 RIGHT = torch.tensor([[1, 1, 1, 0], [1, 1, 1, 1], [1, 0, 0, 0]])
 LEFT = RIGHT.flip(1)
+CPU = torch.device("cpu")
 
 
 def batch_of(mask: list[list[int]] | torch.Tensor, **others: Any) -> dict[str, Any]:
@@ -65,7 +67,8 @@ def test_a_table_of_positions_does_not_count_padding_on_the_left() -> None:
     borders = DecoderBorders(model, True, CountedRows(model), lambda plan: None)
 
     with pytest.raises(UnsupportedAttentionError, match=r"GPT2LMHeadModel looks positions up in a table, and rows"):
-        borders.begin(batch_of(LEFT))
+        borders.begin(padded_rows_of(batch_of(LEFT)), CPU)
     own = (LEFT.cumsum(1) - 1).clamp(min=0)
-    assert borders.begin(batch_of(LEFT, position_ids=own))["cu_seq_lens_q"].tolist() == [0, 3, 7, 8]
-    assert borders.begin(batch_of(RIGHT))["cu_seq_lens_q"].tolist() == [0, 3, 7, 8]
+    for batch in (batch_of(LEFT, position_ids=own), batch_of(RIGHT)):
+        borders.begin(padded_rows_of(batch), CPU)
+        assert DocumentReader(packs_rows=True).read(batch).lengths.tolist() == [3, 4, 1]

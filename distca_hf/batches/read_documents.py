@@ -1,0 +1,170 @@
+"""Read documents: reads on the host what ranks must know of a batch before they plan it.
+
+    collator ──read──▶ entry of the batch ──▶ step of Trainer ──mark──▶ tensors ──▶ pass       no wait for the device
+    any other batch ──────────────── one copy to the host ──────────────read──────▶ pass       one wait
+
+The mark is on the storage of the tokens, as in `known_batch`, so that the entry never reaches a model or a loss that
+does not know it. A pass trusts the mark only if every tensor that was read is the same, and unchanged since.
+"""
+
+from collections.abc import Callable, MutableMapping
+from dataclasses import dataclass
+from typing import Any
+from zlib import crc32
+
+import torch
+
+from distca_hf.arrays import IntArray
+from distca_hf.batches.batch_documents import Batch, document_lengths, ids_checked, media_of, tokens_of
+from distca_hf.batches.padded import PaddedRows, padded_rows_of
+from distca_hf.data.documents import IGNORED_LABEL
+from distca_hf.telemetry import get_logger
+
+
+log = get_logger(__name__)
+
+# Entry of a batch between its collator and the step of Trainer, and attribute of a storage from then on.
+ENTRY, MARK = "distca_documents", "_distca_documents"
+LABELS = ("labels", "shift_labels")
+# Entries that are read.
+READ = ("input_ids", "attention_mask", "position_ids", "cu_seq_lens_q", "cu_seq_lens_k", "seq_idx", *LABELS)
+
+
+@dataclass(frozen=True, eq=False)
+class ReadDocuments:
+    """What was read of a batch. It has no method `to`, so Accelerate leaves it on the host.
+
+    Attributes:
+        lengths: `[documents]` tokens of each document; None if the batch stays padded.
+        padded: places of the tokens in padded rows that become a pack, on the host; None if they stay as they are.
+        learns_nothing: whether there are labels, and none of them is learnt.
+        checksum: of tokens, labels and lengths; None if it was not asked for.
+    """
+
+    lengths: IntArray | None
+    padded: PaddedRows | None
+    learns_nothing: bool
+    checksum: int | None
+
+
+@dataclass(frozen=True)
+class DocumentReader:
+    """Reads batches of one model. It can be sent to worker processes.
+
+    Attributes:
+        lengths_of: returns `[documents]` lengths of a batch without padding; None if it is padded.
+        packs_rows: whether padded rows become a pack.
+        with_images: see `padded_rows_of`.
+        vocabulary_tokens: tokens that the model has embeddings for; None if it is not known.
+        with_checksum: whether several ranks hold the same batch, and compare it.
+    """
+
+    lengths_of: Callable[[Batch], IntArray | None] = document_lengths
+    packs_rows: bool = False
+    with_images: bool = False
+    vocabulary_tokens: int | None = None
+    with_checksum: bool = False
+
+    def read(self, batch: Batch) -> ReadDocuments:
+        """Reads a batch. One that is on a device is copied to the host, which waits once.
+
+        Raises:
+            PackingError: as for `padded_rows_of`, `document_lengths` and `ids_checked`.
+        """
+        host = _on_host(batch)
+        with ids_checked(host, self.vocabulary_tokens, waits=True):
+            padded = padded_rows_of(host, self.with_images) if self.packs_rows else None
+            tokens = tokens_of(host)
+            pack = host if padded is None else {"input_ids": padded.pack(tokens), "cu_seq_lens_q": padded.offsets}
+            lengths = self.lengths_of(pack)
+        labels = host.get("labels")
+        return ReadDocuments(
+            lengths,
+            padded,
+            labels is not None and labels.numel() > 0 and bool((labels == IGNORED_LABEL).all()),
+            checksum_of(host, lengths) if self.with_checksum else None,
+        )
+
+
+@dataclass(frozen=True)
+class ReadingCollator:
+    """A collator that adds what was read of its batches, under `ENTRY`.
+
+    A batch that cannot be read gets no entry: if it reaches the model like this, the pass names what is wrong.
+    """
+
+    collate: Callable[[Any], Any]
+    reader: DocumentReader
+
+    def __call__(self, rows: Any) -> Any:
+        batch = self.collate(rows)
+        if isinstance(batch, MutableMapping) and isinstance(batch.get("input_ids"), torch.Tensor):
+            try:
+                batch[ENTRY] = self.reader.read(batch)
+            except Exception as error:
+                log.debug("documents of a batch are read in its pass, because its collator could not: %s", error)
+        return batch
+
+
+def take_read(batch: object) -> ReadDocuments | None:
+    """Takes the entry out of a batch and marks its tokens; None if it has none."""
+    if not isinstance(batch, MutableMapping) or (read := batch.pop(ENTRY, None)) is None:
+        return None
+    found: ReadDocuments = read
+    mark_read(batch, found)
+    return found
+
+
+def mark_read(batch: Batch, read: ReadDocuments) -> None:
+    """Marks the tokens of a batch with what was read of it."""
+    setattr(tokens_of(batch).untyped_storage(), MARK, (read, _tensors_of(batch)))
+
+
+def read_before(batch: Batch) -> ReadDocuments | None:
+    """Returns what was read of the tensors that a pass is given; None if nothing was, or they are others now.
+
+    The pass may leave labels out, unless they have decided what was read.
+    """
+    tokens = batch.get("input_ids")
+    if type(tokens) is not torch.Tensor or tokens.is_meta:
+        return None
+    marked: tuple[ReadDocuments, dict[str, object]] | None = getattr(tokens.untyped_storage(), MARK, None)
+    if marked is None:
+        return None
+    read, then = marked
+    now = _tensors_of(batch)
+    optional = LABELS if read.lengths is not None and read.checksum is None else ()
+    is_same = all(then.get(name) == value for name, value in now.items())
+    return read if is_same and (then.keys() - now.keys()) <= set(optional) else None
+
+
+def checksum_of(batch: Batch, lengths: IntArray | None) -> int:
+    """Returns a checksum of a batch; waits for its device. Images count by their sum, so that they need not be copied.
+    A mask counts where the batch is padded: in packs lengths say the same."""
+    names = ("labels", "shift_labels", "position_ids", *(["attention_mask"] if lengths is None else []))
+    named = [batch.get(name) for name in names]
+    media = [x.sum(dtype=torch.float64)[None] for x in map(batch.get, media_of(batch)) if isinstance(x, torch.Tensor)]
+    values = [tokens_of(batch), *(x for x in named if isinstance(x, torch.Tensor)), *media]
+    parts = [x.detach().contiguous().view(torch.uint8).cpu().numpy().tobytes() for x in values]
+    return crc32(b"".join([*parts, b"" if lengths is None else lengths.tobytes()]))
+
+
+def _on_host(batch: Batch) -> dict[str, Any]:
+    """Returns what is read of a batch, on the host; media stay where they are."""
+    given = {name: value for name in READ if isinstance(value := batch.get(name), torch.Tensor)}
+    if "input_ids" not in given:
+        given["inputs_embeds"] = batch["inputs_embeds"][..., :1].detach()
+    on_gpu = next((value for value in given.values() if value.is_cuda), None)
+    host = {name: value.to("cpu", non_blocking=value.is_cuda) for name, value in given.items()}
+    if on_gpu is not None:
+        torch.cuda.current_stream(on_gpu.device).record_event().synchronize()
+    return host | {name: batch[name] for name in media_of(batch)}
+
+
+def _tensors_of(batch: Batch) -> dict[str, object]:
+    """Returns memory, form and version of the tensors that are read, and whether there are media."""
+    tensors = {name: value for name in READ if isinstance(value := batch.get(name), torch.Tensor)}
+    return {"media": bool(media_of(batch))} | {
+        name: (value.data_ptr(), value.shape, value.stride(), -1 if value.is_inference() else value._version)
+        for name, value in tensors.items()
+    }

@@ -1,0 +1,82 @@
+"""Near home: numbers placed ranks so that many tokens stay on the rank whose batch holds them.
+
+    as placed     a b c d | e f g h       nodes of equal size, and the ranks of a node, are alike to placement,
+    numbered      f e h g | b d a c       so each rank takes the part that shares most tokens with its batch
+
+Every part keeps its tokens, its work and its stripes. Nodes are matched first, because links between them are slow.
+"""
+
+from dataclasses import replace
+
+import numpy as np
+
+from distca_hf.arrays import IntArray, offsets, ranges, sum_by
+from distca_hf.layout import Layout
+from distca_hf.topology import Topology
+
+
+def near_home(home: Layout, placed: Layout, topology: Topology) -> Layout:
+    """Returns a placed layout with its ranks numbered anew, alike on all ranks of a job.
+
+    Args:
+        home: the same documents, whole, in the order of the batches.
+        topology: of the placed ranks, without servers.
+    """
+    num_ranks, per_node = placed.num_ranks, topology.ranks_per_node
+    source = home.segment_rank[placed.segment_document]
+    shared = sum_by(placed.segment_rank * num_ranks + source, placed.segment_tokens, num_ranks**2)
+    shared = shared.reshape(num_ranks, num_ranks)  # [placed rank, home rank] tokens
+    # 1. Nodes of equal size change places; the last one may be smaller, and stays.
+    full = num_ranks // per_node
+    in_full = shared[: full * per_node, : full * per_node]
+    node_order = _matched(in_full.reshape(full, per_node, full, per_node).sum(axis=(1, 3)))
+    order = np.arange(num_ranks)
+    order[: full * per_node] = ranges(node_order * per_node, np.full(full, per_node))
+    # 2. The ranks of each.
+    for node in range(topology.num_nodes):
+        ranks = topology.ranks_of(node)
+        of_node = order[ranks.start : ranks.stop]
+        order[ranks.start : ranks.stop] = of_node[_matched(shared[of_node, ranks.start : ranks.stop])]
+    return _numbered(placed, order, np.argsort(node_order), per_node)
+
+
+def _matched(shared: IntArray) -> IntArray:
+    """Returns `[ranks]` the placed rank that each home rank takes: those that share most tokens first.
+
+    Args:
+        shared: `[placed ranks, home ranks]` tokens.
+    """
+    pairs = np.argwhere(shared)
+    order, free = np.full(len(shared), -1), np.ones(len(shared), dtype=bool)
+    for placed, home in pairs[np.argsort(-shared[tuple(pairs.T)], kind="stable")].tolist():
+        if free[placed] and order[home] < 0:
+            order[home], free[placed] = placed, False
+    order[order < 0] = np.flatnonzero(free)
+    return order
+
+
+def _numbered(placed: Layout, order: IntArray, new_node: IntArray, per_node: int) -> Layout:
+    """Returns a layout whose rank r is rank `order[r]` of another one."""
+    counts = np.diff(placed.rank_segments)[order]
+    segments = ranges(placed.rank_segments[order], counts)
+
+    def moved(rank: int) -> int:
+        node = rank // per_node
+        return rank + per_node * (int(new_node[node]) - node if node < len(new_node) else 0)
+
+    return replace(
+        placed,
+        segment_document=placed.segment_document[segments],
+        segment_start=placed.segment_start[segments],
+        segment_stop=placed.segment_stop[segments],
+        rank_segments=offsets(counts),
+        rank_rows=placed.rank_rows[order],
+        stripes=tuple(
+            replace(
+                stripe,
+                first_rank=moved(stripe.first_rank),
+                stop_rank=moved(stripe.first_rank) + stripe.stop_rank - stripe.first_rank,
+            )
+            for stripe in placed.stripes
+        ),
+    )

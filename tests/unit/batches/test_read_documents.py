@@ -1,0 +1,190 @@
+"""What is read of a batch where it is collated is found in its pass, and trusted only there."""
+
+import pickle
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from accelerate.utils import send_to_device
+
+from distca_hf.arrays import IntArray
+from distca_hf.batches.packed import PackPlanner
+from distca_hf.batches.read_documents import (
+    ENTRY,
+    DocumentReader,
+    ReadDocuments,
+    ReadingCollator,
+    read_before,
+    take_read,
+)
+from distca_hf.batches.step_ahead import StepAhead
+from distca_hf.config import DistCAConfig
+from distca_hf.errors import PlanMismatchError
+from distca_hf.testing import LoopbackTransport, run_ranks
+
+
+Batch = dict[str, Any]
+PACK = torch.tensor([[0, 1, 2, 0, 1, 0, 1, 2, 3]])
+MASK = torch.tensor([[1, 1, 1, 0], [1, 1, 1, 1]])
+READER = DocumentReader(packs_rows=True, vocabulary_tokens=16)
+CPU = torch.device("cpu")
+
+
+def pack() -> Batch:
+    ids = torch.arange(9)[None]
+    return {"input_ids": ids, "position_ids": PACK.clone(), "labels": ids.clone()}
+
+
+def rows() -> Batch:
+    ids = torch.arange(8).view(2, 4)
+    return {"input_ids": ids, "attention_mask": MASK.clone(), "labels": ids.clone()}
+
+
+def collated(make: Callable[[], Batch]) -> Batch:
+    """A batch as a step of Trainer gets it from a worker process."""
+    collator = pickle.loads(pickle.dumps(ReadingCollator(make_of, READER)))
+    batch = collator(make)
+    batch[ENTRY] = pickle.loads(pickle.dumps(batch[ENTRY]))
+    moved: Batch = send_to_device(batch, CPU)
+    return moved
+
+
+def make_of(make: Callable[[], Batch]) -> Batch:
+    return make()
+
+
+@pytest.mark.parametrize(("make", "lengths"), [(pack, [3, 2, 4]), (rows, [3, 4])])
+def test_a_pass_finds_what_the_collator_read(make: Callable[[], Batch], lengths: list[int]) -> None:
+    batch = collated(make)
+    read = take_read(batch)
+
+    assert read is not None
+    assert ENTRY not in batch
+    assert read_before(batch) is read
+    assert np.array_equal(read.lengths, lengths)
+    without_labels = {name: value for name, value in batch.items() if name != "labels"}
+    assert read_before(without_labels | {"num_items_in_batch": 3}) is read
+
+
+def other_positions(batch: Batch) -> Batch:
+    return batch | {"position_ids": PACK.clone()}
+
+
+def changed_in_place(batch: Batch) -> Batch:
+    batch["input_ids"][0, 0] = 5
+    return batch
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        other_positions,
+        changed_in_place,
+        lambda batch: batch | {"input_ids": batch["input_ids"].clone()},
+        lambda batch: {name: value[:, :-1] for name, value in batch.items()},
+        lambda batch: batch | {"pixel_values": torch.ones(1, 4)},
+        lambda batch: batch | {"cu_seq_lens_q": torch.tensor([0, 9])},
+        lambda batch: {name: value for name, value in batch.items() if name not in ("position_ids", "attention_mask")},
+    ],
+)
+@pytest.mark.parametrize("make", [pack, rows])
+def test_a_pass_on_other_tensors_is_read_itself(make: Callable[[], Batch], change: Callable[[Batch], Batch]) -> None:
+    batch = collated(make)
+    assert take_read(batch) is not None
+    assert read_before(change(batch)) is None
+
+
+def test_labels_that_keep_rows_padded_are_not_optional() -> None:
+    batch = rows() | {"attention_mask": MASK.flip(1)}  # padding predicts the first label of a row
+    batch[ENTRY] = READER.read(batch)
+    read = take_read(batch)
+    assert read is not None
+    assert read.lengths is None
+    del batch["labels"]
+    assert read_before(batch) is None
+    assert READER.read(batch).lengths is not None
+
+
+@pytest.mark.parametrize("wrong", [{"input_ids": torch.full((1, 9), 16)}, {"position_ids": PACK + 1}, {"labels": "?"}])
+def test_a_batch_that_cannot_be_read_gets_no_entry(wrong: Batch) -> None:
+    batch = ReadingCollator(lambda rows: pack() | wrong, READER)(None)
+    assert (ENTRY in batch) == ("labels" in wrong)
+
+
+def lengths_of(*lengths: int) -> ReadDocuments:
+    return ReadDocuments(np.array(lengths), None, False, None)
+
+
+def tokens_of_packs(packs: Sequence[IntArray]) -> list[int]:
+    if any(len(held) == 0 for held in packs):
+        raise ValueError("a rank is empty")
+    return [int(held.sum()) for held in packs]
+
+
+def test_a_step_is_gathered_at_once_and_an_error_belongs_to_its_micro_batch() -> None:
+    def run(transport: LoopbackTransport) -> tuple[list[int], str, bool]:
+        ahead = StepAhead[list[int]](transport)
+        rank = transport.rank
+        reads = [lengths_of(*range(1, 2 + rank)), lengths_of(*[5] * rank), lengths_of(7)]
+        ahead.begin(reads, 0, tokens_of_packs, CPU)
+        of_step = [ahead.take(read) for read in reads]
+        assert [number for number, _ in of_step] == [1, 2, 3]
+        assert ahead.take(reads[0]) == (0, None)
+        first, second, third = (planned for _, planned in of_step if planned is not None)
+        assert third.result() == [7, 7, 7]
+        # Where some rank has not read a batch, none is planned.
+        ahead.begin([reads[0], None if rank == 1 else reads[2]], 3, tokens_of_packs, CPU)
+        return first.result(), str(second.exception()), ahead.take(reads[0])[1] is None
+
+    assert run_ranks(3, run) == 3 * [([1, 3, 6], "a rank is empty", True)]
+
+
+def test_ranks_with_other_numbers_of_micro_batches_are_named() -> None:
+    def run(transport: LoopbackTransport) -> None:
+        StepAhead[list[int]](transport).begin([lengths_of(3)] * (2 + transport.rank), 4, tokens_of_packs, CPU)
+
+    told = r"micro-batch 4: ranks disagree.*micro-batches in this step is 2 on rank 0, 3 on rank 1"
+    with pytest.raises(PlanMismatchError, match=told):
+        run_ranks(2, run)
+
+
+@pytest.mark.parametrize("unknown_on", [None, 1])
+def test_a_plan_of_a_step_is_used_where_all_ranks_have_it(unknown_on: int | None) -> None:
+    def run(transport: LoopbackTransport) -> tuple[list[int], int]:
+        batches = [pack(), rows()]
+        for batch in batches:
+            batch[ENTRY] = READER.read(batch)
+
+        def read(batch: Batch) -> ReadDocuments:
+            found = None if transport.rank == unknown_on else read_before(batch)
+            return found or READER.read(batch)
+
+        planner = PackPlanner(DistCAConfig(), transport, read=read, moves_rows=True)
+        planner.begin_step([take_read(batch) for batch in batches], CPU)
+        gathers = count_gathers(transport)
+        work = []
+        for batch in batches:
+            live = planner.plan(batch)
+            assert live is not None
+            work.append(sum(live.facts.work))
+        return work, len(gathers)
+
+    (work, gathers), other = run_ranks(2, run)
+    assert other == (work, gathers)
+    assert gathers == (2 if unknown_on is None else 4)  # of agreements, and of lengths
+    assert work == [2 * sum(n * (n + 1) // 2 for n in lengths) for lengths in ((3, 2, 4), (3, 4))]
+
+
+def count_gathers(transport: LoopbackTransport) -> list[str]:
+    """Notes the places of all gathers from now on."""
+    places: list[str] = []
+    gather = transport.gather
+
+    def noted(values: Sequence[int], where: str, *scope: Any) -> Any:
+        places.append(where)
+        return gather(values, where, *scope)
+
+    transport.gather = noted  # type: ignore[method-assign]
+    return places
