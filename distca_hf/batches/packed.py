@@ -17,7 +17,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple
 
-import numpy as np
 import torch
 
 from distca_hf.arrays import IntArray
@@ -33,8 +32,7 @@ from distca_hf.config import DistCAConfig
 from distca_hf.cost import CAUSAL_LAYERS, LayerMasks, TokenBytes
 from distca_hf.errors import PackingError
 from distca_hf.layout import Layout, as_int_array
-from distca_hf.placement.near_home import near_home
-from distca_hf.placement.place import place
+from distca_hf.placement.given import place_given
 from distca_hf.planning.plan import Plan, PlanFacts, PlanTotals, plan_in_place
 from distca_hf.planning.rebalance import plan_by_moving
 from distca_hf.planning.row_moves import RowMoves
@@ -45,10 +43,6 @@ from distca_hf.runtime.planned import Planned, PlannedLater
 from distca_hf.runtime.row_moves import DeviceRowMoves
 from distca_hf.telemetry import REMEMBERED_MICRO_BATCHES, LoaderTimes
 from distca_hf.topology import Topology
-
-
-# Most tokens, and most attended pairs, of a rank in means of the ranks, up to which batches are even: rows stay.
-EVEN = 1.02
 
 
 class PreparedPacks(NamedTuple):
@@ -229,13 +223,12 @@ class PackPlanner:
     def _prepare(self, packs: Sequence[IntArray], servers: Servers | None, pin: bool) -> PreparedPacks:
         """Plans and routes packs on the host, given the document lengths of each; safe in a background thread."""
         home = Layout.from_packs(packs)
-        layout = self._placed(home)
+        masks = self._layer_masks
+        layout = place_given(home, self._topology, self._head_groups, masks) if self._moves_rows else home
         plan, topology = self._plan_layout(layout, servers)
         num_chunks, rank = self._config.num_chunks(topology), self._transport.rank
         num_servers = 0 if servers is None else servers.count
-        kinds = PinnedKinds.prepare(
-            plan, rank, num_chunks, self._layer_masks, home.rank_work_of, pin=pin, num_servers=num_servers
-        )
+        kinds = PinnedKinds.prepare(plan, rank, num_chunks, masks, home.rank_work_of, pin=pin, num_servers=num_servers)
         moves = RowMoves.of(home, layout, rank) if self._moves_rows else None
         return PreparedPacks(plan, num_chunks, kinds, moves)
 
@@ -254,21 +247,6 @@ class PackPlanner:
             return planned
         moves = DeviceRowMoves.of(self.latest_moves, packs.device)
         return planned._replace(moves=moves, batch_forms=packs.forms)
-
-    def _placed(self, home: Layout) -> Layout:
-        """Returns the layout that layers compute; batches that are even keep theirs."""
-        counts = [home.rank_tokens, *(home.rank_work_of(mask) for mask, _ in self._layer_masks)]
-        if not self._moves_rows or all(count.max() <= EVEN * count.mean() for count in counts):
-            return home
-        layout = place(
-            home.document_tokens,
-            home.num_ranks,
-            topology=self._topology,
-            head_groups=self._head_groups,
-            layer_masks=self._layer_masks,
-        )
-        layout = near_home(home, layout, self._topology)
-        return replace(layout, rank_rows=np.maximum(layout.rank_rows, 1))  # models cannot run on no rows
 
     def _plan_layout(self, layout: Layout, servers: Servers | None) -> tuple[Plan, Topology]:
         """Returns the plan of all packs, and the nodes of the ranks that it is of."""

@@ -1,10 +1,11 @@
 """Planning, measured: balance, bytes and time of every planner beside baselines and bounds, as Markdown tables.
 
-    python scripts/benchmarks/planning.py [placed] [fixed] [times] [epochs] [--ranks 4 8 64 512] [--seeds 3]
+    python scripts/benchmarks/planning.py [placed] [fixed] [given] [times] [epochs] [--ranks 4 8 64 512] [--seeds 3]
 
 placed   documents are placed: balance on many mixes; bytes against the published planner, and against the counting
          bound; bytes between nodes; optimizer steps of several micro-steps
 fixed    tokens stay, tasks move: balance and bytes of the largest rank against the published planner and the bound
+given    batches of a user's own: work of a step as it is, with tasks that move, and with rows placed inside the model
 times    planning and routing, each measured once in fresh processes, the median of several
 epochs   the shipped files as an epoch packs them: balance counted from kernel calls, padding, and the loader's time
 
@@ -25,13 +26,14 @@ from distca_hf.topology import Topology
 from lib.parser import add_ranks, count, parse_tables, parser_of
 from lib.planning.epochs import print_epochs
 from lib.planning.fixed import print_fixed
+from lib.planning.given import print_given
 from lib.planning.mixes import batch
 from lib.planning.placed import print_balance, print_bytes, print_grouped_steps, print_ratio_to_bound
 from lib.planning.planners import RANKS_PER_NODE, K, placed_planner, plan_fixed, plan_placed, print_row, table
 
 
 RANKS = (4, 8, 64, 512)
-TABLES = ("placed", "fixed", "times", "epochs")
+TABLES = ("placed", "fixed", "given", "times", "epochs")
 # Fresh processes for every time: the median of them is reported.
 PROCESSES = 7
 
@@ -92,6 +94,8 @@ def main() -> None:
         print_grouped_steps(options.ranks, options.seeds)
     if "fixed" in options.tables:
         print_fixed(options.ranks, options.seeds)
+    if "given" in options.tables:
+        print_given(options.ranks, options.seeds)
     if "times" in options.tables:
         print_times(options.ranks)
     if "epochs" in options.tables:

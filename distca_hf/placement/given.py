@@ -1,4 +1,7 @@
-"""Near home: numbers placed ranks so that many tokens stay on the rank whose batch holds them.
+"""Given: placement of documents that ranks hold already, in batches of a user's own.
+
+Batches that are even stay. Others are placed as any documents are, and then the placed ranks are numbered so that many
+tokens stay on the rank whose batch holds them.
 
     as placed     a b c d | e f g h       nodes of equal size, and the ranks of a node, are alike to placement,
     numbered      f e h g | b d a c       so each rank takes the part that shares most tokens with its batch
@@ -11,8 +14,33 @@ from dataclasses import replace
 import numpy as np
 
 from distca_hf.arrays import IntArray, offsets, ranges, sum_by
+from distca_hf.cost import CAUSAL_LAYERS, LayerMasks
 from distca_hf.layout import Layout
+from distca_hf.placement.place import place
 from distca_hf.topology import Topology
+
+
+# Most tokens, and most attended pairs, of a rank in means of the ranks, up to which batches are even.
+EVEN = 1.02
+
+
+def place_given(
+    home: Layout, topology: Topology, head_groups: int = 1, layer_masks: LayerMasks = CAUSAL_LAYERS
+) -> Layout:
+    """Returns the layout that layers compute, of at least one row on each rank: models cannot run on none.
+
+    Args:
+        home: whole documents, in the order of the batches.
+        topology, head_groups, layer_masks: as for `place`.
+    """
+    counts = [home.rank_tokens, *(home.rank_work_of(mask) for mask, _ in layer_masks)]
+    if all(count.max() <= EVEN * count.mean() for count in counts):
+        return home
+    placed = place(
+        home.document_tokens, home.num_ranks, topology=topology, head_groups=head_groups, layer_masks=layer_masks
+    )
+    placed = near_home(home, placed, topology)
+    return replace(placed, rank_rows=np.maximum(placed.rank_rows, 1))
 
 
 def near_home(home: Layout, placed: Layout, topology: Topology) -> Layout:
