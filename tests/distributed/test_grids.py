@@ -177,10 +177,10 @@ def test_flat_job_has_two_groups_and_the_words_of_one_scope(tmp_path: Path) -> N
     """What a job without other parallelism opens, says and sends; scopes cost it nothing."""
     for groups, gathers, exchanges in run_ranks(2, _train_flat, tmp_path, tmp_path):
         assert groups == 2  # rows, and words of all scopes
-        placed, pack = [12, 12, 12], [12, 1, 12, 12]  # of take, or of plan and lengths; of attend, differentiate
+        # Of take, or of plan, lengths and move; of attend, differentiate.
+        placed, pack = [14, 14, 14], [14, 1, 14, 14, 14]
         assert gathers == [(2, integers) for integers in [*placed, *pack]]
-        places = [place.removeprefix("micro-batch 0, layer 0, ") for place in exchanges]
-        of_placed = ["forward, keys", "backward, key gradients"]
-        of_pack = [f"forward, {rows}" for rows in ("keys", "queries", "results")]
-        of_pack += [f"backward, {rows}" for rows in ("queries", "key gradients", "results")]
-        assert places == of_placed + of_pack
+        places = [place.removeprefix("micro-batch 0, ").removeprefix("layer 0, ") for place in exchanges]
+        of_layer = ["forward, keys", "backward, key gradients"]
+        moves = [f"rows on their way {way}" for way in ("in, forward", "home, forward", "in, backward")]
+        assert places == [*of_layer, moves[0], of_layer[0], *moves[1:], of_layer[1]]

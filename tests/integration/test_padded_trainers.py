@@ -206,8 +206,8 @@ TRAINERS: dict[str, Callable[[Path, str], Trainer]] = {
     "grpo": partial(_policy, GRPOTrainer, GRPOConfig),
     "rloo": partial(_policy, RLOOTrainer, RLOOConfig),
 }
-# Their model is enabled before they train.
-ENABLED: dict[str, Callable[[Path, str], Trainer]] = {
+# With one kind of model.
+MORE_TRAINERS: dict[str, Callable[[Path, str], Trainer]] = {
     "accumulation": partial(_trainer, gradient_accumulation_steps=2, gradient_checkpointing=True),
     "a stream": partial(_trainer, streams=True, per_device_train_batch_size=1, **OWN_BATCHES),
     "a loss of one's own": partial(_trainer, loss=_shifted_loss),
@@ -226,13 +226,11 @@ ENABLED: dict[str, Callable[[Path, str], Trainer]] = {
 
 def _train(folder: Path, implementation: str, kind: str) -> dict[str, Result]:
     results = {}
-    for name, make in (TRAINERS | ENABLED if kind == "llama" else TRAINERS).items():
+    for name, make in (TRAINERS | MORE_TRAINERS if kind == "llama" else TRAINERS).items():
         torch.manual_seed(0)
         trainer = make(folder, implementation)
-        if implementation == "distca" and name in TRAINERS:
+        if implementation == "distca":
             distca_hf.DistCAPlugin().attach(trainer)
-        elif implementation == "distca":
-            distca_hf.enable(trainer.model, distca_hf.DistCAPlugin())
         trainer.train()
         losses = [(log["loss"], log["grad_norm"]) for log in trainer.state.log_history if "loss" in log]
         model = trainer.accelerator.unwrap_model(trainer.model)

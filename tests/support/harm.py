@@ -77,15 +77,16 @@ class Harm:
     def _at(self) -> int:
         """Number of the gather, or of the layer's first exchange; received keys are kept until backward.
 
-        Placed: keys forward, their gradients backward. Packs: queries and what becomes of them as well.
+        Keys forward, their gradients backward. Packs: rows move in before the layers, and home after them; gradients
+        of the latter move before backward of the layers.
         """
-        forward, backward, gathers = (1, 1, 3) if self.batches == "placed" else (3, 3, 4)
-        if self.phase == "agreement":  # in the first pass there is one before every later layer, too
-            return self.step * gathers + (NUM_LAYERS - 1 if self.step else 0)
-        first = self.step * NUM_LAYERS * (forward + backward)
+        gathers, rows_move = (3, 0) if self.batches == "placed" else (4, 1)
+        if self.phase == "agreement":  # in the first pass there is one before rows move and every later layer, too
+            return self.step * gathers + (NUM_LAYERS - 1 + rows_move if self.step else 0)
+        first = self.step * (2 * NUM_LAYERS + 3 * rows_move) + rows_move
         if self.phase == "forward":
-            return first + self.layer * forward
-        return first + NUM_LAYERS * forward + (NUM_LAYERS - 1 - self.layer) * backward
+            return first + self.layer
+        return first + NUM_LAYERS + 2 * rows_move + NUM_LAYERS - 1 - self.layer
 
 
 def train_until_harm(harm: Harm, folder: Path) -> None:
