@@ -292,8 +292,8 @@ class ForwardWatch:
         """Returns what plans batches without a plan."""
         if self.packs is None:
             of_model = self._head_groups, self._token_bytes, self.context.servers, self._layer_masks, self._read
-            of_ranks = self.context.config, self.context.training_transport(device)
-            self.packs = PackPlanner(*of_ranks, *of_model, moves_rows=not self._mixers.mixers)
+            transport = self.context.training_transport(device)
+            self.packs = PackPlanner(self.context.config, transport, *of_model, moves_rows=not self._mixers.mixers)
         return self.packs
 
     def begin_step(self, documents: Sequence[ReadDocuments | None], device: torch.device) -> None:
