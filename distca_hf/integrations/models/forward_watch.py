@@ -81,7 +81,6 @@ class ForwardWatch:
         flops: operations of the model; None if they are not known.
         report: lines about its training.
         reported_steps: traces of its passes.
-        reader: reads the documents of its batches.
         attention_dtype: in which it attended to the latest batch with a plan; None before the first one.
         loss: decides whether head and loss run on placed rows.
     """
@@ -107,13 +106,8 @@ class ForwardWatch:
         self._mixers = MixerWatch(inner, self._accepts_use_cache)
         # Images may stand in text as tokens that have no embedding.
         self._vocabulary_tokens = None if self._check.towers else vocabulary_tokens_of(root)
-        self.reader = DocumentReader(
-            self._mixers.lengths,
-            packs_rows=not self._mixers.mixers,
-            with_images=self._borders.is_multimodal,
-            vocabulary_tokens=self._vocabulary_tokens,
-            with_checksum=context.members.grid.shape[2] > 1,
-        )
+        of_model = self._mixers.lengths, not self._mixers.mixers, self._borders.is_multimodal, self._vocabulary_tokens
+        self.reader = DocumentReader(*of_model, with_checksum=context.members.grid.shape[2] > 1)
         self._head_groups = head_groups_of(root, context.members.grid.shape[2])
         self._token_bytes = token_bytes_of(root)
         self._layer_masks = layer_masks_of(root)
@@ -285,12 +279,11 @@ class ForwardWatch:
     def _plan_packs(self, module: nn.Module, batch: Batch) -> LivePlan | None:
         """Returns the plan of a batch that brought none; None if some rank's is padded. All ranks decide alike."""
         self._check.check_model(module)
-        packs = self._planner(tokens_of(batch).device)
-        images_wait = self._check.images_wait(module.training)
+        packs, images_wait = self._planner(tokens_of(batch).device), self._check.images_wait(module.training)
         moves_rows = module.training and torch.is_grad_enabled() and not self._mixers.mixers
         reason = self.loss.begin(batch if moves_rows else None)
-        gradients_of = self._check.gradients_before_decoder()
-        plan = packs.plan(batch, module.training, images_wait, gradients_of, bool(reason))
+        gradients_of, trains = self._check.gradients_before_decoder(), module.training
+        plan = packs.plan(batch, trains, images_wait, gradients_of, bool(reason))
         if plan is not None:
             self.loss.decide(packs.returning, reason)
         return plan
@@ -298,25 +291,19 @@ class ForwardWatch:
     def _planner(self, device: torch.device) -> PackPlanner:
         """Returns what plans batches without a plan."""
         if self.packs is None:
-            transport, servers = self.context.training_transport(device), self.context.servers
-            of_model = self._head_groups, self._token_bytes, servers, self._layer_masks, self._read
+            of_model = self._head_groups, self._token_bytes, self.context.servers, self._layer_masks, self._read
+            transport = self.context.training_transport(device)
             self.packs = PackPlanner(self.context.config, transport, *of_model, moves_rows=not self._mixers.mixers)
         return self.packs
 
     def begin_step(self, documents: Sequence[ReadDocuments | None], device: torch.device) -> None:
-        """Lets ranks plan the micro-batches of an optimizer step ahead. A collective call.
-
-        Args:
-            documents: of the micro-batches, as they were read on the host; None of those that were not.
-        """
+        """Lets ranks plan the micro-batches of an step ahead; see `PackPlanner.begin_step`."""
         if len(self.context.members.compute_ranks) > 1:
             self._planner(device).begin_step(documents, device)
 
     def _read(self, batch: Batch) -> ReadDocuments:
-        """Returns the documents of a batch, and begins a pass at the borders of the decoder. A batch that stays padded
-        does so where mixers keep rows apart."""
-        read = read_before(batch) or self.reader.read(batch)
-        self._borders.begin(read.padded, tokens_of(batch).device)
+        """Returns the documents of a batch, and begins a pass at the borders of the decoder."""
+        self._borders.begin((read := read_before(batch) or self.reader.read(batch)).padded, tokens_of(batch).device)
         return read
 
     def _checkpointed_modules(self, module: nn.Module) -> list[nn.Module]:
