@@ -119,7 +119,8 @@ def test_what_is_attached_can_be_taken_back(make: Callable[..., Trainer]) -> Non
     attach(trainer)
     keep_batches(trainer)
 
-    assert set(vars(trainer)) - before[0] == {"_distca_attachment", "compute_loss", "train"}, "loaders are Trainer's"
+    added = {"_distca_attachment", "_prepare_inputs", "compute_loss", "get_batch_samples", "train"}
+    assert set(vars(trainer)) - before[0] == added, "loaders are Trainer's"
     assert [callback for callback in before[1] if callback not in trainer.callback_handler.callbacks] == []
 
 
