@@ -116,6 +116,11 @@ class DistCACallback(TrainerCallback):
         assert self._model is not None
         self._steps = StepsAhead(trainer, self._model, replace)
 
+    def stop_reading(self) -> None:
+        """Gives the loader of the training its collator back."""
+        if self._steps is not None:
+            self._steps.end()
+
     def watch(self, model: nn.Module) -> None:
         """Reports on this enabled model."""
         self._model = model
@@ -234,8 +239,7 @@ class DistCACallback(TrainerCallback):
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
     ) -> None:
-        if self._steps is not None:
-            self._steps.end()
+        self.stop_reading()
         watch = watch_of(self._model)
         if watch is not None:
             watch.reported_steps.flush()

@@ -124,6 +124,26 @@ def test_what_is_attached_can_be_taken_back(make: Callable[..., Trainer]) -> Non
     assert [callback for callback in before[1] if callback not in trainer.callback_handler.callbacks] == []
 
 
+def test_loader_of_a_training_that_raised_is_as_it_was(make: Callable[..., Trainer]) -> None:
+    trainer = make()
+    loader = trainer.get_train_dataloader()
+    inner = getattr(loader, "base_dataloader", loader)
+    before, during = inner.collate_fn, list[object]()
+
+    def fail(*arguments: object, **keywords: object) -> None:
+        during.append(inner.collate_fn)
+        raise ValueError("this step fails")
+
+    trainer.get_train_dataloader = lambda: loader
+    trainer.training_step = fail
+    keep_batches(trainer)
+    with pytest.raises(ValueError, match="this step fails"):
+        trainer.train()
+
+    assert during != [before], "batches are read where they are collated"
+    assert inner.collate_fn is before
+
+
 def test_attaching_that_fails_leaves_the_trainer_as_it_was(make: Callable[..., Trainer]) -> None:
     trainer = make(Dataset.from_dict({"input_ids": [[3] * (TOKENS + 1)]}))
     before = dict(vars(trainer)), list(trainer.callback_handler.callbacks)
