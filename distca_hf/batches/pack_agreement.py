@@ -164,8 +164,8 @@ class PackAgreement:
         if not self._warned_of_padding:
             self._warned_of_padding = True
             log.warning(
-                "micro-batch %d is padded on rank %s, and cannot be made a pack there (images, labels that padding "
-                "predicts, or a model without a head): every rank attends to this batch by itself, and nothing is "
+                "micro-batch %d is padded on rank %s, and its padding cannot be taken out (it predicts a label, or "
+                "layers of the model carry a state): every rank attends to this batch by itself, and nothing is "
                 "balanced. Pack documents instead where the trainer can (DataCollatorWithFlattening, packing=True)",
                 number,
                 ranks,
