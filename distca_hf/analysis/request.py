@@ -234,7 +234,7 @@ def preset(name: str) -> ModelShape:
     return PRESETS[name.lower()]
 
 
-# Documents are placed, or documents in order stand for packs of others, whose tasks move.
+# Documents are placed, or documents in order stand for given batches of hybrids, whose tasks move.
 LAYOUTS = ("placed", "fixed")
 OVERLONG = get_args(OverlongPolicy)
 # Maximum number of ranks: the table of bytes between each two of them has 64M entries.

@@ -77,7 +77,7 @@ def padded_rows_of(batch: Batch, with_images: bool = False) -> PaddedRows | None
     check_mask_numbers(batch)
     is_token = mask.bool()
     _check_runs(is_token)
-    if _learns_behind_padding(batch.get("labels"), is_token):
+    if _learns_behind_padding(batch.get("labels"), batch.get("shift_labels"), is_token):
         return None
     if positions is None:
         documents = padded_rows(is_token, is_token)
@@ -93,13 +93,16 @@ def padded_rows_of(batch: Batch, with_images: bool = False) -> PaddedRows | None
     )
 
 
-def _learns_behind_padding(labels: object, is_token: torch.Tensor) -> bool:
+def _learns_behind_padding(labels: object, shift_labels: object, is_token: torch.Tensor) -> bool:
     """Returns whether a label is learnt that padding predicts, as of the first token of a row that is padded on its
     left: padding has no hidden states in a pack.
 
     Args:
         is_token: bool `[B, L]`.
     """
+    if isinstance(shift_labels, torch.Tensor) and shift_labels.shape == is_token.shape:
+        if bool(((shift_labels != IGNORED_LABEL) & ~is_token).any()):
+            return True
     if not isinstance(labels, torch.Tensor) or labels.shape != is_token.shape:
         return False
     return bool(((labels[:, 1:] != IGNORED_LABEL) & ~is_token[:, :-1]).any())

@@ -41,10 +41,14 @@ def rows() -> Dataset:
 
 
 def fused_forward(
-    self: Any, input_ids: torch.Tensor | None = None, labels: torch.Tensor | None = None, **kwargs: Any
+    self: Any,
+    input_ids: torch.Tensor | None = None,
+    labels: torch.Tensor | None = None,
+    shift_labels: Any = None,
+    **kwargs: Any,
 ) -> CausalLMOutputWithPast:
     """As of Liger: no logits, and a loss of chunks of hidden states."""
-    count, shifted = kwargs.get("num_items_in_batch"), kwargs.pop("shift_labels", None)
+    count, shifted = kwargs.get("num_items_in_batch"), shift_labels
     states = self.model(input_ids=input_ids, **kwargs).last_hidden_state
     self.head_rows.append(states.shape[:-1].numel())
     if shifted is None:
@@ -146,7 +150,13 @@ def train(training: Training, implementation: str, folder: Path) -> Result:
         distca_hf.DistCAPlugin().attach(trainer)
     model.head_rows = rows_of_head = list[int]()
     if not training.is_fused:
-        model.lm_head.register_forward_pre_hook(lambda head, given: rows_of_head.append(given[0].shape[:-1].numel()))
+        usual = model.lm_head.forward  # a hook could read results, so that these would return
+
+        def counted(hidden: torch.Tensor, usual: Any = usual) -> torch.Tensor:
+            rows_of_head.append(hidden.shape[:-1].numel())
+            return usual(hidden)
+
+        model.lm_head.forward = counted
     trainer.train()
     logs = [{name: log[name] for name in NUMBERS if name in log} for log in trainer.state.log_history]
     weights = {name: weight.detach().clone() for name, weight in model.named_parameters()}

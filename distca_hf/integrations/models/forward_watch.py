@@ -98,7 +98,7 @@ class ForwardWatch:
         self.position_limits = self._check.position_limits
         self._counted = CountedRows(inner)
         self._borders = DecoderBorders(inner, self.position_limits.has_table, self._counted, self._check.check_calls)
-        self.loss = PlacedLoss(inner)
+        self.loss = PlacedLoss(inner, root)
         self._at_backbone = BackboneCalls(inner, root, self._before, self._after, self.is_running)
         self._names = names_by_position(root)
         self._accepts_use_cache = forward_accepts(inner, "use_cache")
@@ -297,7 +297,7 @@ class ForwardWatch:
         return self.packs
 
     def begin_step(self, documents: Sequence[ReadDocuments | None], device: torch.device) -> None:
-        """Lets ranks plan the micro-batches of an step ahead; see `PackPlanner.begin_step`."""
+        """Lets ranks plan the micro-batches of a step ahead; see `PackPlanner.begin_step`."""
         if len(self.context.members.compute_ranks) > 1:
             self._planner(device).begin_step(documents, device)
 

@@ -10,6 +10,7 @@ says whether its pass may run like this; if one of them may not, results of all 
 """
 
 import ast
+import inspect
 from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
 from functools import lru_cache
@@ -34,6 +35,10 @@ log = get_logger(__name__)
 
 BY_DEFAULT = "the program may read logits, or the loss of its rank (plugin.attach knows what a Trainer reads)"
 NOTHING_MOVES = "no rows move"
+# Packages whose hooks read no results of a pass: they gather weights, or are ours.
+KNOWN_HOOKS = frozenset({"accelerate", "deepspeed", "distca_hf", "peft", "torch", "transformers"})
+# Replaces forward of a model by one that learns shift_labels, if they are given.
+FUSED_HEADS = "liger_kernel."
 # Shifted labels on their way, as numbers from the ignored label on: rows without a token then have that label.
 SHIFTED = "distca_shift_labels"
 
@@ -43,13 +48,14 @@ class PlacedLoss:
 
     Args:
         model: a Transformers model.
+        root: the module that was enabled, which may be around it.
 
     Attributes:
         is_placed: whether they do in the pass that runs.
     """
 
-    def __init__(self, model: PreTrainedModel) -> None:
-        self._model = model
+    def __init__(self, model: PreTrainedModel, root: nn.Module) -> None:
+        self._model, self._root = model, root
         self._is_multimodal = text_decoder(model) is not model
         self._read = BY_DEFAULT
         self._said: set[str] = set()
@@ -95,6 +101,21 @@ class PlacedLoss:
             return f"the loss of {name} is more than a sum over labels"
         if model.loss_function is not ForCausalLMLoss or next(refused_loss(model), None) is not None:
             return f"{name} has a loss of its own"
+        runs = inspect.unwrap(vars(model).get("forward", type(model).forward))
+        runs = getattr(runs, "__func__", runs)
+        is_replaced = runs is not inspect.unwrap(type(model).forward) and not runs.__module__.startswith(FUSED_HEADS)
+        if is_replaced and "shift_labels" not in inspect.signature(runs).parameters:
+            return f"forward of this {name} was replaced, and has no parameter shift_labels"
+        return self._of_hooks()
+
+    def _of_hooks(self) -> str:
+        for part in (self._root, self._model, self._model.get_output_embeddings()):
+            hooks = [] if part is None else [*part._forward_hooks.values(), *part._forward_pre_hooks.values()]
+            for hook in hooks:
+                function = getattr(hook, "func", hook)  # of a partial
+                module = getattr(function, "__module__", None) or type(function).__module__
+                if module.partition(".")[0] not in KNOWN_HOOKS:
+                    return f"a hook of {module} may read logits or the loss"
         return ""
 
     def begin(self, batch: Batch | None) -> str:
