@@ -55,6 +55,7 @@ def test_rows_without_tokens_or_with_holes_are_named(mask: list[list[int]], told
         {"pixel_values": torch.ones(1)},
         {"position_ids": torch.zeros(3, 3, 4, dtype=torch.int64)},
         {"labels": IDS},  # the first token behind padding on the left
+        {"shift_labels": IDS},
     ],
     ids=lambda given: next(iter(given)),
 )

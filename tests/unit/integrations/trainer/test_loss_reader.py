@@ -112,3 +112,22 @@ def test_program_of_its_own_gets_all_results(tmp_path: Path) -> None:
 
     assert watch is not None
     assert watch.loss.begin({"input_ids": ids, "labels": ids, "num_items_in_batch": 3}).startswith("the program may")
+
+
+def test_hooks_and_a_forward_that_was_replaced_decide(tmp_path: Path) -> None:
+    """In every pass: they may come at any time, and go."""
+    trainer = trainer_of(tmp_path)
+    model = trainer.model
+    for part in (model, model.lm_head):
+        handle = part.register_forward_hook(lambda module, args, output: output)
+        assert "a hook of test_loss_reader may read logits" in reason_of(trainer)
+        handle.remove()
+    assert reason_of(trainer) == ""
+
+    def shifts_itself(input_ids: Any = None, labels: Any = None, **kwargs: Any) -> None:
+        kwargs.pop("shift_labels", None)
+
+    model.forward = shifts_itself
+    assert "was replaced, and has no parameter shift_labels" in reason_of(trainer)
+    del model.forward
+    assert reason_of(trainer) == ""
