@@ -102,7 +102,9 @@ class PassRows:
             where = f"{self._where}, rows on their way {'in' if goes_in else 'home'}, {phase}"
             received = self._transport.exchange(AllToAll(joined, *counts, where)).wait()
             rows = [received] if len(rows) == 1 else _as_values(received, values)
-        results = [part.new_zeros(*shape) for part, shape in zip(rows, shapes, strict=True)]
+        is_full = len(put) == torch.Size(shapes[0]).numel() // rows[0].shape[1:].numel()  # no row is padding
+        make = torch.Tensor.new_empty if is_full else torch.Tensor.new_zeros
+        results = [make(part, tuple(shape)) for part, shape in zip(rows, shapes, strict=True)]
         for result, part in zip(results, rows, strict=True):
             result.view(-1, *part.shape[1:]).index_copy_(0, put, part)
         return results

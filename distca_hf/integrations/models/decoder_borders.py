@@ -163,7 +163,7 @@ class DecoderBorders:
         """Returns the inputs of this rank's layers; None if the rows of a batch stay as they are. A collective call.
 
         Raises:
-            PlanMismatchError, PeerLostError, PlanError, UnsupportedAttentionError: as for `_agreed`.
+            PlanMismatchError, PeerLostError, PlanError, UnsupportedAttentionError: as for `_columns_of`.
         """
         moves, given = plan.planned.moves, {**batch}
         if moves is None or (self._token_places is None and not moves.moves.crosses):
@@ -247,66 +247,44 @@ class DecoderBorders:
             UnsupportedAttentionError: it is not known how to move some input.
         """
         described = {name: f"{value.dtype} {[*value.shape[1:]]}" for name, value in moving.items()}
-        where = f"{plan.transport.grid.name}, micro-batch {plan.micro_batch}"
-        deep_layers = len(given.get(DEEP) or ())
-        if not crosses:
-            self._check_known(given, where)
-            return Columns(len(positions), deep_layers, False, described)
         differentiate = torch.is_grad_enabled() and any(value.requires_grad for value in moving.values())
-        known = self._columns.get(plan.planned.batch_forms)
-        now = Columns(len(positions), deep_layers, differentiate, described)
+        now = Columns(len(positions), len(given.get(DEEP) or ()), crosses and differentiate, described)
+        known = self._columns.get(plan.planned.batch_forms) if crosses else now
         if known is not None:
-            if (
-                described != known.described
-                or now.position_rows not in (1, known.position_rows)
-                or now.deep_layers not in (0, known.deep_layers)
-                or now.differentiate > known.differentiate
-            ):
-                was = known._asdict()
-                different = {name: (value, was[name]) for name, value in now._asdict().items() if value != was[name]}
-                shown = "; ".join(f"{name} {value} (was {before})" for name, (value, before) in different.items())
-                raise PlanError(
-                    f"{where}: inputs of the decoder with a value per token are others than in a batch of the same "
-                    f"form before: {shown}; nothing was sent. Give a model the same inputs in every pass on such a "
-                    "batch"
-                )
-            return known
+            self._check_as_before(now, known, plan)
         try:
-            self._check_known(given, where)
+            self._check_known(given, f"{plan.transport.grid.name}, micro-batch {plan.micro_batch}")
         except UnsupportedAttentionError:
-            Agreement.announce_unable(plan.transport, plan.micro_batch, Occasion.MOVE)
+            if known is None:
+                Agreement.announce_unable(plan.transport, plan.micro_batch, Occasion.MOVE)
             raise
-        flags = {
-            name: value
-            for name, value in given.items()
-            if isinstance(value, bool | str) or (name.startswith("output_") and value is not None)
-        }
-        numbers = {
-            "numbers per position": now.position_rows,
-            "layers that get features of images": now.deep_layers,
-            "differentiate": int(differentiate),
-        }
-        of_inputs = {f"input {name} of the decoder": value for name, value in (described | flags).items()}
-        facts = {**(plan.forward_pass.facts or {}), **of_inputs}
-        agreement = Agreement.start(plan.transport, Occasion.MOVE, plan.micro_batch, facts, numbers)
-        shown_by = agreement.wait()
-        for name, spare in (("numbers per position", 1), ("layers that get features of images", 0)):
-            if len({*shown_by[name]} - {spare}) > 1:
-                raise PlanMismatchError(
-                    f"{where}: ranks disagree, nothing was sent: {name} is "
-                    f"{by_value([str(value) for value in shown_by[name]], agreement.labels)}. "
-                    f"{REMEDIES[Occasion.MOVE]}"
-                )
-        columns = Columns(
-            max(shown_by["numbers per position"]),
-            max(shown_by["layers that get features of images"]),
-            any(shown_by["differentiate"]),
-            described,
-        )
+        if known is not None:
+            return known
         if len(self._columns) >= REMEMBERED_FORMS:
             self._columns.clear()
-        self._columns[plan.planned.batch_forms] = columns
-        return columns
+        return self._columns.setdefault(plan.planned.batch_forms, _agreed(now, given, plan))
+
+    def _check_as_before(self, now: Columns, known: Columns, plan: LivePlan) -> None:
+        """Checks that this rank's columns are those that ranks agreed on for batches of this form.
+
+        Raises:
+            PlanError: names what is different.
+        """
+        if (
+            now.described == known.described
+            and now.position_rows in (1, known.position_rows)
+            and now.deep_layers in (0, known.deep_layers)
+            and now.differentiate <= known.differentiate
+        ):
+            return
+        was = known._asdict()
+        different = {name: (value, was[name]) for name, value in now._asdict().items() if value != was[name]}
+        shown = "; ".join(f"{name} {value} (was {before})" for name, (value, before) in different.items())
+        raise PlanError(
+            f"{plan.transport.grid.name}, micro-batch {plan.micro_batch}: inputs of the decoder with a value per "
+            f"token are others than in a batch of the same form before: {shown}; nothing was sent. Give a model the "
+            "same inputs in every pass on such a batch"
+        )
 
     def _check_known(self, given: Batch, where: str) -> None:
         """Checks that masks are of causal documents, and that every tensor of tokens has one value per token. Tensors
@@ -339,6 +317,35 @@ class DecoderBorders:
                     f"shape {[*shape]}: it is not known how to move it with the tokens. Leave it out, or give it one "
                     "value per token"
                 )
+
+
+def _agreed(now: Columns, given: Batch, plan: LivePlan) -> Columns:
+    """Returns the columns that all ranks move, given those of this one. A collective call.
+
+    Raises:
+        PlanMismatchError, PeerLostError: ranks have other columns, flags or models.
+    """
+    flags = {
+        name: value
+        for name, value in given.items()
+        if isinstance(value, bool | str) or (name.startswith("output_") and value is not None)
+    }
+    of_inputs = {f"input {name} of the decoder": value for name, value in {**now.described, **flags}.items()}
+    positions, images = "numbers per position", "layers that get features of images"
+    numbers = {positions: now.position_rows, images: now.deep_layers, "differentiate": int(now.differentiate)}
+    facts = {**(plan.forward_pass.facts or {}), **of_inputs}
+    agreement = Agreement.start(plan.transport, Occasion.MOVE, plan.micro_batch, facts, numbers)
+    shown_by = agreement.wait()
+    for name, spare in ((positions, 1), (images, 0)):
+        if len({*shown_by[name]} - {spare}) > 1:
+            shown = by_value([str(value) for value in shown_by[name]], agreement.labels)
+            raise PlanMismatchError(
+                f"{plan.transport.grid.name}, micro-batch {plan.micro_batch}: ranks disagree, nothing was sent: "
+                f"{name} is {shown}. {REMEDIES[Occasion.MOVE]}"
+            )
+    return Columns(
+        max(shown_by[positions]), max(shown_by[images]), any(shown_by["differentiate"]), dict(now.described)
+    )
 
 
 def _dense_deep(given: Batch, layers: int) -> torch.Tensor:
