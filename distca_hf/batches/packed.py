@@ -170,7 +170,7 @@ class PackPlanner:
             results_return: whether this rank needs the results of its own rows.
 
         Returns:
-            The plan; None where some rank's batch is padded: then every rank attends to its own batch.
+            The plan; None if some rank's batch keeps its padding: then every rank attends to its own batch.
 
         Raises:
             PackingError: the batch holds something else than whole documents, or no rank has any; or only some

@@ -1,6 +1,6 @@
 """Taking: ranks compare versions, settings and the micro-batch before they take it.
 
-Versions and settings are compared for packs of others, too. Plans of both kinds are posted to attention servers here,
+Versions and settings are compared for given batches, too. Plans of both kinds are posted to attention servers here,
 and placed batches are planned again where other servers take part.
 """
 

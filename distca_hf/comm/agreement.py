@@ -33,7 +33,7 @@ class Occasion(enum.IntEnum):
     """The next step that a rank is about to take."""
 
     TAKE = 1  # hand out a micro-batch
-    PLAN = 2  # plan a batch that was packed before
+    PLAN = 2  # plan a batch that brought no plan
     ATTEND = 3  # exchange rows for a model's first attention call
     DIFFERENTIATE = 4  # exchange rows again, for backward
     REPORT = 5  # log measurements

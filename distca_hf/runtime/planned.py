@@ -1,4 +1,4 @@
-"""Planned micro-batches: what planning leaves on this rank, now or when the first layer attends."""
+"""Planned micro-batches: what planning leaves on this rank, now or when the decoder of a model begins."""
 
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
@@ -42,7 +42,7 @@ class Planned(NamedTuple):
 
 
 class PlannedLater(NamedTuple):
-    """A micro-batch that is planned when something first asks for its plan: the first layer that attends.
+    """A micro-batch that is planned when something first asks for its plan: the decoder of a model, where rows move in.
 
     Attributes:
         longest_document_tokens: of the micro-batch; known before.

@@ -239,7 +239,7 @@ class DecoderBorders:
         self, plan: LivePlan, moving: Mapping[str, torch.Tensor], positions: torch.Tensor, given: Batch, crosses: bool
     ) -> Columns:
         """Returns the columns that move. Ranks meet for batches of a form that is new on some rank, unless nothing is
-        sent: then a rank without padding would not come.
+        sent: a rank without padding has returned before, and would miss the meeting.
 
         Raises:
             PlanMismatchError, PeerLostError: ranks have other columns.

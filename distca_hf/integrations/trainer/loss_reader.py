@@ -5,6 +5,7 @@ there. Two numbers are of rank 0 only: `train_loss` counts the steps after the l
 or NaN is left out of the log of its rank.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -30,7 +31,7 @@ class LossReader:
     def __init__(self, attachment: Attachment) -> None:
         self._attachment, self._trainer = attachment, attachment.trainer
         self._replaced_before = {name for name in SEES_LOSS if name in vars(self._trainer)}
-        self._compute_loss = self._trainer.compute_loss
+        self._compute_loss: Callable[..., object]
 
     def install(self) -> None:
         """Takes the place of `compute_loss`."""
@@ -77,7 +78,7 @@ class LossReader:
         )
 
     def _is_logged(self) -> bool:
-        """Returns whether a log follows that the step that runs is in."""
+        """Returns whether a later log will cover the running step."""
         args, state = self._trainer.args, self._trainer.state
         if args.logging_strategy != IntervalStrategy.STEPS:
             return bool(args.logging_strategy == IntervalStrategy.EPOCH)

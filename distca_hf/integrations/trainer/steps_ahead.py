@@ -73,7 +73,7 @@ class StepsAhead:
 
 
 def _prepare_inputs(prepare: Callable[[Any], Any], inputs: Any) -> Any:
-    """Lets the copy of a batch that was read be known as one."""
+    """Carries the mark of a batch that was read over to its copy."""
     read, prepared = read_before(inputs) if isinstance(inputs, Mapping) else None, prepare(inputs)
     if read is not None:
         mark_read(prepared, read)
