@@ -42,7 +42,7 @@ class Planned(NamedTuple):
 
 
 class PlannedLater(NamedTuple):
-    """A micro-batch that is planned when something first asks for its plan: the decoder of a model, where rows move in.
+    """A micro-batch that is planned when something first asks for its plan: a model whose decoder begins.
 
     Attributes:
         longest_document_tokens: of the micro-batch; known before.

@@ -1,7 +1,7 @@
 """Forward watch: a model is checked once, when it is enabled, and from then on watched in every forward pass.
 
 Hooks find or make the plan of every batch, and check the pass around it. Batches of `plugin.dataloader` bring their
-plan along. Ranks meet here about any other batch that an enabled model trains on; it is planned when its decoder begins.
+plan along. Ranks meet here about any other batch that trains; its plan is made when the decoder begins.
 """
 
 from collections.abc import Callable, Collection, Sequence
