@@ -35,7 +35,7 @@ class PackNumbers(NamedTuple):
         longest_document_tokens: of all ranks together.
         forms: `[ranks]` numbers of the forms of their batches, see `form_of`.
         returning: ranks whose results must return, in words; empty: head and loss may run on placed rows.
-        is_planned: whether all ranks have planned it before, as the same micro-batch of a step.
+        is_planned: whether all ranks have planned it ahead, as the same micro-batch.
     """
 
     num_documents: list[int]
@@ -60,7 +60,7 @@ class PackAgreement:
         images_wait: bool,
         gradients_of: Sequence[bool] = (),
         results_return: bool = True,
-        of_step: int = 0,
+        ahead: int = 0,
     ) -> PackNumbers | None:
         """Shows all ranks this rank's batch, and returns what they showed; None if some rank's batch is padded. A
         collective call.
@@ -73,7 +73,7 @@ class PackAgreement:
             images_wait: whether a rank with an image waits for the others: for weights or gradients of towers.
             gradients_of: whether parts of the model before its decoder need gradients.
             results_return: whether this rank needs the results of its own rows.
-            of_step: number of the micro-batch in the step that planned it ahead, from 1 on; 0 if none has.
+            ahead: number of the micro-batch among those that were planned ahead, from 1 on; 0 if it was not.
 
         Raises:
             PackingError: only some ranks hold images, and would wait for the others.
@@ -92,7 +92,7 @@ class PackAgreement:
                 "padded": int(lengths is None),
                 "form": form_of(batch, [*gradients_of, results_return]),
                 "results return": int(results_return),
-                "of step": of_step,
+                "planned ahead": ahead,
                 **flags,
             },
         )
@@ -112,7 +112,7 @@ class PackAgreement:
             self._warn_of_padding(self._labels(numbers["padded"]), number)
             return None
         longest, returning = max(numbers["longest document"]), self._labels(numbers["results return"])
-        is_planned = set(numbers["of step"]) == {of_step} != {0}
+        is_planned = set(numbers["planned ahead"]) == {ahead} != {0}
         return PackNumbers(numbers["documents"], longest, tuple(numbers["form"]), returning, is_planned)
 
     def _flags(self, batch: Batch, read: ReadDocuments, is_first: bool) -> dict[str, int]:

@@ -3,8 +3,8 @@
 lengths of this rank ── gather ──▶ live plan ┈┈┈┈┈┈┈┈▶ layout of all packs ──▶ placed layout ──▶ plan, routing
 from cu_seq_lens_q, position_ids or rows     of one pass   when the decoder begins          moves of rows
 
-Ranks meet before the pass. The plan is made when the decoder begins: the device then computes what comes before. Where
-the micro-batches of a step are known when it begins, they are planned in a thread instead (`batches.step_ahead`).
+Ranks meet before the pass. The plan is made when the decoder begins: the device then computes what comes before. A
+batch that is known before its pass is planned in a thread instead (`batches.step_ahead`).
 
 Layers that carry a state from token to token need the documents of their rank whole, in the order of its batch. There
 tokens stay, and attention tasks move.
@@ -126,7 +126,7 @@ class PackPlanner:
         self.latest_moves: RowMoves | None = None
         self.returning = ""
         self._agreement = PackAgreement(config, transport)
-        self._step = StepAhead[PreparedPacks](transport)
+        self._step = StepAhead[PreparedPacks](transport, partial(self._prepare, servers=None))
         self._next_number = 0
 
     def bookmark(self) -> Callable[[], None]:
@@ -141,14 +141,17 @@ class PackPlanner:
 
         return go_back
 
-    def begin_step(self, documents: Sequence[ReadDocuments | None], device: torch.device) -> None:
-        """Plans the micro-batches of an optimizer step ahead; see `StepAhead`. A collective call.
+    def begin_step(self, documents: Sequence[ReadDocuments | None], step_batches: int, device: torch.device) -> None:
+        """Plans batches that are known when an optimizer step begins; see `StepAhead.begin`. A collective call.
 
         With attention servers nothing is planned ahead: which of them take part is known when a pass begins.
         """
         if self._servers is None:
-            prepare = partial(self._prepare, servers=None, pin=device.type == "cuda")
-            self._step.begin(documents, self._next_number, prepare, device)
+            self._step.begin(documents, step_batches, self._next_number, device)
+
+    def end_pass(self) -> None:
+        """Starts to plan what was gathered in a pass that has ended; see `StepAhead.start`."""
+        self._step.start()
 
     def plan(
         self,
@@ -181,8 +184,9 @@ class PackPlanner:
         began = time.perf_counter()
         number, self._next_number = self._next_number, self._next_number + 1
         read, device = self._read(batch, number), tokens_of(batch).device
-        of_step, planned = self._step.take(read)
-        shown = self._agreement.reach(batch, read, number, images_wait, gradients_of, results_return, of_step)
+        ahead, planned = self._step.take(read)
+        shown = self._agreement.reach(batch, read, number, images_wait, gradients_of, results_return, ahead)
+        self._step.gather()
         if shown is None:
             return None
         self.returning, lengths = shown.returning, read.lengths
@@ -199,7 +203,7 @@ class PackPlanner:
         else:
             filled_up = [*lengths.tolist(), *[0] * (max(shown.num_documents) - len(lengths))]
             gather = self._transport.gather(filled_up, _where(number))
-            prepare = partial(self._prepare_gathered, gather, shown, number, servers, device.type == "cuda")
+            prepare = partial(self._prepare_gathered, gather, shown, number, device.type == "cuda", servers)
         spent_seconds = time.perf_counter() - began
         packs = IncomingPacks(number, trains, device, servers, shown.forms, prepare, spent_seconds)
         later = PlannedLater(longest_tokens, partial(self._plan_incoming, packs))
@@ -213,14 +217,14 @@ class PackPlanner:
         )
 
     def _prepare_gathered(
-        self, gather: Gather, shown: PackNumbers, number: int, servers: Servers | None, pin: bool
+        self, gather: Gather, shown: PackNumbers, number: int, pin: bool, servers: Servers | None
     ) -> PreparedPacks:
         """Waits for the lengths of packs, filled up with zeros, then plans and routes them."""
         where, rows = _where(number), gather.wait()
         counted = zip(rows, shown.num_documents, strict=True)
-        return self._prepare([as_int_array(row[:count], where) for row, count in counted], servers, pin)
+        return self._prepare([as_int_array(row[:count], where) for row, count in counted], pin, servers)
 
-    def _prepare(self, packs: Sequence[IntArray], servers: Servers | None, pin: bool) -> PreparedPacks:
+    def _prepare(self, packs: Sequence[IntArray], pin: bool, servers: Servers | None) -> PreparedPacks:
         """Plans and routes packs on the host, given the document lengths of each; safe in a background thread."""
         home = Layout.from_packs(packs)
         masks = self._layer_masks

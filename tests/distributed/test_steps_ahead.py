@@ -56,12 +56,12 @@ class Case(NamedTuple):
     """A training.
 
     Attributes:
-        gathered: passes that are not planned ahead.
+        gathered: passes that are not planned ahead; nobody knows of the first batch of an epoch before.
     """
 
     collate: Callable[..., Batch] = padded
     trainer: type[Trainer] = Trainer
-    gathered: int = 0
+    gathered: int = 1
     workers: int = 0
     accumulation: int = MICRO_BATCHES
 
@@ -69,8 +69,8 @@ class Case(NamedTuple):
 CASES = {
     "padded": Case(),
     "packs of a worker": Case(DataCollatorWithFlattening(), workers=1),
-    "copies on one rank": Case(trainer=Halved, gathered=MICRO_BATCHES),
-    "one micro-batch": Case(accumulation=1, gathered=STEPS),
+    "copies on one rank": Case(trainer=Halved, gathered=1 + MICRO_BATCHES),
+    "one micro-batch": Case(accumulation=1),
 }
 
 

@@ -21,7 +21,6 @@ from distca_hf.batches.read_documents import DocumentReader, ReadDocuments, read
 from distca_hf.batches.reported_steps import ReportedSteps
 from distca_hf.comm.averaging import check_averaging
 from distca_hf.errors import PlanError
-from distca_hf.flops import StepCost
 from distca_hf.integrations.attention import LAYER_SETTINGS, LayerSettings
 from distca_hf.integrations.checkpointing import (
     checkpointed_modules,
@@ -282,8 +281,8 @@ class ForwardWatch:
         packs, images_wait = self._planner(tokens_of(batch).device), self._check.images_wait(module.training)
         moves_rows = module.training and torch.is_grad_enabled() and not self._mixers.mixers
         reason = self.loss.begin(batch if moves_rows else None)
-        gradients_of, trains = self._check.gradients_before_decoder(), module.training
-        plan = packs.plan(batch, trains, images_wait, gradients_of, bool(reason))
+        gradients_of = self._check.gradients_before_decoder()
+        plan = packs.plan(batch, module.training, images_wait, gradients_of, bool(reason))
         if plan is not None:
             self.loss.decide(packs.returning, reason)
         return plan
@@ -296,10 +295,10 @@ class ForwardWatch:
             self.packs = PackPlanner(self.context.config, transport, *of_model, moves_rows=not self._mixers.mixers)
         return self.packs
 
-    def begin_step(self, documents: Sequence[ReadDocuments | None], device: torch.device) -> None:
-        """Lets ranks plan the micro-batches of a step ahead; see `PackPlanner.begin_step`."""
+    def begin_step(self, documents: Sequence[ReadDocuments | None], step_batches: int, device: torch.device) -> None:
+        """Lets ranks plan batches ahead that are known when a step begins; see `PackPlanner.begin_step`."""
         if len(self.context.members.compute_ranks) > 1:
-            self._planner(device).begin_step(documents, device)
+            self._planner(device).begin_step(documents, step_batches, device)
 
     def _read(self, batch: Batch) -> ReadDocuments:
         """Returns the documents of a batch, and begins a pass at the borders of the decoder."""
@@ -336,16 +335,13 @@ class ForwardWatch:
             self.attention_dtype = plan.attention_dtype
             trains = module.training and torch.is_grad_enabled()
             plan.end_forward_pass(trains)
+            if self.packs is not None:
+                self.packs.end_pass()
             if trains and not self.report.written:
-                self.report.begin(plan, self._step_cost(module))
+                (layers, attention), flops = self._recomputed(module), self.flops
+                cost = None if flops is None else flops.cost(recomputes_layers=layers, recomputes_attention=attention)
+                self.report.begin(plan, cost)
         return self.loss.end(self._counted.end(output))
-
-    def _step_cost(self, module: nn.Module) -> StepCost | None:
-        """Returns the cost of a step as the model is checkpointed; None if its operations are not known."""
-        if self.flops is None:
-            return None
-        layers, attention = self._recomputed(module)
-        return self.flops.cost(recomputes_layers=layers, recomputes_attention=attention)
 
     def _recomputed(self, module: nn.Module) -> tuple[bool, bool]:
         """Returns whether layers run forward again in backward, and whether their attention does."""
