@@ -145,9 +145,9 @@ def attend_once(
         q, k, v, dout: `[T, N, H]`, `[T, G, H]`, `[T, G, V]` and `[T, N, V]`.
     """
     keywords = {name: value for name, value in batch.items() if name != "input_ids"}
-    if mode.name == "given":  # attention of an enabled model, with tasks that move in place of rows
+    if mode.name in ("given", "moved"):  # attention of an enabled model, with tasks that move in place of rows
         groups, token_bytes = head_groups_of(place.model), token_bytes_of(place.model)
-        planner = PackPlanner(place.plugin(len(q)).config, place.wires, groups, token_bytes)
+        planner = PackPlanner(place.plugin(0).config, place.wires, groups, token_bytes)
         keywords["distca_plan"] = planner.plan(batch)
     if "distca_plan" in keywords:
         keywords["distca_plan"].begin_forward_pass(None, {})
