@@ -24,21 +24,22 @@ from distca_hf.comm.transport import Transport
 from distca_hf.layout import as_int_array
 
 
-Plan = TypeVar("Plan")
+# What planning a micro-batch returns.
+Result = TypeVar("Result")
 
 
-class StepAhead(Generic[Plan]):
+class StepAhead(Generic[Result]):
     """The micro-batches of the step that a model trains on."""
 
     def __init__(self, transport: Transport) -> None:
         self._transport = transport
-        self._planned: dict[ReadDocuments, tuple[int, Future[Plan]]] = {}
+        self._planned: dict[ReadDocuments, tuple[int, Future[Result]]] = {}
 
     def begin(
         self,
         documents: Sequence[ReadDocuments | None],
         micro_batch: int,
-        plan: Callable[[Sequence[IntArray]], Plan],
+        plan: Callable[[Sequence[IntArray]], Result],
         device: torch.device,
     ) -> None:
         """Gathers the lengths of a step, and starts to plan it. A collective call of all ranks.
@@ -75,12 +76,12 @@ class StepAhead(Generic[Plan]):
         # Pinning would open a context on the first GPU otherwise.
         enter = partial(torch.cuda.set_device, device) if device.type == "cuda" else None
         thread = ThreadPoolExecutor(1, "distca-ahead", initializer=enter)
-        for at, (read, packs) in enumerate(zip(documents, zip(*of_ranks, strict=True), strict=True)):
+        for at, (read, of_batch) in enumerate(zip(documents, zip(*of_ranks, strict=True), strict=True)):
             assert read is not None
-            self._planned[read] = at + 1, thread.submit(plan, packs)
+            self._planned[read] = at + 1, thread.submit(plan, of_batch)
         thread.shutdown(wait=False)  # it ends when it has planned them all
 
-    def take(self, read: ReadDocuments) -> tuple[int, Future[Plan] | None]:
+    def take(self, read: ReadDocuments) -> tuple[int, Future[Result] | None]:
         """Returns the number of a micro-batch in its step, from 1 on, and its plan; 0 and None if it is in no step, or
         was taken before."""
         return self._planned.pop(read, (0, None))
