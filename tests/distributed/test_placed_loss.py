@@ -252,7 +252,7 @@ def call_backbone() -> list[tuple[float, dict[str, torch.Tensor], bool]]:
                 weight.grad /= dist.get_world_size()
         watch = watch_of(model)
         gradients = {name: weight.grad.clone() for name, weight in model.named_parameters()}
-        results.append((loss.item(), gradients, watch.packs.latest_moves.crosses and not watch.is_running()))
+        results.append((loss.item(), gradients, watch.planner.latest_moves.crosses and not watch.is_running()))
     return results
 
 
@@ -300,7 +300,7 @@ def compute_few(readers: tuple[int, ...]) -> list[Pass]:
     for lengths in FEW.values():
         model = distca_hf.enable(model_in_training("distca"), distca_hf.DistCAPlugin())
         count = torch.tensor(sum(max(0, length - 1) for length in lengths))
-        with watch_of(model).loss.read_by("this rank reads logits" if rank in readers else ""):
+        with watch_of(model).loss.read_as_sum("this rank reads logits" if rank in readers else ""):
             output = model(**row_of(lengths[rank]), num_items_in_batch=count)
         output.loss.backward()
         gradients = {}

@@ -33,8 +33,9 @@ from distca_hf.telemetry import get_logger
 
 log = get_logger(__name__)
 
-BY_DEFAULT = "the program may read logits, or the loss of its rank (plugin.attach knows what a Trainer reads)"
-NOTHING_MOVES = "no rows move"
+READER_UNKNOWN = "the program may read logits, or the loss of its rank (plugin.attach knows what a Trainer reads)"
+# Of a pass that does not train, or whose model keeps rows where they are.
+ROWS_STAY = "rows stay"
 # Packages whose hooks read no results of a pass: they gather weights, or are ours.
 KNOWN_HOOKS = frozenset({"accelerate", "deepspeed", "distca_hf", "peft", "torch", "transformers"})
 # Replaces forward of a model by one that learns shift_labels, if they are given.
@@ -57,22 +58,22 @@ class PlacedLoss:
     def __init__(self, model: PreTrainedModel, root: nn.Module) -> None:
         self._model, self._root = model, root
         self._is_multimodal = text_decoder(model) is not model
-        self._read = BY_DEFAULT
+        self._reads_more = READER_UNKNOWN
         self._said: set[str] = set()
         self.is_placed = False
 
     @contextmanager
-    def read_by(self, reason: str) -> Iterator[None]:
-        """Runs passes whose loss is read as a sum over ranks only, and nothing else of whose results is.
+    def read_as_sum(self, unless: str) -> Iterator[None]:
+        """Runs passes of which nothing is read but the sum of their losses over ranks.
 
         Args:
-            reason: why that is not so; empty if it is.
+            unless: why more is read; empty if it is not.
         """
-        before, self._read = self._read, reason
+        before, self._reads_more = self._reads_more, unless
         try:
             yield
         finally:
-            self._read, self.is_placed = before, False
+            self._reads_more, self.is_placed = before, False
 
     def _of_batch(self, batch: Batch) -> str:
         tokens, labels, shifted = tokens_of(batch), batch.get("labels"), batch.get("shift_labels")
@@ -127,7 +128,7 @@ class PlacedLoss:
         Returns:
             Why its results must return to this rank; empty if they need not.
         """
-        return NOTHING_MOVES if batch is None else self._read or self._of_batch(batch) or self._of_model()
+        return ROWS_STAY if batch is None else self._reads_more or self._of_batch(batch) or self._of_model()
 
     def decide(self, returning: str, reason: str) -> None:
         """Decides as all ranks do; rank 0 logs once which way is taken, and why.
@@ -137,16 +138,17 @@ class PlacedLoss:
             reason: of this rank.
         """
         self.is_placed = not returning
-        if reason == NOTHING_MOVES:
+        if reason == ROWS_STAY:
             return
         why = "nobody reads logits, and losses are averaged over ranks before they are logged"
         if returning:
-            why = reason or f"rank {returning} needs them"
+            why = reason or f"rank {returning} reads them, or has a batch that needs them (at level DEBUG it says why)"
         if why in self._said:
             return
         self._said.add(why)
         if returning:
             log.info("hidden states return to the ranks of their batches, for head and loss: %s", why)
+            log.debug("this rank: %s", reason or "needs no results")  # rank 0 alone writes information
         else:
             log.info("head and loss run on placed rows, and only the loss returns: %s", why)
 

@@ -14,7 +14,7 @@ from datasets import Dataset
 from torch import nn
 
 from distca_hf.arrays import IntArray
-from distca_hf.batches import packed
+from distca_hf.batches import given
 from distca_hf.batches.loader import PlacedLoader
 from distca_hf.config import KernelName
 from distca_hf.integrations.models.backbone_calls import BackboneCalls
@@ -327,8 +327,8 @@ class TasksMove:
 
     def make(self) -> None:
         """Takes the placement of rows away."""
-        stay = mock.patch.object(packed, "place_given", lambda home, *others: home)
-        move = mock.patch.object(packed, "plan_in_place", lambda home, groups: plan_by_moving(home, groups))
+        stay = mock.patch.object(given, "place_given", lambda home, *others: home)
+        move = mock.patch.object(given, "plan_in_place", lambda home, groups: plan_by_moving(home, groups))
         self._patches.enter_context(stay)
         self._patches.enter_context(move)
 

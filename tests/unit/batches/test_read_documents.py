@@ -11,7 +11,7 @@ import torch
 from accelerate.utils import send_to_device
 
 from distca_hf.arrays import IntArray
-from distca_hf.batches.packed import PackPlanner
+from distca_hf.batches.given import GivenPlanner
 from distca_hf.batches.read_documents import (
     ENTRY,
     DocumentReader,
@@ -189,7 +189,7 @@ def test_a_plan_made_ahead_is_used_where_all_ranks_have_it(unknown_on: int | Non
             found = None if transport.rank == unknown_on else read_before(batch)
             return found or READER.read(batch)
 
-        planner = PackPlanner(DistCAConfig(), transport, read=read, moves_rows=True)
+        planner = GivenPlanner(DistCAConfig(), transport, read=read, places_rows=True)
         planner.begin_step([take_read(batch) for batch in batches][1:], 2, CPU)
         gathers = count_gathers(transport)
         work = []

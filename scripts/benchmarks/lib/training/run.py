@@ -214,9 +214,8 @@ def figures_of_plans(trainer: Trainer, loader: distca_hf.PlacedLoader) -> dict[s
     every plan are work of the busiest rank over the mean.
     """
     watch = watch_of(trainer.model)
-    packs = None if watch is None else watch.packs
-    facts = list(loader.history if packs is None else packs.history)
-    times = loader.times if packs is None else packs.times
+    source = loader if watch is None or watch.planner is None else watch.planner
+    facts, times = list(source.history), source.times
     return {
         "wait_share": loader.times.wait_share,
         "plan_ms": 1e3 * times.plan_seconds / max(1, times.micro_batches),

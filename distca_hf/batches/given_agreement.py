@@ -1,4 +1,4 @@
-"""Agreement on packs: what ranks show each other of a batch that others packed, before they gather its lengths.
+"""Agreement on given batches: what ranks show each other of theirs before they gather lengths.
 
 Gathers are of equal size, so ranks have to know first how many documents each of them holds.
 """
@@ -27,8 +27,8 @@ log = get_logger(__name__)
 CHECKSUM = "checksum of tokens, labels and lengths"
 
 
-class PackNumbers(NamedTuple):
-    """What ranks showed each other of their packs.
+class ShownNumbers(NamedTuple):
+    """What ranks showed each other of their given batches.
 
     Attributes:
         num_documents: `[ranks]` documents of each rank.
@@ -45,8 +45,8 @@ class PackNumbers(NamedTuple):
     is_planned: bool
 
 
-class PackAgreement:
-    """Agreements of all ranks on packs, one for each micro-batch."""
+class GivenAgreement:
+    """Agreements of all ranks on given batches, one for each micro-batch."""
 
     def __init__(self, config: DistCAConfig, transport: Transport) -> None:
         self._config, self._transport = config, transport
@@ -61,7 +61,7 @@ class PackAgreement:
         gradients_of: Sequence[bool] = (),
         results_return: bool = True,
         ahead: int = 0,
-    ) -> PackNumbers | None:
+    ) -> ShownNumbers | None:
         """Shows all ranks this rank's batch, and returns what they showed; None if some rank's batch is padded. A
         collective call.
 
@@ -113,7 +113,7 @@ class PackAgreement:
             return None
         longest, returning = max(numbers["longest document"]), self._labels(numbers["results return"])
         is_planned = set(numbers["planned ahead"]) == {ahead} != {0}
-        return PackNumbers(numbers["documents"], longest, tuple(numbers["form"]), returning, is_planned)
+        return ShownNumbers(numbers["documents"], longest, tuple(numbers["form"]), returning, is_planned)
 
     def _flags(self, batch: Batch, read: ReadDocuments, is_first: bool) -> dict[str, int]:
         """Returns what ranks show each other of a batch beside its lengths."""
