@@ -52,7 +52,8 @@ def count_layer_calls(model: nn.Module) -> Callable[[], tuple[float, float]]:
     # Hooks before the MLP: recomputation ends in its middle, as soon as backward has all that it needs.
     for mlp in mlps:
         mlp.register_forward_pre_hook(lambda module, args: calls.append(module))
-    backbone = transformers_model(model).base_model  # on the root or the head it could read results, which would return
+    # A hook on the root or the head could read results, so that these would return.
+    backbone = transformers_model(model).base_model
     backbone.register_forward_hook(
         lambda module, args, kwargs, output: plans.append(kwargs.get("distca_plan")), with_kwargs=True
     )
