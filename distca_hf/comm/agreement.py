@@ -262,12 +262,14 @@ class CheckedTransport:
         self._number = 0
 
     def exchange(self, asked: AllToAll) -> Exchange:
-        """Starts an exchange that all ranks mean.
+        """Starts an exchange that all ranks mean. One between tensor ranks follows one of rows, and is not compared.
 
         Raises:
             PlanMismatchError: ranks mean different exchanges, or one sends what another does not expect. Names both
                 places, or both numbers of rows; nothing was sent.
         """
+        if asked.scope is Scope.TENSOR:
+            return self._inner.exchange(asked)
         number, self._number = self._number, self._number + 1
         row = [asked.rows.shape[1:].numel(), asked.rows.element_size()]
         header = [*row, *integers_of(asked.where.encode(), PLACE_BYTES), *asked.send_counts, *asked.receive_counts]
