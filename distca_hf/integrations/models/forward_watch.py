@@ -338,7 +338,7 @@ class ForwardWatch:
             plan.end_forward_pass(trains)
             if trains and not self.report.written:
                 self.report.begin(plan, self._step_cost(module))
-        return self.loss.end(self._counted.end(output))
+        return self.loss.end(output if self.loss.is_placed else self._counted.end(output))
 
     def _step_cost(self, module: nn.Module) -> StepCost | None:
         """Returns the cost of a step as the model is checkpointed; None if its operations are not known."""
