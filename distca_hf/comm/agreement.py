@@ -81,6 +81,10 @@ REMEDIES = {
         "All ranks must give the decoder of a model the same inputs: names, dtypes and widths of tensors with a value "
         "per token, and flags such as output_hidden_states"
     ),
+    Occasion.PLAN: (
+        "Ranks need equal models, settings and versions, and must run the same passes in the same order. Evaluation "
+        'that only some ranks run needs evaluate="local"'
+    ),
     Occasion.TAKE: "Ranks need equal data, seeds, models, settings, versions and order of micro-batches",
 }
 # Ranks that an error names for each value; of a large job the number of the others follows.
