@@ -21,6 +21,10 @@ from distca_hf.comm.transport import AllToAll, Transport
 from distca_hf.planning.row_moves import RowMoves
 
 
+# Bytes of the widest number: no share ends inside of one.
+NUMBER_BYTES = 8
+
+
 @dataclass(frozen=True, eq=False)
 class DeviceRowMoves:
     """Moves of this rank with their indices on the device. Attributes: see `RowMoves`."""
@@ -121,7 +125,7 @@ class PassRows:
         if num_shares == 1:
             return self._transport.exchange(AllToAll(rows, *counts, where)).wait()
         width = rows.shape[1]
-        share = ceil_div(width, num_shares)
+        share = ceil_div(width, num_shares * NUMBER_BYTES) * NUMBER_BYTES
         first = self._transport.grid.tensor_rank * share
         mine = nn.functional.pad(rows, (0, share * num_shares - width))[:, first : first + share].contiguous()
         received = self._transport.exchange(AllToAll(mine, *counts, where)).wait()

@@ -84,8 +84,8 @@ def _move_rows(transport: Transport) -> int:
     moves = RowMoves.of(home, place_given(home, Topology(2, 2)), transport.rank)
     held, before = [6, 0][transport.rank], transport.traffic.bytes_sent
     rows = PassRows(DeviceRowMoves.of(moves, CPU), transport, None, (1, held), "here", lambda: None)
-    ids, states = torch.arange(held), torch.randn(held, 5, generator=torch.Generator().manual_seed(0))
-    placed_ids, placed_states = rows.move_in([ids, states.requires_grad_()], differentiate=True)
+    ids, states = torch.arange(held), torch.randn(held, 16, generator=torch.Generator().manual_seed(0))
+    placed_ids, *_, placed_states = rows.move_in([ids, ids, states.requires_grad_()], differentiate=True)
     assert len(placed_ids) == 3
     home_states = rows.move_home([placed_states[None] * 2])[0]
     torch.testing.assert_close(home_states[0], 2 * states)
@@ -113,10 +113,10 @@ def test_rows_and_words_stay_in_their_scope(kind: str, tmp_path: Path) -> None:
         assert of_rank.leaving == {3: 15}
         # Rows, words of rows, words of the group; a stage's ranks are one of both. And shares of tensor ranks.
         assert of_rank.groups == 3 + (kind == "tensor")
-        # Three rows of an id and five numbers go in, five numbers come home, and gradients of five go both ways: whole
+        # Three rows of two ids and 16 numbers go in, 16 numbers come home, and gradients of 16 go both ways: whole
         # ones, or the halves of two tensor ranks.
         is_home = (rank // 2 if kind == "tensor" else rank % 2) == 0
-        widths = [8 + 20, 20] if is_home else [20, 20]
+        widths = [16 + 64, 64] if is_home else [64, 64]
         assert of_rank.bytes_moved == sum(3 * (width // 2 if kind == "tensor" else width) for width in widths)
         assert "ranks already (a loader, a model or use_mesh said so), and is now given 4 ranks" in of_rank.refused
 
