@@ -19,7 +19,7 @@ from support.ranks import run_ranks
 
 NUM_LAYERS = 2
 STEPS = 3
-RESIDENCIES = ("refetch", "keep", "auto")
+RESIDENCIES = ("refetch", "keep")
 TOKENS = 192
 # Loss and gradient norm of each step, and whether rows moved.
 Numbers = list[tuple[float, float, bool]]
