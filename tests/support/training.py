@@ -14,6 +14,7 @@ from datasets import Dataset
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from distca_hf.batches.given_agreement import Returning
 from distca_hf.integrations.models.forward_watch import watch_of
 from support.checkpointing import checkpointed_attention, checkpointing_arguments, count_layer_calls
 from support.data import random_dataset
@@ -250,7 +251,7 @@ def curve_of(trainer: Any) -> Curve:
         distributed_type=trainer.accelerator.distributed_type.name,
         layer_calls=layer_calls(),
         imbalance=(before, after),
-        places_loss=watch is not None and watch.packs is not None and not watch.packs.returning,
+        places_loss=watch is not None and watch.planner is not None and watch.planner.returning == Returning.LOSS,
     )
 
 
