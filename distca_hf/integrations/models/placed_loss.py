@@ -53,6 +53,7 @@ class PlacedLoss:
 
     Attributes:
         is_placed: whether they do in the pass that runs.
+        is_unlogged: whether they did in a pass since the last log.
     """
 
     def __init__(self, model: PreTrainedModel, root: nn.Module) -> None:
@@ -60,7 +61,7 @@ class PlacedLoss:
         self._is_multimodal = text_decoder(model) is not model
         self._reads_more = READER_UNKNOWN
         self._said: set[str] = set()
-        self.is_placed = False
+        self.is_placed = self.is_unlogged = False
 
     @contextmanager
     def read_as_sum(self, unless: str) -> Iterator[None]:
@@ -173,7 +174,7 @@ class PlacedLoss:
         finds nothing, not results of other tokens."""
         if not self.is_placed:
             return output
-        self.is_placed = False
+        self.is_placed, self.is_unlogged = False, True
         return output[:1] if isinstance(output, tuple) else type(output)(loss=output["loss"])
 
 
