@@ -8,9 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import distca_hf
+from distca_hf.integrations.models.forward_watch import watch_of
 from support.compiling import graph_breaks, graphs_made
 from support.data import random_dataset, random_documents
 from support.models import tiny_model
@@ -19,7 +21,7 @@ from support.ranks import run_ranks
 
 STEPS = 3
 TOKENS = 192
-# Loss and gradient norm of each step, and whether rows moved.
+# Mean loss over ranks and gradient norm of each step, and whether rows moved.
 Numbers = list[tuple[float, float, bool]]
 
 
@@ -30,7 +32,7 @@ def _packs(rank: int) -> Iterator[dict[str, torch.Tensor]]:
         documents = random_documents(2, seed=2 * step + rank, lengths=lengths)
         positions = torch.cat([torch.arange(len(document)) for document in documents])
         ids = torch.tensor([token for document in documents for token in document])[None]
-        yield {"input_ids": ids, "labels": ids, "position_ids": positions[None]}
+        yield {"input_ids": ids, "labels": ids, "position_ids": positions[None], "num_items_in_batch": 100}
 
 
 def _train(
@@ -56,27 +58,36 @@ def _train(
         if torch.__version__ < (2, 12):  # fails under DDP with every attention
             torch._dynamo.config.optimize_ddp = False
         model.gradient_checkpointing_enable({"use_reentrant": False})
-    if torch.distributed.get_rank() < compiling:
+    if dist.get_rank() < compiling:
         compile_layers(model)
-    numbers = _steps(model, layers, plugin.dataloader(random_dataset()) if placed else None)
+    loader = plugin.dataloader(random_dataset()) if placed else None
+    numbers = _steps(model, layers, loader, places_loss=compile_layers is _whole)
     return numbers, graph_breaks(), graphs_made()
 
 
-def _steps(model: nn.Module, layers: int, loader: Any) -> Numbers:
-    wrapped = nn.parallel.DistributedDataParallel(model)
+def _steps(model: Any, layers: int, loader: Any, places_loss: bool) -> Numbers:
+    """Args: `places_loss`: whether head and loss run on placed rows, in all steps but the first."""
+    wrapped, watch = nn.parallel.DistributedDataParallel(model), watch_of(model)
     plans = []
-    model.register_forward_hook(lambda module, args, given, out: plans.append(given["distca_plan"]), with_kwargs=True)
-    batches = _packs(torch.distributed.get_rank()) if loader is None else loader
+    # One on the whole model could read results.
+    backbone = model.model
+    backbone.register_forward_hook(
+        lambda module, args, given, out: plans.append(given["distca_plan"]), with_kwargs=True
+    )
+    batches = _packs(dist.get_rank()) if loader is None else loader
     numbers = []
-    for _, batch in zip(range(STEPS), batches, strict=False):
+    for step, batch in zip(range(STEPS), batches, strict=False):
         model.zero_grad()
-        loss = wrapped(**batch).loss
+        with watch.loss.read_as_sum(unless="" if places_loss and step else "logits are read"):
+            loss = wrapped(**batch).loss
+        assert watch.planner is None or (watch.planner.returning == "") == (places_loss and step > 0)
         loss.backward()
+        dist.all_reduce(mean := loss.detach() / dist.get_world_size())
         norm = torch.stack([parameter.grad.norm() for parameter in model.parameters()]).norm()
         assert plans[-1].forward_pass.backward_calls == layers
         moves = plans[-1].planned.moves
         moved = sum(plans[-1].facts.key_rows_sent) > 0 if moves is None else moves.on_host.crosses
-        numbers.append((loss.item(), norm.item(), moved))
+        numbers.append((mean.item(), norm.item(), moved))
     return numbers
 
 
