@@ -22,7 +22,7 @@ import torch
 
 from distca_hf.arrays import IntArray
 from distca_hf.batches.batch_documents import Batch, tokens_of
-from distca_hf.batches.given_agreement import GivenAgreement, ShownNumbers
+from distca_hf.batches.given_agreement import GivenAgreement, Returning, ShownNumbers
 from distca_hf.batches.read_documents import DocumentReader, ReadDocuments
 from distca_hf.batches.step_ahead import StepAhead
 from distca_hf.batches.taking import order_plan
@@ -97,8 +97,8 @@ class GivenPlanner:
     Attributes:
         history: facts of the latest micro-batches.
         latest_moves: of rows of the latest micro-batch; None if they stay where batches have them.
-        returning: ranks that need results of the latest micro-batch, in words; empty: head and loss may run on placed
-            rows.
+        returning: what the pass of the latest micro-batch returns.
+        needing: ranks that need its hidden states, in words.
         totals, times: sums over micro-batches that a model was trained on, and how long planning them took.
     """
 
@@ -125,7 +125,7 @@ class GivenPlanner:
         self._servers, self._layer_masks, self._read_batch = servers, layer_masks, read
         self._places_rows = places_rows
         self.latest_moves: RowMoves | None = None
-        self.returning = ""
+        self.returning, self.needing = Returning.STATES, ""
         self._agreement = GivenAgreement(config, transport)
         self._step = StepAhead[HostPlan](transport, partial(self._prepare, servers=None))
         self._next_number = 0
@@ -160,7 +160,7 @@ class GivenPlanner:
         trains: bool = True,
         images_wait: bool = False,
         gradients_of: Sequence[bool] = (),
-        results_return: bool = True,
+        returning: Returning = Returning.STATES,
     ) -> LivePlan | None:
         """Returns the plan of a batch, on the device of its tokens. A collective call.
 
@@ -171,7 +171,7 @@ class GivenPlanner:
             trains: whether it is trained on, and counted.
             images_wait: whether a rank with an image waits for the others: for weights or gradients of towers.
             gradients_of: whether parts of the model before its decoder need gradients.
-            results_return: whether this rank needs the results of its own rows.
+            returning: what this rank needs of its results.
 
         Returns:
             The plan; None if some rank's batch keeps its padding: then every rank attends to its own batch.
@@ -186,11 +186,11 @@ class GivenPlanner:
         number, self._next_number = self._next_number, self._next_number + 1
         read, device = self._read(batch, number), tokens_of(batch).device
         ahead, planned = self._step.take(read)
-        shown = self._agreement.reach(batch, read, number, images_wait, gradients_of, results_return, ahead)
+        shown = self._agreement.reach(batch, read, number, images_wait, gradients_of, returning, ahead)
         self._step.gather()
         if shown is None:
             return None
-        self.returning, lengths = shown.returning, read.lengths
+        self.returning, self.needing, lengths = shown.returning, shown.needing, read.lengths
         assert lengths is not None  # or this rank's batch would be padded
         longest_tokens = shown.longest_document_tokens
         if not longest_tokens:

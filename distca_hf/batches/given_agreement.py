@@ -3,6 +3,7 @@
 Gathers are of equal size, so ranks have to know first how many documents each of them holds.
 """
 
+import enum
 from collections.abc import Sequence
 from typing import NamedTuple
 from zlib import crc32
@@ -27,6 +28,14 @@ log = get_logger(__name__)
 CHECKSUM = "checksum of tokens, labels and lengths"
 
 
+class Returning(enum.IntEnum):
+    """What a pass returns to the ranks of its batches."""
+
+    LOSS = 0  # head and loss run on placed rows
+    TOKEN_VALUES = 1  # the head runs on placed rows, and returns numbers of single tokens
+    STATES = 2  # hidden states of the decoder
+
+
 class ShownNumbers(NamedTuple):
     """What ranks showed each other of their given batches.
 
@@ -34,14 +43,16 @@ class ShownNumbers(NamedTuple):
         num_documents: `[ranks]` documents of each rank.
         longest_document_tokens: of all ranks together.
         forms: `[ranks]` numbers of the forms of their batches, see `form_of`.
-        returning: ranks whose results must return, in words; empty: head and loss may run on placed rows.
+        returning: what their passes return.
+        needing: ranks that need hidden states, in words.
         is_planned: whether all ranks have planned it ahead, as the same micro-batch.
     """
 
     num_documents: list[int]
     longest_document_tokens: int
     forms: tuple[int, ...]
-    returning: str
+    returning: Returning
+    needing: str
     is_planned: bool
 
 
@@ -59,7 +70,7 @@ class GivenAgreement:
         number: int,
         images_wait: bool,
         gradients_of: Sequence[bool] = (),
-        results_return: bool = True,
+        returning: Returning = Returning.STATES,
         ahead: int = 0,
     ) -> ShownNumbers | None:
         """Shows all ranks this rank's batch, and returns what they showed; None if some rank's batch is padded. A
@@ -72,7 +83,7 @@ class GivenAgreement:
             number: of the micro-batch.
             images_wait: whether a rank with an image waits for the others: for weights or gradients of towers.
             gradients_of: whether parts of the model before its decoder need gradients.
-            results_return: whether this rank needs the results of its own rows.
+            returning: what this rank needs.
             ahead: number of the micro-batch among those that were planned ahead, from 1 on; 0 if it was not.
 
         Raises:
@@ -90,8 +101,8 @@ class GivenAgreement:
                 "documents": 0 if lengths is None else len(lengths),
                 "longest document": 0 if lengths is None else int(lengths.max(initial=0)),
                 "padded": int(lengths is None),
-                "form": form_of(batch, [*gradients_of, results_return]),
-                "results return": int(results_return),
+                "form": form_of(batch, [*gradients_of, bool(returning)]),
+                "returning": returning,
                 "planned ahead": ahead,
                 **flags,
             },
@@ -111,9 +122,11 @@ class GivenAgreement:
         if any(numbers["padded"]):
             self._warn_of_padding(self._labels(numbers["padded"]), number)
             return None
-        longest, returning = max(numbers["longest document"]), self._labels(numbers["results return"])
+        longest, asked = max(numbers["longest document"]), {*numbers["returning"]}
+        of_all = Returning(asked.pop()) if len(asked) == 1 else Returning.STATES
+        needing = self._labels([int(value == Returning.STATES) for value in numbers["returning"]])
         is_planned = set(numbers["planned ahead"]) == {ahead} != {0}
-        return ShownNumbers(numbers["documents"], longest, tuple(numbers["form"]), returning, is_planned)
+        return ShownNumbers(numbers["documents"], longest, tuple(numbers["form"]), of_all, needing, is_planned)
 
     def _flags(self, batch: Batch, read: ReadDocuments, is_first: bool) -> dict[str, int]:
         """Returns what ranks show each other of a batch beside its lengths."""

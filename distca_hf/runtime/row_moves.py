@@ -123,7 +123,8 @@ def _as_values(joined: torch.Tensor, like: Sequence[torch.Tensor]) -> list[torch
     """Returns rows with the dtypes and shapes of other tensors from `[rows, bytes]` that hold them side by side."""
     widths = [value.shape[1:].numel() * value.element_size() for value in like]
     return [
-        part.contiguous().view(value.dtype).reshape(len(joined), *value.shape[1:])
+        # A copy, since `contiguous` returns a single row as it is, wherever its bytes begin.
+        part.clone(memory_format=torch.contiguous_format).view(value.dtype).reshape(len(joined), *value.shape[1:])
         for part, value in zip(joined.split(widths, dim=1), like, strict=True)
     ]
 

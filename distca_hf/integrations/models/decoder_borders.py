@@ -144,6 +144,12 @@ class DecoderBorders:
         """Ends a pass, or leaves its batch as it is."""
         self._is_open, self._token_places, self._rows = False, None, None
 
+    def take_rows(self) -> PassRows | None:
+        """Returns the rows that moved in before the decoder, so that nothing moves there; None if they stayed."""
+        rows = self._rows
+        self.end()
+        return rows
+
     def _before(self, module: nn.Module, args: tuple[object, ...], kwargs: dict[str, Any]) -> object:
         """Moves rows in. A compiler looks in here, and finds nothing to do for a batch that was placed before."""
         if not self._is_open or kwargs.get("distca_plan") is None:

@@ -280,10 +280,10 @@ class ForwardWatch:
         self._check.check_model(module)
         planner, images_wait = self._planner_on(tokens_of(batch).device), self._check.images_wait(module.training)
         rows_move = module.training and torch.is_grad_enabled() and not self._mixers.mixers
-        reason = self.loss.begin(batch if rows_move else None)
-        plan = planner.plan(batch, module.training, images_wait, self._check.gradients_before_decoder(), bool(reason))
+        returning, reason = self.loss.begin(batch if rows_move else None)
+        plan = planner.plan(batch, module.training, images_wait, self._check.gradients_before_decoder(), returning)
         if plan is not None:
-            self.loss.decide(planner.returning, reason)
+            self.loss.decide(planner.returning, planner.needing, reason)
         return plan
 
     def _planner_on(self, device: torch.device) -> GivenPlanner:

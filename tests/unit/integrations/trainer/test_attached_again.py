@@ -18,7 +18,6 @@ from transformers import (
     DataCollatorForSeq2Seq,
     DataCollatorForTokenClassification,
     DataCollatorWithFlattening,
-    EarlyStoppingCallback,
     GPT2Config,
     GPT2LMHeadModel,
     PreTrainedTokenizerFast,
@@ -146,44 +145,6 @@ def test_loader_of_a_training_that_raised_is_as_it_was(make: Callable[..., Train
 
     assert during != [before], "batches are read where they are collated"
     assert inner.collate_fn is before
-
-
-class Late(TrainerCallback):
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        control.should_training_stop = False
-
-
-@pytest.mark.parametrize(
-    ("arguments", "callback", "unlogged"),
-    [
-        ({}, None, [6, 7]),
-        ({"logging_first_step": True}, Late, [1, 3, 4, 6, 7]),
-        ({"eval_strategy": "steps", "eval_steps": 4}, EarlyStoppingCallback, [3, 6, 7]),
-        ({"eval_strategy": "epoch"}, EarlyStoppingCallback, [3, 4, 6, 7]),
-        ({"logging_strategy": "epoch"}, Late, []),
-        ({"logging_strategy": "no"}, None, list(range(8))),
-    ],
-)
-def test_steps_that_no_log_may_cover_are_known(
-    make: Callable[..., Trainer],
-    arguments: dict[str, Any],
-    callback: type[TrainerCallback] | None,
-    unlogged: list[int],
-) -> None:
-    """Of 8 steps, logged after every third; an epoch has 5."""
-    given = {"eval_dataset": random_dataset(2), "callbacks": [] if callback is None else [callback()]}
-    trainer = make(random_dataset(5), given=given, **{"logging_strategy": "steps", "logging_steps": 3} | arguments)
-    keep_batches(trainer)
-    trainer.callback_handler.train_dataloader = trainer.get_train_dataloader()
-    trainer.state.max_steps, trainer.state.logging_steps, trainer.state.eval_steps = 8, 3, 4
-    reader = trainer.compute_loss.__self__
-    reasons = []
-    for step in range(8):
-        trainer.state.global_step = step
-        reasons.append(reader._reason())
-
-    assert [step for step, reason in enumerate(reasons) if "train_loss" in reason] == unlogged
-    assert sum(bool(reason) for reason in reasons) == len(unlogged)
 
 
 def test_attaching_that_fails_leaves_the_trainer_as_it_was(make: Callable[..., Trainer]) -> None:
