@@ -122,3 +122,30 @@ def test_memory_left_of_modes_before_is_shown(script: Callable[[str], ModuleType
     shown = dict(zip(head.split(" | "), row.split(" | "), strict=True))
 
     assert (shown["peak GiB"], shown["held before GiB"]) == ("60.0", "1.5")
+
+
+def test_sft_run_has_the_losses_of_trl_alone(tmp_path: Path) -> None:
+    config, out, lengths = tmp_path / "config.json", tmp_path / "out.json", tmp_path / "lengths.json"
+    config.write_text(json.dumps(CONFIG))
+    lengths.write_text(json.dumps([7, 61, 33, 5, 190, 48]))
+    words = [
+        "scripts/benchmarks/sft_run.py",
+        "--device",
+        "cpu",
+        "--config",
+        config,
+        "--out",
+        out,
+        "--lengths",
+        lengths,
+    ]
+    settings = ["--modes", "padded,attached-padded", "--batch-size", 2, "--longest", 64, "--steps", 3, "--warmup", 1]
+    run_script(RANKS, tmp_path, [str(word) for word in (*words, *settings)])
+    padded, attached = json.loads(out.read_text())["runs"]
+
+    assert attached["losses"] == pytest.approx(padded["losses"], abs=1e-4)
+    assert attached["tokens"] == padded["tokens"]
+    assert max(map(max, attached["tokens"])) > 2 * min(map(min, attached["tokens"]))
+    for run in (padded, attached):
+        assert len(run["seconds"]) == len(run["host_seconds"]) == STEPS
+        assert all(0 < host < whole for host, whole in zip(run["host_seconds"], run["seconds"], strict=True))
