@@ -22,6 +22,7 @@ In the table, each figure of the slowest or largest rank:
 """
 
 import argparse
+import copy
 import statistics
 import time
 from collections.abc import Iterator
@@ -198,7 +199,9 @@ def train(
     is_attached = mode.startswith("attached")
     with device:
         model = AutoModelForCausalLM.from_config(
-            config, attn_implementation="distca" if is_attached else options.attention, dtype=torch.float32
+            copy.deepcopy(config),  # SFTTrainer changes it
+            attn_implementation="distca" if is_attached else options.attention,
+            dtype=torch.float32,
         )
     words = Tokenizer(models.WordLevel({"<pad>": 0, "<end>": 1}, unk_token="<pad>"))
     times = StepTimes(device)
