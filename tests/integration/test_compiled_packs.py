@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 import distca_hf
+from distca_hf.batches.given_agreement import Returning
 from distca_hf.integrations.models.forward_watch import watch_of
 from support.compiling import graph_breaks, graphs_made
 from support.data import random_dataset, random_documents
@@ -66,7 +67,7 @@ def _train(
 
 
 def _steps(model: Any, layers: int, loader: Any, places_loss: bool) -> Numbers:
-    """Args: `places_loss`: whether head and loss run on placed rows, in all steps but the first."""
+    """Trains; with `places_loss` head and loss run on placed rows in all steps but the first."""
     wrapped, watch = nn.parallel.DistributedDataParallel(model), watch_of(model)
     plans = []
     # One on the whole model could read results.
@@ -80,7 +81,8 @@ def _steps(model: Any, layers: int, loader: Any, places_loss: bool) -> Numbers:
         model.zero_grad()
         with watch.loss.read_as_sum(unless="" if places_loss and step else "logits are read"):
             loss = wrapped(**batch).loss
-        assert watch.planner is None or (watch.planner.returning == "") == (places_loss and step > 0)
+        returns_loss_only = watch.planner is not None and watch.planner.returning == Returning.LOSS
+        assert returns_loss_only == (places_loss and step > 0)
         loss.backward()
         dist.all_reduce(mean := loss.detach() / dist.get_world_size())
         norm = torch.stack([parameter.grad.norm() for parameter in model.parameters()]).norm()
