@@ -48,7 +48,7 @@ MOVED = {
         "planning.baselines": "analysis.baselines",
         "planning.bounds": "analysis.bounds",
         "planning.chunks": "planning.transfers",
-        "planning.facts": "planning.plan",
+        "planning.facts": "planning.plan_facts",
         "planning.heads": "cost",
         "planning.in_place": "planning.plan",
         "planning.kv_layout": "planning.transfers",

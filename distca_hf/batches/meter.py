@@ -13,12 +13,14 @@ from distca_hf.comm.agreement import Agreement, Occasion
 from distca_hf.comm.transport import Transport
 from distca_hf.flops import StepFlops
 from distca_hf.gpus import peak_flops
-from distca_hf.planning.plan import PlanTotals
+from distca_hf.planning.plan_facts import PlanTotals
 from distca_hf.telemetry import LoaderTimes
 
 
 # Below this part of the time, waiting is too little to name the rank that others wait for.
 LITTLE_WAITING = 0.01
+# Numbers of given batches whose work in a step is counted.
+OF_A_STEP = ("step_imbalance_before", "token_imbalance_before", "token_imbalance")
 # Dtypes for which a GPU's peak is known, so that its utilisation can be computed.
 HALF = (torch.bfloat16, torch.float16)
 
@@ -58,10 +60,11 @@ class MeterReading:
 
     def basic(self) -> dict[str, float]:
         """Returns the metrics that are most often watched, as far as they are known."""
-        metrics = {
-            "distca/imbalance": self.totals.imbalance / self.totals.micro_batches,
-            "distca/tokens_per_second_per_rank": self.totals.tokens / self.seconds / self.num_ranks,
-        }
+        totals = self.totals
+        metrics = {"distca/imbalance": totals.imbalance / totals.micro_batches}
+        if totals.step_imbalance:
+            metrics |= {"distca/step_imbalance": totals.step_imbalance / totals.micro_batches}
+        metrics |= {"distca/tokens_per_second_per_rank": totals.tokens / self.seconds / self.num_ranks}
         if self.utilisation is not None:
             metrics |= {"distca/utilisation": self.utilisation}
         if self.memory_bytes is not None:
@@ -80,18 +83,13 @@ class MeterReading:
             "distca/slowest_rank": float(self.slowest_rank or 0),
             "distca/tokens_per_second": self.totals.tokens / self.seconds,
             "distca/documents_truncated": float(documents_truncated),
-            **self._of_kinds(),
+            **self._means("imbalance_full", "imbalance_window", count=self.totals.mixed_micro_batches),
+            **self._means(*OF_A_STEP, count=count if self.totals.step_imbalance else 0),
         }
 
-    def _of_kinds(self) -> dict[str, float]:
-        """Returns the balance of full layers and of layers with a window, of a model that has both."""
-        totals, count = self.totals, self.totals.mixed_micro_batches
-        if not count:
-            return {}
-        return {
-            "distca/imbalance_full": totals.imbalance_full / count,
-            "distca/imbalance_window": totals.imbalance_window / count,
-        }
+    def _means(self, *names: str, count: int) -> dict[str, float]:
+        """Returns means over `count` micro-batches; nothing if there are none with such numbers."""
+        return {f"distca/{name}": getattr(self.totals, name) / count for name in names if count}
 
     def in_words(self, done: str) -> str:
         """Returns one line about a training or an epoch that has ended.
@@ -100,14 +98,12 @@ class MeterReading:
             done: its first words.
         """
         totals, seconds = self.totals, self.seconds
-        before, after = totals.imbalance_before / totals.micro_batches, totals.imbalance / totals.micro_batches
         waited_much = self.slowest_rank is not None and self.waited_seconds >= LITTLE_WAITING * seconds
         slow = f", mostly for rank {self.slowest_rank}" if waited_much else ""
         return (
             f"{done}: {totals.tokens:,} tokens in {duration(seconds)}, {totals.tokens / seconds:,.0f} per second; "
-            f"attention work of the busiest rank {before:.2f} -> {after:.2f} times the mean; waited "
-            f"{self.loader_wait_seconds / seconds:.1%} of the time for data, {self.waited_seconds / seconds:.1%} for "
-            f"other ranks{slow}"
+            f"{totals.balance}; waited {self.loader_wait_seconds / seconds:.1%} of the time for data, "
+            f"{self.waited_seconds / seconds:.1%} for other ranks{slow}"
         )
 
 

@@ -21,6 +21,7 @@ import torch
 
 from distca_hf.arrays import IntArray
 from distca_hf.batches.batch_documents import Batch, tokens_of
+from distca_hf.batches.given import GivenPlanner
 from distca_hf.batches.pack_agreement import PackAgreement, PackNumbers
 from distca_hf.batches.read_documents import DocumentReader, ReadDocuments
 from distca_hf.batches.step_ahead import StepAhead
@@ -31,18 +32,17 @@ from distca_hf.comm.transport import Gather, Transport
 from distca_hf.config import DistCAConfig
 from distca_hf.cost import CAUSAL_LAYERS, LayerMasks, TokenBytes
 from distca_hf.errors import PackingError
+from distca_hf.flops import StepFlops
 from distca_hf.layout import Layout, as_int_array
-from distca_hf.placement.given import place_given
-from distca_hf.planning.plan import Plan, PlanFacts, PlanTotals, plan_in_place
-from distca_hf.planning.rebalance import plan_by_moving
+from distca_hf.planning.plan import Plan
+from distca_hf.planning.plan_facts import PlanFacts, PlanTotals
 from distca_hf.planning.row_moves import RowMoves
-from distca_hf.planning.served import Servers, plan_served
+from distca_hf.planning.served import Servers
 from distca_hf.runtime.layer_kinds import PinnedKinds
 from distca_hf.runtime.live_plan import LivePlan
 from distca_hf.runtime.planned import Planned, PlannedLater
 from distca_hf.runtime.row_moves import DeviceRowMoves
 from distca_hf.telemetry import REMEMBERED_MICRO_BATCHES, LoaderTimes
-from distca_hf.topology import Topology
 
 
 class PreparedPacks(NamedTuple):
@@ -70,6 +70,7 @@ class IncomingPacks:
         device: where its tokens are.
         servers: attention servers that compute some of its tasks; None if there are none.
         forms: see `PackNumbers`.
+        results_return: whether some rank needs results of its own rows, so that all heads compute these.
         prepare: waits for the lengths, and plans; or waits for the plan.
         spent_seconds: time that planning has taken so far.
     """
@@ -79,6 +80,7 @@ class IncomingPacks:
     device: torch.device
     servers: Servers | None
     forms: tuple[int, ...]
+    results_return: bool
     prepare: Callable[[], PreparedPacks]
     spent_seconds: float
 
@@ -92,6 +94,7 @@ class PackPlanner:
         layer_masks: masks that the model's layers attend with, each with the number of its layers.
         read: reads the documents of a batch.
         moves_rows: whether the model moves rows, so that tokens may be placed; else attention tasks move.
+        flops: operations of the model, to count the work of a step by; None if they are not known.
 
     Attributes:
         history: facts of the latest micro-batches.
@@ -111,6 +114,7 @@ class PackPlanner:
         layer_masks: LayerMasks = CAUSAL_LAYERS,
         read: Callable[[Batch], ReadDocuments] = DocumentReader().read,  # noqa: B008 (immutable)
         moves_rows: bool = False,
+        flops: StepFlops | None = None,
     ) -> None:
         self.totals = PlanTotals()
         self.history: deque[PlanFacts] = deque(maxlen=REMEMBERED_MICRO_BATCHES)
@@ -118,11 +122,9 @@ class PackPlanner:
         self._config = config
         self._transport = transport
         self._alone = transport.among_trainers if isinstance(transport, ServedTransport) else transport
-        self._topology = config.topology(transport.world_size)
-        self._head_groups = head_groups
-        self._token_bytes = token_bytes
-        self._servers, self._layer_masks, self._read_batch = servers, layer_masks, read
-        self._moves_rows = moves_rows
+        topology = config.topology(transport.world_size)
+        self._planner = GivenPlanner(topology, head_groups, token_bytes, layer_masks, moves_rows)
+        self._servers, self._read_batch, self._flops = servers, read, flops
         self.latest_moves: RowMoves | None = None
         self.returning = ""
         self._agreement = PackAgreement(config, transport)
@@ -201,7 +203,9 @@ class PackPlanner:
             gather = self._transport.gather(filled_up, _where(number))
             prepare = partial(self._prepare_gathered, gather, shown, number, servers, device.type == "cuda")
         spent_seconds = time.perf_counter() - began
-        packs = IncomingPacks(number, trains, device, servers, shown.forms, prepare, spent_seconds)
+        packs = IncomingPacks(
+            number, trains, device, servers, shown.forms, bool(shown.returning), prepare, spent_seconds
+        )
         later = PlannedLater(longest_tokens, partial(self._plan_incoming, packs))
         return LivePlan(
             number,
@@ -222,23 +226,26 @@ class PackPlanner:
 
     def _prepare(self, packs: Sequence[IntArray], servers: Servers | None, pin: bool) -> PreparedPacks:
         """Plans and routes packs on the host, given the document lengths of each; safe in a background thread."""
-        home = Layout.from_packs(packs)
-        masks = self._layer_masks
-        layout = place_given(home, self._topology, self._head_groups, masks) if self._moves_rows else home
-        plan, topology = self._plan_layout(layout, servers)
+        home, planner = Layout.from_packs(packs), self._planner
+        layout = planner.layout(home)
+        plan = planner.plan(layout, servers)
+        topology = planner.topology if servers is None else servers.topology(planner.topology)
         num_chunks, rank = self._config.num_chunks(topology), self._transport.rank
         num_servers = 0 if servers is None else servers.count
-        kinds = PinnedKinds.prepare(plan, rank, num_chunks, masks, home.rank_work_of, pin=pin, num_servers=num_servers)
-        moves = RowMoves.of(home, layout, rank) if self._moves_rows else None
+        masks = planner.layer_masks
+        kinds = PinnedKinds.prepare(plan, rank, num_chunks, masks, home, pin=pin, num_servers=num_servers)
+        moves = RowMoves.of(home, layout, rank) if planner.moves_rows else None
         return PreparedPacks(plan, num_chunks, kinds, moves)
 
     def _plan_incoming(self, packs: IncomingPacks) -> Planned:
         """Waits for the plan of packs, or makes it, and copies it to the device."""
         began = time.perf_counter()
         plan, num_chunks, kinds, self.latest_moves = packs.prepare()
+        if not packs.results_return:
+            kinds = replace(kinds, facts=replace(kinds.facts, head_tokens=kinds.facts.tokens))
         self.history.append(kinds.facts)
         if packs.trains:
-            self.totals = self.totals.plus(kinds.facts)
+            self.totals = self.totals.plus(kinds.facts, self._flops)
             self.times.micro_batches += 1  # padded micro-batches are in none of these
             self.times.plan_seconds += packs.spent_seconds + time.perf_counter() - began
         posted = order_plan(self._transport, None if packs.servers is None else plan, packs.micro_batch, num_chunks)
@@ -247,16 +254,6 @@ class PackPlanner:
             return planned
         moves = DeviceRowMoves.of(self.latest_moves, packs.device)
         return planned._replace(moves=moves, batch_forms=packs.forms)
-
-    def _plan_layout(self, layout: Layout, servers: Servers | None) -> tuple[Plan, Topology]:
-        """Returns the plan of all packs, and the nodes of the ranks that it is of."""
-        groups, trainers, token_bytes = self._head_groups, self._topology, self._token_bytes
-        if servers is None and self._moves_rows:
-            return plan_in_place(layout, groups), trainers
-        if servers is None:
-            return plan_by_moving(layout, groups, topology=trainers, token_bytes=token_bytes), trainers
-        plan = plan_served(layout, servers, groups, topology=trainers, token_bytes=token_bytes)
-        return plan, servers.topology(trainers)
 
     def _read(self, batch: Batch, number: int) -> ReadDocuments:
         """Returns the documents of this rank's batch. Announces a failure to others."""

@@ -8,16 +8,14 @@ In the plan in place every rank computes the queries that it holds, and ranks of
 """
 
 import hashlib
-from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
-from typing import Self
 
 import numpy as np
 from numpy.typing import NDArray
 
-from distca_hf.arrays import IntArray, ceil_div, sum_by
+from distca_hf.arrays import IntArray, ceil_div
 from distca_hf.cost import CAUSAL_MASK, Mask, imbalance
 from distca_hf.errors import PlanError
 from distca_hf.layout import Layout, Stripe, join_neighbours
@@ -131,170 +129,6 @@ class Plan:
         if self.speeds:
             digest.update(np.array(self.speeds, dtype="<f8").data)
         return int.from_bytes(digest.digest(), "big") >> 1
-
-
-@dataclass(frozen=True)
-class PlanFacts:
-    """Numbers about a micro-batch, the same on all ranks.
-
-    Attributes:
-        num_documents, num_tokens, longest_document_tokens: documents of the global micro-batch.
-        cut_documents: documents that lie in several segments.
-        work: attended pairs x head groups of each rank, as planned.
-        work_before: the same for documents packed in order; of the ranks that hold tokens, without servers.
-        key_rows_sent: rows of keys and values that each rank sends, per layer, forward.
-        query_rows_sent: rows of queries that each rank sends, and rows of outputs that it receives for them.
-        key_rows_received: rows of keys and values that each rank receives.
-        remote_query_rows: rows of queries that each rank computes for others, with local rows of the same tasks.
-        rows_per_token: 1, or the groups that the plan divides heads into.
-        speeds: relative speed of each rank, where they differ (see `Plan`).
-        kinds: facts of layers with one mask, and how many there are, where a model has several masks. Numbers above
-            are means over all layers then.
-        window_tokens: window of these layers; None: full attention, or several kinds.
-    """
-
-    num_documents: int
-    longest_document_tokens: int
-    work: tuple[int, ...]
-    work_before: tuple[int, ...]
-    key_rows_sent: tuple[int, ...]
-    query_rows_sent: tuple[int, ...] = ()
-    key_rows_received: tuple[int, ...] = ()
-    remote_query_rows: tuple[int, ...] = ()
-    rows_per_token: int = 1
-    num_tokens: int = 0
-    cut_documents: int = 0
-    speeds: tuple[float, ...] = ()
-    kinds: tuple[tuple[Self, int], ...] = ()
-    window_tokens: int | None = None
-
-    @classmethod
-    def of(cls, plan: Plan, key_rows: IntArray, work_before: IntArray) -> "PlanFacts":
-        """Counts facts of a plan.
-
-        Args:
-            plan: the plan.
-            key_rows: `[source rank, destination rank]` rows of keys and values that it sends, per layer.
-            work_before: `[ranks with tokens]` attended pairs to compare the plan with.
-        """
-        layout, moved = plan.layout, plan.pieces.select(plan.pieces.moved)
-        remote_queries = plan.pieces.select(plan.has_remote_queries[plan.pieces.task])
-        queries_sent, remote_query_rows = (
-            sum_by(ranks, rows, layout.num_ranks)
-            for ranks, rows in ((moved.owner, moved.rows), (remote_queries.server, remote_queries.rows))
-        )
-        return cls(
-            num_documents=layout.num_documents,
-            longest_document_tokens=layout.longest_document_tokens,
-            work=tuple(plan.work.tolist()),
-            work_before=tuple((work_before * plan.tasks.head_groups).tolist()),
-            key_rows_sent=tuple(key_rows.sum(axis=1).tolist()),
-            query_rows_sent=tuple(queries_sent.tolist()),
-            key_rows_received=tuple(key_rows.sum(axis=0).tolist()),
-            remote_query_rows=tuple(remote_query_rows.tolist()),
-            rows_per_token=plan.tasks.head_groups,
-            num_tokens=int(layout.document_tokens.sum()),
-            cut_documents=layout.cut_documents,
-            speeds=plan.speeds,
-        )
-
-    @classmethod
-    def of_layers(cls, kinds: Sequence[tuple[Self, int]]) -> Self:
-        """Returns facts of a model whose layers attend with several masks.
-
-        Args:
-            kinds: facts of each mask, and how many layers attend with it.
-        """
-        first = kinds[0][0]
-        if len(kinds) == 1:
-            return first
-        groups, layers = max(facts.rows_per_token for facts, _ in kinds), sum(count for _, count in kinds)
-
-        def mean(name: str) -> tuple[int, ...]:
-            # In plans that divide heads, rows and work count groups of heads.
-            scaled = [
-                np.array(getattr(facts, name)) * (count * groups // facts.rows_per_token) for facts, count in kinds
-            ]
-            return tuple((np.sum(scaled, axis=0) // layers).tolist())
-
-        return replace(
-            first,
-            work=mean("work"),
-            work_before=mean("work_before"),
-            key_rows_sent=mean("key_rows_sent"),
-            query_rows_sent=mean("query_rows_sent"),
-            key_rows_received=mean("key_rows_received"),
-            remote_query_rows=mean("remote_query_rows"),
-            rows_per_token=groups,
-            kinds=tuple(kinds),
-            window_tokens=None,
-        )
-
-    @property
-    def of_full_and_windows(self) -> tuple[Self, Self] | None:
-        """Facts of the layers with full attention, and of all layers with a window; None unless there are both."""
-        full = [kind for kind in self.kinds if kind[0].window_tokens is None]
-        windows = [kind for kind in self.kinds if kind[0].window_tokens is not None]
-        return (self.of_layers(full), self.of_layers(windows)) if full and windows else None
-
-    @property
-    def imbalance(self) -> float:
-        """Max over mean of `work`; with speeds, the longest time over the time of an even split. Ranks meet in every
-        layer: of several kinds of layers it is the mean, weighted by their work."""
-        return self._mean_of_kinds("imbalance", "work") if self.kinds else imbalance(self.work, self.speeds)
-
-    @property
-    def imbalance_before(self) -> float:
-        """Max over mean of `work_before`."""
-        return self._mean_of_kinds("imbalance_before", "work_before") if self.kinds else imbalance(self.work_before)
-
-    def _mean_of_kinds(self, name: str, work: str) -> float:
-        weights = [sum(getattr(facts, work)) * count / facts.rows_per_token for facts, count in self.kinds]
-        values = [getattr(facts, name) for facts, _ in self.kinds]
-        return float(np.average(values, weights=weights)) if any(weights) else 1.0
-
-
-@dataclass(frozen=True)
-class PlanTotals:
-    """Sums over planned micro-batches, the same on all ranks, to report the gain of balancing by.
-
-    Attributes:
-        micro_batches: how many there were.
-        tokens, pairs: of all ranks; a pair of a query and a key counts once for all heads.
-        imbalance_before, imbalance: sums of these numbers of every micro-batch.
-        mixed_micro_batches: how many had layers with full attention and layers with a window.
-        imbalance_full, imbalance_window: sums of the imbalance of either over these micro-batches.
-    """
-
-    micro_batches: int = 0
-    tokens: int = 0
-    pairs: float = 0.0
-    imbalance_before: float = 0.0
-    imbalance: float = 0.0
-    mixed_micro_batches: int = 0
-    imbalance_full: float = 0.0
-    imbalance_window: float = 0.0
-
-    def plus(self, facts: PlanFacts) -> Self:
-        """Returns the sums with one micro-batch more."""
-        mixed = facts.of_full_and_windows
-        full, window = (0.0, 0.0) if mixed is None else (kind.imbalance for kind in mixed)
-        return type(self)(
-            micro_batches=self.micro_batches + 1,
-            tokens=self.tokens + facts.num_tokens,
-            pairs=self.pairs + sum(facts.work) / facts.rows_per_token,
-            imbalance_before=self.imbalance_before + facts.imbalance_before,
-            imbalance=self.imbalance + facts.imbalance,
-            mixed_micro_batches=self.mixed_micro_batches + (mixed is not None),
-            imbalance_full=self.imbalance_full + full,
-            imbalance_window=self.imbalance_window + window,
-        )
-
-    def since(self, earlier: Self) -> Self:
-        """Returns sums over the micro-batches that came after earlier ones."""
-        return type(self)(
-            **{field.name: getattr(self, field.name) - getattr(earlier, field.name) for field in fields(self)}
-        )
 
 
 def plan_in_place(layout: Layout, head_groups: int = 1, mask: Mask = CAUSAL_MASK) -> Plan:

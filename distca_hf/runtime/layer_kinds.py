@@ -19,7 +19,8 @@ from distca_hf.cost import CAUSAL_LAYERS, CAUSAL_MASK, LayerMasks, Mask
 from distca_hf.errors import PlanError
 from distca_hf.kernels.interface import AttentionSpec, without_window
 from distca_hf.layout import Layout
-from distca_hf.planning.plan import Plan, PlanFacts
+from distca_hf.planning.plan import Plan
+from distca_hf.planning.plan_facts import PlanFacts
 from distca_hf.planning.routing import rank_plan
 from distca_hf.planning.window_routing import window_plan
 from distca_hf.runtime.device_routing import DeviceRankPlan, DeviceRouting, PinnedRankPlan
@@ -57,7 +58,7 @@ class PinnedKinds:
         rank: int,
         num_chunks: int = 1,
         layer_masks: LayerMasks = CAUSAL_LAYERS,
-        work_before: Callable[[Mask], IntArray] | None = None,
+        before: Layout | None = None,
         pin: bool = False,
         num_servers: int = 0,
     ) -> "PinnedKinds":
@@ -68,20 +69,22 @@ class PinnedKinds:
             num_chunks: chunks of the exchange in forward.
             layer_masks: masks of the model, each with the number of its layers. The full causal one is always routed.
             num_servers: the last ranks of the plan that are attention servers.
-            work_before: returns `[ranks with tokens]` attended pairs to compare with, in facts.
+            before: layout of the ranks with tokens to compare with, in facts.
         """
         layout, longest = plan.layout, plan.layout.longest_document_tokens
-        before: Callable[[Mask], IntArray | None] = work_before or (lambda mask: None)
-        made = {CAUSAL_MASK: rank_plan(plan, rank, num_chunks, before(CAUSAL_MASK))}
+        work_of: Callable[[Mask], IntArray | None] = (lambda mask: None) if before is None else before.rank_work_of
+        made = {CAUSAL_MASK: rank_plan(plan, rank, num_chunks, work_of(CAUSAL_MASK))}
         layers = dict.fromkeys(made, 0)
         for mask, count in layer_masks:
             if mask.window_tokens is None or mask.window_tokens >= longest:
                 layers[CAUSAL_MASK] += count
                 continue
             if mask not in made:
-                made[mask] = window_plan(layout, rank, mask, before(mask), num_servers)
+                made[mask] = window_plan(layout, rank, mask, work_of(mask), num_servers)
             layers[mask] = layers.get(mask, 0) + count
         facts = PlanFacts.of_layers([(made[mask].facts, count) for mask, count in layers.items() if count])
+        if before is not None:
+            facts = facts.with_tokens(before.rank_tokens, layout.rank_tokens)
         return cls({mask: PinnedRankPlan.prepare(one, pin) for mask, one in made.items()}, facts, layout, rank, pin)
 
     @property

@@ -293,7 +293,7 @@ class ForwardWatch:
         if self.packs is None:
             of_model = self._head_groups, self._token_bytes, self.context.servers, self._layer_masks, self._read
             transport = self.context.training_transport(device)
-            self.packs = PackPlanner(self.context.config, transport, *of_model, moves_rows=not self._mixers.mixers)
+            self.packs = PackPlanner(self.context.config, transport, *of_model, not self._mixers.mixers, self.flops)
         return self.packs
 
     def begin_step(self, documents: Sequence[ReadDocuments | None], device: torch.device) -> None:
@@ -337,7 +337,7 @@ class ForwardWatch:
             trains = module.training and torch.is_grad_enabled()
             plan.end_forward_pass(trains)
             if trains and not self.report.written:
-                self.report.begin(plan, self._step_cost(module))
+                self.report.begin(plan, self._step_cost(module), self.flops)
         return self.loss.end(self._counted.end(output))
 
     def _step_cost(self, module: nn.Module) -> StepCost | None:
