@@ -12,7 +12,7 @@ from rich.console import Console
 from typer.core import TyperCommand
 
 from distca_hf.analysis import cluster_commands
-from distca_hf.errors import DistCAError, printable
+from distca_hf.errors import ConfigError, DistCAError, printable
 from distca_hf.gpus import H200_GIB
 from distca_hf.launched import is_launched
 from distca_hf.recipe import EXAMPLES, RECIPES, Shipped
@@ -210,7 +210,16 @@ LengthsAreBatch = Annotated[
 def plan(
     lengths: DocumentLengths,
     gpus: Annotated[int, typer.Option(help="GPUs (ranks) that train together")],
-    tokens_per_rank: Annotated[int, typer.Option(help="tokens each rank holds in a micro-step, at most")],
+    tokens_per_rank: Annotated[
+        int | None, typer.Option(help="tokens each rank holds in a micro-step, at most: batches that distca makes")
+    ] = None,
+    batch_size: Annotated[
+        int | None,
+        typer.Option(help="or rows of each rank in a micro-step (per_device_train_batch_size): your own batches"),
+    ] = None,
+    context: Annotated[
+        int | None, typer.Option(help="with --batch-size: longer rows are cut off (max_length); by default none is")
+    ] = None,
     ranks_per_node: Annotated[int, typer.Option(help="ranks that share a node")] = 8,
     micro_steps: Annotated[int, typer.Option(help="micro-steps of an optimizer step (gradient accumulation)")] = 1,
     pipeline: Stages = None,
@@ -237,11 +246,47 @@ def plan(
 
     Speed and memory are estimates; no GPU is needed. Bytes are those of one layer's forward pass.
 
+    With --batch-size: what becomes of batches that a sampler of yours deals, whose rows are placed inside the model.
+
     With and without a pipeline: distca plan pretrain --gpus 8 --tokens-per-rank 65536 --pipeline 4 --micro-steps 8
     """
     from distca_hf.analysis.command import run_plan
+    from distca_hf.analysis.print_given import run_given
 
     with _one_line_errors():
+        if batch_size is not None:
+            of_placed = {
+                "--tokens-per-rank": tokens_per_rank,
+                "--layout": layout != "placed",
+                "--overlong": overlong != "error",
+                "--bytes-limit": bytes_limit is not None,
+                "--lengths-are-batch": lengths_are_batch,
+                "--compare": compare,
+                "--plot": plot,
+                "--pipeline": pipeline,
+                "--chunks": chunks,
+                "--wire-speed": wire_speed,
+            }
+            run_given(
+                lengths,
+                ranks=gpus,
+                batch_size=batch_size,
+                context=context,
+                ranks_per_node=ranks_per_node,
+                micro_steps=micro_steps,
+                model=model,
+                checkpointing=checkpointing,
+                liger=liger,
+                gpu_gib=gpu_gib,
+                seed=seed,
+                as_json=as_json,
+                without_effect=[option for option, value in of_placed.items() if value],
+            )
+            return
+        if tokens_per_rank is None:
+            raise ConfigError("give --tokens-per-rank for batches that distca makes, or --batch-size for your own")
+        if context is not None:
+            raise ConfigError(f"--context {context} cuts rows of --batch-size; --overlong is for batches made here")
         run_plan(
             lengths,
             ranks=gpus,

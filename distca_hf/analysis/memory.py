@@ -227,7 +227,9 @@ class Memory:
         return {name: getattr(self, name) for name in (*parts, *sums)}
 
 
-def estimate_memory(size: DecoderSize, setup: TrainingSetup, rank_tokens: int, received_bytes: int = 0) -> Memory:
+def estimate_memory(
+    size: DecoderSize, setup: TrainingSetup, rank_tokens: int, received_bytes: int = 0, head_tokens: int = 0
+) -> Memory:
     """Estimates the peak memory of the rank with most tokens.
 
     Args:
@@ -235,11 +237,12 @@ def estimate_memory(size: DecoderSize, setup: TrainingSetup, rank_tokens: int, r
         setup: how the model is trained.
         rank_tokens: tokens that the rank holds in a micro-step, as its tensor ranks do.
         received_bytes: keys and values that it receives in the forward pass of one layer of full attention.
+        head_tokens: most tokens that a head computes; 0: those of the rank.
     """
     kept = sum(layer.count * _kept_bytes(layer, size, setup) for layer in size.layers)
     of_layers = sum(layer.count * layer.received_bytes(received_bytes, setup.tensor_ranks) for layer in size.layers)
     waits = of_layers <= setup.kv_budget_bytes
-    moments = [_head_moment(size, setup, rank_tokens, of_layers if waits else 0)]
+    moments = [_head_moment(size, setup, head_tokens or rank_tokens, of_layers if waits else 0)]
     for layer in size.layers:
         of_layer = layer.received_bytes(received_bytes, setup.tensor_ranks)
         received = (of_layers if waits else of_layer) + of_layer

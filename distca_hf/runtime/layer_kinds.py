@@ -7,7 +7,7 @@ All kinds are of one layout, so the rows that a rank holds are the same in every
 document of the micro-batch is no window: such layers are of the full kind.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -15,13 +15,13 @@ import torch
 from distca_hf.arrays import IntArray
 from distca_hf.comm.posted_plans import PostedPlan
 from distca_hf.config import DistCAConfig
-from distca_hf.cost import CAUSAL_LAYERS, CAUSAL_MASK, LayerMasks, Mask
+from distca_hf.cost import CAUSAL_LAYERS, LayerMasks, Mask
 from distca_hf.errors import PlanError
 from distca_hf.kernels.interface import AttentionSpec, without_window
 from distca_hf.layout import Layout
+from distca_hf.planning.kinds import RoutedKinds
 from distca_hf.planning.plan import Plan
 from distca_hf.planning.plan_facts import PlanFacts
-from distca_hf.planning.routing import rank_plan
 from distca_hf.planning.window_routing import window_plan
 from distca_hf.runtime.device_routing import DeviceRankPlan, DeviceRouting, PinnedRankPlan
 from distca_hf.runtime.pass_layers import HeldLayers, PassLayers
@@ -62,30 +62,10 @@ class PinnedKinds:
         pin: bool = False,
         num_servers: int = 0,
     ) -> "PinnedKinds":
-        """Routes all kinds of layers of one rank; safe in a background thread.
-
-        Args:
-            plan: of the full causal layers; layers with a window follow its layout.
-            num_chunks: chunks of the exchange in forward.
-            layer_masks: masks of the model, each with the number of its layers. The full causal one is always routed.
-            num_servers: the last ranks of the plan that are attention servers.
-            before: layout of the ranks with tokens to compare with, in facts.
-        """
-        layout, longest = plan.layout, plan.layout.longest_document_tokens
-        work_of: Callable[[Mask], IntArray | None] = (lambda mask: None) if before is None else before.rank_work_of
-        made = {CAUSAL_MASK: rank_plan(plan, rank, num_chunks, work_of(CAUSAL_MASK))}
-        layers = dict.fromkeys(made, 0)
-        for mask, count in layer_masks:
-            if mask.window_tokens is None or mask.window_tokens >= longest:
-                layers[CAUSAL_MASK] += count
-                continue
-            if mask not in made:
-                made[mask] = window_plan(layout, rank, mask, work_of(mask), num_servers)
-            layers[mask] = layers.get(mask, 0) + count
-        facts = PlanFacts.of_layers([(made[mask].facts, count) for mask, count in layers.items() if count])
-        if before is not None:
-            facts = facts.with_tokens(before.rank_tokens, layout.rank_tokens)
-        return cls({mask: PinnedRankPlan.prepare(one, pin) for mask, one in made.items()}, facts, layout, rank, pin)
+        """Routes all kinds of layers of one rank; safe in a background thread. Arguments: see `RoutedKinds.of`."""
+        plans, facts = RoutedKinds.of(plan, rank, num_chunks, layer_masks, before, num_servers)
+        pinned = {mask: PinnedRankPlan.prepare(one, pin) for mask, one in plans.items()}
+        return cls(pinned, facts, plan.layout, rank, pin)
 
     @property
     def document_tokens(self) -> IntArray:
