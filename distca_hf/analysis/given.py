@@ -12,7 +12,7 @@ import numpy as np
 
 from distca_hf.analysis.command import PlanProgress
 from distca_hf.analysis.profiles.shipped import DEFAULT_PROFILE, find_profile
-from distca_hf.analysis.simulate.command import simulate
+from distca_hf.analysis.simulate.command import TOKEN_BUDGET, simulate
 from distca_hf.analysis.simulate.request import SimulationRequest
 from distca_hf.analysis.simulate.result import Result
 from distca_hf.arrays import IntArray
@@ -158,5 +158,5 @@ def answer(
     planned = [GivenMicroBatch.of(planner, packs[number]) for number in progress.over("planning", range(len(packs)))]
     simulated = replace(request, batches=max(1, min(MOST_STEPS, MOST_RANK_STEPS // size)))
     with progress.stage("simulating steps"):
-        result, _ = simulate(simulated, find_profile(DEFAULT_PROFILE), row_tokens, token_budget=1.0)
+        result, _ = simulate(simulated, find_profile(DEFAULT_PROFILE), row_tokens, token_budget=TOKEN_BUDGET)
     return GivenAnswer(request, source, row_tokens, planned, result)

@@ -90,15 +90,15 @@ def print_given(found: GivenAnswer, console: Console) -> None:
     imbalances: list[tuple[str, PlanTotals, str]] = [
         ("tokens", returned, "token_imbalance"),
         ("attention", returned, "imbalance"),
-        ("work of a step, results return", returned, "step_imbalance"),
+        ("work of a step, results return" if found.moves_rows else "work of a step", returned, "step_imbalance"),
     ]
     if found.moves_rows:
         imbalances.append(("work of a step, placed loss", placed, "step_imbalance"))
     for name, totals, of in imbalances:
         table.add_row(name, *(f"{getattr(totals, field) / count:.2f}" for field in (f"{of}_before", of)))
     for loss_is_placed in (False, True)[: 1 + found.moves_rows]:
-        way = "placed loss" if loss_is_placed else "results return"
-        table.add_row(f"  worst micro-batch, {way}", *(f"{one:.2f}" for one in found.worst(loss_is_placed)))
+        way = ", placed loss" if loss_is_placed else ", results return" if found.moves_rows else ""
+        table.add_row(f"  worst micro-batch{way}", *(f"{one:.2f}" for one in found.worst(loss_is_placed)))
     words = (
         "Work of a step: layers, attention, head and loss; training logs it as distca/step_imbalance. Rows count "
         "without padding. "

@@ -29,6 +29,8 @@ from distca_hf.gpus import H100_GIB, gpu_of_device
 
 # Tokens that a rank holds in a micro-step, unless a command says otherwise.
 DEFAULT_TOKENS_PER_RANK = 131_072
+# Tokens that GPU-hours are counted for, unless a command says otherwise.
+TOKEN_BUDGET = 1e9
 # Most digits of a number in a list.
 MOST_DIGITS = 18
 # Most tokens that GPU-hours are counted for: these hours are finite, however long a step takes.

@@ -40,8 +40,8 @@ LAYERS, SLOW_CHUNKS = 4, 4
 RATIOS = (
     ("local / ours", "local", ("recomputed",)),
     ("ours / ideal", "recomputed", ("ideal",)),
-    ("packs kept / ideal", "fixed", ("ideal",)),
-    ("local / packs kept", "local", ("fixed",)),
+    ("tasks moved / ideal", "fixed", ("ideal",)),
+    ("local / tasks moved", "local", ("fixed",)),
     ("Ulysses / ideal", "ulysses", ("ideal", "recomputed")),
     ("ring / ours", "ring", ("recomputed",)),
     ("gathered / ideal", "context", ("ideal",)),
