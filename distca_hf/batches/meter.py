@@ -19,8 +19,6 @@ from distca_hf.telemetry import LoaderTimes
 
 # Below this part of the time, waiting is too little to name the rank that others wait for.
 LITTLE_WAITING = 0.01
-# Numbers of given batches whose work in a step is counted.
-OF_A_STEP = ("step_imbalance_before", "token_imbalance_before", "token_imbalance")
 # Dtypes for which a GPU's peak is known, so that its utilisation can be computed.
 HALF = (torch.bfloat16, torch.float16)
 
@@ -83,13 +81,25 @@ class MeterReading:
             "distca/slowest_rank": float(self.slowest_rank or 0),
             "distca/tokens_per_second": self.totals.tokens / self.seconds,
             "distca/documents_truncated": float(documents_truncated),
-            **self._means("imbalance_full", "imbalance_window", count=self.totals.mixed_micro_batches),
-            **self._means(*OF_A_STEP, count=count if self.totals.step_imbalance else 0),
+            **self._of_some(),
         }
 
-    def _means(self, *names: str, count: int) -> dict[str, float]:
-        """Returns means over `count` micro-batches; nothing if there are none with such numbers."""
-        return {f"distca/{name}": getattr(self.totals, name) / count for name in names if count}
+    def _of_some(self) -> dict[str, float]:
+        """Returns the balance of full layers and of layers with a window, of a model that has both; and of a step and
+        of tokens, where work of a step is counted."""
+        totals, metrics = self.totals, dict[str, float]()
+        if count := totals.mixed_micro_batches:
+            metrics |= {
+                "distca/imbalance_full": totals.imbalance_full / count,
+                "distca/imbalance_window": totals.imbalance_window / count,
+            }
+        if totals.step_imbalance:
+            metrics |= {
+                "distca/step_imbalance_before": totals.step_imbalance_before / totals.micro_batches,
+                "distca/token_imbalance_before": totals.token_imbalance_before / totals.micro_batches,
+                "distca/token_imbalance": totals.token_imbalance / totals.micro_batches,
+            }
+        return metrics
 
     def in_words(self, done: str) -> str:
         """Returns one line about a training or an epoch that has ended.
