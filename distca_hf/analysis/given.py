@@ -16,7 +16,7 @@ from distca_hf.analysis.simulate.command import TOKEN_BUDGET, simulate
 from distca_hf.analysis.simulate.request import SimulationRequest
 from distca_hf.analysis.simulate.result import Result
 from distca_hf.arrays import IntArray
-from distca_hf.batches.given import GivenPlanner
+from distca_hf.batches.given_plans import GivenPlans
 from distca_hf.cost import imbalance
 from distca_hf.layout import Layout
 from distca_hf.placement.given import tokens_between
@@ -47,7 +47,7 @@ class GivenMicroBatch:
     planning_seconds: float
 
     @classmethod
-    def of(cls, planner: GivenPlanner, packs: Sequence[IntArray]) -> "GivenMicroBatch":
+    def of(cls, planner: GivenPlans, packs: Sequence[IntArray]) -> "GivenMicroBatch":
         """Plans a micro-batch from the lengths of each rank's batch."""
         began = time.perf_counter()
         home = Layout.from_packs(packs)
@@ -152,7 +152,7 @@ def answer(
         PackingError: there are too few rows for a step, or rows are longer than the model takes.
     """
     progress = progress or PlanProgress()
-    size, planner = request.num_ranks * request.accumulation, request.given_planner(not request.model.mixers)
+    size, planner = request.num_ranks * request.accumulation, request.given_plans(not request.model.mixers)
     steps = replace(request, batches=max(1, MOST_PLANNED_RANKS // size)).steps(row_tokens)
     packs = [np.split(batch, request.num_ranks) for step in steps for batch in step]
     planned = [GivenMicroBatch.of(planner, packs[number]) for number in progress.over("planning", range(len(packs)))]

@@ -21,7 +21,7 @@ import torch
 
 from distca_hf.arrays import IntArray
 from distca_hf.batches.batch_documents import Batch, tokens_of
-from distca_hf.batches.given import GivenPlanner
+from distca_hf.batches.given_plans import GivenPlans
 from distca_hf.batches.pack_agreement import PackAgreement, PackNumbers
 from distca_hf.batches.read_documents import DocumentReader, ReadDocuments
 from distca_hf.batches.step_ahead import StepAhead
@@ -123,7 +123,7 @@ class PackPlanner:
         self._transport = transport
         self._alone = transport.among_trainers if isinstance(transport, ServedTransport) else transport
         topology = config.topology(transport.world_size)
-        self._planner = GivenPlanner(topology, head_groups, token_bytes, layer_masks, moves_rows)
+        self._planner = GivenPlans(topology, head_groups, token_bytes, layer_masks, moves_rows)
         self._servers, self._read_batch, self._flops = servers, read, flops
         self.latest_moves: RowMoves | None = None
         self.returning = ""

@@ -11,7 +11,7 @@ from distca_hf.analysis.memory import GIB, Checkpointing
 from distca_hf.analysis.request import MAX_MICRO_STEPS, MAX_RANKS
 from distca_hf.analysis.simulate.model import SimulatedModel
 from distca_hf.arrays import IntArray
-from distca_hf.batches.given import GivenPlanner
+from distca_hf.batches.given_plans import GivenPlans
 from distca_hf.batches.placed import PlacedPlanner
 from distca_hf.config import DistCAConfig
 from distca_hf.data.documents import fit_documents
@@ -197,14 +197,14 @@ class SimulationRequest:
         """The planner of training; settings that are not asked for come from the environment, as in training."""
         return self._planner(self.num_ranks, self.tokens_per_rank)
 
-    def given_planner(self, moves_rows: bool) -> GivenPlanner:
+    def given_plans(self, moves_rows: bool) -> GivenPlans:
         """Returns the planner of given batches, as training makes it.
 
         Args:
             moves_rows: whether rows are placed inside the model; else tasks move.
         """
         topology, token_bytes = Topology(self.num_ranks, self.data_ranks_per_node), self.model.heads.token_bytes()
-        return GivenPlanner(topology, self.head_groups, token_bytes, self.model.masks, moves_rows)
+        return GivenPlans(topology, self.head_groups, token_bytes, self.model.masks, moves_rows)
 
     @cached_property
     def stage_planner(self) -> PlacedPlanner:

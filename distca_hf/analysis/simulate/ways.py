@@ -281,7 +281,7 @@ class Simulation:
         return Way("tasks_moved", "distca, tasks moved", self._tasks_moved, costly=True, is_ours=True, is_cad=True)
 
     def _rows_placed(self, step: Step, loss_is_placed: bool) -> list[Load]:
-        planner, loads = self.request.given_planner(moves_rows=True), []
+        planner, loads = self.request.given_plans(moves_rows=True), []
         for number, batch in enumerate(step):
             home = self._home(batch)
             placed = planner.layout(home)
@@ -291,7 +291,7 @@ class Simulation:
         return loads
 
     def _tasks_moved(self, step: Step) -> list[Load]:
-        plans = map(self.request.given_planner(moves_rows=False).plan, map(self._home, step))
+        plans = map(self.request.given_plans(moves_rows=False).plan, map(self._home, step))
         return [
             self._of_plan(plan, batch, in_step=number == 0)
             for number, (plan, batch) in enumerate(zip(plans, step, strict=True))

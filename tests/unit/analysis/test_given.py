@@ -68,7 +68,7 @@ def trained(request: SimulationRequest, packs: list[np.ndarray]) -> list[PlanFac
 @pytest.mark.parametrize("model", [LLAMA, WINDOWS, HYBRID], ids=["full", "windows", "hybrid"])
 def test_numbers_are_those_that_training_logs(model: SimulatedModel) -> None:
     request = request_of(model, accumulation=2, batches=1)
-    planner = request.given_planner(moves_rows=not model.mixers)
+    planner = request.given_plans(moves_rows=not model.mixers)
     packs = [np.split(batch, RANKS) for batch in request.steps(LENGTHS)[0]]
     ours = [GivenMicroBatch.of(planner, of_ranks) for of_ranks in packs]
     returned, placed = (list(facts) for facts in zip(*(trained(request, of_ranks) for of_ranks in packs), strict=True))
@@ -93,7 +93,7 @@ def test_even_batches_stay_and_take_as_long_as_plain_ones() -> None:
     request = request_of(checkpointing="none")
     rows = np.array([1000, 1000, 1010] * RANKS)  # in each rank's batch, within two percent
     rows[-1] += 5
-    micro_batch = GivenMicroBatch.of(request.given_planner(moves_rows=True), np.split(rows, RANKS))
+    micro_batch = GivenMicroBatch.of(request.given_plans(moves_rows=True), np.split(rows, RANKS))
     simulation = Simulation.of(request, find_profile("h200"))
     plain, *ours = (simulation.step_seconds(way, [rows])[0] for way in simulation.ways())
 

@@ -16,7 +16,7 @@ from distca_hf.analysis.lengths import read_lengths
 from distca_hf.analysis.request import preset
 from distca_hf.analysis.simulate.model import SimulatedModel
 from distca_hf.arrays import IntArray
-from distca_hf.batches.given import GivenPlanner
+from distca_hf.batches.given_plans import GivenPlans
 from distca_hf.cost import imbalance
 from distca_hf.layout import Layout
 from distca_hf.placement.given import tokens_between
@@ -38,9 +38,9 @@ def planned(packs: Sequence[IntArray], groups: int) -> tuple[list[PlanFacts], fl
     """Returns facts with tasks that move, with rows placed inside while the head stays, and with the head placed, too;
     then the tokens that stay on their rank, as a share, and seconds of placing and planning."""
     topology, home = Topology(len(packs), RANKS_PER_NODE), Layout.from_packs(packs)
-    moving = GivenPlanner(topology, groups, LLAMA, moves_rows=False)
+    moving = GivenPlans(topology, groups, LLAMA, moves_rows=False)
     moved = RoutedKinds.of(moving.plan(home), 0, before=home).facts
-    placing = GivenPlanner(topology, groups, LLAMA)
+    placing = GivenPlans(topology, groups, LLAMA)
     began = time.perf_counter()
     placed = placing.layout(home)
     plan = placing.plan(placed)

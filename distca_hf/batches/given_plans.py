@@ -17,7 +17,7 @@ from distca_hf.topology import Topology
 
 
 @dataclass(frozen=True)
-class GivenPlanner:
+class GivenPlans:
     """Plans given batches of one model.
 
     Attributes:
