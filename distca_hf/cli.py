@@ -164,7 +164,7 @@ LayoutKind = Annotated[
     str,
     typer.Option(
         help="placed: distca chooses the rank of each token; fixed: tokens stay where documents in order fill "
-        "the ranks, tasks move"
+        "the ranks, tasks move, as in packs of hybrids"
     ),
 ]
 OverlongRule = Annotated[

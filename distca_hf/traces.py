@@ -208,7 +208,7 @@ class RankTrace:
         device: name of the GPU, or "cpu".
         ranks_per_node: ranks that share a node.
         placed: whether batches are placed ones; else they were given.
-        moves_rows: whether rows of given batches are placed inside the model; else attention tasks move.
+        places_rows: whether rows of given batches are placed inside the model; else attention tasks move.
         fingerprint: of the plan, in hexadecimal digits. Equal on all ranks that share documents.
         documents, num_tokens, longest_document_tokens: of all ranks together.
         tokens: that this rank holds.
@@ -242,7 +242,7 @@ class RankTrace:
     device: str
     ranks_per_node: int
     placed: bool
-    moves_rows: bool
+    places_rows: bool
     fingerprint: str
     documents: int
     num_tokens: int
@@ -275,7 +275,7 @@ class RankTrace:
     @property
     def after(self) -> str:
         """Words for how they lie in `work`."""
-        return "placed" if self.placed else "rows placed inside the model" if self.moves_rows else "tasks moved"
+        return "placed" if self.placed else "rows placed inside the model" if self.places_rows else "tasks moved"
 
     @property
     def layers(self) -> int:

@@ -3,9 +3,9 @@
     accelerate launch --config_file recipes/accelerate/cpu_2proc.yaml -m distca_hf.run \
         --recipe recipes/train/quickstart.yaml examples/quickstart.py
 
-The distca run is an ordinary Trainer with one line more. Documents are placed so that both ranks have the same
-attention work. A document may span both. The sdpa run takes the same batches, every document alone and whole. Losses
-and gradient norms must agree.
+The distca run is an ordinary Trainer with one line more. Its recipe sets `tokens_per_rank` and starts two processes:
+documents are placed so that both ranks have the same attention work. A document may span both. The sdpa run takes the
+same documents, each alone and whole. Losses and gradient norms must agree.
 """
 
 import sys
@@ -163,6 +163,8 @@ def main() -> None:
     (arguments,) = HfArgumentParser(ARGUMENTS, allow_abbrev=False).parse_args_into_dataclasses()
     check(arguments)
     state = PartialState(cpu=True)
+    if not distca_hf.DistCAPlugin().tokens_per_rank or not dist.is_initialized():
+        raise SystemExit("run `distca train quickstart`: its recipe sets tokens_per_rank and starts two processes")
     datasets.disable_progress_bars()
     transformers.utils.logging.disable_progress_bar()
     data = arguments.output_dir / "data"

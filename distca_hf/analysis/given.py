@@ -78,7 +78,7 @@ class GivenAnswer:
     simulated: Result
 
     @property
-    def moves_rows(self) -> bool:
+    def places_rows(self) -> bool:
         """Whether rows are placed inside the model; else tasks move."""
         return not self.request.model.mixers
 
@@ -127,14 +127,14 @@ class GivenAnswer:
             "rows": len(self.row_tokens),
             "tokens": int(self.row_tokens.sum()),
             "micro_batches": count,
-            "even_micro_batches": sum(one.stays for one in self.micro_batches) if self.moves_rows else None,
+            "even_micro_batches": sum(one.stays for one in self.micro_batches) if self.places_rows else None,
             "moved_share": self.moved_share,
             "planning_seconds": self.planning_seconds,
             **{name: getattr(returned, name) / count for name in names},
-            "step_imbalance_placed_loss": placed.step_imbalance / count if self.moves_rows else None,
+            "step_imbalance_placed_loss": placed.step_imbalance / count if self.places_rows else None,
             "worst_step_imbalance_before": self.worst(False)[0],
             "worst_step_imbalance": self.worst(False)[1],
-            "worst_step_imbalance_placed_loss": self.worst(True)[1] if self.moves_rows else None,
+            "worst_step_imbalance_placed_loss": self.worst(True)[1] if self.places_rows else None,
             "ways": [way.as_json() for way in self.simulated.ways],
         }
 

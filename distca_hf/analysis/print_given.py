@@ -86,24 +86,24 @@ def print_given(found: GivenAnswer, console: Console) -> None:
         highlight=False,
     )
     console.print(f"{in_short(found)}\n", highlight=False)
-    table = plain_table("as given", "rows placed" if found.moves_rows else "tasks moved")
+    table = plain_table("as given", "rows placed" if found.places_rows else "tasks moved")
     imbalances: list[tuple[str, PlanTotals, str]] = [
         ("tokens", returned, "token_imbalance"),
         ("attention", returned, "imbalance"),
-        ("work of a step, results return" if found.moves_rows else "work of a step", returned, "step_imbalance"),
+        ("work of a step, results return" if found.places_rows else "work of a step", returned, "step_imbalance"),
     ]
-    if found.moves_rows:
+    if found.places_rows:
         imbalances.append(("work of a step, placed loss", placed, "step_imbalance"))
     for name, totals, of in imbalances:
         table.add_row(name, *(f"{getattr(totals, field) / count:.2f}" for field in (f"{of}_before", of)))
-    for loss_is_placed in (False, True)[: 1 + found.moves_rows]:
-        way = ", placed loss" if loss_is_placed else ", results return" if found.moves_rows else ""
+    for loss_is_placed in (False, True)[: 1 + found.places_rows]:
+        way = ", placed loss" if loss_is_placed else ", results return" if found.places_rows else ""
         table.add_row(f"  worst micro-batch{way}", *(f"{one:.2f}" for one in found.worst(loss_is_placed)))
     words = (
         "Work of a step: layers, attention, head and loss; training logs it as distca/step_imbalance. Rows count "
         "without padding. "
     )
-    if found.moves_rows:
+    if found.places_rows:
         even = sum(one.stays for one in found.micro_batches)
         words += (
             "Results return where something reads logits, or the loss of one rank; else head and loss run on placed "
@@ -134,7 +134,7 @@ def in_short(found: GivenAnswer) -> str:
     before, after, with_loss = (
         each / count for each in (returned.step_imbalance_before, returned.step_imbalance, placed.step_imbalance)
     )
-    now = f"{with_loss:.2f} times, or {after:.2f} where results return" if found.moves_rows else f"{after:.2f} times"
+    now = f"{with_loss:.2f} times, or {after:.2f} where results return" if found.places_rows else f"{after:.2f} times"
     faster = " or ".join(f"{way.times_as_fast:.2f}" for way in reversed(ours))
     return (
         f"In short: the busiest rank has {before:.2f} times the mean work of a step, with distca {now}. Steps get "

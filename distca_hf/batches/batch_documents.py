@@ -1,8 +1,8 @@
 """Documents of a batch: where each begins, by offsets, positions or rows.
 
 Offsets (`cu_seq_lens_q`) count most. Without them a document begins with every row, and where `position_ids` restart.
-A mask that numbers documents must agree with positions. Packs of all ranks (`batches.packed`) need lengths; a batch
-that one rank attends to alone needs rows of queries and of keys, too.
+A mask that numbers documents must agree with positions. Given batches (`batches.given`) need lengths; a batch that one
+rank attends to alone needs rows of queries and of keys, too.
 """
 
 from collections.abc import Iterator, Mapping

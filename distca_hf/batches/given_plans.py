@@ -25,14 +25,14 @@ class GivenPlans:
         head_groups: groups that heads can be divided into.
         token_bytes: bytes of a token in one layer.
         layer_masks: masks that the model's layers attend with, each with the number of its layers.
-        moves_rows: whether the model moves rows, so that tokens may be placed; else attention tasks move.
+        places_rows: whether the model moves rows, so that tokens may be placed; else attention tasks move.
     """
 
     topology: Topology
     head_groups: int = 1
     token_bytes: TokenBytes = TokenBytes()  # noqa: RUF009 (immutable)
     layer_masks: LayerMasks = CAUSAL_LAYERS
-    moves_rows: bool = True
+    places_rows: bool = True
 
     def layout(self, home: Layout) -> Layout:
         """Returns the layout that layers compute.
@@ -40,7 +40,7 @@ class GivenPlans:
         Args:
             home: whole documents, in the order of the batches.
         """
-        if not self.moves_rows:
+        if not self.places_rows:
             return home
         return place_given(home, self.topology, self.head_groups, self.layer_masks)
 
@@ -48,6 +48,6 @@ class GivenPlans:
         """Returns the plan of such a layout, with servers behind its ranks if there are any."""
         if servers is not None:
             return plan_served(layout, servers, self.head_groups, topology=self.topology, token_bytes=self.token_bytes)
-        if self.moves_rows:
+        if self.places_rows:
             return plan_in_place(layout, self.head_groups)
         return plan_by_moving(layout, self.head_groups, topology=self.topology, token_bytes=self.token_bytes)

@@ -24,7 +24,7 @@ HALF = (torch.bfloat16, torch.float16)
 
 
 class PlanSource(Protocol):
-    """Where plans come from: the placed loader, or the planner of packs."""
+    """Where plans come from: the placed loader, or the planner of given batches."""
 
     totals: PlanTotals
     times: LoaderTimes

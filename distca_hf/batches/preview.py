@@ -187,9 +187,13 @@ class RunReport:
         if not isinstance(plan, PlacedPlan):
             facts = plan.facts
             steps = f"; {count(self._steps_per_epoch, 'step')} per epoch" if self._steps_per_epoch else ""
-            moved = "attention tasks move" if plan.planned.moves is None else "rows are placed inside the model"
+            moved = (
+                "tokens stay on their ranks, and attention tasks move to ranks with less work"
+                if plan.planned.moves is None
+                else "inside the model their rows move to ranks with less work"
+            )
             return (
-                f"{ranks} {nodes}; batches stay as they are, {moved}; first micro-batch: "
+                f"{ranks} {nodes}; your own batches: {moved}; first micro-batch: "
                 f"{count(facts.num_documents, 'document')}, {facts.num_tokens:,} tokens, longest "
                 f"{facts.longest_document_tokens:,}{steps}"
             )

@@ -137,7 +137,7 @@ class ReportedSteps:
             device=device_name(device),
             ranks_per_node=plan.config.topology(transport.world_size).ranks_per_node,
             placed=isinstance(plan, PlacedPlan),
-            moves_rows=plan.planned.moves is not None,
+            places_rows=plan.planned.moves is not None,
             fingerprint=f"{plan.fingerprint:016x}",
             documents=facts.num_documents,
             num_tokens=facts.num_tokens,

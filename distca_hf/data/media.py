@@ -1,7 +1,7 @@
 """Media: images, videos and sound next to tokens, known by the names that Transformers' processors give them.
 
 Micro-batches that are placed here hold only tokens, so a dataset with media is refused. Batches of others may hold
-them (`batches.packed`).
+them (`batches.given`).
 """
 
 import re

@@ -167,7 +167,7 @@ def attempts(
         )
     placed = [batch for batch in batches if batch.get("distca_plan") is not None]
     device = tokens_of(placed[0]).device if placed else context.device
-    keep = [lambda: keep_random_states(device), watch.bookmark_packs]
+    keep = [lambda: keep_random_states(device), watch.bookmark_given]
     step, results = RepeatableStep(served_transport(context, device), "an optimizer step", keep), list[bool]()
     while True:
         yield _attempt(step, results)

@@ -257,7 +257,7 @@ class LivePlan:
             PlanMismatchError, PeerLostError: nothing follows, and ranks ran different passes.
         """
         moves = self.planned.moves
-        crosses = moves is not None and moves.moves.crosses
+        crosses = moves is not None and moves.on_host.crosses
         exchanges = crosses or any(kind.plan.forward.exchanges for kind in self.kinds)
         attends_again = bool(self._layers.regions) and torch.is_grad_enabled()
         self.forward_pass.end(exchanges, attends_again=attends_again)

@@ -18,9 +18,13 @@ from distca_hf.planning.row_moves import RowMoves
 
 @dataclass(frozen=True, eq=False)
 class DeviceRowMoves:
-    """Moves of this rank with their indices on the device. Attributes: see `RowMoves`."""
+    """Moves of this rank with their indices on the device.
 
-    moves: RowMoves
+    Attributes:
+        on_host: the same moves. For all others see `RowMoves`.
+    """
+
+    on_host: RowMoves
     sent: torch.Tensor
     received: torch.Tensor
     positions: torch.Tensor
@@ -59,9 +63,9 @@ class PassRows:
         where: str,
         before_backward: Callable[[], None],
     ) -> None:
-        self.num_placed, self.shape = moves.moves.num_placed, shape
+        self.num_placed, self.shape = moves.on_host.num_placed, shape
         self._moves, self._transport, self._where = moves, transport, where
-        self._home = moves.sent if places is None else places.index_select(0, moves.sent)
+        self._sent_places = moves.sent if places is None else places.index_select(0, moves.sent)
         self._before_backward = before_backward
 
     def move_in(self, values: Sequence[torch.Tensor], differentiate: bool) -> list[torch.Tensor]:
@@ -80,7 +84,7 @@ class PassRows:
 
     def before_backward(self) -> None:
         """Waits until all ranks differentiate this pass."""
-        if self._moves.moves.crosses:
+        if self._moves.on_host.crosses:
             self._before_backward()
 
     def exchange(
@@ -93,11 +97,11 @@ class PassRows:
             shapes: of the results.
         """
         moves = self._moves
-        taken, put, counts = self._home, moves.received, (moves.sent_counts, moves.received_counts)
+        taken, put, counts = self._sent_places, moves.received, (moves.sent_counts, moves.received_counts)
         if not goes_in:
             taken, put, counts = put, taken, counts[::-1]
         rows = [value.index_select(0, taken) for value in values]
-        if moves.moves.crosses:
+        if moves.on_host.crosses:
             joined = rows[0] if len(rows) == 1 else torch.cat([_as_bytes(part) for part in rows], dim=1)
             where = f"{self._where}, rows on their way {'in' if goes_in else 'home'}, {phase}"
             received = self._transport.exchange(AllToAll(joined, *counts, where)).wait()
@@ -119,7 +123,8 @@ def _as_values(joined: torch.Tensor, like: Sequence[torch.Tensor]) -> list[torch
     """Returns rows with the dtypes and shapes of other tensors from `[rows, bytes]` that hold them side by side."""
     widths = [value.shape[1:].numel() * value.element_size() for value in like]
     return [
-        part.contiguous().view(value.dtype).reshape(len(joined), *value.shape[1:])
+        # A copy, since `contiguous` returns a single row as it is, wherever its bytes begin.
+        part.clone(memory_format=torch.contiguous_format).view(value.dtype).reshape(len(joined), *value.shape[1:])
         for part, value in zip(joined.split(widths, dim=1), like, strict=True)
     ]
 

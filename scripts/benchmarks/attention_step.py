@@ -43,7 +43,8 @@ that FSDP2 shards alike (HSDP), and that share documents. With --even-experts al
 measured and simulated (`lib/simulated.py`).
 
 Batches and plans of `placed` are made before: in training a loader's thread makes them beside the step before.
-`given` plans inside the step, as an enabled model does with every batch.
+`given` plans inside the step, as an enabled model does with every batch. With `--shares 4,2,1,1` its ranks have tokens
+in this proportion, as batches of unpacked rows do.
 """
 
 import argparse
@@ -109,6 +110,12 @@ def parse() -> argparse.Namespace:
     )
     parser.add_argument("--tp-size", type=count, default=1, help="ranks that divide layers, as one data rank")
     parser.add_argument("--dp-replicate-size", type=count, default=1, help="replicas that FSDP2 shards alike (HSDP)")
+    parser.add_argument(
+        "--shares",
+        type=_shares,
+        default=(),
+        help="tokens of the ranks of local, given and moved in proportion, as 4,2,1,1",
+    )
     parser.add_argument("--nodes", type=count, default=1, help="nodes that plans take the ranks for; compares bytes")
     parser.add_argument("--apart", action="store_true", help="NCCL takes them for hosts, too (lib/nodes.py)")
     parser.add_argument(
@@ -129,7 +136,7 @@ def parse() -> argparse.Namespace:
         options.reduce_dtype = torch.float32  # Transformers has it so
     if options.share_tokens and options.modes != ["ideal"]:
         parser.error("--share-tokens is the part of a rank in --modes ideal")
-    left_out = OF_PACKAGE | ({"unchecked"} if options.accumulation > 1 else {"sorted", "unchecked"})
+    left_out = OF_PACKAGE | {"moved"} | ({"unchecked"} if options.accumulation > 1 else {"sorted", "unchecked"})
     if options.tp_size > 1:
         left_out |= BY_ALL_RANKS
         if not BY_ALL_RANKS.isdisjoint(options.modes or ()) or options.nodes > 1:
@@ -146,6 +153,11 @@ def parse() -> argparse.Namespace:
     return options
 
 
+def _shares(text: str) -> list[int]:
+    """Returns the numbers of a text with commas, as `type` of an option."""
+    return [count(part) for part in text.split(",")]
+
+
 def measure(options: argparse.Namespace, device: torch.device) -> None:
     """Builds the model once, and measures on one set of documents after the other.
 
@@ -158,6 +170,8 @@ def measure(options: argparse.Namespace, device: torch.device) -> None:
         check_lengths(lengths, sharing(lengths, options))
     if options.share_tokens and num_ranks > 1:
         raise SystemExit(f"--share-tokens is for a process alone, and there are {num_ranks}")
+    if len(options.shares) not in (0, num_ranks):
+        raise SystemExit(f"--shares has {len(options.shares)} numbers, and there are {num_ranks} data ranks")
     if num_ranks % options.nodes:
         raise SystemExit(f"{num_ranks} ranks are not divided by {options.nodes} nodes")
     register_ways()
@@ -175,6 +189,7 @@ def measure(options: argparse.Namespace, device: torch.device) -> None:
     wires = Wires(plugin.transport(device), device)
     recomputes = options.checkpointing == "full"
     place = Place(wires, device, options.kernel, options.dtype, model, shape, recomputes, options.nodes)
+    place = replace(place, shares=options.shares)
     if options.nodes > 1 and (len(shape.masks) > 1 or place.needs_whole_documents):
         raise SystemExit("--nodes compares the bytes of models whose layers all have full attention")
     most_tokens = max(sum(lengths) for lengths in options.sets.values())

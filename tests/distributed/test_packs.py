@@ -109,7 +109,7 @@ def _gradients(packs: list[Pack], form: str) -> tuple[float, dict[str, torch.Ten
     loss.backward()
     total = loss.detach().clone()
     torch.distributed.all_reduce(total)
-    facts = model._distca_watch.packs.history[-1]
+    facts = model._distca_watch.planner.history[-1]
     gradients = {name: parameter.grad * world for name, parameter in model.named_parameters()}
     return total.item(), gradients, [facts.imbalance_before, facts.imbalance]
 
@@ -200,15 +200,15 @@ def _train_on_padded(implementation: str) -> tuple[list[float], list[float], lis
     wrapped = torch.nn.parallel.DistributedDataParallel(model)
     for step in range(3):
         watch = watch_of(model)
-        seen = 0 if watch is None or watch.packs is None else len(watch.packs.history)
+        seen = 0 if watch is None or watch.planner is None else len(watch.planner.history)
         loss = wrapped(**_padded(rank, step), use_cache=False).loss
         loss.backward()
         losses.append(loss.item())
         norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), 1e9)))
         model.zero_grad()
-        planned.append(watch is not None and watch.packs is not None and len(watch.packs.history) > seen)
-    if watch is not None and watch.packs is not None:
-        assert watch.packs.times.micro_batches == sum(planned), "metrics are those of planned micro-batches"
+        planned.append(watch is not None and watch.planner is not None and len(watch.planner.history) > seen)
+    if watch is not None and watch.planner is not None:
+        assert watch.planner.times.micro_batches == sum(planned), "metrics are those of planned micro-batches"
     return losses, norms, planned
 
 

@@ -71,7 +71,7 @@ def _steps() -> list[tuple[float, Gradients, bool]]:
             loss = preference_loss(wrapped, padded_batch(torch.distributed.get_rank(), side))
             loss.backward()
             torch.distributed.all_reduce(mean := loss.detach() / WORLD)
-            steps.append((mean.item(), gradients_of(model), watch_of(model).packs.latest_moves.crosses))
+            steps.append((mean.item(), gradients_of(model), watch_of(model).planner.latest_moves.crosses))
     return steps
 
 

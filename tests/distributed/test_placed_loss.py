@@ -26,6 +26,8 @@ from support.models import VOCABULARY, tiny_model
 from support.ranks import run_ranks
 
 
+trl_utils = pytest.importorskip("trl.trainer.utils")
+
 STEPS, ACCUMULATION = 4, 2
 # Rows of micro-batches: ranks are unequal, and every fourth row has no label.
 LENGTHS = (90, 7, 12, 40, 5, 33, 61, 3, 20, 9, 70, 15)
@@ -252,7 +254,7 @@ def call_backbone() -> list[tuple[float, dict[str, torch.Tensor], bool]]:
                 weight.grad /= dist.get_world_size()
         watch = watch_of(model)
         gradients = {name: weight.grad.clone() for name, weight in model.named_parameters()}
-        results.append((loss.item(), gradients, watch.packs.latest_moves.crosses and not watch.is_running()))
+        results.append((loss.item(), gradients, watch.planner.latest_moves.crosses and not watch.is_running()))
     return results
 
 
@@ -300,7 +302,7 @@ def compute_few(readers: tuple[int, ...]) -> list[Pass]:
     for lengths in FEW.values():
         model = distca_hf.enable(model_in_training("distca"), distca_hf.DistCAPlugin())
         count = torch.tensor(sum(max(0, length - 1) for length in lengths))
-        with watch_of(model).loss.read_by("this rank reads logits" if rank in readers else ""):
+        with watch_of(model).loss.read_as_sum("this rank reads logits" if rank in readers else ""):
             output = model(**row_of(lengths[rank]), num_items_in_batch=count)
         output.loss.backward()
         gradients = {}
@@ -328,3 +330,67 @@ def test_ranks_without_tokens_take_part_and_one_reader_of_logits_counts_for_all(
             assert one.has_logits == bool(readers)
             for name, weight in model.named_parameters():
                 assert (one.gradients[name] - weight.grad).abs().max() <= 1e-6 * largest, name
+
+
+# Batches of a rank: rows of these lengths, padded on the right, or none of them in some ranks.
+SCORED = {"shifted before": (True, ((90, 7), (12,), (40, 5, 33))), "an empty rank": (False, ((33, 9), (), (7,)))}
+
+
+def score_tokens(implementation: str) -> list[tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], list[int]]]:
+    """Outputs, mean gradients, and rows in the head, of a model with a fused head of TRL; of all batches."""
+    results, rank = [], dist.get_rank()
+    for shifts, lengths in SCORED.values():
+        model = model_in_training(implementation)
+        trl_utils.add_fused_lm_head(model, outputs=("log_probs", "entropy", "is_top1"))
+        in_head: list[int] = []
+        decode = model.base_model.norm.forward
+        model.base_model.norm.forward = lambda x, decode=decode, in_head=in_head: (
+            in_head.append(x.shape[:-1].numel()) or decode(x)
+        )
+        if implementation == "distca":
+            distca_hf.enable(model, distca_hf.DistCAPlugin())
+        batch = rows_of(lengths[rank], rank)
+        if shifts:
+            batch["shift_labels"] = functional.pad(batch["labels"], (0, 1), value=IGNORED)[..., 1:].contiguous()
+        values = {}
+        if lengths[rank] or implementation == "distca":  # Transformers itself cannot compute an empty batch
+            output = model(**batch, fused_lm_head=True, num_items_in_batch=torch.tensor(150))
+            values = {name: value.detach().clone() for name, value in output.items() if lengths[rank]}
+            # Anything may be made of the values of single tokens.
+            (output.log_probs.exp().sum() + output.entropy.square().sum() + output.loss).backward()
+        gradients = {}
+        for name, weight in model.named_parameters():
+            gradients[name] = torch.zeros_like(weight) if weight.grad is None else weight.grad
+            dist.all_reduce(gradients[name])
+        results.append((values, gradients, in_head))
+    return results
+
+
+def rows_of(lengths: Sequence[int], seed: int) -> dict[str, torch.Tensor]:
+    """Rows padded on the right, some of whose tokens are not learnt; a batch without a token if there are none."""
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.zeros(len(lengths), max(lengths, default=1), dtype=torch.int64)
+    mask, labels = torch.zeros_like(ids), torch.full_like(ids, IGNORED)
+    for row, length in enumerate(lengths):
+        ids[row, :length] = torch.randint(3, VOCABULARY, (length,), generator=generator)
+        mask[row, :length], labels[row, 2:length] = 1, ids[row, 2:length]
+    return {"input_ids": ids, "attention_mask": mask, "labels": labels}
+
+
+def test_values_of_a_fused_head_return_to_the_tokens_they_are_of(tmp_path: Path) -> None:
+    by_rank: Sequence[Any] = run_ranks(3, score_tokens, tmp_path / "distca", "distca")
+    usual: Sequence[Any] = run_ranks(3, score_tokens, tmp_path / "sdpa", "sdpa")
+
+    for number, name in enumerate(SCORED):
+        rows = [count for results in by_rank for count in results[number][2]]
+        assert len(rows) == len(by_rank)
+        assert max(rows) - min(rows) <= 1, name  # ranks have equally many in their heads
+        for ours, theirs in zip(by_rank, usual, strict=True):
+            (values, gradients, _), (expected, expected_gradients, _) = ours[number], theirs[number]
+            assert values.keys() == expected.keys()
+            for key, value in expected.items():
+                assert values[key].shape == value.shape, (name, key)
+                assert torch.allclose(values[key].double(), value.double(), rtol=1e-6, atol=1e-6), (name, key)
+            largest = max(gradient.abs().max() for gradient in expected_gradients.values())
+            for key, gradient in expected_gradients.items():
+                assert (gradients[key] - gradient).abs().max() <= 1e-6 * largest, (name, key)

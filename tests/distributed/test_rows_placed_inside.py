@@ -215,7 +215,7 @@ def _train(names: Sequence[str]) -> dict[str, tuple[float, Gradients, tuple[int,
         batch = case.batches[dist.get_rank()]
         loss = (case.loss or own_loss)(wrapped, batch)
         loss.backward()
-        moves = watch_of(model).packs.latest_moves
+        moves = watch_of(model).planner.latest_moves
         counts = (tuple(moves.home_tokens.tolist()), tuple(moves.placed_tokens.tolist()))
         results[name] = (loss.item(), gradients_of(model), *counts, moves.crosses)
         plugin.close()

@@ -125,11 +125,11 @@ def test_kept_batches_say_what_is_known_of_them(told: dict[str, tuple[list[str],
 
     assert way_of_loss.startswith("hidden states return to the ranks of their batches, for head and loss: ")
     assert re.fullmatch(
-        rf"{distca_hf.__version__}: 2 ranks on 1 node, kernel cpu; batches stay as they are, rows are placed inside "
-        r"the model; first micro-batch: 16 documents, \d+ tokens, longest \d+; 7 steps per epoch",
+        rf"{distca_hf.__version__}: 2 ranks on 1 node, kernel cpu; your own batches: inside the model their rows "
+        r"move to ranks with less work; first micro-batch: 16 documents, \d+ tokens, longest \d+; 7 steps per epoch",
         first,
     )
-    assert re.match(r"tokens of the busiest rank 1\.\d\d -> 1\.00 times the mean; attention work ", second)
+    assert re.match(r"work of the busiest rank in a step 1\.\d\d -> 1\.\d\d times the mean \(its tokens 1\.\d\d -> 1\.00, attention ", second)
     assert second.endswith("times as fast as without (in the first micro-batch)")
     assert balance(second)[0] > balance(second)[1]
     assert last.startswith("trained 14 steps: ")

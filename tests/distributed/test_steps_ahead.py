@@ -16,7 +16,7 @@ from torch import nn
 from transformers import DataCollatorWithFlattening, Trainer, TrainingArguments
 
 import distca_hf
-from distca_hf.batches.packed import PackPlanner
+from distca_hf.batches.given import GivenPlanner
 from distca_hf.batches.read_documents import ENTRY
 from distca_hf.integrations.models.decoder_borders import DecoderBorders
 from distca_hf.integrations.models.forward_watch import ForwardWatch
@@ -56,12 +56,12 @@ class Case(NamedTuple):
     """A training.
 
     Attributes:
-        gathered: passes that are not planned ahead.
+        gathered: passes that are not planned ahead; nobody knows of the first batch of an epoch before.
     """
 
     collate: Callable[..., Batch] = padded
     trainer: type[Trainer] = Trainer
-    gathered: int = 0
+    gathered: int = 1
     workers: int = 0
     accumulation: int = MICRO_BATCHES
 
@@ -69,8 +69,8 @@ class Case(NamedTuple):
 CASES = {
     "padded": Case(),
     "packs of a worker": Case(DataCollatorWithFlattening(), workers=1),
-    "copies on one rank": Case(trainer=Halved, gathered=MICRO_BATCHES),
-    "one micro-batch": Case(accumulation=1, gathered=STEPS),
+    "copies on one rank": Case(trainer=Halved, gathered=1 + MICRO_BATCHES),
+    "one micro-batch": Case(accumulation=1),
 }
 
 
@@ -105,9 +105,9 @@ def noted() -> Iterator[tuple[list[int], list[str]]]:
     gathered: list[int] = []
     waits: list[str] = []
     passes, hooks_open = 0, 0
-    prepare, replaced = PackPlanner._prepare_gathered, {name: getattr(torch.Tensor, name) for name in WAITS}
+    prepare, replaced = GivenPlanner._prepare_gathered, {name: getattr(torch.Tensor, name) for name in WAITS}
 
-    def prepare_gathered(self: PackPlanner, *args: Any) -> Any:
+    def prepare_gathered(self: GivenPlanner, *args: Any) -> Any:
         gathered.append(passes)
         return prepare(self, *args)
 
@@ -138,7 +138,7 @@ def noted() -> Iterator[tuple[list[int], list[str]]]:
         return wait
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(PackPlanner, "_prepare_gathered", prepare_gathered)
+        patch.setattr(GivenPlanner, "_prepare_gathered", prepare_gathered)
         patch.setattr(ForwardWatch, "_before", hook(ForwardWatch._before, begins=True))
         patch.setattr(DecoderBorders, "_before", hook(DecoderBorders._before, begins=False))
         for name in WAITS:

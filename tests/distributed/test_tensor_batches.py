@@ -106,7 +106,7 @@ def on_ranks(folders: dict[str, Path]) -> dict[str, tuple[Step, bool]]:
         loss = LOSSES[kind](model, plugin.members.grid.data_rank, False)
         loss.backward()
         dist.all_reduce(mean := loss.detach() / dist.get_world_size())
-        seen[kind] = (float(mean), whole_gradients(model)), watch_of(model).packs.latest_moves.crosses
+        seen[kind] = (float(mean), whole_gradients(model)), watch_of(model).planner.latest_moves.crosses
         plugin.close()
     return seen
 

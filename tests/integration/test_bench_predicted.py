@@ -12,6 +12,7 @@ BOUNDS = {
     ("H200", "ours / ideal"): 5.0,
     ("H200", "tasks moved / ideal"): 5.0,
     ("H200", "local / tasks moved"): 5.0,
+    ("H200", "given / ideal"): 5.0,
     ("H200", "Ulysses / ideal"): 5.0,
     ("H200", "ring / ours"): 5.0,
     ("H200", "gathered / ideal"): 5.0,

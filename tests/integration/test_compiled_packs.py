@@ -74,7 +74,7 @@ def _steps(model: nn.Module, loader: Any) -> Numbers:
         norm = torch.stack([parameter.grad.norm() for parameter in model.parameters()]).norm()
         assert plans[-1].forward_pass.backward_calls == NUM_LAYERS
         moves = plans[-1].planned.moves
-        moved = sum(plans[-1].facts.key_rows_sent) > 0 if moves is None else moves.moves.crosses
+        moved = sum(plans[-1].facts.key_rows_sent) > 0 if moves is None else moves.on_host.crosses
         numbers.append((loss.item(), norm.item(), moved))
     return numbers
 

@@ -10,7 +10,7 @@ import torch
 
 import distca_hf
 from distca_hf.analysis.check.trial import gradients_of, loader_of
-from distca_hf.batches.packed import PackPlanner
+from distca_hf.batches.given import GivenPlanner
 from distca_hf.batches.read_documents import DocumentReader
 from distca_hf.batches.stated_documents import stated_lengths
 from distca_hf.comm.transport import LocalTransport, Transport
@@ -67,7 +67,7 @@ def step_on_packs(sweep: ModuleType, config_class: type, kind: Any, packs: list[
         model = models[transport.rank]
         distca_hf.enable(model, distca_hf.DistCAPlugin(), sweep.LONGEST_TOKENS)
         batch = pack([documents[number] for number in packs[transport.rank]])
-        plan = PackPlanner(DistCAConfig(), transport, read=DocumentReader(stated_lengths).read).plan(batch)
+        plan = GivenPlanner(DistCAConfig(), transport, read=DocumentReader(stated_lengths).read).plan(batch)
         assert plan is not None
         loss = model(**batch, distca_plan=plan, num_items_in_batch=torch.tensor(labels / len(packs))).loss
         loss.backward()

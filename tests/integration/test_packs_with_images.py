@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import distca_hf
-from distca_hf.batches.packed import PackPlanner
+from distca_hf.batches.given import GivenPlanner
 from distca_hf.config import DistCAConfig
 from distca_hf.errors import PackingError
 from distca_hf.testing import LoopbackTransport, run_ranks
@@ -46,7 +46,7 @@ def test_packs_with_images_have_the_gradients_of_their_documents() -> None:
         model = models[transport.rank]
         distca_hf.enable(model, distca_hf.DistCAPlugin(), longest_document_tokens=60)
         batch = pack(PACKS[transport.rank], positions[transport.rank])
-        plan = PackPlanner(DistCAConfig(), transport).plan(batch)
+        plan = GivenPlanner(DistCAConfig(), transport).plan(batch)
         assert plan is not None
         loss = score(model(**batch, distca_plan=plan).logits)
         loss.backward()
@@ -67,7 +67,7 @@ def test_ranks_of_which_only_some_hold_images_are_named_where_images_wait() -> N
     with_image, without = document(0, 12, image_at=3), document(1, 12)
 
     def plan(transport: LoopbackTransport, batches: list[dict[str, Any]], images_wait: bool) -> object:
-        planner = PackPlanner(DistCAConfig(), transport)
+        planner = GivenPlanner(DistCAConfig(), transport)
         return planner.plan(batches[transport.rank], images_wait=images_wait)
 
     for world_size in (2, 3):

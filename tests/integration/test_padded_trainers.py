@@ -234,9 +234,9 @@ def _train(folder: Path, implementation: str, kind: str) -> dict[str, Result]:
         trainer.train()
         losses = [(log["loss"], log["grad_norm"]) for log in trainer.state.log_history if "loss" in log]
         model = trainer.accelerator.unwrap_model(trainer.model)
-        packs = None if (watch := watch_of(model)) is None else watch.packs
+        planner = None if (watch := watch_of(model)) is None else watch.planner
         weights = {name: weight.detach().clone() for name, weight in model.named_parameters()}
-        results[name] = losses, weights, packs is not None and packs.latest_moves.crosses
+        results[name] = losses, weights, planner is not None and planner.latest_moves.crosses
     return results
 
 

@@ -54,8 +54,8 @@ def train(folder: Path, batch: int, **more: Any) -> tuple[list[tuple[int, ...]],
     class Watched(Trainer):
         def compute_loss(self, model: Any, inputs: Any, *arguments: Any, **more: Any) -> Any:
             loss = super().compute_loss(model, inputs, *arguments, **more)
-            packs = watch_of(self.model).packs
-            work.append((inputs["distca_plan"].facts if packs is None else packs.history[-1]).work)
+            planner = watch_of(self.model).planner
+            work.append((inputs["distca_plan"].facts if planner is None else planner.history[-1]).work)
             return loss
 
     arguments = quiet_arguments(

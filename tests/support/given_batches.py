@@ -344,7 +344,7 @@ def train_drawn(seed: int) -> list[Step]:
             ((found[name] - gradient).abs().max() / max(gradient.abs().max(), 1e-6 * largest, 1e-30)).item()
             for name, gradient in expected.items()
         )
-        moves = watch_of(watched).packs.latest_moves
+        moves = watch_of(watched).planner.latest_moves
         # All that a rank without tokens has is padding, of which routers have a loss, too, and means are NaN.
         of_padding = not batch["input_ids"].numel() and (
             drawn.kind == "qwen3_moe" or drawn.loss is of_all_hidden_states

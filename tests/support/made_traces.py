@@ -73,7 +73,7 @@ def made_trace(rank: int, ranks: int, step: int = 100, layers: int = 2, slow_ran
         device="NVIDIA H200",
         ranks_per_node=8,
         placed=True,
-        moves_rows=False,
+        places_rows=False,
         fingerprint=f"{step:016x}",
         documents=300,
         num_tokens=ranks * 65536,
@@ -106,7 +106,7 @@ def of_given(trace: RankTrace) -> RankTrace:
     counts = (trace.num_tokens // 2, *(trace.num_tokens // 2 // others,) * others)
     work = (mean * trace.num_ranks / 2, *(mean * trace.num_ranks / 2 / others,) * others)
     even = {"step_work": (mean,) * trace.num_ranks, "layer_tokens": trace.tokens_before}
-    return replace(trace, placed=False, moves_rows=True, tokens_before=counts, step_work_before=work, **even)
+    return replace(trace, placed=False, places_rows=True, tokens_before=counts, step_work_before=work, **even)
 
 
 def write_run(

@@ -178,7 +178,7 @@ OF_PACKED = (
 OF_GIVEN = (
     "your batches: rows in random order, without padding; those of a step are the same in every way",
     "rows are placed inside the model, unless tokens and attention are even within 2 %; both exchanges at its borders "
-    "are waited for, and so is planning of a step's first micro-batch; a thread plans the others",
+    "are waited for; a thread plans during the step before",
     "results return: head and loss stay, and need hidden states; placed loss: they run on placed rows",
 )
 

@@ -24,11 +24,6 @@ from distca_hf.planning.transfers import keys_between, queries_between
 from distca_hf.planning.window_routing import Parts, halo_rows_between
 
 
-# Seconds of planning a given batch: of any number of ranks, and of each rank. Where tasks move, the host does it at
-# the first attention call, while the device computes what comes before it (docs/benchmarks/2026-11-22-four-gpus.md,
-# 2026-11-21-planning.md). Where rows are placed it does it before the decoder begins (`planning.py given`).
-MOVING_SECONDS, MOVING_SECONDS_PER_RANK = 3e-3, 0.5e-3
-PLACING_SECONDS, PLACING_SECONDS_PER_RANK = 2.5e-3, 0.16e-3
 # Bytes of a number that describes a token where rows move in: its id, its position, its label if the loss is placed.
 WHOLE_BYTES = 8
 
@@ -39,7 +34,7 @@ def ours(
     plan: Plan,
     chunks: int,
     saves_attention: bool,
-    in_step: bool = False,
+    planning_seconds: float = 0.0,
     keeps: bool = True,
     gather_seconds: float | None = None,
 ) -> Load:
@@ -48,7 +43,7 @@ def ours(
     Args:
         chunks: of an exchange in forward.
         saves_attention: whether outputs are kept under activation checkpointing.
-        in_step: whether tasks of given batches move, planned at the first attention call.
+        planning_seconds: of planning at the first attention call, where no thread does it before.
         keeps: whether rows of other ranks are kept until backward.
         gather_seconds: in which FSDP gathers the next layer's weights meanwhile; by default over all ranks.
     """
@@ -69,23 +64,22 @@ def ours(
         of_passes = zip(vars(local).values(), vars(remote).values(), strict=True)
         late = Passes(*(_late(own, own + others, bool(speeds)) for own, others in of_passes))
         kinds.append(hidden.attention(local, remote, late, layers))
-    planning = MOVING_SECONDS + MOVING_SECONDS_PER_RANK * layout.num_ranks if in_step else 0.0
-    waits = max(0.0, planning - before)
+    waits = max(0.0, planning_seconds - before)
     return Load(layout.rank_tokens, kinds, wires.most_bytes, True, saves_attention, waits)
 
 
 def rows_placed(
-    costs: Costs, cluster: Cluster, home: Layout, load: Load, placed: Layout, in_step: bool, loss_is_placed: bool
+    costs: Costs, cluster: Cluster, home: Layout, load: Load, placed: Layout, loss_is_placed: bool
 ) -> Load:
     """Returns the load of given batches whose rows are placed inside the model, with what that takes at both borders.
 
-    Nothing is computed beside these exchanges. Rows of batches that are even stay.
+    Nothing is computed beside these exchanges. Rows of batches that are even stay. A thread plans during the step
+    before.
 
     Args:
         home: the batches.
         load: of the placed layers alone.
         placed: where layers compute the same documents.
-        in_step: whether ranks wait for planning; else a thread has planned while an earlier micro-batch ran.
         loss_is_placed: whether head and loss run on placed rows; else hidden states return, and their gradients.
     """
     load = replace(load, head_tokens=None if loss_is_placed else home.rank_tokens)
@@ -99,8 +93,7 @@ def rows_placed(
     if not loss_is_placed:
         seconds += _seconds(cluster, hidden * moved.T).max() + _seconds(cluster, hidden * moved).max()
         seconds += 2 * costs.copy_seconds(2 * hidden * copied)
-    planning = PLACING_SECONDS + PLACING_SECONDS_PER_RANK * home.num_ranks if in_step else 0.0
-    return replace(load, beside_seconds=load.beside_seconds + planning + float(seconds))
+    return replace(load, beside_seconds=load.beside_seconds + float(seconds))
 
 
 def published(costs: Costs, cluster: Cluster, document_tokens: IntArray, tolerance: float) -> Load:

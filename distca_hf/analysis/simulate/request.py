@@ -197,14 +197,14 @@ class SimulationRequest:
         """The planner of training; settings that are not asked for come from the environment, as in training."""
         return self._planner(self.num_ranks, self.tokens_per_rank)
 
-    def given_plans(self, moves_rows: bool) -> GivenPlans:
+    def given_plans(self, places_rows: bool) -> GivenPlans:
         """Returns the planner of given batches, as training makes it.
 
         Args:
-            moves_rows: whether rows are placed inside the model; else tasks move.
+            places_rows: whether rows are placed inside the model; else tasks move.
         """
         topology, token_bytes = Topology(self.num_ranks, self.data_ranks_per_node), self.model.heads.token_bytes()
-        return GivenPlans(topology, self.head_groups, token_bytes, self.model.masks, moves_rows)
+        return GivenPlans(topology, self.head_groups, token_bytes, self.model.masks, places_rows)
 
     @cached_property
     def stage_planner(self) -> PlacedPlanner:

@@ -281,26 +281,21 @@ class Simulation:
         return Way("tasks_moved", "distca, tasks moved", self._tasks_moved, costly=True, is_ours=True, is_cad=True)
 
     def _rows_placed(self, step: Step, loss_is_placed: bool) -> list[Load]:
-        planner, loads = self.request.given_plans(moves_rows=True), []
-        for number, batch in enumerate(step):
+        planner, loads = self.request.given_plans(places_rows=True), []
+        for batch in step:
             home = self._home(batch)
             placed = planner.layout(home)
-            load = self._of_plan(planner.plan(placed), batch, in_step=False)
-            borders = home, load, placed, number == 0, loss_is_placed
-            loads.append(planned.rows_placed(self.costs, self.cluster, *borders))
+            load = self._of_plan(planner.plan(placed), batch)
+            loads.append(planned.rows_placed(self.costs, self.cluster, home, load, placed, loss_is_placed))
         return loads
 
     def _tasks_moved(self, step: Step) -> list[Load]:
-        plans = map(self.request.given_plans(moves_rows=False).plan, map(self._home, step))
-        return [
-            self._of_plan(plan, batch, in_step=number == 0)
-            for number, (plan, batch) in enumerate(zip(plans, step, strict=True))
-        ]
+        plan = self.request.given_plans(places_rows=False).plan
+        return [self._of_plan(plan(self._home(batch)), batch) for batch in step]
 
-    def _of_plan(self, plan: Plan, batch: IntArray, in_step: bool) -> Load:
+    def _of_plan(self, plan: Plan, batch: IntArray) -> Load:
         """Returns the load of the plan of a given batch."""
-        chunks = self.request.planner.num_chunks
-        load = planned.ours(self.costs, self.cluster, plan, chunks, self._saves, in_step=in_step)
+        load = planned.ours(self.costs, self.cluster, plan, self.request.planner.num_chunks, self._saves)
         held = plan.layout.document_tokens
         return replace(load, left_out_pairs=peers.left_out_pairs(self.costs.model, [held], batch))
 

@@ -149,7 +149,7 @@ def check_model(
     longest_document_tokens: int,
     kernel: KernelName = "auto",
     device: torch.device | str = "cpu",
-    whole_documents: bool = False,
+    given_batches: bool = False,
 ) -> None:
     """Accepts a model, or says why not.
 
@@ -157,7 +157,7 @@ def check_model(
         model: a Transformers model, or a PEFT model around one.
         longest_document_tokens: longest document that the model will see.
         kernel: the kernel to use, on `device`.
-        whole_documents: whether no batch will hold parts of documents. Then the model may have any loss.
+        given_batches: whether all batches will be given. They hold whole documents, so the model may have any loss.
 
     Raises:
         ConfigError: the model was loaded with another attention implementation.
@@ -173,18 +173,18 @@ def check_model(
                 f"{type(inner).__name__}{where} uses attn_implementation={implementation!r}; load it with "
                 f'from_pretrained(..., attn_implementation="{IMPLEMENTATION}") after `import distca_hf`'
             )
-    reasons = refusals(model, longest_document_tokens, whole_documents)
+    reasons = refusals(model, longest_document_tokens, given_batches)
     if attention_layers(inner):
         reasons += _kernel(inner, longest_document_tokens, kernel, torch.device(device))
     if reasons:
         raise UnsupportedAttentionError(f"{type(inner).__name__} cannot run on distca: {'; '.join(reasons)}. {REMEDY}")
 
 
-def refusals(model: nn.Module, longest_document_tokens: int, whole_documents: bool = False) -> list[str]:
+def refusals(model: nn.Module, longest_document_tokens: int, given_batches: bool = False) -> list[str]:
     """Returns all reasons against a model, on any device; none if it can run where a kernel computes its layers.
 
     Args:
-        model, longest_document_tokens, whole_documents: as of `check_model`. Weights are not looked at, so that the
+        model, longest_document_tokens, given_batches: as of `check_model`. Weights are not looked at, so that the
             model may be on torch's meta device.
     """
     inner = transformers_model(model)
@@ -199,7 +199,7 @@ def refusals(model: nn.Module, longest_document_tokens: int, whole_documents: bo
         *_attention_settings(inner, config),
         *empty_windows(inner),
         *_layerdrop(config),
-        *([] if whole_documents else refused_loss(inner)),
+        *([] if given_batches else refused_loss(inner)),
     ]
 
 

@@ -9,7 +9,7 @@ So sampler, collator, images, losses and metrics see their own rows and nothing 
 nothing is sent: then padding is taken out and put back.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -144,6 +144,12 @@ class DecoderBorders:
         """Ends a pass, or leaves its batch as it is."""
         self._is_open, self._token_places, self._rows = False, None, None
 
+    def take_rows(self) -> PassRows | None:
+        """Returns the rows that moved in before the decoder, so that nothing moves there; None if they stayed."""
+        rows = self._rows
+        self.end()
+        return rows
+
     def _before(self, module: nn.Module, args: tuple[object, ...], kwargs: dict[str, Any]) -> object:
         """Moves rows in. A compiler looks in here, and finds nothing to do for a batch that was placed before."""
         if not self._is_open or kwargs.get("distca_plan") is None:
@@ -166,7 +172,7 @@ class DecoderBorders:
             PlanMismatchError, PeerLostError, PlanError, UnsupportedAttentionError: as for `_columns_of`.
         """
         moves, given = plan.planned.moves, {**batch}
-        if moves is None or (self._token_places is None and not moves.moves.crosses):
+        if moves is None or (self._token_places is None and not moves.on_host.crosses):
             return None
         tokens = tokens_of(given)
         batch_size, length = tokens.shape
@@ -181,7 +187,7 @@ class DecoderBorders:
         self._rows = rows
         positions = self._positions(given, moves.positions, tokens)
         moving = self._moving(given, tokens)
-        columns = self._columns_of(plan, moving, positions, given, crosses=moves.moves.crosses)
+        columns = self._columns_of(plan, moving, positions, given, crosses=moves.on_host.crosses)
         moving["position_ids"] = positions.expand(columns.position_rows, -1).T
         if columns.deep_layers:
             moving[DENSE_DEEP] = _dense_deep(given, columns.deep_layers)
@@ -203,10 +209,8 @@ class DecoderBorders:
         if rows is None:
             return None
         self._check_calls(plan)  # a rank that left out a layer would send its rows into that of the others
-        found = dict[int, torch.Tensor]()
-        _changed(output, rows.num_placed, lambda value: found.setdefault(id(value), value))
-        homes = dict(zip(found, rows.move_home(list(found.values())), strict=True))
-        return _changed(output, rows.num_placed, lambda value: homes[id(value)])
+        found = {id(value): value for value in _of_tokens(output, rows.num_placed)}
+        return _replaced(output, dict(zip(found, rows.move_home(list(found.values())), strict=True)))
 
     def _positions(self, given: Batch, counted: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
         """Returns `[position rows, places]` of a batch: its own, or counted in its documents.
@@ -358,14 +362,22 @@ def _dense_deep(given: Batch, layers: int) -> torch.Tensor:
     return dense_BTLD.flatten(0, 1)
 
 
-def _changed(output: Any, tokens: int, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """Returns an output with all tensors of the tokens changed: `[1, T, D]` and `[T, D]`."""
+def _of_tokens(output: Any, tokens: int) -> Iterator[torch.Tensor]:
+    """Yields all tensors of the tokens in an output: `[1, T, D]` and `[T, D]`."""
     if isinstance(output, torch.Tensor):
-        return change(output) if output.shape[:-1] in ((1, tokens), (tokens,)) else output
+        if output.shape[:-1] in ((1, tokens), (tokens,)):
+            yield output
+    elif isinstance(output, dict | tuple | list):
+        for value in output.values() if isinstance(output, dict) else output:
+            yield from _of_tokens(value, tokens)
+
+
+def _replaced(output: Any, homes: Mapping[int, torch.Tensor]) -> Any:
+    """Returns an output with other tensors in place of some, given by their `id`."""
     if isinstance(output, dict):  # Transformers' outputs are dictionaries, and keep their class
         for name, value in output.items():
-            output[name] = _changed(value, tokens, change)
+            output[name] = _replaced(value, homes)
         return output
     if isinstance(output, tuple | list):
-        return type(output)(_changed(value, tokens, change) for value in output)
-    return output
+        return type(output)(_replaced(value, homes) for value in output)
+    return homes.get(id(output), output)

@@ -14,14 +14,13 @@ from torch.utils.hooks import RemovableHandle
 
 from distca_hf.batches.batch_documents import Batch, cache_of, check_mask_numbers, ids_checked, tokens_of
 from distca_hf.batches.empty_batch import fill_empty
+from distca_hf.batches.given import GivenPlanner
 from distca_hf.batches.known_batch import TOKENS, completed
-from distca_hf.batches.packed import PackPlanner
 from distca_hf.batches.preview import RunReport
 from distca_hf.batches.read_documents import DocumentReader, ReadDocuments, read_before
 from distca_hf.batches.reported_steps import ReportedSteps
 from distca_hf.comm.averaging import check_averaging
 from distca_hf.errors import PlanError
-from distca_hf.flops import StepCost
 from distca_hf.integrations.attention import LAYER_SETTINGS, LayerSettings
 from distca_hf.integrations.checkpointing import (
     checkpointed_modules,
@@ -76,7 +75,7 @@ class ForwardWatch:
     Attributes:
         root: the module that was enabled.
         context: settings and transports that its passes follow.
-        packs: plans batches without a plan; None before the first one.
+        planner: plans given batches; None before the first one.
         position_limits: longest documents that the model can take.
         flops: operations of the model; None if they are not known.
         report: lines about its training.
@@ -87,7 +86,7 @@ class ForwardWatch:
 
     def __init__(self, root: nn.Module, context: ParallelContext) -> None:
         self.root, self.context, config = root, context, context.config
-        self.packs: PackPlanner | None = None
+        self.planner: GivenPlanner | None = None
         inner = transformers_model(root)
         self.flops, self.report = step_flops(root), RunReport(config)
         self.attention_dtype: torch.dtype | None = None
@@ -169,13 +168,13 @@ class ForwardWatch:
         """Returns whether the model is in a forward pass."""
         return self._is_running
 
-    def bookmark_packs(self) -> Callable[[], None]:
-        """Returns a function that forgets all packs planned since this call: they are planned again."""
-        if self.packs is not None:
-            return self.packs.bookmark()
+    def bookmark_given(self) -> Callable[[], None]:
+        """Returns a function that forgets all given batches planned since this call: they are planned again."""
+        if self.planner is not None:
+            return self.planner.bookmark()
 
         def forget() -> None:
-            self.packs = None
+            self.planner = None
 
         return forget
 
@@ -197,7 +196,7 @@ class ForwardWatch:
                 with ids_checked(batch, self._vocabulary_tokens, waits=False):
                     batch = batch | self._mixers.alone(batch, trains=module.training and torch.is_grad_enabled())
                 return None if batch.keys() == given.keys() else (args[len(self._names) :], batch)
-            plan = self._plan_packs(module, batch)
+            plan = self._plan_given(module, batch)
             batch |= fill_empty(batch)
         args = args[len(self._names) :]
         if plan is None:
@@ -276,33 +275,33 @@ class ForwardWatch:
         one_rank = len(members.compute_ranks if trains else members.token_ranks) == len(members.layer_ranks) == 1
         return one_rank or not (trains or evaluates) or cache_of(batch) is not None
 
-    def _plan_packs(self, module: nn.Module, batch: Batch) -> LivePlan | None:
+    def _plan_given(self, module: nn.Module, batch: Batch) -> LivePlan | None:
         """Returns the plan of a batch that brought none; None if some rank's is padded. All ranks decide alike."""
         self._check.check_model(module)
-        packs, images_wait = self._planner(tokens_of(batch).device), self._check.images_wait(module.training)
-        moves_rows = module.training and torch.is_grad_enabled() and not self._mixers.mixers
-        reason = self.loss.begin(batch if moves_rows else None)
-        gradients_of, trains = self._check.gradients_before_decoder(), module.training
-        plan = packs.plan(batch, trains, images_wait, gradients_of, bool(reason))
+        planner, images_wait = self._planner_on(tokens_of(batch).device), self._check.images_wait(module.training)
+        rows_move = module.training and torch.is_grad_enabled() and not self._mixers.mixers
+        returning, reason = self.loss.begin(batch if rows_move else None)
+        plan = planner.plan(batch, module.training, images_wait, self._check.gradients_before_decoder(), returning)
         if plan is not None:
-            self.loss.decide(packs.returning, reason)
+            self.loss.decide(planner.returning, planner.needing, reason)
         return plan
 
-    def _planner(self, device: torch.device) -> PackPlanner:
+    def _planner_on(self, device: torch.device) -> GivenPlanner:
         """Returns what plans batches without a plan."""
-        if self.packs is None:
-            of_model = self._head_groups, self._token_bytes, self.context.servers, self._layer_masks, self._read
+        if self.planner is None:
             transport = self.context.training_transport(device)
-            self.packs = PackPlanner(self.context.config, transport, *of_model, not self._mixers.mixers, self.flops)
-        return self.packs
+            of_model = self._head_groups, self._token_bytes, self.context.servers, self._layer_masks
+            of_rows = self._read_and_open, not self._mixers.mixers, self.flops
+            self.planner = GivenPlanner(self.context.config, transport, *of_model, *of_rows)
+        return self.planner
 
-    def begin_step(self, documents: Sequence[ReadDocuments | None], device: torch.device) -> None:
-        """Lets ranks plan the micro-batches of a step ahead; see `PackPlanner.begin_step`."""
+    def begin_step(self, documents: Sequence[ReadDocuments | None], step_batches: int, device: torch.device) -> None:
+        """Lets ranks plan batches ahead that are known when a step begins; see `GivenPlanner.begin_step`."""
         if len(self.context.members.compute_ranks) > 1:
-            self._planner(device).begin_step(documents, device)
+            self._planner_on(device).begin_step(documents, step_batches, device)
 
-    def _read(self, batch: Batch) -> ReadDocuments:
-        """Returns the documents of a batch, and begins a pass at the borders of the decoder."""
+    def _read_and_open(self, batch: Batch) -> ReadDocuments:
+        """Returns the documents of a batch, and opens the borders of the decoder for its pass."""
         self._borders.begin((read := read_before(batch) or self.reader.read(batch)).padded, tokens_of(batch).device)
         return read
 
@@ -336,16 +335,13 @@ class ForwardWatch:
             self.attention_dtype = plan.attention_dtype
             trains = module.training and torch.is_grad_enabled()
             plan.end_forward_pass(trains)
+            if self.planner is not None:
+                self.planner.end_pass()
             if trains and not self.report.written:
-                self.report.begin(plan, self._step_cost(module), self.flops)
+                (layers, attention), flops = self._recomputed(module), self.flops
+                cost = None if flops is None else flops.cost(recomputes_layers=layers, recomputes_attention=attention)
+                self.report.begin(plan, cost, flops)
         return self.loss.end(self._counted.end(output))
-
-    def _step_cost(self, module: nn.Module) -> StepCost | None:
-        """Returns the cost of a step as the model is checkpointed; None if its operations are not known."""
-        if self.flops is None:
-            return None
-        layers, attention = self._recomputed(module)
-        return self.flops.cost(recomputes_layers=layers, recomputes_attention=attention)
 
     def _recomputed(self, module: nn.Module) -> tuple[bool, bool]:
         """Returns whether layers run forward again in backward, and whether their attention does."""
@@ -380,7 +376,7 @@ def enable(model: nn.Module, plugin: ParallelContext, longest_document_tokens: i
     config = plugin.config
     longest = longest_document_tokens or config.tokens_per_rank * len(plugin.members.token_ranks)
     longest = longest or PositionLimits(transformers_model(model)).reach_tokens
-    check_model(model, longest, config.kernel, plugin.device, whole_documents=not config.tokens_per_rank)
+    check_model(model, longest, config.kernel, plugin.device, given_batches=not config.tokens_per_rank)
     inner = transformers_model(model)
     give_own_attention(inner)
     watch = watch_of(inner)

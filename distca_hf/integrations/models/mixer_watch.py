@@ -41,8 +41,9 @@ class MixerWatch:
         if self.mixers:
             keep_apart(self._model, self.mixers)
             log.info(
-                "%s carry a state from token to token: documents stay whole, and every document is a row of its own "
-                "there. Attention tasks move",
+                "%s carry a state from token to token, so no document is cut, and each is a row of its own there. "
+                "Attention is balanced by computing parts of it on other ranks. Tokens of your own batches stay: give "
+                "every rank about as many",
                 self._named,
             )
 

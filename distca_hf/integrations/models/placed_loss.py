@@ -1,12 +1,16 @@
-"""Placed loss: head and loss run on the rows that layers computed, and nothing returns but the loss.
+"""Placed loss: head and loss run on the rows that layers computed, so that they are as even as the layers.
 
     model(batch of this rank, [B, L])
       ──▶ tokens and shifted labels placed on this rank, [1, T] ──▶ embedding, layers, head, loss
-      ◀── the loss
+      ◀── the loss, or numbers of single tokens, [B, L]
 
-So head and loss are as even as the layers. The loss of a rank becomes that of other tokens. The sum over ranks stays,
-if all of them divide by one number of labels. So this is for passes of which only that sum is ever seen. Every rank
-says whether its pass may run like this; if one of them may not, results of all ranks return.
+Only the loss returns where a model makes its own. The loss of a rank becomes that of other tokens. The sum over ranks
+stays, if all of them divide by one number of labels. So this is for passes of which only that sum is ever seen.
+
+Fused heads of TRL return log probabilities and other numbers of single tokens. These go home, and any program may read
+them. They are a few bytes per token.
+
+Every rank says what its pass must return; unless all say the same, hidden states of all ranks return.
 """
 
 import ast
@@ -22,29 +26,34 @@ from transformers import PreTrainedModel
 from transformers.loss.loss_utils import ForCausalLMLoss
 
 from distca_hf.batches.batch_documents import Batch, tokens_of
+from distca_hf.batches.given_agreement import Returning
 from distca_hf.data.documents import IGNORED_LABEL
 from distca_hf.integrations.models.check import refused_loss
 from distca_hf.integrations.models.counted_rows import MEANS_OVER_ROWS
 from distca_hf.integrations.models.decoder_borders import OF_DOCUMENTS, DecoderBorders
 from distca_hf.integrations.models.structure import syntax_of, text_decoder
 from distca_hf.runtime.live_plan import LivePlan
+from distca_hf.runtime.row_moves import PassRows
 from distca_hf.telemetry import get_logger
 
 
 log = get_logger(__name__)
 
-BY_DEFAULT = "the program may read logits, or the loss of its rank (plugin.attach knows what a Trainer reads)"
-NOTHING_MOVES = "no rows move"
+READER_UNKNOWN = "the program may read logits, or the loss of its rank (plugin.attach knows what a Trainer reads)"
+# Of a pass that does not train, or whose model keeps rows where they are.
+ROWS_STAY = "rows stay"
 # Packages whose hooks read no results of a pass: they gather weights, or are ours.
 KNOWN_HOOKS = frozenset({"accelerate", "deepspeed", "distca_hf", "peft", "torch", "transformers"})
 # Replaces forward of a model by one that learns shift_labels, if they are given.
 FUSED_HEADS = "liger_kernel."
+# The same with a flag, for which a pass returns numbers of single tokens.
+TOKEN_HEADS, TOKEN_FLAG = "trl.trainer.utils", "fused_lm_head"
 # Shifted labels on their way, as numbers from the ignored label on: rows without a token then have that label.
 SHIFTED = "distca_shift_labels"
 
 
 class PlacedLoss:
-    """Decides pass by pass whether one model's head and loss run on placed rows.
+    """Decides pass by pass whether one model's head runs on placed rows, and its loss.
 
     Args:
         model: a Transformers model.
@@ -57,22 +66,30 @@ class PlacedLoss:
     def __init__(self, model: PreTrainedModel, root: nn.Module) -> None:
         self._model, self._root = model, root
         self._is_multimodal = text_decoder(model) is not model
-        self._read = BY_DEFAULT
+        self._reads_more = READER_UNKNOWN
         self._said: set[str] = set()
-        self.is_placed = False
+        self._returning = Returning.STATES
+        self._rows: PassRows | None = None
+        self._label_count: Any = None
+        self._shifts = False
+
+    @property
+    def is_placed(self) -> bool:
+        """Whether the head of the pass that runs is on placed rows."""
+        return self._returning != Returning.STATES
 
     @contextmanager
-    def read_by(self, reason: str) -> Iterator[None]:
-        """Runs passes whose loss is read as a sum over ranks only, and nothing else of whose results is.
+    def read_as_sum(self, unless: str) -> Iterator[None]:
+        """Runs passes of which nothing is read but the sum of their losses over ranks.
 
         Args:
-            reason: why that is not so; empty if it is.
+            unless: why more is read; empty if it is not.
         """
-        before, self._read = self._read, reason
+        before, self._reads_more = self._reads_more, unless
         try:
             yield
         finally:
-            self._read, self.is_placed = before, False
+            self._reads_more, self._returning = before, Returning.STATES
 
     def _of_batch(self, batch: Batch) -> str:
         tokens, labels, shifted = tokens_of(batch), batch.get("labels"), batch.get("shift_labels")
@@ -80,8 +97,6 @@ class PlacedLoss:
             return "the batch has no label for each token"
         if shifted is not None and shifted.shape != tokens.shape:
             return "shift_labels have another shape than tokens"
-        if batch.get("num_items_in_batch") is None:
-            return "the model is given no num_items_in_batch, and divides by the labels of its rank"
         for name in ("output_router_logits", "logits_to_keep"):
             if isinstance(given := batch.get(name), torch.Tensor) or given:
                 return f"{name} is set"
@@ -91,12 +106,16 @@ class PlacedLoss:
         return f"the batch has {unknown[0]}, which is not of single tokens" if unknown else ""
 
     def _of_model(self) -> str:
-        model = self._model
-        name = type(model).__name__
         if self._is_multimodal:
-            return f"{name} puts images between tokens"
-        if getattr(model.config, "output_router_logits", False):
+            return f"{type(self._model).__name__} puts images between tokens"
+        if getattr(self._model.config, "output_router_logits", False):
             return "the model adds a loss of its routers (output_router_logits)"
+        return self._of_hooks()
+
+    def _of_loss(self, batch: Batch) -> str:
+        if batch.get("num_items_in_batch") is None:
+            return "the model is given no num_items_in_batch, and divides by the labels of its rank"
+        model, name = self._model, type(self._model).__name__
         if any(getattr(model, factor, 0) for factor in MEANS_OVER_ROWS) or not _is_plain(type(model)):  # type: ignore[arg-type]
             return f"the loss of {name} is more than a sum over labels"
         if model.loss_function is not ForCausalLMLoss or next(refused_loss(model), None) is not None:
@@ -106,7 +125,7 @@ class PlacedLoss:
         is_replaced = runs is not inspect.unwrap(type(model).forward) and not runs.__module__.startswith(FUSED_HEADS)
         if is_replaced and "shift_labels" not in inspect.signature(runs).parameters:
             return f"forward of this {name} was replaced, and has no parameter shift_labels"
-        return self._of_hooks()
+        return ""
 
     def _of_hooks(self) -> str:
         for part in (self._root, self._model, self._model.get_output_embeddings()):
@@ -118,37 +137,48 @@ class PlacedLoss:
                     return f"a hook of {module} may read logits or the loss"
         return ""
 
-    def begin(self, batch: Batch | None) -> str:
+    def begin(self, batch: Batch | None) -> tuple[Returning, str]:
         """Begins a pass on a batch that was not placed before.
 
         Args:
             batch: None if it does not train, or its rows cannot move.
 
         Returns:
-            Why its results must return to this rank; empty if they need not.
+            What must return to this rank, and why hidden states must; empty if they need not.
         """
-        return NOTHING_MOVES if batch is None else self._read or self._of_batch(batch) or self._of_model()
+        self._rows = None
+        if batch is None:
+            return Returning.STATES, ROWS_STAY
+        if batch.get(TOKEN_FLAG) is True and _returns_token_values(self._model):
+            reason = self._of_batch(batch) or self._of_model()
+            return Returning.STATES if reason else Returning.TOKEN_VALUES, reason
+        reason = self._reads_more or self._of_batch(batch) or self._of_model() or self._of_loss(batch)
+        return Returning.STATES if reason else Returning.LOSS, reason
 
-    def decide(self, returning: str, reason: str) -> None:
+    def decide(self, returning: Returning, needing: str, reason: str) -> None:
         """Decides as all ranks do; rank 0 logs once which way is taken, and why.
 
         Args:
-            returning: ranks whose results must return; empty if there are none.
-            reason: of this rank.
+            returning: what passes of all ranks return.
+            needing: ranks that need hidden states.
+            reason: why this rank needs them.
         """
-        self.is_placed = not returning
-        if reason == NOTHING_MOVES:
+        self._returning = returning
+        if reason == ROWS_STAY:
             return
-        why = "nobody reads logits, and losses are averaged over ranks before they are logged"
-        if returning:
-            why = reason or f"rank {returning} needs them"
-        if why in self._said:
-            return
-        self._said.add(why)
-        if returning:
-            log.info("hidden states return to the ranks of their batches, for head and loss: %s", why)
-        else:
-            log.info("head and loss run on placed rows, and only the loss returns: %s", why)
+        why = reason or f"rank {needing} reads them, or has a batch that needs them (at level DEBUG it says why)"
+        said = {
+            Returning.LOSS: "head and loss run on placed rows, and only the loss returns: nobody reads logits, and "
+            "losses are averaged over ranks before they are logged",
+            Returning.TOKEN_VALUES: "the head runs on placed rows, and log probabilities of tokens return to the "
+            "ranks of their batches",
+            Returning.STATES: f"hidden states return to the ranks of their batches, for head and loss: {why}",
+        }[returning]
+        if said not in self._said:
+            self._said.add(said)
+            log.info("%s", said)
+            if not self.is_placed:
+                log.debug("this rank: %s", reason or "needs no results")  # rank 0 alone writes information
 
     def place(self, batch: Batch, plan: LivePlan, borders: DecoderBorders) -> Batch:
         """Returns the placed rows of a batch with their labels; the batch itself if its rows stay. A collective call.
@@ -160,19 +190,44 @@ class PlacedLoss:
             shifted = nn.functional.pad(batch["labels"], (0, 1), value=IGNORED_LABEL)[..., 1:]
         moving = {name: value for name, value in batch.items() if name not in ("labels", "shift_labels")}
         placed = borders.move_in(plan, {**moving, SHIFTED: shifted - IGNORED_LABEL})
-        borders.end()  # nothing moves at the decoder
+        self._rows = borders.take_rows()
         if placed is None:
             return batch
+        self._label_count, self._shifts = batch.get("num_items_in_batch"), batch.get("shift_labels") is None
         labels = placed.pop(SHIFTED) + IGNORED_LABEL
         return {**placed, "labels": labels, "shift_labels": labels}
 
     def end(self, output: Any) -> Any:
-        """Ends a pass; returns its output, without anything but the loss if its rows were placed: whoever reads more
-        finds nothing, not results of other tokens."""
-        if not self.is_placed:
-            return output
-        self.is_placed = False
-        return output[:1] if isinstance(output, tuple) else type(output)(loss=output["loss"])
+        """Ends a pass; returns its output, with values of this rank's own tokens. Where only the loss returns, nothing
+        else does: whoever reads more finds nothing, not results of other tokens."""
+        returning, self._returning = self._returning, Returning.STATES
+        rows, self._rows = self._rows, None
+        if returning == Returning.LOSS:
+            return output[:1] if isinstance(output, tuple) else type(output)(loss=output["loss"])
+        return output if returning == Returning.STATES or rows is None else self._with_values_at_home(output, rows)
+
+    def _with_values_at_home(self, output: Any, rows: PassRows) -> Any:
+        """Moves `[1, T]` values of placed tokens home, `[B, L - 1]`, or `[B, L]` if labels were shifted before. A
+        collective call."""
+        names = [name for name, value in output.items() if value.ndim == 2]
+        homes = rows.move_home([output[name][..., None] for name in names])
+        for name, home in zip(names, homes, strict=True):
+            output[name] = home[:, : -1 if self._shifts else None, 0]
+        count = output["label_mask"].sum().clamp(min=1) if self._label_count is None else self._label_count
+        output["loss"] = -output["log_probs"].sum() / count
+        return output
+
+
+def _returns_token_values(model: PreTrainedModel) -> bool:
+    """Returns whether forward of a model was replaced by a head that returns numbers of single tokens; it may be
+    wrapped since."""
+    function = vars(model).get("forward")
+    while function is not None:
+        function = getattr(function, "__func__", function)
+        if getattr(function, "__globals__", {}).get("__name__") == TOKEN_HEADS:
+            return True
+        function = getattr(function, "__wrapped__", None)
+    return False
 
 
 @lru_cache(maxsize=1024)

@@ -304,7 +304,7 @@ def _evaluation_loader(
 
 def _add_callbacks(context: ParallelContext, attachment: Attachment, callback: DistCACallback) -> None:
     """Adds the callback of metrics first, and the one that leaves on a signal last."""
-    callback.watch(attachment.trainer.model)
+    callback.report_on(attachment.trainer.model)
     if context.config.metrics == "basic":
         print_in_short(attachment.trainer.callback_handler.callbacks, attachment.replace)
     attachment.add_callback(callback, first=True)

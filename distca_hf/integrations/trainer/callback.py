@@ -91,11 +91,14 @@ class DistCACallback(TrainerCallback):
                 "cannot replace Trainer's: call plugin.attach(trainer) instead of adding DistCACallback, or leave "
                 "tokens_per_rank out"
             )
-        self.watch(enable(model, self._context))
+        self.report_on(enable(model, self._context))
         leave = LeaveOnSignal(self._context.transport) if self._context.config.save_on_signal else None
         trainer = _trainer_of_this_event(self)
         if trainer is None:
-            log.warning("DistCACallback stays where it is among callbacks: trackers before it do not get its metrics")
+            log.warning(
+                "DistCACallback did not find its Trainer: micro-batches are not planned ahead, and callbacks before "
+                "it (trackers) do not get its metrics. Call plugin.attach(trainer) instead of adding it"
+            )
             self._leave = leave
             return
         self.plan_ahead(trainer, setattr)
@@ -121,12 +124,16 @@ class DistCACallback(TrainerCallback):
         if self._steps is not None:
             self._steps.end()
 
-    def watch(self, model: nn.Module) -> None:
+    def report_on(self, model: nn.Module) -> None:
         """Reports on this enabled model."""
         self._model = model
         unused = [] if self._loader is not None else settings_of_placed(self._context.config)
         if unused:
-            log.warning("%s: no effect without tokens_per_rank: the Trainer makes its batches", ", ".join(unused))
+            log.warning(
+                "%s: no effect without tokens_per_rank, because the Trainer makes its own batches. Leave it out, or "
+                "give tokens_per_rank for placed batches",
+                ", ".join(unused),
+            )
 
     def on_train_begin(
         self,
@@ -180,7 +187,7 @@ class DistCACallback(TrainerCallback):
 
     def _source(self, watch: ForwardWatch) -> PlanSource | None:
         """Returns where plans come from; None if nothing is planned, or not yet."""
-        return watch.packs if self._loader is None else self._loader
+        return watch.planner if self._loader is None else self._loader
 
     def on_evaluate(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object

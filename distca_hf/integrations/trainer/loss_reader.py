@@ -51,7 +51,7 @@ class LossReader:
         watch = watch_of(self._trainer.model)
         if watch is None:
             return self._compute_loss(model, inputs, return_outputs, **kwargs)
-        with watch.loss.read_by("compute_loss returns outputs" if return_outputs else self._reason()):
+        with watch.loss.read_as_sum(unless="compute_loss returns outputs" if return_outputs else self._reason()):
             return self._compute_loss(model, inputs, return_outputs, **kwargs)
 
     def _reason(self) -> str:

@@ -141,7 +141,7 @@ class RedoneSteps(TrainerCallback):
         assert watch is not None
         if self._engine is not None:
             _check_engine(self._engine)
-        keep = [lambda: keep_random_states(device), watch.bookmark_packs, lambda: _keep_sums(trainer)]
+        keep = [lambda: keep_random_states(device), watch.bookmark_given, lambda: _keep_sums(trainer)]
         return RepeatableStep(transport, f"optimizer step {trainer.state.global_step + 1}", keep)
 
     def _run(self, model: nn.Module, inputs: Batch, num_items_in_batch: torch.Tensor | int | None) -> torch.Tensor:

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from distca_hf.batches.packed import PackPlanner
+from distca_hf.batches.given import GivenPlanner
 from distca_hf.integrations.models.heads import head_groups_of, token_bytes_of
 from distca_hf.testing import attend_documents
 from lib.baselines.calls import MadeUpKeys
@@ -145,9 +145,9 @@ def attend_once(
         q, k, v, dout: `[T, N, H]`, `[T, G, H]`, `[T, G, V]` and `[T, N, V]`.
     """
     keywords = {name: value for name, value in batch.items() if name != "input_ids"}
-    if mode.name == "given":  # attention of an enabled model, with tasks that move in place of rows
+    if mode.name in ("given", "moved"):  # attention of an enabled model, with tasks that move in place of rows
         groups, token_bytes = head_groups_of(place.model), token_bytes_of(place.model)
-        planner = PackPlanner(place.plugin(len(q)).config, place.wires, groups, token_bytes)
+        planner = GivenPlanner(place.plugin(0).config, place.wires, groups, token_bytes)
         keywords["distca_plan"] = planner.plan(batch)
     if "distca_plan" in keywords:
         keywords["distca_plan"].begin_forward_pass(None, {})

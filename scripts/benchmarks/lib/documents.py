@@ -122,27 +122,31 @@ def attended_pairs(lengths: Sequence[int], mask: Mask = CAUSAL_MASK) -> int:
     return sum(mask.pairs(0, tokens) for tokens in lengths)
 
 
-def whole_documents(lengths: Sequence[int], num_ranks: int) -> Holding:
+def whole_documents(lengths: Sequence[int], num_ranks: int, shares: Sequence[int] = ()) -> Holding:
     """Packs whole documents in order, each to the first rank with room, or the longest first if that does not
     fill all ranks.
+
+    Args:
+        shares: tokens of the ranks in proportion; all have equally many without.
 
     Raises:
         SystemExit: neither does.
     """
+    parts = shares or [1] * num_ranks
+    room = [sum(lengths) * part // sum(parts) for part in parts]
     in_order = range(len(lengths))
     for order in (in_order, sorted(in_order, key=lambda document: -lengths[document])):
-        holding = _first_fit(lengths, order, num_ranks)
+        holding = _first_fit(lengths, order, [*room])
         if holding is not None:
             return holding
     raise SystemExit(
-        f"whole documents do not fill {num_ranks} ranks of {sum(lengths) // num_ranks} tokens each: choose other "
-        "--documents, or --modes without local, sorted and fixed"
+        f"whole documents do not fill ranks of {', '.join(map(str, room))} tokens: choose other --documents, or "
+        "--modes without local, sorted, given and moved"
     )
 
 
-def _first_fit(lengths: Sequence[int], order: Sequence[int], num_ranks: int) -> Holding | None:
-    room = [sum(lengths) // num_ranks] * num_ranks
-    holding: Holding = [[] for _ in range(num_ranks)]
+def _first_fit(lengths: Sequence[int], order: Sequence[int], room: list[int]) -> Holding | None:
+    holding: Holding = [[] for _ in room]
     for document in order:
         rank = next((rank for rank, tokens in enumerate(room) if tokens >= lengths[document]), None)
         if rank is None:

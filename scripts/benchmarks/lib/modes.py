@@ -14,6 +14,7 @@ from datasets import Dataset
 from torch import nn
 
 from distca_hf.arrays import IntArray
+from distca_hf.batches import given
 from distca_hf.batches.loader import PlacedLoader
 from distca_hf.config import KernelName
 from distca_hf.integrations.models.backbone_calls import BackboneCalls
@@ -22,6 +23,7 @@ from distca_hf.integrations.models.documents_apart import KEYWORD, DocumentRows
 from distca_hf.integrations.models.mixers import needs_whole_documents
 from distca_hf.integrations.models.planner import planner_for
 from distca_hf.placement.place import fill_in_order
+from distca_hf.planning.rebalance import plan_by_moving
 from distca_hf.runtime.forward_pass import ForwardPass
 from lib.baselines.calls import Call, ChosenKeys, MadeUpKeys, OwnKeys, make_call
 from lib.baselines.operators import Work
@@ -71,6 +73,7 @@ class Place:
         num_nodes: that plans take these ranks for; 1 for what they are.
         share_of: ranks, of whose work `ideal` does one part in a process that is alone; 0 for as many as there are.
         servers: ranks without tokens, over which `ideal` spreads attention, too.
+        shares: tokens of the ranks in packs, in proportion; none if they are equal.
         plugins: makes the product's plugin.
     """
 
@@ -84,6 +87,7 @@ class Place:
     num_nodes: int = 1
     share_of: int = 0
     servers: int = 0
+    shares: Sequence[int] = ()
     plugins: Callable[..., WiredPlugin] = WiredPlugin
 
     def plugin(self, tokens_per_rank: int) -> WiredPlugin:
@@ -172,7 +176,7 @@ class Mode:
 
 
 def _local(place: Place, step: StepTokens) -> Mode:
-    holding = whole_documents(_lengths(step), place.wires.world_size)
+    holding = whole_documents(_lengths(step), place.wires.world_size, place.shares)
     return _of_packs("local", place, [(holding[place.wires.rank], tokens) for tokens in step])
 
 
@@ -311,6 +315,28 @@ def _given(place: Place, step: StepTokens) -> Mode:
     return Mode("given", "distca", batches, watched=True, exchanges=True)
 
 
+def _moved(place: Place, step: StepTokens) -> Mode:
+    return replace(_given(place, step), name="moved", made_up=[TasksMove()])
+
+
+class TasksMove:
+    """Leaves rows of given batches where they are; attention tasks move instead, as for models that carry a state."""
+
+    def __init__(self) -> None:
+        self._patches = ExitStack()
+
+    def make(self) -> None:
+        """Takes the placement of rows away."""
+        stay = mock.patch.object(given, "place_given", lambda home, *others: home)
+        move = mock.patch.object(given, "plan_in_place", lambda home, groups: plan_by_moving(home, groups))
+        self._patches.enter_context(stay)
+        self._patches.enter_context(move)
+
+    def forget(self) -> None:
+        """Puts it back."""
+        self._patches.close()
+
+
 class Kind(NamedTuple):
     """A kind of mode: how it is built for the documents of a step, and what it is in the words of `--help`."""
 
@@ -347,11 +373,12 @@ MODES = {
         "the product on the packs of local, whose rows are placed inside the model. Where layers carry a state, "
         "attention tasks move instead",
     ),
+    "moved": Kind(_moved, "given, but rows stay where they are, and attention tasks move; only if it is named"),
     "unchecked": Kind(
         _unchecked, "placed, but ranks agree on nothing in a forward pass: the price of that is placed ÷ unchecked"
     ),
 }
-OF_PACKAGE = frozenset({"zigzag", "llama3"})  # run only where they are asked for by name
+OF_PACKAGE = frozenset({"zigzag", "llama3"})  # run only if they are asked for by name
 
 
 def _check_may_cut(place: Place, name: str) -> None:

@@ -24,8 +24,8 @@ from distca_hf.analysis.first_step import make_report
 from distca_hf.analysis.lengths import read_lengths
 from distca_hf.analysis.request import ModelShape, PlanRequest, plan_micro_steps
 from distca_hf.batches import loader
+from distca_hf.batches.given import GivenPlanner
 from distca_hf.batches.loader import PlacedLoader
-from distca_hf.batches.packed import PackPlanner
 from distca_hf.batches.placed import PlacedPlanner
 from distca_hf.cli import app
 from distca_hf.comm.transport import LocalTransport
@@ -268,7 +268,7 @@ def test_fixed_layouts_are_planned_as_packs_are(heads: tuple[int, int], number_t
         def plan(transport: LoopbackTransport) -> LivePlan:
             held = lengths[transport.rank]  # noqa: B023  called before the next round
             positions = torch.cat([torch.arange(length) for length in held])[None]
-            planner = PackPlanner(config, transport, head_groups_of(model), token_bytes_of(model))
+            planner = GivenPlanner(config, transport, head_groups_of(model), token_bytes_of(model))
             live = planner.plan({"input_ids": torch.zeros_like(positions), "position_ids": positions})
             assert live is not None
             assert live.facts  # planned now, in which all ranks take part

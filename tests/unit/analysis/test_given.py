@@ -17,12 +17,13 @@ from distca_hf.analysis.request import preset
 from distca_hf.analysis.simulate.costs import Costs, Passes
 from distca_hf.analysis.simulate.load import Load, nothing_sent
 from distca_hf.analysis.simulate.model import SimulatedModel
-from distca_hf.analysis.simulate.planned import PLACING_SECONDS, PLACING_SECONDS_PER_RANK, rows_placed
+from distca_hf.analysis.simulate.planned import rows_placed
 from distca_hf.analysis.simulate.request import SimulationRequest
 from distca_hf.analysis.simulate.result import Result
 from distca_hf.analysis.simulate.ways import Simulation
 from distca_hf.analysis.simulate.wires import Cluster, WireBytes
-from distca_hf.batches.packed import PackPlanner
+from distca_hf.batches.given import GivenPlanner
+from distca_hf.batches.given_agreement import Returning
 from distca_hf.cli import app
 from distca_hf.config import DistCAConfig
 from distca_hf.cost import CAUSAL_MASK, Mask
@@ -45,17 +46,17 @@ def request_of(model: SimulatedModel = LLAMA, batch_size: int = 3, **options: ob
 
 
 def trained(request: SimulationRequest, packs: list[np.ndarray]) -> list[PlanFacts]:
-    """What a training has of one micro-batch: where results return, and where the loss is placed."""
+    """What a training has of one micro-batch: where hidden states return, and where the loss is placed."""
     model = request.model
 
     def run(transport: LoopbackTransport) -> list[PlanFacts]:
         positions = torch.cat([torch.arange(int(length)) for length in packs[transport.rank]])[None]
         of_model = model.heads.groups, model.heads.token_bytes(), None, model.masks
         config = DistCAConfig(ranks_per_node=request.ranks_per_node)
-        planner = PackPlanner(config, transport, *of_model, moves_rows=not model.mixers, flops=model.flops)
+        planner = GivenPlanner(config, transport, *of_model, places_rows=not model.mixers, flops=model.flops)
         batch, facts = {"input_ids": torch.zeros_like(positions), "position_ids": positions}, []
-        for results_return in (True, False):
-            live = planner.plan(batch, results_return=results_return)
+        for returning in (Returning.STATES, Returning.LOSS):
+            live = planner.plan(batch, returning=returning)
             assert live is not None
             facts.append(live.facts)
         sums = PlanTotals().plus(facts[0], model.flops).plus(facts[1], model.flops)
@@ -68,7 +69,7 @@ def trained(request: SimulationRequest, packs: list[np.ndarray]) -> list[PlanFac
 @pytest.mark.parametrize("model", [LLAMA, WINDOWS, HYBRID], ids=["full", "windows", "hybrid"])
 def test_numbers_are_those_that_training_logs(model: SimulatedModel) -> None:
     request = request_of(model, accumulation=2, batches=1)
-    planner = request.given_plans(moves_rows=not model.mixers)
+    planner = request.given_plans(places_rows=not model.mixers)
     packs = [np.split(batch, RANKS) for batch in request.steps(LENGTHS)[0]]
     ours = [GivenMicroBatch.of(planner, of_ranks) for of_ranks in packs]
     returned, placed = (list(facts) for facts in zip(*(trained(request, of_ranks) for of_ranks in packs), strict=True))
@@ -93,7 +94,7 @@ def test_even_batches_stay_and_take_as_long_as_plain_ones() -> None:
     request = request_of(checkpointing="none")
     rows = np.array([1000, 1000, 1010] * RANKS)  # in each rank's batch, within two percent
     rows[-1] += 5
-    micro_batch = GivenMicroBatch.of(request.given_plans(moves_rows=True), np.split(rows, RANKS))
+    micro_batch = GivenMicroBatch.of(request.given_plans(places_rows=True), np.split(rows, RANKS))
     simulation = Simulation.of(request, find_profile("h200"))
     plain, *ours = (simulation.step_seconds(way, [rows])[0] for way in simulation.ways())
 
@@ -101,7 +102,7 @@ def test_even_batches_stay_and_take_as_long_as_plain_ones() -> None:
     assert ours == [pytest.approx(plain, rel=1e-12)] * 2
 
 
-def test_borders_take_planning_copies_and_exchanges() -> None:
+def test_borders_take_copies_and_exchanges() -> None:
     """Rank 0 has 8,192 tokens, and sends half of them. Ids and positions go, hidden states return, and then their
     gradients go; with a placed loss labels go, and nothing returns."""
     costs = Costs(find_profile("h200"), LLAMA, False, Notes())
@@ -118,16 +119,15 @@ def test_borders_take_planning_copies_and_exchanges() -> None:
         """Rank 0 gathers 8,192 rows and puts 4,096; each is read and written."""
         return float(costs.copy_seconds(2 * num_bytes * (8192 + 4096)))
 
-    returned = rows_placed(costs, cluster, home, load, even, in_step=True, loss_is_placed=False)
-    placed = rows_placed(costs, cluster, home, load, even, in_step=False, loss_is_placed=True)
+    returned = rows_placed(costs, cluster, home, load, even, loss_is_placed=False)
+    placed = rows_placed(costs, cluster, home, load, even, loss_is_placed=True)
 
     hidden = 2 * 4096
     expected = exchange(16 * 4096) + 2 * exchange(hidden * 4096) + copies(16) + 2 * copies(hidden)
-    planning = PLACING_SECONDS + 2 * PLACING_SECONDS_PER_RANK
-    assert returned.beside_seconds == pytest.approx(expected + planning)
+    assert returned.beside_seconds == pytest.approx(expected)
     assert placed.beside_seconds == pytest.approx(exchange(24 * 4096) + copies(24))
     assert (returned.of_head.tolist(), placed.of_head.tolist()) == ([8192, 0], [4096, 4096])
-    assert rows_placed(costs, cluster, even, load, even, in_step=True, loss_is_placed=True).beside_seconds == 0.0
+    assert rows_placed(costs, cluster, even, load, even, loss_is_placed=True).beside_seconds == 0.0
 
 
 def test_ranks_take_batches_in_turns_and_rows_are_cut() -> None:

@@ -1,5 +1,6 @@
 """What is read of a batch where it is collated is found in its pass, and trusted only there."""
 
+import gc
 import pickle
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -10,7 +11,7 @@ import torch
 from accelerate.utils import send_to_device
 
 from distca_hf.arrays import IntArray
-from distca_hf.batches.packed import PackPlanner
+from distca_hf.batches.given import GivenPlanner
 from distca_hf.batches.read_documents import (
     ENTRY,
     DocumentReader,
@@ -117,43 +118,70 @@ def lengths_of(*lengths: int) -> ReadDocuments:
     return ReadDocuments(np.array(lengths), None, False, None)
 
 
-def tokens_of_packs(packs: Sequence[IntArray]) -> list[int]:
+def tokens_of_packs(packs: Sequence[IntArray], pin: bool) -> list[int]:
+    assert not pin
     if any(len(held) == 0 for held in packs):
         raise ValueError("a rank is empty")
     return [int(held.sum()) for held in packs]
 
 
-def test_a_step_is_gathered_at_once_and_an_error_belongs_to_its_micro_batch() -> None:
-    def run(transport: LoopbackTransport) -> tuple[list[int], str, bool]:
-        ahead = StepAhead[list[int]](transport)
-        rank = transport.rank
+def test_known_batches_are_gathered_at_once_and_an_error_belongs_to_its_micro_batch() -> None:
+    def run(transport: LoopbackTransport) -> tuple[list[int], str, list[int]]:
+        ahead = StepAhead[list[int]](transport, tokens_of_packs)
+        rank, places = transport.rank, count_gathers(transport)
         reads = [lengths_of(*range(1, 2 + rank)), lengths_of(*[5] * rank), lengths_of(7)]
-        ahead.begin(reads, 0, tokens_of_packs, CPU)
-        of_step = [ahead.take(read) for read in reads]
-        assert [number for number, _ in of_step] == [1, 2, 3]
+        ahead.begin(reads, 4, 0, CPU)
+        assert len(places) == 1  # of the agreement, and nothing was waited for
+        ahead.start()
         assert ahead.take(reads[0]) == (0, None)
-        first, second, third = (planned for _, planned in of_step if planned is not None)
+        for _ in range(2):  # again by a second pass before the first one ends
+            ahead.gather()
+        assert len(places) == 2
+        ahead.start()
+        taken = [ahead.take(read) for read in reads]
+        assert [number for number, _ in taken] == [1, 2, 3]
+        assert ahead.take(reads[0]) == (0, None)
+        first, second, third = (planned for _, planned in taken if planned is not None)
         assert third.result() == [7, 7, 7]
-        # Where some rank has not read a batch, none is planned.
-        ahead.begin([reads[0], None if rank == 1 else reads[2]], 3, tokens_of_packs, CPU)
-        return first.result(), str(second.exception()), ahead.take(reads[0])[1] is None
+        # Some rank has not read a batch, or knows of fewer, or all of none.
+        for known in ([None if rank == 1 else reads[2]], reads[: 2 - rank // 2], []):
+            ahead.begin(known, 2, 4, CPU)
+            ahead.gather()
+            ahead.start()
+        return first.result(), str(second.exception()), [ahead.take(read)[0] for read in reads]
 
-    assert run_ranks(3, run) == 3 * [([1, 3, 6], "a rank is empty", True)]
+    assert run_ranks(3, run) == 3 * [([1, 3, 6], "a rank is empty", [0, 0, 0])]
 
 
 def test_ranks_with_other_numbers_of_micro_batches_are_named() -> None:
     def run(transport: LoopbackTransport) -> None:
-        StepAhead[list[int]](transport).begin([lengths_of(3)] * (2 + transport.rank), 4, tokens_of_packs, CPU)
+        ahead = StepAhead[list[int]](transport, tokens_of_packs)
+        ahead.begin([lengths_of(3)], 2 + transport.rank, 4, CPU)
+        ahead.gather()
 
     told = r"micro-batch 4: ranks disagree.*micro-batches in this step is 2 on rank 0, 3 on rank 1"
     with pytest.raises(PlanMismatchError, match=told):
         run_ranks(2, run)
 
 
+def test_plans_of_batches_that_nobody_holds_are_forgotten() -> None:
+    def run(transport: LoopbackTransport) -> tuple[int, int]:
+        ahead, read = StepAhead[list[int]](transport, tokens_of_packs), lengths_of(3)
+        ahead.begin([read], 1, 0, CPU)
+        ahead.gather()
+        ahead.start()
+        before = len(ahead._planned)
+        del read
+        gc.collect()
+        return before, len(ahead._planned)
+
+    assert run_ranks(1, run) == [(1, 0)]
+
+
 @pytest.mark.parametrize("unknown_on", [None, 1])
-def test_a_plan_of_a_step_is_used_where_all_ranks_have_it(unknown_on: int | None) -> None:
+def test_a_plan_made_ahead_is_used_where_all_ranks_have_it(unknown_on: int | None) -> None:
     def run(transport: LoopbackTransport) -> tuple[list[int], int]:
-        batches = [pack(), rows()]
+        batches = [pack(), rows(), pack()]
         for batch in batches:
             batch[ENTRY] = READER.read(batch)
 
@@ -161,20 +189,22 @@ def test_a_plan_of_a_step_is_used_where_all_ranks_have_it(unknown_on: int | None
             found = None if transport.rank == unknown_on else read_before(batch)
             return found or READER.read(batch)
 
-        planner = PackPlanner(DistCAConfig(), transport, read=read, moves_rows=True)
-        planner.begin_step([take_read(batch) for batch in batches], CPU)
+        planner = GivenPlanner(DistCAConfig(), transport, read=read, places_rows=True)
+        planner.begin_step([take_read(batch) for batch in batches][1:], 2, CPU)
         gathers = count_gathers(transport)
         work = []
         for batch in batches:
             live = planner.plan(batch)
             assert live is not None
             work.append(sum(live.facts.work))
+            planner.end_pass()
         return work, len(gathers)
 
     (work, gathers), other = run_ranks(2, run)
     assert other == (work, gathers)
-    assert gathers == (2 if unknown_on is None else 4)  # of agreements, and of lengths
-    assert work == [2 * sum(n * (n + 1) // 2 for n in lengths) for lengths in ((3, 2, 4), (3, 4))]
+    # Agreements of three batches, lengths of the first one, and of both others.
+    assert gathers == (5 if unknown_on is None else 7)
+    assert work == [2 * sum(n * (n + 1) // 2 for n in lengths) for lengths in ((3, 2, 4), (3, 4), (3, 2, 4))]
 
 
 def count_gathers(transport: LoopbackTransport) -> list[str]:

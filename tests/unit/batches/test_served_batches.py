@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 import torch
 
-from distca_hf.batches import packed
+from distca_hf.batches import given
+from distca_hf.batches.given import GivenPlanner
 from distca_hf.batches.loader import PlacedLoader
-from distca_hf.batches.packed import PackPlanner
 from distca_hf.batches.placed import PlacedPlanner
 from distca_hf.batches.prepare import Cursor, Prepared
 from distca_hf.config import CHUNKS_BETWEEN_NODES, DistCAConfig
@@ -98,11 +98,11 @@ def test_a_prepared_batch_without_servers_holds_no_plan() -> None:
 # --- packs of others
 
 
-def packs_of(transport: LoopbackTransport, servers: Servers | None, trains: bool) -> tuple[LivePlan, PackPlanner]:
+def packs_of(transport: LoopbackTransport, servers: Servers | None, trains: bool) -> tuple[LivePlan, GivenPlanner]:
     layout = packed_layout(random.Random(5), transport.world_size, 300)
     held = [stop - start for _, start, stop in layout.held_by(transport.rank)]
     positions = torch.cat([torch.arange(tokens) for tokens in held])[None]
-    planner = PackPlanner(CONFIG, transport, 4, servers=servers)
+    planner = GivenPlanner(CONFIG, transport, 4, servers=servers)
     live = planner.plan({"input_ids": torch.zeros_like(positions), "position_ids": positions}, trains)
     assert live is not None
     assert live.facts  # planned now, in which all ranks take part
@@ -113,7 +113,7 @@ def packs_of(transport: LoopbackTransport, servers: Servers | None, trains: bool
 def ordered(monkeypatch: pytest.MonkeyPatch) -> list[Plan | None]:
     """Plans that were handed to servers; None for micro-batches without them."""
     plans: list[Plan | None] = []
-    monkeypatch.setattr(packed, "order_plan", lambda transport, plan, number, chunks: plans.append(plan))
+    monkeypatch.setattr(given, "order_plan", lambda transport, plan, number, chunks: plans.append(plan))
     return plans
 
 

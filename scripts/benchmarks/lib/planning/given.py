@@ -38,7 +38,7 @@ def planned(packs: Sequence[IntArray], groups: int) -> tuple[list[PlanFacts], fl
     """Returns facts with tasks that move, with rows placed inside while the head stays, and with the head placed, too;
     then the tokens that stay on their rank, as a share, and seconds of placing and planning."""
     topology, home = Topology(len(packs), RANKS_PER_NODE), Layout.from_packs(packs)
-    moving = GivenPlans(topology, groups, LLAMA, moves_rows=False)
+    moving = GivenPlans(topology, groups, LLAMA, places_rows=False)
     moved = RoutedKinds.of(moving.plan(home), 0, before=home).facts
     placing = GivenPlans(topology, groups, LLAMA)
     began = time.perf_counter()

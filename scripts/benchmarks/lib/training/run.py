@@ -129,7 +129,7 @@ def train(mode: str, config: PreTrainedConfig, dataset: Dataset, options: argpar
     """
     args = training_arguments(options, mode)
     device = args.device
-    held_bytes = _free_memory(device)
+    held_bytes = free_memory(device)
     model = build_model(config, device)
     shape = probe(LossModel(model))
     others = {"packing": options.packing_attention, "ulysses": "bench_heads"}
@@ -178,7 +178,7 @@ def model_flops(lengths: Sequence[int], shape: Shape) -> float:
     return 3 * (sum(lengths) * shape.linear_flops + pairs * shape.flops_of_pair)
 
 
-def _free_memory(device: torch.device) -> int:
+def free_memory(device: torch.device) -> int:
     """Lets go of what a training before has left; returns the bytes that this rank holds all the same."""
     gc.collect()
     if device.type != "cuda":
@@ -214,9 +214,8 @@ def figures_of_plans(trainer: Trainer, loader: distca_hf.PlacedLoader) -> dict[s
     every plan are work of the busiest rank over the mean.
     """
     watch = watch_of(trainer.model)
-    packs = None if watch is None else watch.packs
-    facts = list(loader.history if packs is None else packs.history)
-    times = loader.times if packs is None else packs.times
+    source = loader if watch is None or watch.planner is None else watch.planner
+    facts, times = list(source.history), source.times
     return {
         "wait_share": loader.times.wait_share,
         "plan_ms": 1e3 * times.plan_seconds / max(1, times.micro_batches),

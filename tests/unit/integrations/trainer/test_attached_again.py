@@ -454,7 +454,8 @@ def test_settings_of_placed_batches_are_told_once_where_batches_are_kept(
     told = [record.getMessage() for record in caplog.records if "no effect" in record.getMessage()]
 
     assert told == [
-        f"{settings}: no effect without tokens_per_rank: the Trainer makes its batches"
+        f"{settings}: no effect without tokens_per_rank, because the Trainer makes its own batches. Leave it out, or "
+        "give tokens_per_rank for placed batches"
         for settings in ("regroup_steps=False, prefetch=3", "overlong='split'")
     ]
 

@@ -1,8 +1,9 @@
-"""Agreement on packs: what ranks show each other of a batch that others packed, before they gather its lengths.
+"""Agreement on given batches: what ranks show each other of theirs before they gather lengths.
 
 Gathers are of equal size, so ranks have to know first how many documents each of them holds.
 """
 
+import enum
 from collections.abc import Sequence
 from typing import NamedTuple
 from zlib import crc32
@@ -27,26 +28,36 @@ log = get_logger(__name__)
 CHECKSUM = "checksum of tokens, labels and lengths"
 
 
-class PackNumbers(NamedTuple):
-    """What ranks showed each other of their packs.
+class Returning(enum.IntEnum):
+    """What a pass returns to the ranks of its batches."""
+
+    LOSS = 0  # head and loss run on placed rows
+    TOKEN_VALUES = 1  # the head runs on placed rows, and returns numbers of single tokens
+    STATES = 2  # hidden states of the decoder
+
+
+class ShownNumbers(NamedTuple):
+    """What ranks showed each other of their given batches.
 
     Attributes:
         num_documents: `[ranks]` documents of each rank.
         longest_document_tokens: of all ranks together.
         forms: `[ranks]` numbers of the forms of their batches, see `form_of`.
-        returning: ranks whose results must return, in words; empty: head and loss may run on placed rows.
-        is_planned: whether all ranks have planned it before, as the same micro-batch of a step.
+        returning: what their passes return.
+        needing: ranks that need hidden states, in words.
+        is_planned: whether all ranks have planned it ahead, as the same micro-batch.
     """
 
     num_documents: list[int]
     longest_document_tokens: int
     forms: tuple[int, ...]
-    returning: str
+    returning: Returning
+    needing: str
     is_planned: bool
 
 
-class PackAgreement:
-    """Agreements of all ranks on packs, one for each micro-batch."""
+class GivenAgreement:
+    """Agreements of all ranks on given batches, one for each micro-batch."""
 
     def __init__(self, config: DistCAConfig, transport: Transport) -> None:
         self._config, self._transport = config, transport
@@ -59,9 +70,9 @@ class PackAgreement:
         number: int,
         images_wait: bool,
         gradients_of: Sequence[bool] = (),
-        results_return: bool = True,
-        of_step: int = 0,
-    ) -> PackNumbers | None:
+        returning: Returning = Returning.STATES,
+        ahead: int = 0,
+    ) -> ShownNumbers | None:
         """Shows all ranks this rank's batch, and returns what they showed; None if some rank's batch is padded. A
         collective call.
 
@@ -72,8 +83,8 @@ class PackAgreement:
             number: of the micro-batch.
             images_wait: whether a rank with an image waits for the others: for weights or gradients of towers.
             gradients_of: whether parts of the model before its decoder need gradients.
-            results_return: whether this rank needs the results of its own rows.
-            of_step: number of the micro-batch in the step that planned it ahead, from 1 on; 0 if none has.
+            returning: what this rank needs.
+            ahead: number of the micro-batch among those that were planned ahead, from 1 on; 0 if it was not.
 
         Raises:
             PackingError: only some ranks hold images, and would wait for the others.
@@ -90,9 +101,9 @@ class PackAgreement:
                 "documents": 0 if lengths is None else len(lengths),
                 "longest document": 0 if lengths is None else int(lengths.max(initial=0)),
                 "padded": int(lengths is None),
-                "form": form_of(batch, [*gradients_of, results_return]),
-                "results return": int(results_return),
-                "of step": of_step,
+                "form": form_of(batch, [*gradients_of, bool(returning)]),
+                "returning": returning,
+                "planned ahead": ahead,
                 **flags,
             },
         )
@@ -111,9 +122,11 @@ class PackAgreement:
         if any(numbers["padded"]):
             self._warn_of_padding(self._labels(numbers["padded"]), number)
             return None
-        longest, returning = max(numbers["longest document"]), self._labels(numbers["results return"])
-        is_planned = set(numbers["of step"]) == {of_step} != {0}
-        return PackNumbers(numbers["documents"], longest, tuple(numbers["form"]), returning, is_planned)
+        longest, asked = max(numbers["longest document"]), {*numbers["returning"]}
+        of_all = Returning(asked.pop()) if len(asked) == 1 else Returning.STATES
+        needing = self._labels([int(value == Returning.STATES) for value in numbers["returning"]])
+        is_planned = set(numbers["planned ahead"]) == {ahead} != {0}
+        return ShownNumbers(numbers["documents"], longest, tuple(numbers["form"]), of_all, needing, is_planned)
 
     def _flags(self, batch: Batch, read: ReadDocuments, is_first: bool) -> dict[str, int]:
         """Returns what ranks show each other of a batch beside its lengths."""

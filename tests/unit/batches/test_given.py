@@ -8,7 +8,7 @@ import torch
 import distca_hf
 from distca_hf.batches.batch_documents import check_mask_numbers, document_lengths, ids_checked, media_of
 from distca_hf.batches.empty_batch import fill_empty
-from distca_hf.batches.packed import PackPlanner
+from distca_hf.batches.given import GivenPlanner
 from distca_hf.config import DistCAConfig
 from distca_hf.errors import PackingError
 from distca_hf.testing import LoopbackTransport, run_ranks
@@ -209,7 +209,7 @@ def test_a_rank_without_tokens_gets_one_of_padding_and_no_image() -> None:
 
 def test_packs_are_planned_at_the_first_look() -> None:
     def run(transport: LoopbackTransport) -> tuple[int, int, int]:
-        planner = PackPlanner(DistCAConfig(), transport)
+        planner = GivenPlanner(DistCAConfig(), transport)
         live = planner.plan(batch(tokens=10 * (1 + transport.rank)))
         assert live is not None
         before = planner.totals.micro_batches

@@ -1,10 +1,11 @@
-"""Packs: batches that others made. Inside the model their tokens are placed, unless they are even already.
+"""Given batches: those that the user's own pipeline made. Inside the model their tokens are placed, unless they are
+even already.
 
-lengths of this rank ── gather ──▶ live plan ┈┈┈┈┈┈┈┈▶ layout of all packs ──▶ placed layout ──▶ plan, routing
+lengths of this rank ── gather ──▶ live plan ┈┈┈┈┈┈┈┈▶ layout of batches ──▶ placed layout ──▶ plan, routing
 from cu_seq_lens_q, position_ids or rows     of one pass   when the decoder begins          moves of rows
 
-Ranks meet before the pass. The plan is made when the decoder begins: the device then computes what comes before. Where
-the micro-batches of a step are known when it begins, they are planned in a thread instead (`batches.step_ahead`).
+Ranks meet before the pass. The plan is made when the decoder begins: the device then computes what comes before. A
+batch that is known before its pass is planned in a thread instead (`batches.step_ahead`).
 
 Layers that carry a state from token to token need the documents of their rank whole, in the order of its batch. There
 tokens stay, and attention tasks move.
@@ -21,8 +22,8 @@ import torch
 
 from distca_hf.arrays import IntArray
 from distca_hf.batches.batch_documents import Batch, tokens_of
+from distca_hf.batches.given_agreement import GivenAgreement, Returning, ShownNumbers
 from distca_hf.batches.given_plans import GivenPlans
-from distca_hf.batches.pack_agreement import PackAgreement, PackNumbers
 from distca_hf.batches.read_documents import DocumentReader, ReadDocuments
 from distca_hf.batches.step_ahead import StepAhead
 from distca_hf.batches.taking import order_plan
@@ -45,7 +46,7 @@ from distca_hf.runtime.row_moves import DeviceRowMoves
 from distca_hf.telemetry import REMEMBERED_MICRO_BATCHES, LoaderTimes
 
 
-class PreparedPacks(NamedTuple):
+class HostPlan(NamedTuple):
     """A plan on the host.
 
     Attributes:
@@ -61,16 +62,16 @@ class PreparedPacks(NamedTuple):
 
 
 @dataclass(frozen=True)
-class IncomingPacks:
-    """Packs of all ranks, whose lengths are on their way to this one, or which are being planned.
+class IncomingBatches:
+    """The given batches of all ranks. Their lengths are on their way to this rank, or they are being planned.
 
     Attributes:
         micro_batch: its number.
         trains: whether it is trained on, and counted.
         device: where its tokens are.
         servers: attention servers that compute some of its tasks; None if there are none.
-        forms: see `PackNumbers`.
-        results_return: whether some rank needs results of its own rows, so that all heads compute these.
+        forms: see `ShownNumbers`.
+        states_return: whether hidden states return, so that each head computes the rows of its batch.
         prepare: waits for the lengths, and plans; or waits for the plan.
         spent_seconds: time that planning has taken so far.
     """
@@ -80,27 +81,27 @@ class IncomingPacks:
     device: torch.device
     servers: Servers | None
     forms: tuple[int, ...]
-    results_return: bool
-    prepare: Callable[[], PreparedPacks]
+    states_return: bool
+    prepare: Callable[[], HostPlan]
     spent_seconds: float
 
 
-class PackPlanner:
-    """Plans one model's packs, micro-batch after micro-batch. Every rank plans the same one at the same time.
+class GivenPlanner:
+    """Plans one model's given batches, micro-batch after micro-batch. Every rank plans the same one at the same time.
 
     Args:
         servers: attention servers behind the ranks, for micro-batches that are trained on; then `transport` reaches
             them. None if there are none.
         layer_masks: masks that the model's layers attend with, each with the number of its layers.
         read: reads the documents of a batch.
-        moves_rows: whether the model moves rows, so that tokens may be placed; else attention tasks move.
+        places_rows: whether rows are placed inside the model; else they stay, and attention tasks move.
         flops: operations of the model, to count the work of a step by; None if they are not known.
 
     Attributes:
         history: facts of the latest micro-batches.
         latest_moves: of rows of the latest micro-batch; None if they stay where batches have them.
-        returning: ranks that need results of the latest micro-batch, in words; empty: head and loss may run on placed
-            rows.
+        returning: what the pass of the latest micro-batch returns.
+        needing: ranks that need its hidden states, in words.
         totals, times: sums over micro-batches that a model was trained on, and how long planning them took.
     """
 
@@ -113,7 +114,7 @@ class PackPlanner:
         servers: Servers | None = None,
         layer_masks: LayerMasks = CAUSAL_LAYERS,
         read: Callable[[Batch], ReadDocuments] = DocumentReader().read,  # noqa: B008 (immutable)
-        moves_rows: bool = False,
+        places_rows: bool = False,
         flops: StepFlops | None = None,
     ) -> None:
         self.totals = PlanTotals()
@@ -123,12 +124,12 @@ class PackPlanner:
         self._transport = transport
         self._alone = transport.among_trainers if isinstance(transport, ServedTransport) else transport
         topology = config.topology(transport.world_size)
-        self._planner = GivenPlans(topology, head_groups, token_bytes, layer_masks, moves_rows)
+        self._plans = GivenPlans(topology, head_groups, token_bytes, layer_masks, places_rows)
         self._servers, self._read_batch, self._flops = servers, read, flops
         self.latest_moves: RowMoves | None = None
-        self.returning = ""
-        self._agreement = PackAgreement(config, transport)
-        self._step = StepAhead[PreparedPacks](transport)
+        self.returning, self.needing = Returning.STATES, ""
+        self._agreement = GivenAgreement(config, transport)
+        self._step = StepAhead[HostPlan](transport, partial(self._prepare, servers=None))
         self._next_number = 0
 
     def bookmark(self) -> Callable[[], None]:
@@ -143,14 +144,17 @@ class PackPlanner:
 
         return go_back
 
-    def begin_step(self, documents: Sequence[ReadDocuments | None], device: torch.device) -> None:
-        """Plans the micro-batches of an optimizer step ahead; see `StepAhead`. A collective call.
+    def begin_step(self, documents: Sequence[ReadDocuments | None], step_batches: int, device: torch.device) -> None:
+        """Plans batches that are known when an optimizer step begins; see `StepAhead.begin`. A collective call.
 
         With attention servers nothing is planned ahead: which of them take part is known when a pass begins.
         """
         if self._servers is None:
-            prepare = partial(self._prepare, servers=None, pin=device.type == "cuda")
-            self._step.begin(documents, self._next_number, prepare, device)
+            self._step.begin(documents, step_batches, self._next_number, device)
+
+    def end_pass(self) -> None:
+        """Starts to plan what was gathered in a pass that has ended; see `StepAhead.start`."""
+        self._step.start()
 
     def plan(
         self,
@@ -158,7 +162,7 @@ class PackPlanner:
         trains: bool = True,
         images_wait: bool = False,
         gradients_of: Sequence[bool] = (),
-        results_return: bool = True,
+        returning: Returning = Returning.STATES,
     ) -> LivePlan | None:
         """Returns the plan of a batch, on the device of its tokens. A collective call.
 
@@ -169,7 +173,7 @@ class PackPlanner:
             trains: whether it is trained on, and counted.
             images_wait: whether a rank with an image waits for the others: for weights or gradients of towers.
             gradients_of: whether parts of the model before its decoder need gradients.
-            results_return: whether this rank needs the results of its own rows.
+            returning: what this rank needs of its results.
 
         Returns:
             The plan; None if some rank's batch keeps its padding: then every rank attends to its own batch.
@@ -183,11 +187,12 @@ class PackPlanner:
         began = time.perf_counter()
         number, self._next_number = self._next_number, self._next_number + 1
         read, device = self._read(batch, number), tokens_of(batch).device
-        of_step, planned = self._step.take(read)
-        shown = self._agreement.reach(batch, read, number, images_wait, gradients_of, results_return, of_step)
+        ahead, planned = self._step.take(read)
+        shown = self._agreement.reach(batch, read, number, images_wait, gradients_of, returning, ahead)
+        self._step.gather()
         if shown is None:
             return None
-        self.returning, lengths = shown.returning, read.lengths
+        self.returning, self.needing, lengths = shown.returning, shown.needing, read.lengths
         assert lengths is not None  # or this rank's batch would be padded
         longest_tokens = shown.longest_document_tokens
         if not longest_tokens:
@@ -201,12 +206,12 @@ class PackPlanner:
         else:
             filled_up = [*lengths.tolist(), *[0] * (max(shown.num_documents) - len(lengths))]
             gather = self._transport.gather(filled_up, _where(number))
-            prepare = partial(self._prepare_gathered, gather, shown, number, servers, device.type == "cuda")
+            prepare = partial(self._prepare_gathered, gather, shown, number, device.type == "cuda", servers)
         spent_seconds = time.perf_counter() - began
-        packs = IncomingPacks(
-            number, trains, device, servers, shown.forms, bool(shown.returning), prepare, spent_seconds
-        )
-        later = PlannedLater(longest_tokens, partial(self._plan_incoming, packs))
+        states_return = shown.returning is Returning.STATES
+        of_ranks = servers, shown.forms, states_return
+        batches = IncomingBatches(number, trains, device, *of_ranks, prepare, spent_seconds)
+        later = PlannedLater(longest_tokens, partial(self._plan_incoming, batches))
         return LivePlan(
             number,
             later if servers is None else later.plan(),
@@ -217,43 +222,44 @@ class PackPlanner:
         )
 
     def _prepare_gathered(
-        self, gather: Gather, shown: PackNumbers, number: int, servers: Servers | None, pin: bool
-    ) -> PreparedPacks:
-        """Waits for the lengths of packs, filled up with zeros, then plans and routes them."""
+        self, gather: Gather, shown: ShownNumbers, number: int, pin: bool, servers: Servers | None
+    ) -> HostPlan:
+        """Waits for the lengths of all ranks, filled up with zeros, then plans and routes their batches."""
         where, rows = _where(number), gather.wait()
         counted = zip(rows, shown.num_documents, strict=True)
-        return self._prepare([as_int_array(row[:count], where) for row, count in counted], servers, pin)
+        return self._prepare([as_int_array(row[:count], where) for row, count in counted], pin, servers)
 
-    def _prepare(self, packs: Sequence[IntArray], servers: Servers | None, pin: bool) -> PreparedPacks:
-        """Plans and routes packs on the host, given the document lengths of each; safe in a background thread."""
-        home, planner = Layout.from_packs(packs), self._planner
-        layout = planner.layout(home)
-        plan = planner.plan(layout, servers)
-        topology = planner.topology if servers is None else servers.topology(planner.topology)
+    def _prepare(self, lengths: Sequence[IntArray], pin: bool, servers: Servers | None) -> HostPlan:
+        """Plans and routes batches on the host, from the document lengths of each rank; safe in a thread."""
+        home, plans = Layout.from_packs(lengths), self._plans
+        layout = plans.layout(home)
+        plan = plans.plan(layout, servers)
+        topology = plans.topology if servers is None else servers.topology(plans.topology)
         num_chunks, rank = self._config.num_chunks(topology), self._transport.rank
         num_servers = 0 if servers is None else servers.count
-        masks = planner.layer_masks
+        masks = plans.layer_masks
         kinds = PinnedKinds.prepare(plan, rank, num_chunks, masks, home, pin=pin, num_servers=num_servers)
-        moves = RowMoves.of(home, layout, rank) if planner.moves_rows else None
-        return PreparedPacks(plan, num_chunks, kinds, moves)
+        moves = RowMoves.of(home, layout, rank) if plans.places_rows else None
+        return HostPlan(plan, num_chunks, kinds, moves)
 
-    def _plan_incoming(self, packs: IncomingPacks) -> Planned:
-        """Waits for the plan of packs, or makes it, and copies it to the device."""
+    def _plan_incoming(self, batches: IncomingBatches) -> Planned:
+        """Waits for the plan of batches, or makes it, and copies it to the device."""
         began = time.perf_counter()
-        plan, num_chunks, kinds, self.latest_moves = packs.prepare()
-        if not packs.results_return:
+        plan, num_chunks, kinds, self.latest_moves = batches.prepare()
+        if not batches.states_return:
             kinds = replace(kinds, facts=replace(kinds.facts, head_tokens=kinds.facts.tokens))
         self.history.append(kinds.facts)
-        if packs.trains:
+        if batches.trains:
             self.totals = self.totals.plus(kinds.facts, self._flops)
             self.times.micro_batches += 1  # padded micro-batches are in none of these
-            self.times.plan_seconds += packs.spent_seconds + time.perf_counter() - began
-        posted = order_plan(self._transport, None if packs.servers is None else plan, packs.micro_batch, num_chunks)
-        planned = kinds.planned(packs.device, plan.fingerprint, posted)
+            self.times.plan_seconds += batches.spent_seconds + time.perf_counter() - began
+        ordered = None if batches.servers is None else plan
+        posted = order_plan(self._transport, ordered, batches.micro_batch, num_chunks)
+        planned = kinds.planned(batches.device, plan.fingerprint, posted)
         if self.latest_moves is None:
             return planned
-        moves = DeviceRowMoves.of(self.latest_moves, packs.device)
-        return planned._replace(moves=moves, batch_forms=packs.forms)
+        moves = DeviceRowMoves.of(self.latest_moves, batches.device)
+        return planned._replace(moves=moves, batch_forms=batches.forms)
 
     def _read(self, batch: Batch, number: int) -> ReadDocuments:
         """Returns the documents of this rank's batch. Announces a failure to others."""
