@@ -50,7 +50,7 @@ MOVED = {
         "planning.baselines": "analysis.baselines",
         "planning.bounds": "analysis.bounds",
         "planning.chunks": "planning.transfers",
-        "planning.facts": "planning.plan_facts",
+        "planning.facts": "planning.plan",
         "planning.heads": "cost",
         "planning.in_place": "planning.plan",
         "planning.kv_layout": "planning.transfers",

@@ -15,7 +15,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from distca_hf.analysis.pictures import draw_balance
-from distca_hf.planning.plan_facts import PlanFacts
+from distca_hf.planning.plan import PlanFacts
 from distca_hf.whole_file import replaced
 
 

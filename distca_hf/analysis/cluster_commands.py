@@ -24,10 +24,12 @@ def add_to(app: typer.Typer, errors: Callable[[], AbstractContextManager[None]])
         errors: makes the context that a command runs in, which turns refused input into one line.
     """
     for command, epilog in ((profile, PROFILE_EPILOG), (simulate, SIMULATE_EPILOG)):
-        app.command(epilog=epilog)(_within(errors, command))
+        app.command(epilog=epilog)(within(errors, command))
 
 
-def _within(errors: Callable[[], AbstractContextManager[None]], command: Callable[..., None]) -> Callable[..., None]:
+def within(errors: Callable[[], AbstractContextManager[None]], command: Callable[..., None]) -> Callable[..., None]:
+    """Returns a command that runs in such a context."""
+
     @functools.wraps(command)
     def run(**options: object) -> None:
         with errors():

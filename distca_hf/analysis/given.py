@@ -21,7 +21,8 @@ from distca_hf.cost import imbalance
 from distca_hf.layout import Layout
 from distca_hf.placement.given import tokens_between
 from distca_hf.planning.kinds import RoutedKinds
-from distca_hf.planning.plan_facts import PlanFacts, PlanTotals
+from distca_hf.planning.plan import PlanFacts
+from distca_hf.planning.plan_totals import PlanTotals
 
 
 # Most ranks x micro-batches that are planned; a plan takes a quarter of a millisecond per rank.
@@ -54,7 +55,8 @@ class GivenMicroBatch:
         layout = planner.layout(home)
         plan = planner.plan(layout)
         seconds = time.perf_counter() - began
-        facts = RoutedKinds.of(plan, 0, layer_masks=planner.layer_masks, before=home).facts
+        kinds = RoutedKinds.of(plan, 0, layer_masks=planner.layer_masks, work_before=home.rank_work_of)
+        facts = kinds.facts.with_tokens(home, layout)
         moved = tokens_between(home, layout)
         return cls(facts, layout is home, int(moved.sum() - np.trace(moved)), seconds)
 

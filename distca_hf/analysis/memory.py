@@ -37,8 +37,7 @@ Sharding = Literal["fsdp2", "fsdp2_synced", "zero3"]
 SHARDING_NAMES: dict[str, str] = {"fsdp2": "FSDP2", "fsdp2_synced": "FSDP2 synced", "zero3": "ZeRO-3"}
 Checkpointing = Literal["saved", "recomputed", "none"]
 GIB = 2**30
-# Bytes of AdamW's state per weight: two fp32 numbers.
-ADAM_BYTES = 8
+ADAM_BYTES = 8  # of AdamW's state per weight: two fp32 numbers
 # Bytes of a number in bf16 and in fp32.
 HALF_BYTES, SINGLE_BYTES = 2, 4
 # Bytes of a token and word of the vocabulary: logarithms of probabilities, and two gradients, in fp32.

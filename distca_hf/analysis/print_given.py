@@ -19,7 +19,7 @@ from distca_hf.analysis.simulate.request import SimulationRequest
 from distca_hf.analysis.tables import block, counted, in_gib, plain_table
 from distca_hf.analysis.terminal import Terminal
 from distca_hf.errors import ConfigError
-from distca_hf.planning.plan_facts import PlanTotals
+from distca_hf.planning.plan_totals import PlanTotals
 
 
 def run_given(

@@ -27,9 +27,8 @@ from distca_hf.data.documents import NO_DRAWS, DocumentSource
 from distca_hf.data.rows import Draws
 from distca_hf.errors import PackingError
 from distca_hf.layout import Layout
-from distca_hf.placement.place import fill_in_order
-from distca_hf.planning.plan import Plan
-from distca_hf.planning.plan_facts import PlanFacts
+from distca_hf.placement.place import work_in_order
+from distca_hf.planning.plan import Plan, PlanFacts
 from distca_hf.planning.served import Servers
 from distca_hf.runtime.layer_kinds import PinnedKinds
 from distca_hf.telemetry import LoaderTimes
@@ -203,7 +202,7 @@ class Preparer:
             self.rank,
             planner.num_chunks,
             planner.layer_masks,
-            fill_in_order(document_tokens, planner.num_ranks),
+            lambda mask: work_in_order(document_tokens, planner.num_ranks, mask),
             pin=self.device.type == "cuda",
             num_servers=0 if planner.servers is None else planner.servers.count,
         )

@@ -20,7 +20,8 @@ from distca_hf.data.accumulation import SteppedEpoch
 from distca_hf.flops import StepCost, StepFlops
 from distca_hf.placement.place import work_in_order
 from distca_hf.planning.layer_work import LayerWork, imbalance_of_layers, layer_shares
-from distca_hf.planning.plan_facts import PlanFacts, PlanTotals
+from distca_hf.planning.plan import PlanFacts
+from distca_hf.planning.plan_totals import PlanTotals
 from distca_hf.runtime.live_plan import LivePlan
 from distca_hf.telemetry import OF_THIS_RANK, get_logger
 from distca_hf.version import __version__

@@ -5,9 +5,7 @@ from typing import NamedTuple
 
 from distca_hf.arrays import IntArray
 from distca_hf.cost import CAUSAL_LAYERS, CAUSAL_MASK, LayerMasks, Mask
-from distca_hf.layout import Layout
-from distca_hf.planning.plan import Plan
-from distca_hf.planning.plan_facts import PlanFacts
+from distca_hf.planning.plan import Plan, PlanFacts
 from distca_hf.planning.routing import RankPlan, rank_plan
 from distca_hf.planning.window_routing import window_plan
 
@@ -25,7 +23,7 @@ class RoutedKinds(NamedTuple):
         rank: int,
         num_chunks: int = 1,
         layer_masks: LayerMasks = CAUSAL_LAYERS,
-        before: Layout | None = None,
+        work_before: Callable[[Mask], IntArray] | None = None,
         num_servers: int = 0,
     ) -> "RoutedKinds":
         """Routes all kinds of layers of one rank.
@@ -34,11 +32,11 @@ class RoutedKinds(NamedTuple):
             plan: of the full causal layers; layers with a window follow its layout.
             num_chunks: chunks of the exchange in forward.
             layer_masks: masks of the model, each with the number of its layers.
-            before: layout of the ranks with tokens to compare with, in facts.
+            work_before: returns `[ranks with tokens]` attended pairs to compare with, in facts.
             num_servers: the last ranks of the plan that are attention servers.
         """
         layout, longest = plan.layout, plan.layout.longest_document_tokens
-        work_of: Callable[[Mask], IntArray | None] = (lambda mask: None) if before is None else before.rank_work_of
+        work_of: Callable[[Mask], IntArray | None] = work_before or (lambda mask: None)
         made = {CAUSAL_MASK: rank_plan(plan, rank, num_chunks, work_of(CAUSAL_MASK))}
         layers = dict.fromkeys(made, 0)
         for mask, count in layer_masks:
@@ -49,6 +47,4 @@ class RoutedKinds(NamedTuple):
                 made[mask] = window_plan(layout, rank, mask, work_of(mask), num_servers)
             layers[mask] = layers.get(mask, 0) + count
         facts = PlanFacts.of_layers([(made[mask].facts, count) for mask, count in layers.items() if count])
-        if before is not None:
-            facts = facts.with_tokens(before.rank_tokens, layout.rank_tokens)
         return cls(made, facts)

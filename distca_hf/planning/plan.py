@@ -8,16 +8,19 @@ In the plan in place every rank computes the queries that it holds, and ranks of
 """
 
 import hashlib
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
+from typing import Self
 
 import numpy as np
 from numpy.typing import NDArray
 
-from distca_hf.arrays import IntArray, ceil_div
+from distca_hf.arrays import IntArray, ceil_div, sum_by
 from distca_hf.cost import CAUSAL_MASK, Mask, imbalance
 from distca_hf.errors import PlanError
+from distca_hf.flops import StepFlops
 from distca_hf.layout import Layout, Stripe, join_neighbours
 from distca_hf.planning.pieces import ALL_HEADS, Pieces, Tasks
 
@@ -129,6 +132,146 @@ class Plan:
         if self.speeds:
             digest.update(np.array(self.speeds, dtype="<f8").data)
         return int.from_bytes(digest.digest(), "big") >> 1
+
+
+@dataclass(frozen=True)
+class PlanFacts:
+    """Numbers about a micro-batch, the same on all ranks.
+
+    Attributes:
+        num_documents, num_tokens, longest_document_tokens: documents of the global micro-batch.
+        cut_documents: documents that lie in several segments.
+        work: attended pairs x head groups of each rank, as planned.
+        work_before: the same for documents packed in order; of the ranks that hold tokens, without servers.
+        key_rows_sent: rows of keys and values that each rank sends, per layer, forward.
+        query_rows_sent: rows of queries that each rank sends, and rows of outputs that it receives for them.
+        key_rows_received: rows of keys and values that each rank receives.
+        remote_query_rows: rows of queries that each rank computes for others, with local rows of the same tasks.
+        rows_per_token: 1, or the groups that the plan divides heads into.
+        speeds: relative speed of each rank, where they differ (see `Plan`).
+        kinds: facts of layers with one mask, and how many there are, where a model has several masks. Numbers above
+            are means over all layers then.
+        window_tokens: window of these layers; None: full attention, or several kinds.
+        tokens_before, tokens: of each rank that holds any, as in `work_before` and as planned; empty if only one of
+            them is known.
+        head_tokens: that its head and loss compute.
+    """
+
+    num_documents: int
+    longest_document_tokens: int
+    work: tuple[int, ...]
+    work_before: tuple[int, ...]
+    key_rows_sent: tuple[int, ...]
+    query_rows_sent: tuple[int, ...] = ()
+    key_rows_received: tuple[int, ...] = ()
+    remote_query_rows: tuple[int, ...] = ()
+    rows_per_token: int = 1
+    num_tokens: int = 0
+    cut_documents: int = 0
+    speeds: tuple[float, ...] = ()
+    kinds: tuple[tuple[Self, int], ...] = ()
+    window_tokens: int | None = None
+    tokens_before: tuple[int, ...] = ()
+    tokens: tuple[int, ...] = ()
+    head_tokens: tuple[int, ...] = ()
+
+    @classmethod
+    def of(cls, plan: Plan, key_rows: IntArray, work_before: IntArray) -> "PlanFacts":
+        """Counts facts of a plan.
+
+        Args:
+            plan: the plan.
+            key_rows: `[source rank, destination rank]` rows of keys and values that it sends, per layer.
+            work_before: `[ranks with tokens]` attended pairs to compare the plan with.
+        """
+        layout, moved = plan.layout, plan.pieces.select(plan.pieces.moved)
+        remote_queries = plan.pieces.select(plan.has_remote_queries[plan.pieces.task])
+        queries_sent, remote_query_rows = (
+            sum_by(ranks, rows, layout.num_ranks)
+            for ranks, rows in ((moved.owner, moved.rows), (remote_queries.server, remote_queries.rows))
+        )
+        return cls(
+            num_documents=layout.num_documents,
+            longest_document_tokens=layout.longest_document_tokens,
+            work=tuple(plan.work.tolist()),
+            work_before=tuple((work_before * plan.tasks.head_groups).tolist()),
+            key_rows_sent=tuple(key_rows.sum(axis=1).tolist()),
+            query_rows_sent=tuple(queries_sent.tolist()),
+            key_rows_received=tuple(key_rows.sum(axis=0).tolist()),
+            remote_query_rows=tuple(remote_query_rows.tolist()),
+            rows_per_token=plan.tasks.head_groups,
+            num_tokens=int(layout.document_tokens.sum()),
+            cut_documents=layout.cut_documents,
+            speeds=plan.speeds,
+        )
+
+    @classmethod
+    def of_layers(cls, kinds: Sequence[tuple[Self, int]]) -> Self:
+        """Returns facts of a model whose layers attend with several masks.
+
+        Args:
+            kinds: facts of each mask, and how many layers attend with it.
+        """
+        first = kinds[0][0]
+        if len(kinds) == 1:
+            return first
+        groups, layers = max(facts.rows_per_token for facts, _ in kinds), sum(count for _, count in kinds)
+
+        def mean(name: str) -> tuple[int, ...]:
+            # In plans that divide heads, rows and work count groups of heads.
+            scaled = [
+                np.array(getattr(facts, name)) * (count * groups // facts.rows_per_token) for facts, count in kinds
+            ]
+            return tuple((np.sum(scaled, axis=0) // layers).tolist())
+
+        return replace(
+            first,
+            work=mean("work"),
+            work_before=mean("work_before"),
+            key_rows_sent=mean("key_rows_sent"),
+            query_rows_sent=mean("query_rows_sent"),
+            key_rows_received=mean("key_rows_received"),
+            remote_query_rows=mean("remote_query_rows"),
+            rows_per_token=groups,
+            kinds=tuple(kinds),
+            window_tokens=None,
+        )
+
+    def with_tokens(self, home: Layout, layout: Layout) -> Self:
+        """Returns facts of given batches that know the tokens of ranks, in the batches and as layers compute them.
+        Heads compute those of the batches, until it is known that they need not."""
+        of_batches, of_layers = tuple(home.rank_tokens.tolist()), tuple(layout.rank_tokens.tolist())
+        return replace(self, tokens_before=of_batches, tokens=of_layers, head_tokens=of_batches)
+
+    @property
+    def of_full_and_windows(self) -> tuple[Self, Self] | None:
+        """Facts of the layers with full attention, and of all layers with a window; None unless there are both."""
+        full = [kind for kind in self.kinds if kind[0].window_tokens is None]
+        windows = [kind for kind in self.kinds if kind[0].window_tokens is not None]
+        return (self.of_layers(full), self.of_layers(windows)) if full and windows else None
+
+    @property
+    def imbalance(self) -> float:
+        """Max over mean of `work`; with speeds, the longest time over the time of an even split. Ranks meet in every
+        layer: of several kinds of layers it is the mean, weighted by their work."""
+        return self._mean_of_kinds("imbalance", "work") if self.kinds else imbalance(self.work, self.speeds)
+
+    @property
+    def imbalance_before(self) -> float:
+        """Max over mean of `work_before`."""
+        return self._mean_of_kinds("imbalance_before", "work_before") if self.kinds else imbalance(self.work_before)
+
+    def step_work(self, flops: StepFlops) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        """Returns `[ranks that hold tokens]` operations of a step, before and as planned; see `StepFlops.work`."""
+        held = len(self.tokens)  # behind these are attention servers
+        before, after = (np.array(work[:held]) / self.rows_per_token for work in (self.work_before, self.work))
+        tokens_before, tokens, head_tokens = map(np.array, (self.tokens_before, self.tokens, self.head_tokens))
+        return flops.work(tokens_before, before, tokens_before), flops.work(tokens, after, head_tokens)
+
+    def _mean_of_kinds(self, name: str, work: str) -> float:
+        weights = [sum(getattr(facts, work)) * count / facts.rows_per_token for facts, count in self.kinds]
+        values = [getattr(facts, name) for facts, _ in self.kinds]
+        return float(np.average(values, weights=weights)) if any(weights) else 1.0
 
 
 def plan_in_place(layout: Layout, head_groups: int = 1, mask: Mask = CAUSAL_MASK) -> Plan:

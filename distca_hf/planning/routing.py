@@ -42,8 +42,7 @@ from distca_hf.planning.kernel_calls import (
     remote_query_calls,
 )
 from distca_hf.planning.pieces import ALL_HEADS, Pieces, RowNumbers, line_keys, rows_per_token
-from distca_hf.planning.plan import Plan
-from distca_hf.planning.plan_facts import PlanFacts
+from distca_hf.planning.plan import Plan, PlanFacts
 from distca_hf.planning.transfers import ExchangeChunks, KeyTransfers, RemoteKVLayout, key_transfers
 
 

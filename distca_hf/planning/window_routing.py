@@ -32,7 +32,7 @@ from distca_hf.errors import PlanError
 from distca_hf.layout import Layout
 from distca_hf.planning.kernel_calls import CallKind, KernelCall, LocalParts, local_calls
 from distca_hf.planning.pieces import ALL_HEADS, position_keys
-from distca_hf.planning.plan_facts import PlanFacts
+from distca_hf.planning.plan import PlanFacts
 from distca_hf.planning.routing import RankPlan, Routing, counts_by_chunk, held_segments, share_to_defer
 from distca_hf.planning.transfers import KeyTransfers
 

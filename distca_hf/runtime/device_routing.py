@@ -18,7 +18,7 @@ from distca_hf.kernels.interface import Spans
 from distca_hf.kernels.rows import RowSums
 from distca_hf.kernels.views import some_rows
 from distca_hf.planning.kernel_calls import CallKind, KernelCall
-from distca_hf.planning.plan_facts import PlanFacts
+from distca_hf.planning.plan import PlanFacts
 from distca_hf.planning.routing import QueryMoves, RankPlan, Routing
 
 

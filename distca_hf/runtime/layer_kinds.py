@@ -7,7 +7,7 @@ All kinds are of one layout, so the rows that a rank holds are the same in every
 document of the micro-batch is no window: such layers are of the full kind.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -20,8 +20,7 @@ from distca_hf.errors import PlanError
 from distca_hf.kernels.interface import AttentionSpec, without_window
 from distca_hf.layout import Layout
 from distca_hf.planning.kinds import RoutedKinds
-from distca_hf.planning.plan import Plan
-from distca_hf.planning.plan_facts import PlanFacts
+from distca_hf.planning.plan import Plan, PlanFacts
 from distca_hf.planning.window_routing import window_plan
 from distca_hf.runtime.device_routing import DeviceRankPlan, DeviceRouting, PinnedRankPlan
 from distca_hf.runtime.pass_layers import HeldLayers, PassLayers
@@ -58,12 +57,12 @@ class PinnedKinds:
         rank: int,
         num_chunks: int = 1,
         layer_masks: LayerMasks = CAUSAL_LAYERS,
-        before: Layout | None = None,
+        work_before: Callable[[Mask], IntArray] | None = None,
         pin: bool = False,
         num_servers: int = 0,
     ) -> "PinnedKinds":
         """Routes all kinds of layers of one rank; safe in a background thread. Arguments: see `RoutedKinds.of`."""
-        plans, facts = RoutedKinds.of(plan, rank, num_chunks, layer_masks, before, num_servers)
+        plans, facts = RoutedKinds.of(plan, rank, num_chunks, layer_masks, work_before, num_servers)
         pinned = {mask: PinnedRankPlan.prepare(one, pin) for mask, one in plans.items()}
         return cls(pinned, facts, plan.layout, rank, pin)
 

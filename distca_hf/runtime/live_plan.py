@@ -21,7 +21,7 @@ from distca_hf.comm.transport import Transport
 from distca_hf.config import DistCAConfig
 from distca_hf.errors import PlanError
 from distca_hf.kernels.interface import AttentionSpec
-from distca_hf.planning.plan_facts import PlanFacts
+from distca_hf.planning.plan import PlanFacts
 from distca_hf.runtime.call_orders import CallOrders
 from distca_hf.runtime.forward_pass import NO_STATE, ForwardPass
 from distca_hf.runtime.layer_kinds import LayerKinds

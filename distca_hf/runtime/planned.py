@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 from distca_hf.comm.posted_plans import PostedPlan
 from distca_hf.cost import Mask
-from distca_hf.planning.plan_facts import PlanFacts
+from distca_hf.planning.plan import PlanFacts
 from distca_hf.runtime.device_routing import DeviceRankPlan
 from distca_hf.runtime.row_moves import DeviceRowMoves
 

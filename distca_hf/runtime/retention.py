@@ -30,7 +30,7 @@ import torch
 
 from distca_hf.config import DistCAConfig
 from distca_hf.kernels.interface import accumulation_dtype
-from distca_hf.planning.plan_facts import PlanFacts
+from distca_hf.planning.plan import PlanFacts
 from distca_hf.runtime.pass_layers import HeldLayers
 from distca_hf.telemetry import warn
 

@@ -14,8 +14,10 @@ from distca_hf.config import DistCAConfig
 from distca_hf.cost import imbalance
 from distca_hf.data.epochs import EpochPacker
 from distca_hf.flops import StepCost, StepFlops
+from distca_hf.layout import Layout
 from distca_hf.placement.place import fill_in_order
-from distca_hf.planning.plan_facts import PlanFacts, PlanTotals
+from distca_hf.planning.plan import PlanFacts
+from distca_hf.planning.plan_totals import PlanTotals
 from support.data import random_dataset, random_documents
 from support.models import tiny_model
 from support.readings import READING
@@ -155,6 +157,9 @@ def test_preview_of_a_long_epoch_looks_all_over_it(micro_steps: int) -> None:
     assert data.preview.imbalance_before.mean() == pytest.approx(before, rel=0.03)
 
 
+HOME = Layout.from_packs([[5], [2, 2]])
+
+
 def test_preview_of_packs_is_that_of_their_micro_batch() -> None:
     facts = PlanFacts(
         num_documents=3,
@@ -165,7 +170,7 @@ def test_preview_of_packs_is_that_of_their_micro_batch() -> None:
         rows_per_token=2,
         num_tokens=9,
     )
-    facts = facts.with_tokens(np.array([5, 4]), np.array([5, 4]))
+    facts = facts.with_tokens(HOME, HOME)
     *values, speeds, given = vars(
         Preview.of(facts, StepFlops.of(weights=5, trained_weights=5, pair_forward=2))
     ).values()
@@ -181,7 +186,7 @@ def test_preview_of_packs_is_that_of_their_micro_batch() -> None:
 def test_head_counts_where_it_computes() -> None:
     """One weight of ten is the head's: it computes tokens of the batch, or those that layers computed."""
     facts = PlanFacts(2, 6, work=(10, 10), work_before=(18, 2), key_rows_sent=(0, 0), num_tokens=8)
-    facts = facts.with_tokens(np.array([6, 2]), np.array([4, 4]))
+    facts = facts.with_tokens(Layout.from_packs([[6], [2]]), Layout.from_packs([[4], [4]]))
     flops = StepFlops.of(weights=10, trained_weights=0, pair_forward=0, head_weights=1)
 
     before, after = facts.step_work(flops)

@@ -15,8 +15,7 @@ import distca_hf
 from distca_hf.comm.transport import LocalTransport, Transport
 from distca_hf.config import DistCAConfig, Residency
 from distca_hf.placement.place import place
-from distca_hf.planning.plan import Plan
-from distca_hf.planning.plan_facts import PlanFacts
+from distca_hf.planning.plan import Plan, PlanFacts
 from distca_hf.planning.transfers import key_transfers
 from distca_hf.runtime.live_plan import LivePlan
 from distca_hf.runtime.op import flash_attn

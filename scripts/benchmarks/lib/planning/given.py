@@ -21,7 +21,7 @@ from distca_hf.cost import imbalance
 from distca_hf.layout import Layout
 from distca_hf.placement.given import tokens_between
 from distca_hf.planning.kinds import RoutedKinds
-from distca_hf.planning.plan_facts import PlanFacts
+from distca_hf.planning.plan import PlanFacts
 from distca_hf.topology import Topology
 from lib.planning.planners import LLAMA, RANKS_PER_NODE, K, print_row, table
 
@@ -39,13 +39,13 @@ def planned(packs: Sequence[IntArray], groups: int) -> tuple[list[PlanFacts], fl
     then the tokens that stay on their rank, as a share, and seconds of placing and planning."""
     topology, home = Topology(len(packs), RANKS_PER_NODE), Layout.from_packs(packs)
     moving = GivenPlans(topology, groups, LLAMA, places_rows=False)
-    moved = RoutedKinds.of(moving.plan(home), 0, before=home).facts
+    moved = RoutedKinds.of(moving.plan(home), 0, work_before=home.rank_work_of).facts.with_tokens(home, home)
     placing = GivenPlans(topology, groups, LLAMA)
     began = time.perf_counter()
     placed = placing.layout(home)
     plan = placing.plan(placed)
     seconds = time.perf_counter() - began
-    inside = RoutedKinds.of(plan, 0, before=home).facts
+    inside = RoutedKinds.of(plan, 0, work_before=home.rank_work_of).facts.with_tokens(home, placed)
     stays = int(np.trace(tokens_between(home, placed))) / inside.num_tokens
     return [moved, inside, replace(inside, head_tokens=inside.tokens)], stays, seconds
 
