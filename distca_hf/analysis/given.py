@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from distca_hf.analysis.command import PlanProgress
+from distca_hf.analysis.memory import GIB
 from distca_hf.analysis.profiles.shipped import DEFAULT_PROFILE, find_profile
 from distca_hf.analysis.simulate.command import TOKEN_BUDGET, simulate
 from distca_hf.analysis.simulate.request import SimulationRequest
@@ -111,6 +112,25 @@ class GivenAnswer:
         """Median time of planning a micro-batch."""
         return float(np.median([one.planning_seconds for one in self.micro_batches]))
 
+    @property
+    def in_short(self) -> str:
+        """Returns the answer in two sentences: the change of balance, then the speed and memory of that."""
+        count, returned, placed = len(self.micro_batches), self.totals(False), self.totals(True)
+        ours = [way for way in self.simulated.ways if way.is_ours]
+        before, after, with_loss = (
+            each / count for each in (returned.step_imbalance_before, returned.step_imbalance, placed.step_imbalance)
+        )
+        now = (
+            f"{with_loss:.2f} times, or {after:.2f} where results return" if self.places_rows else f"{after:.2f} times"
+        )
+        faster = " or ".join(f"{way.times_as_fast:.2f}" for way in reversed(ours))
+        return (
+            f"In short: the busiest rank has {before:.2f} times the mean work of a step, with distca {now}. Steps get "
+            f"{faster} times as fast as with plain data parallelism; a GPU needs "
+            f"{max(way.memory_bytes for way in ours) / GIB:.1f} GiB with FSDP2, instead of "
+            f"{self.simulated.plain.memory_bytes / GIB:.1f}. Estimated, as below."
+        )
+
     def as_json(self) -> dict[str, object]:
         """Returns one object. Imbalances are means over micro-batches."""
         request, count = self.request, len(self.micro_batches)
@@ -138,6 +158,7 @@ class GivenAnswer:
             "worst_step_imbalance": self.worst(False)[1],
             "worst_step_imbalance_placed_loss": self.worst(True)[1] if self.places_rows else None,
             "ways": [way.as_json() for way in self.simulated.ways],
+            "in_short": self.in_short,
         }
 
 

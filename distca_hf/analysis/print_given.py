@@ -12,7 +12,7 @@ from distca_hf.analysis.command import DEFAULT_MODEL, PlanProgress
 from distca_hf.analysis.find_model import find_model
 from distca_hf.analysis.given import GivenAnswer, answer
 from distca_hf.analysis.lengths import read_lengths
-from distca_hf.analysis.memory import GIB, Checkpointing
+from distca_hf.analysis.memory import Checkpointing
 from distca_hf.analysis.simulate.command import DEFAULT_TOKENS_PER_RANK
 from distca_hf.analysis.simulate.model import SimulatedModel
 from distca_hf.analysis.simulate.request import SimulationRequest
@@ -85,7 +85,7 @@ def print_given(found: GivenAnswer, console: Console) -> None:
         f"{request.seed}: your batches, {counted(count, 'micro-batch')} of them.\n",
         highlight=False,
     )
-    console.print(f"{in_short(found)}\n", highlight=False)
+    console.print(f"{found.in_short}\n", highlight=False)
     table = plain_table("as given", "rows placed" if found.places_rows else "tasks moved")
     imbalances: list[tuple[str, PlanTotals, str]] = [
         ("tokens", returned, "token_imbalance"),
@@ -125,20 +125,3 @@ def print_given(found: GivenAnswer, console: Console) -> None:
         f"{request.gpu_gib:g} GiB may be used (--gpu-gib)."
     )
     console.print(block("speed and memory, simulated", speed, words), highlight=False)
-
-
-def in_short(found: GivenAnswer) -> str:
-    """Returns the answer in two sentences: the change of balance, then the speed and memory of that."""
-    count, returned, placed = len(found.micro_batches), found.totals(False), found.totals(True)
-    ours = [way for way in found.simulated.ways if way.is_ours]
-    before, after, with_loss = (
-        each / count for each in (returned.step_imbalance_before, returned.step_imbalance, placed.step_imbalance)
-    )
-    now = f"{with_loss:.2f} times, or {after:.2f} where results return" if found.places_rows else f"{after:.2f} times"
-    faster = " or ".join(f"{way.times_as_fast:.2f}" for way in reversed(ours))
-    return (
-        f"In short: the busiest rank has {before:.2f} times the mean work of a step, with distca {now}. Steps get "
-        f"{faster} times as fast as with plain data parallelism; a GPU needs "
-        f"{max(way.memory_bytes for way in ours) / GIB:.1f} GiB with FSDP2, instead of "
-        f"{found.simulated.plain.memory_bytes / GIB:.1f}. Estimated, as below."
-    )

@@ -19,7 +19,7 @@ from distca_hf.analysis.simulate.load import Load, nothing_sent
 from distca_hf.analysis.simulate.model import SimulatedModel
 from distca_hf.analysis.simulate.planned import rows_placed
 from distca_hf.analysis.simulate.request import SimulationRequest
-from distca_hf.analysis.simulate.result import Result
+from distca_hf.analysis.simulate.result import Result, WayFigures
 from distca_hf.analysis.simulate.ways import Simulation
 from distca_hf.analysis.simulate.wires import Cluster, WireBytes
 from distca_hf.batches.given import GivenPlanner
@@ -40,6 +40,10 @@ HYBRID = replace(LLAMA, masks=((CAUSAL_MASK, 8),), mixers=24)
 SHORT = replace(LLAMA, longest_document_tokens=8192)
 RANKS = 4
 LENGTHS = np.random.default_rng(5).lognormal(4.5, 1.2, 200).astype(np.int64).clip(1, 4000)
+
+
+PLAIN = WayFigures("plain", "plain", False, False, False, 2.0, 1.0, None, 2**30, True, 1.0, 1.0, True, 1)
+WAYS = [PLAIN, replace(PLAIN, key="given", is_ours=True, times_as_fast=2.0)]
 
 
 def request_of(model: SimulatedModel = LLAMA, batch_size: int = 3, **options: object) -> SimulationRequest:
@@ -74,7 +78,7 @@ def test_numbers_are_those_that_training_logs(model: SimulatedModel) -> None:
     packs = [np.split(batch, RANKS) for batch in request.steps(LENGTHS)[0]]
     ours = [GivenMicroBatch.of(planner, of_ranks) for of_ranks in packs]
     returned, placed = (list(facts) for facts in zip(*(trained(request, of_ranks) for of_ranks in packs), strict=True))
-    found = GivenAnswer(request, "here", LENGTHS, ours, Result(4, 2, None, 3, 2048, 1.0, 1, 1, [], []))
+    found = GivenAnswer(request, "here", LENGTHS, ours, Result(4, 2, None, 3, 2048, 1.0, 1, 1, WAYS, []))
 
     assert [one.facts for one in ours] == returned
     for loss_is_placed, facts in ((False, returned), (True, placed)):
@@ -164,13 +168,21 @@ def test_plan_and_simulate_agree(lengths: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(given, "MOST_PLANNED_RANKS", 16)
     options = ["--batch-size", "3", "--context", "2048", "--micro-steps", "2", "--liger"]
     planned = json.loads(run("plan", str(lengths), "--gpus", "4", *options))
-    (simulated,) = json.loads(run("simulate", str(lengths), "--gpus", "4", *options))["simulations"]
+    simulated_all = json.loads(run("simulate", str(lengths), "--gpus", "4", *options))
+    (simulated,) = simulated_all["simulations"]
 
     assert planned["ways"] == simulated["ways"]
     assert [way["key"] for way in planned["ways"]] == ["plain", "given", "given_loss"]
     assert (simulated["batch_size"], simulated["tokens_per_rank"]) == (3, None)
     printed = CliRunner().invoke(app, ["plan", str(lengths), "--gpus", "4", *options]).output
     assert f"{planned['step_imbalance']:.2f} where results return" in " ".join(printed.split())
+    (choice,) = (one["in_short"] for one in simulated_all["simulations"])
+    for answered, said in (
+        (planned, planned["in_short"]),
+        (simulated_all, f"4 GPUs x 3 rows, 2 micro-steps: {choice}"),
+    ):
+        lengths.write_text(json.dumps(answered))
+        assert json.loads(run("report", str(lengths)))["summary"] == [said]
 
 
 @pytest.mark.parametrize(
