@@ -16,9 +16,8 @@ from torch import nn
 from torch.autograd import forward_ad, profiler
 from torch.distributed import Store  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import DeviceMesh
-from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode  # torch documents both, here
 from torch.utils._python_dispatch import (
-    is_traceable_wrapper_subclass as is_traceable_wrapper_subclass,
+    is_traceable_wrapper_subclass as is_traceable_wrapper_subclass,  # torch documents it, here
 )
 
 

@@ -27,6 +27,9 @@ log = get_logger(__name__)
 # Name of the number by which tensor ranks compare their batches.
 CHECKSUM = "checksum of tokens, labels and lengths"
 
+# Dtypes of images, videos and sound that ranks show each other, by bit. Bit 0: a rank holds some, of any kind.
+MEDIA_DTYPES = (None, torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
 
 class Returning(enum.IntEnum):
     """What a pass returns to the ranks of its batches."""
@@ -96,7 +99,7 @@ class GivenAgreement:
             self._transport,
             Occasion.PLAN,
             number,
-            shared_facts(self._config),
+            {**shared_facts(self._config), "a pass with gradients": torch.is_grad_enabled()},
             {
                 "documents": 0 if lengths is None else len(lengths),
                 "longest document": 0 if lengths is None else int(lengths.max(initial=0)),
@@ -111,7 +114,8 @@ class GivenAgreement:
         if CHECKSUM in flags:
             self._check_same_batch(agreement, number)
         if images_wait:
-            self._check_images(numbers["holds images"], number)
+            self._check_images([int(dtypes > 0) for dtypes in numbers["dtypes of images"]], number)
+        self._check_dtypes(numbers["dtypes of images"], number)
         if any(numbers["learns nothing"]):
             log.warning(
                 "the first batch holds no label to learn on rank %s (all labels are %d): its loss is 0 or NaN. "
@@ -132,7 +136,7 @@ class GivenAgreement:
         """Returns what ranks show each other of a batch beside its lengths."""
         flags = {
             "learns nothing": int(is_first and read.learns_nothing),
-            "holds images": int(bool(media_of(batch))),
+            "dtypes of images": _dtypes_of_media(batch),
         }
         if self._transport.grid.shape[2] > 1:
             flags[CHECKSUM] = checksum_of(batch, read.lengths) if read.checksum is None else read.checksum
@@ -167,6 +171,20 @@ class GivenAgreement:
                 "of FSDP), and with DDP set find_unused_parameters=True"
             )
 
+    def _check_dtypes(self, dtypes: Sequence[int], number: int) -> None:
+        """Checks that ranks with images hold them in the same dtypes."""
+        holding = [place for place, bits in enumerate(dtypes) if bits > 1]
+        if len({dtypes[place] for place in holding}) > 1:
+            labels = labels_of(self._transport, Scope.ROWS)
+            names = [
+                ", ".join(str(dtype) for bit, dtype in enumerate(MEDIA_DTYPES) if bit and dtypes[place] >> bit & 1)
+                for place in holding
+            ]
+            raise PackingError(
+                f"{self._transport.grid.name}, micro-batch {number}: images, videos or sound are "
+                f"{by_value(names, [labels[place] for place in holding])}. Give them in one dtype on all ranks"
+            )
+
     def _labels(self, flags: Sequence[int]) -> str:
         """Returns the ranks whose flag is 1, in words."""
         labels = labels_of(self._transport, Scope.ROWS)
@@ -183,6 +201,12 @@ class GivenAgreement:
                 number,
                 ranks,
             )
+
+
+def _dtypes_of_media(batch: Batch) -> int:
+    """Returns the bits of `MEDIA_DTYPES` for a batch; 0 if it holds no image, video or sound."""
+    found = [None, *(getattr(batch[name], "dtype", None) for name in names)] if (names := media_of(batch)) else []
+    return sum(1 << bit for bit, dtype in enumerate(MEDIA_DTYPES) if dtype in found)
 
 
 def form_of(batch: Batch, gradients_of: Sequence[bool] = ()) -> int:

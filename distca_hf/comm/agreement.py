@@ -81,6 +81,10 @@ REMEDIES = {
         "All ranks must give the decoder of a model the same inputs: names, dtypes and widths of tensors with a value "
         "per token, and flags such as output_hidden_states"
     ),
+    Occasion.PLAN: (
+        "Ranks need equal models, settings and versions, and must run the same passes in the same order. Evaluation "
+        'that only some ranks run needs evaluate="local"'
+    ),
     Occasion.TAKE: "Ranks need equal data, seeds, models, settings, versions and order of micro-batches",
 }
 # Ranks that an error names for each value; of a large job the number of the others follows.
@@ -262,12 +266,14 @@ class CheckedTransport:
         self._number = 0
 
     def exchange(self, asked: AllToAll) -> Exchange:
-        """Starts an exchange that all ranks mean.
+        """Starts an exchange that all ranks mean. One between tensor ranks follows one of rows, and is not compared.
 
         Raises:
             PlanMismatchError: ranks mean different exchanges, or one sends what another does not expect. Names both
                 places, or both numbers of rows; nothing was sent.
         """
+        if asked.scope is Scope.TENSOR:
+            return self._inner.exchange(asked)
         number, self._number = self._number, self._number + 1
         row = [asked.rows.shape[1:].numel(), asked.rows.element_size()]
         header = [*row, *integers_of(asked.where.encode(), PLACE_BYTES), *asked.send_counts, *asked.receive_counts]

@@ -21,9 +21,10 @@ from distca_hf.errors import ConfigError
 class Scope(enum.IntEnum):
     """Scopes: sets of ranks that do something together, the smallest first."""
 
-    ROWS = 0  # share documents: rows are exchanged among them, and a loss counts each label of theirs once
-    STAGE = 1  # run the same layers: they agree on every pass, and hold the same weights
-    GROUP = 2  # train together: they take the same micro-batches, report, and leave after the same step
+    TENSOR = 0  # hold the same tokens, and divide layers between them
+    ROWS = 1  # share documents: rows are exchanged among them, and a loss counts each label of theirs once
+    STAGE = 2  # run the same layers: they agree on every pass, and hold the same weights
+    GROUP = 3  # train together: they take the same micro-batches, report, and leave after the same step
 
 
 @dataclass(frozen=True)
@@ -141,6 +142,8 @@ class Grid:
             sets = [grid]
         elif scope is Scope.STAGE:
             sets = list(grid)
+        elif scope is Scope.TENSOR:
+            sets = list(grid.reshape(-1, self.shape[2]))
         else:
             sets = [grid[stage, :, tensor] for stage in range(self.shape[0]) for tensor in range(self.shape[2])]
         return [tuple(sorted(ranks.flatten().tolist())) for ranks in sets]

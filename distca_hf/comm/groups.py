@@ -215,7 +215,9 @@ def open_transport(
         # Ranks come here when their data is ready, so the group with the longest deadline is where they meet.
         same_grid = SameGrid(store, grid) if members.are_the_job else None
         control_groups = _control_groups(members, patience, same_grid)
-        data_group = _new_group(members, Scope.ROWS, _nccl_group if on_gpus else _gloo_group, timeout)
+        make = _nccl_group if on_gpus else _gloo_group
+        data_group = _new_group(members, Scope.ROWS, make, timeout)
+        tensor_group = _new_group(members, Scope.TENSOR, make, timeout) if grid.shape[2] > 1 else None
     except RuntimeError as error:
         raise _nobody_came(rollcall, members, time.monotonic() - began, error) from error
     finally:
@@ -230,7 +232,7 @@ def open_transport(
         mine = store.clone()  # type: ignore[attr-defined]
         return Whereabouts(mine, name, grid.rank, ranks, labels, count, place, on_gpus)
 
-    return TorchTransport(data_group, control_groups, rollcall, device, grid, whereabouts=whereabouts)
+    return TorchTransport(data_group, control_groups, rollcall, device, grid, None, whereabouts, tensor_group)
 
 
 def _control_groups(
@@ -241,7 +243,7 @@ def _control_groups(
         same_grid.show(patience)
     groups: dict[Scope, dist.ProcessGroup] = {}
     opened: dict[tuple[int, ...], dist.ProcessGroup] = {}
-    for scope in reversed(Scope):
+    for scope in (Scope.GROUP, Scope.STAGE, Scope.ROWS):
         ranks = members.grid.members(scope)
         if ranks not in opened:
             opened[ranks] = _new_group(members, scope, _gloo_group, patience)

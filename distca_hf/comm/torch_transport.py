@@ -72,7 +72,7 @@ class TorchTransport:
     """Exchanges over a `torch.distributed` group (NCCL or gloo), integers over gloo groups beside it.
 
     Args:
-        data_group: group for rows.
+        data_group: group for rows of documents.
         control_groups: gloo groups for integers, by scope; none if none are sent.
         rollcall: names lost ranks when one of the groups fails.
         device: where the rows live.
@@ -80,6 +80,7 @@ class TorchTransport:
         traffic: counts; of its own if they are not given.
         whereabouts: returns what finds out that ranks wait for each other in vain, for this transport; None if nothing
             does.
+        tensor_group: group for rows between tensor ranks; None if each has all of them.
     """
 
     def __init__(
@@ -91,15 +92,21 @@ class TorchTransport:
         grid: Grid,
         traffic: Traffic | None = None,
         whereabouts: Callable[["TorchTransport"], Whereabouts] | None = None,
+        tensor_group: RowGroup | None = None,
     ) -> None:
         self.rank = data_group.rank()
         self.grid = grid
         self.world_size = grid.shape[1]
         self.traffic = traffic or Traffic()
-        self._all_to_all: AllToAllFunction | None = all_to_all_of(data_group, device)
+        row_groups = [data_group] if tensor_group is None else [data_group, tensor_group]
+        self._all_to_all: dict[Scope, AllToAllFunction] = {
+            scope: all_to_all_of(group, device)
+            for scope, group in zip((Scope.ROWS, Scope.TENSOR), row_groups, strict=False)
+        }
         self._control_groups = dict(control_groups)
         self._rollcall = rollcall
-        self._groups: list[RowGroup] = [data_group, *dict.fromkeys(control_groups.values())]
+        self._groups: list[RowGroup] = [*row_groups, *dict.fromkeys(control_groups.values())]
+        self._num_row_groups = len(row_groups)
         self._under_way: set[dist.Work] = set()
         self._job_group = dist.group.WORLD  # held, not used: see above
         self._gathered = ("", 0)
@@ -114,15 +121,14 @@ class TorchTransport:
 
     def exchange(self, asked: AllToAll) -> "TorchExchange":
         self._check_open(asked.where)
-        assert self._all_to_all is not None
         received = asked.room()
         self.traffic.count(asked, self.rank)
         try:
-            work = self._all_to_all(received, asked.rows, asked.receive_counts, asked.send_counts)
+            work = self._all_to_all[asked.scope](received, asked.rows, asked.receive_counts, asked.send_counts)
         except RuntimeError as error:
-            raise self.failure(error, asked.where) from error
+            raise self.failure(error, asked.where, scope=asked.scope) from error
         self._note(work)
-        return TorchExchange(self, work, asked.where, time.monotonic(), asked.rows, received)
+        return TorchExchange(self, work, asked, time.monotonic(), received)
 
     def gather(self, values: Sequence[int], where: str, scope: Scope = Scope.ROWS) -> "TorchGather":
         self._check_open(where)
@@ -147,7 +153,8 @@ class TorchTransport:
             others = [group for group in groups_of(self.members(Scope.STAGE)) if group not in ours]
             self._num_groups = known
             self._other_groups = [group for group in others if not (self._on_gpu and group.name() == "gloo")]
-        return collectives_started(ours[0]) if ours else 0, sum(map(collectives_started, self._other_groups))
+        of_rows = ours[: self._num_row_groups]
+        return sum(map(collectives_started, of_rows)), sum(map(collectives_started, self._other_groups))
 
     def place(self) -> str:
         """Names the last collective call of this rank; empty if there was none."""
@@ -256,7 +263,7 @@ class TorchTransport:
                 dist.destroy_process_group(group)  # type: ignore[arg-type]
         self._groups = []
         if self._is_at_rest():
-            self._all_to_all = None
+            self._all_to_all.clear()
             self._control_groups.clear()
 
     def failure(
@@ -282,13 +289,12 @@ class TorchExchange:
 
     transport: TorchTransport
     work: dist.Work
-    where: str
+    asked: AllToAll
     began: float
-    sent: torch.Tensor
     received: torch.Tensor
 
     def wait(self) -> torch.Tensor:
-        self.transport.wait_for(self.work, self.where, self.began)
+        self.transport.wait_for(self.work, self.asked.where, self.began, self.asked.scope)
         return self.received
 
 

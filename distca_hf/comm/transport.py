@@ -31,13 +31,14 @@ REMEMBERED_EXCHANGES = 64
 
 @dataclass(eq=False, slots=True)
 class AllToAll:
-    """Rows to exchange, unevenly, between all ranks.
+    """Rows to exchange, unevenly, between all ranks of a scope.
 
     Attributes:
         rows: `[sum(send_counts), ...]` contiguous, grouped by destination.
         send_counts, receive_counts: `[ranks]` rows to and from each rank.
         where: step, layer and phase, for messages.
         into: `[sum(receive_counts), ...]` contiguous, where received rows are put; new memory if it is not given.
+        scope: ranks that share documents; or tensor ranks, between which rows hardly ever leave a node.
     """
 
     rows: torch.Tensor
@@ -45,6 +46,7 @@ class AllToAll:
     receive_counts: list[int]
     where: str
     into: torch.Tensor | None = None
+    scope: Scope = Scope.ROWS
 
     @property
     def row_bytes(self) -> int:
@@ -76,7 +78,8 @@ class Traffic:
     """Counts of all that a transport has moved so far, and signals on which ranks leave.
 
     Attributes:
-        exchanges, bytes_sent, recent: how many exchanges, their bytes to other ranks, and the places of the last ones.
+        exchanges, recent: how many exchanges, and the places of the last ones.
+        bytes_sent: their bytes to other ranks that share documents.
         passes: forward passes of models that have begun, which number them on all ranks alike.
         waited_seconds: how long this rank's host waited for rows and integers of the others. A device that waits
             for rows by itself, as with NCCL, is not seen here.
@@ -95,10 +98,9 @@ class Traffic:
     def count(self, asked: "AllToAll", rank: int) -> None:
         """Adds one exchange. Rows a rank sends to itself are not traffic."""
         self.exchanges += 1
-        self.bytes_sent += asked.rows.nbytes
-        if stays := asked.send_counts[rank]:
-            self.bytes_sent -= stays * asked.row_bytes
         self.recent.append(asked.where)
+        if asked.scope is Scope.ROWS:
+            self.bytes_sent += asked.rows.nbytes - asked.send_counts[rank] * asked.row_bytes
 
     def wait_for(self, work: dist.Work) -> None:
         """Waits for other ranks, and counts the time."""
@@ -160,7 +162,7 @@ class Transport(Protocol):
     traffic: Traffic
 
     def exchange(self, asked: AllToAll) -> Exchange:
-        """Starts an uneven all-to-all among the ranks that share documents."""
+        """Starts an uneven all-to-all among the ranks of its scope."""
         ...
 
     def gather(self, values: Sequence[int], where: str, scope: Scope = Scope.ROWS) -> Gather:

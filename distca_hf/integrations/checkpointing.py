@@ -11,14 +11,13 @@ Where attention is recomputed all the same, at least rows of other ranks are kep
 
 Done through the arguments of `torch.utils.checkpoint.checkpoint`, wherever Transformers
 (`_gradient_checkpointing_func`) or torch's checkpoint wrapper (`checkpoint_fn`) keep it. Reentrant checkpointing
-cannot save a part of a layer, and torch.compile traces contexts of torch's own selective checkpointing only. Outputs
-that wait on the host need modes of our own (`context_fn`), because torch's keeps outputs where they are.
+cannot save a part of a layer. Where a compiler traces a region, contexts are those of torch's selective checkpointing,
+the only ones that it knows; it saves the same operators. Everywhere else they are ours (`runtime.saved_attention`).
 """
 
 import functools
 import weakref
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Self
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import nn
@@ -29,8 +28,8 @@ import distca_hf.runtime.op  # noqa: F401 (both register operators)
 from distca_hf.errors import ConfigError
 from distca_hf.integrations.host_copy import HostCopy
 from distca_hf.runtime.retention import retaining_contexts
+from distca_hf.runtime.saved_attention import RegionPass, check_call, region_passes, saving_contexts
 from distca_hf.telemetry import get_logger
-from distca_hf.torch_private import TorchDispatchMode
 
 
 log = get_logger(__name__)
@@ -51,7 +50,7 @@ def _policy(ctx: object, operator: object, *args: object, **kwargs: object) -> C
     return CheckpointPolicy.MUST_SAVE if operator in SAVED_OPERATORS else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-_save_attention = functools.partial(create_selective_checkpoint_contexts, _policy)
+_traced_contexts = functools.partial(create_selective_checkpoint_contexts, _policy)
 
 
 def checkpointed_modules(model: nn.Module) -> list[nn.Module]:
@@ -98,11 +97,10 @@ def save_attention(modules: Sequence[nn.Module], on_host: bool = False) -> bool:
             "checkpointed_attention='offload' cannot be compiled: torch.compile traces checkpointing of its own kind "
             "only. Compile modules inside the checkpointed ones (attention, MLP), or use checkpointed_attention='save'"
         )
-    contexts = OffloadedAttention() if on_host else _save_attention
+    runs, contexts = (_checkpoint_on_host, OffloadedAttention()) if on_host else (_checkpoint_saving, saving_contexts)
 
     def saving(function: Checkpoint) -> Checkpoint:
-        runs = functools.partial(_checkpoint_on_host, function) if on_host else function
-        return functools.partial(runs, context_fn=contexts)
+        return functools.partial(runs, function, context_fn=contexts)
 
     return _replace(modules, saving)
 
@@ -121,6 +119,11 @@ def keep_received(modules: Sequence[nn.Module]) -> bool:
 def _checkpoint_on_host(function: Checkpoint, *args: object, **kwargs: object) -> object:
     """Runs a checkpointed region whose outputs wait on the host. Graphs of a compiled model break here."""
     return function(*args, **kwargs)
+
+
+def _checkpoint_saving(function: Checkpoint, *args: object, context_fn: object, **kwargs: object) -> object:
+    is_traced = torch.compiler.is_compiling()
+    return function(*args, **kwargs, context_fn=_traced_contexts if is_traced else context_fn)
 
 
 def _checkpoint_keeping_received(function: Checkpoint, *args: object, **kwargs: object) -> object:
@@ -163,18 +166,18 @@ class OffloadedAttention:
     """The `context_fn` of all checkpointed modules of one model; called once for each region and forward pass."""
 
     def __init__(self) -> None:
-        self._regions: list[weakref.ref[_Region]] = []
+        self._regions: list[weakref.ref[_HostRegion]] = []
         self._stream: torch.cuda.Stream | None = None
 
     def __reduce__(self) -> tuple[type["OffloadedAttention"], tuple[()]]:
         """Returns how another is made, for a copied or stored model: regions are those of passes of this one."""
         return OffloadedAttention, ()
 
-    def __call__(self) -> tuple["_Storing", "_Restoring"]:
-        region = _Region(self)
+    def __call__(self) -> tuple[RegionPass, RegionPass]:
+        region = _HostRegion(self)
         self._regions = [known for known in self._regions if known() is not None]  # others have run backward
         self._regions.append(weakref.ref(region))
-        return _Storing(region), _Restoring(region)
+        return region_passes(region)
 
     def stream(self, device: torch.device) -> torch.cuda.Stream:
         """Returns the stream of copies."""
@@ -182,15 +185,15 @@ class OffloadedAttention:
             self._stream = torch.cuda.Stream(device)
         return self._stream
 
-    def before(self, region: "_Region") -> "_Region | None":
+    def before(self, region: "_HostRegion") -> "_HostRegion | None":
         """Returns the region whose forward pass came before, the next one in backward; None if there is none."""
         known = [found for reference in self._regions if (found := reference()) is not None]
         at = known.index(region)
         return known[at - 1] if at else None
 
 
-class _Region:
-    """Outputs of the attention calls of one checkpointed region."""
+class _HostRegion:
+    """Keeps outputs of attention calls of a checkpointed region in host memory."""
 
     def __init__(self, owner: OffloadedAttention) -> None:
         self._owner = owner
@@ -218,11 +221,8 @@ class _Region:
         Raises:
             RuntimeError: recomputation makes more calls than forward did.
         """
-        if self._fetched is None or self._taken >= len(self._saved):
-            raise RuntimeError(
-                f"recomputation made more than the {len(self._saved)} attention calls of its forward pass; "
-                "checkpointed_attention='recompute' attends again"
-            )
+        check_call(len(self._saved) if self._fetched is None else self._taken, len(self._saved))
+        assert self._fetched is not None
         outputs, self._taken = self._fetched[self._taken], self._taken + 1
         for x in outputs:
             if x.is_cuda:
@@ -250,50 +250,3 @@ class _Region:
             return host.on_device()
         with torch.cuda.stream(self._owner.stream(device)):
             return host.on_device()
-
-
-class _Mode(TorchDispatchMode):
-    """Looks at attention operators; everything else runs as it is."""
-
-    def __init__(self, region: _Region) -> None:
-        super().__init__()
-        self._region = region
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        return True
-
-    def attend(self, operator: Callable[[], tuple[torch.Tensor, ...]]) -> tuple[torch.Tensor, ...]:
-        """Returns the outputs of a call of attention."""
-        raise NotImplementedError
-
-    def __torch_dispatch__(
-        self,
-        func: Callable[..., Any],
-        types: object,
-        args: tuple[object, ...] = (),
-        kwargs: Mapping[str, object] | None = None,
-    ) -> object:
-        run = functools.partial(func, *args, **(kwargs or {}))
-        return self.attend(run) if func in SAVED_OPERATORS else run()
-
-
-class _Storing(_Mode):
-    """Forward: outputs of attention are copied to the host."""
-
-    def attend(self, operator: Callable[[], tuple[torch.Tensor, ...]]) -> tuple[torch.Tensor, ...]:
-        outputs = operator()
-        self._region.save(outputs)
-        return outputs
-
-
-class _Restoring(_Mode):
-    """Recomputation: attention returns its earlier outputs."""
-
-    def __enter__(self) -> Self:
-        self._region.begin()
-        super().__enter__()
-        return self
-
-    def attend(self, operator: Callable[[], tuple[torch.Tensor, ...]]) -> tuple[torch.Tensor, ...]:
-        return self._region.take()

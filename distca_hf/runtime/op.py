@@ -18,6 +18,7 @@ from distca_hf.runtime.attention import Attended, attend, attend_backward
 from distca_hf.runtime.custom_op import SavedForBackward, define_op
 from distca_hf.runtime.live_plan import LivePlan, find_plan
 from distca_hf.runtime.retention import Kept, current_run
+from distca_hf.runtime.saved_attention import saved_in_regions
 from distca_hf.torch_private import compiles_cuda_graphs, unknown_size
 
 
@@ -149,7 +150,7 @@ def _backward(ctx: _Context, dout: torch.Tensor | None, *others: None) -> tuple[
     return *gradients, *[None] * 4, sink_gradients(dout, out, lse, sinks) if ctx.trains_sinks else None
 
 
-_planned = define_op(_flash_attn, _shapes, _backward, _save)
+_planned = define_op(saved_in_regions(_flash_attn), _shapes, _backward, _save)
 
 
 def flash_attn(

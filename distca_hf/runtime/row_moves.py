@@ -2,6 +2,8 @@
 
 One all-to-all each way carries all tensors of the tokens side by side, as bytes. Backward goes the other way:
 gradients of results move in, gradients of inputs move home. A rank takes part in both whether or not it needs them.
+
+Tensor ranks hold the same rows. Each of them sends its share of every row's bytes, and they join what they get.
 """
 
 from collections.abc import Callable, Sequence
@@ -11,9 +13,16 @@ from typing import Any, Self
 
 import numpy as np
 import torch
+from torch import nn
 
+from distca_hf.arrays import ceil_div
+from distca_hf.comm.grid import Scope
 from distca_hf.comm.transport import AllToAll, Transport
 from distca_hf.planning.row_moves import RowMoves
+
+
+# Bytes of the widest number: no share ends inside of one.
+NUMBER_BYTES = 8
 
 
 @dataclass(frozen=True, eq=False)
@@ -102,16 +111,32 @@ class PassRows:
             taken, put, counts = put, taken, counts[::-1]
         rows = [value.index_select(0, taken) for value in values]
         if moves.on_host.crosses:
-            joined = rows[0] if len(rows) == 1 else torch.cat([_as_bytes(part) for part in rows], dim=1)
+            is_whole = len(rows) == 1 and self._transport.grid.shape[2] == 1
+            joined = rows[0] if is_whole else torch.cat([_as_bytes(part) for part in rows], dim=1)
             where = f"{self._where}, rows on their way {'in' if goes_in else 'home'}, {phase}"
-            received = self._transport.exchange(AllToAll(joined, *counts, where)).wait()
-            rows = [received] if len(rows) == 1 else _as_values(received, values)
+            received = self._exchange(joined, counts, where)
+            rows = [received] if is_whole else _as_values(received, values)
         is_full = len(put) == torch.Size(shapes[0]).numel() // rows[0].shape[1:].numel()  # no row is padding
         make = torch.Tensor.new_empty if is_full else torch.Tensor.new_zeros
         results = [make(part, tuple(shape)) for part, shape in zip(rows, shapes, strict=True)]
         for result, part in zip(results, rows, strict=True):
             result.view(-1, *part.shape[1:]).index_copy_(0, put, part)
         return results
+
+    def _exchange(self, rows: torch.Tensor, counts: tuple[list[int], list[int]], where: str) -> torch.Tensor:
+        """Returns the rows that other ranks send to this one. Rows are of bytes where there are tensor ranks."""
+        num_shares = self._transport.grid.shape[2]
+        if num_shares == 1:
+            return self._transport.exchange(AllToAll(rows, *counts, where)).wait()
+        width = rows.shape[1]
+        share = ceil_div(width, num_shares * NUMBER_BYTES) * NUMBER_BYTES
+        first = self._transport.grid.tensor_rank * share
+        mine = nn.functional.pad(rows, (0, share * num_shares - width))[:, first : first + share].contiguous()
+        received = self._transport.exchange(AllToAll(mine, *counts, where)).wait()
+        each, where = [len(received)] * num_shares, f"{where}, shares of tensor ranks"
+        asked = AllToAll(received.repeat(num_shares, 1), each, each, where, scope=Scope.TENSOR)
+        shares = self._transport.exchange(asked).wait().view(num_shares, len(received), share)
+        return shares.transpose(0, 1).flatten(1)[:, :width]
 
 
 def _as_bytes(rows: torch.Tensor) -> torch.Tensor:

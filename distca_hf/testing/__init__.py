@@ -91,8 +91,10 @@ class LoopbackTransport:
         self.traffic.count(asked, self.rank)
 
         def hold() -> torch.Tensor:
-            sent = self._world.meet(self.grid.rank, asked.rows.split(list(asked.send_counts)), asked.where)
-            arrived = [parts[self.rank] for parts in sent]
+            parts = asked.rows.split(list(asked.send_counts))
+            sent = self._world.meet(self.grid.rank, parts, asked.where, asked.scope)
+            here = self.rank if asked.scope is Scope.ROWS else self.grid.tensor_rank
+            arrived = [parts[here] for parts in sent]
             counts = [len(part) for part in arrived]
             if counts != list(asked.receive_counts):
                 raise AssertionError(

@@ -14,7 +14,8 @@ In the table, each figure of the slowest or largest rank:
     step                        median of the steps after --warmup, from a barrier until the device is done
     tokens/s/GPU                all tokens over all time of these steps
     tokens max/mean             of the ranks' batches, mean over these steps
-    host ms                     median of the host's time from a step's batches until the embedding is called
+    host ms                     median of the host's time from a step's batches until the embedding is called, of the
+                                rank that comes last: it waits for no other
     peak                        memory that torch had given out at once
     furthest from first mode    largest difference of a step's logged loss, and at which step
 """
@@ -212,9 +213,11 @@ def train(
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     trainer.train()
-    own = [*times.seconds, *host.seconds, torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0]
-    most = torch.tensor(own, dtype=torch.float64, device=device)
+    peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
+    most = torch.tensor([*times.seconds, peak], dtype=torch.float64, device=device)
+    least = torch.tensor(host.seconds, dtype=torch.float64, device=device)
     dist.all_reduce(most, op=dist.ReduceOp.MAX)
+    dist.all_reduce(least, op=dist.ReduceOp.MIN)
     *seconds, peak_bytes = most.tolist()
     tokens = torch.tensor(host.tokens[: options.steps], device=device)
     of_ranks = [torch.empty_like(tokens) for _ in range(dist.get_world_size())]
@@ -222,8 +225,8 @@ def train(
     return {
         "mode": mode,
         "losses": [log["loss"] for log in trainer.state.log_history if "loss" in log],
-        "seconds": seconds[: options.steps],
-        "host_seconds": seconds[options.steps :],
+        "seconds": seconds,
+        "host_seconds": least.tolist(),
         "tokens": torch.stack(of_ranks, dim=1).tolist(),
         "peak_bytes": int(peak_bytes),
     }

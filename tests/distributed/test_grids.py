@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -12,8 +13,13 @@ from torch.distributed.device_mesh import init_device_mesh
 import distca_hf
 from distca_hf.comm.agreement import Agreement, Occasion
 from distca_hf.comm.grid import Grid, Scope
-from distca_hf.comm.transport import AllToAll
+from distca_hf.comm.transport import AllToAll, Transport
 from distca_hf.errors import ConfigError, PlanMismatchError
+from distca_hf.layout import Layout
+from distca_hf.placement.given import place_given
+from distca_hf.planning.row_moves import RowMoves
+from distca_hf.runtime.row_moves import DeviceRowMoves, PassRows
+from distca_hf.topology import Topology
 from support.data import random_dataset
 from support.models import tiny_model
 from support.ranks import run_ranks, start_ranks
@@ -38,6 +44,7 @@ class Seen:
     leaving: dict[int, int]
     groups: int
     refused: str
+    bytes_moved: int
 
 
 def _plugin(kind: str) -> distca_hf.DistCAPlugin:
@@ -52,7 +59,9 @@ def _speak(kind: str) -> Seen:
     transport = plugin.transport(CPU)
     groups = len(dist.distributed_c10d._world.pg_map) - before
     rows = transport.exchange(AllToAll(torch.full((2, 1), float(rank)), [1, 1], [1, 1], "here")).wait()
-    gathered = {scope.name: [row[0] for row in transport.gather([rank], "here", scope).wait()] for scope in Scope}
+    bytes_moved = _move_rows(transport)
+    scopes = Scope.ROWS, Scope.STAGE, Scope.GROUP
+    gathered = {scope.name: [row[0] for row in transport.gather([rank], "here", scope).wait()] for scope in scopes}
     transport.traffic.leave_signal = 15 if rank == 3 else 0
     numbers = {"label_tokens": 10 * (transport.rank + 1)}
     agreement = Agreement.start(transport, Occasion.TAKE, 0, {"settings": 7}, numbers)
@@ -65,9 +74,24 @@ def _speak(kind: str) -> Seen:
         plugin.use_grid(Grid.flat(range(4), rank))
     leaving = transport.traffic.leaving
     plugin.close()
-    return Seen(
-        transport.grid.name, rows[:, 0].tolist(), gathered, labels, told, mismatch, leaving, groups, str(caught.value)
-    )
+    name, refused = transport.grid.name, str(caught.value)
+    return Seen(name, rows[:, 0].tolist(), gathered, labels, told, mismatch, leaving, groups, refused, bytes_moved)
+
+
+def _move_rows(transport: Transport) -> int:
+    """Moves six rows of data rank 0 to two ranks and home again; returns the bytes that this rank sent."""
+    home = Layout.from_packs([np.array([6]), np.array([], dtype=np.int64)])
+    moves = RowMoves.of(home, place_given(home, Topology(2, 2)), transport.rank)
+    held, before = [6, 0][transport.rank], transport.traffic.bytes_sent
+    rows = PassRows(DeviceRowMoves.of(moves, CPU), transport, None, (1, held), "here", lambda: None)
+    ids, states = torch.arange(held), torch.randn(held, 16, generator=torch.Generator().manual_seed(0))
+    placed_ids, *_, placed_states = rows.move_in([ids, ids, states.requires_grad_()], differentiate=True)
+    assert len(placed_ids) == 3
+    home_states = rows.move_home([placed_states[None] * 2])[0]
+    torch.testing.assert_close(home_states[0], 2 * states)
+    home_states.square().sum().backward()  # d/dx of (2 x)^2
+    torch.testing.assert_close(states.grad, 8 * states)
+    return transport.traffic.bytes_sent - before
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -87,7 +111,13 @@ def test_rows_and_words_stay_in_their_scope(kind: str, tmp_path: Path) -> None:
         other = "data 0, tensor 1" if kind == "tensor" else "stage 0, data 1"
         assert f"1 on rank 1 ({other})" in of_rank.mismatch
         assert of_rank.leaving == {3: 15}
-        assert of_rank.groups == 3  # rows, words of rows, words of the group; a stage's ranks are one of both
+        # Rows, words of rows, words of the group; a stage's ranks are one of both. And shares of tensor ranks.
+        assert of_rank.groups == 3 + (kind == "tensor")
+        # Three rows of two ids and 16 numbers go in, 16 numbers come home, and gradients of 16 go both ways: whole
+        # ones, or the halves of two tensor ranks.
+        is_home = (rank // 2 if kind == "tensor" else rank % 2) == 0
+        widths = [16 + 64, 64] if is_home else [64, 64]
+        assert of_rank.bytes_moved == sum(3 * (width // 2 if kind == "tensor" else width) for width in widths)
         assert "ranks already (a loader, a model or use_mesh said so), and is now given 4 ranks" in of_rank.refused
 
 

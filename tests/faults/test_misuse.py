@@ -160,6 +160,18 @@ def _with_kinds(model: nn.Module) -> Batch:
     return batch | {"input_ids": ids, "token_type_ids": (torch.arange(ids.shape[1]) // 2 == 1).long().expand_as(ids)}
 
 
+def _with_half_images(model: nn.Module) -> Batch:
+    """Rows with images, of half the precision on rank 1."""
+    batch = with_images("qwen3_vl", [60, 9], dist.get_rank(), True, "right")
+    return batch | {"pixel_values": batch["pixel_values"].half()} if dist.get_rank() else batch
+
+
+def _evaluated(model: nn.Module) -> Batch:
+    """A batch that rank 1 evaluates."""
+    torch.set_grad_enabled(model.train(dist.get_rank() == 0).training)
+    return _pack(model)
+
+
 # Kind of a model, its batch on each rank, and what ranks are told, by name.
 OTHER_INPUTS: dict[str, tuple[str, Callable[[nn.Module], Batch], str]] = {
     "a column on one rank": (
@@ -198,6 +210,8 @@ OTHER_INPUTS: dict[str, tuple[str, Callable[[nn.Module], Batch], str]] = {
         lambda model: _on_rank_1(model, lambda batch: {"token_type_ids": batch["input_ids"][:, 1:] % 3}),
         "gets token_type_ids of shape [1, 13], and tokens of shape [1, 14]",
     ),
+    "images of another dtype": ("qwen3_vl", _with_half_images, "are torch.float64 on rank 0, torch.float16 on rank 1"),
+    "an evaluation": ("llama", _evaluated, "a pass with gradients is True on rank 0, False on rank 1"),
     "a mask of pairs": ("llama", _with_pairs, "give zeros and ones of shape [batch, tokens]"),
     "a mask of images": ("gemma3_images", _with_kinds, "combines its causal mask with one of its own (for images"),
 }
@@ -207,10 +221,10 @@ def _give_other_inputs(folder: Path) -> dict[str, tuple[str, int]]:
     """What this rank is told of each, and how many rows were sent."""
     told = {}
     for name, (kind, make, _) in OTHER_INPUTS.items():
-        plugin = distca_hf.DistCAPlugin()
+        plugin = distca_hf.DistCAPlugin(evaluate="distca")
         model = multimodal_model("gemma3").double() if kind == "gemma3_images" else made_model(kind, "distca")
         distca_hf.enable(model, plugin)
-        with pytest.raises(DistCAError) as caught:
+        with torch.enable_grad(), pytest.raises(DistCAError) as caught:
             model(**make(model), use_cache=False)
         told[name] = str(caught.value), plugin.transport(CPU).traffic.exchanges
         plugin.close()

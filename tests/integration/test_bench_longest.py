@@ -172,8 +172,8 @@ def test_attention_outputs_wait_on_the_host_beside_inputs(
     script: Callable[[str], ModuleType], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     saves = []
-    save = checkpointing._Region.save
-    monkeypatch.setattr(checkpointing._Region, "save", lambda region, x: (saves.append(1), save(region, x))[1])
+    save = checkpointing._HostRegion.save
+    monkeypatch.setattr(checkpointing._HostRegion, "save", lambda region, x: (saves.append(1), save(region, x))[1])
     model = tiny_model(num_hidden_layers=3).train()
     plugin = distca_hf.DistCAPlugin(tokens_per_rank=192)
     distca_hf.enable(model, plugin)

@@ -55,8 +55,10 @@ def _numbers(model: nn.Module, run: Any, kind: str, train: bool) -> list[torch.T
     return numbers
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("train", [True, False], ids=["training", "evaluation"])
+@pytest.mark.parametrize(
+    ("kind", "train"),
+    [*((kind, False) for kind in KINDS), ("padded", True), ("packed", True)],  # documents are found alike in training
+)
 def test_whole_models_are_one_graph(kind: str, train: bool) -> None:
     """None of its shapes depends on documents: else torch cannot record it as CUDA graphs, or records one more for
     every length. Graphs of evaluation are lowered where tokens are generated."""
@@ -109,14 +111,12 @@ def test_inductor_gives_the_same_numbers() -> None:
     torch.testing.assert_close(_numbers(model, compiled, "padded", train=False), expected, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("padded", [True, False], ids=["padded", "whole"])
-def test_compiled_generation_with_a_static_cache_gives_the_tokens_of_sdpa(padded: bool) -> None:
+def test_compiled_generation_with_a_static_cache_gives_the_tokens_of_sdpa() -> None:
     forget_graphs()
     model, same = (tiny_model(implementation=how, initializer_range=0.3).double().eval() for how in ("distca", "sdpa"))
     batch = next(_batches("whole rows"))
     batch = {"input_ids": batch["input_ids"], "attention_mask": torch.ones_like(batch["input_ids"])}
-    if padded:
-        batch["attention_mask"][0, :3] = 0
+    batch["attention_mask"][0, :3] = 0
     how = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0, "eos_token_id": None, "disable_compile": True}
     expected = same.generate(**batch, **how)
     compiled = torch.compile(model.forward, fullgraph=True, dynamic=False, backend="aot_eager")

@@ -32,25 +32,20 @@ from support.scripts import run_script
 RECIPES = sorted(REPOSITORY.glob("recipes/*/*.yaml"))
 ACCELERATE_RECIPES = sorted(REPOSITORY.glob("recipes/accelerate/*.yaml"))
 EXAMPLES = sorted(REPOSITORY.glob("examples/*.py"))
-LAUNCHERS = {
-    "distca train": ["distca", "train", "--accelerate", "cpu_2proc"],
-    "torchrun": ["torchrun", "--standalone", "--nproc-per-node", "2", "-m", "distca_hf.run", "--recipe"],
-}
-
-
-def launch(launcher: list[str], *arguments: str | Path) -> str:
-    return run_command([SCRIPTS / launcher[0], *launcher[1:], *arguments])
 
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """A recipe's script on two processes, by each launcher; the folders it wrote to."""
+    """A recipe's script on two processes, by `distca train` and as torchrun starts it; the folders it wrote to.
+
+    Torchrun itself launches a training in `test_server_launch.py`.
+    """
     folder = tmp_path_factory.mktemp("train")
     random_dataset(60).save_to_disk(str(folder / "dataset"))
     tiny_config("llama").save_pretrained(folder / "model")
     folders = {}
-    for name, launcher in LAUNCHERS.items():
-        output = folders[name] = folder / name.split()[0]
+    for name in ("distca", "torchrun"):
+        output = folders[name] = folder / name
         recipe = folder / f"{output.name}.yaml"
         sections = {
             "launch": {"script": "train_causal_lm"},
@@ -70,7 +65,11 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
             },
         }
         recipe.write_text(yaml.safe_dump(sections))
-        launch(launcher, recipe, "--dataset", folder / "dataset", "--max_steps", "3")
+        arguments = recipe, "--dataset", folder / "dataset", "--max_steps", "3"
+        if name == "distca":
+            run_command([SCRIPTS / "distca", "train", "--accelerate", "cpu_2proc", *arguments])
+        else:
+            run_script(2, folder, ["-m", "distca_hf.run", "--recipe", *arguments])
     return folders
 
 

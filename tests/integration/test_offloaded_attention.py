@@ -1,8 +1,9 @@
-"""Attention outputs that wait on the host: the same numbers, attention runs once, nothing stays behind."""
+"""Saved attention outputs, on the host or not: the same numbers, attention runs once, nothing stays behind."""
 
 import functools
 import gc
 import weakref
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -16,11 +17,13 @@ from distca_hf.integrations.checkpointing import OffloadedAttention
 from distca_hf.integrations.host_copy import HostCopy
 from distca_hf.kernels.interface import AttentionSpec, Spans
 from distca_hf.runtime.local_attention import Documents, flash_attn_local
+from distca_hf.runtime.saved_attention import RegionPass, saving_contexts
 from support.data import random_dataset
 from support.models import tiny_model
 
 
 NUM_LAYERS, TOKENS = 3, 192
+Contexts = Callable[[], tuple[RegionPass, RegionPass]]
 
 
 def test_layers_compiled_with_their_checkpointing_are_refused() -> None:
@@ -37,8 +40,8 @@ def test_layers_compiled_with_their_checkpointing_are_refused() -> None:
 class Regions:
     """Regions of two attention calls each, one behind the other."""
 
-    def __init__(self, number: int) -> None:
-        self.contexts, self.number = OffloadedAttention(), number
+    def __init__(self, number: int, contexts: Contexts | None = None) -> None:
+        self.contexts, self.number = contexts or OffloadedAttention(), number
         self.x = torch.randn(6, 2, 4, dtype=torch.float64, requires_grad=True)
 
     def run(self) -> torch.Tensor:
@@ -67,7 +70,7 @@ def test_outputs_are_fetched_one_region_ahead(monkeypatch: pytest.MonkeyPatch) -
     events: list[tuple[str, int]] = []
     numbers: dict[int, int] = {}
     for name in ("save", "fetch", "take"):
-        method = getattr(checkpointing._Region, name)
+        method = getattr(checkpointing._HostRegion, name)
 
         def told(region: object, *args: object, name: str = name, method: object = method) -> object:
             waiting = name != "fetch" or region._fetched is None
@@ -76,7 +79,7 @@ def test_outputs_are_fetched_one_region_ahead(monkeypatch: pytest.MonkeyPatch) -
                 events.append((name, number))
             return method(region, *args)
 
-        monkeypatch.setattr(checkpointing._Region, name, told)
+        monkeypatch.setattr(checkpointing._HostRegion, name, told)
     regions = Regions(3)
     (gradient,) = torch.autograd.grad(regions.run(), regions.x)
 
@@ -90,8 +93,9 @@ def test_outputs_are_fetched_one_region_ahead(monkeypatch: pytest.MonkeyPatch) -
     ]
 
 
-def test_backward_may_run_twice() -> None:
-    regions = Regions(2)
+@pytest.mark.parametrize("contexts", [OffloadedAttention(), saving_contexts])
+def test_backward_may_run_twice(contexts: Contexts) -> None:
+    regions = Regions(2, contexts)
     loss = regions.run()
     first, second = (torch.autograd.grad(loss, regions.x, retain_graph=True)[0] for _ in range(2))
 
@@ -101,14 +105,14 @@ def test_backward_may_run_twice() -> None:
 
 def test_a_graph_that_is_dropped_leaves_nothing_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
     copies: list[weakref.ref[HostCopy]] = []
-    method = checkpointing._Region._to_host
+    method = checkpointing._HostRegion._to_host
 
     def kept(region: object, x: torch.Tensor) -> HostCopy:
         host = method(region, x)
         copies.append(weakref.ref(host))
         return host
 
-    monkeypatch.setattr(checkpointing._Region, "_to_host", kept)
+    monkeypatch.setattr(checkpointing._HostRegion, "_to_host", kept)
     regions = Regions(2)
     loss = regions.run()
     assert all(copy() is not None for copy in copies)
@@ -119,7 +123,21 @@ def test_a_graph_that_is_dropped_leaves_nothing_on_the_host(monkeypatch: pytest.
     assert all(copy() is None for copy in copies)
 
 
-def test_more_attention_calls_than_before_are_an_error() -> None:
+def test_outputs_that_change_in_place_are_an_error() -> None:
+    def changes(x: torch.Tensor) -> torch.Tensor:
+        offsets = torch.tensor([0, len(x)], dtype=torch.int32)
+        documents = Documents.of(Spans(offsets, offsets, len(x), len(x)))
+        return flash_attn_local(x, x, x, documents, AttentionSpec(0.5))[0].mul_(2).tanh()
+
+    x = torch.randn(4, 1, 4, requires_grad=True)
+    loss = checkpoint(changes, x, use_reentrant=False, context_fn=saving_contexts).sum()
+
+    with pytest.raises(RuntimeError, match="changed in place after it was saved for recomputation"):
+        loss.backward()
+
+
+@pytest.mark.parametrize("contexts", [OffloadedAttention(), saving_contexts])
+def test_more_attention_calls_than_before_are_an_error(contexts: Contexts) -> None:
     calls = iter([1, 2])
 
     def differs(layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
@@ -130,9 +148,7 @@ def test_more_attention_calls_than_before_are_an_error() -> None:
         return layer(x)
 
     x = torch.randn(4, 1, 4, requires_grad=True)
-    loss = checkpoint(
-        functools.partial(differs, nn.Linear(4, 4)), x, use_reentrant=False, context_fn=OffloadedAttention()
-    ).sum()
+    loss = checkpoint(functools.partial(differs, nn.Linear(4, 4)), x, use_reentrant=False, context_fn=contexts).sum()
 
     with pytest.raises(RuntimeError, match="more than the 1 attention calls of its forward pass"):
         loss.backward()

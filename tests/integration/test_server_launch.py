@@ -68,7 +68,7 @@ mesh = next(model.parameters()).device_mesh
 note(accelerator.distributed_type.name, accelerator.num_processes, accelerator.process_index, mesh.size(), total)
 accelerator.end_training()
 """
-# A trainer that takes its server away twice, and waits for the next one each time.
+# The first trainer takes its server away twice, and waits for the next one each time; then all train.
 HARMFUL = """
 import json, os, signal, sys
 sys.path.insert(0, os.environ["TESTS"])
@@ -83,18 +83,22 @@ def server():
     (found,) = (process for process in launched if "distca_hf.runtime.server" in process.cmdline())
     return found
 
-watch = Watch(open_store(HANG_SECONDS), 1, HANG_SECONDS)
-watch.begin()
-wait_until(lambda: watch.incarnation(0) is not None)
-incarnations, processes = [watch.incarnation(0)], [server().ppid()]
-for number in (signal.SIGKILL, signal.SIGSTOP):
+def take_away_twice():
+    watch = Watch(open_store(HANG_SECONDS), 1, HANG_SECONDS)
+    watch.begin()
+    wait_until(lambda: watch.incarnation(0) is not None)
+    incarnations, processes = [watch.incarnation(0)], [server().ppid()]
+    for number in (signal.SIGKILL, signal.SIGSTOP):
+        processes.append(server().pid)
+        os.kill(processes[-1], number)
+        wait_until(lambda: watch.incarnation(0) != incarnations[-1])
+        incarnations.append(watch.incarnation(0))
     processes.append(server().pid)
-    os.kill(processes[-1], number)
-    wait_until(lambda: watch.incarnation(0) != incarnations[-1])
-    incarnations.append(watch.incarnation(0))
-processes.append(server().pid)
-with open(os.path.join(os.environ["SEEN"], "processes.json"), "w") as file:
-    json.dump([incarnations, processes], file)
+    with open(os.path.join(os.environ["SEEN"], "processes.json"), "w") as file:
+        json.dump([incarnations, processes], file)
+
+if os.environ["RANK"] == "0":
+    take_away_twice()
 """
 
 
@@ -119,36 +123,18 @@ def seen_in(folder: Path) -> dict[str, list[Any]]:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def replacing(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Future[Path]]:
-    """A launch that loses its server twice; it mostly waits, beside the launches of the other tests."""
-    folder = tmp_path_factory.mktemp("replacing")
-    launcher: list[str | Path] = ["torchrun", "--standalone", "--nproc-per-node", "2"]
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Future[Path]]:
+    """A launch that loses its server twice, and then trains; it mostly waits, beside the launch of the other test."""
+    folder = tmp_path_factory.mktemp("trained")
+    launcher: list[str | Path] = ["torchrun", "--standalone", "--nproc-per-node", "3"]
+    settings: dict[str, object] = {"attention_servers": 1, "trainers_attend": False, "report_every_steps": 2}
 
     def launch() -> Path:
-        run_launched(folder, launcher, HARMFUL, {"attention_servers": 1})
+        run_launched(folder, launcher, HARMFUL + TRAINING, settings)
         return folder
 
     with ThreadPoolExecutor(1) as pool:
         yield pool.submit(launch)
-
-
-def test_trainers_that_leave_attention_to_a_server_lose_as_one_process_does(tmp_path: Path) -> None:
-    launcher: list[str | Path] = ["torchrun", "--standalone", "--nproc-per-node", "3"]
-    settings: dict[str, object] = {"attention_servers": 1, "trainers_attend": False, "report_every_steps": 2}
-    run_launched(tmp_path, launcher, TRAINING, settings)
-    run_script(1, tmp_path, [tmp_path / "script.py"], **variables_of(tmp_path))
-    seen = seen_in(tmp_path)
-
-    assert len(seen["losses1"]) == 4
-    assert seen["losses2"] == pytest.approx(seen["losses1"], abs=1e-5)
-    steps = read_folder(tmp_path / "output").steps  # where the Trainer, and no setting, says
-    assert [(step.label.split(",")[0], step.servers, step.missing) for step in steps] == [
-        *[("step 2", (0,), []), ("step 4", (0,), [])],
-    ]
-    for step in steps:
-        assert step.seconds is not None
-        assert list(step.work[:2]) == [0, 0], "the server computes all"
-        assert step.seconds.attention[2] > 0  # type: ignore[operator]
 
 
 def test_fsdp2_of_accelerate_shards_over_the_trainers(tmp_path: Path) -> None:
@@ -172,9 +158,27 @@ def test_fsdp2_of_accelerate_shards_over_the_trainers(tmp_path: Path) -> None:
     }
 
 
-def test_a_server_that_is_killed_or_stopped_is_replaced(replacing: Future[Path]) -> None:
-    incarnations, processes = seen_in(replacing.result())["processes"]
+def test_a_server_that_is_killed_or_stopped_is_replaced(trained: Future[Path]) -> None:
+    incarnations, processes = seen_in(trained.result())["processes"]
 
     assert incarnations == [0, 1, 2]
     assert len(set(processes)) == 4  # the supervisor, and three servers
     assert not any(map(is_running, processes))
+
+
+def test_trainers_that_leave_attention_to_a_server_lose_as_one_process_does(trained: Future[Path]) -> None:
+    folder = trained.result()
+    (folder / "script.py").write_text(TRAINING)
+    run_script(1, folder, [folder / "script.py"], **variables_of(folder))
+    seen = seen_in(folder)
+
+    assert len(seen["losses1"]) == 4
+    assert seen["losses2"] == pytest.approx(seen["losses1"], abs=1e-5)
+    steps = read_folder(folder / "output").steps  # where the Trainer, and no setting, says
+    assert [(step.label.split(",")[0], step.servers, step.missing) for step in steps] == [
+        *[("step 2", (0,), []), ("step 4", (0,), [])],
+    ]
+    for step in steps:
+        assert step.seconds is not None
+        assert list(step.work[:2]) == [0, 0], "the server computes all"
+        assert step.seconds.attention[2] > 0  # type: ignore[operator]

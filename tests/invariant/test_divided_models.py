@@ -232,5 +232,6 @@ def test_losses_follow_one_process_sdpa(
     if run.loop == "trainer":
         before, after = curve.imbalance
         assert after < min(1.1, before), (before, after)
+        assert curve.places_loss == (run.batches == "packs")
     np.testing.assert_allclose(curve.losses, expected.losses, rtol=0, atol=1e-5)
     np.testing.assert_allclose(curve.gradient_norms, expected.gradient_norms, rtol=0, atol=1e-5)

@@ -90,4 +90,5 @@ def test_losses_follow_one_process(
     for outcome in outcomes[:TRAINERS]:
         curve, again = outcome.result
         assert again >= 1  # a busy machine may lose another one
+        assert curve.places_loss == isinstance(run, packs.Run)
         assert_same_curve(curve, reference, record_property)

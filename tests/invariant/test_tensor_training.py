@@ -233,6 +233,7 @@ def test_losses_follow_one_process_sdpa(
             before, after = curve.imbalance
             assert curve.layer_calls == LAYER_CALLS[run.checkpointing]
             assert after < max(1.1, before), (before, after)
+            assert curve.places_loss == (run.batches == "packs")
 
 
 def test_bytes_per_rank_are_those_of_the_plan_divided_by_tensor_ranks(trained: dict[Run, list[Seen]]) -> None:

@@ -7,6 +7,8 @@ from typing import Any
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
+from distca_hf.integrations.models.structure import transformers_model
+
 
 # By form of activation checkpointing: how often a layer runs for one micro-batch, and how often its attention. The
 # second time it is recomputed for backward.
@@ -50,7 +52,9 @@ def count_layer_calls(model: nn.Module) -> Callable[[], tuple[float, float]]:
     # Hooks before the MLP: recomputation ends in its middle, as soon as backward has all that it needs.
     for mlp in mlps:
         mlp.register_forward_pre_hook(lambda module, args: calls.append(module))
-    model.register_forward_hook(
+    # A hook on the root or the head could read results, so that these would return.
+    backbone = transformers_model(model).base_model
+    backbone.register_forward_hook(
         lambda module, args, kwargs, output: plans.append(kwargs.get("distca_plan")), with_kwargs=True
     )
 

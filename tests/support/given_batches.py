@@ -345,10 +345,8 @@ def train_drawn(seed: int) -> list[Step]:
             for name, gradient in expected.items()
         )
         moves = watch_of(watched).planner.latest_moves
-        # All that a rank without tokens has is padding, of which routers have a loss, too, and means are NaN.
-        of_padding = not batch["input_ids"].numel() and (
-            drawn.kind == "qwen3_moe" or drawn.loss is of_all_hidden_states
-        )
+        # All that a rank without tokens has is padding, over which means of a caller are NaN.
+        of_padding = not batch["input_ids"].numel() and drawn.loss is of_all_hidden_states
         # A mean over no label is NaN.
         is_equal = of_padding or (math.isnan(losses[0]) and math.isnan(losses[1]))
         difference = 0.0 if is_equal else abs(losses[0] - losses[1]) / max(1.0, abs(losses[0]))

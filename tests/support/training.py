@@ -14,6 +14,8 @@ from datasets import Dataset
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from distca_hf.batches.given_agreement import Returning
+from distca_hf.integrations.models.forward_watch import watch_of
 from support.checkpointing import checkpointed_attention, checkpointing_arguments, count_layer_calls
 from support.data import random_dataset
 from support.models import VOCABULARY, plain_attention, tiny_model
@@ -45,6 +47,7 @@ class Curve:
         distributed_type: what Accelerate made of the model, or the class around it.
         layer_calls: as in `support.checkpointing.LAYER_CALLS`.
         imbalance: before and after balancing, mean over all steps.
+        places_loss: whether head and loss ran on placed rows in the last pass.
     """
 
     losses: list[float]
@@ -52,6 +55,7 @@ class Curve:
     distributed_type: str = ""
     layer_calls: tuple[float, float] = (0, 0)
     imbalance: tuple[float, float] = (0, 0)
+    places_loss: bool = False
 
 
 class References:
@@ -236,6 +240,7 @@ def curve_of(trainer: Any) -> Curve:
     """Trains, and reads what the trainer logged."""
     layer_calls = count_layer_calls(trainer.model)
     trainer.train()
+    watch = watch_of(trainer.model)
     logs = [log for log in trainer.state.log_history if "loss" in log]
     before, after = (
         sum(log.get(name, 0.0) for log in logs) / len(logs) for name in ("distca/imbalance_before", "distca/imbalance")
@@ -246,6 +251,7 @@ def curve_of(trainer: Any) -> Curve:
         distributed_type=trainer.accelerator.distributed_type.name,
         layer_calls=layer_calls(),
         imbalance=(before, after),
+        places_loss=watch is not None and watch.planner is not None and watch.planner.returning == Returning.LOSS,
     )
 
 

@@ -2,7 +2,8 @@
 
 A placed row holds parts of many documents, followed by padding. NEFTune's noise depends on the length of a row, and
 some losses are means over all rows. Here each document has the noise of a row that holds only this document, and these
-losses see no padding. Tokens that are placed inside of the model have the noise of the row that they come from.
+losses see no padding. Tokens that are placed inside of the model have the noise of the row that they come from. A rank
+without tokens runs a row of padding, of which routers and such losses have some loss: its loss is 0.
 """
 
 import math
@@ -39,7 +40,7 @@ class CountedRows:
         self._model, self._noise = model, HiddenHook(self._add_noise)
         self._lengths_T: torch.Tensor | None = None
         self._longest_tokens = self._rank = self._padding_rows = 0
-        self.is_noisy = False
+        self.is_noisy = self._is_empty = False
 
     def begin(self, batch: Batch, plan: LivePlan | None, trains: bool, row_tokens: int = 0) -> dict[str, Any]:
         """Begins a pass; returns entries to replace in its batch.
@@ -51,11 +52,15 @@ class CountedRows:
         """
         self._lengths_T, self._longest_tokens, self._padding_rows = None, 0, 0
         self.is_noisy = plan is not None and trains and self._replaces_noise()
+        self._is_empty = False
         if plan is None:
             return {}
         if self.is_noisy:
             self._longest_tokens, self._rank = row_tokens, plan.transport.rank
-        if not isinstance(plan, PlacedPlan) or (lengths := plan.document_tokens) is None:
+        if (lengths := plan.document_tokens) is None:
+            return {}
+        if not isinstance(plan, PlacedPlan):
+            self._is_empty = not len(lengths) and batch.get("labels") is not None
             return {}
         if self.is_noisy:
             self._longest_tokens = int(plan.whole_tokens.max(initial=1))
@@ -73,7 +78,13 @@ class CountedRows:
         self._lengths_T = row_tokens_T.clamp(min=1)
 
     def end(self, output: Any) -> Any:
-        """Ends a pass; returns its output with logits of all rows, zeros in padding."""
+        """Ends a pass whose results are of this rank's batch; returns its output with logits of all rows, zeros in
+        padding, and a loss of 0 if it has no token."""
+        if self._is_empty and isinstance(output, tuple):
+            return _zero(output[0]), *output[1:]
+        if self._is_empty and isinstance(output, dict):
+            for name in {"loss", "aux_loss"} & output.keys():
+                output[name] = _zero(output[name])
         if self._padding_rows and isinstance(output, tuple):
             loss, logits, *others = output
             return loss, self._with_padding(logits), *others
@@ -109,3 +120,8 @@ class CountedRows:
         if lengths_T is not None:
             noise_BTD[:, :real] *= torch.sqrt(self._longest_tokens / lengths_T)[:, None].to(noise_BTD.dtype)
         return output_BTD + noise_BTD
+
+
+def _zero(loss: torch.Tensor) -> torch.Tensor:
+    """Returns 0 for a loss, which is NaN if it is a mean over no label; backward still reaches all weights."""
+    return (0 * loss).nan_to_num()

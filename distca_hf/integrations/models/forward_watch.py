@@ -341,7 +341,7 @@ class ForwardWatch:
                 (layers, attention), flops = self._recomputed(module), self.flops
                 cost = None if flops is None else flops.cost(recomputes_layers=layers, recomputes_attention=attention)
                 self.report.begin(plan, cost, flops)
-        return self.loss.end(self._counted.end(output))
+        return self.loss.end(output if self.loss.is_placed else self._counted.end(output))
 
     def _recomputed(self, module: nn.Module) -> tuple[bool, bool]:
         """Returns whether layers run forward again in backward, and whether their attention does."""

@@ -60,7 +60,7 @@ class PlacedLoss:
         root: the module that was enabled, which may be around it.
 
     Attributes:
-        is_placed: whether they do in the pass that runs.
+        is_unlogged: whether a pass since the last log returned a loss of placed rows.
     """
 
     def __init__(self, model: PreTrainedModel, root: nn.Module) -> None:
@@ -68,6 +68,7 @@ class PlacedLoss:
         self._is_multimodal = text_decoder(model) is not model
         self._reads_more = READER_UNKNOWN
         self._said: set[str] = set()
+        self.is_unlogged = False
         self._returning = Returning.STATES
         self._rows: PassRows | None = None
         self._label_count: Any = None
@@ -203,6 +204,7 @@ class PlacedLoss:
         returning, self._returning = self._returning, Returning.STATES
         rows, self._rows = self._rows, None
         if returning == Returning.LOSS:
+            self.is_unlogged = True
             return output[:1] if isinstance(output, tuple) else type(output)(loss=output["loss"])
         return output if returning == Returning.STATES or rows is None else self._with_values_at_home(output, rows)
 

@@ -186,13 +186,8 @@ def _train_from_whole_checkpoint(
     trainer = attachment.trainer
     check_checkpoint(trainer.model, trainer.args.output_dir, resume_from_checkpoint)
     divide_again(trainer.model)
-    try:
-        with attachment.training():
-            return train(resume_from_checkpoint, *args, **kwargs)
-    finally:  # a training that raises has no end that callbacks hear of
-        for callback in trainer.callback_handler.callbacks:
-            if isinstance(callback, DistCACallback):
-                callback.stop_reading()
+    with attachment.training():
+        return train(resume_from_checkpoint, *args, **kwargs)
 
 
 def _set_arguments(trainer: Trainer, config: DistCAConfig, attachment: Attachment) -> None:

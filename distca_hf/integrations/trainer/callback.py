@@ -119,11 +119,6 @@ class DistCACallback(TrainerCallback):
         assert self._model is not None
         self._steps = StepsAhead(trainer, self._model, replace)
 
-    def stop_reading(self) -> None:
-        """Gives the loader of the training its collator back."""
-        if self._steps is not None:
-            self._steps.end()
-
     def report_on(self, model: nn.Module) -> None:
         """Reports on this enabled model."""
         self._model = model
@@ -157,8 +152,8 @@ class DistCACallback(TrainerCallback):
         self._since_log, self._since_begin = (Meter(transport, args.device, watch.flops) for _ in range(2))
         for meter in (self._since_log, self._since_begin):
             meter.begin(source)
-        self._first_step = state.global_step
-        watch.report.restart(_steps_per_epoch(args, train_dataloader))
+        self._first_step, watch.loss.is_unlogged = state.global_step, False
+        watch.report.restart(steps_per_epoch(args, train_dataloader))
         if source is None and transport.world_size == 1:
             log.info("%s: one rank: there is nothing to balance", __version__)
         if self._steps is not None:
@@ -240,13 +235,17 @@ class DistCACallback(TrainerCallback):
     def on_epoch_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
     ) -> None:
+        """Lets a training that was stopped log its last steps, if losses of these are of placed rows: only their mean
+        over ranks says something."""
+        watch = watch_of(self._model)
+        if control.should_training_stop and watch is not None and watch.loss.is_unlogged:
+            control.should_log = True
         if self._leave is not None:
             self._leave.on_epoch_end(args, state, control)
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
     ) -> None:
-        self.stop_reading()
         watch = watch_of(self._model)
         if watch is not None:
             watch.reported_steps.flush()
@@ -268,6 +267,8 @@ class DistCACallback(TrainerCallback):
     ) -> None:
         if logs is None or "loss" not in logs:
             return
+        if (watch := watch_of(self._model)) is not None:
+            watch.loss.is_unlogged = False
         reading = self._read(self._since_log, state.global_step)
         if reading is None:
             return
@@ -287,7 +288,7 @@ class DistCACallback(TrainerCallback):
         return meter.read(source, step, watch.attention_dtype)
 
 
-def _steps_per_epoch(args: TrainingArguments, train_dataloader: Any) -> int | None:
+def steps_per_epoch(args: TrainingArguments, train_dataloader: Any) -> int | None:
     """Returns the optimizer steps of an epoch; None if its batches are not counted."""
     if not has_length(train_dataloader):
         return None

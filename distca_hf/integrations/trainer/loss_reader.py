@@ -2,19 +2,23 @@
 
 Trainer's own methods read no logits. They sum up the losses of a rank until the next log, and average them over ranks
 there. Two numbers are of rank 0 only: `train_loss` counts the steps after the last log, and a loss that is infinite
-or NaN is left out of the log of its rank.
+or NaN is left out of the log of its rank. So losses of steps that may be the last ones, and that no log covers, stay
+those of a rank's own rows. A training that ends otherwise (a signal, no data left) logs its last steps.
 """
 
-from collections.abc import Callable
+import inspect
+from collections.abc import Callable, Hashable
+from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import nn
-from transformers import Trainer
+from transformers import EarlyStoppingCallback, Trainer
 from transformers.trainer_utils import IntervalStrategy
 
 from distca_hf.integrations.models.forward_watch import watch_of
 from distca_hf.integrations.trainer.attachment import Attachment
+from distca_hf.integrations.trainer.callback import steps_per_epoch
 
 
 # Methods of Trainer that see the loss of a rank.
@@ -66,7 +70,7 @@ class LossReader:
             return "label smoothing reads logits"
         if args.world_size > 1 and not args.average_tokens_across_devices:
             return "average_tokens_across_devices=False: ranks divide by other numbers of labels"
-        return "" if self._is_logged() else "train_loss has rank 0's own loss of steps that no log averages over ranks"
+        return self._unlogged()
 
     def _is_trainers(self, name: str) -> bool:
         """Returns whether a method is that of Transformers, or what was attached in its place."""
@@ -77,10 +81,40 @@ class LossReader:
             method is None or method.__module__ == Trainer.__module__
         )
 
-    def _is_logged(self) -> bool:
-        """Returns whether a later log will cover the running step."""
+    def _unlogged(self) -> str:
+        """Returns why no later log may cover the running step; empty if one will."""
         args, state = self._trainer.args, self._trainer.state
+        if args.logging_strategy == IntervalStrategy.EPOCH or (args.logging_first_step and state.global_step == 0):
+            return ""
+        reason = "train_loss has rank 0's own loss of steps that no log averages over ranks"
         if args.logging_strategy != IntervalStrategy.STEPS:
-            return bool(args.logging_strategy == IntervalStrategy.EPOCH)
-        next_log = (state.global_step // state.logging_steps + 1) * state.logging_steps
-        return next_log <= state.max_steps or (args.logging_first_step and state.global_step == 0)
+            return reason
+        ends, handler = {"": state.max_steps}, self._trainer.callback_handler
+        for callback in handler.callbacks:
+            every: int | None = int(may_stop(type(callback)))  # type: ignore[arg-type]
+            if not every and isinstance(callback, EarlyStoppingCallback):  # it looks at evaluations
+                is_of_steps = args.eval_strategy == IntervalStrategy.STEPS
+                every = (state.eval_steps if is_of_steps else steps_per_epoch(args, handler.train_dataloader)) or 1
+            if every:
+                ends[f" ({type(callback).__name__} may end training before)"] = _next(every, state.global_step)
+        first = min(ends, key=ends.__getitem__)
+        return "" if _next(state.logging_steps, state.global_step) <= ends[first] else reason + first
+
+
+def _next(every: int, step: int) -> int:
+    """Returns the next multiple after a step."""
+    return (step // every + 1) * every
+
+
+@lru_cache(maxsize=256)
+def may_stop(callback_class: Hashable) -> bool:
+    """Returns whether a class of callbacks that is none of Transformers or distca_hf may end a training."""
+    for part in callback_class.__mro__:  # type: ignore[attr-defined]
+        if part.__module__.partition(".")[0] not in ("builtins", "distca_hf", "transformers"):
+            try:
+                source = inspect.getsource(part)
+            except (OSError, TypeError):
+                return True
+            if "should_training_stop" in source or "should_epoch_stop" in source:
+                return True
+    return False

@@ -36,6 +36,7 @@ class StepsAhead:
         self._model = model
         self._loader: Any = None
         self._outer: Any = None
+        replace(trainer, "train", partial(self._train, trainer.train))
         replace(trainer, "get_batch_samples", partial(self._batch_samples, trainer.get_batch_samples))
         if type(trainer)._prepare_inputs is Trainer._prepare_inputs:  # it only copies, on CPUs every time
             replace(trainer, "_prepare_inputs", partial(_prepare_inputs, trainer._prepare_inputs))
@@ -53,6 +54,13 @@ class StepsAhead:
             inner.collate_fn = ReadingCollator(inner.collate_fn, watch.reader)
             if isinstance(loader, DataLoaderShard):
                 self._outer, loader.base_dataloader = loader, SeenLoader(inner)
+
+    def _train(self, train: Callable[..., object], *args: object, **kwargs: object) -> object:
+        """Trains; the loader gets its collator back, also where training raises."""
+        try:
+            return train(*args, **kwargs)
+        finally:
+            self.end()
 
     def end(self) -> None:
         """Gives the loader its collator back."""

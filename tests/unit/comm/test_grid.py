@@ -23,8 +23,8 @@ def test_flat_grid_has_all_ranks_in_all_scopes() -> None:
     grid = Grid.flat(range(4), 2)
 
     assert grid.is_flat
-    assert [grid.members(scope) for scope in Scope] == [(0, 1, 2, 3)] * 3
-    assert [grid.sets_of(scope) for scope in Scope] == [[(0, 1, 2, 3)]] * 3
+    assert [grid.members(scope) for scope in Scope] == [(2,)] + [(0, 1, 2, 3)] * 3
+    assert [grid.sets_of(scope) for scope in Scope] == [[(0,), (1,), (2,), (3,)]] + [[(0, 1, 2, 3)]] * 3
     assert (grid.name, grid.in_words(), grid.data_rank, grid.number) == ("rank 2", "4 ranks", 2, 2)
 
 
@@ -51,6 +51,7 @@ def test_scopes_of_stages_data_and_tensor(rank: int) -> None:
 def test_sets_of_a_scope_are_in_one_order_on_all_ranks() -> None:
     """Every rank makes the process groups of all."""
     for scope, expected in {
+        Scope.TENSOR: [(0, 1), (2, 3), (4, 5), (6, 7)],
         Scope.ROWS: [(0, 2), (1, 3), (4, 6), (5, 7)],
         Scope.STAGE: [(0, 1, 2, 3), (4, 5, 6, 7)],
         Scope.GROUP: [tuple(range(8))],

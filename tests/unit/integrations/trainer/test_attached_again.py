@@ -124,8 +124,10 @@ def test_what_is_attached_can_be_taken_back(make: Callable[..., Trainer]) -> Non
     assert [callback for callback in before[1] if callback not in trainer.callback_handler.callbacks] == []
 
 
-def test_loader_of_a_training_that_raised_is_as_it_was(make: Callable[..., Trainer]) -> None:
-    trainer = make()
+@pytest.mark.parametrize("way", ["attach", "callback"])
+def test_loader_of_a_training_that_raised_is_as_it_was(make: Callable[..., Trainer], way: str) -> None:
+    callbacks = [DistCACallback(distca_hf.DistCAPlugin())] if way == "callback" else []
+    trainer = make(given={"callbacks": callbacks})
     loader = trainer.get_train_dataloader()
     inner = getattr(loader, "base_dataloader", loader)
     before, during = inner.collate_fn, list[object]()
@@ -136,7 +138,8 @@ def test_loader_of_a_training_that_raised_is_as_it_was(make: Callable[..., Train
 
     trainer.get_train_dataloader = lambda: loader
     trainer.training_step = fail
-    keep_batches(trainer)
+    if way == "attach":
+        keep_batches(trainer)
     with pytest.raises(ValueError, match="this step fails"):
         trainer.train()
 

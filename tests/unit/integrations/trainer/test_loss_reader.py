@@ -6,7 +6,13 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import DataCollatorWithFlattening, Trainer, TrainingArguments
+from transformers import (
+    DataCollatorWithFlattening,
+    EarlyStoppingCallback,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+)
 
 import distca_hf
 from distca_hf.integrations.models.forward_watch import watch_of
@@ -46,6 +52,7 @@ def trainer_of(
         model=tiny_model(implementation="distca", num_hidden_layers=1),
         args=TrainingArguments(output_dir=str(folder), **settings | arguments),
         train_dataset=dataset.add_column("labels", dataset["input_ids"]),
+        eval_dataset=dataset,
         data_collator=DataCollatorWithFlattening(),
         **given or {},
     )
@@ -132,3 +139,37 @@ def test_hooks_and_a_forward_that_was_replaced_decide(tmp_path: Path) -> None:
     assert "was replaced, and has no parameter shift_labels" in reason_of(trainer)
     del model.forward
     assert reason_of(trainer) == ""
+
+
+class Late(TrainerCallback):
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        control.should_training_stop = False
+
+
+@pytest.mark.parametrize(
+    ("arguments", "callback", "unlogged"),
+    [
+        ({}, None, [6, 7]),
+        ({"logging_first_step": True}, Late, [1, 3, 4, 6, 7]),
+        ({"eval_strategy": "steps"}, EarlyStoppingCallback, [3, 6, 7]),
+        ({"eval_strategy": "epoch"}, EarlyStoppingCallback, [3, 4, 6, 7]),
+        ({"logging_strategy": "epoch"}, Late, []),
+        ({"logging_strategy": "no"}, None, list(range(8))),
+    ],
+)
+def test_steps_that_no_log_may_cover_are_known(
+    tmp_path: Path, arguments: dict[str, Any], callback: type[TrainerCallback] | None, unlogged: list[int]
+) -> None:
+    """Of 8 steps, logged after every third; an epoch has 5."""
+    given = {"callbacks": [] if callback is None else [callback()]}
+    steps: dict[str, Any] = {"logging_strategy": "steps", "logging_steps": 3, "per_device_train_batch_size": 1}
+    trainer = trainer_of(tmp_path, given=given, **steps | arguments)
+    trainer.callback_handler.train_dataloader = range(5)
+    trainer.state.max_steps, trainer.state.logging_steps, trainer.state.eval_steps = 8, 3, 4
+    reasons = []
+    for step in range(8):
+        trainer.state.global_step = step
+        reasons.append(reason_of(trainer))
+
+    assert [step for step, reason in enumerate(reasons) if "train_loss" in reason] == unlogged
+    assert sum(bool(reason) for reason in reasons) == len(unlogged)
