@@ -12,8 +12,8 @@ from rich.console import Console
 from typer.core import TyperCommand
 
 from distca_hf.analysis import cluster_commands
+from distca_hf.analysis.plan_command import PLAN_EPILOG, Checkpointing, plan
 from distca_hf.errors import DistCAError, printable
-from distca_hf.gpus import H200_GIB
 from distca_hf.launched import is_launched
 from distca_hf.recipe import EXAMPLES, RECIPES, Shipped
 from distca_hf.version import __version__
@@ -142,128 +142,7 @@ def train(
         command.launch(line)
 
 
-# Options of `distca plan` whose help takes several lines.
-DocumentLengths = Annotated[
-    Path,
-    typer.Argument(
-        metavar="LENGTHS",
-        help="document lengths, in the dataset's order: .jsonl, .csv, .tsv, .parquet or .arrow with a column length, "
-        "lengths, num_tokens, token_count, n_tokens or input_ids; a flat list in .json; a number per line in .txt; "
-        ".npy; a saved datasets folder; a folder of such files, or a pattern in quotes; or a shipped sample: "
-        "pretrain, prolong",
-    ),
-]
-ModelName = Annotated[
-    str | None,
-    typer.Option(
-        help="llama3-8b (the default) or another built-in name, a model type or class of Transformers (qwen3, "
-        "Qwen3ForCausalLM: its default sizes), the path of a config.json or of its folder, or a name on the Hub"
-    ),
-]
-LayoutKind = Annotated[
-    str,
-    typer.Option(
-        help="placed: distca chooses the rank of each token; fixed: tokens stay where documents in order fill "
-        "the ranks, tasks move"
-    ),
-]
-OverlongRule = Annotated[
-    str, typer.Option(help="documents longer than all ranks together hold: error, split (into several) or truncate")
-]
-BytesLimit = Annotated[
-    int | None, typer.Option(help="most bytes a rank may send, and receive, per layer; an error if no plan can")
-]
-Checkpointing = Annotated[
-    str,
-    typer.Option(
-        help="what layers keep until backward, for estimates: saved (inputs, attention's outputs), recomputed "
-        "(inputs) or none (everything: no checkpointing)"
-    ),
-]
-Seed = Annotated[int, typer.Option(help="of the training: data_seed or seed of a Trainer, seed of plugin.dataloader")]
-Stages = Annotated[
-    int | None,
-    typer.Option(
-        "--pipeline",
-        help="stages of a pipeline, of --gpus each; --micro-steps is then the number of its micro-batches. "
-        "Shows how busy GPUs are with it, and the same GPUs without a pipeline",
-    ),
-]
-Chunks = Annotated[
-    int | None,
-    typer.Option(help="with --pipeline: parts of the layers on each stage; from 2 on interleaved 1F1B, else 1F1B"),
-]
-WireSpeed = Annotated[
-    float | None,
-    typer.Option(metavar="GB/S", help="with --pipeline: GB/s that a GPU sends, and receives at the same time (50)"),
-]
-LengthsAreBatch = Annotated[
-    bool,
-    typer.Option(
-        "--lengths-are-batch",
-        help="plan exactly these documents; several micro-steps take them in order, nearly equal tokens each",
-    ),
-]
-
-
-@app.command(epilog="Example: distca plan pretrain --gpus 8 --tokens-per-rank 16384 --compare")
-def plan(
-    lengths: DocumentLengths,
-    gpus: Annotated[int, typer.Option(help="GPUs (ranks) that train together")],
-    tokens_per_rank: Annotated[int, typer.Option(help="tokens each rank holds in a micro-step, at most")],
-    ranks_per_node: Annotated[int, typer.Option(help="ranks that share a node")] = 8,
-    micro_steps: Annotated[int, typer.Option(help="micro-steps of an optimizer step (gradient accumulation)")] = 1,
-    pipeline: Stages = None,
-    chunks: Chunks = None,
-    wire_speed: WireSpeed = None,
-    model: ModelName = None,
-    layout: LayoutKind = "placed",
-    overlong: OverlongRule = "error",
-    bytes_limit: BytesLimit = None,
-    checkpointing: Checkpointing = "saved",
-    liger: Annotated[bool, typer.Option("--liger", help="estimate with Liger's kernels and loss")] = False,
-    gpu_gib: Annotated[float, typer.Option(help="memory of a GPU, in GiB; by default an H200's")] = H200_GIB,
-    seed: Seed = 0,
-    lengths_are_batch: LengthsAreBatch = False,
-    compare: Annotated[bool, typer.Option("--compare", help="also run baselines on the same documents")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="print one JSON object")] = False,
-    plot: Annotated[Path | None, typer.Option(help="draw the work of all ranks into this file")] = None,
-) -> None:
-    """Estimates a training on documents of these lengths: balance of an epoch, speed and memory, also for other
-    numbers of tokens per rank.
-
-    Documents are shuffled and packed as training does it: an epoch has as few micro-batches as hold all documents, of
-    nearly equal tokens. The first optimizer step is planned in full, with its bytes.
-
-    Speed and memory are estimates; no GPU is needed. Bytes are those of one layer's forward pass.
-
-    With and without a pipeline: distca plan pretrain --gpus 8 --tokens-per-rank 65536 --pipeline 4 --micro-steps 8
-    """
-    from distca_hf.analysis.command import run_plan
-
-    with _one_line_errors():
-        run_plan(
-            lengths,
-            ranks=gpus,
-            tokens_per_rank=tokens_per_rank,
-            ranks_per_node=ranks_per_node,
-            micro_steps=micro_steps,
-            model=model,
-            layout=layout,
-            overlong=overlong,
-            bytes_limit=bytes_limit,
-            checkpointing=checkpointing,
-            liger=liger,
-            gpu_gib=gpu_gib,
-            seed=seed,
-            lengths_are_batch=lengths_are_batch,
-            compare=compare,
-            as_json=as_json,
-            plot=plot,
-            pipeline=pipeline,
-            chunks=chunks,
-            wire_speed=wire_speed,
-        )
+app.command(epilog=PLAN_EPILOG)(cluster_commands.within(_one_line_errors, plan))
 
 
 # Argument and options of `distca check` whose help takes several lines.

@@ -188,7 +188,7 @@ def _causal_work(document: int, start: int, stop: int) -> int:
     return (stop * (stop + 1) - start * (start + 1)) // 2
 
 
-def imbalance(work: Sequence[int] | IntArray, speeds: Sequence[float] = ()) -> float:
+def imbalance(work: Sequence[float] | IntArray, speeds: Sequence[float] = ()) -> float:
     """Divides the maximum by the mean work of the ranks: 1.0 is perfect, and the value of an empty batch.
 
     Args:

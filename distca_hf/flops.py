@@ -129,6 +129,16 @@ class StepFlops:
         """Returns the operations that count for utilisation, without recomputed layers and scores."""
         return (self.token_forward + self.token_backward) * tokens + 3 * self.pair_forward * pairs
 
+    def work(self, layer_tokens: IntArray, pairs: NDArray[np.float64], head_tokens: IntArray) -> NDArray[np.float64]:
+        """Returns `[ranks]` operations of a step that count for utilisation: layers, attention, head and loss.
+
+        Args:
+            layer_tokens, pairs: `[ranks]` tokens that layers compute, and pairs that they attend, mean over layers.
+            head_tokens: `[ranks]` tokens that the head computes.
+        """
+        matrices = self.layers_forward * layer_tokens + self.head_forward * head_tokens
+        return (1 + self.token_backward / max(1.0, self.token_forward)) * matrices + 3 * self.pair_forward * pairs
+
     def cost(self, *, recomputes_layers: bool, recomputes_attention: bool, rates: Rates = H200) -> StepCost:
         """Returns the seconds of a token and of a pair under activation checkpointing.
 

@@ -17,7 +17,7 @@ from distca_hf.typed_json import read_json, reader_of
 
 
 # What a line is, and the version of its fields.
-KIND, VERSION = "distca-trace", 2
+KIND, VERSION = "distca-trace", 3
 # Name of a folder of traces, unless a setting names another one; and of the files in it.
 FOLDER = "distca_report"
 FILES, SERVER_FILES = "rank-*.jsonl", "server-*.jsonl"
@@ -207,13 +207,17 @@ class RankTrace:
             tensor ranks; 0 without them.
         device: name of the GPU, or "cpu".
         ranks_per_node: ranks that share a node.
-        placed: whether documents were placed; else packs were kept.
+        placed: whether batches are placed ones; else they were given.
+        places_rows: whether rows of given batches are placed inside the model; else attention tasks move.
         fingerprint: of the plan, in hexadecimal digits. Equal on all ranks that share documents.
         documents, num_tokens, longest_document_tokens: of all ranks together.
         tokens: that this rank holds.
         kinds: of the layers that attend.
         work_before, work: `[ranks]` attended pairs in one layer, mean over layers: of documents in the order of the
             data, or as packs came, and as planned. The first has no servers, the second has them behind all others.
+        tokens_before, layer_tokens: `[ranks]` tokens of each rank, likewise; without servers.
+        step_work_before, step_work: `[ranks]` operations of a step likewise: layers, attention, head and loss; without
+            servers, and empty where operations of the model are not known.
         speeds: `[ranks]` relative speeds of the ranks of `work`, 0 for one that attends to nothing; empty where all
             are equal.
         sent_bytes, received_bytes: (rank, bytes) of one layer's forward pass, mean over layers.
@@ -238,6 +242,7 @@ class RankTrace:
     device: str
     ranks_per_node: int
     placed: bool
+    places_rows: bool
     fingerprint: str
     documents: int
     num_tokens: int
@@ -246,6 +251,10 @@ class RankTrace:
     kinds: tuple[LayersTrace, ...]
     work_before: tuple[float, ...]
     work: tuple[float, ...]
+    tokens_before: tuple[int, ...]
+    layer_tokens: tuple[int, ...]
+    step_work_before: tuple[float, ...]
+    step_work: tuple[float, ...]
     speeds: tuple[float, ...]
     sent_bytes: tuple[tuple[int, int], ...]
     received_bytes: tuple[tuple[int, int], ...]
@@ -257,6 +266,16 @@ class RankTrace:
     costs: PredictedCosts | None
     model: ModelSizes | None
     profile: str
+
+    @property
+    def before(self) -> str:
+        """Words for how documents lie in `work_before`."""
+        return "documents in the order of the data" if self.placed else "batches as they came"
+
+    @property
+    def after(self) -> str:
+        """Words for how they lie in `work`."""
+        return "placed" if self.placed else "rows placed inside the model" if self.places_rows else "tasks moved"
 
     @property
     def layers(self) -> int:
@@ -313,6 +332,9 @@ class RankTrace:
             return f"rank {self.rank} of {ranks}"
         if not self.work_before or len(self.work) != self.num_ranks + len(self.servers):
             return f"work of {len(self.work_before)} and {len(self.work)} ranks, of {ranks}"
+        for of_step in (self.step_work_before, self.step_work, self.tokens_before, self.layer_tokens):
+            if len(of_step) not in (0, self.num_ranks):
+                return f"work of a step, or tokens, of {len(of_step)} ranks, of {ranks}"
         if self.speeds and len(self.speeds) != len(self.work):
             return f"speeds of {len(self.speeds)} ranks for work of {len(self.work)}"
         for rank, (speed, work) in enumerate(zip(self.speeds, self.work, strict=False)):

@@ -24,10 +24,12 @@ def add_to(app: typer.Typer, errors: Callable[[], AbstractContextManager[None]])
         errors: makes the context that a command runs in, which turns refused input into one line.
     """
     for command, epilog in ((profile, PROFILE_EPILOG), (simulate, SIMULATE_EPILOG)):
-        app.command(epilog=epilog)(_within(errors, command))
+        app.command(epilog=epilog)(within(errors, command))
 
 
-def _within(errors: Callable[[], AbstractContextManager[None]], command: Callable[..., None]) -> Callable[..., None]:
+def within(errors: Callable[[], AbstractContextManager[None]], command: Callable[..., None]) -> Callable[..., None]:
+    """Returns a command that runs in such a context."""
+
     @functools.wraps(command)
     def run(**options: object) -> None:
         with errors():
@@ -94,8 +96,17 @@ def simulate(
         ),
     ],
     gpus: Annotated[str, typer.Option(help="numbers of GPUs, with commas between them")] = "8",
-    tokens_per_rank: Annotated[int, typer.Option(help="tokens each GPU holds in a micro-step, at most")] = 131_072,
-    context: Annotated[int | None, typer.Option(help="longer documents are split; by default none is")] = None,
+    tokens_per_rank: Annotated[
+        int | None, typer.Option(help="tokens each GPU holds in a micro-step, at most; 131,072 by default")
+    ] = None,
+    batch_size: Annotated[
+        int | None,
+        typer.Option(help="rows of each GPU in a micro-step: your batches (per_device_train_batch_size), as they are"),
+    ] = None,
+    context: Annotated[
+        int | None,
+        typer.Option(help="longer documents are split, rows of --batch-size cut off (max_length); by default none is"),
+    ] = None,
     model: Annotated[str | None, typer.Option(help="model, as distca plan takes it; llama3-8b by default")] = None,
     cluster: Annotated[
         str,
@@ -138,6 +149,8 @@ def simulate(
     Says which to choose, what it brings, and when it brings nothing. No GPU is needed. Times come from measurements of
     single kernels, layers and links; all assumptions are listed.
 
+    Your own batches, unpacked: distca simulate prolong --batch-size 4 --context 32768
+
     Several at once: distca simulate pretrain --gpus 8,64,512 --micro-steps 1,4 --json
 
     And a pipeline: distca simulate pretrain --gpus 32 --micro-steps 2 --pipeline 4 --chunks 4 --liger
@@ -150,6 +163,7 @@ def simulate(
             model=model,
             gpus=gpus,
             tokens_per_rank=tokens_per_rank,
+            batch_size=batch_size,
             context=context,
             cluster=cluster,
             micro_steps=micro_steps,

@@ -97,7 +97,8 @@ def simulate_speed(
     )
     steps = [given] if given else simulated.steps(document_tokens)
     simulation = Simulation.of(simulated, find_profile(PROFILE))
-    ways, ours = {way.key: way for way in simulation.ways()}, "placed" if request.layout == "placed" else "packs_kept"
+    ways = {way.key: way for way in (*simulation.ways(), simulation.tasks_moved)}
+    ours = "placed" if request.layout == "placed" else "tasks_moved"
     plain, packs, planned = (
         [simulation.step_seconds(ways[key], step) for step in steps] for key in ("plain", "sorted_packs", ours)
     )

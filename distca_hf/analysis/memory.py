@@ -37,8 +37,7 @@ Sharding = Literal["fsdp2", "fsdp2_synced", "zero3"]
 SHARDING_NAMES: dict[str, str] = {"fsdp2": "FSDP2", "fsdp2_synced": "FSDP2 synced", "zero3": "ZeRO-3"}
 Checkpointing = Literal["saved", "recomputed", "none"]
 GIB = 2**30
-# Bytes of AdamW's state per weight: two fp32 numbers.
-ADAM_BYTES = 8
+ADAM_BYTES = 8  # of AdamW's state per weight: two fp32 numbers
 # Bytes of a number in bf16 and in fp32.
 HALF_BYTES, SINGLE_BYTES = 2, 4
 # Bytes of a token and word of the vocabulary: logarithms of probabilities, and two gradients, in fp32.
@@ -227,7 +226,9 @@ class Memory:
         return {name: getattr(self, name) for name in (*parts, *sums)}
 
 
-def estimate_memory(size: DecoderSize, setup: TrainingSetup, rank_tokens: int, received_bytes: int = 0) -> Memory:
+def estimate_memory(
+    size: DecoderSize, setup: TrainingSetup, rank_tokens: int, received_bytes: int = 0, head_tokens: int = 0
+) -> Memory:
     """Estimates the peak memory of the rank with most tokens.
 
     Args:
@@ -235,11 +236,12 @@ def estimate_memory(size: DecoderSize, setup: TrainingSetup, rank_tokens: int, r
         setup: how the model is trained.
         rank_tokens: tokens that the rank holds in a micro-step, as its tensor ranks do.
         received_bytes: keys and values that it receives in the forward pass of one layer of full attention.
+        head_tokens: most tokens that a head computes; 0: those of the rank.
     """
     kept = sum(layer.count * _kept_bytes(layer, size, setup) for layer in size.layers)
     of_layers = sum(layer.count * layer.received_bytes(received_bytes, setup.tensor_ranks) for layer in size.layers)
     waits = of_layers <= setup.kv_budget_bytes
-    moments = [_head_moment(size, setup, rank_tokens, of_layers if waits else 0)]
+    moments = [_head_moment(size, setup, head_tokens or rank_tokens, of_layers if waits else 0)]
     for layer in size.layers:
         of_layer = layer.received_bytes(received_bytes, setup.tensor_ranks)
         received = (of_layers if waits else of_layer) + of_layer

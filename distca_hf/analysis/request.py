@@ -4,7 +4,7 @@ A model is its heads, the bytes of a number, and numbers of weights. Public mode
 all others.
 
 The planners are those of training: `PlacedPlanner` for documents that are placed, `plan_by_moving` for packs of
-others.
+hybrids, whose tokens stay.
 """
 
 from collections.abc import Sequence

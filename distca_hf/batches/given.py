@@ -23,6 +23,7 @@ import torch
 from distca_hf.arrays import IntArray
 from distca_hf.batches.batch_documents import Batch, tokens_of
 from distca_hf.batches.given_agreement import GivenAgreement, Returning, ShownNumbers
+from distca_hf.batches.given_plans import GivenPlans
 from distca_hf.batches.read_documents import DocumentReader, ReadDocuments
 from distca_hf.batches.step_ahead import StepAhead
 from distca_hf.batches.taking import order_plan
@@ -32,18 +33,17 @@ from distca_hf.comm.transport import Gather, Transport
 from distca_hf.config import DistCAConfig
 from distca_hf.cost import CAUSAL_LAYERS, LayerMasks, TokenBytes
 from distca_hf.errors import PackingError
+from distca_hf.flops import StepFlops
 from distca_hf.layout import Layout, as_int_array
-from distca_hf.placement.given import place_given
-from distca_hf.planning.plan import Plan, PlanFacts, PlanTotals, plan_in_place
-from distca_hf.planning.rebalance import plan_by_moving
+from distca_hf.planning.plan import Plan, PlanFacts
+from distca_hf.planning.plan_totals import PlanTotals
 from distca_hf.planning.row_moves import RowMoves
-from distca_hf.planning.served import Servers, plan_served
+from distca_hf.planning.served import Servers
 from distca_hf.runtime.layer_kinds import PinnedKinds
 from distca_hf.runtime.live_plan import LivePlan
 from distca_hf.runtime.planned import Planned, PlannedLater
 from distca_hf.runtime.row_moves import DeviceRowMoves
 from distca_hf.telemetry import REMEMBERED_MICRO_BATCHES, LoaderTimes
-from distca_hf.topology import Topology
 
 
 class HostPlan(NamedTuple):
@@ -71,6 +71,7 @@ class IncomingBatches:
         device: where its tokens are.
         servers: attention servers that compute some of its tasks; None if there are none.
         forms: see `ShownNumbers`.
+        states_return: whether hidden states return, so that each head computes the rows of its batch.
         prepare: waits for the lengths, and plans; or waits for the plan.
         spent_seconds: time that planning has taken so far.
     """
@@ -80,6 +81,7 @@ class IncomingBatches:
     device: torch.device
     servers: Servers | None
     forms: tuple[int, ...]
+    states_return: bool
     prepare: Callable[[], HostPlan]
     spent_seconds: float
 
@@ -93,6 +95,7 @@ class GivenPlanner:
         layer_masks: masks that the model's layers attend with, each with the number of its layers.
         read: reads the documents of a batch.
         places_rows: whether rows are placed inside the model; else they stay, and attention tasks move.
+        flops: operations of the model, to count the work of a step by; None if they are not known.
 
     Attributes:
         history: facts of the latest micro-batches.
@@ -112,6 +115,7 @@ class GivenPlanner:
         layer_masks: LayerMasks = CAUSAL_LAYERS,
         read: Callable[[Batch], ReadDocuments] = DocumentReader().read,  # noqa: B008 (immutable)
         places_rows: bool = False,
+        flops: StepFlops | None = None,
     ) -> None:
         self.totals = PlanTotals()
         self.history: deque[PlanFacts] = deque(maxlen=REMEMBERED_MICRO_BATCHES)
@@ -119,11 +123,9 @@ class GivenPlanner:
         self._config = config
         self._transport = transport
         self._alone = transport.among_trainers if isinstance(transport, ServedTransport) else transport
-        self._topology = config.topology(transport.world_size)
-        self._head_groups = head_groups
-        self._token_bytes = token_bytes
-        self._servers, self._layer_masks, self._read_batch = servers, layer_masks, read
-        self._places_rows = places_rows
+        topology = config.topology(transport.world_size)
+        self._plans = GivenPlans(topology, head_groups, token_bytes, layer_masks, places_rows)
+        self._servers, self._read_batch, self._flops = servers, read, flops
         self.latest_moves: RowMoves | None = None
         self.returning, self.needing = Returning.STATES, ""
         self._agreement = GivenAgreement(config, transport)
@@ -206,7 +208,9 @@ class GivenPlanner:
             gather = self._transport.gather(filled_up, _where(number))
             prepare = partial(self._prepare_gathered, gather, shown, number, device.type == "cuda", servers)
         spent_seconds = time.perf_counter() - began
-        batches = IncomingBatches(number, trains, device, servers, shown.forms, prepare, spent_seconds)
+        states_return = shown.returning is Returning.STATES
+        of_ranks = servers, shown.forms, states_return
+        batches = IncomingBatches(number, trains, device, *of_ranks, prepare, spent_seconds)
         later = PlannedLater(longest_tokens, partial(self._plan_incoming, batches))
         return LivePlan(
             number,
@@ -227,23 +231,27 @@ class GivenPlanner:
 
     def _prepare(self, lengths: Sequence[IntArray], pin: bool, servers: Servers | None) -> HostPlan:
         """Plans and routes batches on the host, from the document lengths of each rank; safe in a thread."""
-        home = Layout.from_packs(lengths)
-        masks = self._layer_masks
-        layout = place_given(home, self._topology, self._head_groups, masks) if self._places_rows else home
-        plan, topology = self._plan_layout(layout, servers)
+        home, plans = Layout.from_packs(lengths), self._plans
+        layout = plans.layout(home)
+        plan = plans.plan(layout, servers)
+        topology = plans.topology if servers is None else servers.topology(plans.topology)
         num_chunks, rank = self._config.num_chunks(topology), self._transport.rank
         num_servers = 0 if servers is None else servers.count
+        masks = plans.layer_masks
         kinds = PinnedKinds.prepare(plan, rank, num_chunks, masks, home.rank_work_of, pin=pin, num_servers=num_servers)
-        moves = RowMoves.of(home, layout, rank) if self._places_rows else None
+        kinds = replace(kinds, facts=kinds.facts.with_tokens(home, layout))
+        moves = RowMoves.of(home, layout, rank) if plans.places_rows else None
         return HostPlan(plan, num_chunks, kinds, moves)
 
     def _plan_incoming(self, batches: IncomingBatches) -> Planned:
         """Waits for the plan of batches, or makes it, and copies it to the device."""
         began = time.perf_counter()
         plan, num_chunks, kinds, self.latest_moves = batches.prepare()
+        if not batches.states_return:
+            kinds = replace(kinds, facts=replace(kinds.facts, head_tokens=kinds.facts.tokens))
         self.history.append(kinds.facts)
         if batches.trains:
-            self.totals = self.totals.plus(kinds.facts)
+            self.totals = self.totals.plus(kinds.facts, self._flops)
             self.times.micro_batches += 1  # padded micro-batches are in none of these
             self.times.plan_seconds += batches.spent_seconds + time.perf_counter() - began
         ordered = None if batches.servers is None else plan
@@ -253,16 +261,6 @@ class GivenPlanner:
             return planned
         moves = DeviceRowMoves.of(self.latest_moves, batches.device)
         return planned._replace(moves=moves, batch_forms=batches.forms)
-
-    def _plan_layout(self, layout: Layout, servers: Servers | None) -> tuple[Plan, Topology]:
-        """Returns the plan of a layout, and the nodes of the ranks that it is of."""
-        groups, trainers, token_bytes = self._head_groups, self._topology, self._token_bytes
-        if servers is None and self._places_rows:
-            return plan_in_place(layout, groups), trainers
-        if servers is None:
-            return plan_by_moving(layout, groups, topology=trainers, token_bytes=token_bytes), trainers
-        plan = plan_served(layout, servers, groups, topology=trainers, token_bytes=token_bytes)
-        return plan, servers.topology(trainers)
 
     def _read(self, batch: Batch, number: int) -> ReadDocuments:
         """Returns the documents of this rank's batch. Announces a failure to others."""

@@ -13,7 +13,7 @@ from distca_hf.comm.agreement import Agreement, Occasion
 from distca_hf.comm.transport import Transport
 from distca_hf.flops import StepFlops
 from distca_hf.gpus import peak_flops
-from distca_hf.planning.plan import PlanTotals
+from distca_hf.planning.plan_totals import PlanTotals
 from distca_hf.telemetry import LoaderTimes
 
 
@@ -58,10 +58,11 @@ class MeterReading:
 
     def basic(self) -> dict[str, float]:
         """Returns the metrics that are most often watched, as far as they are known."""
-        metrics = {
-            "distca/imbalance": self.totals.imbalance / self.totals.micro_batches,
-            "distca/tokens_per_second_per_rank": self.totals.tokens / self.seconds / self.num_ranks,
-        }
+        totals = self.totals
+        metrics = {"distca/imbalance": totals.imbalance / totals.micro_batches}
+        if totals.step_imbalance:
+            metrics |= {"distca/step_imbalance": totals.step_imbalance / totals.micro_batches}
+        metrics |= {"distca/tokens_per_second_per_rank": totals.tokens / self.seconds / self.num_ranks}
         if self.utilisation is not None:
             metrics |= {"distca/utilisation": self.utilisation}
         if self.memory_bytes is not None:
@@ -80,18 +81,25 @@ class MeterReading:
             "distca/slowest_rank": float(self.slowest_rank or 0),
             "distca/tokens_per_second": self.totals.tokens / self.seconds,
             "distca/documents_truncated": float(documents_truncated),
-            **self._of_kinds(),
+            **self._of_some(),
         }
 
-    def _of_kinds(self) -> dict[str, float]:
-        """Returns the balance of full layers and of layers with a window, of a model that has both."""
-        totals, count = self.totals, self.totals.mixed_micro_batches
-        if not count:
-            return {}
-        return {
-            "distca/imbalance_full": totals.imbalance_full / count,
-            "distca/imbalance_window": totals.imbalance_window / count,
-        }
+    def _of_some(self) -> dict[str, float]:
+        """Returns the balance of full layers and of layers with a window, of a model that has both; and of a step and
+        of tokens, where work of a step is counted."""
+        totals, metrics = self.totals, dict[str, float]()
+        if count := totals.mixed_micro_batches:
+            metrics |= {
+                "distca/imbalance_full": totals.imbalance_full / count,
+                "distca/imbalance_window": totals.imbalance_window / count,
+            }
+        if totals.step_imbalance:
+            metrics |= {
+                "distca/step_imbalance_before": totals.step_imbalance_before / totals.micro_batches,
+                "distca/token_imbalance_before": totals.token_imbalance_before / totals.micro_batches,
+                "distca/token_imbalance": totals.token_imbalance / totals.micro_batches,
+            }
+        return metrics
 
     def in_words(self, done: str) -> str:
         """Returns one line about a training or an epoch that has ended.
@@ -100,14 +108,12 @@ class MeterReading:
             done: its first words.
         """
         totals, seconds = self.totals, self.seconds
-        before, after = totals.imbalance_before / totals.micro_batches, totals.imbalance / totals.micro_batches
         waited_much = self.slowest_rank is not None and self.waited_seconds >= LITTLE_WAITING * seconds
         slow = f", mostly for rank {self.slowest_rank}" if waited_much else ""
         return (
             f"{done}: {totals.tokens:,} tokens in {duration(seconds)}, {totals.tokens / seconds:,.0f} per second; "
-            f"attention work of the busiest rank {before:.2f} -> {after:.2f} times the mean; waited "
-            f"{self.loader_wait_seconds / seconds:.1%} of the time for data, {self.waited_seconds / seconds:.1%} for "
-            f"other ranks{slow}"
+            f"{totals.balance}; waited {self.loader_wait_seconds / seconds:.1%} of the time for data, "
+            f"{self.waited_seconds / seconds:.1%} for other ranks{slow}"
         )
 
 

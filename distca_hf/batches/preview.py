@@ -16,13 +16,12 @@ from numpy.typing import NDArray
 from distca_hf.arrays import IntArray, ceil_div
 from distca_hf.batches.placed import PlacedPlanner
 from distca_hf.config import DistCAConfig
-from distca_hf.cost import imbalance
 from distca_hf.data.accumulation import SteppedEpoch
-from distca_hf.flops import StepCost
+from distca_hf.flops import StepCost, StepFlops
 from distca_hf.placement.place import work_in_order
 from distca_hf.planning.layer_work import LayerWork, imbalance_of_layers, layer_shares
 from distca_hf.planning.plan import PlanFacts
-from distca_hf.planning.row_moves import RowMoves
+from distca_hf.planning.plan_totals import PlanTotals
 from distca_hf.runtime.live_plan import LivePlan
 from distca_hf.telemetry import OF_THIS_RANK, get_logger
 from distca_hf.version import __version__
@@ -46,8 +45,7 @@ class Preview:
         imbalance_before, imbalance: `[micro-batches]` attended pairs of the busiest rank over the mean: as documents
             came, and as they are computed. With servers the latter is the longest time over that of an even split.
         speeds: relative speeds of all ranks, of which attention servers are the last; empty without servers.
-        token_imbalance: tokens of the busiest rank over the mean, in the user's batches and in the layers; None where
-            tokens stay.
+        given: totals of a micro-batch that the user made; None if batches are made here.
     """
 
     tokens: IntArray
@@ -55,14 +53,14 @@ class Preview:
     imbalance_before: NDArray[np.float64]
     imbalance: NDArray[np.float64]
     speeds: tuple[float, ...] = ()
-    token_imbalance: tuple[float, float] | None = None
+    given: PlanTotals | None = None
 
     @classmethod
-    def of(cls, facts: PlanFacts, moves: RowMoves | None = None) -> Self:
-        """Returns the preview of one micro-batch, which is planned already.
+    def of(cls, facts: PlanFacts, flops: StepFlops | None = None) -> Self:
+        """Returns the preview of one given micro-batch, which is planned already.
 
         Args:
-            moves: of its rows; None if they stay.
+            flops: operations of the model; None if they are not known.
         """
         return cls(
             tokens=np.array([facts.num_tokens]),
@@ -70,7 +68,7 @@ class Preview:
             imbalance_before=np.array([facts.imbalance_before]),
             imbalance=np.array([facts.imbalance]),
             speeds=facts.speeds,
-            token_imbalance=None if moves is None else (imbalance(moves.home_tokens), imbalance(moves.placed_tokens)),
+            given=PlanTotals().plus(facts, flops),
         )
 
 
@@ -160,12 +158,13 @@ class RunReport:
         """Writes the first lines again when the next training begins; its optimizer steps per epoch, where known."""
         self._steps_per_epoch, self.written = steps_per_epoch, False
 
-    def begin(self, plan: LivePlan, cost: StepCost | None) -> None:
+    def begin(self, plan: LivePlan, cost: StepCost | None, flops: StepFlops | None = None) -> None:
         """Writes the two lines, behind the first forward pass of a training.
 
         Args:
             plan: of that pass.
             cost: of a token and a pair, as the model is checkpointed; None if it is not known.
+            flops: operations of the model; None likewise.
         """
         self.written = True
         if plan.transport.grid.number != 0 or plan.chunk != 0 or not log.isEnabledFor(logging.INFO):
@@ -174,9 +173,7 @@ class RunReport:
         if isinstance(plan, PlacedPlan):
             preview, seen = plan.data.preview, f"means over {len(plan.data.preview.tokens)} micro-batches"
         else:
-            moves = plan.planned.moves
-            preview = Preview.of(plan.facts, None if moves is None else moves.on_host)
-            seen = "in the first micro-batch"
+            preview, seen = Preview.of(plan.facts, flops), "in the first micro-batch"
         log.info("%s", second_line(preview, cost, plan.transport.world_size, seen), extra=OF_THIS_RANK)
 
     def _first_line(self, plan: LivePlan) -> str:
@@ -228,23 +225,24 @@ def second_line(preview: Preview, cost: StepCost | None, num_ranks: int, seen: s
     left = num_ranks / sum(preview.speeds) if preview.speeds else 1.0
     imbalance_after = preview.imbalance * left
     before, after = preview.imbalance_before.mean(), imbalance_after.mean()
-    if preview.token_imbalance is not None and num_ranks > 1:
-        words.append("tokens of the busiest rank {:.2f} -> {:.2f} times the mean".format(*preview.token_imbalance))
     if preview.speeds:
         words.append(f"attention time of the busiest rank {before:.2f} -> {after:.2f} times the mean of the trainers")
     elif num_ranks == 1:
         words.append("one rank: there is nothing to balance")
+    elif preview.given is not None:
+        words.append(preview.given.balance)
     else:
         words.append(f"attention work of the busiest rank {before:.2f} -> {after:.2f} times the mean")
     if cost is not None:
         share = cost.attention_share(preview.tokens.sum(), preview.pairs.sum())
         words.append(f"attention is about {share:.0%} of a step")
         if num_ranks > 1 or preview.speeds:
-            imbalances = preview.imbalance_before, imbalance_after, *(preview.token_imbalance or ())
-            speed_up = cost.speed_up(preview.tokens, preview.pairs, *imbalances)
+            given, imbalances = preview.given, (preview.imbalance_before, imbalance_after)
+            of_tokens = () if given is None else (given.token_imbalance_before, given.token_imbalance)
+            speed_up = cost.speed_up(preview.tokens, preview.pairs, *imbalances, *of_tokens)
             of_placed = f"steps should be {speed_up:.2f} times as fast as in the order of the data"
-            of_rows = f"layers should be {speed_up:.2f} times as fast as without"  # the head stays
-            words.append(of_placed if preview.token_imbalance is None else of_rows)
+            of_rows = f"layers should be {speed_up:.2f} times as fast as without"  # the head may stay
+            words.append(of_placed if given is None else of_rows)
     return f"{'; '.join(words)} ({seen})"
 
 

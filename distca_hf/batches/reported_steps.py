@@ -19,6 +19,7 @@ import torch
 
 from distca_hf.batches.preview import PlacedPlan
 from distca_hf.cost import LayerMasks, TokenBytes
+from distca_hf.flops import StepFlops
 from distca_hf.runtime.live_plan import LivePlan
 from distca_hf.runtime.pass_trace import UNTRACED, NotedPass, PassTrace
 from distca_hf.runtime.pending_traces import (
@@ -41,10 +42,12 @@ class Predictable(NamedTuple):
     Attributes:
         costs: by rates of a GPU.
         sizes: of the model.
+        flops: operations of the model.
     """
 
     costs: PredictedCosts | None = None
     sizes: ModelSizes | None = None
+    flops: StepFlops | None = None
 
 
 class ReportedSteps:
@@ -117,6 +120,9 @@ class ReportedSteps:
         """Returns the trace of a pass that begins: without calls."""
         facts, transport, grid = plan.facts, plan.transport, plan.transport.grid
         kinds = self._kinds_of(plan)
+        step_work: tuple[tuple[float, ...], ...] = ((), ())
+        if of_model.flops is not None and facts.tokens:
+            step_work = tuple(tuple(work.tolist()) for work in facts.step_work(of_model.flops))
         sent, received = bytes_of_layer((kind.plan for kind in plan.kinds), kinds, self._token_bytes)
         return RankTrace(
             step=step,
@@ -131,6 +137,7 @@ class ReportedSteps:
             device=device_name(device),
             ranks_per_node=plan.config.topology(transport.world_size).ranks_per_node,
             placed=isinstance(plan, PlacedPlan),
+            places_rows=plan.planned.moves is not None,
             fingerprint=f"{plan.fingerprint:016x}",
             documents=facts.num_documents,
             num_tokens=facts.num_tokens,
@@ -139,6 +146,10 @@ class ReportedSteps:
             kinds=kinds,
             work_before=tuple(work / facts.rows_per_token for work in facts.work_before),
             work=tuple(work / facts.rows_per_token for work in facts.work),
+            tokens_before=facts.tokens_before,
+            layer_tokens=facts.tokens,
+            step_work_before=step_work[0],
+            step_work=step_work[1],
             speeds=facts.speeds,
             sent_bytes=sent,
             received_bytes=received,

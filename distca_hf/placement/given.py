@@ -43,6 +43,17 @@ def place_given(
     return replace(placed, rank_rows=np.maximum(placed.rank_rows, 1))
 
 
+def tokens_between(home: Layout, placed: Layout) -> IntArray:
+    """Returns `[home rank, placed rank]` tokens that a rank holds in its batch, and that a rank computes.
+
+    Args:
+        home: the same documents, whole, in the order of the batches.
+    """
+    source, num_ranks = home.segment_rank[placed.segment_document], home.num_ranks
+    between = sum_by(source * num_ranks + placed.segment_rank, placed.segment_tokens, num_ranks**2)
+    return between.reshape(num_ranks, num_ranks)
+
+
 def near_home(home: Layout, placed: Layout, topology: Topology) -> Layout:
     """Returns a placed layout with its ranks numbered anew, alike on all ranks of a job.
 
@@ -51,9 +62,7 @@ def near_home(home: Layout, placed: Layout, topology: Topology) -> Layout:
         topology: of the placed ranks, without servers.
     """
     num_ranks, per_node = placed.num_ranks, topology.ranks_per_node
-    source = home.segment_rank[placed.segment_document]
-    shared = sum_by(placed.segment_rank * num_ranks + source, placed.segment_tokens, num_ranks**2)
-    shared = shared.reshape(num_ranks, num_ranks)  # [placed rank, home rank] tokens
+    shared = tokens_between(home, placed).T  # [placed rank, home rank]
     # 1. Nodes of equal size change places; the last one may be smaller, and stays.
     full = num_ranks // per_node
     in_full = shared[: full * per_node, : full * per_node]

@@ -9,7 +9,7 @@ In the plan in place every rank computes the queries that it holds, and ranks of
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
 from typing import Self
@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from distca_hf.arrays import IntArray, ceil_div, sum_by
 from distca_hf.cost import CAUSAL_MASK, Mask, imbalance
 from distca_hf.errors import PlanError
+from distca_hf.flops import StepFlops
 from distca_hf.layout import Layout, Stripe, join_neighbours
 from distca_hf.planning.pieces import ALL_HEADS, Pieces, Tasks
 
@@ -151,6 +152,9 @@ class PlanFacts:
         kinds: facts of layers with one mask, and how many there are, where a model has several masks. Numbers above
             are means over all layers then.
         window_tokens: window of these layers; None: full attention, or several kinds.
+        tokens_before, tokens: of each rank that holds any, as in `work_before` and as planned; empty if only one of
+            them is known.
+        head_tokens: that its head and loss compute.
     """
 
     num_documents: int
@@ -167,6 +171,9 @@ class PlanFacts:
     speeds: tuple[float, ...] = ()
     kinds: tuple[tuple[Self, int], ...] = ()
     window_tokens: int | None = None
+    tokens_before: tuple[int, ...] = ()
+    tokens: tuple[int, ...] = ()
+    head_tokens: tuple[int, ...] = ()
 
     @classmethod
     def of(cls, plan: Plan, key_rows: IntArray, work_before: IntArray) -> "PlanFacts":
@@ -230,6 +237,12 @@ class PlanFacts:
             window_tokens=None,
         )
 
+    def with_tokens(self, home: Layout, layout: Layout) -> Self:
+        """Returns facts of given batches that know the tokens of ranks, in the batches and as layers compute them.
+        Heads compute those of the batches, until it is known that they need not."""
+        of_batches, of_layers = tuple(home.rank_tokens.tolist()), tuple(layout.rank_tokens.tolist())
+        return replace(self, tokens_before=of_batches, tokens=of_layers, head_tokens=of_batches)
+
     @property
     def of_full_and_windows(self) -> tuple[Self, Self] | None:
         """Facts of the layers with full attention, and of all layers with a window; None unless there are both."""
@@ -248,53 +261,17 @@ class PlanFacts:
         """Max over mean of `work_before`."""
         return self._mean_of_kinds("imbalance_before", "work_before") if self.kinds else imbalance(self.work_before)
 
+    def step_work(self, flops: StepFlops) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        """Returns `[ranks that hold tokens]` operations of a step, before and as planned; see `StepFlops.work`."""
+        held = len(self.tokens)  # behind these are attention servers
+        before, after = (np.array(work[:held]) / self.rows_per_token for work in (self.work_before, self.work))
+        tokens_before, tokens, head_tokens = map(np.array, (self.tokens_before, self.tokens, self.head_tokens))
+        return flops.work(tokens_before, before, tokens_before), flops.work(tokens, after, head_tokens)
+
     def _mean_of_kinds(self, name: str, work: str) -> float:
         weights = [sum(getattr(facts, work)) * count / facts.rows_per_token for facts, count in self.kinds]
         values = [getattr(facts, name) for facts, _ in self.kinds]
         return float(np.average(values, weights=weights)) if any(weights) else 1.0
-
-
-@dataclass(frozen=True)
-class PlanTotals:
-    """Sums over planned micro-batches, the same on all ranks, to report the gain of balancing by.
-
-    Attributes:
-        micro_batches: how many there were.
-        tokens, pairs: of all ranks; a pair of a query and a key counts once for all heads.
-        imbalance_before, imbalance: sums of these numbers of every micro-batch.
-        mixed_micro_batches: how many had layers with full attention and layers with a window.
-        imbalance_full, imbalance_window: sums of the imbalance of either over these micro-batches.
-    """
-
-    micro_batches: int = 0
-    tokens: int = 0
-    pairs: float = 0.0
-    imbalance_before: float = 0.0
-    imbalance: float = 0.0
-    mixed_micro_batches: int = 0
-    imbalance_full: float = 0.0
-    imbalance_window: float = 0.0
-
-    def plus(self, facts: PlanFacts) -> Self:
-        """Returns the sums with one micro-batch more."""
-        mixed = facts.of_full_and_windows
-        full, window = (0.0, 0.0) if mixed is None else (kind.imbalance for kind in mixed)
-        return type(self)(
-            micro_batches=self.micro_batches + 1,
-            tokens=self.tokens + facts.num_tokens,
-            pairs=self.pairs + sum(facts.work) / facts.rows_per_token,
-            imbalance_before=self.imbalance_before + facts.imbalance_before,
-            imbalance=self.imbalance + facts.imbalance,
-            mixed_micro_batches=self.mixed_micro_batches + (mixed is not None),
-            imbalance_full=self.imbalance_full + full,
-            imbalance_window=self.imbalance_window + window,
-        )
-
-    def since(self, earlier: Self) -> Self:
-        """Returns sums over the micro-batches that came after earlier ones."""
-        return type(self)(
-            **{field.name: getattr(self, field.name) - getattr(earlier, field.name) for field in fields(self)}
-        )
 
 
 def plan_in_place(layout: Layout, head_groups: int = 1, mask: Mask = CAUSAL_MASK) -> Plan:

@@ -46,8 +46,7 @@ from distca_hf.planning.plan import Plan, PlanFacts
 from distca_hf.planning.transfers import ExchangeChunks, KeyTransfers, RemoteKVLayout, key_transfers
 
 
-# Maximum work that a rank defers, to compute it while results are sent back, as a fraction of the ranks' mean work. A
-# quarter covers the exchange on slow links, and more would delay the results themselves.
+# Most work that a rank defers until results are sent back, in means of the ranks. More would delay the results.
 LATE_SHARE = 0.25
 
 

@@ -27,7 +27,6 @@ class RowMoves:
         positions: `[home rows]` position of each row in its document.
         num_placed: rows that its layers compute, padding included.
         crosses: whether any rank gets a row of another one.
-        home_tokens, placed_tokens: `[ranks]` tokens of each rank in the batches and in the layers.
     """
 
     sent: IntArray
@@ -37,8 +36,6 @@ class RowMoves:
     positions: IntArray
     num_placed: int
     crosses: bool
-    home_tokens: IntArray
-    placed_tokens: IntArray
 
     @classmethod
     def of(cls, home: Layout, placed: Layout, rank: int) -> Self:
@@ -64,6 +61,4 @@ class RowMoves:
             positions=ranges(np.zeros_like(held), held),
             num_placed=int(placed.rank_rows[rank]),
             crosses=bool(np.any(source != target)),
-            home_tokens=home.rank_tokens,
-            placed_tokens=placed.rank_tokens,
         )

@@ -15,12 +15,12 @@ import torch
 from distca_hf.arrays import IntArray
 from distca_hf.comm.posted_plans import PostedPlan
 from distca_hf.config import DistCAConfig
-from distca_hf.cost import CAUSAL_LAYERS, CAUSAL_MASK, LayerMasks, Mask
+from distca_hf.cost import CAUSAL_LAYERS, LayerMasks, Mask
 from distca_hf.errors import PlanError
 from distca_hf.kernels.interface import AttentionSpec, without_window
 from distca_hf.layout import Layout
+from distca_hf.planning.kinds import RoutedKinds
 from distca_hf.planning.plan import Plan, PlanFacts
-from distca_hf.planning.routing import rank_plan
 from distca_hf.planning.window_routing import window_plan
 from distca_hf.runtime.device_routing import DeviceRankPlan, DeviceRouting, PinnedRankPlan
 from distca_hf.runtime.pass_layers import HeldLayers, PassLayers
@@ -61,28 +61,10 @@ class PinnedKinds:
         pin: bool = False,
         num_servers: int = 0,
     ) -> "PinnedKinds":
-        """Routes all kinds of layers of one rank; safe in a background thread.
-
-        Args:
-            plan: of the full causal layers; layers with a window follow its layout.
-            num_chunks: chunks of the exchange in forward.
-            layer_masks: masks of the model, each with the number of its layers. The full causal one is always routed.
-            num_servers: the last ranks of the plan that are attention servers.
-            work_before: returns `[ranks with tokens]` attended pairs to compare with, in facts.
-        """
-        layout, longest = plan.layout, plan.layout.longest_document_tokens
-        before: Callable[[Mask], IntArray | None] = work_before or (lambda mask: None)
-        made = {CAUSAL_MASK: rank_plan(plan, rank, num_chunks, before(CAUSAL_MASK))}
-        layers = dict.fromkeys(made, 0)
-        for mask, count in layer_masks:
-            if mask.window_tokens is None or mask.window_tokens >= longest:
-                layers[CAUSAL_MASK] += count
-                continue
-            if mask not in made:
-                made[mask] = window_plan(layout, rank, mask, before(mask), num_servers)
-            layers[mask] = layers.get(mask, 0) + count
-        facts = PlanFacts.of_layers([(made[mask].facts, count) for mask, count in layers.items() if count])
-        return cls({mask: PinnedRankPlan.prepare(one, pin) for mask, one in made.items()}, facts, layout, rank, pin)
+        """Routes all kinds of layers of one rank; safe in a background thread. Arguments: see `RoutedKinds.of`."""
+        plans, facts = RoutedKinds.of(plan, rank, num_chunks, layer_masks, work_before, num_servers)
+        pinned = {mask: PinnedRankPlan.prepare(one, pin) for mask, one in plans.items()}
+        return cls(pinned, facts, plan.layout, rank, pin)
 
     @property
     def document_tokens(self) -> IntArray:

@@ -1,6 +1,7 @@
 """Planning, measured: balance, bytes and time of every planner beside baselines and bounds, as Markdown tables.
 
     python scripts/benchmarks/planning.py [placed] [fixed] [given] [times] [epochs] [--ranks 4 8 64 512] [--seeds 3]
+                                          [--draws 100]
 
 placed   documents are placed: balance on many mixes; bytes against the published planner, and against the counting
          bound; bytes between nodes; optimizer steps of several micro-steps
@@ -81,6 +82,7 @@ def main() -> None:
     parser = parser_of(__doc__)
     add_ranks(parser, RANKS)
     parser.add_argument("--seeds", type=count, default=3, help="batches that are drawn for every row")
+    parser.add_argument("--draws", type=count, default=100, help="batches that are drawn for every row of given ones")
     parser.add_argument("--measure", nargs=3, metavar=("KIND", "MIX", "RANKS"), help=argparse.SUPPRESS)
     options = parse_tables(parser, TABLES)
     if options.measure:
@@ -95,7 +97,7 @@ def main() -> None:
     if "fixed" in options.tables:
         print_fixed(options.ranks, options.seeds)
     if "given" in options.tables:
-        print_given(options.ranks, options.seeds)
+        print_given(options.ranks, options.draws)
     if "times" in options.tables:
         print_times(options.ranks)
     if "epochs" in options.tables:

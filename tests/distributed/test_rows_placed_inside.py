@@ -211,9 +211,9 @@ def _train(names: Sequence[str]) -> dict[str, tuple[float, Gradients, tuple[int,
         batch = case.batches[dist.get_rank()]
         loss = (case.loss or own_loss)(wrapped, batch)
         loss.backward()
-        moves = watch_of(model).planner.latest_moves
-        counts = (tuple(moves.home_tokens.tolist()), tuple(moves.placed_tokens.tolist()))
-        results[name] = (loss.item(), gradients_of(model), *counts, moves.crosses)
+        planner = watch_of(model).planner
+        counts = planner.history[-1].tokens_before, planner.history[-1].tokens
+        results[name] = (loss.item(), gradients_of(model), *counts, planner.latest_moves.crosses)
         plugin.close()
     return results
 

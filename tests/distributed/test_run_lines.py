@@ -19,7 +19,7 @@ from support.training import quiet_arguments
 
 ACCUMULATION = 2
 WAYS = ("attach", *(["resume"] if LOADS_ON_CPU_RANKS else []), "callback", "evaluating", "loop")
-BALANCE = re.compile(r"attention work of the busiest rank ([\d.]+) -> ([\d.]+) times the mean")
+BALANCE = re.compile(r"work of the busiest rank (?:in a step )?([\d.]+) -> ([\d.]+) times the mean")
 
 
 def _train_in_every_way(folder: Path) -> dict[str, tuple[list[str], list[dict[str, float]]]]:
@@ -89,9 +89,9 @@ def balance(line: str) -> list[float]:
     return [float(number) for number in found.groups()]
 
 
-def of_steps(logs: list[dict[str, float]]) -> list[float]:
+def of_steps(logs: list[dict[str, float]], name: str = "imbalance") -> list[float]:
     """Imbalance before and after, over all steps."""
-    return [sum(log[f"distca/{name}"] for log in logs) / len(logs) for name in ("imbalance_before", "imbalance")]
+    return [sum(log[f"distca/{each}"] for log in logs) / len(logs) for each in (f"{name}_before", name)]
 
 
 TOKENS = sum(len(row["input_ids"]) for row in random_dataset(200))
@@ -129,11 +129,18 @@ def test_kept_batches_say_what_is_known_of_them(told: dict[str, tuple[list[str],
         r"move to ranks with less work; first micro-batch: 16 documents, \d+ tokens, longest \d+; 7 steps per epoch",
         first,
     )
-    assert re.match(r"tokens of the busiest rank 1\.\d\d -> 1\.00 times the mean; attention work ", second)
+    assert re.match(
+        r"work of the busiest rank in a step 1\.\d\d -> 1\.\d\d times the mean \(its tokens 1\.\d\d -> 1\.00, attent",
+        second,
+    )
     assert second.endswith("times as fast as without (in the first micro-batch)")
     assert balance(second)[0] > balance(second)[1]
     assert last.startswith("trained 14 steps: ")
-    assert balance(last) == pytest.approx(of_steps(logs), abs=0.05), "an epoch's last step is smaller"
+    assert balance(last) == pytest.approx(of_steps(logs, "step_imbalance"), abs=0.05), (
+        "an epoch's last step is smaller"
+    )
+    before, after = of_steps(logs, "token_imbalance")
+    assert before > after == pytest.approx(1.0, abs=0.01)
 
 
 def test_evaluation_is_not_counted(told: dict[str, tuple[list[str], list[dict[str, float]]]]) -> None:

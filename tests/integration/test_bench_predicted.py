@@ -10,8 +10,9 @@ from support.scripts import run_script
 BOUNDS = {
     ("H200", "local / ours"): 5.0,
     ("H200", "ours / ideal"): 5.0,
-    ("H200", "packs kept / ideal"): 5.0,
-    ("H200", "local / packs kept"): 5.0,
+    ("H200", "tasks moved / ideal"): 5.0,
+    ("H200", "local / tasks moved"): 5.0,
+    ("H200", "given / ideal"): 5.0,
     ("H200", "Ulysses / ideal"): 5.0,
     ("H200", "ring / ours"): 5.0,
     ("H200", "gathered / ideal"): 5.0,
@@ -22,8 +23,8 @@ BOUNDS = {
     ("H200", "trainer and server / alone, backward"): 5.0,
     ("H100", "local / ours"): 5.0,
     ("H100", "ours / ideal"): 5.0,
-    ("H100", "packs kept / ideal"): 5.0,
-    ("H100", "local / packs kept"): 5.0,
+    ("H100", "tasks moved / ideal"): 5.0,
+    ("H100", "local / tasks moved"): 5.0,
     ("H100", "Ulysses / ideal"): 5.0,
     ("H100", "gathered / ideal"): 5.0,
 }

@@ -141,7 +141,7 @@ def test_waiting_for_servers_is_said_to_be_an_upper_bound(chromium: Browser, tmp
     """Above the picture, and in the heading of the column; without servers there is neither."""
     for name, folder in (
         ("served", write_served_run(tmp_path / "served")),
-        ("alone", write_run(tmp_path / "alone", 2)),
+        ("alone", write_run(tmp_path / "alone", 2, given=True)),
     ):
         opened = chromium.open(
             make_page(folder, tmp_path / f"{name}.html"),
@@ -155,6 +155,7 @@ def test_waiting_for_servers_is_said_to_be_an_upper_bound(chromium: Browser, tmp
 
         assert opened.errors == []
         assert [("at most" in text) for text in words] == ([True, True] if name == "served" else [])
+        assert any("Operations" in text for text in opened.found) == (name == "alone")
 
 
 def test_servers_keep_their_names_beside_many_ranks_by_node(chromium: Browser, tmp_path: Path) -> None:

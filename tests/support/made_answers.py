@@ -32,6 +32,7 @@ def made_simulation(gpus: tuple[int, ...] = (8, 64)) -> dict[str, Any]:
             "gpus": number,
             "accumulation": 4,
             "tokens_per_rank": 65536,
+            "batch_size": None,
             "context_tokens": 131072,
             "step_tokens": 1e6,
             "num_stages": 1,

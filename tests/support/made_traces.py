@@ -73,6 +73,7 @@ def made_trace(rank: int, ranks: int, step: int = 100, layers: int = 2, slow_ran
         device="NVIDIA H200",
         ranks_per_node=8,
         placed=True,
+        places_rows=False,
         fingerprint=f"{step:016x}",
         documents=300,
         num_tokens=ranks * 65536,
@@ -81,6 +82,10 @@ def made_trace(rank: int, ranks: int, step: int = 100, layers: int = 2, slow_ran
         kinds=(LayersTrace(0, layers, ((8_192, 0, 0),) * 8),),
         work_before=work_before,
         work=tuple(mean * (1.0 + 0.001 * (other % 3)) for other in range(ranks)),
+        tokens_before=(65536,) * ranks,
+        layer_tokens=(65536,) * ranks,
+        step_work_before=(),
+        step_work=(),
         speeds=(),
         sent_bytes=tuple((other, 1_000_000 * (1 + (rank + other + step) % 9)) for other in neighbours),
         received_bytes=tuple((other, 1_000_000 * (1 + (rank + other + step) % 9)) for other in neighbours),
@@ -95,11 +100,23 @@ def made_trace(rank: int, ranks: int, step: int = 100, layers: int = 2, slow_ran
     )
 
 
-def write_run(folder: Path, ranks: int, steps: int = 1, layers: int = 2, slow_rank: int | None = None) -> Path:
-    """Writes the traces of a run, of every hundredth step."""
+def of_given(trace: RankTrace) -> RankTrace:
+    """The trace as if batches were given, and their rows placed inside: the first rank has half of all work."""
+    mean, others = float(trace.num_tokens), trace.num_ranks - 1
+    counts = (trace.num_tokens // 2, *(trace.num_tokens // 2 // others,) * others)
+    work = (mean * trace.num_ranks / 2, *(mean * trace.num_ranks / 2 / others,) * others)
+    even = {"step_work": (mean,) * trace.num_ranks, "layer_tokens": trace.tokens_before}
+    return replace(trace, placed=False, places_rows=True, tokens_before=counts, step_work_before=work, **even)
+
+
+def write_run(
+    folder: Path, ranks: int, steps: int = 1, layers: int = 2, slow_rank: int | None = None, given: bool = False
+) -> Path:
+    """Writes the traces of a run, of every hundredth step; of batches that were given, if asked for."""
     folder.mkdir(parents=True, exist_ok=True)
     for rank in range(ranks):
         traces = [made_trace(rank, ranks, 100 * (step + 1), layers, slow_rank) for step in range(steps)]
+        traces = [of_given(trace) if given else trace for trace in traces]
         (folder / file_name(rank)).write_text("".join(f"{trace.line()}\n" for trace in traces))
     return folder
 

@@ -107,7 +107,7 @@ def test_sizes_of_frozen_weights_and_of_ligers_layers() -> None:
 
 
 def test_nothing_is_predicted_where_operations_are_not_known() -> None:
-    assert predictable(tiny_model(), None, (False, False), Grid.flat(range(1), 0)) == (None, None)
+    assert predictable(tiny_model(), None, (False, False), Grid.flat(range(1), 0)) == (None, None, None)
 
 
 def test_quantised_weights_are_not_counted() -> None:

@@ -40,7 +40,7 @@ WRONG = {
     "cut off": (TRACE.line()[:-40], "is not JSON: the file is cut off"),
     "a list": ("[1, 2]", "is not a trace of a training: its kind is None"),
     "another kind": ('{"kind": "trace"}', "its kind is 'trace', and 'distca-trace' is read here"),
-    "another version": (json.dumps(CONTENT | {"version": 3}), "is of version 3, and version 2 is read here"),
+    "another version": (json.dumps(CONTENT | {"version": 2}), "is of version 2, and version 3 is read here"),
     "a field less": (json.dumps({name: CONTENT[name] for name in CONTENT if name != "work"}), "has no 'work'"),
     "a text for a number": (json.dumps(CONTENT | {"step": "2"}), "has '2' where a int belongs"),
     "a truth for a number": (json.dumps(CONTENT | {"tokens": True}), "has 'True' where a int belongs"),

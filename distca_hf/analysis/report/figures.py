@@ -116,6 +116,8 @@ class StepFigures:
         before, after: how documents lie in `work_before`, and in `work`.
         work_before, work: `[ranks]` attended pairs in one layer. Attention servers are the last of `work`.
         tokens: `[ranks]` that each holds.
+        tokens_before: `[ranks]` of each batch, of documents that lie as in `work_before`; empty if unknown.
+        step_work_before, step_work: `[ranks]` operations of a step, of ranks that hold tokens; empty if unknown.
         num_ranks: ranks that hold tokens.
         servers: numbers of the attention servers behind them.
         speeds: `[ranks]` relative speeds of the ranks of `work`; empty where all are equal.
@@ -136,6 +138,9 @@ class StepFigures:
     tokens: OfRanks
     num_ranks: int
     sent: Sequence[tuple[int, int, float]]
+    tokens_before: Sequence[int] = ()
+    step_work_before: Sequence[float] = ()
+    step_work: Sequence[float] = ()
     speeds: Sequence[float] = ()
     nodes_sent: int = 0
     servers: Sequence[int] = ()

@@ -54,12 +54,12 @@ def _figures(content: Mapping[str, Any], number: int, estimates: Mapping[str, An
         num_servers=0,
         ranks_per_node=int(content["ranks_per_node"]),
     )
-    after = "as placed" if content["layout"] == "placed" else "after tasks moved"
+    after = "placed" if content["layout"] == "placed" else "tasks moved"
     finding = balance_in_words("documents in order", after, before, work)
     return StepFigures(
         label=f"micro-step {number} of {content['micro_steps']}",
         before="documents in the order of the data",
-        after="placed" if content["layout"] == "placed" else "tasks moved",
+        after=after,
         work_before=before,
         work=work,
         tokens=tokens,

@@ -141,10 +141,13 @@ def _figures(of_ranks: Mapping[int, RankTrace], any_trace: RankTrace, predictor:
     )
     return StepFigures(
         label=_label(any_trace),
-        before="documents in the order of the data" if any_trace.placed else "packs as they came",
-        after="placed" if any_trace.placed else "tasks moved",
+        before=any_trace.before,
+        after=any_trace.after,
         work_before=any_trace.work_before,
         work=any_trace.work,
+        tokens_before=any_trace.tokens_before,
+        step_work_before=() if any_trace.placed else any_trace.step_work_before,
+        step_work=() if any_trace.placed else any_trace.step_work,
         tokens=[of_ranks[rank].tokens if rank in of_ranks else None for rank in ranks],
         num_ranks=any_trace.num_ranks,
         servers=any_trace.servers,

@@ -1,6 +1,6 @@
 """Simulate answer: reads the JSON of `distca simulate` into bars of every number of GPUs, without steps."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from distca_hf.analysis.report.figures import Report, Table
@@ -46,15 +46,22 @@ def _world(simulation: Mapping[str, Any]) -> str:
     """Returns the GPUs of a simulation, in words."""
     accumulation = f", {simulation['accumulation']} micro-steps" if simulation["accumulation"] > 1 else ""
     stages = f", also as {simulation['num_stages']} stages" if simulation["num_stages"] > 1 else ""
-    return f"{simulation['gpus']:,} GPUs x {simulation['tokens_per_rank']:,} tokens{accumulation}{stages}"
+    size = simulation["batch_size"]
+    of_rank = f"{simulation['tokens_per_rank']:,} tokens" if size is None else f"{size:,} rows"
+    return f"{simulation['gpus']:,} GPUs x {of_rank}{accumulation}{stages}"
 
 
 def _table(simulation: Mapping[str, Any]) -> Table:
-    """Returns the ways of a simulation, with bars of their seconds."""
-    ways = simulation["ways"]
+    """Returns the ways of a simulation."""
     missing = "; ".join(str(one) for one in simulation["missing"])
+    note = f"{simulation['in_short']}{f' Left out: {missing}.' if missing else ''}"
+    return table_of_ways(_world(simulation), simulation["ways"], note)
+
+
+def table_of_ways(world: str, ways: Sequence[Mapping[str, Any]], note: str) -> Table:
+    """Returns figures of ways to train, with bars of their seconds."""
     return Table(
-        title=f"{_world(simulation)}: seconds of an optimizer step",
+        title=f"{world}: seconds of an optimizer step",
         columns=["way", "seconds", "tokens per second", "utilisation", "GiB", "fits", "GPU-hours", "times as fast"],
         rows=[
             [
@@ -69,7 +76,7 @@ def _table(simulation: Mapping[str, Any]) -> Table:
             ]
             for way in ways
         ],
-        note=f"{simulation['in_short']}{f' Left out: {missing}.' if missing else ''}",
+        note=note,
         bars=1,
         marked=[number for number, way in enumerate(ways) if way["is_ours"]],
     )

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Protocol, cast
 
 from distca_hf.analysis.profiles.shipped import find_profile
-from distca_hf.analysis.report import plan_answer, simulate_answer
+from distca_hf.analysis.report import given_answer, plan_answer, simulate_answer
 from distca_hf.analysis.report.figures import KIND, Report
 from distca_hf.analysis.report.predictions import Predictor
 from distca_hf.analysis.report.run_folder import read_folder
@@ -37,6 +37,7 @@ class JSONReader(Protocol):
 # Kinds of JSON, by the command that prints them.
 READERS: dict[str, JSONReader] = {
     "distca plan": cast(JSONReader, plan_answer),
+    "distca plan --batch-size": cast(JSONReader, given_answer),
     "distca simulate": cast(JSONReader, simulate_answer),
 }
 

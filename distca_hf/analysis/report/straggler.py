@@ -29,7 +29,7 @@ def balance_in_words(before: str, after: str, work_before: Sequence[float], work
     """Returns a sentence about the busiest ranks before and after."""
     return (
         f"The busiest rank has {imbalance(work_before):.2f} times the mean attention work with {before} (rank "
-        f"{int(np.argmax(work_before))}), and {imbalance(work):.3f} times {after} (rank {int(np.argmax(work))})."
+        f"{int(np.argmax(work_before))}), and {imbalance(work):.3f} times with {after} (rank {int(np.argmax(work))})."
     )
 
 
@@ -38,9 +38,22 @@ def _served_balance_in_words(trace: RankTrace, before: str, after: str) -> str:
     time = [work / speed if work else 0.0 for work, speed in zip(trace.work, _speeds(trace), strict=True)]
     return (
         f"The busiest rank has {imbalance(trace.work_before):.2f} times the mean attention work with {before} (rank "
-        f"{int(np.argmax(trace.work_before))}); {after} the longest time is {imbalance(trace.work, trace.speeds):.3f} "
-        f"times that of an even split ({trace.name_of(int(np.argmax(time)))})."
+        f"{int(np.argmax(trace.work_before))}); with {after} the longest time is "
+        f"{imbalance(trace.work, trace.speeds):.3f} times that of an even split "
+        f"({trace.name_of(int(np.argmax(time)))})."
     )
+
+
+def _step_in_words(trace: RankTrace) -> list[str]:
+    """Returns a sentence about work of a step and tokens of given batches, as far as they are known."""
+    words = []
+    for name, before, after in (
+        ("work in a step (layers, attention, head)", trace.step_work_before, trace.step_work),
+        ("tokens", trace.tokens_before, trace.layer_tokens),
+    ):
+        if before and after:
+            words.append(f"{imbalance(before):.2f} → {imbalance(after):.2f} times the mean {name}")
+    return [f"The busiest rank has {', '.join(words)}."] if words else []
 
 
 def _speeds(trace: RankTrace) -> Sequence[float]:
@@ -55,12 +68,12 @@ def findings_of(trace: RankTrace, seconds: Seconds, missing: Sequence[int]) -> l
         seconds: measured.
         missing: ranks without traces.
     """
-    before = "documents in order" if trace.placed else "packs as they came"
-    after = "as placed" if trace.placed else "after tasks moved"
     if trace.servers:
-        sentences = [_served_balance_in_words(trace, before, after)]
+        sentences = [_served_balance_in_words(trace, trace.before, trace.after)]
     else:
-        sentences = [balance_in_words(before, after, trace.work_before, trace.work)]
+        sentences = [balance_in_words(trace.before, trace.after, trace.work_before, trace.work)]
+    if not trace.placed:
+        sentences += _step_in_words(trace)
     slow_server = slow_server_in_words(trace, seconds)
     if slow_server is not None:
         sentences.append(slow_server)
@@ -164,6 +177,11 @@ def summary_of(steps: Sequence[StepFigures]) -> list[str]:
         f"{len(steps)} reported micro-batch{'es' if len(steps) > 1 else ''}: attention work of the busiest rank "
         f"{before:.2f} → {after:.2f} times the mean{on_average}."
     ]
+    given = [step for step in steps if step.step_work]
+    if given:
+        before = float(np.mean([imbalance(step.step_work_before) for step in given]))
+        after = float(np.mean([imbalance(step.step_work) for step in given]))
+        sentences.append(f"Work of the busiest rank in a step {before:.2f} → {after:.2f} times the mean{on_average}.")
     waited, servers = Counter[int](), Counter[int]()
     for step in steps:
         if step.seconds is None:

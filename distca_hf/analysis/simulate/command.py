@@ -27,6 +27,10 @@ from distca_hf.errors import ConfigError
 from distca_hf.gpus import H100_GIB, gpu_of_device
 
 
+# Tokens that a rank holds in a micro-step, unless a command says otherwise.
+DEFAULT_TOKENS_PER_RANK = 131_072
+# Tokens that GPU-hours are counted for, unless a command says otherwise.
+TOKEN_BUDGET = 1e9
 # Most digits of a number in a list.
 MOST_DIGITS = 18
 # Most tokens that GPU-hours are counted for: these hours are finite, however long a step takes.
@@ -40,7 +44,8 @@ class SimulateOptions:
     lengths: Path
     model: str | None
     gpus: str
-    tokens_per_rank: int
+    tokens_per_rank: int | None
+    batch_size: int | None
     context: int | None
     cluster: str
     micro_steps: str
@@ -68,6 +73,11 @@ def run_simulate(options: SimulateOptions) -> None:
     profile, model = find_profile(options.cluster), SimulatedModel.of(find_model(options.model or DEFAULT_MODEL))
     if not 0 < options.token_budget <= MOST_BUDGET:
         raise ConfigError(f"--token-budget {options.token_budget:g} must be above 0, and at most {MOST_BUDGET:g}")
+    if None not in (options.tokens_per_rank, options.batch_size):
+        raise ConfigError(
+            f"--tokens-per-rank {options.tokens_per_rank} asks for batches that are made here, and --batch-size "
+            f"{options.batch_size} for your own; leave one of them out"
+        )
     if options.pipeline is None and options.chunks is not None:
         raise ConfigError("--chunks needs --pipeline, whose stages they divide")
     chunks = () if options.chunks is None else (options.chunks,)
@@ -76,7 +86,7 @@ def run_simulate(options: SimulateOptions) -> None:
         SimulationRequest(
             model,
             gpus,
-            options.tokens_per_rank,
+            options.tokens_per_rank or DEFAULT_TOKENS_PER_RANK,
             options.context,
             micro_steps,
             options.ranks_per_node,
@@ -88,6 +98,7 @@ def run_simulate(options: SimulateOptions) -> None:
             options.seed,
             pipeline,
             options.sync_each_batch,
+            options.batch_size,
         )
         for gpus in _numbers("--gpus", options.gpus)
         for micro_steps in _numbers("--micro-steps", options.micro_steps)
@@ -103,7 +114,8 @@ def run_simulate(options: SimulateOptions) -> None:
                 result, of_result = simulate(request, profile, documents.tokens, options.token_budget, count)
             results.append(result)
             notes.merge(of_result)
-    assumptions = [*ASSUMPTIONS, *_assumptions(options, requests, profile), *notes.lines()]
+    of_batches = OF_PACKED if options.batch_size is None else OF_GIVEN
+    assumptions = [*of_batches, *ASSUMPTIONS, *_assumptions(options, requests, profile), *notes.lines()]
     if options.as_json:
         content = as_json(options, results, profile, model, assumptions)
         sys.stdout.write(json.dumps(content, allow_nan=False) + "\n")
@@ -150,14 +162,24 @@ def simulate(
 ASSUMPTIONS = (
     "FSDP2 in bf16: ranks meet in every layer, and its weights are gathered twice in each micro-step, while "
     "computing; both ends of a micro-step wait for the wires",
+    "left out: data loading, the host's time, other jobs on the links, GPUs of unequal speed",
+)
+# And for batches that are packed, or those of --batch-size.
+OF_PACKED = (
     "plain packing: as TRL packs (bfd), whole documents in packs of equal tokens; longer ones are cut",
+    "distca, your packs: those of plain packing; rows are placed inside the model, head and loss stay",
     "rings and Ulysses: the fastest size of a group that holds the context; their attention is computed again in "
     "backward, as in their code",
     f"DistCA, published: its planner at a tolerance of {100 * PUBLISHED_TOLERANCE:.0f} %; kernels hide its exchanges "
     "as long as they take longer",
     f"distca, with servers: one of {GPUS_PER_SERVER} GPUs serves attention, the others hold its tokens",
     "`distca plan` has the same speed of distca, placed, over plain packing",
-    "left out: data loading, the host's time, other jobs on the links, GPUs of unequal speed",
+)
+OF_GIVEN = (
+    "your batches: rows in random order, without padding; those of a step are the same in every way",
+    "rows are placed inside the model, unless tokens and attention are even within 2 %; both exchanges at its borders "
+    "are waited for; a thread plans during the step before",
+    "results return: head and loss stay, and need hidden states; placed loss: they run on placed rows",
 )
 
 

@@ -50,12 +50,13 @@ class Load:
     """One micro-batch on all ranks.
 
     Attributes:
-        tokens: `[ranks]` tokens that each rank holds.
+        tokens: `[ranks]` tokens that each rank's layers compute.
         attention: each kind of attention layers.
         bytes_per_layer: most bytes that a rank sends or receives in a full layer's forward pass.
         left_out_pairs: attended pairs of all layers that are left out where documents are cut at borders.
         saves_attention: whether outputs are kept under activation checkpointing.
         beside_seconds: further seconds of the micro-batch, such as planning in the step.
+        head_tokens: `[ranks]` tokens that each rank's head computes; None: those of its layers.
     """
 
     tokens: IntArray
@@ -64,6 +65,12 @@ class Load:
     left_out_pairs: float = 0.0
     saves_attention: bool = False
     beside_seconds: float = 0.0
+    head_tokens: IntArray | None = None
+
+    @property
+    def of_head(self) -> IntArray:
+        """`[ranks]` tokens that each rank's head computes."""
+        return self.tokens if self.head_tokens is None else self.head_tokens
 
     def attention_seconds(self, layers_checkpointed: bool) -> float:
         """Returns the mean seconds of ranks in attention, all layers and passes together."""

@@ -57,11 +57,16 @@ class SimulatedModel:
         return float(sum(layers * float(mask.pairs_inside(document_tokens).sum()) for mask, layers in self.masks))
 
     @property
+    def flops(self) -> StepFlops:
+        """Operations of a step; of pairs those of a mean over attention layers."""
+        weights, head = self.size.layer_parameters + self.size.head_parameters, self.size.head_parameters
+        pair = 2.0 * (self.heads.dim + self.heads.value_dim) * self.heads.query * self.attention_layers
+        return StepFlops.of(weights, weights, pair, head)
+
+    @property
     def pass_costs(self) -> PassCosts:
         """Seconds of a token and of a pair by which a training shapes steps for a pipeline."""
-        weights = self.size.layer_parameters
-        pair = 2.0 * (self.heads.dim + self.heads.value_dim) * self.heads.query * self.attention_layers
-        return StepFlops.of(weights, weights, pair).pass_costs(recomputes_layers=True, recomputes_attention=False)
+        return self.flops.pass_costs(recomputes_layers=True, recomputes_attention=False)
 
     def with_layers(self, layers: int, vocabulary: int | None = None) -> "SimulatedModel":
         """Returns the first layers of a model whose layers are all alike, and another vocabulary; a part of a model

@@ -16,6 +16,7 @@ from distca_hf.analysis.simulate.wires import Cluster, WireBytes
 from distca_hf.arrays import IntArray
 from distca_hf.cost import Mask
 from distca_hf.layout import Layout
+from distca_hf.placement.given import tokens_between
 from distca_hf.planning.pieces import ALL_HEADS
 from distca_hf.planning.plan import Plan
 from distca_hf.planning.routing import LATE_SHARE
@@ -23,10 +24,8 @@ from distca_hf.planning.transfers import keys_between, queries_between
 from distca_hf.planning.window_routing import Parts, halo_rows_between
 
 
-# Seconds of planning packs of others, which the host does at the first attention call while the device computes what
-# comes before it: of any number of ranks, and of each rank (docs/benchmarks/2026-11-22-four-gpus.md,
-# 2026-11-21-planning.md).
-PLANNING_SECONDS, PLANNING_SECONDS_PER_RANK = 3e-3, 0.5e-3
+# Bytes of a number that describes a token where rows move in: its id, its position, its label if the loss is placed.
+WHOLE_BYTES = 8
 
 
 def ours(
@@ -35,7 +34,7 @@ def ours(
     plan: Plan,
     chunks: int,
     saves_attention: bool,
-    in_step: bool = False,
+    planning_seconds: float = 0.0,
     keeps: bool = True,
     gather_seconds: float | None = None,
 ) -> Load:
@@ -44,7 +43,7 @@ def ours(
     Args:
         chunks: of an exchange in forward.
         saves_attention: whether outputs are kept under activation checkpointing.
-        in_step: whether it is planned at the first attention call.
+        planning_seconds: of planning at the first attention call, where no thread does it before.
         keeps: whether rows of other ranks are kept until backward.
         gather_seconds: in which FSDP gathers the next layer's weights meanwhile; by default over all ranks.
     """
@@ -65,9 +64,36 @@ def ours(
         of_passes = zip(vars(local).values(), vars(remote).values(), strict=True)
         late = Passes(*(_late(own, own + others, bool(speeds)) for own, others in of_passes))
         kinds.append(hidden.attention(local, remote, late, layers))
-    planning = PLANNING_SECONDS + PLANNING_SECONDS_PER_RANK * layout.num_ranks if in_step else 0.0
-    waits = max(0.0, planning - before)
+    waits = max(0.0, planning_seconds - before)
     return Load(layout.rank_tokens, kinds, wires.most_bytes, True, saves_attention, waits)
+
+
+def rows_placed(
+    costs: Costs, cluster: Cluster, home: Layout, load: Load, placed: Layout, loss_is_placed: bool
+) -> Load:
+    """Returns the load of given batches whose rows are placed inside the model, with what that takes at both borders.
+
+    Nothing is computed beside these exchanges. Rows of batches that are even stay. A thread plans during the step
+    before.
+
+    Args:
+        home: the batches.
+        load: of the placed layers alone.
+        placed: where layers compute the same documents.
+        loss_is_placed: whether head and loss run on placed rows; else hidden states return, and their gradients.
+    """
+    load = replace(load, head_tokens=None if loss_is_placed else home.rank_tokens)
+    if placed is home:
+        return load
+    moved = tokens_between(home, placed).astype(np.float64)
+    copied = (moved.sum(axis=0) + moved.sum(axis=1)).max()  # rows are gathered, and put where they belong
+    np.fill_diagonal(moved, 0.0)
+    described, hidden = (2 + loss_is_placed) * WHOLE_BYTES, HALF_BYTES * costs.model.size.hidden_size
+    seconds = _seconds(cluster, described * moved).max() + costs.copy_seconds(2 * described * copied)
+    if not loss_is_placed:
+        seconds += _seconds(cluster, hidden * moved.T).max() + _seconds(cluster, hidden * moved).max()
+        seconds += 2 * costs.copy_seconds(2 * hidden * copied)
+    return replace(load, beside_seconds=load.beside_seconds + float(seconds))
 
 
 def published(costs: Costs, cluster: Cluster, document_tokens: IntArray, tolerance: float) -> Load:
@@ -190,7 +216,12 @@ class _Wires:
 
     def seconds(self, num_bytes: FloatArray) -> FloatArray:
         """Returns `[ranks]` seconds of an exchange of so many bytes."""
-        node = self.cluster.node_of
-        crosses = node[:, None] != node[None, :]
-        of_links = num_bytes * ~crosses, num_bytes * crosses
-        return self.cluster.exchange(*(WireBytes(each.sum(axis=1), each.sum(axis=0)) for each in of_links))
+        return _seconds(self.cluster, num_bytes)
+
+
+def _seconds(cluster: Cluster, num_bytes: FloatArray) -> FloatArray:
+    """Returns `[ranks]` seconds of an exchange of `[source, destination]` bytes."""
+    node = cluster.node_of
+    crosses = node[:, None] != node[None, :]
+    of_links = num_bytes * ~crosses, num_bytes * crosses
+    return cluster.exchange(*(WireBytes(each.sum(axis=1), each.sum(axis=0)) for each in of_links))

@@ -42,7 +42,7 @@ def profile_in_words(profile: ClusterProfile) -> str:
 
 def _title(result: Result) -> RenderableType:
     return Text(
-        f"{result.gpus} GPUs x {result.tokens_per_rank:,} tokens, {_micro_steps(result.accumulation)}, context "
+        f"{result.gpus} GPUs x {result.of_rank}, {_micro_steps(result.accumulation)}, context "
         f"{result.context_tokens:,}{_stages(result)}"
     )
 

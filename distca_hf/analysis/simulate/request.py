@@ -11,6 +11,7 @@ from distca_hf.analysis.memory import GIB, Checkpointing
 from distca_hf.analysis.request import MAX_MICRO_STEPS, MAX_RANKS
 from distca_hf.analysis.simulate.model import SimulatedModel
 from distca_hf.arrays import IntArray
+from distca_hf.batches.given_plans import GivenPlans
 from distca_hf.batches.placed import PlacedPlanner
 from distca_hf.config import DistCAConfig
 from distca_hf.data.documents import fit_documents
@@ -20,10 +21,13 @@ from distca_hf.errors import ConfigError, PackingError
 from distca_hf.gpus import H200_GIB
 from distca_hf.layout import MAX_DOCUMENT_TOKENS
 from distca_hf.planning.served import Servers
+from distca_hf.topology import Topology
 
 
 # Most optimizer steps of a simulation.
 MAX_BATCHES = 10_000
+# Most rows of a rank in a micro-step.
+MAX_BATCH_SIZE = 65_536
 # Most memory of a GPU, in GiB: all GPUs of a large cluster together have less.
 MOST_GPU_GIB = 1_000_000
 # GPUs of which one serves attention, in the way with attention servers.
@@ -49,6 +53,9 @@ class SimulationRequest:
         seed: of the order of documents.
         pipeline: stages that the same GPUs are also simulated with, and that documents are packed for; None if there
             are none. A stage runs each of `accumulation` micro-steps as one micro-batch for every stage.
+        batch_size: rows of a data rank in a micro-step, for batches that a sampler of the user's deals.
+            `tokens_per_rank` has no effect on these, and rows longer than the context are cut off. None if batches are
+            packed.
         sync_each_batch: whether gradients are summed over ranks in each micro-step. By default, as Trainer has it,
             they are in the last one only, and each GPU keeps whole gradients until then.
 
@@ -70,6 +77,7 @@ class SimulationRequest:
     seed: int = 0
     pipeline: Pipeline | None = None
     sync_each_batch: bool = False
+    batch_size: int | None = None
 
     def __post_init__(self) -> None:
         for option, value, most in (
@@ -81,6 +89,7 @@ class SimulationRequest:
             ("--ranks-per-node", self.ranks_per_node, MAX_RANKS),
             ("--tensor", self.tensor_ranks, MAX_RANKS),
             ("--batches", self.batches, MAX_BATCHES),
+            ("--batch-size", 1 if self.batch_size is None else self.batch_size, MAX_BATCH_SIZE),
         ):
             if not 1 <= value <= most:
                 raise ConfigError(f"{option} {value} must be between 1 and {most}")
@@ -103,15 +112,18 @@ class SimulationRequest:
                 f"{self.model.name}"
             )
         if self.pipeline is not None:
+            if self.batch_size is not None:
+                raise ConfigError("--pipeline needs batches that are made here: leave --batch-size out")
             self._check_pipeline(self.pipeline)
         context, room = self.context_tokens, self.capacity_tokens
-        if context is not None and context > room:
+        is_packed = self.batch_size is None
+        if is_packed and context is not None and context > room:
             ranks = f"{self.stage_ranks} data ranks{' of a stage' if self.pipeline else ''}"
             raise ConfigError(
                 f"--context {context} does not fit: {ranks} x {self.tokens_per_rank} tokens hold {room}; take more "
                 "GPUs, more tokens per rank, or a shorter context"
             )
-        if self.model.mixers and context is not None and context > self.tokens_per_rank:
+        if is_packed and self.model.mixers and context is not None and context > self.tokens_per_rank:
             raise ConfigError(
                 f"--context {context}: {self.model.mixers} layers of {self.model.name} carry a state, so documents "
                 f"stay whole on a rank, and one holds {self.tokens_per_rank} tokens"
@@ -171,6 +183,8 @@ class SimulationRequest:
     def longest_tokens(self) -> int:
         """Tokens of the longest document that is not split."""
         most = self.tokens_per_rank if self.model.mixers else self.capacity_tokens
+        if self.batch_size is not None:
+            most = MAX_DOCUMENT_TOKENS
         return min(most, self.context_tokens or most, self.model.longest_document_tokens or most)
 
     @property
@@ -182,6 +196,15 @@ class SimulationRequest:
     def planner(self) -> PlacedPlanner:
         """The planner of training; settings that are not asked for come from the environment, as in training."""
         return self._planner(self.num_ranks, self.tokens_per_rank)
+
+    def given_plans(self, places_rows: bool) -> GivenPlans:
+        """Returns the planner of given batches, as training makes it.
+
+        Args:
+            places_rows: whether rows are placed inside the model; else tasks move.
+        """
+        topology, token_bytes = Topology(self.num_ranks, self.data_ranks_per_node), self.model.heads.token_bytes()
+        return GivenPlans(topology, self.head_groups, token_bytes, self.model.masks, places_rows)
 
     @cached_property
     def stage_planner(self) -> PlacedPlanner:
@@ -237,8 +260,10 @@ class SimulationRequest:
         if self.context_tokens is None and longest > self.longest_tokens:
             raise PackingError(
                 f"a document of {longest} tokens is longer than the {self.longest_tokens} that ranks and model take; "
-                f"--context {self.longest_tokens} splits longer ones"
+                f"--context {self.longest_tokens} {'cuts' if self.batch_size else 'splits'} longer ones"
             )
+        if self.batch_size is not None:
+            return self._dealt_steps(document_tokens, self.num_ranks * self.batch_size * self.accumulation)
         lengths = fit_documents(document_tokens, self.longest_tokens, "split")[2]
         packer = EpochPacker(lengths, self.capacity_tokens, self.seed, fits=self.stage_planner.fits)
         if packer.num_micro_batches < self.micro_batches:
@@ -259,6 +284,25 @@ class SimulationRequest:
                     return steps
             epoch += 1
         return steps
+
+    def _dealt_steps(self, row_tokens: IntArray, step_rows: int) -> list[list[IntArray]]:
+        """Returns the lengths of each micro-batch, rank after rank, of steps of so many rows.
+
+        As Trainer and Accelerate deal them, an epoch has all rows in random order, and ranks take a batch each in
+        turns. The last step of an epoch is left out if it is not full.
+        """
+        if len(row_tokens) < step_rows:
+            raise PackingError(
+                f"{len(row_tokens)} rows are too few for one step: {self.num_ranks} data ranks x {self.batch_size} "
+                f"rows x {self.accumulation} micro-steps take {step_rows}"
+            )
+        lengths = np.minimum(row_tokens, self.longest_tokens)
+        steps: list[list[IntArray]] = []
+        while len(steps) < self.batches:
+            order = np.random.default_rng([self.seed, len(steps)]).permutation(len(lengths))
+            whole = lengths[order[: len(order) // step_rows * step_rows]]
+            steps += [np.split(step, self.accumulation) for step in np.split(whole, len(whole) // step_rows)]
+        return steps[: self.batches]
 
     def without_stages(self, step: Sequence[IntArray]) -> list[IntArray]:
         """Returns the lengths of each micro-step of all data ranks: one micro-batch for every stage, joined."""

@@ -10,7 +10,6 @@ from distca_hf.analysis.memory import GIB, USABLE_SHARE, Sharding, TrainingSetup
 from distca_hf.analysis.simulate.run import WaySteps
 from distca_hf.analysis.simulate.stages import StageMemory
 from distca_hf.analysis.simulate.ways import Simulation, Step, Way
-from distca_hf.flops import StepFlops
 from distca_hf.gpus import peak_flops
 
 
@@ -68,7 +67,8 @@ class Result:
     """Figures of one request.
 
     Attributes:
-        gpus, accumulation, tokens_per_rank, context_tokens: of the request.
+        gpus, accumulation, context_tokens: of the request.
+        tokens_per_rank, batch_size: likewise; one of them is None.
         step_tokens: mean of an optimizer step.
         num_stages, chunks: of the pipeline; 1 without one.
         ways: all ways, the fastest of each family.
@@ -77,13 +77,19 @@ class Result:
 
     gpus: int
     accumulation: int
-    tokens_per_rank: int
+    tokens_per_rank: int | None
+    batch_size: int | None
     context_tokens: int
     step_tokens: float
     num_stages: int
     chunks: int
     ways: list[WayFigures]
     missing: list[str]
+
+    @property
+    def of_rank(self) -> str:
+        """What a rank has in a micro-step, in words."""
+        return f"{self.tokens_per_rank:,} tokens" if self.batch_size is None else f"{self.batch_size:,} rows"
 
     @property
     def plain(self) -> WayFigures:
@@ -138,7 +144,7 @@ class Result:
             fastest = _fastest(self.ways)
             assert fastest is not None
             return (
-                f"{self.tokens_per_rank:,} tokens per rank fit no GPU in any way; the fastest would be "
+                f"{self.of_rank} per rank fit no GPU in any way; the fastest would be "
                 f"{fastest.label}. Take fewer, or Liger's loss (--liger), which holds no logits."
             )
         if ours is None:
@@ -218,7 +224,8 @@ def make_result(
     return Result(
         request.gpus,
         request.accumulation,
-        request.tokens_per_rank,
+        request.tokens_per_rank if request.batch_size is None else None,
+        request.batch_size,
         request.longest_tokens,
         float(tokens.mean()),
         request.num_stages,
@@ -252,12 +259,9 @@ def _fastest(ways: Iterable[WayFigures]) -> WayFigures | None:
 def _useful_flops(simulation: Simulation, steps: Sequence[Step], left_out_share: float) -> float:
     """Returns the mean operations of a step that count for utilisation: attention that is left out does not."""
     model, request = simulation.request.model, simulation.request
-    weights, head = model.size.layer_parameters, model.size.head_parameters
-    pair = 2.0 * (model.heads.dim + model.heads.value_dim) * model.heads.query
-    flops = StepFlops.of(weights + head, weights + head, pair, head)
     tokens = float(np.mean([sum(int(batch.sum()) for batch in step) for step in steps]))
-    pairs = float(np.mean([request.pairs(step) for step in steps]))
-    return flops.useful(tokens, (1 - left_out_share) * pairs)
+    pairs = float(np.mean([request.pairs(step) for step in steps])) / model.attention_layers
+    return model.flops.useful(tokens, (1 - left_out_share) * pairs)
 
 
 def _memory_bytes(simulation: Simulation, way: Way, steps: WaySteps) -> int:
@@ -275,7 +279,7 @@ def _memory_bytes(simulation: Simulation, way: Way, steps: WaySteps) -> int:
     setup = TrainingSetup(gpus, sharding, checkpointing, liger, kv_budget_bytes=budget, tensor_ranks=tensor_ranks)
     if not way.in_stages:
         setup = replace(setup, micro_steps=request.accumulation)
-        return estimate_memory(size, setup, int(steps.most_tokens), received).total
+        return estimate_memory(size, setup, steps.most_tokens, received, steps.most_head_tokens).total
     assert request.pipeline is not None
     tokens = int(steps.most_tokens)
     return StageMemory(size, setup, request.pipeline, request.micro_batches, tokens, received).total

@@ -37,7 +37,7 @@ class WaySteps:
     Attributes:
         seconds: `[steps]`, not a number where it was not simulated.
         received_bytes: most bytes that a rank sends or receives in a layer's forward pass.
-        most_tokens: tokens of the fullest rank.
+        most_tokens, most_head_tokens: most tokens that layers, and that a head, of a rank compute.
         left_out_share: part of the attended pairs that is left out where documents are cut, of all simulated steps.
         whole: whether that is next to nothing in every step.
     """
@@ -45,6 +45,7 @@ class WaySteps:
     seconds: np.ndarray
     received_bytes: float
     most_tokens: int
+    most_head_tokens: int
     left_out_share: float
     whole: bool
 
@@ -54,7 +55,7 @@ class _Done:
     """One step in every way that was simulated on it, and notes."""
 
     number: int
-    ways: dict[str, tuple[float, float, int, float]]
+    ways: dict[str, tuple[float, float, int, int, float]]
     notes: Notes
 
 
@@ -124,8 +125,9 @@ def _simulate(task: _Task) -> _Done:
         seconds, loads = simulation.step_seconds(way, task.step)
         most_bytes = max(load.bytes_per_layer for load in loads)
         most_tokens = max(int(load.tokens.max()) for load in loads)
+        most_head_tokens = max(int(load.of_head.max()) for load in loads)
         left_out = sum(load.left_out_pairs for load in loads)
-        ways[way.key] = seconds, most_bytes, most_tokens, left_out
+        ways[way.key] = seconds, most_bytes, most_tokens, most_head_tokens, left_out
     return _Done(task.number, ways, simulation.costs.notes)
 
 
@@ -139,10 +141,10 @@ def _gathered(simulation: Simulation, done: Sequence[_Done], steps: Sequence[Ste
         figures = [(one.number, one.ways[way.key]) for one in done if way.key in one.ways]
         for number, (of_step, *_) in figures:
             seconds[number] = of_step
-        most_bytes, most_tokens = (max(of_step[at] for _, of_step in figures) for at in (1, 2))
-        left_out = np.array([of_step[3] for _, of_step in figures])
+        most_bytes, most_tokens, most_head_tokens = (max(of_step[at] for _, of_step in figures) for at in (1, 2, 3))
+        left_out = np.array([of_step[4] for _, of_step in figures])
         of_all = np.array([pairs[number] for number, _ in figures])
         whole = bool((left_out <= NEARLY_NOTHING * of_all).all())
         share = float(left_out.sum() / of_all.sum())
-        ways[way.key] = WaySteps(seconds, most_bytes, int(most_tokens), share, whole)
+        ways[way.key] = WaySteps(seconds, most_bytes, int(most_tokens), int(most_head_tokens), share, whole)
     return ways

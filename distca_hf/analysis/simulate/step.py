@@ -105,7 +105,7 @@ class Training:
 
     def head_seconds(self, load: Load) -> float:
         """Returns the seconds of the last matrix and the loss, forward and backward."""
-        return float(self.costs.head_seconds(load.tokens).max()) if self.has_head else 0.0
+        return float(self.costs.head_seconds(load.of_head).max()) if self.has_head else 0.0
 
     def cast_seconds(self) -> float:
         """Returns the seconds of casting a rank's share of weights, and of gradients."""

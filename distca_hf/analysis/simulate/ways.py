@@ -13,7 +13,7 @@ import numpy as np
 from distca_hf.analysis.profiles.cluster_profile import ClusterProfile
 from distca_hf.analysis.profiles.curves import Notes
 from distca_hf.analysis.simulate import peers, planned
-from distca_hf.analysis.simulate.costs import HALF_BYTES, Costs
+from distca_hf.analysis.simulate.costs import Costs
 from distca_hf.analysis.simulate.load import Load
 from distca_hf.analysis.simulate.request import GPUS_PER_SERVER, SimulationRequest
 from distca_hf.analysis.simulate.stages import StagedTraining
@@ -25,7 +25,6 @@ from distca_hf.cost import causal_pairs_of
 from distca_hf.data.epochs import Epoch
 from distca_hf.layout import Layout
 from distca_hf.planning.plan import Plan
-from distca_hf.planning.rebalance import plan_by_moving
 
 
 # Tolerance of the published planner: its paper's.
@@ -109,6 +108,9 @@ class Simulation:
     def ways(self) -> list[Way]:
         """Returns all ways that can run."""
         costs, ranks, model = self.costs, self.request.num_ranks, self.request.model
+        if self.request.batch_size is not None:
+            plain = _of_each(lambda batch: peers.packs(costs, np.split(batch, ranks), batch))
+            return [Way("plain", "plain data parallelism", plain), *self._given_ways()]
         whole = partial(peers.whole_documents, costs, num_ranks=ranks)
         each = [
             Way("plain", "plain packing", _of_each(partial(peers.plain_packing, costs, num_ranks=ranks))),
@@ -119,7 +121,7 @@ class Simulation:
             each += [self._ulysses(group) for group in self._ulysses_groups()]
             each += [self._ring(group) for group in self._ring_groups()]
             each.append(Way("published", "DistCA, published", self._published, costly=True, is_cad=True))
-        each.append(Way("packs_kept", "distca, packs kept", self._packs_kept, costly=True, is_ours=True, is_cad=True))
+        each += self._given_ways()[:1]
         if self._has_servers:
             served = partial(Way, servers=self.request.num_servers, costly=True, is_ours=True, is_cad=True)
             each.append(served("servers", "distca, with servers", self._served))
@@ -130,8 +132,10 @@ class Simulation:
         return [*each, *self._in_stages()]
 
     def missing(self) -> list[str]:
-        """Returns why ways are left out, a sentence for each."""
+        """Returns which ways are left out, or why; a sentence for each."""
         model, request, words = self.request.model, self.request, []
+        if request.batch_size is not None:
+            return ["ways that make batches of their own, or take GPUs from these as attention servers"]
         if model.mixers:
             words.append(
                 f"{model.mixers} layers carry a state, so documents stay whole: Ulysses, rings and the published "
@@ -258,18 +262,49 @@ class Simulation:
         plans = _plans(planner, step)
         return [planned.ours(self.costs, self.cluster, plan, planner.num_chunks, saves) for plan in plans]
 
-    def _packs_kept(self, step: Step) -> list[Load]:
-        request, topology = self.request, self.request.planner.config.topology(self.request.num_ranks)
-        token_bytes = request.model.heads.token_bytes(HALF_BYTES)
-        loads = []
+    # Given batches: those of the request, or packs of plain packing.
+
+    def _given_ways(self) -> list[Way]:
+        """Returns what happens to given batches: tasks move where layers carry a state, else rows are placed."""
+        ours = partial(Way, costly=True, is_ours=True, is_cad=True)
+        if self.request.model.mixers:
+            return [self.tasks_moved]
+        label = "distca, your packs" if self.request.batch_size is None else "distca, results return"
+        return [
+            ours("given", label, partial(self._rows_placed, loss_is_placed=False)),
+            ours("given_loss", "distca, placed loss", partial(self._rows_placed, loss_is_placed=True)),
+        ]
+
+    @property
+    def tasks_moved(self) -> Way:
+        """Given batches whose tokens stay."""
+        return Way("tasks_moved", "distca, tasks moved", self._tasks_moved, costly=True, is_ours=True, is_cad=True)
+
+    def _rows_placed(self, step: Step, loss_is_placed: bool) -> list[Load]:
+        planner, loads = self.request.given_plans(places_rows=True), []
         for batch in step:
-            held = peers.best_fit(batch, request.num_ranks)
-            layout = Layout.from_packs(held)
-            plan = plan_by_moving(layout, request.head_groups, topology=topology, token_bytes=token_bytes)
-            chunks = request.planner.num_chunks
-            load = planned.ours(self.costs, self.cluster, plan, chunks, self._saves, in_step=True)
-            loads.append(replace(load, left_out_pairs=peers.left_out_pairs(self.costs.model, held, batch)))
+            home = self._home(batch)
+            placed = planner.layout(home)
+            load = self._of_plan(planner.plan(placed), batch)
+            loads.append(planned.rows_placed(self.costs, self.cluster, home, load, placed, loss_is_placed))
         return loads
+
+    def _tasks_moved(self, step: Step) -> list[Load]:
+        plan = self.request.given_plans(places_rows=False).plan
+        return [self._of_plan(plan(self._home(batch)), batch) for batch in step]
+
+    def _of_plan(self, plan: Plan, batch: IntArray) -> Load:
+        """Returns the load of the plan of a given batch."""
+        load = planned.ours(self.costs, self.cluster, plan, self.request.planner.num_chunks, self._saves)
+        held = plan.layout.document_tokens
+        return replace(load, left_out_pairs=peers.left_out_pairs(self.costs.model, [held], batch))
+
+    def _home(self, batch: IntArray) -> Layout:
+        """Returns the batches of all ranks: as they were dealt, or packs of equal tokens."""
+        ranks = self.request.num_ranks
+        return Layout.from_packs(
+            np.split(batch, ranks) if self.request.batch_size is not None else peers.best_fit(batch, ranks)
+        )
 
     def _served(self, step: Step) -> list[Load]:
         planner = self.request.served_planner

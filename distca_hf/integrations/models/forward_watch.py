@@ -291,7 +291,7 @@ class ForwardWatch:
         if self.planner is None:
             transport = self.context.training_transport(device)
             of_model = self._head_groups, self._token_bytes, self.context.servers, self._layer_masks
-            of_rows = self._read_and_open, not self._mixers.mixers
+            of_rows = self._read_and_open, not self._mixers.mixers, self.flops
             self.planner = GivenPlanner(self.context.config, transport, *of_model, *of_rows)
         return self.planner
 
@@ -340,7 +340,7 @@ class ForwardWatch:
             if trains and not self.report.written:
                 (layers, attention), flops = self._recomputed(module), self.flops
                 cost = None if flops is None else flops.cost(recomputes_layers=layers, recomputes_attention=attention)
-                self.report.begin(plan, cost)
+                self.report.begin(plan, cost, flops)
         return self.loss.end(output if self.loss.is_placed else self._counted.end(output))
 
     def _recomputed(self, module: nn.Module) -> tuple[bool, bool]:

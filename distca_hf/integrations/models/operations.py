@@ -43,8 +43,8 @@ def pass_costs_of(model: nn.Module) -> PassCosts:
 
 
 def predictable(model: nn.Module, flops: StepFlops | None, recomputes: tuple[bool, bool], grid: Grid) -> Predictable:
-    """Returns what `distca report` predicts seconds of a pass from: costs at rates of an H200, and sizes for a
-    measured profile; nothing if operations are not known.
+    """Returns what `distca report` predicts seconds of a pass from (costs at rates of an H200, and sizes for a
+    measured profile) and counts work by; nothing if operations are not known.
 
     Args:
         flops: operations of the model.
@@ -53,7 +53,7 @@ def predictable(model: nn.Module, flops: StepFlops | None, recomputes: tuple[boo
     """
     if flops is None:
         return Predictable()
-    return Predictable(_costs(flops, *recomputes), _sizes(model, flops, recomputes, grid))
+    return Predictable(_costs(flops, *recomputes), _sizes(model, flops, recomputes, grid), flops)
 
 
 def _costs(flops: StepFlops, recomputes_layers: bool, recomputes_attention: bool) -> PredictedCosts:

@@ -43,7 +43,7 @@ log = get_logger(__name__)
 # second where device and model allow to measure it.
 PREFIX = "distca/"
 ALWAYS = ("imbalance", "tokens_per_second_per_rank")
-SOMETIMES = ("utilisation", "memory_gib")
+SOMETIMES = ("step_imbalance", "utilisation", "memory_gib")
 
 
 class DistCACallback(TrainerCallback):
@@ -348,7 +348,7 @@ def in_short(logs: Mapping[str, float]) -> Mapping[str, float | str]:
         return logs
     unit = "GPU" if "memory_gib" in metrics else "rank"
     words = [
-        f"imbalance {metrics['imbalance']:.2f}",
+        f"imbalance {metrics.get('step_imbalance', metrics['imbalance']):.2f}",
         f"{metrics['tokens_per_second_per_rank']:.0f} tok/s/{unit}",
     ]
     if "utilisation" in metrics:

@@ -176,16 +176,12 @@ def test_a_step_takes_as_long_as_its_slowest_rank() -> None:
     assert cost.attention_share(tokens=10, pairs=3) == 0.75
 
 
-@pytest.mark.parametrize(
-    ("layout", "way", "micro_steps"), [("placed", "placed", 1), ("placed", "placed", 3), ("fixed", "packs_kept", 1)]
-)
-def test_speed_and_memory_are_those_of_distca_simulate(
-    layout: str, way: str, micro_steps: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("micro_steps", [1, 3])
+def test_speed_and_memory_are_those_of_distca_simulate(micro_steps: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of the same ranks, tokens, model, seed and kernels, over the same steps."""
     monkeypatch.setattr(estimates, "MOST_STEPS", 4)
     ranks, lengths = 8, np.random.RandomState(0).lognormal(6, 1.5, 10_000).astype(int).clip(1, 100_000)
-    plan = PlanRequest(ranks, 32_768, 8, micro_steps, LLAMA, layout)
+    plan = PlanRequest(ranks, 32_768, 8, micro_steps, LLAMA)
     packed = pack_epoch(lengths, plan, seed=3)
     assumptions, plans = Assumptions(liger=True, seed=3), plan_epoch(plan, lengths, packed.epoch)
     made = make_estimates(plan, packed, plans, assumptions)
@@ -196,8 +192,8 @@ def test_speed_and_memory_are_those_of_distca_simulate(
     ways = {one.key: one for one in result.ways}
 
     assert made.speed.steps == 4
-    assert made.speed.over_plain == pytest.approx(ways[way].times_as_fast, rel=1e-6 if way == "placed" else 0.03)
-    assert made.memory["fsdp2"].total == pytest.approx(ways[way].memory_bytes, rel=0.02)
+    assert made.speed.over_plain == pytest.approx(ways["placed"].times_as_fast, rel=1e-6)
+    assert made.memory["fsdp2"].total == pytest.approx(ways["placed"].memory_bytes, rel=0.02)
     packs = ways["plain"].step_seconds / ways["sorted_packs"].step_seconds
     assert made.speed.over_sorted == pytest.approx(made.speed.over_plain / packs)
 

@@ -73,6 +73,19 @@ def test_only_files_of_the_run_are_opened(tmp_path: Path, monkeypatch: pytest.Mo
 LEFT_OUT = "{} traces of an earlier run in the same folder, or of steps that ran again, are left out."
 
 
+def test_run_with_given_batches_says_work_of_a_step_and_tokens(tmp_path: Path) -> None:
+    found = report(write_run(tmp_path, ranks=4, steps=2, given=True))
+    step = found["steps"][0]
+
+    assert (step["before"], step["after"]) == ("batches as they came", "rows placed inside the model")
+    assert step["findings"][1] == (
+        "The busiest rank has 2.00 → 1.00 times the mean work in a step (layers, attention, head), 2.00 → 1.00 times "
+        "the mean tokens."
+    )
+    assert found["summary"][1] == "Work of the busiest rank in a step 2.00 → 1.00 times the mean, on average."
+    assert step["step_work"] == [4 * 65536] * 4
+
+
 def test_run_has_all_ranks_of_every_step(tmp_path: Path) -> None:
     write_run(tmp_path / "output" / "distca_report", ranks=4, steps=3, layers=5)
     found = report(tmp_path / "output")

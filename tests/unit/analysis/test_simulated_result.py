@@ -8,11 +8,11 @@ from distca_hf.analysis.simulate.result import Result, WayFigures
 PLAIN = WayFigures("plain", "plain packing", False, False, False, 1.0, 1.0, 0.4, 1, True, 1.0, 1.0, True, 1)
 ULYSSES = replace(PLAIN, key="ulysses", label="Ulysses over 4", step_seconds=2.0, times_as_fast=0.5)
 PLACED = replace(PLAIN, key="placed", label="distca, placed", is_ours=True, is_cad=True, step_seconds=1.5)
-KEPT = replace(PLACED, key="packs_kept", label="distca, packs kept", step_seconds=0.8)
+KEPT = replace(PLACED, key="given", label="distca, your packs", step_seconds=0.8)
 
 
 def result(*ways: WayFigures) -> Result:
-    return Result(4, 1, 8, 32, 32.0, 1, 1, list(ways), [])
+    return Result(4, 1, 8, None, 32, 32.0, 1, 1, list(ways), [])
 
 
 def cut(way: WayFigures) -> WayFigures:
@@ -28,7 +28,7 @@ def test_the_fastest_is_chosen_where_all_keep_documents_whole() -> None:
 
     assert (chosen.ours, chosen.other, chosen.gain) == (KEPT, PLAIN, 1.25)
     assert chosen.in_short() == (
-        "Choose distca, packs kept: 1.25 x as fast as the fastest way without CAD, plain packing."
+        "Choose distca, your packs: 1.25 x as fast as the fastest way without CAD, plain packing."
     )
 
 
@@ -57,7 +57,7 @@ def test_a_way_that_cuts_documents_is_not_better_than_one_that_does_not() -> Non
         "fastest is plain packing, which leaves out attention between parts of documents, in 0.67 of the time."
     )
     assert others.in_short() == (
-        "Of distca's ways only this fits the memory of a GPU: distca, packs kept, which leaves out attention between "
+        "Of distca's ways only this fits the memory of a GPU: distca, your packs, which leaves out attention between "
         "parts of documents. Choose plain packing."
     )
 

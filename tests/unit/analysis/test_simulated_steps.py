@@ -520,7 +520,7 @@ def test_hybrids_keep_documents_whole() -> None:
     hybrid = replace(MODEL, masks=((MODEL.masks[0][0], 8),), mixers=24)
     simulation, seconds, _ = simulate([60_000, *[2048] * 100] * 4, model=hybrid)
 
-    assert {"packs_kept", "placed"} <= seconds.keys()
+    assert {"tasks_moved", "placed"} <= seconds.keys()
     assert not any(key.startswith(("ulysses", "ring", "published")) for key in seconds)
     assert any("carry a state" in words for words in simulation.missing())
     with pytest.raises(ConfigError, match=r"24 layers .* carry a state"):

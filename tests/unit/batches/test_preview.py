@@ -13,11 +13,11 @@ from distca_hf.batches.preview import COUNTED, PLACED, PlacedData, Preview, coun
 from distca_hf.config import DistCAConfig
 from distca_hf.cost import imbalance
 from distca_hf.data.epochs import EpochPacker
-from distca_hf.flops import StepCost
+from distca_hf.flops import StepCost, StepFlops
 from distca_hf.layout import Layout
 from distca_hf.placement.place import fill_in_order
-from distca_hf.planning.plan import PlanFacts, PlanTotals
-from distca_hf.planning.row_moves import RowMoves
+from distca_hf.planning.plan import PlanFacts
+from distca_hf.planning.plan_totals import PlanTotals
 from support.data import random_dataset, random_documents
 from support.models import tiny_model
 from support.readings import READING
@@ -36,11 +36,17 @@ def test_balance_share_and_speed_up_are_those_of_the_micro_batches() -> None:
     )
 
 
-def test_tokens_of_the_busiest_rank_count_where_rows_are_placed() -> None:
+def test_work_of_a_step_counts_tokens_and_the_head_where_batches_are_given() -> None:
+    given = PlanTotals(1, imbalance_before=2.5, imbalance=1.0, token_imbalance_before=1.5, token_imbalance=1.0)
+    counted = replace(given, step_imbalance_before=2.2, step_imbalance=1.1)
+
     # Before, matrices took 1,200 x 1.5 and attention 8,400.
-    assert second_line(replace(TWO, token_imbalance=(1.5, 1.0)), COST, 4, "seen") == (
-        "tokens of the busiest rank 1.50 -> 1.00 times the mean; attention work of the busiest rank 2.50 -> 1.00 "
-        "times the mean; attention is about 70% of a step; layers should be 2.55 times as fast as without (seen)"
+    assert second_line(replace(TWO, given=counted), COST, 4, "seen") == (
+        "work of the busiest rank in a step 2.20 -> 1.10 times the mean (its tokens 1.50 -> 1.00, attention 2.50 -> "
+        "1.00); attention is about 70% of a step; layers should be 2.55 times as fast as without (seen)"
+    )
+    assert "attention work of the busiest rank 2.50 -> 1.00 times" in second_line(
+        replace(TWO, given=given), None, 4, ""
     )
 
 
@@ -151,6 +157,9 @@ def test_preview_of_a_long_epoch_looks_all_over_it(micro_steps: int) -> None:
     assert data.preview.imbalance_before.mean() == pytest.approx(before, rel=0.03)
 
 
+HOME = Layout.from_packs([[5], [2, 2]])
+
+
 def test_preview_of_packs_is_that_of_their_micro_batch() -> None:
     facts = PlanFacts(
         num_documents=3,
@@ -161,13 +170,29 @@ def test_preview_of_packs_is_that_of_their_micro_batch() -> None:
         rows_per_token=2,
         num_tokens=9,
     )
-    home = Layout.from_packs([[5], [2, 2]])
-    moves = RowMoves.of(home, home, 0)
-    *values, speeds, stay = vars(Preview.of(facts)).values()
+    facts = facts.with_tokens(HOME, HOME)
+    *values, speeds, given = vars(
+        Preview.of(facts, StepFlops.of(weights=5, trained_weights=5, pair_forward=2))
+    ).values()
 
     assert [numbers.tolist() for numbers in values] == [[9], [24], [1.5], [1.0]]
-    assert (speeds, stay) == ((), None)
-    assert Preview.of(facts, moves).token_imbalance == (10 / 9, 10 / 9)
+    assert speeds == ()
+    assert (given.token_imbalance_before, given.token_imbalance) == (10 / 9, 10 / 9)
+    # 30 operations of a token, 6 of a pair: 150 + 108 and 120 + 36 before, 72 and 72 of attention after.
+    assert given.step_imbalance_before == pytest.approx(2 * 258 / 414)
+    assert given.step_imbalance == pytest.approx(2 * 222 / 414)
+
+
+def test_head_counts_where_it_computes() -> None:
+    """One weight of ten is the head's: it computes tokens of the batch, or those that layers computed."""
+    facts = PlanFacts(2, 6, work=(10, 10), work_before=(18, 2), key_rows_sent=(0, 0), num_tokens=8)
+    facts = facts.with_tokens(Layout.from_packs([[6], [2]]), Layout.from_packs([[4], [4]]))
+    flops = StepFlops.of(weights=10, trained_weights=0, pair_forward=0, head_weights=1)
+
+    before, after = facts.step_work(flops)
+    assert (before.tolist(), after.tolist()) == ([240, 80], [40 * 3.6 + 24, 40 * 3.6 + 8])
+    _, placed = replace(facts, head_tokens=facts.tokens).step_work(flops)
+    assert placed.tolist() == [160, 160]
 
 
 # --- written once, by whoever trains

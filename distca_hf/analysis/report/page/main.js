@@ -6,7 +6,7 @@ const shown = element("div", { "aria-live": "polite" });
 
 function showStep(step) {
   const facts = step.facts.map(([name, value]) => element("div", {}, element("dt", {}, name), element("dd", {}, value)));
-  const pictures = [workPicture(step), matrixPicture(step)];
+  const pictures = [attentionPicture(step), ...(step.step_work.length ? [stepPicture(step)] : []), matrixPicture(step)];
   if (step.calls.length) pictures.push(timelinePicture(step));
   if (step.seconds) pictures.push(secondsPicture(step));
   if (step.memory.length) pictures.push(memoryPicture(step));

@@ -1,14 +1,23 @@
-// Work: attention work of every rank over the mean, before and after.
+// Work: attention work, or the work of a step, of every rank over the mean, before and after.
 
-function workPicture(step) {
+function attentionPicture(step) {
+  return workPicture(step, "Work of each rank", "Attended pairs", step.work_before, step.work);
+}
+
+function stepPicture(step) {
+  return workPicture(step, "Work of each rank in a step", "Operations (layers, attention, head and loss)",
+    step.step_work_before, step.step_work);
+}
+
+function workPicture(step, title, what, workBefore, work) {
   const overMean = (work) => {
     const mean = sum(work) / work.length;
     return work.map((value) => (mean ? value / mean : 0));
   };
-  const [before, after] = [overMean(step.work_before), overMean(step.work)];
+  const [before, after] = [overMean(workBefore), overMean(work)];
   const labels = (work) => work.map((_, rank) => rankLabel(step, rank));
   const busiest = (work) => work.indexOf(Math.max(...work));
-  const said = `Attended pairs of each rank over the mean of all. With ${step.before} rank ${busiest(before)} has `
+  const said = `${what} of each rank over the mean of all. With ${step.before} rank ${busiest(before)} has `
     + `${ratio(Math.max(...before))} times the mean. ${capital(step.after)}: `
     + `${rankName(step, busiest(after))} has ${ratio(Math.max(...after))} times.`;
   function draw(width, palette) {
@@ -27,9 +36,9 @@ function workPicture(step) {
     });
     return svg;
   }
-  const rows = () => step.work.map((_, rank) => [labels(step.work)[rank], step.tokens[rank] ?? null,
+  const rows = () => work.map((_, rank) => [labels(work)[rank], step.tokens[rank] ?? null,
     before[rank] ?? null, after[rank]]);
-  return picture({ title: "Work of each rank", said, draw,
+  return picture({ title, said, draw,
     columns: ["rank", "tokens", `${step.before}, over the mean`, `${step.after}, over the mean`], rows });
 }
 

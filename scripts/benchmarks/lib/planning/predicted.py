@@ -22,11 +22,12 @@ from distca_hf.analysis.simulate import peers
 from distca_hf.analysis.simulate.costs import HALF_BYTES, Costs
 from distca_hf.analysis.simulate.load import Load
 from distca_hf.analysis.simulate.model import SimulatedModel
-from distca_hf.analysis.simulate.planned import ours
+from distca_hf.analysis.simulate.planned import ours, rows_placed
 from distca_hf.analysis.simulate.request import SimulationRequest
 from distca_hf.analysis.simulate.step import Training
 from distca_hf.analysis.simulate.wires import Cluster
 from distca_hf.arrays import IntArray
+from distca_hf.batches.given_plans import GivenPlans
 from distca_hf.layout import Layout
 from distca_hf.planning.plan import plan_in_place
 from distca_hf.planning.rebalance import plan_by_moving
@@ -36,12 +37,16 @@ from lib.model import PRESETS
 
 
 LAYERS, SLOW_CHUNKS = 4, 4
+# Seconds in which tasks of these steps were planned at the first layer: of any number of ranks, and of each rank
+# (docs/benchmarks/2026-11-22-four-gpus.md, 2026-11-21-planning.md).
+PLANNING_SECONDS, PLANNING_SECONDS_PER_RANK = 3e-3, 0.5e-3
 # Ratios that have to be right: name, numerator, denominators of which the first measured one is taken.
 RATIOS = (
     ("local / ours", "local", ("recomputed",)),
     ("ours / ideal", "recomputed", ("ideal",)),
-    ("packs kept / ideal", "fixed", ("ideal",)),
-    ("local / packs kept", "local", ("fixed",)),
+    ("tasks moved / ideal", "fixed", ("ideal",)),
+    ("local / tasks moved", "local", ("fixed",)),
+    ("given / ideal", "given", ("ideal",)),
     ("Ulysses / ideal", "ulysses", ("ideal", "recomputed")),
     ("ring / ours", "ring", ("recomputed",)),
     ("gathered / ideal", "context", ("ideal",)),
@@ -224,7 +229,14 @@ def simulate(setting: Setting, names: Iterable[str], profile: ClusterProfile, no
     def fixed(saves: bool) -> Load:
         packed = Layout.from_packs(peers.best_fit(lengths, ranks))
         plan = plan_by_moving(packed, costs.head_groups, topology=topology)
-        return load_of(cluster, plan, chunks, saves, in_step=True)
+        planning = PLANNING_SECONDS + PLANNING_SECONDS_PER_RANK * ranks
+        return load_of(cluster, plan, chunks, saves, planning_seconds=planning)
+
+    def given() -> Load:
+        plans, home = GivenPlans(topology, costs.head_groups), Layout.from_packs(peers.best_fit(lengths, ranks))
+        layout = plans.layout(home)
+        load = load_of(cluster, plans.plan(layout), chunks, False)
+        return rows_placed(costs, cluster, home, load, layout, loss_is_placed=False)
 
     def served() -> Load:
         gpus = ranks + setting.servers
@@ -249,6 +261,7 @@ def simulate(setting: Setting, names: Iterable[str], profile: ClusterProfile, no
         "saved": lambda: placed(True),
         "fixed": lambda: fixed(False),
         "fixed_saved": lambda: fixed(True),
+        "given": given,
         "served": served,
         "served_ideal": served_ideal,
     }

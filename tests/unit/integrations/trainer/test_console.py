@@ -1,5 +1,6 @@
 """How a Trainer prints our metrics: one short entry, where history and trackers have numbers."""
 
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -45,6 +46,17 @@ def test_printed_entry_is_short() -> None:
     assert in_short(LOG | READING.basic()) == LOG | {"distca": "imbalance 1.00, 17625 tok/s/GPU, 42% MFU, 131 GiB"}
 
 
+def test_work_of_a_step_is_shown_where_it_is_counted() -> None:
+    totals = replace(READING.totals, step_imbalance_before=8.0, step_imbalance=4.4, token_imbalance=4.0)
+    given = replace(READING, totals=totals)
+    others = given.all(0).keys() - READING.all(0).keys()
+
+    assert given.basic()["distca/step_imbalance"] == pytest.approx(1.1)
+    assert {"distca/token_imbalance", "distca/token_imbalance_before"} < others
+    assert given.all(0)["distca/step_imbalance_before"] == 2.0
+    assert in_short(given.basic())["distca"] == "imbalance 1.10, 17625 tok/s/GPU, 42% MFU, 131 GiB"
+
+
 def test_entry_without_gpu_names_ranks_and_leaves_out_what_is_not_known() -> None:
     known = {name: READING.basic()[name] for name in ("distca/imbalance", "distca/tokens_per_second_per_rank")}
 
@@ -66,7 +78,7 @@ class Recorder(TrainerCallback):
 def test_line_of_a_log_is_at_most_160_characters(
     printer: TrainerCallback, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    recorder, logs = Recorder(), LOG | READING.basic()
+    recorder, logs = Recorder(), LOG | READING.basic() | {"distca/step_imbalance": 1.1}
     state = SimpleNamespace(is_local_process_zero=True, is_world_process_zero=True, max_steps=3)
     print_in_short([recorder, printer], setattr)
     printer.on_train_begin(None, state, None)

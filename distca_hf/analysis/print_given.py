@@ -1,0 +1,127 @@
+"""Print given: runs `distca plan --batch-size`, and prints its answer, readable at 80 columns."""
+
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import cast
+
+from rich.console import Console
+
+from distca_hf.analysis.command import DEFAULT_MODEL, PlanProgress
+from distca_hf.analysis.find_model import find_model
+from distca_hf.analysis.given import GivenAnswer, answer
+from distca_hf.analysis.lengths import read_lengths
+from distca_hf.analysis.memory import Checkpointing
+from distca_hf.analysis.simulate.command import DEFAULT_TOKENS_PER_RANK
+from distca_hf.analysis.simulate.model import SimulatedModel
+from distca_hf.analysis.simulate.request import SimulationRequest
+from distca_hf.analysis.tables import block, counted, in_gib, plain_table
+from distca_hf.analysis.terminal import Terminal
+from distca_hf.errors import ConfigError
+from distca_hf.planning.plan_totals import PlanTotals
+
+
+def run_given(
+    lengths: Path,
+    *,
+    ranks: int,
+    batch_size: int,
+    context: int | None,
+    ranks_per_node: int,
+    micro_steps: int,
+    model: str | None,
+    checkpointing: str,
+    liger: bool,
+    gpu_gib: float,
+    seed: int,
+    as_json: bool,
+    without_effect: Sequence[str],
+) -> None:
+    """Runs `distca plan --batch-size`. Output is printed at the very end, so that an error leaves nothing behind.
+
+    Args:
+        without_effect: options that were given, and are of batches that distca makes.
+
+    Raises:
+        ConfigError: an option or the model is wrong.
+        PackingError: lengths cannot be read, or are too few for a step.
+    """
+    if without_effect:
+        raise ConfigError(
+            f"{', '.join(without_effect)}: of batches that distca makes; leave out either that or --batch-size "
+            f"{batch_size}"
+        )
+    request = SimulationRequest(
+        *(SimulatedModel.of(find_model(model or DEFAULT_MODEL)), ranks, DEFAULT_TOKENS_PER_RANK, context, micro_steps),
+        ranks_per_node=ranks_per_node,
+        checkpointing=cast(Checkpointing, checkpointing),  # the request refuses any other
+        liger=liger,
+        gpu_gib=gpu_gib,
+        seed=seed,
+        batch_size=batch_size,
+    )
+    progress = PlanProgress()
+    with progress.shown():
+        with progress.stage(f"reading {lengths.name}"):
+            rows = read_lengths(lengths)
+        found = answer(request, rows.source, rows.tokens, progress)
+    if as_json:
+        sys.stdout.write(json.dumps(found.as_json(), allow_nan=False) + "\n")
+    else:
+        print_given(found, Terminal())
+
+
+def print_given(found: GivenAnswer, console: Console) -> None:
+    """Prints the answer for people."""
+    request, rows, count = found.request, found.row_tokens, len(found.micro_batches)
+    returned, placed = found.totals(False), found.totals(True)
+    steps = f" x {request.accumulation} micro-steps" if request.accumulation > 1 else ""
+    cut = "" if request.context_tokens is None else f", longer rows are cut at {request.context_tokens:,}"
+    console.print(
+        f"{found.source}: {counted(len(rows), 'row')}, {counted(int(rows.sum()), 'token')}, the longest has "
+        f"{int(rows.max()):,}{cut}. {request.model.name} on {counted(request.num_ranks, 'rank')} x "
+        f"{counted(request.batch_size or 0, 'row')}{steps}, {request.ranks_per_node} ranks per node, seed "
+        f"{request.seed}: your batches, {counted(count, 'micro-batch')} of them.\n",
+        highlight=False,
+    )
+    console.print(f"{found.in_short}\n", highlight=False)
+    table = plain_table("as given", "rows placed" if found.places_rows else "tasks moved")
+    imbalances: list[tuple[str, PlanTotals, str]] = [
+        ("tokens", returned, "token_imbalance"),
+        ("attention", returned, "imbalance"),
+        ("work of a step, results return" if found.places_rows else "work of a step", returned, "step_imbalance"),
+    ]
+    if found.places_rows:
+        imbalances.append(("work of a step, placed loss", placed, "step_imbalance"))
+    for name, totals, of in imbalances:
+        table.add_row(name, *(f"{getattr(totals, field) / count:.2f}" for field in (f"{of}_before", of)))
+    for loss_is_placed in (False, True)[: 1 + found.places_rows]:
+        way = ", placed loss" if loss_is_placed else ", results return" if found.places_rows else ""
+        table.add_row(f"  worst micro-batch{way}", *(f"{one:.2f}" for one in found.worst(loss_is_placed)))
+    words = (
+        "Work of a step: layers, attention, head and loss; training logs it as distca/step_imbalance. Rows count "
+        "without padding. "
+    )
+    if found.places_rows:
+        even = sum(one.stays for one in found.micro_batches)
+        words += (
+            "Results return where something reads logits, or the loss of one rank; else head and loss run on placed "
+            f"rows. {found.moved_share:.0%} of the tokens change ranks; {even} of {count} micro-batches are even "
+            "within 2 %, and stay. "
+        ).replace("%  %", "%")
+    else:
+        words += "Layers carry a state, so tokens stay, and attention tasks move. "
+    words += f"Planning takes {1e3 * found.planning_seconds:.1f} ms."
+    console.print(block("busiest rank / mean of all", table, words), highlight=False)
+    console.print()
+    speed = plain_table("x plain", "GiB", "fits")
+    for each in found.simulated.ways:
+        speed.add_row(each.label, f"{each.times_as_fast:.2f}", in_gib(each.memory_bytes), "yes" if each.fits else "no")
+    words = (
+        f"As `distca simulate --batch-size {request.batch_size}` has it, of "
+        f"{counted(found.simulated.plain.steps, 'step')}: FSDP2 in bf16 on H200s, activations {request.checkpointing} "
+        f"(--checkpointing), {'with' if request.liger else 'without'} Liger's kernels and loss (--liger), 90 % of "
+        f"{request.gpu_gib:g} GiB may be used (--gpu-gib)."
+    )
+    console.print(block("speed and memory, simulated", speed, words), highlight=False)

@@ -1,0 +1,53 @@
+"""Given: plans of batches that others made. Training follows it, and `distca plan` and `distca simulate` show it.
+
+layers without a state     rows are placed inside the model, unless batches are even; ranks compute what they hold
+layers that carry a state  tokens stay, attention tasks move
+attention servers          rows are placed among trainers, tasks move to servers
+"""
+
+from dataclasses import dataclass
+
+from distca_hf.cost import CAUSAL_LAYERS, LayerMasks, TokenBytes
+from distca_hf.layout import Layout
+from distca_hf.placement.given import place_given
+from distca_hf.planning.plan import Plan, plan_in_place
+from distca_hf.planning.rebalance import plan_by_moving
+from distca_hf.planning.served import Servers, plan_served
+from distca_hf.topology import Topology
+
+
+@dataclass(frozen=True)
+class GivenPlans:
+    """Plans given batches of one model.
+
+    Attributes:
+        topology: nodes of the ranks that hold tokens.
+        head_groups: groups that heads can be divided into.
+        token_bytes: bytes of a token in one layer.
+        layer_masks: masks that the model's layers attend with, each with the number of its layers.
+        places_rows: whether the model moves rows, so that tokens may be placed; else attention tasks move.
+    """
+
+    topology: Topology
+    head_groups: int = 1
+    token_bytes: TokenBytes = TokenBytes()  # noqa: RUF009 (immutable)
+    layer_masks: LayerMasks = CAUSAL_LAYERS
+    places_rows: bool = True
+
+    def layout(self, home: Layout) -> Layout:
+        """Returns the layout that layers compute.
+
+        Args:
+            home: whole documents, in the order of the batches.
+        """
+        if not self.places_rows:
+            return home
+        return place_given(home, self.topology, self.head_groups, self.layer_masks)
+
+    def plan(self, layout: Layout, servers: Servers | None = None) -> Plan:
+        """Returns the plan of such a layout, with servers behind its ranks if there are any."""
+        if servers is not None:
+            return plan_served(layout, servers, self.head_groups, topology=self.topology, token_bytes=self.token_bytes)
+        if self.places_rows:
+            return plan_in_place(layout, self.head_groups)
+        return plan_by_moving(layout, self.head_groups, topology=self.topology, token_bytes=self.token_bytes)

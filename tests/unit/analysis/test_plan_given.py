@@ -1,0 +1,203 @@
+"""`distca plan --batch-size`: its numbers are those of training and simulation, and even batches stay."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from distca_hf.analysis import given
+from distca_hf.analysis.given import GivenAnswer, GivenMicroBatch
+from distca_hf.analysis.profiles.curves import Notes
+from distca_hf.analysis.profiles.shipped import find_profile
+from distca_hf.analysis.request import preset
+from distca_hf.analysis.simulate.costs import Costs, Passes
+from distca_hf.analysis.simulate.load import Load, nothing_sent
+from distca_hf.analysis.simulate.model import SimulatedModel
+from distca_hf.analysis.simulate.planned import rows_placed
+from distca_hf.analysis.simulate.request import SimulationRequest
+from distca_hf.analysis.simulate.result import Result, WayFigures
+from distca_hf.analysis.simulate.ways import Simulation
+from distca_hf.analysis.simulate.wires import Cluster, WireBytes
+from distca_hf.batches.given import GivenPlanner
+from distca_hf.batches.given_agreement import Returning
+from distca_hf.cli import app
+from distca_hf.config import DistCAConfig
+from distca_hf.cost import CAUSAL_MASK, Mask
+from distca_hf.errors import PackingError
+from distca_hf.layout import Layout
+from distca_hf.planning.plan import PlanFacts
+from distca_hf.planning.plan_totals import PlanTotals
+from distca_hf.testing import LoopbackTransport, run_ranks
+
+
+LLAMA = SimulatedModel.of(preset("llama3-8b"))
+WINDOWS = replace(LLAMA, masks=((CAUSAL_MASK, 8), (Mask(64), 24)))
+HYBRID = replace(LLAMA, masks=((CAUSAL_MASK, 8),), mixers=24)
+SHORT = replace(LLAMA, longest_document_tokens=8192)
+RANKS = 4
+LENGTHS = np.random.default_rng(5).lognormal(4.5, 1.2, 200).astype(np.int64).clip(1, 4000)
+
+
+PLAIN = WayFigures("plain", "plain", False, False, False, 2.0, 1.0, None, 2**30, True, 1.0, 1.0, True, 1)
+WAYS = [PLAIN, replace(PLAIN, key="given", is_ours=True, times_as_fast=2.0)]
+
+
+def request_of(model: SimulatedModel = LLAMA, batch_size: int = 3, **options: object) -> SimulationRequest:
+    return SimulationRequest(model, RANKS, 1, 2048, ranks_per_node=2, batch_size=batch_size, seed=7, **options)  # type: ignore[arg-type]
+
+
+def trained(request: SimulationRequest, packs: list[np.ndarray]) -> list[PlanFacts]:
+    """What a training has of one micro-batch: where hidden states return, and where the loss is placed."""
+    model = request.model
+
+    def run(transport: LoopbackTransport) -> list[PlanFacts]:
+        positions = torch.cat([torch.arange(int(length)) for length in packs[transport.rank]])[None]
+        of_model = model.heads.groups, model.heads.token_bytes(), None, model.masks
+        config = DistCAConfig(ranks_per_node=request.ranks_per_node)
+        planner = GivenPlanner(config, transport, *of_model, places_rows=not model.mixers, flops=model.flops)
+        batch, facts = {"input_ids": torch.zeros_like(positions), "position_ids": positions}, []
+        for returning in (Returning.STATES, Returning.LOSS):
+            live = planner.plan(batch, returning=returning)
+            assert live is not None
+            facts.append(live.facts)
+        sums = PlanTotals().plus(facts[0], model.flops).plus(facts[1], model.flops)
+        assert planner.totals == sums
+        return facts
+
+    return run_ranks(RANKS, run)[0]
+
+
+@pytest.mark.parametrize("model", [LLAMA, WINDOWS, HYBRID], ids=["full", "windows", "hybrid"])
+def test_numbers_are_those_that_training_logs(model: SimulatedModel) -> None:
+    request = request_of(model, accumulation=2, batches=1)
+    planner = request.given_plans(places_rows=not model.mixers)
+    packs = [np.split(batch, RANKS) for batch in request.steps(LENGTHS)[0]]
+    ours = [GivenMicroBatch.of(planner, of_ranks) for of_ranks in packs]
+    returned, placed = (list(facts) for facts in zip(*(trained(request, of_ranks) for of_ranks in packs), strict=True))
+    found = GivenAnswer(request, "here", LENGTHS, ours, Result(4, 2, None, 3, 2048, 1.0, 1, 1, WAYS, []))
+
+    assert [one.facts for one in ours] == returned
+    for loss_is_placed, facts in ((False, returned), (True, placed)):
+        logged = PlanTotals().plus(facts[0], model.flops).plus(facts[1], model.flops)
+        assert found.totals(loss_is_placed) == logged
+    said = found.as_json()
+    assert said["step_imbalance"] == found.totals(False).step_imbalance / 2
+    assert said["step_imbalance_before"] > said["step_imbalance"] >= 1.0  # type: ignore[operator]
+    if model.mixers:
+        assert said["step_imbalance_placed_loss"] is said["even_micro_batches"] is None
+        assert said["token_imbalance"] == said["token_imbalance_before"]
+    else:
+        assert said["step_imbalance_placed_loss"] == pytest.approx(1.0, abs=0.03)
+        assert said["token_imbalance"] == pytest.approx(1.0, abs=0.01)
+
+
+def test_even_batches_stay_and_take_as_long_as_plain_ones() -> None:
+    request = request_of(checkpointing="none")
+    rows = np.array([1000, 1000, 1010] * RANKS)  # in each rank's batch, within two percent
+    rows[-1] += 5
+    micro_batch = GivenMicroBatch.of(request.given_plans(places_rows=True), np.split(rows, RANKS))
+    simulation = Simulation.of(request, find_profile("h200"))
+    plain, *ours = (simulation.step_seconds(way, [rows])[0] for way in simulation.ways())
+
+    assert (micro_batch.stays, micro_batch.moved_tokens) == (True, 0)
+    assert ours == [pytest.approx(plain, rel=1e-12)] * 2
+
+
+def test_borders_take_copies_and_exchanges() -> None:
+    """Rank 0 has 8,192 tokens, and sends half of them. Ids and positions go, hidden states return, and then their
+    gradients go; with a placed loss labels go, and nothing returns."""
+    costs = Costs(find_profile("h200"), LLAMA, False, Notes())
+    cluster = Cluster(costs.profile, 2, 2, costs.notes)
+    home, even = Layout.from_packs([[4096, 4096], []]), Layout.from_packs([[4096], [4096]])
+    nothing = Passes(np.zeros(2), np.zeros(2))
+    load = Load(even.rank_tokens, [nothing_sent(nothing, 32)])
+
+    def exchange(num_bytes: float) -> float:
+        sent, received = np.array([num_bytes, 0.0]), np.array([0.0, num_bytes])
+        return float(cluster.exchange(WireBytes(sent, received), WireBytes(0 * sent, 0 * sent)).max())
+
+    def copies(num_bytes: float) -> float:
+        """Rank 0 gathers 8,192 rows and puts 4,096; each is read and written."""
+        return float(costs.copy_seconds(2 * num_bytes * (8192 + 4096)))
+
+    returned = rows_placed(costs, cluster, home, load, even, loss_is_placed=False)
+    placed = rows_placed(costs, cluster, home, load, even, loss_is_placed=True)
+
+    hidden = 2 * 4096
+    expected = exchange(16 * 4096) + 2 * exchange(hidden * 4096) + copies(16) + 2 * copies(hidden)
+    assert returned.beside_seconds == pytest.approx(expected)
+    assert placed.beside_seconds == pytest.approx(exchange(24 * 4096) + copies(24))
+    assert (returned.of_head.tolist(), placed.of_head.tolist()) == ([8192, 0], [4096, 4096])
+    assert rows_placed(costs, cluster, even, load, even, loss_is_placed=True).beside_seconds == 0.0
+
+
+def test_ranks_take_batches_in_turns_and_rows_are_cut() -> None:
+    request = request_of(batch_size=2, accumulation=2, batches=30)
+    steps = request.steps(np.array([*range(1, 25), 9000]))
+    first = np.concatenate(steps[0])
+
+    assert [[len(batch) for batch in step] for step in steps] == [[8, 8]] * 30
+    assert len(set(first.tolist())) == 16, "no row twice in an epoch"
+    assert max(int(batch.max()) for step in steps for batch in step) == 2048
+    with pytest.raises(PackingError, match=r"15 rows are too few for one step: 4 data ranks x 2 rows x 2 micro-steps"):
+        request.steps(np.arange(1, 16))
+    with pytest.raises(PackingError, match=r"9000 tokens is longer than the 8192 .* --context 8192 cuts longer ones"):
+        replace(request, context_tokens=None, model=replace(LLAMA, longest_document_tokens=8192)).steps(
+            np.full(30, 9000)
+        )
+
+
+def run(*options: str) -> str:
+    done = CliRunner().invoke(app, [*options, "--json"])
+    assert done.exit_code == 0, done.output
+    return done.stdout
+
+
+@pytest.fixture
+def lengths(tmp_path: Path) -> Path:
+    path = tmp_path / "lengths.json"
+    path.write_text(json.dumps(LENGTHS.tolist()))
+    return path
+
+
+def test_plan_and_simulate_agree(lengths: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(given, "MOST_PLANNED_RANKS", 16)
+    options = ["--batch-size", "3", "--context", "2048", "--micro-steps", "2", "--liger"]
+    planned = json.loads(run("plan", str(lengths), "--gpus", "4", *options))
+    simulated_all = json.loads(run("simulate", str(lengths), "--gpus", "4", *options))
+    (simulated,) = simulated_all["simulations"]
+
+    assert planned["ways"] == simulated["ways"]
+    assert [way["key"] for way in planned["ways"]] == ["plain", "given", "given_loss"]
+    assert (simulated["batch_size"], simulated["tokens_per_rank"]) == (3, None)
+    printed = CliRunner().invoke(app, ["plan", str(lengths), "--gpus", "4", *options]).output
+    assert f"{planned['step_imbalance']:.2f} where results return" in " ".join(printed.split())
+    (choice,) = (one["in_short"] for one in simulated_all["simulations"])
+    for answered, said in (
+        (planned, planned["in_short"]),
+        (simulated_all, f"4 GPUs x 3 rows, 2 micro-steps: {choice}"),
+    ):
+        lengths.write_text(json.dumps(answered))
+        assert json.loads(run("report", str(lengths)))["summary"] == [said]
+
+
+@pytest.mark.parametrize(
+    ("command", "options", "words"),
+    [
+        ("plan", "--gpus 4", "give --tokens-per-rank for batches that distca makes, or --batch-size"),
+        ("plan", "--gpus 4 --tokens-per-rank 99 --context 9", "--context 9 cuts rows of --batch-size"),
+        ("plan", "--gpus 4 --batch-size 2 --tokens-per-rank 9 --compare", "--tokens-per-rank, --compare: of batches"),
+        ("plan", "--gpus 4 --batch-size 0", "--batch-size 0 must be between 1 and"),
+        ("simulate", "--batch-size 2 --tokens-per-rank 9", "--tokens-per-rank 9 asks for batches that are made here"),
+        ("simulate", "--batch-size 2 --pipeline 2", "--pipeline needs batches that are made here"),
+    ],
+)
+def test_options_that_contradict_each_other_are_refused(command: str, options: str, words: str, lengths: Path) -> None:
+    done = CliRunner().invoke(app, [command, str(lengths), *options.split()])
+
+    assert done.exit_code == 2
+    assert words in " ".join(done.stderr.split())
