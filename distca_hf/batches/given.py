@@ -42,7 +42,7 @@ from distca_hf.planning.served import Servers
 from distca_hf.runtime.layer_kinds import PinnedKinds
 from distca_hf.runtime.live_plan import LivePlan
 from distca_hf.runtime.planned import Planned, PlannedLater
-from distca_hf.runtime.row_moves import DeviceRowMoves
+from distca_hf.runtime.row_moves import PinnedRowMoves
 from distca_hf.telemetry import REMEMBERED_MICRO_BATCHES, LoaderTimes
 
 
@@ -58,7 +58,7 @@ class HostPlan(NamedTuple):
     plan: Plan
     num_chunks: int
     kinds: PinnedKinds
-    moves: RowMoves | None
+    moves: PinnedRowMoves | None
 
 
 @dataclass(frozen=True)
@@ -240,13 +240,14 @@ class GivenPlanner:
         masks = plans.layer_masks
         kinds = PinnedKinds.prepare(plan, rank, num_chunks, masks, home.rank_work_of, pin=pin, num_servers=num_servers)
         kinds = replace(kinds, facts=kinds.facts.with_tokens(home, layout))
-        moves = RowMoves.of(home, layout, rank) if plans.places_rows else None
+        moves = PinnedRowMoves.prepare(RowMoves.of(home, layout, rank), pin) if plans.places_rows else None
         return HostPlan(plan, num_chunks, kinds, moves)
 
     def _plan_incoming(self, batches: IncomingBatches) -> Planned:
         """Waits for the plan of batches, or makes it, and copies it to the device."""
         began = time.perf_counter()
-        plan, num_chunks, kinds, self.latest_moves = batches.prepare()
+        plan, num_chunks, kinds, moves = batches.prepare()
+        self.latest_moves = None if moves is None else moves.moves
         if not batches.states_return:
             kinds = replace(kinds, facts=replace(kinds.facts, head_tokens=kinds.facts.tokens))
         self.history.append(kinds.facts)
@@ -257,10 +258,9 @@ class GivenPlanner:
         ordered = None if batches.servers is None else plan
         posted = order_plan(self._transport, ordered, batches.micro_batch, num_chunks)
         planned = kinds.planned(batches.device, plan.fingerprint, posted)
-        if self.latest_moves is None:
+        if moves is None:
             return planned
-        moves = DeviceRowMoves.of(self.latest_moves, batches.device)
-        return planned._replace(moves=moves, batch_forms=batches.forms)
+        return planned._replace(moves=moves.to(batches.device), batch_forms=batches.forms)
 
     def _read(self, batch: Batch, number: int) -> ReadDocuments:
         """Returns the documents of this rank's batch. Announces a failure to others."""

@@ -26,6 +26,33 @@ NUMBER_BYTES = 8
 
 
 @dataclass(frozen=True, eq=False)
+class PinnedRowMoves:
+    """Moves of this rank before their indices are copied to the device.
+
+    Attributes:
+        moves: their numbers.
+        indices: all indices, one after the other; in memory that a GPU copies from while the host goes on.
+    """
+
+    moves: RowMoves
+    indices: torch.Tensor
+
+    @classmethod
+    def prepare(cls, moves: RowMoves, pin: bool) -> Self:
+        """Joins the indices, so that one copy takes them all; safe in a background thread."""
+        joined = torch.from_numpy(np.concatenate([moves.sent, moves.received, moves.positions]))
+        return cls(moves, joined.pin_memory() if pin else joined)
+
+    def to(self, device: torch.device) -> "DeviceRowMoves":
+        """Returns the moves with their indices on the device; the host does not wait."""
+        moves = self.moves
+        lengths = [len(part) for part in (moves.sent, moves.received, moves.positions)]
+        sent, received, positions = self.indices.to(device, non_blocking=True).split(lengths)
+        counts = moves.sent_counts.tolist(), moves.received_counts.tolist()
+        return DeviceRowMoves(moves, sent, received, positions, *counts)
+
+
+@dataclass(frozen=True, eq=False)
 class DeviceRowMoves:
     """Moves of this rank with their indices on the device.
 
@@ -39,16 +66,6 @@ class DeviceRowMoves:
     positions: torch.Tensor
     sent_counts: list[int]
     received_counts: list[int]
-
-    @classmethod
-    def of(cls, moves: RowMoves, device: torch.device) -> Self:
-        """Copies the indices to the device, in one copy that the host does not wait for."""
-        parts = [moves.sent, moves.received, moves.positions]
-        joined = torch.from_numpy(np.concatenate(parts))
-        if device.type == "cuda":
-            joined = joined.pin_memory()
-        sent, received, positions = joined.to(device, non_blocking=True).split([len(part) for part in parts])
-        return cls(moves, sent, received, positions, moves.sent_counts.tolist(), moves.received_counts.tolist())
 
 
 class PassRows:
