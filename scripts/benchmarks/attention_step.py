@@ -43,7 +43,7 @@ that FSDP2 shards alike (HSDP), and that share documents. With --even-experts al
 measured and simulated (`lib/simulated.py`).
 
 Batches and plans of `placed` are made before: in training a loader's thread makes them beside the step before.
-`given` plans inside the step, as an enabled model does with every batch. With `--shares 4,2,1,1` its ranks have tokens
+Those of `given` are planned during the step before, as with Trainer. With `--shares 4,2,1,1` its ranks have tokens
 in this proportion, as batches of unpacked rows do.
 """
 

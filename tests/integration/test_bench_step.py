@@ -311,7 +311,7 @@ def test_presets_have_as_many_tokens_for_every_gpu(documents: ModuleType) -> Non
 
 
 def test_documents_that_do_not_fit_are_refused(documents: ModuleType) -> None:
-    with pytest.raises(SystemExit, match="whole documents do not fill 2 ranks of 384 tokens each"):
+    with pytest.raises(SystemExit, match="whole documents do not fill ranks of 384, 384 tokens"):
         documents.whole_documents([512, 64, 64, 64, 64], 2)
     with pytest.raises(SystemExit, match="a document of 510 tokens cannot be cut in 4 equal chunks"):
         documents.check_lengths([512, 510, 2], 2)

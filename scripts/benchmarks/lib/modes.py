@@ -14,12 +14,14 @@ from datasets import Dataset
 from torch import nn
 
 from distca_hf.arrays import IntArray
-from distca_hf.batches import given
+from distca_hf.batches.given_plans import GivenPlans
 from distca_hf.batches.loader import PlacedLoader
+from distca_hf.batches.read_documents import DocumentReader, ReadDocuments, mark_read
 from distca_hf.config import KernelName
 from distca_hf.integrations.models.backbone_calls import BackboneCalls
 from distca_hf.integrations.models.distributed_check import follow_mesh
 from distca_hf.integrations.models.documents_apart import KEYWORD, DocumentRows
+from distca_hf.integrations.models.forward_watch import watch_of
 from distca_hf.integrations.models.mixers import needs_whole_documents
 from distca_hf.integrations.models.planner import planner_for
 from distca_hf.placement.place import fill_in_order
@@ -311,8 +313,44 @@ def _unchecked(place: Place, step: StepTokens) -> Mode:
 
 
 def _given(place: Place, step: StepTokens) -> Mode:
-    batches = [{name: batch[name] for name in ("input_ids", "position_ids")} for batch in _local(place, step).batches]
-    return Mode("given", "distca", batches, watched=True, exchanges=True)
+    names = ("input_ids", "position_ids")
+    batches = [{name: batch[name] for name in names} for batch in _local(place, step).batches]
+    return Mode("given", "distca", AsOfTrainer(place.model, batches), watched=True, exchanges=True)
+
+
+class AsOfTrainer:
+    """Batches of steps as Trainer has them: their documents were read on the host, and its loader holds one batch
+    more, which ranks plan ahead.
+
+    Args:
+        model: an enabled model, perhaps not yet.
+        batches: of every step.
+    """
+
+    def __init__(self, model: nn.Module, batches: Sequence[Batch]) -> None:
+        self._model, self._batches = model, batches
+        self._read = [DocumentReader().read(batch) for batch in batches]
+        self._held = self._next_step()
+
+    def __len__(self) -> int:
+        return len(self._batches)
+
+    def __iter__(self) -> Iterator[Batch]:
+        step, self._held = self._held, self._next_step()
+        watch = watch_of(self._model)
+        if watch is not None:
+            following = [read for _, read in [*step[1:], self._held[0]]]
+            watch.begin_step(following, len(step), step[0][0]["input_ids"].device)
+        for batch, _ in step:
+            yield batch
+
+    def _next_step(self) -> list[tuple[Batch, ReadDocuments]]:
+        step = []
+        for batch, read in zip(self._batches, self._read, strict=True):
+            copied, read_again = {name: value.clone() for name, value in batch.items()}, replace(read)
+            mark_read(copied, read_again)
+            step.append((copied, read_again))
+        return step
 
 
 def _moved(place: Place, step: StepTokens) -> Mode:
@@ -327,8 +365,10 @@ class TasksMove:
 
     def make(self) -> None:
         """Takes the placement of rows away."""
-        stay = mock.patch.object(given, "place_given", lambda home, *others: home)
-        move = mock.patch.object(given, "plan_in_place", lambda home, groups: plan_by_moving(home, groups))
+        stay = mock.patch.object(GivenPlans, "layout", lambda plans, home: home)
+        move = mock.patch.object(
+            GivenPlans, "plan", lambda plans, home, _=None: plan_by_moving(home, plans.head_groups)
+        )
         self._patches.enter_context(stay)
         self._patches.enter_context(move)
 
