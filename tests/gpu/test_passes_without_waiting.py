@@ -27,6 +27,8 @@ from support.training import quiet_arguments
 pytestmark = pytest.mark.multigpu
 
 STEPS, STEADY = 6, 2
+# Parts of the names of files that are between the line that waits and the warning.
+INNER = ("/torch/", "/warnings.py")
 WAITS, CHECKSUMS = "synchronizing CUDA operation", "weights_check.py"
 
 
@@ -35,9 +37,12 @@ def waits_noted(places: list[str]) -> Iterator[None]:
     """Notes lines of the package that wait for the device."""
 
     def note(message: Warning | str, *args: Any, **kwargs: Any) -> None:
-        ours = [frame for frame in traceback.extract_stack() if "distca_hf/" in frame.filename]
-        if WAITS in str(message) and ours and not ours[-1].filename.endswith(CHECKSUMS):
-            places.append(f"{ours[-1].filename}:{ours[-1].lineno}")
+        outside = [
+            frame for frame in traceback.extract_stack()[:-1] if not any(part in frame.filename for part in INNER)
+        ]
+        waits = outside[-1]
+        if WAITS in str(message) and "distca_hf/" in waits.filename and not waits.filename.endswith(CHECKSUMS):
+            places.append(f"{waits.filename}:{waits.lineno}")
 
     with warnings.catch_warnings():
         warnings.simplefilter("always")
