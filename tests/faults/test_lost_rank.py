@@ -22,7 +22,6 @@ from support.ranks import Outcome, start_ranks
 
 WORLD = 3
 HARMED = 1
-ATTEMPTS = 2
 # Runs of three processes that share the machine: most of their time is waiting.
 AT_ONCE = 10
 KINDS = ("stop", "kill", "raise")
@@ -43,18 +42,15 @@ def _run(harm: Harm, folder: Path) -> list[Outcome]:
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[Case, list[tuple[Harm, Path, Future]]]]:
-    """The same harm at different steps and layers: all runs, some of them at once, the longest first."""
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[Case, tuple[Harm, Path, Future]]]:
+    """Harms at different steps and layers: all runs, some of them at once, the longest first."""
     folder = tmp_path_factory.mktemp("runs")
     with ThreadPoolExecutor(AT_ONCE) as pool:
-        started: dict[Case, list[tuple[Harm, Path, Future]]] = {}
-        for case in product(KINDS, PHASES, BATCHES):
+        started: dict[Case, tuple[Harm, Path, Future]] = {}
+        for number, case in enumerate(product(KINDS, PHASES, BATCHES)):
             kind, phase, batches = case
-            harms = [Harm(HARMED, kind, attempt % 3, attempt % 2, phase, batches) for attempt in range(ATTEMPTS)]
-            folders = [folder.joinpath(*case, str(attempt)) for attempt in range(ATTEMPTS)]
-            started[case] = [
-                (harm, place, pool.submit(_run, harm, place)) for harm, place in zip(harms, folders, strict=True)
-            ]
+            harm, place = Harm(HARMED, kind, number % 3, number // 2 % 2, phase, batches), folder.joinpath(*case)
+            started[case] = harm, place, pool.submit(_run, harm, place)
         yield started
         pool.shutdown(cancel_futures=True)
 
@@ -68,19 +64,18 @@ def _place(harm: Harm) -> str:
 @pytest.mark.parametrize("phase", PHASES)
 @pytest.mark.parametrize("kind", KINDS)
 def test_survivors_name_the_rank_and_the_place_and_leave_without_another_step(
-    kind: str, phase: str, batches: str, runs: dict[Case, list[tuple[Harm, Path, Future]]]
+    kind: str, phase: str, batches: str, runs: dict[Case, tuple[Harm, Path, Future]]
 ) -> None:
-    assert len(runs[kind, phase, batches]) == ATTEMPTS
-    for harm, folder, run in runs[kind, phase, batches]:
-        survivors = [outcome for outcome in run.result() if outcome.rank != HARMED]
-        assert len(survivors) == WORLD - 1
-        for outcome in survivors:
-            assert outcome.exit_code == 1, outcome.output  # it left, and did not wait for a deadline
-            assert (folder / "harmed").exists()
-            assert finished_steps(folder, outcome.rank) == harm.step, "no step may be taken after the harm"
-            assert any(error in outcome.output for error in ERRORS[kind])
-            assert _place(harm) in outcome.output
-            assert f"rank {HARMED} {WORDS[kind]}" in outcome.output
+    harm, folder, run = runs[kind, phase, batches]
+    survivors = [outcome for outcome in run.result() if outcome.rank != HARMED]
+    assert len(survivors) == WORLD - 1
+    for outcome in survivors:
+        assert outcome.exit_code == 1, outcome.output  # it left, and did not wait for a deadline
+        assert (folder / "harmed").exists()
+        assert finished_steps(folder, outcome.rank) == harm.step, "no step may be taken after the harm"
+        assert any(error in outcome.output for error in ERRORS[kind])
+        assert _place(harm) in outcome.output
+        assert f"rank {HARMED} {WORDS[kind]}" in outcome.output
 
 
 @pytest.fixture(scope="module")
