@@ -16,7 +16,18 @@ from typing import Any
 import trl
 from datasets import DatasetDict
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedModel, PreTrainedTokenizerFast
+from transformers import (
+    AutoConfig,
+    AutoProcessor,
+    AutoTokenizer,
+    CLIPImageProcessorPil,
+    GenerationConfig,
+    LlavaNextImageProcessorPil,
+    LlavaNextProcessor,
+    LlavaProcessor,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+)
 
 
 # Template and end of a turn by a part of a checkpoint's name; the first that fits.
@@ -38,9 +49,13 @@ TOKENIZERS = {
     "Nemotron-3-Nano": ("nemotron_3_nano", "<|im_end|>"),
     "Phi-3.5": ("phi3_5", "<|end|>"),
     "Phi-3": ("phi3", "<|end|>"),
+    "llava": ("llava_next", "<|endoftext|>"),
     "": (None, "<|endoftext|>"),
 }
 CONFIGS = {"Qwen2.5": "qwen2", "Qwen3-30B": "qwen3_moe", "Qwen3": "qwen3", "Llama": "llama", "pythia": "gpt_neox"}
+# Small images, so that each is few tokens.
+IMAGES = {"size": {"shortest_edge": 28}, "crop_size": {"height": 28, "width": 28}}
+PARTS_OF_IMAGES = {"image_grid_pinpoints": [[28, 56], [56, 28]]}
 DATASETS = ("zen", "zen_image", "zen_multi_image", "toolcall", "harmony")
 SPECIAL_TOKEN = re.compile(r"</?[|\w][\w|]*>|\[/?[A-Z_]+\]")
 
@@ -67,8 +82,44 @@ def tokenizer(checkpoint: str, **_: Any) -> PreTrainedTokenizerFast:
     )
 
 
+def processor(checkpoint: str, **_: Any) -> LlavaProcessor | LlavaNextProcessor:
+    """Makes a processor of small images; those of other kinds need torchvision or files of their own.
+
+    Raises:
+        KeyError: the checkpoint is of another kind.
+    """
+    kind, images = {
+        "llava-hf/llava-1.5-7b-hf": (LlavaProcessor, CLIPImageProcessorPil(**IMAGES)),
+        "llava-hf/llava-v1.6-mistral-7b-hf": (
+            LlavaNextProcessor,
+            LlavaNextImageProcessorPil(**IMAGES, **PARTS_OF_IMAGES),
+        ),
+    }[checkpoint]
+    words = tokenizer(checkpoint)
+    words.add_special_tokens({"additional_special_tokens": ["<image>"]})
+    return kind(
+        images,
+        words,
+        patch_size=14,
+        vision_feature_select_strategy="default",
+        num_additional_image_tokens=1,
+        chat_template=words.chat_template,
+    )
+
+
 def config(checkpoint: str, **settings: Any) -> Any:
     """Makes the config of a checkpoint's kind, with the words that its tokenizer knows."""
+    if "vision_config" in settings:
+        words = processor(checkpoint).tokenizer
+        text = {"model_type": "llama", "vocab_size": len(words), "pad_token_id": 0, "intermediate_size": 32}
+        vision = {"model_type": "clip_vision_model", "image_size": 28, "patch_size": 14, "intermediate_size": 32}
+        return AutoConfig.for_model(
+            "llava_next" if "v1.6" in checkpoint else "llava",
+            text_config=text | settings["text_config"] | {"dtype": "float32"},
+            vision_config=vision | settings["vision_config"],
+            image_token_index=words.convert_tokens_to_ids("<image>"),
+            **PARTS_OF_IMAGES if "v1.6" in checkpoint else {},
+        )
     kind = first_fitting(CONFIGS, checkpoint)
     layers = {"num_hidden_layers": 2} | settings
     return AutoConfig.for_model(kind, vocab_size=len(tokenizer(checkpoint)), pad_token_id=0, **layers)
@@ -101,7 +152,7 @@ def main(tree: Path) -> None:
     folder = tree / "trl-internal-testing"
     folder.mkdir()
     sys.path.insert(0, str(tree / "scripts"))
-    for auto, stand_in in ((AutoTokenizer, tokenizer), (AutoConfig, config)):
+    for auto, stand_in in ((AutoTokenizer, tokenizer), (AutoConfig, config), (AutoProcessor, processor)):
         auto.from_pretrained = stand_in
     GenerationConfig.from_pretrained = lambda *_, **__: GenerationConfig(eos_token_id=1, pad_token_id=0)
     DatasetDict.push_to_hub = lambda dataset, *names, **more: save_dataset(folder, dataset, *names, **more)

@@ -3,8 +3,8 @@
     pytest -p upstream.plugin --attention distca --suite attention --outcomes FILE ...
 
 In the suite "models" a model whose attention nobody names gets `--attention`. In the suite "attention" models that ask
-for sdpa or FlashAttention 2 get it as well, and tests that Transformers keeps for GPUs or for RUN_SLOW run here. In the
-suite "trainers" every trainer gets `DistCAPlugin().attach(trainer)` as well, before it trains, unless `--attention` is sdpa.
+for sdpa or FlashAttention 2 get it as well, and tests that Transformers keeps for GPUs or for RUN_SLOW run here.
+In the suite "trainers" distca is the default, and attached to every trainer that trains; with sdpa nothing changes.
 The first line of FILE holds all tests that will run, each other one a test and its outcome, in JSON.
 """
 
