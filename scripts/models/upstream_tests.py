@@ -1,14 +1,17 @@
-"""Runs Transformers' own model and attention tests with distca as the default attention, and compares with sdpa.
+"""Runs Transformers' own model and attention tests, or TRL's tests of its trainers, with distca and with sdpa.
 
     python scripts/models/upstream_tests.py --transformers CHECKOUT [--families llama qwen3 ...] [--json RUN.json]
         [--page docs/models.md] [--compare EARLIER.json]
+    python scripts/models/upstream_tests.py --trl CHECKOUT [--families sft dpo ...] [...]
 
-CHECKOUT is a source tree of the Transformers version that is installed; nothing is fetched, neither sources nor
-weights, and no GPU is needed. Where a tree lacks files (an sdist holds some tests only), `--transformers` is given
-again: later trees fill what earlier ones lack. Their own test requirements (`parameterized`, `httpx`) must be there.
+CHECKOUT is a source tree of the version that is installed; nothing is fetched, neither sources nor weights, and no GPU
+is needed. Where a tree lacks files (an sdist holds some tests only), the option is given again: later trees fill what
+earlier ones lack. Transformers' own test requirements (`parameterized`, `httpx`) must be there.
 
-Each family's test file runs in four processes. Suite "models": all tests that do not ask for an attention by name,
-with another default. Suite "attention": tests that ask for sdpa or FlashAttention 2 get distca, and once more sdpa.
+Each family's test file runs once with distca and once with sdpa in each of its suites, every time in another process.
+Suite "models": all tests that do not ask for an attention by name, with another default. Suite "attention": tests that
+ask for sdpa or FlashAttention 2 get distca, and once more sdpa. Suite "trainers", of TRL: distca is the default and is
+attached to every trainer; models and datasets of the Hub are made here with TRL's own scripts (`upstream/hub.py`).
 
 Exit status 1: a test fails with distca alone, neither refused by name nor because it asserts that sdpa is the default;
 or a test that passed in EARLIER.json fails.
@@ -28,20 +31,45 @@ from collections import Counter
 from datetime import date
 from importlib.metadata import version
 from pathlib import Path
+from typing import NamedTuple
 
 from shared.page_sections import file_to_write, write_section
 from upstream.outcomes import FAILED, IMPLEMENTATIONS, OTHER, Outcome, Outcomes, Run, no_longer_passing
 from upstream.page import section
 
 
-FAMILIES = (
-    *("llama", "qwen3", "gemma", "mixtral", "phi3", "smollm3", "mistral", "olmo2", "cohere", "deepseek_v3"),
-    *("gpt_neox", "starcoder2"),
-)
 ATTENTION_TESTS = (
     "flash_attn_2 or flash_attention_2 or matches_sdpa or matches_fa2 or sdpa_padding or compile_for_training"
 )
-SUITES = {"models": f"not ({ATTENTION_TESTS})", "attention": ATTENTION_TESTS}
+
+
+class Project(NamedTuple):
+    """Whose tests run: families, where the test file of one is, and which tests belong to each suite (`-k`)."""
+
+    package: str
+    families: tuple[str, ...]
+    test_file: str
+    suites: dict[str, str]
+    parts_of_a_tree: tuple[str, str]
+
+
+TRANSFORMERS = Project(
+    "transformers",
+    (
+        *("llama", "qwen3", "gemma", "mixtral", "phi3", "smollm3", "mistral", "olmo2", "cohere", "deepseek_v3"),
+        *("gpt_neox", "starcoder2"),
+    ),
+    "tests/models/{0}/test_modeling_{0}.py",
+    {"models": f"not ({ATTENTION_TESTS})", "attention": ATTENTION_TESTS},
+    ("tests", "utils"),
+)
+TRL = Project(
+    "trl",
+    ("sft", "dpo", "grpo", "reward", "kto", "rloo"),
+    "tests/test_{0}_trainer.py",
+    {"trainers": ""},
+    ("tests", "scripts"),
+)
 # The plugin does not reach processes that a test starts.
 ONE_PROCESS = "not (is_fsdp_test or is_tensor_parallel_test or is_expert_parallel_test)"
 PYTEST_SETTINGS = """[pytest]
@@ -50,7 +78,6 @@ timeout = 600
 timeout_method = signal
 """
 FEW_FILES = 3
-PARTS_OF_A_TREE = ("tests", "utils")
 ENVIRONMENT = {
     "CUDA_VISIBLE_DEVICES": "",
     "HF_HUB_OFFLINE": "1",
@@ -62,28 +89,32 @@ ENVIRONMENT = {
 
 def main() -> None:
     options = parse()
-    earlier = options.compare
+    project, trees = (TRL, options.trl) if options.trl else (TRANSFORMERS, options.transformers)
+    of_run, earlier = options.families or project.families, options.compare
     families: dict[str, dict[str, dict[str, Outcomes]]] = {}
     with tempfile.TemporaryDirectory(prefix="upstream_tests_") as folder:
         workplace = Path(folder)
-        trees = assemble(options.transformers, workplace)
-        missing = [family for family in options.families if not (workplace / test_file(family)).is_file()]
+        copied = assemble(project, trees, workplace)
+        missing = [file for file in map(project.test_file.format, of_run) if not (workplace / file).is_file()]
         if missing:
-            files = ", ".join(str(test_file(family)) for family in missing)
-            raise SystemExit(f"no tree holds {files}; give one that does with --transformers")
-        versions = {name: version(name) for name in ("transformers", "torch", "distca_hf")}
-        run = Run(date.today().isoformat(), versions, trees, families)
-        for tree in trees:
-            print(f"tests: {tree}; Transformers {versions['transformers']} is installed", flush=True)
-        for family in options.families:
+            raise SystemExit(f"no tree holds {', '.join(missing)}; give one that does with --{project.package}")
+        versions = {
+            name: version(name) for name in dict.fromkeys((project.package, "transformers", "torch", "distca_hf"))
+        }
+        run = Run(date.today().isoformat(), versions, copied, families)
+        for tree in copied:
+            print(f"tests: {tree}; {project.package} {versions[project.package]} is installed", flush=True)
+        if project is TRL:
+            subprocess.run([sys.executable, "-m", "upstream.hub", "."], cwd=workplace, env=environment(), check=True)
+        for family in of_run:
             families[family] = {
-                suite: {name: run_suite(workplace, family, suite, name) for name in IMPLEMENTATIONS}
-                for suite in SUITES
+                suite: {name: run_suite(project, workplace, family, suite, name) for name in IMPLEMENTATIONS}
+                for suite in project.suites
             }
             if options.json:
                 run.write(options.json)
     if options.page:
-        write_section(options.page, section(run))
+        write_section(options.page, section(run, tuple(project.suites)))
     faults = print_faults(run)
     if earlier is not None:
         faults += print_changes(earlier, run)
@@ -100,15 +131,16 @@ def _earlier(text: str) -> Run:
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--transformers",
-        type=Path,
-        action="append",
-        required=True,
-        metavar="PATH",
-        help="source tree of Transformers with its tests; given again, a tree with files that the first lacks",
-    )
-    parser.add_argument("--families", nargs="+", default=FAMILIES, metavar="FAMILY", help="models to test")
+    sources = parser.add_mutually_exclusive_group(required=True)
+    for option, name in (("--transformers", "Transformers"), ("--trl", "TRL")):
+        sources.add_argument(
+            option,
+            type=Path,
+            action="append",
+            metavar="PATH",
+            help=f"source tree of {name} with its tests; given again, a tree with files that the first lacks",
+        )
+    parser.add_argument("--families", nargs="+", metavar="FAMILY", help="models or trainers to test; all by default")
     parser.add_argument("--json", type=file_to_write, help="where the outcomes go, after every family")
     parser.add_argument(
         "--page", type=file_to_write, help="the Markdown page whose section about these tests is replaced"
@@ -122,20 +154,20 @@ def parse() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def assemble(trees: list[Path], workplace: Path) -> list[str]:
-    """Copies the tests of all trees into one, beside the installed Transformers.
+def assemble(project: Project, trees: list[Path], workplace: Path) -> list[str]:
+    """Copies the tests of all trees into one, beside the installed package.
 
     Returns:
         The number of files from each tree, or their names if they are few, and its version.
     """
     (workplace / "pytest.ini").write_text(PYTEST_SETTINGS)
     (workplace / "src").mkdir()
-    installed = importlib.util.find_spec("transformers")
+    installed = importlib.util.find_spec(project.package)
     assert installed is not None
-    (workplace / "src" / "transformers").symlink_to(Path(str(installed.origin)).parent)
+    (workplace / "src" / project.package).symlink_to(Path(str(installed.origin)).parent)
     copied = []
     for tree in trees:
-        files = [path for part in PARTS_OF_A_TREE for path in (tree / part).rglob("*") if path.is_file()]
+        files = [path for part in project.parts_of_a_tree for path in (tree / part).rglob("*") if path.is_file()]
         lacked = [path for path in files if not (workplace / path.relative_to(tree)).exists()]
         for path in lacked:
             target = workplace / path.relative_to(tree)
@@ -149,17 +181,21 @@ def assemble(trees: list[Path], workplace: Path) -> list[str]:
 
 
 def version_of(tree: Path) -> str:
-    """Reads the Transformers version of a source tree."""
+    """Reads the version of a source tree."""
+    if (tree / "VERSION").is_file():
+        return (tree / "VERSION").read_text().strip()
     package = tree / "src" / "transformers" / "__init__.py"
     found = re.search(r'^__version__ = "(.+)"', package.read_text(), re.MULTILINE) if package.is_file() else None
     return found[1] if found else "an unknown version"
 
 
-def test_file(family: str) -> Path:
-    return Path("tests", "models", family, f"test_modeling_{family}.py")
+def environment() -> dict[str, str]:
+    """Returns the environment of processes that find this program's parts and nothing on the Hub."""
+    python_path = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
+    return os.environ | ENVIRONMENT | {"PYTHONPATH": python_path}
 
 
-def run_suite(workplace: Path, family: str, suite: str, implementation: str) -> Outcomes:
+def run_suite(project: Project, workplace: Path, family: str, suite: str, implementation: str) -> Outcomes:
     """Runs one suite of a family in a process of its own.
 
     Raises:
@@ -169,12 +205,11 @@ def run_suite(workplace: Path, family: str, suite: str, implementation: str) -> 
     lines = workplace / "outcomes.jsonl"
     lines.unlink(missing_ok=True)
     plugin = ["--attention", implementation, "--suite", suite, "--outcomes", str(lines)]
-    command = [sys.executable, "-m", "pytest", *plugin, "-k", SUITES[suite], "-m", ONE_PROCESS]
-    python_path = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
+    command = [sys.executable, "-m", "pytest", *plugin, "-k", project.suites[suite], "-m", ONE_PROCESS]
     process = subprocess.run(
-        [*command, str(test_file(family))],
+        [*command, project.test_file.format(family)],
         cwd=workplace,
-        env=os.environ | ENVIRONMENT | {"PYTHONPATH": python_path},
+        env=environment(),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

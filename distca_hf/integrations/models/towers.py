@@ -56,7 +56,7 @@ def give_own_attention(model: PreTrainedModel) -> None:
     """Gives towers that were loaded with distca an attention of their own, and logs it.
 
     Args:
-        model: a model that was checked.
+        model: a model that was checked, or one that is not enabled, such as a reference model.
     """
     distca = text_decoder(model).config._attn_implementation
     for name, tower in towers(model).items():

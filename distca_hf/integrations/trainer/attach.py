@@ -19,6 +19,7 @@ from distca_hf.integrations.models.distributed_check import follow_mesh
 from distca_hf.integrations.models.forward_watch import enable, watch_of
 from distca_hf.integrations.models.planner import planner_for
 from distca_hf.integrations.models.structure import transformers_model
+from distca_hf.integrations.models.towers import give_own_attention
 from distca_hf.integrations.trainer.attachment import Attachment, restorer
 from distca_hf.integrations.trainer.callback import DistCACallback, print_in_short
 from distca_hf.integrations.trainer.check import (
@@ -28,7 +29,7 @@ from distca_hf.integrations.trainer.check import (
     wrong_settings,
 )
 from distca_hf.integrations.trainer.columns import reading_of
-from distca_hf.integrations.trainer.held_models import watch_held_models
+from distca_hf.integrations.trainer.held_models import held_models, watch_held_models
 from distca_hf.integrations.trainer.loss_reader import LossReader
 from distca_hf.integrations.trainer.redone_steps import RedoneSteps, cannot_redo
 from distca_hf.integrations.trainer.resuming import Resuming, check_checkpoint
@@ -80,6 +81,10 @@ def attach(trainer: Trainer, context: ParallelContext) -> None:
             callback = DistCACallback(context)
             _add_callbacks(context, attachment, callback)
             callback.plan_ahead(trainer, attachment.replace)
+        of_trained = transformers_model(trainer.model).config._attn_implementation
+        for model in held_models(trainer).values():  # a reference model gets the images of these batches, too
+            if model.config._attn_implementation == of_trained:
+                give_own_attention(model)
         attachment.replace(trainer, "compute_loss", partial(_loss_of_known_batch, trainer.compute_loss))
         reader.install()
         if context.servers is not None:

@@ -20,9 +20,8 @@ from upstream.outcomes import (
 )
 
 
-SUITES = ("models", "attention")
 MESSAGE_CHARACTERS = 200
-INTRODUCTION = """## Transformers' own tests
+OF_TRANSFORMERS = """## Transformers' own tests
 
 Transformers tests every model class: training, saving, generation with all kinds of caches, padding, packing. These
 tests run here with distca in the place of sdpa, and once more with sdpa itself:
@@ -41,19 +40,35 @@ Suite *models* is each family's test file with distca as the default; many of it
 *attention* holds its tests of sdpa and FlashAttention 2, with distca instead. Tests over several processes are left
 out. Most tests that skip themselves need a GPU or are marked as slow.
 """
+OF_TRL = """## TRL's own tests
+
+TRL tests its trainers with tiny models: losses, references, LoRA, checkpointing, generation, tools, images. They
+run here with distca as the default attention and `DistCAPlugin().attach(trainer)` before every training, in one
+process, and once more without distca:
+
+```
+python scripts/models/upstream_tests.py --trl CHECKOUT --page docs/models.md
+```
+
+Models and datasets are made with TRL's scripts instead of loaded from the Hub: random weights, tokenizers of few
+words, TRL's chat templates. Tests of models that need a processor from the Hub, or torchvision, fail with both.
+"""
 COLUMNS = ("family", "passed", "passed with sdpa", REFUSED, ASSERTS_SDPA, OTHER, f"fails {BOTH}")
 UNLIKE = "They fail with sdpa, too, but with another error:"
 
 
-def section(run: Run) -> str:
+def section(run: Run, suites: tuple[str, ...]) -> str:
     """Writes all of a run in Markdown."""
     versions = ", ".join(f"{name} {version}" for name, version in run.versions.items())
     failures = list(run.failures())
     made = f"Made on {run.made} with {versions}. Test files: {', '.join(run.trees)}."
-    parts = [INTRODUCTION, textwrap.fill(f"{made} {summary(run, failures)}", 119) + "\n"]
-    for suite in SUITES:
+    introduction = OF_TRL if "trl" in run.versions else OF_TRANSFORMERS
+    parts = [introduction, textwrap.fill(f"{made} {summary(run, suites, failures)}", 119) + "\n"]
+    for suite in suites:
         parts += [f"Suite *{suite}*:\n", *family_table(run, suite, failures)]
-    parts += ["Refused tests:\n", *error_table(failure for failure in failures if failure.meaning == REFUSED)]
+    refused = [failure for failure in failures if failure.meaning == REFUSED]
+    if refused:
+        parts += ["Refused tests:\n", *error_table(refused)]
     if any(failure.meaning == ASSERTS_SDPA for failure in failures):
         parts += ["Tests that assert sdpa:\n", *(f"- `{known.function}` {known.reason}." for known in ASSERT_SDPA), ""]
     others = [failure for failure in failures if failure.meaning == OTHER]
@@ -69,9 +84,9 @@ def section(run: Run) -> str:
     return "\n".join(parts)
 
 
-def summary(run: Run, failures: list[Failure]) -> str:
+def summary(run: Run, suites: tuple[str, ...], failures: list[Failure]) -> str:
     """Counts all tests that did not skip themselves, by the way they ended."""
-    passed = sum(run.count(suite, DISTCA, PASSED) for suite in SUITES)
+    passed = sum(run.count(suite, DISTCA, PASSED) for suite in suites)
     means = Counter(failure.meaning for failure in failures)
     return (
         f"{passed + len(failures)} tests ran, {passed} passed. {means[REFUSED]} were refused by name, "

@@ -4,6 +4,7 @@
 
 In the suite "models" a model whose attention nobody names gets `--attention`. In the suite "attention" models that ask
 for sdpa or FlashAttention 2 get it as well, and tests that Transformers keeps for GPUs or for RUN_SLOW run here.
+In the suite "trainers" distca is the default, and attached to every trainer that trains; with sdpa nothing changes.
 The first line of FILE holds all tests that will run, each other one a test and its outcome, in JSON.
 """
 
@@ -13,16 +14,18 @@ from collections.abc import Callable, Generator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
+from weakref import WeakSet
 
 import pytest
 
+from distca_hf import DistCAPlugin
 from distca_hf.errors import DistCAError
 from distca_hf.import_hooks import when_imported
-from upstream.outcomes import FAILED, IMPLEMENTATIONS, PASSED, SKIPPED, Outcome
+from upstream.outcomes import DISTCA, FAILED, IMPLEMENTATIONS, PASSED, SKIPPED, Outcome
 
 
 # Implementations that become another one when a model asks for them; None is no word about it.
-REPLACED = {"models": (None,), "attention": (None, "sdpa", "flash_attention_2")}
+REPLACED = {"models": (None,), "attention": (None, "sdpa", "flash_attention_2"), "trainers": (None,)}
 LIFTED_REQUIREMENTS = ("require_flash_attn", "require_torch_accelerator", "slow")
 WORST_FIRST = (FAILED, PASSED, SKIPPED)
 
@@ -42,7 +45,10 @@ def pytest_configure(config: pytest.Config) -> None:
 
         replace_attention(PreTrainedModel, REPLACED[suite], attention)
 
-    when_imported("transformers.modeling_utils", set_attention)
+    if suite != "trainers" or attention == DISTCA:
+        when_imported("transformers.modeling_utils", set_attention)
+    if suite == "trainers" and attention == DISTCA:
+        when_imported("transformers.trainer", attach_to_all)
     if suite == "attention":
         when_imported("transformers.testing_utils", lift_requirements)
 
@@ -69,6 +75,23 @@ def lift_requirements() -> None:
 
     for name in LIFTED_REQUIREMENTS:
         setattr(testing_utils, name, lambda test: test)
+
+
+def attach_to_all() -> None:
+    """Makes every trainer attach distca before it trains for the first time."""
+    from transformers import Trainer
+
+    attached: WeakSet[Trainer] = WeakSet()
+    train: Callable[..., Any] = Trainer.train
+
+    @functools.wraps(train)
+    def attach_and_train(trainer: Trainer, *arguments: Any, **keywords: Any) -> Any:
+        if trainer not in attached:
+            DistCAPlugin().attach(trainer)
+            attached.add(trainer)
+        return train(trainer, *arguments, **keywords)
+
+    Trainer.train = attach_and_train
 
 
 class Recorder:

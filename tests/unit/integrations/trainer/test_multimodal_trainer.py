@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from accelerate import DistributedType
 from datasets import Dataset
 from transformers import Trainer, TrainingArguments
@@ -15,7 +16,7 @@ from distca_hf.errors import ConfigError, PackingError
 from distca_hf.integrations.trainer.check import wrong_settings
 from support.data import random_dataset
 from support.models import tiny_model
-from support.multimodal import multimodal_model
+from support.multimodal import document, multimodal_model
 from support.training import quiet_arguments
 
 
@@ -65,6 +66,16 @@ def test_towers_that_ddp_would_count_on_are_refused(
 
     assert any("more weights outside the text model train" in reason for reason in reasons) == is_refused
     assert len(reasons) == is_refused
+
+
+def test_reference_models_look_at_images_as_well(tmp_path: Path) -> None:
+    trainer = Trainer(multimodal_model("qwen2_5_vl"), TrainingArguments(**quiet_arguments(tmp_path, use_cpu=True)))
+    trainer.ref_model = multimodal_model("qwen2_5_vl").eval()
+    distca_hf.DistCAPlugin().attach(trainer)
+    batch, usual = document(0, 12, image_at=2), multimodal_model("qwen2_5_vl", "sdpa").eval()
+
+    with torch.no_grad():
+        torch.testing.assert_close(trainer.ref_model(**batch).logits, usual(**batch).logits)
 
 
 def with_images() -> Dataset:
