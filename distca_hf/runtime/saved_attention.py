@@ -10,7 +10,7 @@ their order.
 
 import functools
 from collections.abc import Callable
-from contextvars import ContextVar, Token
+from contextvars import ContextVar
 from types import TracebackType
 from typing import Any, Protocol, Self, TypeVarTuple
 
@@ -86,26 +86,27 @@ class RegionPass:
 
     def __init__(self, region: Region, *, recomputes: bool) -> None:
         self._region, self._recomputes = region, recomputes
-        self._outer: Token[RegionPass | None] | None = None
+        self._outer: RegionPass | None = None
 
     def __enter__(self) -> Self:
         if self._recomputes:
             self._region.begin()
-        self._outer = _current.set(self)
+        self._outer = _current.get()
+        _current.set(self)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        assert self._outer is not None
-        _current.reset(self._outer)
+        _current.set(self._outer)
         self._outer = None
 
     def run(self, operator: Callable[[], Outputs]) -> Outputs:
-        """Returns the outputs of a call of attention, computed or saved."""
+        """Returns the outputs of a call of attention, computed or saved. A region around this one keeps them, too: its
+        recomputation runs forward of this one again."""
         if self._recomputes:
             return self._region.take()
-        outputs = operator()
+        outputs = operator() if self._outer is None else self._outer.run(operator)
         self._region.save(outputs)
         return outputs
 

@@ -369,6 +369,10 @@ def test_ranks_without_tokens_take_part_and_one_reader_of_logits_counts_for_all(
 SCORED = {"shifted before": (True, ((90, 7), (12,), (40, 5, 33))), "an empty rank": (False, ((33, 9), (), (7,)))}
 
 
+def out_of_memory(states: torch.Tensor) -> torch.Tensor:
+    raise MemoryError
+
+
 def score_tokens(implementation: str) -> list[tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], list[int]]]:
     """Outputs, mean gradients, and rows in the head, of a model with a fused head of TRL; of all batches."""
     results, rank = [], dist.get_rank()
@@ -391,11 +395,16 @@ def score_tokens(implementation: str) -> list[tuple[dict[str, torch.Tensor], dic
             values = {name: value.detach().clone() for name, value in output.items() if lengths[rank]}
             # Anything may be made of the values of single tokens.
             (output.log_probs.exp().sum() + output.entropy.square().sum() + output.loss).backward()
+            with pytest.raises(MemoryError), pytest.MonkeyPatch.context() as patch:
+                patch.setattr(model.base_model.norm, "forward", out_of_memory)
+                model(**batch, fused_lm_head=True)
+            if lengths[rank]:  # what that pass had decided is forgotten
+                values["evaluated"] = model.eval()(**batch, fused_lm_head=True).log_probs.detach()
         gradients = {}
         for name, weight in model.named_parameters():
             gradients[name] = torch.zeros_like(weight) if weight.grad is None else weight.grad
             dist.all_reduce(gradients[name])
-        results.append((values, gradients, in_head))
+        results.append((values, gradients, in_head[:1]))
     return results
 
 

@@ -13,7 +13,8 @@ import pytest
 import torch
 from datasets import Dataset
 from torch import nn
-from transformers import DataCollatorWithFlattening, Trainer, TrainingArguments
+from torch.utils.data import DataLoader
+from transformers import DataCollatorWithFlattening, Trainer, TrainerCallback, TrainingArguments
 
 import distca_hf
 from distca_hf.batches.given import GivenPlanner
@@ -66,6 +67,15 @@ class Case(NamedTuple):
     accumulation: int = MICRO_BATCHES
 
 
+class Looks(TrainerCallback):
+    """Asks the loader of a training for its length."""
+
+    def on_step_end(self, *given: object, train_dataloader: Any, **kwargs: object) -> None:
+        assert len(train_dataloader) >= STEPS
+        assert isinstance(train_dataloader, DataLoader)
+        self.loader = train_dataloader.base_dataloader
+
+
 CASES = {
     "padded": Case(),
     "packs of a worker": Case(DataCollatorWithFlattening(), workers=1),
@@ -85,16 +95,19 @@ def train(folder: Path, case: Case, implementation: str) -> tuple[list[float], i
         use_cpu=True,
         gradient_accumulation_steps=case.accumulation,
         dataloader_num_workers=case.workers,
+        dataloader_persistent_workers=case.workers > 0,
     )
+    looks = Looks()
     trainer = case.trainer(
         model=tiny_model(implementation=implementation, num_hidden_layers=2),
         args=TrainingArguments(**settings),
         train_dataset=dataset,
         data_collator=case.collate,
-        callbacks=[distca_hf.DistCACallback(distca_hf.DistCAPlugin())] if implementation == "distca" else [],
+        callbacks=[looks, *([distca_hf.DistCACallback(distca_hf.DistCAPlugin())] if implementation == "distca" else [])],
     )
     with noted() as (gathered, waits):
         trainer.train()
+    assert ENTRY not in next(iter(looks.loader))
     losses = [log["loss"] for log in trainer.state.log_history if "loss" in log]
     return losses, len(gathered), waits
 

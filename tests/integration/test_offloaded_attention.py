@@ -4,6 +4,7 @@ import functools
 import gc
 import weakref
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -16,8 +17,10 @@ from distca_hf.integrations import checkpointing
 from distca_hf.integrations.checkpointing import OffloadedAttention
 from distca_hf.integrations.host_copy import HostCopy
 from distca_hf.kernels.interface import AttentionSpec, Spans
+from distca_hf.runtime import local_attention
 from distca_hf.runtime.local_attention import Documents, flash_attn_local
 from distca_hf.runtime.saved_attention import RegionPass, saving_contexts
+from support.counting import CountingKernel
 from support.data import random_dataset
 from support.models import tiny_model
 
@@ -101,6 +104,23 @@ def test_backward_may_run_twice(contexts: Contexts) -> None:
 
     assert torch.equal(first, second)
     assert torch.equal(first, regions.expected())
+
+
+@pytest.mark.parametrize("contexts", [OffloadedAttention(), saving_contexts])
+def test_regions_in_a_region_attend_once(contexts: Contexts, monkeypatch: pytest.MonkeyPatch) -> None:
+    regions, forwards = Regions(2, contexts), []
+
+    def kernel(*args: Any) -> CountingKernel:
+        forwards.append(CountingKernel(choose(*args)))
+        return forwards[-1]
+
+    choose = local_attention._kernel
+    monkeypatch.setattr(local_attention, "_kernel", kernel)
+    loss = checkpoint(regions.run, use_reentrant=False, context_fn=contexts)
+    (gradient,) = torch.autograd.grad(loss, regions.x)
+
+    assert sum(one.forward_pairs > 0 for one in forwards) == 2 * 2
+    assert torch.equal(gradient, regions.expected())
 
 
 def test_a_graph_that_is_dropped_leaves_nothing_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -184,6 +184,7 @@ class ForwardWatch:
             return None  # a method runs in place of forward
         self._is_running = True
         self._borders.end()
+        self.loss.begin(None)
         self._counted.begin({}, None, trains=False)
         batch = dict(without_kinds_of_text(given)) if self._check.towers else given
         batch = completed(batch, self._class_name)

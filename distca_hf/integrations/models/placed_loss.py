@@ -147,7 +147,7 @@ class PlacedLoss:
         Returns:
             What must return to this rank, and why hidden states must; empty if they need not.
         """
-        self._rows = None
+        self._rows, self._returning = None, Returning.STATES  # the pass before may have raised
         if batch is None:
             return Returning.STATES, ROWS_STAY
         if batch.get(TOKEN_FLAG) is True and _returns_token_values(self._model):

@@ -35,7 +35,8 @@ class StepsAhead:
     def __init__(self, trainer: Trainer, model: nn.Module, replace: Callable[[object, str, object], None]) -> None:
         self._model = model
         self._loader: Any = None
-        self._outer: Any = None
+        self._holds_one = False
+        self._latest: ReadDocuments | None = None
         replace(trainer, "train", partial(self._train, trainer.train))
         replace(trainer, "get_batch_samples", partial(self._batch_samples, trainer.get_batch_samples))
         if type(trainer)._prepare_inputs is Trainer._prepare_inputs:  # it only copies, on CPUs every time
@@ -52,8 +53,9 @@ class StepsAhead:
         if watch is not None and isinstance(inner, DataLoader) and not isinstance(loader, DataLoaderDispatcher):
             self._loader = inner
             inner.collate_fn = ReadingCollator(inner.collate_fn, watch.reader)
-            if isinstance(loader, DataLoaderShard):
-                self._outer, loader.base_dataloader = loader, SeenLoader(inner)
+            self._holds_one = isinstance(loader, DataLoaderShard)
+            if self._holds_one:  # it calls this method by its name
+                vars(inner)["__iter__"] = partial(self._seen, inner)
 
     def _train(self, train: Callable[..., object], *args: object, **kwargs: object) -> object:
         """Trains; the loader gets its collator back, also where training raises."""
@@ -63,12 +65,22 @@ class StepsAhead:
             self.end()
 
     def end(self) -> None:
-        """Gives the loader its collator back."""
-        if self._outer is not None:
-            self._outer.base_dataloader, self._outer = self._loader, None
-        if self._loader is not None:
-            self._loader.collate_fn = self._loader.collate_fn.collate
-            self._loader = None
+        """Gives the loader its collator back, unless others have replaced it since."""
+        loader, self._loader, self._latest = self._loader, None, None
+        if loader is None:
+            return
+        vars(loader).pop("__iter__", None)
+        if isinstance(loader.collate_fn, ReadingCollator):
+            loader.collate_fn = loader.collate_fn.collate
+        if loader.persistent_workers:
+            loader._iterator = None  # its workers would go on with the other one
+
+    def _seen(self, loader: DataLoader[Any]) -> Iterator[Any]:
+        """Yields the batches of a loader; the latest one is known by what was read of it."""
+        for batch in loader:
+            self._latest = batch.get(ENTRY) if isinstance(batch, MutableMapping) else None
+            yield batch
+        self._latest = None
 
     def _batch_samples(
         self,
@@ -80,36 +92,13 @@ class StepsAhead:
         """Takes the batches of a step, and lets ranks plan those that follow the first one: it begins at once."""
         batches, num_items = take(epoch_iterator, num_batches, device)
         watch = watch_of(self._model)
-        if self._loader is not None and watch is not None:
+        if self._loader is not None and watch is not None and batches:
             following = [take_read(batch) for batch in batches]
-            held = None if self._outer is None else self._outer.base_dataloader.latest
-            if held is not None and held not in following:
-                following.append(held)
-            if num_batches > 1 or self._outer is not None:
+            if self._latest is not None and self._latest not in following:
+                following.append(self._latest)
+            if num_batches > 1 or self._holds_one:
                 watch.begin_step(following[1:], num_batches, device)
         return batches, num_items
-
-
-class SeenLoader:
-    """A loader whose latest batch is known by what was read of it.
-
-    Attributes:
-        latest: what was read; None after the last batch, and if it was not read.
-    """
-
-    def __init__(self, loader: DataLoader[Any]) -> None:
-        self._loader = loader
-        self.latest: ReadDocuments | None = None
-
-    def __iter__(self) -> Iterator[Any]:
-        for batch in self._loader:
-            self.latest = batch.get(ENTRY) if isinstance(batch, MutableMapping) else None
-            yield batch
-        self.latest = None
-
-    def __getattr__(self, name: str) -> Any:
-        """Returns what the loader has by this name; Accelerate asks it for more than batches."""
-        return getattr(self.__dict__["_loader"], name)
 
 
 def _prepare_inputs(prepare: Callable[[Any], Any], inputs: Any) -> Any:
