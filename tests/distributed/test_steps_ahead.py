@@ -103,7 +103,10 @@ def train(folder: Path, case: Case, implementation: str) -> tuple[list[float], i
         args=TrainingArguments(**settings),
         train_dataset=dataset,
         data_collator=case.collate,
-        callbacks=[looks, *([distca_hf.DistCACallback(distca_hf.DistCAPlugin())] if implementation == "distca" else [])],
+        callbacks=[
+            looks,
+            *([distca_hf.DistCACallback(distca_hf.DistCAPlugin())] if implementation == "distca" else []),
+        ],
     )
     with noted() as (gathered, waits):
         trainer.train()
