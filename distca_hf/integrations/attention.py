@@ -172,7 +172,8 @@ def _check_call(module: nn.Module, dropout: float, is_causal: bool | None, keywo
         raise UnsupportedAttentionError(
             f"{name_of(module)}: is not causal (is_causal={is_causal}, module.is_causal="
             f"{getattr(module, 'is_causal', None)}); distca computes causal attention only. If it belongs to a tower "
-            'of a multimodal model, call model.NAME_OF_THE_TOWER.set_attn_implementation("sdpa"), as enable and attach do'
+            'of a multimodal model, call model.NAME_OF_THE_TOWER.set_attn_implementation("sdpa"), as enable and '
+            "attach do"
         )
     if keywords.get("output_attentions") and not torch.compiler.is_compiling():
         warn("distca computes no attention weights: with output_attentions=True they are None", stacklevel=3)
