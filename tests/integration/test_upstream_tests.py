@@ -107,7 +107,7 @@ def test_every_outcome_is_named_and_faults_make_the_command_fail(tmp_path: Path,
         run_script(*trees, *written, "--compare", tmp_path / "earlier.json")
 
     told = str(failed.value)
-    installed = f"Transformers {transformers.__version__} is installed"
+    installed = f"transformers {transformers.__version__} is installed"
     assert f"tests: tests/models/fake/test_modeling_fake.py of an unknown version; {installed}\n" in told
     assert f"tests: tests/shared.py of 5.1.2; {installed}\n" in told
     fault = "fake, models: TestFake::test_passed_earlier"
