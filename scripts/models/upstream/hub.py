@@ -76,7 +76,7 @@ def tokenizer(checkpoint: str, **_: Any) -> PreTrainedTokenizerFast:
     trainer = trainers.BpeTrainer(
         vocab_size=1000, initial_alphabet=alphabet, special_tokens=list(special), show_progress=False
     )
-    learned.train(["scripts/generate_zen_dataset.py"], trainer)
+    learned.train([str(Path("scripts") / "generate_zen_dataset.py")], trainer)
     return PreTrainedTokenizerFast(
         tokenizer_object=learned, eos_token=end, pad_token="<|endoftext|>", chat_template=template
     )
