@@ -365,8 +365,24 @@ def test_ranks_without_tokens_take_part_and_one_reader_of_logits_counts_for_all(
                 assert (one.gradients[name] - weight.grad).abs().max() <= 1e-6 * largest, name
 
 
-# Batches of a rank: rows of these lengths, padded on the right, or none of them in some ranks.
-SCORED = {"shifted before": (True, ((90, 7), (12,), (40, 5, 33))), "an empty rank": (False, ((33, 9), (), (7,)))}
+class Scored(NamedTuple):
+    """Batches of ranks: rows of these lengths, padded on the right.
+
+    Attributes:
+        shifts: whether labels are shifted before.
+        other_head: the rank whose pass makes logits; None if there is none.
+    """
+
+    lengths: tuple[tuple[int, ...], ...]
+    shifts: bool = False
+    other_head: int | None = None
+
+
+SCORED = {
+    "shifted before": Scored(((90, 7), (12,), (40, 5, 33)), shifts=True),
+    "an empty rank": Scored(((33, 9), (), (7,))),
+    "another head on one rank": Scored(((90, 7), (12,), (40, 5, 33)), other_head=1),
+}
 
 
 def out_of_memory(states: torch.Tensor) -> torch.Tensor:
@@ -376,7 +392,9 @@ def out_of_memory(states: torch.Tensor) -> torch.Tensor:
 def score_tokens(implementation: str) -> list[tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], list[int]]]:
     """Outputs, mean gradients, and rows in the head, of a model with a fused head of TRL; of all batches."""
     results, rank = [], dist.get_rank()
-    for shifts, lengths in SCORED.values():
+    for lengths, shifts, other_head in SCORED.values():
+        is_fused = rank != other_head
+        flag = {"fused_lm_head": True} if is_fused else {"use_cache": False}
         model = model_in_training(implementation)
         trl_utils.add_fused_lm_head(model, outputs=("log_probs", "entropy", "is_top1"))
         in_head: list[int] = []
@@ -391,14 +409,15 @@ def score_tokens(implementation: str) -> list[tuple[dict[str, torch.Tensor], dic
             batch["shift_labels"] = functional.pad(batch["labels"], (0, 1), value=IGNORED)[..., 1:].contiguous()
         values = {}
         if lengths[rank] or implementation == "distca":  # Transformers itself cannot compute an empty batch
-            output = model(**batch, fused_lm_head=True, num_items_in_batch=torch.tensor(150))
+            output = model(**batch, **flag, num_items_in_batch=torch.tensor(150))
             values = {name: value.detach().clone() for name, value in output.items() if lengths[rank]}
             # Anything may be made of the values of single tokens.
-            (output.log_probs.exp().sum() + output.entropy.square().sum() + output.loss).backward()
+            read = (output.log_probs.exp().sum() + output.entropy.square().sum()) if is_fused else 0.0
+            (read + output.loss).backward()
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr(model.base_model.norm, "forward", out_of_memory)
                 with pytest.raises(MemoryError):
-                    model(**batch, fused_lm_head=True)
+                    model(**batch, **flag)
             if lengths[rank]:  # what that pass had decided is forgotten
                 values["evaluated"] = model.eval()(**batch, fused_lm_head=True).log_probs.detach()
         gradients = {}
