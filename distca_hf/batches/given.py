@@ -145,12 +145,12 @@ class GivenPlanner:
         return go_back
 
     def begin_step(self, documents: Sequence[ReadDocuments | None], step_batches: int, device: torch.device) -> None:
-        """Plans batches that are known when an optimizer step begins; see `StepAhead.begin`. A collective call.
+        """Lets the next pass plan batches that are known when an optimizer step begins; see `StepAhead.begin`.
 
         With attention servers nothing is planned ahead: which of them take part is known when a pass begins.
         """
         if self._servers is None:
-            self._step.begin(documents, step_batches, self._next_number, device)
+            self._step.begin(documents, step_batches, device)
 
     def end_pass(self) -> None:
         """Starts to plan what was gathered in a pass that has ended; see `StepAhead.start`."""
@@ -187,10 +187,11 @@ class GivenPlanner:
         began = time.perf_counter()
         number, self._next_number = self._next_number, self._next_number + 1
         read, device = self._read(batch, number), tokens_of(batch).device
-        ahead, planned = self._step.take(read)
-        shown = self._agreement.reach(batch, read, number, images_wait, gradients_of, returning, ahead)
-        self._step.gather()
-        if shown is None:
+        (ahead, planned), known = self._step.take(read), self._step.take_known()
+        shown = self._agreement.reach(batch, read, number, images_wait, gradients_of, returning, ahead, known)
+        if shown.following_documents is not None:
+            self._step.gather(shown.following_documents, number)
+        if shown.stays_padded:
             return None
         self.returning, self.needing, lengths = shown.returning, shown.needing, read.lengths
         assert lengths is not None  # or this rank's batch would be padded

@@ -12,6 +12,7 @@ import torch
 
 from distca_hf.batches.batch_documents import Batch, media_of
 from distca_hf.batches.read_documents import ReadDocuments, checksum_of
+from distca_hf.batches.step_ahead import KnownBatches
 from distca_hf.batches.taking import shared_facts
 from distca_hf.comm.agreement import Agreement, Occasion, by_value, labels_of
 from distca_hf.comm.grid import Scope
@@ -43,20 +44,25 @@ class ShownNumbers(NamedTuple):
     """What ranks showed each other of their given batches.
 
     Attributes:
+        stays_padded: whether some rank's batch does; then every rank attends to its own.
         num_documents: `[ranks]` documents of each rank.
         longest_document_tokens: of all ranks together.
         forms: `[ranks]` numbers of the forms of their batches, see `form_of`.
         returning: what their passes return.
         needing: ranks that need hidden states, in words.
         is_planned: whether all ranks have planned it ahead, as the same micro-batch.
+        following_documents: most documents of a rank in the batches that follow; None unless all ranks know equally
+            many of these.
     """
 
+    stays_padded: bool
     num_documents: list[int]
     longest_document_tokens: int
     forms: tuple[int, ...]
     returning: Returning
     needing: str
     is_planned: bool
+    following_documents: int | None
 
 
 class GivenAgreement:
@@ -75,9 +81,9 @@ class GivenAgreement:
         gradients_of: Sequence[bool] = (),
         returning: Returning = Returning.STATES,
         ahead: int = 0,
-    ) -> ShownNumbers | None:
-        """Shows all ranks this rank's batch, and returns what they showed; None if some rank's batch is padded. A
-        collective call.
+        known: KnownBatches = KnownBatches(),  # noqa: B008 (immutable)
+    ) -> ShownNumbers:
+        """Shows all ranks this rank's batch, and returns what they showed. A collective call.
 
         Warns of ranks whose first batch holds no label to learn: most likely all their batches are like it.
 
@@ -88,6 +94,7 @@ class GivenAgreement:
             gradients_of: whether parts of the model before its decoder need gradients.
             returning: what this rank needs.
             ahead: number of the micro-batch among those that were planned ahead, from 1 on; 0 if it was not.
+            known: batches that follow it.
 
         Raises:
             PackingError: only some ranks hold images, and would wait for the others.
@@ -99,7 +106,11 @@ class GivenAgreement:
             self._transport,
             Occasion.PLAN,
             number,
-            {**shared_facts(self._config), "a pass with gradients": torch.is_grad_enabled()},
+            {
+                "number of micro-batches in this step": known.step_batches,
+                **shared_facts(self._config),
+                "a pass with gradients": torch.is_grad_enabled(),
+            },
             {
                 "documents": 0 if lengths is None else len(lengths),
                 "longest document": 0 if lengths is None else int(lengths.max(initial=0)),
@@ -107,6 +118,8 @@ class GivenAgreement:
                 "form": form_of(batch, [*gradients_of, bool(returning)]),
                 "returning": returning,
                 "planned ahead": ahead,
+                "batches that follow": known.following,
+                "documents that follow": known.documents,
                 **flags,
             },
         )
@@ -125,12 +138,14 @@ class GivenAgreement:
             )
         if any(numbers["padded"]):
             self._warn_of_padding(self._labels(numbers["padded"]), number)
-            return None
         longest, asked = max(numbers["longest document"]), {*numbers["returning"]}
         of_all = Returning(asked.pop()) if len(asked) == 1 else Returning.STATES
         needing = self._labels([int(value == Returning.STATES) for value in numbers["returning"]])
         is_planned = set(numbers["planned ahead"]) == {ahead} != {0}
-        return ShownNumbers(numbers["documents"], longest, tuple(numbers["form"]), of_all, needing, is_planned)
+        follow, most_documents = {*numbers["batches that follow"]}, max(numbers["documents that follow"])
+        following = most_documents if len(follow) == 1 and follow != {0} else None
+        of_ranks = any(numbers["padded"]), numbers["documents"], longest, tuple(numbers["form"])
+        return ShownNumbers(*of_ranks, of_all, needing, is_planned, following)
 
     def _flags(self, batch: Batch, read: ReadDocuments, is_first: bool) -> dict[str, int]:
         """Returns what ranks show each other of a batch beside its lengths."""

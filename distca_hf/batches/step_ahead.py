@@ -1,12 +1,12 @@
 """Step ahead: gathers the lengths of micro-batches before their passes begin, and plans them in a thread.
 
-    step begins          agreement                      on the batches that Trainer or its loader holds already
-    first pass plans     one gather of all lengths
+    step begins          notes the batches that Trainer or its loader holds already
+    first pass plans     shows how many they are in its agreement; then one gather of all lengths
     first pass ends      thread plans 2   3   ... and the first one of the next step
     passes                            2   3   ...       copy their plan to the device
 
-The host never waits here: what ranks show each other arrives while the first pass waits for its own agreement. The
-thread touches neither process groups nor a device's stream.
+The host never waits here: lengths arrive while the first pass runs. The thread touches neither process groups nor a
+device's stream.
 
 A plan is used in the pass of its batch, where all ranks show each other that they have it. Otherwise that pass gathers
 and plans, as one of a batch that nobody knew before.
@@ -23,8 +23,6 @@ import torch
 
 from distca_hf.arrays import IntArray, offsets
 from distca_hf.batches.read_documents import ReadDocuments
-from distca_hf.comm.agreement import Agreement, Occasion
-from distca_hf.comm.grid import Scope
 from distca_hf.comm.transport import Gather, Transport
 from distca_hf.layout import as_int_array
 
@@ -32,18 +30,26 @@ from distca_hf.layout import as_int_array
 Prepared = TypeVar("Prepared")
 
 
-class _Announced(NamedTuple):
-    """Batches that ranks agree on, or whose lengths are on their way."""
+class KnownBatches(NamedTuple):
+    """Batches of a step that a rank knows before their passes.
 
-    documents: Sequence[ReadDocuments | None]
-    micro_batch: int
-    device: torch.device
-    agreement: Agreement
-    gather: Gather | None = None
+    Attributes:
+        step_batches: micro-batches of the step; 0 if no step begins.
+        following: batches that are known and read; 0 if one of them is not read, or keeps its padding.
+        documents: of these.
+    """
 
-    @property
-    def where(self) -> str:
-        return f"micro-batch {self.micro_batch}, document lengths of its step"
+    step_batches: int = 0
+    following: int = 0
+    documents: int = 0
+
+
+class _Gathering(NamedTuple):
+    """Batches whose lengths are on their way."""
+
+    documents: Sequence[ReadDocuments]
+    gather: Gather
+    where: str
 
 
 class StepAhead(Generic[Prepared]):
@@ -55,55 +61,45 @@ class StepAhead(Generic[Prepared]):
 
     def __init__(self, transport: Transport, prepare: Callable[[Sequence[IntArray], bool], Prepared]) -> None:
         self._transport, self._prepare = transport, prepare
-        self._announced: _Announced | None = None
+        self._documents: list[ReadDocuments] = []
+        self._known = KnownBatches()
+        self._gathering: _Gathering | None = None
+        self._pins_on: torch.device | None = None
         self._last_number = 0
         # Batches that no pass asks for any more are forgotten with their tensors.
         self._planned = WeakKeyDictionary[ReadDocuments, tuple[int, Future[Prepared]]]()
 
-    def begin(
-        self, documents: Sequence[ReadDocuments | None], step_batches: int, micro_batch: int, device: torch.device
-    ) -> None:
-        """Shows all ranks which batches are known. A collective call; nothing is waited for.
-
-        Nothing is planned ahead if some rank has not read all of them, knows of more than others, or keeps one padded.
+    def begin(self, documents: Sequence[ReadDocuments | None], step_batches: int, device: torch.device) -> None:
+        """Notes which batches are known when a step begins.
 
         Args:
             documents: of the batches that follow the first one of the step.
             step_batches: micro-batches of the step.
-            micro_batch: number of the first of them.
             device: where the batches are.
         """
-        lengths = _lengths(documents)
-        agreement = Agreement.start(
-            self._transport,
-            Occasion.STEP,
-            micro_batch,
-            {"number of micro-batches in this step": step_batches},
-            {
-                "batches": len(documents),
-                "is read": int(len(lengths) == len(documents)),
-                "documents": sum(map(len, lengths)),
-            },
-        )
-        self._announced = _Announced(documents, micro_batch, device, agreement)
+        read = [one for one in documents if one is not None and one.lengths is not None]
+        self._documents = read if len(read) == len(documents) else []
+        self._known = KnownBatches(step_batches, len(self._documents), sum(map(len, _lengths(self._documents))))
+        self._pins_on = device if device.type == "cuda" else None
 
-    def gather(self) -> None:
-        """Gathers the lengths of these batches. A collective call, in the first pass after `begin`.
+    def take_known(self) -> KnownBatches:
+        """Returns what the first pass after `begin` shows other ranks; later passes show that no step begins."""
+        known, self._known = self._known, KnownBatches()
+        return known
 
-        Raises:
-            PlanMismatchError, PeerLostError: ranks have other numbers of micro-batches, or are doing something else.
+    def gather(self, most_documents: int, micro_batch: int) -> None:
+        """Gathers the lengths of these batches. A collective call, if all ranks know equally many of them.
+
+        Args:
+            most_documents: of a rank in them.
+            micro_batch: number of the pass.
         """
-        announced, self._announced = self._announced, None
-        if announced is None or announced.gather is not None:
-            self._announced = announced
-            return
-        shown = announced.agreement.wait(Scope.ROWS)
-        if not all(shown["is read"]) or len({*shown["batches"]}) > 1 or not announced.documents:
-            return
-        lengths = _lengths(announced.documents)
+        documents, self._documents = self._documents, []
+        lengths = _lengths(documents)
         values = [*map(len, lengths), *(tokens for of_batch in lengths for tokens in of_batch.tolist())]
-        filled_up = [*values, *[0] * (len(lengths) + max(shown["documents"]) - len(values))]
-        self._announced = announced._replace(gather=self._transport.gather(filled_up, announced.where))
+        filled_up = [*values, *[0] * (len(lengths) + most_documents - len(values))]
+        where = f"micro-batch {micro_batch}, document lengths of its step"
+        self._gathering = _Gathering(documents, self._transport.gather(filled_up, where), where)
 
     def start(self) -> None:
         """Starts to plan the batches whose lengths were gathered, if there are any.
@@ -111,20 +107,16 @@ class StepAhead(Generic[Prepared]):
         Raises:
             PeerLostError: a rank was lost since.
         """
-        announced = self._announced
-        if announced is None or announced.gather is None:
+        if self._gathering is None:
             return
-        self._announced = None
-        rows, documents, device = announced.gather.wait(), announced.documents, announced.device
-        of_ranks = [_divided(row, len(documents), announced.where) for row in rows]
+        (documents, gather, where), self._gathering = self._gathering, None
+        of_ranks, device = [_divided(row, len(documents), where) for row in gather.wait()], self._pins_on
         # Pinning would open a context on the first GPU otherwise.
-        enter = partial(torch.cuda.set_device, device) if device.type == "cuda" else None
+        enter = None if device is None else partial(torch.cuda.set_device, device)
         thread = ThreadPoolExecutor(1, "distca-ahead", initializer=enter)
         for read, lengths in zip(documents, zip(*of_ranks, strict=True), strict=True):
-            assert read is not None
             self._last_number += 1
-            planned = thread.submit(self._prepare, lengths, device.type == "cuda")
-            self._planned[read] = self._last_number, planned
+            self._planned[read] = self._last_number, thread.submit(self._prepare, lengths, device is not None)
         thread.shutdown(wait=False)  # it ends when it has planned them all
 
     def take(self, read: ReadDocuments) -> tuple[int, Future[Prepared] | None]:
@@ -133,9 +125,8 @@ class StepAhead(Generic[Prepared]):
         return self._planned.pop(read, (0, None))
 
 
-def _lengths(documents: Sequence[ReadDocuments | None]) -> list[IntArray]:
-    """Returns the lengths of the batches that are read, and do not stay padded."""
-    return [read.lengths for read in documents if read is not None and read.lengths is not None]
+def _lengths(documents: Sequence[ReadDocuments]) -> list[IntArray]:
+    return [read.lengths for read in documents if read.lengths is not None]
 
 
 def _divided(row: list[int], num_batches: int, where: str) -> list[IntArray]:

@@ -42,7 +42,6 @@ class Occasion(enum.IntEnum):
     SCHEDULE = 8  # run an optimizer step of a pipeline
     EVALUATE = 9  # go on with an evaluation
     MOVE = 10  # move rows to where a model's layers compute them
-    STEP = 11  # plan all micro-batches of an optimizer step
 
 
 # Ranks that take a step together. A rank that is unable shows it to those of the step that it should have taken.
@@ -56,13 +55,12 @@ SCOPE_OF = {
     Occasion.SCHEDULE: Scope.GROUP,
     Occasion.EVALUATE: Scope.GROUP,
     Occasion.MOVE: Scope.STAGE,
-    Occasion.STEP: Scope.STAGE,
 }
 
 # Text travels as integers of so many bytes: gathers carry integers of 64 bits, with a sign, alone.
 BYTES_PER_INTEGER = 4
 # Every agreement has this many integers, whatever it is about: two that meet by mistake must still be comparable.
-WIDTH = 14
+WIDTH = 16
 # The first of them: occasion, micro-batch, signal on which the rank leaves, digest and bytes of the facts.
 HEADER = 5
 # Facts that an error shows, the first that differ: later facts follow from earlier ones.

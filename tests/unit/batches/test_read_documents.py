@@ -130,36 +130,46 @@ def test_known_batches_are_gathered_at_once_and_an_error_belongs_to_its_micro_ba
         ahead = StepAhead[list[int]](transport, tokens_of_packs)
         rank, places = transport.rank, count_gathers(transport)
         reads = [lengths_of(*range(1, 2 + rank)), lengths_of(*[5] * rank), lengths_of(7)]
-        ahead.begin(reads, 4, 0, CPU)
-        assert len(places) == 1  # of the agreement, and nothing was waited for
+        ahead.begin(reads, 4, CPU)
         ahead.start()
         assert ahead.take(reads[0]) == (0, None)
-        for _ in range(2):  # again by a second pass before the first one ends
-            ahead.gather()
-        assert len(places) == 2
+        assert ahead.take_known() == (4, 3, 2 + 2 * rank)
+        assert ahead.take_known() == (0, 0, 0)  # by a second pass before the first one ends
+        ahead.gather(6, 0)
+        assert len(places) == 1
         ahead.start()
         taken = [ahead.take(read) for read in reads]
         assert [number for number, _ in taken] == [1, 2, 3]
         assert ahead.take(reads[0]) == (0, None)
         first, second, third = (planned for _, planned in taken if planned is not None)
         assert third.result() == [7, 7, 7]
-        # Some rank has not read a batch, or knows of fewer, or all of none.
-        for known in ([None if rank == 1 else reads[2]], reads[: 2 - rank // 2], []):
-            ahead.begin(known, 2, 4, CPU)
-            ahead.gather()
-            ahead.start()
+        ahead.begin([reads[0], None], 4, CPU)
+        assert ahead.take_known() == (4, 0, 0)
         return first.result(), str(second.exception()), [ahead.take(read)[0] for read in reads]
 
     assert run_ranks(3, run) == 3 * [([1, 3, 6], "a rank is empty", [0, 0, 0])]
 
 
+@pytest.mark.parametrize("known_on_rank_1", [0, 1])
+def test_batches_are_gathered_ahead_where_all_ranks_know_equally_many(known_on_rank_1: int) -> None:
+    def run(transport: LoopbackTransport) -> list[str]:
+        planner, places = GivenPlanner(DistCAConfig(), transport, read=READER.read), count_gathers(transport)
+        following = [lengths_of(3)] * (known_on_rank_1 if transport.rank else 1)
+        planner.begin_step(following, 2, CPU)
+        planner.plan(pack())
+        return places
+
+    for places in run_ranks(2, run):
+        assert sum("of its step" in place for place in places) == known_on_rank_1
+
+
 def test_ranks_with_other_numbers_of_micro_batches_are_named() -> None:
     def run(transport: LoopbackTransport) -> None:
-        ahead = StepAhead[list[int]](transport, tokens_of_packs)
-        ahead.begin([lengths_of(3)], 2 + transport.rank, 4, CPU)
-        ahead.gather()
+        planner = GivenPlanner(DistCAConfig(), transport, read=READER.read)
+        planner.begin_step([lengths_of(3)], 2 + transport.rank, CPU)
+        planner.plan(pack())
 
-    told = r"micro-batch 4: ranks disagree.*micro-batches in this step is 2 on rank 0, 3 on rank 1"
+    told = r"micro-batch 0: ranks disagree.*micro-batches in this step is 2 on rank 0, 3 on rank 1"
     with pytest.raises(PlanMismatchError, match=told):
         run_ranks(2, run)
 
@@ -167,8 +177,8 @@ def test_ranks_with_other_numbers_of_micro_batches_are_named() -> None:
 def test_plans_of_batches_that_nobody_holds_are_forgotten() -> None:
     def run(transport: LoopbackTransport) -> tuple[int, int]:
         ahead, read = StepAhead[list[int]](transport, tokens_of_packs), lengths_of(3)
-        ahead.begin([read], 1, 0, CPU)
-        ahead.gather()
+        ahead.begin([read], 1, CPU)
+        ahead.gather(1, 0)
         ahead.start()
         before = len(ahead._planned)
         del read
