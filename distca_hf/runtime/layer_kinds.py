@@ -9,6 +9,7 @@ document of the micro-batch is no window: such layers are of the full kind.
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cache, partial
 
 import torch
 
@@ -86,7 +87,7 @@ class PinnedKinds:
         Args:
             fingerprint, posted: see `Planned`.
         """
-        return Planned(self.to(device), self.route_window(device), self.facts, fingerprint, posted)
+        return Planned(cache(partial(self.to, device)), self.route_window(device), self.facts, fingerprint, posted)
 
     def route_window(self, device: torch.device) -> RouteWindow:
         """Returns a function that routes a window which was not known before."""
@@ -138,7 +139,7 @@ class LayerKinds:
         self._layers = layers
         self._halos: list[Retention] = []
         self._kinds: dict[int, LayerKind] = {}
-        for mask, plan in planned.routings.items():
+        for mask, plan in planned.routings().items():
             self._add(mask, plan)
 
     def begin_forward_pass(self, layers: PassLayers) -> None:

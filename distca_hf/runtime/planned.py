@@ -18,7 +18,8 @@ class Planned(NamedTuple):
     """A micro-batch as it was planned for the attention servers that take part now.
 
     Attributes:
-        routings: rank plans by mask: the full causal one, and windows that were known before.
+        routings: returns rank plans by mask: the full causal one, and windows that were known before. They are copied
+            to the device when they are first asked for: rows move in before.
         route_window: makes that of a window that a layer is the first to ask for; None: there is no other.
         facts: of all layers together.
         fingerprint: of the plan.
@@ -27,7 +28,7 @@ class Planned(NamedTuple):
         batch_forms: `[ranks]` numbers of the forms of their batches: of equal forms, decoders get equal inputs.
     """
 
-    routings: Mapping[Mask, DeviceRankPlan]
+    routings: Callable[[], Mapping[Mask, DeviceRankPlan]]
     route_window: RouteWindow | None
     facts: PlanFacts
     fingerprint: int

@@ -293,7 +293,7 @@ def _subject(options: argparse.Namespace, device: torch.device, transport: Trans
     plan = plan_in_place(layout if options.pad_to is None else layout.padded(options.pad_to, sys.maxsize))
     mine = rank_plan(plan, transport.rank, config.num_chunks(topology))
     routings = {mine.mask: PinnedRankPlan.prepare(mine).to(device)}
-    live = LivePlan(0, Planned(routings, None, mine.facts, plan.fingerprint), transport, config)
+    live = LivePlan(0, Planned(lambda: routings, None, mine.facts, plan.fingerprint), transport, config)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     q, k, v = (
         torch.randn(live.num_rows, heads, options.head_dim, device=device, dtype=dtype)

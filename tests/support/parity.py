@@ -118,7 +118,7 @@ def live_plan(
     plan = plan_in_place(layout) if plan is None else plan
     mine = rank_plan(plan, transport.rank, num_chunks)
     routings = {mine.mask: PinnedRankPlan.prepare(mine).to(torch.device(device))}
-    return LivePlan(0, Planned(routings, None, mine.facts, plan.fingerprint), transport, config)
+    return LivePlan(0, Planned(lambda: routings, None, mine.facts, plan.fingerprint), transport, config)
 
 
 def by_operator(

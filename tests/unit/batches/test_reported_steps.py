@@ -65,7 +65,7 @@ def live_plan(transport: Transport, plan: Plan, number: int) -> LivePlan:
     mine = rank_plan(plan, transport.rank)
     routings = {mine.mask: PinnedRankPlan.prepare(mine).to(torch.device("cpu"))}
     rows = plan.layout.segment_tokens[plan.layout.segments_of(transport.rank)]
-    planned = Planned(routings, None, mine.facts, plan.fingerprint)
+    planned = Planned(lambda: routings, None, mine.facts, plan.fingerprint)
     return LivePlan(number, planned, transport, DistCAConfig(), document_tokens=rows)
 
 
