@@ -102,7 +102,7 @@ class GivenPlanner:
         latest_moves: of rows of the latest micro-batch; None if they stay where batches have them.
         returning: what the pass of the latest micro-batch returns.
         needing: ranks that need its hidden states, in words.
-        totals, times: sums over micro-batches that a model was trained on, and how long planning them took.
+        times: how long planning took the micro-batches that a model was trained on.
     """
 
     def __init__(
@@ -117,7 +117,7 @@ class GivenPlanner:
         places_rows: bool = False,
         flops: StepFlops | None = None,
     ) -> None:
-        self.totals = PlanTotals()
+        self._totals, self._uncounted = PlanTotals(), list[PlanFacts]()
         self.history: deque[PlanFacts] = deque(maxlen=REMEMBERED_MICRO_BATCHES)
         self.times = LoaderTimes()
         self._config = config
@@ -140,7 +140,7 @@ class GivenPlanner:
         def go_back() -> None:
             for _ in range(self.totals.micro_batches - totals.micro_batches):
                 self.history.pop()
-            self._next_number, self.totals, self.times = number, totals, replace(times)
+            self._next_number, self._totals, self.times = number, totals, replace(times)
 
         return go_back
 
@@ -155,6 +155,19 @@ class GivenPlanner:
     def end_pass(self) -> None:
         """Starts to plan what was gathered in a pass that has ended; see `StepAhead.start`."""
         self._step.start()
+        self._count()
+
+    @property
+    def totals(self) -> PlanTotals:
+        """Sums over the micro-batches that a model was trained on."""
+        self._count()
+        return self._totals
+
+    def _count(self) -> None:
+        """Counts micro-batches whose passes have begun; not before their first kernel."""
+        for facts in self._uncounted:
+            self._totals = self._totals.plus(facts, self._flops)
+        self._uncounted.clear()
 
     def plan(
         self,
@@ -235,6 +248,7 @@ class GivenPlanner:
         home, plans = Layout.from_packs(lengths), self._plans
         layout = plans.layout(home)
         plan = plans.plan(layout, servers)
+        plan.fingerprint  # noqa: B018 (remembered from here on)
         topology = plans.topology if servers is None else servers.topology(plans.topology)
         num_chunks, rank = self._config.num_chunks(topology), self._transport.rank
         num_servers = 0 if servers is None else servers.count
@@ -253,7 +267,7 @@ class GivenPlanner:
             kinds = replace(kinds, facts=replace(kinds.facts, head_tokens=kinds.facts.tokens))
         self.history.append(kinds.facts)
         if batches.trains:
-            self.totals = self.totals.plus(kinds.facts, self._flops)
+            self._uncounted.append(kinds.facts)
             self.times.micro_batches += 1  # padded micro-batches are in none of these
             self.times.plan_seconds += batches.spent_seconds + time.perf_counter() - began
         ordered = None if batches.servers is None else plan

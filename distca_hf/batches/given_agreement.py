@@ -69,7 +69,7 @@ class GivenAgreement:
     """Agreements of all ranks on given batches, one for each micro-batch."""
 
     def __init__(self, config: DistCAConfig, transport: Transport) -> None:
-        self._config, self._transport = config, transport
+        self._facts, self._transport = shared_facts(config), transport
         self._warned_of_padding = False
 
     def reach(
@@ -108,7 +108,7 @@ class GivenAgreement:
             number,
             {
                 "number of micro-batches in this step": known.step_batches,
-                **shared_facts(self._config),
+                **self._facts,
                 "a pass with gradients": torch.is_grad_enabled(),
             },
             {

@@ -26,8 +26,12 @@ HALF = (torch.bfloat16, torch.float16)
 class PlanSource(Protocol):
     """Where plans come from: the placed loader, or the planner of given batches."""
 
-    totals: PlanTotals
     times: LoaderTimes
+
+    @property
+    def totals(self) -> PlanTotals:
+        """Sums over micro-batches so far."""
+        ...
 
 
 @dataclass(frozen=True)

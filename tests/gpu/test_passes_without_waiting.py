@@ -27,8 +27,8 @@ from support.training import quiet_arguments
 pytestmark = pytest.mark.multigpu
 
 STEPS, STEADY = 6, 2
-# Parts of the names of files that are between the line that waits and the warning.
-INNER = ("/torch/", "/warnings.py")
+# Beginnings of the names of files that are between the line that waits and the warning.
+INNER = (str(Path(torch.__file__).parent), warnings.__file__)
 WAITS, CHECKSUMS = "synchronizing CUDA operation", "weights_check.py"
 
 
@@ -37,9 +37,7 @@ def waits_noted(places: list[str]) -> Iterator[None]:
     """Notes lines of the package that wait for the device."""
 
     def note(message: Warning | str, *args: Any, **kwargs: Any) -> None:
-        outside = [
-            frame for frame in traceback.extract_stack()[:-1] if not any(part in frame.filename for part in INNER)
-        ]
+        outside = [frame for frame in traceback.extract_stack()[:-1] if not frame.filename.startswith(INNER)]
         waits = outside[-1]
         if WAITS in str(message) and "distca_hf/" in waits.filename and not waits.filename.endswith(CHECKSUMS):
             places.append(f"{waits.filename}:{waits.lineno}")
