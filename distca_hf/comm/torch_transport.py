@@ -103,7 +103,8 @@ class TorchTransport:
             scope: all_to_all_of(group, device)
             for scope, group in zip((Scope.ROWS, Scope.TENSOR), row_groups, strict=False)
         }
-        self._control_groups = dict(control_groups)
+        cpu = torch.device("cpu")
+        self._gather = {scope: all_to_all_of(group, cpu) for scope, group in control_groups.items()}
         self._rollcall = rollcall
         self._groups: list[RowGroup] = [*row_groups, *dict.fromkeys(control_groups.values())]
         self._num_row_groups = len(row_groups)
@@ -135,10 +136,11 @@ class TorchTransport:
         if self._whereabouts is not None:
             self._whereabouts.note_gather()
         self._gathered = where, self.traffic.exchanges
-        mine = torch.tensor(values, dtype=torch.int64, device="cpu")
-        theirs = [torch.empty_like(mine) for _ in self.grid.members(scope)]
+        # An all-to-all of equal rows: gloo sends them all at once, and those of an all-gather from rank to rank.
+        mine = torch.tensor(values, dtype=torch.int64, device="cpu").expand(len(self.grid.members(scope)), -1)
+        theirs = torch.empty(mine.shape, dtype=mine.dtype, device="cpu")
         try:
-            work = dist.all_gather(theirs, mine, group=self._control_groups[scope], async_op=True)
+            work = self._gather[scope](theirs, mine.contiguous(), [], [])
         except RuntimeError as error:
             raise self.failure(error, where, scope=scope) from error
         self._note(work)
@@ -264,7 +266,7 @@ class TorchTransport:
         self._groups = []
         if self._is_at_rest():
             self._all_to_all.clear()
-            self._control_groups.clear()
+            self._gather.clear()
 
     def failure(
         self, error: RuntimeError, where: str, began: float | None = None, scope: Scope = Scope.ROWS
@@ -306,12 +308,13 @@ class TorchGather:
     work: dist.Work
     where: str
     began: float
-    received: list[torch.Tensor]
+    received: torch.Tensor
     scope: Scope
 
     def wait(self) -> list[list[int]]:
         self.transport.wait_for(self.work, self.where, self.began, self.scope, of_rows=False)
-        return [values.tolist() for values in self.received]
+        rows: list[list[int]] = self.received.tolist()
+        return rows
 
 
 def let_gloo_threads_rest() -> None:

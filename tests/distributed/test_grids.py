@@ -1,5 +1,6 @@
 """Jobs whose ranks differ in more than data: rows go along data, and words to the ranks of their scope."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import distca_hf
 from distca_hf.comm.agreement import Agreement, Occasion
 from distca_hf.comm.grid import Grid, Scope
+from distca_hf.comm.torch_transport import TorchGather, TorchTransport
 from distca_hf.comm.transport import AllToAll, Transport
 from distca_hf.errors import ConfigError, PlanMismatchError
 from distca_hf.layout import Layout
@@ -186,13 +188,13 @@ def _train_flat(_: Path) -> tuple[int, list[tuple[int, int]], list[str]]:
     """Groups that are opened, and gathers (ranks, integers) and exchanges of a placed micro-batch and of a pack."""
     before = len(dist.distributed_c10d._world.pg_map)
     gathers: list[tuple[int, int]] = []
-    gather = dist.all_gather
+    gather = TorchTransport.gather
 
-    def noted(theirs: list[torch.Tensor], mine: torch.Tensor, **others: Any) -> Any:
-        gathers.append((len(theirs), mine.numel()))
-        return gather(theirs, mine, **others)
+    def noted(transport: TorchTransport, values: Sequence[int], where: str, scope: Scope = Scope.ROWS) -> TorchGather:
+        gathers.append((len(transport.grid.members(scope)), len(values)))
+        return gather(transport, values, where, scope)
 
-    dist.all_gather = noted
+    TorchTransport.gather = noted  # type: ignore[method-assign]
     plugin = distca_hf.DistCAPlugin(tokens_per_rank=128)
     model = distca_hf.enable(tiny_model(num_hidden_layers=1).train(), plugin)
     transport = plugin.transport(CPU)
@@ -208,7 +210,7 @@ def test_flat_job_has_two_groups_and_the_words_of_one_scope(tmp_path: Path) -> N
     for groups, gathers, exchanges in run_ranks(2, _train_flat, tmp_path, tmp_path):
         assert groups == 2  # rows, and words of all scopes
         # Of take, or of plan, lengths and move; of attend, differentiate.
-        placed, pack = [14, 14, 14], [14, 1, 14, 14, 14]
+        placed, pack = [16, 16, 16], [16, 1, 16, 16, 16]
         assert gathers == [(2, integers) for integers in [*placed, *pack]]
         places = [place.removeprefix("micro-batch 0, ").removeprefix("layer 0, ") for place in exchanges]
         of_layer = ["forward, keys", "backward, key gradients"]
