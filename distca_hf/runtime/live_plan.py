@@ -262,6 +262,7 @@ class LivePlan:
         attends_again = bool(self._layers.regions) and torch.is_grad_enabled()
         self.forward_pass.end(exchanges, attends_again=attends_again)
         self.use.trained |= trains
+        _register.keep(max(1, self.config.plans_in_flight - 1))  # now, and not when a pass is about to begin
 
     def retention(self, spec: AttentionSpec) -> Retention:
         """Returns the decisions about rows of layers that attend like this."""
