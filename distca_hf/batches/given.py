@@ -266,7 +266,8 @@ class GivenPlanner:
         """Returns the documents of this rank's batch. Announces a failure to others."""
         try:
             return self._read_batch(batch)
-        except Exception:
+        except Exception as error:
+            error.add_note(f"distca: {self._transport.grid.name}, micro-batch {number}")
             Agreement.announce_unable(self._transport, number, Occasion.PLAN)
             raise
 
