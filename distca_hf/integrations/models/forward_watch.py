@@ -304,6 +304,8 @@ class ForwardWatch:
 
     def _read_and_open(self, batch: Batch) -> ReadDocuments:
         """Returns the documents of a batch, and opens the borders of the decoder for its pass."""
+        if not self._mixers.mixers:
+            self._check.check_cache(batch)
         self._borders.begin((read := read_before(batch) or self.reader.read(batch)).padded, tokens_of(batch).device)
         return read
 
