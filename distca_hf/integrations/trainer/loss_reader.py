@@ -71,7 +71,9 @@ class LossReader:
         trainer, args = self._trainer, self._trainer.args
         others = [name for name in OF_LOSS if not self._is_trainers(name)]
         if others:
-            return f"{type(trainer).__name__}.{others[0]} is not Trainer's, and may read logits or losses, or count labels"
+            return (
+                f"{type(trainer).__name__}.{others[0]} is not Trainer's: it may read logits or losses, or count labels"
+            )
         if trainer.compute_loss_func is not None:
             return "compute_loss_func reads logits"
         if trainer.label_smoother is not None:

@@ -51,8 +51,9 @@ class StepsAhead:
         """
         self.end()
         inner, watch = getattr(loader, "base_dataloader", loader), watch_of(self._model)
-        is_read = isinstance(inner, DataLoader) and not isinstance(loader, DataLoaderDispatcher)
-        if self._is_training and watch is not None and is_read:
+        if not self._is_training or watch is None or isinstance(loader, DataLoaderDispatcher):
+            return
+        if isinstance(inner, DataLoader):
             self._loader = inner
             inner.collate_fn = ReadingCollator(inner.collate_fn, watch.reader)
             self._holds_one = isinstance(loader, DataLoaderShard)
