@@ -211,7 +211,7 @@ def train_all(folder: Path, names: Sequence[str]) -> dict[str, tuple[Result, Res
     }
 
 
-@pytest.mark.parametrize(("world", "names"), [(2, ["padded", "fused head"]), (3, list(TRAININGS))])
+@pytest.mark.parametrize(("world", "names"), [(2, ["fused head"]), (3, list(TRAININGS))])
 def test_logs_and_weights_are_those_without_distca(world: int, names: Sequence[str], tmp_path: Path) -> None:
     by_rank = run_ranks(world, train_all, tmp_path / "run", tmp_path, names)
 

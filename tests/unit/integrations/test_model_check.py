@@ -448,7 +448,8 @@ def test_peft_model_is_accepted_when_its_base_is() -> None:
 
 def test_adapters_that_count_tokens_in_rows_are_refused() -> None:
     adapters = LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"], alora_invocation_tokens=[3, 4])
-    assert "alora_invocation_tokens=[3, 4] counts from the end of a row" in refusal(get_peft_model(tiny_model(), adapters))
+    model = get_peft_model(tiny_model(), adapters)
+    assert "alora_invocation_tokens=[3, 4] counts from the end of a row" in refusal(model)
 
 
 @pytest.mark.parametrize("method", [PrefixTuningConfig, PromptTuningConfig])
