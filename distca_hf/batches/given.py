@@ -35,6 +35,7 @@ from distca_hf.cost import CAUSAL_LAYERS, LayerMasks, TokenBytes
 from distca_hf.errors import PackingError
 from distca_hf.flops import StepFlops
 from distca_hf.layout import Layout, as_int_array
+from distca_hf.planning.kinds import RoutedKinds
 from distca_hf.planning.plan import Plan, PlanFacts
 from distca_hf.planning.plan_totals import PlanTotals
 from distca_hf.planning.row_moves import RowMoves
@@ -237,9 +238,8 @@ class GivenPlanner:
         topology = plans.topology if servers is None else servers.topology(plans.topology)
         num_chunks, rank = self._config.num_chunks(topology), self._transport.rank
         num_servers = 0 if servers is None else servers.count
-        masks = plans.layer_masks
-        kinds = PinnedKinds.prepare(plan, rank, num_chunks, masks, home.rank_work_of, pin=pin, num_servers=num_servers)
-        kinds = replace(kinds, facts=kinds.facts.with_tokens(home, layout))
+        routed = RoutedKinds.of(plan, rank, num_chunks, plans.layer_masks, home.rank_work_of, num_servers)
+        kinds = PinnedKinds.prepare(routed._replace(facts=routed.facts.with_tokens(home, layout)), pin)
         moves = PinnedRowMoves.prepare(RowMoves.of(home, layout, rank), pin) if plans.places_rows else None
         return HostPlan(plan, num_chunks, kinds, moves)
 
