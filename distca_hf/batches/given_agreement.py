@@ -34,9 +34,9 @@ MEDIA_DTYPES = (None, torch.float64, torch.float32, torch.bfloat16, torch.float1
 class Returning(enum.IntEnum):
     """What a pass returns to the ranks of its batches."""
 
-    LOSS = 0  # head and loss run on placed rows
-    TOKEN_VALUES = 1  # the head runs on placed rows, and returns numbers of single tokens
-    STATES = 2  # hidden states of the decoder
+    LOSS = 0  # head and loss run on placed rows, and only the loss returns
+    TOKEN_VALUES = 1  # the head runs on placed rows, and numbers of single tokens return
+    STATES = 2  # hidden states of the decoder return; head and loss run on the rows of the batch
 
 
 class ShownNumbers(NamedTuple):
@@ -47,7 +47,7 @@ class ShownNumbers(NamedTuple):
         longest_document_tokens: of all ranks together.
         forms: `[ranks]` numbers of the forms of their batches, see `form_of`.
         returning: what their passes return.
-        needing: ranks that need hidden states, in words.
+        needing: ranks that need hidden states, as text.
         is_planned: whether all ranks have planned it ahead, as the same micro-batch.
     """
 
@@ -76,7 +76,7 @@ class GivenAgreement:
         returning: Returning = Returning.STATES,
         ahead: int = 0,
     ) -> ShownNumbers | None:
-        """Shows all ranks this rank's batch, and returns what they showed; None if some rank's batch is padded. A
+        """Shows all ranks this rank's batch, and returns what they showed; None if some rank's batch stays padded. A
         collective call.
 
         Warns of ranks whose first batch holds no label to learn: most likely all their batches are like it.
@@ -133,7 +133,7 @@ class GivenAgreement:
         return ShownNumbers(numbers["documents"], longest, tuple(numbers["form"]), of_all, needing, is_planned)
 
     def _flags(self, batch: Batch, read: ReadDocuments, is_first: bool) -> dict[str, int]:
-        """Returns what ranks show each other of a batch beside its lengths."""
+        """Returns what else ranks show each other of a batch."""
         flags = {
             "learns nothing": int(is_first and read.learns_nothing),
             "dtypes of images": _dtypes_of_media(batch),
@@ -186,7 +186,7 @@ class GivenAgreement:
             )
 
     def _labels(self, flags: Sequence[int]) -> str:
-        """Returns the ranks whose flag is 1, in words."""
+        """Returns the ranks whose flag is 1, as text."""
         labels = labels_of(self._transport, Scope.ROWS)
         return ", ".join(label for label, flag in zip(labels, flags, strict=True) if flag)
 

@@ -1,15 +1,15 @@
 """Step ahead: gathers the lengths of micro-batches before their passes begin, and plans them in a thread.
 
-    step begins          agreement                      on the batches that Trainer or its loader holds already
-    first pass plans     one gather of all lengths
-    first pass ends      thread plans 2   3   ... and the first one of the next step
-    passes                            2   3   ...       copy their plan to the device
+    step begins              agreement on the batches that Trainer, or its loader, holds already
+    plan of the first pass   one gather of all their lengths
+    end of the first pass    a thread plans them: 2, 3, ..., and the first one of the next step
+    later passes             copy their plan to the device
 
 The host never waits here: what ranks show each other arrives while the first pass waits for its own agreement. The
 thread touches neither process groups nor a device's stream.
 
-A plan is used in the pass of its batch, where all ranks show each other that they have it. Otherwise that pass gathers
-and plans, as one of a batch that nobody knew before.
+A plan is used in the pass of its batch if all ranks show each other that they have it. Otherwise that pass gathers and
+plans, as for a batch that was not known before.
 """
 
 from collections.abc import Callable, Sequence
@@ -33,7 +33,7 @@ Prepared = TypeVar("Prepared")
 
 
 class _Announced(NamedTuple):
-    """Batches that ranks agree on, or whose lengths are on their way."""
+    """Batches that ranks agree on, or whose lengths are being gathered."""
 
     documents: Sequence[ReadDocuments | None]
     micro_batch: int
@@ -57,20 +57,20 @@ class StepAhead(Generic[Prepared]):
         self._transport, self._prepare = transport, prepare
         self._announced: _Announced | None = None
         self._last_number = 0
-        # Batches that no pass asks for any more are forgotten with their tensors.
+        # Plans of batches that no pass asks for are forgotten with these.
         self._planned = WeakKeyDictionary[ReadDocuments, tuple[int, Future[Prepared]]]()
 
     def begin(
         self, documents: Sequence[ReadDocuments | None], step_batches: int, micro_batch: int, device: torch.device
     ) -> None:
-        """Shows all ranks which batches are known. A collective call; nothing is waited for.
+        """Shows all ranks which batches are known. A collective call that does not wait.
 
         Nothing is planned ahead if some rank has not read all of them, knows of more than others, or keeps one padded.
 
         Args:
             documents: of the batches that follow the first one of the step.
             step_batches: micro-batches of the step.
-            micro_batch: number of the first of them.
+            micro_batch: number of the first one of the step.
             device: where the batches are.
         """
         lengths = _lengths(documents)
@@ -129,7 +129,7 @@ class StepAhead(Generic[Prepared]):
 
     def take(self, read: ReadDocuments) -> tuple[int, Future[Prepared] | None]:
         """Returns the number of a micro-batch among all that were planned ahead, from 1 on, and its plan; 0 and None
-        if it is none of them, or was taken before."""
+        if it was not, or was taken before."""
         return self._planned.pop(read, (0, None))
 
 

@@ -29,7 +29,7 @@ from distca_hf.errors import ConfigError
 from distca_hf.integrations.models.forward_watch import ForwardWatch, enable, watch_of
 from distca_hf.integrations.models.weights_check import WeightsCheck
 from distca_hf.integrations.trainer.check import settings_of_placed
-from distca_hf.integrations.trainer.steps_ahead import StepsAhead
+from distca_hf.integrations.trainer.read_ahead import ReadAhead
 from distca_hf.integrations.trainer.stop_on_signal import LeaveOnSignal
 from distca_hf.integrations.trainer.whole_weights import check_optimizer
 from distca_hf.parallel_context import ParallelContext
@@ -74,7 +74,7 @@ class DistCACallback(TrainerCallback):
         self._first_step = 0
         self._weights: WeightsCheck | None = None
         self._leave: LeaveOnSignal | None = None
-        self._steps: StepsAhead | None = None
+        self._read_ahead: ReadAhead | None = None
 
     def on_init_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: nn.Module, **kwargs: object
@@ -117,7 +117,7 @@ class DistCACallback(TrainerCallback):
             replace: sets an attribute of an object.
         """
         assert self._model is not None
-        self._steps = StepsAhead(trainer, self._model, replace)
+        self._read_ahead = ReadAhead(trainer, self._model, replace)
 
     def report_on(self, model: nn.Module) -> None:
         """Reports on this enabled model."""
@@ -156,8 +156,8 @@ class DistCACallback(TrainerCallback):
         watch.report.restart(steps_per_epoch(args, train_dataloader))
         if source is None and transport.world_size == 1:
             log.info("%s: one rank: there is nothing to balance", __version__)
-        if self._steps is not None:
-            self._steps.begin(train_dataloader)
+        if self._read_ahead is not None:
+            self._read_ahead.begin(train_dataloader)
         if self._leave is not None:
             self._leave.on_train_begin(args, state, control, self._model)
 
