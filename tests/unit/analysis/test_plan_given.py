@@ -190,7 +190,7 @@ def test_plan_and_simulate_agree(lengths: Path, monkeypatch: pytest.MonkeyPatch)
     [
         ("plan", "--gpus 4", "neither --tokens-per-rank nor --batch-size is given"),
         ("plan", "--gpus 4 --tokens-per-rank 99 --context 9", "--context 9 cuts rows of --batch-size"),
-        ("plan", "--gpus 4 --batch-size 2 --tokens-per-rank 9 --compare", "--tokens-per-rank, --compare: only for batches that distca makes"),
+        ("plan", "--gpus 4 --batch-size 2 --tokens-per-rank 9 --compare", "--tokens-per-rank, --compare: only for"),
         ("plan", "--gpus 4 --batch-size 0", "--batch-size 0 must be between 1 and"),
         ("simulate", "--batch-size 2 --tokens-per-rank 9", "--tokens-per-rank 9 asks for batches that are made here"),
         ("simulate", "--batch-size 2 --pipeline 2", "--pipeline needs batches that are made here"),
