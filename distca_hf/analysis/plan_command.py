@@ -79,7 +79,7 @@ def plan(
     lengths: DocumentLengths,
     gpus: Annotated[int, typer.Option(help="GPUs (ranks) that train together")],
     tokens_per_rank: Annotated[
-        int | None, typer.Option(help="batches that distca makes: most tokens that a rank holds in a micro-step")
+        int | None, typer.Option(help="placed batches, which distca makes: most tokens of a rank in a micro-step")
     ] = None,
     batch_size: Annotated[
         int | None,
@@ -109,8 +109,8 @@ def plan(
 ) -> None:
     """Estimates a training on documents of these lengths: balance of an epoch, speed and memory.
 
-    Give --tokens-per-rank for batches that distca makes, or --batch-size for your own, whose rows are placed inside
-    the model.
+    Give --tokens-per-rank for placed batches, which distca makes, or --batch-size for your own, whose rows are placed
+    inside the model.
 
     With --tokens-per-rank documents are shuffled and packed as training does it: an epoch has as few micro-batches as
     hold all documents, of nearly equal tokens. The first optimizer step is planned in full, with its bytes. Speed and
@@ -154,8 +154,8 @@ def plan(
         return
     if tokens_per_rank is None:
         raise ConfigError(
-            "neither --tokens-per-rank nor --batch-size is given: give the first for batches that distca makes, the "
-            "second for your own"
+            "neither --tokens-per-rank nor --batch-size is given: give the first for placed batches, the second for "
+            "your own"
         )
     if context is not None:
         raise ConfigError(

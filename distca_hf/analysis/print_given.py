@@ -41,7 +41,7 @@ def run_given(
     """Runs `distca plan --batch-size`. Output is printed at the very end, so that an error leaves none.
 
     Args:
-        without_effect: options that were given, and are only for batches that distca makes.
+        without_effect: options that were given, and are only for placed batches.
 
     Raises:
         ConfigError: an option or the model is wrong.
@@ -49,8 +49,8 @@ def run_given(
     """
     if without_effect:
         raise ConfigError(
-            f"{', '.join(without_effect)}: only for batches that distca makes, and --batch-size {batch_size} is for "
-            "your own. Leave out one or the other"
+            f"{', '.join(without_effect)}: only for placed batches, and --batch-size {batch_size} is for your own. "
+            "Leave out one or the other"
         )
     request = SimulationRequest(
         *(SimulatedModel.of(find_model(model or DEFAULT_MODEL)), ranks, DEFAULT_TOKENS_PER_RANK, context, micro_steps),

@@ -87,9 +87,9 @@ class DistCACallback(TrainerCallback):
         """
         if self._context.config.tokens_per_rank:
             raise ConfigError(
-                f"tokens_per_rank={self._context.config.tokens_per_rank} asks for batches made here, and a callback "
-                "cannot replace Trainer's: call plugin.attach(trainer) instead of adding DistCACallback, or leave "
-                "tokens_per_rank out"
+                f"tokens_per_rank={self._context.config.tokens_per_rank} asks for placed batches, and a callback "
+                "cannot replace the Trainer's own: call plugin.attach(trainer) instead of adding DistCACallback, or "
+                "leave tokens_per_rank out"
             )
         self.report_on(enable(model, self._context))
         leave = LeaveOnSignal(self._context.transport) if self._context.config.save_on_signal else None

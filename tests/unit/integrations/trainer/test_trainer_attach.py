@@ -226,7 +226,7 @@ def labelled() -> Dataset:
     return rows.add_column("labels", rows["input_ids"])
 
 
-# Arguments that keep batches or losses of the user's own, beside those that are refused where batches are made here.
+# Arguments that keep batches or losses of the user's own, beside those that are refused where batches are placed.
 KEPT: dict[str, Callable[[], dict[str, Any]]] = {
     "stream": lambda: {"dataset": labelled().to_iterable_dataset()},
     "list of rows": lambda: {"dataset": list(labelled())},
