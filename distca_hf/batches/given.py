@@ -92,8 +92,8 @@ class GivenPlanner:
     """Plans one model's given batches, micro-batch after micro-batch. Every rank plans the same one at the same time.
 
     Args:
-        servers: attention servers behind the ranks, for micro-batches that are trained on; then `transport` reaches
-            them. None if there are none.
+        servers: attention servers, for micro-batches that are trained on; then `transport` reaches them. None if there
+            are none.
         layer_masks: masks that the model's layers attend with, each with the number of its layers.
         read: reads the documents of a batch.
         places_rows: whether rows are placed inside the model; else they stay, and attention tasks move.

@@ -197,7 +197,7 @@ class GivenAgreement:
             log.warning(
                 "micro-batch %d is padded on rank %s, and its padding cannot be taken out (it predicts a label, or "
                 "layers of the model carry a state): every rank attends to this batch by itself, and nothing is "
-                "balanced. Pack documents instead where the trainer can (DataCollatorWithFlattening, packing=True)",
+                "balanced. Pack documents instead if the trainer can (DataCollatorWithFlattening, packing=True)",
                 number,
                 ranks,
             )

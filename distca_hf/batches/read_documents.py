@@ -141,7 +141,7 @@ def read_before(batch: Batch) -> ReadDocuments | None:
 
 def checksum_of(batch: Batch, lengths: IntArray | None) -> int:
     """Returns a checksum of a batch; waits for its device. Images count by their sum, so that they need not be copied.
-    A mask counts where the batch is padded: in packs lengths say the same."""
+    A mask counts only if the batch stays padded: otherwise lengths say the same."""
     names = ("labels", "shift_labels", "position_ids", *(["attention_mask"] if lengths is None else []))
     named = [batch.get(name) for name in names]
     media = [x.sum(dtype=torch.float64)[None] for x in map(batch.get, media_of(batch)) if isinstance(x, torch.Tensor)]

@@ -141,7 +141,7 @@ class PassRows:
         return results
 
     def _exchange(self, rows: torch.Tensor, counts: tuple[list[int], list[int]], where: str) -> torch.Tensor:
-        """Returns the rows that other ranks send to this one. Rows are of bytes where there are tensor ranks."""
+        """Returns the rows that other ranks send to this one. With tensor ranks, rows are bytes."""
         num_shares = self._transport.grid.shape[2]
         if num_shares == 1:
             return self._transport.exchange(AllToAll(rows, *counts, where)).wait()
@@ -181,7 +181,7 @@ class _Move(torch.autograd.Function):
         """Moves rows.
 
         Args:
-            anchor: requires a gradient where backward is to run although no value may need one on this rank.
+            anchor: requires a gradient, so that backward runs even if no value needs one on this rank; or None.
         """
         ctx.rows, ctx.goes_in = rows, goes_in
         ctx.are_float = [value.is_floating_point() for value in values]

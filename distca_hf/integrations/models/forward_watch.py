@@ -267,8 +267,8 @@ class ForwardWatch:
     def _is_alone(self, module: nn.Module, batch: Batch) -> bool:
         """Returns whether this rank attends to a batch without a plan, whatever other ranks do.
 
-        So it is on one rank, and where the model is not training (evaluation, generation, a teacher), unless the
-        setting `evaluate` is "distca".
+        It does on one rank, and if the model is not training (evaluation, generation, a teacher), unless the setting
+        `evaluate` is "distca".
         """
         trains = module.training and torch.is_grad_enabled()
         evaluates = not module.training and self.context.config.evaluate == "distca"
