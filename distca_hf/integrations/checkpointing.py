@@ -29,7 +29,7 @@ from distca_hf.errors import ConfigError
 from distca_hf.integrations.host_copy import HostCopy
 from distca_hf.runtime.regions import RegionRun, check_call, runs_of
 from distca_hf.runtime.retention import retaining_contexts
-from distca_hf.runtime.saved_attention import REMEDY, SavingRegion, saving_contexts
+from distca_hf.runtime.saved_attention import REMEDY, saving_contexts
 from distca_hf.telemetry import get_logger
 
 
@@ -193,7 +193,7 @@ class OffloadedAttention:
         return known[at - 1] if at else None
 
 
-class _HostRegion(SavingRegion):
+class _HostRegion:
     """Keeps outputs of attention calls of a checkpointed region in host memory."""
 
     def __init__(self, owner: OffloadedAttention) -> None:

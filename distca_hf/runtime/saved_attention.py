@@ -6,13 +6,13 @@ whether they are in a region.
 """
 
 import functools
-from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any, TypeVarTuple
 
 import torch
 
 from distca_hf.runtime.regions import RegionRun, check_call, current_run, runs_of
+from distca_hf.runtime.retention import RetainingRegion
 
 
 Inputs = TypeVarTuple("Inputs")
@@ -20,28 +20,8 @@ Outputs = tuple[torch.Tensor, ...]
 REMEDY = "checkpointed_attention='recompute' attends again"
 
 
-class SavingRegion(ABC):
-    """Keeps the outputs of its attention calls."""
-
-    @abstractmethod
-    def begin(self, recomputes: bool) -> None:
-        """See `Region`."""
-
-    @abstractmethod
-    def save(self, outputs: Outputs) -> None:
-        """Keeps the outputs of the next call in forward."""
-
-    @abstractmethod
-    def take(self) -> Outputs:
-        """Returns the outputs of the next call, as new tensors.
-
-        Raises:
-            RuntimeError: recomputation makes more calls than forward did, or outputs were changed in place since.
-        """
-
-
-class DeviceRegion(SavingRegion):
-    """Keeps outputs where they are."""
+class DeviceRegion:
+    """Keeps the outputs of its attention calls where they are."""
 
     def __init__(self) -> None:
         self._saved: list[list[tuple[torch.Tensor, int]]] = []
@@ -56,7 +36,11 @@ class DeviceRegion(SavingRegion):
         self._saved.append([(x.detach(), x._version) for x in outputs])
 
     def take(self) -> Outputs:
-        """Returns the outputs of the next call."""
+        """Returns the outputs of the next call, as new tensors.
+
+        Raises:
+            RuntimeError: recomputation makes more calls than forward did, or outputs were changed in place since.
+        """
         check_call(self._taken, len(self._saved), REMEDY)
         saved, self._taken = self._saved[self._taken], self._taken + 1
         if any(x._version != version for x, version in saved):
@@ -81,10 +65,11 @@ def saved_in_regions(function: Callable[[*Inputs], Any]) -> Callable[[*Inputs], 
 def _outputs(run: RegionRun[Any] | None, operator: Callable[[], Outputs]) -> Outputs:
     """Returns the outputs of a call of attention, computed or saved. A region around this one keeps them, too: its
     recomputation runs forward of this one again."""
-    if run is None or not isinstance(run.region, SavingRegion):
+    if run is None or isinstance(run.region, RetainingRegion):
         return operator()
     if run.recomputes:
-        return run.region.take()
+        taken: Outputs = run.region.take()
+        return taken
     outputs = _outputs(run.outer, operator)
     run.region.save(outputs)
     return outputs

@@ -33,7 +33,7 @@ from distca_hf.torch_private import hidden_from_dynamo
 
 
 # Keywords that describe the documents of a given batch; the plan describes those of placed rows.
-OF_DOCUMENTS = frozenset(
+REPLACED_BY_PLAN = frozenset(
     {
         "attention_mask",
         "cache_position",
@@ -201,7 +201,7 @@ class DecoderBorders:
         if columns.deep_layers:
             moving[DENSE_DEEP] = _dense_deep(given, columns.deep_layers)
         placed = dict(zip(moving, rows.move_in(list(moving.values()), columns.differentiate), strict=True))
-        for name in (name for name in given if name in OF_DOCUMENTS):
+        for name in (name for name in given if name in REPLACED_BY_PLAN):
             given[name] = None
         if (row_tokens := placed.pop(ROW_TOKENS, None)) is not None:
             self._counted.place(row_tokens)
@@ -238,7 +238,7 @@ class DecoderBorders:
 
     def _moving(self, given: dict[str, Any], tokens: torch.Tensor) -> dict[str, torch.Tensor]:
         """Returns `[places, ...]` tensors with a value per token by name, without positions and features of images."""
-        apart = {*OF_DOCUMENTS, "position_ids", DEEP, DEEP_MASK}
+        apart = {*REPLACED_BY_PLAN, "position_ids", DEEP, DEEP_MASK}
         moving = {
             name: value.flatten(0, 1)
             for name, value in given.items()
@@ -321,7 +321,7 @@ class DecoderBorders:
         batch_size, length = shape = tokens_of(given).shape
         for name, value in given.items():
             if (
-                name in OF_DOCUMENTS
+                name in REPLACED_BY_PLAN
                 or name in ("position_ids", DEEP, DEEP_MASK)
                 or not isinstance(value, torch.Tensor)
             ):

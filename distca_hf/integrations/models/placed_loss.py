@@ -33,7 +33,7 @@ from distca_hf.batches.given_agreement import Returning
 from distca_hf.data.documents import IGNORED_LABEL
 from distca_hf.integrations.models.check import refused_loss
 from distca_hf.integrations.models.counted_rows import MEANS_OVER_ROWS
-from distca_hf.integrations.models.decoder_borders import OF_DOCUMENTS, DecoderBorders
+from distca_hf.integrations.models.decoder_borders import REPLACED_BY_PLAN, DecoderBorders
 from distca_hf.integrations.models.structure import syntax_of, text_decoder
 from distca_hf.runtime.live_plan import LivePlan
 from distca_hf.runtime.row_moves import PassRows
@@ -106,9 +106,9 @@ class PlacedLoss:
         for name in ("output_router_logits", "logits_to_keep"):
             if isinstance(given := batch.get(name), torch.Tensor) or given:
                 return f"{name} is set"
-        others = {name: value for name, value in batch.items() if name not in OF_DOCUMENTS and name != "position_ids"}
-        shapes = {name: value.shape for name, value in others.items() if isinstance(value, torch.Tensor)}
-        unknown = [name for name, shape in shapes.items() if shape.numel() > 1 and shape[:2] != tokens.shape]
+        apart = {*REPLACED_BY_PLAN, "position_ids"}
+        tensors = {name: x for name, x in batch.items() if name not in apart and isinstance(x, torch.Tensor)}
+        unknown = [name for name, x in tensors.items() if x.numel() > 1 and x.shape[:2] != tokens.shape]
         return f"the batch has {unknown[0]}, which is not of single tokens" if unknown else ""
 
     def _of_model(self) -> str:
