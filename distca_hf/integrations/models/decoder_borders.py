@@ -108,14 +108,6 @@ class DecoderBorders:
         self._rows: PassRows | None = None
         self._columns: dict[tuple[int, ...], Columns] = {}
 
-    def __deepcopy__(self, memo: dict[int, object]) -> "DecoderBorders":
-        """Returns itself: a copied model is not enabled, and has no borders."""
-        return self
-
-    def __reduce__(self) -> tuple[type[None], tuple[()]]:
-        """Returns how None is made: a model that is stored, or sent to another process, is not enabled there."""
-        return type(None), ()
-
     def enter(self) -> None:
         """Adds the hooks. Where the decoder is the whole model, these come after the hook that plans its batch, and
         before the one that ends its pass."""
