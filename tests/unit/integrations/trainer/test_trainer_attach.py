@@ -265,7 +265,7 @@ def test_batches_and_losses_of_the_user_s_own_are_kept(name: str, make: Callable
 
 def test_packs_and_tokens_per_rank_are_one_wish_too_many(make: Callable[..., Trainer]) -> None:
     trainer = make(trainer={"data_collator": DataCollatorWithFlattening()})
-    with pytest.raises(ConfigError, match=r"packs its batches, and tokens_per_rank=192 asks for batches made"):
+    with pytest.raises(ConfigError, match=r"packs its batches, and tokens_per_rank=192 asks for placed batches"):
         attach(trainer)
     distca_hf.DistCAPlugin().attach(trainer)
 
