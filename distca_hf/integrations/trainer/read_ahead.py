@@ -58,7 +58,7 @@ class ReadAhead:
                 vars(inner)["__iter__"] = partial(self._seen, inner)
 
     def _train(self, train: Callable[..., object], *args: object, **kwargs: object) -> object:
-        """Trains; the loader gets its collator back, also if training raises."""
+        """Trains; the loader gets its collator back, also where training raises."""
         try:
             return train(*args, **kwargs)
         finally:
