@@ -191,7 +191,7 @@ class ForwardWatch:
         batch = completed(batch, self._class_name)
         plan = batch.get("distca_plan")
         if plan is None:
-            if self._is_alone(module, batch):
+            if self._attends_locally(module, batch):
                 if module is self.root:
                     self._check.check_implementation(trains=module.training and torch.is_grad_enabled())
                 check_mask_numbers(batch)
@@ -264,7 +264,7 @@ class ForwardWatch:
             log.debug("%s: config.use_cache=True is not followed for batches with a plan", self._class_name)
         return {"use_cache": False}
 
-    def _is_alone(self, module: nn.Module, batch: Batch) -> bool:
+    def _attends_locally(self, module: nn.Module, batch: Batch) -> bool:
         """Returns whether this rank attends to a batch without a plan, whatever other ranks do.
 
         It does on one rank, and if the model is not training (evaluation, generation, a teacher), unless the setting
