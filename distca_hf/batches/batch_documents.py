@@ -137,6 +137,20 @@ def given_documents(
     return Documents.of(Spans(offsets[0], offsets[1], longest[0], longest[1]))
 
 
+def check_positions_fit(positions: torch.Tensor | None, tokens: torch.Tensor) -> None:
+    """Checks that there is a position for each token of `[B, T]`, or of a row.
+
+    Raises:
+        PackingError: there are others.
+    """
+    if positions is not None and positions.shape not in (tokens.shape, (1, tokens.shape[-1])):
+        several = "; with positions of images give cu_seq_lens_q, too" if positions.ndim == 3 else ""
+        raise PackingError(
+            f"position_ids of shape {tuple(positions.shape)} do not fit tokens of shape {tuple(tokens.shape)}; "
+            f"give one per token, or leave them out{several}"
+        )
+
+
 def check_beginnings(positions: torch.Tensor) -> None:
     """Refuses documents that do not begin at position 0: part of them is missing.
 
@@ -270,11 +284,7 @@ def document_lengths(batch: Batch) -> IntArray | None:
             positions = None  # they need not restart with the documents
         elif len(positions) == POSITIONS_WITH_TEXT:
             positions = positions[0]
-    if positions is not None and positions.shape not in (tokens.shape, (1, tokens.shape[-1])):
-        several = "; with positions of images give cu_seq_lens_q, too" if positions.ndim == 3 else ""
-        raise PackingError(
-            f"position_ids of shape {tuple(positions.shape)} do not fit tokens of shape {tuple(tokens.shape)}{several}"
-        )
+    check_positions_fit(positions, tokens)
     if offsets is not None and positions is not None:
         lengths = _agreed_lengths(offsets, positions.expand(tokens.shape))
     else:

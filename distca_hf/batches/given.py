@@ -33,7 +33,7 @@ from distca_hf.comm.served_transport import ServedTransport
 from distca_hf.comm.transport import Gather, Transport
 from distca_hf.config import DistCAConfig
 from distca_hf.cost import CAUSAL_LAYERS, LayerMasks, TokenBytes
-from distca_hf.errors import PackingError
+from distca_hf.errors import DistCAError, PackingError
 from distca_hf.flops import StepFlops
 from distca_hf.layout import Layout, as_int_array
 from distca_hf.planning.kinds import RoutedKinds
@@ -265,7 +265,9 @@ class GivenPlanner:
         """Returns the documents of this rank's batch. Announces a failure to others."""
         try:
             return self._read_batch(batch)
-        except Exception:
+        except Exception as error:
+            if isinstance(error, DistCAError):
+                error.args = (f"{self._transport.grid.name}, micro-batch {number}: {error}",)
             Agreement.announce_unable(self._transport, number, Occasion.PLAN)
             raise
 

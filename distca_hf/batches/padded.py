@@ -14,6 +14,7 @@ from distca_hf.batches.batch_documents import (
     POSITIONS_WITH_TEXT,
     Batch,
     check_mask_numbers,
+    check_positions_fit,
     documents_at,
     media_of,
     padded_rows,
@@ -72,8 +73,9 @@ def padded_rows_of(batch: Batch, with_images: bool = False) -> PaddedRows | None
         return None
     if positions is not None and positions.ndim == 3 and with_images:
         positions = positions[0] if len(positions) == POSITIONS_WITH_TEXT else None
-    if positions is not None and positions.shape not in (mask.shape, (1, mask.shape[1])):
+    if positions is not None and positions.ndim != 2:
         return None
+    check_positions_fit(positions, tokens)
     check_mask_numbers(batch)
     is_token = mask.bool()
     _check_runs(is_token)

@@ -133,11 +133,11 @@ class PassRows:
             where = f"{self._where}, rows on their way {'in' if goes_in else 'home'}, {phase}"
             received = self._exchange(joined, counts, where)
             rows = [received] if is_whole else _as_values(received, values)
-        is_full = len(put) == torch.Size(shapes[0]).numel() // rows[0].shape[1:].numel()  # no row is padding
-        make = torch.Tensor.new_empty if is_full else torch.Tensor.new_zeros
+        num_rows = self.num_placed if goes_in else torch.Size(self.shape).numel()
+        make = torch.Tensor.new_empty if len(put) == num_rows else torch.Tensor.new_zeros  # some may be padding
         results = [make(part, tuple(shape)) for part, shape in zip(rows, shapes, strict=True)]
         for result, part in zip(results, rows, strict=True):
-            result.view(-1, *part.shape[1:]).index_copy_(0, put, part)
+            result.view(num_rows, *part.shape[1:]).index_copy_(0, put, part)
         return results
 
     def _exchange(self, rows: torch.Tensor, counts: tuple[list[int], list[int]], where: str) -> torch.Tensor:
@@ -166,7 +166,7 @@ def _as_values(joined: torch.Tensor, like: Sequence[torch.Tensor]) -> list[torch
     widths = [value.shape[1:].numel() * value.element_size() for value in like]
     return [
         # A copy, since `contiguous` returns a single row as it is, wherever its bytes begin.
-        part.clone(memory_format=torch.contiguous_format).view(value.dtype).reshape(len(joined), *value.shape[1:])
+        part.clone(memory_format=torch.contiguous_format).flatten().view(value.dtype).view(len(part), *value.shape[1:])
         for part, value in zip(joined.split(widths, dim=1), like, strict=True)
     ]
 

@@ -79,7 +79,7 @@ def tiny(kind: str = "llama", model_kind: Any = AutoModelForCausalLM, **changes:
 
 def gpt2(implementation: str) -> PreTrainedModel:
     sizes = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 512, "vocab_size": VOCABULARY}
-    return of_config(GPT2Config(**sizes, attn_pdrop=0, embd_pdrop=0, resid_pdrop=0), implementation)
+    return of_config(GPT2Config(**sizes, attn_pdrop=0, embd_pdrop=0, resid_pdrop=0), implementation, AutoModel)
 
 
 def qwen_vl(model_type: str, implementation: str) -> PreTrainedModel:
@@ -116,6 +116,15 @@ def rows_of_images(kind: str, images: Sequence[bool], side: str) -> list[Batch]:
 
 def per_rank(make: Callable[..., Batch], *arguments: Any, lengths: Sequence[Sequence[int]] = LENGTHS) -> list[Batch]:
     return [make(of_rank, rank, *arguments) for rank, of_rank in enumerate(lengths)]
+
+
+def in_another_order(lengths: Sequence[int], rank: int) -> Batch:
+    """A padded batch with kinds of tokens; on rank 1 its columns have another order, and positions another dtype."""
+    batch = padded(lengths, rank, "right")
+    batch["token_type_ids"] = batch["input_ids"] % 3
+    if rank == 1:
+        batch["position_ids"] = torch.arange(max(lengths), dtype=torch.int32)[None]
+    return dict(reversed(batch.items())) if rank == 1 else batch
 
 
 def checkpointed(reentrant: bool) -> Callable[[PreTrainedModel], object]:
@@ -162,7 +171,7 @@ CASES = {
         per_rank(packed, lengths=([200, 31], [], [3, 9, 20], [9, 5])),
         most=1e-12,
     ),
-    "a table of positions": Case(gpt2, per_rank(padded, "right"), most=1e-12),
+    "a table of positions, columns of another order": Case(gpt2, per_rank(in_another_order), of_backbone, 1e-12),
     "checkpointed": Case(tiny(), PACKS, prepare=checkpointed(reentrant=False)),
     "checkpointed, reentrant": Case(tiny(), PACKS, prepare=checkpointed(reentrant=True)),
     **{

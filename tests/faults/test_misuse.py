@@ -211,6 +211,7 @@ OTHER_INPUTS: dict[str, tuple[str, Callable[[nn.Module], Batch], str]] = {
         "gets token_type_ids of shape [1, 13], and tokens of shape [1, 14]",
     ),
     "images of another dtype": ("qwen3_vl", _with_half_images, "are torch.float64 on rank 0, torch.float16 on rank 1"),
+    "a cache": ("llama", lambda model: _on_rank_1(model, lambda _: {"use_cache": True}), "got use_cache=True, and"),
     "an evaluation": ("llama", _evaluated, "a pass with gradients is True on rank 0, False on rank 1"),
     "a mask of pairs": ("llama", _with_pairs, "give zeros and ones of shape [batch, tokens]"),
     "a mask of images": ("gemma3_images", _with_kinds, "combines its causal mask with one of its own (for images"),
@@ -225,7 +226,7 @@ def _give_other_inputs(folder: Path) -> dict[str, tuple[str, int]]:
         model = multimodal_model("gemma3").double() if kind == "gemma3_images" else made_model(kind, "distca")
         distca_hf.enable(model, plugin)
         with torch.enable_grad(), pytest.raises(DistCAError) as caught:
-            model(**make(model), use_cache=False)
+            model(**{"use_cache": False} | make(model))
         told[name] = str(caught.value), plugin.transport(CPU).traffic.exchanges
         plugin.close()
     return told

@@ -279,7 +279,7 @@ AFTER_THE_FIRST_STEP: dict[str, tuple[Change, str | None]] = {
         _compute_a_layer_in_float32,
         "layer 1, forward: the layer attends in torch.float32, and in torch.bfloat16 in the pass before",
     ),
-    "frozen layers": (_freeze, "attention calls with gradients is 3 on {others}, 1 on rank 1"),
+    "frozen layers": (_freeze, "parameters and which of them are trained is"),
     "model config": (_set_config(hidden_act="relu"), "config.hidden_act is"),
     "checkpointing that saves attention": (_checkpoint, None),
 }

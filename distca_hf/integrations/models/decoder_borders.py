@@ -214,14 +214,14 @@ class DecoderBorders:
         return _replaced(output, dict(zip(found, rows.move_home(list(found.values())), strict=True)))
 
     def _positions(self, given: Batch, counted: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-        """Returns `[position rows, places]` of a batch: its own, or counted in its documents.
+        """Returns `[position rows, places]` of a batch, int64 on all ranks: its own, or counted in its documents.
 
         Args:
             counted: `[home rows]`.
         """
         positions = given.get("position_ids")
         if positions is not None:  # [B, L] or [1, L], or several of these
-            return positions.expand(*positions.shape[:-2], *tokens.shape).reshape(-1, tokens.numel())
+            return positions.expand(*positions.shape[:-2], *tokens.shape).reshape(-1, tokens.numel()).to(torch.int64)
         found = tokens.new_zeros(tokens.numel(), dtype=torch.int64)
         if self._token_places is not None:
             return found.index_copy_(0, self._token_places, counted)[None]
@@ -229,11 +229,12 @@ class DecoderBorders:
         return found[None]
 
     def _moving(self, given: dict[str, Any], tokens: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Returns `[places, ...]` tensors with a value per token by name, without positions and features of images."""
+        """Returns `[places, ...]` tensors with a value per token, without positions and features of images; in the
+        order of their names, which is that of all ranks."""
         apart = {*REPLACED_BY_PLAN, "position_ids", DEEP, DEEP_MASK}
         moving = {
             name: value.flatten(0, 1)
-            for name, value in given.items()
+            for name, value in sorted(given.items())
             if name not in apart and isinstance(value, torch.Tensor) and value.shape[:2] == tokens.shape
         }
         if self._counted.is_noisy and "input_ids" in moving:  # embeddings are looked up inside
@@ -338,7 +339,7 @@ def _agreed(now: Columns, given: Batch, plan: LivePlan) -> Columns:
         for name, value in given.items()
         if isinstance(value, bool | str) or (name.startswith("output_") and value is not None)
     }
-    of_inputs = {f"input {name} of the decoder": value for name, value in {**now.described, **flags}.items()}
+    of_inputs = {f"input {name} of the decoder": value for name, value in sorted({**now.described, **flags}.items())}
     numbers = {POSITIONS: now.position_rows, IMAGE_LAYERS: now.deep_layers, "differentiate": int(now.differentiate)}
     facts = {**(plan.forward_pass.facts or {}), **of_inputs}
     agreement = Agreement.start(plan.transport, Occasion.MOVE, plan.micro_batch, facts, numbers)

@@ -49,6 +49,7 @@ ABOUT_A_CONFIG = frozenset(
 )
 # Attributes of modules that other facts cover, or that do not change numbers.
 ABOUT_A_MODULE = frozenset({"gradient_checkpointing", "name_or_path", "training"})
+TRAINED = "parameters and which of them are trained"
 # Attributes of PEFT's layers that decide what their adapters add.
 OF_ADAPTERS = ("scaling", "_active_adapter", "_disable_adapters", "merged_adapters")
 
@@ -89,10 +90,16 @@ class ForwardCheck:
         """Forgets what passes were like so far."""
         self.num_calls = self.calls_before = self._module_facts = self._state = None
 
-    def facts(self) -> dict[str, object]:
-        """Returns what must be the same of the model on all ranks. Modules are read once, before the first pass."""
+    def facts(self, again: bool) -> dict[str, object]:
+        """Returns what must be the same of the model on all ranks. Modules are read once, before the first pass.
+
+        Args:
+            again: whether to look again which parameters are trained.
+        """
         if self._module_facts is None:
             self._module_facts = module_facts(self._root, self._layers)
+        elif again:
+            self._module_facts[TRAINED] = _trained(self._root)
         return self._module_facts | self._config_facts.now()
 
     def shared_state(self, grid: Grid) -> dict[str, dict[str, str]]:
@@ -119,6 +126,19 @@ class ForwardCheck:
                 "plugin) before it trains"
             )
         self.check_implementation(trains=True)
+
+    def check_cache(self, batch: Batch) -> None:
+        """Checks that a batch whose rows may move fills no cache: it would hold keys of rows of other ranks.
+
+        Raises:
+            UnsupportedAttentionError: `use_cache` is set.
+        """
+        if batch.get("use_cache"):
+            raise UnsupportedAttentionError(
+                f"{self._class_name} got use_cache=True, and rows are placed inside the model: the cache would hold "
+                "keys of other ranks' rows. Leave use_cache out; or, to go on from the cache, give one on all ranks "
+                "(past_key_values=DynamicCache()): then every rank attends to its own batch"
+            )
 
     def check_implementation(self, trains: bool) -> None:
         """Checks that the model still attends through distca, also where a rank attends alone.
@@ -275,7 +295,6 @@ def module_facts(model: nn.Module, attention_layers: Mapping[str, nn.Module]) ->
         attention_layers: its attention layers by name, in the order of their numbers.
     """
     names = [(name, getattr(layer, "layer_idx", None)) for name, layer in attention_layers.items()]
-    trained = [(name, parameter.requires_grad) for name, parameter in model.named_parameters()]
     dtypes = sorted({str(parameter.dtype) for parameter in model.parameters()})
     return {
         "model class": type(transformers_model(model)).__name__,
@@ -285,9 +304,15 @@ def module_facts(model: nn.Module, attention_layers: Mapping[str, nn.Module]) ->
             f"{mask.window_tokens or 'none'} ({count})" for mask, count in layer_masks_of(model)
         ),
         "modules and their settings": _checksum(_settings(transformers_model(model))),
-        "parameters and which of them are trained": _checksum(trained),
+        TRAINED: _trained(model),
         "dtypes of parameters": ", ".join(dtypes),
     }
+
+
+def _trained(model: nn.Module) -> str:
+    """Returns a checksum of the names of parameters, and of which are trained: one that a rank freezes would lose the
+    gradients of all rows that are placed there."""
+    return _checksum([(name, parameter.requires_grad) for name, parameter in model.named_parameters()])
 
 
 def _settings(model: nn.Module) -> list[tuple[str, str, bool, list[tuple[str, object]]]]:

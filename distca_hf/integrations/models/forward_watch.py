@@ -231,7 +231,8 @@ class ForwardWatch:
         again = places_that_attend_again(self._checkpointed_modules(module))
         regions = self._recomputed_layers.regions(self._checkpointed_modules(module), again)
         self._passes_with_gradients += torch.is_grad_enabled()
-        if torch.is_grad_enabled() and is_due(self._passes_with_gradients):  # it may be wrapped at any time
+        is_looked_at = torch.is_grad_enabled() and is_due(self._passes_with_gradients)
+        if is_looked_at:  # it may be wrapped at any time
             check_averaging(self.root, self.context.members)
             check_divided_heads(self.root, self.context)
         facts = {
@@ -242,7 +243,7 @@ class ForwardWatch:
             "checkpointed modules that attend again": again,
             "windows of their layers": regions,
             "received rows wait for recomputation": rows_wait,
-            **self._check.facts(),
+            **self._check.facts(again=is_looked_at),
         }
         calls = self._check.num_calls
         layers = PassLayers(calls or len(self._layers), self._layer_masks, regions)
@@ -304,6 +305,8 @@ class ForwardWatch:
 
     def _read_and_open(self, batch: Batch) -> ReadDocuments:
         """Returns the documents of a batch, and opens the borders of the decoder for its pass."""
+        if not self._mixers.mixers:
+            self._check.check_cache(batch)
         self._borders.begin((read := read_before(batch) or self.reader.read(batch)).padded, tokens_of(batch).device)
         return read
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from types import FrameType
 from typing import Any
+from weakref import WeakSet
 
 from torch import nn
 from transformers import (
@@ -74,7 +75,7 @@ class DistCACallback(TrainerCallback):
         self._first_step = 0
         self._weights: WeightsCheck | None = None
         self._leave: LeaveOnSignal | None = None
-        self._read_ahead: ReadAhead | None = None
+        self._read_ahead = WeakSet[ReadAhead]()  # of Trainers that share this callback
 
     def on_init_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: nn.Module, **kwargs: object
@@ -117,7 +118,7 @@ class DistCACallback(TrainerCallback):
             replace: sets an attribute of an object.
         """
         assert self._model is not None
-        self._read_ahead = ReadAhead(trainer, self._model, replace)
+        self._read_ahead.add(ReadAhead(trainer, self._model, replace))
 
     def report_on(self, model: nn.Module) -> None:
         """Reports on this enabled model."""
@@ -156,8 +157,8 @@ class DistCACallback(TrainerCallback):
         watch.report.restart(steps_per_epoch(args, train_dataloader))
         if source is None and transport.world_size == 1:
             log.info("%s: one rank: there is nothing to balance", __version__)
-        if self._read_ahead is not None:
-            self._read_ahead.begin(train_dataloader)
+        for each in self._read_ahead:
+            each.begin(train_dataloader)
         if self._leave is not None:
             self._leave.on_train_begin(args, state, control, self._model)
 

@@ -22,8 +22,16 @@ from distca_hf.integrations.trainer.attachment import Attachment
 from distca_hf.integrations.trainer.callback import steps_per_epoch
 
 
-# Methods of Trainer that see the loss of a rank.
-SEES_LOSS = ("compute_loss", "training_step", "_maybe_log_save_evaluate", "_run_epoch", "_inner_training_loop")
+# Methods of Trainer that see the loss of a rank, or count the labels that it is divided by.
+OF_LOSS = (
+    "compute_loss",
+    "training_step",
+    "get_batch_samples",
+    "_get_num_items_in_batch",
+    "_maybe_log_save_evaluate",
+    "_run_epoch",
+    "_inner_training_loop",
+)
 
 
 class LossReader:
@@ -35,7 +43,7 @@ class LossReader:
 
     def __init__(self, attachment: Attachment) -> None:
         self._attachment, self._trainer = attachment, attachment.trainer
-        self._replaced_before = {name for name in SEES_LOSS if name in vars(self._trainer)}
+        self._replaced_before = {name for name in OF_LOSS if name in vars(self._trainer)}
         self._compute_loss: Callable[..., object]
 
     def install(self) -> None:
@@ -62,9 +70,11 @@ class LossReader:
     def _reason(self) -> str:
         """Returns why the loss of this rank is read, or more than the loss; empty if only its mean over ranks is."""
         trainer, args = self._trainer, self._trainer.args
-        others = [name for name in SEES_LOSS if not self._is_trainers(name)]
+        others = [name for name in OF_LOSS if not self._is_trainers(name)]
         if others:
-            return f"{type(trainer).__name__}.{others[0]} is not Trainer's, and may read logits or losses"
+            return (
+                f"{type(trainer).__name__}.{others[0]} is not Trainer's: it may read logits or losses, or count labels"
+            )
         if trainer.compute_loss_func is not None:
             return "compute_loss_func reads logits"
         if trainer.label_smoother is not None:

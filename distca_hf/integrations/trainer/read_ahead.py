@@ -35,6 +35,7 @@ class ReadAhead:
     def __init__(self, trainer: Trainer, model: nn.Module, replace: Callable[[object, str, object], None]) -> None:
         self._model = model
         self._loader: Any = None
+        self._is_training = False
         self._holds_one = False
         self._latest: ReadDocuments | None = None
         replace(trainer, "train", partial(self._train, trainer.train))
@@ -43,14 +44,16 @@ class ReadAhead:
             replace(trainer, "_prepare_inputs", partial(_prepare_inputs, trainer._prepare_inputs))
 
     def begin(self, loader: object) -> None:
-        """Reads the batches of a training where they are collated.
+        """Reads the batches of a training where they are collated, if it is one of this Trainer.
 
         Args:
             loader: of the training. Dispatched batches are put together on rank 0 and cut again: they are not read.
         """
         self.end()
         inner, watch = getattr(loader, "base_dataloader", loader), watch_of(self._model)
-        if watch is not None and isinstance(inner, DataLoader) and not isinstance(loader, DataLoaderDispatcher):
+        if not self._is_training or watch is None or isinstance(loader, DataLoaderDispatcher):
+            return
+        if isinstance(inner, DataLoader):
             self._loader = inner
             inner.collate_fn = ReadingCollator(inner.collate_fn, watch.reader)
             self._holds_one = isinstance(loader, DataLoaderShard)
@@ -59,9 +62,11 @@ class ReadAhead:
 
     def _train(self, train: Callable[..., object], *args: object, **kwargs: object) -> object:
         """Trains; the loader gets its collator back, also where training raises."""
+        self._is_training = True
         try:
             return train(*args, **kwargs)
         finally:
+            self._is_training = False
             self.end()
 
     def end(self) -> None:

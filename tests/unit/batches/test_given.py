@@ -9,6 +9,7 @@ import distca_hf
 from distca_hf.batches.batch_documents import check_mask_numbers, document_lengths, ids_checked, media_of
 from distca_hf.batches.empty_batch import fill_empty
 from distca_hf.batches.given import GivenPlanner
+from distca_hf.batches.padded import padded_rows_of
 from distca_hf.config import DistCAConfig
 from distca_hf.errors import PackingError
 from distca_hf.testing import LoopbackTransport, run_ranks
@@ -81,8 +82,11 @@ def test_offsets_and_positions_that_disagree_are_refused_at_the_first_token(posi
 @pytest.mark.parametrize("offsets", [None, OFFSETS], ids=["positions", "both"])
 @pytest.mark.parametrize("shape", [(1, 9), (2, 10)], ids=str)
 def test_positions_of_another_shape_are_refused(shape: tuple[int, int], offsets: torch.Tensor | None) -> None:
+    positions = torch.zeros(shape, dtype=torch.int64)
     with pytest.raises(PackingError, match=rf"\({shape[0]}, {shape[1]}\) do not fit tokens of shape \(1, 10\)"):
-        document_lengths(batch(cu_seq_lens_q=offsets, position_ids=torch.zeros(shape, dtype=torch.int64)))
+        document_lengths(batch(cu_seq_lens_q=offsets, position_ids=positions))
+    with pytest.raises(PackingError, match="do not fit tokens"):
+        padded_rows_of(batch(attention_mask=torch.arange(10)[None] < 8, position_ids=positions))
 
 
 def test_offsets_that_do_not_fit_are_refused_with_positions_too() -> None:

@@ -446,6 +446,12 @@ def test_peft_model_is_accepted_when_its_base_is() -> None:
         check_model(lora(tiny_model(implementation="sdpa")), LONGEST_TOKENS)
 
 
+def test_adapters_that_count_tokens_in_rows_are_refused() -> None:
+    adapters = LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"], alora_invocation_tokens=[3, 4])
+    model = get_peft_model(tiny_model(), adapters)
+    assert "alora_invocation_tokens=[3, 4] counts from the end of a row" in refusal(model)
+
+
 @pytest.mark.parametrize("method", [PrefixTuningConfig, PromptTuningConfig])
 def test_peft_method_that_adds_tokens_is_refused(method: type[Any]) -> None:
     """Virtual tokens are in no plan: their keys would be taken for those of the documents."""
