@@ -245,12 +245,10 @@ class ForwardWatch:
             "received rows wait for recomputation": rows_wait,
             **self._check.facts(again=is_looked_at),
         }
-        calls = self._check.num_calls
+        calls, grid = self._check.num_calls, self.context.members.grid
         layers = PassLayers(calls or len(self._layers), self._layer_masks, regions)
-        trains = module.training and torch.is_grad_enabled()
-        grid = self.context.members.grid
         of_model = partial(predictable, self.root, self.flops, self._recomputed(module), grid)
-        trace = self.reported_steps.begin(plan, trains, of_model)
+        trace = self.reported_steps.begin(plan, module.training and torch.is_grad_enabled(), of_model)
         plan.begin_forward_pass(calls, facts, layers, self._check.calls_before, trace, self._check.shared_state(grid))
 
     def _no_cache(self, batch: Batch) -> dict[str, bool]:
