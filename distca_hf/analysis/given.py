@@ -1,4 +1,4 @@
-"""Given: `distca plan --batch-size`: batches that a sampler of the user's deals, and what training makes of them.
+"""Given: the answer of `distca plan --batch-size`, about batches that the user's own sampler deals.
 
 Micro-batches are planned as training plans them, and counted as it logs them. Speed and memory are those of `distca
 simulate`, with the same options.
@@ -37,9 +37,9 @@ class GivenMicroBatch:
     """One micro-batch of all ranks.
 
     Attributes:
-        facts: as training has them, where results return.
+        facts: as training has them if hidden states return.
         stays: whether no row moves.
-        moved_tokens: that other ranks compute than hold them.
+        moved_tokens: tokens that are computed on another rank than their batch is on.
         planning_seconds: of planning.
     """
 
@@ -49,14 +49,14 @@ class GivenMicroBatch:
     planning_seconds: float
 
     @classmethod
-    def of(cls, planner: GivenPlans, packs: Sequence[IntArray]) -> "GivenMicroBatch":
+    def of(cls, plans: GivenPlans, packs: Sequence[IntArray]) -> "GivenMicroBatch":
         """Plans a micro-batch from the lengths of each rank's batch."""
         began = time.perf_counter()
         home = Layout.from_packs(packs)
-        layout = planner.layout(home)
-        plan = planner.plan(layout)
+        layout = plans.layout(home)
+        plan = plans.plan(layout)
         seconds = time.perf_counter() - began
-        kinds = RoutedKinds.of(plan, 0, layer_masks=planner.layer_masks, work_before=home.rank_work_of)
+        kinds = RoutedKinds.of(plan, 0, layer_masks=plans.layer_masks, work_before=home.rank_work_of)
         facts = kinds.facts.with_tokens(home, layout)
         moved = tokens_between(home, layout)
         return cls(facts, layout is home, int(moved.sum() - np.trace(moved)), seconds)
@@ -104,7 +104,7 @@ class GivenAnswer:
 
     @property
     def moved_share(self) -> float:
-        """Part of the tokens that other ranks compute than hold them."""
+        """Share of the tokens that are computed on another rank than their batch is on."""
         return sum(one.moved_tokens for one in self.micro_batches) / self.totals(False).tokens
 
     @property
@@ -114,7 +114,7 @@ class GivenAnswer:
 
     @property
     def in_short(self) -> str:
-        """Returns the answer in two sentences: the change of balance, then the speed and memory of that."""
+        """The answer in two sentences: balance before and after, then speed and memory."""
         count, returned, placed = len(self.micro_batches), self.totals(False), self.totals(True)
         ours = [way for way in self.simulated.ways if way.is_ours]
         before, after, with_loss = (
@@ -175,10 +175,10 @@ def answer(
         PackingError: there are too few rows for a step, or rows are longer than the model takes.
     """
     progress = progress or PlanProgress()
-    size, planner = request.num_ranks * request.accumulation, request.given_plans(not request.model.mixers)
+    size, plans = request.num_ranks * request.accumulation, request.given_plans(not request.model.mixers)
     steps = replace(request, batches=max(1, MOST_PLANNED_RANKS // size)).steps(row_tokens)
     packs = [np.split(batch, request.num_ranks) for step in steps for batch in step]
-    planned = [GivenMicroBatch.of(planner, packs[number]) for number in progress.over("planning", range(len(packs)))]
+    planned = [GivenMicroBatch.of(plans, packs[number]) for number in progress.over("planning", range(len(packs)))]
     simulated = replace(request, batches=max(1, min(MOST_STEPS, MOST_RANK_STEPS // size)))
     with progress.stage("simulating steps"):
         result, _ = simulate(simulated, find_profile(DEFAULT_PROFILE), row_tokens, token_budget=TOKEN_BUDGET)

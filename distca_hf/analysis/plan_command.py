@@ -32,8 +32,8 @@ ModelName = Annotated[
 LayoutKind = Annotated[
     str,
     typer.Option(
-        help="placed: distca chooses the rank of each token; fixed: tokens stay where documents in order fill "
-        "the ranks, tasks move, as in packs of hybrids"
+        help="placed: distca chooses the rank of each token; fixed: documents fill the ranks in order, tokens stay "
+        "there and attention tasks move, as for hybrids"
     ),
 ]
 OverlongRule = Annotated[
@@ -79,14 +79,15 @@ def plan(
     lengths: DocumentLengths,
     gpus: Annotated[int, typer.Option(help="GPUs (ranks) that train together")],
     tokens_per_rank: Annotated[
-        int | None, typer.Option(help="tokens each rank holds in a micro-step, at most: batches that distca makes")
+        int | None, typer.Option(help="placed batches, which distca makes: most tokens of a rank in a micro-step")
     ] = None,
     batch_size: Annotated[
         int | None,
-        typer.Option(help="or rows of each rank in a micro-step (per_device_train_batch_size): your own batches"),
+        typer.Option(help="your own batches: rows of a rank in a micro-step (per_device_train_batch_size)"),
     ] = None,
     context: Annotated[
-        int | None, typer.Option(help="with --batch-size: longer rows are cut off (max_length); by default none is")
+        int | None,
+        typer.Option(help="with --batch-size: cuts longer rows to so many tokens (max_length); by default none"),
     ] = None,
     ranks_per_node: Annotated[int, typer.Option(help="ranks that share a node")] = 8,
     micro_steps: Annotated[int, typer.Option(help="micro-steps of an optimizer step (gradient accumulation)")] = 1,
@@ -106,15 +107,16 @@ def plan(
     as_json: Annotated[bool, typer.Option("--json", help="print one JSON object")] = False,
     plot: Annotated[Path | None, typer.Option(help="draw the work of all ranks into this file")] = None,
 ) -> None:
-    """Estimates a training on documents of these lengths: balance of an epoch, speed and memory, also for other
-    numbers of tokens per rank.
+    """Estimates a training on documents of these lengths: balance of an epoch, speed and memory.
 
-    Documents are shuffled and packed as training does it: an epoch has as few micro-batches as hold all documents, of
-    nearly equal tokens. The first optimizer step is planned in full, with its bytes.
+    Give --tokens-per-rank for placed batches, which distca makes, or --batch-size for your own, whose rows are placed
+    inside the model.
+
+    With --tokens-per-rank documents are shuffled and packed as training does it: an epoch has as few micro-batches as
+    hold all documents, of nearly equal tokens. The first optimizer step is planned in full, with its bytes. Speed and
+    memory are estimated for other numbers of tokens per rank, too.
 
     Speed and memory are estimates; no GPU is needed. Bytes are those of one layer's forward pass.
-
-    With --batch-size: what becomes of batches that a sampler of yours deals, whose rows are placed inside the model.
 
     With and without a pipeline: distca plan pretrain --gpus 8 --tokens-per-rank 65536 --pipeline 4 --micro-steps 8
     """
@@ -151,9 +153,15 @@ def plan(
         )
         return
     if tokens_per_rank is None:
-        raise ConfigError("give --tokens-per-rank for batches that distca makes, or --batch-size for your own")
+        raise ConfigError(
+            "neither --tokens-per-rank nor --batch-size is given: give the first for placed batches, the second for "
+            "your own"
+        )
     if context is not None:
-        raise ConfigError(f"--context {context} cuts rows of --batch-size; --overlong is for batches made here")
+        raise ConfigError(
+            f"--context {context} cuts rows of --batch-size, which is not given. With --tokens-per-rank use "
+            "--overlong truncate or split"
+        )
     run_plan(
         lengths,
         ranks=gpus,

@@ -38,10 +38,10 @@ def run_given(
     as_json: bool,
     without_effect: Sequence[str],
 ) -> None:
-    """Runs `distca plan --batch-size`. Output is printed at the very end, so that an error leaves nothing behind.
+    """Runs `distca plan --batch-size`. Output is printed at the very end, so that an error leaves none.
 
     Args:
-        without_effect: options that were given, and are of batches that distca makes.
+        without_effect: options that were given, and are only for placed batches.
 
     Raises:
         ConfigError: an option or the model is wrong.
@@ -49,8 +49,8 @@ def run_given(
     """
     if without_effect:
         raise ConfigError(
-            f"{', '.join(without_effect)}: of batches that distca makes; leave out either that or --batch-size "
-            f"{batch_size}"
+            f"{', '.join(without_effect)}: only for placed batches, and --batch-size {batch_size} is for your own. "
+            "Leave out one or the other"
         )
     request = SimulationRequest(
         *(SimulatedModel.of(find_model(model or DEFAULT_MODEL)), ranks, DEFAULT_TOKENS_PER_RANK, context, micro_steps),
@@ -100,13 +100,13 @@ def print_given(found: GivenAnswer, console: Console) -> None:
         way = ", placed loss" if loss_is_placed else ", results return" if found.places_rows else ""
         table.add_row(f"  worst micro-batch{way}", *(f"{one:.2f}" for one in found.worst(loss_is_placed)))
     words = (
-        "Work of a step: layers, attention, head and loss; training logs it as distca/step_imbalance. Rows count "
-        "without padding. "
+        "Work of a step: layers, attention, head and loss; training logs it as distca/step_imbalance. Padding is not "
+        "counted. "
     )
     if found.places_rows:
         even = sum(one.stays for one in found.micro_batches)
         words += (
-            "Results return where something reads logits, or the loss of one rank; else head and loss run on placed "
+            "Results return if something reads logits, or the loss of one rank; otherwise head and loss run on placed "
             f"rows. {found.moved_share:.0%} of the tokens change ranks; {even} of {count} micro-batches are even "
             "within 2 %, and stay. "
         ).replace("%  %", "%")

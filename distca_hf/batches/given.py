@@ -1,14 +1,15 @@
 """Given batches: those that the user's own pipeline made. Inside the model their tokens are placed, unless they are
 even already.
 
-lengths of this rank ── gather ──▶ live plan ┈┈┈┈┈┈┈┈▶ layout of batches ──▶ placed layout ──▶ plan, routing
-from cu_seq_lens_q, position_ids or rows     of one pass   when the decoder begins          moves of rows
+    lengths of this rank ── gather ──▶ live plan ┈┈┈┈┈┈▶ home layout ──▶ placed layout ──▶ plan, routing, row moves
+    (batches.read_documents)           of one pass       when the decoder begins
 
-Ranks meet before the pass. The plan is made when the decoder begins: the device then computes what comes before. A
-batch that is known before its pass is planned in a thread instead (`batches.step_ahead`).
+Ranks agree and gather lengths before the pass. The plan is made when the decoder begins: the device then computes what
+comes before it. A batch that is known before its pass is planned in a thread instead (`batches.step_ahead`); with
+attention servers the plan is made at once, because it is posted to them before any layer runs.
 
-Layers that carry a state from token to token need the documents of their rank whole, in the order of its batch. There
-tokens stay, and attention tasks move.
+Layers that carry a state from token to token need the documents of their rank whole, in the order of its batch. For
+them tokens stay, and attention tasks move.
 """
 
 import time
@@ -35,6 +36,7 @@ from distca_hf.cost import CAUSAL_LAYERS, LayerMasks, TokenBytes
 from distca_hf.errors import DistCAError, PackingError
 from distca_hf.flops import StepFlops
 from distca_hf.layout import Layout, as_int_array
+from distca_hf.planning.kinds import RoutedKinds
 from distca_hf.planning.plan import Plan, PlanFacts
 from distca_hf.planning.plan_totals import PlanTotals
 from distca_hf.planning.row_moves import RowMoves
@@ -52,7 +54,7 @@ class HostPlan(NamedTuple):
     Attributes:
         plan, num_chunks: the plan, and the chunks of its exchanges.
         kinds: its routing.
-        moves: of rows; None if rows stay where batches have them.
+        moves: of rows; None if the model does not move rows, but attention tasks.
     """
 
     plan: Plan
@@ -71,7 +73,7 @@ class IncomingBatches:
         device: where its tokens are.
         servers: attention servers that compute some of its tasks; None if there are none.
         forms: see `ShownNumbers`.
-        states_return: whether hidden states return, so that each head computes the rows of its batch.
+        states_return: whether hidden states return, so that head and loss compute the rows of each rank's batch.
         prepare: waits for the lengths, and plans; or waits for the plan.
         spent_seconds: time that planning has taken so far.
     """
@@ -90,8 +92,8 @@ class GivenPlanner:
     """Plans one model's given batches, micro-batch after micro-batch. Every rank plans the same one at the same time.
 
     Args:
-        servers: attention servers behind the ranks, for micro-batches that are trained on; then `transport` reaches
-            them. None if there are none.
+        servers: attention servers, for micro-batches that are trained on; then `transport` reaches them. None if there
+            are none.
         layer_masks: masks that the model's layers attend with, each with the number of its layers.
         read: reads the documents of a batch.
         places_rows: whether rows are placed inside the model; else they stay, and attention tasks move.
@@ -99,9 +101,9 @@ class GivenPlanner:
 
     Attributes:
         history: facts of the latest micro-batches.
-        latest_moves: of rows of the latest micro-batch; None if they stay where batches have them.
+        latest_moves: of rows of the latest micro-batch; None if the model does not move rows, but attention tasks.
         returning: what the pass of the latest micro-batch returns.
-        needing: ranks that need its hidden states, in words.
+        needing: ranks that need its hidden states, as text.
         times: how long planning took the micro-batches that a model was trained on.
     """
 
@@ -122,7 +124,7 @@ class GivenPlanner:
         self.times = LoaderTimes()
         self._config = config
         self._transport = transport
-        self._alone = transport.among_trainers if isinstance(transport, ServedTransport) else transport
+        self._among_trainers = transport.among_trainers if isinstance(transport, ServedTransport) else transport
         topology = config.topology(transport.world_size)
         self._plans = GivenPlans(topology, head_groups, token_bytes, layer_masks, places_rows)
         self._servers, self._read_batch, self._flops = servers, read, flops
@@ -153,7 +155,7 @@ class GivenPlanner:
             self._step.begin(documents, step_batches, device)
 
     def end_pass(self) -> None:
-        """Starts to plan what was gathered in a pass that has ended; see `StepAhead.start`."""
+        """Plans what was gathered in the pass that has ended; see `StepAhead.start`."""
         self._step.start()
         self._count()
 
@@ -178,9 +180,6 @@ class GivenPlanner:
         returning: Returning = Returning.STATES,
     ) -> LivePlan | None:
         """Returns the plan of a batch, on the device of its tokens. A collective call.
-
-        It is a plan that is made later, when the decoder begins. With attention servers it is made here: it is
-        posted to them before any layer runs.
 
         Args:
             trains: whether it is trained on, and counted.
@@ -210,7 +209,8 @@ class GivenPlanner:
         assert lengths is not None  # or this rank's batch would be padded
         longest_tokens = shown.longest_document_tokens
         if not longest_tokens:
-            raise PackingError(f"micro-batch {number}: no data on any rank; leave this batch out")
+            of_all = f"0 tokens on {len(shown.num_documents)} ranks"
+            raise PackingError(f"micro-batch {number}: no data on any rank ({of_all}); leave this batch out")
         servers = self._servers if trains else None  # evaluation uses none
         served = self._transport if isinstance(self._transport, ServedTransport) and trains else None
         if served is not None:
@@ -229,7 +229,7 @@ class GivenPlanner:
         return LivePlan(
             number,
             later if servers is None else later.plan(),
-            self._transport if trains else self._alone,
+            self._transport if trains else self._among_trainers,
             self._config,
             stopwatch=None if served is None else served.speeds.stopwatch,
             document_tokens=lengths,
@@ -252,9 +252,8 @@ class GivenPlanner:
         topology = plans.topology if servers is None else servers.topology(plans.topology)
         num_chunks, rank = self._config.num_chunks(topology), self._transport.rank
         num_servers = 0 if servers is None else servers.count
-        masks = plans.layer_masks
-        kinds = PinnedKinds.prepare(plan, rank, num_chunks, masks, home.rank_work_of, pin=pin, num_servers=num_servers)
-        kinds = replace(kinds, facts=kinds.facts.with_tokens(home, layout))
+        routed = RoutedKinds.of(plan, rank, num_chunks, plans.layer_masks, home.rank_work_of, num_servers)
+        kinds = PinnedKinds.prepare(routed._replace(facts=routed.facts.with_tokens(home, layout)), pin)
         moves = PinnedRowMoves.prepare(RowMoves.of(home, layout, rank), pin) if plans.places_rows else None
         return HostPlan(plan, num_chunks, kinds, moves)
 

@@ -35,9 +35,9 @@ MEDIA_DTYPES = (None, torch.float64, torch.float32, torch.bfloat16, torch.float1
 class Returning(enum.IntEnum):
     """What a pass returns to the ranks of its batches."""
 
-    LOSS = 0  # head and loss run on placed rows
-    TOKEN_VALUES = 1  # the head runs on placed rows, and returns numbers of single tokens
-    STATES = 2  # hidden states of the decoder
+    LOSS = 0  # head and loss run on placed rows, and only the loss returns
+    TOKEN_VALUES = 1  # the head runs on placed rows, and numbers of single tokens return
+    STATES = 2  # hidden states of the decoder return; head and loss run on the rows of the batch
 
 
 class ShownNumbers(NamedTuple):
@@ -49,7 +49,7 @@ class ShownNumbers(NamedTuple):
         longest_document_tokens: of all ranks together.
         forms: `[ranks]` numbers of the forms of their batches, see `form_of`.
         returning: what their passes return.
-        needing: ranks that need hidden states, in words.
+        needing: ranks that need hidden states, as text.
         is_planned: whether all ranks have planned it ahead, as the same micro-batch.
         following_documents: most documents of a rank in the batches that follow; None unless all ranks know equally
             many of these.
@@ -148,7 +148,7 @@ class GivenAgreement:
         return ShownNumbers(*of_ranks, of_all, needing, is_planned, following)
 
     def _flags(self, batch: Batch, read: ReadDocuments, is_first: bool) -> dict[str, int]:
-        """Returns what ranks show each other of a batch beside its lengths."""
+        """Returns what else ranks show each other of a batch."""
         flags = {
             "learns nothing": int(is_first and read.learns_nothing),
             "dtypes of images": _dtypes_of_media(batch),
@@ -201,7 +201,7 @@ class GivenAgreement:
             )
 
     def _labels(self, flags: Sequence[int]) -> str:
-        """Returns the ranks whose flag is 1, in words."""
+        """Returns the ranks whose flag is 1, as text."""
         labels = labels_of(self._transport, Scope.ROWS)
         return ", ".join(label for label, flag in zip(labels, flags, strict=True) if flag)
 
@@ -212,7 +212,7 @@ class GivenAgreement:
             log.warning(
                 "micro-batch %d is padded on rank %s, and its padding cannot be taken out (it predicts a label, or "
                 "layers of the model carry a state): every rank attends to this batch by itself, and nothing is "
-                "balanced. Pack documents instead where the trainer can (DataCollatorWithFlattening, packing=True)",
+                "balanced. Pack documents instead if the trainer can (DataCollatorWithFlattening, packing=True)",
                 number,
                 ranks,
             )

@@ -1,8 +1,9 @@
-"""Given: plans of batches that others made. Training follows it, and `distca plan` and `distca simulate` show it.
+"""Given plans: how given batches are placed and planned, lengths in, integers out. Training follows it, and
+`distca plan` and `distca simulate` show it.
 
-layers without a state     rows are placed inside the model, unless batches are even; ranks compute what they hold
-layers that carry a state  tokens stay, attention tasks move
-attention servers          rows are placed among trainers, tasks move to servers
+    layers without a state     rows are placed inside the model, unless batches are even; ranks compute what they hold
+    layers that carry a state  tokens stay, attention tasks move
+    attention servers          rows are placed among trainers, tasks move to servers
 """
 
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ from distca_hf.topology import Topology
 
 @dataclass(frozen=True)
 class GivenPlans:
-    """Plans given batches of one model.
+    """Places and plans given batches of one model; pure.
 
     Attributes:
         topology: nodes of the ranks that hold tokens.
@@ -45,7 +46,7 @@ class GivenPlans:
         return place_given(home, self.topology, self.head_groups, self.layer_masks)
 
     def plan(self, layout: Layout, servers: Servers | None = None) -> Plan:
-        """Returns the plan of such a layout, with servers behind its ranks if there are any."""
+        """Returns the plan of such a layout; attention servers are numbered after its ranks."""
         if servers is not None:
             return plan_served(layout, servers, self.head_groups, topology=self.topology, token_bytes=self.token_bytes)
         if self.places_rows:

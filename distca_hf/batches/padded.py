@@ -1,9 +1,9 @@
-"""Padded rows: a padded batch as one pack, and results put back into its rows.
+"""Padded rows: the tokens of a padded batch as one pack, and their places in its rows.
 
     mask  0 0 1 1 1         tokens     a a a b b b b
           1 1 1 1 0    ──▶  positions  0 1 2 0 1 2 3
 
-A pack holds tokens alone: it is planned as any other, and linear layers compute no padding.
+A pack holds no padding: it is planned like any other, and linear layers compute tokens only.
 """
 
 from dataclasses import dataclass
@@ -79,7 +79,7 @@ def padded_rows_of(batch: Batch, with_images: bool = False) -> PaddedRows | None
     check_mask_numbers(batch)
     is_token = mask.bool()
     _check_runs(is_token)
-    if _learns_behind_padding(batch.get("labels"), batch.get("shift_labels"), is_token):
+    if _learns_after_padding(batch.get("labels"), batch.get("shift_labels"), is_token):
         return None
     if positions is None:
         documents = padded_rows(is_token, is_token)
@@ -95,7 +95,7 @@ def padded_rows_of(batch: Batch, with_images: bool = False) -> PaddedRows | None
     )
 
 
-def _learns_behind_padding(labels: object, shift_labels: object, is_token: torch.Tensor) -> bool:
+def _learns_after_padding(labels: object, shift_labels: object, is_token: torch.Tensor) -> bool:
     """Returns whether a label is learnt that padding predicts, as of the first token of a row that is padded on its
     left: padding has no hidden states in a pack.
 

@@ -28,6 +28,7 @@ from distca_hf.data.rows import Draws
 from distca_hf.errors import PackingError
 from distca_hf.layout import Layout
 from distca_hf.placement.place import work_in_order
+from distca_hf.planning.kinds import RoutedKinds
 from distca_hf.planning.plan import Plan, PlanFacts
 from distca_hf.planning.served import Servers
 from distca_hf.runtime.layer_kinds import PinnedKinds
@@ -197,15 +198,15 @@ class Preparer:
     def _routed(self, plan: Plan, document_tokens: IntArray) -> PinnedKinds:
         """Routes all kinds of layers; facts compare them with documents packed in order."""
         planner = self.planner
-        return PinnedKinds.prepare(
+        routed = RoutedKinds.of(
             plan,
             self.rank,
             planner.num_chunks,
             planner.layer_masks,
             lambda mask: work_in_order(document_tokens, planner.num_ranks, mask),
-            pin=self.device.type == "cuda",
-            num_servers=0 if planner.servers is None else planner.servers.count,
+            0 if planner.servers is None else planner.servers.count,
         )
+        return PinnedKinds.prepare(routed, pin=self.device.type == "cuda")
 
 
 def _host_tensors(rows: RankRows, pin: bool) -> dict[str, torch.Tensor]:

@@ -45,7 +45,7 @@ class Preview:
         imbalance_before, imbalance: `[micro-batches]` attended pairs of the busiest rank over the mean: as documents
             came, and as they are computed. With servers the latter is the longest time over that of an even split.
         speeds: relative speeds of all ranks, of which attention servers are the last; empty without servers.
-        given: totals of a micro-batch that the user made; None if batches are made here.
+        given: totals of a given micro-batch; None if batches are placed.
     """
 
     tokens: IntArray

@@ -3,8 +3,8 @@
     collator ──read──▶ entry of the batch ──▶ step of Trainer ──mark──▶ tensors ──▶ pass       no wait for the device
     any other batch ──────────────── one copy to the host ──────────────read──────▶ pass       one wait
 
-The mark is on the storage of the tokens, as in `known_batch`, so that the entry never reaches a model or a loss that
-does not know it. A pass trusts the mark only if every tensor that was read is the same, and unchanged since.
+The entry is taken out of the batch before a model or a loss sees it, and becomes a mark on the storage of the tokens,
+as in `known_batch`. A pass trusts the mark only if every tensor that was read is the same, and unchanged since.
 """
 
 from collections.abc import Callable, MutableMapping
@@ -37,7 +37,7 @@ class ReadDocuments:
     Attributes:
         lengths: `[documents]` tokens of each document; None if the batch stays padded.
         padded: places of the tokens in padded rows that become a pack, on the host; None if they stay as they are.
-        learns_nothing: whether there are labels, and none of them is learnt.
+        learns_nothing: whether there are labels, and all of them are ignored.
         checksum: of tokens, labels and lengths; None if it was not asked for.
     """
 
@@ -90,7 +90,7 @@ class DocumentReader:
 class ReadingCollator:
     """A collator that adds what was read of its batches, under `ENTRY`.
 
-    A batch that cannot be read gets no entry: if it reaches the model like this, the pass names what is wrong.
+    A batch that cannot be read gets no entry: its pass reads it again, and raises what is wrong.
     """
 
     collate: Callable[[Any], Any]
@@ -121,9 +121,10 @@ def mark_read(batch: Batch, read: ReadDocuments) -> None:
 
 
 def read_before(batch: Batch) -> ReadDocuments | None:
-    """Returns what was read of the tensors that a pass is given; None if nothing was, or they are others now.
+    """Returns what was read of the tensors that a pass is given; None if nothing was, or if these are other tensors or
+    were written to since.
 
-    The pass may leave labels out, unless they have decided what was read.
+    The pass may leave labels out, unless what was read depends on them.
     """
     tokens = batch.get("input_ids")
     if type(tokens) is not torch.Tensor or tokens.is_meta:
@@ -140,7 +141,7 @@ def read_before(batch: Batch) -> ReadDocuments | None:
 
 def checksum_of(batch: Batch, lengths: IntArray | None) -> int:
     """Returns a checksum of a batch; waits for its device. Images count by their sum, so that they need not be copied.
-    A mask counts where the batch is padded: in packs lengths say the same."""
+    A mask counts only if the batch stays padded: otherwise lengths say the same."""
     names = ("labels", "shift_labels", "position_ids", *(["attention_mask"] if lengths is None else []))
     named = [batch.get(name) for name in names]
     media = [x.sum(dtype=torch.float64)[None] for x in map(batch.get, media_of(batch)) if isinstance(x, torch.Tensor)]

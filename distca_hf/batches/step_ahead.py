@@ -1,15 +1,15 @@
 """Step ahead: gathers the lengths of micro-batches before their passes begin, and plans them in a thread.
 
-    step begins          notes the batches that Trainer or its loader holds already
-    first pass plans     shows how many they are in its agreement; then one gather of all lengths
-    first pass ends      thread plans 2   3   ... and the first one of the next step
-    passes                            2   3   ...       copy their plan to the device
+    step begins              notes the batches that Trainer, or its loader, holds already
+    plan of the first pass   agrees on how many they are; one gather of all their lengths
+    end of the first pass    a thread plans them: 2, 3, ..., and the first one of the next step
+    later passes             copy their plan to the device
 
 The host never waits here: lengths arrive while the first pass runs. The thread touches neither process groups nor a
 device's stream.
 
-A plan is used in the pass of its batch, where all ranks show each other that they have it. Otherwise that pass gathers
-and plans, as one of a batch that nobody knew before.
+A plan is used in the pass of its batch if all ranks show each other that they have it. Otherwise that pass gathers and
+plans, as for a batch that was not known before.
 """
 
 from collections.abc import Callable, Sequence
@@ -45,7 +45,7 @@ class KnownBatches(NamedTuple):
 
 
 class _Gathering(NamedTuple):
-    """Batches whose lengths are on their way."""
+    """Batches whose lengths are being gathered."""
 
     documents: Sequence[ReadDocuments]
     gather: Gather
@@ -66,7 +66,7 @@ class StepAhead(Generic[Prepared]):
         self._gathering: _Gathering | None = None
         self._pins_on: torch.device | None = None
         self._last_number = 0
-        # Batches that no pass asks for any more are forgotten with their tensors.
+        # Plans of batches that no pass asks for are forgotten with these.
         self._planned = WeakKeyDictionary[ReadDocuments, tuple[int, Future[Prepared]]]()
 
     def begin(self, documents: Sequence[ReadDocuments | None], step_batches: int, device: torch.device) -> None:
@@ -121,7 +121,7 @@ class StepAhead(Generic[Prepared]):
 
     def take(self, read: ReadDocuments) -> tuple[int, Future[Prepared] | None]:
         """Returns the number of a micro-batch among all that were planned ahead, from 1 on, and its plan; 0 and None
-        if it is none of them, or was taken before."""
+        if it was not, or was taken before."""
         return self._planned.pop(read, (0, None))
 
 

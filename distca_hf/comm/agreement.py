@@ -99,7 +99,6 @@ class Agreement:
         numbers: integers that may differ and are only passed on.
     """
 
-    occasion: Occasion
     micro_batch: int
     scope: Scope
     facts: Mapping[str, object]
@@ -138,7 +137,7 @@ class Agreement:
         scope = SCOPE_OF[occasion] if scope is None else scope
         where = f"micro-batch {micro_batch}, agreement to {occasion.name.lower()}"
         gather = transport.gather(values + [0] * (WIDTH - len(values)), where, scope)
-        return cls(occasion, micro_batch, scope, facts, numbers, transport, gather, text)
+        return cls(micro_batch, scope, facts, numbers, transport, gather, text)
 
     @classmethod
     def announce_unable(cls, transport: Transport, micro_batch: int, instead_of: Occasion) -> None:

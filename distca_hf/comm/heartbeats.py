@@ -102,10 +102,6 @@ class RosterWatch(Repeated):
         """Returns whether this process or, as of the last look, a trainer has given up a roster."""
         return roster in self._words
 
-    def words_of(self, roster: int) -> str | None:
-        """Returns why a roster was given up; None if it was not."""
-        return self._words.get(roster)
-
     def spoil(self, roster: int, words: str) -> None:
         """Gives up a roster, for all trainers and servers.
 

@@ -146,7 +146,6 @@ class EpochPacker:
         self._seed = seed
         self._shuffle = shuffle
         self._fits = fits
-        self._multiple = multiple
         order, in_order = self._order(0), not shuffle
         self._first = _pack_evenly(document_tokens, order, capacity_tokens, fits, multiple, in_order)
 

@@ -27,8 +27,9 @@ import distca_hf.runtime.local_attention
 import distca_hf.runtime.op  # noqa: F401 (both register operators)
 from distca_hf.errors import ConfigError
 from distca_hf.integrations.host_copy import HostCopy
+from distca_hf.runtime.regions import RegionRun, check_call, runs_of
 from distca_hf.runtime.retention import retaining_contexts
-from distca_hf.runtime.saved_attention import RegionPass, check_call, region_passes, saving_contexts
+from distca_hf.runtime.saved_attention import REMEDY, saving_contexts
 from distca_hf.telemetry import get_logger
 
 
@@ -173,11 +174,11 @@ class OffloadedAttention:
         """Returns how another is made, for a copied or stored model: regions are those of passes of this one."""
         return OffloadedAttention, ()
 
-    def __call__(self) -> tuple[RegionPass, RegionPass]:
+    def __call__(self) -> "tuple[RegionRun[_HostRegion], RegionRun[_HostRegion]]":
         region = _HostRegion(self)
         self._regions = [known for known in self._regions if known() is not None]  # others have run backward
         self._regions.append(weakref.ref(region))
-        return region_passes(region)
+        return runs_of(region)
 
     def stream(self, device: torch.device) -> torch.cuda.Stream:
         """Returns the stream of copies."""
@@ -205,10 +206,11 @@ class _HostRegion:
         """Starts copies of a call's outputs to the host."""
         self._saved.append([(self._to_host(x), x.device) for x in outputs])
 
-    def begin(self) -> None:
-        """Begins recomputation; with `retain_graph` perhaps not for the first time."""
+    def begin(self, recomputes: bool) -> None:
+        """See `Region`."""
         self._taken = 0
-        self.fetch()
+        if recomputes:
+            self.fetch()
 
     def fetch(self) -> None:
         """Starts copies of all outputs to where they were; once."""
@@ -216,12 +218,8 @@ class _HostRegion:
             self._fetched = [[self._to_device(x, device) for x, device in outputs] for outputs in self._saved]
 
     def take(self) -> tuple[torch.Tensor, ...]:
-        """Returns outputs of the next call, on the device. The region before is fetched meanwhile.
-
-        Raises:
-            RuntimeError: recomputation makes more calls than forward did.
-        """
-        check_call(len(self._saved) if self._fetched is None else self._taken, len(self._saved))
+        """Returns outputs of the next call, on the device. The region before is fetched meanwhile."""
+        check_call(len(self._saved) if self._fetched is None else self._taken, len(self._saved), REMEDY)
         assert self._fetched is not None
         outputs, self._taken = self._fetched[self._taken], self._taken + 1
         for x in outputs:

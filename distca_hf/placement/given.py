@@ -1,4 +1,4 @@
-"""Given: placement of documents that ranks hold already, in batches of a user's own.
+"""Given: placement of documents that ranks hold already, in given batches.
 
 Batches that are even stay. Others are placed as any documents are, and then the placed ranks are numbered so that many
 tokens stay on the rank whose batch holds them.
@@ -20,7 +20,7 @@ from distca_hf.placement.place import place
 from distca_hf.topology import Topology
 
 
-# Most tokens, and most attended pairs, of a rank in means of the ranks, up to which batches are even.
+# Batches are even if no rank has more than so many times the mean tokens, nor the mean attended pairs.
 EVEN = 1.02
 
 
@@ -30,7 +30,7 @@ def place_given(
     """Returns the layout that layers compute, of at least one row on each rank: models cannot run on none.
 
     Args:
-        home: whole documents, in the order of the batches.
+        home: whole documents, in the order of the batches; it is returned itself if batches are even.
         topology, head_groups, layer_masks: as for `place`.
     """
     counts = [home.rank_tokens, *(home.rank_work_of(mask) for mask, _ in layer_masks)]
@@ -55,7 +55,7 @@ def tokens_between(home: Layout, placed: Layout) -> IntArray:
 
 
 def near_home(home: Layout, placed: Layout, topology: Topology) -> Layout:
-    """Returns a placed layout with its ranks numbered anew, alike on all ranks of a job.
+    """Returns a placed layout with its ranks renumbered, in the same way on all ranks of a job.
 
     Args:
         home: the same documents, whole, in the order of the batches.
@@ -63,7 +63,7 @@ def near_home(home: Layout, placed: Layout, topology: Topology) -> Layout:
     """
     num_ranks, per_node = placed.num_ranks, topology.ranks_per_node
     shared = tokens_between(home, placed).T  # [placed rank, home rank]
-    # 1. Nodes of equal size change places; the last one may be smaller, and stays.
+    # 1. Nodes of equal size are exchanged; the last one may be smaller, and stays.
     full = num_ranks // per_node
     in_full = shared[: full * per_node, : full * per_node]
     node_order = _matched(in_full.reshape(full, per_node, full, per_node).sum(axis=(1, 3)))

@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 from distca_hf.arrays import IntArray
 from distca_hf.cost import CAUSAL_LAYERS, CAUSAL_MASK, LayerMasks, Mask
+from distca_hf.layout import Layout
 from distca_hf.planning.plan import Plan, PlanFacts
 from distca_hf.planning.routing import RankPlan, rank_plan
 from distca_hf.planning.window_routing import window_plan
@@ -15,6 +16,8 @@ class RoutedKinds(NamedTuple):
 
     plans: dict[Mask, RankPlan]
     facts: PlanFacts
+    layout: Layout
+    rank: int
 
     @classmethod
     def of(
@@ -47,4 +50,4 @@ class RoutedKinds(NamedTuple):
                 made[mask] = window_plan(layout, rank, mask, work_of(mask), num_servers)
             layers[mask] = layers.get(mask, 0) + count
         facts = PlanFacts.of_layers([(made[mask].facts, count) for mask, count in layers.items() if count])
-        return cls(made, facts)
+        return cls(made, facts, layout, rank)

@@ -1,9 +1,9 @@
-"""Row moves: which rows of its batch a rank sends where a model's layers begin, and where the rows that it gets lie.
+"""Row moves: which rows of its batch a rank sends before a model's layers, and at which places it puts those it gets.
 
     home rows      | d0 d0 d0 d0 d0 d0 | d1 |      rank 0       | d2 | d3 |      rank 1       as batches hold them
     placed rows    | d0[0:4] | d2 |                rank 0       | d1 | d3 | d0[4:6] |         as layers compute them
 
-Both layouts hold the same documents. Where layers end the same rows go the other way.
+Both layouts hold the same documents. After the layers the same rows go the other way.
 """
 
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ class RowMoves:
     """The moves of one rank. All arrays are int64.
 
     Attributes:
-        sent: `[rows]` home rows that it sends, by destination.
+        sent: `[rows]` home rows that it sends, those that it keeps among them, by destination.
         sent_counts: `[ranks]` how many of them go to each rank.
         received: `[rows]` placed rows of those that it gets, in the order in which they arrive, by source.
         received_counts: `[ranks]` how many of them come from each rank.

@@ -7,7 +7,7 @@ All kinds are of one layout, so the rows that a rank holds are the same in every
 document of the micro-batch is no window: such layers are of the full kind.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache, partial
 
@@ -16,12 +16,12 @@ import torch
 from distca_hf.arrays import IntArray
 from distca_hf.comm.posted_plans import PostedPlan
 from distca_hf.config import DistCAConfig
-from distca_hf.cost import CAUSAL_LAYERS, LayerMasks, Mask
+from distca_hf.cost import Mask
 from distca_hf.errors import PlanError
 from distca_hf.kernels.interface import AttentionSpec, without_window
 from distca_hf.layout import Layout
 from distca_hf.planning.kinds import RoutedKinds
-from distca_hf.planning.plan import Plan, PlanFacts
+from distca_hf.planning.plan import PlanFacts
 from distca_hf.planning.window_routing import window_plan
 from distca_hf.runtime.device_routing import DeviceRankPlan, DeviceRouting, PinnedRankPlan
 from distca_hf.runtime.pass_layers import HeldLayers, PassLayers
@@ -52,20 +52,10 @@ class PinnedKinds:
     pin: bool
 
     @classmethod
-    def prepare(
-        cls,
-        plan: Plan,
-        rank: int,
-        num_chunks: int = 1,
-        layer_masks: LayerMasks = CAUSAL_LAYERS,
-        work_before: Callable[[Mask], IntArray] | None = None,
-        pin: bool = False,
-        num_servers: int = 0,
-    ) -> "PinnedKinds":
-        """Routes all kinds of layers of one rank; safe in a background thread. Arguments: see `RoutedKinds.of`."""
-        plans, facts = RoutedKinds.of(plan, rank, num_chunks, layer_masks, work_before, num_servers)
-        pinned = {mask: PinnedRankPlan.prepare(one, pin) for mask, one in plans.items()}
-        return cls(pinned, facts, plan.layout, rank, pin)
+    def prepare(cls, routed: RoutedKinds, pin: bool = False) -> "PinnedKinds":
+        """Gathers the routing of each kind of layers; safe in a background thread."""
+        plans = {mask: PinnedRankPlan.prepare(plan, pin) for mask, plan in routed.plans.items()}
+        return cls(plans, routed.facts, routed.layout, routed.rank, pin)
 
     @property
     def document_tokens(self) -> IntArray:

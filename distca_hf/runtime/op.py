@@ -17,7 +17,7 @@ from distca_hf.kernels.sinks import sink_gradients
 from distca_hf.runtime.attention import Attended, attend, attend_backward
 from distca_hf.runtime.custom_op import SavedForBackward, define_op
 from distca_hf.runtime.live_plan import LivePlan, find_plan
-from distca_hf.runtime.retention import Kept, current_run
+from distca_hf.runtime.retention import Kept, retaining_run
 from distca_hf.runtime.saved_attention import saved_in_regions
 from distca_hf.torch_private import compiles_cuda_graphs, unknown_size
 
@@ -53,12 +53,12 @@ def _flash_attn(
     sinks_N: torch.Tensor | None,
 ) -> OpOutputs:
     """Computes output, log-sum-exp `[T, N]`, and all that was received and is kept for backward (see `Kept`)."""
-    plan, run, how = find_plan(handle), current_run(), spec_of(*spec)
+    plan, run, how = find_plan(handle), retaining_run(), spec_of(*spec)
     call = plan.forward_pass.calls + 1
     try:
         if layer is not None:
             plan.forward_pass.check_open()
-        received = run.take() if run is not None and run.recomputes else None
+        received = run.region.take() if run is not None and run.recomputes else None
         out, lse, kept = attend(q_TNH, k_TGH, v_TGV, how, plan, received, sinks_N, needs_gradients)
     except Exception as error:
         if not _spoils(error, plan):
@@ -70,7 +70,7 @@ def _flash_attn(
         lse.zero_()
     if run is not None and not run.recomputes:
         waits = plan.retention(how).waits_for_recomputation(q_TNH, k_TGH, v_TGV)
-        run.keep(kept.received() if waits else None)
+        run.region.keep(kept.received() if waits else None)
     plan.forward_pass.note_call(layer, needs_gradients)
     return out, lse, kept.keys, *kept.remote_queries, kept.slot
 

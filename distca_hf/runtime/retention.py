@@ -11,20 +11,13 @@ again.
 
 Both decisions are the same on all ranks and in all layers of a micro-batch, because fetching is an exchange.
 
-Checkpointing runs a region of a model in one context, and its recomputation in another (`context_fn` of
-`torch.utils.checkpoint.checkpoint`). The operator reads from them which of the two it is in (`current_run`). Calls are
-matched by their order.
-
 Attention servers keep rows, too, where attention is not recomputed. They hold no graph, so every call of forward gets
 a number, its slot, under which they keep what they received. Backward names it.
 """
 
 import math
 from collections.abc import Sequence
-from contextvars import ContextVar, Token
 from dataclasses import dataclass
-from types import TracebackType
-from typing import Self
 
 import torch
 
@@ -32,6 +25,7 @@ from distca_hf.config import DistCAConfig
 from distca_hf.kernels.interface import accumulation_dtype
 from distca_hf.planning.plan import PlanFacts
 from distca_hf.runtime.pass_layers import HeldLayers
+from distca_hf.runtime.regions import RegionRun, check_call, current_run, runs_of
 from distca_hf.telemetry import warn
 
 
@@ -225,77 +219,40 @@ def _most_bytes(facts: PlanFacts, k_TGH: torch.Tensor, v_TGV: torch.Tensor, quer
     return most // facts.rows_per_token
 
 
-class Region:
+class RetainingRegion:
     """Received rows of every attention call of a checkpointed region, None where they are not kept."""
 
     def __init__(self) -> None:
         self._received: list[Received | None] = []
+        self._taken = 0
 
-    def begin(self) -> None:
-        """Forgets the calls of an earlier forward pass."""
-        self._received.clear()
+    def begin(self, recomputes: bool) -> None:
+        """See `Region`. Forward forgets the calls of an earlier pass."""
+        self._taken = 0
+        if not recomputes:
+            self._received.clear()
 
     def keep(self, received: Received | None) -> None:
         """Keeps the rows of the next call in forward."""
         self._received.append(received)
 
-    def of_call(self, number: int) -> Received | None:
-        """Returns the rows that a call received in forward.
+    def take(self) -> Received | None:
+        """Returns the rows that the next call received in forward.
 
         Raises:
-            RuntimeError: there were fewer calls.
+            RuntimeError: recomputation makes more calls than forward did.
         """
-        if number >= len(self._received):
-            raise RuntimeError(
-                f"recomputation made more than the {len(self._received)} attention calls of its forward pass; "
-                "kv_residency='refetch' exchanges again"
-            )
-        return self._received[number]
-
-
-class RegionRun:
-    """One run of a region, forward or recomputed; entered more than once if a graph is retained (`retain_graph`)."""
-
-    def __init__(self, region: Region, *, recomputes: bool) -> None:
-        self.recomputes = recomputes
-        self._region, self._calls = region, 0
-        self._outer: Token[RegionRun | None] | None = None
-
-    def __enter__(self) -> Self:
-        self._calls = 0
-        if not self.recomputes:
-            self._region.begin()
-        self._outer = _current.set(self)
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        assert self._outer is not None
-        _current.reset(self._outer)
-        self._outer = None
-
-    def keep(self, received: Received | None) -> None:
-        """Keeps the rows that a call of forward received."""
-        self._region.keep(received)
-
-    def take(self) -> Received | None:
-        """Returns the rows that the next call received in forward."""
-        number, self._calls = self._calls, self._calls + 1
-        received = self._region.of_call(number)
+        check_call(self._taken, len(self._received), "kv_residency='refetch' exchanges again")
+        received, self._taken = self._received[self._taken], self._taken + 1
         return None if received is None else received.once_more()
 
 
-# Of a thread and context, because autograd recomputes in threads of its own.
-_current: ContextVar[RegionRun | None] = ContextVar("distca_checkpointed_region", default=None)
+def retaining_run() -> RegionRun[RetainingRegion] | None:
+    """Returns the run that the caller's thread is in; None outside of regions that keep received rows."""
+    run = current_run()
+    return run if run is not None and isinstance(run.region, RetainingRegion) else None
 
 
-def current_run() -> RegionRun | None:
-    """Returns the run that the caller's thread is in; None outside checkpointed regions that keep received rows."""
-    return _current.get()
-
-
-def retaining_contexts() -> tuple[RegionRun, RegionRun]:
+def retaining_contexts() -> tuple[RegionRun[RetainingRegion], RegionRun[RetainingRegion]]:
     """Returns contexts as the `context_fn` of checkpointed modules; called once for each region and forward pass."""
-    region = Region()
-    return RegionRun(region, recomputes=False), RegionRun(region, recomputes=True)
+    return runs_of(RetainingRegion())

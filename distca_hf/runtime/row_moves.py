@@ -21,7 +21,7 @@ from distca_hf.comm.transport import AllToAll, Transport
 from distca_hf.planning.row_moves import RowMoves
 
 
-# Bytes of the widest number: no share ends inside of one.
+# Bytes of the widest number: shares of tensor ranks are whole multiples, so that no number is divided.
 NUMBER_BYTES = 8
 
 
@@ -77,7 +77,7 @@ class PassRows:
         places: `[home rows]` places of the rows in the batch, padding included; None if they fill it.
         shape: of the batch, `(B, L)`.
         where: names the pass in messages.
-        before_backward: waits until all ranks differentiate this pass.
+        before_backward: agrees with all ranks that they differentiate this pass.
     """
 
     def __init__(
@@ -98,7 +98,7 @@ class PassRows:
         """Returns `[placed rows, ...]` of `[places, ...]` tensors; zeros in rows without a token. A collective call.
 
         Args:
-            differentiate: whether some rank needs gradients of its values.
+            differentiate: whether some rank needs gradients of its values; the same on all ranks.
         """
         anchor = values[0].new_zeros((), dtype=torch.float32).requires_grad_() if differentiate else None
         return list(_Move.apply(self, True, anchor, *values))
@@ -109,7 +109,7 @@ class PassRows:
         return list(_Move.apply(self, False, None, *values))
 
     def before_backward(self) -> None:
-        """Waits until all ranks differentiate this pass."""
+        """Agrees with all ranks that they differentiate this pass, before the first row of it moves."""
         if self._moves.on_host.crosses:
             self._before_backward()
 
@@ -141,7 +141,7 @@ class PassRows:
         return results
 
     def _exchange(self, rows: torch.Tensor, counts: tuple[list[int], list[int]], where: str) -> torch.Tensor:
-        """Returns the rows that other ranks send to this one. Rows are of bytes where there are tensor ranks."""
+        """Returns the rows that other ranks send to this one. With tensor ranks, rows are bytes."""
         num_shares = self._transport.grid.shape[2]
         if num_shares == 1:
             return self._transport.exchange(AllToAll(rows, *counts, where)).wait()
@@ -181,7 +181,7 @@ class _Move(torch.autograd.Function):
         """Moves rows.
 
         Args:
-            anchor: requires a gradient where backward is to run although no value may need one on this rank.
+            anchor: requires a gradient, so that backward runs even if no value needs one on this rank; or None.
         """
         ctx.rows, ctx.goes_in = rows, goes_in
         ctx.are_float = [value.is_floating_point() for value in values]

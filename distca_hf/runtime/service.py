@@ -16,6 +16,7 @@ from distca_hf.comm.speeds import Reading, Stopwatch
 from distca_hf.config import DistCAConfig
 from distca_hf.errors import PlanError, PlanMismatchError
 from distca_hf.kernels.interface import accumulation_dtype, spec_of
+from distca_hf.planning.kinds import RoutedKinds
 from distca_hf.planning.served import plan_from_integers
 from distca_hf.runtime.attention import Attended, attend, attend_backward
 from distca_hf.runtime.layer_kinds import PinnedKinds
@@ -88,7 +89,8 @@ class Service:
                 f"micro-batch {order.micro_batch}: the plan that arrived has fingerprint {plan.fingerprint}, trainers "
                 f"made {order.fingerprint}; install one version of distca_hf on all nodes"
             )
-        kinds = PinnedKinds.prepare(plan, self.transport.rank, order.num_chunks, pin=self.device.type == "cuda")
+        routed = RoutedKinds.of(plan, self.transport.rank, order.num_chunks)
+        kinds = PinnedKinds.prepare(routed, pin=self.device.type == "cuda")
         self.plans = {number: plan for number, plan in self.plans.items() if number >= order.oldest}
         live = LivePlan(
             order.micro_batch,

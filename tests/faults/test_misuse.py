@@ -268,7 +268,7 @@ def _train_apart(what: str, folder: Path) -> None:
     [
         (
             "other columns",
-            "described {'input_ids': 'torch.int64 []'} (was {'input_ids': 'torch.int64 []', 'token_type_ids'",
+            "of the same form: token_type_ids is missing (was torch.int64 []); nothing was sent",
         ),
         ("a loss of something else", "differentiate micro-batch 1 on rank 0, plan micro-batch 2 on rank 1"),
         ("no backward", "differentiate micro-batch 1 on rank 0, plan micro-batch 2 on rank 1"),

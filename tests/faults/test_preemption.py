@@ -1,13 +1,8 @@
-"""SIGTERM, Ctrl-C: all ranks end the same step, save, leave, and go on later as if nothing had been.
-
-Also a script of its own: `torchrun ... test_preemption.py FOLDER` trains as the ranks of these tests do.
-"""
+"""SIGTERM, Ctrl-C: all ranks end the same step, save, leave, and go on later as if nothing had been."""
 
 import multiprocessing
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -16,14 +11,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 from datasets import Dataset
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from torch.utils.data import DataLoader, dataloader
 from torch.utils.data._utils import signal_handling
 from transformers import DataCollatorWithFlattening, Trainer, TrainerCallback, TrainingArguments
 
 import distca_hf
 from distca_hf.patches.data_workers import SIGNALS, _end_workers, _protecting, data_workers
-from support.commands import HANG_SECONDS, REPOSITORY
+from support.commands import HANG_SECONDS
 from support.data import random_dataset
 from support.models import tiny_model
 from support.ranks import run_ranks, start_ranks
@@ -178,29 +175,33 @@ def test_a_signal_at_every_place_leaves_a_checkpoint_that_resumes_bit_equal(
     assert resumed == undisturbed(batches)
 
 
-def test_launcher_that_is_terminated_lets_its_ranks_save(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    path = os.pathsep.join([str(REPOSITORY / "tests"), os.environ["PYTHONPATH"]])
-    launcher = subprocess.Popen(
-        [*command, __file__, str(tmp_path)],
-        cwd=REPOSITORY,
-        env=os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
-    try:
-        send(signal.SIGTERM, (0,), tmp_path, [launcher])
-        output, _ = launcher.communicate(timeout=HANG_SECONDS)
-    finally:
-        if launcher.poll() is None:
-            os.killpg(launcher.pid, signal.SIGKILL)
+def _launch(folder: Path) -> None:
+    """Does what torchrun does, but forks its ranks: processes that it starts import for half a minute together."""
+    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
+    dist.destroy_process_group()
+    place = {"rdzv_backend": "c10d", "rdzv_endpoint": "127.0.0.1:0", "run_id": "test"}
+    elastic_launch(LaunchConfig(1, 1, WORLD, **place, max_restarts=0, start_method="fork"), _train_launched)(folder)
 
-    assert launcher.returncode != 0
+
+def _train_launched(folder: Path) -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # a process that is started has no handler of its launcher
+    try:
+        paced_trainer("placed", folder, STEPS, sent=folder / "sent").train()
+    except SystemExit as leaving:
+        (folder / f"left-{os.environ['RANK']}").write_text(str(leaving.code))
+        raise
+
+
+def test_launcher_that_is_terminated_lets_its_ranks_save(tmp_path: Path) -> None:
+    meanwhile: Callable[[list[Any]], None] = partial(send, signal.SIGTERM, (0,), tmp_path)
+    (launcher,) = start_ranks(1, _launch, tmp_path / "launcher", tmp_path, meanwhile=meanwhile)
+
+    assert launcher.exit_code != 0
+    assert "SignalException" in launcher.output
     (checkpoint,) = tmp_path.glob("checkpoint-*")
     assert (checkpoint / "trainer_state.json").is_file()
-    assert [(tmp_path / f"left-{rank}").read_text() for rank in range(WORLD)] == [f"{LEFT}"] * WORLD, output
+    left = [(tmp_path / f"left-{rank}").read_text() for rank in range(WORLD)]
+    assert left == [f"{LEFT}"] * WORLD, launcher.output
 
 
 def test_attention_servers_serve_until_the_checkpoint_is_saved(tmp_path: Path) -> None:
@@ -410,11 +411,3 @@ def test_setting_leaves_the_signal_alone(tmp_path: Path, monkeypatch: pytest.Mon
     trainer.train()
 
     assert seen == [True]
-
-
-if __name__ == "__main__":
-    try:
-        paced_trainer("placed", Path(sys.argv[1]), STEPS, sent=Path(sys.argv[1], "sent")).train()
-    except SystemExit as leaving:
-        Path(sys.argv[1], f"left-{os.environ['RANK']}").write_text(str(leaving.code))
-        raise

@@ -40,9 +40,9 @@ def test_steps_of_a_pipeline_are_measured_and_predicted(tmp_path: Path) -> None:
     config, lengths = tmp_path / "config.json", tmp_path / "lengths.txt"
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4}
     config.write_text(json.dumps({"model_type": "llama", "vocab_size": 64, "num_key_value_heads": 2} | sizes))
-    lengths.write_text("\n".join(map(str, [200, 30, 7, 90, 120, 15, 60, 40] * 12)))
+    lengths.write_text("\n".join(map(str, [200, 30, 7, 90, 120, 15, 60, 40] * 6)))
     program = ["scripts/benchmarks/pipeline_step.py", "--device", "cpu", "--config", config, "--vocabulary", "64"]
-    step = ["--lengths", lengths, "--tokens-per-rank", "128", "--micro-batches", "8", "--rounds", "1"]
+    step = ["--lengths", lengths, "--tokens-per-rank", "128", "--micro-batches", "4", "--rounds", "1"]
     printed = run_script(4, tmp_path, [*program, *step])
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in printed.splitlines() if line.startswith("|")]
 
@@ -65,7 +65,7 @@ def test_steps_of_a_pipeline_are_measured_and_predicted(tmp_path: Path) -> None:
 def test_memory_of_stages_is_estimated_on_a_cpu(tmp_path: Path) -> None:
     """Two stages whose data ranks shard weights. The last one has the head."""
     program = ["scripts/benchmarks/pipeline_memory.py", "--device", "cpu", "--preset", "tiny"]
-    printed = run_script(4, tmp_path, [*program, "--tokens-per-rank", "256", "--micro-batches", "4"])
+    printed = run_script(4, tmp_path, [*program, "--tokens-per-rank", "256", "--micro-batches", "2"])
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in printed.splitlines() if line.startswith("|")]
 
     schedules = ("1F1B", "interleaved, 2 chunks")

@@ -19,14 +19,15 @@ from distca_hf.integrations.host_copy import HostCopy
 from distca_hf.kernels.interface import AttentionSpec, Spans
 from distca_hf.runtime import local_attention
 from distca_hf.runtime.local_attention import Documents, flash_attn_local
-from distca_hf.runtime.saved_attention import RegionPass, saving_contexts
+from distca_hf.runtime.regions import RegionRun
+from distca_hf.runtime.saved_attention import saving_contexts
 from support.counting import CountingKernel
 from support.data import random_dataset
 from support.models import tiny_model
 
 
 NUM_LAYERS, TOKENS = 3, 192
-Contexts = Callable[[], tuple[RegionPass, RegionPass]]
+Contexts = Callable[[], tuple[RegionRun[Any], RegionRun[Any]]]
 
 
 def test_layers_compiled_with_their_checkpointing_are_refused() -> None:

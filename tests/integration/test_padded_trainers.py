@@ -50,8 +50,8 @@ ROWS = 2 * STEPS  # two epochs
 # Of answers, in turn: most are short, so that one rank has most of the work.
 LENGTHS = (70, 4, 9, 40, 6, 120, 3, 12)
 
-# Of a loss, in float32.
-LARGEST_DIFFERENCE = {"llama": 3e-6, "gemma3": 1e-5}
+# Of a loss, in float32. DPO's has a tenth of a row's summed log probabilities, about 600, which are rounded to 6e-5.
+LARGEST_DIFFERENCE, OF_DPO = 2e-6, 1e-5
 # Losses and gradient norms of all steps, weights after them, and whether rows moved in the last one.
 Result = tuple[list[tuple[float, float]], dict[str, torch.Tensor], bool]
 
@@ -251,10 +251,11 @@ def test_trainers_have_the_losses_of_sdpa(kind: str, tmp_path: Path) -> None:
     usual, ours = run_ranks(WORLD, _train_both, tmp_path / "ranks", folder, kind)[0]
 
     for name, (steps, weights, moved) in ours.items():
+        largest = OF_DPO if (kind, name) == ("gemma3", "dpo") else LARGEST_DIFFERENCE
         expected, expected_weights, _ = usual[name]
         assert len(steps) == STEPS, name
         for (loss, norm), (loss_of_sdpa, norm_of_sdpa) in zip(steps, expected, strict=True):
-            assert loss == pytest.approx(loss_of_sdpa, rel=2e-6, abs=LARGEST_DIFFERENCE[kind]), name
+            assert loss == pytest.approx(loss_of_sdpa, rel=2e-6, abs=largest), name
             assert norm == pytest.approx(norm_of_sdpa, rel=2e-5, abs=1e-6), name
         assert len({loss for loss, _ in steps}) > STEPS / 2, name
         for weight, value in expected_weights.items():

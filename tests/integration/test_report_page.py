@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from distca_hf.analysis import estimates
 from distca_hf.cli import app
 from support.browser import Browser, Opened, browser
 from support.made_answers import made_simulation
@@ -48,10 +49,12 @@ return {{ before, rows, after: look(), png: [blob.type, blob.size, image.width, 
 
 @pytest.fixture(scope="module")
 def plan_page(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The page of a plan for 64 ranks."""
+    """The page of a plan for 64 ranks, whose speed is simulated in one step."""
     folder = tmp_path_factory.mktemp("plan")
     options = ["--gpus", "64", "--tokens-per-rank", "65536", "--micro-steps", "2", "--compare", "--json"]
-    planned = CliRunner().invoke(app, ["plan", "pretrain", *options])
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(estimates, "MOST_STEPS", 1)
+        planned = CliRunner().invoke(app, ["plan", "pretrain", *options])
     assert planned.exit_code == 0, planned.output
     (folder / "plan.json").write_text(planned.stdout)
     return make_page(folder / "plan.json", folder / "plan.html")

@@ -175,8 +175,7 @@ def settings() -> Numbers:
     numbers: Numbers = []
     for given in (
         {"server_speed": 0.3, "trainers_attend": not launched_servers()},
-        {"server_speed": 4.0, "kv_residency": "keep"},
-        {"kv_residency": "refetch", "deterministic": True, "server_speed": 1.0},
+        {"server_speed": 4.0, "deterministic": True},
     ):
         plugin = new_plugin(**given)
         numbers += loop(plugin, enabled(plugin))

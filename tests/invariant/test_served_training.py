@@ -20,15 +20,12 @@ from support.training import (
 )
 
 
-STEPS = 8
-
-
 def with_packs(kind: str, *arguments: Any) -> packs.Run:
-    return packs.Run(kind, "attach", *arguments, steps=STEPS)
+    return packs.Run(kind, "attach", *arguments)
 
 
 def with_placed(*arguments: Any, checkpointing: str = "") -> placed.Run:
-    return placed.Run("llama", *arguments, checkpointing=checkpointing, steps=STEPS)
+    return placed.Run("llama", *arguments, checkpointing=checkpointing)
 
 
 # Servers, and the training that they serve.

@@ -13,6 +13,7 @@ from distca_hf.config import DistCAConfig, Residency
 from distca_hf.cost import CAUSAL_MASK, LayerMasks, Mask
 from distca_hf.kernels.interface import AttentionSpec
 from distca_hf.layout import Layout
+from distca_hf.planning.kinds import RoutedKinds
 from distca_hf.planning.plan import Plan, plan_in_place
 from distca_hf.runtime.layer_kinds import PinnedKinds
 from distca_hf.runtime.live_plan import LivePlan
@@ -39,7 +40,7 @@ class Layer:
 def live_plan(
     plan: Plan, transport: Transport, config: DistCAConfig, layer_masks: LayerMasks, num_chunks: int
 ) -> LivePlan:
-    kinds = PinnedKinds.prepare(plan, transport.rank, num_chunks, layer_masks)
+    kinds = PinnedKinds.prepare(RoutedKinds.of(plan, transport.rank, num_chunks, layer_masks))
     return LivePlan(0, kinds.planned(CPU, plan.fingerprint), transport, config)
 
 
@@ -153,7 +154,7 @@ def test_a_window_sends_its_halo_alone() -> None:
 
 def test_a_window_as_long_as_every_document_is_none() -> None:
     layout = Layout.from_segments([12, 5], [[(0, 0, 9)], [(0, 9, 12), (1, 0, 5)]])
-    kinds = PinnedKinds.prepare(plan_in_place(layout), 0, layer_masks=((CAUSAL_MASK, 1), (Mask(12), 4), (Mask(11), 2)))
+    kinds = RoutedKinds.of(plan_in_place(layout), 0, layer_masks=((CAUSAL_MASK, 1), (Mask(12), 4), (Mask(11), 2)))
     assert list(kinds.plans) == [CAUSAL_MASK, Mask(11)]
     assert [(facts.num_tokens, count) for facts, count in kinds.facts.kinds] == [(17, 5), (17, 2)]
 

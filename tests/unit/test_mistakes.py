@@ -338,7 +338,7 @@ TOLD: dict[str, tuple[Callable[[Make], None], str, str, str]] = {
     "43 packs and tokens_per_rank": (
         lambda make: attach(make(given={"data_collator": DataCollatorWithFlattening()})),
         "DataCollatorWithFlattening packs its batches",
-        f"tokens_per_rank={TOKENS} asks for batches made here",
+        f"tokens_per_rank={TOKENS} asks for placed batches",
         "Leave tokens_per_rank out",
     ),
     "11 nothing to learn": (no_label, "no label to learn", "micro-batch 0", "look at the dataset's labels and masks"),

@@ -75,7 +75,7 @@ def run_simulate(options: SimulateOptions) -> None:
         raise ConfigError(f"--token-budget {options.token_budget:g} must be above 0, and at most {MOST_BUDGET:g}")
     if None not in (options.tokens_per_rank, options.batch_size):
         raise ConfigError(
-            f"--tokens-per-rank {options.tokens_per_rank} asks for batches that are made here, and --batch-size "
+            f"--tokens-per-rank {options.tokens_per_rank} asks for placed batches, and --batch-size "
             f"{options.batch_size} for your own; leave one of them out"
         )
     if options.pipeline is None and options.chunks is not None:

@@ -113,7 +113,7 @@ class SimulationRequest:
             )
         if self.pipeline is not None:
             if self.batch_size is not None:
-                raise ConfigError("--pipeline needs batches that are made here: leave --batch-size out")
+                raise ConfigError("--pipeline needs placed batches: leave --batch-size out")
             self._check_pipeline(self.pipeline)
         context, room = self.context_tokens, self.capacity_tokens
         is_packed = self.batch_size is None

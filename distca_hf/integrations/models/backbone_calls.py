@@ -1,7 +1,8 @@
-"""Backbone calls: passes that train and begin at the backbone of a model (`model.model`), not at the enabled root.
+"""Backbone calls: training passes that begin at the backbone of a model (`model.model`), not at the enabled root.
 
-Programs with a head of their own call the backbone: fused losses, and trainers of TRL, which also run their methods in
-place of the root's forward so that DDP and FSDP take part. Such a pass begins and ends here as others do at the root.
+Programs with their own head call the backbone: fused losses, and trainers of TRL, which also run their methods in
+place of the root's forward so that DDP and FSDP take part. Such a pass is begun and ended here as others are at the
+root.
 """
 
 from collections.abc import Callable
@@ -26,8 +27,8 @@ class BackboneCalls:
     Args:
         model: a Transformers model.
         root: the module that was enabled.
-        begin, end: hooks around the root; passes are given to them as passes of the root, with keywords only.
-        is_running: whether a pass runs.
+        begin, end: the hooks around the root; called as for a pass of the root, with keywords only.
+        is_running: returns whether a pass runs.
     """
 
     def __init__(
@@ -53,7 +54,7 @@ class BackboneCalls:
             ]
 
     def leave(self, backbone: nn.Module) -> None:
-        """Removes the hooks from the backbone, or from that of a copy, whose hooks are copies, too."""
+        """Removes the hooks from the backbone, or from the backbone of a copy, whose hooks are copies, too."""
         for handle in self._handles:
             if backbone is self._backbone:
                 handle.remove()
@@ -61,7 +62,7 @@ class BackboneCalls:
             backbone._forward_hooks.pop(handle.id, None)
 
     def _before(self, module: nn.Module, args: tuple[object, ...], kwargs: Keywords) -> object:
-        """Begins a pass, if the root was not called. A compiler looks in here, and finds nothing to do if it was."""
+        """Begins a pass, if the root was not called. torch.compile traces this; there is nothing to do if it was."""
         if kwargs.get("distca_plan") is not None or not (module.training and torch.is_grad_enabled()):
             return None
         return None if self._is_running() and not self._is_open else self._open(module, args, kwargs)

@@ -5,8 +5,9 @@
       ◀── rows of its own batch, [B, L, D], zeros in padding
     towers, head, loss, pooling: as they are
 
-So sampler, collator, images, losses and metrics see their own rows and nothing else. Where batches are even already
-nothing is sent: then padding is taken out and put back.
+Sampler, collator, images, losses and metrics see the rows of their own batch and nothing else. Where batches are even
+nothing is sent: only padding is taken out and put back. A pass that returns no hidden states has its first border at
+the root, and nothing moves at the decoder (`placed_loss`).
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -31,8 +32,8 @@ from distca_hf.runtime.row_moves import PassRows
 from distca_hf.torch_private import hidden_from_dynamo
 
 
-# Keywords that describe documents of the batch as it came; placed rows have those of the plan.
-OF_DOCUMENTS = frozenset(
+# Keywords that describe the documents of a given batch; the plan describes those of placed rows.
+REPLACED_BY_PLAN = frozenset(
     {
         "attention_mask",
         "cache_position",
@@ -47,7 +48,9 @@ OF_DOCUMENTS = frozenset(
 DEEP, DEEP_MASK = "deepstack_visual_embeds", "visual_pos_masks"
 # Columns that only travel: features of images for all tokens, and the length of the row that a token comes from.
 DENSE_DEEP, ROW_TOKENS = "distca_deepstack", "distca_row_tokens"
-# Forms of batches whose columns are remembered. Few occur; each costs one more meeting of ranks when it is new.
+# Numbers that ranks show each other, by their names in messages.
+POSITIONS, IMAGE_LAYERS = "numbers per position", "layers that get features of images"
+# Forms of batches whose columns are remembered. Few occur; each costs one more agreement when it is new.
 REMEMBERED_FORMS = 64
 
 
@@ -66,6 +69,12 @@ class Columns(NamedTuple):
     differentiate: bool
     described: Mapping[str, str]
 
+    @property
+    def facts(self) -> dict[str, object]:
+        """All of it by name, for messages."""
+        numbers = {POSITIONS: self.position_rows, IMAGE_LAYERS: self.deep_layers}
+        return numbers | {"gradients are needed": self.differentiate, **self.described}
+
 
 class DecoderBorders:
     """Hooks around the text decoder of a model. They do nothing in a pass whose rows stay where they are.
@@ -77,7 +86,7 @@ class DecoderBorders:
         check_calls: checks the attention calls of a pass; called before results go home.
 
     Attributes:
-        is_multimodal: whether the decoder gets features of images among its embeddings.
+        is_multimodal: whether the decoder is part of a model with towers, and may get features of images.
     """
 
     def __init__(
@@ -99,14 +108,6 @@ class DecoderBorders:
         self._rows: PassRows | None = None
         self._columns: dict[tuple[int, ...], Columns] = {}
 
-    def __deepcopy__(self, memo: dict[int, object]) -> "DecoderBorders":
-        """Returns itself: a copied model is not enabled, and its passes are none of these."""
-        return self
-
-    def __reduce__(self) -> tuple[type[None], tuple[()]]:
-        """Returns how None is made: a model that is stored, or sent to another process, is not enabled there."""
-        return type(None), ()
-
     def enter(self) -> None:
         """Adds the hooks. Where the decoder is the whole model, these come after the hook that plans its batch, and
         before the one that ends its pass."""
@@ -121,7 +122,7 @@ class DecoderBorders:
             handle.remove()
 
     def begin(self, padded: PaddedRows | None, device: torch.device) -> None:
-        """Begins a pass on a batch without a plan.
+        """Opens the borders for a pass on a given batch.
 
         Args:
             padded: places of the tokens, if rows are padded.
@@ -141,17 +142,17 @@ class DecoderBorders:
         self._token_places = padded.places_on(device)
 
     def end(self) -> None:
-        """Ends a pass, or leaves its batch as it is."""
+        """Closes the borders: a pass has ended, or its batch stays as it is."""
         self._is_open, self._token_places, self._rows = False, None, None
 
     def take_rows(self) -> PassRows | None:
-        """Returns the rows that moved in before the decoder, so that nothing moves there; None if they stayed."""
+        """Closes the borders, and returns the rows that moved in at the root; None if they stayed."""
         rows = self._rows
         self.end()
         return rows
 
     def _before(self, module: nn.Module, args: tuple[object, ...], kwargs: dict[str, Any]) -> object:
-        """Moves rows in. A compiler looks in here, and finds nothing to do for a batch that was placed before."""
+        """Moves rows in. torch.compile traces this; there is nothing to do for a batch that is placed already."""
         if not self._is_open or kwargs.get("distca_plan") is None:
             return None
         placed = self.move_in(kwargs["distca_plan"], dict(zip(self._names, args, strict=False)) | kwargs)
@@ -163,7 +164,7 @@ class DecoderBorders:
             return None
         return self._move_home(kwargs["distca_plan"], output)
 
-    # Outside of compiled graphs, because every batch has another number of tokens.
+    # Outside of compiled graphs, because the number of tokens differs from batch to batch.
     @hidden_from_dynamo
     def move_in(self, plan: LivePlan, batch: Batch) -> dict[str, Any] | None:
         """Returns the inputs of this rank's layers; None if the rows of a batch stay as they are. A collective call.
@@ -192,7 +193,7 @@ class DecoderBorders:
         if columns.deep_layers:
             moving[DENSE_DEEP] = _dense_deep(given, columns.deep_layers)
         placed = dict(zip(moving, rows.move_in(list(moving.values()), columns.differentiate), strict=True))
-        for name in (name for name in given if name in OF_DOCUMENTS):
+        for name in (name for name in given if name in REPLACED_BY_PLAN):
             given[name] = None
         if (row_tokens := placed.pop(ROW_TOKENS, None)) is not None:
             self._counted.place(row_tokens)
@@ -228,9 +229,9 @@ class DecoderBorders:
         return found[None]
 
     def _moving(self, given: dict[str, Any], tokens: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Returns `[places, ...]` tensors with a value per token, but for positions and features of images; in the
+        """Returns `[places, ...]` tensors with a value per token, without positions and features of images; in the
         order of their names, which is that of all ranks."""
-        apart = {*OF_DOCUMENTS, "position_ids", DEEP, DEEP_MASK}
+        apart = {*REPLACED_BY_PLAN, "position_ids", DEEP, DEEP_MASK}
         moving = {
             name: value.flatten(0, 1)
             for name, value in sorted(given.items())
@@ -243,12 +244,12 @@ class DecoderBorders:
     def _columns_of(
         self, plan: LivePlan, moving: Mapping[str, torch.Tensor], positions: torch.Tensor, given: Batch, crosses: bool
     ) -> Columns:
-        """Returns the columns that move. Ranks meet for batches of a form that is new on some rank, unless nothing is
-        sent: a rank without padding has returned before, and would miss the meeting.
+        """Returns the columns that move. Ranks agree on them for batches of a form that is new on some rank, unless
+        nothing is sent: a rank without padding has returned before, and would not take part.
 
         Raises:
             PlanMismatchError, PeerLostError: ranks have other columns.
-            PlanError: this rank's columns are others than before in a batch of the same form.
+            PlanError: this rank's columns differ from those of an earlier batch of the same form.
             UnsupportedAttentionError: it is not known how to move some input.
         """
         described = {name: f"{value.dtype} {[*value.shape[1:]]}" for name, value in moving.items()}
@@ -282,13 +283,16 @@ class DecoderBorders:
             and now.differentiate <= known.differentiate
         ):
             return
-        was = known._asdict()
-        different = {name: (value, was[name]) for name, value in now._asdict().items() if value != was[name]}
-        shown = "; ".join(f"{name} {value} (was {before})" for name, (value, before) in different.items())
+        are, were = now.facts, known.facts
+        shown = "; ".join(
+            f"{name} is {are.get(name, 'missing')} (was {were.get(name, 'missing')})"
+            for name in were | are
+            if are.get(name) != were.get(name)
+        )
         raise PlanError(
-            f"{plan.transport.grid.name}, micro-batch {plan.micro_batch}: inputs of the decoder with a value per "
-            f"token are others than in a batch of the same form before: {shown}; nothing was sent. Give a model the "
-            "same inputs in every pass on such a batch"
+            f"{plan.transport.grid.name}, micro-batch {plan.micro_batch}: inputs of the decoder differ from "
+            f"those in an earlier batch of the same form: {shown}; nothing was sent. Give the model the same inputs "
+            "in every pass on such a batch"
         )
 
     def _check_known(self, given: Batch, where: str) -> None:
@@ -310,7 +314,7 @@ class DecoderBorders:
         batch_size, length = shape = tokens_of(given).shape
         for name, value in given.items():
             if (
-                name in OF_DOCUMENTS
+                name in REPLACED_BY_PLAN
                 or name in ("position_ids", DEEP, DEEP_MASK)
                 or not isinstance(value, torch.Tensor)
             ):
@@ -336,12 +340,11 @@ def _agreed(now: Columns, given: Batch, plan: LivePlan) -> Columns:
         if isinstance(value, bool | str) or (name.startswith("output_") and value is not None)
     }
     of_inputs = {f"input {name} of the decoder": value for name, value in sorted({**now.described, **flags}.items())}
-    positions, images = "numbers per position", "layers that get features of images"
-    numbers = {positions: now.position_rows, images: now.deep_layers, "differentiate": int(now.differentiate)}
+    numbers = {POSITIONS: now.position_rows, IMAGE_LAYERS: now.deep_layers, "differentiate": int(now.differentiate)}
     facts = {**(plan.forward_pass.facts or {}), **of_inputs}
     agreement = Agreement.start(plan.transport, Occasion.MOVE, plan.micro_batch, facts, numbers)
     shown_by = agreement.wait()
-    for name, spare in ((positions, 1), (images, 0)):
+    for name, spare in ((POSITIONS, 1), (IMAGE_LAYERS, 0)):
         if len({*shown_by[name]} - {spare}) > 1:
             shown = by_value([str(value) for value in shown_by[name]], agreement.labels)
             raise PlanMismatchError(
@@ -349,7 +352,7 @@ def _agreed(now: Columns, given: Batch, plan: LivePlan) -> Columns:
                 f"{name} is {shown}. {REMEDIES[Occasion.MOVE]}"
             )
     return Columns(
-        max(shown_by[positions]), max(shown_by[images]), any(shown_by["differentiate"]), dict(now.described)
+        max(shown_by[POSITIONS]), max(shown_by[IMAGE_LAYERS]), any(shown_by["differentiate"]), dict(now.described)
     )
 
 

@@ -1,7 +1,7 @@
 """Forward watch: a model is checked once, when it is enabled, and from then on watched in every forward pass.
 
 Hooks find or make the plan of every batch, and check the pass around it. Batches of `plugin.dataloader` bring their
-plan along. Ranks meet here about any other batch that trains; its plan is made when the decoder begins.
+plan along. About any other batch that trains, ranks agree here; its plan is made ahead, or when the decoder begins.
 """
 
 from collections.abc import Callable, Collection, Sequence
@@ -80,8 +80,9 @@ class ForwardWatch:
         flops: operations of the model; None if they are not known.
         report: lines about its training.
         reported_steps: traces of its passes.
-        attention_dtype: in which it attended to the latest batch with a plan; None before the first one.
+        attention_dtype: of attention in the latest batch with a plan; None before the first one.
         loss: decides whether head and loss run on placed rows.
+        reader: reads the documents of its batches.
     """
 
     def __init__(self, root: nn.Module, context: ParallelContext) -> None:
@@ -190,7 +191,7 @@ class ForwardWatch:
         batch = completed(batch, self._class_name)
         plan = batch.get("distca_plan")
         if plan is None:
-            if self._is_alone(module, batch):
+            if self._attends_locally(module, batch):
                 if module is self.root:
                     self._check.check_implementation(trains=module.training and torch.is_grad_enabled())
                 check_mask_numbers(batch)
@@ -244,12 +245,10 @@ class ForwardWatch:
             "received rows wait for recomputation": rows_wait,
             **self._check.facts(again=is_looked_at),
         }
-        calls = self._check.num_calls
+        calls, grid = self._check.num_calls, self.context.members.grid
         layers = PassLayers(calls or len(self._layers), self._layer_masks, regions)
-        trains = module.training and torch.is_grad_enabled()
-        grid = self.context.members.grid
         of_model = partial(predictable, self.root, self.flops, self._recomputed(module), grid)
-        trace = self.reported_steps.begin(plan, trains, of_model)
+        trace = self.reported_steps.begin(plan, module.training and torch.is_grad_enabled(), of_model)
         plan.begin_forward_pass(calls, facts, layers, self._check.calls_before, trace, self._check.shared_state(grid))
 
     def _no_cache(self, batch: Batch) -> dict[str, bool]:
@@ -264,11 +263,11 @@ class ForwardWatch:
             log.debug("%s: config.use_cache=True is not followed for batches with a plan", self._class_name)
         return {"use_cache": False}
 
-    def _is_alone(self, module: nn.Module, batch: Batch) -> bool:
+    def _attends_locally(self, module: nn.Module, batch: Batch) -> bool:
         """Returns whether this rank attends to a batch without a plan, whatever other ranks do.
 
-        So it is on one rank, and where the model is not training (evaluation, generation, a teacher), unless the
-        setting `evaluate` is "distca".
+        It does on one rank, and if the model is not training (evaluation, generation, a teacher), unless the setting
+        `evaluate` is "distca".
         """
         trains = module.training and torch.is_grad_enabled()
         evaluates = not module.training and self.context.config.evaluate == "distca"
@@ -278,7 +277,7 @@ class ForwardWatch:
         return one_rank or not (trains or evaluates) or cache_of(batch) is not None
 
     def _plan_given(self, module: nn.Module, batch: Batch) -> LivePlan | None:
-        """Returns the plan of a batch that brought none; None if some rank's is padded. All ranks decide alike."""
+        """Returns the plan of a given batch; None if it stays padded on some rank. All ranks decide alike."""
         self._check.check_model(module)
         planner, images_wait = self._planner_on(tokens_of(batch).device), self._check.images_wait(module.training)
         rows_move = module.training and torch.is_grad_enabled() and not self._mixers.mixers
@@ -298,7 +297,7 @@ class ForwardWatch:
         return self.planner
 
     def begin_step(self, documents: Sequence[ReadDocuments | None], step_batches: int, device: torch.device) -> None:
-        """Lets ranks plan batches ahead that are known when a step begins; see `GivenPlanner.begin_step`."""
+        """Lets ranks plan ahead the batches that are known when a step begins; see `GivenPlanner.begin_step`."""
         if len(self.context.members.compute_ranks) > 1:
             self._planner_on(device).begin_step(documents, step_batches, device)
 

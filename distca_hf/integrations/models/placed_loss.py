@@ -4,13 +4,16 @@
       ──▶ tokens and shifted labels placed on this rank, [1, T] ──▶ embedding, layers, head, loss
       ◀── the loss, or numbers of single tokens, [B, L]
 
-Only the loss returns where a model makes its own. The loss of a rank becomes that of other tokens. The sum over ranks
-stays, if all of them divide by one number of labels. So this is for passes of which only that sum is ever seen.
+What returns is one of three, the same on all ranks (`Returning`):
 
-Fused heads of TRL return log probabilities and other numbers of single tokens. These go home, and any program may read
-them. They are a few bytes per token.
+- LOSS: a model that computes its own loss returns nothing else. The loss of a rank is then that of other tokens. The
+  sum over ranks stays the same if all of them divide by one number of labels, so this is for passes of which only that
+  sum is ever read.
+- TOKEN_VALUES: fused heads of TRL return log probabilities and other numbers of single tokens, a few bytes each. They
+  return to the row of their token, so any program may read them.
+- STATES: hidden states return, and head and loss run on the rows of each rank's batch, as without this file.
 
-Every rank says what its pass must return; unless all say the same, hidden states of all ranks return.
+Every rank says what its pass must return. Unless all say the same, hidden states return.
 """
 
 import ast
@@ -30,7 +33,7 @@ from distca_hf.batches.given_agreement import Returning
 from distca_hf.data.documents import IGNORED_LABEL
 from distca_hf.integrations.models.check import refused_loss
 from distca_hf.integrations.models.counted_rows import MEANS_OVER_ROWS
-from distca_hf.integrations.models.decoder_borders import OF_DOCUMENTS, DecoderBorders
+from distca_hf.integrations.models.decoder_borders import REPLACED_BY_PLAN, DecoderBorders
 from distca_hf.integrations.models.structure import syntax_of, text_decoder
 from distca_hf.runtime.live_plan import LivePlan
 from distca_hf.runtime.row_moves import PassRows
@@ -40,15 +43,15 @@ from distca_hf.telemetry import get_logger
 log = get_logger(__name__)
 
 READER_UNKNOWN = "the program may read logits, or the loss of its rank (plugin.attach knows what a Trainer reads)"
-# Of a pass that does not train, or whose model keeps rows where they are.
+# Reason of a pass that does not train, or of a model whose rows stay where they are.
 ROWS_STAY = "rows stay"
-# Packages whose hooks read no results of a pass: they gather weights, or are ours.
+# Packages whose hooks do not read the results of a pass: they gather weights, or are ours.
 KNOWN_HOOKS = frozenset({"accelerate", "deepspeed", "distca_hf", "peft", "torch", "transformers"})
-# Replaces forward of a model by one that learns shift_labels, if they are given.
+# Modules that replace forward of a model by one that learns shift_labels, if they are given.
 FUSED_HEADS = "liger_kernel."
-# The same with a flag, for which a pass returns numbers of single tokens.
+# The same with a flag: then a pass returns numbers of single tokens.
 TOKEN_HEADS, TOKEN_FLAG = "trl.trainer.utils", "fused_lm_head"
-# Shifted labels on their way, as numbers from the ignored label on: rows without a token then have that label.
+# Shifted labels while they move, minus the ignored label: the zeros of rows without a token then mean that label.
 SHIFTED = "distca_shift_labels"
 
 
@@ -92,6 +95,8 @@ class PlacedLoss:
         finally:
             self._reads_more, self._returning = before, Returning.STATES
 
+    # What follows returns why hidden states must return, or nothing.
+
     def _of_batch(self, batch: Batch) -> str:
         tokens, labels, shifted = tokens_of(batch), batch.get("labels"), batch.get("shift_labels")
         if not isinstance(labels, torch.Tensor) or labels.shape != tokens.shape:
@@ -101,14 +106,14 @@ class PlacedLoss:
         for name in ("output_router_logits", "logits_to_keep"):
             if isinstance(given := batch.get(name), torch.Tensor) or given:
                 return f"{name} is set"
-        others = {name: value for name, value in batch.items() if name not in OF_DOCUMENTS and name != "position_ids"}
-        shapes = {name: value.shape for name, value in others.items() if isinstance(value, torch.Tensor)}
-        unknown = [name for name, shape in shapes.items() if shape.numel() > 1 and shape[:2] != tokens.shape]
+        apart = {*REPLACED_BY_PLAN, "position_ids"}
+        tensors = {name: x for name, x in batch.items() if name not in apart and isinstance(x, torch.Tensor)}
+        unknown = [name for name, x in tensors.items() if x.numel() > 1 and x.shape[:2] != tokens.shape]
         return f"the batch has {unknown[0]}, which is not of single tokens" if unknown else ""
 
     def _of_model(self) -> str:
         if self._is_multimodal:
-            return f"{type(self._model).__name__} puts images between tokens"
+            return f"{type(self._model).__name__} may put features of images among the tokens"
         if getattr(self._model.config, "output_router_logits", False):
             return "the model adds a loss of its routers (output_router_logits)"
         return self._of_hooks()
@@ -139,13 +144,13 @@ class PlacedLoss:
         return ""
 
     def begin(self, batch: Batch | None) -> tuple[Returning, str]:
-        """Begins a pass on a batch that was not placed before.
+        """Begins a pass on a given batch.
 
         Args:
             batch: None if it does not train, or its rows cannot move.
 
         Returns:
-            What must return to this rank, and why hidden states must; empty if they need not.
+            What must return to this rank, and why it is hidden states; empty if it is something else.
         """
         self._rows, self._returning = None, Returning.STATES  # the pass before may have raised
         if batch is None:
@@ -161,13 +166,14 @@ class PlacedLoss:
 
         Args:
             returning: what passes of all ranks return.
-            needing: ranks that need hidden states.
-            reason: why this rank needs them.
+            needing: ranks that need hidden states, for the log.
+            reason: why this rank needs them; empty if it does not.
         """
         self._returning = returning
         if reason == ROWS_STAY:
             return
-        why = reason or f"rank {needing} reads them, or has a batch that needs them (at level DEBUG it says why)"
+        others = f"rank {needing} reads them, or has a batch that needs them (at level DEBUG it says why)"
+        why = reason or (others if needing else "some ranks return their loss, others values of tokens")
         said = {
             Returning.LOSS: "head and loss run on placed rows, and only the loss returns: nobody reads logits, and "
             "losses are averaged over ranks before they are logged",
@@ -179,7 +185,7 @@ class PlacedLoss:
             self._said.add(said)
             log.info("%s", said)
             if not self.is_placed:
-                log.debug("this rank: %s", reason or "needs no results")  # rank 0 alone writes information
+                log.debug("this rank: %s", reason or "needs no hidden states")  # only rank 0 writes information
 
     def place(self, batch: Batch, plan: LivePlan, borders: DecoderBorders) -> Batch:
         """Returns the placed rows of a batch with their labels; the batch itself if its rows stay. A collective call.
@@ -199,8 +205,8 @@ class PlacedLoss:
         return {**placed, "labels": labels, "shift_labels": labels}
 
     def end(self, output: Any) -> Any:
-        """Ends a pass; returns its output, with values of this rank's own tokens. Where only the loss returns, nothing
-        else does: whoever reads more finds nothing, not results of other tokens."""
+        """Ends a pass; returns its output, with values of this rank's own tokens. If only the loss returns, all
+        else is left out of the output, because it would be of other tokens."""
         returning, self._returning = self._returning, Returning.STATES
         rows, self._rows = self._rows, None
         if returning == Returning.LOSS:

@@ -30,7 +30,7 @@ from distca_hf.errors import ConfigError
 from distca_hf.integrations.models.forward_watch import ForwardWatch, enable, watch_of
 from distca_hf.integrations.models.weights_check import WeightsCheck
 from distca_hf.integrations.trainer.check import settings_of_placed
-from distca_hf.integrations.trainer.steps_ahead import StepsAhead
+from distca_hf.integrations.trainer.read_ahead import ReadAhead
 from distca_hf.integrations.trainer.stop_on_signal import LeaveOnSignal
 from distca_hf.integrations.trainer.whole_weights import check_optimizer
 from distca_hf.parallel_context import ParallelContext
@@ -75,7 +75,7 @@ class DistCACallback(TrainerCallback):
         self._first_step = 0
         self._weights: WeightsCheck | None = None
         self._leave: LeaveOnSignal | None = None
-        self._steps = WeakSet[StepsAhead]()  # of Trainers that share this callback
+        self._read_ahead = WeakSet[ReadAhead]()  # of Trainers that share this callback
 
     def on_init_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: nn.Module, **kwargs: object
@@ -88,9 +88,9 @@ class DistCACallback(TrainerCallback):
         """
         if self._context.config.tokens_per_rank:
             raise ConfigError(
-                f"tokens_per_rank={self._context.config.tokens_per_rank} asks for batches made here, and a callback "
-                "cannot replace Trainer's: call plugin.attach(trainer) instead of adding DistCACallback, or leave "
-                "tokens_per_rank out"
+                f"tokens_per_rank={self._context.config.tokens_per_rank} asks for placed batches, and a callback "
+                "cannot replace the Trainer's own: call plugin.attach(trainer) instead of adding DistCACallback, or "
+                "leave tokens_per_rank out"
             )
         self.report_on(enable(model, self._context))
         leave = LeaveOnSignal(self._context.transport) if self._context.config.save_on_signal else None
@@ -118,7 +118,7 @@ class DistCACallback(TrainerCallback):
             replace: sets an attribute of an object.
         """
         assert self._model is not None
-        self._steps.add(StepsAhead(trainer, self._model, replace))
+        self._read_ahead.add(ReadAhead(trainer, self._model, replace))
 
     def report_on(self, model: nn.Module) -> None:
         """Reports on this enabled model."""
@@ -157,8 +157,8 @@ class DistCACallback(TrainerCallback):
         watch.report.restart(steps_per_epoch(args, train_dataloader))
         if source is None and transport.world_size == 1:
             log.info("%s: one rank: there is nothing to balance", __version__)
-        for steps in self._steps:
-            steps.begin(train_dataloader)
+        for each in self._read_ahead:
+            each.begin(train_dataloader)
         if self._leave is not None:
             self._leave.on_train_begin(args, state, control, self._model)
 

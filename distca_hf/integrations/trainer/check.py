@@ -131,14 +131,14 @@ def wrong_settings(trainer: Trainer, config: DistCAConfig) -> Iterator[str]:
 
 
 def _wrong_for_placed(trainer: Trainer, config: DistCAConfig) -> Iterator[str]:
-    """Yields reasons against placed batches: documents are cut between ranks, and batches are made here."""
+    """Yields reasons against placed batches: documents are cut between ranks, and the Trainer makes no batches."""
     args = trainer.args
     if trainer.train_dataset is None:
         yield "it has no train_dataset, and tokens_per_rank asks for batches that are made of it"
         return
     if packs := _packs(trainer):
         yield (
-            f"{packs}, and tokens_per_rank={config.tokens_per_rank} asks for batches made here. Leave tokens_per_rank "
+            f"{packs}, and tokens_per_rank={config.tokens_per_rank} asks for placed batches. Leave tokens_per_rank "
             "out: these packs are placed inside the model; or give whole documents, and pack nothing"
         )
         return

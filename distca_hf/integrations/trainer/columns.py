@@ -54,14 +54,14 @@ def unlearnt_token(collator: Any) -> int | None:
 
 
 def refused_collator(trainer: Trainer) -> Iterator[str]:
-    """Yields reasons why batches made here would differ from the batches of a Trainer's collator."""
+    """Yields reasons why placed batches would differ from the batches of a Trainer's collator."""
     collator: Callable[..., object] = trainer.data_collator
     name = getattr(collator, "__name__", type(collator).__name__)
     if getattr(collator, "mlm", False):
         yield f"its data collator {name} masks tokens (mlm); placed micro-batches are for causal language models"
     elif not (collator is default_data_collator or type(collator) in KNOWN or _is_trls(collator)):
         yield (
-            f"its data collator {name} would not be called: tokens_per_rank asks for batches made here. Leave that "
+            f"its data collator {name} would not be called: tokens_per_rank asks for placed batches. Leave that "
             "out, which keeps the collator; or let the dataset hold the columns that it makes (input_ids, labels or "
             "completion_mask), and use DataCollatorForSeq2Seq"
         )

@@ -2,8 +2,9 @@
 
 Trainer's own methods read no logits. They sum up the losses of a rank until the next log, and average them over ranks
 there. Two numbers are of rank 0 only: `train_loss` counts the steps after the last log, and a loss that is infinite
-or NaN is left out of the log of its rank. So losses of steps that may be the last ones, and that no log covers, stay
-those of a rank's own rows. A training that ends otherwise (a signal, no data left) logs its last steps.
+or NaN is left out of the log of its rank. So hidden states return in steps that may be the last ones and that no log
+covers: their losses are those of a rank's own rows. A training that ends unforeseen (a signal, no data left) logs its
+last steps instead, and its `train_loss` has their mean over ranks.
 """
 
 import inspect
@@ -118,7 +119,7 @@ def _next(every: int, step: int) -> int:
 
 @lru_cache(maxsize=256)
 def may_stop(callback_class: Hashable) -> bool:
-    """Returns whether a class of callbacks that is none of Transformers or distca_hf may end a training."""
+    """Returns whether a class of callbacks may end a training; those of Transformers and distca_hf do not count."""
     for part in callback_class.__mro__:  # type: ignore[attr-defined]
         if part.__module__.partition(".")[0] not in ("builtins", "distca_hf", "transformers"):
             try:

@@ -188,12 +188,12 @@ def test_plan_and_simulate_agree(lengths: Path, monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.parametrize(
     ("command", "options", "words"),
     [
-        ("plan", "--gpus 4", "give --tokens-per-rank for batches that distca makes, or --batch-size"),
+        ("plan", "--gpus 4", "give the first for placed batches, the second for"),
         ("plan", "--gpus 4 --tokens-per-rank 99 --context 9", "--context 9 cuts rows of --batch-size"),
-        ("plan", "--gpus 4 --batch-size 2 --tokens-per-rank 9 --compare", "--tokens-per-rank, --compare: of batches"),
+        ("plan", "--gpus 4 --batch-size 2 --tokens-per-rank 9 --compare", "--tokens-per-rank, --compare: only for"),
         ("plan", "--gpus 4 --batch-size 0", "--batch-size 0 must be between 1 and"),
-        ("simulate", "--batch-size 2 --tokens-per-rank 9", "--tokens-per-rank 9 asks for batches that are made here"),
-        ("simulate", "--batch-size 2 --pipeline 2", "--pipeline needs batches that are made here"),
+        ("simulate", "--batch-size 2 --tokens-per-rank 9", "--tokens-per-rank 9 asks for placed batches"),
+        ("simulate", "--batch-size 2 --pipeline 2", "--pipeline needs placed batches"),
     ],
 )
 def test_options_that_contradict_each_other_are_refused(command: str, options: str, words: str, lengths: Path) -> None:

@@ -17,10 +17,10 @@ from distca_hf.data.epochs import EpochPacker
 from distca_hf.integrations.models.layer_masks import layer_masks_of
 from distca_hf.integrations.models.operations import step_flops
 from distca_hf.placement.place import work_in_order
+from distca_hf.planning.kinds import RoutedKinds
 from distca_hf.planning.layer_work import imbalance_of_layers
 from distca_hf.planning.plan import PlanFacts
 from distca_hf.planning.plan_totals import PlanTotals
-from distca_hf.runtime.layer_kinds import PinnedKinds
 from distca_hf.telemetry import LoaderTimes
 from support.readings import READING
 
@@ -42,7 +42,7 @@ def facts_of(masks: LayerMasks, lengths: np.ndarray = LENGTHS) -> PlanFacts:
     """Returns the facts of a micro-batch, as training has them."""
     planner = PlacedPlanner(DistCAConfig(tokens_per_rank=64, pad_to_multiple_of=1), RANKS, layer_masks=masks)
     plan = planner.plan(lengths)
-    facts = PinnedKinds.prepare(plan, 0, 1, masks, lambda mask: work_in_order(lengths, RANKS, mask)).facts
+    facts = RoutedKinds.of(plan, 0, 1, masks, lambda mask: work_in_order(lengths, RANKS, mask)).facts
     assert imbalance_of_layers(plan, masks) == pytest.approx(facts.imbalance)
     return facts
 

@@ -120,8 +120,7 @@ def test_all_learn_that_a_roster_is_lost_and_why(store: JobStore) -> None:
     assert server.is_spoiled(7)
     assert not second.is_spoiled(8)
     second.spoil(7, "my exchange failed")
-    assert {first.words_of(7), second.words_of(7)} == {"attention server 0 on host a is silent"}
-    assert second.words_of(8) is None
+    assert first._words == second._words == {7: "attention server 0 on host a is silent"}
 
 
 @pytest.mark.parametrize("kind", ["trainer", "server"])

@@ -12,9 +12,9 @@ from torch.utils.checkpoint import checkpoint
 
 from distca_hf.comm.transport import LocalTransport, Transport
 from distca_hf.config import DistCAConfig
-from distca_hf.cost import CAUSAL_LAYERS
 from distca_hf.kernels.interface import NEW, AttentionSpec, Inputs, Outputs, Room, Spans, empty_outputs
 from distca_hf.layout import Layout
+from distca_hf.planning.kinds import RoutedKinds
 from distca_hf.planning.plan import Plan, plan_in_place
 from distca_hf.runtime import prepared_calls, prepared_kv
 from distca_hf.runtime.attention import Attended, attend, attend_backward
@@ -247,7 +247,7 @@ def test_unlike_layers_of_one_plan_are_exact(seed: int, moves: bool) -> None:
 
 
 def live_with_windows(plan: Plan, transport: Transport, config: DistCAConfig) -> LivePlan:
-    kinds, cpu = PinnedKinds.prepare(plan, transport.rank, 2, CAUSAL_LAYERS), torch.device("cpu")
+    kinds, cpu = PinnedKinds.prepare(RoutedKinds.of(plan, transport.rank, 2)), torch.device("cpu")
     return LivePlan(0, kinds.planned(cpu, plan.fingerprint), transport, config)
 
 

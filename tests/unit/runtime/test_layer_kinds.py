@@ -9,6 +9,7 @@ from distca_hf.cost import CAUSAL_MASK, Mask
 from distca_hf.errors import PlanError
 from distca_hf.kernels.interface import AttentionSpec
 from distca_hf.layout import Layout
+from distca_hf.planning.kinds import RoutedKinds
 from distca_hf.planning.plan import plan_in_place
 from distca_hf.runtime.layer_kinds import LayerKinds, PinnedKinds
 from distca_hf.runtime.pass_layers import PassLayers
@@ -26,7 +27,7 @@ def window(tokens: int) -> AttentionSpec:
 
 
 def kinds_of(*layer_masks: tuple[Mask, int], rank: int = 1, **settings: object) -> LayerKinds:
-    pinned = PinnedKinds.prepare(plan_in_place(LAYOUT), rank, layer_masks=layer_masks)
+    pinned = PinnedKinds.prepare(RoutedKinds.of(plan_in_place(LAYOUT), rank, layer_masks=layer_masks))
     num_layers = sum(count for _, count in layer_masks)
     layers, config = PassLayers(num_layers, layer_masks), DistCAConfig(**settings)  # type: ignore[arg-type]
     return LayerKinds(pinned.planned(CPU, 7), config, "rank 1, micro-batch 0", layers)
@@ -39,7 +40,7 @@ def test_a_window_as_long_as_every_document_is_none() -> None:
 
 
 def test_facts_of_all_layers_are_means_over_them() -> None:
-    pinned = PinnedKinds.prepare(plan_in_place(LAYOUT), 0, layer_masks=((CAUSAL_MASK, 1), (Mask(2), 3)))
+    pinned = RoutedKinds.of(plan_in_place(LAYOUT), 0, layer_masks=((CAUSAL_MASK, 1), (Mask(2), 3)))
     full, short = (pinned.plans[mask].facts for mask in (CAUSAL_MASK, Mask(2)))
     assert full.work == (45, 33 + 15)
     assert short.work == (17, 6 + 9)

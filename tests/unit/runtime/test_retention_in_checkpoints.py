@@ -18,7 +18,7 @@ from distca_hf.planning.plan import Plan
 from distca_hf.planning.transfers import key_transfers
 from distca_hf.runtime.live_plan import LivePlan
 from distca_hf.runtime.op import flash_attn
-from distca_hf.runtime.retention import Received, Region, received_bytes, retaining_contexts
+from distca_hf.runtime.retention import Received, RetainingRegion, received_bytes, retaining_contexts
 from distca_hf.testing import run_ranks
 from support.parity import SPEC, live_plan
 from support.plans import NUM_RANKS, anywhere, divided, placed, striped
@@ -70,14 +70,14 @@ def test_ranks_decide_alike_around_the_budget(make: Callable[[int], Plan]) -> No
 def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[weakref.ref[torch.Tensor]]]:
     """Received keys of all calls of forward; nothing but references keeps them, no collector comes to their help."""
     keys: list[weakref.ref[torch.Tensor]] = []
-    keep = Region.keep
+    keep = RetainingRegion.keep
 
-    def remembered(region: Region, received: Received | None) -> None:
+    def remembered(region: RetainingRegion, received: Received | None) -> None:
         assert received is not None
         keys.append(weakref.ref(received.keys))
         keep(region, received)
 
-    monkeypatch.setattr(Region, "keep", remembered)
+    monkeypatch.setattr(RetainingRegion, "keep", remembered)
     gc.collect()
     gc.disable()
     yield keys

@@ -1,13 +1,13 @@
-"""Steps ahead: a Trainer's batches are read where they are collated, and ranks plan them before their passes.
+"""Read ahead: a Trainer's batches are read where they are collated, and ranks plan them before their passes.
 
     worker or main process     collator ──▶ batch with what was read of it
     Accelerate's loader        holds one batch more than it has handed out, to know the last one of an epoch
     get_batch_samples          takes what was read out of the batches of the step, and of that one: ranks gather it,
                                and a thread plans it while the first one of the step runs
-    passes                     find it by their tensors: no loss, metric or other model ever sees it
+    passes                     find it by the tensors of their batch: no loss, metric or other model ever sees it
 
-Batches that come otherwise (dispatched from rank 0, made by a policy, from a loader that is none of torch) are read in
-their pass.
+All other batches are read in their pass: those dispatched from rank 0, those that a policy generates, and those of a
+loader that is not a torch DataLoader.
 """
 
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
@@ -24,8 +24,8 @@ from distca_hf.batches.read_documents import ENTRY, ReadDocuments, ReadingCollat
 from distca_hf.integrations.models.forward_watch import watch_of
 
 
-class StepsAhead:
-    """The steps of one Trainer.
+class ReadAhead:
+    """Reads the batches of one Trainer's steps.
 
     Args:
         model: its enabled model.
@@ -70,7 +70,7 @@ class StepsAhead:
             self.end()
 
     def end(self) -> None:
-        """Gives the loader its collator back, unless others have replaced it since."""
+        """Gives the loader its collator back, unless someone has replaced it since."""
         loader, self._loader, self._latest = self._loader, None, None
         if loader is None:
             return
@@ -81,7 +81,7 @@ class StepsAhead:
             loader._iterator = None  # its workers would go on with the other one
 
     def _seen(self, loader: DataLoader[Any]) -> Iterator[Any]:
-        """Yields the batches of a loader; the latest one is known by what was read of it."""
+        """Yields the batches of a loader, and notes what was read of the latest one."""
         for batch in loader:
             self._latest = batch.get(ENTRY) if isinstance(batch, MutableMapping) else None
             yield batch
@@ -94,7 +94,7 @@ class StepsAhead:
         num_batches: int,
         device: torch.device,
     ) -> tuple[list[Any], Any]:
-        """Takes the batches of a step, and lets ranks plan those that follow the first one: it begins at once."""
+        """Takes the batches of a step, and lets ranks plan those after the first one, whose pass begins at once."""
         batches, num_items = take(epoch_iterator, num_batches, device)
         watch = watch_of(self._model)
         if self._loader is not None and watch is not None and batches:
