@@ -4,9 +4,10 @@
         [--page docs/models.md] [--compare EARLIER.json]
     python scripts/models/upstream_tests.py --trl CHECKOUT [--families sft dpo ...] [...]
 
-CHECKOUT is a source tree of the version that is installed; nothing is fetched, neither sources nor weights, and no GPU
-is needed. Where a tree lacks files (an sdist holds some tests only), the option is given again: later trees fill what
-earlier ones lack. Transformers' own test requirements (`parameterized`, `httpx`) must be there.
+CHECKOUT is a source tree of the version that is installed or of one near it; nothing is fetched, neither sources nor
+weights, and no GPU is needed. If a tree lacks files (an sdist holds some tests only), the option is given again: later
+trees fill what earlier ones lack. What tests import and the installed version no longer has comes from the tree
+(`upstream/names.py`). Transformers' own test requirements (`parameterized`, `httpx`) must be there.
 
 Each family's test file runs once with distca and once with sdpa in each of its suites, every time in another process.
 Suite "models": all tests that do not ask for an attention by name, with another default. Suite "attention": tests that
@@ -161,7 +162,8 @@ def assemble(project: Project, trees: list[Path], workplace: Path) -> list[str]:
         The number of files from each tree, or their names if they are few, and its version.
     """
     (workplace / "pytest.ini").write_text(PYTEST_SETTINGS)
-    (workplace / "src").mkdir()
+    for folder in ("src", "sources"):
+        (workplace / folder).mkdir()
     installed = importlib.util.find_spec(project.package)
     assert installed is not None
     (workplace / "src" / project.package).symlink_to(Path(str(installed.origin)).parent)
@@ -169,6 +171,9 @@ def assemble(project: Project, trees: list[Path], workplace: Path) -> list[str]:
     for tree in trees:
         files = [path for part in project.parts_of_a_tree for path in (tree / part).rglob("*") if path.is_file()]
         lacked = [path for path in files if not (workplace / path.relative_to(tree)).exists()]
+        sources = next(filter(Path.is_dir, (tree / "src" / project.package, tree / project.package)), None)
+        if sources is not None:
+            (workplace / "sources" / str(len(copied))).symlink_to(sources.resolve())
         for path in lacked:
             target = workplace / path.relative_to(tree)
             target.parent.mkdir(parents=True, exist_ok=True)

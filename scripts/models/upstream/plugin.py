@@ -21,6 +21,7 @@ import pytest
 from distca_hf import DistCAPlugin
 from distca_hf.errors import DistCAError
 from distca_hf.import_hooks import when_imported
+from upstream.names import provide_missing_names
 from upstream.outcomes import DISTCA, FAILED, IMPLEMENTATIONS, PASSED, SKIPPED, Outcome
 
 
@@ -51,6 +52,10 @@ def pytest_configure(config: pytest.Config) -> None:
         when_imported("transformers.trainer", attach_to_all)
     if suite == "attention":
         when_imported("transformers.testing_utils", lift_requirements)
+    # In the folder of the tests. Those of the command line are named there; all share what lies above them.
+    files = [*map(Path, config.args), *Path("tests").glob("*.py"), *Path("tests/generation").glob("test_utils.py")]
+    for package in Path("src").iterdir():
+        provide_missing_names(files, package.name, sorted(Path("sources").iterdir()))
 
 
 def replace_attention(models: Any, replaced: tuple[str | None, ...], attention: str) -> None:
