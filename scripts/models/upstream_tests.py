@@ -106,7 +106,8 @@ def main() -> None:
         for tree in copied:
             print(f"tests: {tree}; {project.package} {versions[project.package]} is installed", flush=True)
         if project is TRL:
-            subprocess.run([sys.executable, "-m", "upstream.hub", "."], cwd=workplace, env=environment(), check=True)
+            hub = environment() | {"TQDM_DISABLE": "1"}
+            subprocess.run([sys.executable, "-m", "upstream.hub", "."], cwd=workplace, env=hub, check=True)
         for family in of_run:
             families[family] = {
                 suite: {name: run_suite(project, workplace, family, suite, name) for name in IMPLEMENTATIONS}
@@ -167,7 +168,7 @@ def assemble(project: Project, trees: list[Path], workplace: Path) -> list[str]:
     installed = importlib.util.find_spec(project.package)
     assert installed is not None
     (workplace / "src" / project.package).symlink_to(Path(str(installed.origin)).parent)
-    copied = []
+    copied: list[str] = []
     for tree in trees:
         files = [path for part in project.parts_of_a_tree for path in (tree / part).rglob("*") if path.is_file()]
         lacked = [path for path in files if not (workplace / path.relative_to(tree)).exists()]

@@ -133,8 +133,8 @@ def _reward(folder: Path, implementation: str) -> Trainer:
 
 def _policy(trainer: type[Trainer], config: type[Any], folder: Path, implementation: str) -> Trainer:
     def sum_of_words(completions: list[str], **_: Any) -> list[float]:
-        # Hardly ever equal, since Adam makes large steps of rounding errors; and small, since losses of RLOO are rewards
-        # times rounding errors of a whole completion.
+        # Hardly ever equal, since Adam makes large steps of rounding errors; and small, since RLOO's losses are
+        # rewards times rounding errors of a whole completion.
         return [sum(map(int, text.split())) / 1e4 for text in completions]
 
     args = config(

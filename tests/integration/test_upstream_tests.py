@@ -17,8 +17,10 @@ from support.models import tiny_config
 
 SCRIPT = REPOSITORY / "scripts" / "models" / "upstream_tests.py"
 VERSION = '__version__ = "5.1.2"\n'
+FORMER_NAME = "from transformers.testing_utils import FORMER as SDPA\n"
 TESTS_OF_A_MODEL = """
 import pytest
+from transformers.testing_utils import gone_without_a_trace
 
 from distca_hf.errors import UnsupportedAttentionError
 from tests.shared import SDPA
@@ -45,7 +47,7 @@ class TestFake:
             raise AssertionError("False is not true")
 
     def test_fails_with_both(self):
-        raise ValueError("the hub is offline")
+        gone_without_a_trace()
 
     def test_skipped(self):
         pytest.skip("needs a GPU")
@@ -92,9 +94,11 @@ def run_script(*arguments: str | Path) -> str:
 
 def test_every_outcome_is_named_and_faults_make_the_command_fail(tmp_path: Path, outcomes: ModuleType) -> None:
     fake = make_tree(tmp_path / "first", models__fake__test_modeling_fake=TESTS_OF_A_MODEL)
-    rest = make_tree(tmp_path / "second", models__fake__test_modeling_fake="1 / 0", shared='SDPA = "sdpa"\n')
-    (rest / "src" / "transformers").mkdir(parents=True)
-    (rest / "src" / "transformers" / "__init__.py").write_text(VERSION)
+    rest = make_tree(tmp_path / "second", models__fake__test_modeling_fake="1 / 0", shared=FORMER_NAME)
+    sources = rest / "src" / "transformers"
+    sources.mkdir(parents=True)
+    (sources / "__init__.py").write_text(VERSION)
+    (sources / "testing_utils.py").write_text('from .utils import logging\n\nFORMER = "sdpa"\n')
     before = {"TestFake::test_passed_earlier": outcomes.Outcome("passed")}
     earlier = outcomes.Run("2026-01-01", {}, [], {"fake": {"models": {"distca": before, "sdpa": before}}})
     earlier.write(tmp_path / "earlier.json")
@@ -120,6 +124,8 @@ def test_every_outcome_is_named_and_faults_make_the_command_fail(tmp_path: Path,
         "test_sdpa_can_dispatch_non_composite_models": "asserts sdpa",
         "test_fails_with_both": "with sdpa, too",
     }
+    error = run.families["fake"]["models"]["distca"]["TestFake::test_fails_with_both"].error
+    assert error.startswith("ImportError: the installed transformers has no transformers.testing_utils.gone_without_")
     assert list(run.families["fake"]["attention"]["distca"]) == [
         "TestFake::test_eager_matches_sdpa_inference_00_fp16_pad"
     ]

@@ -1,7 +1,7 @@
 """Names that tests of another version import and the installed package lacks.
 
-They come from the sources of the tests' own version. A test whose name cannot be had from there fails where it uses it,
-with distca and with sdpa, and does not keep the others of its file from running.
+They come from the sources of the tests' own version. A test whose name cannot be had from there fails where it uses
+it, with distca and with sdpa, and does not keep the others of its file from running.
 """
 
 import ast
