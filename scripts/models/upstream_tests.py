@@ -10,9 +10,10 @@ trees fill what earlier ones lack. What tests import and the installed version n
 (`upstream/names.py`). Transformers' own test requirements (`parameterized`, `httpx`) must be there.
 
 Each family's test file runs once with distca and once with sdpa in each of its suites, every time in another process.
-Suite "models": all tests that do not ask for an attention by name, with another default. Suite "attention": tests that
-ask for sdpa or FlashAttention 2 get distca, and once more sdpa. Suite "trainers", of TRL: distca is the default and is
-attached to every trainer; models and datasets of the Hub are made here with TRL's own scripts (`upstream/hub.py`).
+Suite "models": all tests that do not ask for an attention by name, with another default; if it is distca, models are
+enabled when they are told to train. Suite "attention": tests that ask for sdpa or FlashAttention 2 get distca, and
+once more sdpa. Suite "trainers", of TRL: distca is the default and is attached to every trainer; models and datasets
+of the Hub are made here with TRL's own scripts (`upstream/hub.py`).
 
 Exit status 1: a test fails with distca alone, neither refused by name nor because it asserts that sdpa is the default;
 or a test that passed in EARLIER.json fails.

@@ -11,16 +11,17 @@ import transformers
 from transformers import AutoModelForCausalLM, PreTrainedModel, testing_utils
 
 import distca_hf  # noqa: F401 (makes "distca" known)
+from distca_hf.integrations.models.forward_watch import watch_of
 from support.commands import REPOSITORY, run_command
 from support.models import tiny_config
 
 
 SCRIPT = REPOSITORY / "scripts" / "models" / "upstream_tests.py"
 VERSION = '__version__ = "5.1.2"\n'
-FORMER_NAME = "from transformers.testing_utils import FORMER as SDPA\n"
+FORMER_NAME = "from transformers.dependency_versions_table import FORMER as SDPA\n"
 TESTS_OF_A_MODEL = """
 import pytest
-from transformers.testing_utils import gone_without_a_trace
+from transformers.dependency_versions_table import gone_without_a_trace
 
 from distca_hf.errors import UnsupportedAttentionError
 from tests.shared import SDPA
@@ -98,7 +99,9 @@ def test_every_outcome_is_named_and_faults_make_the_command_fail(tmp_path: Path,
     sources = rest / "src" / "transformers"
     sources.mkdir(parents=True)
     (sources / "__init__.py").write_text(VERSION)
-    (sources / "testing_utils.py").write_text('from .utils import logging\n\nFORMER = "sdpa"\n')
+    (sources / "dependency_versions_table.py").write_text(
+        'from .dependency_versions_table import deps\n\nFORMER = "sdpa"\n'
+    )
     before = {"TestFake::test_passed_earlier": outcomes.Outcome("passed")}
     earlier = outcomes.Run("2026-01-01", {}, [], {"fake": {"models": {"distca": before, "sdpa": before}}})
     earlier.write(tmp_path / "earlier.json")
@@ -125,7 +128,9 @@ def test_every_outcome_is_named_and_faults_make_the_command_fail(tmp_path: Path,
         "test_fails_with_both": "with sdpa, too",
     }
     error = run.families["fake"]["models"]["distca"]["TestFake::test_fails_with_both"].error
-    assert error.startswith("ImportError: the installed transformers has no transformers.testing_utils.gone_without_")
+    assert error.startswith(
+        "ImportError: the installed transformers has no transformers.dependency_versions_table.gone_"
+    )
     assert list(run.families["fake"]["attention"]["distca"]) == [
         "TestFake::test_eager_matches_sdpa_inference_00_fp16_pad"
     ]
@@ -229,6 +234,19 @@ def test_models_get_distca_where_another_attention_is_replaced(
         asked: AutoModelForCausalLM.from_config(tiny_config("llama"), attn_implementation=asked) for asked in chosen
     }
     assert {asked: model.config._attn_implementation for asked, model in models.items()} == chosen
+
+
+def test_models_are_enabled_as_they_train(plugin: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(PreTrainedModel, "train", PreTrainedModel.train)  # is put back after the test
+    plugin.enable_all()
+    usual, ours = (
+        AutoModelForCausalLM.from_config(tiny_config("llama"), attn_implementation=name) for name in ("sdpa", "distca")
+    )
+
+    assert watch_of(ours.eval()) is None
+    assert watch_of(usual.train()) is None
+    assert watch_of(ours.train()) is not None
+    assert watch_of(ours.model) is None
 
 
 def test_attention_tests_run_without_a_gpu(plugin: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
