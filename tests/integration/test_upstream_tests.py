@@ -53,6 +53,10 @@ class TestFake:
     def test_skipped(self):
         pytest.skip("needs a GPU")
 
+    def test_skipped_with_distca(self, distca):
+        if distca:
+            pytest.skip("not for distca")
+
     def test_eager_matches_sdpa_inference_00_fp16_pad(self, distca):
         pass
 """
@@ -124,6 +128,7 @@ def test_every_outcome_is_named_and_faults_make_the_command_fail(tmp_path: Path,
     assert {failure.test.rpartition("::")[2]: failure.meaning for failure in run.failures()} == {
         "test_passed_earlier": "other",
         "test_refused": "refused by name",
+        "test_skipped_with_distca": "other",
         "test_sdpa_can_dispatch_non_composite_models": "asserts sdpa",
         "test_fails_with_both": "with sdpa, too",
     }
@@ -136,7 +141,7 @@ def test_every_outcome_is_named_and_faults_make_the_command_fail(tmp_path: Path,
     ]
     text = page.read_text()
     assert text.startswith("# Models\n\nA table.\n\n## Transformers' own tests\n\n")
-    assert "| fake | 1 | 4 | 1 | 1 | 1 | 1 |" in text
+    assert "| fake | 1 | 1 | 1 | 2 | 1 |" in text
     assert "| 1 | 1 | UnsupportedAttentionError: sinks of shape (2, 7) are not computed | `test_refused` |" in text
     assert "Old." not in text
     assert text.endswith("\n\n## More\n\nKept.\n")
@@ -150,7 +155,8 @@ def test_tests_that_pass_as_before_make_the_command_succeed(tmp_path: Path, outc
 
     printed = run_script("--transformers", tree, "--compare", tmp_path / "earlier.json")
     assert "fake, models, distca: {'passed': 1}" in printed
-    assert "fake, attention, sdpa: {'passed': 1}" in printed
+    assert "fake, attention, distca: {'passed': 1}" in printed
+    assert "sdpa:" not in printed
     assert "PASSED EARLIER" not in printed
 
 

@@ -56,7 +56,8 @@ def pytest_configure(config: pytest.Config) -> None:
     if suite == "attention":
         when_imported("transformers.testing_utils", lift_requirements)
     # In the folder of the tests. Those of the command line are named there; all share what lies above them.
-    files = [*map(Path, config.args), *Path("tests").glob("*.py"), *Path("tests/generation").glob("test_utils.py")]
+    named = {Path(test.partition("::")[0]) for test in config.args}
+    files = [*named, *Path("tests").glob("*.py"), *Path("tests/generation").glob("test_utils.py")]
     for package in Path("src").iterdir():
         provide_missing_names(files, package.name, sorted(Path("sources").iterdir()))
 
