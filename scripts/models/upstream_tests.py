@@ -245,9 +245,8 @@ def print_faults(run: Run) -> int:
     """Prints failures with distca alone that nothing explains, and returns how many there are."""
     faults = [failure for failure in run.failures() if failure.meaning == OTHER]
     for fault in faults:
-        print(
-            f"FAILS WITH DISTCA ALONE {fault.family}, {fault.suite}: {fault.test}: {fault.distca.error or fault.distca.result}"
-        )
+        ended = fault.distca.error or fault.distca.result
+        print(f"FAILS WITH DISTCA ALONE {fault.family}, {fault.suite}: {fault.test}: {ended}")
     return len(faults)
 
 
