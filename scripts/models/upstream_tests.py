@@ -4,14 +4,17 @@
         [--page docs/models.md] [--compare EARLIER.json]
     python scripts/models/upstream_tests.py --trl CHECKOUT [--families sft dpo ...] [...]
 
-CHECKOUT is a source tree of the version that is installed; nothing is fetched, neither sources nor weights, and no GPU
-is needed. Where a tree lacks files (an sdist holds some tests only), the option is given again: later trees fill what
-earlier ones lack. Transformers' own test requirements (`parameterized`, `httpx`) must be there.
+CHECKOUT is a source tree of the version that is installed or of one near it; nothing is fetched, neither sources nor
+weights, and no GPU is needed. If a tree lacks files (an sdist holds some tests only), the option is given again: later
+trees fill what earlier ones lack. What tests import and the installed version no longer has comes from the tree
+(`upstream/names.py`). Transformers' own test requirements (`parameterized`, `httpx`) must be there.
 
-Each family's test file runs once with distca and once with sdpa in each of its suites, every time in another process.
-Suite "models": all tests that do not ask for an attention by name, with another default. Suite "attention": tests that
-ask for sdpa or FlashAttention 2 get distca, and once more sdpa. Suite "trainers", of TRL: distca is the default and is
-attached to every trainer; models and datasets of the Hub are made here with TRL's own scripts (`upstream/hub.py`).
+Each family's test file runs with distca in each of its suites, and what did not pass once more with sdpa, every time
+in another process.
+Suite "models": all tests that do not ask for an attention by name, with another default; if it is distca, models are
+enabled when they are told to train. Suite "attention": tests that ask for sdpa or FlashAttention 2 get distca, and
+once more sdpa. Suite "trainers", of TRL: distca is the default and is attached to every trainer; models and datasets
+of the Hub are made here with TRL's own scripts (`upstream/hub.py`).
 
 Exit status 1: a test fails with distca alone, neither refused by name nor because it asserts that sdpa is the default;
 or a test that passed in EARLIER.json fails.
@@ -34,7 +37,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from shared.page_sections import file_to_write, write_section
-from upstream.outcomes import FAILED, IMPLEMENTATIONS, OTHER, Outcome, Outcomes, Run, no_longer_passing
+from upstream.outcomes import DISTCA, FAILED, OTHER, PASSED, SDPA, Outcome, Outcomes, Run, no_longer_passing
 from upstream.page import section
 
 
@@ -105,12 +108,10 @@ def main() -> None:
         for tree in copied:
             print(f"tests: {tree}; {project.package} {versions[project.package]} is installed", flush=True)
         if project is TRL:
-            subprocess.run([sys.executable, "-m", "upstream.hub", "."], cwd=workplace, env=environment(), check=True)
+            hub = environment() | {"TQDM_DISABLE": "1"}
+            subprocess.run([sys.executable, "-m", "upstream.hub", "."], cwd=workplace, env=hub, check=True)
         for family in of_run:
-            families[family] = {
-                suite: {name: run_suite(project, workplace, family, suite, name) for name in IMPLEMENTATIONS}
-                for suite in project.suites
-            }
+            families[family] = {suite: run_both(project, workplace, family, suite) for suite in project.suites}
             if options.json:
                 run.write(options.json)
     if options.page:
@@ -161,14 +162,18 @@ def assemble(project: Project, trees: list[Path], workplace: Path) -> list[str]:
         The number of files from each tree, or their names if they are few, and its version.
     """
     (workplace / "pytest.ini").write_text(PYTEST_SETTINGS)
-    (workplace / "src").mkdir()
+    for folder in ("src", "sources"):
+        (workplace / folder).mkdir()
     installed = importlib.util.find_spec(project.package)
     assert installed is not None
     (workplace / "src" / project.package).symlink_to(Path(str(installed.origin)).parent)
-    copied = []
+    copied: list[str] = []
     for tree in trees:
         files = [path for part in project.parts_of_a_tree for path in (tree / part).rglob("*") if path.is_file()]
         lacked = [path for path in files if not (workplace / path.relative_to(tree)).exists()]
+        sources = next(filter(Path.is_dir, (tree / "src" / project.package, tree / project.package)), None)
+        if sources is not None:
+            (workplace / "sources" / str(len(copied))).symlink_to(sources.resolve())
         for path in lacked:
             target = workplace / path.relative_to(tree)
             target.parent.mkdir(parents=True, exist_ok=True)
@@ -195,8 +200,18 @@ def environment() -> dict[str, str]:
     return os.environ | ENVIRONMENT | {"PYTHONPATH": python_path}
 
 
-def run_suite(project: Project, workplace: Path, family: str, suite: str, implementation: str) -> Outcomes:
-    """Runs one suite of a family in a process of its own.
+def run_both(project: Project, workplace: Path, family: str, suite: str) -> dict[str, Outcomes]:
+    """Runs one suite of a family with distca, and those of its tests that did not pass with sdpa."""
+    file = project.test_file.format(family)
+    ours = run_suite(project, workplace, family, suite, DISTCA, [file])
+    rest = [f"{file}::{test}" for test, outcome in ours.items() if outcome.result != PASSED]
+    return {DISTCA: ours, SDPA: run_suite(project, workplace, family, suite, SDPA, rest) if rest else {}}
+
+
+def run_suite(
+    project: Project, workplace: Path, family: str, suite: str, implementation: str, tests_of: list[str]
+) -> Outcomes:
+    """Runs one suite of a family, or some of its tests, in a process of its own.
 
     Raises:
         SystemExit: not all of its tests came to an end; shows the end of its output.
@@ -207,7 +222,7 @@ def run_suite(project: Project, workplace: Path, family: str, suite: str, implem
     plugin = ["--attention", implementation, "--suite", suite, "--outcomes", str(lines)]
     command = [sys.executable, "-m", "pytest", *plugin, "-k", project.suites[suite], "-m", ONE_PROCESS]
     process = subprocess.run(
-        [*command, project.test_file.format(family)],
+        [*command, *tests_of],
         cwd=workplace,
         env=environment(),
         stdout=subprocess.PIPE,
@@ -230,7 +245,8 @@ def print_faults(run: Run) -> int:
     """Prints failures with distca alone that nothing explains, and returns how many there are."""
     faults = [failure for failure in run.failures() if failure.meaning == OTHER]
     for fault in faults:
-        print(f"FAILS WITH DISTCA ALONE {fault.family}, {fault.suite}: {fault.test}: {fault.distca.error}")
+        ended = fault.distca.error or fault.distca.result
+        print(f"FAILS WITH DISTCA ALONE {fault.family}, {fault.suite}: {fault.test}: {ended}")
     return len(faults)
 
 

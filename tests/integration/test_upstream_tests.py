@@ -11,14 +11,17 @@ import transformers
 from transformers import AutoModelForCausalLM, PreTrainedModel, testing_utils
 
 import distca_hf  # noqa: F401 (makes "distca" known)
+from distca_hf.integrations.models.forward_watch import watch_of
 from support.commands import REPOSITORY, run_command
 from support.models import tiny_config
 
 
 SCRIPT = REPOSITORY / "scripts" / "models" / "upstream_tests.py"
 VERSION = '__version__ = "5.1.2"\n'
+FORMER_NAME = "from transformers.dependency_versions_table import FORMER as SDPA\n"
 TESTS_OF_A_MODEL = """
 import pytest
+from transformers.dependency_versions_table import gone_without_a_trace
 
 from distca_hf.errors import UnsupportedAttentionError
 from tests.shared import SDPA
@@ -45,10 +48,14 @@ class TestFake:
             raise AssertionError("False is not true")
 
     def test_fails_with_both(self):
-        raise ValueError("the hub is offline")
+        gone_without_a_trace()
 
     def test_skipped(self):
         pytest.skip("needs a GPU")
+
+    def test_skipped_with_distca(self, distca):
+        if distca:
+            pytest.skip("not for distca")
 
     def test_eager_matches_sdpa_inference_00_fp16_pad(self, distca):
         pass
@@ -92,9 +99,13 @@ def run_script(*arguments: str | Path) -> str:
 
 def test_every_outcome_is_named_and_faults_make_the_command_fail(tmp_path: Path, outcomes: ModuleType) -> None:
     fake = make_tree(tmp_path / "first", models__fake__test_modeling_fake=TESTS_OF_A_MODEL)
-    rest = make_tree(tmp_path / "second", models__fake__test_modeling_fake="1 / 0", shared='SDPA = "sdpa"\n')
-    (rest / "src" / "transformers").mkdir(parents=True)
-    (rest / "src" / "transformers" / "__init__.py").write_text(VERSION)
+    rest = make_tree(tmp_path / "second", models__fake__test_modeling_fake="1 / 0", shared=FORMER_NAME)
+    sources = rest / "src" / "transformers"
+    sources.mkdir(parents=True)
+    (sources / "__init__.py").write_text(VERSION)
+    (sources / "dependency_versions_table.py").write_text(
+        'from .dependency_versions_table import deps\n\nFORMER = "sdpa"\n'
+    )
     before = {"TestFake::test_passed_earlier": outcomes.Outcome("passed")}
     earlier = outcomes.Run("2026-01-01", {}, [], {"fake": {"models": {"distca": before, "sdpa": before}}})
     earlier.write(tmp_path / "earlier.json")
@@ -117,15 +128,20 @@ def test_every_outcome_is_named_and_faults_make_the_command_fail(tmp_path: Path,
     assert {failure.test.rpartition("::")[2]: failure.meaning for failure in run.failures()} == {
         "test_passed_earlier": "other",
         "test_refused": "refused by name",
+        "test_skipped_with_distca": "other",
         "test_sdpa_can_dispatch_non_composite_models": "asserts sdpa",
         "test_fails_with_both": "with sdpa, too",
     }
+    error = run.families["fake"]["models"]["distca"]["TestFake::test_fails_with_both"].error
+    assert error.startswith(
+        "ImportError: the installed transformers has no transformers.dependency_versions_table.gone_"
+    )
     assert list(run.families["fake"]["attention"]["distca"]) == [
         "TestFake::test_eager_matches_sdpa_inference_00_fp16_pad"
     ]
     text = page.read_text()
     assert text.startswith("# Models\n\nA table.\n\n## Transformers' own tests\n\n")
-    assert "| fake | 1 | 4 | 1 | 1 | 1 | 1 |" in text
+    assert "| fake | 1 | 1 | 1 | 2 | 1 |" in text
     assert "| 1 | 1 | UnsupportedAttentionError: sinks of shape (2, 7) are not computed | `test_refused` |" in text
     assert "Old." not in text
     assert text.endswith("\n\n## More\n\nKept.\n")
@@ -139,7 +155,8 @@ def test_tests_that_pass_as_before_make_the_command_succeed(tmp_path: Path, outc
 
     printed = run_script("--transformers", tree, "--compare", tmp_path / "earlier.json")
     assert "fake, models, distca: {'passed': 1}" in printed
-    assert "fake, attention, sdpa: {'passed': 1}" in printed
+    assert "fake, attention, distca: {'passed': 1}" in printed
+    assert "sdpa:" not in printed
     assert "PASSED EARLIER" not in printed
 
 
@@ -223,6 +240,19 @@ def test_models_get_distca_where_another_attention_is_replaced(
         asked: AutoModelForCausalLM.from_config(tiny_config("llama"), attn_implementation=asked) for asked in chosen
     }
     assert {asked: model.config._attn_implementation for asked, model in models.items()} == chosen
+
+
+def test_models_are_enabled_as_they_train(plugin: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(PreTrainedModel, "train", PreTrainedModel.train)  # is put back after the test
+    plugin.enable_all()
+    usual, ours = (
+        AutoModelForCausalLM.from_config(tiny_config("llama"), attn_implementation=name) for name in ("sdpa", "distca")
+    )
+
+    assert watch_of(ours.eval()) is None
+    assert watch_of(usual.train()) is None
+    assert watch_of(ours.train()) is not None
+    assert watch_of(ours.model) is None
 
 
 def test_attention_tests_run_without_a_gpu(plugin: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:

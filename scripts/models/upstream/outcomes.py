@@ -59,7 +59,7 @@ Outcomes = dict[str, Outcome]  # by test
 
 @dataclass(frozen=True)
 class Failure:
-    """A test that failed with distca, and the meaning of that."""
+    """A test that did not pass with distca, and the meaning of that."""
 
     family: str
     suite: str
@@ -71,7 +71,10 @@ class Failure:
 
 @dataclass(frozen=True)
 class Run:
-    """Outcomes of all families by family, suite, implementation and test; versions, source trees and date."""
+    """Outcomes of all families by family, suite, implementation and test; versions, source trees and date.
+
+    With sdpa only those tests ran that did not pass with distca.
+    """
 
     made: str
     versions: dict[str, str]
@@ -96,22 +99,22 @@ class Run:
         }
         return cls(**facts, families=families)
 
-    def count(self, suite: str, implementation: str, result: str, family: str | None = None) -> int:
-        """Counts tests of a suite with this result, of one family or of all."""
+    def passed(self, suite: str, family: str | None = None) -> int:
+        """Counts tests of a suite that pass with distca, of one family or of all."""
         return sum(
-            outcome.result == result
+            outcome.result == PASSED
             for name, suites in self.families.items()
             if family in (None, name)
-            for outcome in suites[suite][implementation].values()
+            for outcome in suites[suite][DISTCA].values()
         )
 
     def failures(self) -> Iterator[Failure]:
-        """Yields all tests that failed with distca."""
+        """Yields all tests that failed with distca, and those that were skipped and pass with sdpa."""
         for family, suites in self.families.items():
             for suite, outcomes in suites.items():
                 for test, distca in outcomes[DISTCA].items():
-                    if distca.result == FAILED:
-                        sdpa = outcomes[SDPA].get(test, Outcome(SKIPPED))
+                    sdpa = outcomes[SDPA].get(test, Outcome(SKIPPED))
+                    if distca.result == FAILED or (distca.result == SKIPPED and sdpa.result == PASSED):
                         yield Failure(family, suite, test, meaning(test, distca, sdpa), distca, sdpa)
 
 

@@ -2,9 +2,10 @@
 
     pytest -p upstream.plugin --attention distca --suite attention --outcomes FILE ...
 
-In the suite "models" a model whose attention nobody names gets `--attention`. In the suite "attention" models that ask
-for sdpa or FlashAttention 2 get it as well, and tests that Transformers keeps for GPUs or for RUN_SLOW run here.
-In the suite "trainers" distca is the default, and attached to every trainer that trains; with sdpa nothing changes.
+In the suite "models" a model whose attention nobody names gets `--attention`; with distca it is also enabled when it
+is told to train. In the suite "attention" models that ask for sdpa or FlashAttention 2 get `--attention` as well, and
+tests that Transformers keeps for GPUs or for RUN_SLOW run here. In the suite "trainers" distca is the default, and
+attached to every trainer that trains; with sdpa nothing changes.
 The first line of FILE holds all tests that will run, each other one a test and its outcome, in JSON.
 """
 
@@ -21,6 +22,7 @@ import pytest
 from distca_hf import DistCAPlugin
 from distca_hf.errors import DistCAError
 from distca_hf.import_hooks import when_imported
+from upstream.names import provide_missing_names
 from upstream.outcomes import DISTCA, FAILED, IMPLEMENTATIONS, PASSED, SKIPPED, Outcome
 
 
@@ -47,10 +49,17 @@ def pytest_configure(config: pytest.Config) -> None:
 
     if suite != "trainers" or attention == DISTCA:
         when_imported("transformers.modeling_utils", set_attention)
+    if suite == "models" and attention == DISTCA:
+        when_imported("transformers.modeling_utils", enable_all)
     if suite == "trainers" and attention == DISTCA:
         when_imported("transformers.trainer", attach_to_all)
     if suite == "attention":
         when_imported("transformers.testing_utils", lift_requirements)
+    # In the folder of the tests. Those of the command line are named there; all share what lies above them.
+    named = {Path(test.partition("::")[0]) for test in config.args}
+    files = [*named, *Path("tests").glob("*.py"), *Path("tests/generation").glob("test_utils.py")]
+    for package in Path("src").iterdir():
+        provide_missing_names(files, package.name, sorted(Path("sources").iterdir()))
 
 
 def replace_attention(models: Any, replaced: tuple[str | None, ...], attention: str) -> None:
@@ -75,6 +84,28 @@ def lift_requirements() -> None:
 
     for name in LIFTED_REQUIREMENTS:
         setattr(testing_utils, name, lambda test: test)
+
+
+def enable_all() -> None:
+    """Makes every model that is told to train an enabled one; those inside it follow it."""
+    from torch import nn
+    from transformers import PreTrainedModel
+
+    from distca_hf.integrations.models.forward_watch import enable, watch_of
+
+    inside = False
+
+    def enable_and_train(model: Any, mode: bool = True) -> Any:
+        nonlocal inside
+        if mode and not inside and model.config._attn_implementation == DISTCA and watch_of(model) is None:
+            enable(model, DistCAPlugin())
+        outermost, inside = not inside, True
+        try:
+            return nn.Module.train(model, mode)
+        finally:
+            inside = not outermost
+
+    PreTrainedModel.train = enable_and_train
 
 
 def attach_to_all() -> None:
