@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._python_dispatch import (
     is_traceable_wrapper_subclass as is_traceable_wrapper_subclass,  # torch documents it, here
 )
+from torch.utils.hooks import RemovableHandle
 
 
 # Arguments of operators. A subclass of Tensor has its own idea of an operator.
@@ -312,6 +313,20 @@ def all_to_all_of(group: RowGroup, device: torch.device) -> AllToAllFunction:
     options = dist.AllToAllOptions()
     options.asyncOp = True
     return lambda *rows_and_counts: start(*rows_and_counts, options)
+
+
+def register_first_hook(module: nn.Module, hook: Callable[..., object]) -> RemovableHandle:
+    """Registers a forward hook with keywords that runs before those that are there.
+
+    `prepend=True` lets Dynamo of torch 2.11 fail on the whole model: it numbers hooks in the order in which they came
+    into their dictionary.
+    """
+    handle = module.register_forward_hook(hook, with_kwargs=True)
+    hooks = module._forward_hooks
+    *others, added = hooks.items()
+    hooks.clear()
+    hooks.update([added, *others])
+    return handle
 
 
 @contextmanager

@@ -29,7 +29,7 @@ from distca_hf.integrations.models.hooks import Hook
 from distca_hf.integrations.models.structure import names_by_position, text_decoder
 from distca_hf.runtime.live_plan import LivePlan
 from distca_hf.runtime.row_moves import PassRows
-from distca_hf.torch_private import hidden_from_dynamo
+from distca_hf.torch_private import hidden_from_dynamo, register_first_hook
 
 
 # Keywords that describe the documents of a given batch; the plan describes those of placed rows.
@@ -113,7 +113,7 @@ class DecoderBorders:
         before the one that ends its pass."""
         self._handles = [
             self._decoder.register_forward_pre_hook(Hook(self._before), with_kwargs=True),
-            self._decoder.register_forward_hook(Hook(self._after), with_kwargs=True, prepend=True),
+            register_first_hook(self._decoder, Hook(self._after)),
         ]
 
     def leave(self) -> None:
