@@ -187,3 +187,18 @@ def test_groups_of_this_process_are_unknown_without_their_name(
     monkeypatch.delattr(dist.distributed_c10d, "_world")
 
     assert torch_private.num_groups() == 0
+
+
+def test_a_first_hook_runs_before_those_that_were_there_and_is_numbered_so() -> None:
+    module, ran = torch.nn.Linear(2, 2), list[str]()
+    module.register_forward_hook(lambda *_: ran.append("before"))
+    handle = torch_private.register_first_hook(module, lambda *_: ran.append("first"))
+    module.register_forward_hook(lambda *_: ran.append("after"))
+
+    module(torch.zeros(1, 2))
+    assert ran == ["first", "before", "after"]
+    assert next(iter(dict.keys(module._forward_hooks))) == handle.id  # where Dynamo looks
+
+    handle.remove()
+    module(torch.zeros(1, 2))
+    assert ran[3:] == ["before", "after"]
