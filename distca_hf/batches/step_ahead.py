@@ -5,8 +5,8 @@
     end of the first pass    a thread plans them: 2, 3, ..., and the first one of the next step
     later passes             copy their plan to the device
 
-Before the device has work, the host does nothing for them. It never waits here: lengths arrive while the pass runs. The
-thread touches neither process groups nor a device's stream.
+Before the device has work, the host does nothing for them. It never waits here: lengths arrive while the pass runs.
+The thread touches neither process groups nor a device's stream.
 
 A plan is used in the pass of its batch if all ranks show each other that they have it. Otherwise that pass gathers and
 plans, as for a batch that was not known before.
