@@ -72,7 +72,7 @@ class ParallelContext:
     @property
     def members(self) -> Members:
         """Ranks that train together. Without a group, one alone until the process group is initialised."""
-        world = dist.group.WORLD if is_initialized() else None
+        world = dist.group.WORLD
         known, of_world = self._known_members
         if known is not None and world is not None and of_world is world:
             return known

@@ -100,6 +100,7 @@ class GivenPlanner:
         flops: operations of the model, to count the work of a step by; None if they are not known.
 
     Attributes:
+        world_size: ranks that exchange rows when a model trains.
         history: facts of the latest micro-batches.
         latest_moves: of rows of the latest micro-batch; None if the model does not move rows, but attention tasks.
         returning: what the pass of the latest micro-batch returns.
@@ -123,7 +124,7 @@ class GivenPlanner:
         self.history: deque[PlanFacts] = deque(maxlen=REMEMBERED_MICRO_BATCHES)
         self.times = LoaderTimes()
         self._config = config
-        self._transport = transport
+        self._transport, self.world_size = transport, transport.world_size
         self._among_trainers = transport.among_trainers if isinstance(transport, ServedTransport) else transport
         topology = config.topology(transport.world_size)
         self._plans = GivenPlans(topology, head_groups, token_bytes, layer_masks, places_rows)

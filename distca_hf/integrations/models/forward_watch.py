@@ -5,7 +5,6 @@ plan along. About any other batch that trains, ranks agree here; its plan is mad
 """
 
 from collections.abc import Callable, Collection, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -15,12 +14,12 @@ from torch.utils.hooks import RemovableHandle
 from distca_hf.batches.batch_documents import Batch, cache_of, check_mask_numbers, ids_checked, tokens_of
 from distca_hf.batches.empty_batch import fill_empty
 from distca_hf.batches.given import GivenPlanner
+from distca_hf.batches.given_agreement import Returning
 from distca_hf.batches.known_batch import TOKENS, completed
 from distca_hf.batches.preview import RunReport
 from distca_hf.batches.read_documents import DocumentReader, ReadDocuments, Reading, reading_of
 from distca_hf.batches.reported_steps import ReportedSteps
 from distca_hf.comm.averaging import check_averaging
-from distca_hf.comm.transport import Transport
 from distca_hf.config import DistCAConfig
 from distca_hf.errors import PlanError
 from distca_hf.integrations.attention import LAYER_SETTINGS, LayerSettings
@@ -204,13 +203,13 @@ class ForwardWatch:
                 f"distca_plan is a {type(plan).__name__}, not the plan that plugin.dataloader made; pass batches on "
                 "unchanged"
             )
-        self._check.check_model(module)
+        if not is_given:
+            self._check.check_model(module)
+            self._prepare(module, plan.config, plan.transport.world_size)
         self._check.check_plan(plan)
         self.context.check_shares(plan.transport, plan.micro_batch)
         self._check.check_placed(batch, plan)
         batch |= self._mixers.with_plan(batch, plan)
-        if not is_given:
-            self._prepare(module, plan.config, plan.transport)
         plan = plan.for_pass()
         self._begin(module, plan)
         trains = module.training and torch.is_grad_enabled()
@@ -218,13 +217,14 @@ class ForwardWatch:
         batch = {**batch, "distca_plan": plan, **label_count(batch, plan), **self._no_cache(batch), **counted}
         return args, self.loss.place(batch, plan, self._borders) if self.loss.is_placed else batch
 
-    def _prepare(self, module: nn.Module, config: DistCAConfig, transport: Transport) -> None:
+    def _prepare(self, module: nn.Module, config: DistCAConfig, world_size: int) -> None:
         """Prepares checkpointing, and the facts of a pass.
 
         Args:
             config: of its plan.
+            world_size: ranks that exchange rows in it.
         """
-        rows_wait = self._recomputed_layers.prepare(module, self.context.config, has_peers=transport.world_size > 1)
+        rows_wait = self._recomputed_layers.prepare(module, self.context.config, has_peers=world_size > 1)
         self._passes_with_gradients += torch.is_grad_enabled()
         is_looked_at = torch.is_grad_enabled() and is_due(self._passes_with_gradients)
         if is_looked_at:  # it may be wrapped at any time
@@ -246,8 +246,11 @@ class ForwardWatch:
         """Begins a pass that is prepared."""
         calls, grid = self._check.num_calls, self.context.members.grid
         layers = PassLayers(calls or len(self._layers), self._layer_masks, self._regions)
-        of_model = partial(predictable, self.root, self.flops, self._recomputed_layers.parts(module), grid)
-        trace = self.reported_steps.begin(plan, module.training and torch.is_grad_enabled(), of_model)
+        trace = self.reported_steps.begin(
+            plan,
+            module.training and torch.is_grad_enabled(),
+            lambda: predictable(self.root, self.flops, self._recomputed_layers.parts(module), grid),
+        )
         plan.begin_forward_pass(
             calls, self._facts, layers, self._check.calls_before, trace, self._check.shared_state(grid)
         )
@@ -283,9 +286,13 @@ class ForwardWatch:
         planner, images_wait = self._planner_on(tokens_of(batch).device), self._check.images_wait(module.training)
         rows_move = module.training and torch.is_grad_enabled() and not self._mixers.mixers
         returning, reason = self.loss.begin(batch if rows_move else None)
-        transport = self.context.training_transport(tokens_of(batch).device)
-        meanwhile = partial(self._prepare, module, self.context.config, transport)
         need_gradients = self._check.gradients_before_decoder()
+
+        def meanwhile() -> None:
+            self._prepare(module, self.context.config, planner.world_size)
+            if returning != Returning.STATES:
+                self.loss.shift(batch)
+
         plan = planner.plan(batch, module.training, images_wait, need_gradients, returning, meanwhile)
         if plan is not None:
             self.loss.decide(planner.returning, planner.needing, reason)

@@ -40,7 +40,7 @@ class ReadAhead:
         self._latest: Reading | None = None
         replace(trainer, "train", partial(self._train, trainer.train))
         replace(trainer, "get_batch_samples", partial(self._batch_samples, trainer.get_batch_samples))
-        if type(trainer)._prepare_inputs is Trainer._prepare_inputs:  # it only copies, on CPUs every time
+        if type(trainer)._prepare_inputs is Trainer._prepare_inputs:  # it may copy, and does nothing else
             replace(trainer, "_prepare_inputs", partial(_prepare_inputs, trainer._prepare_inputs))
 
     def begin(self, loader: object) -> None:
@@ -107,8 +107,9 @@ class ReadAhead:
 
 
 def _prepare_inputs(prepare: Callable[[Any], Any], inputs: Any) -> Any:
-    """Carries the mark of a batch that was read over to its copy."""
-    reading, prepared = reading_of(inputs) if isinstance(inputs, Mapping) else None, prepare(inputs)
-    if reading is not None:
-        mark(prepared, reading)
+    """Carries the mark of a batch over to its copy."""
+    prepared = prepare(inputs)
+    if isinstance(inputs, Mapping) and any(prepared[name] is not value for name, value in inputs.items()):
+        if (reading := reading_of(inputs)) is not None:
+            mark(prepared, reading)
     return prepared
