@@ -247,11 +247,11 @@ def report(
         run_report(source, output, as_json, cluster)
 
 
-@app.command(epilog="Example: distca explain 64,2x24 --ranks 2 --rank 1")
+@app.command(epilog="Example: distca explain 64,2x24 --gpus 2 --rank 1")
 def explain(
     documents: Annotated[str, typer.Argument(help="lengths in tokens of the micro-batch's documents: 2x32768,4096")],
-    ranks: Annotated[int, typer.Option(min=1, help="that hold them")] = 2,
-    rank: Annotated[int | None, typer.Option(min=0, help="only this one; by default all")] = None,
+    gpus: Annotated[int, typer.Option(min=1, help="that hold them")] = 2,
+    rank: Annotated[int | None, typer.Option(min=0, help="the only GPU to show, from 0 on; by default all")] = None,
     window: Annotated[int | None, typer.Option(min=1, help="tokens of the layer's sliding window")] = None,
     kv_heads: Annotated[int, typer.Option(min=1, help="of the layer")] = 8,
     head_groups: Annotated[
@@ -266,7 +266,7 @@ def explain(
 
     with _one_line_errors():
         mask = Mask(window)
-        text = explained(documents_of(documents), ranks, rank, mask, kv_heads, head_groups, chunks, refetch)
+        text = explained(documents_of(documents), gpus, rank, mask, kv_heads, head_groups, chunks, refetch)
     typer.echo(text)
 
 

@@ -32,7 +32,7 @@ rank 1 of 2 holds 56 tokens: d0[0:48] d2[16:24]
 
 
 def test_command_says_what_a_rank_does() -> None:
-    result = CliRunner().invoke(app, ["explain", "64,2x24", "--ranks", "2", "--rank", "1"])
+    result = CliRunner().invoke(app, ["explain", "64,2x24", "--gpus", "2", "--rank", "1"])
     assert result.output == RANK_1
 
 
