@@ -9,14 +9,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from distca_hf.errors import ConfigError, UnknownSettingError, nearest
+from distca_hf.errors import ConfigError, nearest
 from distca_hf.launched import JOB_SECRET, LAUNCHED_SERVERS, read_servers
 from distca_hf.settings import (
     Settings,
     described,
     fields_of,
     read_text,
-    renamed,
     values_of,
 )
 from distca_hf.topology import Topology
@@ -45,7 +44,6 @@ def _setting(
     name: str,
     default: object,
     help: str,
-    formerly: tuple[str, ...] = (),
     at_least: int | None = None,
     at_most: float | None = None,
     positive: bool = False,
@@ -56,7 +54,6 @@ def _setting(
 
     Args:
         name: of the setting; in a group that of the group, a dot, and its own.
-        formerly: names that the setting had before. They are refused with the present one.
         at_least: smallest value.
         at_most: largest value.
         positive: whether it must be above 0.
@@ -69,7 +66,7 @@ def _setting(
         text = os.environ.get(variable)
         return default if text is None else read_text(DistCAConfig, name, text, f"environment variable {variable}")
 
-    metadata = {"help": help, "default": default, "formerly": formerly}
+    metadata = {"help": help, "default": default}
     limits = {"at_least": at_least, "at_most": at_most, "positive": positive, "or_number": or_number, "check": check}
     return field(default_factory=from_environment, metadata=metadata | limits)
 
@@ -92,21 +89,18 @@ class Debug(Settings):
         "debug.check_exchanges",
         False,
         "Before every exchange ranks compare which one they are making; costs a message each.",
-        formerly=("check_exchanges",),
     )
     check_finite: bool = _setting(
         "debug.check_finite",
         False,
         "Look for numbers that are not finite in inputs and outputs of every attention call; waits for the device "
         "each time.",
-        formerly=("check_finite",),
     )
     check_weights_every_steps: int = _setting(
         "debug.check_weights_every_steps",
         0,
         "Trainer: steps between two comparisons of weights, or parts of them, that several ranks hold, bit by bit; "
         "0: never.",
-        formerly=("check_weights_every_steps",),
         at_least=0,
     )
 
@@ -127,7 +121,6 @@ class Timeouts(Settings):
         "timeouts.exchange_seconds",
         300.0,
         "Deadline of one exchange between ranks, after which the step fails.",
-        formerly=("exchange_timeout_seconds",),
         at_most=LONGEST_SECONDS,
         positive=True,
     )
@@ -136,7 +129,6 @@ class Timeouts(Settings):
         1800.0,
         "Deadline for all ranks to come to the same micro-batch; work of only one rank between two of them (saving) "
         "must fit in it.",
-        formerly=("agreement_timeout_seconds",),
         at_most=LONGEST_SECONDS,
         positive=True,
     )
@@ -192,7 +184,6 @@ class DistCAConfig(Settings):
         "auto",
         "Keys and values received from other ranks: keep them in memory until recomputation and backward (keep), "
         "fetch them again (refetch), or keep them while they fit kv_budget_gib (auto).",
-        formerly=("received_kv",),
     )
     kv_budget_gib: float = _setting(
         "kv_budget_gib",
@@ -207,7 +198,6 @@ class DistCAConfig(Settings):
         0,
         "Most chunks in which rows are sent between ranks. The first are computed while the others are sent: more "
         "hide slow links, fewer cost less where links are fast. 0: one on a single node, four on several.",
-        formerly=("exchange_legs",),
         at_least=0,
     )
     checkpointed_attention: CheckpointedAttention = _setting(
@@ -301,7 +291,6 @@ class DistCAConfig(Settings):
     debug: Debug = field(default_factory=Debug)
 
     def __post_init__(self) -> None:
-        _check_environment()
         self.check_values(DistCAConfig)
         # Equal settings are equal texts: ranks compare them.
         vars(self)["attention_servers"] = ",".join(map(str, read_servers(self.attention_servers)))
@@ -360,17 +349,3 @@ def unknown_environment_settings() -> dict[str, str | None]:
     unknown = given - set(variables.values()) - {LAUNCHED_SERVERS, JOB_SECRET}
     meant = {name: nearest(name.removeprefix(ENVIRONMENT_PREFIX), variables) for name in sorted(unknown)}
     return {name: near and variables[near] for name, near in meant.items()}
-
-
-def _check_environment() -> None:
-    """Refuses variables of settings that have another name now.
-
-    Raises:
-        UnknownSettingError: there is one; names both variables.
-    """
-    for former, present in renamed(DistCAConfig).items():
-        if variable_of(former) in os.environ:
-            raise UnknownSettingError(
-                f"environment variable {variable_of(former)}: the setting {former!r} is now called {present!r}; set "
-                f"{variable_of(present)}"
-            )

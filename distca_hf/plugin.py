@@ -48,7 +48,6 @@ class DistCAPlugin(DistCAConfig, ParallelContext):
             "help": "Ranks that train together: a process group, or a device mesh of one dimension; by default the "
             "whole job. Gradients must be averaged over the same ranks.",
             "default": None,
-            "formerly": (),
         },
     )
 

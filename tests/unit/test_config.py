@@ -32,7 +32,7 @@ from distca_hf.launched import (
 )
 from distca_hf.plugin import DistCAPlugin
 from distca_hf.recipe import Recipe, as_environment, read_yaml
-from distca_hf.settings import check_mapping, fields_of, renamed, values_of
+from distca_hf.settings import check_mapping, fields_of, values_of
 
 
 NAMES = list(fields_of(DistCAConfig))
@@ -286,43 +286,6 @@ def test_attribute_that_is_a_misspelt_setting_is_refused() -> None:
     settings.note = "of a program"  # type: ignore[attr-defined]
 
 
-# --- former names
-
-
-FORMER = {
-    "exchange_legs": "exchange_chunks",
-    "received_kv": "kv_residency",
-    "exchange_timeout_seconds": "timeouts.exchange_seconds",
-    "agreement_timeout_seconds": "timeouts.agreement_seconds",
-    "check_exchanges": "debug.check_exchanges",
-    "check_finite": "debug.check_finite",
-    "check_weights_every_steps": "debug.check_weights_every_steps",
-}
-
-
-@pytest.mark.parametrize(("former", "present"), FORMER.items())
-def test_former_name_is_refused_with_the_present_one(
-    former: str, present: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    group, _, inner = present.rpartition(".")
-    how = rf": {group}=distca_hf.{group.title()}\({inner}=...\) in Python, {inner} in a section {group} in recipes"
-    said = rf"the setting '{former}' is now called '{present}'{how if group else ''}$"
-    with pytest.raises(UnknownSettingError, match=f"^DistCAPlugin: {said}"):
-        DistCAPlugin(**{former: 1})
-    with pytest.raises(UnknownSettingError, match=said):
-        setattr(DistCAConfig(), former, 1)
-    recipe = written(tmp_path, f"plugin:\n  {former}: 1\n")
-    with pytest.raises(UnknownSettingError, match=f"settings.yaml: {said}"):
-        Recipe.read(recipe)
-    monkeypatch.setenv(f"DISTCA_{former.upper()}", "1")
-    with pytest.raises(UnknownSettingError, match=f"DISTCA_{former.upper()}: .*; set {variable_of(present)}$"):
-        DistCAPlugin()
-
-
-def test_all_former_names_are_known() -> None:
-    assert renamed(DistCAConfig) == FORMER
-
-
 # --- groups
 
 
@@ -344,6 +307,14 @@ def test_name_with_a_dot_is_refused_where_it_is_no_name(tmp_path: Path) -> None:
         UnknownSettingError, match=r"debug\.check_finite' is a setting of a group: debug=distca_hf.Debug"
     ):
         Recipe.read(written(tmp_path, "plugin:\n  debug.check_finite: on\n"))
+    said = (
+        r"'check_finite' is a setting of a group: debug=distca_hf.Debug\(check_finite=...\) in Python, "
+        "check_finite in a section debug in recipes$"
+    )
+    with pytest.raises(UnknownSettingError, match=f"^DistCAPlugin: {said}"):
+        DistCAPlugin(check_finite=True)  # type: ignore[call-arg]
+    with pytest.raises(UnknownSettingError, match=said):
+        setattr(DistCAConfig(), "check_finite", True)  # noqa: B010
 
 
 def test_settings_of_a_group_are_fixed_and_misspelt_ones_are_named() -> None:
