@@ -4,6 +4,7 @@ A value comes from, in this order: an explicit argument, a recipe (YAML), the en
 `DISTCA_<GROUP>_<FIELD>`, the default.
 """
 
+import json
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -23,6 +24,8 @@ from distca_hf.topology import Topology
 
 # Variables of the environment that set a field begin with it.
 ENVIRONMENT_PREFIX = "DISTCA_"
+# Variable with all settings of the recipe that this process was started with: JSON, by the names of `fields_of`.
+OF_RECIPE = "DISTCA_SETTINGS_OF_RECIPE"
 # Parts of an exchange where the group spans nodes: the first part is attended while the others are sent. More
 # parts start more kernels, and fewer hide less (docs/design.md, "Chunks hide slow links").
 CHUNKS_BETWEEN_NODES = 4
@@ -63,12 +66,26 @@ def _setting(
 
     def from_environment() -> object:
         variable = variable_of(name)
+        if name in (of_recipe := recipe_settings()):
+            return of_recipe[name]
         text = os.environ.get(variable)
         return default if text is None else read_text(DistCAConfig, name, text, f"environment variable {variable}")
 
     metadata = {"help": help, "default": default}
     limits = {"at_least": at_least, "at_most": at_most, "positive": positive, "or_number": or_number, "check": check}
     return field(default_factory=from_environment, metadata=metadata | limits)
+
+
+def recipe_settings() -> dict[str, object]:
+    """Returns the settings of the recipe that this process was started with.
+
+    Raises:
+        ConfigError: something else than `distca_hf.run` wrote the variable.
+    """
+    try:
+        return dict(json.loads(os.environ.get(OF_RECIPE, "{}")))
+    except (ValueError, TypeError) as error:
+        raise ConfigError(f"environment variable {OF_RECIPE}: distca_hf.run writes it ({error}); unset it") from error
 
 
 def variable_of(name: str) -> str:
@@ -311,9 +328,14 @@ class DistCAConfig(Settings):
                 "plugin) in a loop"
             )
 
+    @property
+    def node_size(self) -> int:
+        """Ranks that share a node, as far as is known; 0: all of them."""
+        return self.ranks_per_node
+
     def topology(self, num_ranks: int) -> Topology:
-        """Returns which ranks share a node: all of them, unless a setting says how many do."""
-        return Topology(num_ranks, self.ranks_per_node or num_ranks)
+        """Returns which ranks share a node: all of them, unless it is known how many do."""
+        return Topology(num_ranks, self.node_size or num_ranks)
 
     def num_chunks(self, topology: Topology) -> int:
         """Returns the chunks of every exchange between these ranks, at most."""
@@ -321,7 +343,7 @@ class DistCAConfig(Settings):
 
     def shared_settings(self) -> dict[str, object]:
         """Returns the settings that ranks must share, by name."""
-        values = values_of(self, DistCAConfig)
+        values = values_of(self, DistCAConfig) | {"ranks_per_node": self.node_size}
         return {name: value for name, value in values.items() if name not in SETTINGS_OF_ONE_RANK}
 
 
@@ -346,6 +368,6 @@ def unknown_environment_settings() -> dict[str, str | None]:
         variable.removeprefix(ENVIRONMENT_PREFIX): variable for variable in map(variable_of, fields_of(DistCAConfig))
     }
     given = {name for name in os.environ if name.startswith(ENVIRONMENT_PREFIX)}
-    unknown = given - set(variables.values()) - {LAUNCHED_SERVERS, JOB_SECRET}
+    unknown = given - set(variables.values()) - {LAUNCHED_SERVERS, JOB_SECRET, OF_RECIPE}
     meant = {name: nearest(name.removeprefix(ENVIRONMENT_PREFIX), variables) for name in sorted(unknown)}
     return {name: near and variables[near] for name, near in meant.items()}

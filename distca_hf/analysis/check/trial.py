@@ -19,7 +19,6 @@ from distca_hf.analysis.check.tiny_config import LONGEST_TOKENS, VOCABULARY
 from distca_hf.batches.loader import PlacedLoader
 from distca_hf.batches.placed import PlacedPlanner
 from distca_hf.comm.transport import LocalTransport, Transport
-from distca_hf.config import DistCAConfig
 from distca_hf.integrations.models.check import IMPLEMENTATION
 from distca_hf.integrations.models.forward_watch import enable
 from distca_hf.integrations.models.mixers import needs_whole_documents
@@ -118,13 +117,14 @@ def documents_dataset() -> Dataset:
 def loader_of(transport: Transport, whole_documents: bool = False) -> PlacedLoader:
     """Returns all documents in one micro-batch."""
     num_ranks = transport.world_size
-    planner = PlacedPlanner(config_for(num_ranks), num_ranks, whole_documents=whole_documents)
+    planner = PlacedPlanner(context_for(num_ranks), num_ranks, whole_documents=whole_documents)
     return PlacedLoader(documents_dataset(), planner, transport, torch.device("cpu"))
 
 
-def config_for(num_ranks: int) -> DistCAConfig:
+def context_for(num_ranks: int) -> ParallelContext:
     """Returns settings with which all documents fit some ranks."""
-    return DistCAConfig(tokens_per_rank=max(CAPACITY_TOKENS // num_ranks, LONGEST_TOKENS), pad_to_multiple_of=32)
+    tokens_per_rank = max(CAPACITY_TOKENS // num_ranks, LONGEST_TOKENS)
+    return ParallelContext(tokens_per_rank=tokens_per_rank, pad_to_multiple_of=32, ranks_per_node=num_ranks)
 
 
 def step_alone(model: PreTrainedModel) -> Step:
@@ -167,12 +167,12 @@ def step_placed(tiny: TinyModel, num_ranks: int) -> Step:
     whole_documents = needs_whole_documents(models[0])
     documents = loader_of(LocalTransport()).documents(epoch=0, micro_batch=0)  # of all numbers of ranks
     lengths = np.array([len(document.input_ids) for document in documents])
-    layout = PlacedPlanner(config_for(num_ranks), num_ranks, whole_documents=whole_documents).layout(lengths)
+    layout = PlacedPlanner(context_for(num_ranks), num_ranks, whole_documents=whole_documents).layout(lengths)
     tokens = torch.from_numpy(np.concatenate([document.input_ids for document in documents]))
 
     def step(transport: Transport) -> tuple[Step, torch.Tensor]:
         model = models[transport.rank]
-        enable(model, ParallelContext(config_for(num_ranks)), LONGEST_TOKENS)
+        enable(model, context_for(num_ranks), LONGEST_TOKENS)
         (batch,) = loader_of(transport, whole_documents)
         output = model(**batch)
         output.loss.backward()

@@ -86,15 +86,15 @@ class ForwardWatch:
     """
 
     def __init__(self, root: nn.Module, context: ParallelContext) -> None:
-        self.root, self.context, config = root, context, context.config
+        self.root, self.context = root, context
         self.planner: GivenPlanner | None = None
         inner = transformers_model(root)
-        self.flops, self.report = step_flops(root), RunReport(config)
+        self.flops, self.report = step_flops(root), RunReport(context)
         self.attention_dtype: torch.dtype | None = None
         self._class_name = type(inner).__name__
         self._layers = attention_layers(inner)
         self._is_running, self._passes_with_gradients = False, 0
-        self._check = ForwardCheck(root, config, self._layers)
+        self._check = ForwardCheck(root, context, self._layers)
         self.position_limits = self._check.position_limits
         self._counted = CountedRows(inner)
         self._borders = DecoderBorders(inner, self.position_limits.has_table, self._counted, self._check.check_calls)
@@ -112,7 +112,7 @@ class ForwardWatch:
         self._token_bytes = token_bytes_of(root)
         self._layer_masks = layer_masks_of(root)
         self._recomputed_layers = RecomputedLayers(root)
-        reported = config.report_every_steps, context.trace_file, self._token_bytes, self._layer_masks
+        reported = context.report_every_steps, context.trace_file, self._token_bytes, self._layer_masks
         self.reported_steps = ReportedSteps(*reported)
         self._checkpointed: list[nn.Module] | None = None
         self._handles: list[RemovableHandle] = []
@@ -224,9 +224,9 @@ class ForwardWatch:
     def _begin(self, module: nn.Module, plan: LivePlan) -> None:
         """Prepares checkpointing, and the pass with its facts."""
         rows_wait = False
-        if self.context.config.checkpointed_attention != "recompute":
+        if self.context.checkpointed_attention != "recompute":
             self._save_attention(module)
-        elif self.context.config.kv_residency != "refetch" and plan.transport.world_size > 1:
+        elif self.context.kv_residency != "refetch" and plan.transport.world_size > 1:
             rows_wait = keep_received(self._checkpointed_modules(module))
         again = places_that_attend_again(self._checkpointed_modules(module))
         regions = self._recomputed_layers.regions(self._checkpointed_modules(module), again)
@@ -270,7 +270,7 @@ class ForwardWatch:
         `evaluate` is "distca".
         """
         trains = module.training and torch.is_grad_enabled()
-        evaluates = not module.training and self.context.config.evaluate == "distca"
+        evaluates = not module.training and self.context.evaluate == "distca"
         members = self.context.members
         # Tensor ranks of one data rank have nothing to exchange, but agree.
         one_rank = len(members.compute_ranks if trains else members.token_ranks) == len(members.layer_ranks) == 1
@@ -293,7 +293,7 @@ class ForwardWatch:
             transport = self.context.training_transport(device)
             of_model = self._head_groups, self._token_bytes, self.context.servers, self._layer_masks
             of_rows = self._read_and_open, not self._mixers.mixers, self.flops
-            self.planner = GivenPlanner(self.context.config, transport, *of_model, *of_rows)
+            self.planner = GivenPlanner(self.context, transport, *of_model, *of_rows)
         return self.planner
 
     def begin_step(self, documents: Sequence[ReadDocuments | None], step_batches: int, device: torch.device) -> None:
@@ -316,7 +316,7 @@ class ForwardWatch:
 
     def _save_attention(self, module: nn.Module) -> None:
         first = self._checkpointed is None
-        on_host = self.context.config.checkpointed_attention == "offload"
+        on_host = self.context.checkpointed_attention == "offload"
         if not save_attention(self._checkpointed_modules(module), on_host) and first:
             log.warning(
                 "reentrant activation checkpointing recomputes attention and its exchanges; use_reentrant=False saves "
@@ -376,10 +376,9 @@ def enable(model: nn.Module, plugin: ParallelContext, longest_document_tokens: i
             otherwise than the plugin's loaders and models before it.
     """
     follow_mesh(model, plugin)
-    config = plugin.config
-    longest = longest_document_tokens or config.tokens_per_rank * len(plugin.members.token_ranks)
+    longest = longest_document_tokens or plugin.tokens_per_rank * len(plugin.members.token_ranks)
     longest = longest or PositionLimits(transformers_model(model)).reach_tokens
-    check_model(model, longest, config.kernel, plugin.device, given_batches=not config.tokens_per_rank)
+    check_model(model, longest, plugin.kernel, plugin.device, given_batches=not plugin.tokens_per_rank)
     inner = transformers_model(model)
     give_own_attention(inner)
     watch = watch_of(inner)
@@ -393,7 +392,7 @@ def enable(model: nn.Module, plugin: ParallelContext, longest_document_tokens: i
     watch.forget_passes()
     for number, layer in enumerate(attention_layers(inner).values()):
         settings = LayerSettings(
-            config.kernel, config.deterministic, torch.tensor(number, device="cpu"), watch.is_running
+            plugin.kernel, plugin.deterministic, torch.tensor(number, device="cpu"), watch.is_running
         )
         setattr(layer, LAYER_SETTINGS, settings)
     return model

@@ -86,9 +86,9 @@ class DividedModel:
             UnsupportedAttentionError: the model cannot run on distca.
         """
         self._check_grid(plugin)
-        plugin.config.check_places("a pipeline")
-        tokens, device = plugin.config.tokens_per_rank, numbered(plugin.device)
-        check_model(self.outline, tokens * len(plugin.members.token_ranks), plugin.config.kernel, device)
+        plugin.check_places("a pipeline")
+        tokens, device = plugin.tokens_per_rank, numbered(plugin.device)
+        check_model(self.outline, tokens * len(plugin.members.token_ranks), plugin.kernel, device)
         model = self.read(number)
         enable(model.to(device), plugin)
         layers = [model.get_submodule(f"{self.stack.layers}.{layer}") for layer in self._layers_of(number)]
