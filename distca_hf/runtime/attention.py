@@ -21,13 +21,12 @@ import torch
 
 from distca_hf.kernels.interface import AttentionSpec, Inputs, empty_layer_outputs, made_deterministic
 from distca_hf.kernels.sinks import add_sinks
-from distca_hf.runtime.call_views import as_rows, rows_to_read
 from distca_hf.runtime.device_routing import DeviceRouting
 from distca_hf.runtime.kernel_calls import BackwardCalls, ForwardCalls, attend_whole
 from distca_hf.runtime.layer_checks import check_finite, check_room
 from distca_hf.runtime.live_plan import LivePlan
-from distca_hf.runtime.pass_calls import CallTensors
-from distca_hf.runtime.prepared_calls import QueryRows
+from distca_hf.runtime.pass_layers import CallTensors
+from distca_hf.runtime.prepared_calls import QueryRows, as_rows, rows_to_read
 from distca_hf.runtime.remote_kv import KVDispatch, KVGradCombine, RemoteKV, RemoteKVGradients
 from distca_hf.runtime.remote_queries import BackwardRemoteQueries, ForwardRemoteQueries
 from distca_hf.runtime.retention import Kept, Received, Retention

@@ -17,10 +17,10 @@ import torch
 
 from distca_hf.comm.transport import Exchange, Transport
 from distca_hf.kernels.interface import accumulation_dtype
+from distca_hf.kernels.row_kinds import some_rows
 from distca_hf.kernels.rows import copy_rows
-from distca_hf.kernels.views import some_rows
 from distca_hf.runtime.device_routing import ChunkRouting, DeviceCall
-from distca_hf.runtime.prepared_kv import PreparedKV, side_by_side
+from distca_hf.runtime.prepared_calls import PreparedKV, side_by_side
 
 
 @dataclass(eq=False, slots=True)

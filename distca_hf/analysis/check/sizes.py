@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 
 from distca_hf.analysis.memory import DecoderSize, LayerSize
 from distca_hf.analysis.request import MLP_MATRICES
-from distca_hf.integrations.models.layer_kinds import LayerKind, decoder_layers
+from distca_hf.integrations.models.decoder_layers import LayerKind, decoder_layers
 from distca_hf.integrations.models.operations import share_of, shares_of_experts
 from distca_hf.integrations.models.structure import attention_layers, weights_beside_text
 

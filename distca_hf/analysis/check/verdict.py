@@ -16,9 +16,8 @@ from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING, AutoH
 
 from distca_hf.analysis.check.find import DEFAULT_SIZES, Candidate
 from distca_hf.analysis.check.kernels import KernelChoice, kernels_for
-from distca_hf.analysis.check.numerics import Numerics, compare
 from distca_hf.analysis.check.tiny_config import tiny_config, tiny_version
-from distca_hf.analysis.check.trial import TinyModel, step_alone
+from distca_hf.analysis.check.trial import Numerics, TinyModel, compare, step_alone
 from distca_hf.errors import ConfigError, DistCAError
 from distca_hf.gpus import Gpu
 from distca_hf.integrations.models.check import (
@@ -28,7 +27,7 @@ from distca_hf.integrations.models.check import (
     kernel_needs,
     refusals,
 )
-from distca_hf.integrations.models.layer_kinds import LayerKind, layer_kinds, ranges
+from distca_hf.integrations.models.decoder_layers import LayerKind, layer_kinds, ranges
 from distca_hf.integrations.models.structure import attention_layers, text_decoder
 from distca_hf.integrations.models.towers import towers
 

@@ -13,9 +13,9 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from distca_hf.batches.batch_documents import Batch, cache_of, check_mask_numbers, ids_checked, tokens_of
-from distca_hf.batches.empty_batch import fill_empty
 from distca_hf.batches.given import GivenPlanner
 from distca_hf.batches.known_batch import TOKENS, completed
+from distca_hf.batches.padded import fill_empty
 from distca_hf.batches.preview import RunReport
 from distca_hf.batches.read_documents import DocumentReader, ReadDocuments, read_before
 from distca_hf.batches.reported_steps import ReportedSteps
@@ -31,22 +31,19 @@ from distca_hf.integrations.checkpointing import (
     restore_functions,
     save_attention,
 )
-from distca_hf.integrations.models.backbone_calls import BackboneCalls
 from distca_hf.integrations.models.check import PositionLimits, check_model
 from distca_hf.integrations.models.counted_rows import CountedRows
 from distca_hf.integrations.models.decoder_borders import DecoderBorders
+from distca_hf.integrations.models.decoder_layers import verdict_in_short
 from distca_hf.integrations.models.distributed_check import check_divided_heads, follow_mesh
 from distca_hf.integrations.models.forward_check import ForwardCheck
 from distca_hf.integrations.models.heads import head_groups_of, token_bytes_of
-from distca_hf.integrations.models.hooks import WATCH, HiddenHook
-from distca_hf.integrations.models.label_count import label_count
-from distca_hf.integrations.models.layer_kinds import verdict_in_short
-from distca_hf.integrations.models.layer_masks import layer_masks_of, layer_windows
-from distca_hf.integrations.models.mixer_watch import MixerWatch
+from distca_hf.integrations.models.hooks import WATCH, BackboneCalls, HiddenHook
+from distca_hf.integrations.models.layer_masks import RecomputedLayers, layer_masks_of, layer_windows
+from distca_hf.integrations.models.mixers import MixerWatch
 from distca_hf.integrations.models.operations import predictable, step_flops
-from distca_hf.integrations.models.placed_loss import PlacedLoss
+from distca_hf.integrations.models.placed_loss import PlacedLoss, label_count
 from distca_hf.integrations.models.planner import vocabulary_tokens_of
-from distca_hf.integrations.models.recomputed_layers import RecomputedLayers
 from distca_hf.integrations.models.structure import (
     attention_layers,
     forward_accepts,

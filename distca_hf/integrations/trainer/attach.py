@@ -20,7 +20,8 @@ from distca_hf.integrations.models.forward_watch import enable, watch_of
 from distca_hf.integrations.models.planner import planner_for
 from distca_hf.integrations.models.structure import transformers_model
 from distca_hf.integrations.models.towers import give_own_attention
-from distca_hf.integrations.trainer.attachment import Attachment, restorer
+from distca_hf.integrations.models.weights_check import divide_again
+from distca_hf.integrations.trainer.attachment import Attachment, held_models, restorer, watch_held_models
 from distca_hf.integrations.trainer.callback import DistCACallback, print_in_short
 from distca_hf.integrations.trainer.check import (
     EvaluationCheck,
@@ -29,12 +30,10 @@ from distca_hf.integrations.trainer.check import (
     wrong_settings,
 )
 from distca_hf.integrations.trainer.columns import reading_of
-from distca_hf.integrations.trainer.held_models import held_models, watch_held_models
 from distca_hf.integrations.trainer.loss_reader import LossReader
 from distca_hf.integrations.trainer.redone_steps import RedoneSteps, cannot_redo
 from distca_hf.integrations.trainer.resuming import Resuming, check_checkpoint
 from distca_hf.integrations.trainer.stop_on_signal import LeaveOnSignal
-from distca_hf.integrations.trainer.whole_weights import divide_again
 from distca_hf.parallel_context import ParallelContext
 from distca_hf.telemetry import get_logger
 

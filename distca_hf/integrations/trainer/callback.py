@@ -28,11 +28,10 @@ from distca_hf.batches.meter import Meter, MeterReading, PlanSource
 from distca_hf.batches.preview import count
 from distca_hf.errors import ConfigError
 from distca_hf.integrations.models.forward_watch import ForwardWatch, enable, watch_of
-from distca_hf.integrations.models.weights_check import WeightsCheck
+from distca_hf.integrations.models.weights_check import WeightsCheck, check_optimizer
 from distca_hf.integrations.trainer.check import settings_of_placed
 from distca_hf.integrations.trainer.read_ahead import ReadAhead
 from distca_hf.integrations.trainer.stop_on_signal import LeaveOnSignal
-from distca_hf.integrations.trainer.whole_weights import check_optimizer
 from distca_hf.parallel_context import ParallelContext
 from distca_hf.telemetry import get_logger
 from distca_hf.version import __version__

@@ -16,7 +16,7 @@ from distca_hf.config import DistCAConfig
 from distca_hf.cost import Heads
 from distca_hf.errors import ConfigError
 from distca_hf.gpus import Gpu
-from distca_hf.integrations.models.layer_kinds import LayerKind, grouped
+from distca_hf.integrations.models.decoder_layers import LayerKind, grouped
 from distca_hf.layout import MAX_DOCUMENT_TOKENS
 from distca_hf.planning.transfers import received_bytes
 
