@@ -172,6 +172,8 @@ class KVDispatch:
         """Waits for a chunk, and puts its rows where they are read."""
         if self.sends:
             self._started.pop(0).wait()
+            if not self._started:  # rows on their way keep what they are part of
+                del self._sent
         if self._receives:
             remote_kv.put_received(self.received, chunk.keys.receive, self._prepared)
 
@@ -193,8 +195,8 @@ class KVGradCombine:
 
     def receive(self) -> None:
         """Waits for all chunks."""
-        for exchange in self._started:
-            exchange.wait()
+        while self._started:
+            self._started.pop(0).wait()
 
     def finish(self, dk: torch.Tensor, dv: torch.Tensor) -> None:
         """Adds gradients of the remote KV and of other servers to those of local rows."""
