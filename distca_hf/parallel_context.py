@@ -11,7 +11,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 
 import torch
-from torch.distributed import ProcessGroup
+import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh as DeviceMesh  # integrations name it, too
 
 from distca_hf.comm.agreement import CheckedTransport
@@ -51,7 +51,7 @@ class ParallelContext(DistCAConfig):
         trace_file: takes the traces of reported steps.
     """
 
-    group: ProcessGroup | DeviceMesh | None = field(
+    group: dist.ProcessGroup | DeviceMesh | None = field(
         default=None,
         metadata={
             "help": "Ranks that train together: a process group, or a device mesh of one dimension; by default the "
@@ -64,6 +64,7 @@ class ParallelContext(DistCAConfig):
         super().__post_init__()
         self._group = process_group_of(self.group)
         self._grid: Grid | None = None
+        self._known_members: tuple[Members | None, dist.ProcessGroup | None] = None, None
         self._node_size = self._find_node_size()
         self._transports: dict[torch.device, Transport] = {}
         self._served: dict[torch.device, ServedTransport] = {}
@@ -77,8 +78,15 @@ class ParallelContext(DistCAConfig):
     @property
     def members(self) -> Members:
         """Ranks that train together. Without a group, one alone until the process group is initialised."""
+        world = dist.group.WORLD
+        known, of_world = self._known_members
+        if known is not None and world is not None and of_world is world:
+            return known
         members = Members.of(self._group, sum(launched_servers()))
-        return members if self._grid is None else replace(members, grid=self._grid)
+        if self._grid is not None:
+            members = replace(members, grid=self._grid)
+        self._known_members = members, world
+        return members
 
     @property
     def servers(self) -> Servers | None:
@@ -153,7 +161,7 @@ class ParallelContext(DistCAConfig):
                 f"attention servers serve ranks that differ only in data, and these are {grid.in_words()}; leave the "
                 "servers out, or train without tensor and pipeline parallelism"
             )
-        self._grid = grid
+        self._grid, self._known_members = grid, (None, None)
         self._node_size = self._find_node_size()
 
     def _find_node_size(self) -> int:

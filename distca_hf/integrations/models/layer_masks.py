@@ -2,19 +2,14 @@
 
 Transformers models give a window to the attention function (`sliding_window`), or to the mask only. Placement must
 know it before the first pass. A window that is met there first is routed then, with a warning (`forward_check`).
-
-Layers that backward runs again are grouped by the checkpointed region that they are in, with their windows. A region
-that is recomputed holds rows of other ranks for all of its layers at the same time. Most regions are one layer of a
-model. Wrappers of torch may hold several, and layers that are in no region attend once.
 """
 
 from collections import Counter
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator
 from functools import lru_cache
 
 from torch import nn
 from transformers import PreTrainedConfig
-from transformers.modeling_layers import GradientCheckpointingLayer
 
 from distca_hf.cost import LayerMasks, Mask
 from distca_hf.errors import UnsupportedAttentionError
@@ -25,7 +20,6 @@ from distca_hf.integrations.models.structure import (
     text_modules,
     transformers_model,
 )
-from distca_hf.runtime.pass_layers import Regions
 
 
 def layer_masks_of(model: nn.Module) -> LayerMasks:
@@ -80,43 +74,3 @@ def _window_of_mask(module: nn.Module, config: PreTrainedConfig) -> object:
 def _makes_windows(module_class: Hashable) -> bool:
     """Returns whether the class's own forward makes masks with windows."""
     return "create_sliding_window_causal_mask" in source_of(getattr(module_class, "forward", None))
-
-
-class RecomputedLayers:
-    """Attention layers of one model that are recomputed.
-
-    Args:
-        model: a Transformers model, or a PEFT model around one.
-    """
-
-    def __init__(self, model: nn.Module) -> None:
-        layers, windows = attention_layers(transformers_model(model)), dict(layer_windows(model))
-        self._windows = {layer: windows[name] or 0 for name, layer in layers.items()}
-        self._again: Sequence[int] = ()
-        self._regions: Regions = ()
-
-    def regions(self, modules: Sequence[nn.Module], again: Sequence[int]) -> Regions:
-        """Returns windows of the attention layers in each region that attends again.
-
-        Args:
-            modules: of the model that are, or may be, checkpointed, outer ones first; the same in every call.
-            again: places in this list of those that recompute attention.
-        """
-        if again != self._again:  # to look into all modules takes a millisecond
-            self._again, self._regions = again, self._find(modules, again)
-        return self._regions
-
-    def _find(self, modules: Sequence[nn.Module], again: Sequence[int]) -> Regions:
-        in_region: dict[nn.Module, nn.Module] = {}
-        apart = set(self._windows)  # layers that no module checkpoints by itself
-        inside = {module: [part for part in module.modules() if part in self._windows] for module in modules}
-        for place, module in enumerate(modules):
-            if isinstance(module, GradientCheckpointingLayer) or hasattr(module, "checkpoint_fn"):  # as a whole
-                apart.difference_update(inside[module])
-                in_region |= dict.fromkeys(inside[module] if place in again else (), module)  # the innermost counts
-        for place in again:  # models that checkpoint layers of theirs one by one
-            in_region |= {layer: layer for layer in inside[modules[place]] if layer in apart}
-        regions: dict[nn.Module, list[int]] = {}
-        for layer, region in in_region.items():
-            regions.setdefault(region, []).append(self._windows[layer])
-        return tuple(tuple(windows) for windows in regions.values())

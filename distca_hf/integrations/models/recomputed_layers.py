@@ -1,0 +1,100 @@
+"""Recomputed layers: attention layers that backward runs again, by the checkpointed region that they are in.
+
+A region holds rows of other ranks for all of its layers at the same time, once it is recomputed. Most regions are one
+layer of a model. Wrappers of torch may hold several, and layers that are in no region attend once.
+"""
+
+from collections.abc import Sequence
+
+from torch import nn
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from distca_hf.config import DistCAConfig
+from distca_hf.integrations.checkpointing import (
+    checkpointed_modules,
+    keep_received,
+    places_that_attend_again,
+    recomputes_attention,
+    recomputes_layers,
+    restore_functions,
+    save_attention,
+)
+from distca_hf.integrations.models.layer_masks import layer_windows
+from distca_hf.integrations.models.structure import attention_layers, transformers_model
+from distca_hf.runtime.pass_layers import Regions
+from distca_hf.telemetry import get_logger
+
+
+log = get_logger(__name__)
+
+
+class RecomputedLayers:
+    """Attention layers of one model that are recomputed.
+
+    Args:
+        model: a Transformers model, or a PEFT model around one.
+
+    Attributes:
+        again: places of the modules that recompute attention, among those that are or may be checkpointed.
+        regions: windows of the attention layers in each region that attends again.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        layers, windows = attention_layers(transformers_model(model)), dict(layer_windows(model))
+        self._windows = {layer: windows[name] or 0 for name, layer in layers.items()}
+        self.again: Sequence[int] = ()
+        self.regions: Regions = ()
+        self._modules: list[nn.Module] | None = None
+
+    def prepare(self, model: nn.Module, config: DistCAConfig, has_peers: bool) -> bool:
+        """Prepares checkpointing for a pass, and finds what attends again; returns whether received rows wait for
+        recomputation.
+
+        Args:
+            model: with its wrappers, which may come until the first forward pass.
+            has_peers: whether other ranks have rows for this one.
+        """
+        is_first, rows_wait = self._modules is None, False
+        modules = self._found(model)
+        if config.checkpointed_attention != "recompute":
+            saves = save_attention(modules, config.checkpointed_attention == "offload")
+            if is_first and not saves:
+                log.warning(
+                    "reentrant activation checkpointing recomputes attention and its exchanges; use_reentrant=False "
+                    "saves their outputs instead"
+                )
+        elif config.kv_residency != "refetch" and has_peers:
+            rows_wait = keep_received(modules)
+        if (again := places_that_attend_again(modules)) != self.again:  # to look into all modules takes a millisecond
+            self.again, self.regions = again, self._find(modules, again)
+        return rows_wait
+
+    def parts(self, model: nn.Module) -> tuple[bool, bool]:
+        """Returns whether layers run forward again in backward, and whether their attention does."""
+        modules = self._found(model)
+        return recomputes_layers(modules), recomputes_attention(modules)
+
+    def leave(self) -> None:
+        """Gives checkpointed modules the functions back that they had."""
+        restore_functions(self._modules or [])
+
+    def _found(self, model: nn.Module) -> list[nn.Module]:
+        """Returns modules that are or may be checkpointed, outer ones first; looks for them once."""
+        if self._modules is None:
+            self._modules = checkpointed_modules(model)
+        return self._modules
+
+    def _find(self, modules: Sequence[nn.Module], again: Sequence[int]) -> Regions:
+        in_region: dict[nn.Module, nn.Module] = {}
+        apart = set(self._windows)  # layers that no module checkpoints by itself
+        inside = {module: [part for part in module.modules() if part in self._windows] for module in modules}
+        for place, module in enumerate(modules):
+            if isinstance(module, GradientCheckpointingLayer) or hasattr(module, "checkpoint_fn"):  # as a whole
+                apart.difference_update(inside[module])
+                in_region |= dict.fromkeys(inside[module] if place in again else (), module)  # the innermost counts
+        for place in again:  # models that checkpoint layers of theirs one by one
+            in_region |= {layer: layer for layer in inside[modules[place]] if layer in apart}
+        regions: dict[nn.Module, list[int]] = {}
+        for layer, region in in_region.items():
+            regions.setdefault(region, []).append(self._windows[layer])
+        return tuple(tuple(windows) for windows in regions.values())
