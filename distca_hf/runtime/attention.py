@@ -20,7 +20,7 @@ from typing import NamedTuple
 import torch
 
 from distca_hf.kernels.interface import AttentionSpec, Inputs, empty_layer_outputs, made_deterministic
-from distca_hf.kernels.sinks import add_sinks
+from distca_hf.kernels.rows import add_sinks
 from distca_hf.runtime.device_routing import DeviceRouting
 from distca_hf.runtime.kernel_calls import BackwardCalls, ForwardCalls, attend_whole
 from distca_hf.runtime.layer_checks import check_finite, check_room

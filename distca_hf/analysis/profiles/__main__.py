@@ -16,10 +16,9 @@ from distca_hf.analysis.find_model import find_model
 from distca_hf.analysis.profiles.cluster_profile import ClusterProfile
 from distca_hf.analysis.profiles.grid import Grid
 from distca_hf.analysis.profiles.layers import LayerSize
-from distca_hf.analysis.profiles.main_figures import MainFigures
+from distca_hf.analysis.profiles.main_figures import MainFigures, write
 from distca_hf.analysis.profiles.measure import Measuring
 from distca_hf.analysis.profiles.shipped import DEFAULT_FILE
-from distca_hf.analysis.profiles.write import write
 from distca_hf.comm.measure_links import MeasuringRanks
 from distca_hf.config import DistCAConfig
 from distca_hf.errors import ConfigError, DistCAError, printable

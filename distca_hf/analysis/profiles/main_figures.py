@@ -1,12 +1,17 @@
-"""Main figures: the few numbers of a profile that a reader looks at first, as JSON and in words."""
+"""Main figures: writes a profile, and the few numbers of it that a reader looks at first, as JSON and in words."""
 
+import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from distca_hf.analysis.profiles.cluster_profile import AttentionTimes, ClusterProfile, LinkTimes
+from distca_hf.analysis.profiles.kernel_times import kernel_times_of
+from distca_hf.analysis.profiles.shipped import DEFAULT_FILE
 from distca_hf.cost import causal_pairs
+from distca_hf.errors import ConfigError
 from distca_hf.flops import ATTENTION_BACKWARD
+from distca_hf.whole_file import replaced
 
 
 @dataclass(frozen=True)
@@ -118,3 +123,17 @@ def _link_words(links: LinkFigures | None) -> str:
         f"{exchange} GB/s exchanged, {gather} gathered, {reduce} reduced; an exchange takes "
         f"{links.exchange_latency_seconds * 1e6:.0f} us or more"
     )
+
+
+def write(profile: ClusterProfile, path: Path) -> None:
+    """Writes a profile; the file can also be given to the setting `kernel_times`.
+
+    Raises:
+        ConfigError: the file cannot be written.
+    """
+    content = profile.as_json() | {"kernel_times": kernel_times_of(profile.attention[0])}
+    try:
+        with replaced(path, named=path != DEFAULT_FILE) as unfinished:
+            unfinished.write_text(json.dumps(content, indent=1, allow_nan=False) + "\n")
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be written: {error}") from error
