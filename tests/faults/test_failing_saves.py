@@ -16,8 +16,8 @@ from transformers import AutoModelForCausalLM
 import distca_hf
 from distca_hf import Pipeline, telemetry
 from distca_hf.analysis import pictures
+from distca_hf.analysis.profiles.__main__ import write
 from distca_hf.analysis.profiles.cluster_profile import ClusterProfile
-from distca_hf.analysis.profiles.main_figures import write
 from distca_hf.analysis.profiles.shipped import find_profile
 from distca_hf.analysis.report.run_folder import read_folder
 from distca_hf.analysis.report.run_report import write_page

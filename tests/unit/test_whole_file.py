@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from distca_hf.analysis.profiles.main_figures import write
+from distca_hf.analysis.profiles.__main__ import write
 from distca_hf.analysis.profiles.shipped import find_profile
 from distca_hf.cli import app
 from distca_hf.whole_file import lines_of, open_regular, open_to_append, replaced

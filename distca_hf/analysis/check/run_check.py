@@ -19,8 +19,7 @@ from transformers import PreTrainedModel
 
 from distca_hf.analysis.check.check_answer import MOST_TOKENS, CheckAnswer, Job, memory_of
 from distca_hf.analysis.check.find import Candidate, find_candidate
-from distca_hf.analysis.check.kernels import KernelChoice
-from distca_hf.analysis.check.sizes import decoder_size
+from distca_hf.analysis.check.layers import KernelChoice, decoder_size
 from distca_hf.analysis.check.trial import LARGEST_DIFFERENCE, Numerics
 from distca_hf.analysis.check.verdict import Verdict, judge
 from distca_hf.analysis.memory import SHARDING_NAMES, USABLE_SHARE, Checkpointing

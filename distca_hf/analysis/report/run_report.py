@@ -9,14 +9,14 @@ import html
 import json
 import sys
 import textwrap
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from importlib.resources import files
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any, NamedTuple
 
 from distca_hf.analysis.profiles.shipped import find_profile
-from distca_hf.analysis.report import given_answer, plan_answer, simulate_answer
+from distca_hf.analysis.report import plan_answer, simulate_answer
 from distca_hf.analysis.report.figures import KIND, Report
 from distca_hf.analysis.report.predictions import Predictor
 from distca_hf.analysis.report.run_folder import read_folder
@@ -34,23 +34,23 @@ STANDARD_INPUT = "-"
 MOST_BYTES = 2**30
 
 
-class JSONReader(Protocol):
-    """A module that reads one kind of JSON."""
+class JSONReader(NamedTuple):
+    """Reads one kind of JSON.
 
-    def claims(self, content: Mapping[str, Any]) -> bool:
-        """Returns whether an object is of this kind."""
-        ...
+    Attributes:
+        claims: returns whether an object is of this kind.
+        read: returns its report, given where it comes from.
+    """
 
-    def read(self, content: Mapping[str, Any], source: str) -> Report:
-        """Returns its report."""
-        ...
+    claims: Callable[[Mapping[str, Any]], bool]
+    read: Callable[[Mapping[str, Any], str], Report]
 
 
 # Kinds of JSON, by the command that prints them.
 READERS: dict[str, JSONReader] = {
-    "distca plan": cast(JSONReader, plan_answer),
-    "distca plan --batch-size": cast(JSONReader, given_answer),
-    "distca simulate": cast(JSONReader, simulate_answer),
+    "distca plan": JSONReader(plan_answer.claims, plan_answer.read),
+    "distca plan --batch-size": JSONReader(simulate_answer.claims_given, simulate_answer.read_given),
+    "distca simulate": JSONReader(simulate_answer.claims, simulate_answer.read),
 }
 
 

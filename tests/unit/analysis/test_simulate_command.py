@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from distca_hf.analysis.profiles.main_figures import write
+from distca_hf.analysis.profiles.__main__ import write
 from distca_hf.analysis.profiles.shipped import find_profile
 from distca_hf.cli import app
 
