@@ -1,4 +1,4 @@
-"""Rows on a GPU: one Triton kernel for each function of `kernels.rows`, and those of `kernels.sinks`.
+"""Rows on a GPU: one Triton kernel for each function of `kernels.rows`.
 
 Shape legend in `kernels.interface`.
 """

@@ -76,6 +76,7 @@ def test_distca_is_registered_whichever_package_is_imported_first() -> None:
         "transformers first": "from transformers import PreTrainedModel\nimport distca_hf",
         "a user's plugin first": "from distca_hf import DistCAPlugin",
         "the patch first": "import distca_hf.patches.attention",
+        "the watch of models first": "import distca_hf.integrations.models.forward_watch",
     }
     printed = run_fresh(ORDERS, *orders.values()).splitlines()
 

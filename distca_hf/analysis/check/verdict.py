@@ -2,7 +2,7 @@
 
 Three looks, the first two with the functions that training runs. The model's modules and configuration are checked on
 torch's meta device (`integrations.models.check.refusals`). Kernels are chosen for the device that is asked about. Then
-a tiny version of the model trains a step on two ranks (`numerics`). Some classes ask for what is not computed in their
+a tiny version of the model trains a step on two ranks (`trial`). Some classes ask for what is not computed in their
 first forward pass alone, and one that mixes tokens in a way that its structure does not show has other numbers.
 """
 

@@ -1,21 +1,8 @@
-"""Hooks of an enabled model, and of the backbone inside it.
-
-Copies of the model share them; a stored one comes back without its method, and does nothing.
-
-Programs with their own head call the backbone (`model.model`) instead of the root: fused losses, and trainers of TRL,
-which also run their methods in place of the root's forward so that DDP and FSDP take part. Such a pass begins and ends
-here as others do at the root.
-"""
+"""Hooks of an enabled model. Copies of the model share them; a stored one comes back without its method, and does
+nothing."""
 
 from collections.abc import Callable
-from typing import Any
 
-import torch
-from torch import nn
-from torch.utils.hooks import RemovableHandle
-from transformers import PreTrainedModel
-
-from distca_hf.integrations.models.structure import names_by_position
 from distca_hf.torch_private import hidden_from_dynamo
 
 
@@ -45,67 +32,3 @@ class HiddenHook(Hook):
     @hidden_from_dynamo
     def __call__(self, *arguments: object) -> object:
         return super().__call__(*arguments)
-
-
-Keywords = dict[str, Any]
-
-
-class BackboneCalls:
-    """Hooks around the backbone of one model.
-
-    Args:
-        model: a Transformers model.
-        root: the module that was enabled.
-        begin, end: the hooks around the root; called as for a pass of the root, with keywords only.
-        is_running: returns whether a pass runs.
-    """
-
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        root: nn.Module,
-        begin: Callable[[nn.Module, tuple[object, ...], Keywords], object],
-        end: Callable[[nn.Module, tuple[object, ...], Keywords, object], object],
-        is_running: Callable[[], bool],
-    ) -> None:
-        self._root, self._backbone, self._names = root, model.base_model, names_by_position(model.base_model)
-        self._is_watched = self._backbone not in (model, root)
-        self._begin, self._end, self._is_running = begin, end, is_running
-        self._handles: list[RemovableHandle] = []
-        self._is_open = False
-
-    def enter(self) -> None:
-        """Adds the hooks, unless the backbone is the whole model."""
-        if self._is_watched:
-            self._handles = [
-                self._backbone.register_forward_pre_hook(Hook(self._before), with_kwargs=True),
-                self._backbone.register_forward_hook(Hook(self._after), with_kwargs=True),
-            ]
-
-    def leave(self, backbone: nn.Module) -> None:
-        """Removes the hooks from the backbone, or from the backbone of a copy, whose hooks are copies, too."""
-        for handle in self._handles:
-            if backbone is self._backbone:
-                handle.remove()
-            backbone._forward_pre_hooks.pop(handle.id, None)
-            backbone._forward_hooks.pop(handle.id, None)
-
-    def _before(self, module: nn.Module, args: tuple[object, ...], kwargs: Keywords) -> object:
-        """Begins a pass, if the root was not called. torch.compile traces this; there is nothing to do if it was."""
-        if kwargs.get("distca_plan") is not None or not (module.training and torch.is_grad_enabled()):
-            return None
-        return None if self._is_running() and not self._is_open else self._open(module, args, kwargs)
-
-    def _after(self, module: nn.Module, args: tuple[object, ...], kwargs: Keywords, output: object) -> object:
-        return self._close(module, args, kwargs, output) if self._is_open else None
-
-    @hidden_from_dynamo
-    def _open(self, module: nn.Module, args: tuple[object, ...], kwargs: Keywords) -> object:
-        self._is_open = True
-        root = self._root if module is self._backbone else module  # a copy is refused
-        return self._begin(root, (), dict(zip(self._names, args, strict=False)) | kwargs)
-
-    @hidden_from_dynamo
-    def _close(self, module: nn.Module, args: tuple[object, ...], kwargs: Keywords, output: object) -> object:
-        self._is_open = False
-        return self._end(self._root, args, kwargs, output)
