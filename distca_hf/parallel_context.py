@@ -235,7 +235,8 @@ class ParallelContext(DistCAConfig):
 
     def __getstate__(self) -> dict[str, object]:
         """Returns settings without connections: a copy opens its own, and so does one in another process."""
-        return {**vars(self), "_transports": {}, "_served": {}, "trace_file": TraceFile(self.report_folder)}
+        own = {"_known_members": (None, None), "_transports": {}, "_served": {}}
+        return {**vars(self), **own, "trace_file": TraceFile(self.report_folder)}
 
     def close(self) -> None:
         """Ends the process groups that were opened here; models and loaders that follow it cannot run any more.

@@ -201,7 +201,7 @@ class ResultCombine:
     def __init__(self, tensors: Sequence[torch.Tensor], moves: QueryRouting) -> None:
         self._tensors, self._moves = tensors, moves
         self._started: list[Exchange] = []
-        self._returned: torch.Tensor | None = None
+        self._like = _pack([x[:0] for x in tensors])
 
     def start(self, splits: ExchangeSplits, transport: Transport, where: str) -> None:
         """Sends the results of a chunk, which are computed."""
@@ -210,10 +210,9 @@ class ResultCombine:
         else:
             places = some_rows(self._moves.received_to_queries, splits.receive)
             rows = [x.index_select(0, places) for x in self._tensors]
-        packed = _pack(rows)
-        if self._returned is None:
-            self._returned = packed.new_empty((len(self._moves.send_rows), *packed.shape[1:]))
-        asked = splits.combine(packed, self._returned, f"{where}, results")
+        if not self._started:
+            self._returned = self._like.new_empty((len(self._moves.send_rows), *self._like.shape[1:]))
+        asked = splits.combine(_pack(rows), self._returned, f"{where}, results")
         self._started.append(transport.exchange(asked))
 
     def receive(self) -> None:
@@ -223,7 +222,6 @@ class ResultCombine:
 
     def finish(self, targets: Sequence[torch.Tensor]) -> None:
         """Puts the rows of all chunks into `targets`, `[rows, ...]` of this rank."""
-        assert self._returned is not None
         for part, computed, target in zip(_unpack(self._returned, self._tensors), self._tensors, targets, strict=True):
             copy_rows((part,), None, (target,), self._moves.send_rows)
             if len(self._moves.local_rows):
