@@ -68,9 +68,9 @@ def profile(
 
     On several: start the printed line on each of them, with --nnodes and --rdzv-endpoint as for a training.
     """
-    from distca_hf.analysis.profiles import command
+    from distca_hf.analysis.profiles import launch
 
-    line = command.launch_line(
+    line = launch.launch_line(
         output=output,
         processes=processes,
         model=model,
@@ -85,7 +85,7 @@ def profile(
     else:
         typer.echo(shlex.join(line), err=as_json)  # stdout is for the figures
     if not dry_run:
-        command.launch(line)
+        launch.launch(line)
 
 
 def simulate(

@@ -35,9 +35,9 @@ from distca_hf.planning.served import Servers, plan_served
 from distca_hf.planning.window_routing import window_plan
 from distca_hf.runtime.attention import Attended, attend, attend_backward
 from distca_hf.runtime.device_routing import PinnedRankPlan
+from distca_hf.runtime.layer_kinds import Planned
 from distca_hf.runtime.live_plan import LivePlan
-from distca_hf.runtime.pass_trace import PassTrace
-from distca_hf.runtime.planned import Planned
+from distca_hf.runtime.pending_traces import PassTrace
 from distca_hf.testing import rows_of_rank, run_ranks
 from distca_hf.traces import PassPart, Spent
 from support.layouts import packed_layout, padding_rows, random_layout, random_plan, striped_layout

@@ -14,9 +14,9 @@ from distca_hf.planning.routing import rank_plan
 from distca_hf.planning.transfers import key_transfers
 from distca_hf.runtime.attention import Attended, attend, attend_backward
 from distca_hf.runtime.device_routing import PinnedRankPlan
+from distca_hf.runtime.layer_kinds import Planned
 from distca_hf.runtime.live_plan import LivePlan
 from distca_hf.runtime.op import flash_attn
-from distca_hf.runtime.planned import Planned
 from distca_hf.testing import attend_documents, rows_of_rank
 from support.counting import CountingKernel
 from support.layouts import padding_rows

@@ -191,7 +191,7 @@ class ClusterProfile:
 
     @classmethod
     def load(cls, path: Path) -> "ClusterProfile":
-        """Reads a file that `write` wrote.
+        """Reads a file that `profiles.__main__.write` wrote.
 
         Raises:
             ConfigError: the file cannot be read, is none of ours, or of another form.

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
+from distca_hf.analysis.profiles.__main__ import write
 from distca_hf.analysis.profiles.shipped import find_profile
-from distca_hf.analysis.profiles.write import write
 from distca_hf.cli import app
 
 
