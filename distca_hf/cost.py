@@ -82,6 +82,27 @@ class Mask:
             return max(0, start + 1 - self.window_tokens)
         return np.maximum(0, start + 1 - self.window_tokens)
 
+    def before(self, tokens: IntArray, distance: IntArray) -> tuple[IntArray, IntArray]:
+        """Says how queries attend keys before them, some of which they see.
+
+            keys        2 3 4    (5 lies beside the queries: distance 1)     window of 5 tokens
+            query 6     x x x    its first key is 6 + 1 - 5 = 2
+            query 7       x x
+            query 8         x    three of the queries see keys, the last of them one key
+
+        Args:
+            tokens: `[n]` queries of each range.
+            distance: `[n]` tokens between the last of the keys and the first query.
+
+        Returns:
+            `[n]` how many of the queries see any of these keys, and how many the last of them sees; each query before
+            it sees one more. This is 0 where all queries see all of them.
+        """
+        if self.window_tokens is None:
+            return tokens, np.zeros_like(tokens)
+        queries = np.minimum(tokens, self.window_tokens - 1 - distance)
+        return queries, self.window_tokens - distance - queries
+
     def pairs(self, start: int, stop: int) -> int:
         """Counts attended pairs of the query range [start, stop) of a document; exact for any integers."""
         return self.pairs_before(stop) - self.pairs_before(start)
