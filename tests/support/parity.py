@@ -68,7 +68,7 @@ class Case:
 
     @property
     def spec(self) -> AttentionSpec:
-        return SPEC._replace(softcap=self.softcap)
+        return SPEC._replace(softcap=self.softcap, window_tokens=self.plan.tasks.mask.window_tokens or 0)
 
     @property
     def sinks(self) -> torch.Tensor | None:
@@ -146,7 +146,8 @@ def compare(case: Case, transport: Transport) -> Difference:
     whole = [x.clone().requires_grad_() for x in (q, k, v, *([] if case.sinks is None else [case.sinks]))]
     lengths = case.layout.document_tokens.tolist()
     sinks = whole[3] if case.has_sinks else None
-    expected = attend_documents(*whole[:3], lengths, SCALE, softcap=case.softcap, sinks_N=sinks)
+    window_tokens = case.plan.tasks.mask.window_tokens
+    expected = attend_documents(*whole[:3], lengths, SCALE, window_tokens, case.softcap, sinks)
     expected_gradients = torch.autograd.grad(expected, whole, dout)
 
     rank, layout = transport.rank, case.layout
