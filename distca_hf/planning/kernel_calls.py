@@ -7,7 +7,7 @@ remote tasks   | d9[2:7] against d9[0:7]           |    one REMOTE_QUERIES call
 
 from bisect import bisect_left, insort
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum, auto
 from itertools import pairwise
 
@@ -45,6 +45,12 @@ class LocalParts(Ranges):
             token_row[opens],
         )
 
+    def cut(self, mask: Mask) -> "LocalParts":
+        """Cuts parts at queries that attend no key before them."""
+        part, start, stop = self.parts_under(mask)
+        row = self.token_row[part] + start - self.start[part]
+        return replace(self.select(part), start=start, stop=stop, token_row=row)
+
 
 @dataclass(frozen=True, eq=False)
 class RemoteTasks(Ranges):
@@ -72,6 +78,12 @@ class RemoteTasks(Ranges):
         document, head, start, stop = document[order], head[order], start[order], stop[order]
         rows = (stop - start) * rows_per_token(head, groups)
         return cls(document, head, start, stop, groups, task[order], chunk[order], exclusive_cumsum(rows))
+
+    def cut(self, mask: Mask) -> "RemoteTasks":
+        """Cuts tasks at queries that attend no key before them."""
+        part, start, stop = self.parts_under(mask)
+        rows = (start - self.start[part]) * rows_per_token(self.head[part], self.head_groups)
+        return replace(self.select(part), start=start, stop=stop, first_row=self.first_row[part] + rows)
 
 
 class CallKind(Enum):
@@ -204,7 +216,7 @@ def remote_query_calls(remote: RemoteTasks, mask: Mask, remote_kv: RemoteKV, chu
     #     task 0    | d1[0:5] |               one call for 0 and 1: their keys follow each other
     #     task 1              | d2[0:2] |     2 reads the rows of 1 once more, and opens a call
     #     task 2              | d2[0:3] |
-    tasks = remote.select(remote.chunk == chunk)
+    tasks = remote.select(remote.chunk == chunk).cut(mask)
     per_token, first = rows_per_token(tasks.head, tasks.head_groups), mask.first_key(tasks.start)
     read = remote_kv.index_of(tasks.document, tasks.head, first)
     first_row = remote_kv.offset[read, chunk] + (first - remote_kv.starts[read, chunk]) * per_token

@@ -192,6 +192,17 @@ class Ranges:
         columns = {name: values[chosen] for name, values in vars(self).items() if name != "head_groups"}
         return type(self)(head_groups=self.head_groups, **columns)
 
+    def parts_under(self, mask: Mask) -> tuple[IntArray, IntArray, IntArray]:
+        """Cuts ranges at queries that attend no key before them: index of the range, start and stop of each part."""
+        cut, position = mask.cuts(self.start, self.stop)
+        index, start = np.concatenate([np.arange(len(self)), cut]), np.concatenate([self.start, position])
+        order = np.lexsort((start, index))
+        index, start = index[order], start[order]
+        stop = self.stop[index]
+        goes_on = np.flatnonzero(index[1:] == index[:-1])
+        stop[goes_on] = start[goes_on + 1]
+        return index, start, stop
+
     def overlaps(self, others: "Ranges") -> tuple[IntArray, IntArray]:
         """Finds the pairs of ranges that have tokens in common.
 

@@ -205,17 +205,18 @@ def route(
         PlanError: kernel calls cannot compute the plan's mask.
     """
     layout, groups, mask = plan.layout, plan.tasks.head_groups, plan.tasks.mask
-    if type(mask) is not Mask and type(mask).before is Mask.before:
+    of_mask = type(mask)
+    if of_mask is not Mask and of_mask.cuts is Mask.cuts and of_mask.before is Mask.before:
         raise PlanError(
-            f"a plan for {mask} cannot be routed on rank {rank}: {type(mask).__name__} does not say how queries "
-            "attend to keys before them. Override `before`, or plan with a mask that can be routed"
+            f"a plan for {mask} cannot be routed on rank {rank}: {of_mask.__name__} does not say how queries "
+            "attend to keys before them. Override `cuts` or `before`, or plan with a mask that can be routed"
         )
     chunks = ExchangeChunks.cut(plan, 1) if chunks is None else chunks
     transfers = key_transfers(plan, chunks) if transfers is None else transfers
 
     # 1. Computed here: pieces that this rank holds outside of tasks with remote queries, and these tasks.
     held = plan.pieces.select(np.flatnonzero(plan.pieces.owner == rank))
-    local = LocalParts.of(held.select((held.server == rank) & ~plan.has_remote_queries[held.task]))
+    local = LocalParts.of(held.select((held.server == rank) & ~plan.has_remote_queries[held.task])).cut(mask)
     remote = RemoteTasks.of(plan, rank, chunks)
 
     # 2. The remote KV: keys that both kinds attend, less those beside local queries. Each key is held once.
@@ -291,7 +292,7 @@ def _late_share(plan: Plan, rank: int) -> float:
     """
     # A task's square, its queries against the keys beside them, is local work, unless other ranks hold its queries.
     tasks = plan.tasks
-    squares = tasks.mask.pairs_inside(tasks.stop - tasks.start)
+    squares = tasks.mask.pairs_inside(tasks.start, tasks.stop)
     squares = squares * np.where(tasks.head == ALL_HEADS, tasks.head_groups, 1) * ~plan.has_remote_queries
     local = np.bincount(tasks.server, weights=squares, minlength=plan.layout.num_ranks)
     working = plan.work > 0

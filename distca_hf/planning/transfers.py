@@ -80,7 +80,7 @@ class ExchangeChunks:
         np.maximum.at(longest, prefix[~is_remote], start[~is_remote])
         shortest[:] = longest
         np.minimum.at(shortest, prefix[~is_remote], tasks.first_key[reads][~is_remote])
-        pairs_of_prefix = tasks.mask.pairs_of(start, stop) - tasks.mask.pairs_inside(stop - start)
+        pairs_of_prefix = tasks.mask.pairs_of(start, stop) - tasks.mask.pairs_inside(start, stop)
         rectangles = pairs_of_prefix * rows_per_token(tasks.head[reads], groups)
         np.add.at(work, prefix[~is_remote], rectangles[~is_remote])
         of_remote_queries = np.zeros(len(keys), dtype=bool)

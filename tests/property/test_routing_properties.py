@@ -18,6 +18,7 @@ from distca_hf.planning.plan import divide_stripe, plan_in_place
 from distca_hf.planning.routing import LATE_SHARE
 from distca_hf.planning.transfers import bytes_between, key_transfers, received_bytes
 from support.layouts import random_layout, random_plan, striped_layout, with_mask
+from support.masks import Chunks
 from support.simulation import (
     Simulation,
     check_attention,
@@ -52,7 +53,8 @@ class Case:
 
 
 CAUSAL = st.just(CAUSAL_MASK)
-WINDOWS = st.one_of(st.integers(1, 12), st.integers(1, 50)).map(Mask)
+SHORTER = st.one_of(st.integers(1, 12), st.integers(1, 50))
+WINDOWS_AND_CHUNKS = SHORTER.map(Mask) | SHORTER.map(lambda tokens: Chunks(chunk_tokens=tokens))
 
 
 def cases(
@@ -70,7 +72,7 @@ def cases(
 
 
 IN_PLACE = cases(["in place"], [1])
-ANY = cases(["in place", "moved", "striped"], [1, 2, 3, 8], CAUSAL | WINDOWS)
+ANY = cases(["in place", "moved", "striped"], [1, 2, 3, 8], CAUSAL | WINDOWS_AND_CHUNKS)
 
 
 # --- all plans
