@@ -191,15 +191,17 @@ def route(
     transfers: KeyTransfers | None = None,
     chunks: ExchangeChunks | None = None,
     kept: KeyTransfers | None = None,
+    exchanges: bool | None = None,
 ) -> Routing:
     """Returns the routing of `rank`.
 
     Args:
         plan: the plan, the same on all ranks.
         rank: the rank.
-        transfers: key transfers in these chunks; by default they are computed.
+        transfers: key transfers in these chunks, of this rank at least; by default they are computed.
         chunks: chunks of the exchange; by default there is one.
         kept: transfers that brought the kept keys; by default these are `transfers`.
+        exchanges: whether any rank sends keys; by default whether there are `transfers`.
 
     Raises:
         PlanError: kernel calls cannot compute the plan's mask.
@@ -260,7 +262,7 @@ def route(
             remote_query_calls(remote, mask, remote_kv, chunk) for chunk in range(chunks.count)
         ),
         late_share=_late_share(plan, rank),
-        exchanges=len(transfers) > 0,
+        exchanges=len(transfers) > 0 if exchanges is None else exchanges,
         queries=_query_moves(plan, rank, remote, chunks) if plan.moves_queries else None,
     )
 
@@ -382,13 +384,15 @@ def rank_plan(plan: Plan, rank: int, num_chunks: int = 1, work_before: IntArray 
             the queries that each rank holds, servers included.
     """
     transfers = key_transfers(plan)
-    key_rows = transfers.rows_between(plan.layout.num_ranks)
     before = plan.layout.rank_work_of(plan.tasks.mask) if work_before is None else work_before
-    facts, tasks = PlanFacts.of(plan, key_rows, before), plan.tasks_of(rank)
+    facts = PlanFacts.of(plan, transfers.rows_between(plan.layout.num_ranks), before)
+    exchanges = len(transfers) > 0
+    mine = transfers.select((transfers.source == rank) | (transfers.destination == rank))
     if num_chunks == 1:
-        routing = route(plan, rank, transfers)
-        return RankPlan(plan.tasks.mask, routing, routing, facts, tasks)
-    chunks = ExchangeChunks.cut(plan, num_chunks)
-    in_chunks = key_transfers(plan, chunks)
-    forward, backward = route(plan, rank, in_chunks, chunks), route(plan, rank, transfers, kept=in_chunks)
-    return RankPlan(plan.tasks.mask, forward, backward, facts, tasks)
+        forward = backward = route(plan, rank, mine, exchanges=exchanges)
+    else:
+        chunks = ExchangeChunks.cut(plan, num_chunks)
+        in_chunks = mine.in_chunks(chunks)
+        forward = route(plan, rank, in_chunks, chunks, exchanges=exchanges)
+        backward = route(plan, rank, mine, kept=in_chunks, exchanges=exchanges)
+    return RankPlan(plan.tasks.mask, forward, backward, facts, plan.tasks_of(rank))

@@ -165,11 +165,24 @@ class KeyTransfers(Ranges):
     destination: IntArray
     chunk: IntArray
 
+    def in_chunks(self, chunks: ExchangeChunks) -> "KeyTransfers":
+        """Cuts the transfers of an exchange in one chunk at the borders of chunks."""
+        if chunks.count == 1:
+            return self
+        borders = chunks.borders_of(self.destination, self.lines)
+        # [ranges, chunks]: the part of each range in each chunk, most of them empty.
+        starts = np.maximum(self.start[:, None], borders[:, :-1])
+        stops = np.minimum(self.stop[:, None], borders[:, 1:])
+        part, chunk = np.nonzero(starts < stops)
+        order = np.lexsort((chunk, self.source[part]))
+        part, chunk = part[order], chunk[order]
+        return replace(self.select(part), chunk=chunk, start=starts[part, chunk], stop=stops[part, chunk])
+
     def rows_between(self, num_ranks: int) -> IntArray:
         """Counts `[source, destination]` rows of keys and values that are sent."""
-        rows = np.zeros((num_ranks, num_ranks), dtype=np.int64)
-        np.add.at(rows, (self.source, self.destination), self.rows)
-        return rows
+        rows = np.zeros(num_ranks * num_ranks, dtype=np.int64)
+        np.add.at(rows, self.source * num_ranks + self.destination, self.rows)
+        return rows.reshape(num_ranks, num_ranks)
 
 
 @dataclass(frozen=True, eq=False)
@@ -211,45 +224,29 @@ def key_transfers(plan: Plan, chunks: ExchangeChunks | None = None) -> KeyTransf
     Args:
         chunks: chunks of the exchange; by default there is one.
     """
-    # 1. Pieces of other ranks with keys that a server reads.
+    # Pieces of other ranks with keys that a server reads, sorted by the rank that sends them.
     reads, pieces = KeyRanges.of(plan), plan.pieces
     read, piece = reads.overlaps(pieces)
     travels = pieces.owner[piece] != reads.reader[read]
     read, piece = read[travels], piece[travels]
-    start, stop = np.maximum(pieces.start[piece], reads.start[read]), np.minimum(pieces.stop[piece], reads.stop[read])
-
-    # 2. Cut at the borders of chunks.
-    part, chunk, start, stop = _cut(start, stop, reads.reader[read], reads.lines[read], chunks)
-    read, piece = read[part], piece[part]
-
-    # 3. They are in the order of readers, and then of pieces. Numpy sorts small integers in linear time.
-    num_chunks = 1 if chunks is None else chunks.count
-    sent_in = pieces.owner[piece] * num_chunks + chunk
-    order = np.argsort(sent_in.astype(np.min_scalar_type(plan.layout.num_ranks * num_chunks)), kind="stable")
-    piece = piece[order]
-    return KeyTransfers(
+    order = _order_of_small(pieces.owner[piece], plan.layout.num_ranks)
+    read, piece = read[order], piece[order]
+    transfers = KeyTransfers(
         source=pieces.owner[piece],
-        destination=reads.reader[read[order]],
-        chunk=chunk[order],
+        destination=reads.reader[read],
+        chunk=np.zeros(len(piece), dtype=np.int64),
         document=pieces.document[piece],
         head=pieces.head[piece],
-        start=start[order],
-        stop=stop[order],
+        start=np.maximum(pieces.start[piece], reads.start[read]),
+        stop=np.minimum(pieces.stop[piece], reads.stop[read]),
         head_groups=pieces.head_groups,
     )
+    return transfers if chunks is None else transfers.in_chunks(chunks)
 
 
-def _cut(
-    start: IntArray, stop: IntArray, server: IntArray, line: IntArray, chunks: ExchangeChunks | None
-) -> tuple[IntArray, IntArray, IntArray, IntArray]:
-    """Cuts ranges at the borders of chunks: index of the range, chunk, start and stop of each part."""
-    if chunks is None or chunks.count == 1:
-        return np.arange(len(start)), np.zeros(len(start), dtype=np.int64), start, stop
-    borders = chunks.borders_of(server, line)
-    # [ranges, chunks]: the part of each range in each chunk, most of them empty.
-    starts, stops = np.maximum(start[:, None], borders[:, :-1]), np.minimum(stop[:, None], borders[:, 1:])
-    part, chunk = np.nonzero(starts < stops)
-    return part, chunk, starts[part, chunk], stops[part, chunk]
+def _order_of_small(values: IntArray, limit: int) -> IntArray:
+    """Returns the order of integers in [0, limit); equal ones keep theirs. Numpy sorts 16 bits in linear time."""
+    return np.argsort(values.astype(np.min_scalar_type(limit)), kind="stable")
 
 
 def bytes_between(plan: Plan, token_bytes: TokenBytes) -> IntArray:

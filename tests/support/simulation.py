@@ -390,6 +390,7 @@ def check_chunks(simulation: Simulation) -> None:
         for chunk, (far, remote_queries) in enumerate(
             zip(routing.prefix_of_chunk, routing.remote_queries_of_chunk, strict=True)
         ):
+            assert [call.key_start for call in far] == sorted(call.key_start for call in far)  # as they lie
             keys_there = {*simulation.keys_come[rank][chunk], *own}
             queries_there = {*simulation.queries_come[rank][chunk], *own_queries}
             for call in (*far, *remote_queries):
