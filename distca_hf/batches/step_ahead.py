@@ -84,6 +84,9 @@ class StepAhead(Generic[Prepared]):
         documents = [None if reading is None else reading.documents for reading in self._readings]
         read = [one for one in documents if one is not None and one.lengths is not None]
         self._documents, self._readings = read if len(read) == len(documents) else [], ()
+        for one in self._documents if self._pins_on is not None else ():
+            if one.padded is not None:
+                one.padded.pin()
         return {FOLLOWING: len(self._documents), DOCUMENTS: sum(map(len, _lengths(self._documents)))}
 
     def seen(self, shown: Mapping[str, list[int]], micro_batch: int) -> None:

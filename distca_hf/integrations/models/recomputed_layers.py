@@ -11,6 +11,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from distca_hf.config import DistCAConfig
 from distca_hf.integrations.checkpointing import (
+    checkpointed_by,
     checkpointed_modules,
     keep_received,
     places_that_attend_again,
@@ -45,6 +46,8 @@ class RecomputedLayers:
         self.again: Sequence[int] = ()
         self.regions: Regions = ()
         self._modules: list[nn.Module] | None = None
+        self._known: tuple[list[object], DistCAConfig, bool] | None = None
+        self._rows_wait = False
 
     def prepare(self, model: nn.Module, config: DistCAConfig, has_peers: bool) -> bool:
         """Prepares checkpointing for a pass, and finds what attends again; returns whether received rows wait for
@@ -54,8 +57,10 @@ class RecomputedLayers:
             model: with its wrappers, which may come until the first forward pass.
             has_peers: whether other ranks have rows for this one.
         """
-        is_first, rows_wait = self._modules is None, False
-        modules = self._found(model)
+        is_first, modules = self._modules is None, self._found(model)
+        if self._known == (checkpointed_by(modules), config, has_peers):  # in most passes nothing has changed
+            return self._rows_wait
+        self._rows_wait = False
         if config.checkpointed_attention != "recompute":
             saves = save_attention(modules, config.checkpointed_attention == "offload")
             if is_first and not saves:
@@ -64,10 +69,11 @@ class RecomputedLayers:
                     "saves their outputs instead"
                 )
         elif config.kv_residency != "refetch" and has_peers:
-            rows_wait = keep_received(modules)
+            self._rows_wait = keep_received(modules)
         if (again := places_that_attend_again(modules)) != self.again:  # to look into all modules takes a millisecond
             self.again, self.regions = again, self._find(modules, again)
-        return rows_wait
+        self._known = checkpointed_by(modules), config, has_peers
+        return self._rows_wait
 
     def parts(self, model: nn.Module) -> tuple[bool, bool]:
         """Returns whether layers run forward again in backward, and whether their attention does."""
