@@ -18,7 +18,8 @@ a server uses one for each quarter of a rank's mean work. A server with little r
 so that busier ranks are served first. A prefix that remote queries read comes whole, in one chunk. The remote queries
 of a server are divided among the chunks.
 
-The remote KV of a rank holds every key that its prefix calls and remote queries read, the prefix of every line once:
+The remote KV of a rank holds the keys that its prefix calls and remote queries read, each of them once. Under the
+causal mask they are prefixes of lines:
 
     chunk 0                                   | chunk 1
     | d1[0:5] all heads | d4[0:3] group 2 |   | d1[5:9] all heads | d2[0:6] all heads | d4[3:7] group 2 |
