@@ -24,8 +24,8 @@ from distca_hf.errors import PlanError
 from distca_hf.kernels.interface import AttentionSpec, without_window
 from distca_hf.layout import Layout
 from distca_hf.planning.kinds import RoutedKinds
-from distca_hf.planning.plan import PlanFacts
-from distca_hf.planning.window_routing import window_plan
+from distca_hf.planning.plan import PlanFacts, plan_in_place
+from distca_hf.planning.routing import rank_plan
 from distca_hf.runtime.device_routing import DeviceRankPlan, DeviceRouting, PinnedRankPlan
 from distca_hf.runtime.pass_layers import HeldLayers, PassLayers
 from distca_hf.runtime.retention import Retention
@@ -131,7 +131,8 @@ class PinnedKinds:
 
         def route(mask: Mask) -> DeviceRankPlan:
             log.debug("rank %d: %s is routed when a layer first attends with it", self.rank, mask)
-            return PinnedRankPlan.prepare(window_plan(self.layout, self.rank, mask), self.pin).to(device)
+            routed = rank_plan(plan_in_place(self.layout).of_window(mask), self.rank)
+            return PinnedRankPlan.prepare(routed, self.pin).to(device)
 
         return route
 

@@ -14,14 +14,12 @@ from distca_hf.analysis.simulate.costs import HALF_BYTES, Costs, Passes
 from distca_hf.analysis.simulate.load import Attention, Exchanges, Hidden, Load, nothing_sent
 from distca_hf.analysis.simulate.wires import Cluster, WireBytes
 from distca_hf.arrays import IntArray
-from distca_hf.cost import Mask
 from distca_hf.layout import Layout
 from distca_hf.placement.given import tokens_between
 from distca_hf.planning.pieces import ALL_HEADS
 from distca_hf.planning.plan import Plan
 from distca_hf.planning.routing import LATE_SHARE
 from distca_hf.planning.transfers import keys_between, queries_between
-from distca_hf.planning.window_routing import Parts, halo_rows_between
 
 
 # Bytes of a number that describes a token where rows move in: its id, its position, its label if the loss is placed.
@@ -58,9 +56,10 @@ def ours(
         if mask.window_tokens is None:
             hidden, (local, remote), speeds = full, _calls(costs, plan), plan.speeds
         else:
-            halos = _Wires.of_halos(costs, cluster, layout, mask).exchanges()
+            window = plan.of_window(mask)
+            halos = _Wires.of(costs, cluster, window).exchanges()
             hidden = replace(full, exchanges=halos, chunks=1, moves_queries=False)
-            (local, remote), speeds = _window_calls(costs, layout, mask), ()
+            (local, remote), speeds = _window_calls(costs, window), ()
         of_passes = zip(vars(local).values(), vars(remote).values(), strict=True)
         late = Passes(*(_late(own, own + others, bool(speeds)) for own, others in of_passes))
         kinds.append(hidden.attention(local, remote, late, layers))
@@ -109,7 +108,7 @@ def published(costs: Costs, cluster: Cluster, document_tokens: IntArray, toleran
     kinds = []
     for mask, layers in costs.model.masks:
         if mask.window_tokens is not None:
-            local, prefixes = _window_calls(costs, plan.layout, mask)
+            local, prefixes = _window_calls(costs, plan.of_window(mask))
             kinds.append(nothing_sent(local + prefixes, layers))
             continue
         delay = cluster.attention_beside * seconds
@@ -155,15 +154,15 @@ def _late(local: FloatArray, kernels: FloatArray, has_speeds: bool) -> FloatArra
     return np.minimum(local, min(deferred, local[working].min(initial=np.inf)))
 
 
-def _window_calls(costs: Costs, layout: Layout, mask: Mask) -> tuple[Passes, Passes]:
+def _window_calls(costs: Costs, plan: Plan) -> tuple[Passes, Passes]:
     """Returns `[ranks]` seconds of a layer with a window, where every rank computes its own tokens: against their own
     keys, and against the keys before each part."""
-    parts = Parts.of(layout)
-    queries = parts.stop - parts.start
-    whole = costs.attention(queries, parts.start, mask)
-    own = costs.attention(queries, np.zeros(len(queries)), mask)
+    tasks, num_ranks = plan.tasks, plan.layout.num_ranks
+    queries = tasks.stop - tasks.start
+    whole = costs.attention(queries, tasks.start, tasks.mask)
+    own = costs.attention(queries, np.zeros(len(queries)), tasks.mask)
     prefixes = Passes(*(np.maximum(0.0, x - y) for x, y in zip(vars(whole).values(), vars(own).values(), strict=True)))
-    return own.sum_by(parts.rank, layout.num_ranks), prefixes.sum_by(parts.rank, layout.num_ranks)
+    return own.sum_by(tasks.server, num_ranks), prefixes.sum_by(tasks.server, num_ranks)
 
 
 @dataclass(frozen=True)
@@ -187,13 +186,6 @@ class _Wires:
         of_row = 1 / plan.tasks.head_groups / costs.tensor_ranks
         keys, queries = (of_row * rows.astype(np.float64) for rows in (keys_between(plan), queries_between(plan)))
         return cls(cluster, keys * of_token.key_value, queries * of_token.query, queries * of_token.output)
-
-    @classmethod
-    def of_halos(cls, costs: Costs, cluster: Cluster, layout: Layout, mask: Mask) -> "_Wires":
-        """Returns the bytes of a layer with a window instead."""
-        rows = halo_rows_between(layout, mask).astype(np.float64) / costs.tensor_ranks
-        none = np.zeros_like(rows)
-        return cls(cluster, rows * costs.model.heads.token_bytes(HALF_BYTES).key_value, none, none)
 
     @property
     def forward_bytes(self) -> FloatArray:
