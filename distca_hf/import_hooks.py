@@ -48,7 +48,6 @@ MOVED = {
         "lazy": "import_hooks",
         "packing": "data",
         "planning.baselines": "analysis.baselines",
-        "planning.bounds": "analysis.bounds",
         "planning.chunks": "planning.transfers",
         "planning.facts": "planning.plan",
         "planning.heads": "cost",

@@ -2,11 +2,10 @@
 
 Plans and baselines are counted alike. Groups of ranks, where a baseline has them, are filled in order. The baselines
 here are ordinary ways to train, without a planner: a group of ranks shares every document, or packing alone balances.
-They are written from their papers, as the published planner of DistCA is (`published_greedy`).
+They are written from their papers.
 
 | function | owner ranks of tokens | ranks that compute |
 |---|---|---|
-| published_greedy | ranks filled in order | query shards move from loaded to idle ranks (DistCA) |
 | context_parallel | every document on all ranks of a group, zigzag | every rank its tokens, all keys gathered |
 | ulysses | ranks filled in order | every rank of a group some heads of all its tokens |
 | whole_documents | longest document first to the least loaded rank | every rank its documents |

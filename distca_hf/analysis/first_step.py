@@ -1,6 +1,6 @@
 """First step: the first optimizer step, planned as training plans it, in numbers.
 
-Beside the plan of distca stand a lower bound of its bytes and, if asked for, baselines on the same documents.
+If asked for, baselines on the same documents stand next to the plan of distca.
 """
 
 import hashlib
@@ -20,9 +20,7 @@ from distca_hf.analysis.baselines import (
     ulysses,
     whole_documents,
 )
-from distca_hf.analysis.bounds import bytes_bound, key_tokens_bound
 from distca_hf.analysis.epoch import OptimizerStep, Origin
-from distca_hf.analysis.published_greedy import PUBLISHED_TOLERANCE, published_greedy
 from distca_hf.analysis.request import PlanRequest, plan_micro_steps
 from distca_hf.arrays import IntArray, ceil_div
 from distca_hf.errors import PlanError
@@ -31,25 +29,17 @@ from distca_hf.planning.plan import Plan
 from distca_hf.planning.transfers import bytes_between
 
 
-# Tolerances of the published planner, as shares of the mean work: of its code, of its paper's figures, and none.
-TOLERANCES = (PUBLISHED_TOLERANCE, 0.05, 0.0)
-# Maximum number of ranks of the linear program, which takes a third of a second for these, and seconds for more.
-MOST_RANKS_OF_LINEAR_PROGRAM = 128
-
-
 @dataclass(frozen=True)
 class Outcome:
     """One way to run the optimizer step.
 
     Attributes:
         figures: its balance and bytes.
-        bound_bytes_total: lower bound of the bytes of any plan as balanced as that of distca; None if it is not known.
         planning_seconds: time of planning.
         fingerprint: equal for equal outcomes.
     """
 
     figures: Figures
-    bound_bytes_total: int | None
     planning_seconds: float
     fingerprint: str
 
@@ -68,7 +58,7 @@ class StepReport:
         shards: number of their tasks.
         imbalance_before: imbalance of documents in order, if every rank computes its own tokens.
         planned: the plan of distca.
-        baselines: other planners and kinds of parallelism, by name.
+        baselines: other kinds of parallelism, by name.
         work_before, work: `[ranks]` work of all micro-steps together: attended pairs, and pairs x head groups of the
             model.
         micro_batches: the ranks in every micro-step.
@@ -173,16 +163,15 @@ def make_report(
         _check_bytes_limit(planned, request.bytes_limit)
     except PlanError as error:
         raise PlanError(f"{error}; {_world_that_fits(request, batches)}") from error
-    # 2. The same documents in order, the lower bound, and baselines.
+    # 2. The same documents in order, and baselines.
     in_order = [work_in_order(batch, request.num_ranks) for batch in batches]
     lengths = np.concatenate(batches)
     cut_documents, shards = np.sum([_shards(plan) for plan in plans], axis=0).tolist()
-    bound = bound_bytes_total(request, plans)
     baselines = {}
     if compare:
         for name, micro_steps, seconds in run_baselines(request, batches):
             figures = figures_of(micro_steps, request.topology)
-            baselines[name] = Outcome(figures, bound, seconds, _fingerprint(micro_steps))
+            baselines[name] = Outcome(figures, seconds, _fingerprint(micro_steps))
     return StepReport(
         request=request,
         source=source,
@@ -194,7 +183,7 @@ def make_report(
         shards=shards,
         imbalance_before=_imbalance(in_order),
         planned=Outcome(
-            figures_of(planned, request.topology), bound, planning_seconds, _join([plan.fingerprint for plan in plans])
+            figures_of(planned, request.topology), planning_seconds, _join([plan.fingerprint for plan in plans])
         ),
         baselines=baselines,
         work_before=np.sum(in_order, axis=0),
@@ -290,8 +279,6 @@ def _each_micro_step(request: PlanRequest) -> Iterator[Callable[[IntArray], Base
     """Yields the baselines that treat each micro-step separately, as functions of its document lengths."""
     ranks, model = request.num_ranks, request.model
     token_bytes, heads, key_value_heads = model.token_bytes, model.heads.query, model.heads.key_value
-    for tolerance in TOLERANCES:
-        yield partial(published_greedy, num_ranks=ranks, token_bytes=token_bytes, tolerance=tolerance)
     groups = [ranks] if ranks <= request.ranks_per_node else [ranks, request.ranks_per_node]
     for group in groups:
         yield partial(context_parallel, num_ranks=ranks, token_bytes=token_bytes, group_ranks=group)
@@ -306,39 +293,3 @@ def _each_micro_step(request: PlanRequest) -> Iterator[Callable[[IntArray], Base
                 group_ranks=group,
             )
     yield partial(whole_documents, num_ranks=ranks, token_bytes=token_bytes)
-
-
-def bound_bytes_total(request: PlanRequest, plans: Sequence[Plan]) -> int | None:
-    """Returns a lower bound of the bytes of all ranks and micro-steps, with the documents of each as they are.
-
-    For placed layouts it is the counting bound, for placements that do not divide heads (stripes may need less). For
-    fixed layouts it is the optimum of the linear program; None where that takes too long, or scipy is not installed.
-    """
-    if request.layout == "placed":
-        return sum(_placed(request, plan) for plan in plans)
-    if request.num_ranks > MOST_RANKS_OF_LINEAR_PROGRAM:
-        return None
-    try:
-        return sum(_fixed(request, plan) for plan in plans)
-    except ImportError:
-        return None
-
-
-def _placed(request: PlanRequest, plan: Plan) -> int:
-    """Returns the counting bound of one micro-step."""
-    tokens = key_tokens_bound(
-        plan.layout.document_tokens,
-        request.num_ranks,
-        most_work=ceil_div(int(plan.work.max()), plan.tasks.head_groups),
-        fewest_tokens=int(plan.layout.rank_tokens.min()),
-        most_tokens=int(plan.layout.rank_tokens.max()),
-    )
-    return tokens * request.model.token_bytes.key_value
-
-
-def _fixed(request: PlanRequest, plan: Plan) -> int:
-    """Returns the bound of the linear program of one micro-step."""
-    groups = request.model.heads.groups
-    largest_work = int(plan.work.max()) * groups // plan.tasks.head_groups
-    limits = np.full(request.num_ranks, largest_work)
-    return bytes_bound(plan.layout, limits, groups, request.model.token_bytes).total

@@ -12,7 +12,7 @@ from rich.table import Table
 
 from distca_hf.analysis.answer import Choice, EpochFigures, PlanAnswer
 from distca_hf.analysis.estimates import Estimates
-from distca_hf.analysis.first_step import Outcome, StepReport
+from distca_hf.analysis.first_step import StepReport
 from distca_hf.analysis.memory import SHARDING_NAMES, USABLE_SHARE
 from distca_hf.analysis.pipeline_estimates import PipelineEstimates
 from distca_hf.analysis.tables import (
@@ -38,16 +38,15 @@ COLUMNS_BESIDE_BARS = 22
 FEWEST_BAR_CHARACTERS, MOST_BAR_CHARACTERS = 4, 24
 # Names of baselines.
 BASELINES = {
-    "greedy": "DistCA paper",
     "zigzag_cp": "ring/zigzag CP",
     "ulysses": "Ulysses",
     "lpt": "whole documents (LPT)",
     "sorted_packs": "sorted packs",
 }
 COMPARE_NOTE = (
-    "DistCA paper: its planner, at a tolerance of 10, 5 and 0 %. CP: context parallelism. In 8s: in groups of 8 "
-    "ranks. Whole documents: each to the least loaded rank. Sorted packs: documents cut at packs' borders, equally "
-    "heavy packs at the same time. Bytes are those of one layer's forward pass."
+    "CP: context parallelism. In 8s: in groups of 8 ranks. Whole documents: each to the least loaded rank. Sorted "
+    "packs: documents cut at packs' borders, equally heavy packs at the same time. Bytes are those of one layer's "
+    "forward pass."
 )
 # Minimum width of a terminal, in characters, for all columns of the table of choices.
 CHOICES_COLUMNS = 60
@@ -153,7 +152,6 @@ def _figures(report: StepReport) -> RenderableType:
         ("bytes per layer, forward: total", in_bytes(figures.bytes_total)),
         ("  largest rank", in_bytes(figures.bytes_max_rank)),
         ("  largest rank, between nodes", in_bytes(figures.bytes_internode_max)),
-        ("  total / bound", _ratio(outcome)),
         ("documents that are cut", f"{report.cut_documents:,}, into {counted(report.shards, 'task')}"),
         ("planning time", f"{1e3 * outcome.planning_seconds:.1f} ms"),
         ("fingerprint", outcome.fingerprint),
@@ -171,14 +169,6 @@ def _first_step(report: StepReport) -> str:
     return (
         f"{first} of {counted(origin.epoch_micro_batches, 'micro-batch')} of epoch {origin.epoch}, seed {origin.seed}"
     )
-
-
-def _ratio(outcome: Outcome) -> str:
-    """Returns bytes over their lower bound, or a dash if there is none."""
-    bound = outcome.bound_bytes_total
-    if bound is None:
-        return "-"
-    return f"{outcome.figures.bytes_total / bound:.2f} ({in_bytes(bound)})" if bound else "bound: 0 B"
 
 
 def _bars(report: StepReport, console: Console) -> RenderableType:
@@ -359,11 +349,9 @@ def compare_table(report: StepReport, columns: int) -> RenderableType:
 
 
 def spoken(name: str) -> str:
-    """Returns the full name of a baseline: "DistCA paper, 10 %" for "greedy_0.10"."""
+    """Returns the full name of a baseline: "Ulysses in 8s" for "ulysses_8"."""
     known = max((short for short in BASELINES if name.startswith(short)), key=len, default=None)
     if known is None:
         return name
     rest = name.removeprefix(known).strip("_")
-    if known == "greedy":
-        return f"{BASELINES[known]}, {float(rest):.0%}"
     return f"{BASELINES[known]} in {rest}s" if rest else BASELINES[known]

@@ -15,13 +15,14 @@ from distca_hf.analysis.simulate import peers
 from distca_hf.analysis.simulate.costs import Costs
 from distca_hf.analysis.simulate.load import Load
 from distca_hf.analysis.simulate.model import SimulatedModel
-from distca_hf.analysis.simulate.planned import ours, published
+from distca_hf.analysis.simulate.planned import ours
 from distca_hf.analysis.simulate.step import Training
 from distca_hf.analysis.simulate.wires import Cluster, WireBytes
 from distca_hf.cost import CAUSAL_MASK, Mask
 from distca_hf.placement.place import fill_in_order, place
 from distca_hf.planning.plan import plan_in_place
 from distca_hf.planning.rebalance import plan_by_moving
+from lib.planning.published_setting import published
 
 
 PROFILE = find_profile("h200")

@@ -19,7 +19,6 @@ from distca_hf.analysis.simulate.print_result import print_results
 from distca_hf.analysis.simulate.request import GPUS_PER_SERVER, SimulationRequest
 from distca_hf.analysis.simulate.result import Result, make_result
 from distca_hf.analysis.simulate.run import Track, run_steps
-from distca_hf.analysis.simulate.ways import PUBLISHED_TOLERANCE
 from distca_hf.analysis.terminal import Terminal
 from distca_hf.arrays import IntArray
 from distca_hf.data.pipelines import Pipeline
@@ -170,8 +169,6 @@ OF_PACKED = (
     "distca, your packs: those of plain packing; rows are placed inside the model, head and loss stay",
     "rings and Ulysses: the fastest size of a group that holds the context; their attention is computed again in "
     "backward, as in their code",
-    f"DistCA, published: its planner at a tolerance of {100 * PUBLISHED_TOLERANCE:.0f} %; kernels hide its exchanges "
-    "as long as they take longer",
     f"distca, with servers: one of {GPUS_PER_SERVER} GPUs serves attention, the others hold its tokens",
     "`distca plan` has the same speed of distca, placed, over plain packing",
 )

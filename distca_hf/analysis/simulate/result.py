@@ -25,7 +25,7 @@ class WayFigures:
     """One way to train.
 
     Attributes:
-        key, label, is_ours, is_cad, in_stages: see `Way`.
+        key, label, is_ours, in_stages: see `Way`.
         step_seconds: mean of an optimizer step.
         tokens_per_second: of all GPUs together.
         utilisation: useful operations over the peak of all GPUs, without attention that is left out; None if the peak
@@ -41,7 +41,6 @@ class WayFigures:
     key: str
     label: str
     is_ours: bool
-    is_cad: bool
     in_stages: bool
     step_seconds: float
     tokens_per_second: float
@@ -106,7 +105,7 @@ class Result:
     def other(self) -> WayFigures | None:
         """The fastest way without core attention disaggregation that fits; None if none does. If it leaves attention
         out, and distca is hardly faster for that, the fastest that does not, if there is one."""
-        others, ours = [way for way in self.ways if not way.is_cad and way.fits], self.ours
+        others, ours = [way for way in self.ways if not way.is_ours and way.fits], self.ours
         fastest = _fastest(others)
         if ours is None or fastest is None or not ours.whole or ours.gain_over(fastest) >= WORTH_IT:
             return fastest
@@ -208,7 +207,6 @@ def make_result(
                 way.key,
                 way.label,
                 way.is_ours,
-                way.is_cad,
                 way.in_stages,
                 seconds,
                 rate,

@@ -27,8 +27,6 @@ from distca_hf.layout import Layout
 from distca_hf.planning.plan import Plan
 
 
-# Tolerance of the published planner: its paper's.
-PUBLISHED_TOLERANCE = 0.05
 Step = Sequence[IntArray]  # lengths of each micro-batch, in the order of packing
 
 
@@ -43,7 +41,6 @@ class Way:
         costly: planned on some steps only.
         family: ways of one family differ in the size of groups alone; the fastest is shown.
         is_ours: whether distca_hf does it.
-        is_cad: whether it is core attention disaggregation, by whatever planner.
         in_stages: whether stages of a pipeline run it; loads are then those of the ranks of one stage.
         servers: data ranks that serve attention, and hold no weights.
     """
@@ -54,7 +51,6 @@ class Way:
     costly: bool = False
     family: str = ""
     is_ours: bool = False
-    is_cad: bool = False
     in_stages: bool = False
     servers: int = 0
 
@@ -120,15 +116,14 @@ class Simulation:
         if not model.mixers:
             each += [self._ulysses(group) for group in self._ulysses_groups()]
             each += [self._ring(group) for group in self._ring_groups()]
-            each.append(Way("published", "DistCA, published", self._published, costly=True, is_cad=True))
         each += self._given_ways()[:1]
         if self._has_servers:
-            served = partial(Way, servers=self.request.num_servers, costly=True, is_ours=True, is_cad=True)
+            served = partial(Way, servers=self.request.num_servers, costly=True, is_ours=True)
             each.append(served("servers", "distca, with servers", self._served))
         if self.request.checkpointing == "saved":
             again = partial(self._placed, saves=False)
-            each.append(Way("placed_recomputed", "distca, recomputed", again, is_ours=True, is_cad=True, costly=True))
-        each.append(Way("placed", "distca, placed", self._placed, is_ours=True, is_cad=True))
+            each.append(Way("placed_recomputed", "distca, recomputed", again, is_ours=True, costly=True))
+        each.append(Way("placed", "distca, placed", self._placed, is_ours=True))
         return [*each, *self._in_stages()]
 
     def missing(self) -> list[str]:
@@ -137,10 +132,7 @@ class Simulation:
         if request.batch_size is not None:
             return ["ways that make batches of their own, or take GPUs from these as attention servers"]
         if model.mixers:
-            words.append(
-                f"{model.mixers} layers carry a state, so documents stay whole: Ulysses, rings and the published "
-                "planner cut them"
-            )
+            words.append(f"{model.mixers} layers carry a state, so documents stay whole: Ulysses and rings cut them")
         elif self._least_group > self._most_ulysses:
             words.append(
                 f"Ulysses: a group within a node holds at most {self._most_ulysses * request.tokens_per_rank:,} "
@@ -213,7 +205,7 @@ class Simulation:
         """Returns the same GPUs as stages of the pipeline, if there is one."""
         if self.request.pipeline is None:
             return []
-        ours = partial(Way, is_ours=True, is_cad=True, costly=True, in_stages=True)
+        ours = partial(Way, is_ours=True, costly=True, in_stages=True)
         return [
             Way("pipeline_plain", "pipeline, plain", self._stages_plain, in_stages=True),
             ours("pipeline_placed", "pipeline, placed", self._stages_placed),
@@ -254,9 +246,6 @@ class Simulation:
         loads = [peers.packs(self.costs, packs, np.concatenate(packs)) for packs in at_once]
         return [replace(load, left_out_pairs=left_out) for load in loads]
 
-    def _published(self, step: Step) -> list[Load]:
-        return [planned.published(self.costs, self.cluster, batch, PUBLISHED_TOLERANCE) for batch in step]
-
     def _placed(self, step: Step, saves: bool | None = None) -> list[Load]:
         planner, saves = self.request.planner, self._saves if saves is None else saves
         plans = _plans(planner, step)
@@ -266,7 +255,7 @@ class Simulation:
 
     def _given_ways(self) -> list[Way]:
         """Returns what happens to given batches: tasks move where layers carry a state, else rows are placed."""
-        ours = partial(Way, costly=True, is_ours=True, is_cad=True)
+        ours = partial(Way, costly=True, is_ours=True)
         if self.request.model.mixers:
             return [self.tasks_moved]
         label = "distca, your packs" if self.request.batch_size is None else "distca, results return"
@@ -278,7 +267,7 @@ class Simulation:
     @property
     def tasks_moved(self) -> Way:
         """Given batches whose tokens stay."""
-        return Way("tasks_moved", "distca, tasks moved", self._tasks_moved, costly=True, is_ours=True, is_cad=True)
+        return Way("tasks_moved", "distca, tasks moved", self._tasks_moved, costly=True, is_ours=True)
 
     def _rows_placed(self, step: Step, loss_is_placed: bool) -> list[Load]:
         planner, loads = self.request.given_plans(places_rows=True), []

@@ -15,10 +15,10 @@ from distca_hf.analysis.baselines import (
     ulysses,
     whole_documents,
 )
-from distca_hf.analysis.published_greedy import fill_head_and_tail, plan_published_greedy
 from distca_hf.cost import TokenBytes, causal_pairs, imbalance
 from distca_hf.errors import ConfigError, PackingError
 from distca_hf.planning.plan import Plan
+from lib.planning.published_greedy import fill_head_and_tail, plan_published_greedy
 
 
 LLAMA = TokenBytes()

@@ -43,7 +43,6 @@ KEYS = {
     "bytes_total",
     "bytes_max_rank",
     "bytes_internode_max",
-    "bound_bytes_total",
     "planning_seconds",
     "fingerprint",
 }
@@ -94,14 +93,12 @@ def test_baselines_say_the_same_of_the_same_documents(layout: str, some: Path) -
     said = plan(some, "--json", "--compare", "--ranks-per-node", 4, "--layout", layout)
     baselines = said["baselines"]
     assert list(baselines) == [
-        *("greedy_0.10", "greedy_0.05", "greedy_0.00"),
         *("zigzag_cp", "zigzag_cp_4", "ulysses", "ulysses_4", "lpt", "sorted_packs"),
     ]
     for baseline in baselines.values():
         assert baseline.keys() >= KEYS
         assert baseline["documents"] == said["documents"]
         assert baseline["imbalance_before"] == said["imbalance_before"]
-    assert baselines["greedy_0.00"]["imbalance"] < 1.01
     assert baselines["lpt"]["bytes_total"] == 0
     assert baselines["zigzag_cp_4"]["bytes_internode_max"] == 0 < baselines["zigzag_cp"]["bytes_internode_max"]
 
@@ -167,14 +164,6 @@ def test_a_step_that_cannot_be_regrouped_stays_as_it_came() -> None:
     assert report.tokens == 200
 
 
-def test_no_plan_sends_less_than_the_bound(tmp_path: Path) -> None:
-    """Documents too short to be striped; of fixed layouts, any."""
-    lengths = write_lengths(tmp_path / "lengths.json", [1600, 900, 700, *[100] * 48])
-    for layout in ("placed", "fixed"):
-        said = plan(lengths, "--json", "--lengths-are-batch", "--layout", layout, tokens_per_rank=1000)
-        assert 0 < said["bound_bytes_total"] <= said["bytes_total"]
-
-
 def test_the_model_decides_bytes(tmp_path: Path) -> None:
     config = {"num_attention_heads": 32, "num_key_value_heads": 8, "hidden_size": 4096, "torch_dtype": "float32"}
     (tmp_path / "config.json").write_text(json.dumps(config))
@@ -191,8 +180,8 @@ def test_the_table_can_be_read() -> None:
     for words in (
         *("mean over the epoch", "95 % of micro-batches are below", "worst micro-batch"),
         *("faster than plain packing", "faster than sorted packs", "FSDP2", "ZeRO-3", "most at once", "Assumed:"),
-        *("imbalance, planned", "largest rank, between nodes", "total / bound", "longest document"),
-        *("DistCA paper, 10%", "ring/zigzag CP in 8s", "Ulysses", "whole documents (LPT)", "sorted packs"),
+        *("imbalance, planned", "largest rank, between nodes", "longest document"),
+        *("ring/zigzag CP in 8s", "Ulysses", "whole documents (LPT)", "sorted packs"),
     ):
         assert words in text
     assert str(PRETRAIN) in text.replace("\n", "")
@@ -212,7 +201,7 @@ def test_tables_fit_the_terminal(columns: int, some: Path, monkeypatch: pytest.M
     lines = text.replace(str(some), "").splitlines()
     assert max(map(len, lines)) <= columns
     assert "…" not in text
-    for words in ("131,072", "8,192", "distca", "ZeRO-3", "DistCA"):
+    for words in ("131,072", "8,192", "distca", "ZeRO-3", "zigzag"):
         assert any(words in line for line in lines), words
 
 

@@ -19,7 +19,7 @@ from distca_hf.analysis.simulate import peers, run
 from distca_hf.analysis.simulate.costs import Costs, Passes
 from distca_hf.analysis.simulate.load import Exchanges, Hidden, Load, Waiting
 from distca_hf.analysis.simulate.model import SimulatedModel, llama_shape
-from distca_hf.analysis.simulate.planned import ours, published
+from distca_hf.analysis.simulate.planned import ours
 from distca_hf.analysis.simulate.request import SimulationRequest
 from distca_hf.analysis.simulate.result import make_result
 from distca_hf.analysis.simulate.run import run_steps
@@ -34,6 +34,7 @@ from distca_hf.placement.place import fill_in_order, place
 from distca_hf.planning.plan import plan_in_place
 from distca_hf.planning.rebalance import plan_by_moving
 from distca_hf.planning.transfers import bytes_between
+from lib.planning.published_setting import published
 
 
 PROFILE = find_profile("h200")
