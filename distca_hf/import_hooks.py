@@ -47,7 +47,6 @@ MOVED = {
         "launcher": "telemetry",
         "lazy": "import_hooks",
         "packing": "data",
-        "planning.baselines": "analysis.baselines",
         "planning.chunks": "planning.transfers",
         "planning.facts": "planning.plan",
         "planning.heads": "cost",

@@ -88,7 +88,11 @@ def run_plan(
     world = ranks, tokens_per_rank, ranks_per_node, micro_steps
     request = PlanRequest(*world, shape, layout, policy, bytes_limit, stages)
     kept = cast(Checkpointing, checkpointing)  # likewise
-    assumptions = Assumptions(kept, liger, gpu_gib, request.planner.config.kv_budget_gib, seed)
+    assumptions = Assumptions(kept, liger, gpu_gib, seed)
+    if compare and pipeline is not None:
+        raise ConfigError(
+            f"--compare has no other ways for --pipeline {pipeline}: `distca simulate --pipeline {pipeline}` has them"
+        )
     if plot is not None:
         check_can_draw(plot)
     progress = PlanProgress()
@@ -103,12 +107,12 @@ def run_plan(
         # Planning is timed: the garbage collector must not spend that time on objects of imports and reading.
         gc.collect()
         gc.freeze()
-        step = make_report(request, packed.first_step(micro_steps), documents.source, compare)
+        step = make_report(request, packed.first_step(micro_steps), documents.source)
         plans = plan_epoch(
             request, packed.document_tokens, packed.epoch, lambda steps: progress.over("planning an epoch", steps)
         )
         with progress.stage("other numbers of tokens per rank" if stages is None else "simulating the pipeline"):
-            answer = make_answer(step, plans, packed, documents.tokens, assumptions, wires)
+            answer = make_answer(step, plans, packed, documents.tokens, assumptions, wires, compare)
     if plot is not None:
         draw_answer(answer, plot)
     if as_json:

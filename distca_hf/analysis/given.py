@@ -13,9 +13,8 @@ import numpy as np
 from distca_hf.analysis.command import PlanProgress
 from distca_hf.analysis.memory import GIB
 from distca_hf.analysis.profiles.shipped import DEFAULT_PROFILE, find_profile
-from distca_hf.analysis.simulate.command import TOKEN_BUDGET, simulate
 from distca_hf.analysis.simulate.request import SimulationRequest
-from distca_hf.analysis.simulate.result import Result
+from distca_hf.analysis.simulate.result import Result, simulate
 from distca_hf.arrays import IntArray
 from distca_hf.batches.given_plans import GivenPlans
 from distca_hf.cost import imbalance
@@ -181,5 +180,5 @@ def answer(
     planned = [GivenMicroBatch.of(plans, packs[number]) for number in progress.over("planning", range(len(packs)))]
     simulated = replace(request, batches=max(1, min(MOST_STEPS, MOST_RANK_STEPS // size)))
     with progress.stage("simulating steps"):
-        result, _ = simulate(simulated, find_profile(DEFAULT_PROFILE), row_tokens, token_budget=TOKEN_BUDGET)
+        result, _ = simulate(simulated, find_profile(DEFAULT_PROFILE), row_tokens)
     return GivenAnswer(request, source, row_tokens, planned, result)

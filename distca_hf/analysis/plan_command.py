@@ -103,7 +103,7 @@ def plan(
     gpu_gib: Annotated[float, typer.Option(help="memory of a GPU, in GiB; by default an H200's")] = H200_GIB,
     seed: Seed = 0,
     lengths_are_batch: LengthsAreBatch = False,
-    compare: Annotated[bool, typer.Option("--compare", help="also run baselines on the same documents")] = False,
+    compare: Annotated[bool, typer.Option("--compare", help="simulate all other ways to train, too")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="print one JSON object")] = False,
     plot: Annotated[Path | None, typer.Option(help="draw the work of all ranks into this file")] = None,
 ) -> None:

@@ -16,7 +16,7 @@ from distca_hf.analysis.memory import Checkpointing
 from distca_hf.analysis.simulate.command import DEFAULT_TOKENS_PER_RANK
 from distca_hf.analysis.simulate.model import SimulatedModel
 from distca_hf.analysis.simulate.request import SimulationRequest
-from distca_hf.analysis.tables import block, counted, in_gib, plain_table
+from distca_hf.analysis.tables import block, counted, plain_table, ways_table
 from distca_hf.analysis.terminal import Terminal
 from distca_hf.errors import ConfigError
 from distca_hf.planning.plan_totals import PlanTotals
@@ -115,13 +115,11 @@ def print_given(found: GivenAnswer, console: Console) -> None:
     words += f"Planning takes {1e3 * found.planning_seconds:.1f} ms."
     console.print(block("busiest rank / mean of all", table, words), highlight=False)
     console.print()
-    speed = plain_table("x plain", "GiB", "fits")
-    for each in found.simulated.ways:
-        speed.add_row(each.label, f"{each.times_as_fast:.2f}", in_gib(each.memory_bytes), "yes" if each.fits else "no")
     words = (
         f"As `distca simulate --batch-size {request.batch_size}` has it, of "
-        f"{counted(found.simulated.plain.steps, 'step')}: FSDP2 in bf16 on H200s, activations {request.checkpointing} "
+        f"{counted(found.simulated.plain.steps, 'step')}: FSDP2 in bf16 on H200s, bytes of the GPU that sends or "
+        f"receives most in a layer, activations {request.checkpointing} "
         f"(--checkpointing), {'with' if request.liger else 'without'} Liger's kernels and loss (--liger), 90 % of "
         f"{request.gpu_gib:g} GiB may be used (--gpu-gib)."
     )
-    console.print(block("speed and memory, simulated", speed, words), highlight=False)
+    console.print(block("speed and memory, simulated", ways_table(found.simulated), words), highlight=False)

@@ -12,12 +12,12 @@ from typing import Any
 
 import numpy as np
 
-from distca_hf.analysis.baselines import whole_documents
 from distca_hf.analysis.estimates import step_cost
 from distca_hf.analysis.memory import TrainingSetup, estimate_memory
 from distca_hf.arrays import IntArray, ceil_div
 from distca_hf.batches.placed import PlacedPlanner
 from distca_hf.config import DistCAConfig
+from distca_hf.cost import causal_pairs_of
 from distca_hf.flops import H200, H200_LIGER
 from distca_hf.placement.place import fill_in_order
 from distca_hf.planning.rebalance import plan_by_moving
@@ -25,6 +25,7 @@ from distca_hf.planning.transfers import bytes_between
 from lib.documents import parse_documents
 from lib.parser import parser_of
 from lib.planning.measured import LLAMA_8B, PEAKS, STEPS, PeakRow, StepRow
+from lib.planning.planners import whole_documents
 from lib.tables import head
 
 
@@ -45,8 +46,9 @@ def loads(documents: str, num_ranks: int, way: str) -> tuple[IntArray, IntArray,
         layout = fill_in_order(lengths, num_ranks)
         return layout.rank_tokens, layout.rank_work, 0
     if way == "whole":
-        packs = whole_documents(lengths, num_ranks, TOKEN_BYTES)
-        return packs.tokens, packs.work, 0
+        packs = [lengths[numbers] for numbers in whole_documents(lengths, num_ranks)]
+        work = [causal_pairs_of(np.zeros_like(pack), pack).sum() for pack in packs]
+        return np.array([pack.sum() for pack in packs]), np.array(work), 0
     if way == "fixed":
         plan = plan_by_moving(fill_in_order(lengths, num_ranks), HEADS.groups, token_bytes=TOKEN_BYTES)
         received = bytes_between(plan, TOKEN_BYTES).sum(axis=0).max()

@@ -161,14 +161,14 @@ def _tables(content: Mapping[str, Any]) -> list[Table]:
                 "GiB with FSDP2. Longest: document that all ranks together hold. Too long: documents that are longer.",
             )
         )
-    if content["baselines"]:
+    if content["estimates"] is not None:
         tables.append(
             Table(
-                "Other ways to run the same documents",
-                ["way", "imbalance", "most tokens", "MB in a layer", "MB of the largest rank"],
+                "Ways to train, simulated",
+                ["way", "x plain", "GiB", "MB of the largest rank in a layer"],
                 [
-                    [name, way["imbalance"], way["tokens_max"], way["bytes_total"] / 1e6, way["bytes_max_rank"] / 1e6]
-                    for name, way in [("distca", content), *content["baselines"].items()]
+                    [way["label"], way["times_as_fast"], way["memory_bytes"] / 2**30, way["received_bytes"] / 1e6]
+                    for way in content["estimates"]["ways"]
                 ],
             )
         )

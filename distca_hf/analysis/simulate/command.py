@@ -3,7 +3,7 @@
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
@@ -17,10 +17,8 @@ from distca_hf.analysis.profiles.shipped import find_profile
 from distca_hf.analysis.simulate.model import SimulatedModel
 from distca_hf.analysis.simulate.print_result import print_results
 from distca_hf.analysis.simulate.request import GPUS_PER_SERVER, SimulationRequest
-from distca_hf.analysis.simulate.result import Result, make_result
-from distca_hf.analysis.simulate.run import Track, run_steps
+from distca_hf.analysis.simulate.result import Result, simulate
 from distca_hf.analysis.terminal import Terminal
-from distca_hf.arrays import IntArray
 from distca_hf.data.pipelines import Pipeline
 from distca_hf.errors import ConfigError
 from distca_hf.gpus import H100_GIB, gpu_of_device
@@ -28,8 +26,6 @@ from distca_hf.gpus import H100_GIB, gpu_of_device
 
 # Tokens that a rank holds in a micro-step, unless a command says otherwise.
 DEFAULT_TOKENS_PER_RANK = 131_072
-# Tokens that GPU-hours are counted for, unless a command says otherwise.
-TOKEN_BUDGET = 1e9
 # Most digits of a number in a list.
 MOST_DIGITS = 18
 # Most tokens that GPU-hours are counted for: these hours are finite, however long a step takes.
@@ -126,37 +122,6 @@ def run_simulate(options: SimulateOptions) -> None:
     print_results(world, results, profile, assumptions, Terminal())
 
 
-def simulate(
-    request: SimulationRequest,
-    profile: ClusterProfile,
-    document_tokens: IntArray,
-    token_budget: float,
-    track: Track = iter,
-) -> tuple[Result, Notes]:
-    """Simulates a request.
-
-    Args:
-        document_tokens: lengths of the whole dataset.
-        token_budget: tokens that GPU-hours are counted for.
-        track: yields what it gets, and shows progress.
-
-    Returns:
-        All figures, and everything that was not measured as it is asked for.
-
-    Raises:
-        ConfigError: links that are needed were not measured.
-        PackingError: lengths do not fit.
-    """
-    # Groups have to hold the longest document, or the context if that is shorter.
-    longest = int(document_tokens.max())
-    context = min(request.context_tokens or longest, longest)
-    if context <= request.longest_tokens:
-        request = replace(request, context_tokens=context)
-    steps = request.steps(document_tokens)
-    simulation, by_way = run_steps(request, profile, steps, track)
-    return make_result(simulation, steps, by_way, token_budget), simulation.costs.notes
-
-
 # What holds for every simulation; docs/simulation.md has the equations.
 ASSUMPTIONS = (
     "FSDP2 in bf16: ranks meet in every layer, and its weights are gathered twice in each micro-step, while "
@@ -170,7 +135,7 @@ OF_PACKED = (
     "rings and Ulysses: the fastest size of a group that holds the context; their attention is computed again in "
     "backward, as in their code",
     f"distca, with servers: one of {GPUS_PER_SERVER} GPUs serves attention, the others hold its tokens",
-    "`distca plan` has the same speed of distca, placed, over plain packing",
+    "`distca plan` says the same of the same training",
 )
 OF_GIVEN = (
     "your batches: rows in random order, without padding; those of a step are the same in every way",

@@ -20,7 +20,6 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from distca_hf.analysis.baselines import fill_groups
 from distca_hf.analysis.profiles.curves import Amounts, FloatArray
 from distca_hf.analysis.simulate.costs import Costs, Passes
 from distca_hf.analysis.simulate.load import Attention, Load, Waiting, nothing_sent
@@ -28,6 +27,7 @@ from distca_hf.analysis.simulate.model import SimulatedModel
 from distca_hf.analysis.simulate.wires import Cluster, WireBytes
 from distca_hf.arrays import IntArray, ceil_div
 from distca_hf.data.documents import split_documents
+from distca_hf.placement.place import fill_in_order
 
 
 # Bytes that ring attention reads and writes for a number of queries' results when it merges a step's output in fp32,
@@ -90,6 +90,19 @@ def best_fit(document_tokens: IntArray, num_packs: int) -> list[IntArray]:
             put(len(rooms) - 1, part)
             tokens -= part
     return [np.array(lengths, dtype=np.int64) for lengths in held]
+
+
+def fill_groups(document_tokens: IntArray, num_groups: int) -> list[IntArray]:
+    """Fills groups in order with equal tokens, and returns the lengths of each group's documents.
+
+    Groups attend separately: a document cut at the border of two groups continues as a new document. That is less
+    attention work than uncut documents have, to the advantage of baselines with groups.
+
+    Raises:
+        PackingError: a length is not between 1 and 2 ** 31 - 1.
+    """
+    layout = fill_in_order(document_tokens, num_groups)
+    return np.split(layout.segment_tokens, layout.rank_segments[1:-1])
 
 
 def plain_packing(costs: Costs, document_tokens: IntArray, num_ranks: int) -> Load:

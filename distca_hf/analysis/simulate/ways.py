@@ -63,14 +63,16 @@ class Simulation:
         request: what is simulated.
         costs: seconds of its parts.
         cluster: data ranks and links.
+        keys: of the ways that are simulated; all if there are none.
     """
 
     request: SimulationRequest
     costs: Costs
     cluster: Cluster
+    keys: tuple[str, ...] = ()
 
     @classmethod
-    def of(cls, request: SimulationRequest, profile: ClusterProfile) -> "Simulation":
+    def of(cls, request: SimulationRequest, profile: ClusterProfile, keys: tuple[str, ...] = ()) -> "Simulation":
         """Returns the simulation on a measured cluster.
 
         Raises:
@@ -78,7 +80,7 @@ class Simulation:
         """
         notes = Notes()
         costs = Costs(profile, request.model, request.liger, notes, request.tensor_ranks)
-        return cls(request, costs, Cluster(profile, request.num_ranks, request.data_ranks_per_node, notes))
+        return cls(request, costs, Cluster(profile, request.num_ranks, request.data_ranks_per_node, notes), keys)
 
     @property
     def training(self) -> Training:
@@ -102,7 +104,14 @@ class Simulation:
         return seconds + training.optimizer_seconds(), loads
 
     def ways(self) -> list[Way]:
-        """Returns all ways that can run."""
+        """Returns the ways of the given keys that can run. Tasks of packs move only if they are asked for, or where
+        layers carry a state."""
+        if not self.keys:
+            return self._ways()
+        every = {way.key: way for way in (self.tasks_moved, *self._ways())}
+        return [every[key] for key in self.keys if key in every]
+
+    def _ways(self) -> list[Way]:
         costs, ranks, model = self.costs, self.request.num_ranks, self.request.model
         if self.request.batch_size is not None:
             plain = _of_each(lambda batch: peers.packs(costs, np.split(batch, ranks), batch))

@@ -10,14 +10,15 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from distca_hf.analysis import estimates
-from distca_hf.analysis.epoch import pack_epoch, plan_epoch
+from distca_hf.analysis.epoch import fit_lengths
 from distca_hf.analysis.estimates import Assumptions, make_estimates, step_cost
 from distca_hf.analysis.find_model import find_model
-from distca_hf.analysis.profiles.shipped import find_profile
+from distca_hf.analysis.profiles.shipped import DEFAULT_PROFILE, find_profile
 from distca_hf.analysis.request import PRESETS, ModelSize, PlanRequest, preset
-from distca_hf.analysis.simulate.command import simulate
+from distca_hf.analysis.simulate.command import gpu_gib_of
 from distca_hf.analysis.simulate.model import SimulatedModel
 from distca_hf.analysis.simulate.request import SimulationRequest
+from distca_hf.analysis.simulate.result import simulate
 from distca_hf.cost import Heads
 from distca_hf.errors import ConfigError
 from distca_hf.flops import Rates, StepCost
@@ -176,26 +177,29 @@ def test_a_step_takes_as_long_as_its_slowest_rank() -> None:
     assert cost.attention_share(tokens=10, pairs=3) == 0.75
 
 
+@pytest.mark.parametrize("compare", [False, True])
 @pytest.mark.parametrize("micro_steps", [1, 3])
-def test_speed_and_memory_are_those_of_distca_simulate(micro_steps: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the same ranks, tokens, model, seed and kernels, over the same steps."""
+def test_plan_says_what_simulate_says(micro_steps: int, compare: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the same ranks, tokens, model, seed and kernels, over the same steps: every figure of every way."""
     monkeypatch.setattr(estimates, "MOST_STEPS", 4)
     ranks, lengths = 8, np.random.RandomState(0).lognormal(6, 1.5, 10_000).astype(int).clip(1, 100_000)
     plan = PlanRequest(ranks, 32_768, 8, micro_steps, LLAMA)
-    packed = pack_epoch(lengths, plan, seed=3)
-    assumptions, plans = Assumptions(liger=True, seed=3), plan_epoch(plan, lengths, packed.epoch)
-    made = make_estimates(plan, packed, plans, assumptions)
+    made = make_estimates(plan, fit_lengths(lengths, plan), Assumptions(liger=True, seed=3), compare=compare)
     assert made is not None
-    model = SimulatedModel.of(LLAMA)
-    request = SimulationRequest(model, ranks, 32_768, None, micro_steps, liger=True, batches=4, seed=3)
-    result, _ = simulate(request, find_profile("h200"), lengths, token_budget=1e9)
-    ways = {one.key: one for one in result.ways}
+    model, profile = SimulatedModel.of(LLAMA), find_profile(DEFAULT_PROFILE)
+    request = SimulationRequest(
+        model, ranks, 32_768, None, micro_steps, liger=True, gpu_gib=gpu_gib_of(profile), batches=4, seed=3
+    )
+    result, _ = simulate(request, profile, lengths)
 
-    assert made.speed.steps == 4
-    assert made.speed.over_plain == pytest.approx(ways["placed"].times_as_fast, rel=1e-6)
-    assert made.memory["fsdp2"].total == pytest.approx(ways["placed"].memory_bytes, rel=0.02)
-    packs = ways["plain"].step_seconds / ways["sorted_packs"].step_seconds
-    assert made.speed.over_sorted == pytest.approx(made.speed.over_plain / packs)
+    assert made.profile == profile
+    assert made.ours == result.way("placed")
+    assert made.memory["fsdp2"].total == result.way("placed").memory_bytes
+    assert made.simulated.plain == result.plain
+    assert {way.key for way in made.simulated.ways} <= {way.key for way in result.ways}
+    assert all(way == result.way(way.key) for way in made.simulated.ways)
+    assert (len(made.simulated.ways) == len(result.ways)) == compare
+    assert made.over_sorted == result.way("placed").gain_over(result.way("sorted_packs"))
 
 
 @pytest.mark.parametrize("wrong", [{"checkpointing": "some"}, {"gpu_gib": 0.0}, {"gpu_gib": float("nan")}])

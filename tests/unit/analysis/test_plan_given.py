@@ -42,7 +42,7 @@ RANKS = 4
 LENGTHS = np.random.default_rng(5).lognormal(4.5, 1.2, 200).astype(np.int64).clip(1, 4000)
 
 
-PLAIN = WayFigures("plain", "plain", False, False, 2.0, 1.0, None, 2**30, True, 1.0, 1.0, True, 1)
+PLAIN = WayFigures("plain", "plain", False, False, 2.0, 1.0, None, 2**30, True, 1.0, 1.0, True, 1, 0.3, 0, 4000)
 WAYS = [PLAIN, replace(PLAIN, key="given", is_ours=True, times_as_fast=2.0)]
 
 

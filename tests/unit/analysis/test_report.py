@@ -524,7 +524,7 @@ def test_plan_has_its_micro_steps_and_tables(plan: dict[str, Any], tmp_path: Pat
     assert [table["title"] for table in found["tables"]] == [
         "Work of the busiest rank over the mean, in an epoch",
         "Other numbers of tokens per rank",
-        "Other ways to run the same documents",
+        "Ways to train, simulated",
     ]
 
 

@@ -11,11 +11,10 @@ from distca_hf.analysis.profiles.curves import Notes
 from distca_hf.analysis.profiles.shipped import find_profile
 from distca_hf.analysis.request import preset
 from distca_hf.analysis.simulate import peers
-from distca_hf.analysis.simulate.command import simulate
 from distca_hf.analysis.simulate.costs import Costs
 from distca_hf.analysis.simulate.model import SimulatedModel
 from distca_hf.analysis.simulate.request import SimulationRequest
-from distca_hf.analysis.simulate.result import Result
+from distca_hf.analysis.simulate.result import Result, simulate
 from distca_hf.analysis.simulate.stages import GATHERED_BYTES, StagedTraining, StageMemory
 from distca_hf.analysis.simulate.step import Training
 from distca_hf.analysis.simulate.wires import Cluster

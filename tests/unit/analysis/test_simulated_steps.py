@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from distca_hf.analysis.baselines import assign_whole_documents
 from distca_hf.analysis.memory import GIB, TrainingSetup, estimate_memory
 from distca_hf.analysis.profiles.cluster_profile import ClusterProfile
 from distca_hf.analysis.profiles.curves import Notes
@@ -34,6 +33,7 @@ from distca_hf.placement.place import fill_in_order, place
 from distca_hf.planning.plan import plan_in_place
 from distca_hf.planning.rebalance import plan_by_moving
 from distca_hf.planning.transfers import bytes_between
+from lib.planning.planners import whole_documents
 from lib.planning.published_setting import published
 
 
@@ -452,7 +452,7 @@ def test_the_longest_first_counts_matrices_too() -> None:
     """By attention alone, the rank without the long document would hold nearly all other tokens."""
     lengths = np.array([30_000, *[1000] * 120])
     held = peers.longest_first(costs_of(), lengths, 2)
-    by_pairs = assign_whole_documents(lengths, 2)
+    by_pairs = whole_documents(lengths, 2)
 
     assert max(int(x.sum()) for x in held) < 95_000 < max(int(lengths[x].sum()) for x in by_pairs)
     assert sorted(np.concatenate(held).tolist()) == sorted(lengths.tolist())
@@ -607,3 +607,14 @@ def test_documents_that_do_not_fit_are_refused() -> None:
         simulate([200_000, *[2048] * 64], tokens_per_rank=16_384)
     with pytest.raises(PackingError, match="fill 1 of 4 micro-steps"):
         simulate([2048] * 16, accumulation=4)
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(st.lists(st.integers(1, 300), min_size=1, max_size=12), st.integers(1, 9))
+def test_groups_are_filled_in_order(documents: list[int], num_groups: int) -> None:
+    groups = peers.fill_groups(np.array(documents), num_groups)
+    tokens = [int(group.sum()) for group in groups]
+    assert sum(tokens) == sum(documents)
+    assert max(tokens) - min(tokens) <= 1
+    ends = set(np.cumsum(documents).tolist())
+    assert ends <= set(np.cumsum([length for group in groups for length in group]).tolist())

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from distca_hf.analysis.baselines import largest_rank_bytes
+from distca_hf.analysis.first_step import largest_rank_bytes
 from distca_hf.arrays import IntArray
 from distca_hf.cost import imbalance
 from distca_hf.planning.transfers import bytes_between

@@ -123,8 +123,8 @@ def print_grouped_steps(ranks: list[int], seeds: int) -> None:
                 step = pack_first_step(lengths, request, seed)
                 alone = replace(request, micro_steps=1)
                 reports = [make_report(alone, OptimizerStep([documents])) for documents in step.micro_batches]
-                one_by_one.append(sum(report.planned.figures.bytes_total for report in reports))
-                figures = make_report(request, step).planned.figures
+                one_by_one.append(sum(report.figures.bytes_total for report in reports))
+                figures = make_report(request, step).figures
                 grouped.append(figures.bytes_total)
                 worst = max(worst, figures.imbalance)
             means = (gigabytes(statistics.mean(one_by_one)), gigabytes(statistics.mean(grouped)))
