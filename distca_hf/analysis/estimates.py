@@ -21,7 +21,7 @@ from distca_hf.analysis.request import ModelShape, ModelSize, PlanRequest
 from distca_hf.analysis.simulate.model import SimulatedModel
 from distca_hf.analysis.simulate.request import SimulationRequest
 from distca_hf.analysis.simulate.result import Result, WayFigures, simulate
-from distca_hf.analysis.simulate.ways import Simulation
+from distca_hf.analysis.simulate.simulation import Simulation
 from distca_hf.arrays import IntArray
 from distca_hf.cost import Heads
 from distca_hf.errors import ConfigError

@@ -10,7 +10,7 @@ import numpy as np
 from distca_hf.analysis.memory import GIB, Checkpointing, Memory, Sharding, TrainingSetup, estimate_memory
 from distca_hf.analysis.request import MAX_MICRO_STEPS, MAX_RANKS
 from distca_hf.analysis.simulate.model import SimulatedModel
-from distca_hf.arrays import IntArray
+from distca_hf.arrays import IntArray, ceil_div
 from distca_hf.batches.given_plans import GivenPlans
 from distca_hf.batches.placed import PlacedPlanner
 from distca_hf.config import DistCAConfig
@@ -186,6 +186,11 @@ class SimulationRequest:
         if self.batch_size is not None:
             most = MAX_DOCUMENT_TOKENS
         return min(most, self.context_tokens or most, self.model.longest_document_tokens or most)
+
+    @property
+    def least_group(self) -> int:
+        """Fewest ranks that together hold the context."""
+        return int(ceil_div(self.longest_tokens, self.tokens_per_rank))
 
     def for_documents(self, document_tokens: IntArray) -> "SimulationRequest":
         """Returns the request whose groups hold the longest document, or the context if that is shorter."""

@@ -9,10 +9,11 @@ import numpy as np
 from distca_hf.analysis.memory import USABLE_SHARE, Sharding
 from distca_hf.analysis.profiles.cluster_profile import ClusterProfile
 from distca_hf.analysis.profiles.curves import Notes
+from distca_hf.analysis.simulate.compared import Step, Way
 from distca_hf.analysis.simulate.request import SimulationRequest
 from distca_hf.analysis.simulate.run import Track, WaySteps, run_steps
+from distca_hf.analysis.simulate.simulation import Simulation
 from distca_hf.analysis.simulate.stages import StageMemory
-from distca_hf.analysis.simulate.ways import Simulation, Step, Way
 from distca_hf.arrays import IntArray
 from distca_hf.gpus import peak_flops
 

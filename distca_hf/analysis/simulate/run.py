@@ -17,8 +17,9 @@ import numpy as np
 
 from distca_hf.analysis.profiles.cluster_profile import ClusterProfile
 from distca_hf.analysis.profiles.curves import Notes
+from distca_hf.analysis.simulate.compared import Step
 from distca_hf.analysis.simulate.request import SimulationRequest
-from distca_hf.analysis.simulate.ways import Simulation, Step
+from distca_hf.analysis.simulate.simulation import Simulation
 from distca_hf.errors import ConfigError
 
 

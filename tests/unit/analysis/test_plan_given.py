@@ -20,7 +20,7 @@ from distca_hf.analysis.simulate.model import SimulatedModel
 from distca_hf.analysis.simulate.planned import rows_placed
 from distca_hf.analysis.simulate.request import SimulationRequest
 from distca_hf.analysis.simulate.result import Result, WayFigures
-from distca_hf.analysis.simulate.ways import Simulation
+from distca_hf.analysis.simulate.simulation import Simulation
 from distca_hf.analysis.simulate.wires import Cluster, WireBytes
 from distca_hf.batches.given import GivenPlanner
 from distca_hf.batches.given_agreement import Returning

@@ -12,13 +12,13 @@ import numpy as np
 
 from distca_hf.analysis.profiles.cluster_profile import ClusterProfile, LinkTimes
 from distca_hf.analysis.request import preset
-from distca_hf.analysis.simulate import peers
+from distca_hf.analysis.simulate import ways
 from distca_hf.analysis.simulate.costs import HALF_BYTES, Costs
 from distca_hf.analysis.simulate.load import Attention, Load, nothing_sent
 from distca_hf.analysis.simulate.model import SimulatedModel, llama_shape
 from distca_hf.analysis.simulate.planned import RowBytes, kernel_seconds, window_seconds
 from distca_hf.analysis.simulate.request import SimulationRequest
-from distca_hf.analysis.simulate.ways import Simulation
+from distca_hf.analysis.simulate.simulation import Simulation
 from distca_hf.analysis.simulate.wires import Cluster
 from distca_hf.arrays import IntArray
 from lib.planning.published_greedy import PAPER_TOLERANCE, plan_published_greedy
@@ -120,7 +120,7 @@ def simulate_point(
     seconds: list[list[float]] = []
     for step in request.steps(document_tokens):
         packed = [
-            peers.gathered(costs, cluster, peers.longest_first(costs, step[0], ranks // group), group)
+            ways.gathered(costs, cluster, ways.longest_first(costs, step[0], ranks // group), group)
             for group in groups
         ]
         theirs = published(costs, cluster, step[0], PAPER_TOLERANCE)
