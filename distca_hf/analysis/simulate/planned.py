@@ -1,7 +1,7 @@
 """Planned: loads of plans, made by the planners of training.
 
-Every task of a plan is a square and a prefix. Squares of queries that stay need no rows of others; prefixes, and tasks
-whose queries come from other ranks, do. In layers with a window queries stay, and need the few keys before each part.
+Squares of queries that stay need no rows of others; prefixes, and tasks whose queries come from other ranks, do. In
+layers with a window queries stay, and need the few keys before each part.
 """
 
 from dataclasses import dataclass, replace
@@ -12,14 +12,14 @@ from distca_hf.analysis.profiles.curves import FloatArray
 from distca_hf.analysis.simulate.costs import HALF_BYTES, Costs, Passes
 from distca_hf.analysis.simulate.load import Exchanges, Hidden, Load
 from distca_hf.analysis.simulate.wires import Cluster, WireBytes
+from distca_hf.analysis.tiles import Tiles
 from distca_hf.cost import Mask
 from distca_hf.layout import Layout
 from distca_hf.placement.given import tokens_between
-from distca_hf.planning.pieces import ALL_HEADS
 from distca_hf.planning.plan import Plan
 from distca_hf.planning.routing import LATE_SHARE
 from distca_hf.planning.transfers import keys_between, queries_between
-from distca_hf.planning.window_routing import Parts, halo_rows_between
+from distca_hf.planning.window_routing import halo_rows_between
 
 
 # Bytes of a number that describes a token where rows move in: its id, its position, its label if the loss is placed.
@@ -54,11 +54,11 @@ def ours(
     kinds = []
     for mask, layers in costs.model.masks:
         if mask.window_tokens is None:
-            hidden, (local, remote), speeds = full, kernel_seconds(costs, plan), plan.speeds
+            hidden, speeds = full, plan.speeds
         else:
             halos = RowBytes.of_halos(costs, cluster, layout, mask).exchanges()
-            hidden = replace(full, exchanges=halos, chunks=1, moves_queries=False)
-            (local, remote), speeds = window_seconds(costs, layout, mask), ()
+            hidden, speeds = replace(full, exchanges=halos, chunks=1, moves_queries=False), ()
+        local, remote = kernel_seconds(costs, plan, mask)
         of_passes = zip(vars(local).values(), vars(remote).values(), strict=True)
         late = Passes(*(_late(own, own + others, bool(speeds)) for own, others in of_passes))
         kinds.append(hidden.attention(local, remote, late, layers))
@@ -94,22 +94,13 @@ def rows_placed(
     return replace(load, beside_seconds=load.beside_seconds + float(seconds))
 
 
-def kernel_seconds(costs: Costs, plan: Plan) -> tuple[Passes, Passes]:
-    """Returns `[ranks]` seconds of local calls, and of all others."""
-    tasks, ranks = plan.tasks, plan.layout.num_ranks
-    none = np.zeros(ranks)
-    local, remote = Passes(none, none), Passes(none, none)
-    for group in (False, True):
-        chosen = (tasks.head != ALL_HEADS) == group
-        if not chosen.any():
-            continue
-        queries, before = (tasks.stop - tasks.start)[chosen], tasks.start[chosen]
-        server, moved = tasks.server[chosen], plan.has_remote_queries[chosen]
-        whole = costs.attention(queries, before, group=group)
-        square = costs.attention(queries, np.zeros(len(queries)), group=group)
-        stays = square.times((~moved).astype(np.float64))
-        local += stays.sum_by(server, ranks)
-        remote += Passes(whole.forward - stays.forward, whole.backward - stays.backward).sum_by(server, ranks)
+def kernel_seconds(costs: Costs, plan: Plan, mask: Mask) -> tuple[Passes, Passes]:
+    """Returns `[ranks]` seconds of calls that need no rows of other ranks, and of all others."""
+    tiles = Tiles.of(plan, mask)
+    seconds, num_ranks = costs.seconds(tiles), plan.layout.num_ranks
+    local, remote = (
+        seconds.times(of.astype(np.float64)).sum_by(tiles.rank, num_ranks) for of in (~tiles.waits, tiles.waits)
+    )
     return local, remote
 
 
@@ -127,17 +118,6 @@ def _late(local: FloatArray, kernels: FloatArray, has_speeds: bool) -> FloatArra
         leaves = max((kernels - local).max(), kernels.max() - deferred)
         return np.clip(kernels - leaves, 0.0, local)
     return np.minimum(local, min(deferred, local[working].min(initial=np.inf)))
-
-
-def window_seconds(costs: Costs, layout: Layout, mask: Mask) -> tuple[Passes, Passes]:
-    """Returns `[ranks]` seconds of a layer with a window, where every rank computes its own tokens: against their own
-    keys, and against the keys before each part."""
-    parts = Parts.of(layout)
-    queries = parts.stop - parts.start
-    whole = costs.attention(queries, parts.start, mask)
-    own = costs.attention(queries, np.zeros(len(queries)), mask)
-    prefixes = Passes(*(np.maximum(0.0, x - y) for x, y in zip(vars(whole).values(), vars(own).values(), strict=True)))
-    return own.sum_by(parts.rank, layout.num_ranks), prefixes.sum_by(parts.rank, layout.num_ranks)
 
 
 @dataclass(frozen=True)

@@ -202,9 +202,9 @@ def test_a_task_is_a_square_and_a_prefix() -> None:
 
 def test_a_group_of_heads_is_part_of_a_tensor_rank() -> None:
     """Of 8 KV heads two tensor ranks have four groups each: a group of theirs is as large as one of eight."""
-    queries, before = array(65_536), array(65_536)
-    alone, of_two = (costs_of(tensor_ranks=ranks).attention(queries, before, group=True) for ranks in (1, 2))
-    whole = costs_of(tensor_ranks=2).attention(queries, before)
+    queries, keys = array(65_536), array(65_536)
+    alone, of_two = (costs_of(tensor_ranks=ranks).rectangle(queries, keys, group=True) for ranks in (1, 2))
+    whole = costs_of(tensor_ranks=2).rectangle(queries, keys)
 
     assert (costs_of().head_groups, costs_of(tensor_ranks=2).head_groups) == (8, 4)
     assert of_two.forward == pytest.approx(alone.forward)

@@ -16,7 +16,7 @@ from distca_hf.analysis.simulate import ways
 from distca_hf.analysis.simulate.costs import HALF_BYTES, Costs
 from distca_hf.analysis.simulate.load import Attention, Load, nothing_sent
 from distca_hf.analysis.simulate.model import SimulatedModel, llama_shape
-from distca_hf.analysis.simulate.planned import RowBytes, kernel_seconds, window_seconds
+from distca_hf.analysis.simulate.planned import RowBytes, kernel_seconds
 from distca_hf.analysis.simulate.request import SimulationRequest
 from distca_hf.analysis.simulate.simulation import Simulation
 from distca_hf.analysis.simulate.wires import Cluster
@@ -86,14 +86,13 @@ def published(costs: Costs, cluster: Cluster, document_tokens: IntArray, toleran
     plan = plan_published_greedy(document_tokens, cluster.num_ranks, token_bytes, tolerance)
     rows = RowBytes.of(costs, cluster, plan)
     seconds = rows.seconds(rows.forward_bytes)
-    local, remote = kernel_seconds(costs, plan)
-    kernels = local + remote
     layer = costs.layer(plan.layout.rank_tokens)
     kinds = []
     for mask, layers in costs.model.masks:
+        local, remote = kernel_seconds(costs, plan, mask)
+        kernels = local + remote
         if mask.window_tokens is not None:
-            local, prefixes = window_seconds(costs, plan.layout, mask)
-            kinds.append(nothing_sent(local + prefixes, layers))
+            kinds.append(nothing_sent(kernels, layers))
             continue
         delay = cluster.attention_beside * seconds
         forward = np.maximum(kernels.forward, seconds - layer.forward) + delay
