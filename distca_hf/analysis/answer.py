@@ -126,7 +126,9 @@ class PlanAnswer:
         if self.estimates is not None:
             estimates = {
                 **self.estimates.as_json(),
-                "step_cost": self._step_cost(),
+                "rank_seconds": [
+                    self.estimates.rank_seconds(plan, self.assumptions.checkpointing) for plan in self.step.plans
+                ],
                 "assumptions": asdict(self.assumptions),
             }
         return {
@@ -136,11 +138,6 @@ class PlanAnswer:
             "choices": [asdict(choice) for choice in self.choices],
             "pipeline": None if self.pipeline is None else asdict(self.pipeline),
         }
-
-    def _step_cost(self) -> dict[str, object] | None:
-        """Returns the seconds of a token without attention and of an attended pair, all layers together."""
-        cost = self.assumptions.cost(self.step.request.model)
-        return None if cost is None else {"rates": "H200", **asdict(cost)}
 
 
 def make_answer(

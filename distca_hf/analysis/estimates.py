@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import get_args
 
+import numpy as np
+
 from distca_hf.analysis.memory import (
     GIB,
     USABLE_SHARE,
@@ -15,41 +17,25 @@ from distca_hf.analysis.memory import (
     Sharding,
     shardings,
 )
-from distca_hf.analysis.profiles.cluster_profile import ClusterProfile
 from distca_hf.analysis.profiles.shipped import DEFAULT_PROFILE, find_profile
-from distca_hf.analysis.request import ModelShape, ModelSize, PlanRequest
+from distca_hf.analysis.request import ModelShape, PlanRequest
+from distca_hf.analysis.simulate.costs import Costs
 from distca_hf.analysis.simulate.model import SimulatedModel
 from distca_hf.analysis.simulate.request import SimulationRequest
 from distca_hf.analysis.simulate.result import Result, WayFigures, simulate
 from distca_hf.analysis.simulate.simulation import Simulation
+from distca_hf.analysis.tiles import Tiles
 from distca_hf.arrays import IntArray
-from distca_hf.cost import Heads
 from distca_hf.errors import ConfigError
-from distca_hf.flops import H200, H200_LIGER, PassCosts, Rates, StepCost, StepFlops
+from distca_hf.flops import H200, H200_LIGER, PassCosts
 from distca_hf.gpus import H200_GIB
+from distca_hf.planning.plan import Plan
 
 
 CHECKPOINTING = get_args(Checkpointing)
 # Most optimizer steps that are simulated: as many as `distca simulate` takes. And most of them times ranks and
 # micro-steps: planning takes a quarter of a millisecond per rank.
 MOST_STEPS, MOST_RANK_STEPS = 20, 2048
-
-
-def step_cost(size: ModelSize, heads: Heads, checkpointing: Checkpointing = "saved", rates: Rates = H200) -> StepCost:
-    """Returns the cost of a model whose weights are all trained.
-
-    Args:
-        size: size of the model; a size without vocabulary is a model without a head.
-        heads: heads of one layer.
-        checkpointing: whether layers are computed twice without attention ("saved"), with it ("recomputed"), or never
-            ("none").
-        rates: operations per second of the GPU.
-    """
-    weights = size.layer_parameters + size.head_parameters
-    pair_forward = 2 * (heads.dim + heads.value_dim) * heads.query * size.layers
-    return StepFlops.of(weights, weights, pair_forward, size.head_parameters).cost(
-        recomputes_layers=checkpointing != "none", recomputes_attention=checkpointing == "recomputed", rates=rates
-    )
 
 
 @dataclass(frozen=True)
@@ -96,12 +82,6 @@ class Assumptions:
             seed=self.seed,
         )
 
-    def cost(self, model: ModelShape) -> StepCost | None:
-        """Returns the cost of tokens and pairs; None if the model's size is not known."""
-        if model.size is None:
-            return None
-        return step_cost(model.size, model.heads, self.checkpointing, H200_LIGER if self.liger else H200)
-
     def pass_costs(self, model: ModelShape) -> PassCosts | None:
         """Returns the costs of the layers, forward and backward apart; None if the model's size is not known."""
         recomputes = self.checkpointing != "none", self.checkpointing == "recomputed"
@@ -116,14 +96,14 @@ class Estimates:
         simulated: the first optimizer steps, in the way of the request, as plain packing and as sorted packs; if it
             was asked for in all ways.
         ours: the way of the request.
-        profile: the measured times.
+        costs: seconds of the parts of these steps, from measured times.
         memory: memory of the rank with most tokens, for each way to shard weights.
         room_bytes: bytes of a GPU that torch may allocate.
     """
 
     simulated: Result
     ours: WayFigures
-    profile: ClusterProfile
+    costs: Costs
     memory: dict[Sharding, Memory]
     room_bytes: float
 
@@ -132,15 +112,26 @@ class Estimates:
         """Time of packs that are sorted by work within every optimizer step, over time as planned."""
         return self.ours.gain_over(self.simulated.way("sorted_packs"))
 
+    def rank_seconds(self, plan: Plan, checkpointing: Checkpointing) -> dict[str, list[float]]:
+        """Returns `[ranks]` seconds of a micro-batch: of attention, and of all else but the optimizer and
+        collectives."""
+        attention = np.zeros(plan.layout.num_ranks)
+        for mask, layers in self.costs.model.masks:
+            tiles = Tiles.of(plan, mask)
+            passes = self.costs.seconds(tiles).sum_by(tiles.rank, len(attention))
+            attention += layers * (passes.forward * (1 + (checkpointing == "recomputed")) + passes.backward)
+        rest = self.costs.rest_seconds(plan.layout.rank_tokens, checkpointing != "none")
+        return {"attention": attention.tolist(), "rest": rest.tolist()}
+
     def as_json(self) -> dict[str, object]:
         """Returns all figures by their names."""
-        made = self.profile.made
+        profile = self.costs.profile
         return {
             "attention_share": self.ours.attention_share,
             "over_plain": self.ours.times_as_fast,
             "over_sorted": self.over_sorted,
             "steps": self.ours.steps,
-            "profile": {"source": self.profile.source, "date": made.date, "device": made.device},
+            "profile": {"source": profile.source, "date": profile.made.date, "device": profile.made.device},
             "ways": [way.as_json() for way in self.simulated.ways],
             "memory_bytes": {sharding: memory.as_json() for sharding, memory in self.memory.items()},
             "room_bytes": round(self.room_bytes),
@@ -168,15 +159,16 @@ def make_estimates(
     simulated, profile = assumptions.simulation(request).for_documents(document_tokens), find_profile(DEFAULT_PROFILE)
     ours = "placed" if request.layout == "placed" else "tasks_moved"
     keys = ["plain", "sorted_packs", ours]
+    simulation = Simulation.of(simulated, profile)
     if compare:
-        keys += [way.key for way in Simulation.of(simulated, profile).ways() if way.key not in keys]
+        keys += [way.key for way in simulation.ways() if way.key not in keys]
     steps = [given] if given else ()
     result, _ = simulate(simulated, profile, document_tokens, keys=tuple(keys), steps=steps)
     way = result.way(ours)
     return Estimates(
         result,
         way,
-        profile,
+        simulation.costs,
         memory_by_sharding(simulated, way.most_tokens, way.received_bytes),
         assumptions.room_bytes,
     )

@@ -80,6 +80,7 @@ class StepReport:
         work_before, work: `[ranks]` work of all micro-steps together: attended pairs, and pairs x head groups of the
             model.
         micro_batches: the ranks in every micro-step.
+        plans: of every micro-step.
     """
 
     request: PlanRequest
@@ -97,6 +98,7 @@ class StepReport:
     work_before: IntArray
     work: IntArray
     micro_batches: Sequence["PlannedMicroBatch"]
+    plans: Sequence[Plan]
 
     def as_json(self) -> dict[str, object]:
         """Returns one flat JSON object."""
@@ -210,6 +212,7 @@ def make_report(request: PlanRequest, step: OptimizerStep, source: str = "length
         work_before=np.sum(in_order, axis=0),
         work=np.sum([plan.work * (request.model.heads.groups // plan.tasks.head_groups) for plan in plans], axis=0),
         micro_batches=planned,
+        plans=plans,
     )
 
 

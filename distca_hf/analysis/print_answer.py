@@ -248,10 +248,10 @@ def _speed(answer: PlanAnswer) -> list[RenderableType]:
     table.add_row("attention's share of a step", f"{estimates.ours.attention_share:.0%}".replace("%", " %"))
     table.add_row("faster than plain packing", f"{estimates.ours.times_as_fast:.2f} x")
     table.add_row("faster than sorted packs", f"{estimates.over_sorted:.2f} x")
-    made = estimates.profile.made
+    profile = estimates.costs.profile
     words = (
         f"As `distca simulate` has it, of {counted(estimates.ours.steps, 'step')} (its --batches), on times of "
-        f"{made.device} (its --cluster {estimates.profile.source}). Packs are those of TRL (bfd): they cut documents "
+        f"{profile.made.device} (its --cluster {profile.source}). Packs are those of TRL (bfd): they cut documents "
         "that are longer than they are, and leave attention across cuts out. Sorted: equally heavy packs at the same "
         "time."
     )

@@ -12,13 +12,13 @@ from typing import Any
 
 import numpy as np
 
-from distca_hf.analysis.estimates import step_cost
-from distca_hf.analysis.memory import TrainingSetup, estimate_memory
+from distca_hf.analysis.memory import Checkpointing, TrainingSetup, estimate_memory
+from distca_hf.analysis.request import ModelSize
 from distca_hf.arrays import IntArray, ceil_div
 from distca_hf.batches.placed import PlacedPlanner
 from distca_hf.config import DistCAConfig
-from distca_hf.cost import causal_pairs_of
-from distca_hf.flops import H200, H200_LIGER
+from distca_hf.cost import Heads, causal_pairs_of
+from distca_hf.flops import H200, H200_LIGER, Rates, StepCost, StepFlops
 from distca_hf.placement.place import fill_in_order
 from distca_hf.planning.rebalance import plan_by_moving
 from distca_hf.planning.transfers import bytes_between
@@ -30,6 +30,23 @@ from lib.tables import head
 
 
 HEADS, TOKEN_BYTES = LLAMA_8B.heads, LLAMA_8B.token_bytes  # of all models that were measured
+
+
+def step_cost(size: ModelSize, heads: Heads, checkpointing: Checkpointing = "saved", rates: Rates = H200) -> StepCost:
+    """Returns the cost of a model whose weights are all trained.
+
+    Args:
+        size: size of the model; a size without vocabulary is a model without a head.
+        heads: heads of one layer.
+        checkpointing: whether layers are computed twice without attention ("saved"), with it ("recomputed"), or never
+            ("none").
+        rates: operations per second of the GPU.
+    """
+    weights = size.layer_parameters + size.head_parameters
+    pair_forward = 2 * (heads.dim + heads.value_dim) * heads.query * size.layers
+    return StepFlops.of(weights, weights, pair_forward, size.head_parameters).cost(
+        recomputes_layers=checkpointing != "none", recomputes_attention=checkpointing == "recomputed", rates=rates
+    )
 
 
 def loads(documents: str, num_ranks: int, way: str) -> tuple[IntArray, IntArray, int]:

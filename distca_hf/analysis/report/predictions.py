@@ -111,7 +111,11 @@ class Predictor:
                 profile.source,
                 words,
                 self._attention(profile, model, traces),
-                _rest(self._costs(profile, model, model.heads[0]), model, traces),
+                self._costs(profile, model, model.heads[0])
+                .rest_seconds(
+                    np.array([trace.tokens for trace in traces]), model.recomputes_layers, model.backward_share
+                )
+                .tolist(),
             )
         if costs is None:
             return None
@@ -191,12 +195,3 @@ def _of_kind(costs: Costs, kinds: Sequence[LayersTrace], mask: Mask, model: Mode
     unknown = np.array([np.nan if kind.tasks is None else 0.0 for kind in kinds])
     total: FloatArray = unknown + np.bincount(tiles.rank, seconds, len(kinds))
     return total
-
-
-def _rest(costs: Costs, model: ModelSizes, traces: Sequence[RankTrace]) -> OfRanks:
-    """Returns `[traces]` seconds of layers without attention, and of the head."""
-    tokens = np.array([trace.tokens for trace in traces], dtype=np.int64)
-    layer = costs.layer(tokens)
-    of_layer = layer.kept + layer.backward * model.backward_share + layer.forward * model.recomputes_layers
-    rest: list[float] = (of_layer * model.layers + costs.head_seconds(tokens)).tolist()
-    return rest

@@ -211,6 +211,18 @@ class Costs:
         per_token = rates.head_seconds * size.vocabulary / 1000 * size.hidden_size / rates.head_hidden_size
         return np.asarray(tokens, dtype=np.float64) * per_token / self.tensor_ranks
 
+    def rest_seconds(self, tokens: IntArray, recomputes_layers: bool, backward_share: float = 1.0) -> FloatArray:
+        """Returns `[ranks]` seconds of all layers without attention, and of the head.
+
+        Args:
+            tokens: `[ranks]` tokens of a micro-batch.
+            recomputes_layers: whether layers run forward again in backward.
+            backward_share: part of a layer's backward pass that is computed, where weights are frozen.
+        """
+        layer = self.layer(tokens)
+        of_layer = layer.kept + layer.backward * backward_share + layer.forward * recomputes_layers
+        return of_layer * self.model.size.layers + self.head_seconds(tokens)
+
     def copy_seconds(self, num_bytes: Amounts | float) -> FloatArray:
         """Returns seconds of reading and writing so many bytes, both counted."""
         return np.asarray(num_bytes, dtype=np.float64) / self.profile.rates.copy_bytes

@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from distca_hf.analysis import estimates
 from distca_hf.analysis.epoch import fit_lengths
-from distca_hf.analysis.estimates import Assumptions, make_estimates, step_cost
+from distca_hf.analysis.estimates import Assumptions, make_estimates
 from distca_hf.analysis.find_model import find_model
 from distca_hf.analysis.profiles.shipped import DEFAULT_PROFILE, find_profile
 from distca_hf.analysis.request import PRESETS, ModelSize, PlanRequest, preset
@@ -159,11 +159,12 @@ def test_a_model_nobody_knows_is_refused_with_the_nearest_name() -> None:
         find_model("llama3-8")
 
 
-def test_step_costs_by_hand() -> None:
+def test_step_costs_by_hand(measured: ModuleType) -> None:
     """Products of layers run four times with checkpointing, those of the head three times; of two products of
     attention backward makes five."""
     rates = Rates(matrix=2.0, attention_forward=4.0, attention_backward=5.0)
     pair_flops = 2 * (4 + 4) * 2 * 3
+    step_cost = measured.step_cost
     saved = step_cost(SIZE, SMALL, "saved", rates)
     assert saved.token_seconds == (2 * 4 * SIZE.layer_parameters + 2 * 3 * 80) / 2
     assert saved.pair_seconds == pair_flops * (1 / 4 + 2.5 / 5)
@@ -192,7 +193,7 @@ def test_plan_says_what_simulate_says(micro_steps: int, compare: bool, monkeypat
     )
     result, _ = simulate(request, profile, lengths)
 
-    assert made.profile == profile
+    assert made.costs.profile == profile
     assert made.ours == result.way("placed")
     assert made.memory["fsdp2"].total == result.way("placed").memory_bytes
     assert made.simulated.plain == result.plain
