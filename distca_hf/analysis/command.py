@@ -25,6 +25,7 @@ from distca_hf.analysis.memory import GIB, Checkpointing
 from distca_hf.analysis.pictures import check_can_draw, draw_answer
 from distca_hf.analysis.pipeline_estimates import Wires
 from distca_hf.analysis.print_answer import print_answer
+from distca_hf.analysis.profiles.shipped import DEFAULT_PROFILE, find_profile, gpu_gib_of
 from distca_hf.analysis.request import PlanRequest
 from distca_hf.analysis.terminal import Terminal
 from distca_hf.config import OverlongPolicy
@@ -64,7 +65,8 @@ def run_plan(
     bytes_limit: int | None,
     checkpointing: str,
     liger: bool,
-    gpu_gib: float,
+    cluster: str,
+    gpu_gib: float | None,
     seed: int,
     lengths_are_batch: bool,
     compare: bool,
@@ -88,7 +90,13 @@ def run_plan(
     world = ranks, tokens_per_rank, ranks_per_node, micro_steps
     request = PlanRequest(*world, shape, layout, policy, bytes_limit, stages)
     kept = cast(Checkpointing, checkpointing)  # likewise
-    assumptions = Assumptions(kept, liger, gpu_gib, seed)
+    gpu_gib = gpu_gib_of(find_profile(cluster)) if gpu_gib is None else gpu_gib
+    assumptions = Assumptions(kept, liger, gpu_gib, seed, cluster)
+    if cluster != DEFAULT_PROFILE and pipeline is not None:
+        raise ConfigError(
+            f"--cluster {cluster} has no effect with --pipeline {pipeline}: `distca simulate --pipeline {pipeline} "
+            f"--cluster {cluster}` takes both"
+        )
     if compare and pipeline is not None:
         raise ConfigError(
             f"--compare has no other ways for --pipeline {pipeline}: `distca simulate --pipeline {pipeline}` has them"

@@ -48,6 +48,7 @@ class Assumptions:
         liger: whether Liger's kernels and its fused loss are used.
         gpu_gib: memory of a GPU.
         seed: of the order of documents.
+        cluster: name or file of the profile that has the measured times.
 
     Raises:
         ConfigError: a value is none of the allowed ones.
@@ -57,6 +58,7 @@ class Assumptions:
     liger: bool = False
     gpu_gib: float = H200_GIB
     seed: int = 0
+    cluster: str = DEFAULT_PROFILE
 
     def __post_init__(self) -> None:
         if self.checkpointing not in CHECKPOINTING:
@@ -125,13 +127,12 @@ class Estimates:
 
     def as_json(self) -> dict[str, object]:
         """Returns all figures by their names."""
-        profile = self.costs.profile
         return {
             "attention_share": self.ours.attention_share,
             "over_plain": self.ours.times_as_fast,
             "over_sorted": self.over_sorted,
             "steps": self.ours.steps,
-            "profile": {"source": profile.source, "date": profile.made.date, "device": profile.made.device},
+            "profile": self.costs.profile.summary(),
             "ways": [way.as_json() for way in self.simulated.ways],
             "memory_bytes": {sharding: memory.as_json() for sharding, memory in self.memory.items()},
             "room_bytes": round(self.room_bytes),
@@ -156,7 +157,10 @@ def make_estimates(
     """
     if request.model.size is None:
         return None
-    simulated, profile = assumptions.simulation(request).for_documents(document_tokens), find_profile(DEFAULT_PROFILE)
+    simulated, profile = (
+        assumptions.simulation(request).for_documents(document_tokens),
+        find_profile(assumptions.cluster),
+    )
     ours = "placed" if request.layout == "placed" else "tasks_moved"
     keys = ["plain", "sorted_packs", ours]
     simulation = Simulation.of(simulated, profile)

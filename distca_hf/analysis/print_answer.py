@@ -282,8 +282,8 @@ def _assumptions(answer: PlanAnswer, estimates: Estimates) -> str:
     }[assumed.checkpointing]
     words = (
         f"Assumed: all weights trained in fp32 with AdamW, shared by {counted(ranks, 'rank')}; bf16; {kept} "
-        f"(--checkpointing); {'with' if assumed.liger else 'without'} Liger's kernels and loss (--liger); times of "
-        f"H200s with FlashAttention 4; {USABLE_SHARE:.0%} of {assumed.gpu_gib:g} GiB may be used (--gpu-gib)."
+        f"(--checkpointing); {'with' if assumed.liger else 'without'} Liger's kernels and loss (--liger); "
+        f"{USABLE_SHARE:.0%} of {assumed.gpu_gib:g} GiB may be used (--gpu-gib)."
     ).replace("%", " %")
     memory = estimates.memory["fsdp2"]
     if not assumed.liger and memory.computed > memory.total / 4:

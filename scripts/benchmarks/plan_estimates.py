@@ -77,13 +77,18 @@ def loads(documents: str, num_ranks: int, way: str) -> tuple[IntArray, IntArray,
     return plan.layout.rank_tokens, plan.work // plan.tasks.head_groups, int(received)
 
 
+def step_seconds(cost: StepCost, rank_tokens: IntArray, rank_pairs: IntArray) -> float:
+    """Returns the seconds of the slowest rank, of `[ranks]` tokens that each holds, and pairs that it attends."""
+    return float((rank_tokens * cost.token_seconds + rank_pairs * cost.pair_seconds).max())
+
+
 def estimated_ratio(row: StepRow) -> float:
     """Returns the step of packing alone over that of placed documents, as estimated."""
     rates = H200_LIGER if row.liger else H200
     tokens, pairs, _ = loads(row.documents, row.num_ranks, "whole" if row.whole else "local")
-    local = step_cost(row.size, HEADS, row.local_checkpointing, rates).step_seconds(tokens, pairs)
+    local = step_seconds(step_cost(row.size, HEADS, row.local_checkpointing, rates), tokens, pairs)
     tokens, pairs, _ = loads(row.documents, row.num_ranks, "placed")
-    return local / step_cost(row.size, HEADS, row.checkpointing, rates).step_seconds(tokens, pairs)
+    return local / step_seconds(step_cost(row.size, HEADS, row.checkpointing, rates), tokens, pairs)
 
 
 def estimated_gib(row: PeakRow) -> float:

@@ -21,9 +21,8 @@ from rich.console import Console
 
 from distca_hf.analysis.lengths import read_lengths
 from distca_hf.analysis.profiles.cluster_profile import ClusterProfile
-from distca_hf.analysis.profiles.shipped import find_profile
+from distca_hf.analysis.profiles.shipped import find_profile, gpu_gib_of
 from distca_hf.analysis.request import preset
-from distca_hf.analysis.simulate.command import gpu_gib_of
 from distca_hf.analysis.simulate.model import SimulatedModel
 from distca_hf.analysis.simulate.print_result import print_results
 from distca_hf.analysis.simulate.request import SimulationRequest

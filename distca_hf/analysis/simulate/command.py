@@ -13,7 +13,7 @@ from distca_hf.analysis.lengths import read_lengths
 from distca_hf.analysis.memory import GIB, Checkpointing, gradient_bytes
 from distca_hf.analysis.profiles.cluster_profile import ClusterProfile
 from distca_hf.analysis.profiles.curves import Notes
-from distca_hf.analysis.profiles.shipped import find_profile
+from distca_hf.analysis.profiles.shipped import find_profile, gpu_gib_of, known_gib
 from distca_hf.analysis.simulate.model import SimulatedModel
 from distca_hf.analysis.simulate.print_result import print_results
 from distca_hf.analysis.simulate.request import GPUS_PER_SERVER, SimulationRequest
@@ -21,7 +21,6 @@ from distca_hf.analysis.simulate.result import Result, simulate
 from distca_hf.analysis.terminal import Terminal
 from distca_hf.data.pipelines import Pipeline
 from distca_hf.errors import ConfigError
-from distca_hf.gpus import H100_GIB, gpu_of_device
 
 
 # Tokens that a rank holds in a micro-step, unless a command says otherwise.
@@ -160,7 +159,7 @@ def _assumptions(
         f"{min(request.gpus, request.ranks_per_node)} GPUs per node; GPU-hours for {options.token_budget:,.0f} "
         f"tokens; 90 % of {request.gpu_gib:.0f} GiB may be used (! does not fit)",
     ]
-    if options.gpu_gib is None and _known_gib(profile) is None:
+    if options.gpu_gib is None and known_gib(profile) is None:
         words.append(
             f"the memory of {profile.made.device!r}, of which the profile is, is not known: that of an H100 is "
             "assumed; give yours by --gpu-gib"
@@ -211,27 +210,15 @@ def as_json(
     assumptions: Sequence[str],
 ) -> dict[str, Any]:
     """Returns everything that was simulated."""
-    made = profile.made
     return {
         "kind": "distca_hf simulation",
         "lengths": str(options.lengths),
         "model": model.name,
-        "profile": {"source": profile.source, "date": made.date, "device": made.device, "remarks": made.remarks},
+        "profile": profile.summary(),
         "token_budget": options.token_budget,
         "assumptions": list(assumptions),
         "simulations": [result.as_json() for result in results],
     }
-
-
-def gpu_gib_of(profile: ClusterProfile) -> float:
-    """Returns the memory of the GPU of a profile, in GiB; of an unknown one that of an H100."""
-    return _known_gib(profile) or H100_GIB
-
-
-def _known_gib(profile: ClusterProfile) -> float | None:
-    """Returns the memory of the GPU of a profile, in GiB; None of an unknown one."""
-    gpu = gpu_of_device(profile.made.device)
-    return None if gpu is None else gpu.gib
 
 
 def _numbers(option: str, given: str) -> list[int]:

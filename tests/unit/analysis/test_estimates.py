@@ -13,9 +13,8 @@ from distca_hf.analysis import estimates
 from distca_hf.analysis.epoch import fit_lengths
 from distca_hf.analysis.estimates import Assumptions, make_estimates
 from distca_hf.analysis.find_model import find_model
-from distca_hf.analysis.profiles.shipped import DEFAULT_PROFILE, find_profile
+from distca_hf.analysis.profiles.shipped import find_profile, gpu_gib_of
 from distca_hf.analysis.request import PRESETS, ModelSize, PlanRequest, preset
-from distca_hf.analysis.simulate.command import gpu_gib_of
 from distca_hf.analysis.simulate.model import SimulatedModel
 from distca_hf.analysis.simulate.request import SimulationRequest
 from distca_hf.analysis.simulate.result import simulate
@@ -172,22 +171,27 @@ def test_step_costs_by_hand(measured: ModuleType) -> None:
     assert step_cost(SIZE, SMALL, "none", rates).token_seconds == (2 * 3 * SIZE.layer_parameters + 480) / 2
 
 
-def test_a_step_takes_as_long_as_its_slowest_rank() -> None:
+def test_a_step_takes_as_long_as_its_slowest_rank(measured: ModuleType) -> None:
     cost = StepCost(token_seconds=1.0, pair_seconds=10.0)
-    assert cost.step_seconds(np.array([5, 7]), np.array([3, 2])) == 35.0
+    assert measured.step_seconds(cost, np.array([5, 7]), np.array([3, 2])) == 35.0
     assert cost.attention_share(tokens=10, pairs=3) == 0.75
 
 
-@pytest.mark.parametrize("compare", [False, True])
-@pytest.mark.parametrize("micro_steps", [1, 3])
-def test_plan_says_what_simulate_says(micro_steps: int, compare: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("micro_steps", "compare", "cluster"), [(1, False, "h200"), (3, False, "h100"), (3, True, "h200")]
+)
+def test_plan_says_what_simulate_says(
+    micro_steps: int, compare: bool, cluster: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Of the same ranks, tokens, model, seed and kernels, over the same steps: every figure of every way."""
     monkeypatch.setattr(estimates, "MOST_STEPS", 4)
     ranks, lengths = 8, np.random.RandomState(0).lognormal(6, 1.5, 10_000).astype(int).clip(1, 100_000)
     plan = PlanRequest(ranks, 32_768, 8, micro_steps, LLAMA)
-    made = make_estimates(plan, fit_lengths(lengths, plan), Assumptions(liger=True, seed=3), compare=compare)
+    profile = find_profile(cluster)
+    assumptions = Assumptions(liger=True, gpu_gib=gpu_gib_of(profile), seed=3, cluster=cluster)
+    made = make_estimates(plan, fit_lengths(lengths, plan), assumptions, compare=compare)
     assert made is not None
-    model, profile = SimulatedModel.of(LLAMA), find_profile(DEFAULT_PROFILE)
+    model = SimulatedModel.of(LLAMA)
     request = SimulationRequest(
         model, ranks, 32_768, None, micro_steps, liger=True, gpu_gib=gpu_gib_of(profile), batches=4, seed=3
     )

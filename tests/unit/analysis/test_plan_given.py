@@ -78,7 +78,9 @@ def test_numbers_are_those_that_training_logs(model: SimulatedModel) -> None:
     packs = [np.split(batch, RANKS) for batch in request.steps(LENGTHS)[0]]
     ours = [GivenMicroBatch.of(planner, of_ranks) for of_ranks in packs]
     returned, placed = (list(facts) for facts in zip(*(trained(request, of_ranks) for of_ranks in packs), strict=True))
-    found = GivenAnswer(request, "here", LENGTHS, ours, Result(4, 2, None, 3, 2048, 1.0, 1, 1, WAYS, []))
+    found = GivenAnswer(
+        request, "here", LENGTHS, ours, Result(4, 2, None, 3, 2048, 1.0, 1, 1, WAYS, []), find_profile("h200")
+    )
 
     assert [one.facts for one in ours] == returned
     for loss_is_placed, facts in ((False, returned), (True, placed)):
