@@ -56,6 +56,7 @@ class ParallelContext:
     def __init__(self, config: DistCAConfig, group: dist.ProcessGroup | DeviceMesh | None = None) -> None:
         self._group = process_group_of(group)
         self._grid: Grid | None = None
+        self._known_members: tuple[Members | None, dist.ProcessGroup | None] = None, None
         self._given = config
         self._config = self._settings_for(self.members)
         self._transports: dict[torch.device, Transport] = {}
@@ -71,8 +72,15 @@ class ParallelContext:
     @property
     def members(self) -> Members:
         """Ranks that train together. Without a group, one alone until the process group is initialised."""
+        world = dist.group.WORLD
+        known, of_world = self._known_members
+        if known is not None and world is not None and of_world is world:
+            return known
         members = Members.of(self._group, sum(launched_servers()))
-        return members if self._grid is None else replace(members, grid=self._grid)
+        if self._grid is not None:
+            members = replace(members, grid=self._grid)
+        self._known_members = members, world
+        return members
 
     @property
     def servers(self) -> Servers | None:
@@ -147,7 +155,7 @@ class ParallelContext:
                 f"attention servers serve ranks that differ only in data, and these are {grid.in_words()}; leave the "
                 "servers out, or train without tensor and pipeline parallelism"
             )
-        self._grid = grid
+        self._grid, self._known_members = grid, (None, None)
         self._config = self._settings_for(self.members)
 
     def _settings_for(self, members: Members) -> DistCAConfig:

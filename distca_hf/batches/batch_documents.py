@@ -7,6 +7,7 @@ rank attends to alone needs rows of queries and of keys, too.
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -253,7 +254,12 @@ def tokens_of(batch: Batch) -> torch.Tensor:
 
 def media_of(batch: Batch) -> list[str]:
     """Returns names of the images, videos and sound that a batch holds; waits for no device."""
-    return [name for name, given in batch.items() if MEDIA.search(name) and _is_filled(given)]
+    return [name for name, given in batch.items() if _names_media(name) and _is_filled(given)]
+
+
+@lru_cache(maxsize=1024)
+def _names_media(name: str) -> bool:
+    return MEDIA.search(name) is not None
 
 
 def _is_filled(given: object) -> bool:

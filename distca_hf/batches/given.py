@@ -25,7 +25,7 @@ from distca_hf.arrays import IntArray
 from distca_hf.batches.batch_documents import Batch, tokens_of
 from distca_hf.batches.given_agreement import GivenAgreement, Returning, ShownNumbers
 from distca_hf.batches.given_plans import GivenPlans
-from distca_hf.batches.read_documents import DocumentReader, ReadDocuments
+from distca_hf.batches.read_documents import DocumentReader, ReadDocuments, Reading
 from distca_hf.batches.step_ahead import StepAhead
 from distca_hf.batches.taking import order_plan
 from distca_hf.comm.agreement import Agreement, Occasion
@@ -100,6 +100,7 @@ class GivenPlanner:
         flops: operations of the model, to count the work of a step by; None if they are not known.
 
     Attributes:
+        world_size: ranks that exchange rows when a model trains.
         history: facts of the latest micro-batches.
         latest_moves: of rows of the latest micro-batch; None if the model does not move rows, but attention tasks.
         returning: what the pass of the latest micro-batch returns.
@@ -123,7 +124,7 @@ class GivenPlanner:
         self.history: deque[PlanFacts] = deque(maxlen=REMEMBERED_MICRO_BATCHES)
         self.times = LoaderTimes()
         self._config = config
-        self._transport = transport
+        self._transport, self.world_size = transport, transport.world_size
         self._among_trainers = transport.among_trainers if isinstance(transport, ServedTransport) else transport
         topology = config.topology(transport.world_size)
         self._plans = GivenPlans(topology, head_groups, token_bytes, layer_masks, places_rows)
@@ -146,13 +147,13 @@ class GivenPlanner:
 
         return go_back
 
-    def begin_step(self, documents: Sequence[ReadDocuments | None], step_batches: int, device: torch.device) -> None:
+    def begin_step(self, readings: Sequence[Reading | None], step_batches: int, device: torch.device) -> None:
         """Lets the next pass plan batches that are known when an optimizer step begins; see `StepAhead.begin`.
 
         With attention servers nothing is planned ahead: which of them take part is known when a pass begins.
         """
         if self._servers is None:
-            self._step.begin(documents, step_batches, device)
+            self._step.begin(readings, step_batches, device)
 
     def end_pass(self) -> None:
         """Plans what was gathered in the pass that has ended; see `StepAhead.start`."""
@@ -178,6 +179,7 @@ class GivenPlanner:
         images_wait: bool = False,
         gradients_of: Sequence[bool] = (),
         returning: Returning = Returning.STATES,
+        meanwhile: Callable[[], None] = lambda: None,
     ) -> LivePlan | None:
         """Returns the plan of a batch, on the device of its tokens. A collective call.
 
@@ -186,6 +188,7 @@ class GivenPlanner:
             images_wait: whether a rank with an image waits for the others: for weights or gradients of towers.
             gradients_of: whether parts of the model before its decoder need gradients.
             returning: what this rank needs of its results.
+            meanwhile: runs while the other ranks are waited for.
 
         Returns:
             The plan; None if some rank's batch keeps its padding: then every rank attends to its own batch.
@@ -199,10 +202,9 @@ class GivenPlanner:
         began = time.perf_counter()
         number, self._next_number = self._next_number, self._next_number + 1
         read, device = self._read(batch, number), tokens_of(batch).device
-        (ahead, planned), known = self._step.take(read), self._step.take_known()
-        shown = self._agreement.reach(batch, read, number, images_wait, gradients_of, returning, ahead, known)
-        if shown.following_documents is not None:
-            self._step.gather(shown.following_documents, number)
+        (ahead, planned), step_batches = self._step.take(read), self._step.take_step_batches()
+        of_pass = images_wait, gradients_of, returning, ahead, step_batches, meanwhile
+        shown = self._agreement.reach(batch, read, number, *of_pass)
         if shown.stays_padded:
             return None
         self.returning, self.needing, lengths = shown.returning, shown.needing, read.lengths
@@ -233,6 +235,7 @@ class GivenPlanner:
             self._config,
             stopwatch=None if served is None else served.speeds.stopwatch,
             document_tokens=lengths,
+            also=self._step,
         )
 
     def _prepare_gathered(

@@ -4,7 +4,8 @@ Gathers are of equal size, so ranks have to know first how many documents each o
 """
 
 import enum
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import cache
 from typing import NamedTuple
 from zlib import crc32
 
@@ -12,9 +13,8 @@ import torch
 
 from distca_hf.batches.batch_documents import Batch, media_of
 from distca_hf.batches.read_documents import ReadDocuments, checksum_of
-from distca_hf.batches.step_ahead import KnownBatches
 from distca_hf.batches.taking import shared_facts
-from distca_hf.comm.agreement import Agreement, Occasion, by_value, labels_of
+from distca_hf.comm.agreement import Agreement, Facts, Occasion, by_value, labels_of
 from distca_hf.comm.grid import Scope
 from distca_hf.comm.transport import Transport
 from distca_hf.config import DistCAConfig
@@ -51,8 +51,6 @@ class ShownNumbers(NamedTuple):
         returning: what their passes return.
         needing: ranks that need hidden states, as text.
         is_planned: whether all ranks have planned it ahead, as the same micro-batch.
-        following_documents: most documents of a rank in the batches that follow; None unless all ranks know equally
-            many of these.
     """
 
     stays_padded: bool
@@ -62,14 +60,14 @@ class ShownNumbers(NamedTuple):
     returning: Returning
     needing: str
     is_planned: bool
-    following_documents: int | None
 
 
 class GivenAgreement:
     """Agreements of all ranks on given batches, one for each micro-batch."""
 
     def __init__(self, config: DistCAConfig, transport: Transport) -> None:
-        self._facts, self._transport = shared_facts(config), transport
+        self._shared, self._transport = shared_facts(config), transport
+        self._facts = cache(self._facts_of)
         self._warned_of_padding = False
 
     def reach(
@@ -81,7 +79,8 @@ class GivenAgreement:
         gradients_of: Sequence[bool] = (),
         returning: Returning = Returning.STATES,
         ahead: int = 0,
-        known: KnownBatches = KnownBatches(),  # noqa: B008 (immutable)
+        step_batches: int = 0,
+        meanwhile: Callable[[], None] = lambda: None,
     ) -> ShownNumbers:
         """Shows all ranks this rank's batch, and returns what they showed. A collective call.
 
@@ -94,7 +93,8 @@ class GivenAgreement:
             gradients_of: whether parts of the model before its decoder need gradients.
             returning: what this rank needs.
             ahead: number of the micro-batch among those that were planned ahead, from 1 on; 0 if it was not.
-            known: batches that follow it.
+            step_batches: micro-batches of the step, if it is the first one.
+            meanwhile: runs while the other ranks are waited for.
 
         Raises:
             PackingError: only some ranks hold images, and would wait for the others.
@@ -106,11 +106,7 @@ class GivenAgreement:
             self._transport,
             Occasion.PLAN,
             number,
-            {
-                "number of micro-batches in this step": known.step_batches,
-                **self._facts,
-                "a pass with gradients": torch.is_grad_enabled(),
-            },
+            self._facts(step_batches, torch.is_grad_enabled()),
             {
                 "documents": 0 if lengths is None else len(lengths),
                 "longest document": 0 if lengths is None else int(lengths.max(initial=0)),
@@ -118,11 +114,10 @@ class GivenAgreement:
                 "form": form_of(batch, [*gradients_of, bool(returning)]),
                 "returning": returning,
                 "planned ahead": ahead,
-                "batches that follow": known.following,
-                "documents that follow": known.documents,
                 **flags,
             },
         )
+        meanwhile()
         numbers = agreement.wait(Scope.ROWS)
         if CHECKSUM in flags:
             self._check_same_batch(agreement, number)
@@ -142,10 +137,13 @@ class GivenAgreement:
         of_all = Returning(asked.pop()) if len(asked) == 1 else Returning.STATES
         needing = self._labels([int(value == Returning.STATES) for value in numbers["returning"]])
         is_planned = set(numbers["planned ahead"]) == {ahead} != {0}
-        follow, most_documents = {*numbers["batches that follow"]}, max(numbers["documents that follow"])
-        following = most_documents if len(follow) == 1 and follow != {0} else None
         of_ranks = any(numbers["padded"]), numbers["documents"], longest, tuple(numbers["form"])
-        return ShownNumbers(*of_ranks, of_all, needing, is_planned, following)
+        return ShownNumbers(*of_ranks, of_all, needing, is_planned)
+
+    def _facts_of(self, step_batches: int, has_gradients: bool) -> Facts:
+        """Returns what must be the same on all ranks."""
+        of_step = {"number of micro-batches in this step": step_batches}
+        return Facts({**of_step, **self._shared, "a pass with gradients": has_gradients})
 
     def _flags(self, batch: Batch, read: ReadDocuments, is_first: bool) -> dict[str, int]:
         """Returns what else ranks show each other of a batch."""
@@ -202,6 +200,8 @@ class GivenAgreement:
 
     def _labels(self, flags: Sequence[int]) -> str:
         """Returns the ranks whose flag is 1, as text."""
+        if not any(flags):
+            return ""
         labels = labels_of(self._transport, Scope.ROWS)
         return ", ".join(label for label, flag in zip(labels, flags, strict=True) if flag)
 

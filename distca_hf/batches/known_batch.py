@@ -238,6 +238,8 @@ def note_batch(batch: Batch) -> None:
 
 def known_batch(batch: Batch) -> KnownBatch | None:
     """Returns the batch that entries of a pass belong to; None if they belong to none."""
+    if not _in_use:
+        return None
     found = (_marked(batch.get(name), batch) for name in LEADING)
     return next((known for known in found if known is not None), None)
 

@@ -24,7 +24,7 @@ from distca_hf.data.documents import IGNORED_LABEL
 from distca_hf.errors import PackingError, and_more
 
 
-@dataclass(frozen=True)
+@dataclass
 class PaddedRows:
     """Places and documents of the tokens of a padded batch.
 
@@ -46,10 +46,16 @@ class PaddedRows:
         """Returns values of the tokens, `[1, T, ...]`, of values of all places, `[B, L, ...]`."""
         return values.flatten(0, 1)[self.token_places][None]
 
+    def pin(self) -> None:
+        """Moves `token_places` to memory that a GPU copies from while the host goes on; once."""
+        if not self.token_places.is_pinned():
+            self.token_places = self.token_places.pin_memory()
+
     def places_on(self, device: torch.device) -> torch.Tensor:
         """Returns `token_places` on a device; the host does not wait."""
-        places = self.token_places
-        return (places.pin_memory() if device.type == "cuda" else places).to(device, non_blocking=True)
+        if device.type == "cuda":
+            self.pin()
+        return self.token_places.to(device, non_blocking=True)
 
 
 def padded_rows_of(batch: Batch, with_images: bool = False) -> PaddedRows | None:

@@ -1,7 +1,7 @@
 """Read documents: reads on the host what ranks must know of a batch before they plan it.
 
-    collator ──read──▶ entry of the batch ──▶ step of Trainer ──mark──▶ tensors ──▶ pass       no wait for the device
-    any other batch ──────────────── one copy to the host ──────────────read──────▶ pass       one wait
+    collator ──reading──▶ entry of the batch ──▶ step of Trainer ──mark──▶ tensors ──▶ pass    no wait for the device
+    any other batch ───────────────── one copy to the host ──────────────read────────▶ pass    one wait
 
 The entry is taken out of the batch before a model or a loss sees it, and becomes a mark on the storage of the tokens,
 as in `known_batch`. A pass trusts the mark only if every tensor that was read is the same, and unchanged since.
@@ -9,10 +9,12 @@ as in `known_batch`. A pass trusts the mark only if every tensor that was read i
 
 from collections.abc import Callable, MutableMapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 from zlib import crc32
 
 import torch
+from torch.utils.data import get_worker_info
 
 from distca_hf.arrays import IntArray
 from distca_hf.batches.batch_documents import Batch, document_lengths, ids_checked, media_of, tokens_of
@@ -32,7 +34,7 @@ READ = ("input_ids", "attention_mask", "position_ids", "cu_seq_lens_q", "cu_seq_
 
 @dataclass(frozen=True, eq=False)
 class ReadDocuments:
-    """What was read of a batch. It has no method `to`, so Accelerate leaves it on the host.
+    """What was read of a batch.
 
     Attributes:
         lengths: `[documents]` tokens of each document; None if the batch stays padded.
@@ -86,11 +88,33 @@ class DocumentReader:
         )
 
 
+class Reading:
+    """The documents of a batch, read when they are first asked for.
+
+    It has no method `to`, so Accelerate leaves it, and the tensors that it reads, on the host.
+    """
+
+    def __init__(self, reader: DocumentReader, batch: Batch) -> None:
+        self._unread: tuple[DocumentReader, Batch] | None = reader, {**batch}
+
+    @cached_property
+    def documents(self) -> ReadDocuments | None:
+        """What was read; None if the batch cannot be read: its pass reads it again, and raises what is wrong."""
+        assert self._unread is not None
+        (reader, batch), self._unread = self._unread, None
+        try:
+            return reader.read(batch)
+        except Exception as error:
+            log.debug("documents of a batch are read in its pass, because they could not be read before: %s", error)
+            return None
+
+
 @dataclass(frozen=True)
 class ReadingCollator:
-    """A collator that adds what was read of its batches, under `ENTRY`.
+    """A collator that adds the reading of its batches, under `ENTRY`.
 
-    A batch that cannot be read gets no entry: its pass reads it again, and raises what is wrong.
+    Worker processes read at once. The training process reads when ranks show each other what they know: by then the
+    device has work.
     """
 
     collate: Callable[[Any], Any]
@@ -99,44 +123,48 @@ class ReadingCollator:
     def __call__(self, rows: Any) -> Any:
         batch = self.collate(rows)
         if isinstance(batch, MutableMapping) and isinstance(batch.get("input_ids"), torch.Tensor):
-            try:
-                batch[ENTRY] = self.reader.read(batch)
-            except Exception as error:
-                log.debug("documents of a batch are read in its pass, because its collator could not: %s", error)
+            batch[ENTRY] = reading = Reading(self.reader, batch)
+            if get_worker_info() is not None:
+                reading.documents  # noqa: B018 (remembered from here on)
         return batch
 
 
-def take_read(batch: object) -> ReadDocuments | None:
+def take_reading(batch: object) -> Reading | None:
     """Takes the entry out of a batch and marks its tokens; None if it has none."""
-    if not isinstance(batch, MutableMapping) or (read := batch.pop(ENTRY, None)) is None:
+    if not isinstance(batch, MutableMapping) or (reading := batch.pop(ENTRY, None)) is None:
         return None
-    found: ReadDocuments = read
-    mark_read(batch, found)
+    found: Reading = reading
+    mark(batch, found)
     return found
 
 
-def mark_read(batch: Batch, read: ReadDocuments) -> None:
-    """Marks the tokens of a batch with what was read of it."""
-    setattr(tokens_of(batch).untyped_storage(), MARK, (read, _tensors_of(batch)))
+def mark(batch: Batch, reading: Reading) -> None:
+    """Marks the tokens of a batch with its reading."""
+    setattr(tokens_of(batch).untyped_storage(), MARK, (reading, _tensors_of(batch)))
 
 
-def read_before(batch: Batch) -> ReadDocuments | None:
-    """Returns what was read of the tensors that a pass is given; None if nothing was, or if these are other tensors or
-    were written to since.
+def reading_of(batch: Batch) -> Reading | None:
+    """Returns the reading of the tensors that a pass is given; None if they have none, or are other tensors, or were
+    written to since.
 
     The pass may leave labels out, unless what was read depends on them.
     """
     tokens = batch.get("input_ids")
     if type(tokens) is not torch.Tensor or tokens.is_meta:
         return None
-    marked: tuple[ReadDocuments, dict[str, object]] | None = getattr(tokens.untyped_storage(), MARK, None)
+    marked: tuple[Reading, dict[str, object]] | None = getattr(tokens.untyped_storage(), MARK, None)
     if marked is None:
         return None
-    read, then = marked
+    reading, then = marked
     now = _tensors_of(batch)
-    optional = LABELS if read.lengths is not None and read.checksum is None else ()
-    is_same = all(then.get(name) == value for name, value in now.items())
-    return read if is_same and (then.keys() - now.keys()) <= set(optional) else None
+    if any(then.get(name) != value for name, value in now.items()):
+        return None
+    missing = then.keys() - now.keys()
+    if not missing:
+        return reading
+    read = reading.documents
+    is_enough = read is not None and read.lengths is not None and read.checksum is None and missing <= {*LABELS}
+    return reading if is_enough else None
 
 
 def checksum_of(batch: Batch, lengths: IntArray | None) -> int:

@@ -1,18 +1,18 @@
 """Step ahead: gathers the lengths of micro-batches before their passes begin, and plans them in a thread.
 
     step begins              notes the batches that Trainer, or its loader, holds already
-    plan of the first pass   agrees on how many they are; one gather of all their lengths
+    attention, first pass    reads them, and agrees on how many they are; one gather of all their lengths
     end of the first pass    a thread plans them: 2, 3, ..., and the first one of the next step
     later passes             copy their plan to the device
 
-The host never waits here: lengths arrive while the first pass runs. The thread touches neither process groups nor a
-device's stream.
+Before the device has work, the host does nothing for them. It never waits here: lengths arrive while the pass runs.
+The thread touches neither process groups nor a device's stream.
 
 A plan is used in the pass of its batch if all ranks show each other that they have it. Otherwise that pass gathers and
 plans, as for a batch that was not known before.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from itertools import pairwise
@@ -22,7 +22,7 @@ from weakref import WeakKeyDictionary
 import torch
 
 from distca_hf.arrays import IntArray, offsets
-from distca_hf.batches.read_documents import ReadDocuments
+from distca_hf.batches.read_documents import ReadDocuments, Reading
 from distca_hf.comm.transport import Gather, Transport
 from distca_hf.layout import as_int_array
 
@@ -30,18 +30,8 @@ from distca_hf.layout import as_int_array
 Prepared = TypeVar("Prepared")
 
 
-class KnownBatches(NamedTuple):
-    """Batches of a step that a rank knows before their passes.
-
-    Attributes:
-        step_batches: micro-batches of the step; 0 if no step begins.
-        following: batches that are known and read; 0 if one of them is not read, or keeps its padding.
-        documents: of these.
-    """
-
-    step_batches: int = 0
-    following: int = 0
-    documents: int = 0
+# Numbers that ranks show each other: batches that are known and read, and documents in these.
+FOLLOWING, DOCUMENTS = "batches that follow", "documents that follow"
 
 
 class _Gathering(NamedTuple):
@@ -61,41 +51,55 @@ class StepAhead(Generic[Prepared]):
 
     def __init__(self, transport: Transport, prepare: Callable[[Sequence[IntArray], bool], Prepared]) -> None:
         self._transport, self._prepare = transport, prepare
+        self._readings: Sequence[Reading | None] = ()
         self._documents: list[ReadDocuments] = []
-        self._known = KnownBatches()
+        self._step_batches = 0
         self._gathering: _Gathering | None = None
         self._pins_on: torch.device | None = None
         self._last_number = 0
         # Plans of batches that no pass asks for are forgotten with these.
         self._planned = WeakKeyDictionary[ReadDocuments, tuple[int, Future[Prepared]]]()
 
-    def begin(self, documents: Sequence[ReadDocuments | None], step_batches: int, device: torch.device) -> None:
+    def begin(self, readings: Sequence[Reading | None], step_batches: int, device: torch.device) -> None:
         """Notes which batches are known when a step begins.
 
         Args:
-            documents: of the batches that follow the first one of the step.
+            readings: of the batches that follow the first one of the step.
             step_batches: micro-batches of the step.
             device: where the batches are.
         """
-        read = [one for one in documents if one is not None and one.lengths is not None]
-        self._documents = read if len(read) == len(documents) else []
-        self._known = KnownBatches(step_batches, len(self._documents), sum(map(len, _lengths(self._documents))))
+        self._readings, self._step_batches = readings, step_batches
         self._pins_on = device if device.type == "cuda" else None
 
-    def take_known(self) -> KnownBatches:
-        """Returns what the first pass after `begin` shows other ranks; later passes show that no step begins."""
-        known, self._known = self._known, KnownBatches()
-        return known
+    def take_step_batches(self) -> int:
+        """Returns the micro-batches of the step that the first pass after `begin` belongs to; 0 in later passes."""
+        step_batches, self._step_batches = self._step_batches, 0
+        return step_batches
 
-    def gather(self, most_documents: int, micro_batch: int) -> None:
-        """Gathers the lengths of these batches. A collective call, if all ranks know equally many of them.
+    def show(self) -> dict[str, int]:
+        """Reads the batches that follow; returns how many they are, and their documents.
+
+        Nothing follows if one of them cannot be read, or keeps its padding; and in later passes.
+        """
+        documents = [None if reading is None else reading.documents for reading in self._readings]
+        read = [one for one in documents if one is not None and one.lengths is not None]
+        self._documents, self._readings = read if len(read) == len(documents) else [], ()
+        for one in self._documents if self._pins_on is not None else ():
+            if one.padded is not None:
+                one.padded.pin()
+        return {FOLLOWING: len(self._documents), DOCUMENTS: sum(map(len, _lengths(self._documents)))}
+
+    def seen(self, shown: Mapping[str, list[int]], micro_batch: int) -> None:
+        """Gathers the lengths of these batches, if all ranks know equally many of them. A collective call.
 
         Args:
-            most_documents: of a rank in them.
+            shown: numbers of all ranks, by name.
             micro_batch: number of the pass.
         """
         documents, self._documents = self._documents, []
-        lengths = _lengths(documents)
+        if {*shown[FOLLOWING]} != {len(documents)} or not documents:
+            return
+        lengths, most_documents = _lengths(documents), max(shown[DOCUMENTS])
         values = [*map(len, lengths), *(tokens for of_batch in lengths for tokens in of_batch.tolist())]
         filled_up = [*values, *[0] * (len(lengths) + most_documents - len(values))]
         where = f"micro-batch {micro_batch}, document lengths of its step"

@@ -16,6 +16,7 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from distca_hf.arrays import ceil_div
 from distca_hf.comm.grid import Scope
@@ -89,6 +90,20 @@ REMEDIES = {
 RANKS_SHOWN = 4
 
 
+class Facts(dict[str, object]):
+    """Facts by name that do not change, so that their text and digest are made once."""
+
+    @cached_property
+    def text(self) -> bytes:
+        """Names and values."""
+        return json.dumps([(name, str(value)) for name, value in self.items()]).encode()
+
+    @cached_property
+    def digest(self) -> int:
+        """Of the text, 63 bits."""
+        return int.from_bytes(hashlib.blake2b(self.text, digest_size=8).digest()) >> 1
+
+
 @dataclass
 class Agreement:
     """Facts on their way to all ranks of a scope. Agreements also carry signals: see `Traffic.leaving`.
@@ -101,11 +116,10 @@ class Agreement:
 
     micro_batch: int
     scope: Scope
-    facts: Mapping[str, object]
+    facts: Facts
     numbers: Mapping[str, int]
     transport: Transport
     gather: Gather
-    _text: bytes
     _failure: DistCAError | None = field(default=None, init=False)
 
     @classmethod
@@ -130,14 +144,13 @@ class Agreement:
             raise ValueError(
                 f"an agreement holds at most {WIDTH - HEADER} numbers, not {len(numbers)}: {', '.join(numbers)}"
             )
-        text = json.dumps([(name, str(value)) for name, value in facts.items()]).encode()
-        digest = int.from_bytes(hashlib.blake2b(text, digest_size=8).digest()) >> 1
-        header = [occasion, micro_batch, transport.traffic.leave_signal, digest, len(text)]
+        facts = facts if isinstance(facts, Facts) else Facts(facts)
+        header = [occasion, micro_batch, transport.traffic.leave_signal, facts.digest, len(facts.text)]
         values = [*header, *numbers.values()]
         scope = SCOPE_OF[occasion] if scope is None else scope
         where = f"micro-batch {micro_batch}, agreement to {occasion.name.lower()}"
         gather = transport.gather(values + [0] * (WIDTH - len(values)), where, scope)
-        return cls(micro_batch, scope, facts, numbers, transport, gather, text)
+        return cls(micro_batch, scope, facts, numbers, transport, gather)
 
     @classmethod
     def announce_unable(cls, transport: Transport, micro_batch: int, instead_of: Occasion) -> None:
@@ -174,13 +187,14 @@ class Agreement:
     def _compare(self, rows: list[list[int]], of: Scope) -> dict[str, list[int]]:
         ranks = self.transport.grid.members(self.scope)
         self.transport.traffic.leaving |= {rank: row[2] for rank, row in zip(ranks, rows, strict=True) if row[2]}
-        unable = [self.labels[place] for place, row in enumerate(rows) if row[0] == Occasion.UNABLE]
-        if unable:
+        occasions, micro_batches, digests = ({row[at] for row in rows} for at in (0, 1, 3))
+        if Occasion.UNABLE in occasions:
+            unable = [self.labels[place] for place, row in enumerate(rows) if row[0] == Occasion.UNABLE]
             raise PeerLostError(f"{self._where}: rank {', '.join(unable)} could not do its part; see the error there")
-        doing = [f"{Occasion(row[0]).name.lower()} micro-batch {row[1]}" for row in rows]
-        if len(set(doing)) > 1:
+        if len(occasions) > 1 or len(micro_batches) > 1:
+            doing = [f"{Occasion(row[0]).name.lower()} micro-batch {row[1]}" for row in rows]
             raise self._mismatch([f"their next step is {by_value(doing, self.labels)}"], rows)
-        if len({row[3] for row in rows}) > 1:
+        if len(digests) > 1:
             raise self._mismatch(self._differences(most_bytes=max(row[4] for row in rows)), rows)
         if of is not self.scope:
             row_of = dict(zip(ranks, rows, strict=True))
@@ -199,7 +213,7 @@ class Agreement:
     def _differences(self, most_bytes: int) -> list[str]:
         """Gathers the facts themselves and names those that differ. All ranks have seen the same digests, so all of
         them come here."""
-        values = integers_of(self._text, most_bytes)
+        values = integers_of(self.facts.text, most_bytes)
         texts = self.transport.gather(values, f"{self._where}, facts", self.scope).wait()
         of_rank = [dict(json.loads(text_of(text))) for text in texts]
         names = dict.fromkeys(name for facts in of_rank for name in facts)

@@ -63,6 +63,12 @@ def checkpointed_modules(model: nn.Module) -> list[nn.Module]:
     ]
 
 
+def checkpointed_by(modules: Sequence[nn.Module]) -> list[object]:
+    """Returns what decides how modules are checkpointed: as long as it is equal, nothing has changed."""
+    attributes = [vars(module) for module in modules]  # quicker than to ask a module for what it may not have
+    return [own.get(name) for own in attributes for name in (*FUNCTIONS, "gradient_checkpointing")]
+
+
 def recomputes_layers(modules: Sequence[nn.Module]) -> bool:
     """Returns whether some checkpointed modules recompute anything."""
     return any(_functions(module) for module in modules if getattr(module, "gradient_checkpointing", True))
@@ -159,7 +165,7 @@ def restore_functions(modules: Sequence[nn.Module]) -> None:
 
 def _functions(module: nn.Module) -> list[tuple[str, Checkpoint]]:
     """Returns names and values of the functions that checkpoint a module."""
-    own = vars(module)  # quicker than to ask a module for what it may not have
+    own = vars(module)
     return [(name, own[name]) for name in FUNCTIONS if isinstance(own.get(name), functools.partial)]
 
 

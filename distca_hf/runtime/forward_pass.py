@@ -18,6 +18,7 @@ call. After it each rank knows them, and refuses its own layer if that has other
 
 import zlib
 from collections.abc import Hashable, Mapping, Sequence
+from typing import Protocol
 
 import torch
 
@@ -38,6 +39,18 @@ WEIGHTS, BUFFERS = "weights", "buffers"
 NO_STATE: Mapping[str, Mapping[str, object]] = {}
 
 
+class AlsoShown(Protocol):
+    """Integers that ranks show each other with the facts of a pass. By then their devices have work."""
+
+    def show(self) -> Mapping[str, int]:
+        """Returns this rank's integers, with the same names on all ranks."""
+        ...
+
+    def seen(self, shown: Mapping[str, list[int]], micro_batch: int) -> None:
+        """Takes those of all ranks. Collective calls may follow."""
+        ...
+
+
 class ForwardPass:
     """Counts the attention calls of one forward pass and of its backward pass, and names their places.
 
@@ -47,6 +60,7 @@ class ForwardPass:
         before: calls of the model's pass before; None if there was none.
         trace: notes the moments of its calls, if the step is reported.
         state: checksums by name, of weights and of buffers. The ranks that show any compare them.
+        also: what ranks show each other with the facts; None if it is nothing.
 
     Attributes:
         facts: see above.
@@ -65,6 +79,7 @@ class ForwardPass:
         before: PassCalls | None = None,
         trace: PassTrace = UNTRACED,
         state: Mapping[str, Mapping[str, object]] = NO_STATE,
+        also: AlsoShown | None = None,
     ) -> None:
         self.num_calls, self.trace = num_calls, trace
         self.calls = self.backward_calls = 0
@@ -78,7 +93,7 @@ class ForwardPass:
         self.made = PassCalls([], [])
         self.compares_calls = False
         self._scores: list[Hashable] = []
-        self._before, self._state = before, state
+        self._before, self._state, self._also = before, state, also
         self._expected_tensors: Sequence[CallTensors] = ()
         self._with_gradients: list[int] = []
         self._recomputed = 0
@@ -211,7 +226,10 @@ class ForwardPass:
         known = self._before.tensors if self._before is not None and self._before.tensors[:1] == [tensors] else []
         name, checksum = "dtypes and heads of the pass before", _checksum(known) if known else UNKNOWN
         states = {kind: _checksum([*state.items()]) for kind, state in self._state.items()}
-        of_ranks = self._agree(facts, {name: checksum, **dict.fromkeys((WEIGHTS, BUFFERS), UNKNOWN), **states})
+        states = {**dict.fromkeys((WEIGHTS, BUFFERS), UNKNOWN), **states}
+        of_ranks = self._agree(facts, {name: checksum, **states, **({} if self._also is None else self._also.show())})
+        if self._also is not None:
+            self._also.seen(of_ranks, self._micro_batch)
         for kind in (WEIGHTS, BUFFERS):
             if len({*of_ranks[kind]} - {UNKNOWN}) > 1:  # all ranks see it, and show theirs by name
                 by_name = {f"{kind[:-1]} {name}": bits for name, bits in self._state.get(kind, {}).items()}

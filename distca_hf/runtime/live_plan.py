@@ -23,7 +23,7 @@ from distca_hf.errors import PlanError
 from distca_hf.kernels.interface import AttentionSpec
 from distca_hf.planning.plan import PlanFacts
 from distca_hf.runtime.call_orders import CallOrders
-from distca_hf.runtime.forward_pass import NO_STATE, ForwardPass
+from distca_hf.runtime.forward_pass import NO_STATE, AlsoShown, ForwardPass
 from distca_hf.runtime.layer_kinds import LayerKinds
 from distca_hf.runtime.layer_lookup import LayerLookup
 from distca_hf.runtime.pass_calls import PassCalls
@@ -62,6 +62,7 @@ class LivePlan:
         stopwatch: measures this rank's kernels; None where nobody asks for their times.
         document_tokens: `[segments]` tokens of each document, or part of one, that this rank holds, in row order; None
             on attention servers, which hold none.
+        also: what ranks show each other in a pass besides its facts; None if it is nothing.
 
     Attributes:
         longest_document_tokens: tokens of the longest document of the micro-batch.
@@ -83,11 +84,12 @@ class LivePlan:
         replan: Callable[[], Planned | None] | None = None,
         stopwatch: Stopwatch | None = None,
         document_tokens: IntArray | None = None,
+        also: AlsoShown | None = None,
     ) -> None:
         self.micro_batch, self.document_tokens = micro_batch, document_tokens
         self.transport = transport
         self.config = config
-        self._replan = replan
+        self._replan, self._also = replan, also
         self.checks_finite = config.debug.check_finite
         self.agreement = agreement
         self.numbers: dict[str, list[int]] = {}
@@ -190,7 +192,8 @@ class LivePlan:
         self._layers = layers
         if self._lookup is not None:  # none yet of a micro-batch that is planned later
             self.kinds.begin_forward_pass(self._layers)
-        self.forward_pass = ForwardPass(self.transport, self.micro_batch, facts, num_calls, before, trace, state)
+        of_pass = facts, num_calls, before, trace, state, self._also
+        self.forward_pass = ForwardPass(self.transport, self.micro_batch, *of_pass)
 
     def follow_roster(self) -> None:
         """Plans the micro-batch again if other attention servers take part since it was planned."""

@@ -177,7 +177,8 @@ class ForwardCheck:
 
     def gradients_before_decoder(self) -> tuple[bool, ...]:
         """Returns whether embeddings and towers need gradients: then gradients of rows travel to them."""
-        embeddings = transformers_model(self._root).get_input_embeddings().parameters()
+        parts = transformers_model(self._root).get_input_embeddings().modules()
+        embeddings = (x for part in parts for x in part._parameters.values() if x is not None)  # in half the time
         return any(x.requires_grad for x in embeddings), any(x.requires_grad for x in self._beside_text)
 
     @cached_property

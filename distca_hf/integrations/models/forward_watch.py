@@ -5,7 +5,6 @@ plan along. About any other batch that trains, ranks agree here; its plan is mad
 """
 
 from collections.abc import Callable, Collection, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -15,22 +14,15 @@ from torch.utils.hooks import RemovableHandle
 from distca_hf.batches.batch_documents import Batch, cache_of, check_mask_numbers, ids_checked, tokens_of
 from distca_hf.batches.empty_batch import fill_empty
 from distca_hf.batches.given import GivenPlanner
+from distca_hf.batches.given_agreement import Returning
 from distca_hf.batches.known_batch import TOKENS, completed
 from distca_hf.batches.preview import RunReport
-from distca_hf.batches.read_documents import DocumentReader, ReadDocuments, read_before
+from distca_hf.batches.read_documents import DocumentReader, ReadDocuments, Reading, reading_of
 from distca_hf.batches.reported_steps import ReportedSteps
 from distca_hf.comm.averaging import check_averaging
+from distca_hf.config import DistCAConfig
 from distca_hf.errors import PlanError
 from distca_hf.integrations.attention import LAYER_SETTINGS, LayerSettings
-from distca_hf.integrations.checkpointing import (
-    checkpointed_modules,
-    keep_received,
-    places_that_attend_again,
-    recomputes_attention,
-    recomputes_layers,
-    restore_functions,
-    save_attention,
-)
 from distca_hf.integrations.models.backbone_calls import BackboneCalls
 from distca_hf.integrations.models.check import PositionLimits, check_model
 from distca_hf.integrations.models.counted_rows import CountedRows
@@ -57,7 +49,7 @@ from distca_hf.integrations.models.towers import give_own_attention, without_kin
 from distca_hf.integrations.models.weights_check import is_due
 from distca_hf.parallel_context import ParallelContext
 from distca_hf.runtime.live_plan import LivePlan
-from distca_hf.runtime.pass_layers import PassLayers
+from distca_hf.runtime.pass_layers import PassLayers, Regions
 from distca_hf.telemetry import get_logger
 
 
@@ -114,7 +106,8 @@ class ForwardWatch:
         self._recomputed_layers = RecomputedLayers(root)
         reported = config.report_every_steps, context.trace_file, self._token_bytes, self._layer_masks
         self.reported_steps = ReportedSteps(*reported)
-        self._checkpointed: list[nn.Module] | None = None
+        self._facts: dict[str, object] = {}
+        self._regions: Regions = ()
         self._handles: list[RemovableHandle] = []
 
     def __deepcopy__(self, memo: dict[int, object]) -> "ForwardWatch":
@@ -153,7 +146,7 @@ class ForwardWatch:
             for handle in self._handles:
                 handle.remove()
             self._borders.leave()
-            restore_functions(self._checkpointed or [])
+            self._recomputed_layers.leave()
 
     def is_for(self, root: nn.Module, context: ParallelContext) -> bool:
         """Returns whether it watches this model under this plugin, with windows as they are now."""
@@ -190,7 +183,8 @@ class ForwardWatch:
         batch = dict(without_kinds_of_text(given)) if self._check.towers else given
         batch = completed(batch, self._class_name)
         plan = batch.get("distca_plan")
-        if plan is None:
+        is_given = plan is None
+        if is_given:
             if self._attends_locally(module, batch):
                 if module is self.root:
                     self._check.check_implementation(trains=module.training and torch.is_grad_enabled())
@@ -209,7 +203,9 @@ class ForwardWatch:
                 f"distca_plan is a {type(plan).__name__}, not the plan that plugin.dataloader made; pass batches on "
                 "unchanged"
             )
-        self._check.check_model(module)
+        if not is_given:
+            self._check.check_model(module)
+            self._prepare(module, plan.config, plan.transport.world_size)
         self._check.check_plan(plan)
         self.context.check_shares(plan.transport, plan.micro_batch)
         self._check.check_placed(batch, plan)
@@ -221,35 +217,43 @@ class ForwardWatch:
         batch = {**batch, "distca_plan": plan, **label_count(batch, plan), **self._no_cache(batch), **counted}
         return args, self.loss.place(batch, plan, self._borders) if self.loss.is_placed else batch
 
-    def _begin(self, module: nn.Module, plan: LivePlan) -> None:
-        """Prepares checkpointing, and the pass with its facts."""
-        rows_wait = False
-        if self.context.config.checkpointed_attention != "recompute":
-            self._save_attention(module)
-        elif self.context.config.kv_residency != "refetch" and plan.transport.world_size > 1:
-            rows_wait = keep_received(self._checkpointed_modules(module))
-        again = places_that_attend_again(self._checkpointed_modules(module))
-        regions = self._recomputed_layers.regions(self._checkpointed_modules(module), again)
+    def _prepare(self, module: nn.Module, config: DistCAConfig, world_size: int) -> None:
+        """Prepares checkpointing, and the facts of a pass.
+
+        Args:
+            config: of its plan.
+            world_size: ranks that exchange rows in it.
+        """
+        rows_wait = self._recomputed_layers.prepare(module, self.context.config, has_peers=world_size > 1)
         self._passes_with_gradients += torch.is_grad_enabled()
         is_looked_at = torch.is_grad_enabled() and is_due(self._passes_with_gradients)
         if is_looked_at:  # it may be wrapped at any time
             check_averaging(self.root, self.context.members)
             check_divided_heads(self.root, self.context)
-        facts = {
-            **plan.config.shared_settings(),
+        again, self._regions = self._recomputed_layers.again, self._recomputed_layers.regions
+        self._facts = {
+            **config.shared_settings(),
             "gradients": torch.is_grad_enabled(),
             "training": module.training,
-            "attention layers that are recomputed": sum(map(len, regions)),
+            "attention layers that are recomputed": sum(map(len, self._regions)),
             "checkpointed modules that attend again": again,
-            "windows of their layers": regions,
+            "windows of their layers": self._regions,
             "received rows wait for recomputation": rows_wait,
             **self._check.facts(again=is_looked_at),
         }
+
+    def _begin(self, module: nn.Module, plan: LivePlan) -> None:
+        """Begins a pass that is prepared."""
         calls, grid = self._check.num_calls, self.context.members.grid
-        layers = PassLayers(calls or len(self._layers), self._layer_masks, regions)
-        of_model = partial(predictable, self.root, self.flops, self._recomputed(module), grid)
-        trace = self.reported_steps.begin(plan, module.training and torch.is_grad_enabled(), of_model)
-        plan.begin_forward_pass(calls, facts, layers, self._check.calls_before, trace, self._check.shared_state(grid))
+        layers = PassLayers(calls or len(self._layers), self._layer_masks, self._regions)
+        trace = self.reported_steps.begin(
+            plan,
+            module.training and torch.is_grad_enabled(),
+            lambda: predictable(self.root, self.flops, self._recomputed_layers.parts(module), grid),
+        )
+        plan.begin_forward_pass(
+            calls, self._facts, layers, self._check.calls_before, trace, self._check.shared_state(grid)
+        )
 
     def _no_cache(self, batch: Batch) -> dict[str, bool]:
         """Returns `use_cache=False`, unless the caller decided.
@@ -282,7 +286,14 @@ class ForwardWatch:
         planner, images_wait = self._planner_on(tokens_of(batch).device), self._check.images_wait(module.training)
         rows_move = module.training and torch.is_grad_enabled() and not self._mixers.mixers
         returning, reason = self.loss.begin(batch if rows_move else None)
-        plan = planner.plan(batch, module.training, images_wait, self._check.gradients_before_decoder(), returning)
+        need_gradients = self._check.gradients_before_decoder()
+
+        def meanwhile() -> None:
+            self._prepare(module, self.context.config, planner.world_size)
+            if returning != Returning.STATES:
+                self.loss.shift(batch)
+
+        plan = planner.plan(batch, module.training, images_wait, need_gradients, returning, meanwhile)
         if plan is not None:
             self.loss.decide(planner.returning, planner.needing, reason)
         return plan
@@ -296,32 +307,19 @@ class ForwardWatch:
             self.planner = GivenPlanner(self.context.config, transport, *of_model, *of_rows)
         return self.planner
 
-    def begin_step(self, documents: Sequence[ReadDocuments | None], step_batches: int, device: torch.device) -> None:
+    def begin_step(self, readings: Sequence[Reading | None], step_batches: int, device: torch.device) -> None:
         """Lets ranks plan ahead the batches that are known when a step begins; see `GivenPlanner.begin_step`."""
         if len(self.context.members.compute_ranks) > 1:
-            self._planner_on(device).begin_step(documents, step_batches, device)
+            self._planner_on(device).begin_step(readings, step_batches, device)
 
     def _read_and_open(self, batch: Batch) -> ReadDocuments:
         """Returns the documents of a batch, and opens the borders of the decoder for its pass."""
         if not self._mixers.mixers:
             self._check.check_cache(batch)
-        self._borders.begin((read := read_before(batch) or self.reader.read(batch)).padded, tokens_of(batch).device)
+        reading = reading_of(batch)
+        read = (reading and reading.documents) or self.reader.read(batch)
+        self._borders.begin(read.padded, tokens_of(batch).device)
         return read
-
-    def _checkpointed_modules(self, module: nn.Module) -> list[nn.Module]:
-        """Returns modules that are or may be checkpointed: wrappers may come until the first forward pass."""
-        if self._checkpointed is None:
-            self._checkpointed = checkpointed_modules(module)
-        return self._checkpointed
-
-    def _save_attention(self, module: nn.Module) -> None:
-        first = self._checkpointed is None
-        on_host = self.context.config.checkpointed_attention == "offload"
-        if not save_attention(self._checkpointed_modules(module), on_host) and first:
-            log.warning(
-                "reentrant activation checkpointing recomputes attention and its exchanges; use_reentrant=False saves "
-                "their outputs instead"
-            )
 
     def _after(self, module: nn.Module, args: tuple[object, ...], kwargs: dict[str, Any], output: object) -> object:
         """Checks the attention calls of the pass, and compares them over ranks.
@@ -341,15 +339,10 @@ class ForwardWatch:
             if self.planner is not None:
                 self.planner.end_pass()
             if trains and not self.report.written:
-                (layers, attention), flops = self._recomputed(module), self.flops
+                (layers, attention), flops = self._recomputed_layers.parts(module), self.flops
                 cost = None if flops is None else flops.cost(recomputes_layers=layers, recomputes_attention=attention)
                 self.report.begin(plan, cost, flops)
         return self.loss.end(output if self.loss.is_placed else self._counted.end(output))
-
-    def _recomputed(self, module: nn.Module) -> tuple[bool, bool]:
-        """Returns whether layers run forward again in backward, and whether their attention does."""
-        modules = self._checkpointed_modules(module)
-        return recomputes_layers(modules), recomputes_attention(modules)
 
 
 def enable(model: nn.Module, plugin: ParallelContext, longest_document_tokens: int | None = None) -> nn.Module:

@@ -74,6 +74,7 @@ class PlacedLoss:
         self.is_unlogged = False
         self._returning = Returning.STATES
         self._rows: PassRows | None = None
+        self._shifted: tuple[object, torch.Tensor] | None = None
         self._label_count: Any = None
         self._shifts = False
 
@@ -152,7 +153,8 @@ class PlacedLoss:
         Returns:
             What must return to this rank, and why it is hidden states; empty if it is something else.
         """
-        self._rows, self._returning = None, Returning.STATES  # the pass before may have raised
+        # The pass before may have raised.
+        self._rows, self._shifted, self._returning = None, None, Returning.STATES
         if batch is None:
             return Returning.STATES, ROWS_STAY
         if batch.get(TOKEN_FLAG) is True and _returns_token_values(self._model):
@@ -187,17 +189,20 @@ class PlacedLoss:
             if not self.is_placed:
                 log.debug("this rank: %s", reason or "needs no hidden states")  # only rank 0 writes information
 
-    def place(self, batch: Batch, plan: LivePlan, borders: DecoderBorders) -> Batch:
-        """Returns the placed rows of a batch with their labels; the batch itself if its rows stay. A collective call.
+    def shift(self, batch: Batch) -> torch.Tensor:
+        """Returns labels of a batch, shifted in its rows as the model's loss would shift them, so that 0 is ignored.
+        `place` finds them again."""
+        labels, shifted = batch["labels"], batch.get("shift_labels")
+        if self._shifted is None or self._shifted[0] is not labels:
+            at = nn.functional.pad(labels[..., 1:], (0, 1), value=IGNORED_LABEL) if shifted is None else shifted
+            self._shifted = labels, at - IGNORED_LABEL
+        return self._shifted[1]
 
-        Labels are shifted in the rows of the batch, as the model's loss would shift them.
-        """
-        shifted = batch.get("shift_labels")
-        if shifted is None:
-            shifted = nn.functional.pad(batch["labels"], (0, 1), value=IGNORED_LABEL)[..., 1:]
+    def place(self, batch: Batch, plan: LivePlan, borders: DecoderBorders) -> Batch:
+        """Returns placed rows of a batch with their labels; the batch itself if its rows stay. A collective call."""
         moving = {name: value for name, value in batch.items() if name not in ("labels", "shift_labels")}
-        placed = borders.move_in(plan, {**moving, SHIFTED: shifted - IGNORED_LABEL})
-        self._rows = borders.take_rows()
+        placed = borders.move_in(plan, {**moving, SHIFTED: self.shift(batch)})
+        self._rows, self._shifted = borders.take_rows(), None
         if placed is None:
             return batch
         self._label_count, self._shifts = batch.get("num_items_in_batch"), batch.get("shift_labels") is None

@@ -9,9 +9,24 @@ from collections.abc import Sequence
 from torch import nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from distca_hf.config import DistCAConfig
+from distca_hf.integrations.checkpointing import (
+    checkpointed_by,
+    checkpointed_modules,
+    keep_received,
+    places_that_attend_again,
+    recomputes_attention,
+    recomputes_layers,
+    restore_functions,
+    save_attention,
+)
 from distca_hf.integrations.models.layer_masks import layer_windows
 from distca_hf.integrations.models.structure import attention_layers, transformers_model
 from distca_hf.runtime.pass_layers import Regions
+from distca_hf.telemetry import get_logger
+
+
+log = get_logger(__name__)
 
 
 class RecomputedLayers:
@@ -19,24 +34,61 @@ class RecomputedLayers:
 
     Args:
         model: a Transformers model, or a PEFT model around one.
+
+    Attributes:
+        again: places of the modules that recompute attention, among those that are or may be checkpointed.
+        regions: windows of the attention layers in each region that attends again.
     """
 
     def __init__(self, model: nn.Module) -> None:
         layers, windows = attention_layers(transformers_model(model)), dict(layer_windows(model))
         self._windows = {layer: windows[name] or 0 for name, layer in layers.items()}
-        self._again: Sequence[int] = ()
-        self._regions: Regions = ()
+        self.again: Sequence[int] = ()
+        self.regions: Regions = ()
+        self._modules: list[nn.Module] | None = None
+        self._known: tuple[list[object], DistCAConfig, bool] | None = None
+        self._rows_wait = False
 
-    def regions(self, modules: Sequence[nn.Module], again: Sequence[int]) -> Regions:
-        """Returns windows of the attention layers in each region that attends again.
+    def prepare(self, model: nn.Module, config: DistCAConfig, has_peers: bool) -> bool:
+        """Prepares checkpointing for a pass, and finds what attends again; returns whether received rows wait for
+        recomputation.
 
         Args:
-            modules: of the model that are, or may be, checkpointed, outer ones first; the same in every call.
-            again: places in this list of those that recompute attention.
+            model: with its wrappers, which may come until the first forward pass.
+            has_peers: whether other ranks have rows for this one.
         """
-        if again != self._again:  # to look into all modules takes a millisecond
-            self._again, self._regions = again, self._find(modules, again)
-        return self._regions
+        is_first, modules = self._modules is None, self._found(model)
+        if self._known == (checkpointed_by(modules), config, has_peers):  # in most passes nothing has changed
+            return self._rows_wait
+        self._rows_wait = False
+        if config.checkpointed_attention != "recompute":
+            saves = save_attention(modules, config.checkpointed_attention == "offload")
+            if is_first and not saves:
+                log.warning(
+                    "reentrant activation checkpointing recomputes attention and its exchanges; use_reentrant=False "
+                    "saves their outputs instead"
+                )
+        elif config.kv_residency != "refetch" and has_peers:
+            self._rows_wait = keep_received(modules)
+        if (again := places_that_attend_again(modules)) != self.again:  # to look into all modules takes a millisecond
+            self.again, self.regions = again, self._find(modules, again)
+        self._known = checkpointed_by(modules), config, has_peers
+        return self._rows_wait
+
+    def parts(self, model: nn.Module) -> tuple[bool, bool]:
+        """Returns whether layers run forward again in backward, and whether their attention does."""
+        modules = self._found(model)
+        return recomputes_layers(modules), recomputes_attention(modules)
+
+    def leave(self) -> None:
+        """Gives checkpointed modules the functions back that they had."""
+        restore_functions(self._modules or [])
+
+    def _found(self, model: nn.Module) -> list[nn.Module]:
+        """Returns modules that are or may be checkpointed, outer ones first; looks for them once."""
+        if self._modules is None:
+            self._modules = checkpointed_modules(model)
+        return self._modules
 
     def _find(self, modules: Sequence[nn.Module], again: Sequence[int]) -> Regions:
         in_region: dict[nn.Module, nn.Module] = {}

@@ -1,9 +1,9 @@
 """Read ahead: a Trainer's batches are read where they are collated, and ranks plan them before their passes.
 
-    worker or main process     collator ──▶ batch with what was read of it
+    worker or main process     collator ──▶ batch with its reading: done in a worker, else to be done
     Accelerate's loader        holds one batch more than it has handed out, to know the last one of an epoch
-    get_batch_samples          takes what was read out of the batches of the step, and of that one: ranks gather it,
-                               and a thread plans it while the first one of the step runs
+    get_batch_samples          takes the readings out of the batches of the step, and of that one
+    first pass of the step     ranks gather what is read, and a thread plans it while this pass runs
     passes                     find it by the tensors of their batch: no loss, metric or other model ever sees it
 
 All other batches are read in their pass: those dispatched from rank 0, those that a policy generates, and those of a
@@ -20,7 +20,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 from transformers import Trainer
 
-from distca_hf.batches.read_documents import ENTRY, ReadDocuments, ReadingCollator, mark_read, read_before, take_read
+from distca_hf.batches.read_documents import ENTRY, Reading, ReadingCollator, mark, reading_of, take_reading
 from distca_hf.integrations.models.forward_watch import watch_of
 
 
@@ -37,10 +37,10 @@ class ReadAhead:
         self._loader: Any = None
         self._is_training = False
         self._holds_one = False
-        self._latest: ReadDocuments | None = None
+        self._latest: Reading | None = None
         replace(trainer, "train", partial(self._train, trainer.train))
         replace(trainer, "get_batch_samples", partial(self._batch_samples, trainer.get_batch_samples))
-        if type(trainer)._prepare_inputs is Trainer._prepare_inputs:  # it only copies, on CPUs every time
+        if type(trainer)._prepare_inputs is Trainer._prepare_inputs:  # it may copy, and does nothing else
             replace(trainer, "_prepare_inputs", partial(_prepare_inputs, trainer._prepare_inputs))
 
     def begin(self, loader: object) -> None:
@@ -98,7 +98,7 @@ class ReadAhead:
         batches, num_items = take(epoch_iterator, num_batches, device)
         watch = watch_of(self._model)
         if self._loader is not None and watch is not None and batches:
-            following = [take_read(batch) for batch in batches]
+            following = [take_reading(batch) for batch in batches]
             if self._latest is not None and self._latest not in following:
                 following.append(self._latest)
             if num_batches > 1 or self._holds_one:
@@ -107,8 +107,9 @@ class ReadAhead:
 
 
 def _prepare_inputs(prepare: Callable[[Any], Any], inputs: Any) -> Any:
-    """Carries the mark of a batch that was read over to its copy."""
-    read, prepared = read_before(inputs) if isinstance(inputs, Mapping) else None, prepare(inputs)
-    if read is not None:
-        mark_read(prepared, read)
+    """Carries the mark of a batch over to its copy."""
+    prepared = prepare(inputs)
+    if isinstance(inputs, Mapping) and any(prepared[name] is not value for name, value in inputs.items()):
+        if (reading := reading_of(inputs)) is not None:
+            mark(prepared, reading)
     return prepared

@@ -16,7 +16,7 @@ from torch import nn
 from distca_hf.arrays import IntArray
 from distca_hf.batches.given_plans import GivenPlans
 from distca_hf.batches.loader import PlacedLoader
-from distca_hf.batches.read_documents import DocumentReader, ReadDocuments, mark_read
+from distca_hf.batches.read_documents import DocumentReader, Reading, mark
 from distca_hf.config import KernelName
 from distca_hf.integrations.models.backbone_calls import BackboneCalls
 from distca_hf.integrations.models.distributed_check import follow_mesh
@@ -319,7 +319,7 @@ def _given(place: Place, step: StepTokens) -> Mode:
 
 
 class AsOfTrainer:
-    """Batches of steps as Trainer has them: their documents were read on the host, and its loader holds one batch
+    """Batches of steps as Trainer has them: their documents are read on the host, and its loader holds one batch
     more, which ranks plan ahead.
 
     Args:
@@ -329,7 +329,7 @@ class AsOfTrainer:
 
     def __init__(self, model: nn.Module, batches: Sequence[Batch]) -> None:
         self._model, self._batches = model, batches
-        self._read = [DocumentReader().read(batch) for batch in batches]
+        self._on_host = [{name: value.cpu() for name, value in batch.items()} for batch in batches]
         self._held = self._next_step()
 
     def __len__(self) -> int:
@@ -339,17 +339,20 @@ class AsOfTrainer:
         step, self._held = self._held, self._next_step()
         watch = watch_of(self._model)
         if watch is not None:
-            following = [read for _, read in [*step[1:], self._held[0]]]
+            following = [reading for _, reading in [*step[1:], self._held[0]]]
             watch.begin_step(following, len(step), step[0][0]["input_ids"].device)
         for batch, _ in step:
             yield batch
 
-    def _next_step(self) -> list[tuple[Batch, ReadDocuments]]:
+    def _next_step(self) -> list[tuple[Batch, Reading]]:
         step = []
-        for batch, read in zip(self._batches, self._read, strict=True):
-            copied, read_again = {name: value.clone() for name, value in batch.items()}, replace(read)
-            mark_read(copied, read_again)
-            step.append((copied, read_again))
+        for batch, on_host in zip(self._batches, self._on_host, strict=True):
+            copied, reading = (
+                {name: value.clone() for name, value in batch.items()},
+                Reading(DocumentReader(), on_host),
+            )
+            mark(copied, reading)
+            step.append((copied, reading))
         return step
 
 

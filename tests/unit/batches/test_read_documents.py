@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from accelerate.utils import send_to_device
+from torch.utils.data import DataLoader
 
 from distca_hf.arrays import IntArray
 from distca_hf.batches.given import GivenPlanner
@@ -16,13 +17,16 @@ from distca_hf.batches.read_documents import (
     ENTRY,
     DocumentReader,
     ReadDocuments,
+    Reading,
     ReadingCollator,
-    read_before,
-    take_read,
+    reading_of,
+    take_reading,
 )
-from distca_hf.batches.step_ahead import StepAhead
+from distca_hf.batches.step_ahead import DOCUMENTS, FOLLOWING, StepAhead
 from distca_hf.config import DistCAConfig
 from distca_hf.errors import PlanMismatchError
+from distca_hf.runtime.live_plan import LivePlan
+from distca_hf.runtime.pass_calls import CallTensors
 from distca_hf.testing import LoopbackTransport, run_ranks
 
 
@@ -43,11 +47,10 @@ def rows() -> Batch:
     return {"input_ids": ids, "attention_mask": MASK.clone(), "labels": ids.clone()}
 
 
-def collated(make: Callable[[], Batch]) -> Batch:
-    """A batch as a step of Trainer gets it from a worker process."""
+def collated(make: Callable[[], Batch], in_worker: bool = False) -> Batch:
+    """A batch as a step of Trainer gets it from its own process, or from a worker."""
     collator = pickle.loads(pickle.dumps(ReadingCollator(make_of, READER)))
-    batch = collator(make)
-    batch[ENTRY] = pickle.loads(pickle.dumps(batch[ENTRY]))
+    batch = next(iter(DataLoader([make], batch_size=None, collate_fn=collator, num_workers=in_worker)))
     moved: Batch = send_to_device(batch, CPU)
     return moved
 
@@ -56,17 +59,22 @@ def make_of(make: Callable[[], Batch]) -> Batch:
     return make()
 
 
+@pytest.mark.parametrize("in_worker", [False, True])
 @pytest.mark.parametrize(("make", "lengths"), [(pack, [3, 2, 4]), (rows, [3, 4])])
-def test_a_pass_finds_what_the_collator_read(make: Callable[[], Batch], lengths: list[int]) -> None:
-    batch = collated(make)
-    read = take_read(batch)
+def test_a_pass_finds_what_was_read_of_its_batch(
+    make: Callable[[], Batch], lengths: list[int], in_worker: bool
+) -> None:
+    batch = collated(make, in_worker)
+    reading = take_reading(batch)
 
-    assert read is not None
+    assert reading is not None
     assert ENTRY not in batch
-    assert read_before(batch) is read
-    assert np.array_equal(read.lengths, lengths)
+    assert ("documents" in vars(reading)) == in_worker
+    assert reading_of(batch) is reading
+    assert reading.documents is not None
+    assert np.array_equal(reading.documents.lengths, lengths)
     without_labels = {name: value for name, value in batch.items() if name != "labels"}
-    assert read_before(without_labels | {"num_items_in_batch": 3}) is read
+    assert reading_of(without_labels | {"num_items_in_batch": 3}) is reading
 
 
 def other_positions(batch: Batch) -> Batch:
@@ -93,29 +101,32 @@ def changed_in_place(batch: Batch) -> Batch:
 @pytest.mark.parametrize("make", [pack, rows])
 def test_a_pass_on_other_tensors_is_read_itself(make: Callable[[], Batch], change: Callable[[Batch], Batch]) -> None:
     batch = collated(make)
-    assert take_read(batch) is not None
-    assert read_before(change(batch)) is None
+    assert take_reading(batch) is not None
+    assert reading_of(change(batch)) is None
 
 
 def test_labels_that_keep_rows_padded_are_not_optional() -> None:
     batch = rows() | {"attention_mask": MASK.flip(1)}  # padding predicts the first label of a row
-    batch[ENTRY] = READER.read(batch)
-    read = take_read(batch)
-    assert read is not None
-    assert read.lengths is None
+    batch[ENTRY] = Reading(READER, batch)
+    reading = take_reading(batch)
+    assert reading is not None
     del batch["labels"]
-    assert read_before(batch) is None
+    assert reading_of(batch) is None
+    assert reading.documents is not None
+    assert reading.documents.lengths is None
     assert READER.read(batch).lengths is not None
 
 
 @pytest.mark.parametrize("wrong", [{"input_ids": torch.full((1, 9), 16)}, {"position_ids": PACK + 1}, {"labels": "?"}])
-def test_a_batch_that_cannot_be_read_gets_no_entry(wrong: Batch) -> None:
+def test_a_batch_that_cannot_be_read_is_left_to_its_pass(wrong: Batch) -> None:
     batch = ReadingCollator(lambda rows: pack() | wrong, READER)(None)
-    assert (ENTRY in batch) == ("labels" in wrong)
+    assert (batch[ENTRY].documents is not None) == ("labels" in wrong)
 
 
-def lengths_of(*lengths: int) -> ReadDocuments:
-    return ReadDocuments(np.array(lengths), None, False, None)
+def lengths_of(*lengths: int) -> Reading:
+    reading = Reading(READER, {})
+    reading.documents = ReadDocuments(np.array(lengths), None, False, None)
+    return reading
 
 
 def tokens_of_packs(packs: Sequence[IntArray], pin: bool) -> list[int]:
@@ -129,13 +140,17 @@ def test_known_batches_are_gathered_at_once_and_an_error_belongs_to_its_micro_ba
     def run(transport: LoopbackTransport) -> tuple[list[int], str, list[int]]:
         ahead = StepAhead[list[int]](transport, tokens_of_packs)
         rank, places = transport.rank, count_gathers(transport)
-        reads = [lengths_of(*range(1, 2 + rank)), lengths_of(*[5] * rank), lengths_of(7)]
-        ahead.begin(reads, 4, CPU)
+        readings = [lengths_of(*range(1, 2 + rank)), lengths_of(*[5] * rank), lengths_of(7)]
+        reads = [reading.documents for reading in readings if reading.documents is not None]
+        ahead.begin(readings, 4, CPU)
         ahead.start()
         assert ahead.take(reads[0]) == (0, None)
-        assert ahead.take_known() == (4, 3, 2 + 2 * rank)
-        assert ahead.take_known() == (0, 0, 0)  # by a second pass before the first one ends
-        ahead.gather(6, 0)
+        assert ahead.take_step_batches() == 4
+        assert ahead.take_step_batches() == 0
+        assert ahead.show() == {FOLLOWING: 3, DOCUMENTS: 2 + 2 * rank}
+        ahead.seen({FOLLOWING: [3, 3, 3], DOCUMENTS: [2, 4, 6]}, 0)
+        assert ahead.show() == {FOLLOWING: 0, DOCUMENTS: 0}  # by a second pass before the first one ends
+        ahead.seen({FOLLOWING: [0, 0, 0], DOCUMENTS: [0, 0, 0]}, 1)
         assert len(places) == 1
         ahead.start()
         taken = [ahead.take(read) for read in reads]
@@ -143,8 +158,8 @@ def test_known_batches_are_gathered_at_once_and_an_error_belongs_to_its_micro_ba
         assert ahead.take(reads[0]) == (0, None)
         first, second, third = (planned for _, planned in taken if planned is not None)
         assert third.result() == [7, 7, 7]
-        ahead.begin([reads[0], None], 4, CPU)
-        assert ahead.take_known() == (4, 0, 0)
+        ahead.begin([readings[0], None], 4, CPU)
+        assert ahead.show() == {FOLLOWING: 0, DOCUMENTS: 0}
         return first.result(), str(second.exception()), [ahead.take(read)[0] for read in reads]
 
     assert run_ranks(3, run) == 3 * [([1, 3, 6], "a rank is empty", [0, 0, 0])]
@@ -156,7 +171,7 @@ def test_batches_are_gathered_ahead_where_all_ranks_know_equally_many(known_on_r
         planner, places = GivenPlanner(DistCAConfig(), transport, read=READER.read), count_gathers(transport)
         following = [lengths_of(3)] * (known_on_rank_1 if transport.rank else 1)
         planner.begin_step(following, 2, CPU)
-        planner.plan(pack())
+        attend(planner.plan(pack()))
         return places
 
     for places in run_ranks(2, run):
@@ -176,12 +191,12 @@ def test_ranks_with_other_numbers_of_micro_batches_are_named() -> None:
 
 def test_plans_of_batches_that_nobody_holds_are_forgotten() -> None:
     def run(transport: LoopbackTransport) -> tuple[int, int]:
-        ahead, read = StepAhead[list[int]](transport, tokens_of_packs), lengths_of(3)
-        ahead.begin([read], 1, CPU)
-        ahead.gather(1, 0)
+        ahead, reading = StepAhead[list[int]](transport, tokens_of_packs), lengths_of(3)
+        ahead.begin([reading], 1, CPU)
+        ahead.seen({name: [number] for name, number in ahead.show().items()}, 0)
         ahead.start()
         before = len(ahead._planned)
-        del read
+        del reading
         gc.collect()
         return before, len(ahead._planned)
 
@@ -193,28 +208,36 @@ def test_a_plan_made_ahead_is_used_where_all_ranks_have_it(unknown_on: int | Non
     def run(transport: LoopbackTransport) -> tuple[list[int], int]:
         batches = [pack(), rows(), pack()]
         for batch in batches:
-            batch[ENTRY] = READER.read(batch)
+            batch[ENTRY] = Reading(READER, batch)
 
         def read(batch: Batch) -> ReadDocuments:
-            found = None if transport.rank == unknown_on else read_before(batch)
-            return found or READER.read(batch)
+            reading = None if transport.rank == unknown_on else reading_of(batch)
+            return (reading and reading.documents) or READER.read(batch)
 
         planner = GivenPlanner(DistCAConfig(), transport, read=read, places_rows=True)
-        planner.begin_step([take_read(batch) for batch in batches][1:], 2, CPU)
+        planner.begin_step([take_reading(batch) for batch in batches][1:], 2, CPU)
         gathers = count_gathers(transport)
         work = []
         for batch in batches:
             live = planner.plan(batch)
-            assert live is not None
-            work.append(sum(live.facts.work))
+            work.append(sum(attend(live).facts.work))
             planner.end_pass()
         return work, len(gathers)
 
     (work, gathers), other = run_ranks(2, run)
     assert other == (work, gathers)
-    # Agreements of three batches, lengths of the first one, and of both others.
-    assert gathers == (5 if unknown_on is None else 7)
+    # Two agreements for each of three batches, lengths of the first one, and of both others.
+    assert gathers == (8 if unknown_on is None else 10)
     assert work == [2 * sum(n * (n + 1) // 2 for n in lengths) for lengths in ((3, 2, 4), (3, 4), (3, 2, 4))]
+
+
+def attend(live: LivePlan | None) -> LivePlan:
+    """Does what a model's first layer does before it attends: ranks show each other what they know."""
+    assert live is not None
+    live.begin_forward_pass(1, {})
+    tensors = CallTensors.of(*[torch.zeros(1, 1, 8) for _ in "qkv"])
+    live.forward_pass.agree_to_attend(live.fingerprint, tensors)
+    return live
 
 
 def count_gathers(transport: LoopbackTransport) -> list[str]:
