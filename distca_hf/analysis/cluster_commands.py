@@ -144,7 +144,7 @@ def simulate(
     as_json: Annotated[bool, typer.Option("--json", help="print one JSON object")] = False,
 ) -> None:
     """Estimates steps of a training in every way to share its attention, on a cluster that was measured: plain
-    packing, sorted packs, whole documents, Ulysses, zigzag rings, the published planner of DistCA, and distca_hf.
+    packing, sorted packs, whole documents, Ulysses, zigzag rings and distca_hf.
 
     Says which to choose, what it brings, and when it brings nothing. No GPU is needed. Times come from measurements of
     single kernels, layers and links; all assumptions are listed.

@@ -519,11 +519,14 @@ def test_plan_has_its_micro_steps_and_tables(plan: dict[str, Any], tmp_path: Pat
         plan["imbalance"], rel=1e-3
     )
     assert [bar["label"] for bar in first["memory"]] == ["FSDP2", "FSDP2 synced", "ZeRO-3"]
-    assert first["seconds"]["rates"] == "H200"
+    assert first["seconds"]["rates"] == plan["estimates"]["profile"]["source"] == "h200"
+    assert first["seconds"]["predicted_attention"] == pytest.approx(
+        plan["estimates"]["rank_seconds"][0]["attention"], rel=1e-3
+    )
     assert [table["title"] for table in found["tables"]] == [
         "Work of the busiest rank over the mean, in an epoch",
         "Other numbers of tokens per rank",
-        "Other ways to run the same documents",
+        "Ways to train, simulated",
     ]
 
 
