@@ -68,7 +68,7 @@ class Tiles:
         """
         first = mask.first_key(before)
         prefix = np.flatnonzero(first < before)
-        inside = mask.pairs_of(np.zeros_like(queries), queries)
+        inside = mask.pairs_inside(before, before + queries)
         outside = (mask.pairs_of(before, before + queries) - inside)[prefix]
         keys = np.concatenate([np.zeros_like(queries), (before - first)[prefix]])
         pairs, waits = np.concatenate([inside, outside]), np.concatenate([remote, np.ones(len(prefix), dtype=bool)])

@@ -135,7 +135,8 @@ class Costs:
         if nearest.window_tokens != window:
             self.notes.add(f"a window of {window:,} tokens is taken at the rate of one of {nearest.window_tokens:,}")
         share = self._share(nearest, self.model.heads.query)
-        measured = Mask(nearest.window_tokens).pairs_inside(queries.astype(np.int64))
+        whole = queries.astype(np.int64)
+        measured = Mask(nearest.window_tokens).pairs_inside(np.zeros_like(whole), whole)
         curves = (square_curve(nearest, x) for x in (nearest.square_forward, nearest.square_backward))
         return Passes(*(curve.at(queries, self.notes) for curve in curves)).times(
             share * pairs / np.maximum(1, measured)
