@@ -2,6 +2,7 @@
 stay where they are held."""
 
 import random
+from dataclasses import replace
 
 import numpy as np
 import pytest
