@@ -56,12 +56,8 @@ class SimulatedModel:
 
     def pairs(self, document_tokens: IntArray) -> float:
         """Returns the attended pairs of documents, in all layers together."""
-        return float(
-            sum(
-                layers * float(mask.pairs_of(np.zeros_like(document_tokens), document_tokens).sum())
-                for mask, layers in self.masks
-            )
-        )
+        starts = np.zeros_like(document_tokens)
+        return float(sum(layers * int(mask.pairs_of(starts, document_tokens).sum()) for mask, layers in self.masks))
 
     @property
     def flops(self) -> StepFlops:
