@@ -13,6 +13,7 @@ from typer.core import TyperCommand
 
 from distca_hf.analysis import cluster_commands
 from distca_hf.analysis.plan_command import PLAN_EPILOG, Checkpointing, plan
+from distca_hf.cost import Mask
 from distca_hf.errors import DistCAError, printable
 from distca_hf.launched import is_launched
 from distca_hf.recipe import EXAMPLES, RECIPES, Shipped
@@ -244,6 +245,29 @@ def report(
 
     with _one_line_errors():
         run_report(source, output, as_json, cluster)
+
+
+@app.command(epilog="Example: distca explain 64,2x24 --gpus 2 --rank 1")
+def explain(
+    documents: Annotated[str, typer.Argument(help="lengths in tokens of the micro-batch's documents: 2x32768,4096")],
+    gpus: Annotated[int, typer.Option(min=1, help="that hold them")] = 2,
+    rank: Annotated[int | None, typer.Option(min=0, help="the only GPU to show, from 0 on; by default all")] = None,
+    window: Annotated[int | None, typer.Option(min=1, help="tokens of the layer's sliding window")] = None,
+    kv_heads: Annotated[int, typer.Option(min=1, help="of the layer")] = 8,
+    head_groups: Annotated[
+        int, typer.Option(min=1, help="groups that heads of the longest documents divide into")
+    ] = 1,
+    chunks: Annotated[int, typer.Option(min=1, help="of every exchange in forward")] = 1,
+    refetch: Annotated[bool, typer.Option("--refetch", help="keys are sent again for backward, not kept")] = False,
+) -> None:
+    """Explains what attention of one layer does on every rank for a micro-batch, in order: which rows leave and come,
+    and which tokens attend to which while they are on their way."""
+    from distca_hf.analysis.explain import documents_of, explained
+
+    with _one_line_errors():
+        mask = Mask(window)
+        text = explained(documents_of(documents), gpus, rank, mask, kv_heads, head_groups, chunks, refetch)
+    typer.echo(text)
 
 
 @app.command(epilog="Example: distca env > environment.txt")

@@ -1,0 +1,281 @@
+"""Explain: what the attention of one layer does on a rank for a micro-batch, in order, as text.
+
+    rank 1 of 2 holds 44 tokens: d2[0:24] d0[44:64]
+
+    forward
+      send     keys: 44 rows from rank 0
+      local    d2[0:24] d0[44:64], causal                                510 pairs
+      wait     keys
+      remote   d0[44:64] to d0[0:44], all                                880 pairs
+
+Nothing is derived here. The operator itself runs, on ranks that are threads. Rows hold their own names as numbers; the
+kernel reads these, and computes nothing. Each line begins with what `distca report` counts its time as.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from distca_hf.comm.transport import AllToAll, Exchange, Transport
+from distca_hf.config import DistCAConfig
+from distca_hf.cost import CAUSAL_MASK, Mask
+from distca_hf.errors import ConfigError
+from distca_hf.kernels.interface import NEW, AttentionSpec, Gradients, Inputs, Outputs, Room, Saved, Spans
+from distca_hf.layout import Layout
+from distca_hf.placement.place import place
+from distca_hf.planning.kinds import RoutedKinds
+from distca_hf.planning.plan import plan_in_place
+from distca_hf.runtime.attention import Attended, attend, attend_backward
+from distca_hf.runtime.layer_kinds import PinnedKinds
+from distca_hf.runtime.live_plan import LivePlan
+from distca_hf.runtime.pass_trace import PassTrace
+from distca_hf.testing import run_ranks
+from distca_hf.traces import Spent
+
+
+# Numbers that a row holds for each of its heads: document, token and head.
+NAME_NUMBERS = 3
+# Tasks of one call that are named; of the others there is a count.
+TASKS_SHOWN = 4
+# Characters before the pairs of a call.
+TEXT_WIDTH = 56
+
+
+class Explained(NamedTuple):
+    """What one rank does.
+
+    Attributes:
+        holds: its tokens, by document.
+        forward, backward: lines.
+    """
+
+    holds: str
+    forward: list[str]
+    backward: list[str]
+
+
+def explain(
+    document_tokens: Sequence[int],
+    num_ranks: int,
+    mask: Mask = CAUSAL_MASK,
+    kv_heads: int = 8,
+    head_groups: int = 1,
+    num_chunks: int = 1,
+    refetches: bool = False,
+) -> list[Explained]:
+    """Returns what each rank does for one layer with documents that a loader has placed.
+
+    Args:
+        kv_heads: of the layer; it has as many query heads.
+        head_groups: groups that stripes may divide heads into.
+        num_chunks: chunks of the exchange.
+        refetches: whether keys are sent once more for backward.
+
+    Raises:
+        ConfigError: heads do not divide into groups.
+    """
+    if kv_heads % head_groups:
+        raise ConfigError(f"{kv_heads} KV heads do not divide into {head_groups} groups")
+    layout = place(document_tokens, num_ranks, head_groups=head_groups)
+    plan = plan_in_place(layout, head_groups)
+    config = DistCAConfig(kernel="reference", kv_residency="refetch" if refetches else "keep")
+    spec = AttentionSpec(1.0, window_tokens=mask.window_tokens or 0)
+
+    def run(transport: Transport) -> Explained:
+        rank, notes = transport.rank, _Notes()
+        kinds = PinnedKinds.prepare(RoutedKinds.of(plan, rank, num_chunks, ((mask, 1),)))
+        noted: Any = _NotedTransport(transport, notes)
+        live = LivePlan(0, kinds.planned(torch.device("cpu"), plan.fingerprint), noted, config)
+        live.forward_pass.trace = notes
+        live.lookup.kernel = lambda *given: _NotingKernel(notes, kv_heads, mask.window_tokens)  # type: ignore[method-assign]
+        rows = _named_rows(layout, rank, kv_heads)
+        with torch.no_grad():
+            out, lse, kept = attend(rows, rows, rows, spec, live)
+            forward = notes.take()
+            attend_backward(torch.zeros_like(out), Attended(rows, rows, rows, out, lse), kept, spec, live)
+        return Explained(_held(layout, rank), forward, notes.take())
+
+    return run_ranks(num_ranks, run)
+
+
+def explained(document_tokens: Sequence[int], num_ranks: int, rank: int | None, *of_layer: Any) -> str:
+    """Returns what ranks do, as text.
+
+    Args:
+        rank: the only one to show; None for all.
+        of_layer: further arguments of `explain`.
+
+    Raises:
+        ConfigError: there is no such rank; or as for `explain`.
+    """
+    if rank is not None and rank >= num_ranks:
+        raise ConfigError(f"rank {rank} is not one of {num_ranks}: ranks are 0 to {num_ranks - 1}")
+    lines = []
+    for number, of_rank in enumerate(explain(document_tokens, num_ranks, *of_layer)):
+        if rank in (None, number):
+            lines += [f"rank {number} of {num_ranks} holds {of_rank.holds}"]
+            for title, part in (("forward", of_rank.forward), ("backward", of_rank.backward)):
+                lines += ["", f"  {title}", *(f"    {line}" for line in part)]
+            lines.append("")
+    return "\n".join(lines).rstrip()
+
+
+def documents_of(text: str) -> list[int]:
+    """Returns lengths of documents: "2x32768,4096" are three.
+
+    Raises:
+        ConfigError: the text says no lengths.
+    """
+    lengths: list[int] = []
+    for part in text.replace(" ", "").split(","):
+        count, _, length = part.rpartition("x") if "x" in part else ("1", "", part)
+        if not (length.isdecimal() and count.isdecimal()):
+            raise ConfigError(f"documents are lengths in tokens, as in 2x32768,4096; not {part!r}")
+        lengths += [int(length)] * int(count)
+    return lengths
+
+
+def _segments(layout: Layout, rank: int) -> Iterator[tuple[int, int, int, int]]:
+    """Yields document, first token, the token after the last, and row of each segment of a rank."""
+    mine = layout.segments_of(rank)
+    columns = layout.segment_document, layout.segment_start, layout.segment_tokens, layout.segment_row
+    for document, start, tokens, row in zip(*(column[mine].tolist() for column in columns), strict=True):
+        yield document, start, start + tokens, row
+
+
+def _held(layout: Layout, rank: int) -> str:
+    segments = [f"d{document}[{start}:{stop}]" for document, start, stop, _ in _segments(layout, rank)]
+    return f"{int(layout.rank_tokens[rank]):,} tokens: {_shortened(segments)}"
+
+
+def _named_rows(layout: Layout, rank: int, heads: int) -> torch.Tensor:
+    """Returns `[rows, heads, 3]` rows of a rank that hold their names."""
+    rows = torch.zeros(int(layout.rank_rows[rank]), heads, NAME_NUMBERS, dtype=torch.float64)
+    for document, start, stop, row in _segments(layout, rank):
+        held = rows[row : row + stop - start]
+        held[..., 0], held[..., 1] = document, torch.arange(start, stop)[:, None]
+    rows[..., 2] = torch.arange(heads)
+    return rows
+
+
+class _Notes(PassTrace):
+    """Lines of one rank. A mark of the trace ends the lines whose time it counts."""
+
+    def __init__(self) -> None:
+        self._texts: list[str] = []
+        self._lines: list[str] = []
+
+    def note(self, text: str) -> None:
+        """Adds what is done next."""
+        self._texts.append(text)
+
+    def spent(self, use: Spent) -> None:
+        self._lines += [f"{use.name.lower():8} {text}" for text in self._texts]
+        self._texts.clear()
+
+    def take(self) -> list[str]:
+        """Returns the lines so far, and forgets them."""
+        lines, self._lines = self._lines, []
+        return lines
+
+
+class _NotedTransport:
+    """Notes starts and waits of exchanges, and passes all on to another transport."""
+
+    def __init__(self, inner: Transport, notes: _Notes) -> None:
+        self._inner, self._notes = inner, notes
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def exchange(self, asked: AllToAll) -> "_NotedExchange":
+        """Starts an exchange."""
+        place = asked.where.split(", ")[-1]
+        parts = [_rows_of_ranks(asked.send_counts, "to"), _rows_of_ranks(asked.receive_counts, "from")]
+        self._notes.note(f"{place}: {'; '.join(filter(None, parts)) or 'none here, some between other ranks'}")
+        return _NotedExchange(self._inner.exchange(asked), place, self._notes)
+
+
+@dataclass
+class _NotedExchange:
+    inner: Exchange
+    place: str
+    notes: _Notes
+
+    def wait(self) -> torch.Tensor:
+        self.notes.note(self.place)
+        return self.inner.wait()
+
+
+def _rows_of_ranks(counts: Sequence[int], direction: str) -> str:
+    """Returns "3 rows to rank 0, 4 to rank 2", or nothing."""
+    found = [f"{count:,} {direction} rank {rank}" for rank, count in enumerate(counts) if count]
+    return _shortened(found, ", ").replace(f" {direction}", f" rows {direction}", 1)
+
+
+@dataclass
+class _NotingKernel:
+    """Notes its calls, and computes nothing.
+
+    Attributes:
+        num_heads, window_tokens: of the layer.
+    """
+
+    notes: _Notes
+    num_heads: int
+    window_tokens: int | None
+
+    def forward(self, inputs: Inputs, spans: Spans, spec: AttentionSpec, room: Room = NEW) -> Outputs:
+        self._note(inputs.q_TNH, inputs.k_SGH, spans, spec)
+        out, lse = room.made(inputs)
+        return out.zero_(), lse.zero_()
+
+    def backward(
+        self, dout_TNV: torch.Tensor, saved: Saved, gradients: Gradients, spans: Spans, spec: AttentionSpec
+    ) -> None:
+        self._note(saved.q_TNH, saved.k_SGH, spans, spec)
+        for gradient in gradients:
+            gradient.zero_()
+
+    def _note(self, q: torch.Tensor, k: torch.Tensor, spans: Spans, spec: AttentionSpec) -> None:
+        tasks: list[str] = []
+        pairs = 0
+        bounds = zip(spans.queries, spans.queries[1:], spans.keys, spans.keys[1:], strict=False)
+        for first_query, last_query, first_key, last_key in bounds:
+            queries, keys = last_query - first_query, last_key - first_key
+            pairs += _pairs(queries, keys, spec)
+            if len(tasks) <= TASKS_SHOWN:
+                names = [_name(q[first_query:last_query]), _name(k[first_key:last_key])]
+                tasks.append(" to ".join(names[:1] if spec.causal else names))
+        how = ["causal" if spec.causal else "all"] if not spec.window_tokens else []
+        how += [f"in a window of {self.window_tokens}"] if spec.window_tokens else []
+        heads = {int(head) for head in k[0, :, 2]} if len(k) else set()
+        how += [f"heads [{min(heads)}:{max(heads) + 1}]"] if 0 < len(heads) < self.num_heads else []
+        more = len(spans.queries) - 1 - TASKS_SHOWN
+        self.notes.note(f"{', '.join([_shortened(tasks, count=more), *how]):{TEXT_WIDTH}} {pairs:,} pairs")
+
+
+def _name(rows: torch.Tensor) -> str:
+    """Returns document and tokens of rows that are one part of it."""
+    document, tokens = int(rows[0, 0, 0]), rows[:, 0, 1]
+    return f"d{document}[{int(tokens.min())}:{int(tokens.max()) + 1}]"
+
+
+def _pairs(queries: int, keys: int, spec: AttentionSpec) -> int:
+    """Counts what a task attends: of one head, whichever it is."""
+    if not spec.causal and not spec.window_tokens:
+        return queries * keys
+    at = np.arange(queries, dtype=np.int64)
+    if spec.causal:
+        attended = keys - queries + at + 1
+        return int(np.minimum(attended, spec.window_tokens or keys).sum())
+    return int(np.minimum(spec.window_tokens + queries - 1 - at, keys).sum())
+
+
+def _shortened(texts: Sequence[str], separator: str = " ", count: int | None = None) -> str:
+    """Returns the first texts, and how many there are besides."""
+    more = len(texts) - TASKS_SHOWN if count is None else count
+    return separator.join([*texts[:TASKS_SHOWN], *([f"and {more:,} more"] if more > 0 else [])])

@@ -1,0 +1,63 @@
+"""What `distca explain` says: its pairs are those of the plan, and rows that leave arrive."""
+
+import re
+
+import pytest
+from typer.testing import CliRunner
+
+from distca_hf.analysis.explain import documents_of, explain
+from distca_hf.cli import app
+from distca_hf.cost import CAUSAL_MASK, Mask
+from distca_hf.errors import ConfigError
+from distca_hf.placement.place import place
+
+
+LENGTHS = [64, 24, 24, 7, 1, 90]
+RANK_1 = """\
+rank 1 of 2 holds 56 tokens: d0[0:48] d2[16:24]
+
+  forward
+    send     keys: 48 rows to rank 0; 16 rows from rank 0
+    local    d0[0:48] d2[16:24], causal                               1,212 pairs
+    wait     keys
+    remote   d2[16:24] to d2[0:16], all                               128 pairs
+
+  backward
+    local    d0[0:48] d2[16:24], causal, heads [0:6]                  1,212 pairs
+    remote   d2[16:24] to d2[0:16], all                               128 pairs
+    send     key gradients: 16 rows to rank 0; 48 rows from rank 0
+    local    d0[0:48] d2[16:24], causal, heads [6:8]                  1,212 pairs
+    wait     key gradients
+"""
+
+
+def test_command_says_what_a_rank_does() -> None:
+    result = CliRunner().invoke(app, ["explain", "64,2x24", "--gpus", "2", "--rank", "1"])
+    assert result.output == RANK_1
+
+
+@pytest.mark.parametrize("window", [None, 16])
+@pytest.mark.parametrize("num_chunks", [1, 3])
+def test_pairs_are_those_of_the_plan_and_rows_that_leave_arrive(window: int | None, num_chunks: int) -> None:
+    mask = Mask(window)
+    of_ranks = explain(LENGTHS, 3, mask, num_chunks=num_chunks)
+    pairs = [sum(_numbers(one.forward, r"([\d,]+) pairs")) for one in of_ranks]
+    assert pairs == place(LENGTHS, 3).rank_work_of(mask).tolist()
+    ways = [rf"([\d,]+)(?: rows)? {way} rank" for way in ("to", "from")]
+    sent, received = (sum(sum(_numbers(one.forward, way)) for one in of_ranks) for way in ways)
+    assert sent == received > 0
+
+
+def test_stripes_divide_heads() -> None:
+    of_ranks = explain([4096, 8, 8], 8, CAUSAL_MASK, head_groups=4)
+    assert any("heads [" in line for one in of_ranks for line in one.forward)
+
+
+@pytest.mark.parametrize("text", ["", "12,", "3y4", "x5", "-1"])
+def test_text_that_says_no_lengths_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match="lengths in tokens"):
+        documents_of(text)
+
+
+def _numbers(lines: list[str], pattern: str) -> list[int]:
+    return [int(found.replace(",", "")) for line in lines for found in re.findall(pattern, line)]
