@@ -26,11 +26,9 @@ class Rates:
     attention_backward: float
 
 
-# Rates of an H200, fitted to measured steps of whole layers (docs/benchmarks/2026-11-23-plan.md), without and with
-# Liger's kernels. These shorten norms, rotary embeddings and activations. Ratios of two steps hold for other GPUs if
-# all rates change by the same factor.
+# Rates of an H200, fitted to measured steps of whole layers (docs/benchmarks/2026-11-23-plan.md). Ratios of two steps
+# hold for other GPUs if all rates change by the same factor.
 H200 = Rates(matrix=518e12, attention_forward=650e12, attention_backward=600e12)
-H200_LIGER = Rates(matrix=622e12, attention_forward=650e12, attention_backward=600e12)
 # Operations of attention's backward over its forward pass: four matrix products and the scores again, for two.
 ATTENTION_BACKWARD = 2.5
 

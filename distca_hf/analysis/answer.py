@@ -11,7 +11,6 @@ import numpy as np
 from distca_hf.analysis.epoch import EpochPlans, PackedEpoch, fit_lengths
 from distca_hf.analysis.estimates import Assumptions, Estimates, make_estimates, memory_by_sharding
 from distca_hf.analysis.first_step import StepReport
-from distca_hf.analysis.pipeline_estimates import PipelineEstimates, Wires, estimate_pipeline
 from distca_hf.analysis.request import PlanRequest
 from distca_hf.arrays import IntArray
 from distca_hf.errors import PackingError
@@ -107,9 +106,8 @@ class PlanAnswer:
         epoch: balance of all micro-batches of the epoch.
         imbalance_before: `[micro_batches]` float64 max/mean work of documents in order, for the picture.
         assumptions: how the model is trained.
-        estimates: None if the model's size is not known, or for a pipeline, whose memory is not estimated.
+        estimates: None if the model's size is not known.
         choices: other numbers of tokens per rank; none for documents that were given as a batch, and for a pipeline.
-        pipeline: utilisation with and without a pipeline, if one was asked for and the model's size is known.
     """
 
     step: StepReport
@@ -118,11 +116,10 @@ class PlanAnswer:
     assumptions: Assumptions
     estimates: Estimates | None
     choices: Sequence[Choice]
-    pipeline: PipelineEstimates | None = None
 
     def as_json(self) -> dict[str, object]:
         """Returns the JSON object of the first step, with `whole_epoch`, `estimates`, `choices` and `pipeline`."""
-        estimates = None
+        estimates, pipeline = None, self.step.request.pipeline
         if self.estimates is not None:
             estimates = {
                 **self.estimates.as_json(),
@@ -136,7 +133,7 @@ class PlanAnswer:
             "whole_epoch": asdict(self.epoch),
             "estimates": estimates,
             "choices": [asdict(choice) for choice in self.choices],
-            "pipeline": None if self.pipeline is None else asdict(self.pipeline),
+            "pipeline": None if pipeline is None else {**asdict(pipeline), "gpus": self.step.request.num_gpus},
         }
 
 
@@ -146,7 +143,6 @@ def make_answer(
     packed: PackedEpoch,
     given_tokens: IntArray,
     assumptions: Assumptions,
-    wires: Wires = Wires(),  # noqa: B008 (immutable)
     compare: bool = False,
 ) -> PlanAnswer:
     """Collects all results.
@@ -157,34 +153,28 @@ def make_answer(
         packed: the epoch.
         given_tokens: `[documents]` its lengths before any were cut.
         assumptions: how the model is trained.
-        wires: speed of the network, for a pipeline.
-        compare: whether to simulate all ways to train, without a pipeline.
+        compare: whether to simulate all ways to train.
     """
     request = step.request
-    estimates, choices, pipeline = None, [], None
-    if request.pipeline is None:
-        given = () if packed.origin is not None else packed.first_step(request.micro_steps).micro_batches
-        estimates = make_estimates(request, packed.document_tokens, assumptions, given, compare)
-        choices = _choices(step, plans, given_tokens, assumptions, estimates)
-    elif (costs := assumptions.pass_costs(request.model)) is not None:
-        pipeline = estimate_pipeline(request, packed.document_tokens, packed.epoch, plans, costs, wires)
+    given = () if packed.origin is not None else packed.first_step(request.micro_steps).micro_batches
+    estimates = make_estimates(request, packed.document_tokens, assumptions, given, compare)
     return PlanAnswer(
         step=step,
         epoch=EpochFigures.of(plans, packed.document_tokens),
         imbalance_before=plans.in_order.imbalance,
         assumptions=assumptions,
         estimates=estimates,
-        choices=choices,
-        pipeline=pipeline,
+        choices=_choices(step, plans, given_tokens, assumptions, estimates),
     )
 
 
 def _choices(
     step: StepReport, plans: EpochPlans, given_tokens: IntArray, assumptions: Assumptions, estimates: Estimates | None
 ) -> list[Choice]:
-    """Returns all choices, ordered by tokens per rank; none for documents that were given as a batch."""
+    """Returns all choices, ordered by tokens per rank; none for documents that were given as a batch, and for a
+    pipeline."""
     request = step.request
-    if step.origin is None:
+    if step.origin is None or request.pipeline is not None:
         return []
 
     def choice(tokens_per_rank: int) -> Choice:

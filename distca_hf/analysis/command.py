@@ -23,9 +23,8 @@ from distca_hf.analysis.first_step import make_report
 from distca_hf.analysis.lengths import read_lengths
 from distca_hf.analysis.memory import GIB, Checkpointing
 from distca_hf.analysis.pictures import check_can_draw, draw_answer
-from distca_hf.analysis.pipeline_estimates import Wires
 from distca_hf.analysis.print_answer import print_answer
-from distca_hf.analysis.profiles.shipped import DEFAULT_PROFILE, find_profile, gpu_gib_of
+from distca_hf.analysis.profiles.shipped import find_profile, gpu_gib_of
 from distca_hf.analysis.request import PlanRequest
 from distca_hf.analysis.terminal import Terminal
 from distca_hf.config import OverlongPolicy
@@ -74,7 +73,6 @@ def run_plan(
     plot: Path | None,
     pipeline: int | None = None,
     chunks: int | None = None,
-    wire_speed: float | None = None,
 ) -> None:
     """Runs `distca plan`. Output is printed at the very end, so that an error leaves nothing behind.
 
@@ -86,21 +84,14 @@ def run_plan(
         raise ConfigError(f"--seed {seed} must be at least 0")
     shape = find_model(model or DEFAULT_MODEL)
     policy = cast(OverlongPolicy, overlong)  # the request refuses any other
-    stages, wires = _pipeline(pipeline, chunks, wire_speed)
+    stages = pipeline_of(pipeline, chunks)
     world = ranks, tokens_per_rank, ranks_per_node, micro_steps
     request = PlanRequest(*world, shape, layout, policy, bytes_limit, stages)
     kept = cast(Checkpointing, checkpointing)  # likewise
     gpu_gib = gpu_gib_of(find_profile(cluster)) if gpu_gib is None else gpu_gib
     assumptions = Assumptions(kept, liger, gpu_gib, seed, cluster)
-    if cluster != DEFAULT_PROFILE and pipeline is not None:
-        raise ConfigError(
-            f"--cluster {cluster} has no effect with --pipeline {pipeline}: `distca simulate --pipeline {pipeline} "
-            f"--cluster {cluster}` takes both"
-        )
-    if compare and pipeline is not None:
-        raise ConfigError(
-            f"--compare has no other ways for --pipeline {pipeline}: `distca simulate --pipeline {pipeline}` has them"
-        )
+    if shape.size is not None:
+        assumptions.simulation(request)  # refuses what cannot be simulated before anything is read
     if plot is not None:
         check_can_draw(plot)
     progress = PlanProgress()
@@ -120,7 +111,7 @@ def run_plan(
             request, packed.document_tokens, packed.epoch, lambda steps: progress.over("planning an epoch", steps)
         )
         with progress.stage("other numbers of tokens per rank" if stages is None else "simulating the pipeline"):
-            answer = make_answer(step, plans, packed, documents.tokens, assumptions, wires, compare)
+            answer = make_answer(step, plans, packed, documents.tokens, assumptions, compare)
     if plot is not None:
         draw_answer(answer, plot)
     if as_json:
@@ -129,22 +120,20 @@ def run_plan(
         print_answer(answer, Terminal())
 
 
-def _pipeline(stages: int | None, chunks: int | None, wire_speed: float | None) -> tuple[Pipeline | None, Wires]:
-    """Returns the pipeline that was asked for, and the wires.
+def pipeline_of(stages: int | None, chunks: int | None) -> Pipeline | None:
+    """Returns the pipeline that was asked for.
 
     Raises:
         ConfigError: a number is out of range, or needs --pipeline.
     """
     if stages is None:
-        for option, value in (("--chunks", chunks), ("--wire-speed", wire_speed)):
-            if value is not None:
-                raise ConfigError(f"{option} {value:g} is of a pipeline: give --pipeline, too, or leave it out")
-        return None, Wires()
+        if chunks is not None:
+            raise ConfigError(f"--chunks {chunks} needs --pipeline, which is not given")
+        return None
     try:
-        pipeline = Pipeline(stages, 1 if chunks is None else chunks)
+        return Pipeline(stages, 1 if chunks is None else chunks)
     except ConfigError as error:
         raise ConfigError(f"--pipeline {stages}{'' if chunks is None else f' --chunks {chunks}'}: {error}") from error
-    return pipeline, Wires() if wire_speed is None else Wires(wire_speed)
 
 
 class PlanProgress:

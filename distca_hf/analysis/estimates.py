@@ -18,16 +18,15 @@ from distca_hf.analysis.memory import (
     shardings,
 )
 from distca_hf.analysis.profiles.shipped import DEFAULT_PROFILE, find_profile
-from distca_hf.analysis.request import ModelShape, PlanRequest
+from distca_hf.analysis.request import PlanRequest
 from distca_hf.analysis.simulate.costs import Costs
 from distca_hf.analysis.simulate.model import SimulatedModel
 from distca_hf.analysis.simulate.request import SimulationRequest
 from distca_hf.analysis.simulate.result import Result, WayFigures, simulate
 from distca_hf.analysis.simulate.simulation import Simulation
 from distca_hf.analysis.tiles import Tiles
-from distca_hf.arrays import IntArray
+from distca_hf.arrays import IntArray, ceil_div
 from distca_hf.errors import ConfigError
-from distca_hf.flops import H200, H200_LIGER, PassCosts
 from distca_hf.gpus import H200_GIB
 from distca_hf.planning.plan import Plan
 
@@ -73,21 +72,19 @@ class Assumptions:
 
     def simulation(self, request: PlanRequest) -> SimulationRequest:
         """Returns what `distca simulate` is asked for the same training, and for as many steps as are worth it."""
-        ranks, micro_steps = request.num_ranks, request.micro_steps
+        gpus, stages = request.num_gpus, request.num_gpus // request.num_ranks
+        micro_steps = ceil_div(request.micro_steps, stages)
         return SimulationRequest(
-            *(SimulatedModel.of(request.model), ranks, request.tokens_per_rank, None, micro_steps),
+            *(SimulatedModel.of(request.model), gpus, request.tokens_per_rank, None, micro_steps),
             ranks_per_node=request.ranks_per_node,
             checkpointing=self.checkpointing,
             liger=self.liger,
             gpu_gib=self.gpu_gib,
-            batches=max(1, min(MOST_STEPS, MOST_RANK_STEPS // (ranks * micro_steps))),
+            batches=max(1, min(MOST_STEPS, MOST_RANK_STEPS // (gpus * micro_steps))),
             seed=self.seed,
+            pipeline=request.pipeline,
+            staged_micro_batches=None if request.pipeline is None else request.micro_steps,
         )
-
-    def pass_costs(self, model: ModelShape) -> PassCosts | None:
-        """Returns the costs of the layers, forward and backward apart; None if the model's size is not known."""
-        recomputes = self.checkpointing != "none", self.checkpointing == "recomputed"
-        return model.pass_costs(*recomputes, H200_LIGER if self.liger else H200)
 
 
 @dataclass(frozen=True)
@@ -95,9 +92,9 @@ class Estimates:
     """Speed and memory of a training with these micro-batches, as `distca simulate` has them.
 
     Attributes:
-        simulated: the first optimizer steps, in the way of the request, as plain packing and as sorted packs; if it
-            was asked for in all ways.
-        ours: the way of the request.
+        simulated: the first optimizer steps, in the way of the request, as plain packing, as sorted packs and in the
+            stages of its pipeline; if it was asked for in all ways.
+        ours: the way of the request, over the GPUs of all stages.
         costs: seconds of the parts of these steps, from measured times.
         memory: memory of the rank with most tokens, for each way to shard weights.
         room_bytes: bytes of a GPU that torch may allocate.
@@ -115,8 +112,8 @@ class Estimates:
         return self.ours.gain_over(self.simulated.way("sorted_packs"))
 
     def rank_seconds(self, plan: Plan, checkpointing: Checkpointing) -> dict[str, list[float]]:
-        """Returns `[ranks]` seconds of a micro-batch: of attention, and of all else but the optimizer and
-        collectives."""
+        """Returns `[ranks]` seconds of a micro-batch in all layers: of attention, and of all else but the optimizer
+        and collectives."""
         attention = np.zeros(plan.layout.num_ranks)
         for mask, layers in self.costs.model.masks:
             tiles = Tiles.of(plan, mask)
@@ -164,8 +161,7 @@ def make_estimates(
     ours = "placed" if request.layout == "placed" else "tasks_moved"
     keys = ["plain", "sorted_packs", ours]
     simulation = Simulation.of(simulated, profile)
-    if compare:
-        keys += [way.key for way in simulation.ways() if way.key not in keys]
+    keys += [way.key for way in simulation.ways() if (compare or way.in_stages) and way.key not in keys]
     steps = [given] if given else ()
     result, _ = simulate(simulated, profile, document_tokens, keys=tuple(keys), steps=steps)
     way = result.way(ours)

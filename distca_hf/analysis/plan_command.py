@@ -55,16 +55,12 @@ Stages = Annotated[
     typer.Option(
         "--pipeline",
         help="stages of a pipeline, of --gpus each; --micro-steps is then the number of its micro-batches. "
-        "Shows how busy GPUs are with it, and the same GPUs without a pipeline",
+        "Shows speed and memory with it, and of the same GPUs without a pipeline",
     ),
 ]
 Chunks = Annotated[
     int | None,
     typer.Option(help="with --pipeline: parts of the layers on each stage; from 2 on interleaved 1F1B, else 1F1B"),
-]
-WireSpeed = Annotated[
-    float | None,
-    typer.Option(metavar="GB/S", help="with --pipeline: GB/s that a GPU sends, and receives at the same time (50)"),
 ]
 LengthsAreBatch = Annotated[
     bool,
@@ -93,7 +89,6 @@ def plan(
     micro_steps: Annotated[int, typer.Option(help="micro-steps of an optimizer step (gradient accumulation)")] = 1,
     pipeline: Stages = None,
     chunks: Chunks = None,
-    wire_speed: WireSpeed = None,
     model: ModelName = None,
     layout: LayoutKind = "placed",
     overlong: OverlongRule = "error",
@@ -139,7 +134,6 @@ def plan(
             "--plot": plot,
             "--pipeline": pipeline,
             "--chunks": chunks,
-            "--wire-speed": wire_speed,
         }
         run_given(
             lengths,
@@ -189,5 +183,4 @@ def plan(
         plot=plot,
         pipeline=pipeline,
         chunks=chunks,
-        wire_speed=wire_speed,
     )

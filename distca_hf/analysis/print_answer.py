@@ -14,7 +14,6 @@ from distca_hf.analysis.answer import Choice, EpochFigures, PlanAnswer
 from distca_hf.analysis.estimates import Estimates
 from distca_hf.analysis.first_step import StepReport
 from distca_hf.analysis.memory import SHARDING_NAMES, USABLE_SHARE
-from distca_hf.analysis.pipeline_estimates import PipelineEstimates
 from distca_hf.analysis.tables import (
     PART_NAMES,
     accumulation,
@@ -57,7 +56,7 @@ def print_answer(answer: PlanAnswer, console: Console) -> None:
         )
     blocks += [f"Limit: {limit}." for limit in model.limits]
     blocks.append(_epoch(answer.epoch, answer.step.request.layout))
-    blocks += estimates_tables(answer, console.width) if answer.pipeline is None else [_pipeline(answer.pipeline)]
+    blocks += estimates_tables(answer, console.width)
     blocks.append(_figures(answer.step))
     blocks.append(_bars(answer.step, console))
     for number, each in enumerate(blocks):
@@ -91,15 +90,10 @@ def in_short(answer: PlanAnswer) -> str:
     words = (
         f"In short: the busiest rank has {before:.2f} times the mean attention work, with distca {after:.2f} times."
     )
-    if answer.pipeline is not None:
-        busy = answer.pipeline
-        shaped = busy.shaped if busy.interleaved is None else busy.interleaved
-        return (
-            f"{words} GPUs compute {busy.plain:.0%} of the time in a pipeline of plain packs, {shaped:.0%} in one of "
-            f"shaped steps, and {busy.no_pipeline:.0%} without a pipeline. Estimated, as below."
-        ).replace("%", " %")
     if answer.estimates is None:
         return words
+    if answer.step.request.pipeline is not None:
+        return f"{words} {answer.estimates.simulated.beside_stages()} Estimated, as below."
     faster, memory = answer.estimates.ours.times_as_fast, answer.estimates.memory["fsdp2"]
     fits = "" if memory.total <= answer.estimates.room_bytes else "more than there is: "
     if faster * WORTH_IT < 1:
@@ -215,30 +209,6 @@ def estimates_tables(answer: PlanAnswer, columns: int) -> list[RenderableType]:
     ]
 
 
-def _pipeline(busy: PipelineEstimates) -> RenderableType:
-    """Returns the table of utilisation, by how documents meet a pipeline."""
-    table = plain_table("busy", "held")
-    rows = [
-        ("plain packing, 1F1B", busy.plain, busy.held_micro_batches),
-        ("as packed, placed, 1F1B", busy.as_packed, busy.held_micro_batches),
-        ("shaped, 1F1B", busy.shaped, busy.held_micro_batches),
-        (f"shaped, {busy.chunks} chunks", busy.interleaved, busy.held_interleaved),
-        ("no pipeline, placed", busy.no_pipeline, None),
-    ]
-    for name, utilisation, held in rows:
-        if utilisation is not None:
-            table.add_row(name, f"{utilisation:.1%}".replace("%", " %"), "-" if held is None else f"{held:g}")
-    words = (
-        f"Busy: time in which GPUs compute, in {counted(busy.steps, 'optimizer step')}. Held: micro-batches whose "
-        f"activations a stage holds, in parts of its layers. No pipeline: FSDP2 over all {busy.gpus:,} GPUs, weights "
-        f"gathered over wires of {busy.wire_gbytes_per_second:g} GB/s (--wire-speed). Attention is "
-        f"{busy.attention_share:.0%} of the work; {busy.filled:.1%} of a pipeline's rows hold tokens. The heaviest "
-        f"micro-batch has {busy.heaviest:.2f} times the mean work as packed, {busy.least_heaviest:.2f} at least. "
-        "At rates of operations of an H200; `distca simulate --pipeline` has measured times, the head, and memory."
-    ).replace("%", " %")
-    return block(f"{busy.num_stages} pipeline stages, estimated", table, words)
-
-
 def _speed(answer: PlanAnswer) -> list[RenderableType]:
     """Returns the table of attention's share and of ratios of step times; and all ways to train, if they were asked
     for."""
@@ -255,10 +225,16 @@ def _speed(answer: PlanAnswer) -> list[RenderableType]:
         "that are longer than they are, and leave attention across cuts out. Sorted: equally heavy packs at the same "
         "time."
     )
-    blocks = [block("speed, simulated", table, words)]
+    blocks = [block(f"speed, simulated{_without(answer)}", table, words)]
     if len(estimates.simulated.ways) > WAYS_OF_SPEED:
         blocks.append(block("ways to train, simulated", ways_table(estimates.simulated), WAYS_NOTE))
     return blocks
+
+
+def _without(answer: PlanAnswer) -> str:
+    """Returns which GPUs speed and memory are of, where there is a pipeline."""
+    request = answer.step.request
+    return "" if request.pipeline is None else f" without a pipeline, on {request.num_gpus:,} GPUs"
 
 
 def _memory(answer: PlanAnswer, estimates: Estimates) -> RenderableType:
@@ -269,12 +245,12 @@ def _memory(answer: PlanAnswer, estimates: Estimates) -> RenderableType:
     table.add_row("most at once", *(in_gib(memory.total) for memory in estimates.memory.values()))
     fits = (memory.total <= estimates.room_bytes for memory in estimates.memory.values())
     table.add_row(f"fits {in_gib(estimates.room_bytes)}", *("yes" if enough else "no" for enough in fits))
-    return block("GiB per GPU, estimated", table, _assumptions(answer, estimates))
+    return block(f"GiB per GPU, estimated{_without(answer)}", table, _assumptions(answer, estimates))
 
 
 def _assumptions(answer: PlanAnswer, estimates: Estimates) -> str:
     """Returns the assumptions of the estimates, in words."""
-    assumed, ranks = answer.assumptions, answer.step.request.num_ranks
+    assumed, ranks = answer.assumptions, answer.step.request.num_gpus
     kept = {
         "saved": "layers checkpointed, attention's outputs kept",
         "recomputed": "layers checkpointed, attention computed twice",
@@ -288,9 +264,8 @@ def _assumptions(answer: PlanAnswer, estimates: Estimates) -> str:
     memory = estimates.memory["fsdp2"]
     if not assumed.liger and memory.computed > memory.total / 4:
         words += " Most of it may be logits: use_liger_kernel=True (--liger) holds none."
-    request = answer.step.request
-    size = request.model.size
-    return words + ("" if size is None else accumulation(size.parameters, request.num_ranks, request.micro_steps))
+    size = answer.step.request.model.size
+    return words + ("" if size is None else accumulation(size.parameters, ranks, estimates.simulated.accumulation))
 
 
 def _choices(choices: Sequence[Choice], wide: bool) -> list[RenderableType]:

@@ -22,7 +22,7 @@ from distca_hf.cost import CAUSAL_LAYERS, CAUSAL_MASK, Heads, LayerMasks, Mask, 
 from distca_hf.data.epochs import Epoch
 from distca_hf.data.pipelines import Pipeline
 from distca_hf.errors import ConfigError
-from distca_hf.flops import H200, LLAMA_8B_COSTS, PassCosts, Rates, StepFlops
+from distca_hf.flops import LLAMA_8B_COSTS, PassCosts, StepFlops
 from distca_hf.layout import MAX_DOCUMENT_TOKENS
 from distca_hf.placement.place import fill_in_order
 from distca_hf.planning.plan import Plan
@@ -165,22 +165,15 @@ class ModelShape:
         """Bytes of one token in one layer."""
         return self.heads.token_bytes(self.number_bytes)
 
-    def pass_costs(
-        self, recomputes_layers: bool = True, recomputes_attention: bool = False, rates: Rates = H200
-    ) -> PassCosts | None:
-        """Returns the costs of the layers, all of them trained; None if the model's size is not known.
-
-        Args:
-            recomputes_layers, recomputes_attention: whether layers and attention run forward again in backward.
-            rates: operations per second of the GPU.
-        """
+    def pass_costs(self) -> PassCosts | None:
+        """Returns the costs of the layers, all of them trained and checkpointed; None if the model's size is not
+        known."""
         if self.size is None:
             return None
         weights = self.size.layer_parameters
         pair_forward = 2 * (self.heads.dim + self.heads.value_dim) * self.heads.query * self.size.layers
-        return StepFlops.of(weights, weights, pair_forward).pass_costs(
-            recomputes_layers=recomputes_layers, recomputes_attention=recomputes_attention, rates=rates
-        )
+        flops = StepFlops.of(weights, weights, pair_forward)
+        return flops.pass_costs(recomputes_layers=True, recomputes_attention=False)
 
 
 def _public(
@@ -299,6 +292,11 @@ class PlanRequest:
             raise ConfigError(
                 f"--pipeline {pipeline.num_stages} divides whole documents among micro-batches, and --layout fixed "
                 "keeps packs as they are; leave one of the two out"
+            )
+        if self.num_gpus > MAX_RANKS:
+            raise ConfigError(
+                f"--pipeline {pipeline.num_stages} of --gpus {self.num_ranks} each are {self.num_gpus} GPUs; give at "
+                f"most {MAX_RANKS}"
             )
         try:
             pipeline.check(self.micro_steps, None if self.model.size is None else self.model.size.layers)

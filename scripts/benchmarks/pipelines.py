@@ -1,12 +1,10 @@
-"""Pipelines on the shipped lengths, simulated: utilisation with and without one, in Markdown tables.
+"""Pipelines on the shipped lengths, simulated: division of steps by work, in Markdown tables.
 
-    python scripts/benchmarks/pipelines.py [goals] [equal] [waits] [wires] [time] [--steps 6]
+    python scripts/benchmarks/pipelines.py [equal] [waits] [time] [--steps 6]
 
-goals    utilisation in every way of `distca plan --pipeline`, at several rates of matrix products
 equal    micro-batches of equal work, and shaped ones, against what the schedule allows, by what no division of whole
          documents can go below
 waits    utilisation of shaped interleaved steps, by what transfers between stages wait for
-wires    utilisation without a pipeline, by tokens per rank and speed of the wires
 time     of dividing and shaping a step of 64 ranks x 16 micro-batches, on one core: the shortest and the longest of
          several, in seconds of the processor
 """
@@ -20,26 +18,24 @@ from pathlib import Path
 
 import numpy as np
 
-from distca_hf.analysis.epoch import PackedEpoch, pack_epoch, plan_epoch
+from distca_hf.analysis.epoch import PackedEpoch, pack_epoch
 from distca_hf.analysis.lengths import read_lengths
-from distca_hf.analysis.pipeline_estimates import Wires, WithoutPipeline, estimate_pipeline, least_heaviest
 from distca_hf.analysis.request import PlanRequest, preset
 from distca_hf.arrays import IntArray
 from distca_hf.data.pipelines import Pipeline
 from distca_hf.data.schedules import Queues, Schedule
 from distca_hf.data.shaping import divide, shape_step, simulate, work_of_documents
-from distca_hf.flops import H200, H200_LIGER, LLAMA_8B_COSTS, PassCosts, Rates
+from distca_hf.flops import LLAMA_8B_COSTS, PassCosts
 from lib.parser import count, parse_tables, parser_of
 from lib.planning.planners import K, print_row, table
 
 
-TABLES = ("goals", "equal", "waits", "wires", "time")
+TABLES = ("equal", "waits", "time")
 MIXES = ("pretrain", "prolong")
-# Matrix products alone, without norms and activations; whole layers, fitted to measured steps; these with Liger.
-RATES = {"785": Rates(785e12, 650e12, 609e12), "518": H200, "622, Liger": H200_LIGER}
 # Upper ends of the classes of `least_heaviest`.
 BOUNDS = (1.1, 1.7, 2.6, 4.0, np.inf)
-WIRE_SPEEDS = (12.5, 25.0, 50.0, 100.0)
+# Bytes of a number between stages, in bf16, and bytes per second that a GPU sends.
+WIRE_BYTES, WIRE_SPEED = 2, 50e9
 ROUNDS = 5
 
 
@@ -55,38 +51,14 @@ def steps_of(packed: PackedEpoch, micro_batches: int, most: int) -> Iterator[lis
         yield [packed.document_tokens[packed.epoch.micro_batch(number)] for number in numbers]
 
 
-def costs_of(model: str, rates: Rates) -> PassCosts:
-    costs = preset(model).pass_costs(rates=rates)
-    assert costs is not None
-    return costs
-
-
-def print_goals() -> None:
-    table(
-        "llama3-8b on 4 stages x 8 data ranks x 128K tokens, 8 micro-batches, 50 GB/s: GPUs compute, % of the time",
-        *("lengths", "TFLOP/s of matrices", "plain 1F1B", "as packed 1F1B", "shaped 1F1B"),
-        *("2 chunks", "4 chunks", "no pipeline", "attention", "heaviest ÷ mean", "at least", "rows filled"),
-    )
-    for mix in MIXES:
-        request = {
-            chunks: PlanRequest(8, 128 * K, 8, 8, preset("llama3-8b"), pipeline=Pipeline(4, chunks))
-            for chunks in (2, 4)
-        }
-        packed = epoch_of(mix, request[4])
-        plans = plan_epoch(request[4], packed.document_tokens, packed.epoch)
-        for name, rates in RATES.items():
-            found = {
-                chunks: estimate_pipeline(
-                    *(one, packed.document_tokens, packed.epoch, plans, costs_of("llama3-8b", rates), Wires())
-                )
-                for chunks, one in request.items()
-            }
-            busy, interleaved = found[4], [found[chunks].interleaved or 0.0 for chunks in (2, 4)]
-            shares = busy.plain, busy.as_packed, busy.shaped, *interleaved, busy.no_pipeline, busy.attention_share
-            print_row(
-                *(mix, name, *(f"{100 * share:.1f}" for share in shares)),
-                *(f"{busy.heaviest:.2f}", f"{busy.least_heaviest:.2f}", f"{100 * busy.filled:.1f}"),
-            )
+def least_heaviest(document_tokens: IntArray, micro_batches: int) -> float:
+    """Returns the least work of the heaviest micro-batch, over the mean, of any division of whole documents into
+    micro-batches of equal tokens: that of the longest document with the shortest ones beside it; at least 1."""
+    lengths = np.sort(document_tokens)
+    work = work_of_documents(lengths)
+    room = int(lengths.sum()) // micro_batches - int(lengths[-1])
+    beside = int(np.searchsorted(np.cumsum(lengths[:-1]), room, side="right"))
+    return max(1.0, int(work[-1] + work[:beside].sum()) * micro_batches / int(work.sum()))
 
 
 def print_equal(most_steps: int) -> None:
@@ -134,13 +106,15 @@ def print_waits(most_steps: int) -> None:
         "llama3-8b, 8 data ranks x 128K tokens, 8 micro-batches, 50 GB/s: shaped, GPUs compute, % of the time",
         *("lengths", "stages", "chunks", *(f"queues: {one}" for one in queues)),
     )
-    model, costs, micro_batches = preset("llama3-8b"), costs_of("llama3-8b", H200), 8
+    model, micro_batches = preset("llama3-8b"), 8
+    costs = model.pass_costs()
+    assert costs is not None
     assert model.size is not None
     for mix in MIXES:
         any_pipeline = Pipeline(2)  # epochs are those of any other
         request = PlanRequest(8, 128 * K, 8, micro_batches, model, pipeline=any_pipeline)
         sizes = request.num_ranks, request.tokens_per_rank, costs
-        hop_seconds = Wires().seconds(request.tokens_per_rank * model.size.hidden_size)
+        hop_seconds = WIRE_BYTES * request.tokens_per_rank * model.size.hidden_size / WIRE_SPEED
         steps = [*steps_of(epoch_of(mix, request), micro_batches, most_steps)]
         for stages, chunks in product((2, 4, 8), (1, 2, 4)):
             pipeline = Pipeline(stages, chunks)
@@ -166,22 +140,6 @@ def work_seconds(work: IntArray, num_ranks: int, tokens_per_rank: int, costs: Pa
     return sum(tokens * one.token_seconds + pairs * one.pair_seconds for one in passes)
 
 
-def print_wires(most_steps: int) -> None:
-    table(
-        "No pipeline: 32 GPUs, utilisation by the speed of the wires, GB/s per GPU",
-        *("model", "lengths", "TFLOP/s of matrices", "tokens per rank", *(f"{speed:g}" for speed in WIRE_SPEEDS)),
-    )
-    without: dict[tuple[str, int], WithoutPipeline] = {}
-    for mix, tokens in product(MIXES, (8 * K, 16 * K, 32 * K, 64 * K)):
-        request = PlanRequest(8, tokens, 8, 8, preset("llama3-8b"), overlong="split", pipeline=Pipeline(4))
-        steps = [np.concatenate(batches) for batches in steps_of(epoch_of(mix, request), 8, most_steps)]
-        without[mix, tokens] = WithoutPipeline(request, steps)
-    for (name, rates), model, (mix, tokens) in product(list(RATES.items())[:2], ("llama3-8b", "llama3-70b"), without):
-        costs = costs_of(model, rates)
-        found = [without[mix, tokens].utilisation(preset(model), costs, Wires(speed)) for speed in WIRE_SPEEDS]
-        print_row(model, mix, name, f"{tokens // K}K", *(f"{utilisation:.2f}" for utilisation in found))
-
-
 def print_times() -> None:
     table(
         "Dividing and shaping one step of 64 ranks x 128K tokens x 16 micro-batches",
@@ -204,18 +162,12 @@ def print_times() -> None:
 
 def main() -> None:
     parser = parser_of(__doc__)
-    parser.add_argument(
-        "--steps", type=count, default=6, help="optimizer steps of every row of equal, waits and wires"
-    )
+    parser.add_argument("--steps", type=count, default=6, help="optimizer steps of every row of equal and waits")
     options = parse_tables(parser, TABLES)
-    if "goals" in options.tables:
-        print_goals()
     if "equal" in options.tables:
         print_equal(options.steps)
     if "waits" in options.tables:
         print_waits(options.steps)
-    if "wires" in options.tables:
-        print_wires(options.steps)
     if "time" in options.tables:
         print_times()
 

@@ -4,12 +4,29 @@ import importlib
 import json
 import re
 from pathlib import Path
+from types import ModuleType
 
 import numpy as np
 import pytest
 
+from distca_hf.analysis.epoch import pack_epoch
+from distca_hf.analysis.lengths import read_lengths
+from distca_hf.analysis.request import PlanRequest, preset
+from distca_hf.data.pipelines import Pipeline
+from distca_hf.data.schedules import Schedule
+from distca_hf.data.shaping import divide, simulate, work_of_documents
+from distca_hf.flops import LLAMA_8B_COSTS
 from support.commands import REPOSITORY
 from support.scripts import run_script
+
+
+K = 1024
+
+
+@pytest.fixture
+def pipelines(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(REPOSITORY / "scripts" / "benchmarks")
+    return importlib.import_module("pipelines")
 
 
 def test_torchs_schedules_run_what_is_simulated(tmp_path: Path) -> None:
@@ -117,15 +134,6 @@ def test_lines_of_parts_are_found_again(monkeypatch: pytest.MonkeyPatch) -> None
     assert times.fit(pairs, seconds).error > 0.02
 
 
-def test_a_table_of_pipelines(tmp_path: Path) -> None:
-    printed = run_script(1, tmp_path, ["scripts/benchmarks/pipelines.py", "wires", "--steps", "1"])
-    rows = [line.split("|")[1:-1] for line in printed.splitlines() if line.startswith("|")]
-
-    assert len(rows) == 2 + 2 * 2 * 2 * 4
-    assert {len(cells) for cells in rows} == {8}
-    assert all(0 < float(cell) <= 1 for cells in rows[2:] for cell in cells[4:])
-
-
 def test_a_table_of_what_transfers_wait_for(tmp_path: Path) -> None:
     printed = run_script(1, tmp_path, ["scripts/benchmarks/pipelines.py", "waits", "--steps", "1"])
     rows = [line.split("|")[1:-1] for line in printed.splitlines() if line.startswith("|")][2:]
@@ -135,3 +143,42 @@ def test_a_table_of_what_transfers_wait_for(tmp_path: Path) -> None:
         none, pairs, of_stages = map(float, shares)
         assert 100 > none >= pairs >= of_stages > 0
         assert (pairs == of_stages) == (int(stages) == 2 or int(chunks) == 1)
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks", "tokens", "micro_batches"),
+    [
+        ("pretrain", 8, 128 * K, 8),
+        ("pretrain", 16, 128 * K, 16),
+        ("pretrain", 32, 64 * K, 8),
+        ("pretrain", 64, 64 * K, 4),
+    ],
+)
+@pytest.mark.parametrize("pipeline", [Pipeline(4), Pipeline(4, 2)], ids=str)
+def test_equal_work_reaches_what_the_schedule_allows(
+    name: str, ranks: int, tokens: int, micro_batches: int, pipeline: Pipeline, pipelines: ModuleType
+) -> None:
+    request = PlanRequest(ranks, tokens, 8, micro_batches, preset("llama3-8b"), overlong="split")
+    lengths = read_lengths(Path(name)).tokens
+    packed = pack_epoch(lengths, request, seed=0)
+    schedule, seen = Schedule(pipeline, micro_batches), 0
+    for step in range(packed.epoch.num_micro_batches // micro_batches):
+        numbers = range(step * micro_batches, (step + 1) * micro_batches)
+        documents = lengths[np.concatenate([packed.epoch.micro_batch(number) for number in numbers])]
+        if seen == 3 or pipelines.least_heaviest(documents, micro_batches) > 1.1:
+            continue
+        seen += 1
+        work = work_of_documents(documents)
+        even = divide(documents, work, [1.0] * micro_batches, ranks * tokens)
+        assert even is not None
+        loads = np.array([work[group].sum() for group in even])
+        perfect = np.full(micro_batches, work.sum() / micro_batches)
+        took, ideal = (simulate(schedule, one, ranks, tokens, LLAMA_8B_COSTS) for one in (loads, perfect))
+        assert ideal / took >= 0.98
+    assert seen
+
+
+def test_no_division_is_lighter_than_the_bound(pipelines: ModuleType) -> None:
+    """One document of 8 tokens, work 36, in a micro-batch of 10 with two of 1; the sum is 36 + 12, the mean 24."""
+    assert pipelines.least_heaviest(np.array([1] * 12 + [8]), 2) == pytest.approx((36 + 2) / 24)
+    assert pipelines.least_heaviest(np.array([5, 5, 5, 5]), 2) == 1.0

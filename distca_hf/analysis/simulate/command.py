@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
-from distca_hf.analysis.command import DEFAULT_MODEL, PlanProgress
+from distca_hf.analysis.command import DEFAULT_MODEL, PlanProgress, pipeline_of
 from distca_hf.analysis.find_model import find_model
 from distca_hf.analysis.lengths import read_lengths
 from distca_hf.analysis.memory import GIB, Checkpointing, gradient_bytes
@@ -19,7 +19,6 @@ from distca_hf.analysis.simulate.print_result import print_results
 from distca_hf.analysis.simulate.request import GPUS_PER_SERVER, SimulationRequest
 from distca_hf.analysis.simulate.result import Result, simulate
 from distca_hf.analysis.terminal import Terminal
-from distca_hf.data.pipelines import Pipeline
 from distca_hf.errors import ConfigError
 
 
@@ -72,10 +71,7 @@ def run_simulate(options: SimulateOptions) -> None:
             f"--tokens-per-rank {options.tokens_per_rank} asks for placed batches, and --batch-size "
             f"{options.batch_size} for your own; leave one of them out"
         )
-    if options.pipeline is None and options.chunks is not None:
-        raise ConfigError("--chunks needs --pipeline, whose stages they divide")
-    chunks = () if options.chunks is None else (options.chunks,)
-    pipeline = None if options.pipeline is None else Pipeline(options.pipeline, *chunks)
+    pipeline = pipeline_of(options.pipeline, options.chunks)
     requests = [
         SimulationRequest(
             model,

@@ -52,12 +52,14 @@ class SimulationRequest:
         batches: optimizer steps to simulate.
         seed: of the order of documents.
         pipeline: stages that the same GPUs are also simulated with, and that documents are packed for; None if there
-            are none. A stage runs each of `accumulation` micro-steps as one micro-batch for every stage.
+            are none.
         batch_size: rows of a data rank in a micro-step, for batches that a sampler of the user's deals.
             `tokens_per_rank` has no effect on these, and rows longer than the context are cut off. None if batches are
             packed.
         sync_each_batch: whether gradients are summed over ranks in each micro-step. By default, as Trainer has it,
             they are in the last one only, and each GPU keeps whole gradients until then.
+        staged_micro_batches: micro-batches of an optimizer step in the stages; by default one for every stage in each
+            of `accumulation` micro-steps.
 
     Raises:
         ConfigError: a number is out of range, or numbers do not fit together.
@@ -78,6 +80,7 @@ class SimulationRequest:
     pipeline: Pipeline | None = None
     sync_each_batch: bool = False
     batch_size: int | None = None
+    staged_micro_batches: int | None = None
 
     def __post_init__(self) -> None:
         for option, value, most in (
@@ -162,7 +165,7 @@ class SimulationRequest:
     @property
     def micro_batches(self) -> int:
         """Micro-batches that documents of an optimizer step are packed into, each for the ranks of a stage."""
-        return self.accumulation * self.num_stages
+        return self.staged_micro_batches or self.accumulation * self.num_stages
 
     @property
     def num_ranks(self) -> int:
@@ -316,9 +319,9 @@ class SimulationRequest:
         return steps[: self.batches]
 
     def without_stages(self, step: Sequence[IntArray]) -> list[IntArray]:
-        """Returns the lengths of each micro-step of all data ranks: one micro-batch for every stage, joined."""
-        stages = self.num_stages
-        return [np.concatenate(step[first : first + stages]) for first in range(0, len(step), stages)]
+        """Returns the lengths of each micro-step of all data ranks: up to one micro-batch per stage, joined."""
+        joined = np.array_split(np.arange(len(step)), self.accumulation)
+        return [np.concatenate([step[number] for number in numbers]) for numbers in joined]
 
     def pairs(self, step: Sequence[IntArray]) -> float:
         """Returns attended pairs of a step, in all layers together."""

@@ -135,9 +135,9 @@ class Result:
 
     def in_short(self) -> str:
         """Returns the way to choose, and what it brings; and what a pipeline does to it."""
-        return " ".join(filter(None, (self._choice(), self._beside_stages())))
+        return " ".join(filter(None, (self._choice(), self.beside_stages())))
 
-    def _beside_stages(self) -> str:
+    def beside_stages(self) -> str:
         """Returns the fastest pipeline beside the fastest other way of distca_hf; empty without a pipeline."""
         if self.num_stages == 1:
             return ""

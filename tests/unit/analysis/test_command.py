@@ -100,21 +100,6 @@ def test_all_ways_to_train_if_asked_for(layout: str, some: Path, monkeypatch: py
     assert said["over_plain"] == ways["placed" if layout == "placed" else "tasks_moved"]["times_as_fast"]
 
 
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        (["--compare"], "--compare has no other ways for --pipeline 2: `distca simulate --pipeline 2` has them"),
-        (["--cluster", "h100"], "--cluster h100 has no effect with --pipeline 2: `distca simulate --pipeline 2"),
-    ],
-)
-def test_what_a_pipeline_has_not_is_asked_of_simulate(options: list[str], words: str, some: Path) -> None:
-    world = ["--gpus", "2", "--tokens-per-rank", "65536", "--pipeline", "2", "--micro-steps", "2"]
-    failed = CliRunner().invoke(app, ["plan", str(some), *world, *options])
-
-    assert failed.exit_code == 2
-    assert words in failed.output
-
-
 def test_the_seed_decides_and_nothing_else(some: Path) -> None:
     same = [plan(some, "--json", "--seed", 5) for _ in range(2)]
     assert same[0]["fingerprint"] == same[1]["fingerprint"]

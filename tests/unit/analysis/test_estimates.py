@@ -19,6 +19,7 @@ from distca_hf.analysis.simulate.model import SimulatedModel
 from distca_hf.analysis.simulate.request import SimulationRequest
 from distca_hf.analysis.simulate.result import simulate
 from distca_hf.cost import Heads
+from distca_hf.data.pipelines import Pipeline
 from distca_hf.errors import ConfigError
 from distca_hf.flops import Rates, StepCost
 from support.commands import REPOSITORY
@@ -178,22 +179,36 @@ def test_a_step_takes_as_long_as_its_slowest_rank(measured: ModuleType) -> None:
 
 
 @pytest.mark.parametrize(
-    ("micro_steps", "compare", "cluster"), [(1, False, "h200"), (3, False, "h100"), (3, True, "h200")]
+    ("micro_steps", "compare", "cluster", "pipeline"),
+    [
+        (1, False, "h200", None),
+        (3, False, "h100", None),
+        (3, True, "h200", None),
+        (2, False, "h200", Pipeline(2, 2)),
+    ],
 )
 def test_plan_says_what_simulate_says(
-    micro_steps: int, compare: bool, cluster: str, monkeypatch: pytest.MonkeyPatch
+    micro_steps: int, compare: bool, cluster: str, pipeline: Pipeline | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of the same ranks, tokens, model, seed and kernels, over the same steps: every figure of every way."""
+    """Of the same ranks, tokens, model, seed and kernels, over the same steps: every figure of every way.
+
+    `plan` takes the ranks of a stage and its micro-batches, `simulate` all GPUs and their micro-steps."""
     monkeypatch.setattr(estimates, "MOST_STEPS", 4)
     ranks, lengths = 8, np.random.RandomState(0).lognormal(6, 1.5, 10_000).astype(int).clip(1, 100_000)
-    plan = PlanRequest(ranks, 32_768, 8, micro_steps, LLAMA)
+    stages = 1 if pipeline is None else pipeline.num_stages
+    plan = PlanRequest(ranks // stages, 32_768, 8, micro_steps * stages, LLAMA, pipeline=pipeline)
     profile = find_profile(cluster)
     assumptions = Assumptions(liger=True, gpu_gib=gpu_gib_of(profile), seed=3, cluster=cluster)
     made = make_estimates(plan, fit_lengths(lengths, plan), assumptions, compare=compare)
     assert made is not None
     model = SimulatedModel.of(LLAMA)
     request = SimulationRequest(
-        model, ranks, 32_768, None, micro_steps, liger=True, gpu_gib=gpu_gib_of(profile), batches=4, seed=3
+        *(model, ranks, 32_768, None, micro_steps),
+        liger=True,
+        gpu_gib=gpu_gib_of(profile),
+        batches=4,
+        seed=3,
+        pipeline=pipeline,
     )
     result, _ = simulate(request, profile, lengths)
 
@@ -202,9 +217,27 @@ def test_plan_says_what_simulate_says(
     assert made.memory["fsdp2"].total == result.way("placed").memory_bytes
     assert made.simulated.plain == result.plain
     assert {way.key for way in made.simulated.ways} <= {way.key for way in result.ways}
+    in_stages = {way.key for way in made.simulated.ways if way.in_stages}
+    assert in_stages == (set() if pipeline is None else {"pipeline_plain", "pipeline_placed", "pipeline_shaped"})
     assert all(way == result.way(way.key) for way in made.simulated.ways)
     assert (len(made.simulated.ways) == len(result.ways)) == compare
     assert made.over_sorted == result.way("placed").gain_over(result.way("sorted_packs"))
+
+
+def test_micro_batches_that_stages_do_not_divide() -> None:
+    """Five micro-batches in two stages are three micro-steps of the same GPUs without them, and none is lost."""
+    lengths = np.random.RandomState(0).lognormal(6, 1.0, 3000).astype(int).clip(1, 30_000)
+    plan = PlanRequest(2, 32_768, 8, 5, LLAMA, pipeline=Pipeline(2))
+    request = Assumptions().simulation(plan).for_documents(fit_lengths(lengths, plan))
+    step, *_ = request.steps(lengths)
+    joined = request.without_stages(step)
+
+    assert (request.gpus, request.accumulation, len(step), len(joined)) == (4, 3, 5, 3)
+    assert [int(batch.sum()) <= request.num_ranks * 32_768 for batch in joined] == [True] * 3
+    assert np.array_equal(np.concatenate(joined), np.concatenate(step))
+    made = make_estimates(plan, lengths, Assumptions())
+    assert made is not None
+    assert made.simulated.way("pipeline_shaped").step_seconds > made.ours.step_seconds > 0
 
 
 @pytest.mark.parametrize("wrong", [{"checkpointing": "some"}, {"gpu_gib": 0.0}, {"gpu_gib": float("nan")}])

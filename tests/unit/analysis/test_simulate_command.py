@@ -129,7 +129,7 @@ def test_stages_of_a_pipeline_stand_beside_other_ways(lengths: Path) -> None:
         *("pipeline_plain", "pipeline_placed", "pipeline_shaped")
     }
     assert "has 0 chunks of layers" in refusal(lengths, *QUICK, "--pipeline", "2", "--chunks", "0")
-    assert "--chunks needs --pipeline" in refusal(lengths, *QUICK, "--chunks", "2")
+    assert "--chunks 2 needs --pipeline" in refusal(lengths, *QUICK, "--chunks", "2")
     assert "a pipeline of 1 stages is none" in refusal(lengths, *QUICK, "--pipeline", "1")
 
 
