@@ -1,14 +1,13 @@
 """Planning, measured: balance, bytes and time of every planner beside baselines and bounds, as Markdown tables.
 
-    python scripts/benchmarks/planning.py [placed] [fixed] [given] [times] [epochs] [--ranks 4 8 64 512] [--seeds 3]
-                                          [--draws 100]
+    python scripts/benchmarks/planning.py [placed] [fixed] [times] [--ranks 4 8 64 512] [--seeds 3]
 
 placed   documents are placed: balance on many mixes; bytes against the published planner, and against the counting
          bound; bytes between nodes; optimizer steps of several micro-steps
 fixed    tokens stay, tasks move: balance and bytes of the largest rank against the published planner and the bound
-given    batches of a user's own: work of a step as it is, with tasks that move, and with rows placed inside the model
 times    planning and routing, each measured once in fresh processes, the median of several
-epochs   the shipped files as an epoch packs them: balance counted from kernel calls, padding, and the loader's time
+
+`distca plan` has the balance of an epoch, and `distca plan --batch-size` that of batches of a user's own.
 
 Bytes are of one layer's forward pass of Llama-3-8B in bf16: queries and outputs 8 KB, keys and values 4 KB a token.
 """
@@ -25,16 +24,14 @@ from collections.abc import Iterator
 from distca_hf.planning.routing import route
 from distca_hf.topology import Topology
 from lib.parser import add_ranks, count, parse_tables, parser_of
-from lib.planning.epochs import print_epochs
 from lib.planning.fixed import print_fixed
-from lib.planning.given import print_given
 from lib.planning.mixes import batch
 from lib.planning.placed import print_balance, print_bytes, print_grouped_steps, print_ratio_to_bound
 from lib.planning.planners import RANKS_PER_NODE, K, placed_planner, plan_fixed, plan_placed, print_row, table
 
 
 RANKS = (4, 8, 64, 512)
-TABLES = ("placed", "fixed", "given", "times", "epochs")
+TABLES = ("placed", "fixed", "times")
 # Fresh processes for every time: the median of them is reported.
 PROCESSES = 7
 
@@ -82,7 +79,6 @@ def main() -> None:
     parser = parser_of(__doc__)
     add_ranks(parser, RANKS)
     parser.add_argument("--seeds", type=count, default=3, help="batches that are drawn for every row")
-    parser.add_argument("--draws", type=count, default=100, help="batches that are drawn for every row of given ones")
     parser.add_argument("--measure", nargs=3, metavar=("KIND", "MIX", "RANKS"), help=argparse.SUPPRESS)
     options = parse_tables(parser, TABLES)
     if options.measure:
@@ -96,12 +92,8 @@ def main() -> None:
         print_grouped_steps(options.ranks, options.seeds)
     if "fixed" in options.tables:
         print_fixed(options.ranks, options.seeds)
-    if "given" in options.tables:
-        print_given(options.ranks, options.draws)
     if "times" in options.tables:
         print_times(options.ranks)
-    if "epochs" in options.tables:
-        print_epochs()
 
 
 if __name__ == "__main__":
