@@ -37,6 +37,11 @@ CHECKPOINTING = get_args(Checkpointing)
 MOST_STEPS, MOST_RANK_STEPS = 20, 2048
 
 
+def steps_worth_it(size: int) -> int:
+    """Returns the optimizer steps that `distca plan` simulates, of so many ranks times micro-steps."""
+    return max(1, min(MOST_STEPS, MOST_RANK_STEPS // size))
+
+
 @dataclass(frozen=True)
 class Assumptions:
     """How the model is trained, and on which GPUs.
@@ -80,7 +85,7 @@ class Assumptions:
             checkpointing=self.checkpointing,
             liger=self.liger,
             gpu_gib=self.gpu_gib,
-            batches=max(1, min(MOST_STEPS, MOST_RANK_STEPS // (gpus * micro_steps))),
+            batches=steps_worth_it(gpus * micro_steps),
             seed=self.seed,
             pipeline=request.pipeline,
             staged_micro_batches=None if request.pipeline is None else request.micro_steps,

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from distca_hf.analysis.command import PlanProgress
+from distca_hf.analysis.estimates import steps_worth_it
 from distca_hf.analysis.memory import GIB
 from distca_hf.analysis.profiles.cluster_profile import ClusterProfile
 from distca_hf.analysis.simulate.request import SimulationRequest
@@ -27,8 +28,6 @@ from distca_hf.planning.plan_totals import PlanTotals
 
 # Most ranks x micro-batches that are planned; a plan takes a quarter of a millisecond per rank.
 MOST_PLANNED_RANKS = 1024
-# Most optimizer steps that are simulated, and ranks x micro-batches of these.
-MOST_STEPS, MOST_RANK_STEPS = 20, 2048
 
 
 @dataclass(frozen=True)
@@ -186,7 +185,6 @@ def answer(
     steps = replace(request, batches=max(1, MOST_PLANNED_RANKS // size)).steps(row_tokens)
     packs = [np.split(batch, request.num_ranks) for step in steps for batch in step]
     planned = [GivenMicroBatch.of(plans, packs[number]) for number in progress.over("planning", range(len(packs)))]
-    simulated = replace(request, batches=max(1, min(MOST_STEPS, MOST_RANK_STEPS // size)))
     with progress.stage("simulating steps"):
-        result, _ = simulate(simulated, profile, row_tokens)
+        result, _ = simulate(replace(request, batches=steps_worth_it(size)), profile, row_tokens)
     return GivenAnswer(request, source, row_tokens, planned, result, profile)

@@ -170,7 +170,7 @@ def test_plan_and_simulate_agree(lengths: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(given, "MOST_PLANNED_RANKS", 16)
     options = ["--batch-size", "3", "--context", "2048", "--micro-steps", "2", "--liger"]
     planned = json.loads(run("plan", str(lengths), "--gpus", "4", *options))
-    simulated_all = json.loads(run("simulate", str(lengths), "--gpus", "4", *options))
+    simulated_all = json.loads(run("simulate", str(lengths), "--gpus", "4", *options, "--batches", "1"))
     (simulated,) = simulated_all["simulations"]
 
     assert planned["ways"] == simulated["ways"]
