@@ -83,7 +83,7 @@ def explain(
         raise ConfigError(f"{kv_heads} KV heads do not divide into {head_groups} groups")
     if (tokens := sum(document_tokens)) * kv_heads > MOST_NAMES:
         raise ConfigError(
-            f"{tokens:,} tokens x {kv_heads:,} KV heads are too many to follow, at most {MOST_NAMES:,} are; give fewer "
+            f"{tokens:,} tokens x {kv_heads:,} KV heads are too many to follow: at most {MOST_NAMES:,}. Give fewer "
             "or shorter documents"
         )
     layout = place(document_tokens, num_ranks, head_groups=head_groups)

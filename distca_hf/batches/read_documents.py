@@ -3,8 +3,8 @@
     collator ──reading──▶ entry of the batch ──▶ step of Trainer ──mark──▶ tensors ──▶ pass    no wait for the device
     any other batch ───────────────── one copy to the host ──────────────read────────▶ pass    one wait
 
-The entry is taken out of the batch before a model or a loss sees it, and becomes a mark on the storages of what is read,
-as in `known_batch`. A pass trusts the mark only if every tensor that was read is the same, and unchanged since.
+The entry is taken out of the batch before a model or a loss sees it, and becomes a mark on the storages of what is
+read, as in `known_batch`. A pass trusts the mark only if every tensor that was read is the same, and unchanged since.
 """
 
 import weakref
