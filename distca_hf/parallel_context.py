@@ -6,7 +6,8 @@ that in the group; messages say "of the job" where the other one is meant. The w
 and tensor ranks; a part of it differs in data alone.
 """
 
-from collections.abc import Iterator, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 
@@ -56,7 +57,7 @@ class ParallelContext:
     def __init__(self, config: DistCAConfig, group: dist.ProcessGroup | DeviceMesh | None = None) -> None:
         self._group = process_group_of(group)
         self._grid: Grid | None = None
-        self._known_members: tuple[Members | None, dist.ProcessGroup | None] = None, None
+        self._known_members: tuple[Members, Callable[[], object]] | None = None  # and the group of the job then
         self._given = config
         self._config = self._settings_for(self.members)
         self._transports: dict[torch.device, Transport] = {}
@@ -72,14 +73,13 @@ class ParallelContext:
     @property
     def members(self) -> Members:
         """Ranks that train together. Without a group, one alone until the process group is initialised."""
-        world = dist.group.WORLD
-        known, of_world = self._known_members
-        if known is not None and world is not None and of_world is world:
-            return known
+        world, known = dist.group.WORLD, self._known_members
+        if known is not None and world is not None and known[1]() is world:
+            return known[0]
         members = Members.of(self._group, sum(launched_servers()))
         if self._grid is not None:
             members = replace(members, grid=self._grid)
-        self._known_members = members, world
+        self._known_members = None if world is None else (members, weakref.ref(world))
         return members
 
     @property
@@ -155,7 +155,7 @@ class ParallelContext:
                 f"attention servers serve ranks that differ only in data, and these are {grid.in_words()}; leave the "
                 "servers out, or train without tensor and pipeline parallelism"
             )
-        self._grid, self._known_members = grid, (None, None)
+        self._grid, self._known_members = grid, None
         self._config = self._settings_for(self.members)
 
     def _settings_for(self, members: Members) -> DistCAConfig:
@@ -230,7 +230,8 @@ class ParallelContext:
 
     def __getstate__(self) -> dict[str, object]:
         """Returns settings without connections: a copy opens its own, and so does one in another process."""
-        return {**vars(self), "_transports": {}, "_served": {}, "trace_file": TraceFile(self.config.report_folder)}
+        of_groups: dict[str, object] = {"_transports": {}, "_served": {}, "_known_members": None}
+        return {**vars(self), **of_groups, "trace_file": TraceFile(self.config.report_folder)}
 
     def close(self) -> None:
         """Ends the process groups that were opened here; models and loaders that follow it cannot run any more.
