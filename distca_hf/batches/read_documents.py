@@ -96,7 +96,8 @@ class Reading:
     """
 
     def __init__(self, reader: DocumentReader, batch: Batch) -> None:
-        self._unread: tuple[DocumentReader, Batch] | None = reader, {**batch}
+        needed = _read_of(batch) | {name: batch[name] for name in media_of(batch)}  # all else may be large
+        self._unread: tuple[DocumentReader, Batch] | None = reader, needed
         self._collated = _tensors_of(batch)
 
     @cached_property

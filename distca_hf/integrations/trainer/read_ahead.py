@@ -88,6 +88,12 @@ class ReadAhead:
             yield batch
         self._latest = None
 
+    def _marked(self, batches: Iterator[Any]) -> Iterator[Any]:
+        """Yields batches with marks in place of their entries, before a user's `get_batch_samples` can change them."""
+        while (batch := next(batches, self)) is not self:
+            self._readings.append(take_reading(batch))
+            yield batch
+
     def _batch_samples(
         self,
         take: Callable[..., tuple[list[Any], Any]],
@@ -96,14 +102,8 @@ class ReadAhead:
         device: torch.device,
     ) -> tuple[list[Any], Any]:
         """Takes the batches of a step, and lets ranks plan those after the first one, whose pass begins at once."""
-        self._readings = readings = list[Reading | None]()
-
-        def marked() -> Iterator[Any]:
-            for batch in epoch_iterator:
-                readings.append(take_reading(batch))  # before `take`, which may be the user's, can change the batch
-                yield batch
-
-        batches, num_items = take(marked(), num_batches, device)
+        self._readings = []
+        batches, num_items = take(self._marked(epoch_iterator), num_batches, device)
         watch = watch_of(self._model)
         if self._loader is not None and watch is not None and batches:
             following = [reading_of(batch) if isinstance(batch, Mapping) else None for batch in batches]

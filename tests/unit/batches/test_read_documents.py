@@ -142,12 +142,17 @@ def test_memory_that_a_collator_uses_again_is_read_in_its_pass(in_worker: bool) 
     assert (reading.documents is None) != in_worker
 
 
-def test_a_batch_that_nobody_reads_is_freed() -> None:
+def test_batches_that_nobody_reads_are_freed_and_what_is_not_read_is_not_held() -> None:
     alive = []
     for _ in range(2):
-        batch = collated(pack)
+        logits = torch.ones(1, 9, 16)  # of a teacher; not held with what is read
+        batch = collated(lambda: pack() | {"logits": logits})
         reading = take_reading(batch)
+        del batch["logits"]
         alive += [weakref.ref(reading), weakref.ref(batch["input_ids"])]
+        gone = weakref.ref(logits)
+        del logits
+        assert gone() is None
     del batch, reading
     gc.collect()
     assert [one() for one in alive] == [None] * 4
