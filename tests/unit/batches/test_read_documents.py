@@ -143,19 +143,17 @@ def test_memory_that_a_collator_uses_again_is_read_in_its_pass(in_worker: bool) 
 
 
 def test_batches_that_nobody_reads_are_freed_and_what_is_not_read_is_not_held() -> None:
-    alive = []
-    for _ in range(2):
-        logits = torch.ones(1, 9, 16)  # of a teacher; not held with what is read
-        batch = collated(lambda: pack() | {"logits": logits})
+    def taken() -> tuple[Reading, list[weakref.ref[Any]]]:
+        batch = collated(lambda: pack() | {"logits": torch.ones(1, 9, 16)})  # of a teacher
         reading = take_reading(batch)
-        del batch["logits"]
-        alive += [weakref.ref(reading), weakref.ref(batch["input_ids"])]
-        gone = weakref.ref(logits)
-        del logits
-        assert gone() is None
-    del batch, reading
+        assert reading is not None
+        return reading, [weakref.ref(batch[name]) for name in ("logits", "input_ids")]
+
+    reading, (logits, tokens) = taken()
+    assert (logits() is None, tokens() is None) == (True, False)
+    del reading
     gc.collect()
-    assert [one() for one in alive] == [None] * 4
+    assert tokens() is None
 
 
 def lengths_of(*lengths: int) -> Reading:
