@@ -23,7 +23,7 @@ from distca_hf.errors import (
     UnsupportedAttentionError,
     VersionError,
 )
-from distca_hf.import_hooks import find_own_modules, when_imported
+from distca_hf.import_hooks import find_own_folders, when_imported
 from distca_hf.version import __version__, check_versions
 
 
@@ -88,6 +88,6 @@ def _apply(patch: str) -> None:
 
 
 check_versions()
-find_own_modules()
+find_own_folders()
 when_imported("transformers.modeling_utils", lambda: _apply("attention"))
 when_imported("accelerate.data_loader", lambda: _apply("skip_batches"))

@@ -191,7 +191,7 @@ def check(
 
     Show the numbers, too: distca check Qwen3ForCausalLM --numerics
     """
-    from distca_hf.analysis.check.command import run_check
+    from distca_hf.analysis.check.run_check import run_check
 
     with _one_line_errors():
         status = run_check(
@@ -241,7 +241,7 @@ def report(
 
     Of a training with report_every_steps=100: distca report output -o run.html
     """
-    from distca_hf.analysis.report.command import run_report
+    from distca_hf.analysis.report.run_report import run_report
 
     with _one_line_errors():
         run_report(source, output, as_json, cluster)

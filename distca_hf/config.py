@@ -4,19 +4,19 @@ A value comes from, in this order: an explicit argument, a recipe (YAML), the en
 `DISTCA_<GROUP>_<FIELD>`, the default.
 """
 
+import json
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
-from distca_hf.errors import ConfigError, UnknownSettingError, nearest
+from distca_hf.errors import ConfigError, nearest
 from distca_hf.launched import JOB_SECRET, LAUNCHED_SERVERS, read_servers
 from distca_hf.settings import (
     Settings,
     described,
     fields_of,
     read_text,
-    renamed,
     values_of,
 )
 from distca_hf.topology import Topology
@@ -24,6 +24,8 @@ from distca_hf.topology import Topology
 
 # Variables of the environment that set a field begin with it.
 ENVIRONMENT_PREFIX = "DISTCA_"
+# Variable with all settings of the recipe that this process was started with: JSON, by the names of `fields_of`.
+OF_RECIPE = "DISTCA_SETTINGS_OF_RECIPE"
 # Parts of an exchange where the group spans nodes: the first part is attended while the others are sent. More
 # parts start more kernels, and fewer hide less (docs/design.md, "Chunks hide slow links").
 CHUNKS_BETWEEN_NODES = 4
@@ -41,37 +43,61 @@ CheckpointedAttention = Literal["save", "offload", "recompute"]
 Metrics = Literal["basic", "all"]
 
 
+class _Default:
+    """Makes the default of a setting, which a recipe or the environment may override.
+
+    Attributes:
+        name: of the setting; in a group that of the group, a dot, and its own.
+    """
+
+    name: str
+
+    def __init__(self, default: object) -> None:
+        self._default = default
+
+    def __call__(self) -> object:
+        variable = variable_of(self.name)
+        if self.name in (of_recipe := recipe_settings()):
+            return of_recipe[self.name]
+        text = os.environ.get(variable)
+        if text is None:
+            return self._default
+        return read_text(DistCAConfig, self.name, text, f"environment variable {variable}")
+
+
 def _setting(
-    name: str,
     default: object,
     help: str,
-    formerly: tuple[str, ...] = (),
     at_least: int | None = None,
     at_most: float | None = None,
     positive: bool = False,
     or_number: bool = False,
     check: Callable[[object], object] | None = None,
 ) -> Any:
-    """Returns a dataclass field whose default may be overridden by `DISTCA_<NAME>`.
+    """Returns a dataclass field whose default a recipe or `DISTCA_<NAME>` may override.
 
     Args:
-        name: of the setting; in a group that of the group, a dot, and its own.
-        formerly: names that the setting had before. They are refused with the present one.
         at_least: smallest value.
         at_most: largest value.
         positive: whether it must be above 0.
         or_number: whether a whole number may stand for its text.
         check: raises a ConfigError for other wrong values.
     """
-
-    def from_environment() -> object:
-        variable = variable_of(name)
-        text = os.environ.get(variable)
-        return default if text is None else read_text(DistCAConfig, name, text, f"environment variable {variable}")
-
-    metadata = {"help": help, "default": default, "formerly": formerly}
+    metadata = {"help": help, "default": default}
     limits = {"at_least": at_least, "at_most": at_most, "positive": positive, "or_number": or_number, "check": check}
-    return field(default_factory=from_environment, metadata=metadata | limits)
+    return field(default_factory=_Default(default), metadata=metadata | limits)
+
+
+def recipe_settings() -> dict[str, object]:
+    """Returns the settings of the recipe that this process was started with.
+
+    Raises:
+        ConfigError: something else than `distca_hf.run` wrote the variable.
+    """
+    try:
+        return dict(json.loads(os.environ.get(OF_RECIPE, "{}")))
+    except (ValueError, TypeError) as error:
+        raise ConfigError(f"environment variable {OF_RECIPE}: distca_hf.run writes it ({error}); unset it") from error
 
 
 def variable_of(name: str) -> str:
@@ -89,24 +115,18 @@ class Debug(Settings):
     """
 
     check_exchanges: bool = _setting(
-        "debug.check_exchanges",
         False,
         "Before every exchange ranks compare which one they are making; costs a message each.",
-        formerly=("check_exchanges",),
     )
     check_finite: bool = _setting(
-        "debug.check_finite",
         False,
         "Look for numbers that are not finite in inputs and outputs of every attention call; waits for the device "
         "each time.",
-        formerly=("check_finite",),
     )
     check_weights_every_steps: int = _setting(
-        "debug.check_weights_every_steps",
         0,
         "Trainer: steps between two comparisons of weights, or parts of them, that several ranks hold, bit by bit; "
         "0: never.",
-        formerly=("check_weights_every_steps",),
         at_least=0,
     )
 
@@ -124,24 +144,19 @@ class Timeouts(Settings):
     """
 
     exchange_seconds: float = _setting(
-        "timeouts.exchange_seconds",
         300.0,
         "Deadline of one exchange between ranks, after which the step fails.",
-        formerly=("exchange_timeout_seconds",),
         at_most=LONGEST_SECONDS,
         positive=True,
     )
     agreement_seconds: float = _setting(
-        "timeouts.agreement_seconds",
         1800.0,
         "Deadline for all ranks to come to the same micro-batch; work of only one rank between two of them (saving) "
         "must fit in it.",
-        formerly=("agreement_timeout_seconds",),
         at_most=LONGEST_SECONDS,
         positive=True,
     )
     heartbeat_limit_seconds: float = _setting(
-        "timeouts.heartbeat_limit_seconds",
         3.0,
         "Seconds without a heartbeat after which an attention server counts as lost; after three times as long its "
         "process is replaced.",
@@ -165,37 +180,29 @@ class DistCAConfig(Settings):
     """
 
     tokens_per_rank: int = _setting(
-        "tokens_per_rank",
         0,
         "Batches that distca_hf makes (placed batches): tokens each rank holds of one, at most; documents may be "
         "ranks x this long. 0: batches stay yours, and their rows are placed inside the model.",
         at_least=0,
     )
     overlong: OverlongPolicy = _setting(
-        "overlong",
         "error",
         "Documents longer than ranks x tokens_per_rank: refuse them (error), cut each into several documents "
         "(split), or keep its beginning (truncate).",
     )
     pad_to_multiple_of: int = _setting(
-        "pad_to_multiple_of",
         128,
         "Rows of a rank are padded up to this multiple, never beyond tokens_per_rank. Set it to tokens_per_rank for "
         "one constant shape, to 1 for (nearly) no padding.",
         at_least=1,
     )
-    kernel: KernelName = _setting(
-        "kernel", "auto", "Attention kernel; auto takes the fastest one that can do the job."
-    )
+    kernel: KernelName = _setting("auto", "Attention kernel; auto takes the fastest one that can do the job.")
     kv_residency: Residency = _setting(
-        "kv_residency",
         "auto",
         "Keys and values received from other ranks: keep them in memory until recomputation and backward (keep), "
         "fetch them again (refetch), or keep them while they fit kv_budget_gib (auto).",
-        formerly=("received_kv",),
     )
     kv_budget_gib: float = _setting(
-        "kv_budget_gib",
         4.0,
         "With kv_residency=auto: memory for rows that all layers keep until backward, on the rank that receives most; "
         "of layers that recompute attention, those of one checkpointed region count. They count with waiting rows for "
@@ -203,39 +210,32 @@ class DistCAConfig(Settings):
         at_least=0,
     )
     exchange_chunks: int = _setting(
-        "exchange_chunks",
         0,
         "Most chunks in which rows are sent between ranks. The first are computed while the others are sent: more "
         "hide slow links, fewer cost less where links are fast. 0: one on a single node, four on several.",
-        formerly=("exchange_legs",),
         at_least=0,
     )
     checkpointed_attention: CheckpointedAttention = _setting(
-        "checkpointed_attention",
         "save",
         "With activation checkpointing: save attention outputs, so that neither attention nor its exchange runs twice "
         "(save), in host memory (offload), or recompute them, too (recompute).",
     )
     evaluate: Evaluation = _setting(
-        "evaluate",
         "local",
         "Evaluation: every rank attends to its own batches (local), or batches are placed on all ranks as in "
         "training (distca). Then documents may be longer than one rank can hold.",
     )
     regroup_steps: bool = _setting(
-        "regroup_steps",
         True,
         "Trainer with gradient accumulation: within an optimizer step long documents train together, so that fewer "
         "keys and values move; micro-batches of one step then differ in work.",
     )
     ranks_per_node: int = _setting(
-        "ranks_per_node",
         0,
         "Ranks that share a node, and with it fast links; 0: as launched (LOCAL_WORLD_SIZE).",
         at_least=0,
     )
     attention_servers: str = _setting(
-        "attention_servers",
         "0",
         "Launched processes of each node that compute attention for the others and do not train: one number for all "
         "nodes, or one per node (0,8). They are the last ones of their node; distca_hf.run makes them servers.",
@@ -243,56 +243,47 @@ class DistCAConfig(Settings):
         check=lambda value: read_servers(str(value)),
     )
     trainers_attend: bool = _setting(
-        "trainers_attend",
         True,
         "With attention servers: trainers compute attention, too (yes), or leave all of it to servers (no).",
     )
     server_speed: float = _setting(
-        "server_speed",
         0.0,
         "Speed of an attention server relative to a trainer: plans give it work in proportion. 0: measured in "
         "training, for each server.",
         at_least=0,
     )
     kernel_times: str = _setting(
-        "kernel_times",
         "",
         "Path of a file that `distca profile` wrote: placement then makes predicted seconds equal instead of "
         "attended pairs.",
     )
     deterministic: bool = _setting(
-        "deterministic",
         False,
         "Bit-equal gradients from run to run; costs about a quarter of the backward kernel's speed.",
     )
     save_on_signal: bool = _setting(
-        "save_on_signal",
         True,
         "Trainer, on SIGTERM (preemption) or Ctrl-C: end the step, save a checkpoint on all ranks at the same step, "
         "and leave with status 143 or 130. A handler that is there already stays.",
     )
     metrics: Metrics = _setting(
-        "metrics",
         "basic",
         "Metrics in a Trainer's logs: imbalance, tokens per second and GPU, utilisation and memory (basic), or also "
         "metrics that help to find out why a training is slow (all). May differ between ranks.",
     )
     report_every_steps: int = _setting(
-        "report_every_steps",
         0,
         "Optimizer steps from one reported step to the next: ranks write traces of it for `distca report`; 0: none. "
         "Other steps pay nothing for it.",
         at_least=0,
     )
     report_folder: str = _setting(
-        "report_folder",
         "",
         "Folder of these traces; empty: distca_report, in a Trainer's output folder or in the working directory. May "
         "differ between ranks.",
     )
-    prefetch: int = _setting("prefetch", 2, "Micro-batches planned and read ahead of the training loop.", at_least=1)
+    prefetch: int = _setting(2, "Micro-batches planned and read ahead of the training loop.", at_least=1)
     plans_in_flight: int = _setting(
-        "plans_in_flight",
         8,
         "Plans kept alive after the training loop has dropped their batch: compiled graphs find them by number only.",
         at_least=1,
@@ -301,7 +292,6 @@ class DistCAConfig(Settings):
     debug: Debug = field(default_factory=Debug)
 
     def __post_init__(self) -> None:
-        _check_environment()
         self.check_values(DistCAConfig)
         # Equal settings are equal texts: ranks compare them.
         vars(self)["attention_servers"] = ",".join(map(str, read_servers(self.attention_servers)))
@@ -322,9 +312,14 @@ class DistCAConfig(Settings):
                 "plugin) in a loop"
             )
 
+    @property
+    def node_size(self) -> int:
+        """Ranks that share a node, as far as is known; 0: all of them."""
+        return self.ranks_per_node
+
     def topology(self, num_ranks: int) -> Topology:
-        """Returns which ranks share a node: all of them, unless a setting says how many do."""
-        return Topology(num_ranks, self.ranks_per_node or num_ranks)
+        """Returns which ranks share a node: all of them, unless it is known how many do."""
+        return Topology(num_ranks, self.node_size or num_ranks)
 
     def num_chunks(self, topology: Topology) -> int:
         """Returns the chunks of every exchange between these ranks, at most."""
@@ -332,8 +327,12 @@ class DistCAConfig(Settings):
 
     def shared_settings(self) -> dict[str, object]:
         """Returns the settings that ranks must share, by name."""
-        values = values_of(self, DistCAConfig)
+        values = values_of(self, DistCAConfig) | {"ranks_per_node": self.node_size}
         return {name: value for name, value in values.items() if name not in SETTINGS_OF_ONE_RANK}
+
+
+for _name, _field in fields_of(DistCAConfig).items():
+    cast(_Default, _field.default_factory).name = _name
 
 
 def config_of(settings: Mapping[str, object]) -> DistCAConfig:
@@ -357,20 +356,6 @@ def unknown_environment_settings() -> dict[str, str | None]:
         variable.removeprefix(ENVIRONMENT_PREFIX): variable for variable in map(variable_of, fields_of(DistCAConfig))
     }
     given = {name for name in os.environ if name.startswith(ENVIRONMENT_PREFIX)}
-    unknown = given - set(variables.values()) - {LAUNCHED_SERVERS, JOB_SECRET}
+    unknown = given - set(variables.values()) - {LAUNCHED_SERVERS, JOB_SECRET, OF_RECIPE}
     meant = {name: nearest(name.removeprefix(ENVIRONMENT_PREFIX), variables) for name in sorted(unknown)}
     return {name: near and variables[near] for name, near in meant.items()}
-
-
-def _check_environment() -> None:
-    """Refuses variables of settings that have another name now.
-
-    Raises:
-        UnknownSettingError: there is one; names both variables.
-    """
-    for former, present in renamed(DistCAConfig).items():
-        if variable_of(former) in os.environ:
-            raise UnknownSettingError(
-                f"environment variable {variable_of(former)}: the setting {former!r} is now called {present!r}; set "
-                f"{variable_of(present)}"
-            )

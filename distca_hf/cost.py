@@ -82,6 +82,36 @@ class Mask:
             return max(0, start + 1 - self.window_tokens)
         return np.maximum(0, start + 1 - self.window_tokens)
 
+    def cuts(self, starts: IntArray, stops: IntArray) -> tuple[IntArray, IntArray]:
+        """Finds the queries inside of ranges [start, stop) that attend no key before them: none.
+
+        Returns:
+            `[cuts]` index of the range, and position of the query; sorted by both.
+        """
+        none = np.zeros(0, dtype=np.int64)
+        return none, none
+
+    def before(self, tokens: IntArray, distance: IntArray) -> tuple[IntArray, IntArray]:
+        """Says how queries attend to keys before them. No query but the first of a range is one of `cuts`.
+
+            keys        2 3 4    (5 lies beside the queries: distance 1)     window of 5 tokens
+            query 6     x x x    its first key is 6 + 1 - 5 = 2
+            query 7       x x
+            query 8         x    three of the queries see keys, the last of them one key
+
+        Args:
+            tokens: `[n]` queries of each range.
+            distance: `[n]` tokens between the last of the keys and the first query.
+
+        Returns:
+            `[n]` how many of the queries see any of these keys, and how many the last of them sees; each query before
+            it sees one more. This is 0 where all queries see all of them.
+        """
+        if self.window_tokens is None:
+            return tokens, np.zeros_like(tokens)
+        queries = np.minimum(tokens, self.window_tokens - 1 - distance)
+        return queries, self.window_tokens - distance - queries
+
     def pairs(self, start: int, stop: int) -> int:
         """Counts attended pairs of the query range [start, stop) of a document; exact for any integers."""
         return self.pairs_before(stop) - self.pairs_before(start)
@@ -101,11 +131,9 @@ class Mask:
         queries_in_full = (stops - rising_stops) - (starts - rising_starts)
         return causal_pairs_of(rising_starts, rising_stops) + queries_in_full * self.window_tokens
 
-    def pairs_inside(self, tokens: IntArray) -> IntArray:
-        """Counts the pairs whose query and key lie in one range, for ranges of these lengths; below 2 ** 63."""
-        if self.window_tokens is None:
-            return tokens * (tokens + 1) // 2
-        return self.pairs_of(np.zeros_like(tokens), tokens)
+    def pairs_inside(self, starts: IntArray, stops: IntArray) -> IntArray:
+        """Counts the pairs whose query and key lie in one range [start, stop); below 2 ** 63."""
+        return self.pairs_of(np.zeros_like(starts), stops - starts)
 
     def queries_of(self, pairs: int) -> int:
         """Returns the largest n for which the first n queries of a document have at most `pairs` pairs; exact."""

@@ -50,14 +50,6 @@ class StepCost:
     token_seconds: float
     pair_seconds: float
 
-    def step_seconds(self, rank_tokens: IntArray, rank_pairs: IntArray) -> float:
-        """Returns the seconds of the slowest rank, and with it of the micro-step.
-
-        Args:
-            rank_tokens, rank_pairs: `[ranks]` tokens that each rank holds, and pairs that it attends.
-        """
-        return float((rank_tokens * self.token_seconds + rank_pairs * self.pair_seconds).max())
-
     def attention_share(self, tokens: float, pairs: float) -> float:
         """Returns attention's share of the time of a rank, between 0 and 1, from its tokens and pairs."""
         attention = pairs * self.pair_seconds

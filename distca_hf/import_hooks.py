@@ -1,5 +1,4 @@
-"""Import hooks: a function that runs once a module of another package is imported, and the places and former names of
-our own modules.
+"""Import hooks: a function that runs once a module of another package is imported, and the places of our own folders.
 
 `import distca_hf` must make "distca" known to Transformers, but the launcher and the command line must run before
 torch and Transformers read the environment. So the registration waits for the module that it registers with.
@@ -15,70 +14,12 @@ from types import ModuleType
 
 # Top-level folders of the repository that an installation puts into the package (setup.cfg).
 FOLDERS = frozenset({"distca_hf.examples", "distca_hf.patches", "distca_hf.recipes"})
-# Modules that programs may have imported by these names, and their present names.
-MOVED = {
-    f"distca_hf.{former}": f"distca_hf.{present}"
-    for former, present in {
-        "analysis.models": "analysis.request",
-        "data.contents": "data.collate",
-        "insight": "analysis",
-        "integrations.callback": "integrations.trainer.callback",
-        "integrations.drift": "integrations.models.forward_check",
-        "integrations.enabling": "integrations.models.forward_watch",
-        "integrations.launch": "recipe",
-        "integrations.loader": "batches.loader",
-        "integrations.model": "integrations.models.forward_watch",
-        "integrations.model_check": "integrations.models.check",
-        "integrations.models.enable": "integrations.models.forward_watch",
-        "integrations.models.positions": "integrations.models.check",
-        "batches.pack_agreement": "batches.given_agreement",
-        "batches.packed": "batches.given",
-        "integrations.packs": "batches.given",
-        "integrations.plugin": "plugin",
-        "integrations.preemption": "integrations.trainer.stop_on_signal",
-        "integrations.refusals": "integrations.attention",
-        "integrations.trainer.weights_check": "integrations.models.forward_check",
-        "kernels.capabilities": "kernels.registry",
-        "kernels.choose": "kernels.registry",
-        "kernels.cpu": "kernels.varlen",
-        "kernels.flash": "kernels.varlen",
-        "kernels.torch_kernels": "kernels.varlen",
-        "kernels.torch_varlen": "kernels.varlen",
-        "launcher": "telemetry",
-        "lazy": "import_hooks",
-        "packing": "data",
-        "planning.baselines": "analysis.baselines",
-        "planning.bounds": "analysis.bounds",
-        "planning.chunks": "planning.transfers",
-        "planning.facts": "planning.plan",
-        "planning.heads": "cost",
-        "planning.in_place": "planning.plan",
-        "planning.kv_layout": "planning.transfers",
-        "planning.moving": "planning.rebalance",
-        "planning.planner": "planning.plan",
-        "planning.rebalance.strategies": "planning.rebalance.donors",
-        "planning.task": "planning.pieces",
-        "planning.tasks": "planning.pieces",
-        "requirements": "version",
-        "runtime.checks": "runtime.attention",
-        "runtime.exchanges": "runtime.remote_kv",
-        "runtime.plans": "runtime.live_plan",
-        "setting_help": "settings",
-        "shipped": "recipe",
-        "spelling": "errors",
-        "testing.faults": "testing",
-        "testing.loopback": "testing",
-        "testing.reference": "testing",
-        "train": "run",
-    }.items()
-}
 
 
-def find_own_modules() -> None:
-    """Makes the folders of the repository importable from a checkout, and answers imports of modules by a former name
-    with an `ImportError` that has the present one."""
-    if not any(isinstance(finder, _OwnModules) for finder in sys.meta_path):
-        sys.meta_path.insert(0, _OwnModules())
+def find_own_folders() -> None:
+    """Makes the folders of the repository importable from a checkout."""
+    if not any(isinstance(finder, _OwnFolders) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _OwnFolders())
 
 
 def when_imported(name: str, action: Callable[[], None]) -> None:
@@ -89,7 +30,7 @@ def when_imported(name: str, action: Callable[[], None]) -> None:
         sys.meta_path.insert(0, _Watch(name, action))
 
 
-class _OwnModules(importlib.abc.MetaPathFinder):
+class _OwnFolders(importlib.abc.MetaPathFinder):
     """A finder of folders that are in the installed package, and next to it in a checkout.
 
     It is first: an editable installation has a finder, too, which would find the folders of its own checkout.
@@ -98,10 +39,6 @@ class _OwnModules(importlib.abc.MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        if fullname in MOVED:
-            raise ImportError(  # a ModuleNotFoundError would be lost in `from distca_hf.integrations import plugin`
-                f"{fullname} is now {MOVED[fullname]}; public names are those of `import distca_hf`", name=fullname
-            )
         if fullname not in FOLDERS:
             return None
         package = Path(__file__).parent

@@ -9,7 +9,7 @@ and tensor ranks; a part of it differs in data alone.
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
 import torch
 import torch.distributed as dist
@@ -32,7 +32,7 @@ from distca_hf.config import DistCAConfig
 from distca_hf.errors import ConfigError, PlanError
 from distca_hf.launched import check_launched_servers, launched_ranks_per_node, launched_servers
 from distca_hf.planning.served import Servers
-from distca_hf.settings import values_of
+from distca_hf.settings import described, values_of
 from distca_hf.trace_file import TraceFile
 
 
@@ -40,35 +40,41 @@ from distca_hf.trace_file import TraceFile
 UNMEASURED_SPEED = 1.0
 
 
-class ParallelContext:
+@described
+@dataclass(kw_only=True)
+class ParallelContext(DistCAConfig):
     """Settings, and the transports between the ranks that follow them: one for each device.
 
-    Args:
-        config: settings.
-        group: ranks that train together, as a process group or a device mesh of one dimension; None: the whole job.
-
     Raises:
-        ConfigError: the group cannot be used; or this process is not in it.
+        ConfigError: a value is not one that the field allows; the group cannot be used; or this process is not in it.
 
     Attributes:
         trace_file: takes the traces of reported steps.
     """
 
-    def __init__(self, config: DistCAConfig, group: dist.ProcessGroup | DeviceMesh | None = None) -> None:
-        self._group = process_group_of(group)
+    group: dist.ProcessGroup | DeviceMesh | None = field(
+        default=None,
+        metadata={
+            "help": "Ranks that train together: a process group, or a device mesh of one dimension; by default the "
+            "whole job. Gradients must be averaged over the same ranks.",
+            "default": None,
+        },
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._group = process_group_of(self.group)
         self._grid: Grid | None = None
         self._known_members: tuple[Members, Callable[[], object]] | None = None  # and the group of the job then
-        self._given = config
-        self._config = self._settings_for(self.members)
+        self._node_size = self._find_node_size()
         self._transports: dict[torch.device, Transport] = {}
         self._served: dict[torch.device, ServedTransport] = {}
-        self.trace_file = TraceFile(config.report_folder)
+        self.trace_file = TraceFile(self.report_folder)
         self._check_servers()
 
     @property
-    def config(self) -> DistCAConfig:
-        """Settings, fixed like each of them; `ranks_per_node` is that of data ranks, where the launcher says it."""
-        return self._config
+    def node_size(self) -> int:
+        return self._node_size
 
     @property
     def members(self) -> Members:
@@ -91,8 +97,8 @@ class ParallelContext:
         # Trainers' nodes come first, as in their topology. A node that only serves has more servers than these.
         in_order = sorted(range(len(per_node)), key=lambda node: per_node[node] > min(per_node))
         nodes = tuple(in_order.index(node) for node, count in enumerate(per_node) for _ in range(count))
-        speeds = (self.config.server_speed or UNMEASURED_SPEED,) * len(nodes)
-        return Servers(speeds, self.config.trainers_attend, nodes)
+        speeds = (self.server_speed or UNMEASURED_SPEED,) * len(nodes)
+        return Servers(speeds, self.trainers_attend, nodes)
 
     @property
     def device(self) -> torch.device:
@@ -156,21 +162,20 @@ class ParallelContext:
                 "servers out, or train without tensor and pipeline parallelism"
             )
         self._grid, self._known_members = grid, None
-        self._config = self._settings_for(self.members)
+        self._node_size = self._find_node_size()
 
-    def _settings_for(self, members: Members) -> DistCAConfig:
-        """Returns the settings, with `ranks_per_node` of these ranks."""
-        per_node = self._given.ranks_per_node or members.ranks_per_node(launched_ranks_per_node())
-        return replace(self._given, ranks_per_node=per_node)
+    def _find_node_size(self) -> int:
+        """Returns the setting `ranks_per_node`; without it that of data ranks, if the launcher says it."""
+        return self.ranks_per_node or self.members.ranks_per_node(launched_ranks_per_node())
 
     def transport(self, device: torch.device) -> Transport:
         """Returns the transport for tensors on `device`, opened when first asked for (a collective call)."""
         device = numbered(device)
         if device not in self._transports or self.is_outgrown(self._transports[device]):
-            timeouts = self.config.timeouts
+            timeouts = self.timeouts
             self._check_accelerate()
             opened = open_transport(device, timeouts.exchange_seconds, timeouts.agreement_seconds, self.members)
-            self._transports[device] = opened if not self.config.debug.check_exchanges else CheckedTransport(opened)
+            self._transports[device] = opened if not self.debug.check_exchanges else CheckedTransport(opened)
         return self._transports[device]
 
     def training_transport(self, device: torch.device) -> Transport:
@@ -179,14 +184,14 @@ class ParallelContext:
         among_trainers, servers = self.transport(device), self.servers
         if servers is None:
             return among_trainers
-        device, timeouts = numbered(device), self.config.timeouts
+        device, timeouts = numbered(device), self.timeouts
         served = self._served.get(device)
         if served is None or served.among_trainers is not among_trainers:
             served = self._served[device] = ServedTransport(
                 among_trainers,
                 device,
                 servers,
-                values_of(self.config, DistCAConfig),
+                values_of(self, DistCAConfig),
                 timeouts.exchange_seconds,
                 timeouts.agreement_seconds,
                 timeouts.heartbeat_limit_seconds,
@@ -230,8 +235,8 @@ class ParallelContext:
 
     def __getstate__(self) -> dict[str, object]:
         """Returns settings without connections: a copy opens its own, and so does one in another process."""
-        of_groups: dict[str, object] = {"_transports": {}, "_served": {}, "_known_members": None}
-        return {**vars(self), **of_groups, "trace_file": TraceFile(self.config.report_folder)}
+        own: dict[str, object] = {"_known_members": None, "_transports": {}, "_served": {}}
+        return {**vars(self), **own, "trace_file": TraceFile(self.report_folder)}
 
     def close(self) -> None:
         """Ends the process groups that were opened here; models and loaders that follow it cannot run any more.
@@ -251,15 +256,15 @@ class ParallelContext:
         Raises:
             ConfigError: servers were asked for and none were started, or others; or a setting does not work with them.
         """
-        check_launched_servers(self.config.attention_servers, self.config.trainers_attend, launched_servers())
+        check_launched_servers(self.attention_servers, self.trainers_attend, launched_servers())
         if self.servers is None:
             return
-        if self.config.debug.check_exchanges:
+        if self.debug.check_exchanges:
             raise ConfigError(
                 "debug.check_exchanges compares only exchanges of trainers, and attention servers take part in them; "
                 "leave one of the two out"
             )
-        if self.config.deterministic and not self.config.server_speed:
+        if self.deterministic and not self.server_speed:
             raise ConfigError(
                 "deterministic=True asks for the same gradients in all runs, and server_speed=0 measures speeds, "
                 "which differ from run to run and divide attention between trainers and servers: give a server_speed"

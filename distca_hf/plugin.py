@@ -5,20 +5,17 @@ What imports Transformers is imported where it is needed: a wrong setting is ref
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
-from torch.distributed import ProcessGroup
-from torch.distributed.device_mesh import DeviceMesh
 
 from distca_hf.batches.loader import PlacedLoader
 from distca_hf.comm.rollcall import show_errors_once
-from distca_hf.config import DistCAConfig, unknown_environment_settings
+from distca_hf.config import unknown_environment_settings
 from distca_hf.data.pipelines import Pipeline
 from distca_hf.errors import ConfigError
 from distca_hf.parallel_context import ParallelContext, numbered
-from distca_hf.settings import described, names_of
+from distca_hf.settings import described
 from distca_hf.telemetry import get_logger
 
 
@@ -30,8 +27,7 @@ log = get_logger(__name__)
 
 
 @described
-@dataclass(kw_only=True)
-class DistCAPlugin(DistCAConfig, ParallelContext):
+class DistCAPlugin(ParallelContext):
     """Core attention disaggregation for a training run.
 
     ```python
@@ -42,25 +38,12 @@ class DistCAPlugin(DistCAConfig, ParallelContext):
     ```
     """
 
-    group: ProcessGroup | DeviceMesh | None = field(
-        default=None,
-        metadata={
-            "help": "Ranks that train together: a process group, or a device mesh of one dimension; by default the "
-            "whole job. Gradients must be averaged over the same ranks.",
-            "default": None,
-            "formerly": (),
-        },
-    )
-
     def __new__(cls, *unnamed: object, **settings: object) -> Self:
         show_errors_once()  # errors of wrong settings, too
         return super().__new__(cls, *unnamed, **settings)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        # The package reads `config`; the settings here are those of `config`, for users to read.
-        settings = {name: getattr(self, name) for name in names_of(DistCAConfig)}
-        ParallelContext.__init__(self, DistCAConfig(**settings), self.group)
         for name, meant in unknown_environment_settings().items():
             hint = f" (did you mean {meant}?)" if meant else ""
             log.warning("ignoring environment variable %s: unknown setting of distca_hf%s", name, hint)

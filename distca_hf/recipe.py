@@ -26,7 +26,7 @@ from typing import Any
 
 import yaml
 
-from distca_hf.config import DistCAConfig, variable_of
+from distca_hf.config import OF_RECIPE, DistCAConfig, variable_of
 from distca_hf.errors import ConfigError, did_you_mean
 from distca_hf.launched import JOB_SECRET, LaunchedProcess, Role, job_secret, launched_process, read_servers
 from distca_hf.settings import check_mapping
@@ -185,10 +185,12 @@ class Recipe:
         return cls(launch, environment, plugin, arguments)
 
     def prepare(self, environment: MutableMapping[str, str]) -> None:
-        """Sets the recipe's variables. Variables that are set keep their values, except settings of the plugin."""
+        """Sets the recipe's variables, and leaves its settings for `DistCAConfig()`. Variables that are set keep their
+        values."""
         for name, value in self.environment.items():
             environment.setdefault(name, value)
-        environment.update(as_environment(self.plugin))
+        if self.plugin:
+            environment[OF_RECIPE] = json.dumps(self.plugin)
 
     def role(self, process: Callable[[], LaunchedProcess] = launched_process) -> Role | None:
         """Returns the role of a process; None if there are no attention servers, and all processes train.
@@ -199,15 +201,10 @@ class Recipe:
         Raises:
             ConfigError: there are servers, and the processes cannot be divided so.
         """
-        environment = dict(os.environ)
-        self.prepare(environment)
-        servers = environment.get(variable_of("attention_servers"), "0")
+        name = "attention_servers"
+        of_environment = {**self.environment, **os.environ}.get(variable_of(name), "0")
+        servers = str(self.plugin.get(name, of_environment))
         return process().role(servers) if any(read_servers(servers)) else None
-
-
-def as_environment(settings: Mapping[str, object]) -> dict[str, str]:
-    """Returns the settings as the environment variables that `DistCAConfig()` reads back."""
-    return {variable_of(name): str(value) for name, value in settings.items()}
 
 
 def read_yaml(path: str | Path) -> dict[str, Any]:

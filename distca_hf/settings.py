@@ -1,9 +1,8 @@
 """Settings: dataclasses whose values are given by name, checked, fixed, and described for `help()`.
 
-A field has metadata: `help`, a description; `default`; `formerly`, names that it had before; `at_least` and `at_most`,
-its limits, and whether it is `positive`; `or_number`, whether a whole number may stand for its text; `check`, which
-refuses other wrong values. A field of another class of settings is a group. Settings in it are named with a dot:
-`debug.check_finite`.
+A field has metadata: `help`, a description; `default`; `at_least` and `at_most`, its limits, and whether it is
+`positive`; `or_number`, whether a whole number may stand for its text; `check`, which refuses other wrong values. A
+field of another class of settings is a group. Settings in it are named with a dot: `debug.check_finite`.
 
 Defaults come from a factory, because the environment may change them. Python would show such a default as `<factory>`,
 and descriptions nowhere.
@@ -52,16 +51,17 @@ class Settings:
             ConfigError: the setting has a value; models, loaders and Trainers have read it.
             UnknownSettingError: most likely a misspelt setting is meant.
         """
-        names = names_of(type(self))
+        kind: type = type(self)
+        names = names_of(kind)
         if name in vars(self) and name in names:
             raise ConfigError(
-                f"{name}={value!r}: settings of a {type(self).__name__} are fixed, and this one was made with "
+                f"{name}={value!r}: settings of a {kind.__name__} are fixed, and this one was made with "
                 f"{getattr(self, name)!r}. Make others, dataclasses.replace(settings, {name}={value!r}), and attach "
                 "or enable with a plugin that has them"
             )
         is_known = name in names or name.startswith("_")
-        if not is_known and (name in renamed(type(self)) or nearest(name, names) is not None):
-            check_names(type(self), (), [name], type(self).__name__)
+        if not is_known and nearest(name, [*names, *fields_of(kind)]) is not None:
+            check_names(kind, (), [name], kind.__name__)
         super().__setattr__(name, value)
 
     def check_values(self, settings: type) -> None:
@@ -105,18 +105,13 @@ def values_of(settings: Settings, kind: type) -> dict[str, object]:
     return {name: attrgetter(name)(settings) for name in fields_of(kind)}
 
 
-def renamed(settings: type) -> dict[str, str]:
-    """Returns the present name of every former one."""
-    return {former: name for name, field in fields_of(settings).items() for former in field.metadata["formerly"]}
-
-
 def check_names(settings: type, unnamed: Sequence[object], given: Iterable[object], where: str) -> None:
-    """Refuses settings that are given without a name, with a former name, or with an unknown one.
+    """Refuses settings that are given without a name, or with an unknown one.
 
     Raises:
         UnknownSettingError: there are such settings; names the first.
     """
-    known, present = names_of(settings), renamed(settings)
+    known = names_of(settings)
     if unnamed:
         raise UnknownSettingError(
             f"{where}: {unnamed[0]!r} has no name; write which setting it is, for example {known[0]}={unnamed[0]!r}"
@@ -124,21 +119,17 @@ def check_names(settings: type, unnamed: Sequence[object], given: Iterable[objec
     for name in given:
         if name in known:
             continue
-        if name in present:
-            now = present[str(name)]
-            raise UnknownSettingError(f"{where}: the setting {name!r} is now called {now!r}{_how(settings, now)}")
-        if name in fields_of(settings):
-            raise UnknownSettingError(f"{where}: {name!r} is a setting of a group{_how(settings, str(name))}")
+        for full in fields_of(settings):
+            if name in (full, full.rpartition(".")[2]):
+                raise UnknownSettingError(f"{where}: {name!r} is a setting of a group{_how(settings, full)}")
         all_names = [*fields_of(settings), *known]
         hint = did_you_mean(name, all_names) or f" Known settings: {', '.join(fields_of(settings))}"
         raise UnknownSettingError(f"{where}: unknown setting {name!r}.{hint}")
 
 
 def _how(settings: type, name: str) -> str:
-    """Returns words for the two ways to write a setting of a group; none for other settings."""
+    """Returns words for the two ways to write a setting of a group."""
     group, _, inner = name.rpartition(".")
-    if not group:
-        return ""
     kind = _types(settings)[group].__name__
     return f": {group}=distca_hf.{kind}({inner}=...) in Python, {inner} in a section {group} in recipes"
 

@@ -6,12 +6,11 @@
 | lengths | a file or a dataset | document lengths |
 | find_model | the name of a model, or its config.json | heads, bytes and numbers of weights |
 | request | ranks, tokens and the model, with a table of public ones | plans of micro-steps, as training makes them |
-| first_step | the first optimizer step | its plan, a lower bound of its bytes, and baselines |
+| first_step | the first optimizer step | its plan, in numbers |
 | epoch | document lengths and the seed | the micro-batches of training; their balance, as packed and as planned |
-| estimates | balance and model | speed and memory |
+| estimates | the same training as `simulate` sees it | speed and memory |
 | answer | all of these | one answer, with other numbers of tokens per rank |
 | print_answer, pictures | the answer | terminal and picture |
 
-`baselines` and `published_greedy` are other planners and kinds of parallelism. `bounds` has lower bounds of bytes, one
-of them a linear program (`relaxation`). Training imports nothing from here.
+Training imports nothing from here.
 """

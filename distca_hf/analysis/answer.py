@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, replace
 import numpy as np
 
 from distca_hf.analysis.epoch import EpochPlans, PackedEpoch, fit_lengths
-from distca_hf.analysis.estimates import Assumptions, Estimates, make_estimates, simulate_speed
+from distca_hf.analysis.estimates import Assumptions, Estimates, make_estimates, memory_by_sharding
 from distca_hf.analysis.first_step import StepReport
 from distca_hf.analysis.pipeline_estimates import PipelineEstimates, Wires, estimate_pipeline
 from distca_hf.analysis.request import PlanRequest
@@ -124,12 +124,11 @@ class PlanAnswer:
         """Returns the JSON object of the first step, with `whole_epoch`, `estimates`, `choices` and `pipeline`."""
         estimates = None
         if self.estimates is not None:
-            memory = {sharding: memory.as_json() for sharding, memory in self.estimates.memory.items()}
             estimates = {
-                **asdict(self.estimates.speed),
-                "memory_bytes": memory,
-                "room_bytes": round(self.estimates.room_bytes),
-                "step_cost": self._step_cost(),
+                **self.estimates.as_json(),
+                "rank_seconds": [
+                    self.estimates.rank_seconds(plan, self.assumptions.checkpointing) for plan in self.step.plans
+                ],
                 "assumptions": asdict(self.assumptions),
             }
         return {
@@ -140,11 +139,6 @@ class PlanAnswer:
             "pipeline": None if self.pipeline is None else asdict(self.pipeline),
         }
 
-    def _step_cost(self) -> dict[str, object] | None:
-        """Returns the seconds of a token without attention and of an attended pair, all layers together."""
-        cost = self.assumptions.cost(self.step.request.model)
-        return None if cost is None else {"rates": "H200", **asdict(cost)}
-
 
 def make_answer(
     step: StepReport,
@@ -153,6 +147,7 @@ def make_answer(
     given_tokens: IntArray,
     assumptions: Assumptions,
     wires: Wires = Wires(),  # noqa: B008 (immutable)
+    compare: bool = False,
 ) -> PlanAnswer:
     """Collects all results.
 
@@ -163,11 +158,13 @@ def make_answer(
         given_tokens: `[documents]` its lengths before any were cut.
         assumptions: how the model is trained.
         wires: speed of the network, for a pipeline.
+        compare: whether to simulate all ways to train, without a pipeline.
     """
     request = step.request
     estimates, choices, pipeline = None, [], None
     if request.pipeline is None:
-        estimates = make_estimates(request, packed, plans, assumptions)
+        given = () if packed.origin is not None else packed.first_step(request.micro_steps).micro_batches
+        estimates = make_estimates(request, packed.document_tokens, assumptions, given, compare)
         choices = _choices(step, plans, given_tokens, assumptions, estimates)
     elif (costs := assumptions.pass_costs(request.model)) is not None:
         pipeline = estimate_pipeline(request, packed.document_tokens, packed.epoch, plans, costs, wires)
@@ -189,35 +186,34 @@ def _choices(
     request = step.request
     if step.origin is None:
         return []
-    world = request.num_ranks, request.micro_steps
-    memory = assumptions.memory(request.model, *world, int(plans.received_bytes.max())).get("fsdp2")
 
     def choice(tokens_per_rank: int) -> Choice:
         """Returns the choice of a number of tokens per rank; of the requested one as it was estimated."""
         other = replace(request, tokens_per_rank=tokens_per_rank, bytes_limit=None)
-        too_long = int((given_tokens > other.planner.longest_tokens).sum())
-        needed = None if memory is None else memory(tokens_per_rank).total
-        if tokens_per_rank == request.tokens_per_rank:
-            over_plain = estimates.speed.over_plain if estimates else None
-        else:
-            over_plain = None if estimates is None else _speed(other, given_tokens, assumptions)
+        of_choice = estimates
+        if tokens_per_rank != request.tokens_per_rank:
+            of_choice = _estimates(other, given_tokens, assumptions)
+        memory = None if of_choice is None else of_choice.memory["fsdp2"].total
+        if memory is None and request.model.size is not None:
+            received = int(plans.received_bytes.max())
+            memory = memory_by_sharding(assumptions.simulation(other), tokens_per_rank, received)["fsdp2"].total
         return Choice(
             tokens_per_rank=tokens_per_rank,
             longest_document_tokens=other.planner.longest_tokens,
-            too_long_documents=too_long,
-            memory_bytes=needed,
-            fits=None if needed is None else needed <= assumptions.room_bytes,
-            over_plain=over_plain,
+            too_long_documents=int((given_tokens > other.planner.longest_tokens).sum()),
+            memory_bytes=memory,
+            fits=None if memory is None else memory <= assumptions.room_bytes,
+            over_plain=None if of_choice is None else of_choice.ours.times_as_fast,
         )
 
     return [choice(tokens) for tokens in sorted({request.tokens_per_rank, *TOKENS_PER_RANK})]
 
 
-def _speed(request: PlanRequest, given_tokens: IntArray, assumptions: Assumptions) -> float | None:
-    """Simulates the speed over plain packing; None where documents do not fit, or ranks are too many."""
+def _estimates(request: PlanRequest, given_tokens: IntArray, assumptions: Assumptions) -> Estimates | None:
+    """Returns estimates; None where documents do not fit, ranks are too many, or the model's size is not known."""
     if request.num_ranks > MOST_RANKS_OF_CHOICES:
         return None
     try:
-        return simulate_speed(request, assumptions, fit_lengths(given_tokens, request)).over_plain
+        return make_estimates(request, fit_lengths(given_tokens, request), assumptions)
     except PackingError:
         return None

@@ -68,9 +68,9 @@ def profile(
 
     On several: start the printed line on each of them, with --nnodes and --rdzv-endpoint as for a training.
     """
-    from distca_hf.analysis.profiles import command
+    from distca_hf.analysis.profiles import launch
 
-    line = command.launch_line(
+    line = launch.launch_line(
         output=output,
         processes=processes,
         model=model,
@@ -85,7 +85,7 @@ def profile(
     else:
         typer.echo(shlex.join(line), err=as_json)  # stdout is for the figures
     if not dry_run:
-        command.launch(line)
+        launch.launch(line)
 
 
 def simulate(
@@ -144,7 +144,7 @@ def simulate(
     as_json: Annotated[bool, typer.Option("--json", help="print one JSON object")] = False,
 ) -> None:
     """Estimates steps of a training in every way to share its attention, on a cluster that was measured: plain
-    packing, sorted packs, whole documents, Ulysses, zigzag rings, the published planner of DistCA, and distca_hf.
+    packing, sorted packs, whole documents, Ulysses, zigzag rings and distca_hf.
 
     Says which to choose, what it brings, and when it brings nothing. No GPU is needed. Times come from measurements of
     single kernels, layers and links; all assumptions are listed.

@@ -25,6 +25,7 @@ from distca_hf.analysis.memory import GIB, Checkpointing
 from distca_hf.analysis.pictures import check_can_draw, draw_answer
 from distca_hf.analysis.pipeline_estimates import Wires
 from distca_hf.analysis.print_answer import print_answer
+from distca_hf.analysis.profiles.shipped import DEFAULT_PROFILE, find_profile, gpu_gib_of
 from distca_hf.analysis.request import PlanRequest
 from distca_hf.analysis.terminal import Terminal
 from distca_hf.config import OverlongPolicy
@@ -64,7 +65,8 @@ def run_plan(
     bytes_limit: int | None,
     checkpointing: str,
     liger: bool,
-    gpu_gib: float,
+    cluster: str,
+    gpu_gib: float | None,
     seed: int,
     lengths_are_batch: bool,
     compare: bool,
@@ -88,7 +90,17 @@ def run_plan(
     world = ranks, tokens_per_rank, ranks_per_node, micro_steps
     request = PlanRequest(*world, shape, layout, policy, bytes_limit, stages)
     kept = cast(Checkpointing, checkpointing)  # likewise
-    assumptions = Assumptions(kept, liger, gpu_gib, request.planner.config.kv_budget_gib, seed)
+    gpu_gib = gpu_gib_of(find_profile(cluster)) if gpu_gib is None else gpu_gib
+    assumptions = Assumptions(kept, liger, gpu_gib, seed, cluster)
+    if cluster != DEFAULT_PROFILE and pipeline is not None:
+        raise ConfigError(
+            f"--cluster {cluster} has no effect with --pipeline {pipeline}: `distca simulate --pipeline {pipeline} "
+            f"--cluster {cluster}` takes both"
+        )
+    if compare and pipeline is not None:
+        raise ConfigError(
+            f"--compare has no other ways for --pipeline {pipeline}: `distca simulate --pipeline {pipeline}` has them"
+        )
     if plot is not None:
         check_can_draw(plot)
     progress = PlanProgress()
@@ -103,12 +115,12 @@ def run_plan(
         # Planning is timed: the garbage collector must not spend that time on objects of imports and reading.
         gc.collect()
         gc.freeze()
-        step = make_report(request, packed.first_step(micro_steps), documents.source, compare)
+        step = make_report(request, packed.first_step(micro_steps), documents.source)
         plans = plan_epoch(
             request, packed.document_tokens, packed.epoch, lambda steps: progress.over("planning an epoch", steps)
         )
         with progress.stage("other numbers of tokens per rank" if stages is None else "simulating the pipeline"):
-            answer = make_answer(step, plans, packed, documents.tokens, assumptions, wires)
+            answer = make_answer(step, plans, packed, documents.tokens, assumptions, wires, compare)
     if plot is not None:
         draw_answer(answer, plot)
     if as_json:

@@ -1,112 +1,41 @@
 """Estimates: speed and memory of a training, for a model whose numbers of weights are known.
 
-Speed is that of `distca simulate`: the same steps, the same ways, the same measured times. Bytes come from `memory`.
+Both are those of `distca simulate`: the same steps, the same ways, the same measured times, the same memory.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import get_args
 
-from distca_hf.analysis.epoch import EpochPlans, PackedEpoch
+import numpy as np
+
 from distca_hf.analysis.memory import (
     GIB,
     USABLE_SHARE,
     Checkpointing,
     Memory,
     Sharding,
-    TrainingSetup,
-    estimate_memory,
     shardings,
 )
-from distca_hf.analysis.profiles.shipped import find_profile
-from distca_hf.analysis.request import ModelShape, ModelSize, PlanRequest
+from distca_hf.analysis.profiles.shipped import DEFAULT_PROFILE, find_profile
+from distca_hf.analysis.request import ModelShape, PlanRequest
+from distca_hf.analysis.simulate.costs import Costs
 from distca_hf.analysis.simulate.model import SimulatedModel
 from distca_hf.analysis.simulate.request import SimulationRequest
-from distca_hf.analysis.simulate.ways import Simulation
+from distca_hf.analysis.simulate.result import Result, WayFigures, simulate
+from distca_hf.analysis.simulate.simulation import Simulation
+from distca_hf.analysis.tiles import Tiles
 from distca_hf.arrays import IntArray
-from distca_hf.cost import Heads
 from distca_hf.errors import ConfigError
-from distca_hf.flops import H200, H200_LIGER, PassCosts, Rates, StepCost, StepFlops
+from distca_hf.flops import H200, H200_LIGER, PassCosts
 from distca_hf.gpus import H200_GIB
+from distca_hf.planning.plan import Plan
 
 
 CHECKPOINTING = get_args(Checkpointing)
-# Shipped times that steps are simulated with.
-PROFILE = "h200"
 # Most optimizer steps that are simulated: as many as `distca simulate` takes. And most of them times ranks and
 # micro-steps: planning takes a quarter of a millisecond per rank.
 MOST_STEPS, MOST_RANK_STEPS = 20, 2048
-
-
-def step_cost(size: ModelSize, heads: Heads, checkpointing: Checkpointing = "saved", rates: Rates = H200) -> StepCost:
-    """Returns the cost of a model whose weights are all trained.
-
-    Args:
-        size: size of the model; a size without vocabulary is a model without a head.
-        heads: heads of one layer.
-        checkpointing: whether layers are computed twice without attention ("saved"), with it ("recomputed"), or never
-            ("none").
-        rates: operations per second of the GPU.
-    """
-    weights = size.layer_parameters + size.head_parameters
-    pair_forward = 2 * (heads.dim + heads.value_dim) * heads.query * size.layers
-    return StepFlops.of(weights, weights, pair_forward, size.head_parameters).cost(
-        recomputes_layers=checkpointing != "none", recomputes_attention=checkpointing == "recomputed", rates=rates
-    )
-
-
-@dataclass(frozen=True)
-class Speed:
-    """Simulated steps of the first epoch, as `distca simulate` has them.
-
-    Attributes:
-        attention_share: time of attention over time of the steps as planned.
-        over_plain: time of plain packing over time as planned.
-        over_sorted: the same for packs that are sorted by work within every optimizer step.
-        steps: how many were simulated.
-    """
-
-    attention_share: float
-    over_plain: float
-    over_sorted: float
-    steps: int
-
-
-def simulate_speed(
-    request: PlanRequest,
-    assumptions: "Assumptions",
-    document_tokens: IntArray,
-    given: Sequence[IntArray] = (),
-) -> Speed:
-    """Simulates the first optimizer steps of a training, on the shipped times of an H200.
-
-    Args:
-        request: ranks, layout, and a model of known size.
-        assumptions: how the model is trained.
-        document_tokens: `[documents]` lengths of the dataset, none too long.
-        given: lengths of each micro-batch of the one step to simulate; those of the first epoch by default.
-    """
-    ranks, micro_steps = request.num_ranks, request.micro_steps
-    simulated = SimulationRequest(
-        *(SimulatedModel.of(request.model), ranks, request.tokens_per_rank, None, micro_steps),
-        ranks_per_node=request.ranks_per_node,
-        checkpointing=assumptions.checkpointing,
-        liger=assumptions.liger,
-        batches=max(1, min(MOST_STEPS, MOST_RANK_STEPS // (ranks * micro_steps))),
-        seed=assumptions.seed,
-    )
-    steps = [given] if given else simulated.steps(document_tokens)
-    simulation = Simulation.of(simulated, find_profile(PROFILE))
-    ways = {way.key: way for way in (*simulation.ways(), simulation.tasks_moved)}
-    ours = "placed" if request.layout == "placed" else "tasks_moved"
-    plain, packs, planned = (
-        [simulation.step_seconds(ways[key], step) for step in steps] for key in ("plain", "sorted_packs", ours)
-    )
-    seconds = [sum(of_step for of_step, _ in way) for way in (plain, packs, planned)]
-    attention = sum(
-        load.attention_seconds(simulation.training.layers_checkpointed) for _, of in planned for load in of
-    )
-    return Speed(attention / seconds[2], seconds[0] / seconds[2], seconds[1] / seconds[2], len(steps))
 
 
 @dataclass(frozen=True)
@@ -118,8 +47,8 @@ class Assumptions:
             of attention ("saved").
         liger: whether Liger's kernels and its fused loss are used.
         gpu_gib: memory of a GPU.
-        kv_budget_gib: the setting of this name.
         seed: of the order of documents.
+        cluster: name or file of the profile that has the measured times.
 
     Raises:
         ConfigError: a value is none of the allowed ones.
@@ -128,8 +57,8 @@ class Assumptions:
     checkpointing: Checkpointing = "saved"
     liger: bool = False
     gpu_gib: float = H200_GIB
-    kv_budget_gib: float = 4.0
     seed: int = 0
+    cluster: str = DEFAULT_PROFILE
 
     def __post_init__(self) -> None:
         if self.checkpointing not in CHECKPOINTING:
@@ -142,67 +71,120 @@ class Assumptions:
         """Bytes of a GPU that torch may allocate."""
         return USABLE_SHARE * self.gpu_gib * GIB
 
-    def cost(self, model: ModelShape) -> StepCost | None:
-        """Returns the cost of tokens and pairs; None if the model's size is not known."""
-        if model.size is None:
-            return None
-        return step_cost(model.size, model.heads, self.checkpointing, H200_LIGER if self.liger else H200)
+    def simulation(self, request: PlanRequest) -> SimulationRequest:
+        """Returns what `distca simulate` is asked for the same training, and for as many steps as are worth it."""
+        ranks, micro_steps = request.num_ranks, request.micro_steps
+        return SimulationRequest(
+            *(SimulatedModel.of(request.model), ranks, request.tokens_per_rank, None, micro_steps),
+            ranks_per_node=request.ranks_per_node,
+            checkpointing=self.checkpointing,
+            liger=self.liger,
+            gpu_gib=self.gpu_gib,
+            batches=max(1, min(MOST_STEPS, MOST_RANK_STEPS // (ranks * micro_steps))),
+            seed=self.seed,
+        )
 
     def pass_costs(self, model: ModelShape) -> PassCosts | None:
         """Returns the costs of the layers, forward and backward apart; None if the model's size is not known."""
         recomputes = self.checkpointing != "none", self.checkpointing == "recomputed"
         return model.pass_costs(*recomputes, H200_LIGER if self.liger else H200)
 
-    def memory(
-        self, model: ModelShape, num_ranks: int, micro_steps: int, received_bytes: int
-    ) -> dict[Sharding, Callable[[int], Memory]]:
-        """Returns for each way to shard weights a function from tokens per rank to memory.
-
-        Args:
-            model: shape and size; without a size nothing is returned.
-            num_ranks: ranks that share weights.
-            micro_steps: of an optimizer step.
-            received_bytes: bytes of keys and values that a rank receives in one layer's forward pass.
-        """
-        if model.size is None:
-            return {}
-        size = model.size.decoder(model.heads)
-
-        def of(sharding: Sharding) -> Callable[[int], Memory]:
-            """Returns the function of one way to shard weights."""
-            trained = num_ranks, sharding, self.checkpointing, self.liger
-            setup = TrainingSetup(*trained, kv_budget_bytes=self.kv_budget_gib * GIB, micro_steps=micro_steps)
-            return lambda tokens: estimate_memory(size, setup, tokens, received_bytes)
-
-        return {sharding: of(sharding) for sharding in shardings(micro_steps, model.mixer_layers > 0)}
-
 
 @dataclass(frozen=True)
 class Estimates:
-    """Speed and memory of a training with these micro-batches.
+    """Speed and memory of a training with these micro-batches, as `distca simulate` has them.
 
     Attributes:
-        speed: of the first optimizer steps.
+        simulated: the first optimizer steps, in the way of the request, as plain packing and as sorted packs; if it
+            was asked for in all ways.
+        ours: the way of the request.
+        costs: seconds of the parts of these steps, from measured times.
         memory: memory of the rank with most tokens, for each way to shard weights.
         room_bytes: bytes of a GPU that torch may allocate.
     """
 
-    speed: Speed
+    simulated: Result
+    ours: WayFigures
+    costs: Costs
     memory: dict[Sharding, Memory]
     room_bytes: float
 
+    @property
+    def over_sorted(self) -> float:
+        """Time of packs that are sorted by work within every optimizer step, over time as planned."""
+        return self.ours.gain_over(self.simulated.way("sorted_packs"))
+
+    def rank_seconds(self, plan: Plan, checkpointing: Checkpointing) -> dict[str, list[float]]:
+        """Returns `[ranks]` seconds of a micro-batch: of attention, and of all else but the optimizer and
+        collectives."""
+        attention = np.zeros(plan.layout.num_ranks)
+        for mask, layers in self.costs.model.masks:
+            tiles = Tiles.of(plan, mask)
+            passes = self.costs.seconds(tiles).sum_by(tiles.rank, len(attention))
+            attention += layers * (passes.forward * (1 + (checkpointing == "recomputed")) + passes.backward)
+        rest = self.costs.rest_seconds(plan.layout.rank_tokens, checkpointing != "none")
+        return {"attention": attention.tolist(), "rest": rest.tolist()}
+
+    def as_json(self) -> dict[str, object]:
+        """Returns all figures by their names."""
+        return {
+            "attention_share": self.ours.attention_share,
+            "over_plain": self.ours.times_as_fast,
+            "over_sorted": self.over_sorted,
+            "steps": self.ours.steps,
+            "profile": self.costs.profile.summary(),
+            "ways": [way.as_json() for way in self.simulated.ways],
+            "memory_bytes": {sharding: memory.as_json() for sharding, memory in self.memory.items()},
+            "room_bytes": round(self.room_bytes),
+        }
+
 
 def make_estimates(
-    request: PlanRequest, packed: PackedEpoch, plans: EpochPlans, assumptions: Assumptions
+    request: PlanRequest,
+    document_tokens: IntArray,
+    assumptions: Assumptions,
+    given: Sequence[IntArray] = (),
+    compare: bool = False,
 ) -> Estimates | None:
-    """Returns estimates for an epoch; None if the model's size is not known."""
+    """Returns estimates for a training; None if the model's size is not known.
+
+    Args:
+        request: ranks, model and layout.
+        document_tokens: `[documents]` lengths of the dataset, none too long.
+        assumptions: how the model is trained.
+        given: lengths of each micro-batch of the one step to simulate; those of the first epoch by default.
+        compare: whether to simulate all ways.
+    """
     if request.model.size is None:
         return None
-    given = () if packed.origin is not None else packed.first_step(request.micro_steps).micro_batches
-    world = request.num_ranks, request.micro_steps
-    memory = assumptions.memory(request.model, *world, int(plans.received_bytes.max()))
-    return Estimates(
-        speed=simulate_speed(request, assumptions, packed.document_tokens, given),
-        memory={sharding: of(request.tokens_per_rank) for sharding, of in memory.items()},
-        room_bytes=assumptions.room_bytes,
+    simulated, profile = (
+        assumptions.simulation(request).for_documents(document_tokens),
+        find_profile(assumptions.cluster),
     )
+    ours = "placed" if request.layout == "placed" else "tasks_moved"
+    keys = ["plain", "sorted_packs", ours]
+    simulation = Simulation.of(simulated, profile)
+    if compare:
+        keys += [way.key for way in simulation.ways() if way.key not in keys]
+    steps = [given] if given else ()
+    result, _ = simulate(simulated, profile, document_tokens, keys=tuple(keys), steps=steps)
+    way = result.way(ours)
+    return Estimates(
+        result,
+        way,
+        simulation.costs,
+        memory_by_sharding(simulated, way.most_tokens, way.received_bytes),
+        assumptions.room_bytes,
+    )
+
+
+def memory_by_sharding(request: SimulationRequest, tokens: int, received_bytes: int) -> dict[Sharding, Memory]:
+    """Returns the memory of a rank with so many tokens, for each way to shard weights.
+
+    Args:
+        received_bytes: that a rank receives in one layer's forward pass.
+    """
+    return {
+        sharding: request.memory(request.setup(sharding), tokens, received_bytes)
+        for sharding in shardings(request.accumulation, request.model.mixers > 0)
+    }

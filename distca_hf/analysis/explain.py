@@ -31,7 +31,7 @@ from distca_hf.planning.plan import plan_in_place
 from distca_hf.runtime.attention import Attended, attend, attend_backward
 from distca_hf.runtime.layer_kinds import PinnedKinds
 from distca_hf.runtime.live_plan import LivePlan
-from distca_hf.runtime.pass_trace import PassTrace
+from distca_hf.runtime.pending_traces import PassTrace
 from distca_hf.testing import run_ranks
 from distca_hf.traces import Spent
 

@@ -77,8 +77,8 @@ def _shape_of(candidate: "Candidate", tries: bool) -> ModelShape:
     Raises:
         ConfigError: distca_hf refuses the model, it cannot be built, or a value is missing or wrong.
     """
-    from distca_hf.analysis.check.command import judge_quietly
-    from distca_hf.analysis.check.sizes import decoder_size
+    from distca_hf.analysis.check.layers import decoder_size
+    from distca_hf.analysis.check.run_check import judge_quietly
     from distca_hf.integrations.models.operations import step_flops
 
     name = candidate.name.replace(", default sizes", " (default sizes)")

@@ -1,62 +1,69 @@
-"""First step: the first optimizer step, planned as training plans it, in numbers.
-
-Beside the plan of distca stand a lower bound of its bytes and, if asked for, baselines on the same documents.
-"""
+"""First step: the first optimizer step, planned as training plans it, in numbers."""
 
 import hashlib
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields, replace
-from functools import partial
+from fractions import Fraction
 
 import numpy as np
 
-from distca_hf.analysis.baselines import (
-    Baseline,
-    Figures,
-    context_parallel,
-    figures_of,
-    sorted_packs,
-    ulysses,
-    whole_documents,
-)
-from distca_hf.analysis.bounds import bytes_bound, key_tokens_bound
 from distca_hf.analysis.epoch import OptimizerStep, Origin
-from distca_hf.analysis.published_greedy import PUBLISHED_TOLERANCE, published_greedy
 from distca_hf.analysis.request import PlanRequest, plan_micro_steps
 from distca_hf.arrays import IntArray, ceil_div
+from distca_hf.cost import TokenBytes
 from distca_hf.errors import PlanError
 from distca_hf.placement.place import work_in_order
 from distca_hf.planning.plan import Plan
 from distca_hf.planning.transfers import bytes_between
-
-
-# Tolerances of the published planner, as shares of the mean work: of its code, of its paper's figures, and none.
-TOLERANCES = (PUBLISHED_TOLERANCE, 0.05, 0.0)
-# Maximum number of ranks of the linear program, which takes a third of a second for these, and seconds for more.
-MOST_RANKS_OF_LINEAR_PROGRAM = 128
+from distca_hf.topology import Topology
 
 
 @dataclass(frozen=True)
-class Outcome:
-    """One way to run the optimizer step.
+class Figures:
+    """Balance and bytes of all micro-steps of an optimizer step together.
 
     Attributes:
-        figures: its balance and bytes.
-        bound_bytes_total: lower bound of the bytes of any plan as balanced as that of distca; None if it is not known.
-        planning_seconds: time of planning.
-        fingerprint: equal for equal outcomes.
+        tokens_min, tokens_max: tokens of the emptiest and the fullest rank in any micro-step.
+        imbalance: max/mean work, 1.0 is perfect. For several micro-steps it is the sum of the heaviest ranks over the
+            sum of the means.
+        bytes_total: bytes between ranks in the forward pass of one layer.
+        bytes_max_rank: the most of these bytes that one rank sends or receives; summed over micro-steps.
+        bytes_internode_max: the same for bytes between nodes.
     """
 
-    figures: Figures
-    bound_bytes_total: int | None
-    planning_seconds: float
-    fingerprint: str
+    tokens_min: int
+    tokens_max: int
+    imbalance: float
+    bytes_total: int
+    bytes_max_rank: int
+    bytes_internode_max: int
+
+
+def figures_of(micro_steps: Sequence["PlannedMicroBatch"], topology: Topology) -> Figures:
+    """Returns the figures of the micro-steps of one optimizer step."""
+    # In pairs, exactly: micro-steps of one plan may divide heads into other numbers of parts.
+    total_pairs = sum(Fraction(int(step.work.sum()), step.head_parts) for step in micro_steps)
+    heaviest_pairs = sum(Fraction(int(step.work.max()), step.head_parts) for step in micro_steps)
+    crosses = topology.node_of[:, None] != topology.node_of[None, :]
+    return Figures(
+        tokens_min=min(int(step.tokens.min()) for step in micro_steps),
+        tokens_max=max(int(step.tokens.max()) for step in micro_steps),
+        imbalance=float(heaviest_pairs * topology.num_ranks / total_pairs) if total_pairs else 1.0,
+        bytes_total=sum(int(step.bytes_between.sum()) for step in micro_steps),
+        bytes_max_rank=sum(largest_rank_bytes(step.bytes_between) for step in micro_steps),
+        bytes_internode_max=sum(largest_rank_bytes(step.bytes_between * crosses) for step in micro_steps),
+    )
+
+
+def largest_rank_bytes(bytes_between: np.ndarray) -> int:
+    """Returns the most bytes that any rank sends or receives."""
+    return int(max(bytes_between.sum(axis=1).max(), bytes_between.sum(axis=0).max()))
 
 
 @dataclass(frozen=True, eq=False)
 class StepReport:
-    """A planned optimizer step, and baselines on the same documents.
+    """A planned optimizer step.
 
     Attributes:
         request: ranks, model and layout.
@@ -67,11 +74,13 @@ class StepReport:
         cut_documents: number of documents with more than one task.
         shards: number of their tasks.
         imbalance_before: imbalance of documents in order, if every rank computes its own tokens.
-        planned: the plan of distca.
-        baselines: other planners and kinds of parallelism, by name.
+        figures: balance and bytes of the plans.
+        planning_seconds: time of planning.
+        fingerprint: equal for equal plans.
         work_before, work: `[ranks]` work of all micro-steps together: attended pairs, and pairs x head groups of the
             model.
         micro_batches: the ranks in every micro-step.
+        plans: of every micro-step.
     """
 
     request: PlanRequest
@@ -83,17 +92,25 @@ class StepReport:
     cut_documents: int
     shards: int
     imbalance_before: float
-    planned: Outcome
-    baselines: dict[str, Outcome]
+    figures: Figures
+    planning_seconds: float
+    fingerprint: str
     work_before: IntArray
     work: IntArray
-    micro_batches: list["PlannedMicroBatch"]
+    micro_batches: Sequence["PlannedMicroBatch"]
+    plans: Sequence[Plan]
 
     def as_json(self) -> dict[str, object]:
-        """Returns one flat JSON object; `baselines` has one more for each baseline, with the same keys."""
+        """Returns one flat JSON object."""
         names = [field.name for field in fields(Origin)]
         origin = dict.fromkeys(names) if self.origin is None else asdict(self.origin)
-        world = {
+        return {
+            "model": self.request.model.name,
+            "other_layers": self.request.model.other_layers,
+            "limits": list(self.request.model.limits),
+            "layout": self.request.layout,
+            "source": self.source,
+            **origin,
             "ranks": self.request.num_ranks,
             "tokens_per_rank": self.request.tokens_per_rank,
             "ranks_per_node": self.request.ranks_per_node,
@@ -102,20 +119,12 @@ class StepReport:
             "tokens": self.tokens,
             "longest_document_tokens": self.longest_document_tokens,
             "imbalance_before": self.imbalance_before,
-        }
-        return {
-            "model": self.request.model.name,
-            "other_layers": self.request.model.other_layers,
-            "limits": list(self.request.model.limits),
-            "layout": self.request.layout,
-            "source": self.source,
-            **origin,
-            **world,
-            **_flat(self.planned),
+            **asdict(self.figures),
+            "planning_seconds": self.planning_seconds,
+            "fingerprint": self.fingerprint,
             "cut_documents": self.cut_documents,
             "shards": self.shards,
             "micro_batches": [planned.as_json() for planned in self.micro_batches],
-            "baselines": {name: {**world, **_flat(outcome)} for name, outcome in self.baselines.items()},
         }
 
 
@@ -125,37 +134,47 @@ class PlannedMicroBatch:
 
     Attributes:
         document_tokens: `[documents]` lengths, in the order of the micro-step.
-        planned: work, tokens and bytes of the plan.
+        work: `[ranks]` attended pairs each rank computes, times `head_parts`.
+        tokens: `[ranks]` tokens each rank holds.
+        bytes_between: `[source, destination]` bytes sent in the forward pass of one layer; nothing to oneself. Queries
+            and outputs of tasks that move are sent once, keys and values once per document and server.
+        head_parts: parts that heads are divided into, of which a rank may compute some; 1 if it computes all heads.
     """
 
     document_tokens: IntArray
-    planned: Baseline
+    work: IntArray
+    tokens: IntArray
+    bytes_between: IntArray
+    head_parts: int = 1
+
+    @classmethod
+    def of(cls, plan: Plan, token_bytes: TokenBytes) -> "PlannedMicroBatch":
+        """Returns work, tokens and bytes of a plan."""
+        layout, sent = plan.layout, bytes_between(plan, token_bytes)
+        return cls(layout.document_tokens, plan.work, layout.rank_tokens, sent, plan.tasks.head_groups)
 
     def as_json(self) -> dict[str, object]:
         """Returns one object. Work is attended pairs: of the same documents in order, and as planned. Bytes are
         (source, destination, bytes) of one layer's forward pass."""
-        sent = self.planned.bytes_between
+        sent = self.bytes_between
         source, destination = np.nonzero(sent)
         return {
             "documents": len(self.document_tokens),
             "longest_document_tokens": int(self.document_tokens.max(initial=0)),
-            "rank_work_before": work_in_order(self.document_tokens, len(self.planned.work)).tolist(),
-            "rank_work": (self.planned.work / self.planned.head_parts).tolist(),
-            "rank_tokens": self.planned.tokens.tolist(),
+            "rank_work_before": work_in_order(self.document_tokens, len(self.work)).tolist(),
+            "rank_work": (self.work / self.head_parts).tolist(),
+            "rank_tokens": self.tokens.tolist(),
             "bytes_between": np.stack([source, destination, sent[source, destination]], axis=1).tolist(),
         }
 
 
-def make_report(
-    request: PlanRequest, step: OptimizerStep, source: str = "lengths", compare: bool = False
-) -> StepReport:
+def make_report(request: PlanRequest, step: OptimizerStep, source: str = "lengths") -> StepReport:
     """Plans an optimizer step and counts work and bytes.
 
     Args:
         request: ranks, model and layout.
         step: documents of the step.
         source: file or dataset of the lengths.
-        compare: whether to run the baselines, too.
 
     Raises:
         PackingError: lengths are out of range.
@@ -169,20 +188,14 @@ def make_report(
         planning_seconds = time.perf_counter() - began
         for plan in plans:
             plan.validate()
-        planned = [Baseline.of_plan("distca", plan, request.model.token_bytes) for plan in plans]
+        planned = [PlannedMicroBatch.of(plan, request.model.token_bytes) for plan in plans]
         _check_bytes_limit(planned, request.bytes_limit)
     except PlanError as error:
         raise PlanError(f"{error}; {_world_that_fits(request, batches)}") from error
-    # 2. The same documents in order, the lower bound, and baselines.
+    # 2. The same documents in order.
     in_order = [work_in_order(batch, request.num_ranks) for batch in batches]
     lengths = np.concatenate(batches)
     cut_documents, shards = np.sum([_shards(plan) for plan in plans], axis=0).tolist()
-    bound = bound_bytes_total(request, plans)
-    baselines = {}
-    if compare:
-        for name, micro_steps, seconds in run_baselines(request, batches):
-            figures = figures_of(micro_steps, request.topology)
-            baselines[name] = Outcome(figures, bound, seconds, _fingerprint(micro_steps))
     return StepReport(
         request=request,
         source=source,
@@ -193,20 +206,17 @@ def make_report(
         cut_documents=cut_documents,
         shards=shards,
         imbalance_before=_imbalance(in_order),
-        planned=Outcome(
-            figures_of(planned, request.topology), bound, planning_seconds, _join([plan.fingerprint for plan in plans])
-        ),
-        baselines=baselines,
+        figures=figures_of(planned, request.topology),
+        planning_seconds=planning_seconds,
+        fingerprint=_join([plan.fingerprint for plan in plans]),
         work_before=np.sum(in_order, axis=0),
         work=np.sum([plan.work * (request.model.heads.groups // plan.tasks.head_groups) for plan in plans], axis=0),
-        micro_batches=[
-            PlannedMicroBatch(plan.layout.document_tokens, of_ranks)
-            for plan, of_ranks in zip(plans, planned, strict=True)
-        ],
+        micro_batches=planned,
+        plans=plans,
     )
 
 
-def _check_bytes_limit(micro_steps: Sequence[Baseline], bytes_limit: int | None) -> None:
+def _check_bytes_limit(micro_steps: Sequence[PlannedMicroBatch], bytes_limit: int | None) -> None:
     """Raises PlanError if a rank sends or receives more than the limit in a micro-step."""
     for number, step in enumerate(micro_steps):
         for verb, axis in (("send", 1), ("receive", 0)):
@@ -245,100 +255,9 @@ def _imbalance(work: Sequence[IntArray]) -> float:
     return sum(int(step.max()) for step in work) * len(work[0]) / total if total else 1.0
 
 
-def _fingerprint(micro_steps: Sequence[Baseline]) -> str:
-    """Returns a fingerprint that is equal for baselines with equal work, tokens and bytes."""
-    digests = []
-    for step in micro_steps:
-        digest = hashlib.blake2b(digest_size=8)
-        for array in (step.work, step.tokens, step.bytes_between):
-            digest.update(np.ascontiguousarray(array, dtype="<i8").tobytes())
-        digests.append(int.from_bytes(digest.digest(), "big"))
-    return _join(digests)
-
-
 def _join(fingerprints: Sequence[int]) -> str:
     """Combines fingerprints into one, as hexadecimal digits."""
     if len(fingerprints) == 1:
         return f"{fingerprints[0]:016x}"
     text = ",".join(str(fingerprint) for fingerprint in fingerprints)
     return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
-
-
-def _flat(outcome: Outcome) -> dict[str, object]:
-    """Returns an outcome and its figures in one flat JSON object."""
-    flat = asdict(outcome)
-    return {**flat.pop("figures"), **flat}
-
-
-def run_baselines(request: PlanRequest, batches: Sequence[IntArray]) -> Iterator[tuple[str, list[Baseline], float]]:
-    """Yields name, micro-steps and seconds of every baseline; each has the same documents in the same order.
-
-    Args:
-        request: ranks and model.
-        batches: lengths of the documents of every micro-step.
-    """
-    for run in _each_micro_step(request):
-        began = time.perf_counter()
-        micro_steps = [run(batch) for batch in batches]
-        yield micro_steps[0].name, micro_steps, time.perf_counter() - began
-    began = time.perf_counter()
-    micro_steps = sorted_packs(np.concatenate(batches), request.num_ranks, len(batches))
-    yield micro_steps[0].name, micro_steps, time.perf_counter() - began
-
-
-def _each_micro_step(request: PlanRequest) -> Iterator[Callable[[IntArray], Baseline]]:
-    """Yields the baselines that treat each micro-step separately, as functions of its document lengths."""
-    ranks, model = request.num_ranks, request.model
-    token_bytes, heads, key_value_heads = model.token_bytes, model.heads.query, model.heads.key_value
-    for tolerance in TOLERANCES:
-        yield partial(published_greedy, num_ranks=ranks, token_bytes=token_bytes, tolerance=tolerance)
-    groups = [ranks] if ranks <= request.ranks_per_node else [ranks, request.ranks_per_node]
-    for group in groups:
-        yield partial(context_parallel, num_ranks=ranks, token_bytes=token_bytes, group_ranks=group)
-    for group in groups:
-        if group <= heads:
-            yield partial(
-                ulysses,
-                num_ranks=ranks,
-                token_bytes=token_bytes,
-                heads=heads,
-                key_value_heads=key_value_heads,
-                group_ranks=group,
-            )
-    yield partial(whole_documents, num_ranks=ranks, token_bytes=token_bytes)
-
-
-def bound_bytes_total(request: PlanRequest, plans: Sequence[Plan]) -> int | None:
-    """Returns a lower bound of the bytes of all ranks and micro-steps, with the documents of each as they are.
-
-    For placed layouts it is the counting bound, for placements that do not divide heads (stripes may need less). For
-    fixed layouts it is the optimum of the linear program; None where that takes too long, or scipy is not installed.
-    """
-    if request.layout == "placed":
-        return sum(_placed(request, plan) for plan in plans)
-    if request.num_ranks > MOST_RANKS_OF_LINEAR_PROGRAM:
-        return None
-    try:
-        return sum(_fixed(request, plan) for plan in plans)
-    except ImportError:
-        return None
-
-
-def _placed(request: PlanRequest, plan: Plan) -> int:
-    """Returns the counting bound of one micro-step."""
-    tokens = key_tokens_bound(
-        plan.layout.document_tokens,
-        request.num_ranks,
-        most_work=ceil_div(int(plan.work.max()), plan.tasks.head_groups),
-        fewest_tokens=int(plan.layout.rank_tokens.min()),
-        most_tokens=int(plan.layout.rank_tokens.max()),
-    )
-    return tokens * request.model.token_bytes.key_value
-
-
-def _fixed(request: PlanRequest, plan: Plan) -> int:
-    """Returns the bound of the linear program of one micro-step."""
-    groups = request.model.heads.groups
-    largest_work = int(plan.work.max()) * groups // plan.tasks.head_groups
-    limits = np.full(request.num_ranks, largest_work)
-    return bytes_bound(plan.layout, limits, groups, request.model.token_bytes).total

@@ -12,10 +12,9 @@ import numpy as np
 
 from distca_hf.analysis.command import PlanProgress
 from distca_hf.analysis.memory import GIB
-from distca_hf.analysis.profiles.shipped import DEFAULT_PROFILE, find_profile
-from distca_hf.analysis.simulate.command import TOKEN_BUDGET, simulate
+from distca_hf.analysis.profiles.cluster_profile import ClusterProfile
 from distca_hf.analysis.simulate.request import SimulationRequest
-from distca_hf.analysis.simulate.result import Result
+from distca_hf.analysis.simulate.result import Result, simulate
 from distca_hf.arrays import IntArray
 from distca_hf.batches.given_plans import GivenPlans
 from distca_hf.cost import imbalance
@@ -72,6 +71,7 @@ class GivenAnswer:
         row_tokens: `[rows]` all lengths.
         micro_batches: those that were looked at.
         simulated: speed and memory.
+        profile: measured times that these follow from.
     """
 
     request: SimulationRequest
@@ -79,6 +79,7 @@ class GivenAnswer:
     row_tokens: IntArray
     micro_batches: Sequence[GivenMicroBatch]
     simulated: Result
+    profile: ClusterProfile
 
     @property
     def places_rows(self) -> bool:
@@ -146,6 +147,7 @@ class GivenAnswer:
             "micro_steps": request.accumulation,
             "context_tokens": request.context_tokens,
             "seed": request.seed,
+            "profile": self.profile.summary(),
             "rows": len(self.row_tokens),
             "tokens": int(self.row_tokens.sum()),
             "micro_batches": count,
@@ -163,12 +165,17 @@ class GivenAnswer:
 
 
 def answer(
-    request: SimulationRequest, source: str, row_tokens: IntArray, progress: PlanProgress | None = None
+    request: SimulationRequest,
+    source: str,
+    row_tokens: IntArray,
+    profile: ClusterProfile,
+    progress: PlanProgress | None = None,
 ) -> GivenAnswer:
     """Plans and simulates steps of given batches.
 
     Args:
         row_tokens: `[rows]` lengths.
+        profile: measured times.
         progress: shows what is done.
 
     Raises:
@@ -181,5 +188,5 @@ def answer(
     planned = [GivenMicroBatch.of(plans, packs[number]) for number in progress.over("planning", range(len(packs)))]
     simulated = replace(request, batches=max(1, min(MOST_STEPS, MOST_RANK_STEPS // size)))
     with progress.stage("simulating steps"):
-        result, _ = simulate(simulated, find_profile(DEFAULT_PROFILE), row_tokens, token_budget=TOKEN_BUDGET)
-    return GivenAnswer(request, source, row_tokens, planned, result)
+        result, _ = simulate(simulated, profile, row_tokens)
+    return GivenAnswer(request, source, row_tokens, planned, result, profile)

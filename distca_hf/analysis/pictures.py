@@ -61,7 +61,7 @@ def figure_of(answer: "PlanAnswer") -> "Figure":
 
     report = answer.step
     request, num_ranks = report.request, report.request.num_ranks
-    before, after = report.imbalance_before, report.planned.figures.imbalance
+    before, after = report.imbalance_before, report.figures.imbalance
     figure = Figure(figsize=(min(16.0, 6.0 + 0.1 * num_ranks), 7.5), layout="constrained")
     in_order, planned, epoch = figure.subplots(3, 1)
     planned.sharex(in_order)

@@ -5,8 +5,8 @@ from typing import Annotated
 
 import typer
 
+from distca_hf.analysis.profiles.shipped import DEFAULT_PROFILE
 from distca_hf.errors import ConfigError
-from distca_hf.gpus import H200_GIB
 
 
 PLAN_EPILOG = "Example: distca plan pretrain --gpus 8 --tokens-per-rank 16384 --compare"
@@ -100,10 +100,15 @@ def plan(
     bytes_limit: BytesLimit = None,
     checkpointing: Checkpointing = "saved",
     liger: Annotated[bool, typer.Option("--liger", help="estimate with Liger's kernels and loss")] = False,
-    gpu_gib: Annotated[float, typer.Option(help="memory of a GPU, in GiB; by default an H200's")] = H200_GIB,
+    cluster: Annotated[
+        str, typer.Option(help="measured times for speed, as distca simulate takes them")
+    ] = DEFAULT_PROFILE,
+    gpu_gib: Annotated[
+        float | None, typer.Option(help="memory of a GPU, in GiB; by default that of the GPU of --cluster")
+    ] = None,
     seed: Seed = 0,
     lengths_are_batch: LengthsAreBatch = False,
-    compare: Annotated[bool, typer.Option("--compare", help="also run baselines on the same documents")] = False,
+    compare: Annotated[bool, typer.Option("--compare", help="simulate all other ways to train, too")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="print one JSON object")] = False,
     plot: Annotated[Path | None, typer.Option(help="draw the work of all ranks into this file")] = None,
 ) -> None:
@@ -146,6 +151,7 @@ def plan(
             model=model,
             checkpointing=checkpointing,
             liger=liger,
+            cluster=cluster,
             gpu_gib=gpu_gib,
             seed=seed,
             as_json=as_json,
@@ -174,6 +180,7 @@ def plan(
         bytes_limit=bytes_limit,
         checkpointing=checkpointing,
         liger=liger,
+        cluster=cluster,
         gpu_gib=gpu_gib,
         seed=seed,
         lengths_are_batch=lengths_are_batch,

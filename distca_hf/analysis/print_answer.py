@@ -1,7 +1,7 @@
 """Print answer: the answer of `distca plan` in the terminal, readable from 40 columns on.
 
-Sentences come first, then tables of the epoch, estimates, choices, the first step and baselines, then bars of the
-ranks. Tables have no lines and are as narrow as their words.
+Sentences come first, then tables of the epoch, estimates, choices and the first step, then bars of the ranks. Tables
+have no lines and are as narrow as their words.
 """
 
 from collections.abc import Iterator, Sequence
@@ -12,7 +12,7 @@ from rich.table import Table
 
 from distca_hf.analysis.answer import Choice, EpochFigures, PlanAnswer
 from distca_hf.analysis.estimates import Estimates
-from distca_hf.analysis.first_step import Outcome, StepReport
+from distca_hf.analysis.first_step import StepReport
 from distca_hf.analysis.memory import SHARDING_NAMES, USABLE_SHARE
 from distca_hf.analysis.pipeline_estimates import PipelineEstimates
 from distca_hf.analysis.tables import (
@@ -23,8 +23,8 @@ from distca_hf.analysis.tables import (
     in_bytes,
     in_gib,
     in_range,
-    in_thousands,
     plain_table,
+    ways_table,
 )
 from distca_hf.arrays import IntArray, ceil_div
 
@@ -36,28 +36,18 @@ WORTH_IT = 1.02
 # Characters beside the two bars of a rank, and range of the length of a bar.
 COLUMNS_BESIDE_BARS = 22
 FEWEST_BAR_CHARACTERS, MOST_BAR_CHARACTERS = 4, 24
-# Names of baselines.
-BASELINES = {
-    "greedy": "DistCA paper",
-    "zigzag_cp": "ring/zigzag CP",
-    "ulysses": "Ulysses",
-    "lpt": "whole documents (LPT)",
-    "sorted_packs": "sorted packs",
-}
-COMPARE_NOTE = (
-    "DistCA paper: its planner, at a tolerance of 10, 5 and 0 %. CP: context parallelism. In 8s: in groups of 8 "
-    "ranks. Whole documents: each to the least loaded rank. Sorted packs: documents cut at packs' borders, equally "
-    "heavy packs at the same time. Bytes are those of one layer's forward pass."
+# Ways that are simulated if no others are asked for.
+WAYS_OF_SPEED = 3
+WAYS_NOTE = (
+    "x plain: speed over plain packing. Bytes: most that a GPU sends or receives in a layer's forward pass. A way "
+    "with * leaves out attention where it cuts documents. `distca simulate` has more figures."
 )
 # Minimum width of a terminal, in characters, for all columns of the table of choices.
 CHOICES_COLUMNS = 60
-# Minimum width of a terminal, in characters, for all figures of a baseline beside its name.
-COMPARE_COLUMNS = 76
 
 
 def print_answer(answer: PlanAnswer, console: Console) -> None:
-    """Prints documents, the answer in two sentences, the epoch, estimates, choices, and the first step with
-    baselines."""
+    """Prints documents, the answer in two sentences, the epoch, estimates, choices, and the first step."""
     model = answer.step.request.model
     blocks: list[RenderableType] = [_world(answer), in_short(answer)]
     if model.other_layers:
@@ -69,8 +59,6 @@ def print_answer(answer: PlanAnswer, console: Console) -> None:
     blocks.append(_epoch(answer.epoch, answer.step.request.layout))
     blocks += estimates_tables(answer, console.width) if answer.pipeline is None else [_pipeline(answer.pipeline)]
     blocks.append(_figures(answer.step))
-    if answer.step.baselines:
-        blocks.append(compare_table(answer.step, console.width))
     blocks.append(_bars(answer.step, console))
     for number, each in enumerate(blocks):
         if number:
@@ -112,7 +100,7 @@ def in_short(answer: PlanAnswer) -> str:
         ).replace("%", " %")
     if answer.estimates is None:
         return words
-    faster, memory = answer.estimates.speed.over_plain, answer.estimates.memory["fsdp2"]
+    faster, memory = answer.estimates.ours.times_as_fast, answer.estimates.memory["fsdp2"]
     fits = "" if memory.total <= answer.estimates.room_bytes else "more than there is: "
     if faster * WORTH_IT < 1:
         words += f" Steps take {1 / faster:.2f} times as long as with plain packing, which leaves attention out"
@@ -142,7 +130,7 @@ def _epoch(epoch: EpochFigures, layout: str) -> RenderableType:
 def _figures(report: StepReport) -> RenderableType:
     """Returns the table of figures of the first optimizer step."""
     table = plain_table("")
-    figures, outcome = report.planned.figures, report.planned
+    figures = report.figures
     for name, value in (
         ("documents", f"{report.documents:,}"),
         ("tokens", f"{report.tokens:,}"),
@@ -153,10 +141,9 @@ def _figures(report: StepReport) -> RenderableType:
         ("bytes per layer, forward: total", in_bytes(figures.bytes_total)),
         ("  largest rank", in_bytes(figures.bytes_max_rank)),
         ("  largest rank, between nodes", in_bytes(figures.bytes_internode_max)),
-        ("  total / bound", _ratio(outcome)),
         ("documents that are cut", f"{report.cut_documents:,}, into {counted(report.shards, 'task')}"),
-        ("planning time", f"{1e3 * outcome.planning_seconds:.1f} ms"),
-        ("fingerprint", outcome.fingerprint),
+        ("planning time", f"{1e3 * report.planning_seconds:.1f} ms"),
+        ("fingerprint", report.fingerprint),
     ):
         table.add_row(name, value)
     return block(_first_step(report), table)
@@ -171,14 +158,6 @@ def _first_step(report: StepReport) -> str:
     return (
         f"{first} of {counted(origin.epoch_micro_batches, 'micro-batch')} of epoch {origin.epoch}, seed {origin.seed}"
     )
-
-
-def _ratio(outcome: Outcome) -> str:
-    """Returns bytes over their lower bound, or a dash if there is none."""
-    bound = outcome.bound_bytes_total
-    if bound is None:
-        return "-"
-    return f"{outcome.figures.bytes_total / bound:.2f} ({in_bytes(bound)})" if bound else "bound: 0 B"
 
 
 def _bars(report: StepReport, console: Console) -> RenderableType:
@@ -230,7 +209,7 @@ def estimates_tables(answer: PlanAnswer, columns: int) -> list[RenderableType]:
         words = f"{answer.step.request.model.name}: its size is not known, so speed and memory are not estimated."
         return [words, *_choices(answer.choices, columns >= CHOICES_COLUMNS)]
     return [
-        _speed(answer.estimates),
+        *_speed(answer),
         _memory(answer, answer.estimates),
         *_choices(answer.choices, columns >= CHOICES_COLUMNS),
     ]
@@ -255,23 +234,31 @@ def _pipeline(busy: PipelineEstimates) -> RenderableType:
         f"gathered over wires of {busy.wire_gbytes_per_second:g} GB/s (--wire-speed). Attention is "
         f"{busy.attention_share:.0%} of the work; {busy.filled:.1%} of a pipeline's rows hold tokens. The heaviest "
         f"micro-batch has {busy.heaviest:.2f} times the mean work as packed, {busy.least_heaviest:.2f} at least. "
-        "Memory is not estimated for pipelines."
+        "At rates of operations of an H200; `distca simulate --pipeline` has measured times, the head, and memory."
     ).replace("%", " %")
     return block(f"{busy.num_stages} pipeline stages, estimated", table, words)
 
 
-def _speed(estimates: Estimates) -> RenderableType:
-    """Returns the table of attention's share and of ratios of step times."""
-    speed = estimates.speed
+def _speed(answer: PlanAnswer) -> list[RenderableType]:
+    """Returns the table of attention's share and of ratios of step times; and all ways to train, if they were asked
+    for."""
+    estimates = answer.estimates
+    assert estimates is not None
     table = plain_table("")
-    table.add_row("attention's share of a step", f"{speed.attention_share:.0%}".replace("%", " %"))
-    table.add_row("faster than plain packing", f"{speed.over_plain:.2f} x")
-    table.add_row("faster than sorted packs", f"{speed.over_sorted:.2f} x")
+    table.add_row("attention's share of a step", f"{estimates.ours.attention_share:.0%}".replace("%", " %"))
+    table.add_row("faster than plain packing", f"{estimates.ours.times_as_fast:.2f} x")
+    table.add_row("faster than sorted packs", f"{estimates.over_sorted:.2f} x")
+    profile = estimates.costs.profile
     words = (
-        f"As `distca simulate` has it, of {counted(speed.steps, 'step')} (its --batches). Packs cut documents that "
-        "are longer than they are, and leave attention across cuts out. Sorted: equally heavy packs at the same time."
+        f"As `distca simulate` has it, of {counted(estimates.ours.steps, 'step')} (its --batches), on times of "
+        f"{profile.made.device} (its --cluster {profile.source}). Packs are those of TRL (bfd): they cut documents "
+        "that are longer than they are, and leave attention across cuts out. Sorted: equally heavy packs at the same "
+        "time."
     )
-    return block("speed, simulated", table, words)
+    blocks = [block("speed, simulated", table, words)]
+    if len(estimates.simulated.ways) > WAYS_OF_SPEED:
+        blocks.append(block("ways to train, simulated", ways_table(estimates.simulated), WAYS_NOTE))
+    return blocks
 
 
 def _memory(answer: PlanAnswer, estimates: Estimates) -> RenderableType:
@@ -295,8 +282,8 @@ def _assumptions(answer: PlanAnswer, estimates: Estimates) -> str:
     }[assumed.checkpointing]
     words = (
         f"Assumed: all weights trained in fp32 with AdamW, shared by {counted(ranks, 'rank')}; bf16; {kept} "
-        f"(--checkpointing); {'with' if assumed.liger else 'without'} Liger's kernels and loss (--liger); times of "
-        f"H200s with FlashAttention 4; {USABLE_SHARE:.0%} of {assumed.gpu_gib:g} GiB may be used (--gpu-gib)."
+        f"(--checkpointing); {'with' if assumed.liger else 'without'} Liger's kernels and loss (--liger); "
+        f"{USABLE_SHARE:.0%} of {assumed.gpu_gib:g} GiB may be used (--gpu-gib)."
     ).replace("%", " %")
     memory = estimates.memory["fsdp2"]
     if not assumed.liger and memory.computed > memory.total / 4:
@@ -329,41 +316,3 @@ def _choices(choices: Sequence[Choice], wide: bool) -> list[RenderableType]:
         "unless --overlong says to cut them."
     )
     return [block("tokens per rank", table, words)]
-
-
-def compare_table(report: StepReport, columns: int) -> RenderableType:
-    """Returns the table of distca and all baselines on the same documents.
-
-    Args:
-        report: the first optimizer step.
-        columns: width of the terminal, in characters; a narrow one shows fewer figures.
-    """
-    wide = columns >= COMPARE_COLUMNS
-    headers = ("tokens", "bytes", "largest rank", "between nodes") if wide else ("largest rank",)
-    table = plain_table("imbalance", *headers)
-    for name, outcome in (("distca", report.planned), *report.baselines.items()):
-        figures = outcome.figures
-        largest = in_bytes(figures.bytes_max_rank)
-        cells = (
-            (
-                in_thousands(figures.tokens_max),
-                in_bytes(figures.bytes_total),
-                largest,
-                in_bytes(figures.bytes_internode_max),
-            )
-            if wide
-            else (largest,)
-        )
-        table.add_row(spoken(name), f"{figures.imbalance:.3f}", *cells)
-    return block("other ways to run the same documents", table, COMPARE_NOTE)
-
-
-def spoken(name: str) -> str:
-    """Returns the full name of a baseline: "DistCA paper, 10 %" for "greedy_0.10"."""
-    known = max((short for short in BASELINES if name.startswith(short)), key=len, default=None)
-    if known is None:
-        return name
-    rest = name.removeprefix(known).strip("_")
-    if known == "greedy":
-        return f"{BASELINES[known]}, {float(rest):.0%}"
-    return f"{BASELINES[known]} in {rest}s" if rest else BASELINES[known]

@@ -13,10 +13,11 @@ from distca_hf.analysis.find_model import find_model
 from distca_hf.analysis.given import GivenAnswer, answer
 from distca_hf.analysis.lengths import read_lengths
 from distca_hf.analysis.memory import Checkpointing
+from distca_hf.analysis.profiles.shipped import find_profile, gpu_gib_of
 from distca_hf.analysis.simulate.command import DEFAULT_TOKENS_PER_RANK
 from distca_hf.analysis.simulate.model import SimulatedModel
 from distca_hf.analysis.simulate.request import SimulationRequest
-from distca_hf.analysis.tables import block, counted, in_gib, plain_table
+from distca_hf.analysis.tables import block, counted, plain_table, ways_table
 from distca_hf.analysis.terminal import Terminal
 from distca_hf.errors import ConfigError
 from distca_hf.planning.plan_totals import PlanTotals
@@ -33,7 +34,8 @@ def run_given(
     model: str | None,
     checkpointing: str,
     liger: bool,
-    gpu_gib: float,
+    cluster: str,
+    gpu_gib: float | None,
     seed: int,
     as_json: bool,
     without_effect: Sequence[str],
@@ -52,12 +54,13 @@ def run_given(
             f"{', '.join(without_effect)}: only for placed batches, and --batch-size {batch_size} is for your own. "
             "Leave out one or the other"
         )
+    profile = find_profile(cluster)
     request = SimulationRequest(
         *(SimulatedModel.of(find_model(model or DEFAULT_MODEL)), ranks, DEFAULT_TOKENS_PER_RANK, context, micro_steps),
         ranks_per_node=ranks_per_node,
         checkpointing=cast(Checkpointing, checkpointing),  # the request refuses any other
         liger=liger,
-        gpu_gib=gpu_gib,
+        gpu_gib=gpu_gib_of(profile) if gpu_gib is None else gpu_gib,
         seed=seed,
         batch_size=batch_size,
     )
@@ -65,7 +68,7 @@ def run_given(
     with progress.shown():
         with progress.stage(f"reading {lengths.name}"):
             rows = read_lengths(lengths)
-        found = answer(request, rows.source, rows.tokens, progress)
+        found = answer(request, rows.source, rows.tokens, profile, progress)
     if as_json:
         sys.stdout.write(json.dumps(found.as_json(), allow_nan=False) + "\n")
     else:
@@ -115,13 +118,12 @@ def print_given(found: GivenAnswer, console: Console) -> None:
     words += f"Planning takes {1e3 * found.planning_seconds:.1f} ms."
     console.print(block("busiest rank / mean of all", table, words), highlight=False)
     console.print()
-    speed = plain_table("x plain", "GiB", "fits")
-    for each in found.simulated.ways:
-        speed.add_row(each.label, f"{each.times_as_fast:.2f}", in_gib(each.memory_bytes), "yes" if each.fits else "no")
     words = (
         f"As `distca simulate --batch-size {request.batch_size}` has it, of "
-        f"{counted(found.simulated.plain.steps, 'step')}: FSDP2 in bf16 on H200s, activations {request.checkpointing} "
+        f"{counted(found.simulated.plain.steps, 'step')}: FSDP2 in bf16 on "
+        f"{found.profile.made.device} (--cluster {found.profile.source}), bytes of the GPU that sends or "
+        f"receives most in a layer, activations {request.checkpointing} "
         f"(--checkpointing), {'with' if request.liger else 'without'} Liger's kernels and loss (--liger), 90 % of "
         f"{request.gpu_gib:g} GiB may be used (--gpu-gib)."
     )
-    console.print(block("speed and memory, simulated", speed, words), highlight=False)
+    console.print(block("speed and memory, simulated", ways_table(found.simulated), words), highlight=False)

@@ -5,6 +5,7 @@ from rich.table import Table
 from rich.text import Text
 
 from distca_hf.analysis.memory import GIB, gradient_bytes
+from distca_hf.analysis.simulate.result import Result
 
 
 # Names of parts of memory, by their fields.
@@ -28,6 +29,20 @@ def plain_table(*columns: str) -> Table:
     table.add_column("", overflow="fold", min_width=7)
     for column in columns:
         table.add_column(column, justify="right", no_wrap=True)
+    return table
+
+
+def ways_table(simulated: Result) -> Table:
+    """Returns the table of ways to train, the slowest first."""
+    table = plain_table("x plain", "GiB", "fits", "bytes")
+    for way in sorted(simulated.ways, key=lambda way: way.times_as_fast):
+        table.add_row(
+            way.label + ("" if way.whole else " *"),
+            f"{way.times_as_fast:.2f}",
+            in_gib(way.memory_bytes),
+            "yes" if way.fits else "no",
+            in_bytes(way.received_bytes),
+        )
     return table
 
 

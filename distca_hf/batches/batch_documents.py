@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from distca_hf.arrays import IntArray
-from distca_hf.data.media import MEDIA
+from distca_hf.data.rows import MEDIA
 from distca_hf.errors import PackingError
 from distca_hf.kernels.interface import Spans
 from distca_hf.layout import as_int_array, check_cu_seqlens

@@ -41,9 +41,8 @@ from distca_hf.planning.plan import Plan, PlanFacts
 from distca_hf.planning.plan_totals import PlanTotals
 from distca_hf.planning.row_moves import RowMoves
 from distca_hf.planning.served import Servers
-from distca_hf.runtime.layer_kinds import PinnedKinds
+from distca_hf.runtime.layer_kinds import PinnedKinds, Planned, PlannedLater
 from distca_hf.runtime.live_plan import LivePlan
-from distca_hf.runtime.planned import Planned, PlannedLater
 from distca_hf.runtime.row_moves import PinnedRowMoves
 from distca_hf.telemetry import REMEMBERED_MICRO_BATCHES, LoaderTimes
 

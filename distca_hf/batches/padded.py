@@ -3,7 +3,8 @@
     mask  0 0 1 1 1         tokens     a a a b b b b
           1 1 1 1 0    ──▶  positions  0 1 2 0 1 2 3
 
-A pack holds no padding: it is planned like any other, and linear layers compute tokens only.
+A pack holds no padding: it is planned like any other, and linear layers compute tokens only. A rank without tokens
+runs on a row of padding, so that it takes part in everything that the others do.
 """
 
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from distca_hf.batches.batch_documents import (
     tokens_of,
 )
 from distca_hf.data.documents import IGNORED_LABEL
+from distca_hf.data.rows import MEDIA
 from distca_hf.errors import PackingError, and_more
 
 
@@ -139,3 +141,27 @@ def _check_runs(is_token: torch.Tensor) -> None:
         f"row {row} of a padded batch has padding between tokens: its attention_mask begins again at place {hole}"
         f"{and_more(len(wrong) - 1)}. Pad rows only on the left, or only on the right"
     )
+
+
+def fill_empty(batch: Batch) -> dict[str, torch.Tensor | int | None]:
+    """Returns inputs for a rank without tokens: one row of padding without a label, of loss 0. Empty for other
+    ranks."""
+    if tokens_of(batch).numel():
+        return {}
+    filled: dict[str, torch.Tensor | int | None] = (
+        {"num_items_in_batch": 1} if batch.get("num_items_in_batch") is None else {}
+    )
+    for name, values in batch.items():
+        if not isinstance(values, torch.Tensor):
+            continue
+        if name.startswith("cu_seq_lens"):
+            filled[name] = values.new_tensor([0, 1])
+        elif name == "position_ids" and values.ndim == 3:  # several positions per token, as of images
+            filled[name] = values.new_zeros((len(values), 1, 1))
+        elif MEDIA.search(name) and not values.numel():
+            filled[name] = None
+        elif 0 in values.shape[:2]:
+            is_mask = name == "attention_mask"  # 1: a mean over no token is NaN
+            number = IGNORED_LABEL if name.endswith("labels") else int(is_mask)
+            filled[name] = values.new_full((1, 1, *values.shape[2:]), number)
+    return filled

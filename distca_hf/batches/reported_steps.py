@@ -21,8 +21,10 @@ from distca_hf.batches.preview import PlacedPlan
 from distca_hf.cost import LayerMasks, TokenBytes
 from distca_hf.flops import StepFlops
 from distca_hf.runtime.live_plan import LivePlan
-from distca_hf.runtime.pass_trace import UNTRACED, NotedPass, PassTrace
 from distca_hf.runtime.pending_traces import (
+    UNTRACED,
+    NotedPass,
+    PassTrace,
     Pending,
     PendingTraces,
     bytes_of_layer,

@@ -25,9 +25,8 @@ from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import DeviceMesh
 
 from distca_hf.comm.agreement import labels_of
-from distca_hf.comm.grid import Grid, Scope
+from distca_hf.comm.grid import Grid, SameGrid, Scope
 from distca_hf.comm.rollcall import RollCall
-from distca_hf.comm.same_grid import SameGrid
 from distca_hf.comm.torch_transport import TorchTransport
 from distca_hf.comm.transport import LocalTransport, Transport
 from distca_hf.comm.whereabouts import Whereabouts

@@ -109,6 +109,8 @@ class TorchTransport:
         self._groups: list[RowGroup] = [*row_groups, *dict.fromkeys(control_groups.values())]
         self._num_row_groups = len(row_groups)
         self._under_way: set[dist.Work] = set()
+        # Of each scope, over NCCL: earlier exchanges end before it. More of them would keep more received rows alive.
+        self._latest: dict[Scope, dist.Work] = {}
         self._job_group = dist.group.WORLD  # held, not used: see above
         self._gathered = ("", 0)
         self._num_groups, self._other_groups = -1, list[dist.ProcessGroup]()
@@ -128,7 +130,10 @@ class TorchTransport:
             work = self._all_to_all[asked.scope](received, asked.rows, asked.receive_counts, asked.send_counts)
         except RuntimeError as error:
             raise self.failure(error, asked.where, scope=asked.scope) from error
-        self._note(work)
+        if self._on_gpu:
+            self._latest[asked.scope] = work
+        else:
+            self._note(work)
         return TorchExchange(self, work, asked, time.monotonic(), received)
 
     def gather(self, values: Sequence[int], where: str, scope: Scope = Scope.ROWS) -> "TorchGather":
@@ -201,7 +206,7 @@ class TorchTransport:
         except RuntimeError as error:
             raise self.failure(error, where, began, scope) from error
         finally:
-            if work.is_completed():
+            if work in self._under_way and work.is_completed():
                 self._under_way.discard(work)
 
     def _wait_on(self, work: dist.Work, where: str, whereabouts: Whereabouts) -> None:
@@ -256,7 +261,7 @@ class TorchTransport:
             self._whereabouts.end()
 
     def _is_at_rest(self) -> bool:
-        return all(work.is_completed() for work in self._under_way)
+        return all(work.is_completed() for work in (*self._under_way, *self._latest.values()))
 
     def _end(self, groups: Sequence[RowGroup]) -> None:
         """Takes groups from torch's list and drops them. The last reference to a group joins its threads."""

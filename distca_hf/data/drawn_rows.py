@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from distca_hf.data.media import is_media, media_refusal
 from distca_hf.data.rows import (
     KNOWN_COLUMNS,
     ONE_PER_ROW,
@@ -24,6 +23,8 @@ from distca_hf.data.rows import (
     Reading,
     Values,
     announced_lengths,
+    is_media,
+    media_refusal,
     read_column,
 )
 from distca_hf.errors import PackingError

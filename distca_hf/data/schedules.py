@@ -118,18 +118,16 @@ class Schedule:
                 if not turns:
                     continue
                 operation = turns[0]
-                if operation is not None and self._has_sender(operation) and operation not in sent:
-                    continue
+                if operation is not None and operation not in sent:
+                    first = 0 if operation.is_forward else self.pipeline.num_parts - 1
+                    if operation.part != first:  # which has its input, or the loss, from no other stage
+                        continue
                 turns.popleft()
                 if operation is not None:
                     actions.append(self._with_transfer(stage, operation))
                     sent.update(filter(None, [actions[-1].receiver]))
             assert sum(map(len, left)) < before, f"{self.pipeline} with {self.micro_batches} micro-batches never ends"
         return actions
-
-    def _has_sender(self, operation: Operation) -> bool:
-        """Returns whether another stage sends the input: not that of the first part, and not the loss."""
-        return operation.part != (0 if operation.is_forward else self.pipeline.num_parts - 1)
 
     def _with_transfer(self, stage: int, operation: Operation) -> Action:
         part = operation.part + (1 if operation.is_forward else -1)

@@ -1,4 +1,4 @@
-"""Rows on a GPU: one Triton kernel for each function of `kernels.rows`, and those of `kernels.sinks`.
+"""Rows on a GPU: one Triton kernel for each function of `kernels.rows`.
 
 Shape legend in `kernels.interface`.
 """
@@ -287,7 +287,7 @@ def _scale_block(  # type: ignore[no-untyped-def]
 def scale_rows_on_gpu(
     out_TNV: torch.Tensor, lse_TN: torch.Tensor, total_TN: torch.Tensor, target_TNV: torch.Tensor
 ) -> None:
-    """Does `kernels.sinks.scale_rows`; log-sum-exps are in fp32."""
+    """Does `kernels.rows.scale_rows`; log-sum-exps are in fp32."""
     rows, heads, dim = out_TNV.shape
     if not rows:
         return

@@ -7,7 +7,7 @@ remote tasks   | d9[2:7] against d9[0:7]           |    one REMOTE_QUERIES call
 
 from bisect import bisect_left, insort
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum, auto
 from itertools import pairwise
 
@@ -17,13 +17,13 @@ from distca_hf.arrays import IntArray, chained, exclusive_cumsum, offsets, run_s
 from distca_hf.cost import Mask
 from distca_hf.planning.pieces import ALL_HEADS, Pieces, Ranges, line_keys, rows_per_token
 from distca_hf.planning.plan import Plan
-from distca_hf.planning.transfers import ExchangeChunks, RemoteKVLayout
+from distca_hf.planning.transfers import ExchangeChunks, RemoteKV
 
 
 @dataclass(frozen=True, eq=False)
 class LocalParts(Ranges):
     """Ranges of tokens that their owner rank computes, as consecutive rows, sorted by (document, head, start). A part
-    that does not begin its document attends to a prefix, too.
+    may attend to keys before it, too.
 
     Attributes:
         token_row: layout row of the first token; rows here are tokens.
@@ -34,34 +34,22 @@ class LocalParts(Ranges):
     @classmethod
     def of(cls, pieces: Pieces) -> "LocalParts":
         """Joins pieces of one rank, sorted as `Pieces` are, whose tokens and rows follow each other."""
-        groups = pieces.head_groups
-        line = line_keys(pieces.document, pieces.head, groups)
-        token_row = pieces.row // groups
-        opens = run_starts(line, chained(pieces.start, pieces.tokens), chained(token_row, pieces.tokens))
+        token_row = pieces.row // pieces.head_groups
+        opens = run_starts(pieces.lines, chained(pieces.start, pieces.tokens), chained(token_row, pieces.tokens))
         return cls(
             pieces.document[opens],
             pieces.head[opens],
             pieces.start[opens],
             pieces.stop[run_stops(opens)],
-            groups,
+            pieces.head_groups,
             token_row[opens],
         )
 
-    @property
-    def continued(self) -> IntArray:
-        """Indices of the parts that attend to a prefix."""
-        return np.flatnonzero(self.start > 0)
-
-    @property
-    def prefix_lines(self) -> IntArray:
-        """Lines of the prefixes, see `line_keys`."""
-        chosen = self.continued
-        return line_keys(self.document[chosen], self.head[chosen], self.head_groups)
-
-    @property
-    def prefixes(self) -> IntArray:
-        """Tokens of the prefixes."""
-        return self.start[self.continued]
+    def cut(self, mask: Mask) -> "LocalParts":
+        """Cuts parts at queries that attend no key before them."""
+        part, start, stop = self.parts_under(mask)
+        row = self.token_row[part] + start - self.start[part]
+        return replace(self.select(part), start=start, stop=stop, token_row=row)
 
 
 @dataclass(frozen=True, eq=False)
@@ -91,10 +79,11 @@ class RemoteTasks(Ranges):
         rows = (stop - start) * rows_per_token(head, groups)
         return cls(document, head, start, stop, groups, task[order], chunk[order], exclusive_cumsum(rows))
 
-    @property
-    def lines(self) -> IntArray:
-        """Lines of the prefixes that they read, see `line_keys`. A prefix ends with its task."""
-        return line_keys(self.document, self.head, self.head_groups)
+    def cut(self, mask: Mask) -> "RemoteTasks":
+        """Cuts tasks at queries that attend no key before them."""
+        part, start, stop = self.parts_under(mask)
+        rows = (start - self.start[part]) * rows_per_token(self.head[part], self.head_groups)
+        return replace(self.select(part), start=start, stop=stop, first_row=self.first_row[part] + rows)
 
 
 class CallKind(Enum):
@@ -102,7 +91,7 @@ class CallKind(Enum):
 
                     queries            keys            mask
     LOCAL           local tokens       local tokens    causal
-    PREFIX          local tokens       remote-KV rows  none: all keys come before all queries; or a window's left end
+    PREFIX          local tokens       remote-KV rows  none, or a window's left end: all keys come before all queries
     REMOTE_QUERIES  remote-query rows  remote-KV rows  causal
     """
 
@@ -126,7 +115,7 @@ class KernelCall:
         heads: head groups [first, last) that the call computes. They count all groups of a local token, or the groups
             side by side in a token's remote-query rows. Remote-KV rows hold these groups side by side, token after
             token.
-        window_tokens: 0, or the window of a local call. Of a prefix call: the last query sees so many of the last
+        window_tokens: 0, or the window of a causal call. Of a prefix call: the last query sees so many of the last
             keys, and each query before it one more.
     """
 
@@ -165,12 +154,8 @@ class KernelCall:
         return int(self.pairs_of_tasks.sum())
 
 
-def local_calls(local: LocalParts, window_tokens: int = 0) -> tuple[KernelCall, ...]:
-    """Returns calls of the squares of local parts: one for all neighbours with the same heads.
-
-    Args:
-        window_tokens: keys that a query sees, its own among them; 0 for all before it.
-    """
+def local_calls(local: LocalParts, mask: Mask) -> tuple[KernelCall, ...]:
+    """Returns calls of the squares of local parts: one for all neighbours with the same heads."""
     # Parts that lie beside each other, with the same heads, are one range of rows: d4[0:9] d7[0:3] | d1[5:8] ...
     row, tokens, first, last = _heads_joined(local)
     order = np.lexsort((row, last, first))
@@ -181,62 +166,68 @@ def local_calls(local: LocalParts, window_tokens: int = 0) -> tuple[KernelCall, 
         cu_seqlens, at = offsets(tokens[begin:end]), int(row[begin])
         stop = at + int(cu_seqlens[-1])
         heads = int(first[begin]), int(last[begin])
+        window_tokens = mask.window_tokens or 0
         calls.append(KernelCall(CallKind.LOCAL, at, stop, at, stop, cu_seqlens, cu_seqlens, heads, window_tokens))
     return tuple(calls)
 
 
-def prefix_calls(local: LocalParts, remote_kv: RemoteKVLayout, chunk: int) -> tuple[KernelCall, ...]:
-    """Returns calls of local parts against the part of their prefixes that a chunk brings, without a mask.
+def prefix_calls(local: LocalParts, mask: Mask, remote_kv: RemoteKV, chunk: int) -> tuple[KernelCall, ...]:
+    """Returns calls of local parts against those keys before them that a chunk brings.
 
         queries    | row of part 0 | row of part 1 |    consecutive local tokens
         keys       | its prefix    | its prefix    |    consecutive remote-KV rows
 
-    A call ends where either are not consecutive, or where the heads change.
+    A call ends where either are not consecutive, or where the heads change. With a window each part has its own call.
     """
-    # 1. Parts whose prefix has tokens in this chunk; parts of all heads come first, as in the remote KV.
-    groups, chosen = local.head_groups, local.continued
-    line = remote_kv.index_of(local.prefix_lines)
-    first, stop = remote_kv.starts[line, chunk], np.minimum(remote_kv.stops[line, chunk], local.prefixes)
+    # 1. Parts with keys in this chunk; parts of all heads come first, as in the remote KV.
+    groups, first_key = local.head_groups, mask.first_key(local.start)
+    chosen = np.flatnonzero(first_key < local.start)
+    local, first_key = local.select(chosen), first_key[chosen]
+    read = remote_kv.index_of(local.document, local.head, first_key)
+    first, stop = (
+        np.maximum(remote_kv.starts[read, chunk], first_key),
+        np.minimum(remote_kv.stops[read, chunk], local.start),
+    )
     some = np.flatnonzero(first < stop)
-    some = some[np.argsort(local.head[chosen[some]] != ALL_HEADS, kind="stable")]
-    chosen, line, first, stop = chosen[some], line[some], first[some], stop[some]
-    head, row, tokens = local.head[chosen], local.token_row[chosen], local.tokens[chosen]
+    some = some[np.argsort(local.head[some] != ALL_HEADS, kind="stable")]
+    local, read, first, stop = local.select(some), read[some], first[some], stop[some]
 
     # 2. Neighbours whose queries and keys follow each other share a call.
-    per_token, first_key = rows_per_token(head, groups), remote_kv.offset[line, chunk]
-    opens = _opens(line, per_token, stop, remote_kv, chunk) | run_starts(head, chained(row, tokens))
+    queries, window_tokens = mask.before(local.tokens, local.start - stop)
+    per_token, keys = rows_per_token(local.head, groups), stop - first
+    first_row = remote_kv.offset[read, chunk] + (first - remote_kv.starts[read, chunk]) * per_token
+    opens = run_starts(local.head, chained(local.token_row, queries), chained(first_row, keys * per_token))
+    opens |= window_tokens > 0
     calls = []
-    for begin, end in pairwise([*np.flatnonzero(opens).tolist(), len(chosen)]):
-        queries, keys = offsets(tokens[begin:end]), offsets((stop - first)[begin:end])
-        query, key, rows, group = (int(x[begin]) for x in (row, first_key, per_token, head))
-        calls.append(
-            KernelCall(
-                CallKind.PREFIX,
-                query,
-                query + int(queries[-1]),
-                key,
-                key + int(keys[-1]) * rows,
-                queries,
-                keys,
-                heads=(0, groups) if group == ALL_HEADS else (group, group + 1),
-            )
-        )
+    for begin, end in pairwise([*np.flatnonzero(opens).tolist(), len(local)]):
+        cu_q, cu_k = offsets(queries[begin:end]), offsets(keys[begin:end])
+        query, key, rows, group = (int(x[begin]) for x in (local.token_row, first_row, per_token, local.head))
+        bounds = query, query + int(cu_q[-1]), key, key + int(cu_k[-1]) * rows
+        heads = (0, groups) if group == ALL_HEADS else (group, group + 1)
+        calls.append(KernelCall(CallKind.PREFIX, *bounds, cu_q, cu_k, heads, int(window_tokens[begin])))
     return tuple(calls)
 
 
-def remote_query_calls(remote: RemoteTasks, remote_kv: RemoteKVLayout, chunk: int) -> tuple[KernelCall, ...]:
-    """Returns calls of the remote tasks whose keys a chunk brings, against their whole causal prefixes."""
-    tasks = remote.select(remote.chunk == chunk)
-    line, per_token = remote_kv.index_of(tasks.lines), rows_per_token(tasks.head, tasks.head_groups)
-    first_key = remote_kv.offset[line, chunk]
-    opens = _opens(line, per_token, tasks.stop, remote_kv, chunk)
+def remote_query_calls(remote: RemoteTasks, mask: Mask, remote_kv: RemoteKV, chunk: int) -> tuple[KernelCall, ...]:
+    """Returns calls of the remote tasks whose keys a chunk brings, against all keys that they attend.
+
+    Neighbours whose keys follow each other share a call. If several tasks read the same keys, each gets its own.
+    """
+    #     task 0    | d1[0:5] |               one call for 0 and 1: their keys follow each other
+    #     task 1              | d2[0:2] |     2 reads the rows of 1 once more, and opens a call
+    #     task 2              | d2[0:3] |
+    tasks = remote.select(remote.chunk == chunk).cut(mask)
+    per_token, first = rows_per_token(tasks.head, tasks.head_groups), mask.first_key(tasks.start)
+    read = remote_kv.index_of(tasks.document, tasks.head, first)
+    first_row = remote_kv.offset[read, chunk] + (first - remote_kv.starts[read, chunk]) * per_token
+    opens = run_starts(per_token, chained(first_row, (tasks.stop - first) * per_token))
     calls = []
     for begin, end in pairwise([*np.flatnonzero(opens).tolist(), len(tasks)]):
-        queries, keys = offsets(tasks.tokens[begin:end]), offsets(tasks.stop[begin:end])
-        query, key, rows = (int(x[begin]) for x in (tasks.first_row, first_key, per_token))
-        query_stop, key_stop = query + int(queries[-1]) * rows, key + int(keys[-1]) * rows
-        bounds = query, query_stop, key, key_stop
-        calls.append(KernelCall(CallKind.REMOTE_QUERIES, *bounds, queries, keys, heads=(0, rows)))
+        queries, keys = offsets(tasks.tokens[begin:end]), offsets((tasks.stop - first)[begin:end])
+        query, key, rows = (int(x[begin]) for x in (tasks.first_row, first_row, per_token))
+        bounds = query, query + int(queries[-1]) * rows, key, key + int(keys[-1]) * rows
+        window_tokens = mask.window_tokens or 0
+        calls.append(KernelCall(CallKind.REMOTE_QUERIES, *bounds, queries, keys, (0, rows), window_tokens))
     return tuple(calls)
 
 
@@ -251,23 +242,6 @@ def _heads_joined(local: LocalParts) -> tuple[IntArray, ...]:
     first = np.where(whole, 0, head[opens])
     last = np.where(whole, groups, head[run_stops(opens)] + 1)
     return row[opens], tokens[opens], first, last
-
-
-def _opens(line: IntArray, per_token: IntArray, stop: IntArray, remote_kv: RemoteKVLayout, chunk: int) -> np.ndarray:
-    """Returns `[readers]` whether a reader of a chunk needs a new call.
-
-    Keys of a call are consecutive, so all but its last task read all of their line's rows of the chunk, each of
-    another line. If a line has several readers, each but the last gets its own call on the beginning of the same keys.
-    """
-    #     reader 0    | d1[0:5] |               one call for 0 and 1: their keys follow each other
-    #     reader 1              | d2[0:2] |     2 reads the rows of 1 once more, and opens a call
-    #     reader 2              | d2[0:3] |
-    reads_all = stop == remote_kv.stops[line, chunk]
-    after = remote_kv.offset[line, chunk] + (remote_kv.stops - remote_kv.starts)[line, chunk] * per_token
-    follows = remote_kv.offset[line, chunk][1:] == after[:-1]
-    opens = run_starts(per_token)
-    opens[1:] |= ~reads_all[:-1] | (line[1:] == line[:-1]) | ~follows
-    return opens
 
 
 Span = tuple[int, int]

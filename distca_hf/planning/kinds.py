@@ -1,6 +1,7 @@
 """Kinds: the routings of a plan for each mask that a model's layers attend with, and the facts of all of them."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import NamedTuple
 
 from distca_hf.arrays import IntArray
@@ -8,7 +9,6 @@ from distca_hf.cost import CAUSAL_LAYERS, CAUSAL_MASK, LayerMasks, Mask
 from distca_hf.layout import Layout
 from distca_hf.planning.plan import Plan, PlanFacts
 from distca_hf.planning.routing import RankPlan, rank_plan
-from distca_hf.planning.window_routing import window_plan
 
 
 class RoutedKinds(NamedTuple):
@@ -42,12 +42,16 @@ class RoutedKinds(NamedTuple):
         work_of: Callable[[Mask], IntArray | None] = work_before or (lambda mask: None)
         made = {CAUSAL_MASK: rank_plan(plan, rank, num_chunks, work_of(CAUSAL_MASK))}
         layers = dict.fromkeys(made, 0)
+        # Attention servers hold no queries, so they compute nothing in layers with a window.
+        num_trainers = layout.num_ranks - num_servers
+        speeds = (1.0,) * num_trainers + (0.0,) * num_servers if num_servers else ()
         for mask, count in layer_masks:
             if mask.window_tokens is None or mask.window_tokens >= longest:
                 layers[CAUSAL_MASK] += count
                 continue
             if mask not in made:
-                made[mask] = window_plan(layout, rank, mask, work_of(mask), num_servers)
+                routed = rank_plan(plan.of_window(mask), rank, work_before=work_of(mask))
+                made[mask] = replace(routed, facts=replace(routed.facts, speeds=speeds))
             layers[mask] = layers.get(mask, 0) + count
         facts = PlanFacts.of_layers([(made[mask].facts, count) for mask, count in layers.items() if count])
         return cls(made, facts, layout, rank)

@@ -178,6 +178,11 @@ class Ranges:
         return self.stop - self.start
 
     @property
+    def lines(self) -> IntArray:
+        """`[ranges]` line of each range, see `line_keys`."""
+        return line_keys(self.document, self.head, self.head_groups)
+
+    @property
     def rows(self) -> IntArray:
         """`[ranges]` rows of each range."""
         return self.tokens * rows_per_token(self.head, self.head_groups)
@@ -186,6 +191,31 @@ class Ranges:
         """Selects ranges by a boolean mask or by indices, in their order."""
         columns = {name: values[chosen] for name, values in vars(self).items() if name != "head_groups"}
         return type(self)(head_groups=self.head_groups, **columns)
+
+    def parts_under(self, mask: Mask) -> tuple[IntArray, IntArray, IntArray]:
+        """Cuts ranges at queries that attend no key before them: index of the range, start and stop of each part."""
+        cut, position = mask.cuts(self.start, self.stop)
+        index, start = np.concatenate([np.arange(len(self)), cut]), np.concatenate([self.start, position])
+        order = np.lexsort((start, index))
+        index, start = index[order], start[order]
+        stop = self.stop[index]
+        goes_on = np.flatnonzero(index[1:] == index[:-1])
+        stop[goes_on] = start[goes_on + 1]
+        return index, start, stop
+
+    def overlaps(self, others: "Ranges") -> tuple[IntArray, IntArray]:
+        """Finds the pairs of ranges that have tokens in common.
+
+        Args:
+            others: disjoint ranges, sorted by (document, head, start).
+
+        Returns:
+            Indices of these ranges and of the others, sorted by both.
+        """
+        begins, ends = (others.lines << POSITION_BITS) + others.start, (others.lines << POSITION_BITS) + others.stop
+        first = np.searchsorted(ends, (self.lines << POSITION_BITS) + self.start, side="right")
+        last = np.searchsorted(begins, (self.lines << POSITION_BITS) + self.stop, side="left")
+        return np.repeat(np.arange(len(self)), last - first), ranges(first, last - first)
 
 
 def position_keys(documents: IntArray, heads: IntArray, tokens: IntArray, head_groups: int) -> IntArray:

@@ -89,6 +89,17 @@ class Plan:
         """Layout and tasks cut at each other's borders."""
         return Pieces.cut(self.layout, self.tasks)
 
+    def of_window(self, mask: Mask) -> "Plan":
+        """Returns the plan of layers with a window, where every rank computes all heads of the queries that it holds.
+
+        Tasks keep the order in which they are sorted for this plan's mask.
+        """
+        stays = not (self.moves_queries or self.layout.stripes) and self.tasks.head_groups == 1
+        in_place = self if stays else plan_in_place(replace(self.layout, stripes=()))
+        plan = Plan(in_place.layout, replace(in_place.tasks, mask=mask))
+        vars(plan)["pieces"] = in_place.pieces  # they are the same for every mask
+        return plan
+
     @cached_property
     def moves_queries(self) -> bool:
         """Whether any query is computed on another rank than its owner."""
@@ -203,6 +214,7 @@ class PlanFacts:
             num_tokens=int(layout.document_tokens.sum()),
             cut_documents=layout.cut_documents,
             speeds=plan.speeds,
+            window_tokens=plan.tasks.mask.window_tokens,
         )
 
     @classmethod

@@ -7,7 +7,19 @@ A rank computes three kinds of attention (`kernel_calls.CallKind`):
                     a document that began elsewhere. Needs no rows of other ranks.
     prefix          the queries of such a square, once more, against the keys before it, without a mask. Both parts
                     are merged by their log-sum-exps.
-    remote queries  tasks with queries of other ranks, against their whole causal prefix
+    remote queries  tasks with queries of other ranks, against all keys that they attend
+
+The plan's `Mask` says which keys those are, and how queries attend to keys before them. Under the causal mask they are
+the whole prefix. Under a window of W tokens they are the *halo*, the up to W - 1 keys before a part. W = 4, a document
+of 10 tokens, and its last 5 on this rank:
+
+                 local call                   prefix call
+    keys         5 6 7 8 9                    2 3 4
+    query 5      x                            x x x
+    query 6      x x                            x x
+    query 7      x x x                            x
+    query 8      x x x x
+    query 9        x x x x
 
     local rows         | d4[0:9] d7[0:3] | d1[5:8] d2[6:9] | padding    in the order of the layout
     remote-KV rows     | d1[0:5] d2[0:6] | d9[0:7] |                    keys of both other kinds, received or copied
@@ -29,7 +41,7 @@ from itertools import chain
 import numpy as np
 
 from distca_hf.arrays import IndexRanges, IntArray
-from distca_hf.cost import CAUSAL_MASK, Mask
+from distca_hf.cost import Mask
 from distca_hf.errors import PlanError
 from distca_hf.layout import Layout
 from distca_hf.planning.kernel_calls import (
@@ -41,9 +53,9 @@ from distca_hf.planning.kernel_calls import (
     prefix_calls,
     remote_query_calls,
 )
-from distca_hf.planning.pieces import ALL_HEADS, Pieces, RowNumbers, line_keys, rows_per_token
+from distca_hf.planning.pieces import ALL_HEADS, Pieces, RowNumbers, rows_per_token
 from distca_hf.planning.plan import Plan, PlanFacts
-from distca_hf.planning.transfers import ExchangeChunks, KeyTransfers, RemoteKVLayout, key_transfers
+from distca_hf.planning.transfers import ExchangeChunks, KeyRanges, KeyTransfers, RemoteKV, key_transfers
 
 
 # Most work that a rank defers until results are sent back, in means of the ranks. More would delay the results.
@@ -179,33 +191,42 @@ def route(
     transfers: KeyTransfers | None = None,
     chunks: ExchangeChunks | None = None,
     kept: KeyTransfers | None = None,
+    exchanges: bool | None = None,
 ) -> Routing:
     """Returns the routing of `rank`.
 
     Args:
         plan: the plan, the same on all ranks.
         rank: the rank.
-        transfers: key transfers in these chunks; by default they are computed.
+        transfers: key transfers in these chunks, of this rank at least; by default they are computed.
         chunks: chunks of the exchange; by default there is one.
         kept: transfers that brought the kept keys; by default these are `transfers`.
+        exchanges: whether any rank sends keys; by default whether there are `transfers`.
 
     Raises:
-        PlanError: the plan's mask is not causal; kernel calls and remote KV are of whole causal prefixes.
+        PlanError: kernel calls cannot compute the plan's mask.
     """
-    _refuse_other_masks(plan, rank)
-    layout, groups = plan.layout, plan.tasks.head_groups
+    layout, groups, mask = plan.layout, plan.tasks.head_groups, plan.tasks.mask
+    of_mask = type(mask)
+    if of_mask is not Mask and of_mask.cuts is Mask.cuts and of_mask.before is Mask.before:
+        raise PlanError(
+            f"a plan for {mask} cannot be routed on rank {rank}: {of_mask.__name__} does not say how queries "
+            "attend to keys before them. Override `cuts` or `before`, or plan with a mask that can be routed"
+        )
     chunks = ExchangeChunks.cut(plan, 1) if chunks is None else chunks
     transfers = key_transfers(plan, chunks) if transfers is None else transfers
 
     # 1. Computed here: pieces that this rank holds outside of tasks with remote queries, and these tasks.
     held = plan.pieces.select(np.flatnonzero(plan.pieces.owner == rank))
-    local = LocalParts.of(held.select((held.server == rank) & ~plan.has_remote_queries[held.task]))
+    local = LocalParts.of(held.select((held.server == rank) & ~plan.has_remote_queries[held.task])).cut(mask)
     remote = RemoteTasks.of(plan, rank, chunks)
 
-    # 2. The remote KV: prefixes of both kinds. A prefix that both read is held once, in its longer form.
-    lines = np.concatenate([local.prefix_lines, remote.lines])
-    prefixes = np.concatenate([local.prefixes, remote.stop])
-    remote_kv = RemoteKVLayout.of(lines, prefixes, chunks.borders_of(rank, lines), groups)
+    # 2. The remote KV: keys that both kinds attend, less those beside local queries. Each key is held once.
+    document, head = (np.concatenate([getattr(x, name) for x in (local, remote)]) for name in ("document", "head"))
+    first_key = mask.first_key(np.concatenate([local.start, remote.start]))
+    stop = np.concatenate([local.start, remote.stop])
+    reads = KeyRanges.join(np.full(len(stop), rank), document, head, first_key, stop, groups)
+    remote_kv = RemoteKV.lay_out(reads, chunks)
 
     # 3. Rows that are sent, received, and copied from this rank's own keys.
     numbered = RowNumbers(held)
@@ -235,29 +256,18 @@ def route(
         send_in_shared=send.places_in(shared),
         local_in_shared=copied.places_in(shared),
         remote_kv_rows=remote_kv.num_rows,
-        local=local_calls(local),
-        prefix_of_chunk=tuple(prefix_calls(local, remote_kv, chunk) for chunk in range(chunks.count)),
-        remote_queries_of_chunk=tuple(remote_query_calls(remote, remote_kv, chunk) for chunk in range(chunks.count)),
+        local=local_calls(local, mask),
+        prefix_of_chunk=tuple(prefix_calls(local, mask, remote_kv, chunk) for chunk in range(chunks.count)),
+        remote_queries_of_chunk=tuple(
+            remote_query_calls(remote, mask, remote_kv, chunk) for chunk in range(chunks.count)
+        ),
         late_share=_late_share(plan, rank),
-        exchanges=len(transfers) > 0,
+        exchanges=len(transfers) > 0 if exchanges is None else exchanges,
         queries=_query_moves(plan, rank, remote, chunks) if plan.moves_queries else None,
     )
 
 
-def _refuse_other_masks(plan: Plan, rank: int) -> None:
-    """Checks that the plan's mask is the one that kernel calls compute.
-
-    Raises:
-        PlanError: it is another one.
-    """
-    if plan.tasks.mask != CAUSAL_MASK:
-        raise PlanError(
-            f"a plan for {plan.tasks.mask} cannot be routed on rank {rank}: kernel calls compute the causal mask "
-            f"{CAUSAL_MASK} alone. Plan with mask=CAUSAL_MASK"
-        )
-
-
-def _in_remote_kv(received: KeyTransfers, remote_kv: RemoteKVLayout) -> IndexRanges:
+def _in_remote_kv(received: KeyTransfers, remote_kv: RemoteKV) -> IndexRanges:
     """Returns the remote-KV rows of received rows."""
     return IndexRanges.of(remote_kv.row(received.document, received.head, received.start), received.rows)
 
@@ -284,7 +294,7 @@ def _late_share(plan: Plan, rank: int) -> float:
     """
     # A task's square, its queries against the keys beside them, is local work, unless other ranks hold its queries.
     tasks = plan.tasks
-    squares = tasks.mask.pairs_inside(tasks.stop - tasks.start)
+    squares = tasks.mask.pairs_inside(tasks.start, tasks.stop)
     squares = squares * np.where(tasks.head == ALL_HEADS, tasks.head_groups, 1) * ~plan.has_remote_queries
     local = np.bincount(tasks.server, weights=squares, minlength=plan.layout.num_ranks)
     working = plan.work > 0
@@ -294,20 +304,7 @@ def _late_share(plan: Plan, rank: int) -> float:
         local_time = local / np.maximum(plan.work, 1) * plan.time
         leaves = max((plan.time - local_time).max(), plan.time.max() - LATE_SHARE * plan.time[working].mean())
         return float(np.clip(plan.time[rank] - leaves, 0, local_time[rank]) / local_time[rank])
-    return share_to_defer(local, plan.work, rank)
-
-
-def share_to_defer(local: np.ndarray, work: IntArray, rank: int) -> float:
-    """Returns the fraction of a rank's local work to defer where all ranks are equally fast.
-
-    Args:
-        local: `[ranks]` local work.
-        work: `[ranks]` all work.
-    """
-    working = work > 0
-    if not local[rank]:
-        return 0.0
-    return float(min(LATE_SHARE * work[working].mean(), local[working].min()) / local[rank])
+    return float(min(LATE_SHARE * plan.work[working].mean(), local[working].min()) / local[rank])
 
 
 def _query_moves(plan: Plan, rank: int, remote: RemoteTasks, chunks: ExchangeChunks) -> QueryMoves:
@@ -328,7 +325,7 @@ def _query_moves(plan: Plan, rank: int, remote: RemoteTasks, chunks: ExchangeChu
 
     def by_chunk(chosen: Pieces, ranks: IntArray) -> tuple[Pieces, IntArray]:
         """Sorts by chunk and rank, then in the order of remote-query rows; counts rows of each chunk and rank."""
-        chunk = chunks.of_remote_queries(chosen.server, line_keys(chosen.document, chosen.head, chosen.head_groups))
+        chunk = chunks.of_remote_queries(chosen.server, chosen.lines)
         counts = counts_by_chunk(chunk, ranks, chosen.rows, chunks.count, num_ranks)
         # lexsort keeps the order of equals: inside of a chunk and rank pieces stay sorted by document and start.
         return chosen.select(np.lexsort((chosen.head != ALL_HEADS, ranks, chunk))), counts
@@ -387,13 +384,15 @@ def rank_plan(plan: Plan, rank: int, num_chunks: int = 1, work_before: IntArray 
             the queries that each rank holds, servers included.
     """
     transfers = key_transfers(plan)
-    key_rows = transfers.rows_between(plan.layout.num_ranks)
     before = plan.layout.rank_work_of(plan.tasks.mask) if work_before is None else work_before
-    facts, tasks = PlanFacts.of(plan, key_rows, before), plan.tasks_of(rank)
+    facts = PlanFacts.of(plan, transfers.rows_between(plan.layout.num_ranks), before)
+    exchanges = len(transfers) > 0
+    mine = transfers.select((transfers.source == rank) | (transfers.destination == rank))
     if num_chunks == 1:
-        routing = route(plan, rank, transfers)
-        return RankPlan(plan.tasks.mask, routing, routing, facts, tasks)
-    chunks = ExchangeChunks.cut(plan, num_chunks)
-    in_chunks = key_transfers(plan, chunks)
-    forward, backward = route(plan, rank, in_chunks, chunks), route(plan, rank, transfers, kept=in_chunks)
-    return RankPlan(plan.tasks.mask, forward, backward, facts, tasks)
+        forward = backward = route(plan, rank, mine, exchanges=exchanges)
+    else:
+        chunks = ExchangeChunks.cut(plan, num_chunks)
+        in_chunks = mine.in_chunks(chunks)
+        forward = route(plan, rank, in_chunks, chunks, exchanges=exchanges)
+        backward = route(plan, rank, mine, kept=in_chunks, exchanges=exchanges)
+    return RankPlan(plan.tasks.mask, forward, backward, facts, plan.tasks_of(rank))

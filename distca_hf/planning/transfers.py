@@ -18,19 +18,28 @@ a server uses one for each quarter of a rank's mean work. A server with little r
 so that busier ranks are served first. A prefix that remote queries read comes whole, in one chunk. The remote queries
 of a server are divided among the chunks.
 
-The remote KV of a rank holds every key that its prefix calls and remote queries read, the prefix of every line once:
+The remote KV of a rank holds the keys that its prefix calls and remote queries read, each of them once. Under the
+causal mask they are prefixes of lines:
 
     chunk 0                                   | chunk 1
     | d1[0:5] all heads | d4[0:3] group 2 |   | d1[5:9] all heads | d2[0:6] all heads | d4[3:7] group 2 |
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from distca_hf.arrays import IntArray, exclusive_cumsum, ranges, run_starts, run_stops, sum_by
 from distca_hf.cost import TokenBytes
-from distca_hf.planning.pieces import ALL_HEADS, Pieces, Ranges, line_keys, rows_per_token
+from distca_hf.planning.pieces import (
+    ALL_HEADS,
+    POSITION_BITS,
+    Pieces,
+    Ranges,
+    line_keys,
+    position_keys,
+    rows_per_token,
+)
 from distca_hf.planning.plan import Plan
 
 
@@ -66,11 +75,13 @@ class ExchangeChunks:
         lines = line_keys(tasks.document[reads], tasks.head[reads], groups)
         keys, prefix = np.unique(tasks.server[reads] * num_lines + lines, return_inverse=True)
 
-        # 2. Length and work of each prefix that local queries read; remote queries do not cut theirs.
+        # 2. Tokens and work of each prefix that local queries read; remote queries do not cut theirs.
         is_remote, start, stop = plan.has_remote_queries[reads], tasks.start[reads], tasks.stop[reads]
-        longest, work = np.zeros((2, len(keys)), dtype=np.int64)
+        shortest, longest, work = np.zeros((3, len(keys)), dtype=np.int64)
         np.maximum.at(longest, prefix[~is_remote], start[~is_remote])
-        pairs_of_prefix = tasks.mask.pairs_of(start, stop) - tasks.mask.pairs_inside(stop - start)
+        shortest[:] = longest
+        np.minimum.at(shortest, prefix[~is_remote], tasks.first_key[reads][~is_remote])
+        pairs_of_prefix = tasks.mask.pairs_of(start, stop) - tasks.mask.pairs_inside(start, stop)
         rectangles = pairs_of_prefix * rows_per_token(tasks.head[reads], groups)
         np.add.at(work, prefix[~is_remote], rectangles[~is_remote])
         of_remote_queries = np.zeros(len(keys), dtype=bool)
@@ -84,7 +95,7 @@ class ExchangeChunks:
         first_chunk[local], stop_chunk[local] = _chunks_of_local_queries(
             keys[local] // num_lines, work[local], plan.work.mean(), count
         )
-        return cls(count, num_lines, keys, _borders(longest, first_chunk, stop_chunk, count))
+        return cls(count, num_lines, keys, _borders(shortest, longest, first_chunk, stop_chunk, count))
 
     def borders_of(self, servers: IntArray | int, lines: IntArray) -> IntArray:
         """Returns `[prefixes, count + 1]` borders. A prefix without a key is not cut: the first chunk brings it."""
@@ -102,11 +113,12 @@ class ExchangeChunks:
         return (self.borders_of(servers, lines)[:, 1:] == 0).sum(axis=1)
 
 
-def _borders(longest: IntArray, first: IntArray, stop: IntArray, count: int) -> IntArray:
-    """Returns `[prefixes, count + 1]` borders of prefixes cut into equal parts for chunks [first, stop)."""
+def _borders(begin: IntArray, end: IntArray, first: IntArray, stop: IntArray, count: int) -> IntArray:
+    """Returns `[prefixes, count + 1]` borders of keys [begin, end) cut into equal parts for chunks [first, stop)."""
     # chunks [1, 3) of four, 10 tokens:   borders 0 0 5 never never
     part = np.arange(count + 1) - first[:, None]
-    borders: IntArray = longest[:, None] * np.maximum(part, 0) // (stop - first)[:, None]
+    into = (end - begin)[:, None] * np.maximum(part, 0) // (stop - first)[:, None]
+    borders = np.where(part > 0, begin[:, None] + into, 0)
     borders[part >= (stop - first)[:, None]] = NEVER  # no row is read beyond the prefix
     return borders
 
@@ -154,11 +166,57 @@ class KeyTransfers(Ranges):
     destination: IntArray
     chunk: IntArray
 
+    def in_chunks(self, chunks: ExchangeChunks) -> "KeyTransfers":
+        """Cuts the transfers of an exchange in one chunk at the borders of chunks."""
+        if chunks.count == 1:
+            return self
+        borders = chunks.borders_of(self.destination, self.lines)
+        # [ranges, chunks]: the part of each range in each chunk, most of them empty.
+        starts = np.maximum(self.start[:, None], borders[:, :-1])
+        stops = np.minimum(self.stop[:, None], borders[:, 1:])
+        part, chunk = np.nonzero(starts < stops)
+        order = np.lexsort((chunk, self.source[part]))
+        part, chunk = part[order], chunk[order]
+        return replace(self.select(part), chunk=chunk, start=starts[part, chunk], stop=stops[part, chunk])
+
     def rows_between(self, num_ranks: int) -> IntArray:
         """Counts `[source, destination]` rows of keys and values that are sent."""
-        rows = np.zeros((num_ranks, num_ranks), dtype=np.int64)
-        np.add.at(rows, (self.source, self.destination), self.rows)
-        return rows
+        rows = np.zeros(num_ranks * num_ranks, dtype=np.int64)
+        np.add.at(rows, self.source * num_ranks + self.destination, self.rows)
+        return rows.reshape(num_ranks, num_ranks)
+
+
+@dataclass(frozen=True, eq=False)
+class KeyRanges(Ranges):
+    """Disjoint ranges of keys that ranks read, sorted by (reader, document, head, start).
+
+    Attributes:
+        reader: rank.
+    """
+
+    reader: IntArray
+
+    @classmethod
+    def join(
+        cls, reader: IntArray, document: IntArray, head: IntArray, start: IntArray, stop: IntArray, head_groups: int
+    ) -> "KeyRanges":
+        """Joins ranges of a reader that overlap or touch; empty ones are left out."""
+        order = np.lexsort((start, head, document, reader))
+        order = order[start[order] < stop[order]]
+        all_ranges = cls(document[order], head[order], start[order], stop[order], head_groups, reader[order])
+        opens = run_starts(all_ranges.reader, all_ranges.lines)
+        # The farthest stop of a line so far. Positions are below 2 ** POSITION_BITS, so lines do not mix.
+        line_number = np.cumsum(opens) << POSITION_BITS
+        reach = np.maximum.accumulate(all_ranges.stop + line_number) - line_number
+        opens[1:] |= all_ranges.start[1:] > reach[:-1]
+        return replace(all_ranges.select(opens), stop=reach[run_stops(opens)])
+
+    @classmethod
+    def of(cls, plan: Plan) -> "KeyRanges":
+        """Returns the keys of all tasks that may need some of other ranks."""
+        tasks, reads = plan.tasks, plan.reads_others
+        document, head, start, stop = (x[reads] for x in (tasks.document, tasks.head, tasks.first_key, tasks.stop))
+        return cls.join(tasks.server[reads], document, head, start, stop, tasks.head_groups)
 
 
 def key_transfers(plan: Plan, chunks: ExchangeChunks | None = None) -> KeyTransfers:
@@ -167,60 +225,29 @@ def key_transfers(plan: Plan, chunks: ExchangeChunks | None = None) -> KeyTransf
     Args:
         chunks: chunks of the exchange; by default there is one.
     """
-    # 1. Needs.
-    groups = plan.tasks.head_groups
-    server, line, prefix = _needs(plan)
-
-    # 2. Join each need (server, document, head, prefix) with all pieces of that document and head.
-    pieces = plan.pieces
-    lines = line_keys(pieces.document, pieces.head, groups)
-    first = np.searchsorted(lines, line, side="left")
-    last = np.searchsorted(lines, line, side="right")
-    need = np.repeat(np.arange(len(line)), last - first)
-    piece = ranges(first, last - first)
-    source, destination = pieces.owner[piece], server[need]
-    start, stop = pieces.start[piece], np.minimum(pieces.stop[piece], prefix[need])
-
-    # 3. Pieces of other ranks travel, cut at the borders of chunks.
-    travels = np.flatnonzero((source != destination) & (start < stop))
-    source, destination, need, piece = source[travels], destination[travels], need[travels], piece[travels]
-    part, chunk, start, stop = _cut(start[travels], stop[travels], destination, line[need], chunks)
-    source, destination, need, piece = source[part], destination[part], need[part], piece[part]
-    order = np.lexsort((start, line[need], destination, chunk, source))
-    return KeyTransfers(
-        source=source[order],
-        destination=destination[order],
-        chunk=chunk[order],
-        document=pieces.document[piece[order]],
-        head=pieces.head[piece[order]],
-        start=start[order],
-        stop=stop[order],
-        head_groups=groups,
+    # Pieces of other ranks with keys that a server reads, sorted by the rank that sends them.
+    reads, pieces = KeyRanges.of(plan), plan.pieces
+    read, piece = reads.overlaps(pieces)
+    travels = pieces.owner[piece] != reads.reader[read]
+    read, piece = read[travels], piece[travels]
+    order = _order_of_small(pieces.owner[piece], plan.layout.num_ranks)
+    read, piece = read[order], piece[order]
+    transfers = KeyTransfers(
+        source=pieces.owner[piece],
+        destination=reads.reader[read],
+        chunk=np.zeros(len(piece), dtype=np.int64),
+        document=pieces.document[piece],
+        head=pieces.head[piece],
+        start=np.maximum(pieces.start[piece], reads.start[read]),
+        stop=np.minimum(pieces.stop[piece], reads.stop[read]),
+        head_groups=pieces.head_groups,
     )
+    return transfers if chunks is None else transfers.in_chunks(chunks)
 
 
-def _needs(plan: Plan) -> tuple[IntArray, IntArray, IntArray]:
-    """Returns the longest prefix of each line that each server reads: server, line and tokens, in this order."""
-    tasks, reads = plan.tasks, plan.reads_others
-    server, prefix = tasks.server[reads], tasks.stop[reads]
-    line = line_keys(tasks.document[reads], tasks.head[reads], tasks.head_groups)
-    order = np.lexsort((prefix, line, server))
-    server, line, prefix = server[order], line[order], prefix[order]
-    longest = run_stops(run_starts(server, line))
-    return server[longest], line[longest], prefix[longest]
-
-
-def _cut(
-    start: IntArray, stop: IntArray, server: IntArray, line: IntArray, chunks: ExchangeChunks | None
-) -> tuple[IntArray, IntArray, IntArray, IntArray]:
-    """Cuts ranges at the borders of chunks: index of the range, chunk, start and stop of each part."""
-    if chunks is None or chunks.count == 1:
-        return np.arange(len(start)), np.zeros(len(start), dtype=np.int64), start, stop
-    borders = chunks.borders_of(server, line)
-    # [ranges, chunks]: the part of each range in each chunk, most of them empty.
-    starts, stops = np.maximum(start[:, None], borders[:, :-1]), np.minimum(stop[:, None], borders[:, 1:])
-    part, chunk = np.nonzero(starts < stops)
-    return part, chunk, starts[part, chunk], stops[part, chunk]
+def _order_of_small(values: IntArray, limit: int) -> IntArray:
+    """Returns the order of integers in [0, limit); equal ones keep theirs. Numpy sorts 16 bits in linear time."""
+    return np.argsort(values.astype(np.min_scalar_type(limit)), kind="stable")
 
 
 def bytes_between(plan: Plan, token_bytes: TokenBytes) -> IntArray:
@@ -251,77 +278,63 @@ def received_bytes(plan: Plan, token_bytes: TokenBytes) -> IntArray:
     num_ranks, groups, pieces = plan.layout.num_ranks, plan.tasks.head_groups, plan.pieces
     moved = pieces.select(pieces.moved)
     queries, outputs = (sum_by(rank, moved.rows, num_ranks) for rank in (moved.server, moved.owner))
-    # Keys: of every prefix that is read, all rows but the reader's own.
-    server, line, prefix = _needs(plan)
-    lines = line_keys(pieces.document, pieces.head, groups)
-    num_lines = int(max(lines.max(initial=0), line.max(initial=0))) + 1
-    wanted, held = server * num_lines + line, pieces.owner * num_lines + lines
-    at = np.searchsorted(wanted, held)
-    own = np.flatnonzero(np.append(wanted, -1)[at] == held)
-    known = np.minimum(pieces.stop[own], prefix[at[own]]) - pieces.start[own]
-    rows = sum_by(server, prefix * rows_per_token(line % (groups + 1) + ALL_HEADS, groups), num_ranks)
-    rows -= sum_by(pieces.owner[own], np.maximum(known, 0) * rows_per_token(pieces.head[own], groups), num_ranks)
+    # Keys: all that are read but the reader's own. Readers with documents are numbered, to find those among pieces.
+    reads, documents = KeyRanges.of(plan), plan.layout.num_documents
+    wanted, held = reads.reader * documents + reads.document, pieces.owner * documents + pieces.document
+    number, is_read = np.unique(wanted), np.isin(held, wanted)
+    own = replace(pieces.select(is_read), document=np.searchsorted(number, held[is_read]))
+    piece, read = own.overlaps(replace(reads, document=np.searchsorted(number, wanted)))
+    known = np.minimum(own.stop[piece], reads.stop[read]) - np.maximum(own.start[piece], reads.start[read])
+    rows = sum_by(reads.reader, reads.rows, num_ranks)
+    rows -= sum_by(reads.reader[read], known * rows_per_token(reads.head[read], groups), num_ranks)
     return (rows * token_bytes.key_value + queries * token_bytes.query + outputs * token_bytes.output) // groups
 
 
 @dataclass(frozen=True, eq=False)
-class RemoteKVLayout:
-    """Prefixes of lines, once each, chunk after chunk. In a chunk, lines of all heads come before single groups.
+class RemoteKV:
+    """Rows of the keys that one rank reads, chunk after chunk. In each, lines of all heads come before single groups.
 
     Attributes:
-        lines: `[lines]` ascending, see `line_keys`.
-        starts, stops: `[lines, chunks]` tokens [start, stop) that each chunk brings.
-        offset: `[lines, chunks]` remote-KV row of the first of these tokens.
+        reads: the ranges of keys.
+        starts, stops: `[ranges, chunks]` tokens [start, stop) of each that a chunk brings.
+        offset: `[ranges, chunks]` remote-KV row of the first of these tokens.
         num_rows: rows of all chunks.
-        head_groups: groups that the plan divides heads into.
     """
 
-    lines: IntArray
+    reads: KeyRanges
     starts: IntArray
     stops: IntArray
     offset: IntArray
     num_rows: int
-    head_groups: int
 
     @classmethod
-    def of(cls, lines: IntArray, prefixes: IntArray, borders: IntArray, head_groups: int) -> "RemoteKVLayout":
-        """Lays out the longest prefix of each line.
-
-        Args:
-            lines: `[readers]` see `line_keys`; several readers may share a line.
-            prefixes: `[readers]` tokens of the prefix that each of them reads.
-            borders: `[readers, chunks + 1]` see `ExchangeChunks`.
-            head_groups: groups that the plan divides heads into.
-        """
-        # 1. The longest prefix of each line, cut at the borders of chunks.
-        lines, first, reader = np.unique(lines, return_index=True, return_inverse=True)
-        prefix = np.zeros(len(lines), dtype=np.int64)
-        np.maximum.at(prefix, reader, prefixes)
-        starts = np.minimum(borders[first, :-1], prefix[:, None])
-        stops = np.minimum(borders[first, 1:], prefix[:, None])
-        # 2. Rows are numbered chunk after chunk, and in a chunk line after line, all heads first:
-        #
+    def lay_out(cls, reads: KeyRanges, chunks: ExchangeChunks) -> "RemoteKV":
+        """Numbers the rows chunk after chunk, and in a chunk range after range, all heads first."""
         #     rows        chunk 0   chunk 1              offset      chunk 0   chunk 1
-        #     line 0      5         4                    line 0      0         8
-        #     line 1      3         0                    line 1      5         12
-        head = lines % (head_groups + 1) + ALL_HEADS
-        rows = (stops - starts) * rows_per_token(head, head_groups)[:, None]
-        in_order = np.argsort(head != ALL_HEADS, kind="stable")
-        chunk_major = rows[in_order].T.ravel()
+        #     range 0     5         4                    range 0     0         8
+        #     range 1     3         0                    range 1     5         12
+        borders = chunks.borders_of(reads.reader, reads.lines)
+        starts = np.clip(borders[:, :-1], reads.start[:, None], reads.stop[:, None])
+        stops = np.clip(borders[:, 1:], starts, reads.stop[:, None])
+        rows = (stops - starts) * rows_per_token(reads.head, reads.head_groups)[:, None]
+        in_order = np.argsort(reads.head != ALL_HEADS, kind="stable")
         offset = np.empty_like(rows)
-        offset[in_order] = exclusive_cumsum(chunk_major).reshape(rows.T.shape).T
-        return cls(lines, starts, stops, offset, int(rows.sum()), head_groups)
+        offset[in_order] = exclusive_cumsum(rows[in_order].T.ravel()).reshape(rows.T.shape).T
+        return cls(reads, starts, stops, offset, int(rows.sum()))
+
+    def index_of(self, documents: IntArray, heads: IntArray, tokens: IntArray) -> IntArray:
+        """Returns the index of the ranges that hold some tokens."""
+        reads, groups = self.reads, self.reads.head_groups
+        begins = position_keys(reads.document, reads.head, reads.start, groups)
+        index: IntArray = np.searchsorted(begins, position_keys(documents, heads, tokens, groups), side="right") - 1
+        return index
 
     def row(self, documents: IntArray, heads: IntArray, tokens: IntArray) -> IntArray:
         """Returns the first remote-KV row of tokens that are in the remote KV."""
-        line = self.index_of(line_keys(documents, heads, self.head_groups))
-        chunk = (tokens[:, None] >= self.stops[line, :-1]).sum(axis=1)
-        into_chunk = (tokens - self.starts[line, chunk]) * rows_per_token(heads, self.head_groups)
-        return self.offset[line, chunk] + into_chunk
-
-    def index_of(self, lines: IntArray) -> IntArray:
-        """Returns the index of lines that are in the remote KV."""
-        return np.searchsorted(self.lines, lines)
+        index = self.index_of(documents, heads, tokens)
+        chunk = (tokens[:, None] >= self.stops[index, :-1]).sum(axis=1)
+        into_chunk = (tokens - self.starts[index, chunk]) * rows_per_token(heads, self.reads.head_groups)
+        return self.offset[index, chunk] + into_chunk
 
     def parts_of(self, held: Pieces) -> tuple[IntArray, IntArray, IntArray]:
         """Finds the parts of held pieces that are in the remote KV, cut at the borders of chunks.
@@ -329,10 +342,8 @@ class RemoteKVLayout:
         Returns:
             Index of the piece, start and stop of each part.
         """
-        lines = line_keys(held.document, held.head, self.head_groups)
-        stored = np.flatnonzero(np.isin(lines, self.lines))
-        line = self.index_of(lines[stored])
-        starts = np.maximum(held.start[stored][:, None], self.starts[line])
-        stops = np.minimum(held.stop[stored][:, None], self.stops[line])
+        piece, read = held.overlaps(self.reads)
+        starts = np.maximum(held.start[piece][:, None], self.starts[read])
+        stops = np.minimum(held.stop[piece][:, None], self.stops[read])
         part, chunk = np.nonzero(starts < stops)
-        return stored[part], starts[part, chunk], stops[part, chunk]
+        return piece[part], starts[part, chunk], stops[part, chunk]

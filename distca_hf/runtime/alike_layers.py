@@ -3,21 +3,79 @@
 A model has few kinds of layers, and each of them makes a call in every pass. Looking things up, comparing shapes and
 choosing how rows are copied costs the host more than these copies cost the device.
 
+Local calls of a layer are divided in two parts, some heads of each call. The early one is computed before rows of
+other ranks are needed, the late one while results are sent back. Nothing is computed twice or summed for that, and one
+long document can be divided as well as many short ones.
+
 Shape legend in `kernels.interface`; T counts the tokens of this rank, padding included.
 """
 
-from collections.abc import Hashable
-from dataclasses import dataclass, field
+from collections.abc import Hashable, Iterable
+from dataclasses import dataclass, field, replace
 
 import torch
 
-from distca_hf.kernels.interface import AttentionSpec, Kernel
-from distca_hf.runtime.call_views import rows_to_read
+from distca_hf.comm.speeds import Stopwatch
+from distca_hf.config import KernelName
+from distca_hf.kernels.interface import AttentionSpec, Kernel, MeasuredKernel
+from distca_hf.kernels.registry import Operands, choose_kernel, kernel_name
 from distca_hf.runtime.device_routing import DeviceCall, DeviceRouting
-from distca_hf.runtime.layer_calls import LayerCalls
-from distca_hf.runtime.layer_kinds import LayerKind
-from distca_hf.runtime.prepared_calls import PreparedBackward, PreparedForward, QueryRows
-from distca_hf.runtime.prepared_kv import PreparedKV
+from distca_hf.runtime.layer_kinds import LayerKind, LayerKinds
+from distca_hf.runtime.prepared_calls import PreparedBackward, PreparedForward, PreparedKV, QueryRows, rows_to_read
+
+
+@dataclass(frozen=True)
+class LayerCalls:
+    """Local and prefix calls of a layer. Their `heads` count its KV heads; those of a routing count groups of heads.
+
+    Attributes:
+        early, late: local calls.
+        prefix: of each chunk.
+    """
+
+    early: tuple[DeviceCall, ...]
+    late: tuple[DeviceCall, ...]
+    prefix: tuple[tuple[DeviceCall, ...], ...]
+
+    @classmethod
+    def of(cls, routing: DeviceRouting, kv_heads: int, *, rows_come: bool, results_leave: bool) -> "LayerCalls":
+        """Returns the calls of a layer with so many KV heads.
+
+        Args:
+            rows_come: whether rows of other ranks are in flight while early calls run.
+            results_leave: whether results are sent back behind the prefix calls; only then are some calls late.
+        """
+        per_group = kv_heads // routing.rows_per_token
+        local = with_kv_heads(routing.local, per_group)
+        share = routing.late_share / 2 if rows_come else routing.late_share
+        early, late = divide_calls(local, share) if results_leave else (local, ())
+        return cls(early, late, tuple(with_kv_heads(chunk.prefix, per_group) for chunk in routing.chunks))
+
+
+def with_kv_heads(calls: Iterable[DeviceCall], heads_per_group: int) -> tuple[DeviceCall, ...]:
+    """Returns local and prefix calls whose `heads` count KV heads instead of groups."""
+    return tuple(
+        replace(call, heads=(call.heads[0] * heads_per_group, call.heads[1] * heads_per_group)) for call in calls
+    )
+
+
+def divide_calls(calls: Iterable[DeviceCall], share: float) -> tuple[tuple[DeviceCall, ...], tuple[DeviceCall, ...]]:
+    """Returns local calls in two parts, the second with about a share of their work."""
+    #     call 0   | head 0 | head 1 | head 2 | head 3 |     early
+    #     call 1   | head 0 | head 1 | head 2 : head 3 |     the last heads of the last calls are late
+    early: list[DeviceCall] = []
+    late: list[DeviceCall] = []
+    calls = tuple(calls)
+    missing = share * sum(call.pairs for call in calls)
+    for call in reversed(calls):
+        first, stop = call.heads
+        of_head = call.pairs / (stop - first)
+        taken = min(stop - first, max(0, round(missing / of_head))) if of_head else 0
+        missing -= taken * of_head
+        for chosen, heads in ((early, (first, stop - taken)), (late, (stop - taken, stop))):
+            if heads[0] < heads[1]:
+                chosen.insert(0, replace(call, heads=heads, pairs=round(of_head * (heads[1] - heads[0]))))
+    return tuple(early), tuple(late)
 
 
 # Dtypes, shapes, strides and devices of queries, keys and values; how they attend.
@@ -95,3 +153,73 @@ class AlikeLayers:
 def _prepared_kv(k_TGH: torch.Tensor, v_TGV: torch.Tensor, routing: DeviceRouting) -> PreparedKV:
     k, v = rows_to_read(routing.rows_per_token, k_TGH, v_TGV)
     return PreparedKV(k, v, routing)
+
+
+class LayerLookup:
+    """Kinds of layers, kernels and alike layers of one planned micro-batch.
+
+    Args:
+        kinds: the layers by their masks.
+        kernel: setting of this name.
+        rank_name: for messages.
+        stopwatch: measures this rank's kernels; None where nobody asks for their times.
+    """
+
+    def __init__(
+        self, kinds: LayerKinds, kernel: KernelName, rank_name: str, stopwatch: Stopwatch | None = None
+    ) -> None:
+        self.kinds = kinds
+        self._kernel, self._rank_name, self._stopwatch = kernel, rank_name, stopwatch
+        self._alike: dict[LayerKey, AlikeLayers] = {}
+        self._kernels: dict[torch.dtype, Kernel] = {}
+
+    def alike(
+        self, q_TNH: torch.Tensor, k_TGH: torch.Tensor, v_TGV: torch.Tensor, spec: AttentionSpec, where: str
+    ) -> AlikeLayers:
+        """Returns the layers that are like one with these tensors, once these are known to fit the plan.
+
+        Raises:
+            PlanError, UnsupportedAttentionError: as `kernel`; or the batch was planned without their mask.
+        """
+        q, k, v = q_TNH, k_TGH, v_TGV
+        shapes, strides = (q.shape, k.shape, v.shape), (q.stride(), k.stride(), v.stride())
+        key = q.dtype, k.dtype, v.dtype, shapes, strides, q.device, k.device, v.device, spec
+        layers = self._alike.get(key)
+        if layers is None:
+            spec = self.kinds.spec(spec)
+            kernel = self.kernel(q, k, v, spec, where)
+            layers = self._alike[key] = AlikeLayers.of(k, v, spec, kernel, self.kinds.of(spec))
+        return layers
+
+    def kernel(
+        self,
+        q_TNH: torch.Tensor,
+        k_TGH: torch.Tensor,
+        v_TGV: torch.Tensor,
+        spec: AttentionSpec,
+        where: str = "no layer yet",
+    ) -> Kernel:
+        """Returns the kernel for these tensors, once they are known to fit the plan.
+
+        Raises:
+            PlanError: they do not fit.
+            UnsupportedAttentionError: there is no kernel for them.
+        """
+        q, k, v = q_TNH, k_TGH, v_TGV
+        for x in (q, k, v):
+            self.kinds.check_fit(x, f"{self._rank_name}, {where}")
+        kernel = choose_kernel(self._kernel, Operands.of(q, k, v), spec)
+        self._kernels.setdefault(q.dtype, kernel)
+        if self._stopwatch is None or spec.window_tokens:  # servers take no part in layers with windows
+            return kernel
+        return MeasuredKernel(kernel, self._stopwatch.kernel)
+
+    @property
+    def attention_dtype(self) -> torch.dtype | None:
+        """Dtype that attention computes in; None before the first call."""
+        return next(iter(self._kernels), None)
+
+    @property
+    def kernel_name(self) -> str:
+        """Name of the kernel that attends; "none" before the first call."""
+        return next((kernel_name(kernel) for kernel in self._kernels.values()), "none")

@@ -20,14 +20,13 @@ from typing import NamedTuple
 import torch
 
 from distca_hf.kernels.interface import AttentionSpec, Inputs, empty_layer_outputs, made_deterministic
-from distca_hf.kernels.sinks import add_sinks
-from distca_hf.runtime.call_views import as_rows, rows_to_read
+from distca_hf.kernels.rows import add_sinks
 from distca_hf.runtime.device_routing import DeviceRouting
 from distca_hf.runtime.kernel_calls import BackwardCalls, ForwardCalls, attend_whole
 from distca_hf.runtime.layer_checks import check_finite, check_room
 from distca_hf.runtime.live_plan import LivePlan
-from distca_hf.runtime.pass_calls import CallTensors
-from distca_hf.runtime.prepared_calls import QueryRows
+from distca_hf.runtime.pass_layers import CallTensors
+from distca_hf.runtime.prepared_calls import QueryRows, as_rows, rows_to_read
 from distca_hf.runtime.remote_kv import KVDispatch, KVGradCombine, RemoteKV, RemoteKVGradients
 from distca_hf.runtime.remote_queries import BackwardRemoteQueries, ForwardRemoteQueries
 from distca_hf.runtime.retention import Kept, Received, Retention
@@ -118,6 +117,9 @@ def attend(
             trace.spent(WAIT)
             remote_queries.attend(chunk, remote_kv, transport, where)
             trace.spent(REMOTE)
+    nothing = retention.nothing(k)
+    kept = _kept(keys, remote_queries, nothing, slot) if keeps else nothing
+    del keys, remote_kv  # memory of rows that nothing reads any more
     local.attend(calls.late, k_TGH, v_TGV)  # 3. while results go back to their owner ranks
     trace.spent(LOCAL)
     local.merge_prefixes()
@@ -129,7 +131,7 @@ def attend(
     trace.spent(COMBINE)
     if plan.checks_finite:
         check_finite(plan, where, output=out)
-    return out, lse, _kept(keys, remote_queries, retention.nothing(k), slot) if keeps else retention.nothing(k)
+    return out, lse, kept
 
 
 class Attended(NamedTuple):
@@ -175,37 +177,38 @@ def attend_backward(
         rows = QueryRows(*rows_to_read(groups, dout_TNV, q_TNH, out_TNV, lse_TN))
         kept_rows = kept if keeps else None
         remote_queries = BackwardRemoteQueries(layers, rows, kept_rows, routing.queries, spec, has_sinks)
-    for chunk in routing.chunks:
-        keys.start(chunk, transport, where)
-        if remote_queries is not None:
-            remote_queries.start(chunk, transport, where)
+    [chunk] = routing.chunks  # kept rows are there at once
+    keys.start(chunk, transport, where)
+    if remote_queries is not None:
+        remote_queries.start(chunk, transport, where)
     trace.spent(SEND)
 
-    # 2. Early local calls write gradients; prefixes and remote queries of a chunk write those of the remote KV.
-    #    These are sent as soon as they are complete.
+    # 2. Early local calls write gradients; prefixes and remote queries write those of the remote KV. These are sent as
+    #    soon as they are complete.
     dq, dk, dv = _empty_gradients(q_TNH, k_TGH, v_TGV, routing)
     calls = layers.backward_calls(rows_come=keys.sends or routing.queries is not None)
+    [prefixes] = calls.prefix
     local = BackwardCalls(layers, QueryRows(dout_TNV, q_TNH, out_TNV, lse_TN), dq, spec)
     local.derive(calls.early, k_TGH, v_TGV, dk, dv)
     remote_kv = RemoteKV.of_kept(k, v, kept.keys, prepared) if keeps else RemoteKV.open(k, v, keys.received, prepared)
     gradients = RemoteKVGradients(k, v, prepared)
-    combine = KVGradCombine(gradients, k, prepared)
     trace.spent(LOCAL)
-    for chunk, prefixes in zip(routing.chunks, calls.prefix, strict=True):
-        keys.receive(chunk, remote_kv)
-        trace.spent(WAIT)
-        local.derive_prefixes(prefixes, remote_kv, gradients)
-        if remote_queries is not None:
-            trace.spent(REMOTE)
-            remote_queries.receive(chunk)
-            trace.spent(WAIT)
-            remote_queries.derive(chunk, remote_kv, gradients)
-        gradients.complete()
+    keys.receive(chunk, remote_kv)
+    trace.spent(WAIT)
+    local.derive_prefixes(prefixes, remote_kv, gradients)
+    if remote_queries is not None:
         trace.spent(REMOTE)
-        combine.start(chunk, transport, where)
-        if remote_queries is not None:
-            remote_queries.send_gradients(chunk, transport, where)
-        trace.spent(SEND)
+        remote_queries.receive(chunk)
+        trace.spent(WAIT)
+        remote_queries.derive(chunk, remote_kv, gradients)
+    del keys, remote_kv  # memory of rows that nothing reads any more
+    gradients.complete()
+    trace.spent(REMOTE)
+    combine = KVGradCombine(gradients, k, prepared)
+    combine.start(chunk, transport, where)
+    if remote_queries is not None:
+        remote_queries.send_gradients(chunk, transport, where)
+    trace.spent(SEND)
     # 3. Late local calls, while gradients go back. Sums come last, and in one order: all that they add to is written.
     local.derive(calls.late, k_TGH, v_TGV, dk, dv)
     local.add_prefixes()

@@ -156,12 +156,9 @@ def _refuse_tangents(name: str, given: tuple[object, ...]) -> None:
     Raises:
         UnsupportedAttentionError: an argument has one.
     """
-    if in_dual_level() and any(_has_tangent(x) for x in given):
+    tensors = (x for x in given if isinstance(x, torch.Tensor))
+    if in_dual_level() and any(forward_ad.unpack_dual(x).tangent is not None for x in tensors):
         raise UnsupportedAttentionError(
             f"distca::{name} has no forward-mode derivatives (torch.func.jvp, forward_ad), and they would be lost "
             "here; use backward, or load the model with another attn_implementation"
         )
-
-
-def _has_tangent(given: object) -> bool:
-    return isinstance(given, torch.Tensor) and forward_ad.unpack_dual(given).tangent is not None

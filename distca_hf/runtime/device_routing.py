@@ -15,11 +15,11 @@ import torch
 from distca_hf.arrays import IndexRanges, IntArray
 from distca_hf.comm.transport import AllToAll
 from distca_hf.kernels.interface import Spans
+from distca_hf.kernels.row_kinds import some_rows
 from distca_hf.kernels.rows import RowSums
-from distca_hf.kernels.views import some_rows
 from distca_hf.planning.kernel_calls import CallKind, KernelCall
 from distca_hf.planning.plan import PlanFacts
-from distca_hf.planning.routing import QueryMoves, RankPlan, Routing
+from distca_hf.planning.routing import RankPlan, Routing
 
 
 @dataclass(frozen=True, eq=False)
@@ -169,7 +169,7 @@ class PinnedRouting:
 
     def to(self, device: torch.device) -> DeviceRouting:
         """Returns the routing on the device: two copies that the host does not wait for."""
-        routing = self.routing
+        routing, queries = self.routing, self.routing.queries
         index = _written_out(self.table.to(device, non_blocking=True), self.totals)
         send, received, kept, local, local_to, shared, send_in, local_in, *moves = index
         offsets = self.offsets.to(device, non_blocking=True)
@@ -193,7 +193,7 @@ class PinnedRouting:
             local=local_calls,
             chunks=_chunks(routing, others),
             late_share=routing.late_share,
-            queries=_query_routing(routing.queries, moves),
+            queries=None if queries is None else QueryRouting(queries.num_rows, queries.come_in_order, *moves),
         )
 
 
@@ -265,12 +265,6 @@ def _parts(counts: IntArray) -> tuple[slice, ...]:
     """Returns the rows of each group that is not empty."""
     stops = np.cumsum(counts)
     return tuple(slice(int(stop - count), int(stop)) for stop, count in zip(stops, counts, strict=True) if count)
-
-
-def _query_routing(moves: QueryMoves | None, index: Sequence[torch.Tensor]) -> QueryRouting | None:
-    if moves is None:
-        return None
-    return QueryRouting(moves.num_rows, moves.come_in_order, *index)
 
 
 def _chunks(routing: Routing, calls: Sequence[tuple[DeviceCall, ...]]) -> tuple[ChunkRouting, ...]:

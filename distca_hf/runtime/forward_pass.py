@@ -26,8 +26,8 @@ from distca_hf.comm.agreement import Agreement, Occasion, by_value
 from distca_hf.comm.grid import Scope
 from distca_hf.comm.transport import Transport
 from distca_hf.errors import PlanError, PlanMismatchError
-from distca_hf.runtime.pass_calls import CallTensors, PassCalls, other_tensors, other_window
-from distca_hf.runtime.pass_trace import UNTRACED, PassTrace
+from distca_hf.runtime.pass_layers import CallTensors, PassCalls, other_tensors, other_window
+from distca_hf.runtime.pending_traces import UNTRACED, PassTrace
 from distca_hf.torch_private import backward_number
 from distca_hf.traces import PassPart
 

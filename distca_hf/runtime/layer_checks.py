@@ -46,8 +46,9 @@ def needed_bytes(routing: DeviceRouting, q: torch.Tensor, k: torch.Tensor, v: to
     stored = routing.remote_kv_rows * elements * (k.element_size() + summed)
     on_store = [call for chunk in routing.chunks for call in (*chunk.prefix, *chunk.remote_queries)]
     stored += sum(call.keys.stop - call.keys.start for call in on_store if call.adds) * elements * k.element_size()
-    # Keys that were fetched again, and gradients that are sent back.
-    under_way = 2 * (len(routing.send_rows) + len(routing.received_to_remote_kv)) * elements * k.element_size()
+    # Keys that were fetched again; they are gone when as many gradients are sent back, some in a larger dtype first.
+    at_once = 2 if routing.sums_remote_kv else 1
+    under_way = at_once * (len(routing.send_rows) + len(routing.received_to_remote_kv)) * elements * k.element_size()
     gradients = sum(x.numel() * x.element_size() for x in (q, k, v))
     prefix = 0  # gradients of queries that are added to those of local calls
     for call in routing.chunks[0].prefix:

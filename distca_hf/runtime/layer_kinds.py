@@ -5,11 +5,14 @@
 
 All kinds are of one layout, so the rows that a rank holds are the same in every layer. A window as long as every
 document of the micro-batch is no window: such layers are of the full kind.
+
+Planning leaves a `PlannedMicroBatch` on this rank, from which the kinds are made when the decoder of a model begins.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache, partial
+from typing import NamedTuple
 
 import torch
 
@@ -21,13 +24,57 @@ from distca_hf.errors import PlanError
 from distca_hf.kernels.interface import AttentionSpec, without_window
 from distca_hf.layout import Layout
 from distca_hf.planning.kinds import RoutedKinds
-from distca_hf.planning.plan import PlanFacts
-from distca_hf.planning.window_routing import window_plan
+from distca_hf.planning.plan import PlanFacts, plan_in_place
+from distca_hf.planning.routing import rank_plan
 from distca_hf.runtime.device_routing import DeviceRankPlan, DeviceRouting, PinnedRankPlan
 from distca_hf.runtime.pass_layers import HeldLayers, PassLayers
-from distca_hf.runtime.planned import Planned, RouteWindow
 from distca_hf.runtime.retention import Retention
+from distca_hf.runtime.row_moves import DeviceRowMoves
 from distca_hf.telemetry import get_logger
+
+
+# Makes the rank plan of a mask with a window, on the device.
+RouteWindow = Callable[[Mask], DeviceRankPlan]
+
+
+class Planned(NamedTuple):
+    """A micro-batch as it was planned for the attention servers that take part now.
+
+    Attributes:
+        routings: returns rank plans by mask: the full causal one, and windows that were known before. They are copied
+            to the device when they are first asked for: rows move in before.
+        route_window: makes that of a window that a layer is the first to ask for; None: there is no other.
+        facts: of all layers together.
+        fingerprint: of the plan.
+        posted: the plan as attention servers have it; posts calls to them. None if they take no part.
+        moves: of rows that are placed inside the model; None if rows stay where batches have them.
+        batch_forms: `[ranks]` numbers of the forms of their batches: of equal forms, decoders get equal inputs.
+    """
+
+    routings: Callable[[], Mapping[Mask, DeviceRankPlan]]
+    route_window: RouteWindow | None
+    facts: PlanFacts
+    fingerprint: int
+    posted: PostedPlan | None = None
+    moves: DeviceRowMoves | None = None
+    batch_forms: tuple[int, ...] = ()
+
+    @property
+    def longest_document_tokens(self) -> int:
+        """Tokens of the longest document of the micro-batch."""
+        return self.facts.longest_document_tokens
+
+
+class PlannedLater(NamedTuple):
+    """A micro-batch that is planned when something first asks for its plan: a model whose decoder begins.
+
+    Attributes:
+        longest_document_tokens: of the micro-batch; known before.
+        plan: plans it, once. May wait for other ranks.
+    """
+
+    longest_document_tokens: int
+    plan: Callable[[], Planned]
 
 
 log = get_logger(__name__)
@@ -84,7 +131,8 @@ class PinnedKinds:
 
         def route(mask: Mask) -> DeviceRankPlan:
             log.debug("rank %d: %s is routed when a layer first attends with it", self.rank, mask)
-            return PinnedRankPlan.prepare(window_plan(self.layout, self.rank, mask), self.pin).to(device)
+            routed = rank_plan(plan_in_place(self.layout).of_window(mask), self.rank)
+            return PinnedRankPlan.prepare(routed, self.pin).to(device)
 
         return route
 

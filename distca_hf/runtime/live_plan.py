@@ -1,14 +1,19 @@
 """Live plans: a micro-batch's plan bound to the transport and settings of this rank.
 
 The operator carries its plan as an integer, because compiled graphs, checkpointing and autograd all pass an integer on
-unharmed. `find_plan` finds the plan by it, in the one register of this process. That is shared state, and bounded.
-`runtime.retention` and `batches.known_batch` have some, too.
+unharmed. `find_plan` finds the plan by it, in the one register of this process, as long as somebody may still ask for
+it. That is shared state, and bounded. `runtime.retention` and `batches.known_batch` have some, too.
 
-What layers find in a plan is in `layer_lookup`, and what attention servers hear of their calls in `call_orders`.
+What layers find in a plan is in `alike_layers`, and what attention servers hear of their calls in `call_orders`.
 """
 
+import itertools
+import threading
+import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 import torch
 
@@ -22,16 +27,56 @@ from distca_hf.config import DistCAConfig
 from distca_hf.errors import PlanError
 from distca_hf.kernels.interface import AttentionSpec
 from distca_hf.planning.plan import PlanFacts
+from distca_hf.runtime.alike_layers import LayerLookup
 from distca_hf.runtime.call_orders import CallOrders
 from distca_hf.runtime.forward_pass import NO_STATE, AlsoShown, ForwardPass
-from distca_hf.runtime.layer_kinds import LayerKinds
-from distca_hf.runtime.layer_lookup import LayerLookup
-from distca_hf.runtime.pass_calls import PassCalls
-from distca_hf.runtime.pass_layers import ONE_LAYER, PassLayers
-from distca_hf.runtime.pass_trace import UNTRACED, PassTrace
-from distca_hf.runtime.plan_register import PlanRegister
-from distca_hf.runtime.planned import Planned, PlannedLater
+from distca_hf.runtime.layer_kinds import LayerKinds, Planned, PlannedLater
+from distca_hf.runtime.pass_layers import ONE_LAYER, PassCalls, PassLayers
+from distca_hf.runtime.pending_traces import UNTRACED, PassTrace
 from distca_hf.runtime.retention import Retention, Slots
+
+
+Plan = TypeVar("Plan")
+
+
+class PlanRegister(Generic[Plan]):
+    """Finds live plans by number. The newest are kept alive here; older ones live as long as a batch or a graph holds
+    them."""
+
+    def __init__(self) -> None:
+        self._numbers = itertools.count(1)
+        self._all: weakref.WeakValueDictionary[int, Plan] = weakref.WeakValueDictionary()
+        self._newest: OrderedDict[int, Plan] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def add(self, plan: Plan, keep: int) -> int:
+        """Registers a plan and lets go of all but the `keep` newest."""
+        with self._lock:
+            number = next(self._numbers)
+            self._all[number] = plan
+            self._newest[number] = plan
+        self.keep(keep)
+        return number
+
+    def keep(self, count: int) -> None:
+        """Lets go of all plans but the newest. Their tensors go with them, which takes a tenth of a millisecond."""
+        with self._lock:
+            while len(self._newest) > count:
+                self._newest.popitem(last=False)
+
+    def find(self, number: int) -> Plan:
+        """Returns the plan with this number.
+
+        Raises:
+            PlanError: no batch and no graph holds it any more.
+        """
+        plan = self._newest.get(number) or self._all.get(number)  # the second one is slower, and rarely asked
+        if plan is None:
+            raise PlanError(
+                f"plan {number} is gone: its batch was dropped and more than plans_in_flight newer ones were taken "
+                "before its forward or backward ran; raise plans_in_flight"
+            )
+        return plan
 
 
 @dataclass

@@ -29,7 +29,7 @@ from distca_hf.kernels.interface import (
     without_window,
 )
 from distca_hf.kernels.registry import Operands, choose_kernel
-from distca_hf.kernels.sinks import add_sinks, sink_gradients
+from distca_hf.kernels.rows import add_sinks, sink_gradients
 from distca_hf.runtime.custom_op import SavedForBackward, define_op
 from distca_hf.runtime.saved_attention import saved_in_regions
 

@@ -13,7 +13,7 @@ import torch
 
 from distca_hf.errors import ServerLostError, UnsupportedAttentionError
 from distca_hf.kernels.interface import AttentionSpec, empty_gradients, empty_layer_outputs, spec_of
-from distca_hf.kernels.sinks import sink_gradients
+from distca_hf.kernels.rows import sink_gradients
 from distca_hf.runtime.attention import Attended, attend, attend_backward
 from distca_hf.runtime.custom_op import SavedForBackward, define_op
 from distca_hf.runtime.live_plan import LivePlan, find_plan

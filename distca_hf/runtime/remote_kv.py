@@ -17,10 +17,10 @@ import torch
 
 from distca_hf.comm.transport import Exchange, Transport
 from distca_hf.kernels.interface import accumulation_dtype
+from distca_hf.kernels.row_kinds import some_rows
 from distca_hf.kernels.rows import copy_rows
-from distca_hf.kernels.views import some_rows
 from distca_hf.runtime.device_routing import ChunkRouting, DeviceCall
-from distca_hf.runtime.prepared_kv import PreparedKV, side_by_side
+from distca_hf.runtime.prepared_calls import PreparedKV, side_by_side
 
 
 @dataclass(eq=False, slots=True)
@@ -172,6 +172,8 @@ class KVDispatch:
         """Waits for a chunk, and puts its rows where they are read."""
         if self.sends:
             self._started.pop(0).wait()
+            if not self._started:  # rows on their way keep what they are part of
+                del self._sent
         if self._receives:
             remote_kv.put_received(self.received, chunk.keys.receive, self._prepared)
 
@@ -193,8 +195,8 @@ class KVGradCombine:
 
     def receive(self) -> None:
         """Waits for all chunks."""
-        for exchange in self._started:
-            exchange.wait()
+        while self._started:
+            self._started.pop(0).wait()
 
     def finish(self, dk: torch.Tensor, dv: torch.Tensor) -> None:
         """Adds gradients of the remote KV and of other servers to those of local rows."""

@@ -17,9 +17,8 @@ import torch
 
 from distca_hf.comm.transport import Exchange, Transport
 from distca_hf.kernels.interface import AttentionSpec, empty_layer_outputs
-from distca_hf.kernels.rows import copy_rows
-from distca_hf.kernels.sinks import scale_rows
-from distca_hf.kernels.views import some_rows
+from distca_hf.kernels.row_kinds import some_rows
+from distca_hf.kernels.rows import copy_rows, scale_rows
 from distca_hf.runtime.alike_layers import AlikeLayers
 from distca_hf.runtime.device_routing import ChunkRouting, ExchangeSplits, QueryRouting
 from distca_hf.runtime.kernel_calls import BackwardCalls, ForwardCalls
@@ -135,6 +134,7 @@ class BackwardRemoteQueries:
         if self._without_sinks is not None:  # all rows: backward has one chunk
             scale_rows(*self._without_sinks, self._lse, self._out)
         self._calls.derive_remote_queries(chunk.remote_queries, remote_kv, gradients)
+        del self._calls, self._dispatch, self._out, self._lse, self._without_sinks  # rows that nothing reads any more
 
     def send_gradients(self, chunk: ChunkRouting, transport: Transport, where: str) -> None:
         """Sends the gradients of a chunk's queries to their owner ranks."""
@@ -182,12 +182,13 @@ class QueryDispatch:
     def receive(self, splits: ExchangeSplits) -> None:
         """Waits for a chunk, and puts its rows where they are computed."""
         self._started.pop(0).wait()
-        if self._in_place:
-            return
-        parts = _unpack(some_rows(self._received, splits.receive), self.tensors)
-        places = some_rows(self._moves.received_to_queries, splits.receive)
-        for part, tensor in zip(parts, self.tensors, strict=True):
-            copy_rows((part,), None, (tensor,), places)
+        if not self._in_place:
+            parts = _unpack(some_rows(self._received, splits.receive), self.tensors)
+            places = some_rows(self._moves.received_to_queries, splits.receive)
+            for part, tensor in zip(parts, self.tensors, strict=True):
+                copy_rows((part,), None, (tensor,), places)
+        if not self._started:  # rows on their way keep what they are part of
+            del self._sent, self._received
 
 
 class ResultCombine:
@@ -200,8 +201,7 @@ class ResultCombine:
     def __init__(self, tensors: Sequence[torch.Tensor], moves: QueryRouting) -> None:
         self._tensors, self._moves = tensors, moves
         self._started: list[Exchange] = []
-        like = _pack([x[:0] for x in tensors])
-        self._returned = like.new_empty((len(moves.send_rows), *like.shape[1:]))
+        self._like = _pack([x[:0] for x in tensors])
 
     def start(self, splits: ExchangeSplits, transport: Transport, where: str) -> None:
         """Sends the results of a chunk, which are computed."""
@@ -210,13 +210,15 @@ class ResultCombine:
         else:
             places = some_rows(self._moves.received_to_queries, splits.receive)
             rows = [x.index_select(0, places) for x in self._tensors]
+        if not self._started:
+            self._returned = self._like.new_empty((len(self._moves.send_rows), *self._like.shape[1:]))
         asked = splits.combine(_pack(rows), self._returned, f"{where}, results")
         self._started.append(transport.exchange(asked))
 
     def receive(self) -> None:
         """Waits for all chunks."""
-        for exchange in self._started:
-            exchange.wait()
+        while self._started:
+            self._started.pop(0).wait()
 
     def finish(self, targets: Sequence[torch.Tensor]) -> None:
         """Puts the rows of all chunks into `targets`, `[rows, ...]` of this rank."""

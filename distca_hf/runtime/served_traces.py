@@ -21,8 +21,8 @@ from distca_hf.comm.posted_plans import PostedPlan
 from distca_hf.cost import TokenBytes
 from distca_hf.runtime.forward_pass import ForwardPass
 from distca_hf.runtime.live_plan import LivePlan
-from distca_hf.runtime.pass_trace import NotedPass
 from distca_hf.runtime.pending_traces import (
+    NotedPass,
     Pending,
     PendingTraces,
     bytes_of_layer,

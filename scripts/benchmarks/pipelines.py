@@ -27,8 +27,7 @@ from distca_hf.analysis.request import PlanRequest, preset
 from distca_hf.arrays import IntArray
 from distca_hf.data.pipelines import Pipeline
 from distca_hf.data.schedules import Queues, Schedule
-from distca_hf.data.shaping import shape_step, simulate, work_of_documents
-from distca_hf.data.work_shares import divide
+from distca_hf.data.shaping import divide, shape_step, simulate, work_of_documents
 from distca_hf.flops import H200, H200_LIGER, LLAMA_8B_COSTS, PassCosts, Rates
 from lib.parser import count, parse_tables, parser_of
 from lib.planning.planners import K, print_row, table

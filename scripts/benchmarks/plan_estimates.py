@@ -12,23 +12,41 @@ from typing import Any
 
 import numpy as np
 
-from distca_hf.analysis.baselines import whole_documents
-from distca_hf.analysis.estimates import step_cost
-from distca_hf.analysis.memory import TrainingSetup, estimate_memory
+from distca_hf.analysis.memory import Checkpointing, TrainingSetup, estimate_memory
+from distca_hf.analysis.request import ModelSize
 from distca_hf.arrays import IntArray, ceil_div
 from distca_hf.batches.placed import PlacedPlanner
 from distca_hf.config import DistCAConfig
-from distca_hf.flops import H200, H200_LIGER
+from distca_hf.cost import Heads, causal_pairs_of
+from distca_hf.flops import H200, H200_LIGER, Rates, StepCost, StepFlops
 from distca_hf.placement.place import fill_in_order
 from distca_hf.planning.rebalance import plan_by_moving
 from distca_hf.planning.transfers import bytes_between
 from lib.documents import parse_documents
 from lib.parser import parser_of
 from lib.planning.measured import LLAMA_8B, PEAKS, STEPS, PeakRow, StepRow
+from lib.planning.planners import whole_documents
 from lib.tables import head
 
 
 HEADS, TOKEN_BYTES = LLAMA_8B.heads, LLAMA_8B.token_bytes  # of all models that were measured
+
+
+def step_cost(size: ModelSize, heads: Heads, checkpointing: Checkpointing = "saved", rates: Rates = H200) -> StepCost:
+    """Returns the cost of a model whose weights are all trained.
+
+    Args:
+        size: size of the model; a size without vocabulary is a model without a head.
+        heads: heads of one layer.
+        checkpointing: whether layers are computed twice without attention ("saved"), with it ("recomputed"), or never
+            ("none").
+        rates: operations per second of the GPU.
+    """
+    weights = size.layer_parameters + size.head_parameters
+    pair_forward = 2 * (heads.dim + heads.value_dim) * heads.query * size.layers
+    return StepFlops.of(weights, weights, pair_forward, size.head_parameters).cost(
+        recomputes_layers=checkpointing != "none", recomputes_attention=checkpointing == "recomputed", rates=rates
+    )
 
 
 def loads(documents: str, num_ranks: int, way: str) -> tuple[IntArray, IntArray, int]:
@@ -45,8 +63,9 @@ def loads(documents: str, num_ranks: int, way: str) -> tuple[IntArray, IntArray,
         layout = fill_in_order(lengths, num_ranks)
         return layout.rank_tokens, layout.rank_work, 0
     if way == "whole":
-        packs = whole_documents(lengths, num_ranks, TOKEN_BYTES)
-        return packs.tokens, packs.work, 0
+        packs = [lengths[numbers] for numbers in whole_documents(lengths, num_ranks)]
+        work = [causal_pairs_of(np.zeros_like(pack), pack).sum() for pack in packs]
+        return np.array([pack.sum() for pack in packs]), np.array(work), 0
     if way == "fixed":
         plan = plan_by_moving(fill_in_order(lengths, num_ranks), HEADS.groups, token_bytes=TOKEN_BYTES)
         received = bytes_between(plan, TOKEN_BYTES).sum(axis=0).max()
@@ -58,13 +77,18 @@ def loads(documents: str, num_ranks: int, way: str) -> tuple[IntArray, IntArray,
     return plan.layout.rank_tokens, plan.work // plan.tasks.head_groups, int(received)
 
 
+def step_seconds(cost: StepCost, rank_tokens: IntArray, rank_pairs: IntArray) -> float:
+    """Returns the seconds of the slowest rank, of `[ranks]` tokens that each holds, and pairs that it attends."""
+    return float((rank_tokens * cost.token_seconds + rank_pairs * cost.pair_seconds).max())
+
+
 def estimated_ratio(row: StepRow) -> float:
     """Returns the step of packing alone over that of placed documents, as estimated."""
     rates = H200_LIGER if row.liger else H200
     tokens, pairs, _ = loads(row.documents, row.num_ranks, "whole" if row.whole else "local")
-    local = step_cost(row.size, HEADS, row.local_checkpointing, rates).step_seconds(tokens, pairs)
+    local = step_seconds(step_cost(row.size, HEADS, row.local_checkpointing, rates), tokens, pairs)
     tokens, pairs, _ = loads(row.documents, row.num_ranks, "placed")
-    return local / step_cost(row.size, HEADS, row.checkpointing, rates).step_seconds(tokens, pairs)
+    return local / step_seconds(step_cost(row.size, HEADS, row.checkpointing, rates), tokens, pairs)
 
 
 def estimated_gib(row: PeakRow) -> float:

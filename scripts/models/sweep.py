@@ -41,7 +41,6 @@ from distca_hf.integrations.models.check import IMPLEMENTATION, REMEDY, check_mo
 from distca_hf.integrations.models.forward_watch import enable
 from distca_hf.integrations.models.layer_masks import layer_windows
 from distca_hf.integrations.models.mixers import needs_whole_documents
-from distca_hf.parallel_context import ParallelContext
 from shared.page_sections import file_to_write, write_section
 
 
@@ -192,7 +191,7 @@ def step_placed(config_class: type[PreTrainedConfig], num_ranks: int, kind: Kind
 
 def windows(model: PreTrainedModel) -> dict[str, tuple[int | None, int | None]]:
     """Returns the windows of all attention layers by name, as they are planned and as the first pass has them."""
-    enable(model, ParallelContext(trial.config_for(1)), LONGEST_TOKENS)
+    enable(model, trial.context_for(1), LONGEST_TOKENS)
     planned = dict(layer_windows(model))
     (batch,) = trial.loader_of(LocalTransport(), needs_whole_documents(model))
     model(**batch)

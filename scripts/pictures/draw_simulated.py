@@ -21,13 +21,12 @@ from rich.console import Console
 
 from distca_hf.analysis.lengths import read_lengths
 from distca_hf.analysis.profiles.cluster_profile import ClusterProfile
-from distca_hf.analysis.profiles.shipped import find_profile
+from distca_hf.analysis.profiles.shipped import find_profile, gpu_gib_of
 from distca_hf.analysis.request import preset
-from distca_hf.analysis.simulate.command import gpu_gib_of, simulate
 from distca_hf.analysis.simulate.model import SimulatedModel
 from distca_hf.analysis.simulate.print_result import print_results
 from distca_hf.analysis.simulate.request import SimulationRequest
-from distca_hf.analysis.simulate.result import Result
+from distca_hf.analysis.simulate.result import Result, simulate
 from distca_hf.recipe import LENGTHS
 from style import BENCHMARKS, ROOT, Style, bare, headed, save
 
@@ -37,7 +36,7 @@ MIXES = {"pretrain": "a pretraining mix", "prolong": "ProLong"}
 GPUS = (8, 64, 512)
 MODEL, PROFILE, TOKENS_PER_RANK, CONTEXT_TOKENS = "llama3-8b", "h200", 131_072, 524_288
 # As the command has them where nothing else is asked for.
-BATCHES, TOKEN_BUDGET = 20, 1e9
+BATCHES = 20
 # The command whose output README shows, and the mix and number of GPUs of the choice that it quotes.
 COMMAND = f"distca simulate prolong --gpus 8,64,512 --context {CONTEXT_TOKENS} --liger"
 QUOTED_MIX, QUOTED_GPUS = "prolong", 64
@@ -106,7 +105,7 @@ def result_of(mix: str, gpus: int) -> Result:
     request = SimulationRequest(
         model, gpus, TOKENS_PER_RANK, CONTEXT_TOKENS, liger=True, gpu_gib=gpu_gib_of(profile), batches=BATCHES
     )
-    return simulate(request, profile, tokens, TOKEN_BUDGET)[0]
+    return simulate(request, profile, tokens)[0]
 
 
 def bars(result: Result) -> dict[str, Bar]:

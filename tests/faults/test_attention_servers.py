@@ -15,7 +15,7 @@ import distca_hf
 from distca_hf.comm.orders import Order, Outbox, _queue
 from distca_hf.errors import PlanError, UnsupportedAttentionError
 from distca_hf.runtime import attention, server, service
-from distca_hf.runtime.layer_lookup import LayerLookup
+from distca_hf.runtime.alike_layers import LayerLookup
 from distca_hf.runtime.remote_queries import BackwardRemoteQueries, ForwardRemoteQueries
 from support.data import random_dataset
 from support.models import tiny_model

@@ -256,7 +256,7 @@ AFTER_THE_FIRST_STEP: dict[str, tuple[Change, str | None]] = {
         "another model was made from model.config",
     ),
     "settings": (
-        lambda t: vars(t.plugin.config).update(kv_residency="keep"),  # past the lock of settings
+        lambda t: vars(t.plugin).update(kv_residency="keep"),  # past the lock of settings
         "kv_residency is auto on {others}, keep on rank 1",
     ),
     "another plugin of other settings": (_replace_plugin, None),

@@ -7,9 +7,8 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from distca_hf.integrations import host_copy
-from distca_hf.integrations.checkpointing import OffloadedAttention
-from distca_hf.integrations.host_copy import HostCopy
+from distca_hf.integrations import checkpointing
+from distca_hf.integrations.checkpointing import HostCopy, OffloadedAttention
 from distca_hf.kernels.interface import AttentionSpec, Spans
 from distca_hf.runtime.local_attention import Documents, flash_attn_local
 
@@ -65,7 +64,7 @@ def test_outputs_come_back_with_the_same_bits() -> None:
 
 def test_pinned_memory_is_that_of_the_outputs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Five eighths of a power of two: in one piece torch would pin the whole of it."""
-    monkeypatch.setattr(host_copy, "PIECE_BYTES", 2**20)
+    monkeypatch.setattr(checkpointing, "PIECE_BYTES", 2**20)
     x = torch.randn(5 * 2**20 // 4, device="cuda")
     before = torch.cuda.host_memory_stats()["allocated_bytes.current"]
     copy = HostCopy(x)

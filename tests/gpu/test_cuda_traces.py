@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from distca_hf.runtime.pass_trace import NotedPass
+from distca_hf.runtime.pending_traces import NotedPass
 from distca_hf.traces import PassPart, Spent
 
 

@@ -4,8 +4,17 @@ import pytest
 import torch
 
 from distca_hf.kernels.interface import accumulation_dtype
-from distca_hf.kernels.rows import RowSums, add_rows, copy_rows, merge_rows, prepare_add, prepare_merge
-from distca_hf.kernels.sinks import add_sinks, scale_rows, sink_gradients
+from distca_hf.kernels.rows import (
+    RowSums,
+    add_rows,
+    add_sinks,
+    copy_rows,
+    merge_rows,
+    prepare_add,
+    prepare_merge,
+    scale_rows,
+    sink_gradients,
+)
 from distca_hf.torch_private import _public_current_stream, current_stream
 from support.row_sums import assert_prepared_sums_serve
 

@@ -12,12 +12,11 @@ from transformers import PreTrainedModel
 import distca_hf
 from distca_hf.batches.loader import PlacedLoader
 from distca_hf.batches.placed import PlacedPlanner
-from distca_hf.batches.stated_documents import stated_lengths
 from distca_hf.comm.transport import Transport
 from distca_hf.config import DistCAConfig
 from distca_hf.errors import ConfigError, PackingError, PlanError
 from distca_hf.integrations.models.documents_apart import DocumentRows
-from distca_hf.integrations.models.mixers import needs_whole_documents
+from distca_hf.integrations.models.mixers import needs_whole_documents, stated_lengths
 from distca_hf.testing import run_ranks
 from support.data import random_documents
 from support.models import tiny_model

@@ -14,8 +14,7 @@ from torch.utils.checkpoint import checkpoint
 import distca_hf
 from distca_hf.errors import ConfigError
 from distca_hf.integrations import checkpointing
-from distca_hf.integrations.checkpointing import OffloadedAttention
-from distca_hf.integrations.host_copy import HostCopy
+from distca_hf.integrations.checkpointing import HostCopy, OffloadedAttention
 from distca_hf.kernels.interface import AttentionSpec, Spans
 from distca_hf.runtime import local_attention
 from distca_hf.runtime.local_attention import Documents, flash_attn_local

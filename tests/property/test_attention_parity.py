@@ -4,12 +4,14 @@ import random
 from dataclasses import dataclass
 
 import torch
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from distca_hf.cost import Mask
 from distca_hf.planning.plan import plan_in_place
 from distca_hf.testing import LoopbackTransport, run_ranks
-from support.layouts import random_layout, random_plan, striped_layout
+from support.layouts import random_layout, random_plan, striped_layout, with_mask
+from support.masks import Chunks
 from support.parity import Case, Difference, compare
 
 
@@ -48,6 +50,33 @@ def test_heads_computed_anywhere_give_the_same(seed: int, num_ranks: int, head_g
     rng = random.Random(seed)
     layout = random_layout(rng, num_ranks)
     case = Case.draw(seed, layout, random_plan(rng, layout, head_groups))
+
+    check_exact(case)
+
+
+@settings(max_examples=80)
+@given(
+    seed=st.integers(0, 2**32 - 1),
+    num_ranks=st.sampled_from([1, 2, 3, 4, 5, 8]),
+    head_groups=st.sampled_from([1, 1, 2, 4]),
+    tokens=st.integers(1, 39),
+    kind=st.sampled_from(["in place", "striped", "moved", "moved"]),
+    is_window=st.booleans(),
+)
+def test_windows_and_chunks_of_documents_give_the_same(
+    seed: int, num_ranks: int, head_groups: int, tokens: int, kind: str, is_window: bool
+) -> None:
+    """Wherever queries are computed, in one chunk of the exchange or several."""
+    rng = random.Random(seed)
+    layout = (striped_layout if kind == "striped" else random_layout)(rng, num_ranks)
+    assume(layout.longest_document_tokens > 1)
+    tokens = min(tokens, layout.longest_document_tokens - 1)  # as long as a document it is no window
+    mask = Mask(tokens) if is_window else Chunks(chunk_tokens=tokens)
+    if kind == "moved":
+        plan = with_mask(random_plan(rng, layout, head_groups), mask)
+    else:
+        plan = plan_in_place(layout, head_groups, mask)
+    case = Case.draw(seed, layout, plan)
 
     check_exact(case)
 

@@ -7,14 +7,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from distca_hf.analysis.bounds import bytes_bound
-from distca_hf.analysis.relaxation import keys_worth, slopes
 from distca_hf.cost import TokenBytes
 from distca_hf.errors import PlanError
 from distca_hf.layout import Layout
 from distca_hf.planning.plan import Plan, plan_in_place
 from distca_hf.planning.rebalance import plan_by_moving
 from distca_hf.planning.transfers import bytes_between
+from lib.planning.bounds import bytes_bound
+from lib.planning.relaxation import keys_worth, slopes
 from support.layouts import packed_layout, random_layout, random_plan
 from support.study_lengths import study_layout
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from distca_hf.comm.transport import Transport
-from distca_hf.runtime import layer_calls
+from distca_hf.runtime import alike_layers
 from distca_hf.runtime.device_routing import ChunkRouting, DeviceCall
 from distca_hf.runtime.remote_kv import KVDispatch
 from support.event_log import CASES, KINDS, OrderCase, digest_of, events_of
@@ -54,7 +54,7 @@ def half_as_late(divide: Callable[..., Calls]) -> Callable[..., Calls]:
 def test_a_broken_rule_for_late_calls_is_seen(
     broken: Callable[..., Callable[..., Calls]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(layer_calls, "divide_calls", broken(layer_calls.divide_calls))
+    monkeypatch.setattr(alike_layers, "divide_calls", broken(alike_layers.divide_calls))
     assert any(changed(SAMPLE))
 
 

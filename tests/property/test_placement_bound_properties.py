@@ -6,12 +6,12 @@ from itertools import pairwise
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from distca_hf.analysis.bounds import key_value_bytes_bound
 from distca_hf.cost import TokenBytes
 from distca_hf.layout import Layout
 from distca_hf.placement.place import fill_in_order, place
 from distca_hf.planning.plan import plan_in_place
 from distca_hf.planning.transfers import key_transfers
+from lib.planning.bounds import key_value_bytes_bound
 
 
 SEEDS = st.integers(0, 2**32 - 1)

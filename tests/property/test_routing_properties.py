@@ -11,13 +11,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from distca_hf.cost import TokenBytes
+from distca_hf.cost import CAUSAL_MASK, Mask, TokenBytes
 from distca_hf.placement.place import place
 from distca_hf.planning.pieces import ALL_HEADS
 from distca_hf.planning.plan import divide_stripe, plan_in_place
 from distca_hf.planning.routing import LATE_SHARE
 from distca_hf.planning.transfers import bytes_between, key_transfers, received_bytes
-from support.layouts import random_layout, random_plan, striped_layout
+from support.layouts import random_layout, random_plan, striped_layout, with_mask
+from support.masks import Chunks
 from support.simulation import (
     Simulation,
     check_attention,
@@ -38,18 +39,27 @@ class Case:
     num_ranks: int
     head_groups: int
     num_chunks: int
+    mask: Mask
 
     def simulated(self) -> Simulation:
         rng = random.Random(self.seed)
         if self.kind == "striped":
-            return Simulation(plan_in_place(striped_layout(rng, self.num_ranks), self.head_groups), self.num_chunks)
-        layout = random_layout(rng, self.num_ranks)
-        if self.kind == "in place":
-            return Simulation(plan_in_place(layout), self.num_chunks)
-        return Simulation(random_plan(rng, layout, self.head_groups), self.num_chunks)
+            plan = plan_in_place(striped_layout(rng, self.num_ranks), self.head_groups, self.mask)
+        elif self.kind == "in place":
+            plan = plan_in_place(random_layout(rng, self.num_ranks), mask=self.mask)
+        else:
+            plan = with_mask(random_plan(rng, random_layout(rng, self.num_ranks), self.head_groups), self.mask)
+        return Simulation(plan, self.num_chunks)
 
 
-def cases(kinds: list[str], head_groups: list[int]) -> st.SearchStrategy[Case]:
+CAUSAL = st.just(CAUSAL_MASK)
+SHORTER = st.one_of(st.integers(1, 12), st.integers(1, 50))
+WINDOWS_AND_CHUNKS = SHORTER.map(Mask) | SHORTER.map(lambda tokens: Chunks(chunk_tokens=tokens))
+
+
+def cases(
+    kinds: list[str], head_groups: list[int], masks: st.SearchStrategy[Mask] = CAUSAL
+) -> st.SearchStrategy[Case]:
     return st.builds(
         Case,
         kind=st.sampled_from(kinds),
@@ -57,11 +67,12 @@ def cases(kinds: list[str], head_groups: list[int]) -> st.SearchStrategy[Case]:
         num_ranks=st.sampled_from([1, 2, 3, 4, 5, 8]),
         head_groups=st.sampled_from(head_groups),
         num_chunks=st.sampled_from([1, 1, 2, 3, 7]),
+        mask=masks,
     )
 
 
 IN_PLACE = cases(["in place"], [1])
-ANY = cases(["in place", "moved", "striped"], [1, 2, 3, 8])
+ANY = cases(["in place", "moved", "striped"], [1, 2, 3, 8], CAUSAL | WINDOWS_AND_CHUNKS)
 
 
 # --- all plans
@@ -69,7 +80,7 @@ ANY = cases(["in place", "moved", "striped"], [1, 2, 3, 8])
 
 @settings(max_examples=200)
 @given(case=ANY)
-def test_every_query_attends_to_its_causal_prefix_exactly_once(case: Case) -> None:
+def test_every_query_attends_to_what_its_mask_shows_exactly_once(case: Case) -> None:
     check_attention(case.simulated())
 
 

@@ -11,17 +11,18 @@ from distca_hf.analysis.profiles.cluster_profile import ClusterProfile, LinkTime
 from distca_hf.analysis.profiles.curves import Notes
 from distca_hf.analysis.profiles.shipped import find_profile
 from distca_hf.analysis.request import preset
-from distca_hf.analysis.simulate import peers
+from distca_hf.analysis.simulate import ways
 from distca_hf.analysis.simulate.costs import Costs
 from distca_hf.analysis.simulate.load import Load
 from distca_hf.analysis.simulate.model import SimulatedModel
-from distca_hf.analysis.simulate.planned import ours, published
+from distca_hf.analysis.simulate.planned import ours
 from distca_hf.analysis.simulate.step import Training
 from distca_hf.analysis.simulate.wires import Cluster, WireBytes
 from distca_hf.cost import CAUSAL_MASK, Mask
 from distca_hf.placement.place import fill_in_order, place
 from distca_hf.planning.plan import plan_in_place
 from distca_hf.planning.rebalance import plan_by_moving
+from lib.planning.published_setting import published
 
 
 PROFILE = find_profile("h200")
@@ -87,10 +88,10 @@ def _seconds(links: LinkTimes, checkpointed: bool, saves: bool) -> dict[str, flo
     cluster = Cluster(costs.profile, RANKS, 2, costs.notes)
     training = Training(costs, cluster, checkpointed)
     loads: dict[str, Load] = {
-        "packing": peers.plain_packing(costs, LENGTHS, RANKS),
-        "ulysses": peers.ulysses(costs, cluster, LENGTHS, 2),
-        "ring": peers.ring(costs, cluster, LENGTHS, RANKS),
-        "gathered": peers.gathered(costs, cluster, [LENGTHS], RANKS),
+        "packing": ways.plain_packing(costs, LENGTHS, RANKS),
+        "ulysses": ways.ulysses(costs, cluster, LENGTHS, 2),
+        "ring": ways.ring(costs, cluster, LENGTHS, RANKS),
+        "gathered": ways.gathered(costs, cluster, [LENGTHS], RANKS),
         "published": published(costs, cluster, LENGTHS, 0.05),
         "placed": ours(costs, cluster, PLACED, 4, saves),
         "moved": ours(costs, cluster, MOVED, 1, saves),

@@ -26,7 +26,10 @@ class CountingKernel:
 
 def attended_pairs(spans: Spans, spec: AttentionSpec) -> int:
     """Attended pairs of a call, one KV head: query i of n sees all keys of its task, under a causal mask but the last
-    n - 1 - i."""
-    tasks = zip(np.diff(spans.queries).tolist(), np.diff(spans.keys).tolist(), strict=True)
-    hidden = 1 if spec.causal else 0
-    return sum(keys - hidden * (queries - 1 - at) for queries, keys in tasks for at in range(queries))
+    n - 1 - i, and under a window none before the last of them and the number of the window."""
+    pairs = 0
+    for queries, keys in zip(np.diff(spans.queries).tolist(), np.diff(spans.keys).tolist(), strict=True):
+        for place in range(keys - queries, keys):
+            first = max(0, place + 1 - spec.window_tokens) if spec.window_tokens else 0
+            pairs += (place + 1 if spec.causal else keys) - first
+    return pairs

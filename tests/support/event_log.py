@@ -32,12 +32,11 @@ from distca_hf.placement.place import place
 from distca_hf.planning.plan import Plan, plan_in_place
 from distca_hf.planning.routing import rank_plan
 from distca_hf.planning.served import Servers, plan_served
-from distca_hf.planning.window_routing import window_plan
 from distca_hf.runtime.attention import Attended, attend, attend_backward
 from distca_hf.runtime.device_routing import PinnedRankPlan
+from distca_hf.runtime.layer_kinds import Planned
 from distca_hf.runtime.live_plan import LivePlan
-from distca_hf.runtime.pass_trace import PassTrace
-from distca_hf.runtime.planned import Planned
+from distca_hf.runtime.pending_traces import PassTrace
 from distca_hf.testing import rows_of_rank, run_ranks
 from distca_hf.traces import PassPart, Spent
 from support.layouts import packed_layout, padding_rows, random_layout, random_plan, striped_layout
@@ -228,7 +227,7 @@ def events_of(case: OrderCase) -> list[list[str]]:
         full = PinnedRankPlan.prepare(rank_plan(plan, rank, case.num_chunks)).to(CPU)
         routings = {CAUSAL_MASK: full}
         if mask != CAUSAL_MASK:
-            routings[mask] = PinnedRankPlan.prepare(window_plan(layout, rank, mask)).to(CPU)
+            routings[mask] = PinnedRankPlan.prepare(rank_plan(plan.of_window(mask), rank)).to(CPU)
         noted: Any = NotedTransport(transport, log)
         live = LivePlan(0, Planned(lambda: routings, None, full.facts, plan.fingerprint), noted, config)
         live.forward_pass.trace = NotedTrace(log)

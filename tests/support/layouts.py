@@ -6,6 +6,7 @@ from itertools import pairwise
 import numpy as np
 
 from distca_hf.arrays import IntArray
+from distca_hf.cost import Mask
 from distca_hf.layout import Layout, Stripe
 from distca_hf.planning.pieces import ALL_HEADS, Tasks
 from distca_hf.planning.plan import Plan, plan_in_place
@@ -78,6 +79,13 @@ def random_plan(rng: random.Random, layout: Layout, head_groups: int = 1) -> Pla
     plan = Plan(layout, Tasks.sort(document, start, stop, server, head, head_groups))
     plan.validate()
     return plan
+
+
+def with_mask(plan: Plan, mask: Mask) -> Plan:
+    """The same tasks under another mask."""
+    tasks = plan.tasks
+    columns = tasks.document, tasks.start, tasks.stop, tasks.server, tasks.head
+    return Plan(plan.layout, Tasks.sort(*columns, tasks.head_groups, mask), plan.speeds)
 
 
 def striped_layout(rng: random.Random, num_ranks: int, longest_tokens: int = 40) -> Layout:

@@ -10,7 +10,6 @@ def made_simulation(gpus: tuple[int, ...] = (8, 64)) -> dict[str, Any]:
             "key": key,
             "label": label,
             "is_ours": is_ours,
-            "is_cad": is_ours,
             "in_stages": False,
             "step_seconds": seconds,
             "tokens_per_second": 1e6 / seconds,

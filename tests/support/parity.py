@@ -3,10 +3,12 @@
 import random
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from distca_hf.comm.transport import Transport
 from distca_hf.config import DistCAConfig, KernelName, Residency
+from distca_hf.cost import Mask
 from distca_hf.kernels.interface import AttentionSpec
 from distca_hf.layout import Layout
 from distca_hf.planning.plan import Plan, plan_in_place
@@ -14,9 +16,9 @@ from distca_hf.planning.routing import rank_plan
 from distca_hf.planning.transfers import key_transfers
 from distca_hf.runtime.attention import Attended, attend, attend_backward
 from distca_hf.runtime.device_routing import PinnedRankPlan
+from distca_hf.runtime.layer_kinds import Planned
 from distca_hf.runtime.live_plan import LivePlan
 from distca_hf.runtime.op import flash_attn
-from distca_hf.runtime.planned import Planned
 from distca_hf.testing import attend_documents, rows_of_rank
 from support.counting import CountingKernel
 from support.layouts import padding_rows
@@ -68,7 +70,7 @@ class Case:
 
     @property
     def spec(self) -> AttentionSpec:
-        return SPEC._replace(softcap=self.softcap)
+        return SPEC._replace(softcap=self.softcap, window_tokens=self.plan.tasks.mask.window_tokens or 0)
 
     @property
     def sinks(self) -> torch.Tensor | None:
@@ -140,13 +142,23 @@ def without_autograd(
         return out, attend_backward(dout, attended, kept, case.spec, live, case.has_sinks)
 
 
+def seen_apart(lengths: list[int], mask: Mask) -> list[int]:
+    """Lengths of the parts of documents that do not see each other."""
+    apart = []
+    for tokens in lengths:
+        _, cuts = mask.cuts(np.array([0]), np.array([tokens]))
+        apart += np.diff([0, *cuts.tolist(), tokens]).tolist()
+    return apart
+
+
 def compare(case: Case, transport: Transport) -> Difference:
     """Runs one layer forward and backward on this rank and compares its rows with exact attention."""
     q, k, v, dout = case.tensors()
     whole = [x.clone().requires_grad_() for x in (q, k, v, *([] if case.sinks is None else [case.sinks]))]
-    lengths = case.layout.document_tokens.tolist()
+    lengths = seen_apart(case.layout.document_tokens.tolist(), case.plan.tasks.mask)
     sinks = whole[3] if case.has_sinks else None
-    expected = attend_documents(*whole[:3], lengths, SCALE, softcap=case.softcap, sinks_N=sinks)
+    window_tokens = case.plan.tasks.mask.window_tokens
+    expected = attend_documents(*whole[:3], lengths, SCALE, window_tokens, case.softcap, sinks)
     expected_gradients = torch.autograd.grad(expected, whole, dout)
 
     rank, layout = transport.rank, case.layout

@@ -59,7 +59,7 @@ class ScriptedContext:
     servers = object()
 
     def __init__(self, plugin: Any, script: Script) -> None:
-        self.config, self.device, self._script = plugin.config, torch.device("cpu"), script
+        self.metrics, self.device, self._script = plugin.metrics, torch.device("cpu"), script
 
     def training_transport(self, device: torch.device) -> Script:
         return self._script

@@ -154,14 +154,14 @@ class Simulation:
         return {task for row, task in self.task_of.items() if self.servers[row] != self.home_of[row]}
 
     def store_by_definition(self, rank: int) -> list[Row]:
-        """For every document, or group of its heads: the longest prefix that is read in the remote KV. That of remote
-        queries is all they attend to; that of local queries is what comes before an unbroken stretch of them in the
-        layout."""
-        longest: dict[tuple[int, int], int] = {}
+        """For every document, or group of its heads: the keys that are read in the remote KV. Those of remote queries
+        are all they attend to, and all their task does; those of local queries are what comes before an unbroken
+        stretch of them in the layout."""
+        positions: dict[tuple[int, int], set[int]] = {}
+        first_key = self.plan.tasks.mask.first_key
 
-        def read(row: Row, prefix: int) -> None:
-            line = row[0], row[2]
-            longest[line] = max(longest.get(line, 0), prefix)
+        def read(row: Row, stop: int) -> None:
+            positions.setdefault((row[0], row[2]), set()).update(range(first_key(row[1]), stop))
 
         for row in self.computed(rank):
             if self.task_of[row] in self.remote_tasks:
@@ -176,15 +176,15 @@ class Simulation:
                 read(stays, position)
         divided = set(self.plan.tasks.document[self.plan.tasks.head != ALL_HEADS].tolist())
         # All heads of a document that are together come with its first group.
-        lines = [line for line in longest if line[0] in divided or line[1] == 0]
+        lines = [line for line in positions if line[0] in divided or line[1] == 0]
         lines.sort(key=lambda line: (line[0] in divided, line))
         store: list[Row] = []
         for chunk in range(self.chunks.count):
             for document, group in lines:
                 groups = [group] if document in divided else range(self.groups)
                 cuts = self.borders(rank, document, group if document in divided else ALL_HEADS)
-                start, stop = np.minimum(cuts[chunk : chunk + 2], longest[document, group]).tolist()
-                store += [(document, position, of_token) for position in range(start, stop) for of_token in groups]
+                here = sorted(x for x in positions[document, group] if cuts[chunk] <= x < cuts[chunk + 1])
+                store += [(document, position, of_token) for position in here for of_token in groups]
         return store
 
     def borders(self, rank: int, document: int, head: int) -> np.ndarray:
@@ -220,7 +220,7 @@ class Attended:
             pairs_of_tasks = []
             for queries, keys in self.simulation.tasks_of(self.rank, call):
                 before = sum(int(counts.sum()) for counts in counted.values())
-                self._count(queries, keys, call.kind.is_causal, counted)
+                self._count(queries, keys, call, counted)
                 pairs_of_tasks.append(sum(int(counts.sum()) for counts in counted.values()) - before)
             assert call.pairs_of_tasks.tolist() == pairs_of_tasks
             assert call.pairs == sum(pairs_of_tasks)
@@ -230,12 +230,14 @@ class Attended:
         self,
         queries: list[list[Row]],
         keys: list[list[Row]],
-        causal: bool,
+        call: KernelCall,
         counted: dict[tuple[int, int], np.ndarray],
     ) -> None:
         assert queries
         for number, query in enumerate(queries):
-            seen = keys[: len(keys) - (len(queries) - 1 - number)] if causal else keys
+            place = number + len(keys) - len(queries)  # masks are aligned bottom-right
+            first_seen = max(0, place + 1 - call.window_tokens) if call.window_tokens else 0
+            seen = keys[first_seen : place + 1 if call.kind.is_causal else None]
             assert seen
             for at, (document, position, group) in enumerate(query):
                 of_group = [key[at] for key in seen]
@@ -291,7 +293,7 @@ def check_call_shapes(routing: Routing) -> None:
 
 
 def check_attention(simulation: Simulation) -> None:
-    """Every query attends exactly once to each key of its causal prefix, on the rank of its task."""
+    """Every query attends exactly once to each key that its mask shows it, on the rank of its task."""
     total: dict[tuple[int, int], np.ndarray] = {}
     for rank, attended in enumerate(simulation.attended):
         check_call_shapes(simulation.routings[rank])
@@ -305,17 +307,21 @@ def check_attention(simulation: Simulation) -> None:
             assert all(simulation.servers[line[0], query, line[1]] == rank for query in queries)
             total[line] = total.get(line, 0) + everything
     for counts in total.values():
-        assert (counts == np.tril(np.ones_like(counts))).all()
+        first, keys = simulation.plan.tasks.mask.first_key(np.arange(len(counts))), np.arange(len(counts))
+        assert (counts == ((first[:, None] <= keys) & (keys <= keys[:, None]))).all()
     assert [routing.pairs for routing in simulation.routings] == simulation.plan.work.tolist()
 
 
 def check_keys(simulation: Simulation) -> None:
-    """Ranks receive the keys they lack, each once and nothing else; remote KV holds prefixes, chunk by chunk, in order
-    of the documents."""
+    """Ranks receive the keys they lack, each once and nothing else; remote KV holds what calls read, chunk by chunk,
+    in order of the documents."""
     sends = any(simulation.keys_received)
     for rank, routing in enumerate(simulation.routings):
+        first_key = simulation.plan.tasks.mask.first_key
         needed = {
-            (document, key, group) for document, query, group in simulation.computed(rank) for key in range(query + 1)
+            (document, key, group)
+            for document, query, group in simulation.computed(rank)
+            for key in range(first_key(query), query + 1)
         }
         assert sorted(simulation.keys_received[rank]) == sorted(needed - simulation.held(rank))
         assert simulation.store[rank] == simulation.store_by_definition(rank)
@@ -384,6 +390,7 @@ def check_chunks(simulation: Simulation) -> None:
         for chunk, (far, remote_queries) in enumerate(
             zip(routing.prefix_of_chunk, routing.remote_queries_of_chunk, strict=True)
         ):
+            assert [call.key_start for call in far] == sorted(call.key_start for call in far)  # as they lie
             keys_there = {*simulation.keys_come[rank][chunk], *own}
             queries_there = {*simulation.queries_come[rank][chunk], *own_queries}
             for call in (*far, *remote_queries):

@@ -15,6 +15,7 @@ import yaml
 
 from distca_hf.config import (
     ENVIRONMENT_PREFIX,
+    OF_RECIPE,
     Debug,
     DistCAConfig,
     Timeouts,
@@ -31,8 +32,8 @@ from distca_hf.launched import (
     launched_world_size,
 )
 from distca_hf.plugin import DistCAPlugin
-from distca_hf.recipe import Recipe, as_environment, read_yaml
-from distca_hf.settings import check_mapping, fields_of, renamed, values_of
+from distca_hf.recipe import Recipe, read_yaml
+from distca_hf.settings import check_mapping, fields_of, values_of
 
 
 NAMES = list(fields_of(DistCAConfig))
@@ -217,11 +218,10 @@ def test_environment_is_read_when_a_config_is_made(monkeypatch: pytest.MonkeyPat
     assert (before.prefetch, DistCAConfig().prefetch) == (2, 9)
 
 
-def test_settings_survive_the_way_through_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, text in as_environment(OTHERS).items():
-        monkeypatch.setenv(name, text)
-
-    assert flat(DistCAConfig()) == OTHERS
+@pytest.mark.parametrize("text", ["llama3_8b_128k", "", "5", "{"])
+def test_settings_of_a_recipe_that_no_recipe_has_left_are_refused(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(OF_RECIPE, text)
+    assert f"environment variable {OF_RECIPE}: distca_hf.run writes it (" in refusal()
 
 
 def test_whole_numbers_are_taken_for_seconds() -> None:
@@ -286,51 +286,14 @@ def test_attribute_that_is_a_misspelt_setting_is_refused() -> None:
     settings.note = "of a program"  # type: ignore[attr-defined]
 
 
-# --- former names
-
-
-FORMER = {
-    "exchange_legs": "exchange_chunks",
-    "received_kv": "kv_residency",
-    "exchange_timeout_seconds": "timeouts.exchange_seconds",
-    "agreement_timeout_seconds": "timeouts.agreement_seconds",
-    "check_exchanges": "debug.check_exchanges",
-    "check_finite": "debug.check_finite",
-    "check_weights_every_steps": "debug.check_weights_every_steps",
-}
-
-
-@pytest.mark.parametrize(("former", "present"), FORMER.items())
-def test_former_name_is_refused_with_the_present_one(
-    former: str, present: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    group, _, inner = present.rpartition(".")
-    how = rf": {group}=distca_hf.{group.title()}\({inner}=...\) in Python, {inner} in a section {group} in recipes"
-    said = rf"the setting '{former}' is now called '{present}'{how if group else ''}$"
-    with pytest.raises(UnknownSettingError, match=f"^DistCAPlugin: {said}"):
-        DistCAPlugin(**{former: 1})
-    with pytest.raises(UnknownSettingError, match=said):
-        setattr(DistCAConfig(), former, 1)
-    recipe = written(tmp_path, f"plugin:\n  {former}: 1\n")
-    with pytest.raises(UnknownSettingError, match=f"settings.yaml: {said}"):
-        Recipe.read(recipe)
-    monkeypatch.setenv(f"DISTCA_{former.upper()}", "1")
-    with pytest.raises(UnknownSettingError, match=f"DISTCA_{former.upper()}: .*; set {variable_of(present)}$"):
-        DistCAPlugin()
-
-
-def test_all_former_names_are_known() -> None:
-    assert renamed(DistCAConfig) == FORMER
-
-
 # --- groups
 
 
 def test_settings_of_a_group_are_given_by_it() -> None:
     plugin = DistCAPlugin(debug=Debug(check_finite=True), timeouts=Timeouts(agreement_seconds=3600))
 
-    assert plugin.config.debug == Debug(check_finite=True, check_exchanges=False)
-    assert plugin.config.timeouts == Timeouts(agreement_seconds=3600.0)
+    assert plugin.debug == Debug(check_finite=True, check_exchanges=False)
+    assert plugin.timeouts == Timeouts(agreement_seconds=3600.0)
 
 
 def test_group_that_is_no_group_is_refused() -> None:
@@ -344,6 +307,14 @@ def test_name_with_a_dot_is_refused_where_it_is_no_name(tmp_path: Path) -> None:
         UnknownSettingError, match=r"debug\.check_finite' is a setting of a group: debug=distca_hf.Debug"
     ):
         Recipe.read(written(tmp_path, "plugin:\n  debug.check_finite: on\n"))
+    said = (
+        r"'check_finite' is a setting of a group: debug=distca_hf.Debug\(check_finite=...\) in Python, "
+        "check_finite in a section debug in recipes$"
+    )
+    with pytest.raises(UnknownSettingError, match=f"^DistCAPlugin: {said}"):
+        DistCAPlugin(check_finite=True)  # type: ignore[call-arg]
+    with pytest.raises(UnknownSettingError, match=said):
+        setattr(DistCAConfig(), "check_finite", True)  # noqa: B010
 
 
 def test_settings_of_a_group_are_fixed_and_misspelt_ones_are_named() -> None:
@@ -664,16 +635,18 @@ def test_unknown_environment_settings_are_listed(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize(("given", "kept"), [(1, "1"), ("1", "1"), (0, "0"), ("0, 8", "0,8"), ("01", "1")])
-def test_servers_are_a_number_or_one_for_each_node(given: int | str, kept: str, tmp_path: Path) -> None:
+def test_servers_are_a_number_or_one_for_each_node(
+    given: int | str, kept: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Equal settings are equal texts, however they are written."""
     config = DistCAConfig(attention_servers=given)  # type: ignore[arg-type]
 
+    monkeypatch.setenv(OF_RECIPE, "{}")
     assert config.attention_servers == kept
     assert dataclasses.replace(config, prefetch=3).attention_servers == kept
     recipe = Recipe.read(written(tmp_path, yaml.safe_dump({"plugin": {"attention_servers": given}})))
-    environment: dict[str, str] = {}
-    recipe.prepare(environment)
-    assert environment == {"DISTCA_ATTENTION_SERVERS": str(given)}
+    recipe.prepare(os.environ)
+    assert DistCAConfig().attention_servers == kept
 
 
 @pytest.mark.parametrize("wrong", ["-1", "", "one", "1;2", -1])

@@ -7,15 +7,18 @@ from hypothesis import strategies as st
 
 from distca_hf.cost import CAUSAL, Cost, Mask, causal_pairs
 from distca_hf.errors import ConfigError
+from support.masks import Chunks
 
 
 COSTS = [CAUSAL, Cost(((Mask(7), 1),)), Cost(((Mask(), 1), (Mask(7), 5)))]
-MASKS = st.builds(Mask, st.none() | st.integers(1, 45))
+MASKS = st.builds(Mask, st.none() | st.integers(1, 45)) | st.builds(Chunks, chunk_tokens=st.integers(1, 45))
 POSITIONS = st.integers(0, 40)
 
 
 def keys_of(mask: Mask, position: int) -> list[int]:
     """Keys that a query attends, one by one."""
+    if isinstance(mask, Chunks):
+        return [key for key in range(position + 1) if key // mask.chunk_tokens == position // mask.chunk_tokens]
     return [key for key in range(position + 1) if mask.window_tokens is None or position - key < mask.window_tokens]
 
 
@@ -32,7 +35,8 @@ def test_pairs_are_counted_key_by_key(mask: Mask, start: int, tokens: int) -> No
     assert mask.pairs(start, start + tokens) == expected
     assert mask.pairs_before(start + tokens) == mask.pairs(0, start) + expected
     assert mask.pairs_of(np.array([start]), np.array([start + tokens])).tolist() == [expected]
-    assert mask.pairs_inside(np.array([tokens])).tolist() == [mask.pairs(0, tokens)]
+    inside = sum(len([key for key in keys_of(mask, at) if key >= start]) for at in range(start, start + tokens))
+    assert mask.pairs_inside(np.array([start]), np.array([start + tokens])).tolist() == [inside]
 
 
 @given(mask=MASKS, pairs=st.integers(0, 800))
@@ -42,9 +46,11 @@ def test_queries_of_some_pairs(mask: Mask, pairs: int) -> None:
     assert mask.queries_of(pairs) == expected
 
 
-@given(window_tokens=st.none() | st.integers(1, 2**31), queries=st.integers(0, 2**31))
-def test_long_documents_are_exact(window_tokens: int | None, queries: int) -> None:
-    mask = Mask(window_tokens)
+@given(
+    mask=st.builds(Mask, st.none() | st.integers(1, 2**31)) | st.builds(Chunks, chunk_tokens=st.integers(1, 2**31)),
+    queries=st.integers(0, 2**31),
+)
+def test_long_documents_are_exact(mask: Mask, queries: int) -> None:
     pairs = mask.pairs_before(queries)
 
     assert mask.queries_of(pairs) == queries

@@ -197,9 +197,9 @@ def test_variables_that_are_set_keep_their_value_but_settings_of_the_recipe_win(
         "SET": "shell",
         "FREE": "recipe",
         "OTHER": "shell",
-        "DISTCA_TOKENS_PER_RANK": "5",
-        "DISTCA_DETERMINISTIC": "True",
+        "DISTCA_TOKENS_PER_RANK": "1",
         "DISTCA_PREFETCH": "9",
+        "DISTCA_SETTINGS_OF_RECIPE": '{"tokens_per_rank": 5, "deterministic": true}',
     }
 
 

@@ -186,10 +186,15 @@ def test_server_is_prepared_by_the_recipe_and_ranks_behind_the_trainers(
 
     told = {
         name: in_process.environment[name]
-        for name in ("RANK", "LOCAL_RANK", "DISTCA_LAUNCHED_SERVERS", "DISTCA_KERNEL")
+        for name in ("RANK", "LOCAL_RANK", "DISTCA_LAUNCHED_SERVERS", "DISTCA_SETTINGS_OF_RECIPE")
     }
     assert in_process.served == [(0, 4, 2)]
-    assert told == {"RANK": "4", "LOCAL_RANK": "2", "DISTCA_LAUNCHED_SERVERS": "1,1", "DISTCA_KERNEL": "reference"}
+    assert told == {
+        "RANK": "4",
+        "LOCAL_RANK": "2",
+        "DISTCA_LAUNCHED_SERVERS": "1,1",
+        "DISTCA_SETTINGS_OF_RECIPE": '{"attention_servers": 1, "kernel": "reference"}',
+    }
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import pytest
 
 import distca_hf
 from distca_hf import errors
-from distca_hf.import_hooks import MOVED, when_imported
+from distca_hf.import_hooks import when_imported
 
 
 HEAVY = ("torch", "transformers", "accelerate", "datasets")
@@ -76,6 +76,7 @@ def test_distca_is_registered_whichever_package_is_imported_first() -> None:
         "transformers first": "from transformers import PreTrainedModel\nimport distca_hf",
         "a user's plugin first": "from distca_hf import DistCAPlugin",
         "the patch first": "import distca_hf.patches.attention",
+        "the watch of models first": "import distca_hf.integrations.models.forward_watch",
     }
     printed = run_fresh(ORDERS, *orders.values()).splitlines()
 
@@ -185,16 +186,6 @@ def test_other_modules_are_found_as_ever(module: str) -> None:
 
     assert importlib.import_module(module).ready
     assert importlib.util.find_spec("no_such_module_anywhere") is None
-
-
-@pytest.mark.parametrize(("former", "present"), MOVED.items())
-def test_former_name_of_a_module_is_answered_with_the_present_one(former: str, present: str) -> None:
-    folder, _, name = former.rpartition(".")
-    for statement in (f"import {former}", f"import {former}.anything", f"from {folder} import {name}"):
-        with pytest.raises(ImportError) as refused:
-            exec(statement)
-        assert str(refused.value) == f"{former} is now {present}; public names are those of `import distca_hf`"
-    assert importlib.util.find_spec(present) is not None
 
 
 def test_module_that_never_was_is_missing_as_usual() -> None:

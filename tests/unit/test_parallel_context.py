@@ -16,7 +16,7 @@ from distca_hf.comm.grid import Grid
 from distca_hf.comm.groups import Members
 from distca_hf.comm.rollcall import RollCall
 from distca_hf.comm.transport import LocalTransport
-from distca_hf.config import Debug, DistCAConfig
+from distca_hf.config import Debug
 from distca_hf.errors import ConfigError, PlanError, StoreLostError
 from distca_hf.parallel_context import ParallelContext, job_size
 from distca_hf.plugin import DistCAPlugin
@@ -34,40 +34,16 @@ def one_process(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name, raising=False)
 
 
-def test_context_holds_the_settings_it_was_given() -> None:
-    config = DistCAConfig(tokens_per_rank=4096)
-    context = ParallelContext(config)
-
-    assert context.config == config
-    assert not hasattr(context, "tokens_per_rank")
-
-
-def test_plugin_shows_the_settings_that_its_parts_follow() -> None:
-    plugin = DistCAPlugin(tokens_per_rank=4096, kernel="cpu")
-
-    assert type(plugin.config) is DistCAConfig
-    assert dataclasses.asdict(plugin.config) | {"group": None} == dataclasses.asdict(plugin)
-    assert (plugin.tokens_per_rank, plugin.config.kernel) == (4096, "cpu")
-
-
-def test_settings_of_a_context_cannot_be_exchanged() -> None:
-    """Models, loaders and Trainers have read them."""
-    plugin = DistCAPlugin(tokens_per_rank=64)
-    with pytest.raises(AttributeError, match="config"):
-        plugin.config = DistCAConfig(tokens_per_rank=96)  # type: ignore[misc]
-    assert plugin.config.tokens_per_rank == 64
-
-
 def test_replaced_plugin_has_connections_of_its_own() -> None:
     plugin = DistCAPlugin(tokens_per_rank=4096)
     other = dataclasses.replace(plugin, tokens_per_rank=64)
 
-    assert (plugin.config.tokens_per_rank, other.config.tokens_per_rank) == (4096, 64)
+    assert (plugin.tokens_per_rank, other.tokens_per_rank) == (4096, 64)
     assert other.transport(CPU) is not plugin.transport(CPU)
 
 
 def test_one_transport_is_opened_for_each_device() -> None:
-    context = ParallelContext(DistCAConfig())
+    context = ParallelContext()
     transport = context.transport(CPU)
 
     assert isinstance(transport, LocalTransport)
@@ -77,7 +53,7 @@ def test_one_transport_is_opened_for_each_device() -> None:
 
 
 def test_a_connection_that_cannot_be_ended_keeps_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    context, closed = ParallelContext(DistCAConfig()), list[str]()
+    context, closed = ParallelContext(), list[str]()
     transports = [context.transport(torch.device(device)) for device in ("cpu", "meta")]
 
     def fail() -> None:
@@ -142,13 +118,11 @@ def test_ranks_of_a_group_do_not_go_on_as_processes_alone(monkeypatch: pytest.Mo
 
 
 def test_exchanges_are_checked_if_that_is_asked_for() -> None:
-    assert isinstance(
-        ParallelContext(DistCAConfig(debug=Debug(check_exchanges=True))).transport(CPU), CheckedTransport
-    )
+    assert isinstance(ParallelContext(debug=Debug(check_exchanges=True)).transport(CPU), CheckedTransport)
 
 
 def test_one_process_is_one_rank_in_all_scopes_and_roles() -> None:
-    members = ParallelContext(DistCAConfig()).members
+    members = ParallelContext().members
     everybody = [
         members.job,
         members.group,
@@ -174,8 +148,12 @@ def test_ranks_of_a_node_are_as_launched_unless_a_setting_says_other(
     if launched is not None:
         monkeypatch.setenv("LOCAL_WORLD_SIZE", launched)
 
-    assert ParallelContext(DistCAConfig(ranks_per_node=setting)).config.ranks_per_node == used
-    assert DistCAPlugin(ranks_per_node=setting).ranks_per_node == setting
+    context = ParallelContext(ranks_per_node=setting)
+    assert (context.node_size, context.ranks_per_node, context.shared_settings()["ranks_per_node"]) == (
+        used,
+        setting,
+        used,
+    )
 
 
 @pytest.mark.parametrize(
@@ -244,13 +222,13 @@ def test_roles_and_scopes_of_a_grid() -> None:
 def test_a_grid_decides_how_many_ranks_share_a_node(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     for setting, used in ((0, 2), (1, 1)):
-        context = ParallelContext(DistCAConfig(ranks_per_node=setting))
+        context = ParallelContext(ranks_per_node=setting)
         context.use_grid(_grid())
-        assert context.config.ranks_per_node == used
+        assert context.node_size == used
 
 
 def test_the_same_grid_may_be_given_again_and_no_other_one() -> None:
-    context = ParallelContext(DistCAConfig())
+    context = ParallelContext()
     context.use_grid(_grid())
     context.use_grid(_grid())
 
@@ -259,7 +237,7 @@ def test_the_same_grid_may_be_given_again_and_no_other_one() -> None:
 
 
 def test_a_loader_from_before_keeps_its_grid() -> None:
-    context = ParallelContext(DistCAConfig())
+    context = ParallelContext()
     context.transport(CPU)
 
     with pytest.raises(ConfigError, match="works on 1 rank already"):
@@ -268,7 +246,7 @@ def test_a_loader_from_before_keeps_its_grid() -> None:
 
 def test_servers_beside_a_grid_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DISTCA_LAUNCHED_SERVERS", "1")
-    context = ParallelContext(DistCAConfig(attention_servers="1"))
+    context = ParallelContext(attention_servers="1")
 
     with pytest.raises(
         ConfigError, match="differ only in data, and these are 4 data x 2 tensor ranks; leave the serv"
@@ -283,10 +261,10 @@ def test_measured_speeds_and_equal_gradients_in_every_run_exclude_each_other(mon
     monkeypatch.setenv("DISTCA_LAUNCHED_SERVERS", "1")
     servers = {"attention_servers": "1", "deterministic": True}
     with pytest.raises(ConfigError, match="server_speed=0 measures speeds, which differ from run to run"):
-        ParallelContext(DistCAConfig(**servers))
-    given = ParallelContext(DistCAConfig(**servers, server_speed=0.5)).servers
+        ParallelContext(**servers)
+    given = ParallelContext(**servers, server_speed=0.5).servers
     assert given is not None
     assert given.speeds == (0.5,)
-    measured = ParallelContext(DistCAConfig(attention_servers="1")).servers
+    measured = ParallelContext(attention_servers="1").servers
     assert measured is not None
     assert measured.speeds == (1.0,)

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from distca_hf.analysis.profiles.__main__ import write
 from distca_hf.analysis.profiles.shipped import find_profile
-from distca_hf.analysis.profiles.write import write
 from distca_hf.cli import app
 from distca_hf.whole_file import lines_of, open_regular, open_to_append, replaced
 from support.made_traces import write_run

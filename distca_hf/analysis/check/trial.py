@@ -1,14 +1,17 @@
-"""Trial: a step of a tiny model on documents that are placed on ranks, beside the same documents each alone.
+"""Trial: a step of a tiny model on documents that are placed on ranks, compared with the same documents each alone.
 
 Ranks are threads of this process. They compute as training does: the loader places documents, `enable`
 checks and watches the model, and attention is exact on the CPU. So a class that asks for anything that is not computed
 is refused here as it is there, in its first forward pass.
+
+Weights are fp32 and random: a wrong route or mask shows as a difference that rounding cannot make.
 """
 
 import copy
+import math
 import random
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 
 import numpy as np
 import torch
@@ -19,7 +22,6 @@ from distca_hf.analysis.check.tiny_config import LONGEST_TOKENS, VOCABULARY
 from distca_hf.batches.loader import PlacedLoader
 from distca_hf.batches.placed import PlacedPlanner
 from distca_hf.comm.transport import LocalTransport, Transport
-from distca_hf.config import DistCAConfig
 from distca_hf.integrations.models.check import IMPLEMENTATION
 from distca_hf.integrations.models.forward_watch import enable
 from distca_hf.integrations.models.mixers import needs_whole_documents
@@ -118,13 +120,14 @@ def documents_dataset() -> Dataset:
 def loader_of(transport: Transport, whole_documents: bool = False) -> PlacedLoader:
     """Returns all documents in one micro-batch."""
     num_ranks = transport.world_size
-    planner = PlacedPlanner(config_for(num_ranks), num_ranks, whole_documents=whole_documents)
+    planner = PlacedPlanner(context_for(num_ranks), num_ranks, whole_documents=whole_documents)
     return PlacedLoader(documents_dataset(), planner, transport, torch.device("cpu"))
 
 
-def config_for(num_ranks: int) -> DistCAConfig:
+def context_for(num_ranks: int) -> ParallelContext:
     """Returns settings with which all documents fit some ranks."""
-    return DistCAConfig(tokens_per_rank=max(CAPACITY_TOKENS // num_ranks, LONGEST_TOKENS), pad_to_multiple_of=32)
+    tokens_per_rank = max(CAPACITY_TOKENS // num_ranks, LONGEST_TOKENS)
+    return ParallelContext(tokens_per_rank=tokens_per_rank, pad_to_multiple_of=32, ranks_per_node=num_ranks)
 
 
 def step_alone(model: PreTrainedModel) -> Step:
@@ -167,12 +170,12 @@ def step_placed(tiny: TinyModel, num_ranks: int) -> Step:
     whole_documents = needs_whole_documents(models[0])
     documents = loader_of(LocalTransport()).documents(epoch=0, micro_batch=0)  # of all numbers of ranks
     lengths = np.array([len(document.input_ids) for document in documents])
-    layout = PlacedPlanner(config_for(num_ranks), num_ranks, whole_documents=whole_documents).layout(lengths)
+    layout = PlacedPlanner(context_for(num_ranks), num_ranks, whole_documents=whole_documents).layout(lengths)
     tokens = torch.from_numpy(np.concatenate([document.input_ids for document in documents]))
 
     def step(transport: Transport) -> tuple[Step, torch.Tensor]:
         model = models[transport.rank]
-        enable(model, ParallelContext(config_for(num_ranks)), LONGEST_TOKENS)
+        enable(model, context_for(num_ranks), LONGEST_TOKENS)
         (batch,) = loader_of(transport, whole_documents)
         output = model(**batch)
         output.loss.backward()
@@ -201,4 +204,85 @@ def gradients_of(model: PreTrainedModel) -> torch.Tensor:
     """Returns gradients of all parameters, one after the other; zeros where a parameter had no part."""
     return torch.cat(
         [torch.zeros_like(x).flatten() if x.grad is None else x.grad.flatten() for x in model.parameters()]
+    )
+
+
+NUM_RANKS = 2
+# Largest relative difference that is rounding in fp32; up to 1.0e-05 was measured over all classes (docs/models.md).
+LARGEST_DIFFERENCE = 5e-5
+
+
+@dataclass(frozen=True)
+class Numerics:
+    """Relative differences of a step on ranks from the same documents each alone.
+
+    Attributes:
+        logits: norm of the difference over the norm; None where the model returns none.
+        loss, gradients: likewise.
+        num_ranks, documents, tokens: of the step.
+        in_training_mode: whether the model was in training mode; one that draws random numbers there is not.
+    """
+
+    logits: float | None
+    loss: float
+    gradients: float
+    num_ranks: int
+    documents: int
+    tokens: int
+    in_training_mode: bool
+
+    @property
+    def agree(self) -> bool:
+        """Whether all differences are rounding."""
+        differences = [self.loss, self.gradients, *([] if self.logits is None else [self.logits])]
+        return all(difference <= LARGEST_DIFFERENCE for difference in differences)
+
+    def in_words(self) -> str:
+        """Returns the differences in words."""
+        logits = "" if self.logits is None else f"logits by {self.logits:.1e}, "
+        return f"{logits}loss by {self.loss:.1e}, gradients by {self.gradients:.1e}"
+
+    def as_json(self) -> dict[str, object]:
+        """Returns all fields, and the limit; None for a difference that is not a number."""
+        fields = {
+            name: None if isinstance(value, float) and not math.isfinite(value) else value
+            for name, value in asdict(self).items()
+        }
+        return fields | {"agree": self.agree, "largest_difference": LARGEST_DIFFERENCE}
+
+
+def compare(tiny: TinyModel) -> Numerics:
+    """Runs a step on two ranks and on every document alone, and compares them.
+
+    A model whose documents alone differ from run to run draws random numbers in training. It is compared as in
+    evaluation.
+
+    Raises:
+        Exception: whatever the model raises; a DistCAError if it is refused.
+    """
+    placed = step_placed(tiny, NUM_RANKS)  # first: here a model is refused
+    alone = _alone(tiny)
+    found = _differences(placed, alone, tiny)
+    if found.agree or not tiny.trains or _alone(tiny, seed=1).difference(alone) <= LARGEST_DIFFERENCE:
+        return found
+    tiny = replace(tiny, trains=False)
+    return _differences(step_placed(tiny, NUM_RANKS), _alone(tiny), tiny)
+
+
+def _alone(tiny: TinyModel, seed: int = 0) -> Step:
+    """Returns the step on each document alone; random numbers that the model draws follow the seed."""
+    model = tiny.build_plain()
+    torch.manual_seed(seed)
+    return step_alone(model)
+
+
+def _differences(placed: Step, alone: Step, tiny: TinyModel) -> Numerics:
+    return Numerics(
+        logits=placed.logit_difference(alone),
+        loss=placed.loss_difference(alone),
+        gradients=placed.gradient_difference(alone),
+        num_ranks=NUM_RANKS,
+        documents=len(DOCUMENT_TOKENS),
+        tokens=sum(DOCUMENT_TOKENS),
+        in_training_mode=tiny.trains,
     )

@@ -2,7 +2,7 @@
 
 Three looks, the first two with the functions that training runs. The model's modules and configuration are checked on
 torch's meta device (`integrations.models.check.refusals`). Kernels are chosen for the device that is asked about. Then
-a tiny version of the model trains a step on two ranks (`numerics`). Some classes ask for what is not computed in their
+a tiny version of the model trains a step on two ranks (`trial`). Some classes ask for what is not computed in their
 first forward pass alone, and one that mixes tokens in a way that its structure does not show has other numbers.
 """
 
@@ -15,10 +15,9 @@ from transformers import BitsAndBytesConfig, PreTrainedConfig, PreTrainedModel
 from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING, AutoHfQuantizer
 
 from distca_hf.analysis.check.find import DEFAULT_SIZES, Candidate
-from distca_hf.analysis.check.kernels import KernelChoice, kernels_for
-from distca_hf.analysis.check.numerics import Numerics, compare
+from distca_hf.analysis.check.layers import KernelChoice, kernels_for
 from distca_hf.analysis.check.tiny_config import tiny_config, tiny_version
-from distca_hf.analysis.check.trial import TinyModel, step_alone
+from distca_hf.analysis.check.trial import Numerics, TinyModel, compare, step_alone
 from distca_hf.errors import ConfigError, DistCAError
 from distca_hf.gpus import Gpu
 from distca_hf.integrations.models.check import (
@@ -28,7 +27,7 @@ from distca_hf.integrations.models.check import (
     kernel_needs,
     refusals,
 )
-from distca_hf.integrations.models.layer_kinds import LayerKind, layer_kinds, ranges
+from distca_hf.integrations.models.decoder_layers import DecoderLayerKind, layer_kinds, ranges
 from distca_hf.integrations.models.structure import attention_layers, text_decoder
 from distca_hf.integrations.models.towers import towers
 
@@ -58,7 +57,7 @@ class Verdict:
     reasons: tuple[str, ...]
     limits: tuple[str, ...]
     notes: tuple[str, ...]
-    kinds: tuple[LayerKind, ...]
+    kinds: tuple[DecoderLayerKind, ...]
     kernels: tuple[KernelChoice, ...]
     longest_document_tokens: int | None
     whole_documents: bool
@@ -212,7 +211,7 @@ def _kernels(model: PreTrainedModel, gpu: Gpu, capacity_tokens: int, found: _Fin
 
 def _limits(
     model: PreTrainedModel,
-    kinds: tuple[LayerKind, ...],
+    kinds: tuple[DecoderLayerKind, ...],
     position_limits: PositionLimits,
     choices: list[KernelChoice],
     capacity_tokens: int,

@@ -7,12 +7,11 @@
     shipped            profiles that come with the package, found by the name of a GPU
     measure            one process of `distca profile`: which of the files below measures what, in which order
     grid               sizes that are measured
-    clock, progress    seconds of a call; a bar on stderr
+    clock              seconds of a call
     attention          seconds of the attention kernel
     layers             seconds of everything in a layer but attention; products, copies, optimizer
-    main_figures       the few numbers that are printed, as JSON and in words
-    write              puts a measured profile into a file
-    command            `distca profile`: launches one process for each GPU
+    __main__           a process of `distca profile`: writes the file, and prints the few main numbers of it
+    launch             `distca profile`: launches one process for each GPU
 
 Exchanges and collectives are measured in `distca_hf.comm.measure_links`, which alone may open process groups.
 """

@@ -189,9 +189,14 @@ class ClusterProfile:
     between_nodes: LinkTimes | None
     source: str = ""
 
+    def summary(self) -> dict[str, str]:
+        """Returns what names the profile in output."""
+        made = self.made
+        return {"source": self.source, "date": made.date, "device": made.device, "remarks": made.remarks}
+
     @classmethod
     def load(cls, path: Path) -> "ClusterProfile":
-        """Reads a file that `write` wrote.
+        """Reads a file that `profiles.__main__.write` wrote.
 
         Raises:
             ConfigError: the file cannot be read, is none of ours, or of another form.

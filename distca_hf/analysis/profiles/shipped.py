@@ -7,7 +7,7 @@ from pathlib import Path
 
 from distca_hf.analysis.profiles.cluster_profile import ClusterProfile
 from distca_hf.errors import ConfigError, did_you_mean
-from distca_hf.gpus import gpu_of_device, peak_flops
+from distca_hf.gpus import H100_GIB, gpu_of_device, peak_flops
 
 
 FOLDER = "distca_hf.analysis.profiles"
@@ -54,6 +54,17 @@ def profile_of_device(device: str) -> ClusterProfile | None:
     gpu = gpu_of_device(device)
     profiles = map(find_profile, shipped_profiles() if gpu else ())
     return next((profile for profile in profiles if gpu_of_device(profile.made.device) == gpu), None)
+
+
+def gpu_gib_of(profile: ClusterProfile) -> float:
+    """Returns the memory of the GPU of a profile, in GiB; of an unknown one that of an H100."""
+    return known_gib(profile) or H100_GIB
+
+
+def known_gib(profile: ClusterProfile) -> float | None:
+    """Returns the memory of the GPU of a profile, in GiB; None of an unknown one."""
+    gpu = gpu_of_device(profile.made.device)
+    return None if gpu is None else gpu.gib
 
 
 def _peak(name: str) -> float | None:

@@ -2,15 +2,13 @@
 
 | file | job |
 |---|---|
-| `command` | from a path to a page or JSON |
-| `sources` | finds what a path holds, and the file that reads it |
+| `run_report` | finds what a path holds, and the file that reads it; writes a page of templates in `page/`, or JSON |
 | `run_folder`, `trace_index` | reads a folder of traces, step after step |
 | `plan_answer`, `simulate_answer` | read the JSON of `distca plan` and `distca simulate` |
 | `figures` | all that a page shows, whatever it was read from |
 | `straggler`, `served` | the rank, or the attention server, that others wait for, and why |
 | `predictions` | seconds of every rank from the measured profile of its GPU |
 | `small_enough` | chooses figures to show where there are too many for a page |
-| `page`, `page/` | writes the page, of templates without a library |
 
-A new kind of input is one file like `plan_answer`, and its name in `sources`.
+A new kind of input is one file like `plan_answer`, and its name in `run_report`.
 """

@@ -73,7 +73,7 @@ def _figures(content: Mapping[str, Any], number: int, estimates: Mapping[str, An
             ("model", str(content["model"])),
         ],
         findings=[finding, _most_sent(sent, nodes_sent)],
-        seconds=None if estimates is None else _seconds(estimates, work, tokens),
+        seconds=None if estimates is None else _seconds(estimates, number),
         memory=[] if estimates is None else _memory(estimates),
     )
 
@@ -91,16 +91,14 @@ def _most_sent(sent: Sequence[tuple[int, int, float]], nodes_sent: int) -> str:
     )
 
 
-def _seconds(estimates: Mapping[str, Any], work: Sequence[float], tokens: Sequence[float]) -> Seconds | None:
-    """Returns predicted seconds of every rank; None where costs of the model are not known."""
-    cost = estimates.get("step_cost")
-    if cost is None:
-        return None
+def _seconds(estimates: Mapping[str, Any], number: int) -> Seconds:
+    """Returns predicted seconds of every rank in a micro-step."""
+    profile, seconds = estimates["profile"], estimates["rank_seconds"][number]
     return Seconds(
-        rates=str(cost["rates"]),
-        source=f"the rates of an {cost['rates']}",
-        predicted_attention=[one * float(cost["pair_seconds"]) for one in work],
-        predicted_rest=[one * float(cost["token_seconds"]) for one in tokens],
+        rates=str(profile["source"]),
+        source=f"the measured profile {profile['source']} of {profile['device']}",
+        predicted_attention=[float(one) for one in seconds["attention"]],
+        predicted_rest=[float(one) for one in seconds["rest"]],
     )
 
 
@@ -161,14 +159,14 @@ def _tables(content: Mapping[str, Any]) -> list[Table]:
                 "GiB with FSDP2. Longest: document that all ranks together hold. Too long: documents that are longer.",
             )
         )
-    if content["baselines"]:
+    if content["estimates"] is not None:
         tables.append(
             Table(
-                "Other ways to run the same documents",
-                ["way", "imbalance", "most tokens", "MB in a layer", "MB of the largest rank"],
+                "Ways to train, simulated",
+                ["way", "x plain", "GiB", "MB of the largest rank in a layer"],
                 [
-                    [name, way["imbalance"], way["tokens_max"], way["bytes_total"] / 1e6, way["bytes_max_rank"] / 1e6]
-                    for name, way in [("distca", content), *content["baselines"].items()]
+                    [way["label"], way["times_as_fast"], way["memory_bytes"] / 2**30, way["received_bytes"] / 1e6]
+                    for way in content["estimates"]["ways"]
                 ],
             )
         )

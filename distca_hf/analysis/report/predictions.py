@@ -22,6 +22,7 @@ from distca_hf.analysis.report.figures import OfRanks
 from distca_hf.analysis.request import ModelSize
 from distca_hf.analysis.simulate.costs import Costs
 from distca_hf.analysis.simulate.model import SimulatedModel
+from distca_hf.analysis.tiles import Tiles
 from distca_hf.cost import CAUSAL_MASK, Heads, Mask
 from distca_hf.errors import first_line
 from distca_hf.traces import HeadSizes, LayersTrace, ModelSizes, RankTrace
@@ -110,7 +111,11 @@ class Predictor:
                 profile.source,
                 words,
                 self._attention(profile, model, traces),
-                _rest(self._costs(profile, model, model.heads[0]), model, traces),
+                self._costs(profile, model, model.heads[0])
+                .rest_seconds(
+                    np.array([trace.tokens for trace in traces]), model.recomputes_layers, model.backward_share
+                )
+                .tolist(),
             )
         if costs is None:
             return None
@@ -181,22 +186,12 @@ class Predictor:
 
 def _of_kind(costs: Costs, kinds: Sequence[LayersTrace], mask: Mask, model: ModelSizes) -> FloatArray:
     """Returns `[traces]` seconds of attention in a layer of one kind; NaN where its tasks are not known."""
-    seconds = np.array([np.nan if kind.tasks is None else 0.0 for kind in kinds])
     rows = [(place, *task) for place, kind in enumerate(kinds) for task in kind.tasks or ()]
-    places, queries, before, groups = np.array(rows, dtype=np.int64).reshape(-1, 4).T
-    for group in (False, True):
-        chosen = groups == group
-        if chosen.any():
-            passes = costs.attention(queries[chosen], before[chosen], mask, group)
-            of_tasks = passes.forward * (1 + model.recomputes_attention) + passes.backward
-            seconds += np.bincount(places[chosen], of_tasks, minlength=len(kinds))
-    return seconds
-
-
-def _rest(costs: Costs, model: ModelSizes, traces: Sequence[RankTrace]) -> OfRanks:
-    """Returns `[traces]` seconds of layers without attention, and of the head."""
-    tokens = np.array([trace.tokens for trace in traces], dtype=np.int64)
-    layer = costs.layer(tokens)
-    of_layer = layer.kept + layer.backward * model.backward_share + layer.forward * model.recomputes_layers
-    rest: list[float] = (of_layer * model.layers + costs.head_seconds(tokens)).tolist()
-    return rest
+    place, queries, before, one_group = np.array(rows, dtype=np.int64).reshape(-1, 4).T
+    remote = np.zeros(len(rows), dtype=bool)  # who holds them makes no difference to kernels
+    tiles = Tiles.of_tasks(mask, place, queries, before, one_group.astype(bool), remote)
+    passes = costs.seconds(tiles)
+    seconds = passes.forward * (1 + model.recomputes_attention) + passes.backward
+    unknown = np.array([np.nan if kind.tasks is None else 0.0 for kind in kinds])
+    total: FloatArray = unknown + np.bincount(tiles.rank, seconds, len(kinds))
+    return total

@@ -2,8 +2,8 @@
 
     command         the arguments of `distca simulate`; text or JSON
     request, model  what is simulated: GPUs, documents of each step, sizes of the model
-    ways            all ways that are compared; each makes loads of a step's documents
-    peers, planned  loads: of ways without a planner, and of plans
+    simulation      all ways that are compared; each makes loads of a step's documents
+    ways, planned   loads: of ways to compare with (what one is: compared), and of plans
     load            tokens of every rank, and seconds of its attention with what it waits for
     costs, wires    seconds of kernels and layers, of exchanges and collectives
     step, stages    seconds of a step from loads, under FSDP, and in the stages of a pipeline

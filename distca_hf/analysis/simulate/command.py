@@ -3,7 +3,7 @@
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
@@ -13,24 +13,18 @@ from distca_hf.analysis.lengths import read_lengths
 from distca_hf.analysis.memory import GIB, Checkpointing, gradient_bytes
 from distca_hf.analysis.profiles.cluster_profile import ClusterProfile
 from distca_hf.analysis.profiles.curves import Notes
-from distca_hf.analysis.profiles.shipped import find_profile
+from distca_hf.analysis.profiles.shipped import find_profile, gpu_gib_of, known_gib
 from distca_hf.analysis.simulate.model import SimulatedModel
 from distca_hf.analysis.simulate.print_result import print_results
 from distca_hf.analysis.simulate.request import GPUS_PER_SERVER, SimulationRequest
-from distca_hf.analysis.simulate.result import Result, make_result
-from distca_hf.analysis.simulate.run import Track, run_steps
-from distca_hf.analysis.simulate.ways import PUBLISHED_TOLERANCE
+from distca_hf.analysis.simulate.result import Result, simulate
 from distca_hf.analysis.terminal import Terminal
-from distca_hf.arrays import IntArray
 from distca_hf.data.pipelines import Pipeline
 from distca_hf.errors import ConfigError
-from distca_hf.gpus import H100_GIB, gpu_of_device
 
 
 # Tokens that a rank holds in a micro-step, unless a command says otherwise.
 DEFAULT_TOKENS_PER_RANK = 131_072
-# Tokens that GPU-hours are counted for, unless a command says otherwise.
-TOKEN_BUDGET = 1e9
 # Most digits of a number in a list.
 MOST_DIGITS = 18
 # Most tokens that GPU-hours are counted for: these hours are finite, however long a step takes.
@@ -127,37 +121,6 @@ def run_simulate(options: SimulateOptions) -> None:
     print_results(world, results, profile, assumptions, Terminal())
 
 
-def simulate(
-    request: SimulationRequest,
-    profile: ClusterProfile,
-    document_tokens: IntArray,
-    token_budget: float,
-    track: Track = iter,
-) -> tuple[Result, Notes]:
-    """Simulates a request.
-
-    Args:
-        document_tokens: lengths of the whole dataset.
-        token_budget: tokens that GPU-hours are counted for.
-        track: yields what it gets, and shows progress.
-
-    Returns:
-        All figures, and everything that was not measured as it is asked for.
-
-    Raises:
-        ConfigError: links that are needed were not measured.
-        PackingError: lengths do not fit.
-    """
-    # Groups have to hold the longest document, or the context if that is shorter.
-    longest = int(document_tokens.max())
-    context = min(request.context_tokens or longest, longest)
-    if context <= request.longest_tokens:
-        request = replace(request, context_tokens=context)
-    steps = request.steps(document_tokens)
-    simulation, by_way = run_steps(request, profile, steps, track)
-    return make_result(simulation, steps, by_way, token_budget), simulation.costs.notes
-
-
 # What holds for every simulation; docs/simulation.md has the equations.
 ASSUMPTIONS = (
     "FSDP2 in bf16: ranks meet in every layer, and its weights are gathered twice in each micro-step, while "
@@ -170,10 +133,8 @@ OF_PACKED = (
     "distca, your packs: those of plain packing; rows are placed inside the model, head and loss stay",
     "rings and Ulysses: the fastest size of a group that holds the context; their attention is computed again in "
     "backward, as in their code",
-    f"DistCA, published: its planner at a tolerance of {100 * PUBLISHED_TOLERANCE:.0f} %; kernels hide its exchanges "
-    "as long as they take longer",
     f"distca, with servers: one of {GPUS_PER_SERVER} GPUs serves attention, the others hold its tokens",
-    "`distca plan` has the same speed of distca, placed, over plain packing",
+    "`distca plan` says the same of the same training",
 )
 OF_GIVEN = (
     "your batches: rows in random order, without padding; those of a step are the same in every way",
@@ -198,7 +159,7 @@ def _assumptions(
         f"{min(request.gpus, request.ranks_per_node)} GPUs per node; GPU-hours for {options.token_budget:,.0f} "
         f"tokens; 90 % of {request.gpu_gib:.0f} GiB may be used (! does not fit)",
     ]
-    if options.gpu_gib is None and _known_gib(profile) is None:
+    if options.gpu_gib is None and known_gib(profile) is None:
         words.append(
             f"the memory of {profile.made.device!r}, of which the profile is, is not known: that of an H100 is "
             "assumed; give yours by --gpu-gib"
@@ -249,27 +210,15 @@ def as_json(
     assumptions: Sequence[str],
 ) -> dict[str, Any]:
     """Returns everything that was simulated."""
-    made = profile.made
     return {
         "kind": "distca_hf simulation",
         "lengths": str(options.lengths),
         "model": model.name,
-        "profile": {"source": profile.source, "date": made.date, "device": made.device, "remarks": made.remarks},
+        "profile": profile.summary(),
         "token_budget": options.token_budget,
         "assumptions": list(assumptions),
         "simulations": [result.as_json() for result in results],
     }
-
-
-def gpu_gib_of(profile: ClusterProfile) -> float:
-    """Returns the memory of the GPU of a profile, in GiB; of an unknown one that of an H100."""
-    return _known_gib(profile) or H100_GIB
-
-
-def _known_gib(profile: ClusterProfile) -> float | None:
-    """Returns the memory of the GPU of a profile, in GiB; None of an unknown one."""
-    gpu = gpu_of_device(profile.made.device)
-    return None if gpu is None else gpu.gib
 
 
 def _numbers(option: str, given: str) -> list[int]:

@@ -17,6 +17,7 @@ from distca_hf.analysis.profiles.cluster_profile import AttentionTimes, ClusterP
 from distca_hf.analysis.profiles.curves import Amounts, Curve, FloatArray, Notes
 from distca_hf.analysis.profiles.kernel_times import prefix_surface, square_curve
 from distca_hf.analysis.simulate.model import SimulatedModel
+from distca_hf.analysis.tiles import Tiles
 from distca_hf.arrays import IntArray
 from distca_hf.cost import CAUSAL_MASK, Mask
 
@@ -81,61 +82,70 @@ class Costs:
 
     # Attention.
 
-    def attention(self, queries: Amounts, before: Amounts, mask: Mask = CAUSAL_MASK, group: bool = False) -> Passes:
-        """Returns `[tasks]` seconds of tasks in one layer.
+    def attention(self, queries: Amounts, before: Amounts, mask: Mask = CAUSAL_MASK) -> Passes:
+        """Returns `[tasks]` seconds of tasks of all heads in one layer.
 
         Args:
             queries: `[tasks]` queries.
             before: `[tasks]` keys before the first query.
             mask: of the layer.
-            group: the tasks are of one of `head_groups` groups of heads alone.
         """
         queries, before = np.asarray(queries, dtype=np.float64), np.asarray(before, dtype=np.float64)
         if mask.window_tokens is not None:
-            return self._windows(queries, before, mask)
-        times = self._group if group else self._full
-        share = self._share(times, self.model.heads.query / (self.head_groups if group else 1))
-        square = Passes(
-            *(square_curve(times, x).at(queries, self.notes) for x in (times.square_forward, times.square_backward))
-        )
-        prefix = Passes(
-            *(
-                prefix_surface(times, x).at(queries, before, self.notes)
-                for x in (times.prefix_forward, times.prefix_backward)
+            return self._windows(
+                queries, mask.pairs_of(before.astype(np.int64), (before + queries).astype(np.int64)), mask
             )
-        )
-        return (square + prefix).times(share)
+        return self._square(queries) + self.rectangle(queries, before)
 
-    def rectangle(self, queries: Amounts, keys: Amounts) -> Passes:
-        """Returns `[tasks]` seconds of tasks without a mask, all heads."""
-        times = self._full
-        share = self._share(times, self.model.heads.query)
-        tables = times.prefix_forward, times.prefix_backward
-        return Passes(*(prefix_surface(times, x).at(queries, keys, self.notes) for x in tables)).times(share)
+    def seconds(self, tiles: Tiles) -> Passes:
+        """Returns `[tiles]` seconds of tiles in one layer."""
+        if tiles.mask.window_tokens is not None:
+            return self._windows(tiles.queries.astype(np.float64), tiles.pairs, tiles.mask)
+        forward, backward = np.zeros(len(tiles.rank)), np.zeros(len(tiles.rank))
+        for group in (False, True):
+            for prefix in (False, True):
+                chosen = (tiles.one_group == group) & ((tiles.keys > 0) == prefix)
+                if chosen.any():
+                    queries, keys = tiles.queries[chosen], tiles.keys[chosen]
+                    passes = self.rectangle(queries, keys, group) if prefix else self._square(queries, group)
+                    forward[chosen], backward[chosen] = passes.forward, passes.backward
+        return Passes(forward, backward)
 
-    def _windows(self, queries: Amounts, before: Amounts, mask: Mask) -> Passes:
-        """Returns seconds of tasks with a window: their pairs, at the rate of a square of so many queries."""
+    def _square(self, queries: Amounts, group: bool = False) -> Passes:
+        """Returns seconds of queries against their own keys; of one group of heads alone if asked."""
+        times, share = self._times(group)
+        curves = (square_curve(times, x) for x in (times.square_forward, times.square_backward))
+        return Passes(*(curve.at(queries, self.notes) for curve in curves)).times(share)
+
+    def rectangle(self, queries: Amounts, keys: Amounts, group: bool = False) -> Passes:
+        """Returns seconds of queries against other keys, without a mask; of one group of heads alone if asked."""
+        times, share = self._times(group)
+        surfaces = (prefix_surface(times, x) for x in (times.prefix_forward, times.prefix_backward))
+        return Passes(*(surface.at(queries, keys, self.notes) for surface in surfaces)).times(share)
+
+    def _windows(self, queries: FloatArray, pairs: IntArray, mask: Mask) -> Passes:
+        """Returns seconds of tasks or tiles with a window: their pairs, at the rate of a square of so many queries."""
         window = mask.window_tokens
         assert window is not None
-        starts, stops = before.astype(np.int64), (before + queries).astype(np.int64)
-        pairs = mask.pairs_of(starts, stops).astype(np.float64)
         known = [times for times in self.profile.attention if times.window_tokens]
         if not known:
             self.notes.add("windows were not measured: their pairs are taken at the rate of full attention")
-            whole = self.attention(queries, np.zeros_like(queries))
-            share = pairs / np.maximum(1.0, queries * (queries + 1) / 2)
-            return whole.times(share)
+            return self._square(queries).times(pairs / np.maximum(1.0, queries * (queries + 1) / 2))
         nearest = min(known, key=lambda times: abs(np.log(times.window_tokens / window)))
         if nearest.window_tokens != window:
             self.notes.add(f"a window of {window:,} tokens is taken at the rate of one of {nearest.window_tokens:,}")
         share = self._share(nearest, self.model.heads.query)
-        measured = Mask(nearest.window_tokens).pairs_of(
-            np.zeros(len(queries), dtype=np.int64), queries.astype(np.int64)
-        )
+        whole = queries.astype(np.int64)
+        measured = Mask(nearest.window_tokens).pairs_inside(np.zeros_like(whole), whole)
         curves = (square_curve(nearest, x) for x in (nearest.square_forward, nearest.square_backward))
         return Passes(*(curve.at(queries, self.notes) for curve in curves)).times(
             share * pairs / np.maximum(1, measured)
         )
+
+    def _times(self, group: bool) -> tuple[AttentionTimes, float]:
+        """Returns the measured times of all heads, or of the fewest, and seconds of the model's over their seconds."""
+        times = self._group if group else self._full
+        return times, self._share(times, self.model.heads.query / (self.head_groups if group else 1))
 
     @cached_property
     def _full(self) -> AttentionTimes:
@@ -201,6 +211,18 @@ class Costs:
         size, rates = self.model.size, self.profile.rates
         per_token = rates.head_seconds * size.vocabulary / 1000 * size.hidden_size / rates.head_hidden_size
         return np.asarray(tokens, dtype=np.float64) * per_token / self.tensor_ranks
+
+    def rest_seconds(self, tokens: IntArray, recomputes_layers: bool, backward_share: float = 1.0) -> FloatArray:
+        """Returns `[ranks]` seconds of all layers without attention, and of the head.
+
+        Args:
+            tokens: `[ranks]` tokens of a micro-batch.
+            recomputes_layers: whether layers run forward again in backward.
+            backward_share: part of a layer's backward pass that is computed, where weights are frozen.
+        """
+        layer = self.layer(tokens)
+        of_layer = layer.kept + layer.backward * backward_share + layer.forward * recomputes_layers
+        return of_layer * self.model.size.layers + self.head_seconds(tokens)
 
     def copy_seconds(self, num_bytes: Amounts | float) -> FloatArray:
         """Returns seconds of reading and writing so many bytes, both counted."""

@@ -3,6 +3,8 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
+
 from distca_hf.analysis.request import ModelShape, ModelSize
 from distca_hf.arrays import IntArray
 from distca_hf.cost import Heads, LayerMasks
@@ -54,7 +56,8 @@ class SimulatedModel:
 
     def pairs(self, document_tokens: IntArray) -> float:
         """Returns the attended pairs of documents, in all layers together."""
-        return float(sum(layers * float(mask.pairs_inside(document_tokens).sum()) for mask, layers in self.masks))
+        starts = np.zeros_like(document_tokens)
+        return float(sum(layers * int(mask.pairs_of(starts, document_tokens).sum()) for mask, layers in self.masks))
 
     @property
     def flops(self) -> StepFlops:

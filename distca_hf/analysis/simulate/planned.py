@@ -1,7 +1,7 @@
-"""Planned: loads of plans, made by the planners of training and by the published one.
+"""Planned: loads of plans, made by the planners of training.
 
-Every task of a plan is a square and a prefix. Squares of queries that stay need no rows of others; prefixes, and tasks
-whose queries come from other ranks, do. In layers with a window queries stay, and need the few keys before each part.
+Squares of queries that stay need no rows of others; prefixes, and tasks whose queries come from other ranks, do. In
+layers with a window queries stay, and need the few keys before each part.
 """
 
 from dataclasses import dataclass, replace
@@ -9,19 +9,16 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from distca_hf.analysis.profiles.curves import FloatArray
-from distca_hf.analysis.published_greedy import plan_published_greedy
 from distca_hf.analysis.simulate.costs import HALF_BYTES, Costs, Passes
-from distca_hf.analysis.simulate.load import Attention, Exchanges, Hidden, Load, nothing_sent
+from distca_hf.analysis.simulate.load import Exchanges, Hidden, Load
 from distca_hf.analysis.simulate.wires import Cluster, WireBytes
-from distca_hf.arrays import IntArray
+from distca_hf.analysis.tiles import Tiles
 from distca_hf.cost import Mask
 from distca_hf.layout import Layout
 from distca_hf.placement.given import tokens_between
-from distca_hf.planning.pieces import ALL_HEADS
 from distca_hf.planning.plan import Plan
 from distca_hf.planning.routing import LATE_SHARE
 from distca_hf.planning.transfers import keys_between, queries_between
-from distca_hf.planning.window_routing import Parts, halo_rows_between
 
 
 # Bytes of a number that describes a token where rows move in: its id, its position, its label if the loss is placed.
@@ -47,7 +44,7 @@ def ours(
         keeps: whether rows of other ranks are kept until backward.
         gather_seconds: in which FSDP gathers the next layer's weights meanwhile; by default over all ranks.
     """
-    layout, wires = plan.layout, _Wires.of(costs, cluster, plan)
+    layout, wires = plan.layout, RowBytes.of(costs, cluster, plan)
     before = costs.share_before_attention * float(costs.layer(layout.rank_tokens).forward.max())
     if gather_seconds is None:
         gather_seconds = cluster.all_gather(costs.layer_weight_bytes)
@@ -56,11 +53,11 @@ def ours(
     kinds = []
     for mask, layers in costs.model.masks:
         if mask.window_tokens is None:
-            hidden, (local, remote), speeds = full, _calls(costs, plan), plan.speeds
+            hidden, speeds = full, plan.speeds
         else:
-            halos = _Wires.of_halos(costs, cluster, layout, mask).exchanges()
-            hidden = replace(full, exchanges=halos, chunks=1, moves_queries=False)
-            (local, remote), speeds = _window_calls(costs, layout, mask), ()
+            halos = RowBytes.of(costs, cluster, plan.of_window(mask)).exchanges()
+            hidden, speeds = replace(full, exchanges=halos, chunks=1, moves_queries=False), ()
+        local, remote = kernel_seconds(costs, plan, mask)
         of_passes = zip(vars(local).values(), vars(remote).values(), strict=True)
         late = Passes(*(_late(own, own + others, bool(speeds)) for own, others in of_passes))
         kinds.append(hidden.attention(local, remote, late, layers))
@@ -96,46 +93,13 @@ def rows_placed(
     return replace(load, beside_seconds=load.beside_seconds + float(seconds))
 
 
-def published(costs: Costs, cluster: Cluster, document_tokens: IntArray, tolerance: float) -> Load:
-    """Returns the load of the published planner. Two halves of a micro-batch take turns there: while rows of one are
-    sent, the other one is computed. So an exchange is hidden as long as kernels take longer, and delays them."""
-    token_bytes = costs.model.heads.token_bytes(HALF_BYTES)
-    plan = plan_published_greedy(document_tokens, cluster.num_ranks, token_bytes, tolerance)
-    wires = _Wires.of(costs, cluster, plan)
-    seconds = wires.seconds(wires.forward_bytes)
-    local, remote = _calls(costs, plan)
-    kernels = local + remote
-    layer = costs.layer(plan.layout.rank_tokens)
-    kinds = []
-    for mask, layers in costs.model.masks:
-        if mask.window_tokens is not None:
-            local, prefixes = _window_calls(costs, plan.layout, mask)
-            kinds.append(nothing_sent(local + prefixes, layers))
-            continue
-        delay = cluster.attention_beside * seconds
-        forward = np.maximum(kernels.forward, seconds - layer.forward) + delay
-        # Queries, keys, values, outputs and their gradients: twice the bytes of forward.
-        backward = np.maximum(kernels.backward, 2 * seconds - layer.backward) + 2 * delay
-        kinds.append(Attention(forward, kernels.forward, backward, seconds, 2 * seconds, layers))
-    return Load(plan.layout.rank_tokens, kinds, wires.most_bytes)
-
-
-def _calls(costs: Costs, plan: Plan) -> tuple[Passes, Passes]:
-    """Returns `[ranks]` seconds of local calls, and of all others."""
-    tasks, ranks = plan.tasks, plan.layout.num_ranks
-    none = np.zeros(ranks)
-    local, remote = Passes(none, none), Passes(none, none)
-    for group in (False, True):
-        chosen = (tasks.head != ALL_HEADS) == group
-        if not chosen.any():
-            continue
-        queries, before = (tasks.stop - tasks.start)[chosen], tasks.start[chosen]
-        server, moved = tasks.server[chosen], plan.has_remote_queries[chosen]
-        whole = costs.attention(queries, before, group=group)
-        square = costs.attention(queries, np.zeros(len(queries)), group=group)
-        stays = square.times((~moved).astype(np.float64))
-        local += stays.sum_by(server, ranks)
-        remote += Passes(whole.forward - stays.forward, whole.backward - stays.backward).sum_by(server, ranks)
+def kernel_seconds(costs: Costs, plan: Plan, mask: Mask) -> tuple[Passes, Passes]:
+    """Returns `[ranks]` seconds of calls that need no rows of other ranks, and of all others."""
+    tiles = Tiles.of(plan, mask)
+    seconds, num_ranks = costs.seconds(tiles), plan.layout.num_ranks
+    local, remote = (
+        seconds.times(of.astype(np.float64)).sum_by(tiles.rank, num_ranks) for of in (~tiles.waits, tiles.waits)
+    )
     return local, remote
 
 
@@ -155,19 +119,8 @@ def _late(local: FloatArray, kernels: FloatArray, has_speeds: bool) -> FloatArra
     return np.minimum(local, min(deferred, local[working].min(initial=np.inf)))
 
 
-def _window_calls(costs: Costs, layout: Layout, mask: Mask) -> tuple[Passes, Passes]:
-    """Returns `[ranks]` seconds of a layer with a window, where every rank computes its own tokens: against their own
-    keys, and against the keys before each part."""
-    parts = Parts.of(layout)
-    queries = parts.stop - parts.start
-    whole = costs.attention(queries, parts.start, mask)
-    own = costs.attention(queries, np.zeros(len(queries)), mask)
-    prefixes = Passes(*(np.maximum(0.0, x - y) for x, y in zip(vars(whole).values(), vars(own).values(), strict=True)))
-    return own.sum_by(parts.rank, layout.num_ranks), prefixes.sum_by(parts.rank, layout.num_ranks)
-
-
 @dataclass(frozen=True)
-class _Wires:
+class RowBytes:
     """Bytes that ranks send each other in a full layer, `[source, destination]`.
 
     Attributes:
@@ -182,18 +135,11 @@ class _Wires:
     outputs: FloatArray
 
     @classmethod
-    def of(cls, costs: Costs, cluster: Cluster, plan: Plan) -> "_Wires":
+    def of(cls, costs: Costs, cluster: Cluster, plan: Plan) -> "RowBytes":
         of_token = costs.model.heads.token_bytes(HALF_BYTES)
         of_row = 1 / plan.tasks.head_groups / costs.tensor_ranks
         keys, queries = (of_row * rows.astype(np.float64) for rows in (keys_between(plan), queries_between(plan)))
         return cls(cluster, keys * of_token.key_value, queries * of_token.query, queries * of_token.output)
-
-    @classmethod
-    def of_halos(cls, costs: Costs, cluster: Cluster, layout: Layout, mask: Mask) -> "_Wires":
-        """Returns the bytes of a layer with a window instead."""
-        rows = halo_rows_between(layout, mask).astype(np.float64) / costs.tensor_ranks
-        none = np.zeros_like(rows)
-        return cls(cluster, rows * costs.model.heads.token_bytes(HALF_BYTES).key_value, none, none)
 
     @property
     def forward_bytes(self) -> FloatArray:

@@ -1,16 +1,16 @@
 """Request: GPUs, tokens and model of a simulation, and the optimizer steps that are simulated."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import get_args
 
 import numpy as np
 
-from distca_hf.analysis.memory import GIB, Checkpointing
+from distca_hf.analysis.memory import GIB, Checkpointing, Memory, Sharding, TrainingSetup, estimate_memory
 from distca_hf.analysis.request import MAX_MICRO_STEPS, MAX_RANKS
 from distca_hf.analysis.simulate.model import SimulatedModel
-from distca_hf.arrays import IntArray
+from distca_hf.arrays import IntArray, ceil_div
 from distca_hf.batches.given_plans import GivenPlans
 from distca_hf.batches.placed import PlacedPlanner
 from distca_hf.config import DistCAConfig
@@ -188,6 +188,17 @@ class SimulationRequest:
         return min(most, self.context_tokens or most, self.model.longest_document_tokens or most)
 
     @property
+    def least_group(self) -> int:
+        """Fewest ranks that together hold the context."""
+        return int(ceil_div(self.longest_tokens, self.tokens_per_rank))
+
+    def for_documents(self, document_tokens: IntArray) -> "SimulationRequest":
+        """Returns the request whose groups hold the longest document, or the context if that is shorter."""
+        longest = int(document_tokens.max())
+        context = min(self.context_tokens or longest, longest)
+        return replace(self, context_tokens=context) if context <= self.longest_tokens else self
+
+    @property
     def head_groups(self) -> int:
         """Groups that plans divide the heads of a tensor rank into."""
         return self.model.heads.groups_of_rank(self.tensor_ranks)
@@ -317,3 +328,28 @@ class SimulationRequest:
     def room_bytes(self) -> float:
         """Bytes of a GPU."""
         return self.gpu_gib * GIB
+
+    def setup(
+        self, sharding: Sharding, checkpointing: Checkpointing | None = None, keeps_keys: bool = True, servers: int = 0
+    ) -> TrainingSetup:
+        """Returns what memory depends on, without a pipeline.
+
+        Args:
+            checkpointing: by default that of the request.
+            keeps_keys: whether keys of other ranks are kept until backward, as far as the budget for them goes.
+            servers: data ranks that hold no weights.
+        """
+        return TrainingSetup(
+            self.gpus - servers * self.tensor_ranks,
+            sharding,
+            checkpointing or self.checkpointing,
+            self.liger,
+            kv_budget_bytes=self.planner.config.kv_budget_gib * GIB if keeps_keys else 0.0,
+            tensor_ranks=self.tensor_ranks,
+            micro_steps=self.accumulation,
+        )
+
+    def memory(self, setup: TrainingSetup, tokens: int, received_bytes: int, head_tokens: int = 0) -> Memory:
+        """Returns the peak of the rank with most tokens; see `estimate_memory`."""
+        size = self.model.size.decoder(self.model.heads)
+        return estimate_memory(size, setup, tokens, received_bytes, head_tokens)

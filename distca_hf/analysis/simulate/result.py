@@ -6,16 +6,23 @@ from typing import Any
 
 import numpy as np
 
-from distca_hf.analysis.memory import GIB, USABLE_SHARE, Sharding, TrainingSetup, estimate_memory
-from distca_hf.analysis.simulate.run import WaySteps
+from distca_hf.analysis.memory import USABLE_SHARE, Sharding
+from distca_hf.analysis.profiles.cluster_profile import ClusterProfile
+from distca_hf.analysis.profiles.curves import Notes
+from distca_hf.analysis.simulate.compared import Step, Way
+from distca_hf.analysis.simulate.request import SimulationRequest
+from distca_hf.analysis.simulate.run import Track, WaySteps, run_steps
+from distca_hf.analysis.simulate.simulation import Simulation
 from distca_hf.analysis.simulate.stages import StageMemory
-from distca_hf.analysis.simulate.ways import Simulation, Step, Way
+from distca_hf.arrays import IntArray
 from distca_hf.gpus import peak_flops
 
 
 # Gain over the fastest way without core attention disaggregation below which distca is not worth a change.
 WORTH_IT = 1.05
 SECONDS_OF_AN_HOUR = 3600.0
+# Tokens that GPU-hours are counted for, unless a command says otherwise.
+TOKEN_BUDGET = 1e9
 # Words behind a way that cuts documents.
 LEAVES_OUT = ", which leaves out attention between parts of documents"
 
@@ -25,7 +32,7 @@ class WayFigures:
     """One way to train.
 
     Attributes:
-        key, label, is_ours, is_cad, in_stages: see `Way`.
+        key, label, is_ours, in_stages: see `Way`.
         step_seconds: mean of an optimizer step.
         tokens_per_second: of all GPUs together.
         utilisation: useful operations over the peak of all GPUs, without attention that is left out; None if the peak
@@ -36,12 +43,14 @@ class WayFigures:
         times_as_fast: as plain packing.
         whole: whether queries attend all that they should; otherwise documents are cut, and attention is left out.
         steps: how many were simulated.
+        attention_share: part of the seconds that GPUs spend in attention.
+        received_bytes: most bytes that a GPU sends or receives in the forward pass of a layer.
+        most_tokens: most tokens that layers of a GPU compute in a micro-step.
     """
 
     key: str
     label: str
     is_ours: bool
-    is_cad: bool
     in_stages: bool
     step_seconds: float
     tokens_per_second: float
@@ -52,6 +61,9 @@ class WayFigures:
     times_as_fast: float
     whole: bool
     steps: int
+    attention_share: float
+    received_bytes: int
+    most_tokens: int
 
     def gain_over(self, other: "WayFigures") -> float:
         """Returns how many times as fast this way is as another one."""
@@ -94,7 +106,11 @@ class Result:
     @property
     def plain(self) -> WayFigures:
         """Plain packing."""
-        return next(way for way in self.ways if way.key == "plain")
+        return self.way("plain")
+
+    def way(self, key: str) -> WayFigures:
+        """Returns the way with a key, which is there."""
+        return next(way for way in self.ways if way.key == key)
 
     @property
     def ours(self) -> WayFigures | None:
@@ -106,7 +122,7 @@ class Result:
     def other(self) -> WayFigures | None:
         """The fastest way without core attention disaggregation that fits; None if none does. If it leaves attention
         out, and distca is hardly faster for that, the fastest that does not, if there is one."""
-        others, ours = [way for way in self.ways if not way.is_cad and way.fits], self.ours
+        others, ours = [way for way in self.ways if not way.is_ours and way.fits], self.ours
         fastest = _fastest(others)
         if ours is None or fastest is None or not ours.whole or ours.gain_over(fastest) >= WORTH_IT:
             return fastest
@@ -208,7 +224,6 @@ def make_result(
                 way.key,
                 way.label,
                 way.is_ours,
-                way.is_cad,
                 way.in_stages,
                 seconds,
                 rate,
@@ -219,6 +234,9 @@ def make_result(
                 float(plain.mean()) / seconds,
                 of_way.whole,
                 int(known.sum()),
+                of_way.attention_share,
+                int(of_way.received_bytes),
+                of_way.most_tokens,
             )
         )
     return Result(
@@ -270,16 +288,43 @@ def _memory_bytes(simulation: Simulation, way: Way, steps: WaySteps) -> int:
     checkpointing = request.checkpointing
     if checkpointing == "saved" and (not way.is_ours or way.key == "placed_recomputed"):
         checkpointing = "recomputed"
-    budget = request.planner.config.kv_budget_gib * GIB if way.is_ours else 0.0
-    size, received = request.model.size.decoder(request.model.heads), int(steps.received_bytes)
-    trainers = request.gpus - way.servers * request.tensor_ranks
-    gpus = request.gpus // request.num_stages if way.in_stages else trainers
-    liger, tensor_ranks = request.liger, request.tensor_ranks
     sharding: Sharding = "fsdp2_synced" if request.sync_each_batch else "fsdp2"
-    setup = TrainingSetup(gpus, sharding, checkpointing, liger, kv_budget_bytes=budget, tensor_ranks=tensor_ranks)
+    setup = request.setup(sharding, checkpointing, way.is_ours, way.servers)
+    tokens, received = steps.most_tokens, int(steps.received_bytes)
     if not way.in_stages:
-        setup = replace(setup, micro_steps=request.accumulation)
-        return estimate_memory(size, setup, steps.most_tokens, received, steps.most_head_tokens).total
+        return request.memory(setup, tokens, received, steps.most_head_tokens).total
     assert request.pipeline is not None
-    tokens = int(steps.most_tokens)
+    setup = replace(setup, num_ranks=request.gpus // request.num_stages, micro_steps=1)
+    size = request.model.size.decoder(request.model.heads)
     return StageMemory(size, setup, request.pipeline, request.micro_batches, tokens, received).total
+
+
+def simulate(
+    request: SimulationRequest,
+    profile: ClusterProfile,
+    document_tokens: IntArray,
+    token_budget: float = TOKEN_BUDGET,
+    track: Track = iter,
+    keys: tuple[str, ...] = (),
+    steps: Sequence[Step] = (),
+) -> tuple[Result, Notes]:
+    """Simulates a request.
+
+    Args:
+        document_tokens: lengths of the whole dataset.
+        token_budget: tokens that GPU-hours are counted for.
+        track: yields what it gets, and shows progress.
+        keys: of the ways that are simulated, "plain" among them; all if there are none.
+        steps: lengths of each micro-batch of each step; by default the first steps of a training on the dataset.
+
+    Returns:
+        All figures, and everything that was not measured as it is asked for.
+
+    Raises:
+        ConfigError: links that are needed were not measured.
+        PackingError: lengths do not fit.
+    """
+    request = request.for_documents(document_tokens)
+    steps = steps or request.steps(document_tokens)
+    simulation, by_way = run_steps(request, profile, steps, track, keys)
+    return make_result(simulation, steps, by_way, token_budget), simulation.costs.notes

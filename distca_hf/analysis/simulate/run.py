@@ -11,13 +11,15 @@ from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from multiprocessing import get_context
+from typing import NamedTuple
 
 import numpy as np
 
 from distca_hf.analysis.profiles.cluster_profile import ClusterProfile
 from distca_hf.analysis.profiles.curves import Notes
+from distca_hf.analysis.simulate.compared import Step
 from distca_hf.analysis.simulate.request import SimulationRequest
-from distca_hf.analysis.simulate.ways import Simulation, Step
+from distca_hf.analysis.simulate.simulation import Simulation
 from distca_hf.errors import ConfigError
 
 
@@ -30,12 +32,24 @@ MOST_PROCESSES = 8
 NEARLY_NOTHING = 0.005
 
 
+class _WayStep(NamedTuple):
+    """One step of one way: seconds, and what `WaySteps` has of all its steps."""
+
+    seconds: float
+    attention_seconds: float
+    received_bytes: float
+    most_tokens: int
+    most_head_tokens: int
+    left_out_pairs: float
+
+
 @dataclass(frozen=True)
 class WaySteps:
     """Steps of one way.
 
     Attributes:
         seconds: `[steps]`, not a number where it was not simulated.
+        attention_share: part of these seconds that ranks spend in attention, in the mean.
         received_bytes: most bytes that a rank sends or receives in a layer's forward pass.
         most_tokens, most_head_tokens: most tokens that layers, and that a head, of a rank compute.
         left_out_share: part of the attended pairs that is left out where documents are cut, of all simulated steps.
@@ -43,6 +57,7 @@ class WaySteps:
     """
 
     seconds: np.ndarray
+    attention_share: float
     received_bytes: float
     most_tokens: int
     most_head_tokens: int
@@ -55,7 +70,7 @@ class _Done:
     """One step in every way that was simulated on it, and notes."""
 
     number: int
-    ways: dict[str, tuple[float, float, int, int, float]]
+    ways: dict[str, _WayStep]
     notes: Notes
 
 
@@ -72,6 +87,7 @@ class _Task:
     number: int
     step: Step
     costly: bool
+    keys: tuple[str, ...]
 
 
 def run_steps(
@@ -79,8 +95,9 @@ def run_steps(
     profile: ClusterProfile,
     steps: Sequence[Step],
     track: Track = iter,
+    keys: tuple[str, ...] = (),
 ) -> tuple[Simulation, dict[str, WaySteps]]:
-    """Simulates steps in every way.
+    """Simulates steps in every way, or in those of some keys.
 
     Args:
         steps: lengths of each micro-batch of each step.
@@ -92,11 +109,11 @@ def run_steps(
     Raises:
         ConfigError: links that are needed were not measured, or a process was killed.
     """
-    simulation = Simulation.of(request, profile)
+    simulation = Simulation.of(request, profile, keys)
     size = request.num_ranks * request.accumulation
     few = max(1, min(len(steps), MOST_COSTLY_STEPS, COSTLY_RANKS // size))
     costly = {int(number) for number in np.linspace(0, len(steps) - 1, few)}
-    tasks = [_Task(request, profile, number, step, number in costly) for number, step in enumerate(steps)]
+    tasks = [_Task(request, profile, number, step, number in costly, keys) for number, step in enumerate(steps)]
     done: list[_Done] = []
     if len(steps) * size < WORTH_PROCESSES:
         done.extend(track(map(_simulate, tasks)))
@@ -117,17 +134,21 @@ def run_steps(
 
 def _simulate(task: _Task) -> _Done:
     """Simulates one step in every way that is not too costly for it."""
-    simulation = Simulation.of(task.request, task.profile)
+    simulation = Simulation.of(task.request, task.profile, task.keys)
     ways = {}
     for way in simulation.ways():
         if way.costly and not task.costly:
             continue
         seconds, loads = simulation.step_seconds(way, task.step)
-        most_bytes = max(load.bytes_per_layer for load in loads)
-        most_tokens = max(int(load.tokens.max()) for load in loads)
-        most_head_tokens = max(int(load.of_head.max()) for load in loads)
-        left_out = sum(load.left_out_pairs for load in loads)
-        ways[way.key] = seconds, most_bytes, most_tokens, most_head_tokens, left_out
+        checkpointed = simulation.training.layers_checkpointed
+        ways[way.key] = _WayStep(
+            seconds,
+            sum(load.attention_seconds(checkpointed) for load in loads),
+            max(load.bytes_per_layer for load in loads),
+            max(int(load.tokens.max()) for load in loads),
+            max(int(load.of_head.max()) for load in loads),
+            sum(load.left_out_pairs for load in loads),
+        )
     return _Done(task.number, ways, simulation.costs.notes)
 
 
@@ -138,13 +159,17 @@ def _gathered(simulation: Simulation, done: Sequence[_Done], steps: Sequence[Ste
     ways, pairs = {}, [simulation.request.pairs(step) for step in steps]
     for way in simulation.ways():
         seconds = np.full(len(steps), math.nan)
-        figures = [(one.number, one.ways[way.key]) for one in done if way.key in one.ways]
-        for number, (of_step, *_) in figures:
-            seconds[number] = of_step
-        most_bytes, most_tokens, most_head_tokens = (max(of_step[at] for _, of_step in figures) for at in (1, 2, 3))
-        left_out = np.array([of_step[4] for _, of_step in figures])
-        of_all = np.array([pairs[number] for number, _ in figures])
-        whole = bool((left_out <= NEARLY_NOTHING * of_all).all())
-        share = float(left_out.sum() / of_all.sum())
-        ways[way.key] = WaySteps(seconds, most_bytes, int(most_tokens), int(most_head_tokens), share, whole)
+        numbers = [one.number for one in done if way.key in one.ways]
+        of_steps = [one.ways[way.key] for one in done if way.key in one.ways]
+        seconds[numbers] = [one.seconds for one in of_steps]
+        left_out, of_all = np.array([one.left_out_pairs for one in of_steps]), np.array(pairs)[numbers]
+        ways[way.key] = WaySteps(
+            seconds,
+            sum(one.attention_seconds for one in of_steps) / sum(one.seconds for one in of_steps),
+            max(one.received_bytes for one in of_steps),
+            max(one.most_tokens for one in of_steps),
+            max(one.most_head_tokens for one in of_steps),
+            float(left_out.sum() / of_all.sum()),
+            whole=bool((left_out <= NEARLY_NOTHING * of_all).all()),
+        )
     return ways

@@ -1,338 +1,329 @@
-"""Ways: everything that a simulation compares, each a function from the micro-batches of a step to loads.
+"""Ways to train to compare with, which share attention without a planner.
 
-A way with groups of GPUs (Ulysses, rings) is there once for each size of a group that holds the context; the fastest
-is shown. A way that cannot run is left out, and `missing` says why.
+A way is a function from the lengths of a micro-batch to a `Load`, and an entry of `COMPARED`.
+
+| function | ranks hold | attention |
+|---|---|---|
+| plain_packing | packs of equal tokens, of whole documents | of its own documents |
+| sorted_packs | the same packs, equally heavy ones at the same time | of its own documents |
+| whole_documents | whole documents, the longest first to the least loaded rank | of its own documents |
+| even | an even part of everything, nothing sent: no way to train, but the least time of any | of its own tokens |
+| ulysses | a group's documents in order | some heads of all tokens of the group |
+| ring | every document of a group in zigzag | keys of one rank after the other, in a ring |
+| gathered | the same | keys of all ranks, gathered before |
+
+Groups are filled in order, and documents are cut at their borders; packs cut documents that are longer. Attention
+across cuts is left out, in favour of these ways. A way with groups is there once for each size of a group that holds
+the context, and the fastest is shown.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+import heapq
+from bisect import bisect_left, insort
+from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
-from distca_hf.analysis.profiles.cluster_profile import ClusterProfile
-from distca_hf.analysis.profiles.curves import Notes
-from distca_hf.analysis.simulate import peers, planned
-from distca_hf.analysis.simulate.costs import Costs
-from distca_hf.analysis.simulate.load import Load
-from distca_hf.analysis.simulate.request import GPUS_PER_SERVER, SimulationRequest
-from distca_hf.analysis.simulate.stages import StagedTraining
-from distca_hf.analysis.simulate.step import Training
-from distca_hf.analysis.simulate.wires import Cluster
-from distca_hf.arrays import IntArray, ceil_div, offsets
-from distca_hf.batches.placed import PlacedPlanner
+from distca_hf.analysis.profiles.curves import Amounts, FloatArray
+from distca_hf.analysis.simulate.compared import Compared, Step, Way, World, of_groups, of_ranks
+from distca_hf.analysis.simulate.costs import Costs, Passes
+from distca_hf.analysis.simulate.load import Attention, Load, Waiting, nothing_sent
+from distca_hf.analysis.simulate.model import SimulatedModel
+from distca_hf.analysis.simulate.request import SimulationRequest
+from distca_hf.analysis.simulate.wires import Cluster, WireBytes
+from distca_hf.arrays import IntArray, ceil_div
 from distca_hf.cost import causal_pairs_of
-from distca_hf.data.epochs import Epoch
-from distca_hf.layout import Layout
-from distca_hf.planning.plan import Plan
+from distca_hf.data.documents import split_documents
+from distca_hf.placement.place import fill_in_order
 
 
-# Tolerance of the published planner: its paper's.
-PUBLISHED_TOLERANCE = 0.05
-Step = Sequence[IntArray]  # lengths of each micro-batch, in the order of packing
+# Bytes that ring attention reads and writes for a number of queries' results when it merges a step's output in fp32,
+# and at both ends of a layer; then the same of gradients. From the code of ring-flash-attention 0.1.8, zigzag varlen.
+RING_MERGE_BYTES, RING_END_BYTES = 30, 12
+RING_GRADIENT_BYTES, RING_GRADIENT_END_BYTES = 10, 12
+# Copies of an exchange that is packed or unpacked: each byte is read and written.
+READ_AND_WRITTEN = 2
 
 
-@dataclass(frozen=True)
-class Way:
-    """One way to train on the same documents.
+def packs(costs: Costs, held: Sequence[IntArray], document_tokens: IntArray) -> Load:
+    """Returns ranks that compute their own documents alone.
 
-    Attributes:
-        key: its name in JSON.
-        label: its name in tables.
-        loads: makes the load of each micro-batch of a step.
-        costly: planned on some steps only.
-        family: ways of one family differ in the size of groups alone; the fastest is shown.
-        is_ours: whether distca_hf does it.
-        is_cad: whether it is core attention disaggregation, by whatever planner.
-        in_stages: whether stages of a pipeline run it; loads are then those of the ranks of one stage.
-        servers: data ranks that serve attention, and hold no weights.
+    Args:
+        held: for each rank the lengths of its documents.
+        document_tokens: lengths of the same documents, uncut.
     """
-
-    key: str
-    label: str
-    loads: Callable[[Step], list[Load]]
-    costly: bool = False
-    family: str = ""
-    is_ours: bool = False
-    is_cad: bool = False
-    in_stages: bool = False
-    servers: int = 0
+    rank = np.repeat(np.arange(len(held)), [len(lengths) for lengths in held])
+    lengths = np.concatenate(held)
+    attention = [
+        nothing_sent(costs.attention(lengths, np.zeros(len(lengths)), mask).sum_by(rank, len(held)), layers)
+        for mask, layers in costs.model.masks
+    ]
+    left_out = left_out_pairs(costs.model, held, document_tokens)
+    return Load(np.array([int(x.sum()) for x in held]), attention, left_out_pairs=left_out)
 
 
-@dataclass(frozen=True)
-class Simulation:
-    """One request on one cluster.
+def left_out_pairs(model: SimulatedModel, held: Sequence[IntArray], document_tokens: IntArray) -> float:
+    """Returns the documents' attended pairs that are left out when they are cut like this."""
+    return model.pairs(document_tokens) - model.pairs(np.concatenate(held))
 
-    Attributes:
-        request: what is simulated.
-        costs: seconds of its parts.
-        cluster: data ranks and links.
+
+def best_fit(document_tokens: IntArray, num_packs: int) -> list[IntArray]:
+    """Packs documents as TRL does (bfd): the longest first, each whole into the fullest pack that has room for it.
+
+    Documents longer than a pack are cut into packs. So are the last few that find no room, because all packs together
+    hold no more tokens than there are.
     """
+    size = int(ceil_div(document_tokens.sum(), num_packs))
+    pieces = split_documents(document_tokens, size)[2]
+    rooms = [(size, pack) for pack in range(num_packs)]  # rising
+    held: list[list[int]] = [[] for _ in range(num_packs)]
 
-    request: SimulationRequest
-    costs: Costs
-    cluster: Cluster
+    def put(at: int, tokens: int) -> None:
+        room, pack = rooms.pop(at)
+        held[pack].append(tokens)
+        if room > tokens:
+            insort(rooms, (room - tokens, pack))
 
-    @classmethod
-    def of(cls, request: SimulationRequest, profile: ClusterProfile) -> "Simulation":
-        """Returns the simulation on a measured cluster.
-
-        Raises:
-            ConfigError: links that are needed were not measured.
-        """
-        notes = Notes()
-        costs = Costs(profile, request.model, request.liger, notes, request.tensor_ranks)
-        return cls(request, costs, Cluster(profile, request.num_ranks, request.data_ranks_per_node, notes))
-
-    @property
-    def training(self) -> Training:
-        return Training(self.costs, self.cluster, self.request.checkpointing != "none")
-
-    def step_seconds(self, way: Way, step: Step) -> tuple[float, list[Load]]:
-        """Returns the seconds of an optimizer step, and its loads.
-
-        Args:
-            step: micro-batches for the ranks of a stage.
-        """
-        training = replace(self.training, cluster=self._trainers(way.servers))
-        if way.in_stages:
-            loads = way.loads(step)
-            seconds = self.staged_training.micro_batches_seconds(loads) + training.cast_seconds()
+    left = []
+    for tokens in np.sort(pieces)[::-1].tolist():
+        at = bisect_left(rooms, (tokens, -1))
+        if at < len(rooms):
+            put(at, tokens)
         else:
-            *earlier, last = loads = way.loads(self.request.without_stages(step))
-            before = replace(training, sums_gradients=self.request.sync_each_batch)
-            seconds = sum(before.micro_batch_seconds(load) + before.adding_seconds() for load in earlier)
-            seconds += training.micro_batch_seconds(last)
-        return seconds + training.optimizer_seconds(), loads
-
-    def ways(self) -> list[Way]:
-        """Returns all ways that can run."""
-        costs, ranks, model = self.costs, self.request.num_ranks, self.request.model
-        if self.request.batch_size is not None:
-            plain = _of_each(lambda batch: peers.packs(costs, np.split(batch, ranks), batch))
-            return [Way("plain", "plain data parallelism", plain), *self._given_ways()]
-        whole = partial(peers.whole_documents, costs, num_ranks=ranks)
-        each = [
-            Way("plain", "plain packing", _of_each(partial(peers.plain_packing, costs, num_ranks=ranks))),
-            Way("sorted_packs", "sorted packs", self._sorted_packs),
-            Way("whole_documents", "whole documents", _of_each(whole)),
-        ]
-        if not model.mixers:
-            each += [self._ulysses(group) for group in self._ulysses_groups()]
-            each += [self._ring(group) for group in self._ring_groups()]
-            each.append(Way("published", "DistCA, published", self._published, costly=True, is_cad=True))
-        each += self._given_ways()[:1]
-        if self._has_servers:
-            served = partial(Way, servers=self.request.num_servers, costly=True, is_ours=True, is_cad=True)
-            each.append(served("servers", "distca, with servers", self._served))
-        if self.request.checkpointing == "saved":
-            again = partial(self._placed, saves=False)
-            each.append(Way("placed_recomputed", "distca, recomputed", again, is_ours=True, is_cad=True, costly=True))
-        each.append(Way("placed", "distca, placed", self._placed, is_ours=True, is_cad=True))
-        return [*each, *self._in_stages()]
-
-    def missing(self) -> list[str]:
-        """Returns which ways are left out, or why; a sentence for each."""
-        model, request, words = self.request.model, self.request, []
-        if request.batch_size is not None:
-            return ["ways that make batches of their own, or take GPUs from these as attention servers"]
-        if model.mixers:
-            words.append(
-                f"{model.mixers} layers carry a state, so documents stay whole: Ulysses, rings and the published "
-                "planner cut them"
-            )
-        elif self._least_group > self._most_ulysses:
-            words.append(
-                f"Ulysses: a group within a node holds at most {self._most_ulysses * request.tokens_per_rank:,} "
-                f"tokens, and the context has {request.longest_tokens:,}"
-            )
-        elif not self._ulysses_groups():
-            words.append(self._no_group_divides("Ulysses"))
-        if not model.mixers and not self._ring_groups():
-            words.append(self._no_group_divides("rings"))
-        if not self._has_servers:
-            words.append(f"attention servers: below {GPUS_PER_SERVER} data ranks, or documents that stay whole")
-        return words
-
-    def _no_group_divides(self, way: str) -> str:
-        """Returns why a way has no group, where a node or all ranks could hold the context."""
-        tokens, ranks = self.request.longest_tokens, self.request.num_ranks
-        return f"{way}: no group of 2, 4, 8, ... data ranks that holds {tokens:,} tokens divides all {ranks}"
-
-    @property
-    def _has_servers(self) -> bool:
-        return self.request.num_servers > 0 and not self.request.model.mixers
-
-    # Groups.
-
-    @property
-    def _most_ulysses(self) -> int:
-        return min(self.request.data_ranks_per_node, self.request.model.heads.query // self.request.tensor_ranks)
-
-    def _ulysses_groups(self) -> list[int]:
-        return [group for group in self._groups(self._most_ulysses) if group > 1]
-
-    def _ring_groups(self) -> list[int]:
-        most = max(self.request.data_ranks_per_node, 4 * self._least_group)
-        return [group for group in self._groups(min(self.request.num_ranks, most)) if group > 1]
-
-    @property
-    def _least_group(self) -> int:
-        return int(ceil_div(self.request.longest_tokens, self.request.tokens_per_rank))
-
-    def _groups(self, most: int) -> list[int]:
-        """Returns powers of two that hold the context and divide the ranks."""
-        powers = (1 << power for power in range(most.bit_length()))
-        ranks = self.request.num_ranks
-        return [group for group in powers if self._least_group <= group <= most and ranks % group == 0]
-
-    def _ulysses(self, group: int) -> Way:
-        loads = _of_each(lambda lengths: peers.ulysses(self.costs, self.cluster, lengths, group))
-        return Way(f"ulysses_{group}", f"Ulysses over {group}", loads, family="ulysses")
-
-    def _ring(self, group: int) -> Way:
-        loads = _of_each(lambda lengths: peers.ring(self.costs, self.cluster, lengths, group))
-        return Way(f"ring_{group}", f"zigzag ring over {group}", loads, family="ring", costly=True)
-
-    # Stages of a pipeline.
-
-    @property
-    def stage_cluster(self) -> Cluster:
-        """Data ranks of one stage."""
-        ranks = self.request.stage_ranks
-        return replace(self.cluster, num_ranks=ranks, ranks_per_node=min(ranks, self.cluster.ranks_per_node))
-
-    @property
-    def staged_training(self) -> StagedTraining:
-        """The pipeline; there must be one."""
-        assert self.request.pipeline is not None
-        of_stage = replace(self.training, cluster=self.stage_cluster, gathers_layers=False)
-        return StagedTraining(of_stage, self.request.pipeline, self.cluster, self.request.tokens_per_rank)
-
-    def _in_stages(self) -> list[Way]:
-        """Returns the same GPUs as stages of the pipeline, if there is one."""
-        if self.request.pipeline is None:
-            return []
-        ours = partial(Way, is_ours=True, is_cad=True, costly=True, in_stages=True)
-        return [
-            Way("pipeline_plain", "pipeline, plain", self._stages_plain, in_stages=True),
-            ours("pipeline_placed", "pipeline, placed", self._stages_placed),
-            ours("pipeline_shaped", "pipeline, shaped", self._stages_shaped),
-        ]
-
-    def _stages_plain(self, step: Step) -> list[Load]:
-        """Packs of equal tokens in every stage."""
-        return [self._padded(peers.plain_packing(self.costs, batch, self.request.stage_ranks)) for batch in step]
-
-    def _stages_placed(self, step: Step) -> list[Load]:
-        """Each micro-batch placed, in the order of packing."""
-        return [self._staged(self.request.stage_planner.plan(batch)) for batch in step]
-
-    def _stages_shaped(self, step: Step) -> list[Load]:
-        """Documents of a step divided by work among its micro-batches, as a training with this pipeline does it."""
-        return [self._staged(plan) for plan in _plans(self.request.stage_planner, step)]
-
-    def _staged(self, plan: Plan) -> Load:
-        chunks = self.request.stage_planner.num_chunks
-        load = planned.ours(self.costs, self.stage_cluster, plan, chunks, self._saves, gather_seconds=0.0)
-        return self._padded(load)
-
-    def _padded(self, load: Load) -> Load:
-        """Returns a load whose ranks compute all of their rows, as stages do."""
-        return replace(load, tokens=np.full_like(load.tokens, self.request.tokens_per_rank))
-
-    # Ways with plans, and over several micro-batches.
-
-    def _sorted_packs(self, step: Step) -> list[Load]:
-        """Packs of a step, equally heavy ones at the same time."""
-        ranks, lengths = self.request.num_ranks, np.concatenate(step)
-        held = peers.best_fit(lengths, ranks * len(step))
-        work = np.array([causal_pairs_of(np.zeros_like(pack), pack).sum() for pack in held])
-        order = np.argsort(-work, kind="stable").reshape(len(step), ranks)
-        left_out = peers.left_out_pairs(self.costs.model, held, lengths) / len(step)
-        at_once = [[held[pack] for pack in packs] for packs in order]
-        loads = [peers.packs(self.costs, packs, np.concatenate(packs)) for packs in at_once]
-        return [replace(load, left_out_pairs=left_out) for load in loads]
-
-    def _published(self, step: Step) -> list[Load]:
-        return [planned.published(self.costs, self.cluster, batch, PUBLISHED_TOLERANCE) for batch in step]
-
-    def _placed(self, step: Step, saves: bool | None = None) -> list[Load]:
-        planner, saves = self.request.planner, self._saves if saves is None else saves
-        plans = _plans(planner, step)
-        return [planned.ours(self.costs, self.cluster, plan, planner.num_chunks, saves) for plan in plans]
-
-    # Given batches: those of the request, or packs of plain packing.
-
-    def _given_ways(self) -> list[Way]:
-        """Returns what happens to given batches: tasks move where layers carry a state, else rows are placed."""
-        ours = partial(Way, costly=True, is_ours=True, is_cad=True)
-        if self.request.model.mixers:
-            return [self.tasks_moved]
-        label = "distca, your packs" if self.request.batch_size is None else "distca, results return"
-        return [
-            ours("given", label, partial(self._rows_placed, loss_is_placed=False)),
-            ours("given_loss", "distca, placed loss", partial(self._rows_placed, loss_is_placed=True)),
-        ]
-
-    @property
-    def tasks_moved(self) -> Way:
-        """Given batches whose tokens stay."""
-        return Way("tasks_moved", "distca, tasks moved", self._tasks_moved, costly=True, is_ours=True, is_cad=True)
-
-    def _rows_placed(self, step: Step, loss_is_placed: bool) -> list[Load]:
-        planner, loads = self.request.given_plans(places_rows=True), []
-        for batch in step:
-            home = self._home(batch)
-            placed = planner.layout(home)
-            load = self._of_plan(planner.plan(placed), batch)
-            loads.append(planned.rows_placed(self.costs, self.cluster, home, load, placed, loss_is_placed))
-        return loads
-
-    def _tasks_moved(self, step: Step) -> list[Load]:
-        plan = self.request.given_plans(places_rows=False).plan
-        return [self._of_plan(plan(self._home(batch)), batch) for batch in step]
-
-    def _of_plan(self, plan: Plan, batch: IntArray) -> Load:
-        """Returns the load of the plan of a given batch."""
-        load = planned.ours(self.costs, self.cluster, plan, self.request.planner.num_chunks, self._saves)
-        held = plan.layout.document_tokens
-        return replace(load, left_out_pairs=peers.left_out_pairs(self.costs.model, [held], batch))
-
-    def _home(self, batch: IntArray) -> Layout:
-        """Returns the batches of all ranks: as they were dealt, or packs of equal tokens."""
-        ranks = self.request.num_ranks
-        return Layout.from_packs(
-            np.split(batch, ranks) if self.request.batch_size is not None else peers.best_fit(batch, ranks)
-        )
-
-    def _served(self, step: Step) -> list[Load]:
-        planner = self.request.served_planner
-        plans = [planner.plan(batch) for batch in step]
-        # Servers keep no rows until recomputation.
-        keeps, chunks = self.request.checkpointing != "recomputed", planner.num_chunks
-        gather = self._trainers(self.request.num_servers).all_gather(self.costs.layer_weight_bytes)
-        load = partial(planned.ours, self.costs, self.cluster, keeps=keeps, gather_seconds=gather)
-        return [load(plan, chunks, self._saves) for plan in plans]
-
-    def _trainers(self, servers: int) -> Cluster:
-        """Returns the data ranks that hold weights, where so many of all serve attention."""
-        return replace(self.cluster, num_ranks=self.cluster.num_ranks - servers)
-
-    @property
-    def _saves(self) -> bool:
-        return self.request.checkpointing == "saved"
+            left.append(tokens)
+    for tokens in left:
+        while tokens > 0:
+            part = min(tokens, rooms[-1][0])
+            put(len(rooms) - 1, part)
+            tokens -= part
+    return [np.array(lengths, dtype=np.int64) for lengths in held]
 
 
-def _of_each(load: Callable[[IntArray], Load]) -> Callable[[Step], list[Load]]:
-    """Returns a function of all micro-batches from one of a single one."""
-    return lambda step: [load(batch) for batch in step]
+def fill_groups(document_tokens: IntArray, num_groups: int) -> list[IntArray]:
+    """Fills groups in order with equal tokens, and returns the lengths of each group's documents.
+
+    Groups attend separately: a document cut at the border of two groups continues as a new document. That is less
+    attention work than uncut documents have, to the advantage of baselines with groups.
+
+    Raises:
+        PackingError: a length is not between 1 and 2 ** 31 - 1.
+    """
+    layout = fill_in_order(document_tokens, num_groups)
+    return np.split(layout.segment_tokens, layout.rank_segments[1:-1])
 
 
-def _plans(planner: PlacedPlanner, step: Step) -> list[Plan]:
-    """Returns plans as training makes them: long documents of a step put together, or shaped for a pipeline."""
+def plain_packing(costs: Costs, document_tokens: IntArray, num_ranks: int) -> Load:
+    """Returns whole documents in packs of equal tokens."""
+    return packs(costs, best_fit(document_tokens, num_ranks), document_tokens)
+
+
+def sorted_packs(costs: Costs, step: Step, num_ranks: int) -> list[Load]:
+    """Returns packs of a step, equally heavy ones at the same time."""
     lengths = np.concatenate(step)
-    as_packed = Epoch(np.arange(len(lengths)), offsets(np.array([len(batch) for batch in step])))
-    grouped = planner.regroup(as_packed, lengths, len(step))
-    numbers = range(grouped.num_micro_batches)
-    return [planner.plan(lengths[grouped.micro_batch(number)], grouped.layout(number)) for number in numbers]
+    held = best_fit(lengths, num_ranks * len(step))
+    work = np.array([causal_pairs_of(np.zeros_like(pack), pack).sum() for pack in held])
+    order = np.argsort(-work, kind="stable").reshape(len(step), num_ranks)
+    left_out = left_out_pairs(costs.model, held, lengths) / len(step)
+    at_once = [[held[pack] for pack in of_step] for of_step in order]
+    loads = [packs(costs, together, np.concatenate(together)) for together in at_once]
+    return [replace(load, left_out_pairs=left_out) for load in loads]
+
+
+def whole_documents(costs: Costs, document_tokens: IntArray, num_ranks: int) -> Load:
+    """Returns whole documents, each on the rank with least work so far; ranks hold unequal tokens."""
+    return packs(costs, longest_first(costs, document_tokens, num_ranks), document_tokens)
+
+
+def longest_first(costs: Costs, document_tokens: IntArray, num_groups: int) -> list[IntArray]:
+    """Returns the lengths of each group's documents: the one that takes longest first, each to the group with the
+    least seconds so far. Seconds are those of matrix products and of attention together, as WLB-LLM counts work."""
+    attention = [
+        costs.attention(document_tokens, np.zeros(len(document_tokens)), mask).times(layers)
+        for mask, layers in costs.model.masks
+    ]
+    of_group = ceil_div(document_tokens.sum(), num_groups)
+    layer = costs.layer(np.array([of_group]))
+    of_token = float((layer.kept + layer.backward)[0]) * costs.model.size.layers / of_group
+    seconds = document_tokens * of_token + sum(x.forward + x.backward for x in attention)
+    least = [(0.0, group) for group in range(num_groups)]  # a heap: the group with least is first
+    numbers: list[list[int]] = [[] for _ in range(num_groups)]
+    for number in np.argsort(-seconds, kind="stable").tolist():
+        so_far, group = least[0]
+        heapq.heapreplace(least, (so_far + float(seconds[number]), group))
+        numbers[group].append(number)
+    return [document_tokens[np.array(held, dtype=np.int64)] for held in numbers]
+
+
+def even(costs: Costs, document_tokens: IntArray, num_ranks: int) -> Load:
+    """Returns the same work, spread evenly without any transfer: whole documents of each length on all ranks alike,
+    and the rest in zigzag, with keys at hand."""
+    lengths, counts = np.unique(document_tokens, return_counts=True)
+    cut = np.repeat(lengths, counts % num_ranks)
+    kinds: list[Attention] = []
+    for mask, layers in costs.model.masks:
+        whole = costs.attention(lengths, np.zeros(len(lengths)), mask).times((counts - counts % num_ranks) / num_ranks)
+        seconds = Passes(np.array([whole.forward.sum()]), np.array([whole.backward.sum()]))
+        for chunk in range(2 * num_ranks):
+            part = cut / (2 * num_ranks)
+            of_chunk = costs.attention(part, chunk * part, mask).times(1 / num_ranks)
+            seconds += Passes(np.array([of_chunk.forward.sum()]), np.array([of_chunk.backward.sum()]))
+        kinds.append(nothing_sent(seconds.times(np.ones(num_ranks)), layers))
+    tokens = np.full(num_ranks, int(ceil_div(document_tokens.sum(), num_ranks)))
+    return Load(tokens, kinds)
+
+
+def ulysses(costs: Costs, cluster: Cluster, document_tokens: IntArray, group: int) -> Load:
+    """Returns heads divided over groups of neighbours. Queries, keys and values are exchanged before, outputs
+    behind."""
+    held = fill_groups(document_tokens, cluster.num_ranks // group)
+    load = packs(costs, held, document_tokens)
+    tokens = _per_rank(load.tokens, group)
+    query, key_value, output = costs.token_bytes
+    # A KV head goes to every rank that has one of its query heads.
+    copies = max(1.0, group / costs.model.heads.key_value)
+    sizes = [x * tokens for x in (query, key_value / 2 * copies, key_value / 2 * copies, output)]
+    seconds = np.sum([_exchange(cluster, size * (group - 1) / group, group) for size in sizes], axis=0)
+    all_bytes = np.sum(sizes, axis=0)
+    copied = costs.copy_seconds(READ_AND_WRITTEN * all_bytes)
+    waits = Waiting(seconds + copied, seconds + copied, seconds)
+    attention = [
+        waits.attention(Passes(_spread(x.forward, group), _spread(x.backward, group)), x.layers)
+        for x in load.attention
+    ]
+    return Load(tokens, attention, _most(all_bytes * (group - 1) / group), load.left_out_pairs)
+
+
+def ring(costs: Costs, cluster: Cluster, document_tokens: IntArray, group: int) -> Load:
+    """Returns zigzag context parallelism in a ring: keys and values of one rank after the other arrive while those
+    before are attended. With windows, steps are as long as without."""
+    held = fill_groups(document_tokens, cluster.num_ranks // group)
+    tokens = _per_rank(np.array([int(x.sum()) for x in held]), group)
+    kernels = [_ring_kernels(costs, lengths, group) for lengths in held]
+    first, step = (
+        Passes(np.repeat([x[at].forward for x in kernels], group), np.repeat([x[at].backward for x in kernels], group))
+        for at in (0, 1)
+    )
+    query, key_value, _ = costs.token_bytes
+    numbers, keys = query / 2 * tokens, key_value / 2 * tokens
+    steps = group - 1
+    sends = cluster.to_next(key_value * tokens, group) * (steps > 0)
+    # Keys and values, and fp32 gradients of both.
+    sends_gradients = cluster.to_next(3 * key_value * tokens, group) * (steps > 0)
+    merge = costs.copy_seconds(0.75 * RING_MERGE_BYTES * numbers)  # of half of the queries in half of the steps
+    add = costs.copy_seconds(0.75 * RING_GRADIENT_BYTES * numbers + RING_GRADIENT_BYTES * keys)
+    ends = costs.copy_seconds(RING_END_BYTES * numbers)
+    gradient_ends = costs.copy_seconds(RING_GRADIENT_END_BYTES * (numbers + keys))
+    late = cluster.attention_beside
+    forward = first.forward + ends + steps * merge + _steps(first.forward, step.forward, sends, steps, late)
+    backward = first.backward + gradient_ends + steps * add
+    backward = backward + _steps(first.backward, step.backward, sends_gradients, steps, late)
+    backward = backward + np.maximum(0.0, sends_gradients - sends)  # gradients come home behind the last
+    sent, sent_backward = steps * sends, steps * sends_gradients
+    # Where keys come later than kernels end, so does everything that disturbs them.
+    waits = sent * (sends > step.forward), sent_backward * (sends_gradients > step.backward)
+    attention = [Attention(forward, forward, backward, sent, sent_backward, costs.model.attention_layers, *waits)]
+    left_out = left_out_pairs(costs.model, held, document_tokens)
+    return Load(tokens, attention, _most(steps * key_value * tokens), left_out)
+
+
+def gathered(costs: Costs, cluster: Cluster, held: Sequence[IntArray], group: int) -> Load:
+    """Returns zigzag context parallelism whose keys and values are gathered before, and gradients reduced behind.
+
+    Args:
+        held: for each group the lengths of its documents.
+    """
+    tokens = _per_rank(np.array([int(x.sum()) for x in held]), group)
+    _, key_value, _ = costs.token_bytes
+    rows = np.repeat([float(x.sum()) for x in held], group)
+    received = key_value * rows * (group - 1) / group
+    seconds = _exchange(cluster, received, group)
+    copied = costs.copy_seconds(READ_AND_WRITTEN * key_value * rows) * (group > 1)
+    waits = Waiting(seconds + copied, seconds + copied, seconds)
+    attention = []
+    for mask, layers in costs.model.masks:
+        of_groups = []
+        for lengths in held:
+            part = lengths / (2 * group)
+            chunks = [costs.attention(part, chunk * part, mask) for chunk in range(2 * group)]
+            of_groups.append(
+                [sum(float(getattr(x, of).sum()) for x in chunks) / group for of in ("forward", "backward")]
+            )
+        seconds_of = Passes(*(np.repeat([x[of] for x in of_groups], group) for of in (0, 1)))
+        attention.append(waits.attention(seconds_of, layers))
+    return Load(tokens, attention, _most(received))
+
+
+def _ring_kernels(costs: Costs, lengths: IntArray, group: int) -> tuple[Passes, Passes]:
+    """Returns seconds of the first step of a ring, and of each later one: own keys, then half of a rectangle."""
+    chunk = lengths / (2 * group)
+    own = costs.attention(2 * chunk, np.zeros(len(lengths)))
+    if group == 1:
+        return _total(own), Passes(np.array(0.0), np.array(0.0))
+    early, late = costs.rectangle(2 * chunk, chunk), costs.rectangle(chunk, 2 * chunk)
+    return _total(own), _total((early + late).times(0.5))
+
+
+def _total(seconds: Passes) -> Passes:
+    return Passes(np.array(seconds.forward.sum()), np.array(seconds.backward.sum()))
+
+
+def _steps(first: FloatArray, step: FloatArray, sends: FloatArray, steps: int, beside: float) -> FloatArray:
+    """Returns the seconds of the steps behind the first one, each of which waits for keys that came meanwhile."""
+    if not steps:
+        return np.zeros_like(first)
+    waits = np.maximum(0.0, sends - first) + (steps - 1) * np.maximum(0.0, sends - step)
+    return steps * step + waits + beside * steps * np.minimum(sends, np.maximum(first, step))
+
+
+def _exchange(cluster: Cluster, num_bytes: Amounts, group: int) -> FloatArray:
+    """Returns seconds of an exchange inside of groups of neighbours; in groups that span nodes, between nodes as many
+    bytes go as there are ranks on others."""
+    beyond = cluster.share_beyond(group)
+    return cluster.exchange(WireBytes.both_ways(num_bytes * (1 - beyond)), WireBytes.both_ways(num_bytes * beyond))
+
+
+def _per_rank(group_tokens: IntArray, group: int) -> IntArray:
+    return np.repeat(ceil_div(group_tokens, group), group)
+
+
+def _spread(seconds: FloatArray, group: int) -> FloatArray:
+    return np.repeat(seconds / group, group)
+
+
+def _most(num_bytes: Amounts) -> float:
+    return float(np.max(num_bytes, initial=0.0))
+
+
+COMPARED = (
+    Compared("plain", "plain packing", of_ranks(plain_packing)),
+    Compared("sorted_packs", "sorted packs", lambda of, step, _: sorted_packs(of.costs, step, of.request.num_ranks)),
+    Compared("whole_documents", "whole documents", of_ranks(whole_documents)),
+    Compared(
+        "ulysses",
+        "Ulysses",
+        of_groups(ulysses),
+        lambda request: min(request.data_ranks_per_node, request.model.heads.query // request.tensor_ranks),
+        name="Ulysses",
+    ),
+    Compared(
+        "ring",
+        "zigzag ring",
+        of_groups(ring),
+        lambda request: min(request.num_ranks, max(request.data_ranks_per_node, 4 * request.least_group)),
+        name="rings",
+        costly=True,
+    ),
+)
+
+
+def ways_to_compare(world: World) -> list[Way]:
+    """Returns all ways to compare with that can run."""
+    return [way for compared in COMPARED for way in compared.ways(world)]
+
+
+def missing_to_compare(request: SimulationRequest) -> list[str]:
+    """Returns which ways to compare with are left out, or why; a sentence for each."""
+    if request.model.mixers:
+        cut = " and ".join(compared.name for compared in COMPARED if compared.most_group)
+        return [f"{request.model.mixers} layers carry a state, so documents stay whole: {cut} cut them"]
+    return [words for compared in COMPARED if (words := compared.missing(request))]

@@ -248,7 +248,9 @@ def _attention_settings(model: PreTrainedModel, config: PreTrainedConfig) -> Ite
         yield "config.is_causal=False: its masks are not causal"
     checks: dict[str, Callable[[nn.Module], object]] = {
         "attention dropout {} is not computed; set it to 0": _dropout,
-        "attention is not causal (is_causal={})": lambda module: _not_causal(module),
+        "attention is not causal (is_causal={})": lambda module: (
+            "False" if getattr(module, "is_causal", True) is False else None
+        ),
     }
     layers = attention_layers(model)
     for message, check in checks.items():
@@ -271,10 +273,6 @@ def _dropout(module: nn.Module) -> float | None:
     dropout = getattr(module, "attn_dropout", None) if dropout is None else dropout
     share = getattr(dropout, "p", dropout)
     return float(share) if isinstance(share, float | int) and share > 0 else None
-
-
-def _not_causal(module: nn.Module) -> str | None:
-    return "False" if getattr(module, "is_causal", True) is False else None
 
 
 def refused_loss(model: PreTrainedModel) -> Iterator[str]:

@@ -12,10 +12,10 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from distca_hf.batches.batch_documents import Batch, cache_of, check_mask_numbers, ids_checked, tokens_of
-from distca_hf.batches.empty_batch import fill_empty
 from distca_hf.batches.given import GivenPlanner
 from distca_hf.batches.given_agreement import Returning
 from distca_hf.batches.known_batch import TOKENS, completed
+from distca_hf.batches.padded import fill_empty
 from distca_hf.batches.preview import RunReport
 from distca_hf.batches.read_documents import DocumentReader, ReadDocuments, Reading, reading_of
 from distca_hf.batches.reported_steps import ReportedSteps
@@ -27,16 +27,15 @@ from distca_hf.integrations.models.backbone_calls import BackboneCalls
 from distca_hf.integrations.models.check import PositionLimits, check_model
 from distca_hf.integrations.models.counted_rows import CountedRows
 from distca_hf.integrations.models.decoder_borders import DecoderBorders
+from distca_hf.integrations.models.decoder_layers import verdict_in_short
 from distca_hf.integrations.models.distributed_check import check_divided_heads, follow_mesh
 from distca_hf.integrations.models.forward_check import ForwardCheck
 from distca_hf.integrations.models.heads import head_groups_of, token_bytes_of
 from distca_hf.integrations.models.hooks import WATCH, HiddenHook
-from distca_hf.integrations.models.label_count import label_count
-from distca_hf.integrations.models.layer_kinds import verdict_in_short
 from distca_hf.integrations.models.layer_masks import layer_masks_of, layer_windows
-from distca_hf.integrations.models.mixer_watch import MixerWatch
+from distca_hf.integrations.models.mixers import MixerWatch
 from distca_hf.integrations.models.operations import predictable, step_flops
-from distca_hf.integrations.models.placed_loss import PlacedLoss
+from distca_hf.integrations.models.placed_loss import PlacedLoss, label_count
 from distca_hf.integrations.models.planner import vocabulary_tokens_of
 from distca_hf.integrations.models.recomputed_layers import RecomputedLayers
 from distca_hf.integrations.models.structure import (
@@ -78,15 +77,15 @@ class ForwardWatch:
     """
 
     def __init__(self, root: nn.Module, context: ParallelContext) -> None:
-        self.root, self.context, config = root, context, context.config
+        self.root, self.context = root, context
         self.planner: GivenPlanner | None = None
         inner = transformers_model(root)
-        self.flops, self.report = step_flops(root), RunReport(config)
+        self.flops, self.report = step_flops(root), RunReport(context)
         self.attention_dtype: torch.dtype | None = None
         self._class_name = type(inner).__name__
         self._layers = attention_layers(inner)
         self._is_running, self._passes_with_gradients = False, 0
-        self._check = ForwardCheck(root, config, self._layers)
+        self._check = ForwardCheck(root, context, self._layers)
         self.position_limits = self._check.position_limits
         self._counted = CountedRows(inner)
         self._borders = DecoderBorders(inner, self.position_limits.has_table, self._counted, self._check.check_calls)
@@ -104,7 +103,7 @@ class ForwardWatch:
         self._token_bytes = token_bytes_of(root)
         self._layer_masks = layer_masks_of(root)
         self._recomputed_layers = RecomputedLayers(root)
-        reported = config.report_every_steps, context.trace_file, self._token_bytes, self._layer_masks
+        reported = context.report_every_steps, context.trace_file, self._token_bytes, self._layer_masks
         self.reported_steps = ReportedSteps(*reported)
         self._facts: dict[str, object] = {}
         self._regions: Regions = ()
@@ -224,7 +223,7 @@ class ForwardWatch:
             config: of its plan.
             world_size: ranks that exchange rows in it.
         """
-        rows_wait = self._recomputed_layers.prepare(module, self.context.config, has_peers=world_size > 1)
+        rows_wait = self._recomputed_layers.prepare(module, self.context, has_peers=world_size > 1)
         self._passes_with_gradients += torch.is_grad_enabled()
         is_looked_at = torch.is_grad_enabled() and is_due(self._passes_with_gradients)
         if is_looked_at:  # it may be wrapped at any time
@@ -274,7 +273,7 @@ class ForwardWatch:
         `evaluate` is "distca".
         """
         trains = module.training and torch.is_grad_enabled()
-        evaluates = not module.training and self.context.config.evaluate == "distca"
+        evaluates = not module.training and self.context.evaluate == "distca"
         members = self.context.members
         # Tensor ranks of one data rank have nothing to exchange, but agree.
         one_rank = len(members.compute_ranks if trains else members.token_ranks) == len(members.layer_ranks) == 1
@@ -289,7 +288,7 @@ class ForwardWatch:
         need_gradients = self._check.gradients_before_decoder()
 
         def meanwhile() -> None:
-            self._prepare(module, self.context.config, planner.world_size)
+            self._prepare(module, self.context, planner.world_size)
             if returning != Returning.STATES:
                 self.loss.shift(batch)
 
@@ -304,7 +303,7 @@ class ForwardWatch:
             transport = self.context.training_transport(device)
             of_model = self._head_groups, self._token_bytes, self.context.servers, self._layer_masks
             of_rows = self._read_and_open, not self._mixers.mixers, self.flops
-            self.planner = GivenPlanner(self.context.config, transport, *of_model, *of_rows)
+            self.planner = GivenPlanner(self.context, transport, *of_model, *of_rows)
         return self.planner
 
     def begin_step(self, readings: Sequence[Reading | None], step_batches: int, device: torch.device) -> None:
@@ -369,10 +368,9 @@ def enable(model: nn.Module, plugin: ParallelContext, longest_document_tokens: i
             otherwise than the plugin's loaders and models before it.
     """
     follow_mesh(model, plugin)
-    config = plugin.config
-    longest = longest_document_tokens or config.tokens_per_rank * len(plugin.members.token_ranks)
+    longest = longest_document_tokens or plugin.tokens_per_rank * len(plugin.members.token_ranks)
     longest = longest or PositionLimits(transformers_model(model)).reach_tokens
-    check_model(model, longest, config.kernel, plugin.device, given_batches=not config.tokens_per_rank)
+    check_model(model, longest, plugin.kernel, plugin.device, given_batches=not plugin.tokens_per_rank)
     inner = transformers_model(model)
     give_own_attention(inner)
     watch = watch_of(inner)
@@ -386,7 +384,7 @@ def enable(model: nn.Module, plugin: ParallelContext, longest_document_tokens: i
     watch.forget_passes()
     for number, layer in enumerate(attention_layers(inner).values()):
         settings = LayerSettings(
-            config.kernel, config.deterministic, torch.tensor(number, device="cpu"), watch.is_running
+            plugin.kernel, plugin.deterministic, torch.tensor(number, device="cpu"), watch.is_running
         )
         setattr(layer, LAYER_SETTINGS, settings)
     return model

@@ -82,16 +82,13 @@ def _sizes(model: nn.Module, flops: StepFlops, recomputes: tuple[bool, bool], gr
         layer_weights=round(flops.layers_forward / 2),
         head_weights=round(flops.head_forward / 2),
         backward_share=flops.token_backward / flops.token_forward / 2,
-        liger=any(_module_of(module).startswith("liger_kernel") for module in inner.modules()),
+        liger=any(  # libraries replace forward functions
+            str(getattr(module.forward, "__module__", "")).startswith("liger_kernel") for module in inner.modules()
+        ),
         recomputes_layers=recomputes[0],
         recomputes_attention=recomputes[1],
         tensor_ranks=grid.shape[2],
     )
-
-
-def _module_of(layer: nn.Module) -> str:
-    """Returns the name of the Python module that a layer's forward function is from: libraries replace it."""
-    return str(getattr(layer.forward, "__module__", ""))
 
 
 def _matrices(model: nn.Module) -> Iterator[tuple[int, bool]]:

@@ -254,3 +254,15 @@ def _is_plain(model_class: Hashable) -> bool:
         if is_changed and "aux_loss" not in ast.unparse(node):
             return False
     return True
+
+
+def label_count(batch: Batch, plan: LivePlan) -> dict[str, torch.Tensor]:
+    """Returns `num_items_in_batch`: the caller's, or this rank's share of all labels of the micro-batch, if they were
+    counted. Never 0: a step without labels has loss 0, not 0 / 0."""
+    count, labels = batch.get("num_items_in_batch"), batch.get("labels")
+    if count is not None:
+        return {"num_items_in_batch": count + (count == 0)}
+    if labels is None or plan.label_tokens is None:
+        return {}
+    share = max(1, plan.label_tokens) / plan.transport.world_size
+    return {"num_items_in_batch": labels.new_tensor(share, dtype=torch.float32)}

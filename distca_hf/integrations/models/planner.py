@@ -37,7 +37,7 @@ def planner_for(
             config nor its layers say how many heads there are, or how wide they are.
     """
     members = context.members
-    planner = PlacedPlanner(context.config, len(members.token_ranks), servers=servers, pipeline=pipeline)
+    planner = PlacedPlanner(context, len(members.token_ranks), servers=servers, pipeline=pipeline)
     if model is None:
         return planner
     whole_documents = needs_whole_documents(model)

@@ -1,28 +1,33 @@
-"""Weights check: ranks that should hold the same weights and buffers compare them.
+"""Weights check: ranks that should hold the same weights and buffers compare them, and an optimizer must hold the
+weights that are trained.
 
-They do so in the 1st, 2nd, 4th, 8th ... pass of a model, and on request after some steps.
-
-A weight may be divided between ranks in several ways at once. Ranks hold the same part of it if they are at the same
-place along every dimension that divides it: replicas of HSDP do, and tensor ranks with weights that are not divided
-by heads.
+Ranks compare in the 1st, 2nd, 4th, 8th ... pass of a model, and on request after some steps. A weight may be divided
+between ranks in several ways at once. Ranks hold the same part of it if they are at the same place along every
+dimension that divides it: replicas of HSDP do, and tensor ranks with weights that are not divided by heads.
 
     weight of a norm, 2 data x 2 tensor ranks, sharded by FSDP2     tensor 0   1
                                                             data 0     part 0  part 0     copies: compared
                                                             data 1     part 1  part 1
+
+After a forward pass without backward, as an evaluation is, FSDP2 leaves the weights of its outermost modules whole. An
+optimizer that is made then holds these, and no step changes the parts that the model goes on with. Trainer divides
+them again from Transformers 5.24 on. An attached one does so with any version, and any other is stopped in time.
 """
 
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import islice
+from typing import Any
 
 import torch
+import transformers
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor, Replicate
 
 from distca_hf.comm.agreement import Agreement, Occasion, by_value
 from distca_hf.comm.transport import Transport
-from distca_hf.errors import PlanMismatchError
+from distca_hf.errors import ConfigError, PlanMismatchError
 from distca_hf.runtime.forward_pass import BUFFERS, WEIGHTS
 from distca_hf.telemetry import get_logger
 from distca_hf.torch_private import ignored_by_ddp, is_traceable_wrapper_subclass, sharded_by_fsdp2
@@ -247,3 +252,45 @@ def _combine(sums: list[int]) -> int:
     for value in sums:
         total = (total * BASE + value) % (1 << 64)
     return total - (1 << 64) if total >= 1 << 63 else total
+
+
+# Lowest Transformers whose Trainer divides weights again before it makes its optimizer.
+LOWEST_DIVIDES_AGAIN = "5.24"
+
+
+def divide_again(model: nn.Module) -> bool:
+    """Divides all weights of a model that FSDP2 has left whole.
+
+    Returns:
+        Whether FSDP2 divides any.
+    """
+    from torch.distributed.fsdp import FSDPModule  # slow to import, and not every training needs it
+
+    divided = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    for module in divided:
+        module.reshard()
+    return bool(divided)
+
+
+def check_optimizer(model: nn.Module, optimizer: Any) -> None:
+    """Checks when a training begins that an optimizer holds the weights that FSDP2 gives gradients to.
+
+    Args:
+        optimizer: of Trainer, wrapped by Accelerate or not.
+
+    Raises:
+        ConfigError: it holds others; says how many, and what to do.
+    """
+    if not divide_again(model):
+        return
+    held = [weight for group in optimizer.param_groups for weight in group["params"]]
+    here = set(model.parameters())
+    strangers = [weight for weight in held if weight not in here]
+    if strangers:
+        raise ConfigError(
+            f"{len(strangers)} of {len(held)} weights of the optimizer, the first of shape "
+            f"{tuple(strangers[0].shape)}, are none that FSDP2 trains: the model ran before training (an evaluation, "
+            f"for example), and Transformers {transformers.__version__} made its optimizer of weights that were whole "
+            f"then. Call plugin.attach(trainer), update Transformers to {LOWEST_DIVIDES_AGAIN}, or run the model once "
+            "training has begun (eval_on_start=True)"
+        )

@@ -1,11 +1,9 @@
 """Stages: a model divided into the parts of a pipeline, for schedules of `torch.distributed.pipelining`."""
 
 from distca_hf.integrations.stages.checkpoint import save_parts
-from distca_hf.integrations.stages.divided_model import DividedModel
-from distca_hf.integrations.stages.model_part import ModelPart
+from distca_hf.integrations.stages.divided_model import DividedModel, ModelPart
 from distca_hf.integrations.stages.resuming import load_training, save_training
-from distca_hf.integrations.stages.schedules import check_schedule, parts_of_stage
-from distca_hf.integrations.stages.step import StepInputs, StepLoss
+from distca_hf.integrations.stages.step import StepInputs, StepLoss, check_schedule, parts_of_stage
 
 
 __all__ = [

@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 from distca_hf.comm.grid import Grid, Scope
 from distca_hf.comm.transport import Transport
 from distca_hf.errors import CheckpointError, ConfigError, and_more, first_line
-from distca_hf.integrations.stages.model_part import ModelPart
+from distca_hf.integrations.stages.divided_model import ModelPart
 from distca_hf.integrations.stages.training_state import (
     OPTIMIZER,
     OTHERS,

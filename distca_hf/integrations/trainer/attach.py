@@ -20,7 +20,8 @@ from distca_hf.integrations.models.forward_watch import enable, watch_of
 from distca_hf.integrations.models.planner import planner_for
 from distca_hf.integrations.models.structure import transformers_model
 from distca_hf.integrations.models.towers import give_own_attention
-from distca_hf.integrations.trainer.attachment import Attachment, restorer
+from distca_hf.integrations.models.weights_check import divide_again
+from distca_hf.integrations.trainer.attachment import Attachment, held_models, restorer, watch_held_models
 from distca_hf.integrations.trainer.callback import DistCACallback, print_in_short
 from distca_hf.integrations.trainer.check import (
     EvaluationCheck,
@@ -29,12 +30,10 @@ from distca_hf.integrations.trainer.check import (
     wrong_settings,
 )
 from distca_hf.integrations.trainer.columns import reading_of
-from distca_hf.integrations.trainer.held_models import held_models, watch_held_models
 from distca_hf.integrations.trainer.loss_reader import LossReader
 from distca_hf.integrations.trainer.redone_steps import RedoneSteps, cannot_redo
 from distca_hf.integrations.trainer.resuming import Resuming, check_checkpoint
 from distca_hf.integrations.trainer.stop_on_signal import LeaveOnSignal
-from distca_hf.integrations.trainer.whole_weights import divide_again
 from distca_hf.parallel_context import ParallelContext
 from distca_hf.telemetry import get_logger
 
@@ -60,9 +59,9 @@ def attach(trainer: Trainer, context: ParallelContext) -> None:
         earlier.check_undoable()
         log.info("this Trainer was attached to before; that is undone, and this plugin counts from now on")
         earlier.undo()
-    if context.config.tokens_per_rank and trainer.train_dataset is not None:
+    if context.tokens_per_rank and trainer.train_dataset is not None:
         check_map_style(trainer.train_dataset)
-    reasons = list(wrong_settings(trainer, context.config))
+    reasons = list(wrong_settings(trainer, context))
     if context.servers is not None:
         reasons += cannot_redo(trainer)
     if any(isinstance(callback, DistCACallback) for callback in trainer.callback_handler.callbacks):
@@ -74,7 +73,7 @@ def attach(trainer: Trainer, context: ParallelContext) -> None:
     reader = LossReader(attachment)
     try:
         attachment.replace(trainer, "train", partial(_train_from_whole_checkpoint, attachment, trainer.train))
-        if context.config.tokens_per_rank:
+        if context.tokens_per_rank:
             _place(trainer, context, attachment)
         else:
             _enable(attachment, context)
@@ -129,7 +128,7 @@ def _place(trainer: Trainer, context: ParallelContext, attachment: Attachment) -
     """Gives the Trainer placed batches."""
     args = trainer.args
     watch_held_models(attachment)
-    _set_arguments(trainer, context.config, attachment)
+    _set_arguments(trainer, context, attachment)
     if not trainer.model_accepts_loss_kwargs:  # its class says so, and `check` has found that its loss does
         attachment.replace(trainer, "model_accepts_loss_kwargs", True)
     loader = _training_loader(trainer, context)
@@ -138,7 +137,7 @@ def _place(trainer: Trainer, context: ParallelContext, attachment: Attachment) -
     watch = watch_of(trainer.model)
     assert watch is not None
     watch.position_limits.check(loader.longest_document_tokens, "the training dataset")
-    if context.config.evaluate == "distca":
+    if context.evaluate == "distca":
         attachment.replace(trainer, "evaluation_loop", partial(_report_loss_only, trainer.evaluation_loop))
         attachment.set_while("evaluation_loop", average_tokens_across_devices=True)
         attachment.replace(trainer, "compute_loss", partial(_loss_over_all_labels, trainer, trainer.compute_loss))
@@ -220,7 +219,7 @@ def _set_arguments(trainer: Trainer, config: DistCAConfig, attachment: Attachmen
 
 def _training_loader(trainer: Trainer, context: ParallelContext) -> PlacedLoader:
     """Returns the loader of placed batches."""
-    args, config = trainer.args, context.config
+    args = trainer.args
     if getattr(args, "max_length", None) is not None:
         log.warning(
             "the trainer cuts documents to max_length=%d tokens before they get here; with max_length=None they may "
@@ -235,8 +234,8 @@ def _training_loader(trainer: Trainer, context: ParallelContext) -> PlacedLoader
         seed=args.seed if args.data_seed is None else args.data_seed,
         shuffle=getattr(args, "train_sampling_strategy", "random") != "sequential",
         # A step's micro-batches are taken one right after the other: have all of the next step ready.
-        prefetch=max(config.prefetch, args.gradient_accumulation_steps + 1),
-        micro_steps=args.gradient_accumulation_steps if config.regroup_steps else 1,
+        prefetch=max(context.prefetch, args.gradient_accumulation_steps + 1),
+        micro_steps=args.gradient_accumulation_steps if context.regroup_steps else 1,
         reading=reading_of(trainer, trainer.train_dataset),
         num_workers=args.dataloader_num_workers,
     )
@@ -305,9 +304,9 @@ def _evaluation_loader(
 def _add_callbacks(context: ParallelContext, attachment: Attachment, callback: DistCACallback) -> None:
     """Adds the callback of metrics first, and the one that leaves on a signal last."""
     callback.report_on(attachment.trainer.model)
-    if context.config.metrics == "basic":
+    if context.metrics == "basic":
         print_in_short(attachment.trainer.callback_handler.callbacks, attachment.replace)
     attachment.add_callback(callback, first=True)
-    if context.config.save_on_signal:
+    if context.save_on_signal:
         attachment.add_callback(LeaveOnSignal(context.transport), first=False)
         vars(attachment.trainer).pop("_eval_dataloaders", None)  # their workers would not outlive a signal

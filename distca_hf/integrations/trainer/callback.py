@@ -28,11 +28,10 @@ from distca_hf.batches.meter import Meter, MeterReading, PlanSource
 from distca_hf.batches.preview import count
 from distca_hf.errors import ConfigError
 from distca_hf.integrations.models.forward_watch import ForwardWatch, enable, watch_of
-from distca_hf.integrations.models.weights_check import WeightsCheck
+from distca_hf.integrations.models.weights_check import WeightsCheck, check_optimizer
 from distca_hf.integrations.trainer.check import settings_of_placed
 from distca_hf.integrations.trainer.read_ahead import ReadAhead
 from distca_hf.integrations.trainer.stop_on_signal import LeaveOnSignal
-from distca_hf.integrations.trainer.whole_weights import check_optimizer
 from distca_hf.parallel_context import ParallelContext
 from distca_hf.telemetry import get_logger
 from distca_hf.version import __version__
@@ -86,14 +85,14 @@ class DistCACallback(TrainerCallback):
             UnsupportedAttentionError, ConfigError: the model cannot run on distca.
             ConfigError: placed batches are asked for, and a callback cannot replace Trainer's loader.
         """
-        if self._context.config.tokens_per_rank:
+        if self._context.tokens_per_rank:
             raise ConfigError(
-                f"tokens_per_rank={self._context.config.tokens_per_rank} asks for placed batches, and a callback "
+                f"tokens_per_rank={self._context.tokens_per_rank} asks for placed batches, and a callback "
                 "cannot replace the Trainer's own: call plugin.attach(trainer) instead of adding DistCACallback, or "
                 "leave tokens_per_rank out"
             )
         self.report_on(enable(model, self._context))
-        leave = LeaveOnSignal(self._context.transport) if self._context.config.save_on_signal else None
+        leave = LeaveOnSignal(self._context.transport) if self._context.save_on_signal else None
         trainer = _trainer_of_this_event(self)
         if trainer is None:
             log.warning(
@@ -106,7 +105,7 @@ class DistCACallback(TrainerCallback):
         handler = trainer.callback_handler
         handler.callbacks.remove(self)
         handler.callbacks.insert(0, self)
-        if self._context.config.metrics == "basic":
+        if self._context.metrics == "basic":
             print_in_short(handler.callbacks, setattr)
         if leave is not None:
             handler.add_callback(leave)
@@ -123,7 +122,7 @@ class DistCACallback(TrainerCallback):
     def report_on(self, model: nn.Module) -> None:
         """Reports on this enabled model."""
         self._model = model
-        unused = [] if self._loader is not None else settings_of_placed(self._context.config)
+        unused = [] if self._loader is not None else settings_of_placed(self._context)
         if unused:
             log.warning(
                 "%s: no effect without tokens_per_rank, because the Trainer makes its own batches. Leave it out, or "
@@ -225,7 +224,7 @@ class DistCACallback(TrainerCallback):
         """
         for meter in self._meters():
             meter.note_training()
-        every = self._context.config.debug.check_weights_every_steps
+        every = self._context.debug.check_weights_every_steps
         if every and state.global_step % every == 0:
             if self._weights is None:
                 self._weights = WeightsCheck(self._context.transport(args.device))
@@ -273,7 +272,7 @@ class DistCACallback(TrainerCallback):
         reading = self._read(self._since_log, state.global_step)
         if reading is None:
             return
-        if self._context.config.metrics == "basic":
+        if self._context.metrics == "basic":
             metrics = reading.basic()
         else:
             metrics = reading.all(self._loader.documents_truncated if self._loader is not None else 0)

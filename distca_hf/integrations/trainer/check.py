@@ -16,8 +16,7 @@ from transformers import DataCollatorWithFlattening, Trainer
 
 from distca_hf.config import DistCAConfig
 from distca_hf.data.documents import check_map_style
-from distca_hf.data.media import media_columns, media_refusal
-from distca_hf.data.rows import is_drawn
+from distca_hf.data.rows import is_drawn, media_columns, media_refusal
 from distca_hf.errors import ConfigError, PackingError
 from distca_hf.integrations.models.check import IMPLEMENTATION
 from distca_hf.integrations.models.distributed import has_data_and_tensor_mesh, model_mesh, tensor_ranks

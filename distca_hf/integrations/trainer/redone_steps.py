@@ -99,7 +99,7 @@ class RedoneSteps(TrainerCallback):
     ) -> None:
         """Adds how many steps ran again since the log before, and how many servers there are and were lost. Also
         adds for which share of the time servers computed."""
-        if logs is None or "loss" not in logs or self._context.config.metrics != "all":
+        if logs is None or "loss" not in logs or self._context.metrics != "all":
             return
         transport = served_transport(self._context, args.device)
         metrics = {

@@ -147,7 +147,7 @@ def attend_once(
     keywords = {name: value for name, value in batch.items() if name != "input_ids"}
     if mode.name in ("given", "moved"):  # attention of an enabled model, with tasks that move in place of rows
         groups, token_bytes = head_groups_of(place.model), token_bytes_of(place.model)
-        planner = GivenPlanner(place.plugin(0).config, place.wires, groups, token_bytes)
+        planner = GivenPlanner(place.plugin(0), place.wires, groups, token_bytes)
         keywords["distca_plan"] = planner.plan(batch)
     if "distca_plan" in keywords:
         keywords["distca_plan"].begin_forward_pass(None, {})

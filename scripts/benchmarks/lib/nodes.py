@@ -118,7 +118,7 @@ def traffic_of(place: Place, lengths: Sequence[int]) -> NodeTraffic:
     with _recorded_plans() as plans:
         mode = build_mode("placed", place, [numbered_tokens(lengths)])
         [batch] = mode.batches
-    plan, config = plans[-1], place.plugin(sum(lengths) // place.wires.world_size).config
+    plan, config = plans[-1], place.plugin(sum(lengths) // place.wires.world_size)
     rows = batch["input_ids"].shape[1]
     q, k, v, dout = (
         torch.randn((rows, *width), device=place.device, dtype=place.dtype) for width in place.shape.widths

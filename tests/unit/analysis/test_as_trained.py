@@ -123,7 +123,7 @@ def check_same_step(
         assert plan.layout.document_tokens.tolist() == documents
         assert plan.fingerprint == live.fingerprint
         assert tuple(plan.work.tolist()) == live.facts.work
-    figures = make_report(request, step).planned.figures
+    figures = make_report(request, step).figures
     assert figures.bytes_total == sum(bytes_of(live.facts, request.model) for live in lives)
     return plans, loader
 
@@ -275,7 +275,7 @@ def test_fixed_layouts_are_planned_as_packs_are(heads: tuple[int, int], number_t
 
         live = run_ranks(ranks, plan)[0]
         [planned] = plan_micro_steps(request, [np.concatenate(lengths)])
-        figures = make_report(request, OptimizerStep([np.concatenate(lengths)])).planned.figures
+        figures = make_report(request, OptimizerStep([np.concatenate(lengths)])).figures
 
         assert planned.fingerprint == live.fingerprint
         assert tuple(planned.work.tolist()) == live.facts.work

@@ -4,17 +4,22 @@ Rows are those of the planner's own code on its own length files, forward bytes 
 leave a rank, 8 KB and 4 KB per token (Llama-3-8B): tolerance 0.1, then other tolerances.
 """
 
+from collections import defaultdict
+
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from distca_hf.analysis.published_greedy import plan_published_greedy, published_greedy
 from distca_hf.cost import TokenBytes, causal_pairs, imbalance
 from distca_hf.planning.plan import Plan
 from distca_hf.planning.transfers import bytes_between
+from lib.planning.published_greedy import fill_head_and_tail, plan_published_greedy
 from support.published_mixes import published_batches
 
 
 WITHIN = 0.02
+LENGTHS = st.lists(st.one_of(st.integers(1, 5), st.integers(1, 300)), min_size=1, max_size=12)
 DISPATCHED = TokenBytes(query=8192, output=0, key_value=4096)
 
 # mix, ranks, K tokens per rank, documents | max/mean before, after, min/mean | MB: per rank, largest sender, receiver
@@ -139,10 +144,8 @@ def test_a_move_takes_the_middle_of_a_document() -> None:
     moved = plan.tasks.document == 0
     held = list(zip(plan.tasks.start[moved], plan.tasks.stop[moved], plan.tasks.server[moved], strict=True))
     assert sorted(held) == [(0, 3, 0), (3, 5, 1), (5, 8, 0)]
-    baseline = published_greedy(np.array([8, 1, 1, 1, 1, 1, 1, 1, 1]), 2, TokenBytes(100, 10, 1), 0.0)
     # Two queries go, with the keys of the first five tokens; two outputs return.
-    assert baseline.bytes_between.tolist() == [[0, 2 * 100 + 5 * 1], [2 * 10, 0]]
-    assert baseline.name == "greedy_0.00"
+    assert bytes_between(plan, TokenBytes(100, 10, 1)).tolist() == [[0, 2 * 100 + 5 * 1], [2 * 10, 0]]
 
 
 def test_lengths_that_the_published_code_refuses_are_planned_too() -> None:
@@ -156,3 +159,62 @@ def test_lengths_that_the_published_code_refuses_are_planned_too() -> None:
             plan.validate()
             assert int(plan.work.sum()) == sum(causal_pairs(0, length) for length in documents.tolist())
             assert plan.imbalance <= imbalance(plan.layout.rank_work)
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(LENGTHS, st.integers(1, 9))
+def test_cut_documents_are_laid_out_head_and_tail(documents: list[int], num_ranks: int) -> None:
+    layout = fill_head_and_tail(np.array(documents), num_ranks)
+    layout.validate()
+    assert np.ptp(layout.rank_tokens) <= 1
+    for document, length in enumerate(documents):
+        of = layout.segment_document == document
+        held = defaultdict(list)
+        for rank, start, stop in zip(
+            layout.segment_rank[of], layout.segment_start[of], layout.segment_stop[of], strict=True
+        ):
+            held[rank].append((int(start), int(stop)))
+        for ranges in list(held.values())[:-1]:  # all but the rank in the middle
+            head = sum(stop - start for start, stop in ranges if stop <= length // 2)
+            tail = sum(stop - start for start, stop in ranges if stop > length // 2)
+            assert abs(head - tail) <= 1
+
+
+@settings(max_examples=80, deadline=None, derandomize=True)
+@given(LENGTHS, st.integers(1, 7), st.sampled_from([0.0, 0.05, 0.1, 0.3]))
+def test_bytes_of_the_greedy_are_those_of_its_tokens(documents: list[int], num_ranks: int, tolerance: float) -> None:
+    token_bytes = TokenBytes(query=7, output=5, key_value=3)
+    plan = plan_published_greedy(np.array(documents), num_ranks, token_bytes, tolerance)
+    plan.validate()
+    assert bytes_between(plan, token_bytes).tolist() == _count_token_by_token(plan, token_bytes)
+    assert plan.work.sum() == sum(causal_pairs(0, length) for length in documents)
+    # Whoever takes ends at or below the mean, and gets within the tolerance unless what was left could not be cut.
+    assert plan.imbalance <= imbalance(plan.layout.rank_work)
+
+
+def _count_token_by_token(plan: Plan, token_bytes: TokenBytes) -> list[list[int]]:
+    """Counts the bytes that every rank sends to every other one, query by query, output by output, key by key."""
+    layout, tasks = plan.layout, plan.tasks
+    home = {}
+    for document, start, stop, rank in zip(
+        layout.segment_document, layout.segment_start, layout.segment_stop, layout.segment_rank, strict=True
+    ):
+        home.update({(document, token): rank for token in range(start, stop)})
+    sent = [[0] * layout.num_ranks for _ in range(layout.num_ranks)]
+    keys = set()
+    for document, start, stop, server in zip(tasks.document, tasks.start, tasks.stop, tasks.server, strict=True):
+        keys.update((document, token, server) for token in range(stop))
+        for token in range(start, stop):
+            holder = home[document, token]
+            if holder != server:
+                sent[holder][server] += token_bytes.query
+                sent[server][holder] += token_bytes.output
+    for document, token, server in keys:
+        if home[document, token] != server:
+            sent[home[document, token]][server] += token_bytes.key_value
+    return sent
+
+
+def test_sums_are_exact_at_the_largest_sizes() -> None:
+    one = np.array([512 * 512 * 1024])
+    assert plan_published_greedy(one, 512, TokenBytes(), 0.0).work.sum() == causal_pairs(0, 512 * 512 * 1024)

@@ -15,17 +15,16 @@ from transformers import (
 )
 
 from distca_hf.analysis.check.find import Candidate, find_candidate
-from distca_hf.analysis.check.numerics import compare
-from distca_hf.analysis.check.sizes import decoder_size
+from distca_hf.analysis.check.layers import decoder_size
 from distca_hf.analysis.check.tiny_config import WINDOW_TOKENS, tiny_config, tiny_version
-from distca_hf.analysis.check.trial import TinyModel
+from distca_hf.analysis.check.trial import TinyModel, compare
 from distca_hf.analysis.check.verdict import Verdict, judge
 from distca_hf.analysis.find_model import find_model
 from distca_hf.analysis.request import PRESETS
 from distca_hf.errors import UnsupportedAttentionError
 from distca_hf.gpus import find_gpu
 from distca_hf.integrations.models.check import check_model
-from distca_hf.integrations.models.layer_kinds import MOST_KINDS, grouped, layer_kinds, ranges, verdict_in_short
+from distca_hf.integrations.models.decoder_layers import MOST_KINDS, grouped, layer_kinds, ranges, verdict_in_short
 from distca_hf.integrations.models.structure import weights_beside_text
 from support import strange_models
 from support.models import tiny_model
@@ -334,7 +333,7 @@ def test_the_line_of_a_training_stays_short(monkeypatch: pytest.MonkeyPatch) -> 
     assert "layers 0-1: full" in verdict_in_short(model)
     (kind, _) = layer_kinds(model)
     many = [replace(kind, window_tokens=10 + number) for number in range(30)]
-    monkeypatch.setattr("distca_hf.integrations.models.layer_kinds.layer_kinds", lambda model: many)
+    monkeypatch.setattr("distca_hf.integrations.models.decoder_layers.layer_kinds", lambda model: many)
     line = verdict_in_short(model)
 
     assert line.count("window") == MOST_KINDS

@@ -9,7 +9,7 @@ import pytest
 from transformers import Gemma2Config, LlamaConfig
 from typer.testing import CliRunner, Result
 
-from distca_hf.analysis.check import command
+from distca_hf.analysis.check import run_check
 from distca_hf.analysis.memory import TrainingSetup, estimate_memory
 from distca_hf.analysis.request import preset
 from distca_hf.cli import app
@@ -339,6 +339,6 @@ def test_words_of_libraries_come_back_after_it(llama: Path) -> None:
     import torch
 
     before = logging.getLogger("distca_hf").level, torch.get_num_threads()
-    with command._quiet():
+    with run_check._quiet():
         assert logging.getLogger("distca_hf").level == logging.CRITICAL
     assert (logging.getLogger("distca_hf").level, torch.get_num_threads()) == before

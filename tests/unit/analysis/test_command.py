@@ -13,12 +13,11 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from distca_hf.analysis import terminal
-from distca_hf.analysis.baselines import Baseline, Figures, figures_of
+from distca_hf.analysis import estimates, terminal
 from distca_hf.analysis.check.find import find_candidate
 from distca_hf.analysis.epoch import OptimizerStep, divide_batch, pack_first_step
 from distca_hf.analysis.find_model import find_model
-from distca_hf.analysis.first_step import make_report, run_baselines
+from distca_hf.analysis.first_step import Figures, PlannedMicroBatch, figures_of, make_report
 from distca_hf.analysis.request import PRESETS, PlanRequest, plan_micro_steps, preset
 from distca_hf.cli import app
 from distca_hf.cost import causal_pairs
@@ -43,7 +42,6 @@ KEYS = {
     "bytes_total",
     "bytes_max_rank",
     "bytes_internode_max",
-    "bound_bytes_total",
     "planning_seconds",
     "fingerprint",
 }
@@ -86,24 +84,35 @@ def test_json_says_everything() -> None:
     assert 0 < said["planning_seconds"] < took_seconds
     assert (said["seed"], said["epoch"]) == (0, 0)
     assert said["epoch_micro_batches"] > 1000
-    assert said["baselines"] == {}
+    assert [way["key"] for way in said["estimates"]["ways"]] == ["plain", "sorted_packs", "placed"]
 
 
 @pytest.mark.parametrize("layout", ["placed", "fixed"])
-def test_baselines_say_the_same_of_the_same_documents(layout: str, some: Path) -> None:
-    said = plan(some, "--json", "--compare", "--ranks-per-node", 4, "--layout", layout)
-    baselines = said["baselines"]
-    assert list(baselines) == [
-        *("greedy_0.10", "greedy_0.05", "greedy_0.00"),
-        *("zigzag_cp", "zigzag_cp_4", "ulysses", "ulysses_4", "lpt", "sorted_packs"),
-    ]
-    for baseline in baselines.values():
-        assert baseline.keys() >= KEYS
-        assert baseline["documents"] == said["documents"]
-        assert baseline["imbalance_before"] == said["imbalance_before"]
-    assert baselines["greedy_0.00"]["imbalance"] < 1.01
-    assert baselines["lpt"]["bytes_total"] == 0
-    assert baselines["zigzag_cp_4"]["bytes_internode_max"] == 0 < baselines["zigzag_cp"]["bytes_internode_max"]
+def test_all_ways_to_train_if_asked_for(layout: str, some: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(estimates, "MOST_STEPS", 1)
+    said = plan(some, "--json", "--compare", "--ranks-per-node", 4, "--layout", layout)["estimates"]
+    ways = {way["key"]: way for way in said["ways"]}
+    ring = next(key for key in ways if key.startswith("ring_"))
+    assert ways.keys() >= {"plain", "sorted_packs", "whole_documents", "given", "placed"}
+    assert ("tasks_moved" in ways) == (layout == "fixed")
+    assert ways["plain"]["times_as_fast"] == 1.0
+    assert ways["plain"]["received_bytes"] == 0 < ways[ring]["received_bytes"]
+    assert said["over_plain"] == ways["placed" if layout == "placed" else "tasks_moved"]["times_as_fast"]
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--compare"], "--compare has no other ways for --pipeline 2: `distca simulate --pipeline 2` has them"),
+        (["--cluster", "h100"], "--cluster h100 has no effect with --pipeline 2: `distca simulate --pipeline 2"),
+    ],
+)
+def test_what_a_pipeline_has_not_is_asked_of_simulate(options: list[str], words: str, some: Path) -> None:
+    world = ["--gpus", "2", "--tokens-per-rank", "65536", "--pipeline", "2", "--micro-steps", "2"]
+    failed = CliRunner().invoke(app, ["plan", str(some), *world, *options])
+
+    assert failed.exit_code == 2
+    assert words in failed.output
 
 
 def test_the_seed_decides_and_nothing_else(some: Path) -> None:
@@ -135,7 +144,8 @@ def test_a_batch_may_hold_fewer_tokens(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("layout", ["placed", "fixed"])
 @pytest.mark.parametrize("ranks", [1, 3, 7])
-def test_any_world(ranks: int, layout: str, tmp_path: Path) -> None:
+def test_any_world(ranks: int, layout: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(estimates, "MOST_STEPS", 1)
     lengths = write_lengths(tmp_path / "lengths.json", [5, 1, 1, 900, 30])
     said = plan(lengths, "--json", "--lengths-are-batch", "--compare", "--layout", layout, ranks=ranks)
     assert said["documents"] == 5
@@ -143,20 +153,21 @@ def test_any_world(ranks: int, layout: str, tmp_path: Path) -> None:
 
 
 def test_micro_steps_are_planned_together(some: Path) -> None:
-    said = plan(some, "--json", "--compare", "--micro-steps", 4, tokens_per_rank=32768)
+    said = plan(some, "--json", "--micro-steps", 4, tokens_per_rank=32768)
     assert said["micro_steps"] == 4
     assert said["tokens"] <= 4 * 8 * 32768
     assert said["tokens_max"] <= 32768
     assert said["imbalance"] <= 1.005
-    # A pack cannot be lighter than its longest document, but it can run beside others as heavy.
-    assert said["imbalance"] < said["baselines"]["sorted_packs"]["imbalance"] < said["imbalance_before"]
+    # Sorted packs are faster than packs as they come: those that run at the same time are about as heavy.
+    assert said["imbalance"] < said["imbalance_before"]
+    assert 1.0 < said["estimates"]["over_sorted"] < said["estimates"]["over_plain"]
 
 
 def test_long_documents_of_an_optimizer_step_train_together() -> None:
     """Four micro-steps, each with a document of one and a half ranks, which has to be cut; grouped, they need not."""
     batches = [np.array([1500, *[50] * 50]) for _ in range(4)]
-    together = make_report(world(4, 1000, 4), OptimizerStep(batches)).planned.figures
-    alone = [make_report(world(4, 1000, 1), OptimizerStep([batch])).planned.figures for batch in batches]
+    together = make_report(world(4, 1000, 4), OptimizerStep(batches)).figures
+    alone = [make_report(world(4, 1000, 1), OptimizerStep([batch])).figures for batch in batches]
     assert together.bytes_total < sum(one.bytes_total for one in alone)
     assert together.imbalance < 1.01
 
@@ -165,14 +176,6 @@ def test_a_step_that_cannot_be_regrouped_stays_as_it_came() -> None:
     batches = [np.array([50, 25, 25]), np.array([40, 30, 30])]  # 50 + 40 leaves no way to fill up with the others
     report = make_report(world(1, 100, 2), OptimizerStep(batches))
     assert report.tokens == 200
-
-
-def test_no_plan_sends_less_than_the_bound(tmp_path: Path) -> None:
-    """Documents too short to be striped; of fixed layouts, any."""
-    lengths = write_lengths(tmp_path / "lengths.json", [1600, 900, 700, *[100] * 48])
-    for layout in ("placed", "fixed"):
-        said = plan(lengths, "--json", "--lengths-are-batch", "--layout", layout, tokens_per_rank=1000)
-        assert 0 < said["bound_bytes_total"] <= said["bytes_total"]
 
 
 def test_the_model_decides_bytes(tmp_path: Path) -> None:
@@ -186,13 +189,14 @@ def test_the_model_decides_bytes(tmp_path: Path) -> None:
     assert of_config["bytes_total"] == 2 * of_preset["bytes_total"] > 0
 
 
-def test_the_table_can_be_read() -> None:
+def test_the_table_can_be_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(estimates, "MOST_STEPS", 1)
     text = plan(PRETRAIN, "--compare", ranks=64)
     for words in (
         *("mean over the epoch", "95 % of micro-batches are below", "worst micro-batch"),
         *("faster than plain packing", "faster than sorted packs", "FSDP2", "ZeRO-3", "most at once", "Assumed:"),
-        *("imbalance, planned", "largest rank, between nodes", "total / bound", "longest document"),
-        *("DistCA paper, 10%", "ring/zigzag CP in 8s", "Ulysses", "whole documents (LPT)", "sorted packs"),
+        *("imbalance, planned", "largest rank, between nodes", "longest document"),
+        *("zigzag ring over", "Ulysses over", "whole documents", "sorted packs", "its --cluster h200"),
     ):
         assert words in text
     assert str(PRETRAIN) in text.replace("\n", "")
@@ -207,12 +211,13 @@ def test_the_table_can_be_read() -> None:
 def test_tables_fit_the_terminal(columns: int, some: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """No line is longer, no figure and no name is cut short."""
     monkeypatch.setattr(terminal, "COLUMNS", columns)
+    monkeypatch.setattr(estimates, "MOST_STEPS", 1)
     options = ("--compare", "--micro-steps", 2, "--ranks-per-node", 4)
     text = plan(some, *options, ranks=64, tokens_per_rank=32768)
     lines = text.replace(str(some), "").splitlines()
     assert max(map(len, lines)) <= columns
     assert "…" not in text
-    for words in ("131,072", "8,192", "distca", "ZeRO-3", "DistCA"):
+    for words in ("131,072", "8,192", "distca", "ZeRO-3", "zigzag"):
         assert any(words in line for line in lines), words
 
 
@@ -226,14 +231,14 @@ def test_the_epoch_and_estimates_are_in_json() -> None:
         spread = whole[figure]
         assert 1 <= spread["mean"] <= spread["p95"] <= spread["worst"]
     assert whole["imbalance"]["worst"] < 1.01 < whole["imbalance_before"]["mean"]
-    estimates = said["estimates"]
-    assert 0 < estimates["attention_share"] < 1
-    assert estimates["over_sorted"] == estimates["over_plain"] > 0  # one micro-step: there is nothing to sort
-    assert set(estimates["memory_bytes"]) == {"fsdp2", "zero3"}
-    assert estimates["assumptions"]["checkpointing"] == "recomputed"
+    estimated = said["estimates"]
+    assert 0 < estimated["attention_share"] < 1
+    assert estimated["over_sorted"] == estimated["over_plain"] > 0  # one micro-step: there is nothing to sort
+    assert set(estimated["memory_bytes"]) == {"fsdp2", "zero3"}
+    assert estimated["assumptions"]["checkpointing"] == "recomputed"
     choices = {choice["tokens_per_rank"]: choice for choice in said["choices"]}
     assert choices[8192]["too_long_documents"] > 0
-    assert choices[16384]["memory_bytes"] == estimates["memory_bytes"]["fsdp2"]["total"]
+    assert choices[16384]["memory_bytes"] == estimated["memory_bytes"]["fsdp2"]["total"]
     assert [choice["fits"] for choice in choices.values()] == sorted(
         (choice["fits"] for choice in choices.values()), reverse=True
     )
@@ -360,10 +365,11 @@ def test_presets_are_what_their_configs_say() -> None:
 
 def test_figures_by_hand() -> None:
     """Four ranks on two nodes, two micro-steps."""
+    none = np.zeros(0, dtype=np.int64)
     sent = np.array([[0, 1, 2, 0], [0, 0, 0, 0], [0, 0, 0, 5], [4, 0, 0, 0]])
     steps = [
-        Baseline("a", np.array([4, 2, 1, 1]), np.array([7, 8, 8, 8]), sent),
-        Baseline("a", np.array([2, 2, 2, 2]), np.array([9, 8, 8, 8]), np.zeros_like(sent)),
+        PlannedMicroBatch(none, np.array([4, 2, 1, 1]), np.array([7, 8, 8, 8]), sent),
+        PlannedMicroBatch(none, np.array([2, 2, 2, 2]), np.array([9, 8, 8, 8]), np.zeros_like(sent)),
     ]
     assert figures_of(steps, Topology(4, 2)) == Figures(
         tokens_min=7,
@@ -377,9 +383,10 @@ def test_figures_by_hand() -> None:
 
 def test_micro_steps_that_divide_heads_weigh_no_more_than_others() -> None:
     """Work counts pairs x parts of heads; the second micro-step has no imbalance and as many pairs as the first."""
+    two = np.array([2, 2])
     steps = [
-        Baseline("a", np.array([8 * 3, 8 * 1]), np.array([2, 2]), np.zeros((2, 2), dtype=np.int64), head_parts=8),
-        Baseline("a", np.array([2, 2]), np.array([2, 2]), np.zeros((2, 2), dtype=np.int64)),
+        PlannedMicroBatch(two, np.array([8 * 3, 8 * 1]), two, np.zeros((2, 2), dtype=np.int64), head_parts=8),
+        PlannedMicroBatch(two, two, two, np.zeros((2, 2), dtype=np.int64)),
     ]
     assert figures_of(steps, Topology(2, 2)).imbalance == (3 + 2) / (2 + 2)
     request = world(2, 100, 2, layout="fixed")
@@ -402,8 +409,7 @@ def test_a_batch_may_leave_micro_steps_empty(layout: str, tmp_path: Path) -> Non
 def test_a_report_counts_all_of_its_micro_steps() -> None:
     request = world(2, 100, 2, layout="fixed")
     batches = [np.array([100, *[1] * 100]), np.array([50, 50, 50, 50])]
-    report = make_report(request, OptimizerStep(batches), compare=True)
+    report = make_report(request, OptimizerStep(batches))
     heavy, light = causal_pairs(0, 100), 2 * causal_pairs(0, 50)
     assert report.imbalance_before == pytest.approx(2 * (heavy + light) / (heavy + 100 + 2 * light))
-    names = [name for name, micro_steps, _ in run_baselines(request, batches) if len(micro_steps) == 2]
-    assert names == list(report.baselines)
+    assert [len(one.document_tokens) for one in report.micro_batches] == [101, 4]

@@ -118,7 +118,7 @@ def choices(lengths: list[int], **more: Any) -> dict[int, Choice]:
 
 
 def test_other_choices_say_what_fits_and_what_is_too_long() -> None:
-    found = choices([*[500] * 400, 20_000, 70_000])
+    found = choices([*[500] * 4000, 20_000, 70_000])
     assert list(found) == sorted([*TOKENS_PER_RANK, 40_000])
     assert [found[tokens].too_long_documents for tokens in (8192, 32768, 40_000)] == [2, 1, 0]
     assert [found[tokens].fits for tokens in (65536, 131_072)] == [True, False]

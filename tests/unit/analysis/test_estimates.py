@@ -10,14 +10,14 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from distca_hf.analysis import estimates
-from distca_hf.analysis.epoch import pack_epoch, plan_epoch
-from distca_hf.analysis.estimates import Assumptions, make_estimates, step_cost
+from distca_hf.analysis.epoch import fit_lengths
+from distca_hf.analysis.estimates import Assumptions, make_estimates
 from distca_hf.analysis.find_model import find_model
-from distca_hf.analysis.profiles.shipped import find_profile
+from distca_hf.analysis.profiles.shipped import find_profile, gpu_gib_of
 from distca_hf.analysis.request import PRESETS, ModelSize, PlanRequest, preset
-from distca_hf.analysis.simulate.command import simulate
 from distca_hf.analysis.simulate.model import SimulatedModel
 from distca_hf.analysis.simulate.request import SimulationRequest
+from distca_hf.analysis.simulate.result import simulate
 from distca_hf.cost import Heads
 from distca_hf.errors import ConfigError
 from distca_hf.flops import Rates, StepCost
@@ -158,11 +158,12 @@ def test_a_model_nobody_knows_is_refused_with_the_nearest_name() -> None:
         find_model("llama3-8")
 
 
-def test_step_costs_by_hand() -> None:
+def test_step_costs_by_hand(measured: ModuleType) -> None:
     """Products of layers run four times with checkpointing, those of the head three times; of two products of
     attention backward makes five."""
     rates = Rates(matrix=2.0, attention_forward=4.0, attention_backward=5.0)
     pair_flops = 2 * (4 + 4) * 2 * 3
+    step_cost = measured.step_cost
     saved = step_cost(SIZE, SMALL, "saved", rates)
     assert saved.token_seconds == (2 * 4 * SIZE.layer_parameters + 2 * 3 * 80) / 2
     assert saved.pair_seconds == pair_flops * (1 / 4 + 2.5 / 5)
@@ -170,32 +171,40 @@ def test_step_costs_by_hand() -> None:
     assert step_cost(SIZE, SMALL, "none", rates).token_seconds == (2 * 3 * SIZE.layer_parameters + 480) / 2
 
 
-def test_a_step_takes_as_long_as_its_slowest_rank() -> None:
+def test_a_step_takes_as_long_as_its_slowest_rank(measured: ModuleType) -> None:
     cost = StepCost(token_seconds=1.0, pair_seconds=10.0)
-    assert cost.step_seconds(np.array([5, 7]), np.array([3, 2])) == 35.0
+    assert measured.step_seconds(cost, np.array([5, 7]), np.array([3, 2])) == 35.0
     assert cost.attention_share(tokens=10, pairs=3) == 0.75
 
 
-@pytest.mark.parametrize("micro_steps", [1, 3])
-def test_speed_and_memory_are_those_of_distca_simulate(micro_steps: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the same ranks, tokens, model, seed and kernels, over the same steps."""
+@pytest.mark.parametrize(
+    ("micro_steps", "compare", "cluster"), [(1, False, "h200"), (3, False, "h100"), (3, True, "h200")]
+)
+def test_plan_says_what_simulate_says(
+    micro_steps: int, compare: bool, cluster: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the same ranks, tokens, model, seed and kernels, over the same steps: every figure of every way."""
     monkeypatch.setattr(estimates, "MOST_STEPS", 4)
     ranks, lengths = 8, np.random.RandomState(0).lognormal(6, 1.5, 10_000).astype(int).clip(1, 100_000)
     plan = PlanRequest(ranks, 32_768, 8, micro_steps, LLAMA)
-    packed = pack_epoch(lengths, plan, seed=3)
-    assumptions, plans = Assumptions(liger=True, seed=3), plan_epoch(plan, lengths, packed.epoch)
-    made = make_estimates(plan, packed, plans, assumptions)
+    profile = find_profile(cluster)
+    assumptions = Assumptions(liger=True, gpu_gib=gpu_gib_of(profile), seed=3, cluster=cluster)
+    made = make_estimates(plan, fit_lengths(lengths, plan), assumptions, compare=compare)
     assert made is not None
     model = SimulatedModel.of(LLAMA)
-    request = SimulationRequest(model, ranks, 32_768, None, micro_steps, liger=True, batches=4, seed=3)
-    result, _ = simulate(request, find_profile("h200"), lengths, token_budget=1e9)
-    ways = {one.key: one for one in result.ways}
+    request = SimulationRequest(
+        model, ranks, 32_768, None, micro_steps, liger=True, gpu_gib=gpu_gib_of(profile), batches=4, seed=3
+    )
+    result, _ = simulate(request, profile, lengths)
 
-    assert made.speed.steps == 4
-    assert made.speed.over_plain == pytest.approx(ways["placed"].times_as_fast, rel=1e-6)
-    assert made.memory["fsdp2"].total == pytest.approx(ways["placed"].memory_bytes, rel=0.02)
-    packs = ways["plain"].step_seconds / ways["sorted_packs"].step_seconds
-    assert made.speed.over_sorted == pytest.approx(made.speed.over_plain / packs)
+    assert made.costs.profile == profile
+    assert made.ours == result.way("placed")
+    assert made.memory["fsdp2"].total == result.way("placed").memory_bytes
+    assert made.simulated.plain == result.plain
+    assert {way.key for way in made.simulated.ways} <= {way.key for way in result.ways}
+    assert all(way == result.way(way.key) for way in made.simulated.ways)
+    assert (len(made.simulated.ways) == len(result.ways)) == compare
+    assert made.over_sorted == result.way("placed").gain_over(result.way("sorted_packs"))
 
 
 @pytest.mark.parametrize("wrong", [{"checkpointing": "some"}, {"gpu_gib": 0.0}, {"gpu_gib": float("nan")}])

@@ -23,8 +23,7 @@ from distca_hf.analysis.request import PlanRequest, preset
 from distca_hf.cli import app
 from distca_hf.data.pipelines import Pipeline
 from distca_hf.data.schedules import Schedule
-from distca_hf.data.shaping import simulate, work_of_documents
-from distca_hf.data.work_shares import divide
+from distca_hf.data.shaping import divide, simulate, work_of_documents
 from distca_hf.flops import LLAMA_8B_COSTS, Rates
 
 

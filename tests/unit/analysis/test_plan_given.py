@@ -20,7 +20,7 @@ from distca_hf.analysis.simulate.model import SimulatedModel
 from distca_hf.analysis.simulate.planned import rows_placed
 from distca_hf.analysis.simulate.request import SimulationRequest
 from distca_hf.analysis.simulate.result import Result, WayFigures
-from distca_hf.analysis.simulate.ways import Simulation
+from distca_hf.analysis.simulate.simulation import Simulation
 from distca_hf.analysis.simulate.wires import Cluster, WireBytes
 from distca_hf.batches.given import GivenPlanner
 from distca_hf.batches.given_agreement import Returning
@@ -42,7 +42,7 @@ RANKS = 4
 LENGTHS = np.random.default_rng(5).lognormal(4.5, 1.2, 200).astype(np.int64).clip(1, 4000)
 
 
-PLAIN = WayFigures("plain", "plain", False, False, False, 2.0, 1.0, None, 2**30, True, 1.0, 1.0, True, 1)
+PLAIN = WayFigures("plain", "plain", False, False, 2.0, 1.0, None, 2**30, True, 1.0, 1.0, True, 1, 0.3, 0, 4000)
 WAYS = [PLAIN, replace(PLAIN, key="given", is_ours=True, times_as_fast=2.0)]
 
 
@@ -78,7 +78,9 @@ def test_numbers_are_those_that_training_logs(model: SimulatedModel) -> None:
     packs = [np.split(batch, RANKS) for batch in request.steps(LENGTHS)[0]]
     ours = [GivenMicroBatch.of(planner, of_ranks) for of_ranks in packs]
     returned, placed = (list(facts) for facts in zip(*(trained(request, of_ranks) for of_ranks in packs), strict=True))
-    found = GivenAnswer(request, "here", LENGTHS, ours, Result(4, 2, None, 3, 2048, 1.0, 1, 1, WAYS, []))
+    found = GivenAnswer(
+        request, "here", LENGTHS, ours, Result(4, 2, None, 3, 2048, 1.0, 1, 1, WAYS, []), find_profile("h200")
+    )
 
     assert [one.facts for one in ours] == returned
     for loss_is_placed, facts in ((False, returned), (True, placed)):

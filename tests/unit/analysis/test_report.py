@@ -14,12 +14,11 @@ from typer.testing import CliRunner
 
 from distca_hf.analysis.report import run_folder, small_enough, trace_index
 from distca_hf.analysis.report.figures import CallOfRanks, Seconds
-from distca_hf.analysis.report.page import page_of
 from distca_hf.analysis.report.predictions import Predictor
 from distca_hf.analysis.report.run_folder import read_folder
+from distca_hf.analysis.report.run_report import page_of, read_source
 from distca_hf.analysis.report.served import slow_server_in_words
 from distca_hf.analysis.report.small_enough import chosen_calls, fitted
-from distca_hf.analysis.report.sources import read_source
 from distca_hf.analysis.report.straggler import straggler_in_words
 from distca_hf.cli import app
 from distca_hf.errors import ReportError
@@ -520,11 +519,14 @@ def test_plan_has_its_micro_steps_and_tables(plan: dict[str, Any], tmp_path: Pat
         plan["imbalance"], rel=1e-3
     )
     assert [bar["label"] for bar in first["memory"]] == ["FSDP2", "FSDP2 synced", "ZeRO-3"]
-    assert first["seconds"]["rates"] == "H200"
+    assert first["seconds"]["rates"] == plan["estimates"]["profile"]["source"] == "h200"
+    assert first["seconds"]["predicted_attention"] == pytest.approx(
+        plan["estimates"]["rank_seconds"][0]["attention"], rel=1e-3
+    )
     assert [table["title"] for table in found["tables"]] == [
         "Work of the busiest rank over the mean, in an epoch",
         "Other numbers of tokens per rank",
-        "Other ways to run the same documents",
+        "Ways to train, simulated",
     ]
 
 

@@ -5,9 +5,9 @@ from dataclasses import replace
 from distca_hf.analysis.simulate.result import Result, WayFigures
 
 
-PLAIN = WayFigures("plain", "plain packing", False, False, False, 1.0, 1.0, 0.4, 1, True, 1.0, 1.0, True, 1)
+PLAIN = WayFigures("plain", "plain packing", False, False, 1.0, 1.0, 0.4, 1, True, 1.0, 1.0, True, 1, 0.3, 0, 4000)
 ULYSSES = replace(PLAIN, key="ulysses", label="Ulysses over 4", step_seconds=2.0, times_as_fast=0.5)
-PLACED = replace(PLAIN, key="placed", label="distca, placed", is_ours=True, is_cad=True, step_seconds=1.5)
+PLACED = replace(PLAIN, key="placed", label="distca, placed", is_ours=True, step_seconds=1.5)
 KEPT = replace(PLACED, key="given", label="distca, your packs", step_seconds=0.8)
 
 

@@ -10,12 +10,11 @@ from distca_hf.analysis.memory import TrainingSetup, estimate_memory
 from distca_hf.analysis.profiles.curves import Notes
 from distca_hf.analysis.profiles.shipped import find_profile
 from distca_hf.analysis.request import preset
-from distca_hf.analysis.simulate import peers
-from distca_hf.analysis.simulate.command import simulate
+from distca_hf.analysis.simulate import ways
 from distca_hf.analysis.simulate.costs import Costs
 from distca_hf.analysis.simulate.model import SimulatedModel
 from distca_hf.analysis.simulate.request import SimulationRequest
-from distca_hf.analysis.simulate.result import Result
+from distca_hf.analysis.simulate.result import Result, simulate
 from distca_hf.analysis.simulate.stages import GATHERED_BYTES, StagedTraining, StageMemory
 from distca_hf.analysis.simulate.step import Training
 from distca_hf.analysis.simulate.wires import Cluster
@@ -41,7 +40,7 @@ def staged(pipeline: Pipeline, has_head: bool) -> StagedTraining:
 @pytest.mark.parametrize("micro_batches", [4, 8, 16])
 def test_equal_micro_batches_take_what_the_schedule_takes(micro_batches: int) -> None:
     training = staged(Pipeline(4), has_head=False)
-    load = peers.packs(training.training.costs, [np.array([16_384])], np.array([16_384]))
+    load = ways.packs(training.training.costs, [np.array([16_384])], np.array([16_384]))
     one = sum(training.training.layers_seconds(load)) / 4
 
     seconds = training.micro_batches_seconds([load] * micro_batches)
@@ -51,7 +50,7 @@ def test_equal_micro_batches_take_what_the_schedule_takes(micro_batches: int) ->
 
 def test_the_head_is_on_the_last_stage() -> None:
     """Others wait for it: every micro-batch takes longer by all of it, and not by a share."""
-    load = peers.packs(staged(Pipeline(4), True).training.costs, [np.array([16_384])], np.array([16_384]))
+    load = ways.packs(staged(Pipeline(4), True).training.costs, [np.array([16_384])], np.array([16_384]))
     without, with_head = (
         staged(Pipeline(4), has_head).micro_batches_seconds([load] * 16) for has_head in (False, True)
     )

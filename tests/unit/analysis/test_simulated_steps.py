@@ -9,22 +9,21 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from distca_hf.analysis.baselines import assign_whole_documents
 from distca_hf.analysis.memory import GIB, TrainingSetup, estimate_memory
 from distca_hf.analysis.profiles.cluster_profile import ClusterProfile
 from distca_hf.analysis.profiles.curves import Notes
 from distca_hf.analysis.profiles.shipped import find_profile
 from distca_hf.analysis.request import preset
-from distca_hf.analysis.simulate import peers, run
+from distca_hf.analysis.simulate import run, ways
 from distca_hf.analysis.simulate.costs import Costs, Passes
 from distca_hf.analysis.simulate.load import Exchanges, Hidden, Load, Waiting
 from distca_hf.analysis.simulate.model import SimulatedModel, llama_shape
-from distca_hf.analysis.simulate.planned import ours, published
+from distca_hf.analysis.simulate.planned import ours
 from distca_hf.analysis.simulate.request import SimulationRequest
 from distca_hf.analysis.simulate.result import make_result
 from distca_hf.analysis.simulate.run import run_steps
+from distca_hf.analysis.simulate.simulation import Simulation
 from distca_hf.analysis.simulate.step import Training
-from distca_hf.analysis.simulate.ways import Simulation
 from distca_hf.analysis.simulate.wires import Cluster, WireBytes
 from distca_hf.arrays import IntArray
 from distca_hf.cost import Mask
@@ -34,6 +33,8 @@ from distca_hf.placement.place import fill_in_order, place
 from distca_hf.planning.plan import plan_in_place
 from distca_hf.planning.rebalance import plan_by_moving
 from distca_hf.planning.transfers import bytes_between
+from lib.planning.planners import whole_documents
+from lib.planning.published_setting import published
 
 
 PROFILE = find_profile("h200")
@@ -201,9 +202,9 @@ def test_a_task_is_a_square_and_a_prefix() -> None:
 
 def test_a_group_of_heads_is_part_of_a_tensor_rank() -> None:
     """Of 8 KV heads two tensor ranks have four groups each: a group of theirs is as large as one of eight."""
-    queries, before = array(65_536), array(65_536)
-    alone, of_two = (costs_of(tensor_ranks=ranks).attention(queries, before, group=True) for ranks in (1, 2))
-    whole = costs_of(tensor_ranks=2).attention(queries, before)
+    queries, keys = array(65_536), array(65_536)
+    alone, of_two = (costs_of(tensor_ranks=ranks).rectangle(queries, keys, group=True) for ranks in (1, 2))
+    whole = costs_of(tensor_ranks=2).rectangle(queries, keys)
 
     assert (costs_of().head_groups, costs_of(tensor_ranks=2).head_groups) == (8, 4)
     assert of_two.forward == pytest.approx(alone.forward)
@@ -326,7 +327,7 @@ def test_groups_that_begin_within_a_node_and_end_in_another_use_links_between_no
     apart = training_of(6, 3)
     whole_nodes = training_of(6, 2)
     seconds = [
-        [load.attention[0].forward.max() for load in (peers.ulysses(t.costs, t.cluster, lengths, 2),)]
+        [load.attention[0].forward.max() for load in (ways.ulysses(t.costs, t.cluster, lengths, 2),)]
         for t in (apart, whole_nodes)
     ]
     assert seconds[0] > seconds[1]
@@ -399,13 +400,13 @@ LENGTHS = st.lists(st.integers(16, 40_000), min_size=4, max_size=20).map(np.arra
 def test_no_way_is_faster_than_an_even_one(lengths: IntArray, ranks: int) -> None:
     """But for rates, which differ a little between shapes of tasks."""
     training = training_of(ranks)
-    least = training.micro_batch_seconds(peers.even(training.costs, lengths, ranks))
+    least = training.micro_batch_seconds(ways.even(training.costs, lengths, ranks))
     layout = place(lengths, ranks, head_groups=8)
     loads = [
-        peers.whole_documents(training.costs, lengths, ranks),
-        peers.ulysses(training.costs, training.cluster, lengths, ranks),
-        peers.ring(training.costs, training.cluster, lengths, ranks),
-        peers.gathered(training.costs, training.cluster, [lengths], ranks),
+        ways.whole_documents(training.costs, lengths, ranks),
+        ways.ulysses(training.costs, training.cluster, lengths, ranks),
+        ways.ring(training.costs, training.cluster, lengths, ranks),
+        ways.gathered(training.costs, training.cluster, [lengths], ranks),
         published(training.costs, training.cluster, lengths, 0.0),
         ours(training.costs, training.cluster, plan_in_place(layout, 8), 1, False),
         ours(training.costs, training.cluster, plan_by_moving(fill_in_order(lengths, ranks), 8), 1, False),
@@ -420,11 +421,11 @@ def test_no_way_is_faster_than_an_even_one(lengths: IntArray, ranks: int) -> Non
 @given(LENGTHS)
 def test_on_one_rank_all_ways_are_one(lengths: IntArray) -> None:
     training = training_of(1)
-    plain = training.micro_batch_seconds(peers.plain_packing(training.costs, lengths, 1))
+    plain = training.micro_batch_seconds(ways.plain_packing(training.costs, lengths, 1))
 
     for load in (
-        peers.even(training.costs, lengths, 1),
-        peers.whole_documents(training.costs, lengths, 1),
+        ways.even(training.costs, lengths, 1),
+        ways.whole_documents(training.costs, lengths, 1),
         ours(training.costs, training.cluster, plan_in_place(place(lengths, 1), 8), 1, False),
     ):
         assert training.micro_batch_seconds(load) == pytest.approx(plain)
@@ -437,9 +438,9 @@ def test_slow_links_cost_ulysses_more_than_ours() -> None:
         training = training_of(4, per_node)
         plan = plan_in_place(place(lengths, 4, head_groups=8), 8)
         for name, load in (
-            ("ulysses", peers.ulysses(training.costs, training.cluster, lengths, 4)),
+            ("ulysses", ways.ulysses(training.costs, training.cluster, lengths, 4)),
             ("ours", ours(training.costs, training.cluster, plan, 4, False)),
-            ("even", peers.even(training.costs, lengths, 4)),
+            ("even", ways.even(training.costs, lengths, 4)),
         ):
             seconds[name, per_node] = training.micro_batch_seconds(load)
 
@@ -450,20 +451,20 @@ def test_slow_links_cost_ulysses_more_than_ours() -> None:
 def test_the_longest_first_counts_matrices_too() -> None:
     """By attention alone, the rank without the long document would hold nearly all other tokens."""
     lengths = np.array([30_000, *[1000] * 120])
-    held = peers.longest_first(costs_of(), lengths, 2)
-    by_pairs = assign_whole_documents(lengths, 2)
+    held = ways.longest_first(costs_of(), lengths, 2)
+    by_pairs = whole_documents(lengths, 2)
 
     assert max(int(x.sum()) for x in held) < 95_000 < max(int(lengths[x].sum()) for x in by_pairs)
     assert sorted(np.concatenate(held).tolist()) == sorted(lengths.tolist())
 
 
 def test_best_fit_keeps_documents_whole_where_it_can() -> None:
-    assert [x.tolist() for x in peers.best_fit(np.array([3, 8, 5, 8, 4, 4]), 4)] == [[8], [8], [5, 3], [4, 4]]
+    assert [x.tolist() for x in ways.best_fit(np.array([3, 8, 5, 8, 4, 4]), 4)] == [[8], [8], [5, 3], [4, 4]]
     # Longer than a pack: cut into packs. No room: cut to fill what is left.
-    held = peers.best_fit(np.array([20, 7, 7, 6]), 4)
+    held = ways.best_fit(np.array([20, 7, 7, 6]), 4)
     assert [int(x.sum()) for x in held] == [10] * 4
     # Pairs between the halves of 20 and of 6.
-    left_out = peers.left_out_pairs(MODEL, held, np.array([20, 7, 7, 6]))
+    left_out = ways.left_out_pairs(MODEL, held, np.array([20, 7, 7, 6]))
     assert left_out == MODEL.attention_layers * (10 * 10 + 3 * 3)
 
 
@@ -475,8 +476,8 @@ def simulate(lengths: list[int], **options: object) -> tuple[Simulation, dict[st
     given = {"gpus": 8, "tokens_per_rank": 65_536, "context_tokens": None, "batches": 2, **options}
     request = SimulationRequest(given.pop("model", MODEL), **given)  # type: ignore[arg-type]
     steps = request.steps(np.array(lengths))
-    simulation, ways = run_steps(request, PROFILE, steps)
-    result = make_result(simulation, steps, ways, 1e9)
+    simulation, by_way = run_steps(request, PROFILE, steps)
+    result = make_result(simulation, steps, by_way, 1e9)
     return simulation, {way.key: way.step_seconds for way in result.ways}, result.in_short()
 
 
@@ -484,10 +485,10 @@ def test_weights_are_divided_between_trainers_alone() -> None:
     """Of eight GPUs one serves: seven hold weights."""
     request = SimulationRequest(MODEL, 8, 65_536, None, batches=1)
     steps = request.steps(np.array(MIXED))
-    simulation, ways = run_steps(request, PROFILE, steps)
-    served = next(way for way in make_result(simulation, steps, ways, 1e9).ways if way.key == "servers")
+    simulation, by_way = run_steps(request, PROFILE, steps)
+    served = next(way for way in make_result(simulation, steps, by_way, 1e9).ways if way.key == "servers")
 
-    of_way, size = ways["servers"], MODEL.size.decoder(MODEL.heads)
+    of_way, size = by_way["servers"], MODEL.size.decoder(MODEL.heads)
     setup = TrainingSetup(7, "fsdp2", "saved", False, kv_budget_bytes=request.planner.config.kv_budget_gib * GIB)
     memory = estimate_memory(size, setup, of_way.most_tokens, int(of_way.received_bytes))
     assert served.memory_bytes == memory.total
@@ -606,3 +607,14 @@ def test_documents_that_do_not_fit_are_refused() -> None:
         simulate([200_000, *[2048] * 64], tokens_per_rank=16_384)
     with pytest.raises(PackingError, match="fill 1 of 4 micro-steps"):
         simulate([2048] * 16, accumulation=4)
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(st.lists(st.integers(1, 300), min_size=1, max_size=12), st.integers(1, 9))
+def test_groups_are_filled_in_order(documents: list[int], num_groups: int) -> None:
+    groups = ways.fill_groups(np.array(documents), num_groups)
+    tokens = [int(group.sum()) for group in groups]
+    assert sum(tokens) == sum(documents)
+    assert max(tokens) - min(tokens) <= 1
+    ends = set(np.cumsum(documents).tolist())
+    assert ends <= set(np.cumsum([length for group in groups for length in group]).tolist())

@@ -49,7 +49,7 @@ def shown(columns: int, *arguments: str | Path) -> tuple[str, str]:
     width = ("COLUMNS", "LINES")  # pytest's workers have them, and they count more than the terminal
     environment = {name: value for name, value in os.environ.items() if name not in width}
     environment |= {"TERM": "xterm", "NO_COLOR": "1"}
-    command = [SCRIPTS / "distca", "plan", *arguments, "--gpus", "4", "--tokens-per-rank", "8192", "--compare"]
+    command = [SCRIPTS / "distca", "plan", *arguments, "--gpus", "4", "--tokens-per-rank", "8192"]
     process = subprocess.Popen(
         command, stdin=subprocess.DEVNULL, stdout=ends[0][1], stderr=ends[1][1], env=environment
     )
@@ -72,7 +72,7 @@ def shown(columns: int, *arguments: str | Path) -> tuple[str, str]:
 
 @pytest.mark.parametrize("columns", [40, 80])
 def test_a_narrow_terminal_without_colours(columns: int, lengths: Path) -> None:
-    printed, progress = shown(columns, lengths)
+    printed, progress = shown(columns, lengths, "--compare")
     assert not COLOUR.search(printed + progress)
     assert max(len(CONTROL.sub("", line).rstrip("\r")) for line in printed.split("\n")) <= columns
     assert "…" not in printed

@@ -18,10 +18,10 @@ from distca_hf.planning.rebalance import plan_by_moving
 from distca_hf.planning.routing import rank_plan
 from distca_hf.planning.transfers import bytes_between
 from distca_hf.runtime.device_routing import PinnedRankPlan
+from distca_hf.runtime.layer_kinds import Planned
 from distca_hf.runtime.live_plan import LivePlan
 from distca_hf.runtime.op import flash_attn
-from distca_hf.runtime.pass_trace import UNTRACED, PassTrace
-from distca_hf.runtime.planned import Planned
+from distca_hf.runtime.pending_traces import UNTRACED, PassTrace
 from distca_hf.testing import rows_of_rank, run_ranks
 from distca_hf.trace_file import TraceFile
 from distca_hf.traces import RankTrace, Spent, file_name

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from datasets import Dataset, Features, Image, List
 
-from distca_hf.data.media import media_columns
+from distca_hf.data.rows import media_columns
 
 
 ROWS = 2

@@ -15,8 +15,15 @@ from distca_hf.cost import Mask
 from distca_hf.data.epochs import EpochPacker
 from distca_hf.data.pipelines import Pipeline
 from distca_hf.data.schedules import Schedule
-from distca_hf.data.shaping import ShapedEpoch, orders_to_try, shape_step, shares_to_try, simulate, work_of_documents
-from distca_hf.data.work_shares import divide
+from distca_hf.data.shaping import (
+    ShapedEpoch,
+    divide,
+    orders_to_try,
+    shape_step,
+    shares_to_try,
+    simulate,
+    work_of_documents,
+)
 from distca_hf.errors import PackingError
 from distca_hf.flops import LLAMA_8B_COSTS
 from distca_hf.placement.whole import fit_whole

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from distca_hf.integrations import host_copy
-from distca_hf.integrations.host_copy import HostCopy
+from distca_hf.integrations import checkpointing
+from distca_hf.integrations.checkpointing import HostCopy
 
 
 @pytest.mark.parametrize("shape", [(1, 7, 5), (2, 16), (3, 0), ()])
@@ -12,7 +12,7 @@ from distca_hf.integrations.host_copy import HostCopy
 def test_a_copy_in_pieces_is_whole(
     monkeypatch: pytest.MonkeyPatch, shape: tuple[int, ...], dtype: torch.dtype
 ) -> None:
-    monkeypatch.setattr(host_copy, "PIECE_BYTES", 64)
+    monkeypatch.setattr(checkpointing, "PIECE_BYTES", 64)
     x = torch.randn(shape, dtype=dtype)
     copy = HostCopy(x)
     first = copy.on_device()

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from distca_hf.kernels.interface import accumulation_dtype
-from distca_hf.kernels.sinks import add_sinks, scale_rows, sink_gradients
+from distca_hf.kernels.rows import add_sinks, scale_rows, sink_gradients
 
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]

@@ -6,7 +6,6 @@ import statistics
 import numpy as np
 import pytest
 
-from distca_hf.analysis.bounds import key_tokens_bound
 from distca_hf.cost import causal_pairs, imbalance
 from distca_hf.placement.accordion import Goal
 from distca_hf.placement.heuristics import HEAVY, deal_in_groups
@@ -14,6 +13,7 @@ from distca_hf.placement.piece_pool import Segment, piece_of
 from distca_hf.placement.place import place
 from distca_hf.planning.plan import plan_in_place
 from distca_hf.planning.transfers import key_transfers
+from lib.planning.bounds import key_tokens_bound
 
 
 K = 1024

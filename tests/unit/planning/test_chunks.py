@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from distca_hf.config import DistCAConfig
+from distca_hf.cost import Mask
 from distca_hf.layout import Layout, Stripe
 from distca_hf.planning.pieces import ALL_HEADS, Tasks, line_keys
 from distca_hf.planning.plan import Plan, plan_in_place
@@ -39,6 +40,16 @@ def test_work_of_a_server_is_divided_among_the_chunks() -> None:
 
     assert borders(chunks, 1, 0) == [0, 2, 5, NEVER, NEVER]
     assert borders(chunks, 1, 1) == [0, 0, 0, 0, NEVER]
+
+
+def test_a_window_divides_the_keys_that_it_reaches() -> None:
+    """Rank 1 reads d0[2:8] for a window of 7 tokens: half of them in either chunk."""
+    layout = Layout.from_segments([12], [[(0, 0, 8)], [(0, 8, 12)]])
+    plan = plan_in_place(layout, mask=Mask(7))
+    chunks = ExchangeChunks.cut(plan, 2)
+
+    assert borders(chunks, 1, 0) == [0, 5, NEVER]
+    assert key_transfers(plan, chunks).tokens.tolist() == [3, 3]
 
 
 def test_a_long_prefix_is_cut_in_equal_parts() -> None:

@@ -1,17 +1,23 @@
-"""Plans for other masks than the causal one: work is counted and divided as the mask has it, routing refuses them."""
+"""Plans for other masks than the causal one: work is counted and divided as the mask has it, and queries of windows
+stay where they are held."""
+
+import random
+from dataclasses import replace
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from distca_hf.cost import Cost, Mask, imbalance
-from distca_hf.errors import PlanError
+from distca_hf.cost import CAUSAL_MASK, Cost, Mask, imbalance
 from distca_hf.layout import Layout, Stripe
 from distca_hf.placement.place import place
+from distca_hf.planning.kinds import RoutedKinds
 from distca_hf.planning.plan import divide_stripe, plan_in_place
 from distca_hf.planning.rebalance import plan_by_moving
 from distca_hf.planning.routing import rank_plan
+from distca_hf.planning.transfers import keys_between
+from support.layouts import packed_layout, random_plan, striped_layout
 
 
 MASKS = st.builds(Mask, st.none() | st.integers(1, 600))
@@ -70,11 +76,51 @@ def test_a_task_reads_others_if_its_mask_reaches_before_it() -> None:
     assert plan_in_place(layout).tasks.first_key.tolist() == [0, 0]
 
 
-def test_routing_refuses_a_window_by_name() -> None:
+def test_a_mask_is_a_part_of_the_fingerprint() -> None:
     layout = Layout.from_packs([[10], [4, 4]])
-    plan = plan_in_place(layout, mask=Mask(4))
+    fingerprints = {plan_in_place(layout, mask=Mask(window)).fingerprint for window in (None, 4, 5)}
 
-    assert plan.fingerprint not in (plan_in_place(layout).fingerprint, plan_in_place(layout, mask=Mask(5)).fingerprint)
-    with pytest.raises(PlanError, match=r"Mask\(window_tokens=4\) cannot be routed on rank 1"):
-        rank_plan(plan, 1)
+    assert len(fingerprints) == 3
     assert np.array_equal(rank_plan(plan_in_place(layout, mask=Mask()), 1).facts.work, [55, 20])
+    assert np.array_equal(rank_plan(plan_in_place(layout, mask=Mask(4)), 1).facts.work, [34, 20])
+
+
+def test_packs_of_whole_documents_exchange_nothing() -> None:
+    plan = plan_in_place(packed_layout(random.Random(0), 4, 50)).of_window(Mask(3))
+    for rank in range(4):
+        routing = rank_plan(plan, rank).forward
+        assert not routing.exchanges
+        assert not routing.prefix
+        assert routing.remote_kv_rows == 0
+
+
+def test_a_long_document_costs_a_halo_for_each_part() -> None:
+    layout, mask = place([4000], 4), Mask(100)
+    plan = plan_in_place(layout).of_window(mask)
+    facts = rank_plan(plan, 0).facts
+    parts = sum(1 for _, start, _ in (segment for rank in range(4) for segment in layout.held_by(rank)) if start)
+    assert sum(facts.key_rows_received) == 99 * parts
+    assert keys_between(plan).sum(axis=0).tolist() == list(facts.key_rows_received)
+    assert facts.rows_per_token == 1
+    assert facts.window_tokens == 100
+    assert sum(facts.work) == mask.pairs(0, 4000) < CAUSAL_MASK.pairs(0, 4000)
+
+
+def test_queries_of_windows_stay_whatever_the_plan_moves() -> None:
+    rng, mask = random.Random(0), Mask(5)
+    for layout in [striped_layout(rng, 3) for _ in range(20)]:
+        for plan in (plan_in_place(layout, 4), random_plan(rng, layout, 2), random_plan(rng, layout)):
+            windows = plan.of_window(mask)
+            assert not windows.moves_queries
+            assert windows.tasks.head_groups == 1
+            assert windows.work.tolist() == layout.rank_work_of(mask).tolist()
+
+
+def test_attention_servers_compute_nothing_in_windows() -> None:
+    plan = replace(plan_in_place(place([300, 20], 2).with_servers(1)), speeds=(1.0, 1.0, 0.5))
+    window = RoutedKinds.of(plan, 2, layer_masks=((Mask(7), 1),), num_servers=1).plans[Mask(7)]
+    assert plan.of_window(Mask(7)).speeds == ()  # trainers are equally fast, and defer equal work
+    assert window.forward.exchanges
+    assert window.forward.pairs == window.forward.num_rows == window.forward.late_share == 0
+    assert window.facts.speeds == (1.0, 1.0, 0.0)
+    assert window.facts.imbalance == pytest.approx(max(window.facts.work[:2]) / np.mean(window.facts.work[:2]))

@@ -16,7 +16,7 @@ from distca_hf.kernels.interface import NEW, AttentionSpec, Inputs, Outputs, Roo
 from distca_hf.layout import Layout
 from distca_hf.planning.kinds import RoutedKinds
 from distca_hf.planning.plan import Plan, plan_in_place
-from distca_hf.runtime import prepared_calls, prepared_kv
+from distca_hf.runtime import prepared_calls
 from distca_hf.runtime.attention import Attended, attend, attend_backward
 from distca_hf.runtime.layer_kinds import PinnedKinds
 from distca_hf.runtime.live_plan import LivePlan
@@ -175,8 +175,8 @@ def checked(prepare: Callable[..., Callable[..., object]], prepared_for: Callabl
 @pytest.fixture
 def steps_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:
     prepared: tuple[tuple[ModuleType, str, Callable[..., list[object]]], ...] = (
-        (prepared_kv, "prepare_copy", lambda sources, rows, targets, places: kinds_of([*sources, *targets])),
-        (prepared_kv, "prepare_add", lambda *given: kinds_of(given[:3])),
+        (prepared_calls, "prepare_copy", lambda sources, rows, targets, places: kinds_of([*sources, *targets])),
+        (prepared_calls, "prepare_add", lambda *given: kinds_of(given[:3])),
         (prepared_calls, "prepare_merge", lambda *given: kinds_of(given[:4])),
         (prepared_calls, "view_of", lambda part, whole: kinds_of([whole])),
     )

@@ -15,7 +15,7 @@ from distca_hf.kernels.interface import Inputs, empty_outputs
 from distca_hf.layout import Layout
 from distca_hf.placement.place import place
 from distca_hf.planning.plan import Plan, plan_in_place
-from distca_hf.runtime import layer_checks, prepared_calls, prepared_kv
+from distca_hf.runtime import layer_checks, prepared_calls
 from distca_hf.runtime.attention import Attended, attend, attend_backward
 from distca_hf.testing import run_ranks
 from support.layouts import SCATTERED, SHARED, THRICE, random_layout, random_plan, striped_layout
@@ -80,10 +80,8 @@ def test_what_comes_in_the_last_chunk_needs_room_too(num_chunks: int, monkeypatc
         attend(*tensors(int(layout.rank_rows[transport.rank]), torch.float32), SPEC, live)
 
     run_ranks(2, run)
-    sent_and_stored = 2 * 15 * KV
-    assert sorted(asked) == sorted(
-        [4 * (sent_and_stored + 15 * (Q + KV)), 4 * (2 * sent_and_stored + 21 * (Q + KV) + Q)]
-    )
+    rows = 15 * KV  # of the document that is sent, and stored with gradients
+    assert sorted(asked) == sorted([4 * (rows + 15 * (Q + KV)), 4 * (3 * rows + 21 * (Q + KV) + Q)])
 
 
 @pytest.mark.parametrize(
@@ -94,8 +92,8 @@ def test_what_comes_in_the_last_chunk_needs_room_too(num_chunks: int, monkeypatc
             SHARED,
             torch.float32,
             [
-                4 * (2 * 2 * KV + 5 * (Q + KV)),
-                4 * (2 * 2 * KV + 2 * 2 * KV + 7 * (Q + KV) + 6 * Q),
+                4 * (2 * KV + 5 * (Q + KV)),
+                4 * (2 * KV + 2 * 2 * KV + 7 * (Q + KV) + 6 * Q),
             ],
         ),
         # Both ranks send and store, rank 0 two documents; there two calls read the keys of two tokens, whose gradients
@@ -104,8 +102,8 @@ def test_what_comes_in_the_last_chunk_needs_room_too(num_chunks: int, monkeypatc
             SCATTERED,
             torch.bfloat16,
             [
-                2 * (2 * 10 * KV + 2 * KV + 2 * (2 + 8) * KV + 6 * (Q + KV) + 6 * Q),
-                2 * (2 * 4 * KV + 2 * (8 + 2) * KV + 8 * (Q + KV) + 3 * Q),
+                2 * (2 * 10 * KV + 2 * KV + (2 + 8) * KV + 6 * (Q + KV) + 6 * Q),
+                2 * (2 * 4 * KV + (8 + 2) * KV + 8 * (Q + KV) + 3 * Q),
             ],
         ),
         # Three calls of rank 0 read the keys of two tokens, so gradients of all ten are summed in fp32; of rank 1 two.
@@ -114,7 +112,7 @@ def test_what_comes_in_the_last_chunk_needs_room_too(num_chunks: int, monkeypatc
             torch.bfloat16,
             [
                 2 * (10 * KV + 2 * (4 + 6) * KV + 6 * (Q + KV) + 6 * Q) + 4 * 10 * KV,
-                2 * (2 * 8 * KV + 4 * KV + 2 * (6 + 4) * KV + 6 * (Q + KV) + 4 * Q),
+                2 * (2 * 8 * KV + 4 * KV + (6 + 4) * KV + 6 * (Q + KV) + 4 * Q),
             ],
         ),
     ],
@@ -153,7 +151,7 @@ def test_attention_holds_hardly_more_than_needed_bytes(
     """Within a tenth. Merging and summing apart, for which GPUs have kernels that need nothing. Counted on one rank at
     a time: torch notes for all threads together whether a dispatch mode is active."""
     monkeypatch.setattr(prepared_calls, "prepare_merge", lambda *of_layer: lambda *tensors: None)
-    monkeypatch.setattr(prepared_kv, "prepare_add", lambda *given: lambda *tensors: None)
+    monkeypatch.setattr(prepared_calls, "prepare_add", lambda *given: lambda *tensors: None)
     plan = plan_of(kind)
 
     def run(transport: Transport, counted: int) -> tuple[int, int, int]:

@@ -13,8 +13,8 @@ from distca_hf.layout import Layout
 from distca_hf.planning.kernel_calls import CallKind
 from distca_hf.planning.plan import plan_in_place
 from distca_hf.planning.routing import route
+from distca_hf.runtime.alike_layers import LayerCalls, divide_calls, with_kv_heads
 from distca_hf.runtime.device_routing import DeviceCall, DeviceRouting, PinnedRouting
-from distca_hf.runtime.layer_calls import LayerCalls, divide_calls, with_kv_heads
 from support.layouts import random_layout, random_plan
 
 

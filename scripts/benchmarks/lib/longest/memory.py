@@ -13,7 +13,7 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
-from distca_hf.integrations.host_copy import HostCopy
+from distca_hf.integrations.checkpointing import HostCopy
 
 
 def keep_inputs_on_host(layers: Sequence[nn.Module]) -> None:

@@ -14,7 +14,7 @@ import torch
 from distca_hf.config import KernelName
 from distca_hf.kernels.interface import NEW, AttentionSpec, Gradients, Inputs, Kernel, Outputs, Room, Saved, Spans
 from distca_hf.kernels.registry import Operands, choose_kernel
-from distca_hf.runtime import layer_lookup
+from distca_hf.runtime import alike_layers
 
 
 class ShortKernel:
@@ -45,5 +45,5 @@ def short_attention(window_tokens: int) -> Iterator[None]:
     if not window_tokens:
         yield
         return
-    with mock.patch.object(layer_lookup, "choose_kernel", choose):
+    with mock.patch.object(alike_layers, "choose_kernel", choose):
         yield

@@ -5,13 +5,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from distca_hf.analysis.baselines import largest_rank_bytes
-from distca_hf.analysis.bounds import bytes_bound
-from distca_hf.analysis.published_greedy import plan_published_greedy
+from distca_hf.analysis.first_step import largest_rank_bytes
 from distca_hf.arrays import IntArray
 from distca_hf.cost import imbalance
 from distca_hf.planning.transfers import bytes_between
 from distca_hf.topology import Topology
+from lib.planning.bounds import bytes_bound
 from lib.planning.mixes import batch
 from lib.planning.planners import (
     HEAD_GROUPS,
@@ -23,6 +22,7 @@ from lib.planning.planners import (
     print_row,
     table,
 )
+from lib.planning.published_greedy import plan_published_greedy
 
 
 TOKENS_PER_RANK = 256 * K

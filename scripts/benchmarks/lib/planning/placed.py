@@ -5,16 +5,15 @@ from dataclasses import replace
 
 import numpy as np
 
-from distca_hf.analysis.bounds import key_value_bytes_bound
 from distca_hf.analysis.epoch import OptimizerStep, pack_first_step
 from distca_hf.analysis.first_step import make_report
-from distca_hf.analysis.published_greedy import plan_published_greedy
 from distca_hf.analysis.request import PlanRequest, preset
 from distca_hf.cost import imbalance
 from distca_hf.placement.place import place, work_in_order
 from distca_hf.planning.plan import plan_in_place
 from distca_hf.planning.transfers import bytes_between
 from distca_hf.topology import Topology
+from lib.planning.bounds import key_value_bytes_bound
 from lib.planning.mixes import batch
 from lib.planning.planners import (
     LLAMA,
@@ -27,6 +26,7 @@ from lib.planning.planners import (
     print_row,
     table,
 )
+from lib.planning.published_greedy import plan_published_greedy
 
 
 MIXES = ("pretrain", "pretrain_up", "prolong", "prolong_up", "lognormal", "one", "equal", "equal_3001")
@@ -123,8 +123,8 @@ def print_grouped_steps(ranks: list[int], seeds: int) -> None:
                 step = pack_first_step(lengths, request, seed)
                 alone = replace(request, micro_steps=1)
                 reports = [make_report(alone, OptimizerStep([documents])) for documents in step.micro_batches]
-                one_by_one.append(sum(report.planned.figures.bytes_total for report in reports))
-                figures = make_report(request, step).planned.figures
+                one_by_one.append(sum(report.figures.bytes_total for report in reports))
+                figures = make_report(request, step).figures
                 grouped.append(figures.bytes_total)
                 worst = max(worst, figures.imbalance)
             means = (gigabytes(statistics.mean(one_by_one)), gigabytes(statistics.mean(grouped)))

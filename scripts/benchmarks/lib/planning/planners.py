@@ -2,12 +2,16 @@
 
 import statistics
 from functools import cache
+from heapq import heapreplace
 
-from distca_hf.analysis.baselines import largest_rank_bytes
+import numpy as np
+
+from distca_hf.analysis.first_step import largest_rank_bytes
 from distca_hf.analysis.request import preset
 from distca_hf.arrays import IntArray
 from distca_hf.batches.placed import PlacedPlanner
 from distca_hf.config import DistCAConfig
+from distca_hf.cost import causal_pairs
 from distca_hf.layout import MAX_DOCUMENT_TOKENS
 from distca_hf.placement.place import fill_in_order
 from distca_hf.planning.plan import Plan
@@ -39,6 +43,18 @@ def plan_fixed(documents: IntArray, topology: Topology) -> Plan:
     return plan_by_moving(
         fill_in_order(documents, topology.num_ranks), HEAD_GROUPS, topology=topology, token_bytes=LLAMA
     )
+
+
+def whole_documents(document_tokens: IntArray, num_ranks: int) -> list[IntArray]:
+    """Returns the numbers of the documents of each rank: the longest first, each to the rank with least work (Graham
+    1969); documents of one length stay in order."""
+    least = [(0, rank) for rank in range(num_ranks)]  # a heap: the least loaded rank is first
+    numbers: list[list[int]] = [[] for _ in range(num_ranks)]
+    for number in np.argsort(-document_tokens, kind="stable").tolist():
+        work, rank = least[0]
+        heapreplace(least, (work + causal_pairs(0, int(document_tokens[number])), rank))
+        numbers[rank].append(number)
+    return [np.array(held, dtype=np.int64) for held in numbers]
 
 
 def between_nodes(sent: IntArray, topology: Topology) -> int:

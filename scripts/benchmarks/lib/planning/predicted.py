@@ -18,7 +18,7 @@ from distca_hf.analysis.find_model import read_model
 from distca_hf.analysis.profiles.cluster_profile import ClusterProfile
 from distca_hf.analysis.profiles.curves import Notes
 from distca_hf.analysis.request import preset
-from distca_hf.analysis.simulate import peers
+from distca_hf.analysis.simulate import ways
 from distca_hf.analysis.simulate.costs import HALF_BYTES, Costs
 from distca_hf.analysis.simulate.load import Load
 from distca_hf.analysis.simulate.model import SimulatedModel
@@ -227,13 +227,13 @@ def simulate(setting: Setting, names: Iterable[str], profile: ClusterProfile, no
         return load_of(cluster, request.planner.plan(lengths), chunks, saves)
 
     def fixed(saves: bool) -> Load:
-        packed = Layout.from_packs(peers.best_fit(lengths, ranks))
+        packed = Layout.from_packs(ways.best_fit(lengths, ranks))
         plan = plan_by_moving(packed, costs.head_groups, topology=topology)
         planning = PLANNING_SECONDS + PLANNING_SECONDS_PER_RANK * ranks
         return load_of(cluster, plan, chunks, saves, planning_seconds=planning)
 
     def given() -> Load:
-        plans, home = GivenPlans(topology, costs.head_groups), Layout.from_packs(peers.best_fit(lengths, ranks))
+        plans, home = GivenPlans(topology, costs.head_groups), Layout.from_packs(ways.best_fit(lengths, ranks))
         layout = plans.layout(home)
         load = load_of(cluster, plans.plan(layout), chunks, False)
         return rows_placed(costs, cluster, home, load, layout, loss_is_placed=False)
@@ -249,14 +249,14 @@ def simulate(setting: Setting, names: Iterable[str], profile: ClusterProfile, no
         # Attention is that of all GPUs, and all else that of the data ranks.
         gpus = ranks + setting.servers
         tokens = np.array([int(lengths.sum()) // ranks] * ranks + [0] * setting.servers)
-        return replace(peers.even(costs, lengths, gpus), tokens=tokens, saves_attention=True)
+        return replace(ways.even(costs, lengths, gpus), tokens=tokens, saves_attention=True)
 
-    ways: dict[str, Callable[[], Load]] = {
-        "local": lambda: peers.plain_packing(costs, lengths, ranks),
-        "ideal": lambda: peers.even(costs, lengths, ranks),
-        "ulysses": lambda: peers.ulysses(costs, cluster, lengths, ranks),
-        "ring": lambda: peers.ring(costs, cluster, lengths, ranks),
-        "context": lambda: peers.gathered(costs, cluster, [lengths], ranks),
+    loads: dict[str, Callable[[], Load]] = {
+        "local": lambda: ways.plain_packing(costs, lengths, ranks),
+        "ideal": lambda: ways.even(costs, lengths, ranks),
+        "ulysses": lambda: ways.ulysses(costs, cluster, lengths, ranks),
+        "ring": lambda: ways.ring(costs, cluster, lengths, ranks),
+        "context": lambda: ways.gathered(costs, cluster, [lengths], ranks),
         "recomputed": lambda: placed(False),
         "saved": lambda: placed(True),
         "fixed": lambda: fixed(False),
@@ -267,7 +267,7 @@ def simulate(setting: Setting, names: Iterable[str], profile: ClusterProfile, no
     }
 
     def milliseconds(name: str) -> float:
-        load = ways[name]()
+        load = loads[name]()
         if setting.checkpointing == "saved":
             load = replace(load, saves_attention=True)
         return 1e3 * (training.micro_batch_seconds(load) + training.optimizer_seconds())

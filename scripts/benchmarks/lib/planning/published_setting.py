@@ -12,11 +12,16 @@ import numpy as np
 
 from distca_hf.analysis.profiles.cluster_profile import ClusterProfile, LinkTimes
 from distca_hf.analysis.request import preset
-from distca_hf.analysis.simulate import peers, planned
+from distca_hf.analysis.simulate import ways
+from distca_hf.analysis.simulate.costs import HALF_BYTES, Costs
+from distca_hf.analysis.simulate.load import Attention, Load, nothing_sent
 from distca_hf.analysis.simulate.model import SimulatedModel, llama_shape
+from distca_hf.analysis.simulate.planned import RowBytes, kernel_seconds
 from distca_hf.analysis.simulate.request import SimulationRequest
-from distca_hf.analysis.simulate.ways import PUBLISHED_TOLERANCE, Simulation
+from distca_hf.analysis.simulate.simulation import Simulation
+from distca_hf.analysis.simulate.wires import Cluster
 from distca_hf.arrays import IntArray
+from lib.planning.published_greedy import PAPER_TOLERANCE, plan_published_greedy
 
 
 TENSOR_RANKS = 8
@@ -71,6 +76,32 @@ def _scaled(links: LinkTimes, factor: float) -> LinkTimes:
     return replace(links, **scaled)
 
 
+def published(costs: Costs, cluster: Cluster, document_tokens: IntArray, tolerance: float) -> Load:
+    """Returns the load of the published planner.
+
+    Two halves of a micro-batch take turns there: while rows of one are sent, the other one is computed. So an exchange
+    is hidden as long as kernels take longer, and delays them.
+    """
+    token_bytes = costs.model.heads.token_bytes(HALF_BYTES)
+    plan = plan_published_greedy(document_tokens, cluster.num_ranks, token_bytes, tolerance)
+    rows = RowBytes.of(costs, cluster, plan)
+    seconds = rows.seconds(rows.forward_bytes)
+    layer = costs.layer(plan.layout.rank_tokens)
+    kinds = []
+    for mask, layers in costs.model.masks:
+        local, remote = kernel_seconds(costs, plan, mask)
+        kernels = local + remote
+        if mask.window_tokens is not None:
+            kinds.append(nothing_sent(kernels, layers))
+            continue
+        delay = cluster.attention_beside * seconds
+        forward = np.maximum(kernels.forward, seconds - layer.forward) + delay
+        # Queries, keys, values, outputs and their gradients: twice the bytes of forward.
+        backward = np.maximum(kernels.backward, 2 * seconds - layer.backward) + 2 * delay
+        kinds.append(Attention(forward, kernels.forward, backward, seconds, 2 * seconds, layers))
+    return Load(plan.layout.rank_tokens, kinds, rows.most_bytes)
+
+
 def simulate_point(
     name: str, lengths: str, document_tokens: IntArray, context: int, gpus: int, profile: ClusterProfile, batches: int
 ) -> Point:
@@ -88,11 +119,11 @@ def simulate_point(
     seconds: list[list[float]] = []
     for step in request.steps(document_tokens):
         packed = [
-            peers.gathered(costs, cluster, peers.longest_first(costs, step[0], ranks // group), group)
+            ways.gathered(costs, cluster, ways.longest_first(costs, step[0], ranks // group), group)
             for group in groups
         ]
-        published = planned.published(costs, cluster, step[0], PUBLISHED_TOLERANCE)
-        each = [training.micro_batch_seconds(load) for load in (*packed, published)]
+        theirs = published(costs, cluster, step[0], PAPER_TOLERANCE)
+        each = [training.micro_batch_seconds(load) for load in (*packed, theirs)]
         seconds.append([*each, simulation.step_seconds(placed, step)[0] - training.optimizer_seconds()])
-    *baseline, theirs, ours = np.mean(seconds, axis=0).tolist()
-    return Point(name, lengths, context, gpus, min(baseline), theirs, ours)
+    *baseline, of_paper, ours = np.mean(seconds, axis=0).tolist()
+    return Point(name, lengths, context, gpus, min(baseline), of_paper, ours)

@@ -13,13 +13,13 @@ import torch
 import torch.distributed as dist
 
 import distca_hf
-from distca_hf.analysis.baselines import assign_whole_documents
 from distca_hf.arrays import IntArray
 from distca_hf.config import KernelName
 from distca_hf.data.documents import IGNORED_LABEL, Tokens
 from distca_hf.placement.place import fill_in_order
 from lib.baselines.calls import OwnKeys, make_call
 from lib.baselines.operators import Work
+from lib.planning.planners import whole_documents
 from lib.wires import Wires
 
 
@@ -64,7 +64,7 @@ class WholeDocuments(LoaderBatches):
     def batch(self, documents: Sequence[Tokens]) -> Batch:
         """Returns this rank's documents, with their offsets."""
         lengths = np.array([len(document.input_ids) for document in documents])
-        mine = assign_whole_documents(lengths, self.num_ranks)[self.rank]
+        mine = whole_documents(lengths, self.num_ranks)[self.rank]
         held = lengths[mine].tolist()
         offsets = torch.tensor([0, *accumulate(held)], dtype=torch.int32, device=self.device)
         return {

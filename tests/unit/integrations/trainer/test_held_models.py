@@ -19,7 +19,7 @@ from transformers import (
 
 import distca_hf
 from distca_hf.errors import PlanError
-from distca_hf.integrations.trainer.held_models import held_models
+from distca_hf.integrations.trainer.attachment import held_models
 from support.data import random_dataset
 from support.models import VOCABULARY, tiny_model
 from support.training import quiet_arguments

@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 from distca_hf.errors import ConfigError
-from distca_hf.integrations.trainer.whole_weights import check_optimizer, divide_again
+from distca_hf.integrations.models.weights_check import check_optimizer, divide_again
 from support.fake_job import fake_job
 from support.models import tiny_model
 

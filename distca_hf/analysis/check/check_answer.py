@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from distca_hf.analysis.check.find import Candidate
-from distca_hf.analysis.check.kernels import KernelChoice
+from distca_hf.analysis.check.layers import KernelChoice
 from distca_hf.analysis.check.verdict import Verdict
 from distca_hf.analysis.memory import GIB, USABLE_SHARE, DecoderSize, Fit, Sharding, TrainingSetup, shardings
 from distca_hf.analysis.request import MAX_MICRO_STEPS, MAX_RANKS
@@ -16,7 +16,7 @@ from distca_hf.config import DistCAConfig
 from distca_hf.cost import Heads
 from distca_hf.errors import ConfigError
 from distca_hf.gpus import Gpu
-from distca_hf.integrations.models.layer_kinds import LayerKind, grouped
+from distca_hf.integrations.models.decoder_layers import DecoderLayerKind, grouped
 from distca_hf.layout import MAX_DOCUMENT_TOKENS
 from distca_hf.planning.transfers import received_bytes
 
@@ -122,7 +122,7 @@ class CheckAnswer:
         }
 
 
-def _layers_as_json(numbers: Sequence[int], kind: LayerKind) -> dict[str, Any]:
+def _layers_as_json(numbers: Sequence[int], kind: DecoderLayerKind) -> dict[str, Any]:
     return {"layers": list(numbers), **asdict(kind), "cuts_documents": kind.cuts_documents, "words": kind.in_words()}
 
 

@@ -1,20 +1,85 @@
-"""Sizes: numbers of weights of a model's layers, counted in the model itself, for estimates of memory."""
+"""Layers: what those of a model need, for kernels and for estimates of memory.
+
+Which attention kernels could compute them on a GPU, and why others could not: the table and its limits are those of
+`kernels.registry`, which training chooses from. Whether a package is installed here, or a kernel fails when it is
+tried on the GPU, is known only there. Numbers of weights are counted in the model itself.
+"""
 
 from collections import Counter
 from collections.abc import Mapping
+from dataclasses import dataclass
 from math import prod
 
+import torch
 from torch import nn
 from transformers import PreTrainedModel
 
 from distca_hf.analysis.memory import DecoderSize, LayerSize
 from distca_hf.analysis.request import MLP_MATRICES
-from distca_hf.integrations.models.layer_kinds import LayerKind, decoder_layers
+from distca_hf.gpus import Gpu
+from distca_hf.integrations.models.check import KernelNeed
+from distca_hf.integrations.models.decoder_layers import DecoderLayerKind, decoder_layers
 from distca_hf.integrations.models.operations import share_of, shares_of_experts
 from distca_hf.integrations.models.structure import attention_layers, weights_beside_text
+from distca_hf.kernels.registry import KERNELS, why_not
 
 
-def decoder_size(model: PreTrainedModel, kinds: list[LayerKind]) -> DecoderSize | None:
+@dataclass(frozen=True)
+class KernelChoice:
+    """Kernels for layers that need the same.
+
+    Attributes:
+        need: heads, window and softcap.
+        layers: names of the attention layers.
+        able: kernels that can compute them, the fastest first; the first whose package is installed is taken.
+        unable: why each other kernel for this kind of device cannot; without those that only their name brings.
+    """
+
+    need: KernelNeed
+    layers: tuple[str, ...]
+    able: tuple[str, ...]
+    unable: dict[str, str]
+
+    @property
+    def why_not(self) -> str:
+        """Why kernels cannot, in words; equal reasons once."""
+        kernels_of_reason: dict[str, list[str]] = {}
+        for name, reason in self.unable.items():
+            kernels_of_reason.setdefault(reason, []).append(name)
+        return "; ".join(f"{', '.join(names)}: {reason}" for reason, names in kernels_of_reason.items())
+
+    @property
+    def needs_package(self) -> str:
+        """How the kernels are installed, if none of those that can compute comes with torch; else empty."""
+        if not self.able or any(KERNELS[name].module is None for name in self.able):
+            return ""
+        return KERNELS[self.able[0]].install
+
+
+def kernels_for(needs: dict[KernelNeed, list[str]], gpu: Gpu, weights: torch.dtype) -> list[KernelChoice]:
+    """Returns the kernels for each need.
+
+    Args:
+        needs: see `integrations.models.check.kernel_needs`.
+        gpu: the device that computes.
+        weights: dtype of the model.
+    """
+    choices = []
+    for need, layers in needs.items():
+        operands = need.operands(gpu.device_type, gpu.compute_capability, weights)
+        reasons = {
+            name: why_not(name, operands, need.spec)
+            for name, entry in KERNELS.items()
+            if entry.capabilities.device_type in (None, gpu.device_type)
+            and (entry.automatic or gpu.device_type == "cpu")
+        }
+        able = tuple(name for name, reason in reasons.items() if reason is None)
+        unable = {name: reason for name, reason in reasons.items() if reason is not None}
+        choices.append(KernelChoice(need, tuple(layers), able, unable))
+    return choices
+
+
+def decoder_size(model: PreTrainedModel, kinds: list[DecoderLayerKind]) -> DecoderSize | None:
     """Counts the weights of a model; None if its layers cannot be told apart, or it has or shows no embedding.
 
     Weights that several modules share count once, in the first of them.

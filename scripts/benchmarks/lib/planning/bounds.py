@@ -36,11 +36,11 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from distca_hf.analysis.relaxation import Holdings, LinearProgram, keys_worth, slopes
 from distca_hf.arrays import IntArray
 from distca_hf.cost import TokenBytes, causal_pairs_of
 from distca_hf.errors import PlanError
 from distca_hf.layout import Layout, check_document_tokens
+from lib.planning.relaxation import Holdings, LinearProgram, keys_worth, slopes
 
 
 # Number of lines above each curve; more make the bound tighter and slower.

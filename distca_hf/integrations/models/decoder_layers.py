@@ -29,7 +29,7 @@ MOST_KINDS = 4
 
 
 @dataclass(frozen=True)
-class LayerKind:
+class DecoderLayerKind:
     """How a decoder layer mixes tokens.
 
     Attributes:
@@ -74,7 +74,7 @@ class LayerKind:
         return ", ".join(parts) or "tokens alone"
 
 
-def layer_kinds(model: nn.Module) -> list[LayerKind]:
+def layer_kinds(model: nn.Module) -> list[DecoderLayerKind]:
     """Returns the kind of every decoder layer of the text part, in order; empty if its layers cannot be told apart.
 
     Args:
@@ -93,11 +93,11 @@ def layer_kinds(model: nn.Module) -> list[LayerKind]:
         name = next((name for name in attention if _is_inside(name, layer)), None)
         refused = _refused(config, number, bool(mixer), name is not None, bool(attention))
         if name is None:
-            kinds.append(LayerKind(False, mixer=mixer, refused=refused))
+            kinds.append(DecoderLayerKind(False, mixer=mixer, refused=refused))
             continue
         module = attention[name]
         kinds.append(
-            LayerKind(
+            DecoderLayerKind(
                 attends=True,
                 heads=heads.get(name),
                 window_tokens=windows[name],
@@ -121,9 +121,9 @@ def decoder_layers(model: PreTrainedModel) -> list[str]:
     return [name for name in checkpointed if not any(_is_inside(name, other) for other in checkpointed)]
 
 
-def grouped(kinds: Sequence[LayerKind]) -> list[tuple[list[int], LayerKind]]:
+def grouped(kinds: Sequence[DecoderLayerKind]) -> list[tuple[list[int], DecoderLayerKind]]:
     """Returns equal kinds together, each with the numbers of its layers, in the order of their first layers."""
-    layers: dict[LayerKind, list[int]] = {}
+    layers: dict[DecoderLayerKind, list[int]] = {}
     for number, kind in enumerate(kinds):
         layers.setdefault(kind, []).append(number)
     return [(numbers, kind) for kind, numbers in layers.items()]

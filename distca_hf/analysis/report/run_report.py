@@ -1,0 +1,208 @@
+"""Command: `distca report`, from a run (a folder of traces) or the JSON of another command to a page, JSON, and a few
+lines.
+
+The page is one HTML file, which needs no network and no library. Its templates are in `page/`: the frame, one
+stylesheet, and scripts that draw. They are put into the file as they are.
+"""
+
+import html
+import json
+import sys
+import textwrap
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from importlib.resources import files
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from distca_hf.analysis.profiles.shipped import find_profile
+from distca_hf.analysis.report import plan_answer, simulate_answer
+from distca_hf.analysis.report.figures import KIND, Report
+from distca_hf.analysis.report.predictions import Predictor
+from distca_hf.analysis.report.run_folder import read_folder
+from distca_hf.analysis.report.small_enough import fitted
+from distca_hf.analysis.terminal import COLUMNS
+from distca_hf.errors import ReportError, first_line, printable
+from distca_hf.typed_json import read_json
+from distca_hf.version import __version__
+from distca_hf.whole_file import read_at_most, replaced
+
+
+# A path that stands for standard input.
+STANDARD_INPUT = "-"
+# Most JSON that is read: a thousand times that of a plan for 1,000 ranks.
+MOST_BYTES = 2**30
+
+
+class JSONReader(NamedTuple):
+    """Reads one kind of JSON.
+
+    Attributes:
+        claims: returns whether an object is of this kind.
+        read: returns its report, given where it comes from.
+    """
+
+    claims: Callable[[Mapping[str, Any]], bool]
+    read: Callable[[Mapping[str, Any], str], Report]
+
+
+# Kinds of JSON, by the command that prints them.
+READERS: dict[str, JSONReader] = {
+    "distca plan": JSONReader(plan_answer.claims, plan_answer.read),
+    "distca plan --batch-size": JSONReader(simulate_answer.claims_given, simulate_answer.read_given),
+    "distca simulate": JSONReader(simulate_answer.claims, simulate_answer.read),
+}
+
+
+def read_source(path: Path, cluster: str | None = None) -> Report:
+    """Returns the report of a run or of the output of another command.
+
+    Args:
+        cluster: name or file of the profile that seconds of a run are predicted from; None: that of its GPUs.
+
+    Raises:
+        ReportError: there is nothing there, or it cannot be read; says why.
+        ConfigError: there is no such profile.
+    """
+    if path.is_dir():
+        return read_folder(path, Predictor(None if cluster is None else find_profile(cluster), path))
+    if cluster is not None:
+        raise ReportError(
+            f"--cluster {cluster}: seconds of a run are predicted from it, and {path} is not the folder of one"
+        )
+    content = _object_of(path)
+    for command, reader in READERS.items():
+        if reader.claims(content):
+            try:
+                return reader.read(content, str(path))
+            except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RecursionError) as error:
+                raise ReportError(
+                    f"{path} is not as {command} --json of this version prints it ({type(error).__name__}: "
+                    f"{first_line(error)}); run it again"
+                ) from error
+    if content.get("kind") == KIND:
+        raise ReportError(f"{path} is printed by distca report itself; give what that was made of")
+    raise ReportError(
+        f"{path} is JSON of no command that is known here: give a folder of traces, or the output of "
+        f"{' or '.join(f'{command} --json' for command in READERS)}"
+    )
+
+
+def _object_of(path: Path) -> Mapping[str, Any]:
+    """Returns the JSON object in a file, or on standard input."""
+    try:
+        with nullcontext(sys.stdin.buffer) if str(path) == STANDARD_INPUT else path.open("rb") as file:
+            text = read_at_most(file, MOST_BYTES).decode()
+    except FileNotFoundError:
+        raise ReportError(f"{path} does not exist: give a folder of traces, or a file of JSON") from None
+    except UnicodeDecodeError:
+        raise ReportError(f"{path} is not text: give a folder of traces, or a file of JSON") from None
+    except OSError as error:
+        raise ReportError(f"{path} cannot be read: {error.strerror or error}") from error
+    try:
+        content = read_json(text)
+    except ReportError as error:
+        raise ReportError(f"{path} has {error}") from None
+    except (ValueError, RecursionError):
+        raise ReportError(f"{path} is not JSON, or cut off; for a run give the folder of its traces") from None
+    if not isinstance(content, Mapping):
+        raise ReportError(f"{path} holds a {type(content).__name__}, and not an object of JSON")
+    return content
+
+
+TEMPLATES = files("distca_hf.analysis.report") / "page"
+# Scripts, in the order in which they need each other.
+SCRIPTS = (
+    "numbers.js",
+    "drawing.js",
+    "picture.js",
+    "columns.js",
+    "work.js",
+    "matrix.js",
+    "timeline.js",
+    "seconds.js",
+    "memory.js",
+    "bars.js",
+    "main.js",
+)
+
+
+def page_of(report: Report) -> str:
+    """Returns the page."""
+    script = "\n".join(_template(name) for name in SCRIPTS)
+    parts = {
+        "title": html.escape(report.title),
+        "summary": "\n".join(f"<p>{html.escape(sentence)}</p>" for sentence in report.summary),
+        "notes": "\n".join(f"<li>{html.escape(note)}</li>" for note in report.notes),
+        "version": html.escape(__version__),
+        "style": _template("report.css"),
+        "script": f'"use strict";\n(() => {{\n{script}\n}})();',
+        "figures": json.dumps(report.as_json(), separators=(",", ":")).replace("<", "\\u003c"),
+    }
+    text = _template("report.html")
+    # Parts are put in at once, so that none is looked for in another.
+    pieces = text.split("{{")
+    filled = [pieces[0]]
+    for piece in pieces[1:]:
+        name, _, rest = piece.partition("}}")
+        filled += [parts[name], rest]
+    return "".join(filled)
+
+
+def write_page(report: Report, path: Path, named: bool) -> int:
+    """Writes the page into a file, which appears when it is complete; returns its bytes.
+
+    Args:
+        named: see `replaced`.
+
+    Raises:
+        ReportError: it cannot be written.
+    """
+    content = page_of(report).encode()
+    try:
+        with replaced(path, named=named) as unfinished:
+            unfinished.write_bytes(content)
+    except OSError as error:
+        raise ReportError(f"--output {path} cannot be written: {error.strerror or error}") from error
+    return len(content)
+
+
+def _template(name: str) -> str:
+    return (TEMPLATES / name).read_text(encoding="utf-8")
+
+
+# Name of the page, unless another is given.
+PAGE = Path("report.html")
+
+
+def run_report(source: Path, output: Path | None, as_json: bool, cluster: str | None = None) -> None:
+    """Runs `distca report`. Output is printed at the very end, so that an error leaves nothing behind.
+
+    Args:
+        source: a folder of traces, a file of JSON, or "-" for standard input.
+        output: the page to write; by default `report.html`, and with `as_json` none.
+        as_json: prints all figures as one JSON object.
+        cluster: name or file of the profile that seconds of a run are predicted from; None: that of its GPUs.
+
+    Raises:
+        ReportError: nothing there can be read, or the page cannot be written.
+        ConfigError: there is no such profile.
+    """
+    report = read_source(source, cluster)
+    page = output or (None if as_json else PAGE)
+    size = 0 if page is None else write_page(fitted(report), page, named=output is not None)
+    if as_json:
+        sys.stdout.write(json.dumps(report.as_json()) + "\n")
+    else:
+        sys.stdout.write(_in_words(report, page, size))
+
+
+def _in_words(report: Report, page: Path | None, size: int) -> str:
+    """Returns the lines that are printed."""
+    sentences = [f"{report.title}:", *report.summary]
+    if report.steps:
+        step = report.steps[report.begin_with]
+        sentences += [f"{step.label}:", *step.findings]
+    sentences += report.notes
+    lines = [textwrap.fill(sentence, COLUMNS, break_on_hyphens=False) for sentence in sentences]
+    return printable("\n".join([*lines, "", f"{page}: {size / 1000:,.0f} KB, open it in a browser", ""]))

@@ -1,0 +1,239 @@
+"""Simulation: the ways to train that are compared, those of distca_hf among them, and the seconds of their steps.
+
+A way with groups of GPUs (Ulysses, rings) is there once for each size of a group that holds the context; the fastest
+is shown. A way that cannot run is left out, and `missing` says why.
+"""
+
+from dataclasses import dataclass, replace
+from functools import partial
+
+import numpy as np
+
+from distca_hf.analysis.profiles.cluster_profile import ClusterProfile
+from distca_hf.analysis.profiles.curves import Notes
+from distca_hf.analysis.simulate import planned
+from distca_hf.analysis.simulate.compared import Step, Way, World
+from distca_hf.analysis.simulate.costs import Costs
+from distca_hf.analysis.simulate.load import Load
+from distca_hf.analysis.simulate.request import GPUS_PER_SERVER, SimulationRequest
+from distca_hf.analysis.simulate.stages import StagedTraining
+from distca_hf.analysis.simulate.step import Training
+from distca_hf.analysis.simulate.ways import (
+    best_fit,
+    left_out_pairs,
+    missing_to_compare,
+    packs,
+    plain_packing,
+    ways_to_compare,
+)
+from distca_hf.analysis.simulate.wires import Cluster
+from distca_hf.arrays import IntArray, offsets
+from distca_hf.batches.placed import PlacedPlanner
+from distca_hf.data.epochs import Epoch
+from distca_hf.layout import Layout
+from distca_hf.planning.plan import Plan
+
+
+@dataclass(frozen=True)
+class Simulation(World):
+    """One request on one cluster, in all ways or in some.
+
+    Attributes:
+        keys: of the ways that are simulated; all if there are none.
+    """
+
+    keys: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, request: SimulationRequest, profile: ClusterProfile, keys: tuple[str, ...] = ()) -> "Simulation":
+        """Returns the simulation on a measured cluster.
+
+        Raises:
+            ConfigError: links that are needed were not measured.
+        """
+        notes = Notes()
+        costs = Costs(profile, request.model, request.liger, notes, request.tensor_ranks)
+        return cls(request, costs, Cluster(profile, request.num_ranks, request.data_ranks_per_node, notes), keys)
+
+    @property
+    def training(self) -> Training:
+        return Training(self.costs, self.cluster, self.request.checkpointing != "none")
+
+    def step_seconds(self, way: Way, step: Step) -> tuple[float, list[Load]]:
+        """Returns the seconds of an optimizer step, and its loads.
+
+        Args:
+            step: micro-batches for the ranks of a stage.
+        """
+        training = replace(self.training, cluster=self._trainers(way.servers))
+        if way.in_stages:
+            loads = way.loads(step)
+            seconds = self.staged_training.micro_batches_seconds(loads) + training.cast_seconds()
+        else:
+            *earlier, last = loads = way.loads(self.request.without_stages(step))
+            before = replace(training, sums_gradients=self.request.sync_each_batch)
+            seconds = sum(before.micro_batch_seconds(load) + before.adding_seconds() for load in earlier)
+            seconds += training.micro_batch_seconds(last)
+        return seconds + training.optimizer_seconds(), loads
+
+    def ways(self) -> list[Way]:
+        """Returns the ways of the given keys that can run. Tasks of packs move only if they are asked for, or where
+        layers carry a state."""
+        if not self.keys:
+            return self._ways()
+        every = {way.key: way for way in (self.tasks_moved, *self._ways())}
+        return [every[key] for key in self.keys if key in every]
+
+    def _ways(self) -> list[Way]:
+        if self.request.batch_size is not None:
+            return [Way("plain", "plain data parallelism", self._as_dealt), *self._given_ways()]
+        each = [*ways_to_compare(self), *self._given_ways()[:1]]
+        if self._has_servers:
+            served = partial(Way, servers=self.request.num_servers, costly=True, is_ours=True)
+            each.append(served("servers", "distca, with servers", self._served))
+        if self.request.checkpointing == "saved":
+            again = partial(self._placed, saves=False)
+            each.append(Way("placed_recomputed", "distca, recomputed", again, is_ours=True, costly=True))
+        each.append(Way("placed", "distca, placed", self._placed, is_ours=True))
+        return [*each, *self._in_stages()]
+
+    def missing(self) -> list[str]:
+        """Returns which ways are left out, or why; a sentence for each."""
+        if self.request.batch_size is not None:
+            return ["ways that make batches of their own, or take GPUs from these as attention servers"]
+        words = missing_to_compare(self.request)
+        if not self._has_servers:
+            words.append(f"attention servers: below {GPUS_PER_SERVER} data ranks, or documents that stay whole")
+        return words
+
+    @property
+    def _has_servers(self) -> bool:
+        return self.request.num_servers > 0 and not self.request.model.mixers
+
+    # Stages of a pipeline.
+
+    @property
+    def stage_cluster(self) -> Cluster:
+        """Data ranks of one stage."""
+        ranks = self.request.stage_ranks
+        return replace(self.cluster, num_ranks=ranks, ranks_per_node=min(ranks, self.cluster.ranks_per_node))
+
+    @property
+    def staged_training(self) -> StagedTraining:
+        """The pipeline; there must be one."""
+        assert self.request.pipeline is not None
+        of_stage = replace(self.training, cluster=self.stage_cluster, gathers_layers=False)
+        return StagedTraining(of_stage, self.request.pipeline, self.cluster, self.request.tokens_per_rank)
+
+    def _in_stages(self) -> list[Way]:
+        """Returns the same GPUs as stages of the pipeline, if there is one."""
+        if self.request.pipeline is None:
+            return []
+        ours = partial(Way, is_ours=True, costly=True, in_stages=True)
+        return [
+            Way("pipeline_plain", "pipeline, plain", self._stages_plain, in_stages=True),
+            ours("pipeline_placed", "pipeline, placed", self._stages_placed),
+            ours("pipeline_shaped", "pipeline, shaped", self._stages_shaped),
+        ]
+
+    def _stages_plain(self, step: Step) -> list[Load]:
+        """Packs of equal tokens in every stage."""
+        return [self._padded(plain_packing(self.costs, batch, self.request.stage_ranks)) for batch in step]
+
+    def _stages_placed(self, step: Step) -> list[Load]:
+        """Each micro-batch placed, in the order of packing."""
+        return [self._staged(self.request.stage_planner.plan(batch)) for batch in step]
+
+    def _stages_shaped(self, step: Step) -> list[Load]:
+        """Documents of a step divided by work among its micro-batches, as a training with this pipeline does it."""
+        return [self._staged(plan) for plan in _plans(self.request.stage_planner, step)]
+
+    def _staged(self, plan: Plan) -> Load:
+        chunks = self.request.stage_planner.num_chunks
+        load = planned.ours(self.costs, self.stage_cluster, plan, chunks, self._saves, gather_seconds=0.0)
+        return self._padded(load)
+
+    def _padded(self, load: Load) -> Load:
+        """Returns a load whose ranks compute all of their rows, as stages do."""
+        return replace(load, tokens=np.full_like(load.tokens, self.request.tokens_per_rank))
+
+    # Ways with plans, and over several micro-batches.
+
+    def _placed(self, step: Step, saves: bool | None = None) -> list[Load]:
+        planner, saves = self.request.planner, self._saves if saves is None else saves
+        plans = _plans(planner, step)
+        return [planned.ours(self.costs, self.cluster, plan, planner.num_chunks, saves) for plan in plans]
+
+    # Given batches: those of the request, or packs of plain packing.
+
+    def _given_ways(self) -> list[Way]:
+        """Returns what happens to given batches: tasks move where layers carry a state, else rows are placed."""
+        ours = partial(Way, costly=True, is_ours=True)
+        if self.request.model.mixers:
+            return [self.tasks_moved]
+        label = "distca, your packs" if self.request.batch_size is None else "distca, results return"
+        return [
+            ours("given", label, partial(self._rows_placed, loss_is_placed=False)),
+            ours("given_loss", "distca, placed loss", partial(self._rows_placed, loss_is_placed=True)),
+        ]
+
+    def _as_dealt(self, step: Step) -> list[Load]:
+        """Every rank computes its own rows."""
+        return [packs(self.costs, np.split(batch, self.request.num_ranks), batch) for batch in step]
+
+    @property
+    def tasks_moved(self) -> Way:
+        """Given batches whose tokens stay."""
+        return Way("tasks_moved", "distca, tasks moved", self._tasks_moved, costly=True, is_ours=True)
+
+    def _rows_placed(self, step: Step, loss_is_placed: bool) -> list[Load]:
+        planner, loads = self.request.given_plans(places_rows=True), []
+        for batch in step:
+            home = self._home(batch)
+            placed = planner.layout(home)
+            load = self._of_plan(planner.plan(placed), batch)
+            loads.append(planned.rows_placed(self.costs, self.cluster, home, load, placed, loss_is_placed))
+        return loads
+
+    def _tasks_moved(self, step: Step) -> list[Load]:
+        plan = self.request.given_plans(places_rows=False).plan
+        return [self._of_plan(plan(self._home(batch)), batch) for batch in step]
+
+    def _of_plan(self, plan: Plan, batch: IntArray) -> Load:
+        """Returns the load of the plan of a given batch."""
+        load = planned.ours(self.costs, self.cluster, plan, self.request.planner.num_chunks, self._saves)
+        held = plan.layout.document_tokens
+        return replace(load, left_out_pairs=left_out_pairs(self.costs.model, [held], batch))
+
+    def _home(self, batch: IntArray) -> Layout:
+        """Returns the batches of all ranks: as they were dealt, or packs of equal tokens."""
+        ranks = self.request.num_ranks
+        return Layout.from_packs(
+            np.split(batch, ranks) if self.request.batch_size is not None else best_fit(batch, ranks)
+        )
+
+    def _served(self, step: Step) -> list[Load]:
+        planner = self.request.served_planner
+        plans = [planner.plan(batch) for batch in step]
+        # Servers keep no rows until recomputation.
+        keeps, chunks = self.request.checkpointing != "recomputed", planner.num_chunks
+        gather = self._trainers(self.request.num_servers).all_gather(self.costs.layer_weight_bytes)
+        load = partial(planned.ours, self.costs, self.cluster, keeps=keeps, gather_seconds=gather)
+        return [load(plan, chunks, self._saves) for plan in plans]
+
+    def _trainers(self, servers: int) -> Cluster:
+        """Returns the data ranks that hold weights, where so many of all serve attention."""
+        return replace(self.cluster, num_ranks=self.cluster.num_ranks - servers)
+
+    @property
+    def _saves(self) -> bool:
+        return self.request.checkpointing == "saved"
+
+
+def _plans(planner: PlacedPlanner, step: Step) -> list[Plan]:
+    """Returns plans as training makes them: long documents of a step put together, or shaped for a pipeline."""
+    lengths = np.concatenate(step)
+    as_packed = Epoch(np.arange(len(lengths)), offsets(np.array([len(batch) for batch in step])))
+    grouped = planner.regroup(as_packed, lengths, len(step))
+    numbers = range(grouped.num_micro_batches)
+    return [planner.plan(lengths[grouped.micro_batch(number)], grouped.layout(number)) for number in numbers]
