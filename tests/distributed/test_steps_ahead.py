@@ -53,6 +53,20 @@ class Halved(Trainer):
         return super().compute_loss(model, inputs, *args, **kwargs)
 
 
+class Masked(Trainer):
+    """Masks the first tokens of batches after they were collated, in a tensor that was read or in another one."""
+
+    def get_batch_samples(self, *given: Any) -> tuple[list[Batch], Any]:
+        batches, num_items = super().get_batch_samples(*given)
+        for at, batch in enumerate(batches):
+            first = torch.arange(batch["input_ids"].shape[1]) < 3
+            batch["attention_mask"] = batch["attention_mask"] if at else batch["attention_mask"].clone()
+            batch["attention_mask"][:, first] = 0
+            batch["labels"] = batch["labels"].masked_fill(torch.arange(len(first)) < 4, -100)
+            assert all(isinstance(value, torch.Tensor) for value in batch.values())
+        return batches, num_items
+
+
 class Case(NamedTuple):
     """A training.
 
@@ -80,6 +94,7 @@ CASES = {
     "padded": Case(),
     "packs of a worker": Case(DataCollatorWithFlattening(), workers=1),
     "copies on one rank": Case(trainer=Halved, gathered=1 + MICRO_BATCHES),
+    "changed before their step": Case(trainer=Masked, gathered=STEPS * MICRO_BATCHES),
     "one micro-batch": Case(accumulation=1),
 }
 
