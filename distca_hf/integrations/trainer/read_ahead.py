@@ -22,6 +22,7 @@ from transformers import Trainer
 
 from distca_hf.batches.read_documents import ENTRY, Reading, ReadingCollator, mark, reading_of, take_reading
 from distca_hf.integrations.models.forward_watch import watch_of
+from distca_hf.patches.skip_batches import READ_AHEAD
 
 
 class ReadAhead:
@@ -58,8 +59,14 @@ class ReadAhead:
             self._loader = inner
             inner.collate_fn = ReadingCollator(inner.collate_fn, watch.reader)
             self._holds_one = isinstance(loader, DataLoaderShard)
-            if self._holds_one:  # it calls this method by its name
-                vars(inner)["__iter__"] = partial(self._seen, inner)
+            self._see(loader)
+
+    def _see(self, loader: object) -> None:
+        """Sees the batches of a loader of Accelerate as it gets them, and of one that leaves out the first of them."""
+        if isinstance(loader, DataLoaderShard):
+            inner = loader.base_dataloader
+            vars(inner)["__iter__"] = partial(self._seen, inner)  # it calls this method by its name
+            setattr(loader, READ_AHEAD, self._see)
 
     def _train(self, train: Callable[..., object], *args: object, **kwargs: object) -> object:
         """Trains; the loader gets its collator back, also where training raises."""
