@@ -6,7 +6,8 @@ that in the group; messages say "of the job" where the other one is meant. The w
 and tensor ranks; a part of it differs in data alone.
 """
 
-from collections.abc import Iterator, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 
@@ -64,7 +65,7 @@ class ParallelContext(DistCAConfig):
         super().__post_init__()
         self._group = process_group_of(self.group)
         self._grid: Grid | None = None
-        self._known_members: tuple[Members | None, dist.ProcessGroup | None] = None, None
+        self._known_members: tuple[Members, Callable[[], object]] | None = None  # and the group of the job then
         self._node_size = self._find_node_size()
         self._transports: dict[torch.device, Transport] = {}
         self._served: dict[torch.device, ServedTransport] = {}
@@ -78,14 +79,13 @@ class ParallelContext(DistCAConfig):
     @property
     def members(self) -> Members:
         """Ranks that train together. Without a group, one alone until the process group is initialised."""
-        world = dist.group.WORLD
-        known, of_world = self._known_members
-        if known is not None and world is not None and of_world is world:
-            return known
+        world, known = dist.group.WORLD, self._known_members
+        if known is not None and world is not None and known[1]() is world:
+            return known[0]
         members = Members.of(self._group, sum(launched_servers()))
         if self._grid is not None:
             members = replace(members, grid=self._grid)
-        self._known_members = members, world
+        self._known_members = None if world is None else (members, weakref.ref(world))
         return members
 
     @property
@@ -161,7 +161,7 @@ class ParallelContext(DistCAConfig):
                 f"attention servers serve ranks that differ only in data, and these are {grid.in_words()}; leave the "
                 "servers out, or train without tensor and pipeline parallelism"
             )
-        self._grid, self._known_members = grid, (None, None)
+        self._grid, self._known_members = grid, None
         self._node_size = self._find_node_size()
 
     def _find_node_size(self) -> int:
@@ -235,7 +235,7 @@ class ParallelContext(DistCAConfig):
 
     def __getstate__(self) -> dict[str, object]:
         """Returns settings without connections: a copy opens its own, and so does one in another process."""
-        own = {"_known_members": (None, None), "_transports": {}, "_served": {}}
+        own: dict[str, object] = {"_known_members": None, "_transports": {}, "_served": {}}
         return {**vars(self), **own, "trace_file": TraceFile(self.report_folder)}
 
     def close(self) -> None:

@@ -1,8 +1,8 @@
-"""Lets `accelerate.skip_first_batches` take placed loaders.
+"""Lets `accelerate.skip_first_batches` take placed loaders, and loaders whose batches are read ahead.
 
 Upstream: `accelerate.data_loader.skip_first_batches` makes a `DataLoader` of the same dataset, with a sampler that
 leaves out the first batches. A placed loader has no sampler: it places whole micro-batches for all ranks. There is no
-registry, and no method that it asks its argument for.
+registry, and no method that it asks its argument for, so a loader cannot say either that it is read ahead.
 
 Modules that imported the function by name before have the new one as well.
 """
@@ -16,6 +16,8 @@ from distca_hf.patches import Patch
 
 
 NAME = "skip_first_batches"
+# Attribute of a loader: reads another loader ahead as well.
+READ_AHEAD = "distca_read_ahead"
 
 
 def _apply() -> None:
@@ -32,7 +34,10 @@ def _apply() -> None:
 
         if isinstance(dataloader, PlacedLoader | LaterBatches):
             return LaterBatches(dataloader, num_batches)
-        return original(dataloader, num_batches)
+        skipped = original(dataloader, num_batches)
+        if (read_ahead := getattr(dataloader, READ_AHEAD, None)) is not None:
+            read_ahead(skipped)
+        return skipped
 
     _replace(original, skip_first_batches)
 

@@ -40,6 +40,8 @@ from distca_hf.traces import Spent
 NAME_NUMBERS = 3
 # Tasks of one call that are named; of the others there is a count.
 TASKS_SHOWN = 4
+# Tokens times heads that fit in memory with some room: 16 million tokens of 8 heads.
+MOST_NAMES = 2**27
 # Characters before the pairs of a call.
 TEXT_WIDTH = 56
 
@@ -75,10 +77,15 @@ def explain(
         refetches: whether keys are sent once more for backward.
 
     Raises:
-        ConfigError: heads do not divide into groups.
+        ConfigError: heads do not divide into groups; or there are too many tokens to follow each of them.
     """
     if kv_heads % head_groups:
         raise ConfigError(f"{kv_heads} KV heads do not divide into {head_groups} groups")
+    if (tokens := sum(document_tokens)) * kv_heads > MOST_NAMES:
+        raise ConfigError(
+            f"{tokens:,} tokens x {kv_heads:,} KV heads are too many to follow: at most {MOST_NAMES:,}. Give fewer "
+            "or shorter documents"
+        )
     layout = place(document_tokens, num_ranks, head_groups=head_groups)
     plan = plan_in_place(layout, head_groups)
     config = DistCAConfig(kernel="reference", kv_residency="refetch" if refetches else "keep")
@@ -132,7 +139,7 @@ def documents_of(text: str) -> list[int]:
     lengths: list[int] = []
     for part in text.replace(" ", "").split(","):
         count, _, length = part.rpartition("x") if "x" in part else ("1", "", part)
-        if not (length.isdecimal() and count.isdecimal()):
+        if not (length.isdecimal() and count.isdecimal() and 0 < int(count) <= MOST_NAMES):
             raise ConfigError(f"documents are lengths in tokens, as in 2x32768,4096; not {part!r}")
         lengths += [int(length)] * int(count)
     return lengths

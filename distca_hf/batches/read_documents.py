@@ -3,10 +3,11 @@
     collator ──reading──▶ entry of the batch ──▶ step of Trainer ──mark──▶ tensors ──▶ pass    no wait for the device
     any other batch ───────────────── one copy to the host ──────────────read────────▶ pass    one wait
 
-The entry is taken out of the batch before a model or a loss sees it, and becomes a mark on the storage of the tokens,
-as in `known_batch`. A pass trusts the mark only if every tensor that was read is the same, and unchanged since.
+The entry is taken out of the batch before a model or a loss sees it, and becomes a mark on the storages of what is
+read, as in `known_batch`. A pass trusts the mark only if every tensor that was read is the same, and unchanged since.
 """
 
+import weakref
 from collections.abc import Callable, MutableMapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -95,13 +96,18 @@ class Reading:
     """
 
     def __init__(self, reader: DocumentReader, batch: Batch) -> None:
-        self._unread: tuple[DocumentReader, Batch] | None = reader, {**batch}
+        needed = _read_of(batch) | {name: batch[name] for name in media_of(batch)}  # all else may be large
+        self._unread: tuple[DocumentReader, Batch] | None = reader, needed
+        self._collated = _tensors_of(batch)
 
     @cached_property
     def documents(self) -> ReadDocuments | None:
-        """What was read; None if the batch cannot be read: its pass reads it again, and raises what is wrong."""
+        """What was read; None if the batch cannot be read, or was written to since it was collated (collators may use
+        their memory again). Its pass then reads what it is given, and raises what is wrong."""
         assert self._unread is not None
         (reader, batch), self._unread = self._unread, None
+        if _tensors_of(batch) != self._collated:
+            return None
         try:
             return reader.read(batch)
         except Exception as error:
@@ -139,8 +145,13 @@ def take_reading(batch: object) -> Reading | None:
 
 
 def mark(batch: Batch, reading: Reading) -> None:
-    """Marks the tokens of a batch with its reading."""
-    setattr(tokens_of(batch).untyped_storage(), MARK, (reading, _tensors_of(batch)))
+    """Marks the tensors of a batch with its reading, which someone else must keep.
+
+    A reading may hold these very tensors, and a storage that kept a tensor on itself alive would never be freed.
+    """
+    marked = weakref.ref(reading), _tensors_of(batch)
+    for value in _read_of(batch).values():
+        setattr(value.untyped_storage(), MARK, marked)
 
 
 def reading_of(batch: Batch) -> Reading | None:
@@ -152,13 +163,14 @@ def reading_of(batch: Batch) -> Reading | None:
     tokens = batch.get("input_ids")
     if type(tokens) is not torch.Tensor or tokens.is_meta:
         return None
-    marked: tuple[Reading, dict[str, object]] | None = getattr(tokens.untyped_storage(), MARK, None)
-    if marked is None:
+    marked: tuple[weakref.ref[Reading], dict[str, object]] | None = getattr(tokens.untyped_storage(), MARK, None)
+    if marked is None or (reading := marked[0]()) is None:
         return None
-    reading, then = marked
-    now = _tensors_of(batch)
+    then, now = marked[1], _tensors_of(batch)
     if any(then.get(name) != value for name, value in now.items()):
         return None
+    if any(getattr(value.untyped_storage(), MARK, None) is not marked for value in _read_of(batch).values()):
+        return None  # another tensor, in memory that was freed
     missing = then.keys() - now.keys()
     if not missing:
         return reading
@@ -180,7 +192,7 @@ def checksum_of(batch: Batch, lengths: IntArray | None) -> int:
 
 def _on_host(batch: Batch) -> dict[str, Any]:
     """Returns what is read of a batch, on the host; media stay where they are."""
-    given = {name: value for name in READ if isinstance(value := batch.get(name), torch.Tensor)}
+    given = _read_of(batch)
     if "input_ids" not in given:
         given["inputs_embeds"] = batch["inputs_embeds"][..., :1].detach()
     on_gpu = next((value for value in given.values() if value.is_cuda), None)
@@ -190,10 +202,14 @@ def _on_host(batch: Batch) -> dict[str, Any]:
     return host | {name: batch[name] for name in media_of(batch)}
 
 
+def _read_of(batch: Batch) -> dict[str, torch.Tensor]:
+    """Returns the tensors that are read, by name."""
+    return {name: value for name in READ if isinstance(value := batch.get(name), torch.Tensor)}
+
+
 def _tensors_of(batch: Batch) -> dict[str, object]:
     """Returns memory, form and version of the tensors that are read, and whether there are media."""
-    tensors = {name: value for name in READ if isinstance(value := batch.get(name), torch.Tensor)}
     return {"media": bool(media_of(batch))} | {
         name: (value.data_ptr(), value.shape, value.stride(), -1 if value.is_inference() else value._version)
-        for name, value in tensors.items()
+        for name, value in _read_of(batch).items()
     }

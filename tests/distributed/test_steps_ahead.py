@@ -53,11 +53,26 @@ class Halved(Trainer):
         return super().compute_loss(model, inputs, *args, **kwargs)
 
 
+class Masked(Trainer):
+    """Masks the first tokens of batches after they were collated, in a tensor that was read or in another one."""
+
+    def get_batch_samples(self, *given: Any) -> tuple[list[Batch], Any]:
+        batches, num_items = super().get_batch_samples(*given)
+        for at, batch in enumerate(batches):
+            first = torch.arange(batch["input_ids"].shape[1]) < 3
+            batch["attention_mask"] = batch["attention_mask"] if at else batch["attention_mask"].clone()
+            batch["attention_mask"][:, first] = 0
+            batch["labels"] = batch["labels"].masked_fill(torch.arange(len(first)) < 4, -100)
+            assert all(isinstance(value, torch.Tensor) for value in batch.values())
+        return batches, num_items
+
+
 class Case(NamedTuple):
     """A training.
 
     Attributes:
         gathered: passes that are not planned ahead; nobody knows of the first batch of an epoch before.
+        resumes: whether it is the end of a training that goes on in mid-epoch.
     """
 
     collate: Callable[..., Batch] = padded
@@ -65,6 +80,7 @@ class Case(NamedTuple):
     gathered: int = 1
     workers: int = 0
     accumulation: int = MICRO_BATCHES
+    resumes: bool = False
 
 
 class Looks(TrainerCallback):
@@ -80,7 +96,9 @@ CASES = {
     "padded": Case(),
     "packs of a worker": Case(DataCollatorWithFlattening(), workers=1),
     "copies on one rank": Case(trainer=Halved, gathered=1 + MICRO_BATCHES),
+    "changed before their step": Case(trainer=Masked, gathered=STEPS * MICRO_BATCHES),
     "one micro-batch": Case(accumulation=1),
+    "resumed": Case(accumulation=1, resumes=True),
 }
 
 
@@ -88,6 +106,7 @@ def train(folder: Path, case: Case, implementation: str) -> tuple[list[float], i
     """Losses, passes that gathered lengths, and what waited for a device, the first step left out."""
     rows = random_documents(2 * 2 * STEPS * MICRO_BATCHES, lengths=(5, 120, 9, 30, 14, 61))
     dataset = Dataset.from_dict({"input_ids": rows, "labels": rows})
+    folder /= implementation
     settings = quiet_arguments(
         folder,
         per_device_train_batch_size=2,
@@ -107,8 +126,13 @@ def train(folder: Path, case: Case, implementation: str) -> tuple[list[float], i
     }
     trainer = case.trainer(**given, callbacks=[looks, *ours])
     case.trainer(**given, callbacks=ours)  # shares the callback, and does not train
+    if case.resumes:
+        begun = case.trainer(**given, callbacks=ours)
+        begun.args.max_steps, begun.args.save_strategy, begun.args.save_steps = 1, "steps", 1
+        begun.train()
+        trainer.args.max_steps = STEPS
     with noted() as (gathered, waits):
-        trainer.train()
+        trainer.train(resume_from_checkpoint=str(folder / "checkpoint-1") if case.resumes else None)
     assert ENTRY not in next(iter(looks.loader))
     losses = [log["loss"] for log in trainer.state.log_history if "loss" in log]
     return losses, len(gathered), waits

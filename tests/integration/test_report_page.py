@@ -107,7 +107,7 @@ def test_plan_of_64_ranks_opens_without_errors_in_two_seconds(chromium: Browser,
     assert opened.errors == []
     assert before["ms"] < MOST_MS
     assert before["headings"][:4] == ["Work of each rank", "Who sends how much to whom", "Predicted seconds", "Memory"]
-    assert before["headings"][-1] == "Other ways to run the same documents"
+    assert before["headings"][-1] == "Ways to train, simulated"
     assert before["step"] in ("micro-step 0 of 2", "micro-step 1 of 2")
     assert len(before["pictures"]) == len(before["captions"]) == 4
     assert all(len(label) > 30 for label in before["pictures"])

@@ -21,6 +21,7 @@ from distca_hf.errors import ConfigError, PlanError, StoreLostError
 from distca_hf.parallel_context import ParallelContext, job_size
 from distca_hf.plugin import DistCAPlugin
 from support.data import random_dataset
+from support.fake_job import fake_job
 from support.models import tiny_model
 
 
@@ -86,6 +87,16 @@ def test_copied_plugin_has_connections_of_its_own(copied: Callable[[DistCAPlugin
     assert other == plugin
     assert other.transport(CPU) is not transport
     assert plugin.transport(CPU) is transport
+
+
+def test_ranks_are_those_of_the_process_group_that_there_is() -> None:
+    plugin = DistCAPlugin()
+    sizes = []
+    for world_size in (2, 4):
+        with fake_job(world_size):
+            sizes += [len(plugin.members.job), len(pickle.loads(pickle.dumps(plugin)).members.job)]
+        sizes.append(len(plugin.members.job))
+    assert sizes == [2, 2, 1, 4, 4, 1]
 
 
 def test_ranks_of_a_group_do_not_go_on_as_processes_alone(monkeypatch: pytest.MonkeyPatch) -> None:

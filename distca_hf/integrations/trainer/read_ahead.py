@@ -22,6 +22,7 @@ from transformers import Trainer
 
 from distca_hf.batches.read_documents import ENTRY, Reading, ReadingCollator, mark, reading_of, take_reading
 from distca_hf.integrations.models.forward_watch import watch_of
+from distca_hf.patches.skip_batches import READ_AHEAD
 
 
 class ReadAhead:
@@ -38,6 +39,7 @@ class ReadAhead:
         self._is_training = False
         self._holds_one = False
         self._latest: Reading | None = None
+        self._readings: list[Reading | None] = []  # of the step, which marks on its tensors lead to
         replace(trainer, "train", partial(self._train, trainer.train))
         replace(trainer, "get_batch_samples", partial(self._batch_samples, trainer.get_batch_samples))
         if type(trainer)._prepare_inputs is Trainer._prepare_inputs:  # it may copy, and does nothing else
@@ -57,8 +59,14 @@ class ReadAhead:
             self._loader = inner
             inner.collate_fn = ReadingCollator(inner.collate_fn, watch.reader)
             self._holds_one = isinstance(loader, DataLoaderShard)
-            if self._holds_one:  # it calls this method by its name
-                vars(inner)["__iter__"] = partial(self._seen, inner)
+            self._see(loader)
+
+    def _see(self, loader: object) -> None:
+        """Sees the batches of a loader of Accelerate as it gets them, and of one that leaves out the first of them."""
+        if isinstance(loader, DataLoaderShard):
+            inner = loader.base_dataloader
+            vars(inner)["__iter__"] = partial(self._seen, inner)  # it calls this method by its name
+            setattr(loader, READ_AHEAD, self._see)
 
     def _train(self, train: Callable[..., object], *args: object, **kwargs: object) -> object:
         """Trains; the loader gets its collator back, also where training raises."""
@@ -71,7 +79,7 @@ class ReadAhead:
 
     def end(self) -> None:
         """Gives the loader its collator back, unless someone has replaced it since."""
-        loader, self._loader, self._latest = self._loader, None, None
+        loader, self._loader, self._latest, self._readings = self._loader, None, None, []
         if loader is None:
             return
         vars(loader).pop("__iter__", None)
@@ -87,6 +95,12 @@ class ReadAhead:
             yield batch
         self._latest = None
 
+    def _marked(self, batches: Iterator[Any]) -> Iterator[Any]:
+        """Yields batches with marks in place of their entries, before a user's `get_batch_samples` can change them."""
+        while (batch := next(batches, self)) is not self:
+            self._readings.append(take_reading(batch))
+            yield batch
+
     def _batch_samples(
         self,
         take: Callable[..., tuple[list[Any], Any]],
@@ -95,10 +109,11 @@ class ReadAhead:
         device: torch.device,
     ) -> tuple[list[Any], Any]:
         """Takes the batches of a step, and lets ranks plan those after the first one, whose pass begins at once."""
-        batches, num_items = take(epoch_iterator, num_batches, device)
+        self._readings = []
+        batches, num_items = take(self._marked(epoch_iterator), num_batches, device)
         watch = watch_of(self._model)
         if self._loader is not None and watch is not None and batches:
-            following = [take_reading(batch) for batch in batches]
+            following = [reading_of(batch) if isinstance(batch, Mapping) else None for batch in batches]
             if self._latest is not None and self._latest not in following:
                 following.append(self._latest)
             if num_batches > 1 or self._holds_one:

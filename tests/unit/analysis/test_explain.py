@@ -53,7 +53,13 @@ def test_stripes_divide_heads() -> None:
     assert any("heads [" in line for one in of_ranks for line in one.forward)
 
 
-@pytest.mark.parametrize("text", ["", "12,", "3y4", "x5", "-1"])
+@pytest.mark.parametrize(("tokens", "kv_heads"), [([10**9, 10**9], 8), ([64], 10**8)])
+def test_more_rows_than_memory_holds_are_refused(tokens: list[int], kv_heads: int) -> None:
+    with pytest.raises(ConfigError, match="too many to follow"):
+        explain(tokens, 2, kv_heads=kv_heads)
+
+
+@pytest.mark.parametrize("text", ["", "12,", "3y4", "x5", "-1", "0x5", "99999999999x1"])
 def test_text_that_says_no_lengths_is_refused(text: str) -> None:
     with pytest.raises(ConfigError, match="lengths in tokens"):
         documents_of(text)

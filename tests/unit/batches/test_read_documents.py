@@ -2,6 +2,7 @@
 
 import gc
 import pickle
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -86,11 +87,18 @@ def changed_in_place(batch: Batch) -> Batch:
     return batch
 
 
+def in_the_same_memory(batch: Batch) -> Batch:
+    """Another tensor where one was that was freed."""
+    name = "position_ids" if "position_ids" in batch else "attention_mask"
+    return batch | {name: torch.from_numpy(batch[name].numpy())}
+
+
 @pytest.mark.parametrize(
     "change",
     [
         other_positions,
         changed_in_place,
+        in_the_same_memory,
         lambda batch: batch | {"input_ids": batch["input_ids"].clone()},
         lambda batch: {name: value[:, :-1] for name, value in batch.items()},
         lambda batch: batch | {"pixel_values": torch.ones(1, 4)},
@@ -101,7 +109,8 @@ def changed_in_place(batch: Batch) -> Batch:
 @pytest.mark.parametrize("make", [pack, rows])
 def test_a_pass_on_other_tensors_is_read_itself(make: Callable[[], Batch], change: Callable[[Batch], Batch]) -> None:
     batch = collated(make)
-    assert take_reading(batch) is not None
+    reading = take_reading(batch)
+    assert reading_of(batch) is reading is not None
     assert reading_of(change(batch)) is None
 
 
@@ -121,6 +130,30 @@ def test_labels_that_keep_rows_padded_are_not_optional() -> None:
 def test_a_batch_that_cannot_be_read_is_left_to_its_pass(wrong: Batch) -> None:
     batch = ReadingCollator(lambda rows: pack() | wrong, READER)(None)
     assert (batch[ENTRY].documents is not None) == ("labels" in wrong)
+
+
+@pytest.mark.parametrize("in_worker", [False, True])
+def test_memory_that_a_collator_uses_again_is_read_in_its_pass(in_worker: bool) -> None:
+    buffer = pack()
+    reading = ReadingCollator(lambda rows: buffer, READER)(None)[ENTRY]
+    if in_worker:
+        assert reading.documents is not None
+    buffer["position_ids"].copy_(PACK.flip(1))  # the next batch, while this one is on its way to the device
+    assert (reading.documents is None) != in_worker
+
+
+def test_batches_that_nobody_reads_are_freed_and_what_is_not_read_is_not_held() -> None:
+    def taken() -> tuple[Reading, list[weakref.ref[Any]]]:
+        batch = collated(lambda: pack() | {"logits": torch.ones(1, 9, 16)})  # of a teacher
+        reading = take_reading(batch)
+        assert reading is not None
+        return reading, [weakref.ref(batch[name]) for name in ("logits", "input_ids")]
+
+    reading, (logits, tokens) = taken()
+    assert (logits() is None, tokens() is None) == (True, False)
+    del reading
+    gc.collect()
+    assert tokens() is None
 
 
 def lengths_of(*lengths: int) -> Reading:
@@ -215,7 +248,8 @@ def test_a_plan_made_ahead_is_used_where_all_ranks_have_it(unknown_on: int | Non
             return (reading and reading.documents) or READER.read(batch)
 
         planner = GivenPlanner(DistCAConfig(), transport, read=read, places_rows=True)
-        planner.begin_step([take_reading(batch) for batch in batches][1:], 2, CPU)
+        readings = [take_reading(batch) for batch in batches]
+        planner.begin_step(readings[1:], 2, CPU)
         gathers = count_gathers(transport)
         work = []
         for batch in batches:
