@@ -155,7 +155,8 @@ def read_model_config(path: Path) -> ModelShape:
         ConfigError: the file cannot be read, or a value is missing or wrong; names the value.
     """
     config = read_config(path)
-    text = _text_part(config)
+    text = config.get("text_config")  # the text model, in models of several modalities
+    text = text if isinstance(text, dict) else config
     dtypes: dict[str, object] = {name: config[name] for name in ("dtype", "torch_dtype") if name in config}
     return shape_of_config({**dtypes, **text}, str(text.get("model_type") or path.name), f"model config {path}")
 
@@ -173,12 +174,6 @@ def shape_of_config(config: Mapping[str, object], name: str, where: str) -> Mode
     """
     _check_heads(config, where)
     return ModelShape(name=name, heads=Heads.of_config(config), number_bytes=_number_bytes(config, where))
-
-
-def _text_part(config: Mapping[str, object]) -> Mapping[str, object]:
-    """Returns the configuration of the text model, which is a part in models of several modalities."""
-    text = config.get("text_config")
-    return text if isinstance(text, dict) else config
 
 
 def _check_heads(config: Mapping[str, object], where: str) -> None:

@@ -121,7 +121,7 @@ def plan(
     With and without a pipeline: distca plan pretrain --gpus 8 --tokens-per-rank 65536 --pipeline 4 --micro-steps 8
     """
     from distca_hf.analysis.command import run_plan
-    from distca_hf.analysis.print_given import run_given
+    from distca_hf.analysis.given import run_given
 
     if batch_size is not None:
         of_placed = {

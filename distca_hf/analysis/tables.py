@@ -64,14 +64,6 @@ def in_gib(number: float) -> str:
     return f"{number / GIB:,.1f}"
 
 
-def in_thousands(number: int) -> str:
-    """Returns a number of tokens in at most six characters, such as 131.1K."""
-    for unit, size in (("G", 10**9), ("M", 10**6), ("K", 10**3)):
-        if number >= size:
-            return f"{number / size:.1f}{unit}"
-    return str(number)
-
-
 def in_range(low: int, high: int) -> str:
     """Returns both ends of a range, or one number if they are equal."""
     return f"{low:,}" if low == high else f"{low:,} to {high:,}"

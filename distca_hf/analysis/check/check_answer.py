@@ -1,6 +1,5 @@
 """Answer: the answer of `distca check`: the verdict on a model, its memory on some GPUs, and its numerics."""
 
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -16,7 +15,7 @@ from distca_hf.config import DistCAConfig
 from distca_hf.cost import Heads
 from distca_hf.errors import ConfigError
 from distca_hf.gpus import Gpu
-from distca_hf.integrations.models.decoder_layers import DecoderLayerKind, grouped
+from distca_hf.integrations.models.decoder_layers import grouped
 from distca_hf.layout import MAX_DOCUMENT_TOKENS
 from distca_hf.planning.transfers import received_bytes
 
@@ -104,7 +103,10 @@ class CheckAnswer:
             "notes": list(verdict.notes),
             "cuts_documents": verdict.cuts_documents,
             "longest_document_tokens": verdict.longest_document_tokens,
-            "layers": [_layers_as_json(numbers, kind) for numbers, kind in grouped(verdict.kinds)],
+            "layers": [
+                {"layers": [*numbers], **asdict(kind), "cuts_documents": kind.cuts_documents, "words": kind.in_words()}
+                for numbers, kind in grouped(verdict.kinds)
+            ],
             "kernels": [_kernel_as_json(choice) for choice in verdict.kernels],
             "gpu": asdict(job.gpu),
             "gpus": job.num_ranks,
@@ -120,10 +122,6 @@ class CheckAnswer:
             "largest_tokens_per_rank_with_liger": self.with_liger_tokens,
             "numerics": None if verdict.numerics is None else verdict.numerics.as_json(),
         }
-
-
-def _layers_as_json(numbers: Sequence[int], kind: DecoderLayerKind) -> dict[str, Any]:
-    return {"layers": list(numbers), **asdict(kind), "cuts_documents": kind.cuts_documents, "words": kind.in_words()}
 
 
 def _kernel_as_json(choice: KernelChoice) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from rich.text import Text
 from distca_hf.analysis.memory import GIB
 from distca_hf.analysis.profiles.cluster_profile import ClusterProfile
 from distca_hf.analysis.simulate.result import Result, WayFigures
+from distca_hf.analysis.tables import counted, plain_table
 
 
 def print_results(
@@ -41,28 +42,18 @@ def profile_in_words(profile: ClusterProfile) -> str:
 
 
 def _title(result: Result) -> RenderableType:
-    return Text(
-        f"{result.gpus} GPUs x {result.of_rank}, {_micro_steps(result.accumulation)}, context "
-        f"{result.context_tokens:,}{_stages(result)}"
+    words = (
+        f"{result.gpus} GPUs x {result.of_rank}, {counted(result.accumulation, 'micro-step')}, context "
+        f"{result.context_tokens:,}"
     )
-
-
-def _stages(result: Result) -> str:
-    if result.num_stages == 1:
-        return ""
-    chunks = f" of {result.chunks} chunks" if result.chunks > 1 else ""
-    return f"; pipeline: {result.num_stages} stages{chunks}"
-
-
-def _micro_steps(number: int) -> str:
-    return "1 micro-step" if number == 1 else f"{number} micro-steps"
+    if result.num_stages > 1:
+        chunks = f" of {result.chunks} chunks" if result.chunks > 1 else ""
+        words += f"; pipeline: {result.num_stages} stages{chunks}"
+    return Text(words)
 
 
 def _table(result: Result) -> Table:
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    table.add_column("way", no_wrap=True)
-    for name in ("step s", "tokens/s/GPU", "MFU", "GiB", "GPU-hours", "x plain"):
-        table.add_column(name, justify="right", no_wrap=True)
+    table = plain_table("step s", "tokens/s/GPU", "MFU", "GiB", "GPU-hours", "x plain")
     for way in sorted(result.ways, key=lambda way: -way.step_seconds):
         table.add_row(*_row(way, result.gpus))
     return table
@@ -82,13 +73,11 @@ def _row(way: WayFigures, gpus: int) -> list[str]:
 
 
 def _summary(results: Sequence[Result]) -> Table:
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    for name in ("GPUs", "micro-steps", "plain s", "other s", "distca s", "x plain", "x other"):
-        table.add_column(name, justify="right", no_wrap=True)
+    table = plain_table("micro-steps", "plain s", "other s", "distca s", "x plain", "x other")
     for result in results:
         ours, other = result.ours, result.other
         table.add_row(
-            str(result.gpus),
+            f"{result.gpus} GPUs",
             str(result.accumulation),
             f"{result.plain.step_seconds:.2f}",
             "-" if other is None else f"{other.step_seconds:.2f}",
