@@ -279,13 +279,15 @@ class SimulationRequest:
         if self.batch_size is not None:
             return self._dealt_steps(document_tokens, self.num_ranks * self.batch_size * self.accumulation)
         lengths = fit_documents(document_tokens, self.longest_tokens, "split")[2]
-        packer = EpochPacker(lengths, self.capacity_tokens, self.seed, fits=self.stage_planner.fits)
+        whole_steps = 1 if self.pipeline is None else self.micro_batches  # as a training in stages has them
+        packer = EpochPacker(
+            lengths, self.capacity_tokens, self.seed, fits=self.stage_planner.fits, multiple=whole_steps
+        )
         if packer.num_micro_batches < self.micro_batches:
-            words = "micro-steps" if self.pipeline is None else "micro-batches of a stage,"
             raise PackingError(
                 f"{len(lengths)} documents with {int(lengths.sum())} tokens fill {packer.num_micro_batches} of "
-                f"{self.micro_batches} {words} of {self.capacity_tokens} tokens; take fewer GPUs, fewer tokens per "
-                "rank, or less accumulation"
+                f"{self.micro_batches} micro-steps of {self.capacity_tokens} tokens; take fewer GPUs, fewer tokens "
+                "per rank, or less accumulation"
             )
         steps: list[list[IntArray]] = []
         epoch = 0
