@@ -46,13 +46,15 @@ TEXT_WIDTH = 56
 # Printed after the ranks.
 LEGEND = """\
 d0[0:48]  tokens 0 to 47 of the first document
+A to B    queries A attend to keys B
 send      starts an exchange: rows to other ranks, and from them
 wait      until its rows have arrived
 local     attention of this rank's queries to this rank's keys
-remote    attention with keys or queries from other ranks
-rows      tokens' keys with their values, queries, or results; a token has a row
-          for each head group if heads are divided
-results   outputs of queries that moved; in backward, their gradients
+remote    attention with keys or queries from other ranks, and sending its results
+rows      one for each token, or for each of its head groups if heads are divided
+keys      with their values
+queries   of tasks that move; in backward, the gradients of their outputs
+results   outputs of these queries; in backward, the gradients of the queries
 pairs     of a query and a key that it attends to, in one head"""
 
 
@@ -265,7 +267,7 @@ class _NotingKernel:
             pairs += _pairs(queries, keys, spec)
             if len(tasks) <= TASKS_SHOWN:
                 names = [_name(q[first_query:last_query]), _name(k[first_key:last_key])]
-                tasks.append(" to ".join(names[:1] if spec.causal else names))
+                tasks.append(" to ".join(dict.fromkeys(names)))  # once if queries and keys are of the same tokens
         how = ["causal" if spec.causal else "all"] if not spec.window_tokens else []
         how += [f"in a window of {self.window_tokens}"] if spec.window_tokens else []
         heads = {int(head) for head in k[0, :, 2]} if len(k) else set()

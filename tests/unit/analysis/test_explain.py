@@ -30,13 +30,15 @@ rank 1 of 2 holds 56 tokens: d0[0:48] d2[16:24]
     wait     key gradients
 
 d0[0:48]  tokens 0 to 47 of the first document
+A to B    queries A attend to keys B
 send      starts an exchange: rows to other ranks, and from them
 wait      until its rows have arrived
 local     attention of this rank's queries to this rank's keys
-remote    attention with keys or queries from other ranks
-rows      tokens' keys with their values, queries, or results; a token has a row
-          for each head group if heads are divided
-results   outputs of queries that moved; in backward, their gradients
+remote    attention with keys or queries from other ranks, and sending its results
+rows      one for each token, or for each of its head groups if heads are divided
+keys      with their values
+queries   of tasks that move; in backward, the gradients of their outputs
+results   outputs of these queries; in backward, the gradients of the queries
 pairs     of a query and a key that it attends to, in one head
 """
 
