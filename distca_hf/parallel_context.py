@@ -1,7 +1,7 @@
 """Parallel context: the settings of a training, and the ranks that follow them together.
 
-Everything that trains together is given the same context. Models, loaders and callbacks do not open process groups, and
-do not ask them. A context belongs to one group of ranks: the whole job, or a part of it. Ranks are numbered within the
+Everything that trains together is given the same context. Models, loaders and callbacks neither open process groups
+nor ask them. A context belongs to one group of ranks: the whole job, or a part of it. Ranks are numbered within the
 group; messages say "of the job" when they mean the number in the job. The whole job may be a grid of stages, data and
 tensor ranks. The ranks of a part differ only in data.
 """
