@@ -126,10 +126,10 @@ class GivenAnswer:
         )
         faster = " or ".join(f"{way.times_as_fast:.2f}" for way in reversed(ours))
         return (
-            f"In short: the busiest rank has {before:.2f} times the mean work of a step, with distca {now}. Steps get "
+            f"In short: the busiest rank has {before:.2f} times the mean work of a step, with distca {now}. Steps are "
             f"{faster} times as fast as with plain data parallelism; a GPU needs "
             f"{max(way.memory_bytes for way in ours) / GIB:.1f} GiB with FSDP2, instead of "
-            f"{self.simulated.plain.memory_bytes / GIB:.1f}. Estimated, as below."
+            f"{self.simulated.plain.memory_bytes / GIB:.1f}. These are estimates; see below."
         )
 
     def as_json(self) -> dict[str, object]:
