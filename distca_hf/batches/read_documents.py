@@ -4,8 +4,8 @@
     any other batch ───────────────── one copy to the host ──────────────read────────▶ pass    one wait
 
 The collator adds a `Reading` to the batch. Before a model or a loss sees the batch, the entry is taken out, and the
-storages of what is read are marked with it, as in `known_batch`. A pass uses the mark only if all tensors that were read
-are still the same, and unchanged.
+storages of what is read are marked with it, as in `known_batch`. A pass uses the mark only if all tensors that were
+read are still the same, and unchanged.
 """
 
 import weakref
