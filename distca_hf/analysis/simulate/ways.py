@@ -145,7 +145,7 @@ def longest_first(costs: Costs, document_tokens: IntArray, num_groups: int) -> l
     ]
     of_group = ceil_div(document_tokens.sum(), num_groups)
     layer = costs.layer(np.array([of_group]))
-    of_token = float((layer.kept + layer.backward)[0]) * costs.model.size.layers / of_group
+    of_token = float((layer.kept + layer.backward)[0]) * costs.model.size.layers / max(1, of_group)
     seconds = document_tokens * of_token + sum(x.forward + x.backward for x in attention)
     least = [(0.0, group) for group in range(num_groups)]  # a heap: the group with fewest seconds comes first
     numbers: list[list[int]] = [[] for _ in range(num_groups)]
