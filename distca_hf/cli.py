@@ -32,7 +32,7 @@ app = typer.Typer(
 def _one_line_errors() -> Iterator[None]:
     """Ends the command with status 2 and one line on stderr if bad input is refused, or a path cannot be looked at.
 
-    Who closes the pipe that output goes to has seen enough: then typer ends the command without a word.
+    A closed pipe (`distca plan ... | head`) is not an error: typer then ends the command silently.
     """
     try:
         yield
@@ -249,19 +249,28 @@ def report(
 
 @app.command(epilog="Example: distca explain 64,2x24 --gpus 2 --rank 1")
 def explain(
-    documents: Annotated[str, typer.Argument(help="lengths in tokens of the micro-batch's documents: 2x32768,4096")],
-    gpus: Annotated[int, typer.Option(min=1, help="that hold them")] = 2,
-    rank: Annotated[int | None, typer.Option(min=0, help="the only GPU to show, from 0 on; by default all")] = None,
-    window: Annotated[int | None, typer.Option(min=1, help="tokens of the layer's sliding window")] = None,
-    kv_heads: Annotated[int, typer.Option(min=1, help="of the layer")] = 8,
+    documents: Annotated[
+        str,
+        typer.Argument(metavar="LENGTHS", help="tokens of each document of the micro-batch, as in 2x32768,4096"),
+    ],
+    gpus: Annotated[int, typer.Option(min=1, help="GPUs (ranks) that hold the documents")] = 2,
+    rank: Annotated[
+        int | None, typer.Option(min=0, help="show only this rank, counted from 0; by default all")
+    ] = None,
+    window: Annotated[
+        int | None, typer.Option(min=1, help="sliding window of the layer, in tokens; by default none")
+    ] = None,
+    kv_heads: Annotated[int, typer.Option(min=1, help="KV heads of the layer")] = 8,
     head_groups: Annotated[
-        int, typer.Option(min=1, help="groups that heads of the longest documents divide into")
+        int, typer.Option(min=1, help="groups that the heads of very long documents may be divided into")
     ] = 1,
-    chunks: Annotated[int, typer.Option(min=1, help="of every exchange in forward")] = 1,
-    refetch: Annotated[bool, typer.Option("--refetch", help="keys are sent again for backward, not kept")] = False,
+    chunks: Annotated[int, typer.Option(min=1, help="chunks of each exchange in the forward pass")] = 1,
+    refetch: Annotated[
+        bool, typer.Option("--refetch", help="send keys again in the backward pass instead of keeping them")
+    ] = False,
 ) -> None:
-    """Explains what attention of one layer does on every rank for a micro-batch, in order: which rows leave and come,
-    and which tokens attend to which while they are on their way."""
+    """Shows, step by step, what one layer's attention does on each rank for a micro-batch: which rows it sends and
+    receives, and what it computes meanwhile."""
     from distca_hf.analysis.explain import documents_of, explained
 
     with _one_line_errors():

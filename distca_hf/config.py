@@ -1,7 +1,8 @@
-"""All settings in one dataclass, rarely used ones in groups; only this file and `launched` read the environment.
+"""Config: all settings, in one dataclass with groups for rarely used ones. Only this file and `launched` read the
+environment.
 
-A value comes from, in this order: an explicit argument, a recipe (YAML), the environment variable `DISTCA_<FIELD>` or
-`DISTCA_<GROUP>_<FIELD>`, the default.
+The first of these that gives a value wins: an explicit argument, the recipe (YAML), the environment variable
+`DISTCA_<FIELD>` or `DISTCA_<GROUP>_<FIELD>`, the default.
 """
 
 import json
@@ -22,19 +23,19 @@ from distca_hf.settings import (
 from distca_hf.topology import Topology
 
 
-# Variables of the environment that set a field begin with it.
+# Prefix of the environment variables that set a field.
 ENVIRONMENT_PREFIX = "DISTCA_"
-# Variable with all settings of the recipe that this process was started with: JSON, by the names of `fields_of`.
+# Environment variable with the settings of the recipe that started this process: JSON, by the names of `fields_of`.
 OF_RECIPE = "DISTCA_SETTINGS_OF_RECIPE"
-# Parts of an exchange where the group spans nodes: the first part is attended while the others are sent. More
-# parts start more kernels, and fewer hide less (docs/design.md, "Chunks hide slow links").
+# Chunks of an exchange if the group spans nodes: the first chunk is attended while the others are sent. More chunks
+# start more kernels, fewer hide less (docs/design.md, "Chunks hide slow links").
 CHUNKS_BETWEEN_NODES = 4
-# Longest deadline. Gloo counts in nanoseconds of 64 bits: a deadline beyond 292 years has passed before it begins.
+# Longest deadline. Gloo counts nanoseconds in 64 bits: a deadline beyond 292 years overflows.
 LONGEST_SECONDS = 1e9
 # Settings that may differ between ranks.
 SETTINGS_OF_ONE_RANK = frozenset({"prefetch", "plans_in_flight", "kernel_times", "metrics", "report_folder"})
 
-# Values of settings that are words. The help of each setting describes them.
+# Values of settings that are names. The help of each setting describes them.
 OverlongPolicy = Literal["error", "split", "truncate"]
 KernelName = Literal["auto", "flash4", "flash3", "flash2", "torch_varlen", "cpu", "reference"]
 Residency = Literal["auto", "keep", "refetch"]
@@ -47,7 +48,7 @@ class _Default:
     """Makes the default of a setting, which a recipe or the environment may override.
 
     Attributes:
-        name: of the setting; in a group that of the group, a dot, and its own.
+        name: name of the setting; in a group `group.field`.
     """
 
     name: str
@@ -77,10 +78,12 @@ def _setting(
     """Returns a dataclass field whose default a recipe or `DISTCA_<NAME>` may override.
 
     Args:
+        default: value if nothing else gives one.
+        help: description for users.
         at_least: smallest value.
         at_most: largest value.
-        positive: whether it must be above 0.
-        or_number: whether a whole number may stand for its text.
+        positive: whether the value must be above 0.
+        or_number: whether an integer may be given instead of text.
         check: raises a ConfigError for other wrong values.
     """
     metadata = {"help": help, "default": default}
@@ -92,7 +95,7 @@ def recipe_settings() -> dict[str, object]:
     """Returns the settings of the recipe that this process was started with.
 
     Raises:
-        ConfigError: something else than `distca_hf.run` wrote the variable.
+        ConfigError: the variable is not as `distca_hf.run` writes it.
     """
     try:
         return dict(json.loads(os.environ.get(OF_RECIPE, "{}")))

@@ -11,8 +11,8 @@ heads: the same factor for every task, and exact integers up to documents of 2 *
     query 4     x x x x x              x x x         first_key(4): 0, and 2
                 Mask()             Mask(window_tokens=3)
 
-Planning and placement ask a `Mask` for pairs and positions, and have no formula of their own. A `DocumentCost` is the
-quantity that placement balances: a sum over the masks of a model's layers (`Cost`), or one weighted by kernel times.
+Planning and placement get pairs and positions only from a `Mask`. A `DocumentCost` is the quantity that placement
+balances: a sum over the masks of a model's layers (`Cost`), or one weighted by kernel times.
 
 Bytes of a token follow from a model's heads, and so do the groups that plans divide heads into. Training reads them
 from the model's configuration, `distca plan` from a config.json.
@@ -83,7 +83,7 @@ class Mask:
         return np.maximum(0, start + 1 - self.window_tokens)
 
     def cuts(self, starts: IntArray, stops: IntArray) -> tuple[IntArray, IntArray]:
-        """Finds the queries inside of ranges [start, stop) that attend no key before them: none.
+        """Finds queries inside of ranges [start, stop) that attend no key before them: none, under these masks.
 
         Returns:
             `[cuts]` index of the range, and position of the query; sorted by both.
@@ -92,9 +92,9 @@ class Mask:
         return none, none
 
     def before(self, tokens: IntArray, distance: IntArray) -> tuple[IntArray, IntArray]:
-        """Says how queries attend to keys before them. No query but the first of a range is one of `cuts`.
+        """Says how the queries of ranges attend to keys before the range. Ranges must already be cut at `cuts`.
 
-            keys        2 3 4    (5 lies beside the queries: distance 1)     window of 5 tokens
+            keys        2 3 4    (5 is between keys and queries: distance 1)     window of 5 tokens
             query 6     x x x    its first key is 6 + 1 - 5 = 2
             query 7       x x
             query 8         x    three of the queries see keys, the last of them one key
@@ -104,8 +104,8 @@ class Mask:
             distance: `[n]` tokens between the last of the keys and the first query.
 
         Returns:
-            `[n]` how many of the queries see any of these keys, and how many the last of them sees; each query before
-            it sees one more. This is 0 where all queries see all of them.
+            `[n]` number of queries that attend any of these keys, and `[n]` number of keys that the last of these
+            queries attends; each query before it attends one more. The second number is 0 if all attend all keys.
         """
         if self.window_tokens is None:
             return tokens, np.zeros_like(tokens)

@@ -1,4 +1,4 @@
-"""Import hooks: a function that runs once a module of another package is imported, and the places of our own folders.
+"""Import hooks: run a function once a module of another package is imported, and find the package's own folders.
 
 `import distca_hf` must make "distca" known to Transformers, but the launcher and the command line must run before
 torch and Transformers read the environment. So the registration waits for the module that it registers with.

@@ -1,9 +1,9 @@
 """Parallel context: the settings of a training, and the ranks that follow them together.
 
-Everything that trains together is given the same context: models, loaders and callbacks open no groups of their own,
-and ask no process group. A context is that of one group of ranks: the whole job, or a part of it. A rank's number is
-that in the group; messages say "of the job" where the other one is meant. The whole job may be a grid of stages, data
-and tensor ranks; a part of it differs in data alone.
+Everything that trains together is given the same context. Models, loaders and callbacks neither open process groups
+nor ask them. A context belongs to one group of ranks: the whole job, or a part of it. Ranks are numbered within the
+group; messages say "of the job" when they mean the number in the job. The whole job may be a grid of stages, data and
+tensor ranks. The ranks of a part differ only in data.
 """
 
 import weakref
@@ -43,13 +43,13 @@ UNMEASURED_SPEED = 1.0
 @described
 @dataclass(kw_only=True)
 class ParallelContext(DistCAConfig):
-    """Settings, and the transports between the ranks that follow them: one for each device.
+    """Settings, and the transports between the ranks that share them: one for each device.
 
     Raises:
-        ConfigError: a value is not one that the field allows; the group cannot be used; or this process is not in it.
+        ConfigError: a field does not allow its value; the group cannot be used; or this process is not in the group.
 
     Attributes:
-        trace_file: takes the traces of reported steps.
+        trace_file: file that the traces of reported steps are written to.
     """
 
     group: dist.ProcessGroup | DeviceMesh | None = field(
@@ -78,7 +78,7 @@ class ParallelContext(DistCAConfig):
 
     @property
     def members(self) -> Members:
-        """Ranks that train together. Without a group, one alone until the process group is initialised."""
+        """Ranks that train together. Without a group, only this one until the process group is initialised."""
         world, known = dist.group.WORLD, self._known_members
         if known is not None and world is not None and known[1]() is world:
             return known[0]
@@ -102,7 +102,7 @@ class ParallelContext(DistCAConfig):
 
     @property
     def device(self) -> torch.device:
-        """Device that training runs on, as far as the process groups and CUDA say."""
+        """Device that training runs on, derived from the process groups and CUDA."""
         return default_device(self._group)
 
     def use_mesh(
@@ -113,8 +113,8 @@ class ParallelContext(DistCAConfig):
         tensor: str | Sequence[str] = (),
         stages: str | Sequence[str] = (),
     ) -> None:
-        """Says which ranks do what, by the dimensions of a device mesh of all ranks of the job. Not needed where
-        Transformers or Accelerate have made the mesh: the model says it then.
+        """Sets the role of each rank from the dimensions of a device mesh over all ranks of the job. Not needed if
+        Transformers or Accelerate made the mesh: then it is read from the model.
 
         ```python
         mesh = init_device_mesh("cuda", (2, 4, 2), mesh_dim_names=("stage", "dp", "tp"))
@@ -124,10 +124,10 @@ class ParallelContext(DistCAConfig):
         Call it before the plugin's first loader or model.
 
         Args:
-            mesh: of all ranks of the job, with named dimensions in any order.
-            data: dimensions along which ranks hold other documents. Several count as one (replicas x shards).
-            tensor: dimensions along which they hold parts of the same layers, and the same documents.
-            stages: dimensions along which they hold other layers, as stages of a pipeline.
+            mesh: mesh over all ranks of the job, with named dimensions in any order.
+            data: dimensions along which ranks hold different documents. Several count as one (replicas x shards).
+            tensor: dimensions along which ranks hold parts of the same layers, and the same documents.
+            stages: dimensions along which ranks hold different layers, as stages of a pipeline.
 
         Raises:
             ConfigError: the mesh is not all ranks of the job, each once; a dimension is missing, named twice or not
@@ -137,7 +137,7 @@ class ParallelContext(DistCAConfig):
         self.use_grid(grid_of_mesh(mesh, data, tensor, stages))
 
     def use_grid(self, grid: Grid) -> None:
-        """Takes a grid for this context's own, before any transport is opened, or finds it to be the same.
+        """Sets the grid of this context, before any transport is opened. The same grid may be set again at any time.
 
         Raises:
             ConfigError: see `use_mesh`.
@@ -165,7 +165,8 @@ class ParallelContext(DistCAConfig):
         self._node_size = self._find_node_size()
 
     def _find_node_size(self) -> int:
-        """Returns the setting `ranks_per_node`; without it that of data ranks, if the launcher says it."""
+        """Returns the setting `ranks_per_node`, or the data ranks per node that the launcher reports; 0 if neither is
+        known."""
         return self.ranks_per_node or self.members.ranks_per_node(launched_ranks_per_node())
 
     def transport(self, device: torch.device) -> Transport:
@@ -179,8 +180,8 @@ class ParallelContext(DistCAConfig):
         return self._transports[device]
 
     def training_transport(self, device: torch.device) -> Transport:
-        """Returns the transport for batches that are trained on: with attention servers, where there are any (a
-        collective call when first made). Evaluation makes no use of servers."""
+        """Returns the transport for batches that are trained on. It includes attention servers, if there are any;
+        evaluation does not use them. The first call is collective."""
         among_trainers, servers = self.transport(device), self.servers
         if servers is None:
             return among_trainers
@@ -203,14 +204,15 @@ class ParallelContext(DistCAConfig):
         return self._served.get(numbered(device))
 
     def is_outgrown(self, transport: Transport) -> bool:
-        """Returns whether a transport is that of a process alone, opened before there was a process group."""
+        """Returns whether a transport is for a single process, because it was opened before the process group."""
         return len(transport.grid.ranks) == 1 and len(self.members.group) > 1
 
     def check_shares(self, transport: Transport, micro_batch: int) -> None:
         """Checks that a placed micro-batch is shared by the ranks that share documents here.
 
         Args:
-            transport: of its loader.
+            transport: transport of the micro-batch's loader.
+            micro_batch: its number.
 
         Raises:
             PlanError: its loader was made before there was a process group, and every rank would train on all
@@ -234,15 +236,15 @@ class ParallelContext(DistCAConfig):
         )
 
     def __getstate__(self) -> dict[str, object]:
-        """Returns settings without connections: a copy opens its own, and so does one in another process."""
+        """Returns the state without transports: a copy, or an unpickled context in another process, opens new ones."""
         own: dict[str, object] = {"_known_members": None, "_transports": {}, "_served": {}}
         return {**vars(self), **own, "trace_file": TraceFile(self.report_folder)}
 
     def close(self) -> None:
-        """Ends the process groups that were opened here; models and loaders that follow it cannot run any more.
+        """Destroys the process groups that were opened here. Models and loaders of this context cannot run any more.
 
-        Not needed in a script: groups are ended with the process. Of use in a program that goes on afterwards.
-        One that cannot be ended keeps no other from its end; its error is raised behind them.
+        A script does not need this: groups end with the process. It is for programs that go on after training. If a
+        group cannot be destroyed, the others still are, and its error is raised afterwards.
         """
         with ExitStack() as ends:
             for transport in (*self._transports.values(), *self._served.values()):  # ended from the last on
@@ -251,10 +253,10 @@ class ParallelContext(DistCAConfig):
             self._transports.clear()
 
     def _check_servers(self) -> None:
-        """Refuses settings that attention servers cannot follow.
+        """Refuses settings that do not work with attention servers.
 
         Raises:
-            ConfigError: servers were asked for and none were started, or others; or a setting does not work with them.
+            ConfigError: other servers were started than the settings ask for; or a setting does not work with servers.
         """
         check_launched_servers(self.attention_servers, self.trainers_attend, launched_servers())
         if self.servers is None:
@@ -276,7 +278,7 @@ class ParallelContext(DistCAConfig):
             )
 
     def _check_accelerate(self) -> None:
-        """Refuses to share documents between ranks that Accelerate does not train together.
+        """Checks that Accelerate trains the same number of ranks together.
 
         Raises:
             ConfigError: Accelerate trains fewer ranks together, or more.

@@ -1,14 +1,14 @@
-"""Recipe: it prepares the process, then the user's script runs unchanged.
+"""Recipe: prepares the process, in which the user's script then runs unchanged.
 
 A recipe is a YAML file with up to four sections:
 
     launch:       `script` and `accelerate`, the configuration that starts it: files, or names of shipped ones
     environment:  variables to set before torch and Transformers are imported
     plugin:       settings of `DistCAPlugin`; the script's `DistCAPlugin()` finds them
-    script:       arguments of the script; those on the command line go first
+    script:       arguments of the script; arguments on the command line win
 
-Recipes come with the package and have names, like Slurm scripts, examples and samples of lengths. In a checkout their
-folders are beside the package; an installation puts them inside (`setup.cfg`).
+Recipes, Slurm scripts, examples and samples of lengths come with the package, and are found by name. In a checkout
+their folders are next to the package; an installation puts them inside (`setup.cfg`).
 
 Nothing here imports torch: the environment must be set before libraries are imported.
 """
@@ -40,9 +40,9 @@ class Shipped:
     """One kind of shipped files.
 
     Attributes:
-        kind: name of one of them in messages.
-        place: their folder, in the package or beside it.
-        endings: endings of the files; a file is found by its name without the ending.
+        kind: what messages call such a file.
+        place: folder of the files, in the package or next to it.
+        endings: file name endings; a file is found by its name without the ending.
     """
 
     kind: str
@@ -50,10 +50,10 @@ class Shipped:
     endings: tuple[str, ...]
 
     def folder(self) -> Path:
-        """Returns the folder of the files: inside the installed package, or beside it in a checkout.
+        """Returns the folder of the files: inside the installed package, or next to it in a checkout.
 
         Raises:
-            ConfigError: there is no such folder.
+            ConfigError: the folder does not exist.
         """
         for folder in (PACKAGE / self.place, PACKAGE.parent / self.place):
             if folder.is_dir():
@@ -185,8 +185,8 @@ class Recipe:
         return cls(launch, environment, plugin, arguments)
 
     def prepare(self, environment: MutableMapping[str, str]) -> None:
-        """Sets the recipe's variables, and leaves its settings for `DistCAConfig()`. Variables that are set keep their
-        values."""
+        """Sets the recipe's environment variables, except those that have a value already. Its settings go into one
+        more variable, from which `DistCAConfig()` reads them."""
         for name, value in self.environment.items():
             environment.setdefault(name, value)
         if self.plugin:
@@ -196,7 +196,7 @@ class Recipe:
         """Returns the role of a process; None if there are no attention servers, and all processes train.
 
         Args:
-            process: its numbers; by default those that the launcher gave to this process.
+            process: returns rank numbers of the process; by default what the launcher set for this one.
 
         Raises:
             ConfigError: there are servers, and the processes cannot be divided so.

@@ -95,17 +95,20 @@ def simulate(
             metavar="LENGTHS", help="document lengths, as distca plan reads them; or a sample: pretrain, prolong"
         ),
     ],
-    gpus: Annotated[str, typer.Option(help="numbers of GPUs, with commas between them")] = "8",
+    gpus: Annotated[str, typer.Option(help="numbers of GPUs, separated by commas")] = "8",
     tokens_per_rank: Annotated[
-        int | None, typer.Option(help="tokens each GPU holds in a micro-step, at most; 131,072 by default")
+        int | None, typer.Option(help="most tokens per GPU and micro-step; 131,072 by default")
     ] = None,
     batch_size: Annotated[
         int | None,
-        typer.Option(help="rows of each GPU in a micro-step: your batches (per_device_train_batch_size), as they are"),
+        typer.Option(help="your own batches, unpacked: rows per GPU and micro-step (per_device_train_batch_size)"),
     ] = None,
     context: Annotated[
         int | None,
-        typer.Option(help="longer documents are split, rows of --batch-size cut off (max_length); by default none is"),
+        typer.Option(
+            help="split longer documents, or cut off longer rows of --batch-size (max_length), at this many tokens; "
+            "by default none"
+        ),
     ] = None,
     model: Annotated[str | None, typer.Option(help="model, as distca plan takes it; llama3-8b by default")] = None,
     cluster: Annotated[
@@ -114,11 +117,11 @@ def simulate(
             help=f"a shipped profile of a GPU ({', '.join(shipped_profiles())}), or a file of distca profile"
         ),
     ] = DEFAULT_PROFILE,
-    micro_steps: Annotated[str, typer.Option(help="micro-steps of an optimizer step, with commas between")] = "1",
+    micro_steps: Annotated[str, typer.Option(help="micro-steps of an optimizer step, separated by commas")] = "1",
     ranks_per_node: Annotated[int, typer.Option(help="GPUs that share a node; 1: all links are between nodes")] = 8,
     tensor: Annotated[int, typer.Option(help="GPUs of a node that divide every layer (tensor parallelism)")] = 1,
     pipeline: Annotated[
-        int | None, typer.Option(help="also as so many stages of a pipeline, on the same GPUs; by default without")
+        int | None, typer.Option(help="also simulate a pipeline of this many stages on the same GPUs; by default none")
     ] = None,
     chunks: Annotated[
         int | None,
@@ -127,7 +130,8 @@ def simulate(
     checkpointing: Annotated[
         str,
         typer.Option(
-            help="saved (layers, and distca keeps attention's outputs), recomputed (layers with attention) or none"
+            help="activation checkpointing: saved (distca keeps attention outputs, other ways recompute them), "
+            "recomputed (all ways recompute them) or none"
         ),
     ] = "saved",
     liger: Annotated[bool, typer.Option("--liger", help="with Liger's kernels and loss")] = False,
@@ -140,13 +144,13 @@ def simulate(
     gpu_gib: Annotated[float | None, typer.Option(help="memory of a GPU, in GiB; by default the profile's")] = None,
     batches: Annotated[int, typer.Option(help="optimizer steps to simulate")] = 20,
     token_budget: Annotated[float, typer.Option(help="tokens that GPU-hours are counted for")] = 1e9,
-    seed: Annotated[int, typer.Option(help="of the order of documents")] = 0,
+    seed: Annotated[int, typer.Option(help="seed of the order of documents")] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="print one JSON object")] = False,
 ) -> None:
-    """Estimates steps of a training in every way to share its attention, on a cluster that was measured: plain
+    """Estimates the step time of a training on a measured cluster, for each way to share attention between GPUs: plain
     packing, sorted packs, whole documents, Ulysses, zigzag rings and distca_hf.
 
-    Says which to choose, what it brings, and when it brings nothing. No GPU is needed. Times come from measurements of
+    Says which way to choose and what it gains, if anything. No GPU is needed. Times are summed from measurements of
     single kernels, layers and links; all assumptions are listed.
 
     Your own batches, unpacked: distca simulate prolong --batch-size 4 --context 32768

@@ -1,6 +1,6 @@
 """Estimates: speed and memory of a training, for a model whose numbers of weights are known.
 
-Both are those of `distca simulate`: the same steps, the same ways, the same measured times, the same memory.
+Both are simulated as by `distca simulate`, with the same steps, ways and measured times.
 """
 
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""Explain: what the attention of one layer does on a rank for a micro-batch, in order, as text.
+"""Explain: shows as text, step by step, what one layer's attention does on a rank for a micro-batch.
 
     rank 1 of 2 holds 44 tokens: d2[0:24] d0[44:64]
 
@@ -8,8 +8,9 @@
       wait     keys
       remote   d0[44:64] to d0[0:44], all                                880 pairs
 
-Nothing is derived here. The operator itself runs, on ranks that are threads. Rows hold their own names as numbers; the
-kernel reads these, and computes nothing. Each line begins with what `distca report` counts its time as.
+The lines are recorded, not derived from the plan: the attention operator itself runs, with a thread for each rank.
+Each row holds its own name as numbers (document, token, head). The kernel is replaced by one that reads these names
+and computes nothing. Each line begins with the use of time that `distca report` counts it as (`traces.Spent`).
 """
 
 from collections.abc import Iterator, Sequence
@@ -36,22 +37,35 @@ from distca_hf.testing import run_ranks
 from distca_hf.traces import Spent
 
 
-# Numbers that a row holds for each of its heads: document, token and head.
+# Numbers that a row holds for each head, in place of a key or query: document, token and head.
 NAME_NUMBERS = 3
-# Tasks of one call that are named; of the others there is a count.
+# Most tasks of a call, and ranks of an exchange, that a line names; it counts the others.
 TASKS_SHOWN = 4
 # Tokens times heads that fit in memory with some room: 16 million tokens of 8 heads.
 MOST_NAMES = 2**27
-# Characters before the pairs of a call.
+# Width of the text before the pairs of a call, in characters.
 TEXT_WIDTH = 56
+# Printed after the ranks.
+LEGEND = """\
+d0[0:48]  tokens 0 to 47 of the first document
+A to B    queries A attend to keys B
+send      starts an exchange: rows to other ranks, and from them
+wait      until its rows have arrived
+local     attention of this rank's queries to this rank's keys
+remote    attention with keys or queries from other ranks, and sending its results
+rows      one for each token, or for each of its head groups if heads are divided
+keys      with their values
+queries   of tasks that move; in backward, the gradients of their outputs
+results   outputs of these queries; in backward, the gradients of the queries
+pairs     of a query and a key that it attends to, in one head"""
 
 
 class Explained(NamedTuple):
-    """What one rank does.
+    """What one rank does, as text.
 
     Attributes:
-        holds: its tokens, by document.
-        forward, backward: lines.
+        holds: the tokens that it holds, by document.
+        forward, backward: a line for each kernel call, exchange and wait, in order.
     """
 
     holds: str
@@ -68,13 +82,16 @@ def explain(
     num_chunks: int = 1,
     refetches: bool = False,
 ) -> list[Explained]:
-    """Returns what each rank does for one layer with documents that a loader has placed.
+    """Returns what each rank does in one layer, for documents placed as `plugin.dataloader` places them.
 
     Args:
-        kv_heads: of the layer; it has as many query heads.
-        head_groups: groups that stripes may divide heads into.
-        num_chunks: chunks of the exchange.
-        refetches: whether keys are sent once more for backward.
+        document_tokens: length of each document.
+        num_ranks: ranks that hold them.
+        mask: the layer's mask.
+        kv_heads: KV heads of the layer, and its query heads.
+        head_groups: groups that the heads of very long documents may be divided into.
+        num_chunks: chunks of each exchange in forward.
+        refetches: whether keys are sent again in backward instead of being kept.
 
     Raises:
         ConfigError: heads do not divide into groups; or there are too many tokens to follow each of them.
@@ -109,14 +126,14 @@ def explain(
 
 
 def explained(document_tokens: Sequence[int], num_ranks: int, rank: int | None, *of_layer: Any) -> str:
-    """Returns what ranks do, as text.
+    """Returns what ranks do as text, with a legend.
 
     Args:
-        rank: the only one to show; None for all.
+        rank: the only rank to show; None for all.
         of_layer: further arguments of `explain`.
 
     Raises:
-        ConfigError: there is no such rank; or as for `explain`.
+        ConfigError: the rank does not exist; or as for `explain`.
     """
     if rank is not None and rank >= num_ranks:
         raise ConfigError(f"rank {rank} is not one of {num_ranks}: ranks are 0 to {num_ranks - 1}")
@@ -127,14 +144,14 @@ def explained(document_tokens: Sequence[int], num_ranks: int, rank: int | None, 
             for title, part in (("forward", of_rank.forward), ("backward", of_rank.backward)):
                 lines += ["", f"  {title}", *(f"    {line}" for line in part)]
             lines.append("")
-    return "\n".join(lines).rstrip()
+    return "\n".join([*lines, LEGEND])
 
 
 def documents_of(text: str) -> list[int]:
-    """Returns lengths of documents: "2x32768,4096" are three.
+    """Returns the lengths of documents that a text lists: "2x32768,4096" are three documents.
 
     Raises:
-        ConfigError: the text says no lengths.
+        ConfigError: the text is not a list of lengths.
     """
     lengths: list[int] = []
     for part in text.replace(" ", "").split(","):
@@ -146,7 +163,7 @@ def documents_of(text: str) -> list[int]:
 
 
 def _segments(layout: Layout, rank: int) -> Iterator[tuple[int, int, int, int]]:
-    """Yields document, first token, the token after the last, and row of each segment of a rank."""
+    """Yields document, start, stop and first row of each segment of a rank."""
     mine = layout.segments_of(rank)
     columns = layout.segment_document, layout.segment_start, layout.segment_tokens, layout.segment_row
     for document, start, tokens, row in zip(*(column[mine].tolist() for column in columns), strict=True):
@@ -159,7 +176,7 @@ def _held(layout: Layout, rank: int) -> str:
 
 
 def _named_rows(layout: Layout, rank: int, heads: int) -> torch.Tensor:
-    """Returns `[rows, heads, 3]` rows of a rank that hold their names."""
+    """Returns the rows of a rank, `[rows, heads, 3]`, filled with their names."""
     rows = torch.zeros(int(layout.rank_rows[rank]), heads, NAME_NUMBERS, dtype=torch.float64)
     for document, start, stop, row in _segments(layout, rank):
         held = rows[row : row + stop - start]
@@ -169,14 +186,14 @@ def _named_rows(layout: Layout, rank: int, heads: int) -> torch.Tensor:
 
 
 class _Notes(PassTrace):
-    """Lines of one rank. A mark of the trace ends the lines whose time it counts."""
+    """Lines of one rank. Texts wait until the trace says what their time was spent on, which begins their lines."""
 
     def __init__(self) -> None:
         self._texts: list[str] = []
         self._lines: list[str] = []
 
     def note(self, text: str) -> None:
-        """Adds what is done next."""
+        """Adds the text of a call, an exchange or a wait."""
         self._texts.append(text)
 
     def spent(self, use: Spent) -> None:
@@ -190,7 +207,7 @@ class _Notes(PassTrace):
 
 
 class _NotedTransport:
-    """Notes starts and waits of exchanges, and passes all on to another transport."""
+    """Transport that notes when exchanges start and are waited for; another transport makes them."""
 
     def __init__(self, inner: Transport, notes: _Notes) -> None:
         self._inner, self._notes = inner, notes
@@ -202,7 +219,7 @@ class _NotedTransport:
         """Starts an exchange."""
         place = asked.where.split(", ")[-1]
         parts = [_rows_of_ranks(asked.send_counts, "to"), _rows_of_ranks(asked.receive_counts, "from")]
-        self._notes.note(f"{place}: {'; '.join(filter(None, parts)) or 'none here, some between other ranks'}")
+        self._notes.note(f"{place}: {'; '.join(filter(None, parts)) or 'no rows of this rank, only of others'}")
         return _NotedExchange(self._inner.exchange(asked), place, self._notes)
 
 
@@ -218,17 +235,18 @@ class _NotedExchange:
 
 
 def _rows_of_ranks(counts: Sequence[int], direction: str) -> str:
-    """Returns "3 rows to rank 0, 4 to rank 2", or nothing."""
+    """Returns "3 rows to rank 0, 4 to rank 2"; empty if there are no rows."""
     found = [f"{count:,} {direction} rank {rank}" for rank, count in enumerate(counts) if count]
     return _shortened(found, ", ").replace(f" {direction}", f" rows {direction}", 1)
 
 
 @dataclass
 class _NotingKernel:
-    """Notes its calls, and computes nothing.
+    """Kernel that notes its calls and computes nothing.
 
     Attributes:
-        num_heads, window_tokens: of the layer.
+        num_heads: KV heads of the layer.
+        window_tokens: of the layer's sliding window; None without one.
     """
 
     notes: _Notes
@@ -256,7 +274,7 @@ class _NotingKernel:
             pairs += _pairs(queries, keys, spec)
             if len(tasks) <= TASKS_SHOWN:
                 names = [_name(q[first_query:last_query]), _name(k[first_key:last_key])]
-                tasks.append(" to ".join(names[:1] if spec.causal else names))
+                tasks.append(" to ".join(dict.fromkeys(names)))  # once if queries and keys are of the same tokens
         how = ["causal" if spec.causal else "all"] if not spec.window_tokens else []
         how += [f"in a window of {self.window_tokens}"] if spec.window_tokens else []
         heads = {int(head) for head in k[0, :, 2]} if len(k) else set()
@@ -266,13 +284,13 @@ class _NotingKernel:
 
 
 def _name(rows: torch.Tensor) -> str:
-    """Returns document and tokens of rows that are one part of it."""
+    """Returns document and tokens of rows that are consecutive tokens of one document, as in "d0[0:48]"."""
     document, tokens = int(rows[0, 0, 0]), rows[:, 0, 1]
     return f"d{document}[{int(tokens.min())}:{int(tokens.max()) + 1}]"
 
 
 def _pairs(queries: int, keys: int, spec: AttentionSpec) -> int:
-    """Counts what a task attends: of one head, whichever it is."""
+    """Counts the attended pairs of a task in one head."""
     if not spec.causal and not spec.window_tokens:
         return queries * keys
     at = np.arange(queries, dtype=np.int64)
@@ -283,6 +301,10 @@ def _pairs(queries: int, keys: int, spec: AttentionSpec) -> int:
 
 
 def _shortened(texts: Sequence[str], separator: str = " ", count: int | None = None) -> str:
-    """Returns the first texts, and how many there are besides."""
+    """Joins the first texts, and says how many more there are.
+
+    Args:
+        count: texts that are left out; by default all after the first `TASKS_SHOWN`.
+    """
     more = len(texts) - TASKS_SHOWN if count is None else count
     return separator.join([*texts[:TASKS_SHOWN], *([f"and {more:,} more"] if more > 0 else [])])

@@ -138,10 +138,10 @@ class GivenAnswer:
         )
         faster = " or ".join(f"{way.times_as_fast:.2f}" for way in reversed(ours))
         return (
-            f"In short: the busiest rank has {before:.2f} times the mean work of a step, with distca {now}. Steps get "
+            f"In short: the busiest rank has {before:.2f} times the mean work of a step, with distca {now}. Steps are "
             f"{faster} times as fast as with plain data parallelism; a GPU needs "
             f"{max(way.memory_bytes for way in ours) / GIB:.1f} GiB with FSDP2, instead of "
-            f"{self.simulated.plain.memory_bytes / GIB:.1f}. Estimated, as below."
+            f"{self.simulated.plain.memory_bytes / GIB:.1f}. These are estimates; see below."
         )
 
     def as_json(self) -> dict[str, object]:
@@ -283,27 +283,27 @@ def print_given(found: GivenAnswer, console: Console) -> None:
         way = ", placed loss" if loss_is_placed else ", results return" if found.places_rows else ""
         table.add_row(f"  worst micro-batch{way}", *(f"{one:.2f}" for one in found.worst(loss_is_placed)))
     words = (
-        "Work of a step: layers, attention, head and loss; training logs it as distca/step_imbalance. Padding is not "
-        "counted. "
+        "Work of a step: layers, attention, head and loss; training logs its imbalance as distca/step_imbalance. "
+        "Padding is not counted. "
     )
     if found.places_rows:
         even = sum(one.stays for one in found.micro_batches)
         words += (
-            "Results return if something reads logits, or the loss of one rank; otherwise head and loss run on placed "
-            f"rows. {found.moved_share:.0%} of the tokens change ranks; {even} of {count} micro-batches are even "
-            "within 2 %, and stay. "
-        ).replace("%  %", "%")
+            "Results return to their batch's rank if something reads logits, or the loss of one rank; otherwise head "
+            f"and loss run on placed rows. {100 * found.moved_share:.0f} % of the tokens change ranks. {even} of "
+            f"{count} micro-batches are even within 2 %: their tokens stay. "
+        )
     else:
         words += "Layers carry a state, so tokens stay, and attention tasks move. "
     words += f"Planning takes {1e3 * found.planning_seconds:.1f} ms."
     console.print(block("busiest rank / mean of all", table, words), highlight=False)
     console.print()
     words = (
-        f"As `distca simulate --batch-size {request.batch_size}` has it, of "
-        f"{counted(found.simulated.plain.steps, 'step')}: FSDP2 in bf16 on "
-        f"{found.profile.made.device} (--cluster {found.profile.source}), bytes of the GPU that sends or "
-        f"receives most in a layer, activations {request.checkpointing} "
-        f"(--checkpointing), {'with' if request.liger else 'without'} Liger's kernels and loss (--liger), 90 % of "
-        f"{request.gpu_gib:g} GiB may be used (--gpu-gib)."
+        f"Simulated like `distca simulate --batch-size {request.batch_size} --batches "
+        f"{found.simulated.plain.steps}`: FSDP2 in bf16, with times measured on "
+        f"{found.profile.made.device} (--cluster {found.profile.source}), checkpointing {request.checkpointing} "
+        f"(--checkpointing), {'with' if request.liger else 'without'} Liger's kernels and loss (--liger); 90 % of "
+        f"{request.gpu_gib:g} GiB may be used (--gpu-gib). x plain: speed over plain data parallelism. Bytes: the "
+        "most that a GPU sends or receives in a layer's forward pass."
     )
     console.print(block("speed and memory, simulated", ways_table(found.simulated), words), highlight=False)

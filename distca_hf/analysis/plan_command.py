@@ -40,22 +40,25 @@ OverlongRule = Annotated[
     str, typer.Option(help="documents longer than all ranks together hold: error, split (into several) or truncate")
 ]
 BytesLimit = Annotated[
-    int | None, typer.Option(help="most bytes a rank may send, and receive, per layer; an error if no plan can")
+    int | None,
+    typer.Option(help="most bytes a rank may send, and receive, per layer; an error if no plan needs so few"),
 ]
 Checkpointing = Annotated[
     str,
     typer.Option(
-        help="what layers keep until backward, for estimates: saved (inputs, attention's outputs), recomputed "
-        "(inputs) or none (everything: no checkpointing)"
+        help="activation checkpointing, for estimates: saved (layers keep inputs and attention outputs), recomputed "
+        "(only inputs) or none (everything)"
     ),
 ]
-Seed = Annotated[int, typer.Option(help="of the training: data_seed or seed of a Trainer, seed of plugin.dataloader")]
+Seed = Annotated[
+    int, typer.Option(help="seed of the training: data_seed or seed of a Trainer, seed of plugin.dataloader")
+]
 Stages = Annotated[
     int | None,
     typer.Option(
         "--pipeline",
-        help="stages of a pipeline, of --gpus each; --micro-steps is then the number of its micro-batches. "
-        "Shows speed and memory with it, and of the same GPUs without a pipeline",
+        help="stages of a pipeline, with --gpus GPUs in each; --micro-steps is then the number of its micro-batches. "
+        "Shows speed and memory with it, and of the same GPUs without it",
     ),
 ]
 Chunks = Annotated[
@@ -66,7 +69,7 @@ LengthsAreBatch = Annotated[
     bool,
     typer.Option(
         "--lengths-are-batch",
-        help="plan exactly these documents; several micro-steps take them in order, nearly equal tokens each",
+        help="plan exactly these documents, in order; several micro-steps get nearly equal tokens each",
     ),
 ]
 
@@ -75,15 +78,15 @@ def plan(
     lengths: DocumentLengths,
     gpus: Annotated[int, typer.Option(help="GPUs (ranks) that train together")],
     tokens_per_rank: Annotated[
-        int | None, typer.Option(help="placed batches, which distca makes: most tokens of a rank in a micro-step")
+        int | None, typer.Option(help="placed batches, which distca makes: most tokens per rank and micro-step")
     ] = None,
     batch_size: Annotated[
         int | None,
-        typer.Option(help="your own batches: rows of a rank in a micro-step (per_device_train_batch_size)"),
+        typer.Option(help="your own batches: rows per rank and micro-step (per_device_train_batch_size)"),
     ] = None,
     context: Annotated[
         int | None,
-        typer.Option(help="with --batch-size: cuts longer rows to so many tokens (max_length); by default none"),
+        typer.Option(help="with --batch-size: cut longer rows to this many tokens (max_length); by default none"),
     ] = None,
     ranks_per_node: Annotated[int, typer.Option(help="ranks that share a node")] = 8,
     micro_steps: Annotated[int, typer.Option(help="micro-steps of an optimizer step (gradient accumulation)")] = 1,
@@ -96,14 +99,14 @@ def plan(
     checkpointing: Checkpointing = "saved",
     liger: Annotated[bool, typer.Option("--liger", help="estimate with Liger's kernels and loss")] = False,
     cluster: Annotated[
-        str, typer.Option(help="measured times for speed, as distca simulate takes them")
+        str, typer.Option(help="GPUs whose measured times speed follows from, as for distca simulate")
     ] = DEFAULT_PROFILE,
     gpu_gib: Annotated[
-        float | None, typer.Option(help="memory of a GPU, in GiB; by default that of the GPU of --cluster")
+        float | None, typer.Option(help="memory of a GPU, in GiB; by default that of --cluster")
     ] = None,
     seed: Seed = 0,
     lengths_are_batch: LengthsAreBatch = False,
-    compare: Annotated[bool, typer.Option("--compare", help="simulate all other ways to train, too")] = False,
+    compare: Annotated[bool, typer.Option("--compare", help="also simulate all other ways to train")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="print one JSON object")] = False,
     plot: Annotated[Path | None, typer.Option(help="draw the work of all ranks into this file")] = None,
 ) -> None:

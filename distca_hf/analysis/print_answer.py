@@ -1,7 +1,6 @@
 """Print answer: the answer of `distca plan` in the terminal, readable from 40 columns on.
 
-Sentences come first, then tables of the epoch, estimates, choices and the first step, then bars of the ranks. Tables
-have no lines and are as narrow as their words.
+Sentences come first, then tables of the epoch, estimates, choices and the first step, then a bar for each rank.
 """
 
 from collections.abc import Iterator, Sequence
@@ -30,7 +29,7 @@ from distca_hf.arrays import IntArray, ceil_div
 
 # Maximum number of bars; with more ranks several share a bar, which shows the heaviest of them.
 MOST_BARS = 32
-# Minimum ratio of step times that is called faster; runs differ by about this much from each other.
+# Smallest ratio of step times that counts as faster: runs differ by about this much.
 WORTH_IT = 1.02
 # Characters beside the two bars of a rank, and range of the length of a bar.
 COLUMNS_BESIDE_BARS = 22
@@ -38,8 +37,8 @@ FEWEST_BAR_CHARACTERS, MOST_BAR_CHARACTERS = 4, 24
 # Ways that are simulated if no others are asked for.
 WAYS_OF_SPEED = 3
 WAYS_NOTE = (
-    "x plain: speed over plain packing. Bytes: most that a GPU sends or receives in a layer's forward pass. A way "
-    "with * leaves out attention where it cuts documents. `distca simulate` has more figures."
+    "x plain: speed over plain packing. Bytes: the most that a GPU sends or receives in a layer's forward pass. *: "
+    "leaves out attention where it cuts documents. `distca simulate` has more figures."
 )
 # Minimum width of a terminal, in characters, for all columns of the table of choices.
 CHOICES_COLUMNS = 60
@@ -93,18 +92,18 @@ def in_short(answer: PlanAnswer) -> str:
     if answer.estimates is None:
         return words
     if answer.step.request.pipeline is not None:
-        return f"{words} {answer.estimates.simulated.beside_stages()} Estimated, as below."
+        return f"{words} {answer.estimates.simulated.beside_stages()} These are estimates; see below."
     faster, memory = answer.estimates.ours.times_as_fast, answer.estimates.memory["fsdp2"]
-    fits = "" if memory.total <= answer.estimates.room_bytes else "more than there is: "
+    fits = "" if memory.total <= answer.estimates.room_bytes else "more than it has: "
     if faster * WORTH_IT < 1:
         words += f" Steps take {1 / faster:.2f} times as long as with plain packing, which leaves attention out"
     elif faster < WORTH_IT:
-        words += " Steps hardly get faster than with plain packing"
+        words += " Steps are about as fast as with plain packing"
     else:
-        words += f" Steps get {faster:.2f} times as fast as with plain packing"
+        words += f" Steps are {faster:.2f} times as fast as with plain packing"
     synced = answer.estimates.memory.get("fsdp2_synced")
     also = "" if synced is None else f", {in_gib(synced.total)} if gradients are synced in each micro-step"
-    return f"{words}; a GPU needs {fits}{in_gib(memory.total)} GiB with FSDP2{also}. Estimated, as below."
+    return f"{words}; a GPU needs {fits}{in_gib(memory.total)} GiB with FSDP2{also}. These are estimates; see below."
 
 
 def _epoch(epoch: EpochFigures, layout: str) -> RenderableType:
@@ -117,7 +116,7 @@ def _epoch(epoch: EpochFigures, layout: str) -> RenderableType:
         ("worst micro-batch", before.worst, after.worst),
     ):
         table.add_row(name, f"{old:.3f}", f"{new:.4f}")
-    table.add_row("micro-batches looked at", f"{epoch.micro_batches:,}", f"{epoch.planned_micro_batches:,}")
+    table.add_row("micro-batches counted", f"{epoch.micro_batches:,}", f"{epoch.planned_micro_batches:,}")
     return block("attention of the busiest rank / mean of all", table)
 
 
@@ -216,14 +215,13 @@ def _speed(answer: PlanAnswer) -> list[RenderableType]:
     assert estimates is not None
     table = plain_table("")
     table.add_row("attention's share of a step", f"{estimates.ours.attention_share:.0%}".replace("%", " %"))
-    table.add_row("faster than plain packing", f"{estimates.ours.times_as_fast:.2f} x")
-    table.add_row("faster than sorted packs", f"{estimates.over_sorted:.2f} x")
+    table.add_row("speed over plain packing", f"{estimates.ours.times_as_fast:.2f} x")
+    table.add_row("speed over sorted packs", f"{estimates.over_sorted:.2f} x")
     profile = estimates.costs.profile
     words = (
-        f"As `distca simulate` has it, of {counted(estimates.ours.steps, 'step')} (its --batches), on times of "
-        f"{profile.made.device} (its --cluster {profile.source}). Packs are those of TRL (bfd): they cut documents "
-        "that are longer than they are, and leave attention across cuts out. Sorted: equally heavy packs at the same "
-        "time."
+        f"Simulated like `distca simulate --batches {estimates.ours.steps}`, with times measured on "
+        f"{profile.made.device} (--cluster {profile.source}). Packs are made as by TRL (bfd): documents longer than a "
+        "pack are cut, and attention across cuts is left out. Sorted packs: equally heavy ones run at the same time."
     )
     blocks = [block(f"speed, simulated{_without(answer)}", table, words)]
     if len(estimates.simulated.ways) > WAYS_OF_SPEED:
@@ -242,9 +240,9 @@ def _memory(answer: PlanAnswer, estimates: Estimates) -> RenderableType:
     table = plain_table(*(SHARDING_NAMES[sharding] for sharding in estimates.memory))
     for part, words in PART_NAMES.items():
         table.add_row(words, *(in_gib(getattr(memory, part)) for memory in estimates.memory.values()))
-    table.add_row("most at once", *(in_gib(memory.total) for memory in estimates.memory.values()))
+    table.add_row("peak", *(in_gib(memory.total) for memory in estimates.memory.values()))
     fits = (memory.total <= estimates.room_bytes for memory in estimates.memory.values())
-    table.add_row(f"fits {in_gib(estimates.room_bytes)}", *("yes" if enough else "no" for enough in fits))
+    table.add_row(f"fits in {in_gib(estimates.room_bytes)}", *("yes" if enough else "no" for enough in fits))
     return block(f"GiB per GPU, estimated{_without(answer)}", table, _assumptions(answer, estimates))
 
 
@@ -263,7 +261,7 @@ def _assumptions(answer: PlanAnswer, estimates: Estimates) -> str:
     ).replace("%", " %")
     memory = estimates.memory["fsdp2"]
     if not assumed.liger and memory.computed > memory.total / 4:
-        words += " Most of it may be logits: use_liger_kernel=True (--liger) holds none."
+        words += " Most of it may be logits; with use_liger_kernel=True (--liger) they take no memory."
     size = answer.step.request.model.size
     return words + ("" if size is None else accumulation(size.parameters, ranks, estimates.simulated.accumulation))
 
@@ -272,7 +270,7 @@ def _choices(choices: Sequence[Choice], wide: bool) -> list[RenderableType]:
     """Returns the table of choices, a row for each; nothing if there are none."""
     if not choices:
         return []
-    headers = ("GiB", "fits", "faster", *["longest"] * wide, "too long")
+    headers = ("GiB", "fits", "speed", *["longest"] * wide, "too long")
     table = plain_table(*headers)
     for choice in choices:
         needed, faster, too_long = choice.memory_bytes, choice.over_plain, choice.too_long_documents
@@ -285,9 +283,9 @@ def _choices(choices: Sequence[Choice], wide: bool) -> list[RenderableType]:
             f"{too_long:,}" if too_long else "-",
         )
     words = (
-        "GiB: FSDP2. Faster: than plain packing. "
-        + "Longest: document that all ranks together hold. " * wide
-        + "Too long: documents of these that are longer than all ranks together hold; training refuses them, "
-        "unless --overlong says to cut them."
+        "GiB: per GPU with FSDP2. Speed: over plain packing. "
+        + "Longest: the longest document that all ranks together can hold. " * wide
+        + "Too long: how many of your documents are longer; training refuses them, unless --overlong says to cut "
+        "them."
     )
     return [block("tokens per rank", table, words)]

@@ -1,4 +1,4 @@
-"""Tables: what printed answers are made of: tables without lines, numbers with units, and texts that several share."""
+"""Tables: parts of printed answers: tables without lines, numbers with units, and texts that several share."""
 
 from rich.console import Group, RenderableType
 from rich.table import Table
@@ -10,16 +10,16 @@ from distca_hf.analysis.simulate.result import Result
 
 # Names of parts of memory, by their fields.
 PART_NAMES = {
-    "state": "weights, AdamW, gradients kept",
-    "gathered": "weights gathered, gradients",
-    "kept": "kept until backward",
-    "computed": "a layer or logits",
-    "received": "keys of other ranks",
+    "state": "weights, AdamW, kept gradients",
+    "gathered": "gathered weights, gradients",
+    "kept": "activations kept",
+    "computed": "work space: a layer or logits",
+    "received": "keys and values of other ranks",
 }
 
 
 def block(title: str, table: Table, *words: str) -> RenderableType:
-    """Returns a table between its title and notes, which may be wider than the table."""
+    """Returns a title, a table and notes below it, which may be wider than the table."""
     return Group(Text(title, style="bold"), table, *words)
 
 

@@ -1,13 +1,13 @@
-"""Tiles: attention of a layer as squares and prefixes of tasks, of all ranks at once, without routing any of them.
+"""Tiles: the attention of a layer on all ranks, as squares and prefixes of tasks. No rank has to be routed for it.
 
-A task of n queries with p keys before the first of them is one square, and one prefix if p is not 0:
+A task has n queries, and p keys before the first of them. It is one square, and also one prefix unless p is 0:
 
-| tile | keys | mask | with a window |
+| tile | keys | mask | mask with a window |
 |---|---|---|---|
-| square | those of the n queries | causal | a band |
-| prefix | the p keys before | none | an inverse band, of which late queries attend nothing |
+| square | the n tokens of the queries | causal | a band |
+| prefix | the p tokens before | none | the rest of the band; later queries attend fewer of these keys, or none |
 
-Seconds, work and the part that waits for rows of other ranks are sums over tiles.
+Work, kernel seconds, and the share of both that waits for rows of other ranks are sums over tiles.
 """
 
 from dataclasses import dataclass, replace
@@ -25,13 +25,13 @@ class Tiles:
     """Tiles of tasks, squares first.
 
     Attributes:
-        mask: of the layer.
-        rank: `[tiles]` rank that computes it.
-        queries: `[tiles]` queries of its task.
-        keys: `[tiles]` keys before the queries that a prefix attends; 0 of a square.
-        pairs: `[tiles]` attended pairs in each of its groups of heads.
-        one_group: `[tiles]` whether it is of a single group of heads.
-        waits: `[tiles]` whether queries or keys come from other ranks.
+        mask: the layer's mask.
+        rank: `[tiles]` rank that computes the tile.
+        queries: `[tiles]` number of queries of its task.
+        keys: `[tiles]` number of keys of a prefix; 0 for a square.
+        pairs: `[tiles]` attended pairs in each head group of the tile.
+        one_group: `[tiles]` whether the tile has a single head group, and not all heads.
+        waits: `[tiles]` whether its queries or keys come from other ranks.
     """
 
     mask: Mask
@@ -44,8 +44,11 @@ class Tiles:
 
     @classmethod
     def of(cls, plan: Plan, mask: Mask = CAUSAL_MASK) -> "Tiles":
-        """Returns the tiles of a layer with this mask, whose full layers a plan is of. In layers with a window every
-        rank computes the queries that it holds."""
+        """Returns the tiles of a layer with this mask.
+
+        Args:
+            plan: plan of the full layers. In layers with a window every rank computes the queries that it holds.
+        """
         if mask.window_tokens is None:
             tasks, remote = plan.tasks, plan.has_remote_queries
         else:
@@ -60,11 +63,11 @@ class Tiles:
         """Returns the tiles of tasks.
 
         Args:
-            mask: of the layer.
-            rank, queries: `[tasks]` rank that computes it, and its queries.
+            mask: the layer's mask.
+            rank, queries: `[tasks]` rank that computes the task, and its number of queries.
             before: `[tasks]` tokens of the document before the first query.
-            one_group: `[tasks]` whether it is of a single group of heads.
-            remote: `[tasks]` whether its queries come from another rank.
+            one_group: `[tasks]` whether the task has a single head group.
+            remote: `[tasks]` whether its queries come from other ranks.
         """
         first = mask.first_key(before)
         prefix = np.flatnonzero(first < before)
@@ -76,7 +79,7 @@ class Tiles:
         return cls(mask, rank, queries, keys, pairs, one_group, waits)
 
     def work_of(self, num_ranks: int, head_groups: int) -> IntArray:
-        """Sums `[ranks]` attended pairs x groups of heads."""
+        """Returns `[ranks]` work: attended pairs x head groups."""
         work = np.zeros(num_ranks, dtype=np.int64)
         np.add.at(work, self.rank, self.pairs * np.where(self.one_group, 1, head_groups))
         return work

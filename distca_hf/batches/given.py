@@ -1,5 +1,5 @@
-"""Given batches: those that the user's own pipeline made. Inside the model their tokens are placed, unless they are
-even already.
+"""Given batches: plans batches that the user's own pipeline made. Their tokens are placed inside the model, unless
+ranks already have even work.
 
     lengths of this rank ── gather ──▶ live plan ┈┈┈┈┈┈▶ home layout ──▶ placed layout ──▶ plan, routing, row moves
     (batches.read_documents)           of one pass       when the decoder begins
@@ -52,8 +52,8 @@ class HostPlan(NamedTuple):
 
     Attributes:
         plan, num_chunks: the plan, and the chunks of its exchanges.
-        kinds: its routing.
-        moves: of rows; None if the model does not move rows, but attention tasks.
+        kinds: its routing, for each kind of layer.
+        moves: moves of rows at the borders of the decoder; None if attention tasks move instead of rows.
     """
 
     plan: Plan
@@ -73,8 +73,8 @@ class IncomingBatches:
         servers: attention servers that compute some of its tasks; None if there are none.
         forms: see `ShownNumbers`.
         states_return: whether hidden states return, so that head and loss compute the rows of each rank's batch.
-        prepare: waits for the lengths, and plans; or waits for the plan.
-        spent_seconds: time that planning has taken so far.
+        prepare: returns the plan: waits for the lengths and plans, or waits for a thread that does.
+        spent_seconds: time that agreeing and starting to plan have taken.
     """
 
     micro_batch: int
@@ -95,13 +95,13 @@ class GivenPlanner:
             are none.
         layer_masks: masks that the model's layers attend with, each with the number of its layers.
         read: reads the documents of a batch.
-        places_rows: whether rows are placed inside the model; else they stay, and attention tasks move.
+        places_rows: whether rows are placed inside the model; otherwise they stay, and attention tasks move.
         flops: operations of the model, to count the work of a step by; None if they are not known.
 
     Attributes:
         world_size: ranks that exchange rows when a model trains.
         history: facts of the latest micro-batches.
-        latest_moves: of rows of the latest micro-batch; None if the model does not move rows, but attention tasks.
+        latest_moves: moves of rows of the latest micro-batch; None if attention tasks move instead of rows.
         returning: what the pass of the latest micro-batch returns.
         needing: ranks that need its hidden states, as text.
         times: how long planning took the micro-batches that a model was trained on.
@@ -155,7 +155,7 @@ class GivenPlanner:
             self._step.begin(readings, step_batches, device)
 
     def end_pass(self) -> None:
-        """Plans what was gathered in the pass that has ended; see `StepAhead.start`."""
+        """Starts to plan the batches whose lengths were gathered in this pass; see `StepAhead.start`."""
         self._step.start()
         self._count()
 

@@ -1,6 +1,6 @@
-"""Agreement on given batches: what ranks show each other of theirs before they gather lengths.
+"""Given agreement: what ranks show each other about their given batches before they gather document lengths.
 
-Gathers are of equal size, so ranks have to know first how many documents each of them holds.
+All ranks send equally many numbers in a gather, so they must first know how many documents each of them holds.
 """
 
 import enum
@@ -44,13 +44,13 @@ class ShownNumbers(NamedTuple):
     """What ranks showed each other of their given batches.
 
     Attributes:
-        stays_padded: whether some rank's batch does; then every rank attends to its own.
+        stays_padded: whether the batch of any rank keeps its padding; then every rank attends to its own batch.
         num_documents: `[ranks]` documents of each rank.
-        longest_document_tokens: of all ranks together.
+        longest_document_tokens: tokens of the longest document on any rank.
         forms: `[ranks]` numbers of the forms of their batches, see `form_of`.
-        returning: what their passes return.
+        returning: what the passes of all ranks return.
         needing: ranks that need hidden states, as text.
-        is_planned: whether all ranks have planned it ahead, as the same micro-batch.
+        is_planned: whether all ranks planned this micro-batch ahead, under the same number.
     """
 
     stays_padded: bool
@@ -63,7 +63,7 @@ class ShownNumbers(NamedTuple):
 
 
 class GivenAgreement:
-    """Agreements of all ranks on given batches, one for each micro-batch."""
+    """Lets all ranks agree on their given batches, once for each micro-batch."""
 
     def __init__(self, config: DistCAConfig, transport: Transport) -> None:
         self._shared, self._transport = shared_facts(config), transport
@@ -87,13 +87,13 @@ class GivenAgreement:
         Warns of ranks whose first batch holds no label to learn: most likely all their batches are like it.
 
         Args:
-            read: of the batch.
-            number: of the micro-batch.
+            read: what was read of the batch.
+            number: number of the micro-batch.
             images_wait: whether a rank with an image waits for the others: for weights or gradients of towers.
             gradients_of: whether parts of the model before its decoder need gradients.
-            returning: what this rank needs.
-            ahead: number of the micro-batch among those that were planned ahead, from 1 on; 0 if it was not.
-            step_batches: micro-batches of the step, if it is the first one.
+            returning: what this rank needs its pass to return.
+            ahead: number of the micro-batch among all that were planned ahead, counted from 1; 0 if it was not.
+            step_batches: number of micro-batches in the step, if this is the first one; otherwise 0.
             meanwhile: runs while the other ranks are waited for.
 
         Raises:
@@ -146,7 +146,7 @@ class GivenAgreement:
         return Facts({**of_step, **self._shared, "a pass with gradients": has_gradients})
 
     def _flags(self, batch: Batch, read: ReadDocuments, is_first: bool) -> dict[str, int]:
-        """Returns what else ranks show each other of a batch."""
+        """Returns further numbers that ranks show each other about a batch."""
         flags = {
             "learns nothing": int(is_first and read.learns_nothing),
             "dtypes of images": _dtypes_of_media(batch),

@@ -1,10 +1,10 @@
-"""Padded rows: the tokens of a padded batch as one pack, and their places in its rows.
+"""Padded rows: turns the tokens of a padded batch into one pack, and remembers their places in its rows.
 
     mask  0 0 1 1 1         tokens     a a a b b b b
           1 1 1 1 0    ──▶  positions  0 1 2 0 1 2 3
 
-A pack holds no padding: it is planned like any other, and linear layers compute tokens only. A rank without tokens
-runs on a row of padding, so that it takes part in everything that the others do.
+A pack has no padding: it is planned like any other, and linear layers compute only tokens. A rank without tokens runs
+on a row of padding, so that it takes part in everything that other ranks do.
 """
 
 from dataclasses import dataclass
@@ -31,10 +31,10 @@ class PaddedRows:
     """Places and documents of the tokens of a padded batch.
 
     Attributes:
-        shape: of the batch, `(B, L)`.
-        token_places: `[T]`, places of the tokens among all B · L, row after row.
-        offsets: `[documents + 1]`, int32: where documents begin among the tokens.
-        has_own_positions: whether the batch brought positions.
+        shape: shape of the batch, `(B, L)`.
+        token_places: `[T]` places of the tokens among all B · L, row after row.
+        offsets: `[documents + 1]` int32, where documents begin among the tokens.
+        has_own_positions: whether the batch had positions.
         is_left_padded: whether some row begins with padding.
     """
 
@@ -45,7 +45,7 @@ class PaddedRows:
     is_left_padded: bool
 
     def pack(self, values: torch.Tensor) -> torch.Tensor:
-        """Returns values of the tokens, `[1, T, ...]`, of values of all places, `[B, L, ...]`."""
+        """Picks the values of tokens, `[1, T, ...]`, from values of all places, `[B, L, ...]`."""
         return values.flatten(0, 1)[self.token_places][None]
 
     def pin(self) -> None:

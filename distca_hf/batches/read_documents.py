@@ -1,10 +1,11 @@
-"""Read documents: reads on the host what ranks must know of a batch before they plan it.
+"""Read documents: reads what ranks must know of a batch before they plan it, such as the lengths of its documents.
 
     collator ──reading──▶ entry of the batch ──▶ step of Trainer ──mark──▶ tensors ──▶ pass    no wait for the device
     any other batch ───────────────── one copy to the host ──────────────read────────▶ pass    one wait
 
-The entry is taken out of the batch before a model or a loss sees it, and becomes a mark on the storages of what is
-read, as in `known_batch`. A pass trusts the mark only if every tensor that was read is the same, and unchanged since.
+The collator adds a `Reading` to the batch. Before a model or a loss sees the batch, the entry is taken out, and the
+storages of what is read are marked with it, as in `known_batch`. A pass uses the mark only if all tensors that were
+read are still the same, and unchanged.
 """
 
 import weakref
@@ -26,10 +27,10 @@ from distca_hf.telemetry import get_logger
 
 log = get_logger(__name__)
 
-# Entry of a batch between its collator and the step of Trainer, and attribute of a storage from then on.
+# Name of the reading: as an entry of the batch between collator and Trainer's step, then as an attribute of a storage.
 ENTRY, MARK = "distca_documents", "_distca_documents"
 LABELS = ("labels", "shift_labels")
-# Entries that are read.
+# Entries of a batch that are read.
 READ = ("input_ids", "attention_mask", "position_ids", "cu_seq_lens_q", "cu_seq_lens_k", "seq_idx", *LABELS)
 
 
@@ -39,9 +40,9 @@ class ReadDocuments:
 
     Attributes:
         lengths: `[documents]` tokens of each document; None if the batch stays padded.
-        padded: places of the tokens in padded rows that become a pack, on the host; None if they stay as they are.
-        learns_nothing: whether there are labels, and all of them are ignored.
-        checksum: of tokens, labels and lengths; None if it was not asked for.
+        padded: places of the tokens in padded rows, on the host, if the rows become a pack; None if they stay.
+        learns_nothing: whether the batch has labels, and all of them are ignored.
+        checksum: checksum of tokens, labels and lengths; None if it was not asked for.
     """
 
     lengths: IntArray | None
@@ -52,14 +53,14 @@ class ReadDocuments:
 
 @dataclass(frozen=True)
 class DocumentReader:
-    """Reads batches of one model. It can be sent to worker processes.
+    """Reads the batches of one model. It can be pickled for worker processes.
 
     Attributes:
-        lengths_of: returns `[documents]` lengths of a batch without padding; None if it is padded.
+        lengths_of: returns the `[documents]` lengths of a batch without padding; None if it is padded.
         packs_rows: whether padded rows become a pack.
         with_images: see `padded_rows_of`.
-        vocabulary_tokens: tokens that the model has embeddings for; None if it is not known.
-        with_checksum: whether several ranks hold the same batch, and compare it.
+        vocabulary_tokens: number of tokens that the model has embeddings for; None if that is not known.
+        with_checksum: whether several ranks hold the same batch, and compare checksums of it.
     """
 
     lengths_of: Callable[[Batch], IntArray | None] = document_lengths
@@ -69,7 +70,7 @@ class DocumentReader:
     with_checksum: bool = False
 
     def read(self, batch: Batch) -> ReadDocuments:
-        """Reads a batch. One that is on a device is copied to the host, which waits once.
+        """Reads a batch. A batch on a device is first copied to the host, which waits for the device once.
 
         Raises:
             PackingError: as for `padded_rows_of`, `document_lengths` and `ids_checked`.
@@ -90,9 +91,9 @@ class DocumentReader:
 
 
 class Reading:
-    """The documents of a batch, read when they are first asked for.
+    """A batch whose documents are read when they are first asked for.
 
-    It has no method `to`, so Accelerate leaves it, and the tensors that it reads, on the host.
+    The class has no method `to`, so Accelerate leaves it and its tensors on the host.
     """
 
     def __init__(self, reader: DocumentReader, batch: Batch) -> None:
@@ -117,10 +118,10 @@ class Reading:
 
 @dataclass(frozen=True)
 class ReadingCollator:
-    """A collator that adds the reading of its batches, under `ENTRY`.
+    """Wraps a collator, and adds a reading to its batches, under `ENTRY`.
 
-    Worker processes read at once. The training process reads when ranks show each other what they know: by then the
-    device has work.
+    Worker processes read at once. The training process reads later, when ranks show each other what they know: the
+    device is busy by then.
     """
 
     collate: Callable[[Any], Any]
@@ -136,7 +137,7 @@ class ReadingCollator:
 
 
 def take_reading(batch: object) -> Reading | None:
-    """Takes the entry out of a batch and marks its tokens; None if it has none."""
+    """Takes the reading out of a batch, marks its tokens with it, and returns it; None if the batch has none."""
     if not isinstance(batch, MutableMapping) or (reading := batch.pop(ENTRY, None)) is None:
         return None
     found: Reading = reading
@@ -155,10 +156,10 @@ def mark(batch: Batch, reading: Reading) -> None:
 
 
 def reading_of(batch: Batch) -> Reading | None:
-    """Returns the reading of the tensors that a pass is given; None if they have none, or are other tensors, or were
-    written to since.
+    """Returns the reading of the tensors that a pass is given. None if they have none, if tensors were replaced, or if
+    one was written to since.
 
-    The pass may leave labels out, unless what was read depends on them.
+    The pass may be given no labels, unless what was read depends on them.
     """
     tokens = batch.get("input_ids")
     if type(tokens) is not torch.Tensor or tokens.is_meta:
@@ -180,8 +181,8 @@ def reading_of(batch: Batch) -> Reading | None:
 
 
 def checksum_of(batch: Batch, lengths: IntArray | None) -> int:
-    """Returns a checksum of a batch; waits for its device. Images count by their sum, so that they need not be copied.
-    A mask counts only if the batch stays padded: otherwise lengths say the same."""
+    """Returns a checksum of a batch, and waits for its device. Images enter it as their sum, so that they need not be
+    copied. The mask enters it only if the batch stays padded: otherwise lengths say the same."""
     names = ("labels", "shift_labels", "position_ids", *(["attention_mask"] if lengths is None else []))
     named = [batch.get(name) for name in names]
     media = [x.sum(dtype=torch.float64)[None] for x in map(batch.get, media_of(batch)) if isinstance(x, torch.Tensor)]
@@ -191,7 +192,7 @@ def checksum_of(batch: Batch, lengths: IntArray | None) -> int:
 
 
 def _on_host(batch: Batch) -> dict[str, Any]:
-    """Returns what is read of a batch, on the host; media stay where they are."""
+    """Copies the entries that are read to the host; media stay where they are."""
     given = _read_of(batch)
     if "input_ids" not in given:
         given["inputs_embeds"] = batch["inputs_embeds"][..., :1].detach()
@@ -208,7 +209,7 @@ def _read_of(batch: Batch) -> dict[str, torch.Tensor]:
 
 
 def _tensors_of(batch: Batch) -> dict[str, object]:
-    """Returns memory, form and version of the tensors that are read, and whether there are media."""
+    """Returns address, shape, strides and version of the tensors that are read, and whether there are media."""
     return {"media": bool(media_of(batch))} | {
         name: (value.data_ptr(), value.shape, value.stride(), -1 if value.is_inference() else value._version)
         for name, value in _read_of(batch).items()

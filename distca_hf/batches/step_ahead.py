@@ -1,14 +1,14 @@
-"""Step ahead: gathers the lengths of micro-batches before their passes begin, and plans them in a thread.
+"""Step ahead: gathers the document lengths of micro-batches before their passes begin, and plans them in a thread.
 
-    step begins              notes the batches that Trainer, or its loader, holds already
-    attention, first pass    reads them, and agrees on how many they are; one gather of all their lengths
-    end of the first pass    a thread plans them: 2, 3, ..., and the first one of the next step
+    step begins              the batches that Trainer or its loader already holds are noted
+    attention, first pass    they are read; ranks agree on their number, and gather all lengths at once
+    end of the first pass    a thread starts to plan micro-batches 2, 3, ..., and the first one of the next step
     later passes             copy their plan to the device
 
-Before the device has work, the host does nothing for them. It never waits here: lengths arrive while the pass runs.
-The thread touches neither process groups nor a device's stream.
+The host does this only while the device is busy, and never waits: lengths arrive while the pass runs. The thread
+touches neither process groups nor device streams.
 
-A plan is used in the pass of its batch if all ranks show each other that they have it. Otherwise that pass gathers and
+A plan is used in the pass of its batch if all ranks show that they have it. Otherwise that pass gathers lengths and
 plans, as for a batch that was not known before.
 """
 
@@ -30,7 +30,7 @@ from distca_hf.layout import as_int_array
 Prepared = TypeVar("Prepared")
 
 
-# Numbers that ranks show each other: batches that are known and read, and documents in these.
+# Names of the numbers that ranks show each other: batches that are known and read, and the documents in them.
 FOLLOWING, DOCUMENTS = "batches that follow", "documents that follow"
 
 
@@ -43,10 +43,12 @@ class _Gathering(NamedTuple):
 
 
 class StepAhead(Generic[Prepared]):
-    """Micro-batches that are known before their pass.
+    """Plans micro-batches that are known before their pass.
 
     Args:
-        prepare: plans a micro-batch in a thread, given the document lengths of each rank, and whether to pin memory.
+        transport: gathers lengths.
+        prepare: plans a micro-batch; called in a thread with the document lengths of each rank, and whether to pin
+            memory.
     """
 
     def __init__(self, transport: Transport, prepare: Callable[[Sequence[IntArray], bool], Prepared]) -> None:
@@ -64,22 +66,22 @@ class StepAhead(Generic[Prepared]):
         """Notes which batches are known when a step begins.
 
         Args:
-            readings: of the batches that follow the first one of the step.
-            step_batches: micro-batches of the step.
+            readings: readings of the batches that follow the first one of the step; None for one that has none.
+            step_batches: number of micro-batches in the step.
             device: where the batches are.
         """
         self._readings, self._step_batches = readings, step_batches
         self._pins_on = device if device.type == "cuda" else None
 
     def take_step_batches(self) -> int:
-        """Returns the micro-batches of the step that the first pass after `begin` belongs to; 0 in later passes."""
+        """Returns the number of micro-batches in the step, in the first pass after `begin`; 0 in later passes."""
         step_batches, self._step_batches = self._step_batches, 0
         return step_batches
 
     def show(self) -> dict[str, int]:
-        """Reads the batches that follow; returns how many they are, and their documents.
+        """Reads the batches that follow, and returns their number and the number of their documents.
 
-        Nothing follows if one of them cannot be read, or keeps its padding; and in later passes.
+        Both are 0 if one batch cannot be read or keeps its padding, and in later passes.
         """
         documents = [None if reading is None else reading.documents for reading in self._readings]
         read = [one for one in documents if one is not None and one.lengths is not None]
@@ -93,8 +95,8 @@ class StepAhead(Generic[Prepared]):
         """Gathers the lengths of these batches, if all ranks know equally many of them. A collective call.
 
         Args:
-            shown: numbers of all ranks, by name.
-            micro_batch: number of the pass.
+            shown: the numbers of all ranks, by name.
+            micro_batch: number of the pass's micro-batch.
         """
         documents, self._documents = self._documents, []
         if {*shown[FOLLOWING]} != {len(documents)} or not documents:
@@ -109,7 +111,7 @@ class StepAhead(Generic[Prepared]):
         """Starts to plan the batches whose lengths were gathered, if there are any.
 
         Raises:
-            PeerLostError: a rank was lost since.
+            PeerLostError: a rank was lost in the meantime.
         """
         if self._gathering is None:
             return
@@ -124,8 +126,8 @@ class StepAhead(Generic[Prepared]):
         thread.shutdown(wait=False)  # it ends when it has planned them all
 
     def take(self, read: ReadDocuments) -> tuple[int, Future[Prepared] | None]:
-        """Returns the number of a micro-batch among all that were planned ahead, from 1 on, and its plan; 0 and None
-        if it was not, or was taken before."""
+        """Returns the plan of a micro-batch, and its number among all that were planned ahead, counted from 1. Returns
+        0 and None if it was not planned ahead, or was taken before."""
         return self._planned.pop(read, (0, None))
 
 

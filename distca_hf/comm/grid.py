@@ -223,7 +223,7 @@ class Grid:
         return {rank: number for number, rank in enumerate(sorted(self.ranks))}
 
     def _number(self, rank: int) -> int:
-        return self._numbers.get(rank, rank)  # attention servers are numbered behind all others
+        return self._numbers.get(rank, rank)  # attention servers are numbered after all others
 
     def _coordinates(self, rank: int) -> tuple[int, int, int]:
         """Returns stage, data rank and tensor rank of a rank."""
@@ -277,16 +277,16 @@ def _first_unordered(grid: IntArray) -> list[int]:
 
 
 def _some(ranks: Sequence[int]) -> str:
-    """Returns words for ranks, of many the first ones."""
+    """Returns ranks as text; only the first ones if there are many."""
     first = ", ".join(map(str, ranks[:8]))
     return f"ranks {first}" + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
 
 
 class SameGrid:
-    """A comparison of grids among all ranks of the job; each time groups are opened another one.
+    """Compares the grids of all ranks of the job, once each time that groups are opened.
 
     Args:
-        store: of the job.
+        store: the job's store.
     """
 
     def __init__(self, store: Store, grid: Grid) -> None:

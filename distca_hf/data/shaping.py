@@ -1,17 +1,17 @@
-"""Shaping: whole documents of an optimizer step into the micro-batches of a pipeline.
+"""Shaping: divides the whole documents of an optimizer step among the micro-batches of a pipeline.
 
-A stage of a pipeline waits for others wherever micro-batches take unequal time, and while the pipeline fills with the
-first micro-batches and drains of the last. So the documents are divided by shares of attention work, in several ways:
-equal shares, or some light micro-batches, which go first and last. Each way is simulated in several orders, and the
-fastest is taken. Tokens are what they may be: rows of a pipeline are padded to one number.
+A stage of a pipeline waits for others if micro-batches take unequal time, and while the pipeline fills with the first
+micro-batches and drains after the last ones. So the documents are divided by shares of attention work, in several
+ways: equal shares, or a few light micro-batches that go first and last. Each way is simulated in several orders, and
+the fastest is taken. Micro-batches may have unequal tokens, because all are padded to the same number of rows.
 
     work of micro-batches   as packed   3 1 1 2 9 1 1 2      even   2.5 2.5 2.5 ...      light ends   1 3 3 3 3 3 3 1
 
-Documents of one way are dealt from the longest on. In a full step the last ones may find no room, although there is
-enough of it in all micro-batches together. Then long and short documents are exchanged until one of them has it all.
+Documents are dealt longest first. In a full step the last ones may find no room, although all micro-batches together
+have enough. Then long and short documents are exchanged until one micro-batch has all the room that is left.
 
-All of it follows from lengths, and is alike on all ranks: attended pairs are summed as integers, and seconds are
-computed element by element.
+The result depends only on lengths, and is the same on all ranks: attended pairs are summed as integers, and seconds
+are computed element by element.
 """
 
 from collections.abc import Iterator, Sequence
@@ -29,9 +29,9 @@ from distca_hf.data.schedules import Schedule, Seconds
 from distca_hf.flops import LLAMA_8B_COSTS, PassCosts
 
 
-# Bundles per micro-batch among which the documents that are left are always divided: short ones are dealt together.
+# Bundles per micro-batch that the remaining documents are divided into: short documents are dealt together.
 BUNDLES = 16
-# Tokens above its equal share that a micro-batch may get while others have room, as a part of its capacity.
+# Tokens above its equal share that a micro-batch may get while others have room, as a fraction of its capacity.
 SLACK = 0.002
 
 
@@ -40,17 +40,17 @@ def divide(
 ) -> list[IntArray] | None:
     """Divides whole documents among micro-batches of nearly equal tokens, with work in proportion to shares.
 
-    Documents are dealt from the longest on, each to the micro-batch that misses most work beyond what its missing
-    tokens will bring on average. Short ones are dealt in bundles, which get smaller towards the end.
+    Documents are dealt longest first, each to the micro-batch that lacks most work beyond what its missing tokens will
+    bring on average. Short documents are dealt in bundles, which get smaller towards the end.
 
     Args:
         document_tokens: `[documents]` lengths.
         document_work: `[documents]` attended pairs, which rise with the length.
-        shares: of each micro-batch, in any unit.
+        shares: share of the work for each micro-batch, in any unit.
         capacity_tokens: most tokens of a micro-batch.
 
     Returns:
-        `[micro_batches]` documents as indices; None if no room was found for one of them.
+        For each micro-batch, the indices of its documents; None if one document found no room.
     """
     longest_first = np.argsort(-document_tokens, kind="stable")
     borders = _bundles(document_tokens[longest_first], BUNDLES * len(shares))

@@ -1,4 +1,4 @@
-"""Kernel calls of one rank: tasks that one varlen attention call computes together.
+"""Kernel calls: groups the tasks of one rank into varlen attention calls.
 
 local parts    | d4[0:9] d7[0:3] | d1[5:8] d2[6:9] |    one LOCAL call: squares of neighbours with the same heads
 their prefixes |                 | d1[0:5] d2[0:6] |    one PREFIX call per chunk: the squares' queries, no mask
@@ -22,11 +22,11 @@ from distca_hf.planning.transfers import ExchangeChunks, RemoteKV
 
 @dataclass(frozen=True, eq=False)
 class LocalParts(Ranges):
-    """Ranges of tokens that their owner rank computes, as consecutive rows, sorted by (document, head, start). A part
-    may attend to keys before it, too.
+    """Ranges of tokens whose queries their owner rank computes, sorted by (document, head, start). The rows of a part
+    are consecutive. Its queries may also attend to keys before the part.
 
     Attributes:
-        token_row: layout row of the first token; rows here are tokens.
+        token_row: layout row of the first token, counted in tokens even if heads are divided.
     """
 
     token_row: IntArray
@@ -54,13 +54,13 @@ class LocalParts(Ranges):
 
 @dataclass(frozen=True, eq=False)
 class RemoteTasks(Ranges):
-    """Tasks of one rank with queries of other ranks, in the order of their remote-query rows: by chunk, tasks of all
-    heads before those of single groups.
+    """Tasks of one rank with queries of other ranks, in the order of their remote-query rows: sorted by chunk, and in
+    each chunk tasks of all heads before tasks of single groups.
 
     Attributes:
         task: index of the task in the plan.
-        chunk: chunk that brings its keys.
-        first_row: first remote-query row.
+        chunk: chunk that brings the keys of the task.
+        first_row: first remote-query row of the task.
     """
 
     task: IntArray
@@ -87,7 +87,7 @@ class RemoteTasks(Ranges):
 
 
 class CallKind(Enum):
-    """Kind of a call: where its queries and its keys are read, and how they are masked.
+    """Kind of a call: where its queries and keys are read from, and its mask.
 
                     queries            keys            mask
     LOCAL           local tokens       local tokens    causal
@@ -112,11 +112,11 @@ class KernelCall:
     Attributes:
         query_start, query_stop, key_start, key_stop: tokens or rows, see `CallKind`.
         cu_seqlens_q, cu_seqlens_k: `[tasks + 1]` int64 offsets of each task in tokens, relative to the starts above.
-        heads: head groups [first, last) that the call computes. They count all groups of a local token, or the groups
-            side by side in a token's remote-query rows. Remote-KV rows hold these groups side by side, token after
-            token.
-        window_tokens: 0, or the window of a causal call. Of a prefix call: the last query sees so many of the last
-            keys, and each query before it one more.
+        heads: head groups [first, last) that the call computes, counted among all groups of a local token, or among
+            the adjacent groups of a token's remote-query rows. Remote-KV rows hold these groups next to each other,
+            token after token.
+        window_tokens: 0 without a window. For a causal call, its window. For a prefix call, how many of the last keys
+            its last query attends; each query before it attends one more.
     """
 
     kind: CallKind
@@ -156,7 +156,7 @@ class KernelCall:
 
 def local_calls(local: LocalParts, mask: Mask) -> tuple[KernelCall, ...]:
     """Returns calls of the squares of local parts: one for all neighbours with the same heads."""
-    # Parts that lie beside each other, with the same heads, are one range of rows: d4[0:9] d7[0:3] | d1[5:8] ...
+    # Adjacent parts with the same heads are one range of rows: d4[0:9] d7[0:3] | d1[5:8] ...
     row, tokens, first, last = _heads_joined(local)
     order = np.lexsort((row, last, first))
     row, tokens, first, last = row[order], tokens[order], first[order], last[order]
@@ -233,7 +233,7 @@ def remote_query_calls(remote: RemoteTasks, mask: Mask, remote_kv: RemoteKV, chu
 
 def _heads_joined(local: LocalParts) -> tuple[IntArray, ...]:
     """Joins parts of the same tokens with consecutive groups: row, tokens, and groups [first, last) of each."""
-    # Along consecutive groups the head rises as the index does, so their difference stays as it is.
+    # Along consecutive groups the head rises with the index, so their difference is constant.
     groups = local.head_groups
     order = np.lexsort((local.head, local.token_row, local.tokens))
     row, tokens, head = local.token_row[order], local.tokens[order], local.head[order]

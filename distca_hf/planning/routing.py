@@ -1,17 +1,17 @@
-"""Routing: the index maps of one rank, derived from a plan. All maps are index ranges, which `runtime` writes out on
-the device.
+"""Routing: derives from a plan which rows one rank sends, receives and computes. Index maps are index ranges, which
+`runtime` expands on the device.
 
 A rank computes three kinds of attention (`kernel_calls.CallKind`):
 
-    local           queries that stay, against keys that lie beside them: whole documents, and the square at the end of
-                    a document that began elsewhere. Needs no rows of other ranks.
-    prefix          the queries of such a square, once more, against the keys before it, without a mask. Both parts
-                    are merged by their log-sum-exps.
+    local           queries that stay, against keys of the same tokens: whole documents, and the last square of a
+                    document that began on another rank. Needs no rows of other ranks.
+    prefix          the queries of such a square once more, against the keys before it, without a mask. The results of
+                    both parts are merged by their log-sum-exps.
     remote queries  tasks with queries of other ranks, against all keys that they attend
 
-The plan's `Mask` says which keys those are, and how queries attend to keys before them. Under the causal mask they are
-the whole prefix. Under a window of W tokens they are the *halo*, the up to W - 1 keys before a part. W = 4, a document
-of 10 tokens, and its last 5 on this rank:
+The plan's `Mask` says which keys before a part its queries attend, and how. Under the causal mask they are the whole
+prefix. Under a window of W tokens they are the *halo*, up to W - 1 keys. For example, with W = 4 and a document of 10
+tokens, whose last 5 are on this rank:
 
                  local call                   prefix call
     keys         5 6 7 8 9                    2 3 4
@@ -25,9 +25,9 @@ of 10 tokens, and its last 5 on this rank:
     remote-KV rows     | d1[0:5] d2[0:6] | d9[0:7] |                    keys of both other kinds, received or copied
     remote-query rows  | d9[2:7] |                                      queries of the last kind
 
-Remote-KV and remote-query rows come in chunks (see `transfers`) and lie in their order. Local queries, keys and values
-are read where they lie; only rows to send are copied. If the plan divides heads, a row is one token of one head group
-(see `pieces`).
+Remote-KV and remote-query rows arrive in chunks (see `transfers`), and are stored in that order. Local queries, keys
+and values are read in place; only rows to send are copied. If the plan divides heads, a row is one token of one head
+group (see `pieces`).
 
     plan ── transfers ─┬─ facts                                    the same on all ranks
                        ├─ routing of forward     in several chunks   of this rank
@@ -58,7 +58,8 @@ from distca_hf.planning.plan import Plan, PlanFacts
 from distca_hf.planning.transfers import ExchangeChunks, KeyRanges, KeyTransfers, RemoteKV, key_transfers
 
 
-# Most work that a rank defers until results are sent back, in means of the ranks. More would delay the results.
+# Most work that a rank defers until results are sent back, as a share of the ranks' mean work. More would delay the
+# results.
 LATE_SHARE = 0.25
 
 
@@ -90,7 +91,7 @@ class QueryMoves(RowsInChunks):
 
     Attributes:
         num_rows: remote-query rows.
-        send_rows: `[sent]` layout rows computed elsewhere, grouped by chunk and server.
+        send_rows: `[sent]` layout rows of queries that other ranks compute, grouped by chunk and server.
         received_to_queries: `[received]` remote query row of each received row.
         local_rows, local_to_queries: `[local]` layout rows of this rank in tasks with remote queries, and their
             remote-query rows.
@@ -104,7 +105,7 @@ class QueryMoves(RowsInChunks):
 
     @property
     def come_in_order(self) -> bool:
-        """Whether received rows, as they are, are the remote-query rows."""
+        """Whether received rows already are the remote-query rows, in order."""
         return self.local_rows.total == 0 and self.received_to_queries.counts_up
 
 
@@ -119,10 +120,10 @@ class Routing(RowsInChunks):
         rows_per_token: groups that the plan divides heads into.
         send_rows: `[sent]` layout rows of keys to send, grouped by chunk and destination.
         received_to_remote_kv: `[received]` remote-KV row of each received row.
-        kept_to_remote_kv: `[kept]` the same of rows that were received before, perhaps in other chunks, and kept.
-        local_rows, local_to_remote_kv: `[local]` layout rows that are copied into the remote KV, and their rows there.
+        kept_to_remote_kv: `[kept]` the same for rows that were received in forward, perhaps in other chunks, and kept.
+        local_rows, local_to_remote_kv: `[local]` layout rows that are copied into the remote KV, and their rows in it.
         shared_rows: layout rows whose key gradients have parts from other ranks or from the remote KV.
-        send_in_shared, local_in_shared: places of `send_rows` and `local_rows` in `shared_rows`.
+        send_in_shared, local_in_shared: indices of `send_rows` and `local_rows` in `shared_rows`.
         remote_kv_rows: rows of the remote KV.
         local: kernel calls (see above).
         prefix_of_chunk, remote_queries_of_chunk: kernel calls that need the keys of a chunk.
@@ -164,19 +165,19 @@ class Routing(RowsInChunks):
 
     @cached_property
     def adding(self) -> frozenset[KernelCall] | None:
-        """Calls on the remote KV that add to gradients which larger calls write; None if all of them add."""
+        """Calls on the remote KV whose key gradients are added to those that larger calls write; None if all add."""
         calls = (*self.prefix, *self.remote_queries)
         indices = adding_calls([(call.key_start, call.key_stop) for call in calls])
         return None if indices is None else frozenset(calls[index] for index in indices)
 
     @property
     def come_in_order(self) -> bool:
-        """Whether received keys, as they are, are the remote KV."""
+        """Whether received keys already are the remote KV, in order."""
         return self.local_rows.total == 0 and self.received_to_remote_kv.counts_up
 
     @property
     def kept_in_order(self) -> bool:
-        """Whether kept keys, as they are, are the remote KV."""
+        """Whether kept keys already are the remote KV, in order."""
         return self.local_rows.total == 0 and self.kept_to_remote_kv.counts_up
 
     @property
@@ -198,9 +199,9 @@ def route(
     Args:
         plan: the plan, the same on all ranks.
         rank: the rank.
-        transfers: key transfers in these chunks, of this rank at least; by default they are computed.
-        chunks: chunks of the exchange; by default there is one.
-        kept: transfers that brought the kept keys; by default these are `transfers`.
+        transfers: key transfers in these chunks, at least those that concern this rank; by default they are computed.
+        chunks: chunks of the exchange; by default one.
+        kept: transfers that brought the kept keys; by default `transfers`.
         exchanges: whether any rank sends keys; by default whether there are `transfers`.
 
     Raises:
@@ -221,7 +222,7 @@ def route(
     local = LocalParts.of(held.select((held.server == rank) & ~plan.has_remote_queries[held.task])).cut(mask)
     remote = RemoteTasks.of(plan, rank, chunks)
 
-    # 2. The remote KV: keys that both kinds attend, less those beside local queries. Each key is held once.
+    # 2. The remote KV: keys that prefix calls and remote queries attend. Each key is held once.
     document, head = (np.concatenate([getattr(x, name) for x in (local, remote)]) for name in ("document", "head"))
     first_key = mask.first_key(np.concatenate([local.start, remote.start]))
     stop = np.concatenate([local.start, remote.stop])
@@ -273,7 +274,7 @@ def _in_remote_kv(received: KeyTransfers, remote_kv: RemoteKV) -> IndexRanges:
 
 
 def _received(transfers: KeyTransfers, rank: int) -> KeyTransfers:
-    """Returns the transfers to a rank, in the order in which they come."""
+    """Returns the transfers to a rank, in the order in which they arrive."""
     received = transfers.select(transfers.destination == rank)
     return received.select(np.argsort(received.chunk, kind="stable"))  # by source in each chunk
 
@@ -287,12 +288,12 @@ def held_segments(layout: Layout, rank: int) -> IntArray:
 def _late_share(plan: Plan, rank: int) -> float:
     """Returns the fraction of a rank's local work to defer, so that all ranks send results at the same time.
 
-    Without speeds the deferred work is equal on all ranks: `LATE_SHARE` of the mean work, capped by the rank with the
-    least local work. With speeds all times but the deferred ones are equal. Results leave once every rank has done its
-    remote queries, and each but `LATE_SHARE` of the mean time. Then servers without local work defer nothing, and
-    trainers defer as much as they compute longer.
+    Without speeds, all ranks defer equal work: `LATE_SHARE` of the mean work, capped by the rank with the least local
+    work. With speeds, all ranks compute for equal times before results leave. Results leave once every rank has done
+    its remote work, and has at most `LATE_SHARE` of the mean time left. So servers without local work defer nothing,
+    and trainers defer what they compute longer.
     """
-    # A task's square, its queries against the keys beside them, is local work, unless other ranks hold its queries.
+    # A task's square, its queries against keys of the same tokens, is local work unless other ranks hold its queries.
     tasks = plan.tasks
     squares = tasks.mask.pairs_inside(tasks.start, tasks.stop)
     squares = squares * np.where(tasks.head == ALL_HEADS, tasks.head_groups, 1) * ~plan.has_remote_queries
@@ -359,11 +360,11 @@ class RankPlan:
     """Routings of one rank for one mask, and facts that all ranks share.
 
     Attributes:
-        mask: keys that queries attend.
-        forward: routing in which rows may come in several chunks.
-        backward: routing in one chunk, since kept rows are there at once; `forward` itself if that has one chunk.
+        mask: which keys queries attend.
+        forward: routing in which rows may arrive in several chunks.
+        backward: routing in one chunk, because kept rows are there at once; `forward` itself if that has one chunk.
         facts: numbers about the micro-batch.
-        tasks: of this rank, as `Plan.tasks_of` returns them.
+        tasks: tasks of this rank, as `Plan.tasks_of` returns them.
     """
 
     mask: Mask
@@ -380,7 +381,7 @@ def rank_plan(plan: Plan, rank: int, num_chunks: int = 1, work_before: IntArray 
         plan: the plan, the same on all ranks.
         rank: the rank.
         num_chunks: chunks of the exchange in forward.
-        work_before: `[ranks with tokens]` attended pairs to compare the plan with, in facts; by default the work of
+        work_before: `[ranks with tokens]` attended pairs that the facts compare the plan with; by default the work of
             the queries that each rank holds, servers included.
     """
     transfers = key_transfers(plan)

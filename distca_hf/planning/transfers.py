@@ -1,22 +1,22 @@
-"""Transfers: the keys and values that each server lacks, the rank that sends them, the chunk that brings them,
-and their rows in the remote KV.
+"""Transfers: finds the keys and values that each server lacks, which rank sends them, which chunk brings them, and
+their rows in the remote KV. A server is the rank that computes a task.
 
 needs of a server    | d1, all heads: tokens [0:9) |
 pieces of d1         | rank 0 [0:4) | rank 2 [4:7) | the server itself [7:9) |
 borders of chunks    | chunk 0 [0:5)       | chunk 1 [5:...)                 |
 transfers            | 0: [0:4)     | 2: [4:5) | 2: [5:7) |
 
-Remote prefixes are sent in several chunks, so that one is attended while the next is in flight:
+Remote prefixes are sent in several chunks: one is attended while the next is in flight.
 
     chunk                         0          1          2          3
     prefixes of a busy server  | d1 ....  | ... d1 d2 | .. d2 ..  | .. d2 d5 |    parts of about equal work
     of a server with little    |          |           |           | d3 d4 d6 |    fewer kernel calls, the last chunks
     read by remote queries     | d7 whole |           | d8 whole  |          |    never cut
 
-Prefixes that only local queries read are cut so that every chunk brings a server about as much work. With four chunks
-a server uses one for each quarter of a rank's mean work. A server with little remote work uses the last chunks only,
-so that busier ranks are served first. A prefix that remote queries read comes whole, in one chunk. The remote queries
-of a server are divided among the chunks.
+Prefixes that only local queries read are cut so that every chunk brings a server about equal work. With four chunks, a
+server uses one for each quarter of a rank's mean work. A server with little remote work uses only the last chunks, so
+that busier ranks are served first. A prefix that remote queries read arrives whole, in one chunk. A server's remote
+queries are divided among the chunks.
 
 The remote KV of a rank holds the keys that its prefix calls and remote queries read, each of them once. Under the
 causal mask they are prefixes of lines:
@@ -43,7 +43,7 @@ from distca_hf.planning.pieces import (
 from distca_hf.planning.plan import Plan
 
 
-# Border behind the last token of any prefix: the largest int64, so that `minimum` with a prefix gives its length.
+# Border after the last token of any prefix: the largest int64, so that `minimum` with a prefix gives its length.
 NEVER = np.iinfo(np.int64).max
 
 
@@ -53,8 +53,8 @@ class ExchangeChunks:
 
     Attributes:
         count: chunks.
-        num_lines: lines that there may be, see `line_keys`.
-        keys: `[prefixes]` ascending, one for each (server, line) that may come in another chunk than the first.
+        num_lines: largest possible number of lines, see `line_keys`.
+        keys: `[prefixes]` ascending, one for each (server, line) that may arrive in another chunk than the first.
         borders: `[prefixes, count + 1]` chunk i brings tokens [borders[i], borders[i + 1]).
     """
 
@@ -75,7 +75,7 @@ class ExchangeChunks:
         lines = line_keys(tasks.document[reads], tasks.head[reads], groups)
         keys, prefix = np.unique(tasks.server[reads] * num_lines + lines, return_inverse=True)
 
-        # 2. Tokens and work of each prefix that local queries read; remote queries do not cut theirs.
+        # 2. Tokens and work of each prefix that local queries read; prefixes of remote queries are not cut.
         is_remote, start, stop = plan.has_remote_queries[reads], tasks.start[reads], tasks.stop[reads]
         shortest, longest, work = np.zeros((3, len(keys)), dtype=np.int64)
         np.maximum.at(longest, prefix[~is_remote], start[~is_remote])
@@ -167,7 +167,7 @@ class KeyTransfers(Ranges):
     chunk: IntArray
 
     def in_chunks(self, chunks: ExchangeChunks) -> "KeyTransfers":
-        """Cuts the transfers of an exchange in one chunk at the borders of chunks."""
+        """Cuts transfers, all in one chunk so far, at the borders of these chunks."""
         if chunks.count == 1:
             return self
         borders = chunks.borders_of(self.destination, self.lines)
@@ -213,14 +213,14 @@ class KeyRanges(Ranges):
 
     @classmethod
     def of(cls, plan: Plan) -> "KeyRanges":
-        """Returns the keys of all tasks that may need some of other ranks."""
+        """Returns the keys of all tasks that may need keys of other ranks."""
         tasks, reads = plan.tasks, plan.reads_others
         document, head, start, stop = (x[reads] for x in (tasks.document, tasks.head, tasks.first_key, tasks.stop))
         return cls.join(tasks.server[reads], document, head, start, stop, tasks.head_groups)
 
 
 def key_transfers(plan: Plan, chunks: ExchangeChunks | None = None) -> KeyTransfers:
-    """Returns the keys that servers lack for their tasks. Each row is sent at most once to a server.
+    """Returns the transfers of the keys that servers lack for their tasks. A server receives each row at most once.
 
     Args:
         chunks: chunks of the exchange; by default there is one.
@@ -246,7 +246,7 @@ def key_transfers(plan: Plan, chunks: ExchangeChunks | None = None) -> KeyTransf
 
 
 def _order_of_small(values: IntArray, limit: int) -> IntArray:
-    """Returns the order of integers in [0, limit); equal ones keep theirs. Numpy sorts 16 bits in linear time."""
+    """Returns the stable sort order of integers in [0, limit). NumPy sorts 16-bit integers in linear time."""
     return np.argsort(values.astype(np.min_scalar_type(limit)), kind="stable")
 
 
@@ -292,7 +292,8 @@ def received_bytes(plan: Plan, token_bytes: TokenBytes) -> IntArray:
 
 @dataclass(frozen=True, eq=False)
 class RemoteKV:
-    """Rows of the keys that one rank reads, chunk after chunk. In each, lines of all heads come before single groups.
+    """Row numbers of the keys that one rank reads, chunk after chunk. In each chunk, lines of all heads come before
+    lines of single groups.
 
     Attributes:
         reads: the ranges of keys.

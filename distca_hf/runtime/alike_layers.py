@@ -1,11 +1,11 @@
-"""Layers of a micro-batch that are alike: what the host finds out for the first of them holds for all.
+"""Alike layers: shares among the alike layers of a micro-batch what the host finds out for the first of them.
 
-A model has few kinds of layers, and each of them makes a call in every pass. Looking things up, comparing shapes and
-choosing how rows are copied costs the host more than these copies cost the device.
+A model has few kinds of layers, and every layer makes a call in each pass. Looking things up, comparing shapes and
+choosing how rows are copied would take the host longer than the copies take the device.
 
-Local calls of a layer are divided in two parts, some heads of each call. The early one is computed before rows of
-other ranks are needed, the late one while results are sent back. Nothing is computed twice or summed for that, and one
-long document can be divided as well as many short ones.
+The local calls of a layer are divided into two parts by heads. The early part is computed before rows of other ranks
+are needed, the late part while results are sent back. Nothing is computed twice or summed for that, and one long
+document can be divided as well as many short ones.
 
 Shape legend in `kernels.interface`; T counts the tokens of this rank, padding included.
 """
@@ -26,11 +26,11 @@ from distca_hf.runtime.prepared_calls import PreparedBackward, PreparedForward, 
 
 @dataclass(frozen=True)
 class LayerCalls:
-    """Local and prefix calls of a layer. Their `heads` count its KV heads; those of a routing count groups of heads.
+    """Local and prefix calls of a layer. Their `heads` count KV heads, whereas calls of a routing count head groups.
 
     Attributes:
         early, late: local calls.
-        prefix: of each chunk.
+        prefix: prefix calls of each chunk.
     """
 
     early: tuple[DeviceCall, ...]
@@ -39,11 +39,12 @@ class LayerCalls:
 
     @classmethod
     def of(cls, routing: DeviceRouting, kv_heads: int, *, rows_come: bool, results_leave: bool) -> "LayerCalls":
-        """Returns the calls of a layer with so many KV heads.
+        """Returns the calls of a layer.
 
         Args:
+            kv_heads: KV heads of the layer.
             rows_come: whether rows of other ranks are in flight while early calls run.
-            results_leave: whether results are sent back behind the prefix calls; only then are some calls late.
+            results_leave: whether results are sent back after the prefix calls; only then are some calls late.
         """
         per_group = kv_heads // routing.rows_per_token
         local = with_kv_heads(routing.local, per_group)

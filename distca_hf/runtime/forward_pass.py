@@ -3,17 +3,16 @@
     first call ──▶ agree ──▶ exchange ... last call ──▶ end
     first recomputed or backward call ──▶ agree ──▶ exchange ...          for each backward pass of autograd
 
-Ranks show each other what they run before the first exchange of the forward pass, and before the first exchange of
-each backward pass: dtypes and heads, then the pass itself and its calls. A rank that computes in another dtype, calls
-other layers, needs other gradients or differentiates another pass would send rows that another rank takes for
-something else.
+Ranks agree twice. Before the first exchange of a forward pass they show each other dtypes and heads. Before the first
+exchange of each backward pass they show which forward pass it follows, and which calls that pass made. Otherwise a
+rank with another dtype, other layers, other gradients or another pass would send rows that the others misinterpret.
 
-Several passes may wait for backward at the same time, and a graph that is retained is differentiated again. So the
-second agreement belongs to the backward pass of autograd and not to the forward pass: a rank that leaves out a loss,
-or runs backward passes in another order, meets the others in different agreements, and nothing is sent.
+Several passes may wait for backward at the same time, and a retained graph may be differentiated twice. So the second
+agreement belongs to a backward pass of autograd, not to a forward pass. A rank that leaves out a loss, or runs
+backward passes in another order, meets the others in a different agreement, and nothing is sent.
 
 Later layers may have other dtypes and heads than the first one. In a model's first pass ranks show them before every
-call. After it each rank knows them, and refuses its own layer if that has others, before it exchanges anything.
+call. From then on each rank knows them, and refuses a layer of its own that differs before anything is exchanged.
 """
 
 import zlib
@@ -32,22 +31,22 @@ from distca_hf.torch_private import backward_number
 from distca_hf.traces import PassPart
 
 
-# Shown in place of a checksum of calls by a rank that knows none: checksums are not negative.
+# Shown instead of a checksum by a rank that has none: checksums are not negative.
 UNKNOWN = -1
-# What a model holds on all ranks alike. In most passes none of it is shown.
+# Kinds of a model's state that must be equal on all ranks. Most passes show neither.
 WEIGHTS, BUFFERS = "weights", "buffers"
 NO_STATE: Mapping[str, Mapping[str, object]] = {}
 
 
 class AlsoShown(Protocol):
-    """Integers that ranks show each other with the facts of a pass. By then their devices have work."""
+    """Further integers that ranks show each other with the facts of a pass, while their devices are busy."""
 
     def show(self) -> Mapping[str, int]:
-        """Returns this rank's integers, with the same names on all ranks."""
+        """Returns this rank's integers, under the same names on all ranks."""
         ...
 
     def seen(self, shown: Mapping[str, list[int]], micro_batch: int) -> None:
-        """Takes those of all ranks. Collective calls may follow."""
+        """Takes the integers of all ranks, by name. May make collective calls."""
         ...
 
 
@@ -55,19 +54,19 @@ class ForwardPass:
     """Counts the attention calls of one forward pass and of its backward pass, and names their places.
 
     Args:
-        facts: must be the same on all ranks; None for a pass of no enabled model, which agrees about nothing.
-        num_calls: attention calls of the pass, if known.
-        before: calls of the model's pass before; None if there was none.
-        trace: notes the moments of its calls, if the step is reported.
-        state: checksums by name, of weights and of buffers. The ranks that show any compare them.
-        also: what ranks show each other with the facts; None if it is nothing.
+        facts: facts that must be the same on all ranks; None if the model is not enabled: then nothing is agreed on.
+        num_calls: number of attention calls of the pass, if known.
+        before: calls of the model's previous pass; None if there was none.
+        trace: notes when the calls spend time on what, if the step is reported.
+        state: checksums of weights and of buffers, by name. Ranks that show some compare them.
+        also: further integers that ranks show each other with the facts; None if there are none.
 
     Attributes:
         facts: see above.
-        calls, backward_calls: calls of the operator so far; `calls` counts recomputed ones, too.
-        layers: numbers of the layers that made them, on the host, recomputed ones left out.
-        made: the calls so far.
-        compares_calls: whether ranks show each other every call, because some rank knows no pass before.
+        calls, backward_calls: number of calls of the operator so far; `calls` includes recomputed ones.
+        layers: numbers of the layers that made the calls, on the host, without recomputed ones.
+        made: windows and tensors of the calls so far, without recomputed ones.
+        compares_calls: whether ranks show each other every call, because some rank knows no previous pass.
     """
 
     def __init__(
@@ -98,8 +97,8 @@ class ForwardPass:
         self._with_gradients: list[int] = []
         self._recomputed = 0
         self._calls_per_region = 1
-        # Of the backward pass that runs: its numbers in autograd, where reentrant checkpointing runs passes within
-        # passes, and the backward calls before it.
+        # The backward pass that runs: its numbers in autograd (several, because reentrant checkpointing nests passes),
+        # and the number of backward calls before it.
         self._in_autograd: set[int] = set()
         self._backward_from = 0
 
@@ -109,12 +108,11 @@ class ForwardPass:
         return self.facts is not None
 
     def check_open(self) -> None:
-        """Checks that the model of a layer has begun this pass and did not end it; for layers of enabled models.
-
-        A layer that backward computes again passes, too.
+        """Checks that the model has begun this pass and not ended it; called by layers of enabled models. Layers that
+        backward recomputes are accepted.
 
         Raises:
-            PlanError: part of the model was called, and nothing around it is checked.
+            PlanError: only a part of the model was called, so that its pass is not checked.
         """
         if self.facts is not None and (not self._ended or backward_number() >= 0):
             return
@@ -143,12 +141,12 @@ class ForwardPass:
         """Counts a forward call and names its place.
 
         Args:
-            window_tokens: of the layer, 0 without a window. Other ranks make the exchanges of the one they expect.
-            scores: how the layer makes them (scale, softcap, sinks); must be the same on all ranks.
-            tensors: of the layer. Other ranks exchange rows with the dtypes and heads that they expect.
+            window_tokens: the layer's window; 0 without one. Other ranks exchange rows for the window they expect.
+            scores: how the layer computes scores (scale, softcap, sinks); must be the same on all ranks.
+            tensors: dtypes and heads of the layer. Other ranks exchange rows with those they expect.
 
         Raises:
-            PlanError: window or tensors are others than in the pass before.
+            PlanError: window or tensors differ from the previous pass.
         """
         self.calls += 1
         if self.num_calls is None or self.calls <= self.num_calls:
@@ -243,12 +241,11 @@ class ForwardPass:
         return Agreement.start(self._transport, Occasion.ATTEND, self._micro_batch, facts, numbers).wait()
 
     def end(self, exchanges: bool, backward_calls: int | None = None, attends_again: bool = False) -> None:
-        """Ends the forward pass: all further calls belong to backward. Where none can follow, this rank waits for the
-        others here.
+        """Ends the forward pass: all further calls belong to backward. If none can follow, ranks agree here.
 
         Args:
-            exchanges: whether ranks exchange rows in this pass; where they do not, they need not agree.
-            backward_calls: that follow; None: one for each call that needs gradients, as was noted.
+            exchanges: whether ranks exchange rows in this pass; if not, they need not agree.
+            backward_calls: number of backward calls; None for one after each call that was noted to need gradients.
             attends_again: whether backward recomputes layers. Under reentrant checkpointing no call needed gradients.
 
         Raises:
@@ -262,10 +259,10 @@ class ForwardPass:
                 self._agree_to_differentiate()
 
     def _enter_backward(self, goes_on: bool) -> None:
-        """Waits for the other ranks if a call is the first one of a backward pass.
+        """Agrees with the other ranks if a call is the first one of a backward pass.
 
         Args:
-            goes_on: whether the call follows a recomputed one, so that it may be in a pass within the pass.
+            goes_on: whether the call follows a recomputed one, so that it may be in a nested backward pass.
         """
         number = backward_number()
         if number in self._in_autograd:

@@ -1,12 +1,12 @@
-"""Layer kinds: the layers of a model by the mask that they attend with, each kind with its routing in a micro-batch.
+"""Layer kinds: groups the layers of a model by the mask that they attend with. Each kind has a routing.
 
     full causal layers       routing of the plan: prefixes travel, and perhaps queries
-    layers with a window     routing of the same layout: halos travel
+    layers with a window     routing of a plan for the same layout, in which no query moves: halos travel
 
-All kinds are of one layout, so the rows that a rank holds are the same in every layer. A window as long as every
-document of the micro-batch is no window: such layers are of the full kind.
+All kinds have the same layout, so a rank holds the same rows in every layer. A window that is as long as the longest
+document of the micro-batch counts as no window: such layers belong to the full kind.
 
-Planning leaves a `PlannedMicroBatch` on this rank, from which the kinds are made when the decoder of a model begins.
+Planning leaves a `Planned` on this rank, or a `PlannedLater` if plans are made when the decoder of a model begins.
 """
 
 from collections.abc import Callable, Iterator, Mapping

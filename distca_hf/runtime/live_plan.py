@@ -1,10 +1,10 @@
-"""Live plans: a micro-batch's plan bound to the transport and settings of this rank.
+"""Live plan: binds a micro-batch's plan to the transport and settings of this rank.
 
-The operator carries its plan as an integer, because compiled graphs, checkpointing and autograd all pass an integer on
-unharmed. `find_plan` finds the plan by it, in the one register of this process, as long as somebody may still ask for
-it. That is shared state, and bounded. `runtime.retention` and `batches.known_batch` have some, too.
+The operator is given its plan as an integer, because compiled graphs, checkpointing and autograd all pass on integers
+unchanged. `find_plan` looks the plan up by it, in the one register of this process, as long as anything may still ask
+for it. The register is bounded shared state; so are parts of `runtime.retention` and `batches.known_batch`.
 
-What layers find in a plan is in `alike_layers`, and what attention servers hear of their calls in `call_orders`.
+`alike_layers` has what layers look up in a plan, and `call_orders` what attention servers are told about calls.
 """
 
 import itertools
@@ -40,7 +40,7 @@ Plan = TypeVar("Plan")
 
 
 class PlanRegister(Generic[Plan]):
-    """Finds live plans by number. The newest are kept alive here; older ones live as long as a batch or a graph holds
+    """Finds live plans by number. It keeps the newest ones alive; older ones live as long as a batch or a graph holds
     them."""
 
     def __init__(self) -> None:
@@ -104,10 +104,10 @@ class LivePlan:
             layout, so the rows that a rank holds are the same in every layer.
         agreement: facts shown to all ranks when the batch was handed out; None if there is nothing to wait for.
         replan: plans the micro-batch again if other servers take part than before; None if they do not.
-        stopwatch: measures this rank's kernels; None where nobody asks for their times.
+        stopwatch: measures this rank's kernels; None if their times are not needed.
         document_tokens: `[segments]` tokens of each document, or part of one, that this rank holds, in row order; None
             on attention servers, which hold none.
-        also: what ranks show each other in a pass besides its facts; None if it is nothing.
+        also: further integers that ranks show each other in a pass; None if there are none.
 
     Attributes:
         longest_document_tokens: tokens of the longest document of the micro-batch.

@@ -1,12 +1,12 @@
-"""Layers and calls of a forward pass: what ranks must know of them before the pass.
+"""Pass layers: what ranks must know about the layers and calls of a forward pass before it begins.
 
-Layers differ in when they hold rows of other ranks for backward:
+Layers differ in how long they hold rows of other ranks for backward:
 
     forward    layer 0 holds all until backward   │ layer 1 recomputed: holds what it received, or nothing
     backward                                      │ layers of one checkpointed region hold all at the same time
 
-Calls are alike in every pass, so that ranks know each other's exchanges: a window decides which rows of a layer
-travel, dtypes and heads how many bytes a row has.
+Every pass must make the same calls, so that ranks know each other's exchanges. A layer's window decides which of its
+rows travel; dtypes and heads decide how many bytes a row has.
 """
 
 from collections.abc import Callable
@@ -18,17 +18,17 @@ from distca_hf.cost import CAUSAL_LAYERS, LayerMasks
 from distca_hf.errors import PlanError
 
 
-# Of each checkpointed region whose attention is recomputed: windows of its layers in tokens, 0 without one.
+# For each checkpointed region whose attention is recomputed: windows of its layers in tokens, 0 without one.
 Regions = tuple[tuple[int, ...], ...]
 
 
 class HeldLayers(NamedTuple):
-    """Layers of one kind that hold rows of other ranks.
+    """How many layers of one kind hold rows of other ranks, and when.
 
     Attributes:
-        saved: layers that hold what backward needs from forward on.
-        recomputed: all other layers: they attend again before their backward.
-        together: most of these that one region recomputes, so that they hold what backward needs at the same time.
+        saved: layers that hold the rows that backward needs from forward on.
+        recomputed: all other layers; they attend again before their backward.
+        together: most of the recomputed layers in one region; they hold the rows at the same time.
     """
 
     saved: int = 1
@@ -40,9 +40,9 @@ class PassLayers(NamedTuple):
     """Layers of a forward pass.
 
     Attributes:
-        attention_calls: of the pass, as far as is known before the first one.
-        layer_masks: masks of the model, each with the number of its layers.
-        regions: whose attention is recomputed.
+        attention_calls: number of attention calls of the pass, as far as it is known before the first pass.
+        layer_masks: masks of the model's layers, each with the number of its layers.
+        regions: regions whose attention is recomputed.
     """
 
     attention_calls: int = 1
@@ -50,12 +50,11 @@ class PassLayers(NamedTuple):
     regions: Regions = ()
 
     def of(self, window_tokens: int, longest_document_tokens: int) -> HeldLayers:
-        """Returns those of one kind, of which there is at least one. Where no layer was known to have this window, all
-        may have it.
+        """Returns the layers of one kind, at least one. If no layer is known to have this window, all may have it.
 
         Args:
-            window_tokens: 0 for layers without a window.
-            longest_document_tokens: a window of so many tokens is none.
+            window_tokens: window of the kind; 0 for layers without a window.
+            longest_document_tokens: a window that is at least this long counts as no window.
         """
 
         def in_kind(tokens: int) -> bool:
@@ -76,7 +75,7 @@ class PassLayers(NamedTuple):
         return HeldLayers(saved, recomputed, max(of_regions, default=0))
 
 
-# Of a pass of which nothing is known.
+# Layers of a pass about which nothing is known.
 ONE_LAYER = PassLayers()
 
 
@@ -88,26 +87,26 @@ class CallTensors(NamedTuple):
 
     @classmethod
     def of(cls, q_TNH: torch.Tensor, k_TGH: torch.Tensor, v_TGV: torch.Tensor) -> "CallTensors":
-        """Returns those of a call with these tensors."""
+        """Returns dtypes and heads of these tensors."""
         return cls((q_TNH.dtype, k_TGH.dtype, v_TGV.dtype), (q_TNH.shape[1:], k_TGH.shape[1:], v_TGV.shape[1:]))
 
     @property
     def dtypes_in_words(self) -> str:
-        """One dtype if all three are the same."""
+        """The dtypes as text; one if all three are the same."""
         return str(self.dtypes[0]) if len(set(self.dtypes)) == 1 else ", ".join(map(str, self.dtypes))
 
     @property
     def heads_in_words(self) -> str:
-        """Number and dimension of heads."""
+        """Number and dimension of heads, as text."""
         return ", ".join(f"{name} {tuple(heads)}" for name, heads in zip("qkv", self.heads, strict=True))
 
 
 class PassCalls(NamedTuple):
-    """Attention calls of a forward pass, recomputed ones left out.
+    """Attention calls of a forward pass, without recomputed ones.
 
     Attributes:
-        windows: tokens of the sliding window of each call, 0 without one.
-        tensors: of each call.
+        windows: sliding window of each call in tokens, 0 without one.
+        tensors: dtypes and heads of each call.
     """
 
     windows: list[int]
@@ -115,7 +114,7 @@ class PassCalls(NamedTuple):
 
 
 def other_window(now_tokens: int, before_tokens: int, where: str) -> PlanError:
-    """Returns the error to raise for a call with another window than in the pass before.
+    """Returns the error for a call whose window is not that of the previous pass.
 
     Args:
         where: rank and call.

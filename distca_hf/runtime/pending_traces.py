@@ -1,7 +1,7 @@
-"""Traces of passes: moments within the attention calls of a forward pass and its backward pass, kept until the device
-has come to the end of them. Ranks that train and attention servers write them alike.
+"""Pending traces: notes moments within the attention calls of a pass, and keeps them until the device is past them.
+Ranks that train and attention servers both write such traces.
 
-In most steps nothing is noted: `UNTRACED` takes every call, and does nothing. Nothing waits for the device, until
+In most steps nothing is noted: `UNTRACED` takes every call, and does nothing. Nothing waits for the device before
 training has ended.
 """
 
@@ -27,7 +27,7 @@ Moment = int | torch.cuda.Event
 
 
 class PassTrace:
-    """Notes nothing; `NotedPass` does."""
+    """Takes the moments of a pass, and does nothing. `NotedPass` notes them."""
 
     def begin(self, part: PassPart, layer: int, window_tokens: int) -> None:
         """Begins an attention call."""
@@ -39,7 +39,7 @@ class PassTrace:
         """Ends the forward pass.
 
         Args:
-            backward_calls: that follow it.
+            backward_calls: number of backward calls that follow.
         """
 
 
@@ -47,11 +47,11 @@ UNTRACED = PassTrace()
 
 
 class NotedPass(PassTrace):
-    """Notes moments on one device. Of a GPU they are events in the stream that attention runs in, which are read once
-    the device has passed them.
+    """Notes moments on one device. On a GPU they are events in the stream of attention, and are read once the device
+    has passed them.
 
     Args:
-        device: that attention runs on.
+        device: device that attention runs on.
     """
 
     def __init__(self, device: torch.device) -> None:

@@ -1,12 +1,11 @@
-"""Prepared calls: a kernel call, and the rows of its keys and values, as all layers that are alike have them.
+"""Prepared calls: kernel calls and copies of rows that are prepared once for all layers that are alike.
 
-The first of these layers finds out which rows and heads of each tensor a call reads and writes, and how rows are
-copied where they are sent and where they arrive. The others do the same with theirs, and do not look at their tensors
-again.
+The first of these layers finds out which rows and heads of each tensor a call reads and writes, and how rows to send
+and received rows are copied. The other layers do the same without looking at their tensors again.
 
-Keys and values of a row lie side by side, `[G * H | G * V]`, as they are sent. So rows that were received in order are
-the remote KV, and its gradients are sent as they were written. Where groups of heads that belong to one token must lie
-side by side, too, keys and values lie apart.
+A row's keys and values are adjacent, `[G * H | G * V]`, as they are sent. So rows that were received in order are the
+remote KV, and its gradients are sent as they were written. If head groups of one token must be adjacent as well, keys
+and values are stored separately.
 
 Shape legend in `kernels.interface`; T counts the tokens of this rank, padding included, R rows as in
 `planning.pieces`.
@@ -33,8 +32,7 @@ def as_rows(groups: int, *tensors_TND: torch.Tensor) -> Sequence[torch.Tensor]:
 
 
 def rows_to_read(groups: int, *tensors_TND: torch.Tensor) -> Sequence[torch.Tensor]:
-    """Returns `as_rows`, or copies where heads of a token lie too far apart: hooks of saved tensors may bring one back
-    so."""
+    """Returns `as_rows`, or copies if the strides of a tensor forbid a view, as hooks of saved tensors may cause."""
     if groups == 1:
         return tensors_TND
     return [x.reshape(x.shape[0] * groups, x.shape[1] // groups, *x.shape[2:]) for x in tensors_TND]

@@ -1,8 +1,8 @@
-"""Layers: what those of a model need, for kernels and for estimates of memory.
+"""Layers: finds what the layers of a model need from kernels, and how large they are, for estimates of memory.
 
-Which attention kernels could compute them on a GPU, and why others could not: the table and its limits are those of
-`kernels.registry`, which training chooses from. Whether a package is installed here, or a kernel fails when it is
-tried on the GPU, is known only there. Numbers of weights are counted in the model itself.
+It says which attention kernels could compute them on a GPU, and why others could not. Like training, it asks
+`kernels.registry`. Whether a package is installed, or a kernel fails when it is tried, is known only on the machine
+that trains. Numbers of weights are counted in the model itself.
 """
 
 from collections import Counter
@@ -42,7 +42,7 @@ class KernelChoice:
 
     @property
     def why_not(self) -> str:
-        """Why kernels cannot, in words; equal reasons once."""
+        """Why other kernels cannot, as text; equal reasons once."""
         kernels_of_reason: dict[str, list[str]] = {}
         for name, reason in self.unable.items():
             kernels_of_reason.setdefault(reason, []).append(name)

@@ -118,7 +118,7 @@ PARTS = {
     "parameters": "weights: a rank's share",
     "optimizer": "AdamW: a rank's share",
     "gradients": "gradients before the last backward",
-    "gathered": "weights gathered, their gradients",
+    "gathered": "gathered weights, their gradients",
     "kept": "activations kept until backward",
     "layer": "one layer in backward",
     "head": "logits and loss",
@@ -211,9 +211,9 @@ def _memory(answer: CheckAnswer) -> RenderableType:
         values = [getattr(fit.memory, part) for fit in fits.values()]
         if any(values):
             table.add_row(words, *(in_gib(value) for value in values))
-    table.add_row("most at once", *(in_gib(fit.memory.total) for fit in fits.values()))
+    table.add_row("peak", *(in_gib(fit.memory.total) for fit in fits.values()))
     room = job.room_bytes or 0.0
-    table.add_row(f"fits {in_gib(room)}", *("yes" if fit.fits else "no" for fit in fits.values()))
+    table.add_row(f"fits in {in_gib(room)}", *("yes" if fit.fits else "no" for fit in fits.values()))
     table.add_row("largest tokens per rank", *(_tokens(fit.largest_tokens) for fit in fits.values()))
     if not job.liger:
         table.add_row("the same with --liger", *(_tokens(tokens) for tokens in answer.with_liger_tokens.values()))

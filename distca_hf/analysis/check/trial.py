@@ -1,10 +1,10 @@
-"""Trial: a step of a tiny model on documents that are placed on ranks, compared with the same documents each alone.
+"""Trial: compares a step of a tiny model on placed documents with steps on each single document.
 
-Ranks are threads of this process. They compute as training does: the loader places documents, `enable`
-checks and watches the model, and attention is exact on the CPU. So a class that asks for anything that is not computed
-is refused here as it is there, in its first forward pass.
+Ranks are threads of this process. They compute as in training: the loader places documents, `enable` checks and
+watches the model, and attention is exact on the CPU. So a class that needs something distca_hf does not compute is
+refused here as in training, in its first forward pass.
 
-Weights are fp32 and random: a wrong route or mask shows as a difference that rounding cannot make.
+Weights are fp32 and random, so a wrong route or mask shows as a difference larger than rounding.
 """
 
 import copy
@@ -31,7 +31,7 @@ from distca_hf.testing import rows_of_rank, run_ranks
 
 DOCUMENT_TOKENS = (1, 5, 9, 17, 30, 48, LONGEST_TOKENS)
 CAPACITY_TOKENS = 192  # one micro-batch holds all documents, and on three ranks the longest one is cut
-# Seconds after which a rank that does not come is given up.
+# Seconds after which ranks stop waiting for one that does not arrive.
 HANG_SECONDS = 30.0
 # Returns a model of a configuration with an attention implementation.
 Make = Callable[..., PreTrainedModel]

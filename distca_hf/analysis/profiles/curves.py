@@ -17,18 +17,18 @@ from distca_hf.placement.by_kernel_time import between
 FloatArray = NDArray[np.float64]
 # Whole numbers, or others.
 Amounts = NDArray[Any]
-# Share of the seconds of one kind, beyond measured sizes, from which on it is said.
+# Smallest share of extrapolated seconds of one kind that is noted.
 WORTH_A_NOTE = 0.005
 
 
 @dataclass
 class Beyond:
-    """Seconds of one kind that were asked for, and sizes outside of measured ones.
+    """Counts how many seconds of one kind were extrapolated beyond measured sizes.
 
     Attributes:
-        lowest, highest: sizes that were measured.
-        least, most: sizes that were asked for.
-        seconds, outside_seconds: of all sizes, and of those outside.
+        lowest, highest: smallest and largest size that was measured.
+        least, most: smallest and largest size that was needed.
+        seconds, outside_seconds: seconds of all sizes, and of sizes that were not measured.
     """
 
     lowest: float
@@ -46,22 +46,22 @@ class Beyond:
 
 @dataclass
 class Notes:
-    """Everything that was taken from outside of measured sizes, or from other hardware; each once.
+    """Collects notes about times that were extrapolated, or measured on other hardware; each once.
 
     Attributes:
-        words: notes in words, in the order in which they came up.
-        beyond: sizes outside of measured ones, by what they count.
+        words: notes as text, in the order in which they were added.
+        beyond: extrapolated seconds, by what the sizes count.
     """
 
     words: dict[str, None] = field(default_factory=dict)
     beyond: dict[str, Beyond] = field(default_factory=dict)
 
     def add(self, words: str) -> None:
-        """Adds a note in words."""
+        """Adds a note."""
         self.words[words] = None
 
     def count(self, name: str, sizes: FloatArray, seconds: FloatArray, lowest: float, highest: float) -> None:
-        """Counts seconds, and those of sizes that are not between the measured ones."""
+        """Counts seconds of these sizes, and how many of them are outside of the measured sizes."""
         if sizes.size == 0:
             return
         outside = (sizes < lowest) | (sizes > highest)
@@ -79,8 +79,8 @@ class Notes:
         return [
             *self.words,
             *(
-                f"{name}: up to {of.most:,.0f} asked for, {of.lowest:,.0f} to {of.highest:,.0f} measured; "
-                f"{100 * of.share:.1f} % of their seconds lie beyond, at the rate of the border"
+                f"{name}: up to {of.most:,.0f} needed, {of.lowest:,.0f} to {of.highest:,.0f} measured; "
+                f"{100 * of.share:.1f} % of their seconds are extrapolated at the rate of the nearest size"
                 for name, of in self.beyond.items()
                 if of.share >= WORTH_A_NOTE
             ),

@@ -1,8 +1,8 @@
-"""Command: `distca report`, from a run (a folder of traces) or the JSON of another command to a page, JSON, and a few
-lines.
+"""Run report: runs `distca report`. It reads a run (a folder of traces) or the JSON of another command, and writes a
+page or JSON, and a few lines.
 
-The page is one HTML file, which needs no network and no library. Its templates are in `page/`: the frame, one
-stylesheet, and scripts that draw. They are put into the file as they are.
+The page is one HTML file that needs no network and no library. Its templates are in `page/`: the frame, a stylesheet,
+and scripts that draw. They are copied into the file unchanged.
 """
 
 import html
@@ -55,14 +55,15 @@ READERS: dict[str, JSONReader] = {
 
 
 def read_source(path: Path, cluster: str | None = None) -> Report:
-    """Returns the report of a run or of the output of another command.
+    """Returns the report of a run, or of another command's output.
 
     Args:
-        cluster: name or file of the profile that seconds of a run are predicted from; None: that of its GPUs.
+        path: the run's folder, or a file of JSON.
+        cluster: name or file of the profile that seconds of a run are predicted from; None for the one of its GPUs.
 
     Raises:
-        ReportError: there is nothing there, or it cannot be read; says why.
-        ConfigError: there is no such profile.
+        ReportError: the path does not exist or cannot be read; says why.
+        ConfigError: the profile does not exist.
     """
     if path.is_dir():
         return read_folder(path, Predictor(None if cluster is None else find_profile(cluster), path))

@@ -119,24 +119,24 @@ def run_simulate(options: SimulateOptions) -> None:
 
 # What holds for every simulation; docs/simulation.md has the equations.
 ASSUMPTIONS = (
-    "FSDP2 in bf16: ranks meet in every layer, and its weights are gathered twice in each micro-step, while "
-    "computing; both ends of a micro-step wait for the wires",
-    "left out: data loading, the host's time, other jobs on the links, GPUs of unequal speed",
+    "FSDP2 in bf16: ranks wait for each other in every layer, and each layer's weights are gathered twice in a "
+    "micro-step, while GPUs compute; at both ends of a micro-step GPUs wait for links",
+    "not counted: data loading, the host's time, other jobs on the links, GPUs of unequal speed",
 )
 # And for batches that are packed, or those of --batch-size.
 OF_PACKED = (
     "plain packing: as TRL packs (bfd), whole documents in packs of equal tokens; longer ones are cut",
-    "distca, your packs: those of plain packing; rows are placed inside the model, head and loss stay",
-    "rings and Ulysses: the fastest size of a group that holds the context; their attention is computed again in "
-    "backward, as in their code",
+    "distca, your packs: the packs of plain packing; rows are placed inside the model, head and loss stay",
+    "rings and Ulysses: the fastest group size that holds the context; backward recomputes their attention, as in "
+    "their code",
     f"distca, with servers: one of {GPUS_PER_SERVER} GPUs serves attention, the others hold its tokens",
-    "`distca plan` says the same of the same training",
+    "`distca plan` prints the same figures for the same training",
 )
 OF_GIVEN = (
-    "your batches: rows in random order, without padding; those of a step are the same in every way",
-    "rows are placed inside the model, unless tokens and attention are even within 2 %; both exchanges at its borders "
-    "are waited for; a thread plans during the step before",
-    "results return: head and loss stay, and need hidden states; placed loss: they run on placed rows",
+    "your batches: rows in random order, without padding; every way has the same rows in a step",
+    "rows are placed inside the model, unless tokens and attention are even within 2 %; GPUs wait for both exchanges "
+    "at its borders; a thread plans during the step before",
+    "results return: hidden states return, and head and loss run on your rows; placed loss: they run on placed rows",
 )
 
 
@@ -146,44 +146,44 @@ def _assumptions(
     """Returns the assumptions that options decide."""
     request = requests[0]
     kept = {
-        "saved": "layers are checkpointed; distca keeps attention's outputs, its default",
-        "recomputed": "layers are checkpointed, and attention is computed again everywhere",
-        "none": "nothing is checkpointed",
+        "saved": "layers are checkpointed; distca keeps attention outputs, by default",
+        "recomputed": "layers are checkpointed, and attention is recomputed in every way",
+        "none": "no activation checkpointing",
     }[request.checkpointing]
     words = [
         f"{kept}{'; Liger kernels' if options.liger else ''}",
         f"{min(request.gpus, request.ranks_per_node)} GPUs per node; GPU-hours for {options.token_budget:,.0f} "
-        f"tokens; 90 % of {request.gpu_gib:.0f} GiB may be used (! does not fit)",
+        f"tokens; 90 % of {request.gpu_gib:.0f} GiB may be used (!: does not fit)",
     ]
     if options.gpu_gib is None and known_gib(profile) is None:
         words.append(
-            f"the memory of {profile.made.device!r}, of which the profile is, is not known: that of an H100 is "
-            "assumed; give yours by --gpu-gib"
+            f"the memory of {profile.made.device!r}, which the profile was measured on, is not known: that of an H100 "
+            "is assumed; give yours with --gpu-gib"
         )
     words += [f"limit of the model: {limit}" for limit in request.model.limits]
     words += [_accumulation(one) for one in requests if one.accumulation > 1][:1]
     if request.tensor_ranks > 1:
         words.append(
-            f"{request.tensor_ranks} GPUs divide every layer; their exchanges of activations are hidden by nothing"
+            f"{request.tensor_ranks} GPUs divide every layer; no computation hides their exchanges of activations"
         )
     if request.pipeline is not None:
         stages, chunks = request.pipeline.num_stages, request.pipeline.chunks
         words += [
             f"pipeline: {stages} stages of {request.stage_ranks} data ranks, {chunks} chunk{'s' * (chunks > 1)} each, "
-            f"on the same GPUs; a micro-step is {stages} micro-batches of a stage, and documents are packed for these "
-            "in all ways",
-            "pipeline: parts have equal shares of the layers, the last one also the head; weights of a stage are "
-            "gathered once in a step and stay, gradients are summed once; hops slow nothing down",
+            f"on the same GPUs; a micro-step is {stages} micro-batches of a stage, and all ways pack documents for "
+            "these",
+            "pipeline: parts have equal shares of the layers, the last part also the head; weights of a stage are "
+            "gathered once per step and stay, gradients are summed once; transfers between stages slow nothing down",
             "pipeline: transfers of interleaved stages wait for each other as over NCCL with torch 2.12; with 2.11 "
             "they wait much longer",
-            "pipeline: memory is that of the stage that needs most, with room for all that other stages send in a "
-            "step, as torch has it; an estimate that was not measured",
+            "pipeline: memory is for the stage that needs most, with room for everything that other stages send in a "
+            "step, as torch allocates it; this estimate was not compared with measurements",
         ]
     return words
 
 
 def _accumulation(request: SimulationRequest) -> str:
-    """Returns when gradients are summed over ranks, and what each GPU keeps of them before, in words."""
+    """Returns text: when gradients are summed over ranks, and how much of them each GPU keeps before."""
     parameters = request.model.size.parameters
     weights = parameters // request.tensor_ranks, parameters // request.gpus
     whole, share = (gradient_bytes(way, *weights, request.accumulation) / GIB for way in ("fsdp2", "fsdp2_synced"))
@@ -193,7 +193,7 @@ def _accumulation(request: SimulationRequest) -> str:
             f"{request.gpus} GPUs; without it, as Trainer does by default, {whole:.1f} GiB"
         )
     return (
-        f"gradients are summed in the last micro-step only, as Trainer does by default, and {whole:.1f} GiB are kept "
+        f"gradients are summed only in the last micro-step, as Trainer does by default, and {whole:.1f} GiB are kept "
         f"before; with --sync-each-batch {share:.1f} GiB on each of {request.gpus} GPUs"
     )
 

@@ -1,4 +1,4 @@
-"""Compared: what a way to train is for a simulation, and the sizes of groups that a way to compare with runs in."""
+"""Compared: classes of ways to train, and the group sizes in which a way to compare with is simulated."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -11,21 +11,21 @@ from distca_hf.analysis.simulate.wires import Cluster
 from distca_hf.arrays import IntArray
 
 
-Step = Sequence[IntArray]  # lengths of each micro-batch, in the order of packing
+Step = Sequence[IntArray]  # document lengths of each micro-batch, in the order of packing
 
 
 @dataclass(frozen=True)
 class Way:
-    """One way to train on the same documents.
+    """One way to train, as it is simulated.
 
     Attributes:
         key: its name in JSON.
         label: its name in tables.
         loads: makes the load of each micro-batch of a step.
-        costly: planned on some steps only.
-        family: ways of one family differ in the size of groups alone; the fastest is shown.
+        costly: whether it is planned only on some steps, because that takes long.
+        family: ways of one family differ only in group size, and the fastest is shown; empty if there are no others.
         is_ours: whether distca_hf does it.
-        in_stages: whether stages of a pipeline run it; loads are then those of the ranks of one stage.
+        in_stages: whether it runs in the stages of a pipeline; loads are then of the ranks of one stage.
         servers: data ranks that serve attention, and hold no weights.
     """
 
@@ -41,12 +41,12 @@ class Way:
 
 @dataclass(frozen=True)
 class World:
-    """What ways depend on.
+    """What the loads of ways are computed from.
 
     Attributes:
-        request: what is simulated.
-        costs: seconds of its parts.
-        cluster: data ranks and links.
+        request: the training that is simulated.
+        costs: measured seconds of kernels, layers and copies.
+        cluster: data ranks and the links between them.
     """
 
     request: SimulationRequest
@@ -56,15 +56,15 @@ class World:
 
 @dataclass(frozen=True)
 class Compared:
-    """A way to compare with.
+    """A way to compare with, in all its group sizes.
 
     Attributes:
-        key, label: its names in JSON and in tables; of a way with groups their size is added.
-        loads: makes the load of each micro-batch of a step, for ranks in groups of a size.
-        most_group: returns the most ranks of a group; None for a way without groups, which cuts no documents but those
-            that are longer than a pack.
-        name: of a way with groups, in sentences that say why it cannot run.
-        costly: planned on some steps only.
+        key, label: its names in JSON and in tables; for a way with groups their size is added.
+        loads: makes the load of each micro-batch of a step, given the group size.
+        most_group: returns the largest group size; None for a way without groups, which cuts only documents that are
+            longer than a pack.
+        name: of a way with groups, for sentences that say why it cannot run.
+        costly: whether it is planned only on some steps, because that takes long.
     """
 
     key: str
@@ -75,14 +75,14 @@ class Compared:
     costly: bool = False
 
     def groups(self, request: SimulationRequest) -> list[int]:
-        """Returns powers of two from 2 on that hold the context and divide the ranks."""
+        """Returns group sizes that hold the context: powers of two, at least 2, that divide the number of ranks."""
         assert self.most_group is not None
         most, ranks = self.most_group(request), request.num_ranks
         powers = (1 << power for power in range(1, most.bit_length()))
         return [group for group in powers if request.least_group <= group <= most and ranks % group == 0]
 
     def ways(self, world: World) -> list[Way]:
-        """Returns the ways that can run, one for each size of a group."""
+        """Returns the ways that can run, one for each group size."""
         if self.most_group is None:
             return [Way(self.key, self.label, partial(self._loads, world, 1), self.costly)]
         return [
@@ -100,7 +100,7 @@ class Compared:
         return self.loads(world, step, group)
 
     def missing(self, request: SimulationRequest) -> str:
-        """Returns why the way cannot run; empty if it can. Layers with a state are another reason."""
+        """Returns why no group size can run; empty if one can. Layers with a state are handled by the caller."""
         if self.most_group is None or self.groups(request):
             return ""
         tokens, ranks, most = request.longest_tokens, request.num_ranks, self.most_group(request)
@@ -113,10 +113,10 @@ class Compared:
 
 
 def of_ranks(load: Callable[[Costs, IntArray, int], Load]) -> Callable[[World, Step, int], list[Load]]:
-    """Returns loads of the micro-batches of a step from a function of costs, lengths, and the number of ranks."""
+    """Makes `Compared.loads` from a function of costs, document lengths and number of ranks."""
     return lambda world, step, _: [load(world.costs, batch, world.request.num_ranks) for batch in step]
 
 
 def of_groups(load: Callable[[Costs, Cluster, IntArray, int], Load]) -> Callable[[World, Step, int], list[Load]]:
-    """Returns loads of the micro-batches of a step from a function of costs, cluster, lengths and ranks of a group."""
+    """Makes `Compared.loads` from a function of costs, cluster, document lengths and group size."""
     return lambda world, step, group: [load(world.costs, world.cluster, batch, group) for batch in step]

@@ -112,13 +112,13 @@ class Costs:
         return Passes(forward, backward)
 
     def _square(self, queries: Amounts, group: bool = False) -> Passes:
-        """Returns seconds of queries against their own keys; of one group of heads alone if asked."""
+        """Returns seconds of causal attention of queries to their own keys, in all heads or in one head group."""
         times, share = self._times(group)
         curves = (square_curve(times, x) for x in (times.square_forward, times.square_backward))
         return Passes(*(curve.at(queries, self.notes) for curve in curves)).times(share)
 
     def rectangle(self, queries: Amounts, keys: Amounts, group: bool = False) -> Passes:
-        """Returns seconds of queries against other keys, without a mask; of one group of heads alone if asked."""
+        """Returns seconds of attention to other keys without a mask, in all heads or in one head group."""
         times, share = self._times(group)
         surfaces = (prefix_surface(times, x) for x in (times.prefix_forward, times.prefix_backward))
         return Passes(*(surface.at(queries, keys, self.notes) for surface in surfaces)).times(share)

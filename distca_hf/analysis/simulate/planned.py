@@ -1,7 +1,8 @@
-"""Planned: loads of plans, made by the planners of training.
+"""Planned: loads of distca_hf's ways, computed from plans that training's own planners make.
 
-Squares of queries that stay need no rows of others; prefixes, and tasks whose queries come from other ranks, do. In
-layers with a window queries stay, and need the few keys before each part.
+Kernels are `Tiles` of attention. Squares whose queries stay need no rows of other ranks, so they run while rows are on
+their way. Prefixes, and tasks with queries from other ranks, wait for rows. In layers with a window all queries stay,
+and wait only for the few keys before each part of a document.
 """
 
 from dataclasses import dataclass, replace
@@ -21,7 +22,8 @@ from distca_hf.planning.routing import LATE_SHARE
 from distca_hf.planning.transfers import keys_between, queries_between
 
 
-# Bytes of a number that describes a token where rows move in: its id, its position, its label if the loss is placed.
+# Bytes of each number that travels with a token into the decoder: its id, its position, and its label if the loss is
+# placed.
 WHOLE_BYTES = 8
 
 
@@ -35,14 +37,14 @@ def ours(
     keeps: bool = True,
     gather_seconds: float | None = None,
 ) -> Load:
-    """Returns the load of one of our plans.
+    """Returns the load of a plan.
 
     Args:
-        chunks: of an exchange in forward.
-        saves_attention: whether outputs are kept under activation checkpointing.
-        planning_seconds: of planning at the first attention call, where no thread does it before.
+        chunks: chunks of an exchange in forward.
+        saves_attention: whether attention outputs are kept under activation checkpointing.
+        planning_seconds: time of planning at the first attention call; 0 if a thread has planned before.
         keeps: whether rows of other ranks are kept until backward.
-        gather_seconds: in which FSDP gathers the next layer's weights meanwhile; by default over all ranks.
+        gather_seconds: time in which FSDP gathers the next layer's weights meanwhile; by default over all ranks.
     """
     layout, wires = plan.layout, RowBytes.of(costs, cluster, plan)
     before = costs.share_before_attention * float(costs.layer(layout.rank_tokens).forward.max())
@@ -68,16 +70,16 @@ def ours(
 def rows_placed(
     costs: Costs, cluster: Cluster, home: Layout, load: Load, placed: Layout, loss_is_placed: bool
 ) -> Load:
-    """Returns the load of given batches whose rows are placed inside the model, with what that takes at both borders.
+    """Adds the exchanges at the borders of the decoder to the load of given batches whose rows are placed inside it.
 
-    Nothing is computed beside these exchanges. Rows of batches that are even stay. A thread plans during the step
-    before.
+    Nothing is computed during these exchanges. Rows of even batches stay. Planning takes no time: a thread does it
+    during the step before.
 
     Args:
-        home: the batches.
-        load: of the placed layers alone.
-        placed: where layers compute the same documents.
-        loss_is_placed: whether head and loss run on placed rows; else hidden states return, and their gradients.
+        home: layout of the batches as given.
+        load: load of the placed layers, without the borders.
+        placed: layout in which layers compute the same documents.
+        loss_is_placed: whether head and loss run on placed rows. Otherwise hidden states and their gradients return.
     """
     load = replace(load, head_tokens=None if loss_is_placed else home.rank_tokens)
     if placed is home:
@@ -94,7 +96,7 @@ def rows_placed(
 
 
 def kernel_seconds(costs: Costs, plan: Plan, mask: Mask) -> tuple[Passes, Passes]:
-    """Returns `[ranks]` seconds of calls that need no rows of other ranks, and of all others."""
+    """Returns `[ranks]` seconds of local kernel calls, which need no rows of other ranks, and of remote ones."""
     tiles = Tiles.of(plan, mask)
     seconds, num_ranks = costs.seconds(tiles), plan.layout.num_ranks
     local, remote = (
@@ -104,12 +106,11 @@ def kernel_seconds(costs: Costs, plan: Plan, mask: Mask) -> tuple[Passes, Passes
 
 
 def _late(local: FloatArray, kernels: FloatArray, has_speeds: bool) -> FloatArray:
-    """Returns `[ranks]` seconds of local calls that can wait until results leave, as routings divide them
-    (`planning.routing`).
+    """Returns `[ranks]` seconds of local calls that are deferred until results are sent, as in `planning.routing`.
 
     Args:
-        local, kernels: `[ranks]` seconds of local calls, and of all.
-        has_speeds: whether ranks are of several speeds.
+        local, kernels: `[ranks]` seconds of local calls, and of all calls.
+        has_speeds: whether ranks differ in speed.
     """
     working = kernels > 0
     deferred = LATE_SHARE * kernels[working].mean() if working.any() else 0.0
@@ -121,12 +122,13 @@ def _late(local: FloatArray, kernels: FloatArray, has_speeds: bool) -> FloatArra
 
 @dataclass(frozen=True)
 class RowBytes:
-    """Bytes that ranks send each other in a full layer, `[source, destination]`.
+    """Bytes that ranks send each other in one layer, `[source, destination]`.
 
     Attributes:
-        cluster: their links.
-        keys: keys and values, as many as their gradients on the way back.
-        queries, outputs: of queries that move; outputs on the way of the queries, from owner rank to server.
+        cluster: the ranks and their links.
+        keys: keys and values; their gradients on the way back have as many.
+        queries: queries that move, `[owner rank, server]`.
+        outputs: outputs of these queries, also `[owner rank, server]`, although they travel the other way.
     """
 
     cluster: Cluster
@@ -143,12 +145,12 @@ class RowBytes:
 
     @property
     def forward_bytes(self) -> FloatArray:
-        """All bytes of forward."""
+        """All bytes of the forward pass, `[source, destination]`."""
         return self.keys + self.queries + self.outputs.T
 
     @property
     def most_bytes(self) -> float:
-        """Most bytes that a rank sends or receives in forward."""
+        """Most bytes that a rank sends or receives in the forward pass."""
         return float(max(self.forward_bytes.sum(axis=axis).max() for axis in (0, 1)))
 
     def exchanges(self) -> Exchanges:
@@ -161,7 +163,7 @@ class RowBytes:
         )
 
     def seconds(self, num_bytes: FloatArray) -> FloatArray:
-        """Returns `[ranks]` seconds of an exchange of so many bytes."""
+        """Returns `[ranks]` seconds of an exchange of `[source, destination]` bytes."""
         return _seconds(self.cluster, num_bytes)
 
 

@@ -1,4 +1,4 @@
-"""Result: figures of every way, and the way to choose."""
+"""Result: computes the figures of every way, and which way to choose."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -23,27 +23,27 @@ WORTH_IT = 1.05
 SECONDS_OF_AN_HOUR = 3600.0
 # Tokens that GPU-hours are counted for, unless a command says otherwise.
 TOKEN_BUDGET = 1e9
-# Words behind a way that cuts documents.
+# Text after the name of a way that cuts documents.
 LEAVES_OUT = ", which leaves out attention between parts of documents"
 
 
 @dataclass(frozen=True)
 class WayFigures:
-    """One way to train.
+    """Figures of one way to train.
 
     Attributes:
         key, label, is_ours, in_stages: see `Way`.
-        step_seconds: mean of an optimizer step.
-        tokens_per_second: of all GPUs together.
+        step_seconds: mean seconds of an optimizer step.
+        tokens_per_second: tokens per second of all GPUs together.
         utilisation: useful operations over the peak of all GPUs, without attention that is left out; None if the peak
             is not known.
-        memory_bytes: estimate of the most that a GPU needs.
-        fits: whether that fits.
-        gpu_hours: of the budget of tokens.
-        times_as_fast: as plain packing.
+        memory_bytes: estimate of the most memory that a GPU needs.
+        fits: whether a GPU has that memory.
+        gpu_hours: GPU-hours for the budget of tokens.
+        times_as_fast: speed over plain packing, or over plain data parallelism for given batches.
         whole: whether queries attend all that they should; otherwise documents are cut, and attention is left out.
-        steps: how many were simulated.
-        attention_share: part of the seconds that GPUs spend in attention.
+        steps: number of steps that were simulated.
+        attention_share: share of the seconds that GPUs spend in attention.
         received_bytes: most bytes that a GPU sends or receives in the forward pass of a layer.
         most_tokens: most tokens that layers of a GPU compute in a micro-step.
     """

@@ -1,7 +1,6 @@
-"""Simulation: the ways to train that are compared, those of distca_hf among them, and the seconds of their steps.
+"""Simulation: all ways to train on one cluster, including distca_hf's own, and the seconds of their steps.
 
-A way with groups of GPUs (Ulysses, rings) is there once for each size of a group that holds the context; the fastest
-is shown. A way that cannot run is left out, and `missing` says why.
+A way that cannot run is left out, and `missing` says why.
 """
 
 from dataclasses import dataclass, replace
@@ -36,10 +35,10 @@ from distca_hf.planning.plan import Plan
 
 @dataclass(frozen=True)
 class Simulation(World):
-    """One request on one cluster, in all ways or in some.
+    """Simulates a request on one cluster.
 
     Attributes:
-        keys: of the ways that are simulated; all if there are none.
+        keys: keys of the ways to simulate; empty for all.
     """
 
     keys: tuple[str, ...] = ()
@@ -60,10 +59,10 @@ class Simulation(World):
         return Training(self.costs, self.cluster, self.request.checkpointing != "none")
 
     def step_seconds(self, way: Way, step: Step) -> tuple[float, list[Load]]:
-        """Returns the seconds of an optimizer step, and its loads.
+        """Returns the seconds of an optimizer step, and the load of each micro-batch.
 
         Args:
-            step: micro-batches for the ranks of a stage.
+            step: document lengths of each micro-batch; with a pipeline, for the ranks of one stage.
         """
         training = replace(self.training, cluster=self._trainers(way.servers))
         if way.in_stages:
@@ -77,8 +76,8 @@ class Simulation(World):
         return seconds + training.optimizer_seconds(), loads
 
     def ways(self) -> list[Way]:
-        """Returns the ways of the given keys that can run. Tasks of packs move only if they are asked for, or where
-        layers carry a state."""
+        """Returns the ways that can run, of `keys` if there are some. `tasks_moved` is one of them only if its key is
+        given, or if layers carry a state."""
         if not self.keys:
             return self._ways()
         every = {way.key: way for way in (self.tasks_moved, *self._ways())}
@@ -98,12 +97,12 @@ class Simulation(World):
         return [*each, *self._in_stages()]
 
     def missing(self) -> list[str]:
-        """Returns which ways are left out, or why; a sentence for each."""
+        """Returns a sentence for each way that is left out."""
         if self.request.batch_size is not None:
-            return ["ways that make batches of their own, or take GPUs from these as attention servers"]
+            return ["ways that make their own batches, or use some of these GPUs as attention servers"]
         words = missing_to_compare(self.request)
         if not self._has_servers:
-            words.append(f"attention servers: below {GPUS_PER_SERVER} data ranks, or documents that stay whole")
+            words.append(f"attention servers: fewer than {GPUS_PER_SERVER} data ranks, or documents that stay whole")
         return words
 
     @property
@@ -114,7 +113,7 @@ class Simulation(World):
 
     @property
     def stage_cluster(self) -> Cluster:
-        """Data ranks of one stage."""
+        """The data ranks of one stage and their links."""
         ranks = self.request.stage_ranks
         return replace(self.cluster, num_ranks=ranks, ranks_per_node=min(ranks, self.cluster.ranks_per_node))
 
@@ -126,7 +125,7 @@ class Simulation(World):
         return StagedTraining(of_stage, self.request.pipeline, self.cluster, self.request.tokens_per_rank)
 
     def _in_stages(self) -> list[Way]:
-        """Returns the same GPUs as stages of the pipeline, if there is one."""
+        """Returns ways that use the same GPUs as stages of the pipeline; none without a pipeline."""
         if self.request.pipeline is None:
             return []
         ours = partial(Way, is_ours=True, costly=True, in_stages=True)
@@ -137,15 +136,15 @@ class Simulation(World):
         ]
 
     def _stages_plain(self, step: Step) -> list[Load]:
-        """Packs of equal tokens in every stage."""
+        """Returns loads of plain packing in every stage."""
         return [self._padded(plain_packing(self.costs, batch, self.request.stage_ranks)) for batch in step]
 
     def _stages_placed(self, step: Step) -> list[Load]:
-        """Each micro-batch placed, in the order of packing."""
+        """Returns loads of placed micro-batches, in the order of packing."""
         return [self._staged(self.request.stage_planner.plan(batch)) for batch in step]
 
     def _stages_shaped(self, step: Step) -> list[Load]:
-        """Documents of a step divided by work among its micro-batches, as a training with this pipeline does it."""
+        """Returns loads of micro-batches among which a step's documents are divided by work, as in training."""
         return [self._staged(plan) for plan in _plans(self.request.stage_planner, step)]
 
     def _staged(self, plan: Plan) -> Load:
@@ -167,7 +166,7 @@ class Simulation(World):
     # Given batches: those of the request, or packs of plain packing.
 
     def _given_ways(self) -> list[Way]:
-        """Returns what happens to given batches: tasks move where layers carry a state, else rows are placed."""
+        """Returns distca_hf's ways for given batches. Tasks move if layers carry a state, else rows are placed."""
         ours = partial(Way, costly=True, is_ours=True)
         if self.request.model.mixers:
             return [self.tasks_moved]
@@ -178,12 +177,12 @@ class Simulation(World):
         ]
 
     def _as_dealt(self, step: Step) -> list[Load]:
-        """Every rank computes its own rows."""
+        """Returns loads of ranks that compute their own rows."""
         return [packs(self.costs, np.split(batch, self.request.num_ranks), batch) for batch in step]
 
     @property
     def tasks_moved(self) -> Way:
-        """Given batches whose tokens stay."""
+        """The way in which tokens of given batches stay, and attention tasks move."""
         return Way("tasks_moved", "distca, tasks moved", self._tasks_moved, costly=True, is_ours=True)
 
     def _rows_placed(self, step: Step, loss_is_placed: bool) -> list[Load]:
@@ -222,7 +221,11 @@ class Simulation(World):
         return [load(plan, chunks, self._saves) for plan in plans]
 
     def _trainers(self, servers: int) -> Cluster:
-        """Returns the data ranks that hold weights, where so many of all serve attention."""
+        """Returns the cluster without its attention servers: the data ranks that hold weights.
+
+        Args:
+            servers: number of attention servers.
+        """
         return replace(self.cluster, num_ranks=self.cluster.num_ranks - servers)
 
     @property
@@ -231,7 +234,8 @@ class Simulation(World):
 
 
 def _plans(planner: PlacedPlanner, step: Step) -> list[Plan]:
-    """Returns plans as training makes them: long documents of a step put together, or shaped for a pipeline."""
+    """Returns a plan for each micro-batch. Documents of the step are regrouped as in training: long ones together, or
+    by work for a pipeline."""
     lengths = np.concatenate(step)
     as_packed = Epoch(np.arange(len(lengths)), offsets(np.array([len(batch) for batch in step])))
     grouped = planner.regroup(as_packed, lengths, len(step))

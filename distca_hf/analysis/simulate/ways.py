@@ -1,20 +1,21 @@
-"""Ways to train to compare with, which share attention without a planner.
+"""Ways: the ways to train that distca_hf is compared with. They share attention without a planner.
 
-A way is a function from the lengths of a micro-batch to a `Load`, and an entry of `COMPARED`.
+Each is a function from the document lengths of a micro-batch to a `Load`, and an entry of `COMPARED`. Two functions
+are only for benchmarks: `even` and `gathered`.
 
-| function | ranks hold | attention |
+| function | what a rank holds | what it attends |
 |---|---|---|
-| plain_packing | packs of equal tokens, of whole documents | of its own documents |
-| sorted_packs | the same packs, equally heavy ones at the same time | of its own documents |
-| whole_documents | whole documents, the longest first to the least loaded rank | of its own documents |
-| even | an even part of everything, nothing sent: no way to train, but the least time of any | of its own tokens |
-| ulysses | a group's documents in order | some heads of all tokens of the group |
-| ring | every document of a group in zigzag | keys of one rank after the other, in a ring |
+| plain_packing | a pack of whole documents; all packs have equal tokens | its documents |
+| sorted_packs | the same packs; equally heavy ones run at the same time | its documents |
+| whole_documents | whole documents, dealt longest first to the least loaded rank | its documents |
+| even | an even share of all work; nothing is sent: a lower bound, not a way to train | its tokens |
+| ulysses | a part of its group's documents, in order | all tokens of the group, with some of the heads |
+| ring | a zigzag part of every document of its group | keys of one rank after another, in a ring |
 | gathered | the same | keys of all ranks, gathered before |
 
-Groups are filled in order, and documents are cut at their borders; packs cut documents that are longer. Attention
-across cuts is left out, in favour of these ways. A way with groups is there once for each size of a group that holds
-the context, and the fastest is shown.
+Groups are filled in order, and documents are cut at the borders of groups. Packs cut documents that are longer than a
+pack. Attention across cuts is left out, which favours these ways. A way with groups is simulated for each group size
+that holds the context, and the fastest is shown.
 """
 
 import heapq
@@ -46,11 +47,11 @@ READ_AND_WRITTEN = 2
 
 
 def packs(costs: Costs, held: Sequence[IntArray], document_tokens: IntArray) -> Load:
-    """Returns ranks that compute their own documents alone.
+    """Returns the load of ranks that compute only their own documents, without exchanges.
 
     Args:
-        held: for each rank the lengths of its documents.
-        document_tokens: lengths of the same documents, uncut.
+        held: for each rank, the lengths of its documents.
+        document_tokens: lengths of the same documents before they were cut.
     """
     rank = np.repeat(np.arange(len(held)), [len(lengths) for lengths in held])
     lengths = np.concatenate(held)
@@ -63,19 +64,19 @@ def packs(costs: Costs, held: Sequence[IntArray], document_tokens: IntArray) -> 
 
 
 def left_out_pairs(model: SimulatedModel, held: Sequence[IntArray], document_tokens: IntArray) -> float:
-    """Returns the documents' attended pairs that are left out when they are cut like this."""
+    """Counts the attended pairs that are lost by cutting documents into the parts in `held`."""
     return model.pairs(document_tokens) - model.pairs(np.concatenate(held))
 
 
 def best_fit(document_tokens: IntArray, num_packs: int) -> list[IntArray]:
     """Packs documents as TRL does (bfd): the longest first, each whole into the fullest pack that has room for it.
 
-    Documents longer than a pack are cut into packs. So are the last few that find no room, because all packs together
-    hold no more tokens than there are.
+    Documents longer than a pack are cut. So are the last few that find no pack with enough room: packs together hold
+    hardly more tokens than the documents have.
     """
     size = int(ceil_div(document_tokens.sum(), num_packs))
     pieces = split_documents(document_tokens, size)[2]
-    rooms = [(size, pack) for pack in range(num_packs)]  # rising
+    rooms = [(size, pack) for pack in range(num_packs)]  # ascending
     held: list[list[int]] = [[] for _ in range(num_packs)]
 
     def put(at: int, tokens: int) -> None:
@@ -113,12 +114,12 @@ def fill_groups(document_tokens: IntArray, num_groups: int) -> list[IntArray]:
 
 
 def plain_packing(costs: Costs, document_tokens: IntArray, num_ranks: int) -> Load:
-    """Returns whole documents in packs of equal tokens."""
+    """Returns the load of packs with equal tokens."""
     return packs(costs, best_fit(document_tokens, num_ranks), document_tokens)
 
 
 def sorted_packs(costs: Costs, step: Step, num_ranks: int) -> list[Load]:
-    """Returns packs of a step, equally heavy ones at the same time."""
+    """Returns the loads of a step whose packs are sorted by work, so that equally heavy ones run at the same time."""
     lengths = np.concatenate(step)
     held = best_fit(lengths, num_ranks * len(step))
     work = np.array([causal_pairs_of(np.zeros_like(pack), pack).sum() for pack in held])
@@ -130,22 +131,23 @@ def sorted_packs(costs: Costs, step: Step, num_ranks: int) -> list[Load]:
 
 
 def whole_documents(costs: Costs, document_tokens: IntArray, num_ranks: int) -> Load:
-    """Returns whole documents, each on the rank with least work so far; ranks hold unequal tokens."""
+    """Returns the load of whole documents, each on the rank with least work so far; ranks hold unequal tokens."""
     return packs(costs, longest_first(costs, document_tokens, num_ranks), document_tokens)
 
 
 def longest_first(costs: Costs, document_tokens: IntArray, num_groups: int) -> list[IntArray]:
-    """Returns the lengths of each group's documents: the one that takes longest first, each to the group with the
-    least seconds so far. Seconds are those of matrix products and of attention together, as WLB-LLM counts work."""
+    """Deals documents to groups, and returns the lengths of each group's documents. The document that takes longest is
+    dealt first, each to the group with the fewest seconds so far. Seconds count matrix products and attention, as in
+    WLB-LLM."""
     attention = [
         costs.attention(document_tokens, np.zeros(len(document_tokens)), mask).times(layers)
         for mask, layers in costs.model.masks
     ]
     of_group = ceil_div(document_tokens.sum(), num_groups)
     layer = costs.layer(np.array([of_group]))
-    of_token = float((layer.kept + layer.backward)[0]) * costs.model.size.layers / of_group
+    of_token = float((layer.kept + layer.backward)[0]) * costs.model.size.layers / max(1, of_group)
     seconds = document_tokens * of_token + sum(x.forward + x.backward for x in attention)
-    least = [(0.0, group) for group in range(num_groups)]  # a heap: the group with least is first
+    least = [(0.0, group) for group in range(num_groups)]  # a heap: the group with fewest seconds comes first
     numbers: list[list[int]] = [[] for _ in range(num_groups)]
     for number in np.argsort(-seconds, kind="stable").tolist():
         so_far, group = least[0]
@@ -155,8 +157,8 @@ def longest_first(costs: Costs, document_tokens: IntArray, num_groups: int) -> l
 
 
 def even(costs: Costs, document_tokens: IntArray, num_ranks: int) -> Load:
-    """Returns the same work, spread evenly without any transfer: whole documents of each length on all ranks alike,
-    and the rest in zigzag, with keys at hand."""
+    """Returns the load of the same work, spread evenly without any transfer. Documents of each length are dealt evenly
+    to ranks; the remaining ones are divided in zigzag, as if every rank had all keys."""
     lengths, counts = np.unique(document_tokens, return_counts=True)
     cut = np.repeat(lengths, counts % num_ranks)
     kinds: list[Attention] = []
@@ -173,8 +175,8 @@ def even(costs: Costs, document_tokens: IntArray, num_ranks: int) -> Load:
 
 
 def ulysses(costs: Costs, cluster: Cluster, document_tokens: IntArray, group: int) -> Load:
-    """Returns heads divided over groups of neighbours. Queries, keys and values are exchanged before, outputs
-    behind."""
+    """Returns the load of heads divided over groups of neighbours. Queries, keys and values are exchanged before
+    attention, outputs after it."""
     held = fill_groups(document_tokens, cluster.num_ranks // group)
     load = packs(costs, held, document_tokens)
     tokens = _per_rank(load.tokens, group)
@@ -194,8 +196,8 @@ def ulysses(costs: Costs, cluster: Cluster, document_tokens: IntArray, group: in
 
 
 def ring(costs: Costs, cluster: Cluster, document_tokens: IntArray, group: int) -> Load:
-    """Returns zigzag context parallelism in a ring: keys and values of one rank after the other arrive while those
-    before are attended. With windows, steps are as long as without."""
+    """Returns the load of zigzag context parallelism in a ring. Keys and values of the next rank arrive while those of
+    the previous one are attended. Steps take as long with windows as without."""
     held = fill_groups(document_tokens, cluster.num_ranks // group)
     tokens = _per_rank(np.array([int(x.sum()) for x in held]), group)
     kernels = [_ring_kernels(costs, lengths, group) for lengths in held]
@@ -217,9 +219,9 @@ def ring(costs: Costs, cluster: Cluster, document_tokens: IntArray, group: int) 
     forward = first.forward + ends + steps * merge + _steps(first.forward, step.forward, sends, steps, late)
     backward = first.backward + gradient_ends + steps * add
     backward = backward + _steps(first.backward, step.backward, sends_gradients, steps, late)
-    backward = backward + np.maximum(0.0, sends_gradients - sends)  # gradients come home behind the last
+    backward = backward + np.maximum(0.0, sends_gradients - sends)  # gradients come home after the last step
     sent, sent_backward = steps * sends, steps * sends_gradients
-    # Where keys come later than kernels end, so does everything that disturbs them.
+    # If kernels wait for keys, other traffic on the wires delays them as well.
     waits = sent * (sends > step.forward), sent_backward * (sends_gradients > step.backward)
     attention = [Attention(forward, forward, backward, sent, sent_backward, costs.model.attention_layers, *waits)]
     left_out = left_out_pairs(costs.model, held, document_tokens)
@@ -227,10 +229,11 @@ def ring(costs: Costs, cluster: Cluster, document_tokens: IntArray, group: int) 
 
 
 def gathered(costs: Costs, cluster: Cluster, held: Sequence[IntArray], group: int) -> Load:
-    """Returns zigzag context parallelism whose keys and values are gathered before, and gradients reduced behind.
+    """Returns the load of zigzag context parallelism that gathers keys and values before attention, and reduces their
+    gradients after it.
 
     Args:
-        held: for each group the lengths of its documents.
+        held: for each group, the lengths of its documents.
     """
     tokens = _per_rank(np.array([int(x.sum()) for x in held]), group)
     _, key_value, _ = costs.token_bytes
@@ -254,7 +257,7 @@ def gathered(costs: Costs, cluster: Cluster, held: Sequence[IntArray], group: in
 
 
 def _ring_kernels(costs: Costs, lengths: IntArray, group: int) -> tuple[Passes, Passes]:
-    """Returns seconds of the first step of a ring, and of each later one: own keys, then half of a rectangle."""
+    """Returns the seconds of a ring's first step, on own keys, and of each later one, on half of a rectangle."""
     chunk = lengths / (2 * group)
     own = costs.attention(2 * chunk, np.zeros(len(lengths)))
     if group == 1:
@@ -268,7 +271,11 @@ def _total(seconds: Passes) -> Passes:
 
 
 def _steps(first: FloatArray, step: FloatArray, sends: FloatArray, steps: int, beside: float) -> FloatArray:
-    """Returns the seconds of the steps behind the first one, each of which waits for keys that came meanwhile."""
+    """Returns the seconds of all steps after the first. Each waits for keys that arrive during the step before.
+
+    Args:
+        beside: seconds by which a second of exchange delays kernels.
+    """
     if not steps:
         return np.zeros_like(first)
     waits = np.maximum(0.0, sends - first) + (steps - 1) * np.maximum(0.0, sends - step)
@@ -276,8 +283,8 @@ def _steps(first: FloatArray, step: FloatArray, sends: FloatArray, steps: int, b
 
 
 def _exchange(cluster: Cluster, num_bytes: Amounts, group: int) -> FloatArray:
-    """Returns seconds of an exchange inside of groups of neighbours; in groups that span nodes, between nodes as many
-    bytes go as there are ranks on others."""
+    """Returns the seconds of an exchange within groups of neighbours. If a group spans nodes, the share of bytes that
+    goes between nodes is the share of its ranks on other nodes."""
     beyond = cluster.share_beyond(group)
     return cluster.exchange(WireBytes.both_ways(num_bytes * (1 - beyond)), WireBytes.both_ways(num_bytes * beyond))
 
@@ -317,12 +324,12 @@ COMPARED = (
 
 
 def ways_to_compare(world: World) -> list[Way]:
-    """Returns all ways to compare with that can run."""
+    """Returns the ways to compare with that can run."""
     return [way for compared in COMPARED for way in compared.ways(world)]
 
 
 def missing_to_compare(request: SimulationRequest) -> list[str]:
-    """Returns which ways to compare with are left out, or why; a sentence for each."""
+    """Returns a sentence for each way to compare with that is left out."""
     if request.model.mixers:
         cut = " and ".join(compared.name for compared in COMPARED if compared.most_group)
         return [f"{request.model.mixers} layers carry a state, so documents stay whole: {cut} cut them"]

@@ -1,7 +1,7 @@
-"""Forward watch: a model is checked once, when it is enabled, and from then on watched in every forward pass.
+"""Forward watch: checks a model when it is enabled, and watches each of its forward passes from then on.
 
 Hooks find or make the plan of every batch, and check the pass around it. Batches of `plugin.dataloader` bring their
-plan along. About any other batch that trains, ranks agree here; its plan is made ahead, or when the decoder begins.
+plan along. For any other batch that trains, ranks agree here. Its plan is made ahead, or when the decoder begins.
 """
 
 from collections.abc import Callable, Collection, Sequence
@@ -61,19 +61,19 @@ def watch_of(model: nn.Module | None) -> "ForwardWatch | None":
 
 
 class ForwardWatch:
-    """Hooks around the forward pass of the outermost module.
+    """Watches the forward passes of a model, through hooks on its outermost module.
 
     Attributes:
         root: the module that was enabled.
         context: settings and transports that its passes follow.
         planner: plans given batches; None before the first one.
-        position_limits: longest documents that the model can take.
-        flops: operations of the model; None if they are not known.
-        report: lines about its training.
-        reported_steps: traces of its passes.
-        attention_dtype: of attention in the latest batch with a plan; None before the first one.
+        position_limits: how long documents of the model may be.
+        flops: floating-point operations of the model; None if they are not known.
+        report: logs lines about the training.
+        reported_steps: writes traces of reported passes.
+        attention_dtype: dtype of attention in the latest batch with a plan; None before the first one.
         loss: decides whether head and loss run on placed rows.
-        reader: reads the documents of its batches.
+        reader: reads the documents of batches.
     """
 
     def __init__(self, root: nn.Module, context: ParallelContext) -> None:
@@ -148,12 +148,12 @@ class ForwardWatch:
             self._recomputed_layers.leave()
 
     def is_for(self, root: nn.Module, context: ParallelContext) -> bool:
-        """Returns whether it watches this model under this plugin, with windows as they are now."""
+        """Returns whether it watches this model under this plugin, and the layers' windows have not changed."""
         same = self.root is root and self.context is context
         return same and self._check.windows == dict(layer_windows(root))
 
     def forget_passes(self) -> None:
-        """Lets layers change: the next pass counts as the first one."""
+        """Makes the next pass count as the first one, so that layers may change."""
         self._check.forget_passes()
         self._passes_with_gradients = 0
 
@@ -220,8 +220,8 @@ class ForwardWatch:
         """Prepares checkpointing, and the facts of a pass.
 
         Args:
-            config: of its plan.
-            world_size: ranks that exchange rows in it.
+            config: settings of the pass's plan.
+            world_size: number of ranks that exchange rows in the pass.
         """
         rows_wait = self._recomputed_layers.prepare(module, self.context, has_peers=world_size > 1)
         self._passes_with_gradients += torch.is_grad_enabled()
@@ -242,7 +242,7 @@ class ForwardWatch:
         }
 
     def _begin(self, module: nn.Module, plan: LivePlan) -> None:
-        """Begins a pass that is prepared."""
+        """Begins a pass for which `_prepare` was called."""
         calls, grid = self._check.num_calls, self.context.members.grid
         layers = PassLayers(calls or len(self._layers), self._layer_masks, self._regions)
         trace = self.reported_steps.begin(
@@ -255,7 +255,7 @@ class ForwardWatch:
         )
 
     def _no_cache(self, batch: Batch) -> dict[str, bool]:
-        """Returns `use_cache=False`, unless the caller decided.
+        """Returns `use_cache=False`, unless the caller chose a value.
 
         A cache would keep the keys of all layers alive, and nothing is generated from a batch with a plan.
         """
@@ -267,10 +267,10 @@ class ForwardWatch:
         return {"use_cache": False}
 
     def _attends_locally(self, module: nn.Module, batch: Batch) -> bool:
-        """Returns whether this rank attends to a batch without a plan, whatever other ranks do.
+        """Returns whether this rank attends to a batch without a plan, independently of other ranks.
 
-        It does on one rank, and if the model is not training (evaluation, generation, a teacher), unless the setting
-        `evaluate` is "distca".
+        It does on a single rank, with a cache, and if the model is not training (evaluation, generation, a teacher)
+        unless the setting `evaluate` is "distca".
         """
         trains = module.training and torch.is_grad_enabled()
         evaluates = not module.training and self.context.evaluate == "distca"
@@ -298,7 +298,7 @@ class ForwardWatch:
         return plan
 
     def _planner_on(self, device: torch.device) -> GivenPlanner:
-        """Returns what plans batches without a plan."""
+        """Returns the planner of given batches, made when it is first asked for."""
         if self.planner is None:
             transport = self.context.training_transport(device)
             of_model = self._head_groups, self._token_bytes, self.context.servers, self._layer_masks

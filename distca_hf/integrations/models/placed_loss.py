@@ -1,16 +1,16 @@
-"""Placed loss: head and loss run on the rows that layers computed, so that they are as even as the layers.
+"""Placed loss: runs head and loss on the rows that layers computed, so that they are as even as the layers.
 
     model(batch of this rank, [B, L])
       ──▶ tokens and shifted labels placed on this rank, [1, T] ──▶ embedding, layers, head, loss
       ◀── the loss, or numbers of single tokens, [B, L]
 
-What returns is one of three, the same on all ranks (`Returning`):
+A pass returns one of three things, the same on all ranks (`Returning`):
 
-- LOSS: a model that computes its own loss returns nothing else. The loss of a rank is then that of other tokens. The
-  sum over ranks stays the same if all of them divide by one number of labels, so this is for passes of which only that
-  sum is ever read.
+- LOSS: a model that computes its own loss returns nothing else. The loss of a rank is then of other tokens than its
+  batch has. The sum over ranks stays the same if all divide by one number of labels. So this is only for passes of
+  which nothing but that sum is read.
 - TOKEN_VALUES: fused heads of TRL return log probabilities and other numbers of single tokens, a few bytes each. They
-  return to the row of their token, so any program may read them.
+  return to the row of their token, so programs may read them.
 - STATES: hidden states return, and head and loss run on the rows of each rank's batch, as without this file.
 
 Every rank says what its pass must return. Unless all say the same, hidden states return.
@@ -43,7 +43,7 @@ from distca_hf.telemetry import get_logger
 log = get_logger(__name__)
 
 READER_UNKNOWN = "the program may read logits, or the loss of its rank (plugin.attach knows what a Trainer reads)"
-# Reason of a pass that does not train, or of a model whose rows stay where they are.
+# Reason for a pass that does not train, or a model whose rows stay where they are.
 ROWS_STAY = "rows stay"
 # Packages whose hooks do not read the results of a pass: they gather weights, or are ours.
 KNOWN_HOOKS = frozenset({"accelerate", "deepspeed", "distca_hf", "peft", "torch", "transformers"})

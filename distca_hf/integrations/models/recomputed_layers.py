@@ -1,7 +1,7 @@
-"""Recomputed layers: attention layers that backward runs again, by the checkpointed region that they are in.
+"""Recomputed layers: finds the attention layers that backward recomputes, and the checkpointed region each is in.
 
-A region holds rows of other ranks for all of its layers at the same time, once it is recomputed. Most regions are one
-layer of a model. Wrappers of torch may hold several, and layers that are in no region attend once.
+When a region is recomputed, it holds rows of other ranks for all of its layers at the same time. Most regions are one
+layer of a model; torch's checkpoint wrapper may hold several. Layers outside of regions attend once.
 """
 
 from collections.abc import Sequence
@@ -30,14 +30,14 @@ log = get_logger(__name__)
 
 
 class RecomputedLayers:
-    """Attention layers of one model that are recomputed.
+    """Finds the attention layers of one model that are recomputed, and prepares checkpointing for them.
 
     Args:
         model: a Transformers model, or a PEFT model around one.
 
     Attributes:
-        again: places of the modules that recompute attention, among those that are or may be checkpointed.
-        regions: windows of the attention layers in each region that attends again.
+        again: indices of the modules that recompute attention, among all that are or may be checkpointed.
+        regions: for each region that attends again, the windows of its attention layers; 0 without one.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -54,8 +54,9 @@ class RecomputedLayers:
         recomputation.
 
         Args:
-            model: with its wrappers, which may come until the first forward pass.
-            has_peers: whether other ranks have rows for this one.
+            model: the model with its wrappers, which may be added until the first forward pass.
+            config: settings of the pass.
+            has_peers: whether other ranks send rows to this one.
         """
         is_first, modules = self._modules is None, self._found(model)
         if self._known == (checkpointed_by(modules), config, has_peers):  # in most passes nothing has changed
@@ -76,16 +77,16 @@ class RecomputedLayers:
         return self._rows_wait
 
     def parts(self, model: nn.Module) -> tuple[bool, bool]:
-        """Returns whether layers run forward again in backward, and whether their attention does."""
+        """Returns whether backward recomputes layers, and whether it recomputes their attention."""
         modules = self._found(model)
         return recomputes_layers(modules), recomputes_attention(modules)
 
     def leave(self) -> None:
-        """Gives checkpointed modules the functions back that they had."""
+        """Restores the checkpointing functions that modules had before."""
         restore_functions(self._modules or [])
 
     def _found(self, model: nn.Module) -> list[nn.Module]:
-        """Returns modules that are or may be checkpointed, outer ones first; looks for them once."""
+        """Returns the modules that are or may be checkpointed, outer ones first. They are looked for only once."""
         if self._modules is None:
             self._modules = checkpointed_modules(model)
         return self._modules

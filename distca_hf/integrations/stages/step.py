@@ -1,5 +1,7 @@
-"""Step: the micro-batches of an optimizer step as `schedule.step` takes them, and the loss of the last stage; and the
-schedules of `torch.distributed.pipelining`: which parts a stage holds for one, and which cannot run.
+"""Step: prepares the micro-batches of an optimizer step for `schedule.step`, and computes the loss of the last stage.
+
+It also says which parts of the model a stage holds under a schedule of `torch.distributed.pipelining`, and which
+schedules cannot run.
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,19 +20,19 @@ from distca_hf.integrations.stages.divided_model import ModelPart
 from distca_hf.runtime.live_plan import LivePlan
 
 
-# Classes of torch whose backward comes in two parts, for inputs and for weights.
+# Schedules of torch whose backward is divided in two, for inputs and for weights.
 DIVIDED_BACKWARD = frozenset({"ScheduleZBVZeroBubble", "ScheduleInterleavedZeroBubble", "ScheduleDualPipeV"})
-# Classes whose second chunk goes back through the stages.
+# Schedules whose second chunk goes back through the stages.
 V_SHAPED = frozenset({"ScheduleZBVZeroBubble", "ScheduleDualPipeV"})
 # Wrappers that average gradients in hooks of backward. With a divided one torch 2.13 calls none of DDP's, and leaves
 # out gradients of parts between the first and the last with FSDP2.
 WRAPPERS = (nn.parallel.DistributedDataParallel, FSDPModule)
-# Base class of the ones that run one part on each stage.
+# Base class of schedules that run one part on each stage.
 ONE_PART = "PipelineScheduleSingle"
 
 
 def parts_of_stage(schedule: type, pipeline: Pipeline, stage: int) -> list[int]:
-    """Returns numbers of the parts that a stage holds, in the order of its chunks.
+    """Returns the numbers of the parts that a stage holds, in the order of its chunks.
 
     Args:
         schedule: a class of `torch.distributed.pipelining`.

@@ -1,9 +1,9 @@
-"""Attachment: all that attaching changes on a Trainer and its model, so that it can be undone.
+"""Attachment: records everything that `attach` changes on a Trainer and its model, so that it can be undone.
 
-Among it are the hooks of further models that a Trainer holds, or that its loss uses, such as a teacher. A model that
-is not enabled gets no plan. Each of these is named when placed batches are attached, and refuses them. Other
-Transformers models refuse a placed batch when they ask for an attention mask (`integrations.other_models`). The hooks
-here also reach models that ask for none, and compiled ones.
+This includes hooks on further models that a Trainer holds or its loss uses, such as a teacher. Such a model is not
+enabled and gets no plan, so it refuses placed batches, and `attach` names it. Other Transformers models refuse a
+placed batch when they ask for an attention mask (`integrations.other_models`). The hooks here also cover compiled
+models, and models that ask for no mask.
 """
 
 import contextlib
@@ -31,7 +31,7 @@ from distca_hf.telemetry import get_logger
 ATTACHED = "_distca_attachment"
 # Parts that batches depend on: one that was replaced after `attach` has not been checked.
 PARTS = ("train_dataset", "data_collator", "compute_loss_func", "model_init")
-# Arguments that the loader was made with: a change after `attach` would not reach it.
+# Arguments that the loader was made with: a change after `attach` has no effect on it.
 ARGUMENTS = (
     "data_seed",
     "gradient_accumulation_steps",
@@ -44,7 +44,7 @@ ARGUMENTS = (
 
 
 class Attachment:
-    """Changes to one Trainer, and how each of them is undone.
+    """Makes changes to one Trainer, and undoes them.
 
     Attributes:
         trainer: the Trainer.

@@ -1,13 +1,13 @@
-"""Read ahead: a Trainer's batches are read where they are collated, and ranks plan them before their passes.
+"""Read ahead: reads a Trainer's batches ahead of their passes, so that ranks can plan them ahead, too.
 
-    worker or main process     collator ──▶ batch with its reading: done in a worker, else to be done
+    worker or main process     collator ──▶ batch with its reading: done at once in a worker, later in the main process
     Accelerate's loader        holds one batch more than it has handed out, to know the last one of an epoch
     get_batch_samples          takes the readings out of the batches of the step, and of that one
     first pass of the step     ranks gather what is read, and a thread plans it while this pass runs
-    passes                     find it by the tensors of their batch: no loss, metric or other model ever sees it
+    passes                     find it by the tensors of their batch; losses, metrics and other models never see it
 
-All other batches are read in their pass: those dispatched from rank 0, those that a policy generates, and those of a
-loader that is not a torch DataLoader.
+All other batches are read in their pass: batches that rank 0 dispatches, that a policy generates, or that come from a
+loader other than a torch DataLoader.
 """
 
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
@@ -29,8 +29,9 @@ class ReadAhead:
     """Reads the batches of one Trainer's steps.
 
     Args:
+        trainer: the Trainer.
         model: its enabled model.
-        replace: sets an attribute of the Trainer.
+        replace: sets an attribute of an object, so that it can be undone.
     """
 
     def __init__(self, trainer: Trainer, model: nn.Module, replace: Callable[[object, str, object], None]) -> None:

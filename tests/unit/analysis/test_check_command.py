@@ -61,7 +61,7 @@ def test_text_is_readable_at_eighty_columns(llama: Path, monkeypatch: pytest.Mon
         "4 layers: full, heads of 32",
         "flash4, flash3, flash2, torch_varlen",
         "FSDP2 ZeRO-3",
-        "fits 126.4 yes yes",
+        "fits in 126.4 yes yes",
         "relative differences",
     ):
         assert line in lines, text

@@ -210,4 +210,4 @@ def test_sizes_beyond_measured_ones_are_said() -> None:
     curve.at(np.array([400.0]), other)
     notes.merge(other)
     (line,) = notes.lines()
-    assert "bytes: up to 400 asked for, 10 to 100 measured; 85.1 % of their seconds lie beyond" in line
+    assert "bytes: up to 400 needed, 10 to 100 measured; 85.1 % of their seconds are extrapolated" in line

@@ -155,7 +155,9 @@ def test_memory_that_is_assumed_is_said(device: str, lengths: Path, tmp_path: Pa
         )
     )
 
-    assert f"the memory of '{device}', of which the profile is, {words}; give yours by --gpu-gib" in unknown
+    assert (
+        f"the memory of '{device}', which the profile was measured on, {words}; give yours with --gpu-gib" in unknown
+    )
     assert "90 % of 80 GiB may be used" in unknown
     assert words not in given + known
 

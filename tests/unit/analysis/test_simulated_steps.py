@@ -545,7 +545,7 @@ def test_windows_leave_less_to_win() -> None:
             [
                 "Ulysses: no group of 2, 4, 8, ... data ranks that holds 16,384 tokens divides all 3",
                 "rings: no group of 2, 4, 8, ... data ranks that holds 16,384 tokens divides all 3",
-                "attention servers: below 8 data ranks, or documents that stay whole",
+                "attention servers: fewer than 8 data ranks, or documents that stay whole",
             ],
         ),
         (16, 131_072, ["Ulysses: a group within a node holds at most 65,536 tokens, and the context has 131,072"]),
