@@ -26,7 +26,7 @@ class Rates:
     attention_backward: float
 
 
-# Rates of an H200, fitted to measured steps of whole layers (docs/benchmarks/2026-11-23-plan.md). Ratios of two steps
+# Rates of an H200, fitted to measured steps of whole layers (docs/benchmarks/planning.md). Ratios of two steps
 # hold for other GPUs if all rates change by the same factor.
 H200 = Rates(matrix=518e12, attention_forward=650e12, attention_backward=600e12)
 # Operations of attention's backward over its forward pass: four matrix products and the scores again, for two.

@@ -22,7 +22,7 @@ Tensor ranks, as Transformers has them, divide heads, MLPs and weights. Hidden s
 each of them, and the embedding's weights are not gathered in backward.
 
 Left out are the memory of CUDA and NCCL, and memory that torch reserves without using it. Measured peaks beside these
-estimates: `docs/benchmarks/2026-11-23-plan.md`. ZeRO-3, experts and mixers were not measured.
+estimates: `docs/benchmarks/training.md`. ZeRO-3, experts and mixers were not measured.
 """
 
 from collections.abc import Sequence

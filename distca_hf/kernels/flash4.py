@@ -6,7 +6,7 @@ bottom-right, return log-sum-exps as `[N, T]` in fp32, and compute sliding windo
 
 Where a document is longer than the tokens of a rank, most of its work is in calls of many queries against a long
 prefix. On Hopper GPUs these calls are made in their own way, which is faster
-(docs/benchmarks/2026-11-26-long-prefixes.md):
+(docs/benchmarks/kernels.md):
 
     forward     heads stay apart. By itself the package packs the query heads of a KV head into the rows of one tile.
     backward    several calls of some heads each. Blocks of keys read all queries of a head at about the same time, and

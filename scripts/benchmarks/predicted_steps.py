@@ -5,7 +5,7 @@ docs/simulation.md.
 
 Steps are predicted from the profile of the GPUs they were measured on, or all from one that is named. Profiles hold
 times of single kernels, layers and links. They were not fitted to these steps. Attention kernels are called otherwise
-since 2026-11-26 (docs/benchmarks/2026-11-26-long-prefixes.md): steps from before have the profiles of before.
+since 2026-11-26 (docs/benchmarks/kernels.md): steps from before have the profiles of before.
 """
 
 import argparse

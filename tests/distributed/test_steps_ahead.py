@@ -130,6 +130,7 @@ def train(folder: Path, case: Case, implementation: str) -> tuple[list[float], i
         begun = case.trainer(**given, callbacks=ours)
         begun.args.max_steps, begun.args.save_strategy, begun.args.save_steps = 1, "steps", 1
         begun.train()
+        torch.distributed.barrier()  # rank 0 has written its checkpoint
         trainer.args.max_steps = STEPS
     with noted() as (gathered, waits):
         trainer.train(resume_from_checkpoint=str(folder / "checkpoint-1") if case.resumes else None)

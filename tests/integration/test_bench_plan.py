@@ -40,6 +40,6 @@ def test_documents_that_do_not_fit_are_refused(tmp_path: Path) -> None:
 
 def test_rows_are_printed_for_the_page(tmp_path: Path) -> None:
     printed = run_script(1, tmp_path, ["scripts/benchmarks/plan_estimates.py"])
-    assert "| 2026-11-22-four-gpus | 4, NVLink | 131072,96x4096 |  | 2.02 | 2.03 | +0.5% |" in printed
+    assert "| steps | 4, NVLink | 131072,96x4096 |  | 2.02 | 2.03 | +0.5% |" in printed
     assert "speed-up, off by at most: NVLink 7.8%, 30 GB/s 9.9%" in printed
     assert "peak memory, off by at most: local 3.6%, placed 5.4%, fixed 6.1%, whole 0.1%" in printed

@@ -38,7 +38,7 @@ from lib.model import PRESETS
 
 LAYERS, SLOW_CHUNKS = 4, 4
 # Seconds in which tasks of these steps were planned at the first layer: of any number of ranks, and of each rank
-# (docs/benchmarks/2026-11-22-four-gpus.md, 2026-11-21-planning.md).
+# (docs/benchmarks/planning.md).
 PLANNING_SECONDS, PLANNING_SECONDS_PER_RANK = 3e-3, 0.5e-3
 # Ratios that have to be right: name, numerator, denominators of which the first measured one is taken.
 RATIOS = (
