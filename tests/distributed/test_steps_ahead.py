@@ -129,6 +129,7 @@ def train(folder: Path, case: Case, implementation: str) -> tuple[list[float], i
     if case.resumes:
         begun = case.trainer(**given, callbacks=ours)
         begun.args.max_steps, begun.args.save_strategy, begun.args.save_steps = 1, "steps", 1
+        begun.args.save_only_model = True
         begun.train()
         torch.distributed.barrier()  # rank 0 has written its checkpoint
         trainer.args.max_steps = STEPS
