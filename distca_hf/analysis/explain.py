@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from distca_hf.comm.transport import AllToAll, Exchange, Transport
+from distca_hf.comm.transport import AllToAll, Transport
 from distca_hf.config import DistCAConfig
 from distca_hf.cost import CAUSAL_MASK, Mask
 from distca_hf.errors import ConfigError
@@ -33,7 +33,7 @@ from distca_hf.runtime.attention import Attended, attend, attend_backward
 from distca_hf.runtime.layer_kinds import PinnedKinds
 from distca_hf.runtime.live_plan import LivePlan
 from distca_hf.runtime.pending_traces import PassTrace
-from distca_hf.testing import run_ranks
+from distca_hf.testing import NotedTransport, run_ranks
 from distca_hf.traces import Spent
 
 
@@ -111,7 +111,7 @@ def explain(
     def run(transport: Transport) -> Explained:
         rank, notes = transport.rank, _Notes()
         kinds = PinnedKinds.prepare(RoutedKinds.of(plan, rank, num_chunks, ((mask, 1),)))
-        noted: Any = _NotedTransport(transport, notes)
+        noted: Any = NotedTransport(transport, notes.started, notes.waited)
         live = LivePlan(0, kinds.planned(torch.device("cpu"), plan.fingerprint), noted, config)
         live.forward_pass.trace = notes
         live.lookup.kernel = lambda *given: _NotingKernel(notes, kv_heads, mask.window_tokens)  # type: ignore[method-assign]
@@ -196,6 +196,15 @@ class _Notes(PassTrace):
         """Adds the text of a call, an exchange or a wait."""
         self._texts.append(text)
 
+    def started(self, asked: AllToAll) -> None:
+        """Notes an exchange that starts."""
+        parts = [_rows_of_ranks(asked.send_counts, "to"), _rows_of_ranks(asked.receive_counts, "from")]
+        self.note(f"{_what(asked)}: {'; '.join(filter(None, parts)) or 'no rows of this rank, only of others'}")
+
+    def waited(self, asked: AllToAll) -> None:
+        """Notes the wait for an exchange."""
+        self.note(_what(asked))
+
     def spent(self, use: Spent) -> None:
         self._lines += [f"{use.name.lower():8} {text}" for text in self._texts]
         self._texts.clear()
@@ -206,32 +215,9 @@ class _Notes(PassTrace):
         return lines
 
 
-class _NotedTransport:
-    """Transport that notes when exchanges start and are waited for; another transport makes them."""
-
-    def __init__(self, inner: Transport, notes: _Notes) -> None:
-        self._inner, self._notes = inner, notes
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._inner, name)
-
-    def exchange(self, asked: AllToAll) -> "_NotedExchange":
-        """Starts an exchange."""
-        place = asked.where.split(", ")[-1]
-        parts = [_rows_of_ranks(asked.send_counts, "to"), _rows_of_ranks(asked.receive_counts, "from")]
-        self._notes.note(f"{place}: {'; '.join(filter(None, parts)) or 'no rows of this rank, only of others'}")
-        return _NotedExchange(self._inner.exchange(asked), place, self._notes)
-
-
-@dataclass
-class _NotedExchange:
-    inner: Exchange
-    place: str
-    notes: _Notes
-
-    def wait(self) -> torch.Tensor:
-        self.notes.note(self.place)
-        return self.inner.wait()
+def _what(asked: AllToAll) -> str:
+    """Returns what an exchange sends: the last part of its place."""
+    return asked.where.split(", ")[-1]
 
 
 def _rows_of_ranks(counts: Sequence[int], direction: str) -> str:

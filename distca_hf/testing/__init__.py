@@ -6,6 +6,8 @@
 rank: results of ranks are compared with it.
 
 **Faults**: a transport that raises, stalls, is killed, or lets another exchange overtake a chosen one.
+
+**Notes**: a transport that says when its exchanges start and are waited for.
 """
 
 import threading
@@ -294,3 +296,38 @@ class FaultTransport:
         for action in actions:
             action()
         return swap in actions
+
+
+class NotedTransport:
+    """Says when exchanges start and are waited for; another transport makes them.
+
+    Args:
+        inner: the other transport.
+        started, waited: called with what an exchange is asked for, before it starts and before it is waited for.
+    """
+
+    def __init__(
+        self, inner: Transport, started: Callable[[AllToAll], None], waited: Callable[[AllToAll], None]
+    ) -> None:
+        self._inner, self._started, self._waited = inner, started, waited
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def exchange(self, asked: AllToAll) -> "NotedExchange":
+        """Starts an exchange."""
+        self._started(asked)
+        return NotedExchange(self._inner.exchange(asked), partial(self._waited, asked))
+
+
+@dataclass
+class NotedExchange:
+    """An exchange of a `NotedTransport`."""
+
+    inner: Exchange
+    waited: Callable[[], None]
+
+    def wait(self) -> torch.Tensor:
+        """Returns the rows received from all ranks, once it was said that they are waited for."""
+        self.waited()
+        return self.inner.wait()

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from distca_hf.comm.transport import AllToAll, Exchange, Transport
+from distca_hf.comm.transport import AllToAll, Transport
 from distca_hf.config import DistCAConfig, Residency
 from distca_hf.cost import CAUSAL_MASK, Mask
 from distca_hf.kernels.interface import NEW, AttentionSpec, Gradients, Inputs, Kernel, Outputs, Room, Saved, Spans
@@ -37,7 +37,7 @@ from distca_hf.runtime.device_routing import PinnedRankPlan
 from distca_hf.runtime.layer_kinds import Planned
 from distca_hf.runtime.live_plan import LivePlan
 from distca_hf.runtime.pending_traces import PassTrace
-from distca_hf.testing import rows_of_rank, run_ranks
+from distca_hf.testing import NotedTransport, rows_of_rank, run_ranks
 from distca_hf.traces import PassPart, Spent
 from support.layouts import packed_layout, padding_rows, random_layout, random_plan, striped_layout
 from support.parity import HEADS, SCALE
@@ -114,37 +114,19 @@ class EventLog:
         if not self.is_in_kernel:
             self.lines.append(" ".join([event.ljust(30), ", ".join(map(str, facts))]).rstrip())
 
+    def started(self, asked: AllToAll) -> None:
+        """Adds the start of an exchange."""
+        sent, received = (",".join(map(str, counts)) for counts in (asked.send_counts, asked.receive_counts))
+        rows = f"{sent} sent", f"{received} received", f"rows of {asked.row_bytes} bytes"
+        self.note(f"start {_place(asked)}", *rows)
 
-class NotedTransport:
-    """Notes starts and waits of exchanges, and passes all on to another transport."""
-
-    def __init__(self, inner: Transport, log: EventLog) -> None:
-        self._inner, self._log = inner, log
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._inner, name)
-
-    def exchange(self, asked: AllToAll) -> "NotedExchange":
-        """Starts an exchange."""
-        place = ", ".join(asked.where.split(", ")[-2:])
-        counts = [",".join(map(str, counts)) for counts in (asked.send_counts, asked.receive_counts)]
-        rows = f"{counts[0]} sent", f"{counts[1]} received", f"rows of {asked.row_bytes} bytes"
-        self._log.note(f"start {place}", *rows)
-        return NotedExchange(self._inner.exchange(asked), place, self._log)
+    def waited(self, asked: AllToAll) -> None:
+        """Adds the wait for an exchange."""
+        self.note(f"wait {_place(asked)}")
 
 
-@dataclass
-class NotedExchange:
-    """An exchange whose wait is noted."""
-
-    inner: Exchange
-    place: str
-    log: EventLog
-
-    def wait(self) -> torch.Tensor:
-        """Waits for it."""
-        self.log.note(f"wait {self.place}")
-        return self.inner.wait()
+def _place(asked: AllToAll) -> str:
+    return ", ".join(asked.where.split(", ")[-2:])
 
 
 class NotedKernel:
@@ -228,7 +210,7 @@ def events_of(case: OrderCase) -> list[list[str]]:
         routings = {CAUSAL_MASK: full}
         if mask != CAUSAL_MASK:
             routings[mask] = PinnedRankPlan.prepare(rank_plan(plan.of_window(mask), rank)).to(CPU)
-        noted: Any = NotedTransport(transport, log)
+        noted: Any = NotedTransport(transport, log.started, log.waited)
         live = LivePlan(0, Planned(lambda: routings, None, full.facts, plan.fingerprint), noted, config)
         live.forward_pass.trace = NotedTrace(log)
         choose = live.lookup.kernel

@@ -5,7 +5,7 @@ import re
 import pytest
 from typer.testing import CliRunner
 
-from distca_hf.analysis.explain import documents_of, explain
+from distca_hf.analysis.explain import LEGEND, documents_of, explain
 from distca_hf.cli import app
 from distca_hf.cost import CAUSAL_MASK, Mask
 from distca_hf.errors import ConfigError
@@ -28,24 +28,12 @@ rank 1 of 2 holds 56 tokens: d0[0:48] d2[16:24]
     send     key gradients: 16 rows to rank 0; 48 rows from rank 0
     local    d0[0:48] d2[16:24], causal, heads [6:8]                  1,212 pairs
     wait     key gradients
-
-d0[0:48]  tokens 0 to 47 of the first document
-A to B    queries A attend to keys B
-send      starts an exchange: rows to other ranks, and from them
-wait      until its rows have arrived
-local     attention of this rank's queries to this rank's keys
-remote    attention with keys or queries from other ranks, and sending its results
-rows      one for each token, or for each of its head groups if heads are divided
-keys      with their values
-queries   of tasks that move; in backward, the gradients of their outputs
-results   outputs of these queries; in backward, the gradients of the queries
-pairs     of a query and a key that it attends to, in one head
 """
 
 
 def test_command_says_what_a_rank_does() -> None:
     result = CliRunner().invoke(app, ["explain", "64,2x24", "--gpus", "2", "--rank", "1"])
-    assert result.output == RANK_1
+    assert result.output == f"{RANK_1}\n{LEGEND}\n"
 
 
 @pytest.mark.parametrize("window", [None, 16])
