@@ -1,12 +1,13 @@
 """The store: keys of prefixes in order, and gradients of rows that several calls read."""
 
+import weakref
 from collections.abc import Iterator
 from functools import partial
 
 import pytest
 import torch
 
-from distca_hf.comm.transport import Transport
+from distca_hf.comm.transport import AllToAll, Transport
 from distca_hf.config import DistCAConfig
 from distca_hf.kernels.interface import Inputs, accumulation_dtype, empty_outputs
 from distca_hf.layout import Layout
@@ -17,8 +18,8 @@ from distca_hf.runtime.attention import attend
 from distca_hf.runtime.device_routing import DeviceCall, DeviceRouting, PinnedRankPlan, PinnedRouting
 from distca_hf.runtime.kernel_calls import keys_of
 from distca_hf.runtime.op import flash_attn
-from distca_hf.runtime.remote_kv import PreparedKV, RemoteKV, RemoteKVGradients, row_width, side_by_side
-from distca_hf.testing import run_ranks
+from distca_hf.runtime.remote_kv import KVDispatch, PreparedKV, RemoteKV, RemoteKVGradients, row_width, side_by_side
+from distca_hf.testing import NotedTransport, run_ranks
 from support.layouts import SCATTERED, SHARED, THRICE
 from support.parity import SPEC, Case, compare, live_plan
 
@@ -115,6 +116,31 @@ def test_own_rows_are_copied_between_those_received_or_kept(rank: int, num_chunk
     store = RemoteKV.of_kept(*told(tokens[rank]), came, of_backward)
     for stored, expected in zip((store.k, store.v), told(prefixes[rank]), strict=True):
         assert torch.equal(stored, expected)
+
+
+def test_rows_that_have_left_are_let_go() -> None:
+    """Kernels that read the received rows run then: sent rows would take memory beside them."""
+
+    def are_gone(transport: Transport) -> list[bool]:
+        maps, (k, v) = maps_of(SHARED, transport.rank, 2), keys(7)
+        rows, sent = PreparedKV(k, v, maps), list[weakref.ref[torch.Tensor]]()
+
+        def started(asked: AllToAll) -> None:
+            whole = asked.rows if asked.rows._base is None else asked.rows._base
+            sent.append(weakref.ref(whole))
+
+        dispatch = KVDispatch(k, v, rows, sends=True)
+        for chunk in maps.chunks:
+            dispatch.start(chunk, NotedTransport(transport, started, lambda asked: None), "here")
+        assert all(one() is not None for one in sent)
+        store = RemoteKV.open(k, v, dispatch.received, rows)
+        for chunk in maps.chunks:
+            dispatch.receive(chunk, store)
+        gone = [one() is None for one in sent]
+        assert dispatch.sends  # it lives until here
+        return gone
+
+    assert run_ranks(2, are_gone) == [[True, True]] * 2
 
 
 # --- gradients
