@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 import torch
 
-from distca_hf.comm.transport import AllToAll, Transport
+from distca_hf.comm.transport import AllToAll, Arrived, LocalTransport, Transport
 from distca_hf.config import DistCAConfig
 from distca_hf.kernels.interface import Inputs, accumulation_dtype, empty_outputs
 from distca_hf.layout import Layout
@@ -19,7 +19,7 @@ from distca_hf.runtime.device_routing import DeviceCall, DeviceRouting, PinnedRa
 from distca_hf.runtime.kernel_calls import keys_of
 from distca_hf.runtime.op import flash_attn
 from distca_hf.runtime.remote_kv import KVDispatch, PreparedKV, RemoteKV, RemoteKVGradients, row_width, side_by_side
-from distca_hf.testing import NotedTransport, run_ranks
+from distca_hf.testing import run_ranks
 from support.layouts import SCATTERED, SHARED, THRICE
 from support.parity import SPEC, Case, compare, live_plan
 
@@ -120,27 +120,24 @@ def test_own_rows_are_copied_between_those_received_or_kept(rank: int, num_chunk
 
 def test_rows_that_have_left_are_let_go() -> None:
     """Kernels that read the received rows run then: sent rows would take memory beside them."""
+    sent: list[weakref.ref[torch.Tensor]] = []
 
-    def are_gone(transport: Transport) -> list[bool]:
-        maps, (k, v) = maps_of(SHARED, transport.rank, 2), keys(7)
-        rows, sent = PreparedKV(k, v, maps), list[weakref.ref[torch.Tensor]]()
-
-        def started(asked: AllToAll) -> None:
+    class Silent(LocalTransport):
+        def exchange(self, asked: AllToAll) -> Arrived:
             whole = asked.rows if asked.rows._base is None else asked.rows._base
             sent.append(weakref.ref(whole))
+            return Arrived(asked.room())
 
-        dispatch = KVDispatch(k, v, rows, sends=True)
-        for chunk in maps.chunks:
-            dispatch.start(chunk, NotedTransport(transport, started, lambda asked: None), "here")
-        assert all(one() is not None for one in sent)
-        store = RemoteKV.open(k, v, dispatch.received, rows)
-        for chunk in maps.chunks:
-            dispatch.receive(chunk, store)
-        gone = [one() is None for one in sent]
-        assert dispatch.sends  # it lives until here
-        return gone
-
-    assert run_ranks(2, are_gone) == [[True, True]] * 2
+    maps, (k, v) = maps_of(SHARED, 0, 2), keys(7)
+    rows = PreparedKV(k, v, maps)
+    dispatch = KVDispatch(k, v, rows, sends=True)
+    for chunk in maps.chunks:
+        dispatch.start(chunk, Silent(), "here")
+    assert [one() is None for one in sent] == [False, False]
+    store = RemoteKV.open(k, v, dispatch.received, rows)
+    for chunk in maps.chunks:
+        dispatch.receive(chunk, store)
+    assert [one() is None for one in sent] == [True, True]
 
 
 # --- gradients
