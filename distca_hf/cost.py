@@ -233,7 +233,7 @@ class Cost:
             raise ConfigError("a cost needs at least one mask with its number of layers")
         few = [(mask, count) for mask, count in self.layers if count < 1]
         if few:
-            raise ConfigError(f"{few[0][1]} layers have {few[0][0]}; the number must be at least 1")
+            raise ConfigError(f"{few[0][1]} layers have {few[0][0].in_words}; the number must be at least 1")
 
     def work(self, start: int, stop: int) -> int:
         """Counts attended pairs of the query range [start, stop) of a document, all layers together; exact."""
