@@ -208,8 +208,8 @@ class LayerKinds:
         if route_window is None or mask.window_tokens is None:
             planned = ", ".join(kind.in_words for kind in self._kinds)
             raise PlanError(
-                f"{self._where}: a layer attends with {mask.in_words}, the plan of this batch has routings for {planned}; plan "
-                "it for the masks of all layers"
+                f"{self._where}: a layer attends with {mask.in_words}, the plan of this batch has routings for "
+                f"{planned}; plan it for the masks of all layers"
             )
         return self._add(mask, route_window(mask))
 
