@@ -14,7 +14,7 @@ from torch import nn
 from distca_hf.errors import PlanError, UnsupportedAttentionError
 from distca_hf.integrations.finding import name_of
 from distca_hf.integrations.mask import RowMask
-from distca_hf.kernels.interface import AttentionSpec, cut_at_chunks
+from distca_hf.kernels.interface import AttentionSpec
 from distca_hf.parallel_context import job_size
 from distca_hf.runtime.live_plan import LivePlan
 from distca_hf.runtime.local_attention import flash_attn_local
@@ -155,8 +155,9 @@ def distca_attention(
     kernel = "auto" if settings is None else settings.kernel
     if not torch.compiler.is_compiling() and module.training and torch.is_grad_enabled():
         _warn_of_forgetting(module, settings, len(documents.cu_seqlens_q) - 1 > query.shape[0])
-    how = cut_at_chunks(spec)
-    out_TNV, _ = flash_attn_local(_rows(query), _rows(key), _rows(value), documents, how, kernel, s_aux)
+    if chunked:  # documents are cut where chunks begin
+        spec = AttentionSpec(scale, True, 0, softcap or 0.0, deterministic)
+    out_TNV, _ = flash_attn_local(_rows(query), _rows(key), _rows(value), documents, spec, kernel, s_aux)
     return out_TNV.unflatten(0, (query.shape[0], query.shape[2])), None
 
 

@@ -173,7 +173,7 @@ def _find_documents(
         batch_size, queries, keys, cu_seq_lens_q, cu_seq_lens_k, q_offset, kv_offset, cached, padding, numbers,
         positions, goes_on, unseen,
     )  # fmt: skip
-    found = in_chunks(find_documents(there.device, given), chunk_tokens)
+    found = in_chunks(find_documents(there.device, given), given, chunk_tokens)
     places = _most_offsets(batch_size, queries, cu_seq_lens_q, chunk_tokens)
     offsets = [_filled_up(offsets, places) for offsets in (found.cu_seqlens_q, found.cu_seqlens_k)]
     sizes, rows = found.sizes.clone(), []
@@ -215,22 +215,27 @@ def _filled_up(numbers: torch.Tensor, places: int) -> torch.Tensor:
 find_in_graph = define_op(_find_documents, _shapes)
 
 
-def in_chunks(documents: Documents, chunk_tokens: int | None) -> Documents:
+def in_chunks(documents: Documents, given: Given, chunk_tokens: int | None) -> Documents:
     """Returns documents divided into chunks of this length, or themselves if None is given or none is longer.
 
+    Args:
+        given: what the documents were found in.
+
     Raises:
-        UnsupportedAttentionError: there is a cache: which chunk its first key is in, it does not say.
+        UnsupportedAttentionError: queries with a cache are beyond the first chunk: it may not hold all of theirs.
     """
-    if chunk_tokens is None or documents.longest_keys <= chunk_tokens:
+    if chunk_tokens is None:
         return documents
-    count = int(documents.sizes[0])
-    offsets = documents.cu_seqlens_k[: count + 1].tolist()
-    if offsets != documents.cu_seqlens_q[: count + 1].tolist():
+    first = given.q_offset if given.cached is None else int(given.cached)
+    if first and first + given.queries > chunk_tokens:
         raise UnsupportedAttentionError(
-            f"layers attend inside of chunks of {chunk_tokens} tokens, a document with its cache has "
-            f"{documents.longest_keys}, and these are computed without a cache only: set use_cache=False, or load the "
-            "model with another attn_implementation"
+            f"layers attend inside of chunks of {chunk_tokens} tokens, and a pass with a cache is at token "
+            f"{first + given.queries}: beyond the first chunk these are computed without a cache only. Set "
+            "use_cache=False, or load the model with another attn_implementation"
         )
+    if documents.longest_keys <= chunk_tokens:
+        return documents
+    offsets = documents.cu_seqlens_k[: int(documents.sizes[0]) + 1].tolist()
     cut = [at for start, stop in pairwise(offsets) for at in range(start, stop, chunk_tokens)] + offsets[-1:]
     cut_offsets = documents.cu_seqlens_q.new_tensor(cut)
     spans = Spans(cut_offsets, cut_offsets, chunk_tokens, chunk_tokens)

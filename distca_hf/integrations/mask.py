@@ -120,8 +120,9 @@ class RowMask:
         given = position_ids, cu_seq_lens_q, cu_seq_lens_k
         if not torch.compiler.is_compiling():
             if self._documents is None or any(now is not then for now, then in zip(given, self._given, strict=True)):
-                found = find_documents(self._device, self._all_given(*given))
-                self._documents, self._given = in_chunks(found, chunk_tokens), given
+                all_given = self._all_given(*given)
+                found = find_documents(self._device, all_given)
+                self._documents, self._given = in_chunks(found, all_given, chunk_tokens), given
             return self._documents
         # Graphs of layers, and checkpointed regions of graphs, cannot leave anything to each other.
         there = torch.empty(0, device=self._device)
