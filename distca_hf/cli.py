@@ -260,6 +260,9 @@ def explain(
     window: Annotated[
         int | None, typer.Option(min=1, help="sliding window of the layer, in tokens; by default none")
     ] = None,
+    chunked: Annotated[
+        bool, typer.Option("--chunked", help="the window does not slide: documents are divided into chunks of its length")
+    ] = False,
     kv_heads: Annotated[int, typer.Option(min=1, help="KV heads of the layer")] = 8,
     head_groups: Annotated[
         int, typer.Option(min=1, help="groups that the heads of very long documents may be divided into")
@@ -274,7 +277,7 @@ def explain(
     from distca_hf.analysis.explain import documents_of, explained
 
     with _one_line_errors():
-        mask = Mask(window)
+        mask = Mask(window, chunked)
         text = explained(documents_of(documents), gpus, rank, mask, kv_heads, head_groups, chunks, refetch)
     typer.echo(text)
 

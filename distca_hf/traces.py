@@ -104,11 +104,13 @@ class LayersTrace:
         layers: how many there are.
         tasks: of this rank, in each of them: queries, keys before the first of them, and 1 if it computes one group of
             heads alone. None where they were not known when the pass began.
+        chunked: whether the window is a chunk of a document (`Mask`).
     """
 
     window_tokens: int
     layers: int
     tasks: tuple[tuple[int, int, int], ...] | None
+    chunked: bool = False
 
 
 @dataclass(frozen=True)

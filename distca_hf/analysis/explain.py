@@ -106,7 +106,7 @@ def explain(
     layout = place(document_tokens, num_ranks, head_groups=head_groups)
     plan = plan_in_place(layout, head_groups)
     config = DistCAConfig(kernel="reference", kv_residency="refetch" if refetches else "keep")
-    spec = AttentionSpec(1.0, window_tokens=mask.window_tokens or 0)
+    spec = AttentionSpec(1.0, window_tokens=mask.window_tokens or 0, chunked=mask.chunked)
 
     def run(transport: Transport) -> Explained:
         rank, notes = transport.rank, _Notes()

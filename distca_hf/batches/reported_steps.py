@@ -170,7 +170,7 @@ class ReportedSteps:
         documents has those of full attention."""
         made = []
         for mask, count in self._layer_masks:
-            kind = LayersTrace(mask.window_tokens or 0, count, None)
+            kind = LayersTrace(mask.window_tokens or 0, count, None, mask.chunked)
             plans = [one.plan for one in plan.kinds if is_routed_by(kind, one.plan)]
             made.append(replace(kind, tasks=tasks_of(plans[0].tasks)) if plans else kind)
         return tuple(made)

@@ -159,9 +159,8 @@ class Predictor:
             window = kinds[0].window_tokens
             heads = next((heads for heads in model.heads if heads.window_tokens == window), model.heads[0])
             is_full = not window or window >= traces[0].longest_document_tokens
-            seconds = _of_kind(
-                self._costs(profile, model, heads), kinds, CAUSAL_MASK if is_full else Mask(window), model
-            )
+            mask = CAUSAL_MASK if is_full else Mask(window, kinds[0].chunked)
+            seconds = _of_kind(self._costs(profile, model, heads), kinds, mask, model)
             total += kinds[0].layers * seconds
         return [None if np.isnan(one) else float(one) for one in total]
 

@@ -36,10 +36,9 @@ def test_command_says_what_a_rank_does() -> None:
     assert result.output == f"{RANK_1}\n{LEGEND}\n"
 
 
-@pytest.mark.parametrize("window", [None, 16])
+@pytest.mark.parametrize("mask", [Mask(), Mask(16), Mask(16, chunked=True)])
 @pytest.mark.parametrize("num_chunks", [1, 3])
-def test_pairs_are_those_of_the_plan_and_rows_that_leave_arrive(window: int | None, num_chunks: int) -> None:
-    mask = Mask(window)
+def test_pairs_are_those_of_the_plan_and_rows_that_leave_arrive(mask: Mask, num_chunks: int) -> None:
     of_ranks = explain(LENGTHS, 3, mask, num_chunks=num_chunks)
     pairs = [sum(_numbers(one.forward, r"([\d,]+) pairs")) for one in of_ranks]
     assert pairs == place(LENGTHS, 3).rank_work_of(mask).tolist()

@@ -82,6 +82,12 @@ def test_window_as_long_as_all_documents_is_none() -> None:
     assert attention(trace_of(kind)) == pytest.approx(LAYERS * sum(square(8192)))
 
 
+def test_layers_that_attend_inside_of_chunks_compute_squares_of_a_chunk() -> None:
+    kind = LayersTrace(2048, LAYERS, ((8192, 0, 0),), chunked=True)
+
+    assert attention(trace_of(kind)) == pytest.approx(LAYERS * 4 * sum(square(2048)))
+
+
 def test_heads_of_a_kind_are_its_own() -> None:
     """Half as many heads in layers with a window."""
     model = llama_layers(2)
