@@ -261,7 +261,8 @@ def explain(
         int | None, typer.Option(min=1, help="sliding window of the layer, in tokens; by default none")
     ] = None,
     chunked: Annotated[
-        bool, typer.Option("--chunked", help="the window does not slide: documents are divided into chunks of its length")
+        bool,
+        typer.Option("--chunked", help="the window does not slide: documents are divided into chunks of its length"),
     ] = False,
     kv_heads: Annotated[int, typer.Option(min=1, help="KV heads of the layer")] = 8,
     head_groups: Annotated[

@@ -204,7 +204,8 @@ CAUSAL_LAYERS: LayerMasks = ((CAUSAL_MASK, 1),)
 
 
 class DocumentCost(Protocol):
-    """The cost that placement balances: exact integers, which do not fall from one token of a document to the next."""
+    """The cost that placement balances: exact integers. From one token of a document to the next they fall only where a
+    chunk begins (`Mask`), which balances less well."""
 
     def work_of(self, starts: IntArray, stops: IntArray, document_tokens: IntArray) -> IntArray:
         """Returns the work of query ranges [start, stop) of documents of these lengths; below 2 ** 63."""

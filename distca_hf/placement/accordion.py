@@ -201,7 +201,9 @@ def _tail(pool: PiecePool, index: int, tokens: int, missing: float, most_light_w
         return most
     if most > small and fits(small + 1):
         cuts = range(ceil_div(stop - most, TILE_TOKENS), stop // TILE_TOKENS + 1)
-        return stop - TILE_TOKENS * cuts[bisect_left(cuts, True, key=lambda cut: fits(stop - cut * TILE_TOKENS))]
+        index = bisect_left(cuts, True, key=lambda cut: fits(stop - cut * TILE_TOKENS))
+        if index < len(cuts):  # otherwise a chunk begins inside of the tail: a shorter one may have more work
+            return stop - TILE_TOKENS * cuts[index]
     return largest(min(most, small), fits)
 
 

@@ -194,7 +194,7 @@ class _Windows:
         return EvenWindows(
             self.kinds.left_out_before,
             long_tokens=int(LONG_WINDOWS * window_tokens),
-            least_tokens=window_tokens // 2,
+            least_tokens=max(1, window_tokens // 2),
             may_miss=may_miss,
             alike=alike,
         )

@@ -156,6 +156,24 @@ def test_models_of_windows_alone_have_no_stripes_and_even_windows() -> None:
     assert imbalance(layout.rank_work_of(WINDOW)) <= 1.005
 
 
+@pytest.mark.parametrize(
+    ("lengths", "num_ranks", "layers"),
+    [
+        ([200, 31, 7, 9, 5], 2, ((Mask(), 1), (Mask(1), 2))),
+        ([200, 31, 7, 9, 5], 2, ((Mask(), 1), (Mask(1, chunked=True), 2))),
+        ([17, 1000, 3000, 300, 300], 8, ((Mask(3, chunked=True), 2),)),
+        ([2, 100, 3, 16, 300, 40, 1000, 300, 3000, 300], 8, ((Mask(256, chunked=True), 2),)),
+    ],
+)
+def test_the_shortest_windows_and_chunks_alone_are_placed(
+    lengths: list[int], num_ranks: int, layers: LayerMasks
+) -> None:
+    layout = place(lengths, num_ranks, layer_masks=layers)
+
+    assert sum(layout.rank_work_of(layers[0][0])) == sum(layers[0][0].pairs(0, tokens) for tokens in lengths)
+    assert imbalance(layout.rank_work_of(layers[0][0])) <= 1.1
+
+
 def test_predicted_time_of_even_ranks_without_keys_is_that_of_their_work() -> None:
     kinds = LayersByMask.of(LAYERS, 2048)
     time = PredictedTime.of(Layout.from_packs([[2048], [2048]]), kinds, [1.0, 1.0])
