@@ -204,8 +204,8 @@ CAUSAL_LAYERS: LayerMasks = ((CAUSAL_MASK, 1),)
 
 
 class DocumentCost(Protocol):
-    """The cost that placement balances: exact integers. From one token of a document to the next they fall only where a
-    chunk begins (`Mask`), which balances less well."""
+    """The cost that placement balances: exact integers. The cost of a token is at least that of the token before it,
+    except where a chunk begins (`Mask`): such costs are balanced less well."""
 
     def work_of(self, starts: IntArray, stops: IntArray, document_tokens: IntArray) -> IntArray:
         """Returns the work of query ranges [start, stop) of documents of these lengths; below 2 ** 63."""
