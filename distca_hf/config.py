@@ -75,17 +75,7 @@ def _setting(
     or_number: bool = False,
     check: Callable[[object], object] | None = None,
 ) -> Any:
-    """Returns a dataclass field whose default a recipe or `DISTCA_<NAME>` may override.
-
-    Args:
-        default: value if nothing else gives one.
-        help: description for users.
-        at_least: smallest value.
-        at_most: largest value.
-        positive: whether the value must be above 0.
-        or_number: whether an integer may be given instead of text.
-        check: raises a ConfigError for other wrong values.
-    """
+    """Returns a dataclass field whose default a recipe or `DISTCA_<NAME>` may override."""
     metadata = {"help": help, "default": default}
     limits = {"at_least": at_least, "at_most": at_most, "positive": positive, "or_number": or_number, "check": check}
     return field(default_factory=_Default(default), metadata=metadata | limits)

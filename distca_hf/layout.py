@@ -337,11 +337,7 @@ class Layout:
             self._check_stripe(stripe)
 
     def _check_stripe(self, stripe: Stripe) -> None:
-        """Checks that its ranks alone hold its tokens, in segments that begin and end with it.
-
-        Raises:
-            PackingError: names the stripe, and the rank or the border that is wrong.
-        """
+        """Checks that its ranks alone hold its tokens, in segments that begin and end with it."""
         if not 0 <= stripe.first_rank < stripe.stop_rank <= self.num_ranks:
             raise PackingError(f"{stripe} is on ranks that do not exist; there are {self.num_ranks}")
         if not 0 <= stripe.document < self.num_documents:

@@ -253,11 +253,7 @@ class ParallelContext(DistCAConfig):
             self._transports.clear()
 
     def _check_servers(self) -> None:
-        """Refuses settings that do not work with attention servers.
-
-        Raises:
-            ConfigError: other servers were started than the settings ask for; or a setting does not work with servers.
-        """
+        """Refuses settings that do not work with attention servers."""
         check_launched_servers(self.attention_servers, self.trainers_attend, launched_servers())
         if self.servers is None:
             return
@@ -278,11 +274,7 @@ class ParallelContext(DistCAConfig):
             )
 
     def _check_accelerate(self) -> None:
-        """Checks that Accelerate trains the same number of ranks together.
-
-        Raises:
-            ConfigError: Accelerate trains fewer ranks together, or more.
-        """
+        """Checks that Accelerate trains the same number of ranks together."""
         from accelerate import PartialState
 
         if not PartialState._shared_state:  # without Accelerate, the maker of the process group averages gradients

@@ -119,11 +119,7 @@ class DistCAPlugin(ParallelContext):
         return loader
 
     def _check_stages(self, pipeline: Pipeline) -> None:
-        """Refuses a pipeline of other stages than the mesh of the ranks has.
-
-        Raises:
-            ConfigError: names both numbers.
-        """
+        """Refuses a pipeline of other stages than the mesh of the ranks has."""
         grid = self.members.grid
         if 1 < grid.shape[0] != pipeline.num_stages:
             raise ConfigError(

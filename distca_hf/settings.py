@@ -272,11 +272,7 @@ def _allowed(settings: type, name: str) -> tuple[type, tuple[str, ...]]:
 
 
 def _yes_or_no(text: str) -> bool:
-    """Returns the truth of a word.
-
-    Raises:
-        ValueError: it is none of the known words.
-    """
+    """Returns the truth of a word."""
     if text.lower() not in (*YES, *NO):
         raise ValueError(text)
     return text.lower() in YES

@@ -26,7 +26,7 @@ from distca_hf.analysis.pictures import check_can_draw, draw_answer
 from distca_hf.analysis.print_answer import print_answer
 from distca_hf.analysis.profiles.shipped import find_profile, gpu_gib_of
 from distca_hf.analysis.request import PlanRequest
-from distca_hf.analysis.terminal import Terminal
+from distca_hf.analysis.tables import Terminal
 from distca_hf.config import OverlongPolicy
 from distca_hf.data.pipelines import Pipeline
 from distca_hf.errors import ConfigError

@@ -287,10 +287,6 @@ def _pairs(queries: int, keys: int, spec: AttentionSpec) -> int:
 
 
 def _shortened(texts: Sequence[str], separator: str = " ", count: int | None = None) -> str:
-    """Joins the first texts, and says how many more there are.
-
-    Args:
-        count: texts that are left out; by default all after the first `TASKS_SHOWN`.
-    """
+    """Joins the first texts, and says how many more there are."""
     more = len(texts) - TASKS_SHOWN if count is None else count
     return separator.join([*texts[:TASKS_SHOWN], *([f"and {more:,} more"] if more > 0 else [])])

@@ -26,10 +26,9 @@ from distca_hf.analysis.simulate.command import DEFAULT_TOKENS_PER_RANK
 from distca_hf.analysis.simulate.model import SimulatedModel
 from distca_hf.analysis.simulate.request import SimulationRequest
 from distca_hf.analysis.simulate.result import Result, simulate
-from distca_hf.analysis.tables import block, counted, plain_table, ways_table
-from distca_hf.analysis.terminal import Terminal
+from distca_hf.analysis.tables import Terminal, block, counted, plain_table, ways_table
 from distca_hf.arrays import IntArray
-from distca_hf.batches.given_plans import GivenPlans
+from distca_hf.batches.placed import GivenPlans
 from distca_hf.cost import imbalance
 from distca_hf.errors import ConfigError
 from distca_hf.layout import Layout

@@ -320,11 +320,7 @@ def _restarts(positions: torch.Tensor) -> torch.Tensor:
 
 
 def _check_key_offsets(offsets: torch.Tensor, key_offsets: torch.Tensor | None) -> None:
-    """Checks that keys have the documents of queries: ranks plan for both at once.
-
-    Raises:
-        PackingError: they have others.
-    """
+    """Checks that keys have the documents of queries: ranks plan for both at once."""
     if key_offsets is None or key_offsets is offsets:
         return
     if not torch.equal(key_offsets.flatten().to(offsets), offsets.flatten()):
@@ -335,11 +331,7 @@ def _check_key_offsets(offsets: torch.Tensor, key_offsets: torch.Tensor | None) 
 
 
 def _agreed_lengths(offsets: torch.Tensor, positions: torch.Tensor) -> IntArray:
-    """Returns `[documents]` lengths from offsets, at which `[B, T]` positions must restart.
-
-    Raises:
-        PackingError: names the first token where they disagree.
-    """
+    """Returns `[documents]` lengths from offsets, at which `[B, T]` positions must restart."""
     # Side by side, so that one copy brings both to the host.
     numbers = torch.cat([offsets.flatten().to(positions.device), positions.flatten()]).cpu().numpy()
     lengths = check_cu_seqlens(numbers[: offsets.numel()], positions.numel())

@@ -24,7 +24,7 @@ import torch
 from distca_hf.arrays import IntArray
 from distca_hf.batches.batch_documents import Batch, tokens_of
 from distca_hf.batches.given_agreement import GivenAgreement, Returning, ShownNumbers
-from distca_hf.batches.given_plans import GivenPlans
+from distca_hf.batches.placed import GivenPlans
 from distca_hf.batches.read_documents import DocumentReader, ReadDocuments, Reading
 from distca_hf.batches.step_ahead import StepAhead
 from distca_hf.batches.taking import order_plan

@@ -156,11 +156,7 @@ class GivenAgreement:
         return flags
 
     def _check_same_batch(self, agreement: Agreement, number: int) -> None:
-        """Checks that all tensor ranks of one data rank hold the same batch.
-
-        Raises:
-            PlanMismatchError: some do not; names the first ones.
-        """
+        """Checks that all tensor ranks of one data rank hold the same batch."""
         grid, checksums = self._transport.grid, agreement.wait()[CHECKSUM]
         for places in grid.same_tokens(grid.members(agreement.scope)):
             seen = [f"{checksums[place]:08x}" for place in places]

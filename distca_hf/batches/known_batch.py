@@ -281,11 +281,7 @@ def any_known() -> bool:
 
 
 def _marked(tensor: object, batch: Batch) -> KnownBatch | None:
-    """Returns the batch that a tensor belongs to, by its storage.
-
-    Args:
-        batch: what a pass is given.
-    """
+    """Returns the batch that a tensor belongs to, by its storage."""
     if not _has_storage(tensor):
         return None
     get: Callable[[], KnownBatch | None] | None = getattr(tensor.untyped_storage(), MARK, None)

@@ -20,11 +20,13 @@ from distca_hf.errors import ConfigError
 from distca_hf.flops import LLAMA_8B_COSTS, PassCosts
 from distca_hf.layout import Layout
 from distca_hf.placement.by_kernel_time import KernelTimes, place_by_seconds
+from distca_hf.placement.given import place_given
 from distca_hf.placement.place import place
 from distca_hf.placement.whole import fit_whole, place_whole
 from distca_hf.planning.plan import Plan, plan_in_place
 from distca_hf.planning.rebalance import plan_by_moving
 from distca_hf.planning.served import Servers, plan_served
+from distca_hf.topology import Topology
 
 
 @dataclass(frozen=True)
@@ -191,3 +193,40 @@ class PlacedPlanner:
         return place_by_seconds(
             document_tokens, self.num_ranks, times, topology=topology, head_groups=self.head_groups
         )
+
+
+@dataclass(frozen=True)
+class GivenPlans:
+    """Places and plans given batches of one model; pure.
+
+    Attributes:
+        topology: nodes of the ranks that hold tokens.
+        head_groups: groups that heads can be divided into.
+        token_bytes: bytes of a token in one layer.
+        layer_masks: masks that the model's layers attend with, each with the number of its layers.
+        places_rows: whether the model moves rows, so that tokens may be placed; else attention tasks move.
+    """
+
+    topology: Topology
+    head_groups: int = 1
+    token_bytes: TokenBytes = TokenBytes()  # noqa: RUF009 (immutable)
+    layer_masks: LayerMasks = CAUSAL_LAYERS
+    places_rows: bool = True
+
+    def layout(self, home: Layout) -> Layout:
+        """Returns the layout that layers compute.
+
+        Args:
+            home: whole documents, in the order of the batches.
+        """
+        if not self.places_rows:
+            return home
+        return place_given(home, self.topology, self.head_groups, self.layer_masks)
+
+    def plan(self, layout: Layout, servers: Servers | None = None) -> Plan:
+        """Returns the plan of such a layout; attention servers are numbered after its ranks."""
+        if servers is not None:
+            return plan_served(layout, servers, self.head_groups, topology=self.topology, token_bytes=self.token_bytes)
+        if self.places_rows:
+            return plan_in_place(layout, self.head_groups)
+        return plan_by_moving(layout, self.head_groups, topology=self.topology, token_bytes=self.token_bytes)

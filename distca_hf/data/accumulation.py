@@ -81,10 +81,6 @@ class SteppedEpoch(ABC):
     def _divide(self, document_tokens: IntArray, as_packed: list[IntArray]) -> list[MicroStep]:
         """Divides the documents of one optimizer step.
 
-        Args:
-            document_tokens: `[documents]` lengths.
-            as_packed: documents of each micro-batch, as indices.
-
         Returns:
             As many micro-steps, whose documents are indices, too.
         """
@@ -253,11 +249,7 @@ def _cheapest_of_whole(
     lengths: IntArray, divisions: Sequence[Sequence[IntArray]], num_ranks: int, tokens_per_rank: int
 ) -> list[MicroStep]:
     """Places the documents of all divisions whole; returns the one of which least work has to move, the first of
-    equals. In some divisions a document may have no room.
-
-    Raises:
-        PackingError: in all of them.
-    """
+    equals. In some divisions a document may have no room."""
     tried = []
     for division in divisions:
         try:

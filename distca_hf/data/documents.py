@@ -185,11 +185,7 @@ class DocumentSource:
         return self._reading.masks == "always" or "labels" not in names
 
     def _check(self, values: Values, row: int, begin: int, origin: int) -> None:
-        """Checks tokens of a row from `begin` on, of a document that begins at `origin`.
-
-        Raises:
-            PackingError: they are padded, or of other documents, or the model has no such tokens.
-        """
+        """Checks tokens of a row from `begin` on, of a document that begins at `origin`."""
         if (mask := values.get(ATTENTION_MASK)) is not None and len(wrong := np.flatnonzero(mask != 1)):
             at = int(wrong[0])
             if mask[at] == 0:

@@ -232,11 +232,7 @@ def _pack_evenly(
     multiple: int = 1,
     in_order: bool = False,
 ) -> Epoch:
-    """Packs as few micro-batches as possible, a multiple of some number, of nearly equal tokens.
-
-    Raises:
-        PackingError: there are fewer documents than that.
-    """
+    """Packs as few micro-batches as possible, a multiple of some number, of nearly equal tokens."""
     wanted = ceil_div(int(document_tokens[order].sum()), capacity_tokens)
     while True:
         wanted = ceil_div(wanted, multiple) * multiple

@@ -145,14 +145,7 @@ def distca_attention(
 
 
 def _check_call(module: nn.Module, dropout: float, is_causal: bool | None, keywords: Mapping[str, object]) -> None:
-    """Checks an attention call. Weights that are asked for are left out, with a warning.
-
-    Args:
-        keywords: of the call, except for parameters of the attention function.
-
-    Raises:
-        UnsupportedAttentionError: something is asked for that is not computed.
-    """
+    """Checks an attention call. Weights that are asked for are left out, with a warning."""
     asked = {
         name: given
         for name, given in keywords.items()
@@ -180,11 +173,7 @@ def _check_call(module: nn.Module, dropout: float, is_causal: bool | None, keywo
 
 
 def _check_sinks(module: nn.Module, sinks: torch.Tensor | None, heads: int) -> None:
-    """Checks that there is one sink for each query head.
-
-    Raises:
-        UnsupportedAttentionError: they have another shape.
-    """
+    """Checks that there is one sink for each query head."""
     if sinks is not None and sinks.shape != (heads,):
         raise UnsupportedAttentionError(
             f"{name_of(module)}: s_aux has shape {tuple(sinks.shape)}, and there are {heads} query heads; distca "
@@ -201,9 +190,6 @@ def _window_and_chunk(module: nn.Module, of_layer: int | None, mask: RowMask | N
     """Returns the window of a layer, and the length of chunks that it attends inside of; None if it has none.
 
     Some models pass a window to their layers, some put it in the mask alone.
-
-    Raises:
-        UnsupportedAttentionError: a window holds no token.
     """
     of_mask = None if mask is None else mask.window_tokens
     if mask is not None and of_mask is not None and of_layer is None:
@@ -220,11 +206,7 @@ def _window_and_chunk(module: nn.Module, of_layer: int | None, mask: RowMask | N
 
 
 def _row_mask(module: nn.Module, mask: torch.Tensor | RowMask | None, queries: int, keys: int) -> RowMask | None:
-    """Returns the mask of an attention call, checked; None if there is none.
-
-    Raises:
-        UnsupportedAttentionError: it is a tensor of the caller's own, is not causal, or has another shape.
-    """
+    """Returns the mask of an attention call, checked; None if there is none."""
     if mask is None:
         return None
     if not isinstance(mask, RowMask):

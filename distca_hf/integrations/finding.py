@@ -110,9 +110,6 @@ def _continued_documents(goes_on: torch.Tensor, positions: torch.Tensor | None) 
     Args:
         goes_on: bool `[B, T - 1]`, True where a token is of the same document as the token before.
         positions: of the queries; they are checked if there is one for each.
-
-    Raises:
-        PackingError: a document does not begin at position 0.
     """
     begins = torch.nn.functional.pad(~goes_on, (1, 0), value=True)
     if positions is not None and positions.shape[-1] == begins.shape[-1] and positions.ndim == 2:
@@ -162,12 +159,7 @@ def _find_documents(
     unseen: bool,
     chunk_tokens: int | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Returns the fields of `Documents` in a graph, with rows also where all of them are tokens.
-
-    Args:
-        there: on the device of the documents.
-        batch_size: the first field of `Given`; the others follow.
-    """
+    """Returns the fields of `Documents` in a graph, with rows also where all of them are tokens."""
     given = Given(
         batch_size, queries, keys, cu_seq_lens_q, cu_seq_lens_k, q_offset, kv_offset, cached, padding, numbers,
         positions, goes_on, unseen,

@@ -82,11 +82,7 @@ def prepare_copy(
 
 
 def _num_rows(tensors: Sequence[torch.Tensor], chosen: torch.Tensor | None) -> int:
-    """Returns how many rows are read or written: the chosen ones, or those of all tensors.
-
-    Raises:
-        ValueError: two tensors have other numbers of rows.
-    """
+    """Returns how many rows are read or written: the chosen ones, or those of all tensors."""
     if chosen is not None:
         return chosen.shape[0]
     count = tensors[0].shape[0]

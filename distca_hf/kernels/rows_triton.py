@@ -97,11 +97,7 @@ def _copy_launch(
     any_rows: bool,
     any_places: bool,
 ) -> tuple[Launch, int]:
-    """Returns the kernel for such tensors, and its blocks of a row.
-
-    Raises:
-        ValueError: rows do not fit, or their elements do not follow each other.
-    """
+    """Returns the kernel for such tensors, and its blocks of a row."""
     width, other_width = (*widths_of_parts(sources, targets), 0)[:2]
     _check_rows("copy", (*sources, *targets))
     strides = (kinds[end][1][0] for end in (0, -1) for kinds in (sources, targets))
@@ -112,11 +108,7 @@ def _copy_launch(
 
 
 def _check_rows(do: str, kinds: Sequence[KindOfRows]) -> None:
-    """Checks that elements of rows follow each other.
-
-    Raises:
-        ValueError: they do not.
-    """
+    """Checks that elements of rows follow each other."""
     for row, (_, *apart), _ in kinds:
         if not _follow_each_other(row, apart):
             raise ValueError(f"cannot {do} rows {tuple(row)} whose elements lie {apart} apart: make them contiguous")

@@ -24,8 +24,7 @@ from distca_hf.analysis.check.trial import LARGEST_DIFFERENCE, Numerics
 from distca_hf.analysis.check.verdict import Verdict, judge
 from distca_hf.analysis.memory import SHARDING_NAMES, USABLE_SHARE, Checkpointing
 from distca_hf.analysis.model_files import without_hub
-from distca_hf.analysis.tables import accumulation, block, counted, in_gib, plain_table
-from distca_hf.analysis.terminal import Terminal
+from distca_hf.analysis.tables import Terminal, accumulation, block, counted, in_gib, plain_table
 from distca_hf.errors import ConfigError
 from distca_hf.gpus import Gpu, find_gpu
 from distca_hf.integrations.models.decoder_layers import grouped, ranges

@@ -170,11 +170,7 @@ def _quantised(config: PreTrainedConfig, found: _Findings) -> None:
 
 
 def _outline(candidate: Candidate, found: _Findings) -> PreTrainedModel:
-    """Returns the model without weights, with another attention if Transformers refuses distca for it.
-
-    Raises:
-        ConfigError: it cannot be built at all.
-    """
+    """Returns the model without weights, with another attention if Transformers refuses distca for it."""
     try:
         return candidate.outline()
     except Exception as error:  # a model's code may raise anything

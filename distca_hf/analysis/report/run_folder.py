@@ -102,10 +102,6 @@ def _is_of_earlier_run(written: float, newest: float) -> bool:
 
     Ranks of a new run replace their own files. Files of ranks that it does not have stay, and hold steps that it may
     not have come to, or other stages and micro-batches: they were written before its earlier steps.
-
-    Args:
-        written: when its last trace was written, in seconds.
-        newest: the same of the steps before its own.
     """
     return written < newest - CLOCKS_APART_SECONDS
 
@@ -124,13 +120,7 @@ def _are_together(trace: RankTrace, other: RankTrace) -> bool:
 
 
 def _figures(of_ranks: Mapping[int, RankTrace], any_trace: RankTrace, predictor: Predictor) -> StepFigures:
-    """Returns the figures of one micro-batch.
-
-    Args:
-        of_ranks: traces by rank; some may be missing.
-        any_trace: one of them.
-        predictor: predicts seconds.
-    """
+    """Returns the figures of one micro-batch."""
     ranks, all_ranks = range(any_trace.num_ranks), range(len(any_trace.work))
     missing = [rank for rank in all_ranks if rank not in of_ranks]
     predicted = predictor.predict(of_ranks, len(any_trace.work))
@@ -250,11 +240,7 @@ def _memory(trace: RankTrace) -> MemoryBar:
 
 
 def _notes(steps: Sequence[StepFigures], left_out: int, missing: Collection[str]) -> list[str]:
-    """Returns what is missing, and what was left out.
-
-    Args:
-        missing: names of ranks and servers whose traces are missing in some micro-batch.
-    """
+    """Returns what is missing, and what was left out."""
     notes = []
     if missing:
         where = "in some steps" if any(not step.missing for step in steps) else "in all steps"

@@ -146,13 +146,7 @@ class Hidden:
         return Attention(forward, recomputed, backward, sent, comes + wires.gradients, layers)
 
     def _delay(self, sent: FloatArray, seconds: FloatArray, kernels: FloatArray) -> FloatArray:
-        """Returns the seconds that exchanges take from the kernels beside them. Where kernels wait there are none.
-
-        Args:
-            sent: seconds of exchanges.
-            seconds: of kernels and waiting.
-            kernels: of kernels.
-        """
+        """Returns the seconds that exchanges take from the kernels beside them. Where kernels wait there are none."""
         waits = seconds - kernels
         return self.beside * np.clip(sent - waits, 0.0, kernels)
 

@@ -106,12 +106,7 @@ def kernel_seconds(costs: Costs, plan: Plan, mask: Mask) -> tuple[Passes, Passes
 
 
 def _late(local: FloatArray, kernels: FloatArray, has_speeds: bool) -> FloatArray:
-    """Returns `[ranks]` seconds of local calls that are deferred until results are sent, as in `planning.routing`.
-
-    Args:
-        local, kernels: `[ranks]` seconds of local calls, and of all calls.
-        has_speeds: whether ranks differ in speed.
-    """
+    """Returns `[ranks]` seconds of local calls that are deferred until results are sent, as in `planning.routing`."""
     working = kernels > 0
     deferred = LATE_SHARE * kernels[working].mean() if working.any() else 0.0
     if has_speeds:

@@ -11,8 +11,7 @@ from distca_hf.analysis.memory import GIB, Checkpointing, Memory, Sharding, Trai
 from distca_hf.analysis.request import MAX_MICRO_STEPS, MAX_RANKS
 from distca_hf.analysis.simulate.model import SimulatedModel
 from distca_hf.arrays import IntArray, ceil_div
-from distca_hf.batches.given_plans import GivenPlans
-from distca_hf.batches.placed import PlacedPlanner
+from distca_hf.batches.placed import GivenPlans, PlacedPlanner
 from distca_hf.config import DistCAConfig
 from distca_hf.data.documents import fit_documents
 from distca_hf.data.epochs import EpochPacker

@@ -245,13 +245,7 @@ class DecoderBorders:
         self, plan: LivePlan, moving: Mapping[str, torch.Tensor], positions: torch.Tensor, given: Batch, crosses: bool
     ) -> Columns:
         """Returns the columns that move. Ranks agree on them for batches of a form that is new on some rank, unless
-        nothing is sent: a rank without padding has returned before, and would not take part.
-
-        Raises:
-            PlanMismatchError, PeerLostError: ranks have other columns.
-            PlanError: this rank's columns differ from those of an earlier batch of the same form.
-            UnsupportedAttentionError: it is not known how to move some input.
-        """
+        nothing is sent: a rank without padding has returned before, and would not take part."""
         described = {name: f"{value.dtype} {[*value.shape[1:]]}" for name, value in moving.items()}
         differentiate = torch.is_grad_enabled() and any(value.requires_grad for value in moving.values())
         now = Columns(len(positions), len(given.get(DEEP) or ()), crosses and differentiate, described)
@@ -271,11 +265,7 @@ class DecoderBorders:
         return self._columns.setdefault(plan.planned.batch_forms, _agreed(now, given, plan))
 
     def _check_as_before(self, now: Columns, known: Columns, plan: LivePlan) -> None:
-        """Checks that this rank's columns are those that ranks agreed on for batches of this form.
-
-        Raises:
-            PlanError: names what is different.
-        """
+        """Checks that this rank's columns are those that ranks agreed on for batches of this form."""
         if (
             now.described == known.described
             and now.position_rows in (1, known.position_rows)
@@ -297,11 +287,7 @@ class DecoderBorders:
 
     def _check_known(self, given: Batch, where: str) -> None:
         """Checks that masks are of causal documents, and that every tensor of tokens has one value per token. Tensors
-        that the decoder does not name, with values for rows as a loss may have them, are passed through.
-
-        Raises:
-            UnsupportedAttentionError: names the first one.
-        """
+        that the decoder does not name, with values for rows as a loss may have them, are passed through."""
         masks = given.get("attention_mask")
         for mask in masks.values() if isinstance(masks, Mapping) else (masks,):
             refusal = mask.refusal if isinstance(mask, RowMask) else None
@@ -329,11 +315,7 @@ class DecoderBorders:
 
 
 def _agreed(now: Columns, given: Batch, plan: LivePlan) -> Columns:
-    """Returns the columns that all ranks move, given those of this one. A collective call.
-
-    Raises:
-        PlanMismatchError, PeerLostError: ranks have other columns, flags or models.
-    """
+    """Returns the columns that all ranks move, given those of this one. A collective call."""
     flags = {
         name: value
         for name, value in given.items()

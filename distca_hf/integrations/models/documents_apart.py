@@ -166,11 +166,7 @@ class _GiveDocuments:
             mixer.documents = keywords.get(KEYWORD)
 
     def _check_rows(self, layer: nn.Module, keywords: Mapping[str, Any]) -> None:
-        """Checks that a layer which runs outside of its enabled model has one document in every row.
-
-        Raises:
-            PlanError: the model trains, or rows hold several documents.
-        """
+        """Checks that a layer which runs outside of its enabled model has one document in every row."""
         positions, mask = keywords.get("position_ids"), keywords.get("attention_mask")
         is_padded = isinstance(mask, torch.Tensor) and mask.ndim == 2
         is_packed = keywords.get("cu_seq_lens_q") is not None or (

@@ -217,12 +217,7 @@ class ForwardWatch:
         return args, self.loss.place(batch, plan, self._borders) if self.loss.is_placed else batch
 
     def _prepare(self, module: nn.Module, config: DistCAConfig, world_size: int) -> None:
-        """Prepares checkpointing, and the facts of a pass.
-
-        Args:
-            config: settings of the pass's plan.
-            world_size: number of ranks that exchange rows in the pass.
-        """
+        """Prepares checkpointing, and the facts of a pass."""
         rows_wait = self._recomputed_layers.prepare(module, self.context, has_peers=world_size > 1)
         self._passes_with_gradients += torch.is_grad_enabled()
         is_looked_at = torch.is_grad_enabled() and is_due(self._passes_with_gradients)
@@ -321,12 +316,7 @@ class ForwardWatch:
         return read
 
     def _after(self, module: nn.Module, args: tuple[object, ...], kwargs: dict[str, Any], output: object) -> object:
-        """Checks the attention calls of the pass, and compares them over ranks.
-
-        Raises:
-            UnsupportedAttentionError, PlanError: some layer computed something else.
-            PlanMismatchError: no backward pass follows, and ranks ran different passes.
-        """
+        """Checks the attention calls of the pass, and compares them over ranks."""
         self._is_running = False
         self._borders.end()
         plan = kwargs.get("distca_plan")

@@ -217,11 +217,7 @@ class MixerWatch:
             )
 
     def _check_no_cache(self, batch: Batch) -> None:
-        """Checks that no cache is to be filled by packed documents.
-
-        Raises:
-            PackingError: it is.
-        """
+        """Checks that no cache is to be filled by packed documents."""
         if cache_of(batch) is not None or batch.get("use_cache"):
             raise PackingError(
                 f"rows hold several documents, and {self._named} would leave the state of one of them in a cache; set "
@@ -277,11 +273,7 @@ def lengths_and_rows(batch: Batch) -> tuple[IntArray, IntArray | None]:
 
 
 def _check_seq_idx(batch: Batch, lengths: IntArray) -> None:
-    """Checks that `seq_idx`, where a batch has it, changes at the first token of every document and nowhere else.
-
-    Raises:
-        PackingError: names the first token where it does not.
-    """
+    """Checks that `seq_idx`, where a batch has it, changes at the first token of every document and nowhere else."""
     seq_idx = batch.get("seq_idx")
     if not isinstance(seq_idx, torch.Tensor):
         return

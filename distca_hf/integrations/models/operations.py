@@ -93,11 +93,7 @@ def _sizes(model: nn.Module, flops: StepFlops, recomputes: tuple[bool, bool], gr
 
 def _matrices(model: nn.Module) -> Iterator[tuple[int, bool]]:
     """Yields the numbers of every matrix that a token of text is multiplied with, and whether it is trained. An
-    embedding is looked up, unless it is the output's as well.
-
-    Raises:
-        ValueError: weights are quantised, or it is not known how many experts a token takes.
-    """
+    embedding is looked up, unless it is the output's as well."""
     inner = transformers_model(model)
     head = inner.get_output_embeddings()
     tables = {module.weight for module in model.modules() if isinstance(module, nn.Embedding)}

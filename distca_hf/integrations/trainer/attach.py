@@ -166,11 +166,7 @@ def _place(trainer: Trainer, context: ParallelContext, attachment: Attachment) -
 
 
 def _check_model(trainer: Trainer) -> None:
-    """Checks that the Trainer's model is enabled: any other one would train on parts of documents.
-
-    Raises:
-        ConfigError: it is not.
-    """
+    """Checks that the Trainer's model is enabled: any other one would train on parts of documents."""
     model = trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False)
     if watch_of(transformers_model(model)) is None:
         raise ConfigError(

@@ -250,11 +250,7 @@ def _modules(where: str, value: Any) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _refuse_placed(names: Sequence[str], model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-    """Checks that a model that was not enabled gets neither tokens nor the plan of a placed batch.
-
-    Raises:
-        PlanError: it does.
-    """
+    """Checks that a model that was not enabled gets neither tokens nor the plan of a placed batch."""
     if watch_of(model) is not None:
         return
     given = dict(zip(names, args, strict=False)) | dict(kwargs)

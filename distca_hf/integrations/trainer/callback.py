@@ -162,11 +162,7 @@ class DistCACallback(TrainerCallback):
             self._leave.on_train_begin(args, state, control, self._model)
 
     def _check_model(self) -> ForwardWatch:
-        """Returns the watch of the model.
-
-        Raises:
-            ConfigError: the model does not follow this callback's plugin.
-        """
+        """Returns the watch of the model."""
         watch = watch_of(self._model)
         if watch is None:
             raise ConfigError(

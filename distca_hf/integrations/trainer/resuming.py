@@ -161,11 +161,7 @@ class Resuming(TrainerCallback):
             self._is_in_resumed_epoch = False
 
     def _begin(self, args: TrainingArguments, checkpoint: str | None) -> None:
-        """Puts the loader where the checkpoint was saved; to the beginning if there is none.
-
-        Raises:
-            ConfigError: the checkpoint is of another dataset or order, or has no position at all.
-        """
+        """Puts the loader where the checkpoint was saved; to the beginning if there is none."""
         self._loader.restart()
         self._resumed = None
         if checkpoint is None or args.ignore_data_skip:
@@ -220,11 +216,7 @@ def _missing_methods() -> list[str]:
 
 
 def _check_model_resumes(model: nn.Module, checkpoint: Path) -> None:
-    """Checks that Transformers can resume the training of a model: not if it divided the model as it was loaded.
-
-    Raises:
-        ConfigError: it cannot; says what was saved, and how to go on with it.
-    """
+    """Checks that Transformers can resume the training of a model: not if it divided the model as it was loaded."""
     if not divided_by_transformers(model):
         return
     state = TrainerState.load_from_json(str(checkpoint / TRAINER_STATE_NAME))

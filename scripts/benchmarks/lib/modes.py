@@ -14,8 +14,8 @@ from datasets import Dataset
 from torch import nn
 
 from distca_hf.arrays import IntArray
-from distca_hf.batches.given_plans import GivenPlans
 from distca_hf.batches.loader import PlacedLoader
+from distca_hf.batches.placed import GivenPlans
 from distca_hf.batches.read_documents import DocumentReader, Reading, mark
 from distca_hf.config import KernelName
 from distca_hf.integrations.models.backbone_calls import BackboneCalls

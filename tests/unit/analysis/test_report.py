@@ -682,7 +682,7 @@ def test_trace_that_nothing_can_be_made_of_is_one_line(harm: dict[str, Any], wor
 def test_plan_of_another_version_is_one_line(plan: dict[str, Any], tmp_path: Path) -> None:
     simulation = made_simulation() | {"simulations": [{}]}
     (tmp_path / "plan.json").write_text(json.dumps(simulation))
-    assert "is not as distca simulate --json" in refusal(tmp_path / "plan.json", "--json")
+    assert "is not what distca simulate --json" in refusal(tmp_path / "plan.json", "--json")
     for name, value in (
         ("micro_batches", None),
         ("micro_batches", [{}]),
@@ -691,7 +691,7 @@ def test_plan_of_another_version_is_one_line(plan: dict[str, Any], tmp_path: Pat
         ("micro_batches", UNEVEN),
     ):
         (tmp_path / "plan.json").write_text(json.dumps({**plan, name: value}))
-        assert "is not as distca plan --json of this version prints it" in refusal(tmp_path / "plan.json", "--json")
+        assert "is not what distca plan --json of this version prints" in refusal(tmp_path / "plan.json", "--json")
 
 
 def test_page_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:

@@ -1,4 +1,9 @@
-"""Plan answer: reads the JSON of `distca plan` into figures of the micro-steps of its first optimizer step."""
+"""Answers: reads the JSON that other commands print into reports.
+
+distca plan                 figures of the micro-steps of its first optimizer step
+distca plan --batch-size    imbalances of given batches, and a table of ways to train
+distca simulate             a table of ways to train for every number of GPUs
+"""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -10,17 +15,24 @@ from distca_hf.analysis.report.straggler import balance_in_words, most_telling
 from distca_hf.analysis.tables import PART_NAMES
 
 
-# Fields by which this JSON is known among others.
-FIELDS = ("tokens_per_rank", "layout", "fingerprint", "whole_epoch", "imbalance_before")
+# Fields by which the JSON of `distca plan` is known, without and with --batch-size.
+PLAN_FIELDS = ("tokens_per_rank", "layout", "fingerprint", "whole_epoch", "imbalance_before")
+GIVEN_FIELDS = ("batch_size", "step_imbalance", "moved_share", "ways")
+# Field `kind` of the JSON of `distca simulate`.
+SIMULATION = "distca_hf simulation"
+# Names of imbalances, with their fields before and after.
+IMBALANCES = (
+    ("tokens", "token_imbalance_before", "token_imbalance"),
+    ("attention", "imbalance_before", "imbalance"),
+    ("work of a step, results return", "step_imbalance_before", "step_imbalance"),
+    ("work of a step, placed loss", "step_imbalance_before", "step_imbalance_placed_loss"),
+    ("worst micro-batch, results return", "worst_step_imbalance_before", "worst_step_imbalance"),
+    ("worst micro-batch, placed loss", "worst_step_imbalance_before", "worst_step_imbalance_placed_loss"),
+)
 
 
-def claims(content: Mapping[str, Any]) -> bool:
-    """Returns whether an object is an answer of `distca plan`."""
-    return all(name in content for name in FIELDS)
-
-
-def read(content: Mapping[str, Any], source: str) -> Report:
-    """Returns the report of an answer.
+def read_plan(content: Mapping[str, Any], source: str) -> Report:
+    """Returns the report of an answer of `distca plan`.
 
     Args:
         content: the object.
@@ -30,19 +42,19 @@ def read(content: Mapping[str, Any], source: str) -> Report:
         LookupError, TypeError, ValueError: a field is missing, or of another kind.
     """
     estimates = content["estimates"]
-    steps = [_figures(content, number, estimates) for number in range(len(content["micro_batches"]))]
+    steps = [_plan_figures(content, number, estimates) for number in range(len(content["micro_batches"]))]
     return Report(
         title=f"Plan for {content['source']}",
         source=source,
         steps=steps,
-        summary=_summary(content, estimates),
+        summary=_plan_summary(content, estimates),
         notes=["Nothing is measured: work and bytes are those of the plan, seconds and memory are estimates."],
-        tables=list(_tables(content)),
+        tables=list(_plan_tables(content)),
         begin_with=most_telling(steps),
     )
 
 
-def _figures(content: Mapping[str, Any], number: int, estimates: Mapping[str, Any] | None) -> StepFigures:
+def _plan_figures(content: Mapping[str, Any], number: int, estimates: Mapping[str, Any] | None) -> StepFigures:
     """Returns the figures of one micro-step."""
     of = content["micro_batches"][number]
     work, before, tokens = (
@@ -114,7 +126,7 @@ def _memory(estimates: Mapping[str, Any]) -> list[MemoryBar]:
     ]
 
 
-def _summary(content: Mapping[str, Any], estimates: Mapping[str, Any] | None) -> list[str]:
+def _plan_summary(content: Mapping[str, Any], estimates: Mapping[str, Any] | None) -> list[str]:
     """Returns sentences about the whole epoch."""
     epoch = content["whole_epoch"]
     sentences = [
@@ -130,7 +142,7 @@ def _summary(content: Mapping[str, Any], estimates: Mapping[str, Any] | None) ->
     return sentences
 
 
-def _tables(content: Mapping[str, Any]) -> list[Table]:
+def _plan_tables(content: Mapping[str, Any]) -> list[Table]:
     """Returns the epoch, other numbers of tokens per rank, and baselines."""
     epoch = content["whole_epoch"]
     rows = [("mean", "mean"), ("95 % are below", "p95"), ("worst", "worst")]
@@ -171,3 +183,101 @@ def _tables(content: Mapping[str, Any]) -> list[Table]:
             )
         )
     return tables
+
+
+def read_simulation(content: Mapping[str, Any], source: str) -> Report:
+    """Returns the report of an answer of `distca simulate`.
+
+    Args:
+        content: the object.
+        source: its path.
+
+    Raises:
+        LookupError, TypeError, ValueError: a field is missing, or of another kind.
+    """
+    profile = content["profile"]
+    return Report(
+        title=f"Simulation of {content['model']} on {content['lengths']}",
+        source=source,
+        steps=[],
+        summary=[f"{_world(one)}: {one['in_short']}" for one in content["simulations"]],
+        notes=[
+            f"Nothing is measured here: costs are those of the profile {profile['source']} ({profile['device']}, "
+            f"{profile['date']}). Assumptions are listed below."
+        ],
+        tables=[
+            *(_table(one) for one in content["simulations"]),
+            Table("Assumptions", ["assumed"], [[str(assumption)] for assumption in content["assumptions"]]),
+        ],
+    )
+
+
+def _world(simulation: Mapping[str, Any]) -> str:
+    """Returns the GPUs of a simulation, in words."""
+    accumulation = f", {simulation['accumulation']} micro-steps" if simulation["accumulation"] > 1 else ""
+    stages = f", also as {simulation['num_stages']} stages" if simulation["num_stages"] > 1 else ""
+    size = simulation["batch_size"]
+    of_rank = f"{simulation['tokens_per_rank']:,} tokens" if size is None else f"{size:,} rows"
+    return f"{simulation['gpus']:,} GPUs x {of_rank}{accumulation}{stages}"
+
+
+def _table(simulation: Mapping[str, Any]) -> Table:
+    """Returns the ways of a simulation."""
+    missing = "; ".join(str(one) for one in simulation["missing"])
+    note = f"{simulation['in_short']}{f' Left out: {missing}.' if missing else ''}"
+    return table_of_ways(_world(simulation), simulation["ways"], note)
+
+
+def table_of_ways(world: str, ways: Sequence[Mapping[str, Any]], note: str) -> Table:
+    """Returns figures of ways to train, with bars of their seconds."""
+    return Table(
+        title=f"{world}: seconds of an optimizer step",
+        columns=["way", "seconds", "tokens per second", "utilisation", "GiB", "fits", "GPU-hours", "times as fast"],
+        rows=[
+            [
+                str(way["label"]),
+                float(way["step_seconds"]),
+                float(way["tokens_per_second"]),
+                None if way["utilisation"] is None else float(way["utilisation"]),
+                float(way["memory_bytes"]) / 2**30,
+                "yes" if way["fits"] else "no",
+                float(way["gpu_hours"]),
+                float(way["times_as_fast"]),
+            ]
+            for way in ways
+        ],
+        note=note,
+        bars=1,
+        marked=[number for number, way in enumerate(ways) if way["is_ours"]],
+    )
+
+
+def read_given(content: Mapping[str, Any], source: str) -> Report:
+    """Returns the report of an answer of `distca plan --batch-size`.
+
+    Args:
+        content: the object.
+        source: its path.
+
+    Raises:
+        LookupError, TypeError, ValueError: a field is missing, or of another kind.
+    """
+    places_rows = content["step_imbalance_placed_loss"] is not None
+    rows: list[list[str | float | None]] = [
+        [name if places_rows else name.partition(", results")[0], float(content[before]), float(content[after])]
+        for name, before, after in IMBALANCES
+        if content[after] is not None
+    ]
+    way = "rows placed inside the model" if places_rows else "tasks moved"
+    world = f"{content['ranks']:,} ranks x {content['batch_size']:,} rows"
+    return Report(
+        title=f"Plan for batches of {content['source']}",
+        source=source,
+        steps=[],
+        summary=[str(content["in_short"])],
+        notes=["Nothing is measured: work is that of the plan, seconds and memory are estimates."],
+        tables=[
+            Table(f"{world}: busiest rank over the mean", ["", "as given", way], rows),
+            table_of_ways(world, content["ways"], "As distca simulate has it."),
+        ],
+    )
