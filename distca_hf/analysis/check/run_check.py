@@ -24,6 +24,7 @@ from distca_hf.analysis.check.trial import LARGEST_DIFFERENCE, Numerics
 from distca_hf.analysis.check.verdict import Verdict, judge
 from distca_hf.analysis.memory import SHARDING_NAMES, USABLE_SHARE, Checkpointing
 from distca_hf.analysis.model_files import without_hub
+from distca_hf.analysis.options import CheckOptions
 from distca_hf.analysis.tables import Terminal, accumulation, block, counted, in_gib, plain_table
 from distca_hf.errors import ConfigError
 from distca_hf.gpus import Gpu, find_gpu
@@ -34,36 +35,33 @@ from distca_hf.telemetry import get_logger
 WORKS, REFUSED = 0, 1
 
 
-def run_check(
-    model: str,
-    *,
-    tokens_per_rank: int,
-    gpus: int,
-    gpu: str,
-    checkpointing: str,
-    liger: bool,
-    micro_steps: int,
-    numerics: bool,
-    trust_remote_code: bool,
-    as_json: bool,
-) -> int:
+def run_check(options: CheckOptions) -> int:
     """Runs `distca check`; returns its exit status. Output is printed at the very end, so that an error leaves nothing
     behind.
 
     Raises:
         ConfigError: an option or the model is wrong.
     """
-    if checkpointing not in get_args(Checkpointing):
-        raise ConfigError(f"--checkpointing {checkpointing} must be one of {', '.join(get_args(Checkpointing))}")
-    job = Job(find_gpu(gpu), gpus, tokens_per_rank, checkpointing, liger, micro_steps)
+    if options.checkpointing not in get_args(Checkpointing):
+        raise ConfigError(
+            f"--checkpointing {options.checkpointing} must be one of {', '.join(get_args(Checkpointing))}"
+        )
+    job = Job(
+        find_gpu(options.gpu),
+        options.gpus,
+        options.tokens_per_rank,
+        options.checkpointing,
+        options.liger,
+        options.micro_steps,
+    )
     with _quiet():
-        candidate = find_candidate(model, trust_remote_code)
-        with contextlib.nullcontext() if trust_remote_code else without_hub():
+        candidate = find_candidate(options.model, options.trust_remote_code)
+        with contextlib.nullcontext() if options.trust_remote_code else without_hub():
             answer = check(candidate, job)
-    if as_json:
+    if options.as_json:
         sys.stdout.write(json.dumps(answer.as_json(), allow_nan=False) + "\n")
     else:
-        print_answer(answer, Terminal(), numerics)
+        print_answer(answer, Terminal(), options.numerics)
     return WORKS if answer.works else REFUSED
 
 

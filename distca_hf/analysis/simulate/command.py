@@ -3,8 +3,6 @@
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, cast
 
 from rich.console import Console, RenderableType
@@ -15,6 +13,7 @@ from distca_hf.analysis.command import DEFAULT_MODEL, PlanProgress, pipeline_of
 from distca_hf.analysis.find_model import find_model
 from distca_hf.analysis.lengths import read_lengths
 from distca_hf.analysis.memory import GIB, Checkpointing, gradient_bytes
+from distca_hf.analysis.options import SimulateOptions
 from distca_hf.analysis.profiles.cluster_profile import ClusterProfile
 from distca_hf.analysis.profiles.curves import Notes
 from distca_hf.analysis.profiles.shipped import find_profile, gpu_gib_of, known_gib
@@ -31,32 +30,6 @@ DEFAULT_TOKENS_PER_RANK = 131_072
 MOST_DIGITS = 18
 # Most tokens that GPU-hours are counted for: these hours are finite, however long a step takes.
 MOST_BUDGET = 1e30
-
-
-@dataclass(frozen=True)
-class SimulateOptions:
-    """Options of the command, as they were given; see `distca simulate --help`."""
-
-    lengths: Path
-    model: str | None
-    gpus: str
-    tokens_per_rank: int | None
-    batch_size: int | None
-    context: int | None
-    cluster: str
-    micro_steps: str
-    ranks_per_node: int
-    tensor: int
-    pipeline: int | None
-    chunks: int | None
-    checkpointing: str
-    liger: bool
-    sync_each_batch: bool
-    gpu_gib: float | None
-    batches: int
-    token_budget: float
-    seed: int
-    as_json: bool
 
 
 def run_simulate(options: SimulateOptions) -> None:
