@@ -2,7 +2,7 @@
 
 | file | from | to |
 |---|---|---|
-| commands, options, command | the arguments of the command line | text, picture or JSON; and the report of `distca env` |
+| commands, options, command | the command line | text, picture or JSON; and the report of `distca env` |
 | lengths | a file or a dataset | document lengths |
 | find_model | the name of a model, or its config.json | heads, bytes and numbers of weights |
 | request | ranks, tokens and the model, with a table of public ones | plans of micro-steps, as training makes them |

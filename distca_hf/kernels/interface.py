@@ -1,19 +1,35 @@
-"""The one shape that all kernels have: their arguments, their results, and room for both.
+"""The one shape that all kernels have: their arguments, their results, and room for both; and views of some rows.
 
 A new kernel is a class in a file beside this one, and an entry with its capabilities in `kernels.registry`.
 
 Tensor names end in their shape:
     T = query rows, S = key rows, N = query heads, G = KV heads (N is a multiple of G), H = head dimension, V = value
     dimension
+
+Each layer makes many views of rows, and each costs microseconds. So one is made only if something is left out, and all
+are made by `as_strided`: kernel functions fill the processor's caches, and after one a function of torch that was just
+used takes half the time of another one.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cache, cached_property, lru_cache
 from typing import NamedTuple, Protocol
 
 import torch
+
+
+# Functions that `kernels.rows` prepares for tensors of one device, dtype, shape and strides.
+# Of sources and targets:
+CopyRows = Callable[[Sequence[torch.Tensor], Sequence[torch.Tensor]], None]
+# Of the target, own and returned rows:
+AddRows = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
+# Of outputs and log-sum-exps, and of those over other keys:
+MergeRows = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], None]
+
+# Shape of one row of a tensor, strides of the tensor, dtype: alike from layer to layer and from batch to batch.
+KindOfRows = tuple[torch.Size, tuple[int, ...], torch.dtype]
 
 
 class AttentionSpec(NamedTuple):
@@ -259,3 +275,50 @@ def has_fused_kernels(x: torch.Tensor) -> bool:
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     """Returns max(fp32, dtype), in which log-sum-exps and sums of gradients are kept."""
     return torch.promote_types(torch.float32, dtype)
+
+
+def kinds_of_rows(tensors: Sequence[torch.Tensor]) -> tuple[KindOfRows, ...]:
+    """Returns the kind of each tensor's rows."""
+    return tuple([(x.shape[1:], x.stride(), x.dtype) for x in tensors])
+
+
+def widths_of_parts(sources: Sequence[KindOfRows], targets: Sequence[KindOfRows]) -> list[int]:
+    """Returns the elements of a row of each tensor that is copied.
+
+    Raises:
+        ValueError: rows of sources and targets are not the same.
+    """
+    rows, places = ([shape for shape, *_ in kinds] for kinds in (sources, targets))
+    widths, room = ([shape.numel() for shape in shapes] for shapes in (rows, places))
+    same = rows == places if len(rows) == len(places) else sum(widths) == sum(room)
+    if not same or len({dtype for *_, dtype in (*sources, *targets)}) > 1:
+        words = (" and ".join(f"{tuple(row)} of {dtype}" for row, _, dtype in kinds) for kinds in (sources, targets))
+        raise ValueError(f"cannot copy rows {' to '.join(words)}")
+    return max(widths, room, key=len)
+
+
+def some_rows(x: torch.Tensor, rows: slice) -> torch.Tensor:
+    """Returns `x[rows]`, or `x` itself if these are all rows."""
+    return x if rows.start == 0 and rows.stop == x.shape[0] else part(x, rows)
+
+
+def part(x: torch.Tensor, rows: slice) -> torch.Tensor:
+    """Returns `x[rows]`, of rows that there are."""
+    strides = x.stride()
+    first = x.storage_offset() + rows.start * strides[0]
+    return x.as_strided((rows.stop - rows.start, *x.shape[1:]), strides, first)
+
+
+def transposed(x: torch.Tensor) -> torch.Tensor:
+    """Returns `x.t()` of `[rows, columns]`."""
+    (rows, columns), (of_row, of_column) = x.shape, x.stride()
+    return x.as_strided((columns, rows), (of_column, of_row))
+
+
+def view_of(part: torch.Tensor, whole: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Returns a function that gets tensors like `whole`, in shape and strides, and returns the part of each that
+    `part` is of `whole`."""
+    if part is whole:
+        return lambda x: x
+    shape, strides, first = part.shape, part.stride(), part.storage_offset() - whole.storage_offset()
+    return lambda x: x.as_strided(shape, strides, x.storage_offset() + first)

@@ -22,8 +22,15 @@ from functools import cached_property
 
 import torch
 
-from distca_hf.kernels.interface import accumulation_dtype, has_fused_kernels
-from distca_hf.kernels.row_kinds import AddRows, CopyRows, MergeRows, kinds_of_rows, widths_of_parts
+from distca_hf.kernels.interface import (
+    AddRows,
+    CopyRows,
+    MergeRows,
+    accumulation_dtype,
+    has_fused_kernels,
+    kinds_of_rows,
+    widths_of_parts,
+)
 
 
 def copy_rows(

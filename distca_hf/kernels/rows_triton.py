@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from distca_hf.arrays import ceil_div
-from distca_hf.kernels.row_kinds import AddRows, CopyRows, KindOfRows, MergeRows, kinds_of_rows, widths_of_parts
+from distca_hf.kernels.interface import AddRows, CopyRows, KindOfRows, MergeRows, kinds_of_rows, widths_of_parts
 from distca_hf.kernels.triton_launch import Launch
 
 

@@ -14,8 +14,7 @@ import torch
 
 from distca_hf.arrays import IndexRanges, IntArray
 from distca_hf.comm.transport import AllToAll
-from distca_hf.kernels.interface import Spans
-from distca_hf.kernels.row_kinds import some_rows
+from distca_hf.kernels.interface import Spans, some_rows
 from distca_hf.kernels.rows import RowSums
 from distca_hf.planning.kernel_calls import CallKind, KernelCall
 from distca_hf.planning.plan import PlanFacts

@@ -7,8 +7,7 @@ from collections.abc import Iterable
 
 import torch
 
-from distca_hf.kernels.interface import AttentionSpec, Gradients, Inputs, Kernel, Outputs
-from distca_hf.kernels.row_kinds import transposed
+from distca_hf.kernels.interface import AttentionSpec, Gradients, Inputs, Kernel, Outputs, transposed
 from distca_hf.runtime.alike_layers import AlikeLayers
 from distca_hf.runtime.device_routing import DeviceCall
 from distca_hf.runtime.prepared_calls import PreparedBackward, PreparedForward, QueryRows

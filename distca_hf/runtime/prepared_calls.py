@@ -16,8 +16,20 @@ from typing import NamedTuple
 
 import torch
 
-from distca_hf.kernels.interface import AttentionSpec, Inputs, Room, Saved, before_queries
-from distca_hf.kernels.row_kinds import AddRows, CopyRows, MergeRows, part, some_rows, transposed, view_of
+from distca_hf.kernels.interface import (
+    AddRows,
+    AttentionSpec,
+    CopyRows,
+    Inputs,
+    MergeRows,
+    Room,
+    Saved,
+    before_queries,
+    part,
+    some_rows,
+    transposed,
+    view_of,
+)
 from distca_hf.kernels.rows import copy_rows, prepare_add, prepare_copy, prepare_merge
 from distca_hf.planning.kernel_calls import CallKind
 from distca_hf.runtime.device_routing import DeviceCall, DeviceRouting

@@ -28,8 +28,7 @@ from distca_hf.integrations.models.check import (
     refusals,
 )
 from distca_hf.integrations.models.decoder_layers import DecoderLayerKind, layer_kinds, ranges
-from distca_hf.integrations.models.structure import attention_layers, text_decoder
-from distca_hf.integrations.models.towers import towers
+from distca_hf.integrations.models.structure import attention_layers, text_decoder, towers
 
 
 Status = Literal["works", "works with limits", "refused"]

@@ -6,9 +6,7 @@
     shipped            profiles that come with the package, found by the name of a GPU
     measure            one process of `distca profile`: which of the files below measures what, in which order
     grid               sizes that are measured
-    clock              seconds of a call
-    attention          seconds of the attention kernel
-    layers             seconds of everything in a layer but attention; products, copies, optimizer
+    layers             seconds of the attention kernel, and of everything else in a layer; products, copies, optimizer
     __main__           a process of `distca profile`: writes the file, and prints the few main numbers of it
     launch             `distca profile`: launches one process for each GPU
 

@@ -17,8 +17,6 @@ from typing import TypeVar
 import numpy as np
 import torch
 
-from distca_hf.analysis.profiles.attention import AttentionBench, TaskSize
-from distca_hf.analysis.profiles.clock import Clock
 from distca_hf.analysis.profiles.cluster_profile import (
     AttentionTimes,
     ClusterProfile,
@@ -29,7 +27,7 @@ from distca_hf.analysis.profiles.cluster_profile import (
 )
 from distca_hf.analysis.profiles.curves import Curve, Notes
 from distca_hf.analysis.profiles.grid import Grid
-from distca_hf.analysis.profiles.layers import LayerBench, has_liger
+from distca_hf.analysis.profiles.layers import AttentionBench, Clock, LayerBench, TaskSize, has_liger
 from distca_hf.comm.measure_links import FEWEST_CALLS, MeasuringRanks
 from distca_hf.comm.measured_sends import OnOwnStream
 from distca_hf.config import KernelName

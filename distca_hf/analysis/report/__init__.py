@@ -6,7 +6,7 @@
 | `run_folder`, `trace_index` | reads a folder of traces, step after step |
 | `answers` | reads the JSON of `distca plan` and `distca simulate` |
 | `figures` | all that a page shows, whatever it was read from |
-| `straggler`, `served` | the rank, or the attention server, that others wait for, and why |
+| `straggler` | the rank, or the attention server, that others wait for, and why |
 | `predictions` | seconds of every rank from the measured profile of its GPU |
 | `small_enough` | chooses figures to show where there are too many for a page |
 

@@ -6,9 +6,14 @@ from pathlib import Path
 
 from distca_hf.analysis.report.figures import CallOfRanks, MemoryBar, Report, Seconds, StepFigures
 from distca_hf.analysis.report.predictions import Predicted, Predictor
-from distca_hf.analysis.report.served import waiting_for_servers
 from distca_hf.analysis.report.small_enough import chosen_calls, in_nodes, spread
-from distca_hf.analysis.report.straggler import findings_of, most_telling, names_in_words, summary_of
+from distca_hf.analysis.report.straggler import (
+    findings_of,
+    most_telling,
+    names_in_words,
+    summary_of,
+    waiting_for_servers,
+)
 from distca_hf.analysis.report.trace_index import TraceIndex
 from distca_hf.errors import ReportError
 from distca_hf.traces import FILES, FOLDER, SERVER_FILES, PassPart, RankTrace, Spent

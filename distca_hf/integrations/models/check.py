@@ -37,8 +37,8 @@ from distca_hf.integrations.models.structure import (
     text_decoder,
     text_modules,
     transformers_model,
+    undivided,
 )
-from distca_hf.integrations.models.towers import undivided
 from distca_hf.kernels.interface import AttentionSpec
 from distca_hf.kernels.registry import Operands, choose_kernel
 from distca_hf.telemetry import get_logger

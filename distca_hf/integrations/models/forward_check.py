@@ -21,8 +21,7 @@ from distca_hf.config import DistCAConfig
 from distca_hf.errors import PlanError, UnsupportedAttentionError
 from distca_hf.integrations.models.check import IMPLEMENTATION, PositionLimits, refused_loss
 from distca_hf.integrations.models.layer_masks import layer_masks_of, layer_windows
-from distca_hf.integrations.models.structure import transformers_model, weights_beside_text
-from distca_hf.integrations.models.towers import towers
+from distca_hf.integrations.models.structure import towers, transformers_model, weights_beside_text
 from distca_hf.integrations.models.weights_check import SharedState, replicated_parameters
 from distca_hf.runtime.forward_pass import ForwardPass
 from distca_hf.runtime.live_plan import LivePlan

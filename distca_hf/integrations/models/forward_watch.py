@@ -41,10 +41,11 @@ from distca_hf.integrations.models.recomputed_layers import RecomputedLayers
 from distca_hf.integrations.models.structure import (
     attention_layers,
     forward_accepts,
+    give_own_attention,
     names_by_position,
     transformers_model,
+    without_kinds_of_text,
 )
-from distca_hf.integrations.models.towers import give_own_attention, without_kinds_of_text
 from distca_hf.integrations.models.weights_check import is_due
 from distca_hf.parallel_context import ParallelContext
 from distca_hf.runtime.live_plan import LivePlan

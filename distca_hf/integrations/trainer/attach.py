@@ -18,8 +18,7 @@ from distca_hf.errors import ConfigError
 from distca_hf.integrations.models.distributed_check import follow_mesh
 from distca_hf.integrations.models.forward_watch import enable, watch_of
 from distca_hf.integrations.models.planner import planner_for
-from distca_hf.integrations.models.structure import transformers_model
-from distca_hf.integrations.models.towers import give_own_attention
+from distca_hf.integrations.models.structure import give_own_attention, transformers_model
 from distca_hf.integrations.models.weights_check import divide_again
 from distca_hf.integrations.trainer.attachment import Attachment, held_models, restorer, watch_held_models
 from distca_hf.integrations.trainer.callback import DistCACallback, print_in_short

@@ -17,9 +17,8 @@ from distca_hf.analysis.report.figures import CallOfRanks, Seconds
 from distca_hf.analysis.report.predictions import Predictor
 from distca_hf.analysis.report.run_folder import read_folder
 from distca_hf.analysis.report.run_report import page_of, read_source
-from distca_hf.analysis.report.served import slow_server_in_words
 from distca_hf.analysis.report.small_enough import chosen_calls, fitted
-from distca_hf.analysis.report.straggler import straggler_in_words
+from distca_hf.analysis.report.straggler import slow_server_in_words, straggler_in_words
 from distca_hf.cli import app
 from distca_hf.errors import ReportError
 from distca_hf.traces import RankTrace, file_name
