@@ -75,7 +75,7 @@ def _shape_of(candidate: "Candidate", tries: bool) -> ModelShape:
     it is known how many of them a token passes."""
     from distca_hf.analysis.check.layers import decoder_size
     from distca_hf.analysis.check.run_check import judge_quietly
-    from distca_hf.integrations.models.operations import step_flops
+    from distca_hf.integrations.models.planner import step_flops
 
     name = candidate.name.replace(", default sizes", " (default sizes)")
     with without_hub():

@@ -19,7 +19,7 @@ from distca_hf.analysis.request import MLP_MATRICES
 from distca_hf.gpus import Gpu
 from distca_hf.integrations.models.check import KernelNeed
 from distca_hf.integrations.models.decoder_layers import DecoderLayerKind, decoder_layers
-from distca_hf.integrations.models.operations import share_of, shares_of_experts
+from distca_hf.integrations.models.planner import share_of, shares_of_experts
 from distca_hf.integrations.models.structure import attention_layers, weights_beside_text
 from distca_hf.kernels.registry import KERNELS, why_not
 

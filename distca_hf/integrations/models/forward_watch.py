@@ -34,9 +34,8 @@ from distca_hf.integrations.models.heads import head_groups_of, token_bytes_of
 from distca_hf.integrations.models.hooks import WATCH, HiddenHook
 from distca_hf.integrations.models.layer_masks import layer_masks_of, layer_windows
 from distca_hf.integrations.models.mixers import MixerWatch
-from distca_hf.integrations.models.operations import predictable, step_flops
 from distca_hf.integrations.models.placed_loss import PlacedLoss, label_count
-from distca_hf.integrations.models.planner import vocabulary_tokens_of
+from distca_hf.integrations.models.planner import predictable, step_flops, vocabulary_tokens_of
 from distca_hf.integrations.models.recomputed_layers import RecomputedLayers
 from distca_hf.integrations.models.structure import (
     attention_layers,
