@@ -155,11 +155,8 @@ class PlanProgress:
 
     def over(self, words: str, items: Sequence[int]) -> Iterable[int]:
         """Yields items, and shows how many are done."""
-        task = self._progress.add_task(words, total=len(items))
-        for item in items:
-            yield item
-            self._progress.advance(task)
-        self._progress.remove_task(task)
+        with self.counting(words, len(items)) as count:
+            yield from count(items)
 
 
 def print_environment(console: Console) -> None:

@@ -14,6 +14,7 @@ from distca_hf.analysis.estimates import Estimates
 from distca_hf.analysis.first_step import StepReport
 from distca_hf.analysis.memory import SHARDING_NAMES, USABLE_SHARE
 from distca_hf.analysis.tables import (
+    CHECKPOINTING,
     PART_NAMES,
     accumulation,
     block,
@@ -249,11 +250,7 @@ def _memory(answer: PlanAnswer, estimates: Estimates) -> RenderableType:
 def _assumptions(answer: PlanAnswer, estimates: Estimates) -> str:
     """Returns the assumptions of the estimates, in words."""
     assumed, ranks = answer.assumptions, answer.step.request.num_gpus
-    kept = {
-        "saved": "layers checkpointed, attention's outputs kept",
-        "recomputed": "layers checkpointed, attention computed twice",
-        "none": "no activation checkpointing",
-    }[assumed.checkpointing]
+    kept = CHECKPOINTING[assumed.checkpointing]
     words = (
         f"Assumed: all weights trained in fp32 with AdamW, shared by {counted(ranks, 'rank')}; bf16; {kept} "
         f"(--checkpointing); {'with' if assumed.liger else 'without'} Liger's kernels and loss (--liger); "

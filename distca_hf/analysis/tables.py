@@ -42,6 +42,14 @@ class Terminal(Console):
             yield segment if segment.control else Segment(printable(segment.text), segment.style)
 
 
+# Ways of activation checkpointing, in words.
+CHECKPOINTING = {
+    "saved": "layers checkpointed, attention's outputs kept",
+    "recomputed": "layers checkpointed, attention computed twice",
+    "none": "no activation checkpointing",
+}
+
+
 def block(title: str, table: Table, *words: str) -> RenderableType:
     """Returns a title, a table and notes below it, which may be wider than the table."""
     return Group(Text(title, style="bold"), table, *words)

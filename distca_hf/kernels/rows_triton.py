@@ -229,18 +229,9 @@ def prepare_merge_on_gpu(
     if not rows:
         return lambda out, lse, other_out, other_lse: None
     strides = out_TNV.stride(0), other_out_RNV.stride(0)
-    launch, blocks = _merge_launch(out_TNV.device, out_TNV.dtype, strides, heads, dim)
+    launch, blocks = _launch_of_heads("merge", out_TNV.device, out_TNV.dtype, strides, heads, dim)
     numbers = *lse_TN.stride(), other_lse_NR.stride(0), start
     return launch.prepared(rows, blocks, numbers=numbers)
-
-
-@lru_cache
-def _merge_launch(
-    device: torch.device, dtype: torch.dtype, strides: tuple[int, int], heads: int, dim: int
-) -> tuple[Launch, int]:
-    """Returns the kernel for such tensors, and its blocks of heads."""
-    constants, blocks = _blocks_of_heads(strides, heads, dim)
-    return Launch(_merge_block, constants, device), blocks
 
 
 @triton.jit(  # type: ignore[untyped-decorator]
@@ -284,17 +275,8 @@ def scale_rows_on_gpu(
     if not rows:
         return
     strides = out_TNV.stride(0), target_TNV.stride(0)
-    launch, blocks = _scale_launch(out_TNV.device, out_TNV.dtype, strides, heads, dim)
+    launch, blocks = _launch_of_heads("scale", out_TNV.device, out_TNV.dtype, strides, heads, dim)
     launch(rows, blocks, out_TNV, target_TNV, lse_TN, total_TN, numbers=(*lse_TN.stride(), *total_TN.stride()))
-
-
-@lru_cache
-def _scale_launch(
-    device: torch.device, dtype: torch.dtype, strides: tuple[int, int], heads: int, dim: int
-) -> tuple[Launch, int]:
-    """Returns the kernel for such tensors, and its blocks of heads."""
-    constants, blocks = _blocks_of_heads(strides, heads, dim)
-    return Launch(_scale_block, constants, device), blocks
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -327,21 +309,17 @@ def dot_rows_on_gpu(one_TNV: torch.Tensor, other_TNV: torch.Tensor) -> torch.Ten
     sums_TN = one_TNV.new_empty((rows, heads), dtype=torch.float32)
     if rows:
         strides = one_TNV.stride(0), other_TNV.stride(0)
-        launch, blocks = _dot_launch(one_TNV.device, one_TNV.dtype, strides, heads, dim)
+        launch, blocks = _launch_of_heads("dot", one_TNV.device, one_TNV.dtype, strides, heads, dim)
         launch(rows, blocks, one_TNV, other_TNV, sums_TN)
     return sums_TN
 
 
 @lru_cache
-def _dot_launch(
-    device: torch.device, dtype: torch.dtype, strides: tuple[int, int], heads: int, dim: int
+def _launch_of_heads(
+    name: str, device: torch.device, dtype: torch.dtype, strides: tuple[int, int], heads: int, dim: int
 ) -> tuple[Launch, int]:
-    """Returns the kernel for such tensors, and its blocks of heads."""
-    constants, blocks = _blocks_of_heads(strides, heads, dim)
-    return Launch(_dot_block, constants, device), blocks
-
-
-def _blocks_of_heads(strides: tuple[int, ...], heads: int, dim: int) -> tuple[tuple[int, ...], int]:
-    """Returns the constants of a kernel of rows and blocks of heads, and these blocks."""
+    """Returns the kernel of a name for such tensors, and its blocks of heads."""
+    kernel = {"merge": _merge_block, "scale": _scale_block, "dot": _dot_block}[name]
     block = min(MOST_HEADS_OF_A_BLOCK, triton.next_power_of_2(heads))
-    return (*strides, heads, dim, block, triton.next_power_of_2(dim)), ceil_div(heads, block)
+    constants = (*strides, heads, dim, block, triton.next_power_of_2(dim))
+    return Launch(kernel, constants, device), ceil_div(heads, block)

@@ -25,7 +25,7 @@ from distca_hf.analysis.check.verdict import Verdict, judge
 from distca_hf.analysis.memory import SHARDING_NAMES, USABLE_SHARE, Checkpointing
 from distca_hf.analysis.model_files import without_hub
 from distca_hf.analysis.options import CheckOptions
-from distca_hf.analysis.tables import Terminal, accumulation, block, counted, in_gib, plain_table
+from distca_hf.analysis.tables import CHECKPOINTING, Terminal, accumulation, block, counted, in_gib, plain_table
 from distca_hf.errors import ConfigError
 from distca_hf.gpus import Gpu, find_gpu
 from distca_hf.integrations.models.decoder_layers import grouped, ranges
@@ -123,11 +123,6 @@ PARTS = {
 }
 # Spaces above, right, below and left of an indented line.
 INDENTED = (0, 0, 0, 2)
-CHECKPOINTING = {
-    "saved": "layers checkpointed, attention's outputs kept",
-    "recomputed": "layers checkpointed, attention computed twice",
-    "none": "no activation checkpointing",
-}
 
 
 def print_answer(answer: CheckAnswer, console: Console, with_numerics: bool = False) -> None:

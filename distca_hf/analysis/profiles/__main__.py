@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from distca_hf.analysis.find_model import find_model
-from distca_hf.analysis.profiles.cluster_profile import AttentionTimes, ClusterProfile, LinkTimes
+from distca_hf.analysis.profiles.cluster_profile import ClusterProfile, LinkTimes
 from distca_hf.analysis.profiles.curves import kernel_times_of
 from distca_hf.analysis.profiles.grid import Grid
 from distca_hf.analysis.profiles.layers import LayerSize
@@ -87,7 +87,8 @@ class MainFigures:
     def of(cls, profile: ClusterProfile, file: Path) -> "MainFigures":
         """Returns the figures of a profile, and the path of its file."""
         made, attention = profile.made, profile.attention[0]
-        flops, layer = _flops_of_longest(attention), profile.layers[0]
+        layer, pairs = profile.layers[0], causal_pairs(0, int(attention.square_tokens[-1]))
+        flops = 2.0 * 2 * attention.head_dim * attention.heads * float(pairs)  # two products for each pair
         return cls(
             file=str(file),
             device=made.device,
@@ -122,12 +123,6 @@ class MainFigures:
                 for name, links in (("within a node", self.within_node), ("between nodes", self.between_nodes))
             ),
         ]
-
-
-def _flops_of_longest(attention: AttentionTimes) -> float:
-    """Returns the operations of the forward pass of the longest square: two products for each pair."""
-    pairs = causal_pairs(0, int(attention.square_tokens[-1]))
-    return 2.0 * 2 * attention.head_dim * attention.heads * float(pairs)
 
 
 def _link_words(links: LinkFigures | None) -> str:

@@ -66,10 +66,13 @@ def read_folder(folder: Path, predictor: Predictor | None = None) -> Report:
         of_step = max(traces, key=_of_trainers_first)
         for _, of_ranks in sorted(_by_micro_batch(traces).items()):
             latest = max(of_ranks, key=_of_trainers_first)
-            if _is_of_earlier_run(latest.written, newest) or latest.num_ranks != of_step.num_ranks:
+            # Ranks of a new run replace their own files. An earlier run in this folder may have left files of other
+            # ranks, with later steps, stages or micro-batches: written before the new run's earlier steps.
+            if latest.written < newest - CLOCKS_APART_SECONDS or latest.num_ranks != of_step.num_ranks:
                 left_out += len(of_ranks)
                 continue
-            same = {trace.rank: trace for trace in of_ranks if _are_together(trace, latest)}
+            plan = latest.fingerprint, latest.num_ranks
+            same = {trace.rank: trace for trace in of_ranks if (trace.fingerprint, trace.num_ranks) == plan}
             left_out += len(of_ranks) - len(same)
             steps.append(_figures(same, latest, predictor))
             missing |= {latest.name_of(rank) for rank in steps[-1].missing}
@@ -102,26 +105,12 @@ def _of_trainers_first(trace: RankTrace) -> tuple[bool, float]:
     return not trace.is_server, trace.written
 
 
-def _is_of_earlier_run(written: float, newest: float) -> bool:
-    """Returns whether a micro-batch was written by an earlier run in the same folder.
-
-    Ranks of a new run replace their own files. Files of ranks that it does not have stay, and hold steps that it may
-    not have come to, or other stages and micro-batches: they were written before its earlier steps.
-    """
-    return written < newest - CLOCKS_APART_SECONDS
-
-
 def _by_micro_batch(traces: Sequence[RankTrace]) -> Mapping[_Key, list[RankTrace]]:
     """Returns the traces of every micro-batch."""
     found: defaultdict[_Key, list[RankTrace]] = defaultdict(list)
     for trace in traces:
         found[trace.step, trace.micro_batch, trace.stage, trace.chunk, trace.tensor_rank].append(trace)
     return found
-
-
-def _are_together(trace: RankTrace, other: RankTrace) -> bool:
-    """Returns whether two traces are of one plan; others were left by an earlier run."""
-    return (trace.fingerprint, trace.num_ranks) == (other.fingerprint, other.num_ranks)
 
 
 def _figures(of_ranks: Mapping[int, RankTrace], any_trace: RankTrace, predictor: Predictor) -> StepFigures:

@@ -217,17 +217,13 @@ def print_results(
         console.print("")
         console.print(_summary(results))
     console.print("")
-    console.print(Text(f"Times: {profile_in_words(profile)}"))
+    made = profile.made
+    remarks = f"; {made.remarks}" if made.remarks else ""
+    times = f"{profile.source}, {made.processes} x {made.device}, {made.kernel}, measured {made.date}{remarks}"
+    console.print(Text(f"Times: {times}."))
     console.print(Text("Assumptions"))
     for line in assumptions:
         console.print(Text(f"- {line}"))
-
-
-def profile_in_words(profile: ClusterProfile) -> str:
-    """Returns origin and date of a profile."""
-    made = profile.made
-    words = f"{profile.source}, {made.processes} x {made.device}, {made.kernel}, measured {made.date}"
-    return f"{words}; {made.remarks}." if made.remarks else f"{words}."
 
 
 def _title(result: Result) -> RenderableType:

@@ -31,8 +31,8 @@ from distca_hf.integrations.models.layer_masks import empty_windows, layer_windo
 from distca_hf.integrations.models.mixers import unknown_mixers
 from distca_hf.integrations.models.structure import (
     attention_layers,
+    forward_names,
     passes_keywords_on,
-    source_of,
     takes_shift_labels,
     text_decoder,
     text_modules,
@@ -226,7 +226,7 @@ def _positions(model: PreTrainedModel) -> Iterator[str]:
     """Yields embeddings that count positions in another way: positions inside documents, which a batch holds, would be
     others than the model was trained with."""
     for name, module in text_modules(model).items():
-        if _counts_from_padding(type(module)):  # type: ignore[arg-type]
+        if forward_names(module, "create_position_ids_from_input_ids"):
             yield (
                 f"{name} counts positions from padding_idx {getattr(module, 'padding_idx', '?')} in input_ids, not "
                 "from 0 in each document"
@@ -353,12 +353,6 @@ def _kernel(
         except UnsupportedAttentionError as error:
             yield f"{layers[0]} and {len(layers) - 1} more layers: {error}"
             return
-
-
-@lru_cache(maxsize=1024)
-def _counts_from_padding(module_class: Hashable) -> bool:
-    """Returns whether the class's own forward makes positions that begin behind padding_idx."""
-    return "create_position_ids_from_input_ids" in source_of(getattr(module_class, "forward", None))
 
 
 @lru_cache(maxsize=128)

@@ -17,7 +17,7 @@ from distca_hf.cost import Heads
 from distca_hf.integrations.models.heads import heads_of_layers
 from distca_hf.integrations.models.layer_masks import layer_windows
 from distca_hf.integrations.models.mixers import LAYER_TYPES, mixers_of
-from distca_hf.integrations.models.structure import attention_layers, source_of, text_modules, transformers_model
+from distca_hf.integrations.models.structure import attention_layers, forward_names, text_modules, transformers_model
 
 
 # Layer types of configurations whose tokens do not see each other.
@@ -102,7 +102,8 @@ def layer_kinds(model: nn.Module) -> list[DecoderLayerKind]:
                 heads=heads.get(name),
                 window_tokens=windows[name],
                 softcap=float(getattr(config, "attn_logit_softcapping", None) or 0.0),
-                sinks=_has_sinks(module),
+                sinks=any("sink" in of for of, _ in module.named_parameters(recurse=False))
+                and forward_names(module, "s_aux"),
                 latent=getattr(module, "kv_lora_rank", None) is not None,
                 mixer=mixer,
                 refused=refused,
@@ -167,12 +168,6 @@ def _refused(config: PreTrainedConfig, number: int, has_mixer: bool, attends: bo
     if attends or has_mixer or kind in ALONE or (others_attend and not kind):
         return ""
     return "attention that is not looked up by name"
-
-
-def _has_sinks(module: nn.Module) -> bool:
-    """Returns whether an attention layer gives sinks to the attention function."""
-    named = any("sink" in name for name, _ in module.named_parameters(recurse=False))
-    return named and "s_aux" in source_of(getattr(type(module), "forward", None))
 
 
 def _is_inside(name: str, layer: str) -> bool:

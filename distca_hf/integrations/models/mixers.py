@@ -78,7 +78,7 @@ def unknown_mixers(model: PreTrainedModel, config: PreTrainedConfig) -> Iterator
     """
     mixers = mixers_of(model)
     kinds = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None) or []
-    with_mixer = {_layer_number(name) for name in mixers}
+    with_mixer = {next((int(part) for part in name.split(".") if part.isdigit()), None) for name in mixers}
     for kind in sorted({str(kind) for kind in kinds} - LAYER_TYPES):
         layers = [index for index, name in enumerate(kinds) if name == kind and index not in with_mixer]
         more = f" and {len(layers) - 3} more" if len(layers) > 3 else ""
@@ -102,11 +102,6 @@ def _mixes_tokens(part: nn.Module, attention: set[nn.Module], mixers: set[nn.Mod
         return True
     inside = set(part.modules())
     return attention.isdisjoint(inside) and mixers.isdisjoint(inside) and _carries_state(type(part))  # type: ignore[arg-type]
-
-
-def _layer_number(name: str) -> int | None:
-    """Returns the first number in the name of a module: the number of its layer."""
-    return next((int(part) for part in name.split(".") if part.isdigit()), None)
 
 
 @lru_cache(maxsize=1024)

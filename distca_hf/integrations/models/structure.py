@@ -89,7 +89,18 @@ def attention_layers(model: PreTrainedModel) -> dict[str, nn.Module]:
 
 def looks_attention_up(module: nn.Module) -> bool:
     """Returns whether the module's own forward calls Transformers' attention interface."""
-    return _uses_interface(type(module))  # type: ignore[arg-type]
+    return forward_names(module, "attention_interface", "ALL_ATTENTION_FUNCTIONS")
+
+
+def forward_names(module: nn.Module, *words: str) -> bool:
+    """Returns whether the source of the module's own forward has all of these words; False if there is no source."""
+    return _class_names(type(module), words)  # type: ignore[arg-type]
+
+
+@lru_cache(maxsize=4096)
+def _class_names(module_class: Hashable, words: tuple[str, ...]) -> bool:
+    source = source_of(getattr(module_class, "forward", None))
+    return all(word in source for word in words)
 
 
 def forward_accepts(model: PreTrainedModel, keyword: str) -> bool:
@@ -109,13 +120,6 @@ def names_by_position(model: nn.Module) -> list[str]:
     if any(parameter.kind is parameter.VAR_POSITIONAL for parameter in parameters):
         parameters = inspect.signature(transformers_model(model).forward).parameters.values()
     return [parameter.name for parameter in parameters if parameter.kind is parameter.POSITIONAL_OR_KEYWORD]
-
-
-@lru_cache(maxsize=1024)
-def _uses_interface(module_class: Hashable) -> bool:
-    """Returns whether the class's own forward calls the attention interface."""
-    source = source_of(getattr(module_class, "forward", None))
-    return "attention_interface" in source and "ALL_ATTENTION_FUNCTIONS" in source
 
 
 def source_of(part: Function | type) -> str:
@@ -201,7 +205,10 @@ def undivided(model: PreTrainedModel) -> Iterator[str]:
         yield "its text decoder cannot be told from its towers: get_decoder() returns no part with the text's config"
         return
     in_towers = {module for tower in towers(model).values() for module in tower.modules()}
-    for name, layer in _attention_beside(model).items():
+    of_text = text_modules(model)
+    for name, layer in model.named_modules():
+        if name in of_text or not looks_attention_up(layer):
+            continue
         config = getattr(layer, "config", text)
         if layer not in in_towers or config is text or config is model.config:
             yield (
@@ -235,9 +242,3 @@ def without_kinds_of_text(batch: Batch) -> Batch:
         if isinstance(kinds := batch.get(name), torch.Tensor) and not bool(kinds.any())
     }
     return {name: given for name, given in batch.items() if name not in of_text} if of_text else batch
-
-
-def _attention_beside(model: PreTrainedModel) -> dict[str, nn.Module]:
-    """Returns attention layers outside of the text part, by name."""
-    text = text_modules(model)
-    return {name: module for name, module in model.named_modules() if name not in text and looks_attention_up(module)}
