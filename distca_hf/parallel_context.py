@@ -210,10 +210,6 @@ class ParallelContext(DistCAConfig):
     def check_shares(self, transport: Transport, micro_batch: int) -> None:
         """Checks that a placed micro-batch is shared by the ranks that share documents here.
 
-        Args:
-            transport: transport of the micro-batch's loader.
-            micro_batch: its number.
-
         Raises:
             PlanError: its loader was made before there was a process group, and every rank would train on all
                 documents; or the loader divides ranks in another way.

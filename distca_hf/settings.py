@@ -198,7 +198,6 @@ def read_text(settings: type, name: str, text: str, where: str) -> object:
 
     Args:
         name: as in `fields_of`.
-        where: the text comes from.
 
     Raises:
         ConfigError: it is no value of this setting; names where it comes from.

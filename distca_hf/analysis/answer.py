@@ -148,12 +148,7 @@ def make_answer(
     """Collects all results.
 
     Args:
-        step: the first optimizer step.
-        plans: plans of the epoch.
-        packed: the epoch.
         given_tokens: `[documents]` its lengths before any were cut.
-        assumptions: how the model is trained.
-        compare: whether to simulate all ways to train.
     """
     request = step.request
     given = () if packed.origin is not None else packed.first_step(request.micro_steps).micro_batches

@@ -221,8 +221,6 @@ def pack_in_order(document_tokens: IntArray, epoch: Epoch, num_ranks: int) -> In
 
     Args:
         document_tokens: `[documents]` lengths of the whole dataset.
-        epoch: its micro-batches.
-        num_ranks: ranks that share each of them.
     """
     # 1. All documents of the epoch in one line: where each stops, and the pairs up to there.
     lengths = document_tokens[epoch.documents]
@@ -247,7 +245,6 @@ def plan_epoch(request: PlanRequest, document_tokens: IntArray, epoch: Epoch, tr
         request: ranks, model and layout; its limit of bytes is ignored.
         document_tokens: `[documents]` lengths of the whole dataset.
         epoch: its micro-batches, at least as many as an optimizer step has.
-        track: iterates over the steps, and shows progress.
     """
     # 1. Steps that are planned.
     request, micro_steps = replace(request, bytes_limit=None), request.micro_steps

@@ -151,11 +151,8 @@ def make_estimates(
     """Returns estimates for a training; None if the model's size is not known.
 
     Args:
-        request: ranks, model and layout.
         document_tokens: `[documents]` lengths of the dataset, none too long.
-        assumptions: how the model is trained.
         given: lengths of each micro-batch of the one step to simulate; those of the first epoch by default.
-        compare: whether to simulate all ways.
     """
     if request.model.size is None:
         return None

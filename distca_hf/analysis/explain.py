@@ -85,12 +85,8 @@ def explain(
     """Returns what each rank does in one layer, for documents placed as `plugin.dataloader` places them.
 
     Args:
-        document_tokens: length of each document.
-        num_ranks: ranks that hold them.
-        mask: the layer's mask.
         kv_heads: KV heads of the layer, and its query heads.
         head_groups: groups that the heads of very long documents may be divided into.
-        num_chunks: chunks of each exchange in forward.
         refetches: whether keys are sent again in backward instead of being kept.
 
     Raises:

@@ -162,8 +162,6 @@ def shape_of_config(config: Mapping[str, object], name: str, where: str) -> Mode
 
     Args:
         config: values of the text model, by Transformers' names.
-        name: name of the model in output.
-        where: source of the values, for errors.
 
     Raises:
         ConfigError: a value is missing or wrong; names the value.

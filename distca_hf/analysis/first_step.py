@@ -171,11 +171,6 @@ class PlannedMicroBatch:
 def make_report(request: PlanRequest, step: OptimizerStep, source: str = "lengths") -> StepReport:
     """Plans an optimizer step and counts work and bytes.
 
-    Args:
-        request: ranks, model and layout.
-        step: documents of the step.
-        source: file or dataset of the lengths.
-
     Raises:
         PackingError: lengths are out of range.
         PlanError: a rank has to send or receive more than the limit of the request.

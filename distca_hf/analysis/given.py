@@ -186,8 +186,6 @@ def answer(
 
     Args:
         row_tokens: `[rows]` lengths.
-        profile: measured times.
-        progress: shows what is done.
 
     Raises:
         PackingError: there are too few rows for a step, or rows are longer than the model takes.

@@ -233,7 +233,6 @@ def estimate_memory(
 
     Args:
         size: size of the model; a size without vocabulary is a model without a head.
-        setup: how the model is trained.
         rank_tokens: tokens that the rank holds in a micro-step, as its tensor ranks do.
         received_bytes: keys and values that it receives in the forward pass of one layer of full attention.
         head_tokens: most tokens that a head computes; 0: those of the rank.
@@ -338,9 +337,7 @@ def gradient_bytes(way: Sharding | Literal["zero2", "ddp"], parameters: int, sha
     frees gradients, but for the buffer that ZeRO-3 allocates once.
 
     Args:
-        way: how weights are wrapped.
         parameters, share: weights whose gradients a rank computes, and those of them that it updates.
-        micro_steps: of an optimizer step.
     """
     if way == "zero3":
         return HALF_BYTES * share

@@ -196,7 +196,6 @@ def estimates_tables(answer: PlanAnswer, columns: int) -> list[RenderableType]:
     """Returns speed, memory and choices; one sentence in place of estimates if the model's size is not known.
 
     Args:
-        answer: with or without estimates.
         columns: width of the terminal, in characters; a narrow one shows fewer figures.
     """
     if answer.estimates is None:

@@ -71,10 +71,7 @@ class ModelSize:
         """Counts the weights of a decoder of attention and gated MLPs, without norms and biases.
 
         Args:
-            heads: heads of attention.
-            layers, hidden_size, vocabulary: as the attributes.
             mlp_size: width of an MLP, or of an expert.
-            tied: whether the head is the embedding.
             experts, experts_per_token: number of MLPs of a layer, and of the ones that a token is sent to.
         """
         mlp, router = MLP_MATRICES * hidden_size * mlp_size, hidden_size * experts if experts > 1 else 0
@@ -345,7 +342,6 @@ def plan_micro_steps(request: PlanRequest, micro_batches: Sequence[IntArray]) ->
     """Plans every micro-step.
 
     Args:
-        request: ranks, model and layout.
         micro_batches: for each `[documents]` lengths in the order of packing; at most as many tokens as all ranks
             hold.
 

@@ -26,11 +26,7 @@ COLUMNS = 80
 
 
 class Terminal(Console):
-    """A console that reads no markup, and shows no character that a terminal would follow except its own.
-
-    Args:
-        stderr: whether it is standard error.
-    """
+    """A console that reads no markup, and shows no character that a terminal would follow except its own."""
 
     def __init__(self, stderr: bool = False) -> None:
         width = None if Console(stderr=stderr).is_terminal else COLUMNS

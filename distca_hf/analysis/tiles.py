@@ -63,7 +63,6 @@ class Tiles:
         """Returns the tiles of tasks.
 
         Args:
-            mask: the layer's mask.
             rank, queries: `[tasks]` rank that computes the task, and its number of queries.
             before: `[tasks]` tokens of the document before the first query.
             one_group: `[tasks]` whether the task has a single head group.

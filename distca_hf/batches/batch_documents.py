@@ -112,7 +112,6 @@ def given_documents(
 
     Args:
         cu_seq_lens_q, cu_seq_lens_k: offsets; without the latter keys have the offsets of queries.
-        queries, keys: rows of all rows of the batch.
 
     Raises:
         PackingError: offsets do not fit the rows, or each other.
@@ -154,9 +153,6 @@ def check_positions_fit(positions: torch.Tensor | None, tokens: torch.Tensor) ->
 
 def check_beginnings(positions: torch.Tensor) -> None:
     """Refuses documents that do not begin at position 0: part of them is missing.
-
-    Args:
-        positions: of the first token of every document.
 
     Raises:
         PackingError: names the position.
@@ -213,7 +209,6 @@ def ids_checked(batch: Batch, vocabulary_tokens: int | None, waits: bool) -> Ite
     waits for the device it need not wait once more.
 
     Args:
-        vocabulary_tokens: None if it is not known.
         waits: whether it may wait for a device.
 
     Raises:

@@ -94,7 +94,6 @@ class GivenPlanner:
         servers: attention servers, for micro-batches that are trained on; then `transport` reaches them. None if there
             are none.
         layer_masks: masks that the model's layers attend with, each with the number of its layers.
-        read: reads the documents of a batch.
         places_rows: whether rows are placed inside the model; otherwise they stay, and attention tasks move.
         flops: operations of the model, to count the work of a step by; None if they are not known.
 

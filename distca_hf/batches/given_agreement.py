@@ -87,8 +87,6 @@ class GivenAgreement:
         Warns of ranks whose first batch holds no label to learn: most likely all their batches are like it.
 
         Args:
-            read: what was read of the batch.
-            number: number of the micro-batch.
             images_wait: whether a rank with an image waits for the others: for weights or gradients of towers.
             gradients_of: whether parts of the model before its decoder need gradients.
             returning: what this rank needs its pass to return.

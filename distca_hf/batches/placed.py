@@ -114,7 +114,6 @@ class PlacedPlanner:
         the pipeline.
 
         Args:
-            epoch: micro-batches as they were packed.
             document_tokens: `[documents]` lengths of all documents.
             micro_steps: micro-batches of an optimizer step; 1 leaves them as they are.
             steps_from: a micro-batch that some optimizer step begins with.

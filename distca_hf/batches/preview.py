@@ -142,9 +142,6 @@ class PlacedPlan(LivePlan):
 class RunReport:
     """The first lines about a training of one model.
 
-    Args:
-        config: settings.
-
     Attributes:
         written: whether they have been written.
     """
@@ -162,7 +159,6 @@ class RunReport:
         """Writes the two lines, behind the first forward pass of a training.
 
         Args:
-            plan: of that pass.
             cost: of a token and a pair, as the model is checkpointed; None if it is not known.
             flops: operations of the model; None likewise.
         """
@@ -215,9 +211,7 @@ def second_line(preview: Preview, cost: StepCost | None, num_ranks: int, seen: s
     """Returns the words of the second line: balance, the share of attention, and the speed-up that follows.
 
     Args:
-        preview: micro-batches of the training.
         cost: of a token and a pair; None if it is not known.
-        num_ranks: ranks that train.
         seen: which micro-batches these are.
     """
     words = []

@@ -57,7 +57,6 @@ class ReportedSteps:
 
     Args:
         every_steps: optimizer steps from one reported step to the next; 0: none is.
-        file: of this rank.
         token_bytes: bytes of one token in one layer of the model.
         layer_masks: masks of the model, each with the number of its layers.
     """
@@ -72,7 +71,6 @@ class ReportedSteps:
         """Returns what notes the moments of a pass that begins now.
 
         Args:
-            plan: of the pass.
             trains: whether it is one of training; no other is traced.
             of_model: returns what is predicted from the model; it is asked in reported steps alone.
         """

@@ -41,12 +41,7 @@ def shared_facts(config: DistCAConfig) -> dict[str, object]:
 
 
 def agree_to_take(transport: Transport, prepared: Prepared, number: int, facts: Mapping[str, object]) -> Agreement:
-    """Starts showing the other ranks which micro-batch this one takes.
-
-    Args:
-        number: of the micro-batch.
-        facts: about dataset and settings.
-    """
+    """Starts showing the other ranks which micro-batch this one takes."""
     facts = {
         **facts,
         "documents of the micro-batch": prepared.documents_checksum,

@@ -48,9 +48,7 @@ class SteppedEpoch(ABC):
     Every `micro_steps` micro-batches are one optimizer step; the first and the last of an epoch may have fewer.
 
     Args:
-        epoch: micro-batches as they were packed.
         document_tokens: `[documents]` lengths of all documents.
-        micro_steps: micro-batches of an optimizer step.
         steps_from: a micro-batch that some optimizer step begins with.
     """
 
@@ -107,7 +105,6 @@ class RegroupedEpoch(SteppedEpoch):
 
     Args:
         epoch, document_tokens, micro_steps, steps_from: as for `SteppedEpoch`.
-        capacity_tokens: most tokens of a micro-batch.
         topology, head_groups, layer_masks: as for `placement.place`.
         whole_tokens: tokens of a rank, where documents stay whole; else None.
     """
@@ -153,8 +150,6 @@ def group_documents(
     """Divides the documents of one optimizer step among its micro-steps, long ones together, tokens nearly equal.
 
     Args:
-        document_tokens: lengths, in tokens.
-        micro_steps: micro-steps to divide them among.
         capacity_tokens: tokens that a micro-step holds at most: ranks x tokens per rank.
         topology: ranks to try placements on; without it long documents are together in any case.
         head_groups, layer_masks: as for `place`.

@@ -71,7 +71,6 @@ def collate(
     """Reads the tokens that `rank` holds, and no others (but for the label after a cut).
 
     Args:
-        layout: layout of the micro-batch.
         documents: `[documents]` which document of the source each document of the layout is.
         draws: of the documents that `rank` holds, if rows are drawn.
     """

@@ -69,9 +69,7 @@ class DocumentSource:
     numbers per token that the model's forward pass takes. Columns without numbers are ignored.
 
     Args:
-        dataset: the tokenised dataset.
         capacity_tokens: tokens of a global micro-batch, or of a rank: no document may be longer.
-        overlong: policy for a longer document.
         stay_whole: whether every document must fit on one rank.
         reading: which columns count, and how.
         seed: of what a transform draws at random.

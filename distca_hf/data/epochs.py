@@ -199,7 +199,6 @@ class EpochPacker:
 
         Args:
             taken: as for `rest`.
-            accumulation_steps: micro-batches of an optimizer step.
             micro_batch: micro-batches of the present size that were taken after them.
         """
         packed = self.rest(number, taken)

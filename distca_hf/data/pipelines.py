@@ -50,10 +50,6 @@ class Pipeline:
     def check(self, micro_steps: int, num_layers: int | None = None) -> None:
         """Checks that the schedule can run.
 
-        Args:
-            micro_steps: micro-batches of an optimizer step.
-            num_layers: layers of the model, where known.
-
         Raises:
             ConfigError: there are too few micro-batches for the stages, or for interleaving no multiple of them; or
                 more parts than layers.

@@ -80,8 +80,6 @@ class Schedule:
     """All operations and transfers of an optimizer step, each behind those that it waits for.
 
     Args:
-        pipeline: stages and chunks.
-        micro_batches: micro-batches of an optimizer step.
         queues: which transfers wait for each other, with more than one chunk.
 
     Raises:

@@ -47,7 +47,6 @@ def divide(
         document_tokens: `[documents]` lengths.
         document_work: `[documents]` attended pairs, which rise with the length.
         shares: share of the work for each micro-batch, in any unit.
-        capacity_tokens: most tokens of a micro-batch.
 
     Returns:
         For each micro-batch, the indices of its documents; None if one document found no room.
@@ -169,7 +168,6 @@ class ShapedEpoch(SteppedEpoch):
 
     Args:
         epoch, document_tokens, micro_steps, steps_from: as for `SteppedEpoch`.
-        pipeline: stages and chunks.
         num_ranks, tokens_per_rank, costs, fits: as for `shape_step`.
         layer_masks: masks of the model's layers, each with their number.
     """
@@ -228,7 +226,6 @@ def shape_step(
         schedule: order of operations, for as many micro-batches.
         num_ranks: ranks of a stage, which share each micro-batch with equal work.
         tokens_per_rank: rows of a rank, padding included.
-        costs: seconds of a token and of a pair.
         fits: which documents of a micro-batch have room, where ranks hold whole ones; by default all.
 
     Returns:

@@ -209,7 +209,6 @@ class MeasuredKernel:
     """A kernel whose calls are measured.
 
     Args:
-        kernel: computes.
         measure: returns a context that each call is made in.
     """
 

@@ -61,8 +61,6 @@ def kernels_for(needs: dict[KernelNeed, list[str]], gpu: Gpu, weights: torch.dty
 
     Args:
         needs: see `integrations.models.check.kernel_needs`.
-        gpu: the device that computes.
-        weights: dtype of the model.
     """
     choices = []
     for need, layers in needs.items():
@@ -83,10 +81,6 @@ def decoder_size(model: PreTrainedModel, kinds: list[DecoderLayerKind]) -> Decod
     """Counts the weights of a model; None if its layers cannot be told apart, or it has or shows no embedding.
 
     Weights that several modules share count once, in the first of them.
-
-    Args:
-        model: on any device, also torch's meta device.
-        kinds: of its decoder layers, in order.
     """
     names = decoder_layers(model)
     try:

@@ -68,10 +68,6 @@ def run_check(options: CheckOptions) -> int:
 def check(candidate: Candidate, job: Job) -> CheckAnswer:
     """Judges a model for a training, and estimates its memory.
 
-    Args:
-        candidate: the model.
-        job: the training.
-
     Raises:
         ConfigError: the model cannot be built.
     """

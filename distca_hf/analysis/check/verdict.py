@@ -82,8 +82,6 @@ def judge(candidate: Candidate, gpu: Gpu, capacity_tokens: int, tries: bool = Tr
     """Judges a model; returns the verdict, and the model on torch's meta device.
 
     Args:
-        candidate: class and configuration.
-        gpu: device of the training.
         capacity_tokens: tokens that all ranks together hold, and so the longest document.
         tries: whether a tiny version trains a step, if nothing else is against the model.
 

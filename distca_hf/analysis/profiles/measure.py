@@ -38,12 +38,7 @@ T = TypeVar("T")
 
 
 class MeasuringProgress:
-    """Shows what is measured, on rank 0 alone. `rich` draws a bar; without it, as without a terminal, there are lines.
-
-    Args:
-        shown: whether this rank shows anything.
-        total: number of measurements.
-    """
+    """Shows what is measured, on rank 0 only: a bar of `rich`, or lines without it or without a terminal."""
 
     def __init__(self, shown: bool, total: int) -> None:
         self._shown, self._total, self._done, self._words = shown, total, 0, ""

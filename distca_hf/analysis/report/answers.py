@@ -34,10 +34,6 @@ IMBALANCES = (
 def read_plan(content: Mapping[str, Any], source: str) -> Report:
     """Returns the report of an answer of `distca plan`.
 
-    Args:
-        content: the object.
-        source: its path.
-
     Raises:
         LookupError, TypeError, ValueError: a field is missing, or of another kind.
     """
@@ -188,10 +184,6 @@ def _plan_tables(content: Mapping[str, Any]) -> list[Table]:
 def read_simulation(content: Mapping[str, Any], source: str) -> Report:
     """Returns the report of an answer of `distca simulate`.
 
-    Args:
-        content: the object.
-        source: its path.
-
     Raises:
         LookupError, TypeError, ValueError: a field is missing, or of another kind.
     """
@@ -254,10 +246,6 @@ def table_of_ways(world: str, ways: Sequence[Mapping[str, Any]], note: str) -> T
 
 def read_given(content: Mapping[str, Any], source: str) -> Report:
     """Returns the report of an answer of `distca plan --batch-size`.
-
-    Args:
-        content: the object.
-        source: its path.
 
     Raises:
         LookupError, TypeError, ValueError: a field is missing, or of another kind.

@@ -81,7 +81,6 @@ class Predictor:
 
         Args:
             of_ranks: traces by rank, attention servers behind the others; some may be missing.
-            num_ranks: all of them.
         """
         by_gpu: dict[tuple[str, str], list[RankTrace]] = {}
         for trace in of_ranks.values():

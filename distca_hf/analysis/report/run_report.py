@@ -62,7 +62,6 @@ def read_source(path: Path, cluster: str | None = None) -> Report:
     """Returns the report of a run, or of another command's output.
 
     Args:
-        path: the run's folder, or a file of JSON.
         cluster: name or file of the profile that seconds of a run are predicted from; None for the one of its GPUs.
 
     Raises:

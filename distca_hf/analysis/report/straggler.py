@@ -68,13 +68,7 @@ def _speeds(trace: RankTrace) -> Sequence[float]:
 
 
 def findings_of(trace: RankTrace, seconds: Seconds, missing: Sequence[int]) -> list[str]:
-    """Returns sentences about one micro-batch: its balance, and the rank that others wait for.
-
-    Args:
-        trace: of any of its ranks.
-        seconds: measured.
-        missing: ranks without traces.
-    """
+    """Returns sentences about one micro-batch: its balance, and the rank that others wait for."""
     if trace.servers:
         sentences = [_served_balance_in_words(trace, trace.before, trace.after)]
     else:
@@ -102,12 +96,7 @@ def names_in_words(names: Sequence[str]) -> str:
 
 
 def waited_for(num_ranks: int, seconds: Seconds) -> int | None:
-    """Returns the rank that others wait for; None if they wait for none of them, or nothing was measured.
-
-    Args:
-        num_ranks: ranks that hold tokens.
-        seconds: measured.
-    """
+    """Returns the rank that others wait for; None if they wait for none of them, or nothing was measured."""
     waited = numbers_of(seconds.waiting)[:num_ranks]
     if num_ranks < 2 or np.isnan(waited).all():
         return None
@@ -141,7 +130,6 @@ def straggler_in_words(work: Sequence[float], seconds: Seconds) -> str:
 
     Args:
         work: `[ranks]` attended pairs of ranks that hold tokens.
-        seconds: measured.
     """
     trainers = slice(len(work))
     waited = numbers_of(seconds.waiting)[trainers]
@@ -230,7 +218,6 @@ def waiting_for_servers(of_ranks: Mapping[int, RankTrace], num_ranks: int) -> Of
 
     Args:
         of_ranks: traces by rank, servers behind the trainers.
-        num_ranks: trainers.
     """
     longest: defaultdict[_Call, float] = defaultdict(float)
     for trace in of_ranks.values():
@@ -257,12 +244,7 @@ def _spent(trace: RankTrace, waits: bool) -> Mapping[_Call, float]:
 
 
 def slow_server(num_ranks: int, seconds: Seconds) -> int | None:
-    """Returns the server that all trainers wait for, numbered behind them; None if they wait for none.
-
-    Args:
-        num_ranks: trainers.
-        seconds: measured.
-    """
+    """Returns the server that all trainers wait for, numbered behind them; None if they wait for none."""
     waited = numbers_of(seconds.waiting_for_servers)
     if not len(waited) or np.isnan(waited).all():
         return None
@@ -280,12 +262,7 @@ def _busy(seconds: Seconds) -> np.ndarray:
 
 
 def slow_server_in_words(trace: RankTrace, seconds: Seconds) -> str | None:
-    """Returns a sentence that names the server that all trainers wait for, and the reason; None if they do not.
-
-    Args:
-        trace: of any rank.
-        seconds: measured.
-    """
+    """Returns a sentence that names the server that all trainers wait for, and the reason; None if they do not."""
     server = slow_server(trace.num_ranks, seconds)
     if server is None:
         return None
@@ -325,12 +302,7 @@ def _reason(trace: RankTrace, attention: np.ndarray, server: int) -> str:
 
 
 def busy_in_words(trace: RankTrace, seconds: Seconds) -> list[str]:
-    """Returns sentences about what servers spend the pass on: the busiest one, and the one with most time left.
-
-    Args:
-        trace: of any rank.
-        seconds: measured.
-    """
+    """Returns sentences about what servers spend the pass on: the busiest one, and the one with most time left."""
     shares = shares_of_servers(trace.num_ranks, seconds)
     known = np.flatnonzero(~np.isnan(shares[:, 0]))
     if not len(known):

@@ -87,7 +87,6 @@ class Costs:
         Args:
             queries: `[tasks]` queries.
             before: `[tasks]` keys before the first query.
-            mask: of the layer.
         """
         queries, before = np.asarray(queries, dtype=np.float64), np.asarray(before, dtype=np.float64)
         if mask.window_tokens is not None:
@@ -216,7 +215,6 @@ class Costs:
 
         Args:
             tokens: `[ranks]` tokens of a micro-batch.
-            recomputes_layers: whether layers run forward again in backward.
             backward_share: part of a layer's backward pass that is computed, where weights are frozen.
         """
         layer = self.layer(tokens)

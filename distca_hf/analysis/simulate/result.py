@@ -311,9 +311,7 @@ def simulate(
     """Simulates a request.
 
     Args:
-        document_tokens: lengths of the whole dataset.
         token_budget: tokens that GPU-hours are counted for.
-        track: yields what it gets, and shows progress.
         keys: of the ways that are simulated, "plain" among them; all if there are none.
         steps: lengths of each micro-batch of each step; by default the first steps of a training on the dataset.
 

@@ -56,11 +56,7 @@ TABLE = re.compile(r"(^|\.)(wpe|embed_positions?|position_embeddings?|positions?
 
 def longest_rotary_tokens(config: PreTrainedConfig) -> int | None:
     """Returns the longest document whose rotary frequencies do not depend on how long the longest one of a batch is;
-    None if they never do. Transformers picks them by the largest position that a rank holds: ranks would not agree.
-
-    Args:
-        config: of the text model.
-    """
+    None if they never do. Transformers picks them by the largest position that a rank holds: ranks would not agree."""
     rotary = getattr(config, "rope_parameters", None) or {}
     limits = []
     for parameters in (rotary, *(part for part in rotary.values() if isinstance(part, dict))):
@@ -86,11 +82,7 @@ def rotary_refusal(limit: int, longest_document_tokens: int) -> str:
 
 
 class PositionLimits:
-    """Longest documents that a model can take, and that it was trained with.
-
-    Args:
-        model: a Transformers model.
-    """
+    """Longest documents that a model can take, and that it was trained with."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         config = model.config.get_text_config()
@@ -155,7 +147,6 @@ def check_model(
 
     Args:
         model: a Transformers model, or a PEFT model around one.
-        longest_document_tokens: longest document that the model will see.
         kernel: the kernel to use, on `device`.
         given_batches: whether all batches will be given. They hold whole documents, so the model may have any loss.
 

@@ -80,8 +80,6 @@ class DecoderBorders:
     """Hooks around the text decoder of a model. They do nothing in a pass whose rows stay where they are.
 
     Args:
-        model: a Transformers model.
-        has_position_table: whether it looks positions up in a table.
         counted: hears how long the rows of tokens were.
         check_calls: checks the attention calls of a pass; called before results go home.
 

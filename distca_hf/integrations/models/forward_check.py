@@ -57,8 +57,6 @@ class ForwardCheck:
     """Checks the forward passes of one enabled model.
 
     Args:
-        root: the module that was enabled.
-        config: settings that its passes follow.
         layers: its attention layers by name, in the order of their numbers.
 
     Attributes:

@@ -71,11 +71,7 @@ def needs_whole_documents(model: nn.Module) -> bool:
 
 
 def unknown_mixers(model: PreTrainedModel, config: PreTrainedConfig) -> Iterator[str]:
-    """Yields layers that mix tokens in a way that is neither attention nor a mixer.
-
-    Args:
-        config: of the text part.
-    """
+    """Yields layers that mix tokens in a way that is neither attention nor a mixer."""
     mixers = mixers_of(model)
     kinds = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None) or []
     with_mixer = {next((int(part) for part in name.split(".") if part.isdigit()), None) for name in mixers}

@@ -63,9 +63,7 @@ def predictable(model: nn.Module, flops: StepFlops | None, recomputes: tuple[boo
     measured profile) and counts work by; nothing if operations are not known.
 
     Args:
-        flops: operations of the model.
         recomputes: whether layers and attention run forward again in backward.
-        grid: ranks of the job.
     """
     if flops is None:
         return Predictable()
@@ -172,8 +170,6 @@ def planner_for(
 
     Args:
         model: None: any model of full causal attention, whose heads are not divided.
-        servers: attention servers that take part.
-        pipeline: stages that batches pass.
 
     Raises:
         AttributeError, KeyError, RuntimeError, ValueError: the size of a token is needed, and neither the model's

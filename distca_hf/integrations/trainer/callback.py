@@ -61,7 +61,6 @@ class DistCACallback(TrainerCallback):
     compares weights every `debug.check_weights_every_steps`.
 
     Args:
-        plugin: settings and transport.
         loader: the placed loader of this training; None if its batches come from elsewhere.
     """
 
@@ -111,11 +110,7 @@ class DistCACallback(TrainerCallback):
             handler.add_callback(leave)
 
     def plan_ahead(self, trainer: Trainer, replace: Callable[[object, str, object], None]) -> None:
-        """Lets ranks plan the micro-batches of this Trainer's steps ahead; for a model that is watched.
-
-        Args:
-            replace: sets an attribute of an object.
-        """
+        """Lets ranks plan the micro-batches of this Trainer's steps ahead; for a model that is watched."""
         assert self._model is not None
         self._read_ahead.add(ReadAhead(trainer, self._model, replace))
 
@@ -314,12 +309,7 @@ def add_metrics(metrics: Mapping[str, float], logs: dict[str, float], state: Tra
 
 
 def print_in_short(callbacks: Iterable[TrainerCallback], replace: Callable[[object, str, object], None]) -> None:
-    """Lets the callbacks that print logs print our metrics in few words: with four names more a line is too long.
-
-    Args:
-        callbacks: of a Trainer.
-        replace: sets an attribute of an object.
-    """
+    """Lets the callbacks that print logs print our metrics in few words: with four names more a line is too long."""
     for callback in callbacks:
         if isinstance(callback, PrinterCallback | ProgressCallback):
             replace(callback, "on_log", partial(_print_log, callback.on_log))

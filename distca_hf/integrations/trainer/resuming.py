@@ -52,8 +52,6 @@ def check_checkpoint(model: nn.Module, output_dir: str, resume_from_checkpoint: 
     """Checks that a checkpoint has been written to its end, and that a training of the model can resume from it.
 
     Args:
-        model: of the Trainer.
-        output_dir: where the Trainer saves.
         resume_from_checkpoint: as given to `Trainer.train`: a folder, True for the newest one, or nothing.
 
     Raises:
@@ -90,9 +88,6 @@ class Resuming(TrainerCallback):
     An epoch of Trainer ends where an epoch of the data does. `max_steps`, the learning-rate schedule, the progress
     bar and `state.epoch` follow. A run that resumes with the sizes it had is bit-equal to one that was never
     interrupted.
-
-    Args:
-        loader: the placed loader of the training.
     """
 
     def __init__(self, loader: PlacedLoader) -> None:
