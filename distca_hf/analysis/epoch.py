@@ -34,8 +34,6 @@ class Origin:
 
     Attributes:
         seed: seed of the order of documents, together with the epoch's number.
-        epoch: number of the epoch, from 0.
-        epoch_micro_batches: number of micro-batches of every epoch.
     """
 
     seed: int
@@ -68,7 +66,6 @@ class PackedEpoch:
 
     Attributes:
         document_tokens: `[documents]` lengths, after overlong documents were cut.
-        epoch: numbers of the documents of each micro-batch.
         origin: place in training; None if the documents were given as a batch.
     """
 
@@ -192,7 +189,6 @@ class EpochPlans:
     """Plans of some optimizer steps of an epoch, in numbers.
 
     Attributes:
-        in_order: all micro-batches of the epoch.
         planned: `[planned]` numbers of the micro-batches that were planned.
         work: `[planned, ranks]` attended pairs, as planned.
         received_bytes: `[planned]` most bytes that one rank receives in one layer's forward pass.

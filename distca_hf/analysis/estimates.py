@@ -50,8 +50,6 @@ class Assumptions:
         checkpointing: whether layers keep all activations ("none"), their inputs ("recomputed"), or inputs and outputs
             of attention ("saved").
         liger: whether Liger's kernels and its fused loss are used.
-        gpu_gib: memory of a GPU.
-        seed: of the order of documents.
         cluster: name or file of the profile that has the measured times.
 
     Raises:

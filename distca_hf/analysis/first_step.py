@@ -66,21 +66,14 @@ class StepReport:
     """A planned optimizer step.
 
     Attributes:
-        request: ranks, model and layout.
-        source: file or dataset of the lengths.
         origin: place of the step in training; None if the documents were given as a batch.
-        documents, tokens: how many there are.
-        longest_document_tokens: length of the longest document.
         cut_documents: number of documents with more than one task.
-        shards: number of their tasks.
         imbalance_before: imbalance of documents in order, if every rank computes its own tokens.
         figures: balance and bytes of the plans.
-        planning_seconds: time of planning.
         fingerprint: equal for equal plans.
         work_before, work: `[ranks]` work of all micro-steps together: attended pairs, and pairs x head groups of the
             model.
         micro_batches: the ranks in every micro-step.
-        plans: of every micro-step.
     """
 
     request: PlanRequest

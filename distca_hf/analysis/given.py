@@ -50,7 +50,6 @@ class GivenMicroBatch:
         facts: as training has them if hidden states return.
         stays: whether no row moves.
         moved_tokens: tokens that are computed on another rank than their batch is on.
-        planning_seconds: of planning.
     """
 
     facts: PlanFacts
@@ -77,12 +76,8 @@ class GivenAnswer:
     """The results of `distca plan --batch-size`.
 
     Attributes:
-        request: ranks, model and batches.
-        source: file or dataset of the lengths.
         row_tokens: `[rows]` all lengths.
         micro_batches: those that were looked at.
-        simulated: speed and memory.
-        profile: measured times that these follow from.
     """
 
     request: SimulationRequest

@@ -116,10 +116,8 @@ class DecoderSize:
     Attributes:
         hidden_size: numbers of a token's vector between layers.
         vocabulary: number of words; 0 for a model without a head.
-        parameters: all weights, each once.
         embedding_parameters: weights outside of the layers, which FSDP2 gathers for the whole step: of the embedding,
             and of the head if it has weights of its own.
-        layers: kinds of decoder layers.
     """
 
     hidden_size: int

@@ -39,10 +39,7 @@ class ModelSize:
     """Numbers of weights of a model, as far as time and memory of a step depend on them.
 
     Attributes:
-        layers: decoder layers.
         hidden_size: size of a token's vector between layers.
-        vocabulary: number of words.
-        parameters: number of all weights.
         layer_parameters: weights of all layers that one token passes; of experts only the ones that it is sent to.
         embedding_parameters: weights of the embedding, and of the head if it has weights of its own.
         of_layers: the same layer by layer, where layers were counted; by default all are alike.
@@ -121,9 +118,7 @@ class ModelShape:
     """Attention of one layer, and the size of the model around it.
 
     Attributes:
-        name: its name in output.
         heads: heads of one layer.
-        number_bytes: bytes of a number.
         size: numbers of weights; None if they are not known.
         other_layers: words for layers that are not full attention; empty if there are none.
         full_layers: layers that attend to whole documents; None: all that are in none of the other two.
@@ -239,9 +234,7 @@ class PlanRequest:
 
     Attributes:
         num_ranks, tokens_per_rank: number of ranks, and most tokens that each of them holds in a micro-step.
-        ranks_per_node: ranks that share a node.
         micro_steps: micro-steps of an optimizer step, planned together.
-        model: shape and size of the model.
         layout: "placed" (distca chooses the owner rank of every token) or "fixed" (documents in order, tasks move).
         overlong: policy for documents longer than all ranks hold: "error", "split" or "truncate".
         bytes_limit: most bytes that a rank may send, and receive, in one layer's forward pass.

@@ -25,7 +25,6 @@ class Tiles:
     """Tiles of tasks, squares first.
 
     Attributes:
-        mask: the layer's mask.
         rank: `[tiles]` rank that computes the tile.
         queries: `[tiles]` number of queries of its task.
         keys: `[tiles]` number of keys of a prefix; 0 for a square.

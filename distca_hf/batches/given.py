@@ -67,9 +67,7 @@ class IncomingBatches:
     """The given batches of all ranks. Their lengths are on their way to this rank, or they are being planned.
 
     Attributes:
-        micro_batch: its number.
         trains: whether it is trained on, and counted.
-        device: where its tokens are.
         servers: attention servers that compute some of its tasks; None if there are none.
         forms: see `ShownNumbers`.
         states_return: whether hidden states return, so that head and loss compute the rows of each rank's batch.

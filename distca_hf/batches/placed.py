@@ -34,7 +34,6 @@ class PlacedPlanner:
     """Plans the micro-batches of one training; every rank makes the same plans.
 
     Attributes:
-        config: settings.
         num_ranks: ranks that share each micro-batch.
         head_groups: groups that plans may divide the heads of the model in.
         servers: attention servers behind these ranks; None if there are none.

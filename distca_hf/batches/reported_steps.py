@@ -43,8 +43,6 @@ class Predictable(NamedTuple):
 
     Attributes:
         costs: by rates of a GPU.
-        sizes: of the model.
-        flops: operations of the model.
     """
 
     costs: PredictedCosts | None = None

@@ -99,7 +99,6 @@ class Cut:
     """One side of a cut: this rank holds the tokens before or behind it.
 
     Attributes:
-        document: number in the dataset.
         position: first token behind the cut.
         checksum: of tokens and labels around it; negative on the rank that holds the tokens behind it.
     """

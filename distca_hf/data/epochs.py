@@ -54,7 +54,6 @@ class ResumedEpoch:
     every count is the one that Trainer itself makes in an uninterrupted run.
 
     Attributes:
-        number: number of the epoch, from 0.
         steps_done: steps that the trained part of the epoch amounts to, rounded down. Rounded up, a run of half an
             epoch could end before its share was trained.
         micro_batches_left: micro-batches to train in this epoch; at least one.

@@ -70,9 +70,6 @@ class CheckAnswer:
     """The answer.
 
     Attributes:
-        candidate: the model.
-        job: the training.
-        verdict: the verdict.
         size: numbers of weights; None if they could not be counted.
         fits: memory by way to shard weights; empty if it is not known.
         with_liger_tokens: most tokens per rank that fit with Liger's fused loss, by way to shard weights.

@@ -67,9 +67,7 @@ class Candidate:
 
     Attributes:
         name: as it is printed.
-        config: its configuration.
         make: builds the class from a configuration.
-        class_name: name of the class.
     """
 
     name: str

@@ -29,8 +29,6 @@ class KernelChoice:
     """Kernels for layers that need the same.
 
     Attributes:
-        need: heads, window and softcap.
-        layers: names of the attention layers.
         able: kernels that can compute them, the fastest first; the first whose package is installed is taken.
         unable: why each other kernel for this kind of device cannot; without those that only their name brings.
     """

@@ -46,7 +46,6 @@ class Verdict:
         limits: what a training must keep to, each a sentence.
         notes: what is worth knowing besides.
         kinds: how each decoder layer mixes tokens, in order.
-        kernels: for layers that need the same.
         longest_document_tokens: longest document that is accepted; None if any is.
         whole_documents: whether documents stay whole on a rank.
         numerics: of the tiny version; None if it was not tried, or refused before.

@@ -35,7 +35,6 @@ class LinkFigures:
     """Links within a node, or between nodes.
 
     Attributes:
-        ranks: ranks that measured.
         exchange_bytes_per_second, all_gather_bytes_per_second, reduce_scatter_bytes_per_second: of the largest size.
         exchange_latency_seconds: of an exchange of the smallest size.
     """
@@ -59,7 +58,6 @@ class MainFigures:
     """A profile in short.
 
     Attributes:
-        file: of the profile.
         device, kernel, processes, nodes, date: see `Made`.
         matrix_flops: operations per second of a large matrix product.
         attention_tokens: queries of the longest document that was measured.

@@ -41,8 +41,6 @@ class Made:
         date: day and time, UTC.
         device: name of the GPU, as torch calls it.
         kernel: class of the attention kernel.
-        processes, nodes: how many measured.
-        command: line that measured.
         versions: of packages, CUDA and NCCL.
         remarks: anything else that a reader of its figures has to know.
     """
@@ -135,13 +133,11 @@ class LinkTimes:
     """Seconds of exchanges and collectives between ranks that share a node, or that do not.
 
     Attributes:
-        ranks: ranks that took part.
         num_bytes: `[sizes]` bytes that a rank receives from others, and sends.
         exchange: `[sizes]` seconds of an all-to-all through the product's transport.
         all_gather, reduce_scatter: `[sizes]` seconds of FSDP's collectives.
         attention_beside: seconds by which a second of exchange delays an attention kernel beside it.
         products_beside: seconds by which a second of gathering delays matrix products beside it.
-        date, command: when and how.
         ranks_per_node: of these ranks; 1 also for a stand-in, whose ranks share a node and count as nodes.
         one_way: `[sizes]` seconds of an exchange in which every second rank sends to the others, and receives
             nothing; empty where it was not measured.

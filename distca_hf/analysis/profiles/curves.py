@@ -27,8 +27,6 @@ class Beyond:
     """Counts how many seconds of one kind were extrapolated beyond measured sizes.
 
     Attributes:
-        lowest, highest: smallest and largest size that was measured.
-        least, most: smallest and largest size that was needed.
         seconds, outside_seconds: seconds of all sizes, and of sizes that were not measured.
     """
 
@@ -51,7 +49,6 @@ class Notes:
 
     Attributes:
         words: notes as text, in the order in which they were added.
-        beyond: extrapolated seconds, by what the sizes count.
     """
 
     words: dict[str, None] = field(default_factory=dict)

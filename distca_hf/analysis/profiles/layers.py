@@ -47,9 +47,7 @@ class Clock:
     """Times calls of a device.
 
     Attributes:
-        device: where calls run.
         enough_seconds: a call is repeated until it took so long in all.
-        fewest, most: how often it is repeated.
     """
 
     device: torch.device
@@ -89,7 +87,6 @@ class TaskSize:
     """One kind of task.
 
     Attributes:
-        queries: queries of a task.
         prefix: keys of its prefix; 0 for a square, whose keys are as many as its queries.
         heads, kv_heads: of the call.
         window_tokens: sliding window of a square; 0 for none.
@@ -111,10 +108,6 @@ class AttentionBench:
     """The kernel of a device, and how large calls are.
 
     Attributes:
-        clock: of the device.
-        kernel: computes.
-        dtype: of queries, keys and values.
-        head_dim: dimension of a head.
         call_queries, call_keys: a call has about so many queries, and no more keys than these, if a task has fewer.
     """
 
@@ -219,12 +212,7 @@ def has_liger() -> bool:
 
 @dataclass(frozen=True)
 class LayerBench:
-    """Measures layers and rates of one device.
-
-    Attributes:
-        clock: of the device.
-        dtype: of weights and activations.
-    """
+    """Measures layers and rates of one device."""
 
     clock: Clock
     dtype: torch.dtype

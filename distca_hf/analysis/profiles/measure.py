@@ -82,14 +82,7 @@ WARM_UP_SECONDS = {"cuda": 3.0, "cpu": 0.0}
 
 @dataclass(frozen=True)
 class Measuring:
-    """One rank of a measurement.
-
-    Attributes:
-        ranks: all ranks, and their wires.
-        grid: sizes to measure.
-        kernel: name of the attention kernel.
-        command, remarks: for the file.
-    """
+    """One rank of a measurement."""
 
     ranks: MeasuringRanks
     grid: Grid

@@ -59,8 +59,6 @@ class CallOfRanks:
     """One attention call, of several ranks side by side.
 
     Attributes:
-        part: "forward", "recomputed" or "backward".
-        layer: number of the layer.
         window_tokens: of its sliding window; 0 without one.
         ranks: for each its number, and its spans: what time was spent on, and microseconds.
     """
@@ -91,10 +89,6 @@ class Table:
     """A table of text and numbers.
 
     Attributes:
-        title: its heading.
-        columns: names.
-        rows: of as many cells.
-        note: one sentence about it.
         bars: number of the column that is drawn as bars; None: nothing is drawn.
         marked: numbers of the rows whose bars stand out.
     """
@@ -176,10 +170,8 @@ class Report:
     """A page.
 
     Attributes:
-        title: its heading.
         source: path of what was read.
         steps: micro-batches, in their order.
-        summary: sentences about all of them.
         notes: what is missing or left out.
         tables: of what is not of one micro-batch.
         begin_with: number of the step that is shown first, and that the command prints.

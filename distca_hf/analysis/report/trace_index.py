@@ -44,7 +44,6 @@ class TraceIndex:
 
     Attributes:
         steps: numbers of the steps, rising.
-        num_traces: lines of all of them.
         unfinished: files whose last line is cut off; it is left out.
     """
 

@@ -62,8 +62,6 @@ class Costs:
 
     Attributes:
         profile: what was measured.
-        model: the model.
-        liger: whether layers are Liger's.
         notes: everything that was not measured as it is asked for.
         tensor_ranks: GPUs that divide every layer between them.
     """

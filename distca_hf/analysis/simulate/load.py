@@ -30,7 +30,6 @@ class Attention:
         recomputed: `[ranks]` when forward runs again in backward.
         backward: `[ranks]`.
         sent, sent_backward: `[ranks]` seconds that the wires are busy in forward, and in backward.
-        layers: number of layers like this one.
         waits, waits_backward: seconds of exchanges that kernels wait for, so that other traffic on the wires delays
             them: `[ranks]`, or the same of all; forward, and backward.
     """

@@ -38,17 +38,12 @@ class SimulationRequest:
     """One training to simulate.
 
     Attributes:
-        model: the model.
-        gpus: all GPUs.
         tokens_per_rank: most tokens that a GPU holds in a micro-step; with tensor parallelism a data rank.
         context_tokens: longer documents are split.
         accumulation: micro-steps of an optimizer step.
-        ranks_per_node: GPUs that share a node.
         tensor_ranks: GPUs that divide every layer between them.
         checkpointing: what layers keep until backward.
         liger: whether layers are Liger's.
-        gpu_gib: memory of a GPU, in GiB.
-        batches: optimizer steps to simulate.
         seed: of the order of documents.
         pipeline: stages that the same GPUs are also simulated with, and that documents are packed for; None if there
             are none.

@@ -39,7 +39,6 @@ class StagedTraining:
 
     Attributes:
         training: on the data ranks of one stage.
-        pipeline: stages and chunks.
         cluster: data ranks of all stages, and their links.
         tokens_per_rank: rows of every rank.
     """
@@ -103,10 +102,7 @@ class StageMemory:
     A micro-batch that waits for its backward pass keeps what more layers would keep, and its output, if that is sent.
 
     Attributes:
-        size: of the whole model.
         setup: of one stage, whose ranks share its weights.
-        pipeline: its stages and chunks.
-        micro_batches: of an optimizer step.
         tokens, received_bytes: of a GPU, see `estimate_memory`.
     """
 

@@ -38,8 +38,6 @@ class Training:
     """How a model is trained.
 
     Attributes:
-        costs: of the model.
-        cluster: data ranks, and their links.
         layers_checkpointed: whether layers are computed again in backward.
         has_head: whether the last matrix and the loss are computed.
         has_optimizer: whether AdamW makes a step.

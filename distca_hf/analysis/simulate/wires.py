@@ -46,8 +46,6 @@ class Cluster:
     """Ranks and their links.
 
     Attributes:
-        profile: measured links.
-        num_ranks: data ranks.
         ranks_per_node: of them that share a node.
         notes: everything that was not measured as it is asked for.
 

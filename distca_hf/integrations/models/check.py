@@ -285,7 +285,6 @@ class KernelNeed(NamedTuple):
     """Heads, window and softcap that a kernel must compute for some layers.
 
     Attributes:
-        heads: heads of a layer on this rank.
         window_tokens: the window; 0 where no document is longer.
         softcap: of the scores; 0 if they stay.
     """

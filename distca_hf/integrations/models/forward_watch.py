@@ -64,7 +64,6 @@ class ForwardWatch:
     """Watches the forward passes of a model, through hooks on its outermost module.
 
     Attributes:
-        root: the module that was enabled.
         context: settings and transports that its passes follow.
         planner: plans given batches; None before the first one.
         position_limits: how long documents of the model may be.

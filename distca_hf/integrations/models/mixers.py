@@ -113,7 +113,6 @@ class MixerWatch:
     """Watches the mixers of one model; does nothing where there are none.
 
     Attributes:
-        mixers: by name.
         lengths: returns lengths of the documents of a batch, and checks them.
     """
 

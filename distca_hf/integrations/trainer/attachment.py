@@ -44,11 +44,7 @@ ARGUMENTS = (
 
 
 class Attachment:
-    """Makes changes to one Trainer, and undoes them.
-
-    Attributes:
-        trainer: the Trainer.
-    """
+    """Makes changes to one Trainer, and undoes them."""
 
     def __init__(self, trainer: Trainer) -> None:
         self.trainer = trainer
