@@ -332,7 +332,7 @@ def config_of(settings: Mapping[str, object]) -> DistCAConfig:
     """Returns settings with these values, by the names of `fields_of`; others have their defaults.
 
     Raises:
-        UnknownSettingError: a key is no setting.
+        UnknownSettingError: a key is not a setting.
         ConfigError: a value is not one that the field allows.
     """
     groups: dict[str, dict[str, Any]] = {"timeouts": {}, "debug": {}}

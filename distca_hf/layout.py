@@ -259,7 +259,7 @@ class Layout:
         return replace(self, rank_rows=np.full(self.num_ranks, rows, dtype=np.int64))
 
     def with_servers(self, num_servers: int) -> "Layout":
-        """Returns the same layout with so many ranks behind the others, without segments and without rows.
+        """Returns the same layout with so many ranks after the others, without segments and without rows.
 
         Stripes stay: their ranks keep their numbers.
         """

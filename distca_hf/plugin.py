@@ -130,7 +130,7 @@ class DistCAPlugin(ParallelContext):
     def attempts(
         self, model: torch.nn.Module, batches: Sequence[Mapping[str, Any]]
     ) -> Iterator[AbstractContextManager[object]]:
-        """Yields attempts at an optimizer step in a loop of your own: one, and another while an attention server was
+        """Yields attempts at an optimizer step in your own loop: one, and another while an attention server was
         lost in it.
 
         ```python

@@ -1,7 +1,7 @@
 """Topology: which ranks share a node, and with it fast links.
 
 ranks         0  1  2  3 | 4  5        trainers in the order of their nodes, then attention servers
-node_of       0  0  1  1 | 1  2        servers on any node, or on nodes of their own
+node_of       0  0  1  1 | 1  2        servers on any node, or on their own nodes
 """
 
 from collections.abc import Sequence
@@ -22,7 +22,7 @@ class Topology:
     Attributes:
         num_ranks: ranks, servers included.
         ranks_per_node: ranks with tokens that share a node.
-        server_nodes: node of each server; nodes that have servers alone are numbered behind all others.
+        server_nodes: node of each server; nodes that have servers alone are numbered after all others.
 
     Raises:
         ConfigError: a number is below 1, or the node of a server below 0.
@@ -42,7 +42,7 @@ class Topology:
             raise ConfigError(f"server_nodes={self.server_nodes}: a node is numbered from 0 on")
 
     def with_servers(self, nodes: Sequence[int]) -> "Topology":
-        """Returns the topology with one server more on each of these nodes, behind all other ranks."""
+        """Returns the topology with one server more on each of these nodes, after all other ranks."""
         return replace(self, num_ranks=self.num_ranks + len(nodes), server_nodes=(*self.server_nodes, *nodes))
 
     @property

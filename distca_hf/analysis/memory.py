@@ -63,7 +63,7 @@ class LayerSize:
     Attributes:
         count: layers of this kind.
         parameters: weights of one layer, all experts included.
-        mlp_size: width of a gated MLP with as many weights as a token passes beside attention; of experts the ones
+        mlp_size: width of a gated MLP with as many weights as a token passes besides attention; of experts the ones
             that it is sent to. A mixer counts as a part of it.
         heads: heads of attention; None for a layer without attention.
         window_tokens: the window; None where documents are seen in full.
@@ -117,7 +117,7 @@ class DecoderSize:
         hidden_size: numbers of a token's vector between layers.
         vocabulary: number of words; 0 for a model without a head.
         embedding_parameters: weights outside of the layers, which FSDP2 gathers for the whole step: of the embedding,
-            and of the head if it has weights of its own.
+            and of the head if it has its own weights.
     """
 
     hidden_size: int
@@ -265,7 +265,7 @@ def estimate_memory(
 
 @dataclass(frozen=True)
 class _Moment:
-    """Bytes that are there at a moment of backward, beside state and kept activations."""
+    """Bytes that are there at a moment of backward, besides state and kept activations."""
 
     gathered: int
     received: int

@@ -32,7 +32,7 @@ from distca_hf.arrays import IntArray, ceil_div
 MOST_BARS = 32
 # Smallest ratio of step times that counts as faster: runs differ by about this much.
 WORTH_IT = 1.02
-# Characters beside the two bars of a rank, and range of the length of a bar.
+# Characters next to the two bars of a rank, and range of the length of a bar.
 COLUMNS_BESIDE_BARS = 22
 FEWEST_BAR_CHARACTERS, MOST_BAR_CHARACTERS = 4, 24
 # Ways that are simulated if no others are asked for.

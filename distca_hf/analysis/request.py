@@ -41,7 +41,7 @@ class ModelSize:
     Attributes:
         hidden_size: size of a token's vector between layers.
         layer_parameters: weights of all layers that one token passes; of experts only the ones that it is sent to.
-        embedding_parameters: weights of the embedding, and of the head if it has weights of its own.
+        embedding_parameters: weights of the embedding, and of the head if it has its own weights.
         of_layers: the same layer by layer, where layers were counted; by default all are alike.
     """
 
@@ -123,7 +123,7 @@ class ModelShape:
         other_layers: words for layers that are not full attention; empty if there are none.
         full_layers: layers that attend to whole documents; None: all that are in none of the other two.
         window_layers: tokens of each sliding window, with the number of its layers.
-        mixer_layers: layers that carry a state, beside attention or in its place.
+        mixer_layers: layers that carry a state, besides attention or in its place.
         limits: what a training must keep to, as `distca check` says it.
         longest_document_tokens: longest document that the model takes; None if it takes any.
         no_stages: why training does not divide it into stages of a pipeline; empty if it does, or if that is unknown.

@@ -57,7 +57,7 @@ def documents_at(positions: torch.Tensor, tokens: torch.Tensor | None = None) ->
 
     Args:
         positions: `[B, T]`.
-        tokens: bool `[B, S]`, True where a key is a token; places behind the queries are free. None if all are tokens.
+        tokens: bool `[B, S]`, True where a key is a token; places after the queries are free. None if all are tokens.
 
     Raises:
         PackingError: a document does not begin at position 0.
@@ -85,7 +85,7 @@ def documents_at(positions: torch.Tensor, tokens: torch.Tensor | None = None) ->
 
 
 def check_goes_on(positions: torch.Tensor, query_tokens: torch.Tensor | None) -> None:
-    """Refuses documents that begin behind others whose keys are in a cache.
+    """Refuses documents that begin after others whose keys are in a cache.
 
     Args:
         positions: `[B, T]`.

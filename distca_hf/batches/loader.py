@@ -54,7 +54,7 @@ class PlacedLoader:
     the device; `distca_plan`: the plan, opaque.
 
     One iteration is one epoch: `len(loader)` micro-batches, every document exactly once; the next iteration is the
-    next epoch, in another order. It is no torch `DataLoader`, so that Accelerate leaves it alone: it is sharded
+    next epoch, in another order. It is not a torch `DataLoader`, so that Accelerate leaves it alone: it is sharded
     already.
 
     Args:

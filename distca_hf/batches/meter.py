@@ -45,7 +45,7 @@ class MeterReading:
         sent_bytes, plan_seconds, loader_wait_seconds, waited_seconds: each of the rank with the most.
         slowest_rank: number in the group of the rank that waited least for others; None in a reading of one rank.
         utilisation: operations of the model over those that the GPUs of these ranks could do at best; attention
-            servers are no such ranks. None if unknown.
+            servers are not such ranks. None if unknown.
         memory_bytes: most that torch had given out at once on a GPU since the process began; None on CPUs.
     """
 

@@ -36,7 +36,7 @@ class PlacedPlanner:
     Attributes:
         num_ranks: ranks that share each micro-batch.
         head_groups: groups that plans may divide the heads of the model in.
-        servers: attention servers behind these ranks; None if there are none.
+        servers: attention servers after these ranks; None if there are none.
         token_bytes: bytes of one token in one layer; read where there are servers, or documents stay whole.
         layer_masks: each mask of the model with the number of layers that have it.
         whole_documents: whether documents are not cut; then tasks of attention move.

@@ -156,7 +156,7 @@ class RunReport:
         self._steps_per_epoch, self.written = steps_per_epoch, False
 
     def begin(self, plan: LivePlan, cost: StepCost | None, flops: StepFlops | None = None) -> None:
-        """Writes the two lines, behind the first forward pass of a training.
+        """Writes the two lines, after the first forward pass of a training.
 
         Args:
             cost: of a token and a pair, as the model is checkpointed; None if it is not known.

@@ -43,7 +43,7 @@ class MicroStep:
 
 
 class SteppedEpoch(ABC):
-    """An epoch in optimizer steps, each of which divides its documents among its micro-batches in a way of its own.
+    """An epoch in optimizer steps, each of which divides its documents among its micro-batches in its own way.
 
     Every `micro_steps` micro-batches are one optimizer step; the first and the last of an epoch may have fewer.
 

@@ -2,7 +2,7 @@
 
 With one chunk, and over gloo, a stage waits for its next input alone. Interleaved stages over NCCL also wait for other
 transfers: torch posts a receive where the sender posts the send, often long before it is needed. A CUDA stream runs
-its transfers in order, so that one whose sender still computes holds up those behind it.
+its transfers in order, so that one whose sender still computes holds up those after it.
 
 Here are integers and seconds alone, without torch.
 """
@@ -31,7 +31,7 @@ class Queues(StrEnum):
     Attributes:
         NONE: nothing does: gloo.
         PAIRS: a pair of stages: NCCL, torch 2.12 and later, which posts each send and receive alone. A pair of ranks
-            has a stream of its own.
+            has its own stream.
         STAGES: a stage: NCCL, torch 2.11, which posts batches of one; any torch, if the process group is bound to a
             device. All transfers of a rank are in the stream of the group.
     """
@@ -43,7 +43,7 @@ class Queues(StrEnum):
 
 def _turns(operations: Sequence[Operation]) -> Iterator[Operation | None]:
     """Yields the operations of a stage, and None for each other entry of torch's list: FSDP gathers the weights of
-    the next `GATHERED_PARTS`, gives others up, and sums up the gradients of a part behind its last backward."""
+    the next `GATHERED_PARTS`, gives others up, and sums up the gradients of a part after its last backward."""
     last = {operation.part: place for place, operation in enumerate(operations) if not operation.is_forward}
     gathered: set[int] = set()
     for place, operation in enumerate(operations):
@@ -77,7 +77,7 @@ class Action(NamedTuple):
 
 
 class Schedule:
-    """All operations and transfers of an optimizer step, each behind those that it waits for.
+    """All operations and transfers of an optimizer step, each after those that it waits for.
 
     Args:
         queues: which transfers wait for each other, with more than one chunk.
@@ -166,7 +166,7 @@ class Schedule:
     def step_seconds_of_parts(
         self, forward_seconds: Seconds, backward_seconds: Seconds, hop_seconds: float = 0.0
     ) -> Seconds:
-        """Simulates an optimizer step whose parts take times of their own, as `step_seconds`.
+        """Simulates an optimizer step whose parts take their own times, as `step_seconds`.
 
         Args:
             forward_seconds, backward_seconds: `[..., parts, micro_batches]` float64 seconds of a micro-batch in each
@@ -188,7 +188,7 @@ class Schedule:
             if receiver is None:
                 continue
             begin = computed[stage]
-            if queues:  # the receive is behind what its stage computes before it
+            if queues:  # the receive comes after what its stage computes before it
                 begin = np.maximum(begin, computed[target])
             for queue in queues:
                 begin = np.maximum(begin, transferred[queue])

@@ -284,7 +284,7 @@ def shares_to_try(micro_batches: int, num_stages: int) -> Iterator[list[float]]:
 
 def orders_to_try(work: IntArray) -> Iterator[IntArray]:
     """Yields orders of micro-batches of `[micro_batches]` work, as indices: as they are; rising and falling; heavy and
-    light ones in turn; and each number of the lightest ones first, the others behind from the heaviest on."""
+    light ones in turn; and each number of the lightest ones first, then the others from the heaviest on."""
     yield np.arange(len(work))
     rising = np.argsort(work, kind="stable")
     yield rising

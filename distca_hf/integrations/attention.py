@@ -243,7 +243,7 @@ def _one_dtype(
 
 
 def _warn_of_forgetting(module: nn.Module, settings: LayerSettings | None, packed: bool) -> None:
-    """Warns where a model trains that nobody watches, and it makes a difference."""
+    """Warns when a model trains without `enable` and the result changes."""
     if settings is not None and (settings.in_forward_pass() or backward_number() >= 0):
         return
     ranks = job_size()

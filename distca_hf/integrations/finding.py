@@ -25,7 +25,7 @@ from distca_hf.runtime.custom_op import define_op
 from distca_hf.runtime.local_attention import Documents
 
 
-# In a mask that was made as long as its cache: places behind the given ones.
+# In a mask that was made as long as its cache: places after the given ones.
 NOT_GIVEN = -1
 
 
@@ -80,7 +80,7 @@ def find_documents(device: torch.device, given: Given) -> Documents:
         return given_documents(given.cu_seq_lens_q, given.cu_seq_lens_k, *rows, device)
     if given.goes_on is not None:
         return _continued_documents(given.goes_on.expand(batch_size, queries - 1), positions)
-    # 2. Positions: they restart where documents begin, but behind a cache all queries must go on with one.
+    # 2. Positions: they restart where documents begin, but after a cache all queries must go on with one.
     first = given.q_offset if given.cached is None else int(given.cached)
     tokens = _tokens(given, first + queries, device)
     query_tokens = None if tokens is None else tokens[:, first - given.kv_offset :][:, :queries]
@@ -195,7 +195,7 @@ def _most_offsets(batch_size: int, queries: int, cu_seq_lens_q: torch.Tensor | N
 
 
 def _filled_up(numbers: torch.Tensor, places: int) -> torch.Tensor:
-    """Returns a copy of length `places`, zero behind the numbers."""
+    """Returns a copy of length `places`, zero after the numbers."""
     copy = numbers.new_zeros(places)
     copy[: len(numbers)] = numbers
     return copy

@@ -1,6 +1,6 @@
 """The one shape that all kernels have: their arguments, their results, and room for both; and views of some rows.
 
-A new kernel is a class in a file beside this one, and an entry with its capabilities in `kernels.registry`.
+A new kernel is a class in a file next to this one, and an entry with its capabilities in `kernels.registry`.
 
 Tensor names end in their shape:
     T = query rows, S = key rows, N = query heads, G = KV heads (N is a multiple of G), H = head dimension, V = value
@@ -33,7 +33,7 @@ KindOfRows = tuple[torch.Size, tuple[int, ...], torch.dtype]
 
 
 class AttentionSpec(NamedTuple):
-    """How a call attends, beside its tensors. All fields are numbers: `[*spec]` is the argument of an operator.
+    """How a call attends, besides its tensors. All fields are numbers: `[*spec]` is the argument of an operator.
 
     Masks are aligned bottom-right: the last query of a task stands at its last key, each query before it one place
     further left. With p as a query's place among the keys of its task, it attends to
@@ -48,7 +48,7 @@ class AttentionSpec(NamedTuple):
 
     Attributes:
         scale: factor of the scores.
-        causal: whether keys behind a query's place are hidden.
+        causal: whether keys after a query's place are hidden.
         window_tokens: keys up to a query's place that it attends to, the one at its place among them; 0 if there is no
             sliding window.
         softcap: scores become softcap * tanh(score / softcap); 0 if they stay.

@@ -266,7 +266,7 @@ def sink_gradients(
     """
     if torch.is_grad_enabled():
         raise NotImplementedError("gradients of sinks cannot be differentiated: no gradients of gradients")
-    # A row that is no token has a log-sum-exp of 0 and no output: a share of infinity would make it NaN.
+    # A row that is not a token has a log-sum-exp of 0 and no output: a share of infinity would make it NaN.
     share_TN = (sinks_N.to(lse_TN.dtype) - lse_TN).clamp(max=0).exp()
     return -(share_TN * _dot_rows(dout_TNV, out_TNV, lse_TN.dtype)).sum(0).to(sinks_N.dtype)
 

@@ -115,7 +115,7 @@ def _check_rows(do: str, kinds: Sequence[KindOfRows]) -> None:
 
 
 def _follow_each_other(row: torch.Size, strides: Sequence[int]) -> bool:
-    """Returns whether elements of a row with this shape lie one behind the other."""
+    """Returns whether elements of a row with this shape follow each other."""
     expected = 1
     for size, stride in zip(reversed(row), reversed(strides), strict=True):
         if size > 1 and stride != expected:

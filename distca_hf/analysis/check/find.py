@@ -36,7 +36,7 @@ from distca_hf.errors import ConfigError, did_you_mean, first_line
 from distca_hf.integrations.models.check import IMPLEMENTATION
 
 
-# Follows the name of a model whose sizes nobody gave.
+# Follows the name of a model whose sizes were not given.
 DEFAULT_SIZES = "default sizes"
 # Longest message of another package that is quoted.
 MOST_CHARACTERS = 300
@@ -94,10 +94,10 @@ def find_candidate(name: str, trust_remote_code: bool = False) -> Candidate:
 
     Args:
         name: see above.
-        trust_remote_code: whether Python code that lies beside a configuration may run.
+        trust_remote_code: whether Python code next to a configuration may run.
 
     Raises:
-        ConfigError: there is no such model, its configuration is not understood, or code of its own is not trusted.
+        ConfigError: there is no such model, its configuration is not understood, or its own code is not trusted.
     """
     if name.endswith(".json") or (Path(name) / CONFIG_FILE).is_file():
         return _of_file(Path(name), trust_remote_code)

@@ -87,7 +87,7 @@ def judge_quietly(
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Leaves out the words of libraries about a model without weights, and of a step that is no training. A model's
+    """Leaves out the words of libraries about a model without weights, and of a step that does not train. A model's
     code may print: that goes to stderr."""
     log, level = get_logger("distca_hf"), logging.getLogger("distca_hf").level
     verbosity, threads = transformers.logging.get_verbosity(), torch.get_num_threads()
@@ -148,7 +148,7 @@ def _blocks(answer: CheckAnswer, with_numerics: bool) -> Iterator[RenderableType
 
 
 def _verdict(answer: CheckAnswer) -> RenderableType:
-    """Returns the model, the verdict, and every reason, limit and note in a line of its own."""
+    """Returns the model, the verdict, and every reason, limit and note on its own line."""
     verdict, candidate = answer.verdict, answer.candidate
     parameters = "" if answer.size is None else f", {answer.size.parameters / 1e9:.3g}B parameters"
     lines: list[RenderableType] = [

@@ -59,7 +59,7 @@ class Made:
 class AttentionTimes:
     """Seconds of one task of the attention kernel, all heads of it.
 
-    A task is computed as in training: a causal *square* against keys beside its queries, and a *prefix* without a mask
+    A task is computed as in training: a causal *square* against the keys of its queries, and a *prefix* without a mask
     against the keys before. Short tasks are measured many in one call.
 
     Attributes:

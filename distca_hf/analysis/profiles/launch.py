@@ -21,7 +21,7 @@ def launch_line(options: ProfileOptions) -> list[str]:
 
     Raises:
         ConfigError: there is no GPU, or fewer than processes; the model or the kernel is not known; or the file cannot
-            be written, or is no profile whose links can be measured.
+            be written, or is not a profile whose links can be measured.
     """
     import torch  # which reading a profile does not need
 

@@ -17,7 +17,7 @@ OfRanks = Sequence[float | None]
 @dataclass(frozen=True)
 class Seconds:
     """Predicted and measured seconds of every rank, forward and backward of all layers. All are `[ranks]`, with
-    attention servers behind the ranks that hold tokens.
+    attention servers after the ranks that hold tokens.
 
     Attributes:
         rates: the profile, or the GPU, by which they are predicted; empty if nothing is predicted.
@@ -113,12 +113,12 @@ class StepFigures:
         tokens_before: `[ranks]` of each batch, of documents that lie as in `work_before`; empty if unknown.
         step_work_before, step_work: `[ranks]` operations of a step, of ranks that hold tokens; empty if unknown.
         num_ranks: ranks that hold tokens.
-        servers: numbers of the attention servers behind them.
+        servers: numbers of the attention servers after them.
         speeds: `[ranks]` relative speeds of the ranks of `work`; empty where all are equal.
         sent: (source, destination, bytes) of one layer's forward pass.
         nodes_sent: nodes that source and destination are, because ranks are too many; attention servers are numbered
-            behind them. 0: they are ranks.
-        missing: ranks whose traces are missing, servers behind the ranks that hold tokens.
+            after them. 0: they are ranks.
+        missing: ranks whose traces are missing, servers after the ranks that hold tokens.
         facts: name and value of what else is known of it.
         findings: sentences: balance, the rank that others wait for, and why.
         seconds, calls, memory: empty if nothing was measured or predicted.

@@ -96,7 +96,7 @@ def read_folder(folder: Path, predictor: Predictor | None = None) -> Report:
 
 
 def _files_in(folder: Path) -> list[Path]:
-    """Returns the files of ranks in a folder, and behind them those of attention servers."""
+    """Returns the files of ranks in a folder, and then those of attention servers."""
     return [*sorted(folder.glob(FILES)), *sorted(folder.glob(SERVER_FILES))]
 
 

@@ -217,7 +217,7 @@ def waiting_for_servers(of_ranks: Mapping[int, RankTrace], num_ranks: int) -> Of
     """Returns seconds that each trainer waits for servers, at most; nothing without traces of servers.
 
     Args:
-        of_ranks: traces by rank, servers behind the trainers.
+        of_ranks: traces by rank, servers after the trainers.
     """
     longest: defaultdict[_Call, float] = defaultdict(float)
     for trace in of_ranks.values():
@@ -244,7 +244,7 @@ def _spent(trace: RankTrace, waits: bool) -> Mapping[_Call, float]:
 
 
 def slow_server(num_ranks: int, seconds: Seconds) -> int | None:
-    """Returns the server that all trainers wait for, numbered behind them; None if they wait for none."""
+    """Returns the server that all trainers wait for, numbered after them; None if they wait for none."""
     waited = numbers_of(seconds.waiting_for_servers)
     if not len(waited) or np.isnan(waited).all():
         return None
@@ -280,7 +280,7 @@ def _reason(trace: RankTrace, attention: np.ndarray, server: int) -> str:
     """Returns why a server is slow.
 
     Args:
-        attention: `[ranks]` seconds of kernels, servers behind the trainers.
+        attention: `[ranks]` seconds of kernels, servers after the trainers.
     """
     work = np.array(trace.work, dtype=np.float64)
     speeds = np.array(trace.speeds or (1.0,) * len(work))

@@ -225,7 +225,7 @@ class Costs:
 
     @property
     def share_before_attention(self) -> float:
-        """Part of a layer's matrix products that queries, keys and values come from; the rest is behind attention."""
+        """Part of a layer's matrix products that queries, keys and values come from; the rest follows attention."""
         heads, size = self.model.heads, self.model.size
         columns = heads.query * heads.dim + heads.key_value * (heads.dim + heads.value_dim)
         return min(1.0, columns * size.hidden_size * size.layers / size.layer_parameters)

@@ -6,7 +6,7 @@ model runs each micro-batch, and when it waits:
     first part    its layers, and the embedding
     last part     its layers, the head and the loss
     a hop         hidden states, or their gradients, from a rank to the same rank of another stage
-    weights       gathered once before all micro-batches, and their gradients summed once behind them
+    weights       gathered once before all micro-batches, and their gradients summed once after them
 
 All parts are taken to have the same mixture of kinds of layers. Every rank computes `tokens_per_rank` rows, because
 stages exchange tensors of one shape.

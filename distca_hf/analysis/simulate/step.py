@@ -29,7 +29,7 @@ CAST_BYTES, GATHERED_CASTS = 6, 2
 # Numbers that an addition reads and writes.
 ADDED_NUMBERS = 3
 # Exchanges of activations that tensor parallelism makes in a layer, forward and as many backward: hidden states are
-# gathered before and reduced behind attention and the MLP.
+# gathered before and reduced after attention and the MLP.
 TENSOR_COLLECTIVES = 2
 
 

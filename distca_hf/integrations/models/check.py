@@ -205,7 +205,7 @@ def _structure(model: PreTrainedModel, config: PreTrainedConfig) -> Iterator[str
 
 
 def _adapters(model: nn.Module) -> Iterator[str]:
-    """Yields PEFT methods that add tokens of their own, which no plan has, or that count tokens in rows."""
+    """Yields PEFT methods that add their own tokens, which no plan has, or that count tokens in rows."""
     method: Any = getattr(model, "active_peft_config", None)
     if getattr(method, "alora_invocation_tokens", None):
         yield f"alora_invocation_tokens={method.alora_invocation_tokens} counts from the end of a row; use plain LoRA"

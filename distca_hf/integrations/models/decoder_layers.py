@@ -24,7 +24,7 @@ from distca_hf.integrations.models.structure import attention_layers, forward_na
 ALONE = frozenset({"moe", "mlp"})
 # Most ranges of layers that are written out.
 MOST_RANGES = 4
-# Kinds of layers in the log of a training. Where every layer has heads of its own, there are many.
+# Kinds of layers in the log of a training. If every layer has its own heads, there are many.
 MOST_KINDS = 4
 
 

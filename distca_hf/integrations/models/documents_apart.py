@@ -5,7 +5,7 @@
                           | d2 d2 d2 d2 d2 d2 |
 
 Documents of about the same length are gathered into a batch that is padded on the right. The mixer runs on it, and
-its rows are scattered back. No token depends on later ones, so padding behind a document changes nothing. That is
+its rows are scattered back. No token depends on later ones, so padding after a document changes nothing. That is
 exact for every mixer and needs no kernel. Offsets for kernels that know packed rows are not passed on: Transformers
 leaves an argument out that an installed kernel does not have, and documents would see each other.
 

@@ -1,7 +1,7 @@
 """Forward check: an enabled model must stay the one that was checked, and all of its attention must come here.
 
 A model is checked once, when it is enabled. Programs may copy or change it afterwards. So every forward pass with a
-plan is checked before its first layer and behind its last one. Ranks that run a model together must share its facts,
+plan is checked before its first layer and after its last one. Ranks that run a model together must share its facts,
 which they compare.
 """
 
@@ -61,7 +61,7 @@ class ForwardCheck:
 
     Attributes:
         position_limits: longest documents that the model can take.
-        towers: parts of a multimodal model beside its text, by name.
+        towers: parts of a multimodal model besides its text, by name.
         windows: sliding windows of its attention layers by name, as placement counts them.
         num_calls: attention calls of every pass; None before the first one.
         calls_before: those of the latest pass; None before the first one.

@@ -61,7 +61,7 @@ def mixers_of(model: PreTrainedModel) -> dict[str, nn.Module]:
 
 
 def needs_whole_documents(model: nn.Module) -> bool:
-    """Returns whether a model has mixers beside attention. One without attention is refused.
+    """Returns whether a model has mixers besides attention. One without attention is refused.
 
     Args:
         model: a Transformers model, or a PEFT model around one.
@@ -92,8 +92,8 @@ def unknown_mixers(model: PreTrainedModel, config: PreTrainedConfig) -> Iterator
 
 
 def _mixes_tokens(part: nn.Module, attention: set[nn.Module], mixers: set[nn.Module]) -> bool:
-    """Returns whether a module that is no mixer convolves or carries a state. Modules that hold attention or a mixer
-    may name the states of these."""
+    """Returns whether a module that is not a mixer convolves or carries a state. Modules that hold attention or a
+    mixer may name the states of these."""
     if isinstance(part, nn.Conv1d | nn.Conv2d | nn.RNNBase):
         return True
     inside = set(part.modules())
@@ -140,7 +140,7 @@ class MixerWatch:
             mix_rows_again(module)
 
     def with_plan(self, batch: Batch, plan: LivePlan) -> dict[str, object]:
-        """Returns what a pass with a plan needs besides, as keywords.
+        """Returns further keywords for a pass with a plan.
 
         Raises:
             UnsupportedAttentionError: ZeRO-3 divides the weights of mixers.
@@ -166,7 +166,7 @@ class MixerWatch:
         return {KEYWORD: DocumentRows(lengths, batch_size, row_tokens, tokens_of(batch).device)}
 
     def alone(self, batch: Batch, trains: bool) -> dict[str, object]:
-        """Returns what a pass of this rank alone needs besides, as keywords.
+        """Returns further keywords for a pass of this rank alone.
 
         Raises:
             UnsupportedAttentionError: ZeRO-3 divides the weights of mixers.

@@ -55,7 +55,7 @@ def transformers_model(model: nn.Module) -> PreTrainedModel:
 
 
 def text_decoder(model: PreTrainedModel) -> PreTrainedModel:
-    """Returns the decoder of a multimodal model, which has a configuration of its own. Any other model is returned
+    """Returns the decoder of a multimodal model, which has its own configuration. Any other model is returned
     itself, also one whose decoder cannot be told from its towers."""
     text = model.config.get_text_config()
     if text is model.config or getattr(model.config, "is_encoder_decoder", False):
@@ -188,7 +188,7 @@ def syntax_of(function: Function) -> Iterator[ast.AST]:
 
 
 def towers(model: PreTrainedModel) -> dict[str, PreTrainedModel]:
-    """Returns the outermost Transformers models beside the text part, by name; none in a model for text."""
+    """Returns the outermost Transformers models besides the text part, by name; none in a model for text."""
     text, found = text_modules(model), dict[str, PreTrainedModel]()
     for name, module in model.named_modules():  # outer ones come first
         is_inside = any(name.startswith(f"{tower}.") for tower in found)
@@ -219,7 +219,7 @@ def undivided(model: PreTrainedModel) -> Iterator[str]:
 
 
 def give_own_attention(model: PreTrainedModel) -> None:
-    """Gives towers that were loaded with distca an attention of their own, and logs it.
+    """Gives towers that were loaded with distca their own attention, and logs it.
 
     Args:
         model: a model that was checked, or one that is not enabled, such as a reference model.

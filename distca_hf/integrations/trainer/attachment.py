@@ -93,7 +93,7 @@ class Attachment:
                 setattr(self.trainer.args, name, value)
 
     def add_callback(self, callback: TrainerCallback, *, first: bool) -> None:
-        """Adds a callback before or behind all others."""
+        """Adds a callback before or after all others."""
         callbacks = self.trainer.callback_handler.callbacks
         callbacks.insert(0 if first else len(callbacks), callback)
         self.when_undone(partial(self._remove_callback, callback))

@@ -289,7 +289,7 @@ def steps_per_epoch(args: TrainingArguments, train_dataloader: Any) -> int | Non
 def _trainer_of_this_event(callback: TrainerCallback) -> Trainer | None:
     """Returns the Trainer whose event is being called; None where it is not found.
 
-    Trainer puts callbacks of the user behind its own, some of which report to trackers. It passes everything to them
+    Trainer puts callbacks of the user after its own, some of which report to trackers. It passes everything to them
     but itself and the list they are in. So it is taken from the caller of the event, `CallbackHandler.call_event`.
     """
     frame: FrameType | None = sys._getframe(1)

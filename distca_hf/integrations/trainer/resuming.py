@@ -147,7 +147,7 @@ class Resuming(TrainerCallback):
         rest = {
             "steps_in_epoch": resumed.micro_batches_left,
             "num_update_steps_per_epoch": resumed.steps_left,
-            "steps_trained_in_current_epoch": 0,  # there is nothing to skip: the loader begins behind them
+            "steps_trained_in_current_epoch": 0,  # there is nothing to skip: the loader begins after them
         }
         self._is_in_resumed_epoch = True
         try:
