@@ -307,7 +307,7 @@ def all_to_all_of(group: RowGroup, device: torch.device) -> AllToAllFunction:
     start: Any = backend.alltoall_base
     options = dist.AllToAllOptions()
     options.asyncOp = True
-    return lambda *rows_and_counts: start(*rows_and_counts, options)
+    return partial(start, opts=options)
 
 
 def register_first_hook(module: nn.Module, hook: Callable[..., object]) -> RemovableHandle:

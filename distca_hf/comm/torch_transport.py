@@ -123,8 +123,9 @@ class TorchTransport:
             self._whereabouts.begin(self._look)
 
     def exchange(self, asked: AllToAll) -> "TorchExchange":
-        self._check_open(asked.where)
-        received = asked.room()
+        if not self._groups:
+            raise self._closed(asked.where)
+        received = asked.room() if asked.into is None else asked.into
         self.traffic.count(asked, self.rank)
         try:
             work = self._all_to_all[asked.scope](received, asked.rows, asked.receive_counts, asked.send_counts)
@@ -137,7 +138,8 @@ class TorchTransport:
         return TorchExchange(self, work, asked, time.monotonic(), received)
 
     def gather(self, values: Sequence[int], where: str, scope: Scope = Scope.ROWS) -> "TorchGather":
-        self._check_open(where)
+        if not self._groups:
+            raise self._closed(where)
         if self._whereabouts is not None:
             self._whereabouts.note_gather()
         self._gathered = where, self.traffic.exchanges
@@ -172,11 +174,10 @@ class TorchTransport:
         """Returns the ranks of a scope, numbered as for the roll call."""
         return self.grid.members(scope)
 
-    def _check_open(self, where: str) -> None:
-        if not self._groups:
-            raise ConfigError(
-                f"{self.grid.name}, {where}: the plugin was closed; make another one, and enable the model with it"
-            )
+    def _closed(self, where: str) -> ConfigError:
+        return ConfigError(
+            f"{self.grid.name}, {where}: the plugin was closed; make another one, and enable the model with it"
+        )
 
     def _note(self, work: dist.Work) -> None:
         """Notes an operation that is under way. Nobody waits for some: a rank may fail in between."""

@@ -63,6 +63,30 @@ class AllToAll:
         return Arrived(received if self.into is None else self.into.copy_(received))
 
 
+@dataclass(frozen=True)
+class ExchangeSplits:
+    """Split sizes of one chunk: its part of all rows that are sent, and of all that are received."""
+
+    send: slice
+    receive: slice
+    send_counts: list[int]
+    receive_counts: list[int]
+
+    def dispatch(self, sent: torch.Tensor, received: torch.Tensor, where: str) -> AllToAll:
+        """Returns the all-to-all from the chunk's part of `sent` into its part of `received`."""
+        rows, into = _part(sent, self.send), _part(received, self.receive)
+        return AllToAll(rows, self.send_counts, self.receive_counts, where, into)
+
+    def combine(self, rows: torch.Tensor, returned: torch.Tensor, where: str) -> AllToAll:
+        """Returns the all-to-all that answers `dispatch`: from `rows` into the chunk's part of `returned`."""
+        return AllToAll(rows, self.receive_counts, self.send_counts, where, _part(returned, self.send))
+
+
+def _part(x: torch.Tensor, rows: slice) -> torch.Tensor:
+    """Returns `x[rows]`, or `x` itself if these are all rows: views cost the host."""
+    return x if rows.start == 0 and rows.stop == x.shape[0] else x[rows]
+
+
 @dataclass
 class Arrived:
     """An exchange that needs no waiting."""

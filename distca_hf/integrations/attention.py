@@ -216,7 +216,8 @@ def _row_mask(module: nn.Module, mask: torch.Tensor | RowMask | None, queries: i
             "tokens], or position_ids that begin at 0 in every document; or load the model with another "
             "attn_implementation"
         )
-    mask.check(module, queries, keys)
+    if mask.refusal is not None or mask.shape[2:] != (queries, keys):
+        raise mask.error(module, queries, keys)
     return mask
 
 

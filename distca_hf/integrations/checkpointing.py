@@ -12,7 +12,7 @@ Where attention is recomputed all the same, at least rows of other ranks are kep
 Done through the arguments of `torch.utils.checkpoint.checkpoint`, wherever Transformers
 (`_gradient_checkpointing_func`) or torch's checkpoint wrapper (`checkpoint_fn`) keep it. Reentrant checkpointing
 cannot save a part of a layer. Where a compiler traces a region, contexts are those of torch's selective checkpointing,
-the only ones that it knows; it saves the same operators. Everywhere else they are ours (`runtime.saved_attention`).
+the only ones that it knows; it saves the same operators. Everywhere else they are ours (`runtime.regions`).
 """
 
 import functools
@@ -26,9 +26,7 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 import distca_hf.runtime.local_attention
 import distca_hf.runtime.op  # noqa: F401 (both register operators)
 from distca_hf.errors import ConfigError
-from distca_hf.runtime.regions import RegionRun, check_call, runs_of
-from distca_hf.runtime.retention import retaining_contexts
-from distca_hf.runtime.saved_attention import REMEDY, saving_contexts
+from distca_hf.runtime.regions import REMEDY, RegionRun, check_call, retaining_contexts, runs_of, saving_contexts
 from distca_hf.telemetry import get_logger
 
 

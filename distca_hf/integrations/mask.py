@@ -84,19 +84,14 @@ class RowMask:
             "instead of attending through distca; it would see tokens it must not see, and no step was taken"
         )
 
-    def check(self, layer: nn.Module, queries: int, keys: int) -> None:
-        """Checks that the mask is causal, and made for these numbers of queries and keys per row.
-
-        Raises:
-            UnsupportedAttentionError: it is not; names the layer.
-        """
+    def error(self, layer: nn.Module, queries: int, keys: int) -> UnsupportedAttentionError:
+        """Returns the error to raise for a mask that does not fit a layer; names it."""
         if self.refusal is not None:
-            raise UnsupportedAttentionError(f"{name_of(layer)}: {self.refusal}")
-        if self.shape[2:] != (queries, keys):
-            raise UnsupportedAttentionError(
-                f"{name_of(layer)}: has {queries} queries and {keys} keys per row, but the model made its mask for "
-                f"{self.shape[2]} and {self.shape[3]}; load it with another attn_implementation"
-            )
+            return UnsupportedAttentionError(f"{name_of(layer)}: {self.refusal}")
+        return UnsupportedAttentionError(
+            f"{name_of(layer)}: has {queries} queries and {keys} keys per row, but the model made its mask for "
+            f"{self.shape[2]} and {self.shape[3]}; load it with another attn_implementation"
+        )
 
     def contiguous(self) -> "RowMask":
         """Returns itself: `generate` asks, where it makes the mask of a static cache."""

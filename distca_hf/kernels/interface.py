@@ -306,18 +306,3 @@ def part(x: torch.Tensor, rows: slice) -> torch.Tensor:
     strides = x.stride()
     first = x.storage_offset() + rows.start * strides[0]
     return x.as_strided((rows.stop - rows.start, *x.shape[1:]), strides, first)
-
-
-def transposed(x: torch.Tensor) -> torch.Tensor:
-    """Returns `x.t()` of `[rows, columns]`."""
-    (rows, columns), (of_row, of_column) = x.shape, x.stride()
-    return x.as_strided((columns, rows), (of_column, of_row))
-
-
-def view_of(part: torch.Tensor, whole: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Returns a function that gets tensors like `whole`, in shape and strides, and returns the part of each that
-    `part` is of `whole`."""
-    if part is whole:
-        return lambda x: x
-    shape, strides, first = part.shape, part.stride(), part.storage_offset() - whole.storage_offset()
-    return lambda x: x.as_strided(shape, strides, x.storage_offset() + first)

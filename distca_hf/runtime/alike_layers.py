@@ -20,8 +20,10 @@ from distca_hf.config import KernelName
 from distca_hf.kernels.interface import AttentionSpec, Kernel, MeasuredKernel
 from distca_hf.kernels.registry import Operands, choose_kernel, kernel_name
 from distca_hf.runtime.device_routing import DeviceCall, DeviceRouting
+from distca_hf.runtime.kernel_calls import PreparedBackward, PreparedCalls, PreparedForward, QueryRows, rows_to_read
 from distca_hf.runtime.layer_kinds import LayerKind, LayerKinds
-from distca_hf.runtime.prepared_calls import PreparedBackward, PreparedForward, PreparedKV, QueryRows, rows_to_read
+from distca_hf.runtime.remote_kv import PreparedKV
+from distca_hf.runtime.retention import Kept
 
 
 @dataclass(frozen=True)
@@ -96,7 +98,8 @@ class AlikeLayers:
         whole_call: the only local call of forward, if it reads and writes all rows and heads, and no results come from
             other ranks; else None.
         forward_kv, backward_kv: how rows of keys and values travel.
-        prepared_forward: kernel calls of forward, prepared by the first layer.
+        forward_calls: kernel calls of forward, prepared by the first layer.
+        nothing: what a layer keeps of other ranks if it keeps nothing.
     """
 
     spec: AttentionSpec
@@ -107,8 +110,9 @@ class AlikeLayers:
     whole_call: DeviceCall | None
     forward_kv: PreparedKV
     backward_kv: PreparedKV
-    prepared_forward: dict[DeviceCall, PreparedForward] = field(default_factory=dict)
-    _prepared_backward: dict[Hashable, dict[DeviceCall, PreparedBackward]] = field(default_factory=dict)
+    forward_calls: PreparedCalls[PreparedForward]
+    nothing: Kept
+    _prepared_backward: dict[Hashable, PreparedCalls[PreparedBackward]] = field(default_factory=dict)
     _backward_calls: dict[bool, LayerCalls] = field(default_factory=dict)
 
     @classmethod
@@ -125,7 +129,9 @@ class AlikeLayers:
             whole_call = None
         forward_kv = _prepared_kv(k_TGH, v_TGV, forward)
         backward_kv = forward_kv if backward is forward else _prepared_kv(k_TGH, v_TGV, backward)
-        return cls(spec, kernel, kind, kv_heads, calls, whole_call, forward_kv, backward_kv)
+        forward_calls: PreparedCalls[PreparedForward] = PreparedCalls(kernel, spec, kv_heads)
+        nothing = kind.retention.nothing(k_TGH)
+        return cls(spec, kernel, kind, kv_heads, calls, whole_call, forward_kv, backward_kv, forward_calls, nothing)
 
     def backward_calls(self, rows_come: bool) -> LayerCalls:
         """Returns the kernel calls of backward.
@@ -140,7 +146,7 @@ class AlikeLayers:
             self._backward_calls[rows_come] = calls
         return calls
 
-    def prepared_backward(self, rows: QueryRows, spec: AttentionSpec) -> dict[DeviceCall, PreparedBackward]:
+    def prepared_backward(self, rows: QueryRows, spec: AttentionSpec) -> PreparedCalls[PreparedBackward]:
         """Returns the kernel calls of backward on rows that lie like these, prepared by the first layer. Outputs may
         have other strides than forward gave them: hooks of saved tensors and compiled graphs do not keep strides.
 
@@ -148,7 +154,10 @@ class AlikeLayers:
             spec: how backward attends.
         """
         key = spec, *[x.stride() for x in rows]
-        return self._prepared_backward.setdefault(key, {})
+        prepared = self._prepared_backward.get(key)
+        if prepared is None:
+            prepared = self._prepared_backward[key] = PreparedCalls(self.kernel, spec, self.kv_heads)
+        return prepared
 
 
 def _prepared_kv(k_TGH: torch.Tensor, v_TGV: torch.Tensor, routing: DeviceRouting) -> PreparedKV:

@@ -22,14 +22,13 @@ import torch
 from distca_hf.kernels.interface import AttentionSpec, Inputs, empty_layer_outputs, made_deterministic
 from distca_hf.kernels.rows import add_sinks
 from distca_hf.runtime.device_routing import DeviceRouting
-from distca_hf.runtime.kernel_calls import BackwardCalls, ForwardCalls, attend_whole
+from distca_hf.runtime.kernel_calls import BackwardCalls, ForwardCalls, QueryRows, as_rows, attend_whole, rows_to_read
 from distca_hf.runtime.layer_checks import check_finite, check_room
 from distca_hf.runtime.live_plan import LivePlan
 from distca_hf.runtime.pass_layers import CallTensors
-from distca_hf.runtime.prepared_calls import QueryRows, as_rows, rows_to_read
 from distca_hf.runtime.remote_kv import KVDispatch, KVGradCombine, RemoteKV, RemoteKVGradients
 from distca_hf.runtime.remote_queries import BackwardRemoteQueries, ForwardRemoteQueries
-from distca_hf.runtime.retention import Kept, Received, Retention
+from distca_hf.runtime.retention import Kept, Received
 from distca_hf.traces import Spent
 
 
@@ -65,8 +64,10 @@ def attend(
         UnsupportedAttentionError: no kernel can attend like this.
         PlanMismatchError, PeerLostError, StepTimeoutError: from agreement and exchange.
     """
-    plan.agree()
-    tensors = CallTensors.of(q_TNH, k_TGH, v_TGV)
+    if plan.agreement is not None:
+        plan.agree()
+    dtypes, heads = (q_TNH.dtype, k_TGH.dtype, v_TGV.dtype), (q_TNH.shape[1:], k_TGH.shape[1:], v_TGV.shape[1:])
+    tensors = CallTensors(dtypes, heads)
     if not plan.forward_pass.calls or plan.forward_pass.compares_calls:
         plan.forward_pass.agree_to_attend(plan.fingerprint, tensors)
     scores = spec.scale, spec.softcap, sinks_N is not None
@@ -79,11 +80,15 @@ def attend(
     if not kind.has_room:
         check_room(plan, kind.plan.backward, where, q_TNH, k_TGH, v_TGV)
         kind.note_room()
-    keeps, groups = retention.keeps_received(q_TNH, k_TGH, v_TGV), routing.rows_per_token
+    keeps, groups = retention.keeps, routing.rows_per_token
+    if keeps is None:
+        keeps = retention.keeps_received(q_TNH, k_TGH, v_TGV)
     slot = plan.orders.forward(q_TNH, k_TGH, v_TGV, spec, keeps and is_differentiated)
     # 1. Keys leave, and queries that move, in all chunks: they are in flight while local calls run.
-    k, v = rows_to_read(groups, k_TGH, v_TGV)
-    received_keys = _keys_of(received, retention, routing, k)
+    k, v = (k_TGH, v_TGV) if groups == 1 else rows_to_read(groups, k_TGH, v_TGV)
+    received_keys = None if received is None else received.keys
+    if received is None and not routing.exchanges and not routing.remote_kv_rows:  # no call reads any
+        received_keys = layers.nothing.keys
     keys = KVDispatch(k, v, layers.forward_kv, sends=routing.exchanges, received=received_keys)
     remote_queries = None
     if routing.queries is not None:
@@ -102,7 +107,7 @@ def attend(
     else:
         out, lse = empty_layer_outputs(q_TNH, v_TGV, head_by_head=routing.queries is None)
         _clear_padding(routing, out, lse)
-    local = ForwardCalls(layers, q_TNH, out, lse)
+    local = ForwardCalls(layers.forward_calls, q_TNH, out, lse)
     if whole is None:
         local.attend(calls.early, k_TGH, v_TGV)
     remote_kv = RemoteKV.open(k, v, keys.received, layers.forward_kv)
@@ -117,8 +122,11 @@ def attend(
             trace.spent(WAIT)
             remote_queries.attend(chunk, remote_kv, transport, where)
             trace.spent(REMOTE)
-    nothing = retention.nothing(k)
-    kept = _kept(keys, remote_queries, nothing, slot) if keeps else nothing
+    kept = layers.nothing
+    if keeps:
+        none = kept.remote_q, kept.remote_out, kept.remote_lse
+        of_queries = none if remote_queries is None else remote_queries.kept
+        kept = Kept(keys.received, *of_queries, kept.keys.new_empty((slot, 0)) if slot else kept.slot)
     del keys, remote_kv  # memory of rows that nothing reads any more
     local.attend(calls.late, k_TGH, v_TGV)  # 3. while results go back to their owner ranks
     trace.spent(LOCAL)
@@ -170,13 +178,13 @@ def attend_backward(
         check_finite(plan, where, output_gradient=dout_TNV)
     keeps, groups = plan.orders.backward(q_TNH, k_TGH, v_TGV, spec, kept.slot, has_sinks), routing.rows_per_token
     # 1. Rows of forward that were not kept leave once more, and with them output gradients of queries that moved.
-    k, v = rows_to_read(groups, k_TGH, v_TGV)
+    k, v = (k_TGH, v_TGV) if groups == 1 else rows_to_read(groups, k_TGH, v_TGV)
     keys = KVDispatch(k, v, prepared, sends=routing.exchanges and not keeps, received=kept.keys if keeps else None)
     remote_queries = None
     if routing.queries is not None:
-        rows = QueryRows(*rows_to_read(groups, dout_TNV, q_TNH, out_TNV, lse_TN))
+        to_read = QueryRows(*rows_to_read(groups, dout_TNV, q_TNH, out_TNV, lse_TN))
         kept_rows = kept if keeps else None
-        remote_queries = BackwardRemoteQueries(layers, rows, kept_rows, routing.queries, spec, has_sinks)
+        remote_queries = BackwardRemoteQueries(layers, to_read, kept_rows, routing.queries, spec, has_sinks)
     [chunk] = routing.chunks  # kept rows are there at once
     keys.start(chunk, transport, where)
     if remote_queries is not None:
@@ -188,7 +196,8 @@ def attend_backward(
     dq, dk, dv = _empty_gradients(q_TNH, k_TGH, v_TGV, routing)
     calls = layers.backward_calls(rows_come=keys.sends or routing.queries is not None)
     [prefixes] = calls.prefix
-    local = BackwardCalls(layers, QueryRows(dout_TNV, q_TNH, out_TNV, lse_TN), dq, spec)
+    rows = QueryRows(dout_TNV, q_TNH, out_TNV, lse_TN)
+    local = BackwardCalls(layers.prepared_backward(rows, spec), rows, dq)
     local.derive(calls.early, k_TGH, v_TGV, dk, dv)
     remote_kv = RemoteKV.of_kept(k, v, kept.keys, prepared) if keeps else RemoteKV.open(k, v, keys.received, prepared)
     gradients = RemoteKVGradients(k, v, prepared)
@@ -238,24 +247,6 @@ def _complete(
     if sinks_N is not None:
         tokens = slice(routing.num_tokens)
         add_sinks(out_TNV[tokens], lse_TN[tokens], sinks_N)
-
-
-def _keys_of(
-    received: Received | None, retention: Retention, routing: DeviceRouting, k: torch.Tensor
-) -> torch.Tensor | None:
-    """Returns keys that need no dispatch: those of an earlier one, or none at all where no call reads any. None: they
-    are to be sent now."""
-    if received is not None:
-        return received.keys
-    if routing.exchanges or routing.remote_kv_rows:
-        return None
-    return retention.nothing(k).keys
-
-
-def _kept(keys: KVDispatch, remote_queries: ForwardRemoteQueries | None, nothing: Kept, slot: int) -> Kept:
-    """Returns the rows of other ranks that are kept for backward; no queries, if on no rank any move."""
-    of_queries = nothing.remote_queries if remote_queries is None else remote_queries.kept
-    return Kept(keys.received, *of_queries, nothing.keys.new_empty((slot, 0)) if slot else nothing.slot)
 
 
 def _empty_gradients(

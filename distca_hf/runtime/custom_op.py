@@ -5,6 +5,7 @@ Half of it is generic (keyword arguments, mutated arguments, aliases). Where the
 there is no dispatching.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any, Protocol, TypeVar, TypeVarTuple, cast
 
@@ -12,6 +13,7 @@ import torch
 from torch.autograd import forward_ad
 
 from distca_hf.errors import UnsupportedAttentionError
+from distca_hf.runtime.regions import current_run, outputs_in
 from distca_hf.torch_private import below_autograd, hidden_from_dynamo, in_dual_level, is_plain
 
 
@@ -87,6 +89,17 @@ def define_op(
         return recorded(lambda *inputs: below(keyset, *inputs), *given)
 
     _library.impl(name, dispatched, "Autograd", with_keyset=True)
+    return call
+
+
+def kept_in_regions(function: Callable[[*Inputs], Any]) -> Callable[[*Inputs], Any]:
+    """Returns an operator's function that takes its outputs from the region that is recomputed, if there is one."""
+
+    @functools.wraps(function)
+    def call(*given: *Inputs) -> Any:
+        run = current_run()
+        return function(*given) if run is None else outputs_in(run, functools.partial(function, *given))
+
     return call
 
 

@@ -13,8 +13,8 @@ import numpy as np
 import torch
 
 from distca_hf.arrays import IndexRanges, IntArray
-from distca_hf.comm.transport import AllToAll
-from distca_hf.kernels.interface import Spans, some_rows
+from distca_hf.comm.transport import ExchangeSplits
+from distca_hf.kernels.interface import Spans
 from distca_hf.kernels.rows import RowSums
 from distca_hf.planning.kernel_calls import CallKind, KernelCall
 from distca_hf.planning.plan import PlanFacts
@@ -39,25 +39,6 @@ class DeviceCall:
     pairs: int
     window_tokens: int = 0
     adds: bool = False
-
-
-@dataclass(frozen=True)
-class ExchangeSplits:
-    """Split sizes of one chunk: its part of all rows that are sent, and of all that are received."""
-
-    send: slice
-    receive: slice
-    send_counts: list[int]
-    receive_counts: list[int]
-
-    def dispatch(self, sent: torch.Tensor, received: torch.Tensor, where: str) -> AllToAll:
-        """Returns the all-to-all from the chunk's part of `sent` into its part of `received`."""
-        rows, into = some_rows(sent, self.send), some_rows(received, self.receive)
-        return AllToAll(rows, self.send_counts, self.receive_counts, where, into)
-
-    def combine(self, rows: torch.Tensor, returned: torch.Tensor, where: str) -> AllToAll:
-        """Returns the all-to-all that answers `dispatch`: from `rows` into the chunk's part of `returned`."""
-        return AllToAll(rows, self.receive_counts, self.send_counts, where, some_rows(returned, self.send))
 
 
 @dataclass(frozen=True, eq=False)

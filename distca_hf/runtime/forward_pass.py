@@ -156,7 +156,8 @@ class ForwardPass:
             if tensors is not None:
                 self.made.tensors.append(tensors)
             self._scores.append(scores)
-            self.trace.begin(PassPart.FORWARD, self.calls - 1, window_tokens)
+            if self.trace is not UNTRACED:
+                self.trace.begin(PassPart.FORWARD, self.calls - 1, window_tokens)
             return place
         self._recomputed += 1
         return self._begin_recomputed(window_tokens)

@@ -1,30 +1,228 @@
-"""Kernel calls of one layer: runs them on its tensors, and says where their results go.
+"""Kernel calls of one layer: finds the rows and heads that a call reads and writes, and runs its kernel.
 
-Shape legend in `kernels.interface`; T counts the tokens of this rank, padding included.
+The first of alike layers prepares each call: it finds out how the call's part of each tensor lies. The other layers
+take the same parts without looking at their tensors again. Each layer makes many views, and each costs microseconds.
+So one is made only where something is left out. All are made by `as_strided`: kernel functions fill the processor's
+caches, and after one a function of torch that was just used takes half the time of another one.
+
+Shape legend in `kernels.interface`; T counts the tokens of this rank, padding included, R rows as in
+`planning.pieces`.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Generic, NamedTuple, TypeVar
 
 import torch
 
-from distca_hf.kernels.interface import AttentionSpec, Gradients, Inputs, Kernel, Outputs, transposed
-from distca_hf.runtime.alike_layers import AlikeLayers
+from distca_hf.kernels.interface import (
+    AttentionSpec,
+    Gradients,
+    Inputs,
+    Kernel,
+    MergeRows,
+    Outputs,
+    Room,
+    Saved,
+    before_queries,
+    part,
+)
+from distca_hf.kernels.rows import prepare_merge
+from distca_hf.planning.kernel_calls import CallKind
 from distca_hf.runtime.device_routing import DeviceCall
-from distca_hf.runtime.prepared_calls import PreparedBackward, PreparedForward, QueryRows
 from distca_hf.runtime.remote_kv import RemoteKV, RemoteKVGradients
+
+
+def as_rows(groups: int, *tensors_TND: torch.Tensor) -> Sequence[torch.Tensor]:
+    """Returns each `[T, heads, D]` as `[T * groups, heads / groups, D]`, `[T, heads]` as `[T * groups, heads /
+    groups]`."""
+    if groups == 1:
+        return tensors_TND
+    return [x.view(x.shape[0] * groups, x.shape[1] // groups, *x.shape[2:]) for x in tensors_TND]
+
+
+def rows_to_read(groups: int, *tensors_TND: torch.Tensor) -> Sequence[torch.Tensor]:
+    """Returns `as_rows`, or copies if the strides of a tensor forbid a view, as hooks of saved tensors may cause."""
+    if groups == 1:
+        return tensors_TND
+    return [x.reshape(x.shape[0] * groups, x.shape[1] // groups, *x.shape[2:]) for x in tensors_TND]
+
+
+def queries_of(call: DeviceCall, kv_heads: int, *tensors: torch.Tensor) -> Sequence[torch.Tensor]:
+    """Returns the call's part of each local `[T, heads, ...]`, or of each remote `[R, heads, ...]`."""
+    if call.kind is CallKind.REMOTE_QUERIES:
+        return _as_tokens(_some_rows(tensors, call.queries), call.rows_per_token)
+    return _some_rows(heads_of(call, kv_heads, *tensors), call.queries)
+
+
+def keys_of(call: DeviceCall, kv_heads: int, *tensors: torch.Tensor) -> Sequence[torch.Tensor]:
+    """Returns the call's part of each local `[T, heads, D]`, or of each remote `[R, heads, D]`."""
+    if call.kind is CallKind.LOCAL:
+        return _some_rows(heads_of(call, kv_heads, *tensors), call.keys)
+    return _as_tokens(_some_rows(tensors, call.keys), call.rows_per_token)
+
+
+def heads_of(call: DeviceCall, kv_heads: int, *tensors_TND: torch.Tensor) -> Sequence[torch.Tensor]:
+    """Returns all rows of each local `[T, heads, ...]`, with the heads that belong to the KV heads of the call."""
+    first, stop = call.heads
+    if (first, stop) == (0, kv_heads):
+        return tensors_TND
+    shared = [x.shape[1] // kv_heads for x in tensors_TND]
+    return [x[:, first * n : stop * n] for x, n in zip(tensors_TND, shared, strict=True)]
+
+
+def _some_rows(tensors: Sequence[torch.Tensor], rows: slice) -> Sequence[torch.Tensor]:
+    """Returns `x[rows]` of each; all have as many rows."""
+    return tensors if rows.stop - rows.start == tensors[0].shape[0] else [part(x, rows) for x in tensors]
+
+
+def _as_tokens(tensors_RHD: Sequence[torch.Tensor], rows_per_token: int) -> Sequence[torch.Tensor]:
+    """Returns each `[R, heads, D]` as `[tokens, rows per token * heads, D]`."""
+    if rows_per_token == 1:
+        return tensors_RHD
+    return [x.view(x.shape[0] // rows_per_token, rows_per_token * x.shape[1], *x.shape[2:]) for x in tensors_RHD]
+
+
+class PreparedForward:
+    """A call of forward.
+
+    Args:
+        spec: how these layers attend.
+        rows: queries, outputs and log-sum-exps of one of them.
+        of_keys: its keys and values, local ones or those of the remote KV.
+
+    Attributes:
+        spec: how the call attends.
+    """
+
+    def __init__(
+        self,
+        call: DeviceCall,
+        spec: AttentionSpec,
+        kv_heads: int,
+        rows: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+        of_keys: tuple[torch.Tensor, torch.Tensor],
+    ) -> None:
+        self._call, self._kv_heads, self.spec = call, kv_heads, _spec_of_call(call, spec)
+        q, out, lse = queries_of(call, kv_heads, *rows)
+        self._q, self._out, self._lse_NT = map(view_of, (q, out, transposed(lse)), rows)
+        self._k, self._v = map(view_of, keys_of(call, kv_heads, *of_keys), of_keys)
+        self._has_some_heads = call.heads != (0, kv_heads)
+        self._merge: MergeRows | None = None
+
+    def inputs(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Inputs:
+        """Returns what the call reads."""
+        return Inputs(self._q(q), self._k(k), self._v(v))
+
+    def room(self, out: torch.Tensor, lse: torch.Tensor) -> Room:
+        """Returns where the call writes."""
+        return Room(self._out(out), self._lse_NT(lse))
+
+    def merge(self, out: torch.Tensor, lse: torch.Tensor, prefix_out: torch.Tensor, prefix_lse: torch.Tensor) -> None:
+        """Adds outputs and log-sum-exps over a prefix alone to those of the layer."""
+        if self._has_some_heads:
+            out, lse = heads_of(self._call, self._kv_heads, out, lse)
+        if self._merge is None:
+            self._merge = prepare_merge(out, lse, prefix_out, prefix_lse, self._call.queries.start)
+        self._merge(out, lse, prefix_out, prefix_lse)
+
+
+class QueryRows(NamedTuple):
+    """What backward reads of query rows, local or remote: `[rows, heads, ...]`."""
+
+    dout: torch.Tensor
+    q: torch.Tensor
+    out: torch.Tensor
+    lse: torch.Tensor
+
+
+class PreparedBackward:
+    """A call of backward.
+
+    Args:
+        spec: how these layers attend.
+        rows, dq: of one of them.
+        of_keys: its keys, values and their gradients, local ones or those of the remote KV.
+
+    Attributes:
+        call, spec: the call, and how it attends.
+        dout, dq, dk, dv: return the call's part of such a tensor.
+        dq_shape: of its part.
+    """
+
+    def __init__(
+        self,
+        call: DeviceCall,
+        spec: AttentionSpec,
+        kv_heads: int,
+        rows: QueryRows,
+        dq: torch.Tensor,
+        of_keys: Sequence[torch.Tensor],
+    ) -> None:
+        self.call, self.spec = call, _spec_of_call(call, spec)
+        *parts, lse = queries_of(call, kv_heads, rows.dout, rows.q, rows.out, dq, rows.lse)
+        wholes = rows.dout, rows.q, rows.out, dq
+        self.dout, self._q, self._out, self.dq = map(view_of, parts, wholes)
+        self._lse_NT, self.dq_shape = view_of(transposed(lse), rows.lse), parts[-1].shape
+        self._k, self._v, self.dk, self.dv = map(view_of, keys_of(call, kv_heads, *of_keys), of_keys)
+
+    def saved(self, rows: QueryRows, k: torch.Tensor, v: torch.Tensor) -> Saved:
+        """Returns what the call reads."""
+        return Saved(self._q(rows.q), self._k(k), self._v(v), self._out(rows.out), self._lse_NT(rows.lse))
+
+
+def _spec_of_call(call: DeviceCall, spec: AttentionSpec) -> AttentionSpec:
+    """Returns how a call of layers attends that attend like this."""
+    return before_queries(spec, call.window_tokens) if call.kind is CallKind.PREFIX else spec
+
+
+def transposed(x: torch.Tensor) -> torch.Tensor:
+    """Returns `x.t()` of `[rows, columns]`."""
+    (rows, columns), (of_row, of_column) = x.shape, x.stride()
+    return x.as_strided((columns, rows), (of_column, of_row))
+
+
+def view_of(part: torch.Tensor, whole: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Returns a function that gets tensors like `whole`, in shape and strides, and returns the part of each that
+    `part` is of `whole`."""
+    if part is whole:
+        return lambda x: x
+    shape, strides, first = part.shape, part.stride(), part.storage_offset() - whole.storage_offset()
+    return lambda x: x.as_strided(shape, strides, x.storage_offset() + first)
+
+
+Prepared = TypeVar("Prepared", PreparedForward, PreparedBackward)
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class PreparedCalls(Generic[Prepared]):
+    """Calls of alike layers, forward or backward, as far as a layer has prepared them.
+
+    Attributes:
+        kernel, spec: attends, and how.
+        kv_heads: KV heads of a layer.
+        of: the prepared calls.
+    """
+
+    kernel: Kernel
+    spec: AttentionSpec
+    kv_heads: int
+    of: dict[DeviceCall, Prepared] = field(default_factory=dict)
 
 
 class ForwardCalls:
     """Forward kernels for one set of query rows, local or remote; partial outputs are merged by log-sum-exps.
 
     Args:
-        layers: those that are like this one. Calls that no layer has prepared are prepared here.
+        prepared: calls of alike layers. Those that no layer has prepared are prepared here.
         q: queries of this layer.
         out, lse: room for its outputs and log-sum-exps.
     """
 
-    def __init__(self, layers: AlikeLayers, q: torch.Tensor, out: torch.Tensor, lse: torch.Tensor) -> None:
-        self._layers, self._kernel, self._prepared_calls = layers, layers.kernel, layers.prepared_forward
+    def __init__(
+        self, prepared: PreparedCalls[PreparedForward], q: torch.Tensor, out: torch.Tensor, lse: torch.Tensor
+    ) -> None:
+        self._calls, self._kernel = prepared, prepared.kernel
         self._q, self._out, self._lse = q, out, lse
         self._prefix_parts: list[tuple[PreparedForward, Outputs]] = []
 
@@ -39,25 +237,26 @@ class ForwardCalls:
         """Attends to prefixes, and merges the results `at_once` if local calls have written their parts."""
         for call in calls:
             prepared = self._prepared(call, remote_kv.k, remote_kv.v)
-            part = self._kernel.forward(prepared.inputs(self._q, remote_kv.k, remote_kv.v), call.spans, prepared.spec)
+            inputs = prepared.inputs(self._q, remote_kv.k, remote_kv.v)
+            results = self._kernel.forward(inputs, call.spans, prepared.spec)
             if at_once:
-                prepared.merge(self._out, self._lse, *part)
+                prepared.merge(self._out, self._lse, *results)
             else:
-                self._prefix_parts.append((prepared, part))
+                self._prefix_parts.append((prepared, results))
 
     def merge_prefixes(self) -> None:
         """Adds attention to prefixes, once local calls have written their parts."""
-        for prepared, part in self._prefix_parts:
-            prepared.merge(self._out, self._lse, *part)
+        for prepared, results in self._prefix_parts:
+            prepared.merge(self._out, self._lse, *results)
         self._prefix_parts.clear()
 
     def _prepared(self, call: DeviceCall, k: torch.Tensor, v: torch.Tensor) -> PreparedForward:
         """Returns a call on such keys and values, prepared now if this layer is the first one."""
-        prepared = self._prepared_calls.get(call)
+        calls = self._calls
+        prepared = calls.of.get(call)
         if prepared is None:
-            layers, rows = self._layers, (self._q, self._out, self._lse)
-            prepared = PreparedForward(call, layers.spec, layers.kv_heads, rows, (k, v))
-            self._prepared_calls[call] = prepared
+            rows = self._q, self._out, self._lse
+            prepared = calls.of[call] = PreparedForward(call, calls.spec, calls.kv_heads, rows, (k, v))
         return prepared
 
 
@@ -74,16 +273,13 @@ class BackwardCalls:
     """Backward kernels for one set of query rows.
 
     Args:
-        layers: those that are like this one. Calls that no layer has prepared are prepared here.
+        prepared: calls of alike layers. Those that no layer has prepared are prepared here.
         rows: of this layer.
         dq: room for the gradients of its queries.
-        spec: how backward attends.
     """
 
-    def __init__(self, layers: AlikeLayers, rows: QueryRows, dq: torch.Tensor, spec: AttentionSpec) -> None:
-        self._kernel, self._rows, self._dq = layers.kernel, rows, dq
-        self._spec, self._kv_heads = spec, layers.kv_heads
-        self._prepared_calls = layers.prepared_backward(rows, spec)
+    def __init__(self, prepared: PreparedCalls[PreparedBackward], rows: QueryRows, dq: torch.Tensor) -> None:
+        self._calls, self._kernel, self._rows, self._dq = prepared, prepared.kernel, rows, dq
         self._prefix_parts: list[tuple[PreparedBackward, torch.Tensor]] = []
 
     def derive(
@@ -118,10 +314,11 @@ class BackwardCalls:
 
     def _prepared(self, call: DeviceCall, *of_keys: torch.Tensor) -> PreparedBackward:
         """Returns a call on such keys, values and gradients, prepared now if this layer is the first one."""
-        prepared = self._prepared_calls.get(call)
+        calls = self._calls
+        prepared = calls.of.get(call)
         if prepared is None:
-            prepared = PreparedBackward(call, self._spec, self._kv_heads, self._rows, self._dq, of_keys)
-            self._prepared_calls[call] = prepared
+            of_layer = self._rows, self._dq, of_keys
+            prepared = calls.of[call] = PreparedBackward(call, calls.spec, calls.kv_heads, *of_layer)
         return prepared
 
     def _on_remote_kv(self, call: DeviceCall, remote_kv: RemoteKV, gradients: RemoteKVGradients) -> PreparedBackward:

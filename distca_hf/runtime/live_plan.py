@@ -13,6 +13,7 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Generic, TypeVar
 
 import torch
@@ -41,12 +42,16 @@ Plan = TypeVar("Plan")
 
 class PlanRegister(Generic[Plan]):
     """Finds live plans by number. It keeps the newest ones alive; older ones live as long as a batch or a graph holds
-    them."""
+    them.
+
+    Attributes:
+        newest: the newest ones by their numbers; found in less time than by `find`.
+    """
 
     def __init__(self) -> None:
         self._numbers = itertools.count(1)
         self._all: weakref.WeakValueDictionary[int, Plan] = weakref.WeakValueDictionary()
-        self._newest: OrderedDict[int, Plan] = OrderedDict()
+        self.newest: OrderedDict[int, Plan] = OrderedDict()
         self._lock = threading.Lock()
 
     def add(self, plan: Plan, keep: int) -> int:
@@ -54,15 +59,15 @@ class PlanRegister(Generic[Plan]):
         with self._lock:
             number = next(self._numbers)
             self._all[number] = plan
-            self._newest[number] = plan
+            self.newest[number] = plan
         self.keep(keep)
         return number
 
     def keep(self, count: int) -> None:
         """Lets go of all plans but the newest. Their tensors go with them, which takes a tenth of a millisecond."""
         with self._lock:
-            while len(self._newest) > count:
-                self._newest.popitem(last=False)
+            while len(self.newest) > count:
+                self.newest.popitem(last=False)
 
     def find(self, number: int) -> Plan:
         """Returns the plan with this number.
@@ -70,7 +75,7 @@ class PlanRegister(Generic[Plan]):
         Raises:
             PlanError: no batch and no graph holds it any more.
         """
-        plan = self._newest.get(number) or self._all.get(number)  # the second one is slower, and rarely asked
+        plan = self.newest.get(number) or self._all.get(number)  # the second one is slower, and rarely asked
         if plan is None:
             raise PlanError(
                 f"plan {number} is gone: its batch was dropped and more than plans_in_flight newer ones were taken "
@@ -235,7 +240,7 @@ class LivePlan:
         self.follow_roster()
         self.use.begun = True
         self._layers = layers
-        if self._lookup is not None:  # none yet of a micro-batch that is planned later
+        if self._has_lookup:  # none yet of a micro-batch that is planned later
             self.kinds.begin_forward_pass(self._layers)
         of_pass = facts, num_calls, before, trace, state, self._also
         self.forward_pass = ForwardPass(self.transport, self.micro_batch, *of_pass)
@@ -249,8 +254,8 @@ class LivePlan:
     def _take(self, planned: Planned | PlannedLater) -> None:
         """Takes a plan in place of the one from before."""
         self._planned = planned
-        self._lookup: LayerLookup | None = None
-        self._orders: CallOrders | None = None
+        for found in ("lookup", "orders"):
+            vars(self).pop(found, None)
 
     @property
     def planned(self) -> Planned:
@@ -274,26 +279,22 @@ class LivePlan:
         """The plan as attention servers have it; posts calls to them. None if they take no part."""
         return self.planned.posted
 
-    @property
+    @cached_property
     def lookup(self) -> LayerLookup:
         """What layers find in the plan."""
-        if self._lookup is None:
-            name = self.transport.grid.name
-            kinds = LayerKinds(self.planned, self.config, f"{name}, micro-batch {self.micro_batch}", self._layers)
-            self._lookup = LayerLookup(kinds, self.config.kernel, name, self._stopwatch)
-        return self._lookup
+        name = self.transport.grid.name
+        kinds = LayerKinds(self.planned, self.config, f"{name}, micro-batch {self.micro_batch}", self._layers)
+        return LayerLookup(kinds, self.config.kernel, name, self._stopwatch)
 
     @property
     def kinds(self) -> LayerKinds:
         """The layers by their masks: routing and kept rows of each kind."""
         return self.lookup.kinds
 
-    @property
+    @cached_property
     def orders(self) -> CallOrders:
         """Tells attention servers about calls."""
-        if self._orders is None:
-            self._orders = CallOrders(self.posted, self.kinds, self._slots, self.transport.rank, self._stopwatch)
-        return self._orders
+        return CallOrders(self.posted, self.kinds, self._slots, self.transport.rank, self._stopwatch)
 
     def end_forward_pass(self, trains: bool = False) -> None:
         """Ends the forward pass. Where no backward pass can follow, this rank waits for the others here.
@@ -333,21 +334,21 @@ class LivePlan:
     @property
     def attention_dtype(self) -> torch.dtype | None:
         """Dtype that attention computes in; None before the first call."""
-        return None if self._lookup is None else self._lookup.attention_dtype
+        return self.lookup.attention_dtype if self._has_lookup else None
 
     @property
     def kernel_name(self) -> str:
         """Name of the kernel that attends; "none" before the first call."""
-        return "none" if self._lookup is None else self._lookup.kernel_name
+        return self.lookup.kernel_name if self._has_lookup else "none"
+
+    @property
+    def _has_lookup(self) -> bool:
+        return "lookup" in vars(self)
 
 
 _register: PlanRegister["LivePlan"] = PlanRegister()
 
-
-def find_plan(number: int) -> LivePlan:
-    """Returns the live plan with this number.
-
-    Raises:
-        PlanError: no batch and no graph holds it any more.
-    """
-    return _register.find(number)
+# Plans of the batches in flight, by number. `find_plan` returns any live plan; it raises PlanError if no batch and no
+# graph holds it any more.
+newest_plans: Mapping[int, LivePlan] = _register.newest
+find_plan = _register.find

@@ -30,8 +30,7 @@ from distca_hf.kernels.interface import (
 )
 from distca_hf.kernels.registry import Operands, choose_kernel
 from distca_hf.kernels.rows import add_sinks, sink_gradients
-from distca_hf.runtime.custom_op import SavedForBackward, define_op
-from distca_hf.runtime.saved_attention import saved_in_regions
+from distca_hf.runtime.custom_op import SavedForBackward, define_op, kept_in_regions
 
 
 class Documents(NamedTuple):
@@ -202,7 +201,7 @@ def _backward(ctx: _Context, dout: torch.Tensor | None, dlse: torch.Tensor | Non
     return *gradients, *[None] * 7, sink_gradients(dout, out, lse.t(), sinks) if ctx.trains_sinks else None
 
 
-_local = define_op(saved_in_regions(_flash_attn_local), _shapes, _backward, _save)
+_local = define_op(kept_in_regions(_flash_attn_local), _shapes, _backward, _save)
 
 
 def flash_attn_local(

@@ -15,10 +15,10 @@ from distca_hf.errors import ServerLostError, UnsupportedAttentionError
 from distca_hf.kernels.interface import AttentionSpec, empty_gradients, empty_layer_outputs, spec_of
 from distca_hf.kernels.rows import sink_gradients
 from distca_hf.runtime.attention import Attended, attend, attend_backward
-from distca_hf.runtime.custom_op import SavedForBackward, define_op
-from distca_hf.runtime.live_plan import LivePlan, find_plan
-from distca_hf.runtime.retention import Kept, retaining_run
-from distca_hf.runtime.saved_attention import saved_in_regions
+from distca_hf.runtime.custom_op import SavedForBackward, define_op, kept_in_regions
+from distca_hf.runtime.live_plan import LivePlan, find_plan, newest_plans
+from distca_hf.runtime.regions import RetainingRegion, current_run
+from distca_hf.runtime.retention import Kept
 from distca_hf.torch_private import compiles_cuda_graphs, unknown_size
 
 
@@ -53,7 +53,9 @@ def _flash_attn(
     sinks_N: torch.Tensor | None,
 ) -> OpOutputs:
     """Computes output, log-sum-exp `[T, N]`, and all that was received and is kept for backward (see `Kept`)."""
-    plan, run, how = find_plan(handle), retaining_run(), spec_of(*spec)
+    plan, how, run = newest_plans.get(handle) or find_plan(handle), spec_of(*spec), current_run()
+    if run is not None and not isinstance(run.region, RetainingRegion):
+        run = None
     call = plan.forward_pass.calls + 1
     try:
         if layer is not None:
@@ -72,7 +74,7 @@ def _flash_attn(
         waits = plan.retention(how).waits_for_recomputation(q_TNH, k_TGH, v_TGV)
         run.region.keep(kept.received() if waits else None)
     plan.forward_pass.note_call(layer, needs_gradients)
-    return out, lse, kept.keys, *kept.remote_queries, kept.slot
+    return out, lse, kept.keys, kept.remote_q, kept.remote_out, kept.remote_lse, kept.slot
 
 
 def _shapes(q_TNH: torch.Tensor, k_TGH: torch.Tensor, v_TGV: torch.Tensor, *others: object) -> OpOutputs:
@@ -116,7 +118,7 @@ def _flash_attn_backward(
         spec: numbers of an `AttentionSpec`, and one more if there are sinks. Torch keeps compiled graphs on disk, by
             their forward alone: with another argument here, graphs of an earlier version would no longer run.
     """
-    plan = find_plan(handle)
+    plan = newest_plans.get(handle) or find_plan(handle)
     call = plan.forward_pass.backward_calls + 1
     attended = Attended(q_TNH, k_TGH, v_TGV, out_TNV, lse_TN)
     kept = Kept(kept_keys, kept_q, kept_out, kept_lse, kept_slot)
@@ -138,7 +140,8 @@ def _save(ctx: _Context, inputs: OpInputs, output: OpOutputs) -> None:
     ctx.save_for_backward(q, k, v, *output, sinks)
     ctx.spec, ctx.handle = spec, handle
     ctx.trains_sinks = sinks is not None and sinks.requires_grad
-    ctx.plan = find_plan(handle) if isinstance(handle, int) else None  # a traced handle is a symbol
+    # A traced handle is a symbol.
+    ctx.plan = newest_plans.get(handle) or find_plan(handle) if isinstance(handle, int) else None
 
 
 def _backward(ctx: _Context, dout: torch.Tensor | None, *others: None) -> tuple[torch.Tensor | None, ...]:
@@ -150,7 +153,7 @@ def _backward(ctx: _Context, dout: torch.Tensor | None, *others: None) -> tuple[
     return *gradients, *[None] * 4, sink_gradients(dout, out, lse, sinks) if ctx.trains_sinks else None
 
 
-_planned = define_op(saved_in_regions(_flash_attn), _shapes, _backward, _save)
+_planned = define_op(kept_in_regions(_flash_attn), _shapes, _backward, _save)
 
 
 def flash_attn(

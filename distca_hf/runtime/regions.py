@@ -5,11 +5,26 @@
 
 Checkpointing enters a context for each of the two (`context_fn` of `torch.utils.checkpoint.checkpoint`), and attention
 reads from it which region runs. Calls are matched by their order.
+
+    RetainingRegion   keeps the rows that calls received: attention is computed again, without an exchange
+    SavingRegion      keeps the outputs of calls: no kernel runs again, either
+
+Torch's selective checkpointing saves outputs, too, with a mode that sees every operator of a layer, in Python. That
+costs the host more than attention does. Here only our operators look whether they are in a region.
 """
 
+from collections.abc import Callable
 from contextvars import ContextVar
 from types import TracebackType
 from typing import Any, Generic, Protocol, Self, TypeVar
+
+import torch
+
+from distca_hf.runtime.retention import Received
+
+
+Outputs = tuple[torch.Tensor, ...]
+REMEDY = "checkpointed_attention='recompute' attends again"
 
 
 class Region(Protocol):
@@ -53,9 +68,8 @@ class RegionRun(Generic[AnyRegion]):
 _current: ContextVar[RegionRun[Any] | None] = ContextVar("distca_region", default=None)
 
 
-def current_run() -> RegionRun[Any] | None:
-    """Returns the innermost run that the caller's thread is in; None outside of our regions."""
-    return _current.get()
+# Returns the innermost run that the caller's thread is in; None outside of our regions.
+current_run = _current.get
 
 
 def runs_of(region: AnyRegion) -> tuple[RegionRun[AnyRegion], RegionRun[AnyRegion]]:
@@ -73,3 +87,85 @@ def check_call(number: int, num_calls: int, remedy: str) -> None:
         raise RuntimeError(
             f"recomputation made more than the {num_calls} attention calls of its forward pass; {remedy}"
         )
+
+
+class RetainingRegion:
+    """Received rows of every attention call of a checkpointed region, None where they are not kept."""
+
+    def __init__(self) -> None:
+        self._received: list[Received | None] = []
+        self._taken = 0
+
+    def begin(self, recomputes: bool) -> None:
+        """See `Region`. Forward forgets the calls of an earlier pass."""
+        self._taken = 0
+        if not recomputes:
+            self._received.clear()
+
+    def keep(self, received: Received | None) -> None:
+        """Keeps the rows of the next call in forward."""
+        self._received.append(received)
+
+    def take(self) -> Received | None:
+        """Returns the rows that the next call received in forward.
+
+        Raises:
+            RuntimeError: recomputation makes more calls than forward did.
+        """
+        check_call(self._taken, len(self._received), "kv_residency='refetch' exchanges again")
+        received, self._taken = self._received[self._taken], self._taken + 1
+        return None if received is None else received.once_more()
+
+
+def retaining_contexts() -> tuple[RegionRun[RetainingRegion], RegionRun[RetainingRegion]]:
+    """Returns contexts as the `context_fn` of checkpointed modules; called once for each region and forward pass."""
+    return runs_of(RetainingRegion())
+
+
+class SavingRegion:
+    """Keeps the outputs of its attention calls where they are."""
+
+    def __init__(self) -> None:
+        self._saved: list[list[tuple[torch.Tensor, int]]] = []
+        self._taken = 0
+
+    def begin(self, recomputes: bool) -> None:
+        """See `Region`."""
+        self._taken = 0
+
+    def save(self, outputs: Outputs) -> None:
+        """Keeps detached aliases: an operator's outputs get a history, which would hold the region in turn."""
+        self._saved.append([(x.detach(), x._version) for x in outputs])
+
+    def take(self) -> Outputs:
+        """Returns the outputs of the next call, as new tensors.
+
+        Raises:
+            RuntimeError: recomputation makes more calls than forward did, or outputs were changed in place since.
+        """
+        check_call(self._taken, len(self._saved), REMEDY)
+        saved, self._taken = self._saved[self._taken], self._taken + 1
+        if any(x._version != version for x, version in saved):
+            raise RuntimeError(
+                "the output of an attention call was changed in place after it was saved for recomputation; change a "
+                "copy of it, or attend again with checkpointed_attention='recompute'"
+            )
+        return tuple(x.detach() for x, _ in saved)
+
+
+def outputs_in(run: RegionRun[Any] | None, operator: Callable[[], Outputs]) -> Outputs:
+    """Returns the outputs of a call of attention, computed or saved. A region around this one keeps them, too: its
+    recomputation runs forward of this one again."""
+    if run is None or isinstance(run.region, RetainingRegion):
+        return operator()
+    if run.recomputes:
+        taken: Outputs = run.region.take()
+        return taken
+    outputs = outputs_in(run.outer, operator)
+    run.region.save(outputs)
+    return outputs
+
+
+def saving_contexts() -> tuple[RegionRun[SavingRegion], RegionRun[SavingRegion]]:
+    """Returns contexts as the `context_fn` of checkpointed modules; called once for each region and forward pass."""
+    return runs_of(SavingRegion())

@@ -15,13 +15,12 @@ from collections.abc import Sequence
 
 import torch
 
-from distca_hf.comm.transport import Exchange, Transport
+from distca_hf.comm.transport import Exchange, ExchangeSplits, Transport
 from distca_hf.kernels.interface import AttentionSpec, empty_layer_outputs, some_rows
 from distca_hf.kernels.rows import copy_rows, scale_rows
 from distca_hf.runtime.alike_layers import AlikeLayers
-from distca_hf.runtime.device_routing import ChunkRouting, ExchangeSplits, QueryRouting
-from distca_hf.runtime.kernel_calls import BackwardCalls, ForwardCalls
-from distca_hf.runtime.prepared_calls import QueryRows
+from distca_hf.runtime.device_routing import ChunkRouting, QueryRouting
+from distca_hf.runtime.kernel_calls import BackwardCalls, ForwardCalls, QueryRows
 from distca_hf.runtime.remote_kv import RemoteKV, RemoteKVGradients
 from distca_hf.runtime.retention import Kept
 
@@ -51,7 +50,7 @@ class ForwardRemoteQueries:
             self._dispatch = QueryDispatch([q], moves)
             remote_q = self._dispatch.tensors[0]
         out, lse = empty_layer_outputs(remote_q, v)
-        self._calls = ForwardCalls(layers, remote_q, out, lse)
+        self._calls = ForwardCalls(layers.forward_calls, remote_q, out, lse)
         self._combine = ResultCombine([out, lse], moves)
         self.kept = remote_q, out, lse
 
@@ -108,7 +107,7 @@ class BackwardRemoteQueries:
             dout, q, out, lse = self._dispatch.tensors
         else:
             # As they were; hooks of saved tensors may bring them back with other strides.
-            q, out, lse = (x.contiguous() for x in kept.remote_queries)
+            q, out, lse = (x.contiguous() for x in (kept.remote_q, kept.remote_out, kept.remote_lse))
             if has_sinks:
                 self._dispatch = QueryDispatch([rows.dout, rows.lse], moves)
                 self._without_sinks = out, lse
@@ -117,7 +116,8 @@ class BackwardRemoteQueries:
                 self._dispatch = QueryDispatch([rows.dout], moves)
                 [dout] = self._dispatch.tensors
         self._out, self._lse, dq = out, lse, torch.empty_like(q)
-        self._calls = BackwardCalls(layers, QueryRows(dout, q, out, lse), dq, spec)
+        remote = QueryRows(dout, q, out, lse)
+        self._calls = BackwardCalls(layers.prepared_backward(remote, spec), remote, dq)
         self._combine = ResultCombine([dq], moves)
 
     def start(self, chunk: ChunkRouting, transport: Transport, where: str) -> None:

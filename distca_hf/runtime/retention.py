@@ -25,7 +25,6 @@ from distca_hf.config import DistCAConfig
 from distca_hf.kernels.interface import accumulation_dtype
 from distca_hf.planning.plan import PlanFacts
 from distca_hf.runtime.pass_layers import HeldLayers
-from distca_hf.runtime.regions import RegionRun, check_call, current_run, runs_of
 from distca_hf.telemetry import warn
 
 
@@ -54,11 +53,6 @@ class Kept:
     def received(self) -> "Received":
         """Returns the part that came from other ranks."""
         return Received(self.keys, self.remote_q).once_more()
-
-    @property
-    def remote_queries(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Queries, outputs and log-sum-exps."""
-        return self.remote_q, self.remote_out, self.remote_lse
 
 
 @dataclass(eq=False, slots=True)
@@ -217,42 +211,3 @@ def _most_bytes(facts: PlanFacts, k_TGH: torch.Tensor, v_TGV: torch.Tensor, quer
     received = zip(facts.key_rows_received, facts.remote_query_rows, strict=True)
     most = max((keys * key_bytes + queries * query_bytes for keys, queries in received), default=0)
     return most // facts.rows_per_token
-
-
-class RetainingRegion:
-    """Received rows of every attention call of a checkpointed region, None where they are not kept."""
-
-    def __init__(self) -> None:
-        self._received: list[Received | None] = []
-        self._taken = 0
-
-    def begin(self, recomputes: bool) -> None:
-        """See `Region`. Forward forgets the calls of an earlier pass."""
-        self._taken = 0
-        if not recomputes:
-            self._received.clear()
-
-    def keep(self, received: Received | None) -> None:
-        """Keeps the rows of the next call in forward."""
-        self._received.append(received)
-
-    def take(self) -> Received | None:
-        """Returns the rows that the next call received in forward.
-
-        Raises:
-            RuntimeError: recomputation makes more calls than forward did.
-        """
-        check_call(self._taken, len(self._received), "kv_residency='refetch' exchanges again")
-        received, self._taken = self._received[self._taken], self._taken + 1
-        return None if received is None else received.once_more()
-
-
-def retaining_run() -> RegionRun[RetainingRegion] | None:
-    """Returns the run that the caller's thread is in; None outside of regions that keep received rows."""
-    run = current_run()
-    return run if run is not None and isinstance(run.region, RetainingRegion) else None
-
-
-def retaining_contexts() -> tuple[RegionRun[RetainingRegion], RegionRun[RetainingRegion]]:
-    """Returns contexts as the `context_fn` of checkpointed modules; called once for each region and forward pass."""
-    return runs_of(RetainingRegion())

@@ -18,8 +18,7 @@ from distca_hf.integrations.checkpointing import HostCopy, OffloadedAttention
 from distca_hf.kernels.interface import AttentionSpec, Spans
 from distca_hf.runtime import local_attention
 from distca_hf.runtime.local_attention import Documents, flash_attn_local
-from distca_hf.runtime.regions import RegionRun
-from distca_hf.runtime.saved_attention import saving_contexts
+from distca_hf.runtime.regions import RegionRun, saving_contexts
 from support.counting import CountingKernel
 from support.data import random_dataset
 from support.models import tiny_model

@@ -10,7 +10,7 @@ from distca_hf.config import DistCAConfig
 from distca_hf.planning.plan import Plan
 from distca_hf.runtime.op import flash_attn
 from distca_hf.runtime.pass_layers import HeldLayers
-from distca_hf.runtime.retention import retaining_contexts
+from distca_hf.runtime.regions import retaining_contexts
 from support.parity import SPEC, live_plan
 
 

@@ -18,7 +18,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from distca_hf.comm import torch_transport
 from distca_hf.kernels.interface import Kernel
-from distca_hf.runtime import prepared_calls, remote_kv, remote_queries
+from distca_hf.runtime import kernel_calls, remote_kv, remote_queries
 from lib.wires import Wires
 
 
@@ -26,7 +26,7 @@ from lib.wires import Wires
 STEPS: tuple[tuple[Any, str, str], ...] = (
     (remote_kv.KVDispatch, "start", "distca dispatch: keys leave"),
     (remote_queries.QueryDispatch, "start", "distca dispatch: queries leave"),
-    (prepared_calls.PreparedForward, "merge", "distca prefixes are merged"),
+    (kernel_calls.PreparedForward, "merge", "distca prefixes are merged"),
     (remote_kv.KVGradCombine, "start", "distca combine: gradients leave"),
     (remote_kv.KVGradCombine, "finish", "distca combine: gradients are summed"),
     (remote_queries.ResultCombine, "start", "distca combine: results leave"),

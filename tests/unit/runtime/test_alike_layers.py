@@ -16,12 +16,13 @@ from distca_hf.kernels.interface import NEW, AttentionSpec, Inputs, Outputs, Roo
 from distca_hf.layout import Layout
 from distca_hf.planning.kinds import RoutedKinds
 from distca_hf.planning.plan import Plan, plan_in_place
-from distca_hf.runtime import prepared_calls
+from distca_hf.runtime import kernel_calls, remote_kv
 from distca_hf.runtime.attention import Attended, attend, attend_backward
 from distca_hf.runtime.layer_kinds import PinnedKinds
 from distca_hf.runtime.live_plan import LivePlan
 from distca_hf.runtime.op import flash_attn
-from distca_hf.runtime.retention import Kept, retaining_contexts
+from distca_hf.runtime.regions import retaining_contexts
+from distca_hf.runtime.retention import Kept
 from distca_hf.testing import attend_documents, rows_of_rank, run_ranks
 from support.layouts import SCATTERED, padding_rows, random_layout, random_plan
 from support.parity import SPEC, live_plan
@@ -140,7 +141,9 @@ def test_backward_has_the_same_bits_however_saved_rows_lie(seed: int, groups: in
                 saved = q, k, v, out, lse
                 if other_strides and one is of_all_layers:
                     saved = tuple(map(lying_apart, saved))
-                    kept = Kept(*map(lying_apart, (kept.keys, *kept.remote_queries)), kept.slot)
+                    kept = Kept(
+                        *map(lying_apart, (kept.keys, kept.remote_q, kept.remote_out, kept.remote_lse)), kept.slot
+                    )
                 gradients.append(attend_backward(dout, Attended(*saved), kept, SPEC, one))
             for got, expected in zip(*gradients, strict=True):
                 assert torch.equal(got, expected)
@@ -175,10 +178,10 @@ def checked(prepare: Callable[..., Callable[..., object]], prepared_for: Callabl
 @pytest.fixture
 def steps_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:
     prepared: tuple[tuple[ModuleType, str, Callable[..., list[object]]], ...] = (
-        (prepared_calls, "prepare_copy", lambda sources, rows, targets, places: kinds_of([*sources, *targets])),
-        (prepared_calls, "prepare_add", lambda *given: kinds_of(given[:3])),
-        (prepared_calls, "prepare_merge", lambda *given: kinds_of(given[:4])),
-        (prepared_calls, "view_of", lambda part, whole: kinds_of([whole])),
+        (remote_kv, "prepare_copy", lambda sources, rows, targets, places: kinds_of([*sources, *targets])),
+        (remote_kv, "prepare_add", lambda *given: kinds_of(given[:3])),
+        (kernel_calls, "prepare_merge", lambda *given: kinds_of(given[:4])),
+        (kernel_calls, "view_of", lambda part, whole: kinds_of([whole])),
     )
     for module, name, prepared_for in prepared:
         monkeypatch.setattr(module, name, checked(getattr(module, name), prepared_for))

@@ -15,7 +15,7 @@ from distca_hf.kernels.interface import Inputs, empty_outputs
 from distca_hf.layout import Layout
 from distca_hf.placement.place import place
 from distca_hf.planning.plan import Plan, plan_in_place
-from distca_hf.runtime import layer_checks, prepared_calls
+from distca_hf.runtime import kernel_calls, layer_checks, remote_kv
 from distca_hf.runtime.attention import Attended, attend, attend_backward
 from distca_hf.testing import run_ranks
 from support.layouts import SCATTERED, SHARED, THRICE, random_layout, random_plan, striped_layout
@@ -150,8 +150,8 @@ def test_attention_holds_hardly_more_than_needed_bytes(
 ) -> None:
     """Within a tenth. Merging and summing apart, for which GPUs have kernels that need nothing. Counted on one rank at
     a time: torch notes for all threads together whether a dispatch mode is active."""
-    monkeypatch.setattr(prepared_calls, "prepare_merge", lambda *of_layer: lambda *tensors: None)
-    monkeypatch.setattr(prepared_calls, "prepare_add", lambda *given: lambda *tensors: None)
+    monkeypatch.setattr(kernel_calls, "prepare_merge", lambda *of_layer: lambda *tensors: None)
+    monkeypatch.setattr(remote_kv, "prepare_add", lambda *given: lambda *tensors: None)
     plan = plan_of(kind)
 
     def run(transport: Transport, counted: int) -> tuple[int, int, int]:

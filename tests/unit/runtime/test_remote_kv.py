@@ -15,9 +15,9 @@ from distca_hf.planning.routing import Routing, rank_plan, route
 from distca_hf.planning.transfers import ExchangeChunks
 from distca_hf.runtime.attention import attend
 from distca_hf.runtime.device_routing import DeviceCall, DeviceRouting, PinnedRankPlan, PinnedRouting
+from distca_hf.runtime.kernel_calls import keys_of
 from distca_hf.runtime.op import flash_attn
-from distca_hf.runtime.prepared_calls import PreparedKV, keys_of, row_width, side_by_side
-from distca_hf.runtime.remote_kv import RemoteKV, RemoteKVGradients
+from distca_hf.runtime.remote_kv import PreparedKV, RemoteKV, RemoteKVGradients, row_width, side_by_side
 from distca_hf.testing import run_ranks
 from support.layouts import SCATTERED, SHARED, THRICE
 from support.parity import SPEC, Case, compare, live_plan

@@ -18,7 +18,8 @@ from distca_hf.planning.plan import Plan
 from distca_hf.planning.transfers import key_transfers
 from distca_hf.runtime.live_plan import LivePlan
 from distca_hf.runtime.op import flash_attn
-from distca_hf.runtime.retention import Received, RetainingRegion, received_bytes, retaining_contexts
+from distca_hf.runtime.regions import RetainingRegion, retaining_contexts
+from distca_hf.runtime.retention import Received, received_bytes
 from distca_hf.testing import run_ranks
 from support.parity import SPEC, live_plan
 from support.plans import NUM_RANKS, anywhere, divided, placed, striped

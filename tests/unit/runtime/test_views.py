@@ -2,7 +2,7 @@
 
 import torch
 
-from distca_hf.kernels.interface import view_of
+from distca_hf.runtime.kernel_calls import view_of
 
 
 def test_parts_are_taken_of_tensors_that_are_alike() -> None:
