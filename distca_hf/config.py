@@ -13,13 +13,7 @@ from typing import Any, Literal, cast
 
 from distca_hf.errors import ConfigError, nearest
 from distca_hf.launched import JOB_SECRET, LAUNCHED_SERVERS, read_servers
-from distca_hf.settings import (
-    Settings,
-    described,
-    fields_of,
-    read_text,
-    values_of,
-)
+from distca_hf.settings import Settings, described, fields_of, read_text, values_of
 from distca_hf.topology import Topology
 
 

@@ -9,14 +9,7 @@ from typing import get_args
 
 import numpy as np
 
-from distca_hf.analysis.memory import (
-    GIB,
-    USABLE_SHARE,
-    Checkpointing,
-    Memory,
-    Sharding,
-    shardings,
-)
+from distca_hf.analysis.memory import GIB, USABLE_SHARE, Checkpointing, Memory, Sharding, shardings
 from distca_hf.analysis.profiles.shipped import DEFAULT_PROFILE, find_profile
 from distca_hf.analysis.request import PlanRequest
 from distca_hf.analysis.simulate.costs import Costs

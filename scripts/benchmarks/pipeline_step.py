@@ -50,10 +50,7 @@ from distca_hf.integrations.stages import StepInputs
 from distca_hf.layout import Layout
 from distca_hf.placement.place import fill_in_order
 from lib.options import on_all_ranks
-from lib.parser import (
-    count,
-    parser_of,
-)
+from lib.parser import count, parser_of
 from lib.pipeline.inputs import StepSetup, add_pipeline, write_model
 from lib.pipeline.part_times import PartTimes
 from lib.pipeline.stages import Stages

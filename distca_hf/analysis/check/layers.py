@@ -7,8 +7,9 @@ that trains. Numbers of weights are counted in the model itself.
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from math import prod
+from typing import Any
 
 import torch
 from torch import nn
@@ -52,6 +53,18 @@ class KernelChoice:
         if not self.able or any(KERNELS[name].module is None for name in self.able):
             return ""
         return KERNELS[self.able[0]].install
+
+    def as_json(self) -> dict[str, Any]:
+        """Returns the need and the kernels by name."""
+        return {
+            "layers": list(self.layers),
+            "heads": asdict(self.need.heads),
+            "window_tokens": self.need.window_tokens or None,
+            "softcap": self.need.softcap,
+            "able": list(self.able),
+            "unable": self.unable,
+            "install": self.needs_package,
+        }
 
 
 def kernels_for(needs: dict[KernelNeed, list[str]], gpu: Gpu, weights: torch.dtype) -> list[KernelChoice]:

@@ -168,9 +168,12 @@ class ForwardCheck:
         Args:
             trains: whether backward follows.
         """
-        return self._towers_are_sharded or (
-            trains and any(weight.requires_grad for weight in self._beside_text) and self._gradients_wait()
-        )
+        if self._towers_are_sharded:
+            return True
+        if not trains or not any(weight.requires_grad for weight in self._beside_text):
+            return False
+        # _hp_mapping: DeepSpeed's mark of a parameter whose gradients ZeRO-1 and 2 reduce.
+        return ddp_awaits_every_gradient() or any(hasattr(weight, "_hp_mapping") for weight in self._beside_text)
 
     def gradients_before_decoder(self) -> tuple[bool, ...]:
         """Returns whether embeddings and towers need gradients: then gradients of rows travel to them."""
@@ -185,10 +188,6 @@ class ForwardCheck:
     @cached_property
     def _beside_text(self) -> list[nn.Parameter]:
         return list(weights_beside_text(transformers_model(self._root)).values()) if self.towers else []
-
-    def _gradients_wait(self) -> bool:
-        # _hp_mapping: DeepSpeed's mark of a parameter whose gradients ZeRO-1 and 2 reduce.
-        return ddp_awaits_every_gradient() or any(hasattr(weight, "_hp_mapping") for weight in self._beside_text)
 
     def check_plan(self, plan: LivePlan) -> None:
         """Checks that the model's positions reach as far as the longest document; warns of another plugin.

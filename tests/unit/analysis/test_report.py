@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from distca_hf.analysis.report import run_folder, small_enough, trace_index
+from distca_hf.analysis.report import run_folder, small_enough
 from distca_hf.analysis.report.figures import CallOfRanks, Seconds
 from distca_hf.analysis.report.predictions import Predictor
 from distca_hf.analysis.report.run_folder import read_folder
@@ -60,7 +60,7 @@ def test_only_files_of_the_run_are_opened(tmp_path: Path, monkeypatch: pytest.Mo
         "folder": (lambda path: path.mkdir(), r"rank-00000\.jsonl cannot be read: Is a directory"),
         "long": (lambda path: path.write_bytes(b"0" * 300), r"cannot be read: it has a line of more than 200 bytes"),
     }
-    monkeypatch.setattr(trace_index, "LONGEST_LINE_BYTES", 200)
+    monkeypatch.setattr(run_folder, "LONGEST_LINE_BYTES", 200)
     for name, (plant, words) in planted.items():
         (tmp_path / name).mkdir()
         plant(tmp_path / name / file_name(0))
