@@ -157,7 +157,7 @@ class DistCAPlugin(ParallelContext):
             ConfigError: the model was not enabled, or is an engine of DeepSpeed; or an attempt was not entered.
             PeerLostError: servers were lost in four attempts.
         """
-        from distca_hf.integrations.redo import attempts
+        from distca_hf.servers.redo import attempts
 
         return attempts(model, batches, self)
 

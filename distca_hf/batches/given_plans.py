@@ -13,7 +13,7 @@ from distca_hf.layout import Layout
 from distca_hf.placement.given import place_given
 from distca_hf.planning.plan import Plan, plan_in_place
 from distca_hf.planning.rebalance import plan_by_moving
-from distca_hf.planning.served import Servers, plan_served
+from distca_hf.servers.served_plans import Servers, plan_served
 from distca_hf.topology import Topology
 
 

@@ -24,7 +24,6 @@ from distca_hf.batches.prepare import Cursor, Prefetcher, Prepared, Preparer
 from distca_hf.batches.preview import PlacedData, PlacedPlan
 from distca_hf.batches.taking import Replanner, UnusedBatches, agree_to_take, check_cuts, order_plan, shared_facts
 from distca_hf.comm.agreement import Agreement, Occasion
-from distca_hf.comm.served_transport import ServedTransport
 from distca_hf.comm.transport import Transport
 from distca_hf.data.accumulation import SteppedEpoch
 from distca_hf.data.dataset_check import checked_contents
@@ -35,6 +34,7 @@ from distca_hf.data.rows import Reading
 from distca_hf.parallel_context import shown_to_accelerate
 from distca_hf.planning.plan import PlanFacts
 from distca_hf.planning.plan_totals import PlanTotals
+from distca_hf.servers.served_transport import ServedTransport
 from distca_hf.telemetry import REMEMBERED_MICRO_BATCHES, LoaderTimes, get_logger
 
 

@@ -24,7 +24,7 @@ from distca_hf.placement.place import place
 from distca_hf.placement.whole import fit_whole, place_whole
 from distca_hf.planning.plan import Plan, plan_in_place
 from distca_hf.planning.rebalance import plan_by_moving
-from distca_hf.planning.served import Servers, plan_served
+from distca_hf.servers.served_plans import Servers, plan_served
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from distca_hf.data.pipelines import Pipeline
 from distca_hf.errors import ConfigError, PackingError
 from distca_hf.gpus import H200_GIB
 from distca_hf.layout import MAX_DOCUMENT_TOKENS
-from distca_hf.planning.served import Servers
+from distca_hf.servers.served_plans import Servers
 from distca_hf.topology import Topology
 
 

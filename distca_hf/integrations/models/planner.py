@@ -16,7 +16,7 @@ from distca_hf.integrations.models.mixers import needs_whole_documents
 from distca_hf.integrations.models.operations import pass_costs_of
 from distca_hf.integrations.models.structure import text_decoder, transformers_model
 from distca_hf.parallel_context import ParallelContext
-from distca_hf.planning.served import Servers
+from distca_hf.servers.served_plans import Servers
 
 
 def planner_for(

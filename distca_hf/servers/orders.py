@@ -20,8 +20,8 @@ import numpy as np
 import torch
 
 from distca_hf.arrays import IntArray
-from distca_hf.comm.job_store import JobStore
 from distca_hf.errors import PlanMismatchError, StoreLostError, first_line
+from distca_hf.servers.job_store import JobStore
 from distca_hf.telemetry import OF_THIS_RANK, get_logger
 
 

@@ -20,10 +20,10 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from distca_hf.batches.batch_documents import tokens_of
-from distca_hf.comm.served_transport import ServedTransport
 from distca_hf.errors import ConfigError, PeerLostError
 from distca_hf.integrations.models.forward_watch import watch_of
 from distca_hf.parallel_context import ParallelContext
+from distca_hf.servers.served_transport import ServedTransport
 from distca_hf.telemetry import get_logger
 
 

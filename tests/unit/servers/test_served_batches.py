@@ -17,8 +17,8 @@ from distca_hf.cost import imbalance
 from distca_hf.placement.place import fill_in_order, place
 from distca_hf.planning.plan import Plan, plan_in_place
 from distca_hf.planning.routing import rank_plan
-from distca_hf.planning.served import Servers, plan_served
 from distca_hf.runtime.live_plan import LivePlan
+from distca_hf.servers.served_plans import Servers, plan_served
 from distca_hf.testing import LoopbackTransport, run_ranks
 from support.data import random_dataset
 from support.layouts import packed_layout

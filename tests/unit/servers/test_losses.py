@@ -8,17 +8,17 @@ import pytest
 import torch
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
-from distca_hf.comm import heartbeats, served_transport
-from distca_hf.comm.job_store import JobStore
-from distca_hf.comm.live_servers import MOST_LOSSES, LostServers
-from distca_hf.comm.orders import Phase
-from distca_hf.comm.posted_plans import PostedPlan
-from distca_hf.comm.rosters import Member, roster_store
-from distca_hf.comm.served_transport import ServedTransport
-from distca_hf.comm.speeds import Reading, ServerSpeeds
 from distca_hf.comm.transport import AllToAll, Arrived, LocalTransport
 from distca_hf.errors import ConfigError, PeerLostError, ServerLostError, StoreLostError
-from distca_hf.planning.served import Servers
+from distca_hf.servers import heartbeats, served_transport
+from distca_hf.servers.job_store import JobStore
+from distca_hf.servers.live_servers import MOST_LOSSES, LostServers
+from distca_hf.servers.orders import Phase
+from distca_hf.servers.posted_plans import PostedPlan
+from distca_hf.servers.rosters import Member, roster_store
+from distca_hf.servers.served_plans import Servers
+from distca_hf.servers.served_transport import ServedTransport
+from distca_hf.servers.speeds import Reading, ServerSpeeds
 
 
 class Watch:

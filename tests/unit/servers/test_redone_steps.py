@@ -10,7 +10,7 @@ from accelerate.utils import DistributedType
 from transformers import Trainer, TrainingArguments
 
 from distca_hf.errors import PeerLostError
-from distca_hf.integrations.trainer.redone_steps import cannot_redo
+from distca_hf.servers.redone_steps import cannot_redo
 from support.data import random_dataset
 from support.models import tiny_model
 from support.redoing import Script, assert_equal_training, spoil_attention, train_with_script

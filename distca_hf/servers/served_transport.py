@@ -24,15 +24,15 @@ import torch
 
 from distca_hf.arrays import IntArray
 from distca_hf.comm.grid import Scope
-from distca_hf.comm.heartbeats import StreamProgress, Watch
-from distca_hf.comm.job_store import open_store
-from distca_hf.comm.live_servers import LiveServers
-from distca_hf.comm.orders import CallOrder, Kind, Order, Outbox, PassOrder, PlanOrder, shares_of
-from distca_hf.comm.rosters import Member, RosterTransport, agreed, invite, meet, roster_store, wait_for_answers
-from distca_hf.comm.speeds import ServerSpeeds
 from distca_hf.comm.transport import AllToAll, Exchange, Gather, Transport
 from distca_hf.errors import DistCAError, PeerLostError, ServerLostError, StepTimeoutError
-from distca_hf.planning.served import Servers
+from distca_hf.servers.heartbeats import StreamProgress, Watch
+from distca_hf.servers.job_store import open_store
+from distca_hf.servers.live_servers import LiveServers
+from distca_hf.servers.orders import CallOrder, Kind, Order, Outbox, PassOrder, PlanOrder, shares_of
+from distca_hf.servers.rosters import Member, RosterTransport, agreed, invite, meet, roster_store, wait_for_answers
+from distca_hf.servers.served_plans import Servers
+from distca_hf.servers.speeds import ServerSpeeds
 from distca_hf.telemetry import get_logger, leave_for_launcher
 
 

@@ -2,13 +2,13 @@
 
 import torch
 
-from distca_hf.comm.orders import Phase
-from distca_hf.comm.posted_plans import PostedPlan
-from distca_hf.comm.speeds import Stopwatch
 from distca_hf.flops import ATTENTION_BACKWARD
 from distca_hf.kernels.interface import AttentionSpec
 from distca_hf.runtime.layer_kinds import LayerKinds
 from distca_hf.runtime.retention import Slots
+from distca_hf.servers.orders import Phase
+from distca_hf.servers.posted_plans import PostedPlan
+from distca_hf.servers.speeds import Stopwatch
 
 
 class CallOrders:

@@ -1,7 +1,7 @@
 """Redone steps: a Trainer runs the micro-batches of an optimizer step again if an attention server was lost in them.
 
 `training_step` is replaced on the instance. Behind the last backward pass of a step, and before Trainer clips
-gradients, ranks agree whether the step counts (see `integrations.redo`). Trainer sees one step, with the loss, norm
+gradients, ranks agree whether the step counts (see `servers.redo`). Trainer sees one step, with the loss, norm
 and sums of the run that counts.
 """
 
@@ -17,11 +17,14 @@ from torch import nn
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.training_args import OptimizerNames
 
-from distca_hf.comm.speeds import Reading
 from distca_hf.errors import ConfigError
 from distca_hf.integrations.models.distributed import divided_by_transformers
 from distca_hf.integrations.models.forward_watch import watch_of
-from distca_hf.integrations.redo import (
+from distca_hf.integrations.trainer.attachment import Attachment
+from distca_hf.integrations.trainer.callback import add_metrics
+from distca_hf.integrations.trainer.check import makes_batches_in_steps
+from distca_hf.parallel_context import ParallelContext
+from distca_hf.servers.redo import (
     Batch,
     RepeatableStep,
     Restore,
@@ -29,10 +32,7 @@ from distca_hf.integrations.redo import (
     refuse_steps,
     served_transport,
 )
-from distca_hf.integrations.trainer.attachment import Attachment
-from distca_hf.integrations.trainer.callback import add_metrics
-from distca_hf.integrations.trainer.check import makes_batches_in_steps
-from distca_hf.parallel_context import ParallelContext
+from distca_hf.servers.speeds import Reading
 
 
 # Optimizers of DeepSpeed whose gradients can be discarded; others are made of them, with steps at other times.

@@ -9,9 +9,10 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from distca_hf.comm import orders
-from distca_hf.comm.job_store import JobStore, has_ended, note_end, open_store
-from distca_hf.comm.orders import (
+from distca_hf.errors import ConfigError, PeerLostError, PlanMismatchError
+from distca_hf.servers import orders
+from distca_hf.servers.job_store import JobStore, has_ended, note_end, open_store
+from distca_hf.servers.orders import (
     CallOrder,
     Inbox,
     Kind,
@@ -24,7 +25,6 @@ from distca_hf.comm.orders import (
     encode,
     shares_of,
 )
-from distca_hf.errors import ConfigError, PeerLostError, PlanMismatchError
 
 
 INTEGERS = st.integers(-(2**63), 2**63 - 1)

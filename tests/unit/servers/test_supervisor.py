@@ -37,7 +37,7 @@ sys.exit(int(end))
 """
 SUPERVISOR = """
 import sys
-from distca_hf import supervisor
+from distca_hf.servers import supervisor
 supervisor.SHORT_LIVES = 4
 assert "torch" not in sys.modules
 sys.exit(supervisor.supervise(2, 5, 3, [sys.executable, "-S", "-c", *sys.argv[1:]]))

@@ -10,9 +10,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from distca_hf.comm import heartbeats
-from distca_hf.comm.heartbeats import Heartbeat, Watch
-from distca_hf.comm.job_store import JobStore
+from distca_hf.servers import heartbeats
+from distca_hf.servers.heartbeats import Heartbeat, Watch
+from distca_hf.servers.job_store import JobStore
 from support.commands import HANG_SECONDS, REPOSITORY
 from support.waiting import wait_until
 
@@ -191,8 +191,8 @@ def test_threads_beat_and_look_until_they_are_ended(store: JobStore) -> None:
 # Without pauses, a thread is inside a call of the store at nearly every moment.
 ENDS_WITHOUT_A_WORD = """
 import torch.distributed as dist
-from distca_hf.comm import heartbeats
-from distca_hf.comm.job_store import JobStore
+from distca_hf.servers import heartbeats
+from distca_hf.servers.job_store import JobStore
 heartbeats.BEAT_SECONDS = heartbeats.LOOK_SECONDS = 0.0
 launcher = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 tcp = [dist.TCPStore("127.0.0.1", launcher.port, is_master=False) for _ in range(2)]

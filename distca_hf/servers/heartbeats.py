@@ -9,9 +9,7 @@ that hangs delays no beat, and nothing is asked where a step runs. An incarnatio
 one has the next number. A GPU shows that it goes on by marks in its stream (`StreamProgress`).
 """
 
-import atexit
 import os
-import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -19,9 +17,10 @@ from dataclasses import dataclass
 
 import torch
 
-from distca_hf.comm.job_store import JobStore
+from distca_hf.comm.whereabouts import Repeated
 from distca_hf.errors import first_line
 from distca_hf.launched import TRAINERS_GONE
+from distca_hf.servers.job_store import JobStore
 from distca_hf.telemetry import get_logger
 
 
@@ -34,46 +33,6 @@ MARK_SECONDS = 1.0
 # Longest time between two looks that counts as silence of servers. A trainer that was itself stopped or kept from
 # running for longer has not listened.
 LONGEST_LOOK_SECONDS = 1.0
-
-
-class Repeated:
-    """A thread that repeats a call. It is joined before Python ends: a process aborts if that cuts a thread off inside
-    a call of the store.
-
-    Args:
-        name: of the thread.
-        pause_seconds: between two calls.
-        call: returns whether to go on.
-    """
-
-    def __init__(self, name: str, pause_seconds: float, call: Callable[[], bool]) -> None:
-        self._pause_seconds, self._call = pause_seconds, call
-        self._is_over = threading.Event()
-        # Python waits for threads that are no daemons before it calls `atexit`, and nobody would have ended this one.
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-
-    def begin(self, then: Callable[[], object] = lambda: None) -> None:
-        """Starts the thread, with a first call at once.
-
-        Args:
-            then: called after every call, in the thread.
-        """
-        self._then = then
-        atexit.register(self.end)
-        self._thread.start()
-
-    def end(self) -> None:
-        """Ends the thread, and waits for a call that it is in."""
-        atexit.unregister(self.end)
-        self._is_over.set()
-        if self._thread.ident is not None:  # it has begun
-            self._thread.join()
-
-    def _run(self) -> None:
-        while self._call():
-            self._then()
-            if self._is_over.wait(self._pause_seconds):
-                return
 
 
 class RosterWatch(Repeated):

@@ -10,7 +10,7 @@
 A service (`service.py`) follows plans and calls of one roster. Several rosters are open at once if trainers have
 several plugins.
 
-The process is a child of a supervisor (`supervisor.py`), which starts it anew if it dies.
+The process is a child of a supervisor (`servers/supervisor.py`), which starts it anew if it dies.
 """
 
 import os
@@ -23,18 +23,18 @@ from pathlib import Path
 
 import torch
 
-from distca_hf.comm.heartbeats import Heartbeat
-from distca_hf.comm.job_store import has_ended, open_store
-from distca_hf.comm.orders import CallOrder, Inbox, Kind, Order, PassOrder, PlanOrder
 from distca_hf.comm.rollcall import show_errors_once
-from distca_hf.comm.rosters import Invitation, Member, RosterTransport
-from distca_hf.comm.speeds import Reading, Stopwatch, report
 from distca_hf.config import DistCAConfig, config_of
 from distca_hf.errors import ConfigError, DistCAError, PeerLostError, PlanMismatchError, StoreLostError
 from distca_hf.launched import TRAINERS_GONE, launched_local_rank
-from distca_hf.runtime.served_traces import ServedTraces
-from distca_hf.runtime.service import Service
-from distca_hf.supervisor import LEAVING, is_running
+from distca_hf.servers.heartbeats import Heartbeat
+from distca_hf.servers.job_store import has_ended, open_store
+from distca_hf.servers.orders import CallOrder, Inbox, Kind, Order, PassOrder, PlanOrder
+from distca_hf.servers.rosters import Invitation, Member, RosterTransport
+from distca_hf.servers.served_traces import ServedTraces
+from distca_hf.servers.service import Service
+from distca_hf.servers.speeds import Reading, Stopwatch, report
+from distca_hf.servers.supervisor import LEAVING, is_running
 from distca_hf.telemetry import OF_THIS_RANK, get_logger
 from distca_hf.version import __version__
 

@@ -33,7 +33,7 @@ from distca_hf.telemetry import OF_THIS_RANK, get_logger
 
 log = get_logger(__name__)
 
-SERVER = (sys.executable, "-m", "distca_hf.runtime.server")
+SERVER = (sys.executable, "-m", "distca_hf.servers.server")
 # Signals that end a job. Launchers send them to all processes; servers then serve until the trainers have saved.
 LEAVING = (signal.SIGTERM, signal.SIGINT)
 LEFT = tuple(128 + number for number in LEAVING)

@@ -23,10 +23,10 @@ from typing import NamedTuple, cast
 
 import torch
 
-from distca_hf.comm.job_store import JobStore
-from distca_hf.comm.rosters import Member
 from distca_hf.errors import StoreLostError, first_line
-from distca_hf.planning.served import Servers
+from distca_hf.servers.job_store import JobStore
+from distca_hf.servers.rosters import Member
+from distca_hf.servers.served_plans import Servers
 from distca_hf.telemetry import get_logger
 
 

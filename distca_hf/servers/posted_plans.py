@@ -5,9 +5,9 @@ from collections.abc import Sequence
 import torch
 
 from distca_hf.arrays import IntArray
-from distca_hf.comm.orders import DTYPES, CallOrder, Kind, PassOrder, Phase
-from distca_hf.comm.served_transport import ServedTransport
 from distca_hf.errors import ServerLostError
+from distca_hf.servers.orders import DTYPES, CallOrder, Kind, PassOrder, Phase
+from distca_hf.servers.served_transport import ServedTransport
 
 
 class PostedPlan:

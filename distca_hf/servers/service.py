@@ -10,19 +10,19 @@ from typing import NamedTuple
 
 import torch
 
-from distca_hf.comm.orders import DTYPES, CallOrder, PassOrder, Phase, PlanOrder
-from distca_hf.comm.rosters import RosterTransport
-from distca_hf.comm.speeds import Reading, Stopwatch
 from distca_hf.config import DistCAConfig
 from distca_hf.errors import PlanError, PlanMismatchError
 from distca_hf.kernels.interface import accumulation_dtype, spec_of
 from distca_hf.planning.kinds import RoutedKinds
-from distca_hf.planning.served import plan_from_integers
 from distca_hf.runtime.attention import Attended, attend, attend_backward
 from distca_hf.runtime.layer_kinds import PinnedKinds
 from distca_hf.runtime.live_plan import LivePlan
 from distca_hf.runtime.retention import Kept
-from distca_hf.runtime.served_traces import ServedTraces
+from distca_hf.servers.orders import DTYPES, CallOrder, PassOrder, Phase, PlanOrder
+from distca_hf.servers.rosters import RosterTransport
+from distca_hf.servers.served_plans import plan_from_integers
+from distca_hf.servers.served_traces import ServedTraces
+from distca_hf.servers.speeds import Reading, Stopwatch
 
 
 class NoRows(NamedTuple):

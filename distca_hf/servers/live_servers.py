@@ -8,9 +8,9 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
-from distca_hf.comm.heartbeats import Watch
-from distca_hf.comm.rosters import Member
 from distca_hf.errors import PeerLostError
+from distca_hf.servers.heartbeats import Watch
+from distca_hf.servers.rosters import Member
 from distca_hf.telemetry import get_logger
 
 

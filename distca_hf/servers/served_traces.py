@@ -17,7 +17,6 @@ from typing import NamedTuple, Self
 
 import torch
 
-from distca_hf.comm.posted_plans import PostedPlan
 from distca_hf.cost import TokenBytes
 from distca_hf.runtime.forward_pass import ForwardPass
 from distca_hf.runtime.live_plan import LivePlan
@@ -31,6 +30,7 @@ from distca_hf.runtime.pending_traces import (
     memory_of,
     tasks_of,
 )
+from distca_hf.servers.posted_plans import PostedPlan
 from distca_hf.telemetry import OF_THIS_RANK, get_logger
 from distca_hf.trace_file import TraceFile
 from distca_hf.traces import RankTrace

@@ -15,7 +15,7 @@ from distca_hf.layout import Layout
 from distca_hf.placement.place import place
 from distca_hf.planning.plan import Plan, plan_in_place
 from distca_hf.planning.routing import rank_plan
-from distca_hf.planning.served import HEADER_LENGTH, Servers, plan_from_integers, plan_served, plan_to_integers
+from distca_hf.servers.served_plans import HEADER_LENGTH, Servers, plan_from_integers, plan_served, plan_to_integers
 from support.layouts import random_layout, random_plan, striped_layout
 
 

@@ -10,10 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
-from distca_hf.comm import speeds
-from distca_hf.comm.job_store import JobStore
-from distca_hf.comm.rosters import Member
-from distca_hf.comm.speeds import (
+from distca_hf.errors import StoreLostError
+from distca_hf.servers import speeds
+from distca_hf.servers.job_store import JobStore
+from distca_hf.servers.rosters import Member
+from distca_hf.servers.served_plans import Servers
+from distca_hf.servers.speeds import (
     FASTEST,
     LEAST_CHANGE,
     READINGS,
@@ -24,8 +26,6 @@ from distca_hf.comm.speeds import (
     Stopwatch,
     report,
 )
-from distca_hf.errors import StoreLostError
-from distca_hf.planning.served import Servers
 
 
 CPU = torch.device("cpu")

@@ -10,7 +10,7 @@ from torch import nn
 
 import distca_hf
 from distca_hf.errors import ConfigError
-from distca_hf.integrations.redo import attempts
+from distca_hf.servers.redo import attempts
 from support.data import random_dataset
 from support.models import tiny_model
 from support.redoing import CAPACITY_TOKENS, Script, ScriptedContext, initial_model, spoil_attention

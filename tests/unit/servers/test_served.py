@@ -16,8 +16,8 @@ from distca_hf.planning.plan import Plan, plan_in_place
 from distca_hf.planning.plan_totals import PlanTotals
 from distca_hf.planning.rebalance.greedy import WorkGaps
 from distca_hf.planning.routing import LATE_SHARE, rank_plan, route
-from distca_hf.planning.served import Servers, plan_served
 from distca_hf.planning.transfers import bytes_between
+from distca_hf.servers.served_plans import Servers, plan_served
 from distca_hf.topology import Topology
 from support.layouts import packed_layout, random_layout, striped_layout
 
