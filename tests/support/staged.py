@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM
 
 import distca_hf
 from distca_hf import Pipeline, PlacedLoader
-from distca_hf.integrations.stages import (
+from distca_hf.pipelines.stages import (
     DividedModel,
     ModelPart,
     StepInputs,

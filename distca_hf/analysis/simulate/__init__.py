@@ -10,6 +10,6 @@
     run, result     all steps in all ways; their figures, and the way to choose
     print_result    tables in the terminal
 
-Times come from `analysis.profiles`, schedules of a pipeline from `data.schedules`. The equations are in
+Times come from `analysis.profiles`, schedules of a pipeline from `pipelines.schedules`. The equations are in
 `docs/simulation.md`.
 """

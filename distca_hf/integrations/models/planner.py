@@ -5,9 +5,8 @@ from dataclasses import replace
 
 from torch import nn
 
-from distca_hf.batches.placed import PlacedPlanner
+from distca_hf.batches.placed import PlacedPlanner, StepShape
 from distca_hf.cost import TokenBytes
-from distca_hf.data.pipelines import Pipeline
 from distca_hf.data.rows import Reading
 from distca_hf.flops import LLAMA_8B_COSTS
 from distca_hf.integrations.models.heads import head_groups_of, token_bytes_of
@@ -23,21 +22,21 @@ def planner_for(
     model: nn.Module | None,
     context: ParallelContext,
     servers: Servers | None = None,
-    pipeline: Pipeline | None = None,
+    step_shape: StepShape | None = None,
 ) -> PlacedPlanner:
     """Returns a planner for batches of a model, which the ranks of a context share.
 
     Args:
         model: None: any model of full causal attention, whose heads are not divided.
         servers: attention servers that take part.
-        pipeline: stages that batches pass.
+        step_shape: see `PlacedPlanner`.
 
     Raises:
         AttributeError, KeyError, RuntimeError, ValueError: the size of a token is needed, and neither the model's
             config nor its layers say how many heads there are, or how wide they are.
     """
     members = context.members
-    planner = PlacedPlanner(context, len(members.token_ranks), servers=servers, pipeline=pipeline)
+    planner = PlacedPlanner(context, len(members.token_ranks), servers=servers, step_shape=step_shape)
     if model is None:
         return planner
     whole_documents = needs_whole_documents(model)
@@ -48,7 +47,7 @@ def planner_for(
         token_bytes=token_bytes_of(model) if needs_bytes else TokenBytes(),
         layer_masks=layer_masks_of(model),
         whole_documents=whole_documents,
-        costs=LLAMA_8B_COSTS if pipeline is None else pass_costs_of(model),
+        costs=LLAMA_8B_COSTS if step_shape is None else pass_costs_of(model),
     )
 
 

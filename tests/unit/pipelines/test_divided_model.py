@@ -32,7 +32,8 @@ from distca_hf import Pipeline
 from distca_hf.comm.transport import LocalTransport
 from distca_hf.config import DistCAConfig
 from distca_hf.errors import ConfigError, PlanError
-from distca_hf.integrations.stages import (
+from distca_hf.layout import Layout
+from distca_hf.pipelines.stages import (
     DividedModel,
     ModelPart,
     StepInputs,
@@ -40,7 +41,6 @@ from distca_hf.integrations.stages import (
     parts_of_stage,
     save_parts,
 )
-from distca_hf.layout import Layout
 from support.models import SIZES, tiny_config
 from support.parity import live_plan
 

@@ -23,8 +23,9 @@ from torch.distributed.checkpoint.stateful import Stateful
 from distca_hf.comm.grid import Grid, Scope
 from distca_hf.comm.transport import Transport
 from distca_hf.errors import CheckpointError, ConfigError, and_more, first_line
-from distca_hf.integrations.stages.divided_model import ModelPart
-from distca_hf.integrations.stages.training_state import (
+from distca_hf.parallel_context import ParallelContext
+from distca_hf.pipelines.stages.divided_model import ModelPart
+from distca_hf.pipelines.stages.training_state import (
     OPTIMIZER,
     OTHERS,
     SETTINGS,
@@ -32,7 +33,6 @@ from distca_hf.integrations.stages.training_state import (
     Entries,
     TrainingState,
 )
-from distca_hf.parallel_context import ParallelContext
 from distca_hf.telemetry import get_logger
 
 

@@ -11,12 +11,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from distca_hf.arrays import IntArray
+from distca_hf.batches.placed import PlacedPlanner
+from distca_hf.config import DistCAConfig
 from distca_hf.cost import Mask
 from distca_hf.data.epochs import EpochPacker
-from distca_hf.data.pipelines import Pipeline
-from distca_hf.data.schedules import Schedule
-from distca_hf.data.shaping import (
-    ShapedEpoch,
+from distca_hf.errors import PackingError
+from distca_hf.flops import LLAMA_8B_COSTS
+from distca_hf.pipelines.pipeline import Pipeline
+from distca_hf.pipelines.schedules import Schedule
+from distca_hf.pipelines.shaping import (
     divide,
     orders_to_try,
     shape_step,
@@ -24,8 +27,6 @@ from distca_hf.data.shaping import (
     simulate,
     work_of_documents,
 )
-from distca_hf.errors import PackingError
-from distca_hf.flops import LLAMA_8B_COSTS
 from distca_hf.placement.whole import fit_whole
 
 
@@ -160,7 +161,8 @@ def test_work_is_a_mean_over_layers() -> None:
 def test_steps_keep_their_documents() -> None:
     lengths = mix(5, 12 * 65_536, 60_000)
     epoch = EpochPacker(lengths, 65_536, seed=3, multiple=4).epoch(0)
-    shaped = ShapedEpoch(epoch, lengths, 4, Pipeline(2, 2), num_ranks=2, tokens_per_rank=32_768)
+    planner = PlacedPlanner(DistCAConfig(tokens_per_rank=32_768), 2, step_shape=Pipeline(2, 2))
+    shaped = planner.regroup(epoch, lengths, 4)
 
     assert epoch.num_micro_batches % 4 == 0
     changed = 0

@@ -8,9 +8,10 @@ import pytest
 from torch.distributed.pipelining import schedules as of_torch
 
 import distca_hf
-from distca_hf.data.pipelines import Operation, Pipeline
-from distca_hf.data.schedules import Queues, Schedule, Seconds
 from distca_hf.errors import ConfigError
+from distca_hf.pipelines.parts import Operation
+from distca_hf.pipelines.pipeline import Pipeline
+from distca_hf.pipelines.schedules import Queues, Schedule, Seconds
 
 
 class Recorder:

@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 
 from distca_hf.comm.grid import Grid
 from distca_hf.errors import ConfigError
-from distca_hf.integrations.stages.divided_model import ModelPart
+from distca_hf.pipelines.stages.divided_model import ModelPart
 
 
 # Groups of an optimizer are numbered on each stage, so that those of two stages would be taken for the same. Flat,

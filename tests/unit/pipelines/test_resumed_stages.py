@@ -16,7 +16,7 @@ from torch.optim.lr_scheduler import MultiStepLR
 import distca_hf
 from distca_hf import Pipeline
 from distca_hf.errors import CheckpointError, ConfigError
-from distca_hf.integrations.stages import DividedModel, ModelPart, load_training, save_training
+from distca_hf.pipelines.stages import DividedModel, ModelPart, load_training, save_training
 from support.models import tiny_model
 
 
@@ -296,7 +296,7 @@ def test_folder_that_ranks_do_not_share_is_refused(
     checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Another machine wrote, and nothing is here."""
-    monkeypatch.setattr("distca_hf.integrations.stages.resuming.save", lambda *args, **kwargs: None)
+    monkeypatch.setattr("distca_hf.pipelines.stages.resuming.save", lambda *args, **kwargs: None)
 
     with pytest.raises(
         ConfigError, match=r"^1 of 1 ranks cannot see .*, first rank 0; give a folder that all ranks sh"

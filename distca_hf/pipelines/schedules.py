@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from distca_hf.data.pipelines import Operation, Pipeline, held_micro_batches, operations_of
+from distca_hf.pipelines.parts import Operation, Parts, held_micro_batches, operations_of
 
 
 Seconds = NDArray[np.float64]
@@ -85,10 +85,10 @@ class Schedule:
         queues: which transfers wait for each other, with more than one chunk.
 
     Raises:
-        ConfigError: the schedule cannot run, see `Pipeline.check`.
+        ConfigError: the schedule cannot run, see `Parts.check`.
     """
 
-    def __init__(self, pipeline: Pipeline, micro_batches: int, queues: Queues = Queues.PAIRS) -> None:
+    def __init__(self, pipeline: Parts, micro_batches: int, queues: Queues = Queues.PAIRS) -> None:
         pipeline.check(micro_batches)
         self.pipeline, self.micro_batches = pipeline, micro_batches
         self.queues = queues if pipeline.chunks > 1 else Queues.NONE

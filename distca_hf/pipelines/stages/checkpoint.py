@@ -26,8 +26,8 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from distca_hf.comm.grid import Scope
 from distca_hf.errors import ConfigError
-from distca_hf.integrations.stages.divided_model import ModelPart
 from distca_hf.parallel_context import ParallelContext
+from distca_hf.pipelines.stages.divided_model import ModelPart
 from distca_hf.whole_file import replaced
 
 

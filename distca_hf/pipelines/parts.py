@@ -1,4 +1,4 @@
-"""Pipelines: parts and stages of a model, and the order of operations of 1F1B and interleaved 1F1B.
+"""Parts: parts and stages of a model, and the order of operations of 1F1B and interleaved 1F1B.
 
 Layers of a model are divided into parts, and every stage of a pipeline holds one or several of them, its chunks. Part
 p is on stage p mod stages. A micro-batch runs forward through all parts, then backward through them.
@@ -7,7 +7,7 @@ p is on stage p mod stages. A micro-batch runs forward through all parts, then b
     (1F1B)               stage 1 | .  F0 B0 F1 B1 ...
 
 Orders are those of `Schedule1F1B` and `ScheduleInterleaved1F1B` in `torch.distributed.pipelining`.
-`data.schedules` simulates how long a step takes in them.
+`pipelines.schedules` simulates how long a step takes in them.
 
 Here are integers alone, without torch.
 """
@@ -22,8 +22,8 @@ from distca_hf.errors import ConfigError
 
 
 @dataclass(frozen=True)
-class Pipeline:
-    """A pipeline: how many stages a micro-batch passes, and in how many chunks each of them holds its layers.
+class Parts:
+    """Parts of a model in a pipeline.
 
     Attributes:
         num_stages: stages, each of them a group of ranks that hold the same layers.
@@ -98,20 +98,20 @@ class Operation(NamedTuple):
     micro_batch: int
 
 
-def operations_of(pipeline: Pipeline, stage: int, micro_batches: int) -> list[Operation]:
+def operations_of(pipeline: Parts, stage: int, micro_batches: int) -> list[Operation]:
     """Returns the operations of one stage in the order in which torch runs them."""
     if pipeline.chunks == 1:
         return list(_in_1f1b(pipeline, stage, micro_batches))
     return list(_interleaved(pipeline, stage, micro_batches))
 
 
-def held_micro_batches(pipeline: Pipeline, stage: int, micro_batches: int) -> float:
+def held_micro_batches(pipeline: Parts, stage: int, micro_batches: int) -> float:
     """Returns the most micro-batches whose activations a stage holds at once, in parts of its layers."""
     signs = [1 if operation.is_forward else -1 for operation in operations_of(pipeline, stage, micro_batches)]
     return int(np.cumsum(signs).max()) / pipeline.chunks
 
 
-def _in_1f1b(pipeline: Pipeline, stage: int, micro_batches: int) -> Iterator[Operation]:
+def _in_1f1b(pipeline: Parts, stage: int, micro_batches: int) -> Iterator[Operation]:
     """Yields the order of `Schedule1F1B`: some micro-batches forward, then backward and forward in turn."""
     ahead = min(micro_batches, pipeline.num_stages - stage)
     for micro_batch in range(ahead):
@@ -122,7 +122,7 @@ def _in_1f1b(pipeline: Pipeline, stage: int, micro_batches: int) -> Iterator[Ope
             yield Operation(True, stage, micro_batch + ahead)
 
 
-def _interleaved(pipeline: Pipeline, stage: int, micro_batches: int) -> Iterator[Operation]:
+def _interleaved(pipeline: Parts, stage: int, micro_batches: int) -> Iterator[Operation]:
     """Yields the order of `ScheduleInterleaved1F1B`: rounds of as many micro-batches as stages go through one chunk
     after the other."""
     stages, chunks = pipeline.num_stages, pipeline.chunks

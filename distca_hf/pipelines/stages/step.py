@@ -13,10 +13,10 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from distca_hf.comm.agreement import Agreement, Occasion
-from distca_hf.data.pipelines import Pipeline
 from distca_hf.errors import ConfigError
 from distca_hf.integrations.checkpointing import checkpointed_modules, recomputes_layers
-from distca_hf.integrations.stages.divided_model import ModelPart
+from distca_hf.pipelines.pipeline import Pipeline
+from distca_hf.pipelines.stages.divided_model import ModelPart
 from distca_hf.runtime.live_plan import LivePlan
 
 

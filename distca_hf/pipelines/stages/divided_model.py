@@ -20,12 +20,12 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from distca_hf.data.pipelines import Pipeline
 from distca_hf.errors import ConfigError, PlanError, and_more
 from distca_hf.integrations.models.check import IMPLEMENTATION, check_model
 from distca_hf.integrations.models.forward_watch import enable
-from distca_hf.integrations.stages.stack import LayerStack
 from distca_hf.parallel_context import ParallelContext, numbered
+from distca_hf.pipelines.pipeline import Pipeline
+from distca_hf.pipelines.stages.stack import LayerStack
 from distca_hf.runtime.live_plan import LivePlan, find_plan
 from distca_hf.torch_private import schedule_that_runs
 

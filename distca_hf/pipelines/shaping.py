@@ -22,11 +22,9 @@ from numpy.typing import NDArray
 
 from distca_hf.arrays import IntArray
 from distca_hf.cost import CAUSAL_LAYERS, Cost, LayerMasks
-from distca_hf.data.accumulation import MicroStep, SteppedEpoch
-from distca_hf.data.epochs import Epoch, Fits
-from distca_hf.data.pipelines import Pipeline
-from distca_hf.data.schedules import Schedule, Seconds
-from distca_hf.flops import LLAMA_8B_COSTS, PassCosts
+from distca_hf.data.epochs import Fits
+from distca_hf.flops import PassCosts
+from distca_hf.pipelines.schedules import Schedule, Seconds
 
 
 # Bundles per micro-batch that the remaining documents are divided into: short documents are dealt together.
@@ -162,45 +160,6 @@ def _exchange(document_tokens: IntArray, groups: list[IntArray], one: int, other
 
 # Shares of work of a light micro-batch that are tried: as little as documents allow, and half of the others.
 LIGHT_SHARES = (0.0, 0.5)
-
-
-class ShapedEpoch(SteppedEpoch):
-    """An epoch whose optimizer steps are shaped for a pipeline.
-
-    Args:
-        epoch, document_tokens, micro_steps, steps_from: as for `SteppedEpoch`.
-        pipeline: stages and chunks.
-        num_ranks, tokens_per_rank, costs, fits: as for `shape_step`.
-        layer_masks: masks of the model's layers, each with their number.
-    """
-
-    def __init__(
-        self,
-        epoch: Epoch,
-        document_tokens: IntArray,
-        micro_steps: int,
-        pipeline: Pipeline,
-        num_ranks: int,
-        tokens_per_rank: int,
-        steps_from: int = 0,
-        costs: PassCosts = LLAMA_8B_COSTS,
-        layer_masks: LayerMasks = CAUSAL_LAYERS,
-        fits: Fits | None = None,
-    ) -> None:
-        super().__init__(epoch, document_tokens, micro_steps, steps_from)
-        self._schedule = Schedule(pipeline, micro_steps)
-        self._num_ranks, self._tokens_per_rank, self._costs, self._fits = num_ranks, tokens_per_rank, costs, fits
-        self._layer_masks = layer_masks
-
-    def _divide(self, document_tokens: IntArray, as_packed: list[IntArray]) -> list[MicroStep]:
-        groups = shape_step(
-            document_tokens,
-            work_of_documents(document_tokens, self._layer_masks),
-            as_packed,
-            self._schedule,
-            *(self._num_ranks, self._tokens_per_rank, self._costs, self._fits),
-        )
-        return [MicroStep(documents) for documents in groups]
 
 
 def work_of_documents(document_tokens: IntArray, layer_masks: LayerMasks = CAUSAL_LAYERS) -> IntArray:
