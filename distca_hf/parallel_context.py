@@ -26,12 +26,12 @@ from distca_hf.comm.groups import (
     open_transport,
     process_group_of,
 )
-from distca_hf.comm.served_transport import ServedTransport
 from distca_hf.comm.transport import Transport
 from distca_hf.config import DistCAConfig
 from distca_hf.errors import ConfigError, PlanError
 from distca_hf.launched import check_launched_servers, launched_ranks_per_node, launched_servers
-from distca_hf.planning.served import Servers
+from distca_hf.servers.served_plans import Servers
+from distca_hf.servers.served_transport import ServedTransport
 from distca_hf.settings import described, values_of
 from distca_hf.trace_file import TraceFile
 

@@ -28,8 +28,8 @@ from distca_hf.analysis.profiles.shipped import find_profile, gpu_gib_of
 from distca_hf.analysis.request import PlanRequest
 from distca_hf.analysis.tables import Terminal
 from distca_hf.config import OverlongPolicy
-from distca_hf.data.pipelines import Pipeline
 from distca_hf.errors import ConfigError
+from distca_hf.pipelines.pipeline import Pipeline
 from distca_hf.version import __version__
 
 

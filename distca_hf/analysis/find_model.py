@@ -112,7 +112,7 @@ def _shape_of(candidate: "Candidate", tries: bool) -> ModelShape:
 
 def _no_stages(model: "PreTrainedModel") -> str:
     """Returns why training does not divide a model into stages of a pipeline; empty if it does."""
-    from distca_hf.integrations.stages.stack import LayerStack
+    from distca_hf.pipelines.stages.stack import LayerStack
 
     try:
         LayerStack.of(model)

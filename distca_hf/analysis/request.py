@@ -20,10 +20,10 @@ from distca_hf.batches.placed import PlacedPlanner
 from distca_hf.config import DistCAConfig, OverlongPolicy
 from distca_hf.cost import CAUSAL_LAYERS, CAUSAL_MASK, Heads, LayerMasks, Mask, TokenBytes
 from distca_hf.data.epochs import Epoch
-from distca_hf.data.pipelines import Pipeline
 from distca_hf.errors import ConfigError
 from distca_hf.flops import LLAMA_8B_COSTS, PassCosts, StepFlops
 from distca_hf.layout import MAX_DOCUMENT_TOKENS
+from distca_hf.pipelines.pipeline import Pipeline
 from distca_hf.placement.place import fill_in_order
 from distca_hf.planning.plan import Plan
 from distca_hf.planning.rebalance import plan_by_moving
@@ -324,7 +324,7 @@ class PlanRequest:
             # Figures are those of full layers, also where a model has none.
             layer_masks=model.masks if CAUSAL_MASK in dict(model.masks) else CAUSAL_LAYERS,
             whole_documents=model.mixer_layers > 0,
-            pipeline=self.pipeline,
+            step_shape=self.pipeline,
             costs=model.pass_costs() or LLAMA_8B_COSTS,
         )
         planner.kernel_times  # noqa: B018  read before anything is timed

@@ -29,7 +29,6 @@ from distca_hf.batches.read_documents import DocumentReader, ReadDocuments, Read
 from distca_hf.batches.step_ahead import StepAhead
 from distca_hf.batches.taking import order_plan
 from distca_hf.comm.agreement import Agreement, Occasion
-from distca_hf.comm.served_transport import ServedTransport
 from distca_hf.comm.transport import Gather, Transport
 from distca_hf.config import DistCAConfig
 from distca_hf.cost import CAUSAL_LAYERS, LayerMasks, TokenBytes
@@ -40,10 +39,11 @@ from distca_hf.planning.kinds import RoutedKinds
 from distca_hf.planning.plan import Plan, PlanFacts
 from distca_hf.planning.plan_totals import PlanTotals
 from distca_hf.planning.row_moves import RowMoves
-from distca_hf.planning.served import Servers
 from distca_hf.runtime.layer_kinds import PinnedKinds, Planned, PlannedLater
 from distca_hf.runtime.live_plan import LivePlan
 from distca_hf.runtime.row_moves import PinnedRowMoves
+from distca_hf.servers.served_plans import Servers
+from distca_hf.servers.served_transport import ServedTransport
 from distca_hf.telemetry import REMEMBERED_MICRO_BATCHES, LoaderTimes
 
 

@@ -3,9 +3,11 @@
 Training plans with it, and so does `distca plan`: it imports no torch.
 """
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -14,8 +16,6 @@ from distca_hf.config import DistCAConfig
 from distca_hf.cost import CAUSAL_LAYERS, LayerMasks, TokenBytes
 from distca_hf.data.accumulation import RegroupedEpoch, SteppedEpoch
 from distca_hf.data.epochs import Epoch, Fits
-from distca_hf.data.pipelines import Pipeline
-from distca_hf.data.shaping import ShapedEpoch
 from distca_hf.errors import ConfigError
 from distca_hf.flops import LLAMA_8B_COSTS, PassCosts
 from distca_hf.layout import Layout
@@ -25,8 +25,53 @@ from distca_hf.placement.place import place
 from distca_hf.placement.whole import fit_whole, place_whole
 from distca_hf.planning.plan import Plan, plan_in_place
 from distca_hf.planning.rebalance import plan_by_moving
-from distca_hf.planning.served import Servers, plan_served
+from distca_hf.servers.served_plans import Servers, plan_served
 from distca_hf.topology import Topology
+
+
+if TYPE_CHECKING:
+    from distca_hf.comm.grid import Grid  # imports torch
+
+
+class StepShape(ABC):
+    """Divides the documents of optimizer steps in a way of its own, into micro-batches of equally many rows. See
+    `distca_hf.Pipeline`."""
+
+    @property
+    @abstractmethod
+    def numbers(self) -> tuple[int, ...]:
+        """What it depends on: ranks compare it, and positions are saved with it."""
+
+    @abstractmethod
+    def check(self, micro_steps: int, num_layers: int | None = None) -> None:
+        """Checks that optimizer steps of so many micro-batches can be shaped.
+
+        Args:
+            num_layers: layers of the model, where known.
+
+        Raises:
+            ConfigError: they cannot.
+        """
+
+    @abstractmethod
+    def check_grid(self, grid: "Grid") -> None:
+        """Checks that the ranks are divided as it needs them.
+
+        Raises:
+            ConfigError: they are not.
+        """
+
+    @abstractmethod
+    def shaped(
+        self,
+        planner: "PlacedPlanner",
+        epoch: Epoch,
+        document_tokens: IntArray,
+        micro_steps: int,
+        steps_from: int,
+    ) -> SteppedEpoch:
+        """Returns the epoch with documents divided anew within every optimizer step. Arguments: see
+        `PlacedPlanner.regroup`."""
 
 
 @dataclass(frozen=True)
@@ -40,8 +85,8 @@ class PlacedPlanner:
         token_bytes: bytes of one token in one layer; read where there are servers, or documents stay whole.
         layer_masks: each mask of the model with the number of layers that have it.
         whole_documents: whether documents are not cut; then tasks of attention move.
-        pipeline: stages of a pipeline, each of which has as many ranks as these; None if there are none.
-        costs: seconds of the model's layers; read where there is a pipeline.
+        step_shape: divides the documents of optimizer steps; None: so that long documents train together.
+        costs: seconds of the model's layers, for the step shape.
     """
 
     config: DistCAConfig
@@ -51,7 +96,7 @@ class PlacedPlanner:
     token_bytes: TokenBytes = TokenBytes()  # noqa: RUF009 (immutable)
     layer_masks: LayerMasks = CAUSAL_LAYERS
     whole_documents: bool = False
-    pipeline: Pipeline | None = None
+    step_shape: StepShape | None = None
     costs: PassCosts = LLAMA_8B_COSTS
 
     def __post_init__(self) -> None:
@@ -109,19 +154,16 @@ class PlacedPlanner:
             )
 
     def regroup(self, epoch: Epoch, document_tokens: IntArray, micro_steps: int, steps_from: int = 0) -> SteppedEpoch:
-        """Returns the epoch with documents divided anew within every optimizer step: long ones together, or shaped for
-        the pipeline.
+        """Returns the epoch with documents divided anew within every optimizer step: long ones together, or as the
+        step shape has it.
 
         Args:
             document_tokens: `[documents]` lengths of all documents.
             micro_steps: micro-batches of an optimizer step; 1 leaves them as they are.
             steps_from: a micro-batch that some optimizer step begins with.
         """
-        if self.pipeline is not None:
-            return ShapedEpoch(
-                *(epoch, document_tokens, micro_steps, self.pipeline, self.num_ranks, self.config.tokens_per_rank),
-                *(steps_from, self.costs, self.layer_masks, self.fits),
-            )
+        if self.step_shape is not None:
+            return self.step_shape.shaped(self, epoch, document_tokens, micro_steps, steps_from)
         topology = self.config.topology(self.num_ranks)
         return RegroupedEpoch(
             *(epoch, document_tokens, micro_steps, self.capacity_tokens, topology, self.head_groups, steps_from),
@@ -151,12 +193,12 @@ class PlacedPlanner:
         return self.plan_layout(self.layout(document_tokens, placed))
 
     def layout(self, document_tokens: IntArray, placed: Layout | None = None) -> Layout:
-        """Places a micro-batch on the ranks that hold tokens, its rows padded; in a pipeline to `tokens_per_rank`,
-        because stages exchange activations of one shape. Arguments and errors: see `plan`."""
+        """Places a micro-batch on the ranks that hold tokens, its rows padded; with a step shape to
+        `tokens_per_rank`. Arguments and errors: see `plan`."""
         layout = self._place(document_tokens) if placed is None or self.kernel_times else placed
         tokens_per_rank = self.config.tokens_per_rank
         return layout.padded(
-            self.config.pad_to_multiple_of if self.pipeline is None else tokens_per_rank, tokens_per_rank
+            self.config.pad_to_multiple_of if self.step_shape is None else tokens_per_rank, tokens_per_rank
         )
 
     def plan_layout(self, layout: Layout) -> Plan:

@@ -30,8 +30,8 @@ from distca_hf.layout import Layout
 from distca_hf.placement.place import work_in_order
 from distca_hf.planning.kinds import RoutedKinds
 from distca_hf.planning.plan import Plan, PlanFacts
-from distca_hf.planning.served import Servers
 from distca_hf.runtime.layer_kinds import PinnedKinds
+from distca_hf.servers.served_plans import Servers
 from distca_hf.telemetry import LoaderTimes
 
 

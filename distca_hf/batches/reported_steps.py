@@ -33,7 +33,7 @@ from distca_hf.runtime.pending_traces import (
     memory_of,
     tasks_of,
 )
-from distca_hf.runtime.served_traces import OrderedPass, ReportedPass
+from distca_hf.servers.served_traces import OrderedPass, ReportedPass
 from distca_hf.trace_file import TraceFile
 from distca_hf.traces import LayersTrace, ModelSizes, PredictedCosts, RankTrace
 

@@ -13,16 +13,16 @@ from importlib.metadata import version
 from distca_hf.batches.prepare import Prepared, Preparer
 from distca_hf.comm.agreement import Agreement, Occasion, labels_of
 from distca_hf.comm.grid import Scope
-from distca_hf.comm.posted_plans import PostedPlan
-from distca_hf.comm.served_transport import ServedTransport
 from distca_hf.comm.transport import Transport
 from distca_hf.config import DistCAConfig
 from distca_hf.data.collate import MODULUS, sum_of
 from distca_hf.errors import PlanMismatchError, and_more
 from distca_hf.planning.plan import Plan
-from distca_hf.planning.served import plan_to_integers
 from distca_hf.runtime.layer_kinds import Planned
 from distca_hf.runtime.live_plan import LivePlan, PlanUse
+from distca_hf.servers.posted_plans import PostedPlan
+from distca_hf.servers.served_plans import plan_to_integers
+from distca_hf.servers.served_transport import ServedTransport
 from distca_hf.telemetry import get_logger
 from distca_hf.version import __version__
 

@@ -15,7 +15,6 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from distca_hf.comm.speeds import Stopwatch
 from distca_hf.config import KernelName
 from distca_hf.kernels.interface import AttentionSpec, Kernel, MeasuredKernel
 from distca_hf.kernels.registry import Operands, choose_kernel, kernel_name
@@ -24,6 +23,7 @@ from distca_hf.runtime.kernel_calls import PreparedBackward, PreparedCalls, Prep
 from distca_hf.runtime.layer_kinds import LayerKind, LayerKinds
 from distca_hf.runtime.remote_kv import PreparedKV
 from distca_hf.runtime.retention import Kept
+from distca_hf.servers.speeds import Stopwatch
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,6 @@ from typing import NamedTuple
 import torch
 
 from distca_hf.arrays import IntArray
-from distca_hf.comm.posted_plans import PostedPlan
 from distca_hf.config import DistCAConfig
 from distca_hf.cost import Mask
 from distca_hf.errors import PlanError
@@ -30,6 +29,7 @@ from distca_hf.runtime.device_routing import DeviceRankPlan, DeviceRouting, Pinn
 from distca_hf.runtime.pass_layers import HeldLayers, PassLayers
 from distca_hf.runtime.retention import Retention
 from distca_hf.runtime.row_moves import DeviceRowMoves
+from distca_hf.servers.posted_plans import PostedPlan
 from distca_hf.telemetry import get_logger
 
 

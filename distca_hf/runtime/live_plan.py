@@ -21,20 +21,20 @@ import torch
 from distca_hf.arrays import IntArray
 from distca_hf.comm.agreement import Agreement
 from distca_hf.comm.grid import Scope
-from distca_hf.comm.posted_plans import PostedPlan
-from distca_hf.comm.speeds import Stopwatch
 from distca_hf.comm.transport import Transport
 from distca_hf.config import DistCAConfig
 from distca_hf.errors import PlanError
 from distca_hf.kernels.interface import AttentionSpec
 from distca_hf.planning.plan import PlanFacts
 from distca_hf.runtime.alike_layers import LayerLookup
-from distca_hf.runtime.call_orders import CallOrders
 from distca_hf.runtime.forward_pass import NO_STATE, AlsoShown, ForwardPass
 from distca_hf.runtime.layer_kinds import LayerKinds, Planned, PlannedLater
 from distca_hf.runtime.pass_layers import ONE_LAYER, PassCalls, PassLayers
 from distca_hf.runtime.pending_traces import UNTRACED, PassTrace
 from distca_hf.runtime.retention import Retention, Slots
+from distca_hf.servers.call_orders import CallOrders
+from distca_hf.servers.posted_plans import PostedPlan
+from distca_hf.servers.speeds import Stopwatch
 
 
 Plan = TypeVar("Plan")

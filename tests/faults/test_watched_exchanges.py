@@ -10,8 +10,8 @@ from typing import NamedTuple, NoReturn
 import torch
 
 import distca_hf
-from distca_hf.comm.heartbeats import LOOK_SECONDS
-from distca_hf.comm.served_transport import ServedTransport
+from distca_hf.servers.heartbeats import LOOK_SECONDS
+from distca_hf.servers.served_transport import ServedTransport
 from support.data import random_dataset
 from support.lost_server import harm_server
 from support.models import tiny_model

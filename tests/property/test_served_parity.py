@@ -13,7 +13,7 @@ from distca_hf.config import Residency
 from distca_hf.layout import Layout
 from distca_hf.placement.place import place
 from distca_hf.planning.plan import Plan
-from distca_hf.planning.served import Servers, plan_from_integers, plan_served, plan_to_integers
+from distca_hf.servers.served_plans import Servers, plan_from_integers, plan_served, plan_to_integers
 from distca_hf.testing import run_ranks
 from support.layouts import packed_layout, random_layout, striped_layout
 from support.parity import Case, Difference, compare

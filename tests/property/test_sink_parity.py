@@ -10,15 +10,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from distca_hf.comm.orders import DTYPES, CallOrder, Phase, PlanOrder
-from distca_hf.comm.speeds import Stopwatch
 from distca_hf.comm.transport import Transport
 from distca_hf.config import DistCAConfig, Residency
 from distca_hf.layout import Layout
 from distca_hf.planning.plan import Plan, plan_in_place
-from distca_hf.planning.served import Servers, plan_served, plan_to_integers
-from distca_hf.runtime.served_traces import ServedTraces
-from distca_hf.runtime.service import Service
+from distca_hf.servers.orders import DTYPES, CallOrder, Phase, PlanOrder
+from distca_hf.servers.served_plans import Servers, plan_served, plan_to_integers
+from distca_hf.servers.served_traces import ServedTraces
+from distca_hf.servers.service import Service
+from distca_hf.servers.speeds import Stopwatch
 from distca_hf.testing import run_ranks
 from support.layouts import random_layout, random_plan, striped_layout
 from support.parity import Case, Difference, compare

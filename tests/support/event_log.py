@@ -31,12 +31,12 @@ from distca_hf.kernels.interface import NEW, AttentionSpec, Gradients, Inputs, K
 from distca_hf.placement.place import place
 from distca_hf.planning.plan import Plan, plan_in_place
 from distca_hf.planning.routing import rank_plan
-from distca_hf.planning.served import Servers, plan_served
 from distca_hf.runtime.attention import Attended, attend, attend_backward
 from distca_hf.runtime.device_routing import PinnedRankPlan
 from distca_hf.runtime.layer_kinds import Planned
 from distca_hf.runtime.live_plan import LivePlan
 from distca_hf.runtime.pending_traces import PassTrace
+from distca_hf.servers.served_plans import Servers, plan_served
 from distca_hf.testing import NotedTransport, rows_of_rank, run_ranks
 from distca_hf.traces import PassPart, Spent
 from support.layouts import packed_layout, padding_rows, random_layout, random_plan, striped_layout

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from distca_hf.comm.grid import Grid
-from distca_hf.comm.speeds import ServerSpeeds
-from distca_hf.planning.served import Servers
+from distca_hf.servers.served_plans import Servers
+from distca_hf.servers.speeds import ServerSpeeds
 from support.data import random_dataset
 from support.models import tiny_model
 from support.training import SEED, computing_arguments, quiet_arguments, sft_trainer
@@ -155,7 +155,7 @@ def train_with_script(
 
     import distca_hf
     from distca_hf.integrations.trainer.attachment import Attachment
-    from distca_hf.integrations.trainer.redone_steps import RedoneSteps
+    from distca_hf.servers.redone_steps import RedoneSteps
 
     arguments = quiet_arguments(
         folder,

@@ -8,8 +8,8 @@ import pytest
 from distca_hf.cost import TokenBytes, causal_pairs
 from distca_hf.placement.place import place
 from distca_hf.planning.plan import plan_in_place
-from distca_hf.planning.served import Servers, plan_served
 from distca_hf.planning.transfers import bytes_between
+from distca_hf.servers.served_plans import Servers, plan_served
 from support.commands import REPOSITORY
 
 

@@ -1,7 +1,7 @@
 """Stages: seconds and memory of a training whose layers are divided into the stages of a pipeline.
 
-Layers have the seconds of `step.py`, on the data ranks of one stage. `data.schedules` simulates when each part of the
-model runs each micro-batch, and when it waits:
+Layers have the seconds of `step.py`, on the data ranks of one stage. `pipelines.schedules` simulates when each part of
+the model runs each micro-batch, and when it waits:
 
     first part    its layers, and the embedding
     last part     its layers, the head and the loss
@@ -23,8 +23,9 @@ from distca_hf.analysis.simulate.costs import HALF_BYTES
 from distca_hf.analysis.simulate.load import Load
 from distca_hf.analysis.simulate.step import Training
 from distca_hf.analysis.simulate.wires import Cluster, WireBytes
-from distca_hf.data.pipelines import Pipeline, held_micro_batches
-from distca_hf.data.schedules import Schedule
+from distca_hf.pipelines.parts import held_micro_batches
+from distca_hf.pipelines.pipeline import Pipeline
+from distca_hf.pipelines.schedules import Schedule
 
 
 # Forward seconds of the head over all of its seconds: one product of three.

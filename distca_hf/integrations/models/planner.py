@@ -8,11 +8,10 @@ from math import prod
 
 from torch import nn
 
-from distca_hf.batches.placed import PlacedPlanner
+from distca_hf.batches.placed import PlacedPlanner, StepShape
 from distca_hf.batches.reported_steps import Predictable
 from distca_hf.comm.grid import Grid
 from distca_hf.cost import TokenBytes
-from distca_hf.data.pipelines import Pipeline
 from distca_hf.data.rows import Reading
 from distca_hf.flops import LLAMA_8B_COSTS, PassCosts, StepFlops
 from distca_hf.integrations.models.heads import (
@@ -26,7 +25,7 @@ from distca_hf.integrations.models.layer_masks import layer_masks_of, layer_wind
 from distca_hf.integrations.models.mixers import needs_whole_documents
 from distca_hf.integrations.models.structure import text_decoder, transformers_model, weights_beside_text
 from distca_hf.parallel_context import ParallelContext
-from distca_hf.planning.served import Servers
+from distca_hf.servers.served_plans import Servers
 from distca_hf.traces import HeadSizes, ModelSizes, PredictedCosts
 
 
@@ -164,19 +163,20 @@ def planner_for(
     model: nn.Module | None,
     context: ParallelContext,
     servers: Servers | None = None,
-    pipeline: Pipeline | None = None,
+    step_shape: StepShape | None = None,
 ) -> PlacedPlanner:
     """Returns a planner for batches of a model, which the ranks of a context share.
 
     Args:
         model: None: any model of full causal attention, whose heads are not divided.
+        step_shape: see `PlacedPlanner`.
 
     Raises:
         AttributeError, KeyError, RuntimeError, ValueError: the size of a token is needed, and neither the model's
             config nor its layers say how many heads there are, or how wide they are.
     """
     members = context.members
-    planner = PlacedPlanner(context, len(members.token_ranks), servers=servers, pipeline=pipeline)
+    planner = PlacedPlanner(context, len(members.token_ranks), servers=servers, step_shape=step_shape)
     if model is None:
         return planner
     whole_documents = needs_whole_documents(model)
@@ -187,7 +187,7 @@ def planner_for(
         token_bytes=token_bytes_of(model) if needs_bytes else TokenBytes(),
         layer_masks=layer_masks_of(model),
         whole_documents=whole_documents,
-        costs=LLAMA_8B_COSTS if pipeline is None else pass_costs_of(model),
+        costs=LLAMA_8B_COSTS if step_shape is None else pass_costs_of(model),
     )
 
 

@@ -30,10 +30,10 @@ from distca_hf.integrations.trainer.check import (
 )
 from distca_hf.integrations.trainer.columns import reading_of
 from distca_hf.integrations.trainer.loss_reader import LossReader
-from distca_hf.integrations.trainer.redone_steps import RedoneSteps, cannot_redo
 from distca_hf.integrations.trainer.resuming import Resuming, check_checkpoint
 from distca_hf.integrations.trainer.stop_on_signal import LeaveOnSignal
 from distca_hf.parallel_context import ParallelContext
+from distca_hf.servers.redone_steps import RedoneSteps, cannot_redo
 from distca_hf.telemetry import get_logger
 
 

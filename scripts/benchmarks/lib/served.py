@@ -6,9 +6,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from distca_hf.comm.served_transport import ServedTransport
 from distca_hf.comm.transport import Transport
-from distca_hf.planning.served import Servers
+from distca_hf.servers.served_plans import Servers
+from distca_hf.servers.served_transport import ServedTransport
 from lib.model import LossModel
 from lib.modes import Mode, Place, StepTokens, build_mode
 from lib.rounds import Runner
