@@ -239,6 +239,10 @@ class PlacedPlanner:
 class GivenPlans:
     """Places and plans given batches of one model; pure.
 
+    layers without a state     rows are placed inside the model, unless batches are even; ranks compute what they hold
+    layers that carry a state  tokens stay, attention tasks move
+    attention servers          rows are placed among trainers, tasks move to servers
+
     Attributes:
         topology: nodes of the ranks that hold tokens.
         head_groups: groups that heads can be divided into.
