@@ -138,8 +138,8 @@ class Timeouts(Settings):
     )
     agreement_seconds: float = _setting(
         1800.0,
-        "Deadline for all ranks to come to the same micro-batch; work of only one rank between two of them (saving) "
-        "must fit in it.",
+        "How long ranks wait for each other at each micro-batch; must exceed what only one rank does in between, such "
+        "as saving.",
         at_most=LONGEST_SECONDS,
         positive=True,
     )

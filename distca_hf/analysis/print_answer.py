@@ -95,7 +95,8 @@ def in_short(answer: PlanAnswer) -> str:
     if answer.step.request.pipeline is not None:
         return f"{words} {answer.estimates.simulated.beside_stages()} These are estimates; see below."
     faster, memory = answer.estimates.ours.times_as_fast, answer.estimates.memory["fsdp2"]
-    fits = "" if memory.total <= answer.estimates.room_bytes else "more than it has: "
+    room = answer.estimates.room_bytes
+    usable = "" if memory.total <= room else f", which does not fit: {in_gib(room)} GiB are usable"
     if faster * WORTH_IT < 1:
         words += f" Steps take {1 / faster:.2f} times as long as with plain packing, which leaves attention out"
     elif faster < WORTH_IT:
@@ -104,7 +105,7 @@ def in_short(answer: PlanAnswer) -> str:
         words += f" Steps are {faster:.2f} times as fast as with plain packing"
     synced = answer.estimates.memory.get("fsdp2_synced")
     also = "" if synced is None else f", {in_gib(synced.total)} if gradients are synced in each micro-step"
-    return f"{words}; a GPU needs {fits}{in_gib(memory.total)} GiB with FSDP2{also}. These are estimates; see below."
+    return f"{words}; a GPU needs {in_gib(memory.total)} GiB with FSDP2{also}{usable}. These are estimates; see below."
 
 
 def _epoch(epoch: EpochFigures, layout: str) -> RenderableType:
