@@ -3,7 +3,7 @@
 
     layers without a state     rows are placed inside the model, unless batches are even; ranks compute what they hold
     layers that carry a state  tokens stay, attention tasks move
-    attention servers          rows are placed among trainers, tasks move to servers
+    extra ranks                rows are placed among the others, tasks move to these
 """
 
 from dataclasses import dataclass
@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from distca_hf.cost import CAUSAL_LAYERS, LayerMasks, TokenBytes
 from distca_hf.layout import Layout
 from distca_hf.placement.given import place_given
+from distca_hf.planning.extra_ranks import ExtraRanks
 from distca_hf.planning.plan import Plan, plan_in_place
 from distca_hf.planning.rebalance import plan_by_moving
-from distca_hf.servers.served_plans import Servers, plan_served
 from distca_hf.topology import Topology
 
 
@@ -45,10 +45,10 @@ class GivenPlans:
             return home
         return place_given(home, self.topology, self.head_groups, self.layer_masks)
 
-    def plan(self, layout: Layout, servers: Servers | None = None) -> Plan:
-        """Returns the plan of such a layout; attention servers are numbered after its ranks."""
-        if servers is not None:
-            return plan_served(layout, servers, self.head_groups, topology=self.topology, token_bytes=self.token_bytes)
+    def plan(self, layout: Layout, extra_ranks: ExtraRanks | None = None) -> Plan:
+        """Returns the plan of such a layout; extra ranks are numbered after its ranks."""
+        if extra_ranks is not None:
+            return extra_ranks.plan(layout, self.head_groups, topology=self.topology, token_bytes=self.token_bytes)
         if self.places_rows:
             return plan_in_place(layout, self.head_groups)
         return plan_by_moving(layout, self.head_groups, topology=self.topology, token_bytes=self.token_bytes)

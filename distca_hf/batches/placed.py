@@ -22,9 +22,9 @@ from distca_hf.layout import Layout
 from distca_hf.placement.by_kernel_time import KernelTimes, place_by_seconds
 from distca_hf.placement.place import place
 from distca_hf.placement.whole import fit_whole, place_whole
+from distca_hf.planning.extra_ranks import ExtraRanks
 from distca_hf.planning.plan import Plan, plan_in_place
 from distca_hf.planning.rebalance import plan_by_moving
-from distca_hf.servers.served_plans import Servers, plan_served
 
 
 if TYPE_CHECKING:
@@ -80,8 +80,8 @@ class PlacedPlanner:
         config: settings.
         num_ranks: ranks that share each micro-batch.
         head_groups: groups that plans may divide the heads of the model in.
-        servers: attention servers behind these ranks; None if there are none.
-        token_bytes: bytes of one token in one layer; read where there are servers, or documents stay whole.
+        extra_ranks: ranks without tokens after these; None if there are none.
+        token_bytes: bytes of one token in one layer; read where there are extra ranks, or documents stay whole.
         layer_masks: each mask of the model with the number of layers that have it.
         whole_documents: whether documents are not cut; then tasks of attention move.
         step_shape: divides the documents of optimizer steps; None: so that long documents train together.
@@ -91,7 +91,7 @@ class PlacedPlanner:
     config: DistCAConfig
     num_ranks: int
     head_groups: int = 1
-    servers: Servers | None = None
+    extra_ranks: ExtraRanks | None = None
     token_bytes: TokenBytes = TokenBytes()  # noqa: RUF009 (immutable)
     layer_masks: LayerMasks = CAUSAL_LAYERS
     whole_documents: bool = False
@@ -115,7 +115,7 @@ class PlacedPlanner:
     def num_chunks(self) -> int:
         """Chunks of every exchange, at most."""
         trainers = self.config.topology(self.num_ranks)
-        return self.config.num_chunks(trainers if self.servers is None else self.servers.topology(trainers))
+        return self.config.num_chunks(trainers if self.extra_ranks is None else self.extra_ranks.topology(trainers))
 
     @cached_property
     def kernel_times(self) -> KernelTimes | None:
@@ -202,19 +202,13 @@ class PlacedPlanner:
         )
 
     def plan_layout(self, layout: Layout) -> Plan:
-        """Plans a placed layout of the trainers, its rows padded."""
-        if self.servers is None and self.whole_documents:
-            topology = self.config.topology(self.num_ranks)
+        """Plans a placed layout, its rows padded."""
+        topology = self.config.topology(self.num_ranks)
+        if self.extra_ranks is not None:
+            return self.extra_ranks.plan(layout, self.head_groups, topology=topology, token_bytes=self.token_bytes)
+        if self.whole_documents:
             return plan_by_moving(layout, self.head_groups, topology=topology, token_bytes=self.token_bytes)
-        if self.servers is None:
-            return plan_in_place(layout, self.head_groups)
-        return plan_served(
-            layout,
-            self.servers,
-            self.head_groups,
-            topology=self.config.topology(self.num_ranks),
-            token_bytes=self.token_bytes,
-        )
+        return plan_in_place(layout, self.head_groups)
 
     def _place(self, document_tokens: IntArray) -> Layout:
         """Places documents: equal work for all ranks, or equal seconds."""
