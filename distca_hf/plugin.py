@@ -105,7 +105,7 @@ class DistCAPlugin(ParallelContext):
             pipeline.check(micro_steps, None if model is None else num_layers_of(model))
         loader = PlacedLoader(
             dataset,
-            planner_for(model, self, self.servers, pipeline),
+            planner_for(model, self, self.annex.extra_ranks, pipeline),
             self.training_transport(target),
             target,
             seed=seed,
@@ -144,9 +144,7 @@ class DistCAPlugin(ParallelContext):
             ConfigError: the model was not enabled, or is an engine of DeepSpeed; or an attempt was not entered.
             PeerLostError: servers were lost in four attempts.
         """
-        from distca_hf.servers.redo import attempts
-
-        return attempts(model, batches, self)
+        return self.annex.attempts(model, batches)
 
     def attach(self, trainer: "Trainer") -> None:
         """Balances a Trainer: checks, metrics, and rows that are placed inside the model. Call it before

@@ -59,9 +59,10 @@ STRANGERS = [
     {"pipelines", "plugin"},
     {"plugin", "servers"},
 ]
-# Rooms that training never needs. What still imports them from outside of the two top layers:
-ANNEXES = {"pipelines", "servers"}
-STILL_IMPORT_ANNEXES = {"parallel_context", "batches", "runtime", "integrations", "plugin"}
+# Rooms that training does not need, and never imports; a job with attention servers comes to them by one door.
+ANNEXES = {"analysis", "pipelines", "servers"}
+DOOR = ("distca_hf/parallel_context.py", "distca_hf.servers.annex.ServersAnnex")
+KNOW_ALL = {"__init__", "cli", "run"}
 # Below the integrations there is no Transformers; planning knows no torch; only comm knows process groups.
 FORBIDDEN = {
     "data": {"torch", "transformers", "accelerate", "deepspeed"},
@@ -107,8 +108,13 @@ def _imports(path: Path) -> tuple[str, ...]:
 
 
 def _own_imports(path: Path) -> set[str]:
-    """Parts of the package that a file imports."""
-    names = (name.split(".") for name in _imports(path) if name.split(".")[0] == "distca_hf")
+    """Parts of the package that a file imports, but for the door."""
+    name_of_file = str(path.relative_to(ROOT))
+    names = (
+        name.split(".")
+        for name in _imports(path)
+        if name.split(".")[0] == "distca_hf" and (name_of_file, name) != DOOR
+    )
     known = set().union(*LAYERS)
     return {parts[1] if len(parts) > 1 and parts[1] in known else "__init__" for parts in names}
 
@@ -118,10 +124,17 @@ def _own_imports(path: Path) -> set[str]:
 )
 def test_imports_go_down_the_layers(path: Path) -> None:
     part = _part(path)
-    for imported in _own_imports(path) - {part} - (ANNEXES if part in STILL_IMPORT_ANNEXES else set()):
+    for imported in _own_imports(path) - {part}:
         words = f"{part} (layer {_layer(part)}) imports {imported} (layer {_layer(imported)})"
         assert _layer(imported) <= _layer(part), words
         assert not any({part, imported} <= pair for pair in STRANGERS), words
+
+
+def test_core_never_imports_annexes() -> None:
+    importers = {_part(path) for path in _sources() if ANNEXES & (_own_imports(path) - {_part(path)})}
+
+    assert importers - ANNEXES == KNOW_ALL
+    assert DOOR[1] in _imports(ROOT / DOOR[0])
 
 
 @pytest.mark.parametrize("part", FORBIDDEN)
@@ -162,7 +175,8 @@ def test_there_are_no_import_cycles() -> None:
     modules |= {f"distca_hf.patches.{p.stem}": p for p in (ROOT / "patches").glob("*.py")}
     graph: dict[str, set[str]] = {}
     for name, path in modules.items():
-        imported = {candidate for full in _imports(path) for candidate in (full, full.rpartition(".")[0])}
+        names = [full for full in _imports(path) if full != DOOR[1]]
+        imported = {candidate for full in names for candidate in (full, full.rpartition(".")[0])}
         graph[name] = {target for target in imported if target in modules and target != name}
 
     def reach(start: str) -> set[str]:

@@ -22,7 +22,14 @@ from distca_hf.batches.meter import Meter
 from distca_hf.batches.placed import PlacedPlanner
 from distca_hf.batches.prepare import Cursor, Prefetcher, Prepared, Preparer
 from distca_hf.batches.preview import PlacedData, PlacedPlan
-from distca_hf.batches.taking import Replanner, UnusedBatches, agree_to_take, check_cuts, order_plan, shared_facts
+from distca_hf.batches.taking import (
+    PostingTransport,
+    Replanner,
+    UnusedBatches,
+    agree_to_take,
+    check_cuts,
+    shared_facts,
+)
 from distca_hf.comm.agreement import Agreement, Occasion
 from distca_hf.comm.transport import Transport
 from distca_hf.data.accumulation import SteppedEpoch
@@ -34,7 +41,6 @@ from distca_hf.data.rows import Reading
 from distca_hf.parallel_context import shown_to_accelerate
 from distca_hf.planning.plan import PlanFacts
 from distca_hf.planning.plan_totals import PlanTotals
-from distca_hf.servers.served_transport import ServedTransport
 from distca_hf.telemetry import REMEMBERED_MICRO_BATCHES, LoaderTimes, get_logger
 
 
@@ -298,16 +304,19 @@ class PlacedLoader:
 
     def _deliver(self, prepared: Prepared, data: PlacedData) -> dict[str, Any]:
         """Returns the batch on the device, with its plan, once all ranks have agreed to take the same one."""
-        served = self._transport if isinstance(self._transport, ServedTransport) else None
-        if served is not None:
-            prepared = self.preparer.planned_for(served.servers, prepared)
+        posting = self._transport if isinstance(self._transport, PostingTransport) else None
+        if posting is not None:
+            prepared = self.preparer.planned_for(posting.extra_ranks, prepared)
         self.times.micro_batches += 1
         self.times.plan_seconds += prepared.plan_seconds
         self.totals = self.totals.plus(prepared.facts)
         self.history.append(prepared.facts)
         number = self._number(prepared.cursor)
         agreement = agree_to_take(self._transport, prepared, number, self._facts())
-        posted = order_plan(self._transport, prepared.plan, number, self.preparer.planner.num_chunks)
+        posted, replan = None, None
+        if posting is not None:
+            posted = posting.post(prepared.plan, number, self.preparer.planner.num_chunks)
+            replan = Replanner(posting, self.preparer, prepared, number)
         plan = PlacedPlan(
             data,
             prepared.kinds.whole_tokens,
@@ -316,8 +325,7 @@ class PlacedLoader:
             transport=self._transport,
             config=self._config,
             agreement=agreement,
-            replan=None if served is None else Replanner(served, self.preparer, prepared, number),
-            stopwatch=None if served is None else served.speeds.stopwatch,
+            replan=replan,
             document_tokens=prepared.kinds.document_tokens,
         )
         batch = {

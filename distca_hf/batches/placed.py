@@ -23,9 +23,9 @@ from distca_hf.placement.by_kernel_time import KernelTimes, place_by_seconds
 from distca_hf.placement.given import place_given
 from distca_hf.placement.place import place
 from distca_hf.placement.whole import fit_whole, place_whole
+from distca_hf.planning.extra_ranks import ExtraRanks
 from distca_hf.planning.plan import Plan, plan_in_place
 from distca_hf.planning.rebalance import plan_by_moving
-from distca_hf.servers.served_plans import Servers, plan_served
 from distca_hf.topology import Topology
 
 
@@ -81,8 +81,8 @@ class PlacedPlanner:
     Attributes:
         num_ranks: ranks that share each micro-batch.
         head_groups: groups that plans may divide the heads of the model in.
-        servers: attention servers after these ranks; None if there are none.
-        token_bytes: bytes of one token in one layer; read where there are servers, or documents stay whole.
+        extra_ranks: ranks without tokens after these; None if there are none.
+        token_bytes: bytes of one token in one layer; read where there are extra ranks, or documents stay whole.
         layer_masks: each mask of the model with the number of layers that have it.
         whole_documents: whether documents are not cut; then tasks of attention move.
         step_shape: divides the documents of optimizer steps; None: so that long documents train together.
@@ -92,7 +92,7 @@ class PlacedPlanner:
     config: DistCAConfig
     num_ranks: int
     head_groups: int = 1
-    servers: Servers | None = None
+    extra_ranks: ExtraRanks | None = None
     token_bytes: TokenBytes = TokenBytes()  # noqa: RUF009 (immutable)
     layer_masks: LayerMasks = CAUSAL_LAYERS
     whole_documents: bool = False
@@ -116,7 +116,7 @@ class PlacedPlanner:
     def num_chunks(self) -> int:
         """Chunks of every exchange, at most."""
         trainers = self.config.topology(self.num_ranks)
-        return self.config.num_chunks(trainers if self.servers is None else self.servers.topology(trainers))
+        return self.config.num_chunks(trainers if self.extra_ranks is None else self.extra_ranks.topology(trainers))
 
     @cached_property
     def kernel_times(self) -> KernelTimes | None:
@@ -202,19 +202,13 @@ class PlacedPlanner:
         )
 
     def plan_layout(self, layout: Layout) -> Plan:
-        """Plans a placed layout of the trainers, its rows padded."""
-        if self.servers is None and self.whole_documents:
-            topology = self.config.topology(self.num_ranks)
+        """Plans a placed layout, its rows padded."""
+        topology = self.config.topology(self.num_ranks)
+        if self.extra_ranks is not None:
+            return self.extra_ranks.plan(layout, self.head_groups, topology=topology, token_bytes=self.token_bytes)
+        if self.whole_documents:
             return plan_by_moving(layout, self.head_groups, topology=topology, token_bytes=self.token_bytes)
-        if self.servers is None:
-            return plan_in_place(layout, self.head_groups)
-        return plan_served(
-            layout,
-            self.servers,
-            self.head_groups,
-            topology=self.config.topology(self.num_ranks),
-            token_bytes=self.token_bytes,
-        )
+        return plan_in_place(layout, self.head_groups)
 
     def _place(self, document_tokens: IntArray) -> Layout:
         """Places documents: equal work for all ranks, or equal seconds."""
@@ -241,7 +235,7 @@ class GivenPlans:
 
     layers without a state     rows are placed inside the model, unless batches are even; ranks compute what they hold
     layers that carry a state  tokens stay, attention tasks move
-    attention servers          rows are placed among trainers, tasks move to servers
+    ranks without tokens       rows are placed among the others, tasks move to them
 
     Attributes:
         topology: nodes of the ranks that hold tokens.
@@ -267,10 +261,10 @@ class GivenPlans:
             return home
         return place_given(home, self.topology, self.head_groups, self.layer_masks)
 
-    def plan(self, layout: Layout, servers: Servers | None = None) -> Plan:
-        """Returns the plan of such a layout; attention servers are numbered after its ranks."""
-        if servers is not None:
-            return plan_served(layout, servers, self.head_groups, topology=self.topology, token_bytes=self.token_bytes)
+    def plan(self, layout: Layout, extra_ranks: ExtraRanks | None = None) -> Plan:
+        """Returns the plan of such a layout; extra ranks are numbered after its ranks."""
+        if extra_ranks is not None:
+            return extra_ranks.plan(layout, self.head_groups, topology=self.topology, token_bytes=self.token_bytes)
         if self.places_rows:
             return plan_in_place(layout, self.head_groups)
         return plan_by_moving(layout, self.head_groups, topology=self.topology, token_bytes=self.token_bytes)

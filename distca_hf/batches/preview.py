@@ -97,8 +97,8 @@ class PlacedData:
         """Looks at micro-batches all over the epoch."""
         counted = list(self._spread(COUNTED))
         placed = set(islice(self._spread(PLACED), PLACED))
-        servers, num_ranks = self.planner.servers, self.planner.num_ranks
-        num_servers, layer_masks = 0 if servers is None else servers.count, self.planner.layer_masks
+        extra_ranks, num_ranks = self.planner.extra_ranks, self.planner.num_ranks
+        num_extra, layer_masks = 0 if extra_ranks is None else extra_ranks.count, self.planner.layer_masks
         tokens, in_order, after = [], [], []
         for index in counted:
             lengths = self.document_tokens[self.micro_batches.micro_batch(index)]
@@ -106,14 +106,14 @@ class PlacedData:
             in_order.append([work_in_order(lengths, num_ranks, mask) for mask, _ in layer_masks])
             if index in placed:
                 plan = self.planner.plan(lengths, self.micro_batches.layout(index))
-                after.append(imbalance_of_layers(plan, layer_masks, num_servers))
+                after.append(imbalance_of_layers(plan, layer_masks, num_extra))
         before = LayerWork(np.array(in_order).swapaxes(0, 1), layer_shares(layer_masks))
         return Preview(
             tokens=np.array(tokens),
             pairs=before.total,
             imbalance_before=before.imbalance,
             imbalance=np.full(len(counted), np.mean(after)),
-            speeds=() if servers is None else servers.rank_speeds(num_ranks),
+            speeds=() if extra_ranks is None else extra_ranks.rank_speeds(num_ranks),
         )
 
     def _spread(self, most: int) -> Iterator[int]:

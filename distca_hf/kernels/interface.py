@@ -12,7 +12,6 @@ used takes half the time of another one.
 """
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cache, cached_property, lru_cache
 from typing import NamedTuple, Protocol
@@ -203,29 +202,6 @@ class Kernel(Protocol):
     ) -> None:
         """Writes the gradients of q, k and v."""
         ...
-
-
-class MeasuredKernel:
-    """A kernel whose calls are measured.
-
-    Args:
-        measure: returns a context that each call is made in.
-    """
-
-    def __init__(self, kernel: Kernel, measure: Callable[[], AbstractContextManager[object]]) -> None:
-        self._kernel, self._measure = kernel, measure
-
-    def forward(self, inputs: Inputs, spans: Spans, spec: AttentionSpec, room: Room = NEW) -> Outputs:
-        """Computes as the kernel does."""
-        with self._measure():
-            return self._kernel.forward(inputs, spans, spec, room)
-
-    def backward(
-        self, dout_TNV: torch.Tensor, saved: Saved, gradients: Gradients, spans: Spans, spec: AttentionSpec
-    ) -> None:
-        """Writes gradients as the kernel does."""
-        with self._measure():
-            self._kernel.backward(dout_TNV, saved, gradients, spans, spec)
 
 
 def empty_outputs(q_TNH: torch.Tensor, v_SGV: torch.Tensor) -> Outputs:

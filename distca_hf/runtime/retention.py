@@ -72,27 +72,6 @@ class Received:
         return Received(self.keys.detach(), self.remote_q.detach())
 
 
-class Slots:
-    """Numbers under which attention servers keep rows, from forward until one backward pass."""
-
-    def __init__(self) -> None:
-        self._last, self._open = 0, set[int]()
-
-    def open(self) -> int:
-        """Returns the next number."""
-        self._last += 1
-        self._open.add(self._last)
-        return self._last
-
-    def close(self, slot: torch.Tensor) -> int:
-        """Returns the number of a slot (see `Kept`); 0 if it has none, or was closed before."""
-        number = slot.shape[0]
-        if number not in self._open:
-            return 0
-        self._open.discard(number)
-        return number
-
-
 class Retention:
     """Decides for a micro-batch which rows of other ranks are kept until backward, and until recomputation.
 

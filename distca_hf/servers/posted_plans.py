@@ -1,16 +1,88 @@
 """Posted plans: plans of micro-batches that attention servers have, and attention calls that are made with them."""
 
-from collections.abc import Sequence
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Self
 
 import torch
 
 from distca_hf.arrays import IntArray
+from distca_hf.batches.taking import PostingTransport
+from distca_hf.cost import TokenBytes
 from distca_hf.errors import ServerLostError
+from distca_hf.flops import ATTENTION_BACKWARD
+from distca_hf.kernels.interface import NEW, AttentionSpec, Gradients, Inputs, Kernel, Outputs, Room, Saved, Spans
+from distca_hf.planning.plan import Plan, PlanFacts
+from distca_hf.runtime.pending_traces import NotedPass
+from distca_hf.runtime.posted import Posted
 from distca_hf.servers.orders import DTYPES, CallOrder, Kind, PassOrder, Phase
+from distca_hf.servers.served_plans import plan_to_integers
+from distca_hf.servers.served_traces import OrderedPass, ReportedPass
 from distca_hf.servers.served_transport import ServedTransport
+from distca_hf.servers.speeds import Stopwatch
+from distca_hf.trace_file import TraceFile
+from distca_hf.traces import RankTrace
 
 
-class PostedPlan:
+class MeasuredCalls(Posted):
+    """Measures the calls of a plan, and posts nothing: on a server, and on trainers whose servers are all lost.
+
+    Args:
+        rank: of this process in the plan.
+        stopwatch: measures its kernels; None where nobody asks for their times.
+    """
+
+    def __init__(self, rank: int, stopwatch: Stopwatch | None) -> None:
+        self._rank, self._stopwatch = rank, stopwatch
+
+    def again(self) -> Self:
+        return self
+
+    def forward(
+        self,
+        q_TNH: torch.Tensor,
+        k_TGH: torch.Tensor,
+        v_TGV: torch.Tensor,
+        spec: AttentionSpec,
+        facts: PlanFacts,
+        keeps: bool,
+    ) -> int:
+        self._measure(q_TNH, v_TGV, spec, facts)
+        return 0
+
+    def backward(
+        self,
+        q_TNH: torch.Tensor,
+        k_TGH: torch.Tensor,
+        v_TGV: torch.Tensor,
+        spec: AttentionSpec,
+        facts: PlanFacts,
+        slot: torch.Tensor,
+        has_sinks: bool,
+        keeps: bool,
+    ) -> bool:
+        self._measure(q_TNH, v_TGV, spec, facts, ATTENTION_BACKWARD)
+        return keeps
+
+    def _measure(
+        self, q_TNH: torch.Tensor, v_TGV: torch.Tensor, spec: AttentionSpec, facts: PlanFacts, times: float = 1
+    ) -> None:
+        """Measures kernels that follow as those of a call, of so many times the operations of forward."""
+        if self._stopwatch is not None and not spec.window_tokens:
+            heads, dims = q_TNH.shape[1], q_TNH.shape[2] + v_TGV.shape[2]
+            flops = 2 * dims * heads * facts.work[self._rank] // facts.rows_per_token
+            self._stopwatch.begin_call(round(times * flops))
+
+    def measured(self, kernel: Kernel, spec: AttentionSpec) -> Kernel:
+        if self._stopwatch is None or spec.window_tokens:  # servers take no part in layers with windows
+            return kernel
+        return MeasuredKernel(kernel, self._stopwatch.kernel)
+
+    def traced(self, device: torch.device, file: TraceFile, token_bytes: TokenBytes, trace: RankTrace) -> NotedPass:
+        return NotedPass(device)
+
+
+class PostedPlan(MeasuredCalls):
     """A plan that servers have: its number, and the calls that are made with it. Servers may drop it when this object
     is gone on the trainers.
 
@@ -19,33 +91,29 @@ class PostedPlan:
         micro_batch: its number, for messages.
         num_chunks: chunks of the exchange in forward.
         fingerprint, integers: of the plan, and the plan itself.
-
-    Attributes:
-        roster: number of the connection that it was planned for.
-        servers: numbers of the servers that take part, in the order of their ranks.
-        room_bytes: that rows may take on each server until backward.
     """
 
     def __init__(
         self, transport: ServedTransport, micro_batch: int, num_chunks: int, fingerprint: int, integers: IntArray
     ) -> None:
-        self._transport, self.roster, self.room_bytes = transport, transport.roster, transport.room_bytes
-        self.servers = tuple(member.server for member in transport.members)
+        super().__init__(transport.rank, transport.speeds.stopwatch)
+        self._transport, self._roster, self.room_bytes = transport, transport.roster, transport.room_bytes
+        self.ranks = tuple(member.server for member in transport.members)
+        self._slots = Slots()
         self._order = micro_batch, num_chunks, fingerprint, integers
         self._number = transport.order_plan(self, *self._order)
 
-    def again(self) -> "PostedPlan":
-        """Posts the same plan under another number, for one more pass."""
-        return PostedPlan(self._transport, *self._order)
+    def again(self) -> Self:
+        return type(self)(self._transport, *self._order)
 
     @property
     def is_spoiled(self) -> bool:
-        """Whether a server was lost in this step: attention gives zeros."""
         return self._transport.in_step and self._transport.spoiled is not None
 
-    def begin_pass(self, text: str) -> None:
-        """Has servers trace the calls of a pass that begins. See `PassOrder`."""
+    def traced(self, device: torch.device, file: TraceFile, token_bytes: TokenBytes, trace: RankTrace) -> NotedPass:
+        text = ReportedPass(str(file.folder.absolute()), token_bytes, trace).text()
         self._order_pass(Kind.BEGIN_PASS, text=text)
+        return OrderedPass(device, self.end_forward)
 
     def end_forward(self, backward_calls: int) -> None:
         """Tells servers that the forward pass of a traced pass has ended, and how many calls of backward follow."""
@@ -53,23 +121,52 @@ class PostedPlan:
 
     def _order_pass(self, kind: Kind, backward_calls: int = 0, text: str = "") -> None:
         transport = self._transport
-        if transport.spoiled is None and transport.roster == self.roster:  # else it runs again, or with another plan
+        if transport.spoiled is None and transport.roster == self._roster:  # else it runs again, or with another plan
             transport.order_pass(kind, PassOrder(self._number, backward_calls, text))
 
-    def call(
+    def forward(
+        self,
+        q_TNH: torch.Tensor,
+        k_TGH: torch.Tensor,
+        v_TGV: torch.Tensor,
+        spec: AttentionSpec,
+        facts: PlanFacts,
+        keeps: bool,
+    ) -> int:
+        slot = self._slots.open() if keeps else 0
+        self._call(Phase.FORWARD, q_TNH, k_TGH, v_TGV, spec, slot)
+        super().forward(q_TNH, k_TGH, v_TGV, spec, facts, keeps)
+        return slot
+
+    def backward(
+        self,
+        q_TNH: torch.Tensor,
+        k_TGH: torch.Tensor,
+        v_TGV: torch.Tensor,
+        spec: AttentionSpec,
+        facts: PlanFacts,
+        slot: torch.Tensor,
+        has_sinks: bool,
+        keeps: bool,
+    ) -> bool:
+        number = self._slots.close(slot)
+        self._call(Phase.BACKWARD, q_TNH, k_TGH, v_TGV, spec, number, has_sinks)
+        return super().backward(q_TNH, k_TGH, v_TGV, spec, facts, slot, has_sinks, number > 0)
+
+    def _call(
         self,
         phase: Phase,
         q_TNH: torch.Tensor,
         k_TGH: torch.Tensor,
         v_TGV: torch.Tensor,
-        spec: Sequence[float],
-        slot: int = 0,
+        spec: AttentionSpec,
+        slot: int,
         has_sinks: bool = False,
     ) -> None:
         """Posts an attention call on tensors like these.
 
         Args:
-            spec, slot, has_sinks: see `CallOrder`.
+            slot, has_sinks: see `CallOrder`.
 
         Raises:
             ServerLostError: this step is spoiled.
@@ -79,3 +176,57 @@ class PostedPlan:
         shapes = q_TNH.shape[1], k_TGH.shape[1], q_TNH.shape[2], v_TGV.shape[2]
         dtype = DTYPES.index(q_TNH.dtype)
         self._transport.order_call(CallOrder(self._number, phase, *shapes, dtype, slot, has_sinks, tuple(spec)))
+
+
+class TrainerTransport(ServedTransport, PostingTransport):
+    """Transport of a trainer with attention servers, which plans are posted to."""
+
+    def post(self, plan: Plan | None, micro_batch: int, num_chunks: int) -> Posted:
+        if plan is None:
+            return MeasuredCalls(self.rank, self.speeds.stopwatch)
+        return PostedPlan(self, micro_batch, num_chunks, plan.fingerprint, plan_to_integers(plan))
+
+
+class Slots:
+    """Numbers under which attention servers keep rows, from forward until one backward pass."""
+
+    def __init__(self) -> None:
+        self._last, self._open = 0, set[int]()
+
+    def open(self) -> int:
+        """Returns the next number."""
+        self._last += 1
+        self._open.add(self._last)
+        return self._last
+
+    def close(self, slot: torch.Tensor) -> int:
+        """Returns the number of a slot (see `Kept`); 0 if it has none, or was closed before."""
+        number = slot.shape[0]
+        if number not in self._open:
+            return 0
+        self._open.discard(number)
+        return number
+
+
+class MeasuredKernel:
+    """A kernel whose calls are measured.
+
+    Args:
+        kernel: computes.
+        measure: returns a context that each call is made in.
+    """
+
+    def __init__(self, kernel: Kernel, measure: Callable[[], AbstractContextManager[object]]) -> None:
+        self._kernel, self._measure = kernel, measure
+
+    def forward(self, inputs: Inputs, spans: Spans, spec: AttentionSpec, room: Room = NEW) -> Outputs:
+        """Computes as the kernel does."""
+        with self._measure():
+            return self._kernel.forward(inputs, spans, spec, room)
+
+    def backward(
+        self, dout_TNV: torch.Tensor, saved: Saved, gradients: Gradients, spans: Spans, spec: AttentionSpec
+    ) -> None:
+        """Writes gradients as the kernel does."""
+        with self._measure():
+            self._kernel.backward(dout_TNV, saved, gradients, spans, spec)

@@ -11,8 +11,8 @@ are restored, so that the second run gives the numbers that the first one would 
 
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -133,10 +133,7 @@ def _refuse_step(optimizer: torch.optim.Optimizer, *arguments: object) -> None:
 
 def served_transport(context: ParallelContext, device: torch.device) -> ServedTransport:
     """Returns the transport of a context that has attention servers; opened when first asked for."""
-    context.training_transport(device)
-    transport = context.served(device)
-    assert transport is not None
-    return transport
+    return cast(ServedTransport, context.training_transport(device))
 
 
 def attempts(
@@ -152,9 +149,6 @@ def attempts(
         ConfigError: the model was not enabled, or an engine steps by itself; or an attempt was not entered.
         PeerLostError: servers were lost in every attempt.
     """
-    if context.servers is None:
-        yield nullcontext()
-        return
     watch = next(filter(None, map(watch_of, model.modules())), None)
     if watch is None:
         raise ConfigError(

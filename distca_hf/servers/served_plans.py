@@ -25,6 +25,7 @@ from distca_hf.arrays import IntArray, offsets
 from distca_hf.cost import CAUSAL_MASK, Mask, TokenBytes
 from distca_hf.errors import ConfigError, PackingError, PlanError
 from distca_hf.layout import Layout
+from distca_hf.planning.extra_ranks import ExtraRanks
 from distca_hf.planning.pieces import Tasks
 from distca_hf.planning.plan import PLAN_VERSION, Plan
 from distca_hf.planning.rebalance import plan_by_moving
@@ -51,7 +52,7 @@ HEADER_LENGTH = NUM_NUMBERS + NUM_ARRAYS
 
 
 @dataclass(frozen=True)
-class Servers:
+class Servers(ExtraRanks):
     """The attention servers of a plan, ranks N, N + 1, ... behind N trainers.
 
     Attributes:
@@ -107,41 +108,31 @@ class Servers:
             )
         return trainers.with_servers(self.nodes or (0,) * self.count)
 
+    def plan(
+        self,
+        layout: Layout,
+        head_groups: int = 1,
+        *,
+        topology: Topology | None = None,
+        token_bytes: TokenBytes = TokenBytes(),  # noqa: B008 (immutable)
+    ) -> Plan:
+        """Plans the layout of the trainers with these servers, so that all ranks compute for about the same time.
 
-def plan_served(
-    layout: Layout,
-    servers: Servers,
-    head_groups: int = 1,
-    *,
-    topology: Topology | None = None,
-    token_bytes: TokenBytes = TokenBytes(),  # noqa: B008 (immutable)
-) -> Plan:
-    """Plans the layout of the trainers with attention servers, so that all ranks compute for about the same time.
-
-    Stripes of a placed layout are left out: tasks that move divide heads themselves, and send no more bytes.
-
-    Args:
-        layout: trainers, and the tokens that each of them holds.
-        servers: ranks behind them.
-        head_groups: groups that heads may be divided into; 1 keeps heads together.
-        topology: trainers that share a node; all of them, if it is not given.
-        token_bytes: bytes of one token in one layer.
-
-    Raises:
-        ConfigError: head groups below 1, a topology of other ranks, or servers on unknown nodes.
-    """
-    if topology is not None and topology.num_ranks != layout.num_ranks:
-        raise ConfigError(f"the topology has {topology.num_ranks} ranks, the layout {layout.num_ranks} trainers")
-    speeds = servers.rank_speeds(layout.num_ranks)
-    plan = plan_by_moving(
-        replace(layout.with_servers(servers.count), stripes=()),
-        head_groups,
-        topology=None if topology is None else servers.topology(topology),
-        token_bytes=token_bytes,
-        speeds=speeds,
-        tolerance=SERVED_TOLERANCE,
-    )
-    return replace(plan, speeds=speeds)
+        Stripes of a placed layout are left out: tasks that move divide heads themselves, and send no more bytes.
+        Arguments and errors: see `ExtraRanks.plan`.
+        """
+        if topology is not None and topology.num_ranks != layout.num_ranks:
+            raise ConfigError(f"the topology has {topology.num_ranks} ranks, the layout {layout.num_ranks} trainers")
+        speeds = self.rank_speeds(layout.num_ranks)
+        plan = plan_by_moving(
+            replace(layout.with_servers(self.count), stripes=()),
+            head_groups,
+            topology=None if topology is None else self.topology(topology),
+            token_bytes=token_bytes,
+            speeds=speeds,
+            tolerance=SERVED_TOLERANCE,
+        )
+        return replace(plan, speeds=speeds)
 
 
 def plan_to_integers(plan: Plan) -> IntArray:

@@ -11,6 +11,7 @@ what is its own. Other passes cost nothing: there is no order.
 
 import json
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple, Self
@@ -30,7 +31,6 @@ from distca_hf.runtime.pending_traces import (
     memory_of,
     tasks_of,
 )
-from distca_hf.servers.posted_plans import PostedPlan
 from distca_hf.telemetry import OF_THIS_RANK, get_logger
 from distca_hf.trace_file import TraceFile
 from distca_hf.traces import RankTrace
@@ -44,19 +44,19 @@ class OrderedPass(NotedPass):
 
     Args:
         device: that attention runs on.
-        posted: the plan as servers have it.
+        tell: tells servers, of the number of calls of backward.
     """
 
-    def __init__(self, device: torch.device, posted: PostedPlan) -> None:
+    def __init__(self, device: torch.device, tell: Callable[[int], None]) -> None:
         super().__init__(device)
-        self._posted: PostedPlan | None = posted
+        self._tell: Callable[[int], None] | None = tell
 
     def end_forward(self, backward_calls: int) -> None:
         """Ends the forward pass; `backward_calls` follow it."""
         super().end_forward(backward_calls)
-        if self._posted is not None:
-            self._posted.end_forward(backward_calls)
-        self._posted = None  # servers keep a plan for as long as trainers hold it, and moments may be held for longer
+        if self._tell is not None:
+            self._tell(backward_calls)
+        self._tell = None  # servers keep a plan for as long as trainers hold it, and moments may be held for longer
 
 
 class ReportedPass(NamedTuple):

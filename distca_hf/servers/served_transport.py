@@ -26,6 +26,7 @@ from distca_hf.arrays import IntArray
 from distca_hf.comm.grid import Scope
 from distca_hf.comm.transport import AllToAll, Exchange, Gather, Transport
 from distca_hf.errors import DistCAError, PeerLostError, ServerLostError, StepTimeoutError
+from distca_hf.planning.extra_ranks import ExtraRanks
 from distca_hf.servers.heartbeats import StreamProgress, Watch
 from distca_hf.servers.job_store import open_store
 from distca_hf.servers.live_servers import LiveServers
@@ -59,7 +60,7 @@ class ServedTransport:
         among_trainers: see above; for batches that no server takes part in.
         roster: number of the present connection.
         members: servers that take part.
-        servers: their part in plans; None if none does.
+        extra_ranks: their part in plans; None if none does.
         spoiled: words about the server that was lost in this step; None if none was.
         in_step: whether an optimizer step that can run again has begun.
         servers_lost: how many were lost so far.
@@ -81,7 +82,7 @@ class ServedTransport:
         self.rank, self.world_size, self.grid = among_trainers.rank, among_trainers.world_size, among_trainers.grid
         self.roster, self.servers_lost, self.room_bytes = 0, 0, math.inf
         self.members: tuple[Member, ...] = ()
-        self.servers: Servers | None = None
+        self.extra_ranks: ExtraRanks | None = None
         self.spoiled: str | None = None
         self._device, self._all, self._settings = device, all_servers, settings
         self._timeout_seconds, self._limit_seconds = timeout_seconds, limit_seconds
@@ -204,7 +205,7 @@ class ServedTransport:
         self.in_step = False
         if counts:
             self._live.losses.note_step(server for server, _ in self.members)
-            self.servers = self.speeds.note([row[len(shown) :] for row in rows])
+            self.extra_ranks = self.speeds.note([row[len(shown) :] for row in rows])
         if not counts or members != self.members:
             self._open(members, 4 * self._limit_seconds)
         return counts
@@ -298,7 +299,7 @@ class ServedTransport:
             rows = self.gather([good, *self._live.starts(hang)], f"roster {self.roster}").wait()
             if all(row[0] for row in rows):
                 here = roster_store(self._store, self.roster) if self.rank == 0 else None
-                self.servers = self.speeds.begin_roster(members, here)
+                self.extra_ranks = self.speeds.begin_roster(members, here)
                 for server, incarnation in (member for member in members if member not in earlier):
                     log.info("attention server %d (start %d) takes part from now on", server, incarnation)
                 return

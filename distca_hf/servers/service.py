@@ -19,6 +19,7 @@ from distca_hf.runtime.layer_kinds import PinnedKinds
 from distca_hf.runtime.live_plan import LivePlan
 from distca_hf.runtime.retention import Kept
 from distca_hf.servers.orders import DTYPES, CallOrder, PassOrder, Phase, PlanOrder
+from distca_hf.servers.posted_plans import MeasuredCalls
 from distca_hf.servers.rosters import RosterTransport
 from distca_hf.servers.served_plans import plan_from_integers
 from distca_hf.servers.served_traces import ServedTraces
@@ -94,10 +95,9 @@ class Service:
         self.plans = {number: plan for number, plan in self.plans.items() if number >= order.oldest}
         live = LivePlan(
             order.micro_batch,
-            kinds.planned(self.device, plan.fingerprint),
+            kinds.planned(self.device, plan.fingerprint, MeasuredCalls(self.transport.rank, self.stopwatch)),
             self.transport,
             self.config,
-            stopwatch=self.stopwatch,
         )
         self.plans[order.plan] = live, {}
 

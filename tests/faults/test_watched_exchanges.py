@@ -51,8 +51,8 @@ class Trainer(NamedTuple):
         plugin = distca_hf.DistCAPlugin(tokens_per_rank=192)
         batches = iter(plugin.dataloader(random_dataset(60), seed=3))
         model = distca_hf.enable(tiny_model(num_hidden_layers=1), plugin).train()
-        transport, progress = plugin.served(torch.device("cpu")), Progress()
-        assert transport is not None
+        transport, progress = plugin.training_transport(torch.device("cpu")), Progress()
+        assert isinstance(transport, ServedTransport)
         transport._progress = progress  # type: ignore[assignment]
         return cls(transport, progress), Step(model, batches)
 

@@ -56,15 +56,11 @@ class Script:
 class ScriptedContext:
     """A plugin whose attention servers are a script."""
 
-    servers = object()
-
-    def __init__(self, plugin: Any, script: Script) -> None:
+    def __init__(self, plugin: Any, script: Script | None) -> None:
         self.metrics, self.device, self._script = plugin.metrics, torch.device("cpu"), script
 
-    def training_transport(self, device: torch.device) -> Script:
+    def training_transport(self, device: torch.device) -> Script | None:
         return self._script
-
-    served = training_transport
 
 
 # Metrics that differ where servers were lost.

@@ -262,9 +262,9 @@ def test_measured_speeds_and_equal_gradients_in_every_run_exclude_each_other(mon
     servers = {"attention_servers": "1", "deterministic": True}
     with pytest.raises(ConfigError, match="server_speed=0 measures speeds, which differ from run to run"):
         ParallelContext(**servers)
-    given = ParallelContext(**servers, server_speed=0.5).servers
+    given = ParallelContext(**servers, server_speed=0.5).annex.extra_ranks
     assert given is not None
     assert given.speeds == (0.5,)
-    measured = ParallelContext(attention_servers="1").servers
+    measured = ParallelContext(attention_servers="1").annex.extra_ranks
     assert measured is not None
     assert measured.speeds == (1.0,)

@@ -250,7 +250,7 @@ class SimulationRequest:
             config,
             num_ranks,
             self.head_groups,
-            servers=servers,
+            extra_ranks=servers,
             token_bytes=self.model.heads.token_bytes(),
             layer_masks=self.model.masks,
             whole_documents=self.model.mixers > 0,

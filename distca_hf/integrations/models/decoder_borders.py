@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 
 from distca_hf.batches.batch_documents import Batch, tokens_of
 from distca_hf.batches.padded import PaddedRows
+from distca_hf.batches.taking import among_trainers
 from distca_hf.comm.agreement import REMEDIES, Agreement, Occasion, by_value
 from distca_hf.errors import PlanError, PlanMismatchError, UnsupportedAttentionError
 from distca_hf.integrations.mask import RowMask
@@ -28,7 +29,6 @@ from distca_hf.integrations.models.hooks import Hook
 from distca_hf.integrations.models.structure import names_by_position, text_decoder
 from distca_hf.runtime.live_plan import LivePlan
 from distca_hf.runtime.row_moves import PassRows
-from distca_hf.servers.served_transport import ServedTransport
 from distca_hf.torch_private import hidden_from_dynamo, register_first_hook
 
 
@@ -177,7 +177,7 @@ class DecoderBorders:
         batch_size, length = tokens.shape
         rows = PassRows(
             moves,
-            plan.transport.among_trainers if isinstance(plan.transport, ServedTransport) else plan.transport,
+            among_trainers(plan.transport),
             self._token_places,
             (batch_size, length),
             f"micro-batch {plan.micro_batch}",

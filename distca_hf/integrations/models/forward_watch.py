@@ -295,7 +295,7 @@ class ForwardWatch:
         """Returns the planner of given batches, made when it is first asked for."""
         if self.planner is None:
             transport = self.context.training_transport(device)
-            of_model = self._head_groups, self._token_bytes, self.context.servers, self._layer_masks
+            of_model = self._head_groups, self._token_bytes, self._layer_masks
             of_rows = self._read_and_open, not self._mixers.mixers, self.flops
             self.planner = GivenPlanner(self.context, transport, *of_model, *of_rows)
         return self.planner

@@ -25,7 +25,7 @@ from distca_hf.integrations.models.layer_masks import layer_masks_of, layer_wind
 from distca_hf.integrations.models.mixers import needs_whole_documents
 from distca_hf.integrations.models.structure import text_decoder, transformers_model, weights_beside_text
 from distca_hf.parallel_context import ParallelContext
-from distca_hf.servers.served_plans import Servers
+from distca_hf.planning.extra_ranks import ExtraRanks
 from distca_hf.traces import HeadSizes, ModelSizes, PredictedCosts
 
 
@@ -162,25 +162,25 @@ def share_of(weight: str, shares: Mapping[str, float | None]) -> float | None:
 def planner_for(
     model: nn.Module | None,
     context: ParallelContext,
-    servers: Servers | None = None,
+    extra_ranks: ExtraRanks | None = None,
     step_shape: StepShape | None = None,
 ) -> PlacedPlanner:
     """Returns a planner for batches of a model, which the ranks of a context share.
 
     Args:
         model: None: any model of full causal attention, whose heads are not divided.
-        step_shape: see `PlacedPlanner`.
+        extra_ranks, step_shape: see `PlacedPlanner`.
 
     Raises:
         AttributeError, KeyError, RuntimeError, ValueError: the size of a token is needed, and neither the model's
             config nor its layers say how many heads there are, or how wide they are.
     """
     members = context.members
-    planner = PlacedPlanner(context, len(members.token_ranks), servers=servers, step_shape=step_shape)
+    planner = PlacedPlanner(context, len(members.token_ranks), extra_ranks=extra_ranks, step_shape=step_shape)
     if model is None:
         return planner
     whole_documents = needs_whole_documents(model)
-    needs_bytes = servers is not None or whole_documents
+    needs_bytes = extra_ranks is not None or whole_documents
     return replace(
         planner,
         head_groups=head_groups_of(model, members.grid.shape[2]),

@@ -33,7 +33,6 @@ from distca_hf.integrations.trainer.loss_reader import LossReader
 from distca_hf.integrations.trainer.resuming import Resuming, check_checkpoint
 from distca_hf.integrations.trainer.stop_on_signal import LeaveOnSignal
 from distca_hf.parallel_context import ParallelContext
-from distca_hf.servers.redone_steps import RedoneSteps, cannot_redo
 from distca_hf.telemetry import get_logger
 
 
@@ -60,9 +59,7 @@ def attach(trainer: Trainer, context: ParallelContext) -> None:
         earlier.undo()
     if context.tokens_per_rank and trainer.train_dataset is not None:
         check_map_style(trainer.train_dataset)
-    reasons = list(wrong_settings(trainer, context))
-    if context.servers is not None:
-        reasons += cannot_redo(trainer)
+    reasons = [*wrong_settings(trainer, context), *context.annex.cannot_attach(trainer)]
     if any(isinstance(callback, DistCACallback) for callback in trainer.callback_handler.callbacks):
         reasons.append("it has a DistCACallback, and attach brings one: leave it out of callbacks=[...]")
     if reasons:
@@ -85,8 +82,7 @@ def attach(trainer: Trainer, context: ParallelContext) -> None:
                 give_own_attention(model)
         attachment.replace(trainer, "compute_loss", partial(_loss_of_known_batch, trainer.compute_loss))
         reader.install()
-        if context.servers is not None:
-            RedoneSteps(trainer, context).install(attachment)
+        context.annex.attach(trainer, attachment)
     except BaseException:
         attachment.undo()
         raise
@@ -223,7 +219,7 @@ def _training_loader(trainer: Trainer, context: ParallelContext) -> PlacedLoader
         )
     loader = PlacedLoader(
         trainer.train_dataset,
-        planner_for(trainer.model, context, context.servers),
+        planner_for(trainer.model, context, context.annex.extra_ranks),
         context.training_transport(args.device),
         args.device,
         seed=args.seed if args.data_seed is None else args.data_seed,

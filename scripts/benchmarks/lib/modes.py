@@ -295,7 +295,7 @@ def _placed(place: Place, step: StepTokens) -> Mode:
     follow_mesh(place.model, plugin)
     loader = PlacedLoader(  # as plugin.dataloader makes it, for tokens that may be numbers beyond the vocabulary
         Dataset.from_dict({"input_ids": documents}),
-        planner_for(place.model, plugin, plugin.servers),
+        planner_for(place.model, plugin, plugin.annex.extra_ranks),
         plugin.training_transport(place.device),
         place.device,
         shuffle=False,

@@ -10,15 +10,16 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from distca_hf.comm.transport import AllToAll, Arrived, LocalTransport
 from distca_hf.errors import ConfigError, PeerLostError, ServerLostError, StoreLostError
+from distca_hf.planning.plan import PlanFacts
 from distca_hf.servers import heartbeats, served_transport
 from distca_hf.servers.job_store import JobStore
 from distca_hf.servers.live_servers import MOST_LOSSES, LostServers
-from distca_hf.servers.orders import Phase
-from distca_hf.servers.posted_plans import PostedPlan
+from distca_hf.servers.posted_plans import PostedPlan, Slots
 from distca_hf.servers.rosters import Member, roster_store
 from distca_hf.servers.served_plans import Servers
 from distca_hf.servers.served_transport import ServedTransport
 from distca_hf.servers.speeds import Reading, ServerSpeeds
+from support.parity import SPEC
 
 
 class Watch:
@@ -118,7 +119,7 @@ def test_a_server_that_no_step_counts_with_is_left_out(
             assert transport.members == (Member(0, losses), Member(1, 0))
             lose(transport, 0)
         assert transport.members == (Member(1, 0),)
-        assert transport.servers == Servers((1.0,))
+        assert transport.extra_ranks == Servers((1.0,))
         run_step(transport)
         transport._watch.starts[0] += 1  # type: ignore[attr-defined]
         run_step(transport)
@@ -144,7 +145,7 @@ def test_without_the_last_server_trainers_attend_alone(monkeypatch: pytest.Monke
     transport = transport_with(monkeypatch, count=1)
     for _ in range(MOST_LOSSES):
         lose(transport, 0)
-    assert (transport.members, transport.servers) == ((), None)
+    assert (transport.members, transport.extra_ranks) == ((), None)
     run_step(transport)
 
 
@@ -198,10 +199,16 @@ def test_behind_a_step_that_an_error_ended_attention_fails(transport: ServedTran
 
     assert not posted.is_spoiled
     with pytest.raises(ServerLostError, match="connection closed"):
-        posted.call(Phase.FORWARD, rows, rows, rows, ())
+        posted.forward(rows, rows, rows, SPEC, PlanFacts(1, 1, (1,), (1,), (0,)), keeps=False)
     transport.begin_step()
     assert posted.is_spoiled
     assert not transport.end_step()
+
+
+def test_a_slot_is_open_for_one_backward_pass() -> None:
+    slots = Slots()
+    first, second = slots.open(), slots.open()
+    assert [slots.close(torch.empty(slot, 0)) for slot in (second, first, first, 0, 9)] == [second, first, 0, 0, 0]
 
 
 def test_a_roster_that_cannot_be_opened_is_given_up(

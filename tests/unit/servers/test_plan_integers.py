@@ -15,7 +15,7 @@ from distca_hf.layout import Layout
 from distca_hf.placement.place import place
 from distca_hf.planning.plan import Plan, plan_in_place
 from distca_hf.planning.routing import rank_plan
-from distca_hf.servers.served_plans import HEADER_LENGTH, Servers, plan_from_integers, plan_served, plan_to_integers
+from distca_hf.servers.served_plans import HEADER_LENGTH, Servers, plan_from_integers, plan_to_integers
 from support.layouts import random_layout, random_plan, striped_layout
 
 
@@ -30,7 +30,7 @@ def any_plan(seed: int) -> Plan:
     kind = rng.randrange(3)
     if kind == 0:
         servers = Servers(tuple(rng.uniform(0.1, 3) for _ in range(rng.randint(1, 3))), rng.random() < 0.5)
-        return plan_served(random_layout(rng, num_ranks), servers, head_groups)
+        return servers.plan(random_layout(rng, num_ranks), head_groups)
     if kind == 1:
         return random_plan(rng, random_layout(rng, num_ranks), head_groups)
     return plan_in_place(striped_layout(rng, num_ranks), head_groups, mask)
@@ -84,7 +84,7 @@ def test_a_damaged_integer_is_refused_or_gives_another_plan(seed: int, place_of:
     assert (back.fingerprint != plan.fingerprint) == changed
 
 
-SERVED = plan_to_integers(plan_served(place([50, 20, 9], 2), Servers((0.5,))))
+SERVED = plan_to_integers(Servers((0.5,)).plan(place([50, 20, 9], 2)))
 
 
 def changed(at: int, value: int) -> IntArray:

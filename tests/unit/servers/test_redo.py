@@ -25,7 +25,7 @@ def enabled_model(plugin: distca_hf.DistCAPlugin) -> nn.Module:
 def train(script: Script | None) -> tuple[list[float], list[torch.Tensor]]:
     """Trains four steps of two micro-batches in a loop; returns losses and weights."""
     plugin = distca_hf.DistCAPlugin(tokens_per_rank=CAPACITY_TOKENS)
-    context: Any = plugin if script is None else ScriptedContext(plugin, script)
+    context: Any = ScriptedContext(plugin, script)
     loader = plugin.dataloader(random_dataset(50), seed=1)
     model = enabled_model(plugin)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
@@ -33,7 +33,7 @@ def train(script: Script | None) -> tuple[list[float], list[torch.Tensor]]:
     losses, batches = [], iter(loader)
     for _ in range(4):
         window = [next(batches), next(batches)]
-        for attempt in attempts(model, window, context):
+        for attempt in plugin.attempts(model, window) if script is None else attempts(model, window, context):
             with attempt:
                 total = 0.0
                 for batch in window:

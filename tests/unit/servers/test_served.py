@@ -17,7 +17,7 @@ from distca_hf.planning.plan_totals import PlanTotals
 from distca_hf.planning.rebalance.greedy import WorkGaps
 from distca_hf.planning.routing import LATE_SHARE, rank_plan, route
 from distca_hf.planning.transfers import bytes_between
-from distca_hf.servers.served_plans import Servers, plan_served
+from distca_hf.servers.served_plans import Servers
 from distca_hf.topology import Topology
 from support.layouts import packed_layout, random_layout, striped_layout
 
@@ -120,7 +120,7 @@ def test_servers_beside_several_nodes_need_to_say_where_they_are() -> None:
 @pytest.mark.parametrize("head_groups", [1, 8])
 @pytest.mark.parametrize("speeds", [(1.0,), (0.5, 0.2), (2.0,)])
 def test_all_ranks_compute_for_the_same_time(layout: Layout, head_groups: int, speeds: tuple[float, ...]) -> None:
-    plan = plan_served(layout, Servers(speeds), head_groups)
+    plan = Servers(speeds).plan(layout, head_groups)
     plan.validate()
     times = plan.work / np.array([1.0, 1.0, *speeds])
     even = plan.work.sum() / (2 + sum(speeds))
@@ -134,7 +134,7 @@ def test_all_ranks_compute_for_the_same_time(layout: Layout, head_groups: int, s
 
 @pytest.mark.parametrize("layout", [place(LENGTHS, 2), Layout.from_packs(PACKS)], ids=["placed", "packs"])
 def test_trainers_may_leave_all_attention_to_servers(layout: Layout) -> None:
-    plan = plan_served(layout, Servers((1.0, 0.5), trainers_attend=False), 8)
+    plan = Servers((1.0, 0.5), trainers_attend=False).plan(layout, 8)
     plan.validate()
 
     assert plan.speeds == (0.0, 0.0, 1.0, 0.5)
@@ -145,7 +145,7 @@ def test_trainers_may_leave_all_attention_to_servers(layout: Layout) -> None:
 def test_a_slow_server_beside_many_trainers_gets_its_share() -> None:
     rng = random.Random(0)
     lengths = [min(60_000, int(rng.lognormvariate(8.3, 1.6)) + 16) for _ in range(40)]
-    plan = plan_served(place(lengths, 8, head_groups=8), Servers((0.2,)), 8)
+    plan = Servers((0.2,)).plan(place(lengths, 8, head_groups=8), 8)
 
     assert plan.work[8] / plan.work.sum() == pytest.approx(0.2 / 8.2, rel=0.25)
 
@@ -153,7 +153,7 @@ def test_a_slow_server_beside_many_trainers_gets_its_share() -> None:
 def test_a_striped_layout_moves_no_more_bytes_than_without_servers() -> None:
     """Its stripes are left out, but tokens lie as the stripe spread them, and heads are divided all the same."""
     layout = place([500_000], 8, head_groups=8)
-    in_place, plan = plan_in_place(layout, 8), plan_served(layout, Servers((1.0,)), 8)
+    in_place, plan = plan_in_place(layout, 8), Servers((1.0,)).plan(layout, 8)
     plan.validate()
 
     assert layout.stripes
@@ -168,7 +168,7 @@ def test_random_layouts_have_plans() -> None:
         rng = random.Random(seed)
         layout = rng.choice([random_layout, packed_layout, striped_layout])(rng, rng.randint(1, 4))
         servers = Servers(tuple(rng.uniform(0.2, 1) for _ in range(rng.randint(1, 3))), rng.random() < 0.5)
-        plan = plan_served(layout, servers, rng.choice([1, 2, 4]))
+        plan = servers.plan(layout, rng.choice([1, 2, 4]))
         plan.validate()
 
         if not servers.trainers_attend:
@@ -179,7 +179,7 @@ def test_work_stays_on_the_node_of_the_trainers_that_have_it() -> None:
     """Two nodes with one server each; the plan that knows nodes sends nothing between them."""
     layout = Layout.from_packs([[60_000], [10], [60_000], [10]])
     topology = Topology(4, 2)
-    plan = plan_served(layout, Servers((1.0, 1.0), nodes=(1, 0)), 8, topology=topology)
+    plan = Servers((1.0, 1.0), nodes=(1, 0)).plan(layout, 8, topology=topology)
     node_of = topology.with_servers([1, 0]).node_of
 
     assert (node_of[plan.pieces.owner] == node_of[plan.pieces.server]).all()
@@ -188,7 +188,7 @@ def test_work_stays_on_the_node_of_the_trainers_that_have_it() -> None:
 
 def test_a_topology_of_other_ranks_is_refused() -> None:
     with pytest.raises(ConfigError, match="topology has 3 ranks, the layout 2 trainers"):
-        plan_served(Layout.from_packs(PACKS), Servers((1.0,)), topology=Topology(3, 3))
+        Servers((1.0,)).plan(Layout.from_packs(PACKS), topology=Topology(3, 3))
 
 
 # --- speeds of a plan
@@ -210,7 +210,7 @@ def test_the_fingerprint_of_a_plan_without_servers_is_the_one_it_always_was() ->
 
 def test_facts_compare_the_time_of_all_ranks_with_the_work_of_trainers() -> None:
     layout = Layout.from_packs(PACKS)
-    plan = plan_served(layout, Servers((0.5,)), 8)
+    plan = Servers((0.5,)).plan(layout, 8)
     facts = [rank_plan(plan, rank, work_before=layout.rank_work).facts for rank in range(3)]
 
     assert facts[0] == facts[1] == facts[2]
@@ -249,7 +249,7 @@ def times_before_results_leave(plan: Plan) -> list[float]:
 @pytest.mark.parametrize("speeds", [(1.0,), (0.5, 0.2)])
 def test_trainers_defer_as_much_as_they_compute_longer_than_servers(speeds: tuple[float, ...]) -> None:
     """Servers have no local calls to defer, and their results leave when those of trainers do."""
-    plan = plan_served(place(LENGTHS, 2), Servers(speeds), 8)
+    plan = Servers(speeds).plan(place(LENGTHS, 2), 8)
     plan = replace(plan, speeds=(*plan.speeds[:2], *(speed * 1.25 for speed in speeds)))  # faster than expected
     leave = times_before_results_leave(plan)
     longest, mean = plan.time.max(), plan.time.mean()
@@ -271,6 +271,6 @@ def test_equal_speeds_defer_what_no_speeds_do() -> None:
 
 
 def test_trainers_that_do_not_attend_defer_nothing() -> None:
-    plan = plan_served(place(LENGTHS, 2), Servers((1.0,), trainers_attend=False), 8)
+    plan = Servers((1.0,), trainers_attend=False).plan(place(LENGTHS, 2), 8)
 
     assert [route(plan, rank).late_share for rank in range(3)] == [0.0] * 3

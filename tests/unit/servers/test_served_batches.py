@@ -2,23 +2,25 @@
 
 import random
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from distca_hf.batches import given
 from distca_hf.batches.given import GivenPlanner
 from distca_hf.batches.loader import PlacedLoader
 from distca_hf.batches.placed import PlacedPlanner
 from distca_hf.batches.prepare import Cursor, Prepared
+from distca_hf.batches.taking import PostingTransport
 from distca_hf.config import CHUNKS_BETWEEN_NODES, DistCAConfig
 from distca_hf.cost import imbalance
 from distca_hf.placement.place import fill_in_order, place
 from distca_hf.planning.plan import Plan, plan_in_place
 from distca_hf.planning.routing import rank_plan
 from distca_hf.runtime.live_plan import LivePlan
-from distca_hf.servers.served_plans import Servers, plan_served
+from distca_hf.servers.posted_plans import MeasuredCalls
+from distca_hf.servers.served_plans import Servers
 from distca_hf.testing import LoopbackTransport, run_ranks
 from support.data import random_dataset
 from support.layouts import packed_layout
@@ -63,7 +65,7 @@ def prepared(transport: LoopbackTransport, servers: Servers | None) -> tuple[Pre
     loader = PlacedLoader(
         random_dataset(40), PlacedPlanner(config, transport.world_size), transport, torch.device("cpu")
     )
-    preparer = replace(loader.preparer, planner=replace(loader.preparer.planner, servers=servers))
+    preparer = replace(loader.preparer, planner=replace(loader.preparer.planner, extra_ranks=servers))
     epoch = loader._packed(Cursor())
     lengths = loader._source.document_tokens[epoch.micro_batch(0)]
     return preparer.prepare(epoch, Cursor()), lengths.tolist()
@@ -98,30 +100,40 @@ def test_a_prepared_batch_without_servers_holds_no_plan() -> None:
 # --- packs of others
 
 
-def packs_of(transport: LoopbackTransport, servers: Servers | None, trains: bool) -> tuple[LivePlan, GivenPlanner]:
+class Posting(PostingTransport):
+    """Reaches servers, and notes the plans that are posted to them."""
+
+    def __init__(self, transport: LoopbackTransport, posted: list[Plan | None]) -> None:
+        self.among_trainers, self.extra_ranks, self.roster = transport, SERVERS, 1
+        self._posted = posted
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.among_trainers, name)
+
+    def post(self, plan: Plan | None, micro_batch: int, num_chunks: int) -> MeasuredCalls:
+        self._posted.append(plan)
+        return MeasuredCalls(self.among_trainers.rank, None)
+
+
+def packs_of(
+    transport: LoopbackTransport, trains: bool, posted: list[Plan | None] | None = None
+) -> tuple[LivePlan, GivenPlanner]:
     layout = packed_layout(random.Random(5), transport.world_size, 300)
     held = [stop - start for _, start, stop in layout.held_by(transport.rank)]
     positions = torch.cat([torch.arange(tokens) for tokens in held])[None]
-    planner = GivenPlanner(CONFIG, transport, 4, servers=servers)
+    planner = GivenPlanner(CONFIG, transport if posted is None else Posting(transport, posted), 4)
     live = planner.plan({"input_ids": torch.zeros_like(positions), "position_ids": positions}, trains)
     assert live is not None
     assert live.facts  # planned now, in which all ranks take part
     return live, planner
 
 
-@pytest.fixture
-def ordered(monkeypatch: pytest.MonkeyPatch) -> list[Plan | None]:
-    """Plans that were handed to servers; None for micro-batches without them."""
-    plans: list[Plan | None] = []
-    monkeypatch.setattr(given, "order_plan", lambda transport, plan, number, chunks: plans.append(plan))
-    return plans
-
-
-def test_packs_that_are_trained_on_are_planned_with_servers(ordered: list[Plan | None]) -> None:
+def test_packs_that_are_trained_on_are_planned_with_servers() -> None:
+    ordered: list[Plan | None] = []
     layout = packed_layout(random.Random(5), 3, 300)
-    expected = plan_served(layout, SERVERS, 4, topology=CONFIG.topology(3))
+    expected = SERVERS.plan(layout, 4, topology=CONFIG.topology(3))
 
-    for rank, (live, planner) in enumerate(run_ranks(3, lambda transport: packs_of(transport, SERVERS, True))):
+    for rank, (live, planner) in enumerate(run_ranks(3, lambda transport: packs_of(transport, True, ordered))):
         assert live.fingerprint == expected.fingerprint
         facts = rank_plan(expected, rank, work_before=layout.rank_work).facts
         assert live.facts == facts.with_tokens(layout, layout)
@@ -130,11 +142,12 @@ def test_packs_that_are_trained_on_are_planned_with_servers(ordered: list[Plan |
     assert [plan.fingerprint for plan in ordered if plan is not None] == 3 * [expected.fingerprint]
 
 
-def test_packs_of_evaluation_use_no_server(ordered: list[Plan | None]) -> None:
-    without = run_ranks(3, lambda transport: packs_of(transport, None, True))
-    evaluated = run_ranks(3, lambda transport: packs_of(transport, SERVERS, False))
+def test_packs_of_evaluation_use_no_server() -> None:
+    ordered: list[Plan | None] = []
+    without = run_ranks(3, lambda transport: packs_of(transport, True))
+    evaluated = run_ranks(3, lambda transport: packs_of(transport, False, ordered))
 
     for (live, _), (same, _) in zip(evaluated, without, strict=True):
         assert (live.fingerprint, live.facts) == (same.fingerprint, same.facts)
         assert len(live.facts.work) == 3
-    assert ordered == 6 * [None]
+    assert ordered == []
