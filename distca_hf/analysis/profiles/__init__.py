@@ -1,7 +1,6 @@
 """Profiles: measured times of a cluster's GPUs and links, in a file that planners and the simulator read.
 
     cluster_profile    the file: what it holds, how it is read, written and checked
-    json_values        dataclasses of its values, and checks of sizes and times
     curves             times between measured sizes, and a note wherever a size is outside of them
     kernel_times       curves of the attention kernel; the table of the setting of this name
     shipped            profiles that come with the package, found by the name of a GPU
