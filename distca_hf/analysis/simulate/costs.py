@@ -14,8 +14,7 @@ from functools import cached_property
 import numpy as np
 
 from distca_hf.analysis.profiles.cluster_profile import AttentionTimes, ClusterProfile, LayerTimes
-from distca_hf.analysis.profiles.curves import Amounts, Curve, FloatArray, Notes
-from distca_hf.analysis.profiles.kernel_times import prefix_surface, square_curve
+from distca_hf.analysis.profiles.curves import Amounts, Curve, FloatArray, Notes, prefix_surface, square_curve
 from distca_hf.analysis.simulate.model import SimulatedModel
 from distca_hf.analysis.tiles import Tiles
 from distca_hf.arrays import IntArray
