@@ -258,12 +258,12 @@ class Layout:
         rows = max(min(ceil_div(fullest, multiple) * multiple, most_rows), fullest, 1)
         return replace(self, rank_rows=np.full(self.num_ranks, rows, dtype=np.int64))
 
-    def with_servers(self, num_servers: int) -> "Layout":
+    def with_extra_ranks(self, count: int) -> "Layout":
         """Returns the same layout with so many ranks after the others, without segments and without rows.
 
         Stripes stay: their ranks keep their numbers.
         """
-        nothing = np.zeros(num_servers, dtype=np.int64)
+        nothing = np.zeros(count, dtype=np.int64)
         return replace(
             self,
             rank_segments=np.concatenate([self.rank_segments, nothing + self.rank_segments[-1]]),

@@ -10,6 +10,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -106,7 +107,6 @@ class ParallelContext(DistCAConfig):
 
     Attributes:
         trace_file: file that the traces of reported steps are written to.
-        annex: what ranks without tokens add.
     """
 
     group: dist.ProcessGroup | DeviceMesh | None = field(
@@ -127,7 +127,7 @@ class ParallelContext(DistCAConfig):
         self._transports: dict[torch.device, Transport] = {}
         self.trace_file = TraceFile(self.report_folder)
         check_launched_servers(self.attention_servers, self.trainers_attend, launched_servers())
-        self.annex = annex_of(self)
+        self.annex  # noqa: B018  refuses settings here
 
     @property
     def node_size(self) -> int:
@@ -144,6 +144,11 @@ class ParallelContext(DistCAConfig):
             members = replace(members, grid=self._grid)
         self._known_members = None if world is None else (members, weakref.ref(world))
         return members
+
+    @cached_property
+    def annex(self) -> Annex:
+        """What ranks without tokens add."""
+        return annex_of(self)
 
     @property
     def device(self) -> torch.device:
@@ -256,7 +261,9 @@ class ParallelContext(DistCAConfig):
     def __getstate__(self) -> dict[str, object]:
         """Returns the state without transports: a copy, or an unpickled context in another process, opens new ones."""
         own: dict[str, object] = {"_known_members": None, "_transports": {}}
-        return {**vars(self), **own, "trace_file": TraceFile(self.report_folder)}
+        state = {**vars(self), **own, "trace_file": TraceFile(self.report_folder)}
+        state.pop("annex", None)
+        return state
 
     def close(self) -> None:
         """Destroys the process groups that were opened here. Models and loaders of this context cannot run any more.

@@ -176,8 +176,8 @@ class RunReport:
         """Returns the words of the first line."""
         num_ranks = plan.transport.world_size
         topology = self._config.topology(num_ranks)
-        servers = len(plan.facts.speeds) - num_ranks
-        beside = f"and {count(servers, 'attention server')} " if servers > 0 else ""
+        extra = len(plan.facts.speeds) - num_ranks
+        beside = f"and {count(extra, 'attention server')} " if extra > 0 else ""
         nodes = f"{beside}on {count(topology.num_nodes, 'node')}, kernel {plan.kernel_name}"
         grid = plan.transport.grid
         ranks, each = grid.in_words(), "" if grid.is_flat else " per data rank"

@@ -26,6 +26,7 @@ from distca_hf.runtime.kernel_calls import BackwardCalls, ForwardCalls, QueryRow
 from distca_hf.runtime.layer_checks import check_finite, check_room
 from distca_hf.runtime.live_plan import LivePlan
 from distca_hf.runtime.pass_layers import CallTensors
+from distca_hf.runtime.posted import AnnouncedCall
 from distca_hf.runtime.remote_kv import KVDispatch, KVGradCombine, RemoteKV, RemoteKVGradients
 from distca_hf.runtime.remote_queries import BackwardRemoteQueries, ForwardRemoteQueries
 from distca_hf.runtime.retention import Kept, Received
@@ -86,7 +87,8 @@ def attend(
         keeps = retention.keeps_received(q_TNH, k_TGH, v_TGV)
     slot = 0
     if lookup.posted is not None:
-        slot = lookup.posted.forward(q_TNH, k_TGH, v_TGV, spec, kind.plan.facts, keeps and is_differentiated)
+        call = AnnouncedCall(q_TNH, k_TGH, v_TGV, spec, kind.plan.facts)
+        slot = lookup.posted.forward(call, keeps and is_differentiated)
     # 1. Keys leave, and queries that move, in all chunks: they are in flight while local calls run.
     k, v = (k_TGH, v_TGV) if groups == 1 else rows_to_read(groups, k_TGH, v_TGV)
     received_keys = None if received is None else received.keys
@@ -182,8 +184,8 @@ def attend_backward(
     if plan.checks_finite:
         check_finite(plan, where, output_gradient=dout_TNV)
     if lookup.posted is not None:
-        of_kind = kind.plan.facts, kept.slot, has_sinks, keeps
-        keeps = lookup.posted.backward(q_TNH, k_TGH, v_TGV, spec, *of_kind)
+        call = AnnouncedCall(q_TNH, k_TGH, v_TGV, spec, kind.plan.facts)
+        keeps = lookup.posted.backward(call, kept.slot, has_sinks, keeps)
     groups = routing.rows_per_token
     # 1. Rows of forward that were not kept leave once more, and with them output gradients of queries that moved.
     k, v = (k_TGH, v_TGV) if groups == 1 else rows_to_read(groups, k_TGH, v_TGV)

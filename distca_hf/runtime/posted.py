@@ -2,7 +2,7 @@
 posted. See `distca_hf.servers`."""
 
 from abc import ABC, abstractmethod
-from typing import Self
+from typing import NamedTuple, Self
 
 import torch
 
@@ -14,14 +14,23 @@ from distca_hf.trace_file import TraceFile
 from distca_hf.traces import RankTrace
 
 
+class AnnouncedCall(NamedTuple):
+    """A call of attention that is about to exchange rows; `facts` are those of the layers with its mask."""
+
+    q_TNH: torch.Tensor
+    k_TGH: torch.Tensor
+    v_TGV: torch.Tensor
+    spec: AttentionSpec
+    facts: PlanFacts
+
+
 class Posted(ABC):
     """The plan of a micro-batch that was posted; each call of attention is announced to it.
 
     Attributes:
         ranks: numbers of the ranks without tokens, in the order of the plan.
         room_bytes: that rows may take on each of them until backward; None if there are none.
-        is_spoiled: whether one of them was lost in this step: attention gives zeros and exchanges nothing until its
-            end.
+        is_spoiled: whether one of them was lost in this step: attention gives zeros, and exchanges nothing.
     """
 
     ranks: tuple[int, ...] = ()
@@ -36,47 +45,19 @@ class Posted(ABC):
         """Posts the same plan once more, for one more pass."""
 
     @abstractmethod
-    def forward(
-        self,
-        q_TNH: torch.Tensor,
-        k_TGH: torch.Tensor,
-        v_TGV: torch.Tensor,
-        spec: AttentionSpec,
-        facts: PlanFacts,
-        keeps: bool,
-    ) -> int:
-        """Announces a call of forward, right before its exchanges.
-
-        Args:
-            facts: of the layers with its mask.
-            keeps: whether ranks without tokens keep received rows until backward.
-
-        Returns:
-            The slot in which they do; 0: they do not.
-        """
+    def forward(self, call: AnnouncedCall, keeps: bool) -> int:
+        """Announces a call of forward. Returns the slot in which ranks without tokens keep received rows until
+        backward, if `keeps`; 0: they keep none."""
 
     @abstractmethod
-    def backward(
-        self,
-        q_TNH: torch.Tensor,
-        k_TGH: torch.Tensor,
-        v_TGV: torch.Tensor,
-        spec: AttentionSpec,
-        facts: PlanFacts,
-        slot: torch.Tensor,
-        has_sinks: bool,
-        keeps: bool,
-    ) -> bool:
-        """Announces a call of backward, right before its exchanges.
+    def backward(self, call: AnnouncedCall, slot: torch.Tensor, has_sinks: bool, keeps: bool) -> bool:
+        """Announces a call of backward, and returns whether all ranks kept rows for it.
 
         Args:
             slot: of the same call of forward, see `Kept`. Rows are kept for one backward pass: for a second one they
                 are sent again.
             has_sinks: whether output and log-sum-exp are those of rows with sinks.
             keeps: whether this rank kept rows.
-
-        Returns:
-            Whether rows were kept, by all ranks.
         """
 
     @abstractmethod
@@ -85,8 +66,5 @@ class Posted(ABC):
 
     @abstractmethod
     def traced(self, device: torch.device, file: TraceFile, token_bytes: TokenBytes, trace: RankTrace) -> NotedPass:
-        """Returns what notes the moments of a pass that begins, and has ranks without tokens trace it, too.
-
-        Args:
-            trace: of this rank, without calls.
-        """
+        """Returns what notes the moments of a pass that begins. Ranks without tokens trace it, too, as `trace` of this
+        rank says, which has no calls yet."""

@@ -12,9 +12,9 @@ from distca_hf.cost import TokenBytes
 from distca_hf.errors import ServerLostError
 from distca_hf.flops import ATTENTION_BACKWARD
 from distca_hf.kernels.interface import NEW, AttentionSpec, Gradients, Inputs, Kernel, Outputs, Room, Saved, Spans
-from distca_hf.planning.plan import Plan, PlanFacts
+from distca_hf.planning.plan import Plan
 from distca_hf.runtime.pending_traces import NotedPass
-from distca_hf.runtime.posted import Posted
+from distca_hf.runtime.posted import AnnouncedCall, Posted
 from distca_hf.servers.orders import DTYPES, CallOrder, Kind, PassOrder, Phase
 from distca_hf.servers.served_plans import plan_to_integers
 from distca_hf.servers.served_traces import OrderedPass, ReportedPass
@@ -38,39 +38,19 @@ class MeasuredCalls(Posted):
     def again(self) -> Self:
         return self
 
-    def forward(
-        self,
-        q_TNH: torch.Tensor,
-        k_TGH: torch.Tensor,
-        v_TGV: torch.Tensor,
-        spec: AttentionSpec,
-        facts: PlanFacts,
-        keeps: bool,
-    ) -> int:
-        self._measure(q_TNH, v_TGV, spec, facts)
+    def forward(self, call: AnnouncedCall, keeps: bool) -> int:
+        self._measure(call)
         return 0
 
-    def backward(
-        self,
-        q_TNH: torch.Tensor,
-        k_TGH: torch.Tensor,
-        v_TGV: torch.Tensor,
-        spec: AttentionSpec,
-        facts: PlanFacts,
-        slot: torch.Tensor,
-        has_sinks: bool,
-        keeps: bool,
-    ) -> bool:
-        self._measure(q_TNH, v_TGV, spec, facts, ATTENTION_BACKWARD)
+    def backward(self, call: AnnouncedCall, slot: torch.Tensor, has_sinks: bool, keeps: bool) -> bool:
+        self._measure(call, ATTENTION_BACKWARD)
         return keeps
 
-    def _measure(
-        self, q_TNH: torch.Tensor, v_TGV: torch.Tensor, spec: AttentionSpec, facts: PlanFacts, times: float = 1
-    ) -> None:
+    def _measure(self, call: AnnouncedCall, times: float = 1) -> None:
         """Measures kernels that follow as those of a call, of so many times the operations of forward."""
-        if self._stopwatch is not None and not spec.window_tokens:
-            heads, dims = q_TNH.shape[1], q_TNH.shape[2] + v_TGV.shape[2]
-            flops = 2 * dims * heads * facts.work[self._rank] // facts.rows_per_token
+        if self._stopwatch is not None and not call.spec.window_tokens:
+            heads, dims = call.q_TNH.shape[1], call.q_TNH.shape[2] + call.v_TGV.shape[2]
+            flops = 2 * dims * heads * call.facts.work[self._rank] // call.facts.rows_per_token
             self._stopwatch.begin_call(round(times * flops))
 
     def measured(self, kernel: Kernel, spec: AttentionSpec) -> Kernel:
@@ -100,11 +80,11 @@ class PostedPlan(MeasuredCalls):
         self._transport, self._roster, self.room_bytes = transport, transport.roster, transport.room_bytes
         self.ranks = tuple(member.server for member in transport.members)
         self._slots = Slots()
-        self._order = micro_batch, num_chunks, fingerprint, integers
-        self._number = transport.order_plan(self, *self._order)
+        self._posting = micro_batch, num_chunks, fingerprint, integers
+        self._number = transport.order_plan(self, *self._posting)
 
     def again(self) -> Self:
-        return type(self)(self._transport, *self._order)
+        return type(self)(self._transport, *self._posting)
 
     @property
     def is_spoiled(self) -> bool:
@@ -124,57 +104,27 @@ class PostedPlan(MeasuredCalls):
         if transport.spoiled is None and transport.roster == self._roster:  # else it runs again, or with another plan
             transport.order_pass(kind, PassOrder(self._number, backward_calls, text))
 
-    def forward(
-        self,
-        q_TNH: torch.Tensor,
-        k_TGH: torch.Tensor,
-        v_TGV: torch.Tensor,
-        spec: AttentionSpec,
-        facts: PlanFacts,
-        keeps: bool,
-    ) -> int:
+    def forward(self, call: AnnouncedCall, keeps: bool) -> int:
         slot = self._slots.open() if keeps else 0
-        self._call(Phase.FORWARD, q_TNH, k_TGH, v_TGV, spec, slot)
-        super().forward(q_TNH, k_TGH, v_TGV, spec, facts, keeps)
+        self._order(Phase.FORWARD, call, slot)
+        super().forward(call, keeps)
         return slot
 
-    def backward(
-        self,
-        q_TNH: torch.Tensor,
-        k_TGH: torch.Tensor,
-        v_TGV: torch.Tensor,
-        spec: AttentionSpec,
-        facts: PlanFacts,
-        slot: torch.Tensor,
-        has_sinks: bool,
-        keeps: bool,
-    ) -> bool:
+    def backward(self, call: AnnouncedCall, slot: torch.Tensor, has_sinks: bool, keeps: bool) -> bool:
         number = self._slots.close(slot)
-        self._call(Phase.BACKWARD, q_TNH, k_TGH, v_TGV, spec, number, has_sinks)
-        return super().backward(q_TNH, k_TGH, v_TGV, spec, facts, slot, has_sinks, number > 0)
+        self._order(Phase.BACKWARD, call, number, has_sinks)
+        return super().backward(call, slot, has_sinks, number > 0)
 
-    def _call(
-        self,
-        phase: Phase,
-        q_TNH: torch.Tensor,
-        k_TGH: torch.Tensor,
-        v_TGV: torch.Tensor,
-        spec: AttentionSpec,
-        slot: int,
-        has_sinks: bool = False,
-    ) -> None:
-        """Posts an attention call on tensors like these.
-
-        Args:
-            slot, has_sinks: see `CallOrder`.
+    def _order(self, phase: Phase, call: AnnouncedCall, slot: int, has_sinks: bool = False) -> None:
+        """Posts an attention call; for the last two arguments see `CallOrder`.
 
         Raises:
             ServerLostError: this step is spoiled.
         """
         if self._transport.spoiled is not None:
             raise ServerLostError(self._transport.spoiled)
-        shapes = q_TNH.shape[1], k_TGH.shape[1], q_TNH.shape[2], v_TGV.shape[2]
-        dtype = DTYPES.index(q_TNH.dtype)
+        q, k, v, spec, _ = call
+        shapes, dtype = (q.shape[1], k.shape[1], q.shape[2], v.shape[2]), DTYPES.index(q.dtype)
         self._transport.order_call(CallOrder(self._number, phase, *shapes, dtype, slot, has_sinks, tuple(spec)))
 
 

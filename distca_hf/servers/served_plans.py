@@ -106,7 +106,7 @@ class Servers(ExtraRanks):
                 f"{self.count} attention servers and trainers on {trainers.num_nodes} nodes: say on which node "
                 "each server is"
             )
-        return trainers.with_servers(self.nodes or (0,) * self.count)
+        return trainers.with_extra_ranks(self.nodes or (0,) * self.count)
 
     def plan(
         self,
@@ -125,7 +125,7 @@ class Servers(ExtraRanks):
             raise ConfigError(f"the topology has {topology.num_ranks} ranks, the layout {layout.num_ranks} trainers")
         speeds = self.rank_speeds(layout.num_ranks)
         plan = plan_by_moving(
-            replace(layout.with_servers(self.count), stripes=()),
+            replace(layout.with_extra_ranks(self.count), stripes=()),
             head_groups,
             topology=None if topology is None else self.topology(topology),
             token_bytes=token_bytes,

@@ -107,7 +107,7 @@ def test_ranks_of_a_group_do_not_go_on_as_processes_alone(monkeypatch: pytest.Mo
     monkeypatch.setattr(PartialState, "_shared_state", {})  # Accelerate may have counted this process alone before
     opened = LocalTransport()
     opened.world_size, opened.grid = 2, Grid.flat(range(2), 1)
-    monkeypatch.setattr(Members, "of", lambda group, num_servers: Members(range(2), Grid.flat(range(2), 1)))
+    monkeypatch.setattr(Members, "of", lambda group, num_extra: Members(range(2), Grid.flat(range(2), 1)))
     monkeypatch.setattr(parallel_context, "open_transport", lambda *arguments: opened)
 
     with pytest.raises(

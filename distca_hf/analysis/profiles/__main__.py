@@ -20,8 +20,8 @@ from distca_hf.analysis.profiles.curves import kernel_times_of
 from distca_hf.analysis.profiles.grid import Grid
 from distca_hf.analysis.profiles.layers import LayerSize
 from distca_hf.analysis.profiles.measure import Measuring
+from distca_hf.analysis.profiles.measure_links import MeasuringRanks
 from distca_hf.analysis.profiles.shipped import DEFAULT_FILE
-from distca_hf.comm.measure_links import MeasuringRanks
 from distca_hf.config import DistCAConfig
 from distca_hf.cost import causal_pairs
 from distca_hf.errors import ConfigError, DistCAError, printable

@@ -28,8 +28,8 @@ from distca_hf.analysis.profiles.cluster_profile import (
 from distca_hf.analysis.profiles.curves import Curve, Notes
 from distca_hf.analysis.profiles.grid import Grid
 from distca_hf.analysis.profiles.layers import AttentionBench, Clock, LayerBench, TaskSize, has_liger
-from distca_hf.comm.measure_links import FEWEST_CALLS, MeasuringRanks
-from distca_hf.comm.measured_sends import OnOwnStream
+from distca_hf.analysis.profiles.measure_links import FEWEST_CALLS, MeasuringRanks
+from distca_hf.analysis.profiles.measured_sends import OnOwnStream
 from distca_hf.config import KernelName
 from distca_hf.version import __version__, installed_versions
 

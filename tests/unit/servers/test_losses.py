@@ -11,6 +11,7 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 from distca_hf.comm.transport import AllToAll, Arrived, LocalTransport
 from distca_hf.errors import ConfigError, PeerLostError, ServerLostError, StoreLostError
 from distca_hf.planning.plan import PlanFacts
+from distca_hf.runtime.posted import AnnouncedCall
 from distca_hf.servers import heartbeats, served_transport
 from distca_hf.servers.job_store import JobStore
 from distca_hf.servers.live_servers import MOST_LOSSES, LostServers
@@ -20,6 +21,9 @@ from distca_hf.servers.served_plans import Servers
 from distca_hf.servers.served_transport import ServedTransport
 from distca_hf.servers.speeds import Reading, ServerSpeeds
 from support.parity import SPEC
+
+
+FACTS = PlanFacts(1, 1, (1,), (1,), (0,))
 
 
 class Watch:
@@ -199,7 +203,7 @@ def test_behind_a_step_that_an_error_ended_attention_fails(transport: ServedTran
 
     assert not posted.is_spoiled
     with pytest.raises(ServerLostError, match="connection closed"):
-        posted.forward(rows, rows, rows, SPEC, PlanFacts(1, 1, (1,), (1,), (0,)), keeps=False)
+        posted.forward(AnnouncedCall(rows, rows, rows, SPEC, FACTS), keeps=False)
     transport.begin_step()
     assert posted.is_spoiled
     assert not transport.end_step()

@@ -33,7 +33,7 @@ PACKS = [LENGTHS[:40], LENGTHS[40:]]
 def test_servers_hold_no_segments_and_no_rows(num_servers: int) -> None:
     for seed in range(20):
         trainers = random_layout(random.Random(seed), 1 + seed % 4)
-        layout = trainers.with_servers(num_servers)
+        layout = trainers.with_extra_ranks(num_servers)
         layout.validate()
 
         assert layout.num_ranks == trainers.num_ranks + num_servers
@@ -48,11 +48,11 @@ def test_stripes_stay_on_their_ranks() -> None:
     layout = striped_layout(random.Random(3), 3)
 
     assert layout.stripes
-    assert layout.with_servers(2).stripes == layout.stripes
+    assert layout.with_extra_ranks(2).stripes == layout.stripes
 
 
 def test_servers_are_on_the_nodes_that_are_given() -> None:
-    topology = Topology(5, 2).with_servers([1, 3, 0])
+    topology = Topology(5, 2).with_extra_ranks([1, 3, 0])
 
     assert topology.num_ranks == 8
     assert topology.node_of.tolist() == [0, 0, 1, 1, 2, 1, 3, 0]
@@ -63,7 +63,7 @@ def test_servers_are_on_the_nodes_that_are_given() -> None:
 def test_a_topology_without_servers_is_as_ever() -> None:
     assert Topology(5, 2).node_of.tolist() == [0, 0, 1, 1, 2]
     assert Topology(5, 2).num_nodes == 3
-    assert Topology(5, 2).with_servers([]) == Topology(5, 2)
+    assert Topology(5, 2).with_extra_ranks([]) == Topology(5, 2)
 
 
 @pytest.mark.parametrize(("num_ranks", "nodes", "words"), [(2, (0, 1), "one must train"), (3, (-1,), "from 0 on")])
@@ -74,7 +74,7 @@ def test_wrong_nodes_are_refused(num_ranks: int, nodes: tuple[int, ...], words: 
 
 def test_nodes_level_with_their_own_servers_first() -> None:
     """Ranks of one node do not follow each other where servers are numbered behind all trainers."""
-    topology = Topology(4, 2).with_servers([1, 0])
+    topology = Topology(4, 2).with_extra_ranks([1, 0])
     gaps = WorkGaps.of([10, 2, 9, 3, 0, 0], [4.0] * 6)
 
     assert gaps.within_nodes(topology) == [WorkGaps({0: 6.0}, {1: 2.0, 5: 4.0}), WorkGaps({2: 5.0}, {3: 1.0, 4: 4.0})]
@@ -180,7 +180,7 @@ def test_work_stays_on_the_node_of_the_trainers_that_have_it() -> None:
     layout = Layout.from_packs([[60_000], [10], [60_000], [10]])
     topology = Topology(4, 2)
     plan = Servers((1.0, 1.0), nodes=(1, 0)).plan(layout, 8, topology=topology)
-    node_of = topology.with_servers([1, 0]).node_of
+    node_of = topology.with_extra_ranks([1, 0]).node_of
 
     assert (node_of[plan.pieces.owner] == node_of[plan.pieces.server]).all()
     assert plan.moves_queries

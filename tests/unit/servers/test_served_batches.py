@@ -128,7 +128,7 @@ def packs_of(
     return live, planner
 
 
-def test_packs_that_are_trained_on_are_planned_with_servers() -> None:
+def test_packs_that_are_trained_on_are_planned_with_extra_ranks() -> None:
     ordered: list[Plan | None] = []
     layout = packed_layout(random.Random(5), 3, 300)
     expected = SERVERS.plan(layout, 4, topology=CONFIG.topology(3))

@@ -17,8 +17,8 @@ from itertools import pairwise
 import torch
 import torch.distributed as dist
 
+from distca_hf.analysis.profiles.measured_sends import Exchanges, Sends, part_elements, ring_sends
 from distca_hf.comm.groups import open_transport
-from distca_hf.comm.measured_sends import Exchanges, Sends, part_elements, ring_sends
 from distca_hf.comm.transport import Transport
 from distca_hf.errors import ConfigError
 
