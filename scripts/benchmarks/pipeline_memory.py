@@ -24,7 +24,7 @@ from distca_hf.analysis.find_model import read_model
 from distca_hf.analysis.memory import GIB, TrainingSetup
 from distca_hf.analysis.simulate.model import SimulatedModel
 from distca_hf.analysis.simulate.stages import StageMemory
-from distca_hf.integrations.stages import StepInputs
+from distca_hf.pipelines.stages import StepInputs
 from lib.header import machine_facts
 from lib.options import on_all_ranks
 from lib.parser import parser_of

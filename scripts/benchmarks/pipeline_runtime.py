@@ -26,11 +26,11 @@ from distca_hf.analysis.epoch import pack_epoch
 from distca_hf.analysis.lengths import read_lengths
 from distca_hf.analysis.request import PlanRequest, preset
 from distca_hf.arrays import IntArray
-from distca_hf.data.pipelines import Pipeline
-from distca_hf.data.schedules import Queues, Schedule, Seconds
-from distca_hf.data.shaping import shape_step, work_of_documents
 from distca_hf.errors import ConfigError
 from distca_hf.flops import LLAMA_8B_COSTS
+from distca_hf.pipelines.pipeline import Pipeline
+from distca_hf.pipelines.schedules import Queues, Schedule, Seconds
+from distca_hf.pipelines.shaping import shape_step, work_of_documents
 from lib.parser import above_zero, count, few, parse_launched, parser_of
 from lib.tables import head, row
 

@@ -22,10 +22,10 @@ from distca_hf.analysis.epoch import PackedEpoch, pack_epoch
 from distca_hf.analysis.lengths import read_lengths
 from distca_hf.analysis.request import PlanRequest, preset
 from distca_hf.arrays import IntArray
-from distca_hf.data.pipelines import Pipeline
-from distca_hf.data.schedules import Queues, Schedule
-from distca_hf.data.shaping import divide, shape_step, simulate, work_of_documents
 from distca_hf.flops import LLAMA_8B_COSTS, PassCosts
+from distca_hf.pipelines.pipeline import Pipeline
+from distca_hf.pipelines.schedules import Queues, Schedule
+from distca_hf.pipelines.shaping import divide, shape_step, simulate, work_of_documents
 from lib.parser import count, parse_tables, parser_of
 from lib.planning.planners import K, print_row, table
 

@@ -14,10 +14,10 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
-from distca_hf.comm.job_store import open_store
-from distca_hf.comm.orders import CallOrder, Kind, Order, Outbox, Phase
-from distca_hf.comm.served_transport import ServedTransport
 from distca_hf.plugin import DistCAPlugin
+from distca_hf.servers.job_store import open_store
+from distca_hf.servers.orders import CallOrder, Kind, Order, Outbox, Phase
+from distca_hf.servers.served_transport import ServedTransport
 from lib.parser import add_device, at_least_two, parse_launched, parser_of
 
 

@@ -155,7 +155,7 @@ def _verdict_of_steps(config_class: type[PreTrainedConfig], kind: Kind) -> tuple
     difference = largest([step_placed(config_class, num_ranks, kind).difference(expected) for num_ranks in RANKS])
     for name, (planned, passed) in windows(build(config_class, IMPLEMENTATION, kind)).items():
         if planned != passed:
-            return WRONG, f"{name} attends with a window of {passed} tokens and is planned with {planned}"
+            return WRONG, f"{name} attends with {passed.in_words} and is planned with {planned.in_words}"
     allowed = ROUGH_DIFFERENCE if config_class.model_type in ROUGH else LARGEST_DIFFERENCE
     return WORKS if difference <= allowed else WRONG, f"{difference:.1e}"
 

@@ -12,10 +12,10 @@ import pytest
 from distca_hf.analysis.epoch import pack_epoch
 from distca_hf.analysis.lengths import read_lengths
 from distca_hf.analysis.request import PlanRequest, preset
-from distca_hf.data.pipelines import Pipeline
-from distca_hf.data.schedules import Schedule
-from distca_hf.data.shaping import divide, simulate, work_of_documents
 from distca_hf.flops import LLAMA_8B_COSTS
+from distca_hf.pipelines.pipeline import Pipeline
+from distca_hf.pipelines.schedules import Schedule
+from distca_hf.pipelines.shaping import divide, simulate, work_of_documents
 from support.commands import REPOSITORY
 from support.scripts import run_script
 

@@ -14,8 +14,8 @@ from datasets import Dataset
 from torch import nn
 
 from distca_hf.arrays import IntArray
-from distca_hf.batches.given_plans import GivenPlans
 from distca_hf.batches.loader import PlacedLoader
+from distca_hf.batches.placed import GivenPlans
 from distca_hf.batches.read_documents import DocumentReader, Reading, mark
 from distca_hf.config import KernelName
 from distca_hf.integrations.models.backbone_calls import BackboneCalls
@@ -295,7 +295,7 @@ def _placed(place: Place, step: StepTokens) -> Mode:
     follow_mesh(place.model, plugin)
     loader = PlacedLoader(  # as plugin.dataloader makes it, for tokens that may be numbers beyond the vocabulary
         Dataset.from_dict({"input_ids": documents}),
-        planner_for(place.model, plugin, plugin.servers),
+        planner_for(place.model, plugin, plugin.annex.extra_ranks),
         plugin.training_transport(place.device),
         place.device,
         shuffle=False,

@@ -19,9 +19,9 @@ from distca_hf.analysis.simulate.model import SimulatedModel
 from distca_hf.analysis.simulate.request import SimulationRequest
 from distca_hf.analysis.simulate.result import simulate
 from distca_hf.cost import Heads
-from distca_hf.data.pipelines import Pipeline
 from distca_hf.errors import ConfigError
 from distca_hf.flops import Rates, StepCost
+from distca_hf.pipelines.pipeline import Pipeline
 from support.commands import REPOSITORY
 
 

@@ -6,7 +6,7 @@ from typing import Self
 import numpy as np
 
 from distca_hf.arrays import IntArray
-from distca_hf.data.schedules import Seconds
+from distca_hf.pipelines.schedules import Seconds
 
 
 @dataclass(frozen=True)

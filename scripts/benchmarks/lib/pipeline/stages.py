@@ -20,8 +20,8 @@ from torch.distributed.pipelining.schedules import Schedule1F1B, ScheduleInterle
 
 import distca_hf
 from distca_hf import Pipeline
-from distca_hf.data.schedules import Seconds
-from distca_hf.integrations.stages import DividedModel, ModelPart, StepInputs, StepLoss, check_schedule, parts_of_stage
+from distca_hf.pipelines.schedules import Seconds
+from distca_hf.pipelines.stages import DividedModel, ModelPart, StepInputs, StepLoss, check_schedule, parts_of_stage
 from lib.rates import synchronize
 
 

@@ -12,16 +12,7 @@ from distca_hf.planning.transfers import bytes_between
 from distca_hf.topology import Topology
 from lib.planning.bounds import bytes_bound
 from lib.planning.mixes import batch
-from lib.planning.planners import (
-    HEAD_GROUPS,
-    LLAMA,
-    RANKS_PER_NODE,
-    K,
-    gigabytes,
-    plan_fixed,
-    print_row,
-    table,
-)
+from lib.planning.planners import HEAD_GROUPS, LLAMA, RANKS_PER_NODE, K, gigabytes, plan_fixed, print_row, table
 from lib.planning.published_greedy import plan_published_greedy
 
 
