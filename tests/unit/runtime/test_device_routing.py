@@ -1,6 +1,7 @@
 """DeviceRouting: what a routing says in runs, as numbers on the device."""
 
 import random
+from itertools import chain, pairwise
 
 import pytest
 import torch
@@ -36,3 +37,13 @@ def test_index_maps_hold_the_numbers_of_their_runs(seed: int) -> None:
         for name, (runs, index) in runs_of.items():
             assert index.tolist() == runs.numbers.tolist(), name
             assert index.dtype == torch.int64, name
+        calls = routing.local, *routing.prefix_of_chunk, *routing.remote_queries_of_chunk
+        on_device = maps.local, *(chunk.prefix for chunk in maps.chunks), *(one.remote_queries for one in maps.chunks)
+        for call, made in zip(chain(*calls), chain(*on_device), strict=True):
+            # GPU kernels take the longest task's rows on trust: with fewer they would leave out the rest.
+            for offsets, spans, longest in (
+                (call.cu_seqlens_q, made.spans.cu_seqlens_q, made.spans.max_seqlen_q),
+                (call.cu_seqlens_k, made.spans.cu_seqlens_k, made.spans.max_seqlen_k),
+            ):
+                assert spans.tolist() == offsets.tolist()
+                assert longest == max(stop - start for start, stop in pairwise(offsets.tolist()))
