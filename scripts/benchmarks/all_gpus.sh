@@ -27,7 +27,6 @@
 #   pipeline   two stages: plain, as packed, shaped; measured beside predicted
 #   tensor     two tensor ranks (Transformers 5.19)
 #   experts    layers of Qwen3-30B-A3B, whose experts all GPUs divide (Transformers 5.23); not simulated
-#   pipeline-memory    peak memory of two stages that FSDP2 shards, beside its estimate; 1 minute
 #   host     time of the host per attention call, and per call of FlashAttention
 #   memory   memory that torch holds while shapes change
 #
@@ -155,12 +154,6 @@ run_part() {
         trap 'rm -rf "$folder"' EXIT # of this part, also if it fails
         launch scripts/benchmarks/pipeline_step.py --layers 4 --tokens-per-rank 65536 --seed 2 --rounds "${ROUNDS:-2}" \
             --folder "$folder/model"
-        ;;
-    pipeline-memory)
-        echo "== pipeline-memory"
-        folder=$(mktemp -d "$out/pipeline.XXXXXX")
-        trap 'rm -rf "$folder"' EXIT # of this part, also if it fails
-        launch scripts/benchmarks/pipeline_memory.py --layers 16 --tokens-per-rank 65536 --seed 2 --folder "$folder/model"
         ;;
     tensor) grid tensor $((gpus / 2)) --tp-size 2 ;;
     experts) grid experts "$gpus" --preset qwen3-30b-a3b --ep-size "$gpus" --even-experts ;;

@@ -140,9 +140,8 @@ def test_rounds_can_be_chosen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, p
 
 
 @pytest.mark.parametrize("failing", ["", ".py"])
-@pytest.mark.parametrize("part", ["pipeline", "pipeline-memory"])
-def test_the_model_of_a_pipeline_does_not_stay(tmp_path: Path, part: str, failing: str) -> None:
-    done = launch(tmp_path, 2, part, failing=failing)
+def test_the_model_of_a_pipeline_does_not_stay(tmp_path: Path, failing: str) -> None:
+    done = launch(tmp_path, 2, "pipeline", failing=failing)
 
     assert done.returncode == (1 if failing else 0)
     assert f"--folder {tmp_path}/out/pipeline." in done.stdout
