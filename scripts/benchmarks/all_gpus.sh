@@ -8,8 +8,8 @@
 #   shown    the modes that pages show, A, B, C: fewer than above
 #   scale    the product, Ulysses, and ring-flash-attn's own code if it is there: A, B, C; 4 minutes, 5 on eight GPUs
 #   scale-one    the same for D, one document over all GPUs; 1 minute on two, 3 on eight
-#   weak     2, 4, ... GPUs of 64K tokens each against one GPU at equal work; 3 minutes on two, 8 on eight; WEAK has
-#            further options, for example --repeats 1
+#   weak     2, 4, ... GPUs of 64K tokens each; one GPU alone that does the part of one of them in `ideal` (--share-tokens),
+#            the same tokens and pairs; one long document, and documents of 32K; WEAK has further options
 #   nodes    two nodes of half of the GPUs each: bytes as planned, the same links; then NCCL's network between them
 #   liger    ideal, placed and plain packing with Liger's kernels: A, B, C
 #   saved    attention outputs saved, and the best settings (saved, Liger's kernels)
@@ -86,8 +86,18 @@ run_part() {
         step scale-one --no-kernels --rounds "${ROUNDS:-2}" --documents "D:$gpus" --modes "ideal,placed,ulysses$ring"
         ;;
     weak)
-        # shellcheck disable=SC2086 # several options
-        python scripts/benchmarks/weak_scaling.py --rounds "${ROUNDS:-2}" --out "$out/weak.json" ${WEAK:-}
+        for ((size = 2; size <= gpus; size *= 2)); do
+            for text in "$(mix $((49152 * size)) $((65536 * size)))" "$((size * 2))x32768"; do
+                # shellcheck disable=SC2086 # several options
+                for ways in "1 ideal --share-tokens 65536" "$size ideal,placed"; do
+                    read -r processes modes share <<<"$ways"
+                    echo "== weak, $size GPUs, $text: $processes"
+                    torchrun --standalone --nproc-per-node "$processes" scripts/benchmarks/attention_step.py --layers 4 \
+                        --warmup 1 --rounds "${ROUNDS:-2}" --no-exposed --no-kernels --documents "$text" --modes "$modes" \
+                        --out "$out/weak-$size-${text//,/-}-$processes.json" $share ${WEAK:-} || failure=$?
+                done
+            done
+        done
         ;;
     nodes)
         step nodes --no-kernels --nodes 2 --documents "$documents;D:$gpus" --modes ideal,placed

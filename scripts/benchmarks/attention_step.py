@@ -28,7 +28,7 @@ In the table, each figure of the slowest or largest rank:
                     above 1, or losses of the same tokens differ, the script exits with 1 at its end
 
 With `--share-tokens 65536 --modes ideal` one process does what a rank of so many tokens does in `ideal`, and nobody
-else: the same tokens and attended pairs as on many GPUs, on one (`weak_scaling.py`).
+else: the same tokens and attended pairs as on many GPUs, on one (`all_gpus.sh OUT weak`).
 
 With `--nodes 2` the product takes the ranks for those of two nodes, and what every rank sends to its node and to
 others in a layer is compared with the plan; if it differs, the script exits with 1. With `--apart`, too, NCCL has its

@@ -81,8 +81,6 @@ def test_wrong_options_are_one_line_before_anything_is_measured(
         ("planning --ranks 0", "argument --ranks: '0' is not a whole number above 0"),
         ("planning --ranks 8 9999", "argument --ranks: 9999 is more than 8192"),
         ("planning --seeds -1", "argument --seeds"),
-        ("weak_scaling --mix nope", "argument --mix: mix 'nope' is none of pretrain, "),
-        ("weak_scaling --device cpu --sizes 9999999", "hold 655359934464 together, more than"),
         ("windows --ranks 8000 --tokens-per-rank 2000000000", "hold 16000000000000 together, more than"),
         ("predicted_steps --published -1", "argument --published: '-1' is not a whole number from 0 on"),
         ("host_time --heads 2000000", "argument --heads: 2000000 is more than 1024"),
@@ -120,7 +118,7 @@ def test_numbers_and_names_that_no_program_can_take_are_one_line(
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="of hosts without a GPU")
-@pytest.mark.parametrize("program", ["attention_step", "host_time", "training_run", "weak_scaling"])
+@pytest.mark.parametrize("program", ["attention_step", "host_time", "training_run"])
 def test_without_a_gpu_the_default_device_is_refused(
     script: Callable[[str], ModuleType],
     monkeypatch: pytest.MonkeyPatch,
@@ -133,13 +131,3 @@ def test_without_a_gpu_the_default_device_is_refused(
 
     assert ended.value.code == 2
     assert "this host has no GPU for cuda: give --device cpu" in capsys.readouterr().err
-
-
-def test_sizes_of_weak_scaling_are_numbers(
-    script: Callable[[str], ModuleType], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(sys, "argv", ["weak_scaling.py", "--sizes", "2,x"])
-    with pytest.raises(SystemExit):
-        script("weak_scaling").main()
-
-    assert "argument --sizes: 'x' is not a whole number above 0" in capsys.readouterr().err

@@ -130,13 +130,13 @@ def test_every_launch_of_a_part_runs_and_one_failure_fails_it(
 @pytest.mark.parametrize("part", ["scale", "scale-one", "weak", "nodes", "windows", "servers", "hsdp", "pipeline"])
 def test_rounds_can_be_chosen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, part: str) -> None:
     monkeypatch.setenv("ROUNDS", "7")
-    monkeypatch.setenv("WEAK", "--repeats 1")
+    monkeypatch.setenv("WEAK", "--liger")
     lines = [line for line in lines_of(tmp_path, 2, part) if "scripts/" in line]
 
     assert lines
     for line in lines:
         assert re.findall(r"--rounds (\S+)", line)[-1] == "7"
-        assert ("--repeats 1" in line) == (part == "weak")
+        assert ("--liger" in line) == (part == "weak")
 
 
 @pytest.mark.parametrize("failing", ["", ".py"])

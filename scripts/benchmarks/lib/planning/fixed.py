@@ -1,19 +1,15 @@
-"""Fixed: balance, and bytes of the largest rank against the published planner and the bound."""
+"""Fixed: balance, and bytes of the largest rank against the published planner."""
 
 import statistics
 from dataclasses import dataclass
-
-import numpy as np
 
 from distca_hf.analysis.first_step import largest_rank_bytes
 from distca_hf.arrays import IntArray
 from distca_hf.cost import imbalance
 from distca_hf.planning.transfers import bytes_between
 from distca_hf.topology import Topology
-from lib.planning.bounds import bytes_bound
 from lib.planning.mixes import batch
 from lib.planning.planners import (
-    HEAD_GROUPS,
     LLAMA,
     RANKS_PER_NODE,
     K,
@@ -30,13 +26,12 @@ TOKENS_PER_RANK = 256 * K
 
 @dataclass(frozen=True)
 class Measured:
-    """One plan beside the published one for the same documents, at a tolerance of 0, and the bound.
+    """One plan beside the published one for the same documents, at a tolerance of 0.
 
     Attributes:
         before, imbalance: work of the busiest rank over the mean, in order and as planned.
         largest_rank_bytes, total_bytes: that the busiest rank and all ranks send in a layer.
-        to_published, to_bound: bytes of the busiest rank over those of the published plan, and over the bound.
-        total_to_bound: bytes of all ranks over the bound.
+        to_published: bytes of the busiest rank over those of the published plan.
     """
 
     before: float
@@ -44,25 +39,19 @@ class Measured:
     largest_rank_bytes: float
     total_bytes: float
     to_published: float
-    to_bound: float
-    total_to_bound: float
 
 
 def measure(documents: IntArray, num_ranks: int) -> Measured:
-    """Plans documents of so many tokens, and counts; the bound is that of all plans as balanced as this one."""
+    """Plans documents of so many tokens, and counts."""
     plan = plan_fixed(documents, Topology(num_ranks, RANKS_PER_NODE))
     sent = bytes_between(plan, LLAMA)
     published = bytes_between(plan_published_greedy(documents, num_ranks, LLAMA, 0.0), LLAMA)
-    largest_work = int(plan.work.max()) * HEAD_GROUPS // plan.tasks.head_groups
-    bound = bytes_bound(plan.layout, np.full(num_ranks, largest_work), HEAD_GROUPS, LLAMA)
     return Measured(
         before=imbalance(plan.layout.rank_work),
         imbalance=plan.imbalance,
         largest_rank_bytes=largest_rank_bytes(sent),
         total_bytes=int(sent.sum()),
         to_published=largest_rank_bytes(sent) / max(1, largest_rank_bytes(published)),
-        to_bound=largest_rank_bytes(sent) / max(1, bound.largest_rank),
-        total_to_bound=int(sent.sum()) / max(1, bound.total),
     )
 
 
@@ -70,9 +59,9 @@ def print_fixed(ranks: list[int], seeds: int) -> None:
     """Prints every mix; tokens stay where documents in order fill the ranks."""
     table(
         "Fixed, 256K tokens per rank (limits: max/mean 1.025, 1.025, 1.03, 1.03; ÷ published pretrain .50, .40, .33, "
-        ".28, ProLong .50, .50, .45, .50; ÷ bound 1.10, 1.20, 1.20, 1.30)",
+        ".28, ProLong .50, .50, .45, .50)",
         *("mix", "ranks", "in order", "max/mean, worst", "largest rank GB", "total GB"),
-        *("largest ÷ published, harmonic mean", "mean", "largest ÷ bound", "total ÷ bound"),
+        *("largest ÷ published, harmonic mean", "mean"),
     )
     for mix in ("pretrain_256k", "prolong_256k"):
         for num_ranks in ranks:
@@ -86,5 +75,5 @@ def print_fixed(ranks: list[int], seeds: int) -> None:
                 *(gigabytes(mean["largest_rank_bytes"]), gigabytes(mean["total_bytes"])),
                 # Of the mean over batches of published ÷ ours, and of ours ÷ published.
                 f"{statistics.harmonic_mean(case.to_published for case in cases):.2f}",
-                *(f"{mean[name]:.2f}" for name in ("to_published", "to_bound", "total_to_bound")),
+                f"{mean['to_published']:.2f}",
             )
