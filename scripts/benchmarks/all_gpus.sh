@@ -10,7 +10,6 @@
 #   scale-one    the same for D, one document over all GPUs; 1 minute on two, 3 on eight
 #   weak     2, 4, ... GPUs of 64K tokens each; one GPU alone that does the part of one of them in `ideal` (--share-tokens),
 #            the same tokens and pairs; one long document, and documents of 32K; WEAK has further options
-#   nodes    two nodes of half of the GPUs each: bytes as planned, the same links; then NCCL's network between them
 #   liger    ideal, placed and plain packing with Liger's kernels: A, B, C
 #   saved    attention outputs saved, and the best settings (saved, Liger's kernels)
 #   models   whole models: Llama-3-8B and Qwen3-4B, one long document, 64K and 128K tokens per GPU (on four)
@@ -98,13 +97,6 @@ run_part() {
                 done
             done
         done
-        ;;
-    nodes)
-        step nodes --no-kernels --nodes 2 --documents "$documents;D:$gpus" --modes ideal,placed
-        # Sockets would carry FSDP's collectives, too: without it only attention crosses them. One socket of one thread
-        # is slower than a network between nodes.
-        NCCL_SOCKET_NTHREADS=${NCCL_SOCKET_NTHREADS:-8} NCCL_NSOCKS_PERTHREAD=${NCCL_NSOCKS_PERTHREAD:-2} \
-            step nodes-apart --no-kernels --nodes 2 --apart --no-fsdp --documents "$documents;D:$gpus" --modes ideal,placed
         ;;
     liger) step liger --liger --no-check --no-kernels --documents "$documents" --modes ideal,placed,local ;;
     saved)

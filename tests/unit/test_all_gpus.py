@@ -109,7 +109,6 @@ def test_launches_and_parts_behind_one_that_fails_run(tmp_path: Path) -> None:
     [
         ("windows", "gemma3-27b", 3),
         ("scale", "scale.json", 1),
-        ("nodes", "nodes.json", 2),
         ("saved", "saved.json", 2),
         ("models", "llama-64k", 4),
         ("liger", "liger.json", 1),
@@ -127,7 +126,7 @@ def test_every_launch_of_a_part_runs_and_one_failure_fails_it(
     assert done.stderr.endswith(f"== {part} failed with status 1\n== failed parts: {part}\n")
 
 
-@pytest.mark.parametrize("part", ["scale", "scale-one", "weak", "nodes", "windows", "servers", "hsdp", "pipeline"])
+@pytest.mark.parametrize("part", ["scale", "scale-one", "weak", "windows", "servers", "hsdp", "pipeline"])
 def test_rounds_can_be_chosen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, part: str) -> None:
     monkeypatch.setenv("ROUNDS", "7")
     monkeypatch.setenv("WEAK", "--liger")
