@@ -55,8 +55,7 @@ from lib.parser import (
     parser_of,
 )
 from lib.pipeline.inputs import StepSetup, add_pipeline, write_model
-from lib.pipeline.part_times import PartTimes
-from lib.pipeline.stages import Stages
+from lib.pipeline.stages import PartTimes, Stages
 from lib.rounds import equal_losses
 from lib.tables import head, row
 from lib.wires import WiredPlugin, Wires
