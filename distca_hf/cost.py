@@ -3,13 +3,13 @@
 A causal query token at position p of its document attends p + 1 keys. Work is counted in such pairs, once for all
 heads: the same factor for every task, and exact integers up to documents of 2 ** 31 tokens.
 
-    keys        0 1 2 3 4 5        0 1 2 3 4 5
-    query 0     x                  x
-    query 1     x x                x x
-    query 2     x x x              x x x
-    query 3     x x x x              x x x           pairs(2, 5): 3 + 4 + 5, and 3 + 3 + 3
-    query 4     x x x x x              x x x         first_key(4): 0, and 2
-                Mask()             Mask(window_tokens=3)
+    keys        0 1 2 3 4 5        0 1 2 3 4 5        0 1 2 3 4 5
+    query 0     x                  x                  x
+    query 1     x x                x x                x x
+    query 2     x x x              x x x              x x x
+    query 3     x x x x              x x x                  x         pairs(2, 5): 3 + 4 + 5; 3 + 3 + 3; 3 + 1 + 2
+    query 4     x x x x x              x x x                x x       first_key(4): 0; 2; 3
+                Mask()             Mask(window_tokens=3)    Mask(3, chunked=True)
 
 Planning and placement get pairs and positions only from a `Mask`. A `DocumentCost` is the quantity that placement
 balances: a sum over the masks of a model's layers (`Cost`), or one weighted by kernel times.
@@ -25,7 +25,7 @@ from typing import Any, Protocol, Self
 
 import numpy as np
 
-from distca_hf.arrays import IntArray, Integers
+from distca_hf.arrays import IntArray, Integers, ranges
 from distca_hf.errors import ConfigError
 
 
@@ -59,37 +59,61 @@ def causal_pairs_of(starts: IntArray, stops: IntArray) -> IntArray:
 
 @dataclass(frozen=True, slots=True)
 class Mask:
-    """The keys that a query attends: its own and the ones before it in its document, all of them or a sliding window.
+    """The keys that a query attends: its own and the ones before it in its document, all of them or those of a window.
 
     Attributes:
         window_tokens: keys that a query attends at most, its own among them; None for the whole causal prefix.
+        chunked: whether the window stands still: documents are divided into chunks of `window_tokens`, and a query
+            attends inside its chunk (Llama 4). Otherwise it slides.
 
     Raises:
-        ConfigError: a window below 1.
+        ConfigError: a window below 1, or chunks of no length.
     """
 
     window_tokens: int | None = None
+    chunked: bool = False
 
     def __post_init__(self) -> None:
         if self.window_tokens is not None and self.window_tokens < 1:
             raise ConfigError(f"window_tokens={self.window_tokens} must be at least 1")
+        if self.window_tokens is None and self.chunked:
+            raise ConfigError("chunked=True needs window_tokens, the length of a chunk")
+
+    @property
+    def in_words(self) -> str:
+        """The mask as text: "no window", "a window of 1024 tokens", "chunks of 8192 tokens"."""
+        if self.window_tokens is None:
+            return "no window"
+        return f"{'chunks' if self.chunked else 'a window'} of {self.window_tokens} tokens"
+
+    def within(self, longest_document_tokens: int) -> "Mask":
+        """Returns the mask in documents up to this length: the causal one if none is longer than the window."""
+        if self.window_tokens is None or self.window_tokens < longest_document_tokens:
+            return self
+        return CAUSAL_MASK
 
     def first_key(self, start: Integers) -> Integers:
         """Returns the first key that the query at `start` attends; an int, or an int64 array of any shape."""
         if self.window_tokens is None:
             return start * 0
+        if self.chunked:
+            return start // self.window_tokens * self.window_tokens
         if isinstance(start, int):
             return max(0, start + 1 - self.window_tokens)
         return np.maximum(0, start + 1 - self.window_tokens)
 
     def cuts(self, starts: IntArray, stops: IntArray) -> tuple[IntArray, IntArray]:
-        """Finds queries inside of ranges [start, stop) that attend no key before them: none, under these masks.
+        """Finds queries inside of ranges [start, stop) that attend no key before them: those that begin a chunk.
 
         Returns:
             `[cuts]` index of the range, and position of the query; sorted by both.
         """
-        none = np.zeros(0, dtype=np.int64)
-        return none, none
+        if self.window_tokens is None or not self.chunked:
+            none = np.zeros(0, dtype=np.int64)
+            return none, none
+        first = starts // self.window_tokens + 1
+        counts = (stops - 1) // self.window_tokens + 1 - first
+        return np.repeat(np.arange(len(starts)), counts), ranges(first, counts) * self.window_tokens
 
     def before(self, tokens: IntArray, distance: IntArray) -> tuple[IntArray, IntArray]:
         """Says how the queries of ranges attend to keys before the range. Ranges must already be cut at `cuts`.
@@ -107,7 +131,7 @@ class Mask:
             `[n]` number of queries that attend any of these keys, and `[n]` number of keys that the last of these
             queries attends; each query before it attends one more. The second number is 0 if all attend all keys.
         """
-        if self.window_tokens is None:
+        if self.window_tokens is None or self.chunked:
             return tokens, np.zeros_like(tokens)
         queries = np.minimum(tokens, self.window_tokens - 1 - distance)
         return queries, self.window_tokens - distance - queries
@@ -121,24 +145,36 @@ class Mask:
         window_tokens = self.window_tokens
         if window_tokens is None or position <= window_tokens:
             return position * (position + 1) // 2
+        if self.chunked:
+            chunks, rest = divmod(position, window_tokens)
+            return (chunks * window_tokens * (window_tokens + 1) + rest * (rest + 1)) // 2
         return window_tokens * (2 * position - window_tokens + 1) // 2
 
     def pairs_of(self, starts: IntArray, stops: IntArray) -> IntArray:
         """Counts `pairs` for arrays of ranges; below 2 ** 63."""
         if self.window_tokens is None:
             return causal_pairs_of(starts, stops)
+        if self.chunked:
+            (first, start), (last, stop) = (np.divmod(x, self.window_tokens) for x in (starts, stops))
+            return causal_pairs_of(start, stop) + (last - first) * self.pairs_before(self.window_tokens)
         rising_starts, rising_stops = np.minimum(starts, self.window_tokens), np.minimum(stops, self.window_tokens)
         queries_in_full = (stops - rising_stops) - (starts - rising_starts)
         return causal_pairs_of(rising_starts, rising_stops) + queries_in_full * self.window_tokens
 
     def pairs_inside(self, starts: IntArray, stops: IntArray) -> IntArray:
         """Counts the pairs whose query and key lie in one range [start, stop); below 2 ** 63."""
+        if self.window_tokens is not None and self.chunked:
+            border = np.minimum(self.first_key(starts) + self.window_tokens, stops)
+            return causal_pairs_of(np.zeros_like(starts), border - starts) + self.pairs_of(border, stops)
         return self.pairs_of(np.zeros_like(starts), stops - starts)
 
     def queries_of(self, pairs: int) -> int:
         """Returns the largest n for which the first n queries of a document have at most `pairs` pairs; exact."""
         if self.window_tokens is None or pairs <= (rising_pairs := self.pairs_before(self.window_tokens)):
             return (isqrt(8 * pairs + 1) - 1) // 2
+        if self.chunked:
+            chunks, rest = divmod(pairs, rising_pairs)
+            return chunks * self.window_tokens + (isqrt(8 * rest + 1) - 1) // 2
         return self.window_tokens + (pairs - rising_pairs) // self.window_tokens
 
     def area(self, position: float) -> float:
@@ -146,12 +182,18 @@ class Mask:
         position² / 2 for the causal mask. It has an inverse for any number of pairs, `position`."""
         if self.window_tokens is None or position <= self.window_tokens:
             return position * position / 2
+        if self.chunked:
+            chunks, rest = divmod(position, self.window_tokens)
+            return (chunks * self.window_tokens**2 + rest * rest) / 2
         return (position - self.window_tokens / 2) * self.window_tokens
 
     def position(self, area: float) -> float:
         """Returns the position with this `area`."""
         if self.window_tokens is None or 2 * area <= self.window_tokens * self.window_tokens:
             return sqrt(2 * area)
+        if self.chunked:
+            chunks, rest = divmod(2 * area, self.window_tokens**2)
+            return chunks * self.window_tokens + sqrt(rest)
         return area / self.window_tokens + self.window_tokens / 2
 
 
@@ -191,7 +233,7 @@ class Cost:
             raise ConfigError("a cost needs at least one mask with its number of layers")
         few = [(mask, count) for mask, count in self.layers if count < 1]
         if few:
-            raise ConfigError(f"{few[0][1]} layers have {few[0][0]}; the number must be at least 1")
+            raise ConfigError(f"{few[0][1]} layers have {few[0][0].in_words}; the number must be at least 1")
 
     def work(self, start: int, stop: int) -> int:
         """Counts attended pairs of the query range [start, stop) of a document, all layers together; exact."""

@@ -5,7 +5,6 @@ weights. All other names are those of Transformers: a model type or class, with 
 Weights are counted in a model without memory (torch's meta device).
 """
 
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from distca_hf.analysis.model_files import CONFIG_FILE, read_config, without_hub
 from distca_hf.analysis.request import PRESETS, ModelShape, ModelSize, preset
-from distca_hf.cost import Heads
+from distca_hf.cost import CAUSAL_MASK, Heads
 from distca_hf.errors import ConfigError
 from distca_hf.gpus import find_gpu
 
@@ -127,19 +126,22 @@ def _no_stages(model: "PreTrainedModel") -> str:
 
 def _with_layers(shape: ModelShape, model: "PreTrainedModel") -> ModelShape:
     """Returns a shape with numbers of, and words for, layers that are not full attention."""
-    from distca_hf.integrations.models.layer_masks import layer_windows
+    from distca_hf.integrations.models.layer_masks import layer_masks_of
     from distca_hf.integrations.models.mixers import mixers_of
 
-    layers = Counter(window for _, window in layer_windows(model))
-    windows = {window: count for window, count in layers.items() if window is not None}
+    masks = dict(layer_masks_of(model))
+    windows = {mask: count for mask, count in masks.items() if mask.window_tokens is not None}
     mixers = {name.rpartition(".")[0] for name in mixers_of(model)}
-    words = [f"{count} with a window of {tokens:,} tokens" for tokens, count in sorted(windows.items())]
+    words = [
+        f"{count} with {'chunks' if mask.chunked else 'a window'} of {mask.window_tokens:,} tokens"
+        for mask, count in windows.items()
+    ]
     words += [f"{len(mixers)} that carry a state"] * bool(mixers)
     return replace(
         shape,
         other_layers=", ".join(words),
-        full_layers=layers[None],
-        window_layers=tuple(sorted(windows.items())),
+        full_layers=masks.get(CAUSAL_MASK, 0),
+        window_layers=tuple(windows.items()),
         mixer_layers=len(mixers),
     )
 

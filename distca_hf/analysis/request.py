@@ -18,7 +18,7 @@ from distca_hf.analysis.memory import DecoderSize, LayerSize
 from distca_hf.arrays import IntArray
 from distca_hf.batches.placed import PlacedPlanner
 from distca_hf.config import DistCAConfig, OverlongPolicy
-from distca_hf.cost import CAUSAL_LAYERS, CAUSAL_MASK, Heads, LayerMasks, Mask, TokenBytes
+from distca_hf.cost import CAUSAL_LAYERS, CAUSAL_MASK, Heads, LayerMasks, TokenBytes
 from distca_hf.data.epochs import Epoch
 from distca_hf.data.pipelines import Pipeline
 from distca_hf.errors import ConfigError
@@ -130,7 +130,7 @@ class ModelShape:
         size: numbers of weights; None if they are not known.
         other_layers: words for layers that are not full attention; empty if there are none.
         full_layers: layers that attend to whole documents; None: all that are in none of the other two.
-        window_layers: tokens of each sliding window, with the number of its layers.
+        window_layers: masks with windows, each with the number of its layers.
         mixer_layers: layers that carry a state, beside attention or in its place.
         limits: what a training must keep to, as `distca check` says it.
         longest_document_tokens: longest document that the model takes; None if it takes any.
@@ -143,7 +143,7 @@ class ModelShape:
     size: ModelSize | None = None
     other_layers: str = ""
     full_layers: int | None = None
-    window_layers: tuple[tuple[int, int], ...] = ()
+    window_layers: LayerMasks = ()
     mixer_layers: int = 0
     limits: tuple[str, ...] = ()
     longest_document_tokens: int | None = None
@@ -152,8 +152,7 @@ class ModelShape:
     @property
     def masks(self) -> LayerMasks:
         """Each mask of its attention layers, with their number."""
-        windows = [(Mask(tokens), count) for tokens, count in self.window_layers]
-        full = self.full_layers
+        windows, full = self.window_layers, self.full_layers
         if full is None:
             full = (
                 1 if self.size is None else self.size.layers - self.mixer_layers - sum(count for _, count in windows)

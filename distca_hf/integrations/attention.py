@@ -6,13 +6,13 @@ are not computed are refused, by the name of the layer, the argument and its val
 """
 
 from collections.abc import Callable, Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from distca_hf.errors import PlanError, UnsupportedAttentionError
-from distca_hf.integrations.finding import check_chunk, name_of
+from distca_hf.integrations.finding import name_of
 from distca_hf.integrations.mask import RowMask
 from distca_hf.kernels.interface import AttentionSpec
 from distca_hf.parallel_context import job_size
@@ -50,6 +50,22 @@ HARMLESS_KEYWORDS = frozenset(
         "use_cache",
     }
 )
+
+
+class Tempered:
+    """The attribute of layers whose queries attention tempers by position: they do not. Stored, it is True again."""
+
+    def __bool__(self) -> bool:
+        return False
+
+    def __repr__(self) -> str:
+        return "Tempered()"
+
+    def __deepcopy__(self, memo: dict[int, object]) -> "Tempered":
+        return self
+
+    def __reduce__(self) -> tuple[type[bool], tuple[int]]:
+        return bool, (1,)
 
 
 class LayerSettings(NamedTuple):
@@ -92,6 +108,7 @@ def distca_attention(
     cu_seq_lens_q: torch.Tensor | None = None,
     cu_seq_lens_k: torch.Tensor | None = None,
     distca_plan: LivePlan | None = None,
+    distca_positions: torch.Tensor | None = None,
     **kwargs: object,
 ) -> tuple[torch.Tensor, None]:
     """Computes causal attention inside documents; `transformers.AttentionInterface` gives the arguments.
@@ -101,6 +118,7 @@ def distca_attention(
         attention_mask: None, or the `RowMask` of `document_mask`; a mask of the caller's own is refused.
         s_aux: `[N]` scores of the heads' sinks.
         distca_plan: the plan of the batch.
+        distca_positions: `[B, T]` positions that queries are tempered by (`integrations.models.counted_rows`).
 
     Returns:
         `[B, T, N, V]` and None, in the dtype of the inputs; under autocast in autocast's dtype, as flash-attention
@@ -112,20 +130,20 @@ def distca_attention(
     _check_call(module, dropout, is_causal, kwargs)
     _check_sinks(module, s_aux, query.shape[1])
     mask = _row_mask(module, attention_mask, query.shape[2], key.shape[2])
-    window_tokens, chunk_tokens = _window_and_chunk(module, sliding_window, mask)
+    window_tokens, chunked = _window(module, sliding_window, mask)
+    if distca_positions is not None:
+        query = _tempered(module, query, distca_positions)
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
     query, key, value = _one_dtype(module, query, key, value)
     settings: LayerSettings | None = getattr(module, LAYER_SETTINGS, None)
     deterministic = settings is not None and settings.deterministic
-    spec = AttentionSpec(scale, True, window_tokens or 0, softcap or 0.0, deterministic)
+    spec = AttentionSpec(scale, True, window_tokens, softcap or 0.0, deterministic, chunked)
     if distca_plan is not None:
         if settings is None:
             raise PlanError(
                 "a batch of plugin.dataloader arrived in a model that was not enabled: its loss would be wrong. Call "
                 "distca_hf.enable(model, plugin) before the model is wrapped (DDP, FSDP, accelerator.prepare)"
             )
-        if chunk_tokens is not None:
-            check_chunk(chunk_tokens, distca_plan.longest_document_tokens, module)
         q_TNH, k_TGH, v_TGV = (_rows(x) for x in (query, key, value))
         out_TNV, *_ = flash_attn(q_TNH, k_TGH, v_TGV, spec, distca_plan.handle, settings.number, s_aux)
         return out_TNV.unflatten(0, (query.shape[0], query.shape[2])), None
@@ -133,13 +151,12 @@ def distca_attention(
     if mask is None:
         shape = query.shape[0], 1, query.shape[2], key.shape[2]
         mask = RowMask(shape, query.device, q_offset=key.shape[2] - query.shape[2])
-    documents = mask.documents(position_ids, cu_seq_lens_q, cu_seq_lens_k, chunk_tokens)
+    documents = mask.documents(position_ids, cu_seq_lens_q, cu_seq_lens_k, window_tokens if chunked else None)
     kernel = "auto" if settings is None else settings.kernel
-    if not torch.compiler.is_compiling():  # a graph looks at chunks where it finds documents
-        if chunk_tokens is not None:
-            check_chunk(chunk_tokens, documents.longest_keys, module)
-        if module.training and torch.is_grad_enabled():
-            _warn_of_forgetting(module, settings, len(documents.cu_seqlens_q) - 1 > query.shape[0])
+    if not torch.compiler.is_compiling() and module.training and torch.is_grad_enabled():
+        _warn_of_forgetting(module, settings, len(documents.cu_seqlens_q) - 1 > query.shape[0])
+    if chunked:  # documents are cut where chunks begin
+        spec = AttentionSpec(scale, True, 0, softcap or 0.0, deterministic)
     out_TNV, _ = flash_attn_local(_rows(query), _rows(key), _rows(value), documents, spec, kernel, s_aux)
     return out_TNV.unflatten(0, (query.shape[0], query.shape[2])), None
 
@@ -197,8 +214,8 @@ def _short(given: object) -> str:
     return f"tensor{tuple(given.shape)}" if isinstance(given, torch.Tensor) else repr(given)
 
 
-def _window_and_chunk(module: nn.Module, of_layer: int | None, mask: RowMask | None) -> tuple[int | None, int | None]:
-    """Returns the window of a layer, and the length of chunks that it attends inside of; None if it has none.
+def _window(module: nn.Module, of_layer: int | None, mask: RowMask | None) -> tuple[int, bool]:
+    """Returns the window of a layer, 0 if it has none; and whether that is the length of chunks.
 
     Some models pass a window to their layers, some put it in the mask alone.
 
@@ -209,14 +226,14 @@ def _window_and_chunk(module: nn.Module, of_layer: int | None, mask: RowMask | N
     if mask is not None and of_mask is not None and of_layer is None:
         chunk_tokens = getattr(getattr(module, "config", None), "attention_chunk_size", None)
         if mask.chunked or chunk_tokens == of_mask:
-            return None, of_mask
+            return of_mask, True
     window_tokens = min([window for window in (of_layer, of_mask) if window is not None], default=None)
     if window_tokens is not None and window_tokens < 1:
         raise UnsupportedAttentionError(
             f"{name_of(module)}: sliding window {window_tokens} holds no token; it counts the token itself, so 1 is "
             "the shortest. Leave it out of the config for full attention"
         )
-    return window_tokens, None
+    return window_tokens or 0, False
 
 
 def _row_mask(module: nn.Module, mask: torch.Tensor | RowMask | None, queries: int, keys: int) -> RowMask | None:
@@ -242,6 +259,15 @@ def _row_mask(module: nn.Module, mask: torch.Tensor | RowMask | None, queries: i
 def _rows(x: torch.Tensor) -> torch.Tensor:
     """Returns `[B, N, T, D]` as `[B * T, N, D]`, contiguous."""
     return x.transpose(1, 2).flatten(0, 1).contiguous()
+
+
+def _tempered(module: Any, query_BNTH: torch.Tensor, positions_BT: torch.Tensor) -> torch.Tensor:
+    """Returns queries as `Llama4TextAttention` tempers them, by position; as they are if the layer does so itself."""
+    if module.attn_temperature_tuning:
+        return query_BNTH
+    steps_BT = torch.floor((positions_BT.float() + 1.0) / module.floor_scale)
+    scales_BT = torch.log1p(steps_BT) * module.attn_scale + 1.0
+    return (query_BNTH * scales_BT[:, None, :, None]).to(query_BNTH.dtype)
 
 
 def _one_dtype(

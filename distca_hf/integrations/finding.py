@@ -4,7 +4,8 @@ Numbers of documents and of tokens are in the tensors themselves. In a compiled 
 the graph neither breaks nor depends on them.
 """
 
-from typing import NamedTuple
+from itertools import pairwise
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -172,9 +173,8 @@ def _find_documents(
         batch_size, queries, keys, cu_seq_lens_q, cu_seq_lens_k, q_offset, kv_offset, cached, padding, numbers,
         positions, goes_on, unseen,
     )  # fmt: skip
-    found = find_documents(there.device, given)
-    check_chunk(chunk_tokens, found.longest_keys)
-    places = _most_offsets(batch_size, queries, cu_seq_lens_q)
+    found = in_chunks(find_documents(there.device, given), given, chunk_tokens)
+    places = _most_offsets(batch_size, queries, cu_seq_lens_q, chunk_tokens)
     offsets = [_filled_up(offsets, places) for offsets in (found.cu_seqlens_q, found.cu_seqlens_k)]
     sizes, rows = found.sizes.clone(), []
     of_all = ((batch_size * queries, found.query_rows), (batch_size * keys, found.key_rows))
@@ -186,9 +186,9 @@ def _find_documents(
 
 
 def _shapes(
-    there: torch.Tensor, batch_size: int, queries: int, keys: int, cu_seq_lens_q: torch.Tensor | None, *others: object
+    there: torch.Tensor, batch_size: int, queries: int, keys: int, cu_seq_lens_q: torch.Tensor | None, *others: Any
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    places = _most_offsets(batch_size, queries, cu_seq_lens_q)
+    places = _most_offsets(batch_size, queries, cu_seq_lens_q, others[-1])
     offsets_q, offsets_k = (there.new_empty([places], dtype=torch.int32) for _ in range(2))
     sizes = torch.empty([5], dtype=torch.int64, device="cpu")
     rows_q, rows_k = (
@@ -197,9 +197,12 @@ def _shapes(
     return offsets_q, offsets_k, sizes, rows_q, rows_k
 
 
-def _most_offsets(batch_size: int, queries: int, cu_seq_lens_q: torch.Tensor | None) -> int:
+def _most_offsets(batch_size: int, queries: int, cu_seq_lens_q: torch.Tensor | None, chunk_tokens: int | None) -> int:
     """Returns how many offsets there can be: one more than documents, none of which is empty unless they are given."""
-    return batch_size * max(queries, 1) + 1 if cu_seq_lens_q is None else cu_seq_lens_q.numel()
+    tokens = batch_size * max(queries, 1)
+    if cu_seq_lens_q is None:
+        return tokens + 1
+    return cu_seq_lens_q.numel() + (tokens // chunk_tokens if chunk_tokens else 0)
 
 
 def _filled_up(numbers: torch.Tensor, places: int) -> torch.Tensor:
@@ -212,22 +215,31 @@ def _filled_up(numbers: torch.Tensor, places: int) -> torch.Tensor:
 find_in_graph = define_op(_find_documents, _shapes)
 
 
-def check_chunk(chunk_tokens: int | None, longest_tokens: int, layer: nn.Module | None = None) -> None:
-    """Checks the length of chunks against the longest document. Chunks begin anew at multiples of their length.
+def in_chunks(documents: Documents, given: Given, chunk_tokens: int | None) -> Documents:
+    """Returns documents divided into chunks of this length, or themselves if None is given or none is longer.
 
     Args:
-        layer: that attends inside of chunks; its number is looked at in an error alone, because graphs are made for
-            each value of an attribute.
+        given: what the documents were found in.
 
     Raises:
-        UnsupportedAttentionError: chunks are shorter.
+        UnsupportedAttentionError: queries with a cache are beyond the first chunk: it may not hold all of theirs.
     """
-    if chunk_tokens is not None and chunk_tokens < longest_tokens:
-        place = "a compiled layer" if layer is None else name_of(layer)
+    if chunk_tokens is None:
+        return documents
+    first = given.q_offset if given.cached is None else int(given.cached)
+    if first and first + given.queries > chunk_tokens:
         raise UnsupportedAttentionError(
-            f"{place}: attends inside of chunks of {chunk_tokens} tokens, a document has {longest_tokens}, and chunks "
-            "are not computed; split documents, or load the model with another attn_implementation"
+            f"layers attend inside of chunks of {chunk_tokens} tokens, and a pass with a cache is at token "
+            f"{first + given.queries}: beyond the first chunk these are computed without a cache only. Set "
+            "use_cache=False, or load the model with another attn_implementation"
         )
+    if documents.longest_keys <= chunk_tokens:
+        return documents
+    offsets = documents.cu_seqlens_k[: int(documents.sizes[0]) + 1].tolist()
+    cut = [at for start, stop in pairwise(offsets) for at in range(start, stop, chunk_tokens)] + offsets[-1:]
+    cut_offsets = documents.cu_seqlens_q.new_tensor(cut)
+    spans = Spans(cut_offsets, cut_offsets, chunk_tokens, chunk_tokens)
+    return Documents.of(spans, documents.query_rows, documents.key_rows)
 
 
 def name_of(module: nn.Module) -> str:

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from distca_hf.errors import UnsupportedAttentionError
-from distca_hf.integrations.finding import Given, all_places, find_documents, find_in_graph, name_of
+from distca_hf.integrations.finding import Given, all_places, find_documents, find_in_graph, in_chunks, name_of
 from distca_hf.integrations.other_models import OURS, check_callers
 from distca_hf.runtime.local_attention import Documents
 from distca_hf.torch_private import without_torch_functions
@@ -111,7 +111,7 @@ class RowMask:
         Args:
             position_ids: positions that the layer was given. They count only if Transformers was given none.
             cu_seq_lens_q, cu_seq_lens_k: offsets that the layer was given. They count more than all else.
-            chunk_tokens: of the layer; a graph compares them with the documents that it finds.
+            chunk_tokens: length of the chunks that these layers attend inside of; None: they see whole documents.
 
         Raises:
             PackingError: a document does not begin at position 0, or a mask, positions or offsets do not fit.
@@ -120,7 +120,9 @@ class RowMask:
         given = position_ids, cu_seq_lens_q, cu_seq_lens_k
         if not torch.compiler.is_compiling():
             if self._documents is None or any(now is not then for now, then in zip(given, self._given, strict=True)):
-                self._documents, self._given = find_documents(self._device, self._all_given(*given)), given
+                all_given = self._all_given(*given)
+                found = find_documents(self._device, all_given)
+                self._documents, self._given = in_chunks(found, all_given, chunk_tokens), given
             return self._documents
         # Graphs of layers, and checkpointed regions of graphs, cannot leave anything to each other.
         there = torch.empty(0, device=self._device)

@@ -15,6 +15,8 @@ from typing import NamedTuple, Protocol
 
 import torch
 
+from distca_hf.cost import Mask
+
 
 class AttentionSpec(NamedTuple):
     """How a call attends, beside its tensors. All fields are numbers: `[*spec]` is the argument of an operator.
@@ -37,6 +39,8 @@ class AttentionSpec(NamedTuple):
             sliding window.
         softcap: scores become softcap * tanh(score / softcap); 0 if they stay.
         deterministic: gradients are bit-equal from run to run.
+        chunked: the window is a chunk of a document (`Mask`). Layers attend so; kernels get tasks that are cut where
+            chunks begin.
     """
 
     scale: float
@@ -44,13 +48,22 @@ class AttentionSpec(NamedTuple):
     window_tokens: int = 0
     softcap: float = 0.0
     deterministic: bool = False
+    chunked: bool = False
 
 
 @lru_cache(maxsize=256)
 def spec_of(*numbers: float) -> AttentionSpec:
     """Returns the spec that crossed an operator as these numbers."""
-    scale, causal, window_tokens, softcap, deterministic = numbers
-    return AttentionSpec(float(scale), bool(causal), int(window_tokens), float(softcap), bool(deterministic))
+    scale, causal, window_tokens, softcap, deterministic, chunked = numbers
+    return AttentionSpec(
+        float(scale), bool(causal), int(window_tokens), float(softcap), bool(deterministic), bool(chunked)
+    )
+
+
+@lru_cache(maxsize=256)
+def mask_of(spec: AttentionSpec) -> Mask:
+    """Returns the mask of a layer that attends like this."""
+    return Mask(spec.window_tokens or None, spec.chunked)
 
 
 @lru_cache(maxsize=256)
@@ -66,7 +79,13 @@ def before_queries(spec: AttentionSpec, window_tokens: int = 0) -> AttentionSpec
 @lru_cache(maxsize=256)
 def without_window(spec: AttentionSpec) -> AttentionSpec:
     """Returns the spec of calls in which no task is longer than the window."""
-    return spec._replace(window_tokens=0)
+    return spec._replace(window_tokens=0, chunked=False)
+
+
+@lru_cache(maxsize=256)
+def cut_at_chunks(spec: AttentionSpec) -> AttentionSpec:
+    """Returns how calls attend whose tasks are cut where chunks begin."""
+    return without_window(spec) if spec.chunked else spec
 
 
 @lru_cache(maxsize=256)

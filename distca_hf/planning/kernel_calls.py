@@ -166,7 +166,7 @@ def local_calls(local: LocalParts, mask: Mask) -> tuple[KernelCall, ...]:
         cu_seqlens, at = offsets(tokens[begin:end]), int(row[begin])
         stop = at + int(cu_seqlens[-1])
         heads = int(first[begin]), int(last[begin])
-        window_tokens = mask.window_tokens or 0
+        window_tokens = 0 if mask.chunked else mask.window_tokens or 0
         calls.append(KernelCall(CallKind.LOCAL, at, stop, at, stop, cu_seqlens, cu_seqlens, heads, window_tokens))
     return tuple(calls)
 
@@ -226,7 +226,7 @@ def remote_query_calls(remote: RemoteTasks, mask: Mask, remote_kv: RemoteKV, chu
         queries, keys = offsets(tasks.tokens[begin:end]), offsets((tasks.stop - first)[begin:end])
         query, key, rows = (int(x[begin]) for x in (tasks.first_row, first_row, per_token))
         bounds = query, query + int(queries[-1]) * rows, key, key + int(keys[-1]) * rows
-        window_tokens = mask.window_tokens or 0
+        window_tokens = 0 if mask.chunked else mask.window_tokens or 0
         calls.append(KernelCall(CallKind.REMOTE_QUERIES, *bounds, queries, keys, (0, rows), window_tokens))
     return tuple(calls)
 

@@ -17,7 +17,7 @@ import torch
 
 from distca_hf.comm.speeds import Stopwatch
 from distca_hf.config import KernelName
-from distca_hf.kernels.interface import AttentionSpec, Kernel, MeasuredKernel
+from distca_hf.kernels.interface import AttentionSpec, Kernel, MeasuredKernel, cut_at_chunks
 from distca_hf.kernels.registry import Operands, choose_kernel, kernel_name
 from distca_hf.runtime.device_routing import DeviceCall, DeviceRouting
 from distca_hf.runtime.kernel_calls import PreparedBackward, PreparedCalls, PreparedForward, QueryRows, rows_to_read
@@ -129,7 +129,7 @@ class AlikeLayers:
             whole_call = None
         forward_kv = _prepared_kv(k_TGH, v_TGV, forward)
         backward_kv = forward_kv if backward is forward else _prepared_kv(k_TGH, v_TGV, backward)
-        forward_calls: PreparedCalls[PreparedForward] = PreparedCalls(kernel, spec, kv_heads)
+        forward_calls: PreparedCalls[PreparedForward] = PreparedCalls(kernel, cut_at_chunks(spec), kv_heads)
         nothing = kind.retention.nothing(k_TGH)
         return cls(spec, kernel, kind, kv_heads, calls, whole_call, forward_kv, backward_kv, forward_calls, nothing)
 
@@ -156,7 +156,7 @@ class AlikeLayers:
         key = spec, *[x.stride() for x in rows]
         prepared = self._prepared_backward.get(key)
         if prepared is None:
-            prepared = self._prepared_backward[key] = PreparedCalls(self.kernel, spec, self.kv_heads)
+            prepared = self._prepared_backward[key] = PreparedCalls(self.kernel, cut_at_chunks(spec), self.kv_heads)
         return prepared
 
 
@@ -218,7 +218,7 @@ class LayerLookup:
         q, k, v = q_TNH, k_TGH, v_TGV
         for x in (q, k, v):
             self.kinds.check_fit(x, f"{self._rank_name}, {where}")
-        kernel = choose_kernel(self._kernel, Operands.of(q, k, v), spec)
+        kernel = choose_kernel(self._kernel, Operands.of(q, k, v), cut_at_chunks(spec))
         self._kernels.setdefault(q.dtype, kernel)
         if self._stopwatch is None or spec.window_tokens:  # servers take no part in layers with windows
             return kernel

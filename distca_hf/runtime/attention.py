@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 import torch
 
-from distca_hf.kernels.interface import AttentionSpec, Inputs, empty_layer_outputs, made_deterministic
+from distca_hf.kernels.interface import AttentionSpec, Inputs, empty_layer_outputs, made_deterministic, mask_of
 from distca_hf.kernels.rows import add_sinks
 from distca_hf.runtime.device_routing import DeviceRouting
 from distca_hf.runtime.kernel_calls import BackwardCalls, ForwardCalls, QueryRows, as_rows, attend_whole, rows_to_read
@@ -71,7 +71,7 @@ def attend(
     if not plan.forward_pass.calls or plan.forward_pass.compares_calls:
         plan.forward_pass.agree_to_attend(plan.fingerprint, tensors)
     scores = spec.scale, spec.softcap, sinks_N is not None
-    where, transport = plan.forward_pass.begin_forward(spec.window_tokens, scores, tensors), plan.transport
+    where, transport = plan.forward_pass.begin_forward(mask_of(spec), scores, tensors), plan.transport
     trace, layers = plan.forward_pass.trace, plan.lookup.alike(q_TNH, k_TGH, v_TGV, spec, where)
     spec, kind = layers.spec, layers.kind
     routing, retention = kind.plan.forward, kind.retention
@@ -103,7 +103,7 @@ def attend(
     # 2. Early local calls, then prefixes and remote queries of each chunk that has arrived.
     calls, whole = layers.calls, layers.whole_call
     if whole is not None:
-        out, lse = attend_whole(layers.kernel, whole, Inputs(q_TNH, k_TGH, v_TGV), spec)
+        out, lse = attend_whole(layers.kernel, whole, Inputs(q_TNH, k_TGH, v_TGV), layers.forward_calls.spec)
     else:
         out, lse = empty_layer_outputs(q_TNH, v_TGV, head_by_head=routing.queries is None)
         _clear_padding(routing, out, lse)

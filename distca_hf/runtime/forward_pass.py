@@ -24,8 +24,9 @@ import torch
 from distca_hf.comm.agreement import Agreement, Occasion, by_value
 from distca_hf.comm.grid import Scope
 from distca_hf.comm.transport import Transport
+from distca_hf.cost import CAUSAL_MASK, Mask
 from distca_hf.errors import PlanError, PlanMismatchError
-from distca_hf.runtime.pass_layers import CallTensors, PassCalls, other_tensors, other_window
+from distca_hf.runtime.pass_layers import CallTensors, PassCalls, other_mask, other_tensors
 from distca_hf.runtime.pending_traces import UNTRACED, PassTrace
 from distca_hf.torch_private import backward_number
 from distca_hf.traces import PassPart
@@ -65,7 +66,7 @@ class ForwardPass:
         facts: see above.
         calls, backward_calls: number of calls of the operator so far; `calls` includes recomputed ones.
         layers: numbers of the layers that made the calls, on the host, without recomputed ones.
-        made: windows and tensors of the calls so far, without recomputed ones.
+        made: masks and tensors of the calls so far, without recomputed ones.
         compares_calls: whether ranks show each other every call, because some rank knows no previous pass.
     """
 
@@ -136,37 +137,37 @@ class ForwardPass:
             self._with_gradients.append(self.calls)
 
     def begin_forward(
-        self, window_tokens: int = 0, scores: Hashable = None, tensors: CallTensors | None = None
+        self, mask: Mask = CAUSAL_MASK, scores: Hashable = None, tensors: CallTensors | None = None
     ) -> str:
         """Counts a forward call and names its place.
 
         Args:
-            window_tokens: the layer's window; 0 without one. Other ranks exchange rows for the window they expect.
+            mask: of the layer. Other ranks exchange rows for the mask they expect.
             scores: how the layer computes scores (scale, softcap, sinks); must be the same on all ranks.
             tensors: dtypes and heads of the layer. Other ranks exchange rows with those they expect.
 
         Raises:
-            PlanError: window or tensors differ from the previous pass.
+            PlanError: mask or tensors differ from the previous pass.
         """
         self.calls += 1
         if self.num_calls is None or self.calls <= self.num_calls:
             place = self._place(self.calls - 1, "forward")
-            self._check_call(window_tokens, tensors, place)
-            self.made.windows.append(window_tokens)
+            self._check_call(mask, tensors, place)
+            self.made.masks.append(mask)
             if tensors is not None:
                 self.made.tensors.append(tensors)
             self._scores.append(scores)
             if self.trace is not UNTRACED:
-                self.trace.begin(PassPart.FORWARD, self.calls - 1, window_tokens)
+                self.trace.begin(PassPart.FORWARD, self.calls - 1, mask.window_tokens or 0)
             return place
         self._recomputed += 1
-        return self._begin_recomputed(window_tokens)
+        return self._begin_recomputed(mask)
 
-    def _check_call(self, window_tokens: int, tensors: CallTensors | None, place: str) -> None:
+    def _check_call(self, mask: Mask, tensors: CallTensors | None, place: str) -> None:
         call, expected = self.calls - 1, self._expected_tensors
-        windows: Sequence[int] = () if self._before is None else self._before.windows
-        if call < len(windows) and windows[call] != window_tokens:
-            raise other_window(window_tokens, windows[call], f"{self._transport.grid.name}, {place}")
+        masks: Sequence[Mask] = () if self._before is None else self._before.masks
+        if call < len(masks) and masks[call] != mask:
+            raise other_mask(mask, masks[call], f"{self._transport.grid.name}, {place}")
         if tensors is not None and call < len(expected) and expected[call] != tensors:
             raise other_tensors(tensors, expected[call], f"{self._transport.grid.name}, {place}")
 
@@ -183,8 +184,10 @@ class ForwardPass:
             self._calls_per_region, self._recomputed = self._recomputed, 0
         layer = self._next_backward_layer(self.num_calls)
         self.backward_calls += 1
-        windows = self.made.windows
-        self.trace.begin(PassPart.BACKWARD, layer, windows[layer] if 0 <= layer < len(windows) else 0)
+        masks = self.made.masks
+        if self.trace is not UNTRACED:
+            mask = masks[layer] if 0 <= layer < len(masks) else CAUSAL_MASK
+            self.trace.begin(PassPart.BACKWARD, layer, mask.window_tokens or 0)
         return self._place(layer, "backward")
 
     def begin_backward_of_rows(self) -> None:
@@ -286,7 +289,7 @@ class ForwardPass:
         numbers = {
             "attention calls": self.num_calls or 0,
             "order of the layers that attend": _checksum(layers),
-            "sliding windows of the layers that attend": _checksum(self.made.windows),
+            "sliding windows of the layers that attend": _checksum(self.made.masks),
             "scales, softcaps and sinks of the layers that attend": _checksum(self._scores),
             "attention calls with gradients": len(self._with_gradients),
             "which of them have gradients": _checksum(self._with_gradients),
@@ -305,13 +308,13 @@ class ForwardPass:
                 "(frozen layers after embeddings that another module made), that module must take part on every rank"
             )
 
-    def _begin_recomputed(self, window_tokens: int) -> str:
+    def _begin_recomputed(self, mask: Mask) -> str:
         """Names a call that checkpointing repeats for backward: the last region first, its calls in order."""
         assert self.num_calls is not None
         self._enter_backward(goes_on=self._recomputed > 1)
         last = self._next_backward_layer(self.num_calls)
         layer = last - self._calls_per_region + self._recomputed
-        self.trace.begin(PassPart.RECOMPUTED, min(layer, last), window_tokens)
+        self.trace.begin(PassPart.RECOMPUTED, min(layer, last), mask.window_tokens or 0)
         if layer <= last:
             return self._place(layer, "forward")
         return self._place(last, f"call {self._recomputed} of its checkpointed region, forward")

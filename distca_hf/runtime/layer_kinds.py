@@ -21,7 +21,7 @@ from distca_hf.comm.posted_plans import PostedPlan
 from distca_hf.config import DistCAConfig
 from distca_hf.cost import Mask
 from distca_hf.errors import PlanError
-from distca_hf.kernels.interface import AttentionSpec, without_window
+from distca_hf.kernels.interface import AttentionSpec, mask_of, without_window
 from distca_hf.layout import Layout
 from distca_hf.planning.kinds import RoutedKinds
 from distca_hf.planning.plan import PlanFacts, plan_in_place
@@ -176,15 +176,15 @@ class LayerKinds:
         self._longest_tokens = planned.facts.longest_document_tokens
         self._layers = layers
         self._halos: list[Retention] = []
-        self._kinds: dict[int, LayerKind] = {}
+        self._kinds: dict[Mask, LayerKind] = {}
         for mask, plan in planned.routings().items():
             self._add(mask, plan)
 
     def begin_forward_pass(self, layers: PassLayers) -> None:
         """Notes which layers the next pass has."""
         self._layers = layers
-        for window_tokens, kind in self._kinds.items():
-            kind.begin_forward_pass(layers.of(window_tokens, self._longest_tokens))
+        for mask, kind in self._kinds.items():
+            kind.begin_forward_pass(layers.of(mask, self._longest_tokens))
 
     def spec(self, spec: AttentionSpec) -> AttentionSpec:
         """Returns the spec of a layer without a window that no document of the micro-batch is longer than."""
@@ -201,15 +201,15 @@ class LayerKinds:
         Raises:
             PlanError: the batch was planned without their mask.
         """
-        found = self._kinds.get(spec.window_tokens)
+        mask, route_window = mask_of(spec), self._planned.route_window
+        found = self._kinds.get(mask)
         if found is not None:
             return found
-        mask, route_window = Mask(spec.window_tokens or None), self._planned.route_window
-        if route_window is None or not spec.window_tokens:
-            planned = ", ".join(str(Mask(window_tokens or None)) for window_tokens in self._kinds)
+        if route_window is None or mask.window_tokens is None:
+            planned = ", ".join(kind.in_words for kind in self._kinds)
             raise PlanError(
-                f"{self._where}: a layer attends with {mask}, the plan of this batch has routings for {planned}; plan "
-                "it for the masks of all layers"
+                f"{self._where}: a layer attends with {mask.in_words}, the plan of this batch has routings for "
+                f"{planned}; plan it for the masks of all layers"
             )
         return self._add(mask, route_window(mask))
 
@@ -254,11 +254,11 @@ class LayerKinds:
             )
 
     def _add(self, mask: Mask, plan: DeviceRankPlan) -> LayerKind:
-        posted, window_tokens = self._planned.posted, mask.window_tokens or 0
+        posted, is_full = self._planned.posted, mask.window_tokens is None
         room_bytes = None if posted is None else posted.room_bytes
-        retention = Retention(self._config, plan.facts, room_bytes, None if window_tokens else self._halos)
-        retention.layers = self._layers.of(window_tokens, self._longest_tokens)
-        if window_tokens:
+        retention = Retention(self._config, plan.facts, room_bytes, self._halos if is_full else None)
+        retention.layers = self._layers.of(mask, self._longest_tokens)
+        if not is_full:
             self._halos.append(retention)
-        kind = self._kinds[window_tokens] = LayerKind(plan, retention)
+        kind = self._kinds[mask] = LayerKind(plan, retention)
         return kind

@@ -14,12 +14,12 @@ from typing import NamedTuple
 
 import torch
 
-from distca_hf.cost import CAUSAL_LAYERS, LayerMasks
+from distca_hf.cost import CAUSAL_LAYERS, LayerMasks, Mask
 from distca_hf.errors import PlanError
 
 
-# For each checkpointed region whose attention is recomputed: windows of its layers in tokens, 0 without one.
-Regions = tuple[tuple[int, ...], ...]
+# For each checkpointed region whose attention is recomputed: masks of its layers.
+Regions = tuple[tuple[Mask, ...], ...]
 
 
 class HeldLayers(NamedTuple):
@@ -49,26 +49,22 @@ class PassLayers(NamedTuple):
     layer_masks: LayerMasks = CAUSAL_LAYERS
     regions: Regions = ()
 
-    def of(self, window_tokens: int, longest_document_tokens: int) -> HeldLayers:
-        """Returns the layers of one kind, at least one. If no layer is known to have this window, all may have it.
+    def of(self, kind: Mask, longest_document_tokens: int) -> HeldLayers:
+        """Returns the layers of one kind, at least one. If no layer is known to have this mask, all may have it.
 
         Args:
-            window_tokens: window of the kind; 0 for layers without a window.
             longest_document_tokens: a window that is at least this long counts as no window.
         """
 
-        def in_kind(tokens: int) -> bool:
-            return (tokens if tokens < longest_document_tokens else 0) == window_tokens
+        def in_kind(mask: Mask) -> bool:
+            return mask.within(longest_document_tokens) == kind
 
-        layers = [(mask.window_tokens or 0, count) for mask, count in self.layer_masks]
-        if not any(in_kind(tokens) for tokens, _ in layers):
-            return self._held(lambda tokens: True)
-        return self._held(in_kind)
+        return self._held(in_kind if any(in_kind(mask) for mask, _ in self.layer_masks) else lambda mask: True)
 
-    def _held(self, counts: Callable[[int], bool]) -> HeldLayers:
+    def _held(self, counts: Callable[[Mask], bool]) -> HeldLayers:
         total = sum(count for _, count in self.layer_masks)
-        layers = sum(count for mask, count in self.layer_masks if counts(mask.window_tokens or 0))
-        of_regions = [sum(map(counts, windows)) for windows in self.regions]
+        layers = sum(count for mask, count in self.layer_masks if counts(mask))
+        of_regions = [sum(map(counts, masks)) for masks in self.regions]
         calls = self.attention_calls / total  # of a layer: some models run a layer several times
         recomputed = round(calls * sum(of_regions))
         saved = max(0 if recomputed else 1, round(calls * layers) - recomputed)
@@ -105,25 +101,24 @@ class PassCalls(NamedTuple):
     """Attention calls of a forward pass, without recomputed ones.
 
     Attributes:
-        windows: sliding window of each call in tokens, 0 without one.
+        masks: mask of each call.
         tensors: dtypes and heads of each call.
     """
 
-    windows: list[int]
+    masks: list[Mask]
     tensors: list[CallTensors]
 
 
-def other_window(now_tokens: int, before_tokens: int, where: str) -> PlanError:
-    """Returns the error for a call whose window is not that of the previous pass.
+def other_mask(now: Mask, before: Mask, where: str) -> PlanError:
+    """Returns the error for a call whose mask is not that of the previous pass.
 
     Args:
         where: rank and call.
     """
-    windows = now_tokens, before_tokens
-    now, before = (f"a sliding window of {one} tokens" if one else "no window" for one in windows)
     return PlanError(
-        f"{where}: the layer attends with {now}, and with {before} in the pass before; other ranks exchange rows for "
-        "that. Windows of layers cannot change after the first pass: enable the model again, on all ranks"
+        f"{where}: the layer attends with {now.in_words}, and with {before.in_words} in the pass before; other ranks "
+        "exchange rows for that. Windows of layers cannot change after the first pass: enable the model again, on all "
+        "ranks"
     )
 
 

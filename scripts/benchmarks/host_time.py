@@ -42,6 +42,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from distca_hf.comm.groups import Members, grid_of_mesh, open_transport
 from distca_hf.comm.transport import Transport
 from distca_hf.config import DistCAConfig
+from distca_hf.cost import CAUSAL_MASK
 from distca_hf.kernels.flash4 import Flash4Kernel
 from distca_hf.kernels.interface import AttentionSpec, Inputs, Kernel, Spans
 from distca_hf.kernels.registry import kernel_name
@@ -301,7 +302,9 @@ def _subject(options: argparse.Namespace, device: torch.device, transport: Trans
     )
     layer = torch.tensor(0, device="cpu")  # enabled models say which one attends
     scale = options.head_dim**-0.5
-    before = PassCalls([0], [CallTensors.of(q, k, v)])  # as of a pass before, so that later calls are not compared
+    before = PassCalls(
+        [CAUSAL_MASK], [CallTensors.of(q, k, v)]
+    )  # as of a pass before, so that later calls are not compared
 
     def attend() -> object:
         return flash_attn(q, k, v, AttentionSpec(scale), live.handle, layer)  # layers make their spec in each call

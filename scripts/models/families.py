@@ -102,7 +102,11 @@ FAMILIES = (
     Family(
         "Phi-3 128K, Phi-4-mini", ("phi3",), windows(None) | LONGROPE, "longrope", "RoPE changes with the batch beyond"
     ),
-    Family("Llama 4", ("llama4_text", "llama4"), sign="chunked_attention", note="layers attend inside chunks"),
+    Family(
+        "Llama 4",
+        ("llama4_text", "llama4"),
+        note="layers attend inside of chunks; on text: Transformers' own multimodal class fails in training",
+    ),
     Family("Qwen 3.5, Qwen3-Next", ("qwen3_next", "qwen3_5", "qwen3_5_moe"), note=WHOLE),
     Family(
         "DeepSeek-V3.2, GLM-5",

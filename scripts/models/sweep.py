@@ -44,11 +44,12 @@ from distca_hf.analysis.check.tiny_config import LONGEST_TOKENS, WINDOW_TOKENS, 
 from distca_hf.analysis.check.trial import Step, TinyModel, largest, step_alone
 from distca_hf.analysis.check.verdict import judge
 from distca_hf.comm.transport import LocalTransport
+from distca_hf.cost import Mask
 from distca_hf.errors import ConfigError, UnsupportedAttentionError
 from distca_hf.gpus import find_gpu
 from distca_hf.integrations.models.check import IMPLEMENTATION, REMEDY, check_model
 from distca_hf.integrations.models.forward_watch import enable
-from distca_hf.integrations.models.layer_masks import layer_windows
+from distca_hf.integrations.models.layer_masks import masks_of_layers
 from distca_hf.integrations.models.mixers import needs_whole_documents
 from shared.page_sections import file_to_write, write_section
 
@@ -201,15 +202,15 @@ def step_placed(config_class: type[PreTrainedConfig], num_ranks: int, kind: Kind
     return trial.step_placed(tiny_model(config_class, kind), num_ranks)
 
 
-def windows(model: PreTrainedModel) -> dict[str, tuple[int | None, int | None]]:
-    """Returns the windows of all attention layers by name, as they are planned and as the first pass has them."""
+def windows(model: PreTrainedModel) -> dict[str, tuple[Mask, Mask]]:
+    """Returns the masks of all attention layers by name, as they are planned and as the first pass has them."""
     enable(model, trial.context_for(1), LONGEST_TOKENS)
-    planned = dict(layer_windows(model))
+    planned = masks_of_layers(model)
     (batch,) = trial.loader_of(LocalTransport(), needs_whole_documents(model))
     model(**batch)
     made, names = batch["distca_plan"].forward_pass, list(planned)
-    passed = {names[int(layer)]: tokens or None for layer, tokens in zip(made.layers, made.made.windows, strict=True)}
-    return {name: (planned[name], tokens) for name, tokens in passed.items()}
+    passed = {names[int(layer)]: mask for layer, mask in zip(made.layers, made.made.masks, strict=True)}
+    return {name: (planned[name], mask) for name, mask in passed.items()}
 
 
 def section(outcomes: list[Outcome], kind: Kind) -> str:

@@ -1,9 +1,11 @@
 """Rows placed inside the model: every rank's own batch gives the gradients of data parallelism without distca."""
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -54,6 +56,8 @@ class Case(NamedTuple):
         loss: of a model on a batch; by default the model's own.
         most: largest difference of a gradient, in its largest number.
         prepare: changes a model that was enabled.
+        alone: batches with the same documents, row by row, which are trained on without distca; by default `batches`.
+        in_double: whether what the model computes in float32 is computed in float64, too.
     """
 
     make: Make
@@ -61,6 +65,12 @@ class Case(NamedTuple):
     loss: Loss | None = None
     most: float = 1e-13
     prepare: Callable[[PreTrainedModel], object] = lambda model: None
+    alone: Sequence[Batch] = ()
+    in_double: bool = False
+
+    def precision(self) -> AbstractContextManager[object]:
+        """Returns a context for the passes of the model."""
+        return patch.object(torch.Tensor, "float", torch.Tensor.double) if self.in_double else nullcontext()
 
 
 def of_config(
@@ -142,6 +152,8 @@ def frozen_tower(make: Make) -> Make:
 
 QWEN_VL = {kind: partial(qwen_vl, kind) for kind in ("qwen2_5_vl", "qwen3_vl")}
 PACKS = per_rank(packed)
+# One document of exactly a chunk, and some that end where one does, or a token later.
+OF_CHUNKS = ([160], [16, 32], [17], [15, 1])
 CASES = {
     "packs": Case(tiny(), PACKS),
     "offsets": Case(tiny(), per_rank(packed, "offsets")),
@@ -165,6 +177,15 @@ CASES = {
         tiny(), per_rank(padded, "right", lengths=([90, 20, 7, 8], [9, 5], [40, 4], [3, 3, 17, 2])), of_two_passes
     ),
     "windows": Case(tiny("gemma3"), PACKS, most=1e-5),  # its norms are float32
+    **{
+        f"chunks, {name}": Case(tiny("llama4"), batches, None, 1e-12, prepare, per_rank(padded, lengths=lengths), True)
+        for name, batches, lengths, prepare in (
+            ("packs", PACKS, LENGTHS, lambda model: None),
+            ("packs, checkpointed", PACKS, LENGTHS, checkpointed(reentrant=False)),
+            ("padded", per_rank(padded, "right"), LENGTHS, lambda model: None),
+            ("one long document", per_rank(packed, lengths=OF_CHUNKS), OF_CHUNKS, lambda model: None),
+        )
+    },
     "windows and sinks": Case(tiny("gpt_oss"), per_rank(padded, "right"), most=1e-5),
     "experts with their loss, a rank without tokens": Case(
         tiny("qwen3_moe", output_router_logits=True, router_aux_loss_coef=0.5),
@@ -194,10 +215,11 @@ def of_batches(name: str) -> list[tuple[float, Gradients]]:
     """Loss and gradients of every batch of a case, without distca."""
     case, results = CASES[name], []
     model = case.make("eager" if name == "windows and sinks" else "sdpa")
-    for batch in case.batches:
-        loss = (case.loss or own_loss)(model, batch) if batch["input_ids"].numel() else None
-        if loss is not None:
-            loss.backward()
+    for batch in case.alone or case.batches:
+        with case.precision():
+            loss = (case.loss or own_loss)(model, batch) if batch["input_ids"].numel() else None
+            if loss is not None:
+                loss.backward()
         results.append((0.0 if loss is None else loss.item(), gradients_of(model)))
         model.zero_grad()
     return results
@@ -218,8 +240,9 @@ def _train(names: Sequence[str]) -> dict[str, tuple[float, Gradients, tuple[int,
         case.prepare(model)
         wrapped = nn.parallel.DistributedDataParallel(model, find_unused_parameters="image" in name)
         batch = case.batches[dist.get_rank()]
-        loss = (case.loss or own_loss)(wrapped, batch)
-        loss.backward()
+        with case.precision():
+            loss = (case.loss or own_loss)(wrapped, batch)
+            loss.backward()
         planner = watch_of(model).planner
         counts = planner.history[-1].tokens_before, planner.history[-1].tokens
         results[name] = (loss.item(), gradients_of(model), *counts, planner.latest_moves.crosses)

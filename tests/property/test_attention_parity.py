@@ -11,7 +11,6 @@ from distca_hf.cost import Mask
 from distca_hf.planning.plan import plan_in_place
 from distca_hf.testing import LoopbackTransport, run_ranks
 from support.layouts import random_layout, random_plan, striped_layout, with_mask
-from support.masks import Chunks
 from support.parity import Case, Difference, compare
 
 
@@ -71,7 +70,7 @@ def test_windows_and_chunks_of_documents_give_the_same(
     layout = (striped_layout if kind == "striped" else random_layout)(rng, num_ranks)
     assume(layout.longest_document_tokens > 1)
     tokens = min(tokens, layout.longest_document_tokens - 1)  # as long as a document it is no window
-    mask = Mask(tokens) if is_window else Chunks(chunk_tokens=tokens)
+    mask = Mask(tokens, chunked=not is_window)
     if kind == "moved":
         plan = with_mask(random_plan(rng, layout, head_groups), mask)
     else:

@@ -18,7 +18,6 @@ from distca_hf.planning.plan import divide_stripe, plan_in_place
 from distca_hf.planning.routing import LATE_SHARE
 from distca_hf.planning.transfers import bytes_between, key_transfers, received_bytes
 from support.layouts import random_layout, random_plan, striped_layout, with_mask
-from support.masks import Chunks
 from support.simulation import (
     Simulation,
     check_attention,
@@ -54,7 +53,7 @@ class Case:
 
 CAUSAL = st.just(CAUSAL_MASK)
 SHORTER = st.one_of(st.integers(1, 12), st.integers(1, 50))
-WINDOWS_AND_CHUNKS = SHORTER.map(Mask) | SHORTER.map(lambda tokens: Chunks(chunk_tokens=tokens))
+WINDOWS_AND_CHUNKS = st.builds(Mask, SHORTER, chunked=st.booleans())
 
 
 def cases(

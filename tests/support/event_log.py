@@ -161,7 +161,7 @@ class NotedKernel:
         self, what: str, q: torch.Tensor, k: torch.Tensor, spans: Spans, spec: AttentionSpec, *more: str
     ) -> None:
         rows = [f"{list(x.shape)} of {[*offsets]}" for x, offsets in ((q, spans.queries), (k, spans.keys))]
-        self._log.note(what, f"queries {rows[0]}", f"keys {rows[1]}", *spec, *more)
+        self._log.note(what, f"queries {rows[0]}", f"keys {rows[1]}", *spec[:-1], *more)
 
 
 class NotedTrace(PassTrace):

@@ -7,6 +7,7 @@ from transformers import (
     AutoModelForCausalLM,
     Gemma3TextConfig,
     GptOssConfig,
+    Llama4TextConfig,
     LlamaConfig,
     PreTrainedConfig,
     PreTrainedModel,
@@ -44,6 +45,15 @@ def tiny_config(kind: str, **changes: Any) -> PreTrainedConfig:
             # Every token uses every expert: rounding that depends on the CPU cannot route a token to another one.
             return GptOssConfig(num_local_experts=4, num_experts_per_tok=4, **sizes)
         return Gemma3TextConfig(query_pre_attn_scalar=16, **sizes)
+    if kind == "llama4":  # the last layer is full, and its queries grow; the others attend inside of chunks
+        experts = {"num_local_experts": 4, "num_experts_per_tok": 1, "interleave_moe_layer_step": 2}
+        layers = {
+            "no_rope_layers": [*[1] * (sizes["num_hidden_layers"] - 1), 0],
+            "attention_chunk_size": WINDOW_TOKENS,
+        }
+        special = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+        widths = {"head_dim": 16, "intermediate_size_mlp": 64, "floor_scale": 8, "attn_scale": 0.5}
+        return Llama4TextConfig(**experts | layers | special | widths | sizes)
     if kind == "qwen3_5":  # the last layer is full, the others carry a state
         layers = [*["linear_attention"] * (sizes["num_hidden_layers"] - 1), "full_attention"]
         linear = dict.fromkeys(("linear_num_key_heads", "linear_num_value_heads"), 4)

@@ -70,7 +70,8 @@ class Case:
 
     @property
     def spec(self) -> AttentionSpec:
-        return SPEC._replace(softcap=self.softcap, window_tokens=self.plan.tasks.mask.window_tokens or 0)
+        mask = self.plan.tasks.mask
+        return SPEC._replace(softcap=self.softcap, window_tokens=mask.window_tokens or 0, chunked=mask.chunked)
 
     @property
     def sinks(self) -> torch.Tensor | None:

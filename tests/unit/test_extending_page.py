@@ -17,6 +17,6 @@ def test_examples_run() -> None:
         first_line = text[: block.start(1)].count("\n")
         exec(compile("\n" * first_line + block[1], str(PAGE), "exec"), names)
 
-    classes = {"WindowAndFirstKeys", "Chunks", "LoopKernel", "RecordingTransport"}
+    classes = {"WindowAndFirstKeys", "LoopKernel", "RecordingTransport"}
     assert {"plan_in_turn", "IN_TURN", *classes} <= set(names)
     assert before == KERNELS, "examples leave nothing behind"

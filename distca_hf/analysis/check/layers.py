@@ -105,7 +105,7 @@ def decoder_size(model: PreTrainedModel, kinds: list[DecoderLayerKind]) -> Decod
         of_attention = sum(_numbers(module) for inside, module in attention.items() if inside.startswith(f"{name}."))
         passed = _passed(name, modules[name], shares) - of_attention
         mlp_size = max(0.0, passed) / (MLP_MATRICES * hidden_size)
-        counted[LayerSize(1, _numbers(modules[name]), mlp_size, kind.heads, kind.window_tokens)] += 1
+        counted[LayerSize(1, _numbers(modules[name]), mlp_size, kind.heads, kind.mask.window_tokens)] += 1
     in_layers = {weight for name in names for weight in modules[name].parameters()}
     elsewhere = in_layers | set(weights_beside_text(model).values())
     head = getattr(model.get_output_embeddings(), "weight", None)

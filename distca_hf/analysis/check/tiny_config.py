@@ -46,7 +46,7 @@ SIZES: dict[str, Any] = {
         (4, "decoder_attention_heads num_encoder_attention_heads num_decoder_attention_heads index_n_heads"),
         (2, "num_key_value_heads"),
         (HEAD_DIM, "head_dim d_kv kv_channels d_head dim_head index_head_dim index_topk"),
-        (WINDOW_TOKENS, "sliding_window sliding_window_size"),
+        (WINDOW_TOKENS, "sliding_window sliding_window_size attention_chunk_size"),
         # linear attention
         (4, "linear_num_heads linear_num_key_heads linear_num_value_heads"),
         (HEAD_DIM, "linear_head_dim linear_key_head_dim linear_value_head_dim"),
@@ -144,7 +144,7 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
 # Fields of a given configuration that a tiny version does not keep.
 NAMES_OF_ITS_OWN = frozenset({"model_type", "dtype", "torch_dtype", "architectures", "name_or_path", "use_cache"})
 # Sizes without which a layer attends in another way.
-WINDOWS = frozenset({"sliding_window", "sliding_window_size"})
+WINDOWS = frozenset({"sliding_window", "sliding_window_size", "attention_chunk_size"})
 
 
 def tiny_config(config_class: type[PreTrainedConfig]) -> PreTrainedConfig:

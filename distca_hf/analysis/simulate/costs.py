@@ -127,6 +127,9 @@ class Costs:
         """Returns seconds of tasks or tiles with a window: their pairs, at the rate of a square of so many queries."""
         window = mask.window_tokens
         assert window is not None
+        if mask.chunked:  # kernels compute squares of a chunk
+            sizes = np.minimum(queries, window)
+            return self._square(sizes).times(pairs / np.maximum(1.0, sizes * (sizes + 1) / 2))
         known = [times for times in self.profile.attention if times.window_tokens]
         if not known:
             self.notes.add("windows were not measured: their pairs are taken at the rate of full attention")

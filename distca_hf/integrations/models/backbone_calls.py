@@ -14,7 +14,7 @@ from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
 from distca_hf.integrations.models.hooks import Hook
-from distca_hf.integrations.models.structure import names_by_position
+from distca_hf.integrations.models.structure import backbone_of, names_by_position
 from distca_hf.torch_private import hidden_from_dynamo
 
 
@@ -39,7 +39,7 @@ class BackboneCalls:
         end: Callable[[nn.Module, tuple[object, ...], Keywords, object], object],
         is_running: Callable[[], bool],
     ) -> None:
-        self._root, self._backbone, self._names = root, model.base_model, names_by_position(model.base_model)
+        self._root, self._backbone, self._names = root, backbone_of(model), names_by_position(backbone_of(model))
         self._is_watched = self._backbone not in (model, root)
         self._begin, self._end, self._is_running = begin, end, is_running
         self._handles: list[RemovableHandle] = []

@@ -27,10 +27,11 @@ from distca_hf.config import KernelName
 from distca_hf.cost import Heads
 from distca_hf.errors import ConfigError, UnsupportedAttentionError
 from distca_hf.integrations.models.heads import heads_of_layers
-from distca_hf.integrations.models.layer_masks import empty_windows, layer_windows
+from distca_hf.integrations.models.layer_masks import empty_windows, makes_chunks, masks_of_layers
 from distca_hf.integrations.models.mixers import unknown_mixers
 from distca_hf.integrations.models.structure import (
     attention_layers,
+    backbone_of,
     passes_keywords_on,
     source_of,
     takes_shift_labels,
@@ -199,7 +200,7 @@ def refusals(model: nn.Module, longest_document_tokens: int, given_batches: bool
         *_attention_settings(inner, config),
         *empty_windows(inner),
         *_layerdrop(config),
-        *([] if given_batches else refused_loss(inner)),
+        *(unknown_backbone(inner) if given_batches else refused_loss(inner)),
     ]
 
 
@@ -209,7 +210,7 @@ def _structure(model: PreTrainedModel, config: PreTrainedConfig) -> Iterator[str
     decoder = text_decoder(model)
     if not decoder._can_set_attn_implementation() or not attention_layers(model):
         yield "it would ignore attn_implementation: none of its layers looks attention up by name"
-    elif not decoder._supports_flash_attn:
+    elif not decoder._supports_flash_attn and not makes_chunks(model):  # these are divided as documents are
         yield "its masks cannot be expressed as causal documents (_supports_flash_attn is False)"
 
 
@@ -258,6 +259,15 @@ def _attention_settings(model: PreTrainedModel, config: PreTrainedConfig) -> Ite
         if found:
             name, value = next(iter(found.items()))
             yield f"{message.format(value)} ({name} and {len(found) - 1} more layers)"
+
+
+def unknown_backbone(model: PreTrainedModel) -> Iterator[str]:
+    """Yields why results of placed rows could not return: they do where the decoder ends, before the head."""
+    if backbone_of(model) is model and model.get_output_embeddings() is not None:
+        yield (
+            "its head cannot be told from its decoder (base_model is the model itself, and no single part of it holds "
+            "the attention layers): set base_model_prefix of the class to the decoder's name"
+        )
 
 
 def _layerdrop(config: PreTrainedConfig) -> Iterator[str]:
@@ -331,8 +341,9 @@ def kernel_needs(model: PreTrainedModel, longest_document_tokens: int) -> dict[K
     heads_of_layer = heads_of_layers(model)
     softcap = getattr(model.config.get_text_config(), "attn_logit_softcapping", None) or 0.0
     layers_of_need: dict[KernelNeed, list[str]] = {}
-    for name, window in layer_windows(model):
-        shorter = window if window and window < longest_document_tokens else 0
+    for name, mask in masks_of_layers(model).items():
+        window = 0 if mask.chunked else mask.window_tokens or 0  # calls are cut where chunks begin
+        shorter = window if window < longest_document_tokens else 0
         layers_of_need.setdefault(KernelNeed(heads_of_layer[name], shorter, softcap), []).append(name)
     return layers_of_need
 

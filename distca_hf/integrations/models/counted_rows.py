@@ -4,6 +4,9 @@ A placed row holds parts of many documents, followed by padding. NEFTune's noise
 some losses are means over all rows. Here each document has the noise of a row that holds only this document, and these
 losses see no padding. Tokens that are placed inside of the model have the noise of the row that they come from. A rank
 without tokens runs a row of padding, of which routers and such losses have some loss: its loss is 0.
+
+In some layers of Llama 4 queries are longer the later they come, by their place in the row. Here attention makes them
+so, by the positions that the model was given.
 """
 
 import math
@@ -12,12 +15,15 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 from transformers.integrations.neftune import neftune_post_forward_hook
 
 from distca_hf.batches.batch_documents import Batch, tokens_of
 from distca_hf.batches.preview import PlacedPlan
-from distca_hf.integrations.models.hooks import HiddenHook
+from distca_hf.integrations.attention import Tempered
+from distca_hf.integrations.models.hooks import HiddenHook, Hook
+from distca_hf.integrations.models.structure import attention_layers
 from distca_hf.runtime.live_plan import LivePlan
 
 
@@ -125,3 +131,26 @@ class CountedRows:
 def _zero(loss: torch.Tensor) -> torch.Tensor:
     """Returns 0 for a loss, which is NaN if it is a mean over no label; backward still reaches all weights."""
     return (0 * loss).nan_to_num()
+
+
+def temper_by_position(model: PreTrainedModel) -> list[RemovableHandle]:
+    """Lets attention temper queries that layers would temper by their place in the row; returns the hooks that give it
+    positions."""
+    handles, modules = [], dict(model.named_modules())
+    for name, attention in attention_layers(model).items():
+        if getattr(attention, "attn_temperature_tuning", False) and not getattr(attention, "use_rope", True):
+            vars(attention)["attn_temperature_tuning"] = Tempered()
+            layer = modules[name.rpartition(".")[0]]
+            handles.append(layer.register_forward_pre_hook(Hook(_with_positions), with_kwargs=True))
+    return handles
+
+
+def temper_by_row(model: PreTrainedModel) -> None:
+    """Undoes `temper_by_position`, but for its hooks."""
+    for attention in attention_layers(model).values():
+        if isinstance(getattr(attention, "attn_temperature_tuning", False), Tempered):
+            vars(attention)["attn_temperature_tuning"] = True
+
+
+def _with_positions(layer: nn.Module, args: Any, kwargs: Any) -> Any:
+    return args, {**kwargs, "distca_positions": kwargs["position_ids"]}

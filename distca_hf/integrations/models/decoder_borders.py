@@ -26,7 +26,7 @@ from distca_hf.errors import PlanError, PlanMismatchError, UnsupportedAttentionE
 from distca_hf.integrations.mask import RowMask
 from distca_hf.integrations.models.counted_rows import CountedRows
 from distca_hf.integrations.models.hooks import Hook
-from distca_hf.integrations.models.structure import names_by_position, text_decoder
+from distca_hf.integrations.models.structure import backbone_of, names_by_position, text_decoder
 from distca_hf.runtime.live_plan import LivePlan
 from distca_hf.runtime.row_moves import PassRows
 from distca_hf.torch_private import hidden_from_dynamo, register_first_hook
@@ -97,7 +97,7 @@ class DecoderBorders:
         check_calls: Callable[[LivePlan], None],
     ) -> None:
         decoder = text_decoder(model)
-        self._decoder = model.base_model if decoder is model else decoder
+        self._decoder = backbone_of(model) if decoder is model else decoder
         self.is_multimodal = decoder is not model
         self._names = names_by_position(self._decoder)
         self._class_name, self._has_position_table = type(model).__name__, has_position_table

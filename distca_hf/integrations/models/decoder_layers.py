@@ -13,9 +13,9 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from distca_hf.cost import Heads
+from distca_hf.cost import CAUSAL_MASK, Heads, Mask
 from distca_hf.integrations.models.heads import heads_of_layers
-from distca_hf.integrations.models.layer_masks import layer_windows
+from distca_hf.integrations.models.layer_masks import masks_of_layers
 from distca_hf.integrations.models.mixers import LAYER_TYPES, mixers_of
 from distca_hf.integrations.models.structure import attention_layers, source_of, text_modules, transformers_model
 
@@ -35,7 +35,7 @@ class DecoderLayerKind:
     Attributes:
         attends: whether it looks attention up by name, so that distca computes it.
         heads: of its attention; None without attention, or if they cannot be read.
-        window_tokens: its sliding window; None for a layer that sees whole documents.
+        mask: keys that a token sees.
         softcap: of its scores; 0 if they stay.
         sinks: whether rows of its softmax have one more term.
         latent: whether it is multi-head latent attention.
@@ -45,7 +45,7 @@ class DecoderLayerKind:
 
     attends: bool
     heads: Heads | None = None
-    window_tokens: int | None = None
+    mask: Mask = CAUSAL_MASK
     softcap: float = 0.0
     sinks: bool = False
     latent: bool = False
@@ -63,7 +63,8 @@ class DecoderLayerKind:
             return f"refused: {self.refused}"
         parts = [f"state ({self.mixer})"] if self.mixer else []
         if self.attends:
-            parts.append("full" if self.window_tokens is None else f"window {self.window_tokens:,}")
+            name = "chunks of" if self.mask.chunked else "window"
+            parts.append("full" if self.mask.window_tokens is None else f"{name} {self.mask.window_tokens:,}")
         if self.heads is not None:
             width = f"{self.heads.dim}" + (
                 f" (values {self.heads.value_dim})" if self.heads.value_dim != self.heads.dim else ""
@@ -82,7 +83,7 @@ def layer_kinds(model: nn.Module) -> list[DecoderLayerKind]:
     """
     inner = transformers_model(model)
     config = inner.config.get_text_config()
-    attention, windows, mixers = attention_layers(inner), dict(layer_windows(inner)), mixers_of(inner)
+    attention, masks, mixers = attention_layers(inner), masks_of_layers(inner), mixers_of(inner)
     try:
         heads: dict[str, Heads] = heads_of_layers(inner)
     except (AttributeError, KeyError, RuntimeError, ValueError):
@@ -100,7 +101,7 @@ def layer_kinds(model: nn.Module) -> list[DecoderLayerKind]:
             DecoderLayerKind(
                 attends=True,
                 heads=heads.get(name),
-                window_tokens=windows[name],
+                mask=masks[name],
                 softcap=float(getattr(config, "attn_logit_softcapping", None) or 0.0),
                 sinks=_has_sinks(module),
                 latent=getattr(module, "kv_lora_rank", None) is not None,

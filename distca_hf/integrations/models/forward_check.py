@@ -20,7 +20,7 @@ from distca_hf.comm.grid import Grid, Scope
 from distca_hf.config import DistCAConfig
 from distca_hf.errors import PlanError, UnsupportedAttentionError
 from distca_hf.integrations.models.check import IMPLEMENTATION, PositionLimits, refused_loss
-from distca_hf.integrations.models.layer_masks import layer_masks_of, layer_windows
+from distca_hf.integrations.models.layer_masks import layer_masks_of, masks_of_layers
 from distca_hf.integrations.models.structure import transformers_model, weights_beside_text
 from distca_hf.integrations.models.towers import towers
 from distca_hf.integrations.models.weights_check import SharedState, replicated_parameters
@@ -65,7 +65,7 @@ class ForwardCheck:
     Attributes:
         position_limits: longest documents that the model can take.
         towers: parts of a multimodal model beside its text, by name.
-        windows: sliding windows of its attention layers by name, as placement counts them.
+        masks: masks of its attention layers by name, as placement counts them.
         num_calls: attention calls of every pass; None before the first one.
         calls_before: those of the latest pass; None before the first one.
     """
@@ -78,7 +78,7 @@ class ForwardCheck:
         configs = [getattr(layer, "config", inner.config.get_text_config()) for layer in layers.values()]
         self._attention_configs = list({id(config): config for config in configs}.values())
         self.position_limits, self.towers = PositionLimits(inner), towers(inner)
-        self.windows = dict(layer_windows(inner))
+        self.masks = masks_of_layers(inner)
         self.num_calls: int | None = None
         self.calls_before: PassCalls | None = None
         self._module_facts: dict[str, object] | None = None
@@ -263,26 +263,26 @@ class ForwardCheck:
                 '"distca" for all layers, and leave none out (layerdrop)'
             )
         if self.num_calls is None:
-            self._check_windows(plan.forward_pass)
+            self._check_masks(plan.forward_pass)
         self.num_calls, self.calls_before = calls, plan.forward_pass.made
 
-    def _check_windows(self, forward_pass: ForwardPass) -> None:
+    def _check_masks(self, forward_pass: ForwardPass) -> None:
         """Warns, after the first pass, of layers that attend with other windows than placement was told."""
-        names, planned = list(self._layers), self.windows
-        if len(forward_pass.layers) != len(forward_pass.made.windows):  # an attention server was lost meanwhile
+        names, planned = list(self._layers), self.masks
+        if len(forward_pass.layers) != len(forward_pass.made.masks):  # an attention server was lost meanwhile
             return
-        called = zip(forward_pass.layers, forward_pass.made.windows, strict=True)
-        others = {names[int(layer)]: window or None for layer, window in called}
-        others = {name: window for name, window in others.items() if window != planned[name]}
+        called = zip(forward_pass.layers, forward_pass.made.masks, strict=True)
+        others = {names[int(layer)]: mask for layer, mask in called if mask != planned[names[int(layer)]]}
         if others:
-            name, window = next(iter(others.items()))
+            name, mask = next(iter(others.items()))
             log.warning(
                 "%s: %s attends with %s, and had %s when the model was enabled; %d of %d layers differ. Losses and "
                 "gradients are right, but ranks may have unequal work: placement, and the balance in the log, count "
                 "the windows of before. If you changed them, enable the model again; else please report this class",
                 self._class_name,
                 name,
-                *("no window" if tokens is None else f"a window of {tokens}" for tokens in (window, planned[name])),
+                mask.in_words,
+                planned[name].in_words,
                 len(others),
                 len(names),
             )
@@ -302,7 +302,7 @@ def module_facts(model: nn.Module, attention_layers: Mapping[str, nn.Module]) ->
         "attention layers": len(names),
         "names and numbers of attention layers": _checksum(names),
         "sliding windows of attention layers": ", ".join(
-            f"{mask.window_tokens or 'none'} ({count})" for mask, count in layer_masks_of(model)
+            f"{mask.in_words} ({count})" for mask, count in layer_masks_of(model)
         ),
         "modules and their settings": _checksum(_settings(transformers_model(model))),
         TRAINED: _trained(model),

@@ -25,14 +25,14 @@ from distca_hf.errors import PlanError
 from distca_hf.integrations.attention import LAYER_SETTINGS, LayerSettings
 from distca_hf.integrations.models.backbone_calls import BackboneCalls
 from distca_hf.integrations.models.check import PositionLimits, check_model
-from distca_hf.integrations.models.counted_rows import CountedRows
+from distca_hf.integrations.models.counted_rows import CountedRows, temper_by_position, temper_by_row
 from distca_hf.integrations.models.decoder_borders import DecoderBorders
 from distca_hf.integrations.models.decoder_layers import verdict_in_short
 from distca_hf.integrations.models.distributed_check import check_divided_heads, follow_mesh
 from distca_hf.integrations.models.forward_check import ForwardCheck
 from distca_hf.integrations.models.heads import head_groups_of, token_bytes_of
 from distca_hf.integrations.models.hooks import WATCH, HiddenHook
-from distca_hf.integrations.models.layer_masks import layer_masks_of, layer_windows
+from distca_hf.integrations.models.layer_masks import layer_masks_of, masks_of_layers
 from distca_hf.integrations.models.mixers import MixerWatch
 from distca_hf.integrations.models.operations import predictable, step_flops
 from distca_hf.integrations.models.placed_loss import PlacedLoss, label_count
@@ -40,6 +40,7 @@ from distca_hf.integrations.models.planner import vocabulary_tokens_of
 from distca_hf.integrations.models.recomputed_layers import RecomputedLayers
 from distca_hf.integrations.models.structure import (
     attention_layers,
+    backbone_of,
     forward_accepts,
     names_by_position,
     transformers_model,
@@ -125,6 +126,7 @@ class ForwardWatch:
             self.root.register_forward_pre_hook(HiddenHook(self._before), with_kwargs=True),
             self.root.register_forward_hook(HiddenHook(self._after), with_kwargs=True),
         ]
+        self._handles += temper_by_position(transformers_model(self.root))
         self._at_backbone.enter()  # before hooks that move rows
         self._mixers.enter()
         self._borders.enter()
@@ -140,7 +142,8 @@ class ForwardWatch:
             if vars(module).get(WATCH) is self:
                 delattr(module, WATCH)
             self._mixers.leave(module)
-            self._at_backbone.leave(transformers_model(module).base_model)
+            temper_by_row(transformers_model(module))
+            self._at_backbone.leave(backbone_of(transformers_model(module)))
         if is_original:
             for handle in self._handles:
                 handle.remove()
@@ -148,9 +151,9 @@ class ForwardWatch:
             self._recomputed_layers.leave()
 
     def is_for(self, root: nn.Module, context: ParallelContext) -> bool:
-        """Returns whether it watches this model under this plugin, and the layers' windows have not changed."""
+        """Returns whether it watches this model under this plugin, and the layers' masks have not changed."""
         same = self.root is root and self.context is context
-        return same and self._check.windows == dict(layer_windows(root))
+        return same and self._check.masks == masks_of_layers(root)
 
     def forget_passes(self) -> None:
         """Makes the next pass count as the first one, so that layers may change."""
@@ -236,7 +239,7 @@ class ForwardWatch:
             "training": module.training,
             "attention layers that are recomputed": sum(map(len, self._regions)),
             "checkpointed modules that attend again": again,
-            "windows of their layers": self._regions,
+            "masks of their layers": self._regions,
             "received rows wait for recomputation": rows_wait,
             **self._check.facts(again=is_looked_at),
         }

@@ -41,7 +41,7 @@ from distca_hf.telemetry import get_logger
 
 
 # Layer types of configurations whose tokens attend to tokens before them, or do not see each other.
-LAYER_TYPES = frozenset({"full_attention", "sliding_attention", "attention", "moe", "mlp"})
+LAYER_TYPES = frozenset({"full_attention", "sliding_attention", "chunked_attention", "attention", "moe", "mlp"})
 # Names that Transformers' classes have for a state, as an attribute or in a cache.
 STATE = re.compile(r"(conv|conv1d|recurrent|ssm|linear)_(states?|cache)\b")
 

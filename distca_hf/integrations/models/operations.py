@@ -9,7 +9,7 @@ from distca_hf.batches.reported_steps import Predictable
 from distca_hf.comm.grid import Grid
 from distca_hf.flops import LLAMA_8B_COSTS, PassCosts, StepFlops
 from distca_hf.integrations.models.heads import heads_of_layers, num_layers_of, whole_heads_of_layers
-from distca_hf.integrations.models.layer_masks import layer_windows
+from distca_hf.integrations.models.layer_masks import masks_of_layers
 from distca_hf.integrations.models.structure import transformers_model, weights_beside_text
 from distca_hf.traces import HeadSizes, ModelSizes, PredictedCosts
 
@@ -71,10 +71,10 @@ def _sizes(model: nn.Module, flops: StepFlops, recomputes: tuple[bool, bool], gr
     if not flops.token_forward or not isinstance(hidden_size, int):
         return None
     heads, by_window = whole_heads_of_layers(model), dict[int, HeadSizes]()
-    for name, window in layer_windows(model):
-        one = heads[name]
-        sizes = HeadSizes(window or 0, one.query, one.key_value, one.dim, one.value_dim, one.groups)
-        by_window.setdefault(window or 0, sizes)
+    for name, mask in masks_of_layers(model).items():
+        one, window = heads[name], mask.window_tokens or 0
+        sizes = HeadSizes(window, one.query, one.key_value, one.dim, one.value_dim, one.groups)
+        by_window.setdefault(window, sizes)
     return ModelSizes(
         heads=tuple(by_window.values()),
         hidden_size=hidden_size,

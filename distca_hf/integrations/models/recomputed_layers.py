@@ -10,6 +10,7 @@ from torch import nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from distca_hf.config import DistCAConfig
+from distca_hf.cost import Mask
 from distca_hf.integrations.checkpointing import (
     checkpointed_by,
     checkpointed_modules,
@@ -20,7 +21,7 @@ from distca_hf.integrations.checkpointing import (
     restore_functions,
     save_attention,
 )
-from distca_hf.integrations.models.layer_masks import layer_windows
+from distca_hf.integrations.models.layer_masks import masks_of_layers
 from distca_hf.integrations.models.structure import attention_layers, transformers_model
 from distca_hf.runtime.pass_layers import Regions
 from distca_hf.telemetry import get_logger
@@ -37,12 +38,12 @@ class RecomputedLayers:
 
     Attributes:
         again: indices of the modules that recompute attention, among all that are or may be checkpointed.
-        regions: for each region that attends again, the windows of its attention layers; 0 without one.
+        regions: for each region that attends again, the masks of its attention layers.
     """
 
     def __init__(self, model: nn.Module) -> None:
-        layers, windows = attention_layers(transformers_model(model)), dict(layer_windows(model))
-        self._windows = {layer: windows[name] or 0 for name, layer in layers.items()}
+        layers, masks = attention_layers(transformers_model(model)), masks_of_layers(model)
+        self._masks = {layer: masks[name] for name, layer in layers.items()}
         self.again: Sequence[int] = ()
         self.regions: Regions = ()
         self._modules: list[nn.Module] | None = None
@@ -93,15 +94,15 @@ class RecomputedLayers:
 
     def _find(self, modules: Sequence[nn.Module], again: Sequence[int]) -> Regions:
         in_region: dict[nn.Module, nn.Module] = {}
-        apart = set(self._windows)  # layers that no module checkpoints by itself
-        inside = {module: [part for part in module.modules() if part in self._windows] for module in modules}
+        apart = set(self._masks)  # layers that no module checkpoints by itself
+        inside = {module: [part for part in module.modules() if part in self._masks] for module in modules}
         for place, module in enumerate(modules):
             if isinstance(module, GradientCheckpointingLayer) or hasattr(module, "checkpoint_fn"):  # as a whole
                 apart.difference_update(inside[module])
                 in_region |= dict.fromkeys(inside[module] if place in again else (), module)  # the innermost counts
         for place in again:  # models that checkpoint layers of theirs one by one
             in_region |= {layer: layer for layer in inside[modules[place]] if layer in apart}
-        regions: dict[nn.Module, list[int]] = {}
+        regions: dict[nn.Module, list[Mask]] = {}
         for layer, region in in_region.items():
-            regions.setdefault(region, []).append(self._windows[layer])
-        return tuple(tuple(windows) for windows in regions.values())
+            regions.setdefault(region, []).append(self._masks[layer])
+        return tuple(tuple(masks) for masks in regions.values())

@@ -51,6 +51,16 @@ def text_decoder(model: PreTrainedModel) -> PreTrainedModel:
     return decoder if isinstance(decoder, PreTrainedModel) and decoder.config is text else model
 
 
+def backbone_of(model: PreTrainedModel) -> PreTrainedModel:
+    """Returns the model without its head. Classes that name no part of theirs as the base (Llama 4) have one part that
+    holds all attention layers."""
+    base: PreTrainedModel = model.base_model
+    if base is not model:
+        return base
+    parts = [part for part in model.children() if isinstance(part, PreTrainedModel) and attention_layers(part)]
+    return parts[0] if len(parts) == 1 else model
+
+
 def text_modules(model: PreTrainedModel) -> dict[str, nn.Module]:
     """Returns modules that text runs through, by name: the decoder, all that it is inside of, and the head. In a model
     for text these are all modules."""

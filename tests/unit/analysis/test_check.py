@@ -21,6 +21,7 @@ from distca_hf.analysis.check.trial import TinyModel, compare
 from distca_hf.analysis.check.verdict import Verdict, judge
 from distca_hf.analysis.find_model import find_model
 from distca_hf.analysis.request import PRESETS
+from distca_hf.cost import Mask
 from distca_hf.errors import UnsupportedAttentionError
 from distca_hf.gpus import find_gpu
 from distca_hf.integrations.models.check import check_model
@@ -70,7 +71,7 @@ LAYERS = {
         "2: full, 32/8 heads of 128",
     ],
     "llama4_text": [
-        "0-2, 4-6, 8-10, ... 44-46: refused: chunked_attention",
+        "0-2, 4-6, 8-10, ... 44-46: chunks of 8,192, 40/8 heads of 128",
         "3, 7, ... 47: full, 40/8 heads of 128",
     ],
     "bloom": ["0-1: refused: attention that is not looked up by name"],
@@ -203,7 +204,7 @@ def test_a_tiny_version_keeps_flags_and_kinds_of_layers() -> None:
     assert (tiny.attention_bias, tiny.rms_norm_eps, tiny.sliding_window) == (False, 0.5, WINDOW_TOKENS)
     assert tiny_of("mistral", sliding_window=None).sliding_window is None
     assert tiny_of("llama", tie_word_embeddings=True, hidden_act="gelu").hidden_act == "gelu"
-    assert not any(kind.window_tokens for kind in layer_kinds(_outline(tiny_of("mistral", sliding_window=None))))
+    assert not any(kind.mask.window_tokens for kind in layer_kinds(_outline(tiny_of("mistral", sliding_window=None))))
 
 
 def _outline(config: PreTrainedConfig) -> torch.nn.Module:
@@ -277,7 +278,7 @@ def test_a_saved_folder_is_judged_by_the_class_that_it_names(tmp_path: Path) -> 
 REFUSED = {
     "gpt2": {},
     "bloom": {},
-    "llama4_text": {},
+    "deepseek_v32": {},
     "mamba": {},
     "llama": {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}},
 }
@@ -332,7 +333,7 @@ def test_the_line_of_a_training_stays_short(monkeypatch: pytest.MonkeyPatch) -> 
         model = LlamaForCausalLM(LlamaConfig(num_hidden_layers=2))
     assert "layers 0-1: full" in verdict_in_short(model)
     (kind, _) = layer_kinds(model)
-    many = [replace(kind, window_tokens=10 + number) for number in range(30)]
+    many = [replace(kind, mask=Mask(10 + number)) for number in range(30)]
     monkeypatch.setattr("distca_hf.integrations.models.decoder_layers.layer_kinds", lambda model: many)
     line = verdict_in_short(model)
 

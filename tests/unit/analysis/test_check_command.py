@@ -103,7 +103,7 @@ def test_accumulation_is_counted_as_trainer_has_it() -> None:
     refusal("llama3-8b", "--micro-steps", 0, words="--micro-steps 0 must be between 1 and 1024")
 
 
-ONE_VERDICT = ("llama4_text", "stablelm", "gemma4_text", "mamba")
+ONE_VERDICT = ("deepseek_v32", "stablelm", "gemma4_text", "mamba")
 
 
 @pytest.mark.parametrize("name", ONE_VERDICT)

@@ -1,7 +1,9 @@
 """What Transformers computes from the number of rows: noise of embeddings, and losses that are means over rows."""
 
+import copy
 import importlib.util
 import math
+import pickle
 import re
 from pathlib import Path
 from typing import Any
@@ -21,8 +23,10 @@ from transformers import (
 from transformers.integrations.neftune import neftune_post_forward_hook
 
 import distca_hf
+from distca_hf.errors import UnsupportedAttentionError
 from distca_hf.integrations.models.counted_rows import MEANS_OVER_ROWS
 from support.data import random_documents
+from support.given_batches import packed, padded
 from support.models import SIZES, tiny_model
 from support.ranks import run_ranks
 from support.training import quiet_arguments
@@ -201,3 +205,25 @@ def test_no_other_loss_of_transformers_counts_rows() -> None:
 
     assert terms <= {("bamba", f"self.{MEANS_OVER_ROWS[0]} * z_loss")}
     assert not without_mask
+
+
+def test_queries_of_llama_4_are_tempered_by_position(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In packs as in rows, in copies and after another `enable`; beyond a chunk not with a cache."""
+    monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)
+    lengths, usual = [40, 16, 17, 1], tiny_model("llama4", "sdpa").double().eval()
+    model = distca_hf.enable(tiny_model("llama4").double().eval(), distca_hf.DistCAPlugin())
+    expected = usual(**padded(lengths, 0), use_cache=False).loss
+    for one in (model, copy.deepcopy(model), distca_hf.enable(model, distca_hf.DistCAPlugin())):
+        for batch in (packed(lengths, 0), packed(lengths, 0, "offsets"), padded(lengths, 0)):
+            assert one(**batch, use_cache=False).loss.item() == pytest.approx(expected.item(), rel=1e-13)
+
+    layer = model.model.layers[-1].self_attn
+    assert not layer.attn_temperature_tuning
+    assert pickle.loads(pickle.dumps(layer.attn_temperature_tuning)) is True
+    ids = padded([12], 0)["input_ids"]
+    short = {"max_new_tokens": 4, "do_sample": False}
+    assert torch.equal(model.generate(ids, **short), usual.generate(ids, **short))
+    with pytest.raises(
+        UnsupportedAttentionError, match=r"chunks of 16 tokens, and a pass with a cache is at token 17"
+    ):
+        model.generate(ids, max_new_tokens=8, do_sample=False)

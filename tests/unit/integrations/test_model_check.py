@@ -25,7 +25,6 @@ from transformers import (
     GPT2Config,
     GPTNeoXConfig,
     GraniteConfig,
-    Llama4TextConfig,
     LlamaConfig,
     LlamaForCausalLM,
     MambaConfig,
@@ -171,16 +170,6 @@ REFUSED: dict[str, tuple[PreTrainedConfig, list[str]]] = {
     "Mamba": (
         MambaConfig(vocab_size=VOCABULARY, hidden_size=64, num_hidden_layers=2),
         ["none of its layers looks attention up by name"],
-    ),
-    "Llama 4": (
-        Llama4TextConfig(
-            num_local_experts=2,
-            num_experts_per_tok=1,
-            intermediate_size_mlp=64,
-            attention_chunk_size=16,
-            **HEADS_OF_16,
-        ),
-        ["_supports_flash_attn is False", "layers [0, 1] are of type 'chunked_attention'"],
     ),
     "Mistral with an empty window": (
         MistralConfig(sliding_window=0, **GROUPED),

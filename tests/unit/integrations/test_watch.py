@@ -71,7 +71,10 @@ def test_windows_that_placement_did_not_know_are_told_after_the_first_pass(caplo
 
     told = [record.getMessage() for record in caplog.records if "when the model was enabled" in record.getMessage()]
     assert len(told) == 1
-    assert f"{name} attends with a window of 8, and had a window of 16 when the model was enabled; 1 of 3" in told[0]
+    assert (
+        f"{name} attends with a window of 8 tokens, and had a window of 16 tokens when the model was enabled; 1 of 3"
+        in told[0]
+    )
 
 
 def test_adapters_take_the_watch_over() -> None:

@@ -7,8 +7,9 @@ from distca_hf.runtime.pass_layers import HeldLayers, PassLayers, Regions
 
 
 MIXED: LayerMasks = ((CAUSAL_MASK, 2), (Mask(8), 3), (Mask(16), 5))
-EACH: Regions = ((0,), (8,), (8,), (16,))
-TOGETHER: Regions = ((0, 8, 8), (0, 8), (16,))
+FULL, EIGHT, SIXTEEN = CAUSAL_MASK, Mask(8), Mask(16)
+EACH: Regions = ((FULL,), (EIGHT,), (EIGHT,), (SIXTEEN,))
+TOGETHER: Regions = ((FULL, EIGHT, EIGHT), (FULL, EIGHT), (SIXTEEN,))
 
 
 @pytest.mark.parametrize(
@@ -31,4 +32,4 @@ def test_layers_of_each_kind(
     layers: PassLayers, longest_document_tokens: int, expected: dict[int, tuple[int, int, int]]
 ) -> None:
     for window_tokens, numbers in expected.items():
-        assert layers.of(window_tokens, longest_document_tokens) == HeldLayers(*numbers)
+        assert layers.of(Mask(window_tokens or None), longest_document_tokens) == HeldLayers(*numbers)

@@ -1,12 +1,13 @@
 """The store: keys of prefixes in order, and gradients of rows that several calls read."""
 
+import weakref
 from collections.abc import Iterator
 from functools import partial
 
 import pytest
 import torch
 
-from distca_hf.comm.transport import Transport
+from distca_hf.comm.transport import AllToAll, Arrived, LocalTransport, Transport
 from distca_hf.config import DistCAConfig
 from distca_hf.kernels.interface import Inputs, accumulation_dtype, empty_outputs
 from distca_hf.layout import Layout
@@ -17,7 +18,7 @@ from distca_hf.runtime.attention import attend
 from distca_hf.runtime.device_routing import DeviceCall, DeviceRouting, PinnedRouting
 from distca_hf.runtime.kernel_calls import keys_of
 from distca_hf.runtime.op import flash_attn
-from distca_hf.runtime.remote_kv import PreparedKV, RemoteKV, RemoteKVGradients, row_width, side_by_side
+from distca_hf.runtime.remote_kv import KVDispatch, PreparedKV, RemoteKV, RemoteKVGradients, row_width, side_by_side
 from distca_hf.testing import run_ranks
 from support.layouts import SCATTERED, SHARED, THRICE
 from support.parity import SPEC, Case, compare, live_plan
@@ -72,6 +73,28 @@ def test_rows_that_come_in_order_are_the_store() -> None:
 
     assert store.both is received
     assert torch.equal(side_by_side(store.k, store.v, ALL), came)
+
+
+def test_rows_that_have_left_are_let_go() -> None:
+    """Kernels that read the received rows run then: sent rows would take memory beside them."""
+    sent: list[weakref.ref[torch.Tensor]] = []
+
+    class Silent(LocalTransport):
+        def exchange(self, asked: AllToAll) -> Arrived:
+            whole = asked.rows if asked.rows._base is None else asked.rows._base
+            sent.append(weakref.ref(whole))
+            return Arrived(asked.room())
+
+    maps, (k, v) = maps_of(SHARED, 0, 2), keys(7)
+    rows = PreparedKV(k, v, maps)
+    dispatch = KVDispatch(k, v, rows, sends=True)
+    for chunk in maps.chunks:
+        dispatch.start(chunk, Silent(), "here")
+    assert [one() is None for one in sent] == [False, False]
+    store = RemoteKV.open(k, v, dispatch.received, rows)
+    for chunk in maps.chunks:
+        dispatch.receive(chunk, store)
+    assert [one() is None for one in sent] == [True, True]
 
 
 # --- gradients
