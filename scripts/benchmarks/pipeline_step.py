@@ -52,8 +52,7 @@ from distca_hf.placement.place import fill_in_order
 from lib.options import on_all_ranks
 from lib.parser import count, parser_of
 from lib.pipeline.inputs import StepSetup, add_pipeline, write_model
-from lib.pipeline.part_times import PartTimes
-from lib.pipeline.stages import Stages
+from lib.pipeline.stages import PartTimes, Stages
 from lib.rounds import equal_losses
 from lib.tables import head, row
 from lib.wires import WiredPlugin, Wires

@@ -10,6 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from distca_hf.analysis.epoch import pack_epoch
+from distca_hf.analysis.lengths import read_lengths
+from distca_hf.analysis.request import PlanRequest, preset
 from distca_hf.arrays import IntArray
 from distca_hf.batches.placed import PlacedPlanner
 from distca_hf.config import DistCAConfig
@@ -203,3 +206,46 @@ def test_fewer_documents_than_micro_batches_are_refused() -> None:
         PackingError, match="steps of 8 micro-batches need 8 documents or more, and the dataset holds 3"
     ):
         EpochPacker(np.array([5, 6, 7]), 100, multiple=8)
+
+
+def least_heaviest(document_tokens: IntArray, micro_batches: int) -> float:
+    """The least work of the heaviest micro-batch over the mean, of any division of whole documents into micro-batches
+    of equal tokens: that of the longest document with the shortest ones."""
+    lengths = np.sort(document_tokens)
+    work = work_of_documents(lengths)
+    room = int(lengths.sum()) // micro_batches - int(lengths[-1])
+    shortest = int(np.searchsorted(np.cumsum(lengths[:-1]), room, side="right"))
+    return max(1.0, int(work[-1] + work[:shortest].sum()) * micro_batches / int(work.sum()))
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks", "tokens", "micro_batches"),
+    [
+        ("pretrain", 8, 131_072, 8),
+        ("pretrain", 16, 131_072, 16),
+        ("pretrain", 32, 65_536, 8),
+        ("pretrain", 64, 65_536, 4),
+    ],
+)
+@pytest.mark.parametrize("pipeline", [Pipeline(4), Pipeline(4, 2)], ids=str)
+def test_equal_work_reaches_what_the_schedule_allows(
+    name: str, ranks: int, tokens: int, micro_batches: int, pipeline: Pipeline
+) -> None:
+    request = PlanRequest(ranks, tokens, 8, micro_batches, preset("llama3-8b"), overlong="split")
+    lengths = read_lengths(Path(name)).tokens
+    packed = pack_epoch(lengths, request, seed=0)
+    schedule, seen = Schedule(pipeline, micro_batches), 0
+    for step in range(packed.epoch.num_micro_batches // micro_batches):
+        numbers = range(step * micro_batches, (step + 1) * micro_batches)
+        documents = lengths[np.concatenate([packed.epoch.micro_batch(number) for number in numbers])]
+        if seen == 3 or least_heaviest(documents, micro_batches) > 1.1:
+            continue
+        seen += 1
+        work = work_of_documents(documents)
+        even = divide(documents, work, [1.0] * micro_batches, ranks * tokens)
+        assert even is not None
+        loads = np.array([work[group].sum() for group in even])
+        perfect = np.full(micro_batches, work.sum() / micro_batches)
+        took, ideal = (simulate(schedule, one, ranks, tokens, LLAMA_8B_COSTS) for one in (loads, perfect))
+        assert ideal / took >= 0.98
+    assert seen
