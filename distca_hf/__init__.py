@@ -30,9 +30,9 @@ from distca_hf.version import __version__, check_versions
 if TYPE_CHECKING:
     from distca_hf.batches.loader import PlacedLoader
     from distca_hf.config import Debug, Timeouts
-    from distca_hf.data.pipelines import Pipeline
     from distca_hf.integrations.models.forward_watch import enable
     from distca_hf.integrations.trainer.callback import DistCACallback
+    from distca_hf.pipelines.pipeline import Pipeline
     from distca_hf.plugin import DistCAPlugin
 
 __all__ = [
@@ -66,7 +66,7 @@ _LAZY = {
     "Debug": "distca_hf.config",
     "DistCACallback": "distca_hf.integrations.trainer.callback",
     "DistCAPlugin": "distca_hf.plugin",
-    "Pipeline": "distca_hf.data.pipelines",
+    "Pipeline": "distca_hf.pipelines.pipeline",
     "PlacedLoader": "distca_hf.batches.loader",
     "Timeouts": "distca_hf.config",
     "enable": "distca_hf.integrations.models.forward_watch",

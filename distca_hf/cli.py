@@ -11,8 +11,7 @@ import typer
 from rich.console import Console
 from typer.core import TyperCommand
 
-from distca_hf.analysis import cluster_commands
-from distca_hf.analysis.plan_command import PLAN_EPILOG, Checkpointing, plan
+from distca_hf.analysis import commands
 from distca_hf.cost import Mask
 from distca_hf.errors import DistCAError, printable
 from distca_hf.launched import is_launched
@@ -143,73 +142,7 @@ def train(
         command.launch(line)
 
 
-app.command(epilog=PLAN_EPILOG)(cluster_commands.within(_one_line_errors, plan))
-
-
-# Argument and options of `distca check` whose help takes several lines.
-CheckedModel = Annotated[
-    str,
-    typer.Argument(
-        metavar="MODEL",
-        help="a model type or class of Transformers (llama, Qwen3ForCausalLM: default sizes), a class that can be "
-        "imported (package.module.Class), the path of a config.json or of its folder, llama3-8b or another built-in "
-        "name, or a name on the Hub; no weights are read",
-    ),
-]
-TrustRemoteCode = Annotated[
-    bool, typer.Option("--trust-remote-code", help="run the Python code that comes with the configuration")
-]
-Numerics = Annotated[
-    bool,
-    typer.Option(
-        "--numerics",
-        help="print how far logits, loss and gradients of a tiny version on two ranks are from single documents",
-    ),
-]
-
-
-@app.command(epilog="Example: distca check llama3-8b --gpus 16 --tokens-per-rank 65536 --liger")
-def check(
-    model: CheckedModel,
-    tokens_per_rank: Annotated[int, typer.Option(help="tokens each GPU holds in a micro-step, at most")] = 16_384,
-    gpus: Annotated[int, typer.Option(help="GPUs that share weights")] = 8,
-    gpu: Annotated[str, typer.Option(help="their kind: h200, h100, b200, a100, l40s, rtx4090, ..., or cpu")] = "h200",
-    checkpointing: Checkpointing = "saved",
-    liger: Annotated[bool, typer.Option("--liger", help="estimate with Liger's kernels and loss")] = False,
-    micro_steps: Annotated[int, typer.Option(help="micro-steps of an optimizer step (gradient accumulation)")] = 1,
-    numerics: Numerics = False,
-    trust_remote_code: TrustRemoteCode = False,
-    as_json: Annotated[bool, typer.Option("--json", help="print one JSON object")] = False,
-) -> None:
-    """Says whether a model works, layer by layer: with which limits and kernels, whether documents may be cut, and
-    which tokens per rank fit the GPU's memory.
-
-    The model is built without weights and checked as training checks it; a tiny version of it trains a step on two
-    ranks of this CPU, and its numbers must equal those of single documents. No GPU is needed. Memory is an estimate.
-
-    Exit status: 0 works, 1 refused, 2 bad input.
-
-    Show the numbers, too: distca check Qwen3ForCausalLM --numerics
-    """
-    from distca_hf.analysis.check.run_check import run_check
-
-    with _one_line_errors():
-        status = run_check(
-            model,
-            tokens_per_rank=tokens_per_rank,
-            gpus=gpus,
-            gpu=gpu,
-            checkpointing=checkpointing,
-            liger=liger,
-            micro_steps=micro_steps,
-            numerics=numerics,
-            trust_remote_code=trust_remote_code,
-            as_json=as_json,
-        )
-    raise typer.Exit(status)
-
-
-cluster_commands.add_to(app, _one_line_errors)
+commands.add_to(app, _one_line_errors)
 
 
 @app.command(epilog="Example: distca plan pretrain --gpus 8 --tokens-per-rank 65536 --json | distca report -")

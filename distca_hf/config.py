@@ -13,13 +13,7 @@ from typing import Any, Literal, cast
 
 from distca_hf.errors import ConfigError, nearest
 from distca_hf.launched import JOB_SECRET, LAUNCHED_SERVERS, read_servers
-from distca_hf.settings import (
-    Settings,
-    described,
-    fields_of,
-    read_text,
-    values_of,
-)
+from distca_hf.settings import Settings, described, fields_of, read_text, values_of
 from distca_hf.topology import Topology
 
 
@@ -75,17 +69,7 @@ def _setting(
     or_number: bool = False,
     check: Callable[[object], object] | None = None,
 ) -> Any:
-    """Returns a dataclass field whose default a recipe or `DISTCA_<NAME>` may override.
-
-    Args:
-        default: value if nothing else gives one.
-        help: description for users.
-        at_least: smallest value.
-        at_most: largest value.
-        positive: whether the value must be above 0.
-        or_number: whether an integer may be given instead of text.
-        check: raises a ConfigError for other wrong values.
-    """
+    """Returns a dataclass field whose default a recipe or `DISTCA_<NAME>` may override."""
     metadata = {"help": help, "default": default}
     limits = {"at_least": at_least, "at_most": at_most, "positive": positive, "or_number": or_number, "check": check}
     return field(default_factory=_Default(default), metadata=metadata | limits)
@@ -154,8 +138,8 @@ class Timeouts(Settings):
     )
     agreement_seconds: float = _setting(
         1800.0,
-        "Deadline for all ranks to come to the same micro-batch; work of only one rank between two of them (saving) "
-        "must fit in it.",
+        "How long ranks wait for each other at each micro-batch; must exceed what only one rank does in between, such "
+        "as saving.",
         at_most=LONGEST_SECONDS,
         positive=True,
     )
@@ -342,7 +326,7 @@ def config_of(settings: Mapping[str, object]) -> DistCAConfig:
     """Returns settings with these values, by the names of `fields_of`; others have their defaults.
 
     Raises:
-        UnknownSettingError: a key is no setting.
+        UnknownSettingError: a key is not a setting.
         ConfigError: a value is not one that the field allows.
     """
     groups: dict[str, dict[str, Any]] = {"timeouts": {}, "debug": {}}

@@ -333,7 +333,7 @@ def head_groups(config: Mapping[str, Any], ranks: int = 1) -> int:
     A group is one KV head, or several of them, with the query heads that share them.
 
     Args:
-        ranks: tensor ranks that the heads of a layer are divided between; each has groups of its own.
+        ranks: tensor ranks that the heads of a layer are divided between; each has its own groups.
     """
     key_value = 0
     for name, value in config.items():  # some models have other numbers in some layers

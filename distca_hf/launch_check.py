@@ -55,11 +55,7 @@ def check_launch(line: Sequence[str]) -> None:
 
 
 def _check_processes(started: argparse.Namespace) -> tuple[int, int]:
-    """Returns the numbers of processes and machines.
-
-    Raises:
-        ConfigError: Accelerate does not accept the configuration, or there are fewer GPUs than processes here.
-    """
+    """Returns the numbers of processes and machines."""
     from accelerate.commands.config.config_args import ClusterConfig, load_config_from_file
 
     file = started.config_file
@@ -107,12 +103,7 @@ def _check_gpus(file: str, processes: int, gpu_ids: str) -> None:
 
 
 def _check_script(recipe: Recipe, script: Path, arguments: Sequence[str], of_launcher: frozenset[str]) -> None:
-    """Checks the arguments of a script that takes part.
-
-    Args:
-        arguments: of the line; those of the recipe come before.
-        of_launcher: names of arguments of the launcher.
-    """
+    """Checks the arguments of a script that takes part."""
     try:
         tree = ast.parse(script.read_bytes(), str(script))
     except (OSError, SyntaxError, ValueError) as error:

@@ -258,12 +258,12 @@ class Layout:
         rows = max(min(ceil_div(fullest, multiple) * multiple, most_rows), fullest, 1)
         return replace(self, rank_rows=np.full(self.num_ranks, rows, dtype=np.int64))
 
-    def with_servers(self, num_servers: int) -> "Layout":
-        """Returns the same layout with so many ranks behind the others, without segments and without rows.
+    def with_extra_ranks(self, count: int) -> "Layout":
+        """Returns the same layout with so many ranks after the others, without segments and without rows.
 
         Stripes stay: their ranks keep their numbers.
         """
-        nothing = np.zeros(num_servers, dtype=np.int64)
+        nothing = np.zeros(count, dtype=np.int64)
         return replace(
             self,
             rank_segments=np.concatenate([self.rank_segments, nothing + self.rank_segments[-1]]),
@@ -337,11 +337,7 @@ class Layout:
             self._check_stripe(stripe)
 
     def _check_stripe(self, stripe: Stripe) -> None:
-        """Checks that its ranks alone hold its tokens, in segments that begin and end with it.
-
-        Raises:
-            PackingError: names the stripe, and the rank or the border that is wrong.
-        """
+        """Checks that its ranks alone hold its tokens, in segments that begin and end with it."""
         if not 0 <= stripe.first_rank < stripe.stop_rank <= self.num_ranks:
             raise PackingError(f"{stripe} is on ranks that do not exist; there are {self.num_ranks}")
         if not 0 <= stripe.document < self.num_documents:

@@ -7,9 +7,11 @@ tensor ranks. The ranks of a part differ only in data.
 """
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -26,18 +28,73 @@ from distca_hf.comm.groups import (
     open_transport,
     process_group_of,
 )
-from distca_hf.comm.served_transport import ServedTransport
 from distca_hf.comm.transport import Transport
 from distca_hf.config import DistCAConfig
 from distca_hf.errors import ConfigError, PlanError
 from distca_hf.launched import check_launched_servers, launched_ranks_per_node, launched_servers
-from distca_hf.planning.served import Servers
-from distca_hf.settings import described, values_of
+from distca_hf.planning.extra_ranks import ExtraRanks
+from distca_hf.settings import described
 from distca_hf.trace_file import TraceFile
 
 
-# Relative speed of an attention server until it is measured: that of a trainer.
-UNMEASURED_SPEED = 1.0
+if TYPE_CHECKING:
+    from transformers import Trainer
+
+
+class Annex:
+    """What ranks without tokens add to a training: nothing, in a job without any.
+
+    Args:
+        context: of the ranks that train.
+    """
+
+    def __init__(self, context: "ParallelContext") -> None:
+        self._context = context
+
+    @property
+    def extra_ranks(self) -> ExtraRanks | None:
+        """Ranks without tokens that were launched; None if there are none."""
+        return None
+
+    def check_grid(self, grid: Grid) -> None:
+        """Refuses a grid of the ranks that train.
+
+        Raises:
+            ConfigError: ranks without tokens cannot compute for it.
+        """
+
+    def transport(self, device: torch.device) -> Transport:
+        """Returns the transport for batches that are trained on, see `ParallelContext.training_transport`."""
+        return self._context.transport(device)
+
+    def cannot_attach(self, trainer: "Trainer") -> Iterable[str]:
+        """Returns reasons why a Trainer cannot train with ranks that may be lost."""
+        return ()
+
+    def attach(self, trainer: "Trainer", attachment: Any) -> None:
+        """Adds to a Trainer what they need, until it is detached.
+
+        Args:
+            attachment: undoes it, an `integrations.trainer.attachment.Attachment`.
+        """
+
+    def attempts(
+        self, model: torch.nn.Module, batches: Sequence[Mapping[str, Any]]
+    ) -> Iterator[AbstractContextManager[object]]:
+        """Yields attempts at an optimizer step, see `DistCAPlugin.attempts`."""
+        yield nullcontext()
+
+    def close(self) -> None:
+        """Ends its connections."""
+
+
+def annex_of(context: "ParallelContext") -> Annex:
+    """Returns what this job needs. Only here does core load a room that it does not need itself."""
+    if not sum(launched_servers()):
+        return Annex(context)
+    from distca_hf.servers.annex import ServersAnnex
+
+    return ServersAnnex(context)
 
 
 @described
@@ -68,9 +125,9 @@ class ParallelContext(DistCAConfig):
         self._known_members: tuple[Members, Callable[[], object]] | None = None  # and the group of the job then
         self._node_size = self._find_node_size()
         self._transports: dict[torch.device, Transport] = {}
-        self._served: dict[torch.device, ServedTransport] = {}
         self.trace_file = TraceFile(self.report_folder)
-        self._check_servers()
+        check_launched_servers(self.attention_servers, self.trainers_attend, launched_servers())
+        self.annex  # noqa: B018  refuses settings here
 
     @property
     def node_size(self) -> int:
@@ -88,17 +145,10 @@ class ParallelContext(DistCAConfig):
         self._known_members = None if world is None else (members, weakref.ref(world))
         return members
 
-    @property
-    def servers(self) -> Servers | None:
-        """Attention servers that take part in training; None if there are none."""
-        per_node = launched_servers()
-        if not sum(per_node):
-            return None
-        # Trainers' nodes come first, as in their topology. A node that only serves has more servers than these.
-        in_order = sorted(range(len(per_node)), key=lambda node: per_node[node] > min(per_node))
-        nodes = tuple(in_order.index(node) for node, count in enumerate(per_node) for _ in range(count))
-        speeds = (self.server_speed or UNMEASURED_SPEED,) * len(nodes)
-        return Servers(speeds, self.trainers_attend, nodes)
+    @cached_property
+    def annex(self) -> Annex:
+        """What ranks without tokens add."""
+        return annex_of(self)
 
     @property
     def device(self) -> torch.device:
@@ -156,11 +206,7 @@ class ParallelContext(DistCAConfig):
                 f"{members.grid.name}: the plugin has a group, {named_ranks(members.group)}, whose ranks differ in "
                 f"data alone, and is now given {grid.in_words()}; leave group out"
             )
-        if self.servers is not None:
-            raise ConfigError(
-                f"attention servers serve ranks that differ only in data, and these are {grid.in_words()}; leave the "
-                "servers out, or train without tensor and pipeline parallelism"
-            )
+        self.annex.check_grid(grid)
         self._grid, self._known_members = grid, None
         self._node_size = self._find_node_size()
 
@@ -180,28 +226,9 @@ class ParallelContext(DistCAConfig):
         return self._transports[device]
 
     def training_transport(self, device: torch.device) -> Transport:
-        """Returns the transport for batches that are trained on. It includes attention servers, if there are any;
+        """Returns the transport for batches that are trained on. It includes ranks without tokens, if there are any;
         evaluation does not use them. The first call is collective."""
-        among_trainers, servers = self.transport(device), self.servers
-        if servers is None:
-            return among_trainers
-        device, timeouts = numbered(device), self.timeouts
-        served = self._served.get(device)
-        if served is None or served.among_trainers is not among_trainers:
-            served = self._served[device] = ServedTransport(
-                among_trainers,
-                device,
-                servers,
-                values_of(self, DistCAConfig),
-                timeouts.exchange_seconds,
-                timeouts.agreement_seconds,
-                timeouts.heartbeat_limit_seconds,
-            )
-        return served
-
-    def served(self, device: torch.device) -> ServedTransport | None:
-        """Returns the transport with attention servers if it was opened."""
-        return self._served.get(numbered(device))
+        return self.annex.transport(device)
 
     def is_outgrown(self, transport: Transport) -> bool:
         """Returns whether a transport is for a single process, because it was opened before the process group."""
@@ -209,10 +236,6 @@ class ParallelContext(DistCAConfig):
 
     def check_shares(self, transport: Transport, micro_batch: int) -> None:
         """Checks that a placed micro-batch is shared by the ranks that share documents here.
-
-        Args:
-            transport: transport of the micro-batch's loader.
-            micro_batch: its number.
 
         Raises:
             PlanError: its loader was made before there was a process group, and every rank would train on all
@@ -237,8 +260,10 @@ class ParallelContext(DistCAConfig):
 
     def __getstate__(self) -> dict[str, object]:
         """Returns the state without transports: a copy, or an unpickled context in another process, opens new ones."""
-        own: dict[str, object] = {"_known_members": None, "_transports": {}, "_served": {}}
-        return {**vars(self), **own, "trace_file": TraceFile(self.report_folder)}
+        own: dict[str, object] = {"_known_members": None, "_transports": {}}
+        state = {**vars(self), **own, "trace_file": TraceFile(self.report_folder)}
+        state.pop("annex", None)
+        return state
 
     def close(self) -> None:
         """Destroys the process groups that were opened here. Models and loaders of this context cannot run any more.
@@ -247,42 +272,13 @@ class ParallelContext(DistCAConfig):
         group cannot be destroyed, the others still are, and its error is raised afterwards.
         """
         with ExitStack() as ends:
-            for transport in (*self._transports.values(), *self._served.values()):  # ended from the last on
+            for transport in self._transports.values():
                 ends.callback(transport.close)
-            self._served.clear()
+            ends.callback(self.annex.close)  # first of all
             self._transports.clear()
 
-    def _check_servers(self) -> None:
-        """Refuses settings that do not work with attention servers.
-
-        Raises:
-            ConfigError: other servers were started than the settings ask for; or a setting does not work with servers.
-        """
-        check_launched_servers(self.attention_servers, self.trainers_attend, launched_servers())
-        if self.servers is None:
-            return
-        if self.debug.check_exchanges:
-            raise ConfigError(
-                "debug.check_exchanges compares only exchanges of trainers, and attention servers take part in them; "
-                "leave one of the two out"
-            )
-        if self.deterministic and not self.server_speed:
-            raise ConfigError(
-                "deterministic=True asks for the same gradients in all runs, and server_speed=0 measures speeds, "
-                "which differ from run to run and divide attention between trainers and servers: give a server_speed"
-            )
-        if not self.members.are_the_job:
-            raise ConfigError(
-                f"attention servers serve all ranks of a job, and the group of the plugin is "
-                f"{named_ranks(self.members.group)}; leave group out"
-            )
-
     def _check_accelerate(self) -> None:
-        """Checks that Accelerate trains the same number of ranks together.
-
-        Raises:
-            ConfigError: Accelerate trains fewer ranks together, or more.
-        """
+        """Checks that Accelerate trains the same number of ranks together."""
         from accelerate import PartialState
 
         if not PartialState._shared_state:  # without Accelerate, the maker of the process group averages gradients

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 
 from distca_hf.batches.loader import PlacedLoader
+from distca_hf.batches.placed import StepShape
 from distca_hf.comm.rollcall import show_errors_once
 from distca_hf.config import unknown_environment_settings
-from distca_hf.data.pipelines import Pipeline
 from distca_hf.errors import ConfigError
 from distca_hf.parallel_context import ParallelContext, numbered
 from distca_hf.settings import described
@@ -58,7 +58,7 @@ class DistCAPlugin(ParallelContext):
         model: torch.nn.Module | None = None,
         micro_steps: int = 1,
         unlearnt_token: int | None = None,
-        pipeline: Pipeline | None = None,
+        pipeline: StepShape | None = None,
         num_workers: int = 0,
     ) -> PlacedLoader:
         """Returns placed micro-batches of a tokenised dataset, for this rank. A collective call: every rank makes it.
@@ -78,11 +78,11 @@ class DistCAPlugin(ParallelContext):
             micro_steps: micro-batches of an optimizer step (gradient accumulation): within one, long documents train
                 together, so that fewer keys and values move.
             unlearnt_token: a token that is never a label, for example a pad token that also ends documents.
-            pipeline: stages that these batches pass through, each with as many data ranks as this one. Then
-                `micro_steps` is the number of micro-batches that a schedule runs in one optimizer step. Documents of a
-                step are divided by attention work so that stages hardly wait, and keep their step. Every epoch has
-                whole steps, and every batch `tokens_per_rank` rows. All stages give the same `model`: the whole one,
-                before it is divided.
+            pipeline: stages that these batches pass through, a `distca_hf.Pipeline`; each has as many data ranks as
+                this one. Then `micro_steps` is the number of micro-batches that a schedule runs in one optimizer step.
+                Documents of a step are divided by attention work so that stages hardly wait, and keep their step.
+                Every epoch has whole steps, and every batch `tokens_per_rank` rows. All stages give the same `model`:
+                the whole one, before it is divided.
             num_workers: processes that draw rows, if the dataset has a transform (`set_transform`); 0 lets the loop
                 draw them, one micro-batch when it is asked for.
 
@@ -101,11 +101,11 @@ class DistCAPlugin(ParallelContext):
             follow_mesh(model, self)
         target = self.device if device is None else numbered(device)
         if pipeline is not None:
-            self._check_stages(pipeline)
+            pipeline.check_grid(self.members.grid)
             pipeline.check(micro_steps, None if model is None else num_layers_of(model))
         loader = PlacedLoader(
             dataset,
-            planner_for(model, self, self.servers, pipeline),
+            planner_for(model, self, self.annex.extra_ranks, pipeline),
             self.training_transport(target),
             target,
             seed=seed,
@@ -118,23 +118,10 @@ class DistCAPlugin(ParallelContext):
         loader.log_masks()
         return loader
 
-    def _check_stages(self, pipeline: Pipeline) -> None:
-        """Refuses a pipeline of other stages than the mesh of the ranks has.
-
-        Raises:
-            ConfigError: names both numbers.
-        """
-        grid = self.members.grid
-        if 1 < grid.shape[0] != pipeline.num_stages:
-            raise ConfigError(
-                f"{grid.name}: the mesh has {grid.in_words()}, and pipeline={pipeline} has {pipeline.num_stages} "
-                "stages; give both the same number"
-            )
-
     def attempts(
         self, model: torch.nn.Module, batches: Sequence[Mapping[str, Any]]
     ) -> Iterator[AbstractContextManager[object]]:
-        """Yields attempts at an optimizer step in a loop of your own: one, and another while an attention server was
+        """Yields attempts at an optimizer step in your own loop: one, and another while an attention server was
         lost in it.
 
         ```python
@@ -157,9 +144,7 @@ class DistCAPlugin(ParallelContext):
             ConfigError: the model was not enabled, or is an engine of DeepSpeed; or an attempt was not entered.
             PeerLostError: servers were lost in four attempts.
         """
-        from distca_hf.integrations.redo import attempts
-
-        return attempts(model, batches, self)
+        return self.annex.attempts(model, batches)
 
     def attach(self, trainer: "Trainer") -> None:
         """Balances a Trainer: checks, metrics, and rows that are placed inside the model. Call it before

@@ -269,7 +269,7 @@ def _launch(section: Mapping[str, object], path: Path) -> dict[str, str]:
 
 
 def _check_values(section: Mapping[object, object], where: str) -> None:
-    """Refuses names that are no texts, and names without a value."""
+    """Refuses names that are not text, and names without a value."""
     for name, value in section.items():
         if not isinstance(name, str):  # YAML reads on, yes and numbers
             raise ConfigError(f"{where}: name {name} is {type(name).__name__}, no text; write it in quotes")

@@ -22,7 +22,7 @@ from pathlib import Path
 from distca_hf.errors import ConfigError, DistCAError, printable
 from distca_hf.launched import Role, launched_local_rank
 from distca_hf.recipe import EXAMPLES, RECIPES, Recipe, prepare_process, run_script
-from distca_hf.supervisor import supervise
+from distca_hf.servers.supervisor import supervise
 from distca_hf.telemetry import leave_for_launcher
 
 
@@ -82,7 +82,7 @@ def read_command(arguments: Sequence[str]) -> tuple[Recipe, Path, list[str]]:
 
 def _end_service(role: Role) -> None:
     """Notes in the launcher's store that this trainer has ended, so that its servers end, too."""
-    from distca_hf.comm.job_store import note_end  # imports torch
+    from distca_hf.servers.job_store import note_end  # imports torch
 
     with suppress(DistCAError):  # the launcher is gone, and has ended the servers
         note_end(role.number)

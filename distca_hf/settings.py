@@ -40,12 +40,12 @@ class Settings:
 
     def __new__(cls, *unnamed: object, **settings: object) -> Self:
         maker = next(kind for kind in cls.__mro__ if "__init__" in vars(kind))
-        if "__dataclass_fields__" in vars(maker):  # another subclass may take arguments of its own
+        if "__dataclass_fields__" in vars(maker):  # another subclass may take its own arguments
             check_names(maker, unnamed, settings, cls.__name__)
         return super().__new__(cls)
 
     def __setattr__(self, name: str, value: object) -> None:
-        """Sets an attribute that is no setting, or a setting for the first time.
+        """Sets an attribute that is not a setting, or a setting for the first time.
 
         Raises:
             ConfigError: the setting has a value; models, loaders and Trainers have read it.
@@ -172,7 +172,7 @@ def check_mapping(settings: type, values: object, where: str) -> dict[str, objec
     """Returns the values of a mapping as a recipe has it, by the names of `fields_of`.
 
     Raises:
-        UnknownSettingError: a key is no setting.
+        UnknownSettingError: a key is not a setting.
         ConfigError: a value has the wrong type.
     """
     if not isinstance(values, Mapping):
@@ -198,10 +198,9 @@ def read_text(settings: type, name: str, text: str, where: str) -> object:
 
     Args:
         name: as in `fields_of`.
-        where: the text comes from.
 
     Raises:
-        ConfigError: it is no value of this setting; names where it comes from.
+        ConfigError: it is not a value of this setting; names where it comes from.
     """
     readers: dict[type, Callable[[str], object]] = {int: int, float: float, str: str, bool: _yes_or_no}
     kind, _ = _allowed(settings, name)
@@ -272,11 +271,7 @@ def _allowed(settings: type, name: str) -> tuple[type, tuple[str, ...]]:
 
 
 def _yes_or_no(text: str) -> bool:
-    """Returns the truth of a word.
-
-    Raises:
-        ValueError: it is none of the known words.
-    """
+    """Returns the truth of a word."""
     if text.lower() not in (*YES, *NO):
         raise ValueError(text)
     return text.lower() in YES

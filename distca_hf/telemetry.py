@@ -114,7 +114,6 @@ def leave_for_launcher(words: str, follows: bool = False) -> None:
     Nothing is written if the launcher named no file, or if it exists already (`torch.distributed.elastic`'s `record`).
 
     Args:
-        words: the error.
         follows: whether another process failed first. The launcher shows the error with the earliest second as cause.
     """
     name = launched_error_file()

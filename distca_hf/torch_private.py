@@ -153,17 +153,12 @@ def _make_backward_number() -> Callable[[], int]:
 backward_number = _make_backward_number()
 
 
-def _make_current_stream() -> Callable[[int], int]:
-    handle: Callable[[int], int] | None = getattr(torch._C, "_cuda_getCurrentRawStream", None)
-    return _public_current_stream if handle is None else handle
-
-
 def _public_current_stream(device: int) -> int:
     return torch.cuda.current_stream(device).cuda_stream
 
 
 # Returns the handle of the stream that torch launches on now, on a device given by its number.
-current_stream = _make_current_stream()
+current_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", _public_current_stream)
 
 
 def without_torch_functions() -> AbstractContextManager[Any]:

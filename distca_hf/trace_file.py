@@ -92,11 +92,7 @@ def _is_before(line: bytes, step: int) -> bool:
 
 
 def _append(path: Path, line: bytes) -> None:
-    """Appends a line, or nothing of it: a full disk leaves no part behind.
-
-    Raises:
-        OSError: it cannot be written.
-    """
+    """Appends a line, or nothing of it: a full disk leaves no part behind."""
     with open_to_append(path) as file:
         begin = file.seek(0, os.SEEK_END)
         try:

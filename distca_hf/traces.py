@@ -1,7 +1,7 @@
 """Traces: the measurements of one rank in one micro-batch of a reported step, as training writes them and `distca
 report` reads them.
 
-Every rank writes a file of its own, `rank-00003.jsonl`, with one JSON object on a line for each micro-batch, and so
+Every rank writes its own file, `rank-00003.jsonl`, with one JSON object on a line for each micro-batch, and so
 does every attention server, `server-00000.jsonl`. Ranks exchange nothing for it.
 """
 
@@ -202,7 +202,7 @@ class RankTrace:
         step: optimizer step, from 1.
         micro_batch: number of the micro-batch, counted by the loader.
         written: seconds since 1970, when the pass began.
-        rank: number of the rank among those that share documents, or of an attention server behind them.
+        rank: number of the rank among those that share documents, or of an attention server after them.
         num_ranks: how many share documents.
         servers: numbers of the attention servers that take part, in the order of their ranks.
         stage, chunk, tensor_rank: place among stages of a pipeline, part of the model on this stage, and place among
@@ -216,7 +216,7 @@ class RankTrace:
         tokens: that this rank holds.
         kinds: of the layers that attend.
         work_before, work: `[ranks]` attended pairs in one layer, mean over layers: of documents in the order of the
-            data, or as packs came, and as planned. The first has no servers, the second has them behind all others.
+            data, or as packs came, and as planned. The first has no servers, the second has them after all others.
         tokens_before, layer_tokens: `[ranks]` tokens of each rank, likewise; without servers.
         step_work_before, step_work: `[ranks]` operations of a step likewise: layers, attention, head and loss; without
             servers, and empty where operations of the model are not known.
@@ -290,7 +290,7 @@ class RankTrace:
         return self.rank >= self.num_ranks
 
     def name_of(self, rank: int) -> str:
-        """Returns words for a rank, or for an attention server behind the ranks."""
+        """Returns words for a rank, or for an attention server after the ranks."""
         return f"rank {rank}" if rank < self.num_ranks else f"server {self.servers[rank - self.num_ranks]}"
 
     def line(self) -> str:

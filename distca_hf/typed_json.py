@@ -51,7 +51,7 @@ def _whole(number: str) -> int:
 
 
 def _refuse_number(number: str) -> NoReturn:
-    raise ReportError(f"the number {number[:40]}, with which nothing can be computed")
+    raise ReportError(f"the number {number[:40]}, which is not finite or too large")
 
 
 @cache

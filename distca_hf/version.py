@@ -19,7 +19,7 @@ LOWEST = {"torch": "2.11", "transformers": "5.17", "accelerate": "1.15"}
 def check_versions() -> None:
     """Compares installed versions with the lowest supported ones, without importing a package.
 
-    A missing package is no error here, because planning needs no torch: the first import that needs it will fail.
+    A missing package is not an error here, because planning needs no torch: the first import that needs it will fail.
 
     Raises:
         VersionError: packages are too old; names each with both versions, and the command that updates them.

@@ -32,7 +32,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 import distca_hf
 from distca_hf import Pipeline
-from distca_hf.integrations.stages import (
+from distca_hf.pipelines.stages import (
     DividedModel,
     ModelPart,
     StepInputs,

@@ -9,15 +9,42 @@ Modules that imported the function by name before have the new one as well.
 
 import functools
 import sys
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
 
 from distca_hf.patches import Patch
 
 
+if TYPE_CHECKING:
+    from distca_hf.batches.loader import PlacedLoader
+
 NAME = "skip_first_batches"
 # Attribute of a loader: reads another loader ahead as well.
 READ_AHEAD = "distca_read_ahead"
+
+
+class LaterBatches:
+    """A placed loader without the first micro-batches of its next epoch, for programs that resume by counting. It has
+    all other attributes of the loader.
+
+    Args:
+        loader: a placed loader, or one that already skips some micro-batches; it continues with the epoch after.
+        num_batches: micro-batches to leave out; they are neither read nor planned.
+    """
+
+    def __init__(self, loader: "PlacedLoader | LaterBatches", num_batches: int) -> None:
+        self._loader, self._num_batches = loader, num_batches
+
+    def __len__(self) -> int:
+        """Returns the number of micro-batches left in an epoch."""
+        return max(0, len(self._loader) - self._num_batches)
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        """Yields the remaining micro-batches of the loader's next epoch."""
+        return iter(self._loader if self._loader.skip(self._num_batches) else ())
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(vars(self)["_loader"], name)
 
 
 def _apply() -> None:
@@ -29,7 +56,6 @@ def _apply() -> None:
 
     @functools.wraps(original)
     def skip_first_batches(dataloader: Any, num_batches: int = 0) -> Any:
-        from distca_hf.batches.later_batches import LaterBatches
         from distca_hf.batches.loader import PlacedLoader
 
         if isinstance(dataloader, PlacedLoader | LaterBatches):

@@ -27,7 +27,6 @@ BASE = {
     "layout",
     "recipe",
     "settings",
-    "supervisor",
     "telemetry",
     "topology",
     "torch_private",
@@ -45,7 +44,8 @@ LAYERS: list[set[str]] = [
     {"parallel_context", "runtime", "testing"},
     {"batches"},
     {"integrations", "patches"},
-    {"analysis", "plugin"},
+    {"plugin", "pipelines", "servers"},
+    {"analysis"},
     {"__init__", "__main__", "cli", "launch_check", "run"},
 ]
 # Parts that know nothing of each other; and training never needs analysis.
@@ -55,7 +55,14 @@ STRANGERS = [
     {"comm", "kernels"},
     {"parallel_context", "runtime"},
     {"analysis", "plugin"},
+    {"pipelines", "servers"},
+    {"pipelines", "plugin"},
+    {"plugin", "servers"},
 ]
+# Rooms that training does not need, and never imports; a job with attention servers comes to them by one door.
+ANNEXES = {"analysis", "pipelines", "servers"}
+DOOR = ("distca_hf/parallel_context.py", "distca_hf.servers.annex.ServersAnnex")
+KNOW_ALL = {"__init__", "cli", "run"}
 # Below the integrations there is no Transformers; planning knows no torch; only comm knows process groups.
 FORBIDDEN = {
     "data": {"torch", "transformers", "accelerate", "deepspeed"},
@@ -101,8 +108,13 @@ def _imports(path: Path) -> tuple[str, ...]:
 
 
 def _own_imports(path: Path) -> set[str]:
-    """Parts of the package that a file imports."""
-    names = (name.split(".") for name in _imports(path) if name.split(".")[0] == "distca_hf")
+    """Parts of the package that a file imports, but for the door."""
+    name_of_file = str(path.relative_to(ROOT))
+    names = (
+        name.split(".")
+        for name in _imports(path)
+        if name.split(".")[0] == "distca_hf" and (name_of_file, name) != DOOR
+    )
     known = set().union(*LAYERS)
     return {parts[1] if len(parts) > 1 and parts[1] in known else "__init__" for parts in names}
 
@@ -116,6 +128,13 @@ def test_imports_go_down_the_layers(path: Path) -> None:
         words = f"{part} (layer {_layer(part)}) imports {imported} (layer {_layer(imported)})"
         assert _layer(imported) <= _layer(part), words
         assert not any({part, imported} <= pair for pair in STRANGERS), words
+
+
+def test_core_never_imports_annexes() -> None:
+    importers = {_part(path) for path in _sources() if ANNEXES & (_own_imports(path) - {_part(path)})}
+
+    assert importers - ANNEXES == KNOW_ALL
+    assert DOOR[1] in _imports(ROOT / DOOR[0])
 
 
 @pytest.mark.parametrize("part", FORBIDDEN)
@@ -133,7 +152,8 @@ def test_the_plugin_is_for_users_alone() -> None:
 
 
 # Besides the wires themselves. Wrappers, tensors and checkpoints are told apart from process groups.
-KNOW_PROCESS_GROUPS = {"comm", "parallel_context", "torch_private"}
+KNOW_PROCESS_GROUPS = {"comm", "parallel_context", "servers", "torch_private"}
+MEASURE_LINKS = ("measure_links.py", "measured_sends.py")
 NO_PROCESS_GROUPS = ("torch.distributed.fsdp", "torch.distributed.tensor", "torch.distributed.checkpoint")
 
 
@@ -142,9 +162,9 @@ def test_the_parallel_context_alone_knows_who_trains_together() -> None:
         for name in _imports(path):
             if name.startswith("torch.distributed") and not name.startswith(NO_PROCESS_GROUPS):
                 # For users the plugin says which types its group may have.
-                assert _part(path) in KNOW_PROCESS_GROUPS | {"plugin"}, (path, name)
+                assert _part(path) in KNOW_PROCESS_GROUPS | {"plugin"} or path.name in MEASURE_LINKS, (path, name)
             if name.startswith("distca_hf.comm.groups"):
-                assert _part(path) in {"comm", "parallel_context"}, (path, name)
+                assert _part(path) in {"comm", "parallel_context", "servers"} or path.name in MEASURE_LINKS, path
             if name == "distca_hf.telemetry.this_rank":  # of a line of the log
                 assert _part(path) == "comm", path
             if name == "distca_hf.launched.launched_ranks_per_node":
@@ -156,7 +176,8 @@ def test_there_are_no_import_cycles() -> None:
     modules |= {f"distca_hf.patches.{p.stem}": p for p in (ROOT / "patches").glob("*.py")}
     graph: dict[str, set[str]] = {}
     for name, path in modules.items():
-        imported = {candidate for full in _imports(path) for candidate in (full, full.rpartition(".")[0])}
+        names = [full for full in _imports(path) if full != DOOR[1]]
+        imported = {candidate for full in names for candidate in (full, full.rpartition(".")[0])}
         graph[name] = {target for target in imported if target in modules and target != name}
 
     def reach(start: str) -> set[str]:

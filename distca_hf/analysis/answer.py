@@ -66,10 +66,7 @@ class EpochFigures:
     Attributes:
         documents, tokens, longest_document_tokens: numbers of documents and tokens, and length of the longest
             document.
-        micro_batches: number of micro-batches.
-        planned_micro_batches: number of micro-batches that were planned.
         imbalance_before: imbalance of documents in order, in all micro-batches.
-        imbalance: imbalance of the plans.
         bytes_max_rank: most bytes that any rank receives in one layer's forward pass.
     """
 
@@ -105,7 +102,6 @@ class PlanAnswer:
         step: the first optimizer step, planned in full.
         epoch: balance of all micro-batches of the epoch.
         imbalance_before: `[micro_batches]` float64 max/mean work of documents in order, for the picture.
-        assumptions: how the model is trained.
         estimates: None if the model's size is not known.
         choices: other numbers of tokens per rank; none for documents that were given as a batch, and for a pipeline.
     """
@@ -148,12 +144,7 @@ def make_answer(
     """Collects all results.
 
     Args:
-        step: the first optimizer step.
-        plans: plans of the epoch.
-        packed: the epoch.
         given_tokens: `[documents]` its lengths before any were cut.
-        assumptions: how the model is trained.
-        compare: whether to simulate all ways to train.
     """
     request = step.request
     given = () if packed.origin is not None else packed.first_step(request.micro_steps).micro_batches

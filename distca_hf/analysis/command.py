@@ -8,7 +8,6 @@ import platform
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import TypeVar, cast
 
 from rich.console import Console
@@ -22,14 +21,15 @@ from distca_hf.analysis.find_model import find_model
 from distca_hf.analysis.first_step import make_report
 from distca_hf.analysis.lengths import read_lengths
 from distca_hf.analysis.memory import GIB, Checkpointing
+from distca_hf.analysis.options import PlanOptions
 from distca_hf.analysis.pictures import check_can_draw, draw_answer
 from distca_hf.analysis.print_answer import print_answer
 from distca_hf.analysis.profiles.shipped import find_profile, gpu_gib_of
 from distca_hf.analysis.request import PlanRequest
-from distca_hf.analysis.terminal import Terminal
+from distca_hf.analysis.tables import Terminal
 from distca_hf.config import OverlongPolicy
-from distca_hf.data.pipelines import Pipeline
 from distca_hf.errors import ConfigError
+from distca_hf.pipelines.pipeline import Pipeline
 from distca_hf.version import __version__
 
 
@@ -51,70 +51,48 @@ PACKAGES = (
 )
 
 
-def run_plan(
-    lengths: Path,
-    *,
-    ranks: int,
-    tokens_per_rank: int,
-    ranks_per_node: int,
-    micro_steps: int,
-    model: str | None,
-    layout: str,
-    overlong: str,
-    bytes_limit: int | None,
-    checkpointing: str,
-    liger: bool,
-    cluster: str,
-    gpu_gib: float | None,
-    seed: int,
-    lengths_are_batch: bool,
-    compare: bool,
-    as_json: bool,
-    plot: Path | None,
-    pipeline: int | None = None,
-    chunks: int | None = None,
-) -> None:
+def run_plan(options: PlanOptions, tokens_per_rank: int) -> None:
     """Runs `distca plan`. Output is printed at the very end, so that an error leaves nothing behind.
 
     Raises:
         ConfigError: an option, the model, or the picture's path is wrong.
         PackingError: lengths cannot be read, or do not fit.
     """
-    if seed < 0:
-        raise ConfigError(f"--seed {seed} must be at least 0")
-    shape = find_model(model or DEFAULT_MODEL)
-    policy = cast(OverlongPolicy, overlong)  # the request refuses any other
-    stages = pipeline_of(pipeline, chunks)
-    world = ranks, tokens_per_rank, ranks_per_node, micro_steps
-    request = PlanRequest(*world, shape, layout, policy, bytes_limit, stages)
-    kept = cast(Checkpointing, checkpointing)  # likewise
-    gpu_gib = gpu_gib_of(find_profile(cluster)) if gpu_gib is None else gpu_gib
-    assumptions = Assumptions(kept, liger, gpu_gib, seed, cluster)
+    if options.seed < 0:
+        raise ConfigError(f"--seed {options.seed} must be at least 0")
+    shape = find_model(options.model or DEFAULT_MODEL)
+    policy = cast(OverlongPolicy, options.overlong)  # the request refuses any other
+    stages = pipeline_of(options.pipeline, options.chunks)
+    world = options.gpus, tokens_per_rank, options.ranks_per_node, options.micro_steps
+    request = PlanRequest(*world, shape, options.layout, policy, options.bytes_limit, stages)
+    kept = cast(Checkpointing, options.checkpointing)  # likewise
+    gpu_gib = gpu_gib_of(find_profile(options.cluster)) if options.gpu_gib is None else options.gpu_gib
+    assumptions = Assumptions(kept, options.liger, gpu_gib, options.seed, options.cluster)
     if shape.size is not None:
         assumptions.simulation(request)  # refuses what cannot be simulated before anything is read
-    if plot is not None:
-        check_can_draw(plot)
+    if options.plot is not None:
+        check_can_draw(options.plot)
     progress = PlanProgress()
     with progress.shown():
-        with progress.stage(f"reading {lengths.name}"):
-            documents = read_lengths(lengths)
+        with progress.stage(f"reading {options.lengths.name}"):
+            documents = read_lengths(options.lengths)
         with progress.stage(f"packing {len(documents.tokens):,} documents"):
-            if lengths_are_batch:
+            if options.lengths_are_batch:
                 packed = divide_batch(documents.tokens, request).as_epoch()
             else:
-                packed = pack_epoch(documents.tokens, request, seed)
+                packed = pack_epoch(documents.tokens, request, options.seed)
         # Planning is timed: the garbage collector must not spend that time on objects of imports and reading.
         gc.collect()
         gc.freeze()
-        step = make_report(request, packed.first_step(micro_steps), documents.source)
+        step = make_report(request, packed.first_step(options.micro_steps), documents.source)
         plans = plan_epoch(
             request, packed.document_tokens, packed.epoch, lambda steps: progress.over("planning an epoch", steps)
         )
         with progress.stage("other numbers of tokens per rank" if stages is None else "simulating the pipeline"):
-            answer = make_answer(step, plans, packed, documents.tokens, assumptions, compare)
-    if plot is not None:
-        draw_answer(answer, plot)
-    if as_json:
+            answer = make_answer(step, plans, packed, documents.tokens, assumptions, options.compare)
+    if options.plot is not None:
+        draw_answer(answer, options.plot)
+    if options.as_json:
         sys.stdout.write(json.dumps(answer.as_json(), allow_nan=False) + "\n")
     else:
         print_answer(answer, Terminal())
@@ -177,11 +155,8 @@ class PlanProgress:
 
     def over(self, words: str, items: Sequence[int]) -> Iterable[int]:
         """Yields items, and shows how many are done."""
-        task = self._progress.add_task(words, total=len(items))
-        for item in items:
-            yield item
-            self._progress.advance(task)
-        self._progress.remove_task(task)
+        with self.counting(words, len(items)) as count:
+            yield from count(items)
 
 
 def print_environment(console: Console) -> None:

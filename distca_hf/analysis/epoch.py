@@ -34,8 +34,6 @@ class Origin:
 
     Attributes:
         seed: seed of the order of documents, together with the epoch's number.
-        epoch: number of the epoch, from 0.
-        epoch_micro_batches: number of micro-batches of every epoch.
     """
 
     seed: int
@@ -68,7 +66,6 @@ class PackedEpoch:
 
     Attributes:
         document_tokens: `[documents]` lengths, after overlong documents were cut.
-        epoch: numbers of the documents of each micro-batch.
         origin: place in training; None if the documents were given as a batch.
     """
 
@@ -192,7 +189,6 @@ class EpochPlans:
     """Plans of some optimizer steps of an epoch, in numbers.
 
     Attributes:
-        in_order: all micro-batches of the epoch.
         planned: `[planned]` numbers of the micro-batches that were planned.
         work: `[planned, ranks]` attended pairs, as planned.
         received_bytes: `[planned]` most bytes that one rank receives in one layer's forward pass.
@@ -221,8 +217,6 @@ def pack_in_order(document_tokens: IntArray, epoch: Epoch, num_ranks: int) -> In
 
     Args:
         document_tokens: `[documents]` lengths of the whole dataset.
-        epoch: its micro-batches.
-        num_ranks: ranks that share each of them.
     """
     # 1. All documents of the epoch in one line: where each stops, and the pairs up to there.
     lengths = document_tokens[epoch.documents]
@@ -247,7 +241,6 @@ def plan_epoch(request: PlanRequest, document_tokens: IntArray, epoch: Epoch, tr
         request: ranks, model and layout; its limit of bytes is ignored.
         document_tokens: `[documents]` lengths of the whole dataset.
         epoch: its micro-batches, at least as many as an optimizer step has.
-        track: iterates over the steps, and shows progress.
     """
     # 1. Steps that are planned.
     request, micro_steps = replace(request, bytes_limit=None), request.micro_steps

@@ -9,14 +9,7 @@ from typing import get_args
 
 import numpy as np
 
-from distca_hf.analysis.memory import (
-    GIB,
-    USABLE_SHARE,
-    Checkpointing,
-    Memory,
-    Sharding,
-    shardings,
-)
+from distca_hf.analysis.memory import GIB, USABLE_SHARE, Checkpointing, Memory, Sharding, shardings
 from distca_hf.analysis.profiles.shipped import DEFAULT_PROFILE, find_profile
 from distca_hf.analysis.request import PlanRequest
 from distca_hf.analysis.simulate.costs import Costs
@@ -50,8 +43,6 @@ class Assumptions:
         checkpointing: whether layers keep all activations ("none"), their inputs ("recomputed"), or inputs and outputs
             of attention ("saved").
         liger: whether Liger's kernels and its fused loss are used.
-        gpu_gib: memory of a GPU.
-        seed: of the order of documents.
         cluster: name or file of the profile that has the measured times.
 
     Raises:
@@ -151,11 +142,8 @@ def make_estimates(
     """Returns estimates for a training; None if the model's size is not known.
 
     Args:
-        request: ranks, model and layout.
         document_tokens: `[documents]` lengths of the dataset, none too long.
-        assumptions: how the model is trained.
         given: lengths of each micro-batch of the one step to simulate; those of the first epoch by default.
-        compare: whether to simulate all ways.
     """
     if request.model.size is None:
         return None

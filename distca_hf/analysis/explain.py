@@ -85,12 +85,8 @@ def explain(
     """Returns what each rank does in one layer, for documents placed as `plugin.dataloader` places them.
 
     Args:
-        document_tokens: length of each document.
-        num_ranks: ranks that hold them.
-        mask: the layer's mask.
         kv_heads: KV heads of the layer, and its query heads.
         head_groups: groups that the heads of very long documents may be divided into.
-        num_chunks: chunks of each exchange in forward.
         refetches: whether keys are sent again in backward instead of being kept.
 
     Raises:
@@ -287,10 +283,6 @@ def _pairs(queries: int, keys: int, spec: AttentionSpec) -> int:
 
 
 def _shortened(texts: Sequence[str], separator: str = " ", count: int | None = None) -> str:
-    """Joins the first texts, and says how many more there are.
-
-    Args:
-        count: texts that are left out; by default all after the first `TASKS_SHOWN`.
-    """
+    """Joins the first texts, and says how many more there are."""
     more = len(texts) - TASKS_SHOWN if count is None else count
     return separator.join([*texts[:TASKS_SHOWN], *([f"and {more:,} more"] if more > 0 else [])])

@@ -71,14 +71,10 @@ def read_model(path: Path, tries: bool = True) -> ModelShape:
 
 def _shape_of(candidate: "Candidate", tries: bool) -> ModelShape:
     """Returns the shape of a model of Transformers, with the verdict of `distca check`, and with numbers of weights if
-    it is known how many of them a token passes.
-
-    Raises:
-        ConfigError: distca_hf refuses the model, it cannot be built, or a value is missing or wrong.
-    """
+    it is known how many of them a token passes."""
     from distca_hf.analysis.check.layers import decoder_size
     from distca_hf.analysis.check.run_check import judge_quietly
-    from distca_hf.integrations.models.operations import step_flops
+    from distca_hf.integrations.models.planner import step_flops
 
     name = candidate.name.replace(", default sizes", " (default sizes)")
     with without_hub():
@@ -115,7 +111,7 @@ def _shape_of(candidate: "Candidate", tries: bool) -> ModelShape:
 
 def _no_stages(model: "PreTrainedModel") -> str:
     """Returns why training does not divide a model into stages of a pipeline; empty if it does."""
-    from distca_hf.integrations.stages.stack import LayerStack
+    from distca_hf.pipelines.stages.stack import LayerStack
 
     try:
         LayerStack.of(model)
@@ -168,8 +164,6 @@ def shape_of_config(config: Mapping[str, object], name: str, where: str) -> Mode
 
     Args:
         config: values of the text model, by Transformers' names.
-        name: name of the model in output.
-        where: source of the values, for errors.
 
     Raises:
         ConfigError: a value is missing or wrong; names the value.
@@ -179,11 +173,7 @@ def shape_of_config(config: Mapping[str, object], name: str, where: str) -> Mode
 
 
 def _check_heads(config: Mapping[str, object], where: str) -> None:
-    """Checks the values that `Heads.of_config` reads.
-
-    Raises:
-        ConfigError: a value is missing or wrong; names the value.
-    """
+    """Checks the values that `Heads.of_config` reads."""
     heads = _positive(config, "num_attention_heads", where)
     for key in ("num_key_value_heads", "head_dim", "kv_channels", "v_head_dim"):
         if config.get(key) is not None:
@@ -217,11 +207,7 @@ def _number_bytes(config: Mapping[str, object], where: str) -> int:
 
 
 def _positive(config: Mapping[str, object], key: str, where: str) -> int:
-    """Returns a whole number above zero.
-
-    Raises:
-        ConfigError: the value is missing, or something else.
-    """
+    """Returns a whole number above zero."""
     value = config.get(key)
     if value is None:
         raise ConfigError(f"{where} has no {key}")

@@ -66,21 +66,14 @@ class StepReport:
     """A planned optimizer step.
 
     Attributes:
-        request: ranks, model and layout.
-        source: file or dataset of the lengths.
         origin: place of the step in training; None if the documents were given as a batch.
-        documents, tokens: how many there are.
-        longest_document_tokens: length of the longest document.
         cut_documents: number of documents with more than one task.
-        shards: number of their tasks.
         imbalance_before: imbalance of documents in order, if every rank computes its own tokens.
         figures: balance and bytes of the plans.
-        planning_seconds: time of planning.
         fingerprint: equal for equal plans.
         work_before, work: `[ranks]` work of all micro-steps together: attended pairs, and pairs x head groups of the
             model.
         micro_batches: the ranks in every micro-step.
-        plans: of every micro-step.
     """
 
     request: PlanRequest
@@ -171,11 +164,6 @@ class PlannedMicroBatch:
 def make_report(request: PlanRequest, step: OptimizerStep, source: str = "lengths") -> StepReport:
     """Plans an optimizer step and counts work and bytes.
 
-    Args:
-        request: ranks, model and layout.
-        step: documents of the step.
-        source: file or dataset of the lengths.
-
     Raises:
         PackingError: lengths are out of range.
         PlanError: a rank has to send or receive more than the limit of the request.
@@ -195,7 +183,11 @@ def make_report(request: PlanRequest, step: OptimizerStep, source: str = "length
     # 2. The same documents in order.
     in_order = [work_in_order(batch, request.num_ranks) for batch in batches]
     lengths = np.concatenate(batches)
-    cut_documents, shards = np.sum([_shards(plan) for plan in plans], axis=0).tolist()
+    tasks = np.concatenate([np.bincount(plan.tasks.document) for plan in plans])  # of each document
+    pairs_in_order = sum(int(work.sum()) for work in in_order)
+    heaviest_in_order = sum(int(work.max()) for work in in_order)
+    fingerprints = [plan.fingerprint for plan in plans]
+    joined = hashlib.blake2b(",".join(map(str, fingerprints)).encode(), digest_size=8).hexdigest()
     return StepReport(
         request=request,
         source=source,
@@ -203,12 +195,12 @@ def make_report(request: PlanRequest, step: OptimizerStep, source: str = "length
         documents=len(lengths),
         tokens=int(lengths.sum()),
         longest_document_tokens=int(lengths.max()),
-        cut_documents=cut_documents,
-        shards=shards,
-        imbalance_before=_imbalance(in_order),
+        cut_documents=int((tasks > 1).sum()),
+        shards=int(tasks[tasks > 1].sum()),
+        imbalance_before=heaviest_in_order * request.num_ranks / pairs_in_order if pairs_in_order else 1.0,
         figures=figures_of(planned, request.topology),
         planning_seconds=planning_seconds,
-        fingerprint=_join([plan.fingerprint for plan in plans]),
+        fingerprint=f"{fingerprints[0]:016x}" if len(fingerprints) == 1 else joined,
         work_before=np.sum(in_order, axis=0),
         work=np.sum([plan.work * (request.model.heads.groups // plan.tasks.head_groups) for plan in plans], axis=0),
         micro_batches=planned,
@@ -241,23 +233,3 @@ def _world_that_fits(request: PlanRequest, batches: Sequence[IntArray]) -> str:
         if largest <= (request.bytes_limit or 0):
             break
     return f"or train these documents on {ranks} ranks of {ceil_div(most_tokens, ranks)} tokens, where it is met"
-
-
-def _shards(plan: Plan) -> tuple[int, int]:
-    """Counts the documents with more than one task, and their tasks."""
-    tasks = np.bincount(plan.tasks.document, minlength=plan.layout.num_documents)
-    return int((tasks > 1).sum()), int(tasks[tasks > 1].sum())
-
-
-def _imbalance(work: Sequence[IntArray]) -> float:
-    """Returns the sum of the heaviest ranks over the sum of the means."""
-    total = sum(int(step.sum()) for step in work)
-    return sum(int(step.max()) for step in work) * len(work[0]) / total if total else 1.0
-
-
-def _join(fingerprints: Sequence[int]) -> str:
-    """Combines fingerprints into one, as hexadecimal digits."""
-    if len(fingerprints) == 1:
-        return f"{fingerprints[0]:016x}"
-    text = ",".join(str(fingerprint) for fingerprint in fingerprints)
-    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()

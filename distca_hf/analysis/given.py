@@ -9,7 +9,6 @@ import sys
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import cast
 
 import numpy as np
@@ -20,16 +19,16 @@ from distca_hf.analysis.estimates import steps_worth_it
 from distca_hf.analysis.find_model import find_model
 from distca_hf.analysis.lengths import read_lengths
 from distca_hf.analysis.memory import GIB, Checkpointing
+from distca_hf.analysis.options import PlanOptions
 from distca_hf.analysis.profiles.cluster_profile import ClusterProfile
 from distca_hf.analysis.profiles.shipped import find_profile, gpu_gib_of
 from distca_hf.analysis.simulate.command import DEFAULT_TOKENS_PER_RANK
 from distca_hf.analysis.simulate.model import SimulatedModel
 from distca_hf.analysis.simulate.request import SimulationRequest
 from distca_hf.analysis.simulate.result import Result, simulate
-from distca_hf.analysis.tables import block, counted, plain_table, ways_table
-from distca_hf.analysis.terminal import Terminal
+from distca_hf.analysis.tables import Terminal, block, counted, plain_table, ways_table
 from distca_hf.arrays import IntArray
-from distca_hf.batches.given_plans import GivenPlans
+from distca_hf.batches.placed import GivenPlans
 from distca_hf.cost import imbalance
 from distca_hf.errors import ConfigError
 from distca_hf.layout import Layout
@@ -51,7 +50,6 @@ class GivenMicroBatch:
         facts: as training has them if hidden states return.
         stays: whether no row moves.
         moved_tokens: tokens that are computed on another rank than their batch is on.
-        planning_seconds: of planning.
     """
 
     facts: PlanFacts
@@ -78,12 +76,8 @@ class GivenAnswer:
     """The results of `distca plan --batch-size`.
 
     Attributes:
-        request: ranks, model and batches.
-        source: file or dataset of the lengths.
         row_tokens: `[rows]` all lengths.
         micro_batches: those that were looked at.
-        simulated: speed and memory.
-        profile: measured times that these follow from.
     """
 
     request: SimulationRequest
@@ -187,8 +181,6 @@ def answer(
 
     Args:
         row_tokens: `[rows]` lengths.
-        profile: measured times.
-        progress: shows what is done.
 
     Raises:
         PackingError: there are too few rows for a step, or rows are longer than the model takes.
@@ -203,53 +195,51 @@ def answer(
     return GivenAnswer(request, source, row_tokens, planned, result, profile)
 
 
-def run_given(
-    lengths: Path,
-    *,
-    ranks: int,
-    batch_size: int,
-    context: int | None,
-    ranks_per_node: int,
-    micro_steps: int,
-    model: str | None,
-    checkpointing: str,
-    liger: bool,
-    cluster: str,
-    gpu_gib: float | None,
-    seed: int,
-    as_json: bool,
-    without_effect: Sequence[str],
-) -> None:
+def run_given(options: PlanOptions) -> None:
     """Runs `distca plan --batch-size`. Output is printed at the very end, so that an error leaves none.
-
-    Args:
-        without_effect: options that were given, and are only for placed batches.
 
     Raises:
         ConfigError: an option or the model is wrong.
         PackingError: lengths cannot be read, or are too few for a step.
     """
-    if without_effect:
+    of_placed = {
+        "--tokens-per-rank": options.tokens_per_rank,
+        "--layout": options.layout != "placed",
+        "--overlong": options.overlong != "error",
+        "--bytes-limit": options.bytes_limit is not None,
+        "--lengths-are-batch": options.lengths_are_batch,
+        "--compare": options.compare,
+        "--plot": options.plot,
+        "--pipeline": options.pipeline,
+        "--chunks": options.chunks,
+    }
+    if without_effect := [option for option, value in of_placed.items() if value]:
         raise ConfigError(
-            f"{', '.join(without_effect)}: only for placed batches, and --batch-size {batch_size} is for your own. "
-            "Leave out one or the other"
+            f"{', '.join(without_effect)}: only for placed batches, and --batch-size {options.batch_size} is for "
+            "your own. Leave out one or the other"
         )
-    profile = find_profile(cluster)
+    profile = find_profile(options.cluster)
     request = SimulationRequest(
-        *(SimulatedModel.of(find_model(model or DEFAULT_MODEL)), ranks, DEFAULT_TOKENS_PER_RANK, context, micro_steps),
-        ranks_per_node=ranks_per_node,
-        checkpointing=cast(Checkpointing, checkpointing),  # the request refuses any other
-        liger=liger,
-        gpu_gib=gpu_gib_of(profile) if gpu_gib is None else gpu_gib,
-        seed=seed,
-        batch_size=batch_size,
+        *(
+            SimulatedModel.of(find_model(options.model or DEFAULT_MODEL)),
+            options.gpus,
+            DEFAULT_TOKENS_PER_RANK,
+            options.context,
+            options.micro_steps,
+        ),
+        ranks_per_node=options.ranks_per_node,
+        checkpointing=cast(Checkpointing, options.checkpointing),  # the request refuses any other
+        liger=options.liger,
+        gpu_gib=gpu_gib_of(profile) if options.gpu_gib is None else options.gpu_gib,
+        seed=options.seed,
+        batch_size=options.batch_size,
     )
     progress = PlanProgress()
     with progress.shown():
-        with progress.stage(f"reading {lengths.name}"):
-            rows = read_lengths(lengths)
+        with progress.stage(f"reading {options.lengths.name}"):
+            rows = read_lengths(options.lengths)
         found = answer(request, rows.source, rows.tokens, profile, progress)
-    if as_json:
+    if options.as_json:
         sys.stdout.write(json.dumps(found.as_json(), allow_nan=False) + "\n")
     else:
         print_given(found, Terminal())

@@ -110,11 +110,7 @@ def _ending(path: Path) -> str:
 
 
 def _files_of(folder: Path) -> list[Path]:
-    """Returns the files of lengths in a folder, in the order of their names; none if it is a saved dataset.
-
-    Raises:
-        PackingError: they belong to several datasets (train-00000-of-00004.parquet, test.parquet).
-    """
+    """Returns the files of lengths in a folder, in the order of their names; none if it is a saved dataset."""
     if any((folder / name).exists() for name in ("state.json", "dataset_dict.json")):
         return []
     endings = READERS.keys() - {"json"}  # files of metadata end so
@@ -174,11 +170,7 @@ def _read_dataset(path: Path) -> DocumentLengths:
 
 
 def _same(columns: Mapping[str, IntArray], path: Path) -> DocumentLengths:
-    """Returns the lengths that all columns have.
-
-    Raises:
-        PackingError: they differ; names the first row and both lengths.
-    """
+    """Returns the lengths that all columns have."""
     if not columns:  # nor rows
         return DocumentLengths(np.zeros(0, dtype=np.int64), str(path))
     (name, tokens), *others = columns.items()

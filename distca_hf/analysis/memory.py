@@ -63,7 +63,7 @@ class LayerSize:
     Attributes:
         count: layers of this kind.
         parameters: weights of one layer, all experts included.
-        mlp_size: width of a gated MLP with as many weights as a token passes beside attention; of experts the ones
+        mlp_size: width of a gated MLP with as many weights as a token passes besides attention; of experts the ones
             that it is sent to. A mixer counts as a part of it.
         heads: heads of attention; None for a layer without attention.
         window_tokens: the window; None where documents are seen in full.
@@ -116,10 +116,8 @@ class DecoderSize:
     Attributes:
         hidden_size: numbers of a token's vector between layers.
         vocabulary: number of words; 0 for a model without a head.
-        parameters: all weights, each once.
         embedding_parameters: weights outside of the layers, which FSDP2 gathers for the whole step: of the embedding,
-            and of the head if it has weights of its own.
-        layers: kinds of decoder layers.
+            and of the head if it has its own weights.
     """
 
     hidden_size: int
@@ -233,7 +231,6 @@ def estimate_memory(
 
     Args:
         size: size of the model; a size without vocabulary is a model without a head.
-        setup: how the model is trained.
         rank_tokens: tokens that the rank holds in a micro-step, as its tensor ranks do.
         received_bytes: keys and values that it receives in the forward pass of one layer of full attention.
         head_tokens: most tokens that a head computes; 0: those of the rank.
@@ -268,7 +265,7 @@ def estimate_memory(
 
 @dataclass(frozen=True)
 class _Moment:
-    """Bytes that are there at a moment of backward, beside state and kept activations."""
+    """Bytes that are there at a moment of backward, besides state and kept activations."""
 
     gathered: int
     received: int
@@ -338,9 +335,7 @@ def gradient_bytes(way: Sharding | Literal["zero2", "ddp"], parameters: int, sha
     frees gradients, but for the buffer that ZeRO-3 allocates once.
 
     Args:
-        way: how weights are wrapped.
         parameters, share: weights whose gradients a rank computes, and those of them that it updates.
-        micro_steps: of an optimizer step.
     """
     if way == "zero3":
         return HALF_BYTES * share

@@ -14,6 +14,7 @@ from distca_hf.analysis.estimates import Estimates
 from distca_hf.analysis.first_step import StepReport
 from distca_hf.analysis.memory import SHARDING_NAMES, USABLE_SHARE
 from distca_hf.analysis.tables import (
+    CHECKPOINTING,
     PART_NAMES,
     accumulation,
     block,
@@ -31,7 +32,7 @@ from distca_hf.arrays import IntArray, ceil_div
 MOST_BARS = 32
 # Smallest ratio of step times that counts as faster: runs differ by about this much.
 WORTH_IT = 1.02
-# Characters beside the two bars of a rank, and range of the length of a bar.
+# Characters next to the two bars of a rank, and range of the length of a bar.
 COLUMNS_BESIDE_BARS = 22
 FEWEST_BAR_CHARACTERS, MOST_BAR_CHARACTERS = 4, 24
 # Ways that are simulated if no others are asked for.
@@ -94,7 +95,8 @@ def in_short(answer: PlanAnswer) -> str:
     if answer.step.request.pipeline is not None:
         return f"{words} {answer.estimates.simulated.beside_stages()} These are estimates; see below."
     faster, memory = answer.estimates.ours.times_as_fast, answer.estimates.memory["fsdp2"]
-    fits = "" if memory.total <= answer.estimates.room_bytes else "more than it has: "
+    room = answer.estimates.room_bytes
+    usable = "" if memory.total <= room else f", which does not fit: {in_gib(room)} GiB are usable"
     if faster * WORTH_IT < 1:
         words += f" Steps take {1 / faster:.2f} times as long as with plain packing, which leaves attention out"
     elif faster < WORTH_IT:
@@ -103,7 +105,7 @@ def in_short(answer: PlanAnswer) -> str:
         words += f" Steps are {faster:.2f} times as fast as with plain packing"
     synced = answer.estimates.memory.get("fsdp2_synced")
     also = "" if synced is None else f", {in_gib(synced.total)} if gradients are synced in each micro-step"
-    return f"{words}; a GPU needs {fits}{in_gib(memory.total)} GiB with FSDP2{also}. These are estimates; see below."
+    return f"{words}; a GPU needs {in_gib(memory.total)} GiB with FSDP2{also}{usable}. These are estimates; see below."
 
 
 def _epoch(epoch: EpochFigures, layout: str) -> RenderableType:
@@ -195,7 +197,6 @@ def estimates_tables(answer: PlanAnswer, columns: int) -> list[RenderableType]:
     """Returns speed, memory and choices; one sentence in place of estimates if the model's size is not known.
 
     Args:
-        answer: with or without estimates.
         columns: width of the terminal, in characters; a narrow one shows fewer figures.
     """
     if answer.estimates is None:
@@ -249,11 +250,7 @@ def _memory(answer: PlanAnswer, estimates: Estimates) -> RenderableType:
 def _assumptions(answer: PlanAnswer, estimates: Estimates) -> str:
     """Returns the assumptions of the estimates, in words."""
     assumed, ranks = answer.assumptions, answer.step.request.num_gpus
-    kept = {
-        "saved": "layers checkpointed, attention's outputs kept",
-        "recomputed": "layers checkpointed, attention computed twice",
-        "none": "no activation checkpointing",
-    }[assumed.checkpointing]
+    kept = CHECKPOINTING[assumed.checkpointing]
     words = (
         f"Assumed: all weights trained in fp32 with AdamW, shared by {counted(ranks, 'rank')}; bf16; {kept} "
         f"(--checkpointing); {'with' if assumed.liger else 'without'} Liger's kernels and loss (--liger); "

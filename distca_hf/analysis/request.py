@@ -20,10 +20,10 @@ from distca_hf.batches.placed import PlacedPlanner
 from distca_hf.config import DistCAConfig, OverlongPolicy
 from distca_hf.cost import CAUSAL_LAYERS, CAUSAL_MASK, Heads, LayerMasks, TokenBytes
 from distca_hf.data.epochs import Epoch
-from distca_hf.data.pipelines import Pipeline
 from distca_hf.errors import ConfigError
 from distca_hf.flops import LLAMA_8B_COSTS, PassCosts, StepFlops
 from distca_hf.layout import MAX_DOCUMENT_TOKENS
+from distca_hf.pipelines.pipeline import Pipeline
 from distca_hf.placement.place import fill_in_order
 from distca_hf.planning.plan import Plan
 from distca_hf.planning.rebalance import plan_by_moving
@@ -39,12 +39,9 @@ class ModelSize:
     """Numbers of weights of a model, as far as time and memory of a step depend on them.
 
     Attributes:
-        layers: decoder layers.
         hidden_size: size of a token's vector between layers.
-        vocabulary: number of words.
-        parameters: number of all weights.
         layer_parameters: weights of all layers that one token passes; of experts only the ones that it is sent to.
-        embedding_parameters: weights of the embedding, and of the head if it has weights of its own.
+        embedding_parameters: weights of the embedding, and of the head if it has its own weights.
         of_layers: the same layer by layer, where layers were counted; by default all are alike.
     """
 
@@ -71,10 +68,7 @@ class ModelSize:
         """Counts the weights of a decoder of attention and gated MLPs, without norms and biases.
 
         Args:
-            heads: heads of attention.
-            layers, hidden_size, vocabulary: as the attributes.
             mlp_size: width of an MLP, or of an expert.
-            tied: whether the head is the embedding.
             experts, experts_per_token: number of MLPs of a layer, and of the ones that a token is sent to.
         """
         mlp, router = MLP_MATRICES * hidden_size * mlp_size, hidden_size * experts if experts > 1 else 0
@@ -124,14 +118,12 @@ class ModelShape:
     """Attention of one layer, and the size of the model around it.
 
     Attributes:
-        name: its name in output.
         heads: heads of one layer.
-        number_bytes: bytes of a number.
         size: numbers of weights; None if they are not known.
         other_layers: words for layers that are not full attention; empty if there are none.
         full_layers: layers that attend to whole documents; None: all that are in none of the other two.
         window_layers: masks with windows, each with the number of its layers.
-        mixer_layers: layers that carry a state, beside attention or in its place.
+        mixer_layers: layers that carry a state, besides attention or in its place.
         limits: what a training must keep to, as `distca check` says it.
         longest_document_tokens: longest document that the model takes; None if it takes any.
         no_stages: why training does not divide it into stages of a pipeline; empty if it does, or if that is unknown.
@@ -241,9 +233,7 @@ class PlanRequest:
 
     Attributes:
         num_ranks, tokens_per_rank: number of ranks, and most tokens that each of them holds in a micro-step.
-        ranks_per_node: ranks that share a node.
         micro_steps: micro-steps of an optimizer step, planned together.
-        model: shape and size of the model.
         layout: "placed" (distca chooses the owner rank of every token) or "fixed" (documents in order, tasks move).
         overlong: policy for documents longer than all ranks hold: "error", "split" or "truncate".
         bytes_limit: most bytes that a rank may send, and receive, in one layer's forward pass.
@@ -333,7 +323,7 @@ class PlanRequest:
             # Figures are those of full layers, also where a model has none.
             layer_masks=model.masks if CAUSAL_MASK in dict(model.masks) else CAUSAL_LAYERS,
             whole_documents=model.mixer_layers > 0,
-            pipeline=self.pipeline,
+            step_shape=self.pipeline,
             costs=model.pass_costs() or LLAMA_8B_COSTS,
         )
         planner.kernel_times  # noqa: B018  read before anything is timed
@@ -344,7 +334,6 @@ def plan_micro_steps(request: PlanRequest, micro_batches: Sequence[IntArray]) ->
     """Plans every micro-step.
 
     Args:
-        request: ranks, model and layout.
         micro_batches: for each `[documents]` lengths in the order of packing; at most as many tokens as all ranks
             hold.
 

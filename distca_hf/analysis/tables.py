@@ -1,11 +1,16 @@
 """Tables: parts of printed answers: tables without lines, numbers with units, and texts that several share."""
 
-from rich.console import Group, RenderableType
+from collections.abc import Iterator
+from typing import Any
+
+from rich.console import Console, Group, RenderableType
+from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
 from distca_hf.analysis.memory import GIB, gradient_bytes
 from distca_hf.analysis.simulate.result import Result
+from distca_hf.errors import printable
 
 
 # Names of parts of memory, by their fields.
@@ -15,6 +20,29 @@ PART_NAMES = {
     "kept": "activations kept",
     "computed": "work space: a layer or logits",
     "received": "keys and values of other ranks",
+}
+# Width of text without a terminal: that of most terminals.
+COLUMNS = 80
+
+
+class Terminal(Console):
+    """A console that reads no markup, and shows no character that a terminal would follow except its own."""
+
+    def __init__(self, stderr: bool = False) -> None:
+        width = None if Console(stderr=stderr).is_terminal else COLUMNS
+        super().__init__(stderr=stderr, width=width, markup=False)
+
+    def render(self, *arguments: Any) -> Iterator[Segment]:
+        """Yields the parts of what is printed. See `rich.console.Console`."""
+        for segment in super().render(*arguments):
+            yield segment if segment.control else Segment(printable(segment.text), segment.style)
+
+
+# Ways of activation checkpointing, in words.
+CHECKPOINTING = {
+    "saved": "layers checkpointed, attention's outputs kept",
+    "recomputed": "layers checkpointed, attention computed twice",
+    "none": "no activation checkpointing",
 }
 
 

@@ -25,7 +25,6 @@ class Tiles:
     """Tiles of tasks, squares first.
 
     Attributes:
-        mask: the layer's mask.
         rank: `[tiles]` rank that computes the tile.
         queries: `[tiles]` number of queries of its task.
         keys: `[tiles]` number of keys of a prefix; 0 for a square.
@@ -63,7 +62,6 @@ class Tiles:
         """Returns the tiles of tasks.
 
         Args:
-            mask: the layer's mask.
             rank, queries: `[tasks]` rank that computes the task, and its number of queries.
             before: `[tasks]` tokens of the document before the first query.
             one_group: `[tasks]` whether the task has a single head group.

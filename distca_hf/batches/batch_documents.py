@@ -57,7 +57,7 @@ def documents_at(positions: torch.Tensor, tokens: torch.Tensor | None = None) ->
 
     Args:
         positions: `[B, T]`.
-        tokens: bool `[B, S]`, True where a key is a token; places behind the queries are free. None if all are tokens.
+        tokens: bool `[B, S]`, True where a key is a token; places after the queries are free. None if all are tokens.
 
     Raises:
         PackingError: a document does not begin at position 0.
@@ -85,7 +85,7 @@ def documents_at(positions: torch.Tensor, tokens: torch.Tensor | None = None) ->
 
 
 def check_goes_on(positions: torch.Tensor, query_tokens: torch.Tensor | None) -> None:
-    """Refuses documents that begin behind others whose keys are in a cache.
+    """Refuses documents that begin after others whose keys are in a cache.
 
     Args:
         positions: `[B, T]`.
@@ -112,7 +112,6 @@ def given_documents(
 
     Args:
         cu_seq_lens_q, cu_seq_lens_k: offsets; without the latter keys have the offsets of queries.
-        queries, keys: rows of all rows of the batch.
 
     Raises:
         PackingError: offsets do not fit the rows, or each other.
@@ -154,9 +153,6 @@ def check_positions_fit(positions: torch.Tensor | None, tokens: torch.Tensor) ->
 
 def check_beginnings(positions: torch.Tensor) -> None:
     """Refuses documents that do not begin at position 0: part of them is missing.
-
-    Args:
-        positions: of the first token of every document.
 
     Raises:
         PackingError: names the position.
@@ -213,7 +209,6 @@ def ids_checked(batch: Batch, vocabulary_tokens: int | None, waits: bool) -> Ite
     waits for the device it need not wait once more.
 
     Args:
-        vocabulary_tokens: None if it is not known.
         waits: whether it may wait for a device.
 
     Raises:
@@ -320,11 +315,7 @@ def _restarts(positions: torch.Tensor) -> torch.Tensor:
 
 
 def _check_key_offsets(offsets: torch.Tensor, key_offsets: torch.Tensor | None) -> None:
-    """Checks that keys have the documents of queries: ranks plan for both at once.
-
-    Raises:
-        PackingError: they have others.
-    """
+    """Checks that keys have the documents of queries: ranks plan for both at once."""
     if key_offsets is None or key_offsets is offsets:
         return
     if not torch.equal(key_offsets.flatten().to(offsets), offsets.flatten()):
@@ -335,11 +326,7 @@ def _check_key_offsets(offsets: torch.Tensor, key_offsets: torch.Tensor | None) 
 
 
 def _agreed_lengths(offsets: torch.Tensor, positions: torch.Tensor) -> IntArray:
-    """Returns `[documents]` lengths from offsets, at which `[B, T]` positions must restart.
-
-    Raises:
-        PackingError: names the first token where they disagree.
-    """
+    """Returns `[documents]` lengths from offsets, at which `[B, T]` positions must restart."""
     # Side by side, so that one copy brings both to the host.
     numbers = torch.cat([offsets.flatten().to(positions.device), positions.flatten()]).cpu().numpy()
     lengths = check_cu_seqlens(numbers[: offsets.numel()], positions.numel())

@@ -5,8 +5,8 @@ ranks already have even work.
     (batches.read_documents)           of one pass       when the decoder begins
 
 Ranks agree and gather lengths before the pass. The plan is made when the decoder begins: the device then computes what
-comes before it. A batch that is known before its pass is planned in a thread instead (`batches.step_ahead`); with
-attention servers the plan is made at once, because it is posted to them before any layer runs.
+comes before it. A batch that is known before its pass is planned in a thread instead (`batches.step_ahead`). If ranks
+without tokens take part, the plan is made at once, because it is posted to them before any layer runs.
 
 Layers that carry a state from token to token need the documents of their rank whole, in the order of its batch. For
 them tokens stay, and attention tasks move.
@@ -24,23 +24,22 @@ import torch
 from distca_hf.arrays import IntArray
 from distca_hf.batches.batch_documents import Batch, tokens_of
 from distca_hf.batches.given_agreement import GivenAgreement, Returning, ShownNumbers
-from distca_hf.batches.given_plans import GivenPlans
+from distca_hf.batches.placed import GivenPlans
 from distca_hf.batches.read_documents import DocumentReader, ReadDocuments, Reading
 from distca_hf.batches.step_ahead import StepAhead
-from distca_hf.batches.taking import order_plan
+from distca_hf.batches.taking import PostingTransport, among_trainers
 from distca_hf.comm.agreement import Agreement, Occasion
-from distca_hf.comm.served_transport import ServedTransport
 from distca_hf.comm.transport import Gather, Transport
 from distca_hf.config import DistCAConfig
 from distca_hf.cost import CAUSAL_LAYERS, LayerMasks, TokenBytes
 from distca_hf.errors import DistCAError, PackingError
 from distca_hf.flops import StepFlops
 from distca_hf.layout import Layout, as_int_array
+from distca_hf.planning.extra_ranks import ExtraRanks
 from distca_hf.planning.kinds import RoutedKinds
 from distca_hf.planning.plan import Plan, PlanFacts
 from distca_hf.planning.plan_totals import PlanTotals
 from distca_hf.planning.row_moves import RowMoves
-from distca_hf.planning.served import Servers
 from distca_hf.runtime.layer_kinds import PinnedKinds, Planned, PlannedLater
 from distca_hf.runtime.live_plan import LivePlan
 from distca_hf.runtime.row_moves import PinnedRowMoves
@@ -67,10 +66,9 @@ class IncomingBatches:
     """The given batches of all ranks. Their lengths are on their way to this rank, or they are being planned.
 
     Attributes:
-        micro_batch: its number.
         trains: whether it is trained on, and counted.
-        device: where its tokens are.
-        servers: attention servers that compute some of its tasks; None if there are none.
+        posting: reaches ranks without tokens; None if there are none.
+        extra_ranks: those that compute some of its tasks; None if none does.
         forms: see `ShownNumbers`.
         states_return: whether hidden states return, so that head and loss compute the rows of each rank's batch.
         prepare: returns the plan: waits for the lengths and plans, or waits for a thread that does.
@@ -80,7 +78,8 @@ class IncomingBatches:
     micro_batch: int
     trains: bool
     device: torch.device
-    servers: Servers | None
+    posting: PostingTransport | None
+    extra_ranks: ExtraRanks | None
     forms: tuple[int, ...]
     states_return: bool
     prepare: Callable[[], HostPlan]
@@ -91,10 +90,7 @@ class GivenPlanner:
     """Plans one model's given batches, micro-batch after micro-batch. Every rank plans the same one at the same time.
 
     Args:
-        servers: attention servers, for micro-batches that are trained on; then `transport` reaches them. None if there
-            are none.
         layer_masks: masks that the model's layers attend with, each with the number of its layers.
-        read: reads the documents of a batch.
         places_rows: whether rows are placed inside the model; otherwise they stay, and attention tasks move.
         flops: operations of the model, to count the work of a step by; None if they are not known.
 
@@ -113,7 +109,6 @@ class GivenPlanner:
         transport: Transport,
         head_groups: int = 1,
         token_bytes: TokenBytes = TokenBytes(),  # noqa: B008 (immutable)
-        servers: Servers | None = None,
         layer_masks: LayerMasks = CAUSAL_LAYERS,
         read: Callable[[Batch], ReadDocuments] = DocumentReader().read,  # noqa: B008 (immutable)
         places_rows: bool = False,
@@ -124,14 +119,14 @@ class GivenPlanner:
         self.times = LoaderTimes()
         self._config = config
         self._transport, self.world_size = transport, transport.world_size
-        self._among_trainers = transport.among_trainers if isinstance(transport, ServedTransport) else transport
+        self._posting = transport if isinstance(transport, PostingTransport) else None
         topology = config.topology(transport.world_size)
         self._plans = GivenPlans(topology, head_groups, token_bytes, layer_masks, places_rows)
-        self._servers, self._read_batch, self._flops = servers, read, flops
+        self._read_batch, self._flops = read, flops
         self.latest_moves: RowMoves | None = None
         self.returning, self.needing = Returning.STATES, ""
         self._agreement = GivenAgreement(config, transport)
-        self._step = StepAhead[HostPlan](transport, partial(self._prepare, servers=None))
+        self._step = StepAhead[HostPlan](transport, partial(self._prepare, extra_ranks=None))
         self._next_number = 0
 
     def bookmark(self) -> Callable[[], None]:
@@ -149,9 +144,9 @@ class GivenPlanner:
     def begin_step(self, readings: Sequence[Reading | None], step_batches: int, device: torch.device) -> None:
         """Lets the next pass plan batches that are known when an optimizer step begins; see `StepAhead.begin`.
 
-        With attention servers nothing is planned ahead: which of them take part is known when a pass begins.
+        With ranks without tokens nothing is planned ahead: which of them take part is known when a pass begins.
         """
-        if self._servers is None:
+        if self._posting is None:
             self._step.begin(readings, step_batches, device)
 
     def end_pass(self) -> None:
@@ -212,49 +207,46 @@ class GivenPlanner:
         if not longest_tokens:
             of_all = f"0 tokens on {len(shown.num_documents)} ranks"
             raise PackingError(f"micro-batch {number}: no data on any rank ({of_all}); leave this batch out")
-        servers = self._servers if trains else None  # evaluation uses none
-        served = self._transport if isinstance(self._transport, ServedTransport) and trains else None
-        if served is not None:
-            servers = served.servers  # some may be lost
+        posting = self._posting if trains else None  # evaluation uses no rank without tokens
+        extra_ranks = None if posting is None else posting.extra_ranks  # some may be lost
         if planned is not None and shown.is_planned:
             prepare = planned.result
         else:
             filled_up = [*lengths.tolist(), *[0] * (max(shown.num_documents) - len(lengths))]
             gather = self._transport.gather(filled_up, _where(number))
-            prepare = partial(self._prepare_gathered, gather, shown, number, device.type == "cuda", servers)
+            prepare = partial(self._prepare_gathered, gather, shown, number, device.type == "cuda", extra_ranks)
         spent_seconds = time.perf_counter() - began
         states_return = shown.returning is Returning.STATES
-        of_ranks = servers, shown.forms, states_return
+        of_ranks = posting, extra_ranks, shown.forms, states_return
         batches = IncomingBatches(number, trains, device, *of_ranks, prepare, spent_seconds)
         later = PlannedLater(longest_tokens, partial(self._plan_incoming, batches))
         return LivePlan(
             number,
-            later if servers is None else later.plan(),
-            self._transport if trains else self._among_trainers,
+            later if extra_ranks is None else later.plan(),
+            self._transport if trains else among_trainers(self._transport),
             self._config,
-            stopwatch=None if served is None else served.speeds.stopwatch,
             document_tokens=lengths,
             also=self._step,
         )
 
     def _prepare_gathered(
-        self, gather: Gather, shown: ShownNumbers, number: int, pin: bool, servers: Servers | None
+        self, gather: Gather, shown: ShownNumbers, number: int, pin: bool, extra_ranks: ExtraRanks | None
     ) -> HostPlan:
         """Waits for the lengths of all ranks, filled up with zeros, then plans and routes their batches."""
         where, rows = _where(number), gather.wait()
         counted = zip(rows, shown.num_documents, strict=True)
-        return self._prepare([as_int_array(row[:count], where) for row, count in counted], pin, servers)
+        return self._prepare([as_int_array(row[:count], where) for row, count in counted], pin, extra_ranks)
 
-    def _prepare(self, lengths: Sequence[IntArray], pin: bool, servers: Servers | None) -> HostPlan:
+    def _prepare(self, lengths: Sequence[IntArray], pin: bool, extra_ranks: ExtraRanks | None) -> HostPlan:
         """Plans and routes batches on the host, from the document lengths of each rank; safe in a thread."""
         home, plans = Layout.from_packs(lengths), self._plans
         layout = plans.layout(home)
-        plan = plans.plan(layout, servers)
+        plan = plans.plan(layout, extra_ranks)
         plan.fingerprint  # noqa: B018 (remembered from here on)
-        topology = plans.topology if servers is None else servers.topology(plans.topology)
+        topology = plans.topology if extra_ranks is None else extra_ranks.topology(plans.topology)
         num_chunks, rank = self._config.num_chunks(topology), self._transport.rank
-        num_servers = 0 if servers is None else servers.count
-        routed = RoutedKinds.of(plan, rank, num_chunks, plans.layer_masks, home.rank_work_of, num_servers)
+        num_extra = 0 if extra_ranks is None else extra_ranks.count
+        routed = RoutedKinds.of(plan, rank, num_chunks, plans.layer_masks, home.rank_work_of, num_extra)
         kinds = PinnedKinds.prepare(routed._replace(facts=routed.facts.with_tokens(home, layout)), pin)
         moves = PinnedRowMoves.prepare(RowMoves.of(home, layout, rank), pin) if plans.places_rows else None
         return HostPlan(plan, num_chunks, kinds, moves)
@@ -271,8 +263,10 @@ class GivenPlanner:
             self._uncounted.append(kinds.facts)
             self.times.micro_batches += 1  # padded micro-batches are in none of these
             self.times.plan_seconds += batches.spent_seconds + time.perf_counter() - began
-        ordered = None if batches.servers is None else plan
-        posted = order_plan(self._transport, ordered, batches.micro_batch, num_chunks)
+        posted = None
+        if batches.posting is not None:
+            to_post = None if batches.extra_ranks is None else plan
+            posted = batches.posting.post(to_post, batches.micro_batch, num_chunks)
         planned = kinds.planned(batches.device, plan.fingerprint, posted)
         if moves is None:
             return planned

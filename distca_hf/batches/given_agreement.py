@@ -87,8 +87,6 @@ class GivenAgreement:
         Warns of ranks whose first batch holds no label to learn: most likely all their batches are like it.
 
         Args:
-            read: what was read of the batch.
-            number: number of the micro-batch.
             images_wait: whether a rank with an image waits for the others: for weights or gradients of towers.
             gradients_of: whether parts of the model before its decoder need gradients.
             returning: what this rank needs its pass to return.
@@ -156,11 +154,7 @@ class GivenAgreement:
         return flags
 
     def _check_same_batch(self, agreement: Agreement, number: int) -> None:
-        """Checks that all tensor ranks of one data rank hold the same batch.
-
-        Raises:
-            PlanMismatchError: some do not; names the first ones.
-        """
+        """Checks that all tensor ranks of one data rank hold the same batch."""
         grid, checksums = self._transport.grid, agreement.wait()[CHECKSUM]
         for places in grid.same_tokens(grid.members(agreement.scope)):
             seen = [f"{checksums[place]:08x}" for place in places]

@@ -39,7 +39,6 @@ class KnownBatch:
     """A placed batch, or a pack whose documents its entries tell. It lives as long as its tokens, or its labels.
 
     Args:
-        batch: the entries.
         plan: of a placed batch; None for a pack.
         is_loaded: whether the tensors are the loader's. Others may be reused, and hold another batch later.
     """
@@ -77,9 +76,6 @@ class KnownBatch:
 
         A storage may hold several packs. One that the loader did not make may have been filled with another batch
         since; the plan of a pass shows it.
-
-        Args:
-            batch: what the pass is given.
         """
         plan = batch.get("distca_plan")
         is_here = _is_in(tensor, self._memory)
@@ -281,11 +277,7 @@ def any_known() -> bool:
 
 
 def _marked(tensor: object, batch: Batch) -> KnownBatch | None:
-    """Returns the batch that a tensor belongs to, by its storage.
-
-    Args:
-        batch: what a pass is given.
-    """
+    """Returns the batch that a tensor belongs to, by its storage."""
     if not _has_storage(tensor):
         return None
     get: Callable[[], KnownBatch | None] | None = getattr(tensor.untyped_storage(), MARK, None)

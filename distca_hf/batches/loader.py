@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import closing
 from copy import copy
-from dataclasses import asdict, astuple, replace
+from dataclasses import asdict, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -22,9 +22,15 @@ from distca_hf.batches.meter import Meter
 from distca_hf.batches.placed import PlacedPlanner
 from distca_hf.batches.prepare import Cursor, Prefetcher, Prepared, Preparer
 from distca_hf.batches.preview import PlacedData, PlacedPlan
-from distca_hf.batches.taking import Replanner, UnusedBatches, agree_to_take, check_cuts, order_plan, shared_facts
+from distca_hf.batches.taking import (
+    PostingTransport,
+    Replanner,
+    UnusedBatches,
+    agree_to_take,
+    check_cuts,
+    shared_facts,
+)
 from distca_hf.comm.agreement import Agreement, Occasion
-from distca_hf.comm.served_transport import ServedTransport
 from distca_hf.comm.transport import Transport
 from distca_hf.data.accumulation import SteppedEpoch
 from distca_hf.data.dataset_check import checked_contents
@@ -54,7 +60,7 @@ class PlacedLoader:
     the device; `distca_plan`: the plan, opaque.
 
     One iteration is one epoch: `len(loader)` micro-batches, every document exactly once; the next iteration is the
-    next epoch, in another order. It is no torch `DataLoader`, so that Accelerate leaves it alone: it is sharded
+    next epoch, in another order. It is not a torch `DataLoader`, so that Accelerate leaves it alone: it is sharded
     already.
 
     Args:
@@ -74,7 +80,7 @@ class PlacedLoader:
         writes_epochs: whether rank 0 writes a line at the end of every epoch that a model was trained on.
 
     Raises:
-        ConfigError: the pipeline of the planner cannot run so many micro-batches per step.
+        ConfigError: the step shape of the planner does not allow so many micro-batches per step.
         PackingError: the dataset cannot be packed.
     """
 
@@ -107,15 +113,15 @@ class PlacedLoader:
         self._seed, self._shuffle = seed, shuffle
         self._prefetch = prefetch or config.prefetch
         self._micro_steps = micro_steps
-        if planner.pipeline is not None:
-            planner.pipeline.check(micro_steps)
+        if planner.step_shape is not None:
+            planner.step_shape.check(micro_steps)
         self._planner, self._capacity_tokens = planner, planner.capacity_tokens
         self._planner.kernel_times  # noqa: B018  raises here if the table cannot be read
         source_settings = planner.longest_tokens, config.overlong, planner.whole_documents, reading, seed
         self._source = DocumentSource(dataset, *source_settings)
         self._planner.check_kernel_times(int(self._source.document_tokens.max(initial=0)))
         lengths = self._source.document_tokens
-        whole_steps = 1 if planner.pipeline is None else micro_steps
+        whole_steps = 1 if planner.step_shape is None else micro_steps
         self._packer = EpochPacker(lengths, self._capacity_tokens, seed, shuffle, planner.fits, whole_steps)
         self.preparer = Preparer(self._source, self._planner, transport.rank, device, num_workers)
         self._next = Cursor()
@@ -178,7 +184,7 @@ class PlacedLoader:
         """Returns the position after the micro-batches handed out so far, with all that a position depends on."""
         place = asdict(self._position)
         documents = place.pop("documents")
-        return with_checksum({**self._identity(), **self._sizes(), **place, "pipeline": self._stages}, documents)
+        return with_checksum({**self._identity(), **self._sizes(), **place, "pipeline": self._shape}, documents)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continues at a saved position with the next iteration. With other ranks x tokens_per_rank than before, the
@@ -191,7 +197,7 @@ class PlacedLoader:
         # 1. The order of documents must be the same, or the position would be that of others.
         position = SavedPosition.read(state, self._identity(), self.longest_document_tokens)
         # 2. Where micro-batches depend on sizes, these must be the same, too.
-        position.check_sizes(self._sizes(), self._stages, self._planner.whole_documents)
+        position.check_sizes(self._sizes(), self._shape, self._planner.whole_documents)
         micro_batch, taken, steps_from = position.micro_batch, position.taken, position.steps_from
         # 3. With micro-batches of other tokens the rest of the epoch is another one, counted from its beginning.
         if position.sizes != self._sizes():
@@ -298,16 +304,19 @@ class PlacedLoader:
 
     def _deliver(self, prepared: Prepared, data: PlacedData) -> dict[str, Any]:
         """Returns the batch on the device, with its plan, once all ranks have agreed to take the same one."""
-        served = self._transport if isinstance(self._transport, ServedTransport) else None
-        if served is not None:
-            prepared = self.preparer.planned_for(served.servers, prepared)
+        posting = self._transport if isinstance(self._transport, PostingTransport) else None
+        if posting is not None:
+            prepared = self.preparer.planned_for(posting.extra_ranks, prepared)
         self.times.micro_batches += 1
         self.times.plan_seconds += prepared.plan_seconds
         self.totals = self.totals.plus(prepared.facts)
         self.history.append(prepared.facts)
         number = self._number(prepared.cursor)
         agreement = agree_to_take(self._transport, prepared, number, self._facts())
-        posted = order_plan(self._transport, prepared.plan, number, self.preparer.planner.num_chunks)
+        posted, replan = None, None
+        if posting is not None:
+            posted = posting.post(prepared.plan, number, self.preparer.planner.num_chunks)
+            replan = Replanner(posting, self.preparer, prepared, number)
         plan = PlacedPlan(
             data,
             prepared.kinds.whole_tokens,
@@ -316,8 +325,7 @@ class PlacedLoader:
             transport=self._transport,
             config=self._config,
             agreement=agreement,
-            replan=None if served is None else Replanner(served, self.preparer, prepared, number),
-            stopwatch=None if served is None else served.speeds.stopwatch,
+            replan=replan,
             document_tokens=prepared.kinds.document_tokens,
         )
         batch = {
@@ -344,7 +352,7 @@ class PlacedLoader:
             "seed": self._seed,
             "shuffle": self._shuffle,
             "micro_steps": self._micro_steps,
-            "pipeline": self._stages,
+            "pipeline": self._shape,
             "number of documents": len(self._source),
             "lengths of documents": self._source.fingerprint,
             "contents of documents": self.contents,
@@ -363,9 +371,9 @@ class PlacedLoader:
         }
 
     @property
-    def _stages(self) -> tuple[int, ...]:
-        """Stages and chunks of the pipeline, as they are saved; nothing without one."""
-        return () if self._planner.pipeline is None else astuple(self._planner.pipeline)
+    def _shape(self) -> tuple[int, ...]:
+        """Numbers of the step shape, as they are saved; nothing without one."""
+        return () if self._planner.step_shape is None else self._planner.step_shape.numbers
 
     def _identity(self) -> dict[str, object]:
         return {

@@ -45,7 +45,7 @@ class MeterReading:
         sent_bytes, plan_seconds, loader_wait_seconds, waited_seconds: each of the rank with the most.
         slowest_rank: number in the group of the rank that waited least for others; None in a reading of one rank.
         utilisation: operations of the model over those that the GPUs of these ranks could do at best; attention
-            servers are no such ranks. None if unknown.
+            servers are not such ranks. None if unknown.
         memory_bytes: most that torch had given out at once on a GPU since the process began; None on CPUs.
     """
 
@@ -148,8 +148,6 @@ class Meter:
     """Measures a training.
 
     Args:
-        transport: between the ranks, whose traffic is measured.
-        device: on which the model trains.
         flops: operations of the model; None if they are not known.
     """
 
@@ -178,12 +176,7 @@ class Meter:
 
     def read(self, source: PlanSource, step: int, dtype: torch.dtype | None) -> MeterReading | None:
         """Returns a reading and begins the next one; None if nothing was planned. A collective call: every rank
-        reads at the same steps.
-
-        Args:
-            step: number of the optimizer step.
-            dtype: that attention computes in.
-        """
+        reads at the same steps."""
         totals, passed = source.totals.since(self._totals), self._now().since(self._began)
         mine = self._mine(source, passed)
         self.begin(source)

@@ -119,11 +119,7 @@ def _learns_after_padding(labels: object, shift_labels: object, is_token: torch.
 
 
 def _check_runs(is_token: torch.Tensor) -> None:
-    """Checks that the tokens of every row, bool `[B, L]`, are one run.
-
-    Raises:
-        PackingError: names the first row that has none, or several.
-    """
+    """Checks that the tokens of every row, bool `[B, L]`, are one run."""
     begins = is_token.clone()
     begins[:, 1:] &= ~is_token[:, :-1]
     runs = begins.sum(dim=1)

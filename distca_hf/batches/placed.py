@@ -3,9 +3,11 @@
 Training plans with it, and so does `distca plan`: it imports no torch.
 """
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -14,17 +16,62 @@ from distca_hf.config import DistCAConfig
 from distca_hf.cost import CAUSAL_LAYERS, LayerMasks, TokenBytes
 from distca_hf.data.accumulation import RegroupedEpoch, SteppedEpoch
 from distca_hf.data.epochs import Epoch, Fits
-from distca_hf.data.pipelines import Pipeline
-from distca_hf.data.shaping import ShapedEpoch
 from distca_hf.errors import ConfigError
 from distca_hf.flops import LLAMA_8B_COSTS, PassCosts
 from distca_hf.layout import Layout
 from distca_hf.placement.by_kernel_time import KernelTimes, place_by_seconds
+from distca_hf.placement.given import place_given
 from distca_hf.placement.place import place
 from distca_hf.placement.whole import fit_whole, place_whole
+from distca_hf.planning.extra_ranks import ExtraRanks
 from distca_hf.planning.plan import Plan, plan_in_place
 from distca_hf.planning.rebalance import plan_by_moving
-from distca_hf.planning.served import Servers, plan_served
+from distca_hf.topology import Topology
+
+
+if TYPE_CHECKING:
+    from distca_hf.comm.grid import Grid  # imports torch
+
+
+class StepShape(ABC):
+    """Divides the documents of optimizer steps in a way of its own, into micro-batches of equally many rows. See
+    `distca_hf.Pipeline`."""
+
+    @property
+    @abstractmethod
+    def numbers(self) -> tuple[int, ...]:
+        """What it depends on: ranks compare it, and positions are saved with it."""
+
+    @abstractmethod
+    def check(self, micro_steps: int, num_layers: int | None = None) -> None:
+        """Checks that optimizer steps of so many micro-batches can be shaped.
+
+        Args:
+            num_layers: layers of the model, where known.
+
+        Raises:
+            ConfigError: they cannot.
+        """
+
+    @abstractmethod
+    def check_grid(self, grid: "Grid") -> None:
+        """Checks that the ranks are divided as it needs them.
+
+        Raises:
+            ConfigError: they are not.
+        """
+
+    @abstractmethod
+    def shaped(
+        self,
+        planner: "PlacedPlanner",
+        epoch: Epoch,
+        document_tokens: IntArray,
+        micro_steps: int,
+        steps_from: int,
+    ) -> SteppedEpoch:
+        """Returns the epoch with documents divided anew within every optimizer step. Arguments: see
+        `PlacedPlanner.regroup`."""
 
 
 @dataclass(frozen=True)
@@ -32,25 +79,24 @@ class PlacedPlanner:
     """Plans the micro-batches of one training; every rank makes the same plans.
 
     Attributes:
-        config: settings.
         num_ranks: ranks that share each micro-batch.
         head_groups: groups that plans may divide the heads of the model in.
-        servers: attention servers behind these ranks; None if there are none.
-        token_bytes: bytes of one token in one layer; read where there are servers, or documents stay whole.
+        extra_ranks: ranks without tokens after these; None if there are none.
+        token_bytes: bytes of one token in one layer; read where there are extra ranks, or documents stay whole.
         layer_masks: each mask of the model with the number of layers that have it.
         whole_documents: whether documents are not cut; then tasks of attention move.
-        pipeline: stages of a pipeline, each of which has as many ranks as these; None if there are none.
-        costs: seconds of the model's layers; read where there is a pipeline.
+        step_shape: divides the documents of optimizer steps; None: so that long documents train together.
+        costs: seconds of the model's layers, for the step shape.
     """
 
     config: DistCAConfig
     num_ranks: int
     head_groups: int = 1
-    servers: Servers | None = None
+    extra_ranks: ExtraRanks | None = None
     token_bytes: TokenBytes = TokenBytes()  # noqa: RUF009 (immutable)
     layer_masks: LayerMasks = CAUSAL_LAYERS
     whole_documents: bool = False
-    pipeline: Pipeline | None = None
+    step_shape: StepShape | None = None
     costs: PassCosts = LLAMA_8B_COSTS
 
     def __post_init__(self) -> None:
@@ -70,7 +116,7 @@ class PlacedPlanner:
     def num_chunks(self) -> int:
         """Chunks of every exchange, at most."""
         trainers = self.config.topology(self.num_ranks)
-        return self.config.num_chunks(trainers if self.servers is None else self.servers.topology(trainers))
+        return self.config.num_chunks(trainers if self.extra_ranks is None else self.extra_ranks.topology(trainers))
 
     @cached_property
     def kernel_times(self) -> KernelTimes | None:
@@ -108,20 +154,16 @@ class PlacedPlanner:
             )
 
     def regroup(self, epoch: Epoch, document_tokens: IntArray, micro_steps: int, steps_from: int = 0) -> SteppedEpoch:
-        """Returns the epoch with documents divided anew within every optimizer step: long ones together, or shaped for
-        the pipeline.
+        """Returns the epoch with documents divided anew within every optimizer step: long ones together, or as the
+        step shape has it.
 
         Args:
-            epoch: micro-batches as they were packed.
             document_tokens: `[documents]` lengths of all documents.
             micro_steps: micro-batches of an optimizer step; 1 leaves them as they are.
             steps_from: a micro-batch that some optimizer step begins with.
         """
-        if self.pipeline is not None:
-            return ShapedEpoch(
-                *(epoch, document_tokens, micro_steps, self.pipeline, self.num_ranks, self.config.tokens_per_rank),
-                *(steps_from, self.costs, self.layer_masks, self.fits),
-            )
+        if self.step_shape is not None:
+            return self.step_shape.shaped(self, epoch, document_tokens, micro_steps, steps_from)
         topology = self.config.topology(self.num_ranks)
         return RegroupedEpoch(
             *(epoch, document_tokens, micro_steps, self.capacity_tokens, topology, self.head_groups, steps_from),
@@ -151,28 +193,22 @@ class PlacedPlanner:
         return self.plan_layout(self.layout(document_tokens, placed))
 
     def layout(self, document_tokens: IntArray, placed: Layout | None = None) -> Layout:
-        """Places a micro-batch on the ranks that hold tokens, its rows padded; in a pipeline to `tokens_per_rank`,
-        because stages exchange activations of one shape. Arguments and errors: see `plan`."""
+        """Places a micro-batch on the ranks that hold tokens, its rows padded; with a step shape to
+        `tokens_per_rank`. Arguments and errors: see `plan`."""
         layout = self._place(document_tokens) if placed is None or self.kernel_times else placed
         tokens_per_rank = self.config.tokens_per_rank
         return layout.padded(
-            self.config.pad_to_multiple_of if self.pipeline is None else tokens_per_rank, tokens_per_rank
+            self.config.pad_to_multiple_of if self.step_shape is None else tokens_per_rank, tokens_per_rank
         )
 
     def plan_layout(self, layout: Layout) -> Plan:
-        """Plans a placed layout of the trainers, its rows padded."""
-        if self.servers is None and self.whole_documents:
-            topology = self.config.topology(self.num_ranks)
+        """Plans a placed layout, its rows padded."""
+        topology = self.config.topology(self.num_ranks)
+        if self.extra_ranks is not None:
+            return self.extra_ranks.plan(layout, self.head_groups, topology=topology, token_bytes=self.token_bytes)
+        if self.whole_documents:
             return plan_by_moving(layout, self.head_groups, topology=topology, token_bytes=self.token_bytes)
-        if self.servers is None:
-            return plan_in_place(layout, self.head_groups)
-        return plan_served(
-            layout,
-            self.servers,
-            self.head_groups,
-            topology=self.config.topology(self.num_ranks),
-            token_bytes=self.token_bytes,
-        )
+        return plan_in_place(layout, self.head_groups)
 
     def _place(self, document_tokens: IntArray) -> Layout:
         """Places documents: equal work for all ranks, or equal seconds."""
@@ -191,3 +227,44 @@ class PlacedPlanner:
         return place_by_seconds(
             document_tokens, self.num_ranks, times, topology=topology, head_groups=self.head_groups
         )
+
+
+@dataclass(frozen=True)
+class GivenPlans:
+    """Places and plans given batches of one model; pure.
+
+    layers without a state     rows are placed inside the model, unless batches are even; ranks compute what they hold
+    layers that carry a state  tokens stay, attention tasks move
+    ranks without tokens       rows are placed among the others, tasks move to them
+
+    Attributes:
+        topology: nodes of the ranks that hold tokens.
+        head_groups: groups that heads can be divided into.
+        token_bytes: bytes of a token in one layer.
+        layer_masks: masks that the model's layers attend with, each with the number of its layers.
+        places_rows: whether the model moves rows, so that tokens may be placed; else attention tasks move.
+    """
+
+    topology: Topology
+    head_groups: int = 1
+    token_bytes: TokenBytes = TokenBytes()  # noqa: RUF009 (immutable)
+    layer_masks: LayerMasks = CAUSAL_LAYERS
+    places_rows: bool = True
+
+    def layout(self, home: Layout) -> Layout:
+        """Returns the layout that layers compute.
+
+        Args:
+            home: whole documents, in the order of the batches.
+        """
+        if not self.places_rows:
+            return home
+        return place_given(home, self.topology, self.head_groups, self.layer_masks)
+
+    def plan(self, layout: Layout, extra_ranks: ExtraRanks | None = None) -> Plan:
+        """Returns the plan of such a layout; extra ranks are numbered after its ranks."""
+        if extra_ranks is not None:
+            return extra_ranks.plan(layout, self.head_groups, topology=self.topology, token_bytes=self.token_bytes)
+        if self.places_rows:
+            return plan_in_place(layout, self.head_groups)
+        return plan_by_moving(layout, self.head_groups, topology=self.topology, token_bytes=self.token_bytes)

@@ -28,9 +28,9 @@ from distca_hf.data.rows import Draws
 from distca_hf.errors import PackingError
 from distca_hf.layout import Layout
 from distca_hf.placement.place import work_in_order
+from distca_hf.planning.extra_ranks import ExtraRanks
 from distca_hf.planning.kinds import RoutedKinds
 from distca_hf.planning.plan import Plan, PlanFacts
-from distca_hf.planning.served import Servers
 from distca_hf.runtime.layer_kinds import PinnedKinds
 from distca_hf.telemetry import LoaderTimes
 
@@ -67,10 +67,10 @@ class Prepared:
         columns: `[1, rows]` tensors by their names among the arguments of models; none until rows are read.
         kinds: rank plans for each mask that layers attend with, and facts.
         cuts: cuts of documents next to this rank's segments, once rows are read.
-        plan: the plan of all ranks, to hand to attention servers; None if there are none.
+        plan: the plan of all ranks, to hand to extra ranks; None if there are none.
         layout: the rows of the ranks that train.
         documents: `[documents]` which document of the dataset each one of the layout is.
-        servers: attention servers that the plan is for.
+        extra_ranks: see `PlacedPlanner`.
     """
 
     cursor: Cursor
@@ -80,7 +80,7 @@ class Prepared:
     layout: Layout
     plan_seconds: float
     plan: Plan | None = None
-    servers: Servers | None = None
+    extra_ranks: ExtraRanks | None = None
     columns: dict[str, torch.Tensor] = field(default_factory=dict)
     label_tokens: int = 0
     cuts: list[Cut] = field(default_factory=list)
@@ -136,8 +136,8 @@ class Preparer:
             documents=documents,
             layout=layout,
             plan_seconds=0,
-            plan=None if planner.servers is None else plan,
-            servers=planner.servers,
+            plan=None if planner.extra_ranks is None else plan,
+            extra_ranks=planner.extra_ranks,
         )
         if not self.source.are_drawn:
             prepared = self._read(prepared, NO_DRAWS)
@@ -181,18 +181,18 @@ class Preparer:
         columns = _host_tensors(rows, self.device.type == "cuda")
         return replace(prepared, columns=columns, label_tokens=rows.num_labels, cuts=cuts_of(*of_rank))
 
-    def planned_for(self, servers: Servers | None, prepared: Prepared) -> Prepared:
-        """Returns the micro-batch planned for other attention servers; its rows stay. So are those that come later."""
-        if servers == prepared.servers:
+    def planned_for(self, extra_ranks: ExtraRanks | None, prepared: Prepared) -> Prepared:
+        """Returns the micro-batch planned for other extra ranks; its rows stay. So are those that come later."""
+        if extra_ranks == prepared.extra_ranks:
             return prepared
-        planner = self.planner = replace(self.planner, servers=servers)
+        planner = self.planner = replace(self.planner, extra_ranks=extra_ranks)
         plan = planner.plan_layout(prepared.layout)
         return replace(
             prepared,
             kinds=self._routed(plan, prepared.layout.document_tokens),
             fingerprint=plan.fingerprint,
-            plan=None if servers is None else plan,
-            servers=servers,
+            plan=None if extra_ranks is None else plan,
+            extra_ranks=extra_ranks,
         )
 
     def _routed(self, plan: Plan, document_tokens: IntArray) -> PinnedKinds:
@@ -204,7 +204,7 @@ class Preparer:
             planner.num_chunks,
             planner.layer_masks,
             lambda mask: work_in_order(document_tokens, planner.num_ranks, mask),
-            0 if planner.servers is None else planner.servers.count,
+            0 if planner.extra_ranks is None else planner.extra_ranks.count,
         )
         return PinnedKinds.prepare(routed, pin=self.device.type == "cuda")
 

@@ -97,8 +97,8 @@ class PlacedData:
         """Looks at micro-batches all over the epoch."""
         counted = list(self._spread(COUNTED))
         placed = set(islice(self._spread(PLACED), PLACED))
-        servers, num_ranks = self.planner.servers, self.planner.num_ranks
-        num_servers, layer_masks = 0 if servers is None else servers.count, self.planner.layer_masks
+        extra_ranks, num_ranks = self.planner.extra_ranks, self.planner.num_ranks
+        num_extra, layer_masks = 0 if extra_ranks is None else extra_ranks.count, self.planner.layer_masks
         tokens, in_order, after = [], [], []
         for index in counted:
             lengths = self.document_tokens[self.micro_batches.micro_batch(index)]
@@ -106,14 +106,14 @@ class PlacedData:
             in_order.append([work_in_order(lengths, num_ranks, mask) for mask, _ in layer_masks])
             if index in placed:
                 plan = self.planner.plan(lengths, self.micro_batches.layout(index))
-                after.append(imbalance_of_layers(plan, layer_masks, num_servers))
+                after.append(imbalance_of_layers(plan, layer_masks, num_extra))
         before = LayerWork(np.array(in_order).swapaxes(0, 1), layer_shares(layer_masks))
         return Preview(
             tokens=np.array(tokens),
             pairs=before.total,
             imbalance_before=before.imbalance,
             imbalance=np.full(len(counted), np.mean(after)),
-            speeds=() if servers is None else servers.rank_speeds(num_ranks),
+            speeds=() if extra_ranks is None else extra_ranks.rank_speeds(num_ranks),
         )
 
     def _spread(self, most: int) -> Iterator[int]:
@@ -142,9 +142,6 @@ class PlacedPlan(LivePlan):
 class RunReport:
     """The first lines about a training of one model.
 
-    Args:
-        config: settings.
-
     Attributes:
         written: whether they have been written.
     """
@@ -159,10 +156,9 @@ class RunReport:
         self._steps_per_epoch, self.written = steps_per_epoch, False
 
     def begin(self, plan: LivePlan, cost: StepCost | None, flops: StepFlops | None = None) -> None:
-        """Writes the two lines, behind the first forward pass of a training.
+        """Writes the two lines, after the first forward pass of a training.
 
         Args:
-            plan: of that pass.
             cost: of a token and a pair, as the model is checkpointed; None if it is not known.
             flops: operations of the model; None likewise.
         """
@@ -180,8 +176,8 @@ class RunReport:
         """Returns the words of the first line."""
         num_ranks = plan.transport.world_size
         topology = self._config.topology(num_ranks)
-        servers = len(plan.facts.speeds) - num_ranks
-        beside = f"and {count(servers, 'attention server')} " if servers > 0 else ""
+        extra = len(plan.facts.speeds) - num_ranks
+        beside = f"and {count(extra, 'attention server')} " if extra > 0 else ""
         nodes = f"{beside}on {count(topology.num_nodes, 'node')}, kernel {plan.kernel_name}"
         grid = plan.transport.grid
         ranks, each = grid.in_words(), "" if grid.is_flat else " per data rank"
@@ -215,9 +211,7 @@ def second_line(preview: Preview, cost: StepCost | None, num_ranks: int, seen: s
     """Returns the words of the second line: balance, the share of attention, and the speed-up that follows.
 
     Args:
-        preview: micro-batches of the training.
         cost: of a token and a pair; None if it is not known.
-        num_ranks: ranks that train.
         seen: which micro-batches these are.
     """
     words = []

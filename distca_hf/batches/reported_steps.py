@@ -3,7 +3,7 @@
     pass begins ──▶ NotedPass ──▶ attention calls note moments ──▶ pending ──▶ device has passed them ──▶ trace file
     every n-th step                                                            looked at when later passes begin
 
-Attention servers do the same with their own part of the pass, once an order says that it begins (`served_traces`).
+Ranks without tokens do the same with their own part of the pass, once they are told that it begins (`Posted.traced`).
 Nothing waits for the device or for other ranks. Ranks trace the same steps, because they count alike: Trainer its
 optimizer steps, a placed loader its micro-batches. The setting is among those that ranks compare.
 """
@@ -33,7 +33,6 @@ from distca_hf.runtime.pending_traces import (
     memory_of,
     tasks_of,
 )
-from distca_hf.runtime.served_traces import OrderedPass, ReportedPass
 from distca_hf.trace_file import TraceFile
 from distca_hf.traces import LayersTrace, ModelSizes, PredictedCosts, RankTrace
 
@@ -43,8 +42,6 @@ class Predictable(NamedTuple):
 
     Attributes:
         costs: by rates of a GPU.
-        sizes: of the model.
-        flops: operations of the model.
     """
 
     costs: PredictedCosts | None = None
@@ -57,7 +54,6 @@ class ReportedSteps:
 
     Args:
         every_steps: optimizer steps from one reported step to the next; 0: none is.
-        file: of this rank.
         token_bytes: bytes of one token in one layer of the model.
         layer_masks: masks of the model, each with the number of its layers.
     """
@@ -72,7 +68,6 @@ class ReportedSteps:
         """Returns what notes the moments of a pass that begins now.
 
         Args:
-            plan: of the pass.
             trains: whether it is one of training; no other is traced.
             of_model: returns what is predicted from the model; it is asked in reported steps alone.
         """
@@ -86,17 +81,17 @@ class ReportedSteps:
         if step % self._every_steps:
             return UNTRACED
         plan.agree()
-        plan.follow_roster()  # or the plan might be another one by the time that the pass attends
+        plan.plan_anew()  # or the plan might be another one by the time that the pass attends
         atexit.unregister(self.flush)
         atexit.register(self.flush)
         device = next(iter(plan.kinds)).plan.forward.send_rows.device
         trace = self._begun_trace(plan, step, device, of_model())
-        noted = NotedPass(device) if plan.posted is None else OrderedPass(device, plan.posted)
+        if plan.posted is None:
+            noted = NotedPass(device)
+        else:
+            noted = plan.posted.traced(device, self._file, self._token_bytes, trace)
         self._begun = Pending(trace, noted, device, plan.transport.grid.rank, time.perf_counter())
         self._pending.add(self._file, self._begun)
-        if plan.posted is not None:
-            reported = ReportedPass(str(self._file.folder.absolute()), self._token_bytes, trace)
-            plan.posted.begin_pass(reported.text())
         return noted
 
     def flush(self) -> None:
@@ -132,7 +127,7 @@ class ReportedSteps:
             written=time.time(),
             rank=transport.rank,
             num_ranks=transport.world_size,
-            servers=() if plan.posted is None else plan.posted.servers,
+            servers=() if plan.posted is None else plan.posted.ranks,
             stage=grid.stage,
             chunk=plan.chunk,
             tensor_rank=grid.tensor_rank,

@@ -46,7 +46,6 @@ class StepAhead(Generic[Prepared]):
     """Plans micro-batches that are known before their pass.
 
     Args:
-        transport: gathers lengths.
         prepare: plans a micro-batch; called in a thread with the document lengths of each rank, and whether to pin
             memory.
     """
@@ -67,8 +66,6 @@ class StepAhead(Generic[Prepared]):
 
         Args:
             readings: readings of the batches that follow the first one of the step; None for one that has none.
-            step_batches: number of micro-batches in the step.
-            device: where the batches are.
         """
         self._readings, self._step_batches = readings, step_batches
         self._pins_on = device if device.type == "cuda" else None
@@ -96,7 +93,6 @@ class StepAhead(Generic[Prepared]):
 
         Args:
             shown: the numbers of all ranks, by name.
-            micro_batch: number of the pass's micro-batch.
         """
         documents, self._documents = self._documents, []
         if {*shown[FOLLOWING]} != {len(documents)} or not documents:

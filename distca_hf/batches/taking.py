@@ -1,9 +1,10 @@
 """Taking: ranks compare versions, settings and the micro-batch before they take it.
 
-Versions and settings are compared for given batches, too. Plans of both kinds are posted to attention servers here,
-and placed batches are planned again where other servers take part.
+Versions and settings are compared for given batches, too. Where ranks without tokens take part, plans are posted to
+them, and placed batches are planned again when others come.
 """
 
+from abc import ABC, abstractmethod
 from collections import Counter, defaultdict, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -13,16 +14,15 @@ from importlib.metadata import version
 from distca_hf.batches.prepare import Prepared, Preparer
 from distca_hf.comm.agreement import Agreement, Occasion, labels_of
 from distca_hf.comm.grid import Scope
-from distca_hf.comm.posted_plans import PostedPlan
-from distca_hf.comm.served_transport import ServedTransport
 from distca_hf.comm.transport import Transport
 from distca_hf.config import DistCAConfig
 from distca_hf.data.collate import MODULUS, sum_of
 from distca_hf.errors import PlanMismatchError, and_more
+from distca_hf.planning.extra_ranks import ExtraRanks
 from distca_hf.planning.plan import Plan
-from distca_hf.planning.served import plan_to_integers
 from distca_hf.runtime.layer_kinds import Planned
 from distca_hf.runtime.live_plan import LivePlan, PlanUse
+from distca_hf.runtime.posted import Posted
 from distca_hf.telemetry import get_logger
 from distca_hf.version import __version__
 
@@ -41,12 +41,7 @@ def shared_facts(config: DistCAConfig) -> dict[str, object]:
 
 
 def agree_to_take(transport: Transport, prepared: Prepared, number: int, facts: Mapping[str, object]) -> Agreement:
-    """Starts showing the other ranks which micro-batch this one takes.
-
-    Args:
-        number: of the micro-batch.
-        facts: about dataset and settings.
-    """
+    """Starts showing the other ranks which micro-batch this one takes."""
     facts = {
         **facts,
         "documents of the micro-batch": prepared.documents_checksum,
@@ -60,18 +55,38 @@ def agree_to_take(transport: Transport, prepared: Prepared, number: int, facts: 
     return Agreement.start(transport, Occasion.TAKE, number, facts, numbers)
 
 
-def order_plan(transport: Transport, plan: Plan | None, micro_batch: int, num_chunks: int) -> PostedPlan | None:
-    """Posts the plan of a micro-batch to attention servers; None if it has none, and needs none."""
-    if plan is None:
-        return None
-    assert isinstance(transport, ServedTransport)  # a plan with servers comes of a transport that reaches them
-    return PostedPlan(transport, micro_batch, num_chunks, plan.fingerprint, plan_to_integers(plan))
+class PostingTransport(ABC):
+    """Transport of a rank that trains, which also reaches ranks without tokens: plans are posted to them.
+
+    Attributes:
+        among_trainers: transport that reaches only the ranks that train.
+        extra_ranks: ranks without tokens that take part now; None if there are none.
+        roster: number that is another one whenever other ranks take part.
+    """
+
+    among_trainers: Transport
+    extra_ranks: ExtraRanks | None
+    roster: int
+
+    @abstractmethod
+    def post(self, plan: Plan | None, micro_batch: int, num_chunks: int) -> Posted:
+        """Posts the plan of a micro-batch.
+
+        Args:
+            plan: None if no rank without tokens takes part.
+            num_chunks: chunks of its exchanges.
+        """
+
+
+def among_trainers(transport: Transport) -> Transport:
+    """Returns the transport that reaches only ranks that train."""
+    return transport.among_trainers if isinstance(transport, PostingTransport) else transport
 
 
 class Replanner:
-    """Plans a micro-batch again when other attention servers take part than before."""
+    """Plans a micro-batch again when other ranks without tokens take part than before."""
 
-    def __init__(self, transport: ServedTransport, preparer: Preparer, prepared: Prepared, micro_batch: int) -> None:
+    def __init__(self, transport: PostingTransport, preparer: Preparer, prepared: Prepared, micro_batch: int) -> None:
         self._transport, self._preparer, self._micro_batch = transport, preparer, micro_batch
         self._prepared, self._roster = replace(prepared, columns={}), transport.roster
 
@@ -80,9 +95,9 @@ class Replanner:
         if self._roster == self._transport.roster:
             return None
         self._roster = self._transport.roster
-        prepared = self._prepared = self._preparer.planned_for(self._transport.servers, self._prepared)
+        prepared = self._prepared = self._preparer.planned_for(self._transport.extra_ranks, self._prepared)
         device, num_chunks = self._preparer.device, self._preparer.planner.num_chunks
-        posted = order_plan(self._transport, prepared.plan, self._micro_batch, num_chunks)
+        posted = self._transport.post(prepared.plan, self._micro_batch, num_chunks)
         return prepared.kinds.planned(device, prepared.fingerprint, posted)
 
 

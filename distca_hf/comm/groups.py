@@ -54,27 +54,27 @@ NO_DEADLINE = timedelta(days=365)
 class Members:
     """Ranks of a training: by scope with their numbers in the job, by role with their numbers in exchanges of rows.
 
-    Every rank of a group holds tokens. Attention servers are no ranks of the group: they compute, and have the numbers
+    Every rank of a group holds tokens. Ranks without tokens are not in the group: they compute, and have the numbers
     behind those that share documents.
 
     Attributes:
-        job: ranks that were launched together, attention servers left out.
+        job: ranks that were launched together, without those that hold no tokens.
         grid: ranks of the group by stage, data and tensor, and the place of this process.
-        num_servers: attention servers.
+        num_extra: ranks without tokens.
     """
 
     job: Sequence[int]
     grid: Grid
-    num_servers: int = 0
+    num_extra: int = 0
 
     @classmethod
-    def of(cls, group: dist.ProcessGroup | None = None, num_servers: int = 0) -> "Members":
+    def of(cls, group: dist.ProcessGroup | None = None, num_extra: int = 0) -> "Members":
         """Returns the members of a group, which differ only in their data; without one, all ranks of the job."""
         if not is_initialized():
-            return cls(range(1), Grid.flat(range(1), 0), num_servers)
+            return cls(range(1), Grid.flat(range(1), 0), num_extra)
         job = range(dist.get_world_size())
         ranks = job if group is None else sorted(dist.get_process_group_ranks(group))
-        return cls(job, Grid.flat(ranks, dist.get_rank()), num_servers)
+        return cls(job, Grid.flat(ranks, dist.get_rank()), num_extra)
 
     @property
     def group(self) -> Sequence[int]:
@@ -104,7 +104,7 @@ class Members:
     @property
     def compute_ranks(self) -> range:
         """Role: ranks that compute attention."""
-        return range(len(self.row_ranks) + self.num_servers)
+        return range(len(self.row_ranks) + self.num_extra)
 
     def ranks_per_node(self, launched_per_node: int) -> int:
         """Returns how many ranks that share documents share a node, too: see `Grid.ranks_per_node`. Where they are the

@@ -28,14 +28,7 @@ from distca_hf.comm.grid import Grid, Scope
 from distca_hf.comm.rollcall import RollCall
 from distca_hf.comm.transport import REMEMBERED_EXCHANGES, AllToAll, Traffic
 from distca_hf.comm.whereabouts import Whereabouts
-from distca_hf.errors import (
-    ConfigError,
-    DistCAError,
-    PeerLostError,
-    PlanMismatchError,
-    StepTimeoutError,
-    first_line,
-)
+from distca_hf.errors import ConfigError, DistCAError, PeerLostError, PlanMismatchError, StepTimeoutError, first_line
 from distca_hf.telemetry import get_logger, leave_for_launcher
 from distca_hf.torch_private import (
     AllToAllFunction,

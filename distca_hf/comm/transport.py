@@ -5,8 +5,6 @@ starts the same exchanges in the same order.
 
     LocalTransport       one rank                                        here
     TorchTransport       the ranks of process groups                     comm.torch_transport
-    RosterTransport      trainers and attention servers                  comm.rosters
-    ServedTransport      a trainer's end of these, one after the other   comm.served_transport
     CheckedTransport     another one, with each exchange compared        comm.agreement
     LoopbackTransport, FaultTransport                                    distca_hf.testing
 """

@@ -13,6 +13,7 @@ same ranks. A rank that has come no further for some seconds shows its counts in
 reads those of the others. In a training that goes on nothing is sent.
 """
 
+import atexit
 import json
 import sys
 import threading
@@ -27,7 +28,6 @@ from typing import NamedTuple
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 from distca_hf.comm.agreement import by_value
-from distca_hf.comm.heartbeats import Repeated
 from distca_hf.errors import printable
 
 
@@ -104,6 +104,46 @@ def cannot_meet(one: Place, other: Place) -> bool:
                 return True
     # As many calls, and each waits for another one.
     return one.now == other.now and "" not in (one.waits, other.waits) and one.waits != other.waits
+
+
+class Repeated:
+    """A thread that repeats a call. It is joined before Python ends: a process aborts if that cuts a thread off inside
+    a call of the store.
+
+    Args:
+        name: of the thread.
+        pause_seconds: between two calls.
+        call: returns whether to go on.
+    """
+
+    def __init__(self, name: str, pause_seconds: float, call: Callable[[], bool]) -> None:
+        self._pause_seconds, self._call = pause_seconds, call
+        self._is_over = threading.Event()
+        # Python waits for threads that are no daemons before it calls `atexit`, and nobody would have ended this one.
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+
+    def begin(self, then: Callable[[], object] = lambda: None) -> None:
+        """Starts the thread, with a first call at once.
+
+        Args:
+            then: called after every call, in the thread.
+        """
+        self._then = then
+        atexit.register(self.end)
+        self._thread.start()
+
+    def end(self) -> None:
+        """Ends the thread, and waits for a call that it is in."""
+        atexit.unregister(self.end)
+        self._is_over.set()
+        if self._thread.ident is not None:  # it has begun
+            self._thread.join()
+
+    def _run(self) -> None:
+        while self._call():
+            self._then()
+            if self._is_over.wait(self._pause_seconds):
+                return
 
 
 class Whereabouts(Repeated):

@@ -43,14 +43,12 @@ class MicroStep:
 
 
 class SteppedEpoch(ABC):
-    """An epoch in optimizer steps, each of which divides its documents among its micro-batches in a way of its own.
+    """An epoch in optimizer steps, each of which divides its documents among its micro-batches in its own way.
 
     Every `micro_steps` micro-batches are one optimizer step; the first and the last of an epoch may have fewer.
 
     Args:
-        epoch: micro-batches as they were packed.
         document_tokens: `[documents]` lengths of all documents.
-        micro_steps: micro-batches of an optimizer step.
         steps_from: a micro-batch that some optimizer step begins with.
     """
 
@@ -81,10 +79,6 @@ class SteppedEpoch(ABC):
     def _divide(self, document_tokens: IntArray, as_packed: list[IntArray]) -> list[MicroStep]:
         """Divides the documents of one optimizer step.
 
-        Args:
-            document_tokens: `[documents]` lengths.
-            as_packed: documents of each micro-batch, as indices.
-
         Returns:
             As many micro-steps, whose documents are indices, too.
         """
@@ -111,7 +105,6 @@ class RegroupedEpoch(SteppedEpoch):
 
     Args:
         epoch, document_tokens, micro_steps, steps_from: as for `SteppedEpoch`.
-        capacity_tokens: most tokens of a micro-batch.
         topology, head_groups, layer_masks: as for `placement.place`.
         whole_tokens: tokens of a rank, where documents stay whole; else None.
     """
@@ -157,8 +150,6 @@ def group_documents(
     """Divides the documents of one optimizer step among its micro-steps, long ones together, tokens nearly equal.
 
     Args:
-        document_tokens: lengths, in tokens.
-        micro_steps: micro-steps to divide them among.
         capacity_tokens: tokens that a micro-step holds at most: ranks x tokens per rank.
         topology: ranks to try placements on; without it long documents are together in any case.
         head_groups, layer_masks: as for `place`.
@@ -253,11 +244,7 @@ def _cheapest_of_whole(
     lengths: IntArray, divisions: Sequence[Sequence[IntArray]], num_ranks: int, tokens_per_rank: int
 ) -> list[MicroStep]:
     """Places the documents of all divisions whole; returns the one of which least work has to move, the first of
-    equals. In some divisions a document may have no room.
-
-    Raises:
-        PackingError: in all of them.
-    """
+    equals. In some divisions a document may have no room."""
     tried = []
     for division in divisions:
         try:

@@ -39,7 +39,7 @@ class RankRows:
 
     Attributes:
         input_ids: tokens; `PADDING_TOKEN` in padding rows.
-        position_ids: position inside the document; 0 in padding rows, each of which is a document of its own.
+        position_ids: position inside the document; 0 in padding rows, each of which counts as a document.
         labels: not shifted; -100 at the first token of each document and in padding rows.
         shift_labels: label of the next token of the same document; -100 at document ends and in padding rows.
         attention_mask: 1 for tokens, 0 in padding rows: load-balancing losses and token metrics leave these out. The
@@ -71,7 +71,6 @@ def collate(
     """Reads the tokens that `rank` holds, and no others (but for the label after a cut).
 
     Args:
-        layout: layout of the micro-batch.
         documents: `[documents]` which document of the source each document of the layout is.
         draws: of the documents that `rank` holds, if rows are drawn.
     """
@@ -97,12 +96,11 @@ def collate(
 
 @dataclass(frozen=True)
 class Cut:
-    """One side of a cut: this rank holds the tokens before or behind it.
+    """One side of a cut: this rank holds the tokens before or after it.
 
     Attributes:
-        document: number in the dataset.
-        position: first token behind the cut.
-        checksum: of tokens and labels around it; negative on the rank that holds the tokens behind it.
+        position: first token after the cut.
+        checksum: of tokens and labels around it; negative on the rank that holds the tokens after it.
     """
 
     document: int

@@ -69,9 +69,7 @@ class DocumentSource:
     numbers per token that the model's forward pass takes. Columns without numbers are ignored.
 
     Args:
-        dataset: the tokenised dataset.
         capacity_tokens: tokens of a global micro-batch, or of a rank: no document may be longer.
-        overlong: policy for a longer document.
         stay_whole: whether every document must fit on one rank.
         reading: which columns count, and how.
         seed: of what a transform draws at random.
@@ -185,11 +183,7 @@ class DocumentSource:
         return self._reading.masks == "always" or "labels" not in names
 
     def _check(self, values: Values, row: int, begin: int, origin: int) -> None:
-        """Checks tokens of a row from `begin` on, of a document that begins at `origin`.
-
-        Raises:
-            PackingError: they are padded, or of other documents, or the model has no such tokens.
-        """
+        """Checks tokens of a row from `begin` on, of a document that begins at `origin`."""
         if (mask := values.get(ATTENTION_MASK)) is not None and len(wrong := np.flatnonzero(mask != 1)):
             at = int(wrong[0])
             if mask[at] == 0:

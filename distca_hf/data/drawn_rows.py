@@ -78,11 +78,7 @@ class DrawnRows:
         return draws
 
     def _drawn(self, row: int, epoch: int) -> Values:
-        """Runs the transform for one row.
-
-        Raises:
-            PackingError: a column is of other tokens than announced, or cannot be placed.
-        """
+        """Runs the transform for one row."""
         seed_generators(self._seed, epoch, row)
         try:
             made = self._dataset[[row]]

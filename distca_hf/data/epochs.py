@@ -54,7 +54,6 @@ class ResumedEpoch:
     every count is the one that Trainer itself makes in an uninterrupted run.
 
     Attributes:
-        number: number of the epoch, from 0.
         steps_done: steps that the trained part of the epoch amounts to, rounded down. Rounded up, a run of half an
             epoch could end before its share was trained.
         micro_batches_left: micro-batches to train in this epoch; at least one.
@@ -199,7 +198,6 @@ class EpochPacker:
 
         Args:
             taken: as for `rest`.
-            accumulation_steps: micro-batches of an optimizer step.
             micro_batch: micro-batches of the present size that were taken after them.
         """
         packed = self.rest(number, taken)
@@ -232,11 +230,7 @@ def _pack_evenly(
     multiple: int = 1,
     in_order: bool = False,
 ) -> Epoch:
-    """Packs as few micro-batches as possible, a multiple of some number, of nearly equal tokens.
-
-    Raises:
-        PackingError: there are fewer documents than that.
-    """
+    """Packs as few micro-batches as possible, a multiple of some number, of nearly equal tokens."""
     wanted = ceil_div(int(document_tokens[order].sum()), capacity_tokens)
     while True:
         wanted = ceil_div(wanted, multiple) * multiple

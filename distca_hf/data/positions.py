@@ -52,10 +52,6 @@ class SavedPosition:
     def read(cls, state: Mapping[str, Any], identity: Mapping[str, object], longest_tokens: int) -> "SavedPosition":
         """Reads what `with_checksum` returned.
 
-        Args:
-            identity: of the loader that reads it.
-            longest_tokens: of its longest document.
-
         Raises:
             ConfigError: the position is of another dataset or order, or a field is missing, of another type or out of
                 range; names it.
@@ -98,11 +94,6 @@ class SavedPosition:
         """Checks that a position within an optimizer step or an epoch was saved with the present sizes, if its
         micro-batches depend on them. With whole documents they depend on ranks and their tokens, in a pipeline also on
         the micro-batches of a step.
-
-        Args:
-            now: the sizes of the loader.
-            stages: of its pipeline.
-            whole_documents: whether its documents stay whole.
 
         Raises:
             ConfigError: it was saved with others; names both.

@@ -99,9 +99,6 @@ class Reading:
     def looks_at(self, name: str, where: str = "") -> bool:
         """Returns whether a column of this name counts.
 
-        Args:
-            where: the row, for a message.
-
         Raises:
             PackingError: it would change the loss.
         """
@@ -114,9 +111,6 @@ class Reading:
     def check(self, names: Sequence[str], where: str = "") -> list[str]:
         """Returns which columns of numbers that are not known here hold inputs of the model: a number per token, which
         goes where its token goes.
-
-        Args:
-            where: the row, for a message.
 
         Raises:
             PackingError: a model or a loss may need one of the others, and a placed batch cannot hold it.

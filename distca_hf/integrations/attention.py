@@ -162,14 +162,7 @@ def distca_attention(
 
 
 def _check_call(module: nn.Module, dropout: float, is_causal: bool | None, keywords: Mapping[str, object]) -> None:
-    """Checks an attention call. Weights that are asked for are left out, with a warning.
-
-    Args:
-        keywords: of the call, except for parameters of the attention function.
-
-    Raises:
-        UnsupportedAttentionError: something is asked for that is not computed.
-    """
+    """Checks an attention call. Weights that are asked for are left out, with a warning."""
     asked = {
         name: given
         for name, given in keywords.items()
@@ -197,11 +190,7 @@ def _check_call(module: nn.Module, dropout: float, is_causal: bool | None, keywo
 
 
 def _check_sinks(module: nn.Module, sinks: torch.Tensor | None, heads: int) -> None:
-    """Checks that there is one sink for each query head.
-
-    Raises:
-        UnsupportedAttentionError: they have another shape.
-    """
+    """Checks that there is one sink for each query head."""
     if sinks is not None and sinks.shape != (heads,):
         raise UnsupportedAttentionError(
             f"{name_of(module)}: s_aux has shape {tuple(sinks.shape)}, and there are {heads} query heads; distca "
@@ -218,9 +207,6 @@ def _window(module: nn.Module, of_layer: int | None, mask: RowMask | None) -> tu
     """Returns the window of a layer, 0 if it has none; and whether that is the length of chunks.
 
     Some models pass a window to their layers, some put it in the mask alone.
-
-    Raises:
-        UnsupportedAttentionError: a window holds no token.
     """
     of_mask = None if mask is None else mask.window_tokens
     if mask is not None and of_mask is not None and of_layer is None:
@@ -237,11 +223,7 @@ def _window(module: nn.Module, of_layer: int | None, mask: RowMask | None) -> tu
 
 
 def _row_mask(module: nn.Module, mask: torch.Tensor | RowMask | None, queries: int, keys: int) -> RowMask | None:
-    """Returns the mask of an attention call, checked; None if there is none.
-
-    Raises:
-        UnsupportedAttentionError: it is a tensor of the caller's own, is not causal, or has another shape.
-    """
+    """Returns the mask of an attention call, checked; None if there is none."""
     if mask is None:
         return None
     if not isinstance(mask, RowMask):
@@ -288,7 +270,7 @@ def _one_dtype(
 
 
 def _warn_of_forgetting(module: nn.Module, settings: LayerSettings | None, packed: bool) -> None:
-    """Warns where a model trains that nobody watches, and it makes a difference."""
+    """Warns when a model trains without `enable` and the result changes."""
     if settings is not None and (settings.in_forward_pass() or backward_number() >= 0):
         return
     ranks = job_size()

@@ -26,7 +26,7 @@ from distca_hf.runtime.custom_op import define_op
 from distca_hf.runtime.local_attention import Documents
 
 
-# In a mask that was made as long as its cache: places behind the given ones.
+# In a mask that was made as long as its cache: places after the given ones.
 NOT_GIVEN = -1
 
 
@@ -81,7 +81,7 @@ def find_documents(device: torch.device, given: Given) -> Documents:
         return given_documents(given.cu_seq_lens_q, given.cu_seq_lens_k, *rows, device)
     if given.goes_on is not None:
         return _continued_documents(given.goes_on.expand(batch_size, queries - 1), positions)
-    # 2. Positions: they restart where documents begin, but behind a cache all queries must go on with one.
+    # 2. Positions: they restart where documents begin, but after a cache all queries must go on with one.
     first = given.q_offset if given.cached is None else int(given.cached)
     tokens = _tokens(given, first + queries, device)
     query_tokens = None if tokens is None else tokens[:, first - given.kv_offset :][:, :queries]
@@ -111,9 +111,6 @@ def _continued_documents(goes_on: torch.Tensor, positions: torch.Tensor | None) 
     Args:
         goes_on: bool `[B, T - 1]`, True where a token is of the same document as the token before.
         positions: of the queries; they are checked if there is one for each.
-
-    Raises:
-        PackingError: a document does not begin at position 0.
     """
     begins = torch.nn.functional.pad(~goes_on, (1, 0), value=True)
     if positions is not None and positions.shape[-1] == begins.shape[-1] and positions.ndim == 2:
@@ -163,12 +160,7 @@ def _find_documents(
     unseen: bool,
     chunk_tokens: int | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Returns the fields of `Documents` in a graph, with rows also where all of them are tokens.
-
-    Args:
-        there: on the device of the documents.
-        batch_size: the first field of `Given`; the others follow.
-    """
+    """Returns the fields of `Documents` in a graph, with rows also where all of them are tokens."""
     given = Given(
         batch_size, queries, keys, cu_seq_lens_q, cu_seq_lens_k, q_offset, kv_offset, cached, padding, numbers,
         positions, goes_on, unseen,
@@ -206,7 +198,7 @@ def _most_offsets(batch_size: int, queries: int, cu_seq_lens_q: torch.Tensor | N
 
 
 def _filled_up(numbers: torch.Tensor, places: int) -> torch.Tensor:
-    """Returns a copy of length `places`, zero behind the numbers."""
+    """Returns a copy of length `places`, zero after the numbers."""
     copy = numbers.new_zeros(places)
     copy[: len(numbers)] = numbers
     return copy

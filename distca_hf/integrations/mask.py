@@ -224,12 +224,7 @@ def document_mask(
 
 
 def _refusal(is_causal: bool, is_combined: bool, attention_mask: torch.Tensor | None) -> str | None:
-    """Returns why a mask is more than causal documents; None if it is not.
-
-    Args:
-        is_combined: whether the model lets tokens attend to more than its causal mask does.
-        attention_mask: as the model was given it.
-    """
+    """Returns why a mask is more than causal documents; None if it is not."""
     if not is_causal:
         return "its mask lets tokens attend to later ones; distca computes causal attention only"
     if is_combined:

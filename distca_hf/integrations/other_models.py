@@ -39,7 +39,6 @@ def checked_mask(implementation: str, original: Callable[..., Any], /, *args: An
     """Checks which tokens a model was given, then calls its mask function.
 
     Args:
-        implementation: name of the attention.
         original: Transformers' mask function of this name; it gets all other arguments.
     """
     if not torch.compiler.is_compiling():
@@ -52,9 +51,7 @@ def check_callers(implementation: str, asking: FrameType, is_causal: bool) -> No
     out: their hooks have checked them.
 
     Args:
-        implementation: name of the model's attention.
         asking: frame of Transformers' function that asks for the mask.
-        is_causal: whether it asks for a causal one.
 
     Raises:
         PlanError: the tokens are of a placed batch.

@@ -129,7 +129,7 @@ class Flash4Kernel:
         """Returns how many KV heads each call of backward has; None if one call computes all."""
         q_TNH, k_SGH, v_SGV = saved[:3]
         cache_bytes = self._cache_bytes(q_TNH.device)
-        # A deterministic backward has an order of its own, which keeps to the cache.
+        # A deterministic backward has its own order, which keeps to the cache.
         if spec.causal or spec.window_tokens or spec.deterministic or not cache_bytes:
             return None
         heads, kv_heads = q_TNH.shape[1], k_SGH.shape[1]

@@ -1,14 +1,17 @@
-"""The one shape that all kernels have: their arguments, their results, and room for both.
+"""The one shape that all kernels have: their arguments, their results, and room for both; and views of some rows.
 
-A new kernel is a class in a file beside this one, and an entry with its capabilities in `kernels.registry`.
+A new kernel is a class in a file next to this one, and an entry with its capabilities in `kernels.registry`.
 
 Tensor names end in their shape:
     T = query rows, S = key rows, N = query heads, G = KV heads (N is a multiple of G), H = head dimension, V = value
     dimension
+
+Each layer makes many views of rows, and each costs microseconds. So one is made only if something is left out, and all
+are made by `as_strided`: kernel functions fill the processor's caches, and after one a function of torch that was just
+used takes half the time of another one.
 """
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property, lru_cache
 from typing import NamedTuple, Protocol
@@ -18,8 +21,20 @@ import torch
 from distca_hf.cost import Mask
 
 
+# Functions that `kernels.rows` prepares for tensors of one device, dtype, shape and strides.
+# Of sources and targets:
+CopyRows = Callable[[Sequence[torch.Tensor], Sequence[torch.Tensor]], None]
+# Of the target, own and returned rows:
+AddRows = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
+# Of outputs and log-sum-exps, and of those over other keys:
+MergeRows = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], None]
+
+# Shape of one row of a tensor, strides of the tensor, dtype: alike from layer to layer and from batch to batch.
+KindOfRows = tuple[torch.Size, tuple[int, ...], torch.dtype]
+
+
 class AttentionSpec(NamedTuple):
-    """How a call attends, beside its tensors. All fields are numbers: `[*spec]` is the argument of an operator.
+    """How a call attends, besides its tensors. All fields are numbers: `[*spec]` is the argument of an operator.
 
     Masks are aligned bottom-right: the last query of a task stands at its last key, each query before it one place
     further left. With p as a query's place among the keys of its task, it attends to
@@ -34,7 +49,7 @@ class AttentionSpec(NamedTuple):
 
     Attributes:
         scale: factor of the scores.
-        causal: whether keys behind a query's place are hidden.
+        causal: whether keys after a query's place are hidden.
         window_tokens: keys up to a query's place that it attends to, the one at its place among them; 0 if there is no
             sliding window.
         softcap: scores become softcap * tanh(score / softcap); 0 if they stay.
@@ -208,30 +223,6 @@ class Kernel(Protocol):
         ...
 
 
-class MeasuredKernel:
-    """A kernel whose calls are measured.
-
-    Args:
-        kernel: computes.
-        measure: returns a context that each call is made in.
-    """
-
-    def __init__(self, kernel: Kernel, measure: Callable[[], AbstractContextManager[object]]) -> None:
-        self._kernel, self._measure = kernel, measure
-
-    def forward(self, inputs: Inputs, spans: Spans, spec: AttentionSpec, room: Room = NEW) -> Outputs:
-        """Computes as the kernel does."""
-        with self._measure():
-            return self._kernel.forward(inputs, spans, spec, room)
-
-    def backward(
-        self, dout_TNV: torch.Tensor, saved: Saved, gradients: Gradients, spans: Spans, spec: AttentionSpec
-    ) -> None:
-        """Writes gradients as the kernel does."""
-        with self._measure():
-            self._kernel.backward(dout_TNV, saved, gradients, spans, spec)
-
-
 def empty_outputs(q_TNH: torch.Tensor, v_SGV: torch.Tensor) -> Outputs:
     """Returns room for the results of `Kernel.forward`: `[T, N, V]` output and `[N, T]` log-sum-exp."""
     rows, heads = q_TNH.shape[:2]
@@ -278,3 +269,35 @@ def has_fused_kernels(x: torch.Tensor) -> bool:
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     """Returns max(fp32, dtype), in which log-sum-exps and sums of gradients are kept."""
     return torch.promote_types(torch.float32, dtype)
+
+
+def kinds_of_rows(tensors: Sequence[torch.Tensor]) -> tuple[KindOfRows, ...]:
+    """Returns the kind of each tensor's rows."""
+    return tuple([(x.shape[1:], x.stride(), x.dtype) for x in tensors])
+
+
+def widths_of_parts(sources: Sequence[KindOfRows], targets: Sequence[KindOfRows]) -> list[int]:
+    """Returns the elements of a row of each tensor that is copied.
+
+    Raises:
+        ValueError: rows of sources and targets are not the same.
+    """
+    rows, places = ([shape for shape, *_ in kinds] for kinds in (sources, targets))
+    widths, room = ([shape.numel() for shape in shapes] for shapes in (rows, places))
+    same = rows == places if len(rows) == len(places) else sum(widths) == sum(room)
+    if not same or len({dtype for *_, dtype in (*sources, *targets)}) > 1:
+        words = (" and ".join(f"{tuple(row)} of {dtype}" for row, _, dtype in kinds) for kinds in (sources, targets))
+        raise ValueError(f"cannot copy rows {' to '.join(words)}")
+    return max(widths, room, key=len)
+
+
+def some_rows(x: torch.Tensor, rows: slice) -> torch.Tensor:
+    """Returns `x[rows]`, or `x` itself if these are all rows."""
+    return x if rows.start == 0 and rows.stop == x.shape[0] else part(x, rows)
+
+
+def part(x: torch.Tensor, rows: slice) -> torch.Tensor:
+    """Returns `x[rows]`, of rows that there are."""
+    strides = x.stride()
+    first = x.storage_offset() + rows.start * strides[0]
+    return x.as_strided((rows.stop - rows.start, *x.shape[1:]), strides, first)

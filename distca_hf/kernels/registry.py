@@ -16,8 +16,7 @@ from distca_hf.config import KernelName
 from distca_hf.errors import UnsupportedAttentionError
 from distca_hf.kernels.flash4 import Flash4Kernel
 from distca_hf.kernels.interface import AttentionSpec, Kernel, before_queries
-from distca_hf.kernels.reference import ReferenceKernel
-from distca_hf.kernels.trial import WINDOW_TOKENS, describe_error
+from distca_hf.kernels.reference import WINDOW_TOKENS, ReferenceKernel, describe_error
 from distca_hf.kernels.varlen import CpuKernel, Flash2Kernel, Flash3Kernel, TorchVarlenKernel
 from distca_hf.telemetry import OF_THIS_RANK, get_logger
 

@@ -22,8 +22,15 @@ from functools import cached_property
 
 import torch
 
-from distca_hf.kernels.interface import accumulation_dtype, has_fused_kernels
-from distca_hf.kernels.row_kinds import AddRows, CopyRows, MergeRows, kinds_of_rows, widths_of_parts
+from distca_hf.kernels.interface import (
+    AddRows,
+    CopyRows,
+    MergeRows,
+    accumulation_dtype,
+    has_fused_kernels,
+    kinds_of_rows,
+    widths_of_parts,
+)
 
 
 def copy_rows(
@@ -82,11 +89,7 @@ def prepare_copy(
 
 
 def _num_rows(tensors: Sequence[torch.Tensor], chosen: torch.Tensor | None) -> int:
-    """Returns how many rows are read or written: the chosen ones, or those of all tensors.
-
-    Raises:
-        ValueError: two tensors have other numbers of rows.
-    """
+    """Returns how many rows are read or written: the chosen ones, or those of all tensors."""
     if chosen is not None:
         return chosen.shape[0]
     count = tensors[0].shape[0]
@@ -263,7 +266,7 @@ def sink_gradients(
     """
     if torch.is_grad_enabled():
         raise NotImplementedError("gradients of sinks cannot be differentiated: no gradients of gradients")
-    # A row that is no token has a log-sum-exp of 0 and no output: a share of infinity would make it NaN.
+    # A row that is not a token has a log-sum-exp of 0 and no output: a share of infinity would make it NaN.
     share_TN = (sinks_N.to(lse_TN.dtype) - lse_TN).clamp(max=0).exp()
     return -(share_TN * _dot_rows(dout_TNV, out_TNV, lse_TN.dtype)).sum(0).to(sinks_N.dtype)
 

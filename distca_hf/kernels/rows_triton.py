@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from distca_hf.arrays import ceil_div
-from distca_hf.kernels.row_kinds import AddRows, CopyRows, KindOfRows, MergeRows, kinds_of_rows, widths_of_parts
+from distca_hf.kernels.interface import AddRows, CopyRows, KindOfRows, MergeRows, kinds_of_rows, widths_of_parts
 from distca_hf.kernels.triton_launch import Launch
 
 
@@ -97,11 +97,7 @@ def _copy_launch(
     any_rows: bool,
     any_places: bool,
 ) -> tuple[Launch, int]:
-    """Returns the kernel for such tensors, and its blocks of a row.
-
-    Raises:
-        ValueError: rows do not fit, or their elements do not follow each other.
-    """
+    """Returns the kernel for such tensors, and its blocks of a row."""
     width, other_width = (*widths_of_parts(sources, targets), 0)[:2]
     _check_rows("copy", (*sources, *targets))
     strides = (kinds[end][1][0] for end in (0, -1) for kinds in (sources, targets))
@@ -112,18 +108,14 @@ def _copy_launch(
 
 
 def _check_rows(do: str, kinds: Sequence[KindOfRows]) -> None:
-    """Checks that elements of rows follow each other.
-
-    Raises:
-        ValueError: they do not.
-    """
+    """Checks that elements of rows follow each other."""
     for row, (_, *apart), _ in kinds:
         if not _follow_each_other(row, apart):
             raise ValueError(f"cannot {do} rows {tuple(row)} whose elements lie {apart} apart: make them contiguous")
 
 
 def _follow_each_other(row: torch.Size, strides: Sequence[int]) -> bool:
-    """Returns whether elements of a row with this shape lie one behind the other."""
+    """Returns whether elements of a row with this shape follow each other."""
     expected = 1
     for size, stride in zip(reversed(row), reversed(strides), strict=True):
         if size > 1 and stride != expected:
@@ -237,18 +229,9 @@ def prepare_merge_on_gpu(
     if not rows:
         return lambda out, lse, other_out, other_lse: None
     strides = out_TNV.stride(0), other_out_RNV.stride(0)
-    launch, blocks = _merge_launch(out_TNV.device, out_TNV.dtype, strides, heads, dim)
+    launch, blocks = _launch_of_heads("merge", out_TNV.device, out_TNV.dtype, strides, heads, dim)
     numbers = *lse_TN.stride(), other_lse_NR.stride(0), start
     return launch.prepared(rows, blocks, numbers=numbers)
-
-
-@lru_cache
-def _merge_launch(
-    device: torch.device, dtype: torch.dtype, strides: tuple[int, int], heads: int, dim: int
-) -> tuple[Launch, int]:
-    """Returns the kernel for such tensors, and its blocks of heads."""
-    constants, blocks = _blocks_of_heads(strides, heads, dim)
-    return Launch(_merge_block, constants, device), blocks
 
 
 @triton.jit(  # type: ignore[untyped-decorator]
@@ -292,17 +275,8 @@ def scale_rows_on_gpu(
     if not rows:
         return
     strides = out_TNV.stride(0), target_TNV.stride(0)
-    launch, blocks = _scale_launch(out_TNV.device, out_TNV.dtype, strides, heads, dim)
+    launch, blocks = _launch_of_heads("scale", out_TNV.device, out_TNV.dtype, strides, heads, dim)
     launch(rows, blocks, out_TNV, target_TNV, lse_TN, total_TN, numbers=(*lse_TN.stride(), *total_TN.stride()))
-
-
-@lru_cache
-def _scale_launch(
-    device: torch.device, dtype: torch.dtype, strides: tuple[int, int], heads: int, dim: int
-) -> tuple[Launch, int]:
-    """Returns the kernel for such tensors, and its blocks of heads."""
-    constants, blocks = _blocks_of_heads(strides, heads, dim)
-    return Launch(_scale_block, constants, device), blocks
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -335,21 +309,17 @@ def dot_rows_on_gpu(one_TNV: torch.Tensor, other_TNV: torch.Tensor) -> torch.Ten
     sums_TN = one_TNV.new_empty((rows, heads), dtype=torch.float32)
     if rows:
         strides = one_TNV.stride(0), other_TNV.stride(0)
-        launch, blocks = _dot_launch(one_TNV.device, one_TNV.dtype, strides, heads, dim)
+        launch, blocks = _launch_of_heads("dot", one_TNV.device, one_TNV.dtype, strides, heads, dim)
         launch(rows, blocks, one_TNV, other_TNV, sums_TN)
     return sums_TN
 
 
 @lru_cache
-def _dot_launch(
-    device: torch.device, dtype: torch.dtype, strides: tuple[int, int], heads: int, dim: int
+def _launch_of_heads(
+    name: str, device: torch.device, dtype: torch.dtype, strides: tuple[int, int], heads: int, dim: int
 ) -> tuple[Launch, int]:
-    """Returns the kernel for such tensors, and its blocks of heads."""
-    constants, blocks = _blocks_of_heads(strides, heads, dim)
-    return Launch(_dot_block, constants, device), blocks
-
-
-def _blocks_of_heads(strides: tuple[int, ...], heads: int, dim: int) -> tuple[tuple[int, ...], int]:
-    """Returns the constants of a kernel of rows and blocks of heads, and these blocks."""
+    """Returns the kernel of a name for such tensors, and its blocks of heads."""
+    kernel = {"merge": _merge_block, "scale": _scale_block, "dot": _dot_block}[name]
     block = min(MOST_HEADS_OF_A_BLOCK, triton.next_power_of_2(heads))
-    return (*strides, heads, dim, block, triton.next_power_of_2(dim)), ceil_div(heads, block)
+    constants = (*strides, heads, dim, block, triton.next_power_of_2(dim))
+    return Launch(kernel, constants, device), ceil_div(heads, block)

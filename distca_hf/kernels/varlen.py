@@ -33,16 +33,7 @@ from types import ModuleType
 
 import torch
 
-from distca_hf.kernels.interface import (
-    NEW,
-    AttentionSpec,
-    Gradients,
-    Inputs,
-    Outputs,
-    Room,
-    Saved,
-    Spans,
-)
+from distca_hf.kernels.interface import NEW, AttentionSpec, Gradients, Inputs, Outputs, Room, Saved, Spans
 
 
 class TorchVarlenKernel:

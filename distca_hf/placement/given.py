@@ -59,7 +59,7 @@ def near_home(home: Layout, placed: Layout, topology: Topology) -> Layout:
 
     Args:
         home: the same documents, whole, in the order of the batches.
-        topology: of the placed ranks, without servers.
+        topology: of the placed ranks.
     """
     num_ranks, per_node = placed.num_ranks, topology.ranks_per_node
     shared = tokens_between(home, placed).T  # [placed rank, home rank]

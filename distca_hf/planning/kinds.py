@@ -27,7 +27,7 @@ class RoutedKinds(NamedTuple):
         num_chunks: int = 1,
         layer_masks: LayerMasks = CAUSAL_LAYERS,
         work_before: Callable[[Mask], IntArray] | None = None,
-        num_servers: int = 0,
+        num_extra: int = 0,
     ) -> "RoutedKinds":
         """Routes all kinds of layers of one rank.
 
@@ -36,15 +36,15 @@ class RoutedKinds(NamedTuple):
             num_chunks: chunks of the exchange in forward.
             layer_masks: masks of the model, each with the number of its layers.
             work_before: returns `[ranks with tokens]` attended pairs to compare with, in facts.
-            num_servers: the last ranks of the plan that are attention servers.
+            num_extra: the last ranks of the plan without tokens.
         """
         layout, longest = plan.layout, plan.layout.longest_document_tokens
         work_of: Callable[[Mask], IntArray | None] = work_before or (lambda mask: None)
         made = {CAUSAL_MASK: rank_plan(plan, rank, num_chunks, work_of(CAUSAL_MASK))}
         layers = dict.fromkeys(made, 0)
-        # Attention servers hold no queries, so they compute nothing in layers with a window.
-        num_trainers = layout.num_ranks - num_servers
-        speeds = (1.0,) * num_trainers + (0.0,) * num_servers if num_servers else ()
+        # Ranks without tokens hold no queries, so they compute nothing in layers with a window.
+        num_trainers = layout.num_ranks - num_extra
+        speeds = (1.0,) * num_trainers + (0.0,) * num_extra if num_extra else ()
         for mask, count in layer_masks:
             if mask.window_tokens is None or mask.window_tokens >= longest:
                 layers[CAUSAL_MASK] += count

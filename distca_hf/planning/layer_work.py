@@ -34,15 +34,15 @@ def pairs_in_layer(plan: Plan, mask: Mask) -> NDArray[np.float64]:
     return plan.layout.rank_work_of(mask).astype(np.float64)
 
 
-def imbalance_of_layers(plan: Plan, layer_masks: LayerMasks, num_servers: int = 0) -> float:
+def imbalance_of_layers(plan: Plan, layer_masks: LayerMasks, num_extra: int = 0) -> float:
     """Returns the imbalance of all layers, as `PlanFacts.imbalance` has it.
 
     Args:
         plan: of the full layers.
         layer_masks: masks of the model, each with the number of its layers.
-        num_servers: the last ranks of the plan that are attention servers; they compute nothing in windows.
+        num_extra: the last ranks of the plan without tokens; they compute nothing in windows.
     """
-    alone = (1.0,) * (plan.layout.num_ranks - num_servers) + (0.0,) * num_servers if num_servers else ()
+    alone = (1.0,) * (plan.layout.num_ranks - num_extra) + (0.0,) * num_extra if num_extra else ()
     values, weights = [], []
     for mask, count in layer_masks:
         full = is_full(mask, plan.layout)

@@ -23,15 +23,7 @@ from typing import Self
 
 import numpy as np
 
-from distca_hf.arrays import (
-    IndexRanges,
-    IntArray,
-    exclusive_cumsum,
-    first_gap,
-    first_outside,
-    ranges,
-    run_starts,
-)
+from distca_hf.arrays import IndexRanges, IntArray, exclusive_cumsum, first_gap, first_outside, ranges, run_starts
 from distca_hf.cost import CAUSAL_MASK, Mask
 from distca_hf.errors import PlanError
 from distca_hf.layout import Layout

@@ -15,13 +15,13 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from distca_hf.comm.speeds import Stopwatch
 from distca_hf.config import KernelName
-from distca_hf.kernels.interface import AttentionSpec, Kernel, MeasuredKernel, cut_at_chunks
+from distca_hf.kernels.interface import AttentionSpec, Kernel, cut_at_chunks
 from distca_hf.kernels.registry import Operands, choose_kernel, kernel_name
 from distca_hf.runtime.device_routing import DeviceCall, DeviceRouting
 from distca_hf.runtime.kernel_calls import PreparedBackward, PreparedCalls, PreparedForward, QueryRows, rows_to_read
 from distca_hf.runtime.layer_kinds import LayerKind, LayerKinds
+from distca_hf.runtime.posted import Posted
 from distca_hf.runtime.remote_kv import PreparedKV
 from distca_hf.runtime.retention import Kept
 
@@ -172,14 +172,12 @@ class LayerLookup:
         kinds: the layers by their masks.
         kernel: setting of this name.
         rank_name: for messages.
-        stopwatch: measures this rank's kernels; None where nobody asks for their times.
+        posted: see `Planned`.
     """
 
-    def __init__(
-        self, kinds: LayerKinds, kernel: KernelName, rank_name: str, stopwatch: Stopwatch | None = None
-    ) -> None:
-        self.kinds = kinds
-        self._kernel, self._rank_name, self._stopwatch = kernel, rank_name, stopwatch
+    def __init__(self, kinds: LayerKinds, kernel: KernelName, rank_name: str, posted: Posted | None = None) -> None:
+        self.kinds, self.posted = kinds, posted
+        self._kernel, self._rank_name = kernel, rank_name
         self._alike: dict[LayerKey, AlikeLayers] = {}
         self._kernels: dict[torch.dtype, Kernel] = {}
 
@@ -220,9 +218,7 @@ class LayerLookup:
             self.kinds.check_fit(x, f"{self._rank_name}, {where}")
         kernel = choose_kernel(self._kernel, Operands.of(q, k, v), cut_at_chunks(spec))
         self._kernels.setdefault(q.dtype, kernel)
-        if self._stopwatch is None or spec.window_tokens:  # servers take no part in layers with windows
-            return kernel
-        return MeasuredKernel(kernel, self._stopwatch.kernel)
+        return kernel if self.posted is None else self.posted.measured(kernel, spec)
 
     @property
     def attention_dtype(self) -> torch.dtype | None:

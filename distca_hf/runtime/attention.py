@@ -26,6 +26,7 @@ from distca_hf.runtime.kernel_calls import BackwardCalls, ForwardCalls, QueryRow
 from distca_hf.runtime.layer_checks import check_finite, check_room
 from distca_hf.runtime.live_plan import LivePlan
 from distca_hf.runtime.pass_layers import CallTensors
+from distca_hf.runtime.posted import AnnouncedCall
 from distca_hf.runtime.remote_kv import KVDispatch, KVGradCombine, RemoteKV, RemoteKVGradients
 from distca_hf.runtime.remote_queries import BackwardRemoteQueries, ForwardRemoteQueries
 from distca_hf.runtime.retention import Kept, Received
@@ -72,7 +73,8 @@ def attend(
         plan.forward_pass.agree_to_attend(plan.fingerprint, tensors)
     scores = spec.scale, spec.softcap, sinks_N is not None
     where, transport = plan.forward_pass.begin_forward(mask_of(spec), scores, tensors), plan.transport
-    trace, layers = plan.forward_pass.trace, plan.lookup.alike(q_TNH, k_TGH, v_TGV, spec, where)
+    trace, lookup = plan.forward_pass.trace, plan.lookup
+    layers = lookup.alike(q_TNH, k_TGH, v_TGV, spec, where)
     spec, kind = layers.spec, layers.kind
     routing, retention = kind.plan.forward, kind.retention
     if plan.checks_finite:
@@ -83,7 +85,10 @@ def attend(
     keeps, groups = retention.keeps, routing.rows_per_token
     if keeps is None:
         keeps = retention.keeps_received(q_TNH, k_TGH, v_TGV)
-    slot = plan.orders.forward(q_TNH, k_TGH, v_TGV, spec, keeps and is_differentiated)
+    slot = 0
+    if lookup.posted is not None:
+        call = AnnouncedCall(q_TNH, k_TGH, v_TGV, spec, kind.plan.facts)
+        slot = lookup.posted.forward(call, keeps and is_differentiated)
     # 1. Keys leave, and queries that move, in all chunks: they are in flight while local calls run.
     k, v = (k_TGH, v_TGV) if groups == 1 else rows_to_read(groups, k_TGH, v_TGV)
     received_keys = None if received is None else received.keys
@@ -170,13 +175,18 @@ def attend_backward(
     """
     q_TNH, k_TGH, v_TGV, out_TNV, lse_TN = attended
     where, transport, trace = plan.forward_pass.begin_backward(), plan.transport, plan.forward_pass.trace
-    layers = plan.lookup.alike(q_TNH, k_TGH, v_TGV, spec, where)
-    spec, routing, prepared = layers.spec, layers.kind.plan.backward, layers.backward_kv
+    lookup = plan.lookup
+    layers = lookup.alike(q_TNH, k_TGH, v_TGV, spec, where)
+    spec, kind, prepared = layers.spec, layers.kind, layers.backward_kv
+    routing, keeps = kind.plan.backward, kind.retention.keeps is True
     if plan.config.deterministic or torch.are_deterministic_algorithms_enabled():
         spec = made_deterministic(spec)
     if plan.checks_finite:
         check_finite(plan, where, output_gradient=dout_TNV)
-    keeps, groups = plan.orders.backward(q_TNH, k_TGH, v_TGV, spec, kept.slot, has_sinks), routing.rows_per_token
+    if lookup.posted is not None:
+        call = AnnouncedCall(q_TNH, k_TGH, v_TGV, spec, kind.plan.facts)
+        keeps = lookup.posted.backward(call, kept.slot, has_sinks, keeps)
+    groups = routing.rows_per_token
     # 1. Rows of forward that were not kept leave once more, and with them output gradients of queries that moved.
     k, v = (k_TGH, v_TGV) if groups == 1 else rows_to_read(groups, k_TGH, v_TGV)
     keys = KVDispatch(k, v, prepared, sends=routing.exchanges and not keeps, received=kept.keys if keeps else None)

@@ -15,8 +15,18 @@ from typing import Generic, NamedTuple, TypeVar
 
 import torch
 
-from distca_hf.kernels.interface import AttentionSpec, Gradients, Inputs, Kernel, Outputs, Room, Saved, before_queries
-from distca_hf.kernels.row_kinds import MergeRows, part
+from distca_hf.kernels.interface import (
+    AttentionSpec,
+    Gradients,
+    Inputs,
+    Kernel,
+    MergeRows,
+    Outputs,
+    Room,
+    Saved,
+    before_queries,
+    part,
+)
 from distca_hf.kernels.rows import prepare_merge
 from distca_hf.planning.kernel_calls import CallKind
 from distca_hf.runtime.device_routing import DeviceCall

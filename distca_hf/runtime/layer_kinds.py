@@ -17,7 +17,6 @@ from typing import NamedTuple
 import torch
 
 from distca_hf.arrays import IntArray
-from distca_hf.comm.posted_plans import PostedPlan
 from distca_hf.config import DistCAConfig
 from distca_hf.cost import Mask
 from distca_hf.errors import PlanError
@@ -28,6 +27,7 @@ from distca_hf.planning.plan import PlanFacts, plan_in_place
 from distca_hf.planning.routing import rank_plan
 from distca_hf.runtime.device_routing import DeviceRankPlan, DeviceRouting, PinnedRankPlan
 from distca_hf.runtime.pass_layers import HeldLayers, PassLayers
+from distca_hf.runtime.posted import Posted
 from distca_hf.runtime.retention import Retention
 from distca_hf.runtime.row_moves import DeviceRowMoves
 from distca_hf.telemetry import get_logger
@@ -38,7 +38,7 @@ RouteWindow = Callable[[Mask], DeviceRankPlan]
 
 
 class Planned(NamedTuple):
-    """A micro-batch as it was planned for the attention servers that take part now.
+    """A micro-batch as it was planned for the ranks that take part now.
 
     Attributes:
         routings: returns rank plans by mask: the full causal one, and windows that were known before. They are copied
@@ -46,7 +46,7 @@ class Planned(NamedTuple):
         route_window: makes that of a window that a layer is the first to ask for; None: there is no other.
         facts: of all layers together.
         fingerprint: of the plan.
-        posted: the plan as attention servers have it; posts calls to them. None if they take no part.
+        posted: the plan as ranks without tokens have it; None if there are none.
         moves: of rows that are placed inside the model; None if rows stay where batches have them.
         batch_forms: `[ranks]` numbers of the forms of their batches: of equal forms, decoders get equal inputs.
     """
@@ -55,7 +55,7 @@ class Planned(NamedTuple):
     route_window: RouteWindow | None
     facts: PlanFacts
     fingerprint: int
-    posted: PostedPlan | None = None
+    posted: Posted | None = None
     moves: DeviceRowMoves | None = None
     batch_forms: tuple[int, ...] = ()
 
@@ -118,7 +118,7 @@ class PinnedKinds:
         """Returns the rank plans on the device; the host does not wait."""
         return {mask: plan.to(device) for mask, plan in self.plans.items()}
 
-    def planned(self, device: torch.device, fingerprint: int, posted: PostedPlan | None = None) -> Planned:
+    def planned(self, device: torch.device, fingerprint: int, posted: Posted | None = None) -> Planned:
         """Returns the micro-batch as it was planned, on the device; the host does not wait.
 
         Args:

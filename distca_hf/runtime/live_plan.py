@@ -4,7 +4,7 @@ The operator is given its plan as an integer, because compiled graphs, checkpoin
 unchanged. `find_plan` looks the plan up by it, in the one register of this process, as long as anything may still ask
 for it. The register is bounded shared state; so are parts of `runtime.retention` and `batches.known_batch`.
 
-`alike_layers` has what layers look up in a plan, and `call_orders` what attention servers are told about calls.
+`alike_layers` has what layers look up in a plan.
 """
 
 import itertools
@@ -21,20 +21,18 @@ import torch
 from distca_hf.arrays import IntArray
 from distca_hf.comm.agreement import Agreement
 from distca_hf.comm.grid import Scope
-from distca_hf.comm.posted_plans import PostedPlan
-from distca_hf.comm.speeds import Stopwatch
 from distca_hf.comm.transport import Transport
 from distca_hf.config import DistCAConfig
 from distca_hf.errors import PlanError
 from distca_hf.kernels.interface import AttentionSpec
 from distca_hf.planning.plan import PlanFacts
 from distca_hf.runtime.alike_layers import LayerLookup
-from distca_hf.runtime.call_orders import CallOrders
 from distca_hf.runtime.forward_pass import NO_STATE, AlsoShown, ForwardPass
 from distca_hf.runtime.layer_kinds import LayerKinds, Planned, PlannedLater
 from distca_hf.runtime.pass_layers import ONE_LAYER, PassCalls, PassLayers
 from distca_hf.runtime.pending_traces import UNTRACED, PassTrace
-from distca_hf.runtime.retention import Retention, Slots
+from distca_hf.runtime.posted import Posted
+from distca_hf.runtime.retention import Retention
 
 
 Plan = TypeVar("Plan")
@@ -108,10 +106,9 @@ class LivePlan:
         planned: the micro-batch as it was planned, or what plans it later. All its routings are of one
             layout, so the rows that a rank holds are the same in every layer.
         agreement: facts shown to all ranks when the batch was handed out; None if there is nothing to wait for.
-        replan: plans the micro-batch again if other servers take part than before; None if they do not.
-        stopwatch: measures this rank's kernels; None if their times are not needed.
+        replan: plans the micro-batch again if other ranks take part than before; None if they do not.
         document_tokens: `[segments]` tokens of each document, or part of one, that this rank holds, in row order; None
-            on attention servers, which hold none.
+            on ranks that hold none.
         also: further integers that ranks show each other in a pass; None if there are none.
 
     Attributes:
@@ -132,7 +129,6 @@ class LivePlan:
         config: DistCAConfig,
         agreement: Agreement | None = None,
         replan: Callable[[], Planned | None] | None = None,
-        stopwatch: Stopwatch | None = None,
         document_tokens: IntArray | None = None,
         also: AlsoShown | None = None,
     ) -> None:
@@ -144,7 +140,7 @@ class LivePlan:
         self.agreement = agreement
         self.numbers: dict[str, list[int]] = {}
         self.use = PlanUse()
-        self._stopwatch, self.chunk = stopwatch, 0
+        self.chunk = 0
         self.longest_document_tokens = planned.longest_document_tokens
         self._begin(planned)
 
@@ -153,7 +149,6 @@ class LivePlan:
         self._layers = ONE_LAYER
         self._take(planned)
         self.forward_pass = ForwardPass(self.transport, self.micro_batch)
-        self._slots = Slots()
         self._of_chunks: dict[int, LivePlan] = {}
         self.handle = _register.add(self, self.config.plans_in_flight)
 
@@ -171,7 +166,7 @@ class LivePlan:
         """Returns this plan for one more forward pass: itself for the first one. Backward of an earlier pass on the
         same batch may still come, and ranks must run both in one order."""
         if self.forward_pass.begun:
-            self.follow_roster()
+            self.plan_anew()
             return self._copied()
         return self
 
@@ -237,7 +232,7 @@ class LivePlan:
             state: checksums of weights and buffers, see `ForwardPass`.
         """
         self.agree()
-        self.follow_roster()
+        self.plan_anew()
         self.use.begun = True
         self._layers = layers
         if self._has_lookup:  # none yet of a micro-batch that is planned later
@@ -245,8 +240,8 @@ class LivePlan:
         of_pass = facts, num_calls, before, trace, state, self._also
         self.forward_pass = ForwardPass(self.transport, self.micro_batch, *of_pass)
 
-    def follow_roster(self) -> None:
-        """Plans the micro-batch again if other attention servers take part since it was planned."""
+    def plan_anew(self) -> None:
+        """Plans the micro-batch again if other ranks take part since it was planned."""
         planned = None if self._replan is None else self._replan()
         if planned is not None:
             self._take(planned)
@@ -254,8 +249,7 @@ class LivePlan:
     def _take(self, planned: Planned | PlannedLater) -> None:
         """Takes a plan in place of the one from before."""
         self._planned = planned
-        for found in ("lookup", "orders"):
-            vars(self).pop(found, None)
+        vars(self).pop("lookup", None)
 
     @property
     def planned(self) -> Planned:
@@ -275,8 +269,8 @@ class LivePlan:
         return self.planned.fingerprint
 
     @property
-    def posted(self) -> PostedPlan | None:
-        """The plan as attention servers have it; posts calls to them. None if they take no part."""
+    def posted(self) -> Posted | None:
+        """The plan as ranks without tokens have it; None if there are none."""
         return self.planned.posted
 
     @cached_property
@@ -284,17 +278,12 @@ class LivePlan:
         """What layers find in the plan."""
         name = self.transport.grid.name
         kinds = LayerKinds(self.planned, self.config, f"{name}, micro-batch {self.micro_batch}", self._layers)
-        return LayerLookup(kinds, self.config.kernel, name, self._stopwatch)
+        return LayerLookup(kinds, self.config.kernel, name, self.posted)
 
     @property
     def kinds(self) -> LayerKinds:
         """The layers by their masks: routing and kept rows of each kind."""
         return self.lookup.kinds
-
-    @cached_property
-    def orders(self) -> CallOrders:
-        """Tells attention servers about calls."""
-        return CallOrders(self.posted, self.kinds, self._slots, self.transport.rank, self._stopwatch)
 
     def end_forward_pass(self, trains: bool = False) -> None:
         """Ends the forward pass. Where no backward pass can follow, this rank waits for the others here.
@@ -319,7 +308,7 @@ class LivePlan:
 
     @property
     def is_spoiled(self) -> bool:
-        """Whether a server was lost in this step: attention gives zeros and exchanges nothing until its end."""
+        """Whether attention gives zeros and exchanges nothing until the step ends, see `Posted`."""
         return self.posted is not None and self.posted.is_spoiled
 
     @property

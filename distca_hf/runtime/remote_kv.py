@@ -16,8 +16,7 @@ from dataclasses import dataclass
 import torch
 
 from distca_hf.comm.transport import Exchange, Transport
-from distca_hf.kernels.interface import accumulation_dtype
-from distca_hf.kernels.row_kinds import AddRows, CopyRows, some_rows
+from distca_hf.kernels.interface import AddRows, CopyRows, accumulation_dtype, some_rows
 from distca_hf.kernels.rows import copy_rows, prepare_add, prepare_copy
 from distca_hf.runtime.device_routing import ChunkRouting, DeviceCall, DeviceRouting
 

@@ -16,8 +16,7 @@ from collections.abc import Sequence
 import torch
 
 from distca_hf.comm.transport import Exchange, ExchangeSplits, Transport
-from distca_hf.kernels.interface import AttentionSpec, empty_layer_outputs
-from distca_hf.kernels.row_kinds import some_rows
+from distca_hf.kernels.interface import AttentionSpec, empty_layer_outputs, some_rows
 from distca_hf.kernels.rows import copy_rows, scale_rows
 from distca_hf.runtime.alike_layers import AlikeLayers
 from distca_hf.runtime.device_routing import ChunkRouting, QueryRouting

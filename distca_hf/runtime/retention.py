@@ -72,27 +72,6 @@ class Received:
         return Received(self.keys.detach(), self.remote_q.detach())
 
 
-class Slots:
-    """Numbers under which attention servers keep rows, from forward until one backward pass."""
-
-    def __init__(self) -> None:
-        self._last, self._open = 0, set[int]()
-
-    def open(self) -> int:
-        """Returns the next number."""
-        self._last += 1
-        self._open.add(self._last)
-        return self._last
-
-    def close(self, slot: torch.Tensor) -> int:
-        """Returns the number of a slot (see `Kept`); 0 if it has none, or was closed before."""
-        number = slot.shape[0]
-        if number not in self._open:
-            return 0
-        self._open.discard(number)
-        return number
-
-
 class Retention:
     """Decides for a micro-batch which rows of other ranks are kept until backward, and until recomputation.
 
@@ -100,7 +79,7 @@ class Retention:
 
     Args:
         facts: of the layers with one mask.
-        room_bytes: on each attention server; None without servers.
+        room_bytes: on each rank without tokens; None if there are none.
         halos: retentions of the layers with windows, which are few rows and count before those of full layers; None
             for such a layer itself.
 
@@ -123,7 +102,7 @@ class Retention:
         self._nothing: Kept | None = None
 
     def follow(self, keeps: bool) -> None:
-        """Takes the decision of the trainers for the next call, on an attention server."""
+        """Takes the decision of the ranks that train for the next call, on one without tokens."""
         self.keeps = keeps
 
     def keeps_received(self, q_TNH: torch.Tensor, k_TGH: torch.Tensor, v_TGV: torch.Tensor) -> bool:
@@ -131,16 +110,16 @@ class Retention:
 
         With `kv_residency="auto"` it does if all layers that hold something at the same time fit `kv_budget_gib` on
         the rank that receives most. Of layers whose attention itself is recomputed, those of one checkpointed region
-        do. Attention servers must have room for them, and keep nothing where attention of some layer is recomputed:
+        do. Ranks without tokens must have room for them, and keep nothing where attention of some layer is recomputed:
         they would keep the rows of a pass that is never differentiated.
         """
         if self.keeps is None:
-            setting, is_served = self._config.kv_residency, self._room_bytes is not None
-            if setting == "refetch" or (is_served and self.layers.recomputed):
+            setting, is_limited = self._config.kv_residency, self._room_bytes is not None
+            if setting == "refetch" or (is_limited and self.layers.recomputed):
                 self.keeps = False
             elif self._halos is None:
                 self.keeps = True
-            elif setting == "auto" or is_served:
+            elif setting == "auto" or is_limited:
                 kept = sum(
                     (one.layers.saved + one.layers.together) * kept_bytes(one._facts, q_TNH, k_TGH, v_TGV)
                     for one in self._counted

@@ -8,9 +8,8 @@
 #   shown    the modes that pages show, A, B, C: fewer than above
 #   scale    the product, Ulysses, and ring-flash-attn's own code if it is there: A, B, C; 4 minutes, 5 on eight GPUs
 #   scale-one    the same for D, one document over all GPUs; 1 minute on two, 3 on eight
-#   weak     2, 4, ... GPUs of 64K tokens each against one GPU at equal work; 3 minutes on two, 8 on eight; WEAK has
-#            further options, for example --repeats 1
-#   nodes    two nodes of half of the GPUs each: bytes as planned, the same links; then NCCL's network between them
+#   weak     2, 4, ... GPUs of 64K tokens each; one GPU alone that does the part of one of them in `ideal` (--share-tokens),
+#            the same tokens and pairs; one long document, and documents of 32K; WEAK has further options
 #   liger    ideal, placed and plain packing with Liger's kernels: A, B, C
 #   saved    attention outputs saved, and the best settings (saved, Liger's kernels)
 #   models   whole models: Llama-3-8B and Qwen3-4B, one long document, 64K and 128K tokens per GPU (on four)
@@ -27,7 +26,6 @@
 #   pipeline   two stages: plain, as packed, shaped; measured beside predicted
 #   tensor     two tensor ranks (Transformers 5.19)
 #   experts    layers of Qwen3-30B-A3B, whose experts all GPUs divide (Transformers 5.23); not simulated
-#   pipeline-memory    peak memory of two stages that FSDP2 shards, beside its estimate; 1 minute
 #   host     time of the host per attention call, and per call of FlashAttention
 #   memory   memory that torch holds while shapes change
 #
@@ -87,15 +85,18 @@ run_part() {
         step scale-one --no-kernels --rounds "${ROUNDS:-2}" --documents "D:$gpus" --modes "ideal,placed,ulysses$ring"
         ;;
     weak)
-        # shellcheck disable=SC2086 # several options
-        python scripts/benchmarks/weak_scaling.py --rounds "${ROUNDS:-2}" --out "$out/weak.json" ${WEAK:-}
-        ;;
-    nodes)
-        step nodes --no-kernels --nodes 2 --documents "$documents;D:$gpus" --modes ideal,placed
-        # Sockets would carry FSDP's collectives, too: without it only attention crosses them. One socket of one thread
-        # is slower than a network between nodes.
-        NCCL_SOCKET_NTHREADS=${NCCL_SOCKET_NTHREADS:-8} NCCL_NSOCKS_PERTHREAD=${NCCL_NSOCKS_PERTHREAD:-2} \
-            step nodes-apart --no-kernels --nodes 2 --apart --no-fsdp --documents "$documents;D:$gpus" --modes ideal,placed
+        for ((size = 2; size <= gpus; size *= 2)); do
+            for text in "$(mix $((49152 * size)) $((65536 * size)))" "$((size * 2))x32768"; do
+                # shellcheck disable=SC2086 # several options
+                for ways in "1 ideal --share-tokens 65536" "$size ideal,placed"; do
+                    read -r processes modes share <<<"$ways"
+                    echo "== weak, $size GPUs, $text: $processes"
+                    torchrun --standalone --nproc-per-node "$processes" scripts/benchmarks/attention_step.py --layers 4 \
+                        --warmup 1 --rounds "${ROUNDS:-2}" --no-exposed --no-kernels --documents "$text" --modes "$modes" \
+                        --out "$out/weak-$size-${text//,/-}-$processes.json" $share ${WEAK:-} || failure=$?
+                done
+            done
+        done
         ;;
     liger) step liger --liger --no-check --no-kernels --documents "$documents" --modes ideal,placed,local ;;
     saved)
@@ -155,12 +156,6 @@ run_part() {
         trap 'rm -rf "$folder"' EXIT # of this part, also if it fails
         launch scripts/benchmarks/pipeline_step.py --layers 4 --tokens-per-rank 65536 --seed 2 --rounds "${ROUNDS:-2}" \
             --folder "$folder/model"
-        ;;
-    pipeline-memory)
-        echo "== pipeline-memory"
-        folder=$(mktemp -d "$out/pipeline.XXXXXX")
-        trap 'rm -rf "$folder"' EXIT # of this part, also if it fails
-        launch scripts/benchmarks/pipeline_memory.py --layers 16 --tokens-per-rank 65536 --seed 2 --folder "$folder/model"
         ;;
     tensor) grid tensor $((gpus / 2)) --tp-size 2 ;;
     experts) grid experts "$gpus" --preset qwen3-30b-a3b --ep-size "$gpus" --even-experts ;;

@@ -28,14 +28,7 @@ In the table, each figure of the slowest or largest rank:
                     above 1, or losses of the same tokens differ, the script exits with 1 at its end
 
 With `--share-tokens 65536 --modes ideal` one process does what a rank of so many tokens does in `ideal`, and nobody
-else: the same tokens and attended pairs as on many GPUs, on one (`weak_scaling.py`).
-
-With `--nodes 2` the product takes the ranks for those of two nodes, and what every rank sends to its node and to
-others in a layer is compared with the plan; if it differs, the script exits with 1. With `--apart`, too, NCCL has its
-network between them, and P2P inside:
-
-    torchrun --nproc-per-node 8 scripts/benchmarks/attention_step.py --layers 4 --nodes 2 --apart --no-fsdp \\
-        --documents 'D:8;C:8' --modes ideal,placed
+else: the same tokens and attended pairs as on many GPUs, on one (`all_gpus.sh OUT weak`).
 
 With --tp-size, --ep-size or both Transformers divides the model as it loads it. --dp-replicate-size makes replicas
 that FSDP2 shards alike (HSDP), and that share documents. With --even-experts all modes have the same work of experts,
@@ -70,7 +63,6 @@ from lib.header import facts_of
 from lib.kernel_seconds import time_kernels
 from lib.model import Backbone, build_model, prepare, probe, read_config
 from lib.modes import MODES, OF_PACKAGE, Place, build_mode
-from lib.nodes import set_apart, traffic_of
 from lib.options import of_each_set, on_all_ranks, parse_shared, shared_options
 from lib.parser import count, folder_to_write, micro_steps, profile_name, whole, write_figures
 from lib.rates import Rates, kernel_for, measure_rates
@@ -85,10 +77,7 @@ BY_ALL_RANKS = {"ulysses", "context"} | OF_PACKAGE
 
 
 def main() -> None:
-    options = parse()
-    if options.apart:
-        set_apart(options.nodes)
-    on_all_ranks(measure, options)
+    on_all_ranks(measure, parse())
 
 
 def parse() -> argparse.Namespace:
@@ -116,8 +105,6 @@ def parse() -> argparse.Namespace:
         default=(),
         help="tokens of the ranks of local, given and moved in proportion, as 4,2,1,1",
     )
-    parser.add_argument("--nodes", type=count, default=1, help="nodes that plans take the ranks for; compares bytes")
-    parser.add_argument("--apart", action="store_true", help="NCCL takes them for hosts, too (lib/nodes.py)")
     parser.add_argument(
         "--share-tokens",
         type=whole,
@@ -126,8 +113,6 @@ def parse() -> argparse.Namespace:
         help="one process alone, with the part of `ideal` that a rank of T tokens has",
     )
     options = parse_shared(parser, MODES)
-    if options.apart and options.nodes == 1:
-        parser.error("--apart needs --nodes")
     if options.dp_replicate_size > 1 and not options.fsdp:
         parser.error("--dp-replicate-size is of FSDP2")
     if is_divided(options):
@@ -139,8 +124,8 @@ def parse() -> argparse.Namespace:
     left_out = OF_PACKAGE | {"moved"} | ({"unchecked"} if options.accumulation > 1 else {"sorted", "unchecked"})
     if options.tp_size > 1:
         left_out |= BY_ALL_RANKS
-        if not BY_ALL_RANKS.isdisjoint(options.modes or ()) or options.nodes > 1:
-            parser.error(f"--tp-size is measured without {', '.join(sorted(BY_ALL_RANKS))} and --nodes")
+        if not BY_ALL_RANKS.isdisjoint(options.modes or ()):
+            parser.error(f"--tp-size is measured without {', '.join(sorted(BY_ALL_RANKS))}")
     options.modes = options.modes or [name for name in MODES if name not in left_out]
     of_package = sorted(OF_PACKAGE & {*options.modes})
     if of_package and (missing := why_missing()):
@@ -172,8 +157,6 @@ def measure(options: argparse.Namespace, device: torch.device) -> None:
         raise SystemExit(f"--share-tokens is for a process alone, and there are {num_ranks}")
     if len(options.shares) not in (0, num_ranks):
         raise SystemExit(f"--shares has {len(options.shares)} numbers, and there are {num_ranks} data ranks")
-    if num_ranks % options.nodes:
-        raise SystemExit(f"{num_ranks} ranks are not divided by {options.nodes} nodes")
     register_ways()
     config = read_config(options, longest)
     if is_divided(options):
@@ -188,10 +171,7 @@ def measure(options: argparse.Namespace, device: torch.device) -> None:
     follow_mesh(model, plugin)
     wires = Wires(plugin.transport(device), device)
     recomputes = options.checkpointing == "full"
-    place = Place(wires, device, options.kernel, options.dtype, model, shape, recomputes, options.nodes)
-    place = replace(place, shares=options.shares)
-    if options.nodes > 1 and (len(shape.masks) > 1 or place.needs_whole_documents):
-        raise SystemExit("--nodes compares the bytes of models whose layers all have full attention")
+    place = Place(wires, device, options.kernel, options.dtype, model, shape, recomputes, shares=options.shares)
     most_tokens = max(sum(lengths) for lengths in options.sets.values())
     distca_hf.enable(model, place.plugin(most_tokens // num_ranks), longest)
     prepare(model, options, device)
@@ -221,7 +201,6 @@ def measure_documents(
     """Checks, times, and reports on rank 0."""
     lengths, device, num_ranks = options.lengths, place.device, place.share_of
     errors = check_modes(options.modes, place, smaller_lengths(lengths, num_ranks)) if options.check else {}
-    traffic = traffic_of(place, lengths) if options.nodes > 1 else None
     tokens = random_tokens(lengths, options.accumulation, config.get_text_config().vocab_size)
     modes = [build_mode(name, place, tokens) for name in options.modes]
     measured = runner.run(modes, options.warmup, options.rounds, options.exposed)
@@ -239,15 +218,11 @@ def measure_documents(
         parts = [f"the part of one rank of {num_ranks}"] if options.share_tokens else []
         header = "; ".join([*facts_of(options, config, load.tokens, device), *parts, rates_line(rates, load)])
         print(f"{header}\n\n{table(figures, errors)}", flush=True)
-        if traffic is not None:
-            print(f"\n{traffic.report()}", flush=True)
         of_simulation = simulated_ratios(options, config, figures, num_ranks)
         facts = {"header": header, "rates": vars(rates), "load": vars(load), "errors": errors, "modes": figures}
         write_figures(options, **facts, simulated=of_simulation)
     losses = {mode.name: measured[mode.name].loss for mode in modes if mode.exact}
     check_numbers(errors, losses, options.dtype)
-    if traffic is not None and not traffic.as_planned:
-        raise SystemExit("ranks sent other numbers of bytes than planned: see the table of nodes")
 
 
 def simulated_ratios(

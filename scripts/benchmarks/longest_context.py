@@ -52,13 +52,12 @@ from pathlib import Path
 import torch
 
 from lib.longest.attempt import attempt
-from lib.longest.host_memory import free_host_bytes
-from lib.longest.launch import Attempt, run_attempt
+from lib.longest.launch import Attempt, free_host_bytes, run_attempt
 from lib.longest.search import Tried, longest_of, next_tokens
 from lib.options import on_all_ranks, parse_shared, shared_options
 from lib.parser import above_zero, count, not_negative, whole, write_figures
 from lib.tables import head, number, row
-from lib.whole_model.options import add_head
+from lib.whole_model.rounds import add_head
 
 
 GIB = 2**30

@@ -23,6 +23,8 @@ second plan of a training compiles once more: leave --warmup at 2 or above.
 """
 
 import argparse
+from collections.abc import Mapping
+from typing import Any
 
 import datasets
 import torch
@@ -38,12 +40,23 @@ from lib.options import on_all_ranks, parse_shared, shared_options
 from lib.parser import write_figures
 from lib.report import load_of, rates_of
 from lib.rounds import equal_losses
+from lib.tables import markdown, number
 from lib.whole_model.head import use_head
 from lib.whole_model.modes import MODES, build_planned, fitting_modes
-from lib.whole_model.options import add_head
-from lib.whole_model.report import table
-from lib.whole_model.rounds import TrainingRunner
+from lib.whole_model.rounds import TrainingRunner, add_head
 from lib.wires import Wires
+
+
+COLUMNS = (
+    "mode",
+    "step ms",
+    "tokens/s/GPU",
+    "MFU %",
+    "peak GiB",
+    "loss",
+    "planned max/mean",
+    "longest document",
+)
 
 
 def main() -> None:
@@ -106,6 +119,24 @@ def measure(options: argparse.Namespace, device: torch.device) -> None:
     losses = {name: mode.loss for name, mode in measured.items()}
     if not equal_losses([*losses.values()], options.dtype):
         raise SystemExit(f"losses of the same tokens differ: {losses}")
+
+
+def table(figures: Mapping[str, Mapping[str, Any]]) -> str:
+    """Returns a Markdown table with a row for each mode, of its `figures` in seconds, bytes and ratios."""
+    rows = [
+        (
+            name,
+            number(figure["step_seconds"], 1e3, 1),
+            number(figure["tokens_per_second"], 1, 0),
+            number(figure["utilisation"], 100, 1),
+            number(figure["peak_bytes"] or None, 2**-30, 1),
+            number(figure["loss"], 1, 4),
+            number(figure["imbalance"], 1, 4),
+            str(figure["longest_document_tokens"]),
+        )
+        for name, figure in figures.items()
+    ]
+    return markdown(COLUMNS, rows)
 
 
 if __name__ == "__main__":

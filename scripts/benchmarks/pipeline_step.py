@@ -14,9 +14,9 @@ product's:
 Predicted seconds come from runs without a pipeline. Each part of the model runs alone on a light, a middle and a heavy
 micro-batch. Two numbers are fitted to that, for each part and for forward and backward: seconds of a micro-batch of no
 attended pairs, and seconds of a pair. All micro-batches follow from these, and the step from the simulation of the
-schedule (`distca_hf/data/schedules.py`). Parts have times of their own, because the first has the embedding, and the
-last the head and the loss. A hop between stages is timed alone, too. Left out are DDP's sums of gradients. There is no
-optimizer, so that all steps have the same loss; if losses differ, the script exits with 1.
+schedule (`distca_hf/pipelines/schedules.py`). Parts have times of their own, because the first has the embedding, and
+the last the head and the loss. A hop between stages is timed alone, too. Left out are DDP's sums of gradients. There
+is no optimizer, so that all steps have the same loss; if losses differ, the script exits with 1.
 
 With several data ranks the last lines also compare `as packed` with the same step on silent wires (`lib/wires.py`):
 placed documents whose keys and values are local copies of random numbers. That is the work of every rank as it was
@@ -45,18 +45,14 @@ from datasets import Dataset
 import distca_hf
 from distca_hf import Pipeline
 from distca_hf.arrays import IntArray
-from distca_hf.data.schedules import Queues, Schedule
-from distca_hf.integrations.stages import StepInputs
 from distca_hf.layout import Layout
+from distca_hf.pipelines.schedules import Queues, Schedule
+from distca_hf.pipelines.stages import StepInputs
 from distca_hf.placement.place import fill_in_order
 from lib.options import on_all_ranks
-from lib.parser import (
-    count,
-    parser_of,
-)
+from lib.parser import count, parser_of
 from lib.pipeline.inputs import StepSetup, add_pipeline, write_model
-from lib.pipeline.part_times import PartTimes
-from lib.pipeline.stages import Stages
+from lib.pipeline.stages import PartTimes, Stages
 from lib.rounds import equal_losses
 from lib.tables import head, row
 from lib.wires import WiredPlugin, Wires

@@ -1,145 +1,171 @@
-"""Compares with measured figures the memory that `distca plan` estimates, and speed at fixed rates of operations, as a
-training logs it; prints tables for docs/benchmarks.
+"""Compares the peak memory that `distca plan` estimates with measured peaks; prints the rows of
+docs/benchmarks/training.md.
 
     python scripts/benchmarks/plan_estimates.py
 
-Every row of `lib/planning/measured.py` is planned as training plans it. Estimates know documents, the model and the
-number of GPUs, not their links.
+Documents of every row are planned as training plans them.
 """
 
-from collections.abc import Callable, Iterable
-from typing import Any
+from dataclasses import dataclass
 
 import numpy as np
 
-from distca_hf.analysis.memory import Checkpointing, TrainingSetup, estimate_memory
-from distca_hf.analysis.request import ModelSize
-from distca_hf.arrays import IntArray, ceil_div
+from distca_hf.analysis.memory import GIB, Checkpointing, TrainingSetup, estimate_memory
+from distca_hf.analysis.request import PRESETS, ModelShape, ModelSize
+from distca_hf.arrays import ceil_div
 from distca_hf.batches.placed import PlacedPlanner
 from distca_hf.config import DistCAConfig
-from distca_hf.cost import Heads, causal_pairs_of
-from distca_hf.flops import H200, Rates, StepCost, StepFlops
 from distca_hf.placement.place import fill_in_order
 from distca_hf.planning.rebalance import plan_by_moving
 from distca_hf.planning.transfers import bytes_between
 from lib.documents import parse_documents
 from lib.parser import parser_of
-from lib.planning.measured import LLAMA_8B, PEAKS, STEPS, PeakRow, StepRow
 from lib.planning.planners import whole_documents
-from lib.tables import head
+from lib.tables import head, row
 
 
-# H200 with Liger's kernels, which shorten norms, rotary embeddings and activations.
-H200_LIGER = Rates(matrix=622e12, attention_forward=650e12, attention_backward=600e12)
+LLAMA_8B, QWEN_4B = PRESETS["llama3-8b"], PRESETS["qwen3-4b"]
 HEADS, TOKEN_BYTES = LLAMA_8B.heads, LLAMA_8B.token_bytes  # of all models that were measured
+LAYERS = 4
 
 
-def step_cost(size: ModelSize, heads: Heads, checkpointing: Checkpointing = "saved", rates: Rates = H200) -> StepCost:
-    """Returns the cost of a model whose weights are all trained.
+def _size(model: ModelShape) -> ModelSize:
+    """Returns the numbers of weights, which every model of the table has."""
+    assert model.size is not None
+    return model.size
 
-    Args:
-        size: size of the model; a size without vocabulary is a model without a head.
-        heads: heads of one layer.
-        checkpointing: whether layers are computed twice without attention ("saved"), with it ("recomputed"), or never
-            ("none").
-        rates: operations per second of the GPU.
-    """
-    weights = size.layer_parameters + size.head_parameters
-    pair_forward = 2 * (heads.dim + heads.value_dim) * heads.query * size.layers
-    return StepFlops.of(weights, weights, pair_forward, size.head_parameters).cost(
-        recomputes_layers=checkpointing != "none", recomputes_attention=checkpointing == "recomputed", rates=rates
+
+def _few_layers(vocabulary: int, head: bool) -> ModelSize:
+    """Returns four layers of an 8B Llama with an embedding, and with or without a head."""
+    size = ModelSize.of_gated_layers(LLAMA_8B.heads, LAYERS, 4096, 14_336, 0)
+    embedding = vocabulary * 4096 * (2 if head else 1)
+    return ModelSize(
+        layers=LAYERS,
+        hidden_size=4096,
+        vocabulary=vocabulary if head else 0,
+        parameters=size.parameters + embedding,
+        layer_parameters=size.layer_parameters,
+        embedding_parameters=embedding,
     )
 
 
-def loads(documents: str, num_ranks: int, way: str) -> tuple[IntArray, IntArray, int]:
-    """Returns `[ranks]` tokens and attended pairs, and bytes that the rank that receives most receives in a layer.
+BACKBONE = _few_layers(128_256, head=False)  # attention_step.py
+SMALL_VOCABULARY = _few_layers(32_000, head=True)  # training_run.py
+LLAMA, QWEN = _size(LLAMA_8B), _size(QWEN_4B)
 
-    Args:
-        documents: as "131072,96x4096".
-        num_ranks: ranks.
-        way: "local" (in order), "whole" (whole documents to the least loaded rank), "placed", or "fixed" (in order,
-            tasks move).
+# Short documents of training_run.py have 512 to 8192 tokens; so many fill up a batch as here.
+TRAINING = "131200,8x512,8x1024,8x2048,8x4096,8x8192,4016"
+A, B, C = "65536,2x32768,4x16384,32x2048", "131072,96x4096", "65536,48x4096"
+HALF_64K, HALF_128K = "65536,16x4096", "131072,32x4096"
+
+
+@dataclass(frozen=True)
+class PeakRow:
+    """Most memory that torch had given out at once, measured on H200s (docs/benchmarks/training.md).
+
+    Attributes:
+        num_ranks: GPUs.
+        documents: their lengths, as "131072,96x4096".
+        way: "local" (packs in order), "whole" (whole documents to the least loaded rank), "placed", or "fixed" (packs
+            in order, tasks move).
+        gib: measured.
+        size, checkpointing, liger: of the model.
+        optimizer_bytes: of its state, for each weight; 0 without an optimizer.
+        kv_budget_bytes: most bytes of received rows that waited; 0 with `kv_residency="refetch"`, and in runs before
+            2026-11-22, when no rows waited yet.
+        tensor_ranks: ranks that hold the same documents.
     """
-    lengths = np.array(parse_documents(documents))
-    if way == "local":
-        layout = fill_in_order(lengths, num_ranks)
-        return layout.rank_tokens, layout.rank_work, 0
-    if way == "whole":
-        packs = [lengths[numbers] for numbers in whole_documents(lengths, num_ranks)]
-        work = [causal_pairs_of(np.zeros_like(pack), pack).sum() for pack in packs]
-        return np.array([pack.sum() for pack in packs]), np.array(work), 0
-    if way == "fixed":
-        plan = plan_by_moving(fill_in_order(lengths, num_ranks), HEADS.groups, token_bytes=TOKEN_BYTES)
-        received = bytes_between(plan, TOKEN_BYTES).sum(axis=0).max()
-        return plan.layout.rank_tokens, plan.work // plan.tasks.head_groups, int(received)
-    tokens_per_rank = ceil_div(int(lengths.sum()), num_ranks)
-    planner = PlacedPlanner(DistCAConfig(tokens_per_rank=tokens_per_rank), num_ranks, HEADS.groups)
-    plan = planner.plan(lengths)
-    received = bytes_between(plan, TOKEN_BYTES).sum(axis=0).max()
-    return plan.layout.rank_tokens, plan.work // plan.tasks.head_groups, int(received)
+
+    num_ranks: int
+    documents: str
+    way: str
+    gib: float
+    size: ModelSize = BACKBONE
+    checkpointing: Checkpointing = "recomputed"
+    liger: bool = False
+    optimizer_bytes: int = 0
+    kv_budget_bytes: float = 4 * GIB  # the default of `kv_budget_gib`
+    tensor_ranks: int = 1
 
 
-def step_seconds(cost: StepCost, rank_tokens: IntArray, rank_pairs: IntArray) -> float:
-    """Returns the seconds of the slowest rank, of `[ranks]` tokens that each holds, and pairs that it attends."""
-    return float((rank_tokens * cost.token_seconds + rank_pairs * cost.pair_seconds).max())
+PEAKS = [
+    PeakRow(4, A, "local", 21.8),
+    PeakRow(4, A, "placed", 22.4),
+    PeakRow(4, A, "fixed", 22.9),
+    PeakRow(4, B, "local", 40.1),
+    PeakRow(4, B, "placed", 41.8),
+    PeakRow(4, B, "fixed", 41.4),
+    PeakRow(4, C, "local", 21.8),
+    PeakRow(4, C, "placed", 22.5),
+    PeakRow(4, C, "fixed", 22.3),
+    PeakRow(2, HALF_64K, "local", 23.7),
+    PeakRow(2, HALF_64K, "placed", 23.7, kv_budget_bytes=0),
+    PeakRow(2, HALF_64K, "fixed", 23.7, kv_budget_bytes=0),
+    PeakRow(2, HALF_64K, "placed", 24.4),
+    PeakRow(2, HALF_64K, "fixed", 25.0),
+    PeakRow(2, HALF_64K, "placed", 25.2, checkpointing="saved"),
+    PeakRow(2, HALF_64K, "fixed", 26.3, checkpointing="saved"),
+    PeakRow(4, TRAINING, "whole", 58.5, SMALL_VOCABULARY, optimizer_bytes=8),
+    PeakRow(4, TRAINING, "placed", 29.5, SMALL_VOCABULARY, optimizer_bytes=8, kv_budget_bytes=0),
+    PeakRow(4, TRAINING, "placed", 31.5, SMALL_VOCABULARY, "saved", optimizer_bytes=8, kv_budget_bytes=0),
+    PeakRow(4, TRAINING, "placed", 32.6, SMALL_VOCABULARY, "saved", optimizer_bytes=8, kv_budget_bytes=0),
+    PeakRow(4, "262144", "placed", 69, LLAMA, "saved", True, 8),
+    PeakRow(4, "262144,64x4096", "placed", 111, LLAMA, "saved", True, 8),
+    PeakRow(4, "262144,64x4096", "placed", 87, QWEN, "saved", True, 8),
+    PeakRow(4, "262144", "placed", 53, QWEN, "saved", True, 8),
+    PeakRow(4, "262272,42x4096", "placed", 96.0, LLAMA, "saved", True, 8),
+    PeakRow(4, "524288", "placed", 109.1, LLAMA, "saved", True, 8),
+    PeakRow(4, HALF_64K, "local", 14.4, tensor_ranks=2),
+    PeakRow(4, HALF_64K, "placed", 14.6, tensor_ranks=2),
+    PeakRow(4, HALF_64K, "fixed", 14.9, tensor_ranks=2),
+    PeakRow(4, HALF_128K, "local", 26.7, tensor_ranks=2),
+    PeakRow(4, HALF_128K, "placed", 27.4, tensor_ranks=2),
+    PeakRow(4, HALF_128K, "fixed", 28.1, tensor_ranks=2),
+]
 
 
-def estimated_ratio(row: StepRow) -> float:
-    """Returns the step of packing alone over that of placed documents, as estimated."""
-    rates = H200_LIGER if row.liger else H200
-    tokens, pairs, _ = loads(row.documents, row.num_ranks, "whole" if row.whole else "local")
-    local = step_seconds(step_cost(row.size, HEADS, row.local_checkpointing, rates), tokens, pairs)
-    tokens, pairs, _ = loads(row.documents, row.num_ranks, "placed")
-    return local / step_seconds(step_cost(row.size, HEADS, row.checkpointing, rates), tokens, pairs)
+def load_of(peak: PeakRow) -> tuple[int, int]:
+    """Returns the most tokens that a rank holds, and the most bytes that one receives in a layer."""
+    lengths, num_ranks = np.array(parse_documents(peak.documents)), peak.num_ranks // peak.tensor_ranks
+    if peak.way == "whole":
+        return max(int(lengths[numbers].sum()) for numbers in whole_documents(lengths, num_ranks)), 0
+    in_order = fill_in_order(lengths, num_ranks)
+    if peak.way == "local":
+        return int(in_order.rank_tokens.max()), 0
+    if peak.way == "fixed":
+        plan = plan_by_moving(in_order, HEADS.groups, token_bytes=TOKEN_BYTES)
+    else:
+        config = DistCAConfig(tokens_per_rank=ceil_div(int(lengths.sum()), num_ranks))
+        plan = PlacedPlanner(config, num_ranks, HEADS.groups).plan(lengths)
+    return int(plan.layout.rank_tokens.max()), int(bytes_between(plan, TOKEN_BYTES).sum(axis=0).max())
 
 
-def estimated_gib(row: PeakRow) -> float:
+def estimated_gib(peak: PeakRow) -> float:
     """Returns the peak of the rank with most tokens, as estimated."""
-    tokens, _, received = loads(row.documents, row.num_ranks // row.tensor_ranks, row.way)
+    tokens, received = load_of(peak)
     setup = TrainingSetup(
-        row.num_ranks,
-        checkpointing=row.checkpointing,
-        liger=row.liger,
-        optimizer_bytes=row.optimizer_bytes,
-        kv_budget_bytes=row.kv_budget_bytes,
-        tensor_ranks=row.tensor_ranks,
+        peak.num_ranks,
+        checkpointing=peak.checkpointing,
+        liger=peak.liger,
+        optimizer_bytes=peak.optimizer_bytes,
+        kv_budget_bytes=peak.kv_budget_bytes,
+        tensor_ranks=peak.tensor_ranks,
     )
-    received //= row.tensor_ranks
-    return estimate_memory(row.size.decoder(HEADS), setup, int(tokens.max()), received).total / 2**30
+    return estimate_memory(peak.size.decoder(HEADS), setup, tokens, received // peak.tensor_ranks).total / GIB
 
 
 def main() -> None:
     parser_of(__doc__).parse_args()
-    print(head(["page", "GPUs, links", "documents", "", "measured", "estimated", "off by"], text_columns=4))
-    steps = [(row, row.local_ms / row.placed_ms, estimated_ratio(row)) for row in STEPS]
-    for row, measured, estimated in steps:
-        notes = (
-            ["Liger"] * row.liger
-            + ["documents whole"] * row.whole
-            + ["attention saved"] * (row.checkpointing == "saved")
-        )
-        print(
-            f"| {row.page} | {row.num_ranks}, {row.links} | {row.documents} | {', '.join(notes)} "
-            f"| {measured:.2f} | {estimated:.2f} | {estimated / measured - 1:+.1%} |"
-        )
-    _print_largest(steps, "speed-up", lambda row: row.links)
-    print("\n" + head(["page", "GPUs", "documents", "", "measured GiB", "estimated", "off by"], text_columns=4))
-    peaks = [(peak, peak.gib, estimated_gib(peak)) for peak in PEAKS]
-    for peak, measured, estimated in peaks:
-        tensor = f", {peak.tensor_ranks} tensor ranks" * (peak.tensor_ranks > 1)
-        print(
-            f"| {peak.page} | {peak.num_ranks} | {peak.documents} | {peak.size.layers} layers, {peak.way}, attention "
-            f"{peak.checkpointing}{tensor} | {measured:g} | {estimated:.1f} | {estimated / measured - 1:+.1%} |"
-        )
-    _print_largest(peaks, "peak memory", lambda peak: peak.way)
-
-
-def _print_largest(rows: Iterable[tuple[Any, float, float]], figure: str, group: Callable[[Any], str]) -> None:
-    """Prints how far estimates are off at most, group by group."""
+    print(head(["GPUs", "documents", "", "measured GiB", "estimated", "off by"], text_columns=3))
     off: dict[str, float] = {}
-    for row, measured, estimated in rows:
-        off[group(row)] = max(off.get(group(row), 0.0), abs(estimated / measured - 1))
-    print(f"\n{figure}, off by at most: " + ", ".join(f"{name} {most:.1%}" for name, most in off.items()))
+    for peak in PEAKS:
+        estimated = estimated_gib(peak)
+        error = estimated / peak.gib - 1
+        off[peak.way] = max(off.get(peak.way, 0.0), abs(error))
+        tensor = f", {peak.tensor_ranks} tensor ranks" * (peak.tensor_ranks > 1)
+        words = f"{peak.size.layers} layers, {peak.way}, attention {peak.checkpointing}{tensor}"
+        print(row([peak.num_ranks, peak.documents, words, f"{peak.gib:g}", f"{estimated:.1f}", f"{error:+.1%}"]))
+    print("\npeak memory, off by at most: " + ", ".join(f"{way} {most:.1%}" for way, most in off.items()))
 
 
 if __name__ == "__main__":

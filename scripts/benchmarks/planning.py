@@ -4,7 +4,7 @@
 
 placed   documents are placed: balance on many mixes; bytes against the published planner, and against the counting
          bound; bytes between nodes; optimizer steps of several micro-steps
-fixed    tokens stay, tasks move: balance and bytes of the largest rank against the published planner and the bound
+fixed    tokens stay, tasks move: balance and bytes of the largest rank against the published planner
 times    planning and routing, each measured once in fresh processes, the median of several
 
 `distca plan` has the balance of an epoch, and `distca plan --batch-size` that of batches of a user's own.
@@ -24,9 +24,14 @@ from collections.abc import Iterator
 from distca_hf.planning.routing import route
 from distca_hf.topology import Topology
 from lib.parser import add_ranks, count, parse_tables, parser_of
-from lib.planning.fixed import print_fixed
 from lib.planning.mixes import batch
-from lib.planning.placed import print_balance, print_bytes, print_grouped_steps, print_ratio_to_bound
+from lib.planning.plan_tables import (
+    print_balance,
+    print_bytes,
+    print_fixed,
+    print_grouped_steps,
+    print_ratio_to_bound,
+)
 from lib.planning.planners import RANKS_PER_NODE, K, placed_planner, plan_fixed, plan_placed, print_row, table
 
 

@@ -27,8 +27,11 @@ In the table, step times and MFU are medians of the steps behind --warmup:
 """
 
 import argparse
+import random
 
+import torch
 import torch.distributed as dist
+from datasets import Dataset
 
 from lib.baselines.attention import register_ways
 from lib.header import machine_facts
@@ -47,9 +50,13 @@ from lib.parser import (
     words,
     write_figures,
 )
-from lib.training.documents import training_documents
 from lib.training.report import furthest, furthest_in_words, table
 from lib.training.run import MODES, train, training_arguments
+
+
+SHORT_TOKENS = (512, 1024, 2048, 4096, 8192)
+MOST_WORDS = 32_000
+STEP, NOISE = 7, 8
 
 
 def main() -> None:
@@ -91,6 +98,33 @@ def main() -> None:
     dist.destroy_process_group()
     if wrong:
         raise SystemExit(f"losses differ from those of {runs[0]['mode']} by more than {limit}: {wrong}")
+
+
+def training_documents(micro_batches: int, long_tokens: int, capacity_tokens: int, vocabulary: int) -> Dataset:
+    """Returns documents whose tokens follow a rule that can be learnt: each is 7 above the one before, and some noise.
+
+    Args:
+        long_tokens: of the long document of each micro-batch. With more than half of the capacity no micro-batch has
+            room for two.
+        capacity_tokens: of a micro-batch, on all ranks together.
+        vocabulary: of the model. Documents use 32,000 words of it at most: those that never come are unlearnt first.
+    """
+    rng = random.Random(0)
+    generator = torch.Generator().manual_seed(0)
+    lengths = []
+    for _ in range(micro_batches):
+        lengths.append(long_tokens)
+        left = capacity_tokens - long_tokens
+        while left:
+            lengths.append(min(left, rng.choice(SHORT_TOKENS)))
+            left -= lengths[-1]
+    words = min(vocabulary, MOST_WORDS)
+    rows = []
+    for length in lengths:
+        noise = torch.randint(0, NOISE, (length,), generator=generator)
+        start = torch.randint(0, words, (1,), generator=generator)
+        rows.append(((start + STEP * torch.arange(length) + noise) % words).to(torch.int32).numpy())
+    return Dataset.from_dict({"input_ids": rows})
 
 
 def parse() -> argparse.Namespace:

@@ -43,7 +43,7 @@ REPOSITORY = Path(__file__).parents[2]
 TRAIN = Path(__file__).with_name("lose_servers_train.py")
 SIGNALS = {"kill": (signal.SIGKILL,), "stop": (signal.SIGSTOP,), "both": (signal.SIGKILL, signal.SIGSTOP)}
 # Module of the processes to harm: the supervisors that replace them run another one.
-SERVER = "distca_hf.runtime.server"
+SERVER = "distca_hf.servers.server"
 # Words of a trainer about a server that was lost too often.
 LEFT_OUT = "it is left out for the rest of the training"
 # Characters of a training's output that are shown if it fails.

@@ -1,15 +1,21 @@
 """Which models of the installed Transformers run on distca, and how exactly, as two sections of a Markdown page.
 
     python scripts/models/sweep.py [--kind text|images] [--only MODEL_TYPE ...] [--out PAGE.md]
+    python scripts/models/sweep.py --verdicts [--kind text|images] [--only MODEL_TYPE ...]
 
 Of every class that AutoModelForCausalLM or AutoModelForImageTextToText knows a tiny model is built
 (`distca_hf/analysis/check/trial.py`) and checked. An accepted one trains one step on documents of text that are placed
 on 1, 2 and 3 ranks, and on the same documents each alone with sdpa: loss and gradients must agree. Every layer must
 attend with the window that placement counts for it. A class that is accepted but differs, or fails in another way than
 by a refusal, makes the script exit with 1.
+
+With `--verdicts` every class of the page is judged as `distca check` judges it, by the same tiny configuration, on a
+CPU. Classes of which the two say something else are printed. If one works on the page and is refused here, or the
+other way round, the script exits with 1.
 """
 
 import argparse
+import re
 import sys
 import textwrap
 import time
@@ -33,11 +39,14 @@ from transformers.models.auto.auto_factory import _BaseAutoModelClass
 
 import distca_hf
 from distca_hf.analysis.check import trial
+from distca_hf.analysis.check.find import Candidate
 from distca_hf.analysis.check.tiny_config import LONGEST_TOKENS, WINDOW_TOKENS, tiny_config
 from distca_hf.analysis.check.trial import Step, TinyModel, largest, step_alone
+from distca_hf.analysis.check.verdict import judge
 from distca_hf.comm.transport import LocalTransport
 from distca_hf.cost import Mask
 from distca_hf.errors import ConfigError, UnsupportedAttentionError
+from distca_hf.gpus import find_gpu
 from distca_hf.integrations.models.check import IMPLEMENTATION, REMEDY, check_model
 from distca_hf.integrations.models.forward_watch import enable
 from distca_hf.integrations.models.layer_masks import masks_of_layers
@@ -76,6 +85,9 @@ Made by `python scripts/models/sweep.py --kind images` with Transformers {transf
 {torch.__version__} and distca_hf {distca_hf.__version__}, of every class that `AutoModelForImageTextToText` knows,
 in the same way: on documents of text. Their towers attend with sdpa.
 """
+ROW = re.compile(r"^\| (\S+) \| (\S+) \| (works|refused|not built) \| (.*) \|$", re.MULTILINE)
+# Words of a verdict about a class that could not be tried: the page compares it as in evaluation.
+UNTRIED = "it was not tried"
 TABLE_HEAD = ("| class | model type | outcome | largest relative difference, or reason |", "|---|---|---|---|")
 
 
@@ -155,7 +167,7 @@ def _verdict_of_steps(config_class: type[PreTrainedConfig], kind: Kind) -> tuple
     difference = largest([step_placed(config_class, num_ranks, kind).difference(expected) for num_ranks in RANKS])
     for name, (planned, passed) in windows(build(config_class, IMPLEMENTATION, kind)).items():
         if planned != passed:
-            return WRONG, f"{name} attends with a window of {passed} tokens and is planned with {planned}"
+            return WRONG, f"{name} attends with {passed.in_words} and is planned with {planned.in_words}"
     allowed = ROUGH_DIFFERENCE if config_class.model_type in ROUGH else LARGEST_DIFFERENCE
     return WORKS if difference <= allowed else WRONG, f"{difference:.1e}"
 
@@ -210,6 +222,62 @@ def section(outcomes: list[Outcome], kind: Kind) -> str:
     return "\n".join([kind.introduction, f"{len(outcomes)} classes: {summary}.\n", *TABLE_HEAD, *rows]) + "\n"
 
 
+@dataclass(frozen=True)
+class Compared:
+    """The outcome of a class on the page, and the verdict of `distca check` with its reason, or what was not tried."""
+
+    model_class: str
+    model_type: str
+    on_page: str
+    verdict: str
+    detail: str
+
+    @property
+    def agrees(self) -> bool:
+        """Whether both say the same, or the page could not build the class and so says nothing."""
+        return self.on_page in (self.verdict, NOT_BUILT)
+
+
+def outcomes_of_page(kind: Kind) -> dict[tuple[str, str], str]:
+    """Returns the outcomes of a section, by class and model type."""
+    heading = kind.introduction.partition("\n")[0]
+    return {(row[1], row[2]): row[3] for row in ROW.finditer(PAGE.read_text().split(heading)[1].split("\n## ")[0])}
+
+
+def compare_verdicts(kind: Kind, only: Iterable[str] = ()) -> list[Compared]:
+    """Judges all classes of a section, or those model types."""
+    outcomes, found = outcomes_of_page(kind), []
+    for config_class in kind.config_classes(only):
+        key = kind.mapping[config_class].__name__, config_class.model_type
+        if key in outcomes:
+            found.append(Compared(*key, outcomes[key], *_judged(config_class, kind)))
+    return found
+
+
+def _judged(config_class: type[PreTrainedConfig], kind: Kind) -> tuple[str, str]:
+    """Returns what `distca check` says of a class, and why."""
+    try:
+        config, name = tiny_config(config_class), kind.mapping[config_class].__name__
+        candidate = Candidate(config_class.model_type, config, kind.auto_class.from_config, name)
+        verdict, _ = judge(candidate, find_gpu("cpu"), LONGEST_TOKENS)
+    except Exception as error:  # of a configuration or a class that does not go with small sizes
+        return NOT_BUILT, _named(error)
+    untried = [limit for limit in verdict.limits if limit.startswith(UNTRIED)]
+    return REFUSED if verdict.status == "refused" else WORKS, "; ".join(verdict.reasons or untried)
+
+
+def print_verdicts(kind: Kind, only: Iterable[str]) -> bool:
+    """Prints where the page and `distca check` say something else of a class; returns whether they contradict."""
+    found = compare_verdicts(kind, only)
+    print(f"{kind.introduction.partition(chr(10))[0]}: {len(found)} classes")
+    for (on_page, verdict), count in sorted(Counter((each.on_page, each.verdict) for each in found).items()):
+        print(f"  {count}: {on_page} on the page, {verdict} by distca check")
+    for each in found:
+        if each.on_page != each.verdict:
+            print(f"  {each.model_class} ({each.model_type}): {each.on_page}, {each.verdict}: {each.detail[:200]}")
+    return not all(each.agrees for each in found)
+
+
 def be_quiet() -> None:
     """Sets one thread, and no word of libraries about tiny models."""
     torch.set_num_threads(1)
@@ -240,10 +308,15 @@ def main() -> None:
         "--out", type=file_to_write, help="the page whose section is replaced, by default docs/models.md"
     )
     parser.add_argument("--kind", choices=KINDS, help="only this section; both by default")
+    parser.add_argument(
+        "--verdicts", action="store_true", help="compare distca check with the page, and write nothing"
+    )
     options = parser.parse_args()
     kinds = [KINDS[options.kind]] if options.kind else list(KINDS.values())
     check_model_types(parser, options.only, kinds)
     be_quiet()
+    if options.verdicts:
+        sys.exit(any([print_verdicts(kind, options.only) for kind in kinds]))
     out = options.out or (None if options.only else PAGE)
     outcomes = []
     for kind in kinds:

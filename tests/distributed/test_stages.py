@@ -17,7 +17,7 @@ from distca_hf import Pipeline
 from distca_hf.analysis.simulate.stages import rooms_for_hops
 from distca_hf.comm.rollcall import cause_of
 from distca_hf.errors import ConfigError, PackingError, PlanMismatchError
-from distca_hf.integrations.stages import DividedModel, StepInputs, StepLoss, save_parts
+from distca_hf.pipelines.stages import DividedModel, StepInputs, StepLoss, save_parts
 from support.data import random_dataset
 from support.ranks import run_ranks
 from support.staged import (

@@ -12,11 +12,12 @@ from typing import Any
 import pytest
 
 import distca_hf
-from distca_hf.comm.orders import Order, Outbox, _queue
 from distca_hf.errors import PlanError, UnsupportedAttentionError
-from distca_hf.runtime import attention, server, service
+from distca_hf.runtime import attention
 from distca_hf.runtime.alike_layers import LayerLookup
 from distca_hf.runtime.remote_queries import BackwardRemoteQueries, ForwardRemoteQueries
+from distca_hf.servers import server, service
+from distca_hf.servers.orders import Order, Outbox, _queue
 from support.data import random_dataset
 from support.models import tiny_model
 from support.ranks import Outcome, start_ranks

@@ -19,10 +19,9 @@ from distca_hf.analysis import pictures
 from distca_hf.analysis.profiles.__main__ import write
 from distca_hf.analysis.profiles.cluster_profile import ClusterProfile
 from distca_hf.analysis.profiles.shipped import find_profile
-from distca_hf.analysis.report.run_folder import read_folder
+from distca_hf.analysis.report.run_folder import TraceIndex, read_folder
 from distca_hf.analysis.report.run_report import write_page
-from distca_hf.analysis.report.trace_index import TraceIndex
-from distca_hf.integrations.stages import DividedModel, ModelPart, load_training, save_parts, save_training
+from distca_hf.pipelines.stages import DividedModel, ModelPart, load_training, save_parts, save_training
 from distca_hf.trace_file import TraceFile
 from distca_hf.traces import RankTrace, file_name
 from support.failing_files import ways_to_fail

@@ -11,6 +11,7 @@ from torch.distributed.fsdp import fully_shard
 import distca_hf
 from distca_hf.analysis.report.run_folder import read_folder
 from distca_hf.integrations.models.forward_watch import watch_of
+from distca_hf.servers.served_transport import ServedTransport
 from support.data import random_dataset
 from support.lost_server import ServerHarm, harm_server
 from support.models import tiny_model
@@ -36,7 +37,8 @@ def _train(
     for layer in model.model.layers:
         fully_shard(layer)
     fully_shard(model)
-    transport = plugin.served(torch.device("cpu"))
+    found = plugin.training_transport(torch.device("cpu"))
+    transport = found if isinstance(found, ServedTransport) else None
     assert (transport is not None) == harmed
     other = distca_hf.DistCAPlugin(tokens_per_rank=96)
     if beside:

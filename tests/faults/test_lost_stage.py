@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from distca_hf.integrations.stages import StepInputs
+from distca_hf.pipelines.stages import StepInputs
 from support.ranks import start_ranks
 from support.staged import MICRO_BATCHES, StagedTraining, Way, new_mesh, save_initial_model
 

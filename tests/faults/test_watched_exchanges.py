@@ -10,8 +10,8 @@ from typing import NamedTuple, NoReturn
 import torch
 
 import distca_hf
-from distca_hf.comm.heartbeats import LOOK_SECONDS
-from distca_hf.comm.served_transport import ServedTransport
+from distca_hf.servers.heartbeats import LOOK_SECONDS
+from distca_hf.servers.served_transport import ServedTransport
 from support.data import random_dataset
 from support.lost_server import harm_server
 from support.models import tiny_model
@@ -51,8 +51,8 @@ class Trainer(NamedTuple):
         plugin = distca_hf.DistCAPlugin(tokens_per_rank=192)
         batches = iter(plugin.dataloader(random_dataset(60), seed=3))
         model = distca_hf.enable(tiny_model(num_hidden_layers=1), plugin).train()
-        transport, progress = plugin.served(torch.device("cpu")), Progress()
-        assert transport is not None
+        transport, progress = plugin.training_transport(torch.device("cpu")), Progress()
+        assert isinstance(transport, ServedTransport)
         transport._progress = progress  # type: ignore[assignment]
         return cls(transport, progress), Step(model, batches)
 

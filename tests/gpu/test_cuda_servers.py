@@ -4,14 +4,14 @@ bf16 PyTorch."""
 import pytest
 import torch
 
-from distca_hf.comm.speeds import Stopwatch
 from distca_hf.comm.transport import Transport
 from distca_hf.config import DistCAConfig
 from distca_hf.kernels.interface import AttentionSpec
 from distca_hf.layout import Layout
 from distca_hf.placement.place import place
-from distca_hf.planning.served import Servers, plan_served
 from distca_hf.runtime.attention import Attended, attend, attend_backward
+from distca_hf.servers.served_plans import Servers
+from distca_hf.servers.speeds import Stopwatch
 from distca_hf.testing import attend_documents, rows_of_rank, run_ranks
 from support.parity import live_plan
 
@@ -30,7 +30,7 @@ def test_error_is_at_most_twice_that_of_bf16_pytorch(
     trainers: int, servers: int, num_chunks: int, trainers_attend: bool
 ) -> None:
     layout: Layout = place(LENGTHS, trainers)
-    plan = plan_served(layout, Servers((0.7,) * servers, trainers_attend), GROUPS)
+    plan = Servers((0.7,) * servers, trainers_attend).plan(layout, GROUPS)
     tokens = sum(LENGTHS)
     generator = torch.Generator("cuda").manual_seed(0)
     shapes = ((tokens, HEADS, DIM), (tokens, GROUPS, DIM), (tokens, GROUPS, DIM), (tokens, HEADS, DIM))

@@ -81,21 +81,11 @@ def test_wrong_options_are_one_line_before_anything_is_measured(
         ("planning --ranks 0", "argument --ranks: '0' is not a whole number above 0"),
         ("planning --ranks 8 9999", "argument --ranks: 9999 is more than 8192"),
         ("planning --seeds -1", "argument --seeds"),
-        ("weak_scaling --mix nope", "argument --mix: mix 'nope' is none of pretrain, "),
-        ("weak_scaling --device cpu --sizes 9999999", "hold 655359934464 together, more than"),
         ("windows --ranks 8000 --tokens-per-rank 2000000000", "hold 16000000000000 together, more than"),
-        ("pipelines --steps 0", "argument --steps: '0' is not a whole number above 0"),
         ("predicted_steps --published -1", "argument --published: '-1' is not a whole number from 0 on"),
         ("host_time --heads 2000000", "argument --heads: 2000000 is more than 1024"),
         ("training_run --vocabulary 2000000000", "argument --vocabulary: 2000000000 is more than 10000000"),
-        ("server_speeds --servers 1", "argument --servers: '1' is not a whole number above 1"),
-        ("plan_log pretrain", "launch it, as in the example of --help: torchrun"),
-        ("plan_log nope", "argument lengths: nope"),
         ("plan_estimates nope", "unrecognized arguments: nope"),
-        ("pipeline_runtime --step-seconds nan", "argument --step-seconds: 'nan' is no finite number above 0"),
-        ("pipeline_runtime", "launch it, as in the example of --help: torchrun"),
-        ("server_orders --device cpu", "launch it, as in the example of --help: torchrun"),
-        ("server_orders --votes 1", "argument --votes: '1' is not a whole number above 1"),
         ("pipeline_step --chunks 1,0", "argument --chunks: '0' is not a whole number above 0"),
         ("pipeline_step --micro-batches 9999", "argument --micro-batches: 9999 is more than 1024"),
         ("training_run --learning-rate -1", "argument --learning-rate: '-1' is no finite number from 0 on"),
@@ -105,9 +95,6 @@ def test_wrong_options_are_one_line_before_anything_is_measured(
         ("memory --mix nope", "argument --mix: mix 'nope' is none of"),
         ("attention_step --layers 2000000000", "argument --layers: 2000000000 is more than 1024"),
         ("attention_step --compile nope", "argument --compile: backend 'nope' is none of"),
-        ("long_prefixes --tasks 5x3c", "argument --tasks: '5x3c' does not say tasks: write 65536x262144, "),
-        ("long_prefixes --tasks 0x3", "argument --tasks: '0x3' does not say tasks"),
-        ("long_prefixes --heads 5/3x2", "argument --heads: '5/3x2' does not say heads: write 32/8x128, "),
         ("attention_step --profile /dev/null/x", "argument --profile: /dev/null/x cannot be a folder"),
     ],
 )
@@ -131,7 +118,7 @@ def test_numbers_and_names_that_no_program_can_take_are_one_line(
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="of hosts without a GPU")
-@pytest.mark.parametrize("program", ["attention_step", "host_time", "training_run", "weak_scaling"])
+@pytest.mark.parametrize("program", ["attention_step", "host_time", "training_run"])
 def test_without_a_gpu_the_default_device_is_refused(
     script: Callable[[str], ModuleType],
     monkeypatch: pytest.MonkeyPatch,
@@ -144,33 +131,3 @@ def test_without_a_gpu_the_default_device_is_refused(
 
     assert ended.value.code == 2
     assert "this host has no GPU for cuda: give --device cpu" in capsys.readouterr().err
-
-
-def test_sizes_of_weak_scaling_are_numbers(
-    script: Callable[[str], ModuleType], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(sys, "argv", ["weak_scaling.py", "--sizes", "2,x"])
-    with pytest.raises(SystemExit):
-        script("weak_scaling").main()
-
-    assert "argument --sizes: 'x' is not a whole number above 0" in capsys.readouterr().err
-
-
-def test_tasks_of_prefixes_have_the_pairs_of_their_mask(script: Callable[[str], ModuleType]) -> None:
-    plain, causal = script("long_prefixes").all_tasks("2*3x7;3x5c")
-
-    assert (plain.number, plain.queries, plain.keys, plain.causal, plain.pairs) == (2, 3, 7, False, 2 * 21)
-    assert causal.pairs == 3 + 4 + 5
-
-
-def test_results_of_prefixes_that_differ_are_named(script: Callable[[str], ModuleType]) -> None:
-    program = script("long_prefixes")
-    right = {name: torch.ones(2) for name in ("out", "lse", "dq_TNH", "dk_SGH", "dv_SGV")}
-    rounded = program.Call({}, {**right, "dq_TNH": torch.full((2,), 1 + 2**-8)})
-    wrong = program.Call({}, {**right, "dq_TNH": torch.full((2,), 1 + 2**-6), "lse": torch.full((2,), 1 + 2**-8)})
-
-    (tasks,) = program.all_tasks("3x5")
-
-    program.check_equal(tasks, program.Call({}, right), rounded)
-    with pytest.raises(SystemExit, match=r"^3x5: results differ: lse, dq_TNH$"):
-        program.check_equal(tasks, program.Call({}, right), wrong)

@@ -99,7 +99,7 @@ def test_free_memory_of_a_container_counts(script: Callable[[str], ModuleType], 
     for folder in (group, tmp_path / "proc"):
         folder.mkdir(parents=True)
     (tmp_path / "proc/meminfo").write_text("MemTotal: 300 kB\nMemAvailable:  200 kB\n")
-    free_host_bytes = script("lib.longest.host_memory").free_host_bytes
+    free_host_bytes = script("lib.longest.launch").free_host_bytes
     assert free_host_bytes(tmp_path) == 200 * 1024
 
     (group / "memory.max").write_text("max\n")

@@ -75,8 +75,3 @@ def test_trainers_share_the_rows_of_servers(monkeypatch: pytest.MonkeyPatch) -> 
         [(3, 2, 6), (4, 2, 4)],
     ]
     assert share_of([], 0, 2) == []
-
-
-def test_orders_without_a_server_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(AssertionError, match="SystemExit: no attention server was launched"):
-        run_script(2, tmp_path, ["scripts/benchmarks/server_orders.py", "--device", "cpu"])

@@ -18,7 +18,7 @@ from distca_hf.analysis.profiles.curves import Notes
 from distca_hf.analysis.profiles.shipped import find_profile
 from distca_hf.cost import causal_pairs
 from support.commands import REPOSITORY
-from support.scripts import run_script
+from support.scripts import run_script, small_llama
 
 
 MODES = ("local", "sorted", "ideal", "ulysses", "context", "placed", "given")
@@ -321,3 +321,20 @@ def test_what_the_product_refuses_ends_a_program_in_its_words(tmp_path: Path) ->
     words = ["scripts/benchmarks/host_time.py", "--device", "cpu", "--documents", "256", "--kernel", "flash4"]
     with pytest.raises(AssertionError, match="SystemExit: kernel='flash4' cannot be used"):
         run_script(1, tmp_path, words)
+
+
+def test_one_process_has_the_tokens_and_pairs_of_a_rank(tmp_path: Path) -> None:
+    config, out = tmp_path / "config.json", tmp_path / "out.json"
+    config.write_text(json.dumps(small_llama(num_key_value_heads=1)))
+    options = ["--device", "cpu", "--config", str(config), "--documents", "512,8x64;256,4x64", "--modes", "ideal"]
+    quick = ["--share-tokens", "512", "--no-exposed", "--rounds", "1", "--warmup", "0", "--out", out]
+    printed = run_script(1, tmp_path, ["scripts/benchmarks/attention_step.py", *options, *quick])
+    of_two, of_one = (json.loads((tmp_path / name).read_text()) for name in ("out.json", "out.1.json"))
+
+    assert "the part of one rank of 2" in printed
+    assert [facts["load"]["tokens"] for facts in (of_two, of_one)] == [512, 512]
+    assert of_two["load"]["pairs"] == (causal_pairs(0, 512) + 8 * causal_pairs(0, 64)) / 2
+    assert of_one["load"]["pairs"] == causal_pairs(0, 256) + 4 * causal_pairs(0, 64)
+    for facts in (of_two, of_one):
+        assert all(error <= 1 for error in facts["errors"]["ideal"].values())
+        assert facts["modes"]["ideal"]["exchanged_bytes"] == 0

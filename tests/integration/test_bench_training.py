@@ -67,7 +67,7 @@ def test_a_long_document_that_does_not_fit_is_refused(tmp_path: Path) -> None:
 
 
 def test_documents_fill_every_micro_batch(script: Callable[[str], ModuleType]) -> None:
-    documents = script("lib.training.documents").training_documents(3, 20_000, 32_768, vocabulary=1000)
+    documents = script("training_run").training_documents(3, 20_000, 32_768, vocabulary=1000)
     lengths = [len(tokens) for tokens in documents["input_ids"]]
 
     assert lengths.count(20_000) == 3

@@ -34,7 +34,6 @@ def test_no_option_takes_any_whole_number() -> None:
         ("models/sweep --only nope", "--only: not in the mappings of Transformers: nope"),
         ("models/sweep --out missing/page.md", "argument --out: missing/page.md cannot be written"),
         ("models/divided --only nope", "--only: not in the mappings of Transformers: nope"),
-        ("models/check_classes --only nope", "--only: not in the mappings of Transformers: nope"),
         ("models/families --out missing/page.md", "argument --out: missing/page.md cannot be written"),
         ("models/upstream_tests --transformers . --compare missing.json", "missing.json holds no outcomes"),
         ("../examples/pipeline --steps 0", "argument --steps: '0' is not a whole number above 0"),

@@ -26,7 +26,7 @@ def supervise(number, num_trainers, num_servers):
         json.dump([num_trainers, num_servers, *seen], file)
     return 0
 
-module = sys.modules["distca_hf.supervisor"] = types.ModuleType("distca_hf.supervisor")
+module = sys.modules["distca_hf.servers.supervisor"] = types.ModuleType("distca_hf.servers.supervisor")
 module.supervise = supervise
 """
 NOTE = f"""
@@ -73,14 +73,14 @@ HARMFUL = """
 import json, os, signal, sys
 sys.path.insert(0, os.environ["TESTS"])
 import psutil
-from distca_hf.comm.heartbeats import Watch
-from distca_hf.comm.job_store import open_store
+from distca_hf.servers.heartbeats import Watch
+from distca_hf.servers.job_store import open_store
 from support.commands import HANG_SECONDS
 from support.waiting import wait_until
 
 def server():
     launched = psutil.Process().parent().children(recursive=True)
-    (found,) = (process for process in launched if "distca_hf.runtime.server" in process.cmdline())
+    (found,) = (process for process in launched if "distca_hf.servers.server" in process.cmdline())
     return found
 
 def take_away_twice():

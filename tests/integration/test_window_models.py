@@ -13,7 +13,7 @@ from distca_hf.analysis.check.tiny_config import WINDOWS
 from distca_hf.analysis.check.trial import DOCUMENT_TOKENS
 from distca_hf.batches.placed import PlacedPlanner
 from distca_hf.config import DistCAConfig
-from distca_hf.cost import CAUSAL_MASK
+from distca_hf.cost import CAUSAL_MASK, Mask
 from distca_hf.integrations.models.check import refusals
 from distca_hf.integrations.models.layer_masks import layer_masks_of
 from distca_hf.integrations.models.structure import attention_layers
@@ -63,7 +63,7 @@ def test_windows_are_planned_as_the_first_pass_has_them(sweep: ModuleType) -> No
             continue
         windows = sweep.windows(model)
         assert [one for one in windows.items() if one[1][0] != one[1][1]] == [], name
-        planned[name] = [tokens for tokens, _ in windows.values()]
+        planned[name] = [mask.window_tokens for mask, _ in windows.values()]
 
     assert planned["exaone_moe"] == [WINDOW_TOKENS, None]
     assert planned.get("kolibri1") in (None, planned["exaone_moe"]), "which Transformers 5.17 does not have"
@@ -82,10 +82,10 @@ def test_work_of_full_layers_is_even_where_classes_set_a_window_on_them(sweep: M
 
 
 def test_windows_that_differ_are_told(sweep: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sweep, "layer_windows", lambda model: [(name, 8) for name in attention_layers(model)])
+    monkeypatch.setattr(sweep, "masks_of_layers", lambda model: dict.fromkeys(attention_layers(model), Mask(8)))
     outcome = sweep.examine(config_class_of(sweep.TEXT, "mistral"))
 
     assert (outcome.verdict, outcome.detail.partition(" ")[2]) == (
         sweep.WRONG,
-        f"attends with a window of {WINDOW_TOKENS} tokens and is planned with 8",
+        f"attends with a window of {WINDOW_TOKENS} tokens and is planned with a window of 8 tokens",
     )

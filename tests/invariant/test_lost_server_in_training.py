@@ -23,7 +23,7 @@ TRAINERS = 2
 
 def train(run: Run | packs.Run, initial: Path, folder: Path, phase: str) -> tuple[Curve, int]:
     """Trains while a server is lost in the last micro-batch of a step; also returns how often a step ran again."""
-    from distca_hf.integrations.redo import RepeatableStep
+    from distca_hf.servers.redo import RepeatableStep
 
     again, load, counts = [], training.load_model, RepeatableStep.counts
 

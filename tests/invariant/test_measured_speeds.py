@@ -19,7 +19,7 @@ SLOWNESS, IDLE = (1, 2), 4
 
 def measure_by_work(slowness: int = 1) -> None:
     """Lets stopwatches of this process show times that follow from work, in place of those of a busy machine."""
-    from distca_hf.comm.speeds import Reading, Stopwatch
+    from distca_hf.servers.speeds import Reading, Stopwatch
 
     read = Stopwatch.read
 

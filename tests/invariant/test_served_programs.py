@@ -194,8 +194,7 @@ def kinds_of_attention() -> Numbers:
 
 def bytes_of(plugin: Plugin, model: nn.Module, batch: Batch) -> tuple[float, float]:
     """Bytes that a trainer sends in forward, and in backward, on average."""
-    transport = plugin.served(torch.device("cpu"))
-    assert transport is not None
+    transport = plugin.training_transport(torch.device("cpu"))
     begin = transport.traffic.bytes_sent
     loss = model(**batch).loss
     middle = transport.traffic.bytes_sent

@@ -12,12 +12,7 @@ import test_training as placed
 
 from support.checkpointing import LAYER_CALLS
 from support.ranks import run_ranks
-from support.training import (
-    DISTRIBUTED_TYPES,
-    MANY_STEPS,
-    References,
-    assert_same_curve,
-)
+from support.training import DISTRIBUTED_TYPES, MANY_STEPS, References, assert_same_curve
 
 
 def with_packs(kind: str, *arguments: Any) -> packs.Run:

@@ -13,7 +13,7 @@ from distca_hf.config import Residency
 from distca_hf.layout import Layout
 from distca_hf.placement.place import place
 from distca_hf.planning.plan import Plan
-from distca_hf.planning.served import Servers, plan_from_integers, plan_served, plan_to_integers
+from distca_hf.servers.served_plans import Servers, plan_from_integers, plan_to_integers
 from distca_hf.testing import run_ranks
 from support.layouts import packed_layout, random_layout, striped_layout
 from support.parity import Case, Difference, compare
@@ -57,7 +57,7 @@ def test_outputs_and_gradients_equal_unsplit_attention(
     rng = random.Random(seed)
     layout = layout_of(rng, num_trainers)
     servers = Servers(tuple(rng.uniform(0.2, 1) for _ in range(num_servers)), trainers_attend)
-    plan = plan_served(layout, servers, rng.choice([1, 1, 2, 3, 4]))
+    plan = servers.plan(layout, rng.choice([1, 1, 2, 3, 4]))
     case = replace(
         Case.draw(seed, plan.layout, plan), kv_residency=kv_residency, num_chunks=num_chunks, num_servers=num_servers
     )
@@ -75,7 +75,7 @@ def test_servers_compute_and_exchange_in_most_of_these_cases() -> None:
 
     def plan_of(seed: int) -> Plan:
         rng = random.Random(seed)
-        return plan_served(layout_of(rng, 1 + seed % 4), Servers((1.0,) * (1 + seed % 3)), 2)
+        return Servers((1.0,) * (1 + seed % 3)).plan(layout_of(rng, 1 + seed % 4), 2)
 
     plans = [plan_of(seed) for seed in range(60)]
     served = [plan.work[-1] > 0 for plan in plans]

@@ -10,15 +10,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from distca_hf.comm.orders import DTYPES, CallOrder, Phase, PlanOrder
-from distca_hf.comm.speeds import Stopwatch
 from distca_hf.comm.transport import Transport
 from distca_hf.config import DistCAConfig, Residency
 from distca_hf.layout import Layout
 from distca_hf.planning.plan import Plan, plan_in_place
-from distca_hf.planning.served import Servers, plan_served, plan_to_integers
-from distca_hf.runtime.served_traces import ServedTraces
-from distca_hf.runtime.service import Service
+from distca_hf.servers.orders import DTYPES, CallOrder, Phase, PlanOrder
+from distca_hf.servers.served_plans import Servers, plan_to_integers
+from distca_hf.servers.served_traces import ServedTraces
+from distca_hf.servers.service import Service
+from distca_hf.servers.speeds import Stopwatch
 from distca_hf.testing import run_ranks
 from support.layouts import random_layout, random_plan, striped_layout
 from support.parity import Case, Difference, compare
@@ -85,7 +85,7 @@ def test_attention_servers_need_no_sinks(
     """They get log-sum-exps that hold them."""
     rng = random.Random(seed)
     servers = Servers(tuple(rng.uniform(0.2, 1) for _ in range(num_servers)), trainers_attend)
-    plan = plan_served(random_layout(rng, num_trainers), servers, rng.choice([1, 1, 2, 3]))
+    plan = servers.plan(random_layout(rng, num_trainers), rng.choice([1, 1, 2, 3]))
     case = replace(Case.draw(seed, plan.layout, plan), kv_residency=kv_residency, num_servers=num_servers)
 
     check_exact(replace(case, softcap=rng.choice([0.0, 0.7]), has_sinks=True))
@@ -94,7 +94,7 @@ def test_attention_servers_need_no_sinks(
 @pytest.mark.parametrize("keeps", [True, False])
 def test_orders_tell_servers_of_sinks(keeps: bool) -> None:
     """A server makes the calls of orders; its trainer compares what comes back."""
-    plan = plan_served(Layout.from_packs([[90]]), Servers((1.0,)), 1)
+    plan = Servers((1.0,)).plan(Layout.from_packs([[90]]), 1)
     assert plan.pieces.moved.any()
     residency: Residency = "keep" if keeps else "refetch"
     case = replace(Case.draw(0, plan.layout, plan), kv_residency=residency, num_chunks=1, has_sinks=True)

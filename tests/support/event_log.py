@@ -31,12 +31,12 @@ from distca_hf.kernels.interface import NEW, AttentionSpec, Gradients, Inputs, K
 from distca_hf.placement.place import place
 from distca_hf.planning.plan import Plan, plan_in_place
 from distca_hf.planning.routing import rank_plan
-from distca_hf.planning.served import Servers, plan_served
 from distca_hf.runtime.attention import Attended, attend, attend_backward
 from distca_hf.runtime.device_routing import PinnedRankPlan
 from distca_hf.runtime.layer_kinds import Planned
 from distca_hf.runtime.live_plan import LivePlan
 from distca_hf.runtime.pending_traces import PassTrace
+from distca_hf.servers.served_plans import Servers
 from distca_hf.testing import NotedTransport, rows_of_rank, run_ranks
 from distca_hf.traces import PassPart, Spent
 from support.layouts import packed_layout, padding_rows, random_layout, random_plan, striped_layout
@@ -95,7 +95,7 @@ def _plan_of(kind: str, rng: random.Random, num_ranks: int) -> Plan:
         return plan_in_place(striped_layout(rng, num_ranks), rng.choice([1, 2, 4]))
     if kind == "served":
         servers = Servers((rng.uniform(0.2, 1),), rng.random() < 1 / 2)
-        return plan_served(random_layout(rng, num_ranks), servers, rng.choice([1, 2]))
+        return servers.plan(random_layout(rng, num_ranks), rng.choice([1, 2]))
     layout = packed_layout(rng, num_ranks, 40) if kind == "packs" else random_layout(rng, num_ranks)
     if kind == "moved":
         return random_plan(rng, layout)

@@ -37,7 +37,7 @@ CONTEXT.set_forkserver_preload(
         "distca_hf.integrations.trainer.attach",
         "distca_hf.plugin",
         "distca_hf.runtime.op",
-        "distca_hf.runtime.server",
+        "distca_hf.servers.server",
         "transformers.models.llama.modeling_llama",
         "pytest",
         "support.first_step",
@@ -223,7 +223,7 @@ def _rank_main(rank: int, job: Job, function: Callable[..., Any], arguments: tup
         os.environ["ACCELERATE_USE_CPU"] = "true"
     try:
         if rank >= world_size:
-            from distca_hf.runtime.server import serve_job
+            from distca_hf.servers.server import serve_job
 
             if job.before_serving is not None:
                 job.before_serving()
@@ -255,6 +255,6 @@ def _rank_main(rank: int, job: Job, function: Callable[..., Any], arguments: tup
 def _end_service(rank: int, job: Job) -> None:
     """Does what `distca_hf.run` does when a script has ended."""
     if job.servers:
-        from distca_hf.comm.job_store import note_end
+        from distca_hf.servers.job_store import note_end
 
         note_end(rank)

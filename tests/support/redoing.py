@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from distca_hf.comm.grid import Grid
-from distca_hf.comm.speeds import ServerSpeeds
-from distca_hf.planning.served import Servers
+from distca_hf.servers.served_plans import Servers
+from distca_hf.servers.speeds import ServerSpeeds
 from support.data import random_dataset
 from support.models import tiny_model
 from support.training import SEED, computing_arguments, quiet_arguments, sft_trainer
@@ -56,15 +56,11 @@ class Script:
 class ScriptedContext:
     """A plugin whose attention servers are a script."""
 
-    servers = object()
-
-    def __init__(self, plugin: Any, script: Script) -> None:
+    def __init__(self, plugin: Any, script: Script | None) -> None:
         self.metrics, self.device, self._script = plugin.metrics, torch.device("cpu"), script
 
-    def training_transport(self, device: torch.device) -> Script:
+    def training_transport(self, device: torch.device) -> Script | None:
         return self._script
-
-    served = training_transport
 
 
 # Metrics that differ where servers were lost.
@@ -155,7 +151,7 @@ def train_with_script(
 
     import distca_hf
     from distca_hf.integrations.trainer.attachment import Attachment
-    from distca_hf.integrations.trainer.redone_steps import RedoneSteps
+    from distca_hf.servers.redone_steps import RedoneSteps
 
     arguments = quiet_arguments(
         folder,

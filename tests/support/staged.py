@@ -19,14 +19,7 @@ from transformers import AutoModelForCausalLM
 
 import distca_hf
 from distca_hf import Pipeline, PlacedLoader
-from distca_hf.integrations.stages import (
-    DividedModel,
-    ModelPart,
-    StepInputs,
-    StepLoss,
-    check_schedule,
-    parts_of_stage,
-)
+from distca_hf.pipelines.stages import DividedModel, ModelPart, StepInputs, StepLoss, check_schedule, parts_of_stage
 from support.data import random_dataset
 from support.models import tiny_model
 

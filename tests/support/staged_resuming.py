@@ -10,7 +10,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from distca_hf.errors import ConfigError
-from distca_hf.integrations.stages import load_training, save_training
+from distca_hf.pipelines.stages import load_training, save_training
 from support.staged import STEPS, StagedTraining, Trained, Way, new_mesh, whole
 
 

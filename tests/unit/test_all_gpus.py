@@ -109,7 +109,6 @@ def test_launches_and_parts_behind_one_that_fails_run(tmp_path: Path) -> None:
     [
         ("windows", "gemma3-27b", 3),
         ("scale", "scale.json", 1),
-        ("nodes", "nodes.json", 2),
         ("saved", "saved.json", 2),
         ("models", "llama-64k", 4),
         ("liger", "liger.json", 1),
@@ -127,22 +126,21 @@ def test_every_launch_of_a_part_runs_and_one_failure_fails_it(
     assert done.stderr.endswith(f"== {part} failed with status 1\n== failed parts: {part}\n")
 
 
-@pytest.mark.parametrize("part", ["scale", "scale-one", "weak", "nodes", "windows", "servers", "hsdp", "pipeline"])
+@pytest.mark.parametrize("part", ["scale", "scale-one", "weak", "windows", "servers", "hsdp", "pipeline"])
 def test_rounds_can_be_chosen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, part: str) -> None:
     monkeypatch.setenv("ROUNDS", "7")
-    monkeypatch.setenv("WEAK", "--repeats 1")
+    monkeypatch.setenv("WEAK", "--liger")
     lines = [line for line in lines_of(tmp_path, 2, part) if "scripts/" in line]
 
     assert lines
     for line in lines:
         assert re.findall(r"--rounds (\S+)", line)[-1] == "7"
-        assert ("--repeats 1" in line) == (part == "weak")
+        assert ("--liger" in line) == (part == "weak")
 
 
 @pytest.mark.parametrize("failing", ["", ".py"])
-@pytest.mark.parametrize("part", ["pipeline", "pipeline-memory"])
-def test_the_model_of_a_pipeline_does_not_stay(tmp_path: Path, part: str, failing: str) -> None:
-    done = launch(tmp_path, 2, part, failing=failing)
+def test_the_model_of_a_pipeline_does_not_stay(tmp_path: Path, failing: str) -> None:
+    done = launch(tmp_path, 2, "pipeline", failing=failing)
 
     assert done.returncode == (1 if failing else 0)
     assert f"--folder {tmp_path}/out/pipeline." in done.stdout

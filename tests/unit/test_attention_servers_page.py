@@ -8,8 +8,8 @@ import pytest
 from distca_hf.cost import TokenBytes, causal_pairs
 from distca_hf.placement.place import place
 from distca_hf.planning.plan import plan_in_place
-from distca_hf.planning.served import Servers, plan_served
 from distca_hf.planning.transfers import bytes_between
+from distca_hf.servers.served_plans import Servers
 from support.commands import REPOSITORY
 
 
@@ -88,7 +88,7 @@ def test_planned_bytes_are_those_of_the_planner(row: list[str]) -> None:
     words, trainers = re.fullmatch(r"(.*), (\d+) \+ 1", row[0]).groups()  # type: ignore[union-attr]
     n = int(trainers)
     layout = place(np.array(lengths_in(words)), n, head_groups=HEAD_GROUPS)
-    without, served = plan_in_place(layout, HEAD_GROUPS), plan_served(layout, Servers((1.0,)), HEAD_GROUPS)
+    without, served = plan_in_place(layout, HEAD_GROUPS), Servers((1.0,)).plan(layout, HEAD_GROUPS)
     before, after = (bytes_between(plan, TokenBytes()) / 1e6 for plan in (without, served))
     for moved in (before, after):
         np.fill_diagonal(moved, 0)

@@ -13,7 +13,7 @@ from distca_hf.analysis.check.tiny_config import tiny_config
 from distca_hf.comm.grid import Grid
 from distca_hf.cost import causal_pairs
 from distca_hf.flops import Rates, StepFlops
-from distca_hf.integrations.models.operations import predictable, share_of, shares_of_experts, step_flops
+from distca_hf.integrations.models.planner import predictable, share_of, shares_of_experts, step_flops
 from distca_hf.traces import ModelSizes
 from support.models import SIZES, VOCABULARY, tiny_model
 

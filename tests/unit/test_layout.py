@@ -260,13 +260,6 @@ def test_derived_numbers_of_the_drawn_example() -> None:
     assert [layout.segments_of(rank) for rank in (0, 1)] == [slice(0, 2), slice(2, 4)]
 
 
-def test_without_rows_there_is_no_padding() -> None:
-    layout = Layout.from_segments([4, 2], [[(0, 0, 3)], [], [(1, 0, 2), (0, 3, 4)]])
-
-    assert layout.rank_rows.tolist() == [3, 0, 3]
-    assert not padding_rows(layout).any()
-
-
 def test_derived_numbers_equal_counting_token_by_token() -> None:
     for seed in range(60):
         layout = random_layout(random.Random(seed), num_ranks=1 + seed % 6)

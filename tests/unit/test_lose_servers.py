@@ -9,7 +9,7 @@ from types import ModuleType
 
 import pytest
 
-from distca_hf.comm.live_servers import MOST_LOSSES, LostServers
+from distca_hf.servers.live_servers import MOST_LOSSES, LostServers
 from support.commands import REPOSITORY
 
 

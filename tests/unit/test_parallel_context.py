@@ -107,7 +107,7 @@ def test_ranks_of_a_group_do_not_go_on_as_processes_alone(monkeypatch: pytest.Mo
     monkeypatch.setattr(PartialState, "_shared_state", {})  # Accelerate may have counted this process alone before
     opened = LocalTransport()
     opened.world_size, opened.grid = 2, Grid.flat(range(2), 1)
-    monkeypatch.setattr(Members, "of", lambda group, num_servers: Members(range(2), Grid.flat(range(2), 1)))
+    monkeypatch.setattr(Members, "of", lambda group, num_extra: Members(range(2), Grid.flat(range(2), 1)))
     monkeypatch.setattr(parallel_context, "open_transport", lambda *arguments: opened)
 
     with pytest.raises(
@@ -262,9 +262,9 @@ def test_measured_speeds_and_equal_gradients_in_every_run_exclude_each_other(mon
     servers = {"attention_servers": "1", "deterministic": True}
     with pytest.raises(ConfigError, match="server_speed=0 measures speeds, which differ from run to run"):
         ParallelContext(**servers)
-    given = ParallelContext(**servers, server_speed=0.5).servers
+    given = ParallelContext(**servers, server_speed=0.5).annex.extra_ranks
     assert given is not None
     assert given.speeds == (0.5,)
-    measured = ParallelContext(attention_servers="1").servers
+    measured = ParallelContext(attention_servers="1").annex.extra_ranks
     assert measured is not None
     assert measured.speeds == (1.0,)

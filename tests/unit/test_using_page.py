@@ -12,7 +12,7 @@ from distca_hf.batches import meter
 from distca_hf.config import DistCAConfig
 from distca_hf.integrations.models.distributed_check import LOWEST_EXPERTS, LOWEST_TENSOR, LOWEST_WHOLE_EXPERTS
 from distca_hf.integrations.models.weights_check import LOWEST_DIVIDES_AGAIN
-from distca_hf.integrations.trainer import redone_steps
+from distca_hf.servers import redone_steps
 from distca_hf.settings import fields_of
 from support.commands import REPOSITORY
 

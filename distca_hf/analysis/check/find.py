@@ -36,7 +36,7 @@ from distca_hf.errors import ConfigError, did_you_mean, first_line
 from distca_hf.integrations.models.check import IMPLEMENTATION
 
 
-# Follows the name of a model whose sizes nobody gave.
+# Follows the name of a model whose sizes were not given.
 DEFAULT_SIZES = "default sizes"
 # Longest message of another package that is quoted.
 MOST_CHARACTERS = 300
@@ -67,9 +67,7 @@ class Candidate:
 
     Attributes:
         name: as it is printed.
-        config: its configuration.
         make: builds the class from a configuration.
-        class_name: name of the class.
     """
 
     name: str
@@ -96,10 +94,10 @@ def find_candidate(name: str, trust_remote_code: bool = False) -> Candidate:
 
     Args:
         name: see above.
-        trust_remote_code: whether Python code that lies beside a configuration may run.
+        trust_remote_code: whether Python code next to a configuration may run.
 
     Raises:
-        ConfigError: there is no such model, its configuration is not understood, or code of its own is not trusted.
+        ConfigError: there is no such model, its configuration is not understood, or its own code is not trusted.
     """
     if name.endswith(".json") or (Path(name) / CONFIG_FILE).is_file():
         return _of_file(Path(name), trust_remote_code)
@@ -121,14 +119,7 @@ def find_candidate(name: str, trust_remote_code: bool = False) -> Candidate:
 
 
 def _load_config(name: str, trust_remote_code: bool = False) -> PreTrainedConfig:
-    """Loads a configuration from the Hub, from its cache, or from a folder.
-
-    Args:
-        trust_remote_code: whether Python code that lies beside it may run.
-
-    Raises:
-        ConfigError: the Hub has no configuration of this name, or cannot be reached.
-    """
+    """Loads a configuration from the Hub, from its cache, or from a folder."""
     path = Path(name)
     if path.exists() and not (path / CONFIG_FILE).is_file():
         raise ConfigError(f"model {name} is not a model of Transformers: {content_of(path)} (docs/check.md)")
@@ -176,11 +167,7 @@ def _of_file(path: Path, trust_remote_code: bool) -> Candidate:
 
 
 def _of_own_code(file: Path, model_type: str, code: Any, trust_remote_code: bool) -> Candidate:
-    """Returns the model of a configuration whose class Transformers does not have.
-
-    Args:
-        code: for classes of Transformers the class, and the Python file that it is in, if the configuration names any.
-    """
+    """Returns the model of a configuration whose class Transformers does not have."""
     if not isinstance(code, dict):
         raise ConfigError(
             f"model config {file}: Transformers {transformers.__version__} has no model type {model_type!r}"
@@ -237,11 +224,7 @@ def _of_preset(name: str) -> Candidate:
 
 
 def _of_config(config: PreTrainedConfig, name: str) -> Candidate:
-    """Returns the model of a configuration: of the class that it names, or else of the first auto class that has one.
-
-    Raises:
-        ConfigError: Transformers has no model for it.
-    """
+    """Returns the model of a configuration: of the class that it names, or of the first auto class that has one."""
     named: Any = getattr(transformers, _architecture(config) or "", None)
     if _is_model_class(named) and isinstance(config, named.config_class):
         return _of_class(named, config, name)
@@ -258,11 +241,7 @@ def _of_class(model_class: type[PreTrainedModel], config: PreTrainedConfig, name
 
 
 def _class_of(name: str) -> type[PreTrainedModel] | None:
-    """Returns the model class of a name: of Transformers, or of a module that can be imported.
-
-    Raises:
-        ConfigError: the module cannot be imported, or has no such class.
-    """
+    """Returns the model class of a name: of Transformers, or of a module that can be imported."""
     found: Any
     module_name, _, class_name = name.replace(":", ".").rpartition(".")
     if not module_name:
@@ -287,11 +266,7 @@ def _is_model_class(found: Any) -> bool:
 
 
 def _default(config_class: type[PreTrainedConfig]) -> PreTrainedConfig:
-    """Returns the default configuration of a class.
-
-    Raises:
-        ConfigError: the class refuses its own defaults.
-    """
+    """Returns the default configuration of a class."""
     try:
         return config_class()
     except Exception as error:  # as above

@@ -7,8 +7,9 @@ that trains. Numbers of weights are counted in the model itself.
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from math import prod
+from typing import Any
 
 import torch
 from torch import nn
@@ -19,7 +20,7 @@ from distca_hf.analysis.request import MLP_MATRICES
 from distca_hf.gpus import Gpu
 from distca_hf.integrations.models.check import KernelNeed
 from distca_hf.integrations.models.decoder_layers import DecoderLayerKind, decoder_layers
-from distca_hf.integrations.models.operations import share_of, shares_of_experts
+from distca_hf.integrations.models.planner import share_of, shares_of_experts
 from distca_hf.integrations.models.structure import attention_layers, weights_beside_text
 from distca_hf.kernels.registry import KERNELS, why_not
 
@@ -29,8 +30,6 @@ class KernelChoice:
     """Kernels for layers that need the same.
 
     Attributes:
-        need: heads, window and softcap.
-        layers: names of the attention layers.
         able: kernels that can compute them, the fastest first; the first whose package is installed is taken.
         unable: why each other kernel for this kind of device cannot; without those that only their name brings.
     """
@@ -55,14 +54,24 @@ class KernelChoice:
             return ""
         return KERNELS[self.able[0]].install
 
+    def as_json(self) -> dict[str, Any]:
+        """Returns the need and the kernels by name."""
+        return {
+            "layers": list(self.layers),
+            "heads": asdict(self.need.heads),
+            "window_tokens": self.need.window_tokens or None,
+            "softcap": self.need.softcap,
+            "able": list(self.able),
+            "unable": self.unable,
+            "install": self.needs_package,
+        }
+
 
 def kernels_for(needs: dict[KernelNeed, list[str]], gpu: Gpu, weights: torch.dtype) -> list[KernelChoice]:
     """Returns the kernels for each need.
 
     Args:
         needs: see `integrations.models.check.kernel_needs`.
-        gpu: the device that computes.
-        weights: dtype of the model.
     """
     choices = []
     for need, layers in needs.items():
@@ -83,10 +92,6 @@ def decoder_size(model: PreTrainedModel, kinds: list[DecoderLayerKind]) -> Decod
     """Counts the weights of a model; None if its layers cannot be told apart, or it has or shows no embedding.
 
     Weights that several modules share count once, in the first of them.
-
-    Args:
-        model: on any device, also torch's meta device.
-        kinds: of its decoder layers, in order.
     """
     names = decoder_layers(model)
     try:

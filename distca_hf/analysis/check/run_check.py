@@ -1,4 +1,4 @@
-"""Command: `distca check`, from a name to text at 80 columns or JSON, and an exit status."""
+"""Command: `distca check`, from a name to the verdict, the memory of a training, and text at 80 columns or JSON."""
 
 import contextlib
 import json
@@ -6,8 +6,10 @@ import logging
 import sys
 import warnings
 from collections.abc import Iterator
-from typing import get_args
+from dataclasses import asdict, dataclass
+from typing import Any, get_args
 
+import numpy as np
 import torch
 import transformers
 from datasets.utils.logging import disable_progress_bar
@@ -17,63 +19,202 @@ from rich.table import Table
 from rich.text import Text
 from transformers import PreTrainedModel
 
-from distca_hf.analysis.check.check_answer import MOST_TOKENS, CheckAnswer, Job, memory_of
 from distca_hf.analysis.check.find import Candidate, find_candidate
 from distca_hf.analysis.check.layers import KernelChoice, decoder_size
 from distca_hf.analysis.check.trial import LARGEST_DIFFERENCE, Numerics
 from distca_hf.analysis.check.verdict import Verdict, judge
-from distca_hf.analysis.memory import SHARDING_NAMES, USABLE_SHARE, Checkpointing
+from distca_hf.analysis.memory import (
+    GIB,
+    SHARDING_NAMES,
+    USABLE_SHARE,
+    Checkpointing,
+    DecoderSize,
+    Fit,
+    Sharding,
+    TrainingSetup,
+    shardings,
+)
 from distca_hf.analysis.model_files import without_hub
-from distca_hf.analysis.tables import accumulation, block, counted, in_gib, plain_table
-from distca_hf.analysis.terminal import Terminal
+from distca_hf.analysis.options import CheckOptions
+from distca_hf.analysis.request import MAX_MICRO_STEPS, MAX_RANKS
+from distca_hf.analysis.tables import CHECKPOINTING, Terminal, accumulation, block, counted, in_gib, plain_table
+from distca_hf.batches.placed import PlacedPlanner
+from distca_hf.config import DistCAConfig
 from distca_hf.errors import ConfigError
 from distca_hf.gpus import Gpu, find_gpu
 from distca_hf.integrations.models.decoder_layers import grouped, ranges
+from distca_hf.layout import MAX_DOCUMENT_TOKENS
+from distca_hf.planning.transfers import received_bytes
 from distca_hf.telemetry import get_logger
 
 
 WORKS, REFUSED = 0, 1
+# Numbers of tokens per rank that are tried.
+TOKENS_STEP, MOST_TOKENS = 1024, 1 << 20
 
 
-def run_check(
-    model: str,
-    *,
-    tokens_per_rank: int,
-    gpus: int,
-    gpu: str,
-    checkpointing: str,
-    liger: bool,
-    micro_steps: int,
-    numerics: bool,
-    trust_remote_code: bool,
-    as_json: bool,
-) -> int:
+@dataclass(frozen=True)
+class Job:
+    """The training that a model is checked for.
+
+    Attributes:
+        gpu: of each rank.
+        num_ranks: GPUs that share weights.
+        tokens_per_rank: tokens that each holds in a micro-step.
+        checkpointing, liger, micro_steps: see `memory.TrainingSetup`.
+
+    Raises:
+        ConfigError: a number is out of range.
+    """
+
+    gpu: Gpu
+    num_ranks: int
+    tokens_per_rank: int
+    checkpointing: Any = "saved"
+    liger: bool = False
+    micro_steps: int = 1
+
+    def __post_init__(self) -> None:
+        for option, value, most in (
+            ("--gpus", self.num_ranks, MAX_RANKS),
+            ("--tokens-per-rank", self.tokens_per_rank, MAX_DOCUMENT_TOKENS // max(1, self.num_ranks)),
+            ("--micro-steps", self.micro_steps, MAX_MICRO_STEPS),
+        ):
+            if not 1 <= value <= most:
+                raise ConfigError(f"{option} {value} must be between 1 and {most}")
+
+    @property
+    def capacity_tokens(self) -> int:
+        """Tokens that all ranks hold together: those of the longest document."""
+        return self.num_ranks * self.tokens_per_rank
+
+    @property
+    def room_bytes(self) -> float | None:
+        """Bytes that torch may allocate on a GPU; None on a CPU."""
+        return None if self.gpu.gib is None else USABLE_SHARE * self.gpu.gib * GIB
+
+
+@dataclass(frozen=True)
+class CheckAnswer:
+    """The answer.
+
+    Attributes:
+        size: numbers of weights; None if they could not be counted.
+        fits: memory by way to shard weights; empty if it is not known.
+        with_liger_tokens: most tokens per rank that fit with Liger's fused loss, by way to shard weights.
+    """
+
+    candidate: Candidate
+    job: Job
+    verdict: Verdict
+    size: DecoderSize | None
+    fits: dict[Sharding, Fit]
+    with_liger_tokens: dict[Sharding, int]
+
+    @property
+    def works(self) -> bool:
+        """Whether the model can train."""
+        return self.verdict.status != "refused"
+
+    def as_json(self) -> dict[str, Any]:
+        """Returns everything, with bytes and tokens as whole numbers."""
+        job, verdict = self.job, self.verdict
+        return {
+            "model": self.candidate.name,
+            "class": self.candidate.class_name,
+            "model_type": self.candidate.config.model_type,
+            "status": verdict.status,
+            "reasons": list(verdict.reasons),
+            "limits": list(verdict.limits),
+            "notes": list(verdict.notes),
+            "cuts_documents": verdict.cuts_documents,
+            "longest_document_tokens": verdict.longest_document_tokens,
+            "layers": [
+                {"layers": [*numbers], **asdict(kind), "cuts_documents": kind.cuts_documents, "words": kind.in_words()}
+                for numbers, kind in grouped(verdict.kinds)
+            ],
+            "kernels": [choice.as_json() for choice in verdict.kernels],
+            "gpu": asdict(job.gpu),
+            "gpus": job.num_ranks,
+            "tokens_per_rank": job.tokens_per_rank,
+            "micro_steps": job.micro_steps,
+            "checkpointing": job.checkpointing,
+            "liger": job.liger,
+            "parameters": None if self.size is None else self.size.parameters,
+            "room_bytes": None if job.room_bytes is None else round(job.room_bytes),
+            "memory_bytes": {sharding: fit.memory.as_json() for sharding, fit in self.fits.items()},
+            "fits": {sharding: fit.fits for sharding, fit in self.fits.items()},
+            "largest_tokens_per_rank": {sharding: fit.largest_tokens for sharding, fit in self.fits.items()},
+            "largest_tokens_per_rank_with_liger": self.with_liger_tokens,
+            "numerics": None if verdict.numerics is None else verdict.numerics.as_json(),
+        }
+
+
+def memory_of(job: Job, size: DecoderSize, whole_documents: bool) -> tuple[dict[Sharding, Fit], dict[Sharding, int]]:
+    """Estimates memory for each way to shard weights that can train the model, and finds the tokens per rank that fit.
+
+    Keys and values of other ranks are those of one document that all ranks hold together, planned as training plans
+    it: the most that are sent.
+
+    Returns:
+        Memory as the job says, and the tokens per rank that fit with Liger's fused loss.
+    """
+    fits: dict[Sharding, Fit] = {}
+    with_liger: dict[Sharding, int] = {}
+    if job.room_bytes is None:
+        return fits, with_liger
+    of_layers = [layer.heads for layer in size.layers if layer.heads]
+    received = 0
+    if of_layers and not whole_documents:
+        heads = max(of_layers, key=lambda heads: heads.key_value * (heads.dim + heads.value_dim))
+        planner = PlacedPlanner(DistCAConfig(tokens_per_rank=job.tokens_per_rank), job.num_ranks, heads.groups)
+        plan = planner.plan(np.array([job.capacity_tokens]))
+        received = int(received_bytes(plan, heads.token_bytes()).max())
+    for sharding in shardings(job.micro_steps, whole_documents):
+        for liger in {job.liger, True}:
+            trained = job.num_ranks, sharding, job.checkpointing, liger
+            setup = TrainingSetup(*trained, micro_steps=job.micro_steps)
+            steps = range(TOKENS_STEP, MOST_TOKENS + 1, TOKENS_STEP)
+            fit = Fit.of(size, setup, job.tokens_per_rank, received, job.room_bytes, steps)
+            if liger == job.liger:
+                fits[sharding] = fit
+            if liger:
+                with_liger[sharding] = fit.largest_tokens
+    return fits, with_liger
+
+
+def run_check(options: CheckOptions) -> int:
     """Runs `distca check`; returns its exit status. Output is printed at the very end, so that an error leaves nothing
     behind.
 
     Raises:
         ConfigError: an option or the model is wrong.
     """
-    if checkpointing not in get_args(Checkpointing):
-        raise ConfigError(f"--checkpointing {checkpointing} must be one of {', '.join(get_args(Checkpointing))}")
-    job = Job(find_gpu(gpu), gpus, tokens_per_rank, checkpointing, liger, micro_steps)
+    if options.checkpointing not in get_args(Checkpointing):
+        raise ConfigError(
+            f"--checkpointing {options.checkpointing} must be one of {', '.join(get_args(Checkpointing))}"
+        )
+    job = Job(
+        find_gpu(options.gpu),
+        options.gpus,
+        options.tokens_per_rank,
+        options.checkpointing,
+        options.liger,
+        options.micro_steps,
+    )
     with _quiet():
-        candidate = find_candidate(model, trust_remote_code)
-        with contextlib.nullcontext() if trust_remote_code else without_hub():
+        candidate = find_candidate(options.model, options.trust_remote_code)
+        with contextlib.nullcontext() if options.trust_remote_code else without_hub():
             answer = check(candidate, job)
-    if as_json:
+    if options.as_json:
         sys.stdout.write(json.dumps(answer.as_json(), allow_nan=False) + "\n")
     else:
-        print_answer(answer, Terminal(), numerics)
+        print_answer(answer, Terminal(), options.numerics)
     return WORKS if answer.works else REFUSED
 
 
 def check(candidate: Candidate, job: Job) -> CheckAnswer:
     """Judges a model for a training, and estimates its memory.
-
-    Args:
-        candidate: the model.
-        job: the training.
 
     Raises:
         ConfigError: the model cannot be built.
@@ -94,7 +235,7 @@ def judge_quietly(
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Leaves out the words of libraries about a model without weights, and of a step that is no training. A model's
+    """Leaves out the words of libraries about a model without weights, and of a step that does not train. A model's
     code may print: that goes to stderr."""
     log, level = get_logger("distca_hf"), logging.getLogger("distca_hf").level
     verbosity, threads = transformers.logging.get_verbosity(), torch.get_num_threads()
@@ -126,11 +267,6 @@ PARTS = {
 }
 # Spaces above, right, below and left of an indented line.
 INDENTED = (0, 0, 0, 2)
-CHECKPOINTING = {
-    "saved": "layers checkpointed, attention's outputs kept",
-    "recomputed": "layers checkpointed, attention computed twice",
-    "none": "no activation checkpointing",
-}
 
 
 def print_answer(answer: CheckAnswer, console: Console, with_numerics: bool = False) -> None:
@@ -160,7 +296,7 @@ def _blocks(answer: CheckAnswer, with_numerics: bool) -> Iterator[RenderableType
 
 
 def _verdict(answer: CheckAnswer) -> RenderableType:
-    """Returns the model, the verdict, and every reason, limit and note in a line of its own."""
+    """Returns the model, the verdict, and every reason, limit and note on its own line."""
     verdict, candidate = answer.verdict, answer.candidate
     parameters = "" if answer.size is None else f", {answer.size.parameters / 1e9:.3g}B parameters"
     lines: list[RenderableType] = [

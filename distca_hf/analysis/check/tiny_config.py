@@ -69,7 +69,7 @@ SIZES: dict[str, Any] = {
     )
     for name in names.split()
 }
-# Multi-head latent attention: every head has keys of its own, and a part of each key is rotated.
+# Multi-head latent attention: every head has its own keys, and a part of each key is rotated.
 LATENT: dict[str, Any] = {
     **dict.fromkeys(("kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "v_head_dim"), HEAD_DIM),
     **{"qk_rope_head_dim": HEAD_DIM // 2, "head_dim": HEAD_DIM // 2, "num_key_value_heads": 4},

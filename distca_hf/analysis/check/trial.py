@@ -42,7 +42,6 @@ class TinyModel:
     """A model so small that it trains a step in a fraction of a second.
 
     Attributes:
-        config: its configuration.
         make: builds its class: `from_config` of one of Transformers' auto classes, or `_from_config` of a class.
         trains: whether it is in training mode; some classes draw random numbers there.
     """
@@ -219,7 +218,6 @@ class Numerics:
     Attributes:
         logits: norm of the difference over the norm; None where the model returns none.
         loss, gradients: likewise.
-        num_ranks, documents, tokens: of the step.
         in_training_mode: whether the model was in training mode; one that draws random numbers there is not.
     """
 

@@ -20,16 +20,9 @@ from distca_hf.analysis.check.tiny_config import tiny_config, tiny_version
 from distca_hf.analysis.check.trial import Numerics, TinyModel, compare, step_alone
 from distca_hf.errors import ConfigError, DistCAError
 from distca_hf.gpus import Gpu
-from distca_hf.integrations.models.check import (
-    IMPLEMENTATION,
-    REMEDY,
-    PositionLimits,
-    kernel_needs,
-    refusals,
-)
+from distca_hf.integrations.models.check import IMPLEMENTATION, REMEDY, PositionLimits, kernel_needs, refusals
 from distca_hf.integrations.models.decoder_layers import DecoderLayerKind, layer_kinds, ranges
-from distca_hf.integrations.models.structure import attention_layers, text_decoder
-from distca_hf.integrations.models.towers import towers
+from distca_hf.integrations.models.structure import attention_layers, text_decoder, towers
 
 
 Status = Literal["works", "works with limits", "refused"]
@@ -47,7 +40,6 @@ class Verdict:
         limits: what a training must keep to, each a sentence.
         notes: what is worth knowing besides.
         kinds: how each decoder layer mixes tokens, in order.
-        kernels: for layers that need the same.
         longest_document_tokens: longest document that is accepted; None if any is.
         whole_documents: whether documents stay whole on a rank.
         numerics: of the tiny version; None if it was not tried, or refused before.
@@ -83,8 +75,6 @@ def judge(candidate: Candidate, gpu: Gpu, capacity_tokens: int, tries: bool = Tr
     """Judges a model; returns the verdict, and the model on torch's meta device.
 
     Args:
-        candidate: class and configuration.
-        gpu: device of the training.
         capacity_tokens: tokens that all ranks together hold, and so the longest document.
         tries: whether a tiny version trains a step, if nothing else is against the model.
 
@@ -170,11 +160,7 @@ def _quantised(config: PreTrainedConfig, found: _Findings) -> None:
 
 
 def _outline(candidate: Candidate, found: _Findings) -> PreTrainedModel:
-    """Returns the model without weights, with another attention if Transformers refuses distca for it.
-
-    Raises:
-        ConfigError: it cannot be built at all.
-    """
+    """Returns the model without weights, with another attention if Transformers refuses distca for it."""
     try:
         return candidate.outline()
     except Exception as error:  # a model's code may raise anything

@@ -15,13 +15,13 @@ from pathlib import Path
 from typing import Any
 
 from distca_hf.analysis.find_model import find_model
-from distca_hf.analysis.profiles.cluster_profile import AttentionTimes, ClusterProfile, LinkTimes
+from distca_hf.analysis.profiles.cluster_profile import ClusterProfile, LinkTimes
+from distca_hf.analysis.profiles.curves import kernel_times_of
 from distca_hf.analysis.profiles.grid import Grid
-from distca_hf.analysis.profiles.kernel_times import kernel_times_of
 from distca_hf.analysis.profiles.layers import LayerSize
 from distca_hf.analysis.profiles.measure import Measuring
+from distca_hf.analysis.profiles.measure_links import MeasuringRanks
 from distca_hf.analysis.profiles.shipped import DEFAULT_FILE
-from distca_hf.comm.measure_links import MeasuringRanks
 from distca_hf.config import DistCAConfig
 from distca_hf.cost import causal_pairs
 from distca_hf.errors import ConfigError, DistCAError, printable
@@ -35,7 +35,6 @@ class LinkFigures:
     """Links within a node, or between nodes.
 
     Attributes:
-        ranks: ranks that measured.
         exchange_bytes_per_second, all_gather_bytes_per_second, reduce_scatter_bytes_per_second: of the largest size.
         exchange_latency_seconds: of an exchange of the smallest size.
     """
@@ -59,7 +58,6 @@ class MainFigures:
     """A profile in short.
 
     Attributes:
-        file: of the profile.
         device, kernel, processes, nodes, date: see `Made`.
         matrix_flops: operations per second of a large matrix product.
         attention_tokens: queries of the longest document that was measured.
@@ -87,7 +85,8 @@ class MainFigures:
     def of(cls, profile: ClusterProfile, file: Path) -> "MainFigures":
         """Returns the figures of a profile, and the path of its file."""
         made, attention = profile.made, profile.attention[0]
-        flops, layer = _flops_of_longest(attention), profile.layers[0]
+        layer, pairs = profile.layers[0], causal_pairs(0, int(attention.square_tokens[-1]))
+        flops = 2.0 * 2 * attention.head_dim * attention.heads * float(pairs)  # two products for each pair
         return cls(
             file=str(file),
             device=made.device,
@@ -122,12 +121,6 @@ class MainFigures:
                 for name, links in (("within a node", self.within_node), ("between nodes", self.between_nodes))
             ),
         ]
-
-
-def _flops_of_longest(attention: AttentionTimes) -> float:
-    """Returns the operations of the forward pass of the longest square: two products for each pair."""
-    pairs = causal_pairs(0, int(attention.square_tokens[-1]))
-    return 2.0 * 2 * attention.head_dim * attention.heads * float(pairs)
 
 
 def _link_words(links: LinkFigures | None) -> str:

@@ -5,19 +5,12 @@ a name that is not known here: numbers of a file that is half understood would b
 """
 
 import json
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
-from distca_hf.analysis.profiles.json_values import (
-    UnknownNamesError,
-    check_curve,
-    check_names,
-    check_positive,
-    check_rising,
-    read_dataclass,
-)
 from distca_hf.errors import ConfigError
 from distca_hf.version import __version__
 from distca_hf.whole_file import read_at_most
@@ -36,6 +29,70 @@ OF_ANOTHER_VERSION = "install the version that wrote it, or measure again with `
 
 Numbers = tuple[float, ...]
 Table = tuple[Numbers, ...]
+# Least and most of a number that is measured, in any unit: a few of them multiplied or divided are finite, too.
+LEAST, MOST = 1e-30, 1e30
+
+
+class UnknownNamesError(ValueError):
+    """Names of another version: nothing is damaged, and what they mean is not known here."""
+
+
+def check_names(where: str, content: Mapping[str, Any], known: Collection[str]) -> None:
+    """Raises UnknownNamesError where content has names that are not known."""
+    if unknown := set(content) - {*known}:
+        raise UnknownNamesError(f"{where} has {', '.join(sorted(unknown))}")
+
+
+def read_dataclass(cls: Any, content: Mapping[str, Any]) -> Any:
+    """Returns a dataclass of JSON values; lists become tuples.
+
+    Raises:
+        UnknownNamesError: names are unknown.
+        TypeError, ValueError: names are missing, or a value is of another kind or out of range.
+    """
+    check_names(cls.__name__, content, {field.name for field in fields(cls)})
+    found = cls(**{name: _as_tuples(value) for name, value in content.items()})
+    for name, kind in get_type_hints(cls).items():
+        _check_single(f"{cls.__name__}.{name}", kind, getattr(found, name))
+    return found
+
+
+def _check_single(name: str, kind: Any, value: Any) -> None:
+    """Raises ValueError where a single value is of another kind than its field, or out of range."""
+    if kind not in (int, float, str, bool):
+        return
+    if type(value) is not kind and not (kind is float and type(value) is int):
+        raise ValueError(f"{name} is {value!r}, and no {kind.__name__}")
+    if kind in (int, float):
+        least = 0 if kind is float or name.endswith("window_tokens") else 1
+        if not least <= value <= MOST:
+            raise ValueError(f"{name} is {value}, and must be at least {least}, and at most {MOST:g}")
+
+
+def _as_tuples(value: Any) -> Any:
+    return tuple(_as_tuples(item) for item in value) if isinstance(value, list) else value
+
+
+def check_curve(name: str, sizes: Sequence[float], *times: Sequence[float]) -> None:
+    """Raises ValueError where sizes do not rise, or times are not as many, finite and above 0."""
+    check_rising(name, sizes)
+    for seconds in times:
+        if len(seconds) != len(sizes):
+            raise ValueError(f"{len(seconds)} times for {len(sizes)} {name}")
+        check_positive(name, seconds)
+
+
+def check_rising(name: str, sizes: Sequence[float]) -> None:
+    """Raises ValueError where there are no sizes, or these do not rise from above 0."""
+    if not sizes or any(later <= earlier for earlier, later in pairwise(sizes)):
+        raise ValueError(f"{name} do not rise: {sizes}")
+    check_positive(name, sizes)
+
+
+def check_positive(name: str, values: Sequence[float]) -> None:
+    """Raises ValueError where a value is not above 0, or not within what can be measured."""
+    if not all(LEAST <= value <= MOST for value in values):
+        raise ValueError(f"{name}: {values} are not all above 0, between {LEAST:g} and {MOST:g}")
 
 
 @dataclass(frozen=True)
@@ -46,8 +103,6 @@ class Made:
         date: day and time, UTC.
         device: name of the GPU, as torch calls it.
         kernel: class of the attention kernel.
-        processes, nodes: how many measured.
-        command: line that measured.
         versions: of packages, CUDA and NCCL.
         remarks: anything else that a reader of its figures has to know.
     """
@@ -66,7 +121,7 @@ class Made:
 class AttentionTimes:
     """Seconds of one task of the attention kernel, all heads of it.
 
-    A task is computed as in training: a causal *square* against keys beside its queries, and a *prefix* without a mask
+    A task is computed as in training: a causal *square* against the keys of its queries, and a *prefix* without a mask
     against the keys before. Short tasks are measured many in one call.
 
     Attributes:
@@ -140,13 +195,11 @@ class LinkTimes:
     """Seconds of exchanges and collectives between ranks that share a node, or that do not.
 
     Attributes:
-        ranks: ranks that took part.
         num_bytes: `[sizes]` bytes that a rank receives from others, and sends.
         exchange: `[sizes]` seconds of an all-to-all through the product's transport.
         all_gather, reduce_scatter: `[sizes]` seconds of FSDP's collectives.
         attention_beside: seconds by which a second of exchange delays an attention kernel beside it.
         products_beside: seconds by which a second of gathering delays matrix products beside it.
-        date, command: when and how.
         ranks_per_node: of these ranks; 1 also for a stand-in, whose ranks share a node and count as nodes.
         one_way: `[sizes]` seconds of an exchange in which every second rank sends to the others, and receives
             nothing; empty where it was not measured.

@@ -3,8 +3,7 @@
 from dataclasses import dataclass
 from functools import cached_property
 
-from distca_hf.analysis.profiles.attention import TaskSize
-from distca_hf.analysis.profiles.layers import LayerSize
+from distca_hf.analysis.profiles.layers import LayerSize, TaskSize
 
 
 MIB = 1 << 20

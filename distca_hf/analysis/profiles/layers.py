@@ -1,4 +1,8 @@
-"""Seconds of a decoder layer without core attention, and rates of the rest of a step.
+"""Seconds of a decoder layer, of core attention and of all else, and rates of the rest of a step.
+
+Attention is measured for tasks as training has them. A rank holds the keys of its own queries, and receives the
+prefix. So a task is a causal call over as many keys as queries (the square), and a call without a mask over the
+prefix, whose output is merged and whose gradient of queries is added. Short tasks are measured many in one call.
 
 The layer is Transformers' own of a Llama, in bf16, with a function in the place of attention that computes nothing: it
 returns stored random numbers, and hands gradients on. So products, norms, rotary embeddings and sums are those of
@@ -6,6 +10,8 @@ training. Weights are local; FSDP's collectives are measured by themselves.
 """
 
 import importlib.util
+import statistics
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -16,11 +22,159 @@ from torch.nn.functional import cross_entropy, linear
 from transformers import AttentionInterface, LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
 
-from distca_hf.analysis.profiles.clock import Clock
 from distca_hf.analysis.profiles.cluster_profile import DeviceRates, LayerTimes
+from distca_hf.config import KernelName
+from distca_hf.kernels.interface import (
+    AttentionSpec,
+    Gradients,
+    Inputs,
+    Kernel,
+    Room,
+    Saved,
+    Spans,
+    accumulation_dtype,
+    before_queries,
+)
+from distca_hf.kernels.registry import Operands, choose_kernel
+from distca_hf.kernels.rows import merge_rows
 
 
 NO_ATTENTION = "distca_profile_without_attention"
+
+
+@dataclass(frozen=True)
+class Clock:
+    """Times calls of a device.
+
+    Attributes:
+        enough_seconds: a call is repeated until it took so long in all.
+    """
+
+    device: torch.device
+    enough_seconds: float = 0.06
+    fewest: int = 2
+    most: int = 20
+
+    def seconds(self, run: Callable[[], object]) -> float:
+        """Returns the median of the calls that come after the first one."""
+        run()
+        times: list[float] = []
+        while len(times) < self.fewest or (sum(times) < self.enough_seconds and len(times) < self.most):
+            times.append(self._once(run))
+        return statistics.median(times)
+
+    def busy(self, run: Callable[[], object], seconds: float) -> None:
+        """Repeats a call for so long: clocks of a GPU fall while it gets warm."""
+        until = time.monotonic() + seconds
+        while time.monotonic() < until:
+            self._once(run)
+
+    def _once(self, run: Callable[[], object]) -> float:
+        if self.device.type != "cuda":
+            began = time.perf_counter()
+            run()
+            return max(1e-9, time.perf_counter() - began)
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        run()
+        end.record()
+        end.synchronize()
+        return begin.elapsed_time(end) / 1e3
+
+
+@dataclass(frozen=True)
+class TaskSize:
+    """One kind of task.
+
+    Attributes:
+        prefix: keys of its prefix; 0 for a square, whose keys are as many as its queries.
+        heads, kv_heads: of the call.
+        window_tokens: sliding window of a square; 0 for none.
+    """
+
+    queries: int
+    prefix: int
+    heads: int
+    kv_heads: int
+    window_tokens: int = 0
+
+    @property
+    def keys(self) -> int:
+        return self.prefix or self.queries
+
+
+@dataclass(frozen=True)
+class AttentionBench:
+    """The kernel of a device, and how large calls are.
+
+    Attributes:
+        call_queries, call_keys: a call has about so many queries, and no more keys than these, if a task has fewer.
+    """
+
+    clock: Clock
+    kernel: Kernel
+    dtype: torch.dtype
+    head_dim: int
+    call_queries: int
+    call_keys: int
+
+    @classmethod
+    def choose(
+        cls, clock: Clock, name: KernelName, heads: tuple[int, int, int], call_queries: int, call_keys: int
+    ) -> "AttentionBench":
+        """Chooses the kernel as training does.
+
+        Args:
+            heads: query heads, KV heads, and the dimension of a head.
+
+        Raises:
+            UnsupportedAttentionError: none can compute these heads.
+        """
+        dtype = torch.bfloat16 if clock.device.type == "cuda" else torch.float32
+        query, key_value, dim = heads
+        q, k = (torch.empty(1, number, dim, device=clock.device, dtype=dtype) for number in (query, key_value))
+        kernel = choose_kernel(name, Operands.of(q, k, k), AttentionSpec(scale=1.0))
+        return cls(clock, kernel, dtype, dim, call_queries, call_keys)
+
+    def seconds(self, size: TaskSize) -> tuple[float, float]:
+        """Returns the seconds of one task, forward and backward."""
+        forward, backward, tasks = self.calls(size)
+        return self.clock.seconds(forward) / tasks, self.clock.seconds(backward) / tasks
+
+    def calls(self, size: TaskSize) -> tuple[Callable[[], object], Callable[[], object], int]:
+        """Prepares calls of one size; returns forward, backward, and how many tasks they have."""
+        tasks = max(1, min(self.call_queries // size.queries, self.call_keys // size.keys))
+        rows, key_rows = tasks * size.queries, tasks * size.keys
+        q, dout, dq, own_dq = (self._random(rows, size.heads) for _ in range(4))
+        k, v, dk, dv = (self._random(key_rows, size.kv_heads) for _ in range(4))
+        out, lse = (
+            self._random(rows, size.heads),
+            torch.zeros(rows, size.heads, device=q.device, dtype=accumulation_dtype(self.dtype)),
+        )
+        offsets = torch.arange(tasks + 1, device=q.device, dtype=torch.int32)
+        spans = Spans(offsets * size.queries, offsets * size.keys, size.queries, size.keys)
+        spec = AttentionSpec(self.head_dim**-0.5, window_tokens=size.window_tokens)
+        saved, gradients = Saved(q, k, v, out, lse.T), Gradients(dq, dk, dv)
+        if not size.prefix:
+            inputs, room = Inputs(q, k, v), Room(out, lse.T)
+            return (
+                lambda: self.kernel.forward(inputs, spans, spec, room),
+                lambda: self.kernel.backward(dout, saved, gradients, spans, spec),
+                tasks,
+            )
+        spec = before_queries(spec)
+
+        def forward() -> None:
+            merge_rows(out, lse, *self.kernel.forward(Inputs(q, k, v), spans, spec))
+
+        def backward() -> None:
+            self.kernel.backward(dout, saved, gradients, spans, spec)
+            own_dq.add_(dq)
+
+        return forward, backward, tasks
+
+    def _random(self, rows: int, heads: int) -> torch.Tensor:
+        return torch.randn(rows, heads, self.head_dim, device=self.clock.device, dtype=self.dtype)
 
 
 @dataclass(frozen=True)
@@ -58,12 +212,7 @@ def has_liger() -> bool:
 
 @dataclass(frozen=True)
 class LayerBench:
-    """Measures layers and rates of one device.
-
-    Attributes:
-        clock: of the device.
-        dtype: of weights and activations.
-    """
+    """Measures layers and rates of one device."""
 
     clock: Clock
     dtype: torch.dtype

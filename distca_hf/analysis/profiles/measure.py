@@ -17,8 +17,6 @@ from typing import TypeVar
 import numpy as np
 import torch
 
-from distca_hf.analysis.profiles.attention import AttentionBench, TaskSize
-from distca_hf.analysis.profiles.clock import Clock
 from distca_hf.analysis.profiles.cluster_profile import (
     AttentionTimes,
     ClusterProfile,
@@ -29,9 +27,9 @@ from distca_hf.analysis.profiles.cluster_profile import (
 )
 from distca_hf.analysis.profiles.curves import Curve, Notes
 from distca_hf.analysis.profiles.grid import Grid
-from distca_hf.analysis.profiles.layers import LayerBench, has_liger
-from distca_hf.comm.measure_links import FEWEST_CALLS, MeasuringRanks
-from distca_hf.comm.measured_sends import OnOwnStream
+from distca_hf.analysis.profiles.layers import AttentionBench, Clock, LayerBench, TaskSize, has_liger
+from distca_hf.analysis.profiles.measure_links import FEWEST_CALLS, MeasuringRanks
+from distca_hf.analysis.profiles.measured_sends import OnOwnStream
 from distca_hf.config import KernelName
 from distca_hf.version import __version__, installed_versions
 
@@ -40,12 +38,7 @@ T = TypeVar("T")
 
 
 class MeasuringProgress:
-    """Shows what is measured, on rank 0 alone. `rich` draws a bar; without it, as without a terminal, there are lines.
-
-    Args:
-        shown: whether this rank shows anything.
-        total: number of measurements.
-    """
+    """Shows what is measured, on rank 0 only: a bar of `rich`, or lines without it or without a terminal."""
 
     def __init__(self, shown: bool, total: int) -> None:
         self._shown, self._total, self._done, self._words = shown, total, 0, ""
@@ -89,14 +82,7 @@ WARM_UP_SECONDS = {"cuda": 3.0, "cpu": 0.0}
 
 @dataclass(frozen=True)
 class Measuring:
-    """One rank of a measurement.
-
-    Attributes:
-        ranks: all ranks, and their wires.
-        grid: sizes to measure.
-        kernel: name of the attention kernel.
-        command, remarks: for the file.
-    """
+    """One rank of a measurement."""
 
     ranks: MeasuringRanks
     grid: Grid

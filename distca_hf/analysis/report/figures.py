@@ -17,7 +17,7 @@ OfRanks = Sequence[float | None]
 @dataclass(frozen=True)
 class Seconds:
     """Predicted and measured seconds of every rank, forward and backward of all layers. All are `[ranks]`, with
-    attention servers behind the ranks that hold tokens.
+    attention servers after the ranks that hold tokens.
 
     Attributes:
         rates: the profile, or the GPU, by which they are predicted; empty if nothing is predicted.
@@ -59,8 +59,6 @@ class CallOfRanks:
     """One attention call, of several ranks side by side.
 
     Attributes:
-        part: "forward", "recomputed" or "backward".
-        layer: number of the layer.
         window_tokens: of its sliding window; 0 without one.
         ranks: for each its number, and its spans: what time was spent on, and microseconds.
     """
@@ -91,10 +89,6 @@ class Table:
     """A table of text and numbers.
 
     Attributes:
-        title: its heading.
-        columns: names.
-        rows: of as many cells.
-        note: one sentence about it.
         bars: number of the column that is drawn as bars; None: nothing is drawn.
         marked: numbers of the rows whose bars stand out.
     """
@@ -119,12 +113,12 @@ class StepFigures:
         tokens_before: `[ranks]` of each batch, of documents that lie as in `work_before`; empty if unknown.
         step_work_before, step_work: `[ranks]` operations of a step, of ranks that hold tokens; empty if unknown.
         num_ranks: ranks that hold tokens.
-        servers: numbers of the attention servers behind them.
+        servers: numbers of the attention servers after them.
         speeds: `[ranks]` relative speeds of the ranks of `work`; empty where all are equal.
         sent: (source, destination, bytes) of one layer's forward pass.
         nodes_sent: nodes that source and destination are, because ranks are too many; attention servers are numbered
-            behind them. 0: they are ranks.
-        missing: ranks whose traces are missing, servers behind the ranks that hold tokens.
+            after them. 0: they are ranks.
+        missing: ranks whose traces are missing, servers after the ranks that hold tokens.
         facts: name and value of what else is known of it.
         findings: sentences: balance, the rank that others wait for, and why.
         seconds, calls, memory: empty if nothing was measured or predicted.
@@ -176,10 +170,8 @@ class Report:
     """A page.
 
     Attributes:
-        title: its heading.
         source: path of what was read.
         steps: micro-batches, in their order.
-        summary: sentences about all of them.
         notes: what is missing or left out.
         tables: of what is not of one micro-batch.
         begin_with: number of the step that is shown first, and that the command prints.

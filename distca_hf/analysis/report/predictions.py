@@ -80,8 +80,7 @@ class Predictor:
         """Returns predicted seconds of one micro-batch; nothing where there is nothing to predict from.
 
         Args:
-            of_ranks: traces by rank, attention servers behind the others; some may be missing.
-            num_ranks: all of them.
+            of_ranks: traces by rank, attention servers after the others; some may be missing.
         """
         by_gpu: dict[tuple[str, str], list[RankTrace]] = {}
         for trace in of_ranks.values():

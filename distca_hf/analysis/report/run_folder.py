@@ -1,17 +1,43 @@
-"""Run folder: reads the traces of a training, one file of each rank, into figures of every reported micro-batch."""
+"""Run folder: reads the traces of a training, one file of each rank, into figures of every reported micro-batch.
+
+Files are read twice: once to note where the traces of each step lie, then step by step. So only the traces of one step
+are in memory at a time.
+
+    rank-00000.jsonl   | step 100 ... | step 200 ... |        places of step 200:  bytes of lines in every file
+    rank-00001.jsonl   | step 100 ... | step 200 ... |
+"""
 
 from collections import defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
+from typing import NamedTuple
 
 from distca_hf.analysis.report.figures import CallOfRanks, MemoryBar, Report, Seconds, StepFigures
 from distca_hf.analysis.report.predictions import Predicted, Predictor
-from distca_hf.analysis.report.served import waiting_for_servers
 from distca_hf.analysis.report.small_enough import chosen_calls, in_nodes, spread
-from distca_hf.analysis.report.straggler import findings_of, most_telling, names_in_words, summary_of
-from distca_hf.analysis.report.trace_index import TraceIndex
+from distca_hf.analysis.report.straggler import (
+    findings_of,
+    most_telling,
+    names_in_words,
+    summary_of,
+    waiting_for_servers,
+)
 from distca_hf.errors import ReportError
-from distca_hf.traces import FILES, FOLDER, SERVER_FILES, PassPart, RankTrace, Spent
+from distca_hf.traces import (
+    FILES,
+    FOLDER,
+    LONGEST_LINE_BYTES,
+    SERVER_FILES,
+    PassPart,
+    RankTrace,
+    Spent,
+    is_json,
+    may_begin_line,
+    step_of,
+)
+from distca_hf.whole_file import lines_of, open_regular
 
 
 # Traces that are read, of all ranks together: a minute's work, step after step. Of more steps some are left out.
@@ -22,6 +48,123 @@ CLOCKS_APART_SECONDS = 5.0
 _Key = tuple[int, int, int, int, int]
 
 KERNELS, EXCHANGES = (Spent.LOCAL, Spent.REMOTE), (Spent.SEND, Spent.COMBINE)
+
+
+class _Place(NamedTuple):
+    """Lines of one step that follow each other in a file: the byte that the first begins with, its number, and how
+    many lines and traces there are."""
+
+    file: Path
+    begin: int
+    num_lines: int
+    first_line: int
+    num_traces: int
+
+
+class _Line(NamedTuple):
+    """One line of a file, without those that are empty."""
+
+    number: int
+    begin: int
+    content: bytes
+
+
+@dataclass(frozen=True)
+class TraceIndex:
+    """The steps of a folder.
+
+    Attributes:
+        steps: numbers of the steps, rising.
+        unfinished: files whose last line is cut off; it is left out.
+    """
+
+    steps: Sequence[int]
+    num_traces: int
+    unfinished: Sequence[Path]
+    _places: dict[int, list[_Place]]
+
+    @classmethod
+    def of(cls, files: Iterable[Path]) -> "TraceIndex":
+        """Reads files once, and notes where the traces of each step lie.
+
+        Raises:
+            ReportError: a file cannot be read, or a line is not a trace of this version; names both.
+        """
+        places: defaultdict[int, list[_Place]] = defaultdict(list)
+        unfinished: list[Path] = []
+        num_traces = 0
+        for file in files:
+            for step, place in _joined(file, unfinished):
+                places[step].append(place)
+                num_traces += place.num_traces
+        return cls(sorted(places), num_traces, unfinished, dict(places))
+
+    def traces_of(self, step: int) -> Iterator[RankTrace]:
+        """Yields the traces of a step, in the order of files and lines.
+
+        Raises:
+            ReportError: a line is not a trace; names file and line.
+        """
+        for place in self._places[step]:
+            try:
+                with open_regular(place.file) as file:
+                    file.seek(place.begin)
+                    lines = islice(lines_of(file, LONGEST_LINE_BYTES), place.num_lines)
+                    for number, line in enumerate(lines, place.first_line):
+                        if line.strip():
+                            yield _trace(place.file, number, line)
+            except OSError as error:
+                raise ReportError(f"{place.file} cannot be read: {error.strerror or error}") from error
+
+
+def _joined(file: Path, unfinished: list[Path]) -> Iterator[tuple[int, _Place]]:
+    """Yields the steps of a file, with the lines of one that follow each other as one place."""
+    step, begin, last_line, first_line, num_traces = None, 0, 0, 0, 0
+    for line in _whole_lines(file, unfinished):
+        of_line = step_of(_text(file, line.content))
+        if of_line is None:  # another form; it says itself what it is, or that it is wrong
+            of_line = _trace(file, line.number, line.content).step
+        if of_line != step:
+            if step is not None:
+                yield step, _Place(file, begin, last_line - first_line + 1, first_line, num_traces)
+            step, begin, first_line, num_traces = of_line, line.begin, line.number, 0
+        last_line = line.number
+        num_traces += 1
+    if step is not None:
+        yield step, _Place(file, begin, last_line - first_line + 1, first_line, num_traces)
+
+
+def _whole_lines(file: Path, unfinished: list[Path]) -> Iterator[_Line]:
+    """Yields lines that are not empty. The last one is left out if it begins like a trace and was not written to its
+    end; then the file is added to `unfinished`."""
+    before, begin = None, 0
+    try:
+        with open_regular(file) as lines:
+            for number, content in enumerate(lines_of(lines, LONGEST_LINE_BYTES), 1):
+                if before is not None:
+                    yield before
+                before = _Line(number, begin, content) if content.strip() else None
+                begin += len(content)
+    except OSError as error:
+        raise ReportError(f"{file} cannot be read: {error.strerror or error}") from error
+    if before is None:
+        return
+    is_whole = before.content.endswith(b"\n") or is_json(before.content)
+    if may_begin_line(_text(file, before.content)) and not is_whole:
+        unfinished.append(file)
+    else:
+        yield before
+
+
+def _trace(file: Path, number: int, line: bytes) -> RankTrace:
+    return RankTrace.read(_text(file, line), f"{file} line {number}")
+
+
+def _text(file: Path, line: bytes) -> str:
+    try:
+        return line.decode()
+    except UnicodeDecodeError:
+        raise ReportError(f"{file} is not text: it is not as distca_hf writes it") from None
 
 
 def read_folder(folder: Path, predictor: Predictor | None = None) -> Report:
@@ -61,10 +204,13 @@ def read_folder(folder: Path, predictor: Predictor | None = None) -> Report:
         of_step = max(traces, key=_of_trainers_first)
         for _, of_ranks in sorted(_by_micro_batch(traces).items()):
             latest = max(of_ranks, key=_of_trainers_first)
-            if _is_of_earlier_run(latest.written, newest) or latest.num_ranks != of_step.num_ranks:
+            # Ranks of a new run replace their own files. An earlier run in this folder may have left files of other
+            # ranks, with later steps, stages or micro-batches: written before the new run's earlier steps.
+            if latest.written < newest - CLOCKS_APART_SECONDS or latest.num_ranks != of_step.num_ranks:
                 left_out += len(of_ranks)
                 continue
-            same = {trace.rank: trace for trace in of_ranks if _are_together(trace, latest)}
+            plan = latest.fingerprint, latest.num_ranks
+            same = {trace.rank: trace for trace in of_ranks if (trace.fingerprint, trace.num_ranks) == plan}
             left_out += len(of_ranks) - len(same)
             steps.append(_figures(same, latest, predictor))
             missing |= {latest.name_of(rank) for rank in steps[-1].missing}
@@ -88,26 +234,13 @@ def read_folder(folder: Path, predictor: Predictor | None = None) -> Report:
 
 
 def _files_in(folder: Path) -> list[Path]:
-    """Returns the files of ranks in a folder, and behind them those of attention servers."""
+    """Returns the files of ranks in a folder, and then those of attention servers."""
     return [*sorted(folder.glob(FILES)), *sorted(folder.glob(SERVER_FILES))]
 
 
 def _of_trainers_first(trace: RankTrace) -> tuple[bool, float]:
     """Returns what the latest trace is largest in; a server may have left one of a step that ran again without it."""
     return not trace.is_server, trace.written
-
-
-def _is_of_earlier_run(written: float, newest: float) -> bool:
-    """Returns whether a micro-batch was written by an earlier run in the same folder.
-
-    Ranks of a new run replace their own files. Files of ranks that it does not have stay, and hold steps that it may
-    not have come to, or other stages and micro-batches: they were written before its earlier steps.
-
-    Args:
-        written: when its last trace was written, in seconds.
-        newest: the same of the steps before its own.
-    """
-    return written < newest - CLOCKS_APART_SECONDS
 
 
 def _by_micro_batch(traces: Sequence[RankTrace]) -> Mapping[_Key, list[RankTrace]]:
@@ -118,19 +251,8 @@ def _by_micro_batch(traces: Sequence[RankTrace]) -> Mapping[_Key, list[RankTrace
     return found
 
 
-def _are_together(trace: RankTrace, other: RankTrace) -> bool:
-    """Returns whether two traces are of one plan; others were left by an earlier run."""
-    return (trace.fingerprint, trace.num_ranks) == (other.fingerprint, other.num_ranks)
-
-
 def _figures(of_ranks: Mapping[int, RankTrace], any_trace: RankTrace, predictor: Predictor) -> StepFigures:
-    """Returns the figures of one micro-batch.
-
-    Args:
-        of_ranks: traces by rank; some may be missing.
-        any_trace: one of them.
-        predictor: predicts seconds.
-    """
+    """Returns the figures of one micro-batch."""
     ranks, all_ranks = range(any_trace.num_ranks), range(len(any_trace.work))
     missing = [rank for rank in all_ranks if rank not in of_ranks]
     predicted = predictor.predict(of_ranks, len(any_trace.work))
@@ -250,11 +372,7 @@ def _memory(trace: RankTrace) -> MemoryBar:
 
 
 def _notes(steps: Sequence[StepFigures], left_out: int, missing: Collection[str]) -> list[str]:
-    """Returns what is missing, and what was left out.
-
-    Args:
-        missing: names of ranks and servers whose traces are missing in some micro-batch.
-    """
+    """Returns what is missing, and what was left out."""
     notes = []
     if missing:
         where = "in some steps" if any(not step.missing for step in steps) else "in all steps"

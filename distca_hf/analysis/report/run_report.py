@@ -13,15 +13,22 @@ from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from importlib.resources import files
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from distca_hf.analysis.profiles.shipped import find_profile
-from distca_hf.analysis.report import plan_answer, simulate_answer
+from distca_hf.analysis.report.answers import (
+    GIVEN_FIELDS,
+    PLAN_FIELDS,
+    SIMULATION,
+    read_given,
+    read_plan,
+    read_simulation,
+)
 from distca_hf.analysis.report.figures import KIND, Report
 from distca_hf.analysis.report.predictions import Predictor
 from distca_hf.analysis.report.run_folder import read_folder
 from distca_hf.analysis.report.small_enough import fitted
-from distca_hf.analysis.terminal import COLUMNS
+from distca_hf.analysis.tables import COLUMNS
 from distca_hf.errors import ReportError, first_line, printable
 from distca_hf.typed_json import read_json
 from distca_hf.version import __version__
@@ -34,31 +41,27 @@ STANDARD_INPUT = "-"
 MOST_BYTES = 2**30
 
 
-class JSONReader(NamedTuple):
-    """Reads one kind of JSON.
-
-    Attributes:
-        claims: returns whether an object is of this kind.
-        read: returns its report, given where it comes from.
-    """
-
-    claims: Callable[[Mapping[str, Any]], bool]
-    read: Callable[[Mapping[str, Any], str], Report]
-
-
-# Kinds of JSON, by the command that prints them.
-READERS: dict[str, JSONReader] = {
-    "distca plan": JSONReader(plan_answer.claims, plan_answer.read),
-    "distca plan --batch-size": JSONReader(simulate_answer.claims_given, simulate_answer.read_given),
-    "distca simulate": JSONReader(simulate_answer.claims, simulate_answer.read),
+# Readers of JSON, by the command that prints it.
+READERS: dict[str, Callable[[Mapping[str, Any], str], Report]] = {
+    "distca plan": read_plan,
+    "distca plan --batch-size": read_given,
+    "distca simulate": read_simulation,
 }
+
+
+def _command_of(content: Mapping[str, Any]) -> str | None:
+    """Returns the command that printed an object; None if it is not one of `READERS`."""
+    if all(name in content for name in PLAN_FIELDS):
+        return "distca plan"
+    if all(name in content for name in GIVEN_FIELDS):
+        return "distca plan --batch-size"
+    return "distca simulate" if content.get("kind") == SIMULATION else None
 
 
 def read_source(path: Path, cluster: str | None = None) -> Report:
     """Returns the report of a run, or of another command's output.
 
     Args:
-        path: the run's folder, or a file of JSON.
         cluster: name or file of the profile that seconds of a run are predicted from; None for the one of its GPUs.
 
     Raises:
@@ -72,15 +75,14 @@ def read_source(path: Path, cluster: str | None = None) -> Report:
             f"--cluster {cluster}: seconds of a run are predicted from it, and {path} is not the folder of one"
         )
     content = _object_of(path)
-    for command, reader in READERS.items():
-        if reader.claims(content):
-            try:
-                return reader.read(content, str(path))
-            except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RecursionError) as error:
-                raise ReportError(
-                    f"{path} is not as {command} --json of this version prints it ({type(error).__name__}: "
-                    f"{first_line(error)}); run it again"
-                ) from error
+    if (command := _command_of(content)) is not None:
+        try:
+            return READERS[command](content, str(path))
+        except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RecursionError) as error:
+            raise ReportError(
+                f"{path} is not what {command} --json of this version prints ({type(error).__name__}: "
+                f"{first_line(error)}); run it again"
+            ) from error
     if content.get("kind") == KIND:
         raise ReportError(f"{path} is printed by distca report itself; give what that was made of")
     raise ReportError(

@@ -56,10 +56,10 @@ def in_nodes(
     sent: Sequence[tuple[int, int, float]], num_ranks: int, num_servers: int, ranks_per_node: int
 ) -> tuple[int, list[tuple[int, int, float]]]:
     """Returns a number of nodes and (source, destination, bytes): of ranks as they are and 0 nodes, or of nodes where
-    ranks are too many. Attention servers are never summed: they are behind the ranks, or behind the nodes.
+    ranks are too many. Attention servers are never summed: they come after the ranks, or after the nodes.
 
     Args:
-        num_ranks: ranks that hold tokens; the servers have the numbers behind them.
+        num_ranks: ranks that hold tokens; servers have the numbers after them.
         num_servers: attention servers.
         ranks_per_node: ranks that share a node, of those that hold tokens.
     """

@@ -3,22 +3,24 @@
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, cast
+
+from rich.console import Console, RenderableType
+from rich.table import Table
+from rich.text import Text
 
 from distca_hf.analysis.command import DEFAULT_MODEL, PlanProgress, pipeline_of
 from distca_hf.analysis.find_model import find_model
 from distca_hf.analysis.lengths import read_lengths
 from distca_hf.analysis.memory import GIB, Checkpointing, gradient_bytes
+from distca_hf.analysis.options import SimulateOptions
 from distca_hf.analysis.profiles.cluster_profile import ClusterProfile
 from distca_hf.analysis.profiles.curves import Notes
 from distca_hf.analysis.profiles.shipped import find_profile, gpu_gib_of, known_gib
 from distca_hf.analysis.simulate.model import SimulatedModel
-from distca_hf.analysis.simulate.print_result import print_results
 from distca_hf.analysis.simulate.request import GPUS_PER_SERVER, SimulationRequest
-from distca_hf.analysis.simulate.result import Result, simulate
-from distca_hf.analysis.terminal import Terminal
+from distca_hf.analysis.simulate.result import Result, WayFigures, simulate
+from distca_hf.analysis.tables import Terminal, counted, plain_table
 from distca_hf.errors import ConfigError
 
 
@@ -28,32 +30,6 @@ DEFAULT_TOKENS_PER_RANK = 131_072
 MOST_DIGITS = 18
 # Most tokens that GPU-hours are counted for: these hours are finite, however long a step takes.
 MOST_BUDGET = 1e30
-
-
-@dataclass(frozen=True)
-class SimulateOptions:
-    """Options of the command, as they were given; see `distca simulate --help`."""
-
-    lengths: Path
-    model: str | None
-    gpus: str
-    tokens_per_rank: int | None
-    batch_size: int | None
-    context: int | None
-    cluster: str
-    micro_steps: str
-    ranks_per_node: int
-    tensor: int
-    pipeline: int | None
-    chunks: int | None
-    checkpointing: str
-    liger: bool
-    sync_each_batch: bool
-    gpu_gib: float | None
-    batches: int
-    token_budget: float
-    seed: int
-    as_json: bool
 
 
 def run_simulate(options: SimulateOptions) -> None:
@@ -218,12 +194,80 @@ def as_json(
 
 
 def _numbers(option: str, given: str) -> list[int]:
-    """Returns the whole numbers of a list with commas.
-
-    Raises:
-        ConfigError: it is no such list.
-    """
+    """Returns the whole numbers of a list with commas."""
     parts = [part.strip() for part in given.split(",")]
     if not all(part.isdecimal() and len(part) <= MOST_DIGITS for part in parts):
         raise ConfigError(f"{option} {given}: write whole numbers with commas between them, such as 8,64")
     return [int(part) for part in parts]
+
+
+def print_results(
+    world: str, results: Sequence[Result], profile: ClusterProfile, assumptions: Sequence[str], console: Console
+) -> None:
+    """Prints what was simulated, the choice and a table for each number of GPUs, a summary, and assumptions."""
+    console.print(Text(world))
+    for result in results:
+        for block in ("", _title(result), Text(result.in_short(), style="bold"), "", _table(result)):
+            console.print(block)
+        if result.missing:
+            console.print(Text(f"Left out: {'; '.join(result.missing)}."))
+    if any(not way.whole for result in results for way in result.ways):
+        console.print(Text("* cuts documents, and leaves more than 0.5 % of attended pairs out."))
+    if len(results) > 1:
+        console.print("")
+        console.print(_summary(results))
+    console.print("")
+    made = profile.made
+    remarks = f"; {made.remarks}" if made.remarks else ""
+    times = f"{profile.source}, {made.processes} x {made.device}, {made.kernel}, measured {made.date}{remarks}"
+    console.print(Text(f"Times: {times}."))
+    console.print(Text("Assumptions"))
+    for line in assumptions:
+        console.print(Text(f"- {line}"))
+
+
+def _title(result: Result) -> RenderableType:
+    words = (
+        f"{result.gpus} GPUs x {result.of_rank}, {counted(result.accumulation, 'micro-step')}, context "
+        f"{result.context_tokens:,}"
+    )
+    if result.num_stages > 1:
+        chunks = f" of {result.chunks} chunks" if result.chunks > 1 else ""
+        words += f"; pipeline: {result.num_stages} stages{chunks}"
+    return Text(words)
+
+
+def _table(result: Result) -> Table:
+    table = plain_table("step s", "tokens/s/GPU", "MFU", "GiB", "GPU-hours", "x plain")
+    for way in sorted(result.ways, key=lambda way: -way.step_seconds):
+        table.add_row(*_row(way, result.gpus))
+    return table
+
+
+def _row(way: WayFigures, gpus: int) -> list[str]:
+    memory = f"{way.memory_bytes / GIB:.0f}"
+    return [
+        way.label + ("" if way.whole else " *"),
+        f"{way.step_seconds:.2f}",
+        f"{way.tokens_per_second / gpus:,.0f}",
+        "-" if way.utilisation is None else f"{100 * way.utilisation:.0f} %",
+        memory if way.fits else f"{memory} !",
+        f"{way.gpu_hours:,.0f}",
+        f"{way.times_as_fast:.2f}",
+    ]
+
+
+def _summary(results: Sequence[Result]) -> Table:
+    table = plain_table("micro-steps", "plain s", "other s", "distca s", "x plain", "x other")
+    for result in results:
+        ours, other = result.ours, result.other
+        table.add_row(
+            f"{result.gpus} GPUs",
+            str(result.accumulation),
+            f"{result.plain.step_seconds:.2f}",
+            "-" if other is None else f"{other.step_seconds:.2f}",
+            "-" if ours is None else f"{ours.step_seconds:.2f}",
+            "-" if ours is None else f"{ours.times_as_fast:.2f}",
+            "-" if result.gain is None else f"{result.gain:.2f}",
+        )
+    return table

@@ -20,7 +20,6 @@ class Way:
 
     Attributes:
         key: its name in JSON.
-        label: its name in tables.
         loads: makes the load of each micro-batch of a step.
         costly: whether it is planned only on some steps, because that takes long.
         family: ways of one family differ only in group size, and the fastest is shown; empty if there are no others.
@@ -41,13 +40,7 @@ class Way:
 
 @dataclass(frozen=True)
 class World:
-    """What the loads of ways are computed from.
-
-    Attributes:
-        request: the training that is simulated.
-        costs: measured seconds of kernels, layers and copies.
-        cluster: data ranks and the links between them.
-    """
+    """What the loads of ways are computed from."""
 
     request: SimulationRequest
     costs: Costs

@@ -14,8 +14,7 @@ from functools import cached_property
 import numpy as np
 
 from distca_hf.analysis.profiles.cluster_profile import AttentionTimes, ClusterProfile, LayerTimes
-from distca_hf.analysis.profiles.curves import Amounts, Curve, FloatArray, Notes
-from distca_hf.analysis.profiles.kernel_times import prefix_surface, square_curve
+from distca_hf.analysis.profiles.curves import Amounts, Curve, FloatArray, Notes, prefix_surface, square_curve
 from distca_hf.analysis.simulate.model import SimulatedModel
 from distca_hf.analysis.tiles import Tiles
 from distca_hf.arrays import IntArray
@@ -63,8 +62,6 @@ class Costs:
 
     Attributes:
         profile: what was measured.
-        model: the model.
-        liger: whether layers are Liger's.
         notes: everything that was not measured as it is asked for.
         tensor_ranks: GPUs that divide every layer between them.
     """
@@ -88,7 +85,6 @@ class Costs:
         Args:
             queries: `[tasks]` queries.
             before: `[tasks]` keys before the first query.
-            mask: of the layer.
         """
         queries, before = np.asarray(queries, dtype=np.float64), np.asarray(before, dtype=np.float64)
         if mask.window_tokens is not None:
@@ -220,7 +216,6 @@ class Costs:
 
         Args:
             tokens: `[ranks]` tokens of a micro-batch.
-            recomputes_layers: whether layers run forward again in backward.
             backward_share: part of a layer's backward pass that is computed, where weights are frozen.
         """
         layer = self.layer(tokens)
@@ -233,7 +228,7 @@ class Costs:
 
     @property
     def share_before_attention(self) -> float:
-        """Part of a layer's matrix products that queries, keys and values come from; the rest is behind attention."""
+        """Part of a layer's matrix products that queries, keys and values come from; the rest follows attention."""
         heads, size = self.model.heads, self.model.size
         columns = heads.query * heads.dim + heads.key_value * (heads.dim + heads.value_dim)
         return min(1.0, columns * size.hidden_size * size.layers / size.layer_parameters)

@@ -30,7 +30,6 @@ class Attention:
         recomputed: `[ranks]` when forward runs again in backward.
         backward: `[ranks]`.
         sent, sent_backward: `[ranks]` seconds that the wires are busy in forward, and in backward.
-        layers: number of layers like this one.
         waits, waits_backward: seconds of exchanges that kernels wait for, so that other traffic on the wires delays
             them: `[ranks]`, or the same of all; forward, and backward.
     """
@@ -146,13 +145,7 @@ class Hidden:
         return Attention(forward, recomputed, backward, sent, comes + wires.gradients, layers)
 
     def _delay(self, sent: FloatArray, seconds: FloatArray, kernels: FloatArray) -> FloatArray:
-        """Returns the seconds that exchanges take from the kernels beside them. Where kernels wait there are none.
-
-        Args:
-            sent: seconds of exchanges.
-            seconds: of kernels and waiting.
-            kernels: of kernels.
-        """
+        """Returns the seconds that exchanges take from the kernels beside them. Where kernels wait there are none."""
         waits = seconds - kernels
         return self.beside * np.clip(sent - waits, 0.0, kernels)
 

@@ -17,9 +17,7 @@ class SimulatedModel:
     """A decoder, as far as the time of a step depends on it.
 
     Attributes:
-        name: its name in output.
         heads: of one layer.
-        size: numbers of weights.
         masks: each mask of the attention layers, with their number.
         mixers: layers that carry a state; documents stay whole then.
         longest_document_tokens: longest document that the model takes; None if it takes any.

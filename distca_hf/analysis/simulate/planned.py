@@ -40,8 +40,6 @@ def ours(
     """Returns the load of a plan.
 
     Args:
-        chunks: chunks of an exchange in forward.
-        saves_attention: whether attention outputs are kept under activation checkpointing.
         planning_seconds: time of planning at the first attention call; 0 if a thread has planned before.
         keeps: whether rows of other ranks are kept until backward.
         gather_seconds: time in which FSDP gathers the next layer's weights meanwhile; by default over all ranks.
@@ -76,9 +74,6 @@ def rows_placed(
     during the step before.
 
     Args:
-        home: layout of the batches as given.
-        load: load of the placed layers, without the borders.
-        placed: layout in which layers compute the same documents.
         loss_is_placed: whether head and loss run on placed rows. Otherwise hidden states and their gradients return.
     """
     load = replace(load, head_tokens=None if loss_is_placed else home.rank_tokens)
@@ -106,12 +101,7 @@ def kernel_seconds(costs: Costs, plan: Plan, mask: Mask) -> tuple[Passes, Passes
 
 
 def _late(local: FloatArray, kernels: FloatArray, has_speeds: bool) -> FloatArray:
-    """Returns `[ranks]` seconds of local calls that are deferred until results are sent, as in `planning.routing`.
-
-    Args:
-        local, kernels: `[ranks]` seconds of local calls, and of all calls.
-        has_speeds: whether ranks differ in speed.
-    """
+    """Returns `[ranks]` seconds of local calls that are deferred until results are sent, as in `planning.routing`."""
     working = kernels > 0
     deferred = LATE_SHARE * kernels[working].mean() if working.any() else 0.0
     if has_speeds:

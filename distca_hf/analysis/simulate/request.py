@@ -11,16 +11,15 @@ from distca_hf.analysis.memory import GIB, Checkpointing, Memory, Sharding, Trai
 from distca_hf.analysis.request import MAX_MICRO_STEPS, MAX_RANKS
 from distca_hf.analysis.simulate.model import SimulatedModel
 from distca_hf.arrays import IntArray, ceil_div
-from distca_hf.batches.given_plans import GivenPlans
-from distca_hf.batches.placed import PlacedPlanner
+from distca_hf.batches.placed import GivenPlans, PlacedPlanner, StepShape
 from distca_hf.config import DistCAConfig
 from distca_hf.data.documents import fit_documents
 from distca_hf.data.epochs import EpochPacker
-from distca_hf.data.pipelines import Pipeline
 from distca_hf.errors import ConfigError, PackingError
 from distca_hf.gpus import H200_GIB
 from distca_hf.layout import MAX_DOCUMENT_TOKENS
-from distca_hf.planning.served import Servers
+from distca_hf.pipelines.pipeline import Pipeline
+from distca_hf.servers.served_plans import Servers
 from distca_hf.topology import Topology
 
 
@@ -39,17 +38,12 @@ class SimulationRequest:
     """One training to simulate.
 
     Attributes:
-        model: the model.
-        gpus: all GPUs.
         tokens_per_rank: most tokens that a GPU holds in a micro-step; with tensor parallelism a data rank.
         context_tokens: longer documents are split.
         accumulation: micro-steps of an optimizer step.
-        ranks_per_node: GPUs that share a node.
         tensor_ranks: GPUs that divide every layer between them.
         checkpointing: what layers keep until backward.
         liger: whether layers are Liger's.
-        gpu_gib: memory of a GPU, in GiB.
-        batches: optimizer steps to simulate.
         seed: of the order of documents.
         pipeline: stages that the same GPUs are also simulated with, and that documents are packed for; None if there
             are none.
@@ -223,7 +217,7 @@ class SimulationRequest:
     @cached_property
     def stage_planner(self) -> PlacedPlanner:
         """The planner of a training in the stages of the pipeline, which shapes optimizer steps for it."""
-        return self._planner(self.stage_ranks, self.tokens_per_rank, pipeline=self.pipeline)
+        return self._planner(self.stage_ranks, self.tokens_per_rank, step_shape=self.pipeline)
 
     @cached_property
     def served_planner(self) -> PlacedPlanner:
@@ -249,18 +243,18 @@ class SimulationRequest:
         num_ranks: int,
         tokens_per_rank: int,
         servers: Servers | None = None,
-        pipeline: Pipeline | None = None,
+        step_shape: StepShape | None = None,
     ) -> PlacedPlanner:
         config = DistCAConfig(tokens_per_rank=tokens_per_rank, ranks_per_node=self.data_ranks_per_node)
         return PlacedPlanner(
             config,
             num_ranks,
             self.head_groups,
-            servers=servers,
+            extra_ranks=servers,
             token_bytes=self.model.heads.token_bytes(),
             layer_masks=self.model.masks,
             whole_documents=self.model.mixers > 0,
-            pipeline=pipeline,
+            step_shape=step_shape,
             costs=self.model.pass_costs,
         )
 

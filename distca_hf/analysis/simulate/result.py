@@ -33,16 +33,12 @@ class WayFigures:
 
     Attributes:
         key, label, is_ours, in_stages: see `Way`.
-        step_seconds: mean seconds of an optimizer step.
-        tokens_per_second: tokens per second of all GPUs together.
         utilisation: useful operations over the peak of all GPUs, without attention that is left out; None if the peak
             is not known.
         memory_bytes: estimate of the most memory that a GPU needs.
         fits: whether a GPU has that memory.
-        gpu_hours: GPU-hours for the budget of tokens.
         times_as_fast: speed over plain packing, or over plain data parallelism for given batches.
         whole: whether queries attend all that they should; otherwise documents are cut, and attention is left out.
-        steps: number of steps that were simulated.
         attention_share: share of the seconds that GPUs spend in attention.
         received_bytes: most bytes that a GPU sends or receives in the forward pass of a layer.
         most_tokens: most tokens that layers of a GPU compute in a micro-step.
@@ -79,12 +75,10 @@ class Result:
     """Figures of one request.
 
     Attributes:
-        gpus, accumulation, context_tokens: of the request.
         tokens_per_rank, batch_size: likewise; one of them is None.
         step_tokens: mean of an optimizer step.
         num_stages, chunks: of the pipeline; 1 without one.
         ways: all ways, the fastest of each family.
-        missing: why others are left out.
     """
 
     gpus: int
@@ -311,9 +305,7 @@ def simulate(
     """Simulates a request.
 
     Args:
-        document_tokens: lengths of the whole dataset.
         token_budget: tokens that GPU-hours are counted for.
-        track: yields what it gets, and shows progress.
         keys: of the ways that are simulated, "plain" among them; all if there are none.
         steps: lengths of each micro-batch of each step; by default the first steps of a training on the dataset.
 

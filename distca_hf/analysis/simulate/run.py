@@ -99,10 +99,6 @@ def run_steps(
 ) -> tuple[Simulation, dict[str, WaySteps]]:
     """Simulates steps in every way, or in those of some keys.
 
-    Args:
-        steps: lengths of each micro-batch of each step.
-        track: yields what it gets, and shows progress.
-
     Returns:
         The simulation, whose notes are complete, and the steps of each way by its key.
 

@@ -221,11 +221,7 @@ class Simulation(World):
         return [load(plan, chunks, self._saves) for plan in plans]
 
     def _trainers(self, servers: int) -> Cluster:
-        """Returns the cluster without its attention servers: the data ranks that hold weights.
-
-        Args:
-            servers: number of attention servers.
-        """
+        """Returns the cluster without its attention servers: the data ranks that hold weights."""
         return replace(self.cluster, num_ranks=self.cluster.num_ranks - servers)
 
     @property

@@ -1,12 +1,12 @@
 """Stages: seconds and memory of a training whose layers are divided into the stages of a pipeline.
 
-Layers have the seconds of `step.py`, on the data ranks of one stage. `data.schedules` simulates when each part of the
-model runs each micro-batch, and when it waits:
+Layers have the seconds of `step.py`, on the data ranks of one stage. `pipelines.schedules` simulates when each part of
+the model runs each micro-batch, and when it waits:
 
     first part    its layers, and the embedding
     last part     its layers, the head and the loss
     a hop         hidden states, or their gradients, from a rank to the same rank of another stage
-    weights       gathered once before all micro-batches, and their gradients summed once behind them
+    weights       gathered once before all micro-batches, and their gradients summed once after them
 
 All parts are taken to have the same mixture of kinds of layers. Every rank computes `tokens_per_rank` rows, because
 stages exchange tensors of one shape.
@@ -23,8 +23,9 @@ from distca_hf.analysis.simulate.costs import HALF_BYTES
 from distca_hf.analysis.simulate.load import Load
 from distca_hf.analysis.simulate.step import Training
 from distca_hf.analysis.simulate.wires import Cluster, WireBytes
-from distca_hf.data.pipelines import Pipeline, held_micro_batches
-from distca_hf.data.schedules import Schedule
+from distca_hf.pipelines.parts import held_micro_batches
+from distca_hf.pipelines.pipeline import Pipeline
+from distca_hf.pipelines.schedules import Schedule
 
 
 # Forward seconds of the head over all of its seconds: one product of three.
@@ -39,7 +40,6 @@ class StagedTraining:
 
     Attributes:
         training: on the data ranks of one stage.
-        pipeline: stages and chunks.
         cluster: data ranks of all stages, and their links.
         tokens_per_rank: rows of every rank.
     """
@@ -103,10 +103,7 @@ class StageMemory:
     A micro-batch that waits for its backward pass keeps what more layers would keep, and its output, if that is sent.
 
     Attributes:
-        size: of the whole model.
         setup: of one stage, whose ranks share its weights.
-        pipeline: its stages and chunks.
-        micro_batches: of an optimizer step.
         tokens, received_bytes: of a GPU, see `estimate_memory`.
     """
 

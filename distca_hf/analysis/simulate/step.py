@@ -29,7 +29,7 @@ CAST_BYTES, GATHERED_CASTS = 6, 2
 # Numbers that an addition reads and writes.
 ADDED_NUMBERS = 3
 # Exchanges of activations that tensor parallelism makes in a layer, forward and as many backward: hidden states are
-# gathered before and reduced behind attention and the MLP.
+# gathered before and reduced after attention and the MLP.
 TENSOR_COLLECTIVES = 2
 
 
@@ -38,8 +38,6 @@ class Training:
     """How a model is trained.
 
     Attributes:
-        costs: of the model.
-        cluster: data ranks, and their links.
         layers_checkpointed: whether layers are computed again in backward.
         has_head: whether the last matrix and the loss are computed.
         has_optimizer: whether AdamW makes a step.

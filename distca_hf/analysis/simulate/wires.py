@@ -46,8 +46,6 @@ class Cluster:
     """Ranks and their links.
 
     Attributes:
-        profile: measured links.
-        num_ranks: data ranks.
         ranks_per_node: of them that share a node.
         notes: everything that was not measured as it is asked for.
 
@@ -122,19 +120,14 @@ class Cluster:
     def _delay(self, kernels: str) -> float:
         if self.num_ranks == 1:
             return 0.0
-        measured: float = getattr(self._slower, f"{kernels}_beside")
+        slower = self.profile.between_nodes if self.num_ranks > self.ranks_per_node else self.profile.within_node
+        measured: float = getattr(slower, f"{kernels}_beside")
         if measured > MOST_DELAY:
             self.notes.add(
                 f"a second on the wires was measured to delay {kernels} by {measured:.3g} s: taken as "
                 f"{MOST_DELAY:g} s, as if one waited for the other"
             )
         return min(measured, MOST_DELAY)
-
-    @property
-    def _slower(self) -> LinkTimes:
-        links = self.profile.between_nodes if self.num_ranks > self.ranks_per_node else self.profile.within_node
-        assert links is not None
-        return links
 
     def _both_ways(self, links: LinkTimes | None, traffic: WireBytes) -> FloatArray:
         """Returns the seconds of sending and receiving at once: as much as goes both ways, and the rest one way.

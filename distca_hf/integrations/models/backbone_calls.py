@@ -25,10 +25,7 @@ class BackboneCalls:
     """Hooks around the backbone of one model.
 
     Args:
-        model: a Transformers model.
-        root: the module that was enabled.
         begin, end: the hooks around the root; called as for a pass of the root, with keywords only.
-        is_running: returns whether a pass runs.
     """
 
     def __init__(

@@ -32,14 +32,14 @@ from distca_hf.integrations.models.mixers import unknown_mixers
 from distca_hf.integrations.models.structure import (
     attention_layers,
     backbone_of,
+    forward_names,
     passes_keywords_on,
-    source_of,
     takes_shift_labels,
     text_decoder,
     text_modules,
     transformers_model,
+    undivided,
 )
-from distca_hf.integrations.models.towers import undivided
 from distca_hf.kernels.interface import AttentionSpec
 from distca_hf.kernels.registry import Operands, choose_kernel
 from distca_hf.telemetry import get_logger
@@ -57,11 +57,7 @@ TABLE = re.compile(r"(^|\.)(wpe|embed_positions?|position_embeddings?|positions?
 
 def longest_rotary_tokens(config: PreTrainedConfig) -> int | None:
     """Returns the longest document whose rotary frequencies do not depend on how long the longest one of a batch is;
-    None if they never do. Transformers picks them by the largest position that a rank holds: ranks would not agree.
-
-    Args:
-        config: of the text model.
-    """
+    None if they never do. Transformers picks them by the largest position that a rank holds: ranks would not agree."""
     rotary = getattr(config, "rope_parameters", None) or {}
     limits = []
     for parameters in (rotary, *(part for part in rotary.values() if isinstance(part, dict))):
@@ -87,11 +83,7 @@ def rotary_refusal(limit: int, longest_document_tokens: int) -> str:
 
 
 class PositionLimits:
-    """Longest documents that a model can take, and that it was trained with.
-
-    Args:
-        model: a Transformers model.
-    """
+    """Longest documents that a model can take, and that it was trained with."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         config = model.config.get_text_config()
@@ -156,7 +148,6 @@ def check_model(
 
     Args:
         model: a Transformers model, or a PEFT model around one.
-        longest_document_tokens: longest document that the model will see.
         kernel: the kernel to use, on `device`.
         given_batches: whether all batches will be given. They hold whole documents, so the model may have any loss.
 
@@ -215,7 +206,7 @@ def _structure(model: PreTrainedModel, config: PreTrainedConfig) -> Iterator[str
 
 
 def _adapters(model: nn.Module) -> Iterator[str]:
-    """Yields PEFT methods that add tokens of their own, which no plan has, or that count tokens in rows."""
+    """Yields PEFT methods that add their own tokens, which no plan has, or that count tokens in rows."""
     method: Any = getattr(model, "active_peft_config", None)
     if getattr(method, "alora_invocation_tokens", None):
         yield f"alora_invocation_tokens={method.alora_invocation_tokens} counts from the end of a row; use plain LoRA"
@@ -227,7 +218,7 @@ def _positions(model: PreTrainedModel) -> Iterator[str]:
     """Yields embeddings that count positions in another way: positions inside documents, which a batch holds, would be
     others than the model was trained with."""
     for name, module in text_modules(model).items():
-        if _counts_from_padding(type(module)):  # type: ignore[arg-type]
+        if forward_names(module, "create_position_ids_from_input_ids"):
             yield (
                 f"{name} counts positions from padding_idx {getattr(module, 'padding_idx', '?')} in input_ids, not "
                 "from 0 in each document"
@@ -304,7 +295,6 @@ class KernelNeed(NamedTuple):
     """Heads, window and softcap that a kernel must compute for some layers.
 
     Attributes:
-        heads: heads of a layer on this rank.
         window_tokens: the window; 0 where no document is longer.
         softcap: of the scores; 0 if they stay.
     """
@@ -364,12 +354,6 @@ def _kernel(
         except UnsupportedAttentionError as error:
             yield f"{layers[0]} and {len(layers) - 1} more layers: {error}"
             return
-
-
-@lru_cache(maxsize=1024)
-def _counts_from_padding(module_class: Hashable) -> bool:
-    """Returns whether the class's own forward makes positions that begin behind padding_idx."""
-    return "create_position_ids_from_input_ids" in source_of(getattr(module_class, "forward", None))
 
 
 @lru_cache(maxsize=128)

@@ -35,9 +35,6 @@ LARGEST_SEED = 2**62
 class CountedRows:
     """Corrects passes of one model on placed batches.
 
-    Args:
-        model: a Transformers model.
-
     Attributes:
         is_noisy: whether embeddings of the pass get noise.
     """
@@ -52,7 +49,6 @@ class CountedRows:
         """Begins a pass; returns entries to replace in its batch.
 
         Args:
-            plan: of the pass, if it has one.
             trains: whether the pass trains; others get no noise.
             row_tokens: tokens of each row of a batch that was not placed.
         """

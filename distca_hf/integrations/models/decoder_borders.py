@@ -20,8 +20,8 @@ from transformers import PreTrainedModel
 
 from distca_hf.batches.batch_documents import Batch, tokens_of
 from distca_hf.batches.padded import PaddedRows
+from distca_hf.batches.taking import among_trainers
 from distca_hf.comm.agreement import REMEDIES, Agreement, Occasion, by_value
-from distca_hf.comm.served_transport import ServedTransport
 from distca_hf.errors import PlanError, PlanMismatchError, UnsupportedAttentionError
 from distca_hf.integrations.mask import RowMask
 from distca_hf.integrations.models.counted_rows import CountedRows
@@ -80,8 +80,6 @@ class DecoderBorders:
     """Hooks around the text decoder of a model. They do nothing in a pass whose rows stay where they are.
 
     Args:
-        model: a Transformers model.
-        has_position_table: whether it looks positions up in a table.
         counted: hears how long the rows of tokens were.
         check_calls: checks the attention calls of a pass; called before results go home.
 
@@ -179,7 +177,7 @@ class DecoderBorders:
         batch_size, length = tokens.shape
         rows = PassRows(
             moves,
-            plan.transport.among_trainers if isinstance(plan.transport, ServedTransport) else plan.transport,
+            among_trainers(plan.transport),
             self._token_places,
             (batch_size, length),
             f"micro-batch {plan.micro_batch}",
@@ -245,13 +243,7 @@ class DecoderBorders:
         self, plan: LivePlan, moving: Mapping[str, torch.Tensor], positions: torch.Tensor, given: Batch, crosses: bool
     ) -> Columns:
         """Returns the columns that move. Ranks agree on them for batches of a form that is new on some rank, unless
-        nothing is sent: a rank without padding has returned before, and would not take part.
-
-        Raises:
-            PlanMismatchError, PeerLostError: ranks have other columns.
-            PlanError: this rank's columns differ from those of an earlier batch of the same form.
-            UnsupportedAttentionError: it is not known how to move some input.
-        """
+        nothing is sent: a rank without padding has returned before, and would not take part."""
         described = {name: f"{value.dtype} {[*value.shape[1:]]}" for name, value in moving.items()}
         differentiate = torch.is_grad_enabled() and any(value.requires_grad for value in moving.values())
         now = Columns(len(positions), len(given.get(DEEP) or ()), crosses and differentiate, described)
@@ -271,11 +263,7 @@ class DecoderBorders:
         return self._columns.setdefault(plan.planned.batch_forms, _agreed(now, given, plan))
 
     def _check_as_before(self, now: Columns, known: Columns, plan: LivePlan) -> None:
-        """Checks that this rank's columns are those that ranks agreed on for batches of this form.
-
-        Raises:
-            PlanError: names what is different.
-        """
+        """Checks that this rank's columns are those that ranks agreed on for batches of this form."""
         if (
             now.described == known.described
             and now.position_rows in (1, known.position_rows)
@@ -297,11 +285,7 @@ class DecoderBorders:
 
     def _check_known(self, given: Batch, where: str) -> None:
         """Checks that masks are of causal documents, and that every tensor of tokens has one value per token. Tensors
-        that the decoder does not name, with values for rows as a loss may have them, are passed through.
-
-        Raises:
-            UnsupportedAttentionError: names the first one.
-        """
+        that the decoder does not name, with values for rows as a loss may have them, are passed through."""
         masks = given.get("attention_mask")
         for mask in masks.values() if isinstance(masks, Mapping) else (masks,):
             refusal = mask.refusal if isinstance(mask, RowMask) else None
@@ -329,11 +313,7 @@ class DecoderBorders:
 
 
 def _agreed(now: Columns, given: Batch, plan: LivePlan) -> Columns:
-    """Returns the columns that all ranks move, given those of this one. A collective call.
-
-    Raises:
-        PlanMismatchError, PeerLostError: ranks have other columns, flags or models.
-    """
+    """Returns the columns that all ranks move, given those of this one. A collective call."""
     flags = {
         name: value
         for name, value in given.items()

@@ -17,14 +17,14 @@ from distca_hf.cost import CAUSAL_MASK, Heads, Mask
 from distca_hf.integrations.models.heads import heads_of_layers
 from distca_hf.integrations.models.layer_masks import masks_of_layers
 from distca_hf.integrations.models.mixers import LAYER_TYPES, mixers_of
-from distca_hf.integrations.models.structure import attention_layers, source_of, text_modules, transformers_model
+from distca_hf.integrations.models.structure import attention_layers, forward_names, text_modules, transformers_model
 
 
 # Layer types of configurations whose tokens do not see each other.
 ALONE = frozenset({"moe", "mlp"})
 # Most ranges of layers that are written out.
 MOST_RANGES = 4
-# Kinds of layers in the log of a training. Where every layer has heads of its own, there are many.
+# Kinds of layers in the log of a training. If every layer has its own heads, there are many.
 MOST_KINDS = 4
 
 
@@ -103,7 +103,8 @@ def layer_kinds(model: nn.Module) -> list[DecoderLayerKind]:
                 heads=heads.get(name),
                 mask=masks[name],
                 softcap=float(getattr(config, "attn_logit_softcapping", None) or 0.0),
-                sinks=_has_sinks(module),
+                sinks=any("sink" in of for of, _ in module.named_parameters(recurse=False))
+                and forward_names(module, "s_aux"),
                 latent=getattr(module, "kv_lora_rank", None) is not None,
                 mixer=mixer,
                 refused=refused,
@@ -168,12 +169,6 @@ def _refused(config: PreTrainedConfig, number: int, has_mixer: bool, attends: bo
     if attends or has_mixer or kind in ALONE or (others_attend and not kind):
         return ""
     return "attention that is not looked up by name"
-
-
-def _has_sinks(module: nn.Module) -> bool:
-    """Returns whether an attention layer gives sinks to the attention function."""
-    named = any("sink" in name for name, _ in module.named_parameters(recurse=False))
-    return named and "s_aux" in source_of(getattr(type(module), "forward", None))
 
 
 def _is_inside(name: str, layer: str) -> bool:

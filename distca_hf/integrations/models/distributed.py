@@ -9,7 +9,7 @@ nowhere else:
 | 5.18 | `_device_mesh`, the dimensions with more than one rank |
 | 5.19 | `_mesh_manager`: `pp`, `fsdp`, `tp`; since 5.23 `dp_replicate`, too |
 
-Experts have a mesh of their own over the same ranks. It decides where tokens are computed and not which rank holds
+Experts have their own mesh over the same ranks. It decides where tokens are computed and not which rank holds
 them, so nothing here asks for it.
 """
 

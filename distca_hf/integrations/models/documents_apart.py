@@ -5,7 +5,7 @@
                           | d2 d2 d2 d2 d2 d2 |
 
 Documents of about the same length are gathered into a batch that is padded on the right. The mixer runs on it, and
-its rows are scattered back. No token depends on later ones, so padding behind a document changes nothing. That is
+its rows are scattered back. No token depends on later ones, so padding after a document changes nothing. That is
 exact for every mixer and needs no kernel. Offsets for kernels that know packed rows are not passed on: Transformers
 leaves an argument out that an installed kernel does not have, and documents would see each other.
 
@@ -166,11 +166,7 @@ class _GiveDocuments:
             mixer.documents = keywords.get(KEYWORD)
 
     def _check_rows(self, layer: nn.Module, keywords: Mapping[str, Any]) -> None:
-        """Checks that a layer which runs outside of its enabled model has one document in every row.
-
-        Raises:
-            PlanError: the model trains, or rows hold several documents.
-        """
+        """Checks that a layer which runs outside of its enabled model has one document in every row."""
         positions, mask = keywords.get("position_ids"), keywords.get("attention_mask")
         is_padded = isinstance(mask, torch.Tensor) and mask.ndim == 2
         is_packed = keywords.get("cu_seq_lens_q") is not None or (

@@ -1,7 +1,7 @@
 """Forward check: an enabled model must stay the one that was checked, and all of its attention must come here.
 
 A model is checked once, when it is enabled. Programs may copy or change it afterwards. So every forward pass with a
-plan is checked before its first layer and behind its last one. Ranks that run a model together must share its facts,
+plan is checked before its first layer and after its last one. Ranks that run a model together must share its facts,
 which they compare.
 """
 
@@ -21,8 +21,7 @@ from distca_hf.config import DistCAConfig
 from distca_hf.errors import PlanError, UnsupportedAttentionError
 from distca_hf.integrations.models.check import IMPLEMENTATION, PositionLimits, refused_loss
 from distca_hf.integrations.models.layer_masks import layer_masks_of, masks_of_layers
-from distca_hf.integrations.models.structure import transformers_model, weights_beside_text
-from distca_hf.integrations.models.towers import towers
+from distca_hf.integrations.models.structure import towers, transformers_model, weights_beside_text
 from distca_hf.integrations.models.weights_check import SharedState, replicated_parameters
 from distca_hf.runtime.forward_pass import ForwardPass
 from distca_hf.runtime.live_plan import LivePlan
@@ -58,13 +57,11 @@ class ForwardCheck:
     """Checks the forward passes of one enabled model.
 
     Args:
-        root: the module that was enabled.
-        config: settings that its passes follow.
         layers: its attention layers by name, in the order of their numbers.
 
     Attributes:
         position_limits: longest documents that the model can take.
-        towers: parts of a multimodal model beside its text, by name.
+        towers: parts of a multimodal model besides its text, by name.
         masks: masks of its attention layers by name, as placement counts them.
         num_calls: attention calls of every pass; None before the first one.
         calls_before: those of the latest pass; None before the first one.
@@ -171,9 +168,12 @@ class ForwardCheck:
         Args:
             trains: whether backward follows.
         """
-        return self._towers_are_sharded or (
-            trains and any(weight.requires_grad for weight in self._beside_text) and self._gradients_wait()
-        )
+        if self._towers_are_sharded:
+            return True
+        if not trains or not any(weight.requires_grad for weight in self._beside_text):
+            return False
+        # _hp_mapping: DeepSpeed's mark of a parameter whose gradients ZeRO-1 and 2 reduce.
+        return ddp_awaits_every_gradient() or any(hasattr(weight, "_hp_mapping") for weight in self._beside_text)
 
     def gradients_before_decoder(self) -> tuple[bool, ...]:
         """Returns whether embeddings and towers need gradients: then gradients of rows travel to them."""
@@ -188,10 +188,6 @@ class ForwardCheck:
     @cached_property
     def _beside_text(self) -> list[nn.Parameter]:
         return list(weights_beside_text(transformers_model(self._root)).values()) if self.towers else []
-
-    def _gradients_wait(self) -> bool:
-        # _hp_mapping: DeepSpeed's mark of a parameter whose gradients ZeRO-1 and 2 reduce.
-        return ddp_awaits_every_gradient() or any(hasattr(weight, "_hp_mapping") for weight in self._beside_text)
 
     def check_plan(self, plan: LivePlan) -> None:
         """Checks that the model's positions reach as far as the longest document; warns of another plugin.

@@ -34,18 +34,18 @@ from distca_hf.integrations.models.heads import head_groups_of, token_bytes_of
 from distca_hf.integrations.models.hooks import WATCH, HiddenHook
 from distca_hf.integrations.models.layer_masks import layer_masks_of, masks_of_layers
 from distca_hf.integrations.models.mixers import MixerWatch
-from distca_hf.integrations.models.operations import predictable, step_flops
 from distca_hf.integrations.models.placed_loss import PlacedLoss, label_count
-from distca_hf.integrations.models.planner import vocabulary_tokens_of
+from distca_hf.integrations.models.planner import predictable, step_flops, vocabulary_tokens_of
 from distca_hf.integrations.models.recomputed_layers import RecomputedLayers
 from distca_hf.integrations.models.structure import (
     attention_layers,
     backbone_of,
     forward_accepts,
+    give_own_attention,
     names_by_position,
     transformers_model,
+    without_kinds_of_text,
 )
-from distca_hf.integrations.models.towers import give_own_attention, without_kinds_of_text
 from distca_hf.integrations.models.weights_check import is_due
 from distca_hf.parallel_context import ParallelContext
 from distca_hf.runtime.live_plan import LivePlan
@@ -65,7 +65,6 @@ class ForwardWatch:
     """Watches the forward passes of a model, through hooks on its outermost module.
 
     Attributes:
-        root: the module that was enabled.
         context: settings and transports that its passes follow.
         planner: plans given batches; None before the first one.
         position_limits: how long documents of the model may be.
@@ -220,12 +219,7 @@ class ForwardWatch:
         return args, self.loss.place(batch, plan, self._borders) if self.loss.is_placed else batch
 
     def _prepare(self, module: nn.Module, config: DistCAConfig, world_size: int) -> None:
-        """Prepares checkpointing, and the facts of a pass.
-
-        Args:
-            config: settings of the pass's plan.
-            world_size: number of ranks that exchange rows in the pass.
-        """
+        """Prepares checkpointing, and the facts of a pass."""
         rows_wait = self._recomputed_layers.prepare(module, self.context, has_peers=world_size > 1)
         self._passes_with_gradients += torch.is_grad_enabled()
         is_looked_at = torch.is_grad_enabled() and is_due(self._passes_with_gradients)
@@ -304,7 +298,7 @@ class ForwardWatch:
         """Returns the planner of given batches, made when it is first asked for."""
         if self.planner is None:
             transport = self.context.training_transport(device)
-            of_model = self._head_groups, self._token_bytes, self.context.servers, self._layer_masks
+            of_model = self._head_groups, self._token_bytes, self._layer_masks
             of_rows = self._read_and_open, not self._mixers.mixers, self.flops
             self.planner = GivenPlanner(self.context, transport, *of_model, *of_rows)
         return self.planner
@@ -324,12 +318,7 @@ class ForwardWatch:
         return read
 
     def _after(self, module: nn.Module, args: tuple[object, ...], kwargs: dict[str, Any], output: object) -> object:
-        """Checks the attention calls of the pass, and compares them over ranks.
-
-        Raises:
-            UnsupportedAttentionError, PlanError: some layer computed something else.
-            PlanMismatchError: no backward pass follows, and ranks ran different passes.
-        """
+        """Checks the attention calls of the pass, and compares them over ranks."""
         self._is_running = False
         self._borders.end()
         plan = kwargs.get("distca_plan")

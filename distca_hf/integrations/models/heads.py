@@ -16,7 +16,7 @@ from distca_hf.integrations.models.distributed import heads_divided_by, model_me
 from distca_hf.integrations.models.structure import attention_layers, transformers_model
 
 
-# Common names that a configuration may map to others of its own. Where layers have heads of their own, Transformers
+# Common names that a configuration may map to its own. If layers have their own heads, Transformers
 # refuses to say how many there are, or how wide they are.
 NUMBER = "num_attention_heads"
 OTHERS = ("num_key_value_heads", "hidden_size", "head_dim")

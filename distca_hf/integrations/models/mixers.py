@@ -61,7 +61,7 @@ def mixers_of(model: PreTrainedModel) -> dict[str, nn.Module]:
 
 
 def needs_whole_documents(model: nn.Module) -> bool:
-    """Returns whether a model has mixers beside attention. One without attention is refused.
+    """Returns whether a model has mixers besides attention. One without attention is refused.
 
     Args:
         model: a Transformers model, or a PEFT model around one.
@@ -71,14 +71,10 @@ def needs_whole_documents(model: nn.Module) -> bool:
 
 
 def unknown_mixers(model: PreTrainedModel, config: PreTrainedConfig) -> Iterator[str]:
-    """Yields layers that mix tokens in a way that is neither attention nor a mixer.
-
-    Args:
-        config: of the text part.
-    """
+    """Yields layers that mix tokens in a way that is neither attention nor a mixer."""
     mixers = mixers_of(model)
     kinds = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None) or []
-    with_mixer = {_layer_number(name) for name in mixers}
+    with_mixer = {next((int(part) for part in name.split(".") if part.isdigit()), None) for name in mixers}
     for kind in sorted({str(kind) for kind in kinds} - LAYER_TYPES):
         layers = [index for index, name in enumerate(kinds) if name == kind and index not in with_mixer]
         more = f" and {len(layers) - 3} more" if len(layers) > 3 else ""
@@ -96,17 +92,12 @@ def unknown_mixers(model: PreTrainedModel, config: PreTrainedConfig) -> Iterator
 
 
 def _mixes_tokens(part: nn.Module, attention: set[nn.Module], mixers: set[nn.Module]) -> bool:
-    """Returns whether a module that is no mixer convolves or carries a state. Modules that hold attention or a mixer
-    may name the states of these."""
+    """Returns whether a module that is not a mixer convolves or carries a state. Modules that hold attention or a
+    mixer may name the states of these."""
     if isinstance(part, nn.Conv1d | nn.Conv2d | nn.RNNBase):
         return True
     inside = set(part.modules())
     return attention.isdisjoint(inside) and mixers.isdisjoint(inside) and _carries_state(type(part))  # type: ignore[arg-type]
-
-
-def _layer_number(name: str) -> int | None:
-    """Returns the first number in the name of a module: the number of its layer."""
-    return next((int(part) for part in name.split(".") if part.isdigit()), None)
 
 
 @lru_cache(maxsize=1024)
@@ -122,7 +113,6 @@ class MixerWatch:
     """Watches the mixers of one model; does nothing where there are none.
 
     Attributes:
-        mixers: by name.
         lengths: returns lengths of the documents of a batch, and checks them.
     """
 
@@ -150,7 +140,7 @@ class MixerWatch:
             mix_rows_again(module)
 
     def with_plan(self, batch: Batch, plan: LivePlan) -> dict[str, object]:
-        """Returns what a pass with a plan needs besides, as keywords.
+        """Returns further keywords for a pass with a plan.
 
         Raises:
             UnsupportedAttentionError: ZeRO-3 divides the weights of mixers.
@@ -176,7 +166,7 @@ class MixerWatch:
         return {KEYWORD: DocumentRows(lengths, batch_size, row_tokens, tokens_of(batch).device)}
 
     def alone(self, batch: Batch, trains: bool) -> dict[str, object]:
-        """Returns what a pass of this rank alone needs besides, as keywords.
+        """Returns further keywords for a pass of this rank alone.
 
         Raises:
             UnsupportedAttentionError: ZeRO-3 divides the weights of mixers.
@@ -217,11 +207,7 @@ class MixerWatch:
             )
 
     def _check_no_cache(self, batch: Batch) -> None:
-        """Checks that no cache is to be filled by packed documents.
-
-        Raises:
-            PackingError: it is.
-        """
+        """Checks that no cache is to be filled by packed documents."""
         if cache_of(batch) is not None or batch.get("use_cache"):
             raise PackingError(
                 f"rows hold several documents, and {self._named} would leave the state of one of them in a cache; set "
@@ -277,11 +263,7 @@ def lengths_and_rows(batch: Batch) -> tuple[IntArray, IntArray | None]:
 
 
 def _check_seq_idx(batch: Batch, lengths: IntArray) -> None:
-    """Checks that `seq_idx`, where a batch has it, changes at the first token of every document and nowhere else.
-
-    Raises:
-        PackingError: names the first token where it does not.
-    """
+    """Checks that `seq_idx`, where a batch has it, changes at the first token of every document and nowhere else."""
     seq_idx = batch.get("seq_idx")
     if not isinstance(seq_idx, torch.Tensor):
         return

@@ -59,7 +59,6 @@ class PlacedLoss:
     """Decides pass by pass whether one model's head runs on placed rows, and its loss.
 
     Args:
-        model: a Transformers model.
         root: the module that was enabled, which may be around it.
 
     Attributes:

@@ -1,54 +1,193 @@
-"""Planner: what placement and reading have to know of a model is read once, for all loaders of its batches."""
+"""Planner: what placement, reading and reports have to know of a model, read once for all loaders of its batches; and
+the operations of its passes, counted from its parameters before it is wrapped."""
 
 import inspect
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from math import prod
 
 from torch import nn
 
-from distca_hf.batches.placed import PlacedPlanner
+from distca_hf.batches.placed import PlacedPlanner, StepShape
+from distca_hf.batches.reported_steps import Predictable
+from distca_hf.comm.grid import Grid
 from distca_hf.cost import TokenBytes
-from distca_hf.data.pipelines import Pipeline
 from distca_hf.data.rows import Reading
-from distca_hf.flops import LLAMA_8B_COSTS
-from distca_hf.integrations.models.heads import head_groups_of, token_bytes_of
-from distca_hf.integrations.models.layer_masks import layer_masks_of
+from distca_hf.flops import LLAMA_8B_COSTS, PassCosts, StepFlops
+from distca_hf.integrations.models.heads import (
+    head_groups_of,
+    heads_of_layers,
+    num_layers_of,
+    token_bytes_of,
+    whole_heads_of_layers,
+)
+from distca_hf.integrations.models.layer_masks import layer_masks_of, masks_of_layers
 from distca_hf.integrations.models.mixers import needs_whole_documents
-from distca_hf.integrations.models.operations import pass_costs_of
-from distca_hf.integrations.models.structure import text_decoder, transformers_model
+from distca_hf.integrations.models.structure import text_decoder, transformers_model, weights_beside_text
 from distca_hf.parallel_context import ParallelContext
-from distca_hf.planning.served import Servers
+from distca_hf.planning.extra_ranks import ExtraRanks
+from distca_hf.traces import HeadSizes, ModelSizes, PredictedCosts
+
+
+def step_flops(model: nn.Module) -> StepFlops | None:
+    """Counts the operations of a model's forward and backward pass; None where its configuration does not say enough,
+    or weights are quantised.
+
+    Args:
+        model: a Transformers model, or a PEFT model around one; ZeRO-3 may have divided it already.
+    """
+    try:
+        heads = heads_of_layers(model)
+        counted = list(_matrices(model))
+    except (AttributeError, KeyError, RuntimeError, ValueError):
+        return None
+    pair_forward = sum(2.0 * layer.query * (layer.dim + layer.value_dim) for layer in heads.values())
+    weights = sum(numbers for numbers, _ in counted)
+    trained = sum(numbers for numbers, is_trained in counted if is_trained)
+    head = getattr(transformers_model(model).get_output_embeddings(), "weight", None)
+    return StepFlops.of(weights, trained, pair_forward, 0 if head is None else prod(_shape(head)))
+
+
+def pass_costs_of(model: nn.Module) -> PassCosts:
+    """Returns the costs of a model's layers under activation checkpointing, with attention's outputs saved; those of
+    an 8B Llama where its operations are not known."""
+    flops = step_flops(model)
+    if flops is None or not flops.pair_forward:
+        return LLAMA_8B_COSTS
+    return flops.pass_costs(recomputes_layers=True, recomputes_attention=False)
+
+
+def predictable(model: nn.Module, flops: StepFlops | None, recomputes: tuple[bool, bool], grid: Grid) -> Predictable:
+    """Returns what `distca report` predicts seconds of a pass from (costs at rates of an H200, and sizes for a
+    measured profile) and counts work by; nothing if operations are not known.
+
+    Args:
+        recomputes: whether layers and attention run forward again in backward.
+    """
+    if flops is None:
+        return Predictable()
+    return Predictable(_costs(flops, *recomputes), _sizes(model, flops, recomputes, grid), flops)
+
+
+def _costs(flops: StepFlops, recomputes_layers: bool, recomputes_attention: bool) -> PredictedCosts:
+    """Returns the costs of all layers together."""
+    step = flops.cost(recomputes_layers=recomputes_layers, recomputes_attention=recomputes_attention)
+    parts = flops.pass_costs(recomputes_layers=recomputes_layers, recomputes_attention=recomputes_attention)
+    return PredictedCosts("H200", step.token_seconds, parts.forward.pair_seconds, parts.backward.pair_seconds)
+
+
+def _sizes(model: nn.Module, flops: StepFlops, recomputes: tuple[bool, bool], grid: Grid) -> ModelSizes | None:
+    """Returns the sizes of a model; None if its configuration does not say them. A stage of a pipeline has the layers
+    that attend, and no others."""
+    inner = transformers_model(model)
+    hidden_size = getattr(inner.config.get_text_config(), "hidden_size", None)
+    if not flops.token_forward or not isinstance(hidden_size, int):
+        return None
+    heads, by_window = whole_heads_of_layers(model), dict[int, HeadSizes]()
+    for name, mask in masks_of_layers(model).items():
+        one, window = heads[name], mask.window_tokens or 0
+        sizes = HeadSizes(window, one.query, one.key_value, one.dim, one.value_dim, one.groups)
+        by_window.setdefault(window, sizes)
+    return ModelSizes(
+        heads=tuple(by_window.values()),
+        hidden_size=hidden_size,
+        layers=(num_layers_of(model) if grid.shape[0] == 1 else None) or len(heads),
+        layer_weights=round(flops.layers_forward / 2),
+        head_weights=round(flops.head_forward / 2),
+        backward_share=flops.token_backward / flops.token_forward / 2,
+        liger=any(  # libraries replace forward functions
+            str(getattr(module.forward, "__module__", "")).startswith("liger_kernel") for module in inner.modules()
+        ),
+        recomputes_layers=recomputes[0],
+        recomputes_attention=recomputes[1],
+        tensor_ranks=grid.shape[2],
+    )
+
+
+def _matrices(model: nn.Module) -> Iterator[tuple[int, bool]]:
+    """Yields the numbers of every matrix that a token of text is multiplied with, and whether it is trained. An
+    embedding is looked up, unless it is the output's as well."""
+    inner = transformers_model(model)
+    head = inner.get_output_embeddings()
+    tables = {module.weight for module in model.modules() if isinstance(module, nn.Embedding)}
+    tables -= {getattr(head, "weight", None)}
+    beside_text = set(weights_beside_text(inner).values())
+    shares = shares_of_experts(model)
+    for name, parameter in model.named_parameters():
+        shape = _shape(parameter)
+        if parameter in tables or parameter in beside_text or len(shape) < 2:
+            continue
+        if not parameter.is_floating_point():
+            raise ValueError(f"{name} is quantised")
+        share = share_of(name, shares)
+        if share is None:
+            raise ValueError(f"{name}: no module next to it says how many experts a token takes")
+        yield int(prod(shape) * share), parameter.requires_grad
+
+
+def _shape(parameter: nn.Parameter) -> Sequence[int]:
+    """Returns the shape of a parameter as it was before ZeRO-3 divided it."""
+    return getattr(parameter, "ds_shape", parameter.shape)
+
+
+def shares_of_experts(model: nn.Module) -> dict[str, float | None]:
+    """Returns which part of its weights a token passes, for every module of experts by its name; None if that is not
+    known. Layers may have other numbers of experts, and of those that a token takes.
+
+    Args:
+        model: on any device, also torch's meta device.
+    """
+    modules, shares = dict(model.named_modules()), dict[str, float | None]()
+    for name, module in modules.items():
+        stacked = {_shape(weight)[0] for weight in module.parameters(recurse=False) if len(_shape(weight)) == 3}
+        number = getattr(module, "num_experts", None)
+        if name.endswith(".experts"):
+            number = number or max(stacked, default=len(list(module.children())))
+        elif number not in stacked:
+            continue
+        block = modules[name.rpartition(".")[0]]
+        taken = [getattr(part, "top_k", None) for part in (block, *block.children())]
+        shares[name] = next((one / number for one in taken if isinstance(one, int) and number), None)
+    return shares
+
+
+def share_of(weight: str, shares: Mapping[str, float | None]) -> float | None:
+    """Returns which part of a weight, by its name, a token passes: that of the innermost experts it belongs to."""
+    module = weight.rpartition(".")[0]
+    while module and module not in shares:
+        module = module.rpartition(".")[0]
+    return shares[module] if module else 1.0
 
 
 def planner_for(
     model: nn.Module | None,
     context: ParallelContext,
-    servers: Servers | None = None,
-    pipeline: Pipeline | None = None,
+    extra_ranks: ExtraRanks | None = None,
+    step_shape: StepShape | None = None,
 ) -> PlacedPlanner:
     """Returns a planner for batches of a model, which the ranks of a context share.
 
     Args:
         model: None: any model of full causal attention, whose heads are not divided.
-        servers: attention servers that take part.
-        pipeline: stages that batches pass.
+        extra_ranks, step_shape: see `PlacedPlanner`.
 
     Raises:
         AttributeError, KeyError, RuntimeError, ValueError: the size of a token is needed, and neither the model's
             config nor its layers say how many heads there are, or how wide they are.
     """
     members = context.members
-    planner = PlacedPlanner(context, len(members.token_ranks), servers=servers, pipeline=pipeline)
+    planner = PlacedPlanner(context, len(members.token_ranks), extra_ranks=extra_ranks, step_shape=step_shape)
     if model is None:
         return planner
     whole_documents = needs_whole_documents(model)
-    needs_bytes = servers is not None or whole_documents
+    needs_bytes = extra_ranks is not None or whole_documents
     return replace(
         planner,
         head_groups=head_groups_of(model, members.grid.shape[2]),
         token_bytes=token_bytes_of(model) if needs_bytes else TokenBytes(),
         layer_masks=layer_masks_of(model),
         whole_documents=whole_documents,
-        costs=LLAMA_8B_COSTS if pipeline is None else pass_costs_of(model),
+        costs=LLAMA_8B_COSTS if step_shape is None else pass_costs_of(model),
     )
 
 

@@ -56,7 +56,6 @@ class RecomputedLayers:
 
         Args:
             model: the model with its wrappers, which may be added until the first forward pass.
-            config: settings of the pass.
             has_peers: whether other ranks send rows to this one.
         """
         is_first, modules = self._modules is None, self._found(model)

@@ -1,6 +1,10 @@
-"""Structure of a model: the Transformers model inside others, its text decoder, attention layers and functions.
+"""Structure of a model: the Transformers model inside others, its text decoder, towers, attention layers, functions.
 
 Some properties of a function are known only from its source before it runs. Without a source every answer is no.
+
+Towers are the parts of a multimodal model that see images, videos or sound. Their attention goes both ways, so they
+keep an attention of Transformers, and nothing in them is checked. A tower must be a model with its own configuration.
+Otherwise its attention could not be told from the decoder's, and the model is refused.
 """
 
 import ast
@@ -12,16 +16,25 @@ from collections.abc import Callable, Hashable, Iterator
 from functools import lru_cache
 from typing import Any
 
+import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from distca_hf.batches.batch_documents import Batch
 from distca_hf.errors import UnsupportedAttentionError
+from distca_hf.telemetry import get_logger
 
 
 # Threads parse one after the other: CPython counts the depth of trees for all of them together, and may fail.
 PARSING = threading.Lock()
 # A method that a class may or may not have.
 Function = Callable[..., object] | None
+log = get_logger(__name__)
+
+# Attention of towers that were loaded with distca.
+OF_TOWERS = "sdpa"
+# Arguments that number the kinds of tokens: 0 is text.
+KINDS_OF_TOKENS = ("token_type_ids", "mm_token_type_ids")
 
 
 def transformers_model(model: nn.Module) -> PreTrainedModel:
@@ -42,7 +55,7 @@ def transformers_model(model: nn.Module) -> PreTrainedModel:
 
 
 def text_decoder(model: PreTrainedModel) -> PreTrainedModel:
-    """Returns the decoder of a multimodal model, which has a configuration of its own. Any other model is returned
+    """Returns the decoder of a multimodal model, which has its own configuration. Any other model is returned
     itself, also one whose decoder cannot be told from its towers."""
     text = model.config.get_text_config()
     if text is model.config or getattr(model.config, "is_encoder_decoder", False):
@@ -86,7 +99,18 @@ def attention_layers(model: PreTrainedModel) -> dict[str, nn.Module]:
 
 def looks_attention_up(module: nn.Module) -> bool:
     """Returns whether the module's own forward calls Transformers' attention interface."""
-    return _uses_interface(type(module))  # type: ignore[arg-type]
+    return forward_names(module, "attention_interface", "ALL_ATTENTION_FUNCTIONS")
+
+
+def forward_names(module: nn.Module, *words: str) -> bool:
+    """Returns whether the source of the module's own forward has all of these words; False if there is no source."""
+    return _class_names(type(module), words)  # type: ignore[arg-type]
+
+
+@lru_cache(maxsize=4096)
+def _class_names(module_class: Hashable, words: tuple[str, ...]) -> bool:
+    source = source_of(getattr(module_class, "forward", None))
+    return all(word in source for word in words)
 
 
 def forward_accepts(model: PreTrainedModel, keyword: str) -> bool:
@@ -106,13 +130,6 @@ def names_by_position(model: nn.Module) -> list[str]:
     if any(parameter.kind is parameter.VAR_POSITIONAL for parameter in parameters):
         parameters = inspect.signature(transformers_model(model).forward).parameters.values()
     return [parameter.name for parameter in parameters if parameter.kind is parameter.POSITIONAL_OR_KEYWORD]
-
-
-@lru_cache(maxsize=1024)
-def _uses_interface(module_class: Hashable) -> bool:
-    """Returns whether the class's own forward calls the attention interface."""
-    source = source_of(getattr(module_class, "forward", None))
-    return "attention_interface" in source and "ALL_ATTENTION_FUNCTIONS" in source
 
 
 def source_of(part: Function | type) -> str:
@@ -178,3 +195,60 @@ def syntax_of(function: Function) -> Iterator[ast.AST]:
     source = textwrap.dedent(source_of(function))
     with PARSING:
         return ast.walk(ast.parse(source))
+
+
+def towers(model: PreTrainedModel) -> dict[str, PreTrainedModel]:
+    """Returns the outermost Transformers models besides the text part, by name; none in a model for text."""
+    text, found = text_modules(model), dict[str, PreTrainedModel]()
+    for name, module in model.named_modules():  # outer ones come first
+        is_inside = any(name.startswith(f"{tower}.") for tower in found)
+        if name not in text and not is_inside and isinstance(module, PreTrainedModel):
+            found[name] = module
+    return found
+
+
+def undivided(model: PreTrainedModel) -> Iterator[str]:
+    """Yields why the text decoder of a multimodal model cannot be told from its towers."""
+    text = model.config.get_text_config()
+    is_divided = text is model.config or text_decoder(model) is not model
+    if not is_divided and not getattr(model.config, "is_encoder_decoder", False):
+        yield "its text decoder cannot be told from its towers: get_decoder() returns no part with the text's config"
+        return
+    in_towers = {module for tower in towers(model).values() for module in tower.modules()}
+    of_text = text_modules(model)
+    for name, layer in model.named_modules():
+        if name in of_text or not looks_attention_up(layer):
+            continue
+        config = getattr(layer, "config", text)
+        if layer not in in_towers or config is text or config is model.config:
+            yield (
+                f"{name} attends outside the text decoder and belongs to no tower with a config of its own: it would "
+                "attend through distca as well"
+            )
+            return
+
+
+def give_own_attention(model: PreTrainedModel) -> None:
+    """Gives towers that were loaded with distca their own attention, and logs it.
+
+    Args:
+        model: a model that was checked, or one that is not enabled, such as a reference model.
+    """
+    distca = text_decoder(model).config._attn_implementation
+    for name, tower in towers(model).items():
+        layers = (layer for layer in tower.modules() if looks_attention_up(layer))
+        if any(getattr(layer, "config", tower.config)._attn_implementation == distca for layer in layers):
+            own = OF_TOWERS if tower._supports_sdpa else "eager"
+            tower.set_attn_implementation(own)
+            log.info("%s: %s attends with %s, on each rank separately", type(model).__name__, name, own)
+
+
+def without_kinds_of_text(batch: Batch) -> Batch:
+    """Returns a batch without kinds of tokens that say text of all: a model would make a mask for images of them.
+    Returns the batch itself if there are none; waits for the device if there are."""
+    of_text = {
+        name
+        for name in KINDS_OF_TOKENS
+        if isinstance(kinds := batch.get(name), torch.Tensor) and not bool(kinds.any())
+    }
+    return {name: given for name, given in batch.items() if name not in of_text} if of_text else batch

@@ -53,7 +53,7 @@ def is_due(passes: int) -> bool:
 class SharedState:
     """Weights and buffers that all ranks hold, in the passes in which they are compared.
 
-    An optimizer step on gradients that nobody averages leaves other weights on every rank, as does a step that one
+    An optimizer step on gradients that are not averaged leaves other weights on every rank, as does a step that one
     rank leaves out, or a start from other weights. Buffers such as rotary frequencies are in no checkpoint: each rank
     computes them. Later they must still be those of the first pass, or must have changed on all ranks, as counts do.
 

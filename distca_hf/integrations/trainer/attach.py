@@ -18,8 +18,7 @@ from distca_hf.errors import ConfigError
 from distca_hf.integrations.models.distributed_check import follow_mesh
 from distca_hf.integrations.models.forward_watch import enable, watch_of
 from distca_hf.integrations.models.planner import planner_for
-from distca_hf.integrations.models.structure import transformers_model
-from distca_hf.integrations.models.towers import give_own_attention
+from distca_hf.integrations.models.structure import give_own_attention, transformers_model
 from distca_hf.integrations.models.weights_check import divide_again
 from distca_hf.integrations.trainer.attachment import Attachment, held_models, restorer, watch_held_models
 from distca_hf.integrations.trainer.callback import DistCACallback, print_in_short
@@ -31,7 +30,6 @@ from distca_hf.integrations.trainer.check import (
 )
 from distca_hf.integrations.trainer.columns import reading_of
 from distca_hf.integrations.trainer.loss_reader import LossReader
-from distca_hf.integrations.trainer.redone_steps import RedoneSteps, cannot_redo
 from distca_hf.integrations.trainer.resuming import Resuming, check_checkpoint
 from distca_hf.integrations.trainer.stop_on_signal import LeaveOnSignal
 from distca_hf.parallel_context import ParallelContext
@@ -61,9 +59,7 @@ def attach(trainer: Trainer, context: ParallelContext) -> None:
         earlier.undo()
     if context.tokens_per_rank and trainer.train_dataset is not None:
         check_map_style(trainer.train_dataset)
-    reasons = list(wrong_settings(trainer, context))
-    if context.servers is not None:
-        reasons += cannot_redo(trainer)
+    reasons = [*wrong_settings(trainer, context), *context.annex.cannot_attach(trainer)]
     if any(isinstance(callback, DistCACallback) for callback in trainer.callback_handler.callbacks):
         reasons.append("it has a DistCACallback, and attach brings one: leave it out of callbacks=[...]")
     if reasons:
@@ -86,8 +82,7 @@ def attach(trainer: Trainer, context: ParallelContext) -> None:
                 give_own_attention(model)
         attachment.replace(trainer, "compute_loss", partial(_loss_of_known_batch, trainer.compute_loss))
         reader.install()
-        if context.servers is not None:
-            RedoneSteps(trainer, context).install(attachment)
+        context.annex.attach(trainer, attachment)
     except BaseException:
         attachment.undo()
         raise
@@ -166,11 +161,7 @@ def _place(trainer: Trainer, context: ParallelContext, attachment: Attachment) -
 
 
 def _check_model(trainer: Trainer) -> None:
-    """Checks that the Trainer's model is enabled: any other one would train on parts of documents.
-
-    Raises:
-        ConfigError: it is not.
-    """
+    """Checks that the Trainer's model is enabled: any other one would train on parts of documents."""
     model = trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False)
     if watch_of(transformers_model(model)) is None:
         raise ConfigError(
@@ -228,7 +219,7 @@ def _training_loader(trainer: Trainer, context: ParallelContext) -> PlacedLoader
         )
     loader = PlacedLoader(
         trainer.train_dataset,
-        planner_for(trainer.model, context, context.servers),
+        planner_for(trainer.model, context, context.annex.extra_ranks),
         context.training_transport(args.device),
         args.device,
         seed=args.seed if args.data_seed is None else args.data_seed,

@@ -44,11 +44,7 @@ ARGUMENTS = (
 
 
 class Attachment:
-    """Makes changes to one Trainer, and undoes them.
-
-    Attributes:
-        trainer: the Trainer.
-    """
+    """Makes changes to one Trainer, and undoes them."""
 
     def __init__(self, trainer: Trainer) -> None:
         self.trainer = trainer
@@ -97,7 +93,7 @@ class Attachment:
                 setattr(self.trainer.args, name, value)
 
     def add_callback(self, callback: TrainerCallback, *, first: bool) -> None:
-        """Adds a callback before or behind all others."""
+        """Adds a callback before or after all others."""
         callbacks = self.trainer.callback_handler.callbacks
         callbacks.insert(0 if first else len(callbacks), callback)
         self.when_undone(partial(self._remove_callback, callback))
@@ -250,11 +246,7 @@ def _modules(where: str, value: Any) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _refuse_placed(names: Sequence[str], model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-    """Checks that a model that was not enabled gets neither tokens nor the plan of a placed batch.
-
-    Raises:
-        PlanError: it does.
-    """
+    """Checks that a model that was not enabled gets neither tokens nor the plan of a placed batch."""
     if watch_of(model) is not None:
         return
     given = dict(zip(names, args, strict=False)) | dict(kwargs)

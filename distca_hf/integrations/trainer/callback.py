@@ -61,7 +61,6 @@ class DistCACallback(TrainerCallback):
     compares weights every `debug.check_weights_every_steps`.
 
     Args:
-        plugin: settings and transport.
         loader: the placed loader of this training; None if its batches come from elsewhere.
     """
 
@@ -111,11 +110,7 @@ class DistCACallback(TrainerCallback):
             handler.add_callback(leave)
 
     def plan_ahead(self, trainer: Trainer, replace: Callable[[object, str, object], None]) -> None:
-        """Lets ranks plan the micro-batches of this Trainer's steps ahead; for a model that is watched.
-
-        Args:
-            replace: sets an attribute of an object.
-        """
+        """Lets ranks plan the micro-batches of this Trainer's steps ahead; for a model that is watched."""
         assert self._model is not None
         self._read_ahead.add(ReadAhead(trainer, self._model, replace))
 
@@ -162,11 +157,7 @@ class DistCACallback(TrainerCallback):
             self._leave.on_train_begin(args, state, control, self._model)
 
     def _check_model(self) -> ForwardWatch:
-        """Returns the watch of the model.
-
-        Raises:
-            ConfigError: the model does not follow this callback's plugin.
-        """
+        """Returns the watch of the model."""
         watch = watch_of(self._model)
         if watch is None:
             raise ConfigError(
@@ -298,7 +289,7 @@ def steps_per_epoch(args: TrainingArguments, train_dataloader: Any) -> int | Non
 def _trainer_of_this_event(callback: TrainerCallback) -> Trainer | None:
     """Returns the Trainer whose event is being called; None where it is not found.
 
-    Trainer puts callbacks of the user behind its own, some of which report to trackers. It passes everything to them
+    Trainer puts callbacks of the user after its own, some of which report to trackers. It passes everything to them
     but itself and the list they are in. So it is taken from the caller of the event, `CallbackHandler.call_event`.
     """
     frame: FrameType | None = sys._getframe(1)
@@ -318,12 +309,7 @@ def add_metrics(metrics: Mapping[str, float], logs: dict[str, float], state: Tra
 
 
 def print_in_short(callbacks: Iterable[TrainerCallback], replace: Callable[[object, str, object], None]) -> None:
-    """Lets the callbacks that print logs print our metrics in few words: with four names more a line is too long.
-
-    Args:
-        callbacks: of a Trainer.
-        replace: sets an attribute of an object.
-    """
+    """Lets the callbacks that print logs print our metrics in few words: with four names more a line is too long."""
     for callback in callbacks:
         if isinstance(callback, PrinterCallback | ProgressCallback):
             replace(callback, "on_log", partial(_print_log, callback.on_log))

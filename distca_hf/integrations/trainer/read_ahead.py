@@ -29,8 +29,6 @@ class ReadAhead:
     """Reads the batches of one Trainer's steps.
 
     Args:
-        trainer: the Trainer.
-        model: its enabled model.
         replace: sets an attribute of an object, so that it can be undone.
     """
 

@@ -52,8 +52,6 @@ def check_checkpoint(model: nn.Module, output_dir: str, resume_from_checkpoint: 
     """Checks that a checkpoint has been written to its end, and that a training of the model can resume from it.
 
     Args:
-        model: of the Trainer.
-        output_dir: where the Trainer saves.
         resume_from_checkpoint: as given to `Trainer.train`: a folder, True for the newest one, or nothing.
 
     Raises:
@@ -90,9 +88,6 @@ class Resuming(TrainerCallback):
     An epoch of Trainer ends where an epoch of the data does. `max_steps`, the learning-rate schedule, the progress
     bar and `state.epoch` follow. A run that resumes with the sizes it had is bit-equal to one that was never
     interrupted.
-
-    Args:
-        loader: the placed loader of the training.
     """
 
     def __init__(self, loader: PlacedLoader) -> None:
@@ -152,7 +147,7 @@ class Resuming(TrainerCallback):
         rest = {
             "steps_in_epoch": resumed.micro_batches_left,
             "num_update_steps_per_epoch": resumed.steps_left,
-            "steps_trained_in_current_epoch": 0,  # there is nothing to skip: the loader begins behind them
+            "steps_trained_in_current_epoch": 0,  # there is nothing to skip: the loader begins after them
         }
         self._is_in_resumed_epoch = True
         try:
@@ -161,11 +156,7 @@ class Resuming(TrainerCallback):
             self._is_in_resumed_epoch = False
 
     def _begin(self, args: TrainingArguments, checkpoint: str | None) -> None:
-        """Puts the loader where the checkpoint was saved; to the beginning if there is none.
-
-        Raises:
-            ConfigError: the checkpoint is of another dataset or order, or has no position at all.
-        """
+        """Puts the loader where the checkpoint was saved; to the beginning if there is none."""
         self._loader.restart()
         self._resumed = None
         if checkpoint is None or args.ignore_data_skip:
@@ -220,11 +211,7 @@ def _missing_methods() -> list[str]:
 
 
 def _check_model_resumes(model: nn.Module, checkpoint: Path) -> None:
-    """Checks that Transformers can resume the training of a model: not if it divided the model as it was loaded.
-
-    Raises:
-        ConfigError: it cannot; says what was saved, and how to go on with it.
-    """
+    """Checks that Transformers can resume the training of a model: not if it divided the model as it was loaded."""
     if not divided_by_transformers(model):
         return
     state = TrainerState.load_from_json(str(checkpoint / TRAINER_STATE_NAME))

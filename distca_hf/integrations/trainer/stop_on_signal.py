@@ -287,9 +287,6 @@ def _frame_of(method: Callable[..., object], frame: FrameType | None = None) -> 
     """Returns the frame of a method of Trainer that is on the stack; None if there is none.
 
     Callbacks get neither their Trainer, nor do they learn in which part of a training they are called.
-
-    Args:
-        frame: the innermost one; by default that of the caller.
     """
     frame = frame or sys._getframe(1)
     while frame is not None and frame.f_code is not inspect.unwrap(method).__code__:

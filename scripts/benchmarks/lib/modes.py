@@ -14,8 +14,8 @@ from datasets import Dataset
 from torch import nn
 
 from distca_hf.arrays import IntArray
-from distca_hf.batches.given_plans import GivenPlans
 from distca_hf.batches.loader import PlacedLoader
+from distca_hf.batches.placed import GivenPlans
 from distca_hf.batches.read_documents import DocumentReader, Reading, mark
 from distca_hf.config import KernelName
 from distca_hf.integrations.models.backbone_calls import BackboneCalls
@@ -72,7 +72,6 @@ class Place:
         model: that plans are made for.
         shape: of its work.
         recomputes: checkpointing recomputes attention, too.
-        num_nodes: that plans take these ranks for; 1 for what they are.
         share_of: ranks, of whose work `ideal` does one part in a process that is alone; 0 for as many as there are.
         servers: ranks without tokens, over which `ideal` spreads attention, too.
         shares: tokens of the ranks in packs, in proportion; none if they are equal.
@@ -86,7 +85,6 @@ class Place:
     model: nn.Module
     shape: Shape
     recomputes: bool = False
-    num_nodes: int = 1
     share_of: int = 0
     servers: int = 0
     shares: Sequence[int] = ()
@@ -97,8 +95,6 @@ class Place:
         (`DISTCA_<FIELD>`). Checkpointing is decided for all modes alike (`lib/model.py`)."""
         checkpointed = "recompute" if self.recomputes else "save"
         settings: dict[str, Any] = {"kernel": self.kernel, "checkpointed_attention": checkpointed}
-        if self.num_nodes > 1:
-            settings["ranks_per_node"] = self.wires.world_size // self.num_nodes
         return self.plugins(self.wires, tokens_per_rank=tokens_per_rank, **settings)
 
     def work(self, calls: Iterable[Call]) -> Work:
@@ -295,7 +291,7 @@ def _placed(place: Place, step: StepTokens) -> Mode:
     follow_mesh(place.model, plugin)
     loader = PlacedLoader(  # as plugin.dataloader makes it, for tokens that may be numbers beyond the vocabulary
         Dataset.from_dict({"input_ids": documents}),
-        planner_for(place.model, plugin, plugin.servers),
+        planner_for(place.model, plugin, plugin.annex.extra_ranks),
         plugin.training_transport(place.device),
         place.device,
         shuffle=False,

@@ -15,17 +15,7 @@ from distca_hf.errors import ConfigError, PackingError, UnsupportedAttentionErro
 from lib.documents import GPUS, parse_documents
 from lib.documents import PRESETS as DOCUMENTS
 from lib.model import PRESETS as MODELS
-from lib.parser import (
-    above_zero,
-    add_device,
-    add_out,
-    chosen_modes,
-    count,
-    few,
-    file_to_read,
-    parser_of,
-    whole,
-)
+from lib.parser import above_zero, add_device, add_out, chosen_modes, count, few, file_to_read, parser_of, whole
 
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}

@@ -7,10 +7,8 @@ step.
 import argparse
 import json
 import math
-import os
-import sys
 import textwrap
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -54,49 +52,24 @@ def chosen_modes(parser: argparse.ArgumentParser, text: str | None, known: Colle
     return names
 
 
-def whole(text: str) -> int:
-    """Returns a whole number, 0 among them, as `type` of an option."""
-    return _whole(text, 0, MOST)
+def _whole(least: int, most: int = MOST) -> Callable[[str], int]:
+    """Returns a `type` of options: whole numbers from the least to the most."""
+
+    def number(text: str) -> int:
+        if not (text.isascii() and text.isdecimal() and int(text[:DIGITS]) >= least):
+            raise argparse.ArgumentTypeError(
+                f"{text!r} is not a whole number {f'above {least - 1}' if least else 'from 0 on'}"
+            )
+        if len(text) > DIGITS or int(text) > most:
+            raise argparse.ArgumentTypeError(f"{text} is more than {most}")
+        return int(text)
+
+    return number
 
 
-def count(text: str) -> int:
-    """Returns a whole number above 0, as `type` of an option."""
-    return _whole(text, 1, MOST)
-
-
-def at_least_two(text: str) -> int:
-    """Returns a whole number above 1, as `type` of an option."""
-    return _whole(text, 2, MOST)
-
-
-def ranks(text: str) -> int:
-    """Returns a number of ranks that a plan may have, as `type` of an option."""
-    return _whole(text, 1, MAX_RANKS)
-
-
-def micro_steps(text: str) -> int:
-    """Returns a number of micro-steps that an optimizer step may have, as `type` of an option."""
-    return _whole(text, 1, MAX_MICRO_STEPS)
-
-
-def few(text: str) -> int:
-    """Returns a number of what there are not many of, as `type` of an option: layers, heads, threads."""
-    return _whole(text, 1, MOST_FEW)
-
-
-def words(text: str) -> int:
-    """Returns a number of words that a vocabulary may have, as `type` of an option."""
-    return _whole(text, 1, MOST_WORDS)
-
-
-def _whole(text: str, least: int, most: int) -> int:
-    if not (text.isascii() and text.isdecimal() and int(text[:DIGITS]) >= least):
-        raise argparse.ArgumentTypeError(
-            f"{text!r} is not a whole number {f'above {least - 1}' if least else 'from 0 on'}"
-        )
-    if len(text) > DIGITS or int(text) > most:
-        raise argparse.ArgumentTypeError(f"{text} is more than {most}")
-    return int(text)
+whole, count, at_least_two = _whole(0), _whole(1), _whole(2)
+ranks, micro_steps = _whole(1, MAX_RANKS), _whole(1, MAX_MICRO_STEPS)
+few, words = _whole(1, MOST_FEW), _whole(1, MOST_WORDS)  # of layers, heads, threads; of a vocabulary
 
 
 def above_zero(text: str) -> float:
@@ -198,14 +171,6 @@ def add_tokens_per_rank(parser: argparse.ArgumentParser, default: int) -> None:
 def add_ranks(parser: argparse.ArgumentParser, default: Sequence[int]) -> None:
     """Adds `--ranks`, by default these, of programs that plan without any rank."""
     parser.add_argument("--ranks", nargs="+", type=ranks, default=[*default], help="numbers of ranks to plan for")
-
-
-def parse_launched(parser: argparse.ArgumentParser) -> argparse.Namespace:
-    """Parses where a program is of several processes. Ends with a message if no launcher has started them."""
-    options = parser.parse_args()
-    if "RANK" not in os.environ:
-        parser.error(f"launch it, as in the example of --help: torchrun --nproc-per-node 2 {sys.argv[0]}")
-    return options
 
 
 def parse_plans(parser: argparse.ArgumentParser) -> argparse.Namespace:

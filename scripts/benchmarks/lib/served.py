@@ -6,9 +6,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from distca_hf.comm.served_transport import ServedTransport
 from distca_hf.comm.transport import Transport
-from distca_hf.planning.served import Servers
+from distca_hf.parallel_context import Annex
+from distca_hf.servers.served_transport import ServedTransport
 from lib.model import LossModel
 from lib.modes import Mode, Place, StepTokens, build_mode
 from lib.rounds import Runner
@@ -37,18 +37,13 @@ class ServedPlugin(WiredPlugin):
         """Returns the transport of a training, over the one connection to servers."""
         return super().training_transport(device) if self._owner is self else self._owner.training_transport(device)
 
-    def served(self, device: torch.device) -> ServedTransport | None:
-        """Returns the one connection to servers; None without any."""
-        return super().served(device) if self._owner is self else self._owner.served(device)
-
 
 class AlonePlugin(WiredPlugin):
     """The product's plugin over given wires, which makes no use of the attention servers that were launched."""
 
-    @property
-    def servers(self) -> Servers | None:
-        """Returns that there are none."""
-        return None
+    def __init__(self, wires: Wires, **settings: Any) -> None:
+        super().__init__(wires, **settings)
+        self.annex = Annex(self)
 
 
 class Connection:
@@ -64,8 +59,9 @@ class Connection:
         return plugin
 
     def transport(self, device: torch.device) -> ServedTransport | None:
-        """Returns the connection; None if no plugin has opened it."""
-        return None if self._owner is None else self._owner.served(device)
+        """Returns the connection; None if no plugin has it."""
+        found = None if self._owner is None else self._owner.training_transport(device)
+        return found if isinstance(found, ServedTransport) else None
 
     def close(self) -> None:
         """Ends the connection."""

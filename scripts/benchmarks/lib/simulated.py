@@ -41,8 +41,8 @@ def refused(options: argparse.Namespace) -> str | None:
     """Returns why a step is not simulated; None if it is."""
     if options.ep_size > 1:
         return f"experts that {options.ep_size} ranks divide are not simulated"
-    if options.nodes > 1 or options.share_tokens:
-        return "ranks as nodes, and the part of one rank, are not simulated"
+    if options.share_tokens:
+        return "the part of one rank is not simulated"
     if options.checkpointing == "offloaded":
         return "attention outputs that wait on the host are not simulated"
     if options.accumulation > 1:

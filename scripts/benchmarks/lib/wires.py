@@ -24,7 +24,6 @@ class Wires:
         rank, world_size, grid, traffic: of the product's transport.
         group: of the collectives of other modes.
         sent_bytes, received_bytes: of this rank, to and from others, since `reset`.
-        bytes_to: `[ranks]` of the product's exchanges, sent to each rank, since `reset`.
     """
 
     def __init__(self, inner: Transport, device: torch.device) -> None:
@@ -39,7 +38,6 @@ class Wires:
     def reset(self) -> None:
         """Counts bytes from here."""
         self.sent_bytes = self.received_bytes = 0
-        self.bytes_to = [0] * self.world_size
 
     def silence(self, silent: bool) -> None:
         """Stops sending from now on, or sends again. All ranks do the same, after steps that were not silent."""
@@ -52,9 +50,6 @@ class Wires:
         sent, received = (sum(counts) - counts[self.rank] for counts in (asked.send_counts, asked.receive_counts))
         arriving = (sum(asked.receive_counts), *asked.rows.shape[1:])
         row_bytes = asked.row_bytes
-        self.bytes_to = [
-            total + rows * row_bytes for total, rows in zip(self.bytes_to, asked.send_counts, strict=True)
-        ]
         if self.is_silent(sent * row_bytes, received * row_bytes, arriving[0] * row_bytes):
             return asked.arrived(self.made_up(arriving, asked.rows.dtype))
         return self._inner.exchange(asked)

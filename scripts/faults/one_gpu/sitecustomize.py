@@ -8,10 +8,10 @@ import os
 import sys
 
 
-if "distca_hf.runtime.server" in sys.orig_argv:
+if "distca_hf.servers.server" in sys.orig_argv:
     os.environ["LOCAL_RANK"] = "0"
 
-    from distca_hf.comm import rosters
+    from distca_hf.servers import rosters
 
     place_of = rosters.place_of
     rosters.place_of = lambda device: {**place_of(device), "gpu": "shared"}

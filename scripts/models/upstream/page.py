@@ -5,16 +5,7 @@ import textwrap
 from collections import Counter, defaultdict
 from collections.abc import Iterable
 
-from upstream.outcomes import (
-    ASSERT_SDPA,
-    ASSERTS_SDPA,
-    BOTH,
-    OTHER,
-    REFUSED,
-    Failure,
-    Run,
-    without_numbers,
-)
+from upstream.outcomes import ASSERT_SDPA, ASSERTS_SDPA, BOTH, OTHER, REFUSED, Failure, Run, without_numbers
 
 
 MESSAGE_CHARACTERS = 200

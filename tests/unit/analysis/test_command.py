@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from distca_hf.analysis import estimates, terminal
+from distca_hf.analysis import estimates, tables
 from distca_hf.analysis.check.find import find_candidate
 from distca_hf.analysis.epoch import OptimizerStep, divide_batch, pack_first_step
 from distca_hf.analysis.find_model import find_model
@@ -195,7 +195,7 @@ def test_the_table_can_be_read(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("columns", [40, 80, 120])
 def test_tables_fit_the_terminal(columns: int, some: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """No line is longer, no figure and no name is cut short."""
-    monkeypatch.setattr(terminal, "COLUMNS", columns)
+    monkeypatch.setattr(tables, "COLUMNS", columns)
     monkeypatch.setattr(estimates, "MOST_STEPS", 1)
     options = ("--compare", "--micro-steps", 2, "--ranks-per-node", 4)
     text = plan(some, *options, ranks=64, tokens_per_rank=32768)

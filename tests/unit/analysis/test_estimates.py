@@ -1,8 +1,6 @@
 """Estimates of distca plan: speed and memory beside what was measured, and by hand."""
 
-import importlib
 from pathlib import Path
-from types import ModuleType
 
 import numpy as np
 import pytest
@@ -19,36 +17,13 @@ from distca_hf.analysis.simulate.model import SimulatedModel
 from distca_hf.analysis.simulate.request import SimulationRequest
 from distca_hf.analysis.simulate.result import simulate
 from distca_hf.cost import Heads
-from distca_hf.data.pipelines import Pipeline
 from distca_hf.errors import ConfigError
-from distca_hf.flops import Rates, StepCost
-from support.commands import REPOSITORY
+from distca_hf.pipelines.pipeline import Pipeline
 
 
 LLAMA = preset("llama3-8b")
 SMALL = Heads(query=2, key_value=1, dim=4, value_dim=4, groups=1)
 SIZE = ModelSize.of_gated_layers(SMALL, layers=3, hidden_size=8, mlp_size=16, vocabulary=10)
-
-
-@pytest.fixture
-def measured(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(REPOSITORY / "scripts" / "benchmarks")
-    return importlib.import_module("plan_estimates")
-
-
-def test_speed_is_within_ten_percent_of_what_was_measured(measured: ModuleType) -> None:
-    """On two and four GPUs, over NVLink and 30 GB/s."""
-    for row in measured.STEPS:
-        assert measured.estimated_ratio(row) == pytest.approx(row.local_ms / row.placed_ms, rel=0.10), row
-
-
-def test_measured_rows_are_those_of_the_pages(measured: ModuleType) -> None:
-    """Times and peaks stand in the page that a row names."""
-    folder = REPOSITORY / "docs" / "benchmarks"
-    for row in (*measured.STEPS, *measured.PEAKS):
-        page = (folder / f"{row.page}.md").read_text()
-        numbers = (row.gib,) if hasattr(row, "gib") else (row.local_ms, row.placed_ms)
-        assert all(f"{number:g}" in page for number in numbers), row
 
 
 def test_weights_by_hand() -> None:
@@ -157,25 +132,6 @@ def test_layers_that_count_as_full_ones_are_named(name: str, words: str) -> None
 def test_a_model_nobody_knows_is_refused_with_the_nearest_name() -> None:
     with pytest.raises(ConfigError, match=r"'llama3-8' is not known.*Did you mean 'llama3-8b'"):
         find_model("llama3-8")
-
-
-def test_step_costs_by_hand(measured: ModuleType) -> None:
-    """Products of layers run four times with checkpointing, those of the head three times; of two products of
-    attention backward makes five."""
-    rates = Rates(matrix=2.0, attention_forward=4.0, attention_backward=5.0)
-    pair_flops = 2 * (4 + 4) * 2 * 3
-    step_cost = measured.step_cost
-    saved = step_cost(SIZE, SMALL, "saved", rates)
-    assert saved.token_seconds == (2 * 4 * SIZE.layer_parameters + 2 * 3 * 80) / 2
-    assert saved.pair_seconds == pair_flops * (1 / 4 + 2.5 / 5)
-    assert step_cost(SIZE, SMALL, "recomputed", rates).pair_seconds == pair_flops * (2 / 4 + 2.5 / 5)
-    assert step_cost(SIZE, SMALL, "none", rates).token_seconds == (2 * 3 * SIZE.layer_parameters + 480) / 2
-
-
-def test_a_step_takes_as_long_as_its_slowest_rank(measured: ModuleType) -> None:
-    cost = StepCost(token_seconds=1.0, pair_seconds=10.0)
-    assert measured.step_seconds(cost, np.array([5, 7]), np.array([3, 2])) == 35.0
-    assert cost.attention_share(tokens=10, pairs=3) == 0.75
 
 
 @pytest.mark.parametrize(

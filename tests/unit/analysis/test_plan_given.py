@@ -56,7 +56,7 @@ def trained(request: SimulationRequest, packs: list[np.ndarray]) -> list[PlanFac
 
     def run(transport: LoopbackTransport) -> list[PlanFacts]:
         positions = torch.cat([torch.arange(int(length)) for length in packs[transport.rank]])[None]
-        of_model = model.heads.groups, model.heads.token_bytes(), None, model.masks
+        of_model = model.heads.groups, model.heads.token_bytes(), model.masks
         config = DistCAConfig(ranks_per_node=request.ranks_per_node)
         planner = GivenPlanner(config, transport, *of_model, places_rows=not model.mixers, flops=model.flops)
         batch, facts = {"input_ids": torch.zeros_like(positions), "position_ids": positions}, []

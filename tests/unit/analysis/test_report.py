@@ -12,14 +12,13 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from distca_hf.analysis.report import run_folder, small_enough, trace_index
+from distca_hf.analysis.report import run_folder, small_enough
 from distca_hf.analysis.report.figures import CallOfRanks, Seconds
 from distca_hf.analysis.report.predictions import Predictor
 from distca_hf.analysis.report.run_folder import read_folder
 from distca_hf.analysis.report.run_report import page_of, read_source
-from distca_hf.analysis.report.served import slow_server_in_words
 from distca_hf.analysis.report.small_enough import chosen_calls, fitted
-from distca_hf.analysis.report.straggler import straggler_in_words
+from distca_hf.analysis.report.straggler import slow_server_in_words, straggler_in_words
 from distca_hf.cli import app
 from distca_hf.errors import ReportError
 from distca_hf.traces import RankTrace, file_name
@@ -61,7 +60,7 @@ def test_only_files_of_the_run_are_opened(tmp_path: Path, monkeypatch: pytest.Mo
         "folder": (lambda path: path.mkdir(), r"rank-00000\.jsonl cannot be read: Is a directory"),
         "long": (lambda path: path.write_bytes(b"0" * 300), r"cannot be read: it has a line of more than 200 bytes"),
     }
-    monkeypatch.setattr(trace_index, "LONGEST_LINE_BYTES", 200)
+    monkeypatch.setattr(run_folder, "LONGEST_LINE_BYTES", 200)
     for name, (plant, words) in planted.items():
         (tmp_path / name).mkdir()
         plant(tmp_path / name / file_name(0))
@@ -641,7 +640,7 @@ def test_bad_run_is_one_line(name: str, tmp_path: Path) -> None:
         ("[1, 2]", "holds a list"),
         ('{"kind": NaN}', "has the number NaN"),
         ('{"kind": 1e999}', "has the number 1e999"),
-        ('{"kind": 1e308}', "has the number 1e308, with which nothing can be computed"),
+        ('{"kind": 1e308}', "has the number 1e308, which is not finite or too large"),
         (f'{{"kind": {10**400}}}', "has the number 1000"),
         (r'{"kind": "\ud800"}', "has half a character"),
         ("{}", "is JSON of no command that is known here"),
@@ -682,7 +681,7 @@ def test_trace_that_nothing_can_be_made_of_is_one_line(harm: dict[str, Any], wor
 def test_plan_of_another_version_is_one_line(plan: dict[str, Any], tmp_path: Path) -> None:
     simulation = made_simulation() | {"simulations": [{}]}
     (tmp_path / "plan.json").write_text(json.dumps(simulation))
-    assert "is not as distca simulate --json" in refusal(tmp_path / "plan.json", "--json")
+    assert "is not what distca simulate --json" in refusal(tmp_path / "plan.json", "--json")
     for name, value in (
         ("micro_batches", None),
         ("micro_batches", [{}]),
@@ -691,7 +690,7 @@ def test_plan_of_another_version_is_one_line(plan: dict[str, Any], tmp_path: Pat
         ("micro_batches", UNEVEN),
     ):
         (tmp_path / "plan.json").write_text(json.dumps({**plan, name: value}))
-        assert "is not as distca plan --json of this version prints it" in refusal(tmp_path / "plan.json", "--json")
+        assert "is not what distca plan --json of this version prints" in refusal(tmp_path / "plan.json", "--json")
 
 
 def test_page_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:

@@ -20,8 +20,8 @@ from distca_hf.analysis.simulate.stages import GATHERED_BYTES, StagedTraining, S
 from distca_hf.analysis.simulate.step import Training
 from distca_hf.analysis.simulate.wires import Cluster
 from distca_hf.arrays import IntArray
-from distca_hf.data.pipelines import Pipeline
 from distca_hf.errors import ConfigError, PackingError
+from distca_hf.pipelines.pipeline import Pipeline
 
 
 PROFILE = find_profile("h100")

@@ -127,7 +127,7 @@ def test_at_the_end_of_an_epoch_another_pipeline_goes_on() -> None:
 
 def test_all_ranks_of_a_stage_have_as_many_rows() -> None:
     lengths = np.array([900, 100, 30, 20, 400, 10])
-    planner = PlacedPlanner(DistCAConfig(tokens_per_rank=1000), 4, pipeline=Pipeline(2))
+    planner = PlacedPlanner(DistCAConfig(tokens_per_rank=1000), 4, step_shape=Pipeline(2))
 
     assert planner.layout(lengths).rank_rows.tolist() == [1000] * 4
     assert PlacedPlanner(DistCAConfig(tokens_per_rank=1000), 4).layout(lengths).rank_rows.tolist() == [384] * 4

@@ -6,13 +6,13 @@ from collections.abc import Iterator, Sequence
 import pytest
 import torch
 
-from distca_hf.comm import rosters
 from distca_hf.comm.grid import Grid
 from distca_hf.comm.groups import in_time
 from distca_hf.comm.rollcall import RollCall
-from distca_hf.comm.rosters import RosterTransport
 from distca_hf.comm.transport import AllToAll
 from distca_hf.errors import ServerLostError
+from distca_hf.servers import rosters
+from distca_hf.servers.rosters import RosterTransport
 
 
 class Work:

@@ -6,8 +6,7 @@ import pytest
 from torch.distributed import HashStore
 
 from distca_hf.comm import whereabouts
-from distca_hf.comm.heartbeats import Repeated
-from distca_hf.comm.whereabouts import Calls, Place, Whereabouts, cannot_meet
+from distca_hf.comm.whereabouts import Calls, Place, Repeated, Whereabouts, cannot_meet
 
 
 def _place(*moments: tuple[int, int, int], waits: str = "", on_gpu: bool = False) -> Place:

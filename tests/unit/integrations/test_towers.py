@@ -12,9 +12,8 @@ import distca_hf
 from distca_hf.errors import ConfigError, UnsupportedAttentionError
 from distca_hf.integrations.models.check import PositionLimits, check_model
 from distca_hf.integrations.models.forward_watch import enable, watch_of
-from distca_hf.integrations.models.operations import step_flops
-from distca_hf.integrations.models.structure import attention_layers, text_decoder
-from distca_hf.integrations.models.towers import towers, undivided
+from distca_hf.integrations.models.planner import step_flops
+from distca_hf.integrations.models.structure import attention_layers, text_decoder, towers, undivided
 from support.log_lines import KeptLines
 from support.multimodal import IMAGE_TOKEN, document, multimodal_model
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from distca_hf.errors import UnsupportedAttentionError
-from distca_hf.kernels import reference, registry, trial
+from distca_hf.kernels import reference, registry
 from distca_hf.kernels.interface import (
     AttentionSpec,
     Gradients,
@@ -926,4 +926,4 @@ def test_kernel_is_chosen_once_for_all_scales_and_windows(monkeypatch: pytest.Mo
         choose_kernel("reference", CPU_OPERANDS, AttentionSpec(0.1, window_tokens=window_tokens))
     chosen_kernel.cache_clear()
 
-    assert tried == [AttentionSpec(1.0), AttentionSpec(1.0, window_tokens=trial.WINDOW_TOKENS)]
+    assert tried == [AttentionSpec(1.0), AttentionSpec(1.0, window_tokens=reference.WINDOW_TOKENS)]

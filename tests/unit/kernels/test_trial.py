@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from distca_hf.kernels.interface import NEW, AttentionSpec, Gradients, Inputs, Kernel, Outputs, Room, Saved, Spans
-from distca_hf.kernels.reference import ReferenceKernel
-from distca_hf.kernels.trial import WINDOW_TOKENS, describe_error
+from distca_hf.kernels.reference import WINDOW_TOKENS, ReferenceKernel, describe_error
 from distca_hf.kernels.varlen import CpuKernel
 
 

@@ -11,8 +11,8 @@ from distca_hf.layout import Layout, Stripe
 from distca_hf.planning.pieces import ALL_HEADS, Tasks, line_keys
 from distca_hf.planning.plan import Plan, plan_in_place
 from distca_hf.planning.routing import route
-from distca_hf.planning.served import Servers
 from distca_hf.planning.transfers import NEVER, ExchangeChunks, key_transfers
+from distca_hf.servers.served_plans import Servers
 from distca_hf.topology import Topology
 from support.layouts import random_layout, random_plan
 

@@ -40,10 +40,6 @@ def example() -> Layout:
 # --- planning in place
 
 
-def test_tasks_of_the_example() -> None:
-    assert as_list(plan_in_place(example()).tasks) == [(0, 0, 2, 0), (1, 0, 3, 0), (2, 0, 1, 1), (0, 2, 8, 1)]
-
-
 def test_every_row_is_in_one_task_of_the_rank_that_holds_it() -> None:
     for seed in range(80):
         layout = random_layout(random.Random(seed), num_ranks=1 + seed % 6)
@@ -77,13 +73,6 @@ def test_neighbouring_segments_on_one_rank_become_one_task(
     segments: list[list[tuple[int, int, int]]], expected: list[Task]
 ) -> None:
     assert as_list(plan_in_place(Layout.from_segments([9], segments)).tasks) == expected
-
-
-def test_segments_of_different_documents_stay_apart() -> None:
-    """The second document begins at the position where the first one stops."""
-    layout = Layout.from_segments([3, 6], [[(0, 0, 3), (1, 3, 6)], [(1, 0, 3)]])
-
-    assert as_list(plan_in_place(layout).tasks) == [(0, 0, 3, 0), (1, 3, 6, 0), (1, 0, 3, 1)]
 
 
 def test_tasks_without_a_prefix_come_first_on_every_server() -> None:
@@ -131,12 +120,6 @@ def test_work_of_long_documents_is_an_exact_integer(tokens: int) -> None:
     lower = half * (half + 1) // 2
 
     assert plan.work.tolist() == [lower, tokens * (tokens + 1) // 2 - lower]
-
-
-def test_plan_of_a_placed_layout_is_as_balanced_as_the_layout() -> None:
-    layout = place([3000, 100, 20_000, 7, 900, 8000], 4)
-
-    assert plan_in_place(layout).work.tolist() == layout.rank_work.tolist()
 
 
 # --- tasks that are refused

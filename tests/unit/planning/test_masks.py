@@ -117,8 +117,8 @@ def test_queries_of_windows_stay_whatever_the_plan_moves() -> None:
 
 
 def test_attention_servers_compute_nothing_in_windows() -> None:
-    plan = replace(plan_in_place(place([300, 20], 2).with_servers(1)), speeds=(1.0, 1.0, 0.5))
-    window = RoutedKinds.of(plan, 2, layer_masks=((Mask(7), 1),), num_servers=1).plans[Mask(7)]
+    plan = replace(plan_in_place(place([300, 20], 2).with_extra_ranks(1)), speeds=(1.0, 1.0, 0.5))
+    window = RoutedKinds.of(plan, 2, layer_masks=((Mask(7), 1),), num_extra=1).plans[Mask(7)]
     assert plan.of_window(Mask(7)).speeds == ()  # trainers are equally fast, and defer equal work
     assert window.forward.exchanges
     assert window.forward.pairs == window.forward.num_rows == window.forward.late_share == 0

@@ -15,8 +15,18 @@ from distca_hf.planning.rebalance.donors import Strategy, merge_short_tails
 from distca_hf.planning.rebalance.greedy import WorkGaps, work_limits
 from distca_hf.planning.transfers import bytes_between
 from distca_hf.topology import Topology
+from lib.planning.mixes import batch
 from lib.planning.published_greedy import plan_published_greedy
-from support.study_lengths import study_layout
+
+
+TOKENS_PER_RANK = 262_144
+
+
+def study_layout(mix: str, num_ranks: int, seed: int) -> Layout:
+    """Documents of a benchmark's mix, or one giant among dust, filled in order: cut where ranks end."""
+    if mix == "giant":
+        return fill_in_order([TOKENS_PER_RANK] + [1024] * ((num_ranks - 1) * TOKENS_PER_RANK // 1024), num_ranks)
+    return fill_in_order(batch(f"{mix}_256k", num_ranks, TOKENS_PER_RANK, TOKENS_PER_RANK, seed), num_ranks)
 
 
 def largest_bytes(plan: Plan) -> int:

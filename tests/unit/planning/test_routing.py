@@ -16,8 +16,7 @@ from distca_hf.planning.pieces import ALL_HEADS, Tasks
 from distca_hf.planning.plan import Plan, plan_in_place
 from distca_hf.planning.routing import Routing, route
 from distca_hf.planning.transfers import key_transfers, received_bytes
-from support.layouts import SCATTERED, random_layout, random_plan
-from support.simulation import Simulation, check_attention, check_keys
+from support.layouts import random_layout, random_plan
 
 
 Rows = tuple[int, int]  # the first one, and the one behind the last
@@ -118,69 +117,6 @@ def test_two_ranks_that_share_one_document() -> None:
     assert left.queries is right.queries is None
 
 
-def test_several_parts_of_one_document_read_one_stored_prefix() -> None:
-    """The earlier one has a far call of its own, on the beginning of the prefix; the last one shares its call."""
-    first, second = routings(SCATTERED)
-
-    assert told(first.local) == [own((0, 6), [0, 2, 4, 6])]
-    assert told(first.prefix) == [
-        far((0, 2), (0, 2), [0, 2], [0, 2]),
-        far((2, 6), (0, 7 + 3), [0, 2, 4], [0, 7, 10]),
-    ]
-    assert first.remote_kv_rows == 7 + 3
-    assert first.receive_counts.tolist() == [0, 2 + 3 + 3]
-    assert numbers(first.local_rows, first.local_to_remote_kv) == [
-        [0, 1],
-        [2, 3],
-    ]  # local keys between those of the other rank
-    assert numbers(first.received_to_remote_kv) == [[0, 1, 4, 5, 6, 7, 8, 9]]
-    assert not first.come_in_order
-    assert numbers(first.send_rows, first.shared_rows) == [[0, 1], [0, 1]]  # d0[2:4], which rank 1 needs for d0[4:7]
-    assert numbers(first.send_in_shared, first.local_in_shared) == [[0, 1], [0, 1]]
-
-    assert told(second.local) == [own((0, 8), [0, 2, 5, 8])]
-    assert told(second.prefix) == [far((2, 5), (0, 4), [0, 3], [0, 4])]
-    assert numbers(second.local_rows, second.local_to_remote_kv, second.received_to_remote_kv) == [
-        [0, 1],
-        [0, 1],
-        [2, 3],
-    ]
-    assert numbers(second.send_rows, second.shared_rows) == [[0, 1, 2, 3, 4, 5, 6, 7]] * 2
-    assert numbers(second.send_in_shared, second.local_in_shared) == [[0, 1, 2, 3, 4, 5, 6, 7], [0, 1]]
-
-
-def test_parts_that_lie_apart_have_far_calls_of_their_own() -> None:
-    """d2 lies between the ends of d0 and d1: keys follow each other in the remote KV, queries do not."""
-    (_, routing) = routings(
-        Layout.from_segments([4, 5, 3], [[(0, 0, 2), (1, 0, 4)], [(0, 2, 4), (2, 0, 3), (1, 4, 5)]])
-    )
-
-    assert told(routing.local) == [own((0, 6), [0, 2, 5, 6])]
-    assert told(routing.prefix) == [far((0, 2), (0, 2), [0, 2], [0, 2]), far((5, 6), (2, 6), [0, 1], [0, 4])]
-
-
-def test_neighbouring_segments_of_a_document_are_one_square() -> None:
-    (_, routing) = routings(Layout.from_segments([9], [[(0, 0, 2)], [(0, 2, 5), (0, 5, 9)]]))
-
-    assert told(routing.local) == [own((0, 7), [0, 7])]
-    assert told(routing.prefix) == [far((0, 7), (0, 2), [0, 7], [0, 2])]
-
-
-def test_pieces_of_a_document_in_the_wrong_order_meet_in_the_store() -> None:
-    """The end lies before the beginning: what comes between is copied, and nobody exchanges anything."""
-    (routing,) = routings(Layout.from_segments([5], [[(0, 3, 5), (0, 0, 3)]]))
-
-    assert told(routing.local) == [own((0, 5), [0, 2, 5])]
-    assert told(routing.prefix) == [far((0, 2), (0, 3), [0, 2], [0, 3])]
-    assert numbers(routing.local_rows, routing.local_to_remote_kv, routing.shared_rows) == [
-        [2, 3, 4],
-        [0, 1, 2],
-        [2, 3, 4],
-    ]
-    assert not routing.exchanges
-    assert not routing.come_in_order
-
-
 def test_only_the_needed_part_of_a_prefix_travels() -> None:
     """The end of the document is held elsewhere and nobody who holds the middle needs it."""
     plan = plan_in_place(Layout.from_segments([9], [[(0, 0, 2)], [(0, 2, 5)], [(0, 5, 9)]]))
@@ -194,46 +130,11 @@ def test_only_the_needed_part_of_a_prefix_travels() -> None:
     assert [routing.remote_kv_rows for routing in routings_of(plan)] == [0, 2, 5]
 
 
-def test_documents_on_one_rank_each_need_no_exchange() -> None:
-    for routing in routings(Layout.from_segments([4, 2, 3], [[(1, 0, 2), (2, 0, 1), (2, 1, 3)], [(0, 0, 4)]])):
-        assert not routing.exchanges
-        assert len(routing.send_rows.numbers) == routing.remote_kv_rows == len(routing.shared_rows.numbers) == 0
-        assert len(routing.local) == 1
-        assert routing.prefix == routing.remote_queries == ()
-
-
 def test_exchange_of_two_ranks_is_announced_to_a_third_that_has_no_part_in_it() -> None:
     layout = Layout.from_segments([4, 2], [[(0, 0, 1)], [(0, 1, 4)], [(1, 0, 2)], []])
 
     assert [routing.exchanges for routing in routings(layout)] == [True] * 4
     assert [len(routing.send_rows.numbers) for routing in routings(layout)] == [1, 0, 0, 0]
-
-
-def test_rank_without_tokens_has_padding_rows_and_nothing_else() -> None:
-    empty = routings(Layout.from_segments([4], [[(0, 0, 4)], []], [4, 3]))[1]
-
-    assert (empty.num_rows, empty.num_tokens) == (3, 0)
-    assert empty.local == empty.prefix == empty.remote_queries == ()
-    assert empty.late_share == 0
-    assert empty.pairs == 0
-
-
-def test_padding_rows_are_in_no_call() -> None:
-    routing = routings(Layout.from_segments([4, 2], [[(1, 0, 2), (0, 0, 4)]], [9]))[0]
-
-    assert (routing.num_rows, routing.num_tokens) == (9, 6)
-    assert all_calls(routing) == [own((0, 6), [0, 2, 6])]
-
-
-def test_transfers_given_are_the_same_as_transfers_derived() -> None:
-    plan = plan_in_place(random_layout(random.Random(4), 4))
-    transfers = key_transfers(plan)
-
-    for rank in range(4):
-        given, derived = route(plan, rank, transfers), route(plan, rank)
-        assert all_calls(given) == all_calls(derived)
-        assert given.send_rows.numbers.tolist() == derived.send_rows.numbers.tolist()
-        assert given.received_to_remote_kv.numbers.tolist() == derived.received_to_remote_kv.numbers.tolist()
 
 
 @pytest.mark.parametrize("head_groups", [1, 3])
@@ -301,17 +202,6 @@ def test_pairs_count_every_group_of_heads(heads: tuple[int, int], groups: int) -
     assert call.pairs == 9 * groups
 
 
-@pytest.mark.parametrize(
-    ("lengths", "num_ranks"), [([2**20, 2**20, 77], 4), ([300_000, 5, 8000, 8000, 41_000], 7), ([9000] * 6, 4)]
-)
-def test_calls_of_all_ranks_attend_every_pair_once(lengths: list[int], num_ranks: int) -> None:
-    plan = plan_in_place(place(lengths, num_ranks))
-    pairs = [routing.pairs for routing in routings_of(plan)]
-
-    assert pairs == plan.work.tolist()
-    assert sum(pairs) == sum(tokens * (tokens + 1) // 2 for tokens in lengths)
-
-
 # --- queries that move
 
 
@@ -344,22 +234,6 @@ def test_guest_task_with_queries_of_two_ranks() -> None:
     assert not right.queries.come_in_order
 
 
-def test_guests_and_own_queries_read_one_stored_prefix() -> None:
-    """Rank 1 holds the end of d0 and keeps it; the middle comes as a remote query. Both read the beginning."""
-    layout = Layout.from_segments([7], [[(0, 0, 5)], [(0, 5, 7)]])
-    _, right = routings_of(foreign_plan(layout, [(0, 0, 3, 0), (0, 3, 5, 1), (0, 5, 7, 1)]))
-
-    assert right.remote_kv_rows == 5
-    assert all_calls(right) == [
-        own((0, 2), [0, 2]),
-        far((0, 2), (0, 5), [0, 2], [0, 5]),
-        remote_queries((0, 2), (0, 5), [0, 2], [0, 5]),
-    ]
-    assert right.queries is not None
-    assert right.queries.come_in_order
-    assert right.come_in_order
-
-
 def test_heads_of_a_stripe_are_divided() -> None:
     """Each of two ranks holds half of a document and computes one of two groups of heads; rows are token x group."""
     layout = Layout.from_segments([4], [[(0, 0, 2)], [(0, 2, 4)]], None, [Stripe(0, 0, 4, 0, 2)])
@@ -381,68 +255,6 @@ def test_heads_of_a_stripe_are_divided() -> None:
         [0, 2],
         [0, 1],
     ]
-
-
-def test_groups_that_stay_together_are_one_own_call() -> None:
-    """Two of three groups of d0 stay; d1, whose heads are not divided, has a call of its own."""
-    layout = Layout.from_segments([3, 2], [[(0, 0, 3), (1, 0, 2)], []])
-    left, right = routings_of(
-        foreign_plan(layout, [(0, 0, 3, 0, 0), (0, 0, 3, 0, 1), (0, 0, 3, 1, 2), (1, 0, 2, 0)], head_groups=3)
-    )
-
-    assert all_calls(left) == [own((0, 3), [0, 3], (0, 2)), own((3, 5), [0, 2], (0, 3))]
-    assert numbers(left.send_rows, left.shared_rows) == [[2, 5, 8], [2, 5, 8]]
-    assert all_calls(right) == [remote_queries((0, 3), (0, 3), [0, 3], [0, 3])]
-
-
-def test_far_calls_of_all_heads_and_of_single_groups() -> None:
-    """The ends of d0, with its heads together, and of d1, whose groups are tasks of their own, stay on rank 1."""
-    layout = Layout.from_segments([3, 4], [[(0, 0, 1), (1, 0, 2)], [(0, 1, 3), (1, 2, 4)]])
-    divided = [(1, start, start + 2, start // 2, group) for start in (0, 2) for group in (0, 1)]
-    _, routing = routings_of(foreign_plan(layout, [(0, 0, 1, 0), (0, 1, 3, 1), *divided], head_groups=2))
-
-    assert all_calls(routing) == [
-        own((0, 4), [0, 2, 4], (0, 2)),
-        far((0, 2), (0, 2), [0, 2], [0, 1], (0, 2)),
-        far((2, 4), (2, 4), [0, 2], [0, 2], (0, 1)),
-        far((2, 4), (4, 6), [0, 2], [0, 2], (1, 2)),
-    ]
-    assert routing.remote_kv_rows == 2 + 4
-    assert numbers(routing.received_to_remote_kv) == [[0, 1, 2, 3, 4, 5]]
-    assert routing.come_in_order
-
-
-@pytest.mark.parametrize(
-    ("layout", "tasks"),
-    [
-        ([[(0, 0, 4)], [(1, 0, 2)]], [(0, 0, 4, 1), (1, 0, 2, 0)]),
-        ([[(0, 0, 4)], [(1, 0, 2)]], [(0, 0, 4, 1), (1, 0, 2, 1)]),
-        ([[(0, 0, 4), (1, 0, 2)], []], [(0, 0, 4, 0), (1, 0, 2, 1)]),
-        ([[(0, 0, 2), (1, 0, 2)], [(0, 2, 4)]], [(0, 0, 4, 0), (1, 0, 2, 1)]),
-        ([[(0, 0, 1), (0, 3, 4)], [(0, 1, 3), (1, 0, 2)]], [(0, 0, 2, 0), (0, 2, 4, 1), (1, 0, 2, 1)]),
-        ([[(0, 2, 4)], [(0, 0, 2), (1, 0, 2)]], [(0, 0, 2, 0), (0, 2, 4, 1), (1, 0, 2, 1)]),
-    ],
-    ids=[
-        "other document of other length",
-        "all on one rank",
-        "some elsewhere",
-        "rest of a document",
-        "as many tokens, others of the document",
-        "as many tokens, the wrong half",
-    ],
-)
-def test_queries_computed_elsewhere_are_sent_received_and_attend_all_pairs(layout: Any, tasks: list[Task]) -> None:
-    simulation = Simulation(foreign_plan(Layout.from_segments([4, 2], layout), tasks))
-
-    check_keys(simulation)
-    check_attention(simulation)
-    for rank, routing in enumerate(simulation.routings):
-        assert routing.queries is not None
-        own_tokens = [row for call in routing.local for row in range(call.query_start, call.query_stop)]
-        leaving_or_guests = [*routing.queries.send_rows.numbers, *routing.queries.local_rows.numbers]
-        assert sorted([*own_tokens, *leaving_or_guests]) == list(range(len(simulation.held(rank))))
-        assert routing.queries.send_counts.sum() == routing.queries.send_rows.total
-        assert routing.queries.receive_counts.sum() == routing.queries.received_to_queries.total
 
 
 def test_received_bytes_of_many_ranks_take_no_memory_for_pairs_of_ranks() -> None:

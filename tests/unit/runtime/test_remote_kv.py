@@ -12,10 +12,10 @@ from distca_hf.config import DistCAConfig
 from distca_hf.kernels.interface import Inputs, accumulation_dtype, empty_outputs
 from distca_hf.layout import Layout
 from distca_hf.planning.plan import plan_in_place
-from distca_hf.planning.routing import Routing, rank_plan, route
+from distca_hf.planning.routing import Routing, route
 from distca_hf.planning.transfers import ExchangeChunks
 from distca_hf.runtime.attention import attend
-from distca_hf.runtime.device_routing import DeviceCall, DeviceRouting, PinnedRankPlan, PinnedRouting
+from distca_hf.runtime.device_routing import DeviceCall, DeviceRouting, PinnedRouting
 from distca_hf.runtime.kernel_calls import keys_of
 from distca_hf.runtime.op import flash_attn
 from distca_hf.runtime.remote_kv import KVDispatch, PreparedKV, RemoteKV, RemoteKVGradients, row_width, side_by_side
@@ -73,49 +73,6 @@ def test_rows_that_come_in_order_are_the_store() -> None:
 
     assert store.both is received
     assert torch.equal(side_by_side(store.k, store.v, ALL), came)
-
-
-@pytest.mark.parametrize("num_chunks", [1, 4])
-@pytest.mark.parametrize("rank", [0, 1])
-def test_own_rows_are_copied_between_those_received_or_kept(rank: int, num_chunks: int) -> None:
-    """Every token is told by its keys."""
-    maps, routing = maps_of(SCATTERED, rank, num_chunks), routing_of(SCATTERED, rank, num_chunks)
-    number = {
-        token: 1.0 + count
-        for count, token in enumerate((document, at) for document, stop in ((0, 9), (1, 5)) for at in range(stop))
-    }
-    tokens = [
-        [(document, at) for document, start, stop in SCATTERED.held_by(holder) for at in range(start, stop)]
-        for holder in range(2)
-    ]
-
-    def told(of: list[tuple[int, int]]) -> list[torch.Tensor]:
-        column = torch.tensor([number[token] for token in of], dtype=torch.float64)[:, None, None]
-        return [column.expand(-1, KV_HEADS, dim) for dim in (DIM, VALUE_DIM)]
-
-    sends = routing_of(SCATTERED, 1 - rank, num_chunks)
-    came = side_by_side(*told([tokens[1 - rank][row] for row in sends.send_rows.numbers]), ALL)
-    rows = PreparedKV(*told(tokens[rank]), maps)
-    for _ in range(2):  # the second layer finds what the first one has made
-        received = torch.full_like(came, float("nan"))
-        store = RemoteKV.open(*told(tokens[rank]), received, rows)
-        for chunk in maps.chunks:
-            received[chunk.keys.receive] = came[chunk.keys.receive]
-            store.put_received(received, chunk.keys.receive, rows)
-
-    prefixes = [[(0, at) for at in range(7)] + [(1, at) for at in range(3)], [(0, at) for at in range(4)]]
-    for stored, expected in zip((store.k, store.v), told(prefixes[rank]), strict=True):
-        assert len(stored) == routing.remote_kv_rows
-        assert torch.equal(stored, expected)
-
-    # Backward reads what was kept in one chunk.
-    backward = (
-        PinnedRankPlan.prepare(rank_plan(plan_in_place(SCATTERED), rank, num_chunks)).to(torch.device("cpu")).backward
-    )
-    of_backward = PreparedKV(*told(tokens[rank]), backward)
-    store = RemoteKV.of_kept(*told(tokens[rank]), came, of_backward)
-    for stored, expected in zip((store.k, store.v), told(prefixes[rank]), strict=True):
-        assert torch.equal(stored, expected)
 
 
 def test_rows_that_have_left_are_let_go() -> None:

@@ -20,7 +20,7 @@ from distca_hf.planning.transfers import key_transfers
 from distca_hf.runtime.live_plan import LivePlan
 from distca_hf.runtime.op import flash_attn
 from distca_hf.runtime.pass_layers import HeldLayers
-from distca_hf.runtime.retention import Retention, Slots, kept_bytes, received_bytes
+from distca_hf.runtime.retention import Retention, kept_bytes, received_bytes
 from distca_hf.testing import run_ranks
 from support.checkpointing import checkpointing_arguments
 from support.data import random_dataset
@@ -122,12 +122,6 @@ def test_too_little_room_on_servers_is_said() -> None:
     room, upper = map(int, re.findall(r"room for (\d+) bytes .* up to (\d+);", texts[0])[0])
     assert room == 700 * KEY_BYTES - 1
     assert upper // 2 < 700 * KEY_BYTES <= upper
-
-
-def test_a_slot_is_open_for_one_backward_pass() -> None:
-    slots = Slots()
-    first, second = slots.open(), slots.open()
-    assert [slots.close(torch.empty(slot, 0)) for slot in (second, first, first, 0, 9)] == [second, first, 0, 0, 0]
 
 
 def test_first_layer_decides_for_all_layers_of_the_micro_batch() -> None:

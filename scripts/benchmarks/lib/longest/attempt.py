@@ -4,7 +4,10 @@ import argparse
 import json
 import math
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 import datasets
 import torch
@@ -12,11 +15,14 @@ import torch.distributed as dist
 from transformers import PreTrainedConfig
 
 import distca_hf
+from distca_hf.config import KernelName
+from distca_hf.kernels.interface import NEW, AttentionSpec, Gradients, Inputs, Kernel, Outputs, Room, Saved, Spans
+from distca_hf.kernels.registry import Operands, choose_kernel
+from distca_hf.runtime import alike_layers
 from lib.documents import random_tokens
 from lib.header import facts_of
 from lib.longest.launch import OUT_OF_MEMORY, RESULT, is_out_of_memory
 from lib.longest.memory import keep_inputs_on_host, tile_mlps
-from lib.longest.short_attention import short_attention
 from lib.model import LossModel, build_model, prepare, probe, read_config
 from lib.modes import Place
 from lib.report import load_of, rates_of
@@ -107,3 +113,35 @@ def _limit_memory(options: argparse.Namespace, config: PreTrainedConfig, device:
     needed = options.tokens_per_rank * config.num_hidden_layers * config.hidden_size * options.dtype.itemsize
     if needed > limit:
         raise torch.OutOfMemoryError(f"inputs of layers need {needed} bytes, {limit:.0f} are allowed")
+
+
+class ShortKernel:
+    """A kernel with a sliding window, whatever it is asked for."""
+
+    def __init__(self, kernel: Kernel, window_tokens: int) -> None:
+        self._kernel, self._window_tokens = kernel, window_tokens
+
+    def forward(self, inputs: Inputs, spans: Spans, spec: AttentionSpec, room: Room = NEW) -> Outputs:
+        """Computes as the kernel does, with the window."""
+        return self._kernel.forward(inputs, spans, spec._replace(window_tokens=self._window_tokens), room)
+
+    def backward(
+        self, dout_TNV: torch.Tensor, saved: Saved, gradients: Gradients, spans: Spans, spec: AttentionSpec
+    ) -> None:
+        """Writes gradients as the kernel does, with the window."""
+        self._kernel.backward(dout_TNV, saved, gradients, spans, spec._replace(window_tokens=self._window_tokens))
+
+
+@contextmanager
+def short_attention(window_tokens: int) -> Iterator[None]:
+    """Lets the product choose kernels with a window of so many keys meanwhile; 0: nothing changes."""
+
+    def choose(name: KernelName, operands: Operands, spec: AttentionSpec) -> Kernel:
+        asked = spec._replace(window_tokens=window_tokens)
+        return ShortKernel(choose_kernel(name, operands, asked), window_tokens)
+
+    if not window_tokens:
+        yield
+        return
+    with mock.patch.object(alike_layers, "choose_kernel", choose):
+        yield

@@ -7,9 +7,11 @@ attention. Data ranks of a stage average gradients by DDP, or shard weights by F
 import gc
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -20,8 +22,9 @@ from torch.distributed.pipelining.schedules import Schedule1F1B, ScheduleInterle
 
 import distca_hf
 from distca_hf import Pipeline
-from distca_hf.data.schedules import Seconds
-from distca_hf.integrations.stages import DividedModel, ModelPart, StepInputs, StepLoss, check_schedule, parts_of_stage
+from distca_hf.arrays import IntArray
+from distca_hf.pipelines.schedules import Seconds
+from distca_hf.pipelines.stages import DividedModel, ModelPart, StepInputs, StepLoss, check_schedule, parts_of_stage
 from lib.rates import synchronize
 
 
@@ -177,3 +180,45 @@ class Stages:
         seconds = torch.tensor((time.perf_counter() - began) / (2 * HOPS), dtype=torch.float64, device=self._device)
         dist.broadcast(seconds, 0)  # rank 0 is on the first stage
         return float(seconds)
+
+
+@dataclass(frozen=True)
+class PartTimes:
+    """Fitted seconds of every part.
+
+    Attributes:
+        lines: `[2, parts, 2]` float64: forward and backward of each part, seconds of a micro-batch without any pair,
+            and seconds of a pair.
+        error: largest difference from a time that they were fitted to, as a part of it.
+    """
+
+    lines: Seconds
+    error: float
+
+    @classmethod
+    def fit(cls, pairs: IntArray, seconds: Seconds) -> Self:
+        """Returns lines fitted by least squares.
+
+        Args:
+            pairs: `[micro_batches]` attended pairs of a layer.
+            seconds: `[2, parts, micro_batches]`, forward and backward.
+        """
+        unit = float(pairs.max())
+        columns = np.stack([np.ones(len(pairs)), pairs / unit], axis=1)
+        lines, *_ = np.linalg.lstsq(columns, seconds.reshape(-1, len(pairs)).T, rcond=None)
+        scaled: Seconds = (lines.T / np.array([1.0, unit])).reshape(*seconds.shape[:2], 2)
+        fitted = np.array(cls(scaled, 0.0).of(pairs))
+        return cls(scaled, float(np.abs(fitted / seconds - 1).max()))
+
+    def of(self, pairs: IntArray) -> tuple[Seconds, Seconds]:
+        """Returns `[parts, micro_batches]` seconds, forward and backward, of `[micro_batches]` pairs."""
+        forward, backward = self.lines[..., :1] + self.lines[..., 1:] * pairs
+        return forward, backward
+
+    def in_words(self) -> str:
+        """Returns words for all lines, part by part: milliseconds, and nanoseconds of a pair."""
+        shown = (
+            f"{name} {', '.join(f'{1e3 * fixed:.2f} + {1e9 * of_pair:.5f}' for fixed, of_pair in parts)}"
+            for name, parts in zip(("forward", "backward"), self.lines, strict=True)
+        )
+        return f"parts alone, ms + ns per pair: {'; '.join(shown)} (fitted to within {100 * self.error:.1f} %)"

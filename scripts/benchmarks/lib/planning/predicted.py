@@ -27,7 +27,7 @@ from distca_hf.analysis.simulate.request import SimulationRequest
 from distca_hf.analysis.simulate.step import Training
 from distca_hf.analysis.simulate.wires import Cluster
 from distca_hf.arrays import IntArray
-from distca_hf.batches.given_plans import GivenPlans
+from distca_hf.batches.placed import GivenPlans
 from distca_hf.layout import Layout
 from distca_hf.planning.plan import plan_in_place
 from distca_hf.planning.rebalance import plan_by_moving

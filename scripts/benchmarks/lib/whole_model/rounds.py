@@ -4,12 +4,15 @@ The learning rate is 0. An optimizer's step takes as long as any other, but weig
 the same ones in every round, and their losses can be compared.
 """
 
+import argparse
+
 import torch
 from torch.optim import AdamW
 
 from lib.model import LossModel
 from lib.modes import Mode
 from lib.rounds import Runner
+from lib.whole_model.head import HEADS
 from lib.wires import Wires
 
 
@@ -33,3 +36,9 @@ class TrainingRunner(Runner):
         loss = super().step(mode)
         self._optimizer.step()
         return loss
+
+
+def add_head(parser: argparse.ArgumentParser, default: str) -> None:
+    """Adds `--head`, by default this one, and `--optimizer`."""
+    parser.add_argument("--head", choices=[*HEADS], default=default, help="none is Transformers' own")
+    parser.add_argument("--optimizer", choices=[*OPTIMIZERS], default="adamw_torch_fused", help="as Trainer names it")

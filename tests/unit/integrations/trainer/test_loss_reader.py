@@ -6,13 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import (
-    DataCollatorWithFlattening,
-    EarlyStoppingCallback,
-    Trainer,
-    TrainerCallback,
-    TrainingArguments,
-)
+from transformers import DataCollatorWithFlattening, EarlyStoppingCallback, Trainer, TrainerCallback, TrainingArguments
 
 import distca_hf
 from distca_hf.integrations.models.forward_watch import watch_of

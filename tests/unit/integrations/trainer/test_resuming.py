@@ -19,16 +19,7 @@ from transformers import ProgressCallback, Trainer
 
 import distca_hf
 from distca_hf.errors import ConfigError
-from support.resuming import (
-    TOKENS,
-    TOKENS_PER_RANK,
-    Diary,
-    StopAt,
-    all_tokens,
-    count_tokens,
-    numbered_trainer,
-    train,
-)
+from support.resuming import TOKENS, TOKENS_PER_RANK, Diary, StopAt, all_tokens, count_tokens, numbered_trainer, train
 
 
 WORLDS = (1, 2, 3, 4)

@@ -1,0 +1,229 @@
+"""Times of exchanges and collectives between the ranks of a job, for `distca profile`.
+
+Exchanges go through the product's own transport, on its stream of high priority. FSDP's collectives and a ring's
+sends go over the default group, as there. With several nodes, all are measured among the ranks of one node, and to
+ranks of others.
+
+All functions are collective calls: every rank makes the same ones in the same order. Times are those of the slowest.
+"""
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from itertools import pairwise
+
+import torch
+import torch.distributed as dist
+
+from distca_hf.analysis.profiles.measured_sends import Exchanges, Sends, part_elements, ring_sends
+from distca_hf.comm.groups import open_transport
+from distca_hf.comm.transport import Transport
+from distca_hf.errors import ConfigError
+
+
+# Time within which all ranks must come to an exchange: one of them may still compile a kernel.
+PATIENCE_SECONDS = 600.0
+# A series of calls has about so many bytes, and so many calls at least and at most.
+SERIES_BYTES, FEWEST_CALLS, MOST_CALLS = 1 << 29, 3, 40
+SERIES = 3
+# Unit of times that ranks show each other: integers alone go over the wire.
+TICKS_PER_SECOND = 10**12
+# Newer torch has other names for these two, and warns of the old ones.
+ALL_GATHER = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+
+
+def seconds_per_call(run: Callable[[], object], calls: int, device: torch.device) -> float:
+    """Times a series of calls, from an idle device until it is idle again."""
+    _synchronize(device)
+    began = time.perf_counter()
+    for _ in range(calls):
+        run()
+    _synchronize(device)
+    return (time.perf_counter() - began) / calls
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+@dataclass(frozen=True)
+class MeasuringRanks:
+    """The ranks of a job, and the wires between them.
+
+    Attributes:
+        transport: the product's, over all ranks.
+        device: of this rank.
+        ranks_per_node: ranks that share a node.
+        node_group: for collectives among the ranks of this rank's node; None stands for all ranks.
+    """
+
+    transport: Transport
+    device: torch.device
+    ranks_per_node: int
+    node_group: dist.ProcessGroup | None = None
+
+    @classmethod
+    def open(cls, local_rank: int, world_size: int, ranks_per_node: int, use_cpu: bool) -> "MeasuringRanks":
+        """Opens process groups over all launched ranks; one rank alone needs none.
+
+        Raises:
+            ConfigError: nodes have unequally many ranks, or a GPU is missing.
+        """
+        device = torch.device("cpu") if use_cpu else torch.device("cuda", local_rank)
+        if not use_cpu:
+            if local_rank >= torch.cuda.device_count():
+                raise ConfigError(
+                    f"process {local_rank} of this node has no GPU, because there are {torch.cuda.device_count()}; "
+                    "start as many processes as there are GPUs, or give --cpu"
+                )
+            torch.cuda.set_device(device)
+        if world_size > 1:
+            dist.init_process_group("gloo" if use_cpu else "nccl", timeout=timedelta(seconds=PATIENCE_SECONDS))
+        opened = cls(open_transport(device, PATIENCE_SECONDS), device, ranks_per_node)
+        opened._check_nodes(local_rank)
+        if not opened.has_several_nodes:
+            return opened
+        nodes = [list(range(first, first + ranks_per_node)) for first in range(0, world_size, ranks_per_node)]
+        return replace(opened, node_group=[dist.new_group(ranks) for ranks in nodes][opened.rank // ranks_per_node])
+
+    def _check_nodes(self, local_rank: int) -> None:
+        """Checks on all ranks alike that their nodes have equally many; closes all groups if they have not.
+
+        Args:
+            local_rank: number of this rank on its node.
+        """
+        every = [number for (number,) in self.transport.gather([local_rank], "counting the ranks of nodes").wait()]
+        if every != [rank % self.ranks_per_node for rank in range(self.num_ranks)]:
+            self.close()
+            firsts = [rank for rank, number in enumerate(every) if number == 0]
+            counts = [behind - first for first, behind in pairwise([*firsts, self.num_ranks])]
+            raise ConfigError(
+                f"{self.num_ranks} ranks, on each node {', '.join(map(str, counts))}: start equally many on each"
+            )
+
+    def close(self) -> None:
+        """Ends all groups."""
+        self.transport.close()
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+    @property
+    def rank(self) -> int:
+        return self.transport.rank
+
+    @property
+    def num_ranks(self) -> int:
+        return self.transport.world_size
+
+    @property
+    def has_several_nodes(self) -> bool:
+        return self.num_ranks > self.ranks_per_node
+
+    def gathered(self, seconds: Sequence[float], where: str) -> list[list[float]]:
+        """Returns the times that every rank gives; equally many on all."""
+        ticks = [round(value * TICKS_PER_SECOND) for value in seconds]
+        every = self.transport.gather(ticks, where).wait()
+        return [[value / TICKS_PER_SECOND for value in ranks] for ranks in every]
+
+    def slowest(self, run: Callable[[], object], calls: int, where: str) -> float:
+        """Times a call on all ranks at once: the median of some series, each of its slowest rank."""
+        run()
+        series = []
+        for _ in range(SERIES):
+            self.gathered([0.0], where)  # all ranks begin together
+            series.append(seconds_per_call(run, calls, self.device))
+        return statistics.median(max(times) for times in zip(*self.gathered(series, where), strict=True))
+
+    def peers(self, between_nodes: bool) -> list[int]:
+        """Returns the ranks that this one sends to: the others of its node, or those of all other nodes."""
+        node = self.rank // self.ranks_per_node
+        return [
+            rank
+            for rank in range(self.num_ranks)
+            if rank != self.rank and (rank // self.ranks_per_node != node) == between_nodes
+        ]
+
+    def exchange(self, num_bytes: int, between_nodes: bool) -> Exchanges:
+        """Prepares exchanges in which every rank sends and receives so many bytes, the same to each peer."""
+        peers = self.peers(between_nodes)
+        return self._exchanges(num_bytes, peers, peers)
+
+    def to_next(self, num_bytes: int, between_nodes: bool) -> Callable[[], object]:
+        """Prepares what a ring does: every rank sends keys and values of so many bytes to the next one, of its node or
+        on the next node, and receives as many from the one before."""
+        place, places = self._place(between_nodes)
+        before, behind = (self._rank_at((place + step) % places, between_nodes) for step in (-1, 1))
+        return ring_sends(num_bytes, behind, before, self.device)
+
+    def one_way(self, num_bytes: int, between_nodes: bool) -> Exchanges:
+        """Prepares exchanges in which every second rank sends so many bytes, the same to each of the others, which
+        receive as many; if ranks are odd in number, the last one does nothing."""
+        place, places = self._place(between_nodes)
+        halves = [[self._rank_at(at, between_nodes) for at in range(first, places // 2 * 2, 2)] for first in (0, 1)]
+        if place >= places // 2 * 2:
+            return self._exchanges(num_bytes, [], [])
+        return self._exchanges(num_bytes, [] if place % 2 else halves[1], halves[0] if place % 2 else [])
+
+    def exchange_seconds(self, exchanges: Exchanges, num_bytes: int) -> float:
+        """Times exchanges of so many bytes through the product's transport."""
+        return self.slowest(exchanges.run, calls_of(num_bytes), "measuring an exchange")
+
+    def _exchanges(self, num_bytes: int, to: Sequence[int], by: Sequence[int]) -> Exchanges:
+        return Exchanges(self.transport, self.device, num_bytes, to, by)
+
+    def _place(self, between_nodes: bool) -> tuple[int, int]:
+        """Returns the place of this rank in its node and the ranks of a node, or of its node among the nodes and the
+        number of these."""
+        node, place = divmod(self.rank, self.ranks_per_node)
+        return (node, self.num_ranks // self.ranks_per_node) if between_nodes else (place, self.ranks_per_node)
+
+    def _rank_at(self, place: int, between_nodes: bool) -> int:
+        """Returns the rank at a place in this rank's node, or at its own place in another node."""
+        node, own = divmod(self.rank, self.ranks_per_node)
+        return place * self.ranks_per_node + own if between_nodes else node * self.ranks_per_node + place
+
+    def all_gather(self, num_bytes: int, between_nodes: bool) -> Callable[[], object]:
+        """Prepares all-gathers in which every rank receives so many bytes from others."""
+        group, ranks = self._group(between_nodes)
+        part = torch.zeros(part_elements(num_bytes, ranks), device=self.device, dtype=torch.bfloat16)
+        whole = part.new_empty(part.numel() * ranks)
+        return lambda: ALL_GATHER(whole, part, group=group)
+
+    def reduce_scatter(self, num_bytes: int, between_nodes: bool) -> Callable[[], object]:
+        """Prepares reduce-scatters in which every rank sends so many bytes to others."""
+        group, ranks = self._group(between_nodes)
+        part = torch.zeros(part_elements(num_bytes, ranks), device=self.device, dtype=torch.bfloat16)
+        whole = part.new_zeros(part.numel() * ranks)
+        return lambda: REDUCE_SCATTER(part, whole, group=group)
+
+    def delay_of(self, beside: Callable[[], object], send: Sends, seconds_alone: float) -> float:
+        """Returns the seconds by which a second of sending delays what runs beside it.
+
+        Args:
+            beside: launches kernels.
+            send: starts sending, and waits for it.
+            seconds_alone: of sending.
+        """
+        alone = self.slowest(beside, FEWEST_CALLS, "measuring kernels")
+
+        def both() -> None:
+            send.start()
+            beside()
+            send.wait()
+
+        together = self.slowest(both, FEWEST_CALLS, "measuring kernels during an exchange")
+        return max(0.0, together - max(alone, seconds_alone)) / min(alone, seconds_alone)
+
+    def _group(self, between_nodes: bool) -> tuple[dist.ProcessGroup | None, int]:
+        if between_nodes or not self.has_several_nodes:
+            return None, self.num_ranks
+        return self.node_group, self.ranks_per_node
+
+
+def calls_of(num_bytes: int) -> int:
+    """Returns how many calls a series of this size has: the same on all ranks."""
+    return max(FEWEST_CALLS, min(MOST_CALLS, SERIES_BYTES // max(1, num_bytes)))

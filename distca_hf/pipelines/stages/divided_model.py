@@ -1,0 +1,302 @@
+"""Divided model: a Transformers checkpoint whose layers are divided into the parts of a pipeline.
+
+    checkpoint ──outline, without weights──▶ checks, loader
+        └───────load(part)──────────────▶ one part: a stage reads only its own weights
+
+A part is a model of the same class with the same names. Modules that other parts run are replaced before weights are
+read, so that neither memory nor files are touched for them. `torch.distributed.pipelining` calls it:
+
+    schedule.step(ids [M, T], position_ids [M, T], ..., plan [M, 1])          torch splits along the first dimension
+        part(ids or hidden [1, T], position_ids [1, T], ..., plan [1, 1])     the number of a plan becomes the plan
+            model(..., distca_plan=plan)                                      attention among ranks of this stage
+"""
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, TypedDict, cast
+
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from distca_hf.errors import ConfigError, PlanError, and_more
+from distca_hf.integrations.models.check import IMPLEMENTATION, check_model
+from distca_hf.integrations.models.forward_watch import enable
+from distca_hf.parallel_context import ParallelContext, numbered
+from distca_hf.pipelines.pipeline import Pipeline
+from distca_hf.pipelines.stages.stack import LayerStack
+from distca_hf.runtime.live_plan import LivePlan, find_plan
+from distca_hf.torch_private import schedule_that_runs
+
+
+class Examples(TypedDict):
+    """Arguments of `PipelineStage` by their names: shapes and dtypes of what a part gets and returns, on the meta
+    device."""
+
+    input_args: torch.Tensor
+    output_args: torch.Tensor
+
+
+class ModelPart(nn.Module):
+    """One part of a divided model, to be given to `PipelineStage`, wrapped (DDP, FSDP2) or not.
+
+    Args:
+        model: enabled; modules of other parts pass their input on.
+        layers: its layers.
+        number: of the part.
+        pipeline: that it is a part of.
+        rows: tokens of a micro-batch on this rank, padding included; torch wants one shape for all.
+        autocast_dtype: in which layers compute; None: in the dtype of their weights.
+        hidden_dtype: of hidden states that stages send; None: the dtype of the weights.
+
+    Attributes:
+        layers: of the model that are in it.
+        chunk: number of the part on its stage.
+        is_first, is_last: whether it has the embeddings, the head.
+        hidden_dtype: of hidden states that stages send.
+        checks_schedule: whether the next call checks the schedule that makes it.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        layers: Sequence[nn.Module],
+        number: int,
+        pipeline: Pipeline,
+        rows: int,
+        autocast_dtype: torch.dtype | None = None,
+        hidden_dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.layers, self._autocast_dtype = tuple(layers), autocast_dtype
+        self.model, self.number, self.rows = model, number, rows
+        self.num_parts, (_, self.chunk) = pipeline.num_parts, pipeline.place_of(number)
+        self.is_first, self.is_last = number == 0, number == pipeline.num_parts - 1
+        self._hidden = 1, rows, model.config.get_text_config().hidden_size
+        self.hidden_dtype = hidden_dtype or model.dtype
+        self.checks_schedule = False
+
+    def __call__(self, *given: torch.Tensor, plan: torch.Tensor, **columns: torch.Tensor) -> torch.Tensor:
+        """Runs the part on one micro-batch. The plan's number is read here, before FSDP2's hooks would move it to a
+        GPU: reading it there would wait.
+
+        Args:
+            given: `[1, T]` int64 tokens for the first part, `[1, T, hidden size]` for the others.
+            plan: `[1, 1]` int64 number of the plan, on the host.
+            columns: `position_ids` and `attention_mask`, int64 `[1, T]`.
+
+        Returns:
+            `[1, T, hidden size]`, or `[1, T, vocabulary]` logits of the last part.
+
+        Raises:
+            PlanError: it is not one micro-batch, or has another shape than stages exchange.
+            ConfigError: the schedule would change gradients, or compute none.
+        """
+        if self.checks_schedule:
+            self.checks_schedule = False
+            self._check_schedule()
+        output: torch.Tensor = super().__call__(*given, plan=self._plan(plan), **columns)
+        return output
+
+    def _check_schedule(self) -> None:
+        """Checks the schedule that runs this part.
+
+        Raises:
+            ConfigError: it scales gradients, or has no loss.
+        """
+        schedule = schedule_that_runs()
+        if schedule is None:
+            return
+        where = f"part {self.number}: {schedule.name}"
+        if schedule.scale_grads:
+            raise ConfigError(
+                f"{where} was made with scale_grads=True, torch's default, and divides gradients by its "
+                "micro-batches; the loss was divided by the labels of all of them already. Make it with "
+                "scale_grads=False, on all stages"
+            )
+        if not schedule.has_loss:
+            raise ConfigError(
+                f"{where} was made without loss_fn, so that it runs no backward pass on this stage: give it a loss on "
+                "all stages; only the last one calls it"
+            )
+
+    def _plan(self, number: torch.Tensor) -> LivePlan:
+        if number.numel() != 1:
+            raise PlanError(
+                f"part {self.number}: torch gave {number.numel()} micro-batches at once: schedule.step got another "
+                "number of them than the schedule was made for (n_microbatches)"
+            )
+        if number.device.type != "cpu":
+            raise PlanError(
+                f"part {self.number}: the number of a plan came on {number.device}, and reading it would wait for the "
+                "GPU; wrap parts in DistributedDataParallel without device_ids"
+            )
+        return find_plan(int(number)).of_chunk(self.chunk)
+
+    def forward(
+        self, given: torch.Tensor, position_ids: torch.Tensor, attention_mask: torch.Tensor, plan: LivePlan
+    ) -> torch.Tensor:
+        """Runs the layers; see `__call__`."""
+        where = f"{plan.transport.grid.name}, micro-batch {plan.micro_batch}, part {self.number}"
+        if position_ids.shape != (1, self.rows):
+            raise PlanError(
+                f"{where}: a batch of {tuple(position_ids.shape)} rows, and stages exchange (1, {self.rows}); give "
+                "plugin.dataloader pipeline=..., or pad_to_multiple_of=tokens_per_rank"
+            )
+        tokens = {"input_ids": given} if self.is_first else {"inputs_embeds": given}
+        columns = {"position_ids": position_ids, "attention_mask": attention_mask}
+        with torch.autocast(given.device.type, self._autocast_dtype, enabled=self._autocast_dtype is not None):
+            output: torch.Tensor = self.model(**tokens, **columns, distca_plan=plan, return_dict=True).logits
+        if not self.is_last and (output.shape != self._hidden or output.dtype != self.hidden_dtype):
+            raise PlanError(
+                f"{where}: hidden states are {tuple(output.shape)} in {output.dtype}, and the next stage receives "
+                f"{self._hidden} in {self.hidden_dtype}: keep the dtype that the model was loaded in, or give "
+                "DividedModel.load the hidden_dtype that layers compute in"
+            )
+        # Schedules that divide backward detach outputs in place, which views do not allow.
+        return output.clone() if output._is_view() else output
+
+    def examples(self) -> Examples:
+        """Returns `input_args` and `output_args` of `PipelineStage`: without them torch would run the model once to
+        find shapes. No gradient would come back for outputs that need none."""
+        tokens = torch.empty((1, self.rows), dtype=torch.int64, device="meta")
+        hidden = torch.empty(self._hidden, dtype=self.hidden_dtype, device="meta", requires_grad=True)
+        vocabulary = self.model.config.get_text_config().vocab_size
+        computed = self._autocast_dtype or self.hidden_dtype
+        logits = torch.empty((1, self.rows, vocabulary), dtype=computed, device="meta", requires_grad=True)
+        return {
+            "input_args": tokens if self.is_first else hidden,
+            "output_args": logits if self.is_last else hidden,
+        }
+
+
+class DividedModel:
+    """A causal language model of Transformers, divided into the parts of a pipeline.
+
+    Args:
+        checkpoint: a folder, or a name on the Hub, as `from_pretrained` takes it.
+        pipeline: stages, and chunks on each of them.
+        dtype: of the weights.
+
+    Attributes:
+        outline: the whole model on the meta device, for `plugin.dataloader(model=...)`: placement follows all layers.
+        stack: its modules in order.
+
+    Raises:
+        ConfigError: the model cannot be divided like this; says why, and what to do.
+    """
+
+    def __init__(self, checkpoint: str | Path, pipeline: Pipeline, dtype: torch.dtype = torch.float32) -> None:
+        self.checkpoint, self.pipeline, self.dtype = str(checkpoint), pipeline, dtype
+        config = AutoConfig.from_pretrained(self.checkpoint)
+        with torch.device("meta"):
+            self.outline = AutoModelForCausalLM.from_config(config, attn_implementation=IMPLEMENTATION, dtype=dtype)
+        self._check_tied()
+        self.stack = LayerStack.of(self.outline)
+        pipeline.check(pipeline.num_stages, self.stack.num_layers)  # with the fewest micro-batches that fill it
+
+    def _check_tied(self) -> None:
+        """Refuses embeddings that are the head's weights as well: the first and the last stage would each train their
+        own.
+
+        Raises:
+            ConfigError: they are.
+        """
+        head = self.outline.get_output_embeddings()
+        if head is not None and getattr(head, "weight", None) is self.outline.get_input_embeddings().weight:
+            raise ConfigError(
+                f"{type(self.outline).__name__}: tie_word_embeddings=True, and its embeddings are on stage 0 and its "
+                f"head on stage {self.pipeline.num_stages - 1}: each would train weights of its own. Train it without "
+                "a pipeline; or untie them first (a copy of the weights, and tie_word_embeddings=False in config.json)"
+            )
+
+    def load(
+        self,
+        number: int,
+        plugin: ParallelContext,
+        autocast_dtype: torch.dtype | None = None,
+        hidden_dtype: torch.dtype | None = None,
+    ) -> ModelPart:
+        """Reads the weights of one part, and enables it for training.
+
+        Args:
+            number: of the part; see `parts_of_stage`.
+            plugin: settings, and the ranks that run this part together.
+            autocast_dtype: in which its layers compute, bfloat16 for weights in float32; None: in the weights' own.
+            hidden_dtype: of hidden states that stages send; None: the weights' own. Where FSDP2 casts weights
+                (`MixedPrecisionPolicy`), its `param_dtype`, without autocast.
+
+        Raises:
+            ConfigError: the checkpoint lacks weights, or has them in other shapes; ranks are other stages; or the
+                plugin has no tokens_per_rank.
+            UnsupportedAttentionError: the model cannot run on distca.
+        """
+        self._check_grid(plugin)
+        plugin.check_places("a pipeline")
+        tokens, device = plugin.tokens_per_rank, numbered(plugin.device)
+        check_model(self.outline, tokens * len(plugin.members.token_ranks), plugin.kernel, device)
+        model = self.read(number)
+        enable(model.to(device), plugin)
+        layers = [model.get_submodule(f"{self.stack.layers}.{layer}") for layer in self._layers_of(number)]
+        return ModelPart(model, layers, number, self.pipeline, tokens, autocast_dtype, hidden_dtype)
+
+    def read(self, number: int) -> PreTrainedModel:
+        """Reads the weights of one part, on the host, into a model that is not enabled.
+
+        Raises:
+            ConfigError: the checkpoint lacks weights, or has them in other shapes.
+        """
+        model, seen = self._class_of_part(number).from_pretrained(
+            self.checkpoint,
+            attn_implementation=IMPLEMENTATION,
+            dtype=self.dtype,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # they are refused below
+        )
+        wrong = [f"{name} is missing" for name in sorted(seen["missing_keys"])]
+        wrong += [f"{name} is {tuple(there)} and not {tuple(here)}" for name, there, here in seen["mismatched_keys"]]
+        if wrong:
+            raise ConfigError(
+                f"{self.checkpoint}, part {number}: {wrong[0]}{and_more(len(wrong) - 1)}; give a checkpoint of "
+                f"{type(model).__name__} with all of its weights"
+            )
+        return cast(PreTrainedModel, model)
+
+    def _layers_of(self, number: int) -> range:
+        return self.stack.layers_of(number, self.pipeline.layers_of_parts(self.stack.num_layers))
+
+    def _check_grid(self, plugin: ParallelContext) -> None:
+        """Checks that the ranks are as many stages as the pipeline has.
+
+        Raises:
+            ConfigError: they are not.
+        """
+        grid = plugin.members.grid
+        if grid.shape[0] != self.pipeline.num_stages or grid.shape[2] != 1:
+            raise ConfigError(
+                f"{grid.name}: the pipeline has {self.pipeline.num_stages} stages of whole layers, and the plugin "
+                f"works on {grid.in_words()}; give it a mesh of stages and data ranks, with plugin.use_mesh(mesh, "
+                "data=..., stages=...)"
+            )
+
+    def _class_of_part(self, number: int) -> type[PreTrainedModel]:
+        """Returns the model's class, made to leave other parts out when it is initialised: `from_pretrained` does so
+        without memory, and reads weights afterwards."""
+        whole, stack, layers = type(self.outline), self.stack, self._layers_of(number)
+        ends = {"is_first": number == 0, "is_last": number == self.pipeline.num_parts - 1}
+
+        def init(self: nn.Module, *args: Any, **kwargs: Any) -> None:
+            whole.__init__(self, *args, **kwargs)
+            stack.keep(self, layers, **ends)
+
+        others = stack.modules_of_others(layers, **ends)
+        return type(
+            whole.__name__,
+            (whole,),
+            {
+                "__init__": init,
+                "__module__": whole.__module__,
+                "_keys_to_ignore_on_load_unexpected": [rf"^{re.escape(name)}\." for name in others],
+            },
+        )

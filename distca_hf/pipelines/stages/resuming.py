@@ -1,0 +1,285 @@
+"""Resuming: the training of a pipeline saved in a folder, by all ranks together, and read from there.
+
+FOLDER.unfinished       `torch.distributed.checkpoint` (DCP) writes here; its .metadata comes last
+FOLDER                  a checkpoint that is whole: renamed once all ranks have written
+FOLDER.earlier          the one that was there before, while the new one takes its name
+
+The .metadata of a checkpoint is written last and removed first, so one that has it is whole.
+"""
+
+import shutil
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+import torch
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.checkpoint.stateful import Stateful
+
+from distca_hf.comm.grid import Grid, Scope
+from distca_hf.comm.transport import Transport
+from distca_hf.errors import CheckpointError, ConfigError, and_more, first_line
+from distca_hf.parallel_context import ParallelContext
+from distca_hf.pipelines.stages.divided_model import ModelPart
+from distca_hf.pipelines.stages.training_state import OPTIMIZER, OTHERS, SETTINGS, WEIGHTS, Entries, TrainingState
+from distca_hf.telemetry import get_logger
+
+
+log = get_logger(__name__)
+
+# DCP's description of a checkpoint, which it writes last.
+METADATA = ".metadata"
+UNFINISHED, EARLIER = "unfinished", "earlier"
+
+
+def save_training(
+    parts: Sequence[ModelPart],
+    optimizer: torch.optim.Optimizer,
+    folder: str | Path,
+    plugin: ParallelContext,
+    **others: Stateful,
+) -> None:
+    """Saves weights, the optimizer's state and random states, so that `load_training` goes on from here. A collective
+    call of all stages between optimizer steps, with one folder that all ranks share.
+
+    Args:
+        parts: of this rank.
+        optimizer: of all their weights.
+        folder: for one checkpoint alone. One that is there is replaced when the new one is whole. A symbolic link
+            stays: what it points to is replaced.
+        plugin: the one that the parts were loaded with.
+        others: whatever else has `state_dict` and `load_state_dict`, under names of your choice: the loader, the
+            learning-rate schedule. Equal on all ranks: one of them writes each.
+
+    Raises:
+        ConfigError: the folder holds other files; ranks do not share it; or the optimizer has weights of no part.
+        CheckpointError: a rank could not write, or not rename; what was in the folder is still there.
+    """
+    folder, grid = Path(folder).resolve(), plugin.members.grid
+    state = TrainingState(parts, optimizer, grid, plugin.device, others)
+    transport = plugin.transport(plugin.device)
+    unfinished, earlier = _beside(folder, UNFINISHED), _beside(folder, EARLIER)
+    for path in (folder, unfinished, earlier):
+        _check_replaceable(path)
+    entries = state.to_save()
+    transport.gather([0], f"before a training is saved in {folder}", Scope.GROUP).wait()
+    if grid.number == 0:
+        if (unfinished / METADATA).is_file() and not unfinished.is_symlink() and not folder.exists():
+            unfinished.rename(folder)  # a process ended before it could
+        _remove(unfinished)
+    transport.gather([0], f"before {unfinished} is written", Scope.GROUP).wait()
+    try:
+        save(entries, checkpoint_id=unfinished)
+    except CheckpointException as error:
+        raise CheckpointError(
+            f"{grid.name}: the training was not saved in {folder}, which is as it was before: {_failures(error, grid)}"
+        ) from error
+    _check_shared(unfinished, transport)
+    _replace(folder, unfinished, earlier, transport)
+
+
+def load_training(
+    parts: Sequence[ModelPart],
+    optimizer: torch.optim.Optimizer,
+    folder: str | Path,
+    plugin: ParallelContext,
+    **others: Stateful,
+) -> None:
+    """Goes on where `save_training` saved. A collective call of all stages, before the first step.
+
+    With the same stages, data ranks and chunks, training is then bit-equal to one that was never interrupted. Weights
+    and the optimizer's state can be read on others, with FSDP2 as with DDP; random states are not.
+
+    Args:
+        parts: of this rank.
+        optimizer: a new one, of all their weights. Its settings become those of the checkpoint.
+        folder: as saved.
+        plugin: the one that the parts were loaded with.
+        others: those that were saved, under the same names. One that is left out begins anew, with a warning. A
+            learning-rate schedule is made before, as it adds settings to the optimizer.
+
+    Raises:
+        ConfigError: there is no whole checkpoint; or it is of another model, optimizer or position in the data. When a
+            position is refused, weights are those of the checkpoint already.
+        CheckpointError: a rank could not read.
+    """
+    folder, grid = Path(folder).resolve(), plugin.members.grid
+    state = TrainingState(parts, optimizer, grid, plugin.device, others)
+    metadata, transport = _read_metadata(folder), plugin.transport(plugin.device)
+
+    def read(entries: Entries) -> None:
+        _check_entries(entries, metadata, folder, transport)
+        try:
+            load(entries, checkpoint_id=folder)
+        except CheckpointException as error:
+            raise CheckpointError(
+                f"{grid.name}: the training in {folder} cannot be read, and this one must not go on with parts of it: "
+                f"{_failures(error, grid)}. If a file is incomplete, resume from another checkpoint"
+            ) from error
+
+    saved = metadata.state_dict_metadata
+    state.load(saved, read)
+    left_out = {name.removeprefix(OTHERS) for name in saved if name.startswith(OTHERS)} - others.keys()
+    for name in sorted(left_out):
+        log.warning("%s holds the state of %r, which load_training was not given: it begins anew", folder, name)
+    if state.random_entry not in saved:
+        log.warning("%s was saved by other stages or data ranks: random numbers begin anew", folder)
+
+
+def _beside(folder: Path, kind: str) -> Path:
+    return Path(f"{folder}.{kind}")
+
+
+def _remove(folder: Path) -> None:
+    """Removes a checkpoint, if there is one, or a link of its name. Its description goes first: what an end in the
+    midst of this leaves is not taken for whole."""
+    with suppress(OSError):
+        (folder if folder.is_symlink() else folder / METADATA).unlink()
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def _replace(folder: Path, unfinished: Path, earlier: Path, transport: Transport) -> None:
+    """Gives a checkpoint that is whole its name, on the first rank, while the others wait.
+
+    Raises:
+        CheckpointError: it cannot be renamed; on all ranks.
+    """
+    grid, problem = transport.grid, None
+    if grid.number == 0:
+        try:
+            was_there = folder.exists()  # else an earlier one may be all there is
+            if was_there:
+                _remove(earlier)
+                folder.rename(earlier)
+            try:
+                unfinished.rename(folder)
+            except OSError:
+                if was_there:
+                    earlier.rename(folder)
+                raise
+            _remove(earlier)
+        except OSError as error:
+            problem = error
+    failed = transport.gather([int(problem is not None)], f"until {unfinished} is renamed", Scope.GROUP).wait()
+    if any(of_rank for (of_rank,) in failed):
+        cause = f"{type(problem).__name__}: {first_line(problem)}" if problem else "the first rank says why"
+        raise CheckpointError(
+            f"{grid.name}: the training is whole in {unfinished}, and cannot be renamed to {folder}: {cause}. Rename "
+            "it before the next one is saved, or give a folder that can be renamed (no mount point, in a folder of "
+            "your own)"
+        ) from problem
+
+
+def _check_replaceable(folder: Path) -> None:
+    """Checks that a folder holds nothing but a checkpoint of DCP, as it will be removed with all that it holds.
+
+    Raises:
+        ConfigError: it holds something else, or is a file.
+    """
+    if folder.is_dir():
+        names = sorted(path.name for path in folder.iterdir())
+        foreign = [name for name in names if not name.endswith(".distcp") and not name.startswith(METADATA)]
+        if foreign:
+            raise ConfigError(
+                f"{folder} holds {foreign[0]}{and_more(len(foreign) - 1)}, and save_training replaces its whole "
+                "folder; give one of its own"
+            )
+    elif folder.exists():
+        raise ConfigError(f"{folder} is a file, and save_training writes a folder; give another name")
+
+
+def _check_shared(unfinished: Path, transport: Transport) -> None:
+    """Checks that all ranks see what the first one wrote.
+
+    Raises:
+        ConfigError: some do not.
+    """
+    grid = transport.grid
+    seen = transport.gather([int((unfinished / METADATA).is_file())], f"looking for {unfinished}", Scope.GROUP).wait()
+    blind = [grid.label(rank) for rank, (sees,) in zip(grid.members(Scope.GROUP), seen, strict=True) if not sees]
+    if blind:
+        raise ConfigError(
+            f"{len(blind)} of {len(seen)} ranks cannot see {unfinished / METADATA}, which the first rank wrote, first "
+            f"rank {blind[0]}; give a folder that all ranks share"
+        )
+
+
+def _read_metadata(folder: Path) -> Metadata:
+    """Returns DCP's description of a checkpoint.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    if not (folder / METADATA).is_file():
+        earlier, unfinished = _beside(folder, EARLIER), _beside(folder, UNFINISHED)
+        advice = "name the folder of one, or begin anew"
+        if (unfinished / METADATA).is_file():
+            advice = f"{unfinished} is whole, and was to take its name: rename it"
+        elif (earlier / METADATA).is_file():
+            advice = f"{earlier} is whole, and was to be replaced: rename it"
+        elif unfinished.is_dir():
+            advice = f"{unfinished} was not written to its end (a full disk, a killed process): {advice}"
+        raise ConfigError(f"{folder} holds no training to resume, as it has no {METADATA}; {advice}")
+    try:
+        return FileSystemReader(folder).read_metadata()
+    except Exception as error:
+        raise ConfigError(
+            f"{folder / METADATA} cannot be read ({first_line(error)}); resume from another checkpoint"
+        ) from error
+
+
+def _check_entries(entries: Entries, metadata: Metadata, folder: Path, transport: Transport) -> None:
+    """Checks that a checkpoint holds what this rank goes on with, and nothing for which there is no place on any rank.
+
+    Raises:
+        ConfigError: it does not; names the first difference.
+    """
+    saved, grid = metadata.state_dict_metadata, transport.grid
+    wrong = [words for name, entry in entries.items() if (words := _difference(name, entry, metadata))]
+    wrong += [f"{name} has no place here" for name in _settings_of(entries, saved) if name not in entries]
+    if wrong:
+        raise ConfigError(
+            f"{grid.name}: {folder} was saved of another training: {wrong[0]}{and_more(len(wrong) - 1)}. Resume with "
+            "the model, dtype and optimizer that it was saved of, and leave out what was not saved. A learning-rate "
+            "schedule adds settings to the optimizer (initial_lr): make it before load_training, if there was one"
+        )
+    kinds = {"weights": WEIGHTS, "states and settings of an optimizer": OPTIMIZER}
+    mine = [sum(name.startswith(prefix) for name in entries) * (grid.data_rank == 0) for prefix in kinds.values()]
+    all_ranks = transport.gather(mine, f"counting entries of {folder}", Scope.GROUP).wait()
+    for at, (kind, prefix) in enumerate(kinds.items()):
+        here, there = sum(counts[at] for counts in all_ranks), sum(name.startswith(prefix) for name in saved)
+        if here != there:
+            raise ConfigError(
+                f"{folder} was saved of another training: it has {there:,} {kind}, and all stages together have "
+                f"{here:,}. Resume with the model and optimizer that it was saved of, before the first step"
+            )
+
+
+def _settings_of(entries: Entries, saved: Mapping[str, object]) -> list[str]:
+    """Returns the settings that an optimizer had for weights of this rank."""
+    weights = {name.removeprefix(WEIGHTS) for name in entries if name.startswith(WEIGHTS)}
+    settings = (name for name in saved if name.startswith(SETTINGS))
+    return [name for name in settings if name.removeprefix(SETTINGS).rpartition(".")[0] in weights]
+
+
+def _difference(name: str, entry: object, metadata: Metadata) -> str:
+    """Returns words for what was saved in another way than it is here; nothing if it is the same."""
+    saved = metadata.state_dict_metadata.get(name)
+    if saved is None:
+        return f"{name} is missing"
+    there, here = "no tensor", "no tensor"
+    if isinstance(saved, TensorStorageMetadata):
+        there = f"{tuple(saved.size)} in {saved.properties.dtype}"
+    if isinstance(entry, torch.Tensor):
+        here = f"{tuple(entry.shape)} in {entry.dtype}"
+    return f"{name} is {there}, and here {here}" if there != here else ""
+
+
+def _failures(error: CheckpointException, grid: Grid) -> str:
+    """Describes the failure of the first rank that failed."""
+    rank, (first, _) = min(error.failures.items(), key=lambda failure: failure[0])
+    return f"rank {grid.label(rank)}: {type(first).__name__}: {first_line(first)}{and_more(len(error.failures) - 1)}"

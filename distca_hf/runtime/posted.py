@@ -1,0 +1,70 @@
+"""Posted: a plan that ranks without tokens have, too, and what they are told of it. Without such ranks no plan is
+posted. See `distca_hf.servers`."""
+
+from abc import ABC, abstractmethod
+from typing import NamedTuple, Self
+
+import torch
+
+from distca_hf.cost import TokenBytes
+from distca_hf.kernels.interface import AttentionSpec, Kernel
+from distca_hf.planning.plan import PlanFacts
+from distca_hf.runtime.pending_traces import NotedPass
+from distca_hf.trace_file import TraceFile
+from distca_hf.traces import RankTrace
+
+
+class AnnouncedCall(NamedTuple):
+    """A call of attention that is about to exchange rows; `facts` are those of the layers with its mask."""
+
+    q_TNH: torch.Tensor
+    k_TGH: torch.Tensor
+    v_TGV: torch.Tensor
+    spec: AttentionSpec
+    facts: PlanFacts
+
+
+class Posted(ABC):
+    """The plan of a micro-batch that was posted; each call of attention is announced to it.
+
+    Attributes:
+        ranks: numbers of the ranks without tokens, in the order of the plan.
+        room_bytes: that rows may take on each of them until backward; None if there are none.
+        is_spoiled: whether one of them was lost in this step: attention gives zeros, and exchanges nothing.
+    """
+
+    ranks: tuple[int, ...] = ()
+    room_bytes: float | None = None
+
+    @property
+    def is_spoiled(self) -> bool:
+        return False
+
+    @abstractmethod
+    def again(self) -> Self:
+        """Posts the same plan once more, for one more pass."""
+
+    @abstractmethod
+    def forward(self, call: AnnouncedCall, keeps: bool) -> int:
+        """Announces a call of forward. Returns the slot in which ranks without tokens keep received rows until
+        backward, if `keeps`; 0: they keep none."""
+
+    @abstractmethod
+    def backward(self, call: AnnouncedCall, slot: torch.Tensor, has_sinks: bool, keeps: bool) -> bool:
+        """Announces a call of backward, and returns whether all ranks kept rows for it.
+
+        Args:
+            slot: of the same call of forward, see `Kept`. Rows are kept for one backward pass: for a second one they
+                are sent again.
+            has_sinks: whether output and log-sum-exp are those of rows with sinks.
+            keeps: whether this rank kept rows.
+        """
+
+    @abstractmethod
+    def measured(self, kernel: Kernel, spec: AttentionSpec) -> Kernel:
+        """Returns a kernel for this rank's part of announced calls: it may be measured."""
+
+    @abstractmethod
+    def traced(self, device: torch.device, file: TraceFile, token_bytes: TokenBytes, trace: RankTrace) -> NotedPass:
+        """Returns what notes the moments of a pass that begins. Ranks without tokens trace it, too, as `trace` of this
+        rank says, which has no calls yet."""

@@ -1,0 +1,296 @@
+"""Orders: messages that name the next attention call to a server, and the queues that they are posted to.
+
+    trainer s mod N ── open · plan · call · call · ... · close ──▶ queue of server s, in the launcher's store
+                              a reported pass: begin · call · ... · end of forward · call · ...
+
+    | version | roster | sequence | kind | numbers ... |     int64, little-endian, signed (see `job_store`)
+
+A server counts no layers and keeps no script: it makes each call that its trainer makes, in the same order. A message
+that this job did not sign, or that was followed before, is left out. One that is missing is an error.
+"""
+
+import enum
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from distca_hf.arrays import IntArray
+from distca_hf.errors import PlanMismatchError, StoreLostError, first_line
+from distca_hf.servers.job_store import JobStore
+from distca_hf.telemetry import OF_THIS_RANK, get_logger
+
+
+log = get_logger(__name__)
+
+# Version of the messages. Trainers and servers run one package, so that it differs only in a broken installation.
+ORDER_VERSION = 5
+# Numbers before those of the order: version, roster, sequence, kind.
+HEADER = 4
+# Dtypes of rows; an order carries a number of this list.
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+# Seconds between two looks into an empty queue: at first, and at most. They grow, because orders of one pass follow
+# each other, and between two passes there is time. The store's own waiting writes a warning at every deadline.
+FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 2e-5, 2e-3
+PAUSE_GROWS = 1.2
+# Seconds that a server waits for an order before it looks whether its trainers are still there.
+LOOK_SECONDS = 0.5
+
+
+class Kind(enum.IntEnum):
+    """The purpose of an order."""
+
+    OPEN = 1  # open the connections of a roster
+    PLAN = 2  # route a plan
+    CALL = 3  # attend, or derive, with a plan
+    CLOSE = 4  # end the connections of a roster
+    BEGIN_PASS = 5  # trace the calls of a pass that begins, or do so no longer
+    END_FORWARD = 6  # note that all further calls of the traced pass are of backward
+
+
+class Phase(enum.IntEnum):
+    """Direction of an attention call."""
+
+    FORWARD = 0
+    BACKWARD = 1
+
+
+@dataclass(frozen=True, eq=False)
+class Order:
+    """One message.
+
+    Attributes:
+        roster: number of the connection between these trainers and servers.
+        numbers: all that the order says, as int64.
+    """
+
+    kind: Kind
+    roster: int
+    numbers: IntArray
+
+
+class PlanOrder(NamedTuple):
+    """The numbers of an order to route a plan.
+
+    Attributes:
+        plan: number of the plan, counted for each roster.
+        oldest: smallest number of a plan that trainers still hold; earlier ones can be dropped.
+        micro_batch: number of the micro-batch, for messages.
+        num_chunks: chunks of the exchange in forward.
+        fingerprint: of the plan.
+        integers: the plan itself.
+    """
+
+    plan: int
+    oldest: int
+    micro_batch: int
+    num_chunks: int
+    fingerprint: int
+    integers: IntArray
+
+    def numbers(self) -> IntArray:
+        """Returns one array of all."""
+        return np.concatenate([np.array(self[:-1], dtype=np.int64), self.integers])
+
+    @classmethod
+    def of(cls, numbers: IntArray) -> "PlanOrder":
+        """Returns the order with these numbers."""
+        plan, oldest, micro_batch, num_chunks, fingerprint = numbers[:5].tolist()
+        return cls(plan, oldest, micro_batch, num_chunks, fingerprint, numbers[5:])
+
+
+class CallOrder(NamedTuple):
+    """The numbers of an order to make an attention call.
+
+    Attributes:
+        plan: number of the plan.
+        phase: a `Phase`.
+        query_heads, kv_heads, query_dim, value_dim: shapes of a layer's tensors, without their rows.
+        dtype: number of their dtype in `DTYPES`.
+        slot: number under which a server keeps rows that it received in forward until backward; 0: it keeps none.
+        has_sinks: whether log-sum-exps with sinks come with the output gradients of queries that are kept.
+        spec: numbers of an `AttentionSpec`, as doubles.
+    """
+
+    plan: int
+    phase: int
+    query_heads: int
+    kv_heads: int
+    query_dim: int
+    value_dim: int
+    dtype: int
+    slot: int
+    has_sinks: int
+    spec: tuple[float, ...]
+
+    def numbers(self) -> IntArray:
+        """Returns one array of all; doubles by their bits."""
+        spec = np.array(self.spec, dtype=np.float64).view(np.int64)
+        return np.concatenate([np.array(self[:-1], dtype=np.int64), spec])
+
+    @classmethod
+    def of(cls, numbers: IntArray) -> "CallOrder":
+        """Returns the order with these numbers."""
+        plan, phase, query_heads, kv_heads, query_dim, value_dim, dtype, slot, has_sinks = numbers[:9].tolist()
+        spec = tuple(numbers[9:].view(np.float64).tolist())
+        return cls(plan, phase, query_heads, kv_heads, query_dim, value_dim, dtype, slot, has_sinks, spec)
+
+
+class PassOrder(NamedTuple):
+    """The numbers of an order about a pass whose calls are traced.
+
+    Attributes:
+        plan: number of the plan.
+        backward_calls: that follow, at the end of forward.
+        text: what to write about a pass that begins.
+    """
+
+    plan: int
+    backward_calls: int = 0
+    text: str = ""
+
+    def numbers(self) -> IntArray:
+        """Returns one array of all; the text by its bytes."""
+        text = self.text.encode()
+        padded = np.frombuffer(text.ljust(-(-len(text) // 8) * 8, b"\0"), dtype="<i8")
+        return np.concatenate([np.array([self.plan, self.backward_calls, len(text)], dtype=np.int64), padded])
+
+    @classmethod
+    def of(cls, numbers: IntArray) -> "PassOrder":
+        """Returns the order with these numbers."""
+        plan, backward_calls, length = numbers[:3].tolist()
+        return cls(plan, backward_calls, numbers[3:].astype("<i8").tobytes()[:length].decode())
+
+
+def encode(order: Order, sequence: int) -> bytes:
+    """Returns an order as a message.
+
+    Args:
+        sequence: how many orders of its roster the server got before.
+    """
+    header = np.array([ORDER_VERSION, order.roster, sequence, order.kind], dtype="<i8").tobytes()
+    return header + np.ascontiguousarray(order.numbers, dtype="<i8").tobytes()
+
+
+class Sequences:
+    """Numbers of the next order of each roster, on the side that posts and on the side that reads."""
+
+    def __init__(self) -> None:
+        self._next: dict[int, int] = {}
+        self._lock = threading.Lock()
+
+    def encode(self, order: Order) -> bytes:
+        """Returns the roster's next message."""
+        with self._lock:  # autograd posts from threads of its own
+            sequence = self._next.get(order.roster, 0)
+            self._next[order.roster] = sequence + 1
+        return encode(order, sequence)
+
+    def decode(self, message: bytes, where: str) -> Order | None:
+        """Returns the order in a message that this job has signed; None, with a warning, if it came before.
+
+        Raises:
+            PlanMismatchError: the message is of another version, or one before it is missing.
+        """
+        numbers = np.frombuffer(message, dtype="<i8").astype(np.int64)
+        version, roster, sequence, kind = numbers[:HEADER].tolist()
+        if version != ORDER_VERSION or kind not in tuple(Kind):
+            raise PlanMismatchError(
+                f"{where}: an order has version {version} and kind {kind}, this server reads version {ORDER_VERSION} "
+                f"and kinds {min(Kind)} to {max(Kind)}; install one version of distca_hf on all nodes"
+            )
+        expected = self._next.get(roster, 0)
+        if sequence > expected:
+            raise PlanMismatchError(
+                f"{where}: expected order {expected} of roster {roster}, received {sequence}: one was lost; nothing "
+                "was computed for it. Restart the job"
+            )
+        if sequence < expected:
+            log.warning(
+                "%s: order %d of roster %d came again, after order %d, and is left out: somebody else writes to the "
+                "launcher's store (MASTER_PORT)",
+                *(where, sequence, roster, expected - 1),
+                extra=OF_THIS_RANK,
+            )
+            return None
+        self._next[roster] = expected + 1
+        return Order(Kind(kind), roster, numbers[HEADER:])
+
+
+def shares_of(num_servers: int, num_trainers: int, trainer: int) -> Sequence[int]:
+    """Returns the servers that a trainer posts to. Server s gets its orders from trainer s mod N alone: all trainers
+    make the same calls."""
+    return range(trainer, num_servers, num_trainers)
+
+
+class Outbox:
+    """The trainers' end of all mailboxes of a roster: orders for the servers that this trainer posts to.
+
+    Args:
+        servers: number and start of each.
+    """
+
+    def __init__(self, store: JobStore, servers: Sequence[tuple[int, int]]) -> None:
+        self._store = store
+        self._sequences = {server: Sequences() for server in servers}
+
+    def post(self, order: Order) -> None:
+        """Posts an order to each server.
+
+        Raises:
+            StoreLostError: the store is gone.
+        """
+        for server, sequences in self._sequences.items():
+            try:
+                self._store.push(_queue(*server), sequences.encode(order))
+            except RuntimeError as error:
+                raise StoreLostError(
+                    f"attention server {server[0]} cannot be reached: the launcher's store is gone "
+                    f"({first_line(error)})"
+                ) from error
+
+
+class Inbox:
+    """A server's end of its mailbox.
+
+    Args:
+        server: number of the server.
+        incarnation: how often it was started before; an earlier one's orders are not its own.
+    """
+
+    def __init__(self, store: JobStore, server: int, incarnation: int = 0) -> None:
+        self._store, self._server, self._sequences = store, server, Sequences()
+        self._queue = _queue(server, incarnation)
+
+    def next(self) -> Order | None:
+        """Returns the next order; None if none came for a while.
+
+        Raises:
+            PlanMismatchError: an order is of another version, or one before it is missing.
+            StoreLostError: the store is gone, and with it the job.
+        """
+        pause, deadline = FIRST_PAUSE_SECONDS, time.monotonic() + LOOK_SECONDS
+        while (message := self._pop()) is None:
+            if time.monotonic() > deadline:
+                return None
+            time.sleep(pause)
+            pause = min(LONGEST_PAUSE_SECONDS, PAUSE_GROWS * pause)
+        return self._sequences.decode(message, f"attention server {self._server}")
+
+    def _pop(self) -> bytes | None:
+        """Returns the next message; None if there is none."""
+        try:
+            return self._store.pop(self._queue)
+        except RuntimeError as error:
+            raise StoreLostError(
+                f"attention server {self._server}: the launcher's store is gone, and with it the job "
+                f"({first_line(error)})"
+            ) from error
+
+
+def _queue(server: int, incarnation: int) -> str:
+    return f"orders/{server}.{incarnation}"

@@ -1,0 +1,180 @@
+"""Redo: an optimizer step runs again if an attention server was lost in it.
+
+    begin ── forward and backward of all micro-batches ──▶ counts? ── yes ──▶ clip, step
+      ▲                                                       │ no
+      └──────── gradients discarded, states restored ◀────────┘
+
+Attention gives zeros from the moment that a server is lost until the step ends. So a step always runs to its last
+micro-batch, and collectives of FSDP and ZeRO stay matched. Its gradients are discarded then. Random states and sums
+are restored, so that the second run gives the numbers that the first one would have given.
+"""
+
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, cast
+
+import numpy as np
+import torch
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from distca_hf.batches.batch_documents import tokens_of
+from distca_hf.errors import ConfigError, PeerLostError
+from distca_hf.integrations.models.forward_watch import watch_of
+from distca_hf.parallel_context import ParallelContext
+from distca_hf.servers.served_transport import ServedTransport
+from distca_hf.telemetry import get_logger
+
+
+log = get_logger(__name__)
+
+# Most times that one step runs again.
+MOST_REDOS = 3
+
+# Puts a state back as it was when the function was made.
+Restore = Callable[[], object]
+Batch = Mapping[str, Any]
+
+
+class RepeatableStep:
+    """The micro-batches of one optimizer step, until their gradients are known to be whole.
+
+    Args:
+        transport: between the ranks and the attention servers.
+        where: names the step in messages.
+        keep: functions that each keep a state, and return how it is restored.
+
+    Attributes:
+        redos: times that it has run again.
+    """
+
+    def __init__(self, transport: ServedTransport, where: str, keep: Sequence[Callable[[], Restore]]) -> None:
+        self.redos = 0
+        self._transport, self._where = transport, where
+        self._restore = [one() for one in keep]
+        transport.begin_step()
+
+    def counts(self) -> bool:
+        """Ends the step, behind the backward pass of its last micro-batch. A collective call.
+
+        Returns:
+            Whether its gradients are whole. If not, states are restored and the step is open again: the caller
+            discards the gradients and runs all micro-batches once more.
+
+        Raises:
+            PeerLostError: servers were lost in every run.
+        """
+        if self._transport.end_step():
+            return True
+        if self.redos == MOST_REDOS:
+            raise PeerLostError(
+                f"{self._transport.grid.name}, {self._where}: attention servers were lost in each of its "
+                f"{1 + MOST_REDOS} runs, and it was not taken. The checkpoint before it is whole: resume from it "
+                "(resume_from_checkpoint=True), with other servers or with attention_servers=0"
+            )
+        self.redos += 1
+        log.warning("%s runs again: an attention server was lost in it", self._where)
+        for restore in self._restore:
+            restore()
+        self._transport.begin_step()
+        return False
+
+    @contextmanager
+    def left_by_errors(self) -> Iterator[None]:
+        """Leaves the step if the `with` block ends with an error: what comes behind it is not in the step."""
+        try:
+            yield
+        except BaseException:
+            self._transport.leave_step()
+            raise
+
+
+def keep_random_states(device: torch.device) -> Restore:
+    """Keeps the states of all generators that a forward pass may draw from.
+
+    Args:
+        device: on which the model trains.
+    """
+    of_python, of_numpy, of_cpu = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    module = None if device.type == "cpu" else torch.get_device_module(device)
+    of_device = None if module is None else module.get_rng_state(device)
+
+    def restore() -> None:
+        random.setstate(of_python)
+        np.random.set_state(of_numpy)
+        torch.set_rng_state(of_cpu)
+        if module is not None:
+            module.set_rng_state(of_device, device)
+
+    return restore
+
+
+@contextmanager
+def refuse_steps() -> Iterator[None]:
+    """Refuses steps of optimizers for the time of a `with` block: those of a lost server could not be undone.
+
+    Raises:
+        ConfigError: in `optimizer.step()`; names the optimizer.
+    """
+    handle = register_optimizer_step_pre_hook(_refuse_step)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def _refuse_step(optimizer: torch.optim.Optimizer, *arguments: object) -> None:
+    raise ConfigError(
+        f"{type(optimizer).__name__} steps before it is known whether an attention server was lost, and could not be "
+        "undone: call optimizer.step() after all attempts (plugin.attempts), not in one, and in no hook of backward"
+    )
+
+
+def served_transport(context: ParallelContext, device: torch.device) -> ServedTransport:
+    """Returns the transport of a context that has attention servers; opened when first asked for."""
+    return cast(ServedTransport, context.training_transport(device))
+
+
+def attempts(
+    model: nn.Module, batches: Sequence[Batch], context: ParallelContext
+) -> Iterator[AbstractContextManager[object]]:
+    """Yields one attempt at an optimizer step, and another one while attention servers were lost in it.
+
+    Args:
+        model: as the loop calls it, wrapped or not; its gradients are those of this step alone.
+        batches: all batches of the step on this rank.
+
+    Raises:
+        ConfigError: the model was not enabled, or an engine steps by itself; or an attempt was not entered.
+        PeerLostError: servers were lost in every attempt.
+    """
+    watch = next(filter(None, map(watch_of, model.modules())), None)
+    if watch is None:
+        raise ConfigError(
+            f"plugin.attempts got {type(model).__name__}, which is not enabled: call distca_hf.enable(model, plugin)"
+        )
+    if hasattr(model, "zero_optimization_stage"):
+        raise ConfigError(
+            "plugin.attempts got an engine of DeepSpeed, which steps within an attempt: train with a Trainer "
+            "and plugin.attach(trainer), or leave attempts out; then a lost attention server ends the job"
+        )
+    placed = [batch for batch in batches if batch.get("distca_plan") is not None]
+    device = tokens_of(placed[0]).device if placed else context.device
+    keep = [lambda: keep_random_states(device), watch.bookmark_given]
+    step, results = RepeatableStep(served_transport(context, device), "an optimizer step", keep), list[bool]()
+    while True:
+        yield _attempt(step, results)
+        if not results:
+            raise ConfigError("an attempt was not entered: for attempt in plugin.attempts(...): with attempt: ...")
+        if results.pop():
+            return
+        model.zero_grad()
+
+
+@contextmanager
+def _attempt(step: RepeatableStep, results: list[bool]) -> Iterator[None]:
+    """Adds to the results whether the gradients of a `with` block count."""
+    with refuse_steps(), step.left_by_errors():
+        yield
+    results.append(step.counts())

@@ -1,0 +1,329 @@
+"""Rosters: connections between trainers and the attention servers that take part, opened by both sides.
+
+    trainers                                                server
+    write settings and members, post "open" ──────────────▶ read them
+    wait for answers            ◀────────────────────────── write version, host and device, or a refusal
+    group of N + S ranks        ◀─── all-to-alls of rows ──▶ group of N + S ranks
+
+Trainers are ranks 0 to N - 1 of the exchanges, servers come behind them in the order of the members. When a server is
+lost, or comes, a new roster is opened, with another number and another group.
+"""
+
+import math
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, cast
+
+import torch
+import torch.distributed as dist
+from torch.distributed import PrefixStore  # type: ignore[attr-defined]
+
+from distca_hf.comm.grid import Grid, Scope
+from distca_hf.comm.groups import abort, open_row_group
+from distca_hf.comm.rollcall import RollCall
+from distca_hf.comm.torch_transport import TorchExchange, TorchTransport
+from distca_hf.comm.transport import AllToAll, Traffic
+from distca_hf.errors import ConfigError, DistCAError, PeerLostError, ServerLostError, first_line
+from distca_hf.servers.job_store import JobStore
+from distca_hf.torch_private import RowGroup
+from distca_hf.version import __version__
+
+
+# Seconds between two looks at an exchange of gloo that is waited for, at first and at most. A server that is stopped
+# ends no exchange, so that waiting must be able to end by itself.
+FIRST_LOOK_SECONDS, LONGEST_LOOK_SECONDS = 2e-5, 1e-3
+# Part of a server's free memory that rows may take which it keeps until backward. The rest is for rows under way, and
+# for gradients of one layer.
+KEPT_SHARE = 0.5
+# Longest time for which a thread that aborts a group of NCCL waits for one that starts an exchange. Starting may
+# itself wait for a GPU that waits for a lost member.
+START_SECONDS = 1.0
+
+
+class Member(NamedTuple):
+    """An attention server in a roster.
+
+    Attributes:
+        server: its number.
+        incarnation: how often it was started before.
+    """
+
+    server: int
+    incarnation: int
+
+    def has_answered(self, store: JobStore, roster: int) -> bool:
+        """Returns whether it has answered the invitation to a roster."""
+        return bool(roster_store(store, roster).get(f"server/{self.server}"))
+
+
+def agreed(rows: Sequence[Sequence[int]]) -> tuple[Member, ...]:
+    """Returns the servers that all trainers see alike, from a flag and the starts of each server of every trainer."""
+    starts = zip(*(row[1:] for row in rows), strict=True)
+    return tuple(Member(server, seen[0] - 1) for server, seen in enumerate(starts) if seen[0] and len(set(seen)) == 1)
+
+
+class Answers(NamedTuple):
+    """Answers of all servers to an invitation.
+
+    Attributes:
+        names: of the servers, for messages, by their numbers.
+        room_bytes: that rows may take on each server until backward.
+    """
+
+    names: dict[int, str]
+    room_bytes: float
+
+
+class RosterTransport(TorchTransport):
+    """Exchanges of one roster; waiting for them ends when a member is lost.
+
+    Args:
+        lost: returns words about a member that is lost, or None.
+        may_spoil: returns whether a lost server costs a step, and not the job: then nobody is asked for its words.
+    """
+
+    def __init__(
+        self,
+        group: RowGroup,
+        rollcall: RollCall,
+        device: torch.device,
+        grid: Grid,
+        lost: Callable[[], str | None],
+        may_spoil: Callable[[], bool],
+        traffic: Traffic | None = None,
+    ) -> None:
+        super().__init__(group, {}, rollcall, device, grid, traffic)
+        self._ranks = range(group.size())
+        self._lost, self._may_spoil = lost, may_spoil
+        self._polls = device.type == "cpu"  # NCCL's waiting is the device's
+        self._starting, self._is_aborted = threading.Lock(), False
+
+    def exchange(self, asked: AllToAll) -> TorchExchange:
+        """Starts an uneven all-to-all.
+
+        Raises:
+            ServerLostError: it could not be started; or the group was aborted. Torch would open it anew, and wait.
+        """
+        with self._starting:
+            if self._is_aborted:
+                raise ServerLostError(f"rank {self.rank}, {asked.where}: {self._lost() or 'the roster was given up'}")
+            return super().exchange(asked)
+
+    def abort(self) -> None:
+        """Ends all exchanges on the GPU, from any thread: their rows have no meaning. Over gloo it does nothing."""
+        if self._polls or self._is_aborted:
+            return
+        self._is_aborted = True
+        held = self._starting.acquire(timeout=START_SECONDS)
+        try:
+            for group in self._groups:
+                abort(group)
+        finally:
+            if held:
+                self._starting.release()
+
+    def close(self) -> None:
+        """Ends the group. One of NCCL is aborted: its memory would stay otherwise."""
+        self.abort()
+        super().close()
+
+    def members(self, scope: Scope) -> Sequence[int]:
+        """Returns all ranks of the roster: attention servers exchange rows, too."""
+        return self._ranks
+
+    def wait_for(
+        self, work: dist.Work, where: str, began: float, scope: Scope = Scope.ROWS, of_rows: bool = True
+    ) -> None:
+        """Waits for an operation.
+
+        Raises:
+            ServerLostError: it failed, or a member is lost; names the member and the place.
+        """
+        pause = FIRST_LOOK_SECONDS
+        while self._polls and not work.is_completed():
+            words = self._lost()
+            if words is not None:
+                raise ServerLostError(f"rank {self.rank}, {where}: {words}")
+            time.sleep(pause)
+            pause = min(LONGEST_LOOK_SECONDS, 2 * pause)
+        super().wait_for(work, where, began, scope, of_rows)
+
+    def failure(
+        self, error: RuntimeError, where: str, began: float | None = None, scope: Scope = Scope.ROWS
+    ) -> DistCAError:
+        """Returns the error to raise for a failed exchange."""
+        if self._may_spoil():
+            return ServerLostError(f"rank {self.rank}, {where}: {self._lost() or first_line(error)}")
+        words = self._lost()
+        known = super().failure(error, where, began, scope)
+        return ServerLostError(f"{known}" if words is None else f"{known} Of attention servers: {words}")
+
+    @property
+    def is_at_rest(self) -> bool:
+        """Whether the group can be ended: no exchange is under way, or it can be aborted."""
+        return not self._polls or self._is_at_rest()
+
+
+def place_of(device: torch.device) -> dict[str, object]:
+    """Returns the host of this process, a number of its GPU that no other has, and the GPU's free bytes."""
+    if device.type != "cuda":
+        return {"host": socket.gethostname(), "gpu": None, "free_bytes": None}
+    free_bytes, _ = torch.cuda.mem_get_info(device)
+    return {
+        "host": socket.gethostname(),
+        "gpu": str(torch.cuda.get_device_properties(device).uuid),
+        "free_bytes": free_bytes,
+    }
+
+
+def roster_store(store: JobStore, roster: int) -> JobStore:
+    """Returns the part of the job's store that belongs to a roster."""
+    return store.part(f"roster/{roster}")
+
+
+def invite(
+    here: JobStore, rank: int, members: Sequence[Member], device: torch.device, settings: Mapping[str, object]
+) -> None:
+    """Writes all that servers must know about a roster; every trainer calls it.
+
+    Args:
+        here: part of the store that belongs to the roster.
+        settings: of the trainers' plugin.
+    """
+    here.write(f"trainer/{rank}", {**place_of(device), "pid": os.getpid()})
+    if rank == 0:
+        opened = {"members": [list(member) for member in members], "device": device.type, "settings": dict(settings)}
+        here.write("opened", {"version": __version__, **opened})
+
+
+def wait_for_answers(
+    here: JobStore, rank: int, members: Sequence[Member], device: torch.device, patience_seconds: float
+) -> Answers:
+    """Returns the answers of all servers.
+
+    Raises:
+        PeerLostError: a server does not answer; names it.
+        ConfigError: a server refuses, in its words, or would share the GPU of this trainer.
+    """
+    mine, names, room_bytes = place_of(device), {}, math.inf
+    for server, incarnation in members:
+        answer = here.read(f"server/{server}", patience_seconds)
+        if answer is None:
+            raise PeerLostError(
+                f"rank {rank}: attention server {server} (start {incarnation}) did not answer in {patience_seconds:g} "
+                "s; look at its own messages above, or for a process that is stopped"
+            )
+        if "refusal" in answer:
+            raise ConfigError(f"rank {rank}: attention server {server} refuses: {answer['refusal']}")
+        if mine["gpu"] is not None and answer["gpu"] == mine["gpu"]:
+            raise ConfigError(
+                f"rank {rank}: attention server {server} would share the GPU {mine['gpu']} of {mine['host']} with "
+                "this trainer; launch one process for each GPU, and train on cuda:LOCAL_RANK"
+            )
+        names[server] = f"attention server {server} on {answer['host']}"
+        if answer["free_bytes"] is not None:
+            room_bytes = min(room_bytes, KEPT_SHARE * cast(int, answer["free_bytes"]))
+    return Answers(names, room_bytes)
+
+
+@dataclass(frozen=True)
+class Invitation:
+    """A roster that trainers have opened, as a server sees it.
+
+    Attributes:
+        members: servers that shall take part.
+        device_type: of the rows to exchange.
+        settings: of the trainers' plugin.
+        version: of the trainers' package.
+    """
+
+    store: JobStore
+    members: Sequence[Member]
+    device_type: str
+    settings: Mapping[str, object]
+    version: str
+
+    @classmethod
+    def read(cls, store: JobStore, roster: int, patience_seconds: float) -> "Invitation":
+        """Reads the invitation to a roster.
+
+        Raises:
+            PeerLostError: trainer 0 did not write it in time.
+        """
+        here = roster_store(store, roster)
+        content = here.read("opened", patience_seconds)
+        if content is None:
+            raise PeerLostError(
+                f"trainer 0 did not write the settings of roster {roster} in {patience_seconds:g} s; look at its own "
+                "words"
+            )
+        members = [Member(*member) for member in cast(list[list[int]], content["members"])]
+        settings = cast(dict[str, object], content["settings"])
+        return cls(here, members, str(content["device"]), settings, str(content["version"]))
+
+    def accept(
+        self,
+        member: Member,
+        num_trainers: int,
+        device: torch.device,
+        timeout_seconds: float,
+        lost: Callable[[], str | None],
+    ) -> RosterTransport:
+        """Answers the trainers, and returns the server's end of the exchanges once all have come."""
+        self.store.write(f"server/{member.server}", {"version": __version__, **place_of(device)})
+        names = {one.server: f"attention server {one.server}" for one in self.members}
+        rank = num_trainers + list(self.members).index(member)
+        return meet(self.store, rank, num_trainers, self.members, device, timeout_seconds, names, lost, lambda: False)
+
+    def refuse(self, server: int, words: str) -> None:
+        """Answers that this server cannot take part, and why."""
+        self.store.write(f"server/{server}", {"refusal": words})
+
+    def trainers_here(self, num_trainers: int) -> list[int]:
+        """Returns the process numbers of the trainers on this host; they wrote them before they met."""
+        found = [self.store.read(f"trainer/{rank}", 1.0) for rank in range(num_trainers)]
+        return [
+            cast(int, place["pid"]) for place in found if place is not None and place["host"] == socket.gethostname()
+        ]
+
+
+def meet(
+    here: JobStore,
+    rank: int,
+    num_trainers: int,
+    members: Sequence[Member],
+    device: torch.device,
+    timeout_seconds: float,
+    names: Mapping[int, str],
+    lost: Callable[[], str | None],
+    may_spoil: Callable[[], bool],
+    traffic: Traffic | None = None,
+) -> RosterTransport:
+    """Opens the group of all trainers and members.
+
+    Args:
+        here: part of the store that belongs to the roster.
+        rank: of this process in the exchanges.
+        names: of the servers, by their numbers.
+        lost, may_spoil, traffic: see `RosterTransport`.
+
+    Raises:
+        PeerLostError: some did not come; names them.
+    """
+    num_ranks = num_trainers + len(members)
+    by_rank = {num_trainers + place: names[member.server] for place, member in enumerate(members)}
+    rollcall = RollCall(here.plain, rank, range(num_ranks), names=by_rank)
+    try:
+        group = open_row_group(PrefixStore("group", here.plain), rank, num_ranks, device, timeout_seconds)
+    except RuntimeError as error:
+        raise PeerLostError(
+            f"rank {rank} waited in vain for all {num_trainers} trainers and {len(members)} attention "
+            f"servers to open their group. Cause: {first_line(error)}"
+        ) from error
+    rollcall.announce_uncaught_errors()
+    grid = Grid.flat(range(num_trainers), rank)
+    return RosterTransport(group, rollcall, device, grid, lost, may_spoil, traffic)

@@ -1,0 +1,293 @@
+"""Attention server: a process without weights and without tokens, which computes attention tasks of trainers.
+
+    order      server
+    open       answers the trainers, and opens the group for rows with them
+    plan       routes it for its own rank
+    call       attend(...), or attend_backward(...), on tensors of no rows: the same exchanges in the same order
+    begin ...  notes the moments of a pass that trainers report, and writes a trace
+    close      ends the group
+
+A service (`service.py`) follows plans and calls of one roster. Several rosters are open at once if trainers have
+several plugins.
+
+The process is a child of a supervisor (`servers/supervisor.py`), which starts it anew if it dies.
+"""
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from distca_hf.comm.rollcall import show_errors_once
+from distca_hf.config import DistCAConfig, config_of
+from distca_hf.errors import ConfigError, DistCAError, PeerLostError, PlanMismatchError, StoreLostError
+from distca_hf.launched import TRAINERS_GONE, launched_local_rank
+from distca_hf.servers.heartbeats import Heartbeat
+from distca_hf.servers.job_store import has_ended, open_store
+from distca_hf.servers.orders import CallOrder, Inbox, Kind, Order, PassOrder, PlanOrder
+from distca_hf.servers.rosters import Invitation, Member, RosterTransport
+from distca_hf.servers.served_traces import ServedTraces
+from distca_hf.servers.service import Service
+from distca_hf.servers.speeds import Reading, Stopwatch, report
+from distca_hf.servers.supervisor import LEAVING, is_running
+from distca_hf.telemetry import OF_THIS_RANK, get_logger
+from distca_hf.version import __version__
+
+
+log = get_logger(__name__)
+
+# Seconds between two looks for the words of trainers.
+LOOK_SECONDS = 0.05
+# Longest time for trainers to give up a roster of which an exchange has failed here.
+GIVE_UP_SECONDS = 25.0
+# Longest time that a server serves after SIGTERM or SIGINT, where no trainer is on its host to be looked for: less
+# than launchers wait before they kill.
+LEAVE_SECONDS = 25.0
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Serves as the child of a supervisor, and returns the exit status.
+
+    Args:
+        arguments: numbers of `serve_job`.
+
+    Raises:
+        DistCAError: see `serve_job`.
+    """
+    number, num_trainers, num_servers, incarnation, pipe = map(int, arguments)
+    os.set_inheritable(pipe, False)  # the supervisor must see it close
+    show_errors_once()  # and so leave them for the launcher
+    try:
+        return serve_job(number, num_trainers, num_servers, incarnation, pipe)
+    except StoreLostError as error:
+        log.error("attention server %d ends: %s", number, error)
+        return TRAINERS_GONE
+
+
+def serve_job(number: int, num_trainers: int, num_servers: int, incarnation: int = 0, pipe: int | None = None) -> int:
+    """Serves until the trainers' scripts have ended, and returns the exit status.
+
+    Args:
+        number: of this server, counted over all nodes.
+        num_trainers, num_servers: of the job.
+        incarnation: how often this server was started before.
+        pipe: where its supervisor reads heartbeats; None without one.
+
+    Raises:
+        StoreLostError: the launcher's store is gone.
+        DistCAError: an order cannot be followed; or trainers were lost. Until the process ends the heartbeat goes on:
+            words of the error are still on their way.
+    """
+    patience_seconds = DistCAConfig().timeouts.agreement_seconds
+    heartbeat = Heartbeat(open_store(patience_seconds), number, incarnation, pipe)
+    server = Server(Member(number, incarnation), num_trainers, heartbeat, patience_seconds)
+    for one in LEAVING:
+        signal.signal(one, server.note_signal)
+    log.info("attention server %d of %d serves %d trainers", number, num_servers, num_trainers)
+    heartbeat.begin(server.leave_lost_exchanges)
+    status = server.run()
+    heartbeat.end()
+    return status
+
+
+class Server:
+    """Follows the orders in its mailbox, one after the other.
+
+    Args:
+        member: number and start of this server.
+        num_trainers: of the job.
+        heartbeat: of this process; it also sees rosters that were lost.
+        patience_seconds: deadline for trainers to write what they have announced.
+    """
+
+    def __init__(self, member: Member, num_trainers: int, heartbeat: Heartbeat, patience_seconds: float) -> None:
+        self._member, self._num_trainers, self._heartbeat = member, num_trainers, heartbeat
+        self._patience_seconds = patience_seconds
+        self._store = open_store(patience_seconds)
+        self._store.check_secret()
+        self._inbox = Inbox(self._store, *member)
+        self._services: dict[int, Service] = {}
+        self._left: list[RosterTransport] = []
+        self._lost_rosters: set[int] = set()
+        self._trainers_here: list[int] = []
+        self._signal: tuple[int, float] | None = None
+
+    def note_signal(self, number: int, frame: object) -> None:
+        """Notes that this process was asked to leave; trainers may still end a step and save."""
+        if self._signal is None:
+            self._signal = number, time.monotonic()
+
+    def leave_lost_exchanges(self) -> None:
+        """Aborts exchanges on the GPU with trainers that have given them up. Runs in the heartbeat's thread: this
+        process's own may wait for that GPU."""
+        for roster, service in list(self._services.items()):
+            if self._heartbeat.is_spoiled(roster):
+                service.transport.abort()
+
+    def run(self) -> int:
+        """Serves until the trainers have ended, and returns the exit status. For errors see `serve_job`."""
+        status: int | None = None
+        while status is None:
+            order = self._inbox.next()
+            if order is not None:
+                self._follow(order)
+            else:
+                status = self._status()
+        for service in self._services.values():
+            service.traces.end()
+        for transport in (*(service.transport for service in self._services.values()), *self._left):
+            transport.close()
+        return status
+
+    def _status(self) -> int | None:
+        """Returns the exit status if there is nothing more to serve."""
+        are_gone = bool(self._trainers_here) and not any(map(is_running, self._trainers_here))
+        if any(has_ended(self._store, trainer) for trainer in range(self._num_trainers)):
+            return 0
+        if self._signal is not None and self._may_leave(*self._signal):
+            return 128 + self._signal[0]
+        if are_gone:  # looked at before their notes. A launcher ends this process if one of them failed
+            log.warning(
+                "attention server %d ends: processes %s of trainers left without an end of their script (os._exit?)",
+                self._member.server,
+                ", ".join(map(str, self._trainers_here)),
+                extra=OF_THIS_RANK,
+            )
+            return 0
+        return None
+
+    def _may_leave(self, number: int, since: float) -> bool:
+        """Returns whether no trainer can have another call, after a signal."""
+        if not self._services:
+            return True
+        if self._trainers_here:
+            return not any(map(is_running, self._trainers_here))
+        return time.monotonic() - since > LEAVE_SECONDS
+
+    def _follow(self, order: Order) -> None:
+        """Follows one order.
+
+        Raises:
+            DistCAError: it cannot be followed.
+        """
+        if order.roster in self._lost_rosters:  # posted before its trainer noticed
+            return
+        try:
+            self._act(order)
+        except PeerLostError as error:
+            if not self._is_lost(order.roster):
+                raise
+            log.warning("attention server %d leaves roster %d: %s", self._member.server, order.roster, error)
+            self._leave(order.roster)
+        except DistCAError as error:
+            error.add_note(f"distca: attention server {self._member.server}, roster {order.roster}")
+            raise
+
+    def _act(self, order: Order) -> None:
+        """Does the work of one order."""
+        if order.kind is Kind.OPEN:
+            service = self._open(order.roster)
+            if service is not None:
+                self._services[order.roster] = service
+            return
+        if order.roster not in self._services:
+            raise PlanMismatchError(
+                f"attention server {self._member.server}: an order of kind {order.kind.name} is of roster "
+                f"{order.roster}, and open are {', '.join(map(str, self._services)) or 'none'}; nothing was computed "
+                "for it. Restart the job"
+            )
+        service = self._services[order.roster]
+        if order.kind is Kind.PLAN:
+            service.take_plan(PlanOrder.of(order.numbers))
+        elif order.kind is Kind.CALL:
+            service.call(CallOrder.of(order.numbers))
+        elif order.kind is Kind.BEGIN_PASS:
+            service.begin_pass(PassOrder.of(order.numbers))
+        elif order.kind is Kind.END_FORWARD:
+            service.end_forward(PassOrder.of(order.numbers))
+        else:
+            service.traces.end()
+            self._leave(order.roster)
+
+    def _is_lost(self, roster: int) -> bool:
+        """Returns whether trainers have given a roster up, after an exchange of it has failed here: their words take a
+        moment. Trainers that have ended, or that a signal ended, give nothing up."""
+        deadline = time.monotonic() + GIVE_UP_SECONDS
+        while time.monotonic() < deadline and self._status() is None:
+            if self._heartbeat.is_spoiled(roster):
+                return True
+            time.sleep(LOOK_SECONDS)
+        return False
+
+    def _leave(self, roster: int) -> None:
+        """Lets go of a roster. Its group ends once no exchange of it is under way."""
+        self._heartbeat.leave(roster)
+        self._lost_rosters.add(roster)
+        service = self._services.pop(roster, None)
+        if service is not None:
+            self._left.append(service.transport)
+        for transport in [one for one in self._left if one.is_at_rest]:
+            self._left.remove(transport)
+            transport.close()
+
+    def _open(self, roster: int) -> Service | None:
+        """Answers an invitation, and opens the group with the trainers; None if others are invited.
+
+        Raises:
+            ConfigError: this server cannot take part; the trainers get the same words.
+            PeerLostError: trainers, or other servers, did not come.
+        """
+        self._heartbeat.look_for(roster)
+        invitation = Invitation.read(self._store, roster, self._patience_seconds)
+        if self._member not in invitation.members:
+            self._heartbeat.leave(roster)
+            return None
+        try:
+            if invitation.version != __version__:
+                raise ConfigError(
+                    f"trainers run distca_hf {invitation.version}, attention server {self._member.server} runs "
+                    f"{__version__}; install one version on all nodes"
+                )
+            config, device = config_of(invitation.settings), self._device(invitation.device_type)
+        except Exception as error:  # of a driver, too: trainers would wait for an answer
+            invitation.refuse(self._member.server, f"{type(error).__name__}: {error}")
+            raise
+        show = partial(report, invitation.store, self._member.server)
+        show(Reading())  # before the answer, so that trainers find it
+        transport = invitation.accept(
+            self._member, self._num_trainers, device, config.timeouts.exchange_seconds, partial(self._lost, roster)
+        )
+        # Containers may share the name of a host and not its processes.
+        self._trainers_here = [one for one in invitation.trainers_here(self._num_trainers) if is_running(one)]
+        traces = ServedTraces(self._member.server, device, Path(config.report_folder))
+        return Service(transport, config, device, show, Stopwatch(device), traces)
+
+    def _lost(self, roster: int) -> str | None:
+        """Returns words about a roster that trainers have given up; None for others."""
+        return "trainers lost an attention server" if self._heartbeat.is_spoiled(roster) else None
+
+    def _device(self, kind: str) -> torch.device:
+        """Returns the device to compute on.
+
+        Raises:
+            ConfigError: there is none of this kind.
+        """
+        if kind != "cuda":
+            return torch.device(kind)
+        local_rank, gpus = launched_local_rank(), torch.cuda.device_count()
+        if local_rank >= gpus:
+            raise ConfigError(
+                f"attention server {self._member.server} needs GPU {local_rank} of its node, which has {gpus}: "
+                "launch at most one process for each GPU"
+            )
+        torch.cuda.set_device(local_rank)
+        return torch.device("cuda", local_rank)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

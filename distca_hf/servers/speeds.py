@@ -1,0 +1,336 @@
+"""Speeds: how fast attention servers compute, measured in training, so that plans divide work by time.
+
+    server     kernels ── stopwatch ──▶ report, once per micro-batch ──▶ launcher's store
+                                                                              │ read by rank 0
+    trainers   kernels ── stopwatch ──▶ numbers in the vote on a step ◀───────┘
+                                                  │
+               all trainers alike                 `──▶ estimates ──▶ speeds of later plans
+
+Times are those of kernels, and of nothing that waits for other ranks. No host waits for its device: times of a GPU are
+those of events in its stream, which are read once the device has passed them. Trainers compute with the same integers,
+and so have equal speeds.
+"""
+
+import json
+import statistics
+import time
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import reduce
+from typing import NamedTuple, cast
+
+import torch
+
+from distca_hf.errors import StoreLostError, first_line
+from distca_hf.servers.job_store import JobStore
+from distca_hf.servers.rosters import Member
+from distca_hf.servers.served_plans import Servers
+from distca_hf.telemetry import get_logger
+
+
+log = get_logger(__name__)
+
+# Attention calls that a stopwatch remembers, before it looks for those that have ended.
+REMEMBERED_CALLS = 1024
+# The latest readings of a process, whose median counts: a step that was slow by chance changes nothing.
+READINGS = 7
+# The first readings of a process, which count for nothing: kernels are compiled and tuned in them.
+WARM_UP_READINGS = 1
+# Speeds change if one of them does by more than this fraction. Batches that are planned ahead are planned again then.
+LEAST_CHANGE = 0.05
+# Plans without a vote on a step, before a warning that speeds are not measured.
+UNVOTED_PLANS = 100
+# Limits of a measured speed. A server that is slower than this still gets some work, and so another reading.
+SLOWEST, FASTEST = 0.05, 20.0
+# Integers of a reading.
+WIDTH = 3
+
+# A moment: nanoseconds, or an event in the stream of a GPU.
+Mark = int | torch.cuda.Event
+
+
+class Reading(NamedTuple):
+    """Work and time of one process.
+
+    Attributes:
+        flops: operations of the attention calls that it made, as planned.
+        kernel_nanoseconds: time that its kernels took for them.
+        nanoseconds: time that passed.
+    """
+
+    flops: int = 0
+    kernel_nanoseconds: int = 0
+    nanoseconds: int = 0
+
+    def plus(self, other: "Reading") -> "Reading":
+        """Returns the sum of two readings."""
+        return Reading(*(mine + its for mine, its in zip(self, other, strict=True)))
+
+    def since(self, earlier: "Reading") -> "Reading":
+        """Returns the difference from an earlier reading of the same process."""
+        return Reading(*(mine - its for mine, its in zip(self, earlier, strict=True)))
+
+    @property
+    def rate(self) -> float | None:
+        """Operations per nanosecond; None if nothing was computed."""
+        return self.flops / self.kernel_nanoseconds if self.flops > 0 and self.kernel_nanoseconds > 0 else None
+
+    @property
+    def busy_fraction(self) -> float | None:
+        """Share of the time in which kernels ran; None if no time passed."""
+        return self.kernel_nanoseconds / self.nanoseconds if self.nanoseconds > 0 else None
+
+
+@dataclass(eq=False)
+class MeasuredCall:
+    """One attention call.
+
+    Attributes:
+        flops: operations of this rank's part.
+        kernels: beginning and end of each kernel call.
+    """
+
+    flops: int
+    kernels: list[tuple[Mark, Mark]] = field(default_factory=list)
+
+
+class Stopwatch:
+    """Measures the kernels of attention calls on one device, without waiting for it.
+
+    Args:
+        device: on which they run.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._is_gpu = device.type == "cuda"
+        self._began = time.perf_counter_ns()
+        self._calls: deque[MeasuredCall] = deque()
+        self._total = Reading()
+        self._spare: list[torch.cuda.Event] = []
+
+    def begin_call(self, flops: int) -> None:
+        """Begins an attention call; the kernels that follow belong to it."""
+        if len(self._calls) >= REMEMBERED_CALLS:
+            self._add_ended()
+        self._calls.append(MeasuredCall(flops))
+
+    @contextmanager
+    def kernel(self) -> Iterator[None]:
+        """Measures a kernel call, the body of a `with` statement."""
+        begin = self._mark()
+        yield
+        self._calls[-1].kernels.append((begin, self._mark()))
+
+    def read(self) -> Reading:
+        """Returns sums since the stopwatch was made, of calls that the device has ended. No call is being made."""
+        self._add_ended()
+        return self._total._replace(nanoseconds=time.perf_counter_ns() - self._began)
+
+    def discard(self) -> None:
+        """Forgets calls that were not read: one of them was cut off."""
+        self._calls.clear()
+
+    def _add_ended(self) -> None:
+        """Adds all calls that the device has ended."""
+        while self._calls and self._has_ended(self._calls[0]):
+            call = self._calls.popleft()
+            taken = sum(self._between(begin, end) for begin, end in call.kernels)
+            self._total = self._total.plus(Reading(call.flops, taken))
+
+    def _has_ended(self, call: MeasuredCall) -> bool:
+        """Returns whether the device has passed the last kernel of a call."""
+        if not call.kernels:
+            return True
+        _, end = call.kernels[-1]
+        return isinstance(end, int) or bool(end.query())
+
+    def _mark(self) -> Mark:
+        """Returns the present moment, on a GPU that of its stream."""
+        if not self._is_gpu:
+            return time.perf_counter_ns()
+        event = self._spare.pop() if self._spare else torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def _between(self, begin: Mark, end: Mark) -> int:
+        """Returns the nanoseconds between two moments; their events are used again."""
+        if isinstance(begin, int):
+            return cast(int, end) - begin
+        end = cast(torch.cuda.Event, end)
+        self._spare += [begin, end]
+        return round(1e6 * begin.elapsed_time(end))
+
+
+class RecentRates:
+    """The rate at which one process, or all trainers together, compute."""
+
+    def __init__(self) -> None:
+        self._rates: deque[float] = deque(maxlen=READINGS)
+        self._skipped = 0
+
+    def note(self, reading: Reading) -> None:
+        """Takes the reading of a step; those without work, and the first ones, count for nothing."""
+        if reading.rate is None:
+            return
+        if self._skipped < WARM_UP_READINGS:
+            self._skipped += 1
+            return
+        self._rates.append(reading.rate)
+
+    @property
+    def typical(self) -> float | None:
+        """Median of the latest rates; None before the first."""
+        return statistics.median(self._rates) if self._rates else None
+
+
+class SpeedEstimates:
+    """Speeds of servers relative to a trainer, estimated from readings: equal readings give equal speeds.
+
+    Args:
+        neutral: speed of a server of which nothing is known.
+        trainers_attend: whether trainers compute attention. If not, speeds are relative to the mean server.
+    """
+
+    def __init__(self, neutral: float, trainers_attend: bool) -> None:
+        self._neutral, self._trainers_attend = neutral, trainers_attend
+        self._of_trainers = RecentRates()
+        self._of_servers: dict[Member, RecentRates] = {}
+        self._speeds: dict[Member, float] = {}
+
+    def note(self, trainers: Reading, servers: Mapping[Member, Reading]) -> None:
+        """Takes the readings of a step: of all trainers together, and of each server that takes part."""
+        self._of_trainers.note(trainers)
+        self._of_servers = {member: self._of_servers.get(member, RecentRates()) for member in servers}
+        for member, reading in servers.items():
+            self._of_servers[member].note(reading)
+        self._adopt(self._estimated())
+
+    def of(self, members: Sequence[Member]) -> tuple[float, ...]:
+        """Returns the speeds to plan with; a process that has just come has the neutral one."""
+        return tuple(self._speeds.get(member, self._neutral) for member in members)
+
+    def _estimated(self) -> dict[Member, float]:
+        """Returns the present estimates, as far as there are readings."""
+        typical = {member: rates.typical for member, rates in self._of_servers.items()}
+        rates = {member: rate for member, rate in typical.items() if rate is not None}
+        if self._trainers_attend:
+            unit = self._of_trainers.typical
+        else:
+            unit = statistics.fmean(rates.values()) if rates else None
+        if unit is None:
+            return {}
+        return {member: round(min(max(rate / unit, SLOWEST), FASTEST), 3) for member, rate in rates.items()}
+
+    def _adopt(self, estimated: Mapping[Member, float]) -> None:
+        """Makes estimates the speeds to plan with, if any differs enough."""
+        in_force = dict(zip(estimated, self.of(list(estimated)), strict=True))
+        if any(abs(speed - in_force[member]) > LEAST_CHANGE * in_force[member] for member, speed in estimated.items()):
+            self._speeds = {**self._speeds, **estimated}
+
+
+class ServerSpeeds:
+    """A trainer's end: its numbers in the vote on a step, and the speeds that follow from those of all trainers.
+
+    Args:
+        servers: that were launched, with the speeds that they have at first.
+        is_measured: whether speeds change; if not, servers keep those.
+        device: on which this trainer computes.
+
+    Attributes:
+        stopwatch: of this trainer's kernels; None where speeds are given.
+        busy: sum of the readings of all servers, in steps that counted.
+    """
+
+    def __init__(self, servers: Servers, is_measured: bool, device: torch.device) -> None:
+        self.stopwatch = Stopwatch(device) if is_measured else None
+        self.busy = Reading()
+        self._servers = servers
+        self._estimates = SpeedEstimates(servers.speeds[0], servers.trainers_attend)
+        self._here: JobStore | None = None
+        self._members: Sequence[Member] = ()
+        self._last = Reading()
+        self._last_reports: list[Reading] | None = None
+        self._plans, self._has_voted = 0, False
+
+    def begin_roster(self, members: Sequence[Member], here: JobStore | None) -> Servers | None:
+        """Begins to measure these members, and returns their part in plans; None if there are none. All that was
+        measured of a step that did not count is forgotten.
+
+        Args:
+            here: part of the launcher's store where they report, on the trainer that reads it; None on others.
+        """
+        self._members, self._here, self._last_reports = members, here, None
+        if self.stopwatch is not None:
+            self.stopwatch.discard()
+        return self._present()
+
+    def note_plan(self) -> None:
+        """Notes a plan; warns, once, if there were many and no vote."""
+        self._plans += 1
+        if self._plans == UNVOTED_PLANS and not self._has_voted and self.stopwatch is not None:
+            log.warning(
+                "attention servers count as fast as trainers: their speed is measured where steps can run again "
+                "(plugin.attach, plugin.attempts); for this training give a server_speed"
+            )
+
+    def numbers(self) -> list[int]:
+        """Returns this trainer's numbers for the vote: its own reading, and on one trainer those of the members.
+
+        Raises:
+            StoreLostError: the store is gone.
+        """
+        self._has_voted = True
+        now = self._last if self.stopwatch is None else self.stopwatch.read()
+        mine, self._last = now.since(self._last), now
+        return [*mine, *(number for reading in self._reports() for number in reading)]
+
+    def note(self, rows: Sequence[Sequence[int]]) -> Servers | None:
+        """Takes the numbers of all trainers, of a step that counts; returns the members' part in later plans."""
+        readings = [[Reading(*row[at : at + WIDTH]) for at in range(0, len(row), WIDTH)] for row in rows]
+        trainers, of_members = _sum(row[0] for row in readings), zip(*(row[1:] for row in readings), strict=True)
+        servers = dict(zip(self._members, map(_sum, of_members), strict=True))
+        self.busy = self.busy.plus(_sum(servers.values()))
+        if self.stopwatch is not None:
+            self._estimates.note(trainers, servers)
+        return self._present()
+
+    def _present(self) -> Servers | None:
+        """Returns the members' part in plans from now on; None if there are none."""
+        chosen = self._servers.some([member.server for member in self._members])
+        if chosen is None or self.stopwatch is None:
+            return chosen
+        return replace(chosen, speeds=self._estimates.of(self._members))
+
+    def _reports(self) -> list[Reading]:
+        """Returns the reading of each member since the last vote; at first nothing, because it had waited."""
+        nothing = [Reading()] * len(self._members)
+        if self._here is None or not self._members:
+            return nothing
+        try:
+            found = self._here.get_all([_key(server) for server, _ in self._members])
+        except RuntimeError as error:
+            raise StoreLostError(
+                f"times of attention servers cannot be read: the launcher's store is gone ({first_line(error)})"
+            ) from error
+        now = [Reading(**json.loads(text or "{}")) for text in found]
+        last, self._last_reports = self._last_reports, now
+        return nothing if last is None else [one.since(earlier) for one, earlier in zip(now, last, strict=True)]
+
+
+def report(here: JobStore, server: int, reading: Reading) -> None:
+    """Writes the reading of a server, summed since it joined a roster.
+
+    Args:
+        here: part of the launcher's store that belongs to the roster.
+    """
+    here.write(_key(server), reading._asdict())
+
+
+def _key(server: int) -> str:
+    return f"reading/{server}"
+
+
+def _sum(readings: Iterable[Reading]) -> Reading:
+    return reduce(Reading.plus, readings, Reading())

@@ -1,0 +1,203 @@
+"""Supervisor: the launched process of an attention server. It starts the server as its child, and replaces one that
+dies or hangs.
+
+    launcher ──▶ supervisor ──▶ server, incarnation 0, then 1, ...
+                     ◀── a byte per heartbeat, in a pipe
+
+    the child                                                      the supervisor
+    ends with 0: the trainers' scripts have ended                  ends with 0
+    ends with `TRAINERS_GONE`: they are gone, or their launcher    ends with it
+    is killed, or is silent for too long                           starts the next incarnation
+    ends with an error                                             the same, once; then it ends with that status
+    ends after SIGTERM or SIGINT, which both of them get           ends with 128 + signal; it starts the next one
+                                                                   if the child alone got it
+
+A launcher ends all processes if one of them fails, so the supervisor lives on. It imports no torch: it can neither
+hang in a driver nor be killed for its memory. The child dies with it.
+"""
+
+import ctypes
+import itertools
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+
+from distca_hf.config import DistCAConfig
+from distca_hf.launched import TRAINERS_GONE
+from distca_hf.telemetry import OF_THIS_RANK, get_logger
+
+
+log = get_logger(__name__)
+
+SERVER = (sys.executable, "-m", "distca_hf.servers.server")
+# Signals that end a job. Launchers send them to all processes; servers then serve until the trainers have saved.
+LEAVING = (signal.SIGTERM, signal.SIGINT)
+LEFT = tuple(128 + number for number in LEAVING)
+# Seconds between two looks at the child. Silence is counted in looks: a supervisor that was itself stopped, with its
+# child, kills nothing.
+LOOK_SECONDS = 0.2
+# Silence after which a child is killed, in limits after which trainers count it as lost.
+SILENT_LIMITS = 3
+# Silence that is allowed before the first byte: on a busy file system imports may take minutes.
+START_SECONDS = 600.0
+# A child that has lived for so long was able to serve.
+STEADY_SECONDS = 60.0
+# Children in a row that ended sooner, before no other is started. Each costs trainers a step and this machine its
+# imports: a server that cannot live must not come for ever. The limit is high, because a GPU that is lent may be taken
+# many times; with some seconds for each child it is still reached within minutes.
+SHORT_LIVES = 50
+# Errors of children with which the job ends: the same error would come again.
+ERRORS = 2
+
+
+def supervise(number: int, num_trainers: int, num_servers: int, line: Sequence[str] = SERVER) -> int:
+    """Keeps a server alive until the trainers have ended, and returns the exit status.
+
+    Args:
+        number: of the server, counted over all nodes.
+        num_trainers, num_servers: of the job.
+        line: command of a server. Three numbers above, the incarnation and a file descriptor follow.
+    """
+    silence_seconds = SILENT_LIMITS * DistCAConfig().timeouts.heartbeat_limit_seconds
+    words = (*line, *map(str, (number, num_trainers, num_servers)))
+    return Supervisor(f"attention server {number}", words, silence_seconds).run()
+
+
+class Child:
+    """One incarnation of a server.
+
+    Args:
+        line: its command; the file descriptor of the pipe follows.
+        silence_seconds: silence after which it is killed.
+
+    Attributes:
+        is_silent: whether it was killed for its silence.
+    """
+
+    def __init__(self, line: Sequence[str], silence_seconds: float) -> None:
+        self._allowed_seconds, self._silence_seconds = max(START_SECONDS, silence_seconds), silence_seconds
+        self._silent_seconds = 0.0
+        self.is_silent = False
+        self._pipe, end = os.pipe()
+        try:
+            self._process = subprocess.Popen([*line, str(end)], pass_fds=[end], preexec_fn=_die_with(os.getpid()))
+        finally:
+            os.close(end)
+
+    def status(self) -> int | None:
+        """Returns its exit status, or minus the signal that killed it; None while it runs."""
+        return self._process.poll()
+
+    def send(self, number: int) -> None:
+        """Sends it a signal."""
+        self._process.send_signal(number)
+
+    def listen(self) -> None:
+        """Waits for a byte, not for long, and kills a child that has been silent for too long."""
+        if select.select([self._pipe], [], [], LOOK_SECONDS)[0]:
+            if os.read(self._pipe, 4096):
+                self._silent_seconds, self._allowed_seconds = 0.0, self._silence_seconds
+                return
+            time.sleep(LOOK_SECONDS)  # the other end is closed: it is ending
+        self._silent_seconds += LOOK_SECONDS
+        if self._silent_seconds > self._allowed_seconds:
+            self.is_silent = True
+            self._process.kill()
+
+    def close(self) -> None:
+        """Closes the pipe of a child that has ended."""
+        os.close(self._pipe)
+
+
+class Supervisor:
+    """Starts one child after the other.
+
+    Args:
+        name: of the server, for messages.
+        line: command of a server; the incarnation and a file descriptor follow.
+        silence_seconds: silence after which a child is killed.
+    """
+
+    def __init__(self, name: str, line: Sequence[str], silence_seconds: float) -> None:
+        self._name, self._line, self._silence_seconds = name, line, silence_seconds
+        self._signal: int | None = None
+
+    def run(self) -> int:
+        """Returns the exit status, once no other child is to be started."""
+        for one in LEAVING:
+            signal.signal(one, self._note_signal)
+        short_lives = errors = 0
+        for incarnation in itertools.count():
+            began = time.monotonic()
+            status, words = self._live(incarnation)
+            if status in (0, TRAINERS_GONE):
+                return status
+            if self._signal is not None:
+                return 128 + self._signal
+            short_lives = short_lives + 1 if time.monotonic() - began < STEADY_SECONDS else 0
+            errors += status > 0
+            if errors == ERRORS:
+                log.error("%s %s, as an earlier process of it; the job ends", self._name, words)
+                return status
+            if short_lives == SHORT_LIVES:
+                log.error(
+                    "%s %s, as %d processes of it in a row; no other is started, the job goes on without it",
+                    self._name,
+                    words,
+                    short_lives,
+                )
+                return 0
+            log.warning("%s %s; another process takes its place", self._name, words, extra=OF_THIS_RANK)
+        raise AssertionError
+
+    def _live(self, incarnation: int) -> tuple[int, str]:
+        """Returns the exit status of a child that has ended, and words about its end."""
+        child = Child([*self._line, str(incarnation)], self._silence_seconds)
+        passed_on = False
+        while (status := child.status()) is None:
+            if self._signal is not None and not passed_on:
+                child.send(self._signal)
+                passed_on = True
+            child.listen()
+        child.close()
+        if child.is_silent:
+            return status, f"(incarnation {incarnation}) was silent for too long, and was killed"
+        if status in LEFT:  # it alone got the signal, or both did
+            status = 128 - status
+        if status < 0:
+            return status, f"(incarnation {incarnation}) was killed by signal {-status}"
+        return status, f"(incarnation {incarnation}) ended with status {status}"
+
+    def _note_signal(self, number: int, frame: object) -> None:
+        """Notes a signal, to be passed on to the child."""
+        if self._signal is None:
+            self._signal = number
+
+
+def _die_with(parent: int) -> Callable[[], None] | None:
+    """Returns a call for a new process, after which the kernel kills it when this process ends; None where no kernel
+    does so. There a server ends at its next heartbeat, because the pipe is broken."""
+    if sys.platform != "linux":
+        return None
+    libc = ctypes.CDLL(None)
+    set_parent_death_signal = 1  # PR_SET_PDEATHSIG, see prctl(2)
+
+    def call() -> None:
+        libc.prctl(set_parent_death_signal, int(signal.SIGKILL))
+        if os.getppid() != parent:  # it ended before the kernel was told
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    return call
+
+
+def is_running(process: int) -> bool:
+    """Returns whether there is a process with this number on this host."""
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    return True
