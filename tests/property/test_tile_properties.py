@@ -12,13 +12,15 @@ from distca_hf.layout import Layout
 from distca_hf.planning.pieces import ALL_HEADS
 from distca_hf.planning.plan import Plan, plan_in_place
 from distca_hf.planning.rebalance import plan_by_moving
-from support.layouts import random_layout, random_plan
+from support.layouts import random_layout, random_plan, striped_layout
 
 
 def drawn(seed: int, num_ranks: int, head_groups: int) -> list[Plan]:
     rng = random.Random(seed)
     layout = random_layout(rng, num_ranks, rng.choice([40, 3000]))
     plans = [plan_in_place(layout, head_groups), plan_by_moving(layout, head_groups)]
+    if num_ranks > 1:  # heads of a stripe are divided in full layers only
+        plans.append(plan_in_place(striped_layout(rng, num_ranks), head_groups))
     return [*plans, random_plan(rng, layout, head_groups)] if layout.num_documents else plans
 
 
@@ -27,7 +29,7 @@ def drawn(seed: int, num_ranks: int, head_groups: int) -> list[Plan]:
 def test_pairs_of_tiles_are_the_work_of_a_plan(seed: int, num_ranks: int, head_groups: int) -> None:
     for plan in drawn(seed, num_ranks, head_groups):
         tiles = Tiles.of(plan)
-        mask = Mask(1 + seed % 50)
+        mask = Mask(1 + seed % 50, chunked=seed % 3 == 0)
 
         assert tiles.work_of(num_ranks, plan.tasks.head_groups).tolist() == plan.work.tolist()
         assert Tiles.of(plan, mask).work_of(num_ranks, 1).tolist() == plan.layout.rank_work_of(mask).tolist()

@@ -12,7 +12,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, HunYuanMoEV1Confi
 from distca_hf.analysis.check.tiny_config import tiny_config
 from distca_hf.comm.grid import Grid
 from distca_hf.cost import causal_pairs
-from distca_hf.flops import Rates, StepFlops
+from distca_hf.flops import Rates, StepCost, StepFlops
 from distca_hf.integrations.models.planner import predictable, share_of, shares_of_experts, step_flops
 from distca_hf.traces import ModelSizes
 from support.models import SIZES, VOCABULARY, tiny_model
@@ -166,6 +166,7 @@ def test_expected_speed_up_is_that_of_measured_steps(documents: list[int], measu
 
 
 def test_cost_by_hand() -> None:
+    assert StepCost(token_seconds=1.0, pair_seconds=10.0).attention_share(tokens=10, pairs=3) == 0.75
     rates = Rates(matrix=2.0, attention_forward=4.0, attention_backward=5.0)
     flops = StepFlops.of(10, 4, 20.0, head_weights=3)
     once, layers, both = (
