@@ -8,7 +8,7 @@ from functools import cache, cached_property
 import numpy as np
 
 from distca_hf.arrays import IntArray
-from distca_hf.cost import CAUSAL_MASK, Cost, DocumentCost, LayerMasks, Mask
+from distca_hf.cost import Cost, DocumentCost, LayerMasks, Mask
 
 
 # Time of a query in a window layer beside its pairs, in pairs of full attention. FlashAttention 4 on an H200 needs
@@ -39,9 +39,7 @@ class LayersByMask:
         """
         layers: Counter[Mask] = Counter()
         for mask, count in Cost(layer_masks).layers:
-            window_tokens = mask.window_tokens
-            is_full = window_tokens is None or window_tokens >= longest_document_tokens
-            layers[CAUSAL_MASK if is_full else mask] += count
+            layers[mask.within(longest_document_tokens)] += count
         (widest, widest_layers), *windows = sorted(layers.items(), key=lambda layer: -_width(layer[0]))
         return cls(widest, widest_layers, tuple(windows))
 

@@ -46,9 +46,7 @@ class RoutedKinds(NamedTuple):
         num_trainers = layout.num_ranks - num_extra
         speeds = (1.0,) * num_trainers + (0.0,) * num_extra if num_extra else ()
         for mask, count in layer_masks:
-            if mask.window_tokens is None or mask.window_tokens >= longest:
-                layers[CAUSAL_MASK] += count
-                continue
+            mask = mask.within(longest)
             if mask not in made:
                 routed = rank_plan(plan.of_window(mask), rank, work_before=work_of(mask))
                 made[mask] = replace(routed, facts=replace(routed.facts, speeds=speeds))

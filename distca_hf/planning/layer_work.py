@@ -16,14 +16,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from distca_hf.arrays import IntArray
-from distca_hf.cost import LayerMasks, Mask, imbalance
+from distca_hf.cost import CAUSAL_MASK, LayerMasks, Mask, imbalance
 from distca_hf.layout import Layout
 from distca_hf.planning.plan import Plan
 
 
 def is_full(mask: Mask, layout: Layout) -> bool:
     """Returns whether layers with this mask attend to all of every document; they follow the plan then."""
-    return mask.window_tokens is None or mask.window_tokens >= layout.longest_document_tokens
+    return mask.within(layout.longest_document_tokens) == CAUSAL_MASK
 
 
 def pairs_in_layer(plan: Plan, mask: Mask) -> NDArray[np.float64]:

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from distca_hf.arrays import IntArray, offsets
-from distca_hf.cost import CAUSAL_MASK, Mask, TokenBytes
+from distca_hf.cost import Mask, TokenBytes
 from distca_hf.errors import ConfigError, PackingError, PlanError
 from distca_hf.layout import Layout
 from distca_hf.planning.extra_ranks import ExtraRanks
@@ -36,8 +36,9 @@ from distca_hf.topology import Topology
 # trainers would keep most of what one slow server is there for. This one moves up to 6 % more bytes.
 SERVED_TOLERANCE = 0.005
 
-# Integers of a written plan before the lengths: version, head groups, tokens of the window (0 for none).
-NUM_NUMBERS = 3
+# Integers of a written plan before the lengths: version, head groups, tokens of the window (0 for none), and whether
+# it is chunked.
+NUM_NUMBERS = 4
 LAYOUT_ARRAYS = (
     "document_tokens",
     "segment_document",
@@ -143,7 +144,7 @@ def plan_to_integers(plan: Plan) -> IntArray:
         *(getattr(tasks, name) for name in TASK_ARRAYS),
         np.array(plan.speeds, dtype=np.float64).view(np.int64),
     ]
-    header = [PLAN_VERSION, tasks.head_groups, tasks.mask.window_tokens or 0, *map(len, arrays)]
+    header = [PLAN_VERSION, tasks.head_groups, tasks.mask.window_tokens or 0, tasks.mask.chunked, *map(len, arrays)]
     return np.concatenate([np.array(header, dtype=np.int64), *arrays])
 
 
@@ -160,7 +161,7 @@ def plan_from_integers(integers: IntArray) -> Plan:
         raise PlanError(f"a plan is a flat array of int64, not {found}")
     if len(integers) < HEADER_LENGTH:
         raise PlanError(f"a plan of {len(integers)} integers is cut off: its header has {HEADER_LENGTH}")
-    version, head_groups, window_tokens, *lengths = integers[:HEADER_LENGTH].tolist()
+    version, head_groups, window_tokens, chunked, *lengths = integers[:HEADER_LENGTH].tolist()
     if version != PLAN_VERSION:
         raise PlanError(f"the plan is of version {version}, this is {PLAN_VERSION}; run one version on all processes")
     if min(lengths) < 0 or sum(lengths) != len(integers) - HEADER_LENGTH:
@@ -177,9 +178,10 @@ def plan_from_integers(integers: IntArray) -> Plan:
             f"arrays of one plan do not belong together: lengths {lengths} of {', '.join(LAYOUT_ARRAYS)}; of "
             f"{', '.join(TASK_ARRAYS)} of tasks; and of speeds"
         )
-    if not 1 <= head_groups <= max(1, of_tasks[0]) or window_tokens < 0:
+    if not 1 <= head_groups <= max(1, of_tasks[0]) or window_tokens < 0 or chunked not in (0, min(1, window_tokens)):
         raise PlanError(
-            f"a plan of {of_tasks[0]} tasks cannot have {head_groups} head groups and a window of {window_tokens}"
+            f"a plan of {of_tasks[0]} tasks cannot have {head_groups} head groups and a window of {window_tokens} "
+            f"(chunked: {chunked})"
         )
 
     # 3. The plan.
@@ -187,7 +189,7 @@ def plan_from_integers(integers: IntArray) -> Plan:
     arrays = np.split(integers.copy(), begins)[1:]
     of_layout: dict[str, Any] = dict(zip(LAYOUT_ARRAYS, arrays[: len(LAYOUT_ARRAYS)], strict=True))
     tasks = dict(zip(TASK_ARRAYS, arrays[len(LAYOUT_ARRAYS) : -1], strict=True))
-    mask = Mask(window_tokens) if window_tokens else CAUSAL_MASK
+    mask = Mask(window_tokens or None, bool(chunked))
     speeds_of_ranks = tuple(arrays[-1].view(np.float64).tolist())
     plan = Plan(Layout(**of_layout), Tasks(**tasks, head_groups=head_groups, mask=mask), speeds_of_ranks)
     try:

@@ -26,7 +26,7 @@ def any_plan(seed: int) -> Plan:
     """With servers of some speed, of tasks anywhere, of stripes, or with a window."""
     rng = random.Random(seed)
     num_ranks, head_groups = rng.randint(1, 4), rng.choice([1, 2, 4])
-    mask = Mask(rng.choice([None, 1, 7, 1000]))
+    mask = rng.choice([Mask(), Mask(1), Mask(7), Mask(1000), Mask(7, chunked=True)])
     kind = rng.randrange(3)
     if kind == 0:
         servers = Servers(tuple(rng.uniform(0.1, 3) for _ in range(rng.randint(1, 3))), rng.random() < 0.5)
@@ -108,7 +108,8 @@ def changed(at: int, value: int) -> IntArray:
         (changed(1, 0), "0 head groups"),
         (changed(1, 2**40), f"{2**40} head groups"),
         (changed(2, -1), "window of -1"),
-        (changed(3, -1), "follow its header"),
+        (changed(3, 1), "chunked: 1"),
+        (changed(4, -1), "follow its header"),
         (changed(HEADER_LENGTH, 51), "layout of a plan is damaged: document 0 has 51 tokens"),
         (changed(len(SERVED) - 1, -1), "rank 2 of speed nan"),
     ],
@@ -121,8 +122,8 @@ def test_an_array_that_is_no_plan_is_refused(integers: IntArray, words: str) -> 
 def test_arrays_of_unequal_length_are_refused() -> None:
     """The sum of lengths is right, but one array of the segments has an integer of the next."""
     integers = SERVED.copy()
-    integers[4] += 1
-    integers[5] -= 1
+    integers[5] += 1
+    integers[6] -= 1
 
     with pytest.raises(PlanError, match="do not belong together"):
         plan_from_integers(integers)
