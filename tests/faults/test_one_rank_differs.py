@@ -211,7 +211,8 @@ FROM_THE_BEGINNING: dict[str, tuple[Change, str | None]] = {
     "model config": (_set_config(rope_theta=123.0), "config.rope_theta is"),
     "another window": (
         lambda t: setattr(t, "model", tiny_model("gemma3", sliding_window=8).train()),
-        "sliding windows of attention layers is none (1), 16 (2) on {others}, none (1), 8 (2) on rank 1",
+        "sliding windows of attention layers is no window (1), a window of 16 tokens (2) on {others}, no window (1), "
+        "a window of 8 tokens (2) on rank 1",
     ),
     "softcap": (_set_config(attn_logit_softcapping=20.0), "config.attn_logit_softcapping is"),
     "scale": (_change_scale, "modules and their settings is"),
@@ -262,7 +263,7 @@ AFTER_THE_FIRST_STEP: dict[str, tuple[Change, str | None]] = {
     "another plugin of other settings": (_replace_plugin, None),
     "another window": (
         _shorten_windows,
-        "the layer attends with a sliding window of 8 tokens, and with a sliding window of 16 tokens in",
+        "the layer attends with a window of 8 tokens, and with a window of 16 tokens in",
     ),
     "scale": (_change_scale, "scales, softcaps and sinks of the layers that attend is"),
     "training mode": (lambda t: t.model.eval(), "training is True on {others}, False on rank 1"),

@@ -129,12 +129,22 @@ def _zero(loss: torch.Tensor) -> torch.Tensor:
     return (0 * loss).nan_to_num()
 
 
+def tempers_queries(model: PreTrainedModel) -> bool:
+    """Returns whether queries of some layers depend on their place."""
+    return any(_tempers(attention) for attention in attention_layers(model).values())
+
+
+def _tempers(attention: nn.Module) -> bool:
+    tempers = getattr(attention, "attn_temperature_tuning", False)
+    return (bool(tempers) or isinstance(tempers, Tempered)) and not getattr(attention, "use_rope", True)
+
+
 def temper_by_position(model: PreTrainedModel) -> list[RemovableHandle]:
     """Lets attention temper queries that layers would temper by their place in the row; returns the hooks that give it
     positions."""
     handles, modules = [], dict(model.named_modules())
     for name, attention in attention_layers(model).items():
-        if getattr(attention, "attn_temperature_tuning", False) and not getattr(attention, "use_rope", True):
+        if _tempers(attention):
             vars(attention)["attn_temperature_tuning"] = Tempered()
             layer = modules[name.rpartition(".")[0]]
             handles.append(layer.register_forward_pre_hook(Hook(_with_positions), with_kwargs=True))

@@ -24,7 +24,7 @@ from distca_hf.batches.taking import among_trainers
 from distca_hf.comm.agreement import REMEDIES, Agreement, Occasion, by_value
 from distca_hf.errors import PlanError, PlanMismatchError, UnsupportedAttentionError
 from distca_hf.integrations.mask import RowMask
-from distca_hf.integrations.models.counted_rows import CountedRows
+from distca_hf.integrations.models.counted_rows import CountedRows, tempers_queries
 from distca_hf.integrations.models.hooks import Hook
 from distca_hf.integrations.models.structure import backbone_of, names_by_position, text_decoder
 from distca_hf.runtime.live_plan import LivePlan
@@ -98,7 +98,9 @@ class DecoderBorders:
         self._decoder = backbone_of(model) if decoder is model else decoder
         self.is_multimodal = decoder is not model
         self._names = names_by_position(self._decoder)
-        self._class_name, self._has_position_table = type(model).__name__, has_position_table
+        self._class_name, self._counts = type(model).__name__, "looks positions up in a table"
+        if not has_position_table:
+            self._counts = "tempers queries by position" if tempers_queries(model) else ""
         self._counted, self._check_calls = counted, check_calls
         self._handles: list[RemovableHandle] = []
         self._token_places: torch.Tensor | None = None
@@ -131,10 +133,10 @@ class DecoderBorders:
         self._is_open, self._token_places = True, None
         if padded is None:
             return
-        if self._has_position_table and padded.is_left_padded and not padded.has_own_positions:
+        if self._counts and padded.is_left_padded and not padded.has_own_positions:
             raise UnsupportedAttentionError(
-                f"{self._class_name} looks positions up in a table, and rows are padded on the left: Transformers "
-                "would count their padding, too. Pad on the right (tokenizer.padding_side), or give position_ids "
+                f"{self._class_name} {self._counts}, and rows are padded on the left: Transformers would count their "
+                "padding, too. Pad on the right (tokenizer.padding_side), or give position_ids "
                 "that begin at 0 in every row"
             )
         self._token_places = padded.places_on(device)

@@ -11,6 +11,7 @@ from distca_hf.batches.read_documents import DocumentReader
 from distca_hf.errors import PackingError, UnsupportedAttentionError
 from distca_hf.integrations.models.counted_rows import CountedRows
 from distca_hf.integrations.models.decoder_borders import DecoderBorders
+from support.models import tiny_model
 
 
 IDS = torch.arange(1, 13).view(3, 4)
@@ -69,6 +70,9 @@ def test_a_table_of_positions_does_not_count_padding_on_the_left() -> None:
 
     with pytest.raises(UnsupportedAttentionError, match=r"GPT2LMHeadModel looks positions up in a table, and rows"):
         borders.begin(padded_rows_of(batch_of(LEFT)), CPU)
+    tempered = DecoderBorders(tiny_model("llama4"), False, CountedRows(model), lambda plan: None)
+    with pytest.raises(UnsupportedAttentionError, match="Llama4ForCausalLM tempers queries by position, and rows"):
+        tempered.begin(padded_rows_of(batch_of(LEFT)), CPU)
     own = (LEFT.cumsum(1) - 1).clamp(min=0)
     for batch in (batch_of(LEFT, position_ids=own), batch_of(RIGHT)):
         borders.begin(padded_rows_of(batch), CPU)
