@@ -80,6 +80,8 @@ class Capabilities:
             return f"needs head dimensions that are multiples of {self.head_dim_multiple}, the model has {dims}"
         if self.equal_dims and operands.head_dim != operands.value_dim:
             return f"needs equal key and value dimensions, the model has {operands.head_dim} and {operands.value_dim}"
+        if spec.chunked:
+            return "computes whole tasks: layers cut them where chunks begin"
         asked = options_of(spec)
         missing = [option for option in asked if option not in self.options]
         if missing:

@@ -21,6 +21,7 @@ import torch
 
 from distca_hf.kernels.interface import AttentionSpec, Inputs, empty_layer_outputs, made_deterministic, mask_of
 from distca_hf.kernels.rows import add_sinks
+from distca_hf.runtime.alike_layers import AlikeLayers
 from distca_hf.runtime.device_routing import DeviceRouting
 from distca_hf.runtime.kernel_calls import BackwardCalls, ForwardCalls, QueryRows, as_rows, attend_whole, rows_to_read
 from distca_hf.runtime.layer_checks import check_finite, check_room
@@ -65,23 +66,10 @@ def attend(
         UnsupportedAttentionError: no kernel can attend like this.
         PlanMismatchError, PeerLostError, StepTimeoutError: from agreement and exchange.
     """
-    if plan.agreement is not None:
-        plan.agree()
-    dtypes, heads = (q_TNH.dtype, k_TGH.dtype, v_TGV.dtype), (q_TNH.shape[1:], k_TGH.shape[1:], v_TGV.shape[1:])
-    tensors = CallTensors(dtypes, heads)
-    if not plan.forward_pass.calls or plan.forward_pass.compares_calls:
-        plan.forward_pass.agree_to_attend(plan.fingerprint, tensors)
-    scores = spec.scale, spec.softcap, sinks_N is not None
-    where, transport = plan.forward_pass.begin_forward(mask_of(spec), scores, tensors), plan.transport
-    trace, lookup = plan.forward_pass.trace, plan.lookup
-    layers = lookup.alike(q_TNH, k_TGH, v_TGV, spec, where)
+    where, layers = _begin(q_TNH, k_TGH, v_TGV, spec, plan, sinks_N is not None)
+    trace, transport, lookup = plan.forward_pass.trace, plan.transport, plan.lookup
     spec, kind = layers.spec, layers.kind
     routing, retention = kind.plan.forward, kind.retention
-    if plan.checks_finite:
-        check_finite(plan, where, query=q_TNH, key=k_TGH, value=v_TGV)
-    if not kind.has_room:
-        check_room(plan, kind.plan.backward, where, q_TNH, k_TGH, v_TGV)
-        kind.note_room()
     keeps, groups = retention.keeps, routing.rows_per_token
     if keeps is None:
         keeps = retention.keeps_received(q_TNH, k_TGH, v_TGV)
@@ -145,6 +133,26 @@ def attend(
     if plan.checks_finite:
         check_finite(plan, where, output=out)
     return out, lse, kept
+
+
+def _begin(
+    q_TNH: torch.Tensor, k_TGH: torch.Tensor, v_TGV: torch.Tensor, spec: AttentionSpec, plan: LivePlan, has_sinks: bool
+) -> tuple[str, AlikeLayers]:
+    """Agrees on a forward call and checks it; returns its place, and the layers that are like its own."""
+    if plan.agreement is not None:
+        plan.agree()
+    dtypes, heads = (q_TNH.dtype, k_TGH.dtype, v_TGV.dtype), (q_TNH.shape[1:], k_TGH.shape[1:], v_TGV.shape[1:])
+    tensors = CallTensors(dtypes, heads)
+    if not plan.forward_pass.calls or plan.forward_pass.compares_calls:
+        plan.forward_pass.agree_to_attend(plan.fingerprint, tensors)
+    where = plan.forward_pass.begin_forward(mask_of(spec), (spec.scale, spec.softcap, has_sinks), tensors)
+    layers = plan.lookup.alike(q_TNH, k_TGH, v_TGV, spec, where)
+    if plan.checks_finite:
+        check_finite(plan, where, query=q_TNH, key=k_TGH, value=v_TGV)
+    if not layers.kind.has_room:
+        check_room(plan, layers.kind.plan.backward, where, q_TNH, k_TGH, v_TGV)
+        layers.kind.note_room()
+    return where, layers
 
 
 class Attended(NamedTuple):

@@ -63,8 +63,8 @@ KINDS: dict[str, tuple[Callable[[], PlacedLoader], Callable[[], dict[str, Any]]]
         lambda: taken_of(loader_of(192, whole_documents=True), 4),
     ),
     "a pipeline": (
-        lambda: loader_of(192, 4, pipeline=Pipeline(2)),
-        lambda: taken_of(loader_of(192, 4, pipeline=Pipeline(2)), 5),
+        lambda: loader_of(192, 4, step_shape=Pipeline(2)),
+        lambda: taken_of(loader_of(192, 4, step_shape=Pipeline(2)), 5),
     ),
 }
 

@@ -40,7 +40,7 @@ class Group:
         return "nccl"
 
     def alltoall_base(
-        self, received: torch.Tensor, rows: torch.Tensor, into: Sequence[int], outof: Sequence[int], options: object
+        self, received: torch.Tensor, rows: torch.Tensor, into: Sequence[int], outof: Sequence[int], opts: object
     ) -> Work:
         self.started += 1
         self.begun.set()

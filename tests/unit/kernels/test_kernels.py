@@ -899,7 +899,9 @@ def test_kernel_that_is_wrong_gives_way_by_name(
 def test_every_optional_field_of_a_spec_is_an_option() -> None:
     """A field that is neither read by all kernels nor an option would be ignored."""
     of_all_kernels = {"scale", "causal", "deterministic"}
-    assert set(AttentionSpec._fields) == of_all_kernels | set(OPTIONS) - {"one_sided_window"}
+    assert set(AttentionSpec._fields) == of_all_kernels | {"chunked"} | set(OPTIONS) - {"one_sided_window"}
+    with pytest.raises(UnsupportedAttentionError, match="computes whole tasks"):
+        choose_kernel("auto", CPU_OPERANDS, AttentionSpec(1.0, window_tokens=16, chunked=True))
 
 
 @pytest.mark.parametrize(
@@ -912,7 +914,7 @@ def test_spec_crosses_an_operator_unchanged(spec: AttentionSpec) -> None:
     for numbers in ([*spec], [float(number) for number in spec]):
         arrived = spec_of(*numbers)
         assert arrived == spec
-        assert [type(field) for field in arrived] == [float, bool, int, float, bool]
+        assert [type(field) for field in arrived] == [float, bool, int, float, bool, bool]
 
 
 def test_kernel_is_chosen_once_for_all_scales_and_windows(monkeypatch: pytest.MonkeyPatch) -> None:
