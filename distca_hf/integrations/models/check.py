@@ -254,7 +254,8 @@ def _attention_settings(model: PreTrainedModel, config: PreTrainedConfig) -> Ite
 
 def unknown_backbone(model: PreTrainedModel) -> Iterator[str]:
     """Yields why results of placed rows could not return: they do where the decoder ends, before the head."""
-    if backbone_of(model) is model and model.get_output_embeddings() is not None:
+    is_apart = text_decoder(model) is not model or backbone_of(model) is not model
+    if not is_apart and model.get_output_embeddings() is not None:
         yield (
             "its head cannot be told from its decoder (base_model is the model itself, and no single part of it holds "
             "the attention layers): set base_model_prefix of the class to the decoder's name"
