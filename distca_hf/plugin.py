@@ -5,6 +5,7 @@ What imports Transformers is imported where it is needed: a wrong setting is ref
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
@@ -14,7 +15,8 @@ from distca_hf.batches.placed import StepShape
 from distca_hf.comm.rollcall import show_errors_once
 from distca_hf.config import unknown_environment_settings
 from distca_hf.errors import ConfigError
-from distca_hf.parallel_context import ParallelContext, numbered
+from distca_hf.launched import launched_servers
+from distca_hf.parallel_context import Annex, ParallelContext, numbered
 from distca_hf.settings import described
 from distca_hf.telemetry import get_logger
 
@@ -47,6 +49,15 @@ class DistCAPlugin(ParallelContext):
         for name, meant in unknown_environment_settings().items():
             hint = f" (did you mean {meant}?)" if meant else ""
             log.warning("ignoring environment variable %s: unknown setting of distca_hf%s", name, hint)
+
+    @cached_property
+    def annex(self) -> Annex:
+        """What attention servers add, if the job was launched with some."""
+        if not sum(launched_servers()):
+            return Annex(self)
+        from distca_hf.servers.annex import ServersAnnex
+
+        return ServersAnnex(self)
 
     def dataloader(
         self,

@@ -246,7 +246,7 @@ def test_a_loader_from_before_keeps_its_grid() -> None:
 
 def test_servers_beside_a_grid_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DISTCA_LAUNCHED_SERVERS", "1")
-    context = ParallelContext(attention_servers="1")
+    context = DistCAPlugin(attention_servers="1")
 
     with pytest.raises(
         ConfigError, match="differ only in data, and these are 4 data x 2 tensor ranks; leave the serv"
@@ -261,10 +261,10 @@ def test_measured_speeds_and_equal_gradients_in_every_run_exclude_each_other(mon
     monkeypatch.setenv("DISTCA_LAUNCHED_SERVERS", "1")
     servers = {"attention_servers": "1", "deterministic": True}
     with pytest.raises(ConfigError, match="server_speed=0 measures speeds, which differ from run to run"):
-        ParallelContext(**servers)
-    given = ParallelContext(**servers, server_speed=0.5).annex.extra_ranks
+        DistCAPlugin(**servers)
+    given = DistCAPlugin(**servers, server_speed=0.5).annex.extra_ranks
     assert given is not None
     assert given.speeds == (0.5,)
-    measured = ParallelContext(attention_servers="1").annex.extra_ranks
+    measured = DistCAPlugin(attention_servers="1").annex.extra_ranks
     assert measured is not None
     assert measured.speeds == (1.0,)
