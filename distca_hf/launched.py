@@ -193,11 +193,6 @@ def launched_ranks_per_node() -> int:
     return int(os.environ.get("LOCAL_WORLD_SIZE", "0"))
 
 
-def launched_node() -> int:
-    """Returns the number that the launcher gave to this node (0 without a launcher)."""
-    return int(os.environ.get("GROUP_RANK", "0"))
-
-
 def launched_nodes() -> int:
     """Returns the number of nodes of the launcher (1 without a launcher)."""
     return int(os.environ.get("GROUP_WORLD_SIZE", "1"))
@@ -226,7 +221,7 @@ def launched_process() -> LaunchedProcess:
         local_rank=launched_local_rank(),
         world_size=launched_world_size(),
         local_world_size=launched_ranks_per_node(),
-        node=launched_node(),
+        node=int(os.environ.get("GROUP_RANK", "0")),
         num_nodes=launched_nodes(),
     )
 

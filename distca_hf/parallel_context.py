@@ -88,15 +88,6 @@ class Annex:
         """Ends its connections."""
 
 
-def annex_of(context: "ParallelContext") -> Annex:
-    """Returns what this job needs. Only here does core load a room that it does not need itself."""
-    if not sum(launched_servers()):
-        return Annex(context)
-    from distca_hf.servers.annex import ServersAnnex
-
-    return ServersAnnex(context)
-
-
 @described
 @dataclass(kw_only=True)
 class ParallelContext(DistCAConfig):
@@ -147,8 +138,12 @@ class ParallelContext(DistCAConfig):
 
     @cached_property
     def annex(self) -> Annex:
-        """What ranks without tokens add."""
-        return annex_of(self)
+        """What ranks without tokens add. Only here does core load a room that it does not need itself."""
+        if not sum(launched_servers()):
+            return Annex(self)
+        from distca_hf.servers.annex import ServersAnnex
+
+        return ServersAnnex(self)
 
     @property
     def device(self) -> torch.device:

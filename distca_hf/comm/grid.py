@@ -105,10 +105,12 @@ class Grid:
         grid = ranks.transpose(axes).reshape(shape)
         # Torch numbers ranks of a group in ascending order, and nodes are in that order.
         grid = grid[:, np.argsort(grid[0, :, 0])]
-        if (np.diff(grid, axis=1) < 0).any():
+        unordered = np.argwhere(np.diff(grid, axis=1) < 0)
+        if len(unordered):
+            first_unordered = grid[unordered[0, 0], :, unordered[0, 2]].tolist()
             raise ConfigError(
                 f"the device mesh has its data ranks in several orders: {_some(grid[0, :, 0].tolist())} share "
-                f"documents, and so do {_some(_first_unordered(grid))}. Make it with init_device_mesh, so that ranks "
+                f"documents, and so do {_some(first_unordered)}. Make it with init_device_mesh, so that ranks "
                 "ascend along every dimension"
             )
         return cls(tuple(grid.flatten().tolist()), (shape[0], shape[1], shape[2]), rank)
@@ -267,13 +269,6 @@ def _check_dimensions(names: Sequence[str], sizes: Sequence[int], kinds: dict[st
                 f"dimension {name!r} of the device mesh ({shown}) is neither data, nor tensor, nor stages: name it as "
                 "one of them"
             )
-
-
-def _first_unordered(grid: IntArray) -> list[int]:
-    """Returns the first ranks along data that do not ascend."""
-    stage, _, tensor = np.argwhere(np.diff(grid, axis=1) < 0)[0].tolist()
-    ranks: list[int] = grid[stage, :, tensor].tolist()
-    return ranks
 
 
 def _some(ranks: Sequence[int]) -> str:

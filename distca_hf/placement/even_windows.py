@@ -25,14 +25,18 @@ the accordion deals either of them, and every share gets an equal part of the to
 """
 
 import math
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import accumulate, pairwise
+from typing import Self
 
+from distca_hf.arrays import IntArray
 from distca_hf.layout import TILE_TOKENS
 from distca_hf.placement.accordion import Goal, deal_lightest_first, largest
-from distca_hf.placement.longest_first import deal_by_need
+from distca_hf.placement.heuristics import ALIKE, ALIKE_NODES, deal_by_need
 from distca_hf.placement.piece_pool import Piece, PiecePool, work_of
+from distca_hf.placement.predicted import LayersByMask
 
 
 # Parts of the missing pairs that a share takes at once, in the order in which they are tried. Smaller ones cut more.
@@ -41,6 +45,15 @@ PARTS = (1.0, 0.85, 0.7)
 REMAINDER = 0.5
 # Miss of the work for which short documents are cut, as a fraction of the miss that is allowed.
 FINISH = 0.65
+# Length of a document, in windows, from which its pairs left out count.
+LONG_WINDOWS = 1.6
+# Maximum excess of a node's work in windows over the mean, as a fraction of it, up to which long documents are not cut
+# for it.
+NODES_UNEVEN = 0.05
+# The same for a rank, its node's excess included.
+RANKS_UNEVEN = 0.12
+# Excess of a rank over its node's mean that is always allowed.
+LEAST_UNEVEN = 0.02
 
 
 @dataclass(frozen=True)
@@ -48,22 +61,42 @@ class EvenWindows:
     """A deal to shares with equal tokens, equal work, and equal pairs left out by windows.
 
     Attributes:
-        left_out_before: time of the pairs left out of the queries before a position of any document.
-        long_tokens: documents beyond this length are long.
-        least_tokens: tokens of a tail of a long document, at least.
+        kinds: kinds of layers of the model.
+        window_time: time of window layers, as a fraction of the work of all documents.
+        time_left_out: time of the pairs that windows leave out of long documents, as a fraction of it.
         may_miss: pairs left out that a share may miss, as a fraction of its work.
-        alike: see `longest_first.deal_longest_first`.
+        alike: see `heuristics.deal_longest_first`.
     """
 
-    left_out_before: Callable[[int], float]
-    long_tokens: int
-    least_tokens: int
+    kinds: LayersByMask
+    window_time: float
+    time_left_out: float
     may_miss: float
     alike: float
 
+    @classmethod
+    def of_nodes(cls, kinds: LayersByMask, document_tokens: IntArray, work: int) -> Self:
+        """Returns the deal to nodes of whole documents, which have this work."""
+        long = document_tokens[document_tokens > int(LONG_WINDOWS * kinds.longest_window)]
+        time = kinds.window_time(document_tokens) / max(1, work)
+        time_left_out = sum(map(kinds.left_out_before, long.tolist())) / max(1, work)
+        return cls(kinds, time, time_left_out, NODES_UNEVEN * time, ALIKE_NODES)
+
+    def of_ranks(self, pieces: list[Piece]) -> "EvenWindows":
+        """Returns the deal of a node's pieces to its ranks. Of a node that has more pairs left out, a rank may miss
+        more."""
+        more = self.left_out(pieces) / max(1, work_of(pieces)) - self.time_left_out
+        may_miss = max(RANKS_UNEVEN * self.window_time + more, LEAST_UNEVEN * self.window_time)
+        return replace(self, may_miss=may_miss, alike=ALIKE)
+
+    @cached_property
+    def long_tokens(self) -> int:
+        """Documents beyond this length are long."""
+        return int(LONG_WINDOWS * self.kinds.longest_window)
+
     def left_out(self, pieces: Iterable[Piece]) -> float:
         """Sums the pairs left out of pieces of long documents."""
-        before, long_tokens = self.left_out_before, self.long_tokens
+        before, long_tokens = self.kinds.left_out_before, self.long_tokens
         ranges = [(start, stop) for _, _, start, stop, _ in pieces if stop > long_tokens]
         return sum([before(stop) - before(start) if start else before(stop) for start, stop in ranges])
 
@@ -141,7 +174,8 @@ class _HandOut:
     def succeeds(self) -> bool:
         """Hands out all long documents; returns whether no share misses too many pairs."""
         pool, missing, may_miss = self._pool, self._missing, self._may_miss
-        before, long_tokens = self._even.left_out_before, self._even.long_tokens
+        before, long_tokens = self._even.kinds.left_out_before, self._even.long_tokens
+        least_tail = max(1, self._even.kinds.longest_window // 2)
         while (piece := pool.densest) is not None and piece[3] > long_tokens and (most := max(missing)) > -math.inf:
             share = missing.index(most)
             _, _, start, stop, work = piece
@@ -155,7 +189,7 @@ class _HandOut:
                 taken = pool.take_densest()
             else:
                 tail = self._tail(share, piece, at_once)
-                if tail < self._even.least_tokens:
+                if tail < least_tail:
                     if most > may_miss[share]:
                         return False
                     missing[share] = -math.inf
@@ -171,7 +205,7 @@ class _HandOut:
     def _tail(self, share: int, piece: Piece, most_left_out: float) -> int:
         """Returns tokens of the largest tail of the densest piece that fits a share, with so many pairs left out."""
         _, document, start, stop, _ = piece
-        before, work = self._even.left_out_before, self._pool.work
+        before, work = self._even.kinds.left_out_before, self._pool.work
         least_before = before(stop) - most_left_out
 
         def fits(tiles: int) -> bool:

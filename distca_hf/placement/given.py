@@ -15,9 +15,8 @@ import numpy as np
 
 from distca_hf.arrays import IntArray, offsets, ranges, sum_by
 from distca_hf.cost import CAUSAL_LAYERS, LayerMasks
-from distca_hf.layout import Layout
+from distca_hf.layout import Layout, Topology
 from distca_hf.placement.place import place
-from distca_hf.topology import Topology
 
 
 # Batches are even if no rank has more than so many times the mean tokens, nor the mean attended pairs.

@@ -3,7 +3,7 @@
 import pytest
 
 from distca_hf.errors import ConfigError
-from distca_hf.gpus import GPUS, find_gpu, gpu_of_device, peak_flops
+from distca_hf.flops import GPUS, find_gpu, gpu_of_device, peak_flops
 
 
 def test_every_gpu_has_a_generation_that_the_kernels_know() -> None:

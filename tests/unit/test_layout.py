@@ -7,9 +7,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from distca_hf.arrays import as_int_array
 from distca_hf.cost import causal_pairs, causal_pairs_of, imbalance
 from distca_hf.errors import PackingError
-from distca_hf.layout import MAX_DOCUMENT_TOKENS, Layout, Stripe, as_int_array, check_cu_seqlens, check_document_tokens
+from distca_hf.layout import MAX_DOCUMENT_TOKENS, Layout, Stripe, check_cu_seqlens, check_document_tokens
 from distca_hf.placement.place import place
 from support.layouts import padding_rows, random_layout
 
