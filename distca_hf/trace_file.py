@@ -12,6 +12,7 @@ import types
 from collections.abc import Callable, Mapping
 from dataclasses import is_dataclass
 from functools import cache
+from itertools import repeat
 from pathlib import Path
 from typing import Any, NoReturn, Union, get_args, get_origin, get_type_hints
 
@@ -243,9 +244,29 @@ def reader_of(kind: Any) -> Reader:
         given = reader_of(inner[0])
         return lambda value, where: None if value is None else given(value, where)
     if origin is tuple:
-        return _reader_of_equal(inner[0]) if inner[1] is Ellipsis else _reader_of_some(inner)
+        items = [reader_of(one) for one in inner if one is not Ellipsis]
+        num_items = None if Ellipsis in inner else len(items)
+
+        def read_items(value: Any, where: str) -> Any:
+            if type(value) is not list or num_items not in (None, len(value)):
+                _refuse(value, tuple, where)
+            readers = items if num_items else repeat(items[0])
+            return tuple([read(one, where) for read, one in zip(readers, value, strict=False)])
+
+        return read_items
     if is_dataclass(kind):
-        return _reader_of_fields(kind)
+        maker: Any = kind
+        fields = {name: reader_of(of_field) for name, of_field in get_type_hints(kind).items()}
+
+        def read_fields(value: Any, where: str) -> Any:
+            if not isinstance(value, Mapping):
+                _refuse(value, maker, where)
+            missing = [name for name in fields if name not in value]
+            if missing:
+                raise ReportError(f"{where} has no {missing[0]!r}: it is not as distca_hf writes it")
+            return maker(**{name: read(value[name], where) for name, read in fields.items()})
+
+        return read_fields
     if issubclass(kind, enum.StrEnum):
         members = {member.value: member for member in kind}
         return lambda value, where: (
@@ -263,40 +284,6 @@ def reader_of(kind: Any) -> Reader:
         return whole_number
     types_of = (int, float) if kind is float else (kind,)
     return lambda value, where: kind(value) if type(value) in types_of else _refuse(value, kind, where)
-
-
-def _reader_of_equal(kind: Any) -> Reader:
-    item = reader_of(kind)
-
-    def read(value: Any, where: str) -> Any:
-        return tuple([item(one, where) for one in value]) if type(value) is list else _refuse(value, tuple, where)
-
-    return read
-
-
-def _reader_of_some(kinds: tuple[Any, ...]) -> Reader:
-    items = [reader_of(kind) for kind in kinds]
-
-    def read(value: Any, where: str) -> Any:
-        if type(value) is not list or len(value) != len(items):
-            _refuse(value, tuple, where)
-        return tuple([item(one, where) for item, one in zip(items, value, strict=True)])
-
-    return read
-
-
-def _reader_of_fields(kind: Any) -> Reader:
-    readers = {name: reader_of(of_field) for name, of_field in get_type_hints(kind).items()}
-
-    def read(value: Any, where: str) -> Any:
-        if not isinstance(value, Mapping):
-            _refuse(value, kind, where)
-        missing = [name for name in readers if name not in value]
-        if missing:
-            raise ReportError(f"{where} has no {missing[0]!r}: it is not as distca_hf writes it")
-        return kind(**{name: reader(value[name], where) for name, reader in readers.items()})
-
-    return read
 
 
 def _refuse(value: object, kind: type, where: str) -> NoReturn:

@@ -329,29 +329,24 @@ def open_row_group(store: Store, rank: int, num_ranks: int, device: torch.device
 
     Args:
         store: where they meet, used by nothing else.
-        device: where the rows live; decides between NCCL and gloo.
+        device: where the rows live; decides between gloo and NCCL, whose group outlives its members.
         timeout_seconds: deadline of an exchange over gloo.
 
     Raises:
         RuntimeError: some ranks did not come.
     """
     if device.type == "cuda":
-        return _open_nccl(store, rank, num_ranks, device)
+        options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)  # see `_nccl_group`
+        options._timeout = NO_DEADLINE
+        options.config.blocking = 1  # a group that connects meanwhile refuses its first exchange
+        with nccl_errors_end_no_process():
+            of_nccl = dist.ProcessGroupNCCL(store, rank, num_ranks, options)
+        in_time(lambda: _connect(of_nccl, num_ranks, device), NCCL_MEET_SECONDS, "ranks to connect over NCCL")
+        return of_nccl
     timeout = timedelta(seconds=timeout_seconds)
     # All have just answered. One that is lost meanwhile would be waited for as long as for an exchange.
     group = dist.ProcessGroupGloo(store, rank, num_ranks, min(timeout, timedelta(seconds=MEET_SECONDS)))
     group.set_timeout(timeout)
-    return group
-
-
-def _open_nccl(store: Store, rank: int, num_ranks: int, device: torch.device) -> RowGroup:
-    """Opens a group of NCCL that outlives its members, and connects all of them."""
-    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)  # see `_nccl_group`
-    options._timeout = NO_DEADLINE
-    options.config.blocking = 1  # a group that connects meanwhile refuses its first exchange
-    with nccl_errors_end_no_process():
-        group = dist.ProcessGroupNCCL(store, rank, num_ranks, options)
-    in_time(lambda: _connect(group, num_ranks, device), NCCL_MEET_SECONDS, "ranks to connect over NCCL")
     return group
 
 

@@ -121,11 +121,10 @@ class EvenWindows:
         missing = [missing_per_work * goal.work for goal in goals]
         for part in PARTS:
             left = pool.copy()
-            hand_out = _HandOut(left, goals, missing, short_cost, part, self)
-            if not hand_out.succeeds():
+            handed_out = _hand_out(left, goals, missing, short_cost, part, self)
+            if handed_out is None:
                 continue
-            needs, shares = hand_out.needs(), hand_out.shares
-            miss = 0.0
+            (shares, needs), miss = handed_out, 0.0
             for share, short in deal_by_need(left, dict(enumerate(needs)), FINISH * off, self.alike).items():
                 miss = max(miss, abs(work_of(short) - needs[share].work) / max(1.0, goals[share].load))
                 shares[share] += short
@@ -134,8 +133,11 @@ class EvenWindows:
         return _deal_two_lines(long, [piece for piece in pieces if piece[3] <= self.long_tokens], goals, pool)
 
 
-class _HandOut:
-    """Long documents on their way to shares.
+def _hand_out(
+    pool: PiecePool, goals: Sequence[Goal], missing: list[float], short_cost: float, part: float, even: EvenWindows
+) -> tuple[list[list[Piece]], list[Goal]] | None:
+    """Hands out all long documents: the pieces of each share, and what shares still need; None if a share misses too
+    many pairs.
 
     Args:
         pool: all pieces; long ones are taken.
@@ -144,97 +146,79 @@ class _HandOut:
         short_cost: mean cost of a token of short documents.
         part: part of the missing pairs that a share takes at once.
         even: the deal that they are handed out for.
-
-    Attributes:
-        shares: the pieces of each share.
     """
+    shares: list[list[Piece]] = [[] for _ in goals]
+    tokens, work = [goal.tokens for goal in goals], [goal.work for goal in goals]
+    missing = list(missing)  # minus infinity where a share is closed
+    may_miss = [even.may_miss * goal.load for goal in goals]
+    before, least_tail = even.kinds.left_out_before, max(1, even.kinds.longest_window // 2)
 
-    def __init__(
-        self,
-        pool: PiecePool,
-        goals: Sequence[Goal],
-        missing: Sequence[float],
-        short_cost: float,
-        part: float,
-        even: EvenWindows,
-    ) -> None:
-        self.shares: list[list[Piece]] = [[] for _ in goals]
-        self._pool = pool
-        self._loads = [goal.load for goal in goals]
-        self._tokens = [goal.tokens for goal in goals]
-        self._work = [goal.work for goal in goals]
-        self._missing = list(missing)  # minus infinity where a share is closed
-        self._may_miss = [even.may_miss * goal.load for goal in goals]
-        self._short_cost, self._part, self._even = short_cost, part, even
+    def has_room(share: int, of_piece: int, work_of_piece: int) -> bool:
+        return _has_room(pool, tokens, work, short_cost, share, of_piece, work_of_piece)
 
-    def needs(self) -> list[Goal]:
-        """Returns the tokens and the work that shares still need."""
-        return [Goal(*need) for need in zip(self._tokens, self._work, self._loads, strict=True)]
-
-    def succeeds(self) -> bool:
-        """Hands out all long documents; returns whether no share misses too many pairs."""
-        pool, missing, may_miss = self._pool, self._missing, self._may_miss
-        before, long_tokens = self._even.kinds.left_out_before, self._even.long_tokens
-        least_tail = max(1, self._even.kinds.longest_window // 2)
-        while (piece := pool.densest) is not None and piece[3] > long_tokens and (most := max(missing)) > -math.inf:
-            share = missing.index(most)
-            _, _, start, stop, work = piece
-            left_out = before(stop) - before(start) if start else before(stop)
-            # Later pieces have fewer pairs left out for their tokens. If these are too few, the share will miss some.
-            if (most - may_miss[share]) * (stop - start) > left_out * self._tokens[share]:
-                return False
-            is_last = (1 - self._part) * most <= REMAINDER * may_miss[share]
-            at_once = most if is_last else self._part * most
-            if left_out <= at_once + is_last * may_miss[share] and self._has_room(share, stop - start, work):
-                taken = pool.take_densest()
-            else:
-                tail = self._tail(share, piece, at_once)
-                if tail < least_tail:
-                    if most > may_miss[share]:
-                        return False
-                    missing[share] = -math.inf
-                    continue
-                taken = pool.take_tail(pool.indices[-1], tail)
-                left_out = before(stop) - before(stop - tail)
-            self.shares[share].append(taken)
-            self._tokens[share] -= taken[3] - taken[2]
-            self._work[share] -= taken[4]
-            missing[share] -= left_out
-        return all([of_share <= most for of_share, most in zip(missing, may_miss, strict=True)])
-
-    def _tail(self, share: int, piece: Piece, most_left_out: float) -> int:
+    def tail_of(share: int, piece: Piece, most_left_out: float) -> int:
         """Returns tokens of the largest tail of the densest piece that fits a share, with so many pairs left out."""
         _, document, start, stop, _ = piece
-        before, work = self._even.kinds.left_out_before, self._pool.work
         least_before = before(stop) - most_left_out
 
         def fits(tiles: int) -> bool:
             cut = stop - tiles * TILE_TOKENS
-            return before(cut) >= least_before and self._has_room(share, stop - cut, work(document, cut, stop))
+            return before(cut) >= least_before and has_room(share, stop - cut, pool.work(document, cut, stop))
 
         return TILE_TOKENS * largest((stop - start - 1) // TILE_TOKENS, fits)
 
-    def _has_room(self, share: int, tokens: int, work: int) -> bool:
-        """Checks whether the pool has tokens light enough for all shares together, if one gets so many tokens and so
-        much work."""
-        rest_tokens, rest_work = self._tokens[share] - tokens, self._work[share] - work
-        if rest_tokens < 0 or rest_work < 0:
-            return False
-        if rest_work >= self._short_cost * rest_tokens:
-            return True
-        rest = rest_work / max(1, rest_tokens), rest_tokens, rest_work
-        lighter = [
-            (work / max(1, tokens), tokens, work)
-            for other, (tokens, work) in enumerate(zip(self._tokens, self._work, strict=True))
-            if other != share and work < self._short_cost * tokens
-        ]
-        tokens_needed: int = 0
-        work_needed: float = 0.0
-        for cost, needed_tokens, needed_work in sorted([rest, *lighter]):
-            tokens_needed, work_needed = tokens_needed + needed_tokens, work_needed + needed_work
-            if cost >= rest[0] and work_needed < self._pool.light_work(tokens_needed):
-                return False
+    while (piece := pool.densest) is not None and piece[3] > even.long_tokens and (most := max(missing)) > -math.inf:
+        share = missing.index(most)
+        _, _, start, stop, of_piece = piece
+        left_out = before(stop) - before(start) if start else before(stop)
+        # Later pieces have fewer pairs left out for their tokens. If these are too few, the share will miss some.
+        if (most - may_miss[share]) * (stop - start) > left_out * tokens[share]:
+            return None
+        is_last = (1 - part) * most <= REMAINDER * may_miss[share]
+        at_once = most if is_last else part * most
+        if left_out <= at_once + is_last * may_miss[share] and has_room(share, stop - start, of_piece):
+            taken = pool.take_densest()
+        else:
+            tail = tail_of(share, piece, at_once)
+            if tail < least_tail:
+                if most > may_miss[share]:
+                    return None
+                missing[share] = -math.inf
+                continue
+            taken = pool.take_tail(pool.indices[-1], tail)
+            left_out = before(stop) - before(stop - tail)
+        shares[share].append(taken)
+        tokens[share] -= taken[3] - taken[2]
+        work[share] -= taken[4]
+        missing[share] -= left_out
+    if any(of_share > most for of_share, most in zip(missing, may_miss, strict=True)):
+        return None
+    return shares, [Goal(*need) for need in zip(tokens, work, [goal.load for goal in goals], strict=True)]
+
+
+def _has_room(
+    pool: PiecePool, tokens: list[int], work: list[float], short_cost: float, share: int, taken: int, taken_work: int
+) -> bool:
+    """Checks whether the pool has tokens light enough for what all shares need, if one gets so many tokens and so much
+    work."""
+    rest_tokens, rest_work = tokens[share] - taken, work[share] - taken_work
+    if rest_tokens < 0 or rest_work < 0:
+        return False
+    if rest_work >= short_cost * rest_tokens:
         return True
+    rest = rest_work / max(1, rest_tokens), rest_tokens, rest_work
+    lighter = [
+        (of_share / max(1, missing), missing, of_share)
+        for other, (missing, of_share) in enumerate(zip(tokens, work, strict=True))
+        if other != share and of_share < short_cost * missing
+    ]
+    tokens_needed: int = 0
+    work_needed: float = 0.0
+    for cost, needed_tokens, needed_work in sorted([rest, *lighter]):
+        tokens_needed, work_needed = tokens_needed + needed_tokens, work_needed + needed_work
+        if cost >= rest[0] and work_needed < pool.light_work(tokens_needed):
+            return False
+    return True
 
 
 def _deal_two_lines(
