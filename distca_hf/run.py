@@ -104,10 +104,7 @@ def read_command(arguments: Sequence[str]) -> tuple[Recipe, Path, list[str]]:
         ConfigError: the line or the recipe is wrong, or there is no such script.
     """
     servers, others = _take(arguments, SERVERS_OPTION)
-    name, rest = _take(others, OPTION)
-    script = rest.pop(0) if rest and not rest[0].startswith("-") else None
-    if name is None and script is None:
-        raise ConfigError(f"expected {OPTION} or a script, got neither")
+    name, script, rest = parse_names(others)
     recipe = Recipe() if name is None else Recipe.read(RECIPES.find(name))
     if servers is not None:
         recipe = replace(recipe, plugin=recipe.plugin | {"attention_servers": servers})
@@ -129,6 +126,19 @@ def find_script(recipe: Recipe, script: str | None, name: str) -> Path:
     if wanted is None:
         raise ConfigError(f"expected a script: {name} names none in its section launch; write one after the recipe")
     return EXAMPLES.find(wanted)
+
+
+def parse_names(arguments: Sequence[str]) -> tuple[str | None, str | None, list[str]]:
+    """Returns the recipe and the script if they are given, and the script's arguments.
+
+    Raises:
+        ConfigError: neither is given.
+    """
+    recipe, rest = _take(arguments, OPTION)
+    script = rest.pop(0) if rest and not rest[0].startswith("-") else None
+    if recipe is None and script is None:
+        raise ConfigError(f"expected {OPTION} or a script, got neither")
+    return recipe, script, rest
 
 
 def _take(arguments: Sequence[str], option: str) -> tuple[str | None, list[str]]:
