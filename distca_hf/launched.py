@@ -263,16 +263,7 @@ def servers_of_nodes(attention_servers: str, num_nodes: int) -> tuple[int, ...]:
 
 
 def _check_trainers(attention_servers: str, servers: tuple[int, ...], processes: int) -> None:
-    """Checks that some processes train, and equally many on every node that has any.
-
-    Args:
-        attention_servers: the setting, for errors.
-        servers: of each node.
-        processes: of each node.
-
-    Raises:
-        ConfigError: they do not; shows the arithmetic.
-    """
+    """Checks that some processes train, and equally many on every node that has any; shows the arithmetic."""
     trainers = [processes - count for count in servers]
     shown = ", ".join(
         f"{processes} - {count} = {left} on node {node}"

@@ -142,11 +142,7 @@ def parse_names(arguments: Sequence[str]) -> tuple[str | None, str | None, list[
 
 
 def _take(arguments: Sequence[str], option: str) -> tuple[str | None, list[str]]:
-    """Returns the value of an option if it is given, and the other arguments.
-
-    Raises:
-        ConfigError: it is given twice, or without a value.
-    """
+    """Returns the value of an option if it is given, and the other arguments."""
     rest = list(arguments)
     values = []
     for at in reversed(range(len(rest))):

@@ -243,11 +243,7 @@ def _names(given: str | Sequence[str]) -> tuple[str, ...]:
 
 
 def _check_dimensions(names: Sequence[str], sizes: Sequence[int], kinds: dict[str, tuple[str, ...]]) -> None:
-    """Checks that each dimension of a mesh is named once, and one of them for data.
-
-    Raises:
-        ConfigError: it is not; names the dimension.
-    """
+    """Checks that each dimension of a mesh is named once, and one of them for data."""
     shown = ", ".join(f"{name!r} ({size})" for name, size in zip(names, sizes, strict=True))
     named = [name for of_kind in kinds.values() for name in of_kind]
     if not kinds["data"]:

@@ -287,11 +287,7 @@ def _nccl_group(timeout: timedelta, **among: Any) -> dist.ProcessGroup:
 
 
 def _check_no_split(on_gpus: bool) -> None:
-    """Refuses groups of some ranks where torch would split them off the default group, which takes all ranks of it.
-
-    Raises:
-        ConfigError: the default group is bound to a device.
-    """
+    """Refuses groups of some ranks where torch would split them off the default group, which takes all ranks of it."""
     if on_gpus and dist.group.WORLD is not None and dist.group.WORLD.bound_device_id is not None:
         raise ConfigError(
             f"rank {dist.get_rank()}: the process group was initialised with device_id, so that NCCL opens a group of "

@@ -254,13 +254,8 @@ class Held:
 
 
 def _even_out(layout: Layout, seconds_of: Seconds, fixed_seconds: FloatArray) -> Layout:
-    """Swaps tokens between ranks of a layout until the slowest is close to the mean, or no swap helps.
-
-    Args:
-        layout: the layout; its stripes stay as they are.
-        seconds_of: seconds that segments take together on one rank.
-        fixed_seconds: `[ranks]` seconds of stripes.
-    """
+    """Swaps tokens between ranks of a layout until the slowest is close to the mean, or no swap helps. Stripes, which
+    take `fixed_seconds`, stay as they are."""
     # 1. Seconds of each rank; segments of stripes are not swapped.
     of_stripes: list[list[Segment]] = [[] for _ in range(layout.num_ranks)]
     free: list[list[Segment]] = [[] for _ in range(layout.num_ranks)]

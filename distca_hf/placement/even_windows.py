@@ -136,17 +136,9 @@ class EvenWindows:
 def _hand_out(
     pool: PiecePool, goals: Sequence[Goal], missing: list[float], short_cost: float, part: float, even: EvenWindows
 ) -> tuple[list[list[Piece]], list[Goal]] | None:
-    """Hands out all long documents: the pieces of each share, and what shares still need; None if a share misses too
-    many pairs.
-
-    Args:
-        pool: all pieces; long ones are taken.
-        goals: goals of the shares.
-        missing: pairs left out that each share is to get.
-        short_cost: mean cost of a token of short documents.
-        part: part of the missing pairs that a share takes at once.
-        even: the deal that they are handed out for.
-    """
+    """Takes all long documents off a pool: the pieces of each share, and what shares still need; None if a share
+    misses too many pairs. A share takes a `part` of the pairs that it misses at once. Tokens of short documents have
+    the mean cost `short_cost`."""
     shares: list[list[Piece]] = [[] for _ in goals]
     tokens, work = [goal.tokens for goal in goals], [goal.work for goal in goals]
     missing = list(missing)  # minus infinity where a share is closed

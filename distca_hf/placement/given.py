@@ -77,11 +77,8 @@ def near_home(home: Layout, placed: Layout, topology: Topology) -> Layout:
 
 
 def _matched(shared: IntArray) -> IntArray:
-    """Returns `[ranks]` the placed rank that each home rank takes: those that share most tokens first.
-
-    Args:
-        shared: `[placed ranks, home ranks]` tokens.
-    """
+    """Returns `[ranks]` the placed rank that each home rank takes, those that share most tokens first, from tokens
+    `[placed ranks, home ranks]`."""
     pairs = np.argwhere(shared)
     order, free = np.full(len(shared), -1), np.ones(len(shared), dtype=bool)
     for placed, home in pairs[np.argsort(-shared[tuple(pairs.T)], kind="stable")].tolist():

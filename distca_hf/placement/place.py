@@ -277,10 +277,8 @@ class _Documents:
         return self._layout(segments, stripes)
 
     def _layout(self, segments: list[list[Segment]], stripes: list[Stripe]) -> Layout:
-        """Makes a layout, with documents numbered as the caller numbers them.
-
-        A rank's segments that begin their document come first, then by document: the order in which tasks run.
-        """
+        """Makes a layout, with documents numbered as the caller numbers them. A rank's segments that begin their
+        document come first, then by document: the order in which tasks run."""
         numbers = np.fromiter(chain.from_iterable(chain.from_iterable(segments)), dtype=np.int64).reshape(-1, 3)
         num_ranks = len(self.shares)
         rank = np.repeat(np.arange(num_ranks), [len(of_rank) for of_rank in segments])
@@ -302,23 +300,10 @@ class _Documents:
 
 
 def _deal_to_ranks(
-    striped: list[Piece],
-    rest: list[Piece],
-    goals: list[Goal],
-    work: Work,
-    off: float,
-    ways: Sequence[Deal],
+    striped: list[Piece], rest: list[Piece], goals: list[Goal], work: Work, off: float, ways: Sequence[Deal]
 ) -> list[list[Segment]]:
-    """Deals the pieces of a node: segments of each of its ranks.
-
-    Args:
-        striped: pieces that are spread over all ranks, their work divided equally.
-        rest: all other pieces.
-        goals: goals of the ranks for all pieces.
-        work: work of a query range, `work(document, start, stop)`.
-        off: maximum miss of a rank's work, as a fraction of it, up to which long documents are not cut.
-        ways: to deal the rest; the deal that moves the fewest keys is kept.
-    """
+    """Deals the pieces of a node, `striped` ones over all ranks and the `rest` in the way that moves the fewest keys:
+    segments of each of its ranks, which have goals for all pieces together."""
     # 1. Stripes: tokens spread evenly, work divided equally.
     on_ranks = _spread(striped, [goal.tokens for goal in goals])
     striped_work = work_of(striped) / len(goals)
@@ -337,15 +322,7 @@ def _deal_to_ranks(
 
 
 def _spread(striped: Sequence[Piece], rank_tokens: Sequence[int]) -> list[list[Segment]]:
-    """Divides every striped piece evenly among the ranks of a node.
-
-    Args:
-        striped: pieces of the node.
-        rank_tokens: tokens of each rank of the node, which differ by one at most and are enough for the pieces.
-
-    Returns:
-        The segments of each rank; no rank gets more than its tokens.
-    """
+    """Divides striped pieces evenly among the ranks of a node, whose tokens differ by one at most and are enough."""
     spread_to: list[list[Segment]] = [[] for _ in rank_tokens]
     # Remainders go round-robin, ranks with room for one token more first: sums then differ by one at most, like room.
     turns = sorted(range(len(rank_tokens)), key=lambda rank: (-rank_tokens[rank], rank))
