@@ -124,41 +124,28 @@ class _OwnFolders(importlib.abc.MetaPathFinder):
         return spec
 
 
-class _Watch(importlib.abc.MetaPathFinder):
-    """A finder of one module: it asks the finders after it, and returns their loader with the action added.
+class _Watch(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """A finder of one module: it asks the finders after it, and runs their loader, then an action.
 
     It stays installed until an import has succeeded, because `find_spec` is also called without an import.
     """
 
+    _loader: importlib.abc.Loader  # of the module, once it was looked for
+
     def __init__(self, name: str, action: Callable[[], None]) -> None:
-        self._name = name
-        self._action = action
+        self._name, self._action = name, action
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
         if fullname != self._name:
             return None
-        behind = sys.meta_path[sys.meta_path.index(self) + 1 :]
-        specs = (finder.find_spec(fullname, path, target) for finder in behind)
+        later = sys.meta_path[sys.meta_path.index(self) + 1 :]
+        specs = (finder.find_spec(fullname, path, target) for finder in later)
         spec = next((spec for spec in specs if spec is not None), None)
         if spec is not None and spec.loader is not None:
-            spec.loader = _ReportingLoader(spec.loader, self._imported)
+            self._loader, spec.loader = spec.loader, self
         return spec
-
-    def _imported(self) -> None:
-        """Removes this finder, and runs the action once."""
-        if self in sys.meta_path:
-            sys.meta_path.remove(self)
-            self._action()
-
-
-class _ReportingLoader(importlib.abc.Loader):
-    """A loader that runs another loader, then an action."""
-
-    def __init__(self, loader: importlib.abc.Loader, action: Callable[[], None]) -> None:
-        self._loader = loader
-        self._action = action
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
         return self._loader.create_module(spec)
@@ -168,7 +155,9 @@ class _ReportingLoader(importlib.abc.Loader):
         if module.__spec__ is not None:
             module.__spec__.loader = self._loader
         self._loader.exec_module(module)
-        self._action()
+        if self in sys.meta_path:  # the action runs once
+            sys.meta_path.remove(self)
+            self._action()
 
 
 def _apply(patch: str) -> None:

@@ -15,6 +15,7 @@ end with rows of no meaning, in a fraction of a second, and the GPU goes on.
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -25,7 +26,7 @@ from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import DeviceMesh
 
 from distca_hf.comm.agreement import labels_of
-from distca_hf.comm.grid import Grid, SameGrid, Scope
+from distca_hf.comm.grid import Grid, Scope, same_grids
 from distca_hf.comm.rollcall import RollCall
 from distca_hf.comm.torch_transport import TorchTransport
 from distca_hf.comm.transport import LocalTransport, Transport
@@ -212,8 +213,7 @@ def open_transport(
         if not members.are_the_job:
             padding = _padding(store, members, patience)
         # Ranks come here when their data is ready, so the group with the longest deadline is where they meet.
-        same_grid = SameGrid(store, grid) if members.are_the_job else None
-        control_groups = _control_groups(members, patience, same_grid)
+        control_groups = _control_groups(members, patience, store)
         make = _nccl_group if on_gpus else _gloo_group
         data_group = _new_group(members, Scope.ROWS, make, timeout)
         tensor_group = _new_group(members, Scope.TENSOR, make, timeout) if grid.shape[2] > 1 else None
@@ -234,20 +234,16 @@ def open_transport(
     return TorchTransport(data_group, control_groups, rollcall, device, grid, None, whereabouts, tensor_group)
 
 
-def _control_groups(
-    members: Members, patience: timedelta, same_grid: SameGrid | None
-) -> dict[Scope, dist.ProcessGroup]:
+def _control_groups(members: Members, patience: timedelta, store: Store) -> dict[Scope, dist.ProcessGroup]:
     """Opens the groups for integers, the widest scope first. Scopes of the same ranks share one."""
-    if same_grid is not None:
-        same_grid.show(patience)
     groups: dict[Scope, dist.ProcessGroup] = {}
     opened: dict[tuple[int, ...], dist.ProcessGroup] = {}
     for scope in (Scope.GROUP, Scope.STAGE, Scope.ROWS):
         ranks = members.grid.members(scope)
         if ranks not in opened:
-            opened[ranks] = _new_group(members, scope, _gloo_group, patience)
-        if same_grid is not None and scope is Scope.GROUP:
-            same_grid.check()
+            is_job = members.are_the_job and scope is Scope.GROUP
+            with same_grids(store, members.grid, patience) if is_job else nullcontext():
+                opened[ranks] = _new_group(members, scope, _gloo_group, patience)
         groups[scope] = opened[ranks]
     return groups
 
