@@ -19,12 +19,39 @@ from functools import cached_property
 from typing import TypeVar
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
+
+from distca_hf.errors import PackingError
 
 
 IntArray = NDArray[np.int64]
 BoolArray = NDArray[np.bool_]
 Integers = TypeVar("Integers", int, IntArray)
+
+# Largest number in int64 arrays.
+MAX_INTEGER = 2**63 - 1
+
+
+def as_int_array(values: ArrayLike, name: str) -> IntArray:
+    """Converts values to a one-dimensional int64 array.
+
+    Raises:
+        PackingError: not one-dimensional, not integers.
+    """
+    try:
+        array = np.asarray(values)
+    except ValueError as error:
+        raise PackingError(f"{name} must be a list of integers, not a nested list of unequal lengths") from error
+    if array.size == 0:
+        array = array.astype(np.int64)
+    if array.ndim != 1 or array.dtype.kind not in "iu":
+        raise PackingError(
+            f"{name} must be a list of integers, not an array of {array.dtype} with shape {array.shape}"
+        )
+    if array.size and int(array.max()) > MAX_INTEGER:
+        at = int(np.argmax(array))
+        raise PackingError(f"{name}: entry {at} is {array[at]}, more than {MAX_INTEGER}")
+    return array.astype(np.int64)
 
 
 def run_starts(column: IntArray, *columns: IntArray) -> BoolArray:

@@ -125,7 +125,6 @@ def train(
     accelerate launch (-- --num_processes 4). The whole line is printed first.
     """
     from distca_hf import run as command
-    from distca_hf.launch_check import check_launch
 
     arguments = context.args
     if attention_servers is not None:
@@ -136,7 +135,7 @@ def train(
     with _one_line_errors():
         line = command.launch_line(recipe, script, accelerate, arguments, context.obj)
         if not dry_run:
-            check_launch(line)
+            command.check_launch(line)
     typer.echo(printable(shlex.join(line)))
     if not dry_run:
         command.launch(line)

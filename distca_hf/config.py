@@ -13,8 +13,8 @@ from typing import Any, Literal, cast
 
 from distca_hf.errors import ConfigError, nearest
 from distca_hf.launched import JOB_SECRET, LAUNCHED_SERVERS, read_servers
+from distca_hf.layout import Topology
 from distca_hf.settings import Settings, described, fields_of, read_text, values_of
-from distca_hf.topology import Topology
 
 
 # Prefix of the environment variables that set a field.
@@ -52,7 +52,13 @@ class _Default:
 
     def __call__(self) -> object:
         variable = variable_of(self.name)
-        if self.name in (of_recipe := recipe_settings()):
+        try:
+            of_recipe = dict(json.loads(os.environ.get(OF_RECIPE, "{}")))
+        except (ValueError, TypeError) as error:
+            raise ConfigError(
+                f"environment variable {OF_RECIPE}: distca_hf.run writes it ({error}); unset it"
+            ) from error
+        if self.name in of_recipe:
             return of_recipe[self.name]
         text = os.environ.get(variable)
         if text is None:
@@ -73,18 +79,6 @@ def _setting(
     metadata = {"help": help, "default": default}
     limits = {"at_least": at_least, "at_most": at_most, "positive": positive, "or_number": or_number, "check": check}
     return field(default_factory=_Default(default), metadata=metadata | limits)
-
-
-def recipe_settings() -> dict[str, object]:
-    """Returns the settings of the recipe that this process was started with.
-
-    Raises:
-        ConfigError: the variable is not as `distca_hf.run` writes it.
-    """
-    try:
-        return dict(json.loads(os.environ.get(OF_RECIPE, "{}")))
-    except (ValueError, TypeError) as error:
-        raise ConfigError(f"environment variable {OF_RECIPE}: distca_hf.run writes it ({error}); unset it") from error
 
 
 def variable_of(name: str) -> str:

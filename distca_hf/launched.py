@@ -193,11 +193,6 @@ def launched_ranks_per_node() -> int:
     return int(os.environ.get("LOCAL_WORLD_SIZE", "0"))
 
 
-def launched_node() -> int:
-    """Returns the number that the launcher gave to this node (0 without a launcher)."""
-    return int(os.environ.get("GROUP_RANK", "0"))
-
-
 def launched_nodes() -> int:
     """Returns the number of nodes of the launcher (1 without a launcher)."""
     return int(os.environ.get("GROUP_WORLD_SIZE", "1"))
@@ -226,7 +221,7 @@ def launched_process() -> LaunchedProcess:
         local_rank=launched_local_rank(),
         world_size=launched_world_size(),
         local_world_size=launched_ranks_per_node(),
-        node=launched_node(),
+        node=int(os.environ.get("GROUP_RANK", "0")),
         num_nodes=launched_nodes(),
     )
 
@@ -268,16 +263,7 @@ def servers_of_nodes(attention_servers: str, num_nodes: int) -> tuple[int, ...]:
 
 
 def _check_trainers(attention_servers: str, servers: tuple[int, ...], processes: int) -> None:
-    """Checks that some processes train, and equally many on every node that has any.
-
-    Args:
-        attention_servers: the setting, for errors.
-        servers: of each node.
-        processes: of each node.
-
-    Raises:
-        ConfigError: they do not; shows the arithmetic.
-    """
+    """Checks that some processes train, and equally many on every node that has any; shows the arithmetic."""
     trainers = [processes - count for count in servers]
     shown = ", ".join(
         f"{processes} - {count} = {left} on node {node}"

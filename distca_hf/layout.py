@@ -1,4 +1,5 @@
-"""Layout: the tokens of one global micro-batch that each rank holds. Placement makes it, planning reads it.
+"""Layout: the tokens of one global micro-batch that each rank holds; and topology: which ranks share a node, and with
+it fast links. Placement makes layouts, planning reads them.
 
     documents   d0: 0 1 2 3 4 5 6 7      d1: 0 1 2      d2: 0
 
@@ -9,6 +10,9 @@ Rows of a rank are its segments in order, then padding rows. Padding belongs to 
 
 A *stripe* marks a long part of a document whose tokens lie on consecutive ranks of one node. These ranks divide its
 heads instead of its queries. Placement sets the mark, planning divides the heads.
+
+    ranks         0  1  2  3 | 4  5        ranks that train in the order of their nodes, then ranks without tokens
+    node_of       0  0  1  1 | 1  2        these on any node, or on their own nodes
 """
 
 from collections.abc import Sequence
@@ -21,6 +25,7 @@ from numpy.typing import ArrayLike
 from distca_hf.arrays import (
     BoolArray,
     IntArray,
+    as_int_array,
     ceil_div,
     chained,
     first_gap,
@@ -30,37 +35,13 @@ from distca_hf.arrays import (
     run_stops,
 )
 from distca_hf.cost import CAUSAL_MASK, Mask
-from distca_hf.errors import PackingError, and_more
+from distca_hf.errors import ConfigError, PackingError, and_more
 
 
 # Longest document, in tokens: positions are 31 bits of a sort key (`planning.pieces`).
 MAX_DOCUMENT_TOKENS = 2**31 - 1
-# Largest number in int64 arrays.
-MAX_INTEGER = 2**63 - 1
 # Multiple of tokens that cuts of documents fall on where they are free to: attention kernels work in tiles of 128.
 TILE_TOKENS = 128
-
-
-def as_int_array(values: ArrayLike, name: str) -> IntArray:
-    """Converts values to a one-dimensional int64 array.
-
-    Raises:
-        PackingError: not one-dimensional, not integers.
-    """
-    try:
-        array = np.asarray(values)
-    except ValueError as error:
-        raise PackingError(f"{name} must be a list of integers, not a nested list of unequal lengths") from error
-    if array.size == 0:
-        array = array.astype(np.int64)
-    if array.ndim != 1 or array.dtype.kind not in "iu":
-        raise PackingError(
-            f"{name} must be a list of integers, not an array of {array.dtype} with shape {array.shape}"
-        )
-    if array.size and int(array.max()) > MAX_INTEGER:
-        at = int(np.argmax(array))
-        raise PackingError(f"{name}: entry {at} is {array[at]}, more than {MAX_INTEGER}")
-    return array.astype(np.int64)
 
 
 def check_document_tokens(values: ArrayLike, name: str = "document lengths") -> IntArray:
@@ -97,6 +78,57 @@ def check_cu_seqlens(cu_seqlens: ArrayLike, num_tokens: int) -> IntArray:
         at = int(falling[0])
         raise PackingError(f"cu_seqlens decreases at index {at + 1}: {borders[at]} is followed by {borders[at + 1]}")
     return lengths
+
+
+@dataclass(frozen=True)
+class Topology:
+    """Ranks in the order of their nodes; the last node may have fewer ranks. Ranks without tokens come last, on any
+    nodes.
+
+    Attributes:
+        num_ranks: all ranks.
+        ranks_per_node: ranks with tokens that share a node.
+        extra_nodes: node of each rank without tokens; nodes that have only such ranks are numbered after all others.
+
+    Raises:
+        ConfigError: a number is below 1, or a node below 0.
+    """
+
+    num_ranks: int
+    ranks_per_node: int
+    extra_nodes: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        for name in ("num_ranks", "ranks_per_node"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name}={getattr(self, name)} must be at least 1")
+        if self._num_trainers < 1:
+            raise ConfigError(f"{len(self.extra_nodes)} of num_ranks={self.num_ranks} hold no tokens; one must train")
+        if min(self.extra_nodes, default=0) < 0:
+            raise ConfigError(f"extra_nodes={self.extra_nodes}: a node is numbered from 0 on")
+
+    def with_extra_ranks(self, nodes: Sequence[int]) -> "Topology":
+        """Returns the topology with one more rank without tokens on each of these nodes, after all other ranks."""
+        return replace(self, num_ranks=self.num_ranks + len(nodes), extra_nodes=(*self.extra_nodes, *nodes))
+
+    @property
+    def _num_trainers(self) -> int:
+        return self.num_ranks - len(self.extra_nodes)
+
+    @property
+    def num_nodes(self) -> int:
+        """Number of nodes."""
+        return max(ceil_div(self._num_trainers, self.ranks_per_node), 1 + max(self.extra_nodes, default=0))
+
+    @cached_property
+    def node_of(self) -> IntArray:
+        """`[ranks]` node of each rank."""
+        of_trainers = np.arange(self._num_trainers) // self.ranks_per_node
+        return np.concatenate([of_trainers, np.array(self.extra_nodes, dtype=np.int64)])
+
+    def ranks_of(self, node: int) -> range:
+        """Returns the ranks of a node that hold tokens: and train."""
+        return range(node * self.ranks_per_node, min(self._num_trainers, (node + 1) * self.ranks_per_node))
 
 
 def join_neighbours(

@@ -174,11 +174,22 @@ class Recipe:
         for name, section in sections.items():
             if section is not None and not isinstance(section, Mapping):
                 raise ConfigError(f"{path}: section {name!r} must map names to values, not {type(section).__name__}")
-        for name in ("launch", "environment", "script"):
-            _check_values(sections.get(name) or {}, f"{path}: {name}")
+        for section in ("launch", "environment", "script"):
+            for name, value in (sections.get(section) or {}).items():
+                if not isinstance(name, str):  # YAML reads on, yes and numbers
+                    raise ConfigError(
+                        f"{path}: {section}: name {name} is {type(name).__name__}, no text; write it in quotes"
+                    )
+                if value is None:
+                    raise ConfigError(f"{path}: {section} {name!r} has no value; remove it, or write the value")
         environment = {name: _text(value) for name, value in (sections.get("environment") or {}).items()}
         plugin = check_mapping(DistCAConfig, sections.get("plugin") or {}, str(path))
-        launch, arguments = _launch(sections.get("launch") or {}, path), _arguments(sections.get("script") or {})
+        launch, arguments = {}, _arguments(sections.get("script") or {})
+        for name, value in (sections.get("launch") or {}).items():
+            if name not in LAUNCHED:
+                hint = f"{did_you_mean(name, LAUNCHED)} Keys are {', '.join(LAUNCHED)}"
+                raise ConfigError(f"{path}: unknown key {name!r} in launch.{hint}")
+            launch[name] = str(value)
         texts = [*launch.values(), *environment.values(), *map(str, plugin.values()), *arguments]
         _check_texts(environment, NO_NAME, f"{path}: environment: ", "the name of a variable")
         _check_texts(texts, NO_TEXT, f"{path}: ", "an argument or the value of a variable")
@@ -256,25 +267,6 @@ def run_script(script: Path, arguments: Sequence[str]) -> None:
     sys.argv = [str(script), *arguments]
     sys.path.insert(0, str(script.parent))
     runpy.run_path(str(script), run_name="__main__")
-
-
-def _launch(section: Mapping[str, object], path: Path) -> dict[str, str]:
-    """Returns the section `launch` after its checks."""
-    for name in section:
-        if name not in LAUNCHED:
-            raise ConfigError(
-                f"{path}: unknown key {name!r} in launch.{did_you_mean(name, LAUNCHED)} Keys are {', '.join(LAUNCHED)}"
-            )
-    return {name: str(value) for name, value in section.items()}
-
-
-def _check_values(section: Mapping[object, object], where: str) -> None:
-    """Refuses names that are not text, and names without a value."""
-    for name, value in section.items():
-        if not isinstance(name, str):  # YAML reads on, yes and numbers
-            raise ConfigError(f"{where}: name {name} is {type(name).__name__}, no text; write it in quotes")
-        if value is None:
-            raise ConfigError(f"{where} {name!r} has no value; remove it, or write the value")
 
 
 def _check_texts(texts: Iterable[str], impossible: re.Pattern[str], where: str, use: str) -> None:

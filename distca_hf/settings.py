@@ -14,7 +14,7 @@ import math
 import textwrap
 import types
 import typing
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from operator import attrgetter
 from typing import Any, Literal, Self, TypeVar
@@ -120,18 +120,16 @@ def check_names(settings: type, unnamed: Sequence[object], given: Iterable[objec
         if name in known:
             continue
         for full in fields_of(settings):
-            if name in (full, full.rpartition(".")[2]):
-                raise UnknownSettingError(f"{where}: {name!r} is a setting of a group{_how(settings, full)}")
+            group, _, inner = full.rpartition(".")
+            if name in (full, inner):
+                kind = _types(settings)[group].__name__
+                raise UnknownSettingError(
+                    f"{where}: {name!r} is a setting of a group: {group}=distca_hf.{kind}({inner}=...) in Python, "
+                    f"{inner} in a section {group} in recipes"
+                )
         all_names = [*fields_of(settings), *known]
         hint = did_you_mean(name, all_names) or f" Known settings: {', '.join(fields_of(settings))}"
         raise UnknownSettingError(f"{where}: unknown setting {name!r}.{hint}")
-
-
-def _how(settings: type, name: str) -> str:
-    """Returns words for the two ways to write a setting of a group."""
-    group, _, inner = name.rpartition(".")
-    kind = _types(settings)[group].__name__
-    return f": {group}=distca_hf.{kind}({inner}=...) in Python, {inner} in a section {group} in recipes"
 
 
 def check_value(settings: type, name: str, value: object) -> None:
@@ -202,10 +200,9 @@ def read_text(settings: type, name: str, text: str, where: str) -> object:
     Raises:
         ConfigError: it is not a value of this setting; names where it comes from.
     """
-    readers: dict[type, Callable[[str], object]] = {int: int, float: float, str: str, bool: _yes_or_no}
     kind, _ = _allowed(settings, name)
     try:
-        value = readers[kind](text)
+        value = kind(text) if kind is not bool else [*NO, *YES].index(text.lower()) >= len(NO)
     except ValueError as error:
         raise ConfigError(f"{where}: {name}={text!r} is not {IN_WORDS[kind]}") from error
     try:
@@ -215,44 +212,27 @@ def read_text(settings: type, name: str, text: str, where: str) -> object:
     return value
 
 
-def described(settings: type[Kind]) -> type[Kind]:
-    """Describes a dataclass of settings in its docstring and signature (a decorator)."""
-    settings.__doc__ = describe_settings(settings)
-    settings.__signature__ = signature_of_settings(settings)  # type: ignore[attr-defined]
-    return settings
-
-
-def describe_settings(settings: type) -> str:
-    """Returns the docstring of a dataclass of settings, followed by each of them: name, type, default, description."""
-    described = "\n".join(
+def described(settings: Kind) -> Kind:
+    """Describes a dataclass of settings in its docstring, which lists name, type, default and description of each, and
+    in its signature, which has their own defaults in place of factories (a decorator)."""
+    kind: Any = settings
+    listed = "\n".join(
         f"{name} ({_type_in_words(field.type)}, default {field.metadata['default']!r}):\n"
         + textwrap.indent(textwrap.fill(field.metadata["help"], LINE_WIDTH), "    ")
-        for name, field in fields_of(settings).items()
+        for name, field in fields_of(kind).items()
     )
-    return f"{inspect.getdoc(settings) or ''}\n\nSettings:\n{textwrap.indent(described, '    ')}\n"
-
-
-def signature_of_settings(settings: type) -> inspect.Signature:
-    """Returns the signature of a dataclass of settings, with their own defaults in place of factories."""
-    return inspect.Signature(
-        [
-            inspect.Parameter(
-                field.name,
-                inspect.Parameter.KEYWORD_ONLY,
-                default=_default(field),
-                annotation=field.type,
-            )
-            for field in dataclasses.fields(settings)
-        ]
-    )
-
-
-def _default(field: "dataclasses.Field[Any]") -> object:
-    """Returns the default of a field, whatever the environment says."""
-    group = group_of(field)
-    if group is None:
-        return field.metadata["default"]
-    return group(**{name: inner.metadata["default"] for name, inner in fields_of(group).items()})
+    parameters = []
+    for field in dataclasses.fields(kind):
+        group = group_of(field)
+        if group is None:
+            default = field.metadata["default"]
+        else:
+            default = group(**{name: inner.metadata["default"] for name, inner in fields_of(group).items()})
+        by_name = inspect.Parameter.KEYWORD_ONLY
+        parameters.append(inspect.Parameter(field.name, by_name, default=default, annotation=field.type))
+    kind.__doc__ = f"{inspect.getdoc(kind) or ''}\n\nSettings:\n{textwrap.indent(listed, '    ')}\n"
+    kind.__signature__ = inspect.Signature(parameters)
+    return settings
 
 
 @cache
@@ -268,13 +248,6 @@ def _allowed(settings: type, name: str) -> tuple[type, tuple[str, ...]]:
     if typing.get_origin(hint) is Literal:
         return str, typing.get_args(hint)
     return hint, ()
-
-
-def _yes_or_no(text: str) -> bool:
-    """Returns the truth of a word."""
-    if text.lower() not in (*YES, *NO):
-        raise ValueError(text)
-    return text.lower() in YES
 
 
 def _type_in_words(kind: object) -> str:

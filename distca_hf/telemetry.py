@@ -81,14 +81,10 @@ class Console(logging.Handler):
             self.handleError(record)
 
 
-def _prepare(logger: logging.Logger) -> None:
-    """Adds the handler, and shows information unless the application has set a level."""
-    logger.addHandler(Console())
-    if logger.level == logging.NOTSET:
-        logger.setLevel(logging.INFO)
-
-
-_prepare(logging.getLogger(NAME))
+_log = logging.getLogger(NAME)
+_log.addHandler(Console())
+if _log.level == logging.NOTSET:  # the application has set none
+    _log.setLevel(logging.INFO)
 
 
 @dataclass

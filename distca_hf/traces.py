@@ -7,13 +7,7 @@ does every attention server, `server-00000.jsonl`. Ranks exchange nothing for it
 
 import enum
 import json
-import re
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import Any, Self, cast
-
-from distca_hf.errors import ReportError
-from distca_hf.typed_json import read_json, reader_of
 
 
 # What a line is, and the version of its fields.
@@ -21,35 +15,11 @@ KIND, VERSION = "distca-trace", 3
 # Name of a folder of traces, unless a setting names another one; and of the files in it.
 FOLDER = "distca_report"
 FILES, SERVER_FILES = "rank-*.jsonl", "server-*.jsonl"
-# Longest line that is read: one of 100,000 calls is shorter.
-LONGEST_LINE_BYTES = 2**26
-BEGIN_OF_LINE = f'{{"kind":"{KIND}","version":{VERSION},"step":'
-STEP_OF_LINE = re.compile(rf"{re.escape(BEGIN_OF_LINE)}(\d{{1,18}}),")
 
 
 def file_name(number: int, is_server: bool = False) -> str:
     """Returns the name of the file of a rank, by its number in the job; or of an attention server, by its own."""
     return f"{'server' if is_server else 'rank'}-{number:05d}.jsonl"
-
-
-def step_of(line: str) -> int | None:
-    """Returns the optimizer step of a line, from its beginning; None if that is not as `RankTrace.line` has it."""
-    found = STEP_OF_LINE.match(line)
-    return None if found is None else int(found[1])
-
-
-def may_begin_line(text: str) -> bool:
-    """Returns whether a text may be the beginning of a line as `RankTrace.line` has it."""
-    return text.startswith(BEGIN_OF_LINE) or BEGIN_OF_LINE.startswith(text)
-
-
-def is_json(line: bytes) -> bool:
-    """Returns whether a line was written to its end; the last one is cut off when a process is killed."""
-    try:
-        json.loads(line)
-    except (ValueError, RecursionError):
-        return False
-    return True
 
 
 class PassPart(enum.StrEnum):
@@ -296,59 +266,3 @@ class RankTrace:
     def line(self) -> str:
         """Returns the trace as one line of JSON."""
         return json.dumps({"kind": KIND, "version": VERSION, **asdict(self)}, separators=(",", ":"))
-
-    @classmethod
-    def read(cls, line: str, where: str) -> Self:
-        """Returns the trace of a line.
-
-        Args:
-            where: file and number of the line, for messages.
-
-        Raises:
-            ReportError: it is cut off, of another kind or version, or has other fields.
-        """
-        try:
-            content = read_json(line)
-        except ReportError as error:
-            raise ReportError(f"{where} has {error}") from None
-        except (ValueError, RecursionError):
-            raise ReportError(f"{where} is not JSON: the file is cut off, or of something else") from None
-        kind = content.get("kind") if isinstance(content, Mapping) else None
-        if kind != KIND:
-            raise ReportError(f"{where} is not a trace of a training: its kind is {kind!r}, and {KIND!r} is read here")
-        if content.get("version") != VERSION:
-            raise ReportError(
-                f"{where} is of version {content.get('version')!r}, and version {VERSION} is read here; use the "
-                "distca_hf that wrote it"
-            )
-        trace: Self = reader_of(cast(Any, cls))(content, where)
-        wrong = trace._wrong()
-        if wrong is not None:
-            raise ReportError(f"{where} has {wrong}: it is not as distca_hf writes it")
-        return trace
-
-    def _wrong(self) -> str | None:
-        """Returns words for fields that do not go together; None if all do."""
-        ranks = f"{self.num_ranks} ranks" + (f" and {len(self.servers)} servers" if self.servers else "")
-        if self.num_ranks < 1 or not 0 <= self.rank < self.num_ranks + len(self.servers):
-            return f"rank {self.rank} of {ranks}"
-        if not self.work_before or len(self.work) != self.num_ranks + len(self.servers):
-            return f"work of {len(self.work_before)} and {len(self.work)} ranks, of {ranks}"
-        for of_step in (self.step_work_before, self.step_work, self.tokens_before, self.layer_tokens):
-            if len(of_step) not in (0, self.num_ranks):
-                return f"work of a step, or tokens, of {len(of_step)} ranks, of {ranks}"
-        if self.speeds and len(self.speeds) != len(self.work):
-            return f"speeds of {len(self.speeds)} ranks for work of {len(self.work)}"
-        for rank, (speed, work) in enumerate(zip(self.speeds, self.work, strict=False)):
-            if speed < 0 or (speed == 0 and work):
-                return f"rank {rank} of speed {speed} with the work {work}"
-        if self.ranks_per_node < 1:
-            return f"{self.ranks_per_node} ranks per node"
-        model = self.model
-        if model is not None and min(model.layers, model.hidden_size, model.tensor_ranks, len(model.heads)) < 1:
-            return f"a model of {model.layers} layers, {model.hidden_size} numbers of a token, and {model.heads} heads"
-        if model is not None and min(heads.groups for heads in model.heads) < 1:
-            return f"a model whose heads are in groups of {model.heads}"
-        others = [other for other, _ in (*self.sent_bytes, *self.received_bytes)]
-        beyond = [other for other in others if not 0 <= other < len(self.work)]
-        return f"bytes of rank {beyond[0]}, and work of {len(self.work)} ranks" if beyond else None

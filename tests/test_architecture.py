@@ -21,18 +21,14 @@ BASE = {
     "config",
     "cost",
     "flops",
-    "gpus",
-    "import_hooks",
     "launched",
     "layout",
     "recipe",
     "settings",
     "telemetry",
-    "topology",
     "torch_private",
     "trace_file",
     "traces",
-    "typed_json",
     "version",
     "whole_file",
 }
@@ -46,7 +42,7 @@ LAYERS: list[set[str]] = [
     {"integrations", "patches"},
     {"pipelines", "servers"},
     {"analysis", "plugin"},
-    {"__init__", "__main__", "cli", "launch_check", "run"},
+    {"__init__", "__main__", "cli", "run"},
 ]
 # Parts that know nothing of each other; and training never needs analysis.
 STRANGERS = [

@@ -20,7 +20,7 @@ from distca_hf.analysis.simulate.simulation import Simulation
 from distca_hf.analysis.tiles import Tiles
 from distca_hf.arrays import IntArray, ceil_div
 from distca_hf.errors import ConfigError
-from distca_hf.gpus import H200_GIB
+from distca_hf.flops import H200_GIB
 from distca_hf.planning.plan import Plan
 
 

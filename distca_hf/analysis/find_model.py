@@ -14,7 +14,7 @@ from distca_hf.analysis.model_files import CONFIG_FILE, read_config, without_hub
 from distca_hf.analysis.request import PRESETS, ModelShape, ModelSize, preset
 from distca_hf.cost import CAUSAL_MASK, Heads
 from distca_hf.errors import ConfigError
-from distca_hf.gpus import find_gpu
+from distca_hf.flops import find_gpu
 
 
 if TYPE_CHECKING:

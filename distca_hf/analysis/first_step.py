@@ -13,10 +13,10 @@ from distca_hf.analysis.request import PlanRequest, plan_micro_steps
 from distca_hf.arrays import IntArray, ceil_div
 from distca_hf.cost import TokenBytes
 from distca_hf.errors import PlanError
+from distca_hf.layout import Topology
 from distca_hf.placement.place import work_in_order
 from distca_hf.planning.plan import Plan
 from distca_hf.planning.transfers import bytes_between
-from distca_hf.topology import Topology
 
 
 @dataclass(frozen=True)

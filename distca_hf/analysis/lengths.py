@@ -32,11 +32,11 @@ from typing import TYPE_CHECKING, TextIO
 
 import numpy as np
 
-from distca_hf.arrays import IntArray
+from distca_hf.arrays import IntArray, as_int_array
 from distca_hf.data.documents import DocumentSource
 from distca_hf.data.rows import FOR_LENGTHS
 from distca_hf.errors import PackingError, and_more, first_line
-from distca_hf.layout import as_int_array, check_document_tokens
+from distca_hf.layout import check_document_tokens
 from distca_hf.recipe import LENGTHS
 
 

@@ -22,12 +22,11 @@ from distca_hf.cost import CAUSAL_LAYERS, CAUSAL_MASK, Heads, LayerMasks, TokenB
 from distca_hf.data.epochs import Epoch
 from distca_hf.errors import ConfigError
 from distca_hf.flops import LLAMA_8B_COSTS, PassCosts, StepFlops
-from distca_hf.layout import MAX_DOCUMENT_TOKENS
+from distca_hf.layout import MAX_DOCUMENT_TOKENS, Topology
 from distca_hf.pipelines.pipeline import Pipeline
 from distca_hf.placement.place import fill_in_order
 from distca_hf.planning.plan import Plan
 from distca_hf.planning.rebalance import plan_by_moving
-from distca_hf.topology import Topology
 
 
 # Number of matrices of a gated MLP (gate, up, down), as in most models. An MLP of two counts as two thirds as wide.

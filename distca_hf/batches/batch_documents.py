@@ -13,11 +13,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from distca_hf.arrays import IntArray
+from distca_hf.arrays import IntArray, as_int_array
 from distca_hf.data.rows import MEDIA
 from distca_hf.errors import PackingError
 from distca_hf.kernels.interface import Spans
-from distca_hf.layout import as_int_array, check_cu_seqlens
+from distca_hf.layout import check_cu_seqlens
 from distca_hf.runtime.local_attention import Documents
 
 

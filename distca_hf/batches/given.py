@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 import torch
 
-from distca_hf.arrays import IntArray
+from distca_hf.arrays import IntArray, as_int_array
 from distca_hf.batches.batch_documents import Batch, tokens_of
 from distca_hf.batches.given_agreement import GivenAgreement, Returning, ShownNumbers
 from distca_hf.batches.placed import GivenPlans
@@ -34,7 +34,7 @@ from distca_hf.config import DistCAConfig
 from distca_hf.cost import CAUSAL_LAYERS, LayerMasks, TokenBytes
 from distca_hf.errors import DistCAError, PackingError
 from distca_hf.flops import StepFlops
-from distca_hf.layout import Layout, as_int_array
+from distca_hf.layout import Layout
 from distca_hf.planning.extra_ranks import ExtraRanks
 from distca_hf.planning.kinds import RoutedKinds
 from distca_hf.planning.plan import Plan, PlanFacts

@@ -11,8 +11,7 @@ import torch
 
 from distca_hf.comm.agreement import Agreement, Occasion
 from distca_hf.comm.transport import Transport
-from distca_hf.flops import StepFlops
-from distca_hf.gpus import peak_flops
+from distca_hf.flops import StepFlops, peak_flops
 from distca_hf.planning.plan_totals import PlanTotals
 from distca_hf.telemetry import LoaderTimes
 

@@ -18,7 +18,7 @@ from distca_hf.data.accumulation import RegroupedEpoch, SteppedEpoch
 from distca_hf.data.epochs import Epoch, Fits
 from distca_hf.errors import ConfigError
 from distca_hf.flops import LLAMA_8B_COSTS, PassCosts
-from distca_hf.layout import Layout
+from distca_hf.layout import Layout, Topology
 from distca_hf.placement.by_kernel_time import KernelTimes, place_by_seconds
 from distca_hf.placement.given import place_given
 from distca_hf.placement.place import place
@@ -26,7 +26,6 @@ from distca_hf.placement.whole import fit_whole, place_whole
 from distca_hf.planning.extra_ranks import ExtraRanks
 from distca_hf.planning.plan import Plan, plan_in_place
 from distca_hf.planning.rebalance import plan_by_moving
-from distca_hf.topology import Topology
 
 
 if TYPE_CHECKING:

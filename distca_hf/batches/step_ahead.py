@@ -21,10 +21,9 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from distca_hf.arrays import IntArray, offsets
+from distca_hf.arrays import IntArray, as_int_array, offsets
 from distca_hf.batches.read_documents import ReadDocuments, Reading
 from distca_hf.comm.transport import Gather, Transport
-from distca_hf.layout import as_int_array
 
 
 Prepared = TypeVar("Prepared")

@@ -7,14 +7,15 @@
 Without other parallelism there is one stage, and one tensor rank: then all ranks are in all scopes.
 
 Ranks with several grids would wait for each other in other groups, until a deadline. So before groups are opened,
-every rank compares its grid with that of the first one, and leaves a message for all if they differ (`SameGrid`). That
-takes a few words with the job's store, and no collective.
+every rank compares its grid with that of the first one, and leaves a message for all if they differ (`same_grids`).
+That takes a few words with the job's store, and no collective.
 """
 
 import enum
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache, cached_property
@@ -105,10 +106,12 @@ class Grid:
         grid = ranks.transpose(axes).reshape(shape)
         # Torch numbers ranks of a group in ascending order, and nodes are in that order.
         grid = grid[:, np.argsort(grid[0, :, 0])]
-        if (np.diff(grid, axis=1) < 0).any():
+        unordered = np.argwhere(np.diff(grid, axis=1) < 0)
+        if len(unordered):
+            first_unordered = grid[unordered[0, 0], :, unordered[0, 2]].tolist()
             raise ConfigError(
                 f"the device mesh has its data ranks in several orders: {_some(grid[0, :, 0].tolist())} share "
-                f"documents, and so do {_some(_first_unordered(grid))}. Make it with init_device_mesh, so that ranks "
+                f"documents, and so do {_some(first_unordered)}. Make it with init_device_mesh, so that ranks "
                 "ascend along every dimension"
             )
         return cls(tuple(grid.flatten().tolist()), (shape[0], shape[1], shape[2]), rank)
@@ -241,11 +244,7 @@ def _names(given: str | Sequence[str]) -> tuple[str, ...]:
 
 
 def _check_dimensions(names: Sequence[str], sizes: Sequence[int], kinds: dict[str, tuple[str, ...]]) -> None:
-    """Checks that each dimension of a mesh is named once, and one of them for data.
-
-    Raises:
-        ConfigError: it is not; names the dimension.
-    """
+    """Checks that each dimension of a mesh is named once, and one of them for data."""
     shown = ", ".join(f"{name!r} ({size})" for name, size in zip(names, sizes, strict=True))
     named = [name for of_kind in kinds.values() for name in of_kind]
     if not kinds["data"]:
@@ -269,67 +268,38 @@ def _check_dimensions(names: Sequence[str], sizes: Sequence[int], kinds: dict[st
             )
 
 
-def _first_unordered(grid: IntArray) -> list[int]:
-    """Returns the first ranks along data that do not ascend."""
-    stage, _, tensor = np.argwhere(np.diff(grid, axis=1) < 0)[0].tolist()
-    ranks: list[int] = grid[stage, :, tensor].tolist()
-    return ranks
-
-
 def _some(ranks: Sequence[int]) -> str:
     """Returns ranks as text; only the first ones if there are many."""
     first = ", ".join(map(str, ranks[:8]))
     return f"ranks {first}" + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
 
 
-class SameGrid:
-    """Compares the grids of all ranks of the job, once each time that groups are opened.
+@contextmanager
+def same_grids(store: Store, grid: Grid, patience: timedelta) -> Iterator[None]:
+    """Compares the grids of all ranks of the job, around a block in which the group of all ranks is opened.
 
-    Args:
-        store: the job's store.
+    Raises:
+        RuntimeError: the first rank did not come in time.
+        ConfigError: a rank has another grid than the first one; names both.
     """
-
-    def __init__(self, store: Store, grid: Grid) -> None:
-        self._store, self._grid = PrefixStore("distca_hf/grids", store), grid
-        turn = self._store.add(f"turns/{grid.rank}", 1)
-        self._of_first, self._of_another = f"{turn}/first", f"{turn}/another"
-
-    def show(self, patience: timedelta) -> None:
-        """Compares this rank's grid with that of the first rank; called before the group of all ranks is opened.
-
-        Raises:
-            RuntimeError: the first rank did not come in time.
-        """
-        grid = self._grid
-        digest = hashlib.blake2b(json.dumps([grid.shape, grid.ranks]).encode(), digest_size=8).hexdigest()
-        mine, first = f"{digest} {self._in_words()}", min(grid.ranks)
-        if grid.rank == first:
-            self._store.set(self._of_first, mine)
-            return
-        self._store.wait([self._of_first], patience)
-        of_first = self._store.get(self._of_first).decode()
-        if of_first != mine:
-            _, _, words = of_first.partition(" ")
-            self._store.set(
-                self._of_another,
-                f"rank {first} of the job works on {words}, and rank {grid.rank} on {self._in_words()}",
-            )
-
-    def check(self) -> None:
-        """Checks that no rank has found another grid; called behind the opening of the group of all ranks.
-
-        Raises:
-            ConfigError: one has; names both.
-        """
-        if self._store.check([self._of_another]):
-            words = self._store.get(self._of_another).decode()
-            raise ConfigError(
-                f"{self._grid.name}: ranks divide the job in several ways: {words}. Call plugin.use_mesh with the "
-                "same mesh and names on all ranks, and give plugin.dataloader the model on all of them, or on none"
-            )
-
-    def _in_words(self) -> str:
-        sets = [", ".join(map(str, ranks[:8])) for ranks in self._grid.sets_of(Scope.ROWS)[:2]]
-        return (
-            f"{self._grid.in_words()} (documents shared by {' and by '.join(sets)}{', ...' if len(sets) > 1 else ''})"
+    sets = [", ".join(map(str, ranks[:8])) for ranks in grid.sets_of(Scope.ROWS)[:2]]
+    words = f"{grid.in_words()} (documents shared by {' and by '.join(sets)}{', ...' if len(sets) > 1 else ''})"
+    digest = hashlib.blake2b(json.dumps([grid.shape, grid.ranks]).encode(), digest_size=8).hexdigest()
+    store = PrefixStore("distca_hf/grids", store)
+    turn, first = store.add(f"turns/{grid.rank}", 1), min(grid.ranks)
+    mine, of_first, of_another = f"{digest} {words}", f"{turn}/first", f"{turn}/another"
+    if grid.rank == first:
+        store.set(of_first, mine)
+    else:
+        store.wait([of_first], patience)
+        shown = store.get(of_first).decode()
+        if shown != mine:
+            theirs = shown.partition(" ")[2]
+            store.set(of_another, f"rank {first} of the job works on {theirs}, and rank {grid.rank} on {words}")
+    yield
+    if store.check([of_another]):
+        raise ConfigError(
+            f"{grid.name}: ranks divide the job in several ways: {store.get(of_another).decode()}. Call "
+            "plugin.use_mesh with the same mesh and names on all ranks, and give plugin.dataloader the model on all "
+            "of them, or on none"
         )

@@ -15,6 +15,7 @@ end with rows of no meaning, in a fraction of a second, and the GPU goes on.
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -25,7 +26,7 @@ from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import DeviceMesh
 
 from distca_hf.comm.agreement import labels_of
-from distca_hf.comm.grid import Grid, SameGrid, Scope
+from distca_hf.comm.grid import Grid, Scope, same_grids
 from distca_hf.comm.rollcall import RollCall
 from distca_hf.comm.torch_transport import TorchTransport
 from distca_hf.comm.transport import LocalTransport, Transport
@@ -212,8 +213,7 @@ def open_transport(
         if not members.are_the_job:
             padding = _padding(store, members, patience)
         # Ranks come here when their data is ready, so the group with the longest deadline is where they meet.
-        same_grid = SameGrid(store, grid) if members.are_the_job else None
-        control_groups = _control_groups(members, patience, same_grid)
+        control_groups = _control_groups(members, patience, store)
         make = _nccl_group if on_gpus else _gloo_group
         data_group = _new_group(members, Scope.ROWS, make, timeout)
         tensor_group = _new_group(members, Scope.TENSOR, make, timeout) if grid.shape[2] > 1 else None
@@ -234,20 +234,16 @@ def open_transport(
     return TorchTransport(data_group, control_groups, rollcall, device, grid, None, whereabouts, tensor_group)
 
 
-def _control_groups(
-    members: Members, patience: timedelta, same_grid: SameGrid | None
-) -> dict[Scope, dist.ProcessGroup]:
+def _control_groups(members: Members, patience: timedelta, store: Store) -> dict[Scope, dist.ProcessGroup]:
     """Opens the groups for integers, the widest scope first. Scopes of the same ranks share one."""
-    if same_grid is not None:
-        same_grid.show(patience)
     groups: dict[Scope, dist.ProcessGroup] = {}
     opened: dict[tuple[int, ...], dist.ProcessGroup] = {}
     for scope in (Scope.GROUP, Scope.STAGE, Scope.ROWS):
         ranks = members.grid.members(scope)
         if ranks not in opened:
-            opened[ranks] = _new_group(members, scope, _gloo_group, patience)
-        if same_grid is not None and scope is Scope.GROUP:
-            same_grid.check()
+            is_job = members.are_the_job and scope is Scope.GROUP
+            with same_grids(store, members.grid, patience) if is_job else nullcontext():
+                opened[ranks] = _new_group(members, scope, _gloo_group, patience)
         groups[scope] = opened[ranks]
     return groups
 
@@ -287,11 +283,7 @@ def _nccl_group(timeout: timedelta, **among: Any) -> dist.ProcessGroup:
 
 
 def _check_no_split(on_gpus: bool) -> None:
-    """Refuses groups of some ranks where torch would split them off the default group, which takes all ranks of it.
-
-    Raises:
-        ConfigError: the default group is bound to a device.
-    """
+    """Refuses groups of some ranks where torch would split them off the default group, which takes all ranks of it."""
     if on_gpus and dist.group.WORLD is not None and dist.group.WORLD.bound_device_id is not None:
         raise ConfigError(
             f"rank {dist.get_rank()}: the process group was initialised with device_id, so that NCCL opens a group of "
@@ -329,29 +321,24 @@ def open_row_group(store: Store, rank: int, num_ranks: int, device: torch.device
 
     Args:
         store: where they meet, used by nothing else.
-        device: where the rows live; decides between NCCL and gloo.
+        device: where the rows live; decides between gloo and NCCL, whose group outlives its members.
         timeout_seconds: deadline of an exchange over gloo.
 
     Raises:
         RuntimeError: some ranks did not come.
     """
     if device.type == "cuda":
-        return _open_nccl(store, rank, num_ranks, device)
+        options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)  # see `_nccl_group`
+        options._timeout = NO_DEADLINE
+        options.config.blocking = 1  # a group that connects meanwhile refuses its first exchange
+        with nccl_errors_end_no_process():
+            of_nccl = dist.ProcessGroupNCCL(store, rank, num_ranks, options)
+        in_time(lambda: _connect(of_nccl, num_ranks, device), NCCL_MEET_SECONDS, "ranks to connect over NCCL")
+        return of_nccl
     timeout = timedelta(seconds=timeout_seconds)
     # All have just answered. One that is lost meanwhile would be waited for as long as for an exchange.
     group = dist.ProcessGroupGloo(store, rank, num_ranks, min(timeout, timedelta(seconds=MEET_SECONDS)))
     group.set_timeout(timeout)
-    return group
-
-
-def _open_nccl(store: Store, rank: int, num_ranks: int, device: torch.device) -> RowGroup:
-    """Opens a group of NCCL that outlives its members, and connects all of them."""
-    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)  # see `_nccl_group`
-    options._timeout = NO_DEADLINE
-    options.config.blocking = 1  # a group that connects meanwhile refuses its first exchange
-    with nccl_errors_end_no_process():
-        group = dist.ProcessGroupNCCL(store, rank, num_ranks, options)
-    in_time(lambda: _connect(group, num_ranks, device), NCCL_MEET_SECONDS, "ranks to connect over NCCL")
     return group
 
 

@@ -22,11 +22,10 @@ from distca_hf.arrays import IntArray, ceil_div
 from distca_hf.cost import CAUSAL_LAYERS, LayerMasks
 from distca_hf.data.epochs import Epoch
 from distca_hf.errors import PackingError
-from distca_hf.layout import Layout, check_document_tokens
+from distca_hf.layout import Layout, Topology, check_document_tokens
 from distca_hf.placement.place import place
 from distca_hf.placement.predicted import moved_rows
 from distca_hf.placement.whole import place_whole, surplus_work
-from distca_hf.topology import Topology
 
 
 @dataclass(frozen=True, eq=False)

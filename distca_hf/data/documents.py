@@ -15,7 +15,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from distca_hf.arrays import IntArray, ceil_div, exclusive_cumsum, ranges, sum_by
+from distca_hf.arrays import MAX_INTEGER, IntArray, ceil_div, exclusive_cumsum, ranges, sum_by
 from distca_hf.config import OverlongPolicy
 from distca_hf.data.drawn_rows import DrawnRows
 from distca_hf.data.rows import (
@@ -29,7 +29,7 @@ from distca_hf.data.rows import (
     shown_columns,
 )
 from distca_hf.errors import PackingError, and_more
-from distca_hf.layout import MAX_INTEGER, check_document_tokens
+from distca_hf.layout import check_document_tokens
 from distca_hf.telemetry import get_logger
 
 

@@ -99,7 +99,11 @@ def fill(pool: PiecePool, goal: Goal, others: Goal, peel: bool = True, off: floa
         peel: whether the share begins with the densest piece, or with its tail if that is too much.
         off: maximum miss of the share's work, see `OFF`.
     """
-    work = _share_of_work(pool, goal, others)
+    asked = goal.work + others.work
+    if asked:
+        work = goal.work * (pool.work_left / asked)
+    else:  # goals of no work are in proportion to their tokens
+        work = pool.work_left * goal.tokens / max(1, goal.tokens + others.tokens)
     work_left, tails = pool.work_left, _take_dense(pool, goal.tokens, work, off / 2 * goal.load, peel)
     light_tokens = goal.tokens - sum([stop - start for _, _, start, stop, _ in tails])
     left = pool.work_left - pool.light_work(light_tokens)
@@ -107,14 +111,6 @@ def fill(pool: PiecePool, goal: Goal, others: Goal, peel: bool = True, off: floa
         return tails + pool.take_light(light_tokens)
     pool.put_back(len(tails))
     return _take_exactly(pool, goal.tokens, work)
-
-
-def _share_of_work(pool: PiecePool, goal: Goal, others: Goal) -> float:
-    """Returns a goal's part of the pool's work, in proportion to the goals' work, or to tokens if that is 0."""
-    asked = goal.work + others.work
-    if asked:
-        return goal.work * (pool.work_left / asked)
-    return pool.work_left * goal.tokens / max(1, goal.tokens + others.tokens)
 
 
 def _take_dense(pool: PiecePool, tokens: int, missing: float, near: float, peel: bool) -> list[Piece]:
@@ -155,9 +151,13 @@ def _take_exactly(pool: PiecePool, tokens: int, goal: float) -> list[Piece]:
         taken.append(piece)
         goal -= work
         tokens -= stop - start
-    if piece is not None and (take := _largest_tail(pool, tokens, goal, most_light_work)):
-        taken.append(pool.take_tail(pool.indices[-1], take, stay=True))  # or the light end would be another one
-        tokens -= take
+    if piece is not None:
+        index, most = pool.indices[-1], min(tokens, piece[3] - piece[2])
+        fits = _fitting(pool, index, tokens, goal, most_light_work)
+        take = most if fits(most) else largest(most, fits)
+        if take:
+            taken.append(pool.take_tail(index, take, stay=True))  # or the light end would be another one
+            tokens -= take
     taken += pool.take_light(tokens)
     pool.settle()
     return taken
@@ -166,14 +166,10 @@ def _take_exactly(pool: PiecePool, tokens: int, goal: float) -> list[Piece]:
 def _densest_fitting(pool: PiecePool, tokens: int, missing: float, most_light_work: int) -> int:
     """Finds the densest piece that fits whole, with the lightest tokens beside it; the index before the first if none
     does. Light tokens alone weigh `most_light_work`."""
-
-    def is_too_much(piece: Piece) -> bool:
-        return not _fits(pool, piece, tokens, missing, most_light_work)
-
-    indices = pool.indices
-    if not is_too_much(pool.piece(indices[-1])):
-        return indices[-1]
-    return pool.first_index(is_too_much) - 1
+    densest = pool.indices[-1]
+    if _fits(pool, pool.piece(densest), tokens, missing, most_light_work):
+        return densest
+    return pool.first_index(lambda piece: not _fits(pool, piece, tokens, missing, most_light_work)) - 1
 
 
 def _fits(pool: PiecePool, piece: Piece, tokens: int, missing: float, most_light_work: int) -> bool:
@@ -205,14 +201,6 @@ def _tail(pool: PiecePool, index: int, tokens: int, missing: float, most_light_w
         if index < len(cuts):  # otherwise a chunk begins inside of the tail: a shorter one may have more work
             return stop - TILE_TOKENS * cuts[index]
     return largest(min(most, small), fits)
-
-
-def _largest_tail(pool: PiecePool, tokens: int, missing: float, most_light_work: int) -> int:
-    """Returns tokens of the largest tail of the densest piece that fits."""
-    index = pool.indices[-1]
-    _, _, start, stop, _ = pool.piece(index)
-    fits, most = _fitting(pool, index, tokens, missing, most_light_work), min(tokens, stop - start)
-    return most if fits(most) else largest(most, fits)
 
 
 def _fitting(pool: PiecePool, index: int, tokens: int, missing: float, most_light_work: int) -> Callable[[int], bool]:

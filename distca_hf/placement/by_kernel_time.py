@@ -26,13 +26,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from distca_hf.arrays import IntArray
+from distca_hf.arrays import IntArray, as_int_array
 from distca_hf.cost import Work, causal_pairs, causal_pairs_of
 from distca_hf.errors import PackingError
-from distca_hf.layout import TILE_TOKENS, Layout, as_int_array, join_neighbours
+from distca_hf.layout import TILE_TOKENS, Layout, Topology, join_neighbours
 from distca_hf.placement.piece_pool import Segment
 from distca_hf.placement.place import place
-from distca_hf.topology import Topology
 
 
 FloatArray = NDArray[np.float64]
@@ -118,7 +117,7 @@ class KernelTimes:
         return self.query_tokens[:, None] <= self.key_tokens[None, :]
 
     @cached_property
-    def _log_rate(self) -> FloatArray:
+    def log_rate(self) -> FloatArray:
         """`[queries, keys]` logarithm of pairs per second. Entries with more queries than keys repeat the first entry
         of their row that has not."""
         queries, keys = np.meshgrid(self.query_tokens, self.key_tokens, indexing="ij")
@@ -127,16 +126,11 @@ class KernelTimes:
         pairs = causal_pairs_of(keys - np.minimum(queries, keys), keys)
         return np.take_along_axis(np.log(np.where(self._is_causal, pairs, 1) / self.seconds), column, axis=1)
 
-    @property
-    def pairs_per_second(self) -> float:
-        """The highest rate."""
-        return float(np.exp(self._log_rate.max()))
-
     def of(self, starts: IntArray, stops: IntArray) -> FloatArray:
         """Predicts seconds of each query range [start, stop), forward and backward."""
         query, query_part = between(self.query_tokens, stops - starts)
         key, key_part = between(self.key_tokens, stops)
-        rate = self._log_rate
+        rate = self.log_rate
         # Bilinear, between the four measurements around a range; at the border of the table two of them are one.
         upper = np.minimum(query + 1, len(self.query_tokens) - 1), np.minimum(key + 1, len(self.key_tokens) - 1)
         log_rate = (
@@ -164,10 +158,10 @@ class TimedCost:
         return lambda document, start, stop: causal_pairs(start, stop) * weights[document]
 
     def _weights(self, document_tokens: IntArray) -> IntArray:
-        seconds_per_pair = self.times.of(np.zeros_like(document_tokens), document_tokens) / np.maximum(
-            1, causal_pairs_of(np.zeros_like(document_tokens), document_tokens)
-        )
-        return np.rint(PARTS_OF_A_PAIR * seconds_per_pair * self.times.pairs_per_second).astype(np.int64)
+        starts, most_pairs_per_second = np.zeros_like(document_tokens), float(np.exp(self.times.log_rate.max()))
+        pairs = np.maximum(1, causal_pairs_of(starts, document_tokens))
+        seconds_per_pair = self.times.of(starts, document_tokens) / pairs
+        return np.rint(PARTS_OF_A_PAIR * seconds_per_pair * most_pairs_per_second).astype(np.int64)
 
 
 def rank_seconds(layout: Layout, times: KernelTimes) -> FloatArray:
@@ -260,28 +254,31 @@ class Held:
 
 
 def _even_out(layout: Layout, seconds_of: Seconds, fixed_seconds: FloatArray) -> Layout:
-    """Swaps tokens between ranks of a layout until the slowest is close to the mean, or no swap helps.
-
-    Args:
-        layout: the layout; its stripes stay as they are.
-        seconds_of: seconds that segments take together on one rank.
-        fixed_seconds: `[ranks]` seconds of stripes.
-    """
+    """Swaps tokens between ranks of a layout until the slowest is close to the mean, or no swap helps. Stripes, which
+    take `fixed_seconds`, stay as they are."""
     # 1. Seconds of each rank; segments of stripes are not swapped.
-    of_stripes, free = _parted(layout)
+    of_stripes: list[list[Segment]] = [[] for _ in range(layout.num_ranks)]
+    free: list[list[Segment]] = [[] for _ in range(layout.num_ranks)]
+    for rank in range(layout.num_ranks):
+        in_stripe = layout.segment_in_stripe[layout.segments_of(rank)]
+        for segment, of_stripe in zip(layout.held_by(rank), in_stripe, strict=True):
+            (of_stripes if of_stripe else free)[rank].append(segment)
     ranks = [Held(segments, float(fixed)) for segments, fixed in zip(free, fixed_seconds, strict=True)]
-    seconds = [rank.seconds(seconds_of) for rank in ranks]
+    seconds = [of_rank.seconds(seconds_of) for of_rank in ranks]
 
     # 2. The best swap of the slowest rank, again and again.
     for _ in range(SWAPS_PER_RANK * layout.num_ranks):
-        slow, *fast = (int(rank) for rank in [np.argmax(seconds), *np.argsort(seconds, kind="stable")[:PARTNERS]])
+        slow, *fast = (int(number) for number in [np.argmax(seconds), *np.argsort(seconds, kind="stable")[:PARTNERS]])
         if seconds[slow] * len(seconds) <= (1 + CLOSE_TO_MEAN) * sum(seconds):
             break
+        # Places in the order from dense to light at which density falls.
+        means = [_mean_position(segment)[0] for segment in _densest_first(ranks[slow].segments)]
+        starts = [at for at, mean in enumerate(means) if at == 0 or mean < means[at - 1]][:STARTS]
         tried = [
             (partner, *_evened(ranks[slow], ranks[partner], start, seconds_of))
             for partner in fast
             if partner != slow
-            for start in _starts(ranks[slow].segments)
+            for start in starts
         ]
         times = [max(one.seconds(seconds_of), other.seconds(seconds_of)) for _, one, other in tried]
         if not tried or min(times) >= seconds[slow]:
@@ -291,55 +288,33 @@ def _even_out(layout: Layout, seconds_of: Seconds, fixed_seconds: FloatArray) ->
 
     # 3. A layout of all segments, in the order in which tasks are computed.
     held = [
-        sorted([*stay, *rank.segments], key=lambda segment: (segment[1] > 0, segment))
-        for stay, rank in zip(of_stripes, ranks, strict=True)
+        sorted([*stay, *of_rank.segments], key=lambda segment: (segment[1] > 0, segment))
+        for stay, of_rank in zip(of_stripes, ranks, strict=True)
     ]
     return Layout.from_segments(layout.document_tokens, held, stripes=layout.stripes)
 
 
-def _parted(layout: Layout) -> tuple[list[list[Segment]], list[list[Segment]]]:
-    """Parts the segments of each rank: segments of stripes, and all others."""
-    of_stripes: list[list[Segment]] = [[] for _ in range(layout.num_ranks)]
-    free: list[list[Segment]] = [[] for _ in range(layout.num_ranks)]
-    in_stripe = layout.segment_in_stripe
-    for rank in range(layout.num_ranks):
-        for segment, of_stripe in zip(layout.held_by(rank), in_stripe[layout.segments_of(rank)], strict=True):
-            (of_stripes if of_stripe else free)[rank].append(segment)
-    return of_stripes, free
-
-
-def _starts(segments: list[Segment]) -> list[int]:
-    """Returns the places, in the order from dense to light, at which density falls."""
-    means = [_mean_position(segment)[0] for segment in sorted(segments, key=_mean_position, reverse=True)]
-    return [at for at, mean in enumerate(means) if at == 0 or mean < means[at - 1]][:STARTS]
-
-
 def _evened(slow: Held, fast: Held, start: int, seconds_of: Seconds) -> tuple[Held, Held]:
-    """Swaps as many tokens as make two ranks equally slow, as nearly as tiles allow."""
+    """Swaps as many tokens as make two ranks equally slow, as nearly as tiles allow: dense ones of the slow rank, from
+    a place in its order on, for light ones of the fast rank."""
+    dense, light = _densest_first(slow.segments), sorted(fast.segments, key=_mean_position)
 
-    def after(tiles: int) -> tuple[Held, Held]:
-        return _swapped(slow, fast, start, tiles * TILE_TOKENS)
+    def swapped(tiles: int) -> tuple[Held, Held]:
+        given, kept = _first_tokens(dense[start:], tiles * TILE_TOKENS)
+        taken, left = _first_tokens(light, tiles * TILE_TOKENS)
+        return (
+            Held(_joined([*dense[:start], *kept, *taken]), slow.fixed_seconds),
+            Held(_joined([*left, *given]), fast.fixed_seconds),
+        )
 
     def is_enough(tiles: int) -> bool:
-        one, other = after(tiles)
+        one, other = swapped(tiles)
         return one.seconds(seconds_of) <= other.seconds(seconds_of)
 
-    dense = sorted(slow.segments, key=_mean_position, reverse=True)[start:]
-    most = min(sum(stop - begin for _, begin, stop in held) for held in (dense, fast.segments)) // TILE_TOKENS
+    most = min(sum(stop - begin for _, begin, stop in held) for held in (dense[start:], light)) // TILE_TOKENS
     tiles = bisect_left(range(most), True, key=is_enough)
-    pairs = [after(max(0, tiles - 1)), after(tiles)]
+    pairs = [swapped(max(0, tiles - 1)), swapped(tiles)]
     return min(pairs, key=lambda pair: max(pair[0].seconds(seconds_of), pair[1].seconds(seconds_of)))
-
-
-def _swapped(slow: Held, fast: Held, start: int, tokens: int) -> tuple[Held, Held]:
-    """Swaps dense tokens of one rank, from a place in its order on, for as many light tokens of another."""
-    dense = sorted(slow.segments, key=_mean_position, reverse=True)
-    given, kept = _first_tokens(dense[start:], tokens)
-    taken, left = _first_tokens(sorted(fast.segments, key=_mean_position), tokens)
-    return (
-        Held(_joined([*dense[:start], *kept, *taken]), slow.fixed_seconds),
-        Held(_joined([*left, *given]), fast.fixed_seconds),
-    )
 
 
 def _first_tokens(segments: list[Segment], tokens: int) -> tuple[list[Segment], list[Segment]]:
@@ -365,3 +340,7 @@ def _joined(segments: list[Segment]) -> list[Segment]:
 
 def _mean_position(segment: Segment) -> tuple[int, Segment]:
     return segment[1] + segment[2], segment
+
+
+def _densest_first(segments: list[Segment]) -> list[Segment]:
+    return sorted(segments, key=_mean_position, reverse=True)

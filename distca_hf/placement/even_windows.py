@@ -25,14 +25,18 @@ the accordion deals either of them, and every share gets an equal part of the to
 """
 
 import math
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import accumulate, pairwise
+from typing import Self
 
+from distca_hf.arrays import IntArray
 from distca_hf.layout import TILE_TOKENS
 from distca_hf.placement.accordion import Goal, deal_lightest_first, largest
-from distca_hf.placement.longest_first import deal_by_need
+from distca_hf.placement.heuristics import ALIKE, ALIKE_NODES, deal_by_need
 from distca_hf.placement.piece_pool import Piece, PiecePool, work_of
+from distca_hf.placement.predicted import LayersByMask
 
 
 # Parts of the missing pairs that a share takes at once, in the order in which they are tried. Smaller ones cut more.
@@ -41,6 +45,15 @@ PARTS = (1.0, 0.85, 0.7)
 REMAINDER = 0.5
 # Miss of the work for which short documents are cut, as a fraction of the miss that is allowed.
 FINISH = 0.65
+# Length of a document, in windows, from which its pairs left out count.
+LONG_WINDOWS = 1.6
+# Maximum excess of a node's work in windows over the mean, as a fraction of it, up to which long documents are not cut
+# for it.
+NODES_UNEVEN = 0.05
+# The same for a rank, its node's excess included.
+RANKS_UNEVEN = 0.12
+# Excess of a rank over its node's mean that is always allowed.
+LEAST_UNEVEN = 0.02
 
 
 @dataclass(frozen=True)
@@ -48,22 +61,42 @@ class EvenWindows:
     """A deal to shares with equal tokens, equal work, and equal pairs left out by windows.
 
     Attributes:
-        left_out_before: time of the pairs left out of the queries before a position of any document.
-        long_tokens: documents beyond this length are long.
-        least_tokens: tokens of a tail of a long document, at least.
+        kinds: kinds of layers of the model.
+        window_time: time of window layers, as a fraction of the work of all documents.
+        time_left_out: time of the pairs that windows leave out of long documents, as a fraction of it.
         may_miss: pairs left out that a share may miss, as a fraction of its work.
-        alike: see `longest_first.deal_longest_first`.
+        alike: see `heuristics.deal_longest_first`.
     """
 
-    left_out_before: Callable[[int], float]
-    long_tokens: int
-    least_tokens: int
+    kinds: LayersByMask
+    window_time: float
+    time_left_out: float
     may_miss: float
     alike: float
 
+    @classmethod
+    def of_nodes(cls, kinds: LayersByMask, document_tokens: IntArray, work: int) -> Self:
+        """Returns the deal to nodes of whole documents, which have this work."""
+        long = document_tokens[document_tokens > int(LONG_WINDOWS * kinds.longest_window)]
+        time = kinds.window_time(document_tokens) / max(1, work)
+        time_left_out = sum(map(kinds.left_out_before, long.tolist())) / max(1, work)
+        return cls(kinds, time, time_left_out, NODES_UNEVEN * time, ALIKE_NODES)
+
+    def of_ranks(self, pieces: list[Piece]) -> "EvenWindows":
+        """Returns the deal of a node's pieces to its ranks. Of a node that has more pairs left out, a rank may miss
+        more."""
+        more = self.left_out(pieces) / max(1, work_of(pieces)) - self.time_left_out
+        may_miss = max(RANKS_UNEVEN * self.window_time + more, LEAST_UNEVEN * self.window_time)
+        return replace(self, may_miss=may_miss, alike=ALIKE)
+
+    @cached_property
+    def long_tokens(self) -> int:
+        """Documents beyond this length are long."""
+        return int(LONG_WINDOWS * self.kinds.longest_window)
+
     def left_out(self, pieces: Iterable[Piece]) -> float:
         """Sums the pairs left out of pieces of long documents."""
-        before, long_tokens = self.left_out_before, self.long_tokens
+        before, long_tokens = self.kinds.left_out_before, self.long_tokens
         ranges = [(start, stop) for _, _, start, stop, _ in pieces if stop > long_tokens]
         return sum([before(stop) - before(start) if start else before(stop) for start, stop in ranges])
 
@@ -88,11 +121,10 @@ class EvenWindows:
         missing = [missing_per_work * goal.work for goal in goals]
         for part in PARTS:
             left = pool.copy()
-            hand_out = _HandOut(left, goals, missing, short_cost, part, self)
-            if not hand_out.succeeds():
+            handed_out = _hand_out(left, goals, missing, short_cost, part, self)
+            if handed_out is None:
                 continue
-            needs, shares = hand_out.needs(), hand_out.shares
-            miss = 0.0
+            (shares, needs), miss = handed_out, 0.0
             for share, short in deal_by_need(left, dict(enumerate(needs)), FINISH * off, self.alike).items():
                 miss = max(miss, abs(work_of(short) - needs[share].work) / max(1.0, goals[share].load))
                 shares[share] += short
@@ -101,106 +133,84 @@ class EvenWindows:
         return _deal_two_lines(long, [piece for piece in pieces if piece[3] <= self.long_tokens], goals, pool)
 
 
-class _HandOut:
-    """Long documents on their way to shares.
+def _hand_out(
+    pool: PiecePool, goals: Sequence[Goal], missing: list[float], short_cost: float, part: float, even: EvenWindows
+) -> tuple[list[list[Piece]], list[Goal]] | None:
+    """Takes all long documents off a pool: the pieces of each share, and what shares still need; None if a share
+    misses too many pairs. A share takes a `part` of the pairs that it misses at once. Tokens of short documents have
+    the mean cost `short_cost`."""
+    shares: list[list[Piece]] = [[] for _ in goals]
+    tokens, work = [goal.tokens for goal in goals], [goal.work for goal in goals]
+    missing = list(missing)  # minus infinity where a share is closed
+    may_miss = [even.may_miss * goal.load for goal in goals]
+    before, least_tail = even.kinds.left_out_before, max(1, even.kinds.longest_window // 2)
 
-    Args:
-        pool: all pieces; long ones are taken.
-        goals: goals of the shares.
-        missing: pairs left out that each share is to get.
-        short_cost: mean cost of a token of short documents.
-        part: part of the missing pairs that a share takes at once.
-        even: the deal that they are handed out for.
+    def has_room(share: int, of_piece: int, work_of_piece: int) -> bool:
+        return _has_room(pool, tokens, work, short_cost, share, of_piece, work_of_piece)
 
-    Attributes:
-        shares: the pieces of each share.
-    """
-
-    def __init__(
-        self,
-        pool: PiecePool,
-        goals: Sequence[Goal],
-        missing: Sequence[float],
-        short_cost: float,
-        part: float,
-        even: EvenWindows,
-    ) -> None:
-        self.shares: list[list[Piece]] = [[] for _ in goals]
-        self._pool = pool
-        self._loads = [goal.load for goal in goals]
-        self._tokens = [goal.tokens for goal in goals]
-        self._work = [goal.work for goal in goals]
-        self._missing = list(missing)  # minus infinity where a share is closed
-        self._may_miss = [even.may_miss * goal.load for goal in goals]
-        self._short_cost, self._part, self._even = short_cost, part, even
-
-    def needs(self) -> list[Goal]:
-        """Returns the tokens and the work that shares still need."""
-        return [Goal(*need) for need in zip(self._tokens, self._work, self._loads, strict=True)]
-
-    def succeeds(self) -> bool:
-        """Hands out all long documents; returns whether no share misses too many pairs."""
-        pool, missing, may_miss = self._pool, self._missing, self._may_miss
-        before, long_tokens = self._even.left_out_before, self._even.long_tokens
-        while (piece := pool.densest) is not None and piece[3] > long_tokens and (most := max(missing)) > -math.inf:
-            share = missing.index(most)
-            _, _, start, stop, work = piece
-            left_out = before(stop) - before(start) if start else before(stop)
-            # Later pieces have fewer pairs left out for their tokens. If these are too few, the share will miss some.
-            if (most - may_miss[share]) * (stop - start) > left_out * self._tokens[share]:
-                return False
-            is_last = (1 - self._part) * most <= REMAINDER * may_miss[share]
-            at_once = most if is_last else self._part * most
-            if left_out <= at_once + is_last * may_miss[share] and self._has_room(share, stop - start, work):
-                taken = pool.take_densest()
-            else:
-                tail = self._tail(share, piece, at_once)
-                if tail < self._even.least_tokens:
-                    if most > may_miss[share]:
-                        return False
-                    missing[share] = -math.inf
-                    continue
-                taken = pool.take_tail(pool.indices[-1], tail)
-                left_out = before(stop) - before(stop - tail)
-            self.shares[share].append(taken)
-            self._tokens[share] -= taken[3] - taken[2]
-            self._work[share] -= taken[4]
-            missing[share] -= left_out
-        return all([of_share <= most for of_share, most in zip(missing, may_miss, strict=True)])
-
-    def _tail(self, share: int, piece: Piece, most_left_out: float) -> int:
+    def tail_of(share: int, piece: Piece, most_left_out: float) -> int:
         """Returns tokens of the largest tail of the densest piece that fits a share, with so many pairs left out."""
         _, document, start, stop, _ = piece
-        before, work = self._even.left_out_before, self._pool.work
         least_before = before(stop) - most_left_out
 
         def fits(tiles: int) -> bool:
             cut = stop - tiles * TILE_TOKENS
-            return before(cut) >= least_before and self._has_room(share, stop - cut, work(document, cut, stop))
+            return before(cut) >= least_before and has_room(share, stop - cut, pool.work(document, cut, stop))
 
         return TILE_TOKENS * largest((stop - start - 1) // TILE_TOKENS, fits)
 
-    def _has_room(self, share: int, tokens: int, work: int) -> bool:
-        """Checks whether the pool has tokens light enough for all shares together, if one gets so many tokens and so
-        much work."""
-        rest_tokens, rest_work = self._tokens[share] - tokens, self._work[share] - work
-        if rest_tokens < 0 or rest_work < 0:
-            return False
-        if rest_work >= self._short_cost * rest_tokens:
-            return True
-        rest = rest_work / max(1, rest_tokens), rest_tokens, rest_work
-        lighter = [
-            (work / max(1, tokens), tokens, work)
-            for other, (tokens, work) in enumerate(zip(self._tokens, self._work, strict=True))
-            if other != share and work < self._short_cost * tokens
-        ]
-        tokens_needed: int = 0
-        work_needed: float = 0.0
-        for cost, needed_tokens, needed_work in sorted([rest, *lighter]):
-            tokens_needed, work_needed = tokens_needed + needed_tokens, work_needed + needed_work
-            if cost >= rest[0] and work_needed < self._pool.light_work(tokens_needed):
-                return False
+    while (piece := pool.densest) is not None and piece[3] > even.long_tokens and (most := max(missing)) > -math.inf:
+        share = missing.index(most)
+        _, _, start, stop, of_piece = piece
+        left_out = before(stop) - before(start) if start else before(stop)
+        # Later pieces have fewer pairs left out for their tokens. If these are too few, the share will miss some.
+        if (most - may_miss[share]) * (stop - start) > left_out * tokens[share]:
+            return None
+        is_last = (1 - part) * most <= REMAINDER * may_miss[share]
+        at_once = most if is_last else part * most
+        if left_out <= at_once + is_last * may_miss[share] and has_room(share, stop - start, of_piece):
+            taken = pool.take_densest()
+        else:
+            tail = tail_of(share, piece, at_once)
+            if tail < least_tail:
+                if most > may_miss[share]:
+                    return None
+                missing[share] = -math.inf
+                continue
+            taken = pool.take_tail(pool.indices[-1], tail)
+            left_out = before(stop) - before(stop - tail)
+        shares[share].append(taken)
+        tokens[share] -= taken[3] - taken[2]
+        work[share] -= taken[4]
+        missing[share] -= left_out
+    if any(of_share > most for of_share, most in zip(missing, may_miss, strict=True)):
+        return None
+    return shares, [Goal(*need) for need in zip(tokens, work, [goal.load for goal in goals], strict=True)]
+
+
+def _has_room(
+    pool: PiecePool, tokens: list[int], work: list[float], short_cost: float, share: int, taken: int, taken_work: int
+) -> bool:
+    """Checks whether the pool has tokens light enough for what all shares need, if one gets so many tokens and so much
+    work."""
+    rest_tokens, rest_work = tokens[share] - taken, work[share] - taken_work
+    if rest_tokens < 0 or rest_work < 0:
+        return False
+    if rest_work >= short_cost * rest_tokens:
         return True
+    rest = rest_work / max(1, rest_tokens), rest_tokens, rest_work
+    lighter = [
+        (of_share / max(1, missing), missing, of_share)
+        for other, (missing, of_share) in enumerate(zip(tokens, work, strict=True))
+        if other != share and of_share < short_cost * missing
+    ]
+    tokens_needed: int = 0
+    work_needed: float = 0.0
+    for cost, needed_tokens, needed_work in sorted([rest, *lighter]):
+        tokens_needed, work_needed = tokens_needed + needed_tokens, work_needed + needed_work
+        if cost >= rest[0] and work_needed < pool.light_work(tokens_needed):
+            return False
+    return True
 
 
 def _deal_two_lines(

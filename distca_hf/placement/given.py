@@ -15,9 +15,8 @@ import numpy as np
 
 from distca_hf.arrays import IntArray, offsets, ranges, sum_by
 from distca_hf.cost import CAUSAL_LAYERS, LayerMasks
-from distca_hf.layout import Layout
+from distca_hf.layout import Layout, Topology
 from distca_hf.placement.place import place
-from distca_hf.topology import Topology
 
 
 # Batches are even if no rank has more than so many times the mean tokens, nor the mean attended pairs.
@@ -78,11 +77,8 @@ def near_home(home: Layout, placed: Layout, topology: Topology) -> Layout:
 
 
 def _matched(shared: IntArray) -> IntArray:
-    """Returns `[ranks]` the placed rank that each home rank takes: those that share most tokens first.
-
-    Args:
-        shared: `[placed ranks, home ranks]` tokens.
-    """
+    """Returns `[ranks]` the placed rank that each home rank takes, those that share most tokens first, from tokens
+    `[placed ranks, home ranks]`."""
     pairs = np.argwhere(shared)
     order, free = np.full(len(shared), -1), np.ones(len(shared), dtype=bool)
     for placed, home in pairs[np.argsort(-shared[tuple(pairs.T)], kind="stable")].tolist():

@@ -1,7 +1,14 @@
-"""Heuristics that deal documents to the ranks of a node, and the choice among them.
+"""Heuristics that deal documents to shares, which are nodes or the ranks of one, and the choice among them.
 
-No heuristic is best for all documents. Where documents and ranks are few, several are tried, and the deal that moves
-the fewest keys is kept. That takes little time, and wins most, because every document counts.
+**Longest first** (LPT, longest processing time first). The accordion alone fills share after share. The first shares
+use up the pieces that would balance the last ones, so the last must divide long documents. Here all shares are filled
+at the same time, long documents stay whole if they can, and fewer keys move:
+
+1. Long pieces are handed out, longest first, each to the share with most missing work beyond the mean work of its
+   missing tokens. A piece that does not fit is cut: the share takes its tail and gets no more long pieces. The
+   front is handed out later.
+2. Short documents are left, which may be cut anywhere for few bytes. Shares that need lighter documents are parted
+   from shares that need denser ones, until the accordion can fill them one after the other.
 
 **Heavy documents.** A document with more work than one rank's share is divided over several ranks. Each of them but
 one needs keys and values of the others. Where ranks hold few documents, most bytes are theirs. So the number of ranks
@@ -12,23 +19,38 @@ of each heavy document is settled first, and light documents are handed out acco
 
 1. A heavy document gets as many ranks as it needs at least. The remaining ranks are apportioned like seats of a
    parliament: each to the document with most work per rank.
-2. Light documents are handed out to groups as in `longest_first`. Groups are so large that nearly all stay whole.
+2. Light documents are handed out to groups longest first. Groups are so large that nearly all stay whole.
 3. The accordion deals each group to its ranks. Only there its heavy document is cut.
+
+No heuristic is best for all documents. Where documents and ranks are few, several are tried, and the deal that moves
+the fewest keys is kept. That takes little time, and wins most, because every document counts.
 """
 
 import heapq
 import math
-from collections.abc import Callable, Sequence
+from bisect import bisect_right
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate, pairwise
-from typing import Protocol
+from itertools import accumulate, chain, pairwise
 
+from distca_hf.arrays import ceil_div
 from distca_hf.cost import Work
-from distca_hf.placement.accordion import OFF, Goal, deal, largest
-from distca_hf.placement.longest_first import deal_longest_first, hand_out_longest_first
-from distca_hf.placement.piece_pool import Piece, PiecePool, piece_of
+from distca_hf.layout import TILE_TOKENS
+from distca_hf.placement.accordion import OFF, Goal, deal, fill, largest
+from distca_hf.placement.piece_pool import Piece, PiecePool, joined, piece_of, work_of
 
 
+# Minimum mean cost of a share's need, as a fraction of the pool's mean cost per token, at which light tokens suffice
+# without a closer look.
+LIGHT_ENOUGH = 0.9
+# Miss of the work for which short documents are cut, as a fraction of that for long ones. Cuts of short ones cost
+# fewer bytes.
+FINISH = 1 / 2
+# Maximum spread of the ranks' needs for short documents, in mean cost per token, as a fraction of the largest. At 1.0
+# all ranks are served one after the other.
+ALIKE = 1.0
+# The same of nodes. It is below that of ranks, since the miss of a node weighs more than the miss of one rank.
+ALIKE_NODES = 0.5
 # Minimum work of a heavy document, as fractions of a rank's mean work, in the order in which they are tried. Beside
 # nearly a rank's work only the lightest tokens fit, so the document gets ranks of its own. If groups cannot be filled,
 # the next fraction makes fewer documents heavy.
@@ -42,6 +64,135 @@ ALIKE_GROUPS = 0.5
 # rank's work it is the first 22 % of the tokens. The cut costs few bytes, and leaves the accordion light tokens in
 # every group, beside which parts can be large.
 FRONT_SHARE = 0.05
+
+
+def deal_longest_first(
+    pool: PiecePool, goals: Sequence[Goal], short_tokens: int, off: float, alike: float
+) -> list[list[Piece]]:
+    """Deals a whole pool out, long pieces whole wherever they fit.
+
+    Args:
+        pool: pieces to deal; it is empty afterwards.
+        goals: goals of the shares. Their tokens sum to those of the pool, their work to its work.
+        short_tokens: documents up to this length are short.
+        off: maximum miss of a share's work, as a fraction of it; beyond it the accordion deals everything instead.
+        alike: maximum spread of the shares' needs for short documents, in mean cost per token, as a fraction of the
+            largest. Shares within it are filled one after the other.
+
+    Returns:
+        The pieces of each share.
+    """
+    if len(goals) == 1:
+        return [pool.take_all()]
+    shares, excess = hand_out_longest_first(pool, goals, short_tokens, off, alike)
+    if max(map(abs, excess)) > off:
+        return deal(PiecePool(joined(list(chain.from_iterable(shares))), pool.work), goals, off=min(off, OFF))
+    return shares
+
+
+def hand_out_longest_first(
+    pool: PiecePool, goals: Sequence[Goal], short_tokens: int, off: float, alike: float
+) -> tuple[list[list[Piece]], list[float]]:
+    """Deals as `deal_longest_first` does, but never anew: pieces of each share, and its excess as a fraction of its
+    work."""
+    shares, left = _hand_out_long(pool, goals, short_tokens)
+    excess = [0.0] * len(goals)
+    for share, short in deal_by_need(pool, dict(enumerate(left)), off * FINISH, alike).items():
+        shares[share] += short
+        excess[share] = (work_of(short) - left[share].work) / max(1.0, left[share].load)
+    return shares, excess
+
+
+def _hand_out_long(pool: PiecePool, goals: Sequence[Goal], short_tokens: int) -> tuple[list[list[Piece]], list[Goal]]:
+    """Takes the long pieces off a pool: those of each share, and the goals that are left."""
+    shares: list[list[Piece]] = [[] for _ in goals]
+    tokens, work = [goal.tokens for goal in goals], [goal.work for goal in goals]
+    open_work = list(work)  # minus infinity where a share is closed: it gets no further long pieces
+    tokens_left, most = sum(tokens), max(tokens)
+    # Mean cost of the lightest tokens, as many as the largest share needs. Fewer tokens cost no more each, and the
+    # cost does not rise while tails are taken.
+    light_cost = pool.light_work(most) / max(1, most)
+    while (piece := pool.densest) is not None and piece[3] > short_tokens:
+        # 1. The share that misses most work beyond its missing tokens at the mean cost; the first of equals.
+        mean_cost = pool.work_left / tokens_left
+        needs = [of_share - mean_cost * missing for of_share, missing in zip(open_work, tokens, strict=True)]
+        most_need = max(needs)
+        if most_need == -math.inf:
+            break
+        share = needs.index(most_need)
+
+        # 2. A whole piece if it fits, else its largest tail that does; without a tail the share is closed.
+        _, _, start, stop, of_piece = piece
+        rest_tokens, least_cost = tokens[share] - (stop - start), max(LIGHT_ENOUGH * mean_cost, light_cost)
+        if rest_tokens >= 0 and work[share] - of_piece >= least_cost * rest_tokens:
+            taken = pool.take_densest()
+        else:
+            tail = _fitting_tail(pool, share, tokens, work, mean_cost)
+            if tail < min(stop - start, short_tokens):
+                open_work[share] = -math.inf
+                continue
+            taken = pool.take_tail(pool.indices[-1], tail)
+        _, _, start, stop, of_piece = taken
+        shares[share].append(taken)
+        tokens[share] -= stop - start
+        tokens_left -= stop - start
+        work[share] -= of_piece
+        open_work[share] -= of_piece
+    left = zip(tokens, work, [goal.load for goal in goals], strict=True)
+    return shares, [Goal(*goal) for goal in left]
+
+
+def _fitting_tail(pool: PiecePool, share: int, tokens: list[int], work: list[float], mean_cost: float) -> int:
+    """Returns tokens of the densest piece, or of its largest tail, that fit a share, given what all shares need.
+
+    Afterwards the pool must have tokens light enough for this share, for all with the same need together, and for
+    all together that need lighter tokens than the mean.
+    """
+    _, document, start, stop, _ = pool.piece(pool.indices[-1])
+    others = [(tokens[other], work[other]) for other in range(len(tokens)) if other != share]
+    others.sort(key=lambda need: need[1] / max(1, need[0]))
+    costs = [of_share / max(1, missing) for missing, of_share in others]
+    tokens_below = list(accumulate((missing for missing, _ in others), initial=0))
+    work_below = list(accumulate((of_share for _, of_share in others), initial=0.0))
+
+    def fits(tiles: int) -> bool:
+        cut = max(start, stop - tiles * TILE_TOKENS)
+        rest_tokens, rest_work = tokens[share] - (stop - cut), work[share] - pool.work(document, cut, stop)
+        if rest_tokens < 0 or rest_work < pool.light_work(rest_tokens):
+            return False
+        for cost in (rest_work / max(1, rest_tokens), mean_cost):
+            lighter = bisect_right(costs, cost)
+            if rest_work + work_below[lighter] < pool.light_work(rest_tokens + tokens_below[lighter]):
+                return False
+        return True
+
+    tiles = ceil_div(stop - start, TILE_TOKENS)
+    return stop - start if fits(tiles) else TILE_TOKENS * largest(tiles - 1, fits)
+
+
+def deal_by_need(pool: PiecePool, goals: dict[int, Goal], off: float, alike: float) -> dict[int, list[Piece]]:
+    """Deals a whole pool out to shares with different needs, parted at the largest step between these.
+
+    Args:
+        pool: pieces to deal; it is empty afterwards.
+        goals: goals of the shares, by their number.
+        off: maximum miss of a share's work, as a fraction of it, for which pieces are not cut.
+        alike: see `deal_longest_first`.
+    """
+    shares = sorted(goals, key=lambda share: (_mean_cost(goals[share]), share))
+    costs = [_mean_cost(goals[share]) for share in shares]
+    if len(shares) < 3 or costs[-1] - costs[0] <= alike * costs[-1]:
+        dealt = deal(pool, [goals[share] for share in shares], peel=False, off=off)
+        return dict(zip(shares, dealt, strict=True))
+    steps = [dense - light for light, dense in pairwise(costs)]
+    parting = 1 + steps.index(max(steps))
+    light, dense = ({share: goals[share] for share in part} for part in (shares[:parting], shares[parting:]))
+    pieces = fill(pool, Goal.sum(list(light.values())), Goal.sum(list(dense.values())), peel=False, off=off)
+    return deal_by_need(PiecePool(pieces, pool.work), light, off, alike) | deal_by_need(pool, dense, off, alike)
+
+
+def _mean_cost(goal: Goal) -> float:
+    return goal.work / max(1, goal.tokens)
 
 
 def deal_in_groups(pieces: Sequence[Piece], work: Work, goals: Sequence[Goal], off: float) -> list[list[Piece]] | None:
@@ -133,43 +284,31 @@ class Heuristic:
     Attributes:
         short_tokens: documents up to this length are cut readily, longer ones stay whole where they can. A cut costs
             few bytes of keys and values, 32 MB per layer of an 8B Llama for 8K. None: the accordion deals all alike.
+        in_groups: whether heavy documents get ranks for themselves, where there are such groups.
         peel: see `accordion.deal`.
         most_off: maximum miss of a rank's work in the accordion, as a fraction of it.
     """
 
     short_tokens: int | None
+    in_groups: bool = False
     peel: bool = False
     most_off: float = OFF
 
     def deal(self, pool: PiecePool, goals: Sequence[Goal], off: float) -> list[list[Piece]]:
         """Deals a whole pool out; ranks may miss their work by `off` before long documents are cut for it."""
+        if self.in_groups:
+            pieces = pool.take_all()
+            shares = deal_in_groups(pieces, pool.work, goals, off)
+            if shares is not None:
+                return shares
+            pool = PiecePool(pieces, pool.work)
         if self.short_tokens is None:
             return deal(pool, goals, self.peel, min(off, self.most_off))
         return deal_longest_first(pool, goals, self.short_tokens, off, ALIKE)
 
 
-@dataclass(frozen=True)
-class GroupedHeuristic:
-    """A deal in which heavy documents get ranks for themselves.
-
-    Attributes:
-        otherwise: the heuristic where there are no such groups.
-    """
-
-    otherwise: Heuristic
-
-    def deal(self, pool: PiecePool, goals: Sequence[Goal], off: float) -> list[list[Piece]]:
-        """Deals as `Heuristic.deal` does."""
-        pieces, work = pool.take_all(), pool.work
-        in_groups = deal_in_groups(pieces, work, goals, off)
-        return self.otherwise.deal(PiecePool(pieces, work), goals, off) if in_groups is None else in_groups
-
-
-# Maximum spread of the ranks' needs for short documents, in mean cost per token, as a fraction of the largest. At 1.0
-# all ranks are served one after the other.
-ALIKE = 1.0
-# Documents per rank up to which the heuristics of few documents are tried. Groups stand in for the heuristic behind
-# `otherwise`, which rarely moves less and would cost time.
+# Documents per rank up to which the heuristics of few documents are tried. Groups stand in for the same
+# heuristic without them, which rarely moves less and would cost time.
 FEW_DOCUMENTS = 12
 # Documents per rank up to which a second heuristic is tried: with more, both deals are about as good.
 SOME_DOCUMENTS = 25
@@ -185,15 +324,15 @@ HEURISTICS_OF_MANY_RANKS = (Heuristic(None, peel=True, most_off=3e-3),)
 # Heuristics for few documents, each of which counts, in a small world.
 HEURISTICS_OF_FEW_DOCUMENTS = (
     Heuristic(8192),
-    GroupedHeuristic(otherwise=Heuristic(2048)),
+    Heuristic(2048, in_groups=True),
     Heuristic(32768),
     Heuristic(None),
 )
 # Heuristics for few documents on one node of many ranks.
-HEURISTICS_OF_FEW_DOCUMENTS_AND_MANY_RANKS = (GroupedHeuristic(otherwise=Heuristic(None, most_off=3e-3)),)
+HEURISTICS_OF_FEW_DOCUMENTS_AND_MANY_RANKS = (Heuristic(None, in_groups=True, most_off=3e-3),)
 
 
-def heuristics_to_try(documents: int, ranks_of_node: int, num_ranks: int) -> Sequence[Heuristic | GroupedHeuristic]:
+def heuristics_to_try(documents: int, ranks_of_node: int, num_ranks: int) -> Sequence[Heuristic]:
     """Selects the heuristics for a node with this many documents and ranks, in a world of `num_ranks`."""
     documents_per_rank = documents / ranks_of_node
     few = documents_per_rank <= FEW_DOCUMENTS
@@ -204,25 +343,7 @@ def heuristics_to_try(documents: int, ranks_of_node: int, num_ranks: int) -> Seq
     return HEURISTICS_OF_FEW_DOCUMENTS if few else HEURISTICS[: 2 if documents_per_rank <= SOME_DOCUMENTS else 1]
 
 
-class Deal(Protocol):
-    """A way to deal a pool to ranks."""
-
-    def deal(self, pool: PiecePool, goals: Sequence[Goal], off: float) -> list[list[Piece]]:
-        """Deals a whole pool out; ranks may miss their work by `off` before long documents are cut for it."""
-
-
-def deal_with_best(
-    make_pool: Callable[[], PiecePool],
-    goals: Sequence[Goal],
-    off: float,
-    heuristics: Sequence[Deal],
-) -> list[list[Piece]]:
-    """Returns the deal of the heuristic that moves the fewest keys; `make_pool` is called once for each."""
-    dealt = [heuristic.deal(make_pool(), goals, off) for heuristic in heuristics]
-    return min(dealt, key=_key_tokens) if len(dealt) > 1 else dealt[0]
-
-
-def _key_tokens(shares: list[list[Piece]]) -> int:
+def key_tokens(shares: Iterable[list[Piece]]) -> int:
     """Counts tokens whose keys the shares need: of each document all tokens up to a share's last one."""
     needed = 0
     for pieces in shares:

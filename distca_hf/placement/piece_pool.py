@@ -17,10 +17,9 @@ from operator import itemgetter
 
 import numpy as np
 
-from distca_hf.arrays import IntArray
+from distca_hf.arrays import MAX_INTEGER, IntArray
 from distca_hf.cost import DocumentCost, Work
 from distca_hf.errors import PackingError
-from distca_hf.layout import MAX_INTEGER
 
 
 Segment = tuple[int, int, int]  # document, start, stop
@@ -106,26 +105,21 @@ class PiecePool:
         """Returns the work of the `tokens` lightest tokens, documents front first."""
         first, tokens_before, work_before = self._first, self._tokens_before, self._work_before
         end = tokens_before[first] + tokens
-        if tokens_before[-1] <= end:
-            self._sum_up(end)
+        if tokens_before[-1] <= end:  # the sums do not reach that far yet
+            reached, work_reached = tokens_before[-1], work_before[-1]
+            for _, _, start, stop, work in islice(self._pieces, len(tokens_before) - 1, None):
+                reached += stop - start
+                work_reached += work
+                tokens_before.append(reached)
+                work_before.append(work_reached)
+                if reached > end:
+                    break
         last = bisect_right(tokens_before, end, first) - 1
         rest, whole = end - tokens_before[last], work_before[last] - work_before[first]
         if rest == 0 or last == len(self._pieces):
             return whole
         piece = self._pieces[last]
         return whole + self.work(piece[1], piece[2], piece[2] + rest)
-
-    def _sum_up(self, end: int) -> None:
-        """Extends the sums to a number of tokens."""
-        tokens_before, work_before, pieces = self._tokens_before, self._work_before, self._pieces
-        reached, work_reached = tokens_before[-1], work_before[-1]
-        for _, _, start, stop, work in islice(pieces, len(tokens_before) - 1, None):
-            reached += stop - start
-            work_reached += work
-            tokens_before.append(reached)
-            work_before.append(work_reached)
-            if reached > end:
-                return
 
     def take_tail(self, index: int, tokens: int, stay: bool = False) -> Piece:
         """Takes the last tokens of the piece at an index. Its front is sorted in, or with `stay` keeps its index until

@@ -5,14 +5,26 @@
 
 Nodes are filled exactly, like ranks: hardly a document crosses from one node to another, so that keys and values
 travel inside nodes. With one node, the first level gives everything to it. See `accordion` for why tokens and work can
-both be equal, `longest_first` for why few documents are cut, `stripes` for long parts.
+both be equal, and `heuristics` for why few documents are cut.
+
+A *stripe* is a part of a document that is spread over all ranks of a node, whose heads these ranks divide. A document
+on k ranks costs its keys and values k times, as every rank needs the keys of all tokens before its own. Divided by
+heads, a rank needs one part of the heads from every token. Queries, keys, values and outputs then travel once, at the
+speed inside a node, for any number of ranks. So a part of a document is striped
+
+- if it is the work of several ranks (more of them with few head groups, since each group is then on several ranks); or
+- if its document goes on from, or to, another node. Each rank then receives its part of the heads from there and sends
+  its own tokens. Otherwise one rank would send and receive everything.
+
+The work of a stripe is divided equally among the ranks of its node, whichever tokens they hold. Tokens are spread
+evenly too, and with them the bytes that ranks send.
 
 Models with sliding windows may have their documents placed so that these are even, too (`even_windows`). Of both ways
 the one with the shorter predicted time is taken.
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain, compress
@@ -23,17 +35,16 @@ import numpy as np
 from distca_hf.arrays import IntArray, offsets
 from distca_hf.cost import CAUSAL_LAYERS, CAUSAL_MASK, DocumentCost, LayerMasks, Mask, Work
 from distca_hf.errors import PackingError
-from distca_hf.layout import Layout, Stripe, check_document_tokens, join_neighbours
+from distca_hf.layout import Layout, Stripe, Topology, check_document_tokens, join_neighbours
 from distca_hf.placement.accordion import Goal, deal_lightest_first, largest_miss
 from distca_hf.placement.even_windows import EvenWindows
-from distca_hf.placement.heuristics import ALIKE, Deal, deal_with_best, heuristics_to_try
-from distca_hf.placement.layers_by_mask import LayersByMask
-from distca_hf.placement.longest_first import deal_longest_first
+from distca_hf.placement.heuristics import ALIKE_NODES, deal_longest_first, heuristics_to_try, key_tokens
 from distca_hf.placement.piece_pool import Piece, PiecePool, Segment, joined, work_of
-from distca_hf.placement.predicted import PredictedTime
-from distca_hf.placement.stripes import StripeRule, spread, stripes_of
-from distca_hf.topology import Topology
+from distca_hf.placement.predicted import QUERY_AND_OUTPUT_PARTS, LayersByMask, PredictedTime
 
+
+# A way to deal a pool to ranks with goals; these may miss their work by a fraction before long documents are cut.
+Deal = Callable[[PiecePool, Sequence[Goal], float], list[list[Piece]]]
 
 # Maximum miss of a node's work, as a fraction of it, up to which long documents are not cut. Together with `RANKS_OFF`
 # it is below 1 %: many nodes must find their long documents.
@@ -49,21 +60,16 @@ FEW_NODES = 7
 # Longest document, in tokens, that is cut readily between nodes: its keys and values are few bytes, 16 MB per layer of
 # an 8B Llama. `heuristics` has the lengths inside a node.
 SHORT_FOR_NODES = 4096
-# Maximum spread of the nodes' needs for short documents, in mean cost per token, as a fraction of the largest. It is
-# below that of ranks, since the miss of a node weighs more than the miss of one rank.
-ALIKE_NODES = 0.5
-# Length of a document, in windows, from which its pairs left out count where windows are to be even.
-LONG_WINDOWS = 1.6
-# Maximum excess of a node's work in windows over the mean, as a fraction of it, up to which long documents are not cut
-# for it.
-NODES_UNEVEN = 0.05
-# The same for a rank, its node's excess included.
-RANKS_UNEVEN = 0.12
-# Excess of a rank over its node's mean that is always allowed.
-LEAST_UNEVEN = 0.02
 # Time that ranks lose by uneven layers, as a fraction of all attention, up to which windows are even by chance: as
 # much as full attention is off.
 LITTLE_UNEVEN = 5e-3
+# Minimum tokens of a document whose keys and values cross to another node, at which its parts are striped.
+CROSSING_TOKENS = 4096
+# The part of a document before a node's border is striped for the sake of the sending rank alone. It is striped up to
+# this many tokens, since a short part costs little,
+LEAVING_TOKENS = 32768
+# or from this work of the document on, as a multiple of a rank's mean work, since its keys go to several ranks.
+LEAVING_RANK_LOADS = 2.25
 
 
 def place(
@@ -101,26 +107,37 @@ def place(
     """
     lengths = check_document_tokens(document_tokens)
     kinds = LayersByMask.of(layer_masks, int(lengths.max(initial=0)))
+    if num_ranks < 1:
+        raise PackingError(f"documents cannot be placed on {num_ranks} ranks; there must be at least 1")
+    topology = topology or Topology(num_ranks, num_ranks)
+    if topology.num_ranks != num_ranks:
+        raise PackingError(f"the topology has {topology.num_ranks} ranks, documents are to be placed on {num_ranks}")
+    shares = [1.0] * num_ranks if rank_shares is None else [float(share) for share in rank_shares]
+    if len(shares) != num_ranks:
+        raise PackingError(f"there are {len(shares)} rank_shares for {num_ranks} ranks")
+    bad = [rank for rank, share in enumerate(shares) if not (0 < share < math.inf)]
+    if bad:
+        raise PackingError(f"rank {bad[0]} is to have a share of {shares[bad[0]]} of the work; shares are above 0")
     documents = _Documents(
         lengths,
         np.argsort(lengths, kind="stable"),
-        _checked_topology(topology, num_ranks),
+        topology,
         kinds.cost if cost is None else cost,
         head_groups if kinds.widest == CAUSAL_MASK else 1,  # no stripes for windows: their parts need few keys
-        _checked_shares(rank_shares, num_ranks),
+        shares,
         has_shares=rank_shares is not None,
     )
     # 1. For full attention alone. It will do where there are no windows, or if they are even by chance.
     for_widest = documents.placed()
     if not kinds.windows:
         return for_widest
-    time_for_widest = PredictedTime.of(for_widest, kinds, documents.shares)
+    time_for_widest = PredictedTime.of(for_widest, kinds, shares)
     if time_for_widest.attention <= (1 + LITTLE_UNEVEN) * time_for_widest.even:
         return for_widest
 
     # 2. With even windows, where that takes less time.
     for_all = documents.placed(kinds)
-    time_for_all = PredictedTime.of(for_all, kinds, documents.shares)
+    time_for_all = PredictedTime.of(for_all, kinds, shares)
     return for_widest if time_for_widest.total <= time_for_all.total else for_all
 
 
@@ -155,49 +172,6 @@ def fill_in_order(document_tokens: Sequence[int] | IntArray, num_ranks: int) -> 
 def work_in_order(document_tokens: Sequence[int] | IntArray, num_ranks: int, mask: Mask = CAUSAL_MASK) -> IntArray:
     """Counts `[ranks]` attended pairs of ranks that are packed by `fill_in_order`."""
     return fill_in_order(document_tokens, num_ranks).rank_work_of(mask)
-
-
-@dataclass(frozen=True)
-class _Windows:
-    """Windows of a micro-batch, whose layers are to be even.
-
-    Attributes:
-        kinds: kinds of layers of the model.
-        time: time of window layers, as a fraction of the work.
-        left_out: time of the pairs that windows leave out of long documents, as a fraction of the work.
-    """
-
-    kinds: LayersByMask
-    time: float
-    left_out: float
-
-    @classmethod
-    def of(cls, kinds: LayersByMask, document_tokens: IntArray, work: int) -> "_Windows":
-        """Sums the windows of whole documents, which have this work."""
-        long = document_tokens[document_tokens > int(LONG_WINDOWS * kinds.longest_window)]
-        left_out = sum(map(kinds.left_out_before, long.tolist()))
-        return cls(kinds, kinds.window_time(document_tokens) / max(1, work), left_out / max(1, work))
-
-    def of_nodes(self) -> EvenWindows:
-        """Returns the deal to nodes."""
-        return self._deal(NODES_UNEVEN * self.time, ALIKE_NODES)
-
-    def of_ranks(self, pieces: list[Piece]) -> EvenWindows:
-        """Returns the deal of a node's pieces to its ranks. Of a node that has more pairs left out, a rank may miss
-        more."""
-        deal = self._deal(0.0, ALIKE)
-        more = deal.left_out(pieces) / max(1, work_of(pieces)) - self.left_out
-        return replace(deal, may_miss=max(RANKS_UNEVEN * self.time + more, LEAST_UNEVEN * self.time))
-
-    def _deal(self, may_miss: float, alike: float) -> EvenWindows:
-        window_tokens = self.kinds.longest_window
-        return EvenWindows(
-            self.kinds.left_out_before,
-            long_tokens=int(LONG_WINDOWS * window_tokens),
-            least_tokens=max(1, window_tokens // 2),
-            may_miss=may_miss,
-            alike=alike,
-        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -236,15 +210,31 @@ class _Documents:
         """All documents; each way to place them takes from a copy of it."""
         return PiecePool.of_documents(self.sorted_tokens, self.cost)
 
-    @cached_property
-    def rule(self) -> StripeRule:
-        """Rule for stripes, the same for all ways."""
-        rank_load = self.pool.work_left / len(self.shares)
-        return StripeRule(self.head_groups, rank_load, self.sorted_tokens.tolist(), self.pool.work)
+    def striped(self, pieces: Sequence[Piece], num_ranks: int) -> list[bool]:
+        """Decides for each piece of a node with `num_ranks` ranks whether it is striped."""
+        if self.head_groups < 2 or num_ranks < 2:
+            return [False] * len(pieces)
+        rank_load, work_of_range = self.pool.work_left / len(self.shares), self.pool.work
+        heavy = rank_load * (QUERY_AND_OUTPUT_PARTS + max(1.0, num_ranks / self.head_groups))
+        every_rank_has_heads = self.head_groups >= num_ranks
+
+        def leaves(document: int, stop: int) -> bool:
+            tokens = int(self.sorted_tokens[document])
+            return stop < tokens and (
+                stop <= LEAVING_TOKENS or work_of_range(document, 0, tokens) >= LEAVING_RANK_LOADS * rank_load
+            )
+
+        def crosses(document: int, start: int, stop: int) -> bool:
+            """Whether keys of a piece go to another node, or come from one."""
+            return stop >= CROSSING_TOKENS and (start >= CROSSING_TOKENS or leaves(document, stop))
+
+        return [
+            stop - start >= num_ranks and (work >= heavy or (every_rank_has_heads and crosses(document, start, stop)))
+            for _, document, start, stop, work in pieces
+        ]
 
     def placed(self, kinds: LayersByMask | None = None) -> Layout:
         """Places the documents: for the widest mask alone or, with kinds of layers, so that windows are even, too."""
-        rule = self.rule
         # 1. Documents to nodes.
         nodes = [self.topology.ranks_of(node) for node in range(self.topology.num_nodes)]
         tokens_of = [self.rank_tokens[ranks.start : ranks.stop] for ranks in nodes]
@@ -252,13 +242,13 @@ class _Documents:
         pool = self.pool.copy()
         goals = _goals(map(sum, tokens_of), map(sum, shares_of), pool.work_left)
         off = FEW_NODES_OFF if len(nodes) <= FEW_NODES else NODES_OFF
-        windows = _Windows.of(kinds, self.lengths, pool.work_left) if kinds else None
+        windows = EvenWindows.of_nodes(kinds, self.lengths, pool.work_left) if kinds else None
         if windows is None:
             held_by_node = deal_longest_first(pool, goals, SHORT_FOR_NODES, off, ALIKE_NODES)
         else:
-            held_by_node = windows.of_nodes().deal(pool, goals, off)
+            held_by_node = windows.deal(pool, goals, off)
         if (self.has_shares or windows) and largest_miss(held_by_node, goals) > MOST_OFF:
-            again = PiecePool(joined(list(chain.from_iterable(held_by_node))), rule.work)
+            again = PiecePool(joined(list(chain.from_iterable(held_by_node))), self.pool.work)
             lightest_first = deal_lightest_first(again, goals)
             held_by_node = min(held_by_node, lightest_first, key=lambda held: largest_miss(held, goals))
 
@@ -271,24 +261,24 @@ class _Documents:
             if len(ranks) == 1:
                 segments.append([piece[1:4] for piece in pieces])
                 continue
-            is_striped = rule.striped(pieces, len(ranks))
+            is_striped = self.striped(pieces, len(ranks))
             striped = list(compress(pieces, is_striped))
             rest = list(compress(pieces, map(not_, is_striped)))
             rank_goals = _goals(tokens, shares, work_of(pieces))
-            ways: Sequence[Deal]
+            ways: list[Deal]
             if windows is None:
-                ways = heuristics_to_try(len(rest), len(ranks), len(self.shares))
+                ways = [way.deal for way in heuristics_to_try(len(rest), len(ranks), len(self.shares))]
             else:
-                ways = (windows.of_ranks(pieces),)
-            segments += _deal_to_ranks(striped, rest, rank_goals, rule.work, off, ways)
-            stripes += stripes_of(striped, ranks)
+                ways = [windows.of_ranks(pieces).deal]
+            segments += _deal_to_ranks(striped, rest, rank_goals, self.pool.work, off, ways)
+            stripes += [
+                Stripe(document, start, stop, ranks.start, ranks.stop) for _, document, start, stop, _ in striped
+            ]
         return self._layout(segments, stripes)
 
     def _layout(self, segments: list[list[Segment]], stripes: list[Stripe]) -> Layout:
-        """Makes a layout, with documents numbered as the caller numbers them.
-
-        A rank's segments that begin their document come first, then by document: the order in which tasks run.
-        """
+        """Makes a layout, with documents numbered as the caller numbers them. A rank's segments that begin their
+        document come first, then by document: the order in which tasks run."""
         numbers = np.fromiter(chain.from_iterable(chain.from_iterable(segments)), dtype=np.int64).reshape(-1, 3)
         num_ranks = len(self.shares)
         rank = np.repeat(np.arange(num_ranks), [len(of_rank) for of_rank in segments])
@@ -310,25 +300,12 @@ class _Documents:
 
 
 def _deal_to_ranks(
-    striped: list[Piece],
-    rest: list[Piece],
-    goals: list[Goal],
-    work: Work,
-    off: float,
-    heuristics: Sequence[Deal],
+    striped: list[Piece], rest: list[Piece], goals: list[Goal], work: Work, off: float, ways: Sequence[Deal]
 ) -> list[list[Segment]]:
-    """Deals the pieces of a node: segments of each of its ranks.
-
-    Args:
-        striped: pieces that are spread over all ranks, their work divided equally.
-        rest: all other pieces.
-        goals: goals of the ranks for all pieces.
-        work: work of a query range, `work(document, start, stop)`.
-        off: maximum miss of a rank's work, as a fraction of it, up to which long documents are not cut.
-        heuristics: ways to deal the rest, which are tried.
-    """
+    """Deals the pieces of a node, `striped` ones over all ranks and the `rest` in the way that moves the fewest keys:
+    segments of each of its ranks, which have goals for all pieces together."""
     # 1. Stripes: tokens spread evenly, work divided equally.
-    on_ranks = spread(striped, [goal.tokens for goal in goals])
+    on_ranks = _spread(striped, [goal.tokens for goal in goals])
     striped_work = work_of(striped) / len(goals)
 
     # 2. The other pieces, for the tokens and the work that ranks still need.
@@ -338,10 +315,27 @@ def _deal_to_ranks(
         )
         for goal, held in zip(goals, on_ranks, strict=True)
     ]
-    dealt = deal_with_best(lambda: PiecePool(rest, work), goals_of_rest, off, heuristics)
-    for held, more in zip(on_ranks, dealt, strict=True):
+    dealt = [way(PiecePool(rest, work), goals_of_rest, off) for way in ways]
+    for held, more in zip(on_ranks, min(dealt, key=key_tokens) if len(dealt) > 1 else dealt[0], strict=True):
         held += [(document, start, stop) for _, document, start, stop, _ in more]
     return on_ranks
+
+
+def _spread(striped: Sequence[Piece], rank_tokens: Sequence[int]) -> list[list[Segment]]:
+    """Divides striped pieces evenly among the ranks of a node, whose tokens differ by one at most and are enough."""
+    spread_to: list[list[Segment]] = [[] for _ in rank_tokens]
+    # Remainders go round-robin, ranks with room for one token more first: sums then differ by one at most, like room.
+    turns = sorted(range(len(rank_tokens)), key=lambda rank: (-rank_tokens[rank], rank))
+    turn = 0
+    for _, document, start, stop, _ in striped:
+        each, more = divmod(stop - start, len(rank_tokens))
+        with_more = {turns[(turn + step) % len(rank_tokens)] for step in range(more)}
+        turn += more
+        for rank, held in enumerate(spread_to):
+            tokens = each + (rank in with_more)
+            held.append((document, start, start + tokens))
+            start += tokens
+    return spread_to
 
 
 def _goals(tokens: Iterable[int], shares: Iterable[float], work: int) -> list[Goal]:
@@ -350,25 +344,3 @@ def _goals(tokens: Iterable[int], shares: Iterable[float], work: int) -> list[Go
     whole = sum(parts) or 1.0
     works = [work * share / whole for share in parts]
     return [Goal(each, of_share, of_share) for each, of_share in zip(tokens, works, strict=True)]
-
-
-def _checked_topology(topology: Topology | None, num_ranks: int) -> Topology:
-    if num_ranks < 1:
-        raise PackingError(f"documents cannot be placed on {num_ranks} ranks; there must be at least 1")
-    if topology is None:
-        return Topology(num_ranks, num_ranks)
-    if topology.num_ranks != num_ranks:
-        raise PackingError(f"the topology has {topology.num_ranks} ranks, documents are to be placed on {num_ranks}")
-    return topology
-
-
-def _checked_shares(rank_shares: Sequence[float] | None, num_ranks: int) -> list[float]:
-    if rank_shares is None:
-        return [1.0] * num_ranks
-    shares = [float(share) for share in rank_shares]
-    if len(shares) != num_ranks:
-        raise PackingError(f"there are {len(shares)} rank_shares for {num_ranks} ranks")
-    bad = [rank for rank, share in enumerate(shares) if not (0 < share < math.inf)]
-    if bad:
-        raise PackingError(f"rank {bad[0]} is to have a share of {shares[bad[0]]} of the work; shares are above 0")
-    return shares

@@ -3,9 +3,8 @@
 from abc import ABC, abstractmethod
 
 from distca_hf.cost import TokenBytes
-from distca_hf.layout import Layout
+from distca_hf.layout import Layout, Topology
 from distca_hf.planning.plan import Plan
-from distca_hf.topology import Topology
 
 
 class ExtraRanks(ABC):

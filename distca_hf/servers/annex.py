@@ -1,4 +1,4 @@
-"""Annex: what attention servers add to a training that was launched with some. Core loads it by `annex_of`."""
+"""Annex: what attention servers add to a training that was launched with some: see `ParallelContext.annex`."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack

@@ -24,12 +24,11 @@ import numpy as np
 from distca_hf.arrays import IntArray, offsets
 from distca_hf.cost import Mask, TokenBytes
 from distca_hf.errors import ConfigError, PackingError, PlanError
-from distca_hf.layout import Layout
+from distca_hf.layout import Layout, Topology
 from distca_hf.planning.extra_ranks import ExtraRanks
 from distca_hf.planning.pieces import Tasks
 from distca_hf.planning.plan import PLAN_VERSION, Plan
 from distca_hf.planning.rebalance import plan_by_moving
-from distca_hf.topology import Topology
 
 
 # Maximum work of a rank above its share, as a fraction of the share. With the tolerance of plans without servers eight

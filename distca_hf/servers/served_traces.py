@@ -32,7 +32,7 @@ from distca_hf.runtime.pending_traces import (
     tasks_of,
 )
 from distca_hf.telemetry import OF_THIS_RANK, get_logger
-from distca_hf.trace_file import TraceFile
+from distca_hf.trace_file import TraceFile, read_trace
 from distca_hf.traces import RankTrace
 
 
@@ -80,7 +80,7 @@ class ReportedPass(NamedTuple):
     def of(cls, text: str) -> Self:
         """Returns the pass of a text."""
         folder, query, output, key_value, line = json.loads(text)
-        return cls(folder, TokenBytes(query, output, key_value), RankTrace.read(line, "an order of a trainer"))
+        return cls(folder, TokenBytes(query, output, key_value), read_trace(line, "an order of a trainer"))
 
 
 @dataclass

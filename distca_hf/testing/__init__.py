@@ -254,21 +254,8 @@ class FaultTransport:
         self._started = {"exchange": 0, "gather": 0}
         self._overtaken: Overtaken | None = None
 
-    @property
-    def rank(self) -> int:
-        return self._inner.rank
-
-    @property
-    def world_size(self) -> int:
-        return self._inner.world_size
-
-    @property
-    def grid(self) -> Grid:
-        return self._inner.grid
-
-    @property
-    def traffic(self) -> Traffic:
-        return self._inner.traffic
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
 
     def exchange(self, asked: AllToAll) -> Exchange:
         begin = partial(self._inner.exchange, asked)
@@ -284,10 +271,6 @@ class FaultTransport:
     def gather(self, values: Sequence[int], where: str, scope: Scope = Scope.ROWS) -> Gather:
         self._run_planned("gather")
         return self._inner.gather(values, where, scope)
-
-    def close(self) -> None:
-        """Closes the inner transport."""
-        self._inner.close()
 
     def _run_planned(self, of: Literal["exchange", "gather"]) -> bool:
         """Lets the faults happen that are planned for this one; whether the next one may overtake it."""

@@ -21,8 +21,8 @@ import sys
 import time
 from collections.abc import Iterator
 
+from distca_hf.layout import Topology
 from distca_hf.planning.routing import route
-from distca_hf.topology import Topology
 from lib.parser import add_ranks, count, parse_tables, parser_of
 from lib.planning.mixes import batch
 from lib.planning.plan_tables import (

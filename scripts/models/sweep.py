@@ -46,7 +46,7 @@ from distca_hf.analysis.check.verdict import judge
 from distca_hf.comm.transport import LocalTransport
 from distca_hf.cost import Mask
 from distca_hf.errors import ConfigError, UnsupportedAttentionError
-from distca_hf.gpus import find_gpu
+from distca_hf.flops import find_gpu
 from distca_hf.integrations.models.check import IMPLEMENTATION, REMEDY, check_model
 from distca_hf.integrations.models.forward_watch import enable
 from distca_hf.integrations.models.layer_masks import masks_of_layers

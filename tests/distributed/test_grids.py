@@ -17,11 +17,10 @@ from distca_hf.comm.grid import Grid, Scope
 from distca_hf.comm.torch_transport import TorchGather, TorchTransport
 from distca_hf.comm.transport import AllToAll, Transport
 from distca_hf.errors import ConfigError, PlanMismatchError
-from distca_hf.layout import Layout
+from distca_hf.layout import Layout, Topology
 from distca_hf.placement.given import place_given
 from distca_hf.planning.row_moves import RowMoves
 from distca_hf.runtime.row_moves import PassRows, PinnedRowMoves
-from distca_hf.topology import Topology
 from support.data import random_dataset
 from support.models import tiny_model
 from support.ranks import run_ranks, start_ranks

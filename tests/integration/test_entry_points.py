@@ -198,7 +198,7 @@ def test_train_recipe_can_be_read_and_its_script_takes_its_arguments(
     path: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     recipe = Recipe.read(path)
-    name, script, rest = run._parse(launch_command_of(path).training_script_args)
+    name, script, rest = run.parse_names(launch_command_of(path).training_script_args)
     monkeypatch.syspath_prepend(REPOSITORY / "examples")
     module = importlib.import_module(run.find_script(recipe, script, name).stem)
     if module.__name__ == "train_causal_lm":
@@ -214,7 +214,7 @@ def test_recipe_with_servers_divides_the_processes_of_its_configuration(
 ) -> None:
     command = launch_command_of(REPOSITORY / "recipes" / "train" / f"{name}.yaml")
     processes = load_config_from_file(command.config_file).num_processes
-    recipe = Recipe.read(Path(run._parse(command.training_script_args)[0]))
+    recipe = Recipe.read(Path(run.parse_names(command.training_script_args)[0]))
     numbers = {"WORLD_SIZE": processes, "LOCAL_WORLD_SIZE": processes, "TORCHELASTIC_USE_AGENT_STORE": True}
     found = []
     for rank in range(processes):
@@ -248,7 +248,7 @@ def launch_command_of(path: Path) -> Any:
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
 def test_first_comment_of_a_recipe_is_its_launch_line(path: Path) -> None:
     command = launch_command_of(path)
-    recipe, script, _ = run._parse(command.training_script_args)
+    recipe, script, _ = run.parse_names(command.training_script_args)
 
     assert command.module
     assert command.training_script == "distca_hf.run"

@@ -17,7 +17,8 @@ from transformers import DataCollatorWithFlattening
 
 import distca_hf
 from distca_hf.launched import launched_servers
-from distca_hf.traces import RankTrace, file_name
+from distca_hf.trace_file import read_trace
+from distca_hf.traces import file_name
 from support.data import random_dataset, random_documents
 from support.models import tiny_model
 from support.ranks import run_ranks
@@ -312,7 +313,7 @@ def test_servers_change_no_number(program: str, numbers: list[dict[str, Numbers]
 
 def calls_by_pass(file: Path) -> dict[tuple[object, ...], list[tuple[object, ...]]]:
     """The calls of every traced pass that is complete: part, layer and window of each."""
-    traces = [RankTrace.read(line, file.name) for line in file.read_text().splitlines()]
+    traces = [read_trace(line, file.name) for line in file.read_text().splitlines()]
     return {
         (trace.step, trace.micro_batch, trace.fingerprint): [
             (call.part, call.layer, call.window_tokens) for call in trace.calls

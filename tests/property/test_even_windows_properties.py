@@ -11,14 +11,12 @@ from hypothesis import strategies as st
 
 from distca_hf.analysis.lengths import read_lengths
 from distca_hf.cost import CAUSAL_LAYERS, LayerMasks, Mask, imbalance
-from distca_hf.layout import Layout
-from distca_hf.placement.layers_by_mask import LayersByMask
+from distca_hf.layout import Layout, Topology
 from distca_hf.placement.place import place
-from distca_hf.placement.predicted import PredictedTime
+from distca_hf.placement.predicted import LayersByMask, PredictedTime
 from distca_hf.planning.plan import plan_in_place
 from distca_hf.planning.transfers import key_transfers
 from distca_hf.recipe import LENGTHS
-from distca_hf.topology import Topology
 
 
 MODELS: list[LayerMasks] = [

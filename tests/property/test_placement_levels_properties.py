@@ -9,9 +9,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from distca_hf.cost import CAUSAL, Cost, DocumentCost, Mask, Work
-from distca_hf.layout import Layout
+from distca_hf.layout import Layout, Topology
 from distca_hf.placement.place import place
-from distca_hf.topology import Topology
 from support.layouts import padding_rows
 
 

@@ -8,11 +8,10 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from distca_hf.layout import Layout
+from distca_hf.layout import Layout, Topology
 from distca_hf.placement.given import near_home
 from distca_hf.placement.place import fill_in_order, place
 from distca_hf.planning.plan import plan_in_place
-from distca_hf.topology import Topology
 from support.layouts import padding_rows, reads_rows_in_order
 
 

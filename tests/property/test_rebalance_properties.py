@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from distca_hf.cost import TokenBytes
-from distca_hf.layout import TILE_TOKENS, Layout
+from distca_hf.layout import TILE_TOKENS, Layout, Topology
 from distca_hf.placement.place import fill_in_order
 from distca_hf.planning.pieces import ALL_HEADS
 from distca_hf.planning.plan import Plan, plan_in_place
@@ -16,7 +16,6 @@ from distca_hf.planning.rebalance import plan_by_moving
 from distca_hf.planning.rebalance.donors import STRATEGIES
 from distca_hf.planning.rebalance.planner import NEGLIGIBLE_SHARE, TILE_SHARE, TOLERANCE, Candidates
 from distca_hf.planning.transfers import bytes_between
-from distca_hf.topology import Topology
 from support.layouts import packed_layout, random_layout
 
 

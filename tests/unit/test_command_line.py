@@ -90,7 +90,7 @@ def test_every_help_has_an_example_that_works(
 def test_help_of_the_launcher_has_an_example_of_a_shipped_recipe() -> None:
     (example,) = re.findall(r"^Example: (.*)", str(run.__doc__), re.MULTILINE)
     _, _, arguments = example.partition("-m distca_hf.run ")
-    recipe, script, rest = run._parse(shlex.split(arguments))
+    recipe, script, rest = run.parse_names(shlex.split(arguments))
 
     assert f"train/{recipe}" in RECIPES.files()
     assert (script, rest) == ("train.py", ["--dataset", "DATASET"])

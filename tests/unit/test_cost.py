@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from distca_hf.cost import CAUSAL, Cost, Mask, causal_pairs
+from distca_hf.cost import CAUSAL, Cost, Mask
 from distca_hf.errors import ConfigError
 
 
@@ -79,15 +79,6 @@ def test_cost_never_falls_along_a_document(cost: Cost, tokens: int) -> None:
     along = [cost.work(at, at + 1) for at in range(tokens)]
 
     assert along == sorted(along)
-
-
-def test_a_window_as_long_as_the_document_is_none() -> None:
-    for stop in (1, 500, 1000):
-        assert Mask(1000).pairs(0, stop) == causal_pairs(0, stop) == Mask().pairs(0, stop)
-
-
-def test_equal_masks_are_one_key() -> None:
-    assert {Mask(5): "a", Mask(): "b"} == {Mask(): "b", Mask(window_tokens=5): "a"}
 
 
 def test_sums_are_exact_in_large_worlds() -> None:

@@ -1,4 +1,4 @@
-"""Operations of a step: as torch counts them, and what they say about measured steps."""
+"""Operations of a step: as torch counts them, and what they say about measured steps; GPUs by name."""
 
 from typing import Any
 
@@ -12,7 +12,8 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, HunYuanMoEV1Confi
 from distca_hf.analysis.check.tiny_config import tiny_config
 from distca_hf.comm.grid import Grid
 from distca_hf.cost import causal_pairs
-from distca_hf.flops import Rates, StepCost, StepFlops
+from distca_hf.errors import ConfigError
+from distca_hf.flops import GPUS, Rates, StepCost, StepFlops, find_gpu, gpu_of_device, peak_flops
 from distca_hf.integrations.models.planner import predictable, share_of, shares_of_experts, step_flops
 from distca_hf.traces import ModelSizes
 from support.models import SIZES, VOCABULARY, tiny_model
@@ -176,3 +177,61 @@ def test_cost_by_hand() -> None:
 
     assert [cost.token_seconds for cost in (once, layers, both)] == [24.0, 31.0, 31.0]
     assert [cost.pair_seconds for cost in (once, layers, both)] == [15.0, 15.0, 20.0]
+
+
+# --- GPUs
+
+
+def test_every_gpu_has_a_generation_that_the_kernels_know() -> None:
+    assert {gpu.compute_capability for gpu in GPUS.values()} <= {None, 7, 8, 9, 10, 11, 12}
+    assert find_gpu("H200") is GPUS["h200"]
+    with pytest.raises(ConfigError, match="Did you mean 'h100'"):
+        find_gpu("h101")
+
+
+@pytest.mark.parametrize(
+    ("device", "name"),
+    [
+        ("NVIDIA H200", "h200"),
+        ("NVIDIA H100 80GB HBM3", "h100"),
+        ("NVIDIA H100 NVL", "h100-nvl"),
+        ("NVIDIA H100 PCIe", "h100-pcie"),
+        ("NVIDIA H200 NVL", "h200-nvl"),
+        ("NVIDIA GH200 480GB", "gh200"),
+        ("NVIDIA A100-SXM4-40GB", "a100-40gb"),
+        ("NVIDIA A100-SXM4-80GB", "a100"),
+        ("NVIDIA L40S", "l40s"),
+        ("NVIDIA GeForce RTX 4090", "rtx4090"),
+        ("NVIDIA RTX PRO 6000 Blackwell Server Edition", "rtx-pro-6000"),
+    ],
+)
+def test_devices_are_known_by_the_name_that_torch_has_for_them(device: str, name: str) -> None:
+    assert gpu_of_device(device) is GPUS[name]
+
+
+@pytest.mark.parametrize(
+    "device", ["another", "NVIDIA A100-SXM4-80GB MIG 1g.10gb", "NVIDIA H200 MIG 3g.71gb", "NVIDIA A10G"]
+)
+def test_a_device_that_is_no_whole_known_gpu_has_neither_memory_nor_rate(device: str) -> None:
+    assert gpu_of_device(device) is None
+    assert peak_flops(device) is None
+
+
+@pytest.mark.parametrize(
+    ("name", "tera"),
+    [
+        ("NVIDIA H100 80GB HBM3", 989),
+        ("NVIDIA H100 PCIe", 756),
+        ("NVIDIA H200", 989),
+        ("NVIDIA H200 NVL", 835),
+        ("NVIDIA B200", 2250),
+        ("NVIDIA A100-SXM4-80GB", 312),
+        ("NVIDIA L40S", 362),
+        ("NVIDIA A10G", None),
+        ("NVIDIA GH200 480GB", None),
+        ("NVIDIA A100-SXM4-80GB MIG 1g.10gb", None),
+        ("Tesla T4", None),
+    ],
+)
+def test_peak_is_known_by_name_or_not_at_all(name: str, tera: float | None) -> None:
+    assert peak_flops(name) == (None if tera is None else tera * 1e12)

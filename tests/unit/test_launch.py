@@ -77,13 +77,6 @@ BROKEN: dict[str, tuple[str, list[str]]] = {
         "plugins: {}",
         ["unknown section 'plugins'. Did you mean 'plugin'?", "launch, environment, plugin, script"],
     ),
-    "unknown setting": (
-        "plugin: {token_per_rank: 5}",
-        ["unknown setting 'token_per_rank'. Did you mean 'tokens_per_rank'?"],
-    ),
-    "wrong type": ("plugin: {tokens_per_rank: many}", ["tokens_per_rank='many'", "int"]),
-    "wrong choice": ("plugin: {overlong: drop}", ["overlong='drop'", "error, split, truncate"]),
-    "null setting": ("plugin: {tokens_per_rank: }", ["tokens_per_rank=None"]),
     "unknown key of launch": (
         "launch: {scripts: a.py}",
         ["'scripts' in launch. Did you mean 'script'?", "accelerate"],

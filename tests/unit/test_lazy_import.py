@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 import distca_hf
-from distca_hf import errors
-from distca_hf.import_hooks import when_imported
+from distca_hf import errors, when_imported
 
 
 HEAVY = ("torch", "transformers", "accelerate", "datasets")

@@ -164,7 +164,7 @@ TABLE = re.findall(r"^\| `(\S+)` \|", SECTION, re.MULTILINE)
             ONE_RANK,
             2560,
             in_folders,
-            [f"placement/{name}.py" for name in ("piece_pool", "longest_first", "heuristics", "accordion")],
+            [f"placement/{name}.py" for name in ("piece_pool", "heuristics", "accordion")],
         ),
     ],
     ids=["held by one rank", "cut", "with the search of placement"],

@@ -46,16 +46,12 @@ def test_lines_carry_name_and_rank() -> None:
     ]
 
 
-def test_other_ranks_write_what_concerns_them_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_ranks_write_what_concerns_them_alone_and_debug_lines(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "3")
 
-    assert written() == ["distca_hf [rank 3] WARNING: d", "distca_hf [rank 3] ERROR: e"]
-
-
-def test_debug_lines_come_from_every_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("RANK", "3")
-
-    assert written(level=logging.DEBUG)[0] == "distca_hf [rank 3] DEBUG: a 1"
+    own = ["distca_hf [rank 3] WARNING: d", "distca_hf [rank 3] ERROR: e"]
+    assert written() == own
+    assert written(level=logging.DEBUG) == ["distca_hf [rank 3] DEBUG: a 1", *own]
 
 
 def test_level_of_the_application_counts() -> None:

@@ -1,7 +1,7 @@
 """Without a name that is private to torch, its public way around gives the same results."""
 
-from collections.abc import Callable
-from datetime import timedelta
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -147,6 +147,16 @@ def test_a_pass_is_taken_for_backward_if_that_cannot_be_found_out(monkeypatch: p
     assert [seen[2], torch_private._make_backward_number()()] == [-1, 0]
 
 
+@contextmanager
+def one_rank(folder: Path) -> Iterator[None]:
+    """A process group of this process."""
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
 class GroupWithoutBackends:
     """A process group of a torch without `_get_backend`."""
 
@@ -155,22 +165,19 @@ class GroupWithoutBackends:
 
 
 def test_all_to_alls_without_backends_are_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    store, start = f"file://{tmp_path}/store", dist.all_to_all_single
+    start = dist.all_to_all_single
 
     def public(*given: Any, group: GroupWithoutBackends, async_op: bool) -> dist.Work:
         return start(*given, group=group.group, async_op=async_op)
 
     monkeypatch.setattr(dist, "all_to_all_single", public)
-    dist.init_process_group("gloo", init_method=store, rank=0, world_size=1, timeout=timedelta(seconds=60))
-    try:
-        received = []
+    received = []
+    with one_rank(tmp_path):
         for group in (dist.group.WORLD, GroupWithoutBackends(dist.group.WORLD)):
             room = torch.zeros(3, 2)
             all_to_all = torch_private.all_to_all_of(group, torch.device("cpu"))
             all_to_all(room, torch.arange(6.0).view(3, 2), [3], [3]).wait()
             received.append(room.tolist())
-    finally:
-        dist.destroy_process_group()
 
     assert received == [[[0, 1], [2, 3], [4, 5]]] * 2
 
@@ -178,11 +185,8 @@ def test_all_to_alls_without_backends_are_the_same(tmp_path: Path, monkeypatch: 
 def test_groups_of_this_process_are_unknown_without_their_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    try:
+    with one_rank(tmp_path):
         assert torch_private.num_groups() == 1
-    finally:
-        dist.destroy_process_group()
     assert torch_private.num_groups() == 0
     monkeypatch.delattr(dist.distributed_c10d, "_world")
 

@@ -17,8 +17,8 @@ from distca_hf.comm.transport import LocalTransport
 from distca_hf.cost import TokenBytes
 from distca_hf.errors import ReportError
 from distca_hf.servers.served_traces import ReportedPass, ServedTraces
-from distca_hf.trace_file import TraceFile
-from distca_hf.traces import RankTrace, file_name, step_of
+from distca_hf.trace_file import TraceFile, read_trace, step_of
+from distca_hf.traces import RankTrace, file_name
 from support.made_traces import made_trace
 
 
@@ -27,12 +27,12 @@ TRACE = made_trace(1, ranks=4, slow_rank=2)
 
 def steps_of(folder: Path, number: int = 0) -> list[int]:
     lines = (folder / file_name(number)).read_text().splitlines()
-    return [RankTrace.read(line, "here").step for line in lines]
+    return [read_trace(line, "here").step for line in lines]
 
 
 @pytest.mark.parametrize("trace", [TRACE, replace(TRACE, costs=None, step_seconds=None, calls=(), sent_bytes=())])
 def test_line_is_read_as_it_was_written(trace: RankTrace) -> None:
-    assert RankTrace.read(trace.line(), "here") == trace
+    assert read_trace(trace.line(), "here") == trace
 
 
 CONTENT = json.loads(TRACE.line())
@@ -55,7 +55,7 @@ WRONG = {
 def test_other_lines_are_refused_in_words(name: str) -> None:
     line, words = WRONG[name]
     with pytest.raises(ReportError) as refused:
-        RankTrace.read(line, "rank-00000.jsonl line 3")
+        read_trace(line, "rank-00000.jsonl line 3")
 
     assert str(refused.value).startswith("rank-00000.jsonl line 3 ")
     assert words in str(refused.value)
@@ -77,7 +77,7 @@ def test_other_lines_are_refused_in_words(name: str) -> None:
 )
 def test_fields_that_do_not_go_together_are_refused(changes: dict[str, object], words: str) -> None:
     with pytest.raises(ReportError, match=re.escape(words)):
-        RankTrace.read(json.dumps({**json.loads(TRACE.line()), **changes}), "here")
+        read_trace(json.dumps({**json.loads(TRACE.line()), **changes}), "here")
 
 
 def test_lines_that_python_cannot_read_are_refused() -> None:
@@ -87,7 +87,7 @@ def test_lines_that_python_cannot_read_are_refused() -> None:
     ):
         assert step_of(line) is None
         with pytest.raises(ReportError, match=words):
-            RankTrace.read(line, "here")
+            read_trace(line, "here")
 
 
 def test_full_disk_leaves_no_part_of_a_line(
@@ -148,7 +148,7 @@ def test_server_that_rejoins_writes_on(tmp_path: Path) -> None:
             file.write(7, replace(served, step=step))
 
     lines = (tmp_path / "server-00007.jsonl").read_text().splitlines()
-    assert [RankTrace.read(line, "here").step for line in lines] == [2, 4, 6]
+    assert [read_trace(line, "here").step for line in lines] == [2, 4, 6]
 
 
 def test_file_that_cannot_be_written_is_a_warning_and_no_error(

@@ -41,7 +41,7 @@ from distca_hf.analysis.tables import CHECKPOINTING, Terminal, accumulation, blo
 from distca_hf.batches.placed import PlacedPlanner
 from distca_hf.config import DistCAConfig
 from distca_hf.errors import ConfigError
-from distca_hf.gpus import Gpu, find_gpu
+from distca_hf.flops import Gpu, find_gpu
 from distca_hf.integrations.models.decoder_layers import grouped, ranges
 from distca_hf.layout import MAX_DOCUMENT_TOKENS
 from distca_hf.planning.transfers import received_bytes

@@ -19,7 +19,7 @@ from distca_hf.analysis.check.layers import KernelChoice, kernels_for
 from distca_hf.analysis.check.tiny_config import tiny_config, tiny_version
 from distca_hf.analysis.check.trial import Numerics, TinyModel, compare, step_alone
 from distca_hf.errors import ConfigError, DistCAError
-from distca_hf.gpus import Gpu
+from distca_hf.flops import Gpu
 from distca_hf.integrations.models.check import IMPLEMENTATION, REMEDY, PositionLimits, kernel_needs, refusals
 from distca_hf.integrations.models.decoder_layers import DecoderLayerKind, layer_kinds, ranges
 from distca_hf.integrations.models.structure import attention_layers, text_decoder, towers

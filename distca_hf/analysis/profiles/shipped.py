@@ -7,7 +7,7 @@ from pathlib import Path
 
 from distca_hf.analysis.profiles.cluster_profile import ClusterProfile
 from distca_hf.errors import ConfigError, did_you_mean
-from distca_hf.gpus import H100_GIB, gpu_of_device, peak_flops
+from distca_hf.flops import H100_GIB, gpu_of_device, peak_flops
 
 
 FOLDER = "distca_hf.analysis.profiles"

@@ -25,18 +25,8 @@ from distca_hf.analysis.report.straggler import (
     waiting_for_servers,
 )
 from distca_hf.errors import ReportError
-from distca_hf.traces import (
-    FILES,
-    FOLDER,
-    LONGEST_LINE_BYTES,
-    SERVER_FILES,
-    PassPart,
-    RankTrace,
-    Spent,
-    is_json,
-    may_begin_line,
-    step_of,
-)
+from distca_hf.trace_file import LONGEST_LINE_BYTES, is_json, may_begin_line, read_trace, step_of
+from distca_hf.traces import FILES, FOLDER, SERVER_FILES, PassPart, RankTrace, Spent
 from distca_hf.whole_file import lines_of, open_regular
 
 
@@ -157,7 +147,7 @@ def _whole_lines(file: Path, unfinished: list[Path]) -> Iterator[_Line]:
 
 
 def _trace(file: Path, number: int, line: bytes) -> RankTrace:
-    return RankTrace.read(_text(file, line), f"{file} line {number}")
+    return read_trace(_text(file, line), f"{file} line {number}")
 
 
 def _text(file: Path, line: bytes) -> str:

@@ -30,7 +30,7 @@ from distca_hf.analysis.report.run_folder import read_folder
 from distca_hf.analysis.report.small_enough import fitted
 from distca_hf.analysis.tables import COLUMNS
 from distca_hf.errors import ReportError, first_line, printable
-from distca_hf.typed_json import read_json
+from distca_hf.trace_file import read_json
 from distca_hf.version import __version__
 from distca_hf.whole_file import read_at_most, replaced
 

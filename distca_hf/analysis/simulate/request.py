@@ -16,11 +16,10 @@ from distca_hf.config import DistCAConfig
 from distca_hf.data.documents import fit_documents
 from distca_hf.data.epochs import EpochPacker
 from distca_hf.errors import ConfigError, PackingError
-from distca_hf.gpus import H200_GIB
-from distca_hf.layout import MAX_DOCUMENT_TOKENS
+from distca_hf.flops import H200_GIB
+from distca_hf.layout import MAX_DOCUMENT_TOKENS, Topology
 from distca_hf.pipelines.pipeline import Pipeline
 from distca_hf.servers.served_plans import Servers
-from distca_hf.topology import Topology
 
 
 # Most optimizer steps of a simulation.

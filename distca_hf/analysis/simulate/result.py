@@ -15,7 +15,7 @@ from distca_hf.analysis.simulate.run import Track, WaySteps, run_steps
 from distca_hf.analysis.simulate.simulation import Simulation
 from distca_hf.analysis.simulate.stages import StageMemory
 from distca_hf.arrays import IntArray
-from distca_hf.gpus import peak_flops
+from distca_hf.flops import peak_flops
 
 
 # Gain over the fastest way without core attention disaggregation below which distca is not worth a change.

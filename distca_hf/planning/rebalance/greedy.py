@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from distca_hf.cost import Mask, TokenBytes
 from distca_hf.errors import ConfigError
+from distca_hf.layout import Topology
 from distca_hf.planning.rebalance.byte_costs import Prices
 from distca_hf.planning.rebalance.donors import Donors
 from distca_hf.planning.rebalance.head_stacks import (
@@ -24,7 +25,6 @@ from distca_hf.planning.rebalance.head_stacks import (
     common_cut_of,
     tokens_held,
 )
-from distca_hf.topology import Topology
 
 
 Amounts = dict[int, float]  # rank -> work

@@ -12,13 +12,12 @@ from functools import cached_property
 
 from distca_hf.cost import CAUSAL_MASK, Mask, TokenBytes
 from distca_hf.errors import ConfigError, PlanError
-from distca_hf.layout import TILE_TOKENS, Layout
+from distca_hf.layout import TILE_TOKENS, Layout, Topology
 from distca_hf.planning.plan import Plan, plan_in_place
 from distca_hf.planning.rebalance.byte_costs import MovedBytes, Prices, Segments
 from distca_hf.planning.rebalance.donors import MANY_DOCUMENTS, STRATEGIES, DocumentsByRank, Donors, Effort, Strategy
 from distca_hf.planning.rebalance.greedy import GreedyMoves, WorkGaps, busiest_bytes, work_limits
 from distca_hf.planning.rebalance.head_stacks import Stack, tasks_of
-from distca_hf.topology import Topology
 
 
 # Maximum work of a rank above its share, as a fraction of the share. The last two percent cost bytes and no longer

@@ -14,7 +14,7 @@ import numpy as np
 from distca_hf.analysis.profiles.curves import Notes
 from distca_hf.analysis.profiles.shipped import find_profile
 from distca_hf.config import DistCAConfig
-from distca_hf.topology import Topology
+from distca_hf.layout import Topology
 from lib.planning.predicted import Setting, model_of, simulate
 from lib.tables import markdown
 

@@ -19,9 +19,8 @@ from weakref import WeakSet
 
 import pytest
 
-from distca_hf import DistCAPlugin
+from distca_hf import DistCAPlugin, when_imported
 from distca_hf.errors import DistCAError
-from distca_hf.import_hooks import when_imported
 from upstream.names import provide_missing_names
 from upstream.outcomes import DISTCA, FAILED, IMPLEMENTATIONS, PASSED, SKIPPED, Outcome
 

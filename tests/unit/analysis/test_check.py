@@ -23,7 +23,7 @@ from distca_hf.analysis.find_model import find_model
 from distca_hf.analysis.request import PRESETS
 from distca_hf.cost import Mask
 from distca_hf.errors import UnsupportedAttentionError
-from distca_hf.gpus import find_gpu
+from distca_hf.flops import find_gpu
 from distca_hf.integrations.models.check import check_model
 from distca_hf.integrations.models.decoder_layers import MOST_KINDS, grouped, layer_kinds, ranges, verdict_in_short
 from distca_hf.integrations.models.structure import weights_beside_text

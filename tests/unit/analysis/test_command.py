@@ -22,7 +22,7 @@ from distca_hf.analysis.request import PRESETS, PlanRequest, plan_micro_steps, p
 from distca_hf.cli import app
 from distca_hf.cost import causal_pairs
 from distca_hf.errors import PackingError
-from distca_hf.topology import Topology
+from distca_hf.layout import Topology
 from support.models import tiny_config
 
 

@@ -13,6 +13,7 @@ from distca_hf.analysis.profiles.cluster_profile import ClusterProfile
 from distca_hf.analysis.profiles.shipped import find_profile, profile_of_device
 from distca_hf.analysis.report.predictions import Predictor
 from distca_hf.cli import app
+from distca_hf.trace_file import read_trace
 from distca_hf.traces import HeadSizes, LayersTrace, ModelSizes, RankTrace, file_name
 from support.made_traces import llama_layers, made_trace, write_served_run
 
@@ -164,7 +165,7 @@ def test_every_rank_is_predicted_from_the_profile_of_its_own_gpu(tmp_path: Path)
     """A server that is an H100, beside trainers on H200s; the option wins over both."""
     write_served_run(tmp_path)
     path = tmp_path / file_name(3, is_server=True)
-    server = RankTrace.read(path.read_text(), "here")
+    server = read_trace(path.read_text(), "here")
     path.write_text(replace(server, device="NVIDIA H100 80GB HBM3").line())
     both, one = (report(tmp_path, *options)["steps"][0] for options in ((), ("--cluster", "h200")))
     seconds = both["seconds"]

@@ -333,7 +333,7 @@ def test_of_too_many_traces_some_steps_are_read(tmp_path: Path, monkeypatch: pyt
 
 
 def test_traces_of_one_step_are_in_memory_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    read, alive, most = RankTrace.read, weakref.WeakSet[RankTrace](), []
+    read, alive, most = run_folder.read_trace, weakref.WeakSet[RankTrace](), []
 
     def note(line: str, where: str) -> RankTrace:
         trace = read(line, where)
@@ -341,7 +341,7 @@ def test_traces_of_one_step_are_in_memory_at_a_time(tmp_path: Path, monkeypatch:
         most.append(len(alive))
         return trace
 
-    monkeypatch.setattr(RankTrace, "read", note)
+    monkeypatch.setattr(run_folder, "read_trace", note)
     found = report(write_run(tmp_path, ranks=3, steps=9))
 
     assert len(found["steps"]) == 9

@@ -23,7 +23,7 @@ from distca_hf.runtime.live_plan import LivePlan
 from distca_hf.runtime.op import flash_attn
 from distca_hf.runtime.pending_traces import UNTRACED, PassTrace
 from distca_hf.testing import rows_of_rank, run_ranks
-from distca_hf.trace_file import TraceFile
+from distca_hf.trace_file import TraceFile, read_trace
 from distca_hf.traces import RankTrace, Spent, file_name
 
 
@@ -82,7 +82,7 @@ def run_pass(live: LivePlan, plan: Plan, trace: PassTrace) -> None:
 
 def traces_of(folder: Path, rank: int) -> list[RankTrace]:
     lines = (folder / file_name(rank)).read_text().splitlines()
-    return [RankTrace.read(line, "here") for line in lines]
+    return [read_trace(line, "here") for line in lines]
 
 
 def pairs_of_tasks(trace: RankTrace, plan: Plan) -> float:

@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 
 from distca_hf.data.accumulation import group_documents
 from distca_hf.errors import PackingError
+from distca_hf.layout import Topology
 from distca_hf.placement.place import place
 from distca_hf.planning.plan import plan_in_place
 from distca_hf.planning.transfers import key_transfers
-from distca_hf.topology import Topology
 
 
 def real_looking(rng: random.Random, tokens: int, longest: int) -> list[int]:

@@ -22,8 +22,8 @@ from distca_hf.config import DistCAConfig
 from distca_hf.data.accumulation import RegroupedEpoch
 from distca_hf.data.epochs import EpochPacker
 from distca_hf.errors import ConfigError
+from distca_hf.layout import Topology
 from distca_hf.placement.place import place
-from distca_hf.topology import Topology
 from support.data import random_dataset
 
 

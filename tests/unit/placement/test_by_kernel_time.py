@@ -9,9 +9,9 @@ import pytest
 
 from distca_hf.cost import causal_pairs
 from distca_hf.errors import PackingError
+from distca_hf.layout import Topology
 from distca_hf.placement.by_kernel_time import KernelTimes, place_by_seconds, rank_seconds
 from distca_hf.placement.place import place
-from distca_hf.topology import Topology
 
 
 GRID = [2**power for power in range(5, 20)]

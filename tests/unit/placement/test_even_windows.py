@@ -10,14 +10,12 @@ from distca_hf.batches.placed import PlacedPlanner
 from distca_hf.config import DistCAConfig
 from distca_hf.cost import CAUSAL_LAYERS, Cost, LayerMasks, Mask, imbalance
 from distca_hf.errors import ConfigError
-from distca_hf.layout import Layout
+from distca_hf.layout import Layout, Topology
 from distca_hf.placement.accordion import Goal
 from distca_hf.placement.even_windows import EvenWindows
-from distca_hf.placement.layers_by_mask import LayersByMask, pair_time
 from distca_hf.placement.piece_pool import PiecePool, work_of
 from distca_hf.placement.place import place
-from distca_hf.placement.predicted import PredictedTime
-from distca_hf.topology import Topology
+from distca_hf.placement.predicted import LayersByMask, PredictedTime, pair_time
 
 
 WINDOW = Mask(1024)
@@ -41,7 +39,7 @@ def dealt_evenly(lengths: list[int], shares: int, may_miss: float) -> list[tuple
         Goal(tokens * (share + 1) // shares - tokens * share // shares, work / shares, work / shares)
         for share in range(shares)
     ]
-    even = EvenWindows(kinds.left_out_before, long_tokens=1638, least_tokens=512, may_miss=may_miss, alike=1.0)
+    even = EvenWindows(kinds, window_time=0.0, time_left_out=0.0, may_miss=may_miss, alike=1.0)
     dealt = even.deal(pool, goals, off=3e-3)
     return [(sum(stop - start for _, _, start, stop, _ in held), work_of(held), even.left_out(held)) for held in dealt]
 
@@ -179,7 +177,6 @@ def test_predicted_time_of_even_ranks_without_keys_is_that_of_their_work() -> No
     time = PredictedTime.of(Layout.from_packs([[2048], [2048]]), kinds, [1.0, 1.0])
 
     assert time.keys == 0
-    assert time.windows_uneven == 0
     assert time.total == time.even == Mask().pairs(0, 2048) + 5 * 1.5 * WINDOW.pairs(0, 2048)
 
 

@@ -15,37 +15,6 @@ from distca_hf.layout import TILE_TOKENS, Layout
 from distca_hf.placement.place import fill_in_order, place
 
 
-Range = tuple[int, int, int]  # document, start, stop
-
-
-def held_by(layout: Layout, rank: int) -> list[Range]:
-    """A rank's segments, in row order."""
-    held = layout.segments_of(rank)
-    return list(
-        zip(
-            layout.segment_document[held].tolist(),
-            layout.segment_start[held].tolist(),
-            layout.segment_stop[held].tolist(),
-            strict=True,
-        )
-    )
-
-
-def runs_of(layout: Layout, rank: int) -> list[Range]:
-    """What a rank holds as longest ranges of consecutive tokens, sorted."""
-    runs: list[Range] = []
-    for document, start, stop in sorted(held_by(layout, rank)):
-        if runs and runs[-1][0] == document and runs[-1][2] == start:
-            runs[-1] = (document, runs[-1][1], stop)
-        else:
-            runs.append((document, start, stop))
-    return runs
-
-
-def all_runs(layout: Layout) -> list[list[Range]]:
-    return [runs_of(layout, rank) for rank in range(layout.num_ranks)]
-
-
 def work_off(layout: Layout) -> float:
     """Largest distance of a rank's work from the mean, as a share of the mean."""
     work = layout.rank_work.astype(np.float64)
@@ -59,7 +28,7 @@ def work_off(layout: Layout) -> float:
 def test_one_rank_holds_every_document_whole_and_in_order(lengths: list[int]) -> None:
     layout = place(lengths, 1)
 
-    assert held_by(layout, 0) == [(document, 0, tokens) for document, tokens in enumerate(lengths)]
+    assert layout.held_by(0) == [(document, 0, tokens) for document, tokens in enumerate(lengths)]
 
 
 @pytest.mark.parametrize("num_ranks", [1, 3])
@@ -79,7 +48,7 @@ def test_one_document_over_all_ranks_is_a_zigzag(tokens: int, num_ranks: int) ->
     """The n-th rank from the back ends where the n-th of 2 x ranks equal parts from the back does, up to a tile: work
     is equal, and keys and values cost what they cost in a zigzag."""
     layout = place([tokens], num_ranks)
-    ends = sorted((runs[-1][2] for runs in all_runs(layout)), reverse=True)
+    ends = sorted((layout.held_by(rank)[-1][2] for rank in range(num_ranks)), reverse=True)
 
     for rank, end in enumerate(ends):
         assert abs(end - tokens * (2 * num_ranks - rank) / (2 * num_ranks)) <= (rank + 1) * TILE_TOKENS
@@ -91,8 +60,8 @@ def test_one_document_over_all_ranks_is_a_zigzag(tokens: int, num_ranks: int) ->
 def test_equal_documents_that_divide_evenly_are_not_cut(tokens: int, per_rank: int, num_ranks: int) -> None:
     layout = place([tokens] * (per_rank * num_ranks), num_ranks)
 
-    assert all((start, stop) == (0, tokens) for rank in range(num_ranks) for _, start, stop in held_by(layout, rank))
-    assert [len(held_by(layout, rank)) for rank in range(num_ranks)] == [per_rank] * num_ranks
+    assert all((start, stop) == (0, tokens) for rank in range(num_ranks) for _, start, stop in layout.held_by(rank))
+    assert [len(layout.held_by(rank)) for rank in range(num_ranks)] == [per_rank] * num_ranks
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3, 8, 64])
@@ -136,14 +105,6 @@ def test_work_is_within_the_promised_share_where_small_misses_add_up(lengths: li
     assert work_off(place(lengths, num_ranks)) <= 0.008
 
 
-def test_lengths_given_are_left_alone() -> None:
-    lengths = np.array([500, 20, 3000, 1], dtype=np.int64)
-    place(lengths, 3)
-    fill_in_order(lengths, 3)
-
-    assert lengths.tolist() == [500, 20, 3000, 1]
-
-
 def test_layout_does_not_depend_on_the_process() -> None:
     """Ranks are processes with hash seeds of their own, and must derive the same layout."""
     program = (
@@ -173,19 +134,8 @@ def test_layout_does_not_depend_on_the_process() -> None:
 
 @pytest.mark.parametrize("pack", [place, fill_in_order])
 @pytest.mark.parametrize(
-    ("lengths", "parts"),
-    [
-        ([5, 0], ["document 1 has 0 tokens"]),
-        ([5, -3], ["document 1 has -3 tokens"]),
-        ([2**31], ["document 0 has 2147483648 tokens"]),
-        ([1.5], ["list of integers", "float64"]),
-        ([[1, 2]], ["list of integers", "shape (1, 2)"]),
-    ],
-    ids=str,
+    ("lengths", "words"), [([5, 0], "document 1 has 0 tokens"), ([1.5], "list of integers, not an array of float64")]
 )
-def test_impossible_lengths_are_refused(pack: Any, lengths: Any, parts: list[str]) -> None:
-    with pytest.raises(PackingError) as refused:
+def test_impossible_lengths_are_refused(pack: Any, lengths: Any, words: str) -> None:
+    with pytest.raises(PackingError, match=words):
         pack(lengths, 2)
-
-    for part in parts:
-        assert part in str(refused.value)

@@ -10,11 +10,10 @@ import pytest
 
 from distca_hf.cost import TokenBytes, imbalance
 from distca_hf.errors import PackingError
-from distca_hf.layout import Stripe
+from distca_hf.layout import Stripe, Topology
 from distca_hf.placement.place import place
 from distca_hf.planning.plan import plan_in_place
 from distca_hf.planning.transfers import bytes_between
-from distca_hf.topology import Topology
 
 
 K = 1024

@@ -7,13 +7,12 @@ import pytest
 
 from distca_hf.config import DistCAConfig
 from distca_hf.cost import Mask
-from distca_hf.layout import Layout, Stripe
+from distca_hf.layout import Layout, Stripe, Topology
 from distca_hf.planning.pieces import ALL_HEADS, Tasks, line_keys
 from distca_hf.planning.plan import Plan, plan_in_place
 from distca_hf.planning.routing import route
 from distca_hf.planning.transfers import NEVER, ExchangeChunks, key_transfers
 from distca_hf.servers.served_plans import Servers
-from distca_hf.topology import Topology
 from support.layouts import random_layout, random_plan
 
 

@@ -5,7 +5,7 @@ import pytest
 
 from distca_hf.cost import TokenBytes
 from distca_hf.errors import ConfigError, PlanError
-from distca_hf.layout import Layout
+from distca_hf.layout import Layout, Topology
 from distca_hf.placement.place import fill_in_order
 from distca_hf.planning.pieces import ALL_HEADS
 from distca_hf.planning.plan import Plan, plan_in_place
@@ -14,7 +14,6 @@ from distca_hf.planning.rebalance.byte_costs import Prices
 from distca_hf.planning.rebalance.donors import Strategy, merge_short_tails
 from distca_hf.planning.rebalance.greedy import WorkGaps, work_limits
 from distca_hf.planning.transfers import bytes_between
-from distca_hf.topology import Topology
 from lib.planning.mixes import batch
 from lib.planning.published_greedy import plan_published_greedy
 

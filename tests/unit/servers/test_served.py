@@ -10,7 +10,7 @@ import pytest
 
 from distca_hf.cost import TokenBytes
 from distca_hf.errors import ConfigError, PlanError
-from distca_hf.layout import Layout
+from distca_hf.layout import Layout, Topology
 from distca_hf.placement.place import place
 from distca_hf.planning.plan import Plan, plan_in_place
 from distca_hf.planning.plan_totals import PlanTotals
@@ -18,7 +18,6 @@ from distca_hf.planning.rebalance.greedy import WorkGaps
 from distca_hf.planning.routing import LATE_SHARE, rank_plan, route
 from distca_hf.planning.transfers import bytes_between
 from distca_hf.servers.served_plans import Servers
-from distca_hf.topology import Topology
 from support.layouts import packed_layout, random_layout, striped_layout
 
 

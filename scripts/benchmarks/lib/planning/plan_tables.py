@@ -11,10 +11,10 @@ from distca_hf.analysis.first_step import largest_rank_bytes, make_report
 from distca_hf.analysis.request import PlanRequest, preset
 from distca_hf.arrays import IntArray
 from distca_hf.cost import imbalance
+from distca_hf.layout import Topology
 from distca_hf.placement.place import place, work_in_order
 from distca_hf.planning.plan import plan_in_place
 from distca_hf.planning.transfers import bytes_between
-from distca_hf.topology import Topology
 from lib.planning.bounds import key_value_bytes_bound
 from lib.planning.mixes import batch
 from lib.planning.planners import (

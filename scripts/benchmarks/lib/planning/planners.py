@@ -12,11 +12,10 @@ from distca_hf.arrays import IntArray
 from distca_hf.batches.placed import PlacedPlanner
 from distca_hf.config import DistCAConfig
 from distca_hf.cost import causal_pairs
-from distca_hf.layout import MAX_DOCUMENT_TOKENS
+from distca_hf.layout import MAX_DOCUMENT_TOKENS, Topology
 from distca_hf.placement.place import fill_in_order
 from distca_hf.planning.plan import Plan
 from distca_hf.planning.rebalance import plan_by_moving
-from distca_hf.topology import Topology
 from lib.tables import head, row
 
 

@@ -28,10 +28,9 @@ from distca_hf.analysis.simulate.step import Training
 from distca_hf.analysis.simulate.wires import Cluster
 from distca_hf.arrays import IntArray
 from distca_hf.batches.placed import GivenPlans
-from distca_hf.layout import Layout
+from distca_hf.layout import Layout, Topology
 from distca_hf.planning.plan import plan_in_place
 from distca_hf.planning.rebalance import plan_by_moving
-from distca_hf.topology import Topology
 from lib.documents import parse_documents
 from lib.model import PRESETS
 
