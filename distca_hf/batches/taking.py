@@ -61,12 +61,12 @@ class PostingTransport(ABC):
     Attributes:
         among_trainers: transport that reaches only the ranks that train.
         extra_ranks: ranks without tokens that take part now; None if there are none.
-        roster: number that is another one whenever other ranks take part.
+        membership: number that is another one whenever other ranks take part.
     """
 
     among_trainers: Transport
     extra_ranks: ExtraRanks | None
-    roster: int
+    membership: int
 
     @abstractmethod
     def post(self, plan: Plan | None, micro_batch: int, num_chunks: int) -> Posted:
@@ -88,13 +88,13 @@ class Replanner:
 
     def __init__(self, transport: PostingTransport, preparer: Preparer, prepared: Prepared, micro_batch: int) -> None:
         self._transport, self._preparer, self._micro_batch = transport, preparer, micro_batch
-        self._prepared, self._roster = replace(prepared, columns={}), transport.roster
+        self._prepared, self._membership = replace(prepared, columns={}), transport.membership
 
     def __call__(self) -> Planned | None:
         """Returns the present plan; None if it is the one from before."""
-        if self._roster == self._transport.roster:
+        if self._membership == self._transport.membership:
             return None
-        self._roster = self._transport.roster
+        self._membership = self._transport.membership
         prepared = self._prepared = self._preparer.planned_for(self._transport.extra_ranks, self._prepared)
         device, num_chunks = self._preparer.device, self._preparer.planner.num_chunks
         posted = self._transport.post(prepared.plan, self._micro_batch, num_chunks)

@@ -148,15 +148,32 @@ def seed_generators(*numbers: int) -> None:
 @contextmanager
 def generators_left_alone() -> Iterator[None]:
     """Restores the generators of `random`, `numpy.random` and torch at the end of a `with` block."""
-    torch = _torch()
-    states = random.getstate(), np.random.get_state(), None if torch is None else torch.get_rng_state()
+    states = random_states()
     try:
         yield
     finally:
-        random.setstate(states[0])
-        np.random.set_state(states[1])
-        if torch is not None:
-            torch.set_rng_state(states[2])
+        set_random_states(states)
+
+
+def random_states(device: Any = None) -> dict[str, Any]:
+    """Returns states of the generators of `random`, `numpy.random`, torch and, if one is given, a `torch.device`."""
+    states: dict[str, Any] = {"python": random.getstate(), "numpy": np.random.get_state()}
+    if (torch := _torch()) is not None:
+        states["torch"] = torch.get_rng_state()
+    if device is not None and device.type != "cpu":
+        states[device.type] = torch.get_device_module(device).get_rng_state(device)
+    return states
+
+
+def set_random_states(states: Mapping[str, Any], device: Any = None) -> None:
+    """Restores what `random_states` returned; a device as far as states of its type are there."""
+    random.setstate(states["python"])
+    np.random.set_state(states["numpy"])
+    torch = _torch()
+    if "torch" in states:
+        torch.set_rng_state(states["torch"])
+    if device is not None and device.type in states:
+        torch.get_device_module(device).set_rng_state(states[device.type], device)
 
 
 def _torch() -> Any:

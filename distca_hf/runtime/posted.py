@@ -30,14 +30,14 @@ class Posted(ABC):
     Attributes:
         ranks: numbers of the ranks without tokens, in the order of the plan.
         room_bytes: that rows may take on each of them until backward; None if there are none.
-        is_spoiled: whether one of them was lost in this step: attention gives zeros, and exchanges nothing.
+        has_failed: whether one of them was lost in this step: attention gives zeros, and exchanges nothing.
     """
 
     ranks: tuple[int, ...] = ()
     room_bytes: float | None = None
 
     @property
-    def is_spoiled(self) -> bool:
+    def has_failed(self) -> bool:
         return False
 
     @abstractmethod

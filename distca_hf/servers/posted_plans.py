@@ -77,7 +77,7 @@ class PostedPlan(MeasuredCalls):
         self, transport: ServedTransport, micro_batch: int, num_chunks: int, fingerprint: int, integers: IntArray
     ) -> None:
         super().__init__(transport.rank, transport.speeds.stopwatch)
-        self._transport, self._roster, self.room_bytes = transport, transport.roster, transport.room_bytes
+        self._transport, self._membership, self.room_bytes = transport, transport.membership, transport.room_bytes
         self.ranks = tuple(member.server for member in transport.members)
         self._slots = Slots()
         self._posting = micro_batch, num_chunks, fingerprint, integers
@@ -87,8 +87,8 @@ class PostedPlan(MeasuredCalls):
         return type(self)(self._transport, *self._posting)
 
     @property
-    def is_spoiled(self) -> bool:
-        return self._transport.in_step and self._transport.spoiled is not None
+    def has_failed(self) -> bool:
+        return self._transport.in_step and self._transport.failed is not None
 
     def traced(self, device: torch.device, file: TraceFile, token_bytes: TokenBytes, trace: RankTrace) -> NotedPass:
         text = ReportedPass(str(file.folder.absolute()), token_bytes, trace).text()
@@ -101,7 +101,9 @@ class PostedPlan(MeasuredCalls):
 
     def _order_pass(self, kind: Kind, backward_calls: int = 0, text: str = "") -> None:
         transport = self._transport
-        if transport.spoiled is None and transport.roster == self._roster:  # else it runs again, or with another plan
+        if (
+            transport.failed is None and transport.membership == self._membership
+        ):  # else it runs again, or with another plan
             transport.order_pass(kind, PassOrder(self._number, backward_calls, text))
 
     def forward(self, call: AnnouncedCall, keeps: bool) -> int:
@@ -119,10 +121,10 @@ class PostedPlan(MeasuredCalls):
         """Posts an attention call; for the last two arguments see `CallOrder`.
 
         Raises:
-            ServerLostError: this step is spoiled.
+            ServerLostError: this step has failed.
         """
-        if self._transport.spoiled is not None:
-            raise ServerLostError(self._transport.spoiled)
+        if self._transport.failed is not None:
+            raise ServerLostError(self._transport.failed)
         q, k, v, spec, _ = call
         shapes, dtype = (q.shape[1], k.shape[1], q.shape[2], v.shape[2]), DTYPES.index(q.dtype)
         self._transport.order_call(CallOrder(self._number, phase, *shapes, dtype, slot, has_sinks, tuple(spec)))

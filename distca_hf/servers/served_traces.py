@@ -3,7 +3,7 @@
     trainer                                                server
     reported pass begins ── begin: step, folder, layers ──▶ NotedPass ──▶ calls note moments ──▶ pending
     its forward pass ends ── end: calls of backward ──────▶                                        │
-    next plan, or the roster is closed ───────────────────▶ complete ones go to the server's file ◀┘
+    next plan, or the membership is closed ───────────────────▶ complete ones go to the server's file ◀┘
 
 An order of a trainer has all that is the same for all ranks of the pass, as the trainer's own trace. A server fills in
 what is its own. Other passes cost nothing: there is no order.
@@ -85,7 +85,7 @@ class ReportedPass(NamedTuple):
 
 @dataclass
 class ServedTraces:
-    """The traces of an attention server about one roster.
+    """The traces of an attention server about one membership.
 
     Args:
         server: its number.

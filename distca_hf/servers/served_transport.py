@@ -3,14 +3,14 @@ lost.
 
     an optimizer step    begin ── exchanges ── end: vote
                                     │            ├─ all well ───────────── the step counts
-    a server is lost ───────────────┘            └─ spoiled: new roster ── the step runs again
+    a server is lost ───────────────┘            └─ failed: new membership ── the step runs again
 
-Outside of a step a lost server ends the job. Inside, the step is spoiled: attention gives zeros and exchanges
+Outside of a step a lost server ends the job. Inside, the step fails: attention gives zeros and exchanges
 nothing until its end, so that the collectives of FSDP and ZeRO stay matched. The trainer that notices a loss writes it
 into the launcher's store, where the others look.
 
 Over gloo the thread that waits for an exchange notices the loss. Over NCCL the GPU waits, and with it any thread that
-needs a number of it. There the thread that looks at heartbeats spoils the step, and aborts the exchanges.
+needs a number of it. There the thread that looks at heartbeats fails the step, and aborts the exchanges.
 """
 
 import math
@@ -27,11 +27,18 @@ from distca_hf.comm.grid import Scope
 from distca_hf.comm.transport import AllToAll, Exchange, Gather, Transport
 from distca_hf.errors import DistCAError, PeerLostError, ServerLostError, StepTimeoutError
 from distca_hf.planning.extra_ranks import ExtraRanks
-from distca_hf.servers.heartbeats import StreamProgress, Watch
+from distca_hf.servers.heartbeats import LiveServers, StreamProgress, Watch
 from distca_hf.servers.job_store import open_store
-from distca_hf.servers.live_servers import LiveServers
+from distca_hf.servers.memberships import (
+    Member,
+    MembershipTransport,
+    agreed,
+    invite,
+    meet,
+    membership_store,
+    wait_for_answers,
+)
 from distca_hf.servers.orders import CallOrder, Kind, Order, Outbox, PassOrder, PlanOrder, shares_of
-from distca_hf.servers.rosters import Member, RosterTransport, agreed, invite, meet, roster_store, wait_for_answers
 from distca_hf.servers.served_plans import Servers
 from distca_hf.servers.speeds import ServerSpeeds
 from distca_hf.telemetry import get_logger, leave_for_launcher
@@ -41,7 +48,7 @@ log = get_logger(__name__)
 
 # Words about a lost server that costs no step.
 NO_STEP = "No step can run again here: see plugin.attach and plugin.attempts"
-# Rosters that are tried, one after the other with fewer members, before the job ends.
+# Memberships that are tried, one after the other with fewer members, before the job ends.
 OPENINGS = 5
 
 
@@ -58,10 +65,10 @@ class ServedTransport:
 
     Attributes:
         among_trainers: see above; for batches that no server takes part in.
-        roster: number of the present connection.
+        membership: number of the present connection.
         members: servers that take part.
         extra_ranks: their part in plans; None if none does.
-        spoiled: words about the server that was lost in this step; None if none was.
+        failed: words about the server that was lost in this step; None if none was.
         in_step: whether an optimizer step that can run again has begun.
         servers_lost: how many were lost so far.
         speeds: of servers, from times of the steps that counted.
@@ -80,18 +87,18 @@ class ServedTransport:
     ) -> None:
         self.among_trainers, self.traffic = among_trainers, among_trainers.traffic
         self.rank, self.world_size, self.grid = among_trainers.rank, among_trainers.world_size, among_trainers.grid
-        self.roster, self.servers_lost, self.room_bytes = 0, 0, math.inf
+        self.membership, self.servers_lost, self.room_bytes = 0, 0, math.inf
         self.members: tuple[Member, ...] = ()
         self.extra_ranks: ExtraRanks | None = None
-        self.spoiled: str | None = None
+        self.failed: str | None = None
         self._device, self._all, self._settings = device, all_servers, settings
         self._timeout_seconds, self._limit_seconds = timeout_seconds, limit_seconds
         self._store = open_store(patience_seconds)
         self._store.check_secret()
         self._watch = Watch(open_store(patience_seconds), all_servers.count, limit_seconds)
         self._live = LiveServers(self._watch, all_servers.count)
-        self._wires: RosterTransport | None = None
-        self._retired: list[RosterTransport] = []
+        self._wires: MembershipTransport | None = None
+        self._retired: list[MembershipTransport] = []
         self._outbox = Outbox(self._store, ())
         self.in_step = self._closed = False
         self.speeds = ServerSpeeds(all_servers, settings.get("server_speed") == 0, device)
@@ -107,7 +114,7 @@ class ServedTransport:
         """Starts an uneven all-to-all among trainers and members.
 
         Raises:
-            ServerLostError: a server was lost; inside a step that can run again, the step is spoiled.
+            ServerLostError: a server was lost; inside a step that can run again, the step fails.
         """
         if self._wires is None:
             return self.among_trainers.exchange(asked)
@@ -134,18 +141,18 @@ class ServedTransport:
         return self.among_trainers.gather(values, where, scope)
 
     def failure(self, error: DistCAError) -> DistCAError:
-        """Returns the error to raise for a failed exchange; inside a step that can run again, the step is spoiled."""
+        """Returns the error to raise for a failed exchange; inside a step that can run again, the step fails."""
         if not self.in_step:
             return error
-        self._spoil(str(error))
-        return ServerLostError(self.spoiled)
+        self._fail(str(error))
+        return ServerLostError(self.failed)
 
-    def _spoil(self, words: str) -> None:
-        """Spoils the step, here and for all trainers."""
-        if self.spoiled is None:
-            self.spoiled = words  # before the abort: rows of an aborted exchange look like others
-            self._watch.spoil(self.roster, words)
-            log.warning("the step is spoiled, and runs again: %s", words)
+    def _fail(self, words: str) -> None:
+        """Fails the step, here and for all trainers."""
+        if self.failed is None:
+            self.failed = words  # before the abort: rows of an aborted exchange look like others
+            self._watch.abandon(self.membership, words)
+            log.warning("the step has failed, and runs again: %s", words)
         if (wires := self._wires) is not None:  # another thread may retire them
             wires.abort()
 
@@ -165,7 +172,7 @@ class ServedTransport:
         place = "".join(list(self.traffic.recent)[-1:])
         words = f"rank {self.rank}, after the start of {place or 'no exchange'}: {words}"
         if self.in_step:
-            self._spoil(words)
+            self._fail(words)
         elif not self._progress.is_at_rest:  # otherwise the next exchange fails, and a checkpoint is saved before
             self._end_process(words)
 
@@ -178,11 +185,11 @@ class ServedTransport:
         os._exit(1)
 
     def begin_step(self) -> None:
-        """Begins an optimizer step that can run again: a lost server spoils it, and does not end the job."""
+        """Begins an optimizer step that can run again: it fails with a lost server, and does not end the job."""
         self.in_step = True
 
     def leave_step(self) -> None:
-        """Leaves a step that an error ended. If it was spoiled, attention fails until the next step begins."""
+        """Leaves a step that an error ended. If it had failed, attention fails until the next step begins."""
         self.in_step = False
 
     def end_step(self) -> bool:
@@ -191,15 +198,15 @@ class ServedTransport:
         Servers that were lost are left out from now on, and those that came take part.
 
         Raises:
-            PeerLostError: a trainer was lost; or no roster could be opened.
+            PeerLostError: a trainer was lost; or no membership could be opened.
         """
         if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)  # all exchanges have ended, or were aborted and spoiled the step
+            torch.cuda.synchronize(self._device)  # all exchanges have ended, or were aborted, and the step has failed
         if self._progress is not None:
             self._progress.note_rest()
-        if self.spoiled is not None:
+        if self.failed is not None:
             self._live.wait_for_a_loss(self.members, 2 * self._limit_seconds)
-        shown = [int(self.spoiled is None), *self._live.starts()]
+        shown = [int(self.failed is None), *self._live.starts()]
         rows = self.gather([*shown, *self.speeds.numbers()], "vote on a step").wait()
         counts, members = all(row[0] for row in rows), agreed([row[: len(shown)] for row in rows])
         self.in_step = False
@@ -224,25 +231,25 @@ class ServedTransport:
         self._alive.add(self._plans)
         weakref.finalize(holder, self._alive.discard, self._plans)
         plan = PlanOrder(self._plans, min(self._alive.copy()), micro_batch, num_chunks, fingerprint, integers)
-        self._outbox.post(Order(Kind.PLAN, self.roster, plan.numbers()))
+        self._outbox.post(Order(Kind.PLAN, self.membership, plan.numbers()))
         return self._plans
 
     def order_call(self, call: CallOrder) -> None:
         """Posts an attention call to the members."""
-        self._outbox.post(Order(Kind.CALL, self.roster, call.numbers()))
+        self._outbox.post(Order(Kind.CALL, self.membership, call.numbers()))
 
     def order_pass(self, kind: Kind, order: PassOrder) -> None:
         """Posts the beginning of a pass that is traced, or the end of its forward pass, to the members."""
-        self._outbox.post(Order(kind, self.roster, order.numbers()))
+        self._outbox.post(Order(kind, self.membership, order.numbers()))
 
     def close(self) -> None:
-        """Ends the present roster on the servers and here; here also if the launcher's store is gone (an error)."""
+        """Ends the membership on the servers and here; here also if the launcher's store is gone (an error)."""
         if self._closed:
             return
         self._closed = True
         with ExitStack() as ends:
             ends.callback(self._end_here)
-            self._outbox.post(Order(Kind.CLOSE, self.roster, np.zeros(0, dtype=np.int64)))
+            self._outbox.post(Order(Kind.CLOSE, self.membership, np.zeros(0, dtype=np.int64)))
 
     def _end_here(self) -> None:
         """Ends connections and threads of this process."""
@@ -265,18 +272,18 @@ class ServedTransport:
 
     def _lost(self) -> str | None:
         """Returns words about a member that is lost; None if there is none."""
-        if self._watch.is_spoiled(self.roster):
+        if self._watch.is_abandoned(self.membership):
             return "another trainer lost an attention server"
         return self._live.lost_of(self.members)
 
     def _open(self, members: tuple[Member, ...], patience_seconds: float) -> None:
-        """Opens a roster, with fewer members where some do not come. A collective call of the trainers.
+        """Opens a membership, with fewer members where some do not come. A collective call of the trainers.
 
         Raises:
             PeerLostError: none could be opened.
             ConfigError: a server refuses.
         """
-        problem, earlier = "", self.members if self.roster else members
+        problem, earlier = "", self.members if self.membership else members
         for _ in range(OPENINGS):
             self._retire(members)
             members = tuple(member for member in members if not self._live.losses.is_excluded(member.server))
@@ -286,38 +293,40 @@ class ServedTransport:
                     "trainers_attend=False leaves all attention to them; the last checkpoint is whole: resume with "
                     "servers, or with trainers_attend=True"
                 )
-            asked = self._store.plain.add("rosters", 1) if self.rank == 0 else 0
-            self.roster = self.gather([asked], "number of the roster").wait()[0][0]
-            self.members, self.spoiled = members, None
-            self._watch.look_for(self.roster)
+            asked = self._store.plain.add("memberships", 1) if self.rank == 0 else 0
+            self.membership = self.gather([asked], "number of the membership").wait()[0][0]
+            self.members, self.failed = members, None
+            self._watch.look_for(self.membership)
             try:
                 self._wires, good = (self._connect(patience_seconds) if members else None), 1
             except PeerLostError as error:
                 good, problem = 0, str(error)
-                self._watch.spoil(self.roster, problem)  # servers that met in vain wait for these words
-            hang = [] if good else [one.server for one in members if not one.has_answered(self._store, self.roster)]
-            rows = self.gather([good, *self._live.starts(hang)], f"roster {self.roster}").wait()
+                self._watch.abandon(self.membership, problem)  # servers that met in vain wait for these words
+            hang = (
+                [] if good else [one.server for one in members if not one.has_answered(self._store, self.membership)]
+            )
+            rows = self.gather([good, *self._live.starts(hang)], f"membership {self.membership}").wait()
             if all(row[0] for row in rows):
-                here = roster_store(self._store, self.roster) if self.rank == 0 else None
-                self.extra_ranks = self.speeds.begin_roster(members, here)
-                for server, incarnation in (member for member in members if member not in earlier):
-                    log.info("attention server %d (start %d) takes part from now on", server, incarnation)
+                here = membership_store(self._store, self.membership) if self.rank == 0 else None
+                self.extra_ranks = self.speeds.begin_membership(members, here)
+                for server, restarts in (member for member in members if member not in earlier):
+                    log.info("attention server %d (restart %d) takes part from now on", server, restarts)
                 return
             members = agreed(rows)
         raise PeerLostError(
-            f"rank {self.rank}: {OPENINGS} rosters of attention servers could not be opened, one after the other; the "
-            f"last one with {len(members)} of {self._all.count}: {problem or 'other trainers could not open it'}"
+            f"rank {self.rank}: {OPENINGS} memberships of attention servers could not be opened, one after the other; "
+            f"the last one with {len(members)} of {self._all.count}: {problem or 'other trainers could not open it'}"
         )
 
-    def _connect(self, patience_seconds: float) -> RosterTransport:
-        """Opens the connections of the present roster."""
-        here = roster_store(self._store, self.roster)
+    def _connect(self, patience_seconds: float) -> MembershipTransport:
+        """Opens the connections of the present membership."""
+        here = membership_store(self._store, self.membership)
         invite(here, self.rank, self.members, self._device, self._settings)
         mine = [self.members[place] for place in shares_of(len(self.members), self.world_size, self.rank)]
         self._outbox = Outbox(self._store, mine)
-        self._outbox.post(Order(Kind.OPEN, self.roster, np.zeros(0, dtype=np.int64)))
+        self._outbox.post(Order(Kind.OPEN, self.membership, np.zeros(0, dtype=np.int64)))
         names, self.room_bytes = wait_for_answers(here, self.rank, self.members, self._device, patience_seconds)
-        self._live.losses.note_names(names)
+        self._live.losses.names |= names
         return meet(
             here,
             self.rank,
@@ -332,13 +341,13 @@ class ServedTransport:
         )
 
     def _retire(self, members: tuple[Member, ...]) -> None:
-        """Lets go of the present roster. Its group ends once no exchange of it is under way."""
-        for server, incarnation in (member for member in self.members if member not in members):
+        """Lets go of the present membership. Its group ends once no exchange of it is under way."""
+        for server, restarts in (member for member in self.members if member not in members):
             self.servers_lost += 1
-            self._live.losses.note(server, incarnation)
-        self._watch.leave(self.roster)
+            self._live.losses.note(server, restarts)
+        self._watch.leave(self.membership)
         if self._wires is not None:
-            self._outbox.post(Order(Kind.CLOSE, self.roster, np.zeros(0, dtype=np.int64)))
+            self._outbox.post(Order(Kind.CLOSE, self.membership, np.zeros(0, dtype=np.int64)))
             self._retired.append(self._wires)
             self._wires = None
         for wires in [one for one in self._retired if one.is_at_rest]:
@@ -347,7 +356,7 @@ class ServedTransport:
 
 
 class ServedExchange:
-    """Rows on their way; a lost server may spoil the step.
+    """Rows on their way; a lost server may make the step fail.
 
     Args:
         progress: of the GPU, if the exchange is of no step.

@@ -7,7 +7,7 @@
     begin ...  notes the moments of a pass that trainers report, and writes a trace
     close      ends the group
 
-A service (`service.py`) follows plans and calls of one roster. Several rosters are open at once if trainers have
+A service (`service.py`) follows plans and calls of one membership. Several memberships are open at once if trainers have
 several plugins.
 
 The process is a child of a supervisor (`servers/supervisor.py`), which starts it anew if it dies.
@@ -29,8 +29,8 @@ from distca_hf.errors import ConfigError, DistCAError, PeerLostError, PlanMismat
 from distca_hf.launched import TRAINERS_GONE, launched_local_rank
 from distca_hf.servers.heartbeats import Heartbeat
 from distca_hf.servers.job_store import has_ended, open_store
+from distca_hf.servers.memberships import Invitation, Member, MembershipTransport
 from distca_hf.servers.orders import CallOrder, Inbox, Kind, Order, PassOrder, PlanOrder
-from distca_hf.servers.rosters import Invitation, Member, RosterTransport
 from distca_hf.servers.served_traces import ServedTraces
 from distca_hf.servers.service import Service
 from distca_hf.servers.speeds import Reading, Stopwatch, report
@@ -43,7 +43,7 @@ log = get_logger(__name__)
 
 # Seconds between two looks for the words of trainers.
 LOOK_SECONDS = 0.05
-# Longest time for trainers to give up a roster of which an exchange has failed here.
+# Longest time for trainers to give up a membership of which an exchange has failed here.
 GIVE_UP_SECONDS = 25.0
 # Longest time that a server serves after SIGTERM or SIGINT, where no trainer is on its host to be looked for: less
 # than launchers wait before they kill.
@@ -59,23 +59,23 @@ def main(arguments: Sequence[str]) -> int:
     Raises:
         DistCAError: see `serve_job`.
     """
-    number, num_trainers, num_servers, incarnation, pipe = map(int, arguments)
+    number, num_trainers, num_servers, restarts, pipe = map(int, arguments)
     os.set_inheritable(pipe, False)  # the supervisor must see it close
     show_errors_once()  # and so leave them for the launcher
     try:
-        return serve_job(number, num_trainers, num_servers, incarnation, pipe)
+        return serve_job(number, num_trainers, num_servers, restarts, pipe)
     except StoreLostError as error:
         log.error("attention server %d ends: %s", number, error)
         return TRAINERS_GONE
 
 
-def serve_job(number: int, num_trainers: int, num_servers: int, incarnation: int = 0, pipe: int | None = None) -> int:
+def serve_job(number: int, num_trainers: int, num_servers: int, restarts: int = 0, pipe: int | None = None) -> int:
     """Serves until the trainers' scripts have ended, and returns the exit status.
 
     Args:
         number: of this server, counted over all nodes.
         num_trainers, num_servers: of the job.
-        incarnation: how often this server was started before.
+        restarts: how often this server was started before.
         pipe: where its supervisor reads heartbeats; None without one.
 
     Raises:
@@ -84,8 +84,8 @@ def serve_job(number: int, num_trainers: int, num_servers: int, incarnation: int
             words of the error are still on their way.
     """
     patience_seconds = DistCAConfig().timeouts.agreement_seconds
-    heartbeat = Heartbeat(open_store(patience_seconds), number, incarnation, pipe)
-    server = Server(Member(number, incarnation), num_trainers, heartbeat, patience_seconds)
+    heartbeat = Heartbeat(open_store(patience_seconds), number, restarts, pipe)
+    server = Server(Member(number, restarts), num_trainers, heartbeat, patience_seconds)
     for one in LEAVING:
         signal.signal(one, server.note_signal)
     log.info("attention server %d of %d serves %d trainers", number, num_servers, num_trainers)
@@ -101,7 +101,7 @@ class Server:
     Args:
         member: number and start of this server.
         num_trainers: of the job.
-        heartbeat: of this process; it also sees rosters that were lost.
+        heartbeat: of this process; it also sees memberships that were lost.
         patience_seconds: deadline for trainers to write what they have announced.
     """
 
@@ -112,8 +112,8 @@ class Server:
         self._store.check_secret()
         self._inbox = Inbox(self._store, *member)
         self._services: dict[int, Service] = {}
-        self._left: list[RosterTransport] = []
-        self._lost_rosters: set[int] = set()
+        self._left: list[MembershipTransport] = []
+        self._lost_memberships: set[int] = set()
         self._trainers_here: list[int] = []
         self._signal: tuple[int, float] | None = None
 
@@ -125,8 +125,8 @@ class Server:
     def leave_lost_exchanges(self) -> None:
         """Aborts exchanges on the GPU with trainers that have given them up. Runs in the heartbeat's thread: this
         process's own may wait for that GPU."""
-        for roster, service in list(self._services.items()):
-            if self._heartbeat.is_spoiled(roster):
+        for membership, service in list(self._services.items()):
+            if self._heartbeat.is_abandoned(membership):
                 service.transport.abort()
 
     def run(self) -> int:
@@ -175,33 +175,33 @@ class Server:
         Raises:
             DistCAError: it cannot be followed.
         """
-        if order.roster in self._lost_rosters:  # posted before its trainer noticed
+        if order.membership in self._lost_memberships:  # posted before its trainer noticed
             return
         try:
             self._act(order)
         except PeerLostError as error:
-            if not self._is_lost(order.roster):
+            if not self._is_lost(order.membership):
                 raise
-            log.warning("attention server %d leaves roster %d: %s", self._member.server, order.roster, error)
-            self._leave(order.roster)
+            log.warning("attention server %d leaves membership %d: %s", self._member.server, order.membership, error)
+            self._leave(order.membership)
         except DistCAError as error:
-            error.add_note(f"distca: attention server {self._member.server}, roster {order.roster}")
+            error.add_note(f"distca: attention server {self._member.server}, membership {order.membership}")
             raise
 
     def _act(self, order: Order) -> None:
         """Does the work of one order."""
         if order.kind is Kind.OPEN:
-            service = self._open(order.roster)
+            service = self._open(order.membership)
             if service is not None:
-                self._services[order.roster] = service
+                self._services[order.membership] = service
             return
-        if order.roster not in self._services:
+        if order.membership not in self._services:
             raise PlanMismatchError(
-                f"attention server {self._member.server}: an order of kind {order.kind.name} is of roster "
-                f"{order.roster}, and open are {', '.join(map(str, self._services)) or 'none'}; nothing was computed "
+                f"attention server {self._member.server}: an order of kind {order.kind.name} is of membership "
+                f"{order.membership}, and open are {', '.join(map(str, self._services)) or 'none'}; nothing was computed "
                 "for it. Restart the job"
             )
-        service = self._services[order.roster]
+        service = self._services[order.membership]
         if order.kind is Kind.PLAN:
             service.take_plan(PlanOrder.of(order.numbers))
         elif order.kind is Kind.CALL:
@@ -212,40 +212,40 @@ class Server:
             service.end_forward(PassOrder.of(order.numbers))
         else:
             service.traces.end()
-            self._leave(order.roster)
+            self._leave(order.membership)
 
-    def _is_lost(self, roster: int) -> bool:
-        """Returns whether trainers have given a roster up, after an exchange of it has failed here: their words take a
+    def _is_lost(self, membership: int) -> bool:
+        """Returns whether trainers have given a membership up, after an exchange of it has failed here: their words take a
         moment. Trainers that have ended, or that a signal ended, give nothing up."""
         deadline = time.monotonic() + GIVE_UP_SECONDS
         while time.monotonic() < deadline and self._status() is None:
-            if self._heartbeat.is_spoiled(roster):
+            if self._heartbeat.is_abandoned(membership):
                 return True
             time.sleep(LOOK_SECONDS)
         return False
 
-    def _leave(self, roster: int) -> None:
-        """Lets go of a roster. Its group ends once no exchange of it is under way."""
-        self._heartbeat.leave(roster)
-        self._lost_rosters.add(roster)
-        service = self._services.pop(roster, None)
+    def _leave(self, membership: int) -> None:
+        """Lets go of a membership. Its group ends once no exchange of it is under way."""
+        self._heartbeat.leave(membership)
+        self._lost_memberships.add(membership)
+        service = self._services.pop(membership, None)
         if service is not None:
             self._left.append(service.transport)
         for transport in [one for one in self._left if one.is_at_rest]:
             self._left.remove(transport)
             transport.close()
 
-    def _open(self, roster: int) -> Service | None:
+    def _open(self, membership: int) -> Service | None:
         """Answers an invitation, and opens the group with the trainers; None if others are invited.
 
         Raises:
             ConfigError: this server cannot take part; the trainers get the same words.
             PeerLostError: trainers, or other servers, did not come.
         """
-        self._heartbeat.look_for(roster)
-        invitation = Invitation.read(self._store, roster, self._patience_seconds)
+        self._heartbeat.look_for(membership)
+        invitation = Invitation.read(self._store, membership, self._patience_seconds)
         if self._member not in invitation.members:
-            self._heartbeat.leave(roster)
+            self._heartbeat.leave(membership)
             return None
         try:
             if invitation.version != __version__:
@@ -260,16 +260,16 @@ class Server:
         show = partial(report, invitation.store, self._member.server)
         show(Reading())  # before the answer, so that trainers find it
         transport = invitation.accept(
-            self._member, self._num_trainers, device, config.timeouts.exchange_seconds, partial(self._lost, roster)
+            self._member, self._num_trainers, device, config.timeouts.exchange_seconds, partial(self._lost, membership)
         )
         # Containers may share the name of a host and not its processes.
         self._trainers_here = [one for one in invitation.trainers_here(self._num_trainers) if is_running(one)]
         traces = ServedTraces(self._member.server, device, Path(config.report_folder))
         return Service(transport, config, device, show, Stopwatch(device), traces)
 
-    def _lost(self, roster: int) -> str | None:
-        """Returns words about a roster that trainers have given up; None for others."""
-        return "trainers lost an attention server" if self._heartbeat.is_spoiled(roster) else None
+    def _lost(self, membership: int) -> str | None:
+        """Returns words about a membership that trainers have given up; None for others."""
+        return "trainers lost an attention server" if self._heartbeat.is_abandoned(membership) else None
 
     def _device(self, kind: str) -> torch.device:
         """Returns the device to compute on.

@@ -1,4 +1,4 @@
-"""Service: an attention server's end of one roster. It routes plans, and makes calls without rows of its own.
+"""Service: an attention server's end of one membership. It routes plans, and makes calls without rows of its own.
 
 The operator of a trainer posts an order right before its own exchanges. Queries, keys and values arrive with these,
 and results leave with them. Between two calls a server keeps plans, and received rows if they are kept for backward.
@@ -18,9 +18,9 @@ from distca_hf.runtime.attention import Attended, attend, attend_backward
 from distca_hf.runtime.layer_kinds import PinnedKinds
 from distca_hf.runtime.live_plan import LivePlan
 from distca_hf.runtime.retention import Kept
+from distca_hf.servers.memberships import MembershipTransport
 from distca_hf.servers.orders import DTYPES, CallOrder, PassOrder, Phase, PlanOrder
 from distca_hf.servers.posted_plans import MeasuredCalls
-from distca_hf.servers.rosters import RosterTransport
 from distca_hf.servers.served_plans import plan_from_integers
 from distca_hf.servers.served_traces import ServedTraces
 from distca_hf.servers.speeds import Reading, Stopwatch
@@ -57,17 +57,17 @@ class NoRows(NamedTuple):
 
 @dataclass(eq=False)
 class Service:
-    """The server's end of one roster.
+    """The server's end of one membership.
 
     Attributes:
         config: settings of the trainers' plugin.
-        report: shows trainers what was measured since the roster began.
+        report: shows trainers what was measured since the membership began.
         stopwatch: of this server's kernels.
         traces: of the passes that trainers report.
         plans: live plans by number, and rows that are kept for their backward passes, by slot.
     """
 
-    transport: RosterTransport
+    transport: MembershipTransport
     config: DistCAConfig
     device: torch.device
     report: Callable[[Reading], None]

@@ -25,7 +25,7 @@ import torch
 
 from distca_hf.errors import StoreLostError, first_line
 from distca_hf.servers.job_store import JobStore
-from distca_hf.servers.rosters import Member
+from distca_hf.servers.memberships import Member
 from distca_hf.servers.served_plans import Servers
 from distca_hf.telemetry import get_logger
 
@@ -254,7 +254,7 @@ class ServerSpeeds:
         self._last_reports: list[Reading] | None = None
         self._plans, self._has_voted = 0, False
 
-    def begin_roster(self, members: Sequence[Member], here: JobStore | None) -> Servers | None:
+    def begin_membership(self, members: Sequence[Member], here: JobStore | None) -> Servers | None:
         """Begins to measure these members, and returns their part in plans; None if there are none. All that was
         measured of a step that did not count is forgotten.
 
@@ -320,10 +320,10 @@ class ServerSpeeds:
 
 
 def report(here: JobStore, server: int, reading: Reading) -> None:
-    """Writes the reading of a server, summed since it joined a roster.
+    """Writes the reading of a server, summed since it joined a membership.
 
     Args:
-        here: part of the launcher's store that belongs to the roster.
+        here: part of the launcher's store that belongs to the membership.
     """
     here.write(_key(server), reading._asdict())
 

@@ -1,13 +1,13 @@
 """Supervisor: the launched process of an attention server. It starts the server as its child, and replaces one that
 dies or hangs.
 
-    launcher ──▶ supervisor ──▶ server, incarnation 0, then 1, ...
+    launcher ──▶ supervisor ──▶ server, restart 0, then 1, ...
                      ◀── a byte per heartbeat, in a pipe
 
     the child                                                      the supervisor
     ends with 0: the trainers' scripts have ended                  ends with 0
     ends with `TRAINERS_GONE`: they are gone, or their launcher    ends with it
-    is killed, or is silent for too long                           starts the next incarnation
+    is killed, or is silent for too long                           starts the next process
     ends with an error                                             the same, once; then it ends with that status
     ends after SIGTERM or SIGINT, which both of them get           ends with 128 + signal; it starts the next one
                                                                    if the child alone got it
@@ -60,7 +60,7 @@ def supervise(number: int, num_trainers: int, num_servers: int, line: Sequence[s
     Args:
         number: of the server, counted over all nodes.
         num_trainers, num_servers: of the job.
-        line: command of a server. Three numbers above, the incarnation and a file descriptor follow.
+        line: command of a server. Three numbers above, the restarts before it and a file descriptor follow.
     """
     silence_seconds = SILENT_LIMITS * DistCAConfig().timeouts.heartbeat_limit_seconds
     words = (*line, *map(str, (number, num_trainers, num_servers)))
@@ -68,7 +68,7 @@ def supervise(number: int, num_trainers: int, num_servers: int, line: Sequence[s
 
 
 class Child:
-    """One incarnation of a server.
+    """One process of a server.
 
     Args:
         line: its command; the file descriptor of the pipe follows.
@@ -118,7 +118,7 @@ class Supervisor:
 
     Args:
         name: of the server, for messages.
-        line: command of a server; the incarnation and a file descriptor follow.
+        line: command of a server; the restarts before it and a file descriptor follow.
         silence_seconds: silence after which a child is killed.
     """
 
@@ -131,9 +131,9 @@ class Supervisor:
         for one in LEAVING:
             signal.signal(one, self._note_signal)
         short_lives = errors = 0
-        for incarnation in itertools.count():
+        for restarts in itertools.count():
             began = time.monotonic()
-            status, words = self._live(incarnation)
+            status, words = self._live(restarts)
             if status in (0, TRAINERS_GONE):
                 return status
             if self._signal is not None:
@@ -154,9 +154,9 @@ class Supervisor:
             log.warning("%s %s; another process takes its place", self._name, words, extra=OF_THIS_RANK)
         raise AssertionError
 
-    def _live(self, incarnation: int) -> tuple[int, str]:
+    def _live(self, restarts: int) -> tuple[int, str]:
         """Returns the exit status of a child that has ended, and words about its end."""
-        child = Child([*self._line, str(incarnation)], self._silence_seconds)
+        child = Child([*self._line, str(restarts)], self._silence_seconds)
         passed_on = False
         while (status := child.status()) is None:
             if self._signal is not None and not passed_on:
@@ -165,12 +165,12 @@ class Supervisor:
             child.listen()
         child.close()
         if child.is_silent:
-            return status, f"(incarnation {incarnation}) was silent for too long, and was killed"
+            return status, f"(restart {restarts}) was silent for too long, and was killed"
         if status in LEFT:  # it alone got the signal, or both did
             status = 128 - status
         if status < 0:
-            return status, f"(incarnation {incarnation}) was killed by signal {-status}"
-        return status, f"(incarnation {incarnation}) ended with status {status}"
+            return status, f"(restart {restarts}) was killed by signal {-status}"
+        return status, f"(restart {restarts}) ended with status {status}"
 
     def _note_signal(self, number: int, frame: object) -> None:
         """Notes a signal, to be passed on to the child."""

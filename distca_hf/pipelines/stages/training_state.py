@@ -11,18 +11,17 @@ have the same.
 """
 
 import io
-import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.checkpoint.stateful import Stateful
 
 from distca_hf.comm.grid import Grid
+from distca_hf.data.drawn_rows import random_states, set_random_states
 from distca_hf.errors import ConfigError
 from distca_hf.pipelines.stages.divided_model import ModelPart
 
@@ -85,7 +84,7 @@ class TrainingState:
             self._optimizer.state.clear()
             entries = {name: entry for name, entry in entries.items() if not name.startswith(STATES)}
         others = {f"{OTHERS}{name}": _packed(other.state_dict()) for name, other in self._others.items()}
-        return {**entries, **others, self.random_entry: _packed(_random_states(self._device))}
+        return {**entries, **others, self.random_entry: _packed(random_states(self._device))}
 
     def load(self, saved: Mapping[str, object], read: Callable[[Entries], None]) -> None:
         """Goes on with entries that were saved.
@@ -119,7 +118,7 @@ class TrainingState:
         for name, other in self._others.items():
             other.load_state_dict(_unpacked(entries[f"{OTHERS}{name}"], self._device))
         if self.random_entry in entries:
-            _set_random_states(_unpacked(entries[self.random_entry], self._device), self._device)
+            set_random_states(_unpacked(entries[self.random_entry], self._device), self._device)
 
     def _entries_with_room(self) -> Entries:
         """Returns weights, and what the optimizer has for them. A new one gets states as after a step that changes
@@ -216,16 +215,3 @@ def _unpacked(entry: bytes, device: torch.device) -> Any:
         return storage if location == "cpu" else storage.to(device=device)
 
     return torch.load(io.BytesIO(entry), map_location=place, weights_only=False)  # with pickle, as DCP itself does
-
-
-def _random_states(device: torch.device) -> dict[str, Any]:
-    states = {"python": random.getstate(), "numpy": np.random.get_state(), "torch": torch.get_rng_state()}
-    return states | ({"cuda": torch.cuda.get_rng_state(device)} if device.type == "cuda" else {})
-
-
-def _set_random_states(states: Mapping[str, Any], device: torch.device) -> None:
-    random.setstate(states["python"])
-    np.random.set_state(states["numpy"])
-    torch.set_rng_state(states["torch"])
-    if device.type == "cuda" and "cuda" in states:
-        torch.cuda.set_rng_state(states["cuda"], device)

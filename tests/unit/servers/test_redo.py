@@ -13,7 +13,7 @@ from distca_hf.errors import ConfigError
 from distca_hf.servers.redo import attempts
 from support.data import random_dataset
 from support.models import tiny_model
-from support.redoing import CAPACITY_TOKENS, Script, ScriptedContext, initial_model, spoil_attention
+from support.redoing import CAPACITY_TOKENS, Script, ScriptedContext, break_attention, initial_model
 
 
 def enabled_model(plugin: distca_hf.DistCAPlugin) -> nn.Module:
@@ -46,10 +46,10 @@ def train(script: Script | None) -> tuple[list[float], list[torch.Tensor]]:
     return losses, [parameter.detach().clone() for parameter in model.parameters()]
 
 
-def test_an_attempt_that_was_spoiled_leaves_no_trace(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_attempt_that_was_failed_leaves_no_trace(monkeypatch: pytest.MonkeyPatch) -> None:
     losses, weights = train(None)
-    script = Script(spoiled={1, 4}, from_call=6)
-    spoil_attention(script, monkeypatch.setattr)
+    script = Script(failed={1, 4}, from_call=6)
+    break_attention(script, monkeypatch.setattr)
     redone_losses, redone_weights = train(script)
 
     assert redone_losses == losses

@@ -10,18 +10,18 @@ from accelerate.utils import DistributedType
 from transformers import Trainer, TrainingArguments
 
 from distca_hf.errors import PeerLostError
-from distca_hf.servers.redone_steps import cannot_redo
+from distca_hf.servers.annex import cannot_redo
 from support.data import random_dataset
 from support.models import tiny_model
-from support.redoing import Script, assert_equal_training, spoil_attention, train_with_script
+from support.redoing import Script, assert_equal_training, break_attention, train_with_script
 from support.training import quiet_arguments
 
 
 def test_placed_batches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     undisturbed = train_with_script(None, tmp_path)
     random_state = torch.get_rng_state()
-    script = Script(spoiled={2, 4, 5})
-    spoil_attention(script, monkeypatch.setattr)
+    script = Script(failed={2, 4, 5})
+    break_attention(script, monkeypatch.setattr)
     redone = train_with_script(script, tmp_path)
 
     assert_equal_training(redone, undisturbed)
@@ -34,19 +34,17 @@ def test_placed_batches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
 @pytest.mark.parametrize("loop", ["trainer", "sft", "collecting"])
 def test_accumulation(loop: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     undisturbed = train_with_script(None, tmp_path, loop=loop, accumulation=3)
-    script = Script(spoiled={1, 4}, from_call=6)  # in the second micro-batch
-    spoil_attention(script, monkeypatch.setattr, harm=float("nan"))
+    script = Script(failed={1, 4}, from_call=6)  # in the second micro-batch
+    break_attention(script, monkeypatch.setattr, harm=float("nan"))
     redone = train_with_script(script, tmp_path, loop=loop, accumulation=3)
 
     assert_equal_training(redone, undisturbed)
     assert script.runs == 4 + 2
 
 
-def test_a_step_that_is_spoiled_in_every_run_ends_the_training(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    script = Script(spoiled={2, 3, 4, 5})
-    spoil_attention(script, monkeypatch.setattr)
+def test_a_step_that_is_failed_in_every_run_ends_the_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    script = Script(failed={2, 3, 4, 5})
+    break_attention(script, monkeypatch.setattr)
 
     with pytest.raises(PeerLostError, match=r"optimizer step 2: attention servers were lost in each of its 4 runs"):
         train_with_script(script, tmp_path)

@@ -104,7 +104,7 @@ class Posting(PostingTransport):
     """Reaches servers, and notes the plans that are posted to them."""
 
     def __init__(self, transport: LoopbackTransport, posted: list[Plan | None]) -> None:
-        self.among_trainers, self.extra_ranks, self.roster = transport, SERVERS, 1
+        self.among_trainers, self.extra_ranks, self.membership = transport, SERVERS, 1
         self._posted = posted
 
     def __getattr__(self, name: str) -> Any:

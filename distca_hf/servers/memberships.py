@@ -1,4 +1,4 @@
-"""Rosters: connections between trainers and the attention servers that take part, opened by both sides.
+"""Memberships: connections between trainers and the attention servers that take part, opened by both sides.
 
     trainers                                                server
     write settings and members, post "open" ──────────────▶ read them
@@ -6,7 +6,7 @@
     group of N + S ranks        ◀─── all-to-alls of rows ──▶ group of N + S ranks
 
 Trainers are ranks 0 to N - 1 of the exchanges, servers come behind them in the order of the members. When a server is
-lost, or comes, a new roster is opened, with another number and another group.
+lost, or comes, a new membership is opened, with another number and another group.
 """
 
 import math
@@ -45,19 +45,19 @@ START_SECONDS = 1.0
 
 
 class Member(NamedTuple):
-    """An attention server in a roster.
+    """An attention server in a membership.
 
     Attributes:
         server: its number.
-        incarnation: how often it was started before.
+        restarts: how often it was started before.
     """
 
     server: int
-    incarnation: int
+    restarts: int
 
-    def has_answered(self, store: JobStore, roster: int) -> bool:
-        """Returns whether it has answered the invitation to a roster."""
-        return bool(roster_store(store, roster).get(f"server/{self.server}"))
+    def has_answered(self, store: JobStore, membership: int) -> bool:
+        """Returns whether it has answered the invitation to a membership."""
+        return bool(membership_store(store, membership).get(f"server/{self.server}"))
 
 
 def agreed(rows: Sequence[Sequence[int]]) -> tuple[Member, ...]:
@@ -78,12 +78,12 @@ class Answers(NamedTuple):
     room_bytes: float
 
 
-class RosterTransport(TorchTransport):
-    """Exchanges of one roster; waiting for them ends when a member is lost.
+class MembershipTransport(TorchTransport):
+    """Exchanges of one membership; waiting for them ends when a member is lost.
 
     Args:
         lost: returns words about a member that is lost, or None.
-        may_spoil: returns whether a lost server costs a step, and not the job: then nobody is asked for its words.
+        may_fail: returns whether a lost server costs a step, and not the job: then nobody is asked for its words.
     """
 
     def __init__(
@@ -93,12 +93,12 @@ class RosterTransport(TorchTransport):
         device: torch.device,
         grid: Grid,
         lost: Callable[[], str | None],
-        may_spoil: Callable[[], bool],
+        may_fail: Callable[[], bool],
         traffic: Traffic | None = None,
     ) -> None:
         super().__init__(group, {}, rollcall, device, grid, traffic)
         self._ranks = range(group.size())
-        self._lost, self._may_spoil = lost, may_spoil
+        self._lost, self._may_fail = lost, may_fail
         self._polls = device.type == "cpu"  # NCCL's waiting is the device's
         self._starting, self._is_aborted = threading.Lock(), False
 
@@ -110,7 +110,9 @@ class RosterTransport(TorchTransport):
         """
         with self._starting:
             if self._is_aborted:
-                raise ServerLostError(f"rank {self.rank}, {asked.where}: {self._lost() or 'the roster was given up'}")
+                raise ServerLostError(
+                    f"rank {self.rank}, {asked.where}: {self._lost() or 'the membership was given up'}"
+                )
             return super().exchange(asked)
 
     def abort(self) -> None:
@@ -132,7 +134,7 @@ class RosterTransport(TorchTransport):
         super().close()
 
     def members(self, scope: Scope) -> Sequence[int]:
-        """Returns all ranks of the roster: attention servers exchange rows, too."""
+        """Returns all ranks of the membership: attention servers exchange rows, too."""
         return self._ranks
 
     def wait_for(
@@ -156,7 +158,7 @@ class RosterTransport(TorchTransport):
         self, error: RuntimeError, where: str, began: float | None = None, scope: Scope = Scope.ROWS
     ) -> DistCAError:
         """Returns the error to raise for a failed exchange."""
-        if self._may_spoil():
+        if self._may_fail():
             return ServerLostError(f"rank {self.rank}, {where}: {self._lost() or first_line(error)}")
         words = self._lost()
         known = super().failure(error, where, began, scope)
@@ -180,18 +182,18 @@ def place_of(device: torch.device) -> dict[str, object]:
     }
 
 
-def roster_store(store: JobStore, roster: int) -> JobStore:
-    """Returns the part of the job's store that belongs to a roster."""
-    return store.part(f"roster/{roster}")
+def membership_store(store: JobStore, membership: int) -> JobStore:
+    """Returns the part of the job's store that belongs to a membership."""
+    return store.part(f"membership/{membership}")
 
 
 def invite(
     here: JobStore, rank: int, members: Sequence[Member], device: torch.device, settings: Mapping[str, object]
 ) -> None:
-    """Writes all that servers must know about a roster; every trainer calls it.
+    """Writes all that servers must know about a membership; every trainer calls it.
 
     Args:
-        here: part of the store that belongs to the roster.
+        here: part of the store that belongs to the membership.
         settings: of the trainers' plugin.
     """
     here.write(f"trainer/{rank}", {**place_of(device), "pid": os.getpid()})
@@ -210,11 +212,11 @@ def wait_for_answers(
         ConfigError: a server refuses, in its words, or would share the GPU of this trainer.
     """
     mine, names, room_bytes = place_of(device), {}, math.inf
-    for server, incarnation in members:
+    for server, restarts in members:
         answer = here.read(f"server/{server}", patience_seconds)
         if answer is None:
             raise PeerLostError(
-                f"rank {rank}: attention server {server} (start {incarnation}) did not answer in {patience_seconds:g} "
+                f"rank {rank}: attention server {server} (restart {restarts}) did not answer in {patience_seconds:g} "
                 "s; look at its own messages above, or for a process that is stopped"
             )
         if "refusal" in answer:
@@ -232,7 +234,7 @@ def wait_for_answers(
 
 @dataclass(frozen=True)
 class Invitation:
-    """A roster that trainers have opened, as a server sees it.
+    """A membership that trainers have opened, as a server sees it.
 
     Attributes:
         members: servers that shall take part.
@@ -248,18 +250,18 @@ class Invitation:
     version: str
 
     @classmethod
-    def read(cls, store: JobStore, roster: int, patience_seconds: float) -> "Invitation":
-        """Reads the invitation to a roster.
+    def read(cls, store: JobStore, membership: int, patience_seconds: float) -> "Invitation":
+        """Reads the invitation to a membership.
 
         Raises:
             PeerLostError: trainer 0 did not write it in time.
         """
-        here = roster_store(store, roster)
+        here = membership_store(store, membership)
         content = here.read("opened", patience_seconds)
         if content is None:
             raise PeerLostError(
-                f"trainer 0 did not write the settings of roster {roster} in {patience_seconds:g} s; look at its own "
-                "words"
+                f"trainer 0 did not write the settings of membership {membership} in {patience_seconds:g} s; look at its "
+                "own messages"
             )
         members = [Member(*member) for member in cast(list[list[int]], content["members"])]
         settings = cast(dict[str, object], content["settings"])
@@ -272,7 +274,7 @@ class Invitation:
         device: torch.device,
         timeout_seconds: float,
         lost: Callable[[], str | None],
-    ) -> RosterTransport:
+    ) -> MembershipTransport:
         """Answers the trainers, and returns the server's end of the exchanges once all have come."""
         self.store.write(f"server/{member.server}", {"version": __version__, **place_of(device)})
         names = {one.server: f"attention server {one.server}" for one in self.members}
@@ -300,16 +302,16 @@ def meet(
     timeout_seconds: float,
     names: Mapping[int, str],
     lost: Callable[[], str | None],
-    may_spoil: Callable[[], bool],
+    may_fail: Callable[[], bool],
     traffic: Traffic | None = None,
-) -> RosterTransport:
+) -> MembershipTransport:
     """Opens the group of all trainers and members.
 
     Args:
-        here: part of the store that belongs to the roster.
+        here: part of the store that belongs to the membership.
         rank: of this process in the exchanges.
         names: of the servers, by their numbers.
-        lost, may_spoil, traffic: see `RosterTransport`.
+        lost, may_fail, traffic: see `MembershipTransport`.
 
     Raises:
         PeerLostError: some did not come; names them.
@@ -326,4 +328,4 @@ def meet(
         ) from error
     rollcall.announce_uncaught_errors()
     grid = Grid.flat(range(num_trainers), rank)
-    return RosterTransport(group, rollcall, device, grid, lost, may_spoil, traffic)
+    return MembershipTransport(group, rollcall, device, grid, lost, may_fail, traffic)
