@@ -260,8 +260,8 @@ class Invitation:
         content = here.read("opened", patience_seconds)
         if content is None:
             raise PeerLostError(
-                f"trainer 0 did not write the settings of membership {membership} in {patience_seconds:g} s; look at its "
-                "own messages"
+                f"trainer 0 did not write the settings of membership {membership} in {patience_seconds:g} s; look at "
+                "its own messages"
             )
         members = [Member(*member) for member in cast(list[list[int]], content["members"])]
         settings = cast(dict[str, object], content["settings"])

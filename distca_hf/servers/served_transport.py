@@ -38,7 +38,7 @@ from distca_hf.servers.memberships import (
     membership_store,
     wait_for_answers,
 )
-from distca_hf.servers.orders import CallOrder, Kind, Order, Outbox, PassOrder, PlanOrder, shares_of
+from distca_hf.servers.orders import Kind, Order, Outbox, PlanOrder, shares_of
 from distca_hf.servers.served_plans import Servers
 from distca_hf.servers.speeds import ServerSpeeds
 from distca_hf.telemetry import get_logger, leave_for_launcher
@@ -48,6 +48,8 @@ log = get_logger(__name__)
 
 # Words about a lost server that costs no step.
 NO_STEP = "No step can run again here: see plugin.attach and plugin.attempts"
+# Of an order that says nothing but its kind.
+NO_NUMBERS: IntArray = np.zeros(0, dtype=np.int64)
 # Memberships that are tried, one after the other with fewer members, before the job ends.
 OPENINGS = 5
 
@@ -107,7 +109,9 @@ class ServedTransport:
         with ExitStack() as if_it_fails:
             if_it_fails.callback(self._end_here)
             self._watch.begin(self._look_at_exchanges)
-            self._open(self._all_members(patience_seconds), patience_seconds)
+            self._live.wait_for_all(self.rank, patience_seconds)
+            rows = self.gather(self._live.starts(), "attention servers").wait()
+            self._open(agreed([[1, *row] for row in rows]), patience_seconds)
             if_it_fails.pop_all()
 
     def exchange(self, asked: AllToAll) -> Exchange:
@@ -119,23 +123,14 @@ class ServedTransport:
         if self._wires is None:
             return self.among_trainers.exchange(asked)
         outside = None if self.in_step else self._progress
-        if outside is not None:
-            self._begin_outside(outside, asked.where)
+        if outside is not None:  # over NCCL, and in no step: the GPU would wait for a lost server, and nobody end that
+            if (lost := self._lost()) is not None:
+                raise ServerLostError(f"rank {self.rank}, {asked.where}: {lost}. {NO_STEP}")
+            outside.note_start()
         try:
             return ServedExchange(self, self._wires.exchange(asked), outside)
         except (PeerLostError, StepTimeoutError) as error:
             raise self.failure(error) from error
-
-    def _begin_outside(self, progress: StreamProgress, where: str) -> None:
-        """Notes an exchange over NCCL that is of no step. The GPU would wait for a lost server, and nobody end that.
-
-        Raises:
-            ServerLostError: a server was lost since the last exchange.
-        """
-        words = self._lost()
-        if words is not None:
-            raise ServerLostError(f"rank {self.rank}, {where}: {words}. {NO_STEP}")
-        progress.note_start()
 
     def gather(self, values: Sequence[int], where: str, scope: Scope = Scope.ROWS) -> Gather:
         return self.among_trainers.gather(values, where, scope)
@@ -231,16 +226,12 @@ class ServedTransport:
         self._alive.add(self._plans)
         weakref.finalize(holder, self._alive.discard, self._plans)
         plan = PlanOrder(self._plans, min(self._alive.copy()), micro_batch, num_chunks, fingerprint, integers)
-        self._outbox.post(Order(Kind.PLAN, self.membership, plan.numbers()))
+        self.order(Kind.PLAN, plan.numbers())
         return self._plans
 
-    def order_call(self, call: CallOrder) -> None:
-        """Posts an attention call to the members."""
-        self._outbox.post(Order(Kind.CALL, self.membership, call.numbers()))
-
-    def order_pass(self, kind: Kind, order: PassOrder) -> None:
-        """Posts the beginning of a pass that is traced, or the end of its forward pass, to the members."""
-        self._outbox.post(Order(kind, self.membership, order.numbers()))
+    def order(self, kind: Kind, numbers: IntArray = NO_NUMBERS) -> None:
+        """Posts an order to the members."""
+        self._outbox.post(Order(kind, self.membership, numbers))
 
     def close(self) -> None:
         """Ends the membership on the servers and here; here also if the launcher's store is gone (an error)."""
@@ -249,7 +240,7 @@ class ServedTransport:
         self._closed = True
         with ExitStack() as ends:
             ends.callback(self._end_here)
-            self._outbox.post(Order(Kind.CLOSE, self.membership, np.zeros(0, dtype=np.int64)))
+            self.order(Kind.CLOSE)
 
     def _end_here(self) -> None:
         """Ends connections and threads of this process."""
@@ -259,16 +250,6 @@ class ServedTransport:
             if self._progress is not None:
                 ends.callback(self._progress.end)
             ends.callback(self._watch.end)
-
-    def _all_members(self, patience_seconds: float) -> tuple[Member, ...]:
-        """Waits until all servers that were launched have a heartbeat.
-
-        Raises:
-            PeerLostError: some have none; names them.
-        """
-        self._live.wait_for_all(self.rank, patience_seconds)
-        rows = self.gather(self._live.starts(), "attention servers").wait()
-        return agreed([[1, *row] for row in rows])
 
     def _lost(self) -> str | None:
         """Returns words about a member that is lost; None if there is none."""
@@ -324,7 +305,7 @@ class ServedTransport:
         invite(here, self.rank, self.members, self._device, self._settings)
         mine = [self.members[place] for place in shares_of(len(self.members), self.world_size, self.rank)]
         self._outbox = Outbox(self._store, mine)
-        self._outbox.post(Order(Kind.OPEN, self.membership, np.zeros(0, dtype=np.int64)))
+        self.order(Kind.OPEN)
         names, self.room_bytes = wait_for_answers(here, self.rank, self.members, self._device, patience_seconds)
         self._live.losses.names |= names
         return meet(
@@ -347,7 +328,7 @@ class ServedTransport:
             self._live.losses.note(server, restarts)
         self._watch.leave(self.membership)
         if self._wires is not None:
-            self._outbox.post(Order(Kind.CLOSE, self.membership, np.zeros(0, dtype=np.int64)))
+            self.order(Kind.CLOSE)
             self._retired.append(self._wires)
             self._wires = None
         for wires in [one for one in self._retired if one.is_at_rest]:
