@@ -22,7 +22,6 @@ from typing import NamedTuple, Self
 import torch
 
 from distca_hf.arrays import IntArray
-from distca_hf.batches.taking import PostingTransport
 from distca_hf.cost import TokenBytes
 from distca_hf.errors import ServerLostError
 from distca_hf.flops import ATTENTION_BACKWARD
@@ -40,7 +39,7 @@ from distca_hf.runtime.pending_traces import (
     memory_of,
     tasks_of,
 )
-from distca_hf.runtime.posted import AnnouncedCall, Posted
+from distca_hf.runtime.posted import AnnouncedCall, Posted, PostingTransport
 from distca_hf.servers.orders import DTYPES, CallOrder, Kind, PassOrder, Phase
 from distca_hf.servers.served_plans import plan_to_integers
 from distca_hf.servers.served_transport import ServedTransport

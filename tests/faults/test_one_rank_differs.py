@@ -19,7 +19,7 @@ from datasets import Dataset
 from torch import nn
 
 import distca_hf
-from distca_hf.batches import taking as facts
+from distca_hf.batches import agreement as facts
 from distca_hf.data import dataset_check
 from support.data import random_documents
 from support.models import tiny_model

@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import distca_hf
+from distca_hf.batches.agreement import check_cuts
 from distca_hf.batches.loader import PlacedLoader
 from distca_hf.batches.placed import PlacedPlanner
-from distca_hf.batches.taking import check_cuts
 from distca_hf.comm.transport import Transport
 from distca_hf.data import collate, dataset_check
 from distca_hf.data.collate import AROUND_A_CUT_TOKENS, cuts_of, sum_of

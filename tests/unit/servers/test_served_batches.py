@@ -12,13 +12,13 @@ from distca_hf.batches.given import GivenPlanner
 from distca_hf.batches.loader import PlacedLoader
 from distca_hf.batches.placed import PlacedPlanner
 from distca_hf.batches.prepare import Cursor, Prepared
-from distca_hf.batches.taking import PostingTransport
 from distca_hf.config import CHUNKS_BETWEEN_NODES, DistCAConfig
 from distca_hf.cost import imbalance
 from distca_hf.placement.place import fill_in_order, place
 from distca_hf.planning.plan import Plan, plan_in_place
 from distca_hf.planning.routing import rank_plan
 from distca_hf.runtime.live_plan import LivePlan
+from distca_hf.runtime.posted import PostingTransport
 from distca_hf.servers.posted_plans import MeasuredCalls
 from distca_hf.servers.served_plans import Servers
 from distca_hf.testing import LoopbackTransport, run_ranks
