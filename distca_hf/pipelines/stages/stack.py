@@ -1,4 +1,4 @@
-"""Stack: a model as pipeline stages see it: modules before its layers, a list of layers, modules behind them.
+"""Stack: a model as pipeline stages see it: modules before its layers, a list of layers, modules after them.
 
 Transformers writes this down for each class whose layers pass hidden states on and nothing else
 (`base_model_pp_plan`). Its forward pass is then tried without weights. Where all modules of the stack pass their
@@ -123,7 +123,7 @@ class LayerStack:
 
         Args:
             layers: numbers of the layers that stay.
-            is_first, is_last: whether the modules before the layers stay, and those behind them.
+            is_first, is_last: whether the modules before the layers stay, and those after them.
 
         Returns:
             The modules that were replaced, by name.
@@ -138,11 +138,6 @@ class LayerStack:
         """Returns names of the modules that a stage does not run; arguments as those of `keep`."""
         gone = [f"{self.layers}.{number}" for number in range(self.num_layers) if number not in layers]
         return [*gone, *([] if is_first else self.before), *([] if is_last else self.behind)]
-
-    def layers_of(self, part: int, layers_of_parts: Sequence[int]) -> range:
-        """Returns numbers of the layers of a part, given how many each part has."""
-        begin = sum(layers_of_parts[:part])
-        return range(begin, begin + layers_of_parts[part])
 
 
 def _no_plain_stack(name: str, reason: str) -> ConfigError:

@@ -11,8 +11,7 @@ have the same.
 """
 
 import io
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -97,22 +96,36 @@ class TrainingState:
             ConfigError: weights that are in one group of the optimizer had other settings each.
         """
         here = self._entries_with_room()
-        entries, new = _without_names(here), self._weights_without_saved_state(here, saved)
-        for names in new.values():
-            for name in names:
-                del entries[name]
+        entries = _without_names(here)
+        # Weights that the optimizer had nothing for when it was saved, as they had no gradient until then.
+        new, states = [], [name for name in here if name.startswith(STATES)]
+        for weight_name, weight in self._whole.named_parameters():
+            names = [name for name in states if name.startswith(f"{STATES}{weight_name}.")]
+            if names and not any(name in saved for name in names):
+                new.append(weight)
+                for name in names:
+                    del entries[name]
         entries |= dict.fromkeys(f"{OTHERS}{name}" for name in self._others)
         if self.random_entry in saved:
             entries[self.random_entry] = None
         read(entries)
         here |= entries
         self._check_groups(here)
-        for_torch = {
-            "model_state_dict": _without_prefix(WEIGHTS, here),
-            "optim_state_dict": _without_prefix(OPTIMIZER, here),
-        }
-        with _without_empty_groups(self._optimizer):
-            set_state_dict(self._whole, self._optimizers, **for_torch, options=OPTIONS)
+        weights, of_optimizer = _without_prefix(WEIGHTS, here), _without_prefix(OPTIMIZER, here)
+        # Groups without weights, such as that of embeddings on stages that have none, are hidden: flat settings are
+        # those of weights, and torch looks for the first weight of every group.
+        groups = self._optimizer.param_groups
+        self._optimizer.param_groups = [group for group in groups if group["params"]]
+        try:
+            set_state_dict(
+                *(self._whole, self._optimizers),
+                model_state_dict=weights,
+                optim_state_dict=of_optimizer,
+                options=OPTIONS,
+            )
+        finally:
+            loaded = iter(self._optimizer.param_groups)
+            self._optimizer.param_groups = [next(loaded) if group["params"] else group for group in groups]
         for weight in new:
             del self._optimizer.state[weight]
         for name, other in self._others.items():
@@ -128,18 +141,6 @@ class TrainingState:
             **{f"{WEIGHTS}{name}": weight for name, weight in weights.items()},
             **{f"{OPTIMIZER}{name}": entry for name, entry in of_optimizer.items()},
         }
-
-    def _weights_without_saved_state(
-        self, here: Entries, saved: Mapping[str, object]
-    ) -> dict[nn.Parameter, list[str]]:
-        """Returns weights that the optimizer had nothing for when it was saved, as they had no gradient until then,
-        with the names of what it would have."""
-        new, states = {}, [name for name in here if name.startswith(STATES)]
-        for weight_name, weight in self._whole.named_parameters():
-            names = [name for name in states if name.startswith(f"{STATES}{weight_name}.")]
-            if names and not any(name in saved for name in names):
-                new[weight] = names
-        return new
 
     def _check_groups(self, entries: Entries) -> None:
         """Checks that weights of one group were saved with the same settings. Torch takes those of the first one.
@@ -159,19 +160,6 @@ class TrainingState:
                         f"{setting} {saved[0]}, and {in_group[others[0]]}, with {saved[others[0]]}. Begin again with "
                         "an optimizer of the groups that were saved"
                     )
-
-
-@contextmanager
-def _without_empty_groups(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Hides groups without weights, such as that of embeddings on stages that have none. Flat settings are those of
-    weights, and torch looks for the first weight of every group."""
-    groups = optimizer.param_groups
-    optimizer.param_groups = [group for group in groups if group["params"]]
-    try:
-        yield
-    finally:
-        loaded = iter(optimizer.param_groups)
-        optimizer.param_groups = [next(loaded) if group["params"] else group for group in groups]
 
 
 def _joined(parts: Sequence[ModelPart]) -> nn.Module:
