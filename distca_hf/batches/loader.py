@@ -26,7 +26,7 @@ from distca_hf.batches.preview import PlacedData, PlacedPlan
 from distca_hf.comm.agreement import Agreement, Occasion
 from distca_hf.comm.transport import Transport
 from distca_hf.data.accumulation import SteppedEpoch
-from distca_hf.data.dataset_check import checked_contents
+from distca_hf.data.collate import checked_contents
 from distca_hf.data.documents import DocumentSource, Tokens
 from distca_hf.data.epochs import EpochPacker, ResumedEpoch
 from distca_hf.data.positions import SavedPosition, check_checksum, sum_of_documents, with_checksum
@@ -161,7 +161,7 @@ class PlacedLoader:
 
     @cached_property
     def contents(self) -> str:
-        """Checksum of tokens and labels (see `data.dataset_check`); reads documents when first asked for."""
+        """Checksum of tokens and labels (see `data.collate`); reads documents when first asked for."""
         return checked_contents(self._source)
 
     def documents(self, epoch: int, micro_batch: int) -> list[Tokens]:

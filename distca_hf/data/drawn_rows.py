@@ -96,8 +96,14 @@ class DrawnRows:
                     "only one could be used; make one row of each, or use dataset.map"
                 )
             value = of_rows[0]
-            if name == "seq_lengths":
-                self._check_documents(row, value)
+            if name == "seq_lengths":  # all documents are placed before a row is drawn
+                announced = [int(self.lengths[row])] if self.documents is None else self.documents[row].as_py()
+                if value is not None and list(map(int, value)) != announced:
+                    raise PackingError(
+                        f"row {row}: the dataset's transform gives seq_lengths {list(value)}, and documents of "
+                        f"{announced} tokens were announced. Documents must be known before rows are made: store "
+                        "their lengths in a column 'seq_lengths' (a list per row)"
+                    )
             elif name in TOKEN_COLUMNS:
                 if value is not None:
                     drawn[name] = self._numbers(row, name, value, "iub").astype(np.int64)
@@ -124,16 +130,6 @@ class DrawnRows:
                 f"column 'length' announces {self.lengths[row]} {'numbers' if 'f' in kinds else 'integers'}"
             )
         return values
-
-    def _check_documents(self, row: int, given: Any) -> None:
-        """Checks that a row has the documents that were announced: all of them are placed before it is drawn."""
-        announced = [int(self.lengths[row])] if self.documents is None else self.documents[row].as_py()
-        if given is not None and list(map(int, given)) != announced:
-            raise PackingError(
-                f"row {row}: the dataset's transform gives seq_lengths {list(given)}, and documents of {announced} "
-                "tokens were announced. Documents must be known before rows are made: store their lengths in a "
-                "column 'seq_lengths' (a list per row)"
-            )
 
 
 def seed_generators(*numbers: int) -> None:

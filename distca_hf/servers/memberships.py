@@ -66,18 +66,6 @@ def agreed(rows: Sequence[Sequence[int]]) -> tuple[Member, ...]:
     return tuple(Member(server, seen[0] - 1) for server, seen in enumerate(starts) if seen[0] and len(set(seen)) == 1)
 
 
-class Answers(NamedTuple):
-    """Answers of all servers to an invitation.
-
-    Attributes:
-        names: of the servers, for messages, by their numbers.
-        room_bytes: that rows may take on each server until backward.
-    """
-
-    names: dict[int, str]
-    room_bytes: float
-
-
 class MembershipTransport(TorchTransport):
     """Exchanges of one membership; waiting for them ends when a member is lost.
 
@@ -204,8 +192,9 @@ def invite(
 
 def wait_for_answers(
     here: JobStore, rank: int, members: Sequence[Member], device: torch.device, patience_seconds: float
-) -> Answers:
-    """Returns the answers of all servers.
+) -> tuple[dict[int, str], float]:
+    """Returns names of the servers, for messages, by their numbers; and bytes that rows may take on each of them until
+    backward.
 
     Raises:
         PeerLostError: a server does not answer; names it.
@@ -229,7 +218,7 @@ def wait_for_answers(
         names[server] = f"attention server {server} on {answer['host']}"
         if answer["free_bytes"] is not None:
             room_bytes = min(room_bytes, KEPT_SHARE * cast(int, answer["free_bytes"]))
-    return Answers(names, room_bytes)
+    return names, room_bytes
 
 
 @dataclass(frozen=True)

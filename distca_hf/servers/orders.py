@@ -274,22 +274,18 @@ class Inbox:
             StoreLostError: the store is gone, and with it the job.
         """
         pause, deadline = FIRST_PAUSE_SECONDS, time.monotonic() + LOOK_SECONDS
-        while (message := self._pop()) is None:
-            if time.monotonic() > deadline:
-                return None
-            time.sleep(pause)
-            pause = min(LONGEST_PAUSE_SECONDS, PAUSE_GROWS * pause)
-        return self._sequences.decode(message, f"attention server {self._server}")
-
-    def _pop(self) -> bytes | None:
-        """Returns the next message; None if there is none."""
+        where = f"attention server {self._server}"
         try:
-            return self._store.pop(self._queue)
+            while (message := self._store.pop(self._queue)) is None:
+                if time.monotonic() > deadline:
+                    return None
+                time.sleep(pause)
+                pause = min(LONGEST_PAUSE_SECONDS, PAUSE_GROWS * pause)
         except RuntimeError as error:
             raise StoreLostError(
-                f"attention server {self._server}: the launcher's store is gone, and with it the job "
-                f"({first_line(error)})"
+                f"{where}: the launcher's store is gone, and with it the job ({first_line(error)})"
             ) from error
+        return self._sequences.decode(message, where)
 
 
 def _queue(server: int, restarts: int) -> str:

@@ -75,6 +75,7 @@ class Child:
         silence_seconds: silence after which it is killed.
 
     Attributes:
+        process: of the server.
         is_silent: whether it was killed for its silence.
     """
 
@@ -84,17 +85,9 @@ class Child:
         self.is_silent = False
         self._pipe, end = os.pipe()
         try:
-            self._process = subprocess.Popen([*line, str(end)], pass_fds=[end], preexec_fn=_die_with(os.getpid()))
+            self.process = subprocess.Popen([*line, str(end)], pass_fds=[end], preexec_fn=_die_with(os.getpid()))
         finally:
             os.close(end)
-
-    def status(self) -> int | None:
-        """Returns its exit status, or minus the signal that killed it; None while it runs."""
-        return self._process.poll()
-
-    def send(self, number: int) -> None:
-        """Sends it a signal."""
-        self._process.send_signal(number)
 
     def listen(self) -> None:
         """Waits for a byte, not for long, and kills a child that has been silent for too long."""
@@ -106,7 +99,7 @@ class Child:
         self._silent_seconds += LOOK_SECONDS
         if self._silent_seconds > self._allowed_seconds:
             self.is_silent = True
-            self._process.kill()
+            self.process.kill()
 
     def close(self) -> None:
         """Closes the pipe of a child that has ended."""
@@ -158,9 +151,9 @@ class Supervisor:
         """Returns the exit status of a child that has ended, and words about its end."""
         child = Child([*self._line, str(restarts)], self._silence_seconds)
         passed_on = False
-        while (status := child.status()) is None:
+        while (status := child.process.poll()) is None:
             if self._signal is not None and not passed_on:
-                child.send(self._signal)
+                child.process.send_signal(self._signal)
                 passed_on = True
             child.listen()
         child.close()

@@ -11,7 +11,7 @@ import pytest
 import torch
 from datasets import Dataset
 
-from distca_hf.data.dataset_check import checked_contents
+from distca_hf.data.collate import checked_contents
 from distca_hf.data.documents import DocumentSource
 from distca_hf.data.drawn_rows import generators_left_alone, seed_generators
 from distca_hf.data.rows import Reading

@@ -68,7 +68,7 @@ def test_a_server_lives_from_its_first_beat_until_it_is_silent_for_too_long(
     assert (watch.restarts(1), watch.silent_seconds(1)) == (4, 0.0)
 
 
-def test_the_next_incarnation_takes_the_place_of_the_last(store: JobStore) -> None:
+def test_the_next_process_takes_the_place_of_the_last(store: JobStore) -> None:
     watch = Watch(store, 1, 1.0)
     Heartbeat(store, 0, 0, None).beat()
     watch.look()
