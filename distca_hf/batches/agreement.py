@@ -162,7 +162,14 @@ class GivenAgreement:
             PlanMismatchError, PeerLostError: other ranks are doing something else, could not do their part, or hold
                 another batch although they share the data.
         """
-        flags, lengths = self._flags(batch, read, is_first=number == 0), read.lengths
+        lengths, names = read.lengths, media_of(batch)
+        dtypes = [None, *(getattr(batch[name], "dtype", None) for name in names)] if names else []
+        flags = {
+            "learns nothing": int(number == 0 and read.learns_nothing),
+            "dtypes of images": sum(1 << bit for bit, dtype in enumerate(MEDIA_DTYPES) if dtype in dtypes),
+        }
+        if self._transport.grid.shape[2] > 1:
+            flags[CHECKSUM] = checksum_of(batch, lengths) if read.checksum is None else read.checksum
         agreement = Agreement.start(
             self._transport,
             Occasion.PLAN,
@@ -192,8 +199,15 @@ class GivenAgreement:
                 self._labels(numbers["learns nothing"]),
                 IGNORED_LABEL,
             )
-        if any(numbers["padded"]):
-            self._warn_of_padding(self._labels(numbers["padded"]), number)
+        if any(numbers["padded"]) and not self._warned_of_padding:
+            self._warned_of_padding = True
+            log.warning(
+                "micro-batch %d is padded on rank %s, and its padding cannot be taken out (it predicts a label, or "
+                "layers of the model carry a state): every rank attends to this batch by itself, and nothing is "
+                "balanced. Pack documents instead if the trainer can (DataCollatorWithFlattening, packing=True)",
+                number,
+                self._labels(numbers["padded"]),
+            )
         longest, asked = max(numbers["longest document"]), {*numbers["returning"]}
         of_all = Returning(asked.pop()) if len(asked) == 1 else Returning.STATES
         needing = self._labels([int(value == Returning.STATES) for value in numbers["returning"]])
@@ -205,16 +219,6 @@ class GivenAgreement:
         """Returns what must be the same on all ranks."""
         of_step = {"number of micro-batches in this step": step_batches}
         return Facts({**of_step, **self._shared, "a pass with gradients": has_gradients})
-
-    def _flags(self, batch: Batch, read: ReadDocuments, is_first: bool) -> dict[str, int]:
-        """Returns further numbers that ranks show each other about a batch."""
-        flags = {
-            "learns nothing": int(is_first and read.learns_nothing),
-            "dtypes of images": _dtypes_of_media(batch),
-        }
-        if self._transport.grid.shape[2] > 1:
-            flags[CHECKSUM] = checksum_of(batch, read.lengths) if read.checksum is None else read.checksum
-        return flags
 
     def _check_same_batch(self, agreement: Agreement, number: int) -> None:
         """Checks that all tensor ranks of one data rank hold the same batch."""
@@ -261,24 +265,6 @@ class GivenAgreement:
             return ""
         labels = labels_of(self._transport, Scope.ROWS)
         return ", ".join(label for label, flag in zip(labels, flags, strict=True) if flag)
-
-    def _warn_of_padding(self, ranks: str, number: int) -> None:
-        """Warns once that padded batches are not balanced."""
-        if not self._warned_of_padding:
-            self._warned_of_padding = True
-            log.warning(
-                "micro-batch %d is padded on rank %s, and its padding cannot be taken out (it predicts a label, or "
-                "layers of the model carry a state): every rank attends to this batch by itself, and nothing is "
-                "balanced. Pack documents instead if the trainer can (DataCollatorWithFlattening, packing=True)",
-                number,
-                ranks,
-            )
-
-
-def _dtypes_of_media(batch: Batch) -> int:
-    """Returns the bits of `MEDIA_DTYPES` for a batch; 0 if it holds no image, video or sound."""
-    found = [None, *(getattr(batch[name], "dtype", None) for name in names)] if (names := media_of(batch)) else []
-    return sum(1 << bit for bit, dtype in enumerate(MEDIA_DTYPES) if dtype in found)
 
 
 def form_of(batch: Batch, gradients_of: Sequence[bool] = ()) -> int:

@@ -55,9 +55,9 @@ class Member(NamedTuple):
     server: int
     restarts: int
 
-    def has_answered(self, store: JobStore, membership: int) -> bool:
-        """Returns whether it has answered the invitation to a membership."""
-        return bool(membership_store(store, membership).get(f"server/{self.server}"))
+    def has_answered(self, here: JobStore) -> bool:
+        """Returns whether it has answered the invitation in the store of a membership."""
+        return bool(here.get(f"server/{self.server}"))
 
 
 def agreed(rows: Sequence[Sequence[int]]) -> tuple[Member, ...]:
@@ -160,14 +160,10 @@ class MembershipTransport(TorchTransport):
 
 def place_of(device: torch.device) -> dict[str, object]:
     """Returns the host of this process, a number of its GPU that no other has, and the GPU's free bytes."""
-    if device.type != "cuda":
-        return {"host": socket.gethostname(), "gpu": None, "free_bytes": None}
-    free_bytes, _ = torch.cuda.mem_get_info(device)
-    return {
-        "host": socket.gethostname(),
-        "gpu": str(torch.cuda.get_device_properties(device).uuid),
-        "free_bytes": free_bytes,
-    }
+    gpu, free_bytes = None, None
+    if device.type == "cuda":
+        gpu, free_bytes = str(torch.cuda.get_device_properties(device).uuid), torch.cuda.mem_get_info(device)[0]
+    return {"host": socket.gethostname(), "gpu": gpu, "free_bytes": free_bytes}
 
 
 def membership_store(store: JobStore, membership: int) -> JobStore:
@@ -178,12 +174,7 @@ def membership_store(store: JobStore, membership: int) -> JobStore:
 def invite(
     here: JobStore, rank: int, members: Sequence[Member], device: torch.device, settings: Mapping[str, object]
 ) -> None:
-    """Writes all that servers must know about a membership; every trainer calls it.
-
-    Args:
-        here: part of the store that belongs to the membership.
-        settings: of the trainers' plugin.
-    """
+    """Writes what servers must know about a membership to its part of the store; every trainer calls it."""
     here.write(f"trainer/{rank}", {**place_of(device), "pid": os.getpid()})
     if rank == 0:
         opened = {"members": [list(member) for member in members], "device": device.type, "settings": dict(settings)}
@@ -276,10 +267,8 @@ class Invitation:
 
     def trainers_here(self, num_trainers: int) -> list[int]:
         """Returns the process numbers of the trainers on this host; they wrote them before they met."""
-        found = [self.store.read(f"trainer/{rank}", 1.0) for rank in range(num_trainers)]
-        return [
-            cast(int, place["pid"]) for place in found if place is not None and place["host"] == socket.gethostname()
-        ]
+        found = filter(None, (self.store.read(f"trainer/{rank}", 1.0) for rank in range(num_trainers)))
+        return [cast(int, place["pid"]) for place in found if place["host"] == socket.gethostname()]
 
 
 def meet(

@@ -283,13 +283,11 @@ class ServedTransport:
             except PeerLostError as error:
                 good, problem = 0, str(error)
                 self._watch.abandon(self.membership, problem)  # servers that met in vain wait for these words
-            hang = (
-                [] if good else [one.server for one in members if not one.has_answered(self._store, self.membership)]
-            )
+            here = membership_store(self._store, self.membership)
+            hang = [] if good else [one.server for one in members if not one.has_answered(here)]
             rows = self.gather([good, *self._live.starts(hang)], f"membership {self.membership}").wait()
             if all(row[0] for row in rows):
-                here = membership_store(self._store, self.membership) if self.rank == 0 else None
-                self.extra_ranks = self.speeds.begin_membership(members, here)
+                self.extra_ranks = self.speeds.begin_membership(members, here if self.rank == 0 else None)
                 for server, restarts in (member for member in members if member not in earlier):
                     log.info("attention server %d (restart %d) takes part from now on", server, restarts)
                 return
