@@ -16,13 +16,14 @@ from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any, Generic, TypeVar, cast
 
+import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset
 
 from distca_hf.arrays import IntArray
 from distca_hf.batches.placed import PlacedPlanner
 from distca_hf.data.accumulation import SteppedEpoch
-from distca_hf.data.collate import Cut, collate, cuts_of, held_documents
+from distca_hf.data.collate import Cut, collate, cuts_of
 from distca_hf.data.documents import NO_DRAWS, DocumentSource
 from distca_hf.data.rows import Draws
 from distca_hf.errors import PackingError
@@ -173,7 +174,9 @@ class Preparer:
             yield self._read(waiting.popleft(), draws)
 
     def _held(self, prepared: Prepared) -> IntArray:
-        return held_documents(prepared.layout, self.rank, prepared.documents)
+        """Returns which documents of the source this rank holds parts of."""
+        held = [document for document, _, _ in prepared.layout.held_by(self.rank)]
+        return prepared.documents[np.array(held, dtype=np.int64)]
 
     def _read(self, prepared: Prepared, draws: Draws) -> Prepared:
         """Returns the micro-batch with the rows of this rank."""

@@ -133,11 +133,7 @@ def padded_rows_of(batch: Batch, with_images: bool = False) -> PaddedRows | None
 
 def _learns_after_padding(labels: object, shift_labels: object, is_token: torch.Tensor) -> bool:
     """Returns whether a label is learnt that padding predicts, as of the first token of a row that is padded on its
-    left: padding has no hidden states in a pack.
-
-    Args:
-        is_token: bool `[B, L]`.
-    """
+    left: padding has no hidden states in a pack."""
     if isinstance(shift_labels, torch.Tensor) and shift_labels.shape == is_token.shape:
         if bool(((shift_labels != IGNORED_LABEL) & ~is_token).any()):
             return True

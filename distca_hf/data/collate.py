@@ -77,11 +77,6 @@ class RankRows:
         return int(np.count_nonzero(self.shift_labels != IGNORED_LABEL))
 
 
-def held_documents(layout: Layout, rank: int, documents: IntArray) -> IntArray:
-    """Returns which documents of the source `rank` holds parts of. Arguments: see `collate`."""
-    return documents[np.array([document for document, _, _ in layout.held_by(rank)], dtype=np.int64)]
-
-
 def collate(
     layout: Layout, rank: int, documents: IntArray, source: DocumentSource, draws: Draws = NO_DRAWS
 ) -> RankRows:

@@ -217,11 +217,7 @@ class RedoneSteps(TrainerCallback):
         return loss
 
     def _begin(self) -> RepeatableStep:
-        """Begins a step before its first micro-batch.
-
-        Raises:
-            ConfigError: DeepSpeed's optimizer keeps gradients where they cannot be discarded; names it.
-        """
+        """Begins a step before its first micro-batch."""
         trainer = self._trainer
         device = trainer.args.device
         transport, watch = served_transport(self._context, device), watch_of(trainer.model)

@@ -142,11 +142,7 @@ class PostedPlan(MeasuredCalls):
         return super().backward(call, slot, has_sinks, number > 0)
 
     def _order(self, phase: Phase, call: AnnouncedCall, slot: int, has_sinks: bool = False) -> None:
-        """Posts an attention call; for the last two arguments see `CallOrder`.
-
-        Raises:
-            ServerLostError: this step has failed.
-        """
+        """Posts an attention call; for the last two arguments see `CallOrder`."""
         if self._transport.failed is not None:
             raise ServerLostError(self._transport.failed)
         q, k, v, spec, _ = call

@@ -258,12 +258,7 @@ class ServedTransport:
         return self._live.lost_of(self.members)
 
     def _open(self, members: tuple[Member, ...], patience_seconds: float) -> None:
-        """Opens a membership, with fewer members where some do not come. A collective call of the trainers.
-
-        Raises:
-            PeerLostError: none could be opened.
-            ConfigError: a server refuses.
-        """
+        """Opens a membership, with fewer members where some do not come. A collective call of the trainers."""
         problem, earlier = "", self.members if self.membership else members
         for _ in range(OPENINGS):
             self._retire(members)

@@ -270,11 +270,7 @@ class Server:
         return None
 
     def _follow(self, order: Order) -> None:
-        """Follows one order.
-
-        Raises:
-            DistCAError: it cannot be followed.
-        """
+        """Follows one order."""
         if order.membership in self._lost_memberships:  # posted before its trainer noticed
             return
         where = f"attention server {self._member.server}"
@@ -338,12 +334,7 @@ class Server:
             transport.close()
 
     def _open(self, membership: int) -> Service | None:
-        """Answers an invitation, and opens the group with the trainers; None if others are invited.
-
-        Raises:
-            ConfigError: this server cannot take part; the trainers get the same words.
-            PeerLostError: trainers, or other servers, did not come.
-        """
+        """Answers an invitation, and opens the group with the trainers; None if others are invited."""
         self._heartbeat.look_for(membership)
         invitation = Invitation.read(self._store, membership, self._patience_seconds)
         if self._member not in invitation.members:
@@ -373,11 +364,7 @@ class Server:
         return Service(transport, config, device, show, Stopwatch(device), traces)
 
     def _device(self, kind: str) -> torch.device:
-        """Returns the device to compute on.
-
-        Raises:
-            ConfigError: there is none of this kind.
-        """
+        """Returns the device to compute on."""
         if kind != "cuda":
             return torch.device(kind)
         local_rank, gpus = launched_local_rank(), torch.cuda.device_count()

@@ -100,11 +100,7 @@ class ModelPart(nn.Module):
         return output
 
     def _check_schedule(self) -> None:
-        """Checks the schedule that runs this part.
-
-        Raises:
-            ConfigError: it scales gradients, or has no loss.
-        """
+        """Checks the schedule that runs this part."""
         schedule = schedule_that_runs()
         if schedule is None:
             return

@@ -144,11 +144,7 @@ def _remove(folder: Path) -> None:
 
 
 def _replace(folder: Path, unfinished: Path, earlier: Path, transport: Transport) -> None:
-    """Gives a checkpoint that is whole its name, on the first rank, while the others wait.
-
-    Raises:
-        CheckpointError: it cannot be renamed; on all ranks.
-    """
+    """Gives a checkpoint that is whole its name, on the first rank, while the others wait."""
     grid, problem = transport.grid, None
     if grid.number == 0:
         try:
@@ -176,11 +172,7 @@ def _replace(folder: Path, unfinished: Path, earlier: Path, transport: Transport
 
 
 def _check_replaceable(folder: Path) -> None:
-    """Checks that a folder holds nothing but a checkpoint of DCP, as it will be removed with all that it holds.
-
-    Raises:
-        ConfigError: it holds something else, or is a file.
-    """
+    """Checks that a folder holds nothing but a checkpoint of DCP, as it will be removed with all that it holds."""
     if folder.is_dir():
         names = sorted(path.name for path in folder.iterdir())
         foreign = [name for name in names if not name.endswith(".distcp") and not name.startswith(METADATA)]
@@ -194,11 +186,7 @@ def _check_replaceable(folder: Path) -> None:
 
 
 def _read_metadata(folder: Path) -> Metadata:
-    """Returns DCP's description of a checkpoint.
-
-    Raises:
-        ConfigError: there is none.
-    """
+    """Returns DCP's description of a checkpoint."""
     if not (folder / METADATA).is_file():
         earlier, unfinished = Path(f"{folder}.earlier"), Path(f"{folder}.unfinished")
         advice = "name the folder of one, or begin anew"
@@ -218,11 +206,7 @@ def _read_metadata(folder: Path) -> Metadata:
 
 
 def _check_entries(entries: Entries, metadata: Metadata, folder: Path, transport: Transport) -> None:
-    """Checks that a checkpoint holds what this rank goes on with, and nothing for which there is no place on any rank.
-
-    Raises:
-        ConfigError: it does not; names the first difference.
-    """
+    """Checks that a checkpoint holds what this rank goes on with, and nothing for which there is no place on any rank."""
     saved, grid = metadata.state_dict_metadata, transport.grid
     wrong = []
     for name, entry in entries.items():

@@ -95,11 +95,7 @@ class LayerStack:
         )
 
     def _check_nothing_else_is_done(self, whole: PreTrainedModel) -> None:
-        """Runs the model without its modules and weights: it must hand its input on.
-
-        Raises:
-            ConfigError: it computes something.
-        """
+        """Runs the model without its modules and weights: it must hand its input on."""
         given = torch.empty((1, 2, whole.config.get_text_config().hidden_size), device="meta", dtype=whole.dtype)
         positions = torch.zeros((1, 2), device="meta", dtype=torch.int64)
         removed = self.keep(whole, range(0), is_first=False, is_last=False)

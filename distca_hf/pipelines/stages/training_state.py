@@ -143,11 +143,7 @@ class TrainingState:
         }
 
     def _check_groups(self, entries: Entries) -> None:
-        """Checks that weights of one group were saved with the same settings. Torch takes those of the first one.
-
-        Raises:
-            ConfigError: they were not.
-        """
+        """Checks that weights of one group were saved with the same settings. Torch takes those of the first one."""
         names = {weight: name for name, weight in self._whole.named_parameters()}
         for number, group in enumerate(self._optimizer.param_groups):
             in_group = [names[weight] for weight in group["params"]]
