@@ -206,7 +206,7 @@ def _read_metadata(folder: Path) -> Metadata:
 
 
 def _check_entries(entries: Entries, metadata: Metadata, folder: Path, transport: Transport) -> None:
-    """Checks that a checkpoint holds what this rank goes on with, and nothing for which there is no place on any rank."""
+    """Checks that a checkpoint holds what this rank goes on with, and nothing that has no place on any rank."""
     saved, grid = metadata.state_dict_metadata, transport.grid
     wrong = []
     for name, entry in entries.items():
