@@ -1,8 +1,8 @@
 """Heartbeats: attention servers show that they live; trainers and servers read which memberships are lost.
 
-    server     beat/<server> = "restarts.count"   ──▶  every trainer: silent for too long is lost
-               a byte in a pipe                      ──▶  the server's supervisor
-    trainer    abandoned/<membership> = words              ──▶  all trainers and servers: its exchanges are left
+    server     beat/<server> = "restarts.count"     ──▶  every trainer: silent for too long is lost
+               a byte in a pipe                     ──▶  the server's supervisor
+    trainer    abandoned/<membership> = message     ──▶  all trainers and servers: its exchanges are left
 
 Both sides do this in a thread, over a separate connection to the launcher's store. So a training step or an exchange
 that hangs delays no beat, and nothing is asked where a step runs. A server is named by its number and its restarts:
@@ -54,7 +54,7 @@ class MembershipWatch(Repeated):
         super().__init__(name, pause_seconds, call)
         self._store = store
         self._open: set[int] = set()
-        self._words: dict[int, str] = {}
+        self._messages: dict[int, str] = {}
 
     def look_for(self, membership: int) -> None:
         """Makes later looks ask for this membership, too."""
@@ -66,23 +66,23 @@ class MembershipWatch(Repeated):
 
     def is_abandoned(self, membership: int) -> bool:
         """Returns whether this process or, as of the last look, a trainer has given up a membership."""
-        return membership in self._words
+        return membership in self._messages
 
-    def abandon(self, membership: int, words: str) -> None:
+    def abandon(self, membership: int, message: str) -> None:
         """Gives up a membership, for all trainers and servers.
 
         Args:
-            words: why. If another trainer was first, its words stay.
+            message: why. If another trainer was first, its message stays.
         """
-        self._words.setdefault(membership, words)
+        self._messages.setdefault(membership, message)
         with suppress(RuntimeError):  # the store is gone, and with it the job
-            self._words[membership] = self._store.set_first(_abandoned(membership), words.encode()).decode()
+            self._messages[membership] = self._store.set_first(_abandoned(membership), message.encode()).decode()
 
     def _look_for_abandoned(self) -> None:
         """Asks the store. Raises RuntimeError if it is gone."""
         for membership in sorted(self._open):
-            if membership not in self._words and (words := self._store.get(_abandoned(membership))):
-                self._words[membership] = words.decode()
+            if membership not in self._messages and (message := self._store.get(_abandoned(membership))):
+                self._messages[membership] = message.decode()
 
 
 class Heartbeat(MembershipWatch):
@@ -117,9 +117,9 @@ class Heartbeat(MembershipWatch):
             self._end_process(f"its supervisor is gone ({error})")
         return True
 
-    def _end_process(self, words: str) -> None:
+    def _end_process(self, message: str) -> None:
         """Ends the process, wherever its main thread waits."""
-        log.error("attention server %d ends: %s", self._server, words)
+        log.error("attention server %d ends: %s", self._server, message)
         os._exit(TRAINERS_GONE)
 
 

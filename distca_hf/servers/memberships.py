@@ -5,7 +5,7 @@
     wait for answers            ◀────────────────────────── write version, host and device, or a refusal
     group of N + S ranks        ◀─── all-to-alls of rows ──▶ group of N + S ranks
 
-Trainers are ranks 0 to N - 1 of the exchanges, servers come behind them in the order of the members. When a server is
+Trainers are ranks 0 to N - 1 of the exchanges, servers come after them in the order of the members. When a server is
 lost, or comes, a new membership is opened, with another number and another group.
 """
 
@@ -70,8 +70,8 @@ class MembershipTransport(TorchTransport):
     """Exchanges of one membership; waiting for them ends when a member is lost.
 
     Args:
-        lost: returns words about a member that is lost, or None.
-        may_fail: returns whether a lost server costs a step, and not the job: then nobody is asked for its words.
+        lost: returns a message about a member that is lost, or None.
+        may_fail: returns whether a lost server costs a step, and not the job: then nobody is asked for its message.
     """
 
     def __init__(
@@ -135,9 +135,9 @@ class MembershipTransport(TorchTransport):
         """
         pause = FIRST_LOOK_SECONDS
         while self._polls and not work.is_completed():
-            words = self._lost()
-            if words is not None:
-                raise ServerLostError(f"rank {self.rank}, {where}: {words}")
+            message = self._lost()
+            if message is not None:
+                raise ServerLostError(f"rank {self.rank}, {where}: {message}")
             time.sleep(pause)
             pause = min(LONGEST_LOOK_SECONDS, 2 * pause)
         super().wait_for(work, where, began, scope, of_rows)
@@ -148,9 +148,9 @@ class MembershipTransport(TorchTransport):
         """Returns the error to raise for a failed exchange."""
         if self._may_fail():
             return ServerLostError(f"rank {self.rank}, {where}: {self._lost() or first_line(error)}")
-        words = self._lost()
+        message = self._lost()
         known = super().failure(error, where, began, scope)
-        return ServerLostError(f"{known}" if words is None else f"{known} Of attention servers: {words}")
+        return ServerLostError(f"{known}" if message is None else f"{known} Of attention servers: {message}")
 
     @property
     def is_at_rest(self) -> bool:
@@ -189,7 +189,7 @@ def wait_for_answers(
 
     Raises:
         PeerLostError: a server does not answer; names it.
-        ConfigError: a server refuses, in its words, or would share the GPU of this trainer.
+        ConfigError: a server refuses, in its message, or would share the GPU of this trainer.
     """
     mine, names, room_bytes = place_of(device), {}, math.inf
     for server, restarts in members:
@@ -261,9 +261,9 @@ class Invitation:
         rank = num_trainers + list(self.members).index(member)
         return meet(self.store, rank, num_trainers, self.members, device, timeout_seconds, names, lost, lambda: False)
 
-    def refuse(self, server: int, words: str) -> None:
+    def refuse(self, server: int, message: str) -> None:
         """Answers that this server cannot take part, and why."""
-        self.store.write(f"server/{server}", {"refusal": words})
+        self.store.write(f"server/{server}", {"refusal": message})
 
     def trainers_here(self, num_trainers: int) -> list[int]:
         """Returns the process numbers of the trainers on this host; they wrote them before they met."""

@@ -46,7 +46,7 @@ from distca_hf.telemetry import get_logger, leave_for_launcher
 
 log = get_logger(__name__)
 
-# Words about a lost server that costs no step.
+# What is said about a lost server that costs no step.
 NO_STEP = "No step can run again here: see plugin.attach and plugin.attempts"
 # Of an order that says nothing but its kind.
 NO_NUMBERS: IntArray = np.zeros(0, dtype=np.int64)
@@ -70,7 +70,7 @@ class ServedTransport:
         membership: number of the present connection.
         members: servers that take part.
         extra_ranks: their part in plans; None if none does.
-        failed: words about the server that was lost in this step; None if none was.
+        failed: a message about the server that was lost in this step; None if none was.
         in_step: whether an optimizer step that can run again has begun.
         servers_lost: how many were lost so far.
         speeds: of servers, from times of the steps that counted.
@@ -142,12 +142,12 @@ class ServedTransport:
         self._fail(str(error))
         return ServerLostError(self.failed)
 
-    def _fail(self, words: str) -> None:
+    def _fail(self, message: str) -> None:
         """Fails the step, here and for all trainers."""
         if self.failed is None:
-            self.failed = words  # before the abort: rows of an aborted exchange look like others
-            self._watch.abandon(self.membership, words)
-            log.warning("the step has failed, and runs again: %s", words)
+            self.failed = message  # before the abort: rows of an aborted exchange look like others
+            self._watch.abandon(self.membership, message)
+            log.warning("the step has failed, and runs again: %s", message)
         if (wires := self._wires) is not None:  # another thread may retire them
             wires.abort()
 
@@ -156,27 +156,27 @@ class ServedTransport:
         and calls nothing that may wait for the GPU."""
         if self._progress is None or self._wires is None:
             return
-        words, stalled_seconds = self._lost(), self._progress.stalled_seconds()
-        if words is None and stalled_seconds > self._timeout_seconds:
-            words = (
+        message, stalled_seconds = self._lost(), self._progress.stalled_seconds()
+        if message is None and stalled_seconds > self._timeout_seconds:
+            message = (
                 f"the GPU has come no further for {stalled_seconds:.0f} s (timeouts.exchange_seconds: "
                 f"{self._timeout_seconds:g}), and all attention servers have a heartbeat"
             )
-        if words is None:
+        if message is None:
             return
         place = "".join(list(self.traffic.recent)[-1:])
-        words = f"rank {self.rank}, after the start of {place or 'no exchange'}: {words}"
+        message = f"rank {self.rank}, after the start of {place or 'no exchange'}: {message}"
         if self.in_step:
-            self._fail(words)
+            self._fail(message)
         elif not self._progress.is_at_rest:  # otherwise the next exchange fails, and a checkpoint is saved before
-            self._end_process(words)
+            self._end_process(message)
 
-    def _end_process(self, words: str) -> None:
+    def _end_process(self, message: str) -> None:
         """Ends this process: the GPU waits for a lost server. Without the wait, numbers without a meaning would go
         on into a checkpoint."""
-        words = f"ServerLostError: {words}. {NO_STEP}"
-        log.error(words)
-        leave_for_launcher(words)
+        message = f"ServerLostError: {message}. {NO_STEP}"
+        log.error(message)
+        leave_for_launcher(message)
         os._exit(1)
 
     def begin_step(self) -> None:
@@ -252,7 +252,7 @@ class ServedTransport:
             ends.callback(self._watch.end)
 
     def _lost(self) -> str | None:
-        """Returns words about a member that is lost; None if there is none."""
+        """Returns a message about a member that is lost; None if there is none."""
         if self._watch.is_abandoned(self.membership):
             return "another trainer lost an attention server"
         return self._live.lost_of(self.members)
@@ -277,7 +277,7 @@ class ServedTransport:
                 self._wires, good = (self._connect(patience_seconds) if members else None), 1
             except PeerLostError as error:
                 good, problem = 0, str(error)
-                self._watch.abandon(self.membership, problem)  # servers that met in vain wait for these words
+                self._watch.abandon(self.membership, problem)  # servers that met in vain wait for this message
             here = membership_store(self._store, self.membership)
             hang = [] if good else [one.server for one in members if not one.has_answered(here)]
             rows = self.gather([good, *self._live.starts(hang)], f"membership {self.membership}").wait()

@@ -49,7 +49,7 @@ from distca_hf.version import __version__
 
 log = get_logger(__name__)
 
-# Seconds between two looks for the words of trainers.
+# Seconds between two looks for messages of trainers.
 LOOK_SECONDS = 0.05
 # Longest time for trainers to give up a membership of which an exchange has failed here.
 GIVE_UP_SECONDS = 25.0
@@ -89,7 +89,7 @@ def serve_job(number: int, num_trainers: int, num_servers: int, restarts: int = 
     Raises:
         StoreLostError: the launcher's store is gone.
         DistCAError: an order cannot be followed; or trainers were lost. Until the process ends the heartbeat goes on:
-            words of the error are still on their way.
+            the message of the error is still on its way.
     """
     patience_seconds = DistCAConfig().timeouts.agreement_seconds
     heartbeat = Heartbeat(open_store(patience_seconds), number, restarts, pipe)

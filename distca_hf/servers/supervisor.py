@@ -63,8 +63,8 @@ def supervise(number: int, num_trainers: int, num_servers: int, line: Sequence[s
         line: command of a server. Three numbers above, the restarts before it and a file descriptor follow.
     """
     silence_seconds = SILENT_LIMITS * DistCAConfig().timeouts.heartbeat_limit_seconds
-    words = (*line, *map(str, (number, num_trainers, num_servers)))
-    return Supervisor(f"attention server {number}", words, silence_seconds).run()
+    command = (*line, *map(str, (number, num_trainers, num_servers)))
+    return Supervisor(f"attention server {number}", command, silence_seconds).run()
 
 
 class Child:
@@ -126,7 +126,7 @@ class Supervisor:
         short_lives = errors = 0
         for restarts in itertools.count():
             began = time.monotonic()
-            status, words = self._live(restarts)
+            status, message = self._live(restarts)
             if status in (0, TRAINERS_GONE):
                 return status
             if self._signal is not None:
@@ -134,21 +134,21 @@ class Supervisor:
             short_lives = short_lives + 1 if time.monotonic() - began < STEADY_SECONDS else 0
             errors += status > 0
             if errors == ERRORS:
-                log.error("%s %s, as an earlier process of it; the job ends", self._name, words)
+                log.error("%s %s, as an earlier process of it; the job ends", self._name, message)
                 return status
             if short_lives == SHORT_LIVES:
                 log.error(
                     "%s %s, as %d processes of it in a row; no other is started, the job goes on without it",
                     self._name,
-                    words,
+                    message,
                     short_lives,
                 )
                 return 0
-            log.warning("%s %s; another process takes its place", self._name, words, extra=OF_THIS_RANK)
+            log.warning("%s %s; another process takes its place", self._name, message, extra=OF_THIS_RANK)
         raise AssertionError
 
     def _live(self, restarts: int) -> tuple[int, str]:
-        """Returns the exit status of a child that has ended, and words about its end."""
+        """Returns the exit status of a child that has ended, and a message about its end."""
         child = Child([*self._line, str(restarts)], self._silence_seconds)
         passed_on = False
         while (status := child.process.poll()) is None:

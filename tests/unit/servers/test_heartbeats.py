@@ -120,7 +120,7 @@ def test_all_learn_that_a_membership_is_lost_and_why(store: JobStore) -> None:
     assert server.is_abandoned(7)
     assert not second.is_abandoned(8)
     second.abandon(7, "my exchange failed")
-    assert first._words == second._words == {7: "attention server 0 on host a is silent"}
+    assert first._messages == second._messages == {7: "attention server 0 on host a is silent"}
 
 
 @pytest.mark.parametrize("kind", ["trainer", "server"])
