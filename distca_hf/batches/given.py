@@ -201,8 +201,8 @@ class GivenPlanner:
         assert lengths is not None  # or this rank's batch would be padded
         longest_tokens = shown.longest_document_tokens
         if not longest_tokens:
-            of_all = f"no data on any rank (0 tokens on {len(shown.num_documents)} ranks)"
-            raise PackingError(f"micro-batch {number}: {of_all}; leave this batch out")
+            of_all = f"0 tokens on {len(shown.num_documents)} ranks"
+            raise PackingError(f"micro-batch {number}: no data on any rank ({of_all}); leave this batch out")
         # Evaluation uses no rank without tokens, and some may be lost.
         extra_ranks = self._posting.extra_ranks if self._posting is not None and trains else None
         if planned is not None and shown.is_planned:
