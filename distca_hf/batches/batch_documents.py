@@ -249,17 +249,18 @@ def tokens_of(batch: Batch) -> torch.Tensor:
 
 def media_of(batch: Batch) -> list[str]:
     """Returns names of the images, videos and sound that a batch holds; waits for no device."""
-    return [name for name, given in batch.items() if _names_media(name) and _is_filled(given)]
+    filled = []
+    for name, given in batch.items():
+        if _names_media(name):
+            is_tensor, is_list = isinstance(given, torch.Tensor), isinstance(given, list | tuple)
+            if (is_tensor and given.numel()) or (is_list and given):
+                filled.append(name)
+    return filled
 
 
 @lru_cache(maxsize=1024)
 def _names_media(name: str) -> bool:
     return MEDIA.search(name) is not None
-
-
-def _is_filled(given: object) -> bool:
-    """Returns whether a tensor or a list holds anything."""
-    return given.numel() > 0 if isinstance(given, torch.Tensor) else isinstance(given, list | tuple) and bool(given)
 
 
 def document_lengths(batch: Batch) -> IntArray | None:

@@ -5,8 +5,16 @@ ranks already have even work.
     (batches.read_documents)           of one pass       when the decoder begins
 
 Ranks agree and gather lengths before the pass. The plan is made when the decoder begins: the device then computes what
-comes before it. A batch that is known before its pass is planned in a thread instead (`batches.step_ahead`). If ranks
-without tokens take part, the plan is made at once, because it is posted to them before any layer runs.
+comes before it. If ranks without tokens take part, the plan is made at once, because it is posted to them before any
+layer runs. Micro-batches that are known before their pass are planned in a thread instead (`StepAhead`):
+
+    step begins              the batches that Trainer or its loader already holds are noted
+    attention, first pass    they are read; ranks agree on their number, and gather all lengths at once
+    end of the first pass    a thread starts to plan micro-batches 2, 3, ..., and the first one of the next step
+    later passes             copy their plan to the device
+
+The host does this only while the device is busy, and never waits. The thread touches neither process groups nor device
+streams. Such a plan is used if all ranks show that they have it; otherwise the pass gathers lengths and plans.
 
 Layers that carry a state from token to token need the documents of their rank whole, in the order of its batch. For
 them tokens stay, and attention tasks move.
@@ -14,20 +22,21 @@ them tokens stay, and attention tasks move.
 
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
+from itertools import pairwise
 from typing import NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 
-from distca_hf.arrays import IntArray, as_int_array
+from distca_hf.arrays import IntArray, as_int_array, offsets
+from distca_hf.batches.agreement import GivenAgreement, Returning, ShownNumbers
 from distca_hf.batches.batch_documents import Batch, tokens_of
-from distca_hf.batches.given_agreement import GivenAgreement, Returning, ShownNumbers
 from distca_hf.batches.placed import GivenPlans
 from distca_hf.batches.read_documents import DocumentReader, ReadDocuments, Reading
-from distca_hf.batches.step_ahead import StepAhead
-from distca_hf.batches.taking import PostingTransport, among_trainers
 from distca_hf.comm.agreement import Agreement, Occasion
 from distca_hf.comm.transport import Gather, Transport
 from distca_hf.config import DistCAConfig
@@ -42,8 +51,13 @@ from distca_hf.planning.plan_totals import PlanTotals
 from distca_hf.planning.row_moves import RowMoves
 from distca_hf.runtime.layer_kinds import PinnedKinds, Planned, PlannedLater
 from distca_hf.runtime.live_plan import LivePlan
+from distca_hf.runtime.posted import PostingTransport, among_trainers
 from distca_hf.runtime.row_moves import PinnedRowMoves
 from distca_hf.telemetry import REMEMBERED_MICRO_BATCHES, LoaderTimes
+
+
+# Names of the numbers that ranks show each other: batches that are known and read, and the documents in them.
+FOLLOWING, DOCUMENTS = "batches that follow", "documents that follow"
 
 
 class HostPlan(NamedTuple):
@@ -59,31 +73,6 @@ class HostPlan(NamedTuple):
     num_chunks: int
     kinds: PinnedKinds
     moves: PinnedRowMoves | None
-
-
-@dataclass(frozen=True)
-class IncomingBatches:
-    """The given batches of all ranks. Their lengths are on their way to this rank, or they are being planned.
-
-    Attributes:
-        trains: whether it is trained on, and counted.
-        posting: reaches ranks without tokens; None if there are none.
-        extra_ranks: those that compute some of its tasks; None if none does.
-        forms: see `ShownNumbers`.
-        states_return: whether hidden states return, so that head and loss compute the rows of each rank's batch.
-        prepare: returns the plan: waits for the lengths and plans, or waits for a thread that does.
-        spent_seconds: time that agreeing and starting to plan have taken.
-    """
-
-    micro_batch: int
-    trains: bool
-    device: torch.device
-    posting: PostingTransport | None
-    extra_ranks: ExtraRanks | None
-    forms: tuple[int, ...]
-    states_return: bool
-    prepare: Callable[[], HostPlan]
-    spent_seconds: float
 
 
 class GivenPlanner:
@@ -126,7 +115,7 @@ class GivenPlanner:
         self.latest_moves: RowMoves | None = None
         self.returning, self.needing = Returning.STATES, ""
         self._agreement = GivenAgreement(config, transport)
-        self._step = StepAhead[HostPlan](transport, partial(self._prepare, extra_ranks=None))
+        self._step = StepAhead(transport, partial(self._prepare, extra_ranks=None))
         self._next_number = 0
 
     def bookmark(self) -> Callable[[], None]:
@@ -150,7 +139,7 @@ class GivenPlanner:
             self._step.begin(readings, step_batches, device)
 
     def end_pass(self) -> None:
-        """Starts to plan the batches whose lengths were gathered in this pass; see `StepAhead.start`."""
+        """Starts to plan the batches whose lengths were gathered in this pass."""
         self._step.start()
         self._count()
 
@@ -195,7 +184,14 @@ class GivenPlanner:
         """
         began = time.perf_counter()
         number, self._next_number = self._next_number, self._next_number + 1
-        read, device = self._read(batch, number), tokens_of(batch).device
+        try:
+            read = self._read_batch(batch)
+        except Exception as error:
+            if isinstance(error, DistCAError):
+                error.args = (f"{self._transport.grid.name}, micro-batch {number}: {error}",)
+            Agreement.announce_unable(self._transport, number, Occasion.PLAN)
+            raise
+        device = tokens_of(batch).device
         (ahead, planned), step_batches = self._step.take(read), self._step.take_step_batches()
         of_pass = images_wait, gradients_of, returning, ahead, step_batches, meanwhile
         shown = self._agreement.reach(batch, read, number, *of_pass)
@@ -207,19 +203,18 @@ class GivenPlanner:
         if not longest_tokens:
             of_all = f"0 tokens on {len(shown.num_documents)} ranks"
             raise PackingError(f"micro-batch {number}: no data on any rank ({of_all}); leave this batch out")
-        posting = self._posting if trains else None  # evaluation uses no rank without tokens
-        extra_ranks = None if posting is None else posting.extra_ranks  # some may be lost
+        # Evaluation uses no rank without tokens, and some may be lost.
+        extra_ranks = self._posting.extra_ranks if self._posting is not None and trains else None
         if planned is not None and shown.is_planned:
             prepare = planned.result
         else:
             filled_up = [*lengths.tolist(), *[0] * (max(shown.num_documents) - len(lengths))]
-            gather = self._transport.gather(filled_up, _where(number))
-            prepare = partial(self._prepare_gathered, gather, shown, number, device.type == "cuda", extra_ranks)
+            where = f"micro-batch {number}, document lengths"
+            gather = self._transport.gather(filled_up, where)
+            prepare = partial(self._prepare_gathered, gather, shown, where, device.type == "cuda", extra_ranks)
         spent_seconds = time.perf_counter() - began
-        states_return = shown.returning is Returning.STATES
-        of_ranks = posting, extra_ranks, shown.forms, states_return
-        batches = IncomingBatches(number, trains, device, *of_ranks, prepare, spent_seconds)
-        later = PlannedLater(longest_tokens, partial(self._plan_incoming, batches))
+        plan = partial(self._plan_incoming, prepare, number, trains, device, extra_ranks, shown, spent_seconds)
+        later = PlannedLater(longest_tokens, plan)
         return LivePlan(
             number,
             later if extra_ranks is None else later.plan(),
@@ -230,11 +225,10 @@ class GivenPlanner:
         )
 
     def _prepare_gathered(
-        self, gather: Gather, shown: ShownNumbers, number: int, pin: bool, extra_ranks: ExtraRanks | None
+        self, gather: Gather, shown: ShownNumbers, where: str, pin: bool, extra_ranks: ExtraRanks | None
     ) -> HostPlan:
         """Waits for the lengths of all ranks, filled up with zeros, then plans and routes their batches."""
-        where, rows = _where(number), gather.wait()
-        counted = zip(rows, shown.num_documents, strict=True)
+        counted = zip(gather.wait(), shown.num_documents, strict=True)
         return self._prepare([as_int_array(row[:count], where) for row, count in counted], pin, extra_ranks)
 
     def _prepare(self, lengths: Sequence[IntArray], pin: bool, extra_ranks: ExtraRanks | None) -> HostPlan:
@@ -251,37 +245,134 @@ class GivenPlanner:
         moves = PinnedRowMoves.prepare(RowMoves.of(home, layout, rank), pin) if plans.places_rows else None
         return HostPlan(plan, num_chunks, kinds, moves)
 
-    def _plan_incoming(self, batches: IncomingBatches) -> Planned:
+    def _plan_incoming(
+        self,
+        prepare: Callable[[], HostPlan],
+        number: int,
+        trains: bool,
+        device: torch.device,
+        extra_ranks: ExtraRanks | None,
+        shown: ShownNumbers,
+        spent_seconds: float,
+    ) -> Planned:
         """Waits for the plan of batches, or makes it, and copies it to the device."""
         began = time.perf_counter()
-        plan, num_chunks, kinds, moves = batches.prepare()
+        plan, num_chunks, kinds, moves = prepare()
         self.latest_moves = None if moves is None else moves.moves
-        if not batches.states_return:
+        if shown.returning is not Returning.STATES:  # head and loss run on placed rows
             kinds = replace(kinds, facts=replace(kinds.facts, head_tokens=kinds.facts.tokens))
         self.history.append(kinds.facts)
-        if batches.trains:
+        if trains:
             self._uncounted.append(kinds.facts)
             self.times.micro_batches += 1  # padded micro-batches are in none of these
-            self.times.plan_seconds += batches.spent_seconds + time.perf_counter() - began
+            self.times.plan_seconds += spent_seconds + time.perf_counter() - began
         posted = None
-        if batches.posting is not None:
-            to_post = None if batches.extra_ranks is None else plan
-            posted = batches.posting.post(to_post, batches.micro_batch, num_chunks)
-        planned = kinds.planned(batches.device, plan.fingerprint, posted)
+        if self._posting is not None and trains:
+            posted = self._posting.post(None if extra_ranks is None else plan, number, num_chunks)
+        planned = kinds.planned(device, plan.fingerprint, posted)
         if moves is None:
             return planned
-        return planned._replace(moves=moves.to(batches.device), batch_forms=batches.forms)
-
-    def _read(self, batch: Batch, number: int) -> ReadDocuments:
-        """Returns the documents of this rank's batch. Announces a failure to others."""
-        try:
-            return self._read_batch(batch)
-        except Exception as error:
-            if isinstance(error, DistCAError):
-                error.args = (f"{self._transport.grid.name}, micro-batch {number}: {error}",)
-            Agreement.announce_unable(self._transport, number, Occasion.PLAN)
-            raise
+        return planned._replace(moves=moves.to(device), batch_forms=shown.forms)
 
 
-def _where(micro_batch: int) -> str:
-    return f"micro-batch {micro_batch}, document lengths"
+class _Gathering(NamedTuple):
+    """Batches whose lengths are being gathered."""
+
+    documents: Sequence[ReadDocuments]
+    gather: Gather
+    where: str
+
+
+class StepAhead:
+    """Plans micro-batches that are known before their pass.
+
+    Args:
+        prepare: plans a micro-batch; called in a thread with the document lengths of each rank, and whether to pin
+            memory.
+    """
+
+    def __init__(self, transport: Transport, prepare: Callable[[Sequence[IntArray], bool], HostPlan]) -> None:
+        self._transport, self._prepare = transport, prepare
+        self._readings: Sequence[Reading | None] = ()
+        self._documents: list[ReadDocuments] = []
+        self._step_batches = 0
+        self._gathering: _Gathering | None = None
+        self._pins_on: torch.device | None = None
+        self._last_number = 0
+        # Plans of batches that no pass asks for are forgotten with these.
+        self._planned = WeakKeyDictionary[ReadDocuments, tuple[int, Future[HostPlan]]]()
+
+    def begin(self, readings: Sequence[Reading | None], step_batches: int, device: torch.device) -> None:
+        """Notes which batches are known when a step begins.
+
+        Args:
+            readings: readings of the batches that follow the first one of the step; None for one that has none.
+        """
+        self._readings, self._step_batches = readings, step_batches
+        self._pins_on = device if device.type == "cuda" else None
+
+    def take_step_batches(self) -> int:
+        """Returns the number of micro-batches in the step, in the first pass after `begin`; 0 in later passes."""
+        step_batches, self._step_batches = self._step_batches, 0
+        return step_batches
+
+    def show(self) -> dict[str, int]:
+        """Reads the batches that follow, and returns their number and the number of their documents.
+
+        Both are 0 if one batch cannot be read or keeps its padding, and in later passes.
+        """
+        documents = [None if reading is None else reading.documents for reading in self._readings]
+        read = [one for one in documents if one is not None and one.lengths is not None]
+        self._documents, self._readings = read if len(read) == len(documents) else [], ()
+        for one in self._documents if self._pins_on is not None else ():
+            if one.padded is not None:
+                one.padded.pin()
+        return {FOLLOWING: len(self._documents), DOCUMENTS: sum(map(len, _lengths(self._documents)))}
+
+    def seen(self, shown: Mapping[str, list[int]], micro_batch: int) -> None:
+        """Gathers the lengths of these batches, if all ranks know equally many of them. A collective call.
+
+        Args:
+            shown: the numbers of all ranks, by name.
+        """
+        documents, self._documents = self._documents, []
+        if {*shown[FOLLOWING]} != {len(documents)} or not documents:
+            return
+        lengths, most_documents = _lengths(documents), max(shown[DOCUMENTS])
+        values = [*map(len, lengths), *(tokens for of_batch in lengths for tokens in of_batch.tolist())]
+        filled_up = [*values, *[0] * (len(lengths) + most_documents - len(values))]
+        where = f"micro-batch {micro_batch}, document lengths of its step"
+        self._gathering = _Gathering(documents, self._transport.gather(filled_up, where), where)
+
+    def start(self) -> None:
+        """Starts to plan the batches whose lengths were gathered, if there are any.
+
+        Raises:
+            PeerLostError: a rank was lost in the meantime.
+        """
+        if self._gathering is None:
+            return
+        (documents, gather, where), self._gathering = self._gathering, None
+        of_ranks, device = [_divided(row, len(documents), where) for row in gather.wait()], self._pins_on
+        # Pinning would open a context on the first GPU otherwise.
+        enter = None if device is None else partial(torch.cuda.set_device, device)
+        thread = ThreadPoolExecutor(1, "distca-ahead", initializer=enter)
+        for read, lengths in zip(documents, zip(*of_ranks, strict=True), strict=True):
+            self._last_number += 1
+            self._planned[read] = self._last_number, thread.submit(self._prepare, lengths, device is not None)
+        thread.shutdown(wait=False)  # it ends when it has planned them all
+
+    def take(self, read: ReadDocuments) -> tuple[int, Future[HostPlan] | None]:
+        """Returns the plan of a micro-batch, and its number among all that were planned ahead, counted from 1. Returns
+        0 and None if it was not planned ahead, or was taken before."""
+        return self._planned.pop(read, (0, None))
+
+
+def _lengths(documents: Sequence[ReadDocuments]) -> list[IntArray]:
+    return [read.lengths for read in documents if read.lengths is not None]
+
+
+def _divided(row: list[int], num_batches: int, where: str) -> list[IntArray]:
+    """Returns the lengths of each micro-batch of a rank."""
+    borders = num_batches + offsets(as_int_array(row[:num_batches], where))
+    return [as_int_array(row[start:stop], where) for start, stop in pairwise(borders)]

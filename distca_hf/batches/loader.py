@@ -17,23 +17,16 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from distca_hf.batches.agreement import agree_to_take, check_cuts, shared_facts
 from distca_hf.batches.known_batch import KnownBatch
 from distca_hf.batches.meter import Meter
 from distca_hf.batches.placed import PlacedPlanner
-from distca_hf.batches.prepare import Cursor, Prefetcher, Prepared, Preparer
+from distca_hf.batches.prepare import Cursor, Prefetcher, Prepared, Preparer, Replanner
 from distca_hf.batches.preview import PlacedData, PlacedPlan
-from distca_hf.batches.taking import (
-    PostingTransport,
-    Replanner,
-    UnusedBatches,
-    agree_to_take,
-    check_cuts,
-    shared_facts,
-)
 from distca_hf.comm.agreement import Agreement, Occasion
 from distca_hf.comm.transport import Transport
 from distca_hf.data.accumulation import SteppedEpoch
-from distca_hf.data.dataset_check import checked_contents
+from distca_hf.data.collate import checked_contents
 from distca_hf.data.documents import DocumentSource, Tokens
 from distca_hf.data.epochs import EpochPacker, ResumedEpoch
 from distca_hf.data.positions import SavedPosition, check_checksum, sum_of_documents, with_checksum
@@ -41,6 +34,8 @@ from distca_hf.data.rows import Reading
 from distca_hf.parallel_context import shown_to_accelerate
 from distca_hf.planning.plan import PlanFacts
 from distca_hf.planning.plan_totals import PlanTotals
+from distca_hf.runtime.live_plan import LivePlan, PlanUse
+from distca_hf.runtime.posted import PostingTransport
 from distca_hf.telemetry import REMEMBERED_MICRO_BATCHES, LoaderTimes, get_logger
 
 
@@ -51,6 +46,8 @@ log = get_logger(__name__)
 
 # Version of `state_dict`. A checkpoint with another one holds a position in other units, and is refused.
 STATE_VERSION = 4
+# Micro-batches in a row that may be handed out unused, to be looked at, before a warning.
+UNUSED_BATCHES = 4
 
 
 class PlacedLoader:
@@ -127,8 +124,9 @@ class PlacedLoader:
         self._next = Cursor()
         self._loaded: Cursor | None = None
         self._position = Cursor()
-        self._warned_of_labels = self._is_left_early = False
-        self._unused = UnusedBatches(max(self._prefetch, micro_steps))
+        self._warned_of_labels = self._warned_of_use = self._is_left_early = False
+        taken_ahead = max(self._prefetch, micro_steps)  # a training loop may take these before it runs on the first
+        self._latest: deque[PlanUse] = deque(maxlen=UNUSED_BATCHES + taken_ahead)
 
     def __len__(self) -> int:
         """Returns the micro-batches of an epoch; the same for every epoch."""
@@ -163,7 +161,7 @@ class PlacedLoader:
 
     @cached_property
     def contents(self) -> str:
-        """Checksum of tokens and labels (see `data.dataset_check`); reads documents when first asked for."""
+        """Checksum of tokens and labels (see `data.collate`); reads documents when first asked for."""
         return checked_contents(self._source)
 
     def documents(self, epoch: int, micro_batch: int) -> list[Tokens]:
@@ -247,17 +245,6 @@ class PlacedLoader:
         packed = self._packer.rest(cursor.epoch, cursor.taken)
         return self._planner.regroup(packed, self._source.document_tokens, self._micro_steps, cursor.steps_from)
 
-    def _data(self, begin: Cursor, packed: SteppedEpoch) -> PlacedData:
-        """Returns a description of the data from here on."""
-        return PlacedData(
-            planner=self._planner,
-            document_tokens=self._source.document_tokens,
-            micro_batches=copy(packed),  # the thread's own remembers which optimizer step it is in
-            first=begin.micro_batch,
-            micro_steps=self._micro_steps,
-            per_epoch=len(self),
-        )
-
     def __iter__(self) -> Iterator[dict[str, Any]]:
         """Yields the micro-batches from the loader's position to the end of its epoch."""
         begin = self._next if self._loaded is None else self._loaded
@@ -274,7 +261,14 @@ class PlacedLoader:
             )
         self._is_left_early = True
         self._loaded, self._next, self._position = None, Cursor(begin.epoch), begin
-        data = self._data(begin, packed)
+        data = PlacedData(
+            planner=self._planner,
+            document_tokens=self._source.document_tokens,
+            micro_batches=copy(packed),  # the thread's own remembers which optimizer step it is in
+            first=begin.micro_batch,
+            micro_steps=self._micro_steps,
+            per_epoch=len(self),
+        )
         meter = Meter(self._transport, self._device, None)
         meter.begin(self)
         preparer = self.preparer  # all that the thread holds: a loader that is dropped ends its thread
@@ -312,7 +306,17 @@ class PlacedLoader:
         self.totals = self.totals.plus(prepared.facts)
         self.history.append(prepared.facts)
         number = self._number(prepared.cursor)
-        agreement = agree_to_take(self._transport, prepared, number, self._facts())
+        facts = {
+            **shared_facts(self._config),
+            "seed": self._seed,
+            "shuffle": self._shuffle,
+            "micro_steps": self._micro_steps,
+            "pipeline": self._shape,
+            "number of documents": len(self._source),
+            "lengths of documents": self._source.fingerprint,
+            "contents of documents": self.contents,
+        }
+        agreement = agree_to_take(self._transport, prepared, number, facts)
         posted, replan = None, None
         if posting is not None:
             posted = posting.post(prepared.plan, number, self.preparer.planner.num_chunks)
@@ -335,7 +339,7 @@ class PlacedLoader:
         KnownBatch(batch, plan, is_loaded=True)
         plan.agree()  # here, before the training framework's own collectives could meet a lost rank
         check_cuts(self._transport, prepared, number, plan.numbers)
-        self._unused.note(plan)
+        self._note_use(plan)
         if not plan.label_tokens and not self._warned_of_labels:
             self._warned_of_labels = True
             log.warning(
@@ -344,19 +348,6 @@ class PlacedLoader:
                 number,
             )
         return batch
-
-    def _facts(self) -> dict[str, object]:
-        """Returns facts that must be equal on all ranks, besides the micro-batch itself."""
-        return {
-            **shared_facts(self._config),
-            "seed": self._seed,
-            "shuffle": self._shuffle,
-            "micro_steps": self._micro_steps,
-            "pipeline": self._shape,
-            "number of documents": len(self._source),
-            "lengths of documents": self._source.fingerprint,
-            "contents of documents": self.contents,
-        }
 
     def _number(self, cursor: Cursor) -> int:
         """Returns the number of a micro-batch, counted over all epochs."""
@@ -385,3 +376,16 @@ class PlacedLoader:
             "shuffle": self._shuffle,
             "whole_documents": self._planner.whole_documents,
         }
+
+    def _note_use(self, plan: LivePlan) -> None:
+        """Warns, once, if no enabled model has run on any of the latest batches; then notes this one."""
+        is_full = len(self._latest) == self._latest.maxlen
+        if is_full and not self._warned_of_use and not any(use.begun for use in self._latest):
+            self._warned_of_use = True
+            log.warning(
+                "the last %d micro-batches were handed out, and no enabled model ran on them. Another model must not "
+                "train on placed batches: it would see parts of documents. Load it with attn_implementation='distca' "
+                "and call distca_hf.enable(model, plugin)",
+                len(self._latest),
+            )
+        self._latest.append(plan.use)

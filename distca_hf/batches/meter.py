@@ -74,33 +74,27 @@ class MeterReading:
 
     def all(self, documents_truncated: int) -> dict[str, float]:
         """Returns the basic metrics, and others that help to find out why a training is slow."""
-        count = self.totals.micro_batches
-        return self.basic() | {
-            "distca/imbalance_before": self.totals.imbalance_before / count,
+        totals, count = self.totals, self.totals.micro_batches
+        metrics = self.basic() | {
+            "distca/imbalance_before": totals.imbalance_before / count,
             "distca/mbytes_sent_max": self.sent_bytes / count / 1e6,
             "distca/plan_ms": 1e3 * self.plan_seconds / count,
             "distca/loader_wait_ms": 1e3 * self.loader_wait_seconds / count,
             "distca/wait_ms_max": 1e3 * self.waited_seconds / count,
             "distca/slowest_rank": float(self.slowest_rank or 0),
-            "distca/tokens_per_second": self.totals.tokens / self.seconds,
+            "distca/tokens_per_second": totals.tokens / self.seconds,
             "distca/documents_truncated": float(documents_truncated),
-            **self._of_some(),
         }
-
-    def _of_some(self) -> dict[str, float]:
-        """Returns the balance of full layers and of layers with a window, of a model that has both; and of a step and
-        of tokens, where work of a step is counted."""
-        totals, metrics = self.totals, dict[str, float]()
-        if count := totals.mixed_micro_batches:
+        if mixed := totals.mixed_micro_batches:  # the model has full layers and layers with a window
             metrics |= {
-                "distca/imbalance_full": totals.imbalance_full / count,
-                "distca/imbalance_window": totals.imbalance_window / count,
+                "distca/imbalance_full": totals.imbalance_full / mixed,
+                "distca/imbalance_window": totals.imbalance_window / mixed,
             }
-        if totals.step_imbalance:
+        if totals.step_imbalance:  # work of a step is counted
             metrics |= {
-                "distca/step_imbalance_before": totals.step_imbalance_before / totals.micro_batches,
-                "distca/token_imbalance_before": totals.token_imbalance_before / totals.micro_batches,
-                "distca/token_imbalance": totals.token_imbalance / totals.micro_batches,
+                "distca/step_imbalance_before": totals.step_imbalance_before / count,
+                "distca/token_imbalance_before": totals.token_imbalance_before / count,
+                "distca/token_imbalance": totals.token_imbalance / count,
             }
         return metrics
 
@@ -136,11 +130,8 @@ class Moment(NamedTuple):
 
     def since(self, earlier: "Moment") -> "Moment":
         """Returns the difference from an earlier moment."""
-        return Moment(
-            self.seconds - earlier.seconds,
-            self.sent_bytes - earlier.sent_bytes,
-            self.waited_seconds - earlier.waited_seconds,
-        )
+        seconds, sent_bytes, waited_seconds = (now - then for now, then in zip(self, earlier, strict=True))
+        return Moment(seconds, int(sent_bytes), waited_seconds)
 
 
 class Meter:
@@ -206,6 +197,11 @@ class Meter:
     ) -> MeterReading:
         """Returns the reading of the numbers of all ranks."""
         num_ranks = len(self._transport.grid.ranks)
+        utilisation = None  # not known
+        if self._flops is not None and self._device.type == "cuda" and dtype in HALF:
+            peak = peak_flops(torch.cuda.get_device_name(self._device))
+            if peak is not None:
+                utilisation = self._flops.useful(totals.tokens, totals.pairs) / (num_ranks * seconds * peak)
         most = {name: max(values) for name, values in by_rank.items()}
         return MeterReading(
             num_ranks=num_ranks,
@@ -216,13 +212,6 @@ class Meter:
             loader_wait_seconds=most["wait_ns"] / 1e9,
             waited_seconds=most["waited_ns"] / 1e9,
             slowest_rank=int(np.argmin(by_rank["waited_ns"])) if len(by_rank["waited_ns"]) == num_ranks else None,
-            utilisation=self._utilisation(totals, num_ranks * seconds, dtype),
+            utilisation=utilisation,
             memory_bytes=most["memory_bytes"] or None,
         )
-
-    def _utilisation(self, totals: PlanTotals, seconds: float, dtype: torch.dtype | None) -> float | None:
-        """Returns the part of all GPUs' operations that the model needed; None where one of both is not known."""
-        if self._flops is None or self._device.type != "cuda" or dtype not in HALF:
-            return None
-        peak = peak_flops(torch.cuda.get_device_name(self._device))
-        return None if peak is None else self._flops.useful(totals.tokens, totals.pairs) / (seconds * peak)

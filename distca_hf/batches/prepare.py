@@ -14,15 +14,16 @@ import zlib
 from collections import deque
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass, field, replace
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar, cast
 
+import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset
 
 from distca_hf.arrays import IntArray
 from distca_hf.batches.placed import PlacedPlanner
 from distca_hf.data.accumulation import SteppedEpoch
-from distca_hf.data.collate import Cut, RankRows, collate, cuts_of, held_documents
+from distca_hf.data.collate import Cut, collate, cuts_of
 from distca_hf.data.documents import NO_DRAWS, DocumentSource
 from distca_hf.data.rows import Draws
 from distca_hf.errors import PackingError
@@ -31,7 +32,8 @@ from distca_hf.placement.place import work_in_order
 from distca_hf.planning.extra_ranks import ExtraRanks
 from distca_hf.planning.kinds import RoutedKinds
 from distca_hf.planning.plan import Plan, PlanFacts
-from distca_hf.runtime.layer_kinds import PinnedKinds
+from distca_hf.runtime.layer_kinds import PinnedKinds, Planned
+from distca_hf.runtime.posted import PostingTransport
 from distca_hf.telemetry import LoaderTimes
 
 
@@ -172,13 +174,18 @@ class Preparer:
             yield self._read(waiting.popleft(), draws)
 
     def _held(self, prepared: Prepared) -> IntArray:
-        return held_documents(prepared.layout, self.rank, prepared.documents)
+        """Returns which documents of the source this rank holds parts of."""
+        held = [document for document, _, _ in prepared.layout.held_by(self.rank)]
+        return prepared.documents[np.array(held, dtype=np.int64)]
 
     def _read(self, prepared: Prepared, draws: Draws) -> Prepared:
         """Returns the micro-batch with the rows of this rank."""
         of_rank = prepared.layout, self.rank, prepared.documents, self.source, draws
         rows = collate(*of_rank)
-        columns = _host_tensors(rows, self.device.type == "cuda")
+        arrays = {name: values for name, values in vars(rows).items() if name != "inputs"} | dict(rows.inputs)
+        columns = {name: torch.from_numpy(array).unsqueeze(0) for name, array in arrays.items()}
+        if self.device.type == "cuda":
+            columns = {name: tensor.pin_memory() for name, tensor in columns.items()}
         return replace(prepared, columns=columns, label_tokens=rows.num_labels, cuts=cuts_of(*of_rank))
 
     def planned_for(self, extra_ranks: ExtraRanks | None, prepared: Prepared) -> Prepared:
@@ -209,11 +216,22 @@ class Preparer:
         return PinnedKinds.prepare(routed, pin=self.device.type == "cuda")
 
 
-def _host_tensors(rows: RankRows, pin: bool) -> dict[str, torch.Tensor]:
-    """Returns the arrays as `[1, rows]` tensors by name."""
-    arrays = {name: values for name, values in vars(rows).items() if name != "inputs"} | dict(rows.inputs)
-    tensors = {name: torch.from_numpy(array).unsqueeze(0) for name, array in arrays.items()}
-    return {name: tensor.pin_memory() for name, tensor in tensors.items()} if pin else tensors
+class Replanner:
+    """Plans a micro-batch again when other ranks without tokens take part than before."""
+
+    def __init__(self, transport: PostingTransport, preparer: Preparer, prepared: Prepared, micro_batch: int) -> None:
+        self._transport, self._preparer, self._micro_batch = transport, preparer, micro_batch
+        self._prepared, self._membership = replace(prepared, columns={}), transport.membership
+
+    def __call__(self) -> Planned | None:
+        """Returns the present plan; None if it is the one from before."""
+        if self._membership == self._transport.membership:
+            return None
+        self._membership = self._transport.membership
+        prepared = self._prepared = self._preparer.planned_for(self._transport.extra_ranks, self._prepared)
+        device, num_chunks = self._preparer.device, self._preparer.planner.num_chunks
+        posted = self._transport.post(prepared.plan, self._micro_batch, num_chunks)
+        return prepared.kinds.planned(device, prepared.fingerprint, posted)
 
 
 class _DrawnBatches(Dataset[Draws | PackingError]):
@@ -234,15 +252,6 @@ def _as_it_is(drawn: Any) -> Any:
     return drawn
 
 
-@dataclass(frozen=True)
-class _Failure:
-    error: BaseException
-
-
-class _End:
-    """The last thing in the queue."""
-
-
 class Prefetcher(Generic[Item]):
     """Items of `make()`, up to `depth` of them made before they are asked for. The thread that asks for one does what
     is left to do, `finish`.
@@ -259,7 +268,8 @@ class Prefetcher(Generic[Item]):
         finish: Callable[[Item], Item] = lambda item: item,
     ) -> None:
         self._make, self._finish = make, finish
-        self._queue: queue.Queue[Item | _Failure | type[_End]] = queue.Queue(maxsize=depth)
+        # Items; the last one is what `make` ended with: StopIteration, or the error that it raised.
+        self._queue: queue.Queue[tuple[Item | None, BaseException | None]] = queue.Queue(maxsize=depth)
         self._stopped = threading.Event()
         self._times = times
 
@@ -270,39 +280,40 @@ class Prefetcher(Generic[Item]):
         try:
             while True:
                 asked = time.perf_counter()
-                item = self._queue.get()
-                if not isinstance(item, _Failure) and item is not _End:
-                    item = self._finish(item)  # type: ignore[arg-type]
+                item, ended = self._queue.get()
+                if ended is None:
+                    item = self._finish(cast(Item, item))
                 if self._times.begun:  # nothing can be ahead of the very first item
                     self._times.wait_seconds += time.perf_counter() - asked
                 self._times.begun = True
-                if item is _End:
+                if isinstance(ended, StopIteration):
                     return
-                if isinstance(item, _Failure):
-                    raise item.error
+                if ended is not None:
+                    raise ended
                 handed_over = time.perf_counter()
-                yield item  # type: ignore[misc]
+                yield cast(Item, item)
                 self._times.step_seconds += time.perf_counter() - handed_over
         finally:
             self._stopped.set()
             thread.join()
 
     def _run(self) -> None:
+        ended: BaseException = StopIteration()
         try:
             for item in self._make():
-                if not self._put(item):
+                if not self._put(item, None):
                     return
-            self._put(_End)
         except BaseException as error:
-            self._put(_Failure(error))
+            ended = error
+        self._put(None, ended)
 
-    def _put(self, item: "Item | _Failure | type[_End]") -> bool:
+    def _put(self, item: Item | None, ended: BaseException | None) -> bool:
         """Puts an item when there is room; False if the consumer has stopped."""
         while not self._stopped.is_set():
             if not threading.main_thread().is_alive():
                 return False
             try:
-                self._queue.put(item, timeout=POLL_SECONDS)
+                self._queue.put((item, ended), timeout=POLL_SECONDS)
             except queue.Full:
                 continue
             return True

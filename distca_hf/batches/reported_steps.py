@@ -71,13 +71,15 @@ class ReportedSteps:
             trains: whether it is one of training; no other is traced.
             of_model: returns what is predicted from the model; it is asked in reported steps alone.
         """
-        if not self._every_steps:
+        if not self._every_steps or not trains:
             return UNTRACED
-        if not trains:
-            return UNTRACED
-        self._end_latest()
+        if self._begun is not None:  # the time until another pass of training begins
+            self._begun.step_seconds = time.perf_counter() - self._begun.began
+            self._begun = None
         self._pending.write_complete()
-        step = self._step_of(plan)
+        step = self._file.step  # Trainer's optimizer step; without one it is counted from micro-batches
+        if step is None:
+            step = plan.micro_batch // (plan.data.micro_steps if isinstance(plan, PlacedPlan) else 1) + 1
         if step % self._every_steps:
             return UNTRACED
         plan.agree()
@@ -100,23 +102,14 @@ class ReportedSteps:
         self._begun = None
         self._pending.flush()
 
-    def _step_of(self, plan: LivePlan) -> int:
-        """Returns the optimizer step that a pass belongs to, from 1: Trainer's, or one counted from micro-batches."""
-        if self._file.step is not None:
-            return self._file.step
-        micro_steps = plan.data.micro_steps if isinstance(plan, PlacedPlan) else 1
-        return plan.micro_batch // micro_steps + 1
-
-    def _end_latest(self) -> None:
-        """Notes the time until another pass of training begins."""
-        if self._begun is not None:
-            self._begun.step_seconds = time.perf_counter() - self._begun.began
-            self._begun = None
-
     def _begun_trace(self, plan: LivePlan, step: int, device: torch.device, of_model: Predictable) -> RankTrace:
         """Returns the trace of a pass that begins: without calls."""
         facts, transport, grid = plan.facts, plan.transport, plan.transport.grid
-        kinds = self._kinds_of(plan)
+        kinds = []  # with tasks of this rank where they are routed; long windows have those of full attention
+        for mask, count in self._layer_masks:
+            kind = LayersTrace(mask.window_tokens or 0, count, None, mask.chunked)
+            plans = [one.plan for one in plan.kinds if is_routed_by(kind, one.plan)]
+            kinds.append(replace(kind, tasks=tasks_of(plans[0].tasks)) if plans else kind)
         step_work: tuple[tuple[float, ...], ...] = ((), ())
         if of_model.flops is not None and facts.tokens:
             step_work = tuple(tuple(work.tolist()) for work in facts.step_work(of_model.flops))
@@ -140,7 +133,7 @@ class ReportedSteps:
             num_tokens=facts.num_tokens,
             longest_document_tokens=facts.longest_document_tokens,
             tokens=0 if plan.document_tokens is None else int(plan.document_tokens.sum()),
-            kinds=kinds,
+            kinds=tuple(kinds),
             work_before=tuple(work / facts.rows_per_token for work in facts.work_before),
             work=tuple(work / facts.rows_per_token for work in facts.work),
             tokens_before=facts.tokens_before,
@@ -159,13 +152,3 @@ class ReportedSteps:
             model=of_model.sizes,
             profile=str(Path(plan.config.kernel_times).absolute()) if plan.config.kernel_times else "",
         )
-
-    def _kinds_of(self, plan: LivePlan) -> tuple[LayersTrace, ...]:
-        """Returns the kinds of layers, with tasks of this rank where they are routed already. A window as long as all
-        documents has those of full attention."""
-        made = []
-        for mask, count in self._layer_masks:
-            kind = LayersTrace(mask.window_tokens or 0, count, None, mask.chunked)
-            plans = [one.plan for one in plan.kinds if is_routed_by(kind, one.plan)]
-            made.append(replace(kind, tasks=tasks_of(plans[0].tasks)) if plans else kind)
-        return tuple(made)

@@ -163,8 +163,8 @@ class RollCall:
         self._hook = sys.excepthook = Announcement(self, sys.excepthook)
 
     def be_silent(self) -> None:
-        """Announces exceptions no more. Hooks are taken back, as far as none of others was put before them. Rosters of
-        attention servers come and go: their hooks must not pile up."""
+        """Announces exceptions no more. Hooks are taken back, as far as none of others was put before them.
+        Memberships of attention servers come and go: their hooks must not pile up."""
         if self._hook is not None:
             self._hook.is_silent = True
         while isinstance(sys.excepthook, Announcement) and sys.excepthook.is_silent:

@@ -182,9 +182,7 @@ def group_documents(
     if divisions:
         if topology is None:
             return [MicroStep(documents) for documents in divisions[0]]
-        if whole_tokens is not None:
-            return _cheapest_of_whole(lengths, divisions, topology.num_ranks, whole_tokens)
-        return _cheapest(lengths, divisions, topology, head_groups, layer_masks)
+        return _cheapest(lengths, divisions, topology, head_groups, layer_masks, whole_tokens)
     raise PackingError(
         f"{len(lengths)} documents of {total} tokens do not fit into {micro_steps} micro-steps of {capacity_tokens} "
         f"({micro_steps * capacity_tokens} together) without cutting; leave some for the next optimizer step"
@@ -222,36 +220,25 @@ def _cheapest(
     topology: Topology,
     head_groups: int,
     layer_masks: LayerMasks,
+    whole_tokens: int | None,
 ) -> list[MicroStep]:
-    """Places the documents of all divisions; returns the one whose placements move least, the first of equals."""
+    """Places the documents of all divisions; returns the first one whose placements move least: rows, or work where
+    documents stay whole. Then a document may have no room in some divisions."""
 
-    def placed(documents: IntArray) -> MicroStep:
-        layout = place(
-            lengths[documents],
-            topology.num_ranks,
-            topology=topology,
-            head_groups=head_groups,
-            layer_masks=layer_masks,
-        )
-        return MicroStep(documents, layout)
+    def placed(documents: IntArray) -> Layout:
+        if whole_tokens is not None:
+            return place_whole(lengths[documents], topology.num_ranks, whole_tokens)
+        tokens, num_ranks = lengths[documents], topology.num_ranks
+        return place(tokens, num_ranks, topology=topology, head_groups=head_groups, layer_masks=layer_masks)
 
-    tried = [[placed(documents) for documents in division] for division in divisions]
-    return min(tried, key=lambda steps: sum(moved_rows(step.layout) for step in steps if step.layout))
-
-
-def _cheapest_of_whole(
-    lengths: IntArray, divisions: Sequence[Sequence[IntArray]], num_ranks: int, tokens_per_rank: int
-) -> list[MicroStep]:
-    """Places the documents of all divisions whole; returns the one of which least work has to move, the first of
-    equals. In some divisions a document may have no room."""
-    tried = []
+    tried: list[tuple[float, list[MicroStep]]] = []
     for division in divisions:
         try:
-            placed = [(one, place_whole(lengths[one], num_ranks, tokens_per_rank)) for one in division]
+            layouts = [placed(documents) for documents in division]
         except PackingError as error:
-            without_room = error
+            if whole_tokens is None or (division is divisions[-1] and not tried):
+                raise error
             continue
-        tried.append([MicroStep(documents, layout) for documents, layout in placed])
-    if not tried:
-        raise without_room
-    return min(tried, key=lambda steps: sum(surplus_work(step.layout) for step in steps if step.layout))
+        moved = sum(map(moved_rows if whole_tokens is None else surplus_work, layouts))
+        tried.append((moved, list(map(MicroStep, division, layouts))))
+    return min(tried, key=lambda of_division: of_division[0])[1]

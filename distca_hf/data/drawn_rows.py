@@ -96,8 +96,14 @@ class DrawnRows:
                     "only one could be used; make one row of each, or use dataset.map"
                 )
             value = of_rows[0]
-            if name == "seq_lengths":
-                self._check_documents(row, value)
+            if name == "seq_lengths":  # all documents are placed before a row is drawn
+                announced = [int(self.lengths[row])] if self.documents is None else self.documents[row].as_py()
+                if value is not None and list(map(int, value)) != announced:
+                    raise PackingError(
+                        f"row {row}: the dataset's transform gives seq_lengths {list(value)}, and documents of "
+                        f"{announced} tokens were announced. Documents must be known before rows are made: store "
+                        "their lengths in a column 'seq_lengths' (a list per row)"
+                    )
             elif name in TOKEN_COLUMNS:
                 if value is not None:
                     drawn[name] = self._numbers(row, name, value, "iub").astype(np.int64)
@@ -125,16 +131,6 @@ class DrawnRows:
             )
         return values
 
-    def _check_documents(self, row: int, given: Any) -> None:
-        """Checks that a row has the documents that were announced: all of them are placed before it is drawn."""
-        announced = [int(self.lengths[row])] if self.documents is None else self.documents[row].as_py()
-        if given is not None and list(map(int, given)) != announced:
-            raise PackingError(
-                f"row {row}: the dataset's transform gives seq_lengths {list(given)}, and documents of {announced} "
-                "tokens were announced. Documents must be known before rows are made: store their lengths in a "
-                "column 'seq_lengths' (a list per row)"
-            )
-
 
 def seed_generators(*numbers: int) -> None:
     """Seeds the generators of `random`, `numpy.random` and torch; that of GPUs stays as it is."""
@@ -148,15 +144,32 @@ def seed_generators(*numbers: int) -> None:
 @contextmanager
 def generators_left_alone() -> Iterator[None]:
     """Restores the generators of `random`, `numpy.random` and torch at the end of a `with` block."""
-    torch = _torch()
-    states = random.getstate(), np.random.get_state(), None if torch is None else torch.get_rng_state()
+    states = random_states()
     try:
         yield
     finally:
-        random.setstate(states[0])
-        np.random.set_state(states[1])
-        if torch is not None:
-            torch.set_rng_state(states[2])
+        set_random_states(states)
+
+
+def random_states(device: Any = None) -> dict[str, Any]:
+    """Returns states of the generators of `random`, `numpy.random`, torch and, if one is given, a `torch.device`."""
+    states: dict[str, Any] = {"python": random.getstate(), "numpy": np.random.get_state()}
+    if (torch := _torch()) is not None:
+        states["torch"] = torch.get_rng_state()
+    if device is not None and device.type != "cpu":
+        states[device.type] = torch.get_device_module(device).get_rng_state(device)
+    return states
+
+
+def set_random_states(states: Mapping[str, Any], device: Any = None) -> None:
+    """Restores what `random_states` returned; a device as far as states of its type are there."""
+    random.setstate(states["python"])
+    np.random.set_state(states["numpy"])
+    torch = _torch()
+    if "torch" in states:
+        torch.set_rng_state(states["torch"])
+    if device is not None and device.type in states:
+        torch.get_device_module(device).set_rng_state(states[device.type], device)
 
 
 def _torch() -> Any:

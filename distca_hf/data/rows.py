@@ -229,24 +229,19 @@ class ArrowColumn:
                 raise PackingError(f"column {name!r} {ONE_PER_ROW}")
             kinds = "numbers" if of_floats else "integers"
             raise PackingError(f"column {name!r} must hold a list of {kinds} per row, not {column.type}")
-        self._name = name
-        self._chunks = [chunk for chunk in column.chunks if len(chunk)]
-        self._row_of = row_of
-        self._first_row = np.cumsum([0] + [len(chunk) for chunk in self._chunks])
+        self._name, self._column, self._row_of = name, column, row_of
         self.dtype = np.dtype(np.float32 if is_float else np.int64)
 
     @cached_property
     def lengths(self) -> IntArray:
         """`[rows]` list lengths, read from offsets only; a missing list counts 0."""
-        counted = [pc.list_value_length(chunk).fill_null(0).to_numpy() for chunk in self._chunks]
-        lengths = np.concatenate(counted).astype(np.int64) if counted else np.zeros(0, dtype=np.int64)
+        lengths = pc.list_value_length(self._column).fill_null(0).to_numpy().astype(np.int64)
         return lengths if self._row_of is None else lengths[self._row_of]
 
     def read(self, row: int, start: int, stop: int) -> NDArray[Any]:
         """Reads values [start, stop) of a row."""
         stored = row if self._row_of is None else int(self._row_of[row])
-        chunk = int(np.searchsorted(self._first_row, stored, side="right")) - 1
-        values = self._chunks[chunk][stored - int(self._first_row[chunk])].values[start:stop]
+        values = self._column[stored].values[start:stop]
         if values.null_count:
             raise PackingError(
                 f"row {row}: column {self._name!r} has missing values between tokens {start} and {stop}"

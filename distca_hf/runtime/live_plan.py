@@ -307,9 +307,9 @@ class LivePlan:
         return self.kinds.of(self.kinds.spec(spec)).retention
 
     @property
-    def is_spoiled(self) -> bool:
+    def has_failed(self) -> bool:
         """Whether attention gives zeros and exchanges nothing until the step ends, see `Posted`."""
-        return self.posted is not None and self.posted.is_spoiled
+        return self.posted is not None and self.posted.has_failed
 
     @property
     def num_rows(self) -> int:

@@ -63,7 +63,7 @@ def _flash_attn(
         received = run.region.take() if run is not None and run.recomputes else None
         out, lse, kept = attend(q_TNH, k_TGH, v_TGV, how, plan, received, sinks_N, needs_gradients)
     except Exception as error:
-        if not _spoils(error, plan):
+        if not _fails_step(error, plan):
             _add_place(error, plan, call, "forward")
             raise
         # The step runs again. Until its end all collectives of the framework must go on as they are.
@@ -126,7 +126,7 @@ def _flash_attn_backward(
     try:
         return attend_backward(dout_TNV, attended, kept, spec_of(*numbers), plan, has_sinks)
     except Exception as error:
-        if _spoils(error, plan):
+        if _fails_step(error, plan):
             return torch.zeros_like(q_TNH), torch.zeros_like(k_TGH), torch.zeros_like(v_TGV)
         _add_place(error, plan, call, "backward")
         raise
@@ -185,9 +185,9 @@ def flash_attn(
     return _planned(q_TNH, k_TGH, v_TGV, [*spec], handle, layer, needs_gradients, sinks_N)
 
 
-def _spoils(error: Exception, plan: LivePlan) -> bool:
+def _fails_step(error: Exception, plan: LivePlan) -> bool:
     """Returns whether an error is the loss of an attention server in a step that can run again."""
-    return isinstance(error, ServerLostError) and plan.is_spoiled
+    return isinstance(error, ServerLostError) and plan.has_failed
 
 
 def _add_place(error: Exception, plan: LivePlan, call: int, phase: str) -> None:

@@ -6,9 +6,11 @@ from typing import NamedTuple, Self
 
 import torch
 
+from distca_hf.comm.transport import Transport
 from distca_hf.cost import TokenBytes
 from distca_hf.kernels.interface import AttentionSpec, Kernel
-from distca_hf.planning.plan import PlanFacts
+from distca_hf.planning.extra_ranks import ExtraRanks
+from distca_hf.planning.plan import Plan, PlanFacts
 from distca_hf.runtime.pending_traces import NotedPass
 from distca_hf.trace_file import TraceFile
 from distca_hf.traces import RankTrace
@@ -30,14 +32,14 @@ class Posted(ABC):
     Attributes:
         ranks: numbers of the ranks without tokens, in the order of the plan.
         room_bytes: that rows may take on each of them until backward; None if there are none.
-        is_spoiled: whether one of them was lost in this step: attention gives zeros, and exchanges nothing.
+        has_failed: whether one of them was lost in this step: attention gives zeros, and exchanges nothing.
     """
 
     ranks: tuple[int, ...] = ()
     room_bytes: float | None = None
 
     @property
-    def is_spoiled(self) -> bool:
+    def has_failed(self) -> bool:
         return False
 
     @abstractmethod
@@ -68,3 +70,31 @@ class Posted(ABC):
     def traced(self, device: torch.device, file: TraceFile, token_bytes: TokenBytes, trace: RankTrace) -> NotedPass:
         """Returns what notes the moments of a pass that begins. Ranks without tokens trace it, too, as `trace` of this
         rank says, which has no calls yet."""
+
+
+class PostingTransport(ABC):
+    """Transport of a rank that trains, which also reaches ranks without tokens: plans are posted to them.
+
+    Attributes:
+        among_trainers: transport that reaches only the ranks that train.
+        extra_ranks: ranks without tokens that take part now; None if there are none.
+        membership: number that is another one whenever other ranks take part.
+    """
+
+    among_trainers: Transport
+    extra_ranks: ExtraRanks | None
+    membership: int
+
+    @abstractmethod
+    def post(self, plan: Plan | None, micro_batch: int, num_chunks: int) -> Posted:
+        """Posts the plan of a micro-batch.
+
+        Args:
+            plan: None if no rank without tokens takes part.
+            num_chunks: chunks of its exchanges.
+        """
+
+
+def among_trainers(transport: Transport) -> Transport:
+    """Returns the transport that reaches only ranks that train."""
+    return transport.among_trainers if isinstance(transport, PostingTransport) else transport

@@ -1,26 +1,29 @@
-"""Heartbeats: attention servers show that they live; trainers and servers read which rosters are lost.
+"""Heartbeats: attention servers show that they live; trainers and servers read which memberships are lost.
 
-    server     beat/<server> = "incarnation.count"   ──▶  every trainer: silent for too long is lost
-               a byte in a pipe                      ──▶  the server's supervisor
-    trainer    spoiled/<roster> = words              ──▶  all trainers and servers: its exchanges are left
+    server     beat/<server> = "restarts.count"     ──▶  every trainer: silent for too long is lost
+               a byte in a pipe                     ──▶  the server's supervisor
+    trainer    abandoned/<membership> = message     ──▶  all trainers and servers: its exchanges are left
 
 Both sides do this in a thread, over a separate connection to the launcher's store. So a training step or an exchange
-that hangs delays no beat, and nothing is asked where a step runs. An incarnation is one process of a server: the next
-one has the next number. A GPU shows that it goes on by marks in its stream (`StreamProgress`).
+that hangs delays no beat, and nothing is asked where a step runs. A server is named by its number and its restarts:
+the process that replaces a lost one has one more, and joins the next membership (`LiveServers`). A GPU shows that it
+goes on by marks in its stream (`StreamProgress`).
 """
 
 import os
 import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
 
 from distca_hf.comm.whereabouts import Repeated
-from distca_hf.errors import first_line
+from distca_hf.errors import PeerLostError, first_line
 from distca_hf.launched import TRAINERS_GONE
 from distca_hf.servers.job_store import JobStore
+from distca_hf.servers.memberships import Member
 from distca_hf.telemetry import get_logger
 
 
@@ -28,6 +31,10 @@ log = get_logger(__name__)
 
 # Seconds between two beats of a server, and between two looks of a trainer.
 BEAT_SECONDS, LOOK_SECONDS = 0.5, 0.25
+# Seconds between two looks of a trainer that waits for a heartbeat.
+WAIT_SECONDS = 0.05
+# Times in a row that a server may be lost before a step counted with it.
+MOST_LOSSES = 5
 # Seconds between two marks that are left in a stream.
 MARK_SECONDS = 1.0
 # Longest time between two looks that counts as silence of servers. A trainer that was itself stopped or kept from
@@ -35,8 +42,8 @@ MARK_SECONDS = 1.0
 LONGEST_LOOK_SECONDS = 1.0
 
 
-class RosterWatch(Repeated):
-    """A thread that also asks the store which rosters were lost. Several are open at once with several plugins.
+class MembershipWatch(Repeated):
+    """A thread that also asks the store which memberships were lost. Several are open at once with several plugins.
 
     Args:
         name, pause_seconds, call: of the thread.
@@ -47,60 +54,60 @@ class RosterWatch(Repeated):
         super().__init__(name, pause_seconds, call)
         self._store = store
         self._open: set[int] = set()
-        self._words: dict[int, str] = {}
+        self._messages: dict[int, str] = {}
 
-    def look_for(self, roster: int) -> None:
-        """Makes later looks ask for this roster, too."""
-        self._open.add(roster)
+    def look_for(self, membership: int) -> None:
+        """Makes later looks ask for this membership, too."""
+        self._open.add(membership)
 
-    def leave(self, roster: int) -> None:
-        """Ends looking for a roster."""
-        self._open.discard(roster)
+    def leave(self, membership: int) -> None:
+        """Ends looking for a membership."""
+        self._open.discard(membership)
 
-    def is_spoiled(self, roster: int) -> bool:
-        """Returns whether this process or, as of the last look, a trainer has given up a roster."""
-        return roster in self._words
+    def is_abandoned(self, membership: int) -> bool:
+        """Returns whether this process or, as of the last look, a trainer has given up a membership."""
+        return membership in self._messages
 
-    def spoil(self, roster: int, words: str) -> None:
-        """Gives up a roster, for all trainers and servers.
+    def abandon(self, membership: int, message: str) -> None:
+        """Gives up a membership, for all trainers and servers.
 
         Args:
-            words: why. If another trainer was first, its words stay.
+            message: why. If another trainer was first, its message stays.
         """
-        self._words.setdefault(roster, words)
+        self._messages.setdefault(membership, message)
         with suppress(RuntimeError):  # the store is gone, and with it the job
-            self._words[roster] = self._store.set_first(_spoiled(roster), words.encode()).decode()
+            self._messages[membership] = self._store.set_first(_abandoned(membership), message.encode()).decode()
 
-    def _look_for_spoiled(self) -> None:
+    def _look_for_abandoned(self) -> None:
         """Asks the store. Raises RuntimeError if it is gone."""
-        for roster in sorted(self._open):
-            if roster not in self._words and (words := self._store.get(_spoiled(roster))):
-                self._words[roster] = words.decode()
+        for membership in sorted(self._open):
+            if membership not in self._messages and (message := self._store.get(_abandoned(membership))):
+                self._messages[membership] = message.decode()
 
 
-class Heartbeat(RosterWatch):
-    """A server's end: it beats, and reads whether trainers have given up a roster.
+class Heartbeat(MembershipWatch):
+    """A server's end: it beats, and reads whether trainers have given up a membership.
 
     The process ends, with status `TRAINERS_GONE`, if the store or the supervisor is gone.
 
     Args:
         store: a connection that nothing else uses.
         server: number of this server.
-        incarnation: number of this process among those that were this server.
+        restarts: processes that were this server before.
         pipe: file descriptor to which every beat writes a byte; None: there is no supervisor.
     """
 
-    def __init__(self, store: JobStore, server: int, incarnation: int, pipe: int | None) -> None:
+    def __init__(self, store: JobStore, server: int, restarts: int, pipe: int | None) -> None:
         super().__init__("distca-heartbeat", BEAT_SECONDS, self.beat, store)
-        self._server, self._incarnation, self._pipe = server, incarnation, pipe
+        self._server, self._restarts, self._pipe = server, restarts, pipe
         self._count = 0
 
     def beat(self) -> bool:
         """Beats once, and returns True."""
         self._count += 1
         try:
-            self._store.set(_beat(self._server), f"{self._incarnation}.{self._count}".encode())
-            self._look_for_spoiled()
+            self._store.set(_beat(self._server), f"{self._restarts}.{self._count}".encode())
+            self._look_for_abandoned()
         except RuntimeError as error:
             self._end_process(f"the launcher's store is gone, and with it the job ({first_line(error)})")
         try:
@@ -110,9 +117,9 @@ class Heartbeat(RosterWatch):
             self._end_process(f"its supervisor is gone ({error})")
         return True
 
-    def _end_process(self, words: str) -> None:
+    def _end_process(self, message: str) -> None:
         """Ends the process, wherever its main thread waits."""
-        log.error("attention server %d ends: %s", self._server, words)
+        log.error("attention server %d ends: %s", self._server, message)
         os._exit(TRAINERS_GONE)
 
 
@@ -121,7 +128,7 @@ class LastBeat:
     """The last beat of a server that a trainer has seen.
 
     Attributes:
-        number: incarnation and count; empty if there was none.
+        number: restarts and count; empty if there was none.
         silent_seconds: for how long looks have found nothing newer.
     """
 
@@ -129,8 +136,8 @@ class LastBeat:
     silent_seconds: float = 0.0
 
 
-class Watch(RosterWatch):
-    """A trainer's end: it sees which servers live, and which rosters are lost.
+class Watch(MembershipWatch):
+    """A trainer's end: it sees which servers live, and which memberships are lost.
 
     Args:
         store: a connection that nothing else uses.
@@ -145,9 +152,9 @@ class Watch(RosterWatch):
         self._last = [LastBeat() for _ in self._keys]
         self._looked: float | None = None
 
-    def incarnation(self, server: int) -> int | None:
-        """Returns the incarnation of a server that lives; None for one that was never seen, or is silent for longer
-        than the limit."""
+    def restarts(self, server: int) -> int | None:
+        """Returns how often a server that lives was restarted; None for one that was never seen, or is silent for
+        longer than the limit."""
         last = self._last[server]
         if not last.number or last.silent_seconds > self._limit_seconds:
             return None
@@ -164,7 +171,7 @@ class Watch(RosterWatch):
                 for key in self._keys:  # so that all are there, and one request finds all of them
                     self._store.get(key)
             values = self._store.get_all(self._keys)
-            self._look_for_spoiled()
+            self._look_for_abandoned()
         except RuntimeError:
             return False
         now = time.monotonic()
@@ -177,6 +184,101 @@ class Watch(RosterWatch):
             else:
                 last.silent_seconds += passed_seconds
         return True
+
+
+class LiveServers:
+    """Servers of the job, as the heartbeats and losses that this trainer has seen show them.
+
+    Args:
+        watch: sees their heartbeats.
+        count: servers that were launched.
+
+    Attributes:
+        losses: how often each was lost.
+    """
+
+    def __init__(self, watch: Watch, count: int) -> None:
+        self._watch, self._count, self.losses = watch, count, LostServers()
+
+    def starts(self, hang: Sequence[int] = ()) -> list[int]:
+        """Returns starts of each server, one more than its restarts; 0 if it hangs, is lost, or was lost too often."""
+        seen = enumerate(map(self._watch.restarts, range(self._count)))
+        out = {*hang, *filter(self.losses.is_excluded, range(self._count))}
+        return [0 if start is None or server in out else start + 1 for server, start in seen]
+
+    def wait_for_all(self, rank: int, patience_seconds: float) -> None:
+        """Waits until all servers have a heartbeat.
+
+        Args:
+            rank: that waits, for messages.
+
+        Raises:
+            PeerLostError: some have none at the deadline; names them.
+        """
+        deadline = time.monotonic() + patience_seconds
+        while 0 in (starts := self.starts()) and time.monotonic() < deadline:
+            time.sleep(WAIT_SECONDS)
+        silent = [str(server) for server, start in enumerate(starts) if not start]
+        if silent:
+            raise PeerLostError(
+                f"rank {rank} waited {patience_seconds:g} s (timeouts.agreement_seconds) for attention server "
+                f"{', '.join(silent)} of {self._count}, and found no heartbeat; look at its own messages"
+            )
+
+    def wait_for_a_loss(self, members: Sequence[Member], patience_seconds: float) -> None:
+        """Waits until a heartbeat of these members is missed: a broken connection is seen earlier."""
+        deadline = time.monotonic() + patience_seconds
+        expected = [(server, restarts + 1) for server, restarts in members]
+        while time.monotonic() < deadline:
+            if [(server, start) for server, start in enumerate(self.starts()) if start] != expected:
+                return
+            time.sleep(WAIT_SECONDS)
+
+    def lost_of(self, members: Sequence[Member]) -> str | None:
+        """Returns a message about a member that is lost; None if there is none."""
+        for server, restarts in members:
+            if self._watch.restarts(server) != restarts:
+                name, seconds = self.losses.name_of(server), self._watch.silent_seconds(server)
+                return f"{name} is lost: its last heartbeat is {seconds:.1f} s old"
+        return None
+
+
+class LostServers:
+    """How often each server was lost in a row, without a step in between that counted; the same on all trainers.
+
+    Attributes:
+        names: of servers, with their hosts, by their numbers.
+    """
+
+    def __init__(self) -> None:
+        self.names: dict[int, str] = {}
+        self._in_a_row: Counter[int] = Counter()
+
+    def name_of(self, server: int) -> str:
+        """Returns the name of a server, with its host as far as that is known."""
+        return self.names.get(server, f"attention server {server}")
+
+    def note_step(self, servers: Iterable[int]) -> None:
+        """Notes a step that counted with these servers."""
+        for server in servers:
+            del self._in_a_row[server]
+
+    def note(self, server: int, restarts: int) -> None:
+        """Notes a loss, and warns if it is the last of this server."""
+        name = self.name_of(server)
+        log.warning("%s (restart %d) takes part no more", name, restarts)
+        self._in_a_row[server] += 1
+        if self._in_a_row[server] == MOST_LOSSES:
+            log.warning(
+                "%s was lost %d times in a row, and no step counted in between: it is left out for the rest of the "
+                "training. Look at its own messages above, and at its GPU",
+                name,
+                MOST_LOSSES,
+            )
+
+    def is_excluded(self, server: int) -> bool:
+        """Returns whether a server was lost too often to take part again."""
+        return self._in_a_row[server] >= MOST_LOSSES
 
 
 class StreamProgress(Repeated):
@@ -240,5 +342,5 @@ def _beat(server: int) -> str:
     return f"beat/{server}"
 
 
-def _spoiled(roster: int) -> str:
-    return f"spoiled/{roster}"
+def _abandoned(membership: int) -> str:
+    return f"abandoned/{membership}"

@@ -3,7 +3,7 @@
     trainer s mod N ── open · plan · call · call · ... · close ──▶ queue of server s, in the launcher's store
                               a reported pass: begin · call · ... · end of forward · call · ...
 
-    | version | roster | sequence | kind | numbers ... |     int64, little-endian, signed (see `job_store`)
+    | version | membership | sequence | kind | numbers ... |     int64, little-endian, signed (see `job_store`)
 
 A server counts no layers and keeps no script: it makes each call that its trainer makes, in the same order. A message
 that this job did not sign, or that was followed before, is left out. One that is missing is an error.
@@ -29,7 +29,7 @@ log = get_logger(__name__)
 
 # Version of the messages. Trainers and servers run one package, so that it differs only in a broken installation.
 ORDER_VERSION = 5
-# Numbers before those of the order: version, roster, sequence, kind.
+# Numbers before those of the order: version, membership, sequence, kind.
 HEADER = 4
 # Dtypes of rows; an order carries a number of this list.
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -44,10 +44,10 @@ LOOK_SECONDS = 0.5
 class Kind(enum.IntEnum):
     """The purpose of an order."""
 
-    OPEN = 1  # open the connections of a roster
+    OPEN = 1  # open the connections of a membership
     PLAN = 2  # route a plan
     CALL = 3  # attend, or derive, with a plan
-    CLOSE = 4  # end the connections of a roster
+    CLOSE = 4  # end the connections of a membership
     BEGIN_PASS = 5  # trace the calls of a pass that begins, or do so no longer
     END_FORWARD = 6  # note that all further calls of the traced pass are of backward
 
@@ -64,12 +64,12 @@ class Order:
     """One message.
 
     Attributes:
-        roster: number of the connection between these trainers and servers.
+        membership: number of the connection between these trainers and servers.
         numbers: all that the order says, as int64.
     """
 
     kind: Kind
-    roster: int
+    membership: int
     numbers: IntArray
 
 
@@ -77,7 +77,7 @@ class PlanOrder(NamedTuple):
     """The numbers of an order to route a plan.
 
     Attributes:
-        plan: number of the plan, counted for each roster.
+        plan: number of the plan, counted for each membership.
         oldest: smallest number of a plan that trainers still hold; earlier ones can be dropped.
         micro_batch: number of the micro-batch, for messages.
         num_chunks: chunks of the exchange in forward.
@@ -170,24 +170,24 @@ def encode(order: Order, sequence: int) -> bytes:
     """Returns an order as a message.
 
     Args:
-        sequence: how many orders of its roster the server got before.
+        sequence: how many orders of its membership the server got before.
     """
-    header = np.array([ORDER_VERSION, order.roster, sequence, order.kind], dtype="<i8").tobytes()
+    header = np.array([ORDER_VERSION, order.membership, sequence, order.kind], dtype="<i8").tobytes()
     return header + np.ascontiguousarray(order.numbers, dtype="<i8").tobytes()
 
 
 class Sequences:
-    """Numbers of the next order of each roster, on the side that posts and on the side that reads."""
+    """Numbers of the next order of each membership, on the side that posts and on the side that reads."""
 
     def __init__(self) -> None:
         self._next: dict[int, int] = {}
         self._lock = threading.Lock()
 
     def encode(self, order: Order) -> bytes:
-        """Returns the roster's next message."""
+        """Returns the membership's next message."""
         with self._lock:  # autograd posts from threads of its own
-            sequence = self._next.get(order.roster, 0)
-            self._next[order.roster] = sequence + 1
+            sequence = self._next.get(order.membership, 0)
+            self._next[order.membership] = sequence + 1
         return encode(order, sequence)
 
     def decode(self, message: bytes, where: str) -> Order | None:
@@ -197,28 +197,28 @@ class Sequences:
             PlanMismatchError: the message is of another version, or one before it is missing.
         """
         numbers = np.frombuffer(message, dtype="<i8").astype(np.int64)
-        version, roster, sequence, kind = numbers[:HEADER].tolist()
+        version, membership, sequence, kind = numbers[:HEADER].tolist()
         if version != ORDER_VERSION or kind not in tuple(Kind):
             raise PlanMismatchError(
                 f"{where}: an order has version {version} and kind {kind}, this server reads version {ORDER_VERSION} "
                 f"and kinds {min(Kind)} to {max(Kind)}; install one version of distca_hf on all nodes"
             )
-        expected = self._next.get(roster, 0)
+        expected = self._next.get(membership, 0)
         if sequence > expected:
             raise PlanMismatchError(
-                f"{where}: expected order {expected} of roster {roster}, received {sequence}: one was lost; nothing "
-                "was computed for it. Restart the job"
+                f"{where}: expected order {expected} of membership {membership}, received {sequence}: one was lost; "
+                "nothing was computed for it. Restart the job"
             )
         if sequence < expected:
             log.warning(
-                "%s: order %d of roster %d came again, after order %d, and is left out: somebody else writes to the "
-                "launcher's store (MASTER_PORT)",
-                *(where, sequence, roster, expected - 1),
+                "%s: order %d of membership %d came again, after order %d, and is left out: somebody else writes to "
+                "the launcher's store (MASTER_PORT)",
+                *(where, sequence, membership, expected - 1),
                 extra=OF_THIS_RANK,
             )
             return None
-        self._next[roster] = expected + 1
-        return Order(Kind(kind), roster, numbers[HEADER:])
+        self._next[membership] = expected + 1
+        return Order(Kind(kind), membership, numbers[HEADER:])
 
 
 def shares_of(num_servers: int, num_trainers: int, trainer: int) -> Sequence[int]:
@@ -228,7 +228,7 @@ def shares_of(num_servers: int, num_trainers: int, trainer: int) -> Sequence[int
 
 
 class Outbox:
-    """The trainers' end of all mailboxes of a roster: orders for the servers that this trainer posts to.
+    """The trainers' end of all mailboxes of a membership: orders for the servers that this trainer posts to.
 
     Args:
         servers: number and start of each.
@@ -259,12 +259,12 @@ class Inbox:
 
     Args:
         server: number of the server.
-        incarnation: how often it was started before; an earlier one's orders are not its own.
+        restarts: how often it was started before; an earlier one's orders are not its own.
     """
 
-    def __init__(self, store: JobStore, server: int, incarnation: int = 0) -> None:
+    def __init__(self, store: JobStore, server: int, restarts: int = 0) -> None:
         self._store, self._server, self._sequences = store, server, Sequences()
-        self._queue = _queue(server, incarnation)
+        self._queue = _queue(server, restarts)
 
     def next(self) -> Order | None:
         """Returns the next order; None if none came for a while.
@@ -274,23 +274,19 @@ class Inbox:
             StoreLostError: the store is gone, and with it the job.
         """
         pause, deadline = FIRST_PAUSE_SECONDS, time.monotonic() + LOOK_SECONDS
-        while (message := self._pop()) is None:
-            if time.monotonic() > deadline:
-                return None
-            time.sleep(pause)
-            pause = min(LONGEST_PAUSE_SECONDS, PAUSE_GROWS * pause)
-        return self._sequences.decode(message, f"attention server {self._server}")
-
-    def _pop(self) -> bytes | None:
-        """Returns the next message; None if there is none."""
+        where = f"attention server {self._server}"
         try:
-            return self._store.pop(self._queue)
+            while (message := self._store.pop(self._queue)) is None:
+                if time.monotonic() > deadline:
+                    return None
+                time.sleep(pause)
+                pause = min(LONGEST_PAUSE_SECONDS, PAUSE_GROWS * pause)
         except RuntimeError as error:
             raise StoreLostError(
-                f"attention server {self._server}: the launcher's store is gone, and with it the job "
-                f"({first_line(error)})"
+                f"{where}: the launcher's store is gone, and with it the job ({first_line(error)})"
             ) from error
+        return self._sequences.decode(message, where)
 
 
-def _queue(server: int, incarnation: int) -> str:
-    return f"orders/{server}.{incarnation}"
+def _queue(server: int, restarts: int) -> str:
+    return f"orders/{server}.{restarts}"

@@ -1,27 +1,55 @@
-"""Posted plans: plans of micro-batches that attention servers have, and attention calls that are made with them."""
+"""Posted plans: plans of micro-batches that attention servers have, attention calls that are made with them, and
+traces of passes.
 
+    trainer                                                server
+    reported pass begins ── begin: step, folder, layers ──▶ NotedPass ──▶ calls note moments ──▶ pending
+    its forward pass ends ── end: calls of backward ──────▶                                        │
+    next plan, or the membership is closed ───────────────▶ complete ones go to the server's file ◀┘
+
+An order of a trainer has all that is the same for all ranks of the pass, as the trainer's own trace. A server fills in
+what is different there. Other passes cost nothing: there is no order.
+"""
+
+import json
+import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Self
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple, Self
 
 import torch
 
 from distca_hf.arrays import IntArray
-from distca_hf.batches.taking import PostingTransport
 from distca_hf.cost import TokenBytes
 from distca_hf.errors import ServerLostError
 from distca_hf.flops import ATTENTION_BACKWARD
 from distca_hf.kernels.interface import NEW, AttentionSpec, Gradients, Inputs, Kernel, Outputs, Room, Saved, Spans
 from distca_hf.planning.plan import Plan
-from distca_hf.runtime.pending_traces import NotedPass
-from distca_hf.runtime.posted import AnnouncedCall, Posted
+from distca_hf.runtime.forward_pass import ForwardPass
+from distca_hf.runtime.live_plan import LivePlan
+from distca_hf.runtime.pending_traces import (
+    NotedPass,
+    Pending,
+    PendingTraces,
+    bytes_of_layer,
+    device_name,
+    is_routed_by,
+    memory_of,
+    tasks_of,
+)
+from distca_hf.runtime.posted import AnnouncedCall, Posted, PostingTransport
 from distca_hf.servers.orders import DTYPES, CallOrder, Kind, PassOrder, Phase
 from distca_hf.servers.served_plans import plan_to_integers
-from distca_hf.servers.served_traces import OrderedPass, ReportedPass
 from distca_hf.servers.served_transport import ServedTransport
 from distca_hf.servers.speeds import Stopwatch
-from distca_hf.trace_file import TraceFile
+from distca_hf.telemetry import OF_THIS_RANK, get_logger
+from distca_hf.trace_file import TraceFile, read_trace
 from distca_hf.traces import RankTrace
+
+
+log = get_logger(__name__)
 
 
 class MeasuredCalls(Posted):
@@ -47,7 +75,7 @@ class MeasuredCalls(Posted):
         return keeps
 
     def _measure(self, call: AnnouncedCall, times: float = 1) -> None:
-        """Measures kernels that follow as those of a call, of so many times the operations of forward."""
+        """Measures the kernels that follow, of so many times the operations of a forward call."""
         if self._stopwatch is not None and not call.spec.window_tokens:
             heads, dims = call.q_TNH.shape[1], call.q_TNH.shape[2] + call.v_TGV.shape[2]
             flops = 2 * dims * heads * call.facts.work[self._rank] // call.facts.rows_per_token
@@ -77,7 +105,7 @@ class PostedPlan(MeasuredCalls):
         self, transport: ServedTransport, micro_batch: int, num_chunks: int, fingerprint: int, integers: IntArray
     ) -> None:
         super().__init__(transport.rank, transport.speeds.stopwatch)
-        self._transport, self._roster, self.room_bytes = transport, transport.roster, transport.room_bytes
+        self._transport, self._membership, self.room_bytes = transport, transport.membership, transport.room_bytes
         self.ranks = tuple(member.server for member in transport.members)
         self._slots = Slots()
         self._posting = micro_batch, num_chunks, fingerprint, integers
@@ -87,22 +115,20 @@ class PostedPlan(MeasuredCalls):
         return type(self)(self._transport, *self._posting)
 
     @property
-    def is_spoiled(self) -> bool:
-        return self._transport.in_step and self._transport.spoiled is not None
+    def has_failed(self) -> bool:
+        return self._transport.in_step and self._transport.failed is not None
 
     def traced(self, device: torch.device, file: TraceFile, token_bytes: TokenBytes, trace: RankTrace) -> NotedPass:
         text = ReportedPass(str(file.folder.absolute()), token_bytes, trace).text()
         self._order_pass(Kind.BEGIN_PASS, text=text)
-        return OrderedPass(device, self.end_forward)
-
-    def end_forward(self, backward_calls: int) -> None:
-        """Tells servers that the forward pass of a traced pass has ended, and how many calls of backward follow."""
-        self._order_pass(Kind.END_FORWARD, backward_calls)
+        return OrderedPass(device, partial(self._order_pass, Kind.END_FORWARD))
 
     def _order_pass(self, kind: Kind, backward_calls: int = 0, text: str = "") -> None:
         transport = self._transport
-        if transport.spoiled is None and transport.roster == self._roster:  # else it runs again, or with another plan
-            transport.order_pass(kind, PassOrder(self._number, backward_calls, text))
+        if (
+            transport.failed is None and transport.membership == self._membership
+        ):  # else it runs again, or with another plan
+            transport.order(kind, PassOrder(self._number, backward_calls, text).numbers())
 
     def forward(self, call: AnnouncedCall, keeps: bool) -> int:
         slot = self._slots.open() if keeps else 0
@@ -116,16 +142,13 @@ class PostedPlan(MeasuredCalls):
         return super().backward(call, slot, has_sinks, number > 0)
 
     def _order(self, phase: Phase, call: AnnouncedCall, slot: int, has_sinks: bool = False) -> None:
-        """Posts an attention call; for the last two arguments see `CallOrder`.
-
-        Raises:
-            ServerLostError: this step is spoiled.
-        """
-        if self._transport.spoiled is not None:
-            raise ServerLostError(self._transport.spoiled)
+        """Posts an attention call; for the last two arguments see `CallOrder`."""
+        if self._transport.failed is not None:
+            raise ServerLostError(self._transport.failed)
         q, k, v, spec, _ = call
         shapes, dtype = (q.shape[1], k.shape[1], q.shape[2], v.shape[2]), DTYPES.index(q.dtype)
-        self._transport.order_call(CallOrder(self._number, phase, *shapes, dtype, slot, has_sinks, tuple(spec)))
+        order = CallOrder(self._number, phase, *shapes, dtype, slot, has_sinks, tuple(spec))
+        self._transport.order(Kind.CALL, order.numbers())
 
 
 class TrainerTransport(ServedTransport, PostingTransport):
@@ -180,3 +203,120 @@ class MeasuredKernel:
         """Writes gradients as the kernel does."""
         with self._measure():
             self._kernel.backward(dout_TNV, saved, gradients, spans, spec)
+
+
+class OrderedPass(NotedPass):
+    """Notes moments of a trainer, and tells servers when forward ends.
+
+    Args:
+        device: that attention runs on.
+        tell: tells servers, of the number of calls of backward.
+    """
+
+    def __init__(self, device: torch.device, tell: Callable[[int], None]) -> None:
+        super().__init__(device)
+        self._tell: Callable[[int], None] | None = tell
+
+    def end_forward(self, backward_calls: int) -> None:
+        """Ends the forward pass; `backward_calls` follow it."""
+        super().end_forward(backward_calls)
+        if self._tell is not None:
+            self._tell(backward_calls)
+        self._tell = None  # servers keep a plan for as long as trainers hold it, and moments may be held for longer
+
+
+class ReportedPass(NamedTuple):
+    """All that a server must know of a pass to trace its part of it.
+
+    Attributes:
+        folder: of the traces.
+        token_bytes: bytes of one token in one layer of the model.
+        trace: of the trainer that says so; without calls.
+    """
+
+    folder: str
+    token_bytes: TokenBytes
+    trace: RankTrace
+
+    def text(self) -> str:
+        """Returns it as text, for an order."""
+        return json.dumps([self.folder, *vars(self.token_bytes).values(), self.trace.line()])
+
+    @classmethod
+    def of(cls, text: str) -> Self:
+        """Returns the pass of a text."""
+        folder, query, output, key_value, line = json.loads(text)
+        return cls(folder, TokenBytes(query, output, key_value), read_trace(line, "an order of a trainer"))
+
+
+@dataclass
+class ServedTraces:
+    """The traces of an attention server about one membership.
+
+    Args:
+        server: its number.
+        device: that it attends on.
+        root: folder that traces may be written below: the setting `report_folder`, or the working directory.
+    """
+
+    server: int
+    device: torch.device
+    root: Path
+
+    def __post_init__(self) -> None:
+        self._pending = PendingTraces()
+        self._file, self._folder, self._refused = TraceFile(""), "", ""
+
+    def begin(self, plan: LivePlan, text: str) -> None:
+        """Traces the pass that begins.
+
+        Args:
+            text: of a `ReportedPass`.
+        """
+        reported = ReportedPass.of(text)
+        root = self.root.resolve()
+        if not Path(reported.folder).resolve().is_relative_to(root):
+            if reported.folder != self._refused:
+                self._refused = reported.folder
+                log.warning(
+                    "attention server %d writes no traces to %s, which is not below %s: set report_folder in the "
+                    "recipe, or DISTCA_REPORT_FOLDER",
+                    *(self.server, reported.folder, root),
+                    extra=OF_THIS_RANK,
+                )
+            return
+        noted = NotedPass(self.device)
+        plan.forward_pass = ForwardPass(plan.transport, plan.micro_batch, trace=noted)
+        if reported.folder != self._folder:
+            self._file, self._folder = TraceFile(reported.folder), reported.folder
+        trace = self._own(reported, plan)
+        self._pending.add(self._file, Pending(trace, noted, self.device, self.server, time.perf_counter()))
+
+    def write_complete(self) -> None:
+        """Writes what is complete; does not wait."""
+        self._pending.write_complete()
+
+    def end(self) -> None:
+        """Writes the last traces; a pass that has not made all its calls is left out: its step did not count."""
+        self._pending.drop_incomplete()
+        self._pending.flush()
+
+    def _own(self, reported: ReportedPass, plan: LivePlan) -> RankTrace:
+        """Returns the trainer's trace with what is different on this server. Layers with a window leave it alone."""
+        full = next(kind.plan for kind in plan.kinds if kind.plan.facts.window_tokens is None)
+        kinds = tuple(
+            replace(kind, tasks=tasks_of(full.tasks) if is_routed_by(kind, full) else ())
+            for kind in reported.trace.kinds
+        )
+        sent, received = bytes_of_layer([full], kinds, reported.token_bytes)
+        return replace(
+            reported.trace,
+            written=time.time(),
+            rank=plan.transport.rank,
+            device=device_name(self.device),
+            tokens=0,
+            kinds=kinds,
+            sent_bytes=sent,
+            received_bytes=received,
+            memory=memory_of(self.device),
+        )

@@ -9,17 +9,17 @@ micro-batch, and collectives of FSDP and ZeRO stay matched. Its gradients are di
 are restored, so that the second run gives the numbers that the first one would have given.
 """
 
-import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import Any, cast
 
-import numpy as np
 import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from distca_hf.batches.batch_documents import tokens_of
+from distca_hf.data.drawn_rows import random_states, set_random_states
 from distca_hf.errors import ConfigError, PeerLostError
 from distca_hf.integrations.models.forward_watch import watch_of
 from distca_hf.parallel_context import ParallelContext
@@ -43,20 +43,24 @@ class RepeatableStep:
     Args:
         transport: between the ranks and the attention servers.
         where: names the step in messages.
+        device: on which the model trains.
         keep: functions that each keep a state, and return how it is restored.
 
     Attributes:
         redos: times that it has run again.
     """
 
-    def __init__(self, transport: ServedTransport, where: str, keep: Sequence[Callable[[], Restore]]) -> None:
+    def __init__(
+        self, transport: ServedTransport, where: str, device: torch.device, keep: Sequence[Callable[[], Restore]]
+    ) -> None:
         self.redos = 0
         self._transport, self._where = transport, where
-        self._restore = [one() for one in keep]
+        self._restore: list[Restore] = [partial(set_random_states, random_states(device), device)]
+        self._restore += [one() for one in keep]
         transport.begin_step()
 
     def counts(self) -> bool:
-        """Ends the step, behind the backward pass of its last micro-batch. A collective call.
+        """Ends the step, after the backward pass of its last micro-batch. A collective call.
 
         Returns:
             Whether its gradients are whole. If not, states are restored and the step is open again: the caller
@@ -82,32 +86,12 @@ class RepeatableStep:
 
     @contextmanager
     def left_by_errors(self) -> Iterator[None]:
-        """Leaves the step if the `with` block ends with an error: what comes behind it is not in the step."""
+        """Leaves the step if the `with` block ends with an error: what comes after it is not in the step."""
         try:
             yield
         except BaseException:
             self._transport.leave_step()
             raise
-
-
-def keep_random_states(device: torch.device) -> Restore:
-    """Keeps the states of all generators that a forward pass may draw from.
-
-    Args:
-        device: on which the model trains.
-    """
-    of_python, of_numpy, of_cpu = random.getstate(), np.random.get_state(), torch.get_rng_state()
-    module = None if device.type == "cpu" else torch.get_device_module(device)
-    of_device = None if module is None else module.get_rng_state(device)
-
-    def restore() -> None:
-        random.setstate(of_python)
-        np.random.set_state(of_numpy)
-        torch.set_rng_state(of_cpu)
-        if module is not None:
-            module.set_rng_state(of_device, device)
-
-    return restore
 
 
 @contextmanager
@@ -117,18 +101,19 @@ def refuse_steps() -> Iterator[None]:
     Raises:
         ConfigError: in `optimizer.step()`; names the optimizer.
     """
-    handle = register_optimizer_step_pre_hook(_refuse_step)
+
+    def refuse(optimizer: torch.optim.Optimizer, *arguments: object) -> None:
+        raise ConfigError(
+            f"{type(optimizer).__name__} steps before it is known whether an attention server was lost, and could not "
+            "be undone: call optimizer.step() after all attempts (plugin.attempts), not in one, and in no hook of "
+            "backward"
+        )
+
+    handle = register_optimizer_step_pre_hook(refuse)
     try:
         yield
     finally:
         handle.remove()
-
-
-def _refuse_step(optimizer: torch.optim.Optimizer, *arguments: object) -> None:
-    raise ConfigError(
-        f"{type(optimizer).__name__} steps before it is known whether an attention server was lost, and could not be "
-        "undone: call optimizer.step() after all attempts (plugin.attempts), not in one, and in no hook of backward"
-    )
 
 
 def served_transport(context: ParallelContext, device: torch.device) -> ServedTransport:
@@ -161,20 +146,19 @@ def attempts(
         )
     placed = [batch for batch in batches if batch.get("distca_plan") is not None]
     device = tokens_of(placed[0]).device if placed else context.device
-    keep = [lambda: keep_random_states(device), watch.bookmark_given]
-    step, results = RepeatableStep(served_transport(context, device), "an optimizer step", keep), list[bool]()
+    step = RepeatableStep(served_transport(context, device), "an optimizer step", device, [watch.bookmark_given])
+    results: list[bool] = []
+
+    @contextmanager
+    def attempt() -> Iterator[None]:
+        with refuse_steps(), step.left_by_errors():
+            yield
+        results.append(step.counts())
+
     while True:
-        yield _attempt(step, results)
+        yield attempt()
         if not results:
             raise ConfigError("an attempt was not entered: for attempt in plugin.attempts(...): with attempt: ...")
         if results.pop():
             return
         model.zero_grad()
-
-
-@contextmanager
-def _attempt(step: RepeatableStep, results: list[bool]) -> Iterator[None]:
-    """Adds to the results whether the gradients of a `with` block count."""
-    with refuse_steps(), step.left_by_errors():
-        yield
-    results.append(step.counts())

@@ -3,14 +3,14 @@ lost.
 
     an optimizer step    begin ── exchanges ── end: vote
                                     │            ├─ all well ───────────── the step counts
-    a server is lost ───────────────┘            └─ spoiled: new roster ── the step runs again
+    a server is lost ───────────────┘            └─ failed: new membership ── the step runs again
 
-Outside of a step a lost server ends the job. Inside, the step is spoiled: attention gives zeros and exchanges
+Outside of a step a lost server ends the job. Inside, the step fails: attention gives zeros and exchanges
 nothing until its end, so that the collectives of FSDP and ZeRO stay matched. The trainer that notices a loss writes it
 into the launcher's store, where the others look.
 
 Over gloo the thread that waits for an exchange notices the loss. Over NCCL the GPU waits, and with it any thread that
-needs a number of it. There the thread that looks at heartbeats spoils the step, and aborts the exchanges.
+needs a number of it. There the thread that looks at heartbeats fails the step, and aborts the exchanges.
 """
 
 import math
@@ -27,11 +27,18 @@ from distca_hf.comm.grid import Scope
 from distca_hf.comm.transport import AllToAll, Exchange, Gather, Transport
 from distca_hf.errors import DistCAError, PeerLostError, ServerLostError, StepTimeoutError
 from distca_hf.planning.extra_ranks import ExtraRanks
-from distca_hf.servers.heartbeats import StreamProgress, Watch
+from distca_hf.servers.heartbeats import LiveServers, StreamProgress, Watch
 from distca_hf.servers.job_store import open_store
-from distca_hf.servers.live_servers import LiveServers
-from distca_hf.servers.orders import CallOrder, Kind, Order, Outbox, PassOrder, PlanOrder, shares_of
-from distca_hf.servers.rosters import Member, RosterTransport, agreed, invite, meet, roster_store, wait_for_answers
+from distca_hf.servers.memberships import (
+    Member,
+    MembershipTransport,
+    agreed,
+    invite,
+    meet,
+    membership_store,
+    wait_for_answers,
+)
+from distca_hf.servers.orders import Kind, Order, Outbox, PlanOrder, shares_of
 from distca_hf.servers.served_plans import Servers
 from distca_hf.servers.speeds import ServerSpeeds
 from distca_hf.telemetry import get_logger, leave_for_launcher
@@ -39,9 +46,11 @@ from distca_hf.telemetry import get_logger, leave_for_launcher
 
 log = get_logger(__name__)
 
-# Words about a lost server that costs no step.
+# What is said about a lost server that costs no step.
 NO_STEP = "No step can run again here: see plugin.attach and plugin.attempts"
-# Rosters that are tried, one after the other with fewer members, before the job ends.
+# Of an order that says nothing but its kind.
+NO_NUMBERS: IntArray = np.zeros(0, dtype=np.int64)
+# Memberships that are tried, one after the other with fewer members, before the job ends.
 OPENINGS = 5
 
 
@@ -58,10 +67,10 @@ class ServedTransport:
 
     Attributes:
         among_trainers: see above; for batches that no server takes part in.
-        roster: number of the present connection.
+        membership: number of the present connection.
         members: servers that take part.
         extra_ranks: their part in plans; None if none does.
-        spoiled: words about the server that was lost in this step; None if none was.
+        failed: a message about the server that was lost in this step; None if none was.
         in_step: whether an optimizer step that can run again has begun.
         servers_lost: how many were lost so far.
         speeds: of servers, from times of the steps that counted.
@@ -80,18 +89,18 @@ class ServedTransport:
     ) -> None:
         self.among_trainers, self.traffic = among_trainers, among_trainers.traffic
         self.rank, self.world_size, self.grid = among_trainers.rank, among_trainers.world_size, among_trainers.grid
-        self.roster, self.servers_lost, self.room_bytes = 0, 0, math.inf
+        self.membership, self.servers_lost, self.room_bytes = 0, 0, math.inf
         self.members: tuple[Member, ...] = ()
         self.extra_ranks: ExtraRanks | None = None
-        self.spoiled: str | None = None
+        self.failed: str | None = None
         self._device, self._all, self._settings = device, all_servers, settings
         self._timeout_seconds, self._limit_seconds = timeout_seconds, limit_seconds
         self._store = open_store(patience_seconds)
         self._store.check_secret()
         self._watch = Watch(open_store(patience_seconds), all_servers.count, limit_seconds)
         self._live = LiveServers(self._watch, all_servers.count)
-        self._wires: RosterTransport | None = None
-        self._retired: list[RosterTransport] = []
+        self._wires: MembershipTransport | None = None
+        self._retired: list[MembershipTransport] = []
         self._outbox = Outbox(self._store, ())
         self.in_step = self._closed = False
         self.speeds = ServerSpeeds(all_servers, settings.get("server_speed") == 0, device)
@@ -100,52 +109,45 @@ class ServedTransport:
         with ExitStack() as if_it_fails:
             if_it_fails.callback(self._end_here)
             self._watch.begin(self._look_at_exchanges)
-            self._open(self._all_members(patience_seconds), patience_seconds)
+            self._live.wait_for_all(self.rank, patience_seconds)
+            rows = self.gather(self._live.starts(), "attention servers").wait()
+            self._open(agreed([[1, *row] for row in rows]), patience_seconds)
             if_it_fails.pop_all()
 
     def exchange(self, asked: AllToAll) -> Exchange:
         """Starts an uneven all-to-all among trainers and members.
 
         Raises:
-            ServerLostError: a server was lost; inside a step that can run again, the step is spoiled.
+            ServerLostError: a server was lost; inside a step that can run again, the step fails.
         """
         if self._wires is None:
             return self.among_trainers.exchange(asked)
         outside = None if self.in_step else self._progress
-        if outside is not None:
-            self._begin_outside(outside, asked.where)
+        if outside is not None:  # over NCCL, and in no step: the GPU would wait for a lost server, and nobody end that
+            if (lost := self._lost()) is not None:
+                raise ServerLostError(f"rank {self.rank}, {asked.where}: {lost}. {NO_STEP}")
+            outside.note_start()
         try:
             return ServedExchange(self, self._wires.exchange(asked), outside)
         except (PeerLostError, StepTimeoutError) as error:
             raise self.failure(error) from error
 
-    def _begin_outside(self, progress: StreamProgress, where: str) -> None:
-        """Notes an exchange over NCCL that is of no step. The GPU would wait for a lost server, and nobody end that.
-
-        Raises:
-            ServerLostError: a server was lost since the last exchange.
-        """
-        words = self._lost()
-        if words is not None:
-            raise ServerLostError(f"rank {self.rank}, {where}: {words}. {NO_STEP}")
-        progress.note_start()
-
     def gather(self, values: Sequence[int], where: str, scope: Scope = Scope.ROWS) -> Gather:
         return self.among_trainers.gather(values, where, scope)
 
     def failure(self, error: DistCAError) -> DistCAError:
-        """Returns the error to raise for a failed exchange; inside a step that can run again, the step is spoiled."""
+        """Returns the error to raise for a failed exchange; inside a step that can run again, the step fails."""
         if not self.in_step:
             return error
-        self._spoil(str(error))
-        return ServerLostError(self.spoiled)
+        self._fail(str(error))
+        return ServerLostError(self.failed)
 
-    def _spoil(self, words: str) -> None:
-        """Spoils the step, here and for all trainers."""
-        if self.spoiled is None:
-            self.spoiled = words  # before the abort: rows of an aborted exchange look like others
-            self._watch.spoil(self.roster, words)
-            log.warning("the step is spoiled, and runs again: %s", words)
+    def _fail(self, message: str) -> None:
+        """Fails the step, here and for all trainers."""
+        if self.failed is None:
+            self.failed = message  # before the abort: rows of an aborted exchange look like others
+            self._watch.abandon(self.membership, message)
+            log.warning("the step has failed, and runs again: %s", message)
         if (wires := self._wires) is not None:  # another thread may retire them
             wires.abort()
 
@@ -154,35 +156,35 @@ class ServedTransport:
         and calls nothing that may wait for the GPU."""
         if self._progress is None or self._wires is None:
             return
-        words, stalled_seconds = self._lost(), self._progress.stalled_seconds()
-        if words is None and stalled_seconds > self._timeout_seconds:
-            words = (
+        message, stalled_seconds = self._lost(), self._progress.stalled_seconds()
+        if message is None and stalled_seconds > self._timeout_seconds:
+            message = (
                 f"the GPU has come no further for {stalled_seconds:.0f} s (timeouts.exchange_seconds: "
                 f"{self._timeout_seconds:g}), and all attention servers have a heartbeat"
             )
-        if words is None:
+        if message is None:
             return
         place = "".join(list(self.traffic.recent)[-1:])
-        words = f"rank {self.rank}, after the start of {place or 'no exchange'}: {words}"
+        message = f"rank {self.rank}, after the start of {place or 'no exchange'}: {message}"
         if self.in_step:
-            self._spoil(words)
+            self._fail(message)
         elif not self._progress.is_at_rest:  # otherwise the next exchange fails, and a checkpoint is saved before
-            self._end_process(words)
+            self._end_process(message)
 
-    def _end_process(self, words: str) -> None:
+    def _end_process(self, message: str) -> None:
         """Ends this process: the GPU waits for a lost server. Without the wait, numbers without a meaning would go
         on into a checkpoint."""
-        words = f"ServerLostError: {words}. {NO_STEP}"
-        log.error(words)
-        leave_for_launcher(words)
+        message = f"ServerLostError: {message}. {NO_STEP}"
+        log.error(message)
+        leave_for_launcher(message)
         os._exit(1)
 
     def begin_step(self) -> None:
-        """Begins an optimizer step that can run again: a lost server spoils it, and does not end the job."""
+        """Begins an optimizer step that can run again: it fails with a lost server, and does not end the job."""
         self.in_step = True
 
     def leave_step(self) -> None:
-        """Leaves a step that an error ended. If it was spoiled, attention fails until the next step begins."""
+        """Leaves a step that an error ended. If it had failed, attention fails until the next step begins."""
         self.in_step = False
 
     def end_step(self) -> bool:
@@ -191,15 +193,15 @@ class ServedTransport:
         Servers that were lost are left out from now on, and those that came take part.
 
         Raises:
-            PeerLostError: a trainer was lost; or no roster could be opened.
+            PeerLostError: a trainer was lost; or no membership could be opened.
         """
         if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)  # all exchanges have ended, or were aborted and spoiled the step
+            torch.cuda.synchronize(self._device)  # all exchanges have ended, or were aborted, and the step has failed
         if self._progress is not None:
             self._progress.note_rest()
-        if self.spoiled is not None:
+        if self.failed is not None:
             self._live.wait_for_a_loss(self.members, 2 * self._limit_seconds)
-        shown = [int(self.spoiled is None), *self._live.starts()]
+        shown = [int(self.failed is None), *self._live.starts()]
         rows = self.gather([*shown, *self.speeds.numbers()], "vote on a step").wait()
         counts, members = all(row[0] for row in rows), agreed([row[: len(shown)] for row in rows])
         self.in_step = False
@@ -224,25 +226,21 @@ class ServedTransport:
         self._alive.add(self._plans)
         weakref.finalize(holder, self._alive.discard, self._plans)
         plan = PlanOrder(self._plans, min(self._alive.copy()), micro_batch, num_chunks, fingerprint, integers)
-        self._outbox.post(Order(Kind.PLAN, self.roster, plan.numbers()))
+        self.order(Kind.PLAN, plan.numbers())
         return self._plans
 
-    def order_call(self, call: CallOrder) -> None:
-        """Posts an attention call to the members."""
-        self._outbox.post(Order(Kind.CALL, self.roster, call.numbers()))
-
-    def order_pass(self, kind: Kind, order: PassOrder) -> None:
-        """Posts the beginning of a pass that is traced, or the end of its forward pass, to the members."""
-        self._outbox.post(Order(kind, self.roster, order.numbers()))
+    def order(self, kind: Kind, numbers: IntArray = NO_NUMBERS) -> None:
+        """Posts an order to the members."""
+        self._outbox.post(Order(kind, self.membership, numbers))
 
     def close(self) -> None:
-        """Ends the present roster on the servers and here; here also if the launcher's store is gone (an error)."""
+        """Ends the membership on the servers and here; here also if the launcher's store is gone (an error)."""
         if self._closed:
             return
         self._closed = True
         with ExitStack() as ends:
             ends.callback(self._end_here)
-            self._outbox.post(Order(Kind.CLOSE, self.roster, np.zeros(0, dtype=np.int64)))
+            self.order(Kind.CLOSE)
 
     def _end_here(self) -> None:
         """Ends connections and threads of this process."""
@@ -253,30 +251,15 @@ class ServedTransport:
                 ends.callback(self._progress.end)
             ends.callback(self._watch.end)
 
-    def _all_members(self, patience_seconds: float) -> tuple[Member, ...]:
-        """Waits until all servers that were launched have a heartbeat.
-
-        Raises:
-            PeerLostError: some have none; names them.
-        """
-        self._live.wait_for_all(self.rank, patience_seconds)
-        rows = self.gather(self._live.starts(), "attention servers").wait()
-        return agreed([[1, *row] for row in rows])
-
     def _lost(self) -> str | None:
-        """Returns words about a member that is lost; None if there is none."""
-        if self._watch.is_spoiled(self.roster):
+        """Returns a message about a member that is lost; None if there is none."""
+        if self._watch.is_abandoned(self.membership):
             return "another trainer lost an attention server"
         return self._live.lost_of(self.members)
 
     def _open(self, members: tuple[Member, ...], patience_seconds: float) -> None:
-        """Opens a roster, with fewer members where some do not come. A collective call of the trainers.
-
-        Raises:
-            PeerLostError: none could be opened.
-            ConfigError: a server refuses.
-        """
-        problem, earlier = "", self.members if self.roster else members
+        """Opens a membership, with fewer members where some do not come. A collective call of the trainers."""
+        problem, earlier = "", self.members if self.membership else members
         for _ in range(OPENINGS):
             self._retire(members)
             members = tuple(member for member in members if not self._live.losses.is_excluded(member.server))
@@ -286,38 +269,38 @@ class ServedTransport:
                     "trainers_attend=False leaves all attention to them; the last checkpoint is whole: resume with "
                     "servers, or with trainers_attend=True"
                 )
-            asked = self._store.plain.add("rosters", 1) if self.rank == 0 else 0
-            self.roster = self.gather([asked], "number of the roster").wait()[0][0]
-            self.members, self.spoiled = members, None
-            self._watch.look_for(self.roster)
+            asked = self._store.plain.add("memberships", 1) if self.rank == 0 else 0
+            self.membership = self.gather([asked], "number of the membership").wait()[0][0]
+            self.members, self.failed = members, None
+            self._watch.look_for(self.membership)
             try:
                 self._wires, good = (self._connect(patience_seconds) if members else None), 1
             except PeerLostError as error:
                 good, problem = 0, str(error)
-                self._watch.spoil(self.roster, problem)  # servers that met in vain wait for these words
-            hang = [] if good else [one.server for one in members if not one.has_answered(self._store, self.roster)]
-            rows = self.gather([good, *self._live.starts(hang)], f"roster {self.roster}").wait()
+                self._watch.abandon(self.membership, problem)  # servers that met in vain wait for this message
+            here = membership_store(self._store, self.membership)
+            hang = [] if good else [one.server for one in members if not one.has_answered(here)]
+            rows = self.gather([good, *self._live.starts(hang)], f"membership {self.membership}").wait()
             if all(row[0] for row in rows):
-                here = roster_store(self._store, self.roster) if self.rank == 0 else None
-                self.extra_ranks = self.speeds.begin_roster(members, here)
-                for server, incarnation in (member for member in members if member not in earlier):
-                    log.info("attention server %d (start %d) takes part from now on", server, incarnation)
+                self.extra_ranks = self.speeds.begin_membership(members, here if self.rank == 0 else None)
+                for server, restarts in (member for member in members if member not in earlier):
+                    log.info("attention server %d (restart %d) takes part from now on", server, restarts)
                 return
             members = agreed(rows)
         raise PeerLostError(
-            f"rank {self.rank}: {OPENINGS} rosters of attention servers could not be opened, one after the other; the "
-            f"last one with {len(members)} of {self._all.count}: {problem or 'other trainers could not open it'}"
+            f"rank {self.rank}: {OPENINGS} memberships of attention servers could not be opened, one after the other; "
+            f"the last one with {len(members)} of {self._all.count}: {problem or 'other trainers could not open it'}"
         )
 
-    def _connect(self, patience_seconds: float) -> RosterTransport:
-        """Opens the connections of the present roster."""
-        here = roster_store(self._store, self.roster)
+    def _connect(self, patience_seconds: float) -> MembershipTransport:
+        """Opens the connections of the present membership."""
+        here = membership_store(self._store, self.membership)
         invite(here, self.rank, self.members, self._device, self._settings)
         mine = [self.members[place] for place in shares_of(len(self.members), self.world_size, self.rank)]
         self._outbox = Outbox(self._store, mine)
-        self._outbox.post(Order(Kind.OPEN, self.roster, np.zeros(0, dtype=np.int64)))
+        self.order(Kind.OPEN)
         names, self.room_bytes = wait_for_answers(here, self.rank, self.members, self._device, patience_seconds)
-        self._live.losses.note_names(names)
+        self._live.losses.names |= names
         return meet(
             here,
             self.rank,
@@ -332,13 +315,13 @@ class ServedTransport:
         )
 
     def _retire(self, members: tuple[Member, ...]) -> None:
-        """Lets go of the present roster. Its group ends once no exchange of it is under way."""
-        for server, incarnation in (member for member in self.members if member not in members):
+        """Lets go of the present membership. Its group ends once no exchange of it is under way."""
+        for server, restarts in (member for member in self.members if member not in members):
             self.servers_lost += 1
-            self._live.losses.note(server, incarnation)
-        self._watch.leave(self.roster)
+            self._live.losses.note(server, restarts)
+        self._watch.leave(self.membership)
         if self._wires is not None:
-            self._outbox.post(Order(Kind.CLOSE, self.roster, np.zeros(0, dtype=np.int64)))
+            self.order(Kind.CLOSE)
             self._retired.append(self._wires)
             self._wires = None
         for wires in [one for one in self._retired if one.is_at_rest]:
@@ -347,7 +330,7 @@ class ServedTransport:
 
 
 class ServedExchange:
-    """Rows on their way; a lost server may spoil the step.
+    """Rows on their way; a lost server may make the step fail.
 
     Args:
         progress: of the GPU, if the exchange is of no step.

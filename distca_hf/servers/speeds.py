@@ -25,7 +25,7 @@ import torch
 
 from distca_hf.errors import StoreLostError, first_line
 from distca_hf.servers.job_store import JobStore
-from distca_hf.servers.rosters import Member
+from distca_hf.servers.memberships import Member
 from distca_hf.servers.served_plans import Servers
 from distca_hf.telemetry import get_logger
 
@@ -133,18 +133,20 @@ class Stopwatch:
         self._calls.clear()
 
     def _add_ended(self) -> None:
-        """Adds all calls that the device has ended."""
-        while self._calls and self._has_ended(self._calls[0]):
-            call = self._calls.popleft()
-            taken = sum(self._between(begin, end) for begin, end in call.kernels)
-            self._total = self._total.plus(Reading(call.flops, taken))
-
-    def _has_ended(self, call: MeasuredCall) -> bool:
-        """Returns whether the device has passed the last kernel of a call."""
-        if not call.kernels:
-            return True
-        _, end = call.kernels[-1]
-        return isinstance(end, int) or bool(end.query())
+        """Adds all calls whose last kernel the device has passed; their events are used again."""
+        while self._calls:
+            kernels, taken = self._calls[0].kernels, 0
+            last = kernels[-1][1] if kernels else 0
+            if not isinstance(last, int) and not last.query():
+                return
+            for begin, end in kernels:
+                if isinstance(begin, int):
+                    taken += cast(int, end) - begin
+                else:
+                    end = cast(torch.cuda.Event, end)
+                    taken += round(1e6 * begin.elapsed_time(end))
+                    self._spare += [begin, end]
+            self._total = self._total.plus(Reading(self._calls.popleft().flops, taken))
 
     def _mark(self) -> Mark:
         """Returns the present moment, on a GPU that of its stream."""
@@ -153,14 +155,6 @@ class Stopwatch:
         event = self._spare.pop() if self._spare else torch.cuda.Event(enable_timing=True)
         event.record()
         return event
-
-    def _between(self, begin: Mark, end: Mark) -> int:
-        """Returns the nanoseconds between two moments; their events are used again."""
-        if isinstance(begin, int):
-            return cast(int, end) - begin
-        end = cast(torch.cuda.Event, end)
-        self._spare += [begin, end]
-        return round(1e6 * begin.elapsed_time(end))
 
 
 class RecentRates:
@@ -205,29 +199,21 @@ class SpeedEstimates:
         self._of_servers = {member: self._of_servers.get(member, RecentRates()) for member in servers}
         for member, reading in servers.items():
             self._of_servers[member].note(reading)
-        self._adopt(self._estimated())
+        typical = {member: rates.typical for member, rates in self._of_servers.items()}
+        rates = {member: rate for member, rate in typical.items() if rate is not None}
+        unit = self._of_trainers.typical
+        if not self._trainers_attend:
+            unit = statistics.fmean(rates.values()) if rates else None
+        if unit is None:
+            return
+        estimated = {member: round(min(max(rate / unit, SLOWEST), FASTEST), 3) for member, rate in rates.items()}
+        in_force = dict(zip(estimated, self.of(list(estimated)), strict=True))
+        if any(abs(speed - in_force[member]) > LEAST_CHANGE * in_force[member] for member, speed in estimated.items()):
+            self._speeds = {**self._speeds, **estimated}
 
     def of(self, members: Sequence[Member]) -> tuple[float, ...]:
         """Returns the speeds to plan with; a process that has just come has the neutral one."""
         return tuple(self._speeds.get(member, self._neutral) for member in members)
-
-    def _estimated(self) -> dict[Member, float]:
-        """Returns the present estimates, as far as there are readings."""
-        typical = {member: rates.typical for member, rates in self._of_servers.items()}
-        rates = {member: rate for member, rate in typical.items() if rate is not None}
-        if self._trainers_attend:
-            unit = self._of_trainers.typical
-        else:
-            unit = statistics.fmean(rates.values()) if rates else None
-        if unit is None:
-            return {}
-        return {member: round(min(max(rate / unit, SLOWEST), FASTEST), 3) for member, rate in rates.items()}
-
-    def _adopt(self, estimated: Mapping[Member, float]) -> None:
-        """Makes estimates the speeds to plan with, if any differs enough."""
-        in_force = dict(zip(estimated, self.of(list(estimated)), strict=True))
-        if any(abs(speed - in_force[member]) > LEAST_CHANGE * in_force[member] for member, speed in estimated.items()):
-            self._speeds = {**self._speeds, **estimated}
 
 
 class ServerSpeeds:
@@ -254,7 +240,7 @@ class ServerSpeeds:
         self._last_reports: list[Reading] | None = None
         self._plans, self._has_voted = 0, False
 
-    def begin_roster(self, members: Sequence[Member], here: JobStore | None) -> Servers | None:
+    def begin_membership(self, members: Sequence[Member], here: JobStore | None) -> Servers | None:
         """Begins to measure these members, and returns their part in plans; None if there are none. All that was
         measured of a step that did not count is forgotten.
 
@@ -320,10 +306,10 @@ class ServerSpeeds:
 
 
 def report(here: JobStore, server: int, reading: Reading) -> None:
-    """Writes the reading of a server, summed since it joined a roster.
+    """Writes the reading of a server, summed since it joined a membership.
 
     Args:
-        here: part of the launcher's store that belongs to the roster.
+        here: part of the launcher's store that belongs to the membership.
     """
     here.write(_key(server), reading._asdict())
 

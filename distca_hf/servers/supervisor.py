@@ -1,13 +1,13 @@
 """Supervisor: the launched process of an attention server. It starts the server as its child, and replaces one that
 dies or hangs.
 
-    launcher ──▶ supervisor ──▶ server, incarnation 0, then 1, ...
+    launcher ──▶ supervisor ──▶ server, restart 0, then 1, ...
                      ◀── a byte per heartbeat, in a pipe
 
     the child                                                      the supervisor
     ends with 0: the trainers' scripts have ended                  ends with 0
     ends with `TRAINERS_GONE`: they are gone, or their launcher    ends with it
-    is killed, or is silent for too long                           starts the next incarnation
+    is killed, or is silent for too long                           starts the next process
     ends with an error                                             the same, once; then it ends with that status
     ends after SIGTERM or SIGINT, which both of them get           ends with 128 + signal; it starts the next one
                                                                    if the child alone got it
@@ -60,21 +60,22 @@ def supervise(number: int, num_trainers: int, num_servers: int, line: Sequence[s
     Args:
         number: of the server, counted over all nodes.
         num_trainers, num_servers: of the job.
-        line: command of a server. Three numbers above, the incarnation and a file descriptor follow.
+        line: command of a server. Three numbers above, the restarts before it and a file descriptor follow.
     """
     silence_seconds = SILENT_LIMITS * DistCAConfig().timeouts.heartbeat_limit_seconds
-    words = (*line, *map(str, (number, num_trainers, num_servers)))
-    return Supervisor(f"attention server {number}", words, silence_seconds).run()
+    command = (*line, *map(str, (number, num_trainers, num_servers)))
+    return Supervisor(f"attention server {number}", command, silence_seconds).run()
 
 
 class Child:
-    """One incarnation of a server.
+    """One process of a server.
 
     Args:
         line: its command; the file descriptor of the pipe follows.
         silence_seconds: silence after which it is killed.
 
     Attributes:
+        process: of the server.
         is_silent: whether it was killed for its silence.
     """
 
@@ -84,17 +85,9 @@ class Child:
         self.is_silent = False
         self._pipe, end = os.pipe()
         try:
-            self._process = subprocess.Popen([*line, str(end)], pass_fds=[end], preexec_fn=_die_with(os.getpid()))
+            self.process = subprocess.Popen([*line, str(end)], pass_fds=[end], preexec_fn=_die_with(os.getpid()))
         finally:
             os.close(end)
-
-    def status(self) -> int | None:
-        """Returns its exit status, or minus the signal that killed it; None while it runs."""
-        return self._process.poll()
-
-    def send(self, number: int) -> None:
-        """Sends it a signal."""
-        self._process.send_signal(number)
 
     def listen(self) -> None:
         """Waits for a byte, not for long, and kills a child that has been silent for too long."""
@@ -106,7 +99,7 @@ class Child:
         self._silent_seconds += LOOK_SECONDS
         if self._silent_seconds > self._allowed_seconds:
             self.is_silent = True
-            self._process.kill()
+            self.process.kill()
 
     def close(self) -> None:
         """Closes the pipe of a child that has ended."""
@@ -118,7 +111,7 @@ class Supervisor:
 
     Args:
         name: of the server, for messages.
-        line: command of a server; the incarnation and a file descriptor follow.
+        line: command of a server; the restarts before it and a file descriptor follow.
         silence_seconds: silence after which a child is killed.
     """
 
@@ -131,9 +124,9 @@ class Supervisor:
         for one in LEAVING:
             signal.signal(one, self._note_signal)
         short_lives = errors = 0
-        for incarnation in itertools.count():
+        for restarts in itertools.count():
             began = time.monotonic()
-            status, words = self._live(incarnation)
+            status, message = self._live(restarts)
             if status in (0, TRAINERS_GONE):
                 return status
             if self._signal is not None:
@@ -141,36 +134,36 @@ class Supervisor:
             short_lives = short_lives + 1 if time.monotonic() - began < STEADY_SECONDS else 0
             errors += status > 0
             if errors == ERRORS:
-                log.error("%s %s, as an earlier process of it; the job ends", self._name, words)
+                log.error("%s %s, as an earlier process of it; the job ends", self._name, message)
                 return status
             if short_lives == SHORT_LIVES:
                 log.error(
                     "%s %s, as %d processes of it in a row; no other is started, the job goes on without it",
                     self._name,
-                    words,
+                    message,
                     short_lives,
                 )
                 return 0
-            log.warning("%s %s; another process takes its place", self._name, words, extra=OF_THIS_RANK)
+            log.warning("%s %s; another process takes its place", self._name, message, extra=OF_THIS_RANK)
         raise AssertionError
 
-    def _live(self, incarnation: int) -> tuple[int, str]:
-        """Returns the exit status of a child that has ended, and words about its end."""
-        child = Child([*self._line, str(incarnation)], self._silence_seconds)
+    def _live(self, restarts: int) -> tuple[int, str]:
+        """Returns the exit status of a child that has ended, and a message about its end."""
+        child = Child([*self._line, str(restarts)], self._silence_seconds)
         passed_on = False
-        while (status := child.status()) is None:
+        while (status := child.process.poll()) is None:
             if self._signal is not None and not passed_on:
-                child.send(self._signal)
+                child.process.send_signal(self._signal)
                 passed_on = True
             child.listen()
         child.close()
         if child.is_silent:
-            return status, f"(incarnation {incarnation}) was silent for too long, and was killed"
+            return status, f"(restart {restarts}) was silent for too long, and was killed"
         if status in LEFT:  # it alone got the signal, or both did
             status = 128 - status
         if status < 0:
-            return status, f"(incarnation {incarnation}) was killed by signal {-status}"
-        return status, f"(incarnation {incarnation}) ended with status {status}"
+            return status, f"(restart {restarts}) was killed by signal {-status}"
+        return status, f"(restart {restarts}) ended with status {status}"
 
     def _note_signal(self, number: int, frame: object) -> None:
         """Notes a signal, to be passed on to the child."""

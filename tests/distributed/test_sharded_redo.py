@@ -7,15 +7,15 @@ from typing import Any
 import pytest
 
 from support.ranks import run_ranks
-from support.redoing import Script, assert_equal_training, initial_model, spoil_attention, train_with_script
+from support.redoing import Script, assert_equal_training, break_attention, initial_model, train_with_script
 
 
 def both(folder: Path, wrap: str, accumulation: int, packs: bool) -> tuple[Any, Any, int]:
     """The same training undisturbed, and with steps that run again."""
     models = initial_model(), initial_model()  # the second one would be sharded by what the first one configures
     train = partial(train_with_script, folder=folder, wrap=wrap, accumulation=accumulation, packs=packs, steps=3)
-    undisturbed, script = train(None, model=models[0]), Script(spoiled={1, 4}, from_call=4)
-    spoil_attention(script, setattr)
+    undisturbed, script = train(None, model=models[0]), Script(failed={1, 4}, from_call=4)
+    break_attention(script, setattr)
     return undisturbed, train(script, model=models[1]), script.runs
 
 

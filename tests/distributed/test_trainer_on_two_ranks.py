@@ -10,7 +10,7 @@ from datasets import Dataset
 from transformers import DataCollatorWithFlattening, Trainer, TrainingArguments
 
 import distca_hf
-from distca_hf.batches import taking as facts
+from distca_hf.batches import agreement as facts
 from support.data import random_dataset, random_documents
 from support.models import tiny_model
 from support.ranks import run_ranks, start_ranks

@@ -11,7 +11,7 @@ from torch import nn
 
 import distca_hf
 from distca_hf.comm.transport import Traffic
-from distca_hf.data import dataset_check
+from distca_hf.data import collate
 from support.data import random_dataset
 from support.harm import NUM_LAYERS
 from support.models import tiny_model
@@ -108,7 +108,7 @@ def test_every_rank_raises_before_anything_is_sent(
 
 def _train_on_a_damaged_row(folder: Path) -> None:
     """One document has missing tokens; only the rank that holds that part of it finds out."""
-    dataset_check.MOST_DOCUMENTS = 1  # of a large dataset not all is read before the first step
+    collate.MOST_DOCUMENTS = 1  # of a large dataset not all is read before the first step
     rows: list[list[int | None]] = [[1] * 90, [2] * 90, [3] * 90, [4] * 18]
     rows[2][40] = None
     plugin = distca_hf.DistCAPlugin(tokens_per_rank=96)

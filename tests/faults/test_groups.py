@@ -166,8 +166,8 @@ def test_hooks_for_uncaught_errors_are_taken_back(order: tuple[int, int]) -> Non
     assert sys.excepthook is usual
 
 
-def test_hooks_of_rosters_do_not_pile_up() -> None:
-    """Each roster is opened before the one before it is closed."""
+def test_hooks_of_memberships_do_not_pile_up() -> None:
+    """Each membership is opened before the one before it is closed."""
     usual, calls = sys.excepthook, [RollCall(HashStore(), 0, range(2)) for _ in range(5)]
     calls[0].announce_uncaught_errors()
     for earlier, later in itertools.pairwise(calls):

@@ -27,7 +27,7 @@ def _train(
     """Losses of a loop of its own under FSDP2, and how often a step ran again.
 
     Args:
-        beside: another plugin has opened a roster, too, after this one.
+        beside: another plugin has opened a membership, too, after this one.
     """
     traces = {"report_every_steps": int(harmed), "report_folder": str(folder / "traces")}
     plugin = distca_hf.DistCAPlugin(tokens_per_rank=96, trainers_attend=trainers_attend, **traces)

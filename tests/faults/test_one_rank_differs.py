@@ -19,8 +19,8 @@ from datasets import Dataset
 from torch import nn
 
 import distca_hf
-from distca_hf.batches import taking as facts
-from distca_hf.data import dataset_check
+from distca_hf.batches import agreement as facts
+from distca_hf.data import collate
 from support.data import random_documents
 from support.models import tiny_model
 from support.ranks import start_ranks
@@ -164,7 +164,7 @@ def _change_masks(training: Training) -> None:
 
 def _change_what_no_sample_sees(training: Training) -> None:
     """Changes all documents but the first, which is the sample."""
-    dataset_check.MOST_DOCUMENTS = 1
+    collate.MOST_DOCUMENTS = 1
     for row in training.columns["input_ids"][1:]:
         row[1:-1] = [token ^ 1 for token in row[1:-1]]
 
@@ -328,7 +328,7 @@ def _run(folder: Path, group: str, name: str, batches: str) -> list[float]:
     change, rank = CHANGES[group][name][0], dist.get_rank()
     training = _training(RECOMPUTING if group == "recomputed" else {})
     if name == "tokens that no sample sees":
-        dataset_check.MOST_DOCUMENTS = 1
+        collate.MOST_DOCUMENTS = 1
     if name == "embeddings of another module":
         _freeze(training)
     if "window" in name:

@@ -80,10 +80,10 @@ def _watched(folder: Path) -> list[object]:
     step.run()
     seen: list[object] = [transport.end_step()]
     _lose(folder, transport)
-    seen.append(transport.spoiled)  # between steps nothing is lost
+    seen.append(transport.failed)  # between steps nothing is lost
     transport.begin_step()
-    wait_until(lambda: transport.spoiled)
-    seen += [transport.spoiled, transport.end_step(), len(transport.members)]
+    wait_until(lambda: transport.failed)
+    seen += [transport.failed, transport.end_step(), len(transport.members)]
     return seen
 
 
@@ -96,7 +96,7 @@ def _stalled(folder: Path) -> NoReturn:
     raise AssertionError
 
 
-def test_a_step_is_spoiled_by_the_thread_that_looks(tmp_path: Path) -> None:
+def test_a_step_fails_by_the_thread_that_looks(tmp_path: Path) -> None:
     harm = harm_server(tmp_path, 1, signal.SIGKILL)
     outcome = start_ranks(1, _watched, tmp_path, tmp_path, servers=1, meanwhile=harm, endless=frozenset({1}))[0]
 

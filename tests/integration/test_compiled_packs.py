@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 import distca_hf
-from distca_hf.batches.given_agreement import Returning
+from distca_hf.batches.agreement import Returning
 from distca_hf.integrations.models.forward_watch import watch_of
 from support.compiling import graph_breaks, graphs_made
 from support.data import random_dataset, random_documents

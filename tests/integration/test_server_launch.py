@@ -86,16 +86,16 @@ def server():
 def take_away_twice():
     watch = Watch(open_store(HANG_SECONDS), 1, HANG_SECONDS)
     watch.begin()
-    wait_until(lambda: watch.incarnation(0) is not None)
-    incarnations, processes = [watch.incarnation(0)], [server().ppid()]
+    wait_until(lambda: watch.restarts(0) is not None)
+    restarts, processes = [watch.restarts(0)], [server().ppid()]
     for number in (signal.SIGKILL, signal.SIGSTOP):
         processes.append(server().pid)
         os.kill(processes[-1], number)
-        wait_until(lambda: watch.incarnation(0) != incarnations[-1])
-        incarnations.append(watch.incarnation(0))
+        wait_until(lambda: watch.restarts(0) != restarts[-1])
+        restarts.append(watch.restarts(0))
     processes.append(server().pid)
     with open(os.path.join(os.environ["SEEN"], "processes.json"), "w") as file:
-        json.dump([incarnations, processes], file)
+        json.dump([restarts, processes], file)
 
 if os.environ["RANK"] == "0":
     take_away_twice()
@@ -159,9 +159,9 @@ def test_fsdp2_of_accelerate_shards_over_the_trainers(tmp_path: Path) -> None:
 
 
 def test_a_server_that_is_killed_or_stopped_is_replaced(trained: Future[Path]) -> None:
-    incarnations, processes = seen_in(trained.result())["processes"]
+    restarts, processes = seen_in(trained.result())["processes"]
 
-    assert incarnations == [0, 1, 2]
+    assert restarts == [0, 1, 2]
     assert len(set(processes)) == 4  # the supervisor, and three servers
     assert not any(map(is_running, processes))
 

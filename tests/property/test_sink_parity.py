@@ -15,9 +15,9 @@ from distca_hf.config import DistCAConfig, Residency
 from distca_hf.layout import Layout
 from distca_hf.planning.plan import Plan, plan_in_place
 from distca_hf.servers.orders import DTYPES, CallOrder, Phase, PlanOrder
+from distca_hf.servers.posted_plans import ServedTraces
 from distca_hf.servers.served_plans import Servers, plan_to_integers
-from distca_hf.servers.served_traces import ServedTraces
-from distca_hf.servers.service import Service
+from distca_hf.servers.server import Service
 from distca_hf.servers.speeds import Stopwatch
 from distca_hf.testing import run_ranks
 from support.layouts import random_layout, random_plan, striped_layout

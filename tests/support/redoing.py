@@ -1,4 +1,4 @@
-"""Training in which steps are spoiled and run again, with a script in the place of attention servers."""
+"""Training in which steps are failed and run again, with a script in the place of attention servers."""
 
 import random
 from collections import Counter, defaultdict, deque
@@ -35,8 +35,8 @@ class Script:
     members = ()
     speeds = ServerSpeeds(Servers((1.0,)), False, torch.device("cpu"))
 
-    def __init__(self, spoiled: Collection[int] = (), from_call: int = 3) -> None:
-        self.spoiled, self.from_call = spoiled, from_call
+    def __init__(self, failed: Collection[int] = (), from_call: int = 3) -> None:
+        self.failed, self.from_call = failed, from_call
         self.runs = self._calls = 0
 
     def begin_step(self) -> None:
@@ -45,12 +45,12 @@ class Script:
     def leave_step(self) -> None: ...
 
     def end_step(self) -> bool:
-        return self.runs not in self.spoiled
+        return self.runs not in self.failed
 
-    def spoils_call(self) -> bool:
+    def breaks_call(self) -> bool:
         """Counts an attention call; True from the one on that a server is lost in."""
         self._calls += 1
-        return self.runs in self.spoiled and self._calls >= self.from_call
+        return self.runs in self.failed and self._calls >= self.from_call
 
 
 class ScriptedContext:
@@ -67,22 +67,22 @@ class ScriptedContext:
 OF_SERVERS = ("distca/redone_steps", "distca/servers", "distca/servers_lost")
 
 
-def spoil_attention(script: Script, replace: Callable[[Any, str, Any], None], harm: float = 0.0) -> None:
+def break_attention(script: Script, replace: Callable[[Any, str, Any], None], harm: float = 0.0) -> None:
     """Lets attention give `harm`, forward and backward, where the script says that a server is lost."""
     from distca_hf.runtime import op
 
     attend, attend_backward = op.attend, op.attend_backward
 
-    def spoiled_attend(*arguments: Any) -> Any:
+    def broken_attend(*arguments: Any) -> Any:
         out, lse, kept = attend(*arguments)
-        return (torch.full_like(out, harm), lse, kept) if script.spoils_call() else (out, lse, kept)
+        return (torch.full_like(out, harm), lse, kept) if script.breaks_call() else (out, lse, kept)
 
-    def spoiled_backward(*arguments: Any) -> Any:
+    def broken_backward(*arguments: Any) -> Any:
         gradients = attend_backward(*arguments)
-        return tuple(torch.full_like(x, harm) for x in gradients) if script.spoils_call() else gradients
+        return tuple(torch.full_like(x, harm) for x in gradients) if script.breaks_call() else gradients
 
-    replace(op, "attend", spoiled_attend)
-    replace(op, "attend_backward", spoiled_backward)
+    replace(op, "attend", broken_attend)
+    replace(op, "attend_backward", broken_backward)
 
 
 def draws_random_numbers(model: nn.Module) -> None:
@@ -151,7 +151,7 @@ def train_with_script(
 
     import distca_hf
     from distca_hf.integrations.trainer.attachment import Attachment
-    from distca_hf.servers.redone_steps import RedoneSteps
+    from distca_hf.servers.annex import RedoneSteps
 
     arguments = quiet_arguments(
         folder,

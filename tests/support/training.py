@@ -14,7 +14,7 @@ from datasets import Dataset
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from distca_hf.batches.given_agreement import Returning
+from distca_hf.batches.agreement import Returning
 from distca_hf.integrations.models.forward_watch import watch_of
 from support.checkpointing import checkpointed_attention, checkpointing_arguments, count_layer_calls
 from support.data import random_dataset

@@ -9,7 +9,7 @@ from types import ModuleType
 
 import pytest
 
-from distca_hf.servers.live_servers import MOST_LOSSES, LostServers
+from distca_hf.servers.heartbeats import MOST_LOSSES, LostServers
 from support.commands import REPOSITORY
 
 
@@ -117,7 +117,7 @@ def test_trainers_hold_the_longest_document(
 
 
 def test_a_server_is_lost_only_behind_a_step_that_counted_with_it(program: ModuleType) -> None:
-    step, joined = "{'loss': '4.8'}\n", "attention server 0 (start 1) takes part from now on\n"
+    step, joined = "{'loss': '4.8'}\n", "attention server 0 (restart 1) takes part from now on\n"
 
     assert not program.has_served("", 0)
     assert program.has_served(step, 0)

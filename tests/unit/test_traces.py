@@ -16,7 +16,7 @@ import torch
 from distca_hf.comm.transport import LocalTransport
 from distca_hf.cost import TokenBytes
 from distca_hf.errors import ReportError
-from distca_hf.servers.served_traces import ReportedPass, ServedTraces
+from distca_hf.servers.posted_plans import ReportedPass, ServedTraces
 from distca_hf.trace_file import TraceFile, read_trace, step_of
 from distca_hf.traces import RankTrace, file_name
 from support.made_traces import made_trace

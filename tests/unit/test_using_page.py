@@ -12,7 +12,7 @@ from distca_hf.batches import meter
 from distca_hf.config import DistCAConfig
 from distca_hf.integrations.models.distributed_check import LOWEST_EXPERTS, LOWEST_TENSOR, LOWEST_WHOLE_EXPERTS
 from distca_hf.integrations.models.weights_check import LOWEST_DIVIDES_AGAIN
-from distca_hf.servers import redone_steps
+from distca_hf.servers import annex
 from distca_hf.settings import fields_of
 from support.commands import REPOSITORY
 
@@ -52,9 +52,7 @@ def test_choices_of_a_setting_are_named() -> None:
 
 
 def test_every_metric_is_explained() -> None:
-    logged = [
-        name for part in (meter, redone_steps) for name in re.findall(r'"(distca/\w+)":', inspect.getsource(part))
-    ]
+    logged = [name for part in (meter, annex) for name in re.findall(r'"(distca/\w+)":', inspect.getsource(part))]
 
     explained = [name.strip("` ") for names, _ in table("Metrics") for name in names.split(",")]
     assert sorted(explained) == sorted(logged)

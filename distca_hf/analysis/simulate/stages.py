@@ -23,9 +23,8 @@ from distca_hf.analysis.simulate.costs import HALF_BYTES
 from distca_hf.analysis.simulate.load import Load
 from distca_hf.analysis.simulate.step import Training
 from distca_hf.analysis.simulate.wires import Cluster, WireBytes
-from distca_hf.pipelines.parts import held_micro_batches
 from distca_hf.pipelines.pipeline import Pipeline
-from distca_hf.pipelines.schedules import Schedule
+from distca_hf.pipelines.schedules import Schedule, held_micro_batches
 
 
 # Forward seconds of the head over all of its seconds: one product of three.

@@ -19,8 +19,7 @@ from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
 from distca_hf.batches.batch_documents import Batch, tokens_of
-from distca_hf.batches.padded import PaddedRows
-from distca_hf.batches.taking import among_trainers
+from distca_hf.batches.read_documents import PaddedRows
 from distca_hf.comm.agreement import REMEDIES, Agreement, Occasion, by_value
 from distca_hf.errors import PlanError, PlanMismatchError, UnsupportedAttentionError
 from distca_hf.integrations.mask import RowMask
@@ -28,6 +27,7 @@ from distca_hf.integrations.models.counted_rows import CountedRows, tempers_quer
 from distca_hf.integrations.models.hooks import Hook
 from distca_hf.integrations.models.structure import backbone_of, names_by_position, text_decoder
 from distca_hf.runtime.live_plan import LivePlan
+from distca_hf.runtime.posted import among_trainers
 from distca_hf.runtime.row_moves import PassRows
 from distca_hf.torch_private import hidden_from_dynamo, register_first_hook
 

@@ -11,13 +11,12 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from distca_hf.batches.agreement import Returning
 from distca_hf.batches.batch_documents import Batch, cache_of, check_mask_numbers, ids_checked, tokens_of
 from distca_hf.batches.given import GivenPlanner
-from distca_hf.batches.given_agreement import Returning
 from distca_hf.batches.known_batch import TOKENS, completed
-from distca_hf.batches.padded import fill_empty
 from distca_hf.batches.preview import RunReport
-from distca_hf.batches.read_documents import DocumentReader, ReadDocuments, Reading, reading_of
+from distca_hf.batches.read_documents import DocumentReader, ReadDocuments, Reading, fill_empty, reading_of
 from distca_hf.batches.reported_steps import ReportedSteps
 from distca_hf.comm.averaging import check_averaging
 from distca_hf.config import DistCAConfig

@@ -28,8 +28,8 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.loss.loss_utils import ForCausalLMLoss
 
+from distca_hf.batches.agreement import Returning
 from distca_hf.batches.batch_documents import Batch, tokens_of
-from distca_hf.batches.given_agreement import Returning
 from distca_hf.data.documents import IGNORED_LABEL
 from distca_hf.integrations.models.check import refused_loss
 from distca_hf.integrations.models.counted_rows import MEANS_OVER_ROWS

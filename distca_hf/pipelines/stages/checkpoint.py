@@ -83,11 +83,7 @@ def _whole_weights(model: PreTrainedModel, *, keep: bool) -> dict[str, torch.Ten
 
 
 def _finish(first_part: ModelPart, folder: Path) -> None:
-    """Puts all parts in the place of an earlier checkpoint, and writes what else belongs to it.
-
-    Raises:
-        ConfigError: a part is not there.
-    """
+    """Puts all parts in the place of an earlier checkpoint, and writes what else belongs to it."""
     files = [_file_of(part, first_part.num_parts) for part in range(first_part.num_parts)]
     missing = [name for name in files if not (folder / (name + UNFINISHED)).is_file()]
     if missing:

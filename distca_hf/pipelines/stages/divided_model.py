@@ -100,11 +100,7 @@ class ModelPart(nn.Module):
         return output
 
     def _check_schedule(self) -> None:
-        """Checks the schedule that runs this part.
-
-        Raises:
-            ConfigError: it scales gradients, or has no loss.
-        """
+        """Checks the schedule that runs this part."""
         schedule = schedule_that_runs()
         if schedule is None:
             return
@@ -192,24 +188,15 @@ class DividedModel:
         config = AutoConfig.from_pretrained(self.checkpoint)
         with torch.device("meta"):
             self.outline = AutoModelForCausalLM.from_config(config, attn_implementation=IMPLEMENTATION, dtype=dtype)
-        self._check_tied()
-        self.stack = LayerStack.of(self.outline)
-        pipeline.check(pipeline.num_stages, self.stack.num_layers)  # with the fewest micro-batches that fill it
-
-    def _check_tied(self) -> None:
-        """Refuses embeddings that are the head's weights as well: the first and the last stage would each train their
-        own.
-
-        Raises:
-            ConfigError: they are.
-        """
-        head = self.outline.get_output_embeddings()
+        head, name = self.outline.get_output_embeddings(), type(self.outline).__name__
         if head is not None and getattr(head, "weight", None) is self.outline.get_input_embeddings().weight:
             raise ConfigError(
-                f"{type(self.outline).__name__}: tie_word_embeddings=True, and its embeddings are on stage 0 and its "
-                f"head on stage {self.pipeline.num_stages - 1}: each would train weights of its own. Train it without "
-                "a pipeline; or untie them first (a copy of the weights, and tie_word_embeddings=False in config.json)"
+                f"{name}: tie_word_embeddings=True, and its embeddings are on stage 0 and its head on stage "
+                f"{pipeline.num_stages - 1}: each would train weights of its own. Train it without a pipeline; or "
+                "untie them first (a copy of the weights, and tie_word_embeddings=False in config.json)"
             )
+        self.stack = LayerStack.of(self.outline)
+        pipeline.check(pipeline.num_stages, self.stack.num_layers)  # with the fewest micro-batches that fill it
 
     def load(
         self,
@@ -232,7 +219,13 @@ class DividedModel:
                 plugin has no tokens_per_rank.
             UnsupportedAttentionError: the model cannot run on distca.
         """
-        self._check_grid(plugin)
+        grid = plugin.members.grid
+        if grid.shape[0] != self.pipeline.num_stages or grid.shape[2] != 1:
+            raise ConfigError(
+                f"{grid.name}: the pipeline has {self.pipeline.num_stages} stages of whole layers, and the plugin "
+                f"works on {grid.in_words()}; give it a mesh of stages and data ranks, with plugin.use_mesh(mesh, "
+                "data=..., stages=...)"
+            )
         plugin.check_places("a pipeline")
         tokens, device = plugin.tokens_per_rank, numbered(plugin.device)
         check_model(self.outline, tokens * len(plugin.members.token_ranks), plugin.kernel, device)
@@ -264,21 +257,9 @@ class DividedModel:
         return cast(PreTrainedModel, model)
 
     def _layers_of(self, number: int) -> range:
-        return self.stack.layers_of(number, self.pipeline.layers_of_parts(self.stack.num_layers))
-
-    def _check_grid(self, plugin: ParallelContext) -> None:
-        """Checks that the ranks are as many stages as the pipeline has.
-
-        Raises:
-            ConfigError: they are not.
-        """
-        grid = plugin.members.grid
-        if grid.shape[0] != self.pipeline.num_stages or grid.shape[2] != 1:
-            raise ConfigError(
-                f"{grid.name}: the pipeline has {self.pipeline.num_stages} stages of whole layers, and the plugin "
-                f"works on {grid.in_words()}; give it a mesh of stages and data ranks, with plugin.use_mesh(mesh, "
-                "data=..., stages=...)"
-            )
+        layers_of_parts = self.pipeline.layers_of_parts(self.stack.num_layers)
+        begin = sum(layers_of_parts[:number])
+        return range(begin, begin + layers_of_parts[number])
 
     def _class_of_part(self, number: int) -> type[PreTrainedModel]:
         """Returns the model's class, made to leave other parts out when it is initialised: `from_pretrained` does so

@@ -8,7 +8,7 @@ The .metadata of a checkpoint is written last and removed first, so one that has
 """
 
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -33,7 +33,6 @@ log = get_logger(__name__)
 
 # DCP's description of a checkpoint, which it writes last.
 METADATA = ".metadata"
-UNFINISHED, EARLIER = "unfinished", "earlier"
 
 
 def save_training(
@@ -62,7 +61,7 @@ def save_training(
     folder, grid = Path(folder).resolve(), plugin.members.grid
     state = TrainingState(parts, optimizer, grid, plugin.device, others)
     transport = plugin.transport(plugin.device)
-    unfinished, earlier = _beside(folder, UNFINISHED), _beside(folder, EARLIER)
+    unfinished, earlier = Path(f"{folder}.unfinished"), Path(f"{folder}.earlier")
     for path in (folder, unfinished, earlier):
         _check_replaceable(path)
     entries = state.to_save()
@@ -78,7 +77,13 @@ def save_training(
         raise CheckpointError(
             f"{grid.name}: the training was not saved in {folder}, which is as it was before: {_failures(error, grid)}"
         ) from error
-    _check_shared(unfinished, transport)
+    seen = transport.gather([int((unfinished / METADATA).is_file())], f"looking for {unfinished}", Scope.GROUP).wait()
+    blind = [grid.label(rank) for rank, (sees,) in zip(grid.members(Scope.GROUP), seen, strict=True) if not sees]
+    if blind:
+        raise ConfigError(
+            f"{len(blind)} of {len(seen)} ranks cannot see {unfinished / METADATA}, which the first rank wrote, first "
+            f"rank {blind[0]}; give a folder that all ranks share"
+        )
     _replace(folder, unfinished, earlier, transport)
 
 
@@ -130,10 +135,6 @@ def load_training(
         log.warning("%s was saved by other stages or data ranks: random numbers begin anew", folder)
 
 
-def _beside(folder: Path, kind: str) -> Path:
-    return Path(f"{folder}.{kind}")
-
-
 def _remove(folder: Path) -> None:
     """Removes a checkpoint, if there is one, or a link of its name. Its description goes first: what an end in the
     midst of this leaves is not taken for whole."""
@@ -143,11 +144,7 @@ def _remove(folder: Path) -> None:
 
 
 def _replace(folder: Path, unfinished: Path, earlier: Path, transport: Transport) -> None:
-    """Gives a checkpoint that is whole its name, on the first rank, while the others wait.
-
-    Raises:
-        CheckpointError: it cannot be renamed; on all ranks.
-    """
+    """Gives a checkpoint that is whole its name, on the first rank, while the others wait."""
     grid, problem = transport.grid, None
     if grid.number == 0:
         try:
@@ -175,11 +172,7 @@ def _replace(folder: Path, unfinished: Path, earlier: Path, transport: Transport
 
 
 def _check_replaceable(folder: Path) -> None:
-    """Checks that a folder holds nothing but a checkpoint of DCP, as it will be removed with all that it holds.
-
-    Raises:
-        ConfigError: it holds something else, or is a file.
-    """
+    """Checks that a folder holds nothing but a checkpoint of DCP, as it will be removed with all that it holds."""
     if folder.is_dir():
         names = sorted(path.name for path in folder.iterdir())
         foreign = [name for name in names if not name.endswith(".distcp") and not name.startswith(METADATA)]
@@ -192,30 +185,10 @@ def _check_replaceable(folder: Path) -> None:
         raise ConfigError(f"{folder} is a file, and save_training writes a folder; give another name")
 
 
-def _check_shared(unfinished: Path, transport: Transport) -> None:
-    """Checks that all ranks see what the first one wrote.
-
-    Raises:
-        ConfigError: some do not.
-    """
-    grid = transport.grid
-    seen = transport.gather([int((unfinished / METADATA).is_file())], f"looking for {unfinished}", Scope.GROUP).wait()
-    blind = [grid.label(rank) for rank, (sees,) in zip(grid.members(Scope.GROUP), seen, strict=True) if not sees]
-    if blind:
-        raise ConfigError(
-            f"{len(blind)} of {len(seen)} ranks cannot see {unfinished / METADATA}, which the first rank wrote, first "
-            f"rank {blind[0]}; give a folder that all ranks share"
-        )
-
-
 def _read_metadata(folder: Path) -> Metadata:
-    """Returns DCP's description of a checkpoint.
-
-    Raises:
-        ConfigError: there is none.
-    """
+    """Returns DCP's description of a checkpoint."""
     if not (folder / METADATA).is_file():
-        earlier, unfinished = _beside(folder, EARLIER), _beside(folder, UNFINISHED)
+        earlier, unfinished = Path(f"{folder}.earlier"), Path(f"{folder}.unfinished")
         advice = "name the folder of one, or begin anew"
         if (unfinished / METADATA).is_file():
             advice = f"{unfinished} is whole, and was to take its name: rename it"
@@ -233,14 +206,26 @@ def _read_metadata(folder: Path) -> Metadata:
 
 
 def _check_entries(entries: Entries, metadata: Metadata, folder: Path, transport: Transport) -> None:
-    """Checks that a checkpoint holds what this rank goes on with, and nothing for which there is no place on any rank.
-
-    Raises:
-        ConfigError: it does not; names the first difference.
-    """
+    """Checks that a checkpoint holds what this rank goes on with, and nothing that has no place on any rank."""
     saved, grid = metadata.state_dict_metadata, transport.grid
-    wrong = [words for name, entry in entries.items() if (words := _difference(name, entry, metadata))]
-    wrong += [f"{name} has no place here" for name in _settings_of(entries, saved) if name not in entries]
+    wrong = []
+    for name, entry in entries.items():
+        there = here = "no tensor"
+        found = saved.get(name)
+        if isinstance(found, TensorStorageMetadata):
+            there = f"{tuple(found.size)} in {found.properties.dtype}"
+        if isinstance(entry, torch.Tensor):
+            here = f"{tuple(entry.shape)} in {entry.dtype}"
+        if found is None:
+            wrong.append(f"{name} is missing")
+        elif there != here:
+            wrong.append(f"{name} is {there}, and here {here}")
+    # Settings that the optimizer had for weights of this rank.
+    weights = {name.removeprefix(WEIGHTS) for name in entries if name.startswith(WEIGHTS)}
+    for name in saved:
+        weight, _, _ = name.removeprefix(SETTINGS).rpartition(".")
+        if name.startswith(SETTINGS) and weight in weights and name not in entries:
+            wrong.append(f"{name} has no place here")
     if wrong:
         raise ConfigError(
             f"{grid.name}: {folder} was saved of another training: {wrong[0]}{and_more(len(wrong) - 1)}. Resume with "
@@ -251,32 +236,12 @@ def _check_entries(entries: Entries, metadata: Metadata, folder: Path, transport
     mine = [sum(name.startswith(prefix) for name in entries) * (grid.data_rank == 0) for prefix in kinds.values()]
     all_ranks = transport.gather(mine, f"counting entries of {folder}", Scope.GROUP).wait()
     for at, (kind, prefix) in enumerate(kinds.items()):
-        here, there = sum(counts[at] for counts in all_ranks), sum(name.startswith(prefix) for name in saved)
-        if here != there:
+        count, count_saved = sum(counts[at] for counts in all_ranks), sum(name.startswith(prefix) for name in saved)
+        if count != count_saved:
             raise ConfigError(
-                f"{folder} was saved of another training: it has {there:,} {kind}, and all stages together have "
-                f"{here:,}. Resume with the model and optimizer that it was saved of, before the first step"
+                f"{folder} was saved of another training: it has {count_saved:,} {kind}, and all stages together have "
+                f"{count:,}. Resume with the model and optimizer that it was saved of, before the first step"
             )
-
-
-def _settings_of(entries: Entries, saved: Mapping[str, object]) -> list[str]:
-    """Returns the settings that an optimizer had for weights of this rank."""
-    weights = {name.removeprefix(WEIGHTS) for name in entries if name.startswith(WEIGHTS)}
-    settings = (name for name in saved if name.startswith(SETTINGS))
-    return [name for name in settings if name.removeprefix(SETTINGS).rpartition(".")[0] in weights]
-
-
-def _difference(name: str, entry: object, metadata: Metadata) -> str:
-    """Returns words for what was saved in another way than it is here; nothing if it is the same."""
-    saved = metadata.state_dict_metadata.get(name)
-    if saved is None:
-        return f"{name} is missing"
-    there, here = "no tensor", "no tensor"
-    if isinstance(saved, TensorStorageMetadata):
-        there = f"{tuple(saved.size)} in {saved.properties.dtype}"
-    if isinstance(entry, torch.Tensor):
-        here = f"{tuple(entry.shape)} in {entry.dtype}"
-    return f"{name} is {there}, and here {here}" if there != here else ""
 
 
 def _failures(error: CheckpointException, grid: Grid) -> str:

@@ -1,4 +1,4 @@
-"""Stack: a model as pipeline stages see it: modules before its layers, a list of layers, modules behind them.
+"""Stack: a model as pipeline stages see it: modules before its layers, a list of layers, modules after them.
 
 Transformers writes this down for each class whose layers pass hidden states on and nothing else
 (`base_model_pp_plan`). Its forward pass is then tried without weights. Where all modules of the stack pass their
@@ -95,11 +95,7 @@ class LayerStack:
         )
 
     def _check_nothing_else_is_done(self, whole: PreTrainedModel) -> None:
-        """Runs the model without its modules and weights: it must hand its input on.
-
-        Raises:
-            ConfigError: it computes something.
-        """
+        """Runs the model without its modules and weights: it must hand its input on."""
         given = torch.empty((1, 2, whole.config.get_text_config().hidden_size), device="meta", dtype=whole.dtype)
         positions = torch.zeros((1, 2), device="meta", dtype=torch.int64)
         removed = self.keep(whole, range(0), is_first=False, is_last=False)
@@ -123,7 +119,7 @@ class LayerStack:
 
         Args:
             layers: numbers of the layers that stay.
-            is_first, is_last: whether the modules before the layers stay, and those behind them.
+            is_first, is_last: whether the modules before the layers stay, and those after them.
 
         Returns:
             The modules that were replaced, by name.
@@ -138,11 +134,6 @@ class LayerStack:
         """Returns names of the modules that a stage does not run; arguments as those of `keep`."""
         gone = [f"{self.layers}.{number}" for number in range(self.num_layers) if number not in layers]
         return [*gone, *([] if is_first else self.before), *([] if is_last else self.behind)]
-
-    def layers_of(self, part: int, layers_of_parts: Sequence[int]) -> range:
-        """Returns numbers of the layers of a part, given how many each part has."""
-        begin = sum(layers_of_parts[:part])
-        return range(begin, begin + layers_of_parts[part])
 
 
 def _no_plain_stack(name: str, reason: str) -> ConfigError:

@@ -60,7 +60,14 @@ def check_schedule(schedule: type, pipeline: Pipeline, micro_steps: int, modules
             f"{name} runs 1 part on each stage, and the pipeline has {pipeline.chunks} chunks; choose "
             "ScheduleInterleaved1F1B, or 1 chunk"
         )
-    _check_hidden_dtypes(modules)
+    parts = [part for module in modules for part in module.modules() if isinstance(part, ModelPart)]
+    for part in parts:  # or another stage would take the bytes of one dtype for those of the other
+        if part.hidden_dtype != parts[0].hidden_dtype:
+            raise ConfigError(
+                f"part {parts[0].number} of the model sends hidden states in {parts[0].hidden_dtype}, and part "
+                f"{part.number} in {part.hidden_dtype}: stages exchange one dtype. Give DividedModel.load the same "
+                "hidden_dtype for all parts, on all stages"
+            )
     if not _names(schedule) & DIVIDED_BACKWARD:
         return
     for chunk, module in enumerate(modules):
@@ -75,22 +82,6 @@ def check_schedule(schedule: type, pipeline: Pipeline, micro_steps: int, modules
                 f"{name} with {type(module).__name__} (chunk {chunk}): it divides backward into inputs and weights, "
                 "and torch's wrappers then miss gradients of weights. Choose Schedule1F1B or ScheduleInterleaved1F1B, "
                 "or leave parts as they are and average their gradients in the loop"
-            )
-
-
-def _check_hidden_dtypes(modules: Sequence[nn.Module]) -> None:
-    """Checks that parts of a rank send hidden states in one dtype.
-
-    Raises:
-        ConfigError: they do not: another stage would take the bytes of one for those of the other.
-    """
-    parts = [part for module in modules for part in module.modules() if isinstance(part, ModelPart)]
-    for part in parts:
-        if part.hidden_dtype != parts[0].hidden_dtype:
-            raise ConfigError(
-                f"part {parts[0].number} of the model sends hidden states in {parts[0].hidden_dtype}, and part "
-                f"{part.number} in {part.hidden_dtype}: stages exchange one dtype. Give DividedModel.load the same "
-                "hidden_dtype for all parts, on all stages"
             )
 
 

@@ -11,18 +11,16 @@ have the same.
 """
 
 import io
-import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.checkpoint.stateful import Stateful
 
 from distca_hf.comm.grid import Grid
+from distca_hf.data.drawn_rows import random_states, set_random_states
 from distca_hf.errors import ConfigError
 from distca_hf.pipelines.stages.divided_model import ModelPart
 
@@ -85,7 +83,7 @@ class TrainingState:
             self._optimizer.state.clear()
             entries = {name: entry for name, entry in entries.items() if not name.startswith(STATES)}
         others = {f"{OTHERS}{name}": _packed(other.state_dict()) for name, other in self._others.items()}
-        return {**entries, **others, self.random_entry: _packed(_random_states(self._device))}
+        return {**entries, **others, self.random_entry: _packed(random_states(self._device))}
 
     def load(self, saved: Mapping[str, object], read: Callable[[Entries], None]) -> None:
         """Goes on with entries that were saved.
@@ -98,28 +96,42 @@ class TrainingState:
             ConfigError: weights that are in one group of the optimizer had other settings each.
         """
         here = self._entries_with_room()
-        entries, new = _without_names(here), self._weights_without_saved_state(here, saved)
-        for names in new.values():
-            for name in names:
-                del entries[name]
+        entries = _without_names(here)
+        # Weights that the optimizer had nothing for when it was saved, as they had no gradient until then.
+        new, states = [], [name for name in here if name.startswith(STATES)]
+        for weight_name, weight in self._whole.named_parameters():
+            names = [name for name in states if name.startswith(f"{STATES}{weight_name}.")]
+            if names and not any(name in saved for name in names):
+                new.append(weight)
+                for name in names:
+                    del entries[name]
         entries |= dict.fromkeys(f"{OTHERS}{name}" for name in self._others)
         if self.random_entry in saved:
             entries[self.random_entry] = None
         read(entries)
         here |= entries
         self._check_groups(here)
-        for_torch = {
-            "model_state_dict": _without_prefix(WEIGHTS, here),
-            "optim_state_dict": _without_prefix(OPTIMIZER, here),
-        }
-        with _without_empty_groups(self._optimizer):
-            set_state_dict(self._whole, self._optimizers, **for_torch, options=OPTIONS)
+        weights, of_optimizer = _without_prefix(WEIGHTS, here), _without_prefix(OPTIMIZER, here)
+        # Groups without weights, such as that of embeddings on stages that have none, are hidden: flat settings are
+        # those of weights, and torch looks for the first weight of every group.
+        groups = self._optimizer.param_groups
+        self._optimizer.param_groups = [group for group in groups if group["params"]]
+        try:
+            set_state_dict(
+                *(self._whole, self._optimizers),
+                model_state_dict=weights,
+                optim_state_dict=of_optimizer,
+                options=OPTIONS,
+            )
+        finally:
+            loaded = iter(self._optimizer.param_groups)
+            self._optimizer.param_groups = [next(loaded) if group["params"] else group for group in groups]
         for weight in new:
             del self._optimizer.state[weight]
         for name, other in self._others.items():
             other.load_state_dict(_unpacked(entries[f"{OTHERS}{name}"], self._device))
         if self.random_entry in entries:
-            _set_random_states(_unpacked(entries[self.random_entry], self._device), self._device)
+            set_random_states(_unpacked(entries[self.random_entry], self._device), self._device)
 
     def _entries_with_room(self) -> Entries:
         """Returns weights, and what the optimizer has for them. A new one gets states as after a step that changes
@@ -130,24 +142,8 @@ class TrainingState:
             **{f"{OPTIMIZER}{name}": entry for name, entry in of_optimizer.items()},
         }
 
-    def _weights_without_saved_state(
-        self, here: Entries, saved: Mapping[str, object]
-    ) -> dict[nn.Parameter, list[str]]:
-        """Returns weights that the optimizer had nothing for when it was saved, as they had no gradient until then,
-        with the names of what it would have."""
-        new, states = {}, [name for name in here if name.startswith(STATES)]
-        for weight_name, weight in self._whole.named_parameters():
-            names = [name for name in states if name.startswith(f"{STATES}{weight_name}.")]
-            if names and not any(name in saved for name in names):
-                new[weight] = names
-        return new
-
     def _check_groups(self, entries: Entries) -> None:
-        """Checks that weights of one group were saved with the same settings. Torch takes those of the first one.
-
-        Raises:
-            ConfigError: they were not.
-        """
+        """Checks that weights of one group were saved with the same settings. Torch takes those of the first one."""
         names = {weight: name for name, weight in self._whole.named_parameters()}
         for number, group in enumerate(self._optimizer.param_groups):
             in_group = [names[weight] for weight in group["params"]]
@@ -160,19 +156,6 @@ class TrainingState:
                         f"{setting} {saved[0]}, and {in_group[others[0]]}, with {saved[others[0]]}. Begin again with "
                         "an optimizer of the groups that were saved"
                     )
-
-
-@contextmanager
-def _without_empty_groups(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Hides groups without weights, such as that of embeddings on stages that have none. Flat settings are those of
-    weights, and torch looks for the first weight of every group."""
-    groups = optimizer.param_groups
-    optimizer.param_groups = [group for group in groups if group["params"]]
-    try:
-        yield
-    finally:
-        loaded = iter(optimizer.param_groups)
-        optimizer.param_groups = [next(loaded) if group["params"] else group for group in groups]
 
 
 def _joined(parts: Sequence[ModelPart]) -> nn.Module:
@@ -216,16 +199,3 @@ def _unpacked(entry: bytes, device: torch.device) -> Any:
         return storage if location == "cpu" else storage.to(device=device)
 
     return torch.load(io.BytesIO(entry), map_location=place, weights_only=False)  # with pickle, as DCP itself does
-
-
-def _random_states(device: torch.device) -> dict[str, Any]:
-    states = {"python": random.getstate(), "numpy": np.random.get_state(), "torch": torch.get_rng_state()}
-    return states | ({"cuda": torch.cuda.get_rng_state(device)} if device.type == "cuda" else {})
-
-
-def _set_random_states(states: Mapping[str, Any], device: torch.device) -> None:
-    random.setstate(states["python"])
-    np.random.set_state(states["numpy"])
-    torch.set_rng_state(states["torch"])
-    if device.type == "cuda" and "cuda" in states:
-        torch.cuda.set_rng_state(states["cuda"], device)

@@ -11,7 +11,7 @@ import sys
 if "distca_hf.servers.server" in sys.orig_argv:
     os.environ["LOCAL_RANK"] = "0"
 
-    from distca_hf.servers import rosters
+    from distca_hf.servers import memberships
 
-    place_of = rosters.place_of
-    rosters.place_of = lambda device: {**place_of(device), "gpu": "shared"}
+    place_of = memberships.place_of
+    memberships.place_of = lambda device: {**place_of(device), "gpu": "shared"}

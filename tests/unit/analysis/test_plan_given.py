@@ -22,8 +22,8 @@ from distca_hf.analysis.simulate.request import SimulationRequest
 from distca_hf.analysis.simulate.result import Result, WayFigures
 from distca_hf.analysis.simulate.simulation import Simulation
 from distca_hf.analysis.simulate.wires import Cluster, WireBytes
+from distca_hf.batches.agreement import Returning
 from distca_hf.batches.given import GivenPlanner
-from distca_hf.batches.given_agreement import Returning
 from distca_hf.cli import app
 from distca_hf.config import DistCAConfig
 from distca_hf.cost import CAUSAL_MASK, Mask

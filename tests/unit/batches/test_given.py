@@ -8,7 +8,7 @@ import torch
 import distca_hf
 from distca_hf.batches.batch_documents import check_mask_numbers, document_lengths, ids_checked, media_of
 from distca_hf.batches.given import GivenPlanner
-from distca_hf.batches.padded import fill_empty, padded_rows_of
+from distca_hf.batches.read_documents import fill_empty, padded_rows_of
 from distca_hf.config import DistCAConfig
 from distca_hf.errors import PackingError
 from distca_hf.testing import LoopbackTransport, run_ranks

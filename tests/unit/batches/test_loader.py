@@ -21,7 +21,7 @@ import distca_hf
 from distca_hf.batches import prepare as ahead
 from distca_hf.batches.loader import PlacedLoader
 from distca_hf.batches.prepare import Prefetcher
-from distca_hf.data import dataset_check
+from distca_hf.data import collate
 from distca_hf.errors import ConfigError, PackingError
 from distca_hf.patches import data_workers
 from distca_hf.runtime.live_plan import LivePlan
@@ -360,7 +360,7 @@ class Broken(Exception):
 
 def test_error_of_the_background_thread_arrives_in_the_loop_with_its_type(monkeypatch: pytest.MonkeyPatch) -> None:
     """Batches before the broken one come first; nothing hangs and no thread stays."""
-    monkeypatch.setattr(dataset_check, "MOST_DOCUMENTS", 1)
+    monkeypatch.setattr(collate, "MOST_DOCUMENTS", 1)
 
     def tokenize(rows: dict[str, list[Any]]) -> dict[str, list[Any]]:
         if rows["number"] == [10]:
@@ -380,7 +380,7 @@ def test_error_of_the_background_thread_arrives_in_the_loop_with_its_type(monkey
 def test_workers_outlive_signals_of_their_process_group_and_hand_errors_on(monkeypatch: pytest.MonkeyPatch) -> None:
     """A step that ends on SIGTERM may still need rows of theirs."""
     data_workers.data_workers.apply()  # as a training does
-    monkeypatch.setattr(dataset_check, "MOST_DOCUMENTS", 1)
+    monkeypatch.setattr(collate, "MOST_DOCUMENTS", 1)
 
     def tokenize(rows: dict[str, list[Any]]) -> dict[str, list[Any]]:
         tokens = 64 if rows["number"] != [40] else 63
@@ -429,7 +429,7 @@ def test_transform_that_comes_later_is_refused(made_on_access: bool) -> None:
 
 
 def test_padded_row_is_found_when_it_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dataset_check, "MOST_DOCUMENTS", 1)
+    monkeypatch.setattr(collate, "MOST_DOCUMENTS", 1)
     rows = [[3] * 64 for _ in range(12)]
     masks = [[1] * 64 for _ in rows]
     whole = loader_of(Dataset.from_dict({"input_ids": rows, "attention_mask": masks}), shuffle=False)

@@ -6,8 +6,7 @@ import pytest
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from distca_hf.batches.padded import padded_rows_of
-from distca_hf.batches.read_documents import DocumentReader
+from distca_hf.batches.read_documents import DocumentReader, padded_rows_of
 from distca_hf.errors import PackingError, UnsupportedAttentionError
 from distca_hf.integrations.models.counted_rows import CountedRows
 from distca_hf.integrations.models.decoder_borders import DecoderBorders

@@ -13,7 +13,7 @@ from accelerate.utils import send_to_device
 from torch.utils.data import DataLoader
 
 from distca_hf.arrays import IntArray
-from distca_hf.batches.given import GivenPlanner
+from distca_hf.batches.given import DOCUMENTS, FOLLOWING, GivenPlanner, StepAhead
 from distca_hf.batches.read_documents import (
     ENTRY,
     DocumentReader,
@@ -23,7 +23,6 @@ from distca_hf.batches.read_documents import (
     reading_of,
     take_reading,
 )
-from distca_hf.batches.step_ahead import DOCUMENTS, FOLLOWING, StepAhead
 from distca_hf.config import DistCAConfig
 from distca_hf.errors import PlanMismatchError
 from distca_hf.runtime.live_plan import LivePlan
@@ -171,7 +170,7 @@ def tokens_of_packs(packs: Sequence[IntArray], pin: bool) -> list[int]:
 
 def test_known_batches_are_gathered_at_once_and_an_error_belongs_to_its_micro_batch() -> None:
     def run(transport: LoopbackTransport) -> tuple[list[int], str, list[int]]:
-        ahead = StepAhead[list[int]](transport, tokens_of_packs)
+        ahead = StepAhead(transport, tokens_of_packs)
         rank, places = transport.rank, count_gathers(transport)
         readings = [lengths_of(*range(1, 2 + rank)), lengths_of(*[5] * rank), lengths_of(7)]
         reads = [reading.documents for reading in readings if reading.documents is not None]
@@ -224,7 +223,7 @@ def test_ranks_with_other_numbers_of_micro_batches_are_named() -> None:
 
 def test_plans_of_batches_that_nobody_holds_are_forgotten() -> None:
     def run(transport: LoopbackTransport) -> tuple[int, int]:
-        ahead, reading = StepAhead[list[int]](transport, tokens_of_packs), lengths_of(3)
+        ahead, reading = StepAhead(transport, tokens_of_packs), lengths_of(3)
         ahead.begin([reading], 1, CPU)
         ahead.seen({name: [number] for name, number in ahead.show().items()}, 0)
         ahead.start()

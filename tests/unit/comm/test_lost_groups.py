@@ -11,8 +11,8 @@ from distca_hf.comm.groups import in_time
 from distca_hf.comm.rollcall import RollCall
 from distca_hf.comm.transport import AllToAll
 from distca_hf.errors import ServerLostError
-from distca_hf.servers import rosters
-from distca_hf.servers.rosters import RosterTransport
+from distca_hf.servers import memberships
+from distca_hf.servers.memberships import MembershipTransport
 
 
 class Work:
@@ -58,9 +58,9 @@ def group() -> Group:
 
 
 @pytest.fixture
-def transport(group: Group) -> Iterator[RosterTransport]:
+def transport(group: Group) -> Iterator[MembershipTransport]:
     rollcall = RollCall(torch.distributed.HashStore(), 0, range(2))
-    opened = RosterTransport(
+    opened = MembershipTransport(
         group, rollcall, torch.device("cuda", 0), Grid.flat([0], 0), lambda: "server 0 is lost", lambda: True
     )
     yield opened
@@ -71,7 +71,7 @@ def _asked() -> AllToAll:
     return AllToAll(torch.zeros(2, 1), [1, 1], [1, 1], "layer 3")
 
 
-def test_nothing_is_started_on_an_aborted_group(group: Group, transport: RosterTransport) -> None:
+def test_nothing_is_started_on_an_aborted_group(group: Group, transport: MembershipTransport) -> None:
     transport.exchange(_asked())
     transport.abort()
     with pytest.raises(ServerLostError, match="rank 0, layer 3: server 0 is lost"):
@@ -80,9 +80,9 @@ def test_nothing_is_started_on_an_aborted_group(group: Group, transport: RosterT
 
 
 def test_an_exchange_that_does_not_start_is_aborted(
-    group: Group, transport: RosterTransport, monkeypatch: pytest.MonkeyPatch
+    group: Group, transport: MembershipTransport, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(rosters, "START_SECONDS", 0.01)
+    monkeypatch.setattr(memberships, "START_SECONDS", 0.01)
     group.goes_on.clear()
     starting = threading.Thread(target=transport.exchange, args=(_asked(),))
     starting.start()
@@ -93,7 +93,7 @@ def test_an_exchange_that_does_not_start_is_aborted(
     assert group.aborted == 1
 
 
-def test_closing_aborts_once(group: Group, transport: RosterTransport) -> None:
+def test_closing_aborts_once(group: Group, transport: MembershipTransport) -> None:
     assert transport.is_at_rest
     transport.close()
     transport.close()

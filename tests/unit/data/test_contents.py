@@ -12,13 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import distca_hf
+from distca_hf.batches.agreement import check_cuts
 from distca_hf.batches.loader import PlacedLoader
 from distca_hf.batches.placed import PlacedPlanner
-from distca_hf.batches.taking import check_cuts
 from distca_hf.comm.transport import Transport
-from distca_hf.data import collate, dataset_check
-from distca_hf.data.collate import AROUND_A_CUT_TOKENS, cuts_of, sum_of
-from distca_hf.data.dataset_check import checked_contents
+from distca_hf.data import collate
+from distca_hf.data.collate import AROUND_A_CUT_TOKENS, checked_contents, cuts_of, sum_of
 from distca_hf.data.documents import DocumentSource
 from distca_hf.data.rows import Reading
 from distca_hf.errors import PlanMismatchError
@@ -75,8 +74,8 @@ def test_labels_and_masks_count() -> None:
 
 
 def test_of_a_large_dataset_documents_all_over_it_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dataset_check, "MOST_DOCUMENTS", 10)
-    monkeypatch.setattr(dataset_check, "MOST_TOKENS", 100)
+    monkeypatch.setattr(collate, "MOST_DOCUMENTS", 10)
+    monkeypatch.setattr(collate, "MOST_TOKENS", 100)
     rows = [[row] * 30 for row in range(200)]
     source, read = source_of(rows), []
     right = DocumentSource.read
@@ -191,7 +190,7 @@ def _first_batch(change: Callable[[list[list[int]]], None]) -> Callable[[Transpo
 
 
 def test_every_rank_names_the_ranks_and_the_token(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dataset_check, "MOST_DOCUMENTS", 1)
+    monkeypatch.setattr(collate, "MOST_DOCUMENTS", 1)
 
     def change(rows: list[list[int]]) -> None:
         rows[1:] = [[99] * 200 for _ in rows[1:]]

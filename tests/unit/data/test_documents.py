@@ -122,15 +122,6 @@ def test_selected_rows_are_read_in_the_order_of_selection(rows: list[int]) -> No
         assert labels_of(source, document)[0][1:] == [50 + token for token in DOCUMENTS[row]][1:]
 
 
-def test_shuffled_rows_are_read_in_shuffled_order() -> None:
-    many = [[row] * (1 + row % 7) for row in range(300)]
-    shuffled = Dataset.from_dict({"input_ids": many}).shuffle(seed=3)
-    source = DocumentSource(shuffled, CAPACITY)
-
-    assert tokens_of(source) == shuffled["input_ids"][:]
-    assert tokens_of(source) != many
-
-
 @pytest.mark.parametrize(
     "feature",
     [List(Value(kind)) for kind in ("int8", "int32", "int64", "uint8", "uint16", "uint32")]
@@ -141,16 +132,14 @@ def test_tokens_of_any_integer_type_become_int64(feature: Any) -> None:
     source = DocumentSource(Dataset.from_dict({"input_ids": DOCUMENTS}, Features({"input_ids": feature})), CAPACITY)
 
     assert tokens_of(source) == DOCUMENTS
+    kind = feature.feature.dtype
+    largest = [[1, np.iinfo(kind).max if kind != "int64" else 2**40]]
+    source_of_largest = DocumentSource(
+        Dataset.from_dict({"input_ids": largest}, Features({"input_ids": feature})), CAPACITY
+    )
+    assert tokens_of(source_of_largest) == largest
     tokens = read(source, 0, 0, 3)
     assert tokens.input_ids.dtype == tokens.labels.dtype == tokens.shift_labels.dtype == np.int64
-
-
-@pytest.mark.parametrize(("kind", "token"), [("uint16", 65535), ("int32", 2**31 - 1), ("uint32", 2**32 - 1)])
-def test_largest_tokens_keep_their_value(kind: str, token: int) -> None:
-    features = Features({"input_ids": List(Value(kind))})
-    source = DocumentSource(Dataset.from_dict({"input_ids": [[1, token]]}, features), CAPACITY)
-
-    assert tokens_of(source) == [[1, token]]
 
 
 def test_rows_of_fixed_size() -> None:
@@ -242,14 +231,6 @@ def test_label_after_a_cut_is_known_on_both_sides() -> None:
                 )
 
 
-def test_segment_in_the_middle() -> None:
-    tokens = read(DocumentSource(dataset_of(), CAPACITY), 2, 1, 3)
-
-    assert tokens.input_ids.tolist() == [32, 33]
-    assert tokens.labels.tolist() == [32, 33]
-    assert tokens.shift_labels.tolist() == [33, 34]
-
-
 # --- rows that hold several documents
 
 
@@ -265,6 +246,7 @@ def test_packed_rows_are_taken_apart() -> None:
     assert source.document_tokens.tolist() == [2, 3, 1, 4]
     assert source.rows.tolist() == [0, 0, 0, 1]
     assert tokens_of(source) == [[1, 2], [3, 4, 5], [6], [7, 8, 9, 10]]
+    assert "document 3 (row 1) has 4 tokens" in refusal(packed(), capacity=3)
 
 
 def test_labels_do_not_cross_documents_of_a_packed_row() -> None:
@@ -349,28 +331,20 @@ def test_transform_with_a_length_column(form: Any) -> None:
 
     make = torch.tensor if form == "torch" else form
     labels = [[50 + token for token in document] for document in DOCUMENTS]
-    rows = [{"input_ids": make(ids), "labels": make(of_row)} for ids, of_row in zip(DOCUMENTS, labels, strict=True)]
-    source = DocumentSource(made_on_access(rows, length=[3, 1, 5, 2]), CAPACITY)
+    rows = [
+        {"input_ids": make(ids), "labels": make(of_row), "completion_mask": [1] * len(ids)}
+        for ids, of_row in zip(DOCUMENTS, labels, strict=True)
+    ]
+    rows[0]["completion_mask"] = [0, 0, 1]
+    dataset = made_on_access(rows, length=[3, 1, 5, 2])
+    source = DocumentSource(dataset, CAPACITY)
 
     assert source.document_tokens.tolist() == [3, 1, 5, 2]
     assert tokens_of(source) == DOCUMENTS
+    assert tokens_of(DocumentSource(dataset.select([2, 0]), CAPACITY)) == [DOCUMENTS[2], DOCUMENTS[0]]
+    assert labels_of(source, 0)[0] == [-100, -100, 63]
     assert labels_of(source, 2) == ([-100, 82, 83, 84, 85], [82, 83, 84, 85, -100])
     assert read(source, 2, 1, 3).input_ids.tolist() == [32, 33]
-
-
-def test_transform_of_selected_rows() -> None:
-    rows = [{"input_ids": document} for document in DOCUMENTS]
-    source = DocumentSource(made_on_access(rows, length=[3, 1, 5, 2]).select([2, 0]), CAPACITY)
-
-    assert source.document_tokens.tolist() == [5, 3]
-    assert tokens_of(source) == [DOCUMENTS[2], DOCUMENTS[0]]
-
-
-def test_transform_with_masks() -> None:
-    rows = [{"input_ids": d, "completion_mask": m} for d, m in zip(DOCUMENTS, MASKS, strict=True)]
-    source = DocumentSource(made_on_access(rows, length=[3, 1, 5, 2]), CAPACITY)
-
-    assert labels_of(source, 2)[0] == [-100, -100, 33, 34, -100]
 
 
 def test_transform_without_a_length_column_is_refused() -> None:
@@ -389,21 +363,17 @@ def test_transform_without_tokens_is_refused() -> None:
     assert "text" in message
 
 
-def test_transform_that_gives_fewer_tokens_than_announced_is_refused_when_read() -> None:
-    source = DocumentSource(made_on_access([{"input_ids": [1, 2]}, {"input_ids": [3, 4]}], length=[2, 5]), CAPACITY)
-
-    with pytest.raises(PackingError, match=r"row 1: .*'input_ids' .*\(2,\); column 'length' announces 5"):
-        read(source, 1, 0, 5)
-
-
 @pytest.mark.parametrize(
     "row",
-    [{"input_ids": [1, 2, 3, 4]}, {"input_ids": [1, 2, 3], "labels": [1, 2, 3, 4]}],
-    ids=["tokens", "labels"],
+    [{"input_ids": [1, 2, 3, 4]}, {"input_ids": [1, 2, 3], "labels": [1, 2, 3, 4]}, {"input_ids": [1, 2]}],
+    ids=["tokens", "labels", "fewer"],
 )
-def test_transform_that_gives_more_than_announced_is_refused(row: dict[str, list[int]]) -> None:
-    """Tokens beyond the announced length would be left out without a word."""
-    assert re.search("row 0: .*4.*announces 3 integers", refusal(made_on_access([row], length=[3])))
+def test_transform_that_gives_more_or_fewer_than_announced_is_refused(row: dict[str, list[int]]) -> None:
+    """Tokens beyond the announced length would be left out without a word; a later row is refused when it is read."""
+    assert re.search(r"row 0: .*\([24],\); .*announces 3 integers", refusal(made_on_access([row], length=[3])))
+    source = DocumentSource(made_on_access([{"input_ids": [1, 2, 3]}, row], length=[3, 3]), CAPACITY)
+    with pytest.raises(PackingError, match=r"row 1: .*announces 3 integers"):
+        read(source, 1)
 
 
 @pytest.mark.parametrize("values", [[1.0, 2.0], [[1, 2]], ["a", "b"]], ids=str)
@@ -602,16 +572,9 @@ def test_padding_is_refused_where_it_is_read_with_row_and_token(mask: list[int],
     source = DocumentSource(dataset_of(attention_mask=masks), CAPACITY)
 
     assert read(source, 3, 0, 2).input_ids.tolist() == DOCUMENTS[3]
-    with pytest.raises(PackingError, match=f"row 2: attention_mask is 0 at token {token}: the dataset is padded"):
-        read(source, 2, 0, 5)
-
-
-def test_padding_is_named_by_its_token_in_the_row_also_from_a_later_segment() -> None:
-    source = DocumentSource(dataset_of(attention_mask=[[1] * 3, [1], [1, 1, 1, 1, 0], [1] * 2]), CAPACITY)
-
-    assert read(source, 2, 0, 2).input_ids.tolist() == [31, 32]
-    with pytest.raises(PackingError, match="row 2: attention_mask is 0 at token 4"):
-        read(source, 2, 2, 4)
+    for start in {0, token}:  # also from a later segment the token is counted in its row
+        with pytest.raises(PackingError, match=f"row 2: attention_mask is 0 at token {token}: the dataset is padded"):
+            read(source, 2, start, 5)
 
 
 @pytest.mark.parametrize("one", [1, True])
@@ -690,12 +653,6 @@ def test_long_document_is_an_error_with_document_row_and_both_lengths() -> None:
         assert part in message
 
 
-def test_long_document_of_a_packed_row_is_named_with_its_row() -> None:
-    dataset = Dataset.from_dict({"input_ids": [[1, 2, 3], LONG[0]], "seq_lengths": [[1, 1, 1], [3, 7]]})
-
-    assert "document 4 (row 1) has 7 tokens" in refusal(dataset, capacity=6)
-
-
 @pytest.mark.parametrize("policy", ["error", "split", "truncate"])
 def test_documents_of_the_capacity_are_left_whole(policy: str) -> None:
     source = DocumentSource(Dataset.from_dict({"input_ids": LONG}), 23, policy)
@@ -739,14 +696,9 @@ def test_truncate_keeps_beginnings_and_counts_the_rest(
     source = DocumentSource(Dataset.from_dict({"input_ids": LONG}), capacity, "truncate")
 
     assert tokens_of(source) == [document[:capacity] for document in LONG]
+    assert labels_of(source, 2)[1][-1] == -100  # the label is beyond the end
     assert (source.documents_truncated, source.tokens_truncated) == (documents, tokens)
     assert f"truncated {documents} of 3 documents to {capacity} tokens; {tokens} tokens" in caplog.text
-
-
-def test_label_beyond_a_truncated_end_is_not_learnt() -> None:
-    source = DocumentSource(Dataset.from_dict({"input_ids": LONG}), 4, "truncate")
-
-    assert labels_of(source, 0) == ([-100, 101, 102, 103], [101, 102, 103, -100])
 
 
 # --- what is read
@@ -777,27 +729,24 @@ def test_lengths_are_known_without_reading_a_token(monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize(
-    ("segment", "read"),
-    [((2, 1, 3), (2, 1, 4)), ((2, 0, 5), (2, 0, 5)), ((2, 4, 5), (2, 4, 5)), ((0, 0, 1), (0, 0, 2))],
-    ids=["middle", "whole", "end", "beginning"],
+    ("dataset", "segment", "read"),
+    [
+        (dataset_of(labels=DOCUMENTS, completion_mask=MASKS), (2, 1, 3), (2, 1, 4)),
+        (dataset_of(labels=DOCUMENTS, completion_mask=MASKS), (2, 0, 5), (2, 0, 5)),
+        (dataset_of(labels=DOCUMENTS, completion_mask=MASKS), (2, 4, 5), (2, 4, 5)),
+        (dataset_of(labels=DOCUMENTS, completion_mask=MASKS), (0, 0, 1), (0, 0, 2)),
+        (packed(), (1, 0, 2), (0, 2, 5)),
+        (packed(), (1, 0, 3), (0, 2, 5)),
+    ],
+    ids=["middle", "whole", "end", "beginning", "cut in a packed row", "whole in a packed row"],
 )
 def test_segment_reads_its_own_tokens_and_one_label_after_a_cut(
-    segment: tuple[int, int, int], read: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch
+    dataset: Dataset, segment: tuple[int, int, int], read: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    source = counting_source(dataset_of(labels=DOCUMENTS, completion_mask=MASKS), monkeypatch)
+    source = counting_source(dataset, monkeypatch)
     source.read(*segment)
 
-    assert {name: column.reads for name, column in source._rows._columns.items()} == {
-        name: [read] for name in ("input_ids", "labels", "completion_mask")
-    }
-
-
-def test_document_of_a_packed_row_reads_nothing_of_its_neighbours(monkeypatch: pytest.MonkeyPatch) -> None:
-    source = counting_source(packed(), monkeypatch)
-    read(source, 1, 0, 2)
-    read(source, 1, 0, 3)
-
-    assert source._rows._columns["input_ids"].reads == [(0, 2, 5), (0, 2, 5)]
+    assert all(column.reads == [read] for column in source._rows._columns.values())
 
 
 # --- fingerprint

@@ -1,5 +1,4 @@
-"""Rows that a transform makes: one run gives all columns of a row, the same for everybody, and what a row really holds
-decides."""
+"""Rows that a transform makes on access: seeded, alike on all ranks; and media, told from numbers and texts."""
 
 import random
 from collections.abc import Callable
@@ -9,12 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from datasets import Dataset
+from datasets import Dataset, Features, Image, List
 
-from distca_hf.data.dataset_check import checked_contents
+from distca_hf.data.collate import checked_contents
 from distca_hf.data.documents import DocumentSource
 from distca_hf.data.drawn_rows import generators_left_alone, seed_generators
-from distca_hf.data.rows import Reading
+from distca_hf.data.rows import Reading, media_columns
 from distca_hf.errors import PackingError
 
 
@@ -221,3 +220,35 @@ def test_generators_are_restored_after_an_error() -> None:
         fail()
 
     assert states == (random.getstate(), str(np.random.get_state()), torch.get_rng_state().tolist())
+
+
+ROWS = 2
+
+
+@pytest.mark.parametrize(
+    "name", ["pixel_values", "pixel_values_videos", "image_grid_thw", "input_features", "audio", "images"]
+)
+def test_lists_by_these_names_are_media(name: str) -> None:
+    dataset = Dataset.from_dict({"input_ids": [[1, 2]] * ROWS, name: [[[1.0]]] * ROWS})
+
+    assert media_columns(dataset) == [name]
+    made = dataset.with_transform(lambda rows: {"input_ids": rows["input_ids"], name: rows[name]})
+    assert media_columns(made) == [name]
+
+
+def test_images_are_media_by_any_name() -> None:
+    picture = np.zeros((2, 2, 3), dtype=np.uint8)
+    kinds = {"one": Image(), "several": List(Image())}
+    dataset = Dataset.from_dict({"one": [picture] * ROWS, "several": [[picture]] * ROWS}, features=Features(kinds))
+
+    assert media_columns(dataset) == ["one", "several"]
+
+
+@pytest.mark.parametrize(
+    "column", [{"image_path": "a.png"}, {"video_id": 7}, {"imagery": [1]}, {"labels": [1]}, {"audio_seconds": 0.5}]
+)
+def test_words_and_numbers_about_media_are_none(column: dict[str, Any]) -> None:
+    dataset = Dataset.from_dict({name: [value] * ROWS for name, value in column.items()})
+
+    assert media_columns(dataset) == []
+    assert media_columns(dataset.with_transform(lambda rows: rows)) == []

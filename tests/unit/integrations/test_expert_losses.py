@@ -9,7 +9,7 @@ from datasets import Dataset
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
 import distca_hf
-from distca_hf.batches.padded import fill_empty
+from distca_hf.batches.read_documents import fill_empty
 from support.data import random_documents
 from support.models import SIZES
 

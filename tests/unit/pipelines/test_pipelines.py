@@ -9,9 +9,8 @@ from torch.distributed.pipelining import schedules as of_torch
 
 import distca_hf
 from distca_hf.errors import ConfigError
-from distca_hf.pipelines.parts import Operation
 from distca_hf.pipelines.pipeline import Pipeline
-from distca_hf.pipelines.schedules import Queues, Schedule, Seconds
+from distca_hf.pipelines.schedules import Operation, Queues, Schedule, Seconds
 
 
 class Recorder:

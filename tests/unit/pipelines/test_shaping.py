@@ -20,9 +20,8 @@ from distca_hf.cost import Mask
 from distca_hf.data.epochs import EpochPacker
 from distca_hf.errors import PackingError
 from distca_hf.flops import LLAMA_8B_COSTS
-from distca_hf.pipelines.pipeline import Pipeline
-from distca_hf.pipelines.schedules import Schedule
-from distca_hf.pipelines.shaping import (
+from distca_hf.pipelines.pipeline import (
+    Pipeline,
     divide,
     orders_to_try,
     shape_step,
@@ -30,6 +29,7 @@ from distca_hf.pipelines.shaping import (
     simulate,
     work_of_documents,
 )
+from distca_hf.pipelines.schedules import Schedule
 from distca_hf.placement.whole import fit_whole
 
 

@@ -1,4 +1,4 @@
-"""Heartbeats: who lives, who is silent, which roster is lost; threads that leave a process able to end."""
+"""Heartbeats: who lives, who is silent, which membership is lost; threads that leave a process able to end."""
 
 import os
 import subprocess
@@ -50,32 +50,32 @@ def test_a_server_lives_from_its_first_beat_until_it_is_silent_for_too_long(
     watch = Watch(store, 2, 1.0)
     heartbeat = Heartbeat(store, 1, 4, None)
     assert watch.look()
-    assert watch.incarnation(1) is None
+    assert watch.restarts(1) is None
 
     heartbeat.beat()
     watch.look()
-    assert (watch.incarnation(0), watch.incarnation(1)) == (None, 4)
+    assert (watch.restarts(0), watch.restarts(1)) == (None, 4)
     for _ in range(4):
         advance(0.25)
         watch.look()
-    assert (watch.incarnation(1), watch.silent_seconds(1), watch.silent_seconds(0)) == (4, 1.0, 1.0)
+    assert (watch.restarts(1), watch.silent_seconds(1), watch.silent_seconds(0)) == (4, 1.0, 1.0)
 
     advance(0.25)
     watch.look()
-    assert (watch.incarnation(1), watch.silent_seconds(1)) == (None, 1.25)
+    assert (watch.restarts(1), watch.silent_seconds(1)) == (None, 1.25)
     heartbeat.beat()
     watch.look()
-    assert (watch.incarnation(1), watch.silent_seconds(1)) == (4, 0.0)
+    assert (watch.restarts(1), watch.silent_seconds(1)) == (4, 0.0)
 
 
-def test_the_next_incarnation_takes_the_place_of_the_last(store: JobStore) -> None:
+def test_the_next_process_takes_the_place_of_the_last(store: JobStore) -> None:
     watch = Watch(store, 1, 1.0)
     Heartbeat(store, 0, 0, None).beat()
     watch.look()
     Heartbeat(store, 0, 1, None).beat()
     watch.look()
 
-    assert watch.incarnation(0) == 1
+    assert watch.restarts(0) == 1
 
 
 def test_a_copied_beat_keeps_no_server_alive(store: JobStore, advance: Callable[[float], None]) -> None:
@@ -91,7 +91,7 @@ def test_a_copied_beat_keeps_no_server_alive(store: JobStore, advance: Callable[
         store.plain.set("beat/0", value)
         watch.look()
 
-    assert watch.incarnation(0) is None
+    assert watch.restarts(0) is None
 
 
 def test_a_trainer_that_did_not_look_blames_no_server(store: JobStore, advance: Callable[[float], None]) -> None:
@@ -101,41 +101,41 @@ def test_a_trainer_that_did_not_look_blames_no_server(store: JobStore, advance: 
     advance(1000.0)
     watch.look()
 
-    assert watch.incarnation(0) == 0
+    assert watch.restarts(0) == 0
     assert watch.silent_seconds(0) == heartbeats.LONGEST_LOOK_SECONDS
 
 
-def test_all_learn_that_a_roster_is_lost_and_why(store: JobStore) -> None:
+def test_all_learn_that_a_membership_is_lost_and_why(store: JobStore) -> None:
     first, second, server = Watch(store, 0, 1.0), Watch(store, 0, 1.0), Heartbeat(store, 0, 0, None)
     for side in (first, second, server):
         side.look_for(7)
-    first.spoil(7, "attention server 0 on host a is silent")
-    assert first.is_spoiled(7)
-    assert not second.is_spoiled(7)
-    assert not server.is_spoiled(7)
+    first.abandon(7, "attention server 0 on host a is silent")
+    assert first.is_abandoned(7)
+    assert not second.is_abandoned(7)
+    assert not server.is_abandoned(7)
 
     second.look()
     server.beat()
-    assert second.is_spoiled(7)
-    assert server.is_spoiled(7)
-    assert not second.is_spoiled(8)
-    second.spoil(7, "my exchange failed")
-    assert first._words == second._words == {7: "attention server 0 on host a is silent"}
+    assert second.is_abandoned(7)
+    assert server.is_abandoned(7)
+    assert not second.is_abandoned(8)
+    second.abandon(7, "my exchange failed")
+    assert first._messages == second._messages == {7: "attention server 0 on host a is silent"}
 
 
 @pytest.mark.parametrize("kind", ["trainer", "server"])
-def test_rosters_of_several_plugins_are_looked_for_until_they_are_left(kind: str, store: JobStore) -> None:
+def test_memberships_of_several_plugins_are_looked_for_until_they_are_left(kind: str, store: JobStore) -> None:
     other = Watch(store, 0, 1.0)
     side = Watch(store, 0, 1.0) if kind == "trainer" else Heartbeat(store, 0, 0, None)
     look = side.look if isinstance(side, Watch) else side.beat
-    for roster in (1, 2, 3):
-        side.look_for(roster)
+    for membership in (1, 2, 3):
+        side.look_for(membership)
     side.leave(2)
-    for roster in (1, 2, 3):
-        other.spoil(roster, "lost")
+    for membership in (1, 2, 3):
+        other.abandon(membership, "lost")
     look()
 
-    assert [side.is_spoiled(roster) for roster in (1, 2, 3)] == [True, False, True]
+    assert [side.is_abandoned(membership) for membership in (1, 2, 3)] == [True, False, True]
 
 
 def test_every_beat_reaches_the_supervisor(store: JobStore) -> None:
@@ -168,9 +168,9 @@ def test_a_trainer_without_a_store_stops_looking() -> None:
     watch.begin()
     wait_until(lambda: not watch._thread.is_alive())
 
-    watch.spoil(1, "lost")
-    assert watch.is_spoiled(1)
-    assert watch.incarnation(0) is None
+    watch.abandon(1, "lost")
+    assert watch.is_abandoned(1)
+    assert watch.restarts(0) is None
     watch.end()
 
 
@@ -178,7 +178,7 @@ def test_threads_beat_and_look_until_they_are_ended(store: JobStore) -> None:
     heartbeat, watch = Heartbeat(store, 0, 2, None), Watch(store, 1, HANG_SECONDS)
     heartbeat.begin()
     watch.begin()
-    wait_until(lambda: watch.incarnation(0) == 2)
+    wait_until(lambda: watch.restarts(0) == 2)
     first = store.get("beat/0")
     wait_until(lambda: store.get("beat/0") != first)
 
@@ -200,7 +200,7 @@ own = [JobStore(store, "of a test", "servers") for store in tcp]
 heartbeats.Heartbeat(own[0], 0, 0, None).begin()
 watch = heartbeats.Watch(own[1], 1, 1.0)
 watch.begin()
-while watch.incarnation(0) is None:
+while watch.restarts(0) is None:
     pass
 raise SystemExit(5)
 """

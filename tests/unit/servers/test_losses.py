@@ -1,4 +1,4 @@
-"""A server that is lost again and again is left out of later rosters; trainers go on with the others, or alone."""
+"""A server that is lost again and again is left out of later memberships; trainers go on with the others, or alone."""
 
 import logging
 from typing import Any
@@ -13,10 +13,10 @@ from distca_hf.errors import ConfigError, PeerLostError, ServerLostError, StoreL
 from distca_hf.planning.plan import PlanFacts
 from distca_hf.runtime.posted import AnnouncedCall
 from distca_hf.servers import heartbeats, served_transport
+from distca_hf.servers.heartbeats import MOST_LOSSES, LostServers
 from distca_hf.servers.job_store import JobStore
-from distca_hf.servers.live_servers import MOST_LOSSES, LostServers
+from distca_hf.servers.memberships import Member, membership_store
 from distca_hf.servers.posted_plans import PostedPlan, Slots
-from distca_hf.servers.rosters import Member, roster_store
 from distca_hf.servers.served_plans import Servers
 from distca_hf.servers.served_transport import ServedTransport
 from distca_hf.servers.speeds import Reading, ServerSpeeds
@@ -31,9 +31,9 @@ class Watch:
 
     def __init__(self, store: object, num_servers: int, limit_seconds: float) -> None:
         self.starts, self.has_ended = [0] * num_servers, False
-        self.spoiled: dict[int, str] = {}
+        self.abandoned: dict[int, str] = {}
 
-    def incarnation(self, server: int) -> int:
+    def restarts(self, server: int) -> int:
         return self.starts[server]
 
     def begin(self, *calls: object) -> None: ...
@@ -41,15 +41,15 @@ class Watch:
     def end(self) -> None:
         self.has_ended = True
 
-    def look_for(self, roster: int) -> None: ...
+    def look_for(self, membership: int) -> None: ...
 
-    def leave(self, roster: int) -> None: ...
+    def leave(self, membership: int) -> None: ...
 
-    def is_spoiled(self, roster: int) -> bool:
+    def is_abandoned(self, membership: int) -> bool:
         return False
 
-    def spoil(self, roster: int, words: str) -> None:
-        self.spoiled[roster] = words
+    def abandon(self, membership: int, words: str) -> None:
+        self.abandoned[membership] = words
 
     def silent_seconds(self, server: int) -> float:
         return 0.0
@@ -71,7 +71,7 @@ class Mark:
 
 
 class Wires:
-    """Connections of a roster without a group."""
+    """Connections of a membership without a group."""
 
     is_at_rest = True
 
@@ -91,7 +91,7 @@ def transport(monkeypatch: pytest.MonkeyPatch) -> ServedTransport:
 def transport_with(monkeypatch: pytest.MonkeyPatch, count: int = 2, trainers_attend: bool = True) -> ServedTransport:
     def connect(transport: ServedTransport, patience_seconds: float) -> Any:
         names = {server: f"attention server {server} on far" for server, _ in transport.members}
-        transport._live.losses.note_names(names)
+        transport._live.losses.names |= names
         return Wires()
 
     monkeypatch.setattr(served_transport, "open_store", lambda seconds: JobStore(HashStore(), "of a test", "servers"))
@@ -178,7 +178,7 @@ def test_a_server_that_joins_at_the_second_opening_is_named(
     connect, openings = ServedTransport._connect, list[int]()
 
     def fail_first(transport: ServedTransport, patience_seconds: float) -> Any:
-        openings.append(transport.roster)
+        openings.append(transport.membership)
         if len(openings) == 1:
             raise PeerLostError("waited in vain")
         return connect(transport, patience_seconds)
@@ -190,7 +190,7 @@ def test_a_server_that_joins_at_the_second_opening_is_named(
 
     assert len(openings) == 2
     joined = [one.getMessage() for one in caplog.records if "takes part from now on" in one.getMessage()]
-    assert joined == ["attention server 0 (start 1) takes part from now on"]
+    assert joined == ["attention server 0 (restart 1) takes part from now on"]
 
 
 def test_behind_a_step_that_an_error_ended_attention_fails(transport: ServedTransport) -> None:
@@ -198,14 +198,14 @@ def test_behind_a_step_that_an_error_ended_attention_fails(transport: ServedTran
     transport.begin_step()
     posted, rows = PostedPlan(transport, 0, 1, 5, np.zeros(0, dtype=np.int64)), torch.zeros(1, 1, 1)
     transport.failure(PeerLostError("connection closed"))
-    assert posted.is_spoiled
+    assert posted.has_failed
     transport.leave_step()
 
-    assert not posted.is_spoiled
+    assert not posted.has_failed
     with pytest.raises(ServerLostError, match="connection closed"):
         posted.forward(AnnouncedCall(rows, rows, rows, SPEC, FACTS), keeps=False)
     transport.begin_step()
-    assert posted.is_spoiled
+    assert posted.has_failed
     assert not transport.end_step()
 
 
@@ -215,7 +215,7 @@ def test_a_slot_is_open_for_one_backward_pass() -> None:
     assert [slots.close(torch.empty(slot, 0)) for slot in (second, first, first, 0, 9)] == [second, first, 0, 0, 0]
 
 
-def test_a_roster_that_cannot_be_opened_is_given_up(
+def test_a_membership_that_cannot_be_opened_is_given_up(
     transport: ServedTransport, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Servers that met in vain would wait for it, and miss the next one."""
@@ -226,11 +226,11 @@ def test_a_roster_that_cannot_be_opened_is_given_up(
         raise PeerLostError("waited in vain")
 
     monkeypatch.setattr(ServedTransport, "_connect", fail)
-    lost = transport.roster
+    lost = transport.membership
     lose(transport, 0)
 
-    assert transport._watch.spoiled == {lost: "connection closed", lost + 1: "waited in vain"}  # type: ignore[attr-defined]
-    assert transport.roster == lost + 2
+    assert transport._watch.abandoned == {lost: "connection closed", lost + 1: "waited in vain"}  # type: ignore[attr-defined]
+    assert transport.membership == lost + 2
 
 
 def test_a_transport_without_a_store_ends_here(transport: ServedTransport, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -241,10 +241,10 @@ def test_a_transport_without_a_store_ends_here(transport: ServedTransport, monke
 
     monkeypatch.setattr(transport._outbox, "post", fail)
     monkeypatch.setattr(transport._watch, "end", lambda: ended.append("heartbeats"), raising=False)
-    monkeypatch.setattr(transport._wires, "close", lambda: ended.append("roster"))
+    monkeypatch.setattr(transport._wires, "close", lambda: ended.append("membership"))
     with pytest.raises(StoreLostError):
         transport.close()
-    assert ended == ["heartbeats", "roster"]
+    assert ended == ["heartbeats", "membership"]
 
 
 @pytest.fixture
@@ -306,14 +306,14 @@ def test_exchanges_of_a_step_that_ended_end_no_process(transport: ServedTranspor
     assert not ended
 
 
-@pytest.mark.parametrize("why", ["no heartbeat", "no roster"])
+@pytest.mark.parametrize("why", ["no heartbeat", "no membership"])
 def test_a_transport_that_cannot_be_opened_leaves_no_thread(why: str, monkeypatch: pytest.MonkeyPatch) -> None:
     watches: list[Watch] = []
 
     def watch(*arguments: Any) -> Watch:
         watches.append(Watch(*arguments))
         if why == "no heartbeat":
-            monkeypatch.setattr(watches[0], "incarnation", lambda server: None)
+            monkeypatch.setattr(watches[0], "restarts", lambda server: None)
         return watches[0]
 
     def refuse(transport: ServedTransport, patience_seconds: float) -> Any:
@@ -334,11 +334,11 @@ def test_a_server_that_has_a_heartbeat_and_does_not_answer_is_left_out(
         for server, _ in transport.members:
             if server == 0:
                 raise PeerLostError("attention server 0 did not answer")
-            roster_store(transport._store, transport.roster).write(f"server/{server}", {})
+            membership_store(transport._store, transport.membership).write(f"server/{server}", {})
         return Wires()
 
     monkeypatch.setattr(ServedTransport, "_connect", connect)
-    roster_store(transport._store, transport.roster + 1).write("server/1", {})  # the other one has answered
+    membership_store(transport._store, transport.membership + 1).write("server/1", {})  # the other one has answered
     lose(transport, 1)
 
     assert transport.members == (Member(1, 1),)

@@ -31,15 +31,15 @@ INTEGERS = st.integers(-(2**63), 2**63 - 1)
 SECRET = "of a test"
 
 
-def _order(kind: Kind = Kind.CALL, roster: int = 3, numbers: tuple[int, ...] = (7, -1)) -> Order:
-    return Order(kind, roster, np.array(numbers, dtype=np.int64))
+def _order(kind: Kind = Kind.CALL, membership: int = 3, numbers: tuple[int, ...] = (7, -1)) -> Order:
+    return Order(kind, membership, np.array(numbers, dtype=np.int64))
 
 
 @given(st.sampled_from(Kind), st.integers(0, 2**62), st.lists(INTEGERS, max_size=30))
-def test_orders_arrive_as_they_were_posted(kind: Kind, roster: int, numbers: list[int]) -> None:
-    order = Sequences().decode(encode(_order(kind, roster, tuple(numbers)), 0), "server 0")
+def test_orders_arrive_as_they_were_posted(kind: Kind, membership: int, numbers: list[int]) -> None:
+    order = Sequences().decode(encode(_order(kind, membership, tuple(numbers)), 0), "server 0")
 
-    assert (order.kind, order.roster, order.numbers.tolist()) == (kind, roster, numbers)
+    assert (order.kind, order.membership, order.numbers.tolist()) == (kind, membership, numbers)
 
 
 @given(st.lists(INTEGERS, min_size=5, max_size=5), st.lists(INTEGERS, max_size=20))
@@ -66,15 +66,15 @@ def test_a_lost_order_is_an_error() -> None:
     reader = Sequences()
     reader.decode(encode(_order(), 0), "server 0")
 
-    with pytest.raises(PlanMismatchError, match="expected order 1 of roster 3, received 2: one was lost"):
+    with pytest.raises(PlanMismatchError, match="expected order 1 of membership 3, received 2: one was lost"):
         reader.decode(encode(_order(), 2), "server 0")
 
 
-def test_rosters_are_counted_apart() -> None:
+def test_memberships_are_counted_apart() -> None:
     writer, reader = Sequences(), Sequences()
-    messages = [writer.encode(_order(roster=roster)) for roster in (1, 2, 1)]
+    messages = [writer.encode(_order(membership=membership)) for membership in (1, 2, 1)]
 
-    assert [reader.decode(message, "server 0").roster for message in messages] == [1, 2, 1]
+    assert [reader.decode(message, "server 0").membership for message in messages] == [1, 2, 1]
 
 
 @given(st.integers(1, 9), st.integers(1, 9))
@@ -170,18 +170,18 @@ def test_an_order_that_is_posted_again_is_left_out(launcher: dist.TCPStore, capl
         None,
         [5],
     ]
-    assert "order 0 of roster 3 came again, after order 0" in caplog.text
+    assert "order 0 of membership 3 came again, after order 0" in caplog.text
 
 
 def test_values_of_strangers_count_as_not_there(launcher: dist.TCPStore) -> None:
     store, strangers = open_store(5), dist.PrefixStore("distca_hf/servers/2", launcher)
-    for key in ("ended/0", "spoiled/1", "opened", "beat/0"):
+    for key in ("ended/0", "abandoned/1", "opened", "beat/0"):
         strangers.set(key, "1")
 
     assert not has_ended(store, 0)
     assert store.read("opened", 0.01) is None
     assert store.get_all(["beat/0"]) == [b""]
-    assert store.set_first("spoiled/1", b"ours") == store.set_first("spoiled/1", b"later") == b"ours"
+    assert store.set_first("abandoned/1", b"ours") == store.set_first("abandoned/1", b"later") == b"ours"
 
 
 def test_another_secret_is_named_where_a_process_begins(

@@ -12,13 +12,13 @@ from distca_hf.batches.given import GivenPlanner
 from distca_hf.batches.loader import PlacedLoader
 from distca_hf.batches.placed import PlacedPlanner
 from distca_hf.batches.prepare import Cursor, Prepared
-from distca_hf.batches.taking import PostingTransport
 from distca_hf.config import CHUNKS_BETWEEN_NODES, DistCAConfig
 from distca_hf.cost import imbalance
 from distca_hf.placement.place import fill_in_order, place
 from distca_hf.planning.plan import Plan, plan_in_place
 from distca_hf.planning.routing import rank_plan
 from distca_hf.runtime.live_plan import LivePlan
+from distca_hf.runtime.posted import PostingTransport
 from distca_hf.servers.posted_plans import MeasuredCalls
 from distca_hf.servers.served_plans import Servers
 from distca_hf.testing import LoopbackTransport, run_ranks
@@ -104,7 +104,7 @@ class Posting(PostingTransport):
     """Reaches servers, and notes the plans that are posted to them."""
 
     def __init__(self, transport: LoopbackTransport, posted: list[Plan | None]) -> None:
-        self.among_trainers, self.extra_ranks, self.roster = transport, SERVERS, 1
+        self.among_trainers, self.extra_ranks, self.membership = transport, SERVERS, 1
         self._posted = posted
 
     def __getattr__(self, name: str) -> Any:

@@ -13,7 +13,7 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 from distca_hf.errors import StoreLostError
 from distca_hf.servers import speeds
 from distca_hf.servers.job_store import JobStore
-from distca_hf.servers.rosters import Member
+from distca_hf.servers.memberships import Member
 from distca_hf.servers.served_plans import Servers
 from distca_hf.servers.speeds import (
     FASTEST,
@@ -240,7 +240,7 @@ def a_store() -> JobStore:
 def trainers_with(store: Any, is_measured: bool = True, members: tuple[Member, ...] = (FIRST, SECOND)) -> Any:
     trainers = [ServerSpeeds(Servers((1.0, 1.0)), is_measured, CPU) for _ in range(2)]
     for rank, trainer in enumerate(trainers):
-        trainer.begin_roster(members, store if rank == 0 else None)
+        trainer.begin_membership(members, store if rank == 0 else None)
     return trainers
 
 
@@ -277,10 +277,10 @@ def test_given_speeds_stay(clock: Clock) -> None:
     assert trainers[1].busy.busy_fraction == 0.1
 
 
-def test_a_new_roster_forgets_the_step_that_did_not_count(clock: Clock) -> None:
+def test_a_new_membership_forgets_the_step_that_did_not_count(clock: Clock) -> None:
     trainers = trainers_with(a_store(), members=())
     trainers[0].stopwatch.begin_call(10**9)
-    trainers[0].begin_roster((), None)
+    trainers[0].begin_membership((), None)
     trainers[0].stopwatch.begin_call(1)
     kernel_of(trainers[0].stopwatch, clock, 1)
 

@@ -13,12 +13,12 @@ from support.commands import HANG_SECONDS, REPOSITORY
 from support.waiting import is_running, wait_until
 
 
-# A server that does nothing but end. The ways in which its incarnations end come first, the supervisor's numbers last.
+# A server that does nothing but end. The ways in which its processes end come first, the supervisor's numbers last.
 # One that serves sends no byte, so that it may be silent for long.
 CHILD = """
 import os, signal, sys
-*ends, number, trainers, servers, incarnation, pipe = sys.argv[1:]
-end = ends[int(incarnation)]
+*ends, number, trainers, servers, restarts, pipe = sys.argv[1:]
+end = ends[int(restarts)]
 if end == "stopped":
     os.write(int(pipe), b".")
     os.kill(os.getpid(), signal.SIGSTOP)
@@ -28,7 +28,7 @@ if end.startswith("serves"):
         os.kill(os.getpid(), signal.SIGKILL) if status == "killed" else os._exit(int(status))
     signal.signal(signal.SIGTERM, leave)
 with open("lives", "a") as file:
-    print(number, trainers, servers, incarnation, os.getpid(), file=file, flush=True)
+    print(number, trainers, servers, restarts, os.getpid(), file=file, flush=True)
 while end.startswith("serves"):
     signal.pause()
 if end == "killed":
@@ -58,7 +58,7 @@ class Supervisor:
         )
 
     def lives(self) -> list[list[int]]:
-        """Numbers that every incarnation was given, and its process."""
+        """Numbers that every process was given, and its process."""
         lines = self._lives.read_text().splitlines() if self._lives.exists() else []
         return [[int(word) for word in line.split()] for line in lines]
 
@@ -83,7 +83,7 @@ def run_to_end(folder: Path, supervisors: list[Supervisor], *ends: str) -> tuple
     supervisors.append(Supervisor(folder, *ends))
     status, words = supervisors[-1].end()
     lives = supervisors[-1].lives()
-    assert [life[:4] for life in lives] == [[2, 5, 3, incarnation] for incarnation in range(len(lives))]
+    assert [life[:4] for life in lives] == [[2, 5, 3, restarts] for restarts in range(len(lives))]
     assert not any(map(is_running, (life[4] for life in lives)))
     return status, words, len(lives)
 
@@ -96,7 +96,7 @@ def test_a_killed_server_is_replaced(tmp_path: Path, supervisors: list[Superviso
     status, words, lives = run_to_end(tmp_path, supervisors, "killed", "killed", "0")
 
     assert (status, lives) == (0, 3)
-    assert "attention server 2 (incarnation 1) was killed by signal 9; another process takes its place" in words
+    assert "attention server 2 (restart 1) was killed by signal 9; another process takes its place" in words
 
 
 def test_a_server_that_is_silent_is_killed_and_replaced(tmp_path: Path, supervisors: list[Supervisor]) -> None:
@@ -105,7 +105,7 @@ def test_a_server_that_is_silent_is_killed_and_replaced(tmp_path: Path, supervis
     status, words = supervisors[-1].end()
 
     assert status == 0
-    assert "attention server 2 (incarnation 0) was silent for too long, and was killed" in words
+    assert "attention server 2 (restart 0) was silent for too long, and was killed" in words
     assert [life[3] for life in supervisors[-1].lives()] == [1]
 
 
@@ -113,7 +113,7 @@ def test_an_error_may_happen_once(tmp_path: Path, supervisors: list[Supervisor])
     status, words, lives = run_to_end(tmp_path, supervisors, "1", "killed", "7", "0")
 
     assert (status, lives) == (7, 3)
-    assert "attention server 2 (incarnation 2) ended with status 7, as an earlier process of it; the job ends" in words
+    assert "attention server 2 (restart 2) ended with status 7, as an earlier process of it; the job ends" in words
 
 
 def test_a_server_that_is_alone_is_not_replaced(tmp_path: Path, supervisors: list[Supervisor]) -> None:
@@ -151,7 +151,7 @@ def test_a_server_that_alone_gets_a_signal_is_replaced(
 
     status, words = one.end()
     assert (status, len(one.lives())) == (0, 3)
-    assert "(incarnation 1) was killed by signal" in words
+    assert "(restart 1) was killed by signal" in words
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="other kernels kill no child; it ends at its next heartbeat")

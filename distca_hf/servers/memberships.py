@@ -1,12 +1,12 @@
-"""Rosters: connections between trainers and the attention servers that take part, opened by both sides.
+"""Memberships: connections between trainers and the attention servers that take part, opened by both sides.
 
     trainers                                                server
     write settings and members, post "open" ──────────────▶ read them
     wait for answers            ◀────────────────────────── write version, host and device, or a refusal
     group of N + S ranks        ◀─── all-to-alls of rows ──▶ group of N + S ranks
 
-Trainers are ranks 0 to N - 1 of the exchanges, servers come behind them in the order of the members. When a server is
-lost, or comes, a new roster is opened, with another number and another group.
+Trainers are ranks 0 to N - 1 of the exchanges, servers come after them in the order of the members. When a server is
+lost, or comes, a new membership is opened, with another number and another group.
 """
 
 import math
@@ -45,19 +45,19 @@ START_SECONDS = 1.0
 
 
 class Member(NamedTuple):
-    """An attention server in a roster.
+    """An attention server in a membership.
 
     Attributes:
         server: its number.
-        incarnation: how often it was started before.
+        restarts: how often it was started before.
     """
 
     server: int
-    incarnation: int
+    restarts: int
 
-    def has_answered(self, store: JobStore, roster: int) -> bool:
-        """Returns whether it has answered the invitation to a roster."""
-        return bool(roster_store(store, roster).get(f"server/{self.server}"))
+    def has_answered(self, here: JobStore) -> bool:
+        """Returns whether it has answered the invitation in the store of a membership."""
+        return bool(here.get(f"server/{self.server}"))
 
 
 def agreed(rows: Sequence[Sequence[int]]) -> tuple[Member, ...]:
@@ -66,24 +66,12 @@ def agreed(rows: Sequence[Sequence[int]]) -> tuple[Member, ...]:
     return tuple(Member(server, seen[0] - 1) for server, seen in enumerate(starts) if seen[0] and len(set(seen)) == 1)
 
 
-class Answers(NamedTuple):
-    """Answers of all servers to an invitation.
-
-    Attributes:
-        names: of the servers, for messages, by their numbers.
-        room_bytes: that rows may take on each server until backward.
-    """
-
-    names: dict[int, str]
-    room_bytes: float
-
-
-class RosterTransport(TorchTransport):
-    """Exchanges of one roster; waiting for them ends when a member is lost.
+class MembershipTransport(TorchTransport):
+    """Exchanges of one membership; waiting for them ends when a member is lost.
 
     Args:
-        lost: returns words about a member that is lost, or None.
-        may_spoil: returns whether a lost server costs a step, and not the job: then nobody is asked for its words.
+        lost: returns a message about a member that is lost, or None.
+        may_fail: returns whether a lost server costs a step, and not the job: then nobody is asked for its message.
     """
 
     def __init__(
@@ -93,12 +81,12 @@ class RosterTransport(TorchTransport):
         device: torch.device,
         grid: Grid,
         lost: Callable[[], str | None],
-        may_spoil: Callable[[], bool],
+        may_fail: Callable[[], bool],
         traffic: Traffic | None = None,
     ) -> None:
         super().__init__(group, {}, rollcall, device, grid, traffic)
         self._ranks = range(group.size())
-        self._lost, self._may_spoil = lost, may_spoil
+        self._lost, self._may_fail = lost, may_fail
         self._polls = device.type == "cpu"  # NCCL's waiting is the device's
         self._starting, self._is_aborted = threading.Lock(), False
 
@@ -110,7 +98,9 @@ class RosterTransport(TorchTransport):
         """
         with self._starting:
             if self._is_aborted:
-                raise ServerLostError(f"rank {self.rank}, {asked.where}: {self._lost() or 'the roster was given up'}")
+                raise ServerLostError(
+                    f"rank {self.rank}, {asked.where}: {self._lost() or 'the membership was given up'}"
+                )
             return super().exchange(asked)
 
     def abort(self) -> None:
@@ -132,7 +122,7 @@ class RosterTransport(TorchTransport):
         super().close()
 
     def members(self, scope: Scope) -> Sequence[int]:
-        """Returns all ranks of the roster: attention servers exchange rows, too."""
+        """Returns all ranks of the membership: attention servers exchange rows, too."""
         return self._ranks
 
     def wait_for(
@@ -145,9 +135,9 @@ class RosterTransport(TorchTransport):
         """
         pause = FIRST_LOOK_SECONDS
         while self._polls and not work.is_completed():
-            words = self._lost()
-            if words is not None:
-                raise ServerLostError(f"rank {self.rank}, {where}: {words}")
+            message = self._lost()
+            if message is not None:
+                raise ServerLostError(f"rank {self.rank}, {where}: {message}")
             time.sleep(pause)
             pause = min(LONGEST_LOOK_SECONDS, 2 * pause)
         super().wait_for(work, where, began, scope, of_rows)
@@ -156,11 +146,11 @@ class RosterTransport(TorchTransport):
         self, error: RuntimeError, where: str, began: float | None = None, scope: Scope = Scope.ROWS
     ) -> DistCAError:
         """Returns the error to raise for a failed exchange."""
-        if self._may_spoil():
+        if self._may_fail():
             return ServerLostError(f"rank {self.rank}, {where}: {self._lost() or first_line(error)}")
-        words = self._lost()
+        message = self._lost()
         known = super().failure(error, where, began, scope)
-        return ServerLostError(f"{known}" if words is None else f"{known} Of attention servers: {words}")
+        return ServerLostError(f"{known}" if message is None else f"{known} Of attention servers: {message}")
 
     @property
     def is_at_rest(self) -> bool:
@@ -170,30 +160,21 @@ class RosterTransport(TorchTransport):
 
 def place_of(device: torch.device) -> dict[str, object]:
     """Returns the host of this process, a number of its GPU that no other has, and the GPU's free bytes."""
-    if device.type != "cuda":
-        return {"host": socket.gethostname(), "gpu": None, "free_bytes": None}
-    free_bytes, _ = torch.cuda.mem_get_info(device)
-    return {
-        "host": socket.gethostname(),
-        "gpu": str(torch.cuda.get_device_properties(device).uuid),
-        "free_bytes": free_bytes,
-    }
+    gpu, free_bytes = None, None
+    if device.type == "cuda":
+        gpu, free_bytes = str(torch.cuda.get_device_properties(device).uuid), torch.cuda.mem_get_info(device)[0]
+    return {"host": socket.gethostname(), "gpu": gpu, "free_bytes": free_bytes}
 
 
-def roster_store(store: JobStore, roster: int) -> JobStore:
-    """Returns the part of the job's store that belongs to a roster."""
-    return store.part(f"roster/{roster}")
+def membership_store(store: JobStore, membership: int) -> JobStore:
+    """Returns the part of the job's store that belongs to a membership."""
+    return store.part(f"membership/{membership}")
 
 
 def invite(
     here: JobStore, rank: int, members: Sequence[Member], device: torch.device, settings: Mapping[str, object]
 ) -> None:
-    """Writes all that servers must know about a roster; every trainer calls it.
-
-    Args:
-        here: part of the store that belongs to the roster.
-        settings: of the trainers' plugin.
-    """
+    """Writes what servers must know about a membership to its part of the store; every trainer calls it."""
     here.write(f"trainer/{rank}", {**place_of(device), "pid": os.getpid()})
     if rank == 0:
         opened = {"members": [list(member) for member in members], "device": device.type, "settings": dict(settings)}
@@ -202,19 +183,20 @@ def invite(
 
 def wait_for_answers(
     here: JobStore, rank: int, members: Sequence[Member], device: torch.device, patience_seconds: float
-) -> Answers:
-    """Returns the answers of all servers.
+) -> tuple[dict[int, str], float]:
+    """Returns names of the servers, for messages, by their numbers; and bytes that rows may take on each of them until
+    backward.
 
     Raises:
         PeerLostError: a server does not answer; names it.
-        ConfigError: a server refuses, in its words, or would share the GPU of this trainer.
+        ConfigError: a server refuses, in its message, or would share the GPU of this trainer.
     """
     mine, names, room_bytes = place_of(device), {}, math.inf
-    for server, incarnation in members:
+    for server, restarts in members:
         answer = here.read(f"server/{server}", patience_seconds)
         if answer is None:
             raise PeerLostError(
-                f"rank {rank}: attention server {server} (start {incarnation}) did not answer in {patience_seconds:g} "
+                f"rank {rank}: attention server {server} (restart {restarts}) did not answer in {patience_seconds:g} "
                 "s; look at its own messages above, or for a process that is stopped"
             )
         if "refusal" in answer:
@@ -227,12 +209,12 @@ def wait_for_answers(
         names[server] = f"attention server {server} on {answer['host']}"
         if answer["free_bytes"] is not None:
             room_bytes = min(room_bytes, KEPT_SHARE * cast(int, answer["free_bytes"]))
-    return Answers(names, room_bytes)
+    return names, room_bytes
 
 
 @dataclass(frozen=True)
 class Invitation:
-    """A roster that trainers have opened, as a server sees it.
+    """A membership that trainers have opened, as a server sees it.
 
     Attributes:
         members: servers that shall take part.
@@ -248,18 +230,18 @@ class Invitation:
     version: str
 
     @classmethod
-    def read(cls, store: JobStore, roster: int, patience_seconds: float) -> "Invitation":
-        """Reads the invitation to a roster.
+    def read(cls, store: JobStore, membership: int, patience_seconds: float) -> "Invitation":
+        """Reads the invitation to a membership.
 
         Raises:
             PeerLostError: trainer 0 did not write it in time.
         """
-        here = roster_store(store, roster)
+        here = membership_store(store, membership)
         content = here.read("opened", patience_seconds)
         if content is None:
             raise PeerLostError(
-                f"trainer 0 did not write the settings of roster {roster} in {patience_seconds:g} s; look at its own "
-                "words"
+                f"trainer 0 did not write the settings of membership {membership} in {patience_seconds:g} s; look at "
+                "its own messages"
             )
         members = [Member(*member) for member in cast(list[list[int]], content["members"])]
         settings = cast(dict[str, object], content["settings"])
@@ -272,23 +254,21 @@ class Invitation:
         device: torch.device,
         timeout_seconds: float,
         lost: Callable[[], str | None],
-    ) -> RosterTransport:
+    ) -> MembershipTransport:
         """Answers the trainers, and returns the server's end of the exchanges once all have come."""
         self.store.write(f"server/{member.server}", {"version": __version__, **place_of(device)})
         names = {one.server: f"attention server {one.server}" for one in self.members}
         rank = num_trainers + list(self.members).index(member)
         return meet(self.store, rank, num_trainers, self.members, device, timeout_seconds, names, lost, lambda: False)
 
-    def refuse(self, server: int, words: str) -> None:
+    def refuse(self, server: int, message: str) -> None:
         """Answers that this server cannot take part, and why."""
-        self.store.write(f"server/{server}", {"refusal": words})
+        self.store.write(f"server/{server}", {"refusal": message})
 
     def trainers_here(self, num_trainers: int) -> list[int]:
         """Returns the process numbers of the trainers on this host; they wrote them before they met."""
-        found = [self.store.read(f"trainer/{rank}", 1.0) for rank in range(num_trainers)]
-        return [
-            cast(int, place["pid"]) for place in found if place is not None and place["host"] == socket.gethostname()
-        ]
+        found = filter(None, (self.store.read(f"trainer/{rank}", 1.0) for rank in range(num_trainers)))
+        return [cast(int, place["pid"]) for place in found if place["host"] == socket.gethostname()]
 
 
 def meet(
@@ -300,16 +280,16 @@ def meet(
     timeout_seconds: float,
     names: Mapping[int, str],
     lost: Callable[[], str | None],
-    may_spoil: Callable[[], bool],
+    may_fail: Callable[[], bool],
     traffic: Traffic | None = None,
-) -> RosterTransport:
+) -> MembershipTransport:
     """Opens the group of all trainers and members.
 
     Args:
-        here: part of the store that belongs to the roster.
+        here: part of the store that belongs to the membership.
         rank: of this process in the exchanges.
         names: of the servers, by their numbers.
-        lost, may_spoil, traffic: see `RosterTransport`.
+        lost, may_fail, traffic: see `MembershipTransport`.
 
     Raises:
         PeerLostError: some did not come; names them.
@@ -326,4 +306,4 @@ def meet(
         ) from error
     rollcall.announce_uncaught_errors()
     grid = Grid.flat(range(num_trainers), rank)
-    return RosterTransport(group, rollcall, device, grid, lost, may_spoil, traffic)
+    return MembershipTransport(group, rollcall, device, grid, lost, may_fail, traffic)

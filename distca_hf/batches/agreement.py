@@ -1,35 +1,98 @@
-"""Given agreement: what ranks show each other about their given batches before they gather document lengths.
+"""Agreement: what ranks show each other about a micro-batch before they take it.
 
-All ranks send equally many numbers in a gather, so they must first know how many documents each of them holds.
+Versions and settings are compared for placed and for given batches. Of placed ones, ranks compare documents, plan, and
+what is around each cut. Of given ones, they show how many documents each of them holds, because all ranks send equally
+many numbers when they gather document lengths.
 """
 
 import enum
-from collections.abc import Callable, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
+from importlib.metadata import version
 from typing import NamedTuple
 from zlib import crc32
 
 import torch
 
 from distca_hf.batches.batch_documents import Batch, media_of
+from distca_hf.batches.prepare import Prepared
 from distca_hf.batches.read_documents import ReadDocuments, checksum_of
-from distca_hf.batches.taking import shared_facts
 from distca_hf.comm.agreement import Agreement, Facts, Occasion, by_value, labels_of
 from distca_hf.comm.grid import Scope
 from distca_hf.comm.transport import Transport
 from distca_hf.config import DistCAConfig
+from distca_hf.data.collate import MODULUS, sum_of
 from distca_hf.data.documents import IGNORED_LABEL
-from distca_hf.errors import PackingError, PlanMismatchError
+from distca_hf.errors import PackingError, PlanMismatchError, and_more
 from distca_hf.telemetry import get_logger
+from distca_hf.version import __version__
 
 
 log = get_logger(__name__)
 
+# Packages whose versions decide the numbers of a rank, or the order of its collective calls.
+PACKAGES = ("torch", "transformers", "accelerate")
 # Name of the number by which tensor ranks compare their batches.
 CHECKSUM = "checksum of tokens, labels and lengths"
 
 # Dtypes of images, videos and sound that ranks show each other, by bit. Bit 0: a rank holds some, of any kind.
 MEDIA_DTYPES = (None, torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+
+def shared_facts(config: DistCAConfig) -> dict[str, object]:
+    """Returns versions of packages, and settings, by name."""
+    return {**_versions(), **config.shared_settings()}
+
+
+@cache
+def _versions() -> dict[str, str]:
+    """Returns versions without the part that names a build ("+cu130"): builds for several GPUs may train together."""
+    return {"distca_hf": __version__} | {name: version(name).partition("+")[0] for name in PACKAGES}
+
+
+def agree_to_take(transport: Transport, prepared: Prepared, number: int, facts: Mapping[str, object]) -> Agreement:
+    """Starts showing the other ranks which micro-batch this one takes."""
+    facts = {
+        **facts,
+        "documents of the micro-batch": prepared.documents_checksum,
+        "fingerprint of the plan": prepared.fingerprint,
+    }
+    numbers = {
+        "label_tokens": prepared.label_tokens,
+        "cuts": len(prepared.cuts),
+        "around_cuts": sum_of(prepared.cuts),
+    }
+    return Agreement.start(transport, Occasion.TAKE, number, facts, numbers)
+
+
+def check_cuts(transport: Transport, prepared: Prepared, number: int, numbers: Mapping[str, Sequence[int]]) -> None:
+    """Checks that the ranks on both sides of every cut hold the same document there.
+
+    Args:
+        numbers: of all data ranks, as the agreement returned them.
+
+    Raises:
+        PlanMismatchError: some do not; names the first document, token and ranks.
+    """
+    if sum(numbers["around_cuts"]) % MODULUS == 0:
+        return
+    where = f"{transport.grid.name}, micro-batch {number}"
+    mine = [value for cut in prepared.cuts for value in (cut.document, cut.position, cut.checksum)]
+    rows = transport.gather(mine + [0] * (3 * max(numbers["cuts"]) - len(mine)), f"{where}, cuts").wait()
+    sides: dict[tuple[int, int], Counter[int]] = defaultdict(Counter)
+    for rank, row in enumerate(rows):
+        for document, position, checksum in zip(row[::3], row[1::3], row[2::3], strict=True):
+            sides[document, position][rank] += checksum  # a rank may hold both sides
+    different = {cut: of_ranks for cut, of_ranks in sides.items() if sum(of_ranks.values())}
+    (document, position), of_ranks = next(iter(different.items()))
+    labels = labels_of(transport, Scope.ROWS)
+    both = " and ".join(f"rank {labels[rank]}" for rank in of_ranks)
+    raise PlanMismatchError(
+        f"{where}: {both} hold other tokens or labels around token "
+        f"{position} of document {document}, where it is cut between them{and_more(len(different) - 1)}; nothing was "
+        "sent. All ranks must load the same dataset: shuffle it with a seed, and tokenise it once"
+    )
 
 
 class Returning(enum.IntEnum):
@@ -99,7 +162,14 @@ class GivenAgreement:
             PlanMismatchError, PeerLostError: other ranks are doing something else, could not do their part, or hold
                 another batch although they share the data.
         """
-        flags, lengths = self._flags(batch, read, is_first=number == 0), read.lengths
+        lengths, names = read.lengths, media_of(batch)
+        dtypes = [None, *(getattr(batch[name], "dtype", None) for name in names)] if names else []
+        flags = {
+            "learns nothing": int(number == 0 and read.learns_nothing),
+            "dtypes of images": sum(1 << bit for bit, dtype in enumerate(MEDIA_DTYPES) if dtype in dtypes),
+        }
+        if self._transport.grid.shape[2] > 1:
+            flags[CHECKSUM] = checksum_of(batch, lengths) if read.checksum is None else read.checksum
         agreement = Agreement.start(
             self._transport,
             Occasion.PLAN,
@@ -129,8 +199,15 @@ class GivenAgreement:
                 self._labels(numbers["learns nothing"]),
                 IGNORED_LABEL,
             )
-        if any(numbers["padded"]):
-            self._warn_of_padding(self._labels(numbers["padded"]), number)
+        if any(numbers["padded"]) and not self._warned_of_padding:
+            self._warned_of_padding = True
+            log.warning(
+                "micro-batch %d is padded on rank %s, and its padding cannot be taken out (it predicts a label, or "
+                "layers of the model carry a state): every rank attends to this batch by itself, and nothing is "
+                "balanced. Pack documents instead if the trainer can (DataCollatorWithFlattening, packing=True)",
+                number,
+                self._labels(numbers["padded"]),
+            )
         longest, asked = max(numbers["longest document"]), {*numbers["returning"]}
         of_all = Returning(asked.pop()) if len(asked) == 1 else Returning.STATES
         needing = self._labels([int(value == Returning.STATES) for value in numbers["returning"]])
@@ -142,16 +219,6 @@ class GivenAgreement:
         """Returns what must be the same on all ranks."""
         of_step = {"number of micro-batches in this step": step_batches}
         return Facts({**of_step, **self._shared, "a pass with gradients": has_gradients})
-
-    def _flags(self, batch: Batch, read: ReadDocuments, is_first: bool) -> dict[str, int]:
-        """Returns further numbers that ranks show each other about a batch."""
-        flags = {
-            "learns nothing": int(is_first and read.learns_nothing),
-            "dtypes of images": _dtypes_of_media(batch),
-        }
-        if self._transport.grid.shape[2] > 1:
-            flags[CHECKSUM] = checksum_of(batch, read.lengths) if read.checksum is None else read.checksum
-        return flags
 
     def _check_same_batch(self, agreement: Agreement, number: int) -> None:
         """Checks that all tensor ranks of one data rank hold the same batch."""
@@ -198,24 +265,6 @@ class GivenAgreement:
             return ""
         labels = labels_of(self._transport, Scope.ROWS)
         return ", ".join(label for label, flag in zip(labels, flags, strict=True) if flag)
-
-    def _warn_of_padding(self, ranks: str, number: int) -> None:
-        """Warns once that padded batches are not balanced."""
-        if not self._warned_of_padding:
-            self._warned_of_padding = True
-            log.warning(
-                "micro-batch %d is padded on rank %s, and its padding cannot be taken out (it predicts a label, or "
-                "layers of the model carry a state): every rank attends to this batch by itself, and nothing is "
-                "balanced. Pack documents instead if the trainer can (DataCollatorWithFlattening, packing=True)",
-                number,
-                ranks,
-            )
-
-
-def _dtypes_of_media(batch: Batch) -> int:
-    """Returns the bits of `MEDIA_DTYPES` for a batch; 0 if it holds no image, video or sound."""
-    found = [None, *(getattr(batch[name], "dtype", None) for name in names)] if (names := media_of(batch)) else []
-    return sum(1 << bit for bit, dtype in enumerate(MEDIA_DTYPES) if dtype in found)
 
 
 def form_of(batch: Batch, gradients_of: Sequence[bool] = ()) -> int:
