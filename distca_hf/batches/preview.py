@@ -163,7 +163,7 @@ class RunReport:
             flops: operations of the model; None likewise.
         """
         self.written = True
-        if plan.transport.grid.number != 0 or plan.chunk != 0 or not log.isEnabledFor(logging.INFO):
+        if plan.transport.grid.number != 0 or plan.part != 0 or not log.isEnabledFor(logging.INFO):
             return
         log.info("%s: %s", __version__, self._first_line(plan), extra=OF_THIS_RANK)
         if isinstance(plan, PlacedPlan):

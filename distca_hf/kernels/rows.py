@@ -111,7 +111,7 @@ class RowSums:
         rows: `[shared]` rows that something is added to.
         own_rows, own_in_shared: `[own]` rows of the first part, and the place in `rows` that they are added to.
         returned_in_shared: `[returned]` the same of each returned row.
-        parts: consecutive returned rows of each server; added by rank, after the first part.
+        parts: consecutive returned rows of each rank; added by rank, after the first part.
     """
 
     rows: torch.Tensor
@@ -122,7 +122,7 @@ class RowSums:
 
     @cached_property
     def order(self) -> torch.Tensor:
-        """`[returned]` returned rows, sorted by the row they are added to, then by server."""
+        """`[returned]` returned rows, sorted by the row they are added to, then by rank."""
         return torch.argsort(self.returned_in_shared, stable=True)
 
     @cached_property
@@ -167,7 +167,7 @@ def prepare_add(target: torch.Tensor, own: torch.Tensor, returned: torch.Tensor,
 
 def _add(target: torch.Tensor, own: torch.Tensor, returned: torch.Tensor, sums: RowSums) -> None:
     """Does `add_rows` step by step."""
-    # A fixed order, server by server: sums are bit-equal from run to run.
+    # A fixed order, rank by rank: sums are bit-equal from run to run.
     total = target.index_select(0, sums.rows).to(accumulation_dtype(target.dtype))
     total.index_add_(0, sums.own_in_shared, own.index_select(0, sums.own_rows).to(total.dtype))
     for part in sums.parts:

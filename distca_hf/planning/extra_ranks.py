@@ -9,7 +9,7 @@ from distca_hf.topology import Topology
 
 
 class ExtraRanks(ABC):
-    """Ranks without tokens, as planning sees them. See `distca_hf.servers`."""
+    """Ranks without tokens, as planning sees them."""
 
     @property
     @abstractmethod

@@ -67,7 +67,7 @@ class Plan:
     def tasks_of(self, rank: int) -> IntArray:
         """Returns `[tasks, 3]` tasks of a rank: queries, keys before the first of them, and 1 if it computes one group
         of heads alone."""
-        tasks, mine = self.tasks, self.tasks.server == rank
+        tasks, mine = self.tasks, self.tasks.rank == rank
         start, stop, head = tasks.start[mine], tasks.stop[mine], tasks.head[mine]
         return np.column_stack((stop - start, start, head != ALL_HEADS))
 
@@ -114,7 +114,7 @@ class Plan:
 
     @cached_property
     def reads_others(self) -> np.ndarray:
-        """`[tasks]` whether a task may need keys that its server does not hold."""
+        """`[tasks]` whether a task may need keys that its rank does not hold."""
         return self.has_remote_queries | (self.tasks.first_key < self.tasks.start)
 
     @cached_property
@@ -132,7 +132,7 @@ class Plan:
             tasks.document,
             tasks.start,
             tasks.stop,
-            tasks.server,
+            tasks.rank,
             tasks.head,
             np.array([tasks.head_groups]),
         ):
@@ -153,7 +153,7 @@ class PlanFacts:
         num_documents, num_tokens, longest_document_tokens: documents of the global micro-batch.
         cut_documents: documents that lie in several segments.
         work: attended pairs x head groups of each rank, as planned.
-        work_before: the same for documents packed in order; of the ranks that hold tokens, without servers.
+        work_before: the same for documents packed in order; of the ranks that hold tokens.
         key_rows_sent: rows of keys and values that each rank sends, per layer, forward.
         query_rows_sent: rows of queries that each rank sends, and rows of outputs that it receives for them.
         key_rows_received: rows of keys and values that each rank receives.
@@ -199,7 +199,7 @@ class PlanFacts:
         remote_queries = plan.pieces.select(plan.has_remote_queries[plan.pieces.task])
         queries_sent, remote_query_rows = (
             sum_by(ranks, rows, layout.num_ranks)
-            for ranks, rows in ((moved.owner, moved.rows), (remote_queries.server, remote_queries.rows))
+            for ranks, rows in ((moved.owner, moved.rows), (remote_queries.computing_rank, remote_queries.rows))
         )
         return cls(
             num_documents=layout.num_documents,
@@ -275,7 +275,7 @@ class PlanFacts:
 
     def step_work(self, flops: StepFlops) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
         """Returns `[ranks that hold tokens]` operations of a step, before and as planned; see `StepFlops.work`."""
-        held = len(self.tokens)  # behind these are attention servers
+        held = len(self.tokens)  # ranks without tokens come after these
         before, after = (np.array(work[:held]) / self.rows_per_token for work in (self.work_before, self.work))
         tokens_before, tokens, head_tokens = map(np.array, (self.tokens_before, self.tokens, self.head_tokens))
         return flops.work(tokens_before, before, tokens_before), flops.work(tokens, after, head_tokens)
@@ -324,8 +324,8 @@ def _with_stripes(layout: Layout, held: IntArray, head_groups: int, mask: Mask) 
     # 2. All other documents stay with their owners, all heads together.
     whole = held[~has_stripe]
     whole = np.column_stack((whole, np.full(len(whole), ALL_HEADS)))
-    document, start, stop, server, head = np.concatenate([whole, np.array(rows, dtype=np.int64).reshape(-1, 5)]).T
-    return Tasks.sort(document, start, stop, server, head, head_groups, mask)
+    document, start, stop, rank, head = np.concatenate([whole, np.array(rows, dtype=np.int64).reshape(-1, 5)]).T
+    return Tasks.sort(document, start, stop, rank, head, head_groups, mask)
 
 
 def _outside(start: int, stop: int, stripes: list[Stripe]) -> list[tuple[int, int]]:

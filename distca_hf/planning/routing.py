@@ -91,7 +91,7 @@ class QueryMoves(RowsInChunks):
 
     Attributes:
         num_rows: remote-query rows.
-        send_rows: `[sent]` layout rows of queries that other ranks compute, grouped by chunk and server.
+        send_rows: `[sent]` layout rows of queries that other ranks compute, grouped by chunk and computing rank.
         received_to_queries: `[received]` remote query row of each received row.
         local_rows, local_to_queries: `[local]` layout rows of this rank in tasks with remote queries, and their
             remote-query rows.
@@ -219,7 +219,7 @@ def route(
 
     # 1. Computed here: pieces that this rank holds outside of tasks with remote queries, and these tasks.
     held = plan.pieces.select(np.flatnonzero(plan.pieces.owner == rank))
-    local = LocalParts.of(held.select((held.server == rank) & ~plan.has_remote_queries[held.task])).cut(mask)
+    local = LocalParts.of(held.select((held.computing_rank == rank) & ~plan.has_remote_queries[held.task])).cut(mask)
     remote = RemoteTasks.of(plan, rank, chunks)
 
     # 2. The remote KV: keys that prefix calls and remote queries attend. Each key is held once.
@@ -290,14 +290,14 @@ def _late_share(plan: Plan, rank: int) -> float:
 
     Without speeds, all ranks defer equal work: `LATE_SHARE` of the mean work, capped by the rank with the least local
     work. With speeds, all ranks compute for equal times before results leave. Results leave once every rank has done
-    its remote work, and has at most `LATE_SHARE` of the mean time left. So servers without local work defer nothing,
-    and trainers defer what they compute longer.
+    its remote work, and has at most `LATE_SHARE` of the mean time left. So ranks without local work defer nothing,
+    and others defer what they compute longer.
     """
     # A task's square, its queries against keys of the same tokens, is local work unless other ranks hold its queries.
     tasks = plan.tasks
     squares = tasks.mask.pairs_inside(tasks.start, tasks.stop)
     squares = squares * np.where(tasks.head == ALL_HEADS, tasks.head_groups, 1) * ~plan.has_remote_queries
-    local = np.bincount(tasks.server, weights=squares, minlength=plan.layout.num_ranks)
+    local = np.bincount(tasks.rank, weights=squares, minlength=plan.layout.num_ranks)
     working = plan.work > 0
     if not local[rank] or not working.any():
         return 0.0
@@ -326,16 +326,16 @@ def _query_moves(plan: Plan, rank: int, remote: RemoteTasks, chunks: ExchangeChu
 
     def by_chunk(chosen: Pieces, ranks: IntArray) -> tuple[Pieces, IntArray]:
         """Sorts by chunk and rank, then in the order of remote-query rows; counts rows of each chunk and rank."""
-        chunk = chunks.of_remote_queries(chosen.server, chosen.lines)
+        chunk = chunks.of_remote_queries(chosen.computing_rank, chosen.lines)
         counts = counts_by_chunk(chunk, ranks, chosen.rows, chunks.count, num_ranks)
         # lexsort keeps the order of equals: inside of a chunk and rank pieces stay sorted by document and start.
         return chosen.select(np.lexsort((chosen.head != ALL_HEADS, ranks, chunk))), counts
 
     # 2. Pieces that leave this rank, come from others, and stay.
-    sent = pieces.select((pieces.owner == rank) & (pieces.server != rank))
-    received = pieces.select((pieces.owner != rank) & (pieces.server == rank))
-    local = pieces.select((pieces.owner == rank) & (pieces.server == rank) & plan.has_remote_queries[pieces.task])
-    sent, send_counts = by_chunk(sent, sent.server)
+    held, computed = pieces.owner == rank, pieces.computing_rank == rank
+    sent, received = pieces.select(held & ~computed), pieces.select(computed & ~held)
+    local = pieces.select(held & computed & plan.has_remote_queries[pieces.task])
+    sent, send_counts = by_chunk(sent, sent.computing_rank)
     received, receive_counts = by_chunk(received, received.owner)
     return QueryMoves(
         num_rows=int(local.rows.sum() + received.rows.sum()),
@@ -382,7 +382,7 @@ def rank_plan(plan: Plan, rank: int, num_chunks: int = 1, work_before: IntArray 
         rank: the rank.
         num_chunks: chunks of the exchange in forward.
         work_before: `[ranks with tokens]` attended pairs that the facts compare the plan with; by default the work of
-            the queries that each rank holds, servers included.
+            the queries that each rank holds, on ranks without tokens, too.
     """
     transfers = key_transfers(plan)
     before = plan.layout.rank_work_of(plan.tasks.mask) if work_before is None else work_before

@@ -209,7 +209,7 @@ class ForwardPass:
         Raises:
             PlanMismatchError, PeerLostError: they differ.
         """
-        if self.facts is None or len(self._transport.grid.members(Scope.STAGE)) == 1:
+        if self.facts is None or len(self._transport.grid.members(Scope.LAYERS)) == 1:
             return
         if self.calls:
             of_layer = {

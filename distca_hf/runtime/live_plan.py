@@ -117,7 +117,7 @@ class LivePlan:
         forward_pass: the latest pass of a model with this plan.
         use: whether there was one.
         checks_finite: whether attention looks for numbers that are not finite.
-        chunk: of a pipeline stage, see `of_chunk`.
+        part: of the model that passes run, see `of_part`.
         handle: number by which the operator finds the plan.
     """
 
@@ -140,27 +140,27 @@ class LivePlan:
         self.agreement = agreement
         self.numbers: dict[str, list[int]] = {}
         self.use = PlanUse()
-        self.chunk = 0
+        self.part = 0
         self.longest_document_tokens = planned.longest_document_tokens
         self._begin(planned)
 
     def _begin(self, planned: Planned | PlannedLater) -> None:
-        """Sets what passes change: of a new plan, or of one for another chunk of a stage."""
+        """Sets what passes change: of a new plan, or of one for another part of the model."""
         self._layers = ONE_LAYER
         self._take(planned)
         self.forward_pass = ForwardPass(self.transport, self.micro_batch)
-        self._of_chunks: dict[int, LivePlan] = {}
+        self._of_parts: dict[int, LivePlan] = {}
         self.handle = _register.add(self, self.config.plans_in_flight)
 
-    def of_chunk(self, chunk: int) -> "LivePlan":
-        """Returns this plan for a chunk of a pipeline stage, 0 being this plan itself: of the same rows, with passes
-        of its own. Between forward and backward of one chunk come passes of others."""
-        if chunk == self.chunk:
+    def of_part(self, part: int) -> "LivePlan":
+        """Returns this plan for one part of a model of which this rank runs several: of the same rows, with other
+        passes. Between forward and backward of one part come passes of others. Part 0 has this plan itself."""
+        if part == self.part:
             return self
-        if chunk not in self._of_chunks:
-            self._of_chunks[chunk] = self._copied()
-            self._of_chunks[chunk].chunk = chunk
-        return self._of_chunks[chunk]
+        if part not in self._of_parts:
+            self._of_parts[part] = self._copied()
+            self._of_parts[part].part = part
+        return self._of_parts[part]
 
     def for_pass(self) -> "LivePlan":
         """Returns this plan for one more forward pass: itself for the first one. Backward of an earlier pass on the
@@ -305,11 +305,6 @@ class LivePlan:
     def retention(self, spec: AttentionSpec) -> Retention:
         """Returns the decisions about rows of layers that attend like this."""
         return self.kinds.of(self.kinds.spec(spec)).retention
-
-    @property
-    def is_spoiled(self) -> bool:
-        """Whether attention gives zeros and exchanges nothing until the step ends, see `Posted`."""
-        return self.posted is not None and self.posted.is_spoiled
 
     @property
     def num_rows(self) -> int:

@@ -1,5 +1,4 @@
 """Pending traces: notes moments within the attention calls of a pass, and keeps them until the device is past them.
-Ranks that train and attention servers both write such traces.
 
 In most steps nothing is noted: `UNTRACED` takes every call, and does nothing. Nothing waits for the device before
 training has ended.
@@ -150,7 +149,7 @@ class Pending:
         trace: all that is known of it when it begins.
         noted: moments.
         device: of the model.
-        number: of this rank in the job, or of this attention server.
+        number: of this rank in the job.
         began: seconds of the host's clock.
         step_seconds: until the next pass began; None before.
     """
@@ -228,7 +227,7 @@ def bytes_of_layer(
         token_bytes: of the model.
     """
     sent, received = Bytes(float), Bytes(float)
-    total = sum(kind.layers for kind in kinds) or 1  # a stage of a pipeline may have none that attend
+    total = sum(kind.layers for kind in kinds) or 1  # a rank may hold no layers that attend
     for plan in plans:
         layers = [kind.layers for kind in kinds if is_routed_by(kind, plan)]
         share = sum(layers) / total

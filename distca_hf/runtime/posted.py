@@ -1,5 +1,5 @@
 """Posted: a plan that ranks without tokens have, too, and what they are told of it. Without such ranks no plan is
-posted. See `distca_hf.servers`."""
+posted."""
 
 from abc import ABC, abstractmethod
 from typing import NamedTuple, Self
@@ -30,14 +30,14 @@ class Posted(ABC):
     Attributes:
         ranks: numbers of the ranks without tokens, in the order of the plan.
         room_bytes: that rows may take on each of them until backward; None if there are none.
-        is_spoiled: whether one of them was lost in this step: attention gives zeros, and exchanges nothing.
     """
 
     ranks: tuple[int, ...] = ()
     room_bytes: float | None = None
 
-    @property
-    def is_spoiled(self) -> bool:
+    def runs_again(self, error: Exception) -> bool:
+        """Returns whether an error was the loss of one of them in a step that runs again. Until its end, attention
+        gives zeros and exchanges nothing."""
         return False
 
     @abstractmethod

@@ -1,7 +1,7 @@
 """Remote queries of a layer: queries that other ranks hold and this one computes, from their dispatch to their
 combine.
 
-    owner ranks   rows of q ── QueryDispatch ──▶ remote queries                                  servers
+    owner ranks   rows of q ── QueryDispatch ──▶ remote queries                                  computing ranks
                   outputs, log-sum-exps ◀── ResultCombine ── results; in backward gradients
 
 Made only where queries move. Their exchanges follow those of the keys, chunk by chunk. Tensors whose rows go the same
@@ -55,7 +55,7 @@ class ForwardRemoteQueries:
         self.kept = remote_q, out, lse
 
     def start(self, chunk: ChunkRouting, transport: Transport, where: str) -> None:
-        """Sends the queries of a chunk to their servers."""
+        """Sends the queries of a chunk to the ranks that compute them."""
         if self._dispatch is not None:
             self._dispatch.start(chunk.queries, transport, where)
 
@@ -121,7 +121,7 @@ class BackwardRemoteQueries:
         self._combine = ResultCombine([dq], moves)
 
     def start(self, chunk: ChunkRouting, transport: Transport, where: str) -> None:
-        """Sends the rows of a chunk that backward needs to their servers."""
+        """Sends the rows of a chunk that backward needs to the ranks that compute it."""
         self._dispatch.start(chunk.queries, transport, where)
 
     def receive(self, chunk: ChunkRouting) -> None:
@@ -149,7 +149,7 @@ class BackwardRemoteQueries:
 
 
 class QueryDispatch:
-    """Dispatch of query rows to the servers that compute them.
+    """Dispatch of query rows to the ranks that compute them.
 
     Args:
         tensors: `[rows, ...]` of this rank.

@@ -11,8 +11,8 @@ again.
 
 Both decisions are the same on all ranks and in all layers of a micro-batch, because fetching is an exchange.
 
-Attention servers keep rows, too, where attention is not recomputed. They hold no graph, so every call of forward gets
-a number, its slot, under which they keep what they received. Backward names it.
+Ranks without tokens keep rows, too, where attention is not recomputed. They hold no graph, so every call of forward
+gets a number, its slot, under which they keep what they received. Backward names it.
 """
 
 import math
@@ -35,7 +35,7 @@ class Kept:
     Attributes:
         keys: `[rows, G * H + G * V]` received keys and values.
         remote_q, remote_out, remote_lse: `[remote-query rows, ...]`.
-        slot: `[number, 0]`, where attention servers keep theirs under this number; 0: they keep none. Graphs carry
+        slot: `[number, 0]`, where ranks without tokens keep theirs under this number; 0: they keep none. Graphs carry
             tensors to backward, and write to memory that nobody needs any more: so it has none.
     """
 
@@ -129,8 +129,8 @@ class Retention:
                     # Python shows one text once. With exact bytes every micro-batch would have its own.
                     needed_bytes = 2 ** (kept - 1).bit_length()
                     warn(
-                        f"kv_residency='keep': attention servers have room for {self._room_bytes:.0f} bytes of rows, "
-                        f"and some micro-batches need more, up to {needed_bytes}; their rows are sent again for "
+                        f"kv_residency='keep': ranks without tokens have room for {self._room_bytes:.0f} bytes of "
+                        f"rows, and some micro-batches need more, up to {needed_bytes}; their rows are sent again for "
                         "backward",
                         stacklevel=2,
                     )

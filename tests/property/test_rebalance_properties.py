@@ -114,9 +114,9 @@ def test_without_documents_that_span_ranks_nobody_gives_and_takes(seed: int, num
     moved = plan.pieces.select(plan.pieces.moved)
     mean = layout.rank_work.sum() / num_ranks
 
-    assert not set(moved.owner) & set(moved.server)
+    assert not set(moved.owner) & set(moved.computing_rank)
     assert np.all(layout.rank_work[moved.owner] > (1 + TOLERANCE) * mean)
-    assert np.all(layout.rank_work[moved.server] < (1 + TOLERANCE) * mean)
+    assert np.all(layout.rank_work[moved.computing_rank] < (1 + TOLERANCE) * mean)
 
 
 @given(SEEDS, RANKS, HEAD_GROUPS, st.booleans())
@@ -158,7 +158,7 @@ def described(plan: Plan) -> list[tuple[object, ...]]:
     for document, *segment in zip(*(column.tolist() for column in columns), strict=True):
         held[document].append(tuple(segment))
     computed: list[list[tuple[int, int, int, int]]] = [[] for _ in range(layout.num_documents)]
-    columns = (tasks.document, tasks.head, tasks.start, tasks.stop, tasks.server)
+    columns = (tasks.document, tasks.head, tasks.start, tasks.stop, tasks.rank)
     for document, *task in zip(*(column.tolist() for column in columns), strict=True):
         computed[document].append(tuple(task))
     return sorted((sorted(home), sorted(work)) for home, work in zip(held, computed, strict=True))
@@ -202,7 +202,7 @@ def test_long_documents_leave_by_their_ends() -> None:
     moved = plan.pieces.select(plan.pieces.moved)
 
     assert set(moved.owner) == {0}
-    assert set(moved.server) == {1, 2}
+    assert set(moved.computing_rank) == {1, 2}
     assert moved.stop.max() == 1000
     assert plan.imbalance < 1.03
 
@@ -229,7 +229,7 @@ def test_documents_that_stay_keep_their_heads_together() -> None:
 
 
 def test_an_exhausted_head_does_not_hide_the_others() -> None:
-    """One document that must be taken apart entirely: every head of it runs out at some server before the end."""
+    """One document that must be taken apart entirely: every head of it runs out at some rank before the end."""
     layout = Layout.from_packs([[30_000], *([1000] for _ in range(23))])
     plan = plan_by_moving(layout, 4)
 

@@ -120,7 +120,7 @@ def test_queries_that_leave_are_those_computed_elsewhere(case: Case) -> None:
     simulation = case.simulated()
 
     for rank, routing in enumerate(simulation.routings):
-        leaving = {row for row in simulation.held(rank) if simulation.servers[row] != rank}
+        leaving = {row for row in simulation.held(rank) if simulation.computing_ranks[row] != rank}
         remote_queries = {
             row for row in simulation.computed(rank) if simulation.task_of[row] in simulation.remote_tasks
         }
@@ -191,7 +191,7 @@ def test_late_work_is_the_same_on_all_ranks(case: Case) -> None:
     world = case.simulated()
     tasks, work = world.plan.tasks, world.plan.work
     tokens, squares = tasks.stop - tasks.start, np.zeros(case.num_ranks)
-    np.add.at(squares, tasks.server, tokens * (tokens + 1) / 2)
+    np.add.at(squares, tasks.rank, tokens * (tokens + 1) / 2)
     late = [routing.late_share * square for routing, square in zip(world.routings, squares, strict=True)]
 
     working = [rank for rank in range(case.num_ranks) if work[rank]]

@@ -186,7 +186,7 @@ def compare(case: Case, transport: Transport) -> Difference:
     heads, kv_heads, dim, value_dim = case.heads
     row_bytes = kv_heads // case.plan.tasks.head_groups * (dim + value_dim) * 8
     moved = case.plan.pieces.select(case.plan.pieces.moved)
-    left, came = (int(moved.rows[by == rank].sum()) for by in (moved.owner, moved.server))
+    left, came = (int(moved.rows[by == rank].sum()) for by in (moved.owner, moved.computing_rank))
     # Queries, outputs, log-sum-exps; of those that are kept log-sum-exps with sinks.
     again = int(case.has_sinks) if keeps else dim + value_dim + 1
     query_bytes = left * (dim + value_dim + again) + came * (dim + value_dim + 1)

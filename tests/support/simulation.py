@@ -122,12 +122,12 @@ class Simulation:
 
     def computed(self, rank: int) -> set[Row]:
         """Queries that a rank is to compute, by the tasks."""
-        return {row for row, server in self.servers.items() if server == rank}
+        return {row for row, computing in self.computing_ranks.items() if computing == rank}
 
     @cached_property
-    def servers(self) -> dict[Row, int]:
+    def computing_ranks(self) -> dict[Row, int]:
         """Rank that computes each query, by the tasks."""
-        return {row: int(self.plan.tasks.server[task]) for row, task in self.task_of.items()}
+        return {row: int(self.plan.tasks.rank[task]) for row, task in self.task_of.items()}
 
     @cached_property
     def task_of(self) -> dict[Row, int]:
@@ -151,7 +151,7 @@ class Simulation:
     @cached_property
     def remote_tasks(self) -> set[int]:
         """Tasks with queries of another rank than the one that computes them."""
-        return {task for row, task in self.task_of.items() if self.servers[row] != self.home_of[row]}
+        return {task for row, task in self.task_of.items() if self.computing_ranks[row] != self.home_of[row]}
 
     def store_by_definition(self, rank: int) -> list[Row]:
         """For every document, or group of its heads: the keys that are read in the remote KV. Those of remote queries
@@ -192,7 +192,7 @@ class Simulation:
         return self.chunks.borders_of(rank, line_keys(np.array([document]), np.array([head]), self.groups))[0]
 
     def _stays(self, row: Row | None, rank: int) -> bool:
-        return row is not None and self.servers[row] == rank and self.task_of[row] not in self.remote_tasks
+        return row is not None and self.computing_ranks[row] == rank and self.task_of[row] not in self.remote_tasks
 
 
 class Attended:
@@ -304,7 +304,7 @@ def check_attention(simulation: Simulation) -> None:
             assert not ((own.any(axis=1) | far.any(axis=1)) & remote_queries.any(axis=1)).any()
             assert not (far.any(axis=1) & ~own.any(axis=1)).any()  # a prefix is merged into what local calls wrote
             queries = np.flatnonzero(everything.any(axis=1)).tolist()
-            assert all(simulation.servers[line[0], query, line[1]] == rank for query in queries)
+            assert all(simulation.computing_ranks[line[0], query, line[1]] == rank for query in queries)
             total[line] = total.get(line, 0) + everything
     for counts in total.values():
         first, keys = simulation.plan.tasks.mask.first_key(np.arange(len(counts))), np.arange(len(counts))

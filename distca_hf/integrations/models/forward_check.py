@@ -105,7 +105,7 @@ class ForwardCheck:
         Args:
             grid: of all ranks. Tensor ranks may hold parts of weights that torch knows nothing of.
         """
-        if len(grid.members(Scope.STAGE)) == 1:
+        if len(grid.members(Scope.LAYERS)) == 1:
             return {}
         if self._state is None:
             self._state = SharedState(self._root, with_weights=grid.shape[2] == 1)

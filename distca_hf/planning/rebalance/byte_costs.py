@@ -1,6 +1,6 @@
 """Byte costs: the bytes that a candidate plan moves, counted exactly, and the prices that ranks ask for a byte.
 
-Queries that move cost their own bytes and those of their outputs. Keys cost theirs once for each server.
+Queries that move cost their own bytes and those of their outputs. Keys cost theirs once for each rank that reads them.
 """
 
 from collections.abc import Iterable
@@ -51,17 +51,17 @@ class MovedBytes:
         # 1. Queries: every part of a stack, where it overlaps the segments of its document.
         parts = [stack.parts() for stack in stacks]
         numbers = np.fromiter(chain.from_iterable(chain.from_iterable(parts)), dtype=np.int64).reshape(-1, 4)
-        head, start, stop, server = numbers.T
+        head, start, stop, rank = numbers.T
         documents = np.array([stack.document for stack in stacks], dtype=np.int64)
         document = np.repeat(documents, np.array([len(of_stack) for of_stack in parts], dtype=np.int64))
-        owner, computes, queries = segments.overlaps(document, start, stop, server)
+        owner, computes, queries = segments.overlaps(document, start, stop, rank)
 
-        # 2. Keys: the longest prefix of each (document, head) that each server reads.
-        order = np.lexsort((server, head, document))
-        document, head, stop, server = document[order], head[order], stop[order], server[order]
-        first = np.flatnonzero(run_starts(document, head, server))
+        # 2. Keys: the longest prefix of each (document, head) that each rank reads.
+        order = np.lexsort((rank, head, document))
+        document, head, stop, rank = document[order], head[order], stop[order], rank[order]
+        first = np.flatnonzero(run_starts(document, head, rank))
         prefix = np.maximum.reduceat(stop, first) if len(first) else stop
-        holds, needs, keys = segments.overlaps(document[first], np.zeros_like(prefix), prefix, server[first])
+        holds, needs, keys = segments.overlaps(document[first], np.zeros_like(prefix), prefix, rank[first])
 
         # 3. Sums by rank. Outputs travel in the direction opposite to queries.
         source = np.concatenate([owner, computes, holds])
@@ -70,9 +70,9 @@ class MovedBytes:
         moved = np.concatenate(sizes)
         travels, between = source != destination, node_of[source] != node_of[destination]
         sums = [
-            sum_by(rank[chosen], moved[chosen], len(node_of)) // head_groups
+            sum_by(end[chosen], moved[chosen], len(node_of)) // head_groups
             for chosen in (travels, between)
-            for rank in (source, destination)
+            for end in (source, destination)
         ]
         return cls(*sums)
 
@@ -99,9 +99,9 @@ class Segments:
         return cls(key[order], layout.segment_start[order], layout.segment_stop[order], layout.segment_rank[order])
 
     def overlaps(
-        self, document: IntArray, start: IntArray, stop: IntArray, server: IntArray
+        self, document: IntArray, start: IntArray, stop: IntArray, rank: IntArray
     ) -> tuple[IntArray, IntArray, IntArray]:
-        """Finds every overlap of a range with a segment: its owner rank, the range's server, its tokens."""
+        """Finds every overlap of a range with a segment: its owner, the range's rank, its tokens."""
         #     range            [3:9)
         #     segments    [0:5)  [5:7)  [7:13)     first: the one that `start` lies in; counts: 3
         #     overlaps    [3:5)  [5:7)  [7:9)
@@ -110,7 +110,7 @@ class Segments:
         part = np.repeat(np.arange(len(counts)), counts)
         segment = ranges(first, counts)
         tokens = np.minimum(self.stop[segment], stop[part]) - np.maximum(self.start[segment], start[part])
-        return self.rank[segment], server[part], tokens
+        return self.rank[segment], rank[part], tokens
 
 
 # Price of a byte on a rank that moves none, relative to about 1 on the busiest rank: no byte is free.
@@ -130,14 +130,14 @@ class Prices:
         send = [1.0 if giver else quiet for giver in gives]
         return cls(send, [quiet] * len(send))
 
-    def of_queries(self, owner: int, server: int, token_bytes: TokenBytes) -> float:
-        """Returns the price of computing one query on a server: the query is sent there, its output is sent back."""
-        there = token_bytes.query * (self.send[owner] + self.receive[server])
-        return there + token_bytes.output * (self.send[server] + self.receive[owner])
+    def of_queries(self, owner: int, rank: int, token_bytes: TokenBytes) -> float:
+        """Returns the price of computing one query on a rank: the query is sent there, its output is sent back."""
+        there = token_bytes.query * (self.send[owner] + self.receive[rank])
+        return there + token_bytes.output * (self.send[rank] + self.receive[owner])
 
-    def of_keys(self, owner: int, server: int, token_bytes: TokenBytes) -> float:
+    def of_keys(self, owner: int, rank: int, token_bytes: TokenBytes) -> float:
         """Returns the price of sending the key and value of one token."""
-        return token_bytes.key_value * (self.send[owner] + self.receive[server])
+        return token_bytes.key_value * (self.send[owner] + self.receive[rank])
 
     def copy(self) -> "Prices":
         """Copies both lists."""

@@ -28,7 +28,7 @@ class Strategy:
     Attributes:
         merge_below: maximum cost of moving the queries of a short tail, as a multiple of the cost of moving its keys.
             Below it the tail is merged with the part before it.
-        spare_room: whether a server may be left with room, where using it up would cut a document so deep that too
+        spare_room: whether a rank may be left with room, where using it up would cut a document so deep that too
             many queries travel. It helps where many ranks have room.
         merge_heads: fraction of the heads that are merged; all of them where the document goes on behind the tail.
         quiet_price: price of bytes that no rank with a surplus sends, relative to bytes that one sends.
@@ -158,8 +158,8 @@ class Donors:
             self.spanning += stacks
             for stack in stacks:
                 stack.place = place
-                self.work[stack.server] += stack.pairs_left()
-                insort(self._ready.setdefault(stack.server, []), stack, key=_longest_first)
+                self.work[stack.rank] += stack.pairs_left()
+                insort(self._ready.setdefault(stack.rank, []), stack, key=_longest_first)
 
     @property
     def stacks(self) -> list[Stack]:
@@ -213,10 +213,10 @@ def merge_short_tails(
     for start, stop, rank in segments:
         holders.setdefault(rank, []).append((start, stop))
         before = stacks[-1] if stacks else None
-        if before is not None and before.server == rank and before.own_stop == before.stop:
+        if before is not None and before.rank == rank and before.own_stop == before.stop:
             before.own_stop = before.stop = stop
-        elif before is not None and _price_of_queries(stop - start, rank, before.server, token_bytes, prices) < (
-            strategy.merge_below * _price_of_keys(start, rank, before.server, token_bytes, prices)
+        elif before is not None and _price_of_queries(stop - start, rank, before.rank, token_bytes, prices) < (
+            strategy.merge_below * _price_of_keys(start, rank, before.rank, token_bytes, prices)
         ):
             below, before.stop = before.stop, stop
             if some_heads < head_groups and stop == segments[-1][1]:  # no later segment reads its keys
@@ -231,11 +231,11 @@ def merge_short_tails(
     return stacks
 
 
-def _price_of_keys(before: int, rank: int, server: int, token_bytes: TokenBytes, prices: Prices) -> float:
-    """Returns the price of computing a tail on its owner rank: it receives all keys before it."""
-    return before * prices.of_keys(server, rank, token_bytes)
+def _price_of_keys(before: int, owner: int, rank: int, token_bytes: TokenBytes, prices: Prices) -> float:
+    """Returns the price of computing a tail on its owner: it receives all keys before it."""
+    return before * prices.of_keys(rank, owner, token_bytes)
 
 
-def _price_of_queries(tokens: int, rank: int, server: int, token_bytes: TokenBytes, prices: Prices) -> float:
-    """Returns the price of computing a tail on the server of the keys before it: it sends its queries and keys."""
-    return tokens * (prices.of_queries(rank, server, token_bytes) + prices.of_keys(rank, server, token_bytes))
+def _price_of_queries(tokens: int, owner: int, rank: int, token_bytes: TokenBytes, prices: Prices) -> float:
+    """Returns the price of computing a tail where the keys before it are: its owner sends its queries and keys."""
+    return tokens * (prices.of_queries(owner, rank, token_bytes) + prices.of_keys(owner, rank, token_bytes))

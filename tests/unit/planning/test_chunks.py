@@ -22,9 +22,9 @@ PARTED = Layout.from_segments([12, 7, 3], [[(0, 0, 8), (1, 0, 4)], [(0, 8, 12), 
 
 
 def borders(
-    chunks: ExchangeChunks, server: int, document: int, head: int = ALL_HEADS, head_groups: int = 1
+    chunks: ExchangeChunks, reader: int, document: int, head: int = ALL_HEADS, head_groups: int = 1
 ) -> list[int]:
-    return chunks.borders_of(server, line_keys(np.array([document]), np.array([head]), head_groups))[0].tolist()
+    return chunks.borders_of(reader, line_keys(np.array([document]), np.array([head]), head_groups))[0].tolist()
 
 
 def moved(layout: Layout, tasks: list[tuple[int, ...]], head_groups: int = 1) -> Plan:
@@ -34,7 +34,7 @@ def moved(layout: Layout, tasks: list[tuple[int, ...]], head_groups: int = 1) ->
     return plan
 
 
-def test_work_of_a_server_is_divided_among_the_chunks() -> None:
+def test_work_of_a_rank_is_divided_among_the_chunks() -> None:
     """4 x 8 and 3 x 4 pairs, where a rank has 56 on average. The last part has no end: nobody reads beyond."""
     chunks = ExchangeChunks.cut(plan_in_place(PARTED), 4)
 
@@ -87,7 +87,7 @@ def test_nothing_to_bring_is_cut_in_no_parts() -> None:
     assert borders(chunks, 1, 1) == [0, NEVER, NEVER, NEVER]
 
 
-def test_guests_of_a_server_are_divided_among_the_chunks() -> None:
+def test_remote_queries_of_a_rank_are_divided_among_the_chunks() -> None:
     """Each document comes whole, in the chunk of its remote queries; local queries of the same document take it from
     there."""
     lengths = [4, 4, 4, 6]
@@ -105,8 +105,8 @@ def test_groups_of_heads_are_guests_by_themselves() -> None:
     plan = plan_in_place(layout, head_groups=4)
     chunks = ExchangeChunks.cut(plan, 2)
 
-    for server, groups in ((0, (0, 1)), (1, (2, 3))):
-        assert [borders(chunks, server, 0, group, 4) for group in groups] == [[0, NEVER, NEVER], [0, 0, NEVER]]
+    for reader, groups in ((0, (0, 1)), (1, (2, 3))):
+        assert [borders(chunks, reader, 0, group, 4) for group in groups] == [[0, NEVER, NEVER], [0, 0, NEVER]]
 
 
 @pytest.mark.parametrize("count", [1, 2, 5])

@@ -20,7 +20,7 @@ from support.layouts import random_layout, random_plan
 
 
 Rows = tuple[int, int]  # the first one, and the one behind the last
-Task = tuple[int, ...]  # document, start, stop, server, and the group of heads if not all
+Task = tuple[int, ...]  # document, start, stop, rank, and the group of heads if not all
 
 
 def routings(layout: Layout) -> list[Routing]:

@@ -56,12 +56,12 @@ def test_trainer_and_accelerate_pass_the_same_object_on(tmp_path) -> None:
 def test_chunks_of_a_stage_have_passes_of_their_own() -> None:
     plan = _plan()
     plan.begin_forward_pass(1, {})
-    other = plan.of_chunk(1)
+    other = plan.of_part(1)
     other.begin_forward_pass(2, {})
     handle = other.handle
 
-    assert plan.of_chunk(0) is plan
-    assert plan.of_chunk(1) is other
+    assert plan.of_part(0) is plan
+    assert plan.of_part(1) is other
     assert find_plan(handle) is other
     assert plan.handle != handle
     assert (plan.forward_pass.num_calls, other.forward_pass.num_calls) == (1, 2)
@@ -167,7 +167,7 @@ def test_a_plan_that_is_made_later_is_made_once_when_it_is_asked_for() -> None:
     assert not made
 
     assert plan.facts is planned.facts
-    other = plan.of_chunk(1)
+    other = plan.of_part(1)
     assert (plan.num_rows, other.num_rows, plan.fingerprint) == (8, 8, planned.fingerprint)
     assert made == [planned]
 

@@ -115,7 +115,7 @@ def test_too_little_room_on_servers_is_said() -> None:
     for key_rows in (700, 701):
         facts = plan_of({"key_rows_received": (key_rows,), "remote_query_rows": (0,)}).facts
         retention = Retention(DistCAConfig(kv_residency="keep"), facts, 700 * KEY_BYTES - 1)
-        with pytest.warns(UserWarning, match="attention servers have room for") as shown:
+        with pytest.warns(UserWarning, match="ranks without tokens have room for") as shown:
             assert not retention.keeps_received(*tensors(5))
         texts.append(str(shown[0].message))
     assert texts[0] == texts[1]

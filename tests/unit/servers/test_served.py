@@ -182,7 +182,7 @@ def test_work_stays_on_the_node_of_the_trainers_that_have_it() -> None:
     plan = Servers((1.0, 1.0), nodes=(1, 0)).plan(layout, 8, topology=topology)
     node_of = topology.with_extra_ranks([1, 0]).node_of
 
-    assert (node_of[plan.pieces.owner] == node_of[plan.pieces.server]).all()
+    assert (node_of[plan.pieces.owner] == node_of[plan.pieces.computing_rank]).all()
     assert plan.moves_queries
 
 
