@@ -13,7 +13,7 @@ from distca_hf.comm.agreement import Agreement, Occasion
 from distca_hf.comm.transport import Transport
 from distca_hf.flops import StepFlops
 from distca_hf.gpus import peak_flops
-from distca_hf.planning.plan_totals import PlanTotals
+from distca_hf.planning.kinds import PlanTotals
 from distca_hf.telemetry import LoaderTimes
 
 

@@ -18,8 +18,7 @@ from distca_hf.comm.transport import Transport
 from distca_hf.config import DistCAConfig
 from distca_hf.data.collate import MODULUS, sum_of
 from distca_hf.errors import PlanMismatchError, and_more
-from distca_hf.planning.extra_ranks import ExtraRanks
-from distca_hf.planning.plan import Plan
+from distca_hf.planning.plan import ExtraRanks, Plan
 from distca_hf.runtime.layer_kinds import Planned
 from distca_hf.runtime.live_plan import LivePlan, PlanUse
 from distca_hf.runtime.posted import Posted

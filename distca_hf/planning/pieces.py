@@ -92,12 +92,6 @@ class Tasks:
         """`[tasks]` attended pairs x groups of heads."""
         return self.pairs * np.where(self.head == ALL_HEADS, self.head_groups, 1)
 
-    def work_of(self, num_ranks: int) -> IntArray:
-        """Sums attended pairs x head groups of each rank: `[ranks]`."""
-        work = np.zeros(num_ranks, dtype=np.int64)
-        np.add.at(work, self.rank, self.work)
-        return work
-
     def validate(self, layout: Layout) -> None:
         """Checks that exactly one task, on a rank that exists, computes each query row of each head group.
 
@@ -249,7 +243,12 @@ class Pieces(Ranges):
         """Cuts a layout and the tasks that cover it at each other's borders."""
         # 1. Borders of both as sort keys.
         groups = tasks.head_groups
-        segment, head = _segments_of_each_group(layout, tasks)
+        every = np.arange(len(layout.segment_document))
+        divided = np.zeros(layout.num_documents, dtype=bool)
+        divided[tasks.document[tasks.head != ALL_HEADS]] = True
+        copies = np.where(divided[layout.segment_document], groups, 1)  # one of each segment for each of its groups
+        segment = np.repeat(every, copies)
+        head = np.where(divided[layout.segment_document[segment]], ranges(0, copies), ALL_HEADS)
         segment_keys = position_keys(layout.segment_document[segment], head, layout.segment_start[segment], groups)
         task_keys = position_keys(tasks.document, tasks.head, tasks.start, groups)
         segments, by_task = np.argsort(segment_keys), np.argsort(task_keys)
@@ -288,18 +287,6 @@ class Pieces(Ranges):
     def moved(self) -> np.ndarray:
         """`[pieces]` whether queries are computed on another rank than their owner."""
         return self.owner != self.computing_rank
-
-
-def _segments_of_each_group(layout: Layout, tasks: Tasks) -> tuple[IntArray, IntArray]:
-    """Returns segment and head of ranges that cover all rows: of all heads, or once per group of divided documents."""
-    every = np.arange(len(layout.segment_document))
-    if tasks.head_groups == 1:
-        return every, np.full(len(every), ALL_HEADS)
-    divided = np.zeros(layout.num_documents, dtype=bool)
-    divided[tasks.document[tasks.head != ALL_HEADS]] = True
-    copies = np.where(divided[layout.segment_document], tasks.head_groups, 1)
-    segment = np.repeat(every, copies)
-    return segment, np.where(divided[layout.segment_document[segment]], ranges(0, copies), ALL_HEADS)
 
 
 class RowNumbers:

@@ -8,6 +8,7 @@ In the plan in place every rank computes the queries that it holds, and ranks of
 """
 
 import hashlib
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -18,11 +19,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from distca_hf.arrays import IntArray, ceil_div, sum_by
-from distca_hf.cost import CAUSAL_MASK, Mask, imbalance
+from distca_hf.cost import CAUSAL_MASK, Mask, TokenBytes, imbalance
 from distca_hf.errors import PlanError
 from distca_hf.flops import StepFlops
 from distca_hf.layout import Layout, Stripe, join_neighbours
 from distca_hf.planning.pieces import ALL_HEADS, Pieces, Tasks
+from distca_hf.topology import Topology
 
 
 # Version of the routing, a part of every fingerprint: versions that route the same tasks differently must not agree.
@@ -62,7 +64,9 @@ class Plan:
     @cached_property
     def work(self) -> IntArray:
         """`[ranks]` attended pairs x groups of heads computed by each rank."""
-        return self.tasks.work_of(self.layout.num_ranks)
+        work = np.zeros(self.layout.num_ranks, dtype=np.int64)
+        np.add.at(work, self.tasks.rank, self.tasks.work)  # sums may be beyond 2 ** 53
+        return work
 
     def tasks_of(self, rank: int) -> IntArray:
         """Returns `[tasks, 3]` tasks of a rank: queries, keys before the first of them, and 1 if it computes one group
@@ -286,6 +290,44 @@ class PlanFacts:
         return float(np.average(values, weights=weights)) if any(weights) else 1.0
 
 
+class ExtraRanks(ABC):
+    """Ranks without tokens that compute attention for those that train, and are numbered after them."""
+
+    @property
+    @abstractmethod
+    def count(self) -> int:
+        """Number of them."""
+
+    @abstractmethod
+    def rank_speeds(self, num_trainers: int) -> tuple[float, ...]:
+        """Returns `[trainers + extra ranks]` relative speeds, 0 for a rank that computes no attention."""
+
+    @abstractmethod
+    def topology(self, trainers: Topology) -> Topology:
+        """Returns the topology of the ranks that train, and of these."""
+
+    @abstractmethod
+    def plan(
+        self,
+        layout: Layout,
+        head_groups: int = 1,
+        *,
+        topology: Topology | None = None,
+        token_bytes: TokenBytes = TokenBytes(),  # noqa: B008 (immutable)
+    ) -> Plan:
+        """Plans a layout of the ranks that train, so that these compute a part of its attention.
+
+        Args:
+            layout: the ranks that train, and the tokens that each of them holds.
+            head_groups: groups that heads may be divided into; 1 keeps heads together.
+            topology: ranks of the layout that share a node; all of them, if it is not given.
+            token_bytes: bytes of one token in one layer.
+
+        Raises:
+            ConfigError: head groups below 1, a topology of other ranks, or extra ranks on unknown nodes.
+        """
+
+
 def plan_in_place(layout: Layout, head_groups: int = 1, mask: Mask = CAUSAL_MASK) -> Plan:
     """Plans a placed layout: ranks compute the queries that they hold, and ranks of a stripe divide its heads.
 
@@ -300,32 +342,21 @@ def plan_in_place(layout: Layout, head_groups: int = 1, mask: Mask = CAUSAL_MASK
     held = join_neighbours(layout.segment_document, layout.segment_start, layout.segment_stop, layout.segment_rank)
     if not layout.stripes:
         return Plan(layout, Tasks.sort(*held, mask=mask))
-    return Plan(layout, _with_stripes(layout, np.stack(held, axis=1), head_groups, mask))
-
-
-def _with_stripes(layout: Layout, held: IntArray, head_groups: int, mask: Mask) -> Tasks:
-    """Returns tasks of a layout with stripes. A document with a stripe has tasks of single groups only.
-
-    Args:
-        layout: ranks, and the tokens that each of them holds.
-        held: `[tasks, 4]` document, start, stop and rank of the ranges that ranks hold, neighbours joined.
-        head_groups, mask: see `plan_in_place`.
-    """
-    # 1. Documents with a stripe: outside of it each group stays with its owner, inside of it ranks divide the groups.
+    # 1. Documents with a stripe have tasks of single groups only: outside of it each stays with its owner, inside of
+    #    it ranks divide the groups.
     rows = []
-    is_striped = np.zeros(layout.num_documents, dtype=bool)
-    is_striped[[stripe.document for stripe in layout.stripes]] = True
-    has_stripe = is_striped[held[:, 0]]
-    for document, start, stop, rank in held[has_stripe].tolist():
+    by_task = np.stack(held, axis=1)  # document, start, stop, rank
+    has_stripe = np.isin(held[0], [stripe.document for stripe in layout.stripes])
+    for document, start, stop, rank in by_task[has_stripe].tolist():
         for left, right in _outside(start, stop, [stripe for stripe in layout.stripes if stripe.document == document]):
             rows += [(document, left, right, rank, group) for group in range(head_groups)]
     rows += [row for stripe in layout.stripes for row in divide_stripe(stripe, head_groups, mask)]
 
     # 2. All other documents stay with their owners, all heads together.
-    whole = held[~has_stripe]
+    whole = by_task[~has_stripe]
     whole = np.column_stack((whole, np.full(len(whole), ALL_HEADS)))
     document, start, stop, rank, head = np.concatenate([whole, np.array(rows, dtype=np.int64).reshape(-1, 5)]).T
-    return Tasks.sort(document, start, stop, rank, head, head_groups, mask)
+    return Plan(layout, Tasks.sort(document, start, stop, rank, head, head_groups, mask))
 
 
 def _outside(start: int, stop: int, stripes: list[Stripe]) -> list[tuple[int, int]]:
@@ -358,7 +389,6 @@ def divide_stripe(stripe: Stripe, head_groups: int, mask: Mask = CAUSAL_MASK) ->
 
 
 def _query_at(stripe: Stripe, pairs: int, mask: Mask) -> int:
-    """Finds the query that attended pair number `pairs` belongs to, counted from the stripe's first query on; `stop`
-    behind the last pair."""
+    """Finds the query of an attended pair, counted from the stripe's first query on; `stop` after the last pair."""
     query = mask.queries_of(mask.pairs_before(stripe.start) + pairs)
     return min(max(query, stripe.start), stripe.stop)

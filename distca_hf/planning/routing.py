@@ -43,7 +43,6 @@ import numpy as np
 from distca_hf.arrays import IndexRanges, IntArray
 from distca_hf.cost import Mask
 from distca_hf.errors import PlanError
-from distca_hf.layout import Layout
 from distca_hf.planning.kernel_calls import (
     KernelCall,
     LocalParts,
@@ -64,32 +63,11 @@ LATE_SHARE = 0.25
 
 
 @dataclass(frozen=True, eq=False)
-class RowsInChunks:
-    """Split sizes of one rank's exchange.
-
-    Attributes:
-        chunk_send_counts, chunk_receive_counts: `[chunks, ranks]` rows sent to and received from each rank.
-    """
-
-    chunk_send_counts: IntArray
-    chunk_receive_counts: IntArray
-
-    @property
-    def send_counts(self) -> IntArray:
-        """`[ranks]` rows sent in all chunks."""
-        return self.chunk_send_counts.sum(axis=0)
-
-    @property
-    def receive_counts(self) -> IntArray:
-        """`[ranks]` rows received in all chunks."""
-        return self.chunk_receive_counts.sum(axis=0)
-
-
-@dataclass(frozen=True, eq=False)
-class QueryMoves(RowsInChunks):
+class QueryMoves:
     """Queries that one rank sends, and the remote-query rows that it computes.
 
     Attributes:
+        send_counts, receive_counts: `[chunks, ranks]` rows sent to and received from each rank.
         num_rows: remote-query rows.
         send_rows: `[sent]` layout rows of queries that other ranks compute, grouped by chunk and computing rank.
         received_to_queries: `[received]` remote query row of each received row.
@@ -97,6 +75,8 @@ class QueryMoves(RowsInChunks):
             remote-query rows.
     """
 
+    send_counts: IntArray
+    receive_counts: IntArray
     num_rows: int
     send_rows: IndexRanges
     received_to_queries: IndexRanges
@@ -110,10 +90,11 @@ class QueryMoves(RowsInChunks):
 
 
 @dataclass(frozen=True, eq=False)
-class Routing(RowsInChunks):
+class Routing:
     """Index maps, split sizes and kernel calls of one rank, the same in every layer.
 
     Attributes:
+        send_counts, receive_counts: `[chunks, ranks]` rows of keys sent to and received from each rank.
         num_rows: rows the rank holds, padding included.
         held: `[segments, 3]` document, first token and first row of each segment, by row; rows here are tokens.
         num_tokens: tokens the rank holds; all later rows are padding.
@@ -133,6 +114,8 @@ class Routing(RowsInChunks):
         queries: queries that move; None if no rank moves any, the same on all ranks.
     """
 
+    send_counts: IntArray
+    receive_counts: IntArray
     num_rows: int
     held: IntArray
     num_tokens: int
@@ -179,11 +162,6 @@ class Routing(RowsInChunks):
     def kept_in_order(self) -> bool:
         """Whether kept keys already are the remote KV, in order."""
         return self.local_rows.total == 0 and self.kept_to_remote_kv.counts_up
-
-    @property
-    def pairs(self) -> int:
-        """Attended pairs x groups of heads that the rank computes."""
-        return sum(call.pairs for call in (*self.local, *self.prefix, *self.remote_queries))
 
 
 def route(
@@ -239,16 +217,15 @@ def route(
     document, head = held.document[part], held.head[part]
     copied = IndexRanges.of(numbered.of(document, head, start), (stop - start) * rows_per_token(head, groups))
     shared = send.union(copied)
+    mine = layout.segments_of(rank)
     return Routing(
         num_rows=int(layout.rank_rows[rank]) * groups,
-        held=held_segments(layout, rank),
+        held=np.stack((layout.segment_document, layout.segment_start, layout.segment_row), axis=1)[mine],
         num_tokens=int(layout.rank_tokens[rank]),
         rows_per_token=groups,
         send_rows=numbered.layout_rows(send),
-        chunk_send_counts=counts_by_chunk(sent.chunk, sent.destination, sent.rows, chunks.count, layout.num_ranks),
-        chunk_receive_counts=counts_by_chunk(
-            received.chunk, received.source, received.rows, chunks.count, layout.num_ranks
-        ),
+        send_counts=counts_by_chunk(sent.chunk, sent.destination, sent.rows, chunks.count, layout.num_ranks),
+        receive_counts=counts_by_chunk(received.chunk, received.source, received.rows, chunks.count, layout.num_ranks),
         received_to_remote_kv=received_to_remote_kv,
         kept_to_remote_kv=received_to_remote_kv if kept is None else _in_remote_kv(_received(kept, rank), remote_kv),
         local_rows=numbered.layout_rows(copied),
@@ -277,12 +254,6 @@ def _received(transfers: KeyTransfers, rank: int) -> KeyTransfers:
     """Returns the transfers to a rank, in the order in which they arrive."""
     received = transfers.select(transfers.destination == rank)
     return received.select(np.argsort(received.chunk, kind="stable"))  # by source in each chunk
-
-
-def held_segments(layout: Layout, rank: int) -> IntArray:
-    """Returns `[segments, 3]` document, first token and first row of each segment of a rank."""
-    mine = layout.segments_of(rank)
-    return np.stack((layout.segment_document[mine], layout.segment_start[mine], layout.segment_row[mine]), axis=1)
 
 
 def _late_share(plan: Plan, rank: int) -> float:
@@ -340,8 +311,8 @@ def _query_moves(plan: Plan, rank: int, remote: RemoteTasks, chunks: ExchangeChu
     return QueryMoves(
         num_rows=int(local.rows.sum() + received.rows.sum()),
         send_rows=IndexRanges.of(sent.row, sent.rows, sent.stride),
-        chunk_send_counts=send_counts,
-        chunk_receive_counts=receive_counts,
+        send_counts=send_counts,
+        receive_counts=receive_counts,
         received_to_queries=query_rows_of(received),
         local_rows=IndexRanges.of(local.row, local.rows, local.stride),
         local_to_queries=query_rows_of(local),

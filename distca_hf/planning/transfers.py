@@ -230,7 +230,8 @@ def key_transfers(plan: Plan, chunks: ExchangeChunks | None = None) -> KeyTransf
     read, piece = reads.overlaps(pieces)
     travels = pieces.owner[piece] != reads.reader[read]
     read, piece = read[travels], piece[travels]
-    order = _order_of_small(pieces.owner[piece], plan.layout.num_ranks)
+    # NumPy sorts 16-bit integers in linear time.
+    order = np.argsort(pieces.owner[piece].astype(np.min_scalar_type(plan.layout.num_ranks)), kind="stable")
     read, piece = read[order], piece[order]
     transfers = KeyTransfers(
         source=pieces.owner[piece],
@@ -243,11 +244,6 @@ def key_transfers(plan: Plan, chunks: ExchangeChunks | None = None) -> KeyTransf
         head_groups=pieces.head_groups,
     )
     return transfers if chunks is None else transfers.in_chunks(chunks)
-
-
-def _order_of_small(values: IntArray, limit: int) -> IntArray:
-    """Returns the stable sort order of integers in [0, limit). NumPy sorts 16-bit integers in linear time."""
-    return np.argsort(values.astype(np.min_scalar_type(limit)), kind="stable")
 
 
 def bytes_between(plan: Plan, token_bytes: TokenBytes) -> IntArray:

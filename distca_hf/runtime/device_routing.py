@@ -169,7 +169,7 @@ class PinnedRouting:
             kept_to_remote_kv=kept,
             local_rows=local,
             local_to_remote_kv=local_to,
-            sums=RowSums(shared, local_to, local_in, send_in, _parts(routing.chunk_send_counts.ravel())),
+            sums=RowSums(shared, local_to, local_in, send_in, _parts(routing.send_counts.ravel())),
             local=local_calls,
             chunks=_chunks(routing, others),
             late_share=routing.late_share,
@@ -251,9 +251,9 @@ def _chunks(routing: Routing, calls: Sequence[tuple[DeviceCall, ...]]) -> tuple[
     """Returns all chunks; `calls` are the prefix calls of each chunk, then the remote queries of each."""
     # Where no queries move, their exchanges have no rows, and none is made: see `runtime.attention`.
     count, moves = len(routing.prefix_of_chunk), routing.queries
-    none = np.zeros_like(routing.chunk_send_counts)
-    keys = _splits(routing.chunk_send_counts, routing.chunk_receive_counts)
-    queries = _splits(none, none) if moves is None else _splits(moves.chunk_send_counts, moves.chunk_receive_counts)
+    none = np.zeros_like(routing.send_counts)
+    keys = _splits(routing.send_counts, routing.receive_counts)
+    queries = _splits(none, none) if moves is None else _splits(moves.send_counts, moves.receive_counts)
     return tuple(
         ChunkRouting(keys[chunk], queries[chunk], calls[chunk], calls[count + chunk]) for chunk in range(count)
     )

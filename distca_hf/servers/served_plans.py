@@ -25,9 +25,8 @@ from distca_hf.arrays import IntArray, offsets
 from distca_hf.cost import Mask, TokenBytes
 from distca_hf.errors import ConfigError, PackingError, PlanError
 from distca_hf.layout import Layout
-from distca_hf.planning.extra_ranks import ExtraRanks
 from distca_hf.planning.pieces import Tasks
-from distca_hf.planning.plan import PLAN_VERSION, Plan
+from distca_hf.planning.plan import PLAN_VERSION, ExtraRanks, Plan
 from distca_hf.planning.rebalance import plan_by_moving
 from distca_hf.topology import Topology
 

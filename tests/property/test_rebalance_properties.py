@@ -93,10 +93,9 @@ def test_bytes_are_counted_as_routing_counts_them(
     layout = draw(random.Random(seed), num_ranks, longest_tokens=2000)
     topology, token_bytes = Topology(num_ranks, 3), TokenBytes(query=4096, output=1024, key_value=512)
     candidates = Candidates(layout, head_groups, topology, token_bytes, None)
-    strategy = STRATEGIES[seed % len(STRATEGIES)]
-    attempt = candidates.move(strategy, TOLERANCE)
+    attempt = candidates.move(STRATEGIES[seed % len(STRATEGIES)], TOLERANCE)
     if node_aware:
-        attempt = candidates.move_by_nodes(attempt, strategy, TOLERANCE)
+        attempt = candidates.move_by_nodes(attempt, TOLERANCE)
     between = bytes_between(candidates.plan(attempt), token_bytes)
     other_node = topology.node_of[:, None] != topology.node_of[None, :]
 

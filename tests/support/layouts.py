@@ -54,6 +54,11 @@ def _in_order(routing: Routing) -> bool:
     )
 
 
+def pairs_of(routing: Routing) -> int:
+    """Attended pairs x groups of heads that a rank computes."""
+    return sum(call.pairs for call in (*routing.local, *routing.prefix, *routing.remote_queries))
+
+
 def packed_layout(rng: random.Random, num_ranks: int, longest_tokens: int = 3000) -> Layout:
     """Whole documents on each rank, as somebody else packs them: uneven token counts, long tails, empty ranks."""
 

@@ -13,6 +13,7 @@ from distca_hf.planning.pieces import ALL_HEADS, line_keys
 from distca_hf.planning.plan import Plan
 from distca_hf.planning.routing import QueryMoves, Routing, route
 from distca_hf.planning.transfers import ExchangeChunks, key_transfers
+from support.layouts import pairs_of
 
 
 Row = tuple[int, int, int]
@@ -30,8 +31,7 @@ class Simulation:
         self.routings = [route(plan, rank, chunks=self.chunks) for rank in self.ranks]
         self.home = [rows_at_home(plan.layout, rank, self.groups) for rank in self.ranks]
         sent = [
-            self._parts(rank, routing.send_rows, routing.chunk_send_counts)
-            for rank, routing in enumerate(self.routings)
+            self._parts(rank, routing.send_rows, routing.send_counts) for rank, routing in enumerate(self.routings)
         ]
         self.keys_come = [self._come(rank, sent) for rank in self.ranks]
         self.keys_received = [[row for chunk in chunks for row in chunk] for chunks in self.keys_come]
@@ -78,7 +78,7 @@ class Simulation:
         if not self.plan.moves_queries:
             return [[[] for _ in range(self.chunks.count)] for _ in self.ranks]
         moves = [self.moves(rank) for rank in self.ranks]
-        sent = [self._parts(rank, of_rank.send_rows, of_rank.chunk_send_counts) for rank, of_rank in enumerate(moves)]
+        sent = [self._parts(rank, of_rank.send_rows, of_rank.send_counts) for rank, of_rank in enumerate(moves)]
         return [self._come(rank, sent) for rank in self.ranks]
 
     def _remote_queries(self, rank: int) -> list[Row]:
@@ -309,7 +309,7 @@ def check_attention(simulation: Simulation) -> None:
     for counts in total.values():
         first, keys = simulation.plan.tasks.mask.first_key(np.arange(len(counts))), np.arange(len(counts))
         assert (counts == ((first[:, None] <= keys) & (keys <= keys[:, None]))).all()
-    assert [routing.pairs for routing in simulation.routings] == simulation.plan.work.tolist()
+    assert [pairs_of(routing) for routing in simulation.routings] == simulation.plan.work.tolist()
 
 
 def check_keys(simulation: Simulation) -> None:
@@ -327,7 +327,7 @@ def check_keys(simulation: Simulation) -> None:
         assert simulation.store[rank] == simulation.store_by_definition(rank)
         assert routing.exchanges == sends
         for other, other_routing in enumerate(simulation.routings):
-            assert (routing.chunk_send_counts[:, other] == other_routing.chunk_receive_counts[:, rank]).all()
+            assert (routing.send_counts[:, other] == other_routing.receive_counts[:, rank]).all()
 
 
 def check_kept(simulation: Simulation) -> None:

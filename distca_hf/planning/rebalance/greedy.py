@@ -10,8 +10,7 @@ from dataclasses import dataclass
 
 from distca_hf.cost import Mask, TokenBytes
 from distca_hf.errors import ConfigError
-from distca_hf.planning.rebalance.byte_costs import Prices
-from distca_hf.planning.rebalance.donors import Donors
+from distca_hf.planning.rebalance.donors import Donors, Prices
 from distca_hf.planning.rebalance.head_stacks import (
     Column,
     CommonCut,

@@ -127,7 +127,7 @@ def test_rows_of_a_chunk_lie_together_and_in_order() -> None:
     routing = route(plan_in_place(PARTED), 1, chunks=ExchangeChunks.cut(plan_in_place(PARTED), 2))
 
     assert routing.remote_kv_rows == 8 + 4
-    assert routing.chunk_receive_counts.tolist() == [[8, 0], [4, 0]]
+    assert routing.receive_counts.tolist() == [[8, 0], [4, 0]]
     assert routing.received_to_remote_kv.numbers.tolist() == list(range(12))
     assert routing.come_in_order
     told = [
@@ -141,7 +141,7 @@ def test_rows_of_a_chunk_lie_together_and_in_order() -> None:
 
     sender = route(plan_in_place(PARTED), 0, chunks=ExchangeChunks.cut(plan_in_place(PARTED), 2))
     assert sender.send_rows.numbers.tolist() == list(range(12))
-    assert sender.chunk_send_counts.tolist() == [[0, 8], [0, 4]]
+    assert sender.send_counts.tolist() == [[0, 8], [0, 4]]
     assert sender.shared_rows.numbers.tolist() == list(range(12))
     assert sender.send_in_shared.numbers.tolist() == sender.send_rows.numbers.tolist()
 

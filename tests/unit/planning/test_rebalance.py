@@ -10,8 +10,7 @@ from distca_hf.placement.place import fill_in_order
 from distca_hf.planning.pieces import ALL_HEADS
 from distca_hf.planning.plan import Plan, plan_in_place
 from distca_hf.planning.rebalance import plan_by_moving
-from distca_hf.planning.rebalance.byte_costs import Prices
-from distca_hf.planning.rebalance.donors import Strategy, merge_short_tails
+from distca_hf.planning.rebalance.donors import Prices, Strategy, merge_short_tails
 from distca_hf.planning.rebalance.greedy import WorkGaps, work_limits
 from distca_hf.planning.transfers import bytes_between
 from distca_hf.topology import Topology

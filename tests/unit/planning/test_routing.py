@@ -95,7 +95,7 @@ def test_two_ranks_that_share_one_document() -> None:
         [],
         [],
     ]
-    assert (left.send_counts.tolist(), left.receive_counts.tolist()) == ([0, 2], [0, 0])
+    assert (left.send_counts.tolist(), left.receive_counts.tolist()) == ([[0, 2]], [[0, 0]])
     assert numbers(left.shared_rows, left.send_in_shared, left.local_in_shared) == [[3, 4], [0, 1], []]
     assert (left.num_rows, left.num_tokens, left.remote_kv_rows) == (5, 5, 0)
 
@@ -107,7 +107,7 @@ def test_two_ranks_that_share_one_document() -> None:
         [],
         [],
     ]  # local keys stay where they are
-    assert (right.send_counts.tolist(), right.receive_counts.tolist()) == ([0, 0], [2, 0])
+    assert (right.send_counts.tolist(), right.receive_counts.tolist()) == ([[0, 0]], [[2, 0]])
     assert numbers(right.received_to_remote_kv) == [[0, 1]]
     assert right.come_in_order
     assert numbers(right.shared_rows, right.send_in_shared, right.local_in_shared) == [[], [], []]
@@ -144,10 +144,10 @@ def test_all_index_arrays_are_int64(head_groups: int) -> None:
         layout = random_layout(rng, 3)
         for routing in (*routings(layout), *routings_of(random_plan(rng, layout, head_groups))):
             runs = [value for value in vars(routing).values() if isinstance(value, IndexRanges)]
-            arrays = [routing.chunk_send_counts, routing.chunk_receive_counts, routing.held]
+            arrays = [routing.send_counts, routing.receive_counts, routing.held]
             if routing.queries is not None:
                 runs += [value for value in vars(routing.queries).values() if isinstance(value, IndexRanges)]
-                arrays += [routing.queries.chunk_send_counts, routing.queries.chunk_receive_counts]
+                arrays += [routing.queries.send_counts, routing.queries.receive_counts]
             for call in (*routing.local, *routing.prefix, *routing.remote_queries):
                 arrays += [call.cu_seqlens_q, call.cu_seqlens_k]
             assert len(runs) == 8 + 4 * (routing.queries is not None)
@@ -215,7 +215,7 @@ def test_guest_task_with_queries_of_two_ranks() -> None:
     assert left.queries is not None
     assert left.queries.num_rows == 0
     assert numbers(left.queries.send_rows, left.queries.local_rows) == [[2, 3], []]
-    assert (left.queries.send_counts.tolist(), left.queries.receive_counts.tolist()) == ([0, 2], [0, 0])
+    assert (left.queries.send_counts.tolist(), left.queries.receive_counts.tolist()) == ([[0, 2]], [[0, 0]])
 
     assert all_calls(right) == [own((0, 2), [0, 2]), remote_queries((0, 4), (0, 6), [0, 4], [0, 6])]
     assert right.remote_kv_rows == 6

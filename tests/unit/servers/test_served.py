@@ -12,8 +12,8 @@ from distca_hf.cost import TokenBytes
 from distca_hf.errors import ConfigError, PlanError
 from distca_hf.layout import Layout
 from distca_hf.placement.place import place
+from distca_hf.planning.kinds import PlanTotals
 from distca_hf.planning.plan import Plan, plan_in_place
-from distca_hf.planning.plan_totals import PlanTotals
 from distca_hf.planning.rebalance.greedy import WorkGaps
 from distca_hf.planning.routing import LATE_SHARE, rank_plan, route
 from distca_hf.planning.transfers import bytes_between
