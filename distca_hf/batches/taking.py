@@ -19,9 +19,8 @@ from distca_hf.config import DistCAConfig
 from distca_hf.data.collate import MODULUS, sum_of
 from distca_hf.errors import PlanMismatchError, and_more
 from distca_hf.planning.plan import ExtraRanks, Plan
-from distca_hf.runtime.layer_kinds import Planned
+from distca_hf.runtime.layer_kinds import Planned, Posted
 from distca_hf.runtime.live_plan import LivePlan, PlanUse
-from distca_hf.runtime.posted import Posted
 from distca_hf.telemetry import get_logger
 from distca_hf.version import __version__
 

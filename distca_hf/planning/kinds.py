@@ -23,13 +23,13 @@ from distca_hf.cost import CAUSAL_LAYERS, CAUSAL_MASK, LayerMasks, Mask, imbalan
 from distca_hf.flops import StepFlops
 from distca_hf.layout import Layout
 from distca_hf.planning.plan import Plan, PlanFacts
-from distca_hf.planning.routing import RankPlan, rank_plan
+from distca_hf.planning.routing import RankPlan, Routing, rank_plan
 
 
 class RoutedKinds(NamedTuple):
     """The routings of one rank by mask, the full causal one among them; and facts of all layers together."""
 
-    plans: dict[Mask, RankPlan]
+    plans: dict[Mask, RankPlan[Routing]]
     facts: PlanFacts
     layout: Layout
     rank: int

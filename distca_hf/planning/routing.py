@@ -34,9 +34,11 @@ group (see `pieces`).
                        └─ routing of backward    in one chunk        of this rank
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
+from typing import Generic, TypeVar
 
 import numpy as np
 
@@ -326,9 +328,13 @@ def counts_by_chunk(chunk: IntArray, ranks: IntArray, rows: IntArray, num_chunks
     return counts
 
 
+Routed = TypeVar("Routed")
+Other = TypeVar("Other")
+
+
 @dataclass(frozen=True, eq=False)
-class RankPlan:
-    """Routings of one rank for one mask, and facts that all ranks share.
+class RankPlan(Generic[Routed]):
+    """Routings of one rank for one mask, and facts that all ranks share. `runtime` copies routings to the device.
 
     Attributes:
         mask: which keys queries attend.
@@ -339,13 +345,19 @@ class RankPlan:
     """
 
     mask: Mask
-    forward: Routing
-    backward: Routing
+    forward: Routed
+    backward: Routed
     facts: PlanFacts
     tasks: IntArray
 
+    def with_routings(self, make: Callable[[Routed], Other]) -> "RankPlan[Other]":
+        """Returns the same plan with what `make` returns of each routing."""
+        forward = make(self.forward)
+        backward = forward if self.backward is self.forward else make(self.backward)
+        return RankPlan(self.mask, forward, backward, self.facts, self.tasks)
 
-def rank_plan(plan: Plan, rank: int, num_chunks: int = 1, work_before: IntArray | None = None) -> RankPlan:
+
+def rank_plan(plan: Plan, rank: int, num_chunks: int = 1, work_before: IntArray | None = None) -> RankPlan[Routing]:
     """Returns the routings of one rank, and the facts of a plan.
 
     Args:

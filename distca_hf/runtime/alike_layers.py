@@ -20,8 +20,7 @@ from distca_hf.kernels.interface import AttentionSpec, Kernel, cut_at_chunks
 from distca_hf.kernels.registry import Operands, choose_kernel, kernel_name
 from distca_hf.runtime.device_routing import DeviceCall, DeviceRouting
 from distca_hf.runtime.kernel_calls import PreparedBackward, PreparedCalls, PreparedForward, QueryRows, rows_to_read
-from distca_hf.runtime.layer_kinds import LayerKind, LayerKinds
-from distca_hf.runtime.posted import Posted
+from distca_hf.runtime.layer_kinds import LayerKind, LayerKinds, Posted
 from distca_hf.runtime.remote_kv import PreparedKV
 from distca_hf.runtime.retention import Kept
 

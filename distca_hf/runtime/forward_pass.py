@@ -17,7 +17,7 @@ call. From then on each rank knows them, and refuses a layer of its own that dif
 
 import zlib
 from collections.abc import Hashable, Mapping, Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -26,7 +26,6 @@ from distca_hf.comm.grid import Scope
 from distca_hf.comm.transport import Transport
 from distca_hf.cost import CAUSAL_MASK, Mask
 from distca_hf.errors import PlanError, PlanMismatchError
-from distca_hf.runtime.pass_layers import CallTensors, PassCalls, other_mask, other_tensors
 from distca_hf.runtime.pending_traces import UNTRACED, PassTrace
 from distca_hf.torch_private import backward_number
 from distca_hf.traces import PassPart
@@ -49,6 +48,40 @@ class AlsoShown(Protocol):
     def seen(self, shown: Mapping[str, list[int]], micro_batch: int) -> None:
         """Takes the integers of all ranks, by name. May make collective calls."""
         ...
+
+
+class CallTensors(NamedTuple):
+    """Dtypes of an attention call's queries, keys and values, and their heads with dimensions."""
+
+    dtypes: tuple[torch.dtype, torch.dtype, torch.dtype]
+    heads: tuple[torch.Size, torch.Size, torch.Size]
+
+    @classmethod
+    def of(cls, q_TNH: torch.Tensor, k_TGH: torch.Tensor, v_TGV: torch.Tensor) -> "CallTensors":
+        """Returns dtypes and heads of these tensors."""
+        return cls((q_TNH.dtype, k_TGH.dtype, v_TGV.dtype), (q_TNH.shape[1:], k_TGH.shape[1:], v_TGV.shape[1:]))
+
+    @property
+    def dtypes_in_words(self) -> str:
+        """The dtypes as text; one if all three are the same."""
+        return str(self.dtypes[0]) if len(set(self.dtypes)) == 1 else ", ".join(map(str, self.dtypes))
+
+    @property
+    def heads_in_words(self) -> str:
+        """Number and dimension of heads, as text."""
+        return ", ".join(f"{name} {tuple(heads)}" for name, heads in zip("qkv", self.heads, strict=True))
+
+
+class PassCalls(NamedTuple):
+    """Attention calls of a forward pass, without recomputed ones.
+
+    Attributes:
+        masks: mask of each call.
+        tensors: dtypes and heads of each call.
+    """
+
+    masks: list[Mask]
+    tensors: list[CallTensors]
 
 
 class ForwardPass:
@@ -164,12 +197,31 @@ class ForwardPass:
         return self._begin_recomputed(mask)
 
     def _check_call(self, mask: Mask, tensors: CallTensors | None, place: str) -> None:
-        call, expected = self.calls - 1, self._expected_tensors
+        """Compares a call with that of the pass before: other ranks exchange rows for its mask and its tensors.
+
+        Raises:
+            PlanError: it has another mask, other dtypes or other heads.
+        """
+        call, where = self.calls - 1, f"{self._transport.grid.name}, {place}"
         masks: Sequence[Mask] = () if self._before is None else self._before.masks
         if call < len(masks) and masks[call] != mask:
-            raise other_mask(mask, masks[call], f"{self._transport.grid.name}, {place}")
-        if tensors is not None and call < len(expected) and expected[call] != tensors:
-            raise other_tensors(tensors, expected[call], f"{self._transport.grid.name}, {place}")
+            raise PlanError(
+                f"{where}: the layer attends with {mask.in_words}, and with {masks[call].in_words} in the pass "
+                "before; other ranks exchange rows for that. Windows of layers cannot change after the first pass: "
+                "enable the model again, on all ranks"
+            )
+        if tensors is None or call >= len(self._expected_tensors) or self._expected_tensors[call] == tensors:
+            return
+        before = self._expected_tensors[call]
+        if tensors.dtypes != before.dtypes:
+            words = f"in {tensors.dtypes_in_words}, and in {before.dtypes_in_words}"
+        else:
+            words = f"with heads {tensors.heads_in_words}, and with {before.heads_in_words}"
+        raise PlanError(
+            f"{where}: the layer attends {words} in the pass before; other ranks exchange rows for that, and none of "
+            "this layer were sent. Dtypes and heads of layers cannot change after the first pass: compute the layer "
+            "as before, or enable the model again, on all ranks"
+        )
 
     def begin_backward(self) -> str:
         """Counts a backward call and names its place. The first one waits for the other ranks.

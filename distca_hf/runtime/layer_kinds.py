@@ -6,35 +6,90 @@
 All kinds have the same layout, so a rank holds the same rows in every layer. A window that is as long as the longest
 document of the micro-batch counts as no window: such layers belong to the full kind.
 
-Planning leaves a `Planned` on this rank, or a `PlannedLater` if plans are made when the decoder of a model begins.
+Planning leaves a `Planned` on this rank, or a `PlannedLater` if plans are made when the decoder of a model begins. A
+plan that ranks without tokens have, too, is `Posted` to them.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache, partial
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import torch
 
 from distca_hf.arrays import IntArray
 from distca_hf.config import DistCAConfig
-from distca_hf.cost import Mask
+from distca_hf.cost import Mask, TokenBytes
 from distca_hf.errors import PlanError
-from distca_hf.kernels.interface import AttentionSpec, mask_of, without_window
+from distca_hf.kernels.interface import AttentionSpec, Kernel, mask_of, without_window
 from distca_hf.layout import Layout
 from distca_hf.planning.kinds import RoutedKinds
 from distca_hf.planning.plan import PlanFacts, plan_in_place
-from distca_hf.planning.routing import rank_plan
-from distca_hf.runtime.device_routing import DeviceRankPlan, DeviceRouting, PinnedRankPlan
-from distca_hf.runtime.pass_layers import HeldLayers, PassLayers
-from distca_hf.runtime.posted import Posted
-from distca_hf.runtime.retention import Retention
+from distca_hf.planning.routing import RankPlan, rank_plan
+from distca_hf.runtime.device_routing import DeviceRankPlan, DeviceRouting, PinnedRouting, on_device
+from distca_hf.runtime.pending_traces import NotedPass
+from distca_hf.runtime.retention import PassLayers, Retention
 from distca_hf.runtime.row_moves import DeviceRowMoves
 from distca_hf.telemetry import get_logger
+from distca_hf.trace_file import TraceFile
+from distca_hf.traces import RankTrace
 
 
-# Makes the rank plan of a mask with a window, on the device.
-RouteWindow = Callable[[Mask], DeviceRankPlan]
+class AnnouncedCall(NamedTuple):
+    """A call of attention that is about to exchange rows; `facts` are those of the layers with its mask."""
+
+    q_TNH: torch.Tensor
+    k_TGH: torch.Tensor
+    v_TGV: torch.Tensor
+    spec: AttentionSpec
+    facts: PlanFacts
+
+
+class Posted(ABC):
+    """The plan of a micro-batch that was posted; each call of attention is announced to it.
+
+    Attributes:
+        ranks: numbers of the ranks without tokens, in the order of the plan.
+        room_bytes: that rows may take on each of them until backward; None if there are none.
+    """
+
+    ranks: tuple[int, ...] = ()
+    room_bytes: float | None = None
+
+    def runs_again(self, error: Exception) -> bool:
+        """Returns whether an error was the loss of one of them in a step that runs again. Until its end, attention
+        gives zeros and exchanges nothing."""
+        return False
+
+    @abstractmethod
+    def again(self) -> Self:
+        """Posts the same plan once more, for one more pass."""
+
+    @abstractmethod
+    def forward(self, call: AnnouncedCall, keeps: bool) -> int:
+        """Announces a call of forward. Returns the slot in which ranks without tokens keep received rows until
+        backward, if `keeps`; 0: they keep none."""
+
+    @abstractmethod
+    def backward(self, call: AnnouncedCall, slot: torch.Tensor, has_sinks: bool, keeps: bool) -> bool:
+        """Announces a call of backward, and returns whether all ranks kept rows for it.
+
+        Args:
+            slot: of the same call of forward, see `Kept`. Rows are kept for one backward pass: for a second one they
+                are sent again.
+            has_sinks: whether output and log-sum-exp are those of rows with sinks.
+            keeps: whether this rank kept rows.
+        """
+
+    @abstractmethod
+    def measured(self, kernel: Kernel, spec: AttentionSpec) -> Kernel:
+        """Returns a kernel for this rank's part of announced calls: it may be measured."""
+
+    @abstractmethod
+    def traced(self, device: torch.device, file: TraceFile, token_bytes: TokenBytes, trace: RankTrace) -> NotedPass:
+        """Returns what notes the moments of a pass that begins. Ranks without tokens trace it, too, as `trace` of this
+        rank says, which has no calls yet."""
 
 
 class Planned(NamedTuple):
@@ -43,7 +98,7 @@ class Planned(NamedTuple):
     Attributes:
         routings: returns rank plans by mask: the full causal one, and windows that were known before. They are copied
             to the device when they are first asked for: rows move in before.
-        route_window: makes that of a window that a layer is the first to ask for; None: there is no other.
+        route_window: makes the rank plan of a window that a layer is the first to ask for; None: there is no other.
         facts: of all layers together.
         fingerprint: of the plan.
         posted: the plan as ranks without tokens have it; None if there are none.
@@ -52,7 +107,7 @@ class Planned(NamedTuple):
     """
 
     routings: Callable[[], Mapping[Mask, DeviceRankPlan]]
-    route_window: RouteWindow | None
+    route_window: Callable[[Mask], DeviceRankPlan] | None
     facts: PlanFacts
     fingerprint: int
     posted: Posted | None = None
@@ -92,7 +147,7 @@ class PinnedKinds:
         pin: whether they are in memory that a GPU copies from while the host goes on.
     """
 
-    plans: Mapping[Mask, PinnedRankPlan]
+    plans: Mapping[Mask, RankPlan[PinnedRouting]]
     facts: PlanFacts
     layout: Layout
     rank: int
@@ -101,7 +156,8 @@ class PinnedKinds:
     @classmethod
     def prepare(cls, routed: RoutedKinds, pin: bool = False) -> "PinnedKinds":
         """Gathers the routing of each kind of layers; safe in a background thread."""
-        plans = {mask: PinnedRankPlan.prepare(plan, pin) for mask, plan in routed.plans.items()}
+        prepare = partial(PinnedRouting.prepare, pin=pin)
+        plans = {mask: plan.with_routings(prepare) for mask, plan in routed.plans.items()}
         return cls(plans, routed.facts, routed.layout, routed.rank, pin)
 
     @property
@@ -114,27 +170,23 @@ class PinnedKinds:
         """`[segments]` tokens of the whole documents of these."""
         return self.layout.document_tokens[self.layout.segment_document[self.layout.segments_of(self.rank)]]
 
-    def to(self, device: torch.device) -> dict[Mask, DeviceRankPlan]:
-        """Returns the rank plans on the device; the host does not wait."""
-        return {mask: plan.to(device) for mask, plan in self.plans.items()}
-
     def planned(self, device: torch.device, fingerprint: int, posted: Posted | None = None) -> Planned:
         """Returns the micro-batch as it was planned, on the device; the host does not wait.
 
         Args:
             fingerprint, posted: see `Planned`.
         """
-        return Planned(cache(partial(self.to, device)), self.route_window(device), self.facts, fingerprint, posted)
 
-    def route_window(self, device: torch.device) -> RouteWindow:
-        """Returns a function that routes a window which was not known before."""
+        @cache
+        def routings() -> Mapping[Mask, DeviceRankPlan]:
+            plans = self.plans.items()
+            return {mask: plan.with_routings(lambda routing: routing.to(device)) for mask, plan in plans}
 
-        def route(mask: Mask) -> DeviceRankPlan:
+        def route_window(mask: Mask) -> DeviceRankPlan:
             log.debug("rank %d: %s is routed when a layer first attends with it", self.rank, mask)
-            routed = rank_plan(plan_in_place(self.layout).of_window(mask), self.rank)
-            return PinnedRankPlan.prepare(routed, self.pin).to(device)
+            return on_device(rank_plan(plan_in_place(self.layout).of_window(mask), self.rank), device, self.pin)
 
-        return route
+        return Planned(routings, route_window, self.facts, fingerprint, posted)
 
 
 @dataclass(eq=False)
@@ -150,15 +202,6 @@ class LayerKind:
     plan: DeviceRankPlan
     retention: Retention
     has_room: bool = False
-
-    def begin_forward_pass(self, layers: HeldLayers) -> None:
-        """Begins a pass with these layers: another one may leave less room."""
-        self.retention.layers = layers
-        self.has_room = False
-
-    def note_room(self) -> None:
-        """Notes that the device has room for a call."""
-        self.has_room = True
 
 
 class LayerKinds:
@@ -184,7 +227,8 @@ class LayerKinds:
         """Notes which layers the next pass has."""
         self._layers = layers
         for mask, kind in self._kinds.items():
-            kind.begin_forward_pass(layers.of(mask, self._longest_tokens))
+            kind.retention.layers = layers.of(mask, self._longest_tokens)
+            kind.has_room = False  # another pass may leave less
 
     def spec(self, spec: AttentionSpec) -> AttentionSpec:
         """Returns the spec of a layer without a window that no document of the micro-batch is longer than."""

@@ -9,6 +9,11 @@ gradients and weights of sharded layers are sent, too. They take less memory tha
 documents that span ranks, and no queries if all stay on their rank. Results of remote queries are computed and sent
 again.
 
+Layers differ in how long they hold rows of other ranks:
+
+    forward    layer 0 holds all until backward   │ layer 1 recomputed: holds what it received, or nothing
+    backward                                      │ layers of one checkpointed region hold all at the same time
+
 Both decisions are the same on all ranks and in all layers of a micro-batch, because fetching is an exchange.
 
 Ranks without tokens keep rows, too, where attention is not recomputed. They hold no graph, so every call of forward
@@ -16,16 +21,74 @@ gets a number, its slot, under which they keep what they received. Backward name
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
 from distca_hf.config import DistCAConfig
+from distca_hf.cost import CAUSAL_LAYERS, LayerMasks, Mask
 from distca_hf.kernels.interface import accumulation_dtype
 from distca_hf.planning.plan import PlanFacts
-from distca_hf.runtime.pass_layers import HeldLayers
 from distca_hf.telemetry import warn
+
+
+# For each checkpointed region whose attention is recomputed: masks of its layers.
+Regions = tuple[tuple[Mask, ...], ...]
+
+
+class HeldLayers(NamedTuple):
+    """How many layers of one kind hold rows of other ranks, and when.
+
+    Attributes:
+        saved: layers that hold the rows that backward needs from forward on.
+        recomputed: all other layers; they attend again before their backward.
+        together: most of the recomputed layers in one region; they hold the rows at the same time.
+    """
+
+    saved: int = 1
+    recomputed: int = 0
+    together: int = 0
+
+
+class PassLayers(NamedTuple):
+    """Layers of a forward pass.
+
+    Attributes:
+        attention_calls: number of attention calls of the pass, as far as it is known before the first pass.
+        layer_masks: masks of the model's layers, each with the number of its layers.
+        regions: regions whose attention is recomputed.
+    """
+
+    attention_calls: int = 1
+    layer_masks: LayerMasks = CAUSAL_LAYERS
+    regions: Regions = ()
+
+    def of(self, kind: Mask, longest_document_tokens: int) -> HeldLayers:
+        """Returns the layers of one kind, at least one. If no layer is known to have this mask, all may have it.
+
+        Args:
+            longest_document_tokens: a window that is at least this long counts as no window.
+        """
+
+        def in_kind(mask: Mask) -> bool:
+            return mask.within(longest_document_tokens) == kind
+
+        counts: Callable[[Mask], bool] = in_kind
+        if not any(in_kind(mask) for mask, _ in self.layer_masks):
+            counts = bool
+        total = sum(count for _, count in self.layer_masks)
+        layers = sum(count for mask, count in self.layer_masks if counts(mask))
+        of_regions = [sum(map(counts, masks)) for masks in self.regions]
+        calls = self.attention_calls / total  # of a layer: some models run a layer several times
+        recomputed = round(calls * sum(of_regions))
+        saved = max(0 if recomputed else 1, round(calls * layers) - recomputed)
+        return HeldLayers(saved, recomputed, max(of_regions, default=0))
+
+
+# Layers of a pass about which nothing is known.
+ONE_LAYER = PassLayers()
 
 
 @dataclass(eq=False, slots=True)

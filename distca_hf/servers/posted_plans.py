@@ -13,8 +13,8 @@ from distca_hf.errors import ServerLostError
 from distca_hf.flops import ATTENTION_BACKWARD
 from distca_hf.kernels.interface import NEW, AttentionSpec, Gradients, Inputs, Kernel, Outputs, Room, Saved, Spans
 from distca_hf.planning.plan import Plan
+from distca_hf.runtime.layer_kinds import AnnouncedCall, Posted
 from distca_hf.runtime.pending_traces import NotedPass
-from distca_hf.runtime.posted import AnnouncedCall, Posted
 from distca_hf.servers.orders import DTYPES, CallOrder, Kind, PassOrder, Phase
 from distca_hf.servers.served_plans import plan_to_integers
 from distca_hf.servers.served_traces import OrderedPass, ReportedPass

@@ -23,9 +23,8 @@ from distca_hf.integrations.models.check import IMPLEMENTATION, PositionLimits, 
 from distca_hf.integrations.models.layer_masks import layer_masks_of, masks_of_layers
 from distca_hf.integrations.models.structure import towers, transformers_model, weights_beside_text
 from distca_hf.integrations.models.weights_check import SharedState, replicated_parameters
-from distca_hf.runtime.forward_pass import ForwardPass
+from distca_hf.runtime.forward_pass import ForwardPass, PassCalls
 from distca_hf.runtime.live_plan import LivePlan
-from distca_hf.runtime.pass_layers import PassCalls
 from distca_hf.telemetry import get_logger
 from distca_hf.torch_private import ddp_awaits_every_gradient
 

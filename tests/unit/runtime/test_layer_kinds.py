@@ -12,7 +12,7 @@ from distca_hf.layout import Layout
 from distca_hf.planning.kinds import RoutedKinds
 from distca_hf.planning.plan import plan_in_place
 from distca_hf.runtime.layer_kinds import LayerKinds, PinnedKinds
-from distca_hf.runtime.pass_layers import PassLayers
+from distca_hf.runtime.retention import PassLayers
 from support.parity import live_plan
 
 

@@ -15,7 +15,7 @@ from distca_hf.layout import Layout
 from distca_hf.runtime.forward_pass import ForwardPass
 from distca_hf.runtime.layer_kinds import Planned, PlannedLater
 from distca_hf.runtime.live_plan import LivePlan, find_plan
-from distca_hf.runtime.pass_layers import HeldLayers, PassLayers
+from distca_hf.runtime.retention import HeldLayers, PassLayers
 from distca_hf.testing import LoopbackTransport, run_ranks
 from support.data import random_dataset
 from support.models import tiny_model

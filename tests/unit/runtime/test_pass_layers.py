@@ -3,7 +3,7 @@
 import pytest
 
 from distca_hf.cost import CAUSAL_MASK, LayerMasks, Mask
-from distca_hf.runtime.pass_layers import HeldLayers, PassLayers, Regions
+from distca_hf.runtime.retention import HeldLayers, PassLayers, Regions
 
 
 MIXED: LayerMasks = ((CAUSAL_MASK, 2), (Mask(8), 3), (Mask(16), 5))

@@ -19,8 +19,7 @@ from distca_hf.planning.plan import Plan, PlanFacts
 from distca_hf.planning.transfers import key_transfers
 from distca_hf.runtime.live_plan import LivePlan
 from distca_hf.runtime.op import flash_attn
-from distca_hf.runtime.pass_layers import HeldLayers
-from distca_hf.runtime.retention import Retention, kept_bytes, received_bytes
+from distca_hf.runtime.retention import HeldLayers, Retention, kept_bytes, received_bytes
 from distca_hf.testing import run_ranks
 from support.checkpointing import checkpointing_arguments
 from support.data import random_dataset

@@ -11,7 +11,7 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 from distca_hf.comm.transport import AllToAll, Arrived, LocalTransport
 from distca_hf.errors import ConfigError, PeerLostError, ServerLostError, StoreLostError
 from distca_hf.planning.plan import PlanFacts
-from distca_hf.runtime.posted import AnnouncedCall
+from distca_hf.runtime.layer_kinds import AnnouncedCall
 from distca_hf.servers import heartbeats, served_transport
 from distca_hf.servers.job_store import JobStore
 from distca_hf.servers.live_servers import MOST_LOSSES, LostServers
