@@ -128,7 +128,7 @@ class AlikeLayers:
             whole_call = None
         forward_kv = _prepared_kv(k_TGH, v_TGV, forward)
         backward_kv = forward_kv if backward is forward else _prepared_kv(k_TGH, v_TGV, backward)
-        forward_calls: PreparedCalls[PreparedForward] = PreparedCalls(kernel, cut_at_chunks(spec), kv_heads)
+        forward_calls = PreparedCalls(PreparedForward, kernel, cut_at_chunks(spec), kv_heads)
         nothing = kind.retention.nothing(k_TGH)
         return cls(spec, kernel, kind, kv_heads, calls, whole_call, forward_kv, backward_kv, forward_calls, nothing)
 
@@ -155,7 +155,9 @@ class AlikeLayers:
         key = spec, *[x.stride() for x in rows]
         prepared = self._prepared_backward.get(key)
         if prepared is None:
-            prepared = self._prepared_backward[key] = PreparedCalls(self.kernel, cut_at_chunks(spec), self.kv_heads)
+            prepared = self._prepared_backward[key] = PreparedCalls(
+                PreparedBackward, self.kernel, cut_at_chunks(spec), self.kv_heads
+            )
         return prepared
 
 

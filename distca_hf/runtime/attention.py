@@ -237,7 +237,7 @@ def attend_backward(
     trace.spent(LOCAL)
     keys.receive(chunk, remote_kv)
     trace.spent(WAIT)
-    local.derive_prefixes(prefixes, remote_kv, gradients)
+    local.derive_on_remote_kv(prefixes, remote_kv, gradients, adds=True)
     if remote_queries is not None:
         trace.spent(REMOTE)
         remote_queries.receive(chunk)
@@ -249,7 +249,7 @@ def attend_backward(
     combine = KVGradCombine(gradients, k, prepared)
     combine.start(chunk, transport, where)
     if remote_queries is not None:
-        remote_queries.send_gradients(chunk, transport, where)
+        remote_queries.send_results(chunk, transport, where)
     trace.spent(SEND)
     # 3. Late local calls, while gradients go back. Sums come last, and in one order: all that they add to is written.
     local.derive(calls.late, k_TGH, v_TGV, dk, dv)

@@ -61,7 +61,7 @@ def define_op(
     name = function.__name__.removeprefix("_")
 
     def contiguous(*given: *Inputs) -> Output:
-        # As `fake` returns results: graphs are compiled for these strides. Where nothing is dispatched they may differ.
+        # As `fake` returns them: graphs are compiled for these strides. Where nothing is dispatched they may differ.
         output: Any = function(*given)
         if isinstance(output, torch.Tensor):
             return cast(Output, output.contiguous())

@@ -193,8 +193,15 @@ class ForwardPass:
             if self.trace is not UNTRACED:
                 self.trace.begin(PassPart.FORWARD, self.calls - 1, mask.window_tokens or 0)
             return place
+        # Checkpointing repeats calls for backward: the last region first, its calls in order.
         self._recomputed += 1
-        return self._begin_recomputed(mask)
+        self._enter_backward(goes_on=self._recomputed > 1)
+        last = self._next_backward_layer(self.num_calls)
+        layer = last - self._calls_per_region + self._recomputed
+        self.trace.begin(PassPart.RECOMPUTED, min(layer, last), mask.window_tokens or 0)
+        if layer <= last:
+            return self._place(layer, "forward")
+        return self._place(last, f"call {self._recomputed} of its checkpointed region, forward")
 
     def _check_call(self, mask: Mask, tensors: CallTensors | None, place: str) -> None:
         """Compares a call with that of the pass before: other ranks exchange rows for its mask and its tensors.
@@ -359,17 +366,6 @@ class ForwardPass:
                 "All ranks must run the same layers in one order. Where inputs need gradients on only some ranks "
                 "(frozen layers after embeddings that another module made), that module must take part on every rank"
             )
-
-    def _begin_recomputed(self, mask: Mask) -> str:
-        """Names a call that checkpointing repeats for backward: the last region first, its calls in order."""
-        assert self.num_calls is not None
-        self._enter_backward(goes_on=self._recomputed > 1)
-        last = self._next_backward_layer(self.num_calls)
-        layer = last - self._calls_per_region + self._recomputed
-        self.trace.begin(PassPart.RECOMPUTED, min(layer, last), mask.window_tokens or 0)
-        if layer <= last:
-            return self._place(layer, "forward")
-        return self._place(last, f"call {self._recomputed} of its checkpointed region, forward")
 
     def _next_backward_layer(self, num_calls: int) -> int:
         """Returns the layer whose backward call is next: the last one first, and again if a graph is retained."""

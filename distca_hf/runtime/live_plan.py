@@ -14,7 +14,6 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Generic, TypeVar
 
 import torch
 
@@ -33,10 +32,7 @@ from distca_hf.runtime.pending_traces import UNTRACED, PassTrace
 from distca_hf.runtime.retention import ONE_LAYER, PassLayers, Retention
 
 
-Plan = TypeVar("Plan")
-
-
-class PlanRegister(Generic[Plan]):
+class PlanRegister:
     """Finds live plans by number. It keeps the newest ones alive; older ones live as long as a batch or a graph holds
     them.
 
@@ -46,11 +42,11 @@ class PlanRegister(Generic[Plan]):
 
     def __init__(self) -> None:
         self._numbers = itertools.count(1)
-        self._all: weakref.WeakValueDictionary[int, Plan] = weakref.WeakValueDictionary()
-        self.newest: OrderedDict[int, Plan] = OrderedDict()
+        self._all: weakref.WeakValueDictionary[int, LivePlan] = weakref.WeakValueDictionary()
+        self.newest: OrderedDict[int, LivePlan] = OrderedDict()
         self._lock = threading.Lock()
 
-    def add(self, plan: Plan, keep: int) -> int:
+    def add(self, plan: "LivePlan", keep: int) -> int:
         """Registers a plan and lets go of all but the `keep` newest."""
         with self._lock:
             number = next(self._numbers)
@@ -65,7 +61,7 @@ class PlanRegister(Generic[Plan]):
             while len(self.newest) > count:
                 self.newest.popitem(last=False)
 
-    def find(self, number: int) -> Plan:
+    def find(self, number: int) -> "LivePlan":
         """Returns the plan with this number.
 
         Raises:
@@ -328,7 +324,7 @@ class LivePlan:
         return "lookup" in vars(self)
 
 
-_register: PlanRegister["LivePlan"] = PlanRegister()
+_register = PlanRegister()
 
 # Plans of the batches in flight, by number. `find_plan` returns any live plan; it raises PlanError if no batch and no
 # graph holds it any more.

@@ -7,7 +7,7 @@ TRL's by name) then saves both, and recomputation neither exchanges nor attends 
 Shape legend in `kernels.interface`.
 """
 
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -24,13 +24,6 @@ from distca_hf.torch_private import compiles_cuda_graphs, unknown_size
 
 # Output, log-sum-exp, and rows of other ranks that are kept: keys and values; queries, outputs and log-sum-exps; slot.
 OpOutputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
-# Queries, keys, values; numbers of an `AttentionSpec`; handle of the live plan; number of the layer; whether gradients
-# are needed; sinks.
-OpInputs = tuple[
-    torch.Tensor, torch.Tensor, torch.Tensor, list[float], int, torch.Tensor | None, bool, torch.Tensor | None
-]
-
-
 # How many numbers an `AttentionSpec` has.
 NUM_SPEC_NUMBERS = len(AttentionSpec._fields)
 
@@ -135,7 +128,7 @@ def _flash_attn_backward(
 flash_attn_backward = define_op(_flash_attn_backward, empty_gradients)
 
 
-def _save(ctx: _Context, inputs: OpInputs, output: OpOutputs) -> None:
+def _save(ctx: _Context, inputs: tuple[Any, ...], output: OpOutputs) -> None:
     q, k, v, spec, handle, _, _, sinks = inputs
     ctx.save_for_backward(q, k, v, *output, sinks)
     ctx.spec, ctx.handle = spec, handle

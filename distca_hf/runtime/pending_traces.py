@@ -231,8 +231,16 @@ def bytes_of_layer(
     for plan in plans:
         layers = [kind.layers for kind in kinds if is_routed_by(kind, plan)]
         share = sum(layers) / total
-        if share:
-            _add_bytes(sent, received, plan, share, token_bytes)
+        if not share:
+            continue
+        # Keys and values, queries that move, and outputs, which go the other way.
+        weight = share / plan.forward.rows_per_token
+        for chunk in plan.forward.chunks:
+            ways = (chunk.keys, token_bytes.key_value, 0), (chunk.queries, token_bytes.query, token_bytes.output)
+            for splits, out_bytes, back_bytes in ways:
+                for rank, (leaving, coming) in enumerate(zip(splits.send_counts, splits.receive_counts, strict=True)):
+                    sent[rank] += weight * (leaving * out_bytes + coming * back_bytes)
+                    received[rank] += weight * (coming * out_bytes + leaving * back_bytes)
     return _rounded(sent), _rounded(received)
 
 
@@ -240,19 +248,6 @@ def is_routed_by(kind: LayersTrace, plan: DeviceRankPlan) -> bool:
     """Returns whether layers follow a routing: a window as long as all documents is none."""
     window = 0 if kind.window_tokens >= plan.facts.longest_document_tokens else kind.window_tokens
     return window == (plan.facts.window_tokens or 0)
-
-
-def _add_bytes(sent: Bytes, received: Bytes, plan: DeviceRankPlan, share: float, token_bytes: TokenBytes) -> None:
-    """Adds the bytes of one layer of a kind, weighted by its share of all layers: keys and values, queries that move,
-    and outputs, which go the other way."""
-    weight = share / plan.forward.rows_per_token
-    for chunk in plan.forward.chunks:
-        ways = (chunk.keys, token_bytes.key_value, 0), (chunk.queries, token_bytes.query, token_bytes.output)
-        for splits, out_bytes, back_bytes in ways:
-            for rank, (leaving, coming) in enumerate(zip(splits.send_counts, splits.receive_counts, strict=True)):
-                if leaving or coming:
-                    sent[rank] += weight * (leaving * out_bytes + coming * back_bytes)
-                    received[rank] += weight * (coming * out_bytes + leaving * back_bytes)
 
 
 def tasks_of(tasks: IntArray) -> tuple[tuple[int, int, int], ...]:

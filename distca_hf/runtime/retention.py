@@ -148,7 +148,8 @@ class Retention:
 
     Attributes:
         layers: of the pass with its mask; set before each pass.
-        keeps: whether received rows are kept until backward; None before the first layer.
+        keeps: whether received rows are kept until backward; None before the first layer. On ranks without tokens
+            it is set for each call.
     """
 
     def __init__(
@@ -163,10 +164,6 @@ class Retention:
         self.keeps: bool | None = None
         self._waits: bool | None = None if room_bytes is None else False
         self._nothing: Kept | None = None
-
-    def follow(self, keeps: bool) -> None:
-        """Takes the decision of the ranks that train for the next call, on one without tokens."""
-        self.keeps = keeps
 
     def keeps_received(self, q_TNH: torch.Tensor, k_TGH: torch.Tensor, v_TGV: torch.Tensor) -> bool:
         """Returns whether this micro-batch keeps received rows until backward.

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -615,12 +616,12 @@ def test_auto_takes_the_fastest_kernel_that_is_installed(
 ) -> None:
     made = []
 
-    def make(name: str) -> Kernel:
+    def make(name: str, package: ModuleType) -> Kernel:
         made.append(name)
         return ReferenceKernel()
 
     for name in ("flash2", "flash3", "flash4"):
-        entry = dataclasses.replace(KERNELS[name], module="json", make=partial(make, name))
+        entry = dataclasses.replace(KERNELS[name], module="json", kernel=partial(make, name))
         monkeypatch.setitem(KERNELS, name, entry)
         chosen_kernel.cache_clear()
         choose_kernel("auto", GPU_OPERANDS, SPEC)
@@ -630,14 +631,14 @@ def test_auto_takes_the_fastest_kernel_that_is_installed(
     assert made == ["flash2", "flash3", "flash4", "flash4"]
 
 
-def _fails() -> Kernel:
+def _fails(package: ModuleType) -> Kernel:
     raise ImportError("libcute.so: undefined symbol\nsecond line")
 
 
 def test_kernel_that_fails_is_replaced_by_the_next_one_with_a_line_that_names_both(
     nothing_installed: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setitem(KERNELS, "flash4", dataclasses.replace(KERNELS["flash4"], module="json", make=_fails))
+    monkeypatch.setitem(KERNELS, "flash4", dataclasses.replace(KERNELS["flash4"], module="json", kernel=_fails))
 
     assert isinstance(choose_kernel("auto", GPU_OPERANDS, SPEC), TorchVarlenKernel)
     (line,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
@@ -652,7 +653,7 @@ def test_kernel_that_fails_on_one_gpu_alone_is_named_there(
 ) -> None:
     monkeypatch.setenv("RANK", "3")
     if fails:
-        monkeypatch.setitem(KERNELS, "flash4", dataclasses.replace(KERNELS["flash4"], module="json", make=_fails))
+        monkeypatch.setitem(KERNELS, "flash4", dataclasses.replace(KERNELS["flash4"], module="json", kernel=_fails))
     choose_kernel("auto", GPU_OPERANDS, SPEC)
 
     assert [record.rank for record in caplog.records if record.levelname == "WARNING"] == [3] * fails

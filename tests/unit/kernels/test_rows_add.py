@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from distca_hf.kernels.interface import accumulation_dtype
-from distca_hf.kernels.rows import RowSums, add_rows
+from distca_hf.kernels.rows import RowSums, prepare_add
 from support.row_sums import assert_prepared_sums_serve
 
 
@@ -21,7 +21,7 @@ SUMS = RowSums(
 def test_every_row_gets_what_is_its_own() -> None:
     target, own = torch.zeros(6, 2), torch.tensor([[1.0], [2.0], [4.0]]).expand(3, 2)
     returned = torch.tensor([[10.0], [20.0], [40.0], [80.0], [160.0]]).expand(5, 2)
-    add_rows(target, own, returned, SUMS)
+    prepare_add(target, own, returned, SUMS)(target, own, returned)
 
     assert target[:, 0].tolist() == [0, 20 + 80, 0, 0, 4 + 40, 10 + 160]
     assert torch.equal(target[:, 0], target[:, 1])
@@ -54,7 +54,7 @@ def test_sums_are_rounded_once(dtype: torch.dtype) -> None:
     sums = RowSums(rows, rows, rows, torch.zeros(3, dtype=torch.int64), tuple(slice(at, at + 1) for at in range(3)))
     target = torch.ones(1, 4, dtype=dtype)
     half = torch.full((3, 4), unit / 2, dtype=dtype)
-    add_rows(target, half[:1], half, sums)
+    prepare_add(target, half[:1], half, sums)(target, half[:1], half)
 
     rounds_at_once = accumulation_dtype(dtype) != dtype
     assert (target == (1 + 2 * unit if rounds_at_once else 1)).all()
@@ -64,6 +64,7 @@ def test_nothing_is_added_where_nothing_is_shared() -> None:
     none = torch.zeros(0, dtype=torch.int64)
     target = torch.randn(3, 2)
     before = target.clone()
-    add_rows(target, torch.randn(0, 2), torch.randn(0, 2), RowSums(none, none, none, none, ()))
+    nothing = torch.randn(0, 2)
+    prepare_add(target, nothing, nothing, RowSums(none, none, none, none, ()))(target, nothing, nothing)
 
     assert torch.equal(target, before)
