@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
-from typing import Self
+from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -195,7 +195,6 @@ class PlanFacts:
         """Counts facts of a plan.
 
         Args:
-            plan: the plan.
             key_rows: `[source rank, destination rank]` rows of keys and values that it sends, per layer.
             work_before: `[ranks with tokens]` attended pairs to compare the plan with.
         """
@@ -240,18 +239,9 @@ class PlanFacts:
             ]
             return tuple((np.sum(scaled, axis=0) // layers).tolist())
 
-        return replace(
-            first,
-            work=mean("work"),
-            work_before=mean("work_before"),
-            key_rows_sent=mean("key_rows_sent"),
-            query_rows_sent=mean("query_rows_sent"),
-            key_rows_received=mean("key_rows_received"),
-            remote_query_rows=mean("remote_query_rows"),
-            rows_per_token=groups,
-            kinds=tuple(kinds),
-            window_tokens=None,
-        )
+        rows = ("key_rows_sent", "query_rows_sent", "key_rows_received", "remote_query_rows")
+        means: dict[str, Any] = {name: mean(name) for name in ("work", "work_before", *rows)}
+        return replace(first, **means, rows_per_token=groups, kinds=tuple(kinds), window_tokens=None)
 
     def with_tokens(self, home: Layout, layout: Layout) -> Self:
         """Returns facts of given batches that know the tokens of ranks, in the batches and as layers compute them.

@@ -177,8 +177,7 @@ def route(
     """Returns the routing of `rank`.
 
     Args:
-        plan: the plan, the same on all ranks.
-        rank: the rank.
+        plan: the same on all ranks.
         transfers: key transfers in these chunks, at least those that concern this rank; by default they are computed.
         chunks: chunks of the exchange; by default one.
         kept: transfers that brought the kept keys; by default `transfers`.
@@ -248,7 +247,6 @@ def route(
 
 
 def _in_remote_kv(received: KeyTransfers, remote_kv: RemoteKV) -> IndexRanges:
-    """Returns the remote-KV rows of received rows."""
     return IndexRanges.of(remote_kv.row(received.document, received.head, received.start), received.rows)
 
 
@@ -282,12 +280,7 @@ def _late_share(plan: Plan, rank: int) -> float:
 
 
 def _query_moves(plan: Plan, rank: int, remote: RemoteTasks, chunks: ExchangeChunks) -> QueryMoves:
-    """Returns the queries that one rank sends, and the queries of other ranks that it computes.
-
-    Args:
-        plan, rank, chunks: see `route`.
-        remote: tasks with remote queries that the rank computes.
-    """
+    """Returns the queries that one rank sends, and those of other ranks that it computes in `remote` tasks."""
     tasks, pieces, num_ranks = plan.tasks, plan.pieces, plan.layout.num_ranks
     first_query_row = np.zeros(len(tasks), dtype=np.int64)
     first_query_row[remote.task] = remote.first_row
@@ -361,8 +354,6 @@ def rank_plan(plan: Plan, rank: int, num_chunks: int = 1, work_before: IntArray 
     """Returns the routings of one rank, and the facts of a plan.
 
     Args:
-        plan: the plan, the same on all ranks.
-        rank: the rank.
         num_chunks: chunks of the exchange in forward.
         work_before: `[ranks with tokens]` attended pairs that the facts compare the plan with; by default the work of
             the queries that each rank holds, on ranks without tokens, too.

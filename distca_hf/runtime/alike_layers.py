@@ -40,10 +40,9 @@ class LayerCalls:
 
     @classmethod
     def of(cls, routing: DeviceRouting, kv_heads: int, *, rows_come: bool, results_leave: bool) -> "LayerCalls":
-        """Returns the calls of a layer.
+        """Returns the calls of a layer with so many KV heads.
 
         Args:
-            kv_heads: KV heads of the layer.
             rows_come: whether rows of other ranks are in flight while early calls run.
             results_leave: whether results are sent back after the prefix calls; only then are some calls late.
         """
@@ -133,11 +132,7 @@ class AlikeLayers:
         return cls(spec, kernel, kind, kv_heads, calls, whole_call, forward_kv, backward_kv, forward_calls, nothing)
 
     def backward_calls(self, rows_come: bool) -> LayerCalls:
-        """Returns the kernel calls of backward.
-
-        Args:
-            rows_come: whether rows of other ranks are in flight while early calls run.
-        """
+        """Returns the kernel calls of backward, see `LayerCalls.of`."""
         calls = self._backward_calls.get(rows_come)
         if calls is None:
             routing = self.kind.plan.backward
@@ -147,11 +142,7 @@ class AlikeLayers:
 
     def prepared_backward(self, rows: QueryRows, spec: AttentionSpec) -> PreparedCalls[PreparedBackward]:
         """Returns the kernel calls of backward on rows that lie like these, prepared by the first layer. Outputs may
-        have other strides than forward gave them: hooks of saved tensors and compiled graphs do not keep strides.
-
-        Args:
-            spec: how backward attends.
-        """
+        have other strides than forward gave them: hooks of saved tensors and compiled graphs do not keep strides."""
         key = spec, *[x.stride() for x in rows]
         prepared = self._prepared_backward.get(key)
         if prepared is None:

@@ -347,5 +347,5 @@ def check_finite(plan: LivePlan, where: str, **tensors: torch.Tensor) -> None:
             row = int(wrong.nonzero()[0])
             raise NotFiniteError(
                 f"{plan.transport.grid.name}, {where}: {name} is not finite in row {row}, "
-                f"{plan.name_of(row)}; {int(wrong.sum())} of {len(rows)} rows are not"
+                f"{plan.kinds.held.name_of(row)}; {int(wrong.sum())} of {len(rows)} rows are not"
             )

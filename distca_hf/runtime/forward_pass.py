@@ -87,6 +87,8 @@ class PassCalls(NamedTuple):
 class ForwardPass:
     """Counts the attention calls of one forward pass and of its backward pass, and names their places.
 
+    Where ranks agree, PlanMismatchError and PeerLostError say that they differ or that one is lost.
+
     Args:
         facts: facts that must be the same on all ranks; None if the model is not enabled: then nothing is agreed on.
         num_calls: number of attention calls of the pass, if known.
@@ -231,11 +233,7 @@ class ForwardPass:
         )
 
     def begin_backward(self) -> str:
-        """Counts a backward call and names its place. The first one waits for the other ranks.
-
-        Raises:
-            PlanMismatchError, PeerLostError: they differentiate another pass, or one of other calls.
-        """
+        """Counts a backward call and names its place. The first one waits for the other ranks."""
         if self.num_calls is None:
             self.num_calls = self.calls
         self._enter_backward(goes_on=self._recomputed > 0)
@@ -250,11 +248,7 @@ class ForwardPass:
         return self._place(layer, "backward")
 
     def begin_backward_of_rows(self) -> None:
-        """Begins backward of rows that move between ranks. The first of a backward pass waits for the other ranks.
-
-        Raises:
-            PlanMismatchError, PeerLostError: they differentiate another pass, or one of other calls.
-        """
+        """Begins backward of rows that move between ranks. The first of a backward pass waits for the other ranks."""
         self._enter_backward(goes_on=False)
 
     def agree_to_attend(self, fingerprint: int, tensors: CallTensors) -> None:
@@ -264,9 +258,6 @@ class ForwardPass:
         Args:
             fingerprint: of the plan.
             tensors: of the call.
-
-        Raises:
-            PlanMismatchError, PeerLostError: they differ.
         """
         if self.facts is None or len(self._transport.grid.members(Scope.LAYERS)) == 1:
             return
@@ -310,9 +301,6 @@ class ForwardPass:
             exchanges: whether ranks exchange rows in this pass; if not, they need not agree.
             backward_calls: number of backward calls; None for one after each call that was noted to need gradients.
             attends_again: whether backward recomputes layers. Under reentrant checkpointing no call needed gradients.
-
-        Raises:
-            PlanMismatchError, PeerLostError: no backward call can follow, and ranks ran different passes.
         """
         self.num_calls, self._ended, self.compares_calls = self.calls, True, False
         self.trace.end_forward(len(self._with_gradients) if backward_calls is None else backward_calls)
@@ -340,9 +328,6 @@ class ForwardPass:
     def _agree_to_differentiate(self) -> None:
         """Waits until all ranks have shown which pass they differentiate, which calls it made and which of them
         backward will follow.
-
-        Raises:
-            PlanMismatchError, PeerLostError: they differ.
         """
         layers = torch.stack(self.layers).tolist() if self.layers else []
         numbers = {

@@ -111,11 +111,9 @@ class PreparedForward:
         self._merge: MergeRows | None = None
 
     def inputs(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Inputs:
-        """Returns what the call reads."""
         return Inputs(self._q(q), self._k(k), self._v(v))
 
     def room(self, out: torch.Tensor, lse: torch.Tensor) -> Room:
-        """Returns where the call writes."""
         return Room(self._out(out), self._lse_NT(lse))
 
     def merge(self, out: torch.Tensor, lse: torch.Tensor, prefix_out: torch.Tensor, prefix_lse: torch.Tensor) -> None:
@@ -219,13 +217,8 @@ class PreparedCalls(Generic[Prepared]):
 
 
 class ForwardCalls:
-    """Forward kernels for one set of query rows, local or remote; partial outputs are merged by log-sum-exps.
-
-    Args:
-        prepared: calls of alike layers. Those that no layer has prepared are prepared here.
-        q: queries of this layer.
-        out, lse: room for its outputs and log-sum-exps.
-    """
+    """Forward kernels for one set of query rows, local or remote: queries, and room for outputs and log-sum-exps.
+    Partial outputs are merged."""
 
     def __init__(
         self, prepared: PreparedCalls[PreparedForward], q: torch.Tensor, out: torch.Tensor, lse: torch.Tensor
@@ -270,13 +263,7 @@ def attend_whole(
 
 
 class BackwardCalls:
-    """Backward kernels for one set of query rows.
-
-    Args:
-        prepared: calls of alike layers. Those that no layer has prepared are prepared here.
-        rows: of this layer.
-        dq: room for the gradients of its queries.
-    """
+    """Backward kernels for one set of query rows, with room for the gradients of queries."""
 
     def __init__(self, prepared: PreparedCalls[PreparedBackward], rows: QueryRows, dq: torch.Tensor) -> None:
         self._calls, self._kernel, self._rows, self._dq = prepared, prepared.kernel, rows, dq

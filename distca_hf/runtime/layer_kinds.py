@@ -171,11 +171,7 @@ class PinnedKinds:
         return self.layout.document_tokens[self.layout.segment_document[self.layout.segments_of(self.rank)]]
 
     def planned(self, device: torch.device, fingerprint: int, posted: Posted | None = None) -> Planned:
-        """Returns the micro-batch as it was planned, on the device; the host does not wait.
-
-        Args:
-            fingerprint, posted: see `Planned`.
-        """
+        """Returns the micro-batch as it was planned, on the device; the host does not wait."""
 
         @cache
         def routings() -> Mapping[Mask, DeviceRankPlan]:
@@ -208,8 +204,6 @@ class LayerKinds:
     """Kinds of layers of one micro-batch.
 
     Args:
-        planned: the micro-batch as it was planned.
-        config: settings.
         where: rank and micro-batch, for messages.
         layers: of the pass that is about to run.
     """
@@ -237,10 +231,8 @@ class LayerKinds:
         return spec
 
     def of(self, spec: AttentionSpec) -> LayerKind:
-        """Returns the kind of layers that attend like this. A window that was not known before is routed now.
-
-        Args:
-            spec: as `spec` returned it.
+        """Returns the kind of layers that attend like this, as `spec` returned it. A window that was not known before
+        is routed now.
 
         Raises:
             PlanError: the batch was planned without their mask.
@@ -273,9 +265,6 @@ class LayerKinds:
 
     def check_fit(self, x: torch.Tensor, where: str) -> None:
         """Checks that device, rows and heads of a tensor are those that the plan was made for.
-
-        Args:
-            where: rank and call, for the message.
 
         Raises:
             PlanError: they are not.

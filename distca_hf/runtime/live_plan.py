@@ -215,16 +215,8 @@ class LivePlan:
         trace: PassTrace = UNTRACED,
         state: Mapping[str, Mapping[str, object]] = NO_STATE,
     ) -> None:
-        """Begins a forward pass of a model with this plan.
-
-        Args:
-            num_calls: attention calls of the pass, if known.
-            facts: must be the same on all ranks; shown to them before the first exchange.
-            layers: that attend in it.
-            before: attention calls of the model's pass before; None if there was none.
-            trace: notes the moments of its calls, if the step is reported.
-            state: checksums of weights and buffers, see `ForwardPass`.
-        """
+        """Begins a forward pass of a model with this plan, in which these layers attend; for other arguments see
+        `ForwardPass`."""
         self.agree()
         self.plan_anew()
         self.use.begun = True
@@ -241,7 +233,6 @@ class LivePlan:
             self._take(planned)
 
     def _take(self, planned: Planned | PlannedLater) -> None:
-        """Takes a plan in place of the one from before."""
         self._planned = planned
         vars(self).pop("lookup", None)
 
@@ -259,7 +250,6 @@ class LivePlan:
 
     @property
     def fingerprint(self) -> int:
-        """Fingerprint of the plan."""
         return self.planned.fingerprint
 
     @property
@@ -280,10 +270,8 @@ class LivePlan:
         return self.lookup.kinds
 
     def end_forward_pass(self, trains: bool = False) -> None:
-        """Ends the forward pass. Where no backward pass can follow, this rank waits for the others here.
-
-        Args:
-            trains: whether it is a pass of training.
+        """Ends the forward pass, which may be one of training. Where no backward pass can follow, this rank waits for
+        the others here.
 
         Raises:
             PlanMismatchError, PeerLostError: nothing follows, and ranks ran different passes.
@@ -304,10 +292,6 @@ class LivePlan:
     def num_rows(self) -> int:
         """Rows that this rank holds, padding included; rows here are tokens."""
         return self.kinds.num_rows
-
-    def name_of(self, row: int) -> str:
-        """Returns the document and token that a row of this rank holds; rows here are tokens."""
-        return self.kinds.held.name_of(row)
 
     @property
     def attention_dtype(self) -> torch.dtype | None:

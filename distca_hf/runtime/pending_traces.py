@@ -67,18 +67,15 @@ class NotedPass(PassTrace):
         self._backward_calls: int | None = None
 
     def begin(self, part: PassPart, layer: int, window_tokens: int) -> None:
-        """Begins an attention call."""
         self._last = self._now()
         self._calls.append((part, layer, window_tokens, self._last))
         self._spans.append([])
 
     def spent(self, use: Spent) -> None:
-        """Ends a span of the call: the time since the moment before was spent on this."""
         self._last = self._now()
         self._spans[-1].append((use, self._last))
 
     def end_forward(self, backward_calls: int) -> None:
-        """Ends the forward pass; `backward_calls` follow it."""
         self._backward_calls = backward_calls
 
     @property

@@ -58,7 +58,6 @@ class ForwardRemoteQueries(RemoteQueries):
     """Remote queries in forward; results are outputs and log-sum-exps.
 
     Args:
-        layers: those that are like this one.
         q, v: `[rows, ...]` queries and values of this rank.
         received: `[remote-query rows, ...]` queries of an earlier dispatch; then none are sent.
 
@@ -98,7 +97,6 @@ class BackwardRemoteQueries(RemoteQueries):
     gradients.
 
     Args:
-        layers: those that are like this one.
         rows: of this rank.
         kept: rows of forward; None: they are sent once more.
         spec: how backward attends.

@@ -81,10 +81,6 @@ class Prices:
         """Returns the price of sending the key and value of one token."""
         return token_bytes.key_value * (self.send[owner] + self.receive[rank])
 
-    def copy(self) -> "Prices":
-        """Copies both lists."""
-        return Prices(list(self.send), list(self.receive))
-
     def follow(self, sent: list[int], received: list[int]) -> "Prices":
         """Returns prices for the next candidate: the more bytes a rank moves in this one, the higher its prices."""
         most = max(*sent, *received, 1)
@@ -153,13 +149,10 @@ class MovedBytes:
     def count(
         cls, segments: "Segments", stacks: list[Stack], head_groups: int, token_bytes: TokenBytes, node_of: IntArray
     ) -> Self:
-        """Counts the bytes of a plan given as stacks. Other documents lie on one rank and move nothing.
+        """Counts the bytes of a plan given as stacks of all documents whose queries may have moved. Other documents
+        lie on one rank and move nothing.
 
         Args:
-            segments: segments of the layout.
-            stacks: all stacks of all documents whose queries may have moved.
-            head_groups: groups that heads are divided into.
-            token_bytes: bytes of one token.
             node_of: `[ranks]` node of each rank.
         """
         # 1. Queries: every part of a stack, where it overlaps the segments of its document.
@@ -196,12 +189,12 @@ class DocumentsByRank:
 
     Attributes:
         spanning: documents that span ranks, and (start, stop, rank) of their segments.
-        whole_work: `[ranks]` attended pairs of all other documents.
+        whole, whole_tokens: all other documents and their lengths, by rank and longest first.
+        borders: `[ranks + 1]` where those of each rank begin.
+        whole_work: `[ranks]` attended pairs of these.
 
     Args:
-        layout: ranks, and the tokens that each of them holds.
-        held_work: `[ranks]` attended pairs of these tokens.
-        mask: keys that queries attend.
+        held_work: `[ranks]` attended pairs of the tokens that ranks hold.
     """
 
     def __init__(self, layout: Layout, held_work: IntArray, mask: Mask) -> None:
@@ -219,13 +212,8 @@ class DocumentsByRank:
         self.spanning = sorted(segments.items(), key=lambda item: (item[1], item[0]))
         kept = np.flatnonzero(whole)
         kept = kept[np.lexsort((document[kept], -tokens[kept], layout.segment_rank[kept]))]
-        self._whole, self._tokens = document[kept], tokens[kept]
-        self._borders = np.searchsorted(layout.segment_rank[kept], np.arange(layout.num_ranks + 1))
-
-    def whole_of(self, rank: int) -> tuple[IntArray, IntArray]:
-        """Returns the documents that lie wholly on a rank, longest first, and their lengths in tokens."""
-        own = slice(self._borders[rank], self._borders[rank + 1])
-        return self._whole[own], self._tokens[own]
+        self.whole, self.whole_tokens = document[kept], tokens[kept]
+        self.borders = np.searchsorted(layout.segment_rank[kept], np.arange(layout.num_ranks + 1))
 
 
 class Donors:
@@ -233,14 +221,10 @@ class Donors:
 
     Attributes:
         work: `[ranks]` pairs x head groups; merged tails count on the rank that computes them.
-        head_groups: groups that heads are divided into.
-        mask: keys that queries attend.
         spanning: stacks of documents that span ranks.
         opened: stacks of whole documents, made so far.
 
-    Args:
-        documents: documents of the layout.
-        head_groups, token_bytes, prices, strategy, mask: see `merge_short_tails`.
+    Args: see `merge_short_tails`.
     """
 
     def __init__(
@@ -268,15 +252,11 @@ class Donors:
                 self.work[stack.rank] += stack.pairs_left()
                 insort(self._ready.setdefault(stack.rank, []), stack, key=_longest_first)
 
-    @property
-    def stacks(self) -> list[Stack]:
-        """All stacks so far. Documents without a stack are computed by their owner."""
-        return self.spanning + self.opened
-
     def longest(self, rank: int, count: int) -> list[Stack]:
         """Returns up to `count` stacks of a rank that have queries left, longest first."""
         ready = [stack for stack in self._ready.get(rank, []) if stack.has_queries]
-        documents, tokens = self._documents.whole_of(rank)
+        own = slice(self._documents.borders[rank], self._documents.borders[rank + 1])
+        documents, tokens = self._documents.whole[own], self._documents.whole_tokens[own]
         at = self._next.get(rank, 0)
         while at < len(documents) and (len(ready) < count or tokens[at] > ready[count - 1].stop):
             length = int(tokens[at])
@@ -309,10 +289,7 @@ def merge_short_tails(
         document: its number.
         segments: (start, stop, rank) of each segment, in order.
         head_groups: groups that heads are divided into.
-        token_bytes: bytes of one token.
-        prices: price of a byte on every rank.
         strategy: the length of tails that are merged, and the number of their heads.
-        mask: keys that queries attend.
     """
     stacks: list[Stack] = []
     holders: Holders = {}

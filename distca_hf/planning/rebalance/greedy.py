@@ -125,9 +125,6 @@ class GreedyMoves:
     """A plan in the making: the queries that moved so far, and the keys that ranks have received.
 
     Args:
-        donors: stacks of each rank.
-        prices: price of a byte on every rank.
-        token_bytes: bytes of one token.
         tile_tokens: cuts are multiples of this where such a cut exists, otherwise of 1.
         negligible_work: surplus and room up to this are ignored.
         busy_bytes: estimate of the bytes that the busiest rank sends.
@@ -146,7 +143,7 @@ class GreedyMoves:
     ) -> None:
         self.donors = donors
         self.steps = 0
-        self._prices = prices.copy()
+        self._prices = Prices([*prices.send], [*prices.receive])
         self._token_bytes = token_bytes
         self._tile_tokens = tile_tokens
         self._negligible = negligible_work
@@ -158,12 +155,7 @@ class GreedyMoves:
             self._prefixes.setdefault(stack.document, {})[stack.rank] = keys
 
     def balance(self, surplus: Amounts, room: Amounts) -> None:
-        """Moves work until there is no surplus or no room left.
-
-        Args:
-            surplus: work that ranks have to give.
-            room: work that other ranks may take.
-        """
+        """Moves work until there is no surplus that ranks have to give, or no room that others may take."""
         # Givers are a heap, largest surplus first; takers are sorted, most room last. One move changes one of each.
         givers = [(-amount, rank) for rank, amount in surplus.items() if amount > self._negligible]
         takers = sorted((amount, rank) for rank, amount in room.items() if amount > self._negligible)
@@ -194,11 +186,8 @@ class GreedyMoves:
                 room[taker] -= self._move_all(stack, taker)
 
     def _hand_over(self, giver: int, taker: int, most: float) -> int:
-        """Moves a rank's next documents to the same rank, while they are short compared with the work to move.
-
-        Returns:
-            The work that moved.
-        """
+        """Moves a rank's next documents to the same rank, while they are short compared with the work to move; returns
+        their work."""
         handed = 0
         while stacks := self.donors.longest(giver, 1):
             if SHORT * stacks[0].pairs_left() > most - handed:

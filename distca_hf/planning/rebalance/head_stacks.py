@@ -76,7 +76,6 @@ class Stack:
 
     @property
     def has_queries(self) -> bool:
-        """Whether any query is left."""
         return max(self.tops) > self.start
 
     def give(self, heads: list[int], cut: int, rank: int) -> int:
@@ -198,8 +197,6 @@ def columns_with_keys(stack: Stack, rank: int, prefixes: list[int]) -> list[Colu
     """Returns the columns for a rank that holds or received rows of the document, fewest lacking keys first.
 
     Args:
-        stack: the stack to cut.
-        rank: the taker.
         prefixes: `[head_groups]` keys of the document's beginning that it has received, of each head.
     """
     columns = []
@@ -261,15 +258,10 @@ def cheapest_cut(
 
     Args:
         columns: heads in the order in which they are taken.
-        stack: the stack to cut.
-        terms: work to move, and prices.
         tile_tokens: positions are multiples of this, or the stack's start.
         common_cut: cut by which the surplus would leave if all heads were cut alike.
         spare_room: whether to consider cuts at `common_cut`, which move less work than asked for.
-        price_limit: upper bound, exclusive, of the price for its work.
-
-    Returns:
-        The cut, or None if no price is below the limit.
+        price_limit: upper bound, exclusive, of the price for its work; None is returned where no price is below.
     """
     work, round_down, query_price, key_price, whole_head = terms
     start, common_position = stack.start, common_cut.position

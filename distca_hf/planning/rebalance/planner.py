@@ -148,7 +148,7 @@ class Candidates:
             overload,
             busy_bytes=0.0,
             steps=0,
-            make_stacks=lambda: self._donors(prices, strategy).stacks,
+            make_stacks=lambda: self._donors(prices, strategy).spanning,
             count_bytes=self._count_bytes,
         )
 
@@ -232,7 +232,7 @@ class Candidates:
             self._overload(donors.work, limits),
             busy_bytes,
             moves.steps,
-            make_stacks=lambda: donors.stacks,
+            make_stacks=lambda: donors.spanning + donors.opened,
             count_bytes=self._count_bytes,
         )
 
@@ -318,11 +318,7 @@ def _suffices(candidate: Candidate, good_enough: float) -> bool:
 
 
 def _within(candidates: Candidates, bytes_limit: int, least: Candidate, tolerance: float) -> Candidate:
-    """Finds the candidate with the smallest tolerance, above this one, whose bytes stay within the limit.
-
-    Raises:
-        PlanError: no tolerance has one.
-    """
+    """Finds the candidate with the smallest tolerance, above this one, whose bytes stay within the limit."""
 
     def candidate(tolerance: float) -> Candidate:
         found = [candidates.move(strategy, tolerance) for strategy in STRATEGIES[:STRATEGIES_IN_NEED]]
@@ -345,7 +341,13 @@ def _within(candidates: Candidates, bytes_limit: int, least: Candidate, toleranc
             least = min(least, stays, key=lambda one: one.moved.largest_rank)
             if stays.moved.largest_rank <= bytes_limit:
                 return stays
-        raise PlanError(_over_the_limit(least, bytes_limit))
+        sends = int(least.moved.sent.max()) >= int(least.moved.received.max())
+        rank = int((least.moved.sent if sends else least.moved.received).argmax())
+        raise PlanError(
+            f"rank {rank} has to {'send' if sends else 'receive'} {least.moved.largest_rank} bytes per layer, but "
+            f"bytes_limit={bytes_limit}; no plan for these packs was found that moves less. Set bytes_limit to at "
+            f"least {least.moved.largest_rank}, or pack documents so that fewer of them span ranks"
+        )
 
     # 2. Bisection between it and the one before.
     for _ in range(HALVINGS):
@@ -356,14 +358,3 @@ def _within(candidates: Candidates, bytes_limit: int, least: Candidate, toleranc
         else:
             too_tight = middle
     return fits
-
-
-def _over_the_limit(least: Candidate, bytes_limit: int) -> str:
-    sent, received = least.moved.sent, least.moved.received
-    sends = int(sent.max()) >= int(received.max())
-    rank = int((sent if sends else received).argmax())
-    return (
-        f"rank {rank} has to {'send' if sends else 'receive'} {least.moved.largest_rank} bytes per layer, but "
-        f"bytes_limit={bytes_limit}; no plan for these packs was found that moves less. Set bytes_limit to at least "
-        f"{least.moved.largest_rank}, or pack documents so that fewer of them span ranks"
-    )
