@@ -10,16 +10,7 @@ A rank computes three kinds of attention (`kernel_calls.CallKind`):
     remote queries  tasks with queries of other ranks, against all keys that they attend
 
 The plan's `Mask` says which keys before a part its queries attend, and how. Under the causal mask they are the whole
-prefix. Under a window of W tokens they are the *halo*, up to W - 1 keys. For example, with W = 4 and a document of 10
-tokens, whose last 5 are on this rank:
-
-                 local call                   prefix call
-    keys         5 6 7 8 9                    2 3 4
-    query 5      x                            x x x
-    query 6      x x                            x x
-    query 7      x x x                            x
-    query 8      x x x x
-    query 9        x x x x
+prefix. Under a window of W tokens they are the *halo*, up to W - 1 keys (docs/design.md shows an example).
 
     local rows         | d4[0:9] d7[0:3] | d1[5:8] d2[6:9] | padding    in the order of the layout
     remote-KV rows     | d1[0:5] d2[0:6] | d9[0:7] |                    keys of both other kinds, received or copied

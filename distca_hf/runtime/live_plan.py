@@ -266,7 +266,6 @@ class LivePlan:
 
     @property
     def kinds(self) -> LayerKinds:
-        """The layers by their masks: routing and kept rows of each kind."""
         return self.lookup.kinds
 
     def end_forward_pass(self, trains: bool = False) -> None:

@@ -158,7 +158,6 @@ def _read(documents: Documents) -> tuple[Spans, torch.Tensor | None, torch.Tenso
 
 
 def _taken(x: torch.Tensor, rows: torch.Tensor | None, dim: int = 0) -> torch.Tensor:
-    """Returns these rows of `x`, or `x` itself for all rows."""
     return x if rows is None else x.index_select(dim, rows)
 
 

@@ -114,7 +114,6 @@ class Kept:
         return cls(keys, q, out, k.new_empty((0, 0), dtype=accumulation_dtype(k.dtype)), k.new_empty((0, 0)))
 
     def received(self) -> "Received":
-        """Returns the part that came from other ranks."""
         return Received(self.keys, self.remote_q).once_more()
 
 
@@ -215,8 +214,7 @@ class Retention:
         return self._waits
 
     def nothing(self, k: torch.Tensor) -> Kept:
-        """Returns empty tensors. They are made once: new ones for each layer cost the host more; nothing is derived
-        from them."""
+        """Returns empty tensors, made once: new ones for each layer cost the host more."""
         if self._nothing is None or self._nothing.keys.dtype != k.dtype:
             with torch.inference_mode(False):  # training may follow, whose tensors must not be of inference
                 self._nothing = Kept.nothing(k)

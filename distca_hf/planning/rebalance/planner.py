@@ -86,11 +86,6 @@ class Candidate:
         """Bytes that each rank sends and receives."""
         return self.count_bytes(self.stacks)
 
-    @property
-    def moves(self) -> bool:
-        """Whether any query is computed on another rank than its owner."""
-        return any(stack.moves or stack.own_stop < stack.stop for stack in self.stacks)
-
 
 class Candidates:
     """Maker of candidates for one layout. Arguments: see `plan_by_moving`."""
@@ -153,10 +148,8 @@ class Candidates:
         )
 
     def move(self, strategy: Strategy, tolerance: float) -> Candidate:
-        """Makes the candidate in which ranks give their surplus over their limit.
-
-        Strategies that merge the same tails and are equal otherwise share one candidate.
-        """
+        """Makes the candidate in which ranks give their surplus over their limit. Strategies that merge the same tails
+        and are equal otherwise share one."""
         limits = self._limits(tolerance)
         held = (self._held_work * self._head_groups).tolist()
         gives = [work > limit for work, limit in zip(held, limits, strict=True)]
@@ -276,7 +269,8 @@ def plan_by_moving(
     best = _best(candidates, layout.num_ranks, topology, tolerance)
     if bytes_limit is not None and best.moved.largest_rank > bytes_limit:
         best = _within(candidates, bytes_limit, best, tolerance)
-    return candidates.plan(best) if best.moves else plan_in_place(layout, mask=mask)
+    moves = any(stack.moves or stack.own_stop < stack.stop for stack in best.stacks)
+    return candidates.plan(best) if moves else plan_in_place(layout, mask=mask)
 
 
 def _best(candidates: Candidates, num_ranks: int, topology: Topology | None, tolerance: float) -> Candidate:

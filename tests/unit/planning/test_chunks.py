@@ -34,50 +34,31 @@ def moved(layout: Layout, tasks: list[tuple[int, ...]], head_groups: int = 1) ->
     return plan
 
 
-def test_work_of_a_rank_is_divided_among_the_chunks() -> None:
-    """4 x 8 and 3 x 4 pairs, where a rank has 56 on average. The last part has no end: nobody reads beyond."""
-    chunks = ExchangeChunks.cut(plan_in_place(PARTED), 4)
+@pytest.mark.parametrize(
+    ("layout", "mask", "count", "expected"),
+    [
+        # 4 x 8 and 3 x 4 pairs, where a rank has 56 on average. The last part has no end: nobody reads beyond.
+        (PARTED, Mask(), 4, {(1, 0): [0, 2, 5, NEVER, NEVER], (1, 1): [0, 0, 0, 0, NEVER]}),
+        # Rank 1 reads d0[2:8] for a window of 7 tokens: half of them in either chunk.
+        (Layout.from_segments([12], [[(0, 0, 8)], [(0, 8, 12)]]), Mask(7), 2, {(1, 0): [0, 5, NEVER]}),
+        (Layout.from_segments([16], [[(0, 0, 11)], [(0, 11, 16)]]), Mask(), 3, {(1, 0): [0, 3, 7, NEVER]}),
+        (
+            Layout.from_segments([16, 20], [[(0, 0, 15)], [(0, 15, 16), (1, 0, 20)]]),
+            *(Mask(), 3, {(1, 0): [0, 0, 0, NEVER]}),
+        ),
+        (PARTED, Mask(), 3, {(1, 2): [0, NEVER, NEVER, NEVER], (0, 0): [0, NEVER, NEVER, NEVER]}),
+        (PARTED, Mask(), 1, {(1, 0): [0, NEVER], (1, 1): [0, NEVER], (0, 2): [0, NEVER]}),
+    ],
+    ids=["equal work", "a window", "equal parts", "little work comes last", "nobody lacks it", "one chunk"],
+)
+def test_work_of_a_rank_is_divided_among_the_chunks(
+    layout: Layout, mask: Mask, count: int, expected: dict[tuple[int, int], list[int]]
+) -> None:
+    """By (reader, document)."""
+    chunks = ExchangeChunks.cut(plan_in_place(layout, mask=mask), count)
 
-    assert borders(chunks, 1, 0) == [0, 2, 5, NEVER, NEVER]
-    assert borders(chunks, 1, 1) == [0, 0, 0, 0, NEVER]
-
-
-def test_a_window_divides_the_keys_that_it_reaches() -> None:
-    """Rank 1 reads d0[2:8] for a window of 7 tokens: half of them in either chunk."""
-    layout = Layout.from_segments([12], [[(0, 0, 8)], [(0, 8, 12)]])
-    plan = plan_in_place(layout, mask=Mask(7))
-    chunks = ExchangeChunks.cut(plan, 2)
-
-    assert borders(chunks, 1, 0) == [0, 5, NEVER]
-    assert key_transfers(plan, chunks).tokens.tolist() == [3, 3]
-
-
-def test_a_long_prefix_is_cut_in_equal_parts() -> None:
-    layout = Layout.from_segments([16], [[(0, 0, 11)], [(0, 11, 16)]])
-    chunks = ExchangeChunks.cut(plan_in_place(layout), 3)
-
-    assert borders(chunks, 1, 0) == [0, 3, 7, NEVER]
-
-
-def test_what_is_little_work_comes_in_the_last_chunk() -> None:
-    layout = Layout.from_segments([16, 20], [[(0, 0, 15)], [(0, 15, 16), (1, 0, 20)]])
-    chunks = ExchangeChunks.cut(plan_in_place(layout), 3)
-
-    assert borders(chunks, 1, 0) == [0, 0, 0, NEVER]
-
-
-def test_a_prefix_that_nobody_lacks_comes_in_the_first_chunk() -> None:
-    chunks = ExchangeChunks.cut(plan_in_place(PARTED), 3)
-
-    assert borders(chunks, 1, 2) == [0, NEVER, NEVER, NEVER]
-    assert borders(chunks, 0, 0) == [0, NEVER, NEVER, NEVER]
-    assert chunks.borders_of(0, np.zeros(0, dtype=np.int64)).shape == (0, 4)
-
-
-def test_one_chunk_brings_everything() -> None:
-    chunks = ExchangeChunks.cut(plan_in_place(PARTED), 1)
-
-    assert borders(chunks, 1, 0) == borders(chunks, 1, 1) == borders(chunks, 0, 2) == [0, NEVER]
+    assert {of: borders(chunks, *of) for of in expected} == expected
+    assert chunks.borders_of(0, np.zeros(0, dtype=np.int64)).shape == (0, count + 1)
 
 
 def test_nothing_to_bring_is_cut_in_no_parts() -> None:

@@ -43,8 +43,6 @@ def test_trainer_and_accelerate_pass_the_same_object_on(tmp_path) -> None:
     from accelerate.utils import send_to_device
     from transformers import Trainer, TrainingArguments
 
-    from support.models import tiny_model
-
     plan = _plan()
     args = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to=[])
     trainer = Trainer(model=tiny_model(num_hidden_layers=1), args=args)
@@ -92,26 +90,17 @@ def test_the_newest_plans_are_kept_when_nobody_else_holds_them() -> None:
     assert [find_plan(handle).handle for handle in handles[2:]] == handles[2:]
 
 
-def test_places_name_the_layer_also_in_recomputed_and_backward_calls() -> None:
+@pytest.mark.parametrize(
+    ("calls", "layers"),
+    [("FFFBFB", [0, 1, 1, 1, 0, 0]), ("FFBBBB", [0, 1, 1, 0, 1, 0])],
+    ids=["recomputed", "retained"],
+)
+def test_places_name_the_layer_also_in_recomputed_and_backward_calls(calls: str, layers: list[int]) -> None:
     plan = _plan()
     plan.begin_forward_pass(num_calls=2, facts={})
-    calls = plan.forward_pass
-    places = [calls.begin_forward(), calls.begin_forward(), calls.begin_forward(), calls.begin_backward()]
-    places += [calls.begin_forward(), calls.begin_backward()]
+    begin = {"F": plan.forward_pass.begin_forward, "B": plan.forward_pass.begin_backward}
 
-    layers = [place.split(", ")[1] for place in places]
-    assert layers == ["layer 0", "layer 1", "layer 1", "layer 1", "layer 0", "layer 0"]
-
-
-def test_places_are_those_of_the_first_time_if_a_graph_is_retained() -> None:
-    plan = _plan()
-    plan.begin_forward_pass(num_calls=2, facts={})
-    calls = plan.forward_pass
-    for _ in range(2):
-        calls.begin_forward()
-    places = [calls.begin_backward() for _ in range(4)]
-
-    assert [place.split(", ")[1] for place in places] == ["layer 1", "layer 0", "layer 1", "layer 0"]
+    assert [begin[call]().split(", ")[1] for call in calls] == [f"layer {layer}" for layer in layers]
 
 
 def test_two_calls_of_one_checkpointed_region_have_names_of_their_own() -> None:

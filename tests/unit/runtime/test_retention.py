@@ -79,6 +79,7 @@ def test_other_settings_do_not_look_at_the_budget(setting: str, keeps: bool) -> 
     for budget in (0.0, 100.0):
         live = plan_of(RECEIVED, kv_residency=setting, kv_budget_gib=budget)
         assert live.retention(SPEC).keeps_received(*tensors(5)) == keeps
+        assert live.retention(SPEC).waits_for_recomputation(*tensors(5)) == keeps
 
 
 def test_without_a_budget_only_nothing_is_kept() -> None:
@@ -189,13 +190,6 @@ def test_layers_that_are_not_recomputed_count_beside_those_of_one_region(
         live = plan_of(RECEIVED, kv_budget_gib=(max(kept_at_once * MOST, beside) + spare) / GIB)
         live.retention(SPEC).layers = layers
         assert live.retention(SPEC).waits_for_recomputation(*tensors(5)) == fits
-
-
-@pytest.mark.parametrize(("setting", "waits"), [("keep", True), ("refetch", False)])
-def test_other_settings_decide_alone(setting: str, waits: bool) -> None:
-    live = plan_of(RECEIVED, kv_residency=setting, kv_budget_gib=0)
-
-    assert live.retention(SPEC).waits_for_recomputation(*tensors(5)) == waits
 
 
 # --- what is really kept
