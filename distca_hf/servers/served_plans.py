@@ -46,7 +46,7 @@ LAYOUT_ARRAYS = (
     "rank_segments",
     "rank_rows",
 )
-TASK_ARRAYS = ("document", "start", "stop", "server", "head")
+TASK_ARRAYS = ("document", "start", "stop", "rank", "head")
 NUM_ARRAYS = len(LAYOUT_ARRAYS) + len(TASK_ARRAYS) + 1  # and the speeds
 HEADER_LENGTH = NUM_NUMBERS + NUM_ARRAYS
 

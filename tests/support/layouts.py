@@ -54,6 +54,14 @@ def _in_order(routing: Routing) -> bool:
     )
 
 
+def plan_of_kind(kind: str, rng: random.Random, num_ranks: int, head_groups: int = 1) -> Plan:
+    """A plan "in place", with queries "moved" anywhere, or "striped"."""
+    if kind == "striped":
+        return plan_in_place(striped_layout(rng, num_ranks), head_groups)
+    layout = random_layout(rng, num_ranks)
+    return random_plan(rng, layout, head_groups) if kind == "moved" else plan_in_place(layout, head_groups)
+
+
 def pairs_of(routing: Routing) -> int:
     """Attended pairs x groups of heads that a rank computes."""
     return sum(call.pairs for call in (*routing.local, *routing.prefix, *routing.remote_queries))
