@@ -83,11 +83,11 @@ def imbalance_of_layers(plan: Plan, layer_masks: LayerMasks, num_extra: int = 0)
     for mask, count in layer_masks:
         if mask.within(plan.layout.longest_document_tokens) == CAUSAL_MASK:  # such layers follow the plan
             values.append(plan.imbalance)
-            weights.append(count * float(plan.work.sum()) / plan.tasks.head_groups)
+            weights.append(count * float((plan.work / plan.tasks.head_groups).sum()))
         else:  # every rank computes the queries that it holds
             work = plan.layout.rank_work_of(mask)
             values.append(imbalance(work, alone))
-            weights.append(count * float(work.sum()))
+            weights.append(count * float(work.astype(np.float64).sum()))
     return float(np.average(values, weights=weights)) if any(weights) else 1.0
 
 
