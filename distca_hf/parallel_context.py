@@ -32,7 +32,7 @@ from distca_hf.comm.transport import Transport
 from distca_hf.config import DistCAConfig
 from distca_hf.errors import ConfigError, PlanError
 from distca_hf.launched import check_launched_servers, launched_ranks_per_node, launched_servers
-from distca_hf.planning.extra_ranks import ExtraRanks
+from distca_hf.planning.plan import ExtraRanks
 from distca_hf.settings import described
 from distca_hf.trace_file import TraceFile
 

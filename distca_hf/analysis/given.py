@@ -33,9 +33,8 @@ from distca_hf.cost import imbalance
 from distca_hf.errors import ConfigError
 from distca_hf.layout import Layout
 from distca_hf.placement.given import tokens_between
-from distca_hf.planning.kinds import RoutedKinds
+from distca_hf.planning.kinds import PlanTotals, RoutedKinds
 from distca_hf.planning.plan import PlanFacts
-from distca_hf.planning.plan_totals import PlanTotals
 
 
 # Most ranks x micro-batches that are planned; a plan takes a quarter of a millisecond per rank.

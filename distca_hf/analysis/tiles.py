@@ -53,7 +53,7 @@ class Tiles:
         else:
             tasks = plan_in_place(replace(plan.layout, stripes=()), mask=mask).tasks
             remote = np.zeros(len(tasks), dtype=bool)
-        return cls.of_tasks(mask, tasks.server, tasks.stop - tasks.start, tasks.start, tasks.head != ALL_HEADS, remote)
+        return cls.of_tasks(mask, tasks.rank, tasks.stop - tasks.start, tasks.start, tasks.head != ALL_HEADS, remote)
 
     @classmethod
     def of_tasks(

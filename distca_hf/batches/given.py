@@ -44,10 +44,8 @@ from distca_hf.cost import CAUSAL_LAYERS, LayerMasks, TokenBytes
 from distca_hf.errors import DistCAError, PackingError
 from distca_hf.flops import StepFlops
 from distca_hf.layout import Layout
-from distca_hf.planning.extra_ranks import ExtraRanks
-from distca_hf.planning.kinds import RoutedKinds
-from distca_hf.planning.plan import Plan, PlanFacts
-from distca_hf.planning.plan_totals import PlanTotals
+from distca_hf.planning.kinds import PlanTotals, RoutedKinds
+from distca_hf.planning.plan import ExtraRanks, Plan, PlanFacts
 from distca_hf.planning.row_moves import RowMoves
 from distca_hf.runtime.layer_kinds import PinnedKinds, Planned, PlannedLater
 from distca_hf.runtime.live_plan import LivePlan

@@ -82,11 +82,11 @@ class KnownBatch:
         return is_here and (not isinstance(plan, LivePlan) or self._is_of(plan) or _is_in(tensor, self._loaded))
 
     def _is_of(self, plan: LivePlan) -> bool:
-        """Returns whether a plan is that of this batch: itself, or for another chunk of a pipeline stage."""
+        """Returns whether a plan is that of this batch: itself, or for another part of the model."""
         mine = self.plan
         if mine is None or plan is mine:
             return plan is mine
-        return plan.chunk != mine.chunk and (plan.micro_batch, plan.transport) == (mine.micro_batch, mine.transport)
+        return plan.part != mine.part and (plan.micro_batch, plan.transport) == (mine.micro_batch, mine.transport)
 
     def is_copied_in(self, batch: Batch) -> bool:
         """Returns whether some rows of the token ids that a pass is given equal this batch, and hold several documents

@@ -32,8 +32,8 @@ from distca_hf.data.epochs import EpochPacker, ResumedEpoch
 from distca_hf.data.positions import SavedPosition, check_checksum, sum_of_documents, with_checksum
 from distca_hf.data.rows import Reading
 from distca_hf.parallel_context import shown_to_accelerate
+from distca_hf.planning.kinds import PlanTotals
 from distca_hf.planning.plan import PlanFacts
-from distca_hf.planning.plan_totals import PlanTotals
 from distca_hf.runtime.live_plan import LivePlan, PlanUse
 from distca_hf.runtime.posted import PostingTransport
 from distca_hf.telemetry import REMEMBERED_MICRO_BATCHES, LoaderTimes, get_logger

@@ -12,7 +12,7 @@ import torch
 from distca_hf.comm.agreement import Agreement, Occasion
 from distca_hf.comm.transport import Transport
 from distca_hf.flops import StepFlops, peak_flops
-from distca_hf.planning.plan_totals import PlanTotals
+from distca_hf.planning.kinds import PlanTotals
 from distca_hf.telemetry import LoaderTimes
 
 

@@ -23,8 +23,7 @@ from distca_hf.placement.by_kernel_time import KernelTimes, place_by_seconds
 from distca_hf.placement.given import place_given
 from distca_hf.placement.place import place
 from distca_hf.placement.whole import fit_whole, place_whole
-from distca_hf.planning.extra_ranks import ExtraRanks
-from distca_hf.planning.plan import Plan, plan_in_place
+from distca_hf.planning.plan import ExtraRanks, Plan, plan_in_place
 from distca_hf.planning.rebalance import plan_by_moving
 
 

@@ -29,9 +29,8 @@ from distca_hf.data.rows import Draws
 from distca_hf.errors import PackingError
 from distca_hf.layout import Layout
 from distca_hf.placement.place import work_in_order
-from distca_hf.planning.extra_ranks import ExtraRanks
 from distca_hf.planning.kinds import RoutedKinds
-from distca_hf.planning.plan import Plan, PlanFacts
+from distca_hf.planning.plan import ExtraRanks, Plan, PlanFacts
 from distca_hf.runtime.layer_kinds import PinnedKinds, Planned
 from distca_hf.runtime.posted import PostingTransport
 from distca_hf.telemetry import LoaderTimes

@@ -19,9 +19,8 @@ from distca_hf.config import DistCAConfig
 from distca_hf.data.accumulation import SteppedEpoch
 from distca_hf.flops import StepCost, StepFlops
 from distca_hf.placement.place import work_in_order
-from distca_hf.planning.layer_work import LayerWork, imbalance_of_layers, layer_shares
+from distca_hf.planning.kinds import LayerWork, PlanTotals, imbalance_of_layers
 from distca_hf.planning.plan import PlanFacts
-from distca_hf.planning.plan_totals import PlanTotals
 from distca_hf.runtime.live_plan import LivePlan
 from distca_hf.telemetry import OF_THIS_RANK, get_logger
 from distca_hf.version import __version__
@@ -107,7 +106,7 @@ class PlacedData:
             if index in placed:
                 plan = self.planner.plan(lengths, self.micro_batches.layout(index))
                 after.append(imbalance_of_layers(plan, layer_masks, num_extra))
-        before = LayerWork(np.array(in_order).swapaxes(0, 1), layer_shares(layer_masks))
+        before = LayerWork(np.array(in_order).swapaxes(0, 1), layer_masks)
         return Preview(
             tokens=np.array(tokens),
             pairs=before.total,
@@ -163,7 +162,7 @@ class RunReport:
             flops: operations of the model; None likewise.
         """
         self.written = True
-        if plan.transport.grid.number != 0 or plan.chunk != 0 or not log.isEnabledFor(logging.INFO):
+        if plan.transport.grid.number != 0 or plan.part != 0 or not log.isEnabledFor(logging.INFO):
             return
         log.info("%s: %s", __version__, self._first_line(plan), extra=OF_THIS_RANK)
         if isinstance(plan, PlacedPlan):

@@ -122,7 +122,7 @@ class ReportedSteps:
             num_ranks=transport.world_size,
             servers=() if plan.posted is None else plan.posted.ranks,
             stage=grid.stage,
-            chunk=plan.chunk,
+            chunk=plan.part,
             tensor_rank=grid.tensor_rank,
             device=device_name(device),
             ranks_per_node=plan.config.topology(transport.world_size).ranks_per_node,

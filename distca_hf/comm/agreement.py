@@ -48,14 +48,14 @@ class Occasion(enum.IntEnum):
 # Ranks that take a step together. A rank that is unable shows it to those of the step that it should have taken.
 SCOPE_OF = {
     Occasion.TAKE: Scope.GROUP,
-    Occasion.PLAN: Scope.STAGE,
-    Occasion.ATTEND: Scope.STAGE,
-    Occasion.DIFFERENTIATE: Scope.STAGE,
+    Occasion.PLAN: Scope.LAYERS,
+    Occasion.ATTEND: Scope.LAYERS,
+    Occasion.DIFFERENTIATE: Scope.LAYERS,
     Occasion.REPORT: Scope.GROUP,
-    Occasion.COMPARE: Scope.STAGE,
+    Occasion.COMPARE: Scope.LAYERS,
     Occasion.SCHEDULE: Scope.GROUP,
     Occasion.EVALUATE: Scope.GROUP,
-    Occasion.MOVE: Scope.STAGE,
+    Occasion.MOVE: Scope.LAYERS,
 }
 
 # Text travels as integers of so many bytes: gathers carry integers of 64 bits, with a sign, alone.

@@ -32,7 +32,7 @@ class Scope(enum.IntEnum):
 
     TENSOR = 0  # hold the same tokens, and divide layers between them
     ROWS = 1  # share documents: rows are exchanged among them, and a loss counts each label of theirs once
-    STAGE = 2  # run the same layers: they agree on every pass, and hold the same weights
+    LAYERS = 2  # run the same layers: they agree on every pass, and hold the same weights
     GROUP = 3  # train together: they take the same micro-batches, report, and leave after the same step
 
 
@@ -151,7 +151,7 @@ class Grid:
         grid = np.array(self.ranks).reshape(self.shape)
         if scope is Scope.GROUP:
             sets = [grid]
-        elif scope is Scope.STAGE:
+        elif scope is Scope.LAYERS:
             sets = list(grid)
         elif scope is Scope.TENSOR:
             sets = list(grid.reshape(-1, self.shape[2]))

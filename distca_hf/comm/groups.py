@@ -95,7 +95,7 @@ class Members:
     @property
     def layer_ranks(self) -> Sequence[int]:
         """Scope: ranks that run the same layers. They agree on every pass."""
-        return self.grid.members(Scope.STAGE)
+        return self.grid.members(Scope.LAYERS)
 
     @property
     def token_ranks(self) -> range:
@@ -225,7 +225,7 @@ def open_transport(
     rollcall.announce_uncaught_errors()
 
     def whereabouts(transport: TorchTransport) -> Whereabouts:
-        ranks, labels = grid.members(Scope.STAGE), labels_of(transport, Scope.STAGE)
+        ranks, labels = grid.members(Scope.LAYERS), labels_of(transport, Scope.LAYERS)
         number = store.add(f"distca_hf/whereabouts/{grid.rank}", 1)  # of the transports that this rank has opened
         name, count, place = f"{'-'.join(map(str, ranks))}/{number}", transport.started, transport.place
         mine = store.clone()  # type: ignore[attr-defined]
@@ -238,7 +238,7 @@ def _control_groups(members: Members, patience: timedelta, store: Store) -> dict
     """Opens the groups for integers, the widest scope first. Scopes of the same ranks share one."""
     groups: dict[Scope, dist.ProcessGroup] = {}
     opened: dict[tuple[int, ...], dist.ProcessGroup] = {}
-    for scope in (Scope.GROUP, Scope.STAGE, Scope.ROWS):
+    for scope in (Scope.GROUP, Scope.LAYERS, Scope.ROWS):
         ranks = members.grid.members(scope)
         if ranks not in opened:
             is_job = members.are_the_job and scope is Scope.GROUP

@@ -152,7 +152,7 @@ class TorchTransport:
         order."""
         ours, known = self._groups, num_groups()
         if known != self._num_groups:  # looked up again when there are others
-            others = [group for group in groups_of(self.members(Scope.STAGE)) if group not in ours]
+            others = [group for group in groups_of(self.members(Scope.LAYERS)) if group not in ours]
             self._num_groups = known
             self._other_groups = [group for group in others if not (self._on_gpu and group.name() == "gloo")]
         of_rows = ours[: self._num_row_groups]

@@ -14,10 +14,9 @@ import torch
 
 from distca_hf.config import KernelName
 from distca_hf.errors import UnsupportedAttentionError
-from distca_hf.kernels.flash4 import Flash4Kernel
 from distca_hf.kernels.interface import AttentionSpec, Kernel, before_queries
 from distca_hf.kernels.reference import WINDOW_TOKENS, ReferenceKernel, describe_error
-from distca_hf.kernels.varlen import CpuKernel, Flash2Kernel, Flash3Kernel, TorchVarlenKernel
+from distca_hf.kernels.varlen import CpuKernel, Flash2Kernel, Flash3Kernel, Flash4Kernel, TorchVarlenKernel
 from distca_hf.telemetry import OF_THIS_RANK, get_logger
 
 
@@ -139,12 +138,12 @@ FAILS, IS_WRONG = "fails:", "is wrong:"
 
 @dataclass(frozen=True)
 class Entry:
-    """A kernel of the table: its module (None: always there), its capabilities, how it is made, and how its package is
-    installed."""
+    """A kernel of the table: the module that it is made of (None: always there), its capabilities, its class, and how
+    its package is installed."""
 
     module: str | None
     capabilities: Capabilities
-    make: Callable[[], Kernel]
+    kernel: Callable[..., Kernel]
     automatic: bool = True
     install: str = ""
 
@@ -187,19 +186,19 @@ KERNELS: dict[str, Entry] = {
             options=WINDOWS | {"softcap"},
             lacks=(Lack(WINDOWS | {"softcap"}, compute_capability=(10, 11), above_head_dim=192),),
         ),
-        lambda: Flash4Kernel(importlib.import_module("flash_attn.cute.interface")),
+        Flash4Kernel,
         install="pip install flash-attn-4",
     ),
     "flash3": Entry(
         "flash_attn_interface",
         replace(FLASH2, compute_capability=(9,)),
-        lambda: Flash3Kernel(importlib.import_module("flash_attn_interface")),
+        Flash3Kernel,
         install="from sources, the folder hopper of FlashAttention",
     ),
     "flash2": Entry(
         "flash_attn.flash_attn_interface",
         FLASH2,
-        lambda: Flash2Kernel(importlib.import_module("flash_attn.flash_attn_interface")),
+        Flash2Kernel,
         install="pip install flash-attn --no-build-isolation",
     ),
     "torch_varlen": Entry(None, FLASH2_OF_TORCH, TorchVarlenKernel),
@@ -210,15 +209,8 @@ KERNELS: dict[str, Entry] = {
 }
 
 
-# Names of the same classes, for messages about a kernel that was chosen before.
-NAMES: dict[type, str] = {
-    Flash4Kernel: "flash4",
-    Flash3Kernel: "flash3",
-    Flash2Kernel: "flash2",
-    TorchVarlenKernel: "torch_varlen",
-    CpuKernel: "cpu",
-    ReferenceKernel: "reference",
-}
+# For messages about a kernel that was chosen before.
+NAMES = {entry.kernel: name for name, entry in KERNELS.items()}
 
 
 def kernel_name(kernel: Kernel) -> str:
@@ -315,7 +307,7 @@ def _made(entry: Entry, operands: Operands, spec: AttentionSpec) -> tuple[Kernel
     if missing is not None:
         return None, missing
     try:
-        kernel = entry.make()
+        kernel = entry.kernel(*[importlib.import_module(entry.module)] if entry.module else [])
         wrong = try_out(kernel, operands, spec)
     except torch.OutOfMemoryError:
         raise

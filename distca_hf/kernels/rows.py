@@ -1,6 +1,6 @@
 """Rows: copied by an index, added by an index, merged by log-sum-exps, and completed by sinks.
 
-`copy_rows`, `add_rows` and `merge_rows` look at their tensors in each call. That costs the host more than the device
+`copy_rows` and `merge_rows` look at their tensors in each call. That costs the host more than the device
 needs. `prepare_copy`, `prepare_add` and `prepare_merge` look once, and return a function for all tensors like these:
 of the same device, dtypes, shapes and strides. It does not look again: in others a GPU would write to wrong places.
 
@@ -111,7 +111,7 @@ class RowSums:
         rows: `[shared]` rows that something is added to.
         own_rows, own_in_shared: `[own]` rows of the first part, and the place in `rows` that they are added to.
         returned_in_shared: `[returned]` the same of each returned row.
-        parts: consecutive returned rows of each server; added by rank, after the first part.
+        parts: consecutive returned rows of each rank; added by rank, after the first part.
     """
 
     rows: torch.Tensor
@@ -122,7 +122,7 @@ class RowSums:
 
     @cached_property
     def order(self) -> torch.Tensor:
-        """`[returned]` returned rows, sorted by the row they are added to, then by server."""
+        """`[returned]` returned rows, sorted by the row they are added to, then by rank."""
         return torch.argsort(self.returned_in_shared, stable=True)
 
     @cached_property
@@ -140,21 +140,13 @@ class RowSums:
         return own
 
 
-def add_rows(target: torch.Tensor, own: torch.Tensor, returned: torch.Tensor, sums: RowSums) -> None:
-    """Adds own rows, then returned ones, to rows of `target`, in max(fp32, dtype). All are `[rows, ...]` with rows of
-    one shape. Rows may lie apart; elements of a row follow each other.
+def prepare_add(target: torch.Tensor, own: torch.Tensor, returned: torch.Tensor, sums: RowSums) -> AddRows:
+    """Returns a function of tensors like these that adds own rows, then returned ones, to rows of `target`, in
+    max(fp32, dtype). All are `[rows, ...]` with rows of one shape, which may lie apart; elements of a row follow each
+    other.
 
     Raises:
         ValueError: on a GPU, elements of a row do not.
-    """
-    prepare_add(target, own, returned, sums)(target, own, returned)
-
-
-def prepare_add(target: torch.Tensor, own: torch.Tensor, returned: torch.Tensor, sums: RowSums) -> AddRows:
-    """Returns a function that does `add_rows` with these sums, on tensors like these.
-
-    Raises:
-        ValueError: as `add_rows`.
     """
     if not sums.rows.shape[0]:
         return lambda target, own, returned: None
@@ -162,17 +154,16 @@ def prepare_add(target: torch.Tensor, own: torch.Tensor, returned: torch.Tensor,
         from distca_hf.kernels.rows_triton import prepare_add_on_gpu
 
         return prepare_add_on_gpu(target, own, returned, (sums.rows, sums.own_of_shared, sums.order, sums.offsets))
-    return lambda target, own, returned: _add(target, own, returned, sums)
 
+    def add(target: torch.Tensor, own: torch.Tensor, returned: torch.Tensor) -> None:
+        # A fixed order, rank by rank: sums are bit-equal from run to run.
+        total = target.index_select(0, sums.rows).to(accumulation_dtype(target.dtype))
+        total.index_add_(0, sums.own_in_shared, own.index_select(0, sums.own_rows).to(total.dtype))
+        for part in sums.parts:
+            total.index_add_(0, sums.returned_in_shared[part], returned[part].to(total.dtype))
+        target.index_copy_(0, sums.rows, total.to(target.dtype))
 
-def _add(target: torch.Tensor, own: torch.Tensor, returned: torch.Tensor, sums: RowSums) -> None:
-    """Does `add_rows` step by step."""
-    # A fixed order, server by server: sums are bit-equal from run to run.
-    total = target.index_select(0, sums.rows).to(accumulation_dtype(target.dtype))
-    total.index_add_(0, sums.own_in_shared, own.index_select(0, sums.own_rows).to(total.dtype))
-    for part in sums.parts:
-        total.index_add_(0, sums.returned_in_shared[part], returned[part].to(total.dtype))
-    target.index_copy_(0, sums.rows, total.to(target.dtype))
+    return add
 
 
 def merge_rows(
@@ -213,18 +204,16 @@ def prepare_merge(
         from distca_hf.kernels.rows_triton import prepare_merge_on_gpu
 
         return prepare_merge_on_gpu(out_TNV, lse_TN, other_out_RNV, other_lse_NR, start)
-    return lambda out, lse, other_out, other_lse: _merge(out[start:stop], lse[start:stop], other_out, other_lse.t())
 
+    def merge(out: torch.Tensor, lse: torch.Tensor, other_out: torch.Tensor, other_lse_NR: torch.Tensor) -> None:
+        # Shares of both in the softmax over all keys: exp(lse - total) and exp(other - total), which add up to one.
+        out, lse, other_lse = out[start:stop], lse[start:stop], other_lse_NR.t()
+        total = torch.logaddexp(lse, other_lse)
+        share, other_share = (x.sub(total).exp().unsqueeze(-1) for x in (lse, other_lse))
+        out.copy_(share * out + other_share * other_out)
+        lse.copy_(total)
 
-def _merge(
-    out_RNV: torch.Tensor, lse_RN: torch.Tensor, other_out_RNV: torch.Tensor, other_lse_RN: torch.Tensor
-) -> None:
-    """Does `merge_rows` for all rows, step by step."""
-    # Shares of both in the softmax over all keys: exp(lse - total) and exp(other - total), which add up to one.
-    total = torch.logaddexp(lse_RN, other_lse_RN)
-    share, other_share = (x.sub(total).exp().unsqueeze(-1) for x in (lse_RN, other_lse_RN))
-    out_RNV.copy_(share * out_RNV + other_share * other_out_RNV)
-    lse_RN.copy_(total)
+    return merge
 
 
 def add_sinks(out_TNV: torch.Tensor, lse_TN: torch.Tensor, sinks_N: torch.Tensor) -> None:
@@ -268,14 +257,11 @@ def sink_gradients(
         raise NotImplementedError("gradients of sinks cannot be differentiated: no gradients of gradients")
     # A row that is not a token has a log-sum-exp of 0 and no output: a share of infinity would make it NaN.
     share_TN = (sinks_N.to(lse_TN.dtype) - lse_TN).clamp(max=0).exp()
-    return -(share_TN * _dot_rows(dout_TNV, out_TNV, lse_TN.dtype)).sum(0).to(sinks_N.dtype)
-
-
-def _dot_rows(one_TNV: torch.Tensor, other_TNV: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Returns `[T, N]` products of values, summed in `dtype`."""
-    if has_fused_kernels(one_TNV):
+    if has_fused_kernels(dout_TNV):
         from distca_hf.kernels.rows_triton import dot_rows_on_gpu
 
         # Hooks of saved tensors may bring outputs back with other strides.
-        return dot_rows_on_gpu(one_TNV.contiguous(), other_TNV.contiguous())
-    return (one_TNV.to(dtype) * other_TNV.to(dtype)).sum(-1)
+        products_TN = dot_rows_on_gpu(dout_TNV.contiguous(), out_TNV.contiguous())
+    else:
+        products_TN = (dout_TNV.to(lse_TN.dtype) * out_TNV.to(lse_TN.dtype)).sum(-1)
+    return -(share_TN * products_TN).sum(0).to(sinks_N.dtype)

@@ -141,7 +141,7 @@ def _add_row(  # type: ignore[no-untyped-def]
 ):
     # One program for each row that something is added to: its sum stays in registers and is rounded once.
     #
-    #     order     | 4 9 | 7 | 0 2 5 |     returned rows of shared rows 0, 1, 2, by server
+    #     order     | 4 9 | 7 | 0 2 5 |     returned rows of shared rows 0, 1, 2, by rank
     #     offsets   0     2   3       6
     shared = tl.program_id(0)
     column = tl.arange(0, BLOCK)

@@ -71,9 +71,9 @@ class RemoteTasks(Ranges):
     def of(cls, plan: Plan, rank: int, chunks: ExchangeChunks) -> "RemoteTasks":
         """Sorts the remote tasks of a rank, and counts the rows of their queries."""
         tasks, groups = plan.tasks, plan.tasks.head_groups
-        task = np.flatnonzero((tasks.server == rank) & plan.has_remote_queries)
+        task = np.flatnonzero((tasks.rank == rank) & plan.has_remote_queries)
         document, head, start, stop = (x[task] for x in (tasks.document, tasks.head, tasks.start, tasks.stop))
-        chunk = chunks.of_remote_queries(tasks.server[task], line_keys(document, head, groups))
+        chunk = chunks.of_remote_queries(tasks.rank[task], line_keys(document, head, groups))
         order = np.lexsort((start, head, document, head != ALL_HEADS, chunk))
         document, head, start, stop = document[order], head[order], start[order], stop[order]
         rows = (stop - start) * rows_per_token(head, groups)

@@ -1,19 +1,20 @@
 """Tasks, and pieces of them.
 
-A *task* is (document, query range, heads) computed by one server rank. Its keys end with the range, and begin where
+A *task* is (document, query range, heads) computed by one rank. Its keys end with the range, and begin where
 the mask says: with the document, for the causal mask. Heads are divided into groups: KV heads with the query heads
 that share them. A task is of all heads or of one group. Tasks of one document are all of the one kind, or all of the
 other.
 
-*Pieces* are segments and tasks cut at each other's borders, so that every piece has one owner rank and one server.
+*Pieces* are segments and tasks cut at each other's borders, so that every piece has one owner, the rank that
+holds it, and one computing rank.
 
     segments    | rank 0: d1[0:6]         | rank 1: d1[6:10]  |
     tasks       | rank 0: d1[0:4] | rank 1: d1[4:10]          |
-    pieces      | [0:4] 0 on 0    | [4:6] | [6:10] 1 on 1     |    [4:6]: owner 0, server 1, so its queries move
+    pieces      | [0:4] 0 on 0    | [4:6] | [6:10] 1 on 1     |    [4:6]: held by 0, computed by 1: queries move
 
 If a plan divides heads, a *row* is one token of one head group, and ranks hold `head_groups` rows per token, token
 after token. Otherwise a row is a token. On its owner rank, a piece of all heads is consecutive rows, and a piece of a
-single group is every `head_groups`-th row. On its server the rows are consecutive either way.
+single group is every `head_groups`-th row. On its computing rank the rows are consecutive either way.
 
 A *line* is a document with all its heads, or with one head group.
 """
@@ -35,13 +36,13 @@ ALL_HEADS = -1
 
 @dataclass(frozen=True, eq=False)
 class Tasks:
-    """Tasks as five int64 arrays of one length, sorted by (server, needs a prefix, document, head, start).
+    """Tasks as five int64 arrays of one length, sorted by (rank, needs a prefix, document, head, start).
 
-    A task whose queries attend no keys before its own tokens needs no prefix. These tasks come first on every server.
+    A task whose queries attend no keys before its own tokens needs no prefix. These tasks come first on every rank.
 
     Attributes:
         document, start, stop: query range.
-        server: rank that computes it.
+        rank: the one that computes it.
         head: head group, or `ALL_HEADS`.
         head_groups: groups that the heads are divided into; 1 if every task is of all heads.
         mask: keys that queries attend.
@@ -50,7 +51,7 @@ class Tasks:
     document: IntArray
     start: IntArray
     stop: IntArray
-    server: IntArray
+    rank: IntArray
     head: IntArray
     head_groups: int = 1
     mask: Mask = CAUSAL_MASK
@@ -61,7 +62,7 @@ class Tasks:
         document: IntArray,
         start: IntArray,
         stop: IntArray,
-        server: IntArray,
+        rank: IntArray,
         head: IntArray | None = None,
         head_groups: int = 1,
         mask: Mask = CAUSAL_MASK,
@@ -70,8 +71,8 @@ class Tasks:
         if head is None or head_groups == 1:  # the only group is all heads
             head = np.full(len(document), ALL_HEADS)
         head_groups = head_groups if np.any(head != ALL_HEADS) else 1
-        order = np.lexsort((start, head, document, mask.first_key(start) < start, server))
-        return cls(document[order], start[order], stop[order], server[order], head[order], head_groups, mask)
+        order = np.lexsort((start, head, document, mask.first_key(start) < start, rank))
+        return cls(document[order], start[order], stop[order], rank[order], head[order], head_groups, mask)
 
     def __len__(self) -> int:
         return len(self.document)
@@ -91,22 +92,16 @@ class Tasks:
         """`[tasks]` attended pairs x groups of heads."""
         return self.pairs * np.where(self.head == ALL_HEADS, self.head_groups, 1)
 
-    def work_of(self, num_ranks: int) -> IntArray:
-        """Sums attended pairs x head groups of each server: `[ranks]`."""
-        work = np.zeros(num_ranks, dtype=np.int64)
-        np.add.at(work, self.server, self.work)
-        return work
-
     def validate(self, layout: Layout) -> None:
-        """Checks that exactly one task, on a server that exists, computes each query row of each head group.
+        """Checks that exactly one task, on a rank that exists, computes each query row of each head group.
 
         Raises:
-            PlanError: names the first document or server that is wrong.
+            PlanError: names the first document or rank that is wrong.
         """
-        # 1. Servers, documents and head groups exist.
-        if len(self) and not (0 <= self.server.min() and self.server.max() < layout.num_ranks):
+        # 1. Ranks, documents and head groups exist.
+        if len(self) and not (0 <= self.rank.min() and self.rank.max() < layout.num_ranks):
             raise PlanError(
-                f"tasks on servers {self.server.min()} to {self.server.max()}, ranks are 0 to {layout.num_ranks - 1}"
+                f"tasks on ranks {self.rank.min()} to {self.rank.max()}, ranks are 0 to {layout.num_ranks - 1}"
             )
         unknown = first_outside(self.document, layout.num_documents)
         if unknown is not None:
@@ -235,20 +230,25 @@ class Pieces(Ranges):
         owner: rank that holds the tokens.
         row: layout row of the first one there.
         task: index of the task that computes these queries.
-        server: rank of that task.
+        computing_rank: rank of that task.
     """
 
     owner: IntArray
     row: IntArray
     task: IntArray
-    server: IntArray
+    computing_rank: IntArray
 
     @classmethod
     def cut(cls, layout: Layout, tasks: Tasks) -> "Pieces":
         """Cuts a layout and the tasks that cover it at each other's borders."""
         # 1. Borders of both as sort keys.
         groups = tasks.head_groups
-        segment, head = _segments_of_each_group(layout, tasks)
+        every = np.arange(len(layout.segment_document))
+        divided = np.zeros(layout.num_documents, dtype=bool)
+        divided[tasks.document[tasks.head != ALL_HEADS]] = True
+        copies = np.where(divided[layout.segment_document], groups, 1)  # one of each segment for each of its groups
+        segment = np.repeat(every, copies)
+        head = np.where(divided[layout.segment_document[segment]], ranges(0, copies), ALL_HEADS)
         segment_keys = position_keys(layout.segment_document[segment], head, layout.segment_start[segment], groups)
         task_keys = position_keys(tasks.document, tasks.head, tasks.start, groups)
         segments, by_task = np.argsort(segment_keys), np.argsort(task_keys)
@@ -274,7 +274,7 @@ class Pieces(Ranges):
             owner=layout.segment_rank[held],
             row=token_row * groups + np.maximum(head, 0),
             task=task,
-            server=tasks.server[task],
+            computing_rank=tasks.rank[task],
             head_groups=groups,
         )
 
@@ -286,19 +286,7 @@ class Pieces(Ranges):
     @property
     def moved(self) -> np.ndarray:
         """`[pieces]` whether queries are computed on another rank than their owner."""
-        return self.owner != self.server
-
-
-def _segments_of_each_group(layout: Layout, tasks: Tasks) -> tuple[IntArray, IntArray]:
-    """Returns segment and head of ranges that cover all rows: of all heads, or once per group of divided documents."""
-    every = np.arange(len(layout.segment_document))
-    if tasks.head_groups == 1:
-        return every, np.full(len(every), ALL_HEADS)
-    divided = np.zeros(layout.num_documents, dtype=bool)
-    divided[tasks.document[tasks.head != ALL_HEADS]] = True
-    copies = np.where(divided[layout.segment_document], tasks.head_groups, 1)
-    segment = np.repeat(every, copies)
-    return segment, np.where(divided[layout.segment_document[segment]], ranges(0, copies), ALL_HEADS)
+        return self.owner != self.computing_rank
 
 
 class RowNumbers:

@@ -8,20 +8,21 @@ In the plan in place every rank computes the queries that it holds, and ranks of
 """
 
 import hashlib
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
-from typing import Self
+from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
 from distca_hf.arrays import IntArray, ceil_div, sum_by
-from distca_hf.cost import CAUSAL_MASK, Mask, imbalance
+from distca_hf.cost import CAUSAL_MASK, Mask, TokenBytes, imbalance
 from distca_hf.errors import PlanError
 from distca_hf.flops import StepFlops
-from distca_hf.layout import Layout, Stripe, join_neighbours
+from distca_hf.layout import Layout, Stripe, Topology, join_neighbours
 from distca_hf.planning.pieces import ALL_HEADS, Pieces, Tasks
 
 
@@ -62,12 +63,14 @@ class Plan:
     @cached_property
     def work(self) -> IntArray:
         """`[ranks]` attended pairs x groups of heads computed by each rank."""
-        return self.tasks.work_of(self.layout.num_ranks)
+        work = np.zeros(self.layout.num_ranks, dtype=np.int64)
+        np.add.at(work, self.tasks.rank, self.tasks.work)  # sums may be beyond 2 ** 53
+        return work
 
     def tasks_of(self, rank: int) -> IntArray:
         """Returns `[tasks, 3]` tasks of a rank: queries, keys before the first of them, and 1 if it computes one group
         of heads alone."""
-        tasks, mine = self.tasks, self.tasks.server == rank
+        tasks, mine = self.tasks, self.tasks.rank == rank
         start, stop, head = tasks.start[mine], tasks.stop[mine], tasks.head[mine]
         return np.column_stack((stop - start, start, head != ALL_HEADS))
 
@@ -114,7 +117,7 @@ class Plan:
 
     @cached_property
     def reads_others(self) -> np.ndarray:
-        """`[tasks]` whether a task may need keys that its server does not hold."""
+        """`[tasks]` whether a task may need keys that its rank does not hold."""
         return self.has_remote_queries | (self.tasks.first_key < self.tasks.start)
 
     @cached_property
@@ -132,7 +135,7 @@ class Plan:
             tasks.document,
             tasks.start,
             tasks.stop,
-            tasks.server,
+            tasks.rank,
             tasks.head,
             np.array([tasks.head_groups]),
         ):
@@ -153,7 +156,7 @@ class PlanFacts:
         num_documents, num_tokens, longest_document_tokens: documents of the global micro-batch.
         cut_documents: documents that lie in several segments.
         work: attended pairs x head groups of each rank, as planned.
-        work_before: the same for documents packed in order; of the ranks that hold tokens, without servers.
+        work_before: the same for documents packed in order; of the ranks that hold tokens.
         key_rows_sent: rows of keys and values that each rank sends, per layer, forward.
         query_rows_sent: rows of queries that each rank sends, and rows of outputs that it receives for them.
         key_rows_received: rows of keys and values that each rank receives.
@@ -191,7 +194,6 @@ class PlanFacts:
         """Counts facts of a plan.
 
         Args:
-            plan: the plan.
             key_rows: `[source rank, destination rank]` rows of keys and values that it sends, per layer.
             work_before: `[ranks with tokens]` attended pairs to compare the plan with.
         """
@@ -199,7 +201,7 @@ class PlanFacts:
         remote_queries = plan.pieces.select(plan.has_remote_queries[plan.pieces.task])
         queries_sent, remote_query_rows = (
             sum_by(ranks, rows, layout.num_ranks)
-            for ranks, rows in ((moved.owner, moved.rows), (remote_queries.server, remote_queries.rows))
+            for ranks, rows in ((moved.owner, moved.rows), (remote_queries.computing_rank, remote_queries.rows))
         )
         return cls(
             num_documents=layout.num_documents,
@@ -236,18 +238,9 @@ class PlanFacts:
             ]
             return tuple((np.sum(scaled, axis=0) // layers).tolist())
 
-        return replace(
-            first,
-            work=mean("work"),
-            work_before=mean("work_before"),
-            key_rows_sent=mean("key_rows_sent"),
-            query_rows_sent=mean("query_rows_sent"),
-            key_rows_received=mean("key_rows_received"),
-            remote_query_rows=mean("remote_query_rows"),
-            rows_per_token=groups,
-            kinds=tuple(kinds),
-            window_tokens=None,
-        )
+        rows = ("key_rows_sent", "query_rows_sent", "key_rows_received", "remote_query_rows")
+        means: dict[str, Any] = {name: mean(name) for name in ("work", "work_before", *rows)}
+        return replace(first, **means, rows_per_token=groups, kinds=tuple(kinds), window_tokens=None)
 
     def with_tokens(self, home: Layout, layout: Layout) -> Self:
         """Returns facts of given batches that know the tokens of ranks, in the batches and as layers compute them.
@@ -275,7 +268,7 @@ class PlanFacts:
 
     def step_work(self, flops: StepFlops) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
         """Returns `[ranks that hold tokens]` operations of a step, before and as planned; see `StepFlops.work`."""
-        held = len(self.tokens)  # behind these are attention servers
+        held = len(self.tokens)  # ranks without tokens come after these
         before, after = (np.array(work[:held]) / self.rows_per_token for work in (self.work_before, self.work))
         tokens_before, tokens, head_tokens = map(np.array, (self.tokens_before, self.tokens, self.head_tokens))
         return flops.work(tokens_before, before, tokens_before), flops.work(tokens, after, head_tokens)
@@ -284,6 +277,44 @@ class PlanFacts:
         weights = [sum(getattr(facts, work)) * count / facts.rows_per_token for facts, count in self.kinds]
         values = [getattr(facts, name) for facts, _ in self.kinds]
         return float(np.average(values, weights=weights)) if any(weights) else 1.0
+
+
+class ExtraRanks(ABC):
+    """Ranks without tokens that compute attention for those that train, and are numbered after them."""
+
+    @property
+    @abstractmethod
+    def count(self) -> int:
+        """Number of them."""
+
+    @abstractmethod
+    def rank_speeds(self, num_trainers: int) -> tuple[float, ...]:
+        """Returns `[trainers + extra ranks]` relative speeds, 0 for a rank that computes no attention."""
+
+    @abstractmethod
+    def topology(self, trainers: Topology) -> Topology:
+        """Returns the topology of the ranks that train, and of these."""
+
+    @abstractmethod
+    def plan(
+        self,
+        layout: Layout,
+        head_groups: int = 1,
+        *,
+        topology: Topology | None = None,
+        token_bytes: TokenBytes = TokenBytes(),  # noqa: B008 (immutable)
+    ) -> Plan:
+        """Plans a layout of the ranks that train, so that these compute a part of its attention.
+
+        Args:
+            layout: the ranks that train, and the tokens that each of them holds.
+            head_groups: groups that heads may be divided into; 1 keeps heads together.
+            topology: ranks of the layout that share a node; all of them, if it is not given.
+            token_bytes: bytes of one token in one layer.
+
+        Raises:
+            ConfigError: head groups below 1, a topology of other ranks, or extra ranks on unknown nodes.
+        """
 
 
 def plan_in_place(layout: Layout, head_groups: int = 1, mask: Mask = CAUSAL_MASK) -> Plan:
@@ -300,32 +331,21 @@ def plan_in_place(layout: Layout, head_groups: int = 1, mask: Mask = CAUSAL_MASK
     held = join_neighbours(layout.segment_document, layout.segment_start, layout.segment_stop, layout.segment_rank)
     if not layout.stripes:
         return Plan(layout, Tasks.sort(*held, mask=mask))
-    return Plan(layout, _with_stripes(layout, np.stack(held, axis=1), head_groups, mask))
-
-
-def _with_stripes(layout: Layout, held: IntArray, head_groups: int, mask: Mask) -> Tasks:
-    """Returns tasks of a layout with stripes. A document with a stripe has tasks of single groups only.
-
-    Args:
-        layout: ranks, and the tokens that each of them holds.
-        held: `[tasks, 4]` document, start, stop and rank of the ranges that ranks hold, neighbours joined.
-        head_groups, mask: see `plan_in_place`.
-    """
-    # 1. Documents with a stripe: outside of it each group stays with its owner, inside of it ranks divide the groups.
+    # 1. Documents with a stripe have tasks of single groups only: outside of it each stays with its owner, inside of
+    #    it ranks divide the groups.
     rows = []
-    is_striped = np.zeros(layout.num_documents, dtype=bool)
-    is_striped[[stripe.document for stripe in layout.stripes]] = True
-    has_stripe = is_striped[held[:, 0]]
-    for document, start, stop, rank in held[has_stripe].tolist():
+    by_task = np.stack(held, axis=1)  # document, start, stop, rank
+    has_stripe = np.isin(held[0], [stripe.document for stripe in layout.stripes])
+    for document, start, stop, rank in by_task[has_stripe].tolist():
         for left, right in _outside(start, stop, [stripe for stripe in layout.stripes if stripe.document == document]):
             rows += [(document, left, right, rank, group) for group in range(head_groups)]
     rows += [row for stripe in layout.stripes for row in divide_stripe(stripe, head_groups, mask)]
 
     # 2. All other documents stay with their owners, all heads together.
-    whole = held[~has_stripe]
+    whole = by_task[~has_stripe]
     whole = np.column_stack((whole, np.full(len(whole), ALL_HEADS)))
-    document, start, stop, server, head = np.concatenate([whole, np.array(rows, dtype=np.int64).reshape(-1, 5)]).T
-    return Tasks.sort(document, start, stop, server, head, head_groups, mask)
+    document, start, stop, rank, head = np.concatenate([whole, np.array(rows, dtype=np.int64).reshape(-1, 5)]).T
+    return Plan(layout, Tasks.sort(document, start, stop, rank, head, head_groups, mask))
 
 
 def _outside(start: int, stop: int, stripes: list[Stripe]) -> list[tuple[int, int]]:
@@ -358,7 +378,6 @@ def divide_stripe(stripe: Stripe, head_groups: int, mask: Mask = CAUSAL_MASK) ->
 
 
 def _query_at(stripe: Stripe, pairs: int, mask: Mask) -> int:
-    """Finds the query that attended pair number `pairs` belongs to, counted from the stripe's first query on; `stop`
-    behind the last pair."""
+    """Finds the query of an attended pair, counted from the stripe's first query on; `stop` after the last pair."""
     query = mask.queries_of(mask.pairs_before(stripe.start) + pairs)
     return min(max(query, stripe.start), stripe.stop)

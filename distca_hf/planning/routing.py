@@ -10,16 +10,7 @@ A rank computes three kinds of attention (`kernel_calls.CallKind`):
     remote queries  tasks with queries of other ranks, against all keys that they attend
 
 The plan's `Mask` says which keys before a part its queries attend, and how. Under the causal mask they are the whole
-prefix. Under a window of W tokens they are the *halo*, up to W - 1 keys. For example, with W = 4 and a document of 10
-tokens, whose last 5 are on this rank:
-
-                 local call                   prefix call
-    keys         5 6 7 8 9                    2 3 4
-    query 5      x                            x x x
-    query 6      x x                            x x
-    query 7      x x x                            x
-    query 8      x x x x
-    query 9        x x x x
+prefix. Under a window of W tokens they are the *halo*, up to W - 1 keys (docs/design.md shows an example).
 
     local rows         | d4[0:9] d7[0:3] | d1[5:8] d2[6:9] | padding    in the order of the layout
     remote-KV rows     | d1[0:5] d2[0:6] | d9[0:7] |                    keys of both other kinds, received or copied
@@ -34,16 +25,17 @@ group (see `pieces`).
                        └─ routing of backward    in one chunk        of this rank
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
+from typing import Generic, TypeVar
 
 import numpy as np
 
 from distca_hf.arrays import IndexRanges, IntArray
 from distca_hf.cost import Mask
 from distca_hf.errors import PlanError
-from distca_hf.layout import Layout
 from distca_hf.planning.kernel_calls import (
     KernelCall,
     LocalParts,
@@ -64,39 +56,20 @@ LATE_SHARE = 0.25
 
 
 @dataclass(frozen=True, eq=False)
-class RowsInChunks:
-    """Split sizes of one rank's exchange.
-
-    Attributes:
-        chunk_send_counts, chunk_receive_counts: `[chunks, ranks]` rows sent to and received from each rank.
-    """
-
-    chunk_send_counts: IntArray
-    chunk_receive_counts: IntArray
-
-    @property
-    def send_counts(self) -> IntArray:
-        """`[ranks]` rows sent in all chunks."""
-        return self.chunk_send_counts.sum(axis=0)
-
-    @property
-    def receive_counts(self) -> IntArray:
-        """`[ranks]` rows received in all chunks."""
-        return self.chunk_receive_counts.sum(axis=0)
-
-
-@dataclass(frozen=True, eq=False)
-class QueryMoves(RowsInChunks):
+class QueryMoves:
     """Queries that one rank sends, and the remote-query rows that it computes.
 
     Attributes:
+        send_counts, receive_counts: `[chunks, ranks]` rows sent to and received from each rank.
         num_rows: remote-query rows.
-        send_rows: `[sent]` layout rows of queries that other ranks compute, grouped by chunk and server.
+        send_rows: `[sent]` layout rows of queries that other ranks compute, grouped by chunk and computing rank.
         received_to_queries: `[received]` remote query row of each received row.
         local_rows, local_to_queries: `[local]` layout rows of this rank in tasks with remote queries, and their
             remote-query rows.
     """
 
+    send_counts: IntArray
+    receive_counts: IntArray
     num_rows: int
     send_rows: IndexRanges
     received_to_queries: IndexRanges
@@ -110,10 +83,11 @@ class QueryMoves(RowsInChunks):
 
 
 @dataclass(frozen=True, eq=False)
-class Routing(RowsInChunks):
+class Routing:
     """Index maps, split sizes and kernel calls of one rank, the same in every layer.
 
     Attributes:
+        send_counts, receive_counts: `[chunks, ranks]` rows of keys sent to and received from each rank.
         num_rows: rows the rank holds, padding included.
         held: `[segments, 3]` document, first token and first row of each segment, by row; rows here are tokens.
         num_tokens: tokens the rank holds; all later rows are padding.
@@ -133,6 +107,8 @@ class Routing(RowsInChunks):
         queries: queries that move; None if no rank moves any, the same on all ranks.
     """
 
+    send_counts: IntArray
+    receive_counts: IntArray
     num_rows: int
     held: IntArray
     num_tokens: int
@@ -180,11 +156,6 @@ class Routing(RowsInChunks):
         """Whether kept keys already are the remote KV, in order."""
         return self.local_rows.total == 0 and self.kept_to_remote_kv.counts_up
 
-    @property
-    def pairs(self) -> int:
-        """Attended pairs x groups of heads that the rank computes."""
-        return sum(call.pairs for call in (*self.local, *self.prefix, *self.remote_queries))
-
 
 def route(
     plan: Plan,
@@ -197,8 +168,7 @@ def route(
     """Returns the routing of `rank`.
 
     Args:
-        plan: the plan, the same on all ranks.
-        rank: the rank.
+        plan: the same on all ranks.
         transfers: key transfers in these chunks, at least those that concern this rank; by default they are computed.
         chunks: chunks of the exchange; by default one.
         kept: transfers that brought the kept keys; by default `transfers`.
@@ -219,7 +189,7 @@ def route(
 
     # 1. Computed here: pieces that this rank holds outside of tasks with remote queries, and these tasks.
     held = plan.pieces.select(np.flatnonzero(plan.pieces.owner == rank))
-    local = LocalParts.of(held.select((held.server == rank) & ~plan.has_remote_queries[held.task])).cut(mask)
+    local = LocalParts.of(held.select((held.computing_rank == rank) & ~plan.has_remote_queries[held.task])).cut(mask)
     remote = RemoteTasks.of(plan, rank, chunks)
 
     # 2. The remote KV: keys that prefix calls and remote queries attend. Each key is held once.
@@ -239,16 +209,15 @@ def route(
     document, head = held.document[part], held.head[part]
     copied = IndexRanges.of(numbered.of(document, head, start), (stop - start) * rows_per_token(head, groups))
     shared = send.union(copied)
+    mine = layout.segments_of(rank)
     return Routing(
         num_rows=int(layout.rank_rows[rank]) * groups,
-        held=held_segments(layout, rank),
+        held=np.stack((layout.segment_document, layout.segment_start, layout.segment_row), axis=1)[mine],
         num_tokens=int(layout.rank_tokens[rank]),
         rows_per_token=groups,
         send_rows=numbered.layout_rows(send),
-        chunk_send_counts=counts_by_chunk(sent.chunk, sent.destination, sent.rows, chunks.count, layout.num_ranks),
-        chunk_receive_counts=counts_by_chunk(
-            received.chunk, received.source, received.rows, chunks.count, layout.num_ranks
-        ),
+        send_counts=counts_by_chunk(sent.chunk, sent.destination, sent.rows, chunks.count, layout.num_ranks),
+        receive_counts=counts_by_chunk(received.chunk, received.source, received.rows, chunks.count, layout.num_ranks),
         received_to_remote_kv=received_to_remote_kv,
         kept_to_remote_kv=received_to_remote_kv if kept is None else _in_remote_kv(_received(kept, rank), remote_kv),
         local_rows=numbered.layout_rows(copied),
@@ -269,7 +238,6 @@ def route(
 
 
 def _in_remote_kv(received: KeyTransfers, remote_kv: RemoteKV) -> IndexRanges:
-    """Returns the remote-KV rows of received rows."""
     return IndexRanges.of(remote_kv.row(received.document, received.head, received.start), received.rows)
 
 
@@ -279,25 +247,19 @@ def _received(transfers: KeyTransfers, rank: int) -> KeyTransfers:
     return received.select(np.argsort(received.chunk, kind="stable"))  # by source in each chunk
 
 
-def held_segments(layout: Layout, rank: int) -> IntArray:
-    """Returns `[segments, 3]` document, first token and first row of each segment of a rank."""
-    mine = layout.segments_of(rank)
-    return np.stack((layout.segment_document[mine], layout.segment_start[mine], layout.segment_row[mine]), axis=1)
-
-
 def _late_share(plan: Plan, rank: int) -> float:
     """Returns the fraction of a rank's local work to defer, so that all ranks send results at the same time.
 
     Without speeds, all ranks defer equal work: `LATE_SHARE` of the mean work, capped by the rank with the least local
     work. With speeds, all ranks compute for equal times before results leave. Results leave once every rank has done
-    its remote work, and has at most `LATE_SHARE` of the mean time left. So servers without local work defer nothing,
-    and trainers defer what they compute longer.
+    its remote work, and has at most `LATE_SHARE` of the mean time left. So ranks without local work defer nothing,
+    and others defer what they compute longer.
     """
     # A task's square, its queries against keys of the same tokens, is local work unless other ranks hold its queries.
     tasks = plan.tasks
     squares = tasks.mask.pairs_inside(tasks.start, tasks.stop)
     squares = squares * np.where(tasks.head == ALL_HEADS, tasks.head_groups, 1) * ~plan.has_remote_queries
-    local = np.bincount(tasks.server, weights=squares, minlength=plan.layout.num_ranks)
+    local = np.bincount(tasks.rank, weights=squares, minlength=plan.layout.num_ranks)
     working = plan.work > 0
     if not local[rank] or not working.any():
         return 0.0
@@ -309,12 +271,7 @@ def _late_share(plan: Plan, rank: int) -> float:
 
 
 def _query_moves(plan: Plan, rank: int, remote: RemoteTasks, chunks: ExchangeChunks) -> QueryMoves:
-    """Returns the queries that one rank sends, and the queries of other ranks that it computes.
-
-    Args:
-        plan, rank, chunks: see `route`.
-        remote: tasks with remote queries that the rank computes.
-    """
+    """Returns the queries that one rank sends, and those of other ranks that it computes in `remote` tasks."""
     tasks, pieces, num_ranks = plan.tasks, plan.pieces, plan.layout.num_ranks
     first_query_row = np.zeros(len(tasks), dtype=np.int64)
     first_query_row[remote.task] = remote.first_row
@@ -326,22 +283,22 @@ def _query_moves(plan: Plan, rank: int, remote: RemoteTasks, chunks: ExchangeChu
 
     def by_chunk(chosen: Pieces, ranks: IntArray) -> tuple[Pieces, IntArray]:
         """Sorts by chunk and rank, then in the order of remote-query rows; counts rows of each chunk and rank."""
-        chunk = chunks.of_remote_queries(chosen.server, chosen.lines)
+        chunk = chunks.of_remote_queries(chosen.computing_rank, chosen.lines)
         counts = counts_by_chunk(chunk, ranks, chosen.rows, chunks.count, num_ranks)
         # lexsort keeps the order of equals: inside of a chunk and rank pieces stay sorted by document and start.
         return chosen.select(np.lexsort((chosen.head != ALL_HEADS, ranks, chunk))), counts
 
     # 2. Pieces that leave this rank, come from others, and stay.
-    sent = pieces.select((pieces.owner == rank) & (pieces.server != rank))
-    received = pieces.select((pieces.owner != rank) & (pieces.server == rank))
-    local = pieces.select((pieces.owner == rank) & (pieces.server == rank) & plan.has_remote_queries[pieces.task])
-    sent, send_counts = by_chunk(sent, sent.server)
+    held, computed = pieces.owner == rank, pieces.computing_rank == rank
+    sent, received = pieces.select(held & ~computed), pieces.select(computed & ~held)
+    local = pieces.select(held & computed & plan.has_remote_queries[pieces.task])
+    sent, send_counts = by_chunk(sent, sent.computing_rank)
     received, receive_counts = by_chunk(received, received.owner)
     return QueryMoves(
         num_rows=int(local.rows.sum() + received.rows.sum()),
         send_rows=IndexRanges.of(sent.row, sent.rows, sent.stride),
-        chunk_send_counts=send_counts,
-        chunk_receive_counts=receive_counts,
+        send_counts=send_counts,
+        receive_counts=receive_counts,
         received_to_queries=query_rows_of(received),
         local_rows=IndexRanges.of(local.row, local.rows, local.stride),
         local_to_queries=query_rows_of(local),
@@ -355,9 +312,13 @@ def counts_by_chunk(chunk: IntArray, ranks: IntArray, rows: IntArray, num_chunks
     return counts
 
 
+Routed = TypeVar("Routed")
+Other = TypeVar("Other")
+
+
 @dataclass(frozen=True, eq=False)
-class RankPlan:
-    """Routings of one rank for one mask, and facts that all ranks share.
+class RankPlan(Generic[Routed]):
+    """Routings of one rank for one mask, and facts that all ranks share. `runtime` copies routings to the device.
 
     Attributes:
         mask: which keys queries attend.
@@ -368,21 +329,25 @@ class RankPlan:
     """
 
     mask: Mask
-    forward: Routing
-    backward: Routing
+    forward: Routed
+    backward: Routed
     facts: PlanFacts
     tasks: IntArray
 
+    def with_routings(self, make: Callable[[Routed], Other]) -> "RankPlan[Other]":
+        """Returns the same plan with what `make` returns of each routing."""
+        forward = make(self.forward)
+        backward = forward if self.backward is self.forward else make(self.backward)
+        return RankPlan(self.mask, forward, backward, self.facts, self.tasks)
 
-def rank_plan(plan: Plan, rank: int, num_chunks: int = 1, work_before: IntArray | None = None) -> RankPlan:
+
+def rank_plan(plan: Plan, rank: int, num_chunks: int = 1, work_before: IntArray | None = None) -> RankPlan[Routing]:
     """Returns the routings of one rank, and the facts of a plan.
 
     Args:
-        plan: the plan, the same on all ranks.
-        rank: the rank.
         num_chunks: chunks of the exchange in forward.
         work_before: `[ranks with tokens]` attended pairs that the facts compare the plan with; by default the work of
-            the queries that each rank holds, servers included.
+            the queries that each rank holds, on ranks without tokens, too.
     """
     transfers = key_transfers(plan)
     before = plan.layout.rank_work_of(plan.tasks.mask) if work_before is None else work_before

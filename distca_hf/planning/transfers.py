@@ -1,21 +1,21 @@
-"""Transfers: finds the keys and values that each server lacks, which rank sends them, which chunk brings them, and
-their rows in the remote KV. A server is the rank that computes a task.
+"""Transfers: finds the keys and values that each rank lacks for its tasks, which rank sends them, which chunk brings
+them, and their rows in the remote KV.
 
-needs of a server    | d1, all heads: tokens [0:9) |
-pieces of d1         | rank 0 [0:4) | rank 2 [4:7) | the server itself [7:9) |
+needs of a rank      | d1, all heads: tokens [0:9) |
+pieces of d1         | rank 0 [0:4) | rank 2 [4:7) | the rank itself [7:9) |
 borders of chunks    | chunk 0 [0:5)       | chunk 1 [5:...)                 |
 transfers            | 0: [0:4)     | 2: [4:5) | 2: [5:7) |
 
 Remote prefixes are sent in several chunks: one is attended while the next is in flight.
 
     chunk                         0          1          2          3
-    prefixes of a busy server  | d1 ....  | ... d1 d2 | .. d2 ..  | .. d2 d5 |    parts of about equal work
-    of a server with little    |          |           |           | d3 d4 d6 |    fewer kernel calls, the last chunks
+    prefixes of a busy rank    | d1 ....  | ... d1 d2 | .. d2 ..  | .. d2 d5 |    parts of about equal work
+    of a rank with little      |          |           |           | d3 d4 d6 |    fewer kernel calls, the last chunks
     read by remote queries     | d7 whole |           | d8 whole  |          |    never cut
 
-Prefixes that only local queries read are cut so that every chunk brings a server about equal work. With four chunks, a
-server uses one for each quarter of a rank's mean work. A server with little remote work uses only the last chunks, so
-that busier ranks are served first. A prefix that remote queries read arrives whole, in one chunk. A server's remote
+Prefixes that only local queries read are cut so that every chunk brings a rank about equal work. With four chunks, a
+rank uses one for each quarter of the ranks' mean work. A rank with little remote work uses only the last chunks, so
+that busier ranks get theirs first. A prefix that remote queries read arrives whole, in one chunk. A rank's remote
 queries are divided among the chunks.
 
 The remote KV of a rank holds the keys that its prefix calls and remote queries read, each of them once. Under the
@@ -49,12 +49,12 @@ NEVER = np.iinfo(np.int64).max
 
 @dataclass(frozen=True, eq=False)
 class ExchangeChunks:
-    """Where the prefixes that servers read are cut.
+    """Where the prefixes that ranks read are cut.
 
     Attributes:
         count: chunks.
         num_lines: largest possible number of lines, see `line_keys`.
-        keys: `[prefixes]` ascending, one for each (server, line) that may arrive in another chunk than the first.
+        keys: `[prefixes]` ascending, one for each (reader, line) that may arrive in another chunk than the first.
         borders: `[prefixes, count + 1]` chunk i brings tokens [borders[i], borders[i + 1]).
     """
 
@@ -69,11 +69,11 @@ class ExchangeChunks:
         if count == 1:
             none = np.zeros(0, dtype=np.int64)
             return cls(count, 0, none, none.reshape(0, 2))
-        # 1. One key for each prefix that a server reads.
+        # 1. One key for each prefix that a rank reads.
         tasks, reads = plan.tasks, plan.reads_others
         groups, num_lines = tasks.head_groups, plan.layout.num_documents * (tasks.head_groups + 1)
         lines = line_keys(tasks.document[reads], tasks.head[reads], groups)
-        keys, prefix = np.unique(tasks.server[reads] * num_lines + lines, return_inverse=True)
+        keys, prefix = np.unique(tasks.rank[reads] * num_lines + lines, return_inverse=True)
 
         # 2. Tokens and work of each prefix that local queries read; prefixes of remote queries are not cut.
         is_remote, start, stop = plan.has_remote_queries[reads], tasks.start[reads], tasks.stop[reads]
@@ -97,20 +97,20 @@ class ExchangeChunks:
         )
         return cls(count, num_lines, keys, _borders(shortest, longest, first_chunk, stop_chunk, count))
 
-    def borders_of(self, servers: IntArray | int, lines: IntArray) -> IntArray:
+    def borders_of(self, readers: IntArray | int, lines: IntArray) -> IntArray:
         """Returns `[prefixes, count + 1]` borders. A prefix without a key is not cut: the first chunk brings it."""
         borders = np.full((len(lines), self.count + 1), NEVER)
         borders[:, 0] = 0
         if len(self.keys):
-            wanted = servers * self.num_lines + lines
+            wanted = readers * self.num_lines + lines
             at = np.minimum(np.searchsorted(self.keys, wanted), len(self.keys) - 1)
             found = self.keys[at] == wanted
             borders[found] = self.borders[at[found]]
         return borders
 
-    def of_remote_queries(self, servers: IntArray, lines: IntArray) -> IntArray:
+    def of_remote_queries(self, readers: IntArray, lines: IntArray) -> IntArray:
         """Returns the chunk that brings each prefix that remote queries read."""
-        return (self.borders_of(servers, lines)[:, 1:] == 0).sum(axis=1)
+        return (self.borders_of(readers, lines)[:, 1:] == 0).sum(axis=1)
 
 
 def _borders(begin: IntArray, end: IntArray, first: IntArray, stop: IntArray, count: int) -> IntArray:
@@ -124,30 +124,30 @@ def _borders(begin: IntArray, end: IntArray, first: IntArray, stop: IntArray, co
 
 
 def _chunks_of_local_queries(
-    servers: IntArray, work: IntArray, mean_work: float, count: int
+    readers: IntArray, work: IntArray, mean_work: float, count: int
 ) -> tuple[IntArray, IntArray]:
     """Returns the chunks [first, stop) of each prefix.
 
-    The prefixes of a server, laid end to end, are cut into parts of equal work, one for each `mean_work / count`. Cuts
+    The prefixes of a reader, laid end to end, are cut into parts of equal work, one for each `mean_work / count`. Cuts
     move to the nearest border of prefixes, or of equal parts of one.
     """
-    #     work of a server's prefixes    | d1 ......... | d2 | d3 |     begin of d2 is 9 of 12
+    #     work of a reader's prefixes    | d1 ......... | d2 | d3 |     begin of d2 is 9 of 12
     #     its chunks, two of four                | c2     | c3    |     so d1 comes in both, d2 and d3 in the last
-    _, first_of, server = np.unique(servers, return_index=True, return_inverse=True)
+    _, first_of, reader = np.unique(readers, return_index=True, return_inverse=True)
     before = exclusive_cumsum(work)
-    begin, total = before - before[first_of][server], np.bincount(server, weights=work)
-    chunks = np.clip(np.ceil(count * total / mean_work), 1, count).astype(np.int64)[server]
-    chunks_of_work = chunks / np.maximum(total, 1)[server]
+    begin, total = before - before[first_of][reader], np.bincount(reader, weights=work)
+    chunks = np.clip(np.ceil(count * total / mean_work), 1, count).astype(np.int64)[reader]
+    chunks_of_work = chunks / np.maximum(total, 1)[reader]
     first = np.minimum(np.rint(begin * chunks_of_work).astype(np.int64), chunks - 1)
     stop = np.maximum(np.rint((begin + work) * chunks_of_work).astype(np.int64), first + 1)
     return first + count - chunks, stop + count - chunks
 
 
 def _chunks_of_remote_queries(keys: IntArray, num_lines: int, head_groups: int, count: int) -> IntArray:
-    """Returns the chunk of each (server, line). A server's lines are dealt to chunks in the order of its remote KV."""
-    server, head = keys // num_lines, keys % num_lines % (head_groups + 1) + ALL_HEADS
-    order = np.lexsort((keys, head != ALL_HEADS, server))
-    _, number = np.unique(server[order], return_counts=True)
+    """Returns the chunk of each (reader, line). A reader's lines are dealt to chunks in the order of its remote KV."""
+    reader, head = keys // num_lines, keys % num_lines % (head_groups + 1) + ALL_HEADS
+    order = np.lexsort((keys, head != ALL_HEADS, reader))
+    _, number = np.unique(reader[order], return_counts=True)
     chunk = np.empty(len(keys), dtype=np.int64)
     chunk[order] = ranges(0, number) * count // np.repeat(number, number)
     return chunk
@@ -216,21 +216,22 @@ class KeyRanges(Ranges):
         """Returns the keys of all tasks that may need keys of other ranks."""
         tasks, reads = plan.tasks, plan.reads_others
         document, head, start, stop = (x[reads] for x in (tasks.document, tasks.head, tasks.first_key, tasks.stop))
-        return cls.join(tasks.server[reads], document, head, start, stop, tasks.head_groups)
+        return cls.join(tasks.rank[reads], document, head, start, stop, tasks.head_groups)
 
 
 def key_transfers(plan: Plan, chunks: ExchangeChunks | None = None) -> KeyTransfers:
-    """Returns the transfers of the keys that servers lack for their tasks. A server receives each row at most once.
+    """Returns the transfers of the keys that ranks lack for their tasks. A rank receives each row at most once.
 
     Args:
         chunks: chunks of the exchange; by default there is one.
     """
-    # Pieces of other ranks with keys that a server reads, sorted by the rank that sends them.
+    # Pieces of other ranks with keys that a rank reads, sorted by the rank that sends them.
     reads, pieces = KeyRanges.of(plan), plan.pieces
     read, piece = reads.overlaps(pieces)
     travels = pieces.owner[piece] != reads.reader[read]
     read, piece = read[travels], piece[travels]
-    order = _order_of_small(pieces.owner[piece], plan.layout.num_ranks)
+    # NumPy sorts 16-bit integers in linear time.
+    order = np.argsort(pieces.owner[piece].astype(np.min_scalar_type(plan.layout.num_ranks)), kind="stable")
     read, piece = read[order], piece[order]
     transfers = KeyTransfers(
         source=pieces.owner[piece],
@@ -243,11 +244,6 @@ def key_transfers(plan: Plan, chunks: ExchangeChunks | None = None) -> KeyTransf
         head_groups=pieces.head_groups,
     )
     return transfers if chunks is None else transfers.in_chunks(chunks)
-
-
-def _order_of_small(values: IntArray, limit: int) -> IntArray:
-    """Returns the stable sort order of integers in [0, limit). NumPy sorts 16-bit integers in linear time."""
-    return np.argsort(values.astype(np.min_scalar_type(limit)), kind="stable")
 
 
 def bytes_between(plan: Plan, token_bytes: TokenBytes) -> IntArray:
@@ -263,10 +259,10 @@ def keys_between(plan: Plan) -> IntArray:
 
 
 def queries_between(plan: Plan) -> IntArray:
-    """Counts `[owner, server]` rows of queries that move, each of one head group."""
+    """Counts `[owner, computing rank]` rows of queries that move, each of one head group."""
     moved, num_ranks = plan.pieces.select(plan.pieces.moved), plan.layout.num_ranks
     queries = np.zeros((num_ranks, num_ranks), dtype=np.int64)
-    np.add.at(queries, (moved.owner, moved.server), moved.rows)
+    np.add.at(queries, (moved.owner, moved.computing_rank), moved.rows)
     return queries
 
 
@@ -277,7 +273,7 @@ def received_bytes(plan: Plan, token_bytes: TokenBytes) -> IntArray:
     """
     num_ranks, groups, pieces = plan.layout.num_ranks, plan.tasks.head_groups, plan.pieces
     moved = pieces.select(pieces.moved)
-    queries, outputs = (sum_by(rank, moved.rows, num_ranks) for rank in (moved.server, moved.owner))
+    queries, outputs = (sum_by(rank, moved.rows, num_ranks) for rank in (moved.computing_rank, moved.owner))
     # Keys: all that are read but the reader's own. Readers with documents are numbered, to find those among pieces.
     reads, documents = KeyRanges.of(plan), plan.layout.num_documents
     wanted, held = reads.reader * documents + reads.document, pieces.owner * documents + pieces.document

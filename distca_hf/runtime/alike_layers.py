@@ -41,10 +41,9 @@ class LayerCalls:
 
     @classmethod
     def of(cls, routing: DeviceRouting, kv_heads: int, *, rows_come: bool, results_leave: bool) -> "LayerCalls":
-        """Returns the calls of a layer.
+        """Returns the calls of a layer with so many KV heads.
 
         Args:
-            kv_heads: KV heads of the layer.
             rows_come: whether rows of other ranks are in flight while early calls run.
             results_leave: whether results are sent back after the prefix calls; only then are some calls late.
         """
@@ -129,16 +128,12 @@ class AlikeLayers:
             whole_call = None
         forward_kv = _prepared_kv(k_TGH, v_TGV, forward)
         backward_kv = forward_kv if backward is forward else _prepared_kv(k_TGH, v_TGV, backward)
-        forward_calls: PreparedCalls[PreparedForward] = PreparedCalls(kernel, cut_at_chunks(spec), kv_heads)
+        forward_calls = PreparedCalls(PreparedForward, kernel, cut_at_chunks(spec), kv_heads)
         nothing = kind.retention.nothing(k_TGH)
         return cls(spec, kernel, kind, kv_heads, calls, whole_call, forward_kv, backward_kv, forward_calls, nothing)
 
     def backward_calls(self, rows_come: bool) -> LayerCalls:
-        """Returns the kernel calls of backward.
-
-        Args:
-            rows_come: whether rows of other ranks are in flight while early calls run.
-        """
+        """Returns the kernel calls of backward, see `LayerCalls.of`."""
         calls = self._backward_calls.get(rows_come)
         if calls is None:
             routing = self.kind.plan.backward
@@ -148,15 +143,13 @@ class AlikeLayers:
 
     def prepared_backward(self, rows: QueryRows, spec: AttentionSpec) -> PreparedCalls[PreparedBackward]:
         """Returns the kernel calls of backward on rows that lie like these, prepared by the first layer. Outputs may
-        have other strides than forward gave them: hooks of saved tensors and compiled graphs do not keep strides.
-
-        Args:
-            spec: how backward attends.
-        """
+        have other strides than forward gave them: hooks of saved tensors and compiled graphs do not keep strides."""
         key = spec, *[x.stride() for x in rows]
         prepared = self._prepared_backward.get(key)
         if prepared is None:
-            prepared = self._prepared_backward[key] = PreparedCalls(self.kernel, cut_at_chunks(spec), self.kv_heads)
+            prepared = self._prepared_backward[key] = PreparedCalls(
+                PreparedBackward, self.kernel, cut_at_chunks(spec), self.kv_heads
+            )
         return prepared
 
 

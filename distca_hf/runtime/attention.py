@@ -19,14 +19,22 @@ from typing import NamedTuple
 
 import torch
 
-from distca_hf.kernels.interface import AttentionSpec, Inputs, empty_layer_outputs, made_deterministic, mask_of
+from distca_hf.errors import NotFiniteError, PlanError
+from distca_hf.kernels.interface import (
+    AttentionSpec,
+    Inputs,
+    accumulation_dtype,
+    empty_gradients,
+    empty_layer_outputs,
+    made_deterministic,
+    mask_of,
+)
 from distca_hf.kernels.rows import add_sinks
 from distca_hf.runtime.alike_layers import AlikeLayers
 from distca_hf.runtime.device_routing import DeviceRouting
+from distca_hf.runtime.forward_pass import CallTensors
 from distca_hf.runtime.kernel_calls import BackwardCalls, ForwardCalls, QueryRows, as_rows, attend_whole, rows_to_read
-from distca_hf.runtime.layer_checks import check_finite, check_room
 from distca_hf.runtime.live_plan import LivePlan
-from distca_hf.runtime.pass_layers import CallTensors
 from distca_hf.runtime.posted import AnnouncedCall
 from distca_hf.runtime.remote_kv import KVDispatch, KVGradCombine, RemoteKV, RemoteKVGradients
 from distca_hf.runtime.remote_queries import BackwardRemoteQueries, ForwardRemoteQueries
@@ -128,7 +136,10 @@ def attend(
         trace.spent(COMBINE)
         remote_queries.receive_results()
         trace.spent(WAIT)
-    _complete(out, lse, routing, remote_queries, sinks_N)
+        remote_queries.finish(*as_rows(groups, out, lse))
+    if sinks_N is not None:  # only now is every row complete
+        tokens = slice(routing.num_tokens)
+        add_sinks(out[tokens], lse[tokens], sinks_N)
     trace.spent(COMBINE)
     if plan.checks_finite:
         check_finite(plan, where, output=out)
@@ -151,7 +162,7 @@ def _begin(
         check_finite(plan, where, query=q_TNH, key=k_TGH, value=v_TGV)
     if not layers.kind.has_room:
         check_room(plan, layers.kind.plan.backward, where, q_TNH, k_TGH, v_TGV)
-        layers.kind.note_room()
+        layers.kind.has_room = True
     return where, layers
 
 
@@ -211,7 +222,11 @@ def attend_backward(
 
     # 2. Early local calls write gradients; prefixes and remote queries write those of the remote KV. These are sent as
     #    soon as they are complete.
-    dq, dk, dv = _empty_gradients(q_TNH, k_TGH, v_TGV, routing)
+    dq, dk, dv = empty_gradients(dout_TNV, q_TNH, k_TGH, v_TGV)
+    if routing.queries is not None:  # keys whose queries moved get all their gradients from other ranks
+        dk.zero_()
+        dv.zero_()
+    _clear_padding(routing, dq, dk, dv)
     calls = layers.backward_calls(rows_come=keys.sends or routing.queries is not None)
     [prefixes] = calls.prefix
     rows = QueryRows(dout_TNV, q_TNH, out_TNV, lse_TN)
@@ -222,7 +237,7 @@ def attend_backward(
     trace.spent(LOCAL)
     keys.receive(chunk, remote_kv)
     trace.spent(WAIT)
-    local.derive_prefixes(prefixes, remote_kv, gradients)
+    local.derive_on_remote_kv(prefixes, remote_kv, gradients, adds=True)
     if remote_queries is not None:
         trace.spent(REMOTE)
         remote_queries.receive(chunk)
@@ -234,7 +249,7 @@ def attend_backward(
     combine = KVGradCombine(gradients, k, prepared)
     combine.start(chunk, transport, where)
     if remote_queries is not None:
-        remote_queries.send_gradients(chunk, transport, where)
+        remote_queries.send_results(chunk, transport, where)
     trace.spent(SEND)
     # 3. Late local calls, while gradients go back. Sums come last, and in one order: all that they add to is written.
     local.derive(calls.late, k_TGH, v_TGV, dk, dv)
@@ -252,36 +267,85 @@ def attend_backward(
     return dq, dk, dv
 
 
-def _complete(
-    out_TNV: torch.Tensor,
-    lse_TN: torch.Tensor,
-    routing: DeviceRouting,
-    remote_queries: ForwardRemoteQueries | None,
-    sinks_N: torch.Tensor | None,
-) -> None:
-    """Puts results of queries that moved into their rows, and adds sinks: only now is every row complete."""
-    if remote_queries is not None:
-        remote_queries.finish(*as_rows(routing.rows_per_token, out_TNV, lse_TN))
-    if sinks_N is not None:
-        tokens = slice(routing.num_tokens)
-        add_sinks(out_TNV[tokens], lse_TN[tokens], sinks_N)
-
-
-def _empty_gradients(
-    q_TNH: torch.Tensor, k_TGH: torch.Tensor, v_TGV: torch.Tensor, routing: DeviceRouting
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Returns room for gradients, zero where no local call writes. Keys whose queries moved get all their gradients
-    from other ranks."""
-    dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q_TNH, k_TGH, v_TGV))
-    if routing.queries is not None:
-        dk.zero_()
-        dv.zero_()
-    _clear_padding(routing, dq, dk, dv)
-    return dq, dk, dv
-
-
 def _clear_padding(routing: DeviceRouting, *tensors_T: torch.Tensor) -> None:
     """Sets the rows behind the last token to zero."""
     if routing.num_tokens * routing.rows_per_token < routing.num_rows:
         for x in tensors_T:
             x[routing.num_tokens :].zero_()
+
+
+def check_room(
+    plan: LivePlan, routing: DeviceRouting, where: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+) -> None:
+    """Compares the memory that backward of this layer needs besides its inputs with the free memory, before anything
+    is sent: out of memory in the midst of a step, all other ranks would wait for the deadline.
+
+    A document's keys gather where its last queries are computed, so a plan may need more memory on some rank than its
+    tokens suggest.
+
+    Raises:
+        PlanError: it cannot fit; names both numbers, and settings to change.
+    """
+    free, needed = free_bytes(q.device), needed_bytes(routing, q, k, v)
+    if free is not None and needed > free:
+        raise PlanError(
+            f"{plan.transport.grid.name}, {where}: attention needs {needed} bytes for keys, values and gradients (of "
+            f"{routing.remote_kv_rows // routing.rows_per_token} tokens of documents that span ranks, among "
+            f"others), but {free} bytes are free on {q.device}; nothing was sent. Lower tokens_per_rank, train on "
+            "more ranks, or save memory elsewhere (activation checkpointing, sharding, a fused loss)"
+        )
+
+
+def needed_bytes(routing: DeviceRouting, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> int:
+    """Returns the bytes of one layer's backward: gradients, rows under way, remote keys and values with gradients.
+
+    Args:
+        routing: of backward, where everything is there in one chunk.
+        q, k, v: `[T, heads, dim]`.
+    """
+    groups = routing.rows_per_token
+    elements = k.shape[1] * k.shape[2] + v.shape[1] * v.shape[2]
+    summed = accumulation_dtype(k.dtype).itemsize if routing.sums_remote_kv else k.element_size()
+    stored = routing.remote_kv_rows * elements * (k.element_size() + summed)
+    on_store = [call for chunk in routing.chunks for call in (*chunk.prefix, *chunk.remote_queries)]
+    stored += sum(call.keys.stop - call.keys.start for call in on_store if call.adds) * elements * k.element_size()
+    # Keys that were fetched again; they are gone when as many gradients are sent back, some in a larger dtype first.
+    at_once = 2 if routing.sums_remote_kv else 1
+    under_way = at_once * (len(routing.send_rows) + len(routing.received_to_remote_kv)) * elements * k.element_size()
+    gradients = sum(x.numel() * x.element_size() for x in (q, k, v))
+    prefix = 0  # gradients of queries that are added to those of local calls
+    for call in routing.chunks[0].prefix:
+        tokens, heads = call.queries.stop - call.queries.start, q.shape[1] * call.rows_per_token // groups
+        prefix += tokens * heads * q.shape[2]
+    remote_queries = 0
+    if routing.queries is not None:  # queries, outputs, both gradients and log-sum-exps, under way and where they land
+        heads, query, value = q.shape[1], q.shape[2] * q.element_size(), v.shape[2] * q.element_size()
+        lse, sent = accumulation_dtype(q.dtype).itemsize, len(routing.queries.send_rows)
+        remote_queries = heads * (
+            routing.queries.num_rows * (3 * query + 4 * value + 2 * lse) + sent * (2 * query + 2 * value + lse)
+        )
+    return (stored + under_way + remote_queries) // groups + gradients + prefix * q.element_size()
+
+
+def free_bytes(device: torch.device) -> int | None:
+    """Returns the free bytes of a GPU, with the ones that torch holds in reserve; None on a CPU."""
+    if device.type != "cuda":
+        return None
+    free, _ = torch.cuda.mem_get_info(device)
+    return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+
+
+def check_finite(plan: LivePlan, where: str, **tensors: torch.Tensor) -> None:
+    """Checks that `[T, ...]` tensors are finite; waits for the device.
+
+    Raises:
+        NotFiniteError: names the tensor and the document of the first row that is wrong.
+    """
+    for name, rows in tensors.items():
+        wrong = ~torch.isfinite(rows).flatten(1).all(dim=1)
+        if wrong.any():
+            row = int(wrong.nonzero()[0])
+            raise NotFiniteError(
+                f"{plan.transport.grid.name}, {where}: {name} is not finite in row {row}, "
+                f"{plan.kinds.held.name_of(row)}; {int(wrong.sum())} of {len(rows)} rows are not"
+            )

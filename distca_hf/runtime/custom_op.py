@@ -59,11 +59,19 @@ def define_op(
         register for the operator (a dtype under autocast, say) are called only where calls are dispatched.
     """
     name = function.__name__.removeprefix("_")
+
+    def contiguous(*given: *Inputs) -> Output:
+        # As `fake` returns them: graphs are compiled for these strides. Where nothing is dispatched they may differ.
+        output: Any = function(*given)
+        if isinstance(output, torch.Tensor):
+            return cast(Output, output.contiguous())
+        return cast(Output, tuple(x.contiguous() for x in output))
+
     # They run on the host: a CUDA graph would replay the kernels of one batch, and no exchange.
     tags = torch.Tag.pt2_compliant_tag, torch.Tag.cudagraph_unsafe
     _library.define(name + torch.library.infer_schema(function, mutates_args=()), tags=tags)
     operator = getattr(torch.ops.distca, name).default
-    _library.impl(name, hidden_from_dynamo(_contiguous(function)), "CompositeExplicitAutograd")
+    _library.impl(name, hidden_from_dynamo(contiguous), "CompositeExplicitAutograd")
     torch.library.register_fake(f"distca::{name}", fake, lib=_library)
     setup = None if save is None else _of_first_output(save)
     recorded, below = _recorded(name, backward, setup), below_autograd(operator)
@@ -99,19 +107,6 @@ def kept_in_regions(function: Callable[[*Inputs], Any]) -> Callable[[*Inputs], A
     def call(*given: *Inputs) -> Any:
         run = current_run()
         return function(*given) if run is None else outputs_in(run, functools.partial(function, *given))
-
-    return call
-
-
-def _contiguous(function: Callable[[*Inputs], Output]) -> Callable[[*Inputs], Output]:
-    """Returns a function with contiguous results, as `fake` returns them: graphs are compiled for these strides. Where
-    nothing is dispatched, results may lie otherwise."""
-
-    def call(*given: *Inputs) -> Output:
-        output: Any = function(*given)
-        if isinstance(output, torch.Tensor):
-            return cast(Output, output.contiguous())
-        return cast(Output, tuple(x.contiguous() for x in output))
 
     return call
 

@@ -17,7 +17,6 @@ from distca_hf.comm.transport import ExchangeSplits
 from distca_hf.kernels.interface import Spans
 from distca_hf.kernels.rows import RowSums
 from distca_hf.planning.kernel_calls import CallKind, KernelCall
-from distca_hf.planning.plan import PlanFacts
 from distca_hf.planning.routing import RankPlan, Routing
 
 
@@ -139,11 +138,13 @@ class PinnedRouting:
             ranges += [moves.send_rows, moves.received_to_queries, moves.local_rows, moves.local_to_queries]
         calls = routing.local, *routing.prefix_of_chunk, *routing.remote_queries_of_chunk
         offsets = [offset for kind in calls for call in kind for offset in (call.cu_seqlens_q, call.cu_seqlens_k)]
+        joined = IndexRanges.join(ranges)
+        firsts = joined.starts - joined.before * joined.strides  # the number that each range would have at place 0
         return cls(
             routing=routing,
             calls=calls,
             totals=tuple(part.total for part in ranges),
-            table=_pinned(_table(IndexRanges.join(ranges)), pin),
+            table=_pinned(np.stack((joined.lengths, joined.strides, firsts)), pin),
             offsets=_pinned(np.concatenate([*offsets, np.zeros(0)]).astype(np.int32), pin),
         )
 
@@ -169,7 +170,7 @@ class PinnedRouting:
             kept_to_remote_kv=kept,
             local_rows=local,
             local_to_remote_kv=local_to,
-            sums=RowSums(shared, local_to, local_in, send_in, _parts(routing.chunk_send_counts.ravel())),
+            sums=RowSums(shared, local_to, local_in, send_in, _parts(routing.send_counts.ravel())),
             local=local_calls,
             chunks=_chunks(routing, others),
             late_share=routing.late_share,
@@ -177,53 +178,13 @@ class PinnedRouting:
         )
 
 
-@dataclass(frozen=True, eq=False)
-class DeviceRankPlan:
-    """A rank plan on the device: for the layers with one mask.
-
-    Attributes:
-        forward: routing in which rows may come in several chunks.
-        backward: routing in which all rows are there at once, as where they were kept.
-        facts: of these layers, on the host.
-        tasks: of this rank, on the host.
-    """
-
-    forward: DeviceRouting
-    backward: DeviceRouting
-    facts: PlanFacts
-    tasks: IntArray
+# The rank plan of the layers with one mask; facts and tasks stay on the host.
+DeviceRankPlan = RankPlan[DeviceRouting]
 
 
-@dataclass(frozen=True, eq=False)
-class PinnedRankPlan:
-    """A rank plan before it is copied to the device; names as in `DeviceRankPlan`."""
-
-    forward: PinnedRouting
-    backward: PinnedRouting
-    facts: PlanFacts
-    tasks: IntArray
-
-    @classmethod
-    def prepare(cls, plan: RankPlan, pin: bool = False) -> "PinnedRankPlan":
-        """Gathers the routings of a rank; safe in a background thread.
-
-        Args:
-            pin: puts them in memory that a GPU copies from while the host goes on.
-        """
-        forward = PinnedRouting.prepare(plan.forward, pin)
-        backward = forward if plan.backward is plan.forward else PinnedRouting.prepare(plan.backward, pin)
-        return cls(forward, backward, plan.facts, plan.tasks)
-
-    def to(self, device: torch.device) -> DeviceRankPlan:
-        """Returns both on the device; the host does not wait."""
-        forward = self.forward.to(device)
-        backward = forward if self.backward is self.forward else self.backward.to(device)
-        return DeviceRankPlan(forward, backward, self.facts, self.tasks)
-
-
-def _table(ranges: IndexRanges) -> np.ndarray:
-    """Returns `[3, ranges]`: length and stride of each range, and the number that it would have at place 0."""
-    return np.stack((ranges.lengths, ranges.strides, ranges.starts - ranges.before * ranges.strides))
+def on_device(plan: RankPlan[Routing], device: torch.device, pin: bool = False) -> DeviceRankPlan:
+    """Returns a rank plan on the device; the host does not wait if memory is pinned."""
+    return plan.with_routings(lambda routing: PinnedRouting.prepare(routing, pin).to(device))
 
 
 def _written_out(table: torch.Tensor, totals: Sequence[int]) -> list[torch.Tensor]:
@@ -251,9 +212,9 @@ def _chunks(routing: Routing, calls: Sequence[tuple[DeviceCall, ...]]) -> tuple[
     """Returns all chunks; `calls` are the prefix calls of each chunk, then the remote queries of each."""
     # Where no queries move, their exchanges have no rows, and none is made: see `runtime.attention`.
     count, moves = len(routing.prefix_of_chunk), routing.queries
-    none = np.zeros_like(routing.chunk_send_counts)
-    keys = _splits(routing.chunk_send_counts, routing.chunk_receive_counts)
-    queries = _splits(none, none) if moves is None else _splits(moves.chunk_send_counts, moves.chunk_receive_counts)
+    none = np.zeros_like(routing.send_counts)
+    keys = _splits(routing.send_counts, routing.receive_counts)
+    queries = _splits(none, none) if moves is None else _splits(moves.send_counts, moves.receive_counts)
     return tuple(
         ChunkRouting(keys[chunk], queries[chunk], calls[chunk], calls[count + chunk]) for chunk in range(count)
     )

@@ -17,7 +17,7 @@ call. From then on each rank knows them, and refuses a layer of its own that dif
 
 import zlib
 from collections.abc import Hashable, Mapping, Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -26,7 +26,6 @@ from distca_hf.comm.grid import Scope
 from distca_hf.comm.transport import Transport
 from distca_hf.cost import CAUSAL_MASK, Mask
 from distca_hf.errors import PlanError, PlanMismatchError
-from distca_hf.runtime.pass_layers import CallTensors, PassCalls, other_mask, other_tensors
 from distca_hf.runtime.pending_traces import UNTRACED, PassTrace
 from distca_hf.torch_private import backward_number
 from distca_hf.traces import PassPart
@@ -51,8 +50,44 @@ class AlsoShown(Protocol):
         ...
 
 
+class CallTensors(NamedTuple):
+    """Dtypes of an attention call's queries, keys and values, and their heads with dimensions."""
+
+    dtypes: tuple[torch.dtype, torch.dtype, torch.dtype]
+    heads: tuple[torch.Size, torch.Size, torch.Size]
+
+    @classmethod
+    def of(cls, q_TNH: torch.Tensor, k_TGH: torch.Tensor, v_TGV: torch.Tensor) -> "CallTensors":
+        """Returns dtypes and heads of these tensors."""
+        return cls((q_TNH.dtype, k_TGH.dtype, v_TGV.dtype), (q_TNH.shape[1:], k_TGH.shape[1:], v_TGV.shape[1:]))
+
+    @property
+    def dtypes_in_words(self) -> str:
+        """The dtypes as text; one if all three are the same."""
+        return str(self.dtypes[0]) if len(set(self.dtypes)) == 1 else ", ".join(map(str, self.dtypes))
+
+    @property
+    def heads_in_words(self) -> str:
+        """Number and dimension of heads, as text."""
+        return ", ".join(f"{name} {tuple(heads)}" for name, heads in zip("qkv", self.heads, strict=True))
+
+
+class PassCalls(NamedTuple):
+    """Attention calls of a forward pass, without recomputed ones.
+
+    Attributes:
+        masks: mask of each call.
+        tensors: dtypes and heads of each call.
+    """
+
+    masks: list[Mask]
+    tensors: list[CallTensors]
+
+
 class ForwardPass:
     """Counts the attention calls of one forward pass and of its backward pass, and names their places.
+
+    Where ranks agree, PlanMismatchError and PeerLostError say that they differ or that one is lost.
 
     Args:
         facts: facts that must be the same on all ranks; None if the model is not enabled: then nothing is agreed on.
@@ -160,23 +195,45 @@ class ForwardPass:
             if self.trace is not UNTRACED:
                 self.trace.begin(PassPart.FORWARD, self.calls - 1, mask.window_tokens or 0)
             return place
+        # Checkpointing repeats calls for backward: the last region first, its calls in order.
         self._recomputed += 1
-        return self._begin_recomputed(mask)
+        self._enter_backward(goes_on=self._recomputed > 1)
+        last = self._next_backward_layer(self.num_calls)
+        layer = last - self._calls_per_region + self._recomputed
+        self.trace.begin(PassPart.RECOMPUTED, min(layer, last), mask.window_tokens or 0)
+        if layer <= last:
+            return self._place(layer, "forward")
+        return self._place(last, f"call {self._recomputed} of its checkpointed region, forward")
 
     def _check_call(self, mask: Mask, tensors: CallTensors | None, place: str) -> None:
-        call, expected = self.calls - 1, self._expected_tensors
-        masks: Sequence[Mask] = () if self._before is None else self._before.masks
-        if call < len(masks) and masks[call] != mask:
-            raise other_mask(mask, masks[call], f"{self._transport.grid.name}, {place}")
-        if tensors is not None and call < len(expected) and expected[call] != tensors:
-            raise other_tensors(tensors, expected[call], f"{self._transport.grid.name}, {place}")
-
-    def begin_backward(self) -> str:
-        """Counts a backward call and names its place. The first one waits for the other ranks.
+        """Compares a call with that of the pass before: other ranks exchange rows for its mask and its tensors.
 
         Raises:
-            PlanMismatchError, PeerLostError: they differentiate another pass, or one of other calls.
+            PlanError: it has another mask, other dtypes or other heads.
         """
+        call, where = self.calls - 1, f"{self._transport.grid.name}, {place}"
+        masks: Sequence[Mask] = () if self._before is None else self._before.masks
+        if call < len(masks) and masks[call] != mask:
+            raise PlanError(
+                f"{where}: the layer attends with {mask.in_words}, and with {masks[call].in_words} in the pass "
+                "before; other ranks exchange rows for that. Windows of layers cannot change after the first pass: "
+                "enable the model again, on all ranks"
+            )
+        if tensors is None or call >= len(self._expected_tensors) or self._expected_tensors[call] == tensors:
+            return
+        before = self._expected_tensors[call]
+        if tensors.dtypes != before.dtypes:
+            words = f"in {tensors.dtypes_in_words}, and in {before.dtypes_in_words}"
+        else:
+            words = f"with heads {tensors.heads_in_words}, and with {before.heads_in_words}"
+        raise PlanError(
+            f"{where}: the layer attends {words} in the pass before; other ranks exchange rows for that, and none of "
+            "this layer were sent. Dtypes and heads of layers cannot change after the first pass: compute the layer "
+            "as before, or enable the model again, on all ranks"
+        )
+
+    def begin_backward(self) -> str:
+        """Counts a backward call and names its place. The first one waits for the other ranks."""
         if self.num_calls is None:
             self.num_calls = self.calls
         self._enter_backward(goes_on=self._recomputed > 0)
@@ -191,11 +248,7 @@ class ForwardPass:
         return self._place(layer, "backward")
 
     def begin_backward_of_rows(self) -> None:
-        """Begins backward of rows that move between ranks. The first of a backward pass waits for the other ranks.
-
-        Raises:
-            PlanMismatchError, PeerLostError: they differentiate another pass, or one of other calls.
-        """
+        """Begins backward of rows that move between ranks. The first of a backward pass waits for the other ranks."""
         self._enter_backward(goes_on=False)
 
     def agree_to_attend(self, fingerprint: int, tensors: CallTensors) -> None:
@@ -205,11 +258,8 @@ class ForwardPass:
         Args:
             fingerprint: of the plan.
             tensors: of the call.
-
-        Raises:
-            PlanMismatchError, PeerLostError: they differ.
         """
-        if self.facts is None or len(self._transport.grid.members(Scope.STAGE)) == 1:
+        if self.facts is None or len(self._transport.grid.members(Scope.LAYERS)) == 1:
             return
         if self.calls:
             of_layer = {
@@ -251,9 +301,6 @@ class ForwardPass:
             exchanges: whether ranks exchange rows in this pass; if not, they need not agree.
             backward_calls: number of backward calls; None for one after each call that was noted to need gradients.
             attends_again: whether backward recomputes layers. Under reentrant checkpointing no call needed gradients.
-
-        Raises:
-            PlanMismatchError, PeerLostError: no backward call can follow, and ranks ran different passes.
         """
         self.num_calls, self._ended, self.compares_calls = self.calls, True, False
         self.trace.end_forward(len(self._with_gradients) if backward_calls is None else backward_calls)
@@ -281,9 +328,6 @@ class ForwardPass:
     def _agree_to_differentiate(self) -> None:
         """Waits until all ranks have shown which pass they differentiate, which calls it made and which of them
         backward will follow.
-
-        Raises:
-            PlanMismatchError, PeerLostError: they differ.
         """
         layers = torch.stack(self.layers).tolist() if self.layers else []
         numbers = {
@@ -307,17 +351,6 @@ class ForwardPass:
                 "All ranks must run the same layers in one order. Where inputs need gradients on only some ranks "
                 "(frozen layers after embeddings that another module made), that module must take part on every rank"
             )
-
-    def _begin_recomputed(self, mask: Mask) -> str:
-        """Names a call that checkpointing repeats for backward: the last region first, its calls in order."""
-        assert self.num_calls is not None
-        self._enter_backward(goes_on=self._recomputed > 1)
-        last = self._next_backward_layer(self.num_calls)
-        layer = last - self._calls_per_region + self._recomputed
-        self.trace.begin(PassPart.RECOMPUTED, min(layer, last), mask.window_tokens or 0)
-        if layer <= last:
-            return self._place(layer, "forward")
-        return self._place(last, f"call {self._recomputed} of its checkpointed region, forward")
 
     def _next_backward_layer(self, num_calls: int) -> int:
         """Returns the layer whose backward call is next: the last one first, and again if a graph is retained."""

@@ -111,11 +111,9 @@ class PreparedForward:
         self._merge: MergeRows | None = None
 
     def inputs(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Inputs:
-        """Returns what the call reads."""
         return Inputs(self._q(q), self._k(k), self._v(v))
 
     def room(self, out: torch.Tensor, lse: torch.Tensor) -> Room:
-        """Returns where the call writes."""
         return Room(self._out(out), self._lse_NT(lse))
 
     def merge(self, out: torch.Tensor, lse: torch.Tensor, prefix_out: torch.Tensor, prefix_lse: torch.Tensor) -> None:
@@ -199,25 +197,28 @@ class PreparedCalls(Generic[Prepared]):
     """Calls of alike layers, forward or backward, as far as a layer has prepared them.
 
     Attributes:
+        make: prepares a call.
         kernel, spec: attends, and how.
         kv_heads: KV heads of a layer.
-        of: the prepared calls.
     """
 
+    make: Callable[..., Prepared]
     kernel: Kernel
     spec: AttentionSpec
     kv_heads: int
-    of: dict[DeviceCall, Prepared] = field(default_factory=dict)
+    _made: dict[DeviceCall, Prepared] = field(default_factory=dict)
+
+    def get(self, call: DeviceCall, *of_layer: object) -> Prepared:
+        """Returns a call, prepared now with these tensors of a layer if it is the first one."""
+        prepared = self._made.get(call)
+        if prepared is None:
+            prepared = self._made[call] = self.make(call, self.spec, self.kv_heads, *of_layer)
+        return prepared
 
 
 class ForwardCalls:
-    """Forward kernels for one set of query rows, local or remote; partial outputs are merged by log-sum-exps.
-
-    Args:
-        prepared: calls of alike layers. Those that no layer has prepared are prepared here.
-        q: queries of this layer.
-        out, lse: room for its outputs and log-sum-exps.
-    """
+    """Forward kernels for one set of query rows, local or remote: queries, and room for outputs and log-sum-exps.
+    Partial outputs are merged."""
 
     def __init__(
         self, prepared: PreparedCalls[PreparedForward], q: torch.Tensor, out: torch.Tensor, lse: torch.Tensor
@@ -229,15 +230,16 @@ class ForwardCalls:
     def attend(self, calls: Iterable[DeviceCall], k: torch.Tensor, v: torch.Tensor) -> None:
         """Writes outputs and log-sum-exps of calls on `k` and `v`."""
         for call in calls:
-            prepared = self._prepared(call, k, v)
+            prepared = self._calls.get(call, (self._q, self._out, self._lse), (k, v))
             room = prepared.room(self._out, self._lse)
             self._kernel.forward(prepared.inputs(self._q, k, v), call.spans, prepared.spec, room)
 
     def attend_prefixes(self, calls: Iterable[DeviceCall], remote_kv: RemoteKV, at_once: bool) -> None:
         """Attends to prefixes, and merges the results `at_once` if local calls have written their parts."""
+        k, v = remote_kv.k, remote_kv.v
         for call in calls:
-            prepared = self._prepared(call, remote_kv.k, remote_kv.v)
-            inputs = prepared.inputs(self._q, remote_kv.k, remote_kv.v)
+            prepared = self._calls.get(call, (self._q, self._out, self._lse), (k, v))
+            inputs = prepared.inputs(self._q, k, v)
             results = self._kernel.forward(inputs, call.spans, prepared.spec)
             if at_once:
                 prepared.merge(self._out, self._lse, *results)
@@ -250,15 +252,6 @@ class ForwardCalls:
             prepared.merge(self._out, self._lse, *results)
         self._prefix_parts.clear()
 
-    def _prepared(self, call: DeviceCall, k: torch.Tensor, v: torch.Tensor) -> PreparedForward:
-        """Returns a call on such keys and values, prepared now if this layer is the first one."""
-        calls = self._calls
-        prepared = calls.of.get(call)
-        if prepared is None:
-            rows = self._q, self._out, self._lse
-            prepared = calls.of[call] = PreparedForward(call, calls.spec, calls.kv_heads, rows, (k, v))
-        return prepared
-
 
 def attend_whole(
     kernel: Kernel, call: DeviceCall, inputs: Inputs, spec: AttentionSpec
@@ -270,13 +263,7 @@ def attend_whole(
 
 
 class BackwardCalls:
-    """Backward kernels for one set of query rows.
-
-    Args:
-        prepared: calls of alike layers. Those that no layer has prepared are prepared here.
-        rows: of this layer.
-        dq: room for the gradients of its queries.
-    """
+    """Backward kernels for one set of query rows, with room for the gradients of queries."""
 
     def __init__(self, prepared: PreparedCalls[PreparedBackward], rows: QueryRows, dq: torch.Tensor) -> None:
         self._calls, self._kernel, self._rows, self._dq = prepared, prepared.kernel, rows, dq
@@ -287,52 +274,35 @@ class BackwardCalls:
     ) -> None:
         """Writes the gradients of the calls' queries, keys and values."""
         for call in calls:
-            prepared = self._prepared(call, k, v, dk, dv)
+            prepared = self._calls.get(call, self._rows, self._dq, (k, v, dk, dv))
             self._run(prepared, k, v, Gradients(prepared.dq(self._dq), prepared.dk(dk), prepared.dv(dv)))
 
-    def derive_remote_queries(
-        self, calls: Iterable[DeviceCall], remote_kv: RemoteKV, gradients: RemoteKVGradients
+    def derive_on_remote_kv(
+        self, calls: Iterable[DeviceCall], remote_kv: RemoteKV, gradients: RemoteKVGradients, adds: bool = False
     ) -> None:
-        """Writes the gradients of remote queries, and those of the remote KV."""
-        for call in calls:
-            prepared = self._on_remote_kv(call, remote_kv, gradients)
-            self._derive_on_remote_kv(prepared, remote_kv, gradients, prepared.dq(self._dq))
+        """Writes the calls' part of the gradients of queries, and of the remote KV: a part of the whole, as output and
+        log-sum-exp are those of whole rows.
 
-    def derive_prefixes(self, calls: Iterable[DeviceCall], remote_kv: RemoteKV, gradients: RemoteKVGradients) -> None:
-        """Writes the part of prefixes in the gradients. Output and log-sum-exp of the whole row make it a part of the
-        whole. Gradients of queries are added by `add_prefixes`, once local calls have written theirs."""
+        Args:
+            adds: whether `add_prefixes` adds gradients of queries, once local calls have written theirs.
+        """
+        k, v, total_k, total_v = remote_kv.k, remote_kv.v, gradients.total.k, gradients.total.v
         for call in calls:
-            prepared = self._on_remote_kv(call, remote_kv, gradients)
-            dq = self._dq.new_empty(prepared.dq_shape)
-            self._derive_on_remote_kv(prepared, remote_kv, gradients, dq)
-            self._prefix_parts.append((prepared, dq))
+            prepared = self._calls.get(call, self._rows, self._dq, (k, v, total_k, total_v))
+            dq = self._dq.new_empty(prepared.dq_shape) if adds else prepared.dq(self._dq)
+            # A kernel writes gradients, and cannot add to some. Where another call writes the same rows, it gets room.
+            dk, dv = prepared.dk(total_k), prepared.dv(total_v)
+            call_dk, call_dv = gradients.target(call, dk), gradients.target(call, dv)
+            self._run(prepared, k, v, Gradients(dq, call_dk, call_dv))
+            gradients.settle(call, call_dk, dk)
+            gradients.settle(call, call_dv, dv)
+            if adds:
+                self._prefix_parts.append((prepared, dq))
 
     def add_prefixes(self) -> None:
         """Adds the parts of prefixes to the gradients of queries; once, as backward has one chunk."""
         for prepared, dq in self._prefix_parts:
             prepared.dq(self._dq).add_(dq)
-
-    def _prepared(self, call: DeviceCall, *of_keys: torch.Tensor) -> PreparedBackward:
-        """Returns a call on such keys, values and gradients, prepared now if this layer is the first one."""
-        calls = self._calls
-        prepared = calls.of.get(call)
-        if prepared is None:
-            of_layer = self._rows, self._dq, of_keys
-            prepared = calls.of[call] = PreparedBackward(call, calls.spec, calls.kv_heads, *of_layer)
-        return prepared
-
-    def _on_remote_kv(self, call: DeviceCall, remote_kv: RemoteKV, gradients: RemoteKVGradients) -> PreparedBackward:
-        return self._prepared(call, remote_kv.k, remote_kv.v, gradients.total.k, gradients.total.v)
-
-    def _derive_on_remote_kv(
-        self, prepared: PreparedBackward, remote_kv: RemoteKV, gradients: RemoteKVGradients, dq: torch.Tensor
-    ) -> None:
-        # A kernel writes gradients, and cannot add to some. Where another call writes the same rows, it gets room.
-        call, dk, dv = prepared.call, prepared.dk(gradients.total.k), prepared.dv(gradients.total.v)
-        call_dk, call_dv = gradients.target(call, dk), gradients.target(call, dv)
-        self._run(prepared, remote_kv.k, remote_kv.v, Gradients(dq, call_dk, call_dv))
-        gradients.settle(call, call_dk, dk)
-        gradients.settle(call, call_dv, dv)
 
     def _run(self, prepared: PreparedBackward, k: torch.Tensor, v: torch.Tensor, gradients: Gradients) -> None:
         saved = prepared.saved(self._rows, k, v)

@@ -24,17 +24,12 @@ from distca_hf.kernels.interface import AttentionSpec, mask_of, without_window
 from distca_hf.layout import Layout
 from distca_hf.planning.kinds import RoutedKinds
 from distca_hf.planning.plan import PlanFacts, plan_in_place
-from distca_hf.planning.routing import rank_plan
-from distca_hf.runtime.device_routing import DeviceRankPlan, DeviceRouting, PinnedRankPlan
-from distca_hf.runtime.pass_layers import HeldLayers, PassLayers
+from distca_hf.planning.routing import RankPlan, rank_plan
+from distca_hf.runtime.device_routing import DeviceRankPlan, DeviceRouting, PinnedRouting, on_device
 from distca_hf.runtime.posted import Posted
-from distca_hf.runtime.retention import Retention
+from distca_hf.runtime.retention import PassLayers, Retention
 from distca_hf.runtime.row_moves import DeviceRowMoves
 from distca_hf.telemetry import get_logger
-
-
-# Makes the rank plan of a mask with a window, on the device.
-RouteWindow = Callable[[Mask], DeviceRankPlan]
 
 
 class Planned(NamedTuple):
@@ -43,7 +38,7 @@ class Planned(NamedTuple):
     Attributes:
         routings: returns rank plans by mask: the full causal one, and windows that were known before. They are copied
             to the device when they are first asked for: rows move in before.
-        route_window: makes that of a window that a layer is the first to ask for; None: there is no other.
+        route_window: makes the rank plan of a window that a layer is the first to ask for; None: there is no other.
         facts: of all layers together.
         fingerprint: of the plan.
         posted: the plan as ranks without tokens have it; None if there are none.
@@ -52,7 +47,7 @@ class Planned(NamedTuple):
     """
 
     routings: Callable[[], Mapping[Mask, DeviceRankPlan]]
-    route_window: RouteWindow | None
+    route_window: Callable[[Mask], DeviceRankPlan] | None
     facts: PlanFacts
     fingerprint: int
     posted: Posted | None = None
@@ -92,7 +87,7 @@ class PinnedKinds:
         pin: whether they are in memory that a GPU copies from while the host goes on.
     """
 
-    plans: Mapping[Mask, PinnedRankPlan]
+    plans: Mapping[Mask, RankPlan[PinnedRouting]]
     facts: PlanFacts
     layout: Layout
     rank: int
@@ -101,7 +96,8 @@ class PinnedKinds:
     @classmethod
     def prepare(cls, routed: RoutedKinds, pin: bool = False) -> "PinnedKinds":
         """Gathers the routing of each kind of layers; safe in a background thread."""
-        plans = {mask: PinnedRankPlan.prepare(plan, pin) for mask, plan in routed.plans.items()}
+        prepare = partial(PinnedRouting.prepare, pin=pin)
+        plans = {mask: plan.with_routings(prepare) for mask, plan in routed.plans.items()}
         return cls(plans, routed.facts, routed.layout, routed.rank, pin)
 
     @property
@@ -114,27 +110,19 @@ class PinnedKinds:
         """`[segments]` tokens of the whole documents of these."""
         return self.layout.document_tokens[self.layout.segment_document[self.layout.segments_of(self.rank)]]
 
-    def to(self, device: torch.device) -> dict[Mask, DeviceRankPlan]:
-        """Returns the rank plans on the device; the host does not wait."""
-        return {mask: plan.to(device) for mask, plan in self.plans.items()}
-
     def planned(self, device: torch.device, fingerprint: int, posted: Posted | None = None) -> Planned:
-        """Returns the micro-batch as it was planned, on the device; the host does not wait.
+        """Returns the micro-batch as it was planned, on the device; the host does not wait."""
 
-        Args:
-            fingerprint, posted: see `Planned`.
-        """
-        return Planned(cache(partial(self.to, device)), self.route_window(device), self.facts, fingerprint, posted)
+        @cache
+        def routings() -> Mapping[Mask, DeviceRankPlan]:
+            plans = self.plans.items()
+            return {mask: plan.with_routings(lambda routing: routing.to(device)) for mask, plan in plans}
 
-    def route_window(self, device: torch.device) -> RouteWindow:
-        """Returns a function that routes a window which was not known before."""
-
-        def route(mask: Mask) -> DeviceRankPlan:
+        def route_window(mask: Mask) -> DeviceRankPlan:
             log.debug("rank %d: %s is routed when a layer first attends with it", self.rank, mask)
-            routed = rank_plan(plan_in_place(self.layout).of_window(mask), self.rank)
-            return PinnedRankPlan.prepare(routed, self.pin).to(device)
+            return on_device(rank_plan(plan_in_place(self.layout).of_window(mask), self.rank), device, self.pin)
 
-        return route
+        return Planned(routings, route_window, self.facts, fingerprint, posted)
 
 
 @dataclass(eq=False)
@@ -151,22 +139,11 @@ class LayerKind:
     retention: Retention
     has_room: bool = False
 
-    def begin_forward_pass(self, layers: HeldLayers) -> None:
-        """Begins a pass with these layers: another one may leave less room."""
-        self.retention.layers = layers
-        self.has_room = False
-
-    def note_room(self) -> None:
-        """Notes that the device has room for a call."""
-        self.has_room = True
-
 
 class LayerKinds:
     """Kinds of layers of one micro-batch.
 
     Args:
-        planned: the micro-batch as it was planned.
-        config: settings.
         where: rank and micro-batch, for messages.
         layers: of the pass that is about to run.
     """
@@ -184,7 +161,8 @@ class LayerKinds:
         """Notes which layers the next pass has."""
         self._layers = layers
         for mask, kind in self._kinds.items():
-            kind.begin_forward_pass(layers.of(mask, self._longest_tokens))
+            kind.retention.layers = layers.of(mask, self._longest_tokens)
+            kind.has_room = False  # another pass may leave less
 
     def spec(self, spec: AttentionSpec) -> AttentionSpec:
         """Returns the spec of a layer without a window that no document of the micro-batch is longer than."""
@@ -193,10 +171,8 @@ class LayerKinds:
         return spec
 
     def of(self, spec: AttentionSpec) -> LayerKind:
-        """Returns the kind of layers that attend like this. A window that was not known before is routed now.
-
-        Args:
-            spec: as `spec` returned it.
+        """Returns the kind of layers that attend like this, as `spec` returned it. A window that was not known before
+        is routed now.
 
         Raises:
             PlanError: the batch was planned without their mask.
@@ -229,9 +205,6 @@ class LayerKinds:
 
     def check_fit(self, x: torch.Tensor, where: str) -> None:
         """Checks that device, rows and heads of a tensor are those that the plan was made for.
-
-        Args:
-            where: rank and call, for the message.
 
         Raises:
             PlanError: they are not.

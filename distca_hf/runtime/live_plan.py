@@ -14,7 +14,6 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Generic, TypeVar
 
 import torch
 
@@ -27,18 +26,14 @@ from distca_hf.errors import PlanError
 from distca_hf.kernels.interface import AttentionSpec
 from distca_hf.planning.plan import PlanFacts
 from distca_hf.runtime.alike_layers import LayerLookup
-from distca_hf.runtime.forward_pass import NO_STATE, AlsoShown, ForwardPass
+from distca_hf.runtime.forward_pass import NO_STATE, AlsoShown, ForwardPass, PassCalls
 from distca_hf.runtime.layer_kinds import LayerKinds, Planned, PlannedLater
-from distca_hf.runtime.pass_layers import ONE_LAYER, PassCalls, PassLayers
 from distca_hf.runtime.pending_traces import UNTRACED, PassTrace
 from distca_hf.runtime.posted import Posted
-from distca_hf.runtime.retention import Retention
+from distca_hf.runtime.retention import ONE_LAYER, PassLayers, Retention
 
 
-Plan = TypeVar("Plan")
-
-
-class PlanRegister(Generic[Plan]):
+class PlanRegister:
     """Finds live plans by number. It keeps the newest ones alive; older ones live as long as a batch or a graph holds
     them.
 
@@ -48,11 +43,11 @@ class PlanRegister(Generic[Plan]):
 
     def __init__(self) -> None:
         self._numbers = itertools.count(1)
-        self._all: weakref.WeakValueDictionary[int, Plan] = weakref.WeakValueDictionary()
-        self.newest: OrderedDict[int, Plan] = OrderedDict()
+        self._all: weakref.WeakValueDictionary[int, LivePlan] = weakref.WeakValueDictionary()
+        self.newest: OrderedDict[int, LivePlan] = OrderedDict()
         self._lock = threading.Lock()
 
-    def add(self, plan: Plan, keep: int) -> int:
+    def add(self, plan: "LivePlan", keep: int) -> int:
         """Registers a plan and lets go of all but the `keep` newest."""
         with self._lock:
             number = next(self._numbers)
@@ -67,7 +62,7 @@ class PlanRegister(Generic[Plan]):
             while len(self.newest) > count:
                 self.newest.popitem(last=False)
 
-    def find(self, number: int) -> Plan:
+    def find(self, number: int) -> "LivePlan":
         """Returns the plan with this number.
 
         Raises:
@@ -117,7 +112,7 @@ class LivePlan:
         forward_pass: the latest pass of a model with this plan.
         use: whether there was one.
         checks_finite: whether attention looks for numbers that are not finite.
-        chunk: of a pipeline stage, see `of_chunk`.
+        part: of the model that passes run, see `of_part`.
         handle: number by which the operator finds the plan.
     """
 
@@ -140,27 +135,27 @@ class LivePlan:
         self.agreement = agreement
         self.numbers: dict[str, list[int]] = {}
         self.use = PlanUse()
-        self.chunk = 0
+        self.part = 0
         self.longest_document_tokens = planned.longest_document_tokens
         self._begin(planned)
 
     def _begin(self, planned: Planned | PlannedLater) -> None:
-        """Sets what passes change: of a new plan, or of one for another chunk of a stage."""
+        """Sets what passes change: of a new plan, or of one for another part of the model."""
         self._layers = ONE_LAYER
         self._take(planned)
         self.forward_pass = ForwardPass(self.transport, self.micro_batch)
-        self._of_chunks: dict[int, LivePlan] = {}
+        self._of_parts: dict[int, LivePlan] = {}
         self.handle = _register.add(self, self.config.plans_in_flight)
 
-    def of_chunk(self, chunk: int) -> "LivePlan":
-        """Returns this plan for a chunk of a pipeline stage, 0 being this plan itself: of the same rows, with passes
-        of its own. Between forward and backward of one chunk come passes of others."""
-        if chunk == self.chunk:
+    def of_part(self, part: int) -> "LivePlan":
+        """Returns this plan for one part of a model of which this rank runs several: of the same rows, with other
+        passes. Between forward and backward of one part come passes of others. Part 0 has this plan itself."""
+        if part == self.part:
             return self
-        if chunk not in self._of_chunks:
-            self._of_chunks[chunk] = self._copied()
-            self._of_chunks[chunk].chunk = chunk
-        return self._of_chunks[chunk]
+        if part not in self._of_parts:
+            self._of_parts[part] = self._copied()
+            self._of_parts[part].part = part
+        return self._of_parts[part]
 
     def for_pass(self) -> "LivePlan":
         """Returns this plan for one more forward pass: itself for the first one. Backward of an earlier pass on the
@@ -221,16 +216,8 @@ class LivePlan:
         trace: PassTrace = UNTRACED,
         state: Mapping[str, Mapping[str, object]] = NO_STATE,
     ) -> None:
-        """Begins a forward pass of a model with this plan.
-
-        Args:
-            num_calls: attention calls of the pass, if known.
-            facts: must be the same on all ranks; shown to them before the first exchange.
-            layers: that attend in it.
-            before: attention calls of the model's pass before; None if there was none.
-            trace: notes the moments of its calls, if the step is reported.
-            state: checksums of weights and buffers, see `ForwardPass`.
-        """
+        """Begins a forward pass of a model with this plan, in which these layers attend; for other arguments see
+        `ForwardPass`."""
         self.agree()
         self.plan_anew()
         self.use.begun = True
@@ -247,7 +234,6 @@ class LivePlan:
             self._take(planned)
 
     def _take(self, planned: Planned | PlannedLater) -> None:
-        """Takes a plan in place of the one from before."""
         self._planned = planned
         vars(self).pop("lookup", None)
 
@@ -265,7 +251,6 @@ class LivePlan:
 
     @property
     def fingerprint(self) -> int:
-        """Fingerprint of the plan."""
         return self.planned.fingerprint
 
     @property
@@ -282,14 +267,11 @@ class LivePlan:
 
     @property
     def kinds(self) -> LayerKinds:
-        """The layers by their masks: routing and kept rows of each kind."""
         return self.lookup.kinds
 
     def end_forward_pass(self, trains: bool = False) -> None:
-        """Ends the forward pass. Where no backward pass can follow, this rank waits for the others here.
-
-        Args:
-            trains: whether it is a pass of training.
+        """Ends the forward pass, which may be one of training. Where no backward pass can follow, this rank waits for
+        the others here.
 
         Raises:
             PlanMismatchError, PeerLostError: nothing follows, and ranks ran different passes.
@@ -307,18 +289,9 @@ class LivePlan:
         return self.kinds.of(self.kinds.spec(spec)).retention
 
     @property
-    def has_failed(self) -> bool:
-        """Whether attention gives zeros and exchanges nothing until the step ends, see `Posted`."""
-        return self.posted is not None and self.posted.has_failed
-
-    @property
     def num_rows(self) -> int:
         """Rows that this rank holds, padding included; rows here are tokens."""
         return self.kinds.num_rows
-
-    def name_of(self, row: int) -> str:
-        """Returns the document and token that a row of this rank holds; rows here are tokens."""
-        return self.kinds.held.name_of(row)
 
     @property
     def attention_dtype(self) -> torch.dtype | None:
@@ -335,7 +308,7 @@ class LivePlan:
         return "lookup" in vars(self)
 
 
-_register: PlanRegister["LivePlan"] = PlanRegister()
+_register = PlanRegister()
 
 # Plans of the batches in flight, by number. `find_plan` returns any live plan; it raises PlanError if no batch and no
 # graph holds it any more.

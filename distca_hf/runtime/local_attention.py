@@ -10,7 +10,7 @@ inside the operator. So one compiled graph serves all lengths, and torch can rec
 Shape legend in `kernels.interface`.
 """
 
-from typing import NamedTuple, Protocol, cast
+from typing import Any, NamedTuple, Protocol, cast
 
 import torch
 
@@ -64,22 +64,6 @@ class Documents(NamedTuple):
     def longest_keys(self) -> int:
         """Keys of the longest document."""
         return int(self.sizes[2])
-
-
-# Queries, keys, values; fields of `Documents`; numbers of an `AttentionSpec`; name of the kernel; sinks.
-_Inputs = tuple[
-    torch.Tensor,
-    torch.Tensor,
-    torch.Tensor,
-    torch.Tensor,
-    torch.Tensor,
-    torch.Tensor,
-    torch.Tensor | None,
-    torch.Tensor | None,
-    list[float],
-    str,
-    torch.Tensor | None,
-]
 
 
 class _Context(SavedForBackward, Protocol):
@@ -174,7 +158,6 @@ def _read(documents: Documents) -> tuple[Spans, torch.Tensor | None, torch.Tenso
 
 
 def _taken(x: torch.Tensor, rows: torch.Tensor | None, dim: int = 0) -> torch.Tensor:
-    """Returns these rows of `x`, or `x` itself for all rows."""
     return x if rows is None else x.index_select(dim, rows)
 
 
@@ -187,7 +170,7 @@ def _put_back(x: torch.Tensor, rows: torch.Tensor | None, size: int, dim: int = 
     return x.new_zeros(shape).index_copy_(dim, rows, x)
 
 
-def _save(ctx: _Context, inputs: _Inputs, output: tuple[torch.Tensor, torch.Tensor]) -> None:
+def _save(ctx: _Context, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
     q, k, v, *documents, spec, kernel, sinks = inputs
     ctx.save_for_backward(q, k, v, *output, *documents, sinks)
     ctx.spec, ctx.kernel = spec, kernel

@@ -7,11 +7,11 @@ TRL's by name) then saves both, and recomputation neither exchanges nor attends 
 Shape legend in `kernels.interface`.
 """
 
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
-from distca_hf.errors import ServerLostError, UnsupportedAttentionError
+from distca_hf.errors import UnsupportedAttentionError
 from distca_hf.kernels.interface import AttentionSpec, empty_gradients, empty_layer_outputs, spec_of
 from distca_hf.kernels.rows import sink_gradients
 from distca_hf.runtime.attention import Attended, attend, attend_backward
@@ -24,13 +24,6 @@ from distca_hf.torch_private import compiles_cuda_graphs, unknown_size
 
 # Output, log-sum-exp, and rows of other ranks that are kept: keys and values; queries, outputs and log-sum-exps; slot.
 OpOutputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
-# Queries, keys, values; numbers of an `AttentionSpec`; handle of the live plan; number of the layer; whether gradients
-# are needed; sinks.
-OpInputs = tuple[
-    torch.Tensor, torch.Tensor, torch.Tensor, list[float], int, torch.Tensor | None, bool, torch.Tensor | None
-]
-
-
 # How many numbers an `AttentionSpec` has.
 NUM_SPEC_NUMBERS = len(AttentionSpec._fields)
 
@@ -63,10 +56,10 @@ def _flash_attn(
         received = run.region.take() if run is not None and run.recomputes else None
         out, lse, kept = attend(q_TNH, k_TGH, v_TGV, how, plan, received, sinks_N, needs_gradients)
     except Exception as error:
-        if not _fails_step(error, plan):
+        if plan.posted is None or not plan.posted.runs_again(error):
             _add_place(error, plan, call, "forward")
             raise
-        # The step runs again. Until its end all collectives of the framework must go on as they are.
+        # Until the end of the step all collectives of the framework must go on as they are.
         (out, lse), kept = empty_layer_outputs(q_TNH, v_TGV), plan.retention(how).nothing(k_TGH)
         out.zero_()
         lse.zero_()
@@ -126,7 +119,7 @@ def _flash_attn_backward(
     try:
         return attend_backward(dout_TNV, attended, kept, spec_of(*numbers), plan, has_sinks)
     except Exception as error:
-        if _fails_step(error, plan):
+        if plan.posted is not None and plan.posted.runs_again(error):
             return torch.zeros_like(q_TNH), torch.zeros_like(k_TGH), torch.zeros_like(v_TGV)
         _add_place(error, plan, call, "backward")
         raise
@@ -135,7 +128,7 @@ def _flash_attn_backward(
 flash_attn_backward = define_op(_flash_attn_backward, empty_gradients)
 
 
-def _save(ctx: _Context, inputs: OpInputs, output: OpOutputs) -> None:
+def _save(ctx: _Context, inputs: tuple[Any, ...], output: OpOutputs) -> None:
     q, k, v, spec, handle, _, _, sinks = inputs
     ctx.save_for_backward(q, k, v, *output, sinks)
     ctx.spec, ctx.handle = spec, handle
@@ -183,11 +176,6 @@ def flash_attn(
         or (sinks_N is not None and sinks_N.requires_grad)
     )
     return _planned(q_TNH, k_TGH, v_TGV, [*spec], handle, layer, needs_gradients, sinks_N)
-
-
-def _fails_step(error: Exception, plan: LivePlan) -> bool:
-    """Returns whether an error is the loss of an attention server in a step that can run again."""
-    return isinstance(error, ServerLostError) and plan.has_failed
 
 
 def _add_place(error: Exception, plan: LivePlan, call: int, phase: str) -> None:

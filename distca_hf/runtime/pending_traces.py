@@ -1,5 +1,4 @@
 """Pending traces: notes moments within the attention calls of a pass, and keeps them until the device is past them.
-Ranks that train and attention servers both write such traces.
 
 In most steps nothing is noted: `UNTRACED` takes every call, and does nothing. Nothing waits for the device before
 training has ended.
@@ -68,18 +67,15 @@ class NotedPass(PassTrace):
         self._backward_calls: int | None = None
 
     def begin(self, part: PassPart, layer: int, window_tokens: int) -> None:
-        """Begins an attention call."""
         self._last = self._now()
         self._calls.append((part, layer, window_tokens, self._last))
         self._spans.append([])
 
     def spent(self, use: Spent) -> None:
-        """Ends a span of the call: the time since the moment before was spent on this."""
         self._last = self._now()
         self._spans[-1].append((use, self._last))
 
     def end_forward(self, backward_calls: int) -> None:
-        """Ends the forward pass; `backward_calls` follow it."""
         self._backward_calls = backward_calls
 
     @property
@@ -150,7 +146,7 @@ class Pending:
         trace: all that is known of it when it begins.
         noted: moments.
         device: of the model.
-        number: of this rank in the job, or of this attention server.
+        number: of this rank in the job.
         began: seconds of the host's clock.
         step_seconds: until the next pass began; None before.
     """
@@ -228,12 +224,20 @@ def bytes_of_layer(
         token_bytes: of the model.
     """
     sent, received = Bytes(float), Bytes(float)
-    total = sum(kind.layers for kind in kinds) or 1  # a stage of a pipeline may have none that attend
+    total = sum(kind.layers for kind in kinds) or 1  # a rank may hold no layers that attend
     for plan in plans:
         layers = [kind.layers for kind in kinds if is_routed_by(kind, plan)]
         share = sum(layers) / total
-        if share:
-            _add_bytes(sent, received, plan, share, token_bytes)
+        if not share:
+            continue
+        # Keys and values, queries that move, and outputs, which go the other way.
+        weight = share / plan.forward.rows_per_token
+        for chunk in plan.forward.chunks:
+            ways = (chunk.keys, token_bytes.key_value, 0), (chunk.queries, token_bytes.query, token_bytes.output)
+            for splits, out_bytes, back_bytes in ways:
+                for rank, (leaving, coming) in enumerate(zip(splits.send_counts, splits.receive_counts, strict=True)):
+                    sent[rank] += weight * (leaving * out_bytes + coming * back_bytes)
+                    received[rank] += weight * (coming * out_bytes + leaving * back_bytes)
     return _rounded(sent), _rounded(received)
 
 
@@ -241,19 +245,6 @@ def is_routed_by(kind: LayersTrace, plan: DeviceRankPlan) -> bool:
     """Returns whether layers follow a routing: a window as long as all documents is none."""
     window = 0 if kind.window_tokens >= plan.facts.longest_document_tokens else kind.window_tokens
     return window == (plan.facts.window_tokens or 0)
-
-
-def _add_bytes(sent: Bytes, received: Bytes, plan: DeviceRankPlan, share: float, token_bytes: TokenBytes) -> None:
-    """Adds the bytes of one layer of a kind, weighted by its share of all layers: keys and values, queries that move,
-    and outputs, which go the other way."""
-    weight = share / plan.forward.rows_per_token
-    for chunk in plan.forward.chunks:
-        ways = (chunk.keys, token_bytes.key_value, 0), (chunk.queries, token_bytes.query, token_bytes.output)
-        for splits, out_bytes, back_bytes in ways:
-            for rank, (leaving, coming) in enumerate(zip(splits.send_counts, splits.receive_counts, strict=True)):
-                if leaving or coming:
-                    sent[rank] += weight * (leaving * out_bytes + coming * back_bytes)
-                    received[rank] += weight * (coming * out_bytes + leaving * back_bytes)
 
 
 def tasks_of(tasks: IntArray) -> tuple[tuple[int, int, int], ...]:

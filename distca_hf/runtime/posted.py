@@ -9,8 +9,7 @@ import torch
 from distca_hf.comm.transport import Transport
 from distca_hf.cost import TokenBytes
 from distca_hf.kernels.interface import AttentionSpec, Kernel
-from distca_hf.planning.extra_ranks import ExtraRanks
-from distca_hf.planning.plan import Plan, PlanFacts
+from distca_hf.planning.plan import ExtraRanks, Plan, PlanFacts
 from distca_hf.runtime.pending_traces import NotedPass
 from distca_hf.trace_file import TraceFile
 from distca_hf.traces import RankTrace
@@ -32,14 +31,14 @@ class Posted(ABC):
     Attributes:
         ranks: numbers of the ranks without tokens, in the order of the plan.
         room_bytes: that rows may take on each of them until backward; None if there are none.
-        has_failed: whether one of them was lost in this step: attention gives zeros, and exchanges nothing.
     """
 
     ranks: tuple[int, ...] = ()
     room_bytes: float | None = None
 
-    @property
-    def has_failed(self) -> bool:
+    def runs_again(self, error: Exception) -> bool:
+        """Returns whether an error was the loss of one of them in a step that runs again. Until its end, attention
+        gives zeros and exchanges nothing."""
         return False
 
     @abstractmethod

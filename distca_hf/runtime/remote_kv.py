@@ -1,12 +1,12 @@
 """Remote KV: keys and values of the document prefixes that a rank reads, in document order, their gradients, and the
 exchanges of both.
 
-    owner ranks   rows of k, v ── KVDispatch ──▶ received rows ──▶ remote KV            servers
+    owner ranks   rows of k, v ── KVDispatch ──▶ received rows ──▶ remote KV            computing ranks
                   dk, dv, summed ◀── KVGradCombine ── gradients of the remote KV
 
 A dispatch is started chunk by chunk and received chunk by chunk. A combine is started chunk by chunk, and
 received and finished once. Gradients of keys are summed in max(fp32, their dtype), and in a fixed order. First come
-local calls, then local rows of the remote KV, then chunk by chunk the servers by rank.
+local calls, then local rows of the remote KV, then chunk by chunk the ranks that computed, in order.
 
 Shape legend in `kernels.interface`; rows are those of `planning.pieces`.
 """
@@ -227,7 +227,7 @@ class RemoteKVGradients:
 
 
 class KVDispatch:
-    """Dispatch of keys and values to the servers that read them.
+    """Dispatch of keys and values to the ranks that read them.
 
     Args:
         prepared: how rows lie and are copied in these layers.
@@ -293,9 +293,9 @@ class KVGradCombine:
             self._started.pop(0).wait()
 
     def finish(self, dk: torch.Tensor, dv: torch.Tensor) -> None:
-        """Adds gradients of the remote KV and of other servers to those of local rows."""
+        """Adds gradients of the remote KV and of other ranks to those of local rows."""
         #     dk, dv       local rows; local calls have written them
         #     + total      of the remote KV, at rows that this rank copied into it
-        #     + returned   of each server, at rows that were sent to it
+        #     + returned   of each other rank, at rows that were sent to it
         total = self._gradients.total
         self._prepared.add(dk, dv, total.k, total.v, self._returned)

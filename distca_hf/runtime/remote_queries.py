@@ -1,7 +1,7 @@
 """Remote queries of a layer: queries that other ranks hold and this one computes, from their dispatch to their
 combine.
 
-    owner ranks   rows of q ── QueryDispatch ──▶ remote queries                                  servers
+    owner ranks   rows of q ── QueryDispatch ──▶ remote queries                                  computing ranks
                   outputs, log-sum-exps ◀── ResultCombine ── results; in backward gradients
 
 Made only where queries move. Their exchanges follow those of the keys, chunk by chunk. Tensors whose rows go the same
@@ -25,11 +25,39 @@ from distca_hf.runtime.remote_kv import RemoteKV, RemoteKVGradients
 from distca_hf.runtime.retention import Kept
 
 
-class ForwardRemoteQueries:
-    """Remote queries in forward.
+class RemoteQueries:
+    """What forward and backward do alike: queries come chunk by chunk, their results go back."""
+
+    _dispatch: "QueryDispatch | None"
+    _combine: "ResultCombine"
+
+    def start(self, chunk: ChunkRouting, transport: Transport, where: str) -> None:
+        """Sends the rows of a chunk to the ranks that compute them."""
+        if self._dispatch is not None:
+            self._dispatch.start(chunk.queries, transport, where)
+
+    def receive(self, chunk: ChunkRouting) -> None:
+        """Waits for the remote queries of a chunk."""
+        if self._dispatch is not None:
+            self._dispatch.receive(chunk.queries)
+
+    def send_results(self, chunk: ChunkRouting, transport: Transport, where: str) -> None:
+        """Sends the results of a chunk's queries to their owner ranks."""
+        self._combine.start(chunk.queries, transport, where)
+
+    def receive_results(self) -> None:
+        """Waits for the results of local queries."""
+        self._combine.receive()
+
+    def finish(self, *targets: torch.Tensor) -> None:
+        """Puts the results of local queries into tensors of this rank."""
+        self._combine.finish(targets)
+
+
+class ForwardRemoteQueries(RemoteQueries):
+    """Remote queries in forward; results are outputs and log-sum-exps.
 
     Args:
-        layers: those that are like this one.
         q, v: `[rows, ...]` queries and values of this rank.
         received: `[remote-query rows, ...]` queries of an earlier dispatch; then none are sent.
 
@@ -45,47 +73,30 @@ class ForwardRemoteQueries:
         moves: QueryRouting,
         received: torch.Tensor | None,
     ) -> None:
-        self._dispatch, remote_q = None, received
-        if remote_q is None:
+        self._dispatch = None
+        if received is None:
             self._dispatch = QueryDispatch([q], moves)
-            remote_q = self._dispatch.tensors[0]
+            [received] = self._dispatch.tensors
+        remote_q = received
         out, lse = empty_layer_outputs(remote_q, v)
         self._calls = ForwardCalls(layers.forward_calls, remote_q, out, lse)
         self._combine = ResultCombine([out, lse], moves)
         self.kept = remote_q, out, lse
 
-    def start(self, chunk: ChunkRouting, transport: Transport, where: str) -> None:
-        """Sends the queries of a chunk to their servers."""
-        if self._dispatch is not None:
-            self._dispatch.start(chunk.queries, transport, where)
-
-    def receive(self, chunk: ChunkRouting) -> None:
-        """Waits for the remote queries of a chunk."""
-        if self._dispatch is not None:
-            self._dispatch.receive(chunk.queries)
-
     def attend(self, chunk: ChunkRouting, remote_kv: RemoteKV, transport: Transport, where: str) -> None:
         """Attends from the remote queries of a chunk, and sends the results to their owner ranks."""
         self._calls.attend(chunk.remote_queries, remote_kv.k, remote_kv.v)
-        self._combine.start(chunk.queries, transport, where)
-
-    def receive_results(self) -> None:
-        """Waits for the results of local queries."""
-        self._combine.receive()
-
-    def finish(self, out: torch.Tensor, lse: torch.Tensor) -> None:
-        """Puts the results of local queries into `out` and `lse`."""
-        self._combine.finish([out, lse])
+        self.send_results(chunk, transport, where)
 
 
-class BackwardRemoteQueries:
-    """Remote queries in backward; rows of forward that were not kept are sent once more.
+class BackwardRemoteQueries(RemoteQueries):
+    """Remote queries in backward; results are gradients of queries. Rows of forward that were not kept are sent once
+    more.
 
     Sinks are added by owner ranks. Kept results are without them, so log-sum-exps with sinks are sent beside output
     gradients.
 
     Args:
-        layers: those that are like this one.
         rows: of this rank.
         kept: rows of forward; None: they are sent once more.
         spec: how backward attends.
@@ -120,36 +131,16 @@ class BackwardRemoteQueries:
         self._calls = BackwardCalls(layers.prepared_backward(remote, spec), remote, dq)
         self._combine = ResultCombine([dq], moves)
 
-    def start(self, chunk: ChunkRouting, transport: Transport, where: str) -> None:
-        """Sends the rows of a chunk that backward needs to their servers."""
-        self._dispatch.start(chunk.queries, transport, where)
-
-    def receive(self, chunk: ChunkRouting) -> None:
-        """Waits for the remote queries of a chunk."""
-        self._dispatch.receive(chunk.queries)
-
     def derive(self, chunk: ChunkRouting, remote_kv: RemoteKV, gradients: RemoteKVGradients) -> None:
         """Derives gradients of the remote queries of a chunk, and of the keys they read."""
         if self._without_sinks is not None:  # all rows: backward has one chunk
             scale_rows(*self._without_sinks, self._lse, self._out)
-        self._calls.derive_remote_queries(chunk.remote_queries, remote_kv, gradients)
+        self._calls.derive_on_remote_kv(chunk.remote_queries, remote_kv, gradients)
         del self._calls, self._dispatch, self._out, self._lse, self._without_sinks  # rows that nothing reads any more
-
-    def send_gradients(self, chunk: ChunkRouting, transport: Transport, where: str) -> None:
-        """Sends the gradients of a chunk's queries to their owner ranks."""
-        self._combine.start(chunk.queries, transport, where)
-
-    def receive_results(self) -> None:
-        """Waits for the gradients of local queries."""
-        self._combine.receive()
-
-    def finish(self, dq: torch.Tensor) -> None:
-        """Puts the gradients of local queries into `dq`."""
-        self._combine.finish([dq])
 
 
 class QueryDispatch:
-    """Dispatch of query rows to the servers that compute them.
+    """Dispatch of query rows to the ranks that compute them.
 
     Args:
         tensors: `[rows, ...]` of this rank.
@@ -243,17 +234,13 @@ def _unpack(rows: torch.Tensor, like: Sequence[torch.Tensor]) -> list[torch.Tens
     # row of bytes   | lse, fp32 | dout, bf16 | q, bf16 | out, bf16 |     largest elements first, as in `_pack`
     order = _largest_elements_first(like)
     widths = [math.prod(x.shape[1:]) * x.element_size() for x in order]
-    parts = {
-        id(x): _with_dtype(part, x.dtype).unflatten(1, x.shape[1:])
-        for part, x in zip(rows.split(widths, dim=1), order, strict=True)
-    }
+    parts = {}
+    for part, x in zip(rows.split(widths, dim=1), order, strict=True):
+        size = x.element_size()
+        aligned = part.stride(0) % size == 0 and part.storage_offset() % size == 0
+        parts[id(x)] = (part if aligned else part.contiguous()).view(x.dtype).unflatten(1, x.shape[1:])
     return [parts[id(x)] for x in like]
 
 
 def _largest_elements_first(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     return sorted(tensors, key=lambda x: -x.element_size())
-
-
-def _with_dtype(rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    aligned = rows.stride(0) % dtype.itemsize == 0 and rows.storage_offset() % dtype.itemsize == 0
-    return (rows if aligned else rows.contiguous()).view(dtype)

@@ -9,23 +9,86 @@ gradients and weights of sharded layers are sent, too. They take less memory tha
 documents that span ranks, and no queries if all stay on their rank. Results of remote queries are computed and sent
 again.
 
+Layers differ in how long they hold rows of other ranks:
+
+    forward    layer 0 holds all until backward   │ layer 1 recomputed: holds what it received, or nothing
+    backward                                      │ layers of one checkpointed region hold all at the same time
+
 Both decisions are the same on all ranks and in all layers of a micro-batch, because fetching is an exchange.
 
-Attention servers keep rows, too, where attention is not recomputed. They hold no graph, so every call of forward gets
-a number, its slot, under which they keep what they received. Backward names it.
+Ranks without tokens keep rows, too, where attention is not recomputed. They hold no graph, so every call of forward
+gets a number, its slot, under which they keep what they received. Backward names it.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
 from distca_hf.config import DistCAConfig
+from distca_hf.cost import CAUSAL_LAYERS, LayerMasks, Mask
 from distca_hf.kernels.interface import accumulation_dtype
 from distca_hf.planning.plan import PlanFacts
-from distca_hf.runtime.pass_layers import HeldLayers
 from distca_hf.telemetry import warn
+
+
+# For each checkpointed region whose attention is recomputed: masks of its layers.
+Regions = tuple[tuple[Mask, ...], ...]
+
+
+class HeldLayers(NamedTuple):
+    """How many layers of one kind hold rows of other ranks, and when.
+
+    Attributes:
+        saved: layers that hold the rows that backward needs from forward on.
+        recomputed: all other layers; they attend again before their backward.
+        together: most of the recomputed layers in one region; they hold the rows at the same time.
+    """
+
+    saved: int = 1
+    recomputed: int = 0
+    together: int = 0
+
+
+class PassLayers(NamedTuple):
+    """Layers of a forward pass.
+
+    Attributes:
+        attention_calls: number of attention calls of the pass, as far as it is known before the first pass.
+        layer_masks: masks of the model's layers, each with the number of its layers.
+        regions: regions whose attention is recomputed.
+    """
+
+    attention_calls: int = 1
+    layer_masks: LayerMasks = CAUSAL_LAYERS
+    regions: Regions = ()
+
+    def of(self, kind: Mask, longest_document_tokens: int) -> HeldLayers:
+        """Returns the layers of one kind, at least one. If no layer is known to have this mask, all may have it.
+
+        Args:
+            longest_document_tokens: a window that is at least this long counts as no window.
+        """
+
+        def in_kind(mask: Mask) -> bool:
+            return mask.within(longest_document_tokens) == kind
+
+        counts: Callable[[Mask], bool] = in_kind
+        if not any(in_kind(mask) for mask, _ in self.layer_masks):
+            counts = bool
+        total = sum(count for _, count in self.layer_masks)
+        layers = sum(count for mask, count in self.layer_masks if counts(mask))
+        of_regions = [sum(map(counts, masks)) for masks in self.regions]
+        calls = self.attention_calls / total  # of a layer: some models run a layer several times
+        recomputed = round(calls * sum(of_regions))
+        saved = max(0 if recomputed else 1, round(calls * layers) - recomputed)
+        return HeldLayers(saved, recomputed, max(of_regions, default=0))
+
+
+# Layers of a pass about which nothing is known.
+ONE_LAYER = PassLayers()
 
 
 @dataclass(eq=False, slots=True)
@@ -35,7 +98,7 @@ class Kept:
     Attributes:
         keys: `[rows, G * H + G * V]` received keys and values.
         remote_q, remote_out, remote_lse: `[remote-query rows, ...]`.
-        slot: `[number, 0]`, where attention servers keep theirs under this number; 0: they keep none. Graphs carry
+        slot: `[number, 0]`, where ranks without tokens keep theirs under this number; 0: they keep none. Graphs carry
             tensors to backward, and write to memory that nobody needs any more: so it has none.
     """
 
@@ -51,7 +114,6 @@ class Kept:
         return cls(keys, q, out, k.new_empty((0, 0), dtype=accumulation_dtype(k.dtype)), k.new_empty((0, 0)))
 
     def received(self) -> "Received":
-        """Returns the part that came from other ranks."""
         return Received(self.keys, self.remote_q).once_more()
 
 
@@ -85,7 +147,8 @@ class Retention:
 
     Attributes:
         layers: of the pass with its mask; set before each pass.
-        keeps: whether received rows are kept until backward; None before the first layer.
+        keeps: whether received rows are kept until backward; None before the first layer. On ranks without tokens
+            it is set for each call.
     """
 
     def __init__(
@@ -100,10 +163,6 @@ class Retention:
         self.keeps: bool | None = None
         self._waits: bool | None = None if room_bytes is None else False
         self._nothing: Kept | None = None
-
-    def follow(self, keeps: bool) -> None:
-        """Takes the decision of the ranks that train for the next call, on one without tokens."""
-        self.keeps = keeps
 
     def keeps_received(self, q_TNH: torch.Tensor, k_TGH: torch.Tensor, v_TGV: torch.Tensor) -> bool:
         """Returns whether this micro-batch keeps received rows until backward.
@@ -129,8 +188,8 @@ class Retention:
                     # Python shows one text once. With exact bytes every micro-batch would have its own.
                     needed_bytes = 2 ** (kept - 1).bit_length()
                     warn(
-                        f"kv_residency='keep': attention servers have room for {self._room_bytes:.0f} bytes of rows, "
-                        f"and some micro-batches need more, up to {needed_bytes}; their rows are sent again for "
+                        f"kv_residency='keep': ranks without tokens have room for {self._room_bytes:.0f} bytes of "
+                        f"rows, and some micro-batches need more, up to {needed_bytes}; their rows are sent again for "
                         "backward",
                         stacklevel=2,
                     )
@@ -155,8 +214,7 @@ class Retention:
         return self._waits
 
     def nothing(self, k: torch.Tensor) -> Kept:
-        """Returns empty tensors. They are made once: new ones for each layer cost the host more; nothing is derived
-        from them."""
+        """Returns empty tensors, made once: new ones for each layer cost the host more."""
         if self._nothing is None or self._nothing.keys.dtype != k.dtype:
             with torch.inference_mode(False):  # training may follow, whose tensors must not be of inference
                 self._nothing = Kept.nothing(k)

@@ -92,7 +92,7 @@ class PassRows:
         self.num_placed, self.shape = moves.on_host.num_placed, shape
         self._moves, self._transport, self._where = moves, transport, where
         self._sent_places = moves.sent if places is None else places.index_select(0, moves.sent)
-        self._before_backward = before_backward
+        self.before_backward = before_backward if moves.on_host.crosses else lambda: None
 
     def move_in(self, values: Sequence[torch.Tensor], differentiate: bool) -> list[torch.Tensor]:
         """Returns `[placed rows, ...]` of `[places, ...]` tensors; zeros in rows without a token. A collective call.
@@ -108,20 +108,10 @@ class PassRows:
         padding. A collective call."""
         return list(_Move.apply(self, False, None, *values))
 
-    def before_backward(self) -> None:
-        """Agrees with all ranks that they differentiate this pass, before the first row of it moves."""
-        if self._moves.on_host.crosses:
-            self._before_backward()
-
     def exchange(
         self, values: Sequence[torch.Tensor], goes_in: bool, phase: str, shapes: Sequence[Sequence[int]]
     ) -> list[torch.Tensor]:
-        """Moves rows of all values in one exchange.
-
-        Args:
-            values: `[rows, ...]`.
-            shapes: of the results.
-        """
+        """Moves `[rows, ...]` of all values in one exchange, to results of these shapes."""
         moves = self._moves
         taken, put, counts = self._sent_places, moves.received, (moves.sent_counts, moves.received_counts)
         if not goes_in:
@@ -129,7 +119,13 @@ class PassRows:
         rows = [value.index_select(0, taken) for value in values]
         if moves.on_host.crosses:
             is_whole = len(rows) == 1 and self._transport.grid.shape[2] == 1
-            joined = rows[0] if is_whole else torch.cat([_as_bytes(part) for part in rows], dim=1)
+            joined = (
+                rows[0]
+                if is_whole
+                else torch.cat(
+                    [x.reshape(len(x), x.shape[1:].numel()).contiguous().view(torch.uint8) for x in rows], dim=1
+                )
+            )
             where = f"{self._where}, rows on their way {'in' if goes_in else 'home'}, {phase}"
             received = self._exchange(joined, counts, where)
             rows = [received] if is_whole else _as_values(received, values)
@@ -156,11 +152,6 @@ class PassRows:
         return shares.transpose(0, 1).flatten(1)[:, :width]
 
 
-def _as_bytes(rows: torch.Tensor) -> torch.Tensor:
-    """Returns `[rows, bytes]` of `[rows, ...]`."""
-    return rows.reshape(len(rows), rows.shape[1:].numel()).contiguous().view(torch.uint8)
-
-
 def _as_values(joined: torch.Tensor, like: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Returns rows with the dtypes and shapes of other tensors from `[rows, bytes]` that hold them side by side."""
     widths = [value.shape[1:].numel() * value.element_size() for value in like]
@@ -178,11 +169,7 @@ class _Move(torch.autograd.Function):
     def forward(
         ctx: Any, rows: PassRows, goes_in: bool, anchor: torch.Tensor | None, *values: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
-        """Moves rows.
-
-        Args:
-            anchor: requires a gradient, so that backward runs even if no value needs one on this rank; or None.
-        """
+        """Moves rows. An anchor requires a gradient, so that backward runs even if no value needs one on this rank."""
         ctx.rows, ctx.goes_in = rows, goes_in
         ctx.are_float = [value.is_floating_point() for value in values]
         ctx.shapes = [value.shape for value in values]

@@ -114,9 +114,9 @@ class PostedPlan(MeasuredCalls):
     def again(self) -> Self:
         return type(self)(self._transport, *self._posting)
 
-    @property
-    def has_failed(self) -> bool:
-        return self._transport.in_step and self._transport.failed is not None
+    def runs_again(self, error: Exception) -> bool:
+        transport = self._transport
+        return isinstance(error, ServerLostError) and transport.in_step and transport.failed is not None
 
     def traced(self, device: torch.device, file: TraceFile, token_bytes: TokenBytes, trace: RankTrace) -> NotedPass:
         text = ReportedPass(str(file.folder.absolute()), token_bytes, trace).text()

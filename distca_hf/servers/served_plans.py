@@ -25,9 +25,8 @@ from distca_hf.arrays import IntArray, offsets
 from distca_hf.cost import Mask, TokenBytes
 from distca_hf.errors import ConfigError, PackingError, PlanError
 from distca_hf.layout import Layout, Topology
-from distca_hf.planning.extra_ranks import ExtraRanks
 from distca_hf.planning.pieces import Tasks
-from distca_hf.planning.plan import PLAN_VERSION, Plan
+from distca_hf.planning.plan import PLAN_VERSION, ExtraRanks, Plan
 from distca_hf.planning.rebalance import plan_by_moving
 
 
@@ -46,7 +45,7 @@ LAYOUT_ARRAYS = (
     "rank_segments",
     "rank_rows",
 )
-TASK_ARRAYS = ("document", "start", "stop", "server", "head")
+TASK_ARRAYS = ("document", "start", "stop", "rank", "head")
 NUM_ARRAYS = len(LAYOUT_ARRAYS) + len(TASK_ARRAYS) + 1  # and the speeds
 HEADER_LENGTH = NUM_NUMBERS + NUM_ARRAYS
 

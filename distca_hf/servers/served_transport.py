@@ -26,7 +26,7 @@ from distca_hf.arrays import IntArray
 from distca_hf.comm.grid import Scope
 from distca_hf.comm.transport import AllToAll, Exchange, Gather, Transport
 from distca_hf.errors import DistCAError, PeerLostError, ServerLostError, StepTimeoutError
-from distca_hf.planning.extra_ranks import ExtraRanks
+from distca_hf.planning.plan import ExtraRanks
 from distca_hf.servers.heartbeats import LiveServers, StreamProgress, Watch
 from distca_hf.servers.job_store import open_store
 from distca_hf.servers.memberships import (

@@ -188,7 +188,7 @@ class Service:
         if rows is None:
             rows = self.rows[shapes] = without_rows(order, self.device)
         spec, slot = spec_of(*order.spec), order.slot
-        plan.retention(spec).follow(keeps=slot > 0)
+        plan.retention(spec).keeps = slot > 0
         if order.phase == Phase.FORWARD:
             _, _, received = attend(*rows[:3], spec, plan)
             kept.update({slot: received} if slot else {})

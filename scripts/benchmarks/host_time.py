@@ -43,18 +43,17 @@ from distca_hf.comm.groups import Members, grid_of_mesh, open_transport
 from distca_hf.comm.transport import Transport
 from distca_hf.config import DistCAConfig
 from distca_hf.cost import CAUSAL_MASK
-from distca_hf.kernels.flash4 import Flash4Kernel
 from distca_hf.kernels.interface import AttentionSpec, Inputs, Kernel, Spans
 from distca_hf.kernels.registry import kernel_name
+from distca_hf.kernels.varlen import Flash4Kernel
 from distca_hf.placement.place import place
 from distca_hf.planning.plan import plan_in_place
 from distca_hf.planning.routing import rank_plan
-from distca_hf.runtime.device_routing import PinnedRankPlan
-from distca_hf.runtime.forward_pass import ForwardPass
+from distca_hf.runtime.device_routing import on_device
+from distca_hf.runtime.forward_pass import CallTensors, ForwardPass, PassCalls
 from distca_hf.runtime.layer_kinds import Planned
 from distca_hf.runtime.live_plan import LivePlan
 from distca_hf.runtime.op import flash_attn
-from distca_hf.runtime.pass_layers import CallTensors, PassCalls
 from lib.baselines.calls import OwnKeys, make_call
 from lib.options import add_kernel, on_all_ranks, read_documents
 from lib.parser import add_device, count, few, parser_of
@@ -293,7 +292,7 @@ def _subject(options: argparse.Namespace, device: torch.device, transport: Trans
     layout = place(options.lengths, transport.world_size)
     plan = plan_in_place(layout if options.pad_to is None else layout.padded(options.pad_to, sys.maxsize))
     mine = rank_plan(plan, transport.rank, config.num_chunks(topology))
-    routings = {mine.mask: PinnedRankPlan.prepare(mine).to(device)}
+    routings = {mine.mask: on_device(mine, device)}
     live = LivePlan(0, Planned(lambda: routings, None, mine.facts, plan.fingerprint), transport, config)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     q, k, v = (

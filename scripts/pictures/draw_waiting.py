@@ -36,7 +36,7 @@ def shares_of(plan: Plan, document: int) -> tuple[np.ndarray, np.ndarray]:
     """Returns `[gpus]` attention work of one document and of all others, over the mean of the GPUs."""
     of_document = plan.tasks.document == document
     work = np.zeros((2, GPUS))
-    np.add.at(work, (np.where(of_document, 0, 1), plan.tasks.server), plan.tasks.work)
+    np.add.at(work, (np.where(of_document, 0, 1), plan.tasks.rank), plan.tasks.work)
     shares = work / plan.work.mean()
     return shares[0], shares[1]
 

@@ -61,7 +61,7 @@ def _speak(kind: str) -> Seen:
     groups = len(dist.distributed_c10d._world.pg_map) - before
     rows = transport.exchange(AllToAll(torch.full((2, 1), float(rank)), [1, 1], [1, 1], "here")).wait()
     bytes_moved = _move_rows(transport)
-    scopes = Scope.ROWS, Scope.STAGE, Scope.GROUP
+    scopes = Scope.ROWS, Scope.LAYERS, Scope.GROUP
     gathered = {scope.name: [row[0] for row in transport.gather([rank], "here", scope).wait()] for scope in scopes}
     transport.traffic.leave_signal = 15 if rank == 3 else 0
     numbers = {"label_tokens": 10 * (transport.rank + 1)}

@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 import torch
 
-from distca_hf.kernels.flash4 import HOPPER, Flash4Kernel
 from distca_hf.kernels.interface import AttentionSpec, Gradients, Inputs, Kernel, Room, Saved, Spans
 from distca_hf.kernels.registry import KERNELS, Operands, choose_kernel
+from distca_hf.kernels.varlen import HOPPER, Flash4Kernel
 
 
 pytestmark = pytest.mark.gpu

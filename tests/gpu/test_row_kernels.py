@@ -6,7 +6,6 @@ import torch
 from distca_hf.kernels.interface import accumulation_dtype
 from distca_hf.kernels.rows import (
     RowSums,
-    add_rows,
     add_sinks,
     copy_rows,
     merge_rows,
@@ -121,7 +120,8 @@ def test_no_rows_are_merged_added_or_copied() -> None:
     before = out.clone(), lse.clone()
     merge_rows(out[2:2], lse[2:2], out[:0].clone(), lse[:0].T.clone())
     none = torch.zeros(0, dtype=torch.int64, device="cuda")
-    add_rows(out.flatten(1), out[:0].flatten(1), out[:0].flatten(1), RowSums(none, none, none, none, ()))
+    rows, nothing = out.flatten(1), out[:0].flatten(1)
+    prepare_add(rows, nothing, nothing, RowSums(none, none, none, none, ()))(rows, nothing, nothing)
     copy_rows((out[:0],), None, (out,), none)
 
     assert torch.equal(out, before[0])
@@ -155,7 +155,7 @@ def test_rows_are_added_in_fp32_and_rounded_once(width: int, store_dtype: torch.
     exact.index_add_(0, sums.rows[sums.own_in_shared], own[sums.own_rows].double())
     exact.index_add_(0, sums.rows[sums.returned_in_shared], returned.double())
     before = target.clone()
-    add_rows(target, own, returned, sums)
+    prepare_add(target, own, returned, sums)(target, own, returned)
 
     assert ((target.double() - exact).abs() <= 1e-5 + exact.abs() * torch.finfo(torch.bfloat16).eps).all()
     others = torch.ones(rows, dtype=torch.bool, device="cuda")
@@ -170,7 +170,7 @@ def test_sums_are_the_same_bit_by_bit() -> None:
     results = []
     for _ in range(5):
         again = target.clone()
-        add_rows(again, own, returned, sums)
+        prepare_add(again, own, returned, sums)(again, own, returned)
         results.append(again)
 
     assert all(torch.equal(results[0], again) for again in results[1:])

@@ -3,6 +3,7 @@
 import random
 from dataclasses import dataclass
 
+import pytest
 import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
@@ -10,7 +11,7 @@ from hypothesis import strategies as st
 from distca_hf.cost import Mask
 from distca_hf.planning.plan import plan_in_place
 from distca_hf.testing import LoopbackTransport, run_ranks
-from support.layouts import random_layout, random_plan, striped_layout, with_mask
+from support.layouts import plan_of_kind, with_mask
 from support.parity import Case, Difference, compare
 
 
@@ -21,42 +22,24 @@ def check_exact(case: Case) -> None:
         assert difference.as_planned, difference
 
 
-@settings(max_examples=80)
-@given(seed=st.integers(0, 2**32 - 1), num_ranks=st.sampled_from([1, 2, 3, 4, 5, 8]))
-def test_outputs_and_gradients_equal_unsplit_attention(seed: int, num_ranks: int) -> None:
-    case = Case.draw(seed, random_layout(random.Random(seed), num_ranks))
-
-    check_exact(case)
+SEEDS, RANKS = st.integers(0, 2**32 - 1), st.sampled_from([1, 2, 3, 4, 5, 8])
 
 
-@settings(max_examples=80)
-@given(seed=st.integers(0, 2**32 - 1), num_ranks=st.sampled_from([1, 2, 3, 4, 5, 8]))
-def test_queries_computed_anywhere_give_the_same(seed: int, num_ranks: int) -> None:
-    rng = random.Random(seed)
-    layout = random_layout(rng, num_ranks)
-    case = Case.draw(seed, layout, random_plan(rng, layout))
+@pytest.mark.parametrize("kind", ["in place", "moved", "striped"])
+@settings(max_examples=100)
+@given(seed=SEEDS, num_ranks=RANKS, head_groups=st.sampled_from([1, 1, 2, 3, 4]))
+def test_outputs_and_gradients_equal_unsplit_attention(kind: str, seed: int, num_ranks: int, head_groups: int) -> None:
+    """Wherever queries and heads are computed."""
+    plan = plan_of_kind(kind, random.Random(seed), num_ranks, head_groups)
+    plan.validate()
 
-    check_exact(case)
+    check_exact(Case.draw(seed, plan.layout, plan))
 
 
 @settings(max_examples=80)
 @given(
-    seed=st.integers(0, 2**32 - 1),
-    num_ranks=st.sampled_from([1, 2, 3, 4, 5, 8]),
-    head_groups=st.sampled_from([2, 3, 4]),
-)
-def test_heads_computed_anywhere_give_the_same(seed: int, num_ranks: int, head_groups: int) -> None:
-    rng = random.Random(seed)
-    layout = random_layout(rng, num_ranks)
-    case = Case.draw(seed, layout, random_plan(rng, layout, head_groups))
-
-    check_exact(case)
-
-
-@settings(max_examples=80)
-@given(
-    seed=st.integers(0, 2**32 - 1),
-    num_ranks=st.sampled_from([1, 2, 3, 4, 5, 8]),
+    seed=SEEDS,
+    num_ranks=RANKS,
     head_groups=st.sampled_from([1, 1, 2, 4]),
     tokens=st.integers(1, 39),
     kind=st.sampled_from(["in place", "striped", "moved", "moved"]),
@@ -66,33 +49,14 @@ def test_windows_and_chunks_of_documents_give_the_same(
     seed: int, num_ranks: int, head_groups: int, tokens: int, kind: str, is_window: bool
 ) -> None:
     """Wherever queries are computed, in one chunk of the exchange or several."""
-    rng = random.Random(seed)
-    layout = (striped_layout if kind == "striped" else random_layout)(rng, num_ranks)
+    plan = plan_of_kind(kind, random.Random(seed), num_ranks, head_groups)
+    layout = plan.layout
     assume(layout.longest_document_tokens > 1)
     tokens = min(tokens, layout.longest_document_tokens - 1)  # as long as a document it is no window
     mask = Mask(tokens, chunked=not is_window)
-    if kind == "moved":
-        plan = with_mask(random_plan(rng, layout, head_groups), mask)
-    else:
-        plan = plan_in_place(layout, head_groups, mask)
-    case = Case.draw(seed, layout, plan)
+    plan = with_mask(plan, mask) if kind == "moved" else plan_in_place(layout, head_groups, mask)
 
-    check_exact(case)
-
-
-@settings(max_examples=60)
-@given(
-    seed=st.integers(0, 2**32 - 1),
-    num_ranks=st.sampled_from([1, 2, 3, 4, 5, 8]),
-    head_groups=st.sampled_from([1, 2, 3, 4]),
-)
-def test_stripes_give_the_same(seed: int, num_ranks: int, head_groups: int) -> None:
-    layout = striped_layout(random.Random(seed), num_ranks)
-    plan = plan_in_place(layout, head_groups)
-    plan.validate()
-    case = Case.draw(seed, layout, plan)
-
-    check_exact(case)
+    check_exact(Case.draw(seed, layout, plan))
 
 
 @dataclass(frozen=True)
@@ -112,14 +76,13 @@ class LocalHeads(Case):
 @given(
     seed=st.integers(0, 2**32 - 1),
     head_groups=st.sampled_from([1, 2]),
-    kind=st.sampled_from(["in place", "moved", "stripes"]),
+    kind=st.sampled_from(["in place", "moved", "striped"]),
 )
 def test_heads_of_tensor_ranks_give_the_same(seed: int, head_groups: int, kind: str) -> None:
     """Eight data ranks of two tensor ranks each, which divide the heads and have one plan: each attends as if the
     other part were not there, and sends its own rows alone."""
-    rng = random.Random(seed)
-    layout = striped_layout(rng, 8) if kind == "stripes" else random_layout(rng, 8)
-    plan = random_plan(rng, layout, head_groups) if kind == "moved" else plan_in_place(layout, head_groups)
+    plan = plan_of_kind(kind, random.Random(seed), 8, head_groups)
+    layout = plan.layout
     case = Case.draw(seed, layout, plan)
 
     def run(transport: LoopbackTransport) -> Difference:

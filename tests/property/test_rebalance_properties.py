@@ -92,10 +92,9 @@ def test_bytes_are_counted_as_routing_counts_them(
     layout = draw(random.Random(seed), num_ranks, longest_tokens=2000)
     topology, token_bytes = Topology(num_ranks, 3), TokenBytes(query=4096, output=1024, key_value=512)
     candidates = Candidates(layout, head_groups, topology, token_bytes, None)
-    strategy = STRATEGIES[seed % len(STRATEGIES)]
-    attempt = candidates.move(strategy, TOLERANCE)
+    attempt = candidates.move(STRATEGIES[seed % len(STRATEGIES)], TOLERANCE)
     if node_aware:
-        attempt = candidates.move_by_nodes(attempt, strategy, TOLERANCE)
+        attempt = candidates.move_by_nodes(attempt, TOLERANCE)
     between = bytes_between(candidates.plan(attempt), token_bytes)
     other_node = topology.node_of[:, None] != topology.node_of[None, :]
 
@@ -113,9 +112,9 @@ def test_without_documents_that_span_ranks_nobody_gives_and_takes(seed: int, num
     moved = plan.pieces.select(plan.pieces.moved)
     mean = layout.rank_work.sum() / num_ranks
 
-    assert not set(moved.owner) & set(moved.server)
+    assert not set(moved.owner) & set(moved.computing_rank)
     assert np.all(layout.rank_work[moved.owner] > (1 + TOLERANCE) * mean)
-    assert np.all(layout.rank_work[moved.server] < (1 + TOLERANCE) * mean)
+    assert np.all(layout.rank_work[moved.computing_rank] < (1 + TOLERANCE) * mean)
 
 
 @given(SEEDS, RANKS, HEAD_GROUPS, st.booleans())
@@ -157,7 +156,7 @@ def described(plan: Plan) -> list[tuple[object, ...]]:
     for document, *segment in zip(*(column.tolist() for column in columns), strict=True):
         held[document].append(tuple(segment))
     computed: list[list[tuple[int, int, int, int]]] = [[] for _ in range(layout.num_documents)]
-    columns = (tasks.document, tasks.head, tasks.start, tasks.stop, tasks.server)
+    columns = (tasks.document, tasks.head, tasks.start, tasks.stop, tasks.rank)
     for document, *task in zip(*(column.tolist() for column in columns), strict=True):
         computed[document].append(tuple(task))
     return sorted((sorted(home), sorted(work)) for home, work in zip(held, computed, strict=True))
@@ -201,7 +200,7 @@ def test_long_documents_leave_by_their_ends() -> None:
     moved = plan.pieces.select(plan.pieces.moved)
 
     assert set(moved.owner) == {0}
-    assert set(moved.server) == {1, 2}
+    assert set(moved.computing_rank) == {1, 2}
     assert moved.stop.max() == 1000
     assert plan.imbalance < 1.03
 
@@ -228,7 +227,7 @@ def test_documents_that_stay_keep_their_heads_together() -> None:
 
 
 def test_an_exhausted_head_does_not_hide_the_others() -> None:
-    """One document that must be taken apart entirely: every head of it runs out at some server before the end."""
+    """One document that must be taken apart entirely: every head of it runs out at some rank before the end."""
     layout = Layout.from_packs([[30_000], *([1000] for _ in range(23))])
     plan = plan_by_moving(layout, 4)
 

@@ -1,7 +1,6 @@
 """Sinks and softcap over ranks are exact in fp64: counted once per row, whatever is cut, moved, kept or served."""
 
 import random
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,14 +12,13 @@ from hypothesis import strategies as st
 from distca_hf.comm.transport import Transport
 from distca_hf.config import DistCAConfig, Residency
 from distca_hf.layout import Layout
-from distca_hf.planning.plan import Plan, plan_in_place
 from distca_hf.servers.orders import DTYPES, CallOrder, Phase, PlanOrder
 from distca_hf.servers.posted_plans import ServedTraces
 from distca_hf.servers.served_plans import Servers, plan_to_integers
 from distca_hf.servers.server import Service
 from distca_hf.servers.speeds import Stopwatch
 from distca_hf.testing import run_ranks
-from support.layouts import random_layout, random_plan, striped_layout
+from support.layouts import plan_of_kind, random_layout
 from support.parity import Case, Difference, compare
 
 
@@ -37,24 +35,9 @@ def check_exact(case: Case) -> None:
     torch.testing.assert_close(of_sinks, differences[0].of_sinks_expected, rtol=0, atol=1e-10)
 
 
-def striped(rng: random.Random, num_ranks: int) -> tuple[Layout, Plan]:
-    layout = striped_layout(rng, num_ranks)
-    return layout, plan_in_place(layout, rng.choice([1, 2, 3]))
-
-
-def moved(rng: random.Random, num_ranks: int) -> tuple[Layout, Plan]:
-    layout = random_layout(rng, num_ranks)
-    return layout, random_plan(rng, layout, rng.choice([1, 1, 2, 3]))
-
-
-def in_place(rng: random.Random, num_ranks: int) -> tuple[Layout, Plan]:
-    layout = random_layout(rng, num_ranks)
-    return layout, plan_in_place(layout)
-
-
 @pytest.mark.parametrize("num_chunks", [1, 3])
 @pytest.mark.parametrize("kv_residency", ["refetch", "keep"])
-@pytest.mark.parametrize("make", [in_place, moved, striped], ids=["in place", "queries move", "stripes"])
+@pytest.mark.parametrize("kind", ["in place", "moved", "striped"])
 @settings(max_examples=8)
 @given(
     seed=st.integers(0, 2**32 - 1),
@@ -62,15 +45,16 @@ def in_place(rng: random.Random, num_ranks: int) -> tuple[Layout, Plan]:
     softcap=st.sampled_from([0.0, 0.7, 20.0]),
 )
 def test_sinks_count_once_on_all_ranks_together(
-    make: Callable[[random.Random, int], tuple[Layout, Plan]],
+    kind: str,
     kv_residency: str,
     num_chunks: int,
     seed: int,
     num_ranks: int,
     softcap: float,
 ) -> None:
-    layout, plan = make(random.Random(seed), num_ranks)
-    case = Case.draw(seed, layout, plan)
+    rng = random.Random(seed)
+    plan = plan_of_kind(kind, rng, num_ranks, rng.choice([1, 1, 2, 3]))
+    case = Case.draw(seed, plan.layout, plan)
 
     check_exact(replace(case, kv_residency=kv_residency, num_chunks=num_chunks, softcap=softcap, has_sinks=True))
 
@@ -120,7 +104,7 @@ def test_orders_tell_servers_of_sinks(keeps: bool) -> None:
 
 def test_queries_move_and_sinks_matter_in_these_cases() -> None:
     """Or the tests above would show little."""
-    plans = [moved(random.Random(seed), 3)[1] for seed in range(20)]
+    plans = [plan_of_kind("moved", random.Random(seed), 3, 1 + seed % 3) for seed in range(20)]
     assert sum(bool(plan.pieces.moved.any()) for plan in plans) > 10
     case = replace(Case.draw(0, plans[0].layout, plans[0]), has_sinks=True)
     differences = run_ranks(3, lambda transport: compare(case, transport))

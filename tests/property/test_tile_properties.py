@@ -38,7 +38,7 @@ def test_pairs_of_tiles_are_the_work_of_a_plan(seed: int, num_ranks: int, head_g
 @settings(max_examples=100)
 @given(st.integers(0, 2**32 - 1), st.integers(1, 7), st.sampled_from([1, 2, 8]))
 def test_what_does_not_wait_is_work_on_rows_of_the_rank(seed: int, num_ranks: int, head_groups: int) -> None:
-    """Squares of tasks whose queries are all held by their server; task by task, against owners token by token."""
+    """Squares of tasks whose rank holds all their queries; task by task, against owners token by token."""
     for plan in drawn(seed, num_ranks, head_groups):
         tasks, tiles = plan.tasks, Tiles.of(plan)
         owner = {
@@ -46,12 +46,12 @@ def test_what_does_not_wait_is_work_on_rows_of_the_rank(seed: int, num_ranks: in
             for token in range(start, stop)
         }  # fmt: skip
         local = np.zeros(num_ranks, dtype=np.int64)
-        for document, start, stop, server, head in zip(
-            *(x.tolist() for x in (tasks.document, tasks.start, tasks.stop, tasks.server, tasks.head)), strict=True
+        for document, start, stop, rank, head in zip(
+            *(x.tolist() for x in (tasks.document, tasks.start, tasks.stop, tasks.rank, tasks.head)), strict=True
         ):
-            if all(owner[document, token] == server for token in range(start, stop)):
+            if all(owner[document, token] == rank for token in range(start, stop)):
                 tokens = stop - start
-                local[server] += tokens * (tokens + 1) // 2 * (tasks.head_groups if head == ALL_HEADS else 1)
+                local[rank] += tokens * (tokens + 1) // 2 * (tasks.head_groups if head == ALL_HEADS else 1)
         groups = np.where(tiles.one_group, 1, tasks.head_groups)
         stays = np.bincount(tiles.rank, tiles.pairs * groups * ~tiles.waits, num_ranks)
 

@@ -32,7 +32,7 @@ from distca_hf.placement.place import place
 from distca_hf.planning.plan import Plan, plan_in_place
 from distca_hf.planning.routing import rank_plan
 from distca_hf.runtime.attention import Attended, attend, attend_backward
-from distca_hf.runtime.device_routing import PinnedRankPlan
+from distca_hf.runtime.device_routing import on_device
 from distca_hf.runtime.layer_kinds import Planned
 from distca_hf.runtime.live_plan import LivePlan
 from distca_hf.runtime.pending_traces import PassTrace
@@ -206,10 +206,10 @@ def events_of(case: OrderCase) -> list[list[str]]:
 
     def run(transport: Transport) -> list[str]:
         rank, log = transport.rank, EventLog()
-        full = PinnedRankPlan.prepare(rank_plan(plan, rank, case.num_chunks)).to(CPU)
+        full = on_device(rank_plan(plan, rank, case.num_chunks), CPU)
         routings = {CAUSAL_MASK: full}
         if mask != CAUSAL_MASK:
-            routings[mask] = PinnedRankPlan.prepare(rank_plan(plan.of_window(mask), rank)).to(CPU)
+            routings[mask] = on_device(rank_plan(plan.of_window(mask), rank), CPU)
         noted: Any = NotedTransport(transport, log.started, log.waited)
         live = LivePlan(0, Planned(lambda: routings, None, full.facts, plan.fingerprint), noted, config)
         live.forward_pass.trace = NotedTrace(log)

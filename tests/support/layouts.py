@@ -54,6 +54,19 @@ def _in_order(routing: Routing) -> bool:
     )
 
 
+def plan_of_kind(kind: str, rng: random.Random, num_ranks: int, head_groups: int = 1) -> Plan:
+    """A plan "in place", with queries "moved" anywhere, or "striped"."""
+    if kind == "striped":
+        return plan_in_place(striped_layout(rng, num_ranks), head_groups)
+    layout = random_layout(rng, num_ranks)
+    return random_plan(rng, layout, head_groups) if kind == "moved" else plan_in_place(layout, head_groups)
+
+
+def pairs_of(routing: Routing) -> int:
+    """Attended pairs x groups of heads that a rank computes."""
+    return sum(call.pairs for call in (*routing.local, *routing.prefix, *routing.remote_queries))
+
+
 def packed_layout(rng: random.Random, num_ranks: int, longest_tokens: int = 3000) -> Layout:
     """Whole documents on each rank, as somebody else packs them: uneven token counts, long tails, empty ranks."""
 
@@ -67,16 +80,16 @@ def packed_layout(rng: random.Random, num_ranks: int, longest_tokens: int = 3000
 
 
 def random_plan(rng: random.Random, layout: Layout, head_groups: int = 1) -> Plan:
-    """Tasks cut anywhere, without regard to segments, on any server; heads of about half of the documents divided."""
+    """Tasks cut anywhere, without regard to segments, on any rank; heads of about half of the documents divided."""
     tasks = []
-    servers = rng.sample(range(layout.num_ranks), rng.randint(1, layout.num_ranks))
+    ranks = rng.sample(range(layout.num_ranks), rng.randint(1, layout.num_ranks))
     for document, length in enumerate(layout.document_tokens.tolist()):
         for head in range(head_groups) if head_groups > 1 and rng.random() < 0.5 else [ALL_HEADS]:
             cuts = sorted(rng.sample(range(1, length), min(length - 1, rng.choice([0, 1, 2, 4]))))
             for start, stop in zip([0, *cuts], [*cuts, length], strict=True):
-                tasks.append((document, start, stop, rng.choice(servers), head))
-    document, start, stop, server, head = np.array(tasks, dtype=np.int64).T.copy()
-    plan = Plan(layout, Tasks.sort(document, start, stop, server, head, head_groups))
+                tasks.append((document, start, stop, rng.choice(ranks), head))
+    document, start, stop, rank, head = np.array(tasks, dtype=np.int64).T.copy()
+    plan = Plan(layout, Tasks.sort(document, start, stop, rank, head, head_groups))
     plan.validate()
     return plan
 
@@ -84,7 +97,7 @@ def random_plan(rng: random.Random, layout: Layout, head_groups: int = 1) -> Pla
 def with_mask(plan: Plan, mask: Mask) -> Plan:
     """The same tasks under another mask."""
     tasks = plan.tasks
-    columns = tasks.document, tasks.start, tasks.stop, tasks.server, tasks.head
+    columns = tasks.document, tasks.start, tasks.stop, tasks.rank, tasks.head
     return Plan(plan.layout, Tasks.sort(*columns, tasks.head_groups, mask), plan.speeds)
 
 

@@ -15,7 +15,7 @@ from distca_hf.planning.plan import Plan, plan_in_place
 from distca_hf.planning.routing import rank_plan
 from distca_hf.planning.transfers import key_transfers
 from distca_hf.runtime.attention import Attended, attend, attend_backward
-from distca_hf.runtime.device_routing import PinnedRankPlan
+from distca_hf.runtime.device_routing import on_device
 from distca_hf.runtime.layer_kinds import Planned
 from distca_hf.runtime.live_plan import LivePlan
 from distca_hf.runtime.op import flash_attn
@@ -120,7 +120,7 @@ def live_plan(
     """A live plan as the loader would make it, without an agreement; by default every query is computed at home."""
     plan = plan_in_place(layout) if plan is None else plan
     mine = rank_plan(plan, transport.rank, num_chunks)
-    routings = {mine.mask: PinnedRankPlan.prepare(mine).to(torch.device(device))}
+    routings = {mine.mask: on_device(mine, torch.device(device))}
     return LivePlan(0, Planned(lambda: routings, None, mine.facts, plan.fingerprint), transport, config)
 
 
@@ -186,7 +186,7 @@ def compare(case: Case, transport: Transport) -> Difference:
     heads, kv_heads, dim, value_dim = case.heads
     row_bytes = kv_heads // case.plan.tasks.head_groups * (dim + value_dim) * 8
     moved = case.plan.pieces.select(case.plan.pieces.moved)
-    left, came = (int(moved.rows[by == rank].sum()) for by in (moved.owner, moved.server))
+    left, came = (int(moved.rows[by == rank].sum()) for by in (moved.owner, moved.computing_rank))
     # Queries, outputs, log-sum-exps; of those that are kept log-sum-exps with sinks.
     again = int(case.has_sinks) if keeps else dim + value_dim + 1
     query_bytes = left * (dim + value_dim + again) + came * (dim + value_dim + 1)

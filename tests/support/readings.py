@@ -1,7 +1,7 @@
 """A reading of the meter, as a training of eight ranks would give it."""
 
 from distca_hf.batches.meter import MeterReading
-from distca_hf.planning.plan_totals import PlanTotals
+from distca_hf.planning.kinds import PlanTotals
 
 
 READING = MeterReading(

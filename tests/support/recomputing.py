@@ -9,8 +9,8 @@ from distca_hf.comm.transport import Transport
 from distca_hf.config import DistCAConfig
 from distca_hf.planning.plan import Plan
 from distca_hf.runtime.op import flash_attn
-from distca_hf.runtime.pass_layers import HeldLayers
 from distca_hf.runtime.regions import retaining_contexts
+from distca_hf.runtime.retention import HeldLayers
 from support.parity import SPEC, live_plan
 
 

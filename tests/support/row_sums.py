@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import torch
 
-from distca_hf.kernels.rows import RowSums, add_rows, prepare_add
+from distca_hf.kernels.rows import RowSums, prepare_add
 
 
 def assert_prepared_sums_serve(one: Sequence[torch.Tensor], other: Sequence[torch.Tensor], sums: RowSums) -> None:
@@ -15,8 +15,9 @@ def assert_prepared_sums_serve(one: Sequence[torch.Tensor], other: Sequence[torc
     """
     add = prepare_add(*one, sums)
     for target, own, returned in (one, other, one):
-        expected = target.flatten(1).clone()
-        add_rows(expected, own.flatten(1), returned.flatten(1), sums)
+        flat = target.flatten(1).clone(), own.flatten(1), returned.flatten(1)
+        prepare_add(*flat, sums)(*flat)
+        expected = flat[0]
         add(target, own, returned)
 
         assert torch.equal(target.flatten(1), expected)

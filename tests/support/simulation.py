@@ -13,6 +13,7 @@ from distca_hf.planning.pieces import ALL_HEADS, line_keys
 from distca_hf.planning.plan import Plan
 from distca_hf.planning.routing import QueryMoves, Routing, route
 from distca_hf.planning.transfers import ExchangeChunks, key_transfers
+from support.layouts import pairs_of
 
 
 Row = tuple[int, int, int]
@@ -30,8 +31,7 @@ class Simulation:
         self.routings = [route(plan, rank, chunks=self.chunks) for rank in self.ranks]
         self.home = [rows_at_home(plan.layout, rank, self.groups) for rank in self.ranks]
         sent = [
-            self._parts(rank, routing.send_rows, routing.chunk_send_counts)
-            for rank, routing in enumerate(self.routings)
+            self._parts(rank, routing.send_rows, routing.send_counts) for rank, routing in enumerate(self.routings)
         ]
         self.keys_come = [self._come(rank, sent) for rank in self.ranks]
         self.keys_received = [[row for chunk in chunks for row in chunk] for chunks in self.keys_come]
@@ -78,7 +78,7 @@ class Simulation:
         if not self.plan.moves_queries:
             return [[[] for _ in range(self.chunks.count)] for _ in self.ranks]
         moves = [self.moves(rank) for rank in self.ranks]
-        sent = [self._parts(rank, of_rank.send_rows, of_rank.chunk_send_counts) for rank, of_rank in enumerate(moves)]
+        sent = [self._parts(rank, of_rank.send_rows, of_rank.send_counts) for rank, of_rank in enumerate(moves)]
         return [self._come(rank, sent) for rank in self.ranks]
 
     def _remote_queries(self, rank: int) -> list[Row]:
@@ -122,12 +122,12 @@ class Simulation:
 
     def computed(self, rank: int) -> set[Row]:
         """Queries that a rank is to compute, by the tasks."""
-        return {row for row, server in self.servers.items() if server == rank}
+        return {row for row, computing in self.computing_ranks.items() if computing == rank}
 
     @cached_property
-    def servers(self) -> dict[Row, int]:
+    def computing_ranks(self) -> dict[Row, int]:
         """Rank that computes each query, by the tasks."""
-        return {row: int(self.plan.tasks.server[task]) for row, task in self.task_of.items()}
+        return {row: int(self.plan.tasks.rank[task]) for row, task in self.task_of.items()}
 
     @cached_property
     def task_of(self) -> dict[Row, int]:
@@ -151,7 +151,7 @@ class Simulation:
     @cached_property
     def remote_tasks(self) -> set[int]:
         """Tasks with queries of another rank than the one that computes them."""
-        return {task for row, task in self.task_of.items() if self.servers[row] != self.home_of[row]}
+        return {task for row, task in self.task_of.items() if self.computing_ranks[row] != self.home_of[row]}
 
     def store_by_definition(self, rank: int) -> list[Row]:
         """For every document, or group of its heads: the keys that are read in the remote KV. Those of remote queries
@@ -192,7 +192,7 @@ class Simulation:
         return self.chunks.borders_of(rank, line_keys(np.array([document]), np.array([head]), self.groups))[0]
 
     def _stays(self, row: Row | None, rank: int) -> bool:
-        return row is not None and self.servers[row] == rank and self.task_of[row] not in self.remote_tasks
+        return row is not None and self.computing_ranks[row] == rank and self.task_of[row] not in self.remote_tasks
 
 
 class Attended:
@@ -304,12 +304,12 @@ def check_attention(simulation: Simulation) -> None:
             assert not ((own.any(axis=1) | far.any(axis=1)) & remote_queries.any(axis=1)).any()
             assert not (far.any(axis=1) & ~own.any(axis=1)).any()  # a prefix is merged into what local calls wrote
             queries = np.flatnonzero(everything.any(axis=1)).tolist()
-            assert all(simulation.servers[line[0], query, line[1]] == rank for query in queries)
+            assert all(simulation.computing_ranks[line[0], query, line[1]] == rank for query in queries)
             total[line] = total.get(line, 0) + everything
     for counts in total.values():
         first, keys = simulation.plan.tasks.mask.first_key(np.arange(len(counts))), np.arange(len(counts))
         assert (counts == ((first[:, None] <= keys) & (keys <= keys[:, None]))).all()
-    assert [routing.pairs for routing in simulation.routings] == simulation.plan.work.tolist()
+    assert [pairs_of(routing) for routing in simulation.routings] == simulation.plan.work.tolist()
 
 
 def check_keys(simulation: Simulation) -> None:
@@ -327,7 +327,7 @@ def check_keys(simulation: Simulation) -> None:
         assert simulation.store[rank] == simulation.store_by_definition(rank)
         assert routing.exchanges == sends
         for other, other_routing in enumerate(simulation.routings):
-            assert (routing.chunk_send_counts[:, other] == other_routing.chunk_receive_counts[:, rank]).all()
+            assert (routing.send_counts[:, other] == other_routing.receive_counts[:, rank]).all()
 
 
 def check_kept(simulation: Simulation) -> None:

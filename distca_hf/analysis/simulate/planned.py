@@ -117,8 +117,8 @@ class RowBytes:
     Attributes:
         cluster: the ranks and their links.
         keys: keys and values; their gradients on the way back have as many.
-        queries: queries that move, `[owner rank, server]`.
-        outputs: outputs of these queries, also `[owner rank, server]`, although they travel the other way.
+        queries: queries that move, `[owner, computing rank]`.
+        outputs: outputs of these queries, also `[owner, computing rank]`, although they travel the other way.
     """
 
     cluster: Cluster

@@ -23,9 +23,8 @@ from distca_hf.integrations.models.check import IMPLEMENTATION, PositionLimits, 
 from distca_hf.integrations.models.layer_masks import layer_masks_of, masks_of_layers
 from distca_hf.integrations.models.structure import towers, transformers_model, weights_beside_text
 from distca_hf.integrations.models.weights_check import SharedState, replicated_parameters
-from distca_hf.runtime.forward_pass import ForwardPass
+from distca_hf.runtime.forward_pass import ForwardPass, PassCalls
 from distca_hf.runtime.live_plan import LivePlan
-from distca_hf.runtime.pass_layers import PassCalls
 from distca_hf.telemetry import get_logger
 from distca_hf.torch_private import ddp_awaits_every_gradient
 
@@ -105,7 +104,7 @@ class ForwardCheck:
         Args:
             grid: of all ranks. Tensor ranks may hold parts of weights that torch knows nothing of.
         """
-        if len(grid.members(Scope.STAGE)) == 1:
+        if len(grid.members(Scope.LAYERS)) == 1:
             return {}
         if self._state is None:
             self._state = SharedState(self._root, with_weights=grid.shape[2] == 1)

@@ -48,7 +48,7 @@ from distca_hf.integrations.models.structure import (
 from distca_hf.integrations.models.weights_check import is_due
 from distca_hf.parallel_context import ParallelContext
 from distca_hf.runtime.live_plan import LivePlan
-from distca_hf.runtime.pass_layers import PassLayers, Regions
+from distca_hf.runtime.retention import PassLayers, Regions
 from distca_hf.telemetry import get_logger
 
 

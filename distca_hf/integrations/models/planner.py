@@ -25,7 +25,7 @@ from distca_hf.integrations.models.layer_masks import layer_masks_of, masks_of_l
 from distca_hf.integrations.models.mixers import needs_whole_documents
 from distca_hf.integrations.models.structure import text_decoder, transformers_model, weights_beside_text
 from distca_hf.parallel_context import ParallelContext
-from distca_hf.planning.extra_ranks import ExtraRanks
+from distca_hf.planning.plan import ExtraRanks
 from distca_hf.traces import HeadSizes, ModelSizes, PredictedCosts
 
 

@@ -23,7 +23,7 @@ from distca_hf.integrations.checkpointing import (
 )
 from distca_hf.integrations.models.layer_masks import masks_of_layers
 from distca_hf.integrations.models.structure import attention_layers, transformers_model
-from distca_hf.runtime.pass_layers import Regions
+from distca_hf.runtime.retention import Regions
 from distca_hf.telemetry import get_logger
 
 

@@ -128,7 +128,7 @@ class ModelPart(nn.Module):
                 f"part {self.number}: the number of a plan came on {number.device}, and reading it would wait for the "
                 "GPU; wrap parts in DistributedDataParallel without device_ids"
             )
-        return find_plan(int(number)).of_chunk(self.chunk)
+        return find_plan(int(number)).of_part(self.chunk)
 
     def forward(
         self, given: torch.Tensor, position_ids: torch.Tensor, attention_mask: torch.Tensor, plan: LivePlan

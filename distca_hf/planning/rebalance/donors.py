@@ -5,19 +5,23 @@ packed        rank 0 | d1[0:200K]           |
 merged        the 1K queries are computed on rank 0, where the keys are, or those of some heads are
 
 A `Strategy` says which tails are merged, and settles other choices that a greedy pass cannot make by looking ahead. So
-several strategies are tried.
+several strategies are tried. `MovedBytes` counts what each candidate moves, and the next one's `Prices` follow.
+Queries that move cost their own bytes and those of their outputs, keys cost theirs once for each rank that reads them.
 """
 
 from bisect import insort
+from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import chain
 from typing import Self
 
 import numpy as np
 
-from distca_hf.arrays import IntArray
+from distca_hf.arrays import IntArray, ranges, run_starts, sum_by
 from distca_hf.cost import CAUSAL_MASK, Mask, TokenBytes
 from distca_hf.layout import Layout
-from distca_hf.planning.rebalance.byte_costs import Prices
+from distca_hf.planning.pieces import POSITION_BITS
 from distca_hf.planning.rebalance.head_stacks import Holders, Stack
 
 
@@ -28,7 +32,7 @@ class Strategy:
     Attributes:
         merge_below: maximum cost of moving the queries of a short tail, as a multiple of the cost of moving its keys.
             Below it the tail is merged with the part before it.
-        spare_room: whether a server may be left with room, where using it up would cut a document so deep that too
+        spare_room: whether a rank may be left with room, where using it up would cut a document so deep that too
             many queries travel. It helps where many ranks have room.
         merge_heads: fraction of the heads that are merged; all of them where the document goes on behind the tail.
         quiet_price: price of bytes that no rank with a surplus sends, relative to bytes that one sends.
@@ -40,30 +44,6 @@ class Strategy:
     merge_heads: float = 1.0
 
 
-@dataclass(frozen=True, slots=True)
-class Effort:
-    """Search budget of a plan.
-
-    Attributes:
-        strategies: strategies that are tried.
-        rounds: repetitions of the best of them, each with prices that follow from the bytes of the one before.
-        steps: greedy steps after which the search ends.
-        good_enough: ratio of the largest rank's bytes to their estimated minimum at which it ends. The estimate
-            depends on the tails that were merged, so it says little about other strategies.
-    """
-
-    strategies: int
-    rounds: int
-    steps: int
-    good_enough: float
-
-    @classmethod
-    def for_ranks(cls, num_ranks: int) -> Self:
-        """Returns the budget for a number of ranks. A candidate takes 0.4 ms at 4 ranks, 12 at 64 and 120 at 512."""
-        strategies = 6 if num_ranks <= 4 else 3 if num_ranks <= SMALL_WORLD else 2
-        return cls(strategies, 1, STEPS_PER_RANK * num_ranks, 0.0 if num_ranks <= SMALL_WORLD else GOOD_ENOUGH)
-
-
 # Strategies in the order in which they are tried: each one wins most over the ones before it (measured).
 STRATEGIES = (
     Strategy(spare_room=True),
@@ -73,15 +53,135 @@ STRATEGIES = (
     Strategy(merge_below=8, spare_room=True, quiet_price=1, merge_heads=0.25),
     Strategy(merge_below=8, spare_room=True, quiet_price=0.1, merge_heads=0.75),
 )
-# Number of stacks in a candidate from which on no further one is tried: its documents are short, and strategies differ
-# in long documents.
-MANY_DOCUMENTS = 4096
-# Maximum number of greedy steps of all candidates together, per rank: bounds the time of planning.
-STEPS_PER_RANK = 8
-# Ratio of the largest rank's bytes to their estimated minimum up to which no further candidate is tried.
-GOOD_ENOUGH = 1.02
-# Number of ranks up to which all candidates are tried, whatever their ratio: they take a few milliseconds.
-SMALL_WORLD = 16
+
+
+# Price of a byte on a rank that moves none, relative to about 1 on the busiest rank: no byte is free.
+LOWEST_PRICE = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class Prices:
+    """`[ranks]` prices of sending and of receiving a byte, without unit; relative to each other, about 1 at most."""
+
+    send: list[float]
+    receive: list[float]
+
+    @classmethod
+    def opening(cls, gives: Iterable[bool], quiet: float) -> Self:
+        """Makes the first prices: bytes that ranks with too much work send cost 1, all other bytes `quiet`."""
+        send = [1.0 if giver else quiet for giver in gives]
+        return cls(send, [quiet] * len(send))
+
+    def of_queries(self, owner: int, rank: int, token_bytes: TokenBytes) -> float:
+        """Returns the price of computing one query on a rank: the query is sent there, its output is sent back."""
+        there = token_bytes.query * (self.send[owner] + self.receive[rank])
+        return there + token_bytes.output * (self.send[rank] + self.receive[owner])
+
+    def of_keys(self, owner: int, rank: int, token_bytes: TokenBytes) -> float:
+        """Returns the price of sending the key and value of one token."""
+        return token_bytes.key_value * (self.send[owner] + self.receive[rank])
+
+    def follow(self, sent: list[int], received: list[int]) -> "Prices":
+        """Returns prices for the next candidate: the more bytes a rank moves in this one, the higher its prices."""
+        most = max(*sent, *received, 1)
+        return Prices(_follow(self.send, sent, most), _follow(self.receive, received, most))
+
+
+def _follow(prices: list[float], moved: list[int], most: int) -> list[float]:
+    """Averages old prices and prices from bytes, geometrically: without the old ones two plans would alternate."""
+    return [(price * (LOWEST_PRICE + (share / most) ** 2)) ** 0.5 for price, share in zip(prices, moved, strict=True)]
+
+
+@dataclass(frozen=True, eq=False)
+class Segments:
+    """Segments of a layout, sorted by (document, start) once for all candidates.
+
+    Attributes:
+        key: `[segments]` ascending, document and start in one int64.
+        start, stop, rank: `[segments]` tokens, and the rank that holds them.
+    """
+
+    key: IntArray
+    start: IntArray
+    stop: IntArray
+    rank: IntArray
+
+    @classmethod
+    def of(cls, layout: Layout) -> Self:
+        """Sorts the segments of a layout."""
+        key = (layout.segment_document << POSITION_BITS) + layout.segment_start
+        order = np.argsort(key, kind="stable")  # which takes little time where they are in order
+        return cls(key[order], layout.segment_start[order], layout.segment_stop[order], layout.segment_rank[order])
+
+    def overlaps(
+        self, document: IntArray, start: IntArray, stop: IntArray, rank: IntArray
+    ) -> tuple[IntArray, IntArray, IntArray]:
+        """Finds every overlap of a range with a segment: its owner, the range's rank, its tokens."""
+        #     range            [3:9)
+        #     segments    [0:5)  [5:7)  [7:13)     first: the one that `start` lies in; counts: 3
+        #     overlaps    [3:5)  [5:7)  [7:9)
+        first = np.searchsorted(self.key, (document << POSITION_BITS) + start, side="right") - 1
+        counts = np.searchsorted(self.key, (document << POSITION_BITS) + stop, side="left") - first
+        part = np.repeat(np.arange(len(counts)), counts)
+        segment = ranges(first, counts)
+        tokens = np.minimum(self.stop[segment], stop[part]) - np.maximum(self.start[segment], start[part])
+        return self.rank[segment], rank[part], tokens
+
+
+@dataclass(frozen=True, eq=False)
+class MovedBytes:
+    """`[ranks]` forward bytes of one layer that each rank sends and receives, in total and between nodes."""
+
+    sent: IntArray
+    received: IntArray
+    sent_between_nodes: IntArray
+    received_between_nodes: IntArray
+
+    @cached_property
+    def largest_rank(self) -> int:
+        return int(max(self.sent.max(initial=0), self.received.max(initial=0)))
+
+    @property
+    def largest_between_nodes(self) -> int:
+        return int(max(self.sent_between_nodes.max(initial=0), self.received_between_nodes.max(initial=0)))
+
+    @classmethod
+    def count(
+        cls, segments: "Segments", stacks: list[Stack], head_groups: int, token_bytes: TokenBytes, node_of: IntArray
+    ) -> Self:
+        """Counts the bytes of a plan given as stacks of all documents whose queries may have moved. Other documents
+        lie on one rank and move nothing.
+
+        Args:
+            node_of: `[ranks]` node of each rank.
+        """
+        # 1. Queries: every part of a stack, where it overlaps the segments of its document.
+        parts = [stack.parts() for stack in stacks]
+        numbers = np.fromiter(chain.from_iterable(chain.from_iterable(parts)), dtype=np.int64).reshape(-1, 4)
+        head, start, stop, rank = numbers.T
+        documents = np.array([stack.document for stack in stacks], dtype=np.int64)
+        document = np.repeat(documents, np.array([len(of_stack) for of_stack in parts], dtype=np.int64))
+        owner, computes, queries = segments.overlaps(document, start, stop, rank)
+
+        # 2. Keys: the longest prefix of each (document, head) that each rank reads.
+        order = np.lexsort((rank, head, document))
+        document, head, stop, rank = document[order], head[order], stop[order], rank[order]
+        first = np.flatnonzero(run_starts(document, head, rank))
+        prefix = np.maximum.reduceat(stop, first) if len(first) else stop
+        holds, needs, keys = segments.overlaps(document[first], np.zeros_like(prefix), prefix, rank[first])
+
+        # 3. Sums by rank. Outputs travel in the direction opposite to queries.
+        source = np.concatenate([owner, computes, holds])
+        destination = np.concatenate([computes, owner, needs])
+        sizes = (queries * token_bytes.query, queries * token_bytes.output, keys * token_bytes.key_value)
+        moved = np.concatenate(sizes)
+        travels, between = source != destination, node_of[source] != node_of[destination]
+        sums = [
+            sum_by(end[chosen], moved[chosen], len(node_of)) // head_groups
+            for chosen in (travels, between)
+            for end in (source, destination)
+        ]
+        return cls(*sums)
 
 
 class DocumentsByRank:
@@ -89,12 +189,12 @@ class DocumentsByRank:
 
     Attributes:
         spanning: documents that span ranks, and (start, stop, rank) of their segments.
-        whole_work: `[ranks]` attended pairs of all other documents.
+        whole, whole_tokens: all other documents and their lengths, by rank and longest first.
+        borders: `[ranks + 1]` where those of each rank begin.
+        whole_work: `[ranks]` attended pairs of these.
 
     Args:
-        layout: ranks, and the tokens that each of them holds.
-        held_work: `[ranks]` attended pairs of these tokens.
-        mask: keys that queries attend.
+        held_work: `[ranks]` attended pairs of the tokens that ranks hold.
     """
 
     def __init__(self, layout: Layout, held_work: IntArray, mask: Mask) -> None:
@@ -112,13 +212,8 @@ class DocumentsByRank:
         self.spanning = sorted(segments.items(), key=lambda item: (item[1], item[0]))
         kept = np.flatnonzero(whole)
         kept = kept[np.lexsort((document[kept], -tokens[kept], layout.segment_rank[kept]))]
-        self._whole, self._tokens = document[kept], tokens[kept]
-        self._borders = np.searchsorted(layout.segment_rank[kept], np.arange(layout.num_ranks + 1))
-
-    def whole_of(self, rank: int) -> tuple[IntArray, IntArray]:
-        """Returns the documents that lie wholly on a rank, longest first, and their lengths in tokens."""
-        own = slice(self._borders[rank], self._borders[rank + 1])
-        return self._whole[own], self._tokens[own]
+        self.whole, self.whole_tokens = document[kept], tokens[kept]
+        self.borders = np.searchsorted(layout.segment_rank[kept], np.arange(layout.num_ranks + 1))
 
 
 class Donors:
@@ -126,14 +221,10 @@ class Donors:
 
     Attributes:
         work: `[ranks]` pairs x head groups; merged tails count on the rank that computes them.
-        head_groups: groups that heads are divided into.
-        mask: keys that queries attend.
         spanning: stacks of documents that span ranks.
         opened: stacks of whole documents, made so far.
 
-    Args:
-        documents: documents of the layout.
-        head_groups, token_bytes, prices, strategy, mask: see `merge_short_tails`.
+    Args: see `merge_short_tails`.
     """
 
     def __init__(
@@ -158,18 +249,14 @@ class Donors:
             self.spanning += stacks
             for stack in stacks:
                 stack.place = place
-                self.work[stack.server] += stack.pairs_left()
-                insort(self._ready.setdefault(stack.server, []), stack, key=_longest_first)
-
-    @property
-    def stacks(self) -> list[Stack]:
-        """All stacks so far. Documents without a stack are computed by their owner."""
-        return self.spanning + self.opened
+                self.work[stack.rank] += stack.pairs_left()
+                insort(self._ready.setdefault(stack.rank, []), stack, key=_longest_first)
 
     def longest(self, rank: int, count: int) -> list[Stack]:
         """Returns up to `count` stacks of a rank that have queries left, longest first."""
         ready = [stack for stack in self._ready.get(rank, []) if stack.has_queries]
-        documents, tokens = self._documents.whole_of(rank)
+        own = slice(self._documents.borders[rank], self._documents.borders[rank + 1])
+        documents, tokens = self._documents.whole[own], self._documents.whole_tokens[own]
         at = self._next.get(rank, 0)
         while at < len(documents) and (len(ready) < count or tokens[at] > ready[count - 1].stop):
             length = int(tokens[at])
@@ -202,10 +289,7 @@ def merge_short_tails(
         document: its number.
         segments: (start, stop, rank) of each segment, in order.
         head_groups: groups that heads are divided into.
-        token_bytes: bytes of one token.
-        prices: price of a byte on every rank.
         strategy: the length of tails that are merged, and the number of their heads.
-        mask: keys that queries attend.
     """
     stacks: list[Stack] = []
     holders: Holders = {}
@@ -213,11 +297,9 @@ def merge_short_tails(
     for start, stop, rank in segments:
         holders.setdefault(rank, []).append((start, stop))
         before = stacks[-1] if stacks else None
-        if before is not None and before.server == rank and before.own_stop == before.stop:
+        if before is not None and before.rank == rank and before.own_stop == before.stop:
             before.own_stop = before.stop = stop
-        elif before is not None and _price_of_queries(stop - start, rank, before.server, token_bytes, prices) < (
-            strategy.merge_below * _price_of_keys(start, rank, before.server, token_bytes, prices)
-        ):
+        elif before is not None and _is_merged(start, stop, rank, before.rank, token_bytes, prices, strategy):
             below, before.stop = before.stop, stop
             if some_heads < head_groups and stop == segments[-1][1]:  # no later segment reads its keys
                 others = head_groups - some_heads
@@ -231,11 +313,10 @@ def merge_short_tails(
     return stacks
 
 
-def _price_of_keys(before: int, rank: int, server: int, token_bytes: TokenBytes, prices: Prices) -> float:
-    """Returns the price of computing a tail on its owner rank: it receives all keys before it."""
-    return before * prices.of_keys(server, rank, token_bytes)
-
-
-def _price_of_queries(tokens: int, rank: int, server: int, token_bytes: TokenBytes, prices: Prices) -> float:
-    """Returns the price of computing a tail on the server of the keys before it: it sends its queries and keys."""
-    return tokens * (prices.of_queries(rank, server, token_bytes) + prices.of_keys(rank, server, token_bytes))
+def _is_merged(
+    start: int, stop: int, owner: int, rank: int, token_bytes: TokenBytes, prices: Prices, strategy: Strategy
+) -> bool:
+    """Returns whether a tail [start, stop) is merged: its owner sends queries and keys to the rank of the keys before
+    it, and does not receive all of these."""
+    queries = (stop - start) * (prices.of_queries(owner, rank, token_bytes) + prices.of_keys(owner, rank, token_bytes))
+    return queries < strategy.merge_below * start * prices.of_keys(rank, owner, token_bytes)

@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from distca_hf.cost import Mask, TokenBytes
 from distca_hf.errors import ConfigError
 from distca_hf.layout import Topology
-from distca_hf.planning.rebalance.byte_costs import Prices
-from distca_hf.planning.rebalance.donors import Donors
+from distca_hf.planning.rebalance.donors import Donors, Prices
 from distca_hf.planning.rebalance.head_stacks import (
     Column,
     CommonCut,
@@ -29,17 +28,17 @@ from distca_hf.planning.rebalance.head_stacks import (
 
 Amounts = dict[int, float]  # rank -> work
 # Bytes received that raise a rank's price of receiving by 1.0, as a multiple of the bytes that the busiest rank sends.
-# It is a tie-breaker: leftovers of many ranks are spread over several servers.
+# It is a tie-breaker: leftovers of many ranks are spread over several ranks.
 RECEIVED_PER_PRICE = 6.0
 # Maximum number of stacks to choose from in one step, longest first: more change the choice rarely and cost time.
 LONGEST_STACKS = 3
 # Work of these stacks, as a multiple of the surplus, from which on shorter ones are left out.
 ENOUGH = 1.6
-# Maximum number of servers to choose from in one step: ranks with most room,
+# Maximum number of ranks to choose from in one step: ranks with most room,
 RANKS_WITH_ROOM = 8
 # and ranks that hold or received keys of the document. More change the choice rarely and cost time.
 RANKS_WITH_KEYS = 6
-# Minimum ratio of the work still to move to a whole document's work. From there on the document moves to the server of
+# Minimum ratio of the work still to move to a whole document's work. From there on the document moves to the rank of
 # the last move without a search, as its bytes hardly count.
 SHORT = 10
 
@@ -123,12 +122,9 @@ def _spread(total: float, amounts: Amounts, taken: Amounts) -> None:
 
 
 class GreedyMoves:
-    """A plan in the making: the queries that moved so far, and the keys that servers have received.
+    """A plan in the making: the queries that moved so far, and the keys that ranks have received.
 
     Args:
-        donors: stacks of each rank.
-        prices: price of a byte on every rank.
-        token_bytes: bytes of one token.
         tile_tokens: cuts are multiples of this where such a cut exists, otherwise of 1.
         negligible_work: surplus and room up to this are ignored.
         busy_bytes: estimate of the bytes that the busiest rank sends.
@@ -147,7 +143,7 @@ class GreedyMoves:
     ) -> None:
         self.donors = donors
         self.steps = 0
-        self._prices = prices.copy()
+        self._prices = Prices([*prices.send], [*prices.receive])
         self._token_bytes = token_bytes
         self._tile_tokens = tile_tokens
         self._negligible = negligible_work
@@ -156,15 +152,10 @@ class GreedyMoves:
         self._prefixes: dict[int, dict[int, list[int]]] = {}
         for stack in donors.spanning:
             keys = [top if top > stack.start else 0 for top in stack.tops]
-            self._prefixes.setdefault(stack.document, {})[stack.server] = keys
+            self._prefixes.setdefault(stack.document, {})[stack.rank] = keys
 
     def balance(self, surplus: Amounts, room: Amounts) -> None:
-        """Moves work until there is no surplus or no room left.
-
-        Args:
-            surplus: work that ranks have to give.
-            room: work that other ranks may take.
-        """
+        """Moves work until there is no surplus that ranks have to give, or no room that others may take."""
         # Givers are a heap, largest surplus first; takers are sorted, most room last. One move changes one of each.
         givers = [(-amount, rank) for rank, amount in surplus.items() if amount > self._negligible]
         takers = sorted((amount, rank) for rank, amount in room.items() if amount > self._negligible)
@@ -195,11 +186,8 @@ class GreedyMoves:
                 room[taker] -= self._move_all(stack, taker)
 
     def _hand_over(self, giver: int, taker: int, most: float) -> int:
-        """Moves a rank's next documents to the same server, while they are short compared with the work to move.
-
-        Returns:
-            The work that moved.
-        """
+        """Moves a rank's next documents to the same rank, while they are short compared with the work to move; returns
+        their work."""
         handed = 0
         while stacks := self.donors.longest(giver, 1):
             if SHORT * stacks[0].pairs_left() > most - handed:
@@ -216,7 +204,7 @@ class GreedyMoves:
     def _cheapest(
         self, giver: int, surplus: float, takers: list[tuple[float, int]], room: Amounts, tile_tokens: int
     ) -> tuple[Stack, Cut, int] | None:
-        """Finds the move with the lowest price for its work: stack, cut and server."""
+        """Finds the move with the lowest price for its work: stack, cut and taker."""
         stacks = self.donors.longest(giver, LONGEST_STACKS)
         common_cut = common_cut_of(stacks, surplus, self.donors.mask)
         with_room = takers[-RANKS_WITH_ROOM:]
@@ -243,8 +231,8 @@ class GreedyMoves:
         tile_tokens: int,
         price_limit: float,
     ) -> tuple[Cut, int] | None:
-        """Finds the cut of a stack with the lowest price for its work, and its server; None above the price limit."""
-        owner, prices, token_bytes, spare_room = stack.server, self._prices, self._token_bytes, self._spare_room
+        """Finds the cut of a stack with the lowest price for its work, and its taker; None above the price limit."""
+        owner, prices, token_bytes, spare_room = stack.rank, self._prices, self._token_bytes, self._spare_room
         source, whole_head = owner, 0.0
         if stack.start:
             source = next(iter(stack.holders))  # most keys come from the document's beginning
@@ -264,7 +252,7 @@ class GreedyMoves:
         return best
 
     def _offers(self, stack: Stack, with_room: list[tuple[float, int]], room: Amounts) -> Iterator[Offer]:
-        """Yields servers for part of a stack: ranks with most room, and ranks with keys of the document."""
+        """Yields takers for part of a stack: ranks with most room, and ranks with keys of the document."""
         prefixes = self._prefixes.get(stack.document, {})
         known = {rank: None for rank in (*prefixes, *stack.holders) if room.get(rank, 0) > self._negligible}
         columns = columns_without_keys(stack)
@@ -272,7 +260,7 @@ class GreedyMoves:
             if rank not in known:
                 yield amount, rank, columns
         nothing = [0] * len(stack.tops)
-        for _, rank in sorted((-room[rank], rank) for rank in known if rank != stack.server)[:RANKS_WITH_KEYS]:
+        for _, rank in sorted((-room[rank], rank) for rank in known if rank != stack.rank)[:RANKS_WITH_KEYS]:
             yield room[rank], rank, columns_with_keys(stack, rank, prefixes.get(rank, nothing))
 
     def _move(self, stack: Stack, cut: Cut, taker: int) -> int:
@@ -283,7 +271,7 @@ class GreedyMoves:
         row_bytes = cut.queries * self._token_bytes.query + cut.keys * self._token_bytes.key_value
         self._prices.receive[taker] += row_bytes / len(stack.tops) / self._bytes_per_price
         moved = stack.give(cut.heads, cut.position, taker)
-        self.donors.work[stack.server] -= moved
+        self.donors.work[stack.rank] -= moved
         self.donors.work[taker] += moved
         return moved
 

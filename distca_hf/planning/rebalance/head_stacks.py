@@ -9,7 +9,7 @@ A query late in its document attends the most keys for the same bytes, so querie
               start └────┴────┴────┴────┘
                head    0    1    2    3
 
-A cut is the heads of a stack that move to a server, and the position down to which their queries move. Heads that are
+A cut is the heads of a stack that move to a rank, and the position down to which their queries move. Heads that are
 cut together are cut at one position: there the next query of each costs the same.
 """
 
@@ -26,19 +26,19 @@ from distca_hf.planning.plan import plan_in_place
 
 Held = list[tuple[int, int]]  # ranges [start, stop) of a document that a rank holds
 Holders = dict[int, Held]  # rank -> its ranges
-Move = tuple[int, int, int, int]  # head group, start, stop, server
-# One head group of a stack: keys that the server lacks, top, end of the queries that travel, head group.
+Move = tuple[int, int, int, int]  # head group, start, stop, rank
+# One head group of a stack: keys that the new rank lacks, top, end of the queries that travel, head group.
 Column = tuple[int, int, int, int]
 
 
 @dataclass(slots=True)
 class Stack:
-    """Queries [start, stop) of a document on `server`, and the ones among them that it gave to other servers.
+    """Queries [start, stop) of a document on `rank`, and the ones among them that it gave to other ranks.
 
     Attributes:
-        document, server, start, stop: the queries, and the rank that computes all of them at first.
-        own_stop: end of the tokens that the server holds; later ones were merged (see `donors.merge_short_tails`).
-        holders: ranks that hold tokens of the document; empty if the server holds all of them.
+        document, rank, start, stop: the queries, and the rank that computes all of them at first.
+        own_stop: end of the tokens that the rank holds; later ones were merged (see `donors.merge_short_tails`).
+        holders: ranks that hold tokens of the document; empty if `rank` holds all of them.
         tops: `[head_groups]` end of each head's queries that are left.
         mask: keys that queries attend.
         place: order of equally long stacks. It depends on the layout, not on the numbers of documents.
@@ -48,7 +48,7 @@ class Stack:
     """
 
     document: int
-    server: int
+    rank: int
     start: int
     own_stop: int
     stop: int
@@ -76,23 +76,22 @@ class Stack:
 
     @property
     def has_queries(self) -> bool:
-        """Whether any query is left."""
         return max(self.tops) > self.start
 
-    def give(self, heads: list[int], cut: int, server: int) -> int:
-        """Gives queries [cut, top) of some heads to a server; returns their pairs x head groups."""
+    def give(self, heads: list[int], cut: int, rank: int) -> int:
+        """Gives queries [cut, top) of some heads to a rank; returns their pairs x head groups."""
         before_tops, before_cut = self.count_pairs(), self.mask.pairs_before(cut)
         pairs = 0
         for head in heads:
             pairs += before_tops[head] - before_cut
-            self.moves.append((head, cut, self.tops[head], server))
+            self.moves.append((head, cut, self.tops[head], rank))
             self.tops[head], before_tops[head] = cut, before_cut
         return pairs
 
     def parts(self) -> list[Move]:
         """Lists all queries of the stack: ranges that moved, and ranges that are left."""
-        start, server = self.start, self.server
-        return self.moves + [(head, start, top, server) for head, top in enumerate(self.tops) if top > start]
+        start, rank = self.start, self.rank
+        return self.moves + [(head, start, top, rank) for head, top in enumerate(self.tops) if top > start]
 
 
 def tokens_held(held: Held, start: int, stop: int) -> int:
@@ -100,7 +99,7 @@ def tokens_held(held: Held, start: int, stop: int) -> int:
     return sum([max(0, min(stop, last) - max(start, first)) for first, last in held])
 
 
-Range = tuple[int, int, int]  # start, stop, server
+Range = tuple[int, int, int]  # start, stop, rank
 
 
 def tasks_of(layout: Layout, stacks: list[Stack], head_groups: int, mask: Mask) -> Tasks:
@@ -110,12 +109,12 @@ def tasks_of(layout: Layout, stacks: list[Stack], head_groups: int, mask: Mask) 
     """
     in_place = plan_in_place(layout, mask=mask).tasks
 
-    # 1. Documents with stacks: ranges of each head, joined where neighbours have one server.
+    # 1. Documents with stacks: ranges of each head, joined where neighbours have one rank.
     by_document: dict[int, list[list[Range]]] = {}
     for stack in stacks:
         heads = by_document.setdefault(stack.document, [[] for _ in range(head_groups)])
-        for head, start, stop, server in stack.parts():
-            heads[head].append((start, stop, server))
+        for head, start, stop, rank in stack.parts():
+            heads[head].append((start, stop, rank))
     rows: list[tuple[int, int, int, int, int]] = []
     for document, heads in by_document.items():
         joined = [_join(parts) for parts in heads]
@@ -128,19 +127,19 @@ def tasks_of(layout: Layout, stacks: list[Stack], head_groups: int, mask: Mask) 
     stays = np.ones(layout.num_documents, dtype=bool)
     stays[list(by_document)] = False
     kept = np.flatnonzero(stays[in_place.document])
-    columns_in_place = (in_place.document, in_place.start, in_place.stop, in_place.server, in_place.head)
+    columns_in_place = (in_place.document, in_place.start, in_place.stop, in_place.rank, in_place.head)
     untouched = np.stack(columns_in_place, axis=1)[kept]
     columns = np.concatenate([untouched, np.array(rows, dtype=np.int64).reshape(-1, 5)]).T
     return Tasks.sort(columns[0], columns[1], columns[2], columns[3], columns[4], head_groups, mask)
 
 
 def _join(parts: list[Range]) -> list[Range]:
-    """Sorts ranges, and joins neighbours of one server."""
+    """Sorts ranges, and joins neighbours of one rank."""
     joined: list[Range] = []
-    for start, stop, server in sorted(parts):
-        if joined and joined[-1][1:] == (start, server):
+    for start, stop, rank in sorted(parts):
+        if joined and joined[-1][1:] == (start, rank):
             start = joined.pop()[0]
-        joined.append((start, stop, server))
+        joined.append((start, stop, rank))
     return joined
 
 
@@ -151,7 +150,7 @@ class Cut(NamedTuple):
         price_per_work: bytes x price, divided by the work that moves.
         heads: head groups.
         position: first query that moves.
-        queries, keys: rows that the server receives.
+        queries, keys: rows that the taker receives.
     """
 
     price_per_work: float
@@ -168,7 +167,7 @@ class Terms(NamedTuple):  # made for every rank that might take queries: a data 
         work: pairs x head groups to move, or all there are if fewer.
         round_down: whether to round the position down to a tile and move too much, or up and move too little.
         query, key: price of one row.
-        whole_head: price saved for each head that moves down to the stack's start: the old server then needs no keys
+        whole_head: price saved for each head that moves down to the stack's start: the old rank then needs no keys
             of other ranks for it.
     """
 
@@ -180,7 +179,7 @@ class Terms(NamedTuple):  # made for every rank that might take queries: a data 
 
 
 def columns_without_keys(stack: Stack) -> list[Column]:
-    """Returns one column for each head with queries left, highest first, for a server without rows of the document.
+    """Returns one column for each head with queries left, highest first, for a rank without rows of the document.
 
     Queries that were merged into the stack travel in any case, and so do their keys: they cost nothing more here.
     """
@@ -195,12 +194,10 @@ def columns_without_keys(stack: Stack) -> list[Column]:
 
 
 def columns_with_keys(stack: Stack, rank: int, prefixes: list[int]) -> list[Column]:
-    """Returns the columns for a server that holds or received rows of the document, fewest lacking keys first.
+    """Returns the columns for a rank that holds or received rows of the document, fewest lacking keys first.
 
     Args:
-        stack: the stack to cut.
-        rank: the server.
-        prefixes: `[head_groups]` keys of the document's beginning that the server has received, of each head.
+        prefixes: `[head_groups]` keys of the document's beginning that it has received, of each head.
     """
     columns = []
     held = stack.holders.get(rank, [])
@@ -261,15 +258,10 @@ def cheapest_cut(
 
     Args:
         columns: heads in the order in which they are taken.
-        stack: the stack to cut.
-        terms: work to move, and prices.
         tile_tokens: positions are multiples of this, or the stack's start.
         common_cut: cut by which the surplus would leave if all heads were cut alike.
         spare_room: whether to consider cuts at `common_cut`, which move less work than asked for.
-        price_limit: upper bound, exclusive, of the price for its work.
-
-    Returns:
-        The cut, or None if no price is below the limit.
+        price_limit: upper bound, exclusive, of the price for its work; None is returned where no price is below.
     """
     work, round_down, query_price, key_price, whole_head = terms
     start, common_position = stack.start, common_cut.position

@@ -142,7 +142,7 @@ def test_a_move_takes_the_middle_of_a_document() -> None:
     # 44 pairs, 22 each: rank 1 lacks 14, a query of the head and one of the tail are 9 pairs, two would be 18.
     assert plan.work.tolist() == [27, 17]
     moved = plan.tasks.document == 0
-    held = list(zip(plan.tasks.start[moved], plan.tasks.stop[moved], plan.tasks.server[moved], strict=True))
+    held = list(zip(plan.tasks.start[moved], plan.tasks.stop[moved], plan.tasks.rank[moved], strict=True))
     assert sorted(held) == [(0, 3, 0), (3, 5, 1), (5, 8, 0)]
     # Two queries go, with the keys of the first five tokens; two outputs return.
     assert bytes_between(plan, TokenBytes(100, 10, 1)).tolist() == [[0, 2 * 100 + 5 * 1], [2 * 10, 0]]
@@ -202,7 +202,7 @@ def _count_token_by_token(plan: Plan, token_bytes: TokenBytes) -> list[list[int]
         home.update({(document, token): rank for token in range(start, stop)})
     sent = [[0] * layout.num_ranks for _ in range(layout.num_ranks)]
     keys = set()
-    for document, start, stop, server in zip(tasks.document, tasks.start, tasks.stop, tasks.server, strict=True):
+    for document, start, stop, server in zip(tasks.document, tasks.start, tasks.stop, tasks.rank, strict=True):
         keys.update((document, token, server) for token in range(stop))
         for token in range(start, stop):
             holder = home[document, token]

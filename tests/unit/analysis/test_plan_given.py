@@ -29,8 +29,8 @@ from distca_hf.config import DistCAConfig
 from distca_hf.cost import CAUSAL_MASK, Mask
 from distca_hf.errors import PackingError
 from distca_hf.layout import Layout
+from distca_hf.planning.kinds import PlanTotals
 from distca_hf.planning.plan import PlanFacts
-from distca_hf.planning.plan_totals import PlanTotals
 from distca_hf.testing import LoopbackTransport, run_ranks
 
 

@@ -7,7 +7,7 @@ import torch
 
 from distca_hf.batches.meter import Meter
 from distca_hf.comm.transport import LocalTransport
-from distca_hf.planning.plan_totals import PlanTotals
+from distca_hf.planning.kinds import PlanTotals
 from distca_hf.telemetry import LoaderTimes
 
 

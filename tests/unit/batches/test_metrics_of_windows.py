@@ -17,10 +17,8 @@ from distca_hf.data.epochs import EpochPacker
 from distca_hf.integrations.models.layer_masks import layer_masks_of
 from distca_hf.integrations.models.planner import step_flops
 from distca_hf.placement.place import work_in_order
-from distca_hf.planning.kinds import RoutedKinds
-from distca_hf.planning.layer_work import imbalance_of_layers
+from distca_hf.planning.kinds import PlanTotals, RoutedKinds, imbalance_of_layers
 from distca_hf.planning.plan import PlanFacts
-from distca_hf.planning.plan_totals import PlanTotals
 from distca_hf.telemetry import LoaderTimes
 from support.readings import READING
 

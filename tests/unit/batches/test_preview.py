@@ -16,8 +16,8 @@ from distca_hf.data.epochs import EpochPacker
 from distca_hf.flops import StepCost, StepFlops
 from distca_hf.layout import Layout
 from distca_hf.placement.place import fill_in_order
+from distca_hf.planning.kinds import PlanTotals
 from distca_hf.planning.plan import PlanFacts
-from distca_hf.planning.plan_totals import PlanTotals
 from support.data import random_dataset, random_documents
 from support.models import tiny_model
 from support.readings import READING

@@ -17,7 +17,7 @@ from distca_hf.planning.plan import Plan, plan_in_place
 from distca_hf.planning.rebalance import plan_by_moving
 from distca_hf.planning.routing import rank_plan
 from distca_hf.planning.transfers import bytes_between
-from distca_hf.runtime.device_routing import PinnedRankPlan
+from distca_hf.runtime.device_routing import on_device
 from distca_hf.runtime.layer_kinds import Planned
 from distca_hf.runtime.live_plan import LivePlan
 from distca_hf.runtime.op import flash_attn
@@ -63,7 +63,7 @@ def train(transport: Transport, plan: Plan, folder: Path, every_steps: int, pass
 
 def live_plan(transport: Transport, plan: Plan, number: int) -> LivePlan:
     mine = rank_plan(plan, transport.rank)
-    routings = {mine.mask: PinnedRankPlan.prepare(mine).to(torch.device("cpu"))}
+    routings = {mine.mask: on_device(mine, torch.device("cpu"))}
     rows = plan.layout.segment_tokens[plan.layout.segments_of(transport.rank)]
     planned = Planned(lambda: routings, None, mine.facts, plan.fingerprint)
     return LivePlan(number, planned, transport, DistCAConfig(), document_tokens=rows)

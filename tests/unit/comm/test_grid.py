@@ -41,7 +41,7 @@ def test_scopes_of_stages_data_and_tensor(rank: int) -> None:
     stage, data, tensor = rank // 4, rank // 2 % 2, rank % 2
 
     assert grid.members(Scope.ROWS) == (4 * stage + tensor, 4 * stage + 2 + tensor)
-    assert grid.members(Scope.STAGE) == tuple(range(4 * stage, 4 * stage + 4))
+    assert grid.members(Scope.LAYERS) == tuple(range(4 * stage, 4 * stage + 4))
     assert grid.members(Scope.GROUP) == tuple(range(8))
     assert (grid.stage, grid.data_rank, grid.number) == (stage, data, rank)
     assert grid.name == f"rank {rank} (stage {stage}, data {data}, tensor {tensor})"
@@ -53,7 +53,7 @@ def test_sets_of_a_scope_are_in_one_order_on_all_ranks() -> None:
     for scope, expected in {
         Scope.TENSOR: [(0, 1), (2, 3), (4, 5), (6, 7)],
         Scope.ROWS: [(0, 2), (1, 3), (4, 6), (5, 7)],
-        Scope.STAGE: [(0, 1, 2, 3), (4, 5, 6, 7)],
+        Scope.LAYERS: [(0, 1, 2, 3), (4, 5, 6, 7)],
         Scope.GROUP: [tuple(range(8))],
     }.items():
         assert [_grid(rank).sets_of(scope) for rank in range(8)] == [expected] * 8
@@ -68,7 +68,7 @@ def test_names_leave_out_what_there_is_one_of() -> None:
 def test_ranks_of_one_data_rank_hold_the_same_tokens() -> None:
     grid = _grid(6)
 
-    assert grid.same_tokens(grid.members(Scope.STAGE)) == [[0, 1], [2, 3]]
+    assert grid.same_tokens(grid.members(Scope.LAYERS)) == [[0, 1], [2, 3]]
     assert grid.same_tokens(grid.members(Scope.ROWS)) == [[0], [1]]
     assert grid.same_tokens(grid.members(Scope.GROUP)) == [[0, 1, 4, 5], [2, 3, 6, 7]]
 

@@ -19,12 +19,12 @@ from distca_hf.planning.plan import Plan, plan_in_place
 from support.layouts import random_layout
 
 
-Task = tuple[int, int, int, int]  # document, start, stop, server
+Task = tuple[int, int, int, int]  # document, start, stop, rank
 
 
 def as_list(tasks: Tasks) -> list[Task]:
     return list(
-        zip(tasks.document.tolist(), tasks.start.tolist(), tasks.stop.tolist(), tasks.server.tolist(), strict=True)
+        zip(tasks.document.tolist(), tasks.start.tolist(), tasks.stop.tolist(), tasks.rank.tolist(), strict=True)
     )
 
 
@@ -51,8 +51,8 @@ def test_every_row_is_in_one_task_of_the_rank_that_holds_it() -> None:
         plan = plan_in_place(layout)
         plan.validate()
         computed = [
-            (document, position, server)
-            for document, start, stop, server in as_list(plan.tasks)
+            (document, position, rank)
+            for document, start, stop, rank in as_list(plan.tasks)
             for position in range(start, stop)
         ]
         assert sorted(computed) == sorted(held)
@@ -136,8 +136,8 @@ def test_work_of_long_documents_is_an_exact_integer(tokens: int) -> None:
         ([(0, 0, 4, 0), (1, 0, 2, 0)], ["document 0 has 5 tokens", "cover 4"]),
         ([(0, 0, 6, 0), (1, 0, 2, 0)], ["document 0 has 5 tokens", "cover 6"]),
         ([(0, 0, 5, 0)], ["document 1 has 2 tokens", "cover 0"]),
-        ([(0, 0, 5, 0), (1, 0, 2, 2)], ["servers 0 to 2", "ranks are 0 to 1"]),
-        ([(0, 0, 5, -1), (1, 0, 2, 0)], ["servers -1 to 0", "ranks are 0 to 1"]),
+        ([(0, 0, 5, 0), (1, 0, 2, 2)], ["ranks 0 to 2", "ranks are 0 to 1"]),
+        ([(0, 0, 5, -1), (1, 0, 2, 0)], ["ranks -1 to 0", "ranks are 0 to 1"]),
         ([], ["document 0 has 5 tokens", "cover 0"]),
         ([(0, 0, 5, 0), (1, 0, 2, 0), (2, 0, 3, 0)], ["document 2"]),
         ([(0, 0, 5, 0), (-1, 0, 2, 0)], ["document -1"]),
@@ -152,8 +152,8 @@ def test_work_of_long_documents_is_an_exact_integer(tokens: int) -> None:
         "end missing",
         "too long",
         "document missing",
-        "unknown server",
-        "negative server",
+        "unknown rank",
+        "negative rank",
         "no tasks",
         "unknown document",
         "negative document in the place of the last",

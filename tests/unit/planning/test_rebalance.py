@@ -10,8 +10,7 @@ from distca_hf.placement.place import fill_in_order
 from distca_hf.planning.pieces import ALL_HEADS
 from distca_hf.planning.plan import Plan, plan_in_place
 from distca_hf.planning.rebalance import plan_by_moving
-from distca_hf.planning.rebalance.byte_costs import Prices
-from distca_hf.planning.rebalance.donors import Strategy, merge_short_tails
+from distca_hf.planning.rebalance.donors import Prices, Strategy, merge_short_tails
 from distca_hf.planning.rebalance.greedy import WorkGaps, work_limits
 from distca_hf.planning.transfers import bytes_between
 from lib.planning.mixes import batch
@@ -64,7 +63,7 @@ def test_divided_heads_move_fewer_bytes() -> None:
 def test_a_short_tail_is_computed_where_its_keys_are() -> None:
     """A document of 101K tokens, of which packing put 1K on the next rank."""
     plan = plan_by_moving(fill_in_order([101_000, 99_000], 2), 8)
-    of_tail = plan.tasks.server[(plan.tasks.document == 0) & (plan.tasks.stop == 101_000)]
+    of_tail = plan.tasks.rank[(plan.tasks.document == 0) & (plan.tasks.stop == 101_000)]
 
     assert set(of_tail.tolist()) == {0}
     assert largest_bytes(plan) < 0.2 * largest_bytes(plan_in_place(plan.layout))
@@ -76,9 +75,9 @@ def test_a_short_tail_may_be_merged_for_some_heads() -> None:
     segments = [(0, 100_000, 0), (100_000, 101_000, 1)]
 
     first, second = merge_short_tails(7, segments, 8, TokenBytes(), prices, strategy)
-    assert (first.server, first.start, first.own_stop, first.stop) == (0, 0, 100_000, 101_000)
+    assert (first.rank, first.start, first.own_stop, first.stop) == (0, 0, 100_000, 101_000)
     assert first.tops == [101_000] * 2 + [100_000] * 6
-    assert (second.server, second.start, second.stop) == (1, 100_000, 101_000)
+    assert (second.rank, second.start, second.stop) == (1, 100_000, 101_000)
     assert second.tops == [100_000] * 2 + [101_000] * 6
 
 
@@ -88,7 +87,7 @@ def test_a_document_that_goes_on_is_merged_for_all_heads() -> None:
 
     first, second = merge_short_tails(7, segments, 8, TokenBytes(), prices, Strategy(merge_heads=0.25))
     assert (first.stop, first.tops) == (101_000, [101_000] * 8)
-    assert (second.server, second.start, second.tops) == (2, 101_000, [201_000] * 8)
+    assert (second.rank, second.start, second.tops) == (2, 101_000, [201_000] * 8)
 
 
 def test_nodes_level_among_themselves_first() -> None:

@@ -6,12 +6,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from distca_hf.arrays import IndexRanges
 from distca_hf.cost import TokenBytes
 from distca_hf.layout import Layout, Stripe
 from distca_hf.placement.place import place
-from distca_hf.planning.kernel_calls import CallKind, KernelCall
+from distca_hf.planning.kernel_calls import CallKind, KernelCall, Span, adding_calls
 from distca_hf.planning.pieces import ALL_HEADS, Tasks
 from distca_hf.planning.plan import Plan, plan_in_place
 from distca_hf.planning.routing import Routing, route
@@ -20,7 +22,7 @@ from support.layouts import random_layout, random_plan
 
 
 Rows = tuple[int, int]  # the first one, and the one behind the last
-Task = tuple[int, ...]  # document, start, stop, server, and the group of heads if not all
+Task = tuple[int, ...]  # document, start, stop, rank, and the group of heads if not all
 
 
 def routings(layout: Layout) -> list[Routing]:
@@ -95,7 +97,7 @@ def test_two_ranks_that_share_one_document() -> None:
         [],
         [],
     ]
-    assert (left.send_counts.tolist(), left.receive_counts.tolist()) == ([0, 2], [0, 0])
+    assert (left.send_counts.tolist(), left.receive_counts.tolist()) == ([[0, 2]], [[0, 0]])
     assert numbers(left.shared_rows, left.send_in_shared, left.local_in_shared) == [[3, 4], [0, 1], []]
     assert (left.num_rows, left.num_tokens, left.remote_kv_rows) == (5, 5, 0)
 
@@ -107,7 +109,7 @@ def test_two_ranks_that_share_one_document() -> None:
         [],
         [],
     ]  # local keys stay where they are
-    assert (right.send_counts.tolist(), right.receive_counts.tolist()) == ([0, 0], [2, 0])
+    assert (right.send_counts.tolist(), right.receive_counts.tolist()) == ([[0, 0]], [[2, 0]])
     assert numbers(right.received_to_remote_kv) == [[0, 1]]
     assert right.come_in_order
     assert numbers(right.shared_rows, right.send_in_shared, right.local_in_shared) == [[], [], []]
@@ -144,10 +146,10 @@ def test_all_index_arrays_are_int64(head_groups: int) -> None:
         layout = random_layout(rng, 3)
         for routing in (*routings(layout), *routings_of(random_plan(rng, layout, head_groups))):
             runs = [value for value in vars(routing).values() if isinstance(value, IndexRanges)]
-            arrays = [routing.chunk_send_counts, routing.chunk_receive_counts, routing.held]
+            arrays = [routing.send_counts, routing.receive_counts, routing.held]
             if routing.queries is not None:
                 runs += [value for value in vars(routing.queries).values() if isinstance(value, IndexRanges)]
-                arrays += [routing.queries.chunk_send_counts, routing.queries.chunk_receive_counts]
+                arrays += [routing.queries.send_counts, routing.queries.receive_counts]
             for call in (*routing.local, *routing.prefix, *routing.remote_queries):
                 arrays += [call.cu_seqlens_q, call.cu_seqlens_k]
             assert len(runs) == 8 + 4 * (routing.queries is not None)
@@ -215,7 +217,7 @@ def test_guest_task_with_queries_of_two_ranks() -> None:
     assert left.queries is not None
     assert left.queries.num_rows == 0
     assert numbers(left.queries.send_rows, left.queries.local_rows) == [[2, 3], []]
-    assert (left.queries.send_counts.tolist(), left.queries.receive_counts.tolist()) == ([0, 2], [0, 0])
+    assert (left.queries.send_counts.tolist(), left.queries.receive_counts.tolist()) == ([[0, 2]], [[0, 0]])
 
     assert all_calls(right) == [own((0, 2), [0, 2]), remote_queries((0, 4), (0, 6), [0, 4], [0, 6])]
     assert right.remote_kv_rows == 6
@@ -270,3 +272,47 @@ def test_received_bytes_of_many_ranks_take_no_memory_for_pairs_of_ranks() -> Non
 
     assert most_bytes < ranks**2
     assert tokens - 2 * 16 <= received.max() < tokens
+
+
+# --- calls that add to what larger ones write
+
+
+@pytest.mark.parametrize(
+    ("spans", "adding"),
+    [
+        ([], []),
+        ([(0, 4), (4, 9)], []),
+        ([(0, 4), (0, 9)], [0]),
+        ([(0, 9), (3, 6)], [1]),
+        ([(0, 9), (0, 9)], [1]),
+        ([(10, 12), (0, 9), (0, 2), (10, 20), (5, 6)], [0, 2, 4]),
+        ([(0, 2), (0, 5), (0, 9)], None),
+        ([(0, 5), (3, 9)], None),
+        ([(0, 5), (5, 9), (4, 6)], None),
+    ],
+    ids=str,
+)
+def test_smaller_of_two_calls_adds(spans: list[Span], adding: list[int] | None) -> None:
+    assert adding_calls(spans) == (None if adding is None else set(adding))
+
+
+@given(
+    st.lists(
+        st.tuples(st.integers(0, 30), st.integers(1, 12)).map(lambda span: (span[0], span[0] + span[1])), max_size=8
+    )
+)
+def test_every_row_is_written_before_something_is_added(spans: list[Span]) -> None:
+    adding = adding_calls(spans)
+    readers = [[index for index, span in enumerate(spans) if row in range(*span)] for row in range(42)]
+    if adding is None:
+        others = [(one, other) for one in spans for other in spans if one != other]
+        crossing = any(a[0] < b[0] < a[1] < b[1] for a, b in others)
+        assert crossing or max(len(of_row) for of_row in readers) > 2
+        return
+    for of_row in readers:
+        writers = [index for index in of_row if index not in adding]
+        assert len(writers) == min(1, len(of_row))
+        assert len(of_row) <= 2
+        assert all(
+            spans[index][1] - spans[index][0] <= spans[writers[0]][1] - spans[writers[0]][0] for index in of_row
+        )

@@ -15,7 +15,7 @@ from distca_hf.kernels.interface import Inputs, empty_outputs
 from distca_hf.layout import Layout
 from distca_hf.placement.place import place
 from distca_hf.planning.plan import Plan, plan_in_place
-from distca_hf.runtime import kernel_calls, layer_checks, remote_kv
+from distca_hf.runtime import attention, kernel_calls, remote_kv
 from distca_hf.runtime.attention import Attended, attend, attend_backward
 from distca_hf.testing import run_ranks
 from support.layouts import SCATTERED, SHARED, THRICE, random_layout, random_plan, striped_layout
@@ -43,7 +43,7 @@ def plan_of(kind: str) -> Plan:
 
 @pytest.mark.parametrize("free", [None, 0, 10**9], ids=["a CPU", "nothing", "enough"])
 def test_plan_is_refused_if_it_cannot_fit(free: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(layer_checks, "free_bytes", lambda device: free)
+    monkeypatch.setattr(attention, "free_bytes", lambda device: free)
     rng = random.Random(4)
     layout = random_layout(rng, NUM_RANKS)
     plan = random_plan(rng, layout)
@@ -72,8 +72,8 @@ def test_what_comes_in_the_last_chunk_needs_room_too(num_chunks: int, monkeypatc
     """Rank 1 computes little with what comes to it, and so nothing with what the first of four chunks brings."""
     layout = Layout.from_segments([16, 20], [[(0, 0, 15)], [(0, 15, 16), (1, 0, 20)]])
     asked: list[int] = []
-    needed_bytes = layer_checks.needed_bytes
-    monkeypatch.setattr(layer_checks, "needed_bytes", lambda *given: asked.append(needed_bytes(*given)) or asked[-1])
+    needed_bytes = attention.needed_bytes
+    monkeypatch.setattr(attention, "needed_bytes", lambda *given: asked.append(needed_bytes(*given)) or asked[-1])
 
     def run(transport: Transport) -> None:
         live = live_plan(layout, transport, DistCAConfig(kernel="reference"), num_chunks=num_chunks)
@@ -121,7 +121,7 @@ def test_what_comes_in_the_last_chunk_needs_room_too(num_chunks: int, monkeypatc
 def test_needed_bytes_by_hand(layout: Layout, dtype: torch.dtype, expected: list[int]) -> None:
     def run(transport: Transport) -> int:
         routing = live_plan(layout, transport, DistCAConfig()).kinds.of(SPEC).plan.forward
-        return layer_checks.needed_bytes(routing, *tensors(int(layout.rank_rows[transport.rank]), dtype))
+        return attention.needed_bytes(routing, *tensors(int(layout.rank_rows[transport.rank]), dtype))
 
     assert run_ranks(2, run) == expected
 
@@ -166,7 +166,7 @@ def test_attention_holds_hardly_more_than_needed_bytes(
         dout = torch.zeros_like(out)
         with backward if counts else nullcontext():
             attend_backward(dout, Attended(q, k, v, out, lse), kept, SPEC, live)
-        return layer_checks.needed_bytes(live.kinds.of(SPEC).plan.backward, q, k, v), forward.most, backward.most
+        return attention.needed_bytes(live.kinds.of(SPEC).plan.backward, q, k, v), forward.most, backward.most
 
     for rank in range(NUM_RANKS):
         needed, forward, backward = run_ranks(NUM_RANKS, partial(run, counted=rank))[rank]

@@ -15,6 +15,7 @@ from distca_hf.planning.plan import plan_in_place
 from distca_hf.planning.routing import route
 from distca_hf.runtime.alike_layers import LayerCalls, divide_calls, with_kv_heads
 from distca_hf.runtime.device_routing import DeviceCall, DeviceRouting, PinnedRouting
+from distca_hf.runtime.kernel_calls import view_of
 from support.layouts import random_layout, random_plan
 
 
@@ -110,3 +111,13 @@ def test_calls_name_heads_of_the_layer(head_groups: int, kv_heads: int) -> None:
         assert len(calls.prefix) == len(maps.chunks)
         for part in (*calls.early, *calls.late, *(part for of_chunk in calls.prefix for part in of_chunk)):
             assert 0 <= part.heads[0] < part.heads[1] <= kv_heads
+
+
+def test_parts_are_taken_of_tensors_that_are_alike() -> None:
+    wide, other = torch.arange(48).view(2, 4, 6), -torch.arange(48).view(2, 4, 6)
+    whole, like = wide[:, 1:], other[:, 1:]
+    part = whole[1:, :, 2:4]
+
+    assert torch.equal(view_of(part, whole)(like), like[1:, :, 2:4])
+    assert view_of(part, whole)(like).untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
+    assert view_of(whole, whole)(like) is like

@@ -5,14 +5,14 @@ import torch
 
 from distca_hf.comm.transport import LocalTransport
 from distca_hf.config import DistCAConfig
-from distca_hf.cost import CAUSAL_MASK, Mask
+from distca_hf.cost import CAUSAL_MASK, LayerMasks, Mask
 from distca_hf.errors import PlanError
 from distca_hf.kernels.interface import AttentionSpec
 from distca_hf.layout import Layout
 from distca_hf.planning.kinds import RoutedKinds
 from distca_hf.planning.plan import plan_in_place
 from distca_hf.runtime.layer_kinds import LayerKinds, PinnedKinds
-from distca_hf.runtime.pass_layers import PassLayers
+from distca_hf.runtime.retention import HeldLayers, PassLayers, Regions
 from support.parity import live_plan
 
 
@@ -81,3 +81,35 @@ def test_nothing_of_a_window_is_kept_where_nothing_is_to_be() -> None:
     q, k, v = (torch.zeros(8, heads, 4) for heads in (2, 1, 1))
     kinds = kinds_of((CAUSAL_MASK, 2), (Mask(4), 4), kv_residency="refetch")
     assert not kinds.of(window(4)).retention.keeps_received(q, k, v)
+
+
+# --- layers of a pass that hold rows until backward, and those that are recomputed
+
+
+MIXED: LayerMasks = ((CAUSAL_MASK, 2), (Mask(8), 3), (Mask(16), 5))
+EIGHT, SIXTEEN = Mask(8), Mask(16)
+EACH: Regions = ((CAUSAL_MASK,), (EIGHT,), (EIGHT,), (SIXTEEN,))
+TOGETHER: Regions = ((CAUSAL_MASK, EIGHT, EIGHT), (CAUSAL_MASK, EIGHT), (SIXTEEN,))
+
+
+@pytest.mark.parametrize(
+    ("layers", "longest_document_tokens", "expected"),
+    [
+        (PassLayers(10, MIXED), 100, {0: (2, 0, 0), 8: (3, 0, 0), 16: (5, 0, 0)}),
+        (PassLayers(10, MIXED, EACH), 100, {0: (1, 1, 1), 8: (1, 2, 1), 16: (4, 1, 1)}),
+        (PassLayers(10, MIXED, TOGETHER), 100, {0: (0, 2, 1), 8: (0, 3, 2), 16: (4, 1, 1)}),
+        # No document of the micro-batch is longer than a window: its layers are full ones.
+        (PassLayers(10, MIXED, EACH), 16, {0: (5, 2, 1), 8: (1, 2, 1)}),
+        (PassLayers(10, MIXED, TOGETHER), 8, {0: (4, 6, 3)}),
+        # Every layer runs twice.
+        (PassLayers(20, MIXED, EACH), 100, {0: (2, 2, 1), 8: (2, 4, 1), 16: (8, 2, 1)}),
+        # A window that no layer was known to have: all may have it.
+        (PassLayers(10, MIXED, EACH), 100, {32: (6, 4, 1)}),
+        (PassLayers(), 100, {0: (1, 0, 0), 4: (1, 0, 0)}),
+    ],
+)
+def test_layers_of_each_kind(
+    layers: PassLayers, longest_document_tokens: int, expected: dict[int, tuple[int, int, int]]
+) -> None:
+    for window_tokens, numbers in expected.items():
+        assert layers.of(Mask(window_tokens or None), longest_document_tokens) == HeldLayers(*numbers)

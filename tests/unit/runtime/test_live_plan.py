@@ -15,7 +15,7 @@ from distca_hf.layout import Layout
 from distca_hf.runtime.forward_pass import ForwardPass
 from distca_hf.runtime.layer_kinds import Planned, PlannedLater
 from distca_hf.runtime.live_plan import LivePlan, find_plan
-from distca_hf.runtime.pass_layers import HeldLayers, PassLayers
+from distca_hf.runtime.retention import HeldLayers, PassLayers
 from distca_hf.testing import LoopbackTransport, run_ranks
 from support.data import random_dataset
 from support.models import tiny_model
@@ -43,8 +43,6 @@ def test_trainer_and_accelerate_pass_the_same_object_on(tmp_path) -> None:
     from accelerate.utils import send_to_device
     from transformers import Trainer, TrainingArguments
 
-    from support.models import tiny_model
-
     plan = _plan()
     args = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to=[])
     trainer = Trainer(model=tiny_model(num_hidden_layers=1), args=args)
@@ -56,12 +54,12 @@ def test_trainer_and_accelerate_pass_the_same_object_on(tmp_path) -> None:
 def test_chunks_of_a_stage_have_passes_of_their_own() -> None:
     plan = _plan()
     plan.begin_forward_pass(1, {})
-    other = plan.of_chunk(1)
+    other = plan.of_part(1)
     other.begin_forward_pass(2, {})
     handle = other.handle
 
-    assert plan.of_chunk(0) is plan
-    assert plan.of_chunk(1) is other
+    assert plan.of_part(0) is plan
+    assert plan.of_part(1) is other
     assert find_plan(handle) is other
     assert plan.handle != handle
     assert (plan.forward_pass.num_calls, other.forward_pass.num_calls) == (1, 2)
@@ -92,26 +90,17 @@ def test_the_newest_plans_are_kept_when_nobody_else_holds_them() -> None:
     assert [find_plan(handle).handle for handle in handles[2:]] == handles[2:]
 
 
-def test_places_name_the_layer_also_in_recomputed_and_backward_calls() -> None:
+@pytest.mark.parametrize(
+    ("calls", "layers"),
+    [("FFFBFB", [0, 1, 1, 1, 0, 0]), ("FFBBBB", [0, 1, 1, 0, 1, 0])],
+    ids=["recomputed", "retained"],
+)
+def test_places_name_the_layer_also_in_recomputed_and_backward_calls(calls: str, layers: list[int]) -> None:
     plan = _plan()
     plan.begin_forward_pass(num_calls=2, facts={})
-    calls = plan.forward_pass
-    places = [calls.begin_forward(), calls.begin_forward(), calls.begin_forward(), calls.begin_backward()]
-    places += [calls.begin_forward(), calls.begin_backward()]
+    begin = {"F": plan.forward_pass.begin_forward, "B": plan.forward_pass.begin_backward}
 
-    layers = [place.split(", ")[1] for place in places]
-    assert layers == ["layer 0", "layer 1", "layer 1", "layer 1", "layer 0", "layer 0"]
-
-
-def test_places_are_those_of_the_first_time_if_a_graph_is_retained() -> None:
-    plan = _plan()
-    plan.begin_forward_pass(num_calls=2, facts={})
-    calls = plan.forward_pass
-    for _ in range(2):
-        calls.begin_forward()
-    places = [calls.begin_backward() for _ in range(4)]
-
-    assert [place.split(", ")[1] for place in places] == ["layer 1", "layer 0", "layer 1", "layer 0"]
+    assert [begin[call]().split(", ")[1] for call in calls] == [f"layer {layer}" for layer in layers]
 
 
 def test_two_calls_of_one_checkpointed_region_have_names_of_their_own() -> None:
@@ -167,7 +156,7 @@ def test_a_plan_that_is_made_later_is_made_once_when_it_is_asked_for() -> None:
     assert not made
 
     assert plan.facts is planned.facts
-    other = plan.of_chunk(1)
+    other = plan.of_part(1)
     assert (plan.num_rows, other.num_rows, plan.fingerprint) == (8, 8, planned.fingerprint)
     assert made == [planned]
 

@@ -11,8 +11,8 @@ from distca_hf.config import DistCAConfig
 from distca_hf.errors import PlanError, PlanMismatchError
 from distca_hf.layout import Layout
 from distca_hf.runtime.attention import attend
+from distca_hf.runtime.forward_pass import PassCalls
 from distca_hf.runtime.live_plan import LivePlan
-from distca_hf.runtime.pass_layers import PassCalls
 from distca_hf.testing import run_ranks
 from support.layouts import SHARED
 from support.parity import SPEC, live_plan

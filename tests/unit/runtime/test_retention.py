@@ -19,8 +19,7 @@ from distca_hf.planning.plan import Plan, PlanFacts
 from distca_hf.planning.transfers import key_transfers
 from distca_hf.runtime.live_plan import LivePlan
 from distca_hf.runtime.op import flash_attn
-from distca_hf.runtime.pass_layers import HeldLayers
-from distca_hf.runtime.retention import Retention, kept_bytes, received_bytes
+from distca_hf.runtime.retention import HeldLayers, Retention, kept_bytes, received_bytes
 from distca_hf.testing import run_ranks
 from support.checkpointing import checkpointing_arguments
 from support.data import random_dataset
@@ -80,6 +79,7 @@ def test_other_settings_do_not_look_at_the_budget(setting: str, keeps: bool) -> 
     for budget in (0.0, 100.0):
         live = plan_of(RECEIVED, kv_residency=setting, kv_budget_gib=budget)
         assert live.retention(SPEC).keeps_received(*tensors(5)) == keeps
+        assert live.retention(SPEC).waits_for_recomputation(*tensors(5)) == keeps
 
 
 def test_without_a_budget_only_nothing_is_kept() -> None:
@@ -115,7 +115,7 @@ def test_too_little_room_on_servers_is_said() -> None:
     for key_rows in (700, 701):
         facts = plan_of({"key_rows_received": (key_rows,), "remote_query_rows": (0,)}).facts
         retention = Retention(DistCAConfig(kv_residency="keep"), facts, 700 * KEY_BYTES - 1)
-        with pytest.warns(UserWarning, match="attention servers have room for") as shown:
+        with pytest.warns(UserWarning, match="ranks without tokens have room for") as shown:
             assert not retention.keeps_received(*tensors(5))
         texts.append(str(shown[0].message))
     assert texts[0] == texts[1]
@@ -190,13 +190,6 @@ def test_layers_that_are_not_recomputed_count_beside_those_of_one_region(
         live = plan_of(RECEIVED, kv_budget_gib=(max(kept_at_once * MOST, beside) + spare) / GIB)
         live.retention(SPEC).layers = layers
         assert live.retention(SPEC).waits_for_recomputation(*tensors(5)) == fits
-
-
-@pytest.mark.parametrize(("setting", "waits"), [("keep", True), ("refetch", False)])
-def test_other_settings_decide_alone(setting: str, waits: bool) -> None:
-    live = plan_of(RECEIVED, kv_residency=setting, kv_budget_gib=0)
-
-    assert live.retention(SPEC).waits_for_recomputation(*tensors(5)) == waits
 
 
 # --- what is really kept

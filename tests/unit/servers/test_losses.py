@@ -197,15 +197,16 @@ def test_behind_a_step_that_an_error_ended_attention_fails(transport: ServedTran
     """Zeros there would be learnt: nothing runs again outside of a step."""
     transport.begin_step()
     posted, rows = PostedPlan(transport, 0, 1, 5, np.zeros(0, dtype=np.int64)), torch.zeros(1, 1, 1)
+    lost = ServerLostError("connection closed")
     transport.failure(PeerLostError("connection closed"))
-    assert posted.has_failed
+    assert posted.runs_again(lost)
     transport.leave_step()
 
-    assert not posted.has_failed
+    assert not posted.runs_again(lost)
     with pytest.raises(ServerLostError, match="connection closed"):
         posted.forward(AnnouncedCall(rows, rows, rows, SPEC, FACTS), keeps=False)
     transport.begin_step()
-    assert posted.has_failed
+    assert posted.runs_again(lost)
     assert not transport.end_step()
 
 

@@ -12,8 +12,8 @@ from distca_hf.cost import TokenBytes
 from distca_hf.errors import ConfigError, PlanError
 from distca_hf.layout import Layout, Topology
 from distca_hf.placement.place import place
+from distca_hf.planning.kinds import PlanTotals
 from distca_hf.planning.plan import Plan, plan_in_place
-from distca_hf.planning.plan_totals import PlanTotals
 from distca_hf.planning.rebalance.greedy import WorkGaps
 from distca_hf.planning.routing import LATE_SHARE, rank_plan, route
 from distca_hf.planning.transfers import bytes_between
@@ -181,7 +181,7 @@ def test_work_stays_on_the_node_of_the_trainers_that_have_it() -> None:
     plan = Servers((1.0, 1.0), nodes=(1, 0)).plan(layout, 8, topology=topology)
     node_of = topology.with_extra_ranks([1, 0]).node_of
 
-    assert (node_of[plan.pieces.owner] == node_of[plan.pieces.server]).all()
+    assert (node_of[plan.pieces.owner] == node_of[plan.pieces.computing_rank]).all()
     assert plan.moves_queries
 
 

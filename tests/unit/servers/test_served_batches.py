@@ -84,7 +84,7 @@ def test_a_prepared_batch_holds_the_plan_for_servers() -> None:
         assert batch.columns["input_ids"].shape == (1, plan.layout.rank_rows[rank])
         assert batch.facts == batches[0][0].facts
         (routing,) = batch.kinds.plans.values()
-        forward = routing.to(torch.device("cpu")).forward
+        forward = routing.forward.to(torch.device("cpu"))
         assert (forward.num_rows // forward.rows_per_token, forward.exchanges) == (plan.layout.rank_rows[rank], True)
     facts = batches[0][0].facts
     assert facts.imbalance == plan.imbalance
