@@ -23,7 +23,6 @@ from distca_hf.comm.averaging import check_averaging
 from distca_hf.config import DistCAConfig
 from distca_hf.errors import PlanError
 from distca_hf.integrations.attention import LAYER_SETTINGS, LayerSettings
-from distca_hf.integrations.models.backbone_calls import BackboneCalls
 from distca_hf.integrations.models.check import PositionLimits, check_model
 from distca_hf.integrations.models.counted_rows import CountedRows, temper_by_position, temper_by_row
 from distca_hf.integrations.models.decoder_borders import DecoderBorders
@@ -31,7 +30,7 @@ from distca_hf.integrations.models.decoder_layers import verdict_in_short
 from distca_hf.integrations.models.distributed_check import check_divided_heads, follow_mesh
 from distca_hf.integrations.models.forward_check import ForwardCheck
 from distca_hf.integrations.models.heads import head_groups_of, token_bytes_of
-from distca_hf.integrations.models.hooks import WATCH, HiddenHook
+from distca_hf.integrations.models.hooks import WATCH, BackboneCalls, HiddenHook
 from distca_hf.integrations.models.layer_masks import layer_masks_of, masks_of_layers
 from distca_hf.integrations.models.mixers import MixerWatch
 from distca_hf.integrations.models.placed_loss import PlacedLoss, label_count

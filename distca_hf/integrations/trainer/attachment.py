@@ -2,7 +2,7 @@
 
 This includes hooks on further models that a Trainer holds or its loss uses, such as a teacher. Such a model is not
 enabled and gets no plan, so it refuses placed batches, and `attach` names it. Other Transformers models refuse a
-placed batch when they ask for an attention mask (`integrations.other_models`). The hooks here also cover compiled
+placed batch when they ask for an attention mask (`integrations.mask`). The hooks here also cover compiled
 models, and models that ask for no mask.
 """
 
