@@ -94,7 +94,7 @@ class DistCAPlugin(ParallelContext):
             PackingError: the dataset cannot be packed; names row and numbers.
         """
         from distca_hf.integrations.models.distributed_check import follow_mesh
-        from distca_hf.integrations.models.heads import num_layers_of
+        from distca_hf.integrations.models.heads_and_masks import num_layers_of
         from distca_hf.integrations.models.planner import planner_for, reading_for
 
         if model is not None:

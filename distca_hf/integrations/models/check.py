@@ -26,8 +26,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from distca_hf.config import KernelName
 from distca_hf.cost import Heads
 from distca_hf.errors import ConfigError, UnsupportedAttentionError
-from distca_hf.integrations.models.heads import heads_of_layers
-from distca_hf.integrations.models.layer_masks import empty_windows, makes_chunks, masks_of_layers
+from distca_hf.integrations.models.heads_and_masks import empty_windows, heads_of_layers, makes_masks, masks_of_layers
 from distca_hf.integrations.models.mixers import unknown_mixers
 from distca_hf.integrations.models.structure import (
     attention_layers,
@@ -201,7 +200,7 @@ def _structure(model: PreTrainedModel, config: PreTrainedConfig) -> Iterator[str
     decoder = text_decoder(model)
     if not decoder._can_set_attn_implementation() or not attention_layers(model):
         yield "it would ignore attn_implementation: none of its layers looks attention up by name"
-    elif not decoder._supports_flash_attn and not makes_chunks(model):  # these are divided as documents are
+    elif not decoder._supports_flash_attn and not makes_masks(model, "chunked"):  # these are divided as documents are
         yield "its masks cannot be expressed as causal documents (_supports_flash_attn is False)"
 
 

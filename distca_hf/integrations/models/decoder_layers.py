@@ -14,8 +14,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from distca_hf.cost import CAUSAL_MASK, Heads, Mask
-from distca_hf.integrations.models.heads import heads_of_layers
-from distca_hf.integrations.models.layer_masks import masks_of_layers
+from distca_hf.integrations.models.heads_and_masks import heads_of_layers, masks_of_layers
 from distca_hf.integrations.models.mixers import LAYER_TYPES, mixers_of
 from distca_hf.integrations.models.structure import attention_layers, forward_names, text_modules, transformers_model
 

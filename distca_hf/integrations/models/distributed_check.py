@@ -25,7 +25,7 @@ from distca_hf.integrations.models.distributed import (
     wants_sequence_parallel,
     wrong_expert_gradients,
 )
-from distca_hf.integrations.models.heads import whole_heads_of_layers
+from distca_hf.integrations.models.heads_and_masks import whole_heads_of_layers
 from distca_hf.integrations.models.structure import attention_layers, transformers_model
 from distca_hf.parallel_context import DeviceMesh, ParallelContext
 from distca_hf.torch_private import sharded_by_fsdp2

@@ -14,14 +14,15 @@ from distca_hf.comm.grid import Grid
 from distca_hf.cost import TokenBytes
 from distca_hf.data.rows import Reading
 from distca_hf.flops import LLAMA_8B_COSTS, PassCosts, StepFlops
-from distca_hf.integrations.models.heads import (
+from distca_hf.integrations.models.heads_and_masks import (
     head_groups_of,
     heads_of_layers,
+    layer_masks_of,
+    masks_of_layers,
     num_layers_of,
     token_bytes_of,
     whole_heads_of_layers,
 )
-from distca_hf.integrations.models.layer_masks import layer_masks_of, masks_of_layers
 from distca_hf.integrations.models.mixers import needs_whole_documents
 from distca_hf.integrations.models.structure import text_decoder, transformers_model, weights_beside_text
 from distca_hf.parallel_context import ParallelContext

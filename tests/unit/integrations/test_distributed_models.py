@@ -33,7 +33,12 @@ from distca_hf.integrations.models.distributed_check import (
     refused_distribution,
 )
 from distca_hf.integrations.models.forward_watch import watch_of
-from distca_hf.integrations.models.heads import head_groups_of, heads_of, heads_of_layers, whole_heads_of_layers
+from distca_hf.integrations.models.heads_and_masks import (
+    head_groups_of,
+    heads_of,
+    heads_of_layers,
+    whole_heads_of_layers,
+)
 from support.fake_job import fake_job
 from support.models import SIZES, tiny_model
 
