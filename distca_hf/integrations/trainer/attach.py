@@ -14,6 +14,7 @@ from distca_hf.batches.known_batch import note_batch
 from distca_hf.batches.loader import PlacedLoader
 from distca_hf.config import DistCAConfig
 from distca_hf.data.documents import check_map_style
+from distca_hf.data.rows import is_drawn
 from distca_hf.errors import ConfigError
 from distca_hf.integrations.models.distributed_check import follow_mesh
 from distca_hf.integrations.models.forward_watch import enable, watch_of
@@ -24,19 +25,26 @@ from distca_hf.integrations.trainer.attachment import Attachment, held_models, r
 from distca_hf.integrations.trainer.callback import DistCACallback, print_in_short
 from distca_hf.integrations.trainer.check import (
     EvaluationCheck,
-    arguments_without_effect,
     check_placed_evaluation,
+    reading_of,
     wrong_settings,
 )
-from distca_hf.integrations.trainer.columns import reading_of
-from distca_hf.integrations.trainer.loss_reader import LossReader
 from distca_hf.integrations.trainer.resuming import Resuming, check_checkpoint
+from distca_hf.integrations.trainer.steps import LossReader
 from distca_hf.integrations.trainer.stop_on_signal import LeaveOnSignal
 from distca_hf.parallel_context import ParallelContext
 from distca_hf.telemetry import get_logger
 
 
 log = get_logger(__name__)
+
+# Arguments that configure a torch DataLoader.
+OF_A_DATALOADER = (
+    "dataloader_num_workers",
+    "dataloader_prefetch_factor",
+    "dataloader_persistent_workers",
+    "dataloader_drop_last",
+)
 
 
 def attach(trainer: Trainer, context: ParallelContext) -> None:
@@ -188,11 +196,12 @@ def _train_from_whole_checkpoint(
 def _set_arguments(trainer: Trainer, config: DistCAConfig, attachment: Attachment) -> None:
     """Sets arguments that placed batches need, and names arguments that have no effect on them."""
     args = trainer.args
+    fields = type(args).__dataclass_fields__
     if not args.average_tokens_across_devices:
         log.warning("average_tokens_across_devices is switched on: ranks hold different numbers of labels")
     if args.per_device_train_batch_size != 1:
-        default = type(args).__dataclass_fields__["per_device_train_batch_size"].default
-        report = log.debug if args.per_device_train_batch_size == default else log.warning
+        is_default = args.per_device_train_batch_size == fields["per_device_train_batch_size"].default
+        report = log.debug if is_default else log.warning
         report(
             "per_device_train_batch_size=%d has no effect: a micro-batch is tokens_per_rank=%d tokens on each rank",
             args.per_device_train_batch_size,
@@ -200,7 +209,11 @@ def _set_arguments(trainer: Trainer, config: DistCAConfig, attachment: Attachmen
         )
     attachment.set_while("train", average_tokens_across_devices=True, per_device_train_batch_size=1)
     attachment.replace(trainer, "_train_batch_size", 1)
-    without_effect = arguments_without_effect(trainer)
+    without_effect = [name for name in OF_A_DATALOADER if getattr(args, name) != fields[name].default]
+    if "dataloader_num_workers" in without_effect and is_drawn(trainer.train_dataset):  # they draw its rows
+        without_effect.remove("dataloader_num_workers")
+    of_accelerator = ("split_batches", "dispatch_batches")
+    without_effect += [f"accelerator_config.{x}" for x in of_accelerator if getattr(args.accelerator_config, x)]
     if without_effect:
         log.warning(
             "%s: no effect on placed batches, which a thread of this process prepares (setting prefetch)",

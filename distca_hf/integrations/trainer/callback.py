@@ -7,7 +7,6 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from types import FrameType
-from typing import Any
 from weakref import WeakSet
 
 from torch import nn
@@ -20,19 +19,18 @@ from transformers import (
     TrainerState,
     TrainingArguments,
 )
-from transformers.trainer_utils import has_length
 
-from distca_hf.arrays import ceil_div
 from distca_hf.batches.loader import PlacedLoader
 from distca_hf.batches.meter import Meter, MeterReading, PlanSource
 from distca_hf.batches.preview import count
+from distca_hf.config import DistCAConfig
 from distca_hf.errors import ConfigError
 from distca_hf.integrations.models.forward_watch import ForwardWatch, enable, watch_of
 from distca_hf.integrations.models.weights_check import WeightsCheck, check_optimizer
-from distca_hf.integrations.trainer.check import settings_of_placed
-from distca_hf.integrations.trainer.read_ahead import ReadAhead
+from distca_hf.integrations.trainer.steps import ReadAhead, steps_per_epoch
 from distca_hf.integrations.trainer.stop_on_signal import LeaveOnSignal
 from distca_hf.parallel_context import ParallelContext
+from distca_hf.settings import fields_of
 from distca_hf.telemetry import get_logger
 from distca_hf.version import __version__
 
@@ -44,6 +42,8 @@ log = get_logger(__name__)
 PREFIX = "distca/"
 ALWAYS = ("imbalance", "tokens_per_second_per_rank")
 SOMETIMES = ("step_imbalance", "utilisation", "memory_gib")
+# Settings of batches that are placed.
+OF_PLACED = ("overlong", "pad_to_multiple_of", "regroup_steps", "prefetch", "kernel_times")
 
 
 class DistCACallback(TrainerCallback):
@@ -117,8 +117,9 @@ class DistCACallback(TrainerCallback):
     def report_on(self, model: nn.Module) -> None:
         """Reports on this enabled model."""
         self._model = model
-        unused = [] if self._loader is not None else settings_of_placed(self._context)
-        if unused:
+        fields, given = fields_of(DistCAConfig), {name: getattr(self._context, name) for name in OF_PLACED}
+        unused = [f"{name}={x!r}" for name, x in given.items() if x != fields[name].metadata["default"]]
+        if unused and self._loader is None:
             log.warning(
                 "%s: no effect without tokens_per_rank, because the Trainer makes its own batches. Leave it out, or "
                 "give tokens_per_rank for placed batches",
@@ -277,13 +278,6 @@ class DistCACallback(TrainerCallback):
         if meter is None or watch is None or source is None:
             return None
         return meter.read(source, step, watch.attention_dtype)
-
-
-def steps_per_epoch(args: TrainingArguments, train_dataloader: Any) -> int | None:
-    """Returns the optimizer steps of an epoch; None if its batches are not counted."""
-    if not has_length(train_dataloader):
-        return None
-    return ceil_div(len(train_dataloader), args.gradient_accumulation_steps)
 
 
 def _trainer_of_this_event(callback: TrainerCallback) -> Trainer | None:
