@@ -88,7 +88,12 @@ def find_documents(device: torch.device, given: Given) -> Documents:
         rows = batch_size * queries, batch_size * keys
         return given_documents(given.cu_seq_lens_q, given.cu_seq_lens_k, *rows, device)
     if given.goes_on is not None:
-        return _continued_documents(given.goes_on.expand(batch_size, queries - 1), positions)
+        goes_on = given.goes_on.expand(batch_size, queries - 1)
+        begins = torch.nn.functional.pad(~goes_on, (1, 0), value=True)  # with every row, too
+        if positions is not None and positions.shape[-1] == queries and positions.ndim == 2:
+            check_beginnings(positions.expand(begins.shape)[begins])
+        offsets, longest = offsets_of(begins)
+        return Documents.of(Spans(offsets, offsets, longest, longest))
     # 2. Positions: they restart where documents begin, but after a cache all queries must go on with one.
     first = given.q_offset if given.cached is None else int(given.cached)
     tokens = _tokens(given, first + queries, device)
@@ -111,20 +116,6 @@ def find_documents(device: torch.device, given: Given) -> Documents:
     if tokens is None or query_tokens is None:
         return whole_rows(batch_size, queries, keys, device)
     return padded_rows(query_tokens, tokens)
-
-
-def _continued_documents(goes_on: torch.Tensor, positions: torch.Tensor | None) -> Documents:
-    """Returns documents that begin with every row, and at tokens that go on with no document.
-
-    Args:
-        goes_on: bool `[B, T - 1]`, True where a token is of the same document as the token before.
-        positions: of the queries; they are checked if there is one for each.
-    """
-    begins = torch.nn.functional.pad(~goes_on, (1, 0), value=True)
-    if positions is not None and positions.shape[-1] == begins.shape[-1] and positions.ndim == 2:
-        check_beginnings(positions.expand(begins.shape)[begins])
-    offsets, longest = offsets_of(begins)
-    return Documents.of(Spans(offsets, offsets, longest, longest))
 
 
 def _tokens(given: Given, filled: int, device: torch.device) -> torch.Tensor | None:

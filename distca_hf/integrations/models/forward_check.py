@@ -20,7 +20,7 @@ from distca_hf.comm.grid import Grid, Scope
 from distca_hf.config import DistCAConfig
 from distca_hf.errors import PlanError, UnsupportedAttentionError
 from distca_hf.integrations.models.check import IMPLEMENTATION, PositionLimits, refused_loss
-from distca_hf.integrations.models.heads_and_masks import layer_masks_of, masks_of_layers
+from distca_hf.integrations.models.decoder_layers import layer_masks_of, masks_of_layers
 from distca_hf.integrations.models.structure import (
     attention_layers,
     towers,

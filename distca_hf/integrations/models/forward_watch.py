@@ -4,6 +4,7 @@ Hooks find or make the plan of every batch, and check the pass around it. Batche
 plan along. For any other batch that trains, ranks agree here. Its plan is made ahead, or when the decoder begins.
 """
 
+import inspect
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
@@ -27,15 +28,15 @@ from distca_hf.integrations.checkpointing import RecomputedLayers
 from distca_hf.integrations.models.check import PositionLimits, check_model
 from distca_hf.integrations.models.counted_rows import CountedRows, temper_by_position, temper_by_row
 from distca_hf.integrations.models.decoder_borders import DecoderBorders
-from distca_hf.integrations.models.decoder_layers import verdict_in_short
-from distca_hf.integrations.models.distributed_check import check_divided_heads, follow_mesh
-from distca_hf.integrations.models.forward_check import ForwardCheck
-from distca_hf.integrations.models.heads_and_masks import (
+from distca_hf.integrations.models.decoder_layers import (
     head_groups_of,
     layer_masks_of,
     masks_of_layers,
     token_bytes_of,
+    verdict_in_short,
 )
+from distca_hf.integrations.models.distributed_check import check_divided_heads, follow_mesh
+from distca_hf.integrations.models.forward_check import ForwardCheck
 from distca_hf.integrations.models.hooks import WATCH, BackboneCalls, HiddenHook
 from distca_hf.integrations.models.mixers import MixerWatch
 from distca_hf.integrations.models.placed_loss import PlacedLoss, label_count
@@ -43,9 +44,9 @@ from distca_hf.integrations.models.planner import predictable, step_flops, vocab
 from distca_hf.integrations.models.structure import (
     attention_layers,
     backbone_of,
-    forward_accepts,
     give_own_attention,
     names_by_position,
+    text_decoder,
     transformers_model,
     without_kinds_of_text,
 )
@@ -94,7 +95,9 @@ class ForwardWatch:
         self.loss = PlacedLoss(inner, root)
         self._at_backbone = BackboneCalls(inner, root, self._before, self._after, self.is_running)
         self._names = names_by_position(root)
-        self._accepts_use_cache = forward_accepts(inner, "use_cache")
+        parameters, of_decoder = (inspect.signature(part.forward).parameters for part in (inner, text_decoder(inner)))
+        passes_on = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+        self._accepts_use_cache = "use_cache" in parameters or (passes_on and "use_cache" in of_decoder)
         self._logged_cache = False
         self._mixers = MixerWatch(inner, self._accepts_use_cache)
         # Images may stand in text as tokens that have no embedding.

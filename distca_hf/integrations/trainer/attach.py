@@ -88,7 +88,13 @@ def attach(trainer: Trainer, context: ParallelContext) -> None:
         for model in held_models(trainer).values():  # a reference model gets the images of these batches, too
             if model.config._attn_implementation == of_trained:
                 give_own_attention(model)
-        attachment.replace(trainer, "compute_loss", partial(_loss_of_known_batch, trainer.compute_loss))
+        compute_loss = trainer.compute_loss
+
+        def loss_of_known_batch(model: nn.Module, inputs: dict[str, Any], *args: object, **kwargs: object) -> object:
+            note_batch(inputs)  # further passes on some entries of the batch find its documents
+            return compute_loss(model, inputs, *args, **kwargs)
+
+        attachment.replace(trainer, "compute_loss", loss_of_known_batch)
         reader.install()
         context.annex.attach(trainer, attachment)
     except BaseException:
@@ -119,14 +125,6 @@ def _enable(attachment: Attachment, context: ParallelContext, longest_document_t
     enable(model, context, longest_document_tokens)
 
 
-def _loss_of_known_batch(
-    compute_loss: Callable[..., object], model: nn.Module, inputs: dict[str, Any], *args: object, **kwargs: object
-) -> object:
-    """Computes a loss, in which further passes on some entries of the batch find its documents."""
-    note_batch(inputs)
-    return compute_loss(model, inputs, *args, **kwargs)
-
-
 def _place(trainer: Trainer, context: ParallelContext, attachment: Attachment) -> None:
     """Gives the Trainer placed batches."""
     args = trainer.args
@@ -146,7 +144,18 @@ def _place(trainer: Trainer, context: ParallelContext, attachment: Attachment) -
         attachment.replace(trainer, "compute_loss", partial(_loss_over_all_labels, trainer, trainer.compute_loss))
 
         def evaluation(dataset: datasets.Dataset | str | None = None) -> PlacedLoader:
-            return _evaluation_loader(trainer, context, dataset)
+            """Returns placed batches of a given dataset, or of Trainer's own (by name, if there are several)."""
+            if dataset is None or isinstance(dataset, str):
+                dataset = trainer.eval_dataset if dataset is None else trainer.eval_dataset[dataset]
+            return PlacedLoader(
+                dataset,
+                planner_for(trainer.model, context),
+                context.transport(args.device),
+                args.device,
+                shuffle=False,
+                reading=reading_of(trainer, dataset),
+                num_workers=args.dataloader_num_workers,
+            )
 
         check_placed_evaluation(trainer, evaluation)
         attachment.replace(trainer, "get_eval_dataloader", evaluation)
@@ -158,7 +167,12 @@ def _place(trainer: Trainer, context: ParallelContext, attachment: Attachment) -
 
     def training() -> PlacedLoader:
         attachment.check_unchanged()
-        _check_model(trainer)
+        model = trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False)
+        if watch_of(transformers_model(model)) is None:
+            raise ConfigError(
+                f"model of this Trainer changed after plugin.attach(trainer), and {type(model).__name__} is not "
+                "enabled: it would train on parts of documents; call plugin.attach(trainer) again"
+            )
         if args.world_size > 1 and not args.average_tokens_across_devices:
             raise ConfigError("call trainer.train() of the attached Trainer: ranks hold different numbers of labels")
         return loader
@@ -166,16 +180,6 @@ def _place(trainer: Trainer, context: ParallelContext, attachment: Attachment) -
     attachment.replace(trainer, "get_train_dataloader", training)
     _add_callbacks(context, attachment, DistCACallback(context, loader))
     Resuming(loader).install(attachment)
-
-
-def _check_model(trainer: Trainer) -> None:
-    """Checks that the Trainer's model is enabled: any other one would train on parts of documents."""
-    model = trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False)
-    if watch_of(transformers_model(model)) is None:
-        raise ConfigError(
-            f"model of this Trainer changed after plugin.attach(trainer), and {type(model).__name__} is not enabled: "
-            "it would train on parts of documents; call plugin.attach(trainer) again"
-        )
 
 
 def _train_from_whole_checkpoint(
@@ -285,24 +289,6 @@ def _loss_over_all_labels(
         return compute_loss(model, inputs, return_outputs, num_items_in_batch=labels, **kwargs)
     finally:
         trainer.current_gradient_accumulation_steps = steps
-
-
-def _evaluation_loader(
-    trainer: Trainer, context: ParallelContext, dataset: datasets.Dataset | str | None
-) -> PlacedLoader:
-    """Returns placed micro-batches of an evaluation dataset: the given one, or Trainer's own (by name, if several)."""
-    if dataset is None or isinstance(dataset, str):
-        dataset = trainer.eval_dataset if dataset is None else trainer.eval_dataset[dataset]
-    device = trainer.args.device
-    return PlacedLoader(
-        dataset,
-        planner_for(trainer.model, context),
-        context.transport(device),
-        device,
-        shuffle=False,
-        reading=reading_of(trainer, dataset),
-        num_workers=trainer.args.dataloader_num_workers,
-    )
 
 
 def _add_callbacks(context: ParallelContext, attachment: Attachment, callback: DistCACallback) -> None:

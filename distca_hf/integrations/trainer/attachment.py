@@ -96,13 +96,12 @@ class Attachment:
         """Adds a callback before or after all others."""
         callbacks = self.trainer.callback_handler.callbacks
         callbacks.insert(0 if first else len(callbacks), callback)
-        self.when_undone(partial(self._remove_callback, callback))
 
-    def _remove_callback(self, callback: TrainerCallback) -> None:
-        """Removes a callback, unless `trainer.remove_callback` has."""
-        callbacks = self.trainer.callback_handler.callbacks
-        if callback in callbacks:
-            callbacks.remove(callback)
+        def remove() -> None:
+            with contextlib.suppress(ValueError):  # `trainer.remove_callback` may have removed it
+                self.trainer.callback_handler.callbacks.remove(callback)
+
+        self.when_undone(remove)
 
     @contextmanager
     def training(self) -> Iterator[None]:
