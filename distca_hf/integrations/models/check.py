@@ -181,17 +181,17 @@ def refusals(model: nn.Module, longest_document_tokens: int, given_batches: bool
     config = inner.config.get_text_config()
     return [
         *undivided(inner),
-        *_structure(inner, config),
-        *_adapters(model),
+        *_structure(model, given_batches),
         *unknown_mixers(inner, config),
         *_positions(inner, longest_document_tokens),
         *_settings(inner, config),
         *empty_windows(inner),
-        *(_unknown_backbone(inner) if given_batches else refused_loss(inner)),
+        *(() if given_batches else refused_loss(inner)),
     ]
 
 
-def _structure(model: PreTrainedModel, config: PreTrainedConfig) -> Iterator[str]:
+def _structure(root: nn.Module, given_batches: bool) -> Iterator[str]:
+    model = transformers_model(root)
     if getattr(model.config, "is_encoder_decoder", False):
         yield "it is an encoder-decoder, and only causal language models are computed"
     decoder = text_decoder(model)
@@ -199,15 +199,19 @@ def _structure(model: PreTrainedModel, config: PreTrainedConfig) -> Iterator[str
         yield "it would ignore attn_implementation: none of its layers looks attention up by name"
     elif not decoder._supports_flash_attn and not makes_masks(model, "chunked"):  # these are divided as documents are
         yield "its masks cannot be expressed as causal documents (_supports_flash_attn is False)"
-
-
-def _adapters(model: nn.Module) -> Iterator[str]:
-    """Yields PEFT methods that add their own tokens, which no plan has, or that count tokens in rows."""
-    method: Any = getattr(model, "active_peft_config", None)
+    # PEFT methods that add their own tokens, which no plan has, or that count tokens in rows.
+    method: Any = getattr(root, "active_peft_config", None)
     if getattr(method, "alora_invocation_tokens", None):
         yield f"alora_invocation_tokens={method.alora_invocation_tokens} counts from the end of a row; use plain LoRA"
     if method is not None and getattr(method, "is_prompt_learning", False):
         yield f"{type(method).__name__} adds {method.num_virtual_tokens} virtual tokens to every row; use LoRA"
+    # Results of placed rows return where the decoder ends, before the head.
+    is_apart = decoder is not model or backbone_of(model) is not model
+    if given_batches and not is_apart and model.get_output_embeddings() is not None:
+        yield (
+            "its head cannot be told from its decoder (base_model is the model itself, and no single part of it holds "
+            "the attention layers): set base_model_prefix of the class to the decoder's name"
+        )
 
 
 def _positions(model: PreTrainedModel, longest_document_tokens: int) -> Iterator[str]:
@@ -251,16 +255,6 @@ def _settings(model: PreTrainedModel, config: PreTrainedConfig) -> Iterator[str]
         share = getattr(config, name, None)
         if isinstance(share, float | int) and share > 0:
             yield f"{name}={share} leaves out other layers on every rank; set it to 0"
-
-
-def _unknown_backbone(model: PreTrainedModel) -> Iterator[str]:
-    """Yields why results of placed rows could not return: they do where the decoder ends, before the head."""
-    is_apart = text_decoder(model) is not model or backbone_of(model) is not model
-    if not is_apart and model.get_output_embeddings() is not None:
-        yield (
-            "its head cannot be told from its decoder (base_model is the model itself, and no single part of it holds "
-            "the attention layers): set base_model_prefix of the class to the decoder's name"
-        )
 
 
 def refused_loss(model: PreTrainedModel) -> Iterator[str]:

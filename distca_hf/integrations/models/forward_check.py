@@ -128,19 +128,6 @@ class ForwardCheck:
             )
         self.check_implementation(trains=True)
 
-    def check_cache(self, batch: Batch) -> None:
-        """Checks that a batch whose rows may move fills no cache: it would hold keys of rows of other ranks.
-
-        Raises:
-            UnsupportedAttentionError: `use_cache` is set.
-        """
-        if batch.get("use_cache"):
-            raise UnsupportedAttentionError(
-                f"{self._class_name} got use_cache=True, and rows are placed inside the model: the cache would hold "
-                "keys of other ranks' rows. Leave use_cache out; or, to go on from the cache, give one on all ranks "
-                "(past_key_values=DynamicCache()): then every rank attends to its own batch"
-            )
-
     def check_implementation(self, trains: bool) -> None:
         """Checks that the model still attends through distca, also where a rank attends alone.
 

@@ -22,7 +22,7 @@ from distca_hf.batches.read_documents import DocumentReader, ReadDocuments, Read
 from distca_hf.batches.reported_steps import ReportedSteps
 from distca_hf.comm.averaging import check_averaging
 from distca_hf.config import DistCAConfig
-from distca_hf.errors import PlanError
+from distca_hf.errors import PlanError, UnsupportedAttentionError
 from distca_hf.integrations.attention import LAYER_SETTINGS, LayerSettings
 from distca_hf.integrations.checkpointing import RecomputedLayers
 from distca_hf.integrations.models.check import PositionLimits, check_model
@@ -306,8 +306,12 @@ class ForwardWatch:
 
     def _read_and_open(self, batch: Batch) -> ReadDocuments:
         """Returns the documents of a batch, and opens the borders of the decoder for its pass."""
-        if not self._mixers.mixers:
-            self._check.check_cache(batch)
+        if batch.get("use_cache") and not self._mixers.mixers:
+            raise UnsupportedAttentionError(
+                f"{self._class_name} got use_cache=True, and rows are placed inside the model: the cache would hold "
+                "keys of other ranks' rows. Leave use_cache out; or, to go on from the cache, give one on all ranks "
+                "(past_key_values=DynamicCache()): then every rank attends to its own batch"
+            )
         reading = reading_of(batch)
         read = (reading and reading.documents) or self.reader.read(batch)
         self._borders.begin(read.padded, tokens_of(batch).device)

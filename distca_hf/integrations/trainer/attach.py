@@ -12,7 +12,6 @@ from transformers import Trainer
 
 from distca_hf.batches.known_batch import note_batch
 from distca_hf.batches.loader import PlacedLoader
-from distca_hf.config import DistCAConfig
 from distca_hf.data.documents import check_map_style
 from distca_hf.data.rows import is_drawn
 from distca_hf.errors import ConfigError
@@ -76,7 +75,17 @@ def attach(trainer: Trainer, context: ParallelContext) -> None:
     attachment = Attachment(trainer)
     reader = LossReader(attachment)
     try:
-        attachment.replace(trainer, "train", partial(_train_from_whole_checkpoint, attachment, trainer.train))
+        train = trainer.train
+
+        def train_from_whole_checkpoint(
+            resume_from_checkpoint: str | bool | None = None, *args: object, **kwargs: object
+        ) -> object:
+            check_checkpoint(trainer.model, trainer.args.output_dir, resume_from_checkpoint)
+            divide_again(trainer.model)  # the optimizer shall hold divided weights
+            with attachment.training():
+                return train(resume_from_checkpoint, *args, **kwargs)
+
+        attachment.replace(trainer, "train", train_from_whole_checkpoint)
         if context.tokens_per_rank:
             _place(trainer, context, attachment)
         else:
@@ -129,10 +138,9 @@ def _place(trainer: Trainer, context: ParallelContext, attachment: Attachment) -
     """Gives the Trainer placed batches."""
     args = trainer.args
     watch_held_models(attachment)
-    _set_arguments(trainer, context, attachment)
     if not trainer.model_accepts_loss_kwargs:  # its class says so, and `check` has found that its loss does
         attachment.replace(trainer, "model_accepts_loss_kwargs", True)
-    loader = _training_loader(trainer, context)
+    loader = _training_loader(trainer, context, attachment)
     loader.writes_epochs = False  # the callback writes a line when training ends
     _enable(attachment, context, loader.longest_document_tokens)
     watch = watch_of(trainer.model)
@@ -162,7 +170,6 @@ def _place(trainer: Trainer, context: ParallelContext, attachment: Attachment) -
         attachment.replace(trainer, "get_test_dataloader", evaluation)
     else:
         check = EvaluationCheck(trainer)
-        check.check_all()
         attachment.replace(trainer, "get_eval_dataloader", partial(check.loader, trainer.get_eval_dataloader))
 
     def training() -> PlacedLoader:
@@ -182,23 +189,8 @@ def _place(trainer: Trainer, context: ParallelContext, attachment: Attachment) -
     Resuming(loader).install(attachment)
 
 
-def _train_from_whole_checkpoint(
-    attachment: Attachment,
-    train: Callable[..., object],
-    resume_from_checkpoint: str | bool | None = None,
-    *args: object,
-    **kwargs: object,
-) -> object:
-    """Runs `Trainer.train`, unless it could not resume from the checkpoint; with an optimizer of divided weights."""
-    trainer = attachment.trainer
-    check_checkpoint(trainer.model, trainer.args.output_dir, resume_from_checkpoint)
-    divide_again(trainer.model)
-    with attachment.training():
-        return train(resume_from_checkpoint, *args, **kwargs)
-
-
-def _set_arguments(trainer: Trainer, config: DistCAConfig, attachment: Attachment) -> None:
-    """Sets arguments that placed batches need, and names arguments that have no effect on them."""
+def _training_loader(trainer: Trainer, context: ParallelContext, attachment: Attachment) -> PlacedLoader:
+    """Sets arguments that placed batches need, names those without effect, and returns the loader."""
     args = trainer.args
     fields = type(args).__dataclass_fields__
     if not args.average_tokens_across_devices:
@@ -209,7 +201,7 @@ def _set_arguments(trainer: Trainer, config: DistCAConfig, attachment: Attachmen
         report(
             "per_device_train_batch_size=%d has no effect: a micro-batch is tokens_per_rank=%d tokens on each rank",
             args.per_device_train_batch_size,
-            config.tokens_per_rank,
+            context.tokens_per_rank,
         )
     attachment.set_while("train", average_tokens_across_devices=True, per_device_train_batch_size=1)
     attachment.replace(trainer, "_train_batch_size", 1)
@@ -223,11 +215,6 @@ def _set_arguments(trainer: Trainer, config: DistCAConfig, attachment: Attachmen
             "%s: no effect on placed batches, which a thread of this process prepares (setting prefetch)",
             ", ".join(without_effect),
         )
-
-
-def _training_loader(trainer: Trainer, context: ParallelContext) -> PlacedLoader:
-    """Returns the loader of placed batches."""
-    args = trainer.args
     if getattr(args, "max_length", None) is not None:
         log.warning(
             "the trainer cuts documents to max_length=%d tokens before they get here; with max_length=None they may "

@@ -141,7 +141,17 @@ class DistCACallback(TrainerCallback):
         Raises:
             ConfigError: the model does not follow this callback's plugin; or the optimizer holds other weights.
         """
-        watch = self._check_model()
+        watch = watch_of(self._model)
+        if watch is None:
+            raise ConfigError(
+                "DistCACallback came too late to enable the model: give it to Trainer in callbacks=[...] instead of "
+                "trainer.add_callback, or call plugin.attach(trainer)"
+            )
+        if watch.context is not self._context:
+            raise ConfigError(
+                "the model was enabled with another plugin after this Trainer got its own: signals, metrics and "
+                "batches would follow different plugins. Use one plugin, or call plugin.attach(trainer) again"
+            )
         if model is not None and optimizer is not None:
             check_optimizer(model, optimizer)
         source, transport = self._source(watch), self._context.transport(args.device)
@@ -156,21 +166,6 @@ class DistCACallback(TrainerCallback):
             each.begin(train_dataloader)
         if self._leave is not None:
             self._leave.on_train_begin(args, state, control, self._model)
-
-    def _check_model(self) -> ForwardWatch:
-        """Returns the watch of the model."""
-        watch = watch_of(self._model)
-        if watch is None:
-            raise ConfigError(
-                "DistCACallback came too late to enable the model: give it to Trainer in callbacks=[...] instead of "
-                "trainer.add_callback, or call plugin.attach(trainer)"
-            )
-        if watch.context is not self._context:
-            raise ConfigError(
-                "the model was enabled with another plugin after this Trainer got its own: signals, metrics and "
-                "batches would follow different plugins. Use one plugin, or call plugin.attach(trainer) again"
-            )
-        return watch
 
     def _source(self, watch: ForwardWatch) -> PlanSource | None:
         """Returns where plans come from; None if nothing is planned, or not yet."""

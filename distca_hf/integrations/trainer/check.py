@@ -283,18 +283,16 @@ def check_placed_evaluation(trainer: Trainer, open_loader: Callable[[datasets.Da
 
 
 class EvaluationCheck:
-    """Checks evaluation datasets of a Trainer that evaluates with its own batches, each of them once."""
+    """Checks evaluation datasets of a Trainer that evaluates with its own batches, each of them once: collates a short
+    and a long row. Datasets that the Trainer has are checked at once.
+
+    Raises:
+        ConfigError: one of them cannot be evaluated; says why.
+    """
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
         self._checked: list[object] = []
-
-    def check_all(self) -> None:
-        """Collates a short and a long row of all evaluation datasets.
-
-        Raises:
-            ConfigError: one of them cannot be evaluated; says why.
-        """
         for name, dataset in _evaluation_datasets(self._trainer):
             self._check(dataset, name)
 
