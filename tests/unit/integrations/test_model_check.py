@@ -471,23 +471,6 @@ def first_batch() -> dict[str, Any]:
     return next(iter(loader_of(random_dataset(), LocalTransport())))
 
 
-def test_enabling_returns_the_model_and_enabling_again_does_nothing() -> None:
-    model = tiny_model()
-    assert enabled(model) is model
-    hooks = len(model._forward_pre_hooks), len(model._forward_hooks)
-
-    assert enabled(model) is model
-    assert (len(model._forward_pre_hooks), len(model._forward_hooks)) == hooks == (1, 1)
-
-
-def test_model_enabled_before_it_gets_adapters_can_be_enabled_with_them() -> None:
-    model, batch = enabled(lora(enabled())), first_batch()
-    output = model(**batch)
-
-    assert batch["distca_plan"].numbers["label_tokens"] == [int((batch["shift_labels"] != -100).sum())]
-    assert output.past_key_values is None
-
-
 @pytest.mark.parametrize(
     "config", [NemotronConfig(**GROUPED), StableLmConfig(**GROUPED)], ids=["Nemotron", "StableLM"]
 )
