@@ -143,7 +143,9 @@ class RecomputedLayers:
                 )
         elif config.kv_residency != "refetch" and has_peers:
             # Modules that are compiled together with their checkpointing exchange again.
-            self._rows_wait = _replace(modules, lambda function: functools.partial(_keep_received, function))
+            self._rows_wait = _replace(
+                modules, lambda function: functools.partial(_checkpoint_keeping_received, function)
+            )
         if (again := _attending_again(modules)) != self.again:  # to look into all modules takes a millisecond
             self.again, self.regions = again, self._find(modules, again)
         self._known = _checkpointed_by(modules), config, has_peers
@@ -233,7 +235,7 @@ def _checkpoint_saving(function: Checkpoint, *args: object, context_fn: object, 
     return function(*args, **kwargs, context_fn=_traced_contexts if is_traced else context_fn)
 
 
-def _keep_received(function: Checkpoint, *args: object, **kwargs: object) -> object:
+def _checkpoint_keeping_received(function: Checkpoint, *args: object, **kwargs: object) -> object:
     if torch.compiler.is_compiling():
         return function(*args, **kwargs)
     return function(*args, **kwargs, context_fn=retaining_contexts)
@@ -244,7 +246,7 @@ def _replace(modules: Sequence[nn.Module], made: Callable[[Checkpoint], Checkpoi
     able = True
     for module in modules:
         for name, function in _functions(module):
-            if "context_fn" in function.keywords or function.func is _keep_received:
+            if "context_fn" in function.keywords or function.func is _checkpoint_keeping_received:
                 continue
             if function.keywords.get("use_reentrant"):
                 able = able and not getattr(module, "gradient_checkpointing", True)

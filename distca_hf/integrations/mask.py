@@ -313,8 +313,8 @@ def check_callers(implementation: str, asking: FrameType, is_causal: bool) -> No
     given: dict[str, Any] = {}
     model_name = "a model"
     for frame in frames:
-        around: dict[str, Any] = {}
-        for arguments in (*(frame.f_locals.get(name) for name in reversed(KEYWORDS)), frame.f_locals):
+        variables, around = frame.f_locals, dict[str, Any]()
+        for arguments in (*(variables.get(name) for name in reversed(KEYWORDS)), variables):
             if isinstance(arguments, dict):
                 around |= {name: arguments[name] for name in ARGUMENTS if arguments.get(name) is not None}
         shapes = [
@@ -324,7 +324,7 @@ def check_callers(implementation: str, asking: FrameType, is_causal: bool) -> No
         if None not in shapes and shapes[0] != shapes[1]:  # a program's module calls a model on other texts
             break
         given = around | given
-        model = frame.f_locals["self"]
+        model = variables["self"]
         model_name = type(model).__name__ if hasattr(model, "config") else model_name
     model_name = f"{model_name} with attn_implementation={implementation!r}"
     if isinstance(plan := given.get("distca_plan"), LivePlan):

@@ -82,8 +82,11 @@ def attach(trainer: Trainer, context: ParallelContext) -> None:
         ) -> object:
             check_checkpoint(trainer.model, trainer.args.output_dir, resume_from_checkpoint)
             divide_again(trainer.model)  # the optimizer shall hold divided weights
-            with attachment.training():
+            attachment.is_training = True
+            try:
                 return train(resume_from_checkpoint, *args, **kwargs)
+            finally:
+                attachment.is_training = False
 
         attachment.replace(trainer, "train", train_from_whole_checkpoint)
         if context.tokens_per_rank:

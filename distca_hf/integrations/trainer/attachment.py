@@ -9,7 +9,7 @@ models, and models that ask for no mask.
 import contextlib
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
@@ -44,13 +44,17 @@ ARGUMENTS = (
 
 
 class Attachment:
-    """Makes changes to one Trainer, and undoes them."""
+    """Makes changes to one Trainer, and undoes them.
+
+    Attributes:
+        is_training: whether the Trainer is training.
+    """
 
     def __init__(self, trainer: Trainer) -> None:
         self.trainer = trainer
         self._changes = ExitStack()
         self._methods: dict[str, Callable[..., object]] = {}
-        self._is_training = False
+        self.is_training = False
         self._parts = {name: getattr(trainer, name, None) for name in PARTS}
         self._arguments = {name: getattr(trainer.args, name, None) for name in ARGUMENTS}
         setattr(trainer, ATTACHED, self)
@@ -103,15 +107,6 @@ class Attachment:
 
         self.when_undone(remove)
 
-    @contextmanager
-    def training(self) -> Iterator[None]:
-        """Notes for the time of a `with` block that the Trainer is training."""
-        self._is_training = True
-        try:
-            yield
-        finally:
-            self._is_training = False
-
     def undo(self) -> None:
         """Restores Trainer, callbacks and model, the latest change first."""
         self._changes.close()
@@ -123,7 +118,7 @@ class Attachment:
         Raises:
             ConfigError: the Trainer is training, or one of its methods was replaced after `attach`; names it.
         """
-        if self._is_training:
+        if self.is_training:
             raise ConfigError(
                 f"this Trainer is at step {self.trainer.state.global_step} of a training: detach it, or attach "
                 "another plugin, after trainer.train() has returned"

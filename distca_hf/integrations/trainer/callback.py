@@ -72,7 +72,7 @@ class DistCACallback(TrainerCallback):
         self._since_begin: Meter | None = None
         self._first_step = 0
         self._weights: WeightsCheck | None = None
-        self._leave: LeaveOnSignal | None = None
+        self._leave = TrainerCallback()  # a callback of its own, where the Trainer was found
         self._read_ahead = WeakSet[ReadAhead]()  # of Trainers that share this callback
 
     def on_init_end(
@@ -98,7 +98,7 @@ class DistCACallback(TrainerCallback):
                 "DistCACallback did not find its Trainer: micro-batches are not planned ahead, and callbacks before "
                 "it (trackers) do not get its metrics. Call plugin.attach(trainer) instead of adding it"
             )
-            self._leave = leave
+            self._leave = leave or self._leave
             return
         self.plan_ahead(trainer, setattr)
         handler = trainer.callback_handler
@@ -164,8 +164,7 @@ class DistCACallback(TrainerCallback):
             log.info("%s: one rank: there is nothing to balance", __version__)
         for each in self._read_ahead:
             each.begin(train_dataloader)
-        if self._leave is not None:
-            self._leave.on_train_begin(args, state, control, self._model)
+        self._leave.on_train_begin(args, state, control, self._model)
 
     def _source(self, watch: ForwardWatch) -> PlanSource | None:
         """Returns where plans come from; None if nothing is planned, or not yet."""
@@ -177,20 +176,17 @@ class DistCACallback(TrainerCallback):
         """Leaves the evaluation that has ended out of the measurement."""
         for meter in self._meters():
             meter.leave_out_evaluation()
-        if self._leave is not None:
-            self._leave.on_evaluate(args, state, control)
+        self._leave.on_evaluate(args, state, control)
 
     on_predict = on_evaluate
 
     def on_prediction_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
     ) -> None:
-        if self._leave is not None:
-            self._leave.on_prediction_step(args, state, control)
+        self._leave.on_prediction_step(args, state, control)
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
-        if self._leave is not None:
-            self._leave.on_save(args, state, control)
+        self._leave.on_save(args, state, control)
 
     def _meters(self) -> Iterator[Meter]:
         return (meter for meter in (self._since_log, self._since_begin) if meter is not None)
@@ -216,8 +212,7 @@ class DistCACallback(TrainerCallback):
             if self._weights is None:
                 self._weights = WeightsCheck(self._context.transport(args.device))
             self._weights.compare(model, state.global_step)
-        if self._leave is not None:
-            self._leave.on_step_end(args, state, control)
+        self._leave.on_step_end(args, state, control)
 
     def on_epoch_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
@@ -227,8 +222,7 @@ class DistCACallback(TrainerCallback):
         watch = watch_of(self._model)
         if control.should_training_stop and watch is not None and watch.loss.is_unlogged:
             control.should_log = True
-        if self._leave is not None:
-            self._leave.on_epoch_end(args, state, control)
+        self._leave.on_epoch_end(args, state, control)
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
@@ -241,8 +235,7 @@ class DistCACallback(TrainerCallback):
         if reading is not None:
             steps = state.global_step - self._first_step
             log.info("%s", reading.in_words(f"trained {count(steps, 'step')}"))
-        if self._leave is not None:
-            self._leave.on_train_end(args, state, control)
+        self._leave.on_train_end(args, state, control)
 
     def on_log(
         self,

@@ -5,7 +5,6 @@ import logging
 import subprocess
 import sys
 from collections.abc import Callable
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -641,56 +640,6 @@ def test_padded_evaluation_has_the_loss_of_sdpa(make: Callable[..., Trainer], si
 
     assert collator(list(rows)[:3])["attention_mask"].sum(1).tolist() == [4, 9, 20]
     assert ours.evaluate()["eval_loss"] == pytest.approx(theirs.evaluate()["eval_loss"], rel=1e-5)
-
-
-class Windows(TrainerCallback):
-    """Counts the micro-batches of every optimizer step."""
-
-    def __init__(self, seen: list[dict[str, Any]]) -> None:
-        self.seen = seen
-        self.ends: list[int] = []
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.ends.append(len(self.seen))
-
-    def windows(self) -> list[list[dict[str, Any]]]:
-        return [self.seen[begin:end] for begin, end in pairwise([0, *self.ends])]
-
-
-def several_documents_in_a_micro_batch() -> Dataset:
-    """No two micro-batches hold the same ones, over many epochs."""
-    return random_dataset(48, lengths=(30, 40, 50))
-
-
-def numbers_in_the_stream(micro_batches: list[torch.Tensor], epochs: int = 5) -> list[int]:
-    """Number of each micro-batch, counted over all epochs of the loader."""
-    loader = distca_hf.DistCAPlugin(tokens_per_rank=192).dataloader(several_documents_in_a_micro_batch(), seed=42)
-    stream = [batch["input_ids"].tolist() for _ in range(epochs) for batch in loader]
-    assert all(stream.count(ids) == 1 for ids in stream)
-    return [stream.index(ids.tolist()) for ids in micro_batches]
-
-
-@pytest.mark.parametrize(("before", "after"), [(1, 2), (3, 1), (2, 3)])
-def test_resuming_with_another_accumulation_goes_on_through_later_epochs(
-    make: Callable[..., Trainer], tmp_path: Path, before: int, after: int
-) -> None:
-    """No micro-batch is left out or comes twice, every step is one window, and the last step is `max_steps`."""
-    dataset, steps = several_documents_in_a_micro_batch(), 7
-    whole = make(dataset, gradient_accumulation_steps=before, max_steps=steps, save_strategy="steps", save_steps=steps)
-    loader, taken = attach(whole, regroup_steps=False), record_batches(whole)
-    whole.train()
-    resumed = make(dataset, gradient_accumulation_steps=after, max_steps=20)
-    attach(resumed, regroup_steps=False)
-    resumed.add_callback(windows := Windows(record_batches(resumed)))
-    resumed.train(resume_from_checkpoint=str(tmp_path / "run" / f"checkpoint-{steps}"))
-    trained = [kwargs["input_ids"] for kwargs in [*taken, *windows.seen]]
-
-    assert len(loader) == 11
-    assert resumed.state.global_step == 20
-    assert numbers_in_the_stream(trained) == list(range(len(trained)))
-    for window in windows.windows():
-        labels = sum(int((kwargs["shift_labels"] != -100).sum()) for kwargs in window)
-        assert {int(kwargs["num_items_in_batch"]) for kwargs in window} == {labels}
 
 
 def test_resuming_with_other_micro_batches_does_not_go_unnoticed(
