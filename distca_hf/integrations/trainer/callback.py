@@ -164,7 +164,7 @@ class DistCACallback(TrainerCallback):
             log.info("%s: one rank: there is nothing to balance", __version__)
         for each in self._read_ahead:
             each.begin(train_dataloader)
-        self._leave.on_train_begin(args, state, control, self._model)
+        self._leave.on_train_begin(args, state, control, model=self._model)
 
     def _source(self, watch: ForwardWatch) -> PlanSource | None:
         """Returns where plans come from; None if nothing is planned, or not yet."""
