@@ -528,6 +528,18 @@ def test_micro_batches_are_those_of_the_loader_epoch_after_epoch(make: Callable[
     assert all(torch.equal(kwargs["input_ids"], ids) for kwargs, ids in zip(seen, expected, strict=True))
 
 
+def test_training_again_begins_with_the_first_epoch(make: Callable[..., Trainer]) -> None:
+    trainer = make(max_steps=3)
+    attach(trainer)
+    seen = record_batches(trainer)
+    trainer.train()
+    trainer.train()
+
+    assert [
+        torch.equal(left["input_ids"], right["input_ids"]) for left, right in zip(seen, seen[3:], strict=False)
+    ] == [True] * 3
+
+
 def test_progress_bar_counts_the_optimizer_steps(make: Callable[..., Trainer]) -> None:
     totals = []
 
