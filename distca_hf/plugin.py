@@ -104,8 +104,8 @@ class DistCAPlugin(ParallelContext):
                 layers, or other stages than the mesh.
             PackingError: the dataset cannot be packed; names row and numbers.
         """
+        from distca_hf.integrations.models.decoder_layers import num_layers_of
         from distca_hf.integrations.models.distributed_check import follow_mesh
-        from distca_hf.integrations.models.heads import num_layers_of
         from distca_hf.integrations.models.planner import planner_for, reading_for
 
         if model is not None:

@@ -3,7 +3,7 @@
 Upstream: `transformers.AttentionInterface` and `transformers.AttentionMaskInterface`, both public registries. Without
 a mask implementation Transformers would pass None for a padded batch too, and padding would be attended to. The mask
 functions of other implementations are registered once more, inside of one that first looks whether tokens of a placed
-batch have come to a model that does not know their plan (`integrations.other_models`).
+batch have come to a model that does not know their plan (`integrations.mask`).
 
 Imports are inside the functions: this module may be imported while Transformers' own are half imported.
 """
@@ -20,8 +20,7 @@ def _apply() -> None:
     from transformers import AttentionInterface, AttentionMaskInterface
 
     from distca_hf.integrations.attention import distca_attention
-    from distca_hf.integrations.mask import document_mask
-    from distca_hf.integrations.other_models import checked_mask
+    from distca_hf.integrations.mask import checked_mask, document_mask
 
     if NAME in AttentionMaskInterface._global_mapping:
         return
@@ -34,7 +33,7 @@ def _apply() -> None:
 def _revert() -> None:
     from transformers import AttentionInterface, AttentionMaskInterface
 
-    from distca_hf.integrations.other_models import checked_mask
+    from distca_hf.integrations.mask import checked_mask
 
     AttentionInterface._global_mapping.pop(NAME, None)
     AttentionMaskInterface._global_mapping.pop(NAME, None)

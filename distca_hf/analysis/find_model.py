@@ -122,7 +122,7 @@ def _no_stages(model: "PreTrainedModel") -> str:
 
 def _with_layers(shape: ModelShape, model: "PreTrainedModel") -> ModelShape:
     """Returns a shape with numbers of, and words for, layers that are not full attention."""
-    from distca_hf.integrations.models.layer_masks import layer_masks_of
+    from distca_hf.integrations.models.decoder_layers import layer_masks_of
     from distca_hf.integrations.models.mixers import mixers_of
 
     masks = dict(layer_masks_of(model))

@@ -93,7 +93,7 @@ class LayerSettings(NamedTuple):
 
 
 def distca_attention(
-    module: nn.Module,
+    module: Any,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -128,11 +128,17 @@ def distca_attention(
         UnsupportedAttentionError: the layer asks for something that is not computed; names layer, argument and value.
     """
     _check_call(module, dropout, is_causal, kwargs)
-    _check_sinks(module, s_aux, query.shape[1])
+    if s_aux is not None and s_aux.shape != query.shape[1:2]:
+        raise UnsupportedAttentionError(
+            f"{name_of(module)}: s_aux has shape {tuple(s_aux.shape)}, and there are {query.shape[1]} query heads; "
+            "distca computes one sink for each. Load the model with another attn_implementation"
+        )
     mask = _row_mask(module, attention_mask, query.shape[2], key.shape[2])
     window_tokens, chunked = _window(module, sliding_window, mask)
-    if distca_positions is not None:
-        query = _tempered(module, query, distca_positions)
+    if distca_positions is not None and not module.attn_temperature_tuning:  # else the layer does so itself
+        steps_BT = torch.floor((distca_positions.float() + 1.0) / module.floor_scale)  # as of `Llama4TextAttention`
+        scales_BT = torch.log1p(steps_BT) * module.attn_scale + 1.0
+        query = (query * scales_BT[:, None, :, None]).to(query.dtype)
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
     query, key, value = _one_dtype(module, query, key, value)
     settings: LayerSettings | None = getattr(module, LAYER_SETTINGS, None)
@@ -173,7 +179,10 @@ def _check_call(module: nn.Module, dropout: float, is_causal: bool | None, keywo
             f"{name_of(module)}: attention dropout {dropout} is not computed; set it to 0 in the config"
         )
     if asked:
-        named = ", ".join(f"{name}={_short(given)}" for name, given in asked.items())
+        named = ", ".join(
+            f"{name}=tensor{tuple(given.shape)}" if isinstance(given, torch.Tensor) else f"{name}={given!r}"
+            for name, given in asked.items()
+        )
         raise UnsupportedAttentionError(
             f"{name_of(module)}: {named} is not computed by distca, and ignoring it would change the result; load the "
             "model with another attn_implementation"
@@ -187,20 +196,6 @@ def _check_call(module: nn.Module, dropout: float, is_causal: bool | None, keywo
         )
     if keywords.get("output_attentions") and not torch.compiler.is_compiling():
         warn("distca computes no attention weights: with output_attentions=True they are None", stacklevel=3)
-
-
-def _check_sinks(module: nn.Module, sinks: torch.Tensor | None, heads: int) -> None:
-    """Checks that there is one sink for each query head."""
-    if sinks is not None and sinks.shape != (heads,):
-        raise UnsupportedAttentionError(
-            f"{name_of(module)}: s_aux has shape {tuple(sinks.shape)}, and there are {heads} query heads; distca "
-            "computes one sink for each. Load the model with another attn_implementation"
-        )
-
-
-def _short(given: object) -> str:
-    """Returns a value as it is written, a tensor as its shape."""
-    return f"tensor{tuple(given.shape)}" if isinstance(given, torch.Tensor) else repr(given)
 
 
 def _window(module: nn.Module, of_layer: int | None, mask: RowMask | None) -> tuple[int, bool]:
@@ -241,15 +236,6 @@ def _row_mask(module: nn.Module, mask: torch.Tensor | RowMask | None, queries: i
 def _rows(x: torch.Tensor) -> torch.Tensor:
     """Returns `[B, N, T, D]` as `[B * T, N, D]`, contiguous."""
     return x.transpose(1, 2).flatten(0, 1).contiguous()
-
-
-def _tempered(module: Any, query_BNTH: torch.Tensor, positions_BT: torch.Tensor) -> torch.Tensor:
-    """Returns queries as `Llama4TextAttention` tempers them, by position; as they are if the layer does so itself."""
-    if module.attn_temperature_tuning:
-        return query_BNTH
-    steps_BT = torch.floor((positions_BT.float() + 1.0) / module.floor_scale)
-    scales_BT = torch.log1p(steps_BT) * module.attn_scale + 1.0
-    return (query_BNTH * scales_BT[:, None, :, None]).to(query_BNTH.dtype)
 
 
 def _one_dtype(

@@ -7,7 +7,9 @@ layer's input, which is saved anyway. They may wait for backward in host memory.
     forward     attend ── output ──▶ next layers                 backward    fetch ──▶ recompute the rest of a layer
                             └──▶ host, beside the next layers                 └──▶ fetch the layer before, meanwhile
 
-Where attention is recomputed all the same, at least rows of other ranks are kept (`runtime.retention`).
+Where attention is recomputed all the same, at least rows of other ranks are kept (`runtime.retention`). A region
+then holds rows for all of its layers at the same time. Most regions are one layer of a model; torch's checkpoint
+wrapper may hold several.
 
 Done through the arguments of `torch.utils.checkpoint.checkpoint`, wherever Transformers
 (`_gradient_checkpointing_func`) or torch's checkpoint wrapper (`checkpoint_fn`) keep it. Reentrant checkpointing
@@ -17,16 +19,20 @@ the only ones that it knows; it saves the same operators. Everywhere else they a
 
 import functools
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 import distca_hf.runtime.local_attention
 import distca_hf.runtime.op  # noqa: F401 (both register operators)
+from distca_hf.config import DistCAConfig
+from distca_hf.cost import Mask
 from distca_hf.errors import ConfigError
 from distca_hf.runtime.regions import REMEDY, RegionRun, check_call, retaining_contexts, runs_of, saving_contexts
+from distca_hf.runtime.retention import Regions
 from distca_hf.telemetry import get_logger
 
 
@@ -92,23 +98,100 @@ def checkpointed_modules(model: nn.Module) -> list[nn.Module]:
     ]
 
 
-def checkpointed_by(modules: Sequence[nn.Module]) -> list[object]:
-    """Returns what decides how modules are checkpointed: as long as it is equal, nothing has changed."""
-    attributes = [vars(module) for module in modules]  # quicker than to ask a module for what it may not have
-    return [own.get(name) for own in attributes for name in (*FUNCTIONS, "gradient_checkpointing")]
-
-
 def recomputes_layers(modules: Sequence[nn.Module]) -> bool:
     """Returns whether some checkpointed modules recompute anything."""
     return any(_functions(module) for module in modules if getattr(module, "gradient_checkpointing", True))
 
 
-def recomputes_attention(modules: Sequence[nn.Module]) -> bool:
-    """Returns whether some checkpointed modules recompute everything, attention too."""
-    return bool(places_that_attend_again(modules))
+class RecomputedLayers:
+    """Finds the attention layers of one model that backward recomputes, and prepares checkpointing for them.
+
+    Args:
+        masks: of its attention layers.
+
+    Attributes:
+        again: indices of the modules that recompute attention, among all that are or may be checkpointed.
+        regions: for each region that attends again, the masks of its attention layers.
+    """
+
+    def __init__(self, masks: Mapping[nn.Module, Mask]) -> None:
+        self._masks = masks
+        self.again: list[int] = []
+        self.regions: Regions = ()
+        self._modules: list[nn.Module] | None = None
+        self._known: tuple[list[object], DistCAConfig, bool] | None = None
+        self._rows_wait = False
+
+    def prepare(self, model: nn.Module, config: DistCAConfig, has_peers: bool) -> bool:
+        """Prepares checkpointing for a pass, and finds what attends again; returns whether received rows wait for
+        recomputation.
+
+        Args:
+            model: the model with its wrappers, which may be added until the first forward pass.
+            has_peers: whether other ranks send rows to this one.
+        """
+        is_first, modules = self._modules is None, self._found(model)
+        if self._known == (_checkpointed_by(modules), config, has_peers):  # in most passes nothing has changed
+            return self._rows_wait
+        self._rows_wait = False
+        if config.checkpointed_attention != "recompute":
+            saves = save_attention(modules, config.checkpointed_attention == "offload")
+            if is_first and not saves:
+                log.warning(
+                    "reentrant activation checkpointing recomputes attention and its exchanges; use_reentrant=False "
+                    "saves their outputs instead"
+                )
+        elif config.kv_residency != "refetch" and has_peers:
+            # Modules that are compiled together with their checkpointing exchange again.
+            self._rows_wait = _replace(
+                modules, lambda function: functools.partial(_checkpoint_keeping_received, function)
+            )
+        if (again := _attending_again(modules)) != self.again:  # to look into all modules takes a millisecond
+            self.again, self.regions = again, self._find(modules, again)
+        self._known = _checkpointed_by(modules), config, has_peers
+        return self._rows_wait
+
+    def parts(self, model: nn.Module) -> tuple[bool, bool]:
+        """Returns whether backward recomputes layers, and whether it recomputes their attention."""
+        modules = self._found(model)
+        return recomputes_layers(modules), bool(_attending_again(modules))
+
+    def leave(self) -> None:
+        """Gives checkpointed modules back the functions that they had, unless others have replaced them since."""
+        for module in self._modules or ():
+            for name, (replacement, function) in vars(module).pop(REPLACED, {}).items():
+                if getattr(module, name, None) is replacement:
+                    setattr(module, name, function)
+
+    def _found(self, model: nn.Module) -> list[nn.Module]:
+        """Returns the modules that are or may be checkpointed, outer ones first. They are looked for only once."""
+        if self._modules is None:
+            self._modules = checkpointed_modules(model)
+        return self._modules
+
+    def _find(self, modules: Sequence[nn.Module], again: Sequence[int]) -> Regions:
+        in_region: dict[nn.Module, nn.Module] = {}
+        apart = set(self._masks)  # layers that no module checkpoints by itself
+        inside = {module: [part for part in module.modules() if part in self._masks] for module in modules}
+        for place, module in enumerate(modules):
+            if isinstance(module, GradientCheckpointingLayer) or hasattr(module, "checkpoint_fn"):  # as a whole
+                apart.difference_update(inside[module])
+                in_region |= dict.fromkeys(inside[module] if place in again else (), module)  # the innermost counts
+        for place in again:  # models that checkpoint layers of theirs one by one
+            in_region |= {layer: layer for layer in inside[modules[place]] if layer in apart}
+        regions: dict[nn.Module, list[Mask]] = {}
+        for layer, region in in_region.items():
+            regions.setdefault(region, []).append(self._masks[layer])
+        return tuple(tuple(masks) for masks in regions.values())
 
 
-def places_that_attend_again(modules: Sequence[nn.Module]) -> list[int]:
+def _checkpointed_by(modules: Sequence[nn.Module]) -> list[object]:
+    """Returns what decides how modules are checkpointed: as long as it is equal, nothing has changed."""
+    attributes = [vars(module) for module in modules]  # quicker than to ask a module for what it may not have
+    return [own.get(name) for own in attributes for name in (*FUNCTIONS, "gradient_checkpointing")]
+
+
+def _attending_again(modules: Sequence[nn.Module]) -> list[int]:
     """Returns the places, in this list, of checkpointed modules that recompute everything, attention too."""
     return [
         place
@@ -139,16 +222,6 @@ def save_attention(modules: Sequence[nn.Module], on_host: bool = False) -> bool:
         return functools.partial(runs, function, context_fn=contexts)
 
     return _replace(modules, saving)
-
-
-def keep_received(modules: Sequence[nn.Module]) -> bool:
-    """Lets checkpointed modules that recompute attention keep rows that they received in forward. Modules that are
-    compiled together with their checkpointing exchange again.
-
-    Returns:
-        False if some of them are checkpointed in a way that cannot: reentrant.
-    """
-    return _replace(modules, lambda function: functools.partial(_checkpoint_keeping_received, function))
 
 
 @torch.compiler.disable(recursive=False)  # type: ignore[untyped-decorator]
@@ -182,14 +255,6 @@ def _replace(modules: Sequence[nn.Module], made: Callable[[Checkpoint], Checkpoi
                 vars(module).setdefault(REPLACED, {})[name] = replacement, function
                 setattr(module, name, replacement)
     return able
-
-
-def restore_functions(modules: Sequence[nn.Module]) -> None:
-    """Gives checkpointed modules back the functions that they had, unless others have replaced them since."""
-    for module in modules:
-        for name, (replacement, function) in vars(module).pop(REPLACED, {}).items():
-            if getattr(module, name, None) is replacement:
-                setattr(module, name, function)
 
 
 def _functions(module: nn.Module) -> list[tuple[str, Checkpoint]]:

@@ -2,17 +2,33 @@
 
 Transformers calls it once per forward pass (and kind of layer). With a plan, layers only look whether the mask can be
 computed at all. Where a batch is attended to locally, the first layer finds its documents.
+
+Models that were not enabled are noticed here as well, with any attention and wherever a program keeps them. The mask
+functions of all implementations look through their callers for entries of a batch in use. They refuse tokens of a
+placed batch, and of a pack whose documents nothing tells apart. Nothing is looked at in a compiled pass.
 """
 
 import sys
 from collections.abc import Callable, Mapping
+from types import FrameType
+from typing import Any
 
 import torch
 from torch import nn
 
+from distca_hf.batches.batch_documents import documents_at
+from distca_hf.batches.known_batch import (
+    LEADING,
+    TOKENS,
+    any_known,
+    copied_batch,
+    known_batch,
+    placed_in_another_model,
+)
 from distca_hf.errors import UnsupportedAttentionError
 from distca_hf.integrations.finding import Given, all_places, find_documents, find_in_graph, in_chunks, name_of
-from distca_hf.integrations.other_models import OURS, check_callers
+from distca_hf.integrations.models.hooks import WATCH
+from distca_hf.runtime.live_plan import LivePlan
 from distca_hf.runtime.local_attention import Documents
 from distca_hf.torch_private import without_torch_functions
 
@@ -21,9 +37,13 @@ MaskFunction = Callable[..., torch.Tensor]
 # Names of Transformers' mask functions that are causal: the plain one, and one that leaves out more (windows, packed
 # documents). A function that lets more be seen (blocks, images) is an `or_mask`.
 CAUSAL_MASKS = frozenset({"causal_mask_function", "and_mask"})
-
-# Transformers renames arguments by functions of this module, which stand between a function and its caller.
-DEPRECATION = "transformers.utils.deprecation"
+OURS = "distca"
+# Module of Transformers' functions that ask for masks, and of those that stand between one and its caller to rename
+# arguments.
+ASKING, DEPRECATION = "transformers.masking_utils", "transformers.utils.deprecation"
+# Arguments of models, and names of their other keywords, that tell which batch they were given.
+ARGUMENTS = (*LEADING, "cu_seq_lens_q", "distca_plan")
+KEYWORDS = ("kwargs", "flash_attn_kwargs")
 
 
 class RowMask:
@@ -191,8 +211,9 @@ def document_mask(
     if isinstance(attention_mask, RowMask):  # made by `generate`, and given to the model
         return attention_mask
     is_causal = "allow_is_bidirectional_skip" not in kwargs
-    if not torch.compiler.is_compiling():
-        check_callers(OURS, sys._getframe(1), is_causal)
+    asking = None if torch.compiler.is_compiling() else sys._getframe(1)
+    if asking is not None:
+        check_callers(OURS, asking, is_causal)
     name = getattr(mask_function, "__name__", "causal_mask_function")
     refusal = _refusal(is_causal, is_combined=use_vmap or name not in CAUSAL_MASKS, attention_mask=attention_mask)
     if attention_mask is not None and attention_mask.ndim != 2:
@@ -204,8 +225,10 @@ def document_mask(
     filled = isinstance(q_offset, int) and q_offset + q_length >= kv_offset + kv_length
     if q_length == 1 and filled and attention_mask is None and refusal is None and local_size is None:
         return None
+    # Transformers gives the length of chunks as that of a window. In a compiled pass the layer's config says it.
+    is_chunk = asking is not None and asking.f_code.co_name == "create_chunked_causal_mask"
     # One token per row belongs to the document before it. A graph for it would depend on the mask's growing length.
-    positions, numbers = _read_from_callers() if q_length > 1 else (None, None)
+    positions, numbers = (None, None) if asking is None or q_length == 1 else _read_from_callers(asking)
     # Transformers finds packed documents where there is neither a mask nor a cache.
     packed = name == "and_mask" and attention_mask is None and not allow_is_causal_skip and q_length == kv_length > 1
     return RowMask(
@@ -218,7 +241,7 @@ def document_mask(
         positions=positions,
         packed=mask_function if packed else None,
         window_tokens=local_size,
-        chunked=local_size is not None and _asks_for_chunks(),
+        chunked=local_size is not None and is_chunk,
         refusal=refusal,
     )
 
@@ -238,30 +261,88 @@ def _refusal(is_causal: bool, is_combined: bool, attention_mask: torch.Tensor | 
     return None
 
 
-def _asks_for_chunks() -> bool:
-    """Returns whether the mask is one of chunks: Transformers gives their length as that of a window.
-
-    It is not known in a compiled pass, where the layer's configuration says it.
-    """
-    return not torch.compiler.is_compiling() and sys._getframe(2).f_code.co_name == "create_chunked_causal_mask"
-
-
-def _read_from_callers() -> tuple[torch.Tensor | None, torch.Tensor | None]:
+def _read_from_callers(asking: FrameType) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """Returns `position_ids` of Transformers' function that asks for a mask, and `attention_mask` of its caller.
-
-    Both are None in a compiled pass, which hides these functions.
 
     Transformers passes positions to no mask function, and some models pass them to no layer. It reads documents in
     positions, but not where there is a cache or a mask. And it makes the mask bool: numbers of documents are lost.
     """
-    if torch.compiler.is_compiling():
-        return None, None
-    asking = sys._getframe(2)
-    if asking.f_globals.get("__name__") != "transformers.masking_utils":
-        return None, None
     model = asking.f_back
     while model is not None and model.f_globals.get("__name__") == DEPRECATION:
         model = model.f_back
-    return (
-        (None, None) if model is None else (asking.f_locals.get("position_ids"), model.f_locals.get("attention_mask"))
-    )
+    if model is None or asking.f_globals.get("__name__") != ASKING:
+        return None, None
+    return asking.f_locals.get("position_ids"), model.f_locals.get("attention_mask")
+
+
+def checked_mask(implementation: str, original: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    """Checks which tokens a model was given, then calls its mask function.
+
+    Args:
+        original: Transformers' mask function of this name; it gets all other arguments.
+    """
+    if not torch.compiler.is_compiling():
+        check_callers(implementation, sys._getframe(1), "allow_is_bidirectional_skip" not in kwargs)
+    return original(*args, **kwargs)
+
+
+def check_callers(implementation: str, asking: FrameType, is_causal: bool) -> None:
+    """Checks that a model that asks for a mask knows the documents of its tokens. Passes of enabled models are left
+    out: their hooks have checked them.
+
+    Args:
+        asking: frame of Transformers' function that asks for the mask.
+
+    Raises:
+        PlanError: the tokens are of a placed batch.
+        PackingError: they are of a pack, and nothing tells the documents apart.
+    """
+    if not any_known() or asking.f_globals.get("__name__") != ASKING:
+        return
+    frames: list[FrameType] = []
+    frame = asking.f_back
+    while frame is not None:
+        if frame.f_code.co_varnames[:1] == ("self",):
+            model = frame.f_locals.get("self")
+            if isinstance(model, nn.Module):
+                watch = vars(model).get(WATCH)
+                if watch is not None and watch.is_running():
+                    return
+                frames.append(frame)
+        frame = frame.f_back
+    given: dict[str, Any] = {}
+    model_name = "a model"
+    for frame in frames:
+        variables, around = frame.f_locals, dict[str, Any]()
+        for arguments in (*(variables.get(name) for name in reversed(KEYWORDS)), variables):
+            if isinstance(arguments, dict):
+                around |= {name: arguments[name] for name in ARGUMENTS if arguments.get(name) is not None}
+        shapes = [
+            next((tokens.shape[:2] for name in TOKENS if isinstance(tokens := batch.get(name), torch.Tensor)), None)
+            for batch in (given, around)
+        ]
+        if None not in shapes and shapes[0] != shapes[1]:  # a program's module calls a model on other texts
+            break
+        given = around | given
+        model = variables["self"]
+        model_name = type(model).__name__ if hasattr(model, "config") else model_name
+    model_name = f"{model_name} with attn_implementation={implementation!r}"
+    if isinstance(plan := given.get("distca_plan"), LivePlan):
+        if implementation == OURS:
+            return  # its layers say what is wrong
+        raise placed_in_another_model(plan, model_name)
+    if not is_causal:  # embeddings of images, for example
+        given.pop("inputs_embeds", None)
+    found = known_batch(given)
+    known = copied_batch(given) if found is None else found
+    if known is None:
+        return
+    separates = not known.is_packed(given) or asking.f_locals.get("packed_sequence_mask") is not None
+    # These read documents in positions. For others Transformers does, if there is neither a mask nor a cache.
+    reads_positions = implementation == OURS or "flash" in implementation
+    is_pack = known.plan is None or found is None
+    if not is_pack or not (separates or (reads_positions and known.tells_documents(given))):
+        raise known.refusal(model_name)
+    positions = given.get("position_ids")
+    if known.plan is not None and positions is not None and positions.ndim == 2:
+        documents_at(positions)  # of a copy, which may begin with the end of a document

@@ -14,7 +14,7 @@ from distca_hf.batches.given import GivenPlanner
 from distca_hf.batches.read_documents import DocumentReader
 from distca_hf.comm.transport import LocalTransport, Transport
 from distca_hf.config import DistCAConfig
-from distca_hf.integrations.models.mixers import stated_lengths
+from distca_hf.integrations.finding import stated_lengths
 from distca_hf.planning.plan import PlanFacts
 from distca_hf.testing import run_ranks
 from support.sweeping import config_class_of

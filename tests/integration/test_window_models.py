@@ -15,7 +15,7 @@ from distca_hf.batches.placed import PlacedPlanner
 from distca_hf.config import DistCAConfig
 from distca_hf.cost import CAUSAL_MASK, Mask
 from distca_hf.integrations.models.check import refusals
-from distca_hf.integrations.models.layer_masks import layer_masks_of
+from distca_hf.integrations.models.decoder_layers import layer_masks_of
 from distca_hf.integrations.models.structure import attention_layers
 from support.sweeping import assert_works, config_class_of
 

@@ -15,8 +15,7 @@ call with an unknown argument is refused. In the first forward pass every attent
 import inspect
 import re
 import sys
-from collections.abc import Callable, Hashable, Iterator
-from functools import lru_cache
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -26,8 +25,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from distca_hf.config import KernelName
 from distca_hf.cost import Heads
 from distca_hf.errors import ConfigError, UnsupportedAttentionError
-from distca_hf.integrations.models.heads import heads_of_layers
-from distca_hf.integrations.models.layer_masks import empty_windows, makes_chunks, masks_of_layers
+from distca_hf.integrations.models.decoder_layers import empty_windows, heads_of_layers, makes_masks, masks_of_layers
 from distca_hf.integrations.models.mixers import unknown_mixers
 from distca_hf.integrations.models.structure import (
     attention_layers,
@@ -69,7 +67,7 @@ def longest_rotary_tokens(config: PreTrainedConfig) -> int | None:
     return min(limits, default=None)
 
 
-def rotary_refusal(limit: int, longest_document_tokens: int) -> str:
+def _rotary_refusal(limit: int, longest_document_tokens: int) -> str:
     """Returns why documents of this length cannot be trained with rotary embeddings that have this limit."""
     if limit == 0:
         return (
@@ -120,7 +118,7 @@ class PositionLimits:
         """
         longest = longest_document_tokens
         if self._rotary is not None and longest > self._rotary:
-            raise UnsupportedAttentionError(f"{where}: {rotary_refusal(self._rotary, longest)}")
+            raise UnsupportedAttentionError(f"{where}: {_rotary_refusal(self._rotary, longest)}")
         if self._table is not None and longest > self._table:
             raise UnsupportedAttentionError(
                 f"{where}: a document has {longest} tokens, and the model's table of position embeddings ends at "
@@ -183,103 +181,86 @@ def refusals(model: nn.Module, longest_document_tokens: int, given_batches: bool
     config = inner.config.get_text_config()
     return [
         *undivided(inner),
-        *_structure(inner, config),
-        *_adapters(model),
+        *_structure(model, given_batches),
         *unknown_mixers(inner, config),
-        *_positions(inner),
-        *_rotary(inner, longest_document_tokens),
-        *_attention_settings(inner, config),
+        *_positions(inner, longest_document_tokens),
+        *_settings(inner, config),
         *empty_windows(inner),
-        *_layerdrop(config),
-        *(unknown_backbone(inner) if given_batches else refused_loss(inner)),
+        *(() if given_batches else refused_loss(inner)),
     ]
 
 
-def _structure(model: PreTrainedModel, config: PreTrainedConfig) -> Iterator[str]:
+def _structure(root: nn.Module, given_batches: bool) -> Iterator[str]:
+    model = transformers_model(root)
     if getattr(model.config, "is_encoder_decoder", False):
         yield "it is an encoder-decoder, and only causal language models are computed"
     decoder = text_decoder(model)
     if not decoder._can_set_attn_implementation() or not attention_layers(model):
         yield "it would ignore attn_implementation: none of its layers looks attention up by name"
-    elif not decoder._supports_flash_attn and not makes_chunks(model):  # these are divided as documents are
+    elif not decoder._supports_flash_attn and not makes_masks(model, "chunked"):  # these are divided as documents are
         yield "its masks cannot be expressed as causal documents (_supports_flash_attn is False)"
-
-
-def _adapters(model: nn.Module) -> Iterator[str]:
-    """Yields PEFT methods that add their own tokens, which no plan has, or that count tokens in rows."""
-    method: Any = getattr(model, "active_peft_config", None)
+    # PEFT methods that add their own tokens, which no plan has, or that count tokens in rows.
+    method: Any = getattr(root, "active_peft_config", None)
     if getattr(method, "alora_invocation_tokens", None):
         yield f"alora_invocation_tokens={method.alora_invocation_tokens} counts from the end of a row; use plain LoRA"
     if method is not None and getattr(method, "is_prompt_learning", False):
         yield f"{type(method).__name__} adds {method.num_virtual_tokens} virtual tokens to every row; use LoRA"
-
-
-def _positions(model: PreTrainedModel) -> Iterator[str]:
-    """Yields embeddings that count positions in another way: positions inside documents, which a batch holds, would be
-    others than the model was trained with."""
-    for name, module in text_modules(model).items():
-        if forward_names(module, "create_position_ids_from_input_ids"):
-            yield (
-                f"{name} counts positions from padding_idx {getattr(module, 'padding_idx', '?')} in input_ids, not "
-                "from 0 in each document"
-            )
-            return
-
-
-def _rotary(model: PreTrainedModel, longest_document_tokens: int) -> Iterator[str]:
-    limit = longest_rotary_tokens(model.config.get_text_config())
-    if limit is not None and longest_document_tokens > limit:
-        yield rotary_refusal(limit, longest_document_tokens)
-
-
-def _attention_settings(model: PreTrainedModel, config: PreTrainedConfig) -> Iterator[str]:
-    """Yields settings of attention that are not computed."""
-    if getattr(config, "alibi", False):
-        yield "alibi=True: attention bias is not computed"
-    if getattr(config, "is_causal", True) is False:
-        yield "config.is_causal=False: its masks are not causal"
-    checks: dict[str, Callable[[nn.Module], object]] = {
-        "attention dropout {} is not computed; set it to 0": _dropout,
-        "attention is not causal (is_causal={})": lambda module: (
-            "False" if getattr(module, "is_causal", True) is False else None
-        ),
-    }
-    layers = attention_layers(model)
-    for message, check in checks.items():
-        found = {name: value for name, module in layers.items() if (value := check(module)) is not None}
-        if found:
-            name, value = next(iter(found.items()))
-            yield f"{message.format(value)} ({name} and {len(found) - 1} more layers)"
-
-
-def unknown_backbone(model: PreTrainedModel) -> Iterator[str]:
-    """Yields why results of placed rows could not return: they do where the decoder ends, before the head."""
-    is_apart = text_decoder(model) is not model or backbone_of(model) is not model
-    if not is_apart and model.get_output_embeddings() is not None:
+    # Results of placed rows return where the decoder ends, before the head.
+    is_apart = decoder is not model or backbone_of(model) is not model
+    if given_batches and not is_apart and model.get_output_embeddings() is not None:
         yield (
             "its head cannot be told from its decoder (base_model is the model itself, and no single part of it holds "
             "the attention layers): set base_model_prefix of the class to the decoder's name"
         )
 
 
-def _layerdrop(config: PreTrainedConfig) -> Iterator[str]:
-    """Yields layers that are left out by chance: each rank leaves out others, and their exchanges would not match."""
+def _positions(model: PreTrainedModel, longest_document_tokens: int) -> Iterator[str]:
+    """Yields embeddings that count positions in another way: positions inside documents, which a batch holds, would be
+    others than the model was trained with; and rotary embeddings that change with the longest document."""
+    for name, module in text_modules(model).items():
+        if forward_names(module, "create_position_ids_from_input_ids"):
+            yield (
+                f"{name} counts positions from padding_idx {getattr(module, 'padding_idx', '?')} in input_ids, not "
+                "from 0 in each document"
+            )
+            break
+    limit = longest_rotary_tokens(model.config.get_text_config())
+    if limit is not None and longest_document_tokens > limit:
+        yield _rotary_refusal(limit, longest_document_tokens)
+
+
+def _settings(model: PreTrainedModel, config: PreTrainedConfig) -> Iterator[str]:
+    """Yields settings that are not computed."""
+    if getattr(config, "alibi", False):
+        yield "alibi=True: attention bias is not computed"
+    if getattr(config, "is_causal", True) is False:
+        yield "config.is_causal=False: its masks are not causal"
+    dropped: dict[str, float] = {}
+    layers = attention_layers(model)
+    for name, module in layers.items():
+        dropout = getattr(module, "attention_dropout", None)
+        dropout = getattr(module, "attn_dropout", None) if dropout is None else dropout
+        share = getattr(dropout, "p", dropout)
+        if isinstance(share, float | int) and share > 0:
+            dropped[name] = float(share)
+    if dropped:
+        name, share = next(iter(dropped.items()))
+        more = len(dropped) - 1
+        yield f"attention dropout {share} is not computed; set it to 0 ({name} and {more} more layers)"
+    others = [name for name, module in layers.items() if getattr(module, "is_causal", True) is False]
+    if others:
+        yield f"attention is not causal (is_causal=False) ({others[0]} and {len(others) - 1} more layers)"
+    # Layers left out by chance: each rank leaves out others, and their exchanges would not match.
     for name in ("layerdrop", "decoder_layerdrop", "layer_dropout"):
         share = getattr(config, name, None)
         if isinstance(share, float | int) and share > 0:
             yield f"{name}={share} leaves out other layers on every rank; set it to 0"
 
 
-def _dropout(module: nn.Module) -> float | None:
-    dropout = getattr(module, "attention_dropout", None)
-    dropout = getattr(module, "attn_dropout", None) if dropout is None else dropout
-    share = getattr(dropout, "p", dropout)
-    return float(share) if isinstance(share, float | int) and share > 0 else None
-
-
 def refused_loss(model: PreTrainedModel) -> Iterator[str]:
     """Yields why the loss of a model would be wrong if documents are cut between ranks."""
-    if not _passes_shift_labels(type(model)):  # type: ignore[arg-type]
+    forward = type(model).forward
+    if not takes_shift_labels(forward) and not passes_keywords_on(forward, "loss_function"):
         yield (
             "its loss ignores shift_labels: it would shift labels itself, across documents and cuts between ranks "
             f"({type(model).__name__}.forward does not pass its keywords on to the loss); {OWN_BATCHES}"
@@ -355,10 +336,3 @@ def _kernel(
         except UnsupportedAttentionError as error:
             yield f"{layers[0]} and {len(layers) - 1} more layers: {error}"
             return
-
-
-@lru_cache(maxsize=128)
-def _passes_shift_labels(model_class: Hashable) -> bool:
-    """Returns whether forward takes `shift_labels`, or passes all its keywords on to `self.loss_function`."""
-    forward = getattr(model_class, "forward", None)
-    return takes_shift_labels(forward) or passes_keywords_on(forward, "loss_function")

@@ -53,10 +53,14 @@ class CountedRows:
             row_tokens: tokens of each row of a batch that was not placed.
         """
         self._lengths_T, self._longest_tokens, self._padding_rows = None, 0, 0
-        self.is_noisy = plan is not None and trains and self._replaces_noise()
-        self._is_empty = False
+        self.is_noisy = self._is_empty = False
         if plan is None:
             return {}
+        if trains:  # Trainer or a program may have added Transformers' hook to the embeddings
+            hooks = self._model.get_input_embeddings()._forward_hooks
+            for number in [number for number, hook in hooks.items() if hook is neftune_post_forward_hook]:
+                hooks[number] = self._noise
+            self.is_noisy = self._noise in hooks.values()
         if self.is_noisy:
             self._longest_tokens, self._rank = row_tokens, plan.transport.rank
         if (lengths := plan.document_tokens) is None:
@@ -87,22 +91,13 @@ class CountedRows:
         if self._is_empty and isinstance(output, dict):
             for name in {"loss", "aux_loss"} & output.keys():
                 output[name] = _zero(output[name])
+        padding = 0, 0, 0, self._padding_rows
         if self._padding_rows and isinstance(output, tuple):
-            loss, logits, *others = output
-            return loss, self._with_padding(logits), *others
+            loss, logits_TV, *others = output
+            return loss, nn.functional.pad(logits_TV, padding), *others
         if self._padding_rows:
-            output.logits = self._with_padding(output.logits)
+            output.logits = nn.functional.pad(output.logits, padding)
         return output
-
-    def _with_padding(self, logits_TV: torch.Tensor) -> torch.Tensor:
-        return nn.functional.pad(logits_TV, (0, 0, 0, self._padding_rows))
-
-    def _replaces_noise(self) -> bool:
-        """Replaces Transformers' hook, if Trainer or a program has added it to the embeddings; returns whether."""
-        hooks = self._model.get_input_embeddings()._forward_hooks
-        for number in [number for number, hook in hooks.items() if hook is neftune_post_forward_hook]:
-            hooks[number] = self._noise
-        return self._noise in hooks.values()
 
     def _add_noise(self, embeddings: nn.Module, args: object, output_BTD: torch.Tensor) -> torch.Tensor:
         """Adds noise to embeddings `[1, T, D]`: uniform, at most alpha / sqrt(L x D). L counts the tokens of the whole
@@ -129,12 +124,8 @@ def _zero(loss: torch.Tensor) -> torch.Tensor:
     return (0 * loss).nan_to_num()
 
 
-def tempers_queries(model: PreTrainedModel) -> bool:
-    """Returns whether queries of some layers depend on their place."""
-    return any(_tempers(attention) for attention in attention_layers(model).values())
-
-
-def _tempers(attention: nn.Module) -> bool:
+def tempers_queries(attention: nn.Module) -> bool:
+    """Returns whether queries of a layer depend on their place."""
     tempers = getattr(attention, "attn_temperature_tuning", False)
     return (bool(tempers) or isinstance(tempers, Tempered)) and not getattr(attention, "use_rope", True)
 
@@ -144,7 +135,7 @@ def temper_by_position(model: PreTrainedModel) -> list[RemovableHandle]:
     positions."""
     handles, modules = [], dict(model.named_modules())
     for name, attention in attention_layers(model).items():
-        if _tempers(attention):
+        if tempers_queries(attention):
             vars(attention)["attn_temperature_tuning"] = Tempered()
             layer = modules[name.rpartition(".")[0]]
             handles.append(layer.register_forward_pre_hook(Hook(_with_positions), with_kwargs=True))

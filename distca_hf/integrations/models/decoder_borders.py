@@ -25,7 +25,7 @@ from distca_hf.errors import PlanError, PlanMismatchError, UnsupportedAttentionE
 from distca_hf.integrations.mask import RowMask
 from distca_hf.integrations.models.counted_rows import CountedRows, tempers_queries
 from distca_hf.integrations.models.hooks import Hook
-from distca_hf.integrations.models.structure import backbone_of, names_by_position, text_decoder
+from distca_hf.integrations.models.structure import attention_layers, backbone_of, names_by_position, text_decoder
 from distca_hf.runtime.live_plan import LivePlan
 from distca_hf.runtime.posted import among_trainers
 from distca_hf.runtime.row_moves import PassRows
@@ -46,6 +46,8 @@ REPLACED_BY_PLAN = frozenset(
 )
 # Features of images for the first layers: of visual tokens only, with a mask that says which these are.
 DEEP, DEEP_MASK = "deepstack_visual_embeds", "visual_pos_masks"
+# Entries of a batch that are not moved as they are.
+APART = REPLACED_BY_PLAN | {"position_ids", DEEP, DEEP_MASK}
 # Columns that only travel: features of images for all tokens, and the length of the row that a token comes from.
 DENSE_DEEP, ROW_TOKENS = "distca_deepstack", "distca_row_tokens"
 # Numbers that ranks show each other, by their names in messages.
@@ -100,7 +102,8 @@ class DecoderBorders:
         self._names = names_by_position(self._decoder)
         self._class_name, self._counts = type(model).__name__, "looks positions up in a table"
         if not has_position_table:
-            self._counts = "tempers queries by position" if tempers_queries(model) else ""
+            tempers = any(map(tempers_queries, attention_layers(model).values()))
+            self._counts = "tempers queries by position" if tempers else ""
         self._counted, self._check_calls = counted, check_calls
         self._handles: list[RemovableHandle] = []
         self._token_places: torch.Tensor | None = None
@@ -160,9 +163,8 @@ class DecoderBorders:
 
     def _after(self, module: nn.Module, args: tuple[object, ...], kwargs: dict[str, Any], output: object) -> object:
         """Moves results home."""
-        if not self._is_open or kwargs.get("distca_plan") is None:
-            return None
-        return self._move_home(kwargs["distca_plan"], output)
+        plan = kwargs.get("distca_plan")
+        return self._move_home(plan, output) if self._is_open and plan is not None else None
 
     # Outside of compiled graphs, because the number of tokens differs from batch to batch.
     @hidden_from_dynamo
@@ -187,7 +189,14 @@ class DecoderBorders:
         )
         self._rows = rows
         positions = self._positions(given, moves.positions, tokens)
-        moving = self._moving(given, tokens)
+        # Values per token, without positions and features of images; in the order of their names, that of all ranks.
+        moving = {
+            name: value.flatten(0, 1)
+            for name, value in sorted(given.items())
+            if name not in APART and isinstance(value, torch.Tensor) and value.shape[:2] == tokens.shape
+        }
+        if self._counted.is_noisy and "input_ids" in moving:  # embeddings are looked up inside
+            moving[ROW_TOKENS] = tokens.new_full((tokens.numel(),), length, dtype=torch.int64)
         columns = self._columns_of(plan, moving, positions, given, crosses=moves.on_host.crosses)
         moving["position_ids"] = positions.expand(columns.position_rows, -1).T
         if columns.deep_layers:
@@ -228,30 +237,36 @@ class DecoderBorders:
         found[: len(counted)] = counted
         return found[None]
 
-    def _moving(self, given: dict[str, Any], tokens: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Returns `[places, ...]` tensors with a value per token, without positions and features of images; in the
-        order of their names, which is that of all ranks."""
-        apart = {*REPLACED_BY_PLAN, "position_ids", DEEP, DEEP_MASK}
-        moving = {
-            name: value.flatten(0, 1)
-            for name, value in sorted(given.items())
-            if name not in apart and isinstance(value, torch.Tensor) and value.shape[:2] == tokens.shape
-        }
-        if self._counted.is_noisy and "input_ids" in moving:  # embeddings are looked up inside
-            moving[ROW_TOKENS] = tokens.new_full((tokens.numel(),), tokens.shape[1], dtype=torch.int64)
-        return moving
-
     def _columns_of(
         self, plan: LivePlan, moving: Mapping[str, torch.Tensor], positions: torch.Tensor, given: Batch, crosses: bool
     ) -> Columns:
         """Returns the columns that move. Ranks agree on them for batches of a form that is new on some rank, unless
-        nothing is sent: a rank without padding has returned before, and would not take part."""
+        nothing is sent: a rank without padding has returned before, and would not take part.
+
+        Raises:
+            PlanError: this rank's columns are not those that ranks agreed on for batches of this form.
+        """
         described = {name: f"{value.dtype} {[*value.shape[1:]]}" for name, value in moving.items()}
         differentiate = torch.is_grad_enabled() and any(value.requires_grad for value in moving.values())
         now = Columns(len(positions), len(given.get(DEEP) or ()), crosses and differentiate, described)
         known = self._columns.get(plan.planned.batch_forms) if crosses else now
-        if known is not None:
-            self._check_as_before(now, known, plan)
+        if known is not None and not (
+            now.described == known.described
+            and now.position_rows in (1, known.position_rows)
+            and now.deep_layers in (0, known.deep_layers)
+            and now.differentiate <= known.differentiate
+        ):
+            are, were = now.facts, known.facts
+            shown = "; ".join(
+                f"{name} is {are.get(name, 'missing')} (was {were.get(name, 'missing')})"
+                for name in were | are
+                if are.get(name) != were.get(name)
+            )
+            raise PlanError(
+                f"{plan.transport.grid.name}, micro-batch {plan.micro_batch}: inputs of the decoder differ from "
+                f"those in an earlier batch of the same form: {shown}; nothing was sent. Give the model the same "
+                "inputs in every pass on such a batch"
+            )
         try:
             self._check_known(given, f"{plan.transport.grid.name}, micro-batch {plan.micro_batch}")
         except UnsupportedAttentionError:
@@ -263,27 +278,6 @@ class DecoderBorders:
         if len(self._columns) >= REMEMBERED_FORMS:
             self._columns.clear()
         return self._columns.setdefault(plan.planned.batch_forms, _agreed(now, given, plan))
-
-    def _check_as_before(self, now: Columns, known: Columns, plan: LivePlan) -> None:
-        """Checks that this rank's columns are those that ranks agreed on for batches of this form."""
-        if (
-            now.described == known.described
-            and now.position_rows in (1, known.position_rows)
-            and now.deep_layers in (0, known.deep_layers)
-            and now.differentiate <= known.differentiate
-        ):
-            return
-        are, were = now.facts, known.facts
-        shown = "; ".join(
-            f"{name} is {are.get(name, 'missing')} (was {were.get(name, 'missing')})"
-            for name in were | are
-            if are.get(name) != were.get(name)
-        )
-        raise PlanError(
-            f"{plan.transport.grid.name}, micro-batch {plan.micro_batch}: inputs of the decoder differ from "
-            f"those in an earlier batch of the same form: {shown}; nothing was sent. Give the model the same inputs "
-            "in every pass on such a batch"
-        )
 
     def _check_known(self, given: Batch, where: str) -> None:
         """Checks that masks are of causal documents, and that every tensor of tokens has one value per token. Tensors
@@ -299,11 +293,7 @@ class DecoderBorders:
                 raise UnsupportedAttentionError(f"{where}: {self._class_name}: {refusal}")
         batch_size, length = shape = tokens_of(given).shape
         for name, value in given.items():
-            if (
-                name in REPLACED_BY_PLAN
-                or name in ("position_ids", DEEP, DEEP_MASK)
-                or not isinstance(value, torch.Tensor)
-            ):
+            if name in APART or not isinstance(value, torch.Tensor):
                 continue
             is_of_tokens = length in value.shape[1:] or value.shape[:1] == (batch_size * length,)
             if value.numel() > 1 and value.shape[:2] != shape and (is_of_tokens or name in self._names):

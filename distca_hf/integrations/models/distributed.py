@@ -105,7 +105,7 @@ def heads_divided_by(model: nn.Module) -> int:
     with all heads, as with plans that gather queries, keys and values."""
     ranks = tensor_ranks(model)
     styles = _projections(transformers_model(model)) if ranks > 1 else ()
-    return ranks if any(style in DIVIDED for _, _, style in styles) else 1
+    return ranks if any(style in DIVIDED for _, style in styles) else 1
 
 
 def has_data_and_tensor_mesh(model: nn.Module) -> bool:
@@ -150,8 +150,8 @@ def undividable_attention(model: nn.Module) -> Iterator[str]:
     if tensor_ranks(inner) == 1:
         return
     first: dict[bool, str] = {}
-    for layer, projection, style in _projections(inner):
-        name = f"{layer}.{projection}"
+    for name, style in _projections(inner):
+        projection = name.rpartition(".")[2]
         if style is not None and style not in (*DIVIDED, *GATHERED):
             yield f"{name} has the style {style!r}, which is not known to keep heads whole; give it 'colwise'"
             return
@@ -175,18 +175,22 @@ def adapters_that_fail(model: nn.Module) -> Iterator[tuple[str, str]]:
     mesh, inner = model_mesh(model), transformers_model(model)
     if mesh is None or mesh.size(mesh.tensor) == 1:
         return
-    plan, is_sharded = inner.tp_plan or {}, mesh.size(mesh.data) > 1
+    is_sharded = mesh.size(mesh.data) > 1
     for name, module in inner.named_modules():
-        style = plan.get(name, plan.get(LAYER_NUMBER.sub("*", name)))
+        style = _style_of(inner, name)
         if style is not None and hasattr(module, "base_layer") and (is_sharded or style not in DIVIDED):
             yield name, style
 
 
-def _projections(model: PreTrainedModel) -> Iterator[tuple[str, str, str | None]]:
-    """Yields the linear layers that queries, keys and values come from: attention layer, name in it, style."""
-    plan = model.tp_plan or {}
+def _projections(model: PreTrainedModel) -> Iterator[tuple[str, str | None]]:
+    """Yields names and styles of the linear layers that queries, keys and values come from."""
     for layer, module in attention_layers(model).items():
         for projection, _ in module.named_children():
             if projection in (*BY_HEADS, *IN_A_ROW):
-                name = f"{layer}.{projection}"
-                yield layer, projection, plan.get(name, plan.get(LAYER_NUMBER.sub("*", name)))
+                yield f"{layer}.{projection}", _style_of(model, f"{layer}.{projection}")
+
+
+def _style_of(model: PreTrainedModel, module: str) -> str | None:
+    plan = model.tp_plan or {}
+    style: str | None = plan.get(module, plan.get(LAYER_NUMBER.sub("*", module)))
+    return style

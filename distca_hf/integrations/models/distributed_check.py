@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.nn.utils.parametrize import ParametrizationList
 
 from distca_hf.errors import ConfigError
+from distca_hf.integrations.models.decoder_layers import whole_heads_of_layers
 from distca_hf.integrations.models.distributed import (
     ModelMesh,
     adapters_that_fail,
@@ -25,7 +26,6 @@ from distca_hf.integrations.models.distributed import (
     wants_sequence_parallel,
     wrong_expert_gradients,
 )
-from distca_hf.integrations.models.heads import whole_heads_of_layers
 from distca_hf.integrations.models.structure import attention_layers, transformers_model
 from distca_hf.parallel_context import DeviceMesh, ParallelContext
 from distca_hf.torch_private import sharded_by_fsdp2

@@ -8,7 +8,7 @@ which they compare.
 import copy
 import json
 import zlib
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from functools import cached_property
 
 import torch
@@ -20,8 +20,13 @@ from distca_hf.comm.grid import Grid, Scope
 from distca_hf.config import DistCAConfig
 from distca_hf.errors import PlanError, UnsupportedAttentionError
 from distca_hf.integrations.models.check import IMPLEMENTATION, PositionLimits, refused_loss
-from distca_hf.integrations.models.layer_masks import layer_masks_of, masks_of_layers
-from distca_hf.integrations.models.structure import towers, transformers_model, weights_beside_text
+from distca_hf.integrations.models.decoder_layers import layer_masks_of, masks_of_layers
+from distca_hf.integrations.models.structure import (
+    attention_layers,
+    towers,
+    transformers_model,
+    weights_beside_text,
+)
 from distca_hf.integrations.models.weights_check import SharedState, replicated_parameters
 from distca_hf.runtime.forward_pass import ForwardPass, PassCalls
 from distca_hf.runtime.live_plan import LivePlan
@@ -55,10 +60,8 @@ OF_ADAPTERS = ("scaling", "_active_adapter", "_disable_adapters", "merged_adapte
 class ForwardCheck:
     """Checks the forward passes of one enabled model.
 
-    Args:
-        layers: its attention layers by name, in the order of their numbers.
-
     Attributes:
+        layers: its attention layers by name, in the order of their numbers.
         position_limits: longest documents that the model can take.
         towers: parts of a multimodal model besides its text, by name.
         masks: masks of its attention layers by name, as placement counts them.
@@ -66,12 +69,12 @@ class ForwardCheck:
         calls_before: those of the latest pass; None before the first one.
     """
 
-    def __init__(self, root: nn.Module, config: DistCAConfig, layers: Mapping[str, nn.Module]) -> None:
-        self._root, self._config, self._layers = root, config, layers
-        inner = transformers_model(root)
+    def __init__(self, root: nn.Module, config: DistCAConfig) -> None:
+        self._root, self._config, inner = root, config, transformers_model(root)
         self._class_name = type(inner).__name__
+        self.layers = attention_layers(inner)
         # Layers look their implementation up in their config; most often it is one for all of them.
-        configs = [getattr(layer, "config", inner.config.get_text_config()) for layer in layers.values()]
+        configs = [getattr(layer, "config", inner.config.get_text_config()) for layer in self.layers.values()]
         self._attention_configs = list({id(config): config for config in configs}.values())
         self.position_limits, self.towers = PositionLimits(inner), towers(inner)
         self.masks = masks_of_layers(inner)
@@ -80,6 +83,7 @@ class ForwardCheck:
         self._module_facts: dict[str, object] | None = None
         self._state: SharedState | None = None
         self._config_facts = ConfigFacts(root)
+        self._towers_are_sharded: bool | None = None
         self._warned_of_plugin = self._warned_of_implementation = self._takes_placed = False
 
     def forget_passes(self) -> None:
@@ -93,7 +97,7 @@ class ForwardCheck:
             again: whether to look again which parameters are trained.
         """
         if self._module_facts is None:
-            self._module_facts = module_facts(self._root, self._layers)
+            self._module_facts = module_facts(self._root)
         elif again:
             self._module_facts[TRAINED] = _trained(self._root)
         return self._module_facts | self._config_facts.now()
@@ -122,19 +126,6 @@ class ForwardCheck:
                 "plugin) before it trains"
             )
         self.check_implementation(trains=True)
-
-    def check_cache(self, batch: Batch) -> None:
-        """Checks that a batch whose rows may move fills no cache: it would hold keys of rows of other ranks.
-
-        Raises:
-            UnsupportedAttentionError: `use_cache` is set.
-        """
-        if batch.get("use_cache"):
-            raise UnsupportedAttentionError(
-                f"{self._class_name} got use_cache=True, and rows are placed inside the model: the cache would hold "
-                "keys of other ranks' rows. Leave use_cache out; or, to go on from the cache, give one on all ranks "
-                "(past_key_values=DynamicCache()): then every rank attends to its own batch"
-            )
 
     def check_implementation(self, trains: bool) -> None:
         """Checks that the model still attends through distca, also where a rank attends alone.
@@ -167,6 +158,8 @@ class ForwardCheck:
         Args:
             trains: whether backward follows.
         """
+        if self._towers_are_sharded is None:  # the model is wrapped by now
+            self._towers_are_sharded = are_sharded(self._root, self.towers.values())
         if self._towers_are_sharded:
             return True
         if not trains or not any(weight.requires_grad for weight in self._beside_text):
@@ -179,10 +172,6 @@ class ForwardCheck:
         parts = transformers_model(self._root).get_input_embeddings().modules()
         embeddings = (x for part in parts for x in part._parameters.values() if x is not None)  # in half the time
         return any(x.requires_grad for x in embeddings), any(x.requires_grad for x in self._beside_text)
-
-    @cached_property
-    def _towers_are_sharded(self) -> bool:
-        return are_sharded(self._root, self.towers.values())
 
     @cached_property
     def _beside_text(self) -> list[nn.Parameter]:
@@ -245,9 +234,9 @@ class ForwardCheck:
             PlanError: in a later pass some layers did, or were left out.
         """
         calls = plan.forward_pass.calls
-        if self.num_calls is None and calls < len(self._layers):
+        if self.num_calls is None and calls < len(self.layers):
             raise UnsupportedAttentionError(
-                f"{self._class_name}: {calls} of its {len(self._layers)} attention layers came through distca in the "
+                f"{self._class_name}: {calls} of its {len(self.layers)} attention layers came through distca in the "
                 "first forward pass; the others computed something else, and no step was taken"
             )
         if self.num_calls is not None and calls != self.num_calls:
@@ -263,7 +252,7 @@ class ForwardCheck:
 
     def _check_masks(self, forward_pass: ForwardPass) -> None:
         """Warns, after the first pass, of layers that attend with other windows than placement was told."""
-        names, planned = list(self._layers), self.masks
+        names, planned = list(self.layers), self.masks
         if len(forward_pass.layers) != len(forward_pass.made.masks):  # an attention server was lost meanwhile
             return
         called = zip(forward_pass.layers, forward_pass.made.masks, strict=True)
@@ -283,23 +272,28 @@ class ForwardCheck:
             )
 
 
-def module_facts(model: nn.Module, attention_layers: Mapping[str, nn.Module]) -> dict[str, object]:
+def module_facts(model: nn.Module) -> dict[str, object]:
     """Returns facts about modules and parameters. Computed once: reading all modules takes milliseconds.
 
     Args:
         model: a Transformers model, or a PEFT model around one.
-        attention_layers: its attention layers by name, in the order of their numbers.
     """
-    names = [(name, getattr(layer, "layer_idx", None)) for name, layer in attention_layers.items()]
+    inner = transformers_model(model)
+    names = [(name, getattr(layer, "layer_idx", None)) for name, layer in attention_layers(inner).items()]
+    # Shapes of weights are left out: sharding leaves each rank another part of them.
+    settings = [
+        (name, type(module).__name__, module.training == inner.training, _plain_attributes(module))
+        for name, module in inner.named_modules()
+    ]
     dtypes = sorted({str(parameter.dtype) for parameter in model.parameters()})
     return {
-        "model class": type(transformers_model(model)).__name__,
+        "model class": type(inner).__name__,
         "attention layers": len(names),
         "names and numbers of attention layers": _checksum(names),
         "sliding windows of attention layers": ", ".join(
             f"{mask.in_words} ({count})" for mask, count in layer_masks_of(model)
         ),
-        "modules and their settings": _checksum(_settings(transformers_model(model))),
+        "modules and their settings": _checksum(settings),
         TRAINED: _trained(model),
         "dtypes of parameters": ", ".join(dtypes),
     }
@@ -309,15 +303,6 @@ def _trained(model: nn.Module) -> str:
     """Returns a checksum of the names of parameters, and of which are trained: one that a rank freezes would lose the
     gradients of all rows that are placed there."""
     return _checksum([(name, parameter.requires_grad) for name, parameter in model.named_parameters()])
-
-
-def _settings(model: nn.Module) -> list[tuple[str, str, bool, list[tuple[str, object]]]]:
-    """Returns name, class, whether it is in the model's mode, and plain attributes of every module. Shapes of weights
-    are left out: sharding leaves each rank another part of them."""
-    return [
-        (name, type(module).__name__, module.training == model.training, _plain_attributes(module))
-        for name, module in model.named_modules()
-    ]
 
 
 def _plain_attributes(module: nn.Module) -> list[tuple[str, object]]:
@@ -347,16 +332,14 @@ class ConfigFacts:
         if self._seen != vars(self._config):
             self._seen = copy.deepcopy(vars(self._config))
             self._facts = {
-                f"config.{name}": json.dumps(value, default=_name_of, sort_keys=True)
+                # Memory addresses would differ between ranks.
+                f"config.{name}": json.dumps(
+                    value, default=lambda x: str(x) if isinstance(x, torch.dtype) else type(x).__name__, sort_keys=True
+                )
                 for name, value in sorted(self._seen.items())
                 if not name.startswith("_") and name not in ABOUT_A_CONFIG
             }
         return self._facts
-
-
-def _name_of(value: object) -> str:
-    """Returns a stand-in for a value that JSON cannot write; memory addresses would differ between ranks."""
-    return str(value) if isinstance(value, torch.dtype) else type(value).__name__
 
 
 def _checksum(value: object) -> str:

@@ -4,6 +4,7 @@ Hooks find or make the plan of every batch, and check the pass around it. Batche
 plan along. For any other batch that trains, ranks agree here. Its plan is made ahead, or when the decoder begins.
 """
 
+import inspect
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
@@ -20,35 +21,38 @@ from distca_hf.batches.read_documents import DocumentReader, ReadDocuments, Read
 from distca_hf.batches.reported_steps import ReportedSteps
 from distca_hf.comm.averaging import check_averaging
 from distca_hf.config import DistCAConfig
-from distca_hf.errors import PlanError
+from distca_hf.errors import PlanError, UnsupportedAttentionError
 from distca_hf.integrations.attention import LAYER_SETTINGS, LayerSettings
-from distca_hf.integrations.models.backbone_calls import BackboneCalls
+from distca_hf.integrations.checkpointing import RecomputedLayers
 from distca_hf.integrations.models.check import PositionLimits, check_model
 from distca_hf.integrations.models.counted_rows import CountedRows, temper_by_position, temper_by_row
 from distca_hf.integrations.models.decoder_borders import DecoderBorders
-from distca_hf.integrations.models.decoder_layers import verdict_in_short
+from distca_hf.integrations.models.decoder_layers import (
+    head_groups_of,
+    layer_masks_of,
+    masks_of_layers,
+    token_bytes_of,
+    verdict_in_short,
+)
 from distca_hf.integrations.models.distributed_check import check_divided_heads, follow_mesh
 from distca_hf.integrations.models.forward_check import ForwardCheck
-from distca_hf.integrations.models.heads import head_groups_of, token_bytes_of
-from distca_hf.integrations.models.hooks import WATCH, HiddenHook
-from distca_hf.integrations.models.layer_masks import layer_masks_of, masks_of_layers
+from distca_hf.integrations.models.hooks import WATCH, BackboneCalls, HiddenHook
 from distca_hf.integrations.models.mixers import MixerWatch
 from distca_hf.integrations.models.placed_loss import PlacedLoss, label_count
 from distca_hf.integrations.models.planner import predictable, step_flops, vocabulary_tokens_of
-from distca_hf.integrations.models.recomputed_layers import RecomputedLayers
 from distca_hf.integrations.models.structure import (
     attention_layers,
     backbone_of,
-    forward_accepts,
     give_own_attention,
     names_by_position,
+    text_decoder,
     transformers_model,
     without_kinds_of_text,
 )
 from distca_hf.integrations.models.weights_check import is_due
 from distca_hf.parallel_context import ParallelContext
 from distca_hf.runtime.live_plan import LivePlan
-from distca_hf.runtime.retention import PassLayers, Regions
+from distca_hf.runtime.retention import PassLayers
 from distca_hf.telemetry import get_logger
 
 
@@ -82,30 +86,30 @@ class ForwardWatch:
         self.flops, self.report = step_flops(root), RunReport(context)
         self.attention_dtype: torch.dtype | None = None
         self._class_name = type(inner).__name__
-        self._layers = attention_layers(inner)
         self._is_running, self._passes_with_gradients = False, 0
-        self._check = ForwardCheck(root, context, self._layers)
+        self._check = ForwardCheck(root, context)
         self.position_limits = self._check.position_limits
         self._counted = CountedRows(inner)
         self._borders = DecoderBorders(inner, self.position_limits.has_table, self._counted, self._check.check_calls)
         self.loss = PlacedLoss(inner, root)
         self._at_backbone = BackboneCalls(inner, root, self._before, self._after, self.is_running)
         self._names = names_by_position(root)
-        self._accepts_use_cache = forward_accepts(inner, "use_cache")
+        parameters, of_decoder = (inspect.signature(part.forward).parameters for part in (inner, text_decoder(inner)))
+        passes_on = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+        self._accepts_use_cache = "use_cache" in parameters or (passes_on and "use_cache" in of_decoder)
         self._logged_cache = False
         self._mixers = MixerWatch(inner, self._accepts_use_cache)
         # Images may stand in text as tokens that have no embedding.
         self._vocabulary_tokens = None if self._check.towers else vocabulary_tokens_of(root)
         of_model = self._mixers.lengths, not self._mixers.mixers, self._borders.is_multimodal, self._vocabulary_tokens
-        self.reader = DocumentReader(*of_model, with_checksum=context.members.grid.shape[2] > 1)
-        self._head_groups = head_groups_of(root, context.members.grid.shape[2])
-        self._token_bytes = token_bytes_of(root)
-        self._layer_masks = layer_masks_of(root)
-        self._recomputed_layers = RecomputedLayers(root)
+        tensor_ranks, check = context.members.grid.shape[2], self._check
+        self.reader = DocumentReader(*of_model, with_checksum=tensor_ranks > 1)
+        self._head_groups = head_groups_of(root, tensor_ranks)
+        self._token_bytes, self._layer_masks = token_bytes_of(root), layer_masks_of(root)
+        self._recomputed = RecomputedLayers({layer: check.masks[name] for name, layer in check.layers.items()})
         reported = context.report_every_steps, context.trace_file, self._token_bytes, self._layer_masks
         self.reported_steps = ReportedSteps(*reported)
         self._facts: dict[str, object] = {}
-        self._regions: Regions = ()
         self._handles: list[RemovableHandle] = []
 
     def __deepcopy__(self, memo: dict[int, object]) -> "ForwardWatch":
@@ -146,12 +150,11 @@ class ForwardWatch:
             for handle in self._handles:
                 handle.remove()
             self._borders.leave()
-            self._recomputed_layers.leave()
+            self._recomputed.leave()
 
-    def is_for(self, root: nn.Module, context: ParallelContext) -> bool:
-        """Returns whether it watches this model under this plugin, and the layers' masks have not changed."""
-        same = self.root is root and self.context is context
-        return same and self._check.masks == masks_of_layers(root)
+    def is_up_to_date(self) -> bool:
+        """Returns whether the masks of layers are those that the model had when it was enabled."""
+        return self._check.masks == masks_of_layers(self.root)
 
     def forget_passes(self) -> None:
         """Makes the next pass count as the first one, so that layers may change."""
@@ -182,22 +185,21 @@ class ForwardWatch:
         self._counted.begin({}, None, trains=False)
         batch = dict(without_kinds_of_text(given)) if self._check.towers else given
         batch = completed(batch, self._class_name)
-        plan = batch.get("distca_plan")
-        is_given = plan is None
+        plan, args = batch.get("distca_plan"), args[len(self._names) :]
+        is_given, trains = plan is None, module.training and torch.is_grad_enabled()
         if is_given:
-            if self._attends_locally(module, batch):
+            if self._attends_locally(batch, trains, evaluates=not module.training):
                 if module is self.root:
-                    self._check.check_implementation(trains=module.training and torch.is_grad_enabled())
+                    self._check.check_implementation(trains)
                 check_mask_numbers(batch)
                 with ids_checked(batch, self._vocabulary_tokens, waits=False):
-                    batch = batch | self._mixers.alone(batch, trains=module.training and torch.is_grad_enabled())
-                return None if batch.keys() == given.keys() else (args[len(self._names) :], batch)
-            plan = self._plan_given(module, batch)
+                    batch = batch | self._mixers.alone(batch, trains)
+                return None if batch.keys() == given.keys() else (args, batch)
+            plan = self._plan_given(module, batch, trains)
             batch |= fill_empty(batch)
-        args = args[len(self._names) :]
         if plan is None:
             self._borders.end()
-            return args, batch | self._mixers.alone(batch, trains=module.training and torch.is_grad_enabled())
+            return args, batch | self._mixers.alone(batch, trains)
         if not isinstance(plan, LivePlan):
             raise PlanError(
                 f"distca_plan is a {type(plan).__name__}, not the plan that plugin.dataloader made; pass batches on "
@@ -211,40 +213,36 @@ class ForwardWatch:
         self._check.check_placed(batch, plan)
         batch |= self._mixers.with_plan(batch, plan)
         plan = plan.for_pass()
-        self._begin(module, plan)
-        trains = module.training and torch.is_grad_enabled()
+        self._begin(module, plan, trains)
         counted = self._counted.begin(batch, plan, trains, tokens_of(batch).shape[1])
         batch = {**batch, "distca_plan": plan, **label_count(batch, plan), **self._no_cache(batch), **counted}
         return args, self.loss.place(batch, plan, self._borders) if self.loss.is_placed else batch
 
     def _prepare(self, module: nn.Module, config: DistCAConfig, world_size: int) -> None:
         """Prepares checkpointing, and the facts of a pass."""
-        rows_wait = self._recomputed_layers.prepare(module, self.context, has_peers=world_size > 1)
+        rows_wait = self._recomputed.prepare(module, self.context, has_peers=world_size > 1)
         self._passes_with_gradients += torch.is_grad_enabled()
         is_looked_at = torch.is_grad_enabled() and is_due(self._passes_with_gradients)
         if is_looked_at:  # it may be wrapped at any time
             check_averaging(self.root, self.context.members)
             check_divided_heads(self.root, self.context)
-        again, self._regions = self._recomputed_layers.again, self._recomputed_layers.regions
         self._facts = {
             **config.shared_settings(),
             "gradients": torch.is_grad_enabled(),
             "training": module.training,
-            "attention layers that are recomputed": sum(map(len, self._regions)),
-            "checkpointed modules that attend again": again,
-            "masks of their layers": self._regions,
+            "attention layers that are recomputed": sum(map(len, self._recomputed.regions)),
+            "checkpointed modules that attend again": self._recomputed.again,
+            "masks of their layers": self._recomputed.regions,
             "received rows wait for recomputation": rows_wait,
             **self._check.facts(again=is_looked_at),
         }
 
-    def _begin(self, module: nn.Module, plan: LivePlan) -> None:
+    def _begin(self, module: nn.Module, plan: LivePlan, trains: bool) -> None:
         """Begins a pass for which `_prepare` was called."""
         calls, grid = self._check.num_calls, self.context.members.grid
-        layers = PassLayers(calls or len(self._layers), self._layer_masks, self._regions)
+        layers = PassLayers(calls or len(self._check.layers), self._layer_masks, self._recomputed.regions)
         trace = self.reported_steps.begin(
-            plan,
-            module.training and torch.is_grad_enabled(),
-            lambda: predictable(self.root, self.flops, self._recomputed_layers.parts(module), grid),
+            plan, trains, lambda: predictable(self.root, self.flops, self._recomputed.parts(module), grid)
         )
         plan.begin_forward_pass(
             calls, self._facts, layers, self._check.calls_before, trace, self._check.shared_state(grid)
@@ -262,25 +260,23 @@ class ForwardWatch:
             log.debug("%s: config.use_cache=True is not followed for batches with a plan", self._class_name)
         return {"use_cache": False}
 
-    def _attends_locally(self, module: nn.Module, batch: Batch) -> bool:
+    def _attends_locally(self, batch: Batch, trains: bool, evaluates: bool) -> bool:
         """Returns whether this rank attends to a batch without a plan, independently of other ranks.
 
         It does on a single rank, with a cache, and if the model is not training (evaluation, generation, a teacher)
         unless the setting `evaluate` is "distca".
         """
-        trains = module.training and torch.is_grad_enabled()
-        evaluates = not module.training and self.context.evaluate == "distca"
+        evaluates = evaluates and self.context.evaluate == "distca"
         members = self.context.members
         # Tensor ranks of one data rank have nothing to exchange, but agree.
         one_rank = len(members.compute_ranks if trains else members.token_ranks) == len(members.layer_ranks) == 1
         return one_rank or not (trains or evaluates) or cache_of(batch) is not None
 
-    def _plan_given(self, module: nn.Module, batch: Batch) -> LivePlan | None:
+    def _plan_given(self, module: nn.Module, batch: Batch, trains: bool) -> LivePlan | None:
         """Returns the plan of a given batch; None if it stays padded on some rank. All ranks decide alike."""
         self._check.check_model(module)
         planner, images_wait = self._planner_on(tokens_of(batch).device), self._check.images_wait(module.training)
-        rows_move = module.training and torch.is_grad_enabled() and not self._mixers.mixers
-        returning, reason = self.loss.begin(batch if rows_move else None)
+        returning, reason = self.loss.begin(batch if trains and not self._mixers.mixers else None)
         need_gradients = self._check.gradients_before_decoder()
 
         def meanwhile() -> None:
@@ -309,8 +305,12 @@ class ForwardWatch:
 
     def _read_and_open(self, batch: Batch) -> ReadDocuments:
         """Returns the documents of a batch, and opens the borders of the decoder for its pass."""
-        if not self._mixers.mixers:
-            self._check.check_cache(batch)
+        if batch.get("use_cache") and not self._mixers.mixers:
+            raise UnsupportedAttentionError(
+                f"{self._class_name} got use_cache=True, and rows are placed inside the model: the cache would hold "
+                "keys of other ranks' rows. Leave use_cache out; or, to go on from the cache, give one on all ranks "
+                "(past_key_values=DynamicCache()): then every rank attends to its own batch"
+            )
         reading = reading_of(batch)
         read = (reading and reading.documents) or self.reader.read(batch)
         self._borders.begin(read.padded, tokens_of(batch).device)
@@ -329,7 +329,7 @@ class ForwardWatch:
             if self.planner is not None:
                 self.planner.end_pass()
             if trains and not self.report.written:
-                (layers, attention), flops = self._recomputed_layers.parts(module), self.flops
+                (layers, attention), flops = self._recomputed.parts(module), self.flops
                 cost = None if flops is None else flops.cost(recomputes_layers=layers, recomputes_attention=attention)
                 self.report.begin(plan, cost, flops)
         return self.loss.end(output if self.loss.is_placed else self._counted.end(output))
@@ -365,7 +365,7 @@ def enable(model: nn.Module, plugin: ParallelContext, longest_document_tokens: i
     inner = transformers_model(model)
     give_own_attention(inner)
     watch = watch_of(inner)
-    if watch is None or not watch.is_for(model, plugin):
+    if watch is None or watch.root is not model or watch.context is not plugin or not watch.is_up_to_date():
         if watch is not None:
             log.info("%s was enabled before; from now on it follows this plugin", type(inner).__name__)
             watch.leave({model, inner})

@@ -1,11 +1,25 @@
-"""Hooks of an enabled model. Copies of the model share them; a stored one comes back without its method, and does
-nothing."""
+"""Hooks of an enabled model, and those around its backbone.
+
+Copies of the model share its hooks; a stored one comes back without its method, and does nothing.
+
+Programs with their own head call the backbone (`model.model`) and not the enabled root: fused losses, and trainers of
+TRL, which also run their methods in place of the root's forward so that DDP and FSDP take part. Such a training pass
+is begun and ended here as others are at the root.
+"""
 
 from collections.abc import Callable
+from typing import Any
 
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+from transformers import PreTrainedModel
+
+from distca_hf.integrations.models.structure import backbone_of, names_by_position
 from distca_hf.torch_private import hidden_from_dynamo
 
 
+Keywords = dict[str, Any]
 # Attribute of an enabled model, and of the Transformers model inside it, that holds its `ForwardWatch`.
 WATCH = "_distca_watch"
 
@@ -32,3 +46,61 @@ class HiddenHook(Hook):
     @hidden_from_dynamo
     def __call__(self, *arguments: object) -> object:
         return super().__call__(*arguments)
+
+
+class BackboneCalls:
+    """Hooks around the backbone of one model.
+
+    Args:
+        begin, end: the hooks around the root; called as for a pass of the root, with keywords only.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        root: nn.Module,
+        begin: Callable[[nn.Module, tuple[object, ...], Keywords], object],
+        end: Callable[[nn.Module, tuple[object, ...], Keywords, object], object],
+        is_running: Callable[[], bool],
+    ) -> None:
+        self._root, self._backbone, self._names = root, backbone_of(model), names_by_position(backbone_of(model))
+        self._is_watched = self._backbone not in (model, root)
+        self._begin, self._end, self._is_running = begin, end, is_running
+        self._handles: list[RemovableHandle] = []
+        self._is_open = False
+
+    def enter(self) -> None:
+        """Adds the hooks, unless the backbone is the whole model."""
+        if self._is_watched:
+            self._handles = [
+                self._backbone.register_forward_pre_hook(Hook(self._before), with_kwargs=True),
+                self._backbone.register_forward_hook(Hook(self._after), with_kwargs=True),
+            ]
+
+    def leave(self, backbone: nn.Module) -> None:
+        """Removes the hooks from the backbone, or from the backbone of a copy, whose hooks are copies, too."""
+        for handle in self._handles:
+            if backbone is self._backbone:
+                handle.remove()
+            backbone._forward_pre_hooks.pop(handle.id, None)
+            backbone._forward_hooks.pop(handle.id, None)
+
+    def _before(self, module: nn.Module, args: tuple[object, ...], kwargs: Keywords) -> object:
+        """Begins a pass, if the root was not called. torch.compile traces this; there is nothing to do if it was."""
+        if kwargs.get("distca_plan") is not None or not (module.training and torch.is_grad_enabled()):
+            return None
+        return None if self._is_running() and not self._is_open else self._open(module, args, kwargs)
+
+    def _after(self, module: nn.Module, args: tuple[object, ...], kwargs: Keywords, output: object) -> object:
+        return self._close(module, args, kwargs, output) if self._is_open else None
+
+    @hidden_from_dynamo
+    def _open(self, module: nn.Module, args: tuple[object, ...], kwargs: Keywords) -> object:
+        self._is_open = True
+        root = self._root if module is self._backbone else module  # a copy is refused
+        return self._begin(root, (), dict(zip(self._names, args, strict=False)) | kwargs)
+
+    @hidden_from_dynamo
+    def _close(self, module: nn.Module, args: tuple[object, ...], kwargs: Keywords, output: object) -> object:
+        self._is_open = False
+        return self._end(self._root, args, kwargs, output)

@@ -1,49 +1,60 @@
 """Mixers: parts of layers that mix tokens by other means than attention, found by their structure.
 
 Gated delta nets, Mamba, lightning attention, RG-LRU and short convolutions carry a state from token to token. They are
-not computed here. A model that has them trains with whole documents on every rank, and `documents_apart` keeps these
-apart. Only tasks of its attention layers move.
+not computed here. A model that has them trains with whole documents on every rank, which its mixers never see in one
+row. Only tasks of its attention layers move.
 
 A mixer is a module that a layer calls directly, that has no attention of Transformers' interface inside, and whose
 class carries a state. Generation needs only that state of all tokens before, so no token depends on later ones.
 Anything else that mixes tokens is refused by name.
 
+    rows of the pack      | d0 d0 d0 d0 d0 | d1 d1 | d2 d2 d2 d2 d2 d2 | padding |
+    batches of a mixer    | d0 d0 d0 d0 d0  · |       | d1 d1 |
+                          | d2 d2 d2 d2 d2 d2 |
+
+Documents of about the same length are gathered into a batch that is padded on the right. The mixer runs on it, and
+its rows are scattered back. No token depends on later ones, so padding after a document changes nothing. That is
+exact for every mixer and needs no kernel. Offsets for kernels that know packed rows are not passed on: Transformers
+leaves an argument out that an installed kernel does not have, and documents would see each other. The documents of a
+pass travel to the layers as a keyword, so that a recomputed layer has those of its own pass.
+
 The state at the first token of a document is that of nothing before. So a plan that cuts documents is refused.
 Attention may take a row for a document if nothing else is said, but a batch that a model with mixers trains on must
-say where documents begin, and all that it says must agree.
+say where documents begin, and all that it says must agree (`finding.stated_lengths`).
 """
 
+import inspect
 import re
-from collections.abc import Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from functools import lru_cache
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import nn
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import Cache, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from distca_hf.arrays import IntArray, exclusive_cumsum
-from distca_hf.batches.batch_documents import (
-    POSITIONS_WITH_TEXT,
-    Batch,
-    cache_of,
-    document_lengths,
-    documents_at,
-    padded_rows,
-    tokens_of,
-)
+from distca_hf.arrays import IntArray, exclusive_cumsum, ranges
+from distca_hf.batches.batch_documents import Batch, cache_of, document_lengths, tokens_of
 from distca_hf.errors import PackingError, PlanError, UnsupportedAttentionError
-from distca_hf.integrations.models.documents_apart import KEYWORD, DocumentRows, keep_apart, mix_rows_again
+from distca_hf.integrations.finding import lengths_and_rows, stated_lengths
 from distca_hf.integrations.models.structure import attention_layers, source_of, text_modules, transformers_model
 from distca_hf.runtime.live_plan import LivePlan
 from distca_hf.telemetry import get_logger
+from distca_hf.torch_private import hidden_from_dynamo
 
+
+log = get_logger(__name__)
 
 # Layer types of configurations whose tokens attend to tokens before them, or do not see each other.
 LAYER_TYPES = frozenset({"full_attention", "sliding_attention", "chunked_attention", "attention", "moe", "mlp"})
 # Names that Transformers' classes have for a state, as an attribute or in a cache.
 STATE = re.compile(r"(conv|conv1d|recurrent|ssm|linear)_(states?|cache)\b")
+# Keyword of models and layers that holds the `DocumentRows` of a pass.
+KEYWORD = "distca_documents"
+# Shorter documents share one batch: padding costs less than a call.
+SHORT_TOKENS = 64
 
 
 def mixers_of(model: PreTrainedModel) -> dict[str, nn.Module]:
@@ -106,9 +117,6 @@ def _carries_state(module_class: Hashable) -> bool:
     return STATE.search(source_of(module_class)) is not None  # type: ignore[arg-type]
 
 
-log = get_logger(__name__)
-
-
 class MixerWatch:
     """Watches the mixers of one model; does nothing where there are none.
 
@@ -125,8 +133,14 @@ class MixerWatch:
 
     def enter(self) -> None:
         """Lets mixers keep documents apart, and logs it."""
+        of_layers: dict[str, list[_Apart]] = {}
+        for name, mixer in self.mixers.items():
+            apart = _Apart(mixer)
+            mixer.forward = apart
+            of_layers.setdefault(name.rpartition(".")[0], []).append(apart)
+        for name, of_layer in of_layers.items():
+            self._model.get_submodule(name).register_forward_pre_hook(_GiveDocuments(name, of_layer), with_kwargs=True)
         if self.mixers:
-            keep_apart(self._model, self.mixers)
             log.info(
                 "%s carry a state from token to token, so no document is cut, and each is a row of its own there. "
                 "Attention is balanced by computing parts of it on other ranks. Tokens of your own batches stay: give "
@@ -136,8 +150,16 @@ class MixerWatch:
 
     def leave(self, module: nn.Module) -> None:
         """Undoes `enter`, in the model or in a copy."""
-        if self.mixers:
-            mix_rows_again(module)
+        for part in module.modules() if self.mixers else ():
+            for number, hook in list(part._forward_pre_hooks.items()):
+                if isinstance(hook, _GiveDocuments):
+                    del part._forward_pre_hooks[number]
+                    part._forward_pre_hooks_with_kwargs.pop(number, None)
+            apart = vars(part).get("forward")
+            if isinstance(apart, _Apart):
+                del part.forward
+                if apart.before is not None:
+                    part.forward = apart.before
 
     def with_plan(self, batch: Batch, plan: LivePlan) -> dict[str, object]:
         """Returns further keywords for a pass with a plan.
@@ -215,71 +237,153 @@ class MixerWatch:
             )
 
 
-def stated_lengths(batch: Batch) -> IntArray | None:
-    """Returns lengths of the documents of a batch that is trained on, row after row; None if the batch is padded.
+class _Bucket(NamedTuple):
+    """Documents of about the same length.
 
-    Raises:
-        PackingError: nothing says where documents begin, or offsets, positions and `seq_idx` disagree.
+    Attributes:
+        documents, longest_tokens: sizes of the padded batch.
+        rows: int64 `[tokens]` rows of the pack.
+        places: int64 `[tokens]` their places in the padded batch, counted row after row.
     """
-    lengths = document_lengths(batch)
-    if lengths is None:
-        return None
-    if len(lengths) and all(batch.get(name) is None for name in ("cu_seq_lens_q", "position_ids", "attention_mask")):
-        raise PackingError(
-            "nothing says where documents begin, and layers of this model carry a state from token to token: one "
-            "document would run into the next. Give position_ids or cu_seq_lens_q (DataCollatorWithFlattening does), "
-            "or an attention_mask if every row is a document"
-        )
-    _check_seq_idx(batch, lengths)
-    return lengths
+
+    documents: int
+    longest_tokens: int
+    rows: torch.Tensor
+    places: torch.Tensor
 
 
-def lengths_and_rows(batch: Batch) -> tuple[IntArray, IntArray | None]:
-    """Returns lengths of the documents of any batch, and the row of each of their tokens, counted over the batch; None
-    if documents fill all rows, one after the other.
+class DocumentRows:
+    """Rows of the documents in `[batch_size, row_tokens]` tokens.
 
-    Raises:
-        PackingError: offsets, positions, `seq_idx` and mask disagree, or a document does not begin at position 0.
+    Wrappers look into tuples, mappings and dataclasses of a model's arguments, and copy them; this is none of these.
+
+    Args:
+        document_tokens: `[documents]` lengths.
+        rows: `[tokens]` row of each token of these documents, counted over the batch; None: one after the other.
+        device: where the tokens are.
     """
-    lengths = document_lengths(batch)
-    if lengths is not None:
-        _check_seq_idx(batch, lengths)
-        return lengths, None
-    tokens, mask, positions = tokens_of(batch), batch["attention_mask"], batch.get("position_ids")
-    if mask.shape != tokens.shape:
-        raise PackingError(
-            f"attention_mask of shape {tuple(mask.shape)} does not fit tokens of shape {tuple(tokens.shape)}; give "
-            "zeros and ones of shape [batch, tokens]"
-        )
-    if positions is not None and positions.ndim == 3:  # several positions per token, as of images
-        positions = positions[0] if len(positions) == POSITIONS_WITH_TEXT else None
-    is_token = mask != 0
-    if positions is None:
-        found = padded_rows(is_token, is_token)
-    else:
-        found = documents_at(positions.expand(tokens.shape), is_token)
-    assert found.query_rows is not None
-    return found.cu_seqlens_q.diff().cpu().numpy().astype(np.int64), found.query_rows.cpu().numpy()
+
+    def __init__(
+        self,
+        document_tokens: IntArray,
+        batch_size: int,
+        row_tokens: int,
+        device: torch.device,
+        rows: IntArray | None = None,
+    ) -> None:
+        self.batch_size, self.row_tokens = batch_size, row_tokens
+        starts = exclusive_cumsum(document_tokens)
+        power = np.ceil(np.log2(np.maximum(document_tokens, SHORT_TOKENS)))
+        self._buckets = []
+        for of_bucket in np.unique(power):
+            chosen = np.flatnonzero(power == of_bucket)
+            tokens = document_tokens[chosen]
+            longest = int(tokens.max())
+            at = ranges(starts[chosen], tokens)
+            places = ranges(np.arange(len(chosen)) * longest, tokens)
+            indices = (_to(at if rows is None else rows[at], device), _to(places, device))
+            self._buckets.append(_Bucket(len(chosen), longest, *indices))
+
+    @hidden_from_dynamo
+    def mix(self, mixer: Callable[..., object], args: tuple[object, ...], keywords: Mapping[str, object]) -> object:
+        """Runs a mixer on every document alone. Outside of compiled graphs: every batch has other numbers of documents
+        and tokens, and mixers of Transformers fail in graphs of such dynamic shapes.
+
+        Args:
+            mixer: returns a tensor of its tokens, or a tuple that begins with one.
+            args, keywords: its arguments. Tensors of one row per token are gathered. A cache is left out: it has one
+                state for every row of the batch. Others are passed as they are.
+
+        Returns:
+            `[batch_size, row_tokens, ...]` the mixer's output; 0 in rows of no document. In a tuple None follows:
+            states of single documents are of no use to the layer.
+        """
+        joined: torch.Tensor | None = None
+        in_tuple = 0
+        for bucket in self._buckets:
+            given = [self._gathered(value, bucket) for value in args]
+            named = {name: self._gathered(value, bucket) for name, value in keywords.items()}
+            mixed: Any = mixer(*given, **named)
+            in_tuple = len(mixed) if isinstance(mixed, tuple) else 0
+            out = (mixed[0] if in_tuple else mixed).flatten(0, 1)
+            if joined is None:
+                joined = out.new_zeros(self.batch_size * self.row_tokens, *out.shape[1:])
+            joined = joined.index_copy(0, bucket.rows, out.index_select(0, bucket.places))
+        assert joined is not None
+        whole = joined.unflatten(0, (self.batch_size, self.row_tokens))
+        return (whole, *[None] * (in_tuple - 1)) if in_tuple else whole
+
+    def _gathered(self, value: Any, bucket: _Bucket) -> object:
+        """Returns the tokens of a bucket as a batch, padded with zeros; None for a cache; other values as they are."""
+        if isinstance(value, Cache):
+            return None
+        if isinstance(value, tuple):
+            return tuple(self._gathered(part, bucket) for part in value)
+        if not isinstance(value, torch.Tensor) or value.ndim < 2 or value.shape[1] != self.row_tokens:
+            return value
+        if value.shape[0] not in (1, self.batch_size):
+            return value
+        flat = value.expand(self.batch_size, *value.shape[1:]).flatten(0, 1)
+        padded = flat.new_zeros(bucket.documents * bucket.longest_tokens, *flat.shape[1:])
+        padded = padded.index_copy(0, bucket.places, flat.index_select(0, bucket.rows))
+        return padded.unflatten(0, (bucket.documents, bucket.longest_tokens))
 
 
-def _check_seq_idx(batch: Batch, lengths: IntArray) -> None:
-    """Checks that `seq_idx`, where a batch has it, changes at the first token of every document and nowhere else."""
-    seq_idx = batch.get("seq_idx")
-    if not isinstance(seq_idx, torch.Tensor):
-        return
-    numbers, tokens = seq_idx.flatten().cpu().numpy(), int(lengths.sum())
-    if len(numbers) != tokens:
-        raise PackingError(f"seq_idx numbers {len(numbers)} tokens, the batch has {tokens}")
-    begins = np.zeros(tokens, dtype=bool)
-    begins[np.cumsum(lengths)[:-1]] = True
-    changes = np.diff(numbers, prepend=numbers[:1]) != 0
-    rows = seq_idx.shape[-1]
-    changes[::rows] = begins[::rows]  # numbers may begin anew in every row, or go on
-    wrong = np.flatnonzero(begins != changes)
-    if len(wrong):
-        at = int(wrong[0])
-        one, other = ("begins", "goes on") if begins[at] else ("goes on", "begins")
-        raise PackingError(
-            f"token {at}: a document {one} there by cu_seq_lens_q or position_ids, and {other} by seq_idx "
-            f"({numbers[at - 1]} is followed by {numbers[at]}); leave seq_idx out of the batch, or make them agree"
+def _to(numbers: IntArray, device: torch.device) -> torch.Tensor:
+    """Copies indices to a device; the host does not wait."""
+    tensor = torch.from_numpy(np.ascontiguousarray(numbers))
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
+
+
+class _Apart:
+    """The forward function of a mixer that is run on every document alone.
+
+    Attributes:
+        documents: of the layer's present call; None if every row of the batch is a document.
+        before: the forward function that was set on the module before; None if that of its class counts.
+    """
+
+    def __init__(self, mixer: nn.Module) -> None:
+        self.documents: DocumentRows | None = None
+        self.before = vars(mixer).get("forward")
+        kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+        parameters = inspect.signature(mixer.forward).parameters.values()
+        self._mixer, self._known = mixer, {one.name for one in parameters if one.kind in kinds}
+
+    @torch.compiler.disable(recursive=False)  # type: ignore[untyped-decorator]
+    def __call__(self, *args: object, **keywords: object) -> object:
+        """Runs the mixer. Keywords that it does not name are left out: they are meant for attention, or say where
+        documents begin in a way that it may not follow."""
+        forward = self.before or type(self._mixer).forward.__get__(self._mixer)
+        known = {name: value for name, value in keywords.items() if name in self._known}
+        return forward(*args, **known) if self.documents is None else self.documents.mix(forward, args, known)
+
+
+class _GiveDocuments:
+    """A hook of a layer: gives the documents of the pass to the layer's mixers."""
+
+    def __init__(self, layer_name: str, mixers: list[_Apart]) -> None:
+        self._layer_name, self._mixers = layer_name, mixers
+
+    @hidden_from_dynamo
+    def __call__(self, layer: nn.Module, args: tuple[object, ...], keywords: dict[str, Any]) -> None:
+        if KEYWORD not in keywords:
+            self._check_rows(layer, keywords)
+        for mixer in self._mixers:
+            mixer.documents = keywords.get(KEYWORD)
+
+    def _check_rows(self, layer: nn.Module, keywords: Mapping[str, Any]) -> None:
+        """Checks that a layer which runs outside of its enabled model has one document in every row."""
+        positions, mask = keywords.get("position_ids"), keywords.get("attention_mask")
+        is_padded = isinstance(mask, torch.Tensor) and mask.ndim == 2
+        is_packed = keywords.get("cu_seq_lens_q") is not None or (
+            not is_padded
+            and isinstance(positions, torch.Tensor)
+            and positions.ndim == 2
+            and bool((positions[:, 1:] < positions[:, :-1]).any())
         )
+        if is_packed or (layer.training and torch.is_grad_enabled()):
+            raise PlanError(
+                f"{self._layer_name} was called without {KEYWORD}, by which its mixers keep documents apart: call the "
+                "model that was given to distca_hf.enable, not a part of it; it must pass its keywords on to layers"
+            )

@@ -116,7 +116,14 @@ class PlacedLoss:
             return f"{type(self._model).__name__} may put features of images among the tokens"
         if getattr(self._model.config, "output_router_logits", False):
             return "the model adds a loss of its routers (output_router_logits)"
-        return self._of_hooks()
+        for part in (self._root, self._model, self._model.get_output_embeddings()):
+            hooks = [] if part is None else [*part._forward_hooks.values(), *part._forward_pre_hooks.values()]
+            for hook in hooks:
+                function = getattr(hook, "func", hook)  # of a partial
+                module = getattr(function, "__module__", None) or type(function).__module__
+                if module.partition(".")[0] not in KNOWN_HOOKS:
+                    return f"a hook of {module} may read logits or the loss"
+        return ""
 
     def _of_loss(self, batch: Batch) -> str:
         if batch.get("num_items_in_batch") is None:
@@ -131,16 +138,6 @@ class PlacedLoss:
         is_replaced = runs is not inspect.unwrap(type(model).forward) and not runs.__module__.startswith(FUSED_HEADS)
         if is_replaced and "shift_labels" not in inspect.signature(runs).parameters:
             return f"forward of this {name} was replaced, and has no parameter shift_labels"
-        return ""
-
-    def _of_hooks(self) -> str:
-        for part in (self._root, self._model, self._model.get_output_embeddings()):
-            hooks = [] if part is None else [*part._forward_hooks.values(), *part._forward_pre_hooks.values()]
-            for hook in hooks:
-                function = getattr(hook, "func", hook)  # of a partial
-                module = getattr(function, "__module__", None) or type(function).__module__
-                if module.partition(".")[0] not in KNOWN_HOOKS:
-                    return f"a hook of {module} may read logits or the loss"
         return ""
 
     def begin(self, batch: Batch | None) -> tuple[Returning, str]:
@@ -210,17 +207,15 @@ class PlacedLoss:
 
     def end(self, output: Any) -> Any:
         """Ends a pass; returns its output, with values of this rank's own tokens. If only the loss returns, all
-        else is left out of the output, because it would be of other tokens."""
+        else is left out of the output, because it would be of other tokens. A collective call."""
         returning, self._returning = self._returning, Returning.STATES
         rows, self._rows = self._rows, None
         if returning == Returning.LOSS:
             self.is_unlogged = True
             return output[:1] if isinstance(output, tuple) else type(output)(loss=output["loss"])
-        return output if returning == Returning.STATES or rows is None else self._with_values_at_home(output, rows)
-
-    def _with_values_at_home(self, output: Any, rows: PassRows) -> Any:
-        """Moves `[1, T]` values of placed tokens home, `[B, L - 1]`, or `[B, L]` if labels were shifted before. A
-        collective call."""
+        if returning == Returning.STATES or rows is None:
+            return output
+        # `[1, T]` values of placed tokens move home, `[B, L - 1]`, or `[B, L]` if labels were shifted before.
         names = [name for name, value in output.items() if value.ndim == 2]
         homes = rows.move_home([output[name][..., None] for name in names])
         for name, home in zip(names, homes, strict=True):

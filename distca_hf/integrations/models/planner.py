@@ -2,7 +2,7 @@
 the operations of its passes, counted from its parameters before it is wrapped."""
 
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from math import prod
 
@@ -13,15 +13,16 @@ from distca_hf.batches.reported_steps import Predictable
 from distca_hf.comm.grid import Grid
 from distca_hf.cost import TokenBytes
 from distca_hf.data.rows import Reading
-from distca_hf.flops import LLAMA_8B_COSTS, PassCosts, StepFlops
-from distca_hf.integrations.models.heads import (
+from distca_hf.flops import LLAMA_8B_COSTS, StepFlops
+from distca_hf.integrations.models.decoder_layers import (
     head_groups_of,
     heads_of_layers,
+    layer_masks_of,
+    masks_of_layers,
     num_layers_of,
     token_bytes_of,
     whole_heads_of_layers,
 )
-from distca_hf.integrations.models.layer_masks import layer_masks_of, masks_of_layers
 from distca_hf.integrations.models.mixers import needs_whole_documents
 from distca_hf.integrations.models.structure import text_decoder, transformers_model, weights_beside_text
 from distca_hf.parallel_context import ParallelContext
@@ -38,7 +39,7 @@ def step_flops(model: nn.Module) -> StepFlops | None:
     """
     try:
         heads = heads_of_layers(model)
-        counted = list(_matrices(model))
+        counted = _matrices(model)
     except (AttributeError, KeyError, RuntimeError, ValueError):
         return None
     pair_forward = sum(2.0 * layer.query * (layer.dim + layer.value_dim) for layer in heads.values())
@@ -46,15 +47,6 @@ def step_flops(model: nn.Module) -> StepFlops | None:
     trained = sum(numbers for numbers, is_trained in counted if is_trained)
     head = getattr(transformers_model(model).get_output_embeddings(), "weight", None)
     return StepFlops.of(weights, trained, pair_forward, 0 if head is None else prod(_shape(head)))
-
-
-def pass_costs_of(model: nn.Module) -> PassCosts:
-    """Returns the costs of a model's layers under activation checkpointing, with attention's outputs saved; those of
-    an 8B Llama where its operations are not known."""
-    flops = step_flops(model)
-    if flops is None or not flops.pair_forward:
-        return LLAMA_8B_COSTS
-    return flops.pass_costs(recomputes_layers=True, recomputes_attention=False)
 
 
 def predictable(model: nn.Module, flops: StepFlops | None, recomputes: tuple[bool, bool], grid: Grid) -> Predictable:
@@ -66,14 +58,11 @@ def predictable(model: nn.Module, flops: StepFlops | None, recomputes: tuple[boo
     """
     if flops is None:
         return Predictable()
-    return Predictable(_costs(flops, *recomputes), _sizes(model, flops, recomputes, grid), flops)
-
-
-def _costs(flops: StepFlops, recomputes_layers: bool, recomputes_attention: bool) -> PredictedCosts:
-    """Returns the costs of all layers together."""
-    step = flops.cost(recomputes_layers=recomputes_layers, recomputes_attention=recomputes_attention)
-    parts = flops.pass_costs(recomputes_layers=recomputes_layers, recomputes_attention=recomputes_attention)
-    return PredictedCosts("H200", step.token_seconds, parts.forward.pair_seconds, parts.backward.pair_seconds)
+    layers, attention = recomputes
+    step = flops.cost(recomputes_layers=layers, recomputes_attention=attention)
+    parts = flops.pass_costs(recomputes_layers=layers, recomputes_attention=attention)
+    costs = PredictedCosts("H200", step.token_seconds, parts.forward.pair_seconds, parts.backward.pair_seconds)
+    return Predictable(costs, _sizes(model, flops, recomputes, grid), flops)
 
 
 def _sizes(model: nn.Module, flops: StepFlops, recomputes: tuple[bool, bool], grid: Grid) -> ModelSizes | None:
@@ -104,15 +93,15 @@ def _sizes(model: nn.Module, flops: StepFlops, recomputes: tuple[bool, bool], gr
     )
 
 
-def _matrices(model: nn.Module) -> Iterator[tuple[int, bool]]:
-    """Yields the numbers of every matrix that a token of text is multiplied with, and whether it is trained. An
+def _matrices(model: nn.Module) -> list[tuple[int, bool]]:
+    """Returns the numbers of every matrix that a token of text is multiplied with, and whether it is trained. An
     embedding is looked up, unless it is the output's as well."""
     inner = transformers_model(model)
     head = inner.get_output_embeddings()
     tables = {module.weight for module in model.modules() if isinstance(module, nn.Embedding)}
     tables -= {getattr(head, "weight", None)}
     beside_text = set(weights_beside_text(inner).values())
-    shares = shares_of_experts(model)
+    shares, counted = shares_of_experts(model), []
     for name, parameter in model.named_parameters():
         shape = _shape(parameter)
         if parameter in tables or parameter in beside_text or len(shape) < 2:
@@ -122,7 +111,8 @@ def _matrices(model: nn.Module) -> Iterator[tuple[int, bool]]:
         share = share_of(name, shares)
         if share is None:
             raise ValueError(f"{name}: no module next to it says how many experts a token takes")
-        yield int(prod(shape) * share), parameter.requires_grad
+        counted.append((int(prod(shape) * share), parameter.requires_grad))
+    return counted
 
 
 def _shape(parameter: nn.Parameter) -> Sequence[int]:
@@ -179,15 +169,18 @@ def planner_for(
     planner = PlacedPlanner(context, len(members.token_ranks), extra_ranks=extra_ranks, step_shape=step_shape)
     if model is None:
         return planner
-    whole_documents = needs_whole_documents(model)
+    whole_documents, costs = needs_whole_documents(model), LLAMA_8B_COSTS
     needs_bytes = extra_ranks is not None or whole_documents
+    flops = None if step_shape is None else step_flops(model)
+    if flops is not None and flops.pair_forward:
+        costs = flops.pass_costs(recomputes_layers=True, recomputes_attention=False)
     return replace(
         planner,
         head_groups=head_groups_of(model, members.grid.shape[2]),
         token_bytes=token_bytes_of(model) if needs_bytes else TokenBytes(),
         layer_masks=layer_masks_of(model),
         whole_documents=whole_documents,
-        costs=LLAMA_8B_COSTS if step_shape is None else pass_costs_of(model),
+        costs=costs,
     )
 
 

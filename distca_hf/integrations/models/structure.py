@@ -113,16 +113,6 @@ def _class_names(module_class: Hashable, words: tuple[str, ...]) -> bool:
     return all(word in source for word in words)
 
 
-def forward_accepts(model: PreTrainedModel, keyword: str) -> bool:
-    """Returns whether `model.forward` has a parameter of this name. A multimodal model may pass it on to its text
-    decoder."""
-    parameters = inspect.signature(model.forward).parameters
-    passes_on = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
-    return keyword in parameters or (
-        passes_on and keyword in inspect.signature(text_decoder(model).forward).parameters
-    )
-
-
 def names_by_position(model: nn.Module) -> list[str]:
     """Returns names of the arguments that `model.forward` takes by position. A PEFT model without a task passes them
     all on: then names are those of the model inside."""
@@ -141,6 +131,7 @@ def source_of(part: Function | type) -> str:
         return ""
 
 
+@lru_cache(maxsize=256)
 def takes_shift_labels(function: Function) -> bool:
     """Returns whether a function has a parameter `shift_labels`, or takes the key out of its keywords. Losses that
     shift labels themselves have a variable of that name."""
@@ -151,6 +142,7 @@ def takes_shift_labels(function: Function) -> bool:
     )
 
 
+@lru_cache(maxsize=256)
 def passes_keywords_on(function: Function, name: str) -> bool:
     """Returns whether a method calls `self.name(..., **keywords)`."""
     calls = (node for node in syntax_of(function) if isinstance(node, ast.Call))

@@ -76,17 +76,15 @@ class SharedState:
             self._first_buffers = buffers
         first = self._first_buffers
         shown = {name: bits if first.get(name) == bits else CHANGED for name, bits in buffers.items()}
-        return {WEIGHTS: _checksums(self._weights()), BUFFERS: shown}
-
-    def _weights(self) -> dict[str, nn.Parameter]:
         if not self._with_weights:
-            return {}
+            return {WEIGHTS: {}, BUFFERS: shown}
         sharded, ignored = sharded_by_fsdp2(self._model) or {}, ignored_by_ddp(self._model)
-        return {
+        weights = {
             name: weight
             for name, weight in replicated_parameters(self._model)
             if weight not in sharded and name not in ignored
         }
+        return {WEIGHTS: _checksums(weights), BUFFERS: shown}
 
 
 class WeightsCheck:
@@ -117,8 +115,17 @@ class WeightsCheck:
             by_rank = self._transport.gather(places, f"step {step}, parts of weights", agreement.scope).wait()
             self._copies = dict(_copies(list(held), by_rank))
             self._places_seen = seen
-            self._warn_of_sharded([name for name, _ in model.named_parameters()])
-        sums = bits_checksums(_local(held[name]) for name in self._copies)
+            parameters = [name for name, _ in model.named_parameters()]
+            sharded = [name for name in parameters if name not in self._copies]
+            if sharded:
+                log.warning(
+                    "debug.check_weights_every_steps: %d of %d parameters are sharded (FSDP, ZeRO-3) so that every "
+                    "rank holds another part: there is nothing to compare them with",
+                    len(sharded),
+                    len(parameters),
+                )
+        local = (held[name] for name in self._copies)
+        sums = bits_checksums(x.to_local() if isinstance(x, DTensor) else x for x in local)
         by_rank = self._transport.gather(sums, f"step {step}, checksums", agreement.scope).wait()
         of_parameters = zip(self._copies.items(), zip(*by_rank, strict=True), strict=True)
         different = [
@@ -137,17 +144,6 @@ class WeightsCheck:
             f"{len(sums)}, first {name}, whose checksum is {shown}. Go on from a checkpoint before it; "
             "if it happens again, look for a rank with a broken device or a layer whose gradients are not reduced"
         )
-
-    def _warn_of_sharded(self, parameters: list[str]) -> None:
-        """Warns of parameters that are not compared."""
-        sharded = [name for name in parameters if name not in self._copies]
-        if sharded:
-            log.warning(
-                "debug.check_weights_every_steps: %d of %d parameters are sharded (FSDP, ZeRO-3) so that every rank "
-                "holds another part: there is nothing to compare them with",
-                len(sharded),
-                len(parameters),
-            )
 
 
 def held_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
@@ -220,10 +216,6 @@ def _checksums(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
 
 def _digits(checksum: int) -> str:
     return f"{checksum & (1 << 64) - 1:016x}"
-
-
-def _local(parameter: torch.Tensor) -> torch.Tensor:
-    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 
 def bits_checksums(tensors: Iterable[torch.Tensor]) -> list[int]:

@@ -12,8 +12,8 @@ from transformers import Trainer
 
 from distca_hf.batches.known_batch import note_batch
 from distca_hf.batches.loader import PlacedLoader
-from distca_hf.config import DistCAConfig
 from distca_hf.data.documents import check_map_style
+from distca_hf.data.rows import is_drawn
 from distca_hf.errors import ConfigError
 from distca_hf.integrations.models.distributed_check import follow_mesh
 from distca_hf.integrations.models.forward_watch import enable, watch_of
@@ -24,19 +24,26 @@ from distca_hf.integrations.trainer.attachment import Attachment, held_models, r
 from distca_hf.integrations.trainer.callback import DistCACallback, print_in_short
 from distca_hf.integrations.trainer.check import (
     EvaluationCheck,
-    arguments_without_effect,
     check_placed_evaluation,
+    reading_of,
     wrong_settings,
 )
-from distca_hf.integrations.trainer.columns import reading_of
-from distca_hf.integrations.trainer.loss_reader import LossReader
 from distca_hf.integrations.trainer.resuming import Resuming, check_checkpoint
+from distca_hf.integrations.trainer.steps import LossReader
 from distca_hf.integrations.trainer.stop_on_signal import LeaveOnSignal
 from distca_hf.parallel_context import ParallelContext
 from distca_hf.telemetry import get_logger
 
 
 log = get_logger(__name__)
+
+# Arguments that configure a torch DataLoader.
+OF_A_DATALOADER = (
+    "dataloader_num_workers",
+    "dataloader_prefetch_factor",
+    "dataloader_persistent_workers",
+    "dataloader_drop_last",
+)
 
 
 def attach(trainer: Trainer, context: ParallelContext) -> None:
@@ -68,7 +75,20 @@ def attach(trainer: Trainer, context: ParallelContext) -> None:
     attachment = Attachment(trainer)
     reader = LossReader(attachment)
     try:
-        attachment.replace(trainer, "train", partial(_train_from_whole_checkpoint, attachment, trainer.train))
+        train = trainer.train
+
+        def train_from_whole_checkpoint(
+            resume_from_checkpoint: str | bool | None = None, *args: object, **kwargs: object
+        ) -> object:
+            check_checkpoint(trainer.model, trainer.args.output_dir, resume_from_checkpoint)
+            divide_again(trainer.model)  # the optimizer shall hold divided weights
+            attachment.is_training = True
+            try:
+                return train(resume_from_checkpoint, *args, **kwargs)
+            finally:
+                attachment.is_training = False
+
+        attachment.replace(trainer, "train", train_from_whole_checkpoint)
         if context.tokens_per_rank:
             _place(trainer, context, attachment)
         else:
@@ -80,7 +100,13 @@ def attach(trainer: Trainer, context: ParallelContext) -> None:
         for model in held_models(trainer).values():  # a reference model gets the images of these batches, too
             if model.config._attn_implementation == of_trained:
                 give_own_attention(model)
-        attachment.replace(trainer, "compute_loss", partial(_loss_of_known_batch, trainer.compute_loss))
+        compute_loss = trainer.compute_loss
+
+        def loss_of_known_batch(model: nn.Module, inputs: dict[str, Any], *args: object, **kwargs: object) -> object:
+            note_batch(inputs)  # further passes on some entries of the batch find its documents
+            return compute_loss(model, inputs, *args, **kwargs)
+
+        attachment.replace(trainer, "compute_loss", loss_of_known_batch)
         reader.install()
         context.annex.attach(trainer, attachment)
     except BaseException:
@@ -111,22 +137,13 @@ def _enable(attachment: Attachment, context: ParallelContext, longest_document_t
     enable(model, context, longest_document_tokens)
 
 
-def _loss_of_known_batch(
-    compute_loss: Callable[..., object], model: nn.Module, inputs: dict[str, Any], *args: object, **kwargs: object
-) -> object:
-    """Computes a loss, in which further passes on some entries of the batch find its documents."""
-    note_batch(inputs)
-    return compute_loss(model, inputs, *args, **kwargs)
-
-
 def _place(trainer: Trainer, context: ParallelContext, attachment: Attachment) -> None:
     """Gives the Trainer placed batches."""
     args = trainer.args
     watch_held_models(attachment)
-    _set_arguments(trainer, context, attachment)
     if not trainer.model_accepts_loss_kwargs:  # its class says so, and `check` has found that its loss does
         attachment.replace(trainer, "model_accepts_loss_kwargs", True)
-    loader = _training_loader(trainer, context)
+    loader = _training_loader(trainer, context, attachment)
     loader.writes_epochs = False  # the callback writes a line when training ends
     _enable(attachment, context, loader.longest_document_tokens)
     watch = watch_of(trainer.model)
@@ -138,19 +155,34 @@ def _place(trainer: Trainer, context: ParallelContext, attachment: Attachment) -
         attachment.replace(trainer, "compute_loss", partial(_loss_over_all_labels, trainer, trainer.compute_loss))
 
         def evaluation(dataset: datasets.Dataset | str | None = None) -> PlacedLoader:
-            return _evaluation_loader(trainer, context, dataset)
+            """Returns placed batches of a given dataset, or of Trainer's own (by name, if there are several)."""
+            if dataset is None or isinstance(dataset, str):
+                dataset = trainer.eval_dataset if dataset is None else trainer.eval_dataset[dataset]
+            return PlacedLoader(
+                dataset,
+                planner_for(trainer.model, context),
+                context.transport(args.device),
+                args.device,
+                shuffle=False,
+                reading=reading_of(trainer, dataset),
+                num_workers=args.dataloader_num_workers,
+            )
 
         check_placed_evaluation(trainer, evaluation)
         attachment.replace(trainer, "get_eval_dataloader", evaluation)
         attachment.replace(trainer, "get_test_dataloader", evaluation)
     else:
         check = EvaluationCheck(trainer)
-        check.check_all()
         attachment.replace(trainer, "get_eval_dataloader", partial(check.loader, trainer.get_eval_dataloader))
 
     def training() -> PlacedLoader:
         attachment.check_unchanged()
-        _check_model(trainer)
+        model = trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False)
+        if watch_of(transformers_model(model)) is None:
+            raise ConfigError(
+                f"model of this Trainer changed after plugin.attach(trainer), and {type(model).__name__} is not "
+                "enabled: it would train on parts of documents; call plugin.attach(trainer) again"
+            )
         if args.world_size > 1 and not args.average_tokens_across_devices:
             raise ConfigError("call trainer.train() of the attached Trainer: ranks hold different numbers of labels")
         return loader
@@ -160,57 +192,32 @@ def _place(trainer: Trainer, context: ParallelContext, attachment: Attachment) -
     Resuming(loader).install(attachment)
 
 
-def _check_model(trainer: Trainer) -> None:
-    """Checks that the Trainer's model is enabled: any other one would train on parts of documents."""
-    model = trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False)
-    if watch_of(transformers_model(model)) is None:
-        raise ConfigError(
-            f"model of this Trainer changed after plugin.attach(trainer), and {type(model).__name__} is not enabled: "
-            "it would train on parts of documents; call plugin.attach(trainer) again"
-        )
-
-
-def _train_from_whole_checkpoint(
-    attachment: Attachment,
-    train: Callable[..., object],
-    resume_from_checkpoint: str | bool | None = None,
-    *args: object,
-    **kwargs: object,
-) -> object:
-    """Runs `Trainer.train`, unless it could not resume from the checkpoint; with an optimizer of divided weights."""
-    trainer = attachment.trainer
-    check_checkpoint(trainer.model, trainer.args.output_dir, resume_from_checkpoint)
-    divide_again(trainer.model)
-    with attachment.training():
-        return train(resume_from_checkpoint, *args, **kwargs)
-
-
-def _set_arguments(trainer: Trainer, config: DistCAConfig, attachment: Attachment) -> None:
-    """Sets arguments that placed batches need, and names arguments that have no effect on them."""
+def _training_loader(trainer: Trainer, context: ParallelContext, attachment: Attachment) -> PlacedLoader:
+    """Sets arguments that placed batches need, names those without effect, and returns the loader."""
     args = trainer.args
+    fields = type(args).__dataclass_fields__
     if not args.average_tokens_across_devices:
         log.warning("average_tokens_across_devices is switched on: ranks hold different numbers of labels")
     if args.per_device_train_batch_size != 1:
-        default = type(args).__dataclass_fields__["per_device_train_batch_size"].default
-        report = log.debug if args.per_device_train_batch_size == default else log.warning
+        is_default = args.per_device_train_batch_size == fields["per_device_train_batch_size"].default
+        report = log.debug if is_default else log.warning
         report(
             "per_device_train_batch_size=%d has no effect: a micro-batch is tokens_per_rank=%d tokens on each rank",
             args.per_device_train_batch_size,
-            config.tokens_per_rank,
+            context.tokens_per_rank,
         )
     attachment.set_while("train", average_tokens_across_devices=True, per_device_train_batch_size=1)
     attachment.replace(trainer, "_train_batch_size", 1)
-    without_effect = arguments_without_effect(trainer)
+    without_effect = [name for name in OF_A_DATALOADER if getattr(args, name) != fields[name].default]
+    if "dataloader_num_workers" in without_effect and is_drawn(trainer.train_dataset):  # they draw its rows
+        without_effect.remove("dataloader_num_workers")
+    of_accelerator = ("split_batches", "dispatch_batches")
+    without_effect += [f"accelerator_config.{x}" for x in of_accelerator if getattr(args.accelerator_config, x)]
     if without_effect:
         log.warning(
             "%s: no effect on placed batches, which a thread of this process prepares (setting prefetch)",
             ", ".join(without_effect),
         )
-
-
-def _training_loader(trainer: Trainer, context: ParallelContext) -> PlacedLoader:
-    """Returns the loader of placed batches."""
-    args = trainer.args
     if getattr(args, "max_length", None) is not None:
         log.warning(
             "the trainer cuts documents to max_length=%d tokens before they get here; with max_length=None they may "
@@ -272,24 +279,6 @@ def _loss_over_all_labels(
         return compute_loss(model, inputs, return_outputs, num_items_in_batch=labels, **kwargs)
     finally:
         trainer.current_gradient_accumulation_steps = steps
-
-
-def _evaluation_loader(
-    trainer: Trainer, context: ParallelContext, dataset: datasets.Dataset | str | None
-) -> PlacedLoader:
-    """Returns placed micro-batches of an evaluation dataset: the given one, or Trainer's own (by name, if several)."""
-    if dataset is None or isinstance(dataset, str):
-        dataset = trainer.eval_dataset if dataset is None else trainer.eval_dataset[dataset]
-    device = trainer.args.device
-    return PlacedLoader(
-        dataset,
-        planner_for(trainer.model, context),
-        context.transport(device),
-        device,
-        shuffle=False,
-        reading=reading_of(trainer, dataset),
-        num_workers=trainer.args.dataloader_num_workers,
-    )
 
 
 def _add_callbacks(context: ParallelContext, attachment: Attachment, callback: DistCACallback) -> None:

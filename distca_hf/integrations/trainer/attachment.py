@@ -2,14 +2,14 @@
 
 This includes hooks on further models that a Trainer holds or its loss uses, such as a teacher. Such a model is not
 enabled and gets no plan, so it refuses placed batches, and `attach` names it. Other Transformers models refuse a
-placed batch when they ask for an attention mask (`integrations.other_models`). The hooks here also cover compiled
+placed batch when they ask for an attention mask (`integrations.mask`). The hooks here also cover compiled
 models, and models that ask for no mask.
 """
 
 import contextlib
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
@@ -44,13 +44,17 @@ ARGUMENTS = (
 
 
 class Attachment:
-    """Makes changes to one Trainer, and undoes them."""
+    """Makes changes to one Trainer, and undoes them.
+
+    Attributes:
+        is_training: whether the Trainer is training.
+    """
 
     def __init__(self, trainer: Trainer) -> None:
         self.trainer = trainer
         self._changes = ExitStack()
         self._methods: dict[str, Callable[..., object]] = {}
-        self._is_training = False
+        self.is_training = False
         self._parts = {name: getattr(trainer, name, None) for name in PARTS}
         self._arguments = {name: getattr(trainer.args, name, None) for name in ARGUMENTS}
         setattr(trainer, ATTACHED, self)
@@ -96,22 +100,12 @@ class Attachment:
         """Adds a callback before or after all others."""
         callbacks = self.trainer.callback_handler.callbacks
         callbacks.insert(0 if first else len(callbacks), callback)
-        self.when_undone(partial(self._remove_callback, callback))
 
-    def _remove_callback(self, callback: TrainerCallback) -> None:
-        """Removes a callback, unless `trainer.remove_callback` has."""
-        callbacks = self.trainer.callback_handler.callbacks
-        if callback in callbacks:
-            callbacks.remove(callback)
+        def remove() -> None:
+            with contextlib.suppress(ValueError):  # `trainer.remove_callback` may have removed it
+                self.trainer.callback_handler.callbacks.remove(callback)
 
-    @contextmanager
-    def training(self) -> Iterator[None]:
-        """Notes for the time of a `with` block that the Trainer is training."""
-        self._is_training = True
-        try:
-            yield
-        finally:
-            self._is_training = False
+        self.when_undone(remove)
 
     def undo(self) -> None:
         """Restores Trainer, callbacks and model, the latest change first."""
@@ -124,7 +118,7 @@ class Attachment:
         Raises:
             ConfigError: the Trainer is training, or one of its methods was replaced after `attach`; names it.
         """
-        if self._is_training:
+        if self.is_training:
             raise ConfigError(
                 f"this Trainer is at step {self.trainer.state.global_step} of a training: detach it, or attach "
                 "another plugin, after trainer.train() has returned"

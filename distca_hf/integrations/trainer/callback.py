@@ -7,7 +7,6 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from types import FrameType
-from typing import Any
 from weakref import WeakSet
 
 from torch import nn
@@ -20,19 +19,18 @@ from transformers import (
     TrainerState,
     TrainingArguments,
 )
-from transformers.trainer_utils import has_length
 
-from distca_hf.arrays import ceil_div
 from distca_hf.batches.loader import PlacedLoader
 from distca_hf.batches.meter import Meter, MeterReading, PlanSource
 from distca_hf.batches.preview import count
+from distca_hf.config import DistCAConfig
 from distca_hf.errors import ConfigError
 from distca_hf.integrations.models.forward_watch import ForwardWatch, enable, watch_of
 from distca_hf.integrations.models.weights_check import WeightsCheck, check_optimizer
-from distca_hf.integrations.trainer.check import settings_of_placed
-from distca_hf.integrations.trainer.read_ahead import ReadAhead
+from distca_hf.integrations.trainer.steps import ReadAhead, steps_per_epoch
 from distca_hf.integrations.trainer.stop_on_signal import LeaveOnSignal
 from distca_hf.parallel_context import ParallelContext
+from distca_hf.settings import fields_of
 from distca_hf.telemetry import get_logger
 from distca_hf.version import __version__
 
@@ -44,6 +42,8 @@ log = get_logger(__name__)
 PREFIX = "distca/"
 ALWAYS = ("imbalance", "tokens_per_second_per_rank")
 SOMETIMES = ("step_imbalance", "utilisation", "memory_gib")
+# Settings of batches that are placed.
+OF_PLACED = ("overlong", "pad_to_multiple_of", "regroup_steps", "prefetch", "kernel_times")
 
 
 class DistCACallback(TrainerCallback):
@@ -72,7 +72,7 @@ class DistCACallback(TrainerCallback):
         self._since_begin: Meter | None = None
         self._first_step = 0
         self._weights: WeightsCheck | None = None
-        self._leave: LeaveOnSignal | None = None
+        self._leave = TrainerCallback()  # a callback of its own, where the Trainer was found
         self._read_ahead = WeakSet[ReadAhead]()  # of Trainers that share this callback
 
     def on_init_end(
@@ -98,7 +98,7 @@ class DistCACallback(TrainerCallback):
                 "DistCACallback did not find its Trainer: micro-batches are not planned ahead, and callbacks before "
                 "it (trackers) do not get its metrics. Call plugin.attach(trainer) instead of adding it"
             )
-            self._leave = leave
+            self._leave = leave or self._leave
             return
         self.plan_ahead(trainer, setattr)
         handler = trainer.callback_handler
@@ -117,8 +117,9 @@ class DistCACallback(TrainerCallback):
     def report_on(self, model: nn.Module) -> None:
         """Reports on this enabled model."""
         self._model = model
-        unused = [] if self._loader is not None else settings_of_placed(self._context)
-        if unused:
+        fields, given = fields_of(DistCAConfig), {name: getattr(self._context, name) for name in OF_PLACED}
+        unused = [f"{name}={x!r}" for name, x in given.items() if x != fields[name].metadata["default"]]
+        if unused and self._loader is None:
             log.warning(
                 "%s: no effect without tokens_per_rank, because the Trainer makes its own batches. Leave it out, or "
                 "give tokens_per_rank for placed batches",
@@ -140,7 +141,17 @@ class DistCACallback(TrainerCallback):
         Raises:
             ConfigError: the model does not follow this callback's plugin; or the optimizer holds other weights.
         """
-        watch = self._check_model()
+        watch = watch_of(self._model)
+        if watch is None:
+            raise ConfigError(
+                "DistCACallback came too late to enable the model: give it to Trainer in callbacks=[...] instead of "
+                "trainer.add_callback, or call plugin.attach(trainer)"
+            )
+        if watch.context is not self._context:
+            raise ConfigError(
+                "the model was enabled with another plugin after this Trainer got its own: signals, metrics and "
+                "batches would follow different plugins. Use one plugin, or call plugin.attach(trainer) again"
+            )
         if model is not None and optimizer is not None:
             check_optimizer(model, optimizer)
         source, transport = self._source(watch), self._context.transport(args.device)
@@ -153,23 +164,7 @@ class DistCACallback(TrainerCallback):
             log.info("%s: one rank: there is nothing to balance", __version__)
         for each in self._read_ahead:
             each.begin(train_dataloader)
-        if self._leave is not None:
-            self._leave.on_train_begin(args, state, control, self._model)
-
-    def _check_model(self) -> ForwardWatch:
-        """Returns the watch of the model."""
-        watch = watch_of(self._model)
-        if watch is None:
-            raise ConfigError(
-                "DistCACallback came too late to enable the model: give it to Trainer in callbacks=[...] instead of "
-                "trainer.add_callback, or call plugin.attach(trainer)"
-            )
-        if watch.context is not self._context:
-            raise ConfigError(
-                "the model was enabled with another plugin after this Trainer got its own: signals, metrics and "
-                "batches would follow different plugins. Use one plugin, or call plugin.attach(trainer) again"
-            )
-        return watch
+        self._leave.on_train_begin(args, state, control, model=self._model)
 
     def _source(self, watch: ForwardWatch) -> PlanSource | None:
         """Returns where plans come from; None if nothing is planned, or not yet."""
@@ -181,20 +176,17 @@ class DistCACallback(TrainerCallback):
         """Leaves the evaluation that has ended out of the measurement."""
         for meter in self._meters():
             meter.leave_out_evaluation()
-        if self._leave is not None:
-            self._leave.on_evaluate(args, state, control)
+        self._leave.on_evaluate(args, state, control)
 
     on_predict = on_evaluate
 
     def on_prediction_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
     ) -> None:
-        if self._leave is not None:
-            self._leave.on_prediction_step(args, state, control)
+        self._leave.on_prediction_step(args, state, control)
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
-        if self._leave is not None:
-            self._leave.on_save(args, state, control)
+        self._leave.on_save(args, state, control)
 
     def _meters(self) -> Iterator[Meter]:
         return (meter for meter in (self._since_log, self._since_begin) if meter is not None)
@@ -220,8 +212,7 @@ class DistCACallback(TrainerCallback):
             if self._weights is None:
                 self._weights = WeightsCheck(self._context.transport(args.device))
             self._weights.compare(model, state.global_step)
-        if self._leave is not None:
-            self._leave.on_step_end(args, state, control)
+        self._leave.on_step_end(args, state, control)
 
     def on_epoch_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
@@ -231,8 +222,7 @@ class DistCACallback(TrainerCallback):
         watch = watch_of(self._model)
         if control.should_training_stop and watch is not None and watch.loss.is_unlogged:
             control.should_log = True
-        if self._leave is not None:
-            self._leave.on_epoch_end(args, state, control)
+        self._leave.on_epoch_end(args, state, control)
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
@@ -245,8 +235,7 @@ class DistCACallback(TrainerCallback):
         if reading is not None:
             steps = state.global_step - self._first_step
             log.info("%s", reading.in_words(f"trained {count(steps, 'step')}"))
-        if self._leave is not None:
-            self._leave.on_train_end(args, state, control)
+        self._leave.on_train_end(args, state, control)
 
     def on_log(
         self,
@@ -277,13 +266,6 @@ class DistCACallback(TrainerCallback):
         if meter is None or watch is None or source is None:
             return None
         return meter.read(source, step, watch.attention_dtype)
-
-
-def steps_per_epoch(args: TrainingArguments, train_dataloader: Any) -> int | None:
-    """Returns the optimizer steps of an epoch; None if its batches are not counted."""
-    if not has_length(train_dataloader):
-        return None
-    return ceil_div(len(train_dataloader), args.gradient_accumulation_steps)
 
 
 def _trainer_of_this_event(callback: TrainerCallback) -> Trainer | None:

@@ -1,26 +1,49 @@
-"""Trainer check: parts of a Trainer that would make the loss wrong, or would silently be ignored.
+"""Trainer check: parts of a Trainer that would make the loss wrong, or would silently be ignored; and what placed
+batches read of its dataset instead.
 
-These are its settings, methods and collator. Whether its evaluation datasets can be evaluated is found out before
+Parts are its settings, methods and collator. Whether its evaluation datasets can be evaluated is found out before
 training, too, not at the first evaluation.
+
+Placed batches have the labels that the Trainer itself would make. It shows its collator the columns that the model's
+forward pass names; with `remove_unused_columns=False`, and of what a transform makes, all. Collators of Transformers
+do not know TRL's masks, and TRL has made labels of them before its collator is called. So masks decide only if there
+are no labels: such a Trainer needs distca_hf to train.
 """
 
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import datasets
 import transformers
 from accelerate import DistributedType
-from torch import nn
-from transformers import DataCollatorWithFlattening, Trainer
+from transformers import (
+    DataCollatorForLanguageModeling,
+    DataCollatorForSeq2Seq,
+    DataCollatorWithFlattening,
+    DataCollatorWithPadding,
+    DefaultDataCollator,
+    Trainer,
+    default_data_collator,
+)
 
 from distca_hf.config import DistCAConfig
 from distca_hf.data.documents import check_map_style
-from distca_hf.data.rows import is_drawn, media_columns, media_refusal
+from distca_hf.data.rows import (
+    MASK_COLUMNS,
+    ONE_PER_ROW,
+    Reading,
+    is_drawn,
+    media_columns,
+    media_refusal,
+    shown_columns,
+)
 from distca_hf.errors import ConfigError, PackingError
 from distca_hf.integrations.models.check import IMPLEMENTATION
 from distca_hf.integrations.models.distributed import has_data_and_tensor_mesh, model_mesh, tensor_ranks
 from distca_hf.integrations.models.distributed_check import LOWEST_TENSOR, refused_distribution
+from distca_hf.integrations.models.planner import reading_for
 from distca_hf.integrations.models.structure import (
     calls_super,
     passes_keywords_on,
@@ -28,27 +51,21 @@ from distca_hf.integrations.models.structure import (
     transformers_model,
     weights_beside_text,
 )
-from distca_hf.integrations.trainer.columns import refused_collator
-from distca_hf.settings import fields_of
-from distca_hf.telemetry import get_logger
 
-
-log = get_logger(__name__)
 
 # Methods whose batches and losses are those that the model makes itself.
 TRAINER = "transformers.trainer"
 DDP = (DistributedType.MULTI_GPU, DistributedType.MULTI_CPU)
-# Arguments that configure a torch DataLoader.
-OF_A_DATALOADER = (
-    "dataloader_num_workers",
-    "dataloader_prefetch_factor",
-    "dataloader_persistent_workers",
-    "dataloader_drop_last",
-)
-# Settings of batches that are placed.
-OF_PLACED = ("overlong", "pad_to_multiple_of", "regroup_steps", "prefetch", "kernel_times")
 # What to do where placed batches would replace something of the user's.
 GIVEN = "leave tokens_per_rank out, which keeps this Trainer's batches and loss"
+# Collators that pad, and keep the labels of the dataset or, the last one, make labels of its tokens. TRL's is known by
+# its name, as TRL may not be installed.
+KNOWN = (DefaultDataCollator, DataCollatorWithPadding, DataCollatorForSeq2Seq, DataCollatorForLanguageModeling)
+OF_TRL = "trl.trainer.sft_trainer.DataCollatorForLanguageModeling"
+# Columns that TRL's collator takes, and documents of rows, which it may not be shown.
+OF_TRLS_COLLATOR = frozenset({"input_ids", "labels", "seq_lengths"})
+# Columns that collators of Transformers take for labels under these names.
+OTHER_LABELS = ("label", "label_ids")
 # Rows among which a short and a long one are looked for.
 ROWS_LOOKED_AT = 256
 
@@ -56,27 +73,6 @@ ROWS_LOOKED_AT = 256
 def makes_batches_in_steps(trainer: Trainer) -> bool:
     """Returns whether a trainer makes its batches inside of its steps, as TRL does of completions of a policy."""
     return not _keeps(trainer, "_prepare_inputs")
-
-
-def arguments_without_effect(trainer: Trainer) -> list[str]:
-    """Returns arguments that were set, and that placed batches do not follow."""
-    args = trainer.args
-    fields = type(args).__dataclass_fields__
-    named = [name for name in OF_A_DATALOADER if getattr(args, name) != fields[name].default]
-    if "dataloader_num_workers" in named and is_drawn(trainer.train_dataset):  # they draw its rows
-        named.remove("dataloader_num_workers")
-    accelerator = args.accelerator_config
-    named += [
-        f"accelerator_config.{name}" for name in ("split_batches", "dispatch_batches") if getattr(accelerator, name)
-    ]
-    return named
-
-
-def settings_of_placed(config: DistCAConfig) -> list[str]:
-    """Returns settings of placed batches that do not have their defaults, with their values."""
-    fields = fields_of(DistCAConfig)
-    given = {name: getattr(config, name) for name in OF_PLACED}
-    return [f"{name}={value!r}" for name, value in given.items() if value != fields[name].metadata["default"]]
 
 
 def wrong_settings(trainer: Trainer, config: DistCAConfig) -> Iterator[str]:
@@ -155,7 +151,12 @@ def _wrong_for_placed(trainer: Trainer, config: DistCAConfig) -> Iterator[str]:
             yield f"{type(trainer).__name__}.{name} replaces Trainer's, and would not be called; {GIVEN}"
     if trainer.compute_loss_func is not None:
         yield f"compute_loss_func gets unshifted labels of documents cut between ranks; {GIVEN}"
-    if not trainer.model_accepts_loss_kwargs and not counts_labels(trainer.model):
+    inner = transformers_model(trainer.model)
+    # Many multimodal classes say that their loss takes no number of labels, as losses did that they had once.
+    counts_labels = "accepts_loss_kwargs" not in vars(inner) and passes_keywords_on(
+        type(inner).forward, "loss_function"
+    )
+    if not trainer.model_accepts_loss_kwargs and not counts_labels:
         yield f"{type(trainer.model).__name__} takes no num_items_in_batch: ranks would average unequal label counts"
     if config.evaluate == "distca" and trainer.compute_metrics is not None:
         yield "compute_metrics needs whole documents, and evaluate='distca' cuts them; remove one of them"
@@ -167,7 +168,14 @@ def _wrong_for_placed(trainer: Trainer, config: DistCAConfig) -> Iterator[str]:
         )
     if not is_drawn(trainer.train_dataset) and (media := media_columns(trainer.train_dataset)):
         yield media_refusal(media)
-    yield from _towers_without_gradients(trainer)
+    finds_unused = getattr(trainer.accelerator.ddp_handler, "find_unused_parameters", False)
+    trained = [name for name, weight in weights_beside_text(inner).items() if weight.requires_grad]
+    if trained and trainer.accelerator.distributed_type in DDP and not finds_unused:
+        yield (
+            f"{trained[0]} and {len(trained) - 1} more weights outside the text model train, and documents of text "
+            "give them no gradients, which DDP counts on; freeze them (requires_grad_(False)), or set "
+            "ddp_find_unused_parameters=True"
+        )
     yield from refused_collator(trainer)
 
 
@@ -179,29 +187,6 @@ def _packs(trainer: Trainer) -> str | None:
     if isinstance(collator, DataCollatorWithFlattening) or getattr(collator, "padding_free", False):
         return f"{type(collator).__name__} packs its batches"
     return None
-
-
-def _towers_without_gradients(trainer: Trainer) -> Iterator[str]:
-    """Yields weights of towers that train under DDP: placed documents give them no gradients, and DDP counts on
-    these."""
-    accelerator = trainer.accelerator
-    if accelerator.distributed_type not in DDP or getattr(accelerator.ddp_handler, "find_unused_parameters", False):
-        return
-    inner = transformers_model(trainer.model)
-    trained = [name for name, weight in weights_beside_text(inner).items() if weight.requires_grad]
-    if trained:
-        yield (
-            f"{trained[0]} and {len(trained) - 1} more weights outside the text model train, and documents of text "
-            "give them no gradients, which DDP counts on; freeze them (requires_grad_(False)), or set "
-            "ddp_find_unused_parameters=True"
-        )
-
-
-def counts_labels(model: nn.Module) -> bool:
-    """Returns whether the loss of a model's class divides by the number of labels that it is given, although the class
-    says that it takes none (`accepts_loss_kwargs`). Many multimodal classes say so, for losses that they had once."""
-    inner = transformers_model(model)
-    return "accepts_loss_kwargs" not in vars(inner) and passes_keywords_on(type(inner).forward, "loss_function")
 
 
 def _keeps(trainer: Trainer, name: str) -> bool:
@@ -219,6 +204,70 @@ def overrides(trainer: Trainer, name: str) -> list[Callable[..., object]]:
     return [vars(part)[name] for part in (trainer, *type(trainer).__mro__) if name in vars(part)]
 
 
+def reading_of(trainer: Trainer, dataset: datasets.Dataset) -> Reading:
+    """Returns what is read of a dataset of a Trainer."""
+    collator = trainer.data_collator
+    makes_labels = type(collator) is DataCollatorForLanguageModeling
+    # It never learns the pad token, wherever it stands, even if it ends documents.
+    reading = reading_for(trainer.model, collator.tokenizer.pad_token_id if makes_labels else None)
+    if _is_trls(collator):
+        return replace(reading, only=OF_TRLS_COLLATOR, masks="never")
+    only = (
+        None if is_drawn(dataset) else frozenset({*_shown_to_collator(trainer, dataset), *MASK_COLUMNS, "seq_lengths"})
+    )
+    return replace(
+        reading, only=only, masks="never" if makes_labels else "without labels", refused=_refused_columns(trainer)
+    )
+
+
+def refused_collator(trainer: Trainer) -> Iterator[str]:
+    """Yields reasons why placed batches would differ from the batches of a Trainer's collator."""
+    collator: Callable[..., object] = trainer.data_collator
+    name = getattr(collator, "__name__", type(collator).__name__)
+    if getattr(collator, "mlm", False):
+        yield f"its data collator {name} masks tokens (mlm); placed micro-batches are for causal language models"
+    elif not (collator is default_data_collator or type(collator) in KNOWN or _is_trls(collator)):
+        yield (
+            f"its data collator {name} would not be called: tokens_per_rank asks for placed batches. Leave that "
+            "out, which keeps the collator; or let the dataset hold the columns that it makes (input_ids, labels or "
+            "completion_mask), and use DataCollatorForSeq2Seq"
+        )
+    if not _is_trls(collator) and not is_drawn(trainer.train_dataset):
+        shown = _shown_to_collator(trainer, trainer.train_dataset)
+        for column, reason in _refused_columns(trainer).items():
+            if column in shown:
+                per_row = column in OTHER_LABELS and isinstance(trainer.train_dataset.features[column], datasets.Value)
+                yield f"the dataset's column {column!r} {f'{ONE_PER_ROW}, or remove it' if per_row else reason}"
+
+
+def _refused_columns(trainer: Trainer) -> Mapping[str, str]:
+    """Returns columns that a Trainer's labels would come from, or that its collator ignores, with what to do."""
+    refused = dict.fromkeys(
+        [*OTHER_LABELS, *(name for name in trainer.label_names if name != "labels")],
+        "would be its labels; rename it to 'labels', or remove it",
+    )
+    collator = trainer.data_collator
+    if type(collator) is DataCollatorForLanguageModeling and not collator.mlm:
+        refused["labels"] = (
+            f"is ignored by its data collator {type(collator).__name__}, which makes labels of input_ids; remove the "
+            "column, or keep its labels with DataCollatorForSeq2Seq"
+        )
+    return refused
+
+
+def _shown_to_collator(trainer: Trainer, dataset: datasets.Dataset) -> list[str]:
+    """Returns the stored columns of a dataset that a Trainer shows its collator."""
+    signature = trainer._signature_columns  # remembered by the first who asks
+    try:
+        return shown_columns(trainer._remove_unused_columns(dataset))
+    finally:
+        trainer._signature_columns = signature
+
+
+def _is_trls(collator: Callable[..., object]) -> bool:
+    return f"{type(collator).__module__}.{type(collator).__qualname__}" == OF_TRL
+
+
 def check_placed_evaluation(trainer: Trainer, open_loader: Callable[[datasets.Dataset], object]) -> None:
     """Opens all evaluation datasets of a Trainer whose evaluation batches are placed.
 
@@ -234,18 +283,16 @@ def check_placed_evaluation(trainer: Trainer, open_loader: Callable[[datasets.Da
 
 
 class EvaluationCheck:
-    """Checks evaluation datasets of a Trainer that evaluates with its own batches, each of them once."""
+    """Checks evaluation datasets of a Trainer that evaluates with its own batches, each of them once: collates a short
+    and a long row. Datasets that the Trainer has are checked at once.
+
+    Raises:
+        ConfigError: one of them cannot be evaluated; says why.
+    """
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
         self._checked: list[object] = []
-
-    def check_all(self) -> None:
-        """Collates a short and a long row of all evaluation datasets.
-
-        Raises:
-            ConfigError: one of them cannot be evaluated; says why.
-        """
         for name, dataset in _evaluation_datasets(self._trainer):
             self._check(dataset, name)
 

@@ -65,12 +65,21 @@ def check_checkpoint(model: nn.Module, output_dir: str, resume_from_checkpoint: 
             f"there is no checkpoint to resume from at {given or output_dir}: name the folder of one (checkpoint-9), "
             "or leave resume_from_checkpoint out to begin anew"
         )
-    reason = _why_not_whole(Path(given))
-    if reason is None:
-        _check_model_resumes(model, Path(given))
+    reason, folder = _why_not_whole(Path(given)), Path(given)
+    if reason is None and not divided_by_transformers(model):
         return
-    whole = [folder for folder in Path(given).parent.glob("checkpoint-*") if _why_not_whole(folder) is None]
-    newest = max(whole, key=_step_of, default=None)
+    if reason is None:
+        state = TrainerState.load_from_json(str(folder / TRAINER_STATE_NAME))
+        saved = "weights and the state of an optimizer" if (folder / OPTIMIZER_NAME).is_file() else "only weights"
+        raise ConfigError(
+            f"{folder} holds {saved}, of step {state.global_step}, and Transformers {transformers.__version__} cannot "
+            "resume the training of a model that it divides as it loads it (DistributedConfig). Load the model from "
+            f'this folder, from_pretrained("{folder}", distributed_config=...), and call train() without '
+            "resume_from_checkpoint: its weights go on, and optimizer, learning rate and documents begin anew"
+        )
+    whole = [other for other in folder.parent.glob("checkpoint-*") if _why_not_whole(other) is None]
+    steps = {other: other.name.rpartition("-")[2] for other in whole}
+    newest = max(whole, key=lambda other: int(steps[other]) if steps[other].isdecimal() else -1, default=None)
     advice = (
         f'resume_from_checkpoint="{newest}" goes on from there'
         if newest
@@ -95,7 +104,13 @@ class Resuming(TrainerCallback):
         self._resumed: ResumedEpoch | None = None
         self._step = 0
         self._is_in_resumed_epoch = False
-        self._missing = _missing_methods()
+        # Methods that this version of Trainer does not have, or has with other arguments.
+        self._missing = [
+            name
+            for name, arguments in COUNTING.items()
+            if not hasattr(Trainer, name)
+            or not arguments <= inspect.signature(getattr(Trainer, name)).parameters.keys()
+        ]
 
     def install(self, attachment: Attachment) -> None:
         """Replaces the methods of an attached Trainer that count epochs and steps, and adds itself to its callbacks.
@@ -111,8 +126,22 @@ class Resuming(TrainerCallback):
     def _train(
         self, train: Method, *, args: TrainingArguments, resume_from_checkpoint: str | None = None, **others: object
     ) -> object:
-        """Reads the position before Trainer counts anything."""
-        self._begin(args, resume_from_checkpoint)
+        """Puts the loader where the checkpoint was saved, or to the beginning, before Trainer counts anything."""
+        self._loader.restart()
+        self._resumed = None
+        if resume_from_checkpoint is not None and not args.ignore_data_skip:
+            state = TrainerState.load_from_json(str(Path(resume_from_checkpoint, TRAINER_STATE_NAME)))
+            saved = state.stateful_callbacks.get(LOADER_STATE)
+            if saved is None and state.global_step:
+                raise ConfigError(
+                    f"the checkpoint of step {state.global_step} holds no position in placed batches: it comes from a "
+                    "training without plugin.attach, and its documents are not known. ignore_data_skip=True "
+                    "begins the data anew"
+                )
+            if saved is not None and state.global_step:
+                self._loader.load_state_dict(saved)
+                self._step = state.global_step
+                self._resumed = self._loader.resumed_epoch(args.gradient_accumulation_steps)
         return train(args=args, resume_from_checkpoint=resume_from_checkpoint, **others)
 
     def _count(self, count: Method, args: TrainingArguments, dataloader: object) -> tuple[float, ...]:
@@ -155,26 +184,6 @@ class Resuming(TrainerCallback):
         finally:
             self._is_in_resumed_epoch = False
 
-    def _begin(self, args: TrainingArguments, checkpoint: str | None) -> None:
-        """Puts the loader where the checkpoint was saved; to the beginning if there is none."""
-        self._loader.restart()
-        self._resumed = None
-        if checkpoint is None or args.ignore_data_skip:
-            return
-        state = TrainerState.load_from_json(str(Path(checkpoint, TRAINER_STATE_NAME)))
-        if state.global_step == 0:
-            return
-        saved = state.stateful_callbacks.get(LOADER_STATE)
-        if saved is None:
-            raise ConfigError(
-                f"the checkpoint of step {state.global_step} holds no position in placed batches: it comes from a "
-                "training without plugin.attach, and its documents are not known. ignore_data_skip=True "
-                "begins the data anew"
-            )
-        self._loader.load_state_dict(saved)
-        self._step = state.global_step
-        self._resumed = self._loader.resumed_epoch(args.gradient_accumulation_steps)
-
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
     ) -> None:
@@ -201,29 +210,6 @@ class Resuming(TrainerCallback):
             state.epoch = self._resumed.epochs_after(state.global_step - self._step)
 
 
-def _missing_methods() -> list[str]:
-    """Returns methods that this version of Trainer does not have, or has with other arguments."""
-    return [
-        name
-        for name, arguments in COUNTING.items()
-        if not hasattr(Trainer, name) or not arguments <= inspect.signature(getattr(Trainer, name)).parameters.keys()
-    ]
-
-
-def _check_model_resumes(model: nn.Module, checkpoint: Path) -> None:
-    """Checks that Transformers can resume the training of a model: not if it divided the model as it was loaded."""
-    if not divided_by_transformers(model):
-        return
-    state = TrainerState.load_from_json(str(checkpoint / TRAINER_STATE_NAME))
-    saved = "weights and the state of an optimizer" if (checkpoint / OPTIMIZER_NAME).is_file() else "only weights"
-    raise ConfigError(
-        f"{checkpoint} holds {saved}, of step {state.global_step}, and Transformers {transformers.__version__} cannot "
-        "resume the training of a model that it divides as it loads it (DistributedConfig). Load the model from this "
-        f'folder, from_pretrained("{checkpoint}", distributed_config=...), and call train() without '
-        "resume_from_checkpoint: its weights go on, and optimizer, learning rate and documents begin anew"
-    )
-
-
 def _why_not_whole(folder: Path) -> str | None:
     """Returns why a checkpoint is not whole; None if it is."""
     state = folder / TRAINER_STATE_NAME
@@ -237,8 +223,3 @@ def _why_not_whole(folder: Path) -> str | None:
     if type(step) is not int or step < 0:
         return f"its {TRAINER_STATE_NAME} has the global_step {step!r}, and not a whole number from 0 on"
     return None
-
-
-def _step_of(folder: Path) -> int:
-    number = folder.name.rpartition("-")[2]
-    return int(number) if number.isdecimal() else -1

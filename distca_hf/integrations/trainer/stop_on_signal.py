@@ -106,7 +106,18 @@ class LeaveOnSignal(TrainerCallback):
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
     ) -> None:
-        self._check_shown(state)
+        is_unshown = self._traffic.leave_signal and not self._traffic.leaving and not self._is_only_rank
+        self._steps_unshown = self._steps_unshown + 1 if is_unshown else 0
+        if self._steps_unshown > MOST_STEPS_UNSHOWN:  # it is raised again
+            log.error(
+                "step %d: %s has not reached any other rank for %d steps, because they agree over the groups of "
+                "another plugin; leaving without a checkpoint",
+                state.global_step,
+                signal.Signals(self._traffic.leave_signal).name,
+                self._steps_unshown,
+            )
+            self._restore()
+            signal.raise_signal(self._traffic.leave_signal)
         if self._leaving:
             self._announce(args, state, "saving a checkpoint and leaving")
             control.should_training_stop = control.should_save = True
@@ -139,32 +150,17 @@ class LeaveOnSignal(TrainerCallback):
             return
         self._batches += 1
         if self._batches == self._agree_at and not self._is_only_rank:
-            self._agree_in_evaluation()
-        if self._leaving:
-            self._leave_evaluation(args, state, control)
-
-    def on_evaluate(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
-    ) -> None:
-        """Lets ranks agree at the first batch of the next evaluation, which may take another time for each of them."""
-        self._agree_at, self._stride, self._agreed = self._batches + 1, 1, time.monotonic()
-
-    on_predict = on_evaluate
-
-    def _agree_in_evaluation(self) -> None:
-        """Waits until all ranks have shown their signals and the time since they did so before, and chooses the next
-        batch at which they do it again: at most twice as far from here as this one was from the last."""
-        now, name = time.monotonic(), "milliseconds since the last agreement"
-        passed = {name: round(1e3 * (now - self._agreed))}
-        slowest = max(Agreement.start(self._transport, Occasion.EVALUATE, self._batches, {}, passed).wait()[name])
-        self._stride = max(1, round(self._stride * min(2.0, 1e3 * AGREE_SECONDS / max(1, slowest))))
-        self._agree_at, self._agreed = self._batches + self._stride, now
-
-    def _leave_evaluation(self, args: TrainingArguments, state: TrainerState, control: TrainerControl) -> None:
-        """Saves and leaves, where the evaluation is one that Trainer runs between two steps. Any other one ends first,
-        because a step may be under way."""
-        between_steps = _frame_of(Trainer._maybe_log_save_evaluate)
-        frame = between_steps or _frame_of(Trainer._evaluate)  # the other one comes before the first step
+            # Ranks show their signals and the time since they did so before. The next batch at which they do it again
+            # is at most twice as far from here as this one was from the last.
+            now, name = time.monotonic(), "milliseconds since the last agreement"
+            passed = {name: round(1e3 * (now - self._agreed))}
+            slowest = max(Agreement.start(self._transport, Occasion.EVALUATE, self._batches, {}, passed).wait()[name])
+            self._stride = max(1, round(self._stride * min(2.0, 1e3 * AGREE_SECONDS / max(1, slowest))))
+            self._agree_at, self._agreed = self._batches + self._stride, now
+        # An evaluation that Trainer runs neither between two steps nor before the first one ends first: a step may be
+        # under way.
+        between_steps = _frame_of(Trainer._maybe_log_save_evaluate) if self._leaving else None
+        frame = between_steps or (_frame_of(Trainer._evaluate) if self._leaving else None)
         if frame is None:
             return
         trainer: Trainer = frame.f_locals["self"]
@@ -173,6 +169,14 @@ class LeaveOnSignal(TrainerCallback):
         else:
             self._announce(args, state, "leaving an evaluation before the first step")
         trainer.callback_handler.on_train_end(args, state, control)
+
+    def on_evaluate(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
+    ) -> None:
+        """Lets ranks agree at the first batch of the next evaluation, which may take another time for each of them."""
+        self._agree_at, self._stride, self._agreed = self._batches + 1, 1, time.monotonic()
+
+    on_predict = on_evaluate
 
     def _save_and(self, trainer: Trainer, does: str) -> None:
         """Saves the step that has ended, unless that was done."""
@@ -186,23 +190,6 @@ class LeaveOnSignal(TrainerCallback):
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
         """Notes the step that was saved."""
         self._saved_step = state.global_step
-
-    def _check_shown(self, state: TrainerState) -> None:
-        """Raises a signal again that has not reached the other ranks for some steps: they agree over other groups."""
-        if self._is_only_rank or not self._traffic.leave_signal or self._traffic.leaving:
-            self._steps_unshown = 0
-            return
-        self._steps_unshown += 1
-        if self._steps_unshown > MOST_STEPS_UNSHOWN:
-            log.error(
-                "step %d: %s has not reached any other rank for %d steps, because they agree over the groups of "
-                "another plugin; leaving without a checkpoint",
-                state.global_step,
-                signal.Signals(self._traffic.leave_signal).name,
-                self._steps_unshown,
-            )
-            self._restore()
-            signal.raise_signal(self._traffic.leave_signal)
 
     def on_epoch_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object

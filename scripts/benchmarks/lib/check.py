@@ -12,7 +12,7 @@ import torch.distributed as dist
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from distca_hf.batches.given import GivenPlanner
-from distca_hf.integrations.models.heads import head_groups_of, token_bytes_of
+from distca_hf.integrations.models.decoder_layers import head_groups_of, token_bytes_of
 from distca_hf.testing import attend_documents
 from lib.baselines.calls import MadeUpKeys
 from lib.baselines.operators import Work

@@ -27,7 +27,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from distca_hf.cost import LayerMasks
 from distca_hf.integrations.checkpointing import OffloadedAttention
-from distca_hf.integrations.models.layer_masks import layer_masks_of
+from distca_hf.integrations.models.decoder_layers import layer_masks_of
 from lib.baselines.operators import SAVED_OPERATORS
 from lib.liger import use_liger_layers
 

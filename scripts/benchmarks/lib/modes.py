@@ -18,11 +18,10 @@ from distca_hf.batches.loader import PlacedLoader
 from distca_hf.batches.placed import GivenPlans
 from distca_hf.batches.read_documents import DocumentReader, Reading, mark
 from distca_hf.config import KernelName
-from distca_hf.integrations.models.backbone_calls import BackboneCalls
 from distca_hf.integrations.models.distributed_check import follow_mesh
-from distca_hf.integrations.models.documents_apart import KEYWORD, DocumentRows
 from distca_hf.integrations.models.forward_watch import watch_of
-from distca_hf.integrations.models.mixers import needs_whole_documents
+from distca_hf.integrations.models.hooks import BackboneCalls
+from distca_hf.integrations.models.mixers import KEYWORD, DocumentRows, needs_whole_documents
 from distca_hf.integrations.models.planner import planner_for
 from distca_hf.placement.place import fill_in_order
 from distca_hf.planning.rebalance import plan_by_moving

@@ -31,7 +31,7 @@ from distca_hf.cli import app
 from distca_hf.comm.transport import LocalTransport
 from distca_hf.config import DistCAConfig
 from distca_hf.errors import PackingError
-from distca_hf.integrations.models.heads import head_groups_of, token_bytes_of
+from distca_hf.integrations.models.decoder_layers import head_groups_of, token_bytes_of
 from distca_hf.planning.plan import Plan, PlanFacts
 from distca_hf.runtime.live_plan import LivePlan
 from distca_hf.testing import LoopbackTransport, run_ranks

@@ -14,7 +14,7 @@ from distca_hf.comm.transport import LocalTransport
 from distca_hf.config import DistCAConfig
 from distca_hf.cost import LayerMasks, Mask, imbalance
 from distca_hf.data.epochs import EpochPacker
-from distca_hf.integrations.models.layer_masks import layer_masks_of
+from distca_hf.integrations.models.decoder_layers import layer_masks_of
 from distca_hf.integrations.models.planner import step_flops
 from distca_hf.placement.place import work_in_order
 from distca_hf.planning.kinds import PlanTotals, RoutedKinds, imbalance_of_layers

@@ -20,6 +20,12 @@ import distca_hf
 from distca_hf.cost import divide_heads
 from distca_hf.errors import ConfigError
 from distca_hf.integrations.models import distributed_check
+from distca_hf.integrations.models.decoder_layers import (
+    head_groups_of,
+    heads_of,
+    heads_of_layers,
+    whole_heads_of_layers,
+)
 from distca_hf.integrations.models.distributed import (
     has_data_and_tensor_mesh,
     heads_divided_by,
@@ -33,7 +39,6 @@ from distca_hf.integrations.models.distributed_check import (
     refused_distribution,
 )
 from distca_hf.integrations.models.forward_watch import watch_of
-from distca_hf.integrations.models.heads import head_groups_of, heads_of, heads_of_layers, whole_heads_of_layers
 from support.fake_job import fake_job
 from support.models import SIZES, tiny_model
 

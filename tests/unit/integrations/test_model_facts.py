@@ -9,12 +9,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from distca_hf.integrations.models.forward_check import ConfigFacts, module_facts
-from distca_hf.integrations.models.structure import attention_layers
 from support.models import tiny_model
-
-
-def facts_of(model: nn.Module) -> dict[str, object]:
-    return module_facts(model, attention_layers(model))
 
 
 def test_parts_of_weights_that_a_rank_holds_do_not_count() -> None:
@@ -23,7 +18,7 @@ def test_parts_of_weights_that_a_rank_holds_do_not_count() -> None:
     del norm.weight
     norm.weight = torch.zeros(0)  # as FSDP leaves it on a rank without a part of it
 
-    assert facts_of(sharded)["modules and their settings"] == facts_of(whole)["modules and their settings"]
+    assert module_facts(sharded)["modules and their settings"] == module_facts(whole)["modules and their settings"]
 
 
 def test_attributes_of_modules_of_the_user_s_own_do_not_count() -> None:
@@ -36,7 +31,7 @@ def test_attributes_of_modules_of_the_user_s_own_do_not_count() -> None:
     for rank, model in enumerate(models):
         model.model.layers[0].self_attn.probe = Probe(rank)
 
-    assert facts_of(models[0]) == facts_of(models[1])
+    assert module_facts(models[0]) == module_facts(models[1])
 
 
 def test_where_a_model_was_loaded_from_does_not_count(tmp_path: Path) -> None:
@@ -45,7 +40,7 @@ def test_where_a_model_was_loaded_from_does_not_count(tmp_path: Path) -> None:
     for folder in ("one", "other"):
         made.save_pretrained(tmp_path / folder)
     models = [AutoModelForCausalLM.from_pretrained(tmp_path / folder) for folder in ("one", "other")]
-    of_models = [facts_of(model) | ConfigFacts(model).now() for model in (made, *models)]
+    of_models = [module_facts(model) | ConfigFacts(model).now() for model in (made, *models)]
 
     assert of_models[0] == of_models[1] == of_models[2]
 
@@ -69,9 +64,9 @@ def test_other_settings_of_modules_count() -> None:
     for change in (change_scaling, change_eps, widen, set_mode_of_a_layer, scale_adapters):
         model = tiny_model()
         get_peft_model(model, LoraConfig(target_modules=["q_proj"]))  # puts adapters into the model
-        before = facts_of(model)["modules and their settings"]
+        before = module_facts(model)["modules and their settings"]
         change(model)
-        assert facts_of(model)["modules and their settings"] != before, change.__name__
+        assert module_facts(model)["modules and their settings"] != before, change.__name__
 
 
 def test_config_entries_follow_every_change() -> None:

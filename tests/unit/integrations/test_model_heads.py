@@ -18,7 +18,7 @@ from transformers import (
 
 from distca_hf.analysis.find_model import read_model_config
 from distca_hf.cost import TokenBytes, divide_heads, head_groups
-from distca_hf.integrations.models.heads import head_groups_of, token_bytes_of
+from distca_hf.integrations.models.decoder_layers import head_groups_of, token_bytes_of
 
 
 def test_latent_attention_sends_keys_and_values_of_their_own_widths(tmp_path: Path) -> None:

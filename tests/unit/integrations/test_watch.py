@@ -36,7 +36,7 @@ def num_hooks(model: torch.nn.Module) -> tuple[int, int]:
 def test_model_enabled_again_follows_the_new_plugin_alone() -> None:
     model, first, second = tiny_model(), plugin_of(), plugin_of()
     for plugin in (first, first, second, second):
-        distca_hf.enable(model, plugin)
+        assert distca_hf.enable(model, plugin) is model
 
     assert watch_of(model).context is second
     assert num_hooks(model) == (1, 1)
@@ -146,16 +146,6 @@ def test_model_that_is_switched_to_another_implementation_does_not_train() -> No
 
     model.set_attn_implementation("distca")
     _train_once(model, plugin)
-
-
-def test_model_that_shares_its_config_with_another_does_not_train() -> None:
-    plugin = plugin_of()
-    model = distca_hf.enable(tiny_model(), plugin).train()
-    AutoModelForCausalLM.from_config(copy.deepcopy(model.config), attn_implementation="sdpa")
-    _train_once(model, plugin)
-    AutoModelForCausalLM.from_config(model.config, attn_implementation="sdpa")
-    with pytest.raises(PlanError, match=r"another model was made from model\.config"):
-        _train_once(model, plugin)
 
 
 def _train_on_a_pack(model: torch.nn.Module) -> None:

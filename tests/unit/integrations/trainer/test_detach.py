@@ -1,38 +1,30 @@
 """Detaching: Trainer and model are as they were before `attach`, and train with their own batches."""
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 from datasets import Dataset
 from peft import LoraConfig, get_peft_model
-from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers import Trainer, TrainerCallback
 
 import distca_hf
 from distca_hf.errors import ConfigError
 from distca_hf.integrations.attention import LAYER_SETTINGS
 from distca_hf.integrations.models.forward_watch import watch_of
 from support.models import tiny_model
-from support.training import quiet_arguments
 
 
 ROWS = Dataset.from_dict({"input_ids": [[3, 4, 5, 6]] * 12, "labels": [[3, 4, 5, 6]] * 12})
 
 
 @pytest.fixture
-def make(tmp_path: Path) -> Callable[..., Trainer]:
-    def make(model: Any = None, given: dict[str, Any] | None = None, **arguments: Any) -> Trainer:
-        quiet = quiet_arguments(tmp_path, **{"max_steps": 2, "use_cpu": True, "disable_tqdm": False} | arguments)
-        return Trainer(
-            model=tiny_model(num_hidden_layers=2) if model is None else model,
-            args=TrainingArguments(**quiet),
-            train_dataset=ROWS,
-            eval_dataset=ROWS,
-            **given or {},
-        )
+def make(make: Callable[..., Trainer]) -> Callable[..., Trainer]:
+    def of_two_layers(model: Any = None) -> Trainer:
+        model = tiny_model(num_hidden_layers=2) if model is None else model
+        return make(ROWS, model, {"eval_dataset": ROWS}, max_steps=2, disable_tqdm=False)
 
-    return make
+    return of_two_layers
 
 
 def attributes(trainer: Trainer) -> dict[str, dict[str, Any]]:

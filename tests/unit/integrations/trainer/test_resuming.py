@@ -14,7 +14,6 @@ import accelerate
 import pytest
 import torch
 import transformers.trainer
-from datasets import Dataset
 from transformers import ProgressCallback, Trainer
 
 import distca_hf
@@ -308,22 +307,3 @@ def test_nothing_but_the_attached_trainer_is_changed(tmp_path: Path) -> None:
 
     assert [dict(vars(part)) for part in (transformers.trainer, Trainer)] == before
     assert transformers.trainer.skip_first_batches is accelerate.skip_first_batches
-
-
-def test_other_trainers_of_the_process_resume_as_ever(tmp_path: Path) -> None:
-    rows = [[token] * 3 for token in TOKENS][:12]
-
-    def theirs() -> Trainer:
-        trainer = numbered_trainer(tmp_path, max_steps=6, per_device_train_batch_size=2)
-        trainer.train_dataset = Dataset.from_dict({"input_ids": rows, "labels": rows})
-        trainer.model.set_attn_implementation("sdpa")
-        return trainer
-
-    train(theirs(), stop_at=2)
-    Run(tmp_path / "placed", 1)
-    resumed = theirs()
-    seen = count_tokens(resumed)
-    train(resumed, resume=True)
-
-    assert resumed.state.global_step == 6
-    assert len(seen) == 4 * 2

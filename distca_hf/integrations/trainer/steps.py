@@ -1,0 +1,253 @@
+"""Steps of a Trainer: what its model is told before a pass. This is which documents come next, and who reads the loss.
+
+Batches are read ahead of their passes, so that ranks can plan them ahead, too:
+
+    worker or main process     collator ──▶ batch with its reading: done at once in a worker, later in the main process
+    Accelerate's loader        holds one batch more than it has handed out, to know the last one of an epoch
+    get_batch_samples          takes the readings out of the batches of the step, and of that one
+    first pass of the step     ranks gather what is read, and a thread plans it while this pass runs
+    passes                     find it by the tensors of their batch; losses, metrics and other models never see it
+
+All other batches are read in their pass: batches that rank 0 dispatches, that a policy generates, or that come from a
+loader other than a torch DataLoader.
+
+Trainer's own methods read no logits. They sum up the losses of a rank until the next log, and average them over ranks
+there. Two numbers are of rank 0 only: `train_loss` counts the steps after the last log, and a loss that is infinite
+or NaN is left out of the log of its rank. So hidden states return in steps that may be the last ones and that no log
+covers: their losses are those of a rank's own rows. A training that ends unforeseen (a signal, no data left) logs its
+last steps instead, and its `train_loss` has their mean over ranks.
+"""
+
+import inspect
+from collections.abc import Callable, Hashable, Iterator, Mapping, MutableMapping
+from functools import lru_cache, partial
+from typing import Any
+
+import torch
+from accelerate.data_loader import DataLoaderDispatcher, DataLoaderShard
+from torch import nn
+from torch.utils.data import DataLoader
+from transformers import EarlyStoppingCallback, Trainer, TrainingArguments
+from transformers.trainer_utils import IntervalStrategy, has_length
+
+from distca_hf.arrays import ceil_div
+from distca_hf.batches.read_documents import ENTRY, Reading, ReadingCollator, mark, reading_of, take_reading
+from distca_hf.integrations.models.forward_watch import watch_of
+from distca_hf.integrations.trainer.attachment import Attachment
+from distca_hf.patches.skip_batches import READ_AHEAD
+
+
+# Methods of Trainer that see the loss of a rank, or count the labels that it is divided by.
+OF_LOSS = (
+    "compute_loss",
+    "training_step",
+    "get_batch_samples",
+    "_get_num_items_in_batch",
+    "_maybe_log_save_evaluate",
+    "_run_epoch",
+    "_inner_training_loop",
+)
+
+
+class ReadAhead:
+    """Reads the batches of one Trainer's steps.
+
+    Args:
+        replace: sets an attribute of an object, so that it can be undone.
+    """
+
+    def __init__(self, trainer: Trainer, model: nn.Module, replace: Callable[[object, str, object], None]) -> None:
+        self._model = model
+        self._loader: Any = None
+        self._is_training = False
+        self._holds_one = False
+        self._latest: Reading | None = None
+        self._readings: list[Reading | None] = []  # of the step, which marks on its tensors lead to
+        replace(trainer, "train", partial(self._train, trainer.train))
+        replace(trainer, "get_batch_samples", partial(self._batch_samples, trainer.get_batch_samples))
+        if type(trainer)._prepare_inputs is Trainer._prepare_inputs:  # it may copy, and does nothing else
+            replace(trainer, "_prepare_inputs", partial(_prepare_inputs, trainer._prepare_inputs))
+
+    def begin(self, loader: object) -> None:
+        """Reads the batches of a training where they are collated, if it is one of this Trainer.
+
+        Args:
+            loader: of the training. Dispatched batches are put together on rank 0 and cut again: they are not read.
+        """
+        self.end()
+        inner, watch = getattr(loader, "base_dataloader", loader), watch_of(self._model)
+        if not self._is_training or watch is None or isinstance(loader, DataLoaderDispatcher):
+            return
+        if isinstance(inner, DataLoader):
+            self._loader = inner
+            inner.collate_fn = ReadingCollator(inner.collate_fn, watch.reader)
+            self._holds_one = isinstance(loader, DataLoaderShard)
+            self._see(loader)
+
+    def _see(self, loader: object) -> None:
+        """Sees the batches of a loader of Accelerate as it gets them, and of one that leaves out the first of them."""
+        if isinstance(loader, DataLoaderShard):
+            inner = loader.base_dataloader
+            vars(inner)["__iter__"] = partial(self._seen, inner)  # it calls this method by its name
+            setattr(loader, READ_AHEAD, self._see)
+
+    def _train(self, train: Callable[..., object], *args: object, **kwargs: object) -> object:
+        """Trains; the loader gets its collator back, also where training raises."""
+        self._is_training = True
+        try:
+            return train(*args, **kwargs)
+        finally:
+            self._is_training = False
+            self.end()
+
+    def end(self) -> None:
+        """Gives the loader its collator back, unless someone has replaced it since."""
+        loader, self._loader, self._latest, self._readings = self._loader, None, None, []
+        if loader is None:
+            return
+        vars(loader).pop("__iter__", None)
+        if isinstance(loader.collate_fn, ReadingCollator):
+            loader.collate_fn = loader.collate_fn.collate
+        if loader.persistent_workers:
+            loader._iterator = None  # its workers would go on with the other one
+
+    def _seen(self, loader: DataLoader[Any]) -> Iterator[Any]:
+        """Yields the batches of a loader, and notes what was read of the latest one."""
+        for batch in loader:
+            self._latest = batch.get(ENTRY) if isinstance(batch, MutableMapping) else None
+            yield batch
+        self._latest = None
+
+    def _marked(self, batches: Iterator[Any]) -> Iterator[Any]:
+        """Yields batches with marks in place of their entries, before a user's `get_batch_samples` can change them."""
+        while (batch := next(batches, self)) is not self:
+            self._readings.append(take_reading(batch))
+            yield batch
+
+    def _batch_samples(
+        self,
+        take: Callable[..., tuple[list[Any], Any]],
+        epoch_iterator: Iterator[Any],
+        num_batches: int,
+        device: torch.device,
+    ) -> tuple[list[Any], Any]:
+        """Takes the batches of a step, and lets ranks plan those after the first one, whose pass begins at once."""
+        self._readings = []
+        batches, num_items = take(self._marked(epoch_iterator), num_batches, device)
+        watch = watch_of(self._model)
+        if self._loader is not None and watch is not None and batches:
+            following = [reading_of(batch) if isinstance(batch, Mapping) else None for batch in batches]
+            if self._latest is not None and self._latest not in following:
+                following.append(self._latest)
+            if num_batches > 1 or self._holds_one:
+                watch.begin_step(following[1:], num_batches, device)
+        return batches, num_items
+
+
+def _prepare_inputs(prepare: Callable[[Any], Any], inputs: Any) -> Any:
+    """Carries the mark of a batch over to its copy."""
+    prepared = prepare(inputs)
+    if isinstance(inputs, Mapping) and any(prepared[name] is not value for name, value in inputs.items()):
+        if (reading := reading_of(inputs)) is not None:
+            mark(prepared, reading)
+    return prepared
+
+
+class LossReader:
+    """Runs `compute_loss` of a Trainer so that its model knows who reads the loss.
+
+    Args:
+        attachment: of the Trainer; nothing was replaced yet.
+    """
+
+    def __init__(self, attachment: Attachment) -> None:
+        self._attachment, self._trainer = attachment, attachment.trainer
+        self._replaced_before = {name for name in OF_LOSS if name in vars(self._trainer)}
+
+    def install(self) -> None:
+        """Takes the place of `compute_loss`."""
+        self._attachment.replace(self._trainer, "compute_loss", partial(self._read_loss, self._trainer.compute_loss))
+
+    def _read_loss(
+        self,
+        compute_loss: Callable[..., object],
+        model: nn.Module,
+        inputs: dict[str, Any],
+        return_outputs: bool = False,
+        num_items_in_batch: torch.Tensor | int | None = None,
+        **kwargs: Any,
+    ) -> object:
+        kwargs["num_items_in_batch"] = num_items_in_batch
+        watch = watch_of(self._trainer.model)
+        if watch is None:
+            return compute_loss(model, inputs, return_outputs, **kwargs)
+        with watch.loss.read_as_sum(unless="compute_loss returns outputs" if return_outputs else self._reason()):
+            return compute_loss(model, inputs, return_outputs, **kwargs)
+
+    def _reason(self) -> str:
+        """Returns why the loss of this rank is read, or more than the loss; empty if only its mean over ranks is."""
+        trainer, args = self._trainer, self._trainer.args
+        others = [
+            name
+            for name in OF_LOSS
+            if name in self._replaced_before
+            or not self._attachment.keeps(name)
+            or (method := getattr(Trainer, name, None)) is not getattr(type(trainer), name, None)
+            or (method is not None and method.__module__ != Trainer.__module__)
+        ]
+        if others:
+            return (
+                f"{type(trainer).__name__}.{others[0]} is not Trainer's: it may read logits or losses, or count labels"
+            )
+        if trainer.compute_loss_func is not None:
+            return "compute_loss_func reads logits"
+        if trainer.label_smoother is not None:
+            return "label smoothing reads logits"
+        if args.world_size > 1 and not args.average_tokens_across_devices:
+            return "average_tokens_across_devices=False: ranks divide by other numbers of labels"
+        return self._unlogged()
+
+    def _unlogged(self) -> str:
+        """Returns why no later log may cover the running step; empty if one will."""
+        args, state = self._trainer.args, self._trainer.state
+        if args.logging_strategy == IntervalStrategy.EPOCH or (args.logging_first_step and state.global_step == 0):
+            return ""
+        reason = "train_loss has rank 0's own loss of steps that no log averages over ranks"
+        if args.logging_strategy != IntervalStrategy.STEPS:
+            return reason
+        ends, handler = {"": state.max_steps}, self._trainer.callback_handler
+        for callback in handler.callbacks:
+            every: int | None = int(may_stop(type(callback)))  # type: ignore[arg-type]
+            if not every and isinstance(callback, EarlyStoppingCallback):  # it looks at evaluations
+                is_of_steps = args.eval_strategy == IntervalStrategy.STEPS
+                every = (state.eval_steps if is_of_steps else steps_per_epoch(args, handler.train_dataloader)) or 1
+            if every:
+                ends[f" ({type(callback).__name__} may end training before)"] = _next(every, state.global_step)
+        first = min(ends, key=ends.__getitem__)
+        return "" if _next(state.logging_steps, state.global_step) <= ends[first] else reason + first
+
+
+def _next(every: int, step: int) -> int:
+    """Returns the next multiple after a step."""
+    return (step // every + 1) * every
+
+
+@lru_cache(maxsize=256)
+def may_stop(callback_class: Hashable) -> bool:
+    """Returns whether a class of callbacks may end a training; those of Transformers and distca_hf do not count."""
+    for part in callback_class.__mro__:  # type: ignore[attr-defined]
+        if part.__module__.partition(".")[0] not in ("builtins", "distca_hf", "transformers"):
+            try:
+                source = inspect.getsource(part)
+            except (OSError, TypeError):
+                return True
+            if "should_training_stop" in source or "should_epoch_stop" in source:
+                return True
+    return False
+
+
+def steps_per_epoch(args: TrainingArguments, train_dataloader: Any) -> int | None:
+    """Returns the optimizer steps of an epoch; None if its batches are not counted."""
+    if not has_length(train_dataloader):
+        return None
+    return ceil_div(len(train_dataloader), args.gradient_accumulation_steps)
