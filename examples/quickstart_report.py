@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from distca_hf.analysis.pictures import draw_balance
+from distca_hf.analysis.command import draw_balance
 from distca_hf.planning.plan import PlanFacts
 from distca_hf.whole_file import replaced
 

@@ -10,8 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from distca_hf.analysis.model_files import CONFIG_FILE, read_config, without_hub
-from distca_hf.analysis.request import PRESETS, ModelShape, ModelSize, preset
+from distca_hf.analysis.models import CONFIG_FILE, PRESETS, ModelShape, ModelSize, preset, read_config, without_hub
 from distca_hf.cost import CAUSAL_MASK, Heads
 from distca_hf.errors import ConfigError
 from distca_hf.gpus import find_gpu

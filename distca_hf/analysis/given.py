@@ -14,16 +14,15 @@ from typing import cast
 import numpy as np
 from rich.console import Console
 
+from distca_hf.analysis.answer import steps_worth_it
 from distca_hf.analysis.command import DEFAULT_MODEL, PlanProgress
-from distca_hf.analysis.estimates import steps_worth_it
 from distca_hf.analysis.find_model import find_model
 from distca_hf.analysis.lengths import read_lengths
 from distca_hf.analysis.memory import GIB, Checkpointing
+from distca_hf.analysis.models import SimulatedModel
 from distca_hf.analysis.options import PlanOptions
-from distca_hf.analysis.profiles.cluster_profile import ClusterProfile
-from distca_hf.analysis.profiles.shipped import find_profile, gpu_gib_of
+from distca_hf.analysis.profiles.cluster_profile import ClusterProfile, find_profile, gpu_gib_of
 from distca_hf.analysis.simulate.command import DEFAULT_TOKENS_PER_RANK
-from distca_hf.analysis.simulate.model import SimulatedModel
 from distca_hf.analysis.simulate.request import SimulationRequest
 from distca_hf.analysis.simulate.result import Result, simulate
 from distca_hf.analysis.tables import Terminal, block, counted, plain_table, ways_table
@@ -90,7 +89,7 @@ class GivenAnswer:
     @property
     def places_rows(self) -> bool:
         """Whether rows are placed inside the model; else tasks move."""
-        return not self.request.model.mixers
+        return not self.request.model.mixer_layers
 
     def totals(self, loss_is_placed: bool) -> PlanTotals:
         """Returns the sums that training logs means of."""
@@ -186,7 +185,7 @@ def answer(
         PackingError: there are too few rows for a step, or rows are longer than the model takes.
     """
     progress = progress or PlanProgress()
-    size, plans = request.num_ranks * request.accumulation, request.given_plans(not request.model.mixers)
+    size, plans = request.num_ranks * request.accumulation, request.given_plans(not request.model.mixer_layers)
     steps = replace(request, batches=max(1, MOST_PLANNED_RANKS // size)).steps(row_tokens)
     packs = [np.split(batch, request.num_ranks) for step in steps for batch in step]
     planned = [GivenMicroBatch.of(plans, packs[number]) for number in progress.over("planning", range(len(packs)))]

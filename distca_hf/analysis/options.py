@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from distca_hf.analysis.profiles.shipped import DEFAULT_FILE, DEFAULT_PROFILE, shipped_profiles
+from distca_hf.analysis.profiles.cluster_profile import DEFAULT_FILE, DEFAULT_PROFILE, shipped_profiles
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,8 +9,7 @@ import numpy as np
 from rich.console import Console, RenderableType
 from rich.table import Table
 
-from distca_hf.analysis.answer import Choice, EpochFigures, PlanAnswer
-from distca_hf.analysis.estimates import Estimates
+from distca_hf.analysis.answer import Choice, EpochFigures, Estimates, PlanAnswer
 from distca_hf.analysis.first_step import StepReport
 from distca_hf.analysis.memory import SHARDING_NAMES, USABLE_SHARE
 from distca_hf.analysis.tables import (

@@ -7,15 +7,12 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from distca_hf.analysis.profiles.cluster_profile import ClusterProfile, LinkTimes
+from distca_hf.analysis.models import SimulatedModel, preset
+from distca_hf.analysis.profiles.cluster_profile import ClusterProfile, LinkTimes, find_profile
 from distca_hf.analysis.profiles.curves import Notes
-from distca_hf.analysis.profiles.shipped import find_profile
-from distca_hf.analysis.request import preset
 from distca_hf.analysis.simulate import ways
 from distca_hf.analysis.simulate.costs import Costs
-from distca_hf.analysis.simulate.load import Load
-from distca_hf.analysis.simulate.model import SimulatedModel
-from distca_hf.analysis.simulate.planned import ours
+from distca_hf.analysis.simulate.load import Load, ours
 from distca_hf.analysis.simulate.step import Training
 from distca_hf.analysis.simulate.wires import Cluster, WireBytes
 from distca_hf.cost import CAUSAL_MASK, Mask

@@ -16,7 +16,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from distca_hf.analysis.memory import DecoderSize, LayerSize
-from distca_hf.analysis.request import MLP_MATRICES
+from distca_hf.analysis.models import MLP_MATRICES
 from distca_hf.gpus import Gpu
 from distca_hf.integrations.models.check import KernelNeed
 from distca_hf.integrations.models.decoder_layers import DecoderLayerKind, decoder_layers

@@ -34,7 +34,7 @@ from distca_hf.analysis.memory import (
     TrainingSetup,
     shardings,
 )
-from distca_hf.analysis.model_files import without_hub
+from distca_hf.analysis.models import without_hub
 from distca_hf.analysis.options import CheckOptions
 from distca_hf.analysis.request import MAX_MICRO_STEPS, MAX_RANKS
 from distca_hf.analysis.tables import CHECKPOINTING, Terminal, accumulation, block, counted, in_gib, plain_table

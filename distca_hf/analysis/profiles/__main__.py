@@ -15,13 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from distca_hf.analysis.find_model import find_model
-from distca_hf.analysis.profiles.cluster_profile import ClusterProfile, LinkTimes
+from distca_hf.analysis.profiles.cluster_profile import DEFAULT_FILE, ClusterProfile, LinkTimes
 from distca_hf.analysis.profiles.curves import kernel_times_of
-from distca_hf.analysis.profiles.grid import Grid
 from distca_hf.analysis.profiles.layers import LayerSize
-from distca_hf.analysis.profiles.measure import Measuring
+from distca_hf.analysis.profiles.measure import Grid, Measuring
 from distca_hf.analysis.profiles.measure_links import MeasuringRanks
-from distca_hf.analysis.profiles.shipped import DEFAULT_FILE
 from distca_hf.config import DistCAConfig
 from distca_hf.cost import causal_pairs
 from distca_hf.errors import ConfigError, DistCAError, printable

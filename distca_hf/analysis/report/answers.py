@@ -9,8 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from distca_hf.analysis.memory import SHARDING_NAMES
-from distca_hf.analysis.report.figures import MemoryBar, Report, Seconds, StepFigures, Table
-from distca_hf.analysis.report.small_enough import in_nodes
+from distca_hf.analysis.report.figures import MemoryBar, Report, Seconds, StepFigures, Table, in_nodes
 from distca_hf.analysis.report.straggler import balance_in_words, most_telling
 from distca_hf.analysis.tables import PART_NAMES
 

@@ -15,14 +15,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from distca_hf.analysis.profiles.cluster_profile import ClusterProfile
+from distca_hf.analysis.models import ModelSize, SimulatedModel
+from distca_hf.analysis.profiles.cluster_profile import ClusterProfile, profile_of_device
 from distca_hf.analysis.profiles.curves import FloatArray, Notes
-from distca_hf.analysis.profiles.shipped import profile_of_device
 from distca_hf.analysis.report.figures import OfRanks
-from distca_hf.analysis.request import ModelSize
-from distca_hf.analysis.simulate.costs import Costs
-from distca_hf.analysis.simulate.model import SimulatedModel
-from distca_hf.analysis.tiles import Tiles
+from distca_hf.analysis.simulate.costs import Costs, Tiles
 from distca_hf.cost import CAUSAL_MASK, Heads, Mask
 from distca_hf.errors import first_line
 from distca_hf.traces import HeadSizes, LayersTrace, ModelSizes, RankTrace
@@ -177,7 +174,7 @@ class Predictor:
             embedding_parameters=model.head_weights,
         )
         of_layer = Heads(heads.query, heads.key_value, heads.dim, heads.value_dim, heads.groups)
-        simulated = SimulatedModel("", of_layer, size, ())
+        simulated = SimulatedModel("", of_layer, size=size)
         self._made[key] = costs = Costs(profile, simulated, model.liger, self.notes, model.tensor_ranks)
         return costs
 

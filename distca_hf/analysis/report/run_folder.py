@@ -14,9 +14,17 @@ from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
 
-from distca_hf.analysis.report.figures import CallOfRanks, MemoryBar, Report, Seconds, StepFigures
+from distca_hf.analysis.report.figures import (
+    CallOfRanks,
+    MemoryBar,
+    Report,
+    Seconds,
+    StepFigures,
+    chosen_calls,
+    in_nodes,
+    spread,
+)
 from distca_hf.analysis.report.predictions import Predicted, Predictor
-from distca_hf.analysis.report.small_enough import chosen_calls, in_nodes, spread
 from distca_hf.analysis.report.straggler import (
     findings_of,
     most_telling,

@@ -13,11 +13,10 @@ from distca_hf.analysis.command import DEFAULT_MODEL, PlanProgress, pipeline_of
 from distca_hf.analysis.find_model import find_model
 from distca_hf.analysis.lengths import read_lengths
 from distca_hf.analysis.memory import GIB, Checkpointing, gradient_bytes
+from distca_hf.analysis.models import SimulatedModel
 from distca_hf.analysis.options import SimulateOptions
-from distca_hf.analysis.profiles.cluster_profile import ClusterProfile
+from distca_hf.analysis.profiles.cluster_profile import ClusterProfile, find_profile, gpu_gib_of, known_gib
 from distca_hf.analysis.profiles.curves import Notes
-from distca_hf.analysis.profiles.shipped import find_profile, gpu_gib_of, known_gib
-from distca_hf.analysis.simulate.model import SimulatedModel
 from distca_hf.analysis.simulate.request import GPUS_PER_SERVER, SimulationRequest
 from distca_hf.analysis.simulate.result import Result, WayFigures, simulate
 from distca_hf.analysis.tables import Terminal, counted, plain_table

@@ -8,8 +8,8 @@ from typing import get_args
 import numpy as np
 
 from distca_hf.analysis.memory import GIB, Checkpointing, Memory, Sharding, TrainingSetup, estimate_memory
+from distca_hf.analysis.models import SimulatedModel
 from distca_hf.analysis.request import MAX_MICRO_STEPS, MAX_RANKS
-from distca_hf.analysis.simulate.model import SimulatedModel
 from distca_hf.arrays import IntArray, ceil_div
 from distca_hf.batches.placed import GivenPlans, PlacedPlanner, StepShape
 from distca_hf.config import DistCAConfig
@@ -120,10 +120,10 @@ class SimulationRequest:
                 f"--context {context} does not fit: {ranks} x {self.tokens_per_rank} tokens hold {room}; take more "
                 "GPUs, more tokens per rank, or a shorter context"
             )
-        if is_packed and self.model.mixers and context is not None and context > self.tokens_per_rank:
+        if is_packed and self.model.mixer_layers and context is not None and context > self.tokens_per_rank:
             raise ConfigError(
-                f"--context {context}: {self.model.mixers} layers of {self.model.name} carry a state, so documents "
-                f"stay whole on a rank, and one holds {self.tokens_per_rank} tokens"
+                f"--context {context}: {self.model.mixer_layers} layers of {self.model.name} carry a state, so "
+                f"documents stay whole on a rank, and one holds {self.tokens_per_rank} tokens"
             )
         limit = self.model.longest_document_tokens
         if context is not None and limit is not None and context > limit:
@@ -179,7 +179,7 @@ class SimulationRequest:
     @property
     def longest_tokens(self) -> int:
         """Tokens of the longest document that is not split."""
-        most = self.tokens_per_rank if self.model.mixers else self.capacity_tokens
+        most = self.tokens_per_rank if self.model.mixer_layers else self.capacity_tokens
         if self.batch_size is not None:
             most = MAX_DOCUMENT_TOKENS
         return min(most, self.context_tokens or most, self.model.longest_document_tokens or most)
@@ -219,11 +219,6 @@ class SimulationRequest:
         """The planner of a training in the stages of the pipeline, which shapes optimizer steps for it."""
         return self._planner(self.stage_ranks, self.tokens_per_rank, step_shape=self.pipeline)
 
-    @cached_property
-    def served_planner(self) -> PlacedPlanner:
-        """The planner of a training in which `num_servers` data ranks serve attention."""
-        return self.planner_beside(self.num_servers)
-
     @property
     def num_servers(self) -> int:
         """Data ranks that serve attention where there are servers."""
@@ -253,7 +248,7 @@ class SimulationRequest:
             extra_ranks=servers,
             token_bytes=self.model.heads.token_bytes(),
             layer_masks=self.model.masks,
-            whole_documents=self.model.mixers > 0,
+            whole_documents=self.model.mixer_layers > 0,
             step_shape=step_shape,
             costs=self.model.pass_costs,
         )

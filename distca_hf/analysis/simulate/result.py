@@ -1,23 +1,40 @@
-"""Result: computes the figures of every way, and which way to choose."""
+"""Result: simulates the steps of a request in every way, in some processes; the figures of each, and which to choose.
 
-from collections.abc import Iterable, Sequence
+All steps are simulated in the ways that are quick to plan. The others get some of the steps, spread evenly, and are
+compared with plain packing on these.
+"""
+
+import math
+import os
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import partial
+from multiprocessing import get_context
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from distca_hf.analysis.memory import USABLE_SHARE, Sharding
 from distca_hf.analysis.profiles.cluster_profile import ClusterProfile
 from distca_hf.analysis.profiles.curves import Notes
-from distca_hf.analysis.simulate.compared import Step, Way
 from distca_hf.analysis.simulate.request import SimulationRequest
-from distca_hf.analysis.simulate.run import Track, WaySteps, run_steps
 from distca_hf.analysis.simulate.simulation import Simulation
-from distca_hf.analysis.simulate.stages import StageMemory
+from distca_hf.analysis.simulate.step import StageMemory
+from distca_hf.analysis.simulate.ways import Step, Way
 from distca_hf.arrays import IntArray
+from distca_hf.errors import ConfigError
 from distca_hf.gpus import peak_flops
 
 
+# Steps x GPUs x micro-steps from which on several processes are worth their start.
+WORTH_PROCESSES = 4096
+# Most steps that costly ways are simulated on, and GPUs x micro-steps of these: planning takes a millisecond per GPU.
+MOST_COSTLY_STEPS, COSTLY_RANKS = 25, 8192
+MOST_PROCESSES = 8
+# Share of attended pairs up to which nothing counts as left out: fillers of packs that are cut are short.
+NEARLY_NOTHING = 0.005
 # Gain over the fastest way without core attention disaggregation below which distca is not worth a change.
 WORTH_IT = 1.05
 SECONDS_OF_AN_HOUR = 3600.0
@@ -192,27 +209,126 @@ class Result:
         }
 
 
+class WayStep(NamedTuple):
+    """One step of one way.
+
+    Attributes:
+        attention_seconds: that ranks spend in attention, in the mean.
+        received_bytes: most that a rank sends or receives in a layer's forward pass.
+        most_tokens, most_head_tokens: most tokens that layers, and that a head, of a rank compute.
+        left_out_pairs: attended pairs that are left out where documents are cut.
+    """
+
+    seconds: float
+    attention_seconds: float
+    received_bytes: float
+    most_tokens: int
+    most_head_tokens: int
+    left_out_pairs: float
+
+
+class Simulated(NamedTuple):
+    """The step of a number, in every way that was simulated on it."""
+
+    number: int
+    ways: dict[str, WayStep]
+    notes: Notes
+
+
+# Yields the steps that it gets, and shows progress.
+Track = Callable[[Iterable[Simulated]], Iterable[Simulated]]
+
+
+def run_steps(
+    request: SimulationRequest,
+    profile: ClusterProfile,
+    steps: Sequence[Step],
+    track: Track = iter,
+    keys: tuple[str, ...] = (),
+) -> tuple[Simulation, list[Simulated]]:
+    """Simulates steps in every way, or in those of some keys.
+
+    Returns:
+        The simulation, whose notes are complete, and all steps.
+
+    Raises:
+        ConfigError: links that are needed were not measured, or a process was killed.
+    """
+    simulation = Simulation.of(request, profile, keys)
+    size = request.num_ranks * request.accumulation
+    few = max(1, min(len(steps), MOST_COSTLY_STEPS, COSTLY_RANKS // size))
+    costly = {int(number) for number in np.linspace(0, len(steps) - 1, few)}
+    tasks = [(number, step, number in costly) for number, step in enumerate(steps)]
+    run = partial(_simulate, request, profile, keys)
+    done: list[Simulated] = []
+    if len(steps) * size < WORTH_PROCESSES:
+        done.extend(track(map(run, tasks)))
+    else:
+        tasks.sort(key=lambda task: not task[2])  # costly steps first, so that processes end at about the same time
+        workers = min(MOST_PROCESSES, os.cpu_count() or 1, len(tasks))
+        try:
+            with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
+                done.extend(track(pool.map(run, tasks)))
+        except BrokenProcessPool as error:
+            raise ConfigError(
+                f"one of {workers} processes that simulate {request.gpus} GPUs was killed, mostly for want of memory; "
+                "take fewer --gpus, --micro-steps or --batches"
+            ) from error
+    for one in done:
+        simulation.costs.notes.merge(one.notes)
+    return simulation, done
+
+
+def _simulate(
+    request: SimulationRequest, profile: ClusterProfile, keys: tuple[str, ...], task: tuple[int, Step, bool]
+) -> Simulated:
+    """Simulates one step in every way; costly ones only if they are wanted on it."""
+    number, step, with_costly = task
+    simulation = Simulation.of(request, profile, keys)
+    ways = {}
+    for way in simulation.ways():
+        if way.costly and not with_costly:
+            continue
+        seconds, loads = simulation.step_seconds(way, step)
+        checkpointed = simulation.training.layers_checkpointed
+        ways[way.key] = WayStep(
+            seconds,
+            sum(load.attention_seconds(checkpointed) for load in loads),
+            max(load.bytes_per_layer for load in loads),
+            max(int(load.tokens.max()) for load in loads),
+            max(int(load.of_head.max()) for load in loads),
+            sum(load.left_out_pairs for load in loads),
+        )
+    return Simulated(number, ways, simulation.costs.notes)
+
+
 def make_result(
-    simulation: Simulation, steps: Sequence[Step], by_way: dict[str, WaySteps], token_budget: float
+    simulation: Simulation, steps: Sequence[Step], done: Sequence[Simulated], token_budget: float
 ) -> Result:
     """Returns the figures of simulated steps.
 
     Args:
         token_budget: tokens that GPU-hours are counted for.
     """
-    request = simulation.request
+    request, model = simulation.request, simulation.request.model
     tokens = np.array([sum(int(batch.sum()) for batch in step) for step in steps], dtype=np.float64)
+    pairs = np.array([request.pairs(step) for step in steps])
     peak = peak_flops(simulation.costs.profile.made.device)
-    plain = by_way["plain"].seconds
+    plain = np.full(len(steps), math.nan)
     figures = []
     for way in simulation.ways():
-        of_way = by_way[way.key]
-        known = ~np.isnan(of_way.seconds)
+        of_steps = [one.ways[way.key] for one in done if way.key in one.ways]
+        numbers = [one.number for one in done if way.key in one.ways]
+        of_way = np.full(len(steps), math.nan)
+        of_way[numbers] = [one.seconds for one in of_steps]
+        plain, known = of_way if way.key == "plain" else plain, ~np.isnan(of_way)
         # Steps that were not simulated: as much faster than plain packing as the others.
-        seconds = float(plain.mean() * of_way.seconds[known].sum() / plain[known].sum())
+        seconds = float(plain.mean() * of_way[known].sum() / plain[known].sum())
         rate = float(tokens.mean()) / seconds
-        memory = _memory_bytes(simulation, way, of_way)
-        useful = _useful_flops(simulation, steps, of_way.left_out_share)
+        left_out, of_all = np.array([one.left_out_pairs for one in of_steps]), pairs[numbers]
+        attended = 1 - float(left_out.sum() / of_all.sum())
+        useful = model.flops.useful(float(tokens.mean()), attended * (float(pairs.mean()) / model.attention_layers))
+        memory = _memory_bytes(simulation, way, of_steps)
         figures.append(
             WayFigures(
                 way.key,
@@ -226,11 +342,11 @@ def make_result(
                 memory <= USABLE_SHARE * request.room_bytes,
                 token_budget / rate * request.gpus / SECONDS_OF_AN_HOUR,
                 float(plain.mean()) / seconds,
-                of_way.whole,
-                int(known.sum()),
-                of_way.attention_share,
-                int(of_way.received_bytes),
-                of_way.most_tokens,
+                bool((left_out <= NEARLY_NOTHING * of_all).all()),
+                len(of_steps),
+                sum(one.attention_seconds for one in of_steps) / sum(one.seconds for one in of_steps),
+                int(max(one.received_bytes for one in of_steps)),
+                max(one.most_tokens for one in of_steps),
             )
         )
     return Result(
@@ -268,15 +384,7 @@ def _fastest(ways: Iterable[WayFigures]) -> WayFigures | None:
     return min(ways, key=lambda way: way.step_seconds, default=None)
 
 
-def _useful_flops(simulation: Simulation, steps: Sequence[Step], left_out_share: float) -> float:
-    """Returns the mean operations of a step that count for utilisation: attention that is left out does not."""
-    model, request = simulation.request.model, simulation.request
-    tokens = float(np.mean([sum(int(batch.sum()) for batch in step) for step in steps]))
-    pairs = float(np.mean([request.pairs(step) for step in steps])) / model.attention_layers
-    return model.flops.useful(tokens, (1 - left_out_share) * pairs)
-
-
-def _memory_bytes(simulation: Simulation, way: Way, steps: WaySteps) -> int:
+def _memory_bytes(simulation: Simulation, way: Way, steps: Sequence[WayStep]) -> int:
     """Returns the most bytes that a GPU needs. Only ours keeps rows of others, and attention's outputs."""
     request = simulation.request
     checkpointing = request.checkpointing
@@ -284,9 +392,9 @@ def _memory_bytes(simulation: Simulation, way: Way, steps: WaySteps) -> int:
         checkpointing = "recomputed"
     sharding: Sharding = "fsdp2_synced" if request.sync_each_batch else "fsdp2"
     setup = request.setup(sharding, checkpointing, way.is_ours, way.servers)
-    tokens, received = steps.most_tokens, int(steps.received_bytes)
+    tokens, received = max(one.most_tokens for one in steps), int(max(one.received_bytes for one in steps))
     if not way.in_stages:
-        return request.memory(setup, tokens, received, steps.most_head_tokens).total
+        return request.memory(setup, tokens, received, max(one.most_head_tokens for one in steps)).total
     assert request.pipeline is not None
     setup = replace(setup, num_ranks=request.gpus // request.num_stages, micro_steps=1)
     size = request.model.size.decoder(request.model.heads)
@@ -318,5 +426,5 @@ def simulate(
     """
     request = request.for_documents(document_tokens)
     steps = steps or request.steps(document_tokens)
-    simulation, by_way = run_steps(request, profile, steps, track, keys)
-    return make_result(simulation, steps, by_way, token_budget), simulation.costs.notes
+    simulation, done = run_steps(request, profile, steps, track, keys)
+    return make_result(simulation, steps, done, token_budget), simulation.costs.notes

@@ -10,14 +10,14 @@ import numpy as np
 
 from distca_hf.analysis.profiles.cluster_profile import ClusterProfile
 from distca_hf.analysis.profiles.curves import Notes
-from distca_hf.analysis.simulate import planned
-from distca_hf.analysis.simulate.compared import Step, Way, World
+from distca_hf.analysis.request import plan_step
 from distca_hf.analysis.simulate.costs import Costs
-from distca_hf.analysis.simulate.load import Load
+from distca_hf.analysis.simulate.load import Load, ours, rows_placed
 from distca_hf.analysis.simulate.request import GPUS_PER_SERVER, SimulationRequest
-from distca_hf.analysis.simulate.stages import StagedTraining
-from distca_hf.analysis.simulate.step import Training
+from distca_hf.analysis.simulate.step import StagedTraining, Training
 from distca_hf.analysis.simulate.ways import (
+    Step,
+    Way,
     best_fit,
     left_out_pairs,
     missing_to_compare,
@@ -26,21 +26,22 @@ from distca_hf.analysis.simulate.ways import (
     ways_to_compare,
 )
 from distca_hf.analysis.simulate.wires import Cluster
-from distca_hf.arrays import IntArray, offsets
-from distca_hf.batches.placed import PlacedPlanner
-from distca_hf.data.epochs import Epoch
+from distca_hf.arrays import IntArray
 from distca_hf.layout import Layout
 from distca_hf.planning.plan import Plan
 
 
 @dataclass(frozen=True)
-class Simulation(World):
+class Simulation:
     """Simulates a request on one cluster.
 
     Attributes:
         keys: keys of the ways to simulate; empty for all.
     """
 
+    request: SimulationRequest
+    costs: Costs
+    cluster: Cluster
     keys: tuple[str, ...] = ()
 
     @classmethod
@@ -66,8 +67,11 @@ class Simulation(World):
         """
         training = replace(self.training, cluster=self._trainers(way.servers))
         if way.in_stages:
+            assert self.request.pipeline is not None
+            of_stage = replace(self.training, cluster=self._stage_cluster, gathers_layers=False)
+            staged = StagedTraining(of_stage, self.request.pipeline, self.cluster, self.request.tokens_per_rank)
             loads = way.loads(step)
-            seconds = self.staged_training.micro_batches_seconds(loads) + training.cast_seconds()
+            seconds = staged.micro_batches_seconds(loads) + training.cast_seconds()
         else:
             *earlier, last = loads = way.loads(self.request.without_stages(step))
             before = replace(training, sums_gradients=self.request.sync_each_batch)
@@ -80,20 +84,25 @@ class Simulation(World):
         given, or if layers carry a state."""
         if not self.keys:
             return self._ways()
-        every = {way.key: way for way in (self.tasks_moved, *self._ways())}
+        every = {way.key: way for way in (self._tasks_moved, *self._ways())}
         return [every[key] for key in self.keys if key in every]
 
     def _ways(self) -> list[Way]:
-        if self.request.batch_size is not None:
-            return [Way("plain", "plain data parallelism", self._as_dealt), *self._given_ways()]
-        each = [*ways_to_compare(self), *self._given_ways()[:1]]
+        request = self.request
+        if request.batch_size is not None:
+
+            def as_dealt(step: Step) -> list[Load]:
+                return [packs(self.costs, np.split(batch, request.num_ranks), batch) for batch in step]
+
+            return [Way("plain", "plain data parallelism", as_dealt), *self._given_ways()]
+        each = [*ways_to_compare(request, self.costs, self.cluster), *self._given_ways()[:1]]
         if self._has_servers:
-            served = partial(Way, servers=self.request.num_servers, costly=True, is_ours=True)
+            served = partial(Way, servers=request.num_servers, costly=True, is_ours=True)
             each.append(served("servers", "distca, with servers", self._served))
-        if self.request.checkpointing == "saved":
+        if request.checkpointing == "saved":
             again = partial(self._placed, saves=False)
             each.append(Way("placed_recomputed", "distca, recomputed", again, is_ours=True, costly=True))
-        each.append(Way("placed", "distca, placed", self._placed, is_ours=True))
+        each.append(Way("placed", "distca, placed", partial(self._placed, saves=self._saves), is_ours=True))
         return [*each, *self._in_stages()]
 
     def missing(self) -> list[str]:
@@ -107,83 +116,89 @@ class Simulation(World):
 
     @property
     def _has_servers(self) -> bool:
-        return self.request.num_servers > 0 and not self.request.model.mixers
+        return self.request.num_servers > 0 and not self.request.model.mixer_layers
+
+    @property
+    def _saves(self) -> bool:
+        return self.request.checkpointing == "saved"
+
+    def _trainers(self, servers: int) -> Cluster:
+        """Returns the cluster without its attention servers: the data ranks that hold weights."""
+        return replace(self.cluster, num_ranks=self.cluster.num_ranks - servers)
 
     # Stages of a pipeline.
 
     @property
-    def stage_cluster(self) -> Cluster:
+    def _stage_cluster(self) -> Cluster:
         """The data ranks of one stage and their links."""
         ranks = self.request.stage_ranks
         return replace(self.cluster, num_ranks=ranks, ranks_per_node=min(ranks, self.cluster.ranks_per_node))
 
-    @property
-    def staged_training(self) -> StagedTraining:
-        """The pipeline; there must be one."""
-        assert self.request.pipeline is not None
-        of_stage = replace(self.training, cluster=self.stage_cluster, gathers_layers=False)
-        return StagedTraining(of_stage, self.request.pipeline, self.cluster, self.request.tokens_per_rank)
-
     def _in_stages(self) -> list[Way]:
-        """Returns ways that use the same GPUs as stages of the pipeline; none without a pipeline."""
+        """Returns ways that use the same GPUs as stages of the pipeline; none without a pipeline. Micro-batches of
+        placed ones are in the order of packing, of shaped ones a step's documents are divided by work, as in
+        training."""
         if self.request.pipeline is None:
             return []
-        ours = partial(Way, is_ours=True, costly=True, in_stages=True)
+        ranks, planner = self.request.stage_ranks, self.request.stage_planner
+
+        def padded(load: Load) -> Load:  # ranks of stages compute all of their rows
+            return replace(load, tokens=np.full_like(load.tokens, self.request.tokens_per_rank))
+
+        def planned(plan: Plan) -> Load:
+            chunks = planner.num_chunks
+            return padded(ours(self.costs, self._stage_cluster, plan, chunks, self._saves, gather_seconds=0.0))
+
+        def plain(step: Step) -> list[Load]:
+            return [padded(plain_packing(self.costs, batch, ranks)) for batch in step]
+
+        way = partial(Way, is_ours=True, costly=True, in_stages=True)
         return [
-            Way("pipeline_plain", "pipeline, plain", self._stages_plain, in_stages=True),
-            ours("pipeline_placed", "pipeline, placed", self._stages_placed),
-            ours("pipeline_shaped", "pipeline, shaped", self._stages_shaped),
+            Way("pipeline_plain", "pipeline, plain", plain, in_stages=True),
+            way("pipeline_placed", "pipeline, placed", lambda step: [planned(planner.plan(batch)) for batch in step]),
+            way(
+                "pipeline_shaped",
+                "pipeline, shaped",
+                lambda step: [planned(plan) for plan in plan_step(planner, step)],
+            ),
         ]
 
-    def _stages_plain(self, step: Step) -> list[Load]:
-        """Returns loads of plain packing in every stage."""
-        return [self._padded(plain_packing(self.costs, batch, self.request.stage_ranks)) for batch in step]
+    # Placed batches, and attention servers.
 
-    def _stages_placed(self, step: Step) -> list[Load]:
-        """Returns loads of placed micro-batches, in the order of packing."""
-        return [self._staged(self.request.stage_planner.plan(batch)) for batch in step]
+    def _placed(self, step: Step, saves: bool) -> list[Load]:
+        planner = self.request.planner
+        return [ours(self.costs, self.cluster, plan, planner.num_chunks, saves) for plan in plan_step(planner, step)]
 
-    def _stages_shaped(self, step: Step) -> list[Load]:
-        """Returns loads of micro-batches among which a step's documents are divided by work, as in training."""
-        return [self._staged(plan) for plan in _plans(self.request.stage_planner, step)]
-
-    def _staged(self, plan: Plan) -> Load:
-        chunks = self.request.stage_planner.num_chunks
-        load = planned.ours(self.costs, self.stage_cluster, plan, chunks, self._saves, gather_seconds=0.0)
-        return self._padded(load)
-
-    def _padded(self, load: Load) -> Load:
-        """Returns a load whose ranks compute all of their rows, as stages do."""
-        return replace(load, tokens=np.full_like(load.tokens, self.request.tokens_per_rank))
-
-    # Ways with plans, and over several micro-batches.
-
-    def _placed(self, step: Step, saves: bool | None = None) -> list[Load]:
-        planner, saves = self.request.planner, self._saves if saves is None else saves
-        plans = _plans(planner, step)
-        return [planned.ours(self.costs, self.cluster, plan, planner.num_chunks, saves) for plan in plans]
+    def _served(self, step: Step) -> list[Load]:
+        planner = self.request.planner_beside(self.request.num_servers)
+        # Servers keep no rows until recomputation.
+        keeps, chunks = self.request.checkpointing != "recomputed", planner.num_chunks
+        gather = self._trainers(self.request.num_servers).all_gather(self.costs.layer_weight_bytes)
+        load = partial(ours, self.costs, self.cluster, keeps=keeps, gather_seconds=gather)
+        return [load(planner.plan(batch), chunks, self._saves) for batch in step]
 
     # Given batches: those of the request, or packs of plain packing.
 
     def _given_ways(self) -> list[Way]:
         """Returns distca_hf's ways for given batches. Tasks move if layers carry a state, else rows are placed."""
-        ours = partial(Way, costly=True, is_ours=True)
-        if self.request.model.mixers:
-            return [self.tasks_moved]
+        if self.request.model.mixer_layers:
+            return [self._tasks_moved]
+        way = partial(Way, costly=True, is_ours=True)
         label = "distca, your packs" if self.request.batch_size is None else "distca, results return"
         return [
-            ours("given", label, partial(self._rows_placed, loss_is_placed=False)),
-            ours("given_loss", "distca, placed loss", partial(self._rows_placed, loss_is_placed=True)),
+            way("given", label, partial(self._rows_placed, loss_is_placed=False)),
+            way("given_loss", "distca, placed loss", partial(self._rows_placed, loss_is_placed=True)),
         ]
 
-    def _as_dealt(self, step: Step) -> list[Load]:
-        """Returns loads of ranks that compute their own rows."""
-        return [packs(self.costs, np.split(batch, self.request.num_ranks), batch) for batch in step]
-
     @property
-    def tasks_moved(self) -> Way:
+    def _tasks_moved(self) -> Way:
         """The way in which tokens of given batches stay, and attention tasks move."""
-        return Way("tasks_moved", "distca, tasks moved", self._tasks_moved, costly=True, is_ours=True)
+
+        def loads(step: Step) -> list[Load]:
+            plan = self.request.given_plans(places_rows=False).plan
+            return [self._of_plan(plan(self._home(batch)), batch) for batch in step]
+
+        return Way("tasks_moved", "distca, tasks moved", loads, costly=True, is_ours=True)
 
     def _rows_placed(self, step: Step, loss_is_placed: bool) -> list[Load]:
         planner, loads = self.request.given_plans(places_rows=True), []
@@ -191,16 +206,12 @@ class Simulation(World):
             home = self._home(batch)
             placed = planner.layout(home)
             load = self._of_plan(planner.plan(placed), batch)
-            loads.append(planned.rows_placed(self.costs, self.cluster, home, load, placed, loss_is_placed))
+            loads.append(rows_placed(self.costs, self.cluster, home, load, placed, loss_is_placed))
         return loads
-
-    def _tasks_moved(self, step: Step) -> list[Load]:
-        plan = self.request.given_plans(places_rows=False).plan
-        return [self._of_plan(plan(self._home(batch)), batch) for batch in step]
 
     def _of_plan(self, plan: Plan, batch: IntArray) -> Load:
         """Returns the load of the plan of a given batch."""
-        load = planned.ours(self.costs, self.cluster, plan, self.request.planner.num_chunks, self._saves)
+        load = ours(self.costs, self.cluster, plan, self.request.planner.num_chunks, self._saves)
         held = plan.layout.document_tokens
         return replace(load, left_out_pairs=left_out_pairs(self.costs.model, [held], batch))
 
@@ -210,30 +221,3 @@ class Simulation(World):
         return Layout.from_packs(
             np.split(batch, ranks) if self.request.batch_size is not None else best_fit(batch, ranks)
         )
-
-    def _served(self, step: Step) -> list[Load]:
-        planner = self.request.served_planner
-        plans = [planner.plan(batch) for batch in step]
-        # Servers keep no rows until recomputation.
-        keeps, chunks = self.request.checkpointing != "recomputed", planner.num_chunks
-        gather = self._trainers(self.request.num_servers).all_gather(self.costs.layer_weight_bytes)
-        load = partial(planned.ours, self.costs, self.cluster, keeps=keeps, gather_seconds=gather)
-        return [load(plan, chunks, self._saves) for plan in plans]
-
-    def _trainers(self, servers: int) -> Cluster:
-        """Returns the cluster without its attention servers: the data ranks that hold weights."""
-        return replace(self.cluster, num_ranks=self.cluster.num_ranks - servers)
-
-    @property
-    def _saves(self) -> bool:
-        return self.request.checkpointing == "saved"
-
-
-def _plans(planner: PlacedPlanner, step: Step) -> list[Plan]:
-    """Returns a plan for each micro-batch. Documents of the step are regrouped as in training: long ones together, or
-    by work for a pipeline."""
-    lengths = np.concatenate(step)
-    as_packed = Epoch(np.arange(len(lengths)), offsets(np.array([len(batch) for batch in step])))
-    grouped = planner.regroup(as_packed, lengths, len(step))
-    numbers = range(grouped.num_micro_batches)
-    return [planner.plan(lengths[grouped.micro_batch(number)], grouped.layout(number)) for number in numbers]

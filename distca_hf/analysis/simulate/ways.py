@@ -1,7 +1,7 @@
 """Ways: the ways to train that distca_hf is compared with. They share attention without a planner.
 
-Each is a function from the document lengths of a micro-batch to a `Load`, and an entry of `COMPARED`. Two functions
-are only for benchmarks: `even` and `gathered`.
+Each is a function from the document lengths of a micro-batch to a `Load`. Two are only for benchmarks: `even` and
+`gathered`.
 
 | function | what a rank holds | what it attends |
 |---|---|---|
@@ -20,22 +20,49 @@ that holds the context, and the fastest is shown.
 
 import heapq
 from bisect import bisect_left, insort
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 
+from distca_hf.analysis.models import SimulatedModel
 from distca_hf.analysis.profiles.curves import Amounts, FloatArray
-from distca_hf.analysis.simulate.compared import Compared, Step, Way, World, of_groups, of_ranks
 from distca_hf.analysis.simulate.costs import Costs, Passes
 from distca_hf.analysis.simulate.load import Attention, Load, Waiting, nothing_sent
-from distca_hf.analysis.simulate.model import SimulatedModel
 from distca_hf.analysis.simulate.request import SimulationRequest
 from distca_hf.analysis.simulate.wires import Cluster, WireBytes
 from distca_hf.arrays import IntArray, ceil_div
 from distca_hf.cost import causal_pairs_of
 from distca_hf.data.documents import split_documents
 from distca_hf.placement.place import fill_in_order
+
+
+Step = Sequence[IntArray]  # document lengths of each micro-batch, in the order of packing
+
+
+@dataclass(frozen=True)
+class Way:
+    """One way to train, as it is simulated.
+
+    Attributes:
+        key: its name in JSON.
+        loads: makes the load of each micro-batch of a step.
+        costly: whether it is planned only on some steps, because that takes long.
+        family: ways of one family differ only in group size, and the fastest is shown; empty if there are no others.
+        is_ours: whether distca_hf does it.
+        in_stages: whether it runs in the stages of a pipeline; loads are then of the ranks of one stage.
+        servers: data ranks that serve attention, and hold no weights.
+    """
+
+    key: str
+    label: str
+    loads: Callable[[Step], list[Load]]
+    costly: bool = False
+    family: str = ""
+    is_ours: bool = False
+    in_stages: bool = False
+    servers: int = 0
 
 
 # Bytes that ring attention reads and writes for a number of queries' results when it merges a step's output in fp32,
@@ -192,7 +219,7 @@ def ulysses(costs: Costs, cluster: Cluster, document_tokens: IntArray, group: in
         waits.attention(Passes(_spread(x.forward, group), _spread(x.backward, group)), x.layers)
         for x in load.attention
     ]
-    return Load(tokens, attention, _most(all_bytes * (group - 1) / group), load.left_out_pairs)
+    return Load(tokens, attention, float(np.max(all_bytes * (group - 1) / group, initial=0.0)), load.left_out_pairs)
 
 
 def ring(costs: Costs, cluster: Cluster, document_tokens: IntArray, group: int) -> Load:
@@ -225,7 +252,7 @@ def ring(costs: Costs, cluster: Cluster, document_tokens: IntArray, group: int) 
     waits = sent * (sends > step.forward), sent_backward * (sends_gradients > step.backward)
     attention = [Attention(forward, forward, backward, sent, sent_backward, costs.model.attention_layers, *waits)]
     left_out = left_out_pairs(costs.model, held, document_tokens)
-    return Load(tokens, attention, _most(steps * key_value * tokens), left_out)
+    return Load(tokens, attention, float(np.max(steps * key_value * tokens, initial=0.0)), left_out)
 
 
 def gathered(costs: Costs, cluster: Cluster, held: Sequence[IntArray], group: int) -> Load:
@@ -253,7 +280,7 @@ def gathered(costs: Costs, cluster: Cluster, held: Sequence[IntArray], group: in
             )
         seconds_of = Passes(*(np.repeat([x[of] for x in of_groups], group) for of in (0, 1)))
         attention.append(waits.attention(seconds_of, layers))
-    return Load(tokens, attention, _most(received))
+    return Load(tokens, attention, float(np.max(received, initial=0.0)))
 
 
 def _ring_kernels(costs: Costs, lengths: IntArray, group: int) -> tuple[Passes, Passes]:
@@ -297,40 +324,89 @@ def _spread(seconds: FloatArray, group: int) -> FloatArray:
     return np.repeat(seconds / group, group)
 
 
-def _most(num_bytes: Amounts) -> float:
-    return float(np.max(num_bytes, initial=0.0))
+class Grouped(NamedTuple):
+    """A way to compare with in which groups of ranks share documents.
+
+    Attributes:
+        key, label: its names in JSON and in tables; the size of groups is added.
+        name: for sentences that say why it cannot run.
+        load: from costs, cluster, document lengths and group size.
+        most_group: returns the largest group size.
+        costly: see `Way`.
+    """
+
+    key: str
+    label: str
+    name: str
+    load: Callable[[Costs, Cluster, IntArray, int], Load]
+    most_group: Callable[[SimulationRequest], int]
+    costly: bool = False
+
+    def groups(self, request: SimulationRequest) -> list[int]:
+        """Returns group sizes that hold the context: powers of two, at least 2, that divide the number of ranks."""
+        most, ranks = self.most_group(request), request.num_ranks
+        powers = (1 << power for power in range(1, most.bit_length()))
+        return [group for group in powers if request.least_group <= group <= most and ranks % group == 0]
 
 
-COMPARED = (
-    Compared("plain", "plain packing", of_ranks(plain_packing)),
-    Compared("sorted_packs", "sorted packs", lambda of, step, _: sorted_packs(of.costs, step, of.request.num_ranks)),
-    Compared("whole_documents", "whole documents", of_ranks(whole_documents)),
-    Compared(
+GROUPED = (
+    Grouped(
         "ulysses",
         "Ulysses",
-        of_groups(ulysses),
+        "Ulysses",
+        ulysses,
         lambda request: min(request.data_ranks_per_node, request.model.heads.query // request.tensor_ranks),
-        name="Ulysses",
     ),
-    Compared(
+    Grouped(
         "ring",
         "zigzag ring",
-        of_groups(ring),
+        "rings",
+        ring,
         lambda request: min(request.num_ranks, max(request.data_ranks_per_node, 4 * request.least_group)),
-        name="rings",
         costly=True,
     ),
 )
 
 
-def ways_to_compare(world: World) -> list[Way]:
-    """Returns the ways to compare with that can run."""
-    return [way for compared in COMPARED for way in compared.ways(world)]
+def ways_to_compare(request: SimulationRequest, costs: Costs, cluster: Cluster) -> list[Way]:
+    """Returns the ways to compare with that can run; of those with groups one for each group size."""
+    ranks = request.num_ranks
+
+    def of_ranks(load: Callable[[Costs, IntArray, int], Load]) -> Callable[[Step], list[Load]]:
+        return lambda step: [load(costs, batch, ranks) for batch in step]
+
+    def of_groups(of: Grouped, group: int) -> Callable[[Step], list[Load]]:
+        return lambda step: [of.load(costs, cluster, batch, group) for batch in step]
+
+    return [
+        Way("plain", "plain packing", of_ranks(plain_packing)),
+        Way("sorted_packs", "sorted packs", lambda step: sorted_packs(costs, step, ranks)),
+        Way("whole_documents", "whole documents", of_ranks(whole_documents)),
+        *(
+            Way(f"{of.key}_{group}", f"{of.label} over {group}", of_groups(of, group), of.costly, family=of.key)
+            for of in (() if request.model.mixer_layers else GROUPED)
+            for group in of.groups(request)
+        ),
+    ]
 
 
 def missing_to_compare(request: SimulationRequest) -> list[str]:
     """Returns a sentence for each way to compare with that is left out."""
-    if request.model.mixers:
-        cut = " and ".join(compared.name for compared in COMPARED if compared.most_group)
-        return [f"{request.model.mixers} layers carry a state, so documents stay whole: {cut} cut them"]
-    return [words for compared in COMPARED if (words := compared.missing(request))]
+    if layers := request.model.mixer_layers:
+        cut = " and ".join(of.name for of in GROUPED)
+        return [f"{layers} layers carry a state, so documents stay whole: {cut} cut them"]
+    words, tokens, ranks = [], request.longest_tokens, request.num_ranks
+    for of in GROUPED:
+        most = of.most_group(request)
+        if of.groups(request):
+            continue
+        if request.least_group > most:
+            words.append(
+                f"{of.name}: a group within a node holds at most {most * request.tokens_per_rank:,} tokens, and the "
+                f"context has {tokens:,}"
+            )
+        else:
+            words.append(
+                f"{of.name}: no group of 2, 4, 8, ... data ranks that holds {tokens:,} tokens divides all {ranks}"
+            )
+    return words

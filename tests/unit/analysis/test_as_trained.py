@@ -22,7 +22,8 @@ from distca_hf.analysis.epoch import OptimizerStep, Origin, pack_first_step
 from distca_hf.analysis.find_model import read_model_config
 from distca_hf.analysis.first_step import make_report
 from distca_hf.analysis.lengths import read_lengths
-from distca_hf.analysis.request import ModelShape, PlanRequest, plan_micro_steps
+from distca_hf.analysis.models import ModelShape
+from distca_hf.analysis.request import PlanRequest, plan_micro_steps
 from distca_hf.batches import loader
 from distca_hf.batches.given import GivenPlanner
 from distca_hf.batches.loader import PlacedLoader

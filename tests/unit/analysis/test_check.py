@@ -20,7 +20,7 @@ from distca_hf.analysis.check.tiny_config import WINDOW_TOKENS, tiny_config, tin
 from distca_hf.analysis.check.trial import TinyModel, compare
 from distca_hf.analysis.check.verdict import Verdict, judge
 from distca_hf.analysis.find_model import find_model
-from distca_hf.analysis.request import PRESETS
+from distca_hf.analysis.models import PRESETS
 from distca_hf.cost import Mask
 from distca_hf.errors import UnsupportedAttentionError
 from distca_hf.gpus import find_gpu

@@ -11,9 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from distca_hf.analysis.profiles.__main__ import MainFigures, write
-from distca_hf.analysis.profiles.cluster_profile import SCHEMA, ClusterProfile
+from distca_hf.analysis.profiles.cluster_profile import SCHEMA, ClusterProfile, find_profile, shipped_profiles
 from distca_hf.analysis.profiles.curves import Curve, Notes, Surface, kernel_times_of
-from distca_hf.analysis.profiles.shipped import find_profile, shipped_profiles
 from distca_hf.errors import ConfigError
 from distca_hf.placement.by_kernel_time import KernelTimes
 from distca_hf.version import __version__

@@ -13,12 +13,14 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from distca_hf.analysis import estimates, tables
+from distca_hf.analysis import answer as estimates
+from distca_hf.analysis import tables
 from distca_hf.analysis.check.find import find_candidate
 from distca_hf.analysis.epoch import OptimizerStep, divide_batch, pack_first_step
 from distca_hf.analysis.find_model import find_model
 from distca_hf.analysis.first_step import Figures, PlannedMicroBatch, figures_of, make_report
-from distca_hf.analysis.request import PRESETS, PlanRequest, plan_micro_steps, preset
+from distca_hf.analysis.models import PRESETS, preset
+from distca_hf.analysis.request import PlanRequest, plan_micro_steps
 from distca_hf.cli import app
 from distca_hf.cost import causal_pairs
 from distca_hf.errors import PackingError

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from distca_hf.analysis.memory import DecoderSize, Fit, LayerSize, Memory, TrainingSetup, estimate_memory
-from distca_hf.analysis.request import ModelShape, ModelSize, preset
+from distca_hf.analysis.models import ModelShape, ModelSize, preset
 from distca_hf.cost import Heads
 from support.commands import REPOSITORY
 

@@ -13,11 +13,10 @@ import pytest
 from typer.testing import CliRunner
 
 from distca_hf.analysis.report import run_folder, small_enough
-from distca_hf.analysis.report.figures import CallOfRanks, Seconds
+from distca_hf.analysis.report.figures import CallOfRanks, Seconds, chosen_calls, fitted
 from distca_hf.analysis.report.predictions import Predictor
 from distca_hf.analysis.report.run_folder import read_folder
 from distca_hf.analysis.report.run_report import page_of, read_source
-from distca_hf.analysis.report.small_enough import chosen_calls, fitted
 from distca_hf.analysis.report.straggler import slow_server_in_words, straggler_in_words
 from distca_hf.cli import app
 from distca_hf.errors import ReportError

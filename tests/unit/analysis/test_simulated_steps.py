@@ -10,18 +10,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from distca_hf.analysis.memory import GIB, TrainingSetup, estimate_memory
-from distca_hf.analysis.profiles.cluster_profile import ClusterProfile
+from distca_hf.analysis.models import SimulatedModel, llama_shape, preset
+from distca_hf.analysis.profiles.cluster_profile import ClusterProfile, find_profile
 from distca_hf.analysis.profiles.curves import Notes
-from distca_hf.analysis.profiles.shipped import find_profile
-from distca_hf.analysis.request import preset
-from distca_hf.analysis.simulate import run, ways
+from distca_hf.analysis.simulate import result as run
+from distca_hf.analysis.simulate import ways
 from distca_hf.analysis.simulate.costs import Costs, Passes
-from distca_hf.analysis.simulate.load import Exchanges, Hidden, Load, Waiting
-from distca_hf.analysis.simulate.model import SimulatedModel, llama_shape
-from distca_hf.analysis.simulate.planned import ours
+from distca_hf.analysis.simulate.load import Exchanges, Hidden, Load, Waiting, ours
 from distca_hf.analysis.simulate.request import SimulationRequest
-from distca_hf.analysis.simulate.result import make_result
-from distca_hf.analysis.simulate.run import run_steps
+from distca_hf.analysis.simulate.result import make_result, run_steps
 from distca_hf.analysis.simulate.simulation import Simulation
 from distca_hf.analysis.simulate.step import Training
 from distca_hf.analysis.simulate.wires import Cluster, WireBytes
@@ -476,8 +473,8 @@ def simulate(lengths: list[int], **options: object) -> tuple[Simulation, dict[st
     given = {"gpus": 8, "tokens_per_rank": 65_536, "context_tokens": None, "batches": 2, **options}
     request = SimulationRequest(given.pop("model", MODEL), **given)  # type: ignore[arg-type]
     steps = request.steps(np.array(lengths))
-    simulation, by_way = run_steps(request, PROFILE, steps)
-    result = make_result(simulation, steps, by_way, 1e9)
+    simulation, done = run_steps(request, PROFILE, steps)
+    result = make_result(simulation, steps, done, 1e9)
     return simulation, {way.key: way.step_seconds for way in result.ways}, result.in_short()
 
 
@@ -485,12 +482,12 @@ def test_weights_are_divided_between_trainers_alone() -> None:
     """Of eight GPUs one serves: seven hold weights."""
     request = SimulationRequest(MODEL, 8, 65_536, None, batches=1)
     steps = request.steps(np.array(MIXED))
-    simulation, by_way = run_steps(request, PROFILE, steps)
-    served = next(way for way in make_result(simulation, steps, by_way, 1e9).ways if way.key == "servers")
+    simulation, done = run_steps(request, PROFILE, steps)
+    served = next(way for way in make_result(simulation, steps, done, 1e9).ways if way.key == "servers")
 
-    of_way, size = by_way["servers"], MODEL.size.decoder(MODEL.heads)
+    size = MODEL.size.decoder(MODEL.heads)
     setup = TrainingSetup(7, "fsdp2", "saved", False, kv_budget_bytes=request.planner.config.kv_budget_gib * GIB)
-    memory = estimate_memory(size, setup, of_way.most_tokens, int(of_way.received_bytes))
+    memory = estimate_memory(size, setup, served.most_tokens, served.received_bytes)
     assert served.memory_bytes == memory.total
 
 
@@ -558,7 +555,7 @@ def test_ways_that_are_left_out_are_explained(gpus: int, context_tokens: int, wo
     assert Simulation.of(request, PROFILE).missing() == words
 
 
-def killed(task: object) -> None:
+def killed(*task: object) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -578,8 +575,10 @@ def test_processes_and_one_process_agree(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(run, "WORTH_PROCESSES", 0)
     several, together = run_steps(request, PROFILE, steps)
 
-    for key, way in alone.items():
-        assert together[key].seconds == pytest.approx(way.seconds, nan_ok=True)
+    ways = {step.number: step.ways for step in together}
+    for step in alone:
+        for key, way in step.ways.items():
+            assert ways[step.number][key].seconds == pytest.approx(way.seconds)
     assert several.costs.notes.lines() == one.costs.notes.lines()
 
 

@@ -17,7 +17,8 @@ from transformers import AutoModelForCausalLM
 from distca_hf import Pipeline
 from distca_hf.analysis.epoch import pack_epoch
 from distca_hf.analysis.lengths import read_lengths
-from distca_hf.analysis.request import PlanRequest, preset
+from distca_hf.analysis.models import preset
+from distca_hf.analysis.request import PlanRequest
 from lib.model import read_config
 from lib.options import add_model
 from lib.parser import add_device, add_tokens_per_rank, count, counts, lengths_file, micro_steps, whole, words

@@ -8,7 +8,8 @@ import numpy as np
 
 from distca_hf.analysis.epoch import OptimizerStep, pack_first_step
 from distca_hf.analysis.first_step import largest_rank_bytes, make_report
-from distca_hf.analysis.request import PlanRequest, preset
+from distca_hf.analysis.models import preset
+from distca_hf.analysis.request import PlanRequest
 from distca_hf.arrays import IntArray
 from distca_hf.cost import imbalance
 from distca_hf.placement.place import place, work_in_order
