@@ -5,13 +5,20 @@ A choice is another number of tokens per rank.
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import get_args
 
 import numpy as np
 
 from distca_hf.analysis.epoch import EpochPlans, PackedEpoch, fit_lengths
 from distca_hf.analysis.first_step import StepReport
-from distca_hf.analysis.memory import GIB, USABLE_SHARE, Checkpointing, Memory, Sharding, shardings
+from distca_hf.analysis.memory import (
+    GIB,
+    USABLE_SHARE,
+    Checkpointing,
+    Memory,
+    Sharding,
+    check_checkpointing,
+    shardings,
+)
 from distca_hf.analysis.models import SimulatedModel
 from distca_hf.analysis.profiles.cluster_profile import DEFAULT_PROFILE, find_profile
 from distca_hf.analysis.request import PlanRequest
@@ -25,7 +32,6 @@ from distca_hf.gpus import H200_GIB
 from distca_hf.planning.plan import Plan
 
 
-CHECKPOINTING = get_args(Checkpointing)
 # Most optimizer steps that are simulated: as many as `distca simulate` takes. And most of them times ranks and
 # micro-steps: planning takes a quarter of a millisecond per rank.
 MOST_STEPS, MOST_RANK_STEPS = 20, 2048
@@ -57,8 +63,7 @@ class Assumptions:
     cluster: str = DEFAULT_PROFILE
 
     def __post_init__(self) -> None:
-        if self.checkpointing not in CHECKPOINTING:
-            raise ConfigError(f"--checkpointing {self.checkpointing} must be one of {', '.join(CHECKPOINTING)}")
+        check_checkpointing(self.checkpointing)
         if not 0 < self.gpu_gib < 10_000:
             raise ConfigError(f"--gpu-gib {self.gpu_gib:g} must be above 0 and below 10000")
 

@@ -3,32 +3,25 @@ versions, devices and attention kernels that can run, for bug reports."""
 
 import gc
 import importlib.metadata
-import json
 import platform
-import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar, cast
+from typing import TYPE_CHECKING, cast
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from distca_hf.analysis.answer import Assumptions, make_answer
 from distca_hf.analysis.epoch import divide_batch, pack_epoch, plan_epoch
 from distca_hf.analysis.find_model import find_model
 from distca_hf.analysis.first_step import make_report
-from distca_hf.analysis.lengths import read_lengths
 from distca_hf.analysis.memory import GIB, Checkpointing
 from distca_hf.analysis.options import PlanOptions
 from distca_hf.analysis.print_answer import print_answer
 from distca_hf.analysis.profiles.cluster_profile import find_profile, gpu_gib_of
-from distca_hf.analysis.request import PlanRequest
-from distca_hf.analysis.tables import Terminal
+from distca_hf.analysis.request import PlanRequest, pipeline_of
+from distca_hf.analysis.tables import PlanProgress, Terminal, print_json
 from distca_hf.config import OverlongPolicy
 from distca_hf.errors import ConfigError
-from distca_hf.pipelines.pipeline import Pipeline
 from distca_hf.version import __version__
 from distca_hf.whole_file import replaced
 
@@ -37,10 +30,6 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
     from distca_hf.analysis.answer import PlanAnswer
-
-
-# Colours of work, of waiting, and of labels.
-WORKING, WAITING, MUTED = "#2f6fb7", "#e3e7eb", "#59636e"
 
 
 def check_can_draw(path: Path) -> None:
@@ -116,65 +105,10 @@ def figure_of(answer: "PlanAnswer") -> "Figure":
     return figure
 
 
-def draw_balance(work_before: Sequence[Sequence[int]], work: Sequence[Sequence[int]], path: Path) -> None:
-    """Draws the attention time of every micro-batch of a run, before and after placement.
-
-    A bar is the mean work of the ranks, 1.0, and on top of it the time of waiting for the busiest rank.
-
-    Args:
-        work_before, work: `[micro_batches][ranks]` attended pairs.
-        path: file to write; its ending decides the format.
-    """
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-    from matplotlib.ticker import MaxNLocator
-
-    figure, panels = pyplot.subplots(
-        2, 1, figsize=(min(16.0, 5.0 + 0.16 * len(work)), 5.2), sharex=True, sharey=True, layout="constrained"
-    )
-    shares = []
-    for panel, title, batches in zip(
-        panels, ("Packed in order", "Placed by distca"), (work_before, work), strict=True
-    ):
-        busiest = [max(batch) * len(batch) / max(1, sum(batch)) for batch in batches]
-        shares.append(1 - len(busiest) / sum(busiest))
-        places = range(1, 1 + len(busiest))
-        panel.bar(places, [1.0] * len(busiest), 0.8, color=WORKING, label="mean work of the ranks")
-        waiting = [value - 1.0 for value in busiest]
-        style = {"color": WAITING, "hatch": "////", "edgecolor": "#a3aeb9", "linewidth": 0.0}
-        panel.bar(places, waiting, 0.8, bottom=1.0, label="waiting for the busiest rank", **style)
-        panel.set_title(f"{title}: {100 * shares[-1]:.0f} % waiting", loc="left", fontsize="medium")
-        panel.set_ylabel("attention time\n(1 = mean work)", color=MUTED)
-        panel.spines[["top", "right"]].set_visible(False)
-    panels[1].set_xlabel("micro-batch", color=MUTED)
-    panels[1].xaxis.set_major_locator(MaxNLocator(integer=True))
-    panels[1].set_xlim(0.4, len(work) + 0.6)
-    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=2, frameon=False)
-    before, after = (f"{100 * share:.0f} %" for share in shares)
-    title = f"{before} of attention time is waiting; placed by distca: {after}"
-    figure.suptitle(title, x=0.01, ha="left", fontsize="large", fontweight="bold", wrap=True)
-    with replaced(path) as unfinished:
-        figure.savefig(unfinished, dpi=120)
-    pyplot.close(figure)
-
-
-T = TypeVar("T")
-# The model of all measured tables (docs/performance.md).
-DEFAULT_MODEL = "llama3-8b"
 # Packages on which bugs have depended: those that training imports, and those that bring kernels.
 PACKAGES = (
-    "torch",
-    "transformers",
-    "accelerate",
-    "datasets",
-    "trl",
-    "peft",
-    "deepspeed",
-    "liger-kernel",
-    "flash-attn-4",
-    "flash-attn",
+    *("torch", "transformers", "accelerate", "datasets", "trl", "peft", "deepspeed"),
+    *("liger-kernel", "flash-attn-4", "flash-attn"),
 )
 
 
@@ -187,13 +121,13 @@ def run_plan(options: PlanOptions, tokens_per_rank: int) -> None:
     """
     if options.seed < 0:
         raise ConfigError(f"--seed {options.seed} must be at least 0")
-    shape = find_model(options.model or DEFAULT_MODEL)
+    shape = find_model(options.model)
     policy = cast(OverlongPolicy, options.overlong)  # the request refuses any other
     stages = pipeline_of(options.pipeline, options.chunks)
     world = options.gpus, tokens_per_rank, options.ranks_per_node, options.micro_steps
     request = PlanRequest(*world, shape, options.layout, policy, options.bytes_limit, stages)
     kept = cast(Checkpointing, options.checkpointing)  # likewise
-    gpu_gib = gpu_gib_of(find_profile(options.cluster)) if options.gpu_gib is None else options.gpu_gib
+    gpu_gib = gpu_gib_of(find_profile(options.cluster), options.gpu_gib)
     assumptions = Assumptions(kept, options.liger, gpu_gib, options.seed, options.cluster)
     if shape.size is not None:
         assumptions.simulation(request)  # refuses what cannot be simulated before anything is read
@@ -201,8 +135,7 @@ def run_plan(options: PlanOptions, tokens_per_rank: int) -> None:
         check_can_draw(options.plot)
     progress = PlanProgress()
     with progress.shown():
-        with progress.stage(f"reading {options.lengths.name}"):
-            documents = read_lengths(options.lengths)
+        documents = progress.read_lengths(options.lengths)
         with progress.stage(f"packing {len(documents.tokens):,} documents"):
             if options.lengths_are_batch:
                 packed = divide_batch(documents.tokens, request).as_epoch()
@@ -220,70 +153,9 @@ def run_plan(options: PlanOptions, tokens_per_rank: int) -> None:
     if options.plot is not None:
         draw_answer(answer, options.plot)
     if options.as_json:
-        sys.stdout.write(json.dumps(answer.as_json(), allow_nan=False) + "\n")
+        print_json(answer.as_json())
     else:
         print_answer(answer, Terminal())
-
-
-def pipeline_of(stages: int | None, chunks: int | None) -> Pipeline | None:
-    """Returns the pipeline that was asked for.
-
-    Raises:
-        ConfigError: a number is out of range, or needs --pipeline.
-    """
-    if stages is None:
-        if chunks is not None:
-            raise ConfigError(f"--chunks {chunks} needs --pipeline, which is not given")
-        return None
-    try:
-        return Pipeline(stages, 1 if chunks is None else chunks)
-    except ConfigError as error:
-        raise ConfigError(f"--pipeline {stages}{'' if chunks is None else f' --chunks {chunks}'}: {error}") from error
-
-
-class PlanProgress:
-    """A line on stderr with the present stage, if that is a terminal; it disappears at the end."""
-
-    def __init__(self) -> None:
-        console = Terminal(stderr=True)
-        columns = (
-            TextColumn("{task.description}", markup=False),
-            BarColumn(None),
-            TaskProgressColumn(),
-            TimeElapsedColumn(),
-        )
-        self._progress = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
-
-    @contextmanager
-    def shown(self) -> Iterator[None]:
-        """Shows the line until the block ends, with or without an error."""
-        with self._progress:
-            yield
-
-    @contextmanager
-    def stage(self, words: str) -> Iterator[None]:
-        """Shows a stage of unknown length."""
-        task = self._progress.add_task(words, total=None)
-        yield
-        self._progress.remove_task(task)
-
-    @contextmanager
-    def counting(self, words: str, total: int) -> Iterator[Callable[[Iterable[T]], Iterator[T]]]:
-        """Shows how many of some items are done; yields a function that hands them on."""
-        task = self._progress.add_task(words, total=total)
-
-        def count(items: Iterable[T]) -> Iterator[T]:
-            for item in items:
-                yield item
-                self._progress.advance(task)
-
-        yield count
-        self._progress.remove_task(task)
-
-    def over(self, words: str, items: Sequence[int]) -> Iterable[int]:
-        """Yields items, and shows how many are done."""
-        with self.counting(words, len(items)) as count:
-            yield from count(items)
 
 
 def print_environment(console: Console) -> None:
@@ -295,10 +167,21 @@ def print_environment(console: Console) -> None:
     console.print(f"distca_hf {__version__}, Python {platform.python_version()}, {platform.platform()}")
     versions = Table("package", "version")
     for package in PACKAGES:
-        versions.add_row(package, _version(package))
+        try:
+            versions.add_row(package, importlib.metadata.version(package))
+        except importlib.metadata.PackageNotFoundError:
+            versions.add_row(package, "-")
     console.print(versions)
-    for line in _devices():
-        console.print(line)
+    if not torch.cuda.is_available():
+        console.print(f"devices: CPU only; torch was built for CUDA {torch.version.cuda or '-'}")
+    else:
+        console.print(f"devices: {torch.cuda.device_count()} GPUs")
+        for index in range(torch.cuda.device_count()):
+            gpu = torch.cuda.get_device_properties(index)
+            memory = f"{gpu.total_memory / GIB:.0f} GiB, compute capability {gpu.major}.{gpu.minor}"
+            console.print(f"GPU {index}: {gpu.name}, {memory}")
+        nccl = ".".join(map(str, torch.cuda.nccl.version()))
+        console.print(f"CUDA {torch.version.cuda or '-'}, ROCm {torch.version.hip or '-'}, NCCL {nccl}")
     kernels = Table(
         "kernel", "runs on", "here", title="attention kernels, in order of preference", title_justify="left"
     )
@@ -307,27 +190,3 @@ def print_environment(console: Console) -> None:
         there = "available" if device != "cuda" or torch.cuda.is_available() else "installed, needs a GPU"
         kernels.add_row(kernel, device or "any device", entry.missing() or there)
     console.print(kernels)
-
-
-def _version(package: str) -> str:
-    """Returns the installed version of a package, or a dash."""
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return "-"
-
-
-def _devices() -> list[str]:
-    """Returns a line for each GPU and one for the libraries between them, or one line if there is no GPU."""
-    import torch
-
-    if not torch.cuda.is_available():
-        return [f"devices: CPU only; torch was built for CUDA {torch.version.cuda or '-'}"]
-    lines = [f"devices: {torch.cuda.device_count()} GPUs"]
-    for index in range(torch.cuda.device_count()):
-        gpu = torch.cuda.get_device_properties(index)
-        lines.append(
-            f"GPU {index}: {gpu.name}, {gpu.total_memory / GIB:.0f} GiB, compute capability {gpu.major}.{gpu.minor}"
-        )
-    nccl = ".".join(map(str, torch.cuda.nccl.version()))
-    return [*lines, f"CUDA {torch.version.cuda or '-'}, ROCm {torch.version.hip or '-'}, NCCL {nccl}"]

@@ -11,7 +11,7 @@ from rich.table import Table
 
 from distca_hf.analysis.answer import Choice, EpochFigures, Estimates, PlanAnswer
 from distca_hf.analysis.first_step import StepReport
-from distca_hf.analysis.memory import SHARDING_NAMES, USABLE_SHARE
+from distca_hf.analysis.memory import USABLE_SHARE
 from distca_hf.analysis.tables import (
     CHECKPOINTING,
     PART_NAMES,
@@ -21,6 +21,7 @@ from distca_hf.analysis.tables import (
     in_bytes,
     in_gib,
     in_range,
+    memory_table,
     plain_table,
     ways_table,
 )
@@ -55,7 +56,12 @@ def print_answer(answer: PlanAnswer, console: Console) -> None:
         )
     blocks += [f"Limit: {limit}." for limit in model.limits]
     blocks.append(_epoch(answer.epoch, answer.step.request.layout))
-    blocks += estimates_tables(answer, console.width)
+    if answer.estimates is None:
+        blocks.append(f"{model.name}: its size is not known, so speed and memory are not estimated.")
+    else:
+        blocks += _estimates(answer, answer.estimates)
+    if answer.choices:
+        blocks.append(_choices(answer.choices, console.width >= CHOICES_COLUMNS))
     blocks.append(_figures(answer.step))
     blocks.append(_bars(answer.step, console))
     for number, each in enumerate(blocks):
@@ -140,18 +146,11 @@ def _figures(report: StepReport) -> RenderableType:
         ("fingerprint", report.fingerprint),
     ):
         table.add_row(name, value)
-    return block(_first_step(report), table)
-
-
-def _first_step(report: StepReport) -> str:
-    """Returns the place of the first step in a training, in words."""
-    if report.origin is None:
-        return "exactly these documents"
-    steps, origin = report.request.micro_steps, report.origin
-    first = f"the first {steps}" if steps > 1 else "the first"
-    return (
-        f"{first} of {counted(origin.epoch_micro_batches, 'micro-batch')} of epoch {origin.epoch}, seed {origin.seed}"
-    )
+    title, origin, steps = "exactly these documents", report.origin, report.request.micro_steps
+    if origin is not None:
+        batches = counted(origin.epoch_micro_batches, "micro-batch")
+        title = f"the first{f' {steps}' if steps > 1 else ''} of {batches} of epoch {origin.epoch}, seed {origin.seed}"
+    return block(title, table)
 
 
 def _bars(report: StepReport, console: Console) -> RenderableType:
@@ -192,27 +191,10 @@ def _bar(characters: float, unicode: bool) -> str:
     return "█" * (eighths // 8) + " ▏▎▍▌▋▊▉"[eighths % 8].strip()
 
 
-def estimates_tables(answer: PlanAnswer, columns: int) -> list[RenderableType]:
-    """Returns speed, memory and choices; one sentence in place of estimates if the model's size is not known.
-
-    Args:
-        columns: width of the terminal, in characters; a narrow one shows fewer figures.
-    """
-    if answer.estimates is None:
-        words = f"{answer.step.request.model.name}: its size is not known, so speed and memory are not estimated."
-        return [words, *_choices(answer.choices, columns >= CHOICES_COLUMNS)]
-    return [
-        *_speed(answer),
-        _memory(answer, answer.estimates),
-        *_choices(answer.choices, columns >= CHOICES_COLUMNS),
-    ]
-
-
-def _speed(answer: PlanAnswer) -> list[RenderableType]:
-    """Returns the table of attention's share and of ratios of step times; and all ways to train, if they were asked
-    for."""
-    estimates = answer.estimates
-    assert estimates is not None
+def _estimates(answer: PlanAnswer, estimates: Estimates) -> list[RenderableType]:
+    """Returns the tables of speed, of all ways to train if they were asked for, and of GiB per rank."""
+    request, assumed = answer.step.request, answer.assumptions
+    without = "" if request.pipeline is None else f" without a pipeline, on {request.num_gpus:,} GPUs"
     table = plain_table("")
     table.add_row("attention's share of a step", f"{estimates.ours.attention_share:.0%}".replace("%", " %"))
     table.add_row("speed over plain packing", f"{estimates.ours.times_as_fast:.2f} x")
@@ -223,51 +205,27 @@ def _speed(answer: PlanAnswer) -> list[RenderableType]:
         f"{profile.made.device} (--cluster {profile.source}). Packs are made as by TRL (bfd): documents longer than a "
         "pack are cut, and attention across cuts is left out. Sorted packs: equally heavy ones run at the same time."
     )
-    blocks = [block(f"speed, simulated{_without(answer)}", table, words)]
+    blocks = [block(f"speed, simulated{without}", table, words)]
     if len(estimates.simulated.ways) > WAYS_OF_SPEED:
         blocks.append(block("ways to train, simulated", ways_table(estimates.simulated), WAYS_NOTE))
-    return blocks
-
-
-def _without(answer: PlanAnswer) -> str:
-    """Returns which GPUs speed and memory are of, where there is a pipeline."""
-    request = answer.step.request
-    return "" if request.pipeline is None else f" without a pipeline, on {request.num_gpus:,} GPUs"
-
-
-def _memory(answer: PlanAnswer, estimates: Estimates) -> RenderableType:
-    """Returns the table of GiB per rank, by part and by way to shard weights."""
-    table = plain_table(*(SHARDING_NAMES[sharding] for sharding in estimates.memory))
-    for part, words in PART_NAMES.items():
-        table.add_row(words, *(in_gib(getattr(memory, part)) for memory in estimates.memory.values()))
-    table.add_row("peak", *(in_gib(memory.total) for memory in estimates.memory.values()))
-    fits = (memory.total <= estimates.room_bytes for memory in estimates.memory.values())
-    table.add_row(f"fits in {in_gib(estimates.room_bytes)}", *("yes" if enough else "no" for enough in fits))
-    return block(f"GiB per GPU, estimated{_without(answer)}", table, _assumptions(answer, estimates))
-
-
-def _assumptions(answer: PlanAnswer, estimates: Estimates) -> str:
-    """Returns the assumptions of the estimates, in words."""
-    assumed, ranks = answer.assumptions, answer.step.request.num_gpus
-    kept = CHECKPOINTING[assumed.checkpointing]
     words = (
-        f"Assumed: all weights trained in fp32 with AdamW, shared by {counted(ranks, 'rank')}; bf16; {kept} "
-        f"(--checkpointing); {'with' if assumed.liger else 'without'} Liger's kernels and loss (--liger); "
-        f"{USABLE_SHARE:.0%} of {assumed.gpu_gib:g} GiB may be used (--gpu-gib)."
+        f"Assumed: all weights trained in fp32 with AdamW, shared by {counted(request.num_gpus, 'rank')}; bf16; "
+        f"{CHECKPOINTING[assumed.checkpointing]} (--checkpointing); {'with' if assumed.liger else 'without'} Liger's "
+        f"kernels and loss (--liger); {USABLE_SHARE:.0%} of {assumed.gpu_gib:g} GiB may be used (--gpu-gib)."
     ).replace("%", " %")
     memory = estimates.memory["fsdp2"]
     if not assumed.liger and memory.computed > memory.total / 4:
         words += " Most of it may be logits; with use_liger_kernel=True (--liger) they take no memory."
-    size = answer.step.request.model.size
-    return words + ("" if size is None else accumulation(size.parameters, ranks, estimates.simulated.accumulation))
+    size = request.model.size
+    if size is not None:
+        words += accumulation(size.parameters, request.num_gpus, estimates.simulated.accumulation)
+    table = memory_table(estimates.memory, PART_NAMES, estimates.room_bytes)
+    return [*blocks, block(f"GiB per GPU, estimated{without}", table, words)]
 
 
-def _choices(choices: Sequence[Choice], wide: bool) -> list[RenderableType]:
-    """Returns the table of choices, a row for each; nothing if there are none."""
-    if not choices:
-        return []
-    headers = ("GiB", "fits", "speed", *["longest"] * wide, "too long")
-    table = plain_table(*headers)
+def _choices(choices: Sequence[Choice], wide: bool) -> RenderableType:
+    """Returns the table of choices, a row for each; a narrow terminal shows fewer figures."""
+    table = plain_table("GiB", "fits", "speed", *["longest"] * wide, "too long")
     for choice in choices:
         needed, faster, too_long = choice.memory_bytes, choice.over_plain, choice.too_long_documents
         table.add_row(
@@ -284,4 +242,4 @@ def _choices(choices: Sequence[Choice], wide: bool) -> list[RenderableType]:
         + "Too long: how many of your documents are longer; training refuses them, unless --overlong says to cut "
         "them."
     )
-    return [block("tokens per rank", table, words)]
+    return block("tokens per rank", table, words)

@@ -36,6 +36,17 @@ MAX_RANKS = 8192
 MAX_MICRO_STEPS = 1024
 
 
+def check_ranges(*options: tuple[str, int, int]) -> None:
+    """Refuses options whose value is not from 1 to their most.
+
+    Raises:
+        ConfigError: names the first of them.
+    """
+    for option, value, most in options:
+        if not 1 <= value <= most:
+            raise ConfigError(f"{option} {value} must be between 1 and {most}")
+
+
 @dataclass(frozen=True)
 class PlanRequest:
     """Ranks, model and layout of a training.
@@ -65,14 +76,12 @@ class PlanRequest:
     pipeline: Pipeline | None = None
 
     def __post_init__(self) -> None:
-        for option, value, most in (
+        check_ranges(
             ("--gpus", self.num_ranks, MAX_RANKS),
             ("--tokens-per-rank", self.tokens_per_rank, MAX_DOCUMENT_TOKENS),
             ("--ranks-per-node", self.ranks_per_node, MAX_DOCUMENT_TOKENS),
             ("--micro-steps", self.micro_steps, MAX_MICRO_STEPS),
-        ):
-            if not 1 <= value <= most:
-                raise ConfigError(f"{option} {value} must be between 1 and {most}")
+        )
         if self.bytes_limit is not None and self.bytes_limit < 0:
             raise ConfigError(f"--bytes-limit {self.bytes_limit} must be at least 0")
         for option, name, names in (("--layout", self.layout, LAYOUTS), ("--overlong", self.overlong, OVERLONG)):
@@ -173,3 +182,19 @@ def plan_step(planner: PlacedPlanner, micro_batches: Sequence[IntArray]) -> list
     step = planner.regroup(as_packed, lengths, len(micro_batches))
     numbers = range(step.num_micro_batches)
     return [planner.plan(lengths[step.micro_batch(number)], step.layout(number)) for number in numbers]
+
+
+def pipeline_of(stages: int | None, chunks: int | None) -> Pipeline | None:
+    """Returns the pipeline that was asked for.
+
+    Raises:
+        ConfigError: a number is out of range, or needs --pipeline.
+    """
+    if stages is None:
+        if chunks is not None:
+            raise ConfigError(f"--chunks {chunks} needs --pipeline, which is not given")
+        return None
+    try:
+        return Pipeline(stages, 1 if chunks is None else chunks)
+    except ConfigError as error:
+        raise ConfigError(f"--pipeline {stages}{'' if chunks is None else f' --chunks {chunks}'}: {error}") from error

@@ -377,9 +377,9 @@ def profile_of_device(device: str) -> ClusterProfile | None:
     return next((profile for profile in profiles if gpu_of_device(profile.made.device) == gpu), None)
 
 
-def gpu_gib_of(profile: ClusterProfile) -> float:
-    """Returns the memory of the GPU of a profile, in GiB; of an unknown one that of an H100."""
-    return known_gib(profile) or H100_GIB
+def gpu_gib_of(profile: ClusterProfile, given: float | None = None) -> float:
+    """Returns the memory of a GPU that was given, or that of a profile, in GiB; of an unknown one that of an H100."""
+    return (known_gib(profile) or H100_GIB) if given is None else given
 
 
 def known_gib(profile: ClusterProfile) -> float | None:

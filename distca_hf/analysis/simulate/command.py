@@ -1,25 +1,22 @@
 """`distca simulate`: from lengths, a model and a measured cluster to tables or JSON."""
 
-import json
-import sys
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import cast
 
 from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from distca_hf.analysis.command import DEFAULT_MODEL, PlanProgress, pipeline_of
 from distca_hf.analysis.find_model import find_model
-from distca_hf.analysis.lengths import read_lengths
 from distca_hf.analysis.memory import GIB, Checkpointing, gradient_bytes
 from distca_hf.analysis.models import SimulatedModel
 from distca_hf.analysis.options import SimulateOptions
 from distca_hf.analysis.profiles.cluster_profile import ClusterProfile, find_profile, gpu_gib_of, known_gib
 from distca_hf.analysis.profiles.curves import Notes
+from distca_hf.analysis.request import pipeline_of
 from distca_hf.analysis.simulate.request import GPUS_PER_SERVER, SimulationRequest
 from distca_hf.analysis.simulate.result import Result, WayFigures, simulate
-from distca_hf.analysis.tables import Terminal, counted, plain_table
+from distca_hf.analysis.tables import PlanProgress, Terminal, counted, plain_table, print_json
 from distca_hf.errors import ConfigError
 
 
@@ -38,7 +35,7 @@ def run_simulate(options: SimulateOptions) -> None:
         ConfigError: an option, the model or the profile is wrong.
         PackingError: lengths cannot be read, or do not fit.
     """
-    profile, model = find_profile(options.cluster), SimulatedModel.of(find_model(options.model or DEFAULT_MODEL))
+    profile, model = find_profile(options.cluster), SimulatedModel.of(find_model(options.model))
     if not 0 < options.token_budget <= MOST_BUDGET:
         raise ConfigError(f"--token-budget {options.token_budget:g} must be above 0, and at most {MOST_BUDGET:g}")
     if None not in (options.tokens_per_rank, options.batch_size):
@@ -58,7 +55,7 @@ def run_simulate(options: SimulateOptions) -> None:
             options.tensor,
             cast(Checkpointing, options.checkpointing),  # the request refuses any other
             options.liger,
-            gpu_gib_of(profile) if options.gpu_gib is None else options.gpu_gib,
+            gpu_gib_of(profile, options.gpu_gib),
             options.batches,
             options.seed,
             pipeline,
@@ -71,8 +68,7 @@ def run_simulate(options: SimulateOptions) -> None:
     progress, notes = PlanProgress(), Notes()
     results: list[Result] = []
     with progress.shown():
-        with progress.stage(f"reading {options.lengths.name}"):
-            documents = read_lengths(options.lengths)
+        documents = progress.read_lengths(options.lengths)
         for request in requests:
             words = f"{request.gpus} GPUs, {request.accumulation} micro-steps"
             with progress.counting(words, request.batches) as count:
@@ -82,8 +78,17 @@ def run_simulate(options: SimulateOptions) -> None:
     of_batches = OF_PACKED if options.batch_size is None else OF_GIVEN
     assumptions = [*of_batches, *ASSUMPTIONS, *_assumptions(options, requests, profile), *notes.lines()]
     if options.as_json:
-        content = as_json(options, results, profile, model, assumptions)
-        sys.stdout.write(json.dumps(content, allow_nan=False) + "\n")
+        print_json(
+            {
+                "kind": "distca_hf simulation",
+                "lengths": str(options.lengths),
+                "model": model.name,
+                "profile": profile.summary(),
+                "token_budget": options.token_budget,
+                "assumptions": assumptions,
+                "simulations": [result.as_json() for result in results],
+            }
+        )
         return
     world = (
         f"{documents.source}: {len(documents.tokens):,} documents, {int(documents.tokens.sum()):,} tokens, the "
@@ -171,25 +176,6 @@ def _accumulation(request: SimulationRequest) -> str:
         f"gradients are summed only in the last micro-step, as Trainer does by default, and {whole:.1f} GiB are kept "
         f"before; with --sync-each-batch {share:.1f} GiB on each of {request.gpus} GPUs"
     )
-
-
-def as_json(
-    options: SimulateOptions,
-    results: Sequence[Result],
-    profile: ClusterProfile,
-    model: SimulatedModel,
-    assumptions: Sequence[str],
-) -> dict[str, Any]:
-    """Returns everything that was simulated."""
-    return {
-        "kind": "distca_hf simulation",
-        "lengths": str(options.lengths),
-        "model": model.name,
-        "profile": profile.summary(),
-        "token_budget": options.token_budget,
-        "assumptions": list(assumptions),
-        "simulations": [result.as_json() for result in results],
-    }
 
 
 def _numbers(option: str, given: str) -> list[int]:

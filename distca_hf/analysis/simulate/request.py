@@ -3,13 +3,20 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import get_args
 
 import numpy as np
 
-from distca_hf.analysis.memory import GIB, Checkpointing, Memory, Sharding, TrainingSetup, estimate_memory
+from distca_hf.analysis.memory import (
+    GIB,
+    Checkpointing,
+    Memory,
+    Sharding,
+    TrainingSetup,
+    check_checkpointing,
+    estimate_memory,
+)
 from distca_hf.analysis.models import SimulatedModel
-from distca_hf.analysis.request import MAX_MICRO_STEPS, MAX_RANKS
+from distca_hf.analysis.request import MAX_MICRO_STEPS, MAX_RANKS, check_ranges
 from distca_hf.arrays import IntArray, ceil_div
 from distca_hf.batches.placed import GivenPlans, PlacedPlanner, StepShape
 from distca_hf.config import DistCAConfig
@@ -77,7 +84,7 @@ class SimulationRequest:
     staged_micro_batches: int | None = None
 
     def __post_init__(self) -> None:
-        for option, value, most in (
+        check_ranges(
             ("--gpus", self.gpus, MAX_RANKS),
             ("--tokens-per-rank", self.tokens_per_rank, MAX_DOCUMENT_TOKENS),
             ("--context", 1 if self.context_tokens is None else self.context_tokens, MAX_DOCUMENT_TOKENS),
@@ -87,13 +94,8 @@ class SimulationRequest:
             ("--tensor", self.tensor_ranks, MAX_RANKS),
             ("--batches", self.batches, MAX_BATCHES),
             ("--batch-size", 1 if self.batch_size is None else self.batch_size, MAX_BATCH_SIZE),
-        ):
-            if not 1 <= value <= most:
-                raise ConfigError(f"{option} {value} must be between 1 and {most}")
-        if self.checkpointing not in get_args(Checkpointing):
-            raise ConfigError(
-                f"--checkpointing {self.checkpointing} must be one of {', '.join(get_args(Checkpointing))}"
-            )
+        )
+        check_checkpointing(self.checkpointing)
         if self.seed < 0:
             raise ConfigError(f"--seed {self.seed} must be at least 0")
         if not 0 < self.gpu_gib <= MOST_GPU_GIB:

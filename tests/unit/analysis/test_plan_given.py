@@ -24,7 +24,7 @@ from distca_hf.batches.given import GivenPlanner
 from distca_hf.batches.given_agreement import Returning
 from distca_hf.cli import app
 from distca_hf.config import DistCAConfig
-from distca_hf.cost import CAUSAL_MASK, Mask
+from distca_hf.cost import Mask
 from distca_hf.errors import PackingError
 from distca_hf.layout import Layout
 from distca_hf.planning.plan import PlanFacts
@@ -33,8 +33,8 @@ from distca_hf.testing import LoopbackTransport, run_ranks
 
 
 LLAMA = SimulatedModel.of(preset("llama3-8b"))
-WINDOWS = replace(LLAMA, masks=((CAUSAL_MASK, 8), (Mask(64), 24)))
-HYBRID = replace(LLAMA, masks=((CAUSAL_MASK, 8),), mixers=24)
+WINDOWS = replace(LLAMA, window_layers=((Mask(64), 24),))
+HYBRID = replace(LLAMA, mixer_layers=24)
 SHORT = replace(LLAMA, longest_document_tokens=8192)
 RANKS = 4
 LENGTHS = np.random.default_rng(5).lognormal(4.5, 1.2, 200).astype(np.int64).clip(1, 4000)

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from distca_hf.analysis.report import run_folder, small_enough
+from distca_hf.analysis.report import figures as small_enough
+from distca_hf.analysis.report import run_folder
 from distca_hf.analysis.report.figures import CallOfRanks, Seconds, chosen_calls, fitted
 from distca_hf.analysis.report.predictions import Predictor
 from distca_hf.analysis.report.run_folder import read_folder

@@ -157,7 +157,7 @@ def test_each_exchange_has_bytes_of_its_own() -> None:
 
 def test_layers_with_windows_exchange_the_keys_before_each_part() -> None:
     """A document over two ranks: 1,023 keys of the first rank go to the second, and their gradients come back."""
-    model = replace(MODEL, masks=((Mask(1024), 4),))
+    model = replace(MODEL, window_layers=((Mask(1024), 4),), full_layers=0)
     costs = costs_of(model)
     plan = plan_in_place(Layout.from_segments([80_000], [[(0, 0, 40_000)], [(0, 40_000, 80_000)]]), 8)
     cluster = Cluster(ONE_RATE, 2, 1, costs.notes)
@@ -515,7 +515,7 @@ def test_accumulation_puts_long_documents_together() -> None:
 
 
 def test_hybrids_keep_documents_whole() -> None:
-    hybrid = replace(MODEL, masks=((MODEL.masks[0][0], 8),), mixers=24)
+    hybrid = replace(MODEL, mixer_layers=24)
     simulation, seconds, _ = simulate([60_000, *[2048] * 100] * 4, model=hybrid)
 
     assert {"tasks_moved", "placed"} <= seconds.keys()
@@ -526,7 +526,7 @@ def test_hybrids_keep_documents_whole() -> None:
 
 
 def test_windows_leave_less_to_win() -> None:
-    windows = replace(MODEL, masks=((MODEL.masks[0][0], 8), (Mask(1024), 24)))
+    windows = replace(MODEL, window_layers=((Mask(1024), 24),))
     _, full, _ = simulate(MIXED)
     _, short, _ = simulate(MIXED, model=windows)
 
