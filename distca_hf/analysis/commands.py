@@ -3,15 +3,21 @@
 import functools
 import inspect
 import json
+import os
 import shlex
+import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, cast
 
 import typer
 
 from distca_hf.analysis.options import CheckOptions, PlanOptions, ProfileOptions, SimulateOptions
 from distca_hf.errors import ConfigError
+
+
+# Processes on a machine without GPUs.
+CPU_PROCESSES = 2
 
 
 def add_to(app: typer.Typer, errors: Callable[[], AbstractContextManager[None]]) -> None:
@@ -107,15 +113,60 @@ def profile(options: ProfileOptions) -> None:
 
     On several: start the printed line on each of them, with --nnodes and --rdzv-endpoint as for a training.
     """
-    from distca_hf.analysis.profiles import launch
-
-    line = launch.launch_line(options)
+    line = launch_line(options)
     if options.as_json and options.dry_run:
         typer.echo(json.dumps({"command": line, "file": str(options.as_between_nodes or options.output)}))
     else:
         typer.echo(shlex.join(line), err=options.as_json)  # stdout is for the figures
     if not options.dry_run:
-        launch.launch(line)
+        sys.stdout.flush()
+        os.execv(sys.executable, [sys.executable, "-m", "torch.distributed.run", *line[1:]])  # under the same Python
+
+
+def launch_line(options: ProfileOptions) -> list[str]:
+    """Returns the command that measures on this node.
+
+    Raises:
+        ConfigError: there is no GPU, or fewer than processes; the model or the kernel is not known; or the file cannot
+            be written, or is not a profile whose links can be measured.
+    """
+    import torch  # which reading a profile does not need
+
+    from distca_hf.analysis.find_model import find_model
+    from distca_hf.analysis.profiles.cluster_profile import ClusterProfile
+    from distca_hf.config import DistCAConfig, KernelName
+
+    gpus = torch.cuda.device_count()
+    if not options.cpu and not gpus:
+        raise ConfigError("this machine has no GPU to measure; --cpu shows with tiny sizes how it works")
+    number = options.processes if options.processes is not None else CPU_PROCESSES if options.cpu else gpus
+    if number < 1:
+        raise ConfigError(f"--processes {number} must be at least 1")
+    if not options.cpu and number > gpus:
+        raise ConfigError(f"--processes {number}: this machine has {gpus} GPUs")
+    DistCAConfig(kernel=cast(KernelName, options.kernel))  # refuses any other
+    find_model(options.model)
+    if options.as_between_nodes is not None:
+        ClusterProfile.load(options.as_between_nodes)
+        if number < 2:
+            raise ConfigError(f"--as-between-nodes with --processes {number}: links need two processes or more")
+    target = options.as_between_nodes or options.output
+    if target.is_dir():
+        raise ConfigError(f"{target} cannot be written: it is a folder")
+    if not target.absolute().parent.is_dir():
+        raise ConfigError(f"{target} cannot be written: its folder is missing")
+    line = ["torchrun", "--nproc-per-node", str(number), "-m", "distca_hf.analysis.profiles"]
+    line += (
+        ["--as-between-nodes", str(options.as_between_nodes)]
+        if options.as_between_nodes
+        else ["--output", str(options.output)]
+    )
+    line += ["--model", options.model, "--kernel", options.kernel, *(["--cpu"] if options.cpu else [])]
+    return [
+        *line,
+        *(["--remarks", options.remarks] if options.remarks else []),
+        *(["--json"] if options.as_json else []),
+    ]
 
 
 def simulate(options: SimulateOptions) -> None:

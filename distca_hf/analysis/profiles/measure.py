@@ -21,7 +21,6 @@ from distca_hf.analysis.profiles.cluster_profile import (
     AttentionTimes,
     ClusterProfile,
     DeviceRates,
-    LayerTimes,
     LinkTimes,
     Made,
 )
@@ -226,7 +225,15 @@ class Measuring:
         return ClusterProfile(
             self._made(type(attention.kernel).__name__),
             tables,
-            tuple(self._mean_layer(layer) for layer in times),
+            tuple(
+                replace(
+                    layer,
+                    forward=tuple(self._mean(layer.forward)),
+                    kept=tuple(self._mean(layer.kept)),
+                    backward=tuple(self._mean(layer.backward)),
+                )
+                for layer in times
+            ),
             self._mean_rates(rates[0]),
             within,
             between,
@@ -271,10 +278,6 @@ class Measuring:
     def _mean(self, values: Sequence[float]) -> list[float]:
         every = self.ranks.gathered(values, "times of layers")
         return [statistics.fmean(column) for column in zip(*every, strict=True)]
-
-    def _mean_layer(self, layer: LayerTimes) -> LayerTimes:
-        forward, kept, backward = (tuple(self._mean(x)) for x in (layer.forward, layer.kept, layer.backward))
-        return replace(layer, forward=forward, kept=kept, backward=backward)
 
     def _mean_rates(self, rates: DeviceRates) -> DeviceRates:
         inverse = self._mean([1 / rates.matrix_flops * 1e9, 1 / rates.copy_bytes * 1e6])

@@ -222,15 +222,14 @@ def spread(count: int, most: int) -> list[int]:
     return [round(at * (count - 1) / max(1, most - 1)) for at in range(most)]
 
 
-def waiting_us(call: CallOfRanks) -> float:
-    """Returns the microseconds that all ranks together wait in a call."""
-    return sum(us for _, spans in call.ranks for use, us in spans if use == "wait")
-
-
 def chosen_calls(calls: Sequence[CallOfRanks], num_ranks: int) -> list[CallOfRanks]:
     """Returns calls of few layers: of every part of a pass the ones in which ranks wait longest; and of each the ranks
     that wait longest and shortest, and others between them. Attention servers, behind `num_ranks` ranks, take up to
     half of the places."""
+
+    def waiting_us(call: CallOfRanks) -> float:  # of all ranks together
+        return sum(us for _, spans in call.ranks for use, us in spans if use == "wait")
+
     chosen = []
     for part in dict.fromkeys(call.part for call in calls):
         of_part = sorted((call for call in calls if call.part == part), key=waiting_us, reverse=True)

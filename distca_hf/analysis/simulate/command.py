@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import cast
 
-from rich.console import Console, RenderableType
+from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
@@ -15,7 +15,7 @@ from distca_hf.analysis.profiles.cluster_profile import ClusterProfile, find_pro
 from distca_hf.analysis.profiles.curves import Notes
 from distca_hf.analysis.request import pipeline_of
 from distca_hf.analysis.simulate.request import GPUS_PER_SERVER, SimulationRequest
-from distca_hf.analysis.simulate.result import Result, WayFigures, simulate
+from distca_hf.analysis.simulate.result import Result, simulate
 from distca_hf.analysis.tables import PlanProgress, Terminal, counted, plain_table, print_json
 from distca_hf.errors import ConfigError
 
@@ -192,7 +192,14 @@ def print_results(
     """Prints what was simulated, the choice and a table for each number of GPUs, a summary, and assumptions."""
     console.print(Text(world))
     for result in results:
-        for block in ("", _title(result), Text(result.in_short(), style="bold"), "", _table(result)):
+        title = (
+            f"{result.gpus} GPUs x {result.of_rank}, {counted(result.accumulation, 'micro-step')}, context "
+            f"{result.context_tokens:,}"
+        )
+        if result.num_stages > 1:
+            chunks = f" of {result.chunks} chunks" if result.chunks > 1 else ""
+            title += f"; pipeline: {result.num_stages} stages{chunks}"
+        for block in ("", Text(title), Text(result.in_short(), style="bold"), "", _table(result)):
             console.print(block)
         if result.missing:
             console.print(Text(f"Left out: {'; '.join(result.missing)}."))
@@ -211,35 +218,20 @@ def print_results(
         console.print(Text(f"- {line}"))
 
 
-def _title(result: Result) -> RenderableType:
-    words = (
-        f"{result.gpus} GPUs x {result.of_rank}, {counted(result.accumulation, 'micro-step')}, context "
-        f"{result.context_tokens:,}"
-    )
-    if result.num_stages > 1:
-        chunks = f" of {result.chunks} chunks" if result.chunks > 1 else ""
-        words += f"; pipeline: {result.num_stages} stages{chunks}"
-    return Text(words)
-
-
 def _table(result: Result) -> Table:
     table = plain_table("step s", "tokens/s/GPU", "MFU", "GiB", "GPU-hours", "x plain")
     for way in sorted(result.ways, key=lambda way: -way.step_seconds):
-        table.add_row(*_row(way, result.gpus))
+        memory = f"{way.memory_bytes / GIB:.0f}"
+        table.add_row(
+            way.label + ("" if way.whole else " *"),
+            f"{way.step_seconds:.2f}",
+            f"{way.tokens_per_second / result.gpus:,.0f}",
+            "-" if way.utilisation is None else f"{100 * way.utilisation:.0f} %",
+            memory if way.fits else f"{memory} !",
+            f"{way.gpu_hours:,.0f}",
+            f"{way.times_as_fast:.2f}",
+        )
     return table
-
-
-def _row(way: WayFigures, gpus: int) -> list[str]:
-    memory = f"{way.memory_bytes / GIB:.0f}"
-    return [
-        way.label + ("" if way.whole else " *"),
-        f"{way.step_seconds:.2f}",
-        f"{way.tokens_per_second / gpus:,.0f}",
-        "-" if way.utilisation is None else f"{100 * way.utilisation:.0f} %",
-        memory if way.fits else f"{memory} !",
-        f"{way.gpu_hours:,.0f}",
-        f"{way.times_as_fast:.2f}",
-    ]
 
 
 def _summary(results: Sequence[Result]) -> Table:

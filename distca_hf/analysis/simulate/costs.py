@@ -207,17 +207,9 @@ class Costs:
 
     def _times(self, group: bool) -> tuple[AttentionTimes, float]:
         """Returns the measured times of all heads, or of the fewest, and seconds of the model's over their seconds."""
-        times = self._group if group else self._full
-        return times, self._share(times, self.model.heads.query / (self.head_groups if group else 1))
-
-    @cached_property
-    def _full(self) -> AttentionTimes:
-        return next(times for times in self.profile.attention if not times.window_tokens and times.prefix_queries)
-
-    @cached_property
-    def _group(self) -> AttentionTimes:
         full = [times for times in self.profile.attention if not times.window_tokens and times.prefix_queries]
-        return min(full, key=lambda times: times.heads)
+        times = min(full, key=lambda times: times.heads) if group else full[0]
+        return times, self._share(times, self.model.heads.query / (self.head_groups if group else 1))
 
     def _share(self, times: AttentionTimes, heads: float) -> float:
         """Returns seconds of these heads over seconds of the measured ones: operations of a pair decide."""

@@ -253,9 +253,9 @@ def rows_placed(
     copied = (moved.sum(axis=0) + moved.sum(axis=1)).max()  # rows are gathered, and put where they belong
     np.fill_diagonal(moved, 0.0)
     described, hidden = (2 + loss_is_placed) * WHOLE_BYTES, HALF_BYTES * costs.model.size.hidden_size
-    seconds = _seconds(cluster, described * moved).max() + costs.copy_seconds(2 * described * copied)
+    seconds = exchange_seconds(cluster, described * moved).max() + costs.copy_seconds(2 * described * copied)
     if not loss_is_placed:
-        seconds += _seconds(cluster, hidden * moved.T).max() + _seconds(cluster, hidden * moved).max()
+        seconds += exchange_seconds(cluster, hidden * moved.T).max() + exchange_seconds(cluster, hidden * moved).max()
         seconds += 2 * costs.copy_seconds(2 * hidden * copied)
     return replace(load, beside_seconds=load.beside_seconds + float(seconds))
 
@@ -316,18 +316,14 @@ class RowBytes:
     def exchanges(self) -> Exchanges:
         """Returns the seconds of each exchange."""
         return Exchanges(
-            self.seconds(self.keys + self.queries),
-            self.seconds(self.outputs.T),
-            self.seconds(self.outputs),
-            self.seconds(self.keys.T + self.queries.T),
+            exchange_seconds(self.cluster, self.keys + self.queries),
+            exchange_seconds(self.cluster, self.outputs.T),
+            exchange_seconds(self.cluster, self.outputs),
+            exchange_seconds(self.cluster, self.keys.T + self.queries.T),
         )
 
-    def seconds(self, num_bytes: FloatArray) -> FloatArray:
-        """Returns `[ranks]` seconds of an exchange of `[source, destination]` bytes."""
-        return _seconds(self.cluster, num_bytes)
 
-
-def _seconds(cluster: Cluster, num_bytes: FloatArray) -> FloatArray:
+def exchange_seconds(cluster: Cluster, num_bytes: FloatArray) -> FloatArray:
     """Returns `[ranks]` seconds of an exchange of `[source, destination]` bytes."""
     node = cluster.node_of
     crosses = node[:, None] != node[None, :]

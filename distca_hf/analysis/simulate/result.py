@@ -155,10 +155,8 @@ class Result:
         within = _best(way for way in self.ways if way.in_stages and way.is_ours and way.fits)
         without = _best(way for way in self.ways if not way.in_stages and way.is_ours and way.fits)
         if within is None or without is None:
-            fits = (
-                "fits their memory only as stages of a pipeline" if within else "fits their memory only without stages"
-            )
-            return f"Of these GPUs distca {fits}." if within is not without else ""
+            only = "as stages of a pipeline" if within else "without stages"
+            return f"Of these GPUs distca fits their memory only {only}." if within is not without else ""
         ratio = within.step_seconds / without.step_seconds
         if ratio >= 1:
             return f"A pipeline of {self.num_stages} stages takes {ratio:.2f} x as long as these GPUs without one."
@@ -349,6 +347,11 @@ def make_result(
                 max(one.most_tokens for one in of_steps),
             )
         )
+    families = {way.key: way.family for way in simulation.ways()}
+    fastest = {
+        family: _fastest(figure for figure in figures if families[figure.key] == family)
+        for family in set(families.values()) - {""}
+    }
     return Result(
         request.gpus,
         request.accumulation,
@@ -358,20 +361,9 @@ def make_result(
         float(tokens.mean()),
         request.num_stages,
         1 if request.pipeline is None else request.pipeline.chunks,
-        _fastest_of_families(simulation.ways(), figures),
+        [figure for figure in figures if figure is fastest.get(families[figure.key], figure)],
         simulation.missing(),
     )
-
-
-def _fastest_of_families(ways: Sequence[Way], figures: Sequence[WayFigures]) -> list[WayFigures]:
-    """Returns the fastest way of each family, and all ways that have none."""
-    chosen = []
-    for way, figure in zip(ways, figures, strict=True):
-        family = [other for of, other in zip(ways, figures, strict=True) if of.family == way.family]
-        fastest = _fastest(family)
-        if not way.family or figure is fastest:
-            chosen.append(figure)
-    return chosen
 
 
 def _best(ways: Iterable[WayFigures]) -> WayFigures | None:

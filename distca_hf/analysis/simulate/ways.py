@@ -206,7 +206,7 @@ def ulysses(costs: Costs, cluster: Cluster, document_tokens: IntArray, group: in
     attention, outputs after it."""
     held = fill_groups(document_tokens, cluster.num_ranks // group)
     load = packs(costs, held, document_tokens)
-    tokens = _per_rank(load.tokens, group)
+    tokens = np.repeat(ceil_div(load.tokens, group), group)
     query, key_value, output = costs.token_bytes
     # A KV head goes to every rank that has one of its query heads.
     copies = max(1.0, group / costs.model.heads.key_value)
@@ -216,7 +216,7 @@ def ulysses(costs: Costs, cluster: Cluster, document_tokens: IntArray, group: in
     copied = costs.copy_seconds(READ_AND_WRITTEN * all_bytes)
     waits = Waiting(seconds + copied, seconds + copied, seconds)
     attention = [
-        waits.attention(Passes(_spread(x.forward, group), _spread(x.backward, group)), x.layers)
+        waits.attention(Passes(*(np.repeat(each / group, group) for each in (x.forward, x.backward))), x.layers)
         for x in load.attention
     ]
     return Load(tokens, attention, float(np.max(all_bytes * (group - 1) / group, initial=0.0)), load.left_out_pairs)
@@ -226,7 +226,7 @@ def ring(costs: Costs, cluster: Cluster, document_tokens: IntArray, group: int) 
     """Returns the load of zigzag context parallelism in a ring. Keys and values of the next rank arrive while those of
     the previous one are attended. Steps take as long with windows as without."""
     held = fill_groups(document_tokens, cluster.num_ranks // group)
-    tokens = _per_rank(np.array([int(x.sum()) for x in held]), group)
+    tokens = np.repeat(ceil_div(np.array([int(x.sum()) for x in held]), group), group)
     kernels = [_ring_kernels(costs, lengths, group) for lengths in held]
     first, step = (
         Passes(np.repeat([x[at].forward for x in kernels], group), np.repeat([x[at].backward for x in kernels], group))
@@ -262,7 +262,7 @@ def gathered(costs: Costs, cluster: Cluster, held: Sequence[IntArray], group: in
     Args:
         held: for each group, the lengths of its documents.
     """
-    tokens = _per_rank(np.array([int(x.sum()) for x in held]), group)
+    tokens = np.repeat(ceil_div(np.array([int(x.sum()) for x in held]), group), group)
     _, key_value, _ = costs.token_bytes
     rows = np.repeat([float(x.sum()) for x in held], group)
     received = key_value * rows * (group - 1) / group
@@ -314,14 +314,6 @@ def _exchange(cluster: Cluster, num_bytes: Amounts, group: int) -> FloatArray:
     goes between nodes is the share of its ranks on other nodes."""
     beyond = cluster.share_beyond(group)
     return cluster.exchange(WireBytes.both_ways(num_bytes * (1 - beyond)), WireBytes.both_ways(num_bytes * beyond))
-
-
-def _per_rank(group_tokens: IntArray, group: int) -> IntArray:
-    return np.repeat(ceil_div(group_tokens, group), group)
-
-
-def _spread(seconds: FloatArray, group: int) -> FloatArray:
-    return np.repeat(seconds / group, group)
 
 
 class Grouped(NamedTuple):
