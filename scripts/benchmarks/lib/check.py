@@ -14,8 +14,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from distca_hf.batches.given import GivenPlanner
 from distca_hf.integrations.models.heads import head_groups_of, token_bytes_of
 from distca_hf.testing import attend_documents
-from lib.baselines.calls import MadeUpKeys
-from lib.baselines.operators import Work
+from lib.baselines.operators import MadeUpKeys, Work
 from lib.documents import numbered_tokens
 from lib.modes import Batch, Mode, Place, StepTokens, build_mode
 from lib.rounds import equal_losses

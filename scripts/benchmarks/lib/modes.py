@@ -27,8 +27,7 @@ from distca_hf.integrations.models.planner import planner_for
 from distca_hf.placement.place import fill_in_order
 from distca_hf.planning.rebalance import plan_by_moving
 from distca_hf.runtime.forward_pass import ForwardPass
-from lib.baselines.calls import Call, ChosenKeys, MadeUpKeys, OwnKeys, make_call
-from lib.baselines.operators import Work
+from lib.baselines.operators import Call, ChosenKeys, MadeUpKeys, OwnKeys, Work, make_call
 from lib.baselines.ring_code import Llama3Work, RingWork, ZigzagWork
 from lib.documents import (
     Holding,

@@ -9,9 +9,8 @@ from typing import Any
 import torch
 
 from lib.documents import attended_pairs
-from lib.kernel_seconds import KernelSeconds
 from lib.model import Shape
-from lib.rates import Rates, peak_flops
+from lib.rates import KernelSeconds, Rates, peak_flops
 from lib.tables import markdown, number
 
 
