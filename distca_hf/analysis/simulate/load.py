@@ -157,24 +157,15 @@ class Hidden:
         return self.beside * np.clip(sent - waits, 0.0, kernels)
 
 
-@dataclass(frozen=True)
-class Waiting:
-    """Exchanges that kernels wait for.
+def waited_for(kernels: Passes, layers: int, exchanges: FloatArray, sent: FloatArray) -> Attention:
+    """Returns attention whose kernels wait for exchanges, which are made again when it is recomputed.
 
-    Attributes:
-        forward, backward: `[ranks]` seconds of exchanges, and of copies for them.
-        sent: `[ranks]` seconds that the wires are busy in forward; in backward they are as busy.
+    Args:
+        exchanges: `[ranks]` seconds of exchanges and of copies for them, in each pass.
+        sent: `[ranks]` seconds that the wires are busy in each pass.
     """
-
-    forward: FloatArray
-    backward: FloatArray
-    sent: FloatArray
-
-    def attention(self, kernels: Passes, layers: int) -> Attention:
-        """Returns attention whose exchanges are made again when it is recomputed."""
-        forward = kernels.forward + self.forward
-        backward = kernels.backward + self.backward
-        return Attention(forward, forward, backward, self.sent, self.sent, layers, self.sent, self.sent)
+    forward, backward = kernels.forward + exchanges, kernels.backward + exchanges
+    return Attention(forward, forward, backward, sent, sent, layers, sent, sent)
 
 
 def nothing_sent(kernels: Passes, layers: int) -> Attention:

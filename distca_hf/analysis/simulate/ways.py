@@ -29,7 +29,7 @@ import numpy as np
 from distca_hf.analysis.models import SimulatedModel
 from distca_hf.analysis.profiles.curves import Amounts, FloatArray
 from distca_hf.analysis.simulate.costs import Costs, Passes
-from distca_hf.analysis.simulate.load import Attention, Load, Waiting, nothing_sent
+from distca_hf.analysis.simulate.load import Attention, Load, nothing_sent, waited_for
 from distca_hf.analysis.simulate.request import SimulationRequest
 from distca_hf.analysis.simulate.wires import Cluster, WireBytes
 from distca_hf.arrays import IntArray, ceil_div
@@ -214,9 +214,13 @@ def ulysses(costs: Costs, cluster: Cluster, document_tokens: IntArray, group: in
     seconds = np.sum([_exchange(cluster, size * (group - 1) / group, group) for size in sizes], axis=0)
     all_bytes = np.sum(sizes, axis=0)
     copied = costs.copy_seconds(READ_AND_WRITTEN * all_bytes)
-    waits = Waiting(seconds + copied, seconds + copied, seconds)
     attention = [
-        waits.attention(Passes(*(np.repeat(each / group, group) for each in (x.forward, x.backward))), x.layers)
+        waited_for(
+            Passes(*(np.repeat(each / group, group) for each in (x.forward, x.backward))),
+            x.layers,
+            seconds + copied,
+            seconds,
+        )
         for x in load.attention
     ]
     return Load(tokens, attention, float(np.max(all_bytes * (group - 1) / group, initial=0.0)), load.left_out_pairs)
@@ -268,7 +272,6 @@ def gathered(costs: Costs, cluster: Cluster, held: Sequence[IntArray], group: in
     received = key_value * rows * (group - 1) / group
     seconds = _exchange(cluster, received, group)
     copied = costs.copy_seconds(READ_AND_WRITTEN * key_value * rows) * (group > 1)
-    waits = Waiting(seconds + copied, seconds + copied, seconds)
     attention = []
     for mask, layers in costs.model.masks:
         of_groups = []
@@ -279,7 +282,7 @@ def gathered(costs: Costs, cluster: Cluster, held: Sequence[IntArray], group: in
                 [sum(float(getattr(x, of).sum()) for x in chunks) / group for of in ("forward", "backward")]
             )
         seconds_of = Passes(*(np.repeat([x[of] for x in of_groups], group) for of in (0, 1)))
-        attention.append(waits.attention(seconds_of, layers))
+        attention.append(waited_for(seconds_of, layers, seconds + copied, seconds))
     return Load(tokens, attention, float(np.max(received, initial=0.0)))
 
 

@@ -33,8 +33,8 @@ from lib.baselines.operators import SAVED_OPERATORS
 from lib.liger import use_liger_layers
 
 
-# Configurations by name. Models with windows, or with layers that carry a state, have as many layers as one of each kind
-# takes; `tiny` is for CPUs: a program takes seconds with it.
+# Configurations by name. Models with windows, or with layers that carry a state, have as many layers as
+# one of each kind takes; `tiny` is for CPUs: a program takes seconds with it.
 PRESETS: dict[str, dict[str, Any]] = {
     file.stem: json.loads(file.read_text()) for file in sorted(Path(__file__).parents[1].glob("presets/*.json"))
 }

@@ -16,7 +16,7 @@ from distca_hf.analysis.profiles.curves import Notes
 from distca_hf.analysis.simulate import result as run
 from distca_hf.analysis.simulate import ways
 from distca_hf.analysis.simulate.costs import Costs, Passes
-from distca_hf.analysis.simulate.load import Exchanges, Hidden, Load, Waiting, ours
+from distca_hf.analysis.simulate.load import Exchanges, Hidden, Load, ours, waited_for
 from distca_hf.analysis.simulate.request import SimulationRequest
 from distca_hf.analysis.simulate.result import make_result, run_steps
 from distca_hf.analysis.simulate.simulation import Simulation
@@ -342,7 +342,7 @@ def test_collectives_delay_exchanges_that_kernels_wait_for() -> None:
     waits = np.full(4, 10 * (gather + reduce))
 
     def seconds_of(sent: np.ndarray) -> tuple[float, float]:
-        load = Load(tokens, [Waiting(waits, waits, sent).attention(kernels, 1)])
+        load = Load(tokens, [waited_for(kernels, 1, waits, sent)])
         return training.layers_seconds(load)
 
     alone, shared = seconds_of(np.zeros(4)), seconds_of(waits)
@@ -361,7 +361,7 @@ def test_collectives_delay_the_exchange_of_ranks_with_few_tokens_for_longer() ->
     gather, reduce = training.gather_seconds(size), training.reduce_seconds(size)
     share, beside = training.costs.share_before_attention, training.cluster.products_beside
     waits = np.full(4, 10 * (gather + reduce))
-    forward, backward = training.layers_seconds(Load(tokens, [Waiting(waits, waits, waits).attention(kernels, 1)]))
+    forward, backward = training.layers_seconds(Load(tokens, [waited_for(kernels, 1, waits, waits)]))
 
     assert share * layer.forward[0] > gather > 10 * share * layer.forward[2]
     shared = gather - share * layer.forward[2]

@@ -6,7 +6,8 @@ outputs, and `torch.compile` goes through.
 Shape legend in `distca_hf.kernels.interface`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import accumulate, count
 from typing import Any, Protocol
@@ -122,12 +123,11 @@ class MadeUpKeys:
         self._sizes, self._dtype = sizes, dtype
         self._made_up: list[torch.Tensor] = []
 
-    def make(self) -> None:
-        """Makes keys and values up."""
+    @contextmanager
+    def made(self) -> Iterator[None]:
+        """Makes keys and values up, and lets go of them: other modes need the memory."""
         self._made_up = [torch.randn(size, dtype=self._dtype, device=self.rows.device) for size in self._sizes]
-
-    def forget(self) -> None:
-        """Lets go of them: other modes need the memory."""
+        yield
         self._made_up = []
 
     def take(self, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
