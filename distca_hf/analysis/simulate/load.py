@@ -11,7 +11,7 @@ Exchanges are part of attention's seconds here, as far as they are not hidden:
 If queries move, results of forward leave like gradients of backward, and output gradients come like rows of forward.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -83,6 +83,33 @@ class Load:
         again = layers_checkpointed and not self.saves_attention
         passes = ((kind.layers, kind.forward + kind.backward + again * kind.recomputed) for kind in self.attention)
         return float(sum(layers * seconds.mean() for layers, seconds in passes))
+
+
+Step = Sequence[IntArray]  # document lengths of each micro-batch, in the order of packing
+
+
+@dataclass(frozen=True)
+class Way:
+    """One way to train, as it is simulated.
+
+    Attributes:
+        key: its name in JSON.
+        loads: makes the load of each micro-batch of a step.
+        costly: whether it is planned only on some steps, because that takes long.
+        family: ways of one family differ only in group size, and the fastest is shown; empty if there are no others.
+        is_ours: whether distca_hf does it.
+        in_stages: whether it runs in the stages of a pipeline; loads are then of the ranks of one stage.
+        servers: data ranks that serve attention, and hold no weights.
+    """
+
+    key: str
+    label: str
+    loads: Callable[[Step], list[Load]]
+    costly: bool = False
+    family: str = ""
+    is_ours: bool = False
+    in_stages: bool = False
+    servers: int = 0
 
 
 @dataclass(frozen=True)

@@ -1,10 +1,17 @@
 """Simulation: all ways to train on one cluster, including distca_hf's own, and the seconds of their steps.
 
-A way that cannot run is left out, and `missing` says why.
+A way that cannot run is left out, and `missing` says why. All steps are simulated in the ways that are quick to plan.
+The others get some of the steps, spread evenly, and are compared with plain packing on these.
 """
 
+import os
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, replace
 from functools import partial
+from multiprocessing import get_context
+from typing import NamedTuple
 
 import numpy as np
 
@@ -12,12 +19,10 @@ from distca_hf.analysis.profiles.cluster_profile import ClusterProfile
 from distca_hf.analysis.profiles.curves import Notes
 from distca_hf.analysis.request import plan_step
 from distca_hf.analysis.simulate.costs import Costs
-from distca_hf.analysis.simulate.load import Load, ours, rows_placed
+from distca_hf.analysis.simulate.load import Load, Step, Way, ours, rows_placed
 from distca_hf.analysis.simulate.request import GPUS_PER_SERVER, SimulationRequest
 from distca_hf.analysis.simulate.step import StagedTraining, Training
 from distca_hf.analysis.simulate.ways import (
-    Step,
-    Way,
     best_fit,
     left_out_pairs,
     missing_to_compare,
@@ -27,8 +32,16 @@ from distca_hf.analysis.simulate.ways import (
 )
 from distca_hf.analysis.simulate.wires import Cluster
 from distca_hf.arrays import IntArray
+from distca_hf.errors import ConfigError
 from distca_hf.layout import Layout
 from distca_hf.planning.plan import Plan
+
+
+# Steps x GPUs x micro-steps from which on several processes are worth their start.
+WORTH_PROCESSES = 4096
+# Most steps that costly ways are simulated on, and GPUs x micro-steps of these: planning takes a millisecond per GPU.
+MOST_COSTLY_STEPS, COSTLY_RANKS = 25, 8192
+MOST_PROCESSES = 8
 
 
 @dataclass(frozen=True)
@@ -221,3 +234,96 @@ class Simulation:
         return Layout.from_packs(
             np.split(batch, ranks) if self.request.batch_size is not None else best_fit(batch, ranks)
         )
+
+
+class WayStep(NamedTuple):
+    """One step of one way.
+
+    Attributes:
+        attention_seconds: that ranks spend in attention, in the mean.
+        received_bytes: most that a rank sends or receives in a layer's forward pass.
+        most_tokens, most_head_tokens: most tokens that layers, and that a head, of a rank compute.
+        left_out_pairs: attended pairs that are left out where documents are cut.
+    """
+
+    seconds: float
+    attention_seconds: float
+    received_bytes: float
+    most_tokens: int
+    most_head_tokens: int
+    left_out_pairs: float
+
+
+class Simulated(NamedTuple):
+    """The step of a number, in every way that was simulated on it."""
+
+    number: int
+    ways: dict[str, WayStep]
+    notes: Notes
+
+
+# Yields the steps that it gets, and shows progress.
+Track = Callable[[Iterable[Simulated]], Iterable[Simulated]]
+
+
+def run_steps(
+    request: SimulationRequest,
+    profile: ClusterProfile,
+    steps: Sequence[Step],
+    track: Track = iter,
+    keys: tuple[str, ...] = (),
+) -> tuple[Simulation, list[Simulated]]:
+    """Simulates steps in every way, or in those of some keys.
+
+    Returns:
+        The simulation, whose notes are complete, and all steps.
+
+    Raises:
+        ConfigError: links that are needed were not measured, or a process was killed.
+    """
+    simulation = Simulation.of(request, profile, keys)
+    size = request.num_ranks * request.accumulation
+    few = max(1, min(len(steps), MOST_COSTLY_STEPS, COSTLY_RANKS // size))
+    costly = {int(number) for number in np.linspace(0, len(steps) - 1, few)}
+    tasks = [(number, step, number in costly) for number, step in enumerate(steps)]
+    run = partial(_simulate, request, profile, keys)
+    done: list[Simulated] = []
+    if len(steps) * size < WORTH_PROCESSES:
+        done.extend(track(map(run, tasks)))
+    else:
+        tasks.sort(key=lambda task: not task[2])  # costly steps first, so that processes end at about the same time
+        workers = min(MOST_PROCESSES, os.cpu_count() or 1, len(tasks))
+        try:
+            with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
+                done.extend(track(pool.map(run, tasks)))
+        except BrokenProcessPool as error:
+            raise ConfigError(
+                f"one of {workers} processes that simulate {request.gpus} GPUs was killed, mostly for want of memory; "
+                "take fewer --gpus, --micro-steps or --batches"
+            ) from error
+    for one in done:
+        simulation.costs.notes.merge(one.notes)
+    return simulation, done
+
+
+def _simulate(
+    request: SimulationRequest, profile: ClusterProfile, keys: tuple[str, ...], task: tuple[int, Step, bool]
+) -> Simulated:
+    """Simulates one step in every way; costly ones only if they are wanted on it."""
+    number, step, with_costly = task
+    simulation = Simulation.of(request, profile, keys)
+    ways = {}
+    for way in simulation.ways():
+        if way.costly and not with_costly:
+            continue
+        seconds, loads = simulation.step_seconds(way, step)
+        checkpointed = simulation.training.layers_checkpointed
+        ways[way.key] = WayStep(
+            seconds,
+            sum(load.attention_seconds(checkpointed) for load in loads),
+            max(load.bytes_per_layer for load in loads),
+            max(int(load.tokens.max()) for load in loads),
+            max(int(load.of_head.max()) for load in loads),
+            sum(load.left_out_pairs for load in loads),
+        )
+    return Simulated(number, ways, simulation.costs.notes)

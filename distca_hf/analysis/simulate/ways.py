@@ -21,7 +21,7 @@ that holds the context, and the fastest is shown.
 import heapq
 from bisect import bisect_left, insort
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -29,40 +29,13 @@ import numpy as np
 from distca_hf.analysis.models import SimulatedModel
 from distca_hf.analysis.profiles.curves import Amounts, FloatArray
 from distca_hf.analysis.simulate.costs import Costs, Passes
-from distca_hf.analysis.simulate.load import Attention, Load, nothing_sent, waited_for
+from distca_hf.analysis.simulate.load import Attention, Load, Step, Way, nothing_sent, waited_for
 from distca_hf.analysis.simulate.request import SimulationRequest
 from distca_hf.analysis.simulate.wires import Cluster, WireBytes
 from distca_hf.arrays import IntArray, ceil_div
 from distca_hf.cost import causal_pairs_of
 from distca_hf.data.documents import split_documents
 from distca_hf.placement.place import fill_in_order
-
-
-Step = Sequence[IntArray]  # document lengths of each micro-batch, in the order of packing
-
-
-@dataclass(frozen=True)
-class Way:
-    """One way to train, as it is simulated.
-
-    Attributes:
-        key: its name in JSON.
-        loads: makes the load of each micro-batch of a step.
-        costly: whether it is planned only on some steps, because that takes long.
-        family: ways of one family differ only in group size, and the fastest is shown; empty if there are no others.
-        is_ours: whether distca_hf does it.
-        in_stages: whether it runs in the stages of a pipeline; loads are then of the ranks of one stage.
-        servers: data ranks that serve attention, and hold no weights.
-    """
-
-    key: str
-    label: str
-    loads: Callable[[Step], list[Load]]
-    costly: bool = False
-    family: str = ""
-    is_ours: bool = False
-    in_stages: bool = False
-    servers: int = 0
 
 
 # Bytes that ring attention reads and writes for a number of queries' results when it merges a step's output in fp32,

@@ -13,13 +13,13 @@ from distca_hf.analysis.memory import GIB, TrainingSetup, estimate_memory
 from distca_hf.analysis.models import SimulatedModel, llama_shape, preset
 from distca_hf.analysis.profiles.cluster_profile import ClusterProfile, find_profile
 from distca_hf.analysis.profiles.curves import Notes
-from distca_hf.analysis.simulate import result as run
+from distca_hf.analysis.simulate import simulation as run
 from distca_hf.analysis.simulate import ways
 from distca_hf.analysis.simulate.costs import Costs, Passes
 from distca_hf.analysis.simulate.load import Exchanges, Hidden, Load, ours, waited_for
 from distca_hf.analysis.simulate.request import SimulationRequest
-from distca_hf.analysis.simulate.result import make_result, run_steps
-from distca_hf.analysis.simulate.simulation import Simulation
+from distca_hf.analysis.simulate.result import make_result
+from distca_hf.analysis.simulate.simulation import Simulation, run_steps
 from distca_hf.analysis.simulate.step import Training
 from distca_hf.analysis.simulate.wires import Cluster, WireBytes
 from distca_hf.arrays import IntArray
