@@ -342,7 +342,12 @@ def _choices(
         other = replace(request, tokens_per_rank=tokens_per_rank, bytes_limit=None)
         of_choice = estimates
         if tokens_per_rank != request.tokens_per_rank:
-            of_choice = _estimates(other, given_tokens, assumptions)
+            of_choice = None
+            if request.num_ranks <= MOST_RANKS_OF_CHOICES:
+                try:
+                    of_choice = make_estimates(other, fit_lengths(given_tokens, other), assumptions)
+                except PackingError:  # documents do not fit
+                    pass
         memory = None if of_choice is None else of_choice.memory["fsdp2"].total
         if memory is None and request.model.size is not None:
             received = int(plans.received_bytes.max())
@@ -357,13 +362,3 @@ def _choices(
         )
 
     return [choice(tokens) for tokens in sorted({request.tokens_per_rank, *TOKENS_PER_RANK})]
-
-
-def _estimates(request: PlanRequest, given_tokens: IntArray, assumptions: Assumptions) -> Estimates | None:
-    """Returns estimates; None where documents do not fit, ranks are too many, or the model's size is not known."""
-    if request.num_ranks > MOST_RANKS_OF_CHOICES:
-        return None
-    try:
-        return make_estimates(request, fit_lengths(given_tokens, request), assumptions)
-    except PackingError:
-        return None

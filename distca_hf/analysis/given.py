@@ -13,6 +13,7 @@ import numpy as np
 from rich.console import Console
 
 from distca_hf.analysis.answer import steps_worth_it
+from distca_hf.analysis.epoch import MOST_PLANNED_RANKS
 from distca_hf.analysis.find_model import find_model
 from distca_hf.analysis.memory import GIB, Checkpointing
 from distca_hf.analysis.models import SimulatedModel
@@ -31,10 +32,6 @@ from distca_hf.placement.given import tokens_between
 from distca_hf.planning.kinds import RoutedKinds
 from distca_hf.planning.plan import PlanFacts
 from distca_hf.planning.plan_totals import PlanTotals
-
-
-# Most ranks x micro-batches that are planned; a plan takes a quarter of a millisecond per rank.
-MOST_PLANNED_RANKS = 1024
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from functools import cached_property
 
 import numpy as np
 
+from distca_hf.analysis.memory import HALF_BYTES
 from distca_hf.analysis.models import SimulatedModel
 from distca_hf.analysis.profiles.cluster_profile import AttentionTimes, ClusterProfile, LayerTimes
 from distca_hf.analysis.profiles.curves import Amounts, Curve, FloatArray, Notes, prefix_surface, square_curve
@@ -85,8 +86,6 @@ class Tiles:
         return work
 
 
-# Bytes of a number in bf16.
-HALF_BYTES = 2
 # Forward operations of one token and weight.
 FLOPS_OF_WEIGHT = 2
 

@@ -16,8 +16,9 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from distca_hf.analysis.memory import HALF_BYTES
 from distca_hf.analysis.profiles.curves import FloatArray
-from distca_hf.analysis.simulate.costs import HALF_BYTES, Costs, Passes, Tiles
+from distca_hf.analysis.simulate.costs import Costs, Passes, Tiles
 from distca_hf.analysis.simulate.wires import Cluster, WireBytes
 from distca_hf.arrays import IntArray
 from distca_hf.cost import Mask

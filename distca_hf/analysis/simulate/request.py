@@ -316,10 +316,6 @@ class SimulationRequest:
         joined = np.array_split(np.arange(len(step)), self.accumulation)
         return [np.concatenate([step[number] for number in numbers]) for numbers in joined]
 
-    def pairs(self, step: Sequence[IntArray]) -> float:
-        """Returns attended pairs of a step, in all layers together."""
-        return self.model.pairs(np.concatenate(step))
-
     @property
     def room_bytes(self) -> float:
         """Bytes of a GPU."""

@@ -202,7 +202,7 @@ def make_result(
     """
     request, model = simulation.request, simulation.request.model
     tokens = np.array([sum(int(batch.sum()) for batch in step) for step in steps], dtype=np.float64)
-    pairs = np.array([request.pairs(step) for step in steps])
+    pairs = np.array([model.pairs(np.concatenate(step)) for step in steps])
     peak = peak_flops(simulation.costs.profile.made.device)
     plain = np.full(len(steps), math.nan)
     figures = []

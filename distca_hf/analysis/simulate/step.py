@@ -19,6 +19,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from distca_hf.analysis.memory import (
+    HALF_BYTES,
     SINGLE_BYTES,
     DecoderSize,
     Sharding,
@@ -27,7 +28,7 @@ from distca_hf.analysis.memory import (
     gradient_bytes,
 )
 from distca_hf.analysis.profiles.curves import FloatArray
-from distca_hf.analysis.simulate.costs import HALF_BYTES, Costs, LayerSeconds
+from distca_hf.analysis.simulate.costs import Costs, LayerSeconds
 from distca_hf.analysis.simulate.load import Attention, Load
 from distca_hf.analysis.simulate.wires import Cluster, WireBytes
 from distca_hf.pipelines.parts import held_micro_batches

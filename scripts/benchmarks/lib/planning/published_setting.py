@@ -10,10 +10,11 @@ from typing import Any
 
 import numpy as np
 
+from distca_hf.analysis.memory import HALF_BYTES
 from distca_hf.analysis.models import SimulatedModel, llama_shape, preset
 from distca_hf.analysis.profiles.cluster_profile import ClusterProfile, LinkTimes
 from distca_hf.analysis.simulate import ways
-from distca_hf.analysis.simulate.costs import HALF_BYTES, Costs
+from distca_hf.analysis.simulate.costs import Costs
 from distca_hf.analysis.simulate.load import Attention, Load, RowBytes, exchange_seconds, kernel_seconds, nothing_sent
 from distca_hf.analysis.simulate.request import SimulationRequest
 from distca_hf.analysis.simulate.simulation import Simulation
