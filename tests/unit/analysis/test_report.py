@@ -151,15 +151,6 @@ def test_later_steps_of_an_earlier_run_with_more_ranks_are_left_out(tmp_path: Pa
     ]
 
 
-def test_last_line_that_a_rank_is_writing_is_left_out(tmp_path: Path) -> None:
-    write_run(tmp_path, ranks=2, steps=2)
-    cut(tmp_path)
-    found = report(tmp_path)
-
-    assert [step["missing"] for step in found["steps"]] == [[], [1]]
-    assert "The last line of rank-00001.jsonl is cut off" in found["notes"][1]
-
-
 def test_micro_batches_of_an_earlier_run_are_left_out(tmp_path: Path) -> None:
     """The earlier run had more ranks, stages, and more micro-batches in a step."""
     for rank in range(4):
