@@ -1,9 +1,12 @@
-"""Commands: `distca plan`, `check`, `profile` and `simulate`."""
+"""Commands: `distca plan`, `check`, `profile`, `simulate` and `env`: versions, devices and attention kernels that can
+run, for bug reports."""
 
 import functools
+import importlib.metadata
 import inspect
 import json
 import os
+import platform
 import shlex
 import sys
 from collections.abc import Callable
@@ -11,11 +14,19 @@ from contextlib import AbstractContextManager
 from typing import Any, cast
 
 import typer
+from rich.console import Console
+from rich.table import Table
 
 from distca_hf.analysis.options import CheckOptions, PlanOptions, ProfileOptions, SimulateOptions
 from distca_hf.errors import ConfigError
+from distca_hf.version import __version__
 
 
+# Packages on which bugs have depended: those that training imports, and those that bring kernels.
+PACKAGES = (
+    *("torch", "transformers", "accelerate", "datasets", "trl", "peft", "deepspeed"),
+    *("liger-kernel", "flash-attn-4", "flash-attn"),
+)
 # Processes on a machine without GPUs.
 CPU_PROCESSES = 2
 
@@ -185,3 +196,37 @@ def simulate(options: SimulateOptions) -> None:
     from distca_hf.analysis.simulate.command import run_simulate
 
     run_simulate(options)
+
+
+def print_environment(console: Console) -> None:
+    """Runs `distca env`: prints versions of packages, devices, and kernels in order of preference."""
+    import torch  # which `distca plan` does not need
+
+    from distca_hf.kernels.registry import KERNELS
+
+    console.print(f"distca_hf {__version__}, Python {platform.python_version()}, {platform.platform()}")
+    versions = Table("package", "version")
+    for package in PACKAGES:
+        try:
+            versions.add_row(package, importlib.metadata.version(package))
+        except importlib.metadata.PackageNotFoundError:
+            versions.add_row(package, "-")
+    console.print(versions)
+    if not torch.cuda.is_available():
+        console.print(f"devices: CPU only; torch was built for CUDA {torch.version.cuda or '-'}")
+    else:
+        console.print(f"devices: {torch.cuda.device_count()} GPUs")
+        for index in range(torch.cuda.device_count()):
+            gpu = torch.cuda.get_device_properties(index)
+            memory = f"{gpu.total_memory / 2**30:.0f} GiB, compute capability {gpu.major}.{gpu.minor}"
+            console.print(f"GPU {index}: {gpu.name}, {memory}")
+        nccl = ".".join(map(str, torch.cuda.nccl.version()))
+        console.print(f"CUDA {torch.version.cuda or '-'}, ROCm {torch.version.hip or '-'}, NCCL {nccl}")
+    kernels = Table(
+        "kernel", "runs on", "here", title="attention kernels, in order of preference", title_justify="left"
+    )
+    for kernel, entry in KERNELS.items():
+        device = entry.capabilities.device_type
+        there = "available" if device != "cuda" or torch.cuda.is_available() else "installed, needs a GPU"
+        kernels.add_row(kernel, device or "any device", entry.missing() or there)
+    console.print(kernels)
