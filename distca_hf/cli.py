@@ -218,10 +218,8 @@ def explain(
 @app.command(epilog="Example: distca env > environment.txt")
 def env() -> None:
     """Shows versions, and which attention kernels can run here; paste it into bug reports."""
-    from distca_hf.analysis.command import print_environment
-
     with _one_line_errors():
-        print_environment(Console())
+        commands.print_environment(Console())
 
 
 def main() -> None:

@@ -1,17 +1,34 @@
-"""Commands: `distca plan`, `check`, `profile` and `simulate`."""
+"""Commands: `distca plan`, `check`, `profile`, `simulate` and `env`: versions, devices and attention kernels that can
+run, for bug reports."""
 
 import functools
+import importlib.metadata
 import inspect
 import json
+import os
+import platform
 import shlex
+import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, cast
 
 import typer
+from rich.console import Console
+from rich.table import Table
 
 from distca_hf.analysis.options import CheckOptions, PlanOptions, ProfileOptions, SimulateOptions
 from distca_hf.errors import ConfigError
+from distca_hf.version import __version__
+
+
+# Packages on which bugs have depended: those that training imports, and those that bring kernels.
+PACKAGES = (
+    *("torch", "transformers", "accelerate", "datasets", "trl", "peft", "deepspeed"),
+    *("liger-kernel", "flash-attn-4", "flash-attn"),
+)
+# Processes on a machine without GPUs.
+CPU_PROCESSES = 2
 
 
 def add_to(app: typer.Typer, errors: Callable[[], AbstractContextManager[None]]) -> None:
@@ -107,15 +124,60 @@ def profile(options: ProfileOptions) -> None:
 
     On several: start the printed line on each of them, with --nnodes and --rdzv-endpoint as for a training.
     """
-    from distca_hf.analysis.profiles import launch
-
-    line = launch.launch_line(options)
+    line = launch_line(options)
     if options.as_json and options.dry_run:
         typer.echo(json.dumps({"command": line, "file": str(options.as_between_nodes or options.output)}))
     else:
         typer.echo(shlex.join(line), err=options.as_json)  # stdout is for the figures
     if not options.dry_run:
-        launch.launch(line)
+        sys.stdout.flush()
+        os.execv(sys.executable, [sys.executable, "-m", "torch.distributed.run", *line[1:]])  # under the same Python
+
+
+def launch_line(options: ProfileOptions) -> list[str]:
+    """Returns the command that measures on this node.
+
+    Raises:
+        ConfigError: there is no GPU, or fewer than processes; the model or the kernel is not known; or the file cannot
+            be written, or is not a profile whose links can be measured.
+    """
+    import torch  # which reading a profile does not need
+
+    from distca_hf.analysis.find_model import find_model
+    from distca_hf.analysis.profiles.cluster_profile import ClusterProfile
+    from distca_hf.config import DistCAConfig, KernelName
+
+    gpus = torch.cuda.device_count()
+    if not options.cpu and not gpus:
+        raise ConfigError("this machine has no GPU to measure; --cpu shows with tiny sizes how it works")
+    number = options.processes if options.processes is not None else CPU_PROCESSES if options.cpu else gpus
+    if number < 1:
+        raise ConfigError(f"--processes {number} must be at least 1")
+    if not options.cpu and number > gpus:
+        raise ConfigError(f"--processes {number}: this machine has {gpus} GPUs")
+    DistCAConfig(kernel=cast(KernelName, options.kernel))  # refuses any other
+    find_model(options.model)
+    if options.as_between_nodes is not None:
+        ClusterProfile.load(options.as_between_nodes)
+        if number < 2:
+            raise ConfigError(f"--as-between-nodes with --processes {number}: links need two processes or more")
+    target = options.as_between_nodes or options.output
+    if target.is_dir():
+        raise ConfigError(f"{target} cannot be written: it is a folder")
+    if not target.absolute().parent.is_dir():
+        raise ConfigError(f"{target} cannot be written: its folder is missing")
+    line = ["torchrun", "--nproc-per-node", str(number), "-m", "distca_hf.analysis.profiles"]
+    line += (
+        ["--as-between-nodes", str(options.as_between_nodes)]
+        if options.as_between_nodes
+        else ["--output", str(options.output)]
+    )
+    line += ["--model", options.model, "--kernel", options.kernel, *(["--cpu"] if options.cpu else [])]
+    return [
+        *line,
+        *(["--remarks", options.remarks] if options.remarks else []),
+        *(["--json"] if options.as_json else []),
+    ]
 
 
 def simulate(options: SimulateOptions) -> None:
@@ -134,3 +196,37 @@ def simulate(options: SimulateOptions) -> None:
     from distca_hf.analysis.simulate.command import run_simulate
 
     run_simulate(options)
+
+
+def print_environment(console: Console) -> None:
+    """Runs `distca env`: prints versions of packages, devices, and kernels in order of preference."""
+    import torch  # which `distca plan` does not need
+
+    from distca_hf.kernels.registry import KERNELS
+
+    console.print(f"distca_hf {__version__}, Python {platform.python_version()}, {platform.platform()}")
+    versions = Table("package", "version")
+    for package in PACKAGES:
+        try:
+            versions.add_row(package, importlib.metadata.version(package))
+        except importlib.metadata.PackageNotFoundError:
+            versions.add_row(package, "-")
+    console.print(versions)
+    if not torch.cuda.is_available():
+        console.print(f"devices: CPU only; torch was built for CUDA {torch.version.cuda or '-'}")
+    else:
+        console.print(f"devices: {torch.cuda.device_count()} GPUs")
+        for index in range(torch.cuda.device_count()):
+            gpu = torch.cuda.get_device_properties(index)
+            memory = f"{gpu.total_memory / 2**30:.0f} GiB, compute capability {gpu.major}.{gpu.minor}"
+            console.print(f"GPU {index}: {gpu.name}, {memory}")
+        nccl = ".".join(map(str, torch.cuda.nccl.version()))
+        console.print(f"CUDA {torch.version.cuda or '-'}, ROCm {torch.version.hip or '-'}, NCCL {nccl}")
+    kernels = Table(
+        "kernel", "runs on", "here", title="attention kernels, in order of preference", title_justify="left"
+    )
+    for kernel, entry in KERNELS.items():
+        device = entry.capabilities.device_type
+        there = "available" if device != "cuda" or torch.cuda.is_available() else "installed, needs a GPU"
+        kernels.add_row(kernel, device or "any device", entry.missing() or there)
+    console.print(kernels)

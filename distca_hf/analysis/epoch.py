@@ -99,15 +99,6 @@ def pack_epoch(document_tokens: IntArray, request: PlanRequest, seed: int) -> Pa
     return PackedEpoch(document_tokens, packer.epoch(0), Origin(seed, 0, packer.num_micro_batches))
 
 
-def pack_first_step(document_tokens: IntArray, request: PlanRequest, seed: int) -> OptimizerStep:
-    """Returns the first optimizer step of a training on these documents.
-
-    Raises:
-        PackingError: as `pack_epoch`.
-    """
-    return pack_epoch(document_tokens, request, seed).first_step(request.micro_steps)
-
-
 def divide_batch(document_tokens: IntArray, request: PlanRequest) -> OptimizerStep:
     """Divides all documents, in order, among the micro-steps with nearly equal tokens.
 

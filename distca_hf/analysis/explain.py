@@ -111,12 +111,18 @@ def explain(
         live = LivePlan(0, kinds.planned(torch.device("cpu"), plan.fingerprint), noted, config)
         live.forward_pass.trace = notes
         live.lookup.kernel = lambda *given: _NotingKernel(notes, kv_heads, mask.window_tokens)  # type: ignore[method-assign]
-        rows = _named_rows(layout, rank, kv_heads)
+        rows = torch.zeros(int(layout.rank_rows[rank]), kv_heads, NAME_NUMBERS, dtype=torch.float64)
+        for document, start, stop, row in _segments(layout, rank):
+            held = rows[row : row + stop - start]
+            held[..., 0], held[..., 1] = document, torch.arange(start, stop)[:, None]
+        rows[..., 2] = torch.arange(kv_heads)
         with torch.no_grad():
             out, lse, kept = attend(rows, rows, rows, spec, live)
             forward = notes.take()
             attend_backward(torch.zeros_like(out), Attended(rows, rows, rows, out, lse), kept, spec, live)
-        return Explained(_held(layout, rank), forward, notes.take())
+        segments = [f"d{document}[{start}:{stop}]" for document, start, stop, _ in _segments(layout, rank)]
+        holds = f"{int(layout.rank_tokens[rank]):,} tokens: {_shortened(segments)}"
+        return Explained(holds, forward, notes.take())
 
     return run_ranks(num_ranks, run)
 
@@ -164,21 +170,6 @@ def _segments(layout: Layout, rank: int) -> Iterator[tuple[int, int, int, int]]:
     columns = layout.segment_document, layout.segment_start, layout.segment_tokens, layout.segment_row
     for document, start, tokens, row in zip(*(column[mine].tolist() for column in columns), strict=True):
         yield document, start, start + tokens, row
-
-
-def _held(layout: Layout, rank: int) -> str:
-    segments = [f"d{document}[{start}:{stop}]" for document, start, stop, _ in _segments(layout, rank)]
-    return f"{int(layout.rank_tokens[rank]):,} tokens: {_shortened(segments)}"
-
-
-def _named_rows(layout: Layout, rank: int, heads: int) -> torch.Tensor:
-    """Returns the rows of a rank, `[rows, heads, 3]`, filled with their names."""
-    rows = torch.zeros(int(layout.rank_rows[rank]), heads, NAME_NUMBERS, dtype=torch.float64)
-    for document, start, stop, row in _segments(layout, rank):
-        held = rows[row : row + stop - start]
-        held[..., 0], held[..., 1] = document, torch.arange(start, stop)[:, None]
-    rows[..., 2] = torch.arange(heads)
-    return rows
 
 
 class _Notes(PassTrace):

@@ -10,8 +10,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from distca_hf.analysis.model_files import CONFIG_FILE, read_config, without_hub
-from distca_hf.analysis.request import PRESETS, ModelShape, ModelSize, preset
+from distca_hf.analysis.models import (
+    CONFIG_FILE,
+    DEFAULT_MODEL,
+    PRESETS,
+    ModelShape,
+    ModelSize,
+    preset,
+    read_config,
+    without_hub,
+)
 from distca_hf.cost import CAUSAL_MASK, Heads
 from distca_hf.errors import ConfigError
 from distca_hf.flops import find_gpu
@@ -30,16 +38,18 @@ GPU = "h200"
 FLOPS_OF_WEIGHT = 2
 
 
-def find_model(name: str, tries: bool = True) -> ModelShape:
+def find_model(name: str | None, tries: bool = True) -> ModelShape:
     """Returns the model of a name.
 
     Args:
-        name: a built-in name, path of a config.json or of its folder, or what `distca check` takes.
+        name: a built-in name, path of a config.json or of its folder, or what `distca check` takes; None for
+            `DEFAULT_MODEL`.
         tries: whether the verdict includes a step of a tiny version, which a process of a group cannot run.
 
     Raises:
         ConfigError: there is no such model, or its configuration is not understood.
     """
+    name = name or DEFAULT_MODEL
     if name.endswith(".json") or (Path(name) / CONFIG_FILE).is_file():
         return read_model(Path(name), tries)
     if name.lower() in PRESETS:
@@ -72,9 +82,10 @@ def read_model(path: Path, tries: bool = True) -> ModelShape:
 def _shape_of(candidate: "Candidate", tries: bool) -> ModelShape:
     """Returns the shape of a model of Transformers, with the verdict of `distca check`, and with numbers of weights if
     it is known how many of them a token passes."""
-    from distca_hf.analysis.check.layers import decoder_size
     from distca_hf.analysis.check.run_check import judge_quietly
+    from distca_hf.analysis.check.verdict import decoder_size
     from distca_hf.integrations.models.planner import step_flops
+    from distca_hf.pipelines.stages.stack import LayerStack
 
     name = candidate.name.replace(", default sizes", " (default sizes)")
     with without_hub():
@@ -83,6 +94,11 @@ def _shape_of(candidate: "Candidate", tries: bool) -> ModelShape:
         raise ConfigError(
             f"model {name} is refused: {'; '.join(verdict.reasons)}. `distca check` shows it layer by layer"
         )
+    no_stages = ""
+    try:
+        LayerStack.of(model)
+    except Exception as error:  # a model's code may raise anything where modules are left out
+        no_stages = str(error)
     config = candidate.config.get_text_config()
     others = {key: getattr(config, key) for key in config.attribute_map}  # CodeGen writes n_head
     values = {key: value for key, value in {**config.to_dict(), **others}.items() if value is not None}
@@ -90,7 +106,7 @@ def _shape_of(candidate: "Candidate", tries: bool) -> ModelShape:
         _with_layers(shape_of_config(values, name, f"model {name}"), model),
         limits=verdict.limits,
         longest_document_tokens=verdict.longest_document_tokens,
-        no_stages=_no_stages(model),
+        no_stages=no_stages,
     )
     decoder, flops = decoder_size(model, list(verdict.kinds)), step_flops(model)
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
@@ -107,17 +123,6 @@ def _shape_of(candidate: "Candidate", tries: bool) -> ModelShape:
         of_layers=decoder,
     )
     return replace(shape, size=size)
-
-
-def _no_stages(model: "PreTrainedModel") -> str:
-    """Returns why training does not divide a model into stages of a pipeline; empty if it does."""
-    from distca_hf.pipelines.stages.stack import LayerStack
-
-    try:
-        LayerStack.of(model)
-    except Exception as error:  # a model's code may raise anything where modules are left out
-        return str(error)
-    return ""
 
 
 def _with_layers(shape: ModelShape, model: "PreTrainedModel") -> ModelShape:
@@ -168,12 +173,6 @@ def shape_of_config(config: Mapping[str, object], name: str, where: str) -> Mode
     Raises:
         ConfigError: a value is missing or wrong; names the value.
     """
-    _check_heads(config, where)
-    return ModelShape(name=name, heads=Heads.of_config(config), number_bytes=_number_bytes(config, where))
-
-
-def _check_heads(config: Mapping[str, object], where: str) -> None:
-    """Checks the values that `Heads.of_config` reads."""
     heads = _positive(config, "num_attention_heads", where)
     for key in ("num_key_value_heads", "head_dim", "kv_channels", "v_head_dim"):
         if config.get(key) is not None:
@@ -195,15 +194,11 @@ def _check_heads(config: Mapping[str, object], where: str) -> None:
             raise ConfigError(
                 f"{where}: hidden_size={hidden_size} is not a multiple of num_attention_heads={heads}; give head_dim"
             )
-
-
-def _number_bytes(config: Mapping[str, object], where: str) -> int:
-    """Returns bytes of a number of `dtype`, which older configurations call `torch_dtype`; of bf16 without one."""
-    given = config.get("dtype") or config.get("torch_dtype") or "bfloat16"
-    name = str(given).removeprefix("torch.")
-    if name not in BYTES_OF_DTYPE:
+    given = config.get("dtype") or config.get("torch_dtype") or "bfloat16"  # older configurations have the second
+    dtype = str(given).removeprefix("torch.")
+    if dtype not in BYTES_OF_DTYPE:
         raise ConfigError(f"{where}: dtype {given!r} is not one of {', '.join(BYTES_OF_DTYPE)}")
-    return BYTES_OF_DTYPE[name]
+    return ModelShape(name=name, heads=Heads.of_config(config), number_bytes=BYTES_OF_DTYPE[dtype])
 
 
 def _positive(config: Mapping[str, object], key: str, where: str) -> int:

@@ -4,8 +4,6 @@ Micro-batches are planned as training plans them, and counted as it logs them. S
 simulate`, with the same options. Text is readable at 80 columns.
 """
 
-import json
-import sys
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -14,19 +12,17 @@ from typing import cast
 import numpy as np
 from rich.console import Console
 
-from distca_hf.analysis.command import DEFAULT_MODEL, PlanProgress
-from distca_hf.analysis.estimates import steps_worth_it
+from distca_hf.analysis.answer import steps_worth_it
+from distca_hf.analysis.epoch import MOST_PLANNED_RANKS
 from distca_hf.analysis.find_model import find_model
-from distca_hf.analysis.lengths import read_lengths
 from distca_hf.analysis.memory import GIB, Checkpointing
+from distca_hf.analysis.models import SimulatedModel
 from distca_hf.analysis.options import PlanOptions
-from distca_hf.analysis.profiles.cluster_profile import ClusterProfile
-from distca_hf.analysis.profiles.shipped import find_profile, gpu_gib_of
+from distca_hf.analysis.profiles.cluster_profile import ClusterProfile, find_profile, gpu_gib_of
 from distca_hf.analysis.simulate.command import DEFAULT_TOKENS_PER_RANK
-from distca_hf.analysis.simulate.model import SimulatedModel
 from distca_hf.analysis.simulate.request import SimulationRequest
 from distca_hf.analysis.simulate.result import Result, simulate
-from distca_hf.analysis.tables import Terminal, block, counted, plain_table, ways_table
+from distca_hf.analysis.tables import PlanProgress, Terminal, block, counted, plain_table, print_json, ways_table
 from distca_hf.arrays import IntArray
 from distca_hf.batches.placed import GivenPlans
 from distca_hf.cost import imbalance
@@ -35,10 +31,6 @@ from distca_hf.layout import Layout
 from distca_hf.placement.given import tokens_between
 from distca_hf.planning.kinds import PlanTotals, RoutedKinds
 from distca_hf.planning.plan import PlanFacts
-
-
-# Most ranks x micro-batches that are planned; a plan takes a quarter of a millisecond per rank.
-MOST_PLANNED_RANKS = 1024
 
 
 @dataclass(frozen=True)
@@ -89,7 +81,7 @@ class GivenAnswer:
     @property
     def places_rows(self) -> bool:
         """Whether rows are placed inside the model; else tasks move."""
-        return not self.request.model.mixers
+        return not self.request.model.mixer_layers
 
     def totals(self, loss_is_placed: bool) -> PlanTotals:
         """Returns the sums that training logs means of."""
@@ -185,7 +177,7 @@ def answer(
         PackingError: there are too few rows for a step, or rows are longer than the model takes.
     """
     progress = progress or PlanProgress()
-    size, plans = request.num_ranks * request.accumulation, request.given_plans(not request.model.mixers)
+    size, plans = request.num_ranks * request.accumulation, request.given_plans(not request.model.mixer_layers)
     steps = replace(request, batches=max(1, MOST_PLANNED_RANKS // size)).steps(row_tokens)
     packs = [np.split(batch, request.num_ranks) for step in steps for batch in step]
     planned = [GivenMicroBatch.of(plans, packs[number]) for number in progress.over("planning", range(len(packs)))]
@@ -220,7 +212,7 @@ def run_given(options: PlanOptions) -> None:
     profile = find_profile(options.cluster)
     request = SimulationRequest(
         *(
-            SimulatedModel.of(find_model(options.model or DEFAULT_MODEL)),
+            SimulatedModel.of(find_model(options.model)),
             options.gpus,
             DEFAULT_TOKENS_PER_RANK,
             options.context,
@@ -229,17 +221,16 @@ def run_given(options: PlanOptions) -> None:
         ranks_per_node=options.ranks_per_node,
         checkpointing=cast(Checkpointing, options.checkpointing),  # the request refuses any other
         liger=options.liger,
-        gpu_gib=gpu_gib_of(profile) if options.gpu_gib is None else options.gpu_gib,
+        gpu_gib=gpu_gib_of(profile, options.gpu_gib),
         seed=options.seed,
         batch_size=options.batch_size,
     )
     progress = PlanProgress()
     with progress.shown():
-        with progress.stage(f"reading {options.lengths.name}"):
-            rows = read_lengths(options.lengths)
+        rows = progress.read_lengths(options.lengths)
         found = answer(request, rows.source, rows.tokens, profile, progress)
     if options.as_json:
-        sys.stdout.write(json.dumps(found.as_json(), allow_nan=False) + "\n")
+        print_json(found.as_json())
     else:
         print_given(found, Terminal())
 

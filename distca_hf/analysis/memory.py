@@ -27,9 +27,10 @@ estimates: `docs/benchmarks/training.md`. ZeRO-3, experts and mixers were not me
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, Self
+from typing import Literal, get_args
 
 from distca_hf.cost import Heads
+from distca_hf.errors import ConfigError
 
 
 # "fsdp2_synced": FSDP2 with `sync_each_batch` of Accelerate's GradientAccumulationPlugin.
@@ -54,6 +55,12 @@ ZERO3_BYTES, ZERO3_LAYER_BYTES = 6, 4
 USABLE_SHARE = 0.9
 # Parts of a layer's weights that are there at once under FSDP2: its own, their gradients, and the next layer's.
 GATHERED_LAYERS = 3
+
+
+def check_checkpointing(name: str) -> None:
+    """Raises ConfigError where a way of activation checkpointing is none of the known ones."""
+    if name not in get_args(Checkpointing):
+        raise ConfigError(f"--checkpointing {name} must be one of {', '.join(get_args(Checkpointing))}")
 
 
 @dataclass(frozen=True)
@@ -235,7 +242,14 @@ def estimate_memory(
         received_bytes: keys and values that it receives in the forward pass of one layer of full attention.
         head_tokens: most tokens that a head computes; 0: those of the rank.
     """
-    kept = sum(layer.count * _kept_bytes(layer, size, setup) for layer in size.layers)
+
+    def kept_bytes(layer: LayerSize) -> float:
+        kept = layer.kept_bytes(size.hidden_size, setup.saves_attention, setup.tensor_ranks)
+        if setup.checkpointing != "none":
+            return kept
+        return kept + layer.computed_bytes(size.hidden_size, setup.saves_attention, setup.liger, setup.tensor_ranks)
+
+    kept = sum(layer.count * kept_bytes(layer) for layer in size.layers)
     of_layers = sum(layer.count * layer.received_bytes(received_bytes, setup.tensor_ranks) for layer in size.layers)
     waits = of_layers <= setup.kv_budget_bytes
     moments = [_head_moment(size, setup, head_tokens or rank_tokens, of_layers if waits else 0)]
@@ -285,7 +299,9 @@ def _head_moment(size: DecoderSize, setup: TrainingSetup, rank_tokens: int, rece
     loss = FUSED_LOSS_BYTES * size.hidden_size if setup.liger else LOGIT_BYTES * size.vocabulary
     gathered = ZERO3_LAYER_BYTES * size.head_parameters
     if setup.sharding != "zero3":
-        gathered = HALF_BYTES * (size.embedding_parameters if setup.tensor_ranks == 1 else _divided_head(size, setup))
+        gathered = HALF_BYTES * (
+            size.embedding_parameters if setup.tensor_ranks == 1 else size.head_parameters // setup.tensor_ranks
+        )
     return _Moment(gathered, received, head=round(rank_tokens * (norm + loss)))
 
 
@@ -299,25 +315,12 @@ def _layer_moment(
         added = setup.sharding == "fsdp2" and setup.micro_steps > 1
         root = size.embedding_parameters + (0 if added else size.head_parameters)
         if setup.tensor_ranks > 1:
-            root = (1 if added else 2) * _divided_head(size, setup)
+            root = (1 if added else 2) * (size.head_parameters // setup.tensor_ranks)
         gathered = HALF_BYTES * (root + (GATHERED_LAYERS - added) * layer.parameters // setup.tensor_ranks)
     computed = 0.0
     if setup.checkpointing != "none":
         computed = layer.computed_bytes(size.hidden_size, setup.saves_attention, setup.liger, setup.tensor_ranks)
     return _Moment(gathered, received, layer=round(rank_tokens * computed))
-
-
-def _kept_bytes(layer: LayerSize, size: DecoderSize, setup: TrainingSetup) -> float:
-    """Returns bytes of a token that a layer keeps until backward; without checkpointing all that it computes."""
-    kept = layer.kept_bytes(size.hidden_size, setup.saves_attention, setup.tensor_ranks)
-    if setup.checkpointing != "none":
-        return kept
-    return kept + layer.computed_bytes(size.hidden_size, setup.saves_attention, setup.liger, setup.tensor_ranks)
-
-
-def _divided_head(size: DecoderSize, setup: TrainingSetup) -> int:
-    """Returns a tensor rank's weights of the head."""
-    return size.head_parameters // setup.tensor_ranks
 
 
 def shardings(micro_steps: int, whole_documents: bool) -> list[Sharding]:
@@ -350,46 +353,22 @@ def gradient_bytes(way: Sharding | Literal["zero2", "ddp"], parameters: int, sha
     return kept[way]
 
 
-@dataclass(frozen=True)
-class Fit:
-    """Whether a training fits a GPU.
+def largest_tokens(
+    size: DecoderSize,
+    setup: TrainingSetup,
+    rank_tokens: int,
+    received_bytes: int,
+    room_bytes: float,
+    choices: Sequence[int],
+) -> int:
+    """Returns the largest of some numbers of tokens per rank that fits a GPU; 0 if none does.
 
-    Attributes:
-        memory: at the tokens per rank that were asked for.
+    Args:
+        size, setup, rank_tokens, received_bytes: as of `estimate_memory`; received bytes grow with the tokens.
         room_bytes: bytes that torch may allocate.
-        largest_tokens: most tokens per rank that fit, a multiple of the step that was searched with; 0 if none do.
     """
 
-    memory: Memory
-    room_bytes: float
-    largest_tokens: int
+    def total(tokens: int) -> int:
+        return estimate_memory(size, setup, tokens, received_bytes * tokens // max(1, rank_tokens)).total
 
-    @property
-    def fits(self) -> bool:
-        """Whether the peak is within the room."""
-        return self.memory.total <= self.room_bytes
-
-    @classmethod
-    def of(
-        cls,
-        size: DecoderSize,
-        setup: TrainingSetup,
-        rank_tokens: int,
-        received_bytes: int,
-        room_bytes: float,
-        steps: Sequence[int],
-    ) -> Self:
-        """Estimates memory, and finds the largest of some numbers of tokens per rank that fits.
-
-        Args:
-            size, setup, rank_tokens, received_bytes: as of `estimate_memory`; received bytes grow with the tokens.
-            room_bytes: bytes that torch may allocate.
-            steps: numbers of tokens per rank, in ascending order.
-        """
-
-        def total(tokens: int) -> int:
-            return estimate_memory(size, setup, tokens, received_bytes * tokens // max(1, rank_tokens)).total
-
-        fitting = [tokens for tokens in steps if total(tokens) <= room_bytes]
-        memory = estimate_memory(size, setup, rank_tokens, received_bytes)
-        return cls(memory, room_bytes, max(fitting, default=0))
+    return max((tokens for tokens in choices if total(tokens) <= room_bytes), default=0)

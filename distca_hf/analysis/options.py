@@ -6,7 +6,24 @@ from typing import Annotated
 
 import typer
 
-from distca_hf.analysis.profiles.shipped import DEFAULT_FILE, DEFAULT_PROFILE, shipped_profiles
+from distca_hf.analysis.profiles.cluster_profile import DEFAULT_FILE, DEFAULT_PROFILE, shipped_profiles
+
+
+# Options of several commands.
+_MicroSteps = Annotated[int, typer.Option(help="micro-steps of an optimizer step (gradient accumulation)")]
+_Chunks = Annotated[
+    int | None,
+    typer.Option(help="with --pipeline: parts of the layers on each stage; from 2 on interleaved 1F1B, else 1F1B"),
+]
+_Checkpointing = Annotated[
+    str,
+    typer.Option(
+        help="activation checkpointing, for estimates: saved (layers keep inputs and attention outputs), recomputed "
+        "(only inputs) or none (everything)"
+    ),
+]
+_Liger = Annotated[bool, typer.Option("--liger", help="estimate with Liger's kernels and loss")]
+_Json = Annotated[bool, typer.Option("--json", help="print one JSON object")]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,7 +53,7 @@ class PlanOptions:
         typer.Option(help="with --batch-size: cut longer rows to this many tokens (max_length); by default none"),
     ] = None
     ranks_per_node: Annotated[int, typer.Option(help="ranks that share a node")] = 8
-    micro_steps: Annotated[int, typer.Option(help="micro-steps of an optimizer step (gradient accumulation)")] = 1
+    micro_steps: _MicroSteps = 1
     pipeline: Annotated[
         int | None,
         typer.Option(
@@ -45,10 +62,7 @@ class PlanOptions:
             "micro-batches. Shows speed and memory with it, and of the same GPUs without it",
         ),
     ] = None
-    chunks: Annotated[
-        int | None,
-        typer.Option(help="with --pipeline: parts of the layers on each stage; from 2 on interleaved 1F1B, else 1F1B"),
-    ] = None
+    chunks: _Chunks = None
     model: Annotated[
         str | None,
         typer.Option(
@@ -71,14 +85,8 @@ class PlanOptions:
         int | None,
         typer.Option(help="most bytes a rank may send, and receive, per layer; an error if no plan needs so few"),
     ] = None
-    checkpointing: Annotated[
-        str,
-        typer.Option(
-            help="activation checkpointing, for estimates: saved (layers keep inputs and attention outputs), "
-            "recomputed (only inputs) or none (everything)"
-        ),
-    ] = "saved"
-    liger: Annotated[bool, typer.Option("--liger", help="estimate with Liger's kernels and loss")] = False
+    checkpointing: _Checkpointing = "saved"
+    liger: _Liger = False
     cluster: Annotated[
         str, typer.Option(help="GPUs whose measured times speed follows from, as for distca simulate")
     ] = DEFAULT_PROFILE
@@ -94,7 +102,7 @@ class PlanOptions:
         ),
     ] = False
     compare: Annotated[bool, typer.Option("--compare", help="also simulate all other ways to train")] = False
-    as_json: Annotated[bool, typer.Option("--json", help="print one JSON object")] = False
+    as_json: _Json = False
     plot: Annotated[Path | None, typer.Option(help="draw the work of all ranks into this file")] = None
 
 
@@ -114,15 +122,9 @@ class CheckOptions:
     tokens_per_rank: Annotated[int, typer.Option(help="tokens each GPU holds in a micro-step, at most")] = 16_384
     gpus: Annotated[int, typer.Option(help="GPUs that share weights")] = 8
     gpu: Annotated[str, typer.Option(help="their kind: h200, h100, b200, a100, l40s, rtx4090, ..., or cpu")] = "h200"
-    checkpointing: Annotated[
-        str,
-        typer.Option(
-            help="activation checkpointing, for estimates: saved (layers keep inputs and attention outputs), "
-            "recomputed (only inputs) or none (everything)"
-        ),
-    ] = "saved"
-    liger: Annotated[bool, typer.Option("--liger", help="estimate with Liger's kernels and loss")] = False
-    micro_steps: Annotated[int, typer.Option(help="micro-steps of an optimizer step (gradient accumulation)")] = 1
+    checkpointing: _Checkpointing = "saved"
+    liger: _Liger = False
+    micro_steps: _MicroSteps = 1
     numerics: Annotated[
         bool,
         typer.Option(
@@ -133,7 +135,7 @@ class CheckOptions:
     trust_remote_code: Annotated[
         bool, typer.Option("--trust-remote-code", help="run the Python code that comes with the configuration")
     ] = False
-    as_json: Annotated[bool, typer.Option("--json", help="print one JSON object")] = False
+    as_json: _Json = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -196,10 +198,7 @@ class SimulateOptions:
     pipeline: Annotated[
         int | None, typer.Option(help="also simulate a pipeline of this many stages on the same GPUs; by default none")
     ] = None
-    chunks: Annotated[
-        int | None,
-        typer.Option(help="with --pipeline: parts of the layers on each stage; from 2 on interleaved 1F1B, else 1F1B"),
-    ] = None
+    chunks: _Chunks = None
     checkpointing: Annotated[
         str,
         typer.Option(
@@ -218,4 +217,4 @@ class SimulateOptions:
     batches: Annotated[int, typer.Option(help="optimizer steps to simulate")] = 20
     token_budget: Annotated[float, typer.Option(help="tokens that GPU-hours are counted for")] = 1e9
     seed: Annotated[int, typer.Option(help="seed of the order of documents")] = 0
-    as_json: Annotated[bool, typer.Option("--json", help="print one JSON object")] = False
+    as_json: _Json = False

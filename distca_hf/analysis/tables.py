@@ -1,18 +1,26 @@
-"""Tables: parts of printed answers: tables without lines, numbers with units, and texts that several share."""
+"""Tables: parts of printed answers: the terminal, progress on it, tables without lines, numbers with units, and texts
+that several share."""
 
-from collections.abc import Iterator
-from typing import Any
+import json
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TypeVar
 
 from rich.console import Console, Group, RenderableType
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
-from distca_hf.analysis.memory import GIB, gradient_bytes
+from distca_hf.analysis.lengths import DocumentLengths, read_lengths
+from distca_hf.analysis.memory import GIB, SHARDING_NAMES, Memory, Sharding, gradient_bytes
 from distca_hf.analysis.simulate.result import Result
 from distca_hf.errors import printable
 
 
+T = TypeVar("T")
 # Names of parts of memory, by their fields.
 PART_NAMES = {
     "state": "weights, AdamW, kept gradients",
@@ -38,6 +46,61 @@ class Terminal(Console):
             yield segment if segment.control else Segment(printable(segment.text), segment.style)
 
 
+class PlanProgress:
+    """A line on stderr with the present stage, if that is a terminal; it disappears at the end."""
+
+    def __init__(self) -> None:
+        console = Terminal(stderr=True)
+        columns = (
+            TextColumn("{task.description}", markup=False),
+            BarColumn(None),
+            TaskProgressColumn(),
+            TimeElapsedColumn(),
+        )
+        self._progress = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
+
+    @contextmanager
+    def shown(self) -> Iterator[None]:
+        """Shows the line until the block ends, with or without an error."""
+        with self._progress:
+            yield
+
+    @contextmanager
+    def stage(self, words: str) -> Iterator[None]:
+        """Shows a stage of unknown length."""
+        task = self._progress.add_task(words, total=None)
+        yield
+        self._progress.remove_task(task)
+
+    @contextmanager
+    def counting(self, words: str, total: int) -> Iterator[Callable[[Iterable[T]], Iterator[T]]]:
+        """Shows how many of some items are done; yields a function that hands them on."""
+        task = self._progress.add_task(words, total=total)
+
+        def count(items: Iterable[T]) -> Iterator[T]:
+            for item in items:
+                yield item
+                self._progress.advance(task)
+
+        yield count
+        self._progress.remove_task(task)
+
+    def read_lengths(self, path: Path) -> DocumentLengths:
+        """Reads document lengths; see `lengths.read_lengths`."""
+        with self.stage(f"reading {path.name}"):
+            return read_lengths(path)
+
+    def over(self, words: str, items: Sequence[int]) -> Iterable[int]:
+        """Yields items, and shows how many are done."""
+        with self.counting(words, len(items)) as count:
+            yield from count(items)
+
+
+def print_json(content: Mapping[str, object]) -> None:
+    """Prints one JSON object on one line."""
+    sys.stdout.write(json.dumps(content, allow_nan=False) + "\n")
+
+
 # Ways of activation checkpointing, in words.
 CHECKPOINTING = {
     "saved": "layers checkpointed, attention's outputs kept",
@@ -57,6 +120,21 @@ def plain_table(*columns: str) -> Table:
     table.add_column("", overflow="fold", min_width=7)
     for column in columns:
         table.add_column(column, justify="right", no_wrap=True)
+    return table
+
+
+def memory_table(ways: Mapping[Sharding, Memory], parts: Mapping[str, str], room_bytes: float) -> Table:
+    """Returns the table of GiB per GPU, by part and by way to shard weights.
+
+    Args:
+        parts: words for the fields that are shown.
+    """
+    table = plain_table(*(SHARDING_NAMES[sharding] for sharding in ways))
+    for part, words in parts.items():
+        table.add_row(words, *(in_gib(getattr(memory, part)) for memory in ways.values()))
+    table.add_row("peak", *(in_gib(memory.total) for memory in ways.values()))
+    fits = ("yes" if memory.total <= room_bytes else "no" for memory in ways.values())
+    table.add_row(f"fits in {in_gib(room_bytes)}", *fits)
     return table
 
 

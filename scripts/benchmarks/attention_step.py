@@ -60,12 +60,11 @@ from lib.divided import DividedBackbone, build_divided_model, data_ranks, is_div
 from lib.documents import check_lengths, random_tokens, smaller_lengths
 from lib.even_experts import EvenExperts
 from lib.header import facts_of
-from lib.kernel_seconds import time_kernels
 from lib.model import Backbone, build_model, prepare, probe, read_config
 from lib.modes import MODES, OF_PACKAGE, Place, build_mode
 from lib.options import of_each_set, on_all_ranks, parse_shared, shared_options
-from lib.parser import count, folder_to_write, micro_steps, profile_name, whole, write_figures
-from lib.rates import Rates, kernel_for, measure_rates
+from lib.parser import count, counts, folder_to_write, micro_steps, profile_name, whole, write_figures
+from lib.rates import Rates, kernel_for, measure_rates, time_kernels
 from lib.report import Load, figures_of, load_of, table
 from lib.rounds import Runner
 from lib.traces import trace_step
@@ -101,7 +100,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--dp-replicate-size", type=count, default=1, help="replicas that FSDP2 shards alike (HSDP)")
     parser.add_argument(
         "--shares",
-        type=_shares,
+        type=counts,
         default=(),
         help="tokens of the ranks of local, given and moved in proportion, as 4,2,1,1",
     )
@@ -136,11 +135,6 @@ def parse() -> argparse.Namespace:
         # The package's zigzag sums fp32 gradients in tensors that it makes by casting: in fp32 those are its buffers.
         parser.error("mode zigzag has wrong gradients in float32: give --dtype bfloat16")
     return options
-
-
-def _shares(text: str) -> list[int]:
-    """Returns the numbers of a text with commas, as `type` of an option."""
-    return [count(part) for part in text.split(",")]
 
 
 def measure(options: argparse.Namespace, device: torch.device) -> None:

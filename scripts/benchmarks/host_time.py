@@ -29,7 +29,7 @@ import pstats
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -54,7 +54,7 @@ from distca_hf.runtime.forward_pass import CallTensors, ForwardPass, PassCalls
 from distca_hf.runtime.layer_kinds import Planned
 from distca_hf.runtime.live_plan import LivePlan
 from distca_hf.runtime.op import flash_attn
-from lib.baselines.calls import OwnKeys, make_call
+from lib.baselines.operators import OwnKeys, make_call
 from lib.options import add_kernel, on_all_ranks, read_documents
 from lib.parser import add_device, count, few, parser_of
 from lib.rates import synchronize
@@ -223,7 +223,7 @@ def _print_medians(times: Sequence[PassTimes], subject: Subject, device: torch.d
         return
     for name, row in [
         *((f"rank {rank}", row) for rank, row in enumerate(rows)),
-        ("largest of all", _worst(rows)),
+        ("largest of all", {name: max(row[name] for row in rows) for name in names}),
     ]:
         call, kernels, beyond, alone, more = (f"{1e6 * row[part]:.0f}" for part in names[:-1])
         print(
@@ -250,11 +250,6 @@ def _of_all_ranks(numbers: Sequence[float], device: torch.device) -> list[list[f
     ranks = [torch.empty_like(own) for _ in range(dist.get_world_size())]
     dist.all_gather(ranks, own)
     return [each.tolist() for each in ranks]
-
-
-def _worst(rows: Sequence[Mapping[str, float]]) -> Mapping[str, float]:
-    """Returns the largest of each figure."""
-    return {name: max(row[name] for row in rows) for name in rows[0]}
 
 
 @contextmanager

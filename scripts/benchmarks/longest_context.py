@@ -8,7 +8,7 @@
 One document fills all ranks. Every length is an attempt in processes of its own, started by torchrun. It makes
 --steps steps of forward, backward and AdamW (with a learning rate of 0, as in model_step.py). Lengths double, or
 follow a line through the last two peaks, until memory is out, of a GPU or of the host. Then the gap is halved down to
---resolution (`lib/longest/search.py`). Anything else that fails ends the search with status 1.
+--resolution (`lib/longest/launch.py`). Anything else that fails ends the search with status 1.
 
 Memory is saved as docs/sizes.md says: layers are checkpointed and attention outputs wait on the host
 (--checkpointing offloaded), FSDP2 divides weights, the loss is Liger's (--head liger). Beyond that
@@ -52,12 +52,11 @@ from pathlib import Path
 import torch
 
 from lib.longest.attempt import attempt
-from lib.longest.launch import Attempt, free_host_bytes, run_attempt
-from lib.longest.search import Tried, longest_of, next_tokens
+from lib.longest.launch import Attempt, Tried, free_host_bytes, longest_of, next_tokens, run_attempt
 from lib.options import on_all_ranks, parse_shared, shared_options
 from lib.parser import above_zero, count, not_negative, whole, write_figures
 from lib.tables import head, number, row
-from lib.whole_model.rounds import add_head
+from lib.whole_model import add_head
 
 
 GIB = 2**30

@@ -4,7 +4,7 @@
     torchrun --nproc-per-node 1 scripts/benchmarks/model_step.py --preset qwen3-4b --documents 16384,12x4096 --liger
     torchrun --nproc-per-node 2 scripts/benchmarks/model_step.py --device cpu --preset tiny --documents 256,4x64
 
-A step is forward and backward of all layers, the head and the loss (`lib/whole_model/head.py`), FSDP's collectives,
+A step is forward and backward of all layers, the head and the loss (`lib/whole_model.py`), FSDP's collectives,
 and AdamW; weights and its state are fp32, everything in between is bf16. Activation checkpointing keeps attention's
 outputs, as the product does by default. Both modes run in one process with the same weights, documents, kernel and
 process groups, one after the other, again and again. Documents must fill all ranks: their tokens are divided evenly.
@@ -41,9 +41,7 @@ from lib.parser import write_figures
 from lib.report import load_of, rates_of
 from lib.rounds import equal_losses
 from lib.tables import markdown, number
-from lib.whole_model.head import use_head
-from lib.whole_model.modes import MODES, build_planned, fitting_modes
-from lib.whole_model.rounds import TrainingRunner, add_head
+from lib.whole_model import MODES, TrainingRunner, add_head, build_planned, fitting_modes, use_head
 from lib.wires import Wires
 
 

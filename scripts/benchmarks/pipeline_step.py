@@ -3,7 +3,7 @@
     torchrun --nproc-per-node 2 scripts/benchmarks/pipeline_step.py --layers 8 --lengths pretrain
     torchrun --nproc-per-node 2 scripts/benchmarks/pipeline_step.py --device cpu --preset tiny --tokens-per-rank 256
 
-Ranks are two stages or more of a Llama with random weights (`lib/pipeline/stages.py`). An optimizer step has documents
+Ranks are two stages or more of a Llama with random weights (`lib/pipeline.py`). An optimizer step has documents
 of the shipped lengths: the first ones of an epoch of a sample. Those that are too long are split. Loaders are the
 product's:
 
@@ -51,8 +51,7 @@ from distca_hf.pipelines.stages import StepInputs
 from distca_hf.placement.place import fill_in_order
 from lib.options import on_all_ranks
 from lib.parser import count, parser_of
-from lib.pipeline.inputs import StepSetup, add_pipeline, write_model
-from lib.pipeline.stages import PartTimes, Stages
+from lib.pipeline import PartTimes, Stages, StepSetup, add_pipeline, write_model
 from lib.rounds import equal_losses
 from lib.tables import head, row
 from lib.wires import WiredPlugin, Wires
@@ -210,7 +209,11 @@ def read_step(options: argparse.Namespace, way: str, stages: Stages, pipeline: P
         SystemExit: the documents need more micro-batches than a step has.
     """
     shaped = {"pipeline": pipeline, "micro_steps": options.micro_batches} if way == "shaped" else {}
-    with mock.patch("distca_hf.batches.placed.place", _fill_in_order) if way == "plain" else nullcontext():
+
+    def in_order(document_tokens: IntArray, num_ranks: int, **settings: object) -> Layout:
+        return fill_in_order(document_tokens, num_ranks)
+
+    with mock.patch("distca_hf.batches.placed.place", in_order) if way == "plain" else nullcontext():
         loader = stages.plugin.dataloader(documents, shuffle=False, model=stages.outline, **shaped)
         if len(loader) != options.micro_batches:
             raise SystemExit(
@@ -222,11 +225,6 @@ def read_step(options: argparse.Namespace, way: str, stages: Stages, pipeline: P
     tokens = torch.stack([batch["attention_mask"].sum() for batch in batches]).sum()
     dist.all_reduce(tokens)
     return Step(StepInputs.of(batches), pairs, int(tokens))
-
-
-def _fill_in_order(document_tokens: IntArray, num_ranks: int, **settings: object) -> Layout:
-    """Takes the place of placement."""
-    return fill_in_order(document_tokens, num_ranks)
 
 
 def fit(options: argparse.Namespace, stages: Stages, step: Step) -> PartTimes:

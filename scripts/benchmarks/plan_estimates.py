@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from distca_hf.analysis.memory import GIB, Checkpointing, TrainingSetup, estimate_memory
-from distca_hf.analysis.request import PRESETS, ModelShape, ModelSize
+from distca_hf.analysis.models import PRESETS, ModelShape, ModelSize
 from distca_hf.arrays import ceil_div
 from distca_hf.batches.placed import PlacedPlanner
 from distca_hf.config import DistCAConfig

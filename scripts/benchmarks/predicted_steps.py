@@ -13,9 +13,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from distca_hf.analysis.lengths import read_lengths
-from distca_hf.analysis.profiles.cluster_profile import ClusterProfile
+from distca_hf.analysis.profiles.cluster_profile import DEFAULT_PROFILE, ClusterProfile, find_profile
 from distca_hf.analysis.profiles.curves import Notes
-from distca_hf.analysis.profiles.shipped import DEFAULT_PROFILE, find_profile
 from lib.parser import profile_name, whole
 from lib.planning.predicted import Compared, compare, compare_servers, read_measured, simulate_row
 from lib.planning.published_setting import GPUS, MODELS, PUBLISHED, K, simulate_point, with_faster_links

@@ -52,11 +52,9 @@ from lib.parser import (
     not_negative,
     parser_of,
     whole,
-    write_figures,
 )
 from lib.tables import markdown, number
-from lib.training.report import furthest, furthest_in_words
-from lib.training.run import StepTimes, free_memory
+from lib.training.run import StepTimes, free_memory, furthest_in_words, run_modes
 
 
 MODES = {
@@ -90,7 +88,8 @@ class HostTimes:
 
     def _batch_samples(self, *args: Any) -> Any:
         batches, num_items = self._take(*args)
-        self.tokens.append(sum(int(_real_tokens(batch)) for batch in batches))
+        for_each = (batch.get("attention_mask", torch.ones_like(batch["input_ids"])) for batch in batches)
+        self.tokens.append(sum(int(mask.sum()) for mask in for_each))
         self._began = time.perf_counter()
         return batches, num_items
 
@@ -98,11 +97,6 @@ class HostTimes:
         if self._began is not None:
             self.seconds.append(time.perf_counter() - self._began)
             self._began = None
-
-
-def _real_tokens(batch: dict[str, torch.Tensor]) -> torch.Tensor | int:
-    mask = batch.get("attention_mask")
-    return batch["input_ids"].numel() if mask is None else mask.sum()
 
 
 def main() -> None:
@@ -121,25 +115,9 @@ def main() -> None:
         f"{mean_tokens:.0f}",
         f"learning rate {options.learning_rate}",
     ]
-    runs: list[dict[str, Any]] = []
-    for mode in options.modes:
-        packs = max(1, round(batch_size * mean_tokens / longest))
-        runs.append(train(mode, config, Dataset.from_dict({"input_ids": documents}), packs, options))
-        if dist.get_rank() == 0:
-            print("\n".join(["; ".join(facts), "", table(runs, options.warmup)]) + "\n", flush=True)
-            write_figures(options, header="; ".join(facts), runs=runs)
-    same = [run for run in runs[1:] if run["mode"] != "packing"]
-    wrong = {
-        run["mode"]: furthest_in_words(runs[0], run)
-        for run in same
-        if not furthest(runs[0], run)[0] <= options.most_difference
-    }
-    dist.barrier()
-    dist.destroy_process_group()
-    if wrong:
-        raise SystemExit(
-            f"losses differ from those of {runs[0]['mode']} by more than {options.most_difference}: {wrong}"
-        )
+    packs = max(1, round(batch_size * mean_tokens / longest))
+    dataset = Dataset.from_dict({"input_ids": documents})
+    run_modes(options, facts, lambda mode: train(mode, config, dataset, packs, options), table, {"packing"})
 
 
 def cycled(lengths: list[int], options: argparse.Namespace) -> list[int]:

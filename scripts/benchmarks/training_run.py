@@ -48,10 +48,8 @@ from lib.parser import (
     parser_of,
     whole,
     words,
-    write_figures,
 )
-from lib.training.report import furthest, furthest_in_words, table
-from lib.training.run import MODES, train, training_arguments
+from lib.training.run import MODES, run_modes, table, train, training_arguments
 
 
 SHORT_TOKENS = (512, 1024, 2048, 4096, 8192)
@@ -83,21 +81,7 @@ def main() -> None:
         f"learning rate {options.learning_rate}"
         + f", reached behind {options.rising_steps} rising steps" * bool(options.rising_steps),
     ]
-    runs = []
-    for mode in options.modes:
-        runs.append(train(mode, config, dataset, options))
-        if dist.get_rank() == 0:
-            report = "\n".join(["; ".join(facts), "", table(runs, options.warmup)])
-            print(f"{report}\n", flush=True)  # after every mode: the next one may run out of memory
-            write_figures(options, header="; ".join(facts), runs=runs)
-    limit = options.most_difference
-    wrong = {
-        run["mode"]: furthest_in_words(runs[0], run) for run in runs[1:] if not furthest(runs[0], run)[0] <= limit
-    }
-    dist.barrier()
-    dist.destroy_process_group()
-    if wrong:
-        raise SystemExit(f"losses differ from those of {runs[0]['mode']} by more than {limit}: {wrong}")
+    run_modes(options, facts, lambda mode: train(mode, config, dataset, options), table)
 
 
 def training_documents(micro_batches: int, long_tokens: int, capacity_tokens: int, vocabulary: int) -> Dataset:

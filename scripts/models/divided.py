@@ -47,9 +47,8 @@ from sweep import (
     TEXT,
     WRONG,
     be_quiet,
-    build,
     check_model_types,
-    num_parameters,
+    tiny_model,
 )
 
 
@@ -113,9 +112,9 @@ class Outcome:
 def examine(config_class: type[PreTrainedConfig]) -> Outcome | None:
     """Tries the plans of a class; None if it has none, or does not run on distca."""
     try:
-        if num_parameters(config_class, TEXT) > MOST_PARAMETERS:
+        if tiny_model(config_class).num_parameters() > MOST_PARAMETERS:
             return None
-        model = build(config_class, IMPLEMENTATION)
+        model = tiny_model(config_class).build(IMPLEMENTATION)
         check_model(model, LONGEST_TOKENS)
     except Exception:
         return None  # `sweep.py` says why
@@ -192,7 +191,7 @@ def _rank(
 def _step_on_rank(config_class: type[PreTrainedConfig], sizes: dict[str, int], folder: Path) -> Trial | None:
     """Runs the step; rank 0 compares it."""
     if dist.get_rank() == 0:
-        build(config_class, "eager").save_pretrained(folder)
+        tiny_model(config_class).build("eager").save_pretrained(folder)
     dist.barrier()
     model = _load(config_class, folder, IMPLEMENTATION, distributed_config=DistributedConfig(**sizes))
     plugin = distca_hf.DistCAPlugin(tokens_per_rank=CAPACITY_TOKENS // sizes["fsdp_size"], pad_to_multiple_of=32)

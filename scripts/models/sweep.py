@@ -41,7 +41,7 @@ import distca_hf
 from distca_hf.analysis.check import trial
 from distca_hf.analysis.check.find import Candidate
 from distca_hf.analysis.check.tiny_config import LONGEST_TOKENS, WINDOW_TOKENS, tiny_config
-from distca_hf.analysis.check.trial import Step, TinyModel, largest, step_alone
+from distca_hf.analysis.check.trial import TinyModel, largest, step_alone
 from distca_hf.analysis.check.verdict import judge
 from distca_hf.comm.transport import LocalTransport
 from distca_hf.cost import Mask
@@ -140,13 +140,13 @@ def examine(config_class: type[PreTrainedConfig], kind: Kind = TEXT) -> Outcome:
 def _verdict(config_class: type[PreTrainedConfig], kind: Kind) -> tuple[str, str]:
     """Returns the verdict, and the difference or the reason in full."""
     try:
-        parameters = num_parameters(config_class, kind)
+        parameters = tiny_model(config_class, kind).num_parameters()
     except Exception as error:
         return NOT_BUILT, _named(error)
     if parameters > MOST_PARAMETERS:
         return NOT_BUILT, f"{parameters} parameters are too many for a tiny model"
     try:
-        model = build(config_class, IMPLEMENTATION, kind)
+        model = tiny_model(config_class, kind).build(IMPLEMENTATION)
     except Exception as error:
         return REFUSED if IMPLEMENTATION in str(error) else CRASH, f"by Transformers: {_named(error)}"
     try:
@@ -161,11 +161,12 @@ def _verdict(config_class: type[PreTrainedConfig], kind: Kind) -> tuple[str, str
 def _verdict_of_steps(config_class: type[PreTrainedConfig], kind: Kind) -> tuple[str, str]:
     """Compares the steps of an accepted model."""
     try:
-        expected = step_alone(build_plain(config_class, kind))
+        expected = step_alone(tiny_model(config_class, kind).build_plain())
     except Exception as error:
         return NOT_BUILT, f"fails without distca, too: {_named(error)}"
-    difference = largest([step_placed(config_class, num_ranks, kind).difference(expected) for num_ranks in RANKS])
-    for name, (planned, passed) in windows(build(config_class, IMPLEMENTATION, kind)).items():
+    tiny = tiny_model(config_class, kind)
+    difference = largest([trial.step_placed(tiny, num_ranks).difference(expected) for num_ranks in RANKS])
+    for name, (planned, passed) in windows(tiny_model(config_class, kind).build(IMPLEMENTATION)).items():
         if planned != passed:
             return WRONG, f"{name} attends with {passed.in_words} and is planned with {planned.in_words}"
     allowed = ROUGH_DIFFERENCE if config_class.model_type in ROUGH else LARGEST_DIFFERENCE
@@ -180,26 +181,6 @@ def tiny_model(config_class: type[PreTrainedConfig], kind: Kind = TEXT) -> TinyM
     """Returns the tiny model of a class, which is built when it is asked for."""
     trains = config_class.model_type not in RANDOM_IN_TRAINING
     return TinyModel(tiny_config(config_class), kind.auto_class.from_config, trains)
-
-
-def num_parameters(config_class: type[PreTrainedConfig], kind: Kind) -> int:
-    """Returns the number of parameters of the tiny model, without their memory."""
-    return tiny_model(config_class, kind).num_parameters()
-
-
-def build(config_class: type[PreTrainedConfig], implementation: str, kind: Kind = TEXT) -> PreTrainedModel:
-    """Returns a tiny model in fp32 that trains; its weights are random, equal every time, and none is left at zero."""
-    return tiny_model(config_class, kind).build(implementation)
-
-
-def build_plain(config_class: type[PreTrainedConfig], kind: Kind = TEXT) -> PreTrainedModel:
-    """Returns the same model with sdpa, or with eager attention if it does not know sdpa."""
-    return tiny_model(config_class, kind).build_plain()
-
-
-def step_placed(config_class: type[PreTrainedConfig], num_ranks: int, kind: Kind = TEXT) -> Step:
-    """Runs the step on documents that are placed on ranks."""
-    return trial.step_placed(tiny_model(config_class, kind), num_ranks)
 
 
 def windows(model: PreTrainedModel) -> dict[str, tuple[Mask, Mask]]:

@@ -7,7 +7,7 @@
 CHECKOUT is a source tree of the version that is installed or of one near it; nothing is fetched, neither sources nor
 weights, and no GPU is needed. If a tree lacks files (an sdist holds some tests only), the option is given again: later
 trees fill what earlier ones lack. What tests import and the installed version no longer has comes from the tree
-(`upstream/names.py`). Transformers' own test requirements (`parameterized`, `httpx`) must be there.
+(`upstream/plugin.py`). Transformers' own test requirements (`parameterized`, `httpx`) must be there.
 
 Each family's test file runs with distca in each of its suites, and what did not pass once more with sdpa, every time
 in another process.

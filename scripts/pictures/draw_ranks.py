@@ -11,7 +11,7 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from distca_hf.analysis.lengths import read_lengths
-from distca_hf.analysis.request import preset
+from distca_hf.analysis.models import preset
 from distca_hf.batches.placed import PlacedPlanner
 from distca_hf.config import DistCAConfig
 from distca_hf.cost import imbalance

@@ -20,11 +20,9 @@ from matplotlib.figure import Figure
 from rich.console import Console
 
 from distca_hf.analysis.lengths import read_lengths
-from distca_hf.analysis.profiles.cluster_profile import ClusterProfile
-from distca_hf.analysis.profiles.shipped import find_profile, gpu_gib_of
-from distca_hf.analysis.request import preset
+from distca_hf.analysis.models import SimulatedModel, preset
+from distca_hf.analysis.profiles.cluster_profile import ClusterProfile, find_profile, gpu_gib_of
 from distca_hf.analysis.simulate.command import print_results
-from distca_hf.analysis.simulate.model import SimulatedModel
 from distca_hf.analysis.simulate.request import SimulationRequest
 from distca_hf.analysis.simulate.result import Result, simulate
 from distca_hf.recipe import LENGTHS

@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 from distca_hf.analysis.lengths import read_lengths
-from distca_hf.analysis.request import preset
+from distca_hf.analysis.models import preset
 from distca_hf.batches.placed import PlacedPlanner
 from distca_hf.config import DistCAConfig
 from distca_hf.data.epochs import EpochPacker

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 from distca_hf.analysis.profiles.cluster_profile import ClusterProfile
-from distca_hf.analysis.profiles.grid import Grid
+from distca_hf.analysis.profiles.measure import Grid
 from support.scripts import run_script
 
 

@@ -14,7 +14,7 @@ from safetensors import safe_open
 from transformers import AutoModelForCausalLM
 
 from distca_hf import Pipeline
-from distca_hf.analysis.simulate.stages import rooms_for_hops
+from distca_hf.analysis.simulate.step import rooms_for_hops
 from distca_hf.comm.rollcall import cause_of
 from distca_hf.errors import ConfigError, PackingError, PlanMismatchError
 from distca_hf.pipelines.stages import DividedModel, StepInputs, StepLoss, save_parts

@@ -15,10 +15,9 @@ from transformers import AutoModelForCausalLM
 
 import distca_hf
 from distca_hf import Pipeline, telemetry
-from distca_hf.analysis import pictures
+from distca_hf.analysis import command as pictures
 from distca_hf.analysis.profiles.__main__ import write
-from distca_hf.analysis.profiles.cluster_profile import ClusterProfile
-from distca_hf.analysis.profiles.shipped import find_profile
+from distca_hf.analysis.profiles.cluster_profile import ClusterProfile, find_profile
 from distca_hf.analysis.report.run_folder import TraceIndex, read_folder
 from distca_hf.analysis.report.run_report import write_page
 from distca_hf.pipelines.stages import DividedModel, ModelPart, load_training, save_parts, save_training

@@ -13,7 +13,7 @@ import torch
     [
         ("attention_step", "lib.modes"),
         ("server_step", "lib.served"),
-        ("model_step", "lib.whole_model.modes"),
+        ("model_step", "lib.whole_model"),
         ("training_run", "lib.training.run"),
     ],
 )

@@ -30,7 +30,7 @@ CONFIG = small_llama(vocab_size=64, hidden_size=32, intermediate_size=64, num_hi
 def test_search_ends_at_the_longest_length(
     script: Callable[[str], ModuleType], most_tokens: int, knows_peaks: bool
 ) -> None:
-    search = script("lib.longest.search")
+    search = script("lib.longest.launch")
     tried = []
     while tokens := search.next_tokens(tried, 128, 16, 10 * (most_tokens + 5) if knows_peaks else None):
         assert tokens % 16 == 0
@@ -42,7 +42,7 @@ def test_search_ends_at_the_longest_length(
 
 
 def test_peaks_say_where_the_limit_is(script: Callable[[str], ModuleType]) -> None:
-    search = script("lib.longest.search")
+    search = script("lib.longest.launch")
     tried = [search.Tried(128, True, 40 * GIB), search.Tried(256, True, 60 * GIB)]
     assert search.next_tokens(tried, 128, 16, 75 * GIB) == 352
     assert search.next_tokens(tried, 128, 16, 200 * GIB) == 512
@@ -153,7 +153,7 @@ def test_whole_attention_confirms_the_longest(
 
 
 def test_saving_memory_changes_no_gradient(script: Callable[[str], ModuleType]) -> None:
-    memory = script("lib.longest.memory")
+    memory = script("lib.longest.attempt")
     tokens = torch.randint(0, 64, (1, 50), generator=torch.Generator().manual_seed(0))
     gradients = []
     for saves in (False, True):
@@ -179,7 +179,7 @@ def test_attention_outputs_wait_on_the_host_beside_inputs(
     distca_hf.enable(model, plugin)
     outputs = {"use_reentrant": False, "context_fn": checkpointing.OffloadedAttention()}
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=outputs)
-    script("lib.longest.memory").keep_inputs_on_host(model.model.layers[:2])
+    script("lib.longest.attempt").keep_inputs_on_host(model.model.layers[:2])
     model(**next(iter(plugin.dataloader(random_dataset())))).loss.backward()
 
     assert len(saves) == 3

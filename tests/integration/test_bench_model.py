@@ -40,7 +40,7 @@ def test_both_modes_train_on_the_same_tokens(tmp_path: Path) -> None:
 
 
 def test_local_is_left_out_if_a_document_does_not_fit_a_rank(script: Callable[[str], ModuleType]) -> None:
-    modes = script("lib.whole_model.modes")
+    modes = script("lib.whole_model")
     assert modes.fitting_modes([256, 64, 64, 64, 64], RANKS) == ["local", "placed"]
     assert modes.fitting_modes([257, 64, 64, 64, 63], RANKS) == ["placed"]
 
@@ -58,7 +58,7 @@ def test_a_head_in_chunks_has_the_gradients_of_the_models_own(script: Callable[[
     gradients = []
     for head in ("none", "chunked"):
         model = _small_model(script)
-        script("lib.whole_model.head").use_head(model, head)
+        script("lib.whole_model").use_head(model, head)
         model(**batch).backward()
         gradients.append([parameter.grad for parameter in model.parameters()])
     torch.testing.assert_close(gradients[1], gradients[0])
@@ -67,7 +67,7 @@ def test_a_head_in_chunks_has_the_gradients_of_the_models_own(script: Callable[[
 def test_a_head_with_another_loss_is_refused(
     script: Callable[[str], ModuleType], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    heads = script("lib.whole_model.head")
+    heads = script("lib.whole_model")
 
     def use_mean(causal_lm: PreTrainedModel) -> None:
         own = causal_lm.loss_function

@@ -68,7 +68,7 @@ def test_steps_that_cannot_run_are_refused_and_leave_no_folder(words: list[str],
 
 def test_lines_of_parts_are_found_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(REPOSITORY / "scripts" / "benchmarks")
-    times = importlib.import_module("lib.pipeline.stages").PartTimes
+    times = importlib.import_module("lib.pipeline").PartTimes
     pairs = np.array([1_000_000_000, 2_000_000_000, 5_000_000_000])
     lines = np.array([[[0.1, 2e-11], [0.3, 4e-11]], [[0.2, 5e-11], [0.0, 1e-11]]])
     seconds = lines[..., :1] + lines[..., 1:] * pairs

@@ -14,8 +14,8 @@ import transformers
 from packaging.version import Version
 from transformers import LlamaConfig
 
+from distca_hf.analysis.profiles.cluster_profile import find_profile
 from distca_hf.analysis.profiles.curves import Notes
-from distca_hf.analysis.profiles.shipped import find_profile
 from distca_hf.cost import causal_pairs
 from support.commands import REPOSITORY
 from support.scripts import run_script, small_llama

@@ -77,7 +77,7 @@ def test_documents_fill_every_micro_batch(script: Callable[[str], ModuleType]) -
 
 def test_times_behind_the_first_steps_count(script: Callable[[str], ModuleType]) -> None:
     run = {"seconds": [9.0, 2.0, 2.0, 4.0], "tokens": [100] * 4, "model_flops": [40.0] * 4, "peak_flops": 100.0}
-    assert script("lib.training.report").step_figures(run, 1) == {
+    assert script("lib.training.run").step_figures(run, 1) == {
         "step_seconds": 2.0,
         "tokens_per_second": 50.0,
         "utilisation": 0.2,
@@ -104,7 +104,7 @@ def test_the_learning_rate_rises_and_stays(
 
 
 def test_a_loss_that_is_no_number_is_the_largest_difference(script: Callable[[str], ModuleType]) -> None:
-    report = script("lib.training.report")
+    report = script("lib.training.run")
     run = {"losses": [1.0, 2.0, 3.0]}
     wrong = {"losses": [1.0, float("nan"), 9.0]}
 
@@ -118,7 +118,7 @@ def test_a_loss_that_is_no_number_is_the_largest_difference(script: Callable[[st
 def test_memory_left_of_modes_before_is_shown(script: Callable[[str], ModuleType]) -> None:
     of_all = {"mode": "distca", "seconds": [1.0], "tokens": [1], "model_flops": [1.0], "peak_flops": None}
     run = {**of_all, "losses": [1.0], "imbalance": [], "peak_bytes": 60 << 30, "held_before_bytes": 3 << 29}
-    head, _, row = script("lib.training.report").table([run], 0).splitlines()
+    head, _, row = script("lib.training.run").table([run], 0).splitlines()
     shown = dict(zip(head.split(" | "), row.split(" | "), strict=True))
 
     assert (shown["peak GiB"], shown["held before GiB"]) == ("60.0", "1.5")

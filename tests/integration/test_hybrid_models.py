@@ -61,7 +61,7 @@ def step_on_packs(sweep: ModuleType, config_class: type, kind: Any, packs: list[
     documents = loader_of(LocalTransport()).documents(epoch=0, micro_batch=0)
     documents.sort(key=lambda document: len(document.input_ids))
     labels = sum(int((document.shift_labels != -100).sum()) for document in documents)
-    models = [sweep.build(config_class, "distca", kind) for _ in packs]
+    models = [sweep.tiny_model(config_class, kind).build("distca") for _ in packs]
 
     def step(transport: Transport) -> tuple[Any, PlanFacts]:
         model = models[transport.rank]
@@ -81,14 +81,15 @@ def step_on_packs(sweep: ModuleType, config_class: type, kind: Any, packs: list[
 def check_steps(sweep: ModuleType, kind: Any, model_type: str) -> None:
     """Asserts that steps on packs, and on whole documents that are placed, have the numbers of documents alone."""
     config_class = config_class_of(kind, model_type)
-    expected = sweep.step_alone(sweep.build_plain(config_class, kind))
+    expected = sweep.step_alone(sweep.tiny_model(config_class, kind).build_plain())
     for packs in PACKS:
         step, facts = step_on_packs(sweep, config_class, kind, packs)
 
         assert step.difference(expected) <= 1e-5
         assert len(packs) == 1 or sum(facts.query_rows_sent) > 0, "attention tasks move"
+    tiny = sweep.tiny_model(config_class, kind)
     for num_ranks in sweep.RANKS:
-        assert sweep.step_placed(config_class, num_ranks, kind).difference(expected) <= 1e-5, "whole documents, placed"
+        assert sweep.trial.step_placed(tiny, num_ranks).difference(expected) <= 1e-5, "whole documents, placed"
 
 
 @pytest.mark.parametrize("model_type", MODEL_TYPES)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from distca_hf.analysis import estimates
+from distca_hf.analysis import answer as estimates
 from distca_hf.cli import app
 from support.browser import Browser, Opened, browser
 from support.made_answers import made_simulation

@@ -58,7 +58,7 @@ def test_windows_are_planned_as_the_first_pass_has_them(sweep: ModuleType) -> No
         name = config_class.model_type
         if name in MODEL_TYPES or name in BROKEN or WINDOWS.isdisjoint(field.name for field in fields(config_class)):
             continue
-        model = sweep.build(config_class, "distca")
+        model = sweep.tiny_model(config_class).build("distca")
         if not model._supports_flash_attn or refusals(model, LONGEST_TOKENS):  # the first is quick
             continue
         windows = sweep.windows(model)
@@ -73,7 +73,7 @@ def test_windows_are_planned_as_the_first_pass_has_them(sweep: ModuleType) -> No
 
 def test_work_of_full_layers_is_even_where_classes_set_a_window_on_them(sweep: ModuleType) -> None:
     """EXAONE 4 passes it on in the other layers only."""
-    masks = layer_masks_of(sweep.build(config_class_of(sweep.TEXT, "exaone4"), "distca"))
+    masks = layer_masks_of(sweep.tiny_model(config_class_of(sweep.TEXT, "exaone4")).build("distca"))
     planner, draw = PlacedPlanner(DistCAConfig(tokens_per_rank=2048), 2, layer_masks=masks), np.random.RandomState(0)
     for _ in range(12):
         lengths = draw.choice([40, 900, 1500], size=60, p=[0.86, 0.07, 0.07])

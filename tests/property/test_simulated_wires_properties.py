@@ -7,18 +7,15 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from distca_hf.analysis.profiles.cluster_profile import ClusterProfile, LinkTimes
+from distca_hf.analysis.models import SimulatedModel, preset
+from distca_hf.analysis.profiles.cluster_profile import ClusterProfile, LinkTimes, find_profile
 from distca_hf.analysis.profiles.curves import Notes
-from distca_hf.analysis.profiles.shipped import find_profile
-from distca_hf.analysis.request import preset
 from distca_hf.analysis.simulate import ways
 from distca_hf.analysis.simulate.costs import Costs
-from distca_hf.analysis.simulate.load import Load
-from distca_hf.analysis.simulate.model import SimulatedModel
-from distca_hf.analysis.simulate.planned import ours
+from distca_hf.analysis.simulate.load import Load, ours
 from distca_hf.analysis.simulate.step import Training
 from distca_hf.analysis.simulate.wires import Cluster, WireBytes
-from distca_hf.cost import CAUSAL_MASK, Mask
+from distca_hf.cost import Mask
 from distca_hf.placement.place import fill_in_order, place
 from distca_hf.planning.plan import plan_in_place
 from distca_hf.planning.rebalance import plan_by_moving
@@ -26,7 +23,7 @@ from lib.planning.published_setting import published
 
 
 PROFILE = find_profile("h200")
-MODEL = replace(SimulatedModel.of(preset("llama3-8b")), masks=((CAUSAL_MASK, 8), (Mask(1024), 24)))
+MODEL = replace(SimulatedModel.of(preset("llama3-8b")), window_layers=((Mask(1024), 24),))
 LENGTHS, RANKS = np.array([40_000, 24_000, *[3000] * 12]), 4
 PLACED = plan_in_place(place(LENGTHS, RANKS, head_groups=8), 8)
 MOVED = plan_by_moving(fill_in_order(LENGTHS, RANKS), 8)

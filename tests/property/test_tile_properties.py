@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from distca_hf.analysis.tiles import Tiles
+from distca_hf.analysis.simulate.costs import Tiles
 from distca_hf.cost import Mask
 from distca_hf.layout import Layout
 from distca_hf.planning.pieces import ALL_HEADS

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from distca_hf.analysis.profiles.shipped import find_profile
+from distca_hf.analysis.profiles.cluster_profile import find_profile
 from distca_hf.analysis.simulate.request import SimulationRequest
 from distca_hf.cli import app
 from distca_hf.errors import ConfigError

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from distca_hf import errors
 from distca_hf.analysis.memory import TrainingSetup, estimate_memory
-from distca_hf.analysis.request import preset
+from distca_hf.analysis.models import preset
 from distca_hf.batches import meter
 from distca_hf.config import DistCAConfig
 from distca_hf.integrations.models.distributed_check import LOWEST_EXPERTS, LOWEST_TENSOR, LOWEST_WHOLE_EXPERTS

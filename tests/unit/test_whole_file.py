@@ -11,7 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 from distca_hf.analysis.profiles.__main__ import write
-from distca_hf.analysis.profiles.shipped import find_profile
+from distca_hf.analysis.profiles.cluster_profile import find_profile
 from distca_hf.cli import app
 from distca_hf.whole_file import lines_of, open_regular, open_to_append, replaced
 from support.made_traces import write_run

@@ -30,8 +30,15 @@ from transformers import (
 )
 
 from distca_hf.analysis.check.trial import Make
-from distca_hf.analysis.model_files import CONFIG_FILE, content_of, read_config, without_hub
-from distca_hf.analysis.request import MLP_MATRICES, PRESETS, attention_parameters
+from distca_hf.analysis.models import (
+    CONFIG_FILE,
+    MLP_MATRICES,
+    PRESETS,
+    attention_parameters,
+    content_of,
+    read_config,
+    without_hub,
+)
 from distca_hf.errors import ConfigError, did_you_mean, first_line
 from distca_hf.integrations.models.check import IMPLEMENTATION
 

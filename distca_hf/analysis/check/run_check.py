@@ -1,13 +1,12 @@
 """Command: `distca check`, from a name to the verdict, the memory of a training, and text at 80 columns or JSON."""
 
 import contextlib
-import json
 import logging
 import sys
 import warnings
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from typing import Any, get_args
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,27 +19,35 @@ from rich.text import Text
 from transformers import PreTrainedModel
 
 from distca_hf.analysis.check.find import Candidate, find_candidate
-from distca_hf.analysis.check.layers import KernelChoice, decoder_size
 from distca_hf.analysis.check.trial import LARGEST_DIFFERENCE, Numerics
-from distca_hf.analysis.check.verdict import Verdict, judge
+from distca_hf.analysis.check.verdict import KernelChoice, Verdict, decoder_size, judge
 from distca_hf.analysis.memory import (
     GIB,
-    SHARDING_NAMES,
     USABLE_SHARE,
-    Checkpointing,
     DecoderSize,
-    Fit,
+    Memory,
     Sharding,
     TrainingSetup,
+    check_checkpointing,
+    estimate_memory,
+    largest_tokens,
     shardings,
 )
-from distca_hf.analysis.model_files import without_hub
+from distca_hf.analysis.models import without_hub
 from distca_hf.analysis.options import CheckOptions
-from distca_hf.analysis.request import MAX_MICRO_STEPS, MAX_RANKS
-from distca_hf.analysis.tables import CHECKPOINTING, Terminal, accumulation, block, counted, in_gib, plain_table
+from distca_hf.analysis.request import MAX_MICRO_STEPS, MAX_RANKS, check_ranges
+from distca_hf.analysis.tables import (
+    CHECKPOINTING,
+    Terminal,
+    accumulation,
+    block,
+    counted,
+    memory_table,
+    plain_table,
+    print_json,
+)
 from distca_hf.batches.placed import PlacedPlanner
 from distca_hf.config import DistCAConfig
-from distca_hf.errors import ConfigError
 from distca_hf.flops import Gpu, find_gpu
 from distca_hf.integrations.models.decoder_layers import grouped, ranges
 from distca_hf.layout import MAX_DOCUMENT_TOKENS
@@ -75,13 +82,11 @@ class Job:
     micro_steps: int = 1
 
     def __post_init__(self) -> None:
-        for option, value, most in (
+        check_ranges(
             ("--gpus", self.num_ranks, MAX_RANKS),
             ("--tokens-per-rank", self.tokens_per_rank, MAX_DOCUMENT_TOKENS // max(1, self.num_ranks)),
             ("--micro-steps", self.micro_steps, MAX_MICRO_STEPS),
-        ):
-            if not 1 <= value <= most:
-                raise ConfigError(f"{option} {value} must be between 1 and {most}")
+        )
 
     @property
     def capacity_tokens(self) -> int:
@@ -100,21 +105,22 @@ class CheckAnswer:
 
     Attributes:
         size: numbers of weights; None if they could not be counted.
-        fits: memory by way to shard weights; empty if it is not known.
-        with_liger_tokens: most tokens per rank that fit with Liger's fused loss, by way to shard weights.
+        memory: by way to shard weights; empty if it is not known.
+        largest_tokens, with_liger_tokens: most tokens per rank that fit, and with Liger's fused loss; likewise.
     """
 
     candidate: Candidate
     job: Job
     verdict: Verdict
     size: DecoderSize | None
-    fits: dict[Sharding, Fit]
+    memory: dict[Sharding, Memory]
+    largest_tokens: dict[Sharding, int]
     with_liger_tokens: dict[Sharding, int]
 
     @property
-    def works(self) -> bool:
-        """Whether the model can train."""
-        return self.verdict.status != "refused"
+    def fits(self) -> dict[Sharding, bool]:
+        """Whether the peak of each way is within the room."""
+        return {sharding: memory.total <= (self.job.room_bytes or 0.0) for sharding, memory in self.memory.items()}
 
     def as_json(self) -> dict[str, Any]:
         """Returns everything, with bytes and tokens as whole numbers."""
@@ -142,27 +148,30 @@ class CheckAnswer:
             "liger": job.liger,
             "parameters": None if self.size is None else self.size.parameters,
             "room_bytes": None if job.room_bytes is None else round(job.room_bytes),
-            "memory_bytes": {sharding: fit.memory.as_json() for sharding, fit in self.fits.items()},
-            "fits": {sharding: fit.fits for sharding, fit in self.fits.items()},
-            "largest_tokens_per_rank": {sharding: fit.largest_tokens for sharding, fit in self.fits.items()},
+            "memory_bytes": {sharding: memory.as_json() for sharding, memory in self.memory.items()},
+            "fits": self.fits,
+            "largest_tokens_per_rank": self.largest_tokens,
             "largest_tokens_per_rank_with_liger": self.with_liger_tokens,
             "numerics": None if verdict.numerics is None else verdict.numerics.as_json(),
         }
 
 
-def memory_of(job: Job, size: DecoderSize, whole_documents: bool) -> tuple[dict[Sharding, Fit], dict[Sharding, int]]:
+def memory_of(
+    job: Job, size: DecoderSize, whole_documents: bool
+) -> tuple[dict[Sharding, Memory], dict[Sharding, int], dict[Sharding, int]]:
     """Estimates memory for each way to shard weights that can train the model, and finds the tokens per rank that fit.
 
     Keys and values of other ranks are those of one document that all ranks hold together, planned as training plans
     it: the most that are sent.
 
     Returns:
-        Memory as the job says, and the tokens per rank that fit with Liger's fused loss.
+        Memory as the job says, and the tokens per rank that fit, as it says and with Liger's fused loss.
     """
-    fits: dict[Sharding, Fit] = {}
+    memory: dict[Sharding, Memory] = {}
+    largest: dict[Sharding, int] = {}
     with_liger: dict[Sharding, int] = {}
     if job.room_bytes is None:
-        return fits, with_liger
+        return memory, largest, with_liger
     of_layers = [layer.heads for layer in size.layers if layer.heads]
     received = 0
     if of_layers and not whole_documents:
@@ -174,13 +183,13 @@ def memory_of(job: Job, size: DecoderSize, whole_documents: bool) -> tuple[dict[
         for liger in {job.liger, True}:
             trained = job.num_ranks, sharding, job.checkpointing, liger
             setup = TrainingSetup(*trained, micro_steps=job.micro_steps)
-            steps = range(TOKENS_STEP, MOST_TOKENS + 1, TOKENS_STEP)
-            fit = Fit.of(size, setup, job.tokens_per_rank, received, job.room_bytes, steps)
+            choices = range(TOKENS_STEP, MOST_TOKENS + 1, TOKENS_STEP)
+            most = largest_tokens(size, setup, job.tokens_per_rank, received, job.room_bytes, choices)
             if liger == job.liger:
-                fits[sharding] = fit
+                memory[sharding], largest[sharding] = estimate_memory(size, setup, job.tokens_per_rank, received), most
             if liger:
-                with_liger[sharding] = fit.largest_tokens
-    return fits, with_liger
+                with_liger[sharding] = most
+    return memory, largest, with_liger
 
 
 def run_check(options: CheckOptions) -> int:
@@ -190,10 +199,7 @@ def run_check(options: CheckOptions) -> int:
     Raises:
         ConfigError: an option or the model is wrong.
     """
-    if options.checkpointing not in get_args(Checkpointing):
-        raise ConfigError(
-            f"--checkpointing {options.checkpointing} must be one of {', '.join(get_args(Checkpointing))}"
-        )
+    check_checkpointing(options.checkpointing)
     job = Job(
         find_gpu(options.gpu),
         options.gpus,
@@ -207,10 +213,10 @@ def run_check(options: CheckOptions) -> int:
         with contextlib.nullcontext() if options.trust_remote_code else without_hub():
             answer = check(candidate, job)
     if options.as_json:
-        sys.stdout.write(json.dumps(answer.as_json(), allow_nan=False) + "\n")
+        print_json(answer.as_json())
     else:
         print_answer(answer, Terminal(), options.numerics)
-    return WORKS if answer.works else REFUSED
+    return REFUSED if answer.verdict.status == "refused" else WORKS
 
 
 def check(candidate: Candidate, job: Job) -> CheckAnswer:
@@ -221,8 +227,8 @@ def check(candidate: Candidate, job: Job) -> CheckAnswer:
     """
     verdict, outline = judge_quietly(candidate, job.gpu, job.capacity_tokens)
     size = decoder_size(outline, list(verdict.kinds))
-    fits, with_liger = ({}, {}) if size is None else memory_of(job, size, verdict.whole_documents)
-    return CheckAnswer(candidate, job, verdict, size, fits, with_liger)
+    of_ways = ({}, {}, {}) if size is None else memory_of(job, size, verdict.whole_documents)
+    return CheckAnswer(candidate, job, verdict, size, *of_ways)
 
 
 def judge_quietly(
@@ -289,7 +295,7 @@ def _blocks(answer: CheckAnswer, with_numerics: bool) -> Iterator[RenderableType
         yield block("layers", table, *([HEADS] if any(kind.heads for kind in verdict.kinds) else []))
     if verdict.kernels:
         yield _kernels(answer)
-    if answer.fits and verdict.status != "refused":
+    if answer.memory and verdict.status != "refused":
         yield _memory(answer)
     if with_numerics:
         yield "No numbers were compared." if verdict.numerics is None else _numerics(verdict.numerics)
@@ -322,7 +328,12 @@ def _kernels(answer: CheckAnswer) -> RenderableType:
         together.setdefault((choice.able, choice.why_not), []).append(choice)
     lines: list[RenderableType] = [Text(f"kernels on {answer.job.gpu.name}, the fastest first", style="bold")]
     for (able, why_not), choices in together.items():
-        lines += [_need(choice) for choice in choices]
+        for choice in choices:
+            heads, need = choice.need.heads, choice.need
+            width = f"{heads.dim}" + (f" (values {heads.value_dim})" if heads.dim != heads.value_dim else "")
+            window = f"window {need.window_tokens:,}" if need.window_tokens else "full"
+            softcap = f", softcap {need.softcap:g}" if need.softcap else ""
+            lines.append(f"{counted(len(choice.layers), 'layer')}: {window}, heads of {width}{softcap}")
         lines.append(Padding(", ".join(able) or "none", INDENTED))
         if why_not:
             lines.append(Padding(f"not {why_not}", INDENTED))
@@ -330,29 +341,14 @@ def _kernels(answer: CheckAnswer) -> RenderableType:
     return Group(*lines)
 
 
-def _need(choice: KernelChoice) -> str:
-    """Returns the need of some layers, in words."""
-    heads, need = choice.need.heads, choice.need
-    width = f"{heads.dim}" + (f" (values {heads.value_dim})" if heads.dim != heads.value_dim else "")
-    window = f"window {need.window_tokens:,}" if need.window_tokens else "full"
-    softcap = f", softcap {need.softcap:g}" if need.softcap else ""
-    return f"{counted(len(choice.layers), 'layer')}: {window}, heads of {width}{softcap}"
-
-
 def _memory(answer: CheckAnswer) -> RenderableType:
     """Returns the table of GiB per GPU by part, and the tokens per rank that fit."""
-    job, fits = answer.job, answer.fits
-    table = plain_table(*(SHARDING_NAMES[sharding] for sharding in fits))
-    for part, words in PARTS.items():
-        values = [getattr(fit.memory, part) for fit in fits.values()]
-        if any(values):
-            table.add_row(words, *(in_gib(value) for value in values))
-    table.add_row("peak", *(in_gib(fit.memory.total) for fit in fits.values()))
-    room = job.room_bytes or 0.0
-    table.add_row(f"fits in {in_gib(room)}", *("yes" if fit.fits else "no" for fit in fits.values()))
-    table.add_row("largest tokens per rank", *(_tokens(fit.largest_tokens) for fit in fits.values()))
+    job, of_ways = answer.job, answer.memory.values()
+    parts = {part: words for part, words in PARTS.items() if any(getattr(memory, part) for memory in of_ways)}
+    table = memory_table(answer.memory, parts, job.room_bytes or 0)
+    table.add_row("largest tokens per rank", *map(_tokens, answer.largest_tokens.values()))
     if not job.liger:
-        table.add_row("the same with --liger", *(_tokens(tokens) for tokens in answer.with_liger_tokens.values()))
+        table.add_row("the same with --liger", *map(_tokens, answer.with_liger_tokens.values()))
     document = "" if answer.verdict.whole_documents else ", one document of all of them"
     words = (
         f"Estimated for {counted(job.num_ranks, 'GPU')} x {job.tokens_per_rank:,} tokens{document}; "

@@ -7,27 +7,129 @@ first forward pass alone, and one that mixes tokens in a way that its structure 
 """
 
 import inspect
-from dataclasses import dataclass, field
-from typing import Literal
+from collections import Counter
+from dataclasses import asdict, dataclass, field
+from math import prod
+from typing import Any, Literal
 
 import transformers
+from torch import nn
 from transformers import BitsAndBytesConfig, PreTrainedConfig, PreTrainedModel
 from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING, AutoHfQuantizer
 
 from distca_hf.analysis.check.find import DEFAULT_SIZES, Candidate
-from distca_hf.analysis.check.layers import KernelChoice, kernels_for
 from distca_hf.analysis.check.tiny_config import tiny_config, tiny_version
 from distca_hf.analysis.check.trial import Numerics, TinyModel, compare, step_alone
+from distca_hf.analysis.memory import DecoderSize, LayerSize
+from distca_hf.analysis.models import MLP_MATRICES
 from distca_hf.errors import ConfigError, DistCAError
 from distca_hf.flops import Gpu
-from distca_hf.integrations.models.check import IMPLEMENTATION, REMEDY, PositionLimits, kernel_needs, refusals
-from distca_hf.integrations.models.decoder_layers import DecoderLayerKind, layer_kinds, ranges
-from distca_hf.integrations.models.structure import attention_layers, text_decoder, towers
+from distca_hf.integrations.models.check import (
+    IMPLEMENTATION,
+    REMEDY,
+    KernelNeed,
+    PositionLimits,
+    kernel_needs,
+    refusals,
+)
+from distca_hf.integrations.models.decoder_layers import DecoderLayerKind, decoder_layers, layer_kinds, ranges
+from distca_hf.integrations.models.planner import share_of, shares_of_experts
+from distca_hf.integrations.models.structure import attention_layers, text_decoder, towers, weights_beside_text
+from distca_hf.kernels.registry import KERNELS, why_not
 
 
 Status = Literal["works", "works with limits", "refused"]
 # Most parameters of a tiny version that is tried.
 MOST_PARAMETERS = 30_000_000
+
+
+@dataclass(frozen=True)
+class KernelChoice:
+    """Kernels for layers that need the same.
+
+    Attributes:
+        able: kernels that can compute them, the fastest first; the first whose package is installed is taken.
+        unable: why each other kernel for this kind of device cannot; without those that only their name brings.
+    """
+
+    need: KernelNeed
+    layers: tuple[str, ...]
+    able: tuple[str, ...]
+    unable: dict[str, str]
+
+    @property
+    def why_not(self) -> str:
+        """Why other kernels cannot, as text; equal reasons once."""
+        kernels_of_reason: dict[str, list[str]] = {}
+        for name, reason in self.unable.items():
+            kernels_of_reason.setdefault(reason, []).append(name)
+        return "; ".join(f"{', '.join(names)}: {reason}" for reason, names in kernels_of_reason.items())
+
+    @property
+    def needs_package(self) -> str:
+        """How the kernels are installed, if none of those that can compute comes with torch; else empty."""
+        if not self.able or any(KERNELS[name].module is None for name in self.able):
+            return ""
+        return KERNELS[self.able[0]].install
+
+    def as_json(self) -> dict[str, Any]:
+        """Returns the need and the kernels by name."""
+        return {
+            "layers": list(self.layers),
+            "heads": asdict(self.need.heads),
+            "window_tokens": self.need.window_tokens or None,
+            "softcap": self.need.softcap,
+            "able": list(self.able),
+            "unable": self.unable,
+            "install": self.needs_package,
+        }
+
+
+def decoder_size(model: PreTrainedModel, kinds: list[DecoderLayerKind]) -> DecoderSize | None:
+    """Counts the weights of a model; None if its layers cannot be told apart, or it has or shows no embedding.
+
+    Weights that several modules share count once, in the first of them.
+    """
+    names = decoder_layers(model)
+    try:
+        embedding = getattr(model.get_input_embeddings(), "weight", None)
+    except NotImplementedError:  # some encoder-decoders
+        return None
+    if not names or embedding is None or len(names) != len(kinds):
+        return None
+    modules = dict(model.named_modules())
+    config = model.config.get_text_config()
+    hidden_size = int(getattr(config, "hidden_size", embedding.shape[-1]))
+    shares = shares_of_experts(model)
+    attention = attention_layers(model)
+    counted: Counter[LayerSize] = Counter()
+    for name, kind in zip(names, kinds, strict=True):
+        of_attention = sum(_numbers(module) for inside, module in attention.items() if inside.startswith(f"{name}."))
+        # Of experts a token passes the ones that it is sent to, or all if the model does not say how many these are.
+        passed = 0.0
+        for inside, parameter in modules[name].named_parameters():
+            share = share_of(f"{name}.{inside}", shares)
+            passed += prod(parameter.shape) * (1.0 if share is None else share)
+        mlp_size = max(0.0, passed - of_attention) / (MLP_MATRICES * hidden_size)
+        counted[LayerSize(1, _numbers(modules[name]), mlp_size, kind.heads, kind.mask.window_tokens)] += 1
+    in_layers = {weight for name in names for weight in modules[name].parameters()}
+    elsewhere = in_layers | set(weights_beside_text(model).values())
+    head = getattr(model.get_output_embeddings(), "weight", None)
+    return DecoderSize(
+        hidden_size=hidden_size,
+        vocabulary=0 if head is None else int(head.shape[0]),
+        parameters=_numbers(model),
+        embedding_parameters=sum(weight.numel() for weight in model.parameters() if weight not in elsewhere),
+        layers=tuple(
+            LayerSize(count, layer.parameters, layer.mlp_size, layer.heads, layer.window_tokens)
+            for layer, count in counted.items()
+        ),
+    )
+
+
+def _numbers(module: nn.Module) -> int:
+    """Returns the numbers of all weights of a module."""
+    return sum(parameter.numel() for parameter in module.parameters())
 
 
 @dataclass(frozen=True)
@@ -90,7 +192,11 @@ def judge(candidate: Candidate, gpu: Gpu, capacity_tokens: int, tries: bool = Tr
         # Longer documents than a model can take are refused by their lengths, and not the model by theirs.
         longest_accepted = min(capacity_tokens, longest) if longest else 1
         found.reasons += refusals(model, longest_accepted)
-        found.reasons += _needs_more_than_text(model)
+        parameters = inspect.signature(model.forward).parameters.values()
+        needed = [one.name for one in parameters if one.default is one.empty and one.kind is one.POSITIONAL_OR_KEYWORD]
+        others = [name for name in needed if name != "input_ids"]
+        if others:
+            found.reasons.append(f"every batch needs {' and '.join(others)}, and documents are only text")
     _quantised(candidate.config, found)
     choices = _kernels(model, gpu, capacity_tokens, found)
     whole = any(kind.mixer for kind in kinds) and any(kind.attends for kind in kinds)
@@ -111,18 +217,6 @@ def judge(candidate: Candidate, gpu: Gpu, capacity_tokens: int, tries: bool = Tr
         numerics=found.numerics,
     )
     return verdict, model
-
-
-def _needs_more_than_text(model: PreTrainedModel) -> list[str]:
-    """Returns why documents of text alone cannot run: arguments that the model's forward pass must be given."""
-    parameters = inspect.signature(model.forward).parameters.values()
-    needed = [
-        parameter.name
-        for parameter in parameters
-        if parameter.default is parameter.empty and parameter.kind is parameter.POSITIONAL_OR_KEYWORD
-    ]
-    others = [name for name in needed if name != "input_ids"]
-    return [f"every batch needs {' and '.join(others)}, and documents are only text"] if others else []
 
 
 def _quantised(config: PreTrainedConfig, found: _Findings) -> None:
@@ -187,10 +281,20 @@ def _kernels(model: PreTrainedModel, gpu: Gpu, capacity_tokens: int, found: _Fin
     except (AttributeError, KeyError, RuntimeError, ValueError) as error:
         found.reasons.append(f"its heads can be read neither from its config nor from its layers ({error})")
         return []
-    choices = kernels_for(needs, gpu, text_decoder(model).dtype)
-    for choice in choices:
-        if not choice.able:
-            words = "its layers" if len(choices) == 1 else f"{len(choice.layers)} of its layers"
+    choices = []
+    for need, layers in needs.items():
+        operands = need.operands(gpu.device_type, gpu.compute_capability, text_decoder(model).dtype)
+        reasons = {
+            name: why_not(name, operands, need.spec)
+            for name, entry in KERNELS.items()
+            if entry.capabilities.device_type in (None, gpu.device_type)
+            and (entry.automatic or gpu.device_type == "cpu")
+        }
+        able = tuple(name for name, reason in reasons.items() if reason is None)
+        unable = {name: reason for name, reason in reasons.items() if reason is not None}
+        choices.append(choice := KernelChoice(need, tuple(layers), able, unable))
+        if not able:
+            words = "its layers" if len(needs) == 1 else f"{len(layers)} of its layers"
             found.reasons.append(f"no kernel for {gpu.name} computes {words} ({choice.why_not})")
     return choices
 
@@ -247,7 +351,9 @@ def _try(candidate: Candidate, found: _Findings) -> None:
         opening = f"{candidate.class_name} cannot run on distca: "
         found.reasons.append(str(refusal).removeprefix(opening).removesuffix(f". {REMEDY}"))
     except Exception as failure:  # a model's code may raise anything
-        if _fails_alone(tiny):
+        try:
+            step_alone(tiny.build_plain())
+        except Exception:  # whatever it raises
             found.limits.append(f"it was not tried: a tiny version fails without distca, too ({_named(failure)})")
         else:
             found.reasons.append(f"a tiny version of it fails, and trains with sdpa: {_named(failure)}")
@@ -266,15 +372,6 @@ def make_tiny(candidate: Candidate) -> TinyModel | None:
         except Exception:  # a configuration or a class that does not go with small sizes
             continue
     return None
-
-
-def _fails_alone(tiny: TinyModel) -> bool:
-    """Returns whether a step without distca fails as well."""
-    try:
-        step_alone(tiny.build_plain())
-    except Exception:  # whatever it raises
-        return True
-    return False
 
 
 def _named(error: Exception) -> str:

@@ -9,19 +9,16 @@ import argparse
 import json
 import shlex
 import sys
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from distca_hf.analysis.find_model import find_model
-from distca_hf.analysis.profiles.cluster_profile import ClusterProfile, LinkTimes
+from distca_hf.analysis.profiles.cluster_profile import DEFAULT_FILE, ClusterProfile, LinkTimes
 from distca_hf.analysis.profiles.curves import kernel_times_of
-from distca_hf.analysis.profiles.grid import Grid
 from distca_hf.analysis.profiles.layers import LayerSize
-from distca_hf.analysis.profiles.measure import Measuring
+from distca_hf.analysis.profiles.measure import Grid, Measuring
 from distca_hf.analysis.profiles.measure_links import MeasuringRanks
-from distca_hf.analysis.profiles.shipped import DEFAULT_FILE
 from distca_hf.config import DistCAConfig
 from distca_hf.cost import causal_pairs
 from distca_hf.errors import ConfigError, DistCAError, printable
@@ -30,108 +27,70 @@ from distca_hf.launched import launched_local_rank, launched_nodes, launched_wor
 from distca_hf.whole_file import replaced
 
 
-@dataclass(frozen=True)
-class LinkFigures:
-    """Links within a node, or between nodes.
+def main_figures(profile: ClusterProfile, file: Path) -> dict[str, Any]:
+    """Returns a profile in short.
 
-    Attributes:
-        exchange_bytes_per_second, all_gather_bytes_per_second, reduce_scatter_bytes_per_second: of the largest size.
-        exchange_latency_seconds: of an exchange of the smallest size.
+    Returns:
+        `file`; `device`, `kernel`, `processes`, `nodes` and `date`, see `Made`; `matrix_flops`: operations per second
+        of a large matrix product; `attention_tokens`: queries of the longest document that was measured;
+        `attention_forward_flops`, `attention_backward_flops`: operations per second for that document;
+        `layer_tokens_per_second`: tokens that one layer without attention computes forward and backward, kept in
+        between, of the first measured layer in its largest call; `within_node`, `between_nodes`: links, None where
+        they were not measured: bytes per second of the largest size, and seconds of an exchange of the smallest.
     """
+    made, attention = profile.made, profile.attention[0]
+    layer, pairs = profile.layers[0], causal_pairs(0, int(attention.square_tokens[-1]))
+    flops = 2.0 * 2 * attention.head_dim * attention.heads * float(pairs)  # two products for each pair
 
-    ranks: int
-    exchange_bytes_per_second: float
-    all_gather_bytes_per_second: float
-    reduce_scatter_bytes_per_second: float
-    exchange_latency_seconds: float
+    def of_links(links: LinkTimes | None) -> dict[str, float] | None:
+        if links is None:
+            return None
+        return {
+            "ranks": links.ranks,
+            "exchange_bytes_per_second": links.num_bytes[-1] / links.exchange[-1],
+            "all_gather_bytes_per_second": links.num_bytes[-1] / links.all_gather[-1],
+            "reduce_scatter_bytes_per_second": links.num_bytes[-1] / links.reduce_scatter[-1],
+            "exchange_latency_seconds": links.exchange[0],
+        }
 
-    @classmethod
-    def of(cls, links: LinkTimes) -> "LinkFigures":
-        """Returns the figures of measured links."""
-        times = (links.exchange, links.all_gather, links.reduce_scatter)
-        exchange, gather, reduce = (links.num_bytes[-1] / seconds[-1] for seconds in times)
-        return cls(links.ranks, exchange, gather, reduce, links.exchange[0])
-
-
-@dataclass(frozen=True)
-class MainFigures:
-    """A profile in short.
-
-    Attributes:
-        device, kernel, processes, nodes, date: see `Made`.
-        matrix_flops: operations per second of a large matrix product.
-        attention_tokens: queries of the longest document that was measured.
-        attention_forward_flops, attention_backward_flops: operations per second for that document.
-        layer_tokens_per_second: tokens that one layer without attention computes forward and backward, kept in
-            between; of the first measured layer, in its largest call.
-        within_node, between_nodes: links; None where they were not measured.
-    """
-
-    file: str
-    device: str
-    kernel: str
-    processes: int
-    nodes: int
-    date: str
-    matrix_flops: float
-    attention_tokens: int
-    attention_forward_flops: float
-    attention_backward_flops: float
-    layer_tokens_per_second: float
-    within_node: LinkFigures | None
-    between_nodes: LinkFigures | None
-
-    @classmethod
-    def of(cls, profile: ClusterProfile, file: Path) -> "MainFigures":
-        """Returns the figures of a profile, and the path of its file."""
-        made, attention = profile.made, profile.attention[0]
-        layer, pairs = profile.layers[0], causal_pairs(0, int(attention.square_tokens[-1]))
-        flops = 2.0 * 2 * attention.head_dim * attention.heads * float(pairs)  # two products for each pair
-        return cls(
-            file=str(file),
-            device=made.device,
-            kernel=made.kernel,
-            processes=made.processes,
-            nodes=made.nodes,
-            date=made.date,
-            matrix_flops=profile.rates.matrix_flops,
-            attention_tokens=int(attention.square_tokens[-1]),
-            attention_forward_flops=flops / attention.square_forward[-1],
-            attention_backward_flops=ATTENTION_BACKWARD * flops / attention.square_backward[-1],
-            layer_tokens_per_second=layer.tokens[-1] / (layer.kept[-1] + layer.backward[-1]),
-            within_node=None if profile.within_node is None else LinkFigures.of(profile.within_node),
-            between_nodes=None if profile.between_nodes is None else LinkFigures.of(profile.between_nodes),
-        )
-
-    def as_json(self) -> dict[str, Any]:
-        """Returns all figures by their names."""
-        return asdict(self)
-
-    def lines(self) -> list[str]:
-        """Returns all figures in words."""
-        rates = (self.matrix_flops, self.attention_forward_flops, self.attention_backward_flops)
-        matrix, forward, backward = (f"{flops / 1e12:.3g}" for flops in rates)
-        return [
-            f"{self.file}: {self.processes} x {self.device}, {self.kernel}, {self.date}",
-            f"matrix products {matrix} TFLOP/s; attention over {self.attention_tokens:,} tokens {forward} forward, "
-            f"{backward} backward",
-            f"a layer without attention, forward and backward: {self.layer_tokens_per_second:,.0f} tokens/s",
-            *(
-                f"links {name}: {_link_words(links)}"
-                for name, links in (("within a node", self.within_node), ("between nodes", self.between_nodes))
-            ),
-        ]
+    return {
+        "file": str(file),
+        "device": made.device,
+        "kernel": made.kernel,
+        "processes": made.processes,
+        "nodes": made.nodes,
+        "date": made.date,
+        "matrix_flops": profile.rates.matrix_flops,
+        "attention_tokens": int(attention.square_tokens[-1]),
+        "attention_forward_flops": flops / attention.square_forward[-1],
+        "attention_backward_flops": ATTENTION_BACKWARD * flops / attention.square_backward[-1],
+        "layer_tokens_per_second": layer.tokens[-1] / (layer.kept[-1] + layer.backward[-1]),
+        "within_node": of_links(profile.within_node),
+        "between_nodes": of_links(profile.between_nodes),
+    }
 
 
-def _link_words(links: LinkFigures | None) -> str:
-    if links is None:
-        return "not measured"
-    rates = (links.exchange_bytes_per_second, links.all_gather_bytes_per_second, links.reduce_scatter_bytes_per_second)
-    exchange, gather, reduce = (f"{rate / 1e9:.3g}" for rate in rates)
-    return (
-        f"{exchange} GB/s exchanged, {gather} gathered, {reduce} reduced; an exchange takes "
-        f"{links.exchange_latency_seconds * 1e6:.0f} us or more"
-    )
+def in_words(figures: Mapping[str, Any]) -> str:
+    """Returns the main figures as lines."""
+    names = "matrix_flops", "attention_forward_flops", "attention_backward_flops"
+    matrix, forward, backward = (f"{figures[name] / 1e12:.3g}" for name in names)
+    lines = [
+        f"{figures['file']}: {figures['processes']} x {figures['device']}, {figures['kernel']}, {figures['date']}",
+        f"matrix products {matrix} TFLOP/s; attention over {figures['attention_tokens']:,} tokens {forward} forward, "
+        f"{backward} backward",
+        f"a layer without attention, forward and backward: {figures['layer_tokens_per_second']:,.0f} tokens/s",
+    ]
+    for name, links in (("within a node", figures["within_node"]), ("between nodes", figures["between_nodes"])):
+        words = "not measured"
+        if links is not None:
+            kinds = "exchange", "all_gather", "reduce_scatter"
+            exchange, gather, reduce = (f"{links[f'{kind}_bytes_per_second'] / 1e9:.3g}" for kind in kinds)
+            words = (
+                f"{exchange} GB/s exchanged, {gather} gathered, {reduce} reduced; an exchange takes "
+                f"{links['exchange_latency_seconds'] * 1e6:.0f} us or more"
+            )
+        lines.append(f"links {name}: {words}")
+    return "\n".join(lines)
 
 
 def write(profile: ClusterProfile, path: Path) -> None:
@@ -184,14 +143,11 @@ def _measure(options: argparse.Namespace, command: str) -> None:
             result, out = measuring.links_of(profile), options.as_between_nodes
         if ranks.rank == 0:
             write(result, out)
-            _print(MainFigures.of(result, out), options.as_json)
+            figures = main_figures(result, out)
+            words = json.dumps(figures, allow_nan=False) if options.as_json else in_words(figures)
+            sys.stdout.write(printable(f"{words}\n"))
     finally:
         ranks.close()
-
-
-def _print(figures: MainFigures, as_json: bool) -> None:
-    words = json.dumps(figures.as_json(), allow_nan=False) if as_json else "\n".join(figures.lines())
-    sys.stdout.write(printable(f"{words}\n"))
 
 
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:

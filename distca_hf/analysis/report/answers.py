@@ -9,8 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from distca_hf.analysis.memory import SHARDING_NAMES
-from distca_hf.analysis.report.figures import MemoryBar, Report, Seconds, StepFigures, Table
-from distca_hf.analysis.report.small_enough import in_nodes
+from distca_hf.analysis.report.figures import MemoryBar, Report, Seconds, StepFigures, Table, in_nodes
 from distca_hf.analysis.report.straggler import balance_in_words, most_telling
 from distca_hf.analysis.tables import PART_NAMES
 
@@ -37,13 +36,23 @@ def read_plan(content: Mapping[str, Any], source: str) -> Report:
     Raises:
         LookupError, TypeError, ValueError: a field is missing, or of another kind.
     """
-    estimates = content["estimates"]
+    estimates, epoch = content["estimates"], content["whole_epoch"]
+    summary = [
+        f"{content['model']} on {content['ranks']:,} ranks x {content['tokens_per_rank']:,} tokens: attention work of "
+        f"the busiest rank {epoch['imbalance_before']['mean']:.2f} → {epoch['imbalance']['mean']:.2f} times the mean "
+        f"over an epoch of {epoch['micro_batches']:,} micro-batches."
+    ]
+    if estimates is not None:
+        summary.append(
+            f"Steps should be {estimates['over_plain']:.2f} times as fast as with plain packing; attention is "
+            f"{estimates['attention_share']:.0%} of a step."
+        )
     steps = [_plan_figures(content, number, estimates) for number in range(len(content["micro_batches"]))]
     return Report(
         title=f"Plan for {content['source']}",
         source=source,
         steps=steps,
-        summary=_plan_summary(content, estimates),
+        summary=summary,
         notes=["Nothing is measured: work and bytes are those of the plan, seconds and memory are estimates."],
         tables=list(_plan_tables(content)),
         begin_with=most_telling(steps),
@@ -63,6 +72,23 @@ def _plan_figures(content: Mapping[str, Any], number: int, estimates: Mapping[st
         ranks_per_node=int(content["ranks_per_node"]),
     )
     after = "placed" if content["layout"] == "placed" else "tasks moved"
+    seconds, memory = None, []
+    if estimates is not None:
+        profile, of_step = estimates["profile"], estimates["rank_seconds"][number]
+        seconds = Seconds(
+            rates=str(profile["source"]),
+            source=f"the measured profile {profile['source']} of {profile['device']}",
+            predicted_attention=[float(one) for one in of_step["attention"]],
+            predicted_rest=[float(one) for one in of_step["rest"]],
+        )
+        memory = [
+            MemoryBar(
+                SHARDING_NAMES.get(name, name),
+                [(words, float(parts[field])) for field, words in PART_NAMES.items()],
+                float(estimates["room_bytes"]),
+            )
+            for name, parts in estimates["memory_bytes"].items()
+        ]
     finding = balance_in_words("documents in order", after, before, work)
     return StepFigures(
         label=f"micro-step {number} of {content['micro_steps']}",
@@ -81,8 +107,8 @@ def _plan_figures(content: Mapping[str, Any], number: int, estimates: Mapping[st
             ("model", str(content["model"])),
         ],
         findings=[finding, _most_sent(sent, nodes_sent)],
-        seconds=None if estimates is None else _seconds(estimates, number),
-        memory=[] if estimates is None else _memory(estimates),
+        seconds=seconds,
+        memory=memory,
     )
 
 
@@ -97,45 +123,6 @@ def _most_sent(sent: Sequence[tuple[int, int, float]], nodes_sent: int) -> str:
         f"{total / 1e6:,.1f} MB are sent in one layer's forward pass; most of it from {one} {source} to {one} "
         f"{destination}, {size / 1e6:,.1f} MB."
     )
-
-
-def _seconds(estimates: Mapping[str, Any], number: int) -> Seconds:
-    """Returns predicted seconds of every rank in a micro-step."""
-    profile, seconds = estimates["profile"], estimates["rank_seconds"][number]
-    return Seconds(
-        rates=str(profile["source"]),
-        source=f"the measured profile {profile['source']} of {profile['device']}",
-        predicted_attention=[float(one) for one in seconds["attention"]],
-        predicted_rest=[float(one) for one in seconds["rest"]],
-    )
-
-
-def _memory(estimates: Mapping[str, Any]) -> list[MemoryBar]:
-    """Returns the memory of a rank in each way to shard."""
-    return [
-        MemoryBar(
-            SHARDING_NAMES.get(name, name),
-            [(words, float(parts[field])) for field, words in PART_NAMES.items()],
-            float(estimates["room_bytes"]),
-        )
-        for name, parts in estimates["memory_bytes"].items()
-    ]
-
-
-def _plan_summary(content: Mapping[str, Any], estimates: Mapping[str, Any] | None) -> list[str]:
-    """Returns sentences about the whole epoch."""
-    epoch = content["whole_epoch"]
-    sentences = [
-        f"{content['model']} on {content['ranks']:,} ranks x {content['tokens_per_rank']:,} tokens: attention work of "
-        f"the busiest rank {epoch['imbalance_before']['mean']:.2f} → {epoch['imbalance']['mean']:.2f} times the mean "
-        f"over an epoch of {epoch['micro_batches']:,} micro-batches."
-    ]
-    if estimates is not None:
-        sentences.append(
-            f"Steps should be {estimates['over_plain']:.2f} times as fast as with plain packing; attention is "
-            f"{estimates['attention_share']:.0%} of a step."
-        )
-    return sentences
 
 
 def _plan_tables(content: Mapping[str, Any]) -> list[Table]:
@@ -198,7 +185,10 @@ def read_simulation(content: Mapping[str, Any], source: str) -> Report:
             f"{profile['date']}). Assumptions are listed below."
         ],
         tables=[
-            *(_table(one) for one in content["simulations"]),
+            *(
+                table_of_ways(_world(one), one["ways"], one["in_short"] + _left_out(one["missing"]))
+                for one in content["simulations"]
+            ),
             Table("Assumptions", ["assumed"], [[str(assumption)] for assumption in content["assumptions"]]),
         ],
     )
@@ -213,11 +203,8 @@ def _world(simulation: Mapping[str, Any]) -> str:
     return f"{simulation['gpus']:,} GPUs x {of_rank}{accumulation}{stages}"
 
 
-def _table(simulation: Mapping[str, Any]) -> Table:
-    """Returns the ways of a simulation."""
-    missing = "; ".join(str(one) for one in simulation["missing"])
-    note = f"{simulation['in_short']}{f' Left out: {missing}.' if missing else ''}"
-    return table_of_ways(_world(simulation), simulation["ways"], note)
+def _left_out(missing: Sequence[object]) -> str:
+    return f" Left out: {'; '.join(map(str, missing))}." if missing else ""
 
 
 def table_of_ways(world: str, ways: Sequence[Mapping[str, Any]], note: str) -> Table:

@@ -15,14 +15,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from distca_hf.analysis.profiles.cluster_profile import ClusterProfile
+from distca_hf.analysis.models import ModelSize, SimulatedModel
+from distca_hf.analysis.profiles.cluster_profile import ClusterProfile, profile_of_device
 from distca_hf.analysis.profiles.curves import FloatArray, Notes
-from distca_hf.analysis.profiles.shipped import profile_of_device
 from distca_hf.analysis.report.figures import OfRanks
-from distca_hf.analysis.request import ModelSize
-from distca_hf.analysis.simulate.costs import Costs
-from distca_hf.analysis.simulate.model import SimulatedModel
-from distca_hf.analysis.tiles import Tiles
+from distca_hf.analysis.simulate.costs import Costs, Tiles
 from distca_hf.cost import CAUSAL_MASK, Heads, Mask
 from distca_hf.errors import first_line
 from distca_hf.traces import HeadSizes, LayersTrace, ModelSizes, RankTrace
@@ -42,15 +39,6 @@ class Predicted(NamedTuple):
     source: str = ""
     attention: OfRanks = ()
     rest: OfRanks = ()
-
-
-class _Part(NamedTuple):
-    """Predicted seconds of ranks whose GPU is the same."""
-
-    rates: str
-    source: str
-    attention: OfRanks
-    rest: OfRanks
 
 
 @dataclass
@@ -101,12 +89,16 @@ class Predictor:
         """Returns sentences about what was not measured as it is asked for."""
         return [*self.unread, *(f"Predicted seconds: {line}." for line in self.notes.lines())]
 
-    def _part(self, traces: Sequence[RankTrace]) -> _Part | None:
+    def _part(self, traces: Sequence[RankTrace]) -> Predicted | None:
         """Returns predicted seconds of ranks with one kind of GPU."""
-        profile, model, costs = self._profile_of(traces[0]), traces[0].model, traces[0].costs
+        model, costs, device, profile = traces[0].model, traces[0].costs, traces[0].device, self.named
+        if profile is None:
+            set_in_run = self._loaded(traces[0].profile) if traces[0].profile else None
+            is_of_device = set_in_run is not None and set_in_run.made.device == device
+            profile = set_in_run if is_of_device else self._shipped(device)
         if profile is not None and model is not None and model.heads:
             words = f"the measured profile {profile.source} of {profile.made.device}"
-            return _Part(
+            return Predicted(
                 profile.source,
                 words,
                 self._attention(profile, model, traces),
@@ -119,25 +111,15 @@ class Predictor:
         if costs is None:
             return None
         pair_seconds = costs.pair_forward_seconds + costs.pair_backward_seconds
-        device = traces[0].device
         known = (
             "sizes of the model are not known" if profile is not None else f"there is no measured profile of {device}"
         )
-        return _Part(
+        return Predicted(
             costs.rates,
             f"the rates of an {costs.rates}, an estimate: {known}",
             [trace.work[trace.rank] * pair_seconds for trace in traces],
             [trace.tokens * costs.token_seconds for trace in traces],
         )
-
-    def _profile_of(self, trace: RankTrace) -> ClusterProfile | None:
-        """Returns the profile to predict a rank from."""
-        if self.named is not None:
-            return self.named
-        set_in_run = self._loaded(trace.profile) if trace.profile else None
-        if set_in_run is not None and set_in_run.made.device == trace.device:
-            return set_in_run
-        return self._shipped(trace.device)
 
     def _load(self, path: str) -> ClusterProfile | None:
         """Returns the profile in a file; None, with a note, if it cannot be read here."""
@@ -177,7 +159,7 @@ class Predictor:
             embedding_parameters=model.head_weights,
         )
         of_layer = Heads(heads.query, heads.key_value, heads.dim, heads.value_dim, heads.groups)
-        simulated = SimulatedModel("", of_layer, size, ())
+        simulated = SimulatedModel("", of_layer, size=size)
         self._made[key] = costs = Costs(profile, simulated, model.liger, self.notes, model.tensor_ranks)
         return costs
 

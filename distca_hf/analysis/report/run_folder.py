@@ -14,9 +14,17 @@ from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
 
-from distca_hf.analysis.report.figures import CallOfRanks, MemoryBar, Report, Seconds, StepFigures
+from distca_hf.analysis.report.figures import (
+    CallOfRanks,
+    MemoryBar,
+    Report,
+    Seconds,
+    StepFigures,
+    chosen_calls,
+    in_nodes,
+    spread,
+)
 from distca_hf.analysis.report.predictions import Predicted, Predictor
-from distca_hf.analysis.report.small_enough import chosen_calls, in_nodes, spread
 from distca_hf.analysis.report.straggler import (
     findings_of,
     most_telling,
@@ -168,7 +176,9 @@ def read_folder(folder: Path, predictor: Predictor | None = None) -> Report:
         ReportError: it holds no traces, or a file in it cannot be read; names file and line.
     """
     predictor = predictor or Predictor(folder=folder)
-    files = _files_in(folder) or _files_in(folder / FOLDER)
+    files: list[Path] = []
+    for place in (folder, folder / FOLDER):  # ranks, then attention servers
+        files = files or [*sorted(place.glob(FILES)), *sorted(place.glob(SERVER_FILES))]
     if not files:
         raise ReportError(
             f"{folder} has no traces ({FILES}, also looked for in {FOLDER}/): train with report_every_steps=100, or "
@@ -192,7 +202,11 @@ def read_folder(folder: Path, predictor: Predictor | None = None) -> Report:
     for step in read:
         traces = list(index.traces_of(step))
         of_step = max(traces, key=_of_trainers_first)
-        for _, of_ranks in sorted(_by_micro_batch(traces).items()):
+        by_micro_batch: defaultdict[_Key, list[RankTrace]] = defaultdict(list)
+        for trace in traces:
+            key = trace.step, trace.micro_batch, trace.stage, trace.chunk, trace.tensor_rank
+            by_micro_batch[key].append(trace)
+        for _, of_ranks in sorted(by_micro_batch.items()):
             latest = max(of_ranks, key=_of_trainers_first)
             # Ranks of a new run replace their own files. An earlier run in this folder may have left files of other
             # ranks, with later steps, stages or micro-batches: written before the new run's earlier steps.
@@ -223,22 +237,9 @@ def read_folder(folder: Path, predictor: Predictor | None = None) -> Report:
     )
 
 
-def _files_in(folder: Path) -> list[Path]:
-    """Returns the files of ranks in a folder, and then those of attention servers."""
-    return [*sorted(folder.glob(FILES)), *sorted(folder.glob(SERVER_FILES))]
-
-
 def _of_trainers_first(trace: RankTrace) -> tuple[bool, float]:
     """Returns what the latest trace is largest in; a server may have left one of a step that ran again without it."""
     return not trace.is_server, trace.written
-
-
-def _by_micro_batch(traces: Sequence[RankTrace]) -> Mapping[_Key, list[RankTrace]]:
-    """Returns the traces of every micro-batch."""
-    found: defaultdict[_Key, list[RankTrace]] = defaultdict(list)
-    for trace in traces:
-        found[trace.step, trace.micro_batch, trace.stage, trace.chunk, trace.tensor_rank].append(trace)
-    return found
 
 
 def _figures(of_ranks: Mapping[int, RankTrace], any_trace: RankTrace, predictor: Predictor) -> StepFigures:
@@ -248,11 +249,13 @@ def _figures(of_ranks: Mapping[int, RankTrace], any_trace: RankTrace, predictor:
     predicted = predictor.predict(of_ranks, len(any_trace.work))
     seconds = _seconds(of_ranks, any_trace, predicted)
     sent = _sent(of_ranks)
+    numbers = {"stage": any_trace.stage, "chunk": any_trace.chunk, "tensor rank": any_trace.tensor_rank}
+    parts = [f", {name} {number}" for name, number in numbers.items() if number]
     nodes_sent, sent = in_nodes(
         sent, any_trace.num_ranks, len(any_trace.work) - any_trace.num_ranks, any_trace.ranks_per_node
     )
     return StepFigures(
-        label=_label(any_trace),
+        label=f"step {any_trace.step}, micro-batch {any_trace.micro_batch}{''.join(parts)}",
         before=any_trace.before,
         after=any_trace.after,
         work_before=any_trace.work_before,
@@ -273,14 +276,6 @@ def _figures(of_ranks: Mapping[int, RankTrace], any_trace: RankTrace, predictor:
         calls=chosen_calls(_calls(of_ranks), any_trace.num_ranks),
         memory=[_memory(of_ranks[rank]) for rank in all_ranks if rank in of_ranks],
     )
-
-
-def _label(trace: RankTrace) -> str:
-    """Returns the name of a micro-batch."""
-    stage = f", stage {trace.stage}" if trace.stage else ""
-    chunk = f", chunk {trace.chunk}" if trace.chunk else ""
-    tensor = f", tensor rank {trace.tensor_rank}" if trace.tensor_rank else ""
-    return f"step {trace.step}, micro-batch {trace.micro_batch}{stage}{chunk}{tensor}"
 
 
 def _facts(of_ranks: Mapping[int, RankTrace], trace: RankTrace) -> list[tuple[str, str]]:

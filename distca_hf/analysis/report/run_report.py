@@ -15,7 +15,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from distca_hf.analysis.profiles.shipped import find_profile
+from distca_hf.analysis.profiles.cluster_profile import find_profile
 from distca_hf.analysis.report.answers import (
     GIVEN_FIELDS,
     PLAN_FIELDS,
@@ -24,10 +24,9 @@ from distca_hf.analysis.report.answers import (
     read_plan,
     read_simulation,
 )
-from distca_hf.analysis.report.figures import KIND, Report
+from distca_hf.analysis.report.figures import KIND, Report, fitted
 from distca_hf.analysis.report.predictions import Predictor
 from distca_hf.analysis.report.run_folder import read_folder
-from distca_hf.analysis.report.small_enough import fitted
 from distca_hf.analysis.tables import COLUMNS
 from distca_hf.errors import ReportError, first_line, printable
 from distca_hf.trace_file import read_json

@@ -40,41 +40,30 @@ def balance_in_words(before: str, after: str, work_before: Sequence[float], work
     )
 
 
-def _served_balance_in_words(trace: RankTrace, before: str, after: str) -> str:
-    """Returns the same with attention servers: the rank that takes longest for its work is the busiest one."""
-    time = [work / speed if work else 0.0 for work, speed in zip(trace.work, _speeds(trace), strict=True)]
-    return (
-        f"The busiest rank has {imbalance(trace.work_before):.2f} times the mean attention work with {before} (rank "
-        f"{int(np.argmax(trace.work_before))}); with {after} the longest time is "
-        f"{imbalance(trace.work, trace.speeds):.3f} times that of an even split "
-        f"({trace.name_of(int(np.argmax(time)))})."
-    )
-
-
-def _step_in_words(trace: RankTrace) -> list[str]:
-    """Returns a sentence about work of a step and tokens of given batches, as far as they are known."""
-    words = []
-    for name, before, after in (
-        ("work in a step (layers, attention, head)", trace.step_work_before, trace.step_work),
-        ("tokens", trace.tokens_before, trace.layer_tokens),
-    ):
-        if before and after:
-            words.append(f"{imbalance(before):.2f} → {imbalance(after):.2f} times the mean {name}")
-    return [f"The busiest rank has {', '.join(words)}."] if words else []
-
-
-def _speeds(trace: RankTrace) -> Sequence[float]:
-    return trace.speeds or (1.0,) * len(trace.work)
-
-
 def findings_of(trace: RankTrace, seconds: Seconds, missing: Sequence[int]) -> list[str]:
     """Returns sentences about one micro-batch: its balance, and the rank that others wait for."""
-    if trace.servers:
-        sentences = [_served_balance_in_words(trace, trace.before, trace.after)]
+    if trace.servers:  # the rank that takes longest for its work is the busiest one
+        speeds = trace.speeds or (1.0,) * len(trace.work)
+        time = [work / speed if work else 0.0 for work, speed in zip(trace.work, speeds, strict=True)]
+        sentences = [
+            f"The busiest rank has {imbalance(trace.work_before):.2f} times the mean attention work with "
+            f"{trace.before} (rank {int(np.argmax(trace.work_before))}); with {trace.after} the longest time is "
+            f"{imbalance(trace.work, trace.speeds):.3f} times that of an even split "
+            f"({trace.name_of(int(np.argmax(time)))})."
+        ]
     else:
         sentences = [balance_in_words(trace.before, trace.after, trace.work_before, trace.work)]
-    if not trace.placed:
-        sentences += _step_in_words(trace)
+    works = (
+        ("work in a step (layers, attention, head)", trace.step_work_before, trace.step_work),
+        ("tokens", trace.tokens_before, trace.layer_tokens),
+    )
+    of_step = [
+        f"{imbalance(before):.2f} → {imbalance(after):.2f} times the mean {name}"
+        for name, before, after in works
+        if before and after and not trace.placed
+    ]
+    if of_step:
+        sentences.append(f"The busiest rank has {', '.join(of_step)}.")
     slow_server = slow_server_in_words(trace, seconds)
     if slow_server is not None:
         sentences.append(slow_server)
@@ -226,13 +215,12 @@ def waiting_for_servers(of_ranks: Mapping[int, RankTrace], num_ranks: int) -> Of
                 longest[call] = max(longest[call], us)
     if not longest:
         return ()
-    return [_behind(of_ranks[rank], longest) if rank in of_ranks else None for rank in range(num_ranks)]
 
+    def behind(trace: RankTrace) -> float:  # seconds that a trainer waits while a server computes for longer
+        own, waits = _spent(trace, waits=False), _spent(trace, waits=True)
+        return sum(min(us, max(0.0, longest.get(call, 0.0) - own[call])) for call, us in waits.items()) / 1e6
 
-def _behind(trace: RankTrace, longest: Mapping[_Call, float]) -> float:
-    """Returns seconds that a trainer waits while a server computes for longer."""
-    own, waits = _spent(trace, waits=False), _spent(trace, waits=True)
-    return sum(min(us, max(0.0, longest.get(call, 0.0) - own[call])) for call, us in waits.items()) / 1e6
+    return [behind(of_ranks[rank]) if rank in of_ranks else None for rank in range(num_ranks)]
 
 
 def _spent(trace: RankTrace, waits: bool) -> Mapping[_Call, float]:

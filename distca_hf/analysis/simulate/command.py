@@ -1,26 +1,22 @@
 """`distca simulate`: from lengths, a model and a measured cluster to tables or JSON."""
 
-import json
-import sys
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import cast
 
-from rich.console import Console, RenderableType
+from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from distca_hf.analysis.command import DEFAULT_MODEL, PlanProgress, pipeline_of
 from distca_hf.analysis.find_model import find_model
-from distca_hf.analysis.lengths import read_lengths
 from distca_hf.analysis.memory import GIB, Checkpointing, gradient_bytes
+from distca_hf.analysis.models import SimulatedModel
 from distca_hf.analysis.options import SimulateOptions
-from distca_hf.analysis.profiles.cluster_profile import ClusterProfile
+from distca_hf.analysis.profiles.cluster_profile import ClusterProfile, find_profile, gpu_gib_of, known_gib
 from distca_hf.analysis.profiles.curves import Notes
-from distca_hf.analysis.profiles.shipped import find_profile, gpu_gib_of, known_gib
-from distca_hf.analysis.simulate.model import SimulatedModel
+from distca_hf.analysis.request import pipeline_of
 from distca_hf.analysis.simulate.request import GPUS_PER_SERVER, SimulationRequest
-from distca_hf.analysis.simulate.result import Result, WayFigures, simulate
-from distca_hf.analysis.tables import Terminal, counted, plain_table
+from distca_hf.analysis.simulate.result import Result, simulate
+from distca_hf.analysis.tables import PlanProgress, Terminal, counted, plain_table, print_json
 from distca_hf.errors import ConfigError
 
 
@@ -39,7 +35,7 @@ def run_simulate(options: SimulateOptions) -> None:
         ConfigError: an option, the model or the profile is wrong.
         PackingError: lengths cannot be read, or do not fit.
     """
-    profile, model = find_profile(options.cluster), SimulatedModel.of(find_model(options.model or DEFAULT_MODEL))
+    profile, model = find_profile(options.cluster), SimulatedModel.of(find_model(options.model))
     if not 0 < options.token_budget <= MOST_BUDGET:
         raise ConfigError(f"--token-budget {options.token_budget:g} must be above 0, and at most {MOST_BUDGET:g}")
     if None not in (options.tokens_per_rank, options.batch_size):
@@ -59,7 +55,7 @@ def run_simulate(options: SimulateOptions) -> None:
             options.tensor,
             cast(Checkpointing, options.checkpointing),  # the request refuses any other
             options.liger,
-            gpu_gib_of(profile) if options.gpu_gib is None else options.gpu_gib,
+            gpu_gib_of(profile, options.gpu_gib),
             options.batches,
             options.seed,
             pipeline,
@@ -72,8 +68,7 @@ def run_simulate(options: SimulateOptions) -> None:
     progress, notes = PlanProgress(), Notes()
     results: list[Result] = []
     with progress.shown():
-        with progress.stage(f"reading {options.lengths.name}"):
-            documents = read_lengths(options.lengths)
+        documents = progress.read_lengths(options.lengths)
         for request in requests:
             words = f"{request.gpus} GPUs, {request.accumulation} micro-steps"
             with progress.counting(words, request.batches) as count:
@@ -83,8 +78,17 @@ def run_simulate(options: SimulateOptions) -> None:
     of_batches = OF_PACKED if options.batch_size is None else OF_GIVEN
     assumptions = [*of_batches, *ASSUMPTIONS, *_assumptions(options, requests, profile), *notes.lines()]
     if options.as_json:
-        content = as_json(options, results, profile, model, assumptions)
-        sys.stdout.write(json.dumps(content, allow_nan=False) + "\n")
+        print_json(
+            {
+                "kind": "distca_hf simulation",
+                "lengths": str(options.lengths),
+                "model": model.name,
+                "profile": profile.summary(),
+                "token_budget": options.token_budget,
+                "assumptions": assumptions,
+                "simulations": [result.as_json() for result in results],
+            }
+        )
         return
     world = (
         f"{documents.source}: {len(documents.tokens):,} documents, {int(documents.tokens.sum()):,} tokens, the "
@@ -174,25 +178,6 @@ def _accumulation(request: SimulationRequest) -> str:
     )
 
 
-def as_json(
-    options: SimulateOptions,
-    results: Sequence[Result],
-    profile: ClusterProfile,
-    model: SimulatedModel,
-    assumptions: Sequence[str],
-) -> dict[str, Any]:
-    """Returns everything that was simulated."""
-    return {
-        "kind": "distca_hf simulation",
-        "lengths": str(options.lengths),
-        "model": model.name,
-        "profile": profile.summary(),
-        "token_budget": options.token_budget,
-        "assumptions": list(assumptions),
-        "simulations": [result.as_json() for result in results],
-    }
-
-
 def _numbers(option: str, given: str) -> list[int]:
     """Returns the whole numbers of a list with commas."""
     parts = [part.strip() for part in given.split(",")]
@@ -207,7 +192,14 @@ def print_results(
     """Prints what was simulated, the choice and a table for each number of GPUs, a summary, and assumptions."""
     console.print(Text(world))
     for result in results:
-        for block in ("", _title(result), Text(result.in_short(), style="bold"), "", _table(result)):
+        title = (
+            f"{result.gpus} GPUs x {result.of_rank}, {counted(result.accumulation, 'micro-step')}, context "
+            f"{result.context_tokens:,}"
+        )
+        if result.num_stages > 1:
+            chunks = f" of {result.chunks} chunks" if result.chunks > 1 else ""
+            title += f"; pipeline: {result.num_stages} stages{chunks}"
+        for block in ("", Text(title), Text(result.in_short(), style="bold"), "", _table(result)):
             console.print(block)
         if result.missing:
             console.print(Text(f"Left out: {'; '.join(result.missing)}."))
@@ -226,35 +218,20 @@ def print_results(
         console.print(Text(f"- {line}"))
 
 
-def _title(result: Result) -> RenderableType:
-    words = (
-        f"{result.gpus} GPUs x {result.of_rank}, {counted(result.accumulation, 'micro-step')}, context "
-        f"{result.context_tokens:,}"
-    )
-    if result.num_stages > 1:
-        chunks = f" of {result.chunks} chunks" if result.chunks > 1 else ""
-        words += f"; pipeline: {result.num_stages} stages{chunks}"
-    return Text(words)
-
-
 def _table(result: Result) -> Table:
     table = plain_table("step s", "tokens/s/GPU", "MFU", "GiB", "GPU-hours", "x plain")
     for way in sorted(result.ways, key=lambda way: -way.step_seconds):
-        table.add_row(*_row(way, result.gpus))
+        memory = f"{way.memory_bytes / GIB:.0f}"
+        table.add_row(
+            way.label + ("" if way.whole else " *"),
+            f"{way.step_seconds:.2f}",
+            f"{way.tokens_per_second / result.gpus:,.0f}",
+            "-" if way.utilisation is None else f"{100 * way.utilisation:.0f} %",
+            memory if way.fits else f"{memory} !",
+            f"{way.gpu_hours:,.0f}",
+            f"{way.times_as_fast:.2f}",
+        )
     return table
-
-
-def _row(way: WayFigures, gpus: int) -> list[str]:
-    memory = f"{way.memory_bytes / GIB:.0f}"
-    return [
-        way.label + ("" if way.whole else " *"),
-        f"{way.step_seconds:.2f}",
-        f"{way.tokens_per_second / gpus:,.0f}",
-        "-" if way.utilisation is None else f"{100 * way.utilisation:.0f} %",
-        memory if way.fits else f"{memory} !",
-        f"{way.gpu_hours:,.0f}",
-        f"{way.times_as_fast:.2f}",
-    ]
 
 
 def _summary(results: Sequence[Result]) -> Table:

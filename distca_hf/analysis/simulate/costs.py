@@ -8,21 +8,84 @@
 Where the model's sizes are not those of the profile, times are scaled, and `notes` says how.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
 
+from distca_hf.analysis.memory import HALF_BYTES
+from distca_hf.analysis.models import SimulatedModel
 from distca_hf.analysis.profiles.cluster_profile import AttentionTimes, ClusterProfile, LayerTimes
 from distca_hf.analysis.profiles.curves import Amounts, Curve, FloatArray, Notes, prefix_surface, square_curve
-from distca_hf.analysis.simulate.model import SimulatedModel
-from distca_hf.analysis.tiles import Tiles
-from distca_hf.arrays import IntArray
+from distca_hf.arrays import BoolArray, IntArray
 from distca_hf.cost import CAUSAL_MASK, Mask
+from distca_hf.planning.pieces import ALL_HEADS
+from distca_hf.planning.plan import Plan, plan_in_place
 
 
-# Bytes of a number in bf16.
-HALF_BYTES = 2
+@dataclass(frozen=True, eq=False)
+class Tiles:
+    """Tiles of tasks, squares first.
+
+    Attributes:
+        rank: `[tiles]` rank that computes the tile.
+        queries: `[tiles]` number of queries of its task.
+        keys: `[tiles]` number of keys of a prefix; 0 for a square.
+        pairs: `[tiles]` attended pairs in each head group of the tile.
+        one_group: `[tiles]` whether the tile has a single head group, and not all heads.
+        waits: `[tiles]` whether its queries or keys come from other ranks.
+    """
+
+    mask: Mask
+    rank: IntArray
+    queries: IntArray
+    keys: IntArray
+    pairs: IntArray
+    one_group: BoolArray
+    waits: BoolArray
+
+    @classmethod
+    def of(cls, plan: Plan, mask: Mask = CAUSAL_MASK) -> "Tiles":
+        """Returns the tiles of a layer with this mask.
+
+        Args:
+            plan: plan of the full layers. In layers with a window every rank computes the queries that it holds.
+        """
+        if mask.window_tokens is None:
+            tasks, remote = plan.tasks, plan.has_remote_queries
+        else:
+            tasks = plan_in_place(replace(plan.layout, stripes=()), mask=mask).tasks
+            remote = np.zeros(len(tasks), dtype=bool)
+        return cls.of_tasks(mask, tasks.rank, tasks.stop - tasks.start, tasks.start, tasks.head != ALL_HEADS, remote)
+
+    @classmethod
+    def of_tasks(
+        cls, mask: Mask, rank: IntArray, queries: IntArray, before: IntArray, one_group: BoolArray, remote: BoolArray
+    ) -> "Tiles":
+        """Returns the tiles of tasks.
+
+        Args:
+            rank, queries: `[tasks]` rank that computes the task, and its number of queries.
+            before: `[tasks]` tokens of the document before the first query.
+            one_group: `[tasks]` whether the task has a single head group.
+            remote: `[tasks]` whether its queries come from other ranks.
+        """
+        first = mask.first_key(before)
+        prefix = np.flatnonzero(first < before)
+        inside = mask.pairs_inside(before, before + queries)
+        outside = (mask.pairs_of(before, before + queries) - inside)[prefix]
+        keys = np.concatenate([np.zeros_like(queries), (before - first)[prefix]])
+        pairs, waits = np.concatenate([inside, outside]), np.concatenate([remote, np.ones(len(prefix), dtype=bool)])
+        rank, queries, one_group = (np.concatenate([x, x[prefix]]) for x in (rank, queries, one_group))
+        return cls(mask, rank, queries, keys, pairs, one_group, waits)
+
+    def work_of(self, num_ranks: int, head_groups: int) -> IntArray:
+        """Returns `[ranks]` work: attended pairs x head groups."""
+        work = np.zeros(num_ranks, dtype=np.int64)
+        np.add.at(work, self.rank, self.pairs * np.where(self.one_group, 1, head_groups))
+        return work
+
+
 # Forward operations of one token and weight.
 FLOPS_OF_WEIGHT = 2
 
@@ -143,17 +206,9 @@ class Costs:
 
     def _times(self, group: bool) -> tuple[AttentionTimes, float]:
         """Returns the measured times of all heads, or of the fewest, and seconds of the model's over their seconds."""
-        times = self._group if group else self._full
-        return times, self._share(times, self.model.heads.query / (self.head_groups if group else 1))
-
-    @cached_property
-    def _full(self) -> AttentionTimes:
-        return next(times for times in self.profile.attention if not times.window_tokens and times.prefix_queries)
-
-    @cached_property
-    def _group(self) -> AttentionTimes:
         full = [times for times in self.profile.attention if not times.window_tokens and times.prefix_queries]
-        return min(full, key=lambda times: times.heads)
+        times = min(full, key=lambda times: times.heads) if group else full[0]
+        return times, self._share(times, self.model.heads.query / (self.head_groups if group else 1))
 
     def _share(self, times: AttentionTimes, heads: float) -> float:
         """Returns seconds of these heads over seconds of the measured ones: operations of a pair decide."""

@@ -3,13 +3,20 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import get_args
 
 import numpy as np
 
-from distca_hf.analysis.memory import GIB, Checkpointing, Memory, Sharding, TrainingSetup, estimate_memory
-from distca_hf.analysis.request import MAX_MICRO_STEPS, MAX_RANKS
-from distca_hf.analysis.simulate.model import SimulatedModel
+from distca_hf.analysis.memory import (
+    GIB,
+    Checkpointing,
+    Memory,
+    Sharding,
+    TrainingSetup,
+    check_checkpointing,
+    estimate_memory,
+)
+from distca_hf.analysis.models import SimulatedModel
+from distca_hf.analysis.request import MAX_MICRO_STEPS, MAX_RANKS, check_ranges
 from distca_hf.arrays import IntArray, ceil_div
 from distca_hf.batches.placed import GivenPlans, PlacedPlanner, StepShape
 from distca_hf.config import DistCAConfig
@@ -76,7 +83,7 @@ class SimulationRequest:
     staged_micro_batches: int | None = None
 
     def __post_init__(self) -> None:
-        for option, value, most in (
+        check_ranges(
             ("--gpus", self.gpus, MAX_RANKS),
             ("--tokens-per-rank", self.tokens_per_rank, MAX_DOCUMENT_TOKENS),
             ("--context", 1 if self.context_tokens is None else self.context_tokens, MAX_DOCUMENT_TOKENS),
@@ -86,13 +93,8 @@ class SimulationRequest:
             ("--tensor", self.tensor_ranks, MAX_RANKS),
             ("--batches", self.batches, MAX_BATCHES),
             ("--batch-size", 1 if self.batch_size is None else self.batch_size, MAX_BATCH_SIZE),
-        ):
-            if not 1 <= value <= most:
-                raise ConfigError(f"{option} {value} must be between 1 and {most}")
-        if self.checkpointing not in get_args(Checkpointing):
-            raise ConfigError(
-                f"--checkpointing {self.checkpointing} must be one of {', '.join(get_args(Checkpointing))}"
-            )
+        )
+        check_checkpointing(self.checkpointing)
         if self.seed < 0:
             raise ConfigError(f"--seed {self.seed} must be at least 0")
         if not 0 < self.gpu_gib <= MOST_GPU_GIB:
@@ -119,10 +121,10 @@ class SimulationRequest:
                 f"--context {context} does not fit: {ranks} x {self.tokens_per_rank} tokens hold {room}; take more "
                 "GPUs, more tokens per rank, or a shorter context"
             )
-        if is_packed and self.model.mixers and context is not None and context > self.tokens_per_rank:
+        if is_packed and self.model.mixer_layers and context is not None and context > self.tokens_per_rank:
             raise ConfigError(
-                f"--context {context}: {self.model.mixers} layers of {self.model.name} carry a state, so documents "
-                f"stay whole on a rank, and one holds {self.tokens_per_rank} tokens"
+                f"--context {context}: {self.model.mixer_layers} layers of {self.model.name} carry a state, so "
+                f"documents stay whole on a rank, and one holds {self.tokens_per_rank} tokens"
             )
         limit = self.model.longest_document_tokens
         if context is not None and limit is not None and context > limit:
@@ -178,7 +180,7 @@ class SimulationRequest:
     @property
     def longest_tokens(self) -> int:
         """Tokens of the longest document that is not split."""
-        most = self.tokens_per_rank if self.model.mixers else self.capacity_tokens
+        most = self.tokens_per_rank if self.model.mixer_layers else self.capacity_tokens
         if self.batch_size is not None:
             most = MAX_DOCUMENT_TOKENS
         return min(most, self.context_tokens or most, self.model.longest_document_tokens or most)
@@ -218,11 +220,6 @@ class SimulationRequest:
         """The planner of a training in the stages of the pipeline, which shapes optimizer steps for it."""
         return self._planner(self.stage_ranks, self.tokens_per_rank, step_shape=self.pipeline)
 
-    @cached_property
-    def served_planner(self) -> PlacedPlanner:
-        """The planner of a training in which `num_servers` data ranks serve attention."""
-        return self.planner_beside(self.num_servers)
-
     @property
     def num_servers(self) -> int:
         """Data ranks that serve attention where there are servers."""
@@ -252,7 +249,7 @@ class SimulationRequest:
             extra_ranks=servers,
             token_bytes=self.model.heads.token_bytes(),
             layer_masks=self.model.masks,
-            whole_documents=self.model.mixers > 0,
+            whole_documents=self.model.mixer_layers > 0,
             step_shape=step_shape,
             costs=self.model.pass_costs,
         )
@@ -317,10 +314,6 @@ class SimulationRequest:
         """Returns the lengths of each micro-step of all data ranks: up to one micro-batch per stage, joined."""
         joined = np.array_split(np.arange(len(step)), self.accumulation)
         return [np.concatenate([step[number] for number in numbers]) for numbers in joined]
-
-    def pairs(self, step: Sequence[IntArray]) -> float:
-        """Returns attended pairs of a step, in all layers together."""
-        return self.model.pairs(np.concatenate(step))
 
     @property
     def room_bytes(self) -> float:

@@ -1,5 +1,6 @@
 """Result: computes the figures of every way, and which way to choose."""
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -9,15 +10,16 @@ import numpy as np
 from distca_hf.analysis.memory import USABLE_SHARE, Sharding
 from distca_hf.analysis.profiles.cluster_profile import ClusterProfile
 from distca_hf.analysis.profiles.curves import Notes
-from distca_hf.analysis.simulate.compared import Step, Way
+from distca_hf.analysis.simulate.load import Step, Way
 from distca_hf.analysis.simulate.request import SimulationRequest
-from distca_hf.analysis.simulate.run import Track, WaySteps, run_steps
-from distca_hf.analysis.simulate.simulation import Simulation
-from distca_hf.analysis.simulate.stages import StageMemory
+from distca_hf.analysis.simulate.simulation import Simulated, Simulation, Track, WayStep, run_steps
+from distca_hf.analysis.simulate.step import StageMemory
 from distca_hf.arrays import IntArray
 from distca_hf.flops import peak_flops
 
 
+# Share of attended pairs up to which nothing counts as left out: fillers of packs that are cut are short.
+NEARLY_NOTHING = 0.005
 # Gain over the fastest way without core attention disaggregation below which distca is not worth a change.
 WORTH_IT = 1.05
 SECONDS_OF_AN_HOUR = 3600.0
@@ -138,10 +140,8 @@ class Result:
         within = _best(way for way in self.ways if way.in_stages and way.is_ours and way.fits)
         without = _best(way for way in self.ways if not way.in_stages and way.is_ours and way.fits)
         if within is None or without is None:
-            fits = (
-                "fits their memory only as stages of a pipeline" if within else "fits their memory only without stages"
-            )
-            return f"Of these GPUs distca {fits}." if within is not without else ""
+            only = "as stages of a pipeline" if within else "without stages"
+            return f"Of these GPUs distca fits their memory only {only}." if within is not without else ""
         ratio = within.step_seconds / without.step_seconds
         if ratio >= 1:
             return f"A pipeline of {self.num_stages} stages takes {ratio:.2f} x as long as these GPUs without one."
@@ -193,26 +193,32 @@ class Result:
 
 
 def make_result(
-    simulation: Simulation, steps: Sequence[Step], by_way: dict[str, WaySteps], token_budget: float
+    simulation: Simulation, steps: Sequence[Step], done: Sequence[Simulated], token_budget: float
 ) -> Result:
     """Returns the figures of simulated steps.
 
     Args:
         token_budget: tokens that GPU-hours are counted for.
     """
-    request = simulation.request
+    request, model = simulation.request, simulation.request.model
     tokens = np.array([sum(int(batch.sum()) for batch in step) for step in steps], dtype=np.float64)
+    pairs = np.array([model.pairs(np.concatenate(step)) for step in steps])
     peak = peak_flops(simulation.costs.profile.made.device)
-    plain = by_way["plain"].seconds
+    plain = np.full(len(steps), math.nan)
     figures = []
     for way in simulation.ways():
-        of_way = by_way[way.key]
-        known = ~np.isnan(of_way.seconds)
+        of_steps = [one.ways[way.key] for one in done if way.key in one.ways]
+        numbers = [one.number for one in done if way.key in one.ways]
+        of_way = np.full(len(steps), math.nan)
+        of_way[numbers] = [one.seconds for one in of_steps]
+        plain, known = of_way if way.key == "plain" else plain, ~np.isnan(of_way)
         # Steps that were not simulated: as much faster than plain packing as the others.
-        seconds = float(plain.mean() * of_way.seconds[known].sum() / plain[known].sum())
+        seconds = float(plain.mean() * of_way[known].sum() / plain[known].sum())
         rate = float(tokens.mean()) / seconds
-        memory = _memory_bytes(simulation, way, of_way)
-        useful = _useful_flops(simulation, steps, of_way.left_out_share)
+        left_out, of_all = np.array([one.left_out_pairs for one in of_steps]), pairs[numbers]
+        attended = 1 - float(left_out.sum() / of_all.sum())
+        useful = model.flops.useful(float(tokens.mean()), attended * (float(pairs.mean()) / model.attention_layers))
+        memory = _memory_bytes(simulation, way, of_steps)
         figures.append(
             WayFigures(
                 way.key,
@@ -226,13 +232,18 @@ def make_result(
                 memory <= USABLE_SHARE * request.room_bytes,
                 token_budget / rate * request.gpus / SECONDS_OF_AN_HOUR,
                 float(plain.mean()) / seconds,
-                of_way.whole,
-                int(known.sum()),
-                of_way.attention_share,
-                int(of_way.received_bytes),
-                of_way.most_tokens,
+                bool((left_out <= NEARLY_NOTHING * of_all).all()),
+                len(of_steps),
+                sum(one.attention_seconds for one in of_steps) / sum(one.seconds for one in of_steps),
+                int(max(one.received_bytes for one in of_steps)),
+                max(one.most_tokens for one in of_steps),
             )
         )
+    families = {way.key: way.family for way in simulation.ways()}
+    fastest = {
+        family: _fastest(figure for figure in figures if families[figure.key] == family)
+        for family in set(families.values()) - {""}
+    }
     return Result(
         request.gpus,
         request.accumulation,
@@ -242,20 +253,9 @@ def make_result(
         float(tokens.mean()),
         request.num_stages,
         1 if request.pipeline is None else request.pipeline.chunks,
-        _fastest_of_families(simulation.ways(), figures),
+        [figure for figure in figures if figure is fastest.get(families[figure.key], figure)],
         simulation.missing(),
     )
-
-
-def _fastest_of_families(ways: Sequence[Way], figures: Sequence[WayFigures]) -> list[WayFigures]:
-    """Returns the fastest way of each family, and all ways that have none."""
-    chosen = []
-    for way, figure in zip(ways, figures, strict=True):
-        family = [other for of, other in zip(ways, figures, strict=True) if of.family == way.family]
-        fastest = _fastest(family)
-        if not way.family or figure is fastest:
-            chosen.append(figure)
-    return chosen
 
 
 def _best(ways: Iterable[WayFigures]) -> WayFigures | None:
@@ -268,15 +268,7 @@ def _fastest(ways: Iterable[WayFigures]) -> WayFigures | None:
     return min(ways, key=lambda way: way.step_seconds, default=None)
 
 
-def _useful_flops(simulation: Simulation, steps: Sequence[Step], left_out_share: float) -> float:
-    """Returns the mean operations of a step that count for utilisation: attention that is left out does not."""
-    model, request = simulation.request.model, simulation.request
-    tokens = float(np.mean([sum(int(batch.sum()) for batch in step) for step in steps]))
-    pairs = float(np.mean([request.pairs(step) for step in steps])) / model.attention_layers
-    return model.flops.useful(tokens, (1 - left_out_share) * pairs)
-
-
-def _memory_bytes(simulation: Simulation, way: Way, steps: WaySteps) -> int:
+def _memory_bytes(simulation: Simulation, way: Way, steps: Sequence[WayStep]) -> int:
     """Returns the most bytes that a GPU needs. Only ours keeps rows of others, and attention's outputs."""
     request = simulation.request
     checkpointing = request.checkpointing
@@ -284,9 +276,9 @@ def _memory_bytes(simulation: Simulation, way: Way, steps: WaySteps) -> int:
         checkpointing = "recomputed"
     sharding: Sharding = "fsdp2_synced" if request.sync_each_batch else "fsdp2"
     setup = request.setup(sharding, checkpointing, way.is_ours, way.servers)
-    tokens, received = steps.most_tokens, int(steps.received_bytes)
+    tokens, received = max(one.most_tokens for one in steps), int(max(one.received_bytes for one in steps))
     if not way.in_stages:
-        return request.memory(setup, tokens, received, steps.most_head_tokens).total
+        return request.memory(setup, tokens, received, max(one.most_head_tokens for one in steps)).total
     assert request.pipeline is not None
     setup = replace(setup, num_ranks=request.gpus // request.num_stages, micro_steps=1)
     size = request.model.size.decoder(request.model.heads)
@@ -318,5 +310,5 @@ def simulate(
     """
     request = request.for_documents(document_tokens)
     steps = steps or request.steps(document_tokens)
-    simulation, by_way = run_steps(request, profile, steps, track, keys)
-    return make_result(simulation, steps, by_way, token_budget), simulation.costs.notes
+    simulation, done = run_steps(request, profile, steps, track, keys)
+    return make_result(simulation, steps, done, token_budget), simulation.costs.notes

@@ -1,22 +1,27 @@
 """Simulation: all ways to train on one cluster, including distca_hf's own, and the seconds of their steps.
 
-A way that cannot run is left out, and `missing` says why.
+A way that cannot run is left out, and `missing` says why. All steps are simulated in the ways that are quick to plan.
+The others get some of the steps, spread evenly, and are compared with plain packing on these.
 """
 
+import os
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, replace
 from functools import partial
+from multiprocessing import get_context
+from typing import NamedTuple
 
 import numpy as np
 
 from distca_hf.analysis.profiles.cluster_profile import ClusterProfile
 from distca_hf.analysis.profiles.curves import Notes
-from distca_hf.analysis.simulate import planned
-from distca_hf.analysis.simulate.compared import Step, Way, World
+from distca_hf.analysis.request import plan_step
 from distca_hf.analysis.simulate.costs import Costs
-from distca_hf.analysis.simulate.load import Load
+from distca_hf.analysis.simulate.load import Load, Step, Way, ours, rows_placed
 from distca_hf.analysis.simulate.request import GPUS_PER_SERVER, SimulationRequest
-from distca_hf.analysis.simulate.stages import StagedTraining
-from distca_hf.analysis.simulate.step import Training
+from distca_hf.analysis.simulate.step import StagedTraining, Training
 from distca_hf.analysis.simulate.ways import (
     best_fit,
     left_out_pairs,
@@ -26,21 +31,30 @@ from distca_hf.analysis.simulate.ways import (
     ways_to_compare,
 )
 from distca_hf.analysis.simulate.wires import Cluster
-from distca_hf.arrays import IntArray, offsets
-from distca_hf.batches.placed import PlacedPlanner
-from distca_hf.data.epochs import Epoch
+from distca_hf.arrays import IntArray
+from distca_hf.errors import ConfigError
 from distca_hf.layout import Layout
 from distca_hf.planning.plan import Plan
 
 
+# Steps x GPUs x micro-steps from which on several processes are worth their start.
+WORTH_PROCESSES = 4096
+# Most steps that costly ways are simulated on, and GPUs x micro-steps of these: planning takes a millisecond per GPU.
+MOST_COSTLY_STEPS, COSTLY_RANKS = 25, 8192
+MOST_PROCESSES = 8
+
+
 @dataclass(frozen=True)
-class Simulation(World):
+class Simulation:
     """Simulates a request on one cluster.
 
     Attributes:
         keys: keys of the ways to simulate; empty for all.
     """
 
+    request: SimulationRequest
+    costs: Costs
+    cluster: Cluster
     keys: tuple[str, ...] = ()
 
     @classmethod
@@ -66,8 +80,11 @@ class Simulation(World):
         """
         training = replace(self.training, cluster=self._trainers(way.servers))
         if way.in_stages:
+            assert self.request.pipeline is not None
+            of_stage = replace(self.training, cluster=self._stage_cluster, gathers_layers=False)
+            staged = StagedTraining(of_stage, self.request.pipeline, self.cluster, self.request.tokens_per_rank)
             loads = way.loads(step)
-            seconds = self.staged_training.micro_batches_seconds(loads) + training.cast_seconds()
+            seconds = staged.micro_batches_seconds(loads) + training.cast_seconds()
         else:
             *earlier, last = loads = way.loads(self.request.without_stages(step))
             before = replace(training, sums_gradients=self.request.sync_each_batch)
@@ -80,20 +97,25 @@ class Simulation(World):
         given, or if layers carry a state."""
         if not self.keys:
             return self._ways()
-        every = {way.key: way for way in (self.tasks_moved, *self._ways())}
+        every = {way.key: way for way in (self._tasks_moved, *self._ways())}
         return [every[key] for key in self.keys if key in every]
 
     def _ways(self) -> list[Way]:
-        if self.request.batch_size is not None:
-            return [Way("plain", "plain data parallelism", self._as_dealt), *self._given_ways()]
-        each = [*ways_to_compare(self), *self._given_ways()[:1]]
+        request = self.request
+        if request.batch_size is not None:
+
+            def as_dealt(step: Step) -> list[Load]:
+                return [packs(self.costs, np.split(batch, request.num_ranks), batch) for batch in step]
+
+            return [Way("plain", "plain data parallelism", as_dealt), *self._given_ways()]
+        each = [*ways_to_compare(request, self.costs, self.cluster), *self._given_ways()[:1]]
         if self._has_servers:
-            served = partial(Way, servers=self.request.num_servers, costly=True, is_ours=True)
+            served = partial(Way, servers=request.num_servers, costly=True, is_ours=True)
             each.append(served("servers", "distca, with servers", self._served))
-        if self.request.checkpointing == "saved":
+        if request.checkpointing == "saved":
             again = partial(self._placed, saves=False)
             each.append(Way("placed_recomputed", "distca, recomputed", again, is_ours=True, costly=True))
-        each.append(Way("placed", "distca, placed", self._placed, is_ours=True))
+        each.append(Way("placed", "distca, placed", partial(self._placed, saves=self._saves), is_ours=True))
         return [*each, *self._in_stages()]
 
     def missing(self) -> list[str]:
@@ -107,83 +129,89 @@ class Simulation(World):
 
     @property
     def _has_servers(self) -> bool:
-        return self.request.num_servers > 0 and not self.request.model.mixers
+        return self.request.num_servers > 0 and not self.request.model.mixer_layers
+
+    @property
+    def _saves(self) -> bool:
+        return self.request.checkpointing == "saved"
+
+    def _trainers(self, servers: int) -> Cluster:
+        """Returns the cluster without its attention servers: the data ranks that hold weights."""
+        return replace(self.cluster, num_ranks=self.cluster.num_ranks - servers)
 
     # Stages of a pipeline.
 
     @property
-    def stage_cluster(self) -> Cluster:
+    def _stage_cluster(self) -> Cluster:
         """The data ranks of one stage and their links."""
         ranks = self.request.stage_ranks
         return replace(self.cluster, num_ranks=ranks, ranks_per_node=min(ranks, self.cluster.ranks_per_node))
 
-    @property
-    def staged_training(self) -> StagedTraining:
-        """The pipeline; there must be one."""
-        assert self.request.pipeline is not None
-        of_stage = replace(self.training, cluster=self.stage_cluster, gathers_layers=False)
-        return StagedTraining(of_stage, self.request.pipeline, self.cluster, self.request.tokens_per_rank)
-
     def _in_stages(self) -> list[Way]:
-        """Returns ways that use the same GPUs as stages of the pipeline; none without a pipeline."""
+        """Returns ways that use the same GPUs as stages of the pipeline; none without a pipeline. Micro-batches of
+        placed ones are in the order of packing, of shaped ones a step's documents are divided by work, as in
+        training."""
         if self.request.pipeline is None:
             return []
-        ours = partial(Way, is_ours=True, costly=True, in_stages=True)
+        ranks, planner = self.request.stage_ranks, self.request.stage_planner
+
+        def padded(load: Load) -> Load:  # ranks of stages compute all of their rows
+            return replace(load, tokens=np.full_like(load.tokens, self.request.tokens_per_rank))
+
+        def planned(plan: Plan) -> Load:
+            chunks = planner.num_chunks
+            return padded(ours(self.costs, self._stage_cluster, plan, chunks, self._saves, gather_seconds=0.0))
+
+        def plain(step: Step) -> list[Load]:
+            return [padded(plain_packing(self.costs, batch, ranks)) for batch in step]
+
+        way = partial(Way, is_ours=True, costly=True, in_stages=True)
         return [
-            Way("pipeline_plain", "pipeline, plain", self._stages_plain, in_stages=True),
-            ours("pipeline_placed", "pipeline, placed", self._stages_placed),
-            ours("pipeline_shaped", "pipeline, shaped", self._stages_shaped),
+            Way("pipeline_plain", "pipeline, plain", plain, in_stages=True),
+            way("pipeline_placed", "pipeline, placed", lambda step: [planned(planner.plan(batch)) for batch in step]),
+            way(
+                "pipeline_shaped",
+                "pipeline, shaped",
+                lambda step: [planned(plan) for plan in plan_step(planner, step)],
+            ),
         ]
 
-    def _stages_plain(self, step: Step) -> list[Load]:
-        """Returns loads of plain packing in every stage."""
-        return [self._padded(plain_packing(self.costs, batch, self.request.stage_ranks)) for batch in step]
+    # Placed batches, and attention servers.
 
-    def _stages_placed(self, step: Step) -> list[Load]:
-        """Returns loads of placed micro-batches, in the order of packing."""
-        return [self._staged(self.request.stage_planner.plan(batch)) for batch in step]
+    def _placed(self, step: Step, saves: bool) -> list[Load]:
+        planner = self.request.planner
+        return [ours(self.costs, self.cluster, plan, planner.num_chunks, saves) for plan in plan_step(planner, step)]
 
-    def _stages_shaped(self, step: Step) -> list[Load]:
-        """Returns loads of micro-batches among which a step's documents are divided by work, as in training."""
-        return [self._staged(plan) for plan in _plans(self.request.stage_planner, step)]
-
-    def _staged(self, plan: Plan) -> Load:
-        chunks = self.request.stage_planner.num_chunks
-        load = planned.ours(self.costs, self.stage_cluster, plan, chunks, self._saves, gather_seconds=0.0)
-        return self._padded(load)
-
-    def _padded(self, load: Load) -> Load:
-        """Returns a load whose ranks compute all of their rows, as stages do."""
-        return replace(load, tokens=np.full_like(load.tokens, self.request.tokens_per_rank))
-
-    # Ways with plans, and over several micro-batches.
-
-    def _placed(self, step: Step, saves: bool | None = None) -> list[Load]:
-        planner, saves = self.request.planner, self._saves if saves is None else saves
-        plans = _plans(planner, step)
-        return [planned.ours(self.costs, self.cluster, plan, planner.num_chunks, saves) for plan in plans]
+    def _served(self, step: Step) -> list[Load]:
+        planner = self.request.planner_beside(self.request.num_servers)
+        # Servers keep no rows until recomputation.
+        keeps, chunks = self.request.checkpointing != "recomputed", planner.num_chunks
+        gather = self._trainers(self.request.num_servers).all_gather(self.costs.layer_weight_bytes)
+        load = partial(ours, self.costs, self.cluster, keeps=keeps, gather_seconds=gather)
+        return [load(planner.plan(batch), chunks, self._saves) for batch in step]
 
     # Given batches: those of the request, or packs of plain packing.
 
     def _given_ways(self) -> list[Way]:
         """Returns distca_hf's ways for given batches. Tasks move if layers carry a state, else rows are placed."""
-        ours = partial(Way, costly=True, is_ours=True)
-        if self.request.model.mixers:
-            return [self.tasks_moved]
+        if self.request.model.mixer_layers:
+            return [self._tasks_moved]
+        way = partial(Way, costly=True, is_ours=True)
         label = "distca, your packs" if self.request.batch_size is None else "distca, results return"
         return [
-            ours("given", label, partial(self._rows_placed, loss_is_placed=False)),
-            ours("given_loss", "distca, placed loss", partial(self._rows_placed, loss_is_placed=True)),
+            way("given", label, partial(self._rows_placed, loss_is_placed=False)),
+            way("given_loss", "distca, placed loss", partial(self._rows_placed, loss_is_placed=True)),
         ]
 
-    def _as_dealt(self, step: Step) -> list[Load]:
-        """Returns loads of ranks that compute their own rows."""
-        return [packs(self.costs, np.split(batch, self.request.num_ranks), batch) for batch in step]
-
     @property
-    def tasks_moved(self) -> Way:
+    def _tasks_moved(self) -> Way:
         """The way in which tokens of given batches stay, and attention tasks move."""
-        return Way("tasks_moved", "distca, tasks moved", self._tasks_moved, costly=True, is_ours=True)
+
+        def loads(step: Step) -> list[Load]:
+            plan = self.request.given_plans(places_rows=False).plan
+            return [self._of_plan(plan(self._home(batch)), batch) for batch in step]
+
+        return Way("tasks_moved", "distca, tasks moved", loads, costly=True, is_ours=True)
 
     def _rows_placed(self, step: Step, loss_is_placed: bool) -> list[Load]:
         planner, loads = self.request.given_plans(places_rows=True), []
@@ -191,16 +219,12 @@ class Simulation(World):
             home = self._home(batch)
             placed = planner.layout(home)
             load = self._of_plan(planner.plan(placed), batch)
-            loads.append(planned.rows_placed(self.costs, self.cluster, home, load, placed, loss_is_placed))
+            loads.append(rows_placed(self.costs, self.cluster, home, load, placed, loss_is_placed))
         return loads
-
-    def _tasks_moved(self, step: Step) -> list[Load]:
-        plan = self.request.given_plans(places_rows=False).plan
-        return [self._of_plan(plan(self._home(batch)), batch) for batch in step]
 
     def _of_plan(self, plan: Plan, batch: IntArray) -> Load:
         """Returns the load of the plan of a given batch."""
-        load = planned.ours(self.costs, self.cluster, plan, self.request.planner.num_chunks, self._saves)
+        load = ours(self.costs, self.cluster, plan, self.request.planner.num_chunks, self._saves)
         held = plan.layout.document_tokens
         return replace(load, left_out_pairs=left_out_pairs(self.costs.model, [held], batch))
 
@@ -211,29 +235,95 @@ class Simulation(World):
             np.split(batch, ranks) if self.request.batch_size is not None else best_fit(batch, ranks)
         )
 
-    def _served(self, step: Step) -> list[Load]:
-        planner = self.request.served_planner
-        plans = [planner.plan(batch) for batch in step]
-        # Servers keep no rows until recomputation.
-        keeps, chunks = self.request.checkpointing != "recomputed", planner.num_chunks
-        gather = self._trainers(self.request.num_servers).all_gather(self.costs.layer_weight_bytes)
-        load = partial(planned.ours, self.costs, self.cluster, keeps=keeps, gather_seconds=gather)
-        return [load(plan, chunks, self._saves) for plan in plans]
 
-    def _trainers(self, servers: int) -> Cluster:
-        """Returns the cluster without its attention servers: the data ranks that hold weights."""
-        return replace(self.cluster, num_ranks=self.cluster.num_ranks - servers)
+class WayStep(NamedTuple):
+    """One step of one way.
 
-    @property
-    def _saves(self) -> bool:
-        return self.request.checkpointing == "saved"
+    Attributes:
+        attention_seconds: that ranks spend in attention, in the mean.
+        received_bytes: most that a rank sends or receives in a layer's forward pass.
+        most_tokens, most_head_tokens: most tokens that layers, and that a head, of a rank compute.
+        left_out_pairs: attended pairs that are left out where documents are cut.
+    """
+
+    seconds: float
+    attention_seconds: float
+    received_bytes: float
+    most_tokens: int
+    most_head_tokens: int
+    left_out_pairs: float
 
 
-def _plans(planner: PlacedPlanner, step: Step) -> list[Plan]:
-    """Returns a plan for each micro-batch. Documents of the step are regrouped as in training: long ones together, or
-    by work for a pipeline."""
-    lengths = np.concatenate(step)
-    as_packed = Epoch(np.arange(len(lengths)), offsets(np.array([len(batch) for batch in step])))
-    grouped = planner.regroup(as_packed, lengths, len(step))
-    numbers = range(grouped.num_micro_batches)
-    return [planner.plan(lengths[grouped.micro_batch(number)], grouped.layout(number)) for number in numbers]
+class Simulated(NamedTuple):
+    """The step of a number, in every way that was simulated on it."""
+
+    number: int
+    ways: dict[str, WayStep]
+    notes: Notes
+
+
+# Yields the steps that it gets, and shows progress.
+Track = Callable[[Iterable[Simulated]], Iterable[Simulated]]
+
+
+def run_steps(
+    request: SimulationRequest,
+    profile: ClusterProfile,
+    steps: Sequence[Step],
+    track: Track = iter,
+    keys: tuple[str, ...] = (),
+) -> tuple[Simulation, list[Simulated]]:
+    """Simulates steps in every way, or in those of some keys.
+
+    Returns:
+        The simulation, whose notes are complete, and all steps.
+
+    Raises:
+        ConfigError: links that are needed were not measured, or a process was killed.
+    """
+    simulation = Simulation.of(request, profile, keys)
+    size = request.num_ranks * request.accumulation
+    few = max(1, min(len(steps), MOST_COSTLY_STEPS, COSTLY_RANKS // size))
+    costly = {int(number) for number in np.linspace(0, len(steps) - 1, few)}
+    tasks = [(number, step, number in costly) for number, step in enumerate(steps)]
+    run = partial(_simulate, request, profile, keys)
+    done: list[Simulated] = []
+    if len(steps) * size < WORTH_PROCESSES:
+        done.extend(track(map(run, tasks)))
+    else:
+        tasks.sort(key=lambda task: not task[2])  # costly steps first, so that processes end at about the same time
+        workers = min(MOST_PROCESSES, os.cpu_count() or 1, len(tasks))
+        try:
+            with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
+                done.extend(track(pool.map(run, tasks)))
+        except BrokenProcessPool as error:
+            raise ConfigError(
+                f"one of {workers} processes that simulate {request.gpus} GPUs was killed, mostly for want of memory; "
+                "take fewer --gpus, --micro-steps or --batches"
+            ) from error
+    for one in done:
+        simulation.costs.notes.merge(one.notes)
+    return simulation, done
+
+
+def _simulate(
+    request: SimulationRequest, profile: ClusterProfile, keys: tuple[str, ...], task: tuple[int, Step, bool]
+) -> Simulated:
+    """Simulates one step in every way; costly ones only if they are wanted on it."""
+    number, step, with_costly = task
+    simulation = Simulation.of(request, profile, keys)
+    ways = {}
+    for way in simulation.ways():
+        if way.costly and not with_costly:
+            continue
+        seconds, loads = simulation.step_seconds(way, step)
+        checkpointed = simulation.training.layers_checkpointed
+        ways[way.key] = WayStep(
+            seconds,
+            sum(load.attention_seconds(checkpointed) for load in loads),
+            max(load.bytes_per_layer for load in loads),
+            max(int(load.tokens.max()) for load in loads),
+            max(int(load.of_head.max()) for load in loads),
+            sum(load.left_out_pairs for load in loads),
+        )
+    return Simulated(number, ways, simulation.costs.notes)

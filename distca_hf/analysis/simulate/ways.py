@@ -1,7 +1,7 @@
 """Ways: the ways to train that distca_hf is compared with. They share attention without a planner.
 
-Each is a function from the document lengths of a micro-batch to a `Load`, and an entry of `COMPARED`. Two functions
-are only for benchmarks: `even` and `gathered`.
+Each is a function from the document lengths of a micro-batch to a `Load`. Two are only for benchmarks: `even` and
+`gathered`.
 
 | function | what a rank holds | what it attends |
 |---|---|---|
@@ -20,16 +20,16 @@ that holds the context, and the fastest is shown.
 
 import heapq
 from bisect import bisect_left, insort
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 
+from distca_hf.analysis.models import SimulatedModel
 from distca_hf.analysis.profiles.curves import Amounts, FloatArray
-from distca_hf.analysis.simulate.compared import Compared, Step, Way, World, of_groups, of_ranks
 from distca_hf.analysis.simulate.costs import Costs, Passes
-from distca_hf.analysis.simulate.load import Attention, Load, Waiting, nothing_sent
-from distca_hf.analysis.simulate.model import SimulatedModel
+from distca_hf.analysis.simulate.load import Attention, Load, Step, Way, nothing_sent, waited_for
 from distca_hf.analysis.simulate.request import SimulationRequest
 from distca_hf.analysis.simulate.wires import Cluster, WireBytes
 from distca_hf.arrays import IntArray, ceil_div
@@ -179,7 +179,7 @@ def ulysses(costs: Costs, cluster: Cluster, document_tokens: IntArray, group: in
     attention, outputs after it."""
     held = fill_groups(document_tokens, cluster.num_ranks // group)
     load = packs(costs, held, document_tokens)
-    tokens = _per_rank(load.tokens, group)
+    tokens = np.repeat(ceil_div(load.tokens, group), group)
     query, key_value, output = costs.token_bytes
     # A KV head goes to every rank that has one of its query heads.
     copies = max(1.0, group / costs.model.heads.key_value)
@@ -187,19 +187,23 @@ def ulysses(costs: Costs, cluster: Cluster, document_tokens: IntArray, group: in
     seconds = np.sum([_exchange(cluster, size * (group - 1) / group, group) for size in sizes], axis=0)
     all_bytes = np.sum(sizes, axis=0)
     copied = costs.copy_seconds(READ_AND_WRITTEN * all_bytes)
-    waits = Waiting(seconds + copied, seconds + copied, seconds)
     attention = [
-        waits.attention(Passes(_spread(x.forward, group), _spread(x.backward, group)), x.layers)
+        waited_for(
+            Passes(*(np.repeat(each / group, group) for each in (x.forward, x.backward))),
+            x.layers,
+            seconds + copied,
+            seconds,
+        )
         for x in load.attention
     ]
-    return Load(tokens, attention, _most(all_bytes * (group - 1) / group), load.left_out_pairs)
+    return Load(tokens, attention, float(np.max(all_bytes * (group - 1) / group, initial=0.0)), load.left_out_pairs)
 
 
 def ring(costs: Costs, cluster: Cluster, document_tokens: IntArray, group: int) -> Load:
     """Returns the load of zigzag context parallelism in a ring. Keys and values of the next rank arrive while those of
     the previous one are attended. Steps take as long with windows as without."""
     held = fill_groups(document_tokens, cluster.num_ranks // group)
-    tokens = _per_rank(np.array([int(x.sum()) for x in held]), group)
+    tokens = np.repeat(ceil_div(np.array([int(x.sum()) for x in held]), group), group)
     kernels = [_ring_kernels(costs, lengths, group) for lengths in held]
     first, step = (
         Passes(np.repeat([x[at].forward for x in kernels], group), np.repeat([x[at].backward for x in kernels], group))
@@ -225,7 +229,7 @@ def ring(costs: Costs, cluster: Cluster, document_tokens: IntArray, group: int) 
     waits = sent * (sends > step.forward), sent_backward * (sends_gradients > step.backward)
     attention = [Attention(forward, forward, backward, sent, sent_backward, costs.model.attention_layers, *waits)]
     left_out = left_out_pairs(costs.model, held, document_tokens)
-    return Load(tokens, attention, _most(steps * key_value * tokens), left_out)
+    return Load(tokens, attention, float(np.max(steps * key_value * tokens, initial=0.0)), left_out)
 
 
 def gathered(costs: Costs, cluster: Cluster, held: Sequence[IntArray], group: int) -> Load:
@@ -235,13 +239,12 @@ def gathered(costs: Costs, cluster: Cluster, held: Sequence[IntArray], group: in
     Args:
         held: for each group, the lengths of its documents.
     """
-    tokens = _per_rank(np.array([int(x.sum()) for x in held]), group)
+    tokens = np.repeat(ceil_div(np.array([int(x.sum()) for x in held]), group), group)
     _, key_value, _ = costs.token_bytes
     rows = np.repeat([float(x.sum()) for x in held], group)
     received = key_value * rows * (group - 1) / group
     seconds = _exchange(cluster, received, group)
     copied = costs.copy_seconds(READ_AND_WRITTEN * key_value * rows) * (group > 1)
-    waits = Waiting(seconds + copied, seconds + copied, seconds)
     attention = []
     for mask, layers in costs.model.masks:
         of_groups = []
@@ -252,8 +255,8 @@ def gathered(costs: Costs, cluster: Cluster, held: Sequence[IntArray], group: in
                 [sum(float(getattr(x, of).sum()) for x in chunks) / group for of in ("forward", "backward")]
             )
         seconds_of = Passes(*(np.repeat([x[of] for x in of_groups], group) for of in (0, 1)))
-        attention.append(waits.attention(seconds_of, layers))
-    return Load(tokens, attention, _most(received))
+        attention.append(waited_for(seconds_of, layers, seconds + copied, seconds))
+    return Load(tokens, attention, float(np.max(received, initial=0.0)))
 
 
 def _ring_kernels(costs: Costs, lengths: IntArray, group: int) -> tuple[Passes, Passes]:
@@ -289,48 +292,89 @@ def _exchange(cluster: Cluster, num_bytes: Amounts, group: int) -> FloatArray:
     return cluster.exchange(WireBytes.both_ways(num_bytes * (1 - beyond)), WireBytes.both_ways(num_bytes * beyond))
 
 
-def _per_rank(group_tokens: IntArray, group: int) -> IntArray:
-    return np.repeat(ceil_div(group_tokens, group), group)
+class Grouped(NamedTuple):
+    """A way to compare with in which groups of ranks share documents.
+
+    Attributes:
+        key, label: its names in JSON and in tables; the size of groups is added.
+        name: for sentences that say why it cannot run.
+        load: from costs, cluster, document lengths and group size.
+        most_group: returns the largest group size.
+        costly: see `Way`.
+    """
+
+    key: str
+    label: str
+    name: str
+    load: Callable[[Costs, Cluster, IntArray, int], Load]
+    most_group: Callable[[SimulationRequest], int]
+    costly: bool = False
+
+    def groups(self, request: SimulationRequest) -> list[int]:
+        """Returns group sizes that hold the context: powers of two, at least 2, that divide the number of ranks."""
+        most, ranks = self.most_group(request), request.num_ranks
+        powers = (1 << power for power in range(1, most.bit_length()))
+        return [group for group in powers if request.least_group <= group <= most and ranks % group == 0]
 
 
-def _spread(seconds: FloatArray, group: int) -> FloatArray:
-    return np.repeat(seconds / group, group)
-
-
-def _most(num_bytes: Amounts) -> float:
-    return float(np.max(num_bytes, initial=0.0))
-
-
-COMPARED = (
-    Compared("plain", "plain packing", of_ranks(plain_packing)),
-    Compared("sorted_packs", "sorted packs", lambda of, step, _: sorted_packs(of.costs, step, of.request.num_ranks)),
-    Compared("whole_documents", "whole documents", of_ranks(whole_documents)),
-    Compared(
+GROUPED = (
+    Grouped(
         "ulysses",
         "Ulysses",
-        of_groups(ulysses),
+        "Ulysses",
+        ulysses,
         lambda request: min(request.data_ranks_per_node, request.model.heads.query // request.tensor_ranks),
-        name="Ulysses",
     ),
-    Compared(
+    Grouped(
         "ring",
         "zigzag ring",
-        of_groups(ring),
+        "rings",
+        ring,
         lambda request: min(request.num_ranks, max(request.data_ranks_per_node, 4 * request.least_group)),
-        name="rings",
         costly=True,
     ),
 )
 
 
-def ways_to_compare(world: World) -> list[Way]:
-    """Returns the ways to compare with that can run."""
-    return [way for compared in COMPARED for way in compared.ways(world)]
+def ways_to_compare(request: SimulationRequest, costs: Costs, cluster: Cluster) -> list[Way]:
+    """Returns the ways to compare with that can run; of those with groups one for each group size."""
+    ranks = request.num_ranks
+
+    def of_ranks(load: Callable[[Costs, IntArray, int], Load]) -> Callable[[Step], list[Load]]:
+        return lambda step: [load(costs, batch, ranks) for batch in step]
+
+    def of_groups(of: Grouped, group: int) -> Callable[[Step], list[Load]]:
+        return lambda step: [of.load(costs, cluster, batch, group) for batch in step]
+
+    return [
+        Way("plain", "plain packing", of_ranks(plain_packing)),
+        Way("sorted_packs", "sorted packs", lambda step: sorted_packs(costs, step, ranks)),
+        Way("whole_documents", "whole documents", of_ranks(whole_documents)),
+        *(
+            Way(f"{of.key}_{group}", f"{of.label} over {group}", of_groups(of, group), of.costly, family=of.key)
+            for of in (() if request.model.mixer_layers else GROUPED)
+            for group in of.groups(request)
+        ),
+    ]
 
 
 def missing_to_compare(request: SimulationRequest) -> list[str]:
     """Returns a sentence for each way to compare with that is left out."""
-    if request.model.mixers:
-        cut = " and ".join(compared.name for compared in COMPARED if compared.most_group)
-        return [f"{request.model.mixers} layers carry a state, so documents stay whole: {cut} cut them"]
-    return [words for compared in COMPARED if (words := compared.missing(request))]
+    if layers := request.model.mixer_layers:
+        cut = " and ".join(of.name for of in GROUPED)
+        return [f"{layers} layers carry a state, so documents stay whole: {cut} cut them"]
+    words, tokens, ranks = [], request.longest_tokens, request.num_ranks
+    for of in GROUPED:
+        most = of.most_group(request)
+        if of.groups(request):
+            continue
+        if request.least_group > most:
+            words.append(
+                f"{of.name}: a group within a node holds at most {most * request.tokens_per_rank:,} tokens, and the "
+                f"context has {tokens:,}"
+            )
+        else:
+            words.append(
+                f"{of.name}: no group of 2, 4, 8, ... data ranks that holds {tokens:,} tokens divides all {ranks}"
+            )
+    return words

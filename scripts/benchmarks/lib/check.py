@@ -14,8 +14,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from distca_hf.batches.given import GivenPlanner
 from distca_hf.integrations.models.decoder_layers import head_groups_of, token_bytes_of
 from distca_hf.testing import attend_documents
-from lib.baselines.calls import MadeUpKeys
-from lib.baselines.operators import Work
+from lib.baselines.operators import MadeUpKeys, Work
 from lib.documents import numbered_tokens
 from lib.modes import Batch, Mode, Place, StepTokens, build_mode
 from lib.rounds import equal_losses
@@ -100,18 +99,17 @@ def _errors(
     rounded: Sequence[torch.Tensor],
 ) -> dict[str, float]:
     """Returns the largest error of this rank's rows, of output and gradients, over the allowed one."""
-    mode.begin()
-    [batch] = mode.batches
-    rows = batch["input_ids"][0]
-    q, k, v, dout = (x[rows] for x in whole)
-    results = attend_once(mode, place, batch, q, k, v, dout)
-    if not mode.exact:
-        rows = slice(None)
-        exact, rounded = (
-            _attend_made_up(batch["bench_work"], q, k, v, dout, place.shape.scale, kind)
-            for kind in (torch.float32, place.dtype)
-        )
-    mode.end()
+    with mode.running():
+        [batch] = mode.batches
+        rows = batch["input_ids"][0]
+        q, k, v, dout = (x[rows] for x in whole)
+        results = attend_once(mode, place, batch, q, k, v, dout)
+        if not mode.exact:
+            rows = slice(None)
+            exact, rounded = (
+                _attend_made_up(batch["bench_work"], q, k, v, dout, place.shape.scale, kind)
+                for kind in (torch.float32, place.dtype)
+            )
     return {
         what: ((result.float() - truth[rows]).abs().max() / _allowed(truth, plain)).item()
         for what, result, truth, plain in zip(NAMES, results, exact, rounded, strict=True)

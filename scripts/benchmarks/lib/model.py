@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -32,122 +33,10 @@ from lib.baselines.operators import SAVED_OPERATORS
 from lib.liger import use_liger_layers
 
 
+# Configurations by name. Models with windows, or with layers that carry a state, have as many layers as
+# one of each kind takes; `tiny` is for CPUs: a program takes seconds with it.
 PRESETS: dict[str, dict[str, Any]] = {
-    "llama3-8b": {
-        "model_type": "llama",
-        "vocab_size": 128_256,
-        "hidden_size": 4096,
-        "intermediate_size": 14_336,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 500_000.0},
-    },
-    "qwen3-0.6b": {
-        "model_type": "qwen3",
-        "vocab_size": 151_936,
-        "hidden_size": 1024,
-        "intermediate_size": 3072,
-        "num_hidden_layers": 28,
-        "num_attention_heads": 16,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "tie_word_embeddings": True,
-        "rms_norm_eps": 1e-6,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 1_000_000.0},
-    },
-    "qwen3-4b": {
-        "model_type": "qwen3",
-        "vocab_size": 151_936,
-        "hidden_size": 2560,
-        "intermediate_size": 9728,
-        "num_hidden_layers": 36,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "tie_word_embeddings": True,
-        "rms_norm_eps": 1e-6,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 5_000_000.0},
-    },
-    # Shapes of models with sliding windows; of the first layers, one or two are full.
-    "gemma3-27b": {
-        "model_type": "gemma3_text",
-        "vocab_size": 262_208,
-        "hidden_size": 5376,
-        "intermediate_size": 21_504,
-        "num_hidden_layers": 6,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 16,
-        "head_dim": 128,
-        "query_pre_attn_scalar": 168,
-        "sliding_window": 1024,
-        "layer_types": 5 * ["sliding_attention"] + ["full_attention"],
-    },
-    "olmo3-7b": {
-        "model_type": "olmo3",
-        "vocab_size": 100_278,
-        "hidden_size": 4096,
-        "intermediate_size": 11_008,
-        "num_hidden_layers": 4,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 32,
-        "sliding_window": 4096,
-        "layer_types": 3 * ["sliding_attention"] + ["full_attention"],
-    },
-    "gpt-oss-20b": {
-        "model_type": "gpt_oss",
-        "vocab_size": 201_088,
-        "hidden_size": 2880,
-        "intermediate_size": 2880,
-        "num_hidden_layers": 4,
-        "num_attention_heads": 64,
-        "num_key_value_heads": 8,
-        "head_dim": 64,
-        "num_local_experts": 32,
-        "num_experts_per_tok": 4,
-        "sliding_window": 128,
-        "layer_types": 2 * ["sliding_attention", "full_attention"],
-    },
-    "qwen3-30b-a3b": {
-        "model_type": "qwen3_moe",
-        "vocab_size": 151_936,
-        "hidden_size": 2048,
-        "intermediate_size": 6144,
-        "moe_intermediate_size": 768,
-        "num_hidden_layers": 48,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 4,
-        "head_dim": 128,
-        "num_experts": 128,
-        "num_experts_per_tok": 8,
-        "norm_topk_prob": True,
-        "rms_norm_eps": 1e-6,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 1_000_000.0},
-    },
-    # Shape of a hybrid: three layers of four carry a state, and documents stay whole.
-    "qwen3.5-27b": {
-        "model_type": "qwen3_5_text",
-        "vocab_size": 248_320,
-        "hidden_size": 5120,
-        "intermediate_size": 17_408,
-        "num_hidden_layers": 4,
-        "num_attention_heads": 24,
-        "num_key_value_heads": 4,
-        "head_dim": 256,
-        "linear_num_key_heads": 16,
-        "linear_num_value_heads": 48,
-        "layer_types": 3 * ["linear_attention"] + ["full_attention"],
-    },
-    # For CPUs: a program takes seconds with it.
-    "tiny": {
-        "model_type": "llama",
-        "vocab_size": 256,
-        "hidden_size": 64,
-        "intermediate_size": 128,
-        "num_hidden_layers": 4,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-    },
+    file.stem: json.loads(file.read_text()) for file in sorted(Path(__file__).parents[1].glob("presets/*.json"))
 }
 PROBE_TOKENS = 64
 

@@ -1,9 +1,9 @@
 """Modes of a benchmark step: the same documents and weights, held and attended in different ways (`MODES`)."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
-from functools import cached_property
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
 from itertools import accumulate, chain
 from typing import Any, NamedTuple, Protocol
 from unittest import mock
@@ -26,8 +26,7 @@ from distca_hf.integrations.models.planner import planner_for
 from distca_hf.placement.place import fill_in_order
 from distca_hf.planning.rebalance import plan_by_moving
 from distca_hf.runtime.forward_pass import ForwardPass
-from lib.baselines.calls import Call, ChosenKeys, MadeUpKeys, OwnKeys, make_call
-from lib.baselines.operators import Work
+from lib.baselines.operators import Call, ChosenKeys, MadeUpKeys, OwnKeys, Work, make_call
 from lib.baselines.ring_code import Llama3Work, RingWork, ZigzagWork
 from lib.documents import (
     Holding,
@@ -106,37 +105,13 @@ class Place:
         return needs_whole_documents(self.model)
 
 
-class ThereWhileItRuns(Protocol):
-    """Something that only the steps of one mode need."""
-
-    def make(self) -> object:
-        """Makes it, before steps of the mode."""
-        ...
-
-    def forget(self) -> object:
-        """Lets go of it, after them."""
-        ...
-
-
-class Without:
-    """Takes methods of the product away.
-
-    Args:
-        owner: their class.
-        names: of the methods; they return None instead.
-    """
-
-    def __init__(self, owner: type, *names: str) -> None:
-        self._owner, self._names, self._patches = owner, names, ExitStack()
-
-    def make(self) -> None:
-        """Takes them away."""
-        for name in self._names:
-            self._patches.enter_context(mock.patch.object(self._owner, name, return_value=None))
-
-    def forget(self) -> None:
-        """Puts them back."""
-        self._patches.close()
+@contextmanager
+def without(owner: type, *names: str) -> Iterator[None]:
+    """Takes methods of a class of the product away meanwhile; they return None instead."""
+    with ExitStack() as patches:
+        for name in names:
+            patches.enter_context(mock.patch.object(owner, name, return_value=None))
+        yield
 
 
 @dataclass(frozen=True)
@@ -150,7 +125,7 @@ class Mode:
         watched: the model is called with the product's hooks around it.
         exchanges: whether attention sends anything, on several ranks.
         exact: outputs are of attention on the documents; false for `ideal` alone.
-        made_up: keys, or changes to the product, that are there only while this mode runs.
+        meanwhile: made-up keys, or changes to the product, that are there only while this mode runs.
     """
 
     name: str
@@ -159,17 +134,15 @@ class Mode:
     watched: bool = False
     exchanges: bool = False
     exact: bool = True
-    made_up: Sequence["ThereWhileItRuns"] = field(default_factory=list)
+    meanwhile: Sequence[Callable[[], AbstractContextManager[object]]] = ()
 
-    def begin(self) -> None:
-        """Makes the parts that only this mode's steps need."""
-        for keys in self.made_up:
-            keys.make()
-
-    def end(self) -> None:
-        """Lets go of these parts: other modes need the memory."""
-        for keys in self.made_up:
-            keys.forget()
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Makes the parts that only this mode's steps need, and lets go of them: other modes need the memory."""
+        with ExitStack() as parts:
+            for part in self.meanwhile:
+                parts.enter_context(part())
+            yield
 
 
 def _local(place: Place, step: StepTokens) -> Mode:
@@ -230,7 +203,7 @@ def _ideal(place: Place, step: StepTokens) -> Mode:
     else:
         packs = [batch_of([*whole, *parts, *served], tokens, place.device) for tokens in step]
     batches = [{**pack, "bench_work": work} for pack in packs]
-    return Mode("ideal", "bench_whole", batches, exact=False, made_up=made_up)
+    return Mode("ideal", "bench_whole", batches, exact=False, meanwhile=[keys.made for keys in made_up])
 
 
 def _made_up(place: Place, queries: Sequence[int], keys: Sequence[int], local_rows: torch.Tensor) -> MadeUpKeys:
@@ -304,7 +277,7 @@ def _placed(place: Place, step: StepTokens) -> Mode:
 
 
 def _unchecked(place: Place, step: StepTokens) -> Mode:
-    return replace(_placed(place, step), name="unchecked", made_up=[Without(ForwardPass, *AGREEMENTS)])
+    return replace(_placed(place, step), name="unchecked", meanwhile=[partial(without, ForwardPass, *AGREEMENTS)])
 
 
 def _given(place: Place, step: StepTokens) -> Mode:
@@ -352,27 +325,16 @@ class AsOfTrainer:
 
 
 def _moved(place: Place, step: StepTokens) -> Mode:
-    return replace(_given(place, step), name="moved", made_up=[TasksMove()])
+    return replace(_given(place, step), name="moved", meanwhile=[tasks_move])
 
 
-class TasksMove:
+@contextmanager
+def tasks_move() -> Iterator[None]:
     """Leaves rows of given batches where they are; attention tasks move instead, as for models that carry a state."""
-
-    def __init__(self) -> None:
-        self._patches = ExitStack()
-
-    def make(self) -> None:
-        """Takes the placement of rows away."""
-        stay = mock.patch.object(GivenPlans, "layout", lambda plans, home: home)
-        move = mock.patch.object(
-            GivenPlans, "plan", lambda plans, home, _=None: plan_by_moving(home, plans.head_groups)
-        )
-        self._patches.enter_context(stay)
-        self._patches.enter_context(move)
-
-    def forget(self) -> None:
-        """Puts it back."""
-        self._patches.close()
+    stay = mock.patch.object(GivenPlans, "layout", lambda plans, home: home)
+    move = mock.patch.object(GivenPlans, "plan", lambda plans, home, _=None: plan_by_moving(home, plans.head_groups))
+    with stay, move:
+        yield
 
 
 class Kind(NamedTuple):
@@ -439,7 +401,7 @@ def build_mode(name: str, place: Place, step: StepTokens) -> Mode:
     mode = MODES[name].build(place, step)
     if mode.watched:
         return mode
-    return replace(mode, made_up=[*mode.made_up, Without(BackboneCalls, "_open")])
+    return replace(mode, meanwhile=[*mode.meanwhile, partial(without, BackboneCalls, "_open")])
 
 
 def _lengths(step: StepTokens) -> list[int]:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from distca_hf.analysis.lengths import read_lengths
-from distca_hf.analysis.profiles.shipped import find_profile
+from distca_hf.analysis.profiles.cluster_profile import find_profile
 from distca_hf.analysis.request import MAX_MICRO_STEPS, MAX_RANKS
 from distca_hf.errors import ConfigError, PackingError
 

@@ -1,8 +1,13 @@
 """Rates of this device for the parts of a step, and the least time of a step."""
 
+import functools
+import statistics
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
+from typing import Any, Protocol
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -12,7 +17,7 @@ from distca_hf.config import KernelName
 from distca_hf.cost import causal_pairs
 from distca_hf.kernels.interface import AttentionSpec, Gradients, Inputs, Kernel, Room, Saved, accumulation_dtype
 from distca_hf.kernels.registry import Operands, choose_kernel
-from lib.baselines.calls import OwnKeys, make_call
+from lib.baselines.operators import OwnKeys, make_call
 from lib.model import Shape
 
 
@@ -105,3 +110,100 @@ def _seconds(run: Callable[[], object], device: torch.device) -> float:
         synchronize(device)
         series.append((time.perf_counter() - began) / CALLS)
     return min(series)
+
+
+class Mark(Protocol):
+    """A moment: a `torch.cuda.Event`, or its counterpart on CPUs."""
+
+    def record(self) -> None:
+        """Takes this moment."""
+        ...
+
+    def elapsed_time(self, end: Any) -> float:
+        """Returns the milliseconds from here to there."""
+        ...
+
+
+class CpuMark:
+    """A mark of the clock."""
+
+    def record(self) -> None:
+        """Takes this moment."""
+        self._seconds = time.perf_counter()
+
+    def elapsed_time(self, end: "CpuMark") -> float:
+        """Returns the milliseconds from here to there."""
+        return 1e3 * (end._seconds - self._seconds)
+
+
+Laps = list[tuple[Mark, Mark]]  # begin and end of every call
+
+
+@dataclass(frozen=True)
+class KernelSeconds:
+    """Seconds of all calls of a step; medians over some steps.
+
+    Attributes:
+        forward: `[ranks]`, of forward calls, recomputed ones, too.
+        backward: `[ranks]`, of backward calls.
+    """
+
+    forward: list[float]
+    backward: list[float]
+
+    @property
+    def figures(self) -> dict[str, Any]:
+        """Returns for `forward` and `backward` the `seconds` of every rank, `mean_seconds`, and `max_over_mean`: the
+        slowest rank over the mean."""
+        return {
+            name: {
+                "seconds": seconds,
+                "mean_seconds": statistics.mean(seconds),
+                "max_over_mean": max(seconds) / statistics.mean(seconds),
+            }
+            for name, seconds in vars(self).items()
+        }
+
+
+def time_kernels(step: Callable[[], object], kernel: Kernel, device: torch.device, rounds: int) -> KernelSeconds:
+    """Runs a step so many times, and times every call of the kernel in it; a collective call.
+
+    Returns:
+        seconds of all calls, for every rank: medians of the steps.
+    """
+    rounds_seconds = [_one_step(step, kernel, device) for _ in range(rounds)]
+    own = torch.tensor(rounds_seconds, dtype=torch.float64, device=device).quantile(0.5, dim=0)
+    ranks = [torch.empty_like(own) for _ in range(dist.get_world_size())]
+    dist.all_gather(ranks, own)
+    return KernelSeconds(*torch.stack(ranks, dim=1).tolist())
+
+
+def _one_step(step: Callable[[], object], kernel: Kernel, device: torch.device) -> list[float]:
+    """Seconds of all forward calls, and of all backward calls."""
+    laps: dict[str, Laps] = {"forward": [], "backward": []}
+    dist.barrier()
+    with ExitStack() as stack:
+        for name, passed in laps.items():
+            timed = _timed(getattr(type(kernel), name), passed, device)
+            stack.enter_context(mock.patch.object(type(kernel), name, timed))
+        step()
+    synchronize(device)
+    return [1e-3 * sum(began.elapsed_time(end) for began, end in passed) for passed in laps.values()]
+
+
+def _timed(function: Callable[..., Any], laps: Laps, device: torch.device) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def timed(*args: Any, **kwargs: Any) -> Any:
+        began = _mark(device)
+        results = function(*args, **kwargs)
+        laps.append((began, _mark(device)))
+        return results
+
+    return timed
+
+
+def _mark(device: torch.device) -> Mark:
+    """This moment; on a GPU the one when the current stream comes to it."""
+    mark: Mark = torch.cuda.Event(enable_timing=True) if device.type == "cuda" else CpuMark()
+    mark.record()
+    return mark

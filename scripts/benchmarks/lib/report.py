@@ -3,15 +3,14 @@
 import argparse
 import statistics
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
 
 from lib.documents import attended_pairs
-from lib.kernel_seconds import KernelSeconds
 from lib.model import Shape
-from lib.rates import Rates, peak_flops
+from lib.rates import KernelSeconds, Rates, peak_flops
 from lib.tables import markdown, number
 
 
@@ -52,9 +51,9 @@ class Load:
     tensor_ranks: int = 1
 
 
-@dataclass(frozen=True)
+@dataclass
 class Measured:
-    """One mode; the slowest or largest rank of each.
+    """One mode, on this rank, or the slowest or largest rank of each figure.
 
     Attributes:
         seconds: `[rounds]`, of the step.
@@ -64,11 +63,11 @@ class Measured:
         loss: of the last step.
     """
 
-    seconds: list[float]
-    silent_seconds: list[float]
-    exchanged_bytes: int
-    peak_bytes: int
-    loss: float
+    seconds: list[float] = field(default_factory=list)
+    silent_seconds: list[float] = field(default_factory=list)
+    exchanged_bytes: int = 0
+    peak_bytes: int = 0
+    loss: float = 0.0
 
     @property
     def step_seconds(self) -> float:

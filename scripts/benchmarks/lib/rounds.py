@@ -5,7 +5,6 @@ import gc
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
@@ -19,24 +18,6 @@ from lib.wires import Wires
 
 # Losses of all modes are of the same tokens: how far they may differ, as a part of the first one.
 LARGEST_LOSS_DIFFERENCE = {torch.float32: 1e-5, torch.bfloat16: 2e-3}
-
-
-@dataclass
-class Tally:
-    """Figures of a mode on this rank.
-
-    Attributes:
-        seconds, silent_seconds: `[steps]` so far, with and without exchanges.
-        exchanged_bytes: sent or received in the last step, whichever is more.
-        peak_bytes: the most of all steps.
-        loss: of the last step.
-    """
-
-    seconds: list[float] = field(default_factory=list)
-    silent_seconds: list[float] = field(default_factory=list)
-    exchanged_bytes: int = 0
-    peak_bytes: int = 0
-    loss: torch.Tensor | None = None
 
 
 class Runner:
@@ -56,7 +37,7 @@ class Runner:
         Returns:
             the figures of every mode by its name, over all ranks.
         """
-        tallies = {mode.name: Tally() for mode in modes}
+        tallies = {mode.name: Measured() for mode in modes}
         for _ in range(warmup + rounds):
             for mode in modes:
                 with self.ready(mode) as step:
@@ -68,10 +49,9 @@ class Runner:
         """Yields a step of this mode, to be called often. Around it, which is not part of a step, the model is made to
         attend in this way, and gradients and parts of this mode alone are let go."""
         self._model.causal_lm.set_attn_implementation(mode.implementation)
-        mode.begin()
-        yield functools.partial(self.step, mode)
-        self._model.zero_grad(set_to_none=True)
-        mode.end()
+        with mode.running():
+            yield functools.partial(self.step, mode)
+            self._model.zero_grad(set_to_none=True)
 
     def step(self, mode: Mode) -> torch.Tensor:
         """Runs forward and backward of all micro-steps; returns the loss of this rank's tokens, a scalar."""
@@ -83,11 +63,12 @@ class Runner:
             losses.append(loss.detach())
         return torch.stack(losses).sum()
 
-    def _run(self, step: Callable[[], torch.Tensor], tally: Tally, silent_too: bool) -> None:
+    def _run(self, step: Callable[[], torch.Tensor], tally: Measured, silent_too: bool) -> None:
         self._wires.reset()
         if self._device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self._device)
-        seconds, tally.loss = self._timed(step)
+        seconds, loss = self._timed(step)
+        tally.loss = loss.item()
         tally.seconds.append(seconds)
         tally.exchanged_bytes = max(self._wires.sent_bytes, self._wires.received_bytes)
         if self._device.type == "cuda":
@@ -107,16 +88,15 @@ class Runner:
         synchronize(self._device)
         return time.perf_counter() - began, loss
 
-    def _over_ranks(self, tally: Tally, warmup: int) -> Measured:
+    def _over_ranks(self, tally: Measured, warmup: int) -> Measured:
         """Returns the slowest rank of each round, the largest one, and the mean loss."""
-        assert tally.loss is not None
         seconds, silent = tally.seconds[warmup:], tally.silent_seconds[warmup:]
         numbers = torch.tensor(
             [*seconds, *silent, tally.exchanged_bytes, tally.peak_bytes], dtype=torch.float64, device=self._device
         )
         dist.all_reduce(numbers, op=dist.ReduceOp.MAX)
         *times, exchanged_bytes, peak_bytes = numbers.tolist()
-        loss = tally.loss.double() / dist.get_world_size()
+        loss = torch.tensor(tally.loss / dist.get_world_size(), dtype=torch.float64, device=self._device)
         dist.all_reduce(loss)
         return Measured(
             times[: len(seconds)], times[len(seconds) :], int(exchanged_bytes), int(peak_bytes), loss.item()

@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
+from distca_hf.analysis.profiles.cluster_profile import find_profile
 from distca_hf.analysis.profiles.curves import Notes
-from distca_hf.analysis.profiles.shipped import find_profile
 from distca_hf.config import DistCAConfig
 from distca_hf.layout import Topology
 from lib.planning.predicted import Setting, model_of, simulate

@@ -41,7 +41,7 @@ python scripts/models/upstream_tests.py --trl CHECKOUT --page docs/models.md
 
 Models and datasets are made with TRL's scripts instead of loaded from the Hub: random weights, tokenizers of few
 words, TRL's chat templates. Tests of models that need a processor from the Hub, or torchvision, fail with both. TRL's
-package has no tests; CHECKOUT may be a source tree of another version (`upstream/names.py`). On two ranks
+package has no tests; CHECKOUT may be a source tree of another version (`upstream/plugin.py`). On two ranks
 `tests/integration/test_padded_trainers.py` compares DPO, KTO, reward, GRPO, RLOO, SFT, GKD and distillation with sdpa:
 losses, gradient norms and weights, with documents that are longer than a rank's mean.
 """

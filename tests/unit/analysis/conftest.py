@@ -2,7 +2,7 @@
 
 import pytest
 
-from distca_hf.analysis import estimates
+from distca_hf.analysis import answer as estimates
 
 
 @pytest.fixture(autouse=True)

@@ -18,11 +18,12 @@ from transformers import Trainer, TrainingArguments
 from typer.testing import CliRunner
 
 import distca_hf
-from distca_hf.analysis.epoch import OptimizerStep, Origin, pack_first_step
+from distca_hf.analysis.epoch import OptimizerStep, Origin, pack_epoch
 from distca_hf.analysis.find_model import read_model_config
 from distca_hf.analysis.first_step import make_report
 from distca_hf.analysis.lengths import read_lengths
-from distca_hf.analysis.request import ModelShape, PlanRequest, plan_micro_steps
+from distca_hf.analysis.models import ModelShape
+from distca_hf.analysis.request import PlanRequest, plan_micro_steps
 from distca_hf.batches import loader
 from distca_hf.batches.given import GivenPlanner
 from distca_hf.batches.loader import PlacedLoader
@@ -112,7 +113,7 @@ def check_same_step(
     lengths: list[int], request: PlanRequest, heads: tuple[int, int], seed: int
 ) -> tuple[list[Plan], PlacedLoader]:
     """Plans of the command and of the loader are equal, and so are their figures."""
-    step = pack_first_step(np.array(lengths), request, seed)
+    step = pack_epoch(np.array(lengths), request, seed).first_step(request.micro_steps)
     plans = plan_micro_steps(request, step.micro_batches)
     loader = loader_of(lengths, request, heads, seed)
     lives: list[LivePlan] = [batch["distca_plan"] for batch in islice(loader, request.micro_steps)]
@@ -175,7 +176,7 @@ def test_an_overlong_document_is_refused_wherever_it_is(seed: int, shapes: dict[
     with pytest.raises(PackingError, match=r"document 300 \(row 300\) has 2001 tokens"):
         loader_of(lengths, request, (32, 8), seed)
     with pytest.raises(PackingError, match="a document of 2001 tokens does not fit"):
-        pack_first_step(np.array(lengths), request, seed)
+        pack_epoch(np.array(lengths), request, seed).first_step(request.micro_steps)
 
 
 @settings(max_examples=40, deadline=None)
@@ -195,7 +196,7 @@ def test_any_step_is_the_first_of_training(data: st.DataObject, shapes: dict[tup
     loader = loader_of(lengths, request, heads, seed)
     if len(loader) < micro_steps:
         with pytest.raises(PackingError, match=f"fill {len(loader)} of {micro_steps} micro-steps"):
-            pack_first_step(np.array(lengths), request, seed)
+            pack_epoch(np.array(lengths), request, seed).first_step(request.micro_steps)
     else:
         check_same_step(lengths, request, heads, seed)
 

@@ -15,12 +15,11 @@ from transformers import (
 )
 
 from distca_hf.analysis.check.find import Candidate, find_candidate
-from distca_hf.analysis.check.layers import decoder_size
 from distca_hf.analysis.check.tiny_config import WINDOW_TOKENS, tiny_config, tiny_version
 from distca_hf.analysis.check.trial import TinyModel, compare
-from distca_hf.analysis.check.verdict import Verdict, judge
+from distca_hf.analysis.check.verdict import Verdict, decoder_size, judge
 from distca_hf.analysis.find_model import find_model
-from distca_hf.analysis.request import PRESETS
+from distca_hf.analysis.models import PRESETS
 from distca_hf.cost import Mask
 from distca_hf.errors import UnsupportedAttentionError
 from distca_hf.flops import find_gpu

@@ -11,7 +11,7 @@ from typer.testing import CliRunner, Result
 
 from distca_hf.analysis.check import run_check
 from distca_hf.analysis.memory import TrainingSetup, estimate_memory
-from distca_hf.analysis.request import preset
+from distca_hf.analysis.models import preset
 from distca_hf.cli import app
 from distca_hf.flops import H100_GIB
 from support.commands import REPOSITORY

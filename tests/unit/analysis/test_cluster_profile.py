@@ -10,10 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from distca_hf.analysis.profiles.__main__ import MainFigures, write
-from distca_hf.analysis.profiles.cluster_profile import SCHEMA, ClusterProfile
+from distca_hf.analysis.profiles.__main__ import in_words, main_figures, write
+from distca_hf.analysis.profiles.cluster_profile import SCHEMA, ClusterProfile, find_profile, shipped_profiles
 from distca_hf.analysis.profiles.curves import Curve, Notes, Surface, kernel_times_of
-from distca_hf.analysis.profiles.shipped import find_profile, shipped_profiles
 from distca_hf.errors import ConfigError
 from distca_hf.placement.by_kernel_time import KernelTimes
 from distca_hf.version import __version__
@@ -157,21 +156,20 @@ def test_a_profile_is_a_table_of_kernel_times(profile: ClusterProfile, tmp_path:
 
 
 def test_main_figures_are_those_of_the_file(profile: ClusterProfile) -> None:
-    figures = MainFigures.of(profile, Path("cluster.json"))
+    figures = main_figures(profile, Path("cluster.json"))
     full, links = profile.attention[0], profile.within_node
     assert links is not None
 
     # By hand: two products of 128 numbers for each pair and head of the longest document.
     tokens = full.square_tokens[-1]
     pairs = 32 * tokens * (tokens + 1) / 2
-    assert figures.attention_forward_flops == pytest.approx(2 * 2 * 128 * pairs / full.square_forward[-1])
-    assert figures.attention_backward_flops == pytest.approx(2.5 * 2 * 2 * 128 * pairs / full.square_backward[-1])
-    assert figures.within_node is not None
-    assert figures.within_node.exchange_bytes_per_second == links.num_bytes[-1] / links.exchange[-1]
-    without = MainFigures.of(replace(profile, between_nodes=None), Path("cluster.json"))
-    assert json.loads(json.dumps(without.as_json()))["between_nodes"] is None
-    assert "not measured" in without.lines()[-1]
-    assert all(len(line) <= 120 for line in figures.lines())
+    assert figures["attention_forward_flops"] == pytest.approx(2 * 2 * 128 * pairs / full.square_forward[-1])
+    assert figures["attention_backward_flops"] == pytest.approx(2.5 * 2 * 2 * 128 * pairs / full.square_backward[-1])
+    assert figures["within_node"]["exchange_bytes_per_second"] == links.num_bytes[-1] / links.exchange[-1]
+    without = main_figures(replace(profile, between_nodes=None), Path("cluster.json"))
+    assert json.loads(json.dumps(without))["between_nodes"] is None
+    assert in_words(without).endswith("links between nodes: not measured")
+    assert all(len(line) <= 120 for line in in_words(figures).splitlines())
 
 
 SIZES = st.lists(st.floats(1, 1e6), min_size=2, max_size=5, unique=True).map(sorted)

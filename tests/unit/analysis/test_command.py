@@ -13,12 +13,14 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from distca_hf.analysis import estimates, tables
+from distca_hf.analysis import answer as estimates
+from distca_hf.analysis import tables
 from distca_hf.analysis.check.find import find_candidate
-from distca_hf.analysis.epoch import OptimizerStep, divide_batch, pack_first_step
+from distca_hf.analysis.epoch import OptimizerStep, divide_batch, pack_epoch
 from distca_hf.analysis.find_model import find_model
 from distca_hf.analysis.first_step import Figures, PlannedMicroBatch, figures_of, make_report
-from distca_hf.analysis.request import PRESETS, PlanRequest, plan_micro_steps, preset
+from distca_hf.analysis.models import PRESETS, preset
+from distca_hf.analysis.request import PlanRequest, plan_micro_steps
 from distca_hf.cli import app
 from distca_hf.cost import causal_pairs
 from distca_hf.errors import PackingError
@@ -301,7 +303,7 @@ def test_terminals_that_know_no_blocks_get_bars_too(some: Path) -> None:
 
 def test_documents_are_drawn_once_and_whole() -> None:
     lengths = np.arange(1, 400)
-    step = pack_first_step(lengths, world(4, 2000, 6), seed=3)
+    step = pack_epoch(lengths, world(4, 2000, 6), seed=3).first_step(6)
     drawn = np.concatenate(step.micro_batches)
     assert len(set(drawn.tolist())) == len(drawn)
     assert set(drawn.tolist()) <= set(lengths.tolist())
@@ -312,7 +314,7 @@ def test_documents_are_drawn_once_and_whole() -> None:
 
 
 def test_documents_that_do_not_fit_together_are_drawn_apart() -> None:
-    batches = pack_first_step(np.array([60, 60, 60]), world(1, 100, 3), seed=0).micro_batches
+    batches = pack_epoch(np.array([60, 60, 60]), world(1, 100, 3), seed=0).first_step(3).micro_batches
     assert [batch.tolist() for batch in batches] == [[60], [60], [60]]
 
 
@@ -335,7 +337,7 @@ def test_overlong_documents_are_cut_if_asked(overlong: str, kept: list[int]) -> 
     lengths = np.array([120, 10])
     for step in (
         divide_batch(lengths, world(2, 20, 4, overlong=overlong)),
-        pack_first_step(lengths, world(2, 20, len(kept), overlong=overlong), seed=0),
+        pack_epoch(lengths, world(2, 20, len(kept), overlong=overlong), seed=0).first_step(len(kept)),
     ):
         assert sorted(np.concatenate(step.micro_batches).tolist()) == sorted(kept)
 

@@ -171,13 +171,10 @@ def test_names_in_files_reach_no_terminal_as_escapes(good: Path) -> None:
         assert not [part for part in ("\x1b]", "\x1b[31m", "\x07", "\x9b", "\u202e") if part in one.output]
 
 
-def test_a_file_that_is_not_there(tmp_path: Path) -> None:
-    assert "cannot be read" in refusal(tmp_path / "lengths.json")
-
-
-def test_a_folder_that_is_no_dataset(tmp_path: Path) -> None:
+def test_a_path_without_lengths(tmp_path: Path) -> None:
     (tmp_path / "folder").mkdir()
     assert "cannot be read" in refusal(tmp_path / "folder")
+    assert "cannot be read" in refusal(tmp_path / "lengths.json")
 
 
 def test_a_folder_of_several_datasets(tmp_path: Path) -> None:

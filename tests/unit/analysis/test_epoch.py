@@ -10,11 +10,11 @@ from datasets import Dataset
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from distca_hf.analysis.answer import TOKENS_PER_RANK, Choice, make_answer
+from distca_hf.analysis.answer import TOKENS_PER_RANK, Assumptions, Choice, make_answer
 from distca_hf.analysis.epoch import MOST_PLANNED_RANKS, pack_epoch, pack_in_order, plan_epoch
-from distca_hf.analysis.estimates import Assumptions
 from distca_hf.analysis.first_step import make_report
-from distca_hf.analysis.request import PlanRequest, preset
+from distca_hf.analysis.models import preset
+from distca_hf.analysis.request import PlanRequest
 from distca_hf.batches import loader
 from distca_hf.batches.loader import PlacedLoader
 from distca_hf.batches.placed import PlacedPlanner

@@ -7,13 +7,13 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from distca_hf.analysis import estimates
+from distca_hf.analysis import answer as estimates
+from distca_hf.analysis.answer import Assumptions, make_estimates
 from distca_hf.analysis.epoch import fit_lengths
-from distca_hf.analysis.estimates import Assumptions, make_estimates
 from distca_hf.analysis.find_model import find_model
-from distca_hf.analysis.profiles.shipped import find_profile, gpu_gib_of
-from distca_hf.analysis.request import PRESETS, ModelSize, PlanRequest, preset
-from distca_hf.analysis.simulate.model import SimulatedModel
+from distca_hf.analysis.models import PRESETS, ModelSize, SimulatedModel, preset
+from distca_hf.analysis.profiles.cluster_profile import find_profile, gpu_gib_of
+from distca_hf.analysis.request import PlanRequest
 from distca_hf.analysis.simulate.request import SimulationRequest
 from distca_hf.analysis.simulate.result import simulate
 from distca_hf.cost import Heads

@@ -7,8 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from distca_hf.analysis.profiles.measure_links import MeasuringRanks
-from distca_hf.analysis.profiles.measured_sends import ROW_BYTES, Exchanges, part_elements
+from distca_hf.analysis.profiles.measure_links import ROW_BYTES, Exchanges, MeasuringRanks, part_elements
 from distca_hf.comm.transport import AllToAll, Gathered
 from distca_hf.errors import ConfigError
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from distca_hf.analysis.memory import DecoderSize, Fit, LayerSize, Memory, TrainingSetup, estimate_memory
-from distca_hf.analysis.request import ModelShape, ModelSize, preset
+from distca_hf.analysis.memory import DecoderSize, LayerSize, Memory, TrainingSetup, estimate_memory, largest_tokens
+from distca_hf.analysis.models import ModelShape, ModelSize, preset
 from distca_hf.cost import Heads
 from support.commands import REPOSITORY
 
@@ -152,8 +152,6 @@ def test_the_largest_tokens_that_fit_are_found() -> None:
     def total(tokens: int) -> int:
         return estimate_memory(LLAMA, setup, tokens, 1000 * tokens // 65536).total
 
-    fit = Fit.of(LLAMA, setup, 65536, 1000, 72 * 2**30, steps)
-    assert fit.fits
-    assert total(fit.largest_tokens) <= 72 * 2**30 < total(fit.largest_tokens + 1024)
-    none = Fit.of(LLAMA, setup, 65536, 1000, 2**30, steps)
-    assert (none.fits, none.largest_tokens) == (False, 0)
+    largest = largest_tokens(LLAMA, setup, 65536, 1000, 72 * 2**30, steps)
+    assert total(largest) <= 72 * 2**30 < total(largest + 1024)
+    assert largest_tokens(LLAMA, setup, 65536, 1000, 2**30, steps) == 0

@@ -11,13 +11,11 @@ from typer.testing import CliRunner
 
 from distca_hf.analysis import given
 from distca_hf.analysis.given import GivenAnswer, GivenMicroBatch
+from distca_hf.analysis.models import SimulatedModel, preset
+from distca_hf.analysis.profiles.cluster_profile import find_profile
 from distca_hf.analysis.profiles.curves import Notes
-from distca_hf.analysis.profiles.shipped import find_profile
-from distca_hf.analysis.request import preset
 from distca_hf.analysis.simulate.costs import Costs, Passes
-from distca_hf.analysis.simulate.load import Load, nothing_sent
-from distca_hf.analysis.simulate.model import SimulatedModel
-from distca_hf.analysis.simulate.planned import rows_placed
+from distca_hf.analysis.simulate.load import Load, nothing_sent, rows_placed
 from distca_hf.analysis.simulate.request import SimulationRequest
 from distca_hf.analysis.simulate.result import Result, WayFigures
 from distca_hf.analysis.simulate.simulation import Simulation
@@ -26,7 +24,7 @@ from distca_hf.batches.agreement import Returning
 from distca_hf.batches.given import GivenPlanner
 from distca_hf.cli import app
 from distca_hf.config import DistCAConfig
-from distca_hf.cost import CAUSAL_MASK, Mask
+from distca_hf.cost import Mask
 from distca_hf.errors import PackingError
 from distca_hf.layout import Layout
 from distca_hf.planning.kinds import PlanTotals
@@ -35,8 +33,8 @@ from distca_hf.testing import LoopbackTransport, run_ranks
 
 
 LLAMA = SimulatedModel.of(preset("llama3-8b"))
-WINDOWS = replace(LLAMA, masks=((CAUSAL_MASK, 8), (Mask(64), 24)))
-HYBRID = replace(LLAMA, masks=((CAUSAL_MASK, 8),), mixers=24)
+WINDOWS = replace(LLAMA, window_layers=((Mask(64), 24),))
+HYBRID = replace(LLAMA, mixer_layers=24)
 SHORT = replace(LLAMA, longest_document_tokens=8192)
 RANKS = 4
 LENGTHS = np.random.default_rng(5).lognormal(4.5, 1.2, 200).astype(np.int64).clip(1, 4000)
@@ -58,7 +56,7 @@ def trained(request: SimulationRequest, packs: list[np.ndarray]) -> list[PlanFac
         positions = torch.cat([torch.arange(int(length)) for length in packs[transport.rank]])[None]
         of_model = model.heads.groups, model.heads.token_bytes(), model.masks
         config = DistCAConfig(ranks_per_node=request.ranks_per_node)
-        planner = GivenPlanner(config, transport, *of_model, places_rows=not model.mixers, flops=model.flops)
+        planner = GivenPlanner(config, transport, *of_model, places_rows=not model.mixer_layers, flops=model.flops)
         batch, facts = {"input_ids": torch.zeros_like(positions), "position_ids": positions}, []
         for returning in (Returning.STATES, Returning.LOSS):
             live = planner.plan(batch, returning=returning)
@@ -74,7 +72,7 @@ def trained(request: SimulationRequest, packs: list[np.ndarray]) -> list[PlanFac
 @pytest.mark.parametrize("model", [LLAMA, WINDOWS, HYBRID], ids=["full", "windows", "hybrid"])
 def test_numbers_are_those_that_training_logs(model: SimulatedModel) -> None:
     request = request_of(model, accumulation=2, batches=1)
-    planner = request.given_plans(places_rows=not model.mixers)
+    planner = request.given_plans(places_rows=not model.mixer_layers)
     packs = [np.split(batch, RANKS) for batch in request.steps(LENGTHS)[0]]
     ours = [GivenMicroBatch.of(planner, of_ranks) for of_ranks in packs]
     returned, placed = (list(facts) for facts in zip(*(trained(request, of_ranks) for of_ranks in packs), strict=True))
@@ -89,7 +87,7 @@ def test_numbers_are_those_that_training_logs(model: SimulatedModel) -> None:
     said = found.as_json()
     assert said["step_imbalance"] == found.totals(False).step_imbalance / 2
     assert said["step_imbalance_before"] > said["step_imbalance"] >= 1.0  # type: ignore[operator]
-    if model.mixers:
+    if model.mixer_layers:
         assert said["step_imbalance_placed_loss"] is said["even_micro_batches"] is None
         assert said["token_imbalance"] == said["token_imbalance_before"]
     else:

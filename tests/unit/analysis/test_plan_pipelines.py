@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from distca_hf.analysis import estimates
+from distca_hf.analysis import answer as estimates
 from distca_hf.analysis.lengths import read_lengths
 from distca_hf.analysis.memory import GIB
 from distca_hf.cli import app

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from distca_hf.analysis.profiles.cluster_profile import ClusterProfile
-from distca_hf.analysis.profiles.shipped import find_profile, profile_of_device
+from distca_hf.analysis.profiles.cluster_profile import ClusterProfile, find_profile, profile_of_device
 from distca_hf.analysis.report.predictions import Predictor
 from distca_hf.cli import app
 from distca_hf.trace_file import read_trace

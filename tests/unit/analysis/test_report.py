@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from distca_hf.analysis.report import run_folder, small_enough
-from distca_hf.analysis.report.figures import CallOfRanks, Seconds
+from distca_hf.analysis.report import figures as small_enough
+from distca_hf.analysis.report import run_folder
+from distca_hf.analysis.report.figures import CallOfRanks, Seconds, chosen_calls, fitted
 from distca_hf.analysis.report.predictions import Predictor
 from distca_hf.analysis.report.run_folder import read_folder
 from distca_hf.analysis.report.run_report import page_of, read_source
-from distca_hf.analysis.report.small_enough import chosen_calls, fitted
 from distca_hf.analysis.report.straggler import slow_server_in_words, straggler_in_words
 from distca_hf.cli import app
 from distca_hf.errors import ReportError
@@ -149,15 +149,6 @@ def test_later_steps_of_an_earlier_run_with_more_ranks_are_left_out(tmp_path: Pa
     assert found["notes"] == [
         "6 traces of an earlier run in the same folder, or of steps that ran again, are left out."
     ]
-
-
-def test_last_line_that_a_rank_is_writing_is_left_out(tmp_path: Path) -> None:
-    write_run(tmp_path, ranks=2, steps=2)
-    cut(tmp_path)
-    found = report(tmp_path)
-
-    assert [step["missing"] for step in found["steps"]] == [[], [1]]
-    assert "The last line of rank-00001.jsonl is cut off" in found["notes"][1]
 
 
 def test_micro_batches_of_an_earlier_run_are_left_out(tmp_path: Path) -> None:

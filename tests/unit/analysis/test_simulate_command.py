@@ -10,7 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from distca_hf.analysis.profiles.__main__ import write
-from distca_hf.analysis.profiles.shipped import find_profile
+from distca_hf.analysis.profiles.cluster_profile import find_profile
 from distca_hf.cli import app
 
 

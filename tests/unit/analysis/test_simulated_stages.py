@@ -8,16 +8,15 @@ import pytest
 
 from distca_hf.analysis.epoch import pack_epoch
 from distca_hf.analysis.memory import TrainingSetup, estimate_memory
+from distca_hf.analysis.models import SimulatedModel, preset
+from distca_hf.analysis.profiles.cluster_profile import find_profile
 from distca_hf.analysis.profiles.curves import Notes
-from distca_hf.analysis.profiles.shipped import find_profile
-from distca_hf.analysis.request import PlanRequest, preset
+from distca_hf.analysis.request import PlanRequest
 from distca_hf.analysis.simulate import ways
 from distca_hf.analysis.simulate.costs import Costs
-from distca_hf.analysis.simulate.model import SimulatedModel
 from distca_hf.analysis.simulate.request import SimulationRequest
 from distca_hf.analysis.simulate.result import Result, simulate
-from distca_hf.analysis.simulate.stages import GATHERED_BYTES, StagedTraining, StageMemory
-from distca_hf.analysis.simulate.step import Training
+from distca_hf.analysis.simulate.step import GATHERED_BYTES, StagedTraining, StageMemory, Training
 from distca_hf.analysis.simulate.wires import Cluster
 from distca_hf.arrays import IntArray
 from distca_hf.errors import ConfigError, PackingError

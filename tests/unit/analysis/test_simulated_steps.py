@@ -10,19 +10,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from distca_hf.analysis.memory import GIB, TrainingSetup, estimate_memory
-from distca_hf.analysis.profiles.cluster_profile import ClusterProfile
+from distca_hf.analysis.models import SimulatedModel, llama_shape, preset
+from distca_hf.analysis.profiles.cluster_profile import ClusterProfile, find_profile
 from distca_hf.analysis.profiles.curves import Notes
-from distca_hf.analysis.profiles.shipped import find_profile
-from distca_hf.analysis.request import preset
-from distca_hf.analysis.simulate import run, ways
+from distca_hf.analysis.simulate import simulation as run
+from distca_hf.analysis.simulate import ways
 from distca_hf.analysis.simulate.costs import Costs, Passes
-from distca_hf.analysis.simulate.load import Exchanges, Hidden, Load, Waiting
-from distca_hf.analysis.simulate.model import SimulatedModel, llama_shape
-from distca_hf.analysis.simulate.planned import ours
+from distca_hf.analysis.simulate.load import Exchanges, Hidden, Load, ours, waited_for
 from distca_hf.analysis.simulate.request import SimulationRequest
 from distca_hf.analysis.simulate.result import make_result
-from distca_hf.analysis.simulate.run import run_steps
-from distca_hf.analysis.simulate.simulation import Simulation
+from distca_hf.analysis.simulate.simulation import Simulation, run_steps
 from distca_hf.analysis.simulate.step import Training
 from distca_hf.analysis.simulate.wires import Cluster, WireBytes
 from distca_hf.arrays import IntArray
@@ -160,7 +157,7 @@ def test_each_exchange_has_bytes_of_its_own() -> None:
 
 def test_layers_with_windows_exchange_the_keys_before_each_part() -> None:
     """A document over two ranks: 1,023 keys of the first rank go to the second, and their gradients come back."""
-    model = replace(MODEL, masks=((Mask(1024), 4),))
+    model = replace(MODEL, window_layers=((Mask(1024), 4),), full_layers=0)
     costs = costs_of(model)
     plan = plan_in_place(Layout.from_segments([80_000], [[(0, 0, 40_000)], [(0, 40_000, 80_000)]]), 8)
     cluster = Cluster(ONE_RATE, 2, 1, costs.notes)
@@ -345,7 +342,7 @@ def test_collectives_delay_exchanges_that_kernels_wait_for() -> None:
     waits = np.full(4, 10 * (gather + reduce))
 
     def seconds_of(sent: np.ndarray) -> tuple[float, float]:
-        load = Load(tokens, [Waiting(waits, waits, sent).attention(kernels, 1)])
+        load = Load(tokens, [waited_for(kernels, 1, waits, sent)])
         return training.layers_seconds(load)
 
     alone, shared = seconds_of(np.zeros(4)), seconds_of(waits)
@@ -364,7 +361,7 @@ def test_collectives_delay_the_exchange_of_ranks_with_few_tokens_for_longer() ->
     gather, reduce = training.gather_seconds(size), training.reduce_seconds(size)
     share, beside = training.costs.share_before_attention, training.cluster.products_beside
     waits = np.full(4, 10 * (gather + reduce))
-    forward, backward = training.layers_seconds(Load(tokens, [Waiting(waits, waits, waits).attention(kernels, 1)]))
+    forward, backward = training.layers_seconds(Load(tokens, [waited_for(kernels, 1, waits, waits)]))
 
     assert share * layer.forward[0] > gather > 10 * share * layer.forward[2]
     shared = gather - share * layer.forward[2]
@@ -476,8 +473,8 @@ def simulate(lengths: list[int], **options: object) -> tuple[Simulation, dict[st
     given = {"gpus": 8, "tokens_per_rank": 65_536, "context_tokens": None, "batches": 2, **options}
     request = SimulationRequest(given.pop("model", MODEL), **given)  # type: ignore[arg-type]
     steps = request.steps(np.array(lengths))
-    simulation, by_way = run_steps(request, PROFILE, steps)
-    result = make_result(simulation, steps, by_way, 1e9)
+    simulation, done = run_steps(request, PROFILE, steps)
+    result = make_result(simulation, steps, done, 1e9)
     return simulation, {way.key: way.step_seconds for way in result.ways}, result.in_short()
 
 
@@ -485,12 +482,12 @@ def test_weights_are_divided_between_trainers_alone() -> None:
     """Of eight GPUs one serves: seven hold weights."""
     request = SimulationRequest(MODEL, 8, 65_536, None, batches=1)
     steps = request.steps(np.array(MIXED))
-    simulation, by_way = run_steps(request, PROFILE, steps)
-    served = next(way for way in make_result(simulation, steps, by_way, 1e9).ways if way.key == "servers")
+    simulation, done = run_steps(request, PROFILE, steps)
+    served = next(way for way in make_result(simulation, steps, done, 1e9).ways if way.key == "servers")
 
-    of_way, size = by_way["servers"], MODEL.size.decoder(MODEL.heads)
+    size = MODEL.size.decoder(MODEL.heads)
     setup = TrainingSetup(7, "fsdp2", "saved", False, kv_budget_bytes=request.planner.config.kv_budget_gib * GIB)
-    memory = estimate_memory(size, setup, of_way.most_tokens, int(of_way.received_bytes))
+    memory = estimate_memory(size, setup, served.most_tokens, served.received_bytes)
     assert served.memory_bytes == memory.total
 
 
@@ -518,7 +515,7 @@ def test_accumulation_puts_long_documents_together() -> None:
 
 
 def test_hybrids_keep_documents_whole() -> None:
-    hybrid = replace(MODEL, masks=((MODEL.masks[0][0], 8),), mixers=24)
+    hybrid = replace(MODEL, mixer_layers=24)
     simulation, seconds, _ = simulate([60_000, *[2048] * 100] * 4, model=hybrid)
 
     assert {"tasks_moved", "placed"} <= seconds.keys()
@@ -529,7 +526,7 @@ def test_hybrids_keep_documents_whole() -> None:
 
 
 def test_windows_leave_less_to_win() -> None:
-    windows = replace(MODEL, masks=((MODEL.masks[0][0], 8), (Mask(1024), 24)))
+    windows = replace(MODEL, window_layers=((Mask(1024), 24),))
     _, full, _ = simulate(MIXED)
     _, short, _ = simulate(MIXED, model=windows)
 
@@ -558,7 +555,7 @@ def test_ways_that_are_left_out_are_explained(gpus: int, context_tokens: int, wo
     assert Simulation.of(request, PROFILE).missing() == words
 
 
-def killed(task: object) -> None:
+def killed(*task: object) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -578,8 +575,10 @@ def test_processes_and_one_process_agree(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(run, "WORTH_PROCESSES", 0)
     several, together = run_steps(request, PROFILE, steps)
 
-    for key, way in alone.items():
-        assert together[key].seconds == pytest.approx(way.seconds, nan_ok=True)
+    ways = {step.number: step.ways for step in together}
+    for step in alone:
+        for key, way in step.ways.items():
+            assert ways[step.number][key].seconds == pytest.approx(way.seconds)
     assert several.costs.notes.lines() == one.costs.notes.lines()
 
 

@@ -17,13 +17,13 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from distca_hf.analysis.answer import make_answer
+from distca_hf.analysis.answer import Assumptions, make_answer
+from distca_hf.analysis.command import figure_of
 from distca_hf.analysis.epoch import pack_epoch, plan_epoch
-from distca_hf.analysis.estimates import Assumptions
 from distca_hf.analysis.first_step import make_report
 from distca_hf.analysis.lengths import read_lengths
-from distca_hf.analysis.pictures import figure_of
-from distca_hf.analysis.request import PlanRequest, preset
+from distca_hf.analysis.models import preset
+from distca_hf.analysis.request import PlanRequest
 from distca_hf.cli import app
 from support.commands import SCRIPTS
 

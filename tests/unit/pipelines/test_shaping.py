@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from distca_hf.analysis.epoch import pack_epoch
 from distca_hf.analysis.lengths import read_lengths
-from distca_hf.analysis.request import PlanRequest, preset
+from distca_hf.analysis.models import preset
+from distca_hf.analysis.request import PlanRequest
 from distca_hf.arrays import IntArray
 from distca_hf.batches.placed import PlacedPlanner
 from distca_hf.config import DistCAConfig

@@ -21,7 +21,9 @@ from lib.baselines.operators import Work, flash_attn, gather_tokens, heads_to_to
 from lib.baselines.ring_code import RingWork
 
 
-Way = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float, int, Any], torch.Tensor]  # the last is a work
+# From q `[T, N, H]`, k `[T, G, H]` and v `[T, G, V]` of this rank, the scale of scores, the tokens of a sliding window
+# (0 without one), and the work of this micro-batch.
+Way = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float, int, Any], torch.Tensor]
 
 
 def attend(
@@ -54,14 +56,7 @@ def attend(
 def attend_whole(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, window: int, work: Work
 ) -> torch.Tensor:
-    """Returns attention `[T, N, V]` to keys that are all local, or made up.
-
-    Args:
-        q, k, v: `[T, N, H]`, `[T, G, H]` and `[T, G, V]` of this rank.
-        scale: of scores.
-        window: tokens of a sliding window; 0 without one.
-        work: of this micro-batch.
-    """
+    """Returns attention `[T, N, V]` to keys that are all local, or made up."""
     return flash_attn(q, k, v, scale, window, work.handle)[0]
 
 
@@ -69,14 +64,7 @@ def attend_by_heads(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, window: int, work: Work
 ) -> torch.Tensor:
     """Returns attention `[T, N, V]` of Ulysses: some heads of all ranks' tokens. If ranks do not divide KV heads,
-    these are repeated until they do.
-
-    Args:
-        q, k, v: `[T, N, H]`, `[T, G, H]` and `[T, G, V]` of this rank.
-        scale: of scores.
-        window: tokens of a sliding window; 0 without one.
-        work: of this micro-batch.
-    """
+    these are repeated until they do."""
     copies = work.ranks // math.gcd(k.shape[1], work.ranks)
     if q.shape[1] % (copies * k.shape[1]):
         raise SystemExit(f"ulysses: {work.ranks} ranks cannot divide {q.shape[1]} query and {k.shape[1]} KV heads")
@@ -89,14 +77,7 @@ def attend_by_heads(
 def attend_gathered(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, window: int, work: Work
 ) -> torch.Tensor:
-    """Returns attention `[T, N, V]` of local queries to keys of all ranks: context parallelism.
-
-    Args:
-        q, k, v: `[T, N, H]`, `[T, G, H]` and `[T, G, V]` of this rank.
-        scale: of scores.
-        window: tokens of a sliding window; 0 without one.
-        work: of this micro-batch.
-    """
+    """Returns attention `[T, N, V]` of local queries to keys of all ranks: context parallelism."""
     k, v = (gather_tokens(x, work.ranks, work.handle) for x in (k, v))
     return attend_whole(q, k, v, scale, window, work)
 
@@ -105,12 +86,6 @@ def attend_by_package(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, window: int, work: RingWork
 ) -> torch.Tensor:
     """Returns attention `[T, N, V]` as the package computes it.
-
-    Args:
-        q, k, v: `[T, N, H]`, `[T, G, H]` and `[T, G, V]` of this rank.
-        scale: of scores.
-        window: tokens of a sliding window; 0 without one.
-        work: of this micro-batch.
 
     Raises:
         SystemExit: the layer has a window.

@@ -6,9 +6,10 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from distca_hf.analysis.epoch import OptimizerStep, pack_first_step
+from distca_hf.analysis.epoch import OptimizerStep, pack_epoch
 from distca_hf.analysis.first_step import largest_rank_bytes, make_report
-from distca_hf.analysis.request import PlanRequest, preset
+from distca_hf.analysis.models import preset
+from distca_hf.analysis.request import PlanRequest
 from distca_hf.arrays import IntArray
 from distca_hf.cost import imbalance
 from distca_hf.layout import Topology
@@ -123,7 +124,7 @@ def print_grouped_steps(ranks: list[int], seeds: int) -> None:
             for seed in range(seeds):
                 lengths = batch(mix, num_ranks, EPOCH_MICRO_BATCHES * 128 * K, 128 * K, seed)
                 request = PlanRequest(num_ranks, 128 * K, RANKS_PER_NODE, 4, preset("llama3-8b"))
-                step = pack_first_step(lengths, request, seed)
+                step = pack_epoch(lengths, request, seed).first_step(request.micro_steps)
                 alone = replace(request, micro_steps=1)
                 reports = [make_report(alone, OptimizerStep([documents])) for documents in step.micro_batches]
                 one_by_one.append(sum(report.figures.bytes_total for report in reports))

@@ -7,7 +7,7 @@ from heapq import heapreplace
 import numpy as np
 
 from distca_hf.analysis.first_step import largest_rank_bytes
-from distca_hf.analysis.request import preset
+from distca_hf.analysis.models import preset
 from distca_hf.arrays import IntArray
 from distca_hf.batches.placed import PlacedPlanner
 from distca_hf.config import DistCAConfig

@@ -15,14 +15,13 @@ from typing import Any
 import numpy as np
 
 from distca_hf.analysis.find_model import read_model
+from distca_hf.analysis.memory import HALF_BYTES
+from distca_hf.analysis.models import SimulatedModel, llama_shape, preset
 from distca_hf.analysis.profiles.cluster_profile import ClusterProfile
 from distca_hf.analysis.profiles.curves import Notes
-from distca_hf.analysis.request import preset
 from distca_hf.analysis.simulate import ways
-from distca_hf.analysis.simulate.costs import HALF_BYTES, Costs
-from distca_hf.analysis.simulate.load import Load
-from distca_hf.analysis.simulate.model import SimulatedModel
-from distca_hf.analysis.simulate.planned import ours, rows_placed
+from distca_hf.analysis.simulate.costs import Costs
+from distca_hf.analysis.simulate.load import Load, ours, rows_placed
 from distca_hf.analysis.simulate.request import SimulationRequest
 from distca_hf.analysis.simulate.step import Training
 from distca_hf.analysis.simulate.wires import Cluster
@@ -277,8 +276,16 @@ def simulate(setting: Setting, names: Iterable[str], profile: ClusterProfile, no
 def _model_of(row: MeasuredRow) -> SimulatedModel:
     """Returns the layers that a row was measured with."""
     if not row.model:
-        return SimulatedModel.of(preset("llama3-8b")).with_layers(LAYERS, row.words or None)
+        return llama_part(LAYERS, row.words or None)
     return model_of(PRESETS[row.model])
+
+
+def llama_part(layers: int, words: int | None = None) -> SimulatedModel:
+    """Returns some layers of Llama-3-8B, and another vocabulary if one is given."""
+    model = SimulatedModel.of(preset("llama3-8b"))
+    heads, whole = model.heads, model.size
+    sizes = layers, whole.hidden_size, round(whole.mlp_size(heads)), words or whole.vocabulary
+    return SimulatedModel.of(llama_shape(model.name, (heads.query, heads.key_value, heads.dim), sizes))
 
 
 def model_of(config: Mapping[str, Any]) -> SimulatedModel:
@@ -328,7 +335,7 @@ def compare_servers(path: Path, profile: ClusterProfile) -> list[Compared]:
     for row in json.loads(path.read_text())["servers"]["rows"]:
         measured = MeasuredRow("one layer", 2, "H200", row["links"], row["documents"], {})
         slow, notes = measured.slow, Notes()
-        costs = Costs(profile, SimulatedModel.of(preset("llama3-8b")).with_layers(1), False, notes)
+        costs = Costs(profile, llama_part(1), False, notes)
         # The server was a rank without tokens, and the plan that of packs whose tasks move.
         documents = parse_documents(row["documents"])
         layout, alone_layout = Layout.from_packs([documents, []]), Layout.from_packs([documents])

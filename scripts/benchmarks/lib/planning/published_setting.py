@@ -10,13 +10,12 @@ from typing import Any
 
 import numpy as np
 
+from distca_hf.analysis.memory import HALF_BYTES
+from distca_hf.analysis.models import SimulatedModel, llama_shape, preset
 from distca_hf.analysis.profiles.cluster_profile import ClusterProfile, LinkTimes
-from distca_hf.analysis.request import preset
 from distca_hf.analysis.simulate import ways
-from distca_hf.analysis.simulate.costs import HALF_BYTES, Costs
-from distca_hf.analysis.simulate.load import Attention, Load, nothing_sent
-from distca_hf.analysis.simulate.model import SimulatedModel, llama_shape
-from distca_hf.analysis.simulate.planned import RowBytes, kernel_seconds
+from distca_hf.analysis.simulate.costs import Costs
+from distca_hf.analysis.simulate.load import Attention, Load, RowBytes, exchange_seconds, kernel_seconds, nothing_sent
 from distca_hf.analysis.simulate.request import SimulationRequest
 from distca_hf.analysis.simulate.simulation import Simulation
 from distca_hf.analysis.simulate.wires import Cluster
@@ -85,7 +84,7 @@ def published(costs: Costs, cluster: Cluster, document_tokens: IntArray, toleran
     token_bytes = costs.model.heads.token_bytes(HALF_BYTES)
     plan = plan_published_greedy(document_tokens, cluster.num_ranks, token_bytes, tolerance)
     rows = RowBytes.of(costs, cluster, plan)
-    seconds = rows.seconds(rows.forward_bytes)
+    seconds = exchange_seconds(cluster, rows.forward_bytes)
     layer = costs.layer(plan.layout.rank_tokens)
     kinds = []
     for mask, layers in costs.model.masks:

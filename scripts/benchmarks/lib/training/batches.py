@@ -17,8 +17,7 @@ from distca_hf.arrays import IntArray
 from distca_hf.config import KernelName
 from distca_hf.data.documents import IGNORED_LABEL, Tokens
 from distca_hf.placement.place import fill_in_order
-from lib.baselines.calls import OwnKeys, make_call
-from lib.baselines.operators import Work
+from lib.baselines.operators import OwnKeys, Work, make_call
 from lib.planning.planners import whole_documents
 from lib.wires import Wires
 

@@ -7,8 +7,10 @@ checkpointing, and FSDP2 (on CPUs plain DDP). So their losses must follow each o
 import argparse
 import functools
 import gc
+import math
+import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -28,7 +30,9 @@ import distca_hf
 from distca_hf.integrations.models.forward_watch import watch_of
 from lib.documents import attended_pairs
 from lib.model import LossModel, Shape, probe, saving_policy
+from lib.parser import write_figures
 from lib.rates import peak_flops, synchronize
+from lib.tables import markdown, number
 from lib.training.batches import DividedDocuments, LoaderBatches, WholeDocuments
 
 
@@ -222,3 +226,112 @@ def figures_of_plans(trainer: Trainer, loader: distca_hf.PlacedLoader) -> dict[s
         "imbalance_before": [fact.imbalance_before for fact in facts],
         "imbalance": [fact.imbalance for fact in facts],
     }
+
+
+COLUMNS = (
+    "mode",
+    "step ms",
+    "÷ first",
+    "tokens/s/GPU",
+    "MFU %",
+    "peak GiB",
+    "held before GiB",
+    "loss at first",
+    "at last",
+    "furthest from first mode",
+    "planned max/mean",
+)
+
+
+def furthest(run: Mapping[str, Any], other: Mapping[str, Any]) -> tuple[float, int]:
+    """Returns the largest difference of losses of the same step, NaN if one of them is NaN, and the first step that
+    has it, counted from 1."""
+    differences = [abs(a - b) for a, b in zip(run["losses"], other["losses"], strict=True)]
+    at = max(range(len(differences)), key=lambda step: (math.isnan(differences[step]), differences[step]))
+    return differences[at], at + 1
+
+
+def furthest_in_words(run: Mapping[str, Any], other: Mapping[str, Any]) -> str:
+    """Returns the largest difference of losses, and its step if they differ."""
+    difference, step = furthest(run, other)
+    return f"{difference:.1e}" + f" (step {step})" * (difference != 0)
+
+
+def step_figures(run: Mapping[str, Any], warmup: int) -> dict[str, float | None]:
+    """Returns medians of the steps behind the first ones: `step_seconds`, `tokens_per_second` of a GPU, and
+    `utilisation` as a part of the peak, None if that is not known.
+
+    Args:
+        run: figures of a training, as `lib.training.run.train` returns them.
+        warmup: steps that do not count.
+    """
+    timed = range(warmup, len(run["seconds"]))
+    peak = run["peak_flops"]
+    return {
+        "step_seconds": statistics.median(run["seconds"][step] for step in timed),
+        "tokens_per_second": statistics.median(run["tokens"][step] / run["seconds"][step] for step in timed),
+        "utilisation": statistics.median(run["model_flops"][step] / run["seconds"][step] / peak for step in timed)
+        if peak
+        else None,
+    }
+
+
+def table(runs: Sequence[Mapping[str, Any]], warmup: int) -> str:
+    """Returns a Markdown table with a row for each training; the first one is what the others are compared with."""
+    first = step_figures(runs[0], warmup)["step_seconds"]
+    assert first is not None
+    rows = []
+    for run in runs:
+        figures = step_figures(run, warmup)
+        rows.append(
+            (
+                run["mode"],
+                number(figures["step_seconds"], 1e3, 0),
+                number(figures["step_seconds"], 1 / first, 3),
+                number(figures["tokens_per_second"], 1, 0),
+                number(figures["utilisation"], 100, 1),
+                number(run["peak_bytes"] or None, 2**-30, 1),
+                number(run["held_before_bytes"] if run["peak_bytes"] else None, 2**-30, 1),
+                number(run["losses"][0], 1, 4),
+                number(run["losses"][-1], 1, 4),
+                furthest_in_words(runs[0], run),
+                number(statistics.mean(run["imbalance"]) if run["imbalance"] else None, 1, 4),
+            )
+        )
+    return markdown(COLUMNS, rows)
+
+
+def run_modes(
+    options: argparse.Namespace,
+    facts: Sequence[str],
+    train_mode: Callable[[str], dict[str, Any]],
+    table_of: Callable[[list[dict[str, Any]], int], str],
+    other_documents: Collection[str] = (),
+) -> None:
+    """Trains in one mode after the other; prints all after each, because the next one may run out of memory.
+
+    Args:
+        facts: parts of the first line.
+        train_mode: trains in a mode, and returns its figures.
+        table_of: makes a table of all figures so far, and of the steps that do not count.
+        other_documents: modes with other documents, whose losses are others.
+
+    Raises:
+        SystemExit: a loss is further from that of the first mode than `--most-difference`.
+    """
+    runs: list[dict[str, Any]] = []
+    for mode in options.modes:
+        runs.append(train_mode(mode))
+        if dist.get_rank() == 0:
+            print("\n".join(["; ".join(facts), "", table_of(runs, options.warmup)]) + "\n", flush=True)
+            write_figures(options, header="; ".join(facts), runs=runs)
+    limit = options.most_difference
+    wrong = {
+        run["mode"]: furthest_in_words(runs[0], run)
+        for run in runs[1:]
+        if run["mode"] not in other_documents and not furthest(runs[0], run)[0] <= limit
+    }
+    dist.barrier()
+    dist.destroy_process_group()
+    if wrong:
+        raise SystemExit(f"losses differ from those of {runs[0]['mode']} by more than {limit}: {wrong}")

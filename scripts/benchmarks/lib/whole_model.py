@@ -1,15 +1,90 @@
 """Modes of a step of a whole model (`MODES`): the same documents and their labels, packed alone or placed."""
 
-from collections.abc import Iterator, Sequence
+import argparse
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from types import MethodType
+from typing import Any
 
 import torch
 from datasets import Dataset
+from torch import nn
+from torch.optim import AdamW
+from transformers import PreTrainedModel
+from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from distca_hf.arrays import IntArray
 from distca_hf.cost import imbalance
 from lib.documents import attended_pairs, whole_documents
+from lib.liger import use_liger_loss
+from lib.model import PROBE_TOKENS, LossModel, without_attention
 from lib.modes import Batch, Mode, Place, build_mode
+from lib.rounds import Runner, equal_losses
+from lib.wires import Wires
+
+
+def use_head(model: LossModel, name: str) -> None:
+    """Replaces the head of the model inside; call it before it is enabled or sharded.
+
+    Args:
+        model: is changed in place.
+        name: one of `HEADS`.
+
+    Raises:
+        SystemExit: it is not installed, or has another loss than the model's own head.
+    """
+    own = _loss_of_few_tokens(model)
+    HEADS[name](model.causal_lm)
+    replaced = _loss_of_few_tokens(model)
+    if not equal_losses([own, replaced], model.causal_lm.dtype):
+        raise SystemExit(
+            f"--head {name}: the loss of {PROBE_TOKENS} tokens is {replaced}, with the model's head {own}"
+        )
+
+
+def _loss_of_few_tokens(model: LossModel) -> float:
+    """Returns the loss: a sum over all but one of them, divided by a number of our choice."""
+    positions = torch.arange(PROBE_TOKENS, device=model.causal_lm.device)[None]
+    tokens = positions % model.causal_lm.config.get_text_config().vocab_size
+    shift_labels = tokens.roll(-1).masked_fill(positions == PROBE_TOKENS - 1, -100)
+    labels = {"labels": tokens, "shift_labels": shift_labels, "num_items_in_batch": PROBE_TOKENS / 3}
+    with without_attention(model.causal_lm), torch.no_grad():
+        return model.forward(input_ids=tokens, position_ids=positions, **labels).item()
+
+
+def _keep(causal_lm: PreTrainedModel) -> None:
+    pass
+
+
+def _use_chunks(causal_lm: PreTrainedModel) -> None:
+    if not hasattr(nn, "LinearCrossEntropyOptions"):
+        raise SystemExit(f"--head chunked: torch {torch.__version__} has no LinearCrossEntropyOptions; torch 2.13 has")
+    causal_lm.forward = MethodType(_forward_in_chunks, causal_lm)
+
+
+def _forward_in_chunks(
+    causal_lm: PreTrainedModel,
+    labels: torch.Tensor,
+    shift_labels: torch.Tensor,
+    num_items_in_batch: float,
+    **batch: Any,
+) -> CausalLMOutputWithPast:
+    hidden = causal_lm.base_model(**batch).last_hidden_state
+    losses = nn.functional.linear_cross_entropy(
+        hidden.flatten(0, 1),
+        causal_lm.get_output_embeddings().weight,
+        shift_labels.flatten(),
+        reduction="none",
+        options=nn.LinearCrossEntropyOptions(),
+    )
+    return CausalLMOutputWithPast(loss=losses.float().sum() / num_items_in_batch)
+
+
+HEADS: dict[str, Callable[[PreTrainedModel], None]] = {
+    "none": _keep,
+    "chunked": _use_chunks,
+    "liger": use_liger_loss,
+}
 
 
 MODES = {
@@ -101,3 +176,31 @@ def _labels(batch: Batch) -> Batch:
 def _label_count(labels: int, num_ranks: int) -> dict[str, float]:
     """Returns the divisor of a rank's loss: its share of all labels. No tensor: FSDP would round it to bf16."""
     return {"num_items_in_batch": labels / num_ranks}
+
+
+# Names of TrainingArguments, and AdamW's `fused`; None is its default.
+OPTIMIZERS = {"adamw_torch_fused": True, "adamw_torch": None}
+
+
+class TrainingRunner(Runner):
+    """Runs forward, backward, and the optimizer.
+
+    Args:
+        optimizer: one of `OPTIMIZERS`.
+    """
+
+    def __init__(self, model: LossModel, wires: Wires, device: torch.device, optimizer: str) -> None:
+        super().__init__(model, wires, device)
+        self._optimizer = AdamW(model.parameters(), lr=0.0, fused=OPTIMIZERS[optimizer])
+
+    def step(self, mode: Mode) -> torch.Tensor:
+        """Runs a step, and the optimizer's; returns the loss of this rank's tokens, a scalar."""
+        loss = super().step(mode)
+        self._optimizer.step()
+        return loss
+
+
+def add_head(parser: argparse.ArgumentParser, default: str) -> None:
+    """Adds `--head`, by default this one, and `--optimizer`."""
+    parser.add_argument("--head", choices=[*HEADS], default=default, help="none is Transformers' own")
+    parser.add_argument("--optimizer", choices=[*OPTIMIZERS], default="adamw_torch_fused", help="as Trainer names it")

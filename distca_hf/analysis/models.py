@@ -1,0 +1,289 @@
+"""Models: heads, numbers of weights and masks of a model, public models in a table, and config.json files on disk,
+read without Transformers. `find_model` reads all others."""
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from distca_hf.analysis.memory import DecoderSize, LayerSize
+from distca_hf.arrays import IntArray
+from distca_hf.cost import CAUSAL_MASK, Heads, LayerMasks, TokenBytes
+from distca_hf.errors import ConfigError
+from distca_hf.flops import PassCosts, StepFlops
+from distca_hf.whole_file import read_at_most
+
+
+# The model of all measured tables (docs/performance.md).
+DEFAULT_MODEL = "llama3-8b"
+# Number of matrices of a gated MLP (gate, up, down), as in most models. An MLP of two counts as two thirds as wide.
+MLP_MATRICES = 3
+
+
+@dataclass(frozen=True)
+class ModelSize:
+    """Numbers of weights of a model, as far as time and memory of a step depend on them.
+
+    Attributes:
+        hidden_size: size of a token's vector between layers.
+        layer_parameters: weights of all layers that one token passes; of experts only the ones that it is sent to.
+        embedding_parameters: weights of the embedding, and of the head if it has its own weights.
+        of_layers: the same layer by layer, where layers were counted; by default all are alike.
+    """
+
+    layers: int
+    hidden_size: int
+    vocabulary: int
+    parameters: int
+    layer_parameters: int
+    embedding_parameters: int
+    of_layers: DecoderSize | None = None
+
+    @classmethod
+    def of_gated_layers(
+        cls,
+        heads: Heads,
+        layers: int,
+        hidden_size: int,
+        mlp_size: int,
+        vocabulary: int,
+        tied: bool = False,
+        experts: int = 1,
+        experts_per_token: int = 1,
+    ) -> "ModelSize":
+        """Counts the weights of a decoder of attention and gated MLPs, without norms and biases.
+
+        Args:
+            mlp_size: width of an MLP, or of an expert.
+            experts, experts_per_token: number of MLPs of a layer, and of the ones that a token is sent to.
+        """
+        mlp, router = MLP_MATRICES * hidden_size * mlp_size, hidden_size * experts if experts > 1 else 0
+        rest = attention_parameters(heads, hidden_size) + router
+        embedding = vocabulary * hidden_size * (1 if tied else 2)
+        return cls(
+            layers=layers,
+            hidden_size=hidden_size,
+            vocabulary=vocabulary,
+            parameters=layers * (rest + experts * mlp) + embedding,
+            layer_parameters=layers * (rest + experts_per_token * mlp),
+            embedding_parameters=embedding,
+        )
+
+    @property
+    def head_parameters(self) -> int:
+        """Weights of the last matrix product."""
+        return self.vocabulary * self.hidden_size
+
+    @property
+    def largest_layer_parameters(self) -> int:
+        """Weights of one layer, all experts included."""
+        return (self.parameters - self.embedding_parameters) // self.layers
+
+    def mlp_size(self, heads: Heads) -> float:
+        """Returns the width of a gated MLP with as many weights as a token passes in a layer besides attention."""
+        beside = self.layer_parameters / self.layers - attention_parameters(heads, self.hidden_size)
+        return max(0.0, beside) / (MLP_MATRICES * self.hidden_size)
+
+    def decoder(self, heads: Heads) -> DecoderSize:
+        """Returns the sizes that memory depends on."""
+        if self.of_layers is not None:
+            return self.of_layers
+        layer = LayerSize(self.layers, self.largest_layer_parameters, self.mlp_size(heads), heads)
+        return DecoderSize(self.hidden_size, self.vocabulary, self.parameters, self.embedding_parameters, (layer,))
+
+
+def attention_parameters(heads: Heads, hidden_size: int) -> int:
+    """Returns the number of weights of one layer's projections of queries, keys, values and outputs."""
+    queries = heads.query * (heads.dim + heads.value_dim)
+    keys = heads.key_value * (heads.dim + heads.value_dim)
+    return hidden_size * (queries + keys)
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """Attention of one layer, and the size of the model around it.
+
+    Attributes:
+        heads: heads of one layer.
+        size: numbers of weights; None if they are not known.
+        other_layers: words for layers that are not full attention; empty if there are none.
+        full_layers: layers that attend to whole documents; None: all that are in none of the other two.
+        window_layers: masks with windows, each with the number of its layers.
+        mixer_layers: layers that carry a state, besides attention or in its place.
+        limits: what a training must keep to, as `distca check` says it.
+        longest_document_tokens: longest document that the model takes; None if it takes any.
+        no_stages: why training does not divide it into stages of a pipeline; empty if it does, or if that is unknown.
+    """
+
+    name: str
+    heads: Heads
+    number_bytes: int = 2
+    size: ModelSize | None = None
+    other_layers: str = ""
+    full_layers: int | None = None
+    window_layers: LayerMasks = ()
+    mixer_layers: int = 0
+    limits: tuple[str, ...] = ()
+    longest_document_tokens: int | None = None
+    no_stages: str = ""
+
+    @property
+    def masks(self) -> LayerMasks:
+        """Each mask of its attention layers, with their number."""
+        windows, full = self.window_layers, self.full_layers
+        if full is None:
+            full = (
+                1 if self.size is None else self.size.layers - self.mixer_layers - sum(count for _, count in windows)
+            )
+        return (*([(CAUSAL_MASK, full)] if full > 0 else []), *windows)
+
+    @property
+    def token_bytes(self) -> TokenBytes:
+        """Bytes of one token in one layer."""
+        return self.heads.token_bytes(self.number_bytes)
+
+
+class SimulatedModel(ModelShape):
+    """A model whose size is known, and that attends: one whose steps can be simulated."""
+
+    size: ModelSize
+
+    @classmethod
+    def of(cls, shape: ModelShape) -> "SimulatedModel":
+        """Returns the same model.
+
+        Raises:
+            ConfigError: its size is not known, or no layer attends.
+        """
+        if shape.size is None:
+            raise ConfigError(f"model {shape.name}: its number of weights is not known, so no step can be simulated")
+        if not shape.masks:
+            raise ConfigError(f"model {shape.name} has no attention layer: there is nothing to balance")
+        return cls(**vars(shape))
+
+    @property
+    def attention_layers(self) -> int:
+        return sum(count for _, count in self.masks)
+
+    def pairs(self, document_tokens: IntArray) -> float:
+        """Returns the attended pairs of documents, in all layers together."""
+        starts = np.zeros_like(document_tokens)
+        return float(sum(layers * int(mask.pairs_of(starts, document_tokens).sum()) for mask, layers in self.masks))
+
+    @property
+    def flops(self) -> StepFlops:
+        """Operations of a step; of pairs those of a mean over attention layers."""
+        weights, head = self.size.layer_parameters + self.size.head_parameters, self.size.head_parameters
+        pair = 2.0 * (self.heads.dim + self.heads.value_dim) * self.heads.query * self.attention_layers
+        return StepFlops.of(weights, weights, pair, head)
+
+    @property
+    def pass_costs(self) -> PassCosts:
+        """Seconds of a token and of a pair by which a training shapes steps for a pipeline."""
+        return self.flops.pass_costs(recomputes_layers=True, recomputes_attention=False)
+
+
+def llama_shape(
+    name: str,
+    heads: tuple[int, int, int],
+    sizes: tuple[int, int, int, int],
+    tied: bool = False,
+    experts: tuple[int, int] = (1, 1),
+) -> ModelShape:
+    """Returns the shape of a model of gated layers from the values of its config.json, in bfloat16.
+
+    Args:
+        heads: num_attention_heads, num_key_value_heads, head_dim.
+        sizes: num_hidden_layers, hidden_size, intermediate_size (that of an expert), vocab_size.
+        tied: tie_word_embeddings.
+        experts: number of experts of a layer, and of the ones that a token is sent to.
+    """
+    query, key_value, dim = heads
+    shape = Heads.of_config({"num_attention_heads": query, "num_key_value_heads": key_value, "head_dim": dim})
+    return ModelShape(name, shape, size=ModelSize.of_gated_layers(shape, *sizes, tied, *experts))
+
+
+# Public models, by the numbers of their config.json: query heads, KV heads and head dimension; layers, hidden size,
+# size of the MLP and vocabulary. So `distca plan` needs neither Transformers nor a connection for them.
+PRESETS = {
+    shape.name: shape
+    for shape in (
+        llama_shape("llama3-8b", (32, 8, 128), (32, 4096, 14336, 128256)),
+        llama_shape("llama3-70b", (64, 8, 128), (80, 8192, 28672, 128256)),
+        llama_shape("llama3-405b", (128, 8, 128), (126, 16384, 53248, 128256)),
+        llama_shape("llama3.2-1b", (32, 8, 64), (16, 2048, 8192, 128256), tied=True),
+        llama_shape("llama3.2-3b", (24, 8, 128), (28, 3072, 8192, 128256), tied=True),
+        llama_shape("mistral-7b", (32, 8, 128), (32, 4096, 14336, 32768)),
+        llama_shape("mixtral-8x7b", (32, 8, 128), (32, 4096, 14336, 32000), experts=(8, 2)),
+        llama_shape("qwen2.5-7b", (28, 4, 128), (28, 3584, 18944, 152064)),
+        llama_shape("qwen2.5-72b", (64, 8, 128), (80, 8192, 29568, 152064)),
+        llama_shape("qwen3-0.6b", (16, 8, 128), (28, 1024, 3072, 151936), tied=True),
+        llama_shape("qwen3-1.7b", (16, 8, 128), (28, 2048, 6144, 151936), tied=True),
+        llama_shape("qwen3-4b", (32, 8, 128), (36, 2560, 9728, 151936), tied=True),
+        llama_shape("qwen3-8b", (32, 8, 128), (36, 4096, 12288, 151936)),
+        llama_shape("qwen3-14b", (40, 8, 128), (40, 5120, 17408, 151936)),
+        llama_shape("qwen3-32b", (64, 8, 128), (64, 5120, 25600, 151936)),
+        llama_shape("qwen3-30b-a3b", (32, 4, 128), (48, 2048, 768, 151936), experts=(128, 8)),
+        llama_shape("qwen3-235b-a22b", (64, 4, 128), (94, 4096, 1536, 151936), experts=(128, 8)),
+    )
+}
+
+
+def preset(name: str) -> ModelShape:
+    """Returns a model of the table."""
+    return PRESETS[name.lower()]
+
+
+CONFIG_FILE, MOST_CONFIG_BYTES = "config.json", 2**26
+
+
+def read_config(path: Path) -> dict[str, object]:
+    """Reads a config.json.
+
+    Raises:
+        ConfigError: the file cannot be read, or holds no object.
+    """
+    try:
+        with path.open("rb") as file:
+            config = json.loads(read_at_most(file, MOST_CONFIG_BYTES))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigError(f"model config {path} cannot be read: {error}") from error
+    if not isinstance(config, dict):
+        raise ConfigError(f"model config {path} must be a JSON object, as Transformers' config.json is")
+    return config
+
+
+def content_of(path: Path) -> str:
+    """Returns what a path is that holds no configuration of Transformers, and what to give instead."""
+    if not path.is_dir():
+        return f"give its folder, or its {CONFIG_FILE}; {path.suffix or 'such a file'} is not read"
+    if (path / "adapter_config.json").is_file():
+        base = read_config(path / "adapter_config.json").get("base_model_name_or_path")
+        return f"it holds an adapter of PEFT, give its base model {base}"
+    if (path / "params.json").is_file():
+        return "it is in the format of Meta or Mistral (params.json), give a version that was converted"
+    return f"the folder has no {CONFIG_FILE}"
+
+
+@contextmanager
+def without_hub() -> Iterator[None]:
+    """Keeps Transformers off the network, except for what is in its cache. The configuration in a file may name
+    kernels, code and backbones on the Hub, and planning needs none of them.
+
+    Raises:
+        ConfigError: it cannot do without one of them.
+    """
+    from huggingface_hub import constants
+    from huggingface_hub.errors import OfflineModeIsEnabled
+
+    before, constants.HF_HUB_OFFLINE = constants.HF_HUB_OFFLINE, True
+    try:
+        yield
+    except OfflineModeIsEnabled as error:
+        address = str(error).removeprefix("Cannot reach ").partition(": ")[0]
+        raise ConfigError(f"it needs {address}, and nothing is fetched that a configuration names") from error
+    finally:
+        constants.HF_HUB_OFFLINE = before

@@ -1,1 +1,0 @@
-"""Stages of a pipeline, and the times of their parts."""
