@@ -16,7 +16,7 @@ from distca_hf.errors import PlanError, UnsupportedAttentionError
 from distca_hf.runtime import attention
 from distca_hf.runtime.alike_layers import LayerLookup
 from distca_hf.runtime.remote_queries import BackwardRemoteQueries, ForwardRemoteQueries
-from distca_hf.servers import server, service
+from distca_hf.servers import server
 from distca_hf.servers.orders import Order, Outbox, _queue
 from support.data import random_dataset
 from support.models import tiny_model
@@ -75,7 +75,7 @@ def nothing() -> None:
 
 
 def is_killed_before_forward() -> None:
-    _harm(service, "attend", FORWARD, die)
+    _harm(server, "attend", FORWARD, die)
 
 
 def is_killed_in_forward() -> None:
@@ -83,7 +83,7 @@ def is_killed_in_forward() -> None:
 
 
 def is_killed_before_backward() -> None:
-    _harm(service, "attend_backward", BACKWARD, die)
+    _harm(server, "attend_backward", BACKWARD, die)
 
 
 def is_killed_in_backward() -> None:

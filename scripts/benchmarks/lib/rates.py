@@ -12,7 +12,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from distca_hf import gpus
+from distca_hf import flops
 from distca_hf.config import KernelName
 from distca_hf.cost import causal_pairs
 from distca_hf.kernels.interface import AttentionSpec, Gradients, Inputs, Kernel, Room, Saved, accumulation_dtype
@@ -89,7 +89,7 @@ def measure_rates(
 
 def peak_flops(device: torch.device) -> float | None:
     """Returns the peak of bf16 matrix products per second, by the name of the device; None if it is not known."""
-    return gpus.peak_flops(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
+    return flops.peak_flops(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
 
 
 def synchronize(device: torch.device) -> None:
