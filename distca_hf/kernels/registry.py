@@ -138,12 +138,12 @@ FAILS, IS_WRONG = "fails:", "is wrong:"
 
 @dataclass(frozen=True)
 class Entry:
-    """A kernel of the table: the module that it is made of (None: always there), its capabilities, its class, and how
-    its package is installed."""
+    """A kernel of the table: the module of its package (None: always there), its capabilities, what makes it of that
+    module, and how the package is installed."""
 
     module: str | None
     capabilities: Capabilities
-    kernel: Callable[..., Kernel]
+    make: Callable[..., Kernel]
     automatic: bool = True
     install: str = ""
 
@@ -210,7 +210,7 @@ KERNELS: dict[str, Entry] = {
 
 
 # For messages about a kernel that was chosen before.
-NAMES = {entry.kernel: name for name, entry in KERNELS.items()}
+NAMES = {entry.make: name for name, entry in KERNELS.items()}
 
 
 def kernel_name(kernel: Kernel) -> str:
@@ -307,7 +307,7 @@ def _made(entry: Entry, operands: Operands, spec: AttentionSpec) -> tuple[Kernel
     if missing is not None:
         return None, missing
     try:
-        kernel = entry.kernel(*[importlib.import_module(entry.module)] if entry.module else [])
+        kernel = entry.make(*[importlib.import_module(entry.module)] if entry.module else [])
         wrong = try_out(kernel, operands, spec)
     except torch.OutOfMemoryError:
         raise

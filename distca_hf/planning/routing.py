@@ -156,6 +156,11 @@ class Routing:
         """Whether kept keys already are the remote KV, in order."""
         return self.local_rows.total == 0 and self.kept_to_remote_kv.counts_up
 
+    @property
+    def pairs(self) -> int:
+        """Attended pairs x groups of heads that the rank computes."""
+        return sum(call.pairs for call in (*self.local, *self.prefix, *self.remote_queries))
+
 
 def route(
     plan: Plan,

@@ -62,11 +62,6 @@ def plan_of_kind(kind: str, rng: random.Random, num_ranks: int, head_groups: int
     return random_plan(rng, layout, head_groups) if kind == "moved" else plan_in_place(layout, head_groups)
 
 
-def pairs_of(routing: Routing) -> int:
-    """Attended pairs x groups of heads that a rank computes."""
-    return sum(call.pairs for call in (*routing.local, *routing.prefix, *routing.remote_queries))
-
-
 def packed_layout(rng: random.Random, num_ranks: int, longest_tokens: int = 3000) -> Layout:
     """Whole documents on each rank, as somebody else packs them: uneven token counts, long tails, empty ranks."""
 

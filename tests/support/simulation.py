@@ -13,7 +13,6 @@ from distca_hf.planning.pieces import ALL_HEADS, line_keys
 from distca_hf.planning.plan import Plan
 from distca_hf.planning.routing import QueryMoves, Routing, route
 from distca_hf.planning.transfers import ExchangeChunks, key_transfers
-from support.layouts import pairs_of
 
 
 Row = tuple[int, int, int]
@@ -309,7 +308,7 @@ def check_attention(simulation: Simulation) -> None:
     for counts in total.values():
         first, keys = simulation.plan.tasks.mask.first_key(np.arange(len(counts))), np.arange(len(counts))
         assert (counts == ((first[:, None] <= keys) & (keys <= keys[:, None]))).all()
-    assert [pairs_of(routing) for routing in simulation.routings] == simulation.plan.work.tolist()
+    assert [routing.pairs for routing in simulation.routings] == simulation.plan.work.tolist()
 
 
 def check_keys(simulation: Simulation) -> None:

@@ -566,7 +566,7 @@ def test_auto_takes_the_fastest_kernel_that_is_installed(
         return ReferenceKernel()
 
     for name in ("flash2", "flash3", "flash4"):
-        entry = dataclasses.replace(KERNELS[name], module="json", kernel=partial(make, name))
+        entry = dataclasses.replace(KERNELS[name], module="json", make=partial(make, name))
         monkeypatch.setitem(KERNELS, name, entry)
         chosen_kernel.cache_clear()
         choose_kernel("auto", GPU_OPERANDS, SPEC)
@@ -583,7 +583,7 @@ def _fails(package: ModuleType) -> Kernel:
 def test_kernel_that_fails_is_replaced_by_the_next_one_with_a_line_that_names_both(
     nothing_installed: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setitem(KERNELS, "flash4", dataclasses.replace(KERNELS["flash4"], module="json", kernel=_fails))
+    monkeypatch.setitem(KERNELS, "flash4", dataclasses.replace(KERNELS["flash4"], module="json", make=_fails))
 
     assert isinstance(choose_kernel("auto", GPU_OPERANDS, SPEC), TorchVarlenKernel)
     (line,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
@@ -598,7 +598,7 @@ def test_kernel_that_fails_on_one_gpu_alone_is_named_there(
 ) -> None:
     monkeypatch.setenv("RANK", "3")
     if fails:
-        monkeypatch.setitem(KERNELS, "flash4", dataclasses.replace(KERNELS["flash4"], module="json", kernel=_fails))
+        monkeypatch.setitem(KERNELS, "flash4", dataclasses.replace(KERNELS["flash4"], module="json", make=_fails))
     choose_kernel("auto", GPU_OPERANDS, SPEC)
 
     assert [record.rank for record in caplog.records if record.levelname == "WARNING"] == [3] * fails

@@ -17,7 +17,7 @@ from distca_hf.planning.plan import divide_stripe, plan_in_place
 from distca_hf.planning.rebalance import plan_by_moving
 from distca_hf.planning.routing import rank_plan
 from distca_hf.planning.transfers import keys_between
-from support.layouts import packed_layout, pairs_of, random_plan, striped_layout
+from support.layouts import packed_layout, random_plan, striped_layout
 
 
 MASKS = st.builds(Mask, st.none() | st.integers(1, 600))
@@ -121,6 +121,6 @@ def test_attention_servers_compute_nothing_in_windows() -> None:
     window = RoutedKinds.of(plan, 2, layer_masks=((Mask(7), 1),), num_extra=1).plans[Mask(7)]
     assert plan.of_window(Mask(7)).speeds == ()  # trainers are equally fast, and defer equal work
     assert window.forward.exchanges
-    assert pairs_of(window.forward) == window.forward.num_rows == window.forward.late_share == 0
+    assert window.forward.pairs == window.forward.num_rows == window.forward.late_share == 0
     assert window.facts.speeds == (1.0, 1.0, 0.0)
     assert window.facts.imbalance == pytest.approx(max(window.facts.work[:2]) / np.mean(window.facts.work[:2]))
