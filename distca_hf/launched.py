@@ -53,7 +53,7 @@ class Role:
         """Returns the variables that number this process.
 
         LOCAL_RANK, and so the device, stays as it was launched; so does the number of the node. Servers are ranks
-        behind all trainers: no line of a log then has the rank of both.
+        after all trainers: no line of a log then has the rank of both.
         """
         launched = {LAUNCHED_SERVERS: ",".join(map(str, self.servers_of_nodes))}
         if self.is_server:

@@ -56,7 +56,7 @@ class Members:
     """Ranks of a training: by scope with their numbers in the job, by role with their numbers in exchanges of rows.
 
     Every rank of a group holds tokens. Ranks without tokens are not in the group: they compute, and have the numbers
-    behind those that share documents.
+    after those that share documents.
 
     Attributes:
         job: ranks that were launched together, without those that hold no tokens.

@@ -93,7 +93,7 @@ class PiecePool:
 
     def first_index(self, is_dense: Callable[[Piece], bool], begin: int | None = None) -> int:
         """Finds the first piece that is dense, from `begin` on if given; the index beyond the last if none is. All
-        pieces behind a dense one are dense."""
+        pieces after a dense one are dense."""
         return bisect_left(self._pieces, True, self._first if begin is None else begin, key=is_dense)
 
     @property

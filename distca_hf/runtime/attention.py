@@ -5,7 +5,7 @@
     backward   send keys ─┬─ early local ─┬─ prefix calls ── send gradients ─┬─ late local ─┬─ sum  2 exchanges, or
                           └── exchange ───┘                                  └── exchange ──┘       1 if rows were kept
 
-If queries move, too, they are sent right behind the keys. Remote-query calls follow the prefix calls, and their
+If queries move, too, they are sent right after the keys. Remote-query calls follow the prefix calls, and their
 results are sent back beside late local calls: two exchanges more in either direction. With several chunks, prefix and
 remote-query calls of one are computed while the next one is in flight; each chunk is an exchange.
 
@@ -268,7 +268,7 @@ def attend_backward(
 
 
 def _clear_padding(routing: DeviceRouting, *tensors_T: torch.Tensor) -> None:
-    """Sets the rows behind the last token to zero."""
+    """Sets the rows after the last token to zero."""
     if routing.num_tokens * routing.rows_per_token < routing.num_rows:
         for x in tensors_T:
             x[routing.num_tokens :].zero_()

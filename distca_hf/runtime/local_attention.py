@@ -36,7 +36,7 @@ from distca_hf.runtime.custom_op import SavedForBackward, define_op, kept_in_reg
 class Documents(NamedTuple):
     """Documents of queries and of keys, one after the other; a document's last query stands at its last key.
 
-    In a compiled graph tensors are as long as they can get; places behind the last one count for nothing.
+    In a compiled graph tensors are as long as they can get; places after the last one count for nothing.
 
     Attributes:
         cu_seqlens_q, cu_seqlens_k: int32 `[documents + 1]` offsets of queries and of keys.
@@ -148,7 +148,7 @@ def _spec(numbers: list[float], spans: Spans) -> AttentionSpec:
 
 
 def _read(documents: Documents) -> tuple[Spans, torch.Tensor | None, torch.Tensor | None]:
-    """Returns documents without the places behind the last one, and rows of queries and of keys; None for all rows."""
+    """Returns documents without the places after the last one, and rows of queries and of keys; None for all rows."""
     offsets_q, offsets_k, sizes, query_rows, key_rows = documents
     number, max_seqlen_q, max_seqlen_k, queries, keys = sizes.tolist()
     if len(offsets_q) != number + 1:  # a view costs the host more than the question

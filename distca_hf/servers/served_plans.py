@@ -1,4 +1,4 @@
-"""Served: plans with attention servers, ranks without tokens behind the ranks that train; and plans as integers, as
+"""Served: plans with attention servers, ranks without tokens after the ranks that train; and plans as integers, as
 servers receive them.
 
     layout of N trainers ── N + S ranks, of which S hold nothing ── tasks move to them, in proportion to their speed
@@ -52,7 +52,7 @@ HEADER_LENGTH = NUM_NUMBERS + NUM_ARRAYS
 
 @dataclass(frozen=True)
 class Servers(ExtraRanks):
-    """The attention servers of a plan, ranks N, N + 1, ... behind N trainers.
+    """The attention servers of a plan, ranks N, N + 1, ... after N trainers.
 
     Attributes:
         speeds: attention speed of each server, relative to a trainer: 1.0 is as fast.
@@ -95,7 +95,7 @@ class Servers(ExtraRanks):
         return (float(self.trainers_attend),) * num_trainers + tuple(float(speed) for speed in self.speeds)
 
     def topology(self, trainers: Topology) -> Topology:
-        """Returns the topology of the trainers, and of the servers behind them.
+        """Returns the topology of the trainers, and of the servers after them.
 
         Raises:
             ConfigError: trainers are on several nodes, and those of the servers are not known.
@@ -150,7 +150,7 @@ def plan_from_integers(integers: IntArray) -> Plan:
     """Reads a plan from the array that `plan_to_integers` wrote, and validates it.
 
     Raises:
-        PlanError: it is no such array, is cut off or goes on behind the plan, is of another version, or holds a plan
+        PlanError: it is no such array, is cut off or goes on after the plan, is of another version, or holds a plan
             that breaks its own invariants.
     """
     # 1. Header: numbers, and lengths that add up to the rest.

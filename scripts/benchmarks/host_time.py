@@ -3,7 +3,7 @@
     torchrun --nproc-per-node 4 scripts/benchmarks/host_time.py
     torchrun --nproc-per-node 2 scripts/benchmarks/host_time.py --device cpu --documents 64,24x8 --repeats 3
 
-Calls are those of a forward pass of so many layers, one behind the other, with real exchanges and no waiting for the
+Calls are those of a forward pass of so many layers, one after the other, with real exchanges and no waiting for the
 device; documents are so small that the device keeps up. A line for each rank and repeat has the time of a call, that
 of the kernel functions in it, and what is `beyond` these: launches of exchanges and copies, views, and the dispatch
 of the operator. `alone` is one call of FlashAttention's public function on the same rows, as if all parts of documents
@@ -13,7 +13,7 @@ The last lines are medians of the repeats: of each rank, then the largest of all
 all, beyond its kernels, and more than FlashAttention's own call. Exchanges have as many chunks as settings say
 (DISTCA_EXCHANGE_CHUNKS).
 
-With `--backward` each repeat has a backward pass, too, whose layers are differentiated one behind the other. With
+With `--backward` each repeat has a backward pass, too, whose layers are differentiated one after the other. With
 `--pad-to 128` rows are padded as batches of the product are by default: padding is cleared in every call.
 
 With `--unchecked` each repeat runs twice, with and without the checks of a call, in turns. With `--tensor 2` ranks are

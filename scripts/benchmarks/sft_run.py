@@ -271,7 +271,7 @@ def parse() -> argparse.Namespace:
     if options.device == "cpu" and options.attention == "flash_attention_4":
         options.attention = "sdpa"
     if options.steps <= options.warmup:
-        parser.error(f"--steps {options.steps} leaves none to time behind --warmup {options.warmup}")
+        parser.error(f"--steps {options.steps} leaves none to time after --warmup {options.warmup}")
     return options
 
 

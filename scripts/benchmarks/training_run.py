@@ -15,7 +15,7 @@ Weights are random. At a high learning rate from the first step on, losses jump 
 which step. So losses of two right modes drift apart. The rate is low, and with --rising-steps it begins at 0. Drift
 shows late, an error in the first steps: the table has the step.
 
-In the table, step times and MFU are medians of the steps behind --warmup:
+In the table, step times and MFU are medians of the steps after --warmup:
 
     MFU                         flops of the model, head and attention included, nothing twice, of the bf16 peak
     peak                        memory that torch had given out at once, on the rank that had most. With `save`
@@ -79,7 +79,7 @@ def main() -> None:
         f"{options.tokens_per_rank} tokens per rank and step, a document of {long_tokens} in each",
         f"checkpointed attention {options.checkpointed_attention}" + ", liger" * options.liger,
         f"learning rate {options.learning_rate}"
-        + f", reached behind {options.rising_steps} rising steps" * bool(options.rising_steps),
+        + f", reached after {options.rising_steps} rising steps" * bool(options.rising_steps),
     ]
     run_modes(options, facts, lambda mode: train(mode, config, dataset, options), table)
 
@@ -142,7 +142,7 @@ def parse() -> argparse.Namespace:
     check_packages(parser, options)
     options.modes = chosen_modes(parser, options.modes, MODES)
     if options.steps <= options.warmup:
-        parser.error(f"--steps {options.steps} leaves none to time behind --warmup {options.warmup}")
+        parser.error(f"--steps {options.steps} leaves none to time after --warmup {options.warmup}")
     if options.checkpointed_attention == "offload" and "ulysses" in options.modes:
         parser.error("--checkpointed-attention offload is the product's own: leave ulysses out of --modes")
     return options

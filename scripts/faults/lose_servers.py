@@ -228,11 +228,11 @@ def _print_now(line: str) -> None:
 
 
 def _joined(job: "subprocess.Popen[bytes]", log: Path, number: int) -> psutil.Process:
-    """Waits until a step has counted with all servers, behind so many losses, and returns one that runs."""
+    """Waits until a step has counted with all servers, after so many losses, and returns one that runs."""
     while job.poll() is None:
         text = log.read_text()
         if LEFT_OUT in text:
-            sys.exit(f"behind {number - 1} losses a server was left out of the training, and none will join")
+            sys.exit(f"after {number - 1} losses a server was left out of the training, and none will join")
         running = [one for one in _servers(job) if one.status() != psutil.STATUS_STOPPED]
         if has_served(text, number - 1) and running:
             return max(running, key=lambda one: one.create_time())
@@ -244,7 +244,7 @@ def has_served(log: str, losses: int) -> bool:
     """Returns whether a training's output shows that all servers were replaced that it lost, and that a step has
     counted with the last of these. Five losses without such a step would leave the server out."""
     *joined, behind = log.split("takes part from now on")
-    # A server joins between a step and the line of its loss; a step with it has the line behind.
+    # A server joins between a step and the line of its loss; a step with it has the line after it.
     return len(joined) >= losses and num_steps(behind) >= (2 if joined else 1)
 
 

@@ -29,7 +29,7 @@ def _random(*shape: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
 
 
 def _parts_of_one(*index: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Index tensors on the device, as they come with a plan: one behind the other, so that each begins anywhere."""
+    """Index tensors on the device, as they come with a plan: one after the other, so that each begins anywhere."""
     return torch.cat([torch.zeros(1, dtype=torch.int64), *index]).cuda()[1:].split([len(x) for x in index])
 
 

@@ -49,7 +49,7 @@ def test_modes_have_the_same_losses_and_another_limit_is_an_error(tmp_path: Path
     figures = json.loads(out.read_text())
     runs = figures["runs"]
 
-    assert figures["header"].endswith("learning rate 0.01, reached behind 2 rising steps")
+    assert figures["header"].endswith("learning rate 0.01, reached after 2 rising steps")
     assert [run["mode"] for run in runs] == ["distca", "ulysses", "given"]
     for run in runs:
         assert run["losses"] == pytest.approx(runs[0]["losses"], rel=1e-5)

@@ -40,7 +40,7 @@ def test_layers_compiled_with_their_checkpointing_are_refused() -> None:
 
 
 class Regions:
-    """Regions of two attention calls each, one behind the other."""
+    """Regions of two attention calls each, one after the other."""
 
     def __init__(self, number: int, contexts: Contexts | None = None) -> None:
         self.contexts, self.number = contexts or OffloadedAttention(), number

@@ -224,7 +224,7 @@ def spread(count: int, most: int) -> list[int]:
 
 def chosen_calls(calls: Sequence[CallOfRanks], num_ranks: int) -> list[CallOfRanks]:
     """Returns calls of few layers: of every part of a pass the ones in which ranks wait longest; and of each the ranks
-    that wait longest and shortest, and others between them. Attention servers, behind `num_ranks` ranks, take up to
+    that wait longest and shortest, and others between them. Attention servers, after `num_ranks` ranks, take up to
     half of the places."""
 
     def waiting_us(call: CallOfRanks) -> float:  # of all ranks together

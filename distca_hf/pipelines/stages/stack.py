@@ -34,13 +34,13 @@ class LayerStack:
         before: embeddings, and what follows them until the first layer; the first stage runs them.
         layers: the list of layers.
         num_layers: its length.
-        behind: the last norm and the head; the last stage runs them.
+        after: the last norm and the head; the last stage runs them.
     """
 
     before: tuple[str, ...]
     layers: str
     num_layers: int
-    behind: tuple[str, ...]
+    after: tuple[str, ...]
 
     @classmethod
     def of(cls, whole: PreTrainedModel) -> Self:
@@ -60,7 +60,7 @@ class LayerStack:
                 "train it without a pipeline"
             )
         stack = cls._written_down(whole)
-        inside = tuple(f"{module}." for module in (*stack.before, stack.layers, *stack.behind))
+        inside = tuple(f"{module}." for module in (*stack.before, stack.layers, *stack.after))
         outside = [weight for weight, _ in whole.named_parameters() if not weight.startswith(inside)]
         if outside:
             raise _no_plain_stack(name, f"{outside[0]} and {len(outside) - 1} more weights are outside of them")
@@ -91,7 +91,7 @@ class LayerStack:
             before=tuple(names[: lists[0]]),
             layers=layers,
             num_layers=len(whole.get_submodule(layers)),
-            behind=(*names[lists[0] + 1 :], head_name),
+            after=(*names[lists[0] + 1 :], head_name),
         )
 
     def _check_nothing_else_is_done(self, whole: PreTrainedModel) -> None:
@@ -111,7 +111,7 @@ class LayerStack:
             raise _no_plain_stack(
                 type(whole).__name__,
                 f"its forward pass computes on hidden states outside of {', '.join((*self.before, self.layers))} and "
-                f"{', '.join(self.behind)}, as scaled embeddings or logits do",
+                f"{', '.join(self.after)}, as scaled embeddings or logits do",
             )
 
     def keep(self, model: nn.Module, layers: range, *, is_first: bool, is_last: bool) -> dict[str, nn.Module]:
@@ -133,7 +133,7 @@ class LayerStack:
     def modules_of_others(self, layers: range, *, is_first: bool, is_last: bool) -> Sequence[str]:
         """Returns names of the modules that a stage does not run; arguments as those of `keep`."""
         gone = [f"{self.layers}.{number}" for number in range(self.num_layers) if number not in layers]
-        return [*gone, *([] if is_first else self.before), *([] if is_last else self.behind)]
+        return [*gone, *([] if is_first else self.before), *([] if is_last else self.after)]
 
 
 def _no_plain_stack(name: str, reason: str) -> ConfigError:

@@ -34,7 +34,7 @@ class Strategy:
             Below it the tail is merged with the part before it.
         spare_room: whether a rank may be left with room, where using it up would cut a document so deep that too
             many queries travel. It helps where many ranks have room.
-        merge_heads: fraction of the heads that are merged; all of them where the document goes on behind the tail.
+        merge_heads: fraction of the heads that are merged; all of them where the document goes on after the tail.
         quiet_price: price of bytes that no rank with a surplus sends, relative to bytes that one sends.
     """
 

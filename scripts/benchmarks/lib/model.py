@@ -75,7 +75,7 @@ class Backbone(LossModel):
     """A causal language model without its head.
 
     The loss is a weighted mean of squared hidden states: no head, no labels, and yet a gradient for every weight. (A
-    plain mean would have hardly any behind the last norm, which makes it 1.)
+    plain mean would have hardly any after the last norm, which makes it 1.)
     """
 
     def __init__(self, causal_lm: PreTrainedModel) -> None:

@@ -20,5 +20,5 @@ def markdown(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def number(value: float | None, unit: float, digits: int) -> str:
-    """Returns a value times `unit`, with so many digits behind the point; "-" if there is none."""
+    """Returns a value times `unit`, with so many digits after the point; "-" if there is none."""
     return "-" if value is None else f"{value * unit:.{digits}f}"

@@ -141,7 +141,7 @@ def test_an_exchange_that_kernels_wait_for_delays_none() -> None:
 
 
 def test_each_exchange_has_bytes_of_its_own() -> None:
-    """A rank that sends a long document's queries gets as many outputs back, one behind the other."""
+    """A rank that sends a long document's queries gets as many outputs back, one after the other."""
     costs = costs_of()
     layout = Layout.from_packs([np.array([65_536]), np.array([4096] * 16)])
     plan = plan_by_moving(layout, 8)

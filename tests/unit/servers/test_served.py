@@ -72,7 +72,7 @@ def test_wrong_nodes_are_refused(num_ranks: int, nodes: tuple[int, ...], words: 
 
 
 def test_nodes_level_with_their_own_servers_first() -> None:
-    """Ranks of one node do not follow each other where servers are numbered behind all trainers."""
+    """Ranks of one node do not follow each other where servers are numbered after all trainers."""
     topology = Topology(4, 2).with_extra_ranks([1, 0])
     gaps = WorkGaps.of([10, 2, 9, 3, 0, 0], [4.0] * 6)
 

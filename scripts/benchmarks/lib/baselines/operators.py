@@ -186,7 +186,7 @@ class Work:
         calls: one after the other.
         wires: to other ranks, of which there are `ranks` with this one.
         kernel: its name, as in settings.
-        rows: queries of the calls, the first ones of this rank. Outputs and gradients of rows behind them are zero.
+        rows: queries of the calls, the first ones of this rank. Outputs and gradients of rows after them are zero.
         handle: its number.
     """
 

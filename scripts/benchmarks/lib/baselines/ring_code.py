@@ -42,7 +42,7 @@ class RingWork(Protocol):
 
 
 class ZigzagWork:
-    """`zigzag_ring_flash_attn_varlen_func`: of every document a rank has two chunks, one behind the other.
+    """`zigzag_ring_flash_attn_varlen_func`: of every document a rank has two chunks, one after the other.
 
     Args:
         lengths: documents of all ranks together, in tokens.

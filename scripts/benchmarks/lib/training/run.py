@@ -108,7 +108,7 @@ def build_model(config: PreTrainedConfig, device: torch.device) -> PreTrainedMod
 def record_losses(model: PreTrainedModel) -> list[torch.Tensor]:
     """Returns a list that will hold this rank's part of the mean over all labels, of every step.
 
-    FSDP hands the loss out in bf16, in steps of 1/16 at a loss of 11: too coarse to compare. Behind the model's own
+    FSDP hands the loss out in bf16, in steps of 1/16 at a loss of 11: too coarse to compare. After the model's own
     forward it is fp32: hooks run in their order, and FSDP's comes later. Forward itself may be replaced any time, by
     Liger's.
     """
@@ -258,7 +258,7 @@ def furthest_in_words(run: Mapping[str, Any], other: Mapping[str, Any]) -> str:
 
 
 def step_figures(run: Mapping[str, Any], warmup: int) -> dict[str, float | None]:
-    """Returns medians of the steps behind the first ones: `step_seconds`, `tokens_per_second` of a GPU, and
+    """Returns medians of the steps after the first ones: `step_seconds`, `tokens_per_second` of a GPU, and
     `utilisation` as a part of the peak, None if that is not known.
 
     Args:
