@@ -27,10 +27,13 @@ from distca_hf.batches.known_batch import (
 )
 from distca_hf.errors import UnsupportedAttentionError
 from distca_hf.integrations.finding import Given, all_places, find_documents, find_in_graph, in_chunks, name_of
-from distca_hf.integrations.models.hooks import WATCH
 from distca_hf.runtime.live_plan import LivePlan
 from distca_hf.runtime.local_attention import Documents
 from distca_hf.torch_private import without_torch_functions
+
+
+# Attribute of an enabled model, and of the Transformers model inside it, that holds its `ForwardWatch`.
+WATCH = "_distca_watch"
 
 
 MaskFunction = Callable[..., torch.Tensor]

@@ -24,6 +24,7 @@ from distca_hf.config import DistCAConfig
 from distca_hf.errors import PlanError, UnsupportedAttentionError
 from distca_hf.integrations.attention import LAYER_SETTINGS, LayerSettings
 from distca_hf.integrations.checkpointing import RecomputedLayers
+from distca_hf.integrations.mask import WATCH
 from distca_hf.integrations.models.check import PositionLimits, check_model
 from distca_hf.integrations.models.counted_rows import CountedRows, temper_by_position, temper_by_row
 from distca_hf.integrations.models.decoder_borders import DecoderBorders
@@ -36,7 +37,7 @@ from distca_hf.integrations.models.decoder_layers import (
 )
 from distca_hf.integrations.models.distributed_check import check_divided_heads, follow_mesh
 from distca_hf.integrations.models.forward_check import ForwardCheck
-from distca_hf.integrations.models.hooks import WATCH, BackboneCalls, HiddenHook
+from distca_hf.integrations.models.hooks import BackboneCalls, HiddenHook
 from distca_hf.integrations.models.mixers import MixerWatch
 from distca_hf.integrations.models.placed_loss import PlacedLoss, label_count
 from distca_hf.integrations.models.planner import predictable, step_flops, vocabulary_tokens_of

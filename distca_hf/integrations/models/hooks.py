@@ -20,8 +20,6 @@ from distca_hf.torch_private import hidden_from_dynamo
 
 
 Keywords = dict[str, Any]
-# Attribute of an enabled model, and of the Transformers model inside it, that holds its `ForwardWatch`.
-WATCH = "_distca_watch"
 
 
 class Hook:
