@@ -106,7 +106,7 @@ def test_rows_and_words_stay_in_their_scope(kind: str, tmp_path: Path) -> None:
             f"tensor {rank % 2})" if kind == "tensor" else f"data {rank % 2})"
         )
         assert of_rank.rows == mine
-        assert of_rank.gathered == {"ROWS": mine, "STAGE": stage, "GROUP": [0, 1, 2, 3]}
+        assert of_rank.gathered == {"ROWS": mine, "LAYERS": stage, "GROUP": [0, 1, 2, 3]}
         assert of_rank.labels == [10, 20]  # each data rank once
         assert sorted(of_rank.told) == [10, 10, 20, 20]
         other = "data 0, tensor 1" if kind == "tensor" else "stage 0, data 1"

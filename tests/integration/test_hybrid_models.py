@@ -71,11 +71,11 @@ def step_on_packs(sweep: ModuleType, config_class: type, kind: Any, packs: list[
         assert plan is not None
         loss = model(**batch, distca_plan=plan, num_items_in_batch=torch.tensor(labels / len(packs))).loss
         loss.backward()
-        return sweep.Step(loss.item(), gradients_of(model)), plan.facts
+        return sweep.trial.Step(loss.item(), gradients_of(model)), plan.facts
 
     steps, facts = zip(*run_ranks(len(packs), step, timeout_seconds=30.0), strict=True)
     gradients = torch.stack([step.gradients for step in steps]).mean(0)
-    return sweep.Step(sum(step.loss for step in steps) / len(packs), gradients), facts[0]
+    return sweep.trial.Step(sum(step.loss for step in steps) / len(packs), gradients), facts[0]
 
 
 def check_steps(sweep: ModuleType, kind: Any, model_type: str) -> None:

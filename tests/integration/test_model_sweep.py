@@ -4,6 +4,7 @@ import math
 import re
 import sys
 from collections import Counter
+from operator import attrgetter
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -79,18 +80,19 @@ def test_attention_that_is_a_little_wrong_is_noticed(sweep: ModuleType, monkeypa
 
 
 def test_gradient_that_is_not_a_number_is_noticed(sweep: ModuleType) -> None:
-    right = sweep.Step(1.0, torch.ones(2))
+    right = sweep.trial.Step(1.0, torch.ones(2))
 
     assert right.difference(right) == 0
-    assert math.isnan(sweep.Step(1.0, torch.tensor([1.0, math.nan])).difference(right))
+    assert math.isnan(sweep.trial.Step(1.0, torch.tensor([1.0, math.nan])).difference(right))
 
 
-@pytest.mark.parametrize("name", ["check_model", "step_placed"])
+@pytest.mark.parametrize("name", ["check_model", "trial.step_placed"])
 def test_error_that_is_no_refusal_is_noticed(name: str, sweep: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*arguments: Any) -> None:
         raise RuntimeError("something else")
 
-    monkeypatch.setattr(sweep, name, fail)
+    part, _, function = name.rpartition(".")
+    monkeypatch.setattr(attrgetter(part)(sweep) if part else sweep, function, fail)
     (llama,) = sweep.TEXT.config_classes(["llama"])
     outcome = sweep.examine(llama)
 
