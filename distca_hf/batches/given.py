@@ -80,6 +80,7 @@ class GivenPlanner:
         layer_masks: masks that the model's layers attend with, each with the number of its layers.
         places_rows: whether rows are placed inside the model; otherwise they stay, and attention tasks move.
         flops: operations of the model, to count the work of a step by; None if they are not known.
+        halo_tokens: see `PlacedPlanner`.
 
     Attributes:
         world_size: ranks that exchange rows when a model trains.
@@ -100,6 +101,7 @@ class GivenPlanner:
         read: Callable[[Batch], ReadDocuments] = DocumentReader().read,  # noqa: B008 (immutable)
         places_rows: bool = False,
         flops: StepFlops | None = None,
+        halo_tokens: int | None = None,
     ) -> None:
         self._totals, self._uncounted = PlanTotals(), list[PlanFacts]()
         self.history: deque[PlanFacts] = deque(maxlen=REMEMBERED_MICRO_BATCHES)
@@ -109,7 +111,7 @@ class GivenPlanner:
         self._posting = transport if isinstance(transport, PostingTransport) else None
         topology = config.topology(transport.world_size)
         self._plans = GivenPlans(topology, head_groups, token_bytes, layer_masks, places_rows)
-        self._read_batch, self._flops = read, flops
+        self._read_batch, self._flops, self._halo_tokens = read, flops, halo_tokens
         self.latest_moves: RowMoves | None = None
         self.returning, self.needing = Returning.STATES, ""
         self._agreement = GivenAgreement(config, transport)
@@ -239,7 +241,8 @@ class GivenPlanner:
         num_chunks, rank = self._config.num_chunks(topology), self._transport.rank
         num_extra = 0 if extra_ranks is None else extra_ranks.count
         routed = RoutedKinds.of(plan, rank, num_chunks, plans.layer_masks, home.rank_work_of, num_extra)
-        kinds = PinnedKinds.prepare(routed._replace(facts=routed.facts.with_tokens(home, layout)), pin)
+        routed = routed._replace(facts=routed.facts.with_tokens(home, layout))
+        kinds = PinnedKinds.prepare(routed, pin, self._halo_tokens)
         moves = PinnedRowMoves.prepare(RowMoves.of(home, layout, rank), pin) if plans.places_rows else None
         return HostPlan(plan, num_chunks, kinds, moves)
 

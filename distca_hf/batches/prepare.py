@@ -212,7 +212,7 @@ class Preparer:
             lambda mask: work_in_order(document_tokens, planner.num_ranks, mask),
             0 if planner.extra_ranks is None else planner.extra_ranks.count,
         )
-        return PinnedKinds.prepare(routed, pin=self.device.type == "cuda")
+        return PinnedKinds.prepare(routed, self.device.type == "cuda", planner.halo_tokens)
 
 
 class Replanner:

@@ -73,15 +73,17 @@ class CallTensors(NamedTuple):
 
 
 class PassCalls(NamedTuple):
-    """Attention calls of a forward pass, without recomputed ones.
+    """Attention calls of a forward pass, and exchanges of layers with a state; without recomputed ones.
 
     Attributes:
         masks: mask of each call.
         tensors: dtypes and heads of each call.
+        states: layer, dtype and shape of each exchange. A pass without cut documents has those of the pass before.
     """
 
     masks: list[Mask]
     tensors: list[CallTensors]
+    states: list[str]
 
 
 class ForwardPass:
@@ -125,8 +127,8 @@ class ForwardPass:
             transport.traffic.passes += 1
         self._number = transport.traffic.passes
         self.layers: list[torch.Tensor] = []
-        self.made = PassCalls([], [])
-        self.compares_calls = False
+        self.made = PassCalls([], [], [])
+        self.compares_calls = self._compares_states = False
         self._scores: list[Hashable] = []
         self._before, self._state, self._also = before, state, also
         self._expected_tensors: Sequence[CallTensors] = ()
@@ -247,9 +249,46 @@ class ForwardPass:
             self.trace.begin(PassPart.BACKWARD, layer, mask.window_tokens or 0)
         return self._place(layer, "backward")
 
-    def begin_backward_of_rows(self) -> None:
-        """Begins backward of rows that move between ranks. The first of a backward pass waits for the other ranks."""
-        self._enter_backward(goes_on=False)
+    def begin_backward_of_rows(self, goes_on: bool = False) -> None:
+        """Begins backward of rows that move between ranks. The first of a backward pass waits for the other ranks.
+
+        Args:
+            goes_on: whether they are in a nested backward pass, of reentrant checkpointing.
+        """
+        self._enter_backward(goes_on)
+
+    def begin_exchange_of_states(self, exchange: str) -> None:
+        """Begins an exchange of a layer with a state. The first one of a pass waits until all ranks have shown the
+        pass's facts; later ones do if some rank knows no previous pass.
+
+        Args:
+            exchange: layer, dtype and shape. Other ranks expect that of the pass before.
+
+        Raises:
+            PlanError: it differs from the previous pass.
+        """
+        if self.facts is None or len(self._transport.grid.members(Scope.LAYERS)) == 1:
+            return
+        if self._ended:  # recomputed
+            self._enter_backward(goes_on=True)
+            return
+        number = len(self.made.states)
+        self.made.states.append(exchange)
+        known = [] if self._before is None else self._before.states
+        if not number:
+            name = "exchanges of states in the pass before"
+            facts = {**self.facts, "first exchange of states": exchange}
+            shown = self._agree(facts, {name: _checksum(known) if known else UNKNOWN})[name]
+            self._compares_states = UNKNOWN in shown or len(set(shown)) > 1
+        elif self._compares_states:
+            self._agree({f"exchange {number} of states": exchange}, {})
+        elif number >= len(known) or known[number] != exchange:
+            before = known[number] if number < len(known) else "none"
+            raise PlanError(
+                f"{self._transport.grid.name}, micro-batch {self._micro_batch}: a layer exchanges {exchange}, and "
+                f"{before} in the pass before; other ranks expect that, and nothing was sent. Layers cannot change "
+                "after the first pass: compute them as before, or enable the model again, on all ranks"
+            )
 
     def agree_to_attend(self, fingerprint: int, tensors: CallTensors) -> None:
         """Waits until all ranks have shown in which dtype and with which heads they attend: at the first call with the
@@ -303,6 +342,8 @@ class ForwardPass:
             attends_again: whether backward recomputes layers. Under reentrant checkpointing no call needed gradients.
         """
         self.num_calls, self._ended, self.compares_calls = self.calls, True, False
+        if not self.made.states and self._before is not None:
+            self.made.states.extend(self._before.states)
         self.trace.end_forward(len(self._with_gradients) if backward_calls is None else backward_calls)
         if self.facts is not None and exchanges and self._transport.world_size > 1:
             self._agrees_on_backward = attends_again or bool(self._with_gradients)

@@ -22,9 +22,11 @@ from distca_hf.cost import Mask
 from distca_hf.errors import PlanError
 from distca_hf.kernels.interface import AttentionSpec, mask_of, without_window
 from distca_hf.layout import Layout
+from distca_hf.planning.fragments import Fragments
 from distca_hf.planning.kinds import RoutedKinds
 from distca_hf.planning.plan import PlanFacts, plan_in_place
 from distca_hf.planning.routing import RankPlan, rank_plan
+from distca_hf.runtime.device_fragments import DeviceFragments, PinnedFragments
 from distca_hf.runtime.device_routing import DeviceRankPlan, DeviceRouting, PinnedRouting, on_device
 from distca_hf.runtime.posted import Posted
 from distca_hf.runtime.retention import PassLayers, Retention
@@ -44,6 +46,7 @@ class Planned(NamedTuple):
         posted: the plan as ranks without tokens have it; None if there are none.
         moves: of rows that are placed inside the model; None if rows stay where batches have them.
         batch_forms: `[ranks]` numbers of the forms of their batches: of equal forms, decoders get equal inputs.
+        fragments: returns what layers with a state exchange; None for a model without them.
     """
 
     routings: Callable[[], Mapping[Mask, DeviceRankPlan]]
@@ -53,6 +56,7 @@ class Planned(NamedTuple):
     posted: Posted | None = None
     moves: DeviceRowMoves | None = None
     batch_forms: tuple[int, ...] = ()
+    fragments: Callable[[], DeviceFragments] | None = None
 
     @property
     def longest_document_tokens(self) -> int:
@@ -85,6 +89,7 @@ class PinnedKinds:
         layout: ranks, and the tokens that each of them holds.
         rank: the rank that they are of.
         pin: whether they are in memory that a GPU copies from while the host goes on.
+        fragments: what layers with a state exchange; None for a model without them.
     """
 
     plans: Mapping[Mask, RankPlan[PinnedRouting]]
@@ -92,13 +97,21 @@ class PinnedKinds:
     layout: Layout
     rank: int
     pin: bool
+    fragments: PinnedFragments | None = None
 
     @classmethod
-    def prepare(cls, routed: RoutedKinds, pin: bool = False) -> "PinnedKinds":
-        """Gathers the routing of each kind of layers; safe in a background thread."""
+    def prepare(cls, routed: RoutedKinds, pin: bool = False, halo_tokens: int | None = None) -> "PinnedKinds":
+        """Gathers the routing of each kind of layers; safe in a background thread.
+
+        Args:
+            halo_tokens: see `Fragments.of`; None for a model without states, or whose documents stay whole.
+        """
         prepare = partial(PinnedRouting.prepare, pin=pin)
         plans = {mask: plan.with_routings(prepare) for mask, plan in routed.plans.items()}
-        return cls(plans, routed.facts, routed.layout, routed.rank, pin)
+        layout, rank, fragments = routed.layout, routed.rank, None
+        if halo_tokens is not None:
+            fragments = PinnedFragments.prepare(Fragments.of(layout, rank, halo_tokens), pin)
+        return cls(plans, routed.facts, layout, rank, pin, fragments)
 
     @property
     def document_tokens(self) -> IntArray:
@@ -122,7 +135,9 @@ class PinnedKinds:
             log.debug("rank %d: %s is routed when a layer first attends with it", self.rank, mask)
             return on_device(rank_plan(plan_in_place(self.layout).of_window(mask), self.rank), device, self.pin)
 
-        return Planned(routings, route_window, self.facts, fingerprint, posted)
+        pinned = self.fragments
+        fragments = None if pinned is None else cache(lambda: pinned.to(device))
+        return Planned(routings, route_window, self.facts, fingerprint, posted, fragments=fragments)
 
 
 @dataclass(eq=False)

@@ -166,6 +166,13 @@ def outputs_in(run: RegionRun[Any] | None, operator: Callable[[], Outputs]) -> O
     return outputs
 
 
+def is_saved(run: RegionRun[Any] | None) -> bool:
+    """Returns whether the outputs of a call were saved in forward, so that `outputs_in` does not compute them."""
+    if run is None or isinstance(run.region, RetainingRegion):
+        return False
+    return run.recomputes or is_saved(run.outer)
+
+
 def saving_contexts() -> tuple[RegionRun[SavingRegion], RegionRun[SavingRegion]]:
     """Returns contexts as the `context_fn` of checkpointed modules; called once for each region and forward pass."""
     return runs_of(SavingRegion())

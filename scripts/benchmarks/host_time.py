@@ -296,9 +296,8 @@ def _subject(options: argparse.Namespace, device: torch.device, transport: Trans
     )
     layer = torch.tensor(0, device="cpu")  # enabled models say which one attends
     scale = options.head_dim**-0.5
-    before = PassCalls(
-        [CAUSAL_MASK], [CallTensors.of(q, k, v)]
-    )  # as of a pass before, so that later calls are not compared
+    # As of a pass before, so that later calls are not compared.
+    before = PassCalls([CAUSAL_MASK], [CallTensors.of(q, k, v)], [])
 
     def attend() -> object:
         return flash_attn(q, k, v, AttentionSpec(scale), live.handle, layer)  # layers make their spec in each call

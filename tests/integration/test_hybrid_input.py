@@ -15,7 +15,9 @@ from distca_hf.batches.placed import PlacedPlanner
 from distca_hf.comm.transport import Transport
 from distca_hf.config import DistCAConfig
 from distca_hf.errors import ConfigError, PackingError, PlanError
-from distca_hf.integrations.models.mixers import DocumentRows, needs_whole_documents, stated_lengths
+from distca_hf.integrations.finding import stated_lengths
+from distca_hf.integrations.models.document_rows import DocumentRows
+from distca_hf.integrations.models.mixers import needs_whole_documents
 from distca_hf.testing import run_ranks
 from support.data import random_documents
 from support.models import tiny_model

@@ -24,7 +24,7 @@ from distca_hf.batches.placed import PlacedPlanner
 from distca_hf.comm.transport import LocalTransport, Transport
 from distca_hf.integrations.models.check import IMPLEMENTATION
 from distca_hf.integrations.models.forward_watch import enable
-from distca_hf.integrations.models.mixers import needs_whole_documents
+from distca_hf.integrations.models.mixers import halo_tokens_for, needs_whole_documents
 from distca_hf.parallel_context import ParallelContext
 from distca_hf.testing import rows_of_rank, run_ranks
 
@@ -116,10 +116,10 @@ def documents_dataset() -> Dataset:
     return Dataset.from_dict({"input_ids": documents, "completion_mask": masks})
 
 
-def loader_of(transport: Transport, whole_documents: bool = False) -> PlacedLoader:
-    """Returns all documents in one micro-batch."""
+def loader_of(transport: Transport, planner: PlacedPlanner | None = None) -> PlacedLoader:
+    """Returns all documents in one micro-batch, placed as for a model of full attention unless a planner is given."""
     num_ranks = transport.world_size
-    planner = PlacedPlanner(context_for(num_ranks), num_ranks, whole_documents=whole_documents)
+    planner = planner or PlacedPlanner(context_for(num_ranks), num_ranks)
     return PlacedLoader(documents_dataset(), planner, transport, torch.device("cpu"))
 
 
@@ -166,16 +166,17 @@ def step_placed(tiny: TinyModel, num_ranks: int) -> Step:
         DistCAError: the model is refused, before its first forward pass or in it.
     """
     models = [tiny.build(IMPLEMENTATION) for _ in range(num_ranks)]
-    whole_documents = needs_whole_documents(models[0])
+    of_mixers = {"whole_documents": needs_whole_documents(models[0]), "halo_tokens": halo_tokens_for(models[0])}
+    planner = PlacedPlanner(context_for(num_ranks), num_ranks, **of_mixers)
     documents = loader_of(LocalTransport()).documents(epoch=0, micro_batch=0)  # of all numbers of ranks
     lengths = np.array([len(document.input_ids) for document in documents])
-    layout = PlacedPlanner(context_for(num_ranks), num_ranks, whole_documents=whole_documents).layout(lengths)
+    layout = planner.layout(lengths)
     tokens = torch.from_numpy(np.concatenate([document.input_ids for document in documents]))
 
     def step(transport: Transport) -> tuple[Step, torch.Tensor]:
         model = models[transport.rank]
         enable(model, context_for(num_ranks), LONGEST_TOKENS)
-        (batch,) = loader_of(transport, whole_documents)
+        (batch,) = loader_of(transport, planner)
         output = model(**batch)
         output.loss.backward()
         rows = rows_of_rank(layout, transport.rank)

@@ -102,9 +102,9 @@ class ForwardWatch:
         self._mixers = MixerWatch(inner, self._accepts_use_cache)
         # Images may stand in text as tokens that have no embedding.
         self._vocabulary_tokens = None if self._check.towers else vocabulary_tokens_of(root)
-        of_model = self._mixers.lengths, not self._mixers.mixers, self._borders.is_multimodal, self._vocabulary_tokens
+        of_model = not self._mixers.need_whole, self._borders.is_multimodal, self._vocabulary_tokens
         tensor_ranks, check = context.members.grid.shape[2], self._check
-        self.reader = DocumentReader(*of_model, with_checksum=tensor_ranks > 1)
+        self.reader = DocumentReader(self._mixers.lengths, *of_model, with_checksum=tensor_ranks > 1)
         self._head_groups = head_groups_of(root, tensor_ranks)
         self._token_bytes, self._layer_masks = token_bytes_of(root), layer_masks_of(root)
         self._recomputed = RecomputedLayers({layer: check.masks[name] for name, layer in check.layers.items()})
@@ -212,8 +212,8 @@ class ForwardWatch:
         self._check.check_plan(plan)
         self.context.check_shares(plan.transport, plan.micro_batch)
         self._check.check_placed(batch, plan)
-        batch |= self._mixers.with_plan(batch, plan)
         plan = plan.for_pass()
+        batch |= self._mixers.with_plan(batch, plan)
         self._begin(module, plan, trains)
         counted = self._counted.begin(batch, plan, trains, tokens_of(batch).shape[1])
         batch = {**batch, "distca_plan": plan, **label_count(batch, plan), **self._no_cache(batch), **counted}
@@ -277,7 +277,7 @@ class ForwardWatch:
         """Returns the plan of a given batch; None if it stays padded on some rank. All ranks decide alike."""
         self._check.check_model(module)
         planner, images_wait = self._planner_on(tokens_of(batch).device), self._check.images_wait(module.training)
-        returning, reason = self.loss.begin(batch if trains and not self._mixers.mixers else None)
+        returning, reason = self.loss.begin(batch if trains and not self._mixers.need_whole else None)
         need_gradients = self._check.gradients_before_decoder()
 
         def meanwhile() -> None:
@@ -295,8 +295,9 @@ class ForwardWatch:
         if self.planner is None:
             transport = self.context.training_transport(device)
             of_model = self._head_groups, self._token_bytes, self._layer_masks
-            of_rows = self._read_and_open, not self._mixers.mixers, self.flops
-            self.planner = GivenPlanner(self.context, transport, *of_model, *of_rows)
+            of_rows = self._read_and_open, not self._mixers.need_whole, self.flops
+            halo_tokens = self._mixers.halo_tokens
+            self.planner = GivenPlanner(self.context, transport, *of_model, *of_rows, halo_tokens=halo_tokens)
         return self.planner
 
     def begin_step(self, readings: Sequence[Reading | None], step_batches: int, device: torch.device) -> None:
@@ -306,7 +307,7 @@ class ForwardWatch:
 
     def _read_and_open(self, batch: Batch) -> ReadDocuments:
         """Returns the documents of a batch, and opens the borders of the decoder for its pass."""
-        if batch.get("use_cache") and not self._mixers.mixers:
+        if batch.get("use_cache") and not self._mixers.need_whole:
             raise UnsupportedAttentionError(
                 f"{self._class_name} got use_cache=True, and rows are placed inside the model: the cache would hold "
                 "keys of other ranks' rows. Leave use_cache out; or, to go on from the cache, give one on all ranks "

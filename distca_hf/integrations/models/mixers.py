@@ -1,33 +1,26 @@
 """Mixers: parts of layers that mix tokens by other means than attention, found by their structure.
 
-Gated delta nets, Mamba, lightning attention, RG-LRU and short convolutions carry a state from token to token. They are
-not computed here. A model that has them trains with whole documents on every rank, which its mixers never see in one
-row. Only tasks of its attention layers move.
-
 A mixer is a module that a layer calls directly, that has no attention of Transformers' interface inside, and whose
 class carries a state. Generation needs only that state of all tokens before, so no token depends on later ones.
 Anything else that mixes tokens is refused by name.
 
-    rows of the pack      | d0 d0 d0 d0 d0 | d1 d1 | d2 d2 d2 d2 d2 d2 | padding |
-    batches of a mixer    | d0 d0 d0 d0 d0  · |       | d1 d1 |
-                          | d2 d2 d2 d2 d2 d2 |
+    gated delta nets, KDA, Mamba, short convolutions    states travel, documents are cut as anywhere (`carried_mixers`)
+    lightning attention, RG-LRU, classes not known      documents stay whole, each is a row of its own
+                                                        (`document_rows`), and only tasks of attention layers move
 
-Documents of about the same length are gathered into a batch that is padded on the right. The mixer runs on it, and
-its rows are scattered back. No token depends on later ones, so padding after a document changes nothing. That is
-exact for every mixer and needs no kernel. Offsets for kernels that know packed rows are not passed on: Transformers
-leaves an argument out that an installed kernel does not have, and documents would see each other. The documents of a
-pass travel to the layers as a keyword, so that a recomputed layer has those of its own pass.
+Offsets for kernels that know packed rows are not passed on from batches: Transformers leaves an argument out that an
+installed kernel does not have, and documents would see each other. The rows of a pass travel to the layers as a
+keyword, so that a recomputed layer has those of its own pass.
 
-The state at the first token of a document is that of nothing before. So a plan that cuts documents is refused.
 Attention may take a row for a document if nothing else is said, but a batch that a model with mixers trains on must
 say where documents begin, and all that it says must agree (`finding.stated_lengths`).
 """
 
 import inspect
 import re
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -35,11 +28,14 @@ from torch import nn
 from transformers import Cache, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from distca_hf.arrays import IntArray, exclusive_cumsum, ranges
+from distca_hf.arrays import exclusive_cumsum
 from distca_hf.batches.batch_documents import Batch, cache_of, document_lengths, tokens_of
 from distca_hf.errors import PackingError, PlanError, UnsupportedAttentionError
 from distca_hf.integrations.finding import lengths_and_rows, stated_lengths
+from distca_hf.integrations.models.carried_mixers import carried_forward, carries, halo_tokens_of
+from distca_hf.integrations.models.document_rows import DocumentRows
 from distca_hf.integrations.models.structure import attention_layers, source_of, text_modules, transformers_model
+from distca_hf.runtime.carried_states import CarriedRows
 from distca_hf.runtime.live_plan import LivePlan
 from distca_hf.telemetry import get_logger
 from distca_hf.torch_private import hidden_from_dynamo
@@ -51,10 +47,10 @@ log = get_logger(__name__)
 LAYER_TYPES = frozenset({"full_attention", "sliding_attention", "chunked_attention", "attention", "moe", "mlp"})
 # Names that Transformers' classes have for a state, as an attribute or in a cache.
 STATE = re.compile(r"(conv|conv1d|recurrent|ssm|linear)_(states?|cache)\b")
-# Keyword of models and layers that holds the `DocumentRows` of a pass.
+# Keyword of models and layers that holds the `CarriedRows` or `DocumentRows` of a pass.
 KEYWORD = "distca_documents"
-# Shorter documents share one batch: padding costs less than a call.
-SHORT_TOKENS = 64
+# Arguments of mixers that are about padding, which the plan knows.
+NOT_CARRIED = frozenset({"attention_mask", "seq_idx"})
 
 
 def mixers_of(model: PreTrainedModel) -> dict[str, nn.Module]:
@@ -72,13 +68,22 @@ def mixers_of(model: PreTrainedModel) -> dict[str, nn.Module]:
 
 
 def needs_whole_documents(model: nn.Module) -> bool:
-    """Returns whether a model has mixers besides attention. One without attention is refused.
+    """Returns whether a model has mixers, besides attention, whose states cannot travel. A model without attention is
+    refused.
 
     Args:
         model: a Transformers model, or a PEFT model around one.
     """
     inner = transformers_model(model)
-    return bool(attention_layers(inner) and mixers_of(inner))
+    mixers = mixers_of(inner)
+    return bool(attention_layers(inner) and mixers) and not all(map(carries, mixers.values()))
+
+
+def halo_tokens_for(model: nn.Module) -> int | None:
+    """Returns how many tokens before a part of a document the mixers of a model see; None if it has none, or needs
+    whole documents."""
+    mixers = mixers_of(transformers_model(model)).values()
+    return max(map(halo_tokens_of, mixers)) if mixers and all(map(carries, mixers)) else None
 
 
 def unknown_mixers(model: PreTrainedModel, config: PreTrainedConfig) -> Iterator[str]:
@@ -122,11 +127,17 @@ class MixerWatch:
 
     Attributes:
         lengths: returns lengths of the documents of a batch, and checks them.
+        carry: whether there are mixers, and states of all of them travel.
+        need_whole: whether there are mixers that need whole documents.
+        halo_tokens: see `halo_tokens_for`.
     """
 
     def __init__(self, model: PreTrainedModel, accepts_use_cache: bool) -> None:
         self._model, self._accepts_use_cache = model, accepts_use_cache
         self.mixers = mixers_of(model)
+        carry = [carries(mixer) for mixer in self.mixers.values()]
+        self.carry, self.need_whole = bool(carry) and all(carry), not all(carry)
+        self.halo_tokens = halo_tokens_for(model)
         self.lengths = stated_lengths if self.mixers else document_lengths
         classes = sorted({type(mixer).__name__ for mixer in self.mixers.values()})
         self._named = f"{len(self.mixers)} parts of {type(model).__name__} ({', '.join(classes)})"
@@ -135,12 +146,14 @@ class MixerWatch:
         """Lets mixers keep documents apart, and logs it."""
         of_layers: dict[str, list[_Apart]] = {}
         for name, mixer in self.mixers.items():
-            apart = _Apart(mixer)
+            apart = _Apart(mixer, name, self.carry)
             mixer.forward = apart
             of_layers.setdefault(name.rpartition(".")[0], []).append(apart)
         for name, of_layer in of_layers.items():
             self._model.get_submodule(name).register_forward_pre_hook(_GiveDocuments(name, of_layer), with_kwargs=True)
-        if self.mixers:
+        if self.carry:
+            log.info("%s carry a state from token to token, which travels with cut documents", self._named)
+        elif self.mixers:
             log.info(
                 "%s carry a state from token to token, so no document is cut, and each is a row of its own there. "
                 "Attention is balanced by computing parts of it on other ranks. Tokens of your own batches stay: give "
@@ -166,11 +179,14 @@ class MixerWatch:
 
         Raises:
             UnsupportedAttentionError: ZeRO-3 divides the weights of mixers.
-            PlanError: the plan cuts documents.
+            PlanError: the plan cuts documents that must be whole.
             PackingError: a cache is asked for.
         """
         if not self.mixers:
             return {}
+        if self.carry:
+            self._check_no_cache(batch)
+            return {KEYWORD: CarriedRows(plan)}
         self._check_weights()
         facts, transport = plan.facts, plan.transport
         if facts.cut_documents:
@@ -237,114 +253,17 @@ class MixerWatch:
             )
 
 
-class _Bucket(NamedTuple):
-    """Documents of about the same length.
-
-    Attributes:
-        documents, longest_tokens: sizes of the padded batch.
-        rows: int64 `[tokens]` rows of the pack.
-        places: int64 `[tokens]` their places in the padded batch, counted row after row.
-    """
-
-    documents: int
-    longest_tokens: int
-    rows: torch.Tensor
-    places: torch.Tensor
-
-
-class DocumentRows:
-    """Rows of the documents in `[batch_size, row_tokens]` tokens.
-
-    Wrappers look into tuples, mappings and dataclasses of a model's arguments, and copy them; this is none of these.
-
-    Args:
-        document_tokens: `[documents]` lengths.
-        rows: `[tokens]` row of each token of these documents, counted over the batch; None: one after the other.
-        device: where the tokens are.
-    """
-
-    def __init__(
-        self,
-        document_tokens: IntArray,
-        batch_size: int,
-        row_tokens: int,
-        device: torch.device,
-        rows: IntArray | None = None,
-    ) -> None:
-        self.batch_size, self.row_tokens = batch_size, row_tokens
-        starts = exclusive_cumsum(document_tokens)
-        power = np.ceil(np.log2(np.maximum(document_tokens, SHORT_TOKENS)))
-        self._buckets = []
-        for of_bucket in np.unique(power):
-            chosen = np.flatnonzero(power == of_bucket)
-            tokens = document_tokens[chosen]
-            longest = int(tokens.max())
-            at = ranges(starts[chosen], tokens)
-            places = ranges(np.arange(len(chosen)) * longest, tokens)
-            indices = (_to(at if rows is None else rows[at], device), _to(places, device))
-            self._buckets.append(_Bucket(len(chosen), longest, *indices))
-
-    @hidden_from_dynamo
-    def mix(self, mixer: Callable[..., object], args: tuple[object, ...], keywords: Mapping[str, object]) -> object:
-        """Runs a mixer on every document alone. Outside of compiled graphs: every batch has other numbers of documents
-        and tokens, and mixers of Transformers fail in graphs of such dynamic shapes.
-
-        Args:
-            mixer: returns a tensor of its tokens, or a tuple that begins with one.
-            args, keywords: its arguments. Tensors of one row per token are gathered. A cache is left out: it has one
-                state for every row of the batch. Others are passed as they are.
-
-        Returns:
-            `[batch_size, row_tokens, ...]` the mixer's output; 0 in rows of no document. In a tuple None follows:
-            states of single documents are of no use to the layer.
-        """
-        joined: torch.Tensor | None = None
-        in_tuple = 0
-        for bucket in self._buckets:
-            given = [self._gathered(value, bucket) for value in args]
-            named = {name: self._gathered(value, bucket) for name, value in keywords.items()}
-            mixed: Any = mixer(*given, **named)
-            in_tuple = len(mixed) if isinstance(mixed, tuple) else 0
-            out = (mixed[0] if in_tuple else mixed).flatten(0, 1)
-            if joined is None:
-                joined = out.new_zeros(self.batch_size * self.row_tokens, *out.shape[1:])
-            joined = joined.index_copy(0, bucket.rows, out.index_select(0, bucket.places))
-        assert joined is not None
-        whole = joined.unflatten(0, (self.batch_size, self.row_tokens))
-        return (whole, *[None] * (in_tuple - 1)) if in_tuple else whole
-
-    def _gathered(self, value: Any, bucket: _Bucket) -> object:
-        """Returns the tokens of a bucket as a batch, padded with zeros; None for a cache; other values as they are."""
-        if isinstance(value, Cache):
-            return None
-        if isinstance(value, tuple):
-            return tuple(self._gathered(part, bucket) for part in value)
-        if not isinstance(value, torch.Tensor) or value.ndim < 2 or value.shape[1] != self.row_tokens:
-            return value
-        if value.shape[0] not in (1, self.batch_size):
-            return value
-        flat = value.expand(self.batch_size, *value.shape[1:]).flatten(0, 1)
-        padded = flat.new_zeros(bucket.documents * bucket.longest_tokens, *flat.shape[1:])
-        padded = padded.index_copy(0, bucket.places, flat.index_select(0, bucket.rows))
-        return padded.unflatten(0, (bucket.documents, bucket.longest_tokens))
-
-
-def _to(numbers: IntArray, device: torch.device) -> torch.Tensor:
-    """Copies indices to a device; the host does not wait."""
-    tensor = torch.from_numpy(np.ascontiguousarray(numbers))
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
-
-
 class _Apart:
-    """The forward function of a mixer that is run on every document alone.
+    """The forward function of a mixer, in which documents do not see each other.
 
     Attributes:
-        documents: of the layer's present call; None if every row of the batch is a document.
+        documents: rows of the layer's present call; None if every row of the batch is a document.
         before: the forward function that was set on the module before; None if that of its class counts.
     """
 
-    def __init__(self, mixer: nn.Module) -> None:
-        self.documents: DocumentRows | None = None
+    def __init__(self, mixer: nn.Module, name: str, carry: bool) -> None:
+        self.documents: CarriedRows | DocumentRows | None = None
+        self._carried = carried_forward(mixer, self._rows, name) if carry else None
         self.before = vars(mixer).get("forward")
         kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
         parameters = inspect.signature(mixer.forward).parameters.values()
@@ -354,9 +273,26 @@ class _Apart:
     def __call__(self, *args: object, **keywords: object) -> object:
         """Runs the mixer. Keywords that it does not name are left out: they are meant for attention, or say where
         documents begin in a way that it may not follow."""
-        forward = self.before or type(self._mixer).forward.__get__(self._mixer)
         known = {name: value for name, value in keywords.items() if name in self._known}
+        if isinstance(self.documents, CarriedRows):
+            return self._carry(args, known)
+        forward = self.before or type(self._mixer).forward.__get__(self._mixer)
         return forward(*args, **known) if self.documents is None else self.documents.mix(forward, args, known)
+
+    @hidden_from_dynamo
+    def _carry(self, args: tuple[object, ...], keywords: dict[str, object]) -> object:
+        """Runs the mixer on rows whose states travel. A cache is left out: it has one state for the whole row. So are
+        masks: padding is known from the plan."""
+        assert self._carried is not None
+        given = {
+            name: None if name in NOT_CARRIED or isinstance(value, Cache) else value
+            for name, value in keywords.items()
+        }
+        return self._carried(*(None if isinstance(value, Cache) else value for value in args), **given)
+
+    def _rows(self) -> CarriedRows:
+        assert isinstance(self.documents, CarriedRows)
+        return self.documents
 
 
 class _GiveDocuments:

@@ -23,7 +23,7 @@ from distca_hf.integrations.models.decoder_layers import (
     token_bytes_of,
     whole_heads_of_layers,
 )
-from distca_hf.integrations.models.mixers import needs_whole_documents
+from distca_hf.integrations.models.mixers import halo_tokens_for, needs_whole_documents
 from distca_hf.integrations.models.structure import text_decoder, transformers_model, weights_beside_text
 from distca_hf.parallel_context import ParallelContext
 from distca_hf.planning.plan import ExtraRanks
@@ -180,6 +180,7 @@ def planner_for(
         token_bytes=token_bytes_of(model) if needs_bytes else TokenBytes(),
         layer_masks=layer_masks_of(model),
         whole_documents=whole_documents,
+        halo_tokens=halo_tokens_for(model),
         costs=costs,
     )
 

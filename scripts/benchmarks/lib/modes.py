@@ -19,9 +19,10 @@ from distca_hf.batches.placed import GivenPlans
 from distca_hf.batches.read_documents import DocumentReader, Reading, mark
 from distca_hf.config import KernelName
 from distca_hf.integrations.models.distributed_check import follow_mesh
+from distca_hf.integrations.models.document_rows import DocumentRows
 from distca_hf.integrations.models.forward_watch import watch_of
 from distca_hf.integrations.models.hooks import BackboneCalls
-from distca_hf.integrations.models.mixers import KEYWORD, DocumentRows, needs_whole_documents
+from distca_hf.integrations.models.mixers import KEYWORD, needs_whole_documents
 from distca_hf.integrations.models.planner import planner_for
 from distca_hf.placement.place import fill_in_order
 from distca_hf.planning.rebalance import plan_by_moving

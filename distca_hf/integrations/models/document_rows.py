@@ -1,0 +1,77 @@
+"""Document rows: every document as a row of its own, for layers with a state that know nothing of packed rows.
+
+A whole mixer runs on batches of documents (`runtime.buckets`). That is exact for every mixer and needs no kernel.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from transformers import Cache
+
+from distca_hf.arrays import IntArray
+from distca_hf.runtime.buckets import Buckets, Gather
+from distca_hf.torch_private import hidden_from_dynamo
+
+
+class DocumentRows:
+    """Rows of the documents in `[batch_size, row_tokens]` tokens.
+
+    Wrappers look into tuples, mappings and dataclasses of a model's arguments, and copy them; this is none of these.
+
+    Args:
+        document_tokens: `[documents]` lengths.
+        rows: `[tokens]` row of each token of these documents, counted over the batch; None: one after the other.
+        device: where the tokens are.
+    """
+
+    def __init__(
+        self,
+        document_tokens: IntArray,
+        batch_size: int,
+        row_tokens: int,
+        device: torch.device,
+        rows: IntArray | None = None,
+    ) -> None:
+        self.batch_size, self.row_tokens = batch_size, row_tokens
+        self._buckets = Buckets(document_tokens, device, rows)
+
+    @hidden_from_dynamo
+    def mix(self, mixer: Callable[..., object], args: tuple[object, ...], keywords: Mapping[str, object]) -> object:
+        """Runs a mixer on every document alone. Outside of compiled graphs: every batch has other numbers of documents
+        and tokens, and mixers of Transformers fail in graphs of such dynamic shapes.
+
+        Args:
+            mixer: returns a tensor of its tokens, or a tuple that begins with one.
+            args, keywords: its arguments. Tensors of one row per token are gathered. A cache is left out: it has one
+                state for every row of the batch. Others are passed as they are.
+
+        Returns:
+            `[batch_size, row_tokens, ...]` the mixer's output; 0 in rows of no document. In a tuple None follows:
+            states of single documents are of no use to the layer.
+        """
+        in_tuple = 0
+
+        def run(gather: Gather) -> torch.Tensor:
+            nonlocal in_tuple
+            given = [self._gathered(value, gather) for value in args]
+            mixed: Any = mixer(*given, **{name: self._gathered(value, gather) for name, value in keywords.items()})
+            in_tuple = len(mixed) if isinstance(mixed, tuple) else 0
+            out: torch.Tensor = mixed[0] if in_tuple else mixed
+            return out
+
+        joined = self._buckets.run(run, self.batch_size * self.row_tokens)
+        whole = joined.unflatten(0, (self.batch_size, self.row_tokens))
+        return (whole, *[None] * (in_tuple - 1)) if in_tuple else whole
+
+    def _gathered(self, value: Any, gather: Gather) -> object:
+        """Returns the tokens of a batch of documents; None for a cache; other values as they are."""
+        if isinstance(value, Cache):
+            return None
+        if isinstance(value, tuple):
+            return tuple(self._gathered(part, gather) for part in value)
+        if not isinstance(value, torch.Tensor) or value.ndim < 2 or value.shape[1] != self.row_tokens:
+            return value
+        if value.shape[0] not in (1, self.batch_size):
+            return value
+        return gather(value.expand(self.batch_size, *value.shape[1:]).flatten(0, 1))

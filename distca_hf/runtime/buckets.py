@@ -1,0 +1,91 @@
+"""Buckets: documents of about the same length as one batch, for functions that know nothing of packed rows.
+
+    rows of the pack    | d0 d0 d0 d0 d0 | d1 d1 | d2 d2 d2 d2 d2 d2 | padding |
+    batches             | d0 d0 d0 d0 d0  · |       | d1 d1 |
+                        | d2 d2 d2 d2 d2 d2 |
+
+Documents are gathered into batches that are padded on the right, and results are scattered back. Where no token
+depends on later ones, padding after a document changes nothing.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from distca_hf.arrays import IntArray, exclusive_cumsum, ranges
+
+
+# Shorter documents share one batch: padding costs less than a call.
+SHORT_TOKENS = 64
+# Returns the tokens of a batch, padded with zeros, from `[tokens, ...]`.
+Gather = Callable[[torch.Tensor], torch.Tensor]
+
+
+class _Bucket(NamedTuple):
+    """Documents of about the same length.
+
+    Attributes:
+        documents, longest_tokens: sizes of the padded batch.
+        rows: int64 `[tokens]` rows of the pack.
+        places: int64 `[tokens]` their places in the padded batch, counted row after row.
+    """
+
+    documents: int
+    longest_tokens: int
+    rows: torch.Tensor
+    places: torch.Tensor
+
+    def gathered(self, flat: torch.Tensor) -> torch.Tensor:
+        """Returns `[documents, longest_tokens, ...]` of `[tokens, ...]`."""
+        padded = flat.new_zeros(self.documents * self.longest_tokens, *flat.shape[1:])
+        padded = padded.index_copy(0, self.places, flat.index_select(0, self.rows))
+        return padded.unflatten(0, (self.documents, self.longest_tokens))
+
+
+class Buckets:
+    """Documents in batches of about the same length.
+
+    Args:
+        document_tokens: `[documents]` lengths.
+        rows: `[tokens]` row of each token of these documents; None: one after the other.
+        device: where the tokens are.
+    """
+
+    def __init__(self, document_tokens: IntArray, device: torch.device, rows: IntArray | None = None) -> None:
+        starts = exclusive_cumsum(document_tokens)
+        power = np.ceil(np.log2(np.maximum(document_tokens, SHORT_TOKENS)))
+        self._buckets = []
+        for of_bucket in np.unique(power):
+            chosen = np.flatnonzero(power == of_bucket)
+            tokens = document_tokens[chosen]
+            longest = int(tokens.max())
+            at = ranges(starts[chosen], tokens)
+            places = ranges(np.arange(len(chosen)) * longest, tokens)
+            indices = (_to(at if rows is None else rows[at], device), _to(places, device))
+            self._buckets.append(_Bucket(len(chosen), longest, *indices))
+
+    def run(self, function: Callable[[Gather], torch.Tensor], num_rows: int) -> torch.Tensor:
+        """Runs a function on every batch of documents.
+
+        Args:
+            function: returns `[documents, longest_tokens, ...]`, given what gathers its arguments.
+
+        Returns:
+            `[num_rows, ...]` its results; 0 in rows of no document.
+        """
+        joined: torch.Tensor | None = None
+        for bucket in self._buckets:
+            out = function(bucket.gathered).flatten(0, 1)
+            if joined is None:
+                joined = out.new_zeros(num_rows, *out.shape[1:])
+            joined = joined.index_copy(0, bucket.rows, out.index_select(0, bucket.places))
+        assert joined is not None
+        return joined
+
+
+def _to(numbers: IntArray, device: torch.device) -> torch.Tensor:
+    """Copies indices to a device; the host does not wait."""
+    tensor = torch.from_numpy(np.ascontiguousarray(numbers))
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)

@@ -1,0 +1,261 @@
+"""Carried states: what layers with a state exchange for cut documents, on the device.
+
+    rows of a rank    | d0[40:90] | d1 | d0[0:8] | d2 |      one call of a layer for all of them
+    halo              tokens just before each segment, from wherever they are; zeros before a document
+    summary           (M, B) of a fragment, to the ranks with later fragments of its document
+    chain             S = B0, then M1 S + B1, ... in document order, in fp64
+
+Every rank starts the same exchanges in every layer, and backward starts the mirrored ones, on ranks without fragments
+too. An exchange is two functions of autograd, so that what runs between them hides it in both directions:
+
+    forward     Dispatch ──▶ whole documents ──▶ Arrive ──▶ chain ──▶ output
+    backward    Dispatch ◀── whole documents ◀── Arrive ◀── chain ◀── output
+                   waits                           starts
+"""
+
+from collections.abc import Callable, Sequence
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from distca_hf.arrays import offsets
+from distca_hf.comm.transport import AllToAll, Exchange
+from distca_hf.planning.fragments import Fragments, Route
+from distca_hf.runtime.buckets import Buckets
+from distca_hf.runtime.device_fragments import DeviceFragments
+from distca_hf.runtime.live_plan import LivePlan
+from distca_hf.runtime.posted import among_trainers
+from distca_hf.runtime.regions import current_run, is_saved, outputs_in
+from distca_hf.torch_private import backward_number
+
+
+# Returns the state after a fragment, from its summary and the state before it; None is zero.
+After = Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor]
+
+
+class CarriedRows:
+    """The rows of one forward pass, as layers with a state see them.
+
+    Wrappers look into tuples, mappings and dataclasses of a model's arguments, and copy them; this is none of these.
+    """
+
+    def __init__(self, plan: LivePlan) -> None:
+        self._plan = plan
+        self._transport = among_trainers(plan.transport)
+
+    @cached_property
+    def _fragments(self) -> DeviceFragments:
+        fragments = self._plan.planned.fragments
+        assert fragments is not None, "planned for a model without states"
+        return fragments()
+
+    @property
+    def on_host(self) -> Fragments:
+        return self._fragments.on_host
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether any document of the micro-batch is cut; the same on all ranks."""
+        return self.on_host.cut_documents > 0
+
+    @cached_property
+    def buckets(self) -> Buckets:
+        """The whole documents, for functions that know nothing of packed rows."""
+        return Buckets(self.on_host.whole_tokens, self._fragments.rows.device)
+
+    @cached_property
+    def whole_offsets(self) -> torch.Tensor:
+        """int32 `[whole documents + 1]` where they begin among the rows of all of them."""
+        return self._fragments.whole_offsets.to(torch.int32)
+
+    @cached_property
+    def whole_offsets_on_host(self) -> torch.Tensor:
+        """The same numbers, on the host."""
+        return torch.from_numpy(offsets(self.on_host.whole_tokens)).to(torch.int32)
+
+    @cached_property
+    def whole_numbers(self) -> torch.Tensor:
+        """int32 `[1, rows of whole documents]` number of the document that each belongs to."""
+        return self._fragments.whole_numbers.to(torch.int32)[None]
+
+    def split(self, x: torch.Tensor, dim: int) -> tuple[list[torch.Tensor], torch.Tensor | None]:
+        """Splits rows into those of each fragment, and those of all whole documents together; None without any."""
+        runs = self.on_host.runs
+        if not any(run.is_fragment for run in runs):
+            return [], x
+        parts = x.split([run.tokens for run in runs], dim)
+        whole = [part for part, run in zip(parts, runs, strict=True) if not run.is_fragment]
+        fragments = [part for part, run in zip(parts, runs, strict=True) if run.is_fragment]
+        return fragments, (whole[0] if len(whole) == 1 else torch.cat(whole, dim)) if whole else None
+
+    def joined(self, fragments: Sequence[torch.Tensor], whole: torch.Tensor | None, dim: int) -> torch.Tensor:
+        """Undoes `split`."""
+        runs = self.on_host.runs
+        if whole is not None and not fragments:
+            return whole
+        tokens = [run.tokens for run in runs if not run.is_fragment]
+        of_whole = iter(() if whole is None else whole.split(tokens, dim))
+        of_fragments = iter(fragments)
+        return torch.cat([next(of_fragments if run.is_fragment else of_whole) for run in runs], dim)
+
+    def convolved(
+        self, x_1CT: torch.Tensor, convolve: Callable[[torch.Tensor], torch.Tensor], where: str
+    ) -> torch.Tensor:
+        """Returns `[1, C, T]` of a causal convolution, in which every segment sees the tokens before it in its
+        document, and no others.
+
+        Args:
+            convolve: a causal convolution of `[N, C, L]`, over at most one token more than halos have.
+        """
+        held, on_host = self._fragments, self.on_host
+        x_TC = x_1CT[0].t()
+        route = on_host.halo.route
+        travel, ticket = self._start(x_TC, held.halo_sent, route, f"{where}, halos") if self.is_cut else (None, None)
+        out_1CT = convolve(x_1CT)  # each segment's first tokens follow: here they see the rows above them
+        received = [] if travel is None else [_Arrive.apply(travel, ticket)]
+        rows = torch.cat([x_TC.index_select(0, held.taken), *received, x_TC.new_zeros(1, x_TC.shape[1])])
+        segments = len(on_host.whole_tokens) + sum(run.is_fragment for run in on_host.runs)
+        windows_SLC = rows.index_select(0, held.windows).view(segments, -1, x_TC.shape[1])
+        halo_tokens = windows_SLC.shape[1] // 2
+        first_SLC = convolve(windows_SLC.transpose(1, 2)).transpose(1, 2)[:, halo_tokens:]
+        first_NC = first_SLC.flatten(0, 1).index_select(0, held.kept)
+        return out_1CT.index_copy(2, held.rows, first_NC.t()[None])
+
+    def send_summaries(self, summaries: Sequence[torch.Tensor], nothing: torch.Tensor, where: str) -> "SentSummaries":
+        """Starts to send summaries of this rank's followed fragments; a collective call.
+
+        Args:
+            summaries: in row order, of one shape `[H, ...]` on all ranks.
+            nothing: `[0, H, ...]` for a rank without any; needs gradients if those of other ranks may.
+        """
+        mine = torch.stack(list(summaries)) if summaries else nothing
+        sent = self._start(mine, self._fragments.summaries_sent, self.on_host.summaries, f"{where}, summaries")
+        return SentSummaries(self.on_host, mine, *sent)
+
+    def _start(
+        self, items: torch.Tensor, sent: torch.Tensor, route: Route, where: str
+    ) -> "tuple[_Travel, torch.Tensor]":
+        travel = _Travel(self._plan, sent, route, where)
+        return travel, _Dispatch.apply(travel, items)
+
+
+class SentSummaries:
+    """Summaries on their way, and the states that follow from them."""
+
+    def __init__(self, fragments: Fragments, mine: torch.Tensor, travel: "_Travel", ticket: torch.Tensor) -> None:
+        self._fragments, self._mine, self._travel, self._ticket = fragments, mine, travel, ticket
+
+    def states(self, after: After) -> tuple[list[torch.Tensor], torch.Tensor]:
+        """Waits for the summaries of other ranks; a collective call.
+
+        The chain is computed in fp64: neither autocast nor TF32 changes it, and it costs next to nothing.
+
+        Returns:
+            States before this rank's later fragments, in row order, in fp64; and what arrived, see `tied`.
+        """
+        theirs = _Arrive.apply(self._travel, self._ticket)
+        summaries = [*self._mine.unbind(0), *theirs.unbind(0)]
+        found: dict[int, torch.Tensor] = {}
+        for chain in self._fragments.chains:
+            state = None
+            for place, number in zip(chain.summaries, chain.states, strict=True):
+                state = after(summaries[place].double(), state)
+                if number is not None:
+                    found[number] = state
+        return [found[number] for number in range(len(found))], theirs
+
+
+class _Travel:
+    """Items of this rank on their way to other ranks, and their gradients on the way back."""
+
+    def __init__(self, plan: LivePlan, sent: torch.Tensor, route: Route, where: str) -> None:
+        self._pass, self._transport = plan.forward_pass, among_trainers(plan.transport)
+        self.sent = sent
+        counts = route.sent_counts, route.received_counts
+        self._sent, self._received = (x[: self._transport.world_size].tolist() for x in counts)
+        self._layer, self._micro_batch = where, plan.micro_batch
+        self._under_way: Exchange | None = None
+        self._is_nested = backward_number() >= 0  # reentrant checkpointing differentiates inside of a backward pass
+
+    def start(self, items: torch.Tensor) -> None:
+        """Starts the exchange, unless a checkpointed region saved what arrived in forward."""
+        if is_saved(current_run()):
+            return
+        self._pass.begin_exchange_of_states(f"{self._layer} {items.dtype} {[*items.shape[1:]]}")
+        self._exchange(items, self._sent, self._received, "forward")
+
+    def received(self) -> torch.Tensor:
+        """Returns the items of other ranks, by rank."""
+        (items,) = outputs_in(current_run(), lambda: (self._wait(),))
+        return items
+
+    def start_back(self, gradients: torch.Tensor) -> None:
+        """Starts to send gradients of received items to the ranks that they came from."""
+        self._pass.begin_backward_of_rows(goes_on=self._is_nested)
+        self._exchange(gradients.contiguous(), self._received, self._sent, "backward")
+
+    def gradients(self) -> torch.Tensor:
+        """Returns gradients of the items sent."""
+        return self._wait()
+
+    def _exchange(self, items: torch.Tensor, sent: list[int], received: list[int], phase: str) -> None:
+        where = f"micro-batch {self._micro_batch}, {self._layer}, {phase}"
+        self._under_way = self._transport.exchange(AllToAll(items, sent, received, where))
+
+    def _wait(self) -> torch.Tensor:
+        assert self._under_way is not None
+        under_way, self._under_way = self._under_way, None
+        return under_way.wait()
+
+
+class _Dispatch(torch.autograd.Function):
+    """Starts an exchange; backward waits for the gradients. Returns a ticket for `_Arrive`."""
+
+    @staticmethod
+    def forward(ctx: Any, travel: _Travel, items: torch.Tensor) -> torch.Tensor:
+        ctx.travel, ctx.shape = travel, items.shape
+        travel.start(items.index_select(0, travel.sent))
+        return items.new_empty(0)
+
+    @staticmethod
+    def backward(ctx: Any, ticket: torch.Tensor) -> tuple[None, torch.Tensor]:
+        gradients = ctx.travel.gradients()
+        # An item may have gone to several ranks. Accumulation sorts, so sums have one order, unlike index_add_.
+        whole = gradients.new_zeros(ctx.shape)
+        return None, whole.index_put_((ctx.travel.sent,), gradients, accumulate=True)
+
+
+class _Arrive(torch.autograd.Function):
+    """Waits for an exchange; backward starts the one of gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, travel: _Travel, ticket: torch.Tensor) -> torch.Tensor:
+        ctx.travel = travel
+        return travel.received()
+
+    @staticmethod
+    def backward(ctx: Any, gradients: torch.Tensor) -> tuple[None, torch.Tensor]:
+        ctx.travel.start_back(gradients)
+        return None, gradients.new_zeros(0)
+
+
+class _Tied(torch.autograd.Function):
+    """The first tensor. The second one's gradient is zero."""
+
+    @staticmethod
+    def forward(ctx: Any, output: torch.Tensor, arrived: torch.Tensor) -> torch.Tensor:
+        ctx.arrived = arrived.shape, arrived.dtype
+        return output.view_as(output)
+
+    @staticmethod
+    def backward(ctx: Any, gradients: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        shape, dtype = ctx.arrived
+        return gradients, gradients.new_zeros(shape, dtype=dtype)
+
+
+def tied(output: torch.Tensor, arrived: torch.Tensor) -> torch.Tensor:
+    """Returns the output, whose backward pass runs that of the exchange, too: also where nothing arrived, or no
+    fragment of this rank needed it."""
+    tied_output: torch.Tensor = _Tied.apply(output, arrived)
+    return tied_output
