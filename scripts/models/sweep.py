@@ -50,7 +50,6 @@ from distca_hf.flops import find_gpu
 from distca_hf.integrations.models.check import IMPLEMENTATION, REMEDY, check_model
 from distca_hf.integrations.models.decoder_layers import masks_of_layers
 from distca_hf.integrations.models.forward_watch import enable
-from distca_hf.integrations.models.mixers import needs_whole_documents
 from shared.page_sections import file_to_write, write_section
 
 
@@ -187,7 +186,7 @@ def windows(model: PreTrainedModel) -> dict[str, tuple[Mask, Mask]]:
     """Returns the masks of all attention layers by name, as they are planned and as the first pass has them."""
     enable(model, trial.context_for(1), LONGEST_TOKENS)
     planned = masks_of_layers(model)
-    (batch,) = trial.loader_of(LocalTransport(), needs_whole_documents(model))
+    (batch,) = trial.loader_of(LocalTransport(), trial.planner_of(model, 1))
     model(**batch)
     made, names = batch["distca_plan"].forward_pass, list(planned)
     passed = {names[int(layer)]: mask for layer, mask in zip(made.layers, made.made.masks, strict=True)}

@@ -129,6 +129,13 @@ def context_for(num_ranks: int) -> ParallelContext:
     return ParallelContext(tokens_per_rank=tokens_per_rank, pad_to_multiple_of=32, ranks_per_node=num_ranks)
 
 
+def planner_of(model: PreTrainedModel, num_ranks: int) -> PlacedPlanner:
+    """Returns what places all documents as mixers of the model need it."""
+    whole_documents, halo_tokens = needs_whole_documents(model), halo_tokens_for(model)
+    context = context_for(num_ranks)
+    return PlacedPlanner(context, num_ranks, whole_documents=whole_documents, halo_tokens=halo_tokens)
+
+
 def step_alone(model: PreTrainedModel) -> Step:
     """Runs the step on whole documents, each alone."""
     logits: list[torch.Tensor] = []
@@ -166,8 +173,7 @@ def step_placed(tiny: TinyModel, num_ranks: int) -> Step:
         DistCAError: the model is refused, before its first forward pass or in it.
     """
     models = [tiny.build(IMPLEMENTATION) for _ in range(num_ranks)]
-    of_mixers = {"whole_documents": needs_whole_documents(models[0]), "halo_tokens": halo_tokens_for(models[0])}
-    planner = PlacedPlanner(context_for(num_ranks), num_ranks, **of_mixers)
+    planner = planner_of(models[0], num_ranks)
     documents = loader_of(LocalTransport()).documents(epoch=0, micro_batch=0)  # of all numbers of ranks
     lengths = np.array([len(document.input_ids) for document in documents])
     layout = planner.layout(lengths)
