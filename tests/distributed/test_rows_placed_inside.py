@@ -186,6 +186,17 @@ CASES = {
             ("one long document", per_rank(packed, lengths=OF_CHUNKS), OF_CHUNKS, lambda model: None),
         )
     },
+    **{  # they compute in float32
+        f"states, {name}": Case(
+            tiny("qwen3_5"), batches, None, 1e-5, prepare, per_rank(padded, "right", lengths=lengths)
+        )
+        for name, batches, lengths, prepare in (
+            ("packs", PACKS, LENGTHS, lambda model: None),
+            ("padded", per_rank(padded, "right"), LENGTHS, lambda model: None),
+            ("packs, checkpointed", PACKS, LENGTHS, checkpointed(reentrant=False)),
+            ("packs, reentrant", PACKS, LENGTHS, checkpointed(reentrant=True)),
+        )
+    },
     "windows and sinks": Case(tiny("gpt_oss"), per_rank(padded, "right"), most=1e-5),
     "experts with their loss, a rank without tokens": Case(
         tiny("qwen3_moe", output_router_logits=True, router_aux_loss_coef=0.5),
