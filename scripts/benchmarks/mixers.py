@@ -1,0 +1,246 @@
+"""Measures layers with a state on one device: cut documents against whole ones, packs against rows of their own.
+
+    python scripts/benchmarks/mixers.py
+    python scripts/benchmarks/mixers.py --device cpu --tokens 512 --pack 24x16 --rounds 1 --hidden-size 64
+
+Each family is one layer's mixer, forward and backward, with the kernels that are installed. For the first table one
+document is whole, and then in so many fragments, all of them on this device: their states are folded as between ranks,
+without an exchange. Errors are those of output and of all gradients together, against the same layer in fp32 by
+Transformers' own functions; the second one over the first one should be at most 1.5.
+
+For the second table a pack of documents goes through the mixer in one call for all of them, and in batches of
+documents of about the same length, which need no kernel for packs.
+
+Times are medians of the rounds, of both ways in turns.
+"""
+
+import argparse
+import copy
+import inspect
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import pairwise
+from types import FunctionType
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import transformers
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM
+
+import distca_hf  # noqa: F401 (registers its attention)
+from distca_hf.comm.transport import LocalTransport
+from distca_hf.config import DistCAConfig
+from distca_hf.integrations.models.carried_mixers import carried_forward, halo_tokens_of
+from distca_hf.integrations.models.document_rows import DocumentRows
+from distca_hf.integrations.models.mixers import mixers_of
+from distca_hf.layout import Layout
+from distca_hf.planning.kinds import RoutedKinds
+from distca_hf.planning.plan import plan_in_place
+from distca_hf.runtime.carried_states import CarriedRows
+from distca_hf.runtime.layer_kinds import PinnedKinds
+from distca_hf.runtime.live_plan import LivePlan
+from lib.documents import parse_documents, spelled_out
+from lib.parser import count, parser_of
+from lib.tables import head, row
+
+
+# Sizes of a layer, as in models of about 30 billion parameters; families and what their configurations call sizes.
+FAMILIES: dict[str, dict[str, Any]] = {
+    "qwen3_5_text": {
+        "layer_types": ["linear_attention", "full_attention"],
+        "linear_num_key_heads": 16,
+        "linear_num_value_heads": 48,
+        "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128,
+    },
+    "kimi_linear": {
+        "layer_types": ["linear_attention", "full_attention"],
+        "linear_num_heads": 32,
+        "linear_head_dim": 128,
+        "num_experts": 2,
+        "first_k_dense_replace": 2,
+    },
+    "nemotron_h": {
+        "layers_block_type": ["mamba", "attention"],
+        "mamba_num_heads": 128,
+        "mamba_head_dim": 64,
+        "ssm_state_size": 128,
+        "n_groups": 8,
+    },
+    "lfm2": {"layer_types": ["conv", "full_attention"], "conv_L_cache": 3},
+}
+Forward = Callable[[torch.Tensor], torch.Tensor]
+
+
+class Run(NamedTuple):
+    """Numbers of one forward and backward pass: output and gradients."""
+
+    output: torch.Tensor
+    gradients: torch.Tensor
+
+    def error(self, exact: "Run") -> tuple[float, float]:
+        """Returns relative errors of output and of all gradients together."""
+        pairs = zip(self, exact, strict=True)
+        output, gradients = (float((x.double() - y.double()).norm() / y.double().norm()) for x, y in pairs)
+        return output, gradients
+
+
+def mixer_of(family: str, hidden_size: int, divide_heads: int, device: torch.device) -> nn.Module:
+    """Returns the mixer of a layer in bf16, or in fp32 on CPUs, with weights of usual size."""
+    divided = {
+        name: size // divide_heads if "_heads" in name or name == "n_groups" else size
+        for name, size in FAMILIES[family].items()
+    }
+    sizes = {
+        "hidden_size": hidden_size,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "vocab_size": 64,
+        "pad_token_id": 0,
+    }
+    config = AutoConfig.for_model(family, **sizes, **divided)
+    torch.manual_seed(0)
+    with torch.device(device):
+        model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    (mixer,) = mixers_of(model).values()
+    return mixer.to(torch.bfloat16 if device.type == "cuda" else torch.float32).train()
+
+
+def carried(mixer: nn.Module, segments: list[tuple[int, int, int]], device: torch.device) -> Forward:
+    """Returns the mixer on segments (document, start, stop), all on this device."""
+    tokens = np.zeros(1 + max(document for document, _, _ in segments), dtype=np.int64)
+    for document, _, stop in segments:
+        tokens[document] = max(tokens[document], stop)
+    plan = plan_in_place(Layout.from_segments(tokens, [segments]))
+    kinds = PinnedKinds.prepare(RoutedKinds.of(plan, 0), device.type == "cuda", halo_tokens_of(mixer))
+    planned = kinds.planned(device, plan.fingerprint)
+    rows = CarriedRows(LivePlan(0, planned, LocalTransport(), DistCAConfig()))
+    return carried_forward(mixer, lambda: rows, "mixer")
+
+
+def without_kernels(mixer: nn.Module) -> Forward:
+    """Returns the mixer in fp32, by the functions that Transformers calls where no kernel is installed."""
+    mixer = copy.deepcopy(mixer).float()
+    forward: Any = inspect.unwrap(type(mixer).forward)
+    names = {
+        name: inspect.unwrap(value) if inspect.isfunction(value) else value
+        for name, value in forward.__globals__.items()
+    }
+    own = FunctionType(forward.__code__, names, forward.__name__, forward.__defaults__, forward.__closure__)
+    own.__kwdefaults__ = forward.__kwdefaults__
+    bound: Forward = own.__get__(mixer)
+    return bound
+
+
+def run(mixer: nn.Module, forward: Forward, x_1TD: torch.Tensor, gradient: torch.Tensor) -> Run:
+    """Runs forward and backward."""
+    x_1TD = x_1TD.detach().requires_grad_()
+    for parameter in mixer.parameters():
+        parameter.grad = None
+    output = forward(x_1TD)
+    output.backward(gradient.to(output.dtype))
+    gradients = [x_1TD.grad, *(parameter.grad for parameter in mixer.parameters())]
+    # Each one counts alike, whatever its size.
+    flat = [x.flatten().float() / x.float().norm() for x in gradients if x is not None]
+    return Run(output.detach(), torch.cat(flat))
+
+
+def seconds(runs: Sequence[Callable[[], Run]], rounds: int, device: torch.device) -> list[float]:
+    """Returns the median time of each run, in turns; each is run once before."""
+    times: list[list[float]] = [[] for _ in runs]
+    for number in range(rounds + 1):
+        for of_run, one in zip(times, runs, strict=True):
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+            began = time.perf_counter()
+            one()
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+            if number:
+                of_run.append(time.perf_counter() - began)
+    return [statistics.median(of_run) for of_run in times]
+
+
+def cut_row(mixer: nn.Module, options: argparse.Namespace, device: torch.device) -> list[str]:
+    """Compares a document in fragments with the same one whole; returns cells of the table."""
+    borders = np.linspace(0, options.tokens, options.fragments + 1).astype(int).tolist()
+    x_1TD = torch.randn(1, options.tokens, options.hidden_size, device=device).to(next(mixer.parameters()).dtype)
+    gradient = torch.randn_like(x_1TD)
+    ways = (
+        carried(mixer, [(0, 0, options.tokens)], device),
+        carried(mixer, [(0, start, stop) for start, stop in pairwise(borders)], device),
+    )
+    runs = [partial(run, mixer, way, x_1TD, gradient) for way in ways]
+    errors = ["-"] * 4
+    if options.errors:
+        exact_forward: Any = without_kernels(mixer)
+        exact = run(exact_forward.__self__, exact_forward, x_1TD.float(), gradient)
+        whole, cut = (one().error(exact) for one in runs)
+        errors = [
+            text
+            for of_one, of_other in zip(whole, cut, strict=True)
+            for text in (f"{of_one:.2e}", f"{of_other / of_one:.2f}" if of_one else "-")
+        ]
+        del exact, exact_forward
+    of_whole, of_cut = seconds(runs, options.rounds, device)
+    return [*errors, f"{1e3 * of_whole:.1f}", f"{of_cut / of_whole:.2f}"]
+
+
+def pack_row(mixer: nn.Module, options: argparse.Namespace, device: torch.device) -> list[str]:
+    """Compares one call for a pack with rows of each document; returns cells of the table."""
+    lengths = parse_documents(options.pack)
+    x_1TD = torch.randn(1, sum(lengths), options.hidden_size, device=device).to(next(mixer.parameters()).dtype)
+    together = carried(mixer, [(number, 0, tokens) for number, tokens in enumerate(lengths)], device)
+    rows, own = DocumentRows(np.array(lengths), 1, sum(lengths), device), type(mixer).forward.__get__(mixer)
+
+    def apart(x_1TD: torch.Tensor) -> Any:
+        return rows.mix(own, (x_1TD,), {})
+
+    runs = [partial(run, mixer, way, x_1TD, torch.randn_like(x_1TD)) for way in (together, apart)]
+    difference, _ = runs[0]().error(runs[1]())
+    of_one, of_rows = seconds(runs, options.rounds, device)
+    return [f"{1e3 * of_one:.1f}", f"{of_rows / of_one:.2f}", f"{difference:.1e}"]
+
+
+def main() -> None:
+    parser = parser_of(__doc__)
+    parser.add_argument("--families", default=",".join(FAMILIES), help="comma-separated")
+    parser.add_argument("--tokens", type=count, default=32_768, help="of the document that is cut")
+    parser.add_argument("--fragments", type=count, default=8, help="equally long parts of it")
+    parser.add_argument("--pack", default="8192,4x2048,16x512,64x128", help="lengths of a pack's documents")
+    parser.add_argument("--hidden-size", type=count, default=4096, help="of the model")
+    parser.add_argument("--divide-heads", type=count, default=1, help="by this, to compute in fp32 with less memory")
+    parser.add_argument("--errors", action=argparse.BooleanOptionalAction, default=True, help="compare with fp32")
+    parser.add_argument("--rounds", type=count, default=5, help="times that every way is measured, in turns")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="where it runs")
+    options = parser.parse_args()
+    families = options.families.split(",")
+    if unknown := [family for family in families if family not in FAMILIES]:
+        parser.error(f"family {unknown[0]!r} is none of {', '.join(FAMILIES)}")
+    device = torch.device(options.device)
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
+    print(f"{name}, torch {torch.__version__}, transformers {transformers.__version__}; hidden {options.hidden_size}")
+    mixers = {family: mixer_of(family, options.hidden_size, options.divide_heads, device) for family in families}
+    for title, columns, row_of in (
+        (
+            f"One document of {options.tokens:,} tokens, whole and in {options.fragments} fragments",
+            ("error, whole", "cut ÷ whole", "of gradients, whole", "cut ÷ whole", "whole, ms", "time, cut ÷ whole"),
+            cut_row,
+        ),
+        (
+            f"A pack of {spelled_out(options.pack)}",
+            ("one call, ms", "rows of their own ÷ one call", "difference"),
+            pack_row,
+        ),
+    ):
+        print(f"\n{title}\n\n{head(('family', *columns))}", flush=True)
+        for family, mixer in mixers.items():
+            print(row([family, *row_of(mixer, options, device)]), flush=True)
+
+
+if __name__ == "__main__":
+    main()
