@@ -21,6 +21,7 @@ import torch
 
 from distca_hf.arrays import offsets
 from distca_hf.comm.transport import AllToAll, Exchange
+from distca_hf.errors import PlanError
 from distca_hf.planning.fragments import Fragments, Route
 from distca_hf.runtime.buckets import Buckets
 from distca_hf.runtime.device_fragments import DeviceFragments
@@ -47,7 +48,12 @@ class CarriedRows:
     @cached_property
     def _fragments(self) -> DeviceFragments:
         fragments = self._plan.planned.fragments
-        assert fragments is not None, "planned for a model without states"
+        if fragments is None:
+            raise PlanError(
+                f"{self._transport.grid.name}, micro-batch {self._plan.micro_batch}: the batch was planned without "
+                "this model, whose layers carry a state from token to token; make batches with "
+                "plugin.dataloader(model=...)"
+            )
         return fragments()
 
     @property

@@ -1,5 +1,5 @@
-"""A model whose layers carry a state from token to token trains on documents longer than a rank: it follows one process
-with sdpa."""
+"""A model whose layers carry a state from token to token trains on documents longer than a rank: it follows one
+process with sdpa."""
 
 from collections.abc import Callable
 from pathlib import Path

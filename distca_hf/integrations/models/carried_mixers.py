@@ -50,8 +50,11 @@ DECAY_TOKENS = 256
 
 
 def carries(mixer: nn.Module) -> bool:
-    """Returns whether the states of a mixer can travel: its convolution and its rule are known, and nothing else that
-    it calls may mix tokens."""
+    """Returns whether the states of a mixer can travel: its convolution and its rule are known, nothing else that it
+    calls may mix tokens, and no other forward function was set on it (`kernelize` does)."""
+    own = vars(mixer).get("forward")
+    if getattr(own, "before", own) is not None:  # ours knows the one before it
+        return False
     forward = _forward_of(mixer)
     called = {name for name in forward.__code__.co_names if inspect.isroutine(forward.__globals__.get(name))}
     convolutions = [part for part in mixer.modules() if isinstance(part, nn.Conv1d)]

@@ -18,7 +18,7 @@ say where documents begin, and all that it says must agree (`finding.stated_leng
 
 import inspect
 import re
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from functools import lru_cache
 from typing import Any
 
@@ -146,7 +146,7 @@ class MixerWatch:
         """Lets mixers keep documents apart, and logs it."""
         of_layers: dict[str, list[_Apart]] = {}
         for name, mixer in self.mixers.items():
-            apart = _Apart(mixer, name, self.carry)
+            apart = _Apart(mixer, name)
             mixer.forward = apart
             of_layers.setdefault(name.rpartition(".")[0], []).append(apart)
         for name, of_layer in of_layers.items():
@@ -261,13 +261,18 @@ class _Apart:
         before: the forward function that was set on the module before; None if that of its class counts.
     """
 
-    def __init__(self, mixer: nn.Module, name: str, carry: bool) -> None:
+    def __init__(self, mixer: nn.Module, name: str) -> None:
         self.documents: CarriedRows | DocumentRows | None = None
-        self._carried = carried_forward(mixer, self._rows, name) if carry else None
+        self._name = name
+        self._carried: Callable[..., object] | None = None
         self.before = vars(mixer).get("forward")
         kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
         parameters = inspect.signature(mixer.forward).parameters.values()
         self._mixer, self._known = mixer, {one.name for one in parameters if one.kind in kinds}
+
+    def __getstate__(self) -> dict[str, object]:
+        """Returns what copies have: their own functions are made anew, and read their own rows."""
+        return vars(self) | {"_carried": None}
 
     @torch.compiler.disable(recursive=False)  # type: ignore[untyped-decorator]
     def __call__(self, *args: object, **keywords: object) -> object:
@@ -283,7 +288,8 @@ class _Apart:
     def _carry(self, args: tuple[object, ...], keywords: dict[str, object]) -> object:
         """Runs the mixer on rows whose states travel. A cache is left out: it has one state for the whole row. So are
         masks: padding is known from the plan."""
-        assert self._carried is not None
+        if self._carried is None:
+            self._carried = carried_forward(self._mixer, self._rows, self._name)
         given = {
             name: None if name in NOT_CARRIED or isinstance(value, Cache) else value
             for name, value in keywords.items()
