@@ -88,8 +88,8 @@ def test_rows_that_nobody_expects_are_named() -> None:
 
 
 def _train_on_packs(folder: Path, at: int | None) -> list[float]:
-    """Three steps of a model of whole documents, whose attention tasks move; on rank 1 one exchange is overtaken by the next. Rows of
-    keys and of queries may be equally long and equally many: places tell them apart."""
+    """Three steps of a model of whole documents, whose attention tasks move; on rank 1 one exchange is overtaken by
+    the next. Rows of keys and of queries may be equally long and equally many: places tell them apart."""
     rank = torch.distributed.get_rank()
     plugin = distca_hf.DistCAPlugin(debug=distca_hf.Debug(check_exchanges=True), kv_residency="refetch")
     transport = plugin.transport(CPU)
