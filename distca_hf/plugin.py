@@ -84,8 +84,8 @@ class DistCAPlugin(ParallelContext):
             model: the model that batches are for. Further numbers per token that its forward pass takes
                 (`token_type_ids`) are then placed with their tokens, and tokens that it does not know are refused. The
                 heads of very long documents may be divided, too, and layers with sliding windows are balanced as well.
-                If some of its layers carry a state from token to token, documents stay whole, and none may be longer
-                than `tokens_per_rank`.
+                States of its layers travel with documents that are cut. If one of them cannot, documents stay whole,
+                and none may be longer than `tokens_per_rank`.
             micro_steps: micro-batches of an optimizer step (gradient accumulation): within one, long documents train
                 together, so that fewer keys and values move.
             unlearnt_token: a token that is never a label, for example a pad token that also ends documents.

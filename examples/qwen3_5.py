@@ -1,10 +1,10 @@
-"""Qwen 3.5, whose linear-attention layers carry a state from token to token: documents stay whole, tasks move.
+"""Qwen 3.5, whose linear-attention layers carry a state from token to token, which travels with cut documents.
 
     accelerate launch --config_file "$(distca recipes cpu_2proc)" "$(distca examples qwen3_5)"
 
-Self-contained: random documents, a tiny Qwen 3.5 with full attention in its last layer. Ranks get whole documents and
-equal tokens; attention tasks of the full layer move, so that work is equal, too. A document is at most as long as
-`tokens_per_rank`. On GPUs take another accelerate recipe, `from_pretrained` and a tokenised dataset.
+Self-contained: random documents, a tiny Qwen 3.5 with full attention in its last layer. Ranks get equal tokens and
+equal work. A document may be cut: then keys of the full layer are sent, and states of the other one. On GPUs take
+another accelerate recipe, `from_pretrained` and a tokenised dataset.
 """
 
 import random
@@ -20,9 +20,9 @@ GPU = torch.cuda.is_available()
 
 
 def random_documents(count: int) -> Dataset:
-    """Returns documents of 2 to 500 tokens, most of them short."""
+    """Returns documents of 2 to 900 tokens, most of them short."""
     rng = random.Random(0)
-    lengths = [min(500, max(2, int(rng.lognormvariate(4.0, 1.5)))) for _ in range(count)]
+    lengths = [min(900, max(2, int(rng.lognormvariate(4.0, 1.5)))) for _ in range(count)]
     return Dataset.from_dict({"input_ids": [[rng.randrange(256) for _ in range(length)] for length in lengths]})
 
 

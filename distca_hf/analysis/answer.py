@@ -181,7 +181,7 @@ def memory_by_sharding(request: SimulationRequest, tokens: int, received_bytes: 
     """
     return {
         sharding: request.memory(request.setup(sharding), tokens, received_bytes)
-        for sharding in shardings(request.accumulation, request.model.mixer_layers > 0)
+        for sharding in shardings(request.accumulation, request.model.whole_documents)
     }
 
 

@@ -135,7 +135,7 @@ def fit_lengths(document_tokens: IntArray, request: PlanRequest) -> IntArray:
     longest, most_tokens, model = int(document_tokens.max()), request.planner.longest_tokens, request.model
     if request.overlong == "error" and longest > most_tokens:
         others = int((document_tokens > most_tokens).sum()) - 1
-        if model.mixer_layers:
+        if model.whole_documents:
             where = f"one rank, where documents of {model.name} stay whole: it holds {most_tokens} tokens"
             remedy = f"{longest} tokens per rank would hold it"
         else:

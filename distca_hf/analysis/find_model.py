@@ -128,7 +128,7 @@ def _shape_of(candidate: "Candidate", tries: bool) -> ModelShape:
 def _with_layers(shape: ModelShape, model: "PreTrainedModel") -> ModelShape:
     """Returns a shape with numbers of, and words for, layers that are not full attention."""
     from distca_hf.integrations.models.decoder_layers import layer_masks_of
-    from distca_hf.integrations.models.mixers import mixers_of
+    from distca_hf.integrations.models.mixers import mixers_of, needs_whole_documents
 
     masks = dict(layer_masks_of(model))
     windows = {mask: count for mask, count in masks.items() if mask.window_tokens is not None}
@@ -144,6 +144,7 @@ def _with_layers(shape: ModelShape, model: "PreTrainedModel") -> ModelShape:
         full_layers=masks.get(CAUSAL_MASK, 0),
         window_layers=tuple(windows.items()),
         mixer_layers=len(mixers),
+        whole_documents=needs_whole_documents(model),
     )
 
 

@@ -81,7 +81,7 @@ class GivenAnswer:
     @property
     def places_rows(self) -> bool:
         """Whether rows are placed inside the model; else tasks move."""
-        return not self.request.model.mixer_layers
+        return not self.request.model.whole_documents
 
     def totals(self, loss_is_placed: bool) -> PlanTotals:
         """Returns the sums that training logs means of."""
@@ -177,7 +177,7 @@ def answer(
         PackingError: there are too few rows for a step, or rows are longer than the model takes.
     """
     progress = progress or PlanProgress()
-    size, plans = request.num_ranks * request.accumulation, request.given_plans(not request.model.mixer_layers)
+    size, plans = request.num_ranks * request.accumulation, request.given_plans(not request.model.whole_documents)
     steps = replace(request, batches=max(1, MOST_PLANNED_RANKS // size)).steps(row_tokens)
     packs = [np.split(batch, request.num_ranks) for step in steps for batch in step]
     planned = [GivenMicroBatch.of(plans, packs[number]) for number in progress.over("planning", range(len(packs)))]
@@ -274,7 +274,7 @@ def print_given(found: GivenAnswer, console: Console) -> None:
             f"{count} micro-batches are even within 2 %: their tokens stay. "
         )
     else:
-        words += "Layers carry a state, so tokens stay, and attention tasks move. "
+        words += "Documents of this model stay whole, so tokens stay, and attention tasks move. "
     words += f"Planning takes {1e3 * found.planning_seconds:.1f} ms."
     console.print(block("busiest rank / mean of all", table, words), highlight=False)
     console.print()

@@ -325,7 +325,7 @@ def _layer_moment(
 
 def shardings(micro_steps: int, whole_documents: bool) -> list[Sharding]:
     """Returns the ways to shard weights that a training has: `sync_each_batch` makes a difference if micro-steps are
-    accumulated, and ZeRO-3 cannot train layers that carry a state, whose documents stay whole."""
+    accumulated, and ZeRO-3 cannot train models whose documents stay whole."""
     ways: dict[Sharding, bool] = {"fsdp2": True, "fsdp2_synced": micro_steps > 1, "zero3": not whole_documents}
     return [way for way, is_there in ways.items() if is_there]
 

@@ -113,6 +113,7 @@ class ModelShape:
         full_layers: layers that attend to whole documents; None: all that are in none of the other two.
         window_layers: masks with windows, each with the number of its layers.
         mixer_layers: layers that carry a state, besides attention or in its place.
+        whole_documents: whether documents stay whole on a rank, because some of these states cannot travel.
         limits: what a training must keep to, as `distca check` says it.
         longest_document_tokens: longest document that the model takes; None if it takes any.
         no_stages: why training does not divide it into stages of a pipeline; empty if it does, or if that is unknown.
@@ -126,6 +127,7 @@ class ModelShape:
     full_layers: int | None = None
     window_layers: LayerMasks = ()
     mixer_layers: int = 0
+    whole_documents: bool = False
     limits: tuple[str, ...] = ()
     longest_document_tokens: int | None = None
     no_stages: str = ""

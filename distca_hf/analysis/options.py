@@ -74,7 +74,7 @@ class PlanOptions:
         str,
         typer.Option(
             help="placed: distca chooses the rank of each token; fixed: documents fill the ranks in order, tokens "
-            "stay there and attention tasks move, as for hybrids"
+            "stay there and attention tasks move, as where a model needs whole documents"
         ),
     ] = "placed"
     overlong: Annotated[

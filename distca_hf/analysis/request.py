@@ -1,7 +1,7 @@
 """Request: ranks, tokens, model and layout of `distca plan`, and plans for them.
 
-The planners are those of training: `PlacedPlanner` for documents that are placed, `plan_by_moving` for packs of
-hybrids, whose tokens stay.
+The planners are those of training: `PlacedPlanner` for documents that are placed, `plan_by_moving` for packs whose
+tokens stay, as in models whose documents stay whole.
 """
 
 from collections.abc import Sequence
@@ -26,7 +26,7 @@ from distca_hf.planning.plan import Plan
 from distca_hf.planning.rebalance import plan_by_moving
 
 
-# Documents are placed, or documents in order stand for given batches of hybrids, whose tasks move.
+# Documents are placed, or documents in order stand for given batches whose tokens stay and whose tasks move.
 LAYOUTS = ("placed", "fixed")
 OVERLONG = get_args(OverlongPolicy)
 # Maximum number of ranks: the table of bytes between each two of them has 64M entries.
@@ -139,7 +139,7 @@ class PlanRequest:
             token_bytes=model.token_bytes,
             # Figures are those of full layers, also where a model has none.
             layer_masks=model.masks if CAUSAL_MASK in dict(model.masks) else CAUSAL_LAYERS,
-            whole_documents=model.mixer_layers > 0,
+            whole_documents=model.whole_documents,
             step_shape=self.pipeline,
             costs=LLAMA_8B_COSTS if model.size is None else SimulatedModel.of(model).pass_costs,
         )

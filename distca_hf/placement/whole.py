@@ -1,4 +1,4 @@
-"""Whole: placement of documents that must not be cut, for models whose layers carry a state from token to token.
+"""Whole: placement of documents that must not be cut, for models with a state that cannot travel.
 
     longest first      | d0 ........... | d1 ....... | d2 ....... |      to the rank with least work, up to the mean
     short ones last    | d0 ........... | d1 .... s1 | d2 .... s0 |      to the rank with fewest tokens

@@ -31,7 +31,8 @@ LONGROPE = {
         **{"short_factor": [1.0] * (HEAD_DIM // 2), "long_factor": [2.0] * (HEAD_DIM // 2)},
     }
 }
-WHOLE = "layers carry a state from token to token: documents stay whole on a GPU"
+STATES = "layers carry a state from token to token, which travels with cut documents"
+WHOLE = "layers carry a state that cannot travel: documents stay whole on a GPU"
 WIDTHS = "on GPUs FlashAttention 4: keys and values have different widths"
 IMAGES = "text, and images in your own batches. Its towers attend with sdpa"
 
@@ -107,7 +108,7 @@ FAMILIES = (
         ("llama4_text", "llama4"),
         note="layers attend inside of chunks; on text: Transformers' own multimodal class fails in training",
     ),
-    Family("Qwen 3.5, Qwen3-Next", ("qwen3_next", "qwen3_5", "qwen3_5_moe"), note=WHOLE),
+    Family("Qwen 3.5, Qwen3-Next", ("qwen3_next", "qwen3_5", "qwen3_5_moe"), note=STATES),
     Family(
         "DeepSeek-V3.2, GLM-5",
         ("deepseek_v32", "glm_moe_dsa"),
@@ -117,8 +118,9 @@ FAMILIES = (
     Family(
         "Falcon-H1, Nemotron-H, Granite 4 hybrid",
         ("falcon_h1", "nemotron_h", "granitemoehybrid"),
-        note=WHOLE,
+        note=STATES,
     ),
+    Family("MiniMax-Text-01, RecurrentGemma", ("minimax", "recurrent_gemma"), note=WHOLE),
     Family("Mamba", ("mamba", "mamba2"), sign="none of its layers", note="no attention at all"),
 )
 INTRODUCTION = f"""# Models

@@ -88,14 +88,14 @@ def test_rows_that_nobody_expects_are_named() -> None:
 
 
 def _train_on_packs(folder: Path, at: int | None) -> list[float]:
-    """Three steps of a hybrid, whose attention tasks move; on rank 1 one exchange is overtaken by the next. Rows of
-    keys and of queries may be equally long and equally many: places tell them apart."""
+    """Three steps of a model of whole documents, whose attention tasks move; on rank 1 one exchange is overtaken by
+    the next. Rows of keys and of queries may be equally long and equally many: places tell them apart."""
     rank = torch.distributed.get_rank()
     plugin = distca_hf.DistCAPlugin(debug=distca_hf.Debug(check_exchanges=True), kv_residency="refetch")
     transport = plugin.transport(CPU)
     if rank == 1 and at is not None:
         plugin._transports[CPU] = FaultTransport(transport, [Fault(at, swap)])
-    model = distca_hf.enable(tiny_model("qwen3_5", num_hidden_layers=LAYERS), plugin).train()
+    model = distca_hf.enable(tiny_model("minimax", num_hidden_layers=LAYERS), plugin).train()
     ids = torch.tensor(random_documents(1, seed=rank, lengths=(180,) if rank == 0 else (9,)))
     losses = []
     for step in range(3):

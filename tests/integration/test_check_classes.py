@@ -12,13 +12,13 @@ import transformers
 from support.commands import REPOSITORY
 
 
-# Model types: full layers, windows, softcap, sinks, MLA, mixers, tokens of no attention, shared keys, a table of
-# positions; refused by their type of layers, by the lack of attention, by Transformers, by their loss, by what they
-# ask for or leave out in a forward pass; and one that cannot be built.
+# Model types: full layers, windows, softcap, sinks, MLA, mixers whose states travel or cannot, tokens of no attention,
+# shared keys, a table of positions; refused by their type of layers, by the lack of attention, by Transformers, by
+# their loss, by what they ask for or leave out in a forward pass; and one that cannot be built.
 SAMPLE = (
     *("llama", "gemma2", "gpt_oss", "deepseek_v3", "qwen3_next", "falcon_h1", "nemotron_h", "gemma3n_text", "gpt2"),
     *("gemma4_text", "phimoe", "llama4_text", "deepseek_v32", "mamba", "bloom", "falcon", "nemotron", "stablelm"),
-    *("gemma4_unified", "zaya", "xlnet", "musicgen"),
+    *("gemma4_unified", "zaya", "xlnet", "musicgen", "minimax", "recurrent_gemma"),
 )
 
 

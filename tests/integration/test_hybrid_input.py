@@ -1,6 +1,7 @@
 """Batches that a model with mixers cannot train on: refused by name, at the token or row where something is wrong."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from types import ModuleType
 from typing import Any
 
@@ -18,6 +19,7 @@ from distca_hf.errors import ConfigError, PackingError, PlanError
 from distca_hf.integrations.finding import stated_lengths
 from distca_hf.integrations.models.document_rows import DocumentRows
 from distca_hf.integrations.models.mixers import needs_whole_documents
+from distca_hf.planning.fragments import Fragments, Route
 from distca_hf.testing import run_ranks
 from support.data import random_documents
 from support.models import tiny_model
@@ -25,6 +27,7 @@ from support.models import tiny_model
 
 CPU = torch.device("cpu")
 TOKENS = 12
+HALO_TOKENS = 3  # before a token, in the convolutions of these models
 # Documents of 5, 4 and 3 tokens.
 IDS = torch.arange(3, 3 + TOKENS)[None]
 POSITIONS = torch.tensor([[0, 1, 2, 3, 4, 0, 1, 2, 3, 0, 1, 2]])
@@ -38,8 +41,16 @@ def hybrid() -> PreTrainedModel:
     return model
 
 
-def test_documents_that_are_cut_are_refused_with_the_way_to_whole_ones() -> None:
-    models = [hybrid() for _ in range(2)]
+def minimax(sweep: ModuleType) -> PreTrainedModel:
+    """A model whose states cannot travel."""
+    (config_class,) = sweep.TEXT.config_classes(["minimax"])
+    return sweep.tiny_model(config_class).build("distca").train()  # type: ignore[no-any-return]
+
+
+def test_documents_that_are_cut_are_refused_with_the_way_to_whole_ones(sweep: ModuleType) -> None:
+    models = [minimax(sweep) for _ in range(2)]
+    for model in models:
+        distca_hf.enable(model, distca_hf.DistCAPlugin(), longest_document_tokens=200)
     rows = Dataset.from_dict({"input_ids": random_documents(1, lengths=(150,))})
 
     def step(transport: Transport) -> str:
@@ -50,21 +61,21 @@ def test_documents_that_are_cut_are_refused_with_the_way_to_whole_ones() -> None
 
     for rank, error in enumerate(run_ranks(2, step, timeout_seconds=30.0)):
         assert error.startswith(f"rank {rank}, micro-batch 0: 1 of 1 documents are cut")
-        assert "(Qwen3_5GatedDeltaNet) need whole ones" in error
+        assert "(MiniMaxLightningAttention) need whole ones" in error
         assert "plugin.dataloader(model=...)" in error
 
 
-def test_a_document_longer_than_a_rank_is_named_by_its_row() -> None:
-    model = tiny_model("qwen3_5", num_hidden_layers=2)
+def test_a_document_longer_than_a_rank_is_named_by_its_row(sweep: ModuleType) -> None:
+    model = minimax(sweep)
     rows = Dataset.from_dict({"input_ids": [[3] * length for length in (5, 96, 97)]})
 
     with pytest.raises(PackingError, match=r"\(row 2\) has 97 tokens.* tokens_per_rank"):
         distca_hf.DistCAPlugin(tokens_per_rank=96).dataloader(rows, device="cpu", model=model)
 
 
-def test_times_of_kernels_are_refused() -> None:
+def test_times_of_kernels_are_refused(sweep: ModuleType) -> None:
     config = DistCAConfig(tokens_per_rank=96, kernel_times="times.json")
-    planner = PlacedPlanner(config, 2, whole_documents=needs_whole_documents(tiny_model("qwen3_5")))
+    planner = PlacedPlanner(config, 2, whole_documents=needs_whole_documents(minimax(sweep)))
 
     with pytest.raises(ConfigError, match=r"kernel_times='times\.json' decides where documents are cut"):
         planner.check_kernel_times(96)
@@ -118,9 +129,33 @@ def test_a_mixer_that_does_not_know_where_documents_begin_is_noticed(
         return mixer(*args, **keywords)
 
     monkeypatch.setattr(DocumentRows, "mix", in_one_row)
-    (qwen,) = sweep.TEXT.config_classes(["qwen3_next"])
+    (config_class,) = sweep.TEXT.config_classes(["minimax"])
 
-    assert sweep.examine(qwen).verdict == sweep.WRONG
+    assert sweep.examine(config_class).verdict == sweep.WRONG
+
+
+@pytest.mark.parametrize("model_type", ["qwen3_next", "nemotron_h"])
+@pytest.mark.parametrize("lost", ["states", "halo"])
+def test_a_state_that_does_not_travel_is_noticed(
+    model_type: str, lost: str, sweep: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Documents that are cut go on from zeros: after a rule, or before a convolution."""
+    halo_is_lost = lost == "halo"
+
+    def lose(fragments: Fragments) -> Fragments:
+        if halo_is_lost:
+            windows = fragments.halo.windows.reshape(-1, 2, HALO_TOKENS).copy()
+            windows[:, 0] = windows.max()
+            return replace(fragments, halo=replace(fragments.halo, windows=windows.reshape(-1)))
+        runs = tuple(run._replace(state=None, is_followed=False) for run in fragments.runs)
+        nothing = fragments.summaries.sent[:0], *(0 * fragments.summaries.sent_counts,) * 2
+        return replace(fragments, runs=runs, summaries=Route(*nothing), chains=())
+
+    original = Fragments.of
+    monkeypatch.setattr(Fragments, "of", lambda *args: lose(original(*args)))
+    (config_class,) = sweep.TEXT.config_classes([model_type])
+
+    assert sweep.examine(config_class).verdict == sweep.WRONG
 
 
 def test_a_pass_of_this_rank_alone_keeps_documents_apart_as_well() -> None:

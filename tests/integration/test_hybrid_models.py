@@ -1,6 +1,9 @@
 """Hybrids, whose layers mix tokens by other means than attention too: a step on ranks has the loss and gradients of
-every document alone."""
+every document alone. Documents are cut, unless a state cannot travel."""
 
+import importlib
+import sys
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -9,14 +12,12 @@ import pytest
 import torch
 
 import distca_hf
-from distca_hf.analysis.check.trial import gradients_of, loader_of
-from distca_hf.batches.given import GivenPlanner
-from distca_hf.batches.read_documents import DocumentReader
-from distca_hf.comm.transport import LocalTransport, Transport
-from distca_hf.config import DistCAConfig
-from distca_hf.integrations.finding import stated_lengths
+from distca_hf.analysis.check.trial import Step, documents_dataset, gradients_of, loader_of, planner_of
+from distca_hf.comm.transport import LocalTransport
+from distca_hf.integrations.models.forward_watch import watch_of
 from distca_hf.planning.plan import PlanFacts
-from distca_hf.testing import run_ranks
+from support.commands import REPOSITORY
+from support.ranks import run_ranks
 from support.sweeping import config_class_of
 
 
@@ -37,8 +38,10 @@ MODEL_TYPES = (
     "zamba2",
 )
 MULTIMODAL = ("qwen3_5", "qwen3_5_moe")
+# Those whose states cannot travel.
+WHOLE = ("minimax", "recurrent_gemma")
 # Packs of ranks, as numbers of documents from the shortest on. The longest is against all others: unequal work.
-PACKS = ([[6, 0, 3, 1, 5, 2, 4]], [[6], [0, 3, 1, 5, 2, 4]], [[6], [3, 5], [0, 1, 4, 2]])
+PACKS = ([[6, 0, 3, 1, 5, 2, 4]], [[6], [3, 5], [0, 1, 4, 2]])
 
 
 def pack(documents: list[Any]) -> dict[str, Any]:
@@ -56,47 +59,60 @@ def pack(documents: list[Any]) -> dict[str, Any]:
     }
 
 
-def step_on_packs(sweep: ModuleType, config_class: type, kind: Any, packs: list[list[int]]) -> tuple[Any, PlanFacts]:
-    """Runs a step on packs that stay; returns its mean over ranks, and facts of the plan."""
+def step_on_pack(sweep: ModuleType, kind_name: str, model_type: str, packs: list[list[int]], rank: int) -> Any:
+    """Runs a step of a rank on its own pack; returns it, and facts of the plan unless there is one rank."""
     documents = loader_of(LocalTransport()).documents(epoch=0, micro_batch=0)
     documents.sort(key=lambda document: len(document.input_ids))
     labels = sum(int((document.shift_labels != -100).sum()) for document in documents)
-    models = [sweep.tiny_model(config_class, kind).build("distca") for _ in packs]
-
-    def step(transport: Transport) -> tuple[Any, PlanFacts]:
-        model = models[transport.rank]
-        distca_hf.enable(model, distca_hf.DistCAPlugin(), sweep.LONGEST_TOKENS)
-        batch = pack([documents[number] for number in packs[transport.rank]])
-        plan = GivenPlanner(DistCAConfig(), transport, read=DocumentReader(stated_lengths).read).plan(batch)
-        assert plan is not None
-        loss = model(**batch, distca_plan=plan, num_items_in_batch=torch.tensor(labels / len(packs))).loss
-        loss.backward()
-        return sweep.trial.Step(loss.item(), gradients_of(model)), plan.facts
-
-    steps, facts = zip(*run_ranks(len(packs), step, timeout_seconds=30.0), strict=True)
-    gradients = torch.stack([step.gradients for step in steps]).mean(0)
-    return sweep.trial.Step(sum(step.loss for step in steps) / len(packs), gradients), facts[0]
+    kind = sweep.KINDS[kind_name]
+    model = sweep.tiny_model(config_class_of(kind, model_type), kind).build("distca")
+    distca_hf.enable(model, distca_hf.DistCAPlugin(), sweep.LONGEST_TOKENS)
+    batch = pack([documents[number] for number in packs[rank]])
+    loss = model(**batch, num_items_in_batch=torch.tensor(labels / len(packs)), use_cache=False).loss
+    loss.backward()
+    planner = watch_of(model).planner
+    return Step(loss.item(), gradients_of(model)), None if planner is None else planner.history[-1]
 
 
-def check_steps(sweep: ModuleType, kind: Any, model_type: str) -> None:
-    """Asserts that steps on packs, and on whole documents that are placed, have the numbers of documents alone."""
-    config_class = config_class_of(kind, model_type)
-    expected = sweep.step_alone(sweep.tiny_model(config_class, kind).build_plain())
+def _step_of_rank(kind_name: str, model_type: str, packs: list[list[int]]) -> tuple[Step, PlanFacts]:
+    sys.path.insert(0, str(REPOSITORY / "scripts" / "models"))
+    sweep = importlib.import_module("sweep")
+    sweep.be_quiet()
+    return step_on_pack(sweep, kind_name, model_type, packs, torch.distributed.get_rank())  # type: ignore[no-any-return]
+
+
+def check_steps(sweep: ModuleType, kind_name: str, model_type: str, folder: Path) -> None:
+    """Asserts that steps on packs, and on documents that are placed, have the numbers of documents alone."""
+    kind, is_whole = sweep.KINDS[kind_name], model_type in WHOLE
+    tiny = sweep.tiny_model(config_class_of(kind, model_type), kind)
+    expected = sweep.step_alone(tiny.build_plain())
     for packs in PACKS:
-        step, facts = step_on_packs(sweep, config_class, kind, packs)
-
+        if len(packs) == 1:
+            step, _ = step_on_pack(sweep, kind_name, model_type, packs, rank=0)
+        else:
+            num_ranks = len(packs)
+            of_ranks = run_ranks(num_ranks, _step_of_rank, folder, kind_name, model_type, packs)
+            steps, (facts, *_) = zip(*of_ranks, strict=True)
+            gradients = torch.stack([of_rank.gradients for of_rank in steps]).mean(0)
+            step = Step(sum(of_rank.loss for of_rank in steps) / num_ranks, gradients)
+            assert (facts.cut_documents > 0) is not is_whole
+            assert (facts.tokens == facts.tokens_before) is is_whole, "rows are placed inside the model, or stay"
         assert step.difference(expected) <= 1e-5
-        assert len(packs) == 1 or sum(facts.query_rows_sent) > 0, "attention tasks move"
-    tiny = sweep.tiny_model(config_class, kind)
+
+    lengths = np.array([len(ids) for ids in documents_dataset()["input_ids"]])
     for num_ranks in sweep.RANKS:
-        assert sweep.trial.step_placed(tiny, num_ranks).difference(expected) <= 1e-5, "whole documents, placed"
+        layout = planner_of(tiny.build("distca"), num_ranks).layout(lengths)
+        assert (layout.cut_documents > 0) is (num_ranks > 1 and not is_whole)
+        assert sweep.trial.step_placed(tiny, num_ranks).difference(expected) <= 1e-5, "placed"
 
 
 @pytest.mark.parametrize("model_type", MODEL_TYPES)
-def test_step_on_ranks_is_that_of_every_document_alone(model_type: str, sweep: ModuleType) -> None:
-    check_steps(sweep, sweep.TEXT, model_type)
+def test_step_on_ranks_is_that_of_every_document_alone(model_type: str, sweep: ModuleType, tmp_path: Path) -> None:
+    check_steps(sweep, "text", model_type, tmp_path)
 
 
 @pytest.mark.parametrize("model_type", MULTIMODAL)
-def test_step_of_a_multimodal_hybrid_is_that_of_every_document_alone(model_type: str, sweep: ModuleType) -> None:
-    check_steps(sweep, sweep.IMAGES, model_type)
+def test_step_of_a_multimodal_hybrid_is_that_of_every_document_alone(
+    model_type: str, sweep: ModuleType, tmp_path: Path
+) -> None:
+    check_steps(sweep, "images", model_type, tmp_path)

@@ -11,7 +11,7 @@ from datasets import Dataset
 from torch import nn
 
 from support.data import random_dataset
-from support.ranks import run_ranks
+from support.ranks import run_ranks, start_ranks
 from support.training import (
     DISTRIBUTED_TYPES,
     LEARNING_RATE,
@@ -29,25 +29,32 @@ from support.training import (
 
 
 TOKENS_PER_RANK = 128
+# Classes of decoder layers.
+LAYERS = {
+    "qwen3_5": "Qwen3_5DecoderLayer",
+    "nemotron_h": "NemotronHBlock",
+    "minimax": "MiniMaxDecoderLayer",
+}
 # Documents of every step: their tokens and labels.
 Documents = list[list[tuple[Any, Any]]]
 
 
-def dataset() -> Dataset:
-    return random_dataset(60, lengths=(3, 9, 17, 40, 100, 200))
+def dataset(kind: str) -> Dataset:
+    longest = 100 if kind == "minimax" else 200  # must be whole on a rank
+    return random_dataset(60, lengths=(3, 9, 17, 40, longest))
 
 
-def train(wrap: str, checkpointing: str, steps: int, folder: Path) -> tuple[Curve, Documents]:
+def train(kind: str, wrap: str, checkpointing: str, steps: int, folder: Path) -> tuple[Curve, Documents]:
     """An attached Trainer, and what it trained on."""
     from transformers import Trainer, TrainingArguments
 
     import distca_hf
 
-    computing = computing_arguments(wrap, checkpointing, "Qwen3_5DecoderLayer")
+    computing = computing_arguments(wrap, checkpointing, LAYERS[kind])
     arguments = quiet_arguments(
         folder / "trainer", max_steps=steps, optim="adamw_torch", max_grad_norm=1.0, seed=SEED, **computing
     )
-    trainer = Trainer(load_model(folder, "distca"), TrainingArguments(**arguments), train_dataset=dataset())
+    trainer = Trainer(load_model(folder, "distca"), TrainingArguments(**arguments), train_dataset=dataset(kind))
     distca_hf.DistCAPlugin(tokens_per_rank=TOKENS_PER_RANK, metrics="all").attach(trainer)
     loader = trainer.get_train_dataloader()
     per_epoch = len(loader)
@@ -80,15 +87,39 @@ def train_alone(folder: Path, documents: Documents) -> Curve:
 
 
 @pytest.mark.parametrize(
-    ("wrap", "checkpointing", "steps"),
-    [("fsdp2", "non-reentrant", MANY_STEPS), ("zero2", "reentrant", STEPS), ("zero3", "", STEPS)],
+    ("kind", "wrap", "checkpointing", "ranks", "servers", "steps"),
+    [
+        ("qwen3_5", "fsdp2", "non-reentrant", 3, 0, MANY_STEPS),
+        ("nemotron_h", "zero3", "", 3, 0, MANY_STEPS),
+        ("qwen3_5", "zero2", "reentrant", 2, 0, STEPS),
+        ("qwen3_5", "ddp", "", 2, 1, STEPS),
+        ("qwen3_5", "zero3", "reentrant", 2, 0, STEPS),
+    ],
 )
 def test_losses_follow_one_process_sdpa(
-    wrap: str, checkpointing: str, steps: int, tmp_path: Path, record_property: Callable[[str, object], None]
+    kind: str,
+    wrap: str,
+    checkpointing: str,
+    ranks: int,
+    servers: int,
+    steps: int,
+    tmp_path: Path,
+    record_property: Callable[[str, object], None],
 ) -> None:
-    folder = save_initial_model("qwen3_5", tmp_path / "model")
-    curve, documents = run_ranks(2, train, tmp_path, wrap, checkpointing, steps, folder)[0]
+    """Mixers run as often on every rank, so ZeRO-3 can gather their weights."""
+    folder = save_initial_model(kind, tmp_path / "model")
+    curve, documents = run_ranks(ranks, train, tmp_path, kind, wrap, checkpointing, steps, folder, servers=servers)[0]
 
     assert curve.distributed_type == DISTRIBUTED_TYPES[wrap.rstrip("123")]
     assert curve.imbalance[1] < curve.imbalance[0]
     assert_same_curve(curve, train_alone(folder, documents), record_property)
+
+
+def test_zero3_is_refused_by_name_if_a_state_cannot_travel(tmp_path: Path) -> None:
+    """It gathers the weights of a mixer in every run, and ranks run mixers unequally often: once for documents of
+    about one length."""
+    folder = save_initial_model("minimax", tmp_path / "model")
+    outcomes = start_ranks(2, train, tmp_path, "minimax", "zero3", "", 1, folder)
+
+    assert [outcome.exit_code for outcome in outcomes] == [1, 1]
+    assert any("MiniMaxLightningAttention) run once for documents" in outcome.output for outcome in outcomes)

@@ -46,7 +46,8 @@ def checkpointed_attention(form: str) -> str:
 
 def count_layer_calls(model: nn.Module) -> Callable[[], tuple[float, float]]:
     """Returns a function that tells how often a layer ran for one micro-batch so far, and how often its attention."""
-    mlps = [module for name, module in model.named_modules() if name.endswith(".mlp")]
+    named = [(name.rpartition(".")[2], module) for name, module in model.named_modules()]
+    mlps = [module for name, module in named if name == "mlp"] or [module for name, module in named if name == "mixer"]
     calls: list[nn.Module] = []
     plans: list[Any] = []
     # Hooks before the MLP: recomputation ends in its middle, as soon as backward has all that it needs.

@@ -9,6 +9,8 @@ from transformers import (
     GptOssConfig,
     Llama4TextConfig,
     LlamaConfig,
+    MiniMaxConfig,
+    NemotronHConfig,
     PreTrainedConfig,
     PreTrainedModel,
     Qwen3_5TextConfig,
@@ -54,8 +56,14 @@ def tiny_config(kind: str, **changes: Any) -> PreTrainedConfig:
         special = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
         widths = {"head_dim": 16, "intermediate_size_mlp": 64, "floor_scale": 8, "attn_scale": 0.5}
         return Llama4TextConfig(**experts | layers | special | widths | sizes)
+    layers = [*["linear_attention"] * (sizes["num_hidden_layers"] - 1), "full_attention"]
+    if kind == "minimax":  # the last layer is full, the others carry a state that cannot travel
+        return MiniMaxConfig(head_dim=16, layer_types=layers, num_local_experts=4, num_experts_per_tok=4, **sizes)
+    if kind == "nemotron_h":  # the last layer attends, the others carry a state
+        blocks = [*["mamba"] * (sizes["num_hidden_layers"] - 1), "attention"]
+        mamba = {"mamba_num_heads": 8, "mamba_head_dim": 16, "ssm_state_size": 16, "n_groups": 2, "chunk_size": 16}
+        return NemotronHConfig(head_dim=16, layers_block_type=blocks, **mamba, **sizes)
     if kind == "qwen3_5":  # the last layer is full, the others carry a state
-        layers = [*["linear_attention"] * (sizes["num_hidden_layers"] - 1), "full_attention"]
         linear = dict.fromkeys(("linear_num_key_heads", "linear_num_value_heads"), 4)
         linear |= dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim"), 16)
         return Qwen3_5TextConfig(head_dim=16, layer_types=layers, **linear, **sizes)

@@ -33,6 +33,7 @@ from distca_hf.integrations.models.check import (
     refusals,
 )
 from distca_hf.integrations.models.decoder_layers import DecoderLayerKind, decoder_layers, layer_kinds, ranges
+from distca_hf.integrations.models.mixers import needs_whole_documents
 from distca_hf.integrations.models.planner import share_of, shares_of_experts
 from distca_hf.integrations.models.structure import attention_layers, text_decoder, towers, weights_beside_text
 from distca_hf.kernels.registry import KERNELS, why_not
@@ -199,7 +200,7 @@ def judge(candidate: Candidate, gpu: Gpu, capacity_tokens: int, tries: bool = Tr
             found.reasons.append(f"every batch needs {' and '.join(others)}, and documents are only text")
     _quantised(candidate.config, found)
     choices = _kernels(model, gpu, capacity_tokens, found)
-    whole = any(kind.mixer for kind in kinds) and any(kind.attends for kind in kinds)
+    whole = needs_whole_documents(model)
     if not found.reasons:
         _limits(model, kinds, position_limits, choices, capacity_tokens, whole, gpu, found)
     if tries and not found.reasons:
@@ -311,10 +312,10 @@ def _limits(
 ) -> None:
     """Adds limits and notes of a model that is not refused."""
     if whole:
-        layers = ranges([number for number, kind in enumerate(kinds) if kind.mixer])
+        layers = ranges([number for number, kind in enumerate(kinds) if kind.whole_documents])
         found.limits.append(
-            f"documents stay whole on a rank, because layers {layers} carry a state: in placed batches none may have "
-            "more than tokens_per_rank tokens"
+            f"documents stay whole on a rank, because layers {layers} carry a state that cannot travel: in placed "
+            "batches none may have more than tokens_per_rank tokens"
         )
         found.limits.append("ZeRO-3 is refused: it gathers the weights of such layers unequally often on each rank")
     if position_limits.longest_tokens is not None and position_limits.longest_tokens < capacity_tokens:

@@ -121,10 +121,11 @@ class SimulationRequest:
                 f"--context {context} does not fit: {ranks} x {self.tokens_per_rank} tokens hold {room}; take more "
                 "GPUs, more tokens per rank, or a shorter context"
             )
-        if is_packed and self.model.mixer_layers and context is not None and context > self.tokens_per_rank:
+        if is_packed and self.model.whole_documents and context is not None and context > self.tokens_per_rank:
             raise ConfigError(
-                f"--context {context}: {self.model.mixer_layers} layers of {self.model.name} carry a state, so "
-                f"documents stay whole on a rank, and one holds {self.tokens_per_rank} tokens"
+                f"--context {context}: documents of {self.model.name} stay whole on a rank, because layers carry a "
+                f"state that cannot travel, and a rank holds {self.tokens_per_rank} tokens; take more tokens per rank "
+                "or a shorter context"
             )
         limit = self.model.longest_document_tokens
         if context is not None and limit is not None and context > limit:
@@ -180,7 +181,7 @@ class SimulationRequest:
     @property
     def longest_tokens(self) -> int:
         """Tokens of the longest document that is not split."""
-        most = self.tokens_per_rank if self.model.mixer_layers else self.capacity_tokens
+        most = self.tokens_per_rank if self.model.whole_documents else self.capacity_tokens
         if self.batch_size is not None:
             most = MAX_DOCUMENT_TOKENS
         return min(most, self.context_tokens or most, self.model.longest_document_tokens or most)
@@ -249,7 +250,7 @@ class SimulationRequest:
             extra_ranks=servers,
             token_bytes=self.model.heads.token_bytes(),
             layer_masks=self.model.masks,
-            whole_documents=self.model.mixer_layers > 0,
+            whole_documents=self.model.whole_documents,
             step_shape=step_shape,
             costs=self.model.pass_costs,
         )

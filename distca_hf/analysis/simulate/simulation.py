@@ -94,7 +94,7 @@ class Simulation:
 
     def ways(self) -> list[Way]:
         """Returns the ways that can run, of `keys` if there are some. `tasks_moved` is one of them only if its key is
-        given, or if layers carry a state."""
+        given, or if documents stay whole."""
         if not self.keys:
             return self._ways()
         every = {way.key: way for way in (self._tasks_moved, *self._ways())}
@@ -129,7 +129,7 @@ class Simulation:
 
     @property
     def _has_servers(self) -> bool:
-        return self.request.num_servers > 0 and not self.request.model.mixer_layers
+        return self.request.num_servers > 0 and not self.request.model.whole_documents
 
     @property
     def _saves(self) -> bool:
@@ -193,8 +193,8 @@ class Simulation:
     # Given batches: those of the request, or packs of plain packing.
 
     def _given_ways(self) -> list[Way]:
-        """Returns distca_hf's ways for given batches. Tasks move if layers carry a state, else rows are placed."""
-        if self.request.model.mixer_layers:
+        """Returns distca_hf's ways for given batches. Tasks move if documents stay whole, else rows are placed."""
+        if self.request.model.whole_documents:
             return [self._tasks_moved]
         way = partial(Way, costly=True, is_ours=True)
         label = "distca, your packs" if self.request.batch_size is None else "distca, results return"

@@ -361,8 +361,8 @@ def ways_to_compare(request: SimulationRequest, costs: Costs, cluster: Cluster) 
 def missing_to_compare(request: SimulationRequest) -> list[str]:
     """Returns a sentence for each way to compare with that is left out."""
     if layers := request.model.mixer_layers:
-        cut = " and ".join(of.name for of in GROUPED)
-        return [f"{layers} layers carry a state, so documents stay whole: {cut} cut them"]
+        names = " and ".join(of.name for of in GROUPED)
+        return [f"{names}: {layers} layers carry a state, which these ways do not send"]
     words, tokens, ranks = [], request.longest_tokens, request.num_ranks
     for of in GROUPED:
         most = of.most_group(request)

@@ -2,9 +2,9 @@
 refuses others by name. Of a multimodal model the part that text runs through is checked.
 
 A placed document is cut between ranks. That is exact for causal attention and for everything that works on single
-tokens. Models with recurrent or convolutional layers need whole documents (`mixers`). A mask of another kind, or a
-loss that shifts labels itself, would go wrong silently. So everything that is not known to be right is refused before
-the first step.
+tokens. States of recurrent or convolutional layers travel, or documents stay whole (`mixers`). A mask of another kind,
+or a loss that shifts labels itself, would go wrong silently. So everything that is not known to be right is refused
+before the first step.
 
 Documents must not be longer than the model's positions reach (`PositionLimits`).
 

@@ -25,6 +25,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from distca_hf.cost import CAUSAL_MASK, Heads, LayerMasks, Mask, TokenBytes, divide_heads, head_groups
 from distca_hf.errors import UnsupportedAttentionError
+from distca_hf.integrations.models.carried_mixers import carries
 from distca_hf.integrations.models.distributed import heads_divided_by, model_mesh
 from distca_hf.integrations.models.mixers import LAYER_TYPES, mixers_of
 from distca_hf.integrations.models.structure import (
@@ -214,6 +215,7 @@ class DecoderLayerKind:
         sinks: whether rows of its softmax have one more term.
         latent: whether it is multi-head latent attention.
         mixer: class of the part that carries a state from token to token; empty without one.
+        whole_documents: whether its state cannot travel, so that documents stay whole on a rank.
         refused: its type, or words for it, if it mixes tokens in a way that is not computed; else empty.
     """
 
@@ -224,18 +226,20 @@ class DecoderLayerKind:
     sinks: bool = False
     latent: bool = False
     mixer: str = ""
+    whole_documents: bool = False
     refused: str = ""
 
     @property
     def cuts_documents(self) -> bool:
-        """Whether a part of a document can be computed apart, with keys and values of what comes before."""
-        return not self.mixer and not self.refused
+        """Whether a part of a document can be computed apart, with keys, values and states of what comes before."""
+        return not self.whole_documents and not self.refused
 
     def in_words(self) -> str:
         """Returns the kind in words: "window 1,024, 32/16 heads of 128"."""
         if self.refused:
             return f"refused: {self.refused}"
         parts = [f"state ({self.mixer})"] if self.mixer else []
+        parts += ["whole documents"] * self.whole_documents
         if self.attends:
             name = "chunks of" if self.mask.chunked else "window"
             parts.append("full" if self.mask.window_tokens is None else f"{name} {self.mask.window_tokens:,}")
@@ -264,11 +268,12 @@ def layer_kinds(model: nn.Module) -> list[DecoderLayerKind]:
         heads = {}
     kinds = []
     for number, layer in enumerate(decoder_layers(inner)):
-        mixer = next((type(part).__name__ for name, part in mixers.items() if _is_inside(name, layer)), "")
+        inside = [part for name, part in mixers.items() if _is_inside(name, layer)]
+        mixer, whole = type(inside[0]).__name__ if inside else "", not all(map(carries, inside))
         name = next((name for name in attention if _is_inside(name, layer)), None)
         refused = _refused(config, number, bool(mixer), name is not None, bool(attention))
         if name is None:
-            kinds.append(DecoderLayerKind(False, mixer=mixer, refused=refused))
+            kinds.append(DecoderLayerKind(False, mixer=mixer, whole_documents=whole, refused=refused))
             continue
         module = attention[name]
         kinds.append(
@@ -281,6 +286,7 @@ def layer_kinds(model: nn.Module) -> list[DecoderLayerKind]:
                 and forward_names(module, "s_aux"),
                 latent=getattr(module, "kv_lora_rank", None) is not None,
                 mixer=mixer,
+                whole_documents=whole,
                 refused=refused,
             )
         )

@@ -1,4 +1,4 @@
-"""Rebalancing: a plan for a layout that stays as it is, for models with mixers, or with extra ranks.
+"""Rebalancing: a plan for a layout that stays as it is, for models whose documents stay whole, or with extra ranks.
 
 Tokens stay where they are. Ranks with more than their share of the work give queries to others. They give the latest
 queries of some heads of their longest documents: these have most work for the same bytes. `head_stacks` finds the

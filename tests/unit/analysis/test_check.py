@@ -69,6 +69,14 @@ LAYERS = {
         "1, 3: tokens alone",
         "2: full, 32/8 heads of 128",
     ],
+    "minimax": [
+        "0, 2, ... 30: full, 32/8 heads of 128",
+        "1, 3, ... 31: state (MiniMaxLightningAttention), whole documents",
+    ],
+    "recurrent_gemma": [
+        "0-1, 3-4, 6-7, ... 24-25: state (RecurrentGemmaRecurrentBlock), whole documents",
+        "2, 5, ... 23: window 2,048, 10/10 heads of 256",
+    ],
     "llama4_text": [
         "0-2, 4-6, 8-10, ... 44-46: chunks of 8,192, 40/8 heads of 128",
         "3, 7, ... 47: full, 40/8 heads of 128",
@@ -121,12 +129,28 @@ def test_heads_that_are_too_wide_are_refused_on_gpus_alone() -> None:
     assert on_cpu.status == "works"
 
 
-def test_limits_are_named() -> None:
-    hybrid = verdict_of("qwen3_next")
-    assert not hybrid.cuts_documents
-    assert any("in placed batches none may have more than tokens_per_rank" in limit for limit in hybrid.limits)
-    assert any("ZeRO-3" in limit for limit in hybrid.limits)
+@pytest.mark.parametrize("name", ["qwen3_next", "falcon_h1", "nemotron_h", "jamba"])
+def test_hybrids_whose_states_travel_have_no_limits(name: str) -> None:
+    hybrid = verdict_of(name)
 
+    assert any(kind.mixer for kind in hybrid.kinds)
+    assert all(kind.cuts_documents for kind in hybrid.kinds)
+    assert (hybrid.status, hybrid.limits, hybrid.cuts_documents) == ("works", (), True)
+
+
+@pytest.mark.parametrize(("name", "layers"), [("minimax", "1, 3, ... 31"), ("recurrent_gemma", "0-1, 3-4, 6-7")])
+def test_models_whose_states_cannot_travel_are_limited(name: str, layers: str) -> None:
+    limited = verdict_of(name)
+
+    assert (limited.status, limited.cuts_documents) == ("works with limits", False)
+    assert [kind.cuts_documents for kind in limited.kinds] == [not kind.mixer for kind in limited.kinds]
+    longest, zero3 = limited.limits
+    assert longest.startswith(f"documents stay whole on a rank, because layers {layers}")
+    assert longest.endswith("in placed batches none may have more than tokens_per_rank tokens")
+    assert zero3.startswith("ZeRO-3 is refused")
+
+
+def test_limits_are_named() -> None:
     factors = {"short_factor": [1.0] * 48, "long_factor": [2.0] * 48, "original_max_position_embeddings": 4096}
     longrope = verdict_of("phi3", rope_parameters={"rope_type": "longrope", "rope_theta": 1e4} | factors)
     assert (longrope.status, longrope.longest_document_tokens) == ("works with limits", 4096)

@@ -129,6 +129,19 @@ def test_layers_that_count_as_full_ones_are_named(name: str, words: str) -> None
     assert find_model(name).other_layers == words
 
 
+@pytest.mark.parametrize(
+    ("name", "states", "stay_whole"), [("llama", 0, False), ("qwen3_next", 36, False), ("minimax", 16, True)]
+)
+def test_documents_stay_whole_only_if_a_state_cannot_travel(name: str, states: int, stay_whole: bool) -> None:
+    model = SimulatedModel.of(find_model(name, tries=False))
+    plan, simulated = PlanRequest(2, 1024, 8, 1, model), SimulationRequest(model, 2, 1024, None)
+
+    assert (model.mixer_layers, model.whole_documents) == (states, stay_whole)
+    assert plan.planner.whole_documents is simulated.planner.whole_documents is stay_whole
+    assert plan.planner.longest_tokens == simulated.longest_tokens == (1024 if stay_whole else 2048)
+    assert ("zero3" in estimates.memory_by_sharding(simulated, 1024, 0)) is not stay_whole
+
+
 def test_a_model_nobody_knows_is_refused_with_the_nearest_name() -> None:
     with pytest.raises(ConfigError, match=r"'llama3-8' is not known.*Did you mean 'llama3-8b'"):
         find_model("llama3-8")

@@ -35,6 +35,7 @@ from distca_hf.testing import LoopbackTransport, run_ranks
 LLAMA = SimulatedModel.of(preset("llama3-8b"))
 WINDOWS = replace(LLAMA, window_layers=((Mask(64), 24),))
 HYBRID = replace(LLAMA, mixer_layers=24)
+WHOLE = replace(HYBRID, whole_documents=True)
 SHORT = replace(LLAMA, longest_document_tokens=8192)
 RANKS = 4
 LENGTHS = np.random.default_rng(5).lognormal(4.5, 1.2, 200).astype(np.int64).clip(1, 4000)
@@ -56,7 +57,7 @@ def trained(request: SimulationRequest, packs: list[np.ndarray]) -> list[PlanFac
         positions = torch.cat([torch.arange(int(length)) for length in packs[transport.rank]])[None]
         of_model = model.heads.groups, model.heads.token_bytes(), model.masks
         config = DistCAConfig(ranks_per_node=request.ranks_per_node)
-        planner = GivenPlanner(config, transport, *of_model, places_rows=not model.mixer_layers, flops=model.flops)
+        planner = GivenPlanner(config, transport, *of_model, places_rows=not model.whole_documents, flops=model.flops)
         batch, facts = {"input_ids": torch.zeros_like(positions), "position_ids": positions}, []
         for returning in (Returning.STATES, Returning.LOSS):
             live = planner.plan(batch, returning=returning)
@@ -69,10 +70,10 @@ def trained(request: SimulationRequest, packs: list[np.ndarray]) -> list[PlanFac
     return run_ranks(RANKS, run)[0]
 
 
-@pytest.mark.parametrize("model", [LLAMA, WINDOWS, HYBRID], ids=["full", "windows", "hybrid"])
+@pytest.mark.parametrize("model", [LLAMA, WINDOWS, HYBRID, WHOLE], ids=["full", "windows", "hybrid", "whole"])
 def test_numbers_are_those_that_training_logs(model: SimulatedModel) -> None:
     request = request_of(model, accumulation=2, batches=1)
-    planner = request.given_plans(places_rows=not model.mixer_layers)
+    planner = request.given_plans(places_rows=not model.whole_documents)
     packs = [np.split(batch, RANKS) for batch in request.steps(LENGTHS)[0]]
     ours = [GivenMicroBatch.of(planner, of_ranks) for of_ranks in packs]
     returned, placed = (list(facts) for facts in zip(*(trained(request, of_ranks) for of_ranks in packs), strict=True))
@@ -87,7 +88,8 @@ def test_numbers_are_those_that_training_logs(model: SimulatedModel) -> None:
     said = found.as_json()
     assert said["step_imbalance"] == found.totals(False).step_imbalance / 2
     assert said["step_imbalance_before"] > said["step_imbalance"] >= 1.0  # type: ignore[operator]
-    if model.mixer_layers:
+    assert found.places_rows is not model.whole_documents
+    if model.whole_documents:
         assert said["step_imbalance_placed_loss"] is said["even_micro_batches"] is None
         assert said["token_imbalance"] == said["token_imbalance_before"]
     else:

@@ -514,15 +514,34 @@ def test_accumulation_puts_long_documents_together() -> None:
     assert four["sorted_packs"] < four["plain"]
 
 
-def test_hybrids_keep_documents_whole() -> None:
-    hybrid = replace(MODEL, mixer_layers=24)
-    simulation, seconds, _ = simulate([60_000, *[2048] * 100] * 4, model=hybrid)
+HYBRID = replace(MODEL, mixer_layers=24)
+WHOLE = replace(HYBRID, whole_documents=True)
+
+
+def test_documents_of_hybrids_are_cut() -> None:
+    """Ways that send no states are left out."""
+    simulation, seconds, _ = simulate([120_000, *[2048] * 100] * 4, model=HYBRID)
+
+    assert {"plain", "given", "servers", "placed"} <= seconds.keys()
+    assert not any(key.startswith(("tasks_moved", "ulysses", "ring", "published")) for key in seconds)
+    assert simulation.missing() == ["Ulysses and rings: 24 layers carry a state, which these ways do not send"]
+    assert SimulationRequest(HYBRID, 8, 16_384, 32_768).longest_tokens == 32_768
+
+
+def test_documents_stay_whole_if_a_state_cannot_travel() -> None:
+    lengths = [60_000, *[2048] * 100] * 4
+    simulation, seconds, _ = simulate(lengths, model=WHOLE)
+    _, cut, _ = simulate(lengths, model=HYBRID)
 
     assert {"tasks_moved", "placed"} <= seconds.keys()
-    assert not any(key.startswith(("ulysses", "ring", "published")) for key in seconds)
-    assert any("carry a state" in words for words in simulation.missing())
-    with pytest.raises(ConfigError, match=r"24 layers .* carry a state"):
-        SimulationRequest(hybrid, 8, 16_384, 32_768)
+    assert not any(key.startswith(("given", "servers", "ulysses", "ring", "published")) for key in seconds)
+    assert seconds["placed"] > cut["placed"]
+    assert any("documents that stay whole" in words for words in simulation.missing())
+    assert SimulationRequest(WHOLE, 8, 16_384, None).longest_tokens == 16_384
+    with pytest.raises(
+        ConfigError, match=r"--context 32768: documents of \S+ stay whole .* a rank holds 16384 tokens"
+    ):
+        SimulationRequest(WHOLE, 8, 16_384, 32_768)
 
 
 def test_windows_leave_less_to_win() -> None:
