@@ -29,10 +29,11 @@ pytestmark = pytest.mark.skipif(
     Version(transformers.__version__).release < (5, 23), reason="Transformers divides experts rightly since 5.23"
 )
 DATA = 2
-LLAMA, IMAGES, EXPERTS = "llama", "qwen2_5_vl", "qwen3_moe"
+LLAMA, STATES, IMAGES, EXPERTS = "llama", "qwen3_5", "qwen2_5_vl", "qwen3_moe"
 # How each model is divided between four ranks.
 SIZES = {
     LLAMA: {"tp_size": 2, "fsdp_size": DATA},
+    STATES: {"tp_size": 2, "fsdp_size": DATA},
     IMAGES: {"tp_size": 2, "fsdp_size": DATA},
     EXPERTS: {"tp_size": 2, "fsdp_size": DATA, "ep_size": 4},
 }
@@ -56,7 +57,7 @@ def loss_of_images(model: nn.Module, data_rank: int, alone: bool) -> torch.Tenso
 
 
 def loss_of_experts(model: nn.Module, data_rank: int, alone: bool) -> torch.Tensor:
-    """Of a pack on data rank 0; the other one holds no token, and its loss is 0."""
+    """Of a pack on data rank 0; the other one holds no token, and its loss is 0. Also of a model with states."""
     documents = [torch.tensor(one)[None] for one in random_documents(3, lengths=(60, 20, 9))] if data_rank == 0 else []
     labels = sum(ids.numel() - 1 for ids in documents) or 1
     if alone:
@@ -75,6 +76,7 @@ def loss_of_experts(model: nn.Module, data_rank: int, alone: bool) -> torch.Tens
 
 LOSSES: dict[str, Callable[[Any, int, bool], torch.Tensor]] = {
     LLAMA: lambda model, data_rank, alone: preference_loss(model, padded_batch(data_rank, "both")),
+    STATES: loss_of_experts,
     IMAGES: loss_of_images,
     EXPERTS: loss_of_experts,
 }
