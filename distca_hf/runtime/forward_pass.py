@@ -250,27 +250,20 @@ class ForwardPass:
         return self._place(layer, "backward")
 
     def begin_backward_of_rows(self, goes_on: bool = False) -> None:
-        """Begins backward of rows that move between ranks. The first of a backward pass waits for the other ranks.
-
-        Args:
-            goes_on: whether they are in a nested backward pass, of reentrant checkpointing.
-        """
+        """Begins backward of rows that move between ranks. The first of a backward pass waits for the other ranks;
+        `goes_on` says that it may be nested in one, by reentrant checkpointing."""
         self._enter_backward(goes_on)
 
     def begin_exchange_of_states(self, exchange: str) -> None:
-        """Begins an exchange of a layer with a state. The first one of a pass waits until all ranks have shown the
-        pass's facts; later ones do if some rank knows no previous pass.
-
-        Args:
-            exchange: layer, dtype and shape. Other ranks expect that of the pass before.
+        """Begins an exchange of a layer with a state, given as its layer, dtype and shape. The first one of a pass
+        waits until all ranks have shown the pass's facts; so do all of them if some rank knows no previous pass.
 
         Raises:
-            PlanError: it differs from the previous pass.
+            PlanError: it differs from that of the previous pass, which other ranks expect.
         """
-        if self.facts is None or len(self._transport.grid.members(Scope.LAYERS)) == 1:
-            return
         if self._ended:  # recomputed
             self._enter_backward(goes_on=True)
+        if self._ended or self.facts is None or len(self._transport.grid.members(Scope.LAYERS)) == 1:
             return
         number = len(self.made.states)
         self.made.states.append(exchange)
@@ -286,8 +279,8 @@ class ForwardPass:
             before = known[number] if number < len(known) else "none"
             raise PlanError(
                 f"{self._transport.grid.name}, micro-batch {self._micro_batch}: a layer exchanges {exchange}, and "
-                f"{before} in the pass before; other ranks expect that, and nothing was sent. Layers cannot change "
-                "after the first pass: compute them as before, or enable the model again, on all ranks"
+                f"{before} in the pass before, which other ranks expect; nothing was sent. Layers cannot change after "
+                "the first pass: compute them as before, or enable the model again, on all ranks"
             )
 
     def agree_to_attend(self, fingerprint: int, tensors: CallTensors) -> None:
