@@ -22,8 +22,9 @@ from distca_hf.integrations.models.distributed_check import follow_mesh
 from distca_hf.integrations.models.document_rows import DocumentRows
 from distca_hf.integrations.models.forward_watch import watch_of
 from distca_hf.integrations.models.hooks import BackboneCalls
-from distca_hf.integrations.models.mixers import KEYWORD, needs_whole_documents
+from distca_hf.integrations.models.mixers import KEYWORD, mixers_of
 from distca_hf.integrations.models.planner import planner_for
+from distca_hf.integrations.models.structure import transformers_model
 from distca_hf.placement.place import fill_in_order
 from distca_hf.planning.rebalance import plan_by_moving
 from distca_hf.runtime.forward_pass import ForwardPass
@@ -101,9 +102,9 @@ class Place:
         return Work(list(calls), self.wires, self.kernel)
 
     @cached_property
-    def needs_whole_documents(self) -> bool:
-        """Returns whether layers of the model carry a state, so that documents stay whole."""
-        return needs_whole_documents(self.model)
+    def carries_state(self) -> bool:
+        """Returns whether layers of the model carry a state: only the product lets it travel between ranks."""
+        return bool(mixers_of(transformers_model(self.model)))
 
 
 @contextmanager
@@ -171,7 +172,7 @@ def _of_packs(name: str, place: Place, packs: Sequence[tuple[Any, Sequence[IntAr
 def _pack(place: Place, segments: Sequence[Segment], tokens: Sequence[IntArray]) -> Batch:
     """Returns whole documents. Mixers of the model keep them apart, as in batches that the product watches."""
     batch: Batch = batch_of(segments, tokens, place.device)
-    if place.needs_whole_documents:
+    if place.carries_state:
         lengths = np.array([stop for _, _, stop in segments])
         batch[KEYWORD] = DocumentRows(lengths, 1, int(lengths.sum()), place.device)
     return batch
@@ -198,7 +199,7 @@ def _ideal(place: Place, step: StepTokens) -> Mode:
         made_up.append(_made_up(place, queries, keys, local_rows))
         calls.append(make_call(first, queries, keys, made_up[0], place.device))
     work = place.work(calls)
-    if place.needs_whole_documents:
+    if place.carries_state:
         held = whole_documents(_lengths(step), num_ranks)[rank]
         packs = [_pack(place, held, tokens) for tokens in step]
     else:
@@ -371,8 +372,8 @@ MODES = {
     "placed": Kind(_placed, "the product: batches of plugin.dataloader"),
     "given": Kind(
         _given,
-        "the product on the packs of local, whose rows are placed inside the model. Where layers carry a state, "
-        "attention tasks move instead",
+        "the product on the packs of local, whose rows are placed inside the model; attention tasks move instead where "
+        "layers carry a state that cannot travel",
     ),
     "moved": Kind(_moved, "given, but rows stay where they are, and attention tasks move; only if it is named"),
     "unchecked": Kind(
@@ -383,8 +384,8 @@ OF_PACKAGE = frozenset({"zigzag", "llama3"})  # run only if they are asked for b
 
 
 def _check_may_cut(place: Place, name: str) -> None:
-    """Exits if documents have to stay whole."""
-    if place.needs_whole_documents:
+    """Exits if documents have to stay whole: states do not travel in this mode."""
+    if place.carries_state:
         raise SystemExit(f"{name} cuts documents, and layers of the model carry a state: leave this mode out")
 
 
