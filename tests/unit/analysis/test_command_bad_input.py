@@ -247,13 +247,15 @@ def test_documents_that_training_refuses(good: Path) -> None:
     table = {"model_type": "gpt2", "n_positions": 256, "n_embd": 32, "n_head": 4, "n_layer": 2, "vocab_size": 100}
     table |= {"bos_token_id": 1, "eos_token_id": 2}
     table |= dict.fromkeys(("attn_pdrop", "resid_pdrop", "embd_pdrop"), 0.0)
-    for config, words in (
-        (whole, "a document of 800 tokens (and 1 more like it) does not fit on one rank, where documents of"),
-        (table, "a document of 800 tokens is longer than the 256 that"),
+    hybrid = tiny | {"model_type": "qwen3_next", "layer_types": ["linear_attention", "full_attention"]}
+    hybrid |= {"num_key_value_heads": 2, "head_dim": 8, "num_experts": 4, "moe_intermediate_size": 8}
+    for config, tokens_per_rank, words in (
+        (whole, "600", "a document of 800 tokens (and 1 more like it) does not fit on one rank, where documents of"),
+        (hybrid, "350", "a document of 800 tokens does not fit on 2 ranks x 350 tokens = 700"),
+        (table, "1000", "a document of 800 tokens is longer than the 256 that"),
     ):
         (good.parent / "config.json").write_text(json.dumps(config))
-        model = {"model": good.parent / "config.json"}
-        assert words in refusal(good, tokens_per_rank="600" if config is whole else "1000", **model)
+        assert words in refusal(good, tokens_per_rank=tokens_per_rank, model=good.parent / "config.json")
 
 
 def test_every_document_must_fit_not_only_those_that_are_drawn(tmp_path: Path) -> None:
