@@ -203,7 +203,7 @@ class GivenAgreement:
             self._warned_of_padding = True
             log.warning(
                 "micro-batch %d is padded on rank %s, and its padding cannot be taken out (it predicts a label, or "
-                "layers of the model carry a state): every rank attends to this batch by itself, and nothing is "
+                "layers carry a state that cannot travel): every rank attends to this batch by itself, and nothing is "
                 "balanced. Pack documents instead if the trainer can (DataCollatorWithFlattening, packing=True)",
                 number,
                 self._labels(numbers["padded"]),

@@ -16,7 +16,7 @@ layer runs. Micro-batches that are known before their pass are planned in a thre
 The host does this only while the device is busy, and never waits. The thread touches neither process groups nor device
 streams. Such a plan is used if all ranks show that they have it; otherwise the pass gathers lengths and plans.
 
-Layers that carry a state from token to token need the documents of their rank whole, in the order of its batch. For
+Layers whose state cannot travel between ranks need the documents of their rank whole, in the order of its batch. For
 them tokens stay, and attention tasks move.
 """
 

@@ -234,9 +234,9 @@ class PlacedPlanner:
 class GivenPlans:
     """Places and plans given batches of one model; pure.
 
-    layers without a state     rows are placed inside the model, unless batches are even; ranks compute what they hold
-    layers that carry a state  tokens stay, attention tasks move
-    ranks without tokens       rows are placed among the others, tasks move to them
+    most models                 rows are placed inside the model, unless batches are even; ranks compute what they hold
+    states that cannot travel   tokens stay, attention tasks move
+    ranks without tokens        rows are placed among the others, tasks move to them
 
     Attributes:
         topology: nodes of the ranks that hold tokens.

@@ -372,8 +372,8 @@ MODES = {
     "placed": Kind(_placed, "the product: batches of plugin.dataloader"),
     "given": Kind(
         _given,
-        "the product on the packs of local, whose rows are placed inside the model; attention tasks move instead where "
-        "layers carry a state that cannot travel",
+        "the product on the packs of local, whose rows are placed inside the model; attention tasks move instead if "
+        "a state of its layers cannot travel",
     ),
     "moved": Kind(_moved, "given, but rows stay where they are, and attention tasks move; only if it is named"),
     "unchecked": Kind(
