@@ -6,7 +6,9 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
+from distca_hf.runtime.carried_states import After, SentSummaries
 from support.carried_steps import (
     EIGHT,
     FOUR,
@@ -20,7 +22,7 @@ from support.carried_steps import (
     step_alone,
     step_on_ranks,
 )
-from support.wide_models import FAMILIES, wide_model
+from support.wide_models import FAMILIES, tiny_config_of, wide_model
 
 
 pytestmark = pytest.mark.usefixtures("one_core")
@@ -120,3 +122,30 @@ def test_a_rank_without_fragments_makes_the_exchanges_of_the_others(model_type: 
         made = step_on_ranks(partial(build, "distca"), ONE_WITHOUT, checkpointing)
 
         assert made.difference(expected) <= LARGEST_DIFFERENCE, checkpointing
+
+
+@pytest.mark.parametrize("model_type", ["qwen3_next", "bamba", "jamba"])
+def test_chains_are_computed_in_fp64_under_autocast(model_type: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever dtype layers compute in: an error of one fragment would grow with those after it."""
+    states = SentSummaries.states
+    computed: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def noted_states(sent: SentSummaries, after: After) -> tuple[list[torch.Tensor], torch.Tensor]:
+        def noted_after(summary: torch.Tensor, state: torch.Tensor | None) -> torch.Tensor:
+            found = after(summary, state)
+            with torch.autocast("cpu", enabled=False):
+                computed.append((found, after(summary, state)))
+            return found
+
+        return states(sent, noted_after)
+
+    monkeypatch.setattr(SentSummaries, "states", noted_states)
+    config, implementation = tiny_config_of(model_type), {"attn_implementation": "distca"}
+    build = partial(AutoModelForCausalLM.from_config, config, **implementation, experts_implementation="eager")
+    made = step_on_ranks(build, THREE, autocast=True)
+
+    assert computed
+    for found, expected in computed:
+        assert found.dtype == torch.float64
+        assert torch.equal(found, expected)
+    assert all(gradient.isfinite().all() for gradient in made.gradients.values())

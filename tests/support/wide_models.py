@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 import transformers
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 
 VOCABULARY = 64
@@ -140,13 +140,19 @@ def wide_module(model_type: str) -> ModuleType:
     return module
 
 
-def wide_model(model_type: str, implementation: str) -> PreTrainedModel:
-    """Returns a model whose states matter: weights have their usual size, and decays are slow."""
+def tiny_config_of(model_type: str) -> PreTrainedConfig:
+    """Returns the configuration of a tiny model, for its copy or for Transformers' own class."""
     family = FAMILIES[model_type]
     config_class = getattr(transformers, family.config_name or f"{family.prefix}Config")
-    model_class = getattr(wide_module(model_type), f"{family.prefix}ForCausalLM")
+    config: PreTrainedConfig = config_class(**SIZES | family.sizes)
+    return config
+
+
+def wide_model(model_type: str, implementation: str) -> PreTrainedModel:
+    """Returns a model whose states matter: weights have their usual size, and decays are slow."""
+    model_class = getattr(wide_module(model_type), f"{FAMILIES[model_type].prefix}ForCausalLM")
     torch.manual_seed(0)
-    config = config_class(**SIZES | family.sizes)
+    config = tiny_config_of(model_type)
     model = model_class._from_config(config, attn_implementation=implementation, experts_implementation="eager")
     model = model.double().train()
     with torch.no_grad():
