@@ -105,6 +105,8 @@ def step_on_ranks(
     checkpointing: str = "none",
     autocast: bool = False,
     around: Callable[[Transport], Transport] = lambda transport: transport,
+    change: Callable[[Any, int, int], None] = lambda model, rank, number: None,
+    passes: int = 1,
 ) -> Step:
     """Runs a step on cut documents.
 
@@ -113,6 +115,8 @@ def step_on_ranks(
         checkpointing: "none", "non-reentrant" or "reentrant".
         autocast: whether forward runs under autocast to bf16.
         around: puts something around the transport of a rank.
+        change: called with a rank's enabled model, the rank and the number of the pass, before each one.
+        passes: number of steps; the latest one counts.
     """
     models = [build() for _ in ranks]
     context = ParallelContext(tokens_per_rank=sum(LENGTHS), ranks_per_node=len(ranks))
@@ -130,14 +134,20 @@ def step_on_ranks(
             model.gradient_checkpointing_enable({"use_reentrant": checkpointing == "reentrant"})
             model.enable_input_require_grads()
         distca_hf.enable(model, context, max(LENGTHS))
-        (batch,) = PlacedLoader(Dataset.from_dict({"input_ids": documents()}), planner, transport, torch.device("cpu"))
-        labels = batch.pop("shift_labels")
-        batch.pop("labels")
-        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-            logits = model(**batch, use_cache=False).logits
-        forward = [*phase]
-        phase.clear()
-        _loss(logits, labels).backward()
+        dataset = Dataset.from_dict({"input_ids": documents()})
+        loader = PlacedLoader(dataset, planner, transport, torch.device("cpu"))
+        for number in range(passes):
+            change(model, given.rank, number)
+            model.zero_grad()
+            phase.clear()
+            (batch,) = loader
+            labels = batch.pop("shift_labels")
+            batch.pop("labels")
+            with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+                logits = model(**batch, use_cache=False).logits
+            forward = [*phase]
+            phase.clear()
+            _loss(logits, labels).backward()
         return Step(_gradients(model), forward, phase)
 
     steps = run_ranks(len(ranks), body, timeout_seconds=HANG_SECONDS)
