@@ -333,8 +333,18 @@ class ForwardPass:
             exchanges: whether ranks exchange rows in this pass; if not, they need not agree.
             backward_calls: number of backward calls; None for one after each call that was noted to need gradients.
             attends_again: whether backward recomputes layers. Under reentrant checkpointing no call needed gradients.
+
+        Raises:
+            PlanError: layers made fewer exchanges of states than in the previous pass.
         """
         self.num_calls, self._ended, self.compares_calls = self.calls, True, False
+        number, known = len(self.made.states), [] if self._before is None else self._before.states
+        if 0 < number < len(known) and not self._compares_states:
+            raise PlanError(
+                f"{self._transport.grid.name}, micro-batch {self._micro_batch}: layers made {number} exchanges of "
+                f"states, and {len(known)} in the pass before; other ranks wait for {known[number]}, and no step was "
+                "taken. Run the same layers in every pass, or enable the model again, on all ranks"
+            )
         if not self.made.states and self._before is not None:
             self.made.states.extend(self._before.states)
         self.trace.end_forward(len(self._with_gradients) if backward_calls is None else backward_calls)
