@@ -26,8 +26,9 @@ from distca_hf.errors import PlanError
 from distca_hf.kernels.interface import AttentionSpec
 from distca_hf.planning.plan import PlanFacts
 from distca_hf.runtime.alike_layers import LayerLookup
-from distca_hf.runtime.forward_pass import NO_STATE, AlsoShown, ForwardPass, PassCalls
+from distca_hf.runtime.forward_pass import NO_STATE, AlsoShown, ForwardPass
 from distca_hf.runtime.layer_kinds import LayerKinds, Planned, PlannedLater
+from distca_hf.runtime.pass_calls import PassCalls
 from distca_hf.runtime.pending_traces import UNTRACED, PassTrace
 from distca_hf.runtime.posted import Posted
 from distca_hf.runtime.retention import ONE_LAYER, PassLayers, Retention

@@ -50,10 +50,11 @@ from distca_hf.placement.place import place
 from distca_hf.planning.plan import plan_in_place
 from distca_hf.planning.routing import rank_plan
 from distca_hf.runtime.device_routing import on_device
-from distca_hf.runtime.forward_pass import CallTensors, ForwardPass, PassCalls
+from distca_hf.runtime.forward_pass import ForwardPass
 from distca_hf.runtime.layer_kinds import Planned
 from distca_hf.runtime.live_plan import LivePlan
 from distca_hf.runtime.op import flash_attn
+from distca_hf.runtime.pass_calls import CallTensors, PassCalls
 from lib.baselines.operators import OwnKeys, make_call
 from lib.options import add_kernel, on_all_ranks, read_documents
 from lib.parser import add_device, count, few, parser_of

@@ -25,8 +25,8 @@ from distca_hf.batches.read_documents import (
 )
 from distca_hf.config import DistCAConfig
 from distca_hf.errors import PlanMismatchError
-from distca_hf.runtime.forward_pass import CallTensors
 from distca_hf.runtime.live_plan import LivePlan
+from distca_hf.runtime.pass_calls import CallTensors
 from distca_hf.testing import LoopbackTransport, run_ranks
 
 
