@@ -36,6 +36,8 @@ from distca_hf.traces import PassPart
 UNKNOWN = -1
 # Kinds of a model's state that must be equal on all ranks. Most passes show neither.
 WEIGHTS, BUFFERS = "weights", "buffers"
+# Stands for an attention call among the exchanges of states.
+ATTENTION = "keys and values of attention"
 NO_STATE: Mapping[str, Mapping[str, object]] = {}
 
 
@@ -96,6 +98,7 @@ class ForwardPass:
         self.compares_calls = self._compares_states = False
         self._scores: list[Hashable] = []
         self._before, self._state, self._also = before, state, also
+        self._known_states = [] if before is None else before.states
         self._expected_tensors: Sequence[CallTensors] = ()
         self._with_gradients: list[int] = []
         self._recomputed = 0
@@ -155,6 +158,9 @@ class ForwardPass:
         if self.num_calls is None or self.calls <= self.num_calls:
             place = self._place(self.calls - 1, "forward")
             self._check_call(mask, tensors, place)
+            if self.made.states:
+                self._compare_states(ATTENTION)
+                self.made.states.append(ATTENTION)
             self.made.masks.append(mask)
             if tensors is not None:
                 self.made.tensors.append(tensors)
@@ -230,9 +236,9 @@ class ForwardPass:
             self._enter_backward(goes_on=True)
         if self._ended or self.facts is None or len(self._transport.grid.members(Scope.LAYERS)) == 1:
             return
-        number = len(self.made.states)
+        number, known = len(self.made.states), self._known_states
+        self._compare_states(exchange)
         self.made.states.append(exchange)
-        known = [] if self._before is None else self._before.states
         if not number:
             name = "exchanges of states in the pass before"
             facts = {**self.facts, "first exchange of states": exchange}
@@ -240,8 +246,12 @@ class ForwardPass:
             self._compares_states = UNKNOWN in shown or len(set(shown)) > 1
         elif self._compares_states:
             self._agree({f"exchange {number} of states": exchange}, {})
-        elif number >= len(known) or known[number] != exchange:
-            before = known[number] if number < len(known) else "none"
+
+    def _compare_states(self, exchange: str) -> None:
+        """Compares an exchange of states, or an attention call that follows one, with the pass before."""
+        number, known = len(self.made.states), self._known_states
+        if number and not self._compares_states and known[number : number + 1] != [exchange]:
+            before = known[number] if number < len(known) else "nothing"
             raise PlanError(
                 f"{self._transport.grid.name}, micro-batch {self._micro_batch}: a layer exchanges {exchange}, and "
                 f"{before} in the pass before, which other ranks expect; nothing was sent. Layers cannot change after "
@@ -258,6 +268,7 @@ class ForwardPass:
         """
         if self.facts is None or len(self._transport.grid.members(Scope.LAYERS)) == 1:
             return
+        self._compare_states(ATTENTION)
         if self.calls:
             of_layer = {
                 f"dtypes that layer {self.calls} attends in": tensors.dtypes_in_words,
@@ -303,15 +314,15 @@ class ForwardPass:
             PlanError: layers made fewer exchanges of states than in the previous pass.
         """
         self.num_calls, self._ended, self.compares_calls = self.calls, True, False
-        number, known = len(self.made.states), [] if self._before is None else self._before.states
+        number, known = len(self.made.states), self._known_states
         if 0 < number < len(known) and not self._compares_states:
             raise PlanError(
                 f"{self._transport.grid.name}, micro-batch {self._micro_batch}: layers made {number} exchanges of "
                 f"states, and {len(known)} in the pass before; other ranks wait for {known[number]}, and no step was "
                 "taken. Run the same layers in every pass, or enable the model again, on all ranks"
             )
-        if not self.made.states and self._before is not None:
-            self.made.states.extend(self._before.states)
+        if not number:
+            self.made.states.extend(known)
         self.trace.end_forward(len(self._with_gradients) if backward_calls is None else backward_calls)
         if self.facts is not None and exchanges and self._transport.world_size > 1:
             self._agrees_on_backward = attends_again or bool(self._with_gradients)

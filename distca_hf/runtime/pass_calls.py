@@ -35,7 +35,8 @@ class PassCalls(NamedTuple):
     Attributes:
         masks: mask of each call.
         tensors: dtypes and heads of each call.
-        states: layer, dtype and shape of each exchange. A pass without cut documents has those of the pass before.
+        states: layer, dtype and shape of each exchange, and attention calls between them. A pass without cut documents
+            has those of the pass before.
     """
 
     masks: list[Mask]

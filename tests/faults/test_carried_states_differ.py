@@ -73,10 +73,11 @@ def test_another_dtype_in_a_later_pass_is_named_before_anything_is_sent(layer: i
     assert f"model.layers.{layer}.mamba, halos torch.float64 [88]" in str(caught.value)
 
 
-@pytest.mark.parametrize("layer", [0, 2])
-def test_a_mixer_left_out_in_a_later_pass_is_noticed(layer: int) -> None:
+@pytest.mark.parametrize(("layer", "attention"), [(0, 1), (2, 1), (1, 2)])
+def test_a_mixer_left_out_in_a_later_pass_is_noticed(layer: int, attention: int) -> None:
+    build = partial(BUILD, num_hidden_layers=4, attn_layer_indices=[attention])
     with pytest.raises((PlanError, PlanMismatchError), match=r"nothing was sent|no step was taken"):
-        step_on_ranks(BUILD, THREE, change=on_one_rank(skip, layer, at=1), passes=2)
+        step_on_ranks(build, THREE, change=on_one_rank(skip, layer, at=1), passes=2)
 
 
 def test_a_rank_that_fails_in_an_exchange_of_states_stops_the_others() -> None:

@@ -140,19 +140,19 @@ def wide_module(model_type: str) -> ModuleType:
     return module
 
 
-def tiny_config_of(model_type: str) -> PreTrainedConfig:
+def tiny_config_of(model_type: str, **changes: Any) -> PreTrainedConfig:
     """Returns the configuration of a tiny model, for its copy or for Transformers' own class."""
     family = FAMILIES[model_type]
     config_class = getattr(transformers, family.config_name or f"{family.prefix}Config")
-    config: PreTrainedConfig = config_class(**SIZES | family.sizes)
+    config: PreTrainedConfig = config_class(**SIZES | family.sizes | changes)
     return config
 
 
-def wide_model(model_type: str, implementation: str) -> PreTrainedModel:
+def wide_model(model_type: str, implementation: str, **changes: Any) -> PreTrainedModel:
     """Returns a model whose states matter: weights have their usual size, and decays are slow."""
     model_class = getattr(wide_module(model_type), f"{FAMILIES[model_type].prefix}ForCausalLM")
     torch.manual_seed(0)
-    config = tiny_config_of(model_type)
+    config = tiny_config_of(model_type, **changes)
     model = model_class._from_config(config, attn_implementation=implementation, experts_implementation="eager")
     model = model.double().train()
     with torch.no_grad():
