@@ -287,14 +287,23 @@ class _Apart:
     @hidden_from_dynamo
     def _carry(self, args: tuple[object, ...], keywords: dict[str, object]) -> object:
         """Runs the mixer on rows whose states travel. A cache is left out: it has one state for the whole row. So are
-        masks: padding is known from the plan."""
+        masks: padding is known from the plan. A batch of several rows becomes one: the plan tells documents apart."""
         if self._carried is None:
             self._carried = carried_forward(self._mixer, self._rows, self._name)
-        given = {
-            name: None if name in NOT_CARRIED or isinstance(value, Cache) else value
-            for name, value in keywords.items()
-        }
-        return self._carried(*(None if isinstance(value, Cache) else value for value in args), **given)
+        given = {name: None if name in NOT_CARRIED else value for name, value in keywords.items()}
+        shape = next(x.shape[:2] for x in (*args, *given.values()) if isinstance(x, torch.Tensor))
+
+        def as_one_row(value: object) -> object:
+            if isinstance(value, Cache):
+                return None
+            if not isinstance(value, torch.Tensor) or value.shape[:2] != shape:
+                return value
+            return value.flatten(0, 1)[None]
+
+        mixed: Any = self._carried(*map(as_one_row, args), **{name: as_one_row(x) for name, x in given.items()})
+        if isinstance(mixed, tuple):
+            return (mixed[0][0].unflatten(0, shape), *mixed[1:])
+        return mixed[0].unflatten(0, shape)
 
     def _rows(self) -> CarriedRows:
         assert isinstance(self.documents, CarriedRows)
