@@ -115,6 +115,8 @@ class CarriedRows:
             convolve: a causal convolution of `[N, C, L]`, over at most one token more than halos have.
         """
         held, on_host = self._fragments, self.on_host
+        if not len(held.windows):  # it sees one token
+            return convolve(x_1CT)
         x_TC = x_1CT[0].t()
         route = on_host.halo.route
         travel, ticket = self._start(x_TC, held.halo_sent, route, f"{where}, halos") if self.is_cut else (None, None)
@@ -142,7 +144,7 @@ class CarriedRows:
     def _start(
         self, items: torch.Tensor, sent: torch.Tensor, route: Route, where: str
     ) -> "tuple[_Travel, torch.Tensor]":
-        travel = _Travel(self._plan, sent, route, where)
+        travel = _Travel(self._plan, sent, route, where, items.requires_grad)
         return travel, _Dispatch.apply(travel, items)
 
 
@@ -175,7 +177,8 @@ class SentSummaries:
 class _Travel:
     """Items of this rank on their way to other ranks, and their gradients on the way back."""
 
-    def __init__(self, plan: LivePlan, sent: torch.Tensor, route: Route, where: str) -> None:
+    def __init__(self, plan: LivePlan, sent: torch.Tensor, route: Route, where: str, needs_gradients: bool) -> None:
+        self._needs_gradients = needs_gradients
         self._pass, self._transport = plan.forward_pass, among_trainers(plan.transport)
         self.sent = sent
         counts = route.sent_counts, route.received_counts
@@ -188,7 +191,8 @@ class _Travel:
         """Starts the exchange, unless a checkpointed region saved what arrived in forward."""
         if is_saved(current_run()):
             return
-        self._pass.begin_exchange_of_states(f"{self._layer} {items.dtype} {[*items.shape[1:]]}")
+        exchange = f"{self._layer} {items.dtype} {[*items.shape[1:]]}"
+        self._pass.begin_exchange_of_states(exchange, self._needs_gradients)
         self._exchange(items, self._sent, self._received, "forward")
 
     def received(self) -> torch.Tensor:

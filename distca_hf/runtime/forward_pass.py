@@ -101,6 +101,7 @@ class ForwardPass:
         self._known_states = [] if before is None else before.states
         self._expected_tensors: Sequence[CallTensors] = ()
         self._with_gradients: list[int] = []
+        self._states_with_gradients: list[int] = []
         self._recomputed = 0
         self._calls_per_region = 1
         # The backward pass that runs: its numbers in autograd (several, because reentrant checkpointing nests passes),
@@ -225,7 +226,7 @@ class ForwardPass:
         `goes_on` says that it may be nested in one, by reentrant checkpointing."""
         self._enter_backward(goes_on)
 
-    def begin_exchange_of_states(self, exchange: str) -> None:
+    def begin_exchange_of_states(self, exchange: str, needs_gradients: bool) -> None:
         """Begins an exchange of a layer with a state, given as its layer, dtype and shape. The first one of a pass
         waits until all ranks have shown the pass's facts; so do all of them if some rank knows no previous pass.
 
@@ -238,6 +239,8 @@ class ForwardPass:
             return
         number, known = len(self.made.states), self._known_states
         self._compare_states(exchange)
+        if needs_gradients:
+            self._states_with_gradients.append(number)
         self.made.states.append(exchange)
         if not number:
             name = "exchanges of states in the pass before"
@@ -357,6 +360,7 @@ class ForwardPass:
             "scales, softcaps and sinks of the layers that attend": _checksum(self._scores),
             "attention calls with gradients": len(self._with_gradients),
             "which of them have gradients": _checksum(self._with_gradients),
+            "exchanges of states with gradients": len(self._states_with_gradients),
         }
         which = {"forward pass that backward follows": f"number {self._number}"}
         agreement = Agreement.start(self._transport, Occasion.DIFFERENTIATE, self._micro_batch, which, numbers)

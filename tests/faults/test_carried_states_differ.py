@@ -80,6 +80,27 @@ def test_a_mixer_left_out_in_a_later_pass_is_noticed(layer: int, attention: int)
         step_on_ranks(build, THREE, change=on_one_rank(skip, layer, at=1), passes=2)
 
 
+def detach(model: Any, layer: int) -> None:
+    """Cuts gradients off before a mixer."""
+    model.model.layers[layer].mamba.register_forward_pre_hook(
+        lambda module, args, keywords: (args, keywords | {"hidden_states": keywords["hidden_states"].detach()}),
+        with_kwargs=True,
+    )
+
+
+def freeze(model: Any, layer: int) -> None:
+    """Freezes the mixer and cuts gradients off before it."""
+    model.model.layers[layer].mamba.requires_grad_(False)
+    detach(model, layer)
+
+
+def test_states_without_gradients_on_one_rank_are_named() -> None:
+    with pytest.raises(PlanMismatchError, match=r"exchanges of states with gradients|parameters") as caught:
+        step_on_ranks(BUILD, THREE, change=on_one_rank(freeze, 0, at=1), passes=2)
+
+    assert "rank 1" in str(caught.value)
+
+
 def test_a_rank_that_fails_in_an_exchange_of_states_stops_the_others() -> None:
     error = ValueError("this rank is bad")
 

@@ -16,6 +16,7 @@ delta rules one run gives all: with values [v | 0] and initial state [0 | I], ou
 Whole documents run in one call where the function knows packed rows, otherwise as rows of their own (`document_rows`).
 """
 
+import dis
 import inspect
 from collections.abc import Callable, Sequence
 from types import FunctionType
@@ -43,22 +44,35 @@ OF_CACHES = frozenset(
         "mamba_selective_state_update",
     }
 )
-# Functions that mix nothing between tokens.
-OF_TOKENS = frozenset({"apply_mask_to_padding_states", "is_torchdynamo_compiling", "rms_forward"})
+# Functions, and methods of mixers, that mix nothing between tokens.
+OF_TOKENS = frozenset({"apply_mask_to_padding_states", "fix_query_key_value_ordering"})
 # Tokens whose decays, a number a channel and state, are made at once.
 DECAY_TOKENS = 256
 
 
 def carries(mixer: nn.Module) -> bool:
-    """Returns whether the states of a mixer can travel: its convolution and its rule are known, nothing else that it
-    calls may mix tokens, and no other forward function was set on it (`kernelize` does)."""
+    """Returns whether the states of a mixer can travel. It must be a class of Transformers, whose forward function
+    calls the convolution and its rule as functions of its module, by names that are known here, and nothing else that
+    may mix tokens. No other forward function may be set on it (`kernelize` does)."""
     own = vars(mixer).get("forward")
-    if getattr(own, "before", own) is not None:  # ours knows the one before it
-        return False
+    if getattr(own, "before", own) is not None or not type(mixer).__module__.startswith("transformers.models."):
+        return False  # ours knows the one before it
     forward = _forward_of(mixer)
-    called = {name for name in forward.__code__.co_names if inspect.isroutine(forward.__globals__.get(name))}
-    convolutions = [part for part in mixer.modules() if isinstance(part, nn.Conv1d)]
-    return CONVOLUTION in called and called <= {*REPLACED, *OF_CACHES, *OF_TOKENS} and len(convolutions) == 1
+    loaded: dict[str, set[str]] = {"LOAD_GLOBAL": set(), "LOAD_ATTR": set(), "LOAD_METHOD": set()}
+    for instruction in dis.get_instructions(forward):
+        loaded.get(instruction.opname, set()).add(str(instruction.argval))
+    of_module = {name: forward.__globals__.get(name) for name in loaded["LOAD_GLOBAL"]}
+    functions = {name for name, value in of_module.items() if callable(value) and not inspect.isclass(value)}
+    attributes = {*loaded["LOAD_ATTR"], *loaded["LOAD_METHOD"]} - {*dir(nn.Module)}
+    methods = {name for name in attributes if inspect.isroutine(getattr(type(mixer), name, None))}
+    inside = [part for part in mixer.modules() if isinstance(part, nn.Conv1d | nn.Conv2d | nn.RNNBase)]
+    return (
+        CONVOLUTION in functions
+        and functions <= {*REPLACED, *OF_CACHES, *OF_TOKENS}
+        and methods <= OF_TOKENS
+        and attributes.isdisjoint(REPLACED)
+        and len(inside) == 1
+    )
 
 
 def halo_tokens_of(mixer: nn.Module) -> int:
@@ -351,7 +365,8 @@ def _packed_by(function: Callable[..., Any], name: str) -> Callable[[CarriedRows
     Args:
         name: "cu_seqlens" or "seq_idx".
     """
-    of_wrapper = inspect.getclosurevars(inspect.unwrap(function, stop=_holds_implementation)).nonlocals
+    wrapper = inspect.unwrap(function, stop=_holds_implementation)
+    of_wrapper = inspect.getclosurevars(wrapper).nonlocals if inspect.isfunction(wrapper) else {}
     known = inspect.signature(of_wrapper.get("implementation", function)).parameters
     if name not in known:
         return None

@@ -271,8 +271,8 @@ class _Apart:
         self._mixer, self._known = mixer, {one.name for one in parameters if one.kind in kinds}
 
     def __getstate__(self) -> dict[str, object]:
-        """Returns what copies have: their own functions are made anew, and read their own rows."""
-        return vars(self) | {"_carried": None}
+        """Returns what copies have. They make their own functions anew, and rows of a pass are bound to its plan."""
+        return vars(self) | {"_carried": None, "documents": None}
 
     @torch.compiler.disable(recursive=False)  # type: ignore[untyped-decorator]
     def __call__(self, *args: object, **keywords: object) -> object:

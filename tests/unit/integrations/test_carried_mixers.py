@@ -1,0 +1,124 @@
+"""Mixers whose states travel: which ones are accepted, and copies of models that have them."""
+
+import copy
+import pickle
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from distca_hf.integrations.models.carried_mixers import carries
+from distca_hf.integrations.models.mixers import halo_tokens_for, mixers_of, needs_whole_documents
+from support.carried_steps import ONE_WITHOUT, step_alone, step_on_ranks
+from support.models import tiny_model
+from support.wide_models import FAMILIES, wide_model
+
+
+pytestmark = pytest.mark.usefixtures("one_core")
+
+
+def mixer_of(kind: str = "qwen3_5") -> Any:
+    return next(iter(mixers_of(tiny_model(kind, "sdpa")).values()))
+
+
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_states_of_known_families_travel(kind: str) -> None:
+    model = wide_model(kind, "eager")
+
+    assert not needs_whole_documents(model)
+    assert halo_tokens_for(model) == (2 if kind == "lfm2" else 3)
+
+
+def remote_code(mixer: Any) -> None:
+    type(mixer).__module__ = "transformers_modules.someone.model"
+
+
+def kernel_on_the_instance(mixer: Any) -> None:
+    mixer.forward = lambda hidden_states, **_: hidden_states
+
+
+def another_convolution(mixer: Any) -> None:
+    mixer.more = nn.Conv1d(4, 4, 4)
+
+
+def another_recurrence(mixer: Any) -> None:
+    mixer.more = nn.GRU(4, 4)
+
+
+def with_forward(function: Callable[..., Any]) -> Callable[[Any], None]:
+    """Replaces the forward function of the mixer's class by one of the same module."""
+
+    def change(mixer: Any) -> None:
+        names = {**type(mixer).forward.__globals__, "new_scan": torch.cumsum}
+        type(mixer).forward = type(function)(function.__code__, names)
+
+    return change
+
+
+def with_functions_as_attributes(self: Any, hidden_states: torch.Tensor) -> Any:
+    return self.torch_chunk_gated_delta_rule(causal_conv1d_fn(hidden_states, self.conv1d.weight))  # type: ignore[name-defined]  # noqa: F821
+
+
+def with_an_unknown_function(self: Any, hidden_states: torch.Tensor) -> Any:
+    return new_scan(causal_conv1d_fn(hidden_states, self.conv1d.weight), 1)  # type: ignore[name-defined]  # noqa: F821
+
+
+def with_an_unknown_method(self: Any, hidden_states: torch.Tensor) -> Any:
+    return self.scan(causal_conv1d_fn(hidden_states, self.conv1d.weight))  # type: ignore[name-defined]  # noqa: F821
+
+
+def add_method(mixer: Any) -> None:
+    type(mixer).scan = lambda self, x: x.cumsum(1)
+    with_forward(with_an_unknown_method)(mixer)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        remote_code,
+        kernel_on_the_instance,
+        another_convolution,
+        another_recurrence,
+        with_forward(with_functions_as_attributes),
+        with_forward(with_an_unknown_function),
+        add_method,
+    ],
+)
+def test_a_mixer_that_may_mix_otherwise_keeps_documents_whole(change: Callable[[Any], None]) -> None:
+    mixer = mixer_of()
+    mixer.__class__ = type(type(mixer).__name__, (type(mixer),), {"__module__": type(mixer).__module__})
+    assert carries(mixer)
+
+    change(mixer)
+
+    assert not carries(mixer)
+
+
+@pytest.mark.parametrize(("kind", "width"), [("lfm2", {"conv_L_cache": 1}), ("bamba", {"mamba_d_conv": 1})])
+def test_a_convolution_over_one_token_is_exact(kind: str, width: dict[str, int]) -> None:
+    step = step_on_ranks(partial(wide_model, kind, "distca", **width), ONE_WITHOUT)
+
+    assert step.difference(step_alone(wide_model(kind, "sdpa", **width))) <= 1e-12
+
+
+def test_a_model_can_be_copied_and_stored_after_a_step() -> None:
+    models = list[Any]()
+
+    def build() -> Any:
+        models.append(wide_model("qwen3_5", "distca"))
+        return models[-1]
+
+    step = step_on_ranks(build, ONE_WITHOUT)
+    for model in models:
+        model.zero_grad()
+    copied, stored = copy.deepcopy(models[0]), pickle.loads(pickle.dumps(models[1]))
+
+    ids = torch.arange(9)[None]
+    with torch.no_grad():
+        logits = [model.eval()(input_ids=ids, use_cache=False).logits for model in (models[0], copied, stored)]
+    assert torch.equal(logits[0], logits[1])
+    assert torch.equal(logits[0], logits[2])
+    assert step.gradients
