@@ -83,8 +83,8 @@ class PlacedPlanner:
         token_bytes: bytes of one token in one layer; read where there are extra ranks, or documents stay whole.
         layer_masks: each mask of the model with the number of layers that have it.
         whole_documents: whether documents are not cut; then tasks of attention move.
-        halo_tokens: tokens before a part of a document that layers with a state see besides it; None if the model has
-            no such layers, or documents stay whole.
+        halo_tokens: tokens before a part of a document that convolutions of layers with a state see; None if the model
+            has no such layers, or documents stay whole.
         step_shape: divides the documents of optimizer steps; None: so that long documents train together.
         costs: seconds of the model's layers, for the step shape.
     """

@@ -80,7 +80,7 @@ class Chain(NamedTuple):
     """States of one document before the fragments of this rank.
 
     Attributes:
-        summaries: those of all fragments before the last one that this rank holds, in document order, as places in
+        summaries: of all fragments before the last one that this rank holds, in document order, as places in
             `[summaries of this rank | summaries received]`.
         states: for each of them, the number of the state that follows it; None if this rank does not hold the fragment
             that begins there.
@@ -98,7 +98,7 @@ class Fragments:
         cut_documents: cut documents of the micro-batch; the same on all ranks.
         runs: all rows, in their order.
         whole_tokens: int64 `[documents]` tokens of the documents in runs that are no fragments; padding is the last.
-        summaries: route of summaries; this rank's are those of its followed fragments, in row order.
+        summaries: route of summaries. This rank makes one for each followed fragment, in row order.
         chains: of each document of which this rank holds a later fragment.
         halo: of convolutions.
     """
@@ -220,7 +220,7 @@ def _halo(layout: Layout, rank: int, order: IntArray, halo_tokens: int) -> Halo:
     travels = source != destination
     route = _route(source[travels], row[travels], destination[travels], rank, layout.num_ranks)
 
-    # Windows of this rank's segments, and of its padding: halo_tokens before, then as many of their own.
+    # Windows of this rank's segments, and of its padding: halo_tokens before, then as many from the segment.
     held, num_rows = layout.segments_of(rank), int(layout.rank_rows[rank])
     first, tokens = layout.segment_row[held], layout.segment_tokens[held]
     padding = num_rows - int(layout.rank_tokens[rank])

@@ -86,7 +86,7 @@ class CarriedRows:
         return self._fragments.whole_numbers.to(torch.int32)[None]
 
     def split(self, x: torch.Tensor, dim: int) -> tuple[list[torch.Tensor], torch.Tensor | None]:
-        """Splits rows into those of each fragment, and those of all whole documents together; None without any."""
+        """Splits rows into one tensor for each fragment, and one for all whole documents; None without any."""
         runs = self.on_host.runs
         if not any(run.is_fragment for run in runs):
             return [], x
@@ -135,7 +135,7 @@ class CarriedRows:
 
         Args:
             summaries: in row order, of one shape `[H, ...]` on all ranks.
-            nothing: `[0, H, ...]` for a rank without any; needs gradients if those of other ranks may.
+            nothing: `[0, H, ...]` for a rank without any; needs gradients if summaries of other ranks may.
         """
         mine = torch.stack(list(summaries)) if summaries else nothing
         sent = self._start(mine, self._fragments.summaries_sent, self.on_host.summaries, f"{where}, summaries")
@@ -265,7 +265,7 @@ class _Tied(torch.autograd.Function):
 
 
 def tied(output: torch.Tensor, arrived: torch.Tensor) -> torch.Tensor:
-    """Returns the output, whose backward pass runs that of the exchange, too: also where nothing arrived, or no
+    """Returns the output, whose backward pass runs that of the exchange, too, even if nothing arrived, or no
     fragment of this rank needed it."""
     tied_output: torch.Tensor = _Tied.apply(output, arrived)
     return tied_output

@@ -1,11 +1,11 @@
-"""Measures layers with a state on one device: cut documents against whole ones, packs against rows of their own.
+"""Measures layers with a state on one device: cut documents against whole ones, packs against a row for each document.
 
     python scripts/benchmarks/mixers.py
     python scripts/benchmarks/mixers.py --device cpu --tokens 512 --pack 24x16 --rounds 1 --hidden-size 64
 
 Each family is one layer's mixer, forward and backward, with the kernels that are installed. For the first table one
 document is whole, and then in so many fragments, all of them on this device: their states are folded as between ranks,
-without an exchange. Errors are those of output and of all gradients together, against the same layer in fp32 by
+without an exchange. Errors are of the output and of all gradients together, against the same layer in fp32 by
 Transformers' own functions; the second one over the first one should be at most 1.5.
 
 For the second table a pack of documents goes through the mixer in one call for all of them, and in batches of
@@ -123,7 +123,7 @@ def carried(mixer: nn.Module, segments: list[tuple[int, int, int]], device: torc
 
 
 def without_kernels(mixer: nn.Module) -> Forward:
-    """Returns the mixer in fp32, by the functions that Transformers calls where no kernel is installed."""
+    """Returns the mixer in fp32, by the functions that Transformers calls if no kernel is installed."""
     mixer = copy.deepcopy(mixer).float()
     forward: Any = inspect.unwrap(type(mixer).forward)
     names = {
@@ -233,7 +233,7 @@ def main() -> None:
         ),
         (
             f"A pack of {spelled_out(options.pack)}",
-            ("one call, ms", "rows of their own ÷ one call", "difference"),
+            ("one call, ms", "a row each ÷ one call", "difference"),
             pack_row,
         ),
     ):

@@ -13,7 +13,7 @@ Outputs are affine in S_in, too. So fragments run from a zero state first, and w
 delta rules one run gives all: with values [v | 0] and initial state [0 | I], outputs are [o | r], the final state is
 [B | M], and outputs from S_in are o + r S_in. The kernel's own gradients are all that is needed.
 
-Whole documents run in one call where the function knows packed rows, otherwise as rows of their own (`document_rows`).
+Whole documents run in one call if the function knows packed rows, otherwise in batches (`runtime.buckets`).
 """
 
 import dis
@@ -34,7 +34,7 @@ from distca_hf.runtime.carried_states import CarriedRows, tied
 Rows = Callable[[], CarriedRows]
 # Makes a function to call instead of one that a mixer calls, given that one, the rows and the mixer's name.
 Replacing = Callable[[Callable[..., Any], Rows, str], Callable[..., Any]]
-# Functions that may mix tokens, besides those of `REPLACED`: they run only where a token goes on from a cache.
+# Functions that may mix tokens, besides those of `REPLACED`: they run only for a token that goes on from a cache.
 OF_CACHES = frozenset(
     {
         "causal_conv1d_update",
@@ -388,7 +388,7 @@ def _exact_dtype(x: torch.Tensor) -> torch.dtype:
 
 def _nothing(dtype: torch.dtype, shape: tuple[int, ...], *tensors: torch.Tensor | None) -> torch.Tensor:
     """Returns an empty tensor that needs gradients if any of these does. Whether backward exchanges summaries must not
-    depend on the fragments of a rank: where only a decay is trained, summaries need gradients, and values do not."""
+    depend on the fragments of a rank: if only a decay is trained, summaries need gradients, and values do not."""
     return torch.cat([x.reshape(-1)[:0].to(dtype) for x in tensors if x is not None]).view(shape)
 
 

@@ -1,4 +1,4 @@
-"""Document rows: every document as a row of its own, for layers with a state that know nothing of packed rows.
+"""Document rows: every document as a separate row, for layers with a state that know nothing of packed rows.
 
 A whole mixer runs on batches of documents (`runtime.buckets`). That is exact for every mixer and needs no kernel.
 """

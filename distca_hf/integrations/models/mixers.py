@@ -5,12 +5,12 @@ class carries a state. Generation needs only that state of all tokens before, so
 Anything else that mixes tokens is refused by name.
 
     gated delta nets, KDA, Mamba, short convolutions    states travel, documents are cut as anywhere (`carried_mixers`)
-    lightning attention, RG-LRU, classes not known      documents stay whole, each is a row of its own
+    lightning attention, RG-LRU, classes not known      documents stay whole, each in a separate row
                                                         (`document_rows`), and only tasks of attention layers move
 
 Offsets for kernels that know packed rows are not passed on from batches: Transformers leaves an argument out that an
 installed kernel does not have, and documents would see each other. The rows of a pass travel to the layers as a
-keyword, so that a recomputed layer has those of its own pass.
+keyword, so that a recomputed layer has the rows of its pass.
 
 Attention may take a row for a document if nothing else is said, but a batch that a model with mixers trains on must
 say where documents begin, and all that it says must agree (`finding.stated_lengths`).
@@ -123,7 +123,7 @@ def _carries_state(module_class: Hashable) -> bool:
 
 
 class MixerWatch:
-    """Watches the mixers of one model; does nothing where there are none.
+    """Watches the mixers of one model; does nothing if there are none.
 
     Attributes:
         lengths: returns lengths of the documents of a batch, and checks them.
@@ -155,8 +155,8 @@ class MixerWatch:
             log.info("%s carry a state from token to token, which travels with cut documents", self._named)
         elif self.mixers:
             log.info(
-                "%s carry a state from token to token, so no document is cut, and each is a row of its own there. "
-                "Attention is balanced by computing parts of it on other ranks. Tokens of your own batches stay: give "
+                "%s carry a state from token to token that cannot travel, so no document is cut, and each is a "
+                "separate row there. Attention is balanced by computing parts of it on other ranks. Tokens of your own batches stay: give "
                 "every rank about as many",
                 self._named,
             )
