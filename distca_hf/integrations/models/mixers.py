@@ -156,8 +156,8 @@ class MixerWatch:
         elif self.mixers:
             log.info(
                 "%s carry a state from token to token that cannot travel, so no document is cut, and each is a "
-                "separate row there. Attention is balanced by computing parts of it on other ranks. Tokens of your own batches stay: give "
-                "every rank about as many",
+                "separate row there. Attention is balanced by computing parts of it on other ranks. Tokens of your "
+                "own batches stay: give every rank about as many",
                 self._named,
             )
 
