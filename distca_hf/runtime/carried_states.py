@@ -85,25 +85,25 @@ class CarriedRows:
         """int32 `[1, rows of whole documents]` number of the document that each belongs to."""
         return self._fragments.whole_numbers.to(torch.int32)[None]
 
-    def split(self, x: torch.Tensor, dim: int) -> tuple[list[torch.Tensor], torch.Tensor | None]:
-        """Splits rows into one tensor for each fragment, and one for all whole documents; None without any."""
+    def split(self, x: torch.Tensor) -> tuple[list[torch.Tensor], torch.Tensor | None]:
+        """Splits `[1, T, ...]` into a tensor for each fragment, and one for all whole documents; None without any."""
         runs = self.on_host.runs
         if not any(run.is_fragment for run in runs):
             return [], x
-        parts = x.split([run.tokens for run in runs], dim)
+        parts = x.split([run.tokens for run in runs], dim=1)
         whole = [part for part, run in zip(parts, runs, strict=True) if not run.is_fragment]
         fragments = [part for part, run in zip(parts, runs, strict=True) if run.is_fragment]
-        return fragments, (whole[0] if len(whole) == 1 else torch.cat(whole, dim)) if whole else None
+        return fragments, (whole[0] if len(whole) == 1 else torch.cat(whole, dim=1)) if whole else None
 
-    def joined(self, fragments: Sequence[torch.Tensor], whole: torch.Tensor | None, dim: int) -> torch.Tensor:
+    def joined(self, fragments: Sequence[torch.Tensor], whole: torch.Tensor | None) -> torch.Tensor:
         """Undoes `split`."""
         runs = self.on_host.runs
         if whole is not None and not fragments:
             return whole
         tokens = [run.tokens for run in runs if not run.is_fragment]
-        of_whole = iter(() if whole is None else whole.split(tokens, dim))
+        of_whole = iter(() if whole is None else whole.split(tokens, dim=1))
         of_fragments = iter(fragments)
-        return torch.cat([next(of_fragments if run.is_fragment else of_whole) for run in runs], dim)
+        return torch.cat([next(of_fragments if run.is_fragment else of_whole) for run in runs], dim=1)
 
     def convolved(
         self, x_1CT: torch.Tensor, convolve: Callable[[torch.Tensor], torch.Tensor], where: str

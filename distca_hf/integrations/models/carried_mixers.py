@@ -32,6 +32,8 @@ from distca_hf.runtime.carried_states import CarriedRows, tied
 
 # Returns the rows of a mixer's present call.
 Rows = Callable[[], CarriedRows]
+# Returns keywords by which a function keeps whole documents apart.
+Packed = Callable[[CarriedRows], dict[str, Any]]
 # Makes a function to call instead of one that a mixer calls, given that one, the rows and the mixer's name.
 Replacing = Callable[[Callable[..., Any], Rows, str], Callable[..., Any]]
 # Functions that may mix tokens, besides those of `REPLACED`: they run only for a token that goes on from a cache.
@@ -129,7 +131,7 @@ def _delta_rule(original: Callable[..., Any], rows: Rows, name: str) -> Callable
             *qkv, g, beta = given
             return original(*qkv, g=g, beta=beta, use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel, **more)
 
-        parts = _Parts(carried, (query, key, value, g, beta), dim=1)
+        parts = _Parts(carried, (query, key, value, g, beta))
         eye = torch.eye(key_dim, dtype=dtype, device=value.device).expand(1, heads, key_dim, key_dim)
         begin = functional.pad(eye, (value_dim, 0))
         outputs, reads, summaries = [], [], []
@@ -197,7 +199,7 @@ def _scan(original: Callable[..., Any], rows: Rows, name: str) -> Callable[..., 
             of_steps = {"dt_bias": dt_bias, "dt_softplus": dt_softplus, "dt_limit": dt_limit}
             return original(x, dt, A, B, C, chunk_size=chunk_size, **of_steps, **keywords, **more)
 
-        parts = _Parts(carried, (hidden_states, dt, B, C), dim=1)
+        parts = _Parts(carried, (hidden_states, dt, B, C))
         outputs, decays, summaries = [], [], []
         for of_run, fragment in parts.fragments:
             out = run(fragment, return_final_states=of_run.is_followed)
@@ -273,7 +275,7 @@ def _selective_scan(original: Callable[..., Any], rows: Rows, name: str) -> Call
             mixed = original(x, dt, A, B, C, D=D, z=z[0] if z else None, **of_steps, **keywords, **more)
             return (mixed[0].transpose(1, 2), mixed[1]) if more else mixed.transpose(1, 2)
 
-        parts = _Parts(carried, of_rows, dim=1)
+        parts = _Parts(carried, of_rows)
         outputs, sums, summaries = [], [], []
         for of_run, fragment in parts.fragments:
             out = run(fragment, **({"return_last_state": True} if of_run.is_followed else {}))
@@ -321,22 +323,18 @@ class _Parts:
         fragments: each one's run, and its rows of the tensors.
     """
 
-    def __init__(self, carried: CarriedRows, tensors: Sequence[torch.Tensor], dim: int) -> None:
-        self._carried, self._dim = carried, dim
-        parts = [carried.split(x, dim) for x in tensors]
+    def __init__(self, carried: CarriedRows, tensors: Sequence[torch.Tensor]) -> None:
+        self._carried = carried
+        parts = [carried.split(x) for x in tensors]
         runs = [run for run in carried.on_host.runs if run.is_fragment]
         self.fragments = [(run, [of_x[0][number] for of_x in parts]) for number, run in enumerate(runs)]
         self._whole = [of_x[1] for of_x in parts]
 
-    def run_whole(
-        self,
-        function: Callable[..., torch.Tensor],
-        packed: Callable[[CarriedRows], dict[str, Any]] | None,
-    ) -> torch.Tensor | None:
+    def run_whole(self, function: Callable[..., torch.Tensor], packed: Packed | None) -> torch.Tensor | None:
         """Runs a function on all whole documents; returns None if this rank has none.
 
         Args:
-            packed: returns keywords that say where documents begin; None if the function takes none.
+            packed: None if the function takes no such keywords.
         """
         whole = [x for x in self._whole if x is not None]
         if not whole:
@@ -354,16 +352,14 @@ class _Parts:
 
     def joined(self, outputs: Sequence[torch.Tensor], whole: torch.Tensor | None) -> torch.Tensor:
         """Returns the rows of all parts in their order."""
-        return self._carried.joined(outputs, whole, self._dim)
+        return self._carried.joined(outputs, whole)
 
 
-def _packed_by(function: Callable[..., Any], name: str) -> Callable[[CarriedRows], dict[str, Any]] | None:
-    """Returns what makes the keywords by which a function keeps documents apart; None if it does not.
+def _packed_by(function: Callable[..., Any], name: str) -> Packed | None:
+    """Returns what makes the keywords of a function for packed rows; None if it has none.
 
-    Transformers calls an installed kernel, or its own code, which takes any keyword and follows none of these.
-
-    Args:
-        name: "cu_seqlens" or "seq_idx".
+    Transformers calls an installed kernel, or its own code, which takes any keyword and follows neither "cu_seqlens"
+    nor "seq_idx", one of which is the name.
     """
     wrapper = inspect.unwrap(function, stop=_holds_implementation)
     of_wrapper = inspect.getclosurevars(wrapper).nonlocals if inspect.isfunction(wrapper) else {}
