@@ -178,7 +178,7 @@ class _Travel:
     """Items of this rank on their way to other ranks, and their gradients on the way back."""
 
     def __init__(self, plan: LivePlan, sent: torch.Tensor, route: Route, where: str, needs_gradients: bool) -> None:
-        self._needs_gradients = needs_gradients
+        self._needs_gradients, self._fingerprint = needs_gradients, plan.fingerprint
         self._pass, self._transport = plan.forward_pass, among_trainers(plan.transport)
         self.sent = sent
         counts = route.sent_counts, route.received_counts
@@ -192,7 +192,7 @@ class _Travel:
         if is_saved(current_run()):
             return
         exchange = f"{self._layer} {items.dtype} {[*items.shape[1:]]}"
-        self._pass.begin_exchange_of_states(exchange, self._needs_gradients)
+        self._pass.begin_exchange_of_states(exchange, self._needs_gradients, self._fingerprint)
         self._exchange(items, self._sent, self._received, "forward")
 
     def received(self) -> torch.Tensor:

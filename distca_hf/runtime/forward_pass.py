@@ -226,9 +226,10 @@ class ForwardPass:
         `goes_on` says that it may be nested in one, by reentrant checkpointing."""
         self._enter_backward(goes_on)
 
-    def begin_exchange_of_states(self, exchange: str, needs_gradients: bool) -> None:
+    def begin_exchange_of_states(self, exchange: str, needs_gradients: bool, fingerprint: int) -> None:
         """Begins an exchange of a layer with a state, given as its layer, dtype and shape. The first one of a pass
-        waits until all ranks have shown the pass's facts; so do all of them if some rank knows no previous pass.
+        waits until all ranks have shown the pass's facts and the plan's fingerprint; so do all of them if some rank
+        knows no previous pass, or one that began otherwise, as under another autocast.
 
         Raises:
             PlanError: it differs from that of the previous pass, which other ranks expect.
@@ -237,14 +238,15 @@ class ForwardPass:
             self._enter_backward(goes_on=True)
         if self._ended or self.facts is None or len(self._transport.grid.members(Scope.LAYERS)) == 1:
             return
-        number, known = len(self.made.states), self._known_states
+        number = len(self.made.states)
         self._compare_states(exchange)
         if needs_gradients:
             self._states_with_gradients.append(number)
         self.made.states.append(exchange)
         if not number:
             name = "exchanges of states in the pass before"
-            facts = {**self.facts, "first exchange of states": exchange}
+            facts = {**self.facts, "fingerprint of the plan": fingerprint, "first exchange of states": exchange}
+            known = self._known_states = self._known_states if self._known_states[:1] == [exchange] else []
             shown = self._agree(facts, {name: _checksum(known) if known else UNKNOWN})[name]
             self._compares_states = UNKNOWN in shown or len(set(shown)) > 1
         elif self._compares_states:

@@ -73,6 +73,16 @@ def test_another_dtype_in_a_later_pass_is_named_before_anything_is_sent(layer: i
     assert f"model.layers.{layer}.mamba, halos torch.float64 [88]" in str(caught.value)
 
 
+def test_all_ranks_may_compute_in_another_dtype_in_a_later_pass() -> None:
+    """As under another autocast: in evaluation, say."""
+
+    def change(model: Any, rank: int, number: int) -> None:
+        if number == 1:
+            compute_in_fp32(model, 0)
+
+    step_on_ranks(BUILD, THREE, change=change, passes=3)
+
+
 @pytest.mark.parametrize(("layer", "attention"), [(0, 1), (2, 1), (1, 2)])
 def test_a_mixer_left_out_in_a_later_pass_is_noticed(layer: int, attention: int) -> None:
     build = partial(BUILD, num_hidden_layers=4, attn_layer_indices=[attention])

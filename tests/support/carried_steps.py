@@ -89,7 +89,7 @@ class Step:
     backward: list[str] = field(default_factory=list)
 
     def difference(self, other: "Step") -> float:
-        """Returns the largest relative difference of a parameter's gradient; infinity if only one is zero."""
+        """Returns the largest difference of a gradient, relative to the other one; infinity if only that one is 0."""
         assert self.gradients.keys() == other.gradients.keys()
         return max(_relative(one, other.gradients[name]) for name, one in self.gradients.items())
 

@@ -67,13 +67,13 @@ def carries(mixer: nn.Module) -> bool:
     functions = {name for name, value in of_module.items() if callable(value) and not inspect.isclass(value)}
     attributes = {*loaded["LOAD_ATTR"], *loaded["LOAD_METHOD"]} - {*dir(nn.Module)}
     methods = {name for name in attributes if inspect.isroutine(getattr(type(mixer), name, None))}
-    inside = [part for part in mixer.modules() if isinstance(part, nn.Conv1d | nn.Conv2d | nn.RNNBase)]
+    inside = [type(part) for part in mixer.modules() if isinstance(part, nn.Conv1d | nn.Conv2d | nn.RNNBase)]
     return (
         CONVOLUTION in functions
         and functions <= {*REPLACED, *OF_CACHES, *OF_TOKENS}
         and methods <= OF_TOKENS
         and attributes.isdisjoint(REPLACED)
-        and len(inside) == 1
+        and inside == [nn.Conv1d]
     )
 
 
