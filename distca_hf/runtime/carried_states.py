@@ -19,11 +19,9 @@ from typing import Any
 
 import torch
 
-from distca_hf.arrays import offsets
 from distca_hf.comm.transport import AllToAll, Exchange
 from distca_hf.errors import PlanError
 from distca_hf.planning.fragments import Fragments, Route
-from distca_hf.runtime.buckets import Buckets
 from distca_hf.runtime.device_fragments import DeviceFragments
 from distca_hf.runtime.live_plan import LivePlan
 from distca_hf.runtime.posted import among_trainers
@@ -46,7 +44,8 @@ class CarriedRows:
         self._transport = among_trainers(plan.transport)
 
     @cached_property
-    def _fragments(self) -> DeviceFragments:
+    def on_device(self) -> DeviceFragments:
+        """The fragments of this rank; one object for all passes with a plan."""
         fragments = self._plan.planned.fragments
         if fragments is None:
             raise PlanError(
@@ -58,32 +57,12 @@ class CarriedRows:
 
     @property
     def on_host(self) -> Fragments:
-        return self._fragments.on_host
+        return self.on_device.on_host
 
     @property
     def is_cut(self) -> bool:
         """Whether any document of the micro-batch is cut; the same on all ranks."""
         return self.on_host.cut_documents > 0
-
-    @cached_property
-    def buckets(self) -> Buckets:
-        """The whole documents, for functions that know nothing of packed rows."""
-        return Buckets(self.on_host.whole_tokens, self._fragments.rows.device)
-
-    @cached_property
-    def whole_offsets(self) -> torch.Tensor:
-        """int32 `[whole documents + 1]` where they begin among the rows of all of them."""
-        return self._fragments.whole_offsets.to(torch.int32)
-
-    @cached_property
-    def whole_offsets_on_host(self) -> torch.Tensor:
-        """The same numbers, on the host."""
-        return torch.from_numpy(offsets(self.on_host.whole_tokens)).to(torch.int32)
-
-    @cached_property
-    def whole_numbers(self) -> torch.Tensor:
-        """int32 `[1, rows of whole documents]` number of the document that each belongs to."""
-        return self._fragments.whole_numbers.to(torch.int32)[None]
 
     def split(self, x: torch.Tensor) -> tuple[list[torch.Tensor], torch.Tensor | None]:
         """Splits `[1, T, ...]` into a tensor for each fragment, and one for all whole documents; None without any."""
@@ -114,7 +93,7 @@ class CarriedRows:
         Args:
             convolve: a causal convolution of `[N, C, L]`, over at most one token more than halos have.
         """
-        held, on_host = self._fragments, self.on_host
+        held, on_host = self.on_device, self.on_host
         if not len(held.windows):  # it sees one token
             return convolve(x_1CT)
         x_TC = x_1CT[0].t()
@@ -138,7 +117,7 @@ class CarriedRows:
             nothing: `[0, H, ...]` for a rank without any; needs gradients if summaries of other ranks may.
         """
         mine = torch.stack(list(summaries)) if summaries else nothing
-        sent = self._start(mine, self._fragments.summaries_sent, self.on_host.summaries, f"{where}, summaries")
+        sent = self._start(mine, self.on_device.summaries_sent, self.on_host.summaries, f"{where}, summaries")
         return SentSummaries(self.on_host, mine, *sent)
 
     def _start(

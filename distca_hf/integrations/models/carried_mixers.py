@@ -348,7 +348,7 @@ class _Parts:
         def run(gather: Gather) -> torch.Tensor:
             return function([gather(x[0]) for x in whole])
 
-        return self._carried.buckets.run(run, num_rows)[None]
+        return self._carried.on_device.buckets.run(run, num_rows)[None]
 
     def joined(self, outputs: Sequence[torch.Tensor], whole: torch.Tensor | None) -> torch.Tensor:
         """Returns the rows of all parts in their order."""
@@ -367,10 +367,11 @@ def _packed_by(function: Callable[..., Any], name: str) -> Packed | None:
     if name not in known:
         return None
     if name == "seq_idx":
-        return lambda carried: {name: carried.whole_numbers}
+        return lambda carried: {name: carried.on_device.whole_numbers}
     if "cu_seqlens_cpu" not in known:
-        return lambda carried: {name: carried.whole_offsets}
-    return lambda carried: {name: carried.whole_offsets, "cu_seqlens_cpu": carried.whole_offsets_on_host}
+        return lambda carried: {name: carried.on_device.whole_offsets}
+    on_host = "cu_seqlens_cpu"
+    return lambda carried: {name: carried.on_device.whole_offsets, on_host: carried.on_device.whole_offsets_on_host}
 
 
 def _holds_implementation(function: Callable[..., Any]) -> bool:

@@ -3,15 +3,19 @@
 import copy
 import pickle
 from collections.abc import Callable
-from functools import partial
+from functools import partial, wraps
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from distca_hf.integrations.models.carried_mixers import carries
+from distca_hf.integrations.models.carried_mixers import _packed_by, carries
 from distca_hf.integrations.models.mixers import halo_tokens_for, mixers_of, needs_whole_documents
+from distca_hf.layout import Layout
+from distca_hf.planning.fragments import Fragments
+from distca_hf.runtime.device_fragments import PinnedFragments
 from support.carried_steps import ONE_WITHOUT, step_alone, step_on_ranks
 from support.models import tiny_model
 from support.wide_models import FAMILIES, wide_model
@@ -95,6 +99,35 @@ def test_a_mixer_that_may_mix_otherwise_keeps_documents_whole(change: Callable[[
     change(mixer)
 
     assert not carries(mixer)
+
+
+def as_transformers_calls(implementation: Callable[..., Any]) -> Callable[..., Any]:
+    """Wraps a kernel as Transformers does, whose own function takes any keyword."""
+
+    @wraps(lambda query, **keywords: query)
+    def wrapped(*args: Any, **keywords: Any) -> Any:
+        return implementation(*args, **keywords)
+
+    return wrapped
+
+
+def test_kernels_for_packed_rows_are_told_where_documents_begin() -> None:
+    layout = Layout.from_segments([5, 9, 3], [[(0, 0, 5), (1, 0, 4), (2, 0, 3)], [(1, 4, 9)]], [14, 5])
+    held = PinnedFragments.prepare(Fragments.of(layout, 0, 3), pin=False).to(torch.device("cpu"))
+    rows: Any = SimpleNamespace(on_device=held)
+    delta = _packed_by(as_transformers_calls(lambda q, cu_seqlens=None, cu_seqlens_cpu=None: q), "cu_seqlens")
+    scan = _packed_by(as_transformers_calls(lambda x, seq_idx=None: x), "seq_idx")
+    assert delta is not None
+    assert scan is not None
+
+    # Two whole documents, and padding, which counts as one; the fragment is in neither call.
+    assert {name: x.tolist() for name, x in delta(rows).items()} == {
+        "cu_seqlens": [0, 5, 8, 10],
+        "cu_seqlens_cpu": [0, 5, 8, 10],
+    }
+    assert scan(rows)["seq_idx"].tolist() == [[0] * 5 + [1] * 3 + [2] * 2]
+    assert held.whole_offsets is held.whole_offsets, "made once for a plan"
+    assert _packed_by(as_transformers_calls(lambda q, **keywords: q), "cu_seqlens") is None
 
 
 @pytest.mark.parametrize(("kind", "width"), [("lfm2", {"conv_L_cache": 1}), ("bamba", {"mamba_d_conv": 1})])
