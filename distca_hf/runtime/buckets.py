@@ -63,7 +63,7 @@ class Buckets:
             longest = int(tokens.max())
             at = ranges(starts[chosen], tokens)
             places = ranges(np.arange(len(chosen)) * longest, tokens)
-            indices = (_to(at if rows is None else rows[at], device), _to(places, device))
+            indices = (to_device(at if rows is None else rows[at], device), to_device(places, device))
             self._buckets.append(_Bucket(len(chosen), longest, *indices))
 
     def run(self, function: Callable[[Gather], torch.Tensor], num_rows: int) -> torch.Tensor:
@@ -85,7 +85,7 @@ class Buckets:
         return joined
 
 
-def _to(numbers: IntArray, device: torch.device) -> torch.Tensor:
+def to_device(numbers: IntArray, device: torch.device) -> torch.Tensor:
     """Copies indices to a device; the host does not wait."""
     tensor = torch.from_numpy(np.ascontiguousarray(numbers))
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)

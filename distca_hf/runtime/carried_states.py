@@ -2,8 +2,9 @@
 
     rows of a rank    | d0[40:90] | d1 | d0[0:8] | d2 |      one call of a layer for all of them
     halo              tokens just before each segment, from wherever they are; zeros before a document
-    summary           (M, B) of a fragment, to the ranks with later fragments of its document
+    summary           (M, B) of a fragment, to the ranks that fold it (`planning.folds`)
     chain             S = B0, then M1 S + B1, ... in document order, in fp64
+    state             to the rank of the fragment after it, if that is another one
 
 Every rank starts the same exchanges in every layer, and backward starts the mirrored ones, on ranks without fragments
 too. An exchange is two functions of autograd, so that what runs between them hides it in both directions:
@@ -13,23 +14,25 @@ too. An exchange is two functions of autograd, so that what runs between them hi
                    waits                           starts
 """
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Mapping
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from distca_hf.comm.transport import AllToAll, Exchange
 from distca_hf.errors import PlanError
-from distca_hf.planning.fragments import Fragments, Route
-from distca_hf.runtime.device_fragments import DeviceFragments
+from distca_hf.planning.folds import Route
+from distca_hf.planning.fragments import GROUPS, Fragments, GroupName
+from distca_hf.runtime.device_fragments import DeviceFold, DeviceFragments
 from distca_hf.runtime.live_plan import LivePlan
 from distca_hf.runtime.posted import among_trainers
 from distca_hf.runtime.regions import current_run, is_saved, outputs_in
 from distca_hf.torch_private import backward_number
 
 
-# Returns the state after a fragment, from its summary and the state before it; None is zero.
+# Returns states after fragments, `[n, ...]`, from their summaries and the states before them; None is zero.
 After = Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor]
 
 
@@ -64,25 +67,24 @@ class CarriedRows:
         """Whether any document of the micro-batch is cut; the same on all ranks."""
         return self.on_host.cut_documents > 0
 
-    def split(self, x: torch.Tensor) -> tuple[list[torch.Tensor], torch.Tensor | None]:
-        """Splits `[1, T, ...]` into a tensor for each fragment, and one for all whole documents; None without any."""
+    def split(self, x: torch.Tensor) -> dict[GroupName, torch.Tensor]:
+        """Splits `[1, T, ...]` into the rows of each group that has any."""
         runs = self.on_host.runs
-        if not any(run.is_fragment for run in runs):
-            return [], x
-        parts = x.split([run.tokens for run in runs], dim=1)
-        whole = [part for part, run in zip(parts, runs, strict=True) if not run.is_fragment]
-        fragments = [part for part, run in zip(parts, runs, strict=True) if run.is_fragment]
-        return fragments, (whole[0] if len(whole) == 1 else torch.cat(whole, dim=1)) if whole else None
+        if len({run.group for run in runs}) == 1:
+            return {runs[0].group: x}
+        parts = list(zip(runs, x.split([run.tokens for run in runs], dim=1), strict=True))
+        of_groups = {name: [part for run, part in parts if run.group == name] for name in GROUPS}
+        return {name: torch.cat(found, dim=1) for name, found in of_groups.items() if found}
 
-    def joined(self, fragments: Sequence[torch.Tensor], whole: torch.Tensor | None) -> torch.Tensor:
+    def joined(self, groups: Mapping[GroupName, torch.Tensor]) -> torch.Tensor:
         """Undoes `split`."""
+        if len(groups) == 1:
+            return next(iter(groups.values()))
         runs = self.on_host.runs
-        if whole is not None and not fragments:
-            return whole
-        tokens = [run.tokens for run in runs if not run.is_fragment]
-        of_whole = iter(() if whole is None else whole.split(tokens, dim=1))
-        of_fragments = iter(fragments)
-        return torch.cat([next(of_fragments if run.is_fragment else of_whole) for run in runs], dim=1)
+        parts = {
+            name: iter(x.split([run.tokens for run in runs if run.group == name], dim=1)) for name, x in groups.items()
+        }
+        return torch.cat([next(parts[run.group]) for run in runs], dim=1)
 
     def convolved(
         self, x_1CT: torch.Tensor, convolve: Callable[[torch.Tensor], torch.Tensor], where: str
@@ -98,59 +100,80 @@ class CarriedRows:
             return convolve(x_1CT)
         x_TC = x_1CT[0].t()
         route = on_host.halo.route
-        travel, ticket = self._start(x_TC, held.halo_sent, route, f"{where}, halos") if self.is_cut else (None, None)
+        halos = self._start(x_TC, held.halo_sent, route, f"{where}, halos") if self.is_cut else None
         out_1CT = convolve(x_1CT)  # each segment's first tokens follow: here they see the rows above them
-        received = [] if travel is None else [_Arrive.apply(travel, ticket)]
+        received = [] if halos is None else [halos.wait()]
         rows = torch.cat([x_TC.index_select(0, held.taken), *received, x_TC.new_zeros(1, x_TC.shape[1])])
-        segments = len(on_host.whole_tokens) + sum(run.is_fragment for run in on_host.runs)
+        segments = sum(len(group.tokens) for group in on_host.groups.values())
         windows_SLC = rows.index_select(0, held.windows).view(segments, -1, x_TC.shape[1])
         halo_tokens = windows_SLC.shape[1] // 2
         first_SLC = convolve(windows_SLC.transpose(1, 2)).transpose(1, 2)[:, halo_tokens:]
         first_NC = first_SLC.flatten(0, 1).index_select(0, held.kept)
         return out_1CT.index_copy(2, held.rows, first_NC.t()[None])
 
-    def send_summaries(self, summaries: Sequence[torch.Tensor], nothing: torch.Tensor, where: str) -> "SentSummaries":
+    def send_summaries(self, summaries: torch.Tensor, where: str) -> "SentSummaries":
         """Starts to send summaries of this rank's followed fragments; a collective call.
 
         Args:
-            summaries: in row order, of one shape `[H, ...]` on all ranks.
-            nothing: `[0, H, ...]` for a rank without any; needs gradients if summaries of other ranks may.
+            summaries: `[n, H, ...]`, those of first fragments, then of later ones, in row order. On a rank without
+                any they need gradients, too, if those of other ranks may.
         """
-        mine = torch.stack(list(summaries)) if summaries else nothing
-        sent = self._start(mine, self.on_device.summaries_sent, self.on_host.summaries, f"{where}, summaries")
-        return SentSummaries(self.on_host, mine, *sent)
+        heads = summaries.shape[1]
+        head_bytes = summaries.element_size() * math.prod(summaries.shape[2:])
+        fold = self.on_device.fold(heads, head_bytes)
+        units = summaries if fold.on_host.heads is None else summaries.flatten(0, 1)
+        sent = self._start(units, fold.gathered, fold.on_host.gathered, f"{where}, summaries")
 
-    def _start(
-        self, items: torch.Tensor, sent: torch.Tensor, route: Route, where: str
-    ) -> "tuple[_Travel, torch.Tensor]":
+        def send_states(states: torch.Tensor) -> Sent:
+            return self._start(states, fold.returned, fold.on_host.returned, f"{where}, states")
+
+        return SentSummaries(fold, units, sent, send_states)
+
+    def _start(self, items: torch.Tensor, sent: torch.Tensor, route: Route, where: str) -> "Sent":
         travel = _Travel(self._plan, sent, route, where, items.requires_grad)
-        return travel, _Dispatch.apply(travel, items)
+        return Sent(travel, _Dispatch.apply(travel, items))
+
+
+class Sent(NamedTuple):
+    """Items on their way to other ranks."""
+
+    travel: "_Travel"
+    ticket: torch.Tensor
+
+    def wait(self) -> torch.Tensor:
+        """Returns the items that arrive."""
+        items: torch.Tensor = _Arrive.apply(self.travel, self.ticket)
+        return items
 
 
 class SentSummaries:
     """Summaries on their way, and the states that follow from them."""
 
-    def __init__(self, fragments: Fragments, mine: torch.Tensor, travel: "_Travel", ticket: torch.Tensor) -> None:
-        self._fragments, self._mine, self._travel, self._ticket = fragments, mine, travel, ticket
+    def __init__(
+        self, fold: DeviceFold, units: torch.Tensor, sent: Sent, send_states: Callable[[torch.Tensor], Sent]
+    ) -> None:
+        self._fold, self._units, self._sent, self._send_states = fold, units, sent, send_states
 
-    def states(self, after: After) -> tuple[list[torch.Tensor], torch.Tensor]:
-        """Waits for the summaries of other ranks; a collective call.
+    def states(self, after: After) -> tuple[torch.Tensor, torch.Tensor]:
+        """Waits for the summaries of other ranks, and for states if ranks divide heads; a collective call.
 
-        The chain is computed in fp64: neither autocast nor TF32 changes it, and it costs next to nothing.
+        Chains are computed in fp64: neither autocast nor TF32 changes them, and they cost next to nothing.
 
         Returns:
-            States before this rank's later fragments, in row order, in fp64; and what arrived, see `tied`.
+            `[n, H, ...]` states before this rank's later fragments, in row order; and what arrived, see `tied`.
         """
-        theirs = _Arrive.apply(self._travel, self._ticket)
-        summaries = [*self._mine.unbind(0), *theirs.unbind(0)]
-        found: dict[int, torch.Tensor] = {}
-        for chain in self._fragments.chains:
-            state = None
-            for place, number in zip(chain.summaries, chain.states, strict=True):
-                state = after(summaries[place].double(), state)
-                if number is not None:
-                    found[number] = state
-        return [found[number] for number in range(len(found))], theirs
+        arrived = self._sent.wait()
+        fold, heads = self._fold, self._fold.on_host.heads
+        summaries = torch.cat([self._units, arrived]).index_select(0, fold.placed).double()
+        computed = list[torch.Tensor]()
+        for step in summaries.split(list(fold.on_host.steps)) if fold.on_host.steps else (summaries,):
+            computed.append(after(step, computed[-1][: len(step)] if computed else None))
+        states = torch.cat(computed).to(self._units.dtype)
+        if heads is not None:
+            arrived = self._send_states(states).wait()
+            states = torch.cat([states, arrived])
+        states = states.index_select(0, fold.states)
+        return states if heads is None else states.unflatten(0, (-1, heads)), arrived
 
 
 class _Travel:

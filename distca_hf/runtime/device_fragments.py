@@ -1,6 +1,6 @@
 """Device fragments: what layers with a state exchange, with its indices on the device."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Self
 
@@ -8,8 +8,13 @@ import numpy as np
 import torch
 
 from distca_hf.arrays import offsets
-from distca_hf.planning.fragments import Fragments
-from distca_hf.runtime.buckets import Buckets
+from distca_hf.planning.folds import Fold
+from distca_hf.planning.fragments import GROUPS, Fragments, Group, GroupName
+from distca_hf.runtime.buckets import Buckets, to_device
+
+
+# Ranks divide heads if that saves the busiest one more than this in a layer: it takes one exchange more.
+LEAST_SAVED_BYTES = 2**23
 
 
 @dataclass(frozen=True, eq=False)
@@ -17,26 +22,80 @@ class PinnedFragments:
     """Fragments of this rank before their indices are copied to the device.
 
     Attributes:
+        by_ranks: its fold if heads are not divided.
         indices: all indices, one after the other; in memory that a GPU copies from while the host goes on.
         lengths: of each kind of indices.
     """
 
     fragments: Fragments
+    by_ranks: Fold
     indices: torch.Tensor
     lengths: list[int]
 
     @classmethod
     def prepare(cls, fragments: Fragments, pin: bool) -> Self:
         """Joins the indices, so that one copy takes them all; safe in a background thread."""
-        halo, whole = fragments.halo, fragments.whole_tokens
-        of_halo = [halo.route.sent, halo.taken, halo.windows, halo.kept, halo.rows]
-        indices = [fragments.summaries.sent, *of_halo, offsets(whole), np.repeat(np.arange(len(whole)), whole)]
+        halo, fold = fragments.halo, Fold.of(fragments.cut, fragments.rank)
+        indices = [halo.route.sent, halo.taken, halo.windows, halo.kept, halo.rows]
+        indices += [fold.gathered.sent, fold.placed, fold.returned.sent, fold.states]
+        for group in fragments.groups.values():
+            tokens = group.tokens
+            indices += [offsets(tokens), np.repeat(np.arange(len(tokens)), tokens), group.followed]
         joined = torch.from_numpy(np.concatenate(indices))
-        return cls(fragments, joined.pin_memory() if pin else joined, [len(part) for part in indices])
+        return cls(fragments, fold, joined.pin_memory() if pin else joined, [len(part) for part in indices])
 
     def to(self, device: torch.device) -> "DeviceFragments":
         """Returns the fragments with their indices on the device; the host does not wait."""
-        return DeviceFragments(self.fragments, *self.indices.to(device, non_blocking=True).split(self.lengths))
+        parts = self.indices.to(device, non_blocking=True).split(self.lengths)
+        of_groups = zip(GROUPS, parts[9::3], parts[10::3], parts[11::3], strict=True)
+        groups = {name: DeviceGroup(self.fragments.groups[name], *indices) for name, *indices in of_groups}
+        return DeviceFragments(self.fragments, DeviceFold(self.by_ranks, *parts[5:9]), groups, *parts[:5])
+
+
+@dataclass(frozen=True, eq=False)
+class DeviceFold:
+    """A fold with its indices on the device; see `Fold`."""
+
+    on_host: Fold
+    gathered: torch.Tensor
+    placed: torch.Tensor
+    returned: torch.Tensor
+    states: torch.Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class DeviceGroup:
+    """A group of rows with its indices on the device.
+
+    Attributes:
+        long_offsets, long_numbers: int64; see `offsets` and `numbers`.
+        followed: int64, see `Group`.
+    """
+
+    on_host: Group
+    long_offsets: torch.Tensor
+    long_numbers: torch.Tensor
+    followed: torch.Tensor
+
+    @cached_property
+    def offsets(self) -> torch.Tensor:
+        """int32 `[parts + 1]` first rows of parts among the rows of the group."""
+        return self.long_offsets.to(torch.int32)
+
+    @cached_property
+    def offsets_on_host(self) -> torch.Tensor:
+        """The same numbers, on the host."""
+        return torch.from_numpy(offsets(self.on_host.tokens)).to(torch.int32)
+
+    @cached_property
+    def numbers(self) -> torch.Tensor:
+        """int32 `[1, rows of the group]` number of the part that each belongs to."""
+        return self.long_numbers.to(torch.int32)[None]
+
+    @cached_property
+    def buckets(self) -> Buckets:
+        """The parts, for functions that know nothing of packed rows."""
+        return Buckets(self.on_host.tokens, self.long_offsets.device)
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,35 +103,35 @@ class DeviceFragments:
     """Fragments of this rank with their indices on the device; see `Fragments`.
 
     Attributes:
-        offsets, numbers: int64; see `whole_offsets` and `whole_numbers`.
+        groups: by name.
+        halo_sent, taken, windows, kept, rows: of `Halo`.
     """
 
     on_host: Fragments
-    summaries_sent: torch.Tensor
+    by_ranks: DeviceFold
+    groups: dict[GroupName, DeviceGroup]
     halo_sent: torch.Tensor
     taken: torch.Tensor
     windows: torch.Tensor
     kept: torch.Tensor
     rows: torch.Tensor
-    offsets: torch.Tensor
-    numbers: torch.Tensor
+    _by_heads: dict[int, DeviceFold] = field(default_factory=dict)
 
-    @cached_property
-    def buckets(self) -> Buckets:
-        """The whole documents, for functions that know nothing of packed rows."""
-        return Buckets(self.on_host.whole_tokens, self.rows.device)
+    def fold(self, heads: int, head_bytes: int) -> DeviceFold:
+        """Returns the fold that moves fewer bytes; the same way on all ranks.
 
-    @cached_property
-    def whole_offsets(self) -> torch.Tensor:
-        """int32 `[whole documents + 1]` where they begin among the rows of all of them; padding counts as one."""
-        return self.offsets.to(torch.int32)
-
-    @cached_property
-    def whole_offsets_on_host(self) -> torch.Tensor:
-        """The same numbers, on the host."""
-        return torch.from_numpy(offsets(self.on_host.whole_tokens)).to(torch.int32)
-
-    @cached_property
-    def whole_numbers(self) -> torch.Tensor:
-        """int32 `[1, rows of whole documents]` number of the document that each belongs to."""
-        return self.numbers.to(torch.int32)[None]
+        Args:
+            heads: of the layer.
+            head_bytes: of a summary of one of them.
+        """
+        by_ranks_bytes = self.by_ranks.on_host.busiest * heads * head_bytes
+        if by_ranks_bytes <= LEAST_SAVED_BYTES:
+            return self.by_ranks
+        by_heads = self._by_heads.get(heads)
+        if by_heads is None:
+            fold = Fold.of(self.on_host.cut, self.on_host.rank, heads)
+            indices = (fold.gathered.sent, fold.placed, fold.returned.sent, fold.states)
+            by_heads = DeviceFold(fold, *(to_device(part, self.rows.device) for part in indices))
+            self._by_heads[heads] = by_heads
+        saved_bytes = by_ranks_bytes - by_heads.on_host.busiest * head_bytes
+        return by_heads if saved_bytes > LEAST_SAVED_BYTES else self.by_ranks

@@ -1,6 +1,7 @@
 """States that travel: in fp64, a step of every family of hybrids on cut documents has the gradients of a step on every
 document alone. All ranks make the same exchanges, and none without need."""
 
+import math
 from functools import lru_cache, partial
 from typing import Any
 
@@ -8,7 +9,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from distca_hf.planning.folds import Fold
+from distca_hf.planning.fragments import Fragments
+from distca_hf.runtime import device_fragments
 from distca_hf.runtime.carried_states import After, SentSummaries
+from distca_hf.runtime.device_fragments import PinnedFragments
 from support.carried_steps import (
     EIGHT,
     FOUR,
@@ -77,6 +82,40 @@ def test_step_on_cut_documents_is_that_of_every_document_alone(model_type: str) 
     assert {place for place in again.backward if "forward" in place} == {*plain.forward}, "regions may be nested"
 
 
+@pytest.mark.parametrize("model_type", [name for name in FAMILIES if name != "lfm2"])
+def test_ranks_divide_heads_where_that_saves_bytes(model_type: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With fewer heads than ranks, too: some fold none."""
+    monkeypatch.setattr(device_fragments, "LEAST_SAVED_BYTES", -math.inf)
+    expected = alone(model_type)
+    plain, saved, again = (step(model_type, THREE, checkpointing) for checkpointing in CHECKPOINTING)
+
+    assert plain.difference(expected) <= LARGEST_DIFFERENCE
+    assert saved.difference(expected) <= LARGEST_DIFFERENCE
+    assert again.difference(expected) <= LARGEST_DIFFERENCE
+    assert step(model_type, EIGHT, "none").difference(expected) <= LARGEST_DIFFERENCE
+    returned = [place for place in plain.forward if "states" in place]
+    assert len(returned) == len({*returned}) == len([place for place in plain.forward if "summaries" in place])
+    back = [place.replace("forward", "backward") for place in reversed(plain.forward)]
+    assert (plain.backward, saved.backward) == (back, back)
+
+
+def test_heads_are_divided_if_that_saves_more_than_an_exchange_costs(monkeypatch: pytest.MonkeyPatch) -> None:
+    layout = layout_of(EIGHT)
+    fragments = [Fragments.of(layout, rank, 3) for rank in range(layout.num_ranks)]
+    held = [PinnedFragments.prepare(one, pin=False).to(torch.device("cpu")) for one in fragments]
+    heads = 16
+
+    def divided(saved_units: float) -> set[bool]:
+        monkeypatch.setattr(device_fragments, "LEAST_SAVED_BYTES", saved_units)
+        return {one.fold(heads, 1).on_host.heads == heads for one in held}
+
+    saved = heads * held[0].by_ranks.on_host.busiest - Fold.of(fragments[0].cut, 0, heads).busiest
+    assert saved > 0
+    assert divided(saved - 1) == {True}, "the same on all ranks"
+    assert divided(saved) == {False}
+    assert held[0].fold(heads, 2) is held[0].fold(heads, 2), "made once for a plan"
+
+
 @pytest.mark.parametrize("checkpointing", CHECKPOINTING)
 @pytest.mark.parametrize("model_type", ["qwen3_next", "bamba", "jamba", "lfm2"])
 def test_mixers_exchange_nothing_if_no_document_is_cut(model_type: str, checkpointing: str) -> None:
@@ -130,7 +169,7 @@ def test_chains_are_computed_in_fp64_under_autocast(model_type: str, monkeypatch
     states = SentSummaries.states
     computed: list[tuple[torch.Tensor, torch.Tensor]] = []
 
-    def noted_states(sent: SentSummaries, after: After) -> tuple[list[torch.Tensor], torch.Tensor]:
+    def noted_states(sent: SentSummaries, after: After) -> tuple[torch.Tensor, torch.Tensor]:
         def noted_after(summary: torch.Tensor, state: torch.Tensor | None) -> torch.Tensor:
             found = after(summary, state)
             with torch.autocast("cpu", enabled=False):

@@ -19,7 +19,8 @@ from distca_hf.errors import ConfigError, PackingError, PlanError
 from distca_hf.integrations.finding import stated_lengths
 from distca_hf.integrations.models.document_rows import DocumentRows
 from distca_hf.integrations.models.mixers import needs_whole_documents
-from distca_hf.planning.fragments import Fragments, Route
+from distca_hf.planning.fragments import Fragments
+from distca_hf.runtime.carried_states import After, SentSummaries
 from distca_hf.testing import run_ranks
 from support.data import random_documents
 from support.models import tiny_model
@@ -140,19 +141,22 @@ def test_a_state_that_does_not_travel_is_noticed(
     model_type: str, lost: str, sweep: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Documents that are cut go on from zeros: after a rule, or before a convolution."""
-    halo_is_lost = lost == "halo"
+    make_fragments, states = Fragments.of, SentSummaries.states
 
-    def lose(fragments: Fragments) -> Fragments:
-        if halo_is_lost:
-            windows = fragments.halo.windows.reshape(-1, 2, HALO_TOKENS).copy()
-            windows[:, 0] = windows.max()
-            return replace(fragments, halo=replace(fragments.halo, windows=windows.reshape(-1)))
-        runs = tuple(run._replace(state=None, is_followed=False) for run in fragments.runs)
-        nothing = fragments.summaries.sent[:0], *(0 * fragments.summaries.sent_counts,) * 2
-        return replace(fragments, runs=runs, summaries=Route(*nothing), chains=())
+    def without_halo(*args: Any) -> Fragments:
+        fragments = make_fragments(*args)
+        windows = fragments.halo.windows.reshape(-1, 2, HALO_TOKENS).copy()
+        windows[:, 0] = windows.max()
+        return replace(fragments, halo=replace(fragments.halo, windows=windows.reshape(-1)))
 
-    original = Fragments.of
-    monkeypatch.setattr(Fragments, "of", lambda *args: lose(original(*args)))
+    def zeros(sent: SentSummaries, after: After) -> tuple[torch.Tensor, torch.Tensor]:
+        found, arrived = states(sent, after)
+        return 0 * found, arrived
+
+    if lost == "halo":
+        monkeypatch.setattr(Fragments, "of", without_halo)
+    else:
+        monkeypatch.setattr(SentSummaries, "states", zeros)
     (config_class,) = sweep.TEXT.config_classes([model_type])
 
     assert sweep.examine(config_class).verdict == sweep.WRONG

@@ -13,7 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from distca_hf.layout import Layout
-from distca_hf.planning.fragments import Fragments, Route
+from distca_hf.planning.folds import Fold, Route
+from distca_hf.planning.fragments import Fragments
 
 
 Item = TypeVar("Item")
@@ -81,11 +82,14 @@ class World:
         document, _, stop = segment
         return stop < int(self.layout.document_tokens[document])
 
-    def summaries(self) -> list[list[Segment]]:
-        """On every rank, the fragment of each of its summaries, then of those received."""
-        mine = [list(filter(self.is_followed, self.fragments(rank))) for rank in range(self.layout.num_ranks)]
-        received = exchanged(mine, [fragments.summaries for fragments in self.ranks])
-        return [own + others for own, others in zip(mine, received, strict=True)]
+    def summaries(self, rank: int) -> list[Segment]:
+        """Fragments that a rank makes summaries of: first ones, then later ones, in row order."""
+        followed = list(filter(self.is_followed, self.fragments(rank)))
+        return [one for one in followed if not one[1]] + [one for one in followed if one[1]]
+
+    def later(self, rank: int) -> list[Segment]:
+        """Fragments that need a state, in row order."""
+        return [segment for segment in self.fragments(rank) if segment[1]]
 
 
 def exchanged(items: Sequence[Sequence[Item]], routes: Sequence[Route]) -> list[list[Item]]:
@@ -135,60 +139,66 @@ def check_convolved_rows(world: World) -> None:
         assert list(zip(halo.rows.tolist(), kept, strict=True)) == expected
 
 
-def check_runs(world: World) -> None:
-    """Runs are all rows of a rank, in their order; each fragment is one, and says what comes before and after it."""
+def check_groups(world: World) -> None:
+    """Runs are all rows of a rank, in their order, and groups the parts that they hold."""
     for rank, fragments in enumerate(world.ranks):
         assert fragments.cut_documents == world.layout.cut_documents
-        cut = {document for document, *_ in world.fragments(rank)}
-        whole = [stop - start for document, start, stop in world.layout.held_by(rank) if document not in cut]
-        assert fragments.whole_tokens.tolist() == whole + [world.padding(rank)] * (world.padding(rank) > 0)
-        in_runs = [run.is_fragment for run in fragments.runs for _ in range(run.tokens)]
-        assert in_runs == [token[0] in cut for token in world.rows(rank)]
-        of_fragments = [run for run in fragments.runs if run.is_fragment]
-        states = 0
-        for run, segment in zip(of_fragments, world.fragments(rank), strict=True):
-            _, start, stop = segment
-            assert run.tokens == stop - start
-            assert run.is_followed == world.is_followed(segment)
-            assert run.state == (states if start else None), "states are numbered in row order"
-            states += start > 0
-        assert fragments.states == states
-
-
-def check_chains(world: World) -> None:
-    """A state follows from all fragments before this rank's fragment, in document order, and each state is known."""
-    for rank, (fragments, summaries) in enumerate(zip(world.ranks, world.summaries(), strict=True)):
-        found: dict[int, tuple[int, int]] = {}
-        for chain in fragments.chains:
-            reached = 0
-            for place, state in zip(chain.summaries, chain.states, strict=True):
-                document, start, stop = summaries[place]
-                assert document == summaries[chain.summaries[0]][0]
-                assert start == reached, "in document order, without a gap"
-                reached = stop
-                if state is not None:
-                    assert state not in found
-                    found[state] = document, stop
-            assert chain.states[-1] is not None, "nothing is folded in vain"
-        later = [(document, start) for document, start, _ in world.fragments(rank) if start]
-        assert [found[state] for state in range(len(found))] == later
-
-
-def check_what_travels(world: World) -> None:
-    """A rank receives a summary once, if it holds a later fragment of the document and not this one."""
-    summaries = world.summaries()
-    for rank in range(len(world.ranks)):
-        last: dict[int, int] = {}
-        for document, start, _ in world.fragments(rank):
-            last[document] = max(start, last.get(document, 0))
-        elsewhere = {
-            segment
-            for other in range(len(world.ranks))
-            for segment in world.fragments(other)
-            if other != rank and segment[1] < last.get(segment[0], 0)
+        group_of = {
+            token: "later" if start else "first" if world.is_followed((document, start, stop)) else "whole"
+            for document, start, stop in world.layout.held_by(rank)
+            for token in ((document, at) for at in range(start, stop))
         }
-        mine = sum(map(world.is_followed, world.fragments(rank)))
-        assert sorted(summaries[rank][mine:]) == sorted(elsewhere)
+        in_runs = [run.group for run in fragments.runs for _ in range(run.tokens)]
+        assert in_runs == [group_of.get(token, "whole") for token in world.rows(rank)]
+        assert all(one.group != other.group for one, other in pairwise(fragments.runs))
+        for name, group in fragments.groups.items():
+            parts = [part for part in world.segments(rank) if group_of.get(part[0], "whole") == name]
+            assert group.tokens.tolist() == [*map(len, parts)]
+            followed = [world.is_followed((*part[0], part[-1][1] + 1)) for part in parts if part[0] != PADDING]
+            assert group.followed.tolist() == [*np.flatnonzero(followed)]
+
+
+def check_fold(world: World, heads: int | None) -> None:
+    """Every rank gets the states before its fragments, from chains through all fragments before, without a gap."""
+    units = [*range(heads)] if heads else [None]
+    ranks = range(world.layout.num_ranks)
+    folds = [Fold.of(world.ranks[rank].cut, rank, heads) for rank in ranks]
+    mine = [[(segment, unit) for segment in world.summaries(rank) for unit in units] for rank in ranks]
+    received = exchanged(mine, [fold.gathered for fold in folds])
+    computed: list[list[tuple[int, int, int | None]]] = []
+    for rank, fold in enumerate(folds):
+        assert len({*received[rank]}) == len(received[rank]), "each summary once"
+        found = [*mine[rank], *received[rank]]
+        items = [found[place] for place in fold.placed.tolist()]
+        assert sum(fold.steps) == len(items)
+        assert sorted(fold.steps, reverse=True) == [*fold.steps]
+        chains: list[list[tuple[Segment, int | None]]] = [[] for _ in range(max(fold.steps, default=0))]
+        of_rank: list[tuple[int, int, int | None]] = []
+        for step in fold.steps:
+            for number, (segment, unit) in enumerate(items[len(of_rank) :][:step]):
+                document, start, stop = segment
+                before, unit_before = chains[number][-1] if chains[number] else ((document, 0, 0), unit)
+                assert (before[0], before[2], unit_before) == (document, start, unit)
+                chains[number].append((segment, unit))
+                of_rank.append((document, stop, unit))
+        computed.append(of_rank)
+    if heads:
+        every = [one for of_rank in computed for one in of_rank]
+        assert len(every) == len({*every}), "each head of a document is folded once"
+    else:
+        assert not any(len(fold.returned.sent) for fold in folds)
+    arrived = exchanged(computed, [fold.returned for fold in folds])
+    for rank, fold in enumerate(folds):
+        states = [[*computed[rank], *arrived[rank]][place] for place in fold.states.tolist()]
+        assert states == [(document, start, unit) for document, start, _ in world.later(rank) for unit in units]
+        last = {
+            document: max(start for other, start, _ in world.later(rank) if other == document)
+            for document, *_ in world.later(rank)
+        }
+        assert heads or all(stop <= last[document] for document, stop, _ in computed[rank]), "nothing in vain"
+    sent = [[int(route.sent_counts.sum()) for route in (fold.gathered, fold.returned)] for fold in folds]
+    got = [[int(route.received_counts.sum()) for route in (fold.gathered, fold.returned)] for fold in folds]
+    assert {fold.busiest for fold in folds} == {int(np.max([sent, got], axis=(0, 1)).sum())}
 
 
 def drawn(seed: int, num_ranks: int, halo_tokens: int) -> World:
@@ -209,15 +219,15 @@ def test_first_tokens_of_segments_are_convolved_in_their_windows(world: World) -
 
 
 @given(world=WORLDS)
-def test_runs_are_the_rows_of_a_rank(world: World) -> None:
-    check_runs(world)
+def test_groups_are_the_rows_of_a_rank(world: World) -> None:
+    check_groups(world)
 
 
 @given(world=WORLDS)
-def test_chains_go_through_all_fragments_before_a_later_one(world: World) -> None:
-    check_chains(world)
+def test_ranks_fold_what_they_need(world: World) -> None:
+    check_fold(world, None)
 
 
-@given(world=WORLDS)
-def test_summaries_travel_once_to_the_ranks_that_need_them(world: World) -> None:
-    check_what_travels(world)
+@given(world=WORLDS, heads=st.integers(1, 12))
+def test_ranks_divide_heads_and_return_states(world: World, heads: int) -> None:
+    check_fold(world, heads)

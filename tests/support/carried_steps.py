@@ -126,7 +126,7 @@ def step_on_ranks(
         model, phase = models[given.rank], list[str]()
 
         def note(asked: AllToAll) -> None:
-            if "halos" in asked.where or "summaries" in asked.where:
+            if any(kind in asked.where for kind in ("halos", "summaries", "states")):
                 phase.append(asked.where.partition(", ")[2])
 
         transport = NotedTransport(around(given), note, lambda _: None)

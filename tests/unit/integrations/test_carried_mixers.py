@@ -4,7 +4,6 @@ import copy
 import pickle
 from collections.abc import Callable
 from functools import partial, wraps
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -114,19 +113,20 @@ def as_transformers_calls(implementation: Callable[..., Any]) -> Callable[..., A
 def test_kernels_for_packed_rows_are_told_where_documents_begin() -> None:
     layout = Layout.from_segments([5, 9, 3], [[(0, 0, 5), (1, 0, 4), (2, 0, 3)], [(1, 4, 9)]], [14, 5])
     held = PinnedFragments.prepare(Fragments.of(layout, 0, 3), pin=False).to(torch.device("cpu"))
-    rows: Any = SimpleNamespace(on_device=held)
+    whole, first = held.groups["whole"], held.groups["first"]
     delta = _packed_by(as_transformers_calls(lambda q, cu_seqlens=None, cu_seqlens_cpu=None: q), "cu_seqlens")
     scan = _packed_by(as_transformers_calls(lambda x, seq_idx=None: x), "seq_idx")
     assert delta is not None
     assert scan is not None
 
     # Two whole documents, and padding, which counts as one; the fragment is in neither call.
-    assert {name: x.tolist() for name, x in delta(rows).items()} == {
+    assert {name: x.tolist() for name, x in delta(whole).items()} == {
         "cu_seqlens": [0, 5, 8, 10],
         "cu_seqlens_cpu": [0, 5, 8, 10],
     }
-    assert scan(rows)["seq_idx"].tolist() == [[0] * 5 + [1] * 3 + [2] * 2]
-    assert held.whole_offsets is held.whole_offsets, "made once for a plan"
+    assert scan(whole)["seq_idx"].tolist() == [[0] * 5 + [1] * 3 + [2] * 2]
+    assert delta(first)["cu_seqlens"].tolist() == [0, 4]
+    assert whole.offsets is whole.offsets, "made once for a plan"
     assert _packed_by(as_transformers_calls(lambda q, **keywords: q), "cu_seqlens") is None
 
 

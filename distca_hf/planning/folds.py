@@ -1,0 +1,168 @@
+"""Folds: which ranks compute the states inside of cut documents, and what they exchange for that.
+
+Over the tokens of a fragment a state is an affine map, S_out = M S_in + B. Ranks make this summary (M, B) without
+knowing S_in, and a chain of summaries gives every state:
+
+    state before f1    B0
+    state before f2    M1 B0 + B1
+    state before f3    M2 (M1 B0 + B1) + B2
+
+There are two ways to divide this work:
+
+    by ranks    every summary goes to each rank with a later fragment, which folds what it needs
+    by heads    ranks of a document divide its heads: summaries of a head go to one rank, which folds them and returns
+                states. One exchange more; what a rank sends does not grow with the number of ranks
+
+Either way, what travels are units: a summary or state of all heads, or of one head.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from distca_hf.arrays import IntArray, exclusive_cumsum, ranges, run_starts
+
+
+@dataclass(frozen=True, eq=False)
+class Route:
+    """Items that this rank sends and receives. Those from one rank arrive in an order that both ranks derive.
+
+    Attributes:
+        sent: int64, indices of items of this rank, grouped by destination.
+        sent_counts, received_counts: int64 `[ranks]`.
+    """
+
+    sent: IntArray
+    sent_counts: IntArray
+    received_counts: IntArray
+
+
+def route_of(source: IntArray, item: IntArray, destination: IntArray, rank: int, num_ranks: int) -> Route:
+    """Returns the route of one rank, given items in an order that all ranks know; none may stay on its rank."""
+    sends = source == rank
+    by_destination = np.argsort(destination[sends], kind="stable")
+    counts = (np.bincount(x, minlength=num_ranks) for x in (destination[sends], source[destination == rank]))
+    return Route(item[sends][by_destination], *counts)
+
+
+@dataclass(frozen=True, eq=False)
+class CutDocuments:
+    """Fragments of all cut documents, in document order; the same on all ranks.
+
+    Attributes:
+        document, rank: int64 `[fragments]`, the document and the rank that holds the fragment.
+        summary_number: of its summary among those of its rank; -1 for the last fragment of a document.
+        state_number: of the state before it among those of its rank; -1 for the first fragment of a document.
+        num_ranks: of the micro-batch.
+    """
+
+    document: IntArray
+    rank: IntArray
+    summary_number: IntArray
+    state_number: IntArray
+    num_ranks: int
+
+
+@dataclass(frozen=True, eq=False)
+class Fold:
+    """What one rank exchanges and computes to get the states before its fragments.
+
+    Attributes:
+        heads: that units are counted in; None if a unit is all heads.
+        gathered: route of units of summaries.
+        placed: int64, places in `[units of this rank | units received]`: the first summary of every chain, then the
+            second one of every chain that has two, and so on. Longer chains come first.
+        steps: how many of them there are of each.
+        returned: route of units of states, in the order of `placed`; empty by ranks.
+        states: int64 `[states * units]` places in `[units computed | units received]`, in the order of states.
+        busiest: units that the busiest rank sends or receives; the same on all ranks.
+    """
+
+    heads: int | None
+    gathered: Route
+    placed: IntArray
+    steps: tuple[int, ...]
+    returned: Route
+    states: IntArray
+    busiest: int
+
+    @classmethod
+    def of(cls, cut: CutDocuments, rank: int, heads: int | None = None) -> "Fold":
+        """Returns the fold of one rank.
+
+        Args:
+            heads: of a layer, which ranks of a document divide; None: by ranks.
+        """
+        # Chains of all ranks, and one entry for each of their summaries.
+        first, unit, folder, length = _chains_by_ranks(cut) if heads is None else _chains_by_heads(cut, heads)
+        chain = np.repeat(np.arange(len(first)), length)
+        fragment = ranges(first, length)
+        step = fragment - first[chain]
+        units = 1 if heads is None else heads
+        source, target = cut.rank[fragment], folder[chain]
+        summary = cut.summary_number[fragment] * units + unit[chain]
+        travels = source != target
+        gathered = route_of(source[travels], summary[travels], target[travels], rank, cut.num_ranks)
+
+        mine = target == rank
+        place = np.where(travels, -1, summary)[mine]
+        own_units = units * int((cut.summary_number[cut.rank == rank] >= 0).sum())
+        place[travels[mine]] = own_units + _arrival(source[mine & travels])
+        order = np.lexsort((chain[mine], -length[chain[mine]], step[mine]))
+        steps = np.bincount(step[mine])
+
+        # Where each computed state goes: to the fragment after, if it is here, or heads are divided.
+        computed = np.full(len(chain), -1)
+        computed[np.flatnonzero(mine)[order]] = np.arange(len(order))
+        holder, state = cut.rank[fragment + 1], cut.state_number[fragment + 1] * units + unit[chain]
+        returns = (holder != target) & (heads is not None)
+        returned = route_of(target[returns], computed[returns], holder[returns], rank, cut.num_ranks)
+        stays, arrives = mine & (holder == rank), returns & (holder == rank)
+        states = np.full(units * int((cut.state_number[cut.rank == rank] >= 0).sum()), -1)
+        states[state[stays]] = computed[stays]
+        states[state[arrives]] = len(order) + _arrival(target[arrives])
+        busiest = _busiest(source[travels], target[travels]) + _busiest(target[returns], holder[returns])
+        return cls(heads, gathered, place[order], tuple(steps.tolist()), returned, states, busiest)
+
+
+def _busiest(source: IntArray, target: IntArray) -> int:
+    """Returns how many items the rank sends or receives that sends or receives most."""
+    return max(int(np.bincount(ranks).max(initial=0)) for ranks in (source, target))
+
+
+def _arrival(source: IntArray) -> IntArray:
+    """Returns the number with which each item arrives, given the ranks that items come from."""
+    arrival = np.empty(len(source), dtype=np.int64)
+    arrival[np.argsort(source, kind="stable")] = np.arange(len(source))
+    return arrival
+
+
+def _chains_by_ranks(cut: CutDocuments) -> tuple[IntArray, IntArray, IntArray, IntArray]:
+    """Returns of each chain its first fragment, unit, rank that folds it and length. Every rank folds the fragments of
+    a document before its own last one."""
+    opens = run_starts(cut.document)
+    first = np.flatnonzero(opens)[np.cumsum(opens) - 1]
+    number = np.arange(len(first))
+    later = number[~opens]
+    # The last fragment of each rank in each document that is not the first one.
+    order = later[np.lexsort((later, cut.rank[later], first[later]))]
+    last = np.ones(len(order), dtype=bool)
+    last[:-1] = (first[order][1:] != first[order][:-1]) | (cut.rank[order][1:] != cut.rank[order][:-1])
+    chosen = order[last]
+    return first[chosen], np.zeros(len(chosen), dtype=np.int64), cut.rank[chosen], number[chosen] - first[chosen]
+
+
+def _chains_by_heads(cut: CutDocuments, heads: int) -> tuple[IntArray, IntArray, IntArray, IntArray]:
+    """Returns of each chain the same; each head of a document is folded once. The k-th of D ranks that hold parts of a
+    document folds heads k H / D to (k + 1) H / D."""
+    opens = run_starts(cut.document)
+    firsts = np.flatnonzero(opens)
+    lengths = np.diff(firsts, append=len(opens)) - 1
+    number = np.cumsum(opens) - 1
+    pairs = np.unique(number * cut.num_ranks + cut.rank)
+    holders = np.bincount(pairs // cut.num_ranks, minlength=len(firsts))
+    document, unit = np.repeat(np.arange(len(firsts)), heads), np.tile(np.arange(heads), len(firsts))
+    # Documents begin with different ranks, so that few heads do not always go to the same ones.
+    turn = ((unit + 1) * holders[document] - 1) // heads
+    folder = pairs[exclusive_cumsum(holders)[document] + (turn + document) % holders[document]] % cut.num_ranks
+    return firsts[document], unit, folder, lengths[document]
