@@ -1,14 +1,17 @@
 """States that travel: in fp64, a step of every family of hybrids on cut documents has the gradients of a step on every
 document alone. All ranks make the same exchanges, and none without need."""
 
+import inspect
 import math
 from functools import lru_cache, partial
+from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from distca_hf.integrations.models.mixers import mixers_of
 from distca_hf.planning.folds import Fold
 from distca_hf.planning.fragments import Fragments
 from distca_hf.runtime import device_fragments
@@ -97,6 +100,49 @@ def test_ranks_divide_heads_where_that_saves_bytes(model_type: str, monkeypatch:
     assert len(returned) == len({*returned}) == len([place for place in plain.forward if "summaries" in place])
     back = [place.replace("forward", "backward") for place in reversed(plain.forward)]
     assert (plain.backward, saved.backward) == (back, back)
+
+
+@pytest.mark.parametrize("model_type", ["qwen3_next", "kimi_linear"])
+def test_kernels_for_packed_rows_run_once_for_each_group(model_type: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whole documents, first fragments, and later ones with a state each."""
+    mixer = next(iter(mixers_of(wide_model(model_type, "distca")).values()))
+    names = inspect.unwrap(type(mixer).forward).__globals__
+    name = "chunk_kimi_delta_attention" if model_type == "kimi_linear" else "torch_chunk_gated_delta_rule"
+    rule, calls = names[name], list[tuple[int, bool]]()
+
+    def packed(
+        *of_rows: Any, g: Any, beta: Any, initial_state: Any = None, cu_seqlens: Any = None, **more: Any
+    ) -> Any:
+        calls.append((of_rows[0].shape[1], initial_state is not None))
+        offsets = [0, of_rows[0].shape[1]] if cu_seqlens is None else cu_seqlens.tolist()
+        assert initial_state is None or len(initial_state) == len(offsets) - 1
+        made = [
+            rule(
+                *(x[:, start:stop] for x in of_rows),
+                g=g[:, start:stop],
+                beta=beta[:, start:stop],
+                initial_state=None if initial_state is None else initial_state[number : number + 1],
+                **more,
+            )
+            for number, (start, stop) in enumerate(pairwise(offsets))
+        ]
+        states = torch.cat([state for _, state in made]) if more.get("output_final_state") else None
+        return torch.cat([out for out, _ in made], dim=1), states
+
+    expected = alone(model_type)
+    monkeypatch.setitem(names, name, packed)
+
+    assert step(model_type, THREE, "none").difference(expected) <= LARGEST_DIFFERENCE
+    layout = layout_of(THREE)
+    rows = max(layout.rank_tokens.tolist()) + 3
+    expected_calls = list[tuple[int, bool]]()
+    for rank in range(layout.num_ranks):
+        of_groups = {"whole": rows - int(layout.rank_tokens[rank]), "first": 0, "later": 0}  # padding is whole
+        for document, start, stop in layout.held_by(rank):
+            group = "later" if start else "first" if stop < layout.document_tokens[document] else "whole"
+            of_groups[group] += stop - start
+        expected_calls += [(tokens, group == "later") for group, tokens in of_groups.items() if tokens]
+    assert sorted(calls) == sorted(2 * expected_calls), "in both mixers of every rank"
 
 
 def test_heads_are_divided_if_that_saves_more_than_an_exchange_costs(monkeypatch: pytest.MonkeyPatch) -> None:
