@@ -5,7 +5,7 @@ the state before it is in `planning.folds`.
 
     document         | f0 | f1     | f2  | f3 |      in document order, on ranks in any order
     rows of a rank   | f2 | d1 | d5 | f0 | d2 |      d: whole documents
-    groups           whole: d1 d5 d2    first: f0    later: f2
+    groups           whole: d1 d5 d2    followed: f2 f0    last: none
     halo of f2       the tokens just before it, wherever they are: a convolution sees them
 
 All of it follows from the layout, so every rank derives the same.
@@ -23,9 +23,9 @@ from distca_hf.planning.folds import CutDocuments, Route, route_of
 
 # Sort keys are (document, position); positions have 31 bits.
 POSITIONS = 2**31
-# Whole documents and padding, first fragments, later fragments.
-GroupName = Literal["whole", "first", "later"]
-GROUPS: tuple[GroupName, ...] = ("whole", "first", "later")
+# Whole documents and padding; fragments that others of their documents follow; last fragments of documents.
+GroupName = Literal["whole", "followed", "last"]
+GROUPS: tuple[GroupName, ...] = ("whole", "followed", "last")
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,19 +58,6 @@ class Run(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class Group:
-    """Rows of this rank that layers compute together.
-
-    Attributes:
-        tokens: int64 `[parts]` of each document, padding or fragment, in row order.
-        followed: int64, numbers of the parts that other fragments of their documents follow.
-    """
-
-    tokens: IntArray
-    followed: IntArray
-
-
-@dataclass(frozen=True, eq=False)
 class Fragments:
     """The rows of one rank as layers with a state see them.
 
@@ -78,16 +65,19 @@ class Fragments:
         rank: of the micro-batch.
         cut_documents: cut documents of the micro-batch; the same on all ranks.
         runs: all rows, in their order.
-        groups: by name.
-        cut: fragments of all ranks. Summaries of a rank are of its first fragments, then of its later ones that are
-            followed; states before its later fragments are in row order.
+        groups: int64 `[parts]` tokens of the documents or fragments of each group, in row order; padding is a
+            document.
+        middle: int64, numbers of the followed fragments that follow others.
+        cut: fragments of all ranks. Every rank makes summaries of its followed fragments, and needs states before its
+            middle fragments, then before its last ones; each in row order.
         halo: of convolutions.
     """
 
     rank: int
     cut_documents: int
     runs: tuple[Run, ...]
-    groups: dict[GroupName, Group]
+    groups: dict[GroupName, IntArray]
+    middle: IntArray
     cut: CutDocuments
     halo: Halo
 
@@ -104,16 +94,16 @@ class Fragments:
         follows, is_followed = np.zeros((2, len(order)), dtype=bool)
         follows[order], is_followed[order] = ~opens, ~stops
         fragments = order[~(opens & stops)]
-        runs, groups = _groups(layout, rank, follows, is_followed)
-        summaries = _numbers(layout, is_followed & ~follows, is_followed & follows)
+        runs, groups, middle = _groups(layout, rank, follows, is_followed)
+        states = _numbers(layout, follows & is_followed, follows & ~is_followed)
         cut = CutDocuments(
             layout.segment_document[fragments],
             layout.segment_rank[fragments],
-            summaries[fragments],
-            _numbers(layout, follows)[fragments],
+            _numbers(layout, is_followed)[fragments],
+            states[fragments],
             layout.num_ranks,
         )
-        return cls(rank, layout.cut_documents, runs, groups, cut, _halo(layout, rank, order, halo_tokens))
+        return cls(rank, layout.cut_documents, runs, groups, middle, cut, _halo(layout, rank, order, halo_tokens))
 
 
 def _numbers(layout: Layout, *chosen: BoolArray) -> IntArray:
@@ -134,22 +124,19 @@ def _numbers(layout: Layout, *chosen: BoolArray) -> IntArray:
 
 def _groups(
     layout: Layout, rank: int, follows: BoolArray, is_followed: BoolArray
-) -> tuple[tuple[Run, ...], dict[GroupName, Group]]:
-    """Returns the runs and groups of a rank."""
+) -> tuple[tuple[Run, ...], dict[GroupName, IntArray], IntArray]:
+    """Returns the runs and groups of a rank, and numbers of middle fragments."""
     held = layout.segments_of(rank)
-    tokens, followed = layout.segment_tokens[held], is_followed[held]
-    group = np.where(follows[held], GROUPS.index("later"), np.where(followed, GROUPS.index("first"), 0))
+    tokens, later = layout.segment_tokens[held], follows[held]
+    group = np.select([is_followed[held], later], [GROUPS.index("followed"), GROUPS.index("last")])
     padding = int(layout.rank_rows[rank] - layout.rank_tokens[rank])
     if padding:
-        tokens, followed, group = np.append(tokens, padding), np.append(followed, False), np.append(group, 0)
+        tokens, group = np.append(tokens, padding), np.append(group, GROUPS.index("whole"))
     opens = np.flatnonzero(run_starts(group))
-    of_runs = np.add.reduceat(tokens, opens).tolist() if len(tokens) else []
-    runs = tuple(Run(*run) for run in zip(of_runs, [GROUPS[number] for number in group[opens]], strict=True))
-    groups = {
-        name: Group(tokens[group == number], np.flatnonzero(followed[group == number]))
-        for number, name in enumerate(GROUPS)
-    }
-    return runs, groups
+    names = [GROUPS[number] for number in group[opens]]
+    runs = tuple(map(Run, np.add.reduceat(tokens, opens).tolist() if names else [], names))
+    groups = {name: tokens[group == number] for number, name in enumerate(GROUPS)}
+    return runs, groups, np.flatnonzero(later[is_followed[held]])
 
 
 def _halo(layout: Layout, rank: int, order: IntArray, halo_tokens: int) -> Halo:

@@ -104,7 +104,7 @@ class CarriedRows:
         out_1CT = convolve(x_1CT)  # each segment's first tokens follow: here they see the rows above them
         received = [] if halos is None else [halos.wait()]
         rows = torch.cat([x_TC.index_select(0, held.taken), *received, x_TC.new_zeros(1, x_TC.shape[1])])
-        segments = sum(len(group.tokens) for group in on_host.groups.values())
+        segments = sum(map(len, on_host.groups.values()))
         windows_SLC = rows.index_select(0, held.windows).view(segments, -1, x_TC.shape[1])
         halo_tokens = windows_SLC.shape[1] // 2
         first_SLC = convolve(windows_SLC.transpose(1, 2)).transpose(1, 2)[:, halo_tokens:]
@@ -115,8 +115,8 @@ class CarriedRows:
         """Starts to send summaries of this rank's followed fragments; a collective call.
 
         Args:
-            summaries: `[n, H, ...]`, those of first fragments, then of later ones, in row order. On a rank without
-                any they need gradients, too, if those of other ranks may.
+            summaries: `[n, H, ...]` in row order. On a rank without any they need gradients, too, if those of other
+                ranks may.
         """
         heads = summaries.shape[1]
         head_bytes = summaries.element_size() * math.prod(summaries.shape[2:])
@@ -160,7 +160,7 @@ class SentSummaries:
         Chains are computed in fp64: neither autocast nor TF32 changes them, and they cost next to nothing.
 
         Returns:
-            `[n, H, ...]` states before this rank's later fragments, in row order; and what arrived, see `tied`.
+            `[n, H, ...]` states before this rank's middle and last fragments; and what arrived, see `tied`.
         """
         arrived = self._sent.wait()
         fold, heads = self._fold, self._fold.on_host.heads

@@ -7,9 +7,9 @@ from typing import Self
 import numpy as np
 import torch
 
-from distca_hf.arrays import offsets
+from distca_hf.arrays import IntArray, offsets
 from distca_hf.planning.folds import Fold
-from distca_hf.planning.fragments import GROUPS, Fragments, Group, GroupName
+from distca_hf.planning.fragments import Fragments
 from distca_hf.runtime.buckets import Buckets, to_device
 
 
@@ -38,18 +38,23 @@ class PinnedFragments:
         halo, fold = fragments.halo, Fold.of(fragments.cut, fragments.rank)
         indices = [halo.route.sent, halo.taken, halo.windows, halo.kept, halo.rows]
         indices += [fold.gathered.sent, fold.placed, fold.returned.sent, fold.states]
-        for group in fragments.groups.values():
-            tokens = group.tokens
-            indices += [offsets(tokens), np.repeat(np.arange(len(tokens)), tokens), group.followed]
+        for tokens in _tokens_of_groups(fragments):
+            indices += [offsets(tokens), np.repeat(np.arange(len(tokens)), tokens)]
         joined = torch.from_numpy(np.concatenate(indices))
         return cls(fragments, fold, joined.pin_memory() if pin else joined, [len(part) for part in indices])
 
     def to(self, device: torch.device) -> "DeviceFragments":
         """Returns the fragments with their indices on the device; the host does not wait."""
         parts = self.indices.to(device, non_blocking=True).split(self.lengths)
-        of_groups = zip(GROUPS, parts[9::3], parts[10::3], parts[11::3], strict=True)
-        groups = {name: DeviceGroup(self.fragments.groups[name], *indices) for name, *indices in of_groups}
-        return DeviceFragments(self.fragments, DeviceFold(self.by_ranks, *parts[5:9]), groups, *parts[:5])
+        of_groups = zip(_tokens_of_groups(self.fragments), parts[9::2], parts[10::2], strict=True)
+        whole, followed, last, middle = (DeviceGroup(tokens.tolist(), *indices) for tokens, *indices in of_groups)
+        fold = DeviceFold(self.by_ranks, *parts[5:9])
+        return DeviceFragments(self.fragments, fold, whole, followed, last, middle, *parts[:5])
+
+
+def _tokens_of_groups(fragments: Fragments) -> list[IntArray]:
+    """Returns tokens of the parts of all groups, and of middle fragments."""
+    return [*fragments.groups.values(), fragments.groups["followed"][fragments.middle]]
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,17 +70,16 @@ class DeviceFold:
 
 @dataclass(frozen=True, eq=False)
 class DeviceGroup:
-    """A group of rows with its indices on the device.
+    """Documents or fragments that layers compute together, with indices on the device.
 
     Attributes:
+        tokens: of each part, in row order.
         long_offsets, long_numbers: int64; see `offsets` and `numbers`.
-        followed: int64, see `Group`.
     """
 
-    on_host: Group
+    tokens: list[int]
     long_offsets: torch.Tensor
     long_numbers: torch.Tensor
-    followed: torch.Tensor
 
     @cached_property
     def offsets(self) -> torch.Tensor:
@@ -85,7 +89,7 @@ class DeviceGroup:
     @cached_property
     def offsets_on_host(self) -> torch.Tensor:
         """The same numbers, on the host."""
-        return torch.from_numpy(offsets(self.on_host.tokens)).to(torch.int32)
+        return torch.from_numpy(offsets(np.array(self.tokens, dtype=np.int64))).to(torch.int32)
 
     @cached_property
     def numbers(self) -> torch.Tensor:
@@ -95,7 +99,7 @@ class DeviceGroup:
     @cached_property
     def buckets(self) -> Buckets:
         """The parts, for functions that know nothing of packed rows."""
-        return Buckets(self.on_host.tokens, self.long_offsets.device)
+        return Buckets(np.array(self.tokens, dtype=np.int64), self.long_offsets.device)
 
 
 @dataclass(frozen=True, eq=False)
@@ -103,13 +107,17 @@ class DeviceFragments:
     """Fragments of this rank with their indices on the device; see `Fragments`.
 
     Attributes:
-        groups: by name.
+        whole, followed, last: groups.
+        middle: followed fragments that follow others.
         halo_sent, taken, windows, kept, rows: of `Halo`.
     """
 
     on_host: Fragments
     by_ranks: DeviceFold
-    groups: dict[GroupName, DeviceGroup]
+    whole: DeviceGroup
+    followed: DeviceGroup
+    last: DeviceGroup
+    middle: DeviceGroup
     halo_sent: torch.Tensor
     taken: torch.Tensor
     windows: torch.Tensor

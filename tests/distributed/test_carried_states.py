@@ -104,7 +104,7 @@ def test_ranks_divide_heads_where_that_saves_bytes(model_type: str, monkeypatch:
 
 @pytest.mark.parametrize("model_type", ["qwen3_next", "kimi_linear"])
 def test_kernels_for_packed_rows_run_once_for_each_group(model_type: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whole documents, first fragments, and later ones with a state each."""
+    """Whole documents, followed fragments, and those that begin with a state each."""
     mixer = next(iter(mixers_of(wide_model(model_type, "distca")).values()))
     names = inspect.unwrap(type(mixer).forward).__globals__
     name = "chunk_kimi_delta_attention" if model_type == "kimi_linear" else "torch_chunk_gated_delta_rule"
@@ -137,11 +137,12 @@ def test_kernels_for_packed_rows_run_once_for_each_group(model_type: str, monkey
     rows = max(layout.rank_tokens.tolist()) + 3
     expected_calls = list[tuple[int, bool]]()
     for rank in range(layout.num_ranks):
-        of_groups = {"whole": rows - int(layout.rank_tokens[rank]), "first": 0, "later": 0}  # padding is whole
+        of_groups = {"whole": rows - int(layout.rank_tokens[rank]), "followed": 0, "middle": 0, "last": 0}
         for document, start, stop in layout.held_by(rank):
-            group = "later" if start else "first" if stop < layout.document_tokens[document] else "whole"
-            of_groups[group] += stop - start
-        expected_calls += [(tokens, group == "later") for group, tokens in of_groups.items() if tokens]
+            is_followed = stop < layout.document_tokens[document]
+            of_groups["followed" if is_followed else "last" if start else "whole"] += stop - start
+            of_groups["middle"] += (stop - start) * (is_followed and start > 0)
+        expected_calls += [(tokens, group in ("middle", "last")) for group, tokens in of_groups.items() if tokens]
     assert sorted(calls) == sorted(2 * expected_calls), "in both mixers of every rank"
 
 

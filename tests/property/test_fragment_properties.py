@@ -83,13 +83,13 @@ class World:
         return stop < int(self.layout.document_tokens[document])
 
     def summaries(self, rank: int) -> list[Segment]:
-        """Fragments that a rank makes summaries of: first ones, then later ones, in row order."""
-        followed = list(filter(self.is_followed, self.fragments(rank)))
-        return [one for one in followed if not one[1]] + [one for one in followed if one[1]]
+        """Fragments that a rank makes summaries of, in row order."""
+        return list(filter(self.is_followed, self.fragments(rank)))
 
     def later(self, rank: int) -> list[Segment]:
-        """Fragments that need a state, in row order."""
-        return [segment for segment in self.fragments(rank) if segment[1]]
+        """Fragments that need a state: middle ones, then last ones, in row order."""
+        later = [segment for segment in self.fragments(rank) if segment[1]]
+        return sorted(later, key=lambda segment: not self.is_followed(segment))
 
 
 def exchanged(items: Sequence[Sequence[Item]], routes: Sequence[Route]) -> list[list[Item]]:
@@ -144,18 +144,18 @@ def check_groups(world: World) -> None:
     for rank, fragments in enumerate(world.ranks):
         assert fragments.cut_documents == world.layout.cut_documents
         group_of = {
-            token: "later" if start else "first" if world.is_followed((document, start, stop)) else "whole"
+            token: "followed" if world.is_followed((document, start, stop)) else "last" if start else "whole"
             for document, start, stop in world.layout.held_by(rank)
             for token in ((document, at) for at in range(start, stop))
         }
         in_runs = [run.group for run in fragments.runs for _ in range(run.tokens)]
         assert in_runs == [group_of.get(token, "whole") for token in world.rows(rank)]
         assert all(one.group != other.group for one, other in pairwise(fragments.runs))
-        for name, group in fragments.groups.items():
+        for name, tokens in fragments.groups.items():
             parts = [part for part in world.segments(rank) if group_of.get(part[0], "whole") == name]
-            assert group.tokens.tolist() == [*map(len, parts)]
-            followed = [world.is_followed((*part[0], part[-1][1] + 1)) for part in parts if part[0] != PADDING]
-            assert group.followed.tolist() == [*np.flatnonzero(followed)]
+            assert tokens.tolist() == [*map(len, parts)]
+        followed = world.summaries(rank)
+        assert fragments.middle.tolist() == [number for number, (_, start, _) in enumerate(followed) if start]
 
 
 def check_fold(world: World, heads: int | None) -> None:

@@ -45,7 +45,6 @@ OF_CACHES = frozenset(
 )
 # Functions, and methods of mixers, that mix nothing between tokens.
 OF_TOKENS = frozenset({"apply_mask_to_padding_states", "fix_query_key_value_ordering"})
-FRAGMENTS: tuple[GroupName, ...] = ("first", "later")
 
 
 def carries(mixer: nn.Module) -> bool:
@@ -164,7 +163,7 @@ def _fused_scan(original: Callable[..., Any], rows: Rows, name: str) -> Callable
         carried = rows()
         if carried.is_cut or packed is None:
             return None  # the mixer goes on with the functions that this one fuses
-        return original(*args, **packed(carried.on_device.groups["whole"]), **keywords)
+        return original(*args, **packed(carried.on_device.whole), **keywords)
 
     return scan
 
@@ -210,24 +209,26 @@ def _carried(rule: StateRule, carried: CarriedRows, name: str) -> torch.Tensor:
     """Returns outputs of all rows of a rank, `[1, T, ...]`; a collective call if any document is cut."""
     of_rows = [carried.split(x) for x in rule.rows]
     rows = {group: [of_x[group] for of_x in of_rows] for group in of_rows[0]}
-    held = carried.on_device.groups
+    held = carried.on_device
     if not carried.is_cut:
-        return _of_whole(rule, rows["whole"], held["whole"])
-    begun = {group: rule.begin(rows[group], held[group], group == "later") for group in FRAGMENTS if group in rows}
-    summaries = [rule.nothing(), *(one.summaries for one in begun.values())]
-    sent = carried.send_summaries(torch.cat(summaries), name)
-    outputs = {group: one.outputs for group, one in begun.items()}
+        return _of_whole(rule, rows["whole"], held.whole)
+    begun = rule.begin(rows["followed"], held) if "followed" in rows else None
+    sent = carried.send_summaries(rule.nothing() if begun is None else begun.summaries, name)
+    outputs: dict[GroupName, torch.Tensor] = {}
     if "whole" in rows:
-        outputs["whole"] = _of_whole(rule, rows["whole"], held["whole"])
+        outputs["whole"] = _of_whole(rule, rows["whole"], held.whole)
     states, arrived = sent.states(rule.after)
-    if "later" in begun:
-        outputs["later"] = rule.continued(begun["later"], states, rows["later"], held["later"])
+    of_middle, of_last = states.split([len(held.middle.tokens), len(held.last.tokens)])
+    if begun is not None:
+        outputs["followed"] = rule.continued(begun, of_middle) if len(of_middle) else begun.outputs
+    if "last" in rows:
+        outputs["last"] = rule.ended(rows["last"], of_last, held.last)
     return tied(carried.joined(outputs), arrived)
 
 
 def _of_whole(rule: StateRule, rows: Sequence[torch.Tensor], group: DeviceGroup) -> torch.Tensor:
     """Returns outputs of whole documents."""
-    if len(group.on_host.tokens) == 1:
+    if len(group.tokens) == 1:
         return rule.outputs(rows)
     if rule.packed is not None:
         return rule.outputs(rows, **rule.packed(group))

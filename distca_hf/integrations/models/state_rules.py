@@ -4,9 +4,10 @@
     Mamba2                    S_out = m S_in + B, m a number a head
     Mamba1                    S_out = m S_in + B, m a number a channel and state
 
-Outputs are affine in S_in, too. So fragments run from a zero state first, and what S_in adds to them follows. For
-delta rules one run gives all: with values [v | 0] and initial state [0 | I], outputs are [o | r], the final state is
-[B | M], and outputs from S_in are o + r S_in. The kernel's own gradients are all that is needed.
+Outputs are affine in S_in, too. So followed fragments run from a zero state, which gives B, and what S_in adds to
+their outputs is added when it arrives. For delta rules that is r S_in: a second run with values 0 from the state I has
+outputs r and the final state M. The function's own gradients are all that is needed. Last fragments of documents have
+no summary, so they wait for S_in and run from it.
 """
 
 from abc import ABC, abstractmethod
@@ -16,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn import functional
 
-from distca_hf.runtime.device_fragments import DeviceGroup
+from distca_hf.runtime.device_fragments import DeviceFragments, DeviceGroup
 
 
 # Returns keywords by which a function keeps the parts of a group apart.
@@ -27,17 +28,19 @@ DECAY_TOKENS = 256
 
 
 class Begun(NamedTuple):
-    """Fragments that ran from a zero state.
+    """Followed fragments that ran from a zero state.
 
     Attributes:
+        held: all fragments of the rank.
         outputs: `[1, T, ...]`.
-        summaries: `[followed, H, ...]`.
-        kept: what `StateRule.continued` needs besides.
+        summaries: `[fragments, H, ...]`.
+        kept: what `StateRule.added` needs of each middle fragment besides the state.
     """
 
+    held: DeviceFragments
     outputs: torch.Tensor
     summaries: torch.Tensor
-    kept: Any
+    kept: list[Tensors]
 
 
 class StateRule(ABC):
@@ -46,7 +49,7 @@ class StateRule(ABC):
     Attributes:
         rows: its tensors `[1, T, ...]`.
         packed: None if the function knows nothing of packed rows.
-        dtype: of summaries, at least fp32.
+        dtype: of summaries and states, at least fp32.
     """
 
     def __init__(self, rows: Tensors, packed: Packed | None) -> None:
@@ -55,11 +58,11 @@ class StateRule(ABC):
 
     @abstractmethod
     def outputs(self, rows: Tensors, **packed: Any) -> torch.Tensor:
-        """Returns outputs of rows of documents, `[N, T, ...]`."""
+        """Returns outputs of documents, `[N, T, ...]`."""
 
     @abstractmethod
-    def begin(self, rows: Tensors, group: DeviceGroup, is_later: bool) -> Begun:
-        """Runs fragments from a zero state; first ones are complete with that."""
+    def begin(self, rows: Tensors, held: DeviceFragments) -> Begun:
+        """Runs followed fragments from a zero state; first fragments of documents are complete with that."""
 
     @abstractmethod
     def nothing(self) -> torch.Tensor:
@@ -72,26 +75,28 @@ class StateRule(ABC):
         """Returns states after fragments, see `runtime.carried_states.After`."""
 
     @abstractmethod
-    def continued(self, begun: Begun, states: torch.Tensor, rows: Tensors, group: DeviceGroup) -> torch.Tensor:
-        """Returns outputs of later fragments from the states before them, `[fragments, H, ...]`."""
+    def added(self, output: torch.Tensor, kept: Tensors, state: torch.Tensor) -> torch.Tensor:
+        """Returns the output of a fragment with what its state `[H, ...]` adds to it."""
+
+    @abstractmethod
+    def ended(self, rows: Tensors, states: torch.Tensor, last: DeviceGroup) -> torch.Tensor:
+        """Returns outputs of last fragments, `[1, T, ...]`, from their states `[fragments, H, ...]`."""
+
+    def continued(self, begun: Begun, states: torch.Tensor) -> torch.Tensor:
+        """Returns outputs of followed fragments, `[1, T, ...]`, from the states of middle ones."""
+        outputs = list(begun.outputs.split(begun.held.followed.tokens, dim=1))
+        for number, kept, state in zip(begun.held.on_host.middle.tolist(), begun.kept, states, strict=True):
+            with torch.autocast(state.device.type, enabled=False):
+                outputs[number] = self.added(outputs[number], kept, state)
+        return torch.cat(outputs, dim=1)
 
     def _no_summaries(self, shape: tuple[int, ...], *tensors: torch.Tensor | None) -> torch.Tensor:
         return torch.cat([x.reshape(-1)[:0].to(self.dtype) for x in tensors if x is not None]).view(0, *shape)
 
 
-def _parts(x: torch.Tensor, group: DeviceGroup) -> tuple[torch.Tensor, ...]:
-    """Returns the rows of each part of a group, `[1, T, ...]`."""
-    return x.split(group.on_host.tokens.tolist(), dim=1)
-
-
 def _each(rows: Tensors, group: DeviceGroup) -> Iterator[tuple[torch.Tensor, ...]]:
     """Yields the tensors of each part of a group."""
-    return zip(*(_parts(x, group) for x in rows), strict=True)
-
-
-def _followed(of_parts: torch.Tensor, group: DeviceGroup) -> torch.Tensor:
-    """Returns those of followed parts of `[parts, ...]`."""
-    return of_parts if len(group.on_host.followed) == len(of_parts) else of_parts.index_select(0, group.followed)
+    return zip(*(x.split(group.tokens, dim=1) for x in rows), strict=True)
 
 
 class DeltaRule(StateRule):
@@ -108,39 +113,27 @@ class DeltaRule(StateRule):
         self._function, self._normalizes = function, normalizes
         self._heads, self._value_dim, self._key_dim = *rows[2].shape[2:], rows[1].shape[3]
 
-    def _run(self, rows: Tensors, **more: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
-        q, k, v, g, beta = rows
-        mixed: tuple[torch.Tensor, torch.Tensor | None] = self._function(
-            q, k, v, g=g, beta=beta, use_qk_l2norm_in_kernel=self._normalizes, **more
-        )
-        return mixed
-
     def outputs(self, rows: Tensors, **packed: Any) -> torch.Tensor:
         """See `StateRule`."""
-        return self._run(rows, **packed)[0]
+        output: torch.Tensor = self._run(rows, **packed)[0]
+        return output
 
-    def begin(self, rows: Tensors, group: DeviceGroup, is_later: bool) -> Begun:
-        """See `StateRule`."""
-        q, k, v, g, beta = rows
-        parts = len(group.on_host.tokens)
-        more: dict[str, Any] = {"output_final_state": len(group.on_host.followed) > 0}
-        if is_later:
-            eye = torch.eye(self._key_dim, dtype=self.dtype, device=v.device).expand(1, self._heads, -1, -1)
-            more["initial_state"] = functional.pad(eye, (self._value_dim, 0))
-            v = functional.pad(v, (0, self._key_dim))
-        rows = (q, k, v, g, beta)
-        if parts == 1 or self.packed is None:
-            of_parts = [self._run(part, **more) for part in _each(rows, group)]
-        else:
-            if is_later:
-                more["initial_state"] = more["initial_state"].expand(parts, -1, -1, -1)
-            of_parts = [self._run(rows, **more, **self.packed(group))]
-        outputs = torch.cat([out for out, _ in of_parts], dim=1)
-        if not more["output_final_state"]:
-            return Begun(outputs, self.nothing(), None)
-        summaries = _followed(torch.cat([state for _, state in of_parts if state is not None]).to(self.dtype), group)
-        # M of a first fragment is not needed.
-        return Begun(outputs, summaries if is_later else functional.pad(summaries, (0, self._key_dim)), None)
+    def begin(self, rows: Tensors, held: DeviceFragments) -> Begun:
+        """See `StateRule`. M of a first fragment is not needed."""
+        outputs, add = self._run_group(rows, held.followed, None, output_final_state=True)
+        times, kept = [add.new_zeros(1, self._heads, self._key_dim, self._key_dim)] * len(add), list[Tensors]()
+        if middle := held.on_host.middle.tolist():
+            parts = list(_each(rows, held.followed))
+            q, k, v, *of_decays = (
+                torch.cat(x, dim=1) for x in zip(*(parts[number] for number in middle), strict=True)
+            )
+            zeros = v.new_zeros(*v.shape[:3], self._key_dim)
+            eye = torch.eye(self._key_dim, dtype=self.dtype, device=v.device).expand(len(middle), self._heads, -1, -1)
+            reads, found = self._run_group((q, k, zeros, *of_decays), held.middle, eye, output_final_state=True)
+            kept = [(read,) for read in reads.split(held.middle.tokens, dim=1)]
+            for number, of_part in zip(middle, found.split(1), strict=True):
+                times[number] = of_part
+        return Begun(held, outputs, torch.cat([add, torch.cat(times)], dim=3).to(self.dtype), kept)
 
     def nothing(self) -> torch.Tensor:
         """See `StateRule`."""
@@ -151,21 +144,37 @@ class DeltaRule(StateRule):
         add, times = summary.split((self._value_dim, self._key_dim), dim=-1)
         return add if state is None else add + times @ state
 
-    def continued(self, begun: Begun, states: torch.Tensor, rows: Tensors, group: DeviceGroup) -> torch.Tensor:
+    def added(self, output: torch.Tensor, kept: Tensors, state: torch.Tensor) -> torch.Tensor:
         """See `StateRule`."""
-        out, read = begun.outputs.split((self._value_dim, self._key_dim), dim=-1)
-        with torch.autocast(out.device.type, enabled=False):
-            more = [
-                torch.baddbmm(out_1THV[0].transpose(0, 1), read_1THK[0].transpose(0, 1), state_HKV).transpose(0, 1)
-                for (out_1THV, read_1THK), state_HKV in zip(
-                    _each((out, read), group), states.to(read.dtype), strict=True
-                )
-            ]
-        return torch.cat(more)[None]
+        out_HTV, read_HTK = output[0].transpose(0, 1), kept[0][0].transpose(0, 1)
+        return torch.baddbmm(out_HTV, read_HTK, state.to(output.dtype)).transpose(0, 1)[None]
+
+    def ended(self, rows: Tensors, states: torch.Tensor, last: DeviceGroup) -> torch.Tensor:
+        """See `StateRule`."""
+        return self._run_group(rows, last, states, output_final_state=False)[0]
+
+    def _run_group(
+        self, rows: Tensors, group: DeviceGroup, states: torch.Tensor | None, output_final_state: bool
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns outputs of a group, and final states of its parts; of none unless they are asked for."""
+        more: dict[str, Any] = {"output_final_state": output_final_state}
+        if len(group.tokens) == 1 or self.packed is None:
+            before = [None] * len(group.tokens) if states is None else states.split(1)
+            pairs = zip(_each(rows, group), before, strict=True)
+            made = [self._run(part, initial_state=state, **more) for part, state in pairs]
+        else:
+            made = [self._run(rows, initial_state=states, **more, **self.packed(group))]
+        outputs = torch.cat([out for out, _ in made], dim=1)
+        return outputs, torch.cat([state for _, state in made]) if output_final_state else outputs[:0]
+
+    def _run(self, rows: Tensors, **more: Any) -> Any:
+        q, k, v, g, beta = rows
+        return self._function(q, k, v, g=g, beta=beta, use_qk_l2norm_in_kernel=self._normalizes, **more)
 
 
 class Scan(StateRule):
-    """Mamba2's scan.
+    """Mamba2's scan. Its kernels take a state for each row of a batch, and have no gradients of states after packed
+    rows, so each fragment is one call.
 
     Args:
         function: of the rows and further keywords, like Transformers'.
@@ -191,45 +200,47 @@ class Scan(StateRule):
         x, dt, B, C = rows
         return self._function(x, dt, self._A, B, C, **self._of_steps, **more)
 
-    def begin(self, rows: Tensors, group: DeviceGroup, is_later: bool) -> Begun:
-        """See `StateRule`. Kernels know no gradients of the states of packed rows, so each part is one call."""
+    def begin(self, rows: Tensors, held: DeviceFragments) -> Begun:
+        """See `StateRule`."""
         bias, (least, most) = self._of_steps["dt_bias"], self._of_steps["dt_limit"]
         step_1TN = rows[1].to(self.dtype) + (0 if bias is None else bias.to(self.dtype))
         step_1TN = functional.softplus(step_1TN) if self._of_steps["dt_softplus"] else step_1TN
         decay_1TN = self._A.to(self.dtype) * step_1TN.clamp(least, most)
-        sums = [part.cumsum(1) for part in _parts(decay_1TN, group)]
-        ran = [self.outputs(part, return_final_states=True) for part in _each(rows, group)]
-        states = torch.cat([state for _, state in ran]).to(self.dtype).flatten(2)
-        factors = torch.stack([of_part[0, -1] for of_part in sums]).exp()
-        summaries = _followed(torch.cat([states, factors[..., None]], dim=2), group)
-        return Begun(torch.cat([out for out, _ in ran], dim=1), summaries, sums)
+        sums = [part_1TN.cumsum(1) for part_1TN in decay_1TN.split(held.followed.tokens, dim=1)]
+        made = [self.outputs(part, return_final_states=True) for part in _each(rows, held.followed)]
+        states = torch.cat([state for _, state in made]).to(self.dtype).flatten(2)
+        factors = torch.cat([sum_1TN[:, -1] for sum_1TN in sums]).exp()
+        C = rows[3].split(held.followed.tokens, dim=1)
+        kept: list[Tensors] = [(sums[number], C[number]) for number in held.on_host.middle.tolist()]
+        outputs = torch.cat([out for out, _ in made], dim=1)
+        return Begun(held, outputs, torch.cat([states, factors[..., None]], dim=2), kept)
 
     def nothing(self) -> torch.Tensor:
         """See `StateRule`."""
         x, dt, B, _ = self.rows
-        return self._no_summaries(
-            (self._heads, self._head_dim * self._state_dim + 1), x, dt, self._A, B, self._of_steps["dt_bias"]
-        )
+        shape = self._heads, self._head_dim * self._state_dim + 1
+        return self._no_summaries(shape, x, dt, self._A, B, self._of_steps["dt_bias"])
 
     def after(self, summary: torch.Tensor, state: torch.Tensor | None) -> torch.Tensor:
         """See `StateRule`."""
         add = summary[..., :-1].unflatten(-1, (self._head_dim, self._state_dim))
         return add if state is None else torch.addcmul(add, summary[..., -1:, None], state)
 
-    def continued(self, begun: Begun, states: torch.Tensor, rows: Tensors, group: DeviceGroup) -> torch.Tensor:
+    def added(self, output: torch.Tensor, kept: Tensors, state: torch.Tensor) -> torch.Tensor:
+        """See `StateRule`. Heads of a group have one C: [G, T, S] x [G, S, heads of a group x H]."""
+        sum_1TN, C_1TGS = kept
+        of_groups = state.to(C_1TGS.dtype).reshape(C_1TGS.shape[2], -1, self._state_dim).transpose(1, 2)
+        more_TNH = (C_1TGS[0].transpose(0, 1) @ of_groups).transpose(0, 1).reshape(-1, self._heads, self._head_dim)
+        return (output + sum_1TN.exp()[..., None] * more_TNH).to(output.dtype)
+
+    def ended(self, rows: Tensors, states: torch.Tensor, last: DeviceGroup) -> torch.Tensor:
         """See `StateRule`."""
-        more = []
-        with torch.autocast(states.device.type, enabled=False):
-            for sum_1TN, C_1TGS, state_NHS in zip(begun.kept, _parts(rows[3], group), states, strict=True):
-                # Heads of a group have one C: [G, T, S] x [G, S, heads of a group x H].
-                of_groups = state_NHS.to(C_1TGS.dtype).reshape(C_1TGS.shape[2], -1, self._state_dim).transpose(1, 2)
-                more_TNH = (C_1TGS[0].transpose(0, 1) @ of_groups).transpose(0, 1)
-                more.append(sum_1TN[0].exp()[..., None] * more_TNH.reshape(-1, self._heads, self._head_dim))
-            return (begun.outputs + torch.cat(more)).to(begun.outputs.dtype)
+        pairs = zip(_each(rows, last), states.split(1), strict=True)
+        return torch.cat([self.outputs(part, initial_states=state) for part, state in pairs], dim=1)
 
 
 class SelectiveScan(StateRule):
-    """Mamba1's scan.
+    """Mamba1's scan, which takes no state: what it adds is added to last fragments, too.
 
     Args:
         function: of the rows transposed, `[1, D, T]`, and further keywords, like Transformers'.
@@ -248,17 +259,22 @@ class SelectiveScan(StateRule):
         mixed = self._function(x, dt, self._A, B, C, z=z[0] if z else None, **self._of_steps, **more)
         return (mixed[0].transpose(1, 2), mixed[1]) if more else mixed.transpose(1, 2)
 
-    def begin(self, rows: Tensors, group: DeviceGroup, is_later: bool) -> Begun:
+    def begin(self, rows: Tensors, held: DeviceFragments) -> Begun:
         """See `StateRule`."""
+        parts = list(_each(rows, held.followed))
+        sums = [self._step_sums(part) for part in parts]
+        made = [self.outputs(part, return_last_state=True) for part in parts]
+        states = torch.cat([state for _, state in made]).to(self.dtype)
+        factors = (self._A.to(self.dtype) * torch.cat([sum_1TD[:, -1] for sum_1TD in sums])[..., None]).exp()
+        kept: list[Tensors] = [(sums[number], *parts[number][3:]) for number in held.on_host.middle.tolist()]
+        outputs = torch.cat([out for out, _ in made], dim=1)
+        return Begun(held, outputs, torch.cat([states, factors], dim=2), kept)
+
+    def _step_sums(self, rows: Tensors) -> torch.Tensor:
+        """Returns sums of steps from the beginning of a fragment to each token, `[1, T, D]`."""
         bias = self._of_steps["delta_bias"]
         step_1TD = rows[1].to(self.dtype) + (0 if bias is None else bias.to(self.dtype))
-        step_1TD = functional.softplus(step_1TD) if self._of_steps["delta_softplus"] else step_1TD
-        sums = [part.cumsum(1) for part in _parts(step_1TD, group)]
-        ran = [self.outputs(part, return_last_state=True) for part in _each(rows, group)]
-        states = torch.cat([state for _, state in ran]).to(self.dtype)
-        factors = (self._A.to(self.dtype) * torch.stack([of_part[0, -1] for of_part in sums])[..., None]).exp()
-        summaries = _followed(torch.cat([states, factors], dim=2), group)
-        return Begun(torch.cat([out for out, _ in ran], dim=1), summaries, sums)
+        return (functional.softplus(step_1TD) if self._of_steps["delta_softplus"] else step_1TD).cumsum(1)
 
     def nothing(self) -> torch.Tensor:
         """See `StateRule`."""
@@ -271,15 +287,22 @@ class SelectiveScan(StateRule):
         add, times = summary.chunk(2, dim=-1)
         return add if state is None else torch.addcmul(add, times, state)
 
-    def continued(self, begun: Begun, states: torch.Tensor, rows: Tensors, group: DeviceGroup) -> torch.Tensor:
+    def added(self, output: torch.Tensor, kept: Tensors, state: torch.Tensor) -> torch.Tensor:
         """See `StateRule`."""
         more, A_DS = [], self._A.to(self.dtype)
-        with torch.autocast(states.device.type, enabled=False):
-            for sum_1TD, C_1TS, state_DS in zip(begun.kept, _parts(rows[3], group), states, strict=True):
-                for sum_TD, C_TS in zip(
-                    sum_1TD[0].split(DECAY_TOKENS), C_1TS[0].to(self.dtype).split(DECAY_TOKENS), strict=True
-                ):
-                    decay_TDS = (A_DS * sum_TD[..., None]).exp()
-                    more.append(torch.einsum("tds,ds,ts->td", decay_TDS, state_DS, C_TS))
-            gate = functional.silu(rows[4].to(self.dtype)) if len(rows) == 5 else 1
-            return (begun.outputs + torch.cat(more) * gate).to(begun.outputs.dtype)
+        sum_1TD, C_1TS, *gate = kept
+        for sum_TD, C_TS in zip(
+            sum_1TD[0].split(DECAY_TOKENS), C_1TS[0].to(self.dtype).split(DECAY_TOKENS), strict=True
+        ):
+            more.append(torch.einsum("tds,ds,ts->td", (A_DS * sum_TD[..., None]).exp(), state, C_TS))
+        gate_1TD = functional.silu(gate[0].to(self.dtype)) if gate else 1
+        return (output + torch.cat(more) * gate_1TD).to(output.dtype)
+
+    def ended(self, rows: Tensors, states: torch.Tensor, last: DeviceGroup) -> torch.Tensor:
+        """See `StateRule`."""
+        outputs = []
+        for part, state in zip(_each(rows, last), states, strict=True):
+            sums, output = self._step_sums(part), self.outputs(part)
+            with torch.autocast(state.device.type, enabled=False):
+                outputs.append(self.added(output, (sums, *part[3:]), state))
+        return torch.cat(outputs, dim=1)

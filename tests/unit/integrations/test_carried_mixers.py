@@ -113,20 +113,19 @@ def as_transformers_calls(implementation: Callable[..., Any]) -> Callable[..., A
 def test_kernels_for_packed_rows_are_told_where_documents_begin() -> None:
     layout = Layout.from_segments([5, 9, 3], [[(0, 0, 5), (1, 0, 4), (2, 0, 3)], [(1, 4, 9)]], [14, 5])
     held = PinnedFragments.prepare(Fragments.of(layout, 0, 3), pin=False).to(torch.device("cpu"))
-    whole, first = held.groups["whole"], held.groups["first"]
     delta = _packed_by(as_transformers_calls(lambda q, cu_seqlens=None, cu_seqlens_cpu=None: q), "cu_seqlens")
     scan = _packed_by(as_transformers_calls(lambda x, seq_idx=None: x), "seq_idx")
     assert delta is not None
     assert scan is not None
 
     # Two whole documents, and padding, which counts as one; the fragment is in neither call.
-    assert {name: x.tolist() for name, x in delta(whole).items()} == {
+    assert {name: x.tolist() for name, x in delta(held.whole).items()} == {
         "cu_seqlens": [0, 5, 8, 10],
         "cu_seqlens_cpu": [0, 5, 8, 10],
     }
-    assert scan(whole)["seq_idx"].tolist() == [[0] * 5 + [1] * 3 + [2] * 2]
-    assert delta(first)["cu_seqlens"].tolist() == [0, 4]
-    assert whole.offsets is whole.offsets, "made once for a plan"
+    assert scan(held.whole)["seq_idx"].tolist() == [[0] * 5 + [1] * 3 + [2] * 2]
+    assert delta(held.followed)["cu_seqlens"].tolist() == [0, 4]
+    assert held.whole.offsets is held.whole.offsets, "made once for a plan"
     assert _packed_by(as_transformers_calls(lambda q, **keywords: q), "cu_seqlens") is None
 
 
