@@ -190,16 +190,16 @@ class _Travel:
         self._is_nested = backward_number() >= 0  # reentrant checkpointing differentiates inside of a backward pass
 
     def start(self, items: torch.Tensor) -> None:
-        """Starts the exchange, unless a checkpointed region saved what arrived in forward."""
-        if is_saved(current_run()):
+        """Starts to send items of this rank, unless a checkpointed region saved what arrived in forward."""
+        if is_saved(current_run(), of_states=True):
             return
         exchange = f"{self._layer} {items.dtype} {[*items.shape[1:]]}"
         self._pass.begin_exchange_of_states(exchange, self._needs_gradients, self._fingerprint)
-        self._exchange(items, self._sent, self._received, "forward")
+        self._exchange(items.index_select(0, self.sent), self._sent, self._received, "forward")
 
     def received(self) -> torch.Tensor:
         """Returns the items of other ranks, by rank."""
-        (items,) = outputs_in(current_run(), lambda: (self._wait(),))
+        (items,) = outputs_in(current_run(), lambda: (self._wait(),), of_states=True)
         return items
 
     def start_back(self, gradients: torch.Tensor) -> None:
@@ -227,7 +227,7 @@ class _Dispatch(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, travel: _Travel, items: torch.Tensor) -> torch.Tensor:
         ctx.travel, ctx.shape = travel, items.shape
-        travel.start(items.index_select(0, travel.sent))
+        travel.start(items)
         return items.new_empty(0)
 
     @staticmethod

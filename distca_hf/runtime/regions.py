@@ -9,6 +9,8 @@ reads from it which region runs. Calls are matched by their order.
     RetainingRegion   keeps the rows that calls received: attention is computed again, without an exchange
     SavingRegion      keeps the outputs of calls: no kernel runs again, either
 
+Layers with a state are computed again in both, from the halos and summaries that they received.
+
 Torch's selective checkpointing saves outputs, too, with a mode that sees every operator of a layer, in Python. That
 costs the host more than attention does. Here only our operators look whether they are in a region.
 """
@@ -89,39 +91,6 @@ def check_call(number: int, num_calls: int, remedy: str) -> None:
         )
 
 
-class RetainingRegion:
-    """Received rows of every attention call of a checkpointed region, None where they are not kept."""
-
-    def __init__(self) -> None:
-        self._received: list[Received | None] = []
-        self._taken = 0
-
-    def begin(self, recomputes: bool) -> None:
-        """See `Region`. Forward forgets the calls of an earlier pass."""
-        self._taken = 0
-        if not recomputes:
-            self._received.clear()
-
-    def keep(self, received: Received | None) -> None:
-        """Keeps the rows of the next call in forward."""
-        self._received.append(received)
-
-    def take(self) -> Received | None:
-        """Returns the rows that the next call received in forward.
-
-        Raises:
-            RuntimeError: recomputation makes more calls than forward did.
-        """
-        check_call(self._taken, len(self._received), "kv_residency='refetch' exchanges again")
-        received, self._taken = self._received[self._taken], self._taken + 1
-        return None if received is None else received.once_more()
-
-
-def retaining_contexts() -> tuple[RegionRun[RetainingRegion], RegionRun[RetainingRegion]]:
-    """Returns contexts as the `context_fn` of checkpointed modules; called once for each region and forward pass."""
-    return runs_of(RetainingRegion())
-
-
 class SavingRegion:
     """Keeps the outputs of its attention calls where they are."""
 
@@ -153,24 +122,77 @@ class SavingRegion:
         return tuple(x.detach() for x, _ in saved)
 
 
-def outputs_in(run: RegionRun[Any] | None, operator: Callable[[], Outputs]) -> Outputs:
-    """Returns the outputs of a call of attention, computed or saved. A region around this one keeps them, too: its
-    recomputation runs forward of this one again."""
-    if run is None or isinstance(run.region, RetainingRegion):
+class RetainingRegion:
+    """Received rows of every attention call of a checkpointed region, None where they are not kept.
+
+    Attributes:
+        states: what layers with a state received.
+    """
+
+    def __init__(self) -> None:
+        self.states = SavingRegion()
+        self._received: list[Received | None] = []
+        self._taken = 0
+
+    def begin(self, recomputes: bool) -> None:
+        """See `Region`. Forward forgets the calls of an earlier pass."""
+        self._taken = 0
+        if recomputes:
+            self.states.begin(recomputes)
+        else:
+            self.states = SavingRegion()
+            self._received.clear()
+
+    def keep(self, received: Received | None) -> None:
+        """Keeps the rows of the next call in forward."""
+        self._received.append(received)
+
+    def take(self) -> Received | None:
+        """Returns the rows that the next call received in forward.
+
+        Raises:
+            RuntimeError: recomputation makes more calls than forward did.
+        """
+        check_call(self._taken, len(self._received), "kv_residency='refetch' exchanges again")
+        received, self._taken = self._received[self._taken], self._taken + 1
+        return None if received is None else received.once_more()
+
+
+def outputs_in(run: RegionRun[Any] | None, operator: Callable[[], Outputs], of_states: bool = False) -> Outputs:
+    """Returns the outputs of a call, computed or saved. A region around this one keeps them, too: its recomputation
+    runs forward of this one again.
+
+    Args:
+        of_states: whether a layer with a state calls, not attention.
+    """
+    saving = _saving(run, of_states)
+    if run is None or saving is None:
         return operator()
     if run.recomputes:
-        taken: Outputs = run.region.take()
+        taken: Outputs = saving.take()
         return taken
-    outputs = outputs_in(run.outer, operator)
-    run.region.save(outputs)
+    outputs = outputs_in(run.outer, operator, of_states)
+    saving.save(outputs)
     return outputs
 
 
-def is_saved(run: RegionRun[Any] | None) -> bool:
+def is_saved(run: RegionRun[Any] | None, of_states: bool = False) -> bool:
     """Returns whether the outputs of a call were saved in forward, so that `outputs_in` does not compute them."""
-    if run is None or isinstance(run.region, RetainingRegion):
+    if run is None or _saving(run, of_states) is None:
         return False
-    return run.recomputes or is_saved(run.outer)
+    return run.recomputes or is_saved(run.outer, of_states)
+
+
+def _saving(run: RegionRun[Any] | None, of_states: bool) -> Any:
+    """Returns what saves outputs in a region; None if nothing does."""
+    if run is None or not isinstance(run.region, RetainingRegion):
+        return None if run is None else run.region
+    return run.region.states if of_states else None
+
+
+def retaining_contexts() -> tuple[RegionRun[RetainingRegion], RegionRun[RetainingRegion]]:
+    """Returns contexts as the `context_fn` of checkpointed modules; called once for each region and forward pass."""
+    return runs_of(RetainingRegion())
 
 
 def saving_contexts() -> tuple[RegionRun[SavingRegion], RegionRun[SavingRegion]]:

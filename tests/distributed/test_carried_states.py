@@ -34,7 +34,7 @@ from support.wide_models import FAMILIES, tiny_config_of, wide_model
 
 
 pytestmark = pytest.mark.usefixtures("one_core")
-CHECKPOINTING = ("none", "non-reentrant", "reentrant")
+CHECKPOINTING = ("none", "non-reentrant", "reentrant", "attending again")
 # One layout more for each family, besides those that all have.
 ALSO = dict(zip(FAMILIES, [EIGHT, FOUR, TWO, EIGHT, EIGHT, FOUR, TWO, FOUR, EIGHT, ONE_WITHOUT, TWO], strict=True))
 
@@ -67,11 +67,12 @@ def test_layouts_are_as_difficult_as_they_are_meant_to_be() -> None:
 @pytest.mark.parametrize("model_type", FAMILIES)
 def test_step_on_cut_documents_is_that_of_every_document_alone(model_type: str) -> None:
     expected = alone(model_type)
-    plain, saved, again = (step(model_type, THREE, checkpointing) for checkpointing in CHECKPOINTING)
+    plain, saved, again, retained = (step(model_type, THREE, checkpointing) for checkpointing in CHECKPOINTING)
 
     assert plain.difference(expected) <= LARGEST_DIFFERENCE
     assert saved.difference(expected) <= LARGEST_DIFFERENCE, "non-reentrant checkpointing"
     assert again.difference(expected) <= LARGEST_DIFFERENCE, "reentrant checkpointing"
+    assert retained.difference(expected) <= LARGEST_DIFFERENCE, "attention is computed again"
     assert step(model_type, ALSO[model_type], "none").difference(expected) <= LARGEST_DIFFERENCE
 
     # Summaries start before whole documents run, so the latest exchange of a layer goes back first.
@@ -79,8 +80,9 @@ def test_step_on_cut_documents_is_that_of_every_document_alone(model_type: str) 
         {place.split(", ")[0] for place in plain.forward}
     )
     back = [place.replace("forward", "backward") for place in reversed(plain.forward)]
-    assert (plain.backward, saved.backward) == (back, back), "recomputation exchanges nothing that was saved"
-    assert (saved.forward, again.forward) == (plain.forward, plain.forward)
+    assert plain.backward == back
+    assert saved.backward == retained.backward == back, "recomputation exchanges nothing that was saved"
+    assert saved.forward == again.forward == retained.forward == plain.forward
     assert [place for place in again.backward if "backward" in place] == back
     assert {place for place in again.backward if "forward" in place} == {*plain.forward}, "regions may be nested"
 
@@ -90,16 +92,17 @@ def test_ranks_divide_heads_where_that_saves_bytes(model_type: str, monkeypatch:
     """With fewer heads than ranks, too: some fold none."""
     monkeypatch.setattr(device_fragments, "LEAST_SAVED_BYTES", -math.inf)
     expected = alone(model_type)
-    plain, saved, again = (step(model_type, THREE, checkpointing) for checkpointing in CHECKPOINTING)
+    plain, saved, again, retained = (step(model_type, THREE, checkpointing) for checkpointing in CHECKPOINTING)
 
     assert plain.difference(expected) <= LARGEST_DIFFERENCE
     assert saved.difference(expected) <= LARGEST_DIFFERENCE
     assert again.difference(expected) <= LARGEST_DIFFERENCE
+    assert retained.difference(expected) <= LARGEST_DIFFERENCE
     assert step(model_type, EIGHT, "none").difference(expected) <= LARGEST_DIFFERENCE
     returned = [place for place in plain.forward if "states" in place]
     assert len(returned) == len({*returned}) == len([place for place in plain.forward if "summaries" in place])
     back = [place.replace("forward", "backward") for place in reversed(plain.forward)]
-    assert (plain.backward, saved.backward) == (back, back)
+    assert plain.backward == saved.backward == retained.backward == back
 
 
 @pytest.mark.parametrize("model_type", ["qwen3_next", "kimi_linear"])

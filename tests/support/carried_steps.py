@@ -112,14 +112,18 @@ def step_on_ranks(
 
     Args:
         build: makes the model, with equal weights every time; called once for each rank.
-        checkpointing: "none", "non-reentrant" or "reentrant".
+        checkpointing: "none", "non-reentrant", "reentrant", or "attending again": non-reentrant, without saved outputs
+            of attention.
         autocast: whether forward runs under autocast to bf16.
         around: puts something around the transport of a rank.
         change: called with a rank's enabled model, the rank and the number of the pass, before each one.
         passes: number of steps; the latest one counts.
     """
     models = [build() for _ in ranks]
-    context = ParallelContext(tokens_per_rank=sum(LENGTHS), ranks_per_node=len(ranks))
+    attends_again: dict[str, Any] = (
+        {"checkpointed_attention": "recompute"} if checkpointing == "attending again" else {}
+    )
+    context = ParallelContext(tokens_per_rank=sum(LENGTHS), ranks_per_node=len(ranks), **attends_again)
     planner = ByHand(context, len(ranks), halo_tokens=halo_tokens_for(models[0]), ranks=ranks)
 
     def body(given: Transport) -> Step:
