@@ -1,4 +1,4 @@
-"""Folds: which ranks compute the states inside of cut documents, and what they exchange for that.
+"""Folds: which ranks compute the states within cut documents, and what they exchange for that.
 
 Over the tokens of a fragment a state is an affine map, S_out = M S_in + B. Ranks make this summary (M, B) without
 knowing S_in, and a chain of summaries gives every state:
@@ -16,11 +16,15 @@ There are two ways to divide this work:
 Either way, what travels are units: a summary or state of all heads, or of one head.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 
 from distca_hf.arrays import IntArray, exclusive_cumsum, ranges, run_starts
+
+
+LEAST_SAVED_BYTES = 2**23
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,7 +50,7 @@ def route_of(source: IntArray, item: IntArray, destination: IntArray, rank: int,
 
 
 @dataclass(frozen=True, eq=False)
-class CutDocuments:
+class CutFragments:
     """Fragments of all cut documents, in document order; the same on all ranks.
 
     Attributes:
@@ -72,10 +76,10 @@ class Fold:
         gathered: route of units of summaries.
         placed: int64, places in `[units of this rank | units received]`: the first summary of every chain, then the
             second one of every chain that has two, and so on. Longer chains come first.
-        steps: how many of them there are of each.
-        returned: route of units of states, in the order of `placed`; empty by ranks.
+        steps: how many chains have a first summary, a second one, and so on.
+        returned: route of units of states, which are numbered as they are computed, like `placed`; empty by ranks.
         states: int64 `[states * units]` places in `[units computed | units received]`, in the order of states.
-        busiest: units that the busiest rank sends or receives; the same on all ranks.
+        busiest: most units of summaries that a rank sends or receives, and most of states; the same on all ranks.
     """
 
     heads: int | None
@@ -87,7 +91,7 @@ class Fold:
     busiest: int
 
     @classmethod
-    def of(cls, cut: CutDocuments, rank: int, heads: int | None = None) -> "Fold":
+    def of(cls, cut: CutFragments, rank: int, heads: int | None = None) -> "Fold":
         """Returns the fold of one rank.
 
         Args:
@@ -125,6 +129,21 @@ class Fold:
         return cls(heads, gathered, place[order], tuple(steps.tolist()), returned, states, busiest)
 
 
+def cheaper(by_ranks: Fold, by_heads: Callable[[], Fold], heads: int, head_bytes: int) -> Fold:
+    """Returns the fold by heads if it saves the busiest rank more than `LEAST_SAVED_BYTES`, which pays for one more
+    exchange; else by ranks. States count as if they were as large as summaries, so by heads is overestimated.
+
+    Args:
+        heads: of the layer.
+        head_bytes: of a summary of one of them.
+    """
+    by_ranks_bytes = by_ranks.busiest * heads * head_bytes
+    if by_ranks_bytes <= LEAST_SAVED_BYTES:
+        return by_ranks
+    divided = by_heads()
+    return divided if by_ranks_bytes - divided.busiest * head_bytes > LEAST_SAVED_BYTES else by_ranks
+
+
 def _busiest(source: IntArray, target: IntArray) -> int:
     """Returns how many items the rank sends or receives that sends or receives most."""
     return max(int(np.bincount(ranks).max(initial=0)) for ranks in (source, target))
@@ -137,7 +156,7 @@ def _arrival(source: IntArray) -> IntArray:
     return arrival
 
 
-def _chains_by_ranks(cut: CutDocuments) -> tuple[IntArray, IntArray, IntArray, IntArray]:
+def _chains_by_ranks(cut: CutFragments) -> tuple[IntArray, IntArray, IntArray, IntArray]:
     """Returns of each chain its first fragment, unit, rank that folds it and length. Every rank folds the fragments of
     a document before its own last one."""
     opens = run_starts(cut.document)
@@ -152,9 +171,9 @@ def _chains_by_ranks(cut: CutDocuments) -> tuple[IntArray, IntArray, IntArray, I
     return first[chosen], np.zeros(len(chosen), dtype=np.int64), cut.rank[chosen], number[chosen] - first[chosen]
 
 
-def _chains_by_heads(cut: CutDocuments, heads: int) -> tuple[IntArray, IntArray, IntArray, IntArray]:
+def _chains_by_heads(cut: CutFragments, heads: int) -> tuple[IntArray, IntArray, IntArray, IntArray]:
     """Returns of each chain the same; each head of a document is folded once. The k-th of D ranks that hold parts of a
-    document folds heads k H / D to (k + 1) H / D."""
+    document folds heads k H / D to (k + 1) H / D, counted from another rank in every document."""
     opens = run_starts(cut.document)
     firsts = np.flatnonzero(opens)
     lengths = np.diff(firsts, append=len(opens)) - 1
@@ -162,7 +181,7 @@ def _chains_by_heads(cut: CutDocuments, heads: int) -> tuple[IntArray, IntArray,
     pairs = np.unique(number * cut.num_ranks + cut.rank)
     holders = np.bincount(pairs // cut.num_ranks, minlength=len(firsts))
     document, unit = np.repeat(np.arange(len(firsts)), heads), np.tile(np.arange(heads), len(firsts))
-    # Documents begin with different ranks, so that few heads do not always go to the same ones.
+    # From another rank: few heads would always go to the same ones.
     turn = ((unit + 1) * holders[document] - 1) // heads
     folder = pairs[exclusive_cumsum(holders)[document] + (turn + document) % holders[document]] % cut.num_ranks
     return firsts[document], unit, folder, lengths[document]

@@ -6,6 +6,10 @@ the state before it is in `planning.folds`.
     document         | f0 | f1     | f2  | f3 |      in document order, on ranks in any order
     rows of a rank   | f2 | d1 | d5 | f0 | d2 |      d: whole documents
     groups           whole: d1 d5 d2    followed: f2 f0    last: none
+
+    first            sends a summary, needs no state     followed
+    middle           sends a summary, needs a state      followed
+    last             sends no summary, needs a state
     halo of f2       the tokens just before it, wherever they are: a convolution sees them
 
 All of it follows from the layout, so every rank derives the same.
@@ -18,7 +22,7 @@ import numpy as np
 
 from distca_hf.arrays import BoolArray, IntArray, ranges, run_starts, run_stops
 from distca_hf.layout import Layout
-from distca_hf.planning.folds import CutDocuments, Route, route_of
+from distca_hf.planning.folds import CutFragments, Route, route_of
 
 
 # Sort keys are (document, position); positions have 31 bits.
@@ -33,9 +37,11 @@ class Halo:
     """How a convolution over W tokens sees the tokens before each segment of this rank.
 
     The first W - 1 tokens of a segment are convolved once more, each in a window of 2 (W - 1) tokens: those before the
-    segment, then its own. Windows of whole documents begin with zeros.
+    segment, then its own. Windows at the start of a document begin with zeros, and those of short segments end with
+    zeros.
 
     Attributes:
+        tokens: W - 1.
         route: of rows.
         taken: int64, rows of this rank that are in windows.
         windows: int64 `[segments * 2 (W - 1)]` places in `[rows taken | rows received | one row of zeros]`.
@@ -43,6 +49,7 @@ class Halo:
         rows: int64 `[tokens]` rows of this rank that they belong to.
     """
 
+    tokens: int
     route: Route
     taken: IntArray
     windows: IntArray
@@ -67,7 +74,7 @@ class Fragments:
         runs: all rows, in their order.
         groups: int64 `[parts]` tokens of the documents or fragments of each group, in row order; padding is a
             document.
-        middle: int64, numbers of the followed fragments that follow others.
+        middle_numbers: of the followed fragments that follow others.
         cut: fragments of all ranks. Every rank makes summaries of its followed fragments, and needs states before its
             middle fragments, then before its last ones; each in row order.
         halo: of convolutions.
@@ -77,8 +84,8 @@ class Fragments:
     cut_documents: int
     runs: tuple[Run, ...]
     groups: dict[GroupName, IntArray]
-    middle: IntArray
-    cut: CutDocuments
+    middle_numbers: list[int]
+    cut: CutFragments
     halo: Halo
 
     @classmethod
@@ -86,7 +93,7 @@ class Fragments:
         """Returns the fragments of a layout on one rank.
 
         Args:
-            halo_tokens: tokens before a segment that convolutions see: one less than the widest of them.
+            halo_tokens: tokens before a segment that the widest convolution sees.
         """
         order = np.lexsort((layout.segment_start, layout.segment_document))
         opens = run_starts(layout.segment_document[order])
@@ -96,7 +103,7 @@ class Fragments:
         fragments = order[~(opens & stops)]
         runs, groups, middle = _groups(layout, rank, follows, is_followed)
         states = _numbers(layout, follows & is_followed, follows & ~is_followed)
-        cut = CutDocuments(
+        cut = CutFragments(
             layout.segment_document[fragments],
             layout.segment_rank[fragments],
             _numbers(layout, is_followed)[fragments],
@@ -124,19 +131,20 @@ def _numbers(layout: Layout, *chosen: BoolArray) -> IntArray:
 
 def _groups(
     layout: Layout, rank: int, follows: BoolArray, is_followed: BoolArray
-) -> tuple[tuple[Run, ...], dict[GroupName, IntArray], IntArray]:
+) -> tuple[tuple[Run, ...], dict[GroupName, IntArray], list[int]]:
     """Returns the runs and groups of a rank, and numbers of middle fragments."""
     held = layout.segments_of(rank)
     tokens, later = layout.segment_tokens[held], follows[held]
-    group = np.select([is_followed[held], later], [GROUPS.index("followed"), GROUPS.index("last")])
+    whole, followed, last = map(GROUPS.index, GROUPS)
+    group = np.select([is_followed[held], later], [followed, last], whole)
     padding = int(layout.rank_rows[rank] - layout.rank_tokens[rank])
     if padding:
-        tokens, group = np.append(tokens, padding), np.append(group, GROUPS.index("whole"))
+        tokens, group = np.append(tokens, padding), np.append(group, whole)
     opens = np.flatnonzero(run_starts(group))
     names = [GROUPS[number] for number in group[opens]]
     runs = tuple(map(Run, np.add.reduceat(tokens, opens).tolist() if names else [], names))
     groups = {name: tokens[group == number] for number, name in enumerate(GROUPS)}
-    return runs, groups, np.flatnonzero(later[is_followed[held]])
+    return runs, groups, np.flatnonzero(later[is_followed[held]]).tolist()
 
 
 def _halo(layout: Layout, rank: int, order: IntArray, halo_tokens: int) -> Halo:
@@ -172,4 +180,4 @@ def _halo(layout: Layout, rank: int, order: IntArray, halo_tokens: int) -> Halo:
     by_source = np.argsort(source[mine][~stays], kind="stable")
     windows[place[~stays][by_source]] = len(taken) + np.arange(len(by_source))
     kept = ranges(np.arange(len(own)) * halo_tokens, own)
-    return Halo(route, taken, windows, kept, own_rows)
+    return Halo(halo_tokens, route, taken, windows, kept, own_rows)

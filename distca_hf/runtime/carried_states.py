@@ -4,7 +4,7 @@
     halo              tokens just before each segment, from wherever they are; zeros before a document
     summary           (M, B) of a fragment, to the ranks that fold it (`planning.folds`)
     chain             S = B0, then M1 S + B1, ... in document order, in fp64
-    state             to the rank of the fragment after it, if that is another one
+    state             to the rank of the next fragment, only if ranks divide heads; nothing hides this exchange
 
 Every rank starts the same exchanges in every layer, and backward starts the mirrored ones, on ranks without fragments
 too. An exchange is two functions of autograd, so that what runs between them hides it in both directions:
@@ -96,18 +96,17 @@ class CarriedRows:
             convolve: a causal convolution of `[N, C, L]`, over at most one token more than halos have.
         """
         held, on_host = self.on_device, self.on_host
-        if not len(held.windows):  # it sees one token
+        if not on_host.halo.tokens:  # it sees one token
             return convolve(x_1CT)
         x_TC = x_1CT[0].t()
         route = on_host.halo.route
         halos = self._start(x_TC, held.halo_sent, route, f"{where}, halos") if self.is_cut else None
-        out_1CT = convolve(x_1CT)  # each segment's first tokens follow: here they see the rows above them
+        out_1CT = convolve(x_1CT)  # the first tokens of a segment saw the segment above; they are replaced below
         received = [] if halos is None else [halos.wait()]
         rows = torch.cat([x_TC.index_select(0, held.taken), *received, x_TC.new_zeros(1, x_TC.shape[1])])
         segments = sum(map(len, on_host.groups.values()))
         windows_SLC = rows.index_select(0, held.windows).view(segments, -1, x_TC.shape[1])
-        halo_tokens = windows_SLC.shape[1] // 2
-        first_SLC = convolve(windows_SLC.transpose(1, 2)).transpose(1, 2)[:, halo_tokens:]
+        first_SLC = convolve(windows_SLC.transpose(1, 2)).transpose(1, 2)[:, on_host.halo.tokens :]
         first_NC = first_SLC.flatten(0, 1).index_select(0, held.kept)
         return out_1CT.index_copy(2, held.rows, first_NC.t()[None])
 
@@ -182,9 +181,10 @@ class _Travel:
     def __init__(self, plan: LivePlan, sent: torch.Tensor, route: Route, where: str, needs_gradients: bool) -> None:
         self._needs_gradients, self._fingerprint = needs_gradients, plan.fingerprint
         self._pass, self._transport = plan.forward_pass, among_trainers(plan.transport)
-        self.sent = sent
+        self.sent_items = sent
         counts = route.sent_counts, route.received_counts
-        self._sent, self._received = (x[: self._transport.world_size].tolist() for x in counts)
+        # Attention servers come last, and have no rows.
+        self._sent_counts, self._received_counts = (x[: self._transport.world_size].tolist() for x in counts)
         self._layer, self._micro_batch = where, plan.micro_batch
         self._under_way: Exchange | None = None
         self._is_nested = backward_number() >= 0  # reentrant checkpointing differentiates inside of a backward pass
@@ -195,7 +195,7 @@ class _Travel:
             return
         exchange = f"{self._layer} {items.dtype} {[*items.shape[1:]]}"
         self._pass.begin_exchange_of_states(exchange, self._needs_gradients, self._fingerprint)
-        self._exchange(items.index_select(0, self.sent), self._sent, self._received, "forward")
+        self._exchange(items.index_select(0, self.sent_items), self._sent_counts, self._received_counts, "forward")
 
     def received(self) -> torch.Tensor:
         """Returns the items of other ranks, by rank."""
@@ -205,7 +205,7 @@ class _Travel:
     def start_back(self, gradients: torch.Tensor) -> None:
         """Starts to send gradients of received items to the ranks that they came from."""
         self._pass.begin_backward_of_rows(goes_on=self._is_nested)
-        self._exchange(gradients.contiguous(), self._received, self._sent, "backward")
+        self._exchange(gradients.contiguous(), self._received_counts, self._sent_counts, "backward")
 
     def gradients(self) -> torch.Tensor:
         """Returns gradients of the items sent."""
@@ -235,7 +235,7 @@ class _Dispatch(torch.autograd.Function):
         gradients = ctx.travel.gradients()
         # An item may have gone to several ranks. Accumulation sorts, so sums have one order, unlike index_add_.
         whole = gradients.new_zeros(ctx.shape)
-        return None, whole.index_put_((ctx.travel.sent,), gradients, accumulate=True)
+        return None, whole.index_put_((ctx.travel.sent_items,), gradients, accumulate=True)
 
 
 class _Arrive(torch.autograd.Function):
@@ -257,17 +257,15 @@ class _Tied(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, output: torch.Tensor, arrived: torch.Tensor) -> torch.Tensor:
-        ctx.arrived = arrived.shape, arrived.dtype
         return output.view_as(output)
 
     @staticmethod
-    def backward(ctx: Any, gradients: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        shape, dtype = ctx.arrived
-        return gradients, gradients.new_zeros(shape, dtype=dtype)
+    def backward(ctx: Any, gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return gradients, None
 
 
 def tied(output: torch.Tensor, arrived: torch.Tensor) -> torch.Tensor:
-    """Returns the output, whose backward pass runs that of the exchange, too, even if nothing arrived, or no
-    fragment of this rank needed it."""
+    """Returns the output, whose backward pass runs that of the exchange, too. Autograd runs only what is on a path to
+    the loss, and a rank without later fragments reads nothing that arrived."""
     tied_output: torch.Tensor = _Tied.apply(output, arrived)
     return tied_output

@@ -2,19 +2,15 @@
 
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Self
+from typing import Any, Self
 
 import numpy as np
 import torch
 
 from distca_hf.arrays import IntArray, offsets
-from distca_hf.planning.folds import Fold
+from distca_hf.planning.folds import Fold, cheaper
 from distca_hf.planning.fragments import Fragments
 from distca_hf.runtime.buckets import Buckets, to_device
-
-
-# Ranks divide heads if that saves the busiest one more than this in a layer: it takes one exchange more.
-LEAST_SAVED_BYTES = 2**23
 
 
 @dataclass(frozen=True, eq=False)
@@ -24,37 +20,48 @@ class PinnedFragments:
     Attributes:
         by_ranks: its fold if heads are not divided.
         indices: all indices, one after the other; in memory that a GPU copies from while the host goes on.
-        lengths: of each kind of indices.
+        lengths: of each kind of indices, by name.
     """
 
     fragments: Fragments
     by_ranks: Fold
     indices: torch.Tensor
-    lengths: list[int]
+    lengths: dict[str, int]
 
     @classmethod
     def prepare(cls, fragments: Fragments, pin: bool) -> Self:
         """Joins the indices, so that one copy takes them all; safe in a background thread."""
         halo, fold = fragments.halo, Fold.of(fragments.cut, fragments.rank)
-        indices = [halo.route.sent, halo.taken, halo.windows, halo.kept, halo.rows]
-        indices += [fold.gathered.sent, fold.placed, fold.returned.sent, fold.states]
-        for tokens in _tokens_of_groups(fragments):
-            indices += [offsets(tokens), np.repeat(np.arange(len(tokens)), tokens)]
-        joined = torch.from_numpy(np.concatenate(indices))
-        return cls(fragments, fold, joined.pin_memory() if pin else joined, [len(part) for part in indices])
+        indices = {
+            **{"halo_sent": halo.route.sent, "taken": halo.taken, "windows": halo.windows},
+            **{"kept": halo.kept, "rows": halo.rows, "middle_numbers": np.array(fragments.middle_numbers, np.int64)},
+            **{f"fold.{name}": index for name, index in _indices_of(fold).items()},
+            **{f"group.{name}": offsets(tokens) for name, tokens in _tokens_of_groups(fragments).items()},
+        }
+        joined = torch.from_numpy(np.concatenate(list(indices.values())))
+        lengths = {name: len(part) for name, part in indices.items()}
+        return cls(fragments, fold, joined.pin_memory() if pin else joined, lengths)
 
     def to(self, device: torch.device) -> "DeviceFragments":
         """Returns the fragments with their indices on the device; the host does not wait."""
-        parts = self.indices.to(device, non_blocking=True).split(self.lengths)
-        of_groups = zip(_tokens_of_groups(self.fragments), parts[9::2], parts[10::2], strict=True)
-        whole, followed, last, middle = (DeviceGroup(tokens.tolist(), *indices) for tokens, *indices in of_groups)
-        fold = DeviceFold(self.by_ranks, *parts[5:9])
-        return DeviceFragments(self.fragments, fold, whole, followed, last, middle, *parts[:5])
+        parts = self.indices.to(device, non_blocking=True).split(list(self.lengths.values()))
+        of = dict(zip(self.lengths, parts, strict=True))
+        fold = DeviceFold(self.by_ranks, **{name: of.pop(f"fold.{name}") for name in _indices_of(self.by_ranks)})
+        tokens = _tokens_of_groups(self.fragments)
+        groups: dict[str, Any] = {name: DeviceGroup(tokens[name].tolist(), of.pop(f"group.{name}")) for name in tokens}
+        return DeviceFragments(self.fragments, fold, **groups, **of)
 
 
-def _tokens_of_groups(fragments: Fragments) -> list[IntArray]:
+def _tokens_of_groups(fragments: Fragments) -> dict[str, IntArray]:
     """Returns tokens of the parts of all groups, and of middle fragments."""
-    return [*fragments.groups.values(), fragments.groups["followed"][fragments.middle]]
+    groups: dict[str, IntArray] = {**fragments.groups}  # type: ignore[dict-item]
+    return groups | {"middle": fragments.groups["followed"][fragments.middle_numbers]}
+
+
+def _indices_of(fold: Fold) -> dict[str, IntArray]:
+    """Returns the indices of a fold by the names of `DeviceFold`."""
+    sent = {"gathered": fold.gathered.sent, "returned": fold.returned.sent}
+    return sent | {"placed": fold.placed, "states": fold.states}
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,12 +81,11 @@ class DeviceGroup:
 
     Attributes:
         tokens: of each part, in row order.
-        long_offsets, long_numbers: int64; see `offsets` and `numbers`.
+        long_offsets: int64; see `offsets`.
     """
 
     tokens: list[int]
     long_offsets: torch.Tensor
-    long_numbers: torch.Tensor
 
     @cached_property
     def offsets(self) -> torch.Tensor:
@@ -94,7 +100,8 @@ class DeviceGroup:
     @cached_property
     def numbers(self) -> torch.Tensor:
         """int32 `[1, rows of the group]` number of the part that each belongs to."""
-        return self.long_numbers.to(torch.int32)[None]
+        parts = torch.arange(len(self.tokens), dtype=torch.int32, device=self.long_offsets.device)
+        return parts.repeat_interleave(self.long_offsets.diff(), output_size=sum(self.tokens))[None]
 
     @cached_property
     def buckets(self) -> Buckets:
@@ -109,6 +116,7 @@ class DeviceFragments:
     Attributes:
         whole, followed, last: groups.
         middle: followed fragments that follow others.
+        middle_numbers: int64, see `Fragments`.
         halo_sent, taken, windows, kept, rows: of `Halo`.
     """
 
@@ -118,28 +126,23 @@ class DeviceFragments:
     followed: DeviceGroup
     last: DeviceGroup
     middle: DeviceGroup
+    middle_numbers: torch.Tensor
     halo_sent: torch.Tensor
     taken: torch.Tensor
     windows: torch.Tensor
     kept: torch.Tensor
     rows: torch.Tensor
-    _by_heads: dict[int, DeviceFold] = field(default_factory=dict)
+    _by_heads: dict[int, DeviceFold] = field(init=False, default_factory=dict)
 
     def fold(self, heads: int, head_bytes: int) -> DeviceFold:
-        """Returns the fold that moves fewer bytes; the same way on all ranks.
+        """Returns the fold of a layer, see `cheaper`; the same way on all ranks."""
+        chosen = cheaper(self.by_ranks.on_host, lambda: self._divided(heads).on_host, heads, head_bytes)
+        return self.by_ranks if chosen is self.by_ranks.on_host else self._divided(heads)
 
-        Args:
-            heads: of the layer.
-            head_bytes: of a summary of one of them.
-        """
-        by_ranks_bytes = self.by_ranks.on_host.busiest * heads * head_bytes
-        if by_ranks_bytes <= LEAST_SAVED_BYTES:
-            return self.by_ranks
-        by_heads = self._by_heads.get(heads)
-        if by_heads is None:
+    def _divided(self, heads: int) -> DeviceFold:
+        """Returns the fold by heads; made once for a plan and a number of heads."""
+        if heads not in self._by_heads:
             fold = Fold.of(self.on_host.cut, self.on_host.rank, heads)
-            indices = (fold.gathered.sent, fold.placed, fold.returned.sent, fold.states)
-            by_heads = DeviceFold(fold, *(to_device(part, self.rows.device) for part in indices))
-            self._by_heads[heads] = by_heads
-        saved_bytes = by_ranks_bytes - by_heads.on_host.busiest * head_bytes
-        return by_heads if saved_bytes > LEAST_SAVED_BYTES else self.by_ranks
+            indices = {name: to_device(index, self.rows.device) for name, index in _indices_of(fold).items()}
+            self._by_heads[heads] = DeviceFold(fold, **indices)
+        return self._by_heads[heads]

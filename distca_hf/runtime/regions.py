@@ -27,6 +27,7 @@ from distca_hf.runtime.retention import Received
 
 Outputs = tuple[torch.Tensor, ...]
 REMEDY = "checkpointed_attention='recompute' attends again"
+EXCHANGES_AGAIN = "kv_residency='refetch' exchanges again"
 
 
 class Region(Protocol):
@@ -86,15 +87,18 @@ def check_call(number: int, num_calls: int, remedy: str) -> None:
         RuntimeError: there were fewer calls.
     """
     if number >= num_calls:
-        raise RuntimeError(
-            f"recomputation made more than the {num_calls} attention calls of its forward pass; {remedy}"
-        )
+        raise RuntimeError(f"recomputation made more than the {num_calls} calls of its forward pass; {remedy}")
 
 
 class SavingRegion:
-    """Keeps the outputs of its attention calls where they are."""
+    """Keeps the outputs of its calls where they are.
 
-    def __init__(self) -> None:
+    Args:
+        remedy: what to do if recomputation makes more calls than forward did.
+    """
+
+    def __init__(self, remedy: str = REMEDY) -> None:
+        self._remedy = remedy
         self._saved: list[list[tuple[torch.Tensor, int]]] = []
         self._taken = 0
 
@@ -112,7 +116,7 @@ class SavingRegion:
         Raises:
             RuntimeError: recomputation makes more calls than forward did, or outputs were changed in place since.
         """
-        check_call(self._taken, len(self._saved), REMEDY)
+        check_call(self._taken, len(self._saved), self._remedy)
         saved, self._taken = self._saved[self._taken], self._taken + 1
         if any(x._version != version for x, version in saved):
             raise RuntimeError(
@@ -130,7 +134,7 @@ class RetainingRegion:
     """
 
     def __init__(self) -> None:
-        self.states = SavingRegion()
+        self.states = SavingRegion(EXCHANGES_AGAIN)
         self._received: list[Received | None] = []
         self._taken = 0
 
@@ -140,7 +144,7 @@ class RetainingRegion:
         if recomputes:
             self.states.begin(recomputes)
         else:
-            self.states = SavingRegion()
+            self.states = SavingRegion(EXCHANGES_AGAIN)
             self._received.clear()
 
     def keep(self, received: Received | None) -> None:
@@ -153,7 +157,7 @@ class RetainingRegion:
         Raises:
             RuntimeError: recomputation makes more calls than forward did.
         """
-        check_call(self._taken, len(self._received), "kv_residency='refetch' exchanges again")
+        check_call(self._taken, len(self._received), EXCHANGES_AGAIN)
         received, self._taken = self._received[self._taken], self._taken + 1
         return None if received is None else received.once_more()
 

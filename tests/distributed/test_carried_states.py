@@ -12,9 +12,9 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from distca_hf.integrations.models.mixers import mixers_of
+from distca_hf.planning import folds
 from distca_hf.planning.folds import Fold
 from distca_hf.planning.fragments import Fragments
-from distca_hf.runtime import device_fragments
 from distca_hf.runtime.carried_states import After, SentSummaries
 from distca_hf.runtime.device_fragments import PinnedFragments
 from support.carried_steps import (
@@ -88,9 +88,9 @@ def test_step_on_cut_documents_is_that_of_every_document_alone(model_type: str) 
 
 
 @pytest.mark.parametrize("model_type", [name for name in FAMILIES if name != "lfm2"])
-def test_ranks_divide_heads_where_that_saves_bytes(model_type: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_steps_are_right_if_ranks_divide_heads(model_type: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """With fewer heads than ranks, too: some fold none."""
-    monkeypatch.setattr(device_fragments, "LEAST_SAVED_BYTES", -math.inf)
+    monkeypatch.setattr(folds, "LEAST_SAVED_BYTES", -math.inf)
     expected = alone(model_type)
     plain, saved, again, retained = (step(model_type, THREE, checkpointing) for checkpointing in CHECKPOINTING)
 
@@ -108,13 +108,18 @@ def test_ranks_divide_heads_where_that_saves_bytes(model_type: str, monkeypatch:
 @pytest.mark.parametrize("model_type", ["qwen3_next", "kimi_linear"])
 def test_kernels_for_packed_rows_run_once_for_each_group(model_type: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whole documents, followed fragments, and those that begin with a state each."""
-    mixer = next(iter(mixers_of(wide_model(model_type, "distca")).values()))
-    names = inspect.unwrap(type(mixer).forward).__globals__
+    names = names_of_mixers(model_type)
     name = "chunk_kimi_delta_attention" if model_type == "kimi_linear" else "torch_chunk_gated_delta_rule"
     rule, calls = names[name], list[tuple[int, bool]]()
 
     def packed(
-        *of_rows: Any, g: Any, beta: Any, initial_state: Any = None, cu_seqlens: Any = None, **more: Any
+        *of_rows: Any,
+        g: Any,
+        beta: Any,
+        initial_state: Any = None,
+        output_final_state: bool = False,
+        cu_seqlens: Any = None,
+        **more: Any,
     ) -> Any:
         calls.append((of_rows[0].shape[1], initial_state is not None))
         offsets = [0, of_rows[0].shape[1]] if cu_seqlens is None else cu_seqlens.tolist()
@@ -125,11 +130,12 @@ def test_kernels_for_packed_rows_run_once_for_each_group(model_type: str, monkey
                 g=g[:, start:stop],
                 beta=beta[:, start:stop],
                 initial_state=None if initial_state is None else initial_state[number : number + 1],
+                output_final_state=output_final_state,
                 **more,
             )
             for number, (start, stop) in enumerate(pairwise(offsets))
         ]
-        states = torch.cat([state for _, state in made]) if more.get("output_final_state") else None
+        states = torch.cat([state for _, state in made]) if output_final_state else None
         return torch.cat([out for out, _ in made], dim=1), states
 
     expected = alone(model_type)
@@ -156,7 +162,7 @@ def test_heads_are_divided_if_that_saves_more_than_an_exchange_costs(monkeypatch
     heads = 16
 
     def divided(saved_units: float) -> set[bool]:
-        monkeypatch.setattr(device_fragments, "LEAST_SAVED_BYTES", saved_units)
+        monkeypatch.setattr(folds, "LEAST_SAVED_BYTES", saved_units)
         return {one.fold(heads, 1).on_host.heads == heads for one in held}
 
     saved = heads * held[0].by_ranks.on_host.busiest - Fold.of(fragments[0].cut, 0, heads).busiest
@@ -211,6 +217,47 @@ def test_a_rank_without_fragments_makes_the_exchanges_of_the_others(model_type: 
         made = step_on_ranks(partial(build, "distca"), ONE_WITHOUT, checkpointing)
 
         assert made.difference(expected) <= LARGEST_DIFFERENCE, checkpointing
+
+
+def names_of_mixers(model_type: str) -> dict[str, Any]:
+    """The functions that mixers of a family call, by name."""
+    mixer = next(iter(mixers_of(wide_model(model_type, "distca")).values()))
+    names: dict[str, Any] = inspect.unwrap(type(mixer).forward).__globals__
+    return names
+
+
+def test_states_of_a_kernel_may_need_gradients_because_of_any_input(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All outputs of a function of autograd do if one input does, on ranks with fragments only."""
+    names = names_of_mixers("bamba")
+    scan = names["mamba2_chunk_scan"]
+
+    def as_one_function(
+        *of_rows: Any, D: torch.Tensor, initial_states: Any = None, return_final_states: bool = False, **more: Any
+    ) -> Any:
+        made = scan(*of_rows, D=D, initial_states=initial_states, return_final_states=return_final_states, **more)
+        return (made[0], made[1] + 0 * D.sum()) if return_final_states else made
+
+    monkeypatch.setitem(TRAINED, "only D", lambda name: name.endswith(".D"))
+    build = partial(build_partly_trained, "bamba", "only D")
+    expected = step_alone(build(FAMILIES["bamba"].plain))
+    monkeypatch.setitem(names, "mamba2_chunk_scan", as_one_function)
+
+    assert step_on_ranks(partial(build, "distca"), ONE_WITHOUT).difference(expected) <= LARGEST_DIFFERENCE
+
+
+def test_a_selective_scan_that_returns_no_state_is_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels have no gradients of the last state."""
+    names, expected = names_of_mixers("jamba"), alone("jamba")
+    scan = names["mamba_selective_scan"]
+
+    def without_state(*of_rows: Any, return_last_state: bool = False, **more: Any) -> torch.Tensor:
+        assert not return_last_state
+        output: torch.Tensor = scan(*of_rows, **more)
+        return output
+
+    monkeypatch.setitem(names, "mamba_selective_scan", without_state)
+
+    assert step("jamba", THREE, "none").difference(expected) <= LARGEST_DIFFERENCE
 
 
 @pytest.mark.parametrize("model_type", ["qwen3_next", "bamba", "jamba"])

@@ -155,7 +155,7 @@ def check_groups(world: World) -> None:
             parts = [part for part in world.segments(rank) if group_of.get(part[0], "whole") == name]
             assert tokens.tolist() == [*map(len, parts)]
         followed = world.summaries(rank)
-        assert fragments.middle.tolist() == [number for number, (_, start, _) in enumerate(followed) if start]
+        assert fragments.middle_numbers == [number for number, (_, start, _) in enumerate(followed) if start]
 
 
 def check_fold(world: World, heads: int | None) -> None:

@@ -53,7 +53,7 @@ def carries(mixer: nn.Module) -> bool:
     may mix tokens. No other forward function may be set on it (`kernelize` does)."""
     own = vars(mixer).get("forward")
     if getattr(own, "before", own) is not None or not type(mixer).__module__.startswith("transformers.models."):
-        return False  # ours knows the one before it
+        return False  # `_Apart` keeps the one that it replaced
     forward = _forward_of(mixer)
     loaded: dict[str, set[str]] = {"LOAD_GLOBAL": set(), "LOAD_ATTR": set(), "LOAD_METHOD": set()}
     for instruction in dis.get_instructions(forward):
@@ -114,6 +114,7 @@ def _convolution(original: Callable[..., torch.Tensor], rows: Rows, name: str) -
 
 def _delta_rule(original: Callable[..., Any], rows: Rows, name: str) -> Callable[..., tuple[torch.Tensor, None]]:
     packed = _packed_by(original, "cu_seqlens")
+    _check_takes(original, ("initial_state", "output_final_state"), name)
 
     def apply(
         query: torch.Tensor,
@@ -133,6 +134,7 @@ def _delta_rule(original: Callable[..., Any], rows: Rows, name: str) -> Callable
 
 def _scan(original: Callable[..., Any], rows: Rows, name: str) -> Callable[..., torch.Tensor]:
     packed = _packed_by(original, "seq_idx")
+    _check_takes(original, ("initial_states", "return_final_states"), name)
 
     def scan(
         hidden_states: torch.Tensor,
@@ -148,10 +150,10 @@ def _scan(original: Callable[..., Any], rows: Rows, name: str) -> Callable[..., 
         dt_limit: tuple[float, float] = (0.0, float("inf")),
         **keywords: Any,
     ) -> torch.Tensor:
-        _check_unused({**keywords, "z": z}, "scan", name)  # gates are of rows, too
-        function = partial(original, chunk_size=chunk_size, D=D)
+        _check_unused({**keywords, "z": z}, "scan", name)  # a gate has one entry per row, and would have to be split
+        function = partial(original, chunk_size=chunk_size)
         of_steps = {"dt_bias": dt_bias, "dt_softplus": dt_softplus, "dt_limit": dt_limit}
-        return _carried(Scan(function, (hidden_states, dt, B, C), packed, A, of_steps), rows(), name)
+        return _carried(Scan(function, (hidden_states, dt, B, C), packed, A, D, of_steps), rows(), name)
 
     return scan
 
@@ -185,7 +187,7 @@ def _selective_scan(original: Callable[..., Any], rows: Rows, name: str) -> Call
         _check_unused({"return_last_state": return_last_state}, "scan", name)
         of_rows = [x.transpose(1, 2) for x in (hidden_states, dt, B, C, *(() if z is None else (z,)))]
         of_steps = {"delta_bias": delta_bias, "delta_softplus": delta_softplus}
-        rule = SelectiveScan(partial(original, D=D, **of_implementation), of_rows, A, of_steps)
+        rule = SelectiveScan(partial(original, **of_implementation), of_rows, A, D, of_steps)
         return _carried(rule, rows(), name).transpose(1, 2)
 
     return scan
@@ -213,14 +215,15 @@ def _carried(rule: StateRule, carried: CarriedRows, name: str) -> torch.Tensor:
     if not carried.is_cut:
         return _of_whole(rule, rows["whole"], held.whole)
     begun = rule.begin(rows["followed"], held) if "followed" in rows else None
-    sent = carried.send_summaries(rule.nothing() if begun is None else begun.summaries, name)
+    summaries = [rule.nothing(), *([] if begun is None else [begun.summaries])]
+    sent = carried.send_summaries(torch.cat(summaries), name)
     outputs: dict[GroupName, torch.Tensor] = {}
     if "whole" in rows:
         outputs["whole"] = _of_whole(rule, rows["whole"], held.whole)
     states, arrived = sent.states(rule.after)
     of_middle, of_last = states.split([len(held.middle.tokens), len(held.last.tokens)])
     if begun is not None:
-        outputs["followed"] = rule.continued(begun, of_middle) if len(of_middle) else begun.outputs
+        outputs["followed"] = rule.continued(begun, of_middle, held) if len(of_middle) else begun.outputs
     if "last" in rows:
         outputs["last"] = rule.ended(rows["last"], of_last, held.last)
     return tied(carried.joined(outputs), arrived)
@@ -236,22 +239,37 @@ def _of_whole(rule: StateRule, rows: Sequence[torch.Tensor], group: DeviceGroup)
     return group.buckets.run(lambda gather: rule.outputs([gather(x[0]) for x in rows]), num_rows)[None]
 
 
-def _packed_by(function: Callable[..., Any], name: str) -> Packed | None:
-    """Returns what makes the keywords of a function for packed rows; None if it has none.
+def _packed_by(function: Callable[..., Any], keyword: str) -> Packed | None:
+    """Returns what makes a function's keywords for packed rows, "cu_seqlens" or "seq_idx"; None if it has none."""
+    known = _parameters_of(function)
+    if keyword not in known:
+        return None
+    if keyword == "seq_idx":
+        return lambda group: {keyword: group.numbers}
+    if "cu_seqlens_cpu" not in known:
+        return lambda group: {keyword: group.offsets}
+    return lambda group: {keyword: group.offsets, "cu_seqlens_cpu": group.offsets_on_host}
 
-    Transformers calls an installed kernel, or its own code, which takes any keyword and follows neither "cu_seqlens"
-    nor "seq_idx", one of which is the name.
+
+def _check_takes(function: Callable[..., Any], keywords: tuple[str, ...], name: str) -> None:
+    """Checks that a function takes and returns states.
+
+    Raises:
+        UnsupportedAttentionError: it does not. Transformers leaves out keywords that an installed kernel lacks.
     """
+    if missing := [keyword for keyword in keywords if keyword not in _parameters_of(function)]:
+        raise UnsupportedAttentionError(
+            f"{name} calls a kernel that has no {missing[0]!r}, so states of cut documents cannot reach it; install "
+            "another version of its package, or train without it"
+        )
+
+
+def _parameters_of(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
+    """Returns the parameters of what a function of Transformers calls: an installed kernel, or the function's own code
+    with torch, which follows no packed rows."""
     wrapper = inspect.unwrap(function, stop=_holds_implementation)
     of_wrapper = inspect.getclosurevars(wrapper).nonlocals if inspect.isfunction(wrapper) else {}
-    known = inspect.signature(of_wrapper.get("implementation", function)).parameters
-    if name not in known:
-        return None
-    if name == "seq_idx":
-        return lambda group: {name: group.numbers}
-    if "cu_seqlens_cpu" not in known:
-        return lambda group: {name: group.offsets}
-    return lambda group: {name: group.offsets, "cu_seqlens_cpu": group.offsets_on_host}
+    return inspect.signature(of_wrapper.get("implementation", function)).parameters
 
 
 def _holds_implementation(function: Callable[..., Any]) -> bool:

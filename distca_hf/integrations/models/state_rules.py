@@ -1,21 +1,26 @@
 """State rules: how a layer's function takes a state through rows, and through fragments that begin without theirs.
 
-    gated delta rules, KDA    S_out = M S_in + B, M [K, K] a head
-    Mamba2                    S_out = m S_in + B, m a number a head
-    Mamba1                    S_out = m S_in + B, m a number a channel and state
+    gated delta rules, KDA    S_out = M S_in + B, M is [K, K] for each head
+    Mamba2                    S_out = m S_in + B, m is one number for each head
+    Mamba1                    S_out = m S_in + B, m is one number for each channel and state
 
 Outputs are affine in S_in, too. So followed fragments run from a zero state, which gives B, and what S_in adds to
 their outputs is added when it arrives. For delta rules that is r S_in: a second run with values 0 from the state I has
-outputs r and the final state M. The function's own gradients are all that is needed. Last fragments of documents have
+outputs r and the final state M. The function's own gradients are all that is needed. Last fragments of documents send
 no summary, so they wait for S_in and run from it.
+
+In shapes: T rows, H heads, K and V dimensions of keys and values, P of Mamba2's heads, S of its states, G groups of
+heads that share B and C, C channels of Mamba1.
 """
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 from distca_hf.runtime.device_fragments import DeviceFragments, DeviceGroup
 
@@ -23,21 +28,21 @@ from distca_hf.runtime.device_fragments import DeviceFragments, DeviceGroup
 # Returns keywords by which a function keeps the parts of a group apart.
 Packed = Callable[[DeviceGroup], dict[str, Any]]
 Tensors = Sequence[torch.Tensor]
-# Tokens whose decays, a number a channel and state, are made at once.
+# Tokens of Mamba1 whose decays, `[T, C, S]`, exist at once.
 DECAY_TOKENS = 256
+# Groups of channels that ranks may divide.
+MOST_UNITS = 128
 
 
 class Begun(NamedTuple):
     """Followed fragments that ran from a zero state.
 
     Attributes:
-        held: all fragments of the rank.
         outputs: `[1, T, ...]`.
         summaries: `[fragments, H, ...]`.
-        kept: what `StateRule.added` needs of each middle fragment besides the state.
+        kept: for each middle fragment, what `StateRule.added` needs in addition to the state.
     """
 
-    held: DeviceFragments
     outputs: torch.Tensor
     summaries: torch.Tensor
     kept: list[Tensors]
@@ -66,9 +71,8 @@ class StateRule(ABC):
 
     @abstractmethod
     def nothing(self) -> torch.Tensor:
-        """Returns summaries of no fragment. They need gradients if any of this call's tensors does: whether backward
-        exchanges summaries must not depend on the fragments of a rank. If only a decay is trained, for example,
-        summaries need gradients, and values do not."""
+        """Returns summaries of no fragment, which need gradients if any tensor of this call does. They are joined with
+        those that there are: whether backward exchanges summaries must not depend on the fragments of a rank."""
 
     @abstractmethod
     def after(self, summary: torch.Tensor, state: torch.Tensor | None) -> torch.Tensor:
@@ -82,10 +86,10 @@ class StateRule(ABC):
     def ended(self, rows: Tensors, states: torch.Tensor, last: DeviceGroup) -> torch.Tensor:
         """Returns outputs of last fragments, `[1, T, ...]`, from their states `[fragments, H, ...]`."""
 
-    def continued(self, begun: Begun, states: torch.Tensor) -> torch.Tensor:
+    def continued(self, begun: Begun, states: torch.Tensor, held: DeviceFragments) -> torch.Tensor:
         """Returns outputs of followed fragments, `[1, T, ...]`, from the states of middle ones."""
-        outputs = list(begun.outputs.split(begun.held.followed.tokens, dim=1))
-        for number, kept, state in zip(begun.held.on_host.middle.tolist(), begun.kept, states, strict=True):
+        outputs = list(begun.outputs.split(held.followed.tokens, dim=1))
+        for number, kept, state in zip(held.on_host.middle_numbers, begun.kept, states, strict=True):
             with torch.autocast(state.device.type, enabled=False):
                 outputs[number] = self.added(outputs[number], kept, state)
         return torch.cat(outputs, dim=1)
@@ -104,7 +108,7 @@ class DeltaRule(StateRule):
 
     Args:
         function: of Transformers' signature.
-        rows: queries and keys `[1, T, H, K]`, values `[1, T, H, V]`, decays and betas.
+        rows: queries and keys `[1, T, key heads, K]`, values `[1, T, H, V]`, decays and betas.
         normalizes: whether the function normalizes queries and keys.
     """
 
@@ -115,14 +119,13 @@ class DeltaRule(StateRule):
 
     def outputs(self, rows: Tensors, **packed: Any) -> torch.Tensor:
         """See `StateRule`."""
-        output: torch.Tensor = self._run(rows, **packed)[0]
-        return output
+        return self._run(rows, **packed)[0]
 
     def begin(self, rows: Tensors, held: DeviceFragments) -> Begun:
         """See `StateRule`. M of a first fragment is not needed."""
         outputs, add = self._run_group(rows, held.followed, None, output_final_state=True)
         times, kept = [add.new_zeros(1, self._heads, self._key_dim, self._key_dim)] * len(add), list[Tensors]()
-        if middle := held.on_host.middle.tolist():
+        if middle := held.on_host.middle_numbers:
             parts = list(_each(rows, held.followed))
             q, k, v, *of_decays = (
                 torch.cat(x, dim=1) for x in zip(*(parts[number] for number in middle), strict=True)
@@ -133,11 +136,11 @@ class DeltaRule(StateRule):
             kept = [(read,) for read in reads.split(held.middle.tokens, dim=1)]
             for number, of_part in zip(middle, found.split(1), strict=True):
                 times[number] = of_part
-        return Begun(held, outputs, torch.cat([add, torch.cat(times)], dim=3).to(self.dtype), kept)
+        return Begun(outputs, torch.cat([add, torch.cat(times)], dim=3).to(self.dtype), kept)
 
     def nothing(self) -> torch.Tensor:
         """See `StateRule`."""
-        return self._no_summaries((self._heads, self._key_dim, self._value_dim + self._key_dim), *self.rows[1:])
+        return self._no_summaries((self._heads, self._key_dim, self._value_dim + self._key_dim), *self.rows)
 
     def after(self, summary: torch.Tensor, state: torch.Tensor | None) -> torch.Tensor:
         """See `StateRule`."""
@@ -145,7 +148,7 @@ class DeltaRule(StateRule):
         return add if state is None else add + times @ state
 
     def added(self, output: torch.Tensor, kept: Tensors, state: torch.Tensor) -> torch.Tensor:
-        """See `StateRule`."""
+        """See `StateRule`. Outputs have this dtype, so states are rounded to it here."""
         out_HTV, read_HTK = output[0].transpose(0, 1), kept[0][0].transpose(0, 1)
         return torch.baddbmm(out_HTV, read_HTK, state.to(output.dtype)).transpose(0, 1)[None]
 
@@ -155,21 +158,24 @@ class DeltaRule(StateRule):
 
     def _run_group(
         self, rows: Tensors, group: DeviceGroup, states: torch.Tensor | None, output_final_state: bool
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns outputs of a group, and final states of its parts; of none unless they are asked for."""
+    ) -> tuple[torch.Tensor, Any]:
+        """Returns outputs of a group, and final states of its parts; None unless they are asked for."""
         more: dict[str, Any] = {"output_final_state": output_final_state}
-        if len(group.tokens) == 1 or self.packed is None:
-            before = [None] * len(group.tokens) if states is None else states.split(1)
-            pairs = zip(_each(rows, group), before, strict=True)
-            made = [self._run(part, initial_state=state, **more) for part, state in pairs]
-        else:
-            made = [self._run(rows, initial_state=states, **more, **self.packed(group))]
+        if len(group.tokens) == 1:
+            return self._run(rows, initial_state=states, **more)
+        if self.packed is not None:
+            return self._run(rows, initial_state=states, **more, **self.packed(group))
+        before = [None] * len(group.tokens) if states is None else states.split(1)
+        pairs = zip(_each(rows, group), before, strict=True)
+        made = [self._run(part, initial_state=state, **more) for part, state in pairs]
         outputs = torch.cat([out for out, _ in made], dim=1)
-        return outputs, torch.cat([state for _, state in made]) if output_final_state else outputs[:0]
+        return outputs, torch.cat([state for _, state in made]) if output_final_state else None
 
-    def _run(self, rows: Tensors, **more: Any) -> Any:
+    def _run(self, rows: Tensors, **more: Any) -> tuple[torch.Tensor, Any]:
         q, k, v, g, beta = rows
-        return self._function(q, k, v, g=g, beta=beta, use_qk_l2norm_in_kernel=self._normalizes, **more)
+        more |= {"g": g, "beta": beta, "use_qk_l2norm_in_kernel": self._normalizes}
+        outputs, states = self._function(q, k, v, **more)
+        return outputs, states
 
 
 class Scan(StateRule):
@@ -178,8 +184,8 @@ class Scan(StateRule):
 
     Args:
         function: of the rows and further keywords, like Transformers'.
-        rows: x `[1, T, H, P]`, steps `[1, T, H]`, B and C `[1, T, groups, N]`.
-        A: `[H]`.
+        rows: x `[1, T, H, P]`, steps `[1, T, H]`, B and C `[1, T, G, S]`.
+        A, D: `[H]`.
         of_steps: keywords dt_bias, dt_softplus and dt_limit.
     """
 
@@ -189,37 +195,37 @@ class Scan(StateRule):
         rows: Tensors,
         packed: Packed | None,
         A: torch.Tensor,
+        D: torch.Tensor | None,
         of_steps: dict[str, Any],
     ) -> None:
         super().__init__(rows, packed)
-        self._function, self._A, self._of_steps = function, A, of_steps
+        self._function, self._A, self._D, self._of_steps = function, A, D, of_steps
         self._heads, self._head_dim, self._state_dim = *rows[0].shape[2:], rows[2].shape[3]
 
     def outputs(self, rows: Tensors, **more: Any) -> Any:
         """See `StateRule`."""
         x, dt, B, C = rows
-        return self._function(x, dt, self._A, B, C, **self._of_steps, **more)
+        return self._function(x, dt, self._A, B, C, D=self._D, **self._of_steps, **more)
 
     def begin(self, rows: Tensors, held: DeviceFragments) -> Begun:
         """See `StateRule`."""
         bias, (least, most) = self._of_steps["dt_bias"], self._of_steps["dt_limit"]
-        step_1TN = rows[1].to(self.dtype) + (0 if bias is None else bias.to(self.dtype))
-        step_1TN = functional.softplus(step_1TN) if self._of_steps["dt_softplus"] else step_1TN
-        decay_1TN = self._A.to(self.dtype) * step_1TN.clamp(least, most)
-        sums = [part_1TN.cumsum(1) for part_1TN in decay_1TN.split(held.followed.tokens, dim=1)]
+        step_1TH = rows[1].to(self.dtype) + (0 if bias is None else bias.to(self.dtype))
+        step_1TH = functional.softplus(step_1TH) if self._of_steps["dt_softplus"] else step_1TH
+        decay_1TH = self._A.to(self.dtype) * step_1TH.clamp(least, most)
+        sums = [part_1TH.cumsum(1) for part_1TH in decay_1TH.split(held.followed.tokens, dim=1)]
         made = [self.outputs(part, return_final_states=True) for part in _each(rows, held.followed)]
         states = torch.cat([state for _, state in made]).to(self.dtype).flatten(2)
-        factors = torch.cat([sum_1TN[:, -1] for sum_1TN in sums]).exp()
+        factors = torch.cat([sum_1TH[:, -1] for sum_1TH in sums]).exp()
         C = rows[3].split(held.followed.tokens, dim=1)
-        kept: list[Tensors] = [(sums[number], C[number]) for number in held.on_host.middle.tolist()]
+        kept: list[Tensors] = [(sums[number], C[number]) for number in held.on_host.middle_numbers]
         outputs = torch.cat([out for out, _ in made], dim=1)
-        return Begun(held, outputs, torch.cat([states, factors[..., None]], dim=2), kept)
+        return Begun(outputs, torch.cat([states, factors[..., None]], dim=2), kept)
 
     def nothing(self) -> torch.Tensor:
         """See `StateRule`."""
-        x, dt, B, _ = self.rows
         shape = self._heads, self._head_dim * self._state_dim + 1
-        return self._no_summaries(shape, x, dt, self._A, B, self._of_steps["dt_bias"])
+        return self._no_summaries(shape, *self.rows, self._A, self._D, self._of_steps["dt_bias"])
 
     def after(self, summary: torch.Tensor, state: torch.Tensor | None) -> torch.Tensor:
         """See `StateRule`."""
@@ -227,11 +233,11 @@ class Scan(StateRule):
         return add if state is None else torch.addcmul(add, summary[..., -1:, None], state)
 
     def added(self, output: torch.Tensor, kept: Tensors, state: torch.Tensor) -> torch.Tensor:
-        """See `StateRule`. Heads of a group have one C: [G, T, S] x [G, S, heads of a group x H]."""
-        sum_1TN, C_1TGS = kept
+        """See `StateRule`. Heads of a group have one C: [G, T, S] @ [G, S, heads of a group * P]."""
+        sum_1TH, C_1TGS = kept
         of_groups = state.to(C_1TGS.dtype).reshape(C_1TGS.shape[2], -1, self._state_dim).transpose(1, 2)
-        more_TNH = (C_1TGS[0].transpose(0, 1) @ of_groups).transpose(0, 1).reshape(-1, self._heads, self._head_dim)
-        return (output + sum_1TN.exp()[..., None] * more_TNH).to(output.dtype)
+        more_THP = (C_1TGS[0].transpose(0, 1) @ of_groups).transpose(0, 1).reshape(-1, self._heads, self._head_dim)
+        return (output + sum_1TH.exp()[..., None] * more_THP).to(output.dtype)
 
     def ended(self, rows: Tensors, states: torch.Tensor, last: DeviceGroup) -> torch.Tensor:
         """See `StateRule`."""
@@ -240,47 +246,71 @@ class Scan(StateRule):
 
 
 class SelectiveScan(StateRule):
-    """Mamba1's scan, which takes no state: what it adds is added to last fragments, too.
+    """Mamba1's scan. Its kernels take no state and have no gradients of the last one. So B is computed here, and what
+    a state adds is added to last fragments, too.
 
     Args:
-        function: of the rows transposed, `[1, D, T]`, and further keywords, like Transformers'.
-        rows: x, steps `[1, T, D]`, B and C `[1, T, N]`, and gates `[1, T, D]` if there are any.
-        A: `[D, N]`.
+        function: of the rows transposed, `[1, C, T]`, and further keywords, like Transformers'.
+        rows: x, steps `[1, T, C]`, B and C `[1, T, S]`, and gates `[1, T, C]` if there are any.
+        A: `[C, S]`; D: `[C]`.
         of_steps: keywords delta_bias and delta_softplus.
     """
 
-    def __init__(self, function: Callable[..., Any], rows: Tensors, A: torch.Tensor, of_steps: dict[str, Any]) -> None:
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        rows: Tensors,
+        A: torch.Tensor,
+        D: torch.Tensor | None,
+        of_steps: dict[str, Any],
+    ) -> None:
         super().__init__(rows, None)
-        self._function, self._A, self._of_steps = function, A, of_steps
+        self._function, self._A, self._D, self._of_steps = function, A, D, of_steps
+        # Ranks divide groups of channels: tables of thousands of units would take long to make.
+        self._heads = math.gcd(len(A), MOST_UNITS)
 
-    def outputs(self, rows: Tensors, **more: Any) -> Any:
+    def outputs(self, rows: Tensors, **packed: Any) -> torch.Tensor:
         """See `StateRule`."""
         x, dt, B, C, *z = (one.transpose(1, 2) for one in rows)
-        mixed = self._function(x, dt, self._A, B, C, z=z[0] if z else None, **self._of_steps, **more)
-        return (mixed[0].transpose(1, 2), mixed[1]) if more else mixed.transpose(1, 2)
+        output: torch.Tensor = self._function(
+            x, dt, self._A, B, C, D=self._D, z=z[0] if z else None, **self._of_steps, **packed
+        )
+        return output.transpose(1, 2)
 
     def begin(self, rows: Tensors, held: DeviceFragments) -> Begun:
         """See `StateRule`."""
         parts = list(_each(rows, held.followed))
-        sums = [self._step_sums(part) for part in parts]
-        made = [self.outputs(part, return_last_state=True) for part in parts]
-        states = torch.cat([state for _, state in made]).to(self.dtype)
-        factors = (self._A.to(self.dtype) * torch.cat([sum_1TD[:, -1] for sum_1TD in sums])[..., None]).exp()
-        kept: list[Tensors] = [(sums[number], *parts[number][3:]) for number in held.on_host.middle.tolist()]
-        outputs = torch.cat([out for out, _ in made], dim=1)
-        return Begun(held, outputs, torch.cat([states, factors], dim=2), kept)
+        steps = [self._steps(part) for part in parts]
+        sums = [step_1TC.cumsum(1) for step_1TC in steps]
+        add, times = [], []
+        for (x_1TC, _, B_1TS, *_), step_1TC, sum_1TC in zip(parts, steps, sums, strict=True):
+            rest_TC = sum_1TC[0, -1] - sum_1TC[0]
+            x_TC = step_1TC[0] * x_1TC[0].to(self.dtype)
+            with torch.autocast(x_TC.device.type, enabled=False):
+                found = _in_chunks(self._sum_of_inputs, rest_TC, x_TC, B_1TS[0].to(self.dtype))
+            add.append(torch.stack(found).sum(0))
+            times.append((self._A.to(self.dtype) * sum_1TC[0, -1, :, None]).exp())
+        kept: list[Tensors] = [(sums[number], *parts[number][3:]) for number in held.on_host.middle_numbers]
+        summaries = torch.cat([torch.stack(add), torch.stack(times)], dim=2)
+        outputs = torch.cat([self.outputs(part) for part in parts], dim=1)
+        return Begun(outputs, summaries.unflatten(1, (self._heads, -1)), kept)
 
-    def _step_sums(self, rows: Tensors) -> torch.Tensor:
-        """Returns sums of steps from the beginning of a fragment to each token, `[1, T, D]`."""
+    def _steps(self, rows: Tensors) -> torch.Tensor:
+        """Returns steps of rows, `[1, T, C]`."""
         bias = self._of_steps["delta_bias"]
-        step_1TD = rows[1].to(self.dtype) + (0 if bias is None else bias.to(self.dtype))
-        return (functional.softplus(step_1TD) if self._of_steps["delta_softplus"] else step_1TD).cumsum(1)
+        step_1TC = rows[1].to(self.dtype) + (0 if bias is None else bias.to(self.dtype))
+        return functional.softplus(step_1TC) if self._of_steps["delta_softplus"] else step_1TC
+
+    def _sum_of_inputs(self, rest_TC: torch.Tensor, x_TC: torch.Tensor, B_TS: torch.Tensor) -> torch.Tensor:
+        """Returns what these tokens add to the state after the fragment, `[C, S]`."""
+        decay_TCS = (self._A.to(self.dtype) * rest_TC[..., None]).exp()
+        return torch.einsum("tcs,tc,ts->cs", decay_TCS, x_TC, B_TS)
 
     def nothing(self) -> torch.Tensor:
         """See `StateRule`."""
-        x, dt, B, *_ = self.rows
         channels, state_dim = self._A.shape
-        return self._no_summaries((channels, 2 * state_dim), x, dt, self._A, B, self._of_steps["delta_bias"])
+        shape = self._heads, channels // self._heads, 2 * state_dim
+        return self._no_summaries(shape, *self.rows, self._A, self._D, self._of_steps["delta_bias"])
 
     def after(self, summary: torch.Tensor, state: torch.Tensor | None) -> torch.Tensor:
         """See `StateRule`."""
@@ -289,20 +319,28 @@ class SelectiveScan(StateRule):
 
     def added(self, output: torch.Tensor, kept: Tensors, state: torch.Tensor) -> torch.Tensor:
         """See `StateRule`."""
-        more, A_DS = [], self._A.to(self.dtype)
-        sum_1TD, C_1TS, *gate = kept
-        for sum_TD, C_TS in zip(
-            sum_1TD[0].split(DECAY_TOKENS), C_1TS[0].to(self.dtype).split(DECAY_TOKENS), strict=True
-        ):
-            more.append(torch.einsum("tds,ds,ts->td", (A_DS * sum_TD[..., None]).exp(), state, C_TS))
-        gate_1TD = functional.silu(gate[0].to(self.dtype)) if gate else 1
-        return (output + torch.cat(more) * gate_1TD).to(output.dtype)
+        sum_1TC, C_1TS, *gate = kept
+        state_CS = state.flatten(0, 1)
+
+        def read(sum_TC: torch.Tensor, C_TS: torch.Tensor) -> torch.Tensor:
+            decay_TCS = (self._A.to(self.dtype) * sum_TC[..., None]).exp()
+            return torch.einsum("tcs,cs,ts->tc", decay_TCS, state_CS, C_TS)
+
+        more_TC = torch.cat(_in_chunks(read, sum_1TC[0], C_1TS[0].to(self.dtype)))
+        gate_1TC = functional.silu(gate[0].to(self.dtype)) if gate else 1
+        return (output + more_TC * gate_1TC).to(output.dtype)
 
     def ended(self, rows: Tensors, states: torch.Tensor, last: DeviceGroup) -> torch.Tensor:
         """See `StateRule`."""
         outputs = []
         for part, state in zip(_each(rows, last), states, strict=True):
-            sums, output = self._step_sums(part), self.outputs(part)
+            sum_1TC, output = self._steps(part).cumsum(1), self.outputs(part)
             with torch.autocast(state.device.type, enabled=False):
-                outputs.append(self.added(output, (sums, *part[3:]), state))
+                outputs.append(self.added(output, (sum_1TC, *part[3:]), state))
         return torch.cat(outputs, dim=1)
+
+
+def _in_chunks(function: Callable[..., torch.Tensor], *of_rows: torch.Tensor) -> list[torch.Tensor]:
+    """Returns results for a few tokens each. Backward computes them again: what they need is `[T, C, S]`."""
+    pieces = zip(*(x.split(DECAY_TOKENS) for x in of_rows), strict=True)
+    return [checkpoint(function, *piece, use_reentrant=False, preserve_rng_state=False) for piece in pieces]

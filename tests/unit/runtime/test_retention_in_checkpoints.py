@@ -129,7 +129,7 @@ def test_more_attention_calls_than_before_are_an_error() -> None:
         x = torch.randn(4, 1, 4, requires_grad=True)
         region = functools.partial(differs, live, nn.Linear(4, 4))
         loss = checkpoint(region, x, use_reentrant=False, context_fn=retaining_contexts).sum()
-        with pytest.raises(RuntimeError, match="more than the 1 attention calls of its forward pass") as error:
+        with pytest.raises(RuntimeError, match="more than the 1 calls of its forward pass") as error:
             loss.backward()
         return str(error.value)
 
