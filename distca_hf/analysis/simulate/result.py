@@ -42,7 +42,8 @@ class WayFigures:
         times_as_fast: speed over plain packing, or over plain data parallelism for given batches.
         whole: whether queries attend all that they should; otherwise documents are cut, and attention is left out.
         attention_share: share of the seconds that GPUs spend in attention.
-        received_bytes: most bytes that a GPU sends or receives in the forward pass of a layer.
+        received_bytes, state_bytes: most bytes that a GPU sends or receives in the forward pass of a layer that
+            attends, and of one that carries a state.
         most_tokens: most tokens that layers of a GPU compute in a micro-step.
     """
 
@@ -61,6 +62,7 @@ class WayFigures:
     steps: int
     attention_share: float
     received_bytes: int
+    state_bytes: int
     most_tokens: int
 
     def gain_over(self, other: "WayFigures") -> float:
@@ -236,6 +238,7 @@ def make_result(
                 len(of_steps),
                 sum(one.attention_seconds for one in of_steps) / sum(one.seconds for one in of_steps),
                 int(max(one.received_bytes for one in of_steps)),
+                max(one.state_bytes for one in of_steps),
                 max(one.most_tokens for one in of_steps),
             )
         )
@@ -278,7 +281,8 @@ def _memory_bytes(simulation: Simulation, way: Way, steps: Sequence[WayStep]) ->
     setup = request.setup(sharding, checkpointing, way.is_ours, way.servers)
     tokens, received = max(one.most_tokens for one in steps), int(max(one.received_bytes for one in steps))
     if not way.in_stages:
-        return request.memory(setup, tokens, received, max(one.most_head_tokens for one in steps)).total
+        head_tokens, states = max(one.most_head_tokens for one in steps), max(one.state_bytes for one in steps)
+        return request.memory(setup, tokens, received, head_tokens, states).total
     assert request.pipeline is not None
     setup = replace(setup, num_ranks=request.gpus // request.num_stages, micro_steps=1)
     size = request.model.size.decoder(request.model.heads)
