@@ -282,7 +282,7 @@ def _figures(report: StepReport) -> RenderableType:
         ("bytes per layer, forward: total", in_bytes(figures.bytes_total)),
         ("  largest rank", in_bytes(figures.bytes_max_rank)),
         ("  largest rank, between nodes", in_bytes(figures.bytes_internode_max)),
-        *([("  of states, per layer that carries one", states)] if report.request.model.mixer_layers else []),
+        *([("  of states, per mixer: largest rank", states)] if report.request.model.mixer_layers else []),
         ("documents that are cut", f"{report.cut_documents:,}, into {counted(report.shards, 'task')}"),
         ("planning time", f"{1e3 * report.planning_seconds:.1f} ms"),
         ("fingerprint", report.fingerprint),

@@ -5,24 +5,22 @@ weights. All other names are those of Transformers: a model type or class, with 
 Weights are counted in a model without memory (torch's meta device).
 """
 
-import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from distca_hf.analysis.memory import HALF_BYTES, SINGLE_BYTES
 from distca_hf.analysis.models import (
     CONFIG_FILE,
     DEFAULT_MODEL,
     PRESETS,
     ModelShape,
     ModelSize,
-    StateSize,
     preset,
     read_config,
     without_hub,
 )
+from distca_hf.analysis.states import state_size_of
 from distca_hf.cost import CAUSAL_MASK, Heads
 from distca_hf.errors import ConfigError
 from distca_hf.flops import find_gpu
@@ -150,35 +148,6 @@ def _with_layers(shape: ModelShape, model: "PreTrainedModel") -> ModelShape:
         whole_documents=needs_whole_documents(model),
         state_size=state_size_of(model),
     )
-
-
-# Heads, and numbers of a head's summary (`integrations.models.state_rules`), of a mixer whose code calls a function.
-SUMMARIES: dict[str, Callable[[Any], tuple[int, int]]] = {
-    "torch_chunk_gated_delta_rule": lambda of: (of.num_v_heads, of.head_k_dim * (of.head_k_dim + of.head_v_dim)),
-    "chunk_kimi_delta_attention": lambda of: (of.num_heads, of.head_dim * 2 * of.head_dim),
-    "mamba2_chunk_scan": lambda of: (of.num_heads, of.head_dim * of.ssm_state_size + 1),
-    "mamba_selective_scan": lambda of: (of.intermediate_size, 2 * of.ssm_state_size),
-}
-
-
-def state_size_of(model: "PreTrainedModel") -> StateSize | None:
-    """Returns what layers that carry a state exchange, all as the largest: in bf16, and states in fp32. None if there
-    are none, documents stay whole, or a mixer keeps its sizes under other names."""
-    from distca_hf.integrations.models.carried_mixers import CONVOLUTION, REPLACED
-    from distca_hf.integrations.models.mixers import halo_tokens_for, mixers_of
-
-    halo_tokens, mixers, sizes = halo_tokens_for(model), mixers_of(model).values(), []
-    if halo_tokens is None:
-        return None
-    for mixer in mixers:
-        called = (REPLACED.keys() - {CONVOLUTION}) & inspect.unwrap(type(mixer).forward).__globals__.keys()
-        try:
-            heads, numbers = next(SUMMARIES[name](mixer) for name in SUMMARIES if name in called) if called else (1, 0)
-        except (AttributeError, StopIteration):
-            return None
-        channels = sum(getattr(part, "in_channels", 0) for part in mixer.modules())
-        sizes.append(StateSize(len(mixers), heads, SINGLE_BYTES * numbers, halo_tokens, HALF_BYTES * channels))
-    return max(sizes, key=lambda size: size.heads * size.head_bytes + size.halo_bytes)
 
 
 # Bytes of a weight by the names that configurations have for dtypes.

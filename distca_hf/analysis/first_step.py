@@ -30,8 +30,8 @@ class Figures:
         bytes_total: bytes between ranks in the forward pass of one layer.
         bytes_max_rank: the most of these bytes that one rank sends or receives; summed over micro-steps.
         bytes_internode_max: the same for bytes between nodes.
-        state_bytes_max_rank: the most bytes of states that one rank sends or receives in the forward pass of one layer
-            that carries them; summed over micro-steps. None if their size is not known.
+        state_bytes_max_rank: the most bytes that one rank sends or receives in the forward pass of one mixer; summed
+            over micro-steps. None if sizes of states are not known.
     """
 
     tokens_min: int
@@ -40,7 +40,7 @@ class Figures:
     bytes_total: int
     bytes_max_rank: int
     bytes_internode_max: int
-    state_bytes_max_rank: int | None
+    state_bytes_max_rank: int | None = 0
 
 
 def figures_of(micro_steps: Sequence["PlannedMicroBatch"], topology: Topology) -> Figures:
@@ -137,8 +137,8 @@ class PlannedMicroBatch:
         bytes_between: `[source, destination]` bytes sent in the forward pass of one layer; nothing to oneself. Queries
             and outputs of tasks that move are sent once, keys and values once per document and server.
         head_parts: parts that heads are divided into, of which a rank may compute some; 1 if it computes all heads.
-        state_bytes: most bytes of states that one rank sends or receives in the forward pass of one layer; None if
-            their size is not known.
+        state_bytes: most bytes that one rank sends or receives in the forward pass of one mixer; None if sizes of
+            states are not known.
     """
 
     document_tokens: IntArray

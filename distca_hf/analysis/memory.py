@@ -246,7 +246,7 @@ def estimate_memory(
         rank_tokens: tokens that the rank holds in a micro-step, as its tensor ranks do.
         received_bytes: keys and values that it receives in the forward pass of one layer of full attention.
         head_tokens: most tokens that a head computes; 0: those of the rank.
-        state_bytes: states of cut documents that all layers receive, and keep until backward.
+        state_bytes: states of cut documents that all mixers receive, and keep until backward.
     """
 
     def kept_bytes(layer: LayerSize) -> float:

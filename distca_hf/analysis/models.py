@@ -10,13 +10,11 @@ from pathlib import Path
 import numpy as np
 
 from distca_hf.analysis.memory import DecoderSize, LayerSize
+from distca_hf.analysis.states import StateSize
 from distca_hf.arrays import IntArray
 from distca_hf.cost import CAUSAL_MASK, Heads, LayerMasks, TokenBytes
 from distca_hf.errors import ConfigError
 from distca_hf.flops import PassCosts, StepFlops
-from distca_hf.layout import Layout
-from distca_hf.planning.folds import Fold
-from distca_hf.planning.fragments import Fragments
 from distca_hf.whole_file import read_at_most
 
 
@@ -106,41 +104,6 @@ def attention_parameters(heads: Heads, hidden_size: int) -> int:
 
 
 @dataclass(frozen=True)
-class StateSize:
-    """What layers that carry a state exchange for cut documents in a forward pass, each of them alike.
-
-    Attributes:
-        layers: how many there are.
-        heads: of its state, which ranks of a document may divide.
-        head_bytes: of a head's summary (M, B) of a fragment; 0 of a convolution, which has no other state.
-        halo_tokens, halo_bytes: tokens before a fragment that convolutions see, and bytes of each.
-    """
-
-    layers: int
-    heads: int
-    head_bytes: int
-    halo_tokens: int
-    halo_bytes: int
-
-    def most_bytes(self, layout: Layout) -> int:
-        """Returns the most bytes that a rank sends or receives in a layer. Those of several exchanges are added up
-        even if their busiest ranks differ, and fragments are taken to be longer than a halo."""
-        from distca_hf.runtime.device_fragments import LEAST_SAVED_BYTES  # imports torch
-
-        cut = Fragments.of(layout, 0, self.halo_tokens).cut
-        if not len(cut.rank):
-            return 0
-        sends, receives = cut.rank[cut.summary_number >= 0], cut.rank[cut.state_number >= 0]
-        halos = max(int(np.bincount(ranks).max()) for ranks in (sends, receives)) * self.halo_tokens * self.halo_bytes
-        by_ranks = Fold.of(cut, 0).busiest * self.heads * self.head_bytes
-        if by_ranks > LEAST_SAVED_BYTES:
-            by_heads = Fold.of(cut, 0, self.heads).busiest * self.head_bytes
-            if by_ranks - by_heads > LEAST_SAVED_BYTES:
-                return by_heads + halos
-        return by_ranks + halos
-
-
-@dataclass(frozen=True)
 class ModelShape:
     """Attention of one layer, and the size of the model around it.
 
@@ -152,7 +115,7 @@ class ModelShape:
         window_layers: masks with windows, each with the number of its layers.
         mixer_layers: layers that carry a state, besides attention or in its place.
         whole_documents: whether documents stay whole on a rank, because some of these states cannot travel.
-        state_size: of such a layer; None without them, if documents stay whole, or if it is not known.
+        state_size: of their mixers; None without them, if documents stay whole, or if it is not known.
         limits: what a training must keep to, as `distca check` says it.
         longest_document_tokens: longest document that the model takes; None if it takes any.
         no_stages: why training does not divide it into stages of a pipeline; empty if it does, or if that is unknown.
@@ -184,7 +147,7 @@ class ModelShape:
 
     @property
     def has_unknown_states(self) -> bool:
-        """Whether layers exchange states of which the size is not known."""
+        """Whether mixers exchange states of which the size is not known."""
         return bool(self.mixer_layers) and not self.whole_documents and self.state_size is None
 
     @property

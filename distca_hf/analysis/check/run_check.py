@@ -21,7 +21,6 @@ from transformers import PreTrainedModel
 from distca_hf.analysis.check.find import Candidate, find_candidate
 from distca_hf.analysis.check.trial import LARGEST_DIFFERENCE, Numerics
 from distca_hf.analysis.check.verdict import KernelChoice, Verdict, decoder_size, judge
-from distca_hf.analysis.find_model import state_size_of
 from distca_hf.analysis.memory import (
     GIB,
     USABLE_SHARE,
@@ -34,9 +33,10 @@ from distca_hf.analysis.memory import (
     largest_tokens,
     shardings,
 )
-from distca_hf.analysis.models import StateSize, without_hub
+from distca_hf.analysis.models import without_hub
 from distca_hf.analysis.options import CheckOptions
 from distca_hf.analysis.request import MAX_MICRO_STEPS, MAX_RANKS, check_ranges
+from distca_hf.analysis.states import StateSize, state_size_of
 from distca_hf.analysis.tables import (
     CHECKPOINTING,
     Terminal,
@@ -166,7 +166,7 @@ def memory_of(
     plans it: the most that are sent.
 
     Args:
-        states: what layers that carry one exchange; None if there are none, or that is not known.
+        states: what mixers exchange; None if there are none, or that is not known.
 
     Returns:
         Memory as the job says, and the tokens per rank that fit, as it says and with Liger's fused loss.
@@ -183,7 +183,7 @@ def memory_of(
         planner = PlacedPlanner(DistCAConfig(tokens_per_rank=job.tokens_per_rank), job.num_ranks, heads.groups)
         plan = planner.plan(np.array([job.capacity_tokens]))
         received = int(received_bytes(plan, heads.token_bytes()).max())
-        state_bytes = 0 if states is None else states.layers * states.most_bytes(plan.layout)
+        state_bytes = 0 if states is None else states.mixers * states.most_bytes(plan.layout)
     for sharding in shardings(job.micro_steps, whole_documents):
         for liger in {job.liger, True}:
             trained = job.num_ranks, sharding, job.checkpointing, liger

@@ -64,7 +64,7 @@ class Load:
         saves_attention: whether outputs are kept under activation checkpointing.
         beside_seconds: further seconds of the micro-batch, such as planning in the step.
         head_tokens: `[ranks]` tokens that each rank's head computes; None: those of its layers.
-        state_bytes: as `bytes_per_layer`, of a layer that carries a state.
+        state_bytes: as `bytes_per_layer`, of a mixer.
     """
 
     tokens: IntArray
@@ -257,7 +257,7 @@ def ours(
         costs.notes.add("what layers compute twice for parts of documents, so that states travel, is left out")
         state_bytes = states.most_bytes(layout)
         # Forward, and gradients backward, as if nothing hid them. Recomputed layers keep what they have received.
-        waits += 2 * states.layers * cluster.alike_exchange(state_bytes)
+        waits += 2 * states.mixers * cluster.alike_exchange(state_bytes)
     elif costs.model.has_unknown_states:
         costs.notes.add("sizes of states that travel are not known, and left out")
     return Load(

@@ -42,9 +42,9 @@ class WayFigures:
         times_as_fast: speed over plain packing, or over plain data parallelism for given batches.
         whole: whether queries attend all that they should; otherwise documents are cut, and attention is left out.
         attention_share: share of the seconds that GPUs spend in attention.
-        received_bytes, state_bytes: most bytes that a GPU sends or receives in the forward pass of a layer that
-            attends, and of one that carries a state.
+        received_bytes: most bytes that a GPU sends or receives in the forward pass of a layer.
         most_tokens: most tokens that layers of a GPU compute in a micro-step.
+        state_bytes: as `received_bytes`, of a mixer.
     """
 
     key: str
@@ -62,8 +62,8 @@ class WayFigures:
     steps: int
     attention_share: float
     received_bytes: int
-    state_bytes: int
     most_tokens: int
+    state_bytes: int = 0
 
     def gain_over(self, other: "WayFigures") -> float:
         """Returns how many times as fast this way is as another one."""
@@ -238,8 +238,8 @@ def make_result(
                 len(of_steps),
                 sum(one.attention_seconds for one in of_steps) / sum(one.seconds for one in of_steps),
                 int(max(one.received_bytes for one in of_steps)),
-                max(one.state_bytes for one in of_steps),
                 max(one.most_tokens for one in of_steps),
+                max(one.state_bytes for one in of_steps),
             )
         )
     families = {way.key: way.family for way in simulation.ways()}

@@ -241,8 +241,7 @@ class WayStep(NamedTuple):
 
     Attributes:
         attention_seconds: that ranks spend in attention, in the mean.
-        received_bytes, state_bytes: most that a rank sends or receives in the forward pass of a full layer, and of one
-            that carries a state.
+        received_bytes, state_bytes: most that a rank sends or receives in the forward pass of a layer, and of a mixer.
         most_tokens, most_head_tokens: most tokens that layers, and that a head, of a rank compute.
         left_out_pairs: attended pairs that are left out where documents are cut.
     """

@@ -10,15 +10,16 @@ import pytest
 
 from distca_hf.analysis.check.find import find_candidate
 from distca_hf.analysis.check.run_check import Job, check
-from distca_hf.analysis.find_model import find_model, state_size_of
+from distca_hf.analysis.find_model import find_model
 from distca_hf.analysis.first_step import PlannedMicroBatch, figures_of
-from distca_hf.analysis.models import SimulatedModel, StateSize, preset
+from distca_hf.analysis.models import SimulatedModel, preset
 from distca_hf.analysis.profiles.cluster_profile import find_profile
 from distca_hf.analysis.profiles.curves import Notes
 from distca_hf.analysis.simulate.costs import Costs
 from distca_hf.analysis.simulate.load import ours
 from distca_hf.analysis.simulate.request import SimulationRequest
 from distca_hf.analysis.simulate.wires import Cluster
+from distca_hf.analysis.states import StateSize, state_size_of
 from distca_hf.comm.transport import AllToAll, Transport
 from distca_hf.flops import find_gpu
 from distca_hf.layout import Layout, Topology
@@ -30,7 +31,7 @@ from support.wide_models import FAMILIES, wide_model
 
 
 CUT = Layout.from_segments([600], [[(0, 0, 200)], [(0, 200, 600)]])
-STATES = StateSize(layers=10, heads=4, head_bytes=1000, halo_tokens=3, halo_bytes=100)
+STATES = StateSize(mixers=10, heads=4, head_bytes=1000, halo_tokens=3, halo_bytes=100)
 
 
 @pytest.mark.usefixtures("one_core")
@@ -55,7 +56,7 @@ def test_as_many_numbers_are_sent(model_type: str, by_heads: bool, monkeypatch: 
 
     step_on_ranks(partial(wide_model, model_type, "distca"), FOUR, around=noted)
     layout = layout_of(FOUR)
-    assert len(rows) == size.layers
+    assert len(rows) == size.mixers
     for layer, of_layer in rows.items():
         sent = {kind: sum(numbers[layer][kind]) * max(of_layer[kind]) for kind in of_layer}
         assert ("states" in sent) == (by_heads and model_type != "lfm2")
@@ -73,7 +74,7 @@ def test_sizes_that_a_mixer_has_under_other_names_are_not_guessed(monkeypatch: p
     assert state_size_of(model) is None
 
     known = check(find_candidate("qwen3_next"), job)
-    monkeypatch.setattr("distca_hf.analysis.find_model.SUMMARIES", {})
+    monkeypatch.setattr("distca_hf.analysis.states.SUMMARIES", {})
     unknown = check(find_candidate("qwen3_next"), job)
     assert [words for words in unknown.verdict.notes if words not in known.verdict.notes] == [
         "the size of states that travel between ranks is not known, and left out of the memory"
@@ -119,7 +120,7 @@ def test_check_counts_the_states_of_a_document_on_all_ranks(monkeypatch: pytest.
 
     size = find_model("qwen3_next").state_size
     assert size is not None
-    assert (size.layers, size.heads * size.head_bytes) == (36, 4 * 2**20)
+    assert (size.mixers, size.heads * size.head_bytes) == (36, 4 * 2**20)
     halos = size.halo_tokens * size.halo_bytes
     assert kept(2) - kept(1) == 36 * (4 * 2**20 + halos)
     monkeypatch.setattr(device_fragments, "LEAST_SAVED_BYTES", math.inf)
