@@ -101,7 +101,7 @@ def test_plans_and_simulated_steps_and_memory_count_them() -> None:
         cluster = Cluster(costs.profile, 2, 2, costs.notes)
         loads.append(ours(costs, cluster, plan_in_place(CUT), 1, saves_attention=True))
     counted, without = loads
-    assert (counted.state_bytes, without.state_bytes) == (of_layer, 0)
+    assert (counted.state_bytes, without.state_bytes, counted.left_out_pairs) == (of_layer, 0, 0)
     seconds = 10 * 2 * cluster.alike_exchange(of_layer)
     assert counted.beside_seconds - without.beside_seconds == pytest.approx(seconds)
     assert seconds > 0
