@@ -13,8 +13,8 @@ Pure arithmetic over numbers of weights, tokens and heads; no model is built her
             weights of the layer before, and keys and values of other ranks
     optimizer's step   weights, AdamW's state and a rank's share of fp32 gradients, when activations are gone
 
-*Kept* is the input of every checkpointed layer, and attention's output and log-sum-exps with
-`checkpointed_attention="save"`. *Computed* is what one layer holds while its backward runs. Sizes of tensors are those
+*Kept* is the input of every checkpointed layer, attention's output and log-sum-exps with
+`checkpointed_attention="save"`, and what mixers receive for cut documents. *Computed* is what one layer holds while its backward runs. Sizes of tensors are those
 of Transformers' layers in bf16: of an RMS norm an fp32 copy of its input, the normalized numbers and its output, in
 all 8 bytes (`LlamaRMSNorm`); Liger's saves input and output.
 
