@@ -14,9 +14,9 @@ Pure arithmetic over numbers of weights, tokens and heads; no model is built her
     optimizer's step   weights, AdamW's state and a rank's share of fp32 gradients, when activations are gone
 
 *Kept* is the input of every checkpointed layer, attention's output and log-sum-exps with
-`checkpointed_attention="save"`, and what mixers receive for cut documents. *Computed* is what one layer holds while its backward runs. Sizes of tensors are those
-of Transformers' layers in bf16: of an RMS norm an fp32 copy of its input, the normalized numbers and its output, in
-all 8 bytes (`LlamaRMSNorm`); Liger's saves input and output.
+`checkpointed_attention="save"`, and what mixers receive for cut documents. *Computed* is what one layer holds while
+its backward runs. Sizes of tensors are those of Transformers' layers in bf16: of an RMS norm an fp32 copy of its
+input, the normalized numbers and its output, in all 8 bytes (`LlamaRMSNorm`); Liger's saves input and output.
 
 Tensor ranks, as Transformers has them, divide heads, MLPs and weights. Hidden states, norms and logits are whole on
 each of them, and the embedding's weights are not gathered in backward.

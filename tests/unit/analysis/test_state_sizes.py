@@ -1,12 +1,15 @@
 """Sizes of states, as `distca plan`, `simulate` and `check` count them, against what layers send."""
 
+import json
 import math
 from collections import defaultdict
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import cast
 
 import pytest
+from typer.testing import CliRunner
 
 from distca_hf.analysis.check.find import find_candidate
 from distca_hf.analysis.check.run_check import Job, check
@@ -20,6 +23,7 @@ from distca_hf.analysis.simulate.load import ours
 from distca_hf.analysis.simulate.request import SimulationRequest
 from distca_hf.analysis.simulate.wires import Cluster
 from distca_hf.analysis.states import StateSize, state_size_of
+from distca_hf.cli import app
 from distca_hf.comm.transport import AllToAll, Transport
 from distca_hf.flops import find_gpu
 from distca_hf.layout import Layout, Topology
@@ -110,6 +114,23 @@ def test_plans_and_simulated_steps_and_memory_count_them() -> None:
     setup = request.setup("fsdp2")
     kept = [request.memory(setup, 300, 0, state_bytes=state_bytes).kept for state_bytes in (0, of_layer)]
     assert kept[1] - kept[0] == 10 * of_layer
+
+
+def test_plan_prints_what_states_send(tmp_path: Path) -> None:
+    (tmp_path / "lengths.json").write_text(json.dumps([6000, 2000]))
+
+    def run(model: str, *options: str) -> str:
+        arguments = ["plan", str(tmp_path / "lengths.json"), "--gpus", "2", "--tokens-per-rank", "4000", "--model"]
+        result = CliRunner().invoke(app, [*arguments, model, *options])
+        assert result.exit_code == 0, result.output
+        return result.stdout
+
+    of_mixer = json.loads(run("qwen3_next", "--json"))
+    states, cut = of_mixer["state_bytes_max_rank"], of_mixer["cut_documents"]
+    assert (states, cut) == (4 * 2**20 + 3 * 2 * 8192, 1)
+    assert of_mixer["estimates"]["ways"][-1]["state_bytes"] == states
+    assert "of states, per mixer: largest rank 4.24 MB" in " ".join(run("qwen3_next").split())
+    assert "of states" not in run("llama3-8b")
 
 
 def test_check_counts_the_states_of_a_document_on_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
