@@ -168,19 +168,21 @@ def make_estimates(
         result,
         way,
         simulation.costs,
-        memory_by_sharding(simulated, way.most_tokens, way.received_bytes),
+        memory_by_sharding(simulated, way.most_tokens, way.received_bytes, way.state_bytes),
         assumptions.room_bytes,
     )
 
 
-def memory_by_sharding(request: SimulationRequest, tokens: int, received_bytes: int) -> dict[Sharding, Memory]:
+def memory_by_sharding(
+    request: SimulationRequest, tokens: int, received_bytes: int, state_bytes: int = 0
+) -> dict[Sharding, Memory]:
     """Returns the memory of a rank with so many tokens, for each way to shard weights.
 
     Args:
-        received_bytes: that a rank receives in one layer's forward pass.
+        received_bytes, state_bytes: that a rank receives in the forward pass of a layer, and of a mixer.
     """
     return {
-        sharding: request.memory(request.setup(sharding), tokens, received_bytes)
+        sharding: request.memory(request.setup(sharding), tokens, received_bytes, state_bytes=state_bytes)
         for sharding in shardings(request.accumulation, request.model.whole_documents)
     }
 
@@ -350,8 +352,8 @@ def _choices(
                     pass
         memory = None if of_choice is None else of_choice.memory["fsdp2"].total
         if memory is None and request.model.size is not None:
-            received = int(plans.received_bytes.max())
-            memory = memory_by_sharding(assumptions.simulation(other), tokens_per_rank, received)["fsdp2"].total
+            received = int(plans.received_bytes.max()), max(one.state_bytes or 0 for one in step.micro_batches)
+            memory = memory_by_sharding(assumptions.simulation(other), tokens_per_rank, *received)["fsdp2"].total
         return Choice(
             tokens_per_rank=tokens_per_rank,
             longest_document_tokens=other.planner.longest_tokens,

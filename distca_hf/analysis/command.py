@@ -271,6 +271,7 @@ def _figures(report: StepReport) -> RenderableType:
     """Returns the table of figures of the first optimizer step."""
     table = plain_table("")
     figures = report.figures
+    states = "unknown" if figures.state_bytes_max_rank is None else in_bytes(figures.state_bytes_max_rank)
     for name, value in (
         ("documents", f"{report.documents:,}"),
         ("tokens", f"{report.tokens:,}"),
@@ -281,6 +282,7 @@ def _figures(report: StepReport) -> RenderableType:
         ("bytes per layer, forward: total", in_bytes(figures.bytes_total)),
         ("  largest rank", in_bytes(figures.bytes_max_rank)),
         ("  largest rank, between nodes", in_bytes(figures.bytes_internode_max)),
+        *([("  of states, per mixer: largest rank", states)] if report.request.model.mixer_layers else []),
         ("documents that are cut", f"{report.cut_documents:,}, into {counted(report.shards, 'task')}"),
         ("planning time", f"{1e3 * report.planning_seconds:.1f} ms"),
         ("fingerprint", report.fingerprint),

@@ -20,6 +20,7 @@ from distca_hf.analysis.models import (
     read_config,
     without_hub,
 )
+from distca_hf.analysis.states import state_size_of
 from distca_hf.cost import CAUSAL_MASK, Heads
 from distca_hf.errors import ConfigError
 from distca_hf.flops import find_gpu
@@ -145,6 +146,7 @@ def _with_layers(shape: ModelShape, model: "PreTrainedModel") -> ModelShape:
         window_layers=tuple(windows.items()),
         mixer_layers=len(mixers),
         whole_documents=needs_whole_documents(model),
+        state_size=state_size_of(model),
     )
 
 

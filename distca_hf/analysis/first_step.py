@@ -9,9 +9,9 @@ from fractions import Fraction
 import numpy as np
 
 from distca_hf.analysis.epoch import OptimizerStep, Origin
+from distca_hf.analysis.models import ModelShape
 from distca_hf.analysis.request import PlanRequest, plan_micro_steps
 from distca_hf.arrays import IntArray, ceil_div
-from distca_hf.cost import TokenBytes
 from distca_hf.errors import PlanError
 from distca_hf.layout import Topology
 from distca_hf.placement.place import work_in_order
@@ -30,6 +30,8 @@ class Figures:
         bytes_total: bytes between ranks in the forward pass of one layer.
         bytes_max_rank: the most of these bytes that one rank sends or receives; summed over micro-steps.
         bytes_internode_max: the same for bytes between nodes.
+        state_bytes_max_rank: the most bytes that one rank sends or receives in the forward pass of one mixer; summed
+            over micro-steps. None if sizes of states are not known.
     """
 
     tokens_min: int
@@ -38,6 +40,7 @@ class Figures:
     bytes_total: int
     bytes_max_rank: int
     bytes_internode_max: int
+    state_bytes_max_rank: int | None = 0
 
 
 def figures_of(micro_steps: Sequence["PlannedMicroBatch"], topology: Topology) -> Figures:
@@ -46,6 +49,7 @@ def figures_of(micro_steps: Sequence["PlannedMicroBatch"], topology: Topology) -
     total_pairs = sum(Fraction(int(step.work.sum()), step.head_parts) for step in micro_steps)
     heaviest_pairs = sum(Fraction(int(step.work.max()), step.head_parts) for step in micro_steps)
     crosses = topology.node_of[:, None] != topology.node_of[None, :]
+    state_bytes = [step.state_bytes for step in micro_steps if step.state_bytes is not None]
     return Figures(
         tokens_min=min(int(step.tokens.min()) for step in micro_steps),
         tokens_max=max(int(step.tokens.max()) for step in micro_steps),
@@ -53,6 +57,7 @@ def figures_of(micro_steps: Sequence["PlannedMicroBatch"], topology: Topology) -
         bytes_total=sum(int(step.bytes_between.sum()) for step in micro_steps),
         bytes_max_rank=sum(largest_rank_bytes(step.bytes_between) for step in micro_steps),
         bytes_internode_max=sum(largest_rank_bytes(step.bytes_between * crosses) for step in micro_steps),
+        state_bytes_max_rank=sum(state_bytes) if len(state_bytes) == len(micro_steps) else None,
     )
 
 
@@ -132,6 +137,8 @@ class PlannedMicroBatch:
         bytes_between: `[source, destination]` bytes sent in the forward pass of one layer; nothing to oneself. Queries
             and outputs of tasks that move are sent once, keys and values once per document and server.
         head_parts: parts that heads are divided into, of which a rank may compute some; 1 if it computes all heads.
+        state_bytes: most bytes that one rank sends or receives in the forward pass of one mixer; None if sizes of
+            states are not known.
     """
 
     document_tokens: IntArray
@@ -139,12 +146,16 @@ class PlannedMicroBatch:
     tokens: IntArray
     bytes_between: IntArray
     head_parts: int = 1
+    state_bytes: int | None = 0
 
     @classmethod
-    def of(cls, plan: Plan, token_bytes: TokenBytes) -> "PlannedMicroBatch":
+    def of(cls, plan: Plan, model: ModelShape) -> "PlannedMicroBatch":
         """Returns work, tokens and bytes of a plan."""
-        layout, sent = plan.layout, bytes_between(plan, token_bytes)
-        return cls(layout.document_tokens, plan.work, layout.rank_tokens, sent, plan.tasks.head_groups)
+        layout, sent = plan.layout, bytes_between(plan, model.token_bytes)
+        states = None if model.has_unknown_states else 0
+        if model.state_size is not None:
+            states = model.state_size.most_bytes(layout)
+        return cls(layout.document_tokens, plan.work, layout.rank_tokens, sent, plan.tasks.head_groups, states)
 
     def as_json(self) -> dict[str, object]:
         """Returns one object. Work is attended pairs: of the same documents in order, and as planned. Bytes are
@@ -176,7 +187,7 @@ def make_report(request: PlanRequest, step: OptimizerStep, source: str = "length
         planning_seconds = time.perf_counter() - began
         for plan in plans:
             plan.validate()
-        planned = [PlannedMicroBatch.of(plan, request.model.token_bytes) for plan in plans]
+        planned = [PlannedMicroBatch.of(plan, request.model) for plan in plans]
         _check_bytes_limit(planned, request.bytes_limit)
     except PlanError as error:
         raise PlanError(f"{error}; {_world_that_fits(request, batches)}") from error

@@ -13,10 +13,10 @@ Pure arithmetic over numbers of weights, tokens and heads; no model is built her
             weights of the layer before, and keys and values of other ranks
     optimizer's step   weights, AdamW's state and a rank's share of fp32 gradients, when activations are gone
 
-*Kept* is the input of every checkpointed layer, and attention's output and log-sum-exps with
-`checkpointed_attention="save"`. *Computed* is what one layer holds while its backward runs. Sizes of tensors are those
-of Transformers' layers in bf16: of an RMS norm an fp32 copy of its input, the normalized numbers and its output, in
-all 8 bytes (`LlamaRMSNorm`); Liger's saves input and output.
+*Kept* is the input of every checkpointed layer, attention's output and log-sum-exps with
+`checkpointed_attention="save"`, and what mixers receive for cut documents. *Computed* is what one layer holds while
+its backward runs. Sizes of tensors are those of Transformers' layers in bf16: of an RMS norm an fp32 copy of its
+input, the normalized numbers and its output, in all 8 bytes (`LlamaRMSNorm`); Liger's saves input and output.
 
 Tensor ranks, as Transformers has them, divide heads, MLPs and weights. Hidden states, norms and logits are whole on
 each of them, and the embedding's weights are not gathered in backward.
@@ -232,7 +232,12 @@ class Memory:
 
 
 def estimate_memory(
-    size: DecoderSize, setup: TrainingSetup, rank_tokens: int, received_bytes: int = 0, head_tokens: int = 0
+    size: DecoderSize,
+    setup: TrainingSetup,
+    rank_tokens: int,
+    received_bytes: int = 0,
+    head_tokens: int = 0,
+    state_bytes: int = 0,
 ) -> Memory:
     """Estimates the peak memory of the rank with most tokens.
 
@@ -241,6 +246,7 @@ def estimate_memory(
         rank_tokens: tokens that the rank holds in a micro-step, as its tensor ranks do.
         received_bytes: keys and values that it receives in the forward pass of one layer of full attention.
         head_tokens: most tokens that a head computes; 0: those of the rank.
+        state_bytes: states of cut documents that all mixers receive, and keep until backward.
     """
 
     def kept_bytes(layer: LayerSize) -> float:
@@ -269,7 +275,7 @@ def estimate_memory(
         optimizer=optimizer,
         gradients=gradients,
         gathered=peak.gathered,
-        kept=round(rank_tokens * kept),
+        kept=round(rank_tokens * kept) + state_bytes,
         layer=peak.layer,
         head=peak.head,
         received=peak.received,
@@ -360,15 +366,18 @@ def largest_tokens(
     received_bytes: int,
     room_bytes: float,
     choices: Sequence[int],
+    state_bytes: int = 0,
 ) -> int:
     """Returns the largest of some numbers of tokens per rank that fits a GPU; 0 if none does.
 
     Args:
-        size, setup, rank_tokens, received_bytes: as of `estimate_memory`; received bytes grow with the tokens.
+        size, setup, rank_tokens, received_bytes, state_bytes: as of `estimate_memory`; received bytes grow with the
+            tokens, states do not.
         room_bytes: bytes that torch may allocate.
     """
 
     def total(tokens: int) -> int:
-        return estimate_memory(size, setup, tokens, received_bytes * tokens // max(1, rank_tokens)).total
+        received = received_bytes * tokens // max(1, rank_tokens)
+        return estimate_memory(size, setup, tokens, received, state_bytes=state_bytes).total
 
     return max((tokens for tokens in choices if total(tokens) <= room_bytes), default=0)

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from distca_hf.analysis.memory import DecoderSize, LayerSize
+from distca_hf.analysis.states import StateSize
 from distca_hf.arrays import IntArray
 from distca_hf.cost import CAUSAL_MASK, Heads, LayerMasks, TokenBytes
 from distca_hf.errors import ConfigError
@@ -114,6 +115,7 @@ class ModelShape:
         window_layers: masks with windows, each with the number of its layers.
         mixer_layers: layers that carry a state, besides attention or in its place.
         whole_documents: whether documents stay whole on a rank, because some of these states cannot travel.
+        state_size: of their mixers; None without them, if documents stay whole, or if it is not known.
         limits: what a training must keep to, as `distca check` says it.
         longest_document_tokens: longest document that the model takes; None if it takes any.
         no_stages: why training does not divide it into stages of a pipeline; empty if it does, or if that is unknown.
@@ -128,6 +130,7 @@ class ModelShape:
     window_layers: LayerMasks = ()
     mixer_layers: int = 0
     whole_documents: bool = False
+    state_size: StateSize | None = None
     limits: tuple[str, ...] = ()
     longest_document_tokens: int | None = None
     no_stages: str = ""
@@ -141,6 +144,11 @@ class ModelShape:
                 1 if self.size is None else self.size.layers - self.mixer_layers - sum(count for _, count in windows)
             )
         return (*([(CAUSAL_MASK, full)] if full > 0 else []), *windows)
+
+    @property
+    def has_unknown_states(self) -> bool:
+        """Whether mixers exchange states of which the size is not known."""
+        return bool(self.mixer_layers) and not self.whole_documents and self.state_size is None
 
     @property
     def token_bytes(self) -> TokenBytes:

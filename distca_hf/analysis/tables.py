@@ -147,7 +147,7 @@ def ways_table(simulated: Result) -> Table:
             f"{way.times_as_fast:.2f}",
             in_gib(way.memory_bytes),
             "yes" if way.fits else "no",
-            in_bytes(way.received_bytes),
+            in_bytes(max(way.received_bytes, way.state_bytes)),
         )
     return table
 

@@ -20,6 +20,7 @@ import distca_hf
 from distca_hf.analysis.check.tiny_config import HEAD_DIM, tiny_config
 from distca_hf.errors import UnsupportedAttentionError
 from distca_hf.integrations.models.check import IMPLEMENTATION, check_model
+from distca_hf.integrations.models.mixers import needs_whole_documents
 from shared.page_sections import file_to_write, write_section
 
 
@@ -108,17 +109,20 @@ FAMILIES = (
         ("llama4_text", "llama4"),
         note="layers attend inside of chunks; on text: Transformers' own multimodal class fails in training",
     ),
-    Family("Qwen 3.5, Qwen3-Next", ("qwen3_next", "qwen3_5", "qwen3_5_moe"), note=STATES),
+    Family(
+        "Qwen 3.5, Qwen3-Next, Nemotron-H, Falcon-H1, Granite 4 hybrid, LFM2, OLMo-Hybrid, Bamba, Jamba, Zamba2",
+        (
+            *("qwen3_next", "qwen3_5", "qwen3_5_moe", "nemotron_h", "falcon_h1", "granitemoehybrid", "lfm2"),
+            *("olmo_hybrid", "bamba", "jamba", "zamba2"),
+        ),
+        note=STATES,
+    ),
+    Family("Kimi Linear, Bailing hybrid", ("kimi_linear", "bailing_hybrid"), note=f"{STATES}; {WIDTHS}"),
     Family(
         "DeepSeek-V3.2, GLM-5",
         ("deepseek_v32", "glm_moe_dsa"),
         sign="indexed_attention",
         note="every query chooses its keys",
-    ),
-    Family(
-        "Falcon-H1, Nemotron-H, Granite 4 hybrid",
-        ("falcon_h1", "nemotron_h", "granitemoehybrid"),
-        note=STATES,
     ),
     Family("MiniMax-Text-01, RecurrentGemma", ("minimax", "recurrent_gemma"), note=WHOLE),
     Family("Mamba", ("mamba", "mamba2"), sign="none of its layers", note="no attention at all"),
@@ -181,6 +185,9 @@ def row(family: Family) -> str:
     accepted = {longest_accepted_tokens(model, family.sign) for model in models}
     if len(accepted) > 1:
         raise ValueError(f"{family.name}: longest documents of its model types are {sorted(accepted)}; write two rows")
+    stay_whole = [needs_whole_documents(model) for model in models]
+    if stay_whole != [family.note == WHOLE] * len(models):
+        raise ValueError(f"{family.name}: documents stay whole in {stay_whole}, and the note is {family.note!r}")
     (tokens,) = accepted
     outcome = "works" if tokens == LONGEST_TOKENS else "with a limit" if tokens else "refused"
     longest = f"{tokens:,} tokens" if outcome == "with a limit" else "any" if tokens else "-"

@@ -5,7 +5,7 @@ import logging
 import sys
 import warnings
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -36,6 +36,7 @@ from distca_hf.analysis.memory import (
 from distca_hf.analysis.models import without_hub
 from distca_hf.analysis.options import CheckOptions
 from distca_hf.analysis.request import MAX_MICRO_STEPS, MAX_RANKS, check_ranges
+from distca_hf.analysis.states import StateSize, state_size_of
 from distca_hf.analysis.tables import (
     CHECKPOINTING,
     Terminal,
@@ -157,12 +158,15 @@ class CheckAnswer:
 
 
 def memory_of(
-    job: Job, size: DecoderSize, whole_documents: bool
+    job: Job, size: DecoderSize, whole_documents: bool, states: StateSize | None = None
 ) -> tuple[dict[Sharding, Memory], dict[Sharding, int], dict[Sharding, int]]:
     """Estimates memory for each way to shard weights that can train the model, and finds the tokens per rank that fit.
 
-    Keys and values of other ranks are those of one document that all ranks hold together, planned as training plans
-    it: the most that are sent.
+    Keys, values and states of other ranks are those of one document that all ranks hold together, planned as training
+    plans it: the most that are sent.
+
+    Args:
+        states: what mixers exchange; None if there are none, or that is not known.
 
     Returns:
         Memory as the job says, and the tokens per rank that fit, as it says and with Liger's fused loss.
@@ -173,20 +177,22 @@ def memory_of(
     if job.room_bytes is None:
         return memory, largest, with_liger
     of_layers = [layer.heads for layer in size.layers if layer.heads]
-    received = 0
+    received = state_bytes = 0
     if of_layers and not whole_documents:
         heads = max(of_layers, key=lambda heads: heads.key_value * (heads.dim + heads.value_dim))
         planner = PlacedPlanner(DistCAConfig(tokens_per_rank=job.tokens_per_rank), job.num_ranks, heads.groups)
         plan = planner.plan(np.array([job.capacity_tokens]))
         received = int(received_bytes(plan, heads.token_bytes()).max())
+        state_bytes = 0 if states is None else states.mixers * states.most_bytes(plan.layout)
     for sharding in shardings(job.micro_steps, whole_documents):
         for liger in {job.liger, True}:
             trained = job.num_ranks, sharding, job.checkpointing, liger
             setup = TrainingSetup(*trained, micro_steps=job.micro_steps)
             choices = range(TOKENS_STEP, MOST_TOKENS + 1, TOKENS_STEP)
-            most = largest_tokens(size, setup, job.tokens_per_rank, received, job.room_bytes, choices)
+            of_rank = size, setup, job.tokens_per_rank, received
+            most = largest_tokens(*of_rank, job.room_bytes, choices, state_bytes)
             if liger == job.liger:
-                memory[sharding], largest[sharding] = estimate_memory(size, setup, job.tokens_per_rank, received), most
+                memory[sharding], largest[sharding] = estimate_memory(*of_rank, state_bytes=state_bytes), most
             if liger:
                 with_liger[sharding] = most
     return memory, largest, with_liger
@@ -226,8 +232,11 @@ def check(candidate: Candidate, job: Job) -> CheckAnswer:
         ConfigError: the model cannot be built.
     """
     verdict, outline = judge_quietly(candidate, job.gpu, job.capacity_tokens)
-    size = decoder_size(outline, list(verdict.kinds))
-    of_ways = ({}, {}, {}) if size is None else memory_of(job, size, verdict.whole_documents)
+    size, states = decoder_size(outline, list(verdict.kinds)), state_size_of(outline)
+    if states is None and any(kind.mixer for kind in verdict.kinds) and not verdict.whole_documents:
+        unknown = "the size of states that travel between ranks is not known, and left out of the memory"
+        verdict = replace(verdict, notes=(*verdict.notes, unknown))
+    of_ways = ({}, {}, {}) if size is None else memory_of(job, size, verdict.whole_documents, states)
     return CheckAnswer(candidate, job, verdict, size, *of_ways)
 
 

@@ -160,8 +160,9 @@ def _plan_tables(content: Mapping[str, Any]) -> list[Table]:
                 "Ways to train, simulated",
                 ["way", "x plain", "GiB", "MB of the largest rank in a layer"],
                 [
-                    [way["label"], way["times_as_fast"], way["memory_bytes"] / 2**30, way["received_bytes"] / 1e6]
+                    [way["label"], way["times_as_fast"], way["memory_bytes"] / 2**30, max(sizes) / 1e6]
                     for way in content["estimates"]["ways"]
+                    for sizes in [(way["received_bytes"], way.get("state_bytes", 0))]
                 ],
             )
         )

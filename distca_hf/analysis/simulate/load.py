@@ -64,6 +64,7 @@ class Load:
         saves_attention: whether outputs are kept under activation checkpointing.
         beside_seconds: further seconds of the micro-batch, such as planning in the step.
         head_tokens: `[ranks]` tokens that each rank's head computes; None: those of its layers.
+        state_bytes: as `bytes_per_layer`, of a mixer.
     """
 
     tokens: IntArray
@@ -73,6 +74,7 @@ class Load:
     saves_attention: bool = False
     beside_seconds: float = 0.0
     head_tokens: IntArray | None = None
+    state_bytes: int = 0
 
     @property
     def of_head(self) -> IntArray:
@@ -250,8 +252,20 @@ def ours(
         of_passes = zip(vars(local).values(), vars(remote).values(), strict=True)
         late = Passes(*(_late(own, own + others, bool(speeds)) for own, others in of_passes))
         kinds.append(hidden.attention(local, remote, late, layers))
-    waits = max(0.0, planning_seconds - before)
-    return Load(layout.rank_tokens, kinds, wires.most_bytes, True, saves_attention, waits)
+    waits, state_bytes = max(0.0, planning_seconds - before), 0
+    if (states := costs.model.state_size) is not None:
+        costs.notes.add("what layers compute twice for parts of documents, so that states travel, is left out")
+        state_bytes = states.most_bytes(layout)
+        # Forward, and gradients backward, as if nothing hid them. Recomputed layers keep what they have received.
+        waits += 2 * states.mixers * cluster.alike_exchange(state_bytes)
+    elif costs.model.has_unknown_states:
+        costs.notes.add("sizes of states that travel are not known, and left out")
+    return Load(
+        *(layout.rank_tokens, kinds, wires.most_bytes),
+        saves_attention=saves_attention,
+        beside_seconds=waits,
+        state_bytes=state_bytes,
+    )
 
 
 def rows_placed(

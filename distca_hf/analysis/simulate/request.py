@@ -341,7 +341,10 @@ class SimulationRequest:
             micro_steps=self.accumulation,
         )
 
-    def memory(self, setup: TrainingSetup, tokens: int, received_bytes: int, head_tokens: int = 0) -> Memory:
-        """Returns the peak of the rank with most tokens; see `estimate_memory`."""
-        size = self.model.size.decoder(self.model.heads)
-        return estimate_memory(size, setup, tokens, received_bytes, head_tokens)
+    def memory(
+        self, setup: TrainingSetup, tokens: int, received_bytes: int, head_tokens: int = 0, state_bytes: int = 0
+    ) -> Memory:
+        """Returns the peak of the rank with most tokens; see `estimate_memory`. Bytes of states are of one mixer."""
+        size, states = self.model.size.decoder(self.model.heads), self.model.state_size
+        of_mixers = 0 if states is None else states.mixers * state_bytes
+        return estimate_memory(size, setup, tokens, received_bytes, head_tokens, of_mixers)

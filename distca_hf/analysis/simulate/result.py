@@ -44,6 +44,7 @@ class WayFigures:
         attention_share: share of the seconds that GPUs spend in attention.
         received_bytes: most bytes that a GPU sends or receives in the forward pass of a layer.
         most_tokens: most tokens that layers of a GPU compute in a micro-step.
+        state_bytes: as `received_bytes`, of a mixer.
     """
 
     key: str
@@ -62,6 +63,7 @@ class WayFigures:
     attention_share: float
     received_bytes: int
     most_tokens: int
+    state_bytes: int = 0
 
     def gain_over(self, other: "WayFigures") -> float:
         """Returns how many times as fast this way is as another one."""
@@ -237,6 +239,7 @@ def make_result(
                 sum(one.attention_seconds for one in of_steps) / sum(one.seconds for one in of_steps),
                 int(max(one.received_bytes for one in of_steps)),
                 max(one.most_tokens for one in of_steps),
+                max(one.state_bytes for one in of_steps),
             )
         )
     families = {way.key: way.family for way in simulation.ways()}
@@ -278,7 +281,8 @@ def _memory_bytes(simulation: Simulation, way: Way, steps: Sequence[WayStep]) ->
     setup = request.setup(sharding, checkpointing, way.is_ours, way.servers)
     tokens, received = max(one.most_tokens for one in steps), int(max(one.received_bytes for one in steps))
     if not way.in_stages:
-        return request.memory(setup, tokens, received, max(one.most_head_tokens for one in steps)).total
+        head_tokens, states = max(one.most_head_tokens for one in steps), max(one.state_bytes for one in steps)
+        return request.memory(setup, tokens, received, head_tokens, states).total
     assert request.pipeline is not None
     setup = replace(setup, num_ranks=request.gpus // request.num_stages, micro_steps=1)
     size = request.model.size.decoder(request.model.heads)

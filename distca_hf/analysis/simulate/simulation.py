@@ -241,7 +241,7 @@ class WayStep(NamedTuple):
 
     Attributes:
         attention_seconds: that ranks spend in attention, in the mean.
-        received_bytes: most that a rank sends or receives in a layer's forward pass.
+        received_bytes, state_bytes: most that a rank sends or receives in the forward pass of a layer, and of a mixer.
         most_tokens, most_head_tokens: most tokens that layers, and that a head, of a rank compute.
         left_out_pairs: attended pairs that are left out where documents are cut.
     """
@@ -249,6 +249,7 @@ class WayStep(NamedTuple):
     seconds: float
     attention_seconds: float
     received_bytes: float
+    state_bytes: int
     most_tokens: int
     most_head_tokens: int
     left_out_pairs: float
@@ -322,6 +323,7 @@ def _simulate(
             seconds,
             sum(load.attention_seconds(checkpointed) for load in loads),
             max(load.bytes_per_layer for load in loads),
+            max(load.state_bytes for load in loads),
             max(int(load.tokens.max()) for load in loads),
             max(int(load.of_head.max()) for load in loads),
             sum(load.left_out_pairs for load in loads),

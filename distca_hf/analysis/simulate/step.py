@@ -30,7 +30,7 @@ from distca_hf.analysis.memory import (
 from distca_hf.analysis.profiles.curves import FloatArray
 from distca_hf.analysis.simulate.costs import Costs, LayerSeconds
 from distca_hf.analysis.simulate.load import Attention, Load
-from distca_hf.analysis.simulate.wires import Cluster, WireBytes
+from distca_hf.analysis.simulate.wires import Cluster
 from distca_hf.pipelines.pipeline import Pipeline
 from distca_hf.pipelines.schedules import Schedule, held_micro_batches
 
@@ -82,8 +82,7 @@ class Training:
     def layers_seconds(self, load: Load) -> tuple[float, float]:
         """Returns the seconds of all layers, forward and backward.
 
-        A layer without attention takes as long as everything but attention in a layer of so many weights. What layers
-        with a state exchange for cut documents, and compute for their parts, was not measured yet and is left out.
+        A layer without attention takes as long as everything but attention in a layer of so many weights.
         """
         layer = self.costs.layer(load.tokens)
         kinds = [*load.attention]
@@ -238,11 +237,9 @@ class StagedTraining:
 
     def _hop_seconds(self) -> float:
         """Returns the seconds of hidden states from one stage to another, on the slowest links between stages."""
-        costs, cluster = self.training.costs, self.cluster
+        costs = self.training.costs
         hidden = self.tokens_per_rank * costs.model.size.hidden_size * HALF_BYTES / costs.tensor_ranks
-        crosses = cluster.num_ranks > cluster.ranks_per_node
-        of_links = (WireBytes.both_ways(np.array(hidden * is_there)) for is_there in (not crosses, crosses))
-        return float(cluster.exchange(*of_links))
+        return self.cluster.alike_exchange(hidden)
 
     def _collective_seconds(self) -> float:
         """Returns the seconds of gathering all weights of a stage and of summing their gradients."""
