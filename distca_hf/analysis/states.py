@@ -1,6 +1,7 @@
 """States: what models whose layers carry a state exchange for cut documents, from the sizes of their mixers."""
 
 import inspect
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -9,7 +10,7 @@ import numpy as np
 
 from distca_hf.analysis.memory import HALF_BYTES, SINGLE_BYTES
 from distca_hf.layout import Layout
-from distca_hf.planning.folds import Fold
+from distca_hf.planning.folds import MOST_HEADS, Fold, cheaper
 from distca_hf.planning.fragments import Fragments
 
 
@@ -37,19 +38,13 @@ class StateSize:
     def most_bytes(self, layout: Layout) -> int:
         """Returns the most bytes that a rank sends or receives in a mixer. Those of several exchanges are added up
         even if their busiest ranks differ, and fragments are taken to be longer than a halo."""
-        from distca_hf.runtime.device_fragments import LEAST_SAVED_BYTES  # imports torch
-
         cut = Fragments.of(layout, 0, self.halo_tokens).cut
         if not len(cut.rank):
             return 0
         sends, receives = cut.rank[cut.summary_number >= 0], cut.rank[cut.state_number >= 0]
         halos = max(int(np.bincount(ranks).max()) for ranks in (sends, receives)) * self.halo_tokens * self.halo_bytes
-        by_ranks = Fold.of(cut, 0).busiest * self.heads * self.head_bytes
-        if by_ranks > LEAST_SAVED_BYTES:
-            by_heads = Fold.of(cut, 0, self.heads).busiest * self.head_bytes
-            if by_ranks - by_heads > LEAST_SAVED_BYTES:
-                return by_heads + halos
-        return by_ranks + halos
+        fold = cheaper(Fold.of(cut, 0), lambda: Fold.of(cut, 0, self.heads), self.heads, self.head_bytes)
+        return fold.busiest * self.head_bytes * (self.heads if fold.heads is None else 1) + halos
 
 
 # Heads, and numbers of a head's summary (`integrations.models.state_rules`), of a mixer whose code calls a function.
@@ -57,8 +52,14 @@ SUMMARIES: dict[str, Callable[[Any], tuple[int, int]]] = {
     "torch_chunk_gated_delta_rule": lambda of: (of.num_v_heads, of.head_k_dim * (of.head_k_dim + of.head_v_dim)),
     "chunk_kimi_delta_attention": lambda of: (of.num_heads, of.head_dim * 2 * of.head_dim),
     "mamba2_chunk_scan": lambda of: (of.num_heads, of.head_dim * of.ssm_state_size + 1),
-    "mamba_selective_scan": lambda of: (of.intermediate_size, 2 * of.ssm_state_size),
+    "mamba_selective_scan": lambda of: _of_channels(of.intermediate_size, 2 * of.ssm_state_size),
 }
+
+
+def _of_channels(channels: int, numbers: int) -> tuple[int, int]:
+    """Returns heads that are groups of channels, and numbers of each."""
+    heads = math.gcd(channels, MOST_HEADS)
+    return heads, channels // heads * numbers
 
 
 def state_size_of(model: "PreTrainedModel") -> StateSize | None:

@@ -25,6 +25,8 @@ from distca_hf.arrays import IntArray, exclusive_cumsum, ranges, run_starts
 
 
 LEAST_SAVED_BYTES = 2**23
+# Heads that ranks should divide: tables of thousands would take long to make.
+MOST_HEADS = 128
 
 
 @dataclass(frozen=True, eq=False)

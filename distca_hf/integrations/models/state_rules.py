@@ -22,6 +22,7 @@ import torch
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
+from distca_hf.planning.folds import MOST_HEADS
 from distca_hf.runtime.device_fragments import DeviceFragments, DeviceGroup
 
 
@@ -30,8 +31,6 @@ Packed = Callable[[DeviceGroup], dict[str, Any]]
 Tensors = Sequence[torch.Tensor]
 # Tokens of Mamba1 whose decays, `[T, C, S]`, exist at once.
 DECAY_TOKENS = 256
-# Groups of channels that ranks may divide.
-MOST_UNITS = 128
 
 
 class Begun(NamedTuple):
@@ -266,8 +265,8 @@ class SelectiveScan(StateRule):
     ) -> None:
         super().__init__(rows, None)
         self._function, self._A, self._D, self._of_steps = function, A, D, of_steps
-        # Ranks divide groups of channels: tables of thousands of units would take long to make.
-        self._heads = math.gcd(len(A), MOST_UNITS)
+        # Groups of channels are its heads.
+        self._heads = math.gcd(len(A), MOST_HEADS)
 
     def outputs(self, rows: Tensors, **packed: Any) -> torch.Tensor:
         """See `StateRule`."""

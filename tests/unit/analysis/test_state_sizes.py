@@ -27,8 +27,8 @@ from distca_hf.cli import app
 from distca_hf.comm.transport import AllToAll, Transport
 from distca_hf.flops import find_gpu
 from distca_hf.layout import Layout, Topology
+from distca_hf.planning import folds
 from distca_hf.planning.plan import plan_in_place
-from distca_hf.runtime import device_fragments
 from distca_hf.testing import NotedTransport
 from support.carried_steps import FOUR, UNCUT, layout_of, step_on_ranks
 from support.wide_models import FAMILIES, wide_model
@@ -42,7 +42,7 @@ STATES = StateSize(mixers=10, heads=4, head_bytes=1000, halo_tokens=3, halo_byte
 @pytest.mark.parametrize("by_heads", [False, True], ids=["by ranks", "by heads"])
 @pytest.mark.parametrize("model_type", FAMILIES)
 def test_as_many_numbers_are_sent(model_type: str, by_heads: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device_fragments, "LEAST_SAVED_BYTES", -math.inf if by_heads else math.inf)
+    monkeypatch.setattr(folds, "LEAST_SAVED_BYTES", -math.inf if by_heads else math.inf)
     size = state_size_of(wide_model(model_type, "distca"))
     assert size is not None
     # Of each layer: numbers of a row, and rows that ranks send or receive, in each exchange.
@@ -144,7 +144,7 @@ def test_check_counts_the_states_of_a_document_on_all_ranks(monkeypatch: pytest.
     assert (size.mixers, size.heads * size.head_bytes) == (36, 4 * 2**20)
     halos = size.halo_tokens * size.halo_bytes
     assert kept(2) - kept(1) == 36 * (4 * 2**20 + halos)
-    monkeypatch.setattr(device_fragments, "LEAST_SAVED_BYTES", math.inf)
+    monkeypatch.setattr(folds, "LEAST_SAVED_BYTES", math.inf)
     assert kept(8) - kept(1) == 36 * (7 * 4 * 2**20 + halos)
     monkeypatch.undo()
     assert 36 * 4 * 2**20 < kept(8) - kept(1) < 36 * 3 * 4 * 2**20
