@@ -16,7 +16,7 @@ too. An exchange is two functions of autograd, so that what runs between them hi
 
 import math
 from collections.abc import Callable, Mapping
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -98,12 +98,12 @@ class CarriedRows:
         held, on_host = self.on_device, self.on_host
         if not on_host.halo.tokens:  # it sees one token
             return convolve(x_1CT)
-        x_TC = x_1CT[0].t()
-        route = on_host.halo.route
-        halos = self._start(x_TC, held.halo_sent, route, f"{where}, halos") if self.is_cut else None
-        out_1CT = convolve(x_1CT)  # the first tokens of a segment saw the segment above; they are replaced below
+        x_TC, edges = _Picked.apply(x_1CT[0].t(), held.edges)
+        taken, sent = edges.split([len(on_host.halo.taken), len(on_host.halo.route.sent)])
+        halos = self._start(sent, on_host.halo.route, f"{where}, halos") if self.is_cut else None
+        out_1CT = convolve(x_TC.t()[None])  # first tokens of a segment see the segment above; they are replaced below
         received = [] if halos is None else [halos.wait()]
-        rows = torch.cat([x_TC.index_select(0, held.taken), *received, x_TC.new_zeros(1, x_TC.shape[1])])
+        rows = torch.cat([taken, *received, x_TC.new_zeros(1, x_TC.shape[1])])
         segments = sum(map(len, on_host.groups.values()))
         windows_SLC = rows.index_select(0, held.windows).view(segments, -1, x_TC.shape[1])
         first_SLC = convolve(windows_SLC.transpose(1, 2)).transpose(1, 2)[:, on_host.halo.tokens :]
@@ -121,15 +121,13 @@ class CarriedRows:
         head_bytes = summaries.element_size() * math.prod(summaries.shape[2:])
         fold = self.on_device.fold(heads, head_bytes)
         units = summaries if fold.on_host.heads is None else summaries.flatten(0, 1)
-        sent = self._start(units, fold.gathered, fold.on_host.gathered, f"{where}, summaries")
-
-        def send_states(states: torch.Tensor) -> Sent:
-            return self._start(states, fold.returned, fold.on_host.returned, f"{where}, states")
-
+        units, picked = _Picked.apply(units, fold.gathered)
+        sent = self._start(picked, fold.on_host.gathered, f"{where}, summaries")
+        send_states = partial(self._start, route=fold.on_host.returned, where=f"{where}, states")
         return SentSummaries(fold, units, sent, send_states)
 
-    def _start(self, items: torch.Tensor, sent: torch.Tensor, route: Route, where: str) -> "Sent":
-        travel = _Travel(self._plan, sent, route, where, items.requires_grad)
+    def _start(self, items: torch.Tensor, route: Route, where: str) -> "Sent":
+        travel = _Travel(self._plan, route, where, items.requires_grad)
         return Sent(travel, _Dispatch.apply(travel, items))
 
 
@@ -169,7 +167,8 @@ class SentSummaries:
             computed.append(after(step, computed[-1][: len(step)] if computed else None))
         states = torch.cat(computed).to(self._units.dtype)
         if heads is not None:
-            arrived = self._send_states(states).wait()
+            states, picked = _Picked.apply(states, fold.returned)
+            arrived = self._send_states(picked).wait()
             states = torch.cat([states, arrived])
         states = states.index_select(0, fold.states)
         return states if heads is None else states.unflatten(0, (-1, heads)), arrived
@@ -178,10 +177,9 @@ class SentSummaries:
 class _Travel:
     """Items of this rank on their way to other ranks, and their gradients on the way back."""
 
-    def __init__(self, plan: LivePlan, sent: torch.Tensor, route: Route, where: str, needs_gradients: bool) -> None:
+    def __init__(self, plan: LivePlan, route: Route, where: str, needs_gradients: bool) -> None:
         self._needs_gradients, self._fingerprint = needs_gradients, plan.fingerprint
         self._pass, self._transport = plan.forward_pass, among_trainers(plan.transport)
-        self.sent_items = sent
         counts = route.sent_counts, route.received_counts
         # Attention servers come last, and have no rows.
         self._sent_counts, self._received_counts = (x[: self._transport.world_size].tolist() for x in counts)
@@ -195,7 +193,7 @@ class _Travel:
             return
         exchange = f"{self._layer} {items.dtype} {[*items.shape[1:]]}"
         self._pass.begin_exchange_of_states(exchange, self._needs_gradients, self._fingerprint)
-        self._exchange(items.index_select(0, self.sent_items), self._sent_counts, self._received_counts, "forward")
+        self._exchange(items, self._sent_counts, self._received_counts, "forward")
 
     def received(self) -> torch.Tensor:
         """Returns the items of other ranks, by rank."""
@@ -221,21 +219,32 @@ class _Travel:
         return under_way.wait()
 
 
+class _Picked(torch.autograd.Function):
+    """A tensor, and some of its rows. Backward adds the gradients of both in one copy."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        ctx.rows = rows
+        return x.view_as(x), x.index_select(0, rows)
+
+    @staticmethod
+    def backward(ctx: Any, gradients: torch.Tensor, of_rows: torch.Tensor) -> tuple[torch.Tensor, None]:
+        # A row may be picked several times. Accumulation sorts, so sums have one order, unlike index_add_.
+        return gradients.index_put((ctx.rows,), of_rows, accumulate=True), None
+
+
 class _Dispatch(torch.autograd.Function):
     """Starts an exchange; backward waits for the gradients. Returns a ticket for `_Arrive`."""
 
     @staticmethod
     def forward(ctx: Any, travel: _Travel, items: torch.Tensor) -> torch.Tensor:
-        ctx.travel, ctx.shape = travel, items.shape
+        ctx.travel = travel
         travel.start(items)
         return items.new_empty(0)
 
     @staticmethod
     def backward(ctx: Any, ticket: torch.Tensor) -> tuple[None, torch.Tensor]:
-        gradients = ctx.travel.gradients()
-        # An item may have gone to several ranks. Accumulation sorts, so sums have one order, unlike index_add_.
-        whole = gradients.new_zeros(ctx.shape)
-        return None, whole.index_put_((ctx.travel.sent_items,), gradients, accumulate=True)
+        return None, ctx.travel.gradients()
 
 
 class _Arrive(torch.autograd.Function):

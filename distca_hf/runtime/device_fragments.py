@@ -33,8 +33,8 @@ class PinnedFragments:
         """Joins the indices, so that one copy takes them all; safe in a background thread."""
         halo, fold = fragments.halo, Fold.of(fragments.cut, fragments.rank)
         indices = {
-            **{"halo_sent": halo.route.sent, "taken": halo.taken, "windows": halo.windows},
-            **{"kept": halo.kept, "rows": halo.rows, "middle_numbers": np.array(fragments.middle_numbers, np.int64)},
+            **{"edges": np.concatenate([halo.taken, halo.route.sent]), "windows": halo.windows, "kept": halo.kept},
+            **{"rows": halo.rows, "middle_numbers": np.array(fragments.middle_numbers, np.int64)},
             **{f"fold.{name}": index for name, index in _indices_of(fold).items()},
             **{f"group.{name}": offsets(tokens) for name, tokens in _tokens_of_groups(fragments).items()},
         }
@@ -117,7 +117,8 @@ class DeviceFragments:
         whole, followed, last: groups.
         middle: followed fragments that follow others.
         middle_numbers: int64, see `Fragments`.
-        halo_sent, taken, windows, kept, rows: of `Halo`.
+        edges: int64, rows that are taken for windows, then those that are sent.
+        windows, kept, rows: of `Halo`.
     """
 
     on_host: Fragments
@@ -127,8 +128,7 @@ class DeviceFragments:
     last: DeviceGroup
     middle: DeviceGroup
     middle_numbers: torch.Tensor
-    halo_sent: torch.Tensor
-    taken: torch.Tensor
+    edges: torch.Tensor
     windows: torch.Tensor
     kept: torch.Tensor
     rows: torch.Tensor
