@@ -158,6 +158,35 @@ def test_a_state_that_does_not_travel_is_noticed(
     assert sweep.examine(config_class).verdict == sweep.WRONG
 
 
+@pytest.mark.parametrize("lengths", [(96, 96), (96, 90), (150,)])
+def test_a_placed_batch_fills_a_cache_only_if_every_row_is_a_document(lengths: tuple[int, ...]) -> None:
+    """The cache goes on as one that the document filled by itself."""
+    models = [hybrid() for _ in range(2)]
+    rows = Dataset.from_dict({"input_ids": [random_documents(1, lengths=(tokens,))[0] for tokens in lengths]})
+
+    def step(transport: Transport) -> str:
+        model = models[transport.rank]
+        planner = PlacedPlanner(DistCAConfig(tokens_per_rank=96), 2, halo_tokens=HALO_TOKENS)
+        (batch,) = PlacedLoader(rows, planner, transport, CPU)
+        ids = batch["input_ids"].clone()
+        try:
+            filled = model(**batch, use_cache=True)
+        except PackingError as error:
+            return str(error)
+        with torch.no_grad():
+            expected = model(ids, use_cache=True)
+            ongoing = [model(ids[:, :1], past_key_values=made.past_key_values).logits for made in (filled, expected)]
+        torch.testing.assert_close(*ongoing, rtol=1e-4, atol=1e-5)
+        assert filled.past_key_values.get_seq_length() == ids.shape[1] + 1
+        return ""
+
+    refused = run_ranks(2, step, timeout_seconds=30.0)
+    if lengths == (96, 96):
+        assert refused == ["", ""]
+    else:
+        assert any("rows hold several documents, or parts of them" in message for message in refused)
+
+
 def test_a_pass_of_this_rank_alone_keeps_documents_apart_as_well() -> None:
     model = hybrid().eval()
     with torch.no_grad():
