@@ -18,7 +18,7 @@ from distca_hf.config import DistCAConfig
 from distca_hf.errors import ConfigError, PackingError, PlanError
 from distca_hf.integrations.finding import stated_lengths
 from distca_hf.integrations.models.document_rows import DocumentRows
-from distca_hf.integrations.models.mixers import needs_whole_documents
+from distca_hf.integrations.models.mixers import mixers_of, needs_whole_documents
 from distca_hf.planning.fragments import Fragments, Route
 from distca_hf.testing import run_ranks
 from support.data import random_documents
@@ -79,6 +79,31 @@ def test_times_of_kernels_are_refused(sweep: ModuleType) -> None:
 
     with pytest.raises(ConfigError, match=r"kernel_times='times\.json' decides where documents are cut"):
         planner.check_kernel_times(96)
+
+
+@pytest.mark.parametrize("was_whole", [True, False])
+def test_a_position_saved_with_whole_documents_is_refused_if_they_are_cut_and_the_other_way_round(
+    was_whole: bool,
+) -> None:
+    """Other documents are in the micro-batches before it: some would be left out in silence."""
+    rows = Dataset.from_dict({"input_ids": random_documents(40, lengths=(5, 30, 90))})
+
+    def loader(is_whole: bool) -> PlacedLoader:
+        model = tiny_model("qwen3_5", num_hidden_layers=2)
+        if is_whole:  # a kernel on the module, through which no state can travel
+            mixer = next(iter(mixers_of(model).values()))
+            mixer.forward = lambda hidden_states, **_: hidden_states
+        assert needs_whole_documents(model) is is_whole
+        return distca_hf.DistCAPlugin(tokens_per_rank=96).dataloader(rows, device="cpu", model=model)
+
+    saved = loader(was_whole)
+    next(batches := iter(saved))
+    state = saved.state_dict()
+    batches.close()
+
+    loader(was_whole).load_state_dict(state)
+    with pytest.raises(ConfigError, match=f"is of whole_documents={was_whole}, this loader has {not was_whole};"):
+        loader(not was_whole).load_state_dict(state)
 
 
 @pytest.mark.parametrize(
