@@ -1,11 +1,14 @@
 """Calls of mixers in an enabled model: documents do not see each other.
 
-A hook of each layer takes the rows of the pass from the layer's keywords, so that a recomputed layer has those of its
-pass. The forward function of each mixer then runs on these rows.
+The rows of a pass are a keyword of the model, which layers get and pass on to their mixers. Checkpointing keeps the
+arguments of a layer, so recomputation has the rows of its pass, even if other passes have run meanwhile. It calls no
+hook of the layer. The mask, which a plan makes needless, stands in for the keyword in layers that keep it (Jamba).
 """
 
 import inspect
+import re
 from collections.abc import Callable, Mapping
+from functools import lru_cache
 from operator import is_
 from typing import Any
 
@@ -16,14 +19,28 @@ from transformers import Cache
 from distca_hf.errors import PlanError, UnsupportedAttentionError
 from distca_hf.integrations.models.carried_mixers import carried_forward
 from distca_hf.integrations.models.document_rows import DocumentRows
+from distca_hf.integrations.models.structure import source_of
 from distca_hf.runtime.carried_states import CarriedRows
 from distca_hf.torch_private import hidden_from_dynamo
 
 
 # Keyword of models and layers that holds the `CarriedRows` or `DocumentRows` of a pass.
 KEYWORD = "distca_documents"
+MASK = "attention_mask"
 # Arguments of mixers that are about padding, which the plan knows.
-NOT_CARRIED = frozenset({"attention_mask", "seq_idx"})
+NOT_CARRIED = frozenset({MASK, "seq_idx"})
+
+
+@lru_cache(maxsize=256)
+def keeps_keywords(forward: Callable[..., Any], mixer: str) -> bool:
+    """Returns whether the source of a layer's forward function shows that it passes no further keywords on to its
+    mixer; False if there is no source.
+
+    Args:
+        mixer: its attribute in the layer.
+    """
+    calls_it = re.search(rf"self\.{mixer}\((?:[^()]|\([^()]*\))*\)", source_of(forward))
+    return calls_it is not None and "**" not in calls_it.group()
 
 
 class CalledFunctions:
@@ -61,8 +78,8 @@ class Apart:
 
     Attributes:
         name: of the mixer.
-        documents: rows of the layer's present call; None if every row of the batch is a document.
-        mixed: rows of the mixer's latest call.
+        documents: rows of the layer's latest call; None if every row of the batch is a document.
+        mixed: rows of the mixer's latest call, which may be a recomputation.
         before: the forward function that was set on the module before; None if that of its class counts.
     """
 
@@ -88,12 +105,15 @@ class Apart:
     def __call__(self, *args: object, **keywords: object) -> object:
         """Runs the mixer. Keywords that it does not name are left out: they are meant for attention, or say where
         documents begin in a way that it may not follow."""
-        self.mixed = self.documents
+        rows: Any = keywords.get(KEYWORD, self.documents)
+        if isinstance(keywords.get(MASK), CarriedRows):
+            rows, keywords = keywords[MASK], {**keywords, MASK: None}
+        self.mixed = rows
         known = {name: value for name, value in keywords.items() if name in self._known}
-        if isinstance(self.documents, CarriedRows):
+        if isinstance(rows, CarriedRows):
             return self._carry(args, known)
         forward = self.before or type(self._mixer).forward.__get__(self._mixer)
-        return forward(*args, **known) if self.documents is None else self.documents.mix(forward, args, known)
+        return forward(*args, **known) if rows is None else rows.mix(forward, args, known)
 
     @hidden_from_dynamo
     def _carry(self, args: tuple[object, ...], keywords: dict[str, object]) -> object:
@@ -117,22 +137,32 @@ class Apart:
         return mixed[0].unflatten(0, shape)
 
     def _rows(self) -> CarriedRows:
-        assert isinstance(self.documents, CarriedRows)
-        return self.documents
+        assert isinstance(self.mixed, CarriedRows)
+        return self.mixed
 
 
 class GiveDocuments:
-    """A hook of a layer: gives the documents of the pass to the layer's mixers."""
+    """A hook of a layer: gives the documents of the pass to the layer's mixers.
 
-    def __init__(self, layer_name: str, mixers: list[Apart]) -> None:
-        self._layer_name, self._mixers = layer_name, mixers
+    Args:
+        by_mask: whether the layer keeps keywords.
+    """
+
+    def __init__(self, layer_name: str, mixers: list[Apart], by_mask: bool) -> None:
+        self._layer_name, self._mixers, self._by_mask = layer_name, mixers, by_mask
 
     @hidden_from_dynamo
-    def __call__(self, layer: nn.Module, args: tuple[object, ...], keywords: dict[str, Any]) -> None:
+    def __call__(
+        self, layer: nn.Module, args: tuple[object, ...], keywords: dict[str, Any]
+    ) -> tuple[tuple[object, ...], dict[str, Any]] | None:
         if KEYWORD not in keywords:
             self._check_rows(layer, keywords)
+        rows = keywords.get(KEYWORD)
         for mixer in self._mixers:
-            mixer.documents = keywords.get(KEYWORD)
+            mixer.documents = rows
+        if self._by_mask and MASK in keywords and isinstance(rows, CarriedRows):
+            return args, {**keywords, MASK: rows}
+        return None
 
     def _check_rows(self, layer: nn.Module, keywords: Mapping[str, Any]) -> None:
         """Checks that a layer which runs outside of its enabled model has one document in every row."""

@@ -31,7 +31,7 @@ from distca_hf.errors import PackingError, PlanError, UnsupportedAttentionError
 from distca_hf.integrations.finding import lengths_and_rows, stated_lengths
 from distca_hf.integrations.models.carried_mixers import carries, halo_tokens_of
 from distca_hf.integrations.models.document_rows import DocumentRows
-from distca_hf.integrations.models.mixer_calls import KEYWORD, Apart, CalledFunctions, GiveDocuments
+from distca_hf.integrations.models.mixer_calls import KEYWORD, Apart, CalledFunctions, GiveDocuments, keeps_keywords
 from distca_hf.integrations.models.structure import attention_layers, source_of, text_modules, transformers_model
 from distca_hf.runtime.carried_states import CarriedRows
 from distca_hf.runtime.live_plan import LivePlan
@@ -148,7 +148,9 @@ class MixerWatch:
             self._apart.append(apart)
             of_layers.setdefault(name.rpartition(".")[0], []).append(apart)
         for name, of_layer in of_layers.items():
-            self._model.get_submodule(name).register_forward_pre_hook(GiveDocuments(name, of_layer), with_kwargs=True)
+            layer = self._model.get_submodule(name)
+            by_mask = any(keeps_keywords(type(layer).forward, apart.name.rpartition(".")[2]) for apart in of_layer)
+            layer.register_forward_pre_hook(GiveDocuments(name, of_layer, by_mask), with_kwargs=True)
         if self.carry:
             log.info("%s carry a state from token to token, which travels with cut documents", self._named)
         elif self.mixers:
