@@ -102,3 +102,12 @@ def test_another_forward_function_of_the_class_is_refused_every_time(module: Mod
     for _ in range(2):
         with pytest.raises(UnsupportedAttentionError, match=r"Qwen3NextGatedDeltaNet\.forward was replaced after"):
             model(**batch)
+
+
+def test_a_wrapper_that_would_not_run_is_refused_before_the_first_pass(module: ModuleType) -> None:
+    original = module.Qwen3NextGatedDeltaNet.forward
+    wrapper = wraps(original)(lambda self, *args, **keywords: 2 * original(self, *args, **keywords))
+    module.Qwen3NextGatedDeltaNet.forward = wrapper
+
+    with pytest.raises(UnsupportedAttentionError, match=f"forward is wrapped by a function of {__name__}, which"):
+        distca_hf.enable(wide_model(KIND, "distca"), distca_hf.DistCAPlugin(tokens_per_rank=96))

@@ -44,12 +44,23 @@ def keeps_keywords(forward: Callable[..., Any], mixer: str) -> bool:
 
 
 class CalledFunctions:
-    """The functions that mixers of one class call: their forward function, and those that it finds in its module."""
+    """The functions that mixers of one class call: their forward function, and those that it finds in its module.
+
+    Raises:
+        UnsupportedAttentionError: others have wrapped the forward function. Functions are replaced inside of it, so
+            the wrapper would not run.
+    """
 
     def __init__(self, mixer: nn.Module) -> None:
         self._class = type(mixer)
         self._forward: Any = self._class.forward
-        function = inspect.unwrap(self._forward)
+        function = inspect.unwrap(self._forward, stop=_is_foreign)
+        if _is_foreign(function):
+            raise UnsupportedAttentionError(
+                f"{self._class.__name__}.forward is wrapped by a function of {_module_of(function)}, which would not "
+                "run: states of cut documents travel inside the function of Transformers. Use hooks of the modules "
+                "(register_forward_pre_hook, register_forward_hook) in place of the wrapper"
+            )
         self._names, self._of_module = function.__code__.co_names, function.__globals__
         self._found = self._look()
 
@@ -71,6 +82,15 @@ class CalledFunctions:
             )
         before, self._found = self._found, self._look()
         return not all(map(is_, before, self._found))
+
+
+def _module_of(function: Any) -> str:
+    """Returns where a function was defined; `wraps` gives it the `__module__` of the one inside."""
+    return str(getattr(function, "__globals__", {}).get("__name__", type(function).__name__))
+
+
+def _is_foreign(function: Any) -> bool:
+    return not _module_of(function).startswith("transformers.")
 
 
 class Apart:
