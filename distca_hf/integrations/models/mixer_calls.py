@@ -165,7 +165,7 @@ class GiveDocuments:
     """A hook of a layer: gives the documents of the pass to the layer's mixers.
 
     Args:
-        by_mask: whether the layer keeps keywords.
+        by_mask: whether the layer keeps keywords, so that the mask stands in for ours.
     """
 
     def __init__(self, layer_name: str, mixers: list[Apart], by_mask: bool) -> None:
@@ -186,7 +186,7 @@ class GiveDocuments:
 
     def _check_rows(self, layer: nn.Module, keywords: Mapping[str, Any]) -> None:
         """Checks that a layer which runs outside of its enabled model has one document in every row."""
-        positions, mask = keywords.get("position_ids"), keywords.get("attention_mask")
+        positions, mask = keywords.get("position_ids"), keywords.get(MASK)
         is_padded = isinstance(mask, torch.Tensor) and mask.ndim == 2
         is_packed = keywords.get("cu_seq_lens_q") is not None or (
             not is_padded

@@ -178,7 +178,7 @@ class MixerWatch:
         """Returns further keywords for a pass with a plan.
 
         Raises:
-            UnsupportedAttentionError: ZeRO-3 divides the weights of mixers, or their states cannot travel any more.
+            UnsupportedAttentionError: ZeRO-3 divides the weights of mixers, or their forward function was replaced.
             PlanError: the plan cuts documents that must be whole.
             PackingError: a cache is asked for.
         """
@@ -188,14 +188,14 @@ class MixerWatch:
         facts, transport = plan.facts, plan.transport
         if self.carry:
             self._follow_functions()
-        else:
-            self._check_weights()
-        if facts.cut_documents and not self.carry:
+        elif facts.cut_documents:
             raise PlanError(
                 f"{transport.grid.name}, micro-batch {plan.micro_batch}: {facts.cut_documents} of "
                 f"{facts.num_documents} documents are cut, and {self._named} need whole ones, because they carry a "
                 "state from token to token. Make batches with plugin.dataloader(model=...)"
             )
+        else:
+            self._check_weights()
         assert plan.document_tokens is not None
         batch_size, row_tokens = tokens_of(batch).shape
         lengths = plan.document_tokens
