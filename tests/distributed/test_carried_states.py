@@ -173,6 +173,17 @@ def test_heads_are_divided_if_that_saves_more_than_an_exchange_costs(monkeypatch
 
 
 @pytest.mark.parametrize("checkpointing", CHECKPOINTING)
+@pytest.mark.parametrize("model_type", ["qwen3_next", "jamba", "lfm2"])
+def test_two_passes_may_run_before_backward(model_type: str, checkpointing: str) -> None:
+    """As of a loss that compares them. Recomputation has the rows of its pass; Jamba's layers pass no keywords on."""
+    build = partial(wide_model, model_type, "distca")
+    made = step_on_ranks(build, THREE, checkpointing, also=(ONE_WITHOUT, UNCUT))
+    expected = alone(model_type)
+
+    assert made.difference(Step({name: 3 * one for name, one in expected.gradients.items()})) <= LARGEST_DIFFERENCE
+
+
+@pytest.mark.parametrize("checkpointing", CHECKPOINTING)
 @pytest.mark.parametrize("model_type", ["qwen3_next", "bamba", "jamba", "lfm2"])
 def test_mixers_exchange_nothing_if_no_document_is_cut(model_type: str, checkpointing: str) -> None:
     made = step(model_type, UNCUT, checkpointing)

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from distca_hf.comm.transport import Transport
 from distca_hf.errors import PlanError, PlanMismatchError
@@ -36,8 +37,10 @@ def compute_in_fp32(model: Any, layer: int) -> None:
 
 
 def skip(model: Any, layer: int) -> None:
-    """Leaves a mixer out."""
-    model.model.layers[layer].mamba.forward = lambda hidden_states, **_: hidden_states
+    """Leaves a layer with a mixer out."""
+    skipped = nn.Module()
+    skipped.forward = lambda hidden_states, **_: (hidden_states, None)
+    model.model.layers[layer] = skipped
 
 
 def on_one_rank(what: Callable[[Any, int], None], layer: int, at: int) -> Callable[[Any, int, int], None]:

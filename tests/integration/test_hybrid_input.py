@@ -18,7 +18,7 @@ from distca_hf.config import DistCAConfig
 from distca_hf.errors import ConfigError, PackingError, PlanError
 from distca_hf.integrations.finding import stated_lengths
 from distca_hf.integrations.models.document_rows import DocumentRows
-from distca_hf.integrations.models.mixers import needs_whole_documents
+from distca_hf.integrations.models.mixers import mixers_of, needs_whole_documents
 from distca_hf.planning.fragments import Fragments
 from distca_hf.runtime.carried_states import After, SentSummaries
 from distca_hf.testing import run_ranks
@@ -80,6 +80,31 @@ def test_times_of_kernels_are_refused(sweep: ModuleType) -> None:
 
     with pytest.raises(ConfigError, match=r"kernel_times='times\.json' decides where documents are cut"):
         planner.check_kernel_times(96)
+
+
+@pytest.mark.parametrize("was_whole", [True, False])
+def test_a_position_saved_with_whole_documents_is_refused_if_they_are_cut_and_the_other_way_round(
+    was_whole: bool,
+) -> None:
+    """Other documents are in the micro-batches before it: some would be left out in silence."""
+    rows = Dataset.from_dict({"input_ids": random_documents(40, lengths=(5, 30, 90))})
+
+    def loader(is_whole: bool) -> PlacedLoader:
+        model = tiny_model("qwen3_5", num_hidden_layers=2)
+        if is_whole:  # a kernel on the module, through which no state can travel
+            mixer = next(iter(mixers_of(model).values()))
+            mixer.forward = lambda hidden_states, **_: hidden_states
+        assert needs_whole_documents(model) is is_whole
+        return distca_hf.DistCAPlugin(tokens_per_rank=96).dataloader(rows, device="cpu", model=model)
+
+    saved = loader(was_whole)
+    next(batches := iter(saved))
+    state = saved.state_dict()
+    batches.close()
+
+    loader(was_whole).load_state_dict(state)
+    with pytest.raises(ConfigError, match=f"is of whole_documents={was_whole}, this loader has {not was_whole};"):
+        loader(not was_whole).load_state_dict(state)
 
 
 @pytest.mark.parametrize(
@@ -160,6 +185,35 @@ def test_a_state_that_does_not_travel_is_noticed(
     (config_class,) = sweep.TEXT.config_classes([model_type])
 
     assert sweep.examine(config_class).verdict == sweep.WRONG
+
+
+@pytest.mark.parametrize("lengths", [(96, 96), (96, 90), (150,)])
+def test_a_placed_batch_fills_a_cache_only_if_every_row_is_a_document(lengths: tuple[int, ...]) -> None:
+    """The cache goes on as one that the document filled by itself."""
+    models = [hybrid() for _ in range(2)]
+    rows = Dataset.from_dict({"input_ids": [random_documents(1, lengths=(tokens,))[0] for tokens in lengths]})
+
+    def step(transport: Transport) -> str:
+        model = models[transport.rank]
+        planner = PlacedPlanner(DistCAConfig(tokens_per_rank=96), 2, halo_tokens=HALO_TOKENS)
+        (batch,) = PlacedLoader(rows, planner, transport, CPU)
+        ids = batch["input_ids"].clone()
+        try:
+            filled = model(**batch, use_cache=True)
+        except PackingError as error:
+            return str(error)
+        with torch.no_grad():
+            expected = model(ids, use_cache=True)
+            ongoing = [model(ids[:, :1], past_key_values=made.past_key_values).logits for made in (filled, expected)]
+        torch.testing.assert_close(*ongoing, rtol=1e-4, atol=1e-5)
+        assert filled.past_key_values.get_seq_length() == ids.shape[1] + 1
+        return ""
+
+    refused = run_ranks(2, step, timeout_seconds=30.0)
+    if lengths == (96, 96):
+        assert refused == ["", ""]
+    else:
+        assert any("rows hold several documents, or parts of them" in message for message in refused)
 
 
 def test_a_pass_of_this_rank_alone_keeps_documents_apart_as_well() -> None:

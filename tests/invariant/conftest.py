@@ -5,7 +5,7 @@ import pytest
 from support.training import References, save_initial_model
 
 
-KINDS = "llama", "qwen3", "qwen3_moe", "gemma3", "gpt_oss"
+KINDS = "llama", "qwen3", "qwen3_moe", "gemma3", "gpt_oss", "qwen3_5"
 
 
 @pytest.fixture(scope="session")

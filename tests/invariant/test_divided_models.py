@@ -183,6 +183,7 @@ RUNS = [
     Run("llama", REPLICAS, {"dp_replicate2 fsdp2"}, "trainer"),
     Run("llama", REPLICAS, {"dp_replicate2 fsdp2"}, "trainer", "packs"),
     Run("llama", REPLICAS, {"dp_replicate2 fsdp2"}, "plain"),
+    Run("qwen3_5", {"tp_size": 2, "fsdp_size": 2}, {"fsdp2", "fsdp2 tp2"}, "trainer"),
 ]
 
 

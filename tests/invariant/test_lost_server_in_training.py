@@ -45,8 +45,9 @@ def train(run: Run | packs.Run, initial: Path, folder: Path, phase: str) -> tupl
 
 
 @pytest.fixture(scope="module")
-def initial(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_initial_model("llama", tmp_path_factory.mktemp("initial"))
+def initial(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("initial")
+    return {kind: save_initial_model(kind, folder / kind) for kind in ("llama", "qwen3_5")}
 
 
 @pytest.mark.parametrize(
@@ -55,25 +56,31 @@ def initial(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (Run("llama", TRAINERS, "fsdp2", "trainer", 3, steps=STEPS), 2, signal.SIGKILL, "backward"),
         (Run("llama", TRAINERS, "zero3", "sft", 3, steps=STEPS), 1, signal.SIGKILL, "forward"),
         (Run("llama", TRAINERS, "ddp", "plain", 3, steps=STEPS), 1, signal.SIGSTOP, "backward"),
+        (Run("qwen3_5", TRAINERS, "fsdp2", "trainer", 3, steps=STEPS), 1, signal.SIGKILL, "backward"),
         (packs.Run("collator", "attach", TRAINERS, "fsdp2", 1, steps=STEPS), 2, signal.SIGKILL, "forward"),
     ],
-    ids=lambda value: str(value) if isinstance(value, int | str) else f"{type(value).__module__}-{value.wrap}",
+    ids=lambda value: (
+        str(value)
+        if isinstance(value, int | str)
+        else f"{type(value).__module__}-{getattr(value, 'model', 'llama')}-{value.wrap}"
+    ),
 )
 def test_losses_follow_one_process(
     run: Run | packs.Run,
     servers: int,
     how: signal.Signals,
     phase: str,
-    initial: Path,
+    initial: dict[str, Path],
     tmp_path: Path,
     record_property: Callable[[str, object], None],
 ) -> None:
+    folder = initial[run.model if isinstance(run, Run) else "llama"]
     outcomes = start_ranks(
         TRAINERS,
         train,
         tmp_path,
         run,
-        initial,
+        folder,
         tmp_path,
         phase,
         servers=servers,
@@ -84,9 +91,9 @@ def test_losses_follow_one_process(
     others = [outcome for outcome in outcomes if outcome.rank != TRAINERS]
     assert [outcome.exit_code for outcome in others] == [0] * len(others), others
     if isinstance(run, Run):
-        reference = train_reference(initial, run.accumulation, False, STEPS)
+        reference = train_reference(folder, run.accumulation, False, STEPS)
     else:
-        reference = packs.train(replace(run, seam="none", world_size=1, wrap="none"), initial, "sdpa")
+        reference = packs.train(replace(run, seam="none", world_size=1, wrap="none"), folder, "sdpa")
     for outcome in outcomes[:TRAINERS]:
         curve, again = outcome.result
         assert again >= 1  # a busy machine may lose another one

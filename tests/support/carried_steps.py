@@ -107,6 +107,7 @@ def step_on_ranks(
     around: Callable[[Transport], Transport] = lambda transport: transport,
     change: Callable[[Any, int, int], None] = lambda model, rank, number: None,
     passes: int = 1,
+    also: tuple[tuple[str, ...], ...] = (),
 ) -> Step:
     """Runs a step on cut documents.
 
@@ -118,13 +119,15 @@ def step_on_ranks(
         around: puts something around the transport of a rank.
         change: called with a rank's enabled model, the rank and the number of the pass, before each one.
         passes: number of steps; the latest one counts.
+        also: further layouts of the documents. Each step has a pass on each of them, too, before its backward.
     """
     models = [build() for _ in ranks]
     attends_again: dict[str, Any] = (
         {"checkpointed_attention": "recompute"} if checkpointing == "attending again" else {}
     )
     context = ParallelContext(tokens_per_rank=sum(LENGTHS), ranks_per_node=len(ranks), **attends_again)
-    planner = ByHand(context, len(ranks), halo_tokens=halo_tokens_for(models[0]), ranks=ranks)
+    halo_tokens = halo_tokens_for(models[0])
+    planners = [ByHand(context, len(ranks), halo_tokens=halo_tokens, ranks=layout) for layout in (ranks, *also)]
 
     def body(given: Transport) -> Step:
         model, phase = models[given.rank], list[str]()
@@ -139,19 +142,22 @@ def step_on_ranks(
             model.enable_input_require_grads()
         distca_hf.enable(model, context, max(LENGTHS))
         dataset = Dataset.from_dict({"input_ids": documents()})
-        loader = PlacedLoader(dataset, planner, transport, torch.device("cpu"))
+        loaders = [PlacedLoader(dataset, planner, transport, torch.device("cpu")) for planner in planners]
         for number in range(passes):
             change(model, given.rank, number)
             model.zero_grad()
             phase.clear()
-            (batch,) = loader
-            labels = batch.pop("shift_labels")
-            batch.pop("labels")
-            with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-                logits = model(**batch, use_cache=False).logits
+            losses = []
+            for loader in loaders:
+                (batch,) = loader
+                labels = batch.pop("shift_labels")
+                batch.pop("labels")
+                with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+                    logits = model(**batch, use_cache=False).logits
+                losses.append(_loss(logits, labels))
             forward = [*phase]
             phase.clear()
-            _loss(logits, labels).backward()
+            torch.stack(losses).sum().backward()
         return Step(_gradients(model), forward, phase)
 
     steps = run_ranks(len(ranks), body, timeout_seconds=HANG_SECONDS)

@@ -35,6 +35,7 @@ LAYERS = {
     "qwen3": "Qwen3DecoderLayer",
     "gemma3": "Gemma3DecoderLayer",
     "gpt_oss": "GptOssDecoderLayer",
+    "qwen3_5": "Qwen3_5DecoderLayer",
 }
 DISTRIBUTED_TYPES = {"none": "NO", "ddp": "MULTI_CPU", "fsdp": "FSDP", "zero": "DEEPSPEED"}
 

@@ -334,6 +334,7 @@ class ForwardWatch:
                 (layers, attention), flops = self._recomputed.parts(module), self.flops
                 cost = None if flops is None else flops.cost(recomputes_layers=layers, recomputes_attention=attention)
                 self.report.begin(plan, cost, flops)
+        self._mixers.check_ran()
         return self.loss.end(output if self.loss.is_placed else self._counted.end(output))
 
 

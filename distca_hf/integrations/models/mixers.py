@@ -10,35 +10,32 @@ Anything else that mixes tokens is refused by name.
 
 Offsets for kernels that know packed rows are not passed on from batches: Transformers leaves an argument out that an
 installed kernel does not have, and documents would see each other. The rows of a pass travel to the layers as a
-keyword, so that a recomputed layer has the rows of its pass.
+keyword (`mixer_calls`).
 
 Attention may take a row for a document if nothing else is said, but a batch that a model with mixers trains on must
 say where documents begin, and all that it says must agree (`finding.stated_lengths`).
 """
 
-import inspect
 import re
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Hashable, Iterator
 from functools import lru_cache
-from typing import Any
 
 import numpy as np
-import torch
 from torch import nn
-from transformers import Cache, PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from distca_hf.arrays import exclusive_cumsum
 from distca_hf.batches.batch_documents import Batch, cache_of, document_lengths, tokens_of
 from distca_hf.errors import PackingError, PlanError, UnsupportedAttentionError
 from distca_hf.integrations.finding import lengths_and_rows, stated_lengths
-from distca_hf.integrations.models.carried_mixers import carried_forward, carries, halo_tokens_of
+from distca_hf.integrations.models.carried_mixers import carries, halo_tokens_of
 from distca_hf.integrations.models.document_rows import DocumentRows
+from distca_hf.integrations.models.mixer_calls import KEYWORD, Apart, CalledFunctions, GiveDocuments, keeps_keywords
 from distca_hf.integrations.models.structure import attention_layers, source_of, text_modules, transformers_model
 from distca_hf.runtime.carried_states import CarriedRows
 from distca_hf.runtime.live_plan import LivePlan
 from distca_hf.telemetry import get_logger
-from distca_hf.torch_private import hidden_from_dynamo
 
 
 log = get_logger(__name__)
@@ -47,10 +44,6 @@ log = get_logger(__name__)
 LAYER_TYPES = frozenset({"full_attention", "sliding_attention", "chunked_attention", "attention", "moe", "mlp"})
 # Names that Transformers' classes have for a state, as an attribute or in a cache.
 STATE = re.compile(r"(conv|conv1d|recurrent|ssm|linear)_(states?|cache)\b")
-# Keyword of models and layers that holds the `CarriedRows` or `DocumentRows` of a pass.
-KEYWORD = "distca_documents"
-# Arguments of mixers that are about padding, which the plan knows.
-NOT_CARRIED = frozenset({"attention_mask", "seq_idx"})
 
 
 def mixers_of(model: PreTrainedModel) -> dict[str, nn.Module]:
@@ -139,18 +132,25 @@ class MixerWatch:
         self.carry, self.need_whole = bool(carry) and all(carry), not all(carry)
         self.halo_tokens = halo_tokens_for(model)
         self.lengths = stated_lengths if self.mixers else document_lengths
-        classes = sorted({type(mixer).__name__ for mixer in self.mixers.values()})
-        self._named = f"{len(self.mixers)} parts of {type(model).__name__} ({', '.join(classes)})"
+        classes = {type(mixer): mixer for mixer in self.mixers.values()}
+        named = ", ".join(sorted(one.__name__ for one in classes))
+        self._named = f"{len(self.mixers)} parts of {type(model).__name__} ({named})"
+        self._called = [CalledFunctions(mixer) for mixer in classes.values()] if self.carry else []
+        self._apart: list[Apart] = []
+        self._rows: CarriedRows | DocumentRows | None = None  # of the present pass
 
     def enter(self) -> None:
         """Lets mixers keep documents apart, and logs it."""
-        of_layers: dict[str, list[_Apart]] = {}
+        of_layers: dict[str, list[Apart]] = {}
         for name, mixer in self.mixers.items():
-            apart = _Apart(mixer, name)
+            apart = Apart(mixer, name)
             mixer.forward = apart
+            self._apart.append(apart)
             of_layers.setdefault(name.rpartition(".")[0], []).append(apart)
         for name, of_layer in of_layers.items():
-            self._model.get_submodule(name).register_forward_pre_hook(_GiveDocuments(name, of_layer), with_kwargs=True)
+            layer = self._model.get_submodule(name)
+            by_mask = any(keeps_keywords(type(layer).forward, apart.name.rpartition(".")[2]) for apart in of_layer)
+            layer.register_forward_pre_hook(GiveDocuments(name, of_layer, by_mask), with_kwargs=True)
         if self.carry:
             log.info("%s carry a state from token to token, which travels with cut documents", self._named)
         elif self.mixers:
@@ -165,11 +165,11 @@ class MixerWatch:
         """Undoes `enter`, in the model or in a copy."""
         for part in module.modules() if self.mixers else ():
             for number, hook in list(part._forward_pre_hooks.items()):
-                if isinstance(hook, _GiveDocuments):
+                if isinstance(hook, GiveDocuments):
                     del part._forward_pre_hooks[number]
                     part._forward_pre_hooks_with_kwargs.pop(number, None)
             apart = vars(part).get("forward")
-            if isinstance(apart, _Apart):
+            if isinstance(apart, Apart):
                 del part.forward
                 if apart.before is not None:
                     part.forward = apart.before
@@ -178,30 +178,34 @@ class MixerWatch:
         """Returns further keywords for a pass with a plan.
 
         Raises:
-            UnsupportedAttentionError: ZeRO-3 divides the weights of mixers.
+            UnsupportedAttentionError: ZeRO-3 divides the weights of mixers, or their forward function was replaced.
             PlanError: the plan cuts documents that must be whole.
             PackingError: a cache is asked for.
         """
+        self._rows = None
         if not self.mixers:
             return {}
-        if self.carry:
-            self._check_no_cache(batch)
-            return {KEYWORD: CarriedRows(plan)}
-        self._check_weights()
         facts, transport = plan.facts, plan.transport
-        if facts.cut_documents:
+        if self.carry:
+            self._follow_functions()
+        elif facts.cut_documents:
             raise PlanError(
                 f"{transport.grid.name}, micro-batch {plan.micro_batch}: {facts.cut_documents} of "
                 f"{facts.num_documents} documents are cut, and {self._named} need whole ones, because they carry a "
                 "state from token to token. Make batches with plugin.dataloader(model=...)"
             )
+        else:
+            self._check_weights()
         assert plan.document_tokens is not None
         batch_size, row_tokens = tokens_of(batch).shape
         lengths = plan.document_tokens
-        if not len(lengths) or (len(lengths) == batch_size and np.all(lengths == row_tokens)):
+        is_apart = not len(lengths) or (len(lengths) == batch_size and np.all(lengths == row_tokens))
+        if is_apart and not facts.cut_documents and (not self.carry or self._asks_for_cache(batch)):
             return {KEYWORD: None}
         self._check_no_cache(batch)
-        return {KEYWORD: DocumentRows(lengths, batch_size, row_tokens, tokens_of(batch).device)}
+        device = tokens_of(batch).device
+        self._rows = CarriedRows(plan) if self.carry else DocumentRows(lengths, batch_size, row_tokens, device)
+        return {KEYWORD: self._rows}
 
     def alone(self, batch: Batch, trains: bool) -> dict[str, object]:
         """Returns further keywords for a pass of this rank alone.
@@ -210,6 +214,7 @@ class MixerWatch:
             UnsupportedAttentionError: ZeRO-3 divides the weights of mixers.
             PackingError: nothing says where documents begin, sources disagree, or a cache is asked for.
         """
+        self._rows = None
         if not self.mixers:
             return {}
         tokens, cached = tokens_of(batch), cache_of(batch)
@@ -226,8 +231,30 @@ class MixerWatch:
         if len(np.unique(row_of_document)) == len(lengths):  # Transformers masks the padding of rows
             return {KEYWORD: None}
         self._check_no_cache(batch)
-        found = DocumentRows(lengths, batch_size, row_tokens, tokens.device, rows)
-        return {KEYWORD: found} | ({"use_cache": False} if self._accepts_use_cache else {})
+        self._rows = DocumentRows(lengths, batch_size, row_tokens, tokens.device, rows)
+        return {KEYWORD: self._rows} | ({"use_cache": False} if self._accepts_use_cache else {})
+
+    def check_ran(self) -> None:
+        """Checks, after a pass, that the mixers of each layer that ran kept documents apart.
+
+        Raises:
+            UnsupportedAttentionError: a layer called something else in place of its mixer.
+        """
+        rows, self._rows = self._rows, None
+        for apart in self._apart if rows is not None else ():
+            if apart.documents is rows and apart.mixed is not rows:
+                raise UnsupportedAttentionError(
+                    f"{apart.name}, or its forward function, was replaced after distca_hf.enable, so documents saw "
+                    "each other there, or parts of them began without their state; no step was taken. Replace it "
+                    "before enable, or let the new function call the old one"
+                )
+
+    def _follow_functions(self) -> None:
+        """Lets mixers call the functions that their modules have now: a kernel may have been put there."""
+        if any([called.has_changed() for called in self._called]):  # a list: all must look
+            for apart in self._apart:
+                apart.forget_functions()
+            log.info("%s call other functions than in the pass before; states travel through these", self._named)
 
     def _check_weights(self) -> None:
         """Checks that the weights of mixers are there as long as a layer runs.
@@ -244,97 +271,13 @@ class MixerWatch:
                 "or DDP"
             )
 
+    def _asks_for_cache(self, batch: Batch) -> bool:
+        return cache_of(batch) is not None or bool(batch.get("use_cache"))
+
     def _check_no_cache(self, batch: Batch) -> None:
-        """Checks that no cache is to be filled by packed documents."""
-        if cache_of(batch) is not None or batch.get("use_cache"):
+        """Checks that no cache is to be filled by packed documents, or by parts of them."""
+        if self._asks_for_cache(batch):
             raise PackingError(
-                f"rows hold several documents, and {self._named} would leave the state of one of them in a cache; set "
-                "use_cache=False, or give every document a row of its own"
-            )
-
-
-class _Apart:
-    """The forward function of a mixer, in which documents do not see each other.
-
-    Attributes:
-        documents: rows of the layer's present call; None if every row of the batch is a document.
-        before: the forward function that was set on the module before; None if that of its class counts.
-    """
-
-    def __init__(self, mixer: nn.Module, name: str) -> None:
-        self.documents: CarriedRows | DocumentRows | None = None
-        self._name = name
-        self._carried: Callable[..., object] | None = None
-        self.before = vars(mixer).get("forward")
-        kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-        parameters = inspect.signature(mixer.forward).parameters.values()
-        self._mixer, self._known = mixer, {one.name for one in parameters if one.kind in kinds}
-
-    def __getstate__(self) -> dict[str, object]:
-        """Returns what copies have. They make their own functions anew, and rows of a pass are bound to its plan."""
-        return vars(self) | {"_carried": None, "documents": None}
-
-    @torch.compiler.disable(recursive=False)  # type: ignore[untyped-decorator]
-    def __call__(self, *args: object, **keywords: object) -> object:
-        """Runs the mixer. Keywords that it does not name are left out: they are meant for attention, or say where
-        documents begin in a way that it may not follow."""
-        known = {name: value for name, value in keywords.items() if name in self._known}
-        if isinstance(self.documents, CarriedRows):
-            return self._carry(args, known)
-        forward = self.before or type(self._mixer).forward.__get__(self._mixer)
-        return forward(*args, **known) if self.documents is None else self.documents.mix(forward, args, known)
-
-    @hidden_from_dynamo
-    def _carry(self, args: tuple[object, ...], keywords: dict[str, object]) -> object:
-        """Runs the mixer on rows whose states travel. A cache is left out: it has one state for the whole row. So are
-        masks: padding is known from the plan. A batch of several rows becomes one: the plan tells documents apart."""
-        if self._carried is None:
-            self._carried = carried_forward(self._mixer, self._rows, self._name)
-        given = {name: None if name in NOT_CARRIED else value for name, value in keywords.items()}
-        shape = next(x.shape[:2] for x in (*args, *given.values()) if isinstance(x, torch.Tensor))
-
-        def as_one_row(value: object) -> object:
-            if isinstance(value, Cache):
-                return None
-            if not isinstance(value, torch.Tensor) or value.shape[:2] != shape:
-                return value
-            return value.flatten(0, 1)[None]
-
-        mixed: Any = self._carried(*map(as_one_row, args), **{name: as_one_row(x) for name, x in given.items()})
-        if isinstance(mixed, tuple):
-            return (mixed[0][0].unflatten(0, shape), *mixed[1:])
-        return mixed[0].unflatten(0, shape)
-
-    def _rows(self) -> CarriedRows:
-        assert isinstance(self.documents, CarriedRows)
-        return self.documents
-
-
-class _GiveDocuments:
-    """A hook of a layer: gives the documents of the pass to the layer's mixers."""
-
-    def __init__(self, layer_name: str, mixers: list[_Apart]) -> None:
-        self._layer_name, self._mixers = layer_name, mixers
-
-    @hidden_from_dynamo
-    def __call__(self, layer: nn.Module, args: tuple[object, ...], keywords: dict[str, Any]) -> None:
-        if KEYWORD not in keywords:
-            self._check_rows(layer, keywords)
-        for mixer in self._mixers:
-            mixer.documents = keywords.get(KEYWORD)
-
-    def _check_rows(self, layer: nn.Module, keywords: Mapping[str, Any]) -> None:
-        """Checks that a layer which runs outside of its enabled model has one document in every row."""
-        positions, mask = keywords.get("position_ids"), keywords.get("attention_mask")
-        is_padded = isinstance(mask, torch.Tensor) and mask.ndim == 2
-        is_packed = keywords.get("cu_seq_lens_q") is not None or (
-            not is_padded
-            and isinstance(positions, torch.Tensor)
-            and positions.ndim == 2
-            and bool((positions[:, 1:] < positions[:, :-1]).any())
-        )
-        if is_packed or (layer.training and torch.is_grad_enabled()):
-            raise PlanError(
-                f"{self._layer_name} was called without {KEYWORD}, by which its mixers keep documents apart: call the "
-                "model that was given to distca_hf.enable, not a part of it; it must pass its keywords on to layers"
+                f"rows hold several documents, or parts of them, and {self._named} would leave the state of one of "
+                "them in a cache; set use_cache=False, or give every document a separate row"
             )

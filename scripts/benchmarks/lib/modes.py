@@ -22,7 +22,8 @@ from distca_hf.integrations.models.distributed_check import follow_mesh
 from distca_hf.integrations.models.document_rows import DocumentRows
 from distca_hf.integrations.models.forward_watch import watch_of
 from distca_hf.integrations.models.hooks import BackboneCalls
-from distca_hf.integrations.models.mixers import KEYWORD, mixers_of
+from distca_hf.integrations.models.mixer_calls import KEYWORD
+from distca_hf.integrations.models.mixers import mixers_of
 from distca_hf.integrations.models.planner import planner_for
 from distca_hf.integrations.models.structure import transformers_model
 from distca_hf.placement.place import fill_in_order

@@ -1,0 +1,74 @@
+"""Hybrids that are compiled as a whole, on two ranks with cut documents: mixers run outside of graphs, and numbers are
+those of plain layers."""
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import distca_hf
+from support.compiling import graph_breaks, graphs_made
+from support.data import random_dataset, random_documents
+from support.models import tiny_model
+from support.ranks import run_ranks
+
+
+STEPS = 3
+LAYERS = {"qwen3_5": 2, "nemotron_h": 4}
+# Loss and gradient norm of each step.
+Numbers = list[tuple[float, float]]
+
+
+def packs(rank: int) -> Iterator[dict[str, Any]]:
+    """Long documents on rank 0, short ones on rank 1; other numbers of rows in every step."""
+    for step in range(STEPS):
+        lengths = (150 + 8 * step, 90) if rank == 0 else (9, 17 + step)
+        documents = [random_documents(1, step, (tokens,))[0] for tokens in lengths]
+        positions = torch.cat([torch.arange(len(document)) for document in documents])
+        ids = torch.tensor([token for document in documents for token in document])[None]
+        yield {"input_ids": ids, "labels": ids, "position_ids": positions[None], "num_items_in_batch": 100}
+
+
+def train(kind: str, placed: bool, compiled: bool) -> tuple[Numbers, list[str], int]:
+    """Numbers of this rank, why graphs broke, and how many there are."""
+    plugin = distca_hf.DistCAPlugin(**({"tokens_per_rank": 96} if placed else {}))
+    model = tiny_model(kind, num_hidden_layers=LAYERS[kind]).train()
+    distca_hf.enable(model, plugin, longest_document_tokens=200)
+    plans: list[Any] = []
+    model.model.register_forward_hook(
+        lambda module, args, given, out: plans.append(given["distca_plan"]), with_kwargs=True
+    )
+    if compiled:
+        model.compile(backend="aot_eager")
+    wrapped = nn.parallel.DistributedDataParallel(model)
+    rows = random_dataset(lengths=(150, 30))
+    numbers = []
+    for _, batch in zip(
+        range(STEPS), plugin.dataloader(rows, model=model) if placed else packs(dist.get_rank()), strict=False
+    ):
+        model.zero_grad()
+        loss = wrapped(**batch).loss
+        loss.backward()
+        assert plans[-1].facts.cut_documents
+        norm = torch.stack([parameter.grad.norm() for parameter in model.parameters()]).norm()
+        numbers.append((loss.item(), norm.item()))
+    return numbers, graph_breaks(), graphs_made()
+
+
+@pytest.mark.parametrize(("kind", "placed"), [("qwen3_5", True), ("nemotron_h", False)])
+def test_numbers_are_those_of_plain_layers(kind: str, placed: bool, tmp_path: Path) -> None:
+    plain = run_ranks(2, train, tmp_path / "plain", kind, placed, False)
+    compiled = run_ranks(2, train, tmp_path / "compiled", kind, placed, True)
+
+    for (numbers, breaks, graphs), (expected, _, none) in zip(compiled, plain, strict=True):
+        assert none == 0
+        assert graphs > 0
+        for made, usual in zip(numbers, expected, strict=True):
+            assert made == pytest.approx(usual, rel=1e-5)
+        known = r"class Apart|function <function Apart|GiveDocuments|hidden_from_dynamo|move_(in|home)"
+        assert [why for why in breaks if not re.search(known, why)] == []
