@@ -33,6 +33,8 @@ from distca_hf.runtime.device_fragments import DeviceGroup
 Rows = Callable[[], CarriedRows]
 # Makes a function to call instead of one that a mixer calls, given that one, the rows and the mixer's name.
 Replacing = Callable[[Callable[..., Any], Rows, str], Callable[..., Any]]
+# Modules of classes that a mixer may be made of: `fully_shard` gives it a class of torch.
+OF_LIBRARIES = ("transformers.", "torch.", "builtins")
 # Functions that may mix tokens, besides those of `REPLACED`: they run only for a token that goes on from a cache.
 OF_CACHES = frozenset(
     {
@@ -52,7 +54,8 @@ def carries(mixer: nn.Module) -> bool:
     calls the convolution and its rule as functions of its module, by names that are known here, and nothing else that
     may mix tokens. No other forward function may be set on it (`kernelize` does)."""
     own = vars(mixer).get("forward")
-    if getattr(own, "before", own) is not None or not type(mixer).__module__.startswith("transformers.models."):
+    is_known = all(one.__module__.startswith(OF_LIBRARIES) for one in type(mixer).__mro__)
+    if getattr(own, "before", own) is not None or not is_known:
         return False  # `_Apart` keeps the one that it replaced
     forward = _forward_of(mixer)
     loaded: dict[str, set[str]] = {"LOAD_GLOBAL": set(), "LOAD_ATTR": set(), "LOAD_METHOD": set()}

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 
 from distca_hf.integrations.models.carried_mixers import _packed_by, carries
 from distca_hf.integrations.models.mixers import halo_tokens_for, mixers_of, needs_whole_documents
@@ -98,6 +99,13 @@ def test_a_mixer_that_may_mix_otherwise_keeps_documents_whole(change: Callable[[
     change(mixer)
 
     assert not carries(mixer)
+
+
+def test_a_mixer_that_is_sharded_by_itself_is_known() -> None:
+    mixer = mixer_of()
+    mixer.__class__ = type("FSDPMixer", (FSDPModule, type(mixer)), {"__module__": "torch.distributed.fsdp"})
+
+    assert carries(mixer)
 
 
 def as_transformers_calls(implementation: Callable[..., Any]) -> Callable[..., Any]:
