@@ -123,19 +123,17 @@ class DeltaRule(StateRule):
     def begin(self, rows: Tensors, held: DeviceFragments) -> Begun:
         """See `StateRule`. M of a first fragment is not needed."""
         outputs, add = self._run_group(rows, held.followed, None, output_final_state=True)
-        times, kept = [add.new_zeros(1, self._heads, self._key_dim, self._key_dim)] * len(add), list[Tensors]()
+        times, kept = add.new_zeros(*add.shape[:3], self._key_dim), list[Tensors]()
         if middle := held.on_host.middle_numbers:
             parts = list(_each(rows, held.followed))
-            q, k, v, *of_decays = (
-                torch.cat(x, dim=1) for x in zip(*(parts[number] for number in middle), strict=True)
-            )
+            of_middle = zip(*(parts[number] for number in middle), strict=True)
+            q, k, v, *of_decays = (torch.cat(of_x, dim=1) for of_x in of_middle)
             zeros = v.new_zeros(*v.shape[:3], self._key_dim)
             eye = torch.eye(self._key_dim, dtype=self.dtype, device=v.device).expand(len(middle), self._heads, -1, -1)
             reads, found = self._run_group((q, k, zeros, *of_decays), held.middle, eye, output_final_state=True)
+            times = times.index_copy(0, held.middle_numbers, found)
             kept = [(read,) for read in reads.split(held.middle.tokens, dim=1)]
-            for number, of_part in zip(middle, found.split(1), strict=True):
-                times[number] = of_part
-        return Begun(outputs, torch.cat([add, torch.cat(times)], dim=3).to(self.dtype), kept)
+        return Begun(outputs, torch.cat([add, times], dim=3).to(self.dtype), kept)
 
     def nothing(self) -> torch.Tensor:
         """See `StateRule`."""
