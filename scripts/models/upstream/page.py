@@ -5,7 +5,7 @@ import textwrap
 from collections import Counter, defaultdict
 from collections.abc import Iterable
 
-from upstream.outcomes import ASSERT_SDPA, ASSERTS_SDPA, BOTH, OTHER, REFUSED, Failure, Run, without_numbers
+from upstream.outcomes import ASSERTS_SDPA, BOTH, OTHER, REFUSED, Failure, Run, without_numbers
 
 
 MESSAGE_CHARACTERS = 130
@@ -58,8 +58,6 @@ def section(run: Run, suites: tuple[str, ...]) -> str:
     refused = [failure for failure in failures if failure.meaning == REFUSED]
     if refused:
         parts += ["Refused tests:\n", *error_table(refused)]
-    if any(failure.meaning == ASSERTS_SDPA for failure in failures):
-        parts += ["Tests that assert sdpa:\n", *(f"- `{known.function}` {known.reason}." for known in ASSERT_SDPA), ""]
     others = [failure for failure in failures if failure.meaning == OTHER]
     if others:
         parts += ["What fails for another reason:\n", *error_table(others)]
