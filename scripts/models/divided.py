@@ -17,6 +17,7 @@ import signal
 import sys
 import tempfile
 import textwrap
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -42,6 +43,7 @@ from sweep import (
     MOST_PARAMETERS,
     PAGE,
     RANDOM_IN_TRAINING,
+    REASON_CHARACTERS,
     ROUGH,
     ROUGH_DIFFERENCE,
     TEXT,
@@ -54,9 +56,10 @@ from sweep import (
 
 TENSOR = {"tp_size": 2, "fsdp_size": 2}
 EXPERTS = {"ep_size": 2, "fsdp_size": 2}
-REASON_CHARACTERS = 110
-# Of a refusal: the class, of which the table has a column.
+# Of a refusal: the class, which the table names.
 OPENING = re.compile(r"^\w+ cannot [^:]*: ")
+# A difference that is rounding; others are told with words.
+NUMBER = re.compile(r"^\d\.\de[+-]\d\d$")
 # A class is given up after it. Ranks of a model that fails on some of them wait for each other.
 HANG_SECONDS = 120.0
 
@@ -64,15 +67,15 @@ INTRODUCTION = f"""## Tensor and expert plans
 
 Classes that Transformers can divide as it loads them ([using](using.md#models-that-transformers-divides)), and that
 run on distca. Made by `python scripts/models/divided.py` with Transformers {transformers.__version__}, torch
-{torch.__version__} and distca_hf {distca_hf.__version__}. A number says that a tiny model trained for a step with the
-loss and the gradients of every document alone with sdpa, up to this relative difference: on two tensor ranks of two
-data ranks (`tp_size=2, fsdp_size=2`), and on two ranks that divide experts (`ep_size=2, fsdp_size=2`). With a plan
+{torch.__version__} and distca_hf {distca_hf.__version__}. A number says that a tiny model trains for a step with the
+loss and the gradients of every document on its own with sdpa, up to this relative difference: on two tensor ranks of
+two data ranks (`tp_size=2, fsdp_size=2`), and on two ranks that divide experts (`ep_size=2, fsdp_size=2`). With a plan
 *by heads* a rank has its part of the heads, and sends as much less. With *whole heads* every tensor rank computes all
-of attention. Reasons are those of distca or of Transformers itself; *no plan* means that Transformers has none.
+of attention. Reasons are those of distca or of Transformers; *no plan* means that Transformers has none.
 """
 TABLE_HEAD = (
-    "| class | model type | tensor plan | two tensor ranks | two expert ranks |",
-    "|---|---|---|---|---|",
+    "| tensor plan | two tensor ranks | two expert ranks | model types |",
+    "|---|---|---|---|",
 )
 
 
@@ -97,16 +100,29 @@ NO_PLAN = Trial("no plan")
 class Outcome:
     """Results of one class, with either plan."""
 
-    model_class: str
     model_type: str
     tensor: Trial
     experts: Trial
 
-    def row(self) -> str:
-        """Returns the row of the table."""
+    def cells(self) -> tuple[str, str, str]:
+        """Returns its cells of the table, but for its name."""
         attention = {True: "by heads", False: "whole heads", None: "-"}[self.tensor.heads_divided]
-        cells = self.model_class, self.model_type, attention, self.tensor.detail, self.experts.detail
-        return f"| {' | '.join(cells)} |"
+        return attention, self.tensor.detail, self.experts.detail
+
+    def group(self) -> tuple[str, ...]:
+        """Returns what classes in one row of the table have in common: all but the sizes of small differences."""
+        return *(NUMBER.sub("#", cell) for cell in self.cells()), str(self.model_type in ROUGH)
+
+
+def row(outcomes: Sequence[Outcome]) -> str:
+    """Returns the row of classes of one group, with their largest differences."""
+    cells = [_largest(column) for column in zip(*(outcome.cells() for outcome in outcomes), strict=True)]
+    return f"| {' | '.join(cells)} | {', '.join(outcome.model_type for outcome in outcomes)} |"
+
+
+def _largest(cells: Sequence[str]) -> str:
+    """Returns the largest of differences, or what all cells of a group say."""
+    return f"up to {max(cells, key=float)}" if NUMBER.fullmatch(cells[0]) else cells[0]
 
 
 def examine(config_class: type[PreTrainedConfig]) -> Outcome | None:
@@ -121,7 +137,6 @@ def examine(config_class: type[PreTrainedConfig]) -> Outcome | None:
     if not model.tp_plan and not model.ep_plan:
         return None
     return Outcome(
-        type(model).__name__,
         config_class.model_type,
         on_ranks(config_class, TENSOR) if model.tp_plan else NO_PLAN,
         on_ranks(config_class, EXPERTS) if model.ep_plan else NO_PLAN,
@@ -249,8 +264,10 @@ def _short(reason: str) -> str:
 
 def section(outcomes: Sequence[Outcome]) -> str:
     """Returns the outcomes in Markdown."""
-    ordered = sorted(outcomes, key=lambda outcome: (outcome.model_class.lower(), outcome.model_type))
-    return "\n".join([INTRODUCTION, *TABLE_HEAD, *(outcome.row() for outcome in ordered)]) + "\n"
+    groups = defaultdict(list)
+    for outcome in sorted(outcomes, key=lambda outcome: outcome.model_type):
+        groups[outcome.group()].append(outcome)
+    return "\n".join([INTRODUCTION, *TABLE_HEAD, *map(row, sorted(groups.values(), key=len, reverse=True))]) + "\n"
 
 
 def main() -> None:
@@ -266,7 +283,7 @@ def main() -> None:
     for config_class in TEXT.config_classes(options.only):
         outcome = examine(config_class)
         if outcome is not None:
-            print(outcome.row(), flush=True)
+            print(row([outcome]), flush=True)
             outcomes.append(outcome)
     out = options.out or (None if options.only else PAGE)
     if out is not None:

@@ -8,6 +8,8 @@ it accepts are found by bisection. The script fails if a family is refused for a
 """
 
 import argparse
+from collections import defaultdict
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -94,7 +96,7 @@ FAMILIES = (
         "Gemma 4",
         ("gemma4_text", "gemma4"),
         windows(1024),
-        note="documents of text. Full layers have heads of 512, for which GPUs have no kernel here: CPUs alone",
+        note="documents of text. Full layers have heads of 512, for which GPUs have no kernel here: CPUs only",
     ),
     Family("GPT-OSS", ("gpt_oss",), windows(128), note="sinks train, or are frozen under LoRA"),
     Family("OLMo 3", ("olmo3",), windows(4096)),
@@ -129,18 +131,19 @@ FAMILIES = (
 )
 INTRODUCTION = f"""# Models
 
-Models that people ask for, with the settings of their published checkpoints. *Works* means that the model passes the
-check of `attach` and `enable`, and that its class was trained on placed documents with the losses and gradients of
-sdpa ([all classes](#all-classes)). *With a limit* means that it works as long as no document is longer; longer ones
-are refused by name. A model that is *refused* is refused before the first step: train it as you do now, with
-`flash_attention_2` for example. Documents beyond `max_position_embeddings` bring a warning. For your own model ask
+Models that people ask for, with the settings of their published checkpoints. For your own model ask
 [`distca check`](check.md).
+
+- *Works*: it passes the check of `attach` and `enable`, and its class trains with the losses and gradients of sdpa
+  ([all classes](#all-classes)). Longer documents than those of a limit are refused by name; documents beyond
+  `max_position_embeddings` bring a warning.
+- *Refused*: before the first step. Train it as you do now, with `flash_attention_2` for example.
 
 Made by `python scripts/models/families.py` with Transformers {transformers.__version__} and
 distca_hf {distca_hf.__version__}.
 
-| family | model type | outcome | longest document | note |
-|---|---|---|---|---|
+| families | model types | outcome | note |
+|---|---|---|---|
 """
 
 
@@ -179,19 +182,35 @@ def longest_accepted_tokens(model: PreTrainedModel, sign: str) -> int:
     return accepted
 
 
-def row(family: Family) -> str:
-    """Returns a row of the table."""
+def rows(families: Iterable[Family]) -> str:
+    """Returns the rows of the table: families with the same outcome and the same note share one."""
+    groups = defaultdict(list)
+    for family in families:
+        groups[outcome(family), family.note].append(family)
+    return "".join(
+        f"| {'; '.join(family.name for family in of)} | {', '.join(_model_types(of))} | {told} | {note} |\n"
+        for (told, note), of in groups.items()
+    )
+
+
+def _model_types(families: Iterable[Family]) -> dict[str, None]:
+    """Returns the model types of families in order, each once."""
+    return dict.fromkeys(model_type for family in families for model_type in family.model_types)
+
+
+def outcome(family: Family) -> str:
+    """Returns whether a family works, and the longest document if there is a limit."""
     models = [build(model_type, family.settings) for model_type in family.model_types]
     accepted = {longest_accepted_tokens(model, family.sign) for model in models}
     if len(accepted) > 1:
-        raise ValueError(f"{family.name}: longest documents of its model types are {sorted(accepted)}; write two rows")
+        raise ValueError(f"{family.name}: longest documents of its model types are {sorted(accepted)}; split it")
     stay_whole = [needs_whole_documents(model) for model in models]
     if stay_whole != [family.note == WHOLE] * len(models):
         raise ValueError(f"{family.name}: documents stay whole in {stay_whole}, and the note is {family.note!r}")
     (tokens,) = accepted
-    outcome = "works" if tokens == LONGEST_TOKENS else "with a limit" if tokens else "refused"
-    longest = f"{tokens:,} tokens" if outcome == "with a limit" else "any" if tokens else "-"
-    return f"| {family.name} | {', '.join(family.model_types)} | {outcome} | {longest} | {family.note} |\n"
+    if not tokens:
+        return "refused"
+    return "works" if tokens == LONGEST_TOKENS else f"works up to {tokens:,} tokens a document"
 
 
 def main() -> None:
@@ -199,7 +218,7 @@ def main() -> None:
     parser.add_argument("--out", type=file_to_write, default=PAGE, help="the page whose first section is replaced")
     options = parser.parse_args()
     transformers.logging.set_verbosity(transformers.logging.CRITICAL)
-    write_section(options.out, INTRODUCTION + "".join(row(family) for family in FAMILIES))
+    write_section(options.out, INTRODUCTION + rows(FAMILIES))
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ import re
 import sys
 import textwrap
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -60,7 +60,7 @@ LARGEST_DIFFERENCE = 1e-5
 ROUGH_DIFFERENCE = 5e-5
 ROUGH = ("gemma4", "gemma4_text", "gemma4_unified", "gemma4_unified_text")
 MOST_PARAMETERS = 10_000_000
-REASON_CHARACTERS = 150
+REASON_CHARACTERS = 110
 RANDOM_IN_TRAINING = ("phimoe",)
 # In the order of the page. The last two are faults of distca.
 WORKS, REFUSED, NOT_BUILT, WRONG, CRASH = VERDICTS = ("works", "refused", "not built", "WRONG", "CRASH")
@@ -68,26 +68,26 @@ WORKS, REFUSED, NOT_BUILT, WRONG, CRASH = VERDICTS = ("works", "refused", "not b
 TEXT_INTRODUCTION = f"""## All classes
 
 Made by `python scripts/models/sweep.py` with Transformers {transformers.__version__}, torch {torch.__version__} and
-distca_hf {distca_hf.__version__}, of every class that `AutoModelForCausalLM` knows: a tiny model with one layer of
-each kind (two at least), random fp32 weights, no dropout, and sliding windows of {WINDOW_TOKENS} tokens. One that
-*works* trained for a step on documents of up to {LONGEST_TOKENS} tokens, placed on 1, 2 and 3 ranks. Its loss and its
-gradients were compared with those of the same documents, each alone with sdpa. A difference of up to
-{LARGEST_DIFFERENCE:.0e} is rounding; up to {ROUGH_DIFFERENCE:.0e} in Gemma 4, whose scores have no scale. One that is
-*refused* is refused by name, before the first step; with other settings (attention in all layers, say) it may work.
-One that is *not built* could not be built here without distca either. Compared as in evaluation, because they draw
-experts at random in training: {", ".join(RANDOM_IN_TRAINING)}. The last section shows how
-[Transformers' own tests](#transformers-own-tests) end with distca.
+distca_hf {distca_hf.__version__}, of every model type that `AutoModelForCausalLM` knows: a tiny model with one layer
+of each kind (two at least), random fp32 weights, no dropout, and sliding windows of {WINDOW_TOKENS} tokens.
+
+- *Works*: it trains for a step on documents of up to {LONGEST_TOKENS} tokens, placed on 1, 2 and 3 ranks. Its loss and
+  gradients are those of the same documents, each on its own with sdpa. A relative difference of up to
+  {LARGEST_DIFFERENCE:.0e} is rounding; up to {ROUGH_DIFFERENCE:.0e} in Gemma 4, whose scores have no scale.
+  Compared as in evaluation, because it draws experts at random in training: {", ".join(RANDOM_IN_TRAINING)}.
+- *Refused*: by name, before the first step. With other settings (attention in all layers, say) it may work.
+- *Not built*: this script cannot build or train it without distca either.
 """
 IMAGES_INTRODUCTION = f"""## Image-text-to-text classes
 
 Made by `python scripts/models/sweep.py --kind images` with Transformers {transformers.__version__}, torch
 {torch.__version__} and distca_hf {distca_hf.__version__}, of every class that `AutoModelForImageTextToText` knows,
-in the same way: on documents of text. Their towers attend with sdpa.
+in the same way, on documents of text. Their towers attend with sdpa.
 """
-ROW = re.compile(r"^\| (\S+) \| (\S+) \| (works|refused|not built) \| (.*) \|$", re.MULTILINE)
+ROW = re.compile(r"^\| (works|refused|not built) \| .* \| (.*) \|$", re.MULTILINE)
 # Words of a verdict about a class that could not be tried: the page compares it as in evaluation.
 UNTRIED = "it was not tried"
-TABLE_HEAD = ("| class | model type | outcome | largest relative difference, or reason |", "|---|---|---|---|")
+TABLE_HEAD = ("| outcome | largest relative difference, or reason | model types |", "|---|---|---|")
 
 
 @dataclass(frozen=True)
@@ -197,9 +197,26 @@ def section(outcomes: list[Outcome], kind: Kind) -> str:
     """Returns the outcomes of a kind in Markdown."""
     counts = Counter(outcome.verdict for outcome in outcomes)
     summary = ", ".join(f"{counts[verdict]} {verdict}" for verdict in VERDICTS if counts[verdict])
-    ordered = sorted(outcomes, key=lambda x: (VERDICTS.index(x.verdict), x.model_class.lower(), x.model_type))
-    rows = [f"| {x.model_class} | {x.model_type} | {x.verdict} | {x.detail} |" for x in ordered]
+    groups = defaultdict(list)
+    for outcome in sorted(outcomes, key=lambda outcome: outcome.model_type):
+        groups[outcome.verdict, _group(outcome)].append(outcome)
+    ordered = sorted(groups.items(), key=lambda group: (VERDICTS.index(group[0][0]), -len(group[1])))
+    rows = [f"| {verdict} | {_told_of(of)} | {', '.join(x.model_type for x in of)} |" for (verdict, _), of in ordered]
     return "\n".join([kind.introduction, f"{len(outcomes)} classes: {summary}.\n", *TABLE_HEAD, *rows]) + "\n"
+
+
+def _group(outcome: Outcome) -> str:
+    """Returns what classes in one row of the table have in common."""
+    if outcome.verdict == WORKS:
+        return str(outcome.model_type in ROUGH)
+    return "" if outcome.verdict == NOT_BUILT else re.sub(r"\d+(, \d+)*", "#", outcome.detail)
+
+
+def _told_of(outcomes: list[Outcome]) -> str:
+    """Returns the largest difference of a row of the table, or its reason."""
+    if outcomes[0].verdict == WORKS:
+        return f"up to {max((outcome.detail for outcome in outcomes), key=float)}"
+    return "printed by the script" if outcomes[0].verdict == NOT_BUILT else outcomes[0].detail
 
 
 @dataclass(frozen=True)
@@ -218,19 +235,21 @@ class Compared:
         return self.on_page in (self.verdict, NOT_BUILT)
 
 
-def outcomes_of_page(kind: Kind) -> dict[tuple[str, str], str]:
-    """Returns the outcomes of a section, by class and model type."""
+def outcomes_of_page(kind: Kind) -> dict[str, str]:
+    """Returns the outcomes of a section, by model type."""
     heading = kind.introduction.partition("\n")[0]
-    return {(row[1], row[2]): row[3] for row in ROW.finditer(PAGE.read_text().split(heading)[1].split("\n## ")[0])}
+    rows = ROW.finditer(PAGE.read_text().split(heading)[1].split("\n## ")[0])
+    return {model_type: row[1] for row in rows for model_type in row[2].split(", ")}
 
 
 def compare_verdicts(kind: Kind, only: Iterable[str] = ()) -> list[Compared]:
     """Judges all classes of a section, or those model types."""
     outcomes, found = outcomes_of_page(kind), []
     for config_class in kind.config_classes(only):
-        key = kind.mapping[config_class].__name__, config_class.model_type
-        if key in outcomes:
-            found.append(Compared(*key, outcomes[key], *_judged(config_class, kind)))
+        model_type = config_class.model_type
+        if model_type in outcomes:
+            name = kind.mapping[config_class].__name__
+            found.append(Compared(name, model_type, outcomes[model_type], *_judged(config_class, kind)))
     return found
 
 

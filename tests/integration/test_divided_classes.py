@@ -20,10 +20,14 @@ NUMBER = re.compile(r"\d\.\de-\d\d")
 
 
 def rows(page: str, heading: str = HEADING) -> dict[str, list[str]]:
-    """Cells behind the class, by model type, of a list of the page."""
+    """Cells of a list of the page, by model type."""
     section = page.partition(f"## {heading}\n")[2].partition("\n## ")[0]
     cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in section.splitlines() if line[:1] == "|"]
-    return {model_type: rest for _, model_type, *rest in cells[2:]}
+    return {
+        model_type: [cell.removeprefix("up to ") for cell in rest]
+        for *rest, model_types in cells[2:]
+        for model_type in model_types.split(", ")
+    }
 
 
 @pytest.fixture
@@ -59,7 +63,7 @@ def test_class_that_differs_with_distca_alone_makes_the_command_fail(
     divided: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     wrong = divided.Trial("WRONG 0.1", heads_divided=True, is_wrong=True)
-    monkeypatch.setattr(divided, "examine", lambda config_class: divided.Outcome("A", "a", wrong, divided.NO_PLAN))
+    monkeypatch.setattr(divided, "examine", lambda config_class: divided.Outcome("a", wrong, divided.NO_PLAN))
     monkeypatch.setattr(divided, "be_quiet", lambda: None)
     monkeypatch.setattr(sys, "argv", ["divided.py", "--only", "llama", "--out", f"{tmp_path}/page.md"])
     with pytest.raises(SystemExit) as ended:

@@ -141,7 +141,7 @@ def test_every_outcome_is_named_and_faults_make_the_command_fail(tmp_path: Path,
     ]
     text = page.read_text()
     assert text.startswith("# Models\n\nA table.\n\n## Transformers' own tests\n\n")
-    assert "| fake | 1 | 1 | 1 | 2 | 1 |" in text
+    assert "| models | 1 | 1 | 1 | 2 | 1 |" in text
     assert "| 1 | 1 | UnsupportedAttentionError: sinks of shape (2, 7) are not computed | `test_refused` |" in text
     assert "Old." not in text
     assert text.endswith("\n\n## More\n\nKept.\n")

@@ -5,14 +5,14 @@ import textwrap
 from collections import Counter, defaultdict
 from collections.abc import Iterable
 
-from upstream.outcomes import ASSERT_SDPA, ASSERTS_SDPA, BOTH, OTHER, REFUSED, Failure, Run, without_numbers
+from upstream.outcomes import ASSERTS_SDPA, BOTH, OTHER, REFUSED, Failure, Run, without_numbers
 
 
-MESSAGE_CHARACTERS = 200
+MESSAGE_CHARACTERS = 130
 OF_TRANSFORMERS = """## Transformers' own tests
 
 Transformers tests every model class: training, saving, generation with all kinds of caches, padding, packing. These
-tests run here with distca in the place of sdpa; what does not pass runs once more with sdpa itself:
+tests run with distca instead of sdpa; what does not pass runs once more with sdpa:
 
 ```
 pip install parameterized httpx
@@ -20,32 +20,28 @@ python scripts/models/upstream_tests.py --transformers CHECKOUT --page docs/mode
     --compare earlier.json
 ```
 
-CHECKOUT is a source tree of the installed Transformers version or of one near it; weights are random, and neither a
-GPU nor the hub is needed. With several trees, later ones fill the gaps of earlier ones, and names that the installed
-version no longer has come from them. `--page` writes this section, and `--compare` fails if a test fails that passed
-in an earlier run.
+CHECKOUT is a source tree of the installed Transformers version or of one near it. Neither a GPU nor the Hub is needed.
 
-Suite *models* is each family's test file with distca as the default, and with models enabled when they are told to
-train; many of its tests never attend. Suite *attention* holds its tests of sdpa and FlashAttention 2, with distca
-instead. Tests over several processes are left out. Most tests that skip themselves need a GPU or are marked as slow.
+Suite *models* is each family's test file with distca as the default; many of its tests never attend. Suite *attention*
+holds its tests of sdpa and FlashAttention 2, with distca instead. Tests over several processes are left out. Most
+tests that skip themselves need a GPU or are marked as slow.
 """
 OF_TRL = """## TRL's own tests
 
-TRL tests its trainers with tiny models: losses, references, LoRA, checkpointing, generation, tools, images. They
-run here with distca as the default attention and `DistCAPlugin().attach(trainer)` before every training, in one
+TRL tests its trainers with tiny models: losses, references, LoRA, checkpointing, generation, tools, images. These
+tests run with distca as the default attention and `DistCAPlugin().attach(trainer)` before every training, in one
 process; what does not pass runs once more without distca:
 
 ```
 python scripts/models/upstream_tests.py --trl CHECKOUT --page docs/models.md
 ```
 
-Models and datasets are made with TRL's scripts instead of loaded from the Hub: random weights, tokenizers of few
-words, TRL's chat templates. Tests of models that need a processor from the Hub, or torchvision, fail with both. TRL's
-package has no tests; CHECKOUT may be a source tree of another version (`upstream/plugin.py`). On two ranks
-`tests/integration/test_padded_trainers.py` compares DPO, KTO, reward, GRPO, RLOO, SFT, GKD and distillation with sdpa:
-losses, gradient norms and weights, with documents that are longer than a rank's mean.
+Models and datasets are made with TRL's scripts, not loaded from the Hub. Tests of models that need a processor from
+the Hub, or torchvision, fail with both. CHECKOUT may be a source tree of another version of TRL. On two ranks
+`tests/integration/test_padded_trainers.py` compares losses, gradient norms and weights of DPO, KTO, reward, GRPO,
+RLOO, SFT, GKD and distillation with sdpa.
 """
-COLUMNS = ("family", "passed", REFUSED, ASSERTS_SDPA, OTHER, f"fails {BOTH}")
+COLUMNS = ("suite", "passed", REFUSED, ASSERTS_SDPA, OTHER, f"fails {BOTH}")
 UNLIKE = "They fail with sdpa, too, but with another error:"
 
 
@@ -55,14 +51,13 @@ def section(run: Run, suites: tuple[str, ...]) -> str:
     failures = list(run.failures())
     made = f"Made on {run.made} with {versions}. Test files: {', '.join(run.trees)}."
     introduction = OF_TRL if "trl" in run.versions else OF_TRANSFORMERS
-    parts = [introduction, textwrap.fill(f"{made} {summary(run, suites, failures)}", 119) + "\n"]
-    for suite in suites:
-        parts += [f"Suite *{suite}*:\n", *family_table(run, suite, failures)]
+    families = f"Families: {', '.join(run.families)}."
+    parts = [introduction, textwrap.fill(f"{made} {families} {summary(run, suites, failures)}", 119) + "\n"]
+    if len(suites) > 1:
+        parts += suite_table(run, suites, failures)
     refused = [failure for failure in failures if failure.meaning == REFUSED]
     if refused:
         parts += ["Refused tests:\n", *error_table(refused)]
-    if any(failure.meaning == ASSERTS_SDPA for failure in failures):
-        parts += ["Tests that assert sdpa:\n", *(f"- `{known.function}` {known.reason}." for known in ASSERT_SDPA), ""]
     others = [failure for failure in failures if failure.meaning == OTHER]
     if others:
         parts += ["What fails for another reason:\n", *error_table(others)]
@@ -87,14 +82,12 @@ def summary(run: Run, suites: tuple[str, ...], failures: list[Failure]) -> str:
     )
 
 
-def family_table(run: Run, suite: str, failures: list[Failure]) -> list[str]:
-    """Counts tests of every family, and of all."""
+def suite_table(run: Run, suites: tuple[str, ...], failures: list[Failure]) -> list[str]:
+    """Counts the tests of every suite."""
     rows = []
-    for name in [*run.families, None]:
-        shown = [failure for failure in failures if failure.suite == suite and name in (None, failure.family)]
-        of = {meaning: sum(failure.meaning == meaning for failure in shown) for meaning in COLUMNS[2:5]}
-        both = sum(failure.meaning == BOTH for failure in shown)
-        rows.append([name or "all", run.passed(suite, name), *of.values(), both])
+    for suite in suites:
+        means = Counter(failure.meaning for failure in failures if failure.suite == suite)
+        rows.append([suite, run.passed(suite), *(means[meaning] for meaning in (*COLUMNS[2:5], BOTH))])
     return table(COLUMNS, rows)
 
 

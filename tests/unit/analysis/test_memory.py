@@ -31,8 +31,6 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 def test_memory_is_within_ten_percent_of_measured_peaks(measured: ModuleType) -> None:
     """Every peak of two and four H200s in docs/benchmarks whose documents are known."""
-    page = (REPOSITORY / "docs" / "benchmarks" / "training.md").read_text()
-    assert [row for row in measured.PEAKS if f"{row.gib:g}" not in page] == []
     assert len(measured.PEAKS) == 32
     off = {
         f"{row.num_ranks} GPUs, {row.documents}, {row.size.layers} layers, {row.way}, {row.gib:g} GiB": (
@@ -41,6 +39,8 @@ def test_memory_is_within_ten_percent_of_measured_peaks(measured: ModuleType) ->
         for row in measured.PEAKS
     }
     assert {row: share for row, share in off.items() if abs(share) > 0.10} == {}, off
+    page = (REPOSITORY / "docs" / "benchmarks" / "training.md").read_text()
+    assert f"off by {min(off.values()):+.1%} to {max(off.values()):+.1%}." in page
 
 
 def test_memory_grows_with_tokens_and_shrinks_with_ranks() -> None:
