@@ -71,6 +71,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "ssm_state_size": 128,
         "n_groups": 8,
     },
+    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "num_experts": 1, "mamba_d_state": 16},
     "lfm2": {"layer_types": ["conv", "full_attention"], "conv_L_cache": 3},
 }
 Forward = Callable[[torch.Tensor], torch.Tensor]
