@@ -24,6 +24,7 @@ import numpy as np
 from distca_hf.arrays import IntArray, exclusive_cumsum, ranges, run_starts
 
 
+# What one more exchange is worth to the busiest rank, in a layer.
 LEAST_SAVED_BYTES = 2**23
 # Heads that ranks should divide: tables of thousands would take long to make.
 MOST_HEADS = 128

@@ -16,6 +16,7 @@ All of it follows from the layout, so every rank derives the same.
 """
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -87,6 +88,11 @@ class Fragments:
     middle_numbers: list[int]
     cut: CutFragments
     halo: Halo
+
+    @cached_property
+    def run_tokens(self) -> list[int]:
+        """Tokens of each run."""
+        return [run.tokens for run in self.runs]
 
     @classmethod
     def of(cls, layout: Layout, rank: int, halo_tokens: int) -> "Fragments":

@@ -72,7 +72,7 @@ class CarriedRows:
         runs = self.on_host.runs
         if len({run.group for run in runs}) == 1:
             return {runs[0].group: x}
-        parts = list(zip(runs, x.split([run.tokens for run in runs], dim=1), strict=True))
+        parts = list(zip(runs, x.split(self.on_host.run_tokens, dim=1), strict=True))
         of_groups = {name: [part for run, part in parts if run.group == name] for name in GROUPS}
         return {name: torch.cat(found, dim=1) for name, found in of_groups.items() if found}
 
@@ -262,7 +262,7 @@ class _Arrive(torch.autograd.Function):
 
 
 class _Tied(torch.autograd.Function):
-    """The first tensor. The second one's gradient is zero."""
+    """Returns the first tensor. The second one gets no gradient, but its backward pass runs."""
 
     @staticmethod
     def forward(ctx: Any, output: torch.Tensor, arrived: torch.Tensor) -> torch.Tensor:

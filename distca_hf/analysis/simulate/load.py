@@ -261,7 +261,9 @@ def ours(
     elif costs.model.has_unknown_states:
         costs.notes.add("sizes of states that travel are not known, and left out")
     return Load(
-        *(layout.rank_tokens, kinds, wires.most_bytes),
+        layout.rank_tokens,
+        kinds,
+        wires.most_bytes,
         saves_attention=saves_attention,
         beside_seconds=waits,
         state_bytes=state_bytes,
