@@ -54,7 +54,6 @@ from distca_hf.integrations.models.distributed_check import follow_mesh
 from distca_hf.kernels.interface import Kernel
 from lib import simulated
 from lib.baselines.attention import register_ways
-from lib.baselines.ring_code import why_missing
 from lib.check import check_modes, check_numbers
 from lib.divided import DividedBackbone, build_divided_model, data_ranks, is_divided
 from lib.documents import check_lengths, random_tokens, smaller_lengths
@@ -72,7 +71,7 @@ from lib.wires import Wires
 
 
 # Modes whose collectives are those of all ranks.
-BY_ALL_RANKS = {"ulysses", "context"} | OF_PACKAGE
+BY_ALL_RANKS = {"ulysses", "context", *OF_PACKAGE}
 
 
 def main() -> None:
@@ -120,18 +119,18 @@ def parse() -> argparse.Namespace:
         options.reduce_dtype = torch.float32  # Transformers has it so
     if options.share_tokens and options.modes != ["ideal"]:
         parser.error("--share-tokens is the part of a rank in --modes ideal")
-    left_out = OF_PACKAGE | {"moved"} | ({"unchecked"} if options.accumulation > 1 else {"sorted", "unchecked"})
+    left_out = {*OF_PACKAGE, "moved"} | ({"unchecked"} if options.accumulation > 1 else {"sorted", "unchecked"})
     if options.tp_size > 1:
         left_out |= BY_ALL_RANKS
         if not BY_ALL_RANKS.isdisjoint(options.modes or ()):
             parser.error(f"--tp-size is measured without {', '.join(sorted(BY_ALL_RANKS))}")
     options.modes = options.modes or [name for name in MODES if name not in left_out]
-    of_package = sorted(OF_PACKAGE & {*options.modes})
-    if of_package and (missing := why_missing()):
-        parser.error(f"mode {of_package[0]} {missing}")
-    if of_package and (options.checkpointing == "saved" or options.compile):
-        parser.error(f"mode {of_package[0]} is no operator: leave --checkpointing saved and --compile out")
-    if "zigzag" in of_package and options.dtype == torch.float32:
+    for name in sorted(OF_PACKAGE.keys() & {*options.modes}):
+        if missing := OF_PACKAGE[name]():
+            parser.error(f"mode {name} {missing}")
+        if name != "ringmaster" and (options.checkpointing == "saved" or options.compile):
+            parser.error(f"mode {name} is not an operator: leave --checkpointing saved and --compile out")
+    if "zigzag" in options.modes and options.dtype == torch.float32:
         # The package's zigzag sums fp32 gradients in tensors that it makes by casting: in fp32 those are its buffers.
         parser.error("mode zigzag has wrong gradients in float32: give --dtype bfloat16")
     return options

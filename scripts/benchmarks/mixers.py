@@ -32,19 +32,12 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import distca_hf  # noqa: F401 (registers its attention)
-from distca_hf.comm.transport import LocalTransport
-from distca_hf.config import DistCAConfig
 from distca_hf.integrations.models.carried_mixers import carried_forward, halo_tokens_of
 from distca_hf.integrations.models.document_rows import DocumentRows
 from distca_hf.integrations.models.mixers import mixers_of
-from distca_hf.layout import Layout
-from distca_hf.planning.kinds import RoutedKinds
-from distca_hf.planning.plan import plan_in_place
-from distca_hf.runtime.carried_states import CarriedRows
-from distca_hf.runtime.layer_kinds import PinnedKinds
-from distca_hf.runtime.live_plan import LivePlan
 from lib.documents import parse_documents, spelled_out
 from lib.parser import count, parser_of
+from lib.states import rows_on_one_device
 from lib.tables import head, row
 
 
@@ -113,13 +106,7 @@ def mixer_of(family: str, hidden_size: int, divide_heads: int, device: torch.dev
 
 def carried(mixer: nn.Module, segments: list[tuple[int, int, int]], device: torch.device) -> Forward:
     """Returns the mixer on segments (document, start, stop), all on this device."""
-    tokens = np.zeros(1 + max(document for document, _, _ in segments), dtype=np.int64)
-    for document, _, stop in segments:
-        tokens[document] = max(tokens[document], stop)
-    plan = plan_in_place(Layout.from_segments(tokens, [segments]))
-    kinds = PinnedKinds.prepare(RoutedKinds.of(plan, 0), device.type == "cuda", halo_tokens_of(mixer))
-    planned = kinds.planned(device, plan.fingerprint)
-    rows = CarriedRows(LivePlan(0, planned, LocalTransport(), DistCAConfig()))
+    rows = rows_on_one_device(segments, halo_tokens_of(mixer), device)
     return carried_forward(mixer, lambda: rows, "mixer")
 
 

@@ -143,8 +143,9 @@ def read_config(options: argparse.Namespace, longest_tokens: int) -> PreTrainedC
     """
     values = json.loads(options.config.read_text()) if options.config else PRESETS[options.preset]
     values = {**values, "num_hidden_layers": options.layers or values["num_hidden_layers"], "use_cache": False}
-    if values.get("layer_types"):
-        values["layer_types"] = values["layer_types"][: values["num_hidden_layers"]]
+    for name in ("layer_types", "layers_block_type"):
+        if values.get(name):
+            values[name] = values[name][: values["num_hidden_layers"]]
     values["max_position_embeddings"] = max(values.get("max_position_embeddings") or 0, longest_tokens)
     return AutoConfig.for_model(**values)
 

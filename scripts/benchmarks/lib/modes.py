@@ -23,12 +23,14 @@ from distca_hf.integrations.models.document_rows import DocumentRows
 from distca_hf.integrations.models.forward_watch import watch_of
 from distca_hf.integrations.models.hooks import BackboneCalls
 from distca_hf.integrations.models.mixer_calls import KEYWORD
-from distca_hf.integrations.models.mixers import mixers_of
+from distca_hf.integrations.models.mixers import halo_tokens_for, mixers_of
 from distca_hf.integrations.models.planner import planner_for
 from distca_hf.integrations.models.structure import transformers_model
 from distca_hf.placement.place import fill_in_order
 from distca_hf.planning.rebalance import plan_by_moving
 from distca_hf.runtime.forward_pass import ForwardPass
+from lib import states
+from lib.baselines import ring_code
 from lib.baselines.operators import Call, ChosenKeys, MadeUpKeys, OwnKeys, Work, make_call
 from lib.baselines.ring_code import Llama3Work, RingWork, ZigzagWork
 from lib.documents import (
@@ -171,11 +173,16 @@ def _of_packs(name: str, place: Place, packs: Sequence[tuple[Any, Sequence[IntAr
 
 
 def _pack(place: Place, segments: Sequence[Segment], tokens: Sequence[IntArray]) -> Batch:
-    """Returns whole documents. Mixers of the model keep them apart, as in batches that the product watches."""
+    """Returns segments. Mixers of the model take each for a whole document, in one call if their states may travel."""
     batch: Batch = batch_of(segments, tokens, place.device)
-    if place.carries_state:
-        lengths = np.array([stop for _, _, stop in segments])
-        batch[KEYWORD] = DocumentRows(lengths, 1, int(lengths.sum()), place.device)
+    if not place.carries_state:
+        return batch
+    lengths, halo_tokens = [stop - start for _, start, stop in segments], halo_tokens_for(place.model)
+    if halo_tokens is None:
+        batch[KEYWORD] = DocumentRows(np.array(lengths), 1, sum(lengths), place.device)
+    else:
+        alone = [(document, 0, tokens) for document, tokens in enumerate(lengths)]
+        batch[KEYWORD] = states.rows_on_one_device(alone, halo_tokens, place.device)
     return batch
 
 
@@ -200,12 +207,7 @@ def _ideal(place: Place, step: StepTokens) -> Mode:
         made_up.append(_made_up(place, queries, keys, local_rows))
         calls.append(make_call(first, queries, keys, made_up[0], place.device))
     work = place.work(calls)
-    if place.carries_state:
-        held = whole_documents(_lengths(step), num_ranks)[rank]
-        packs = [_pack(place, held, tokens) for tokens in step]
-    else:
-        packs = [batch_of([*whole, *parts, *served], tokens, place.device) for tokens in step]
-    batches = [{**pack, "bench_work": work} for pack in packs]
+    batches = [{**_pack(place, [*whole, *parts, *served], tokens), "bench_work": work} for tokens in step]
     return Mode("ideal", "bench_whole", batches, exact=False, meanwhile=[keys.made for keys in made_up])
 
 
@@ -224,6 +226,16 @@ def _ulysses(place: Place, step: StepTokens) -> Mode:
     work = place.work([_whole_call(lengths, place.device)])
     batches = _batches(place, [layout.held_by(rank) for rank in range(layout.num_ranks)], step, work)
     return Mode("ulysses", "bench_heads", batches, exchanges=True)
+
+
+def _ringmaster(place: Place, step: StepTokens) -> Mode:
+    lengths = _lengths(step)
+    layout = fill_in_order(lengths, place.wires.world_size)
+    work = place.work([_whole_call(lengths, place.device)])
+    held = [layout.held_by(rank) for rank in range(layout.num_ranks)]
+    batches = [{**batch, KEYWORD: None} for batch in _batches(place, held, step, work)]
+    passed = partial(states.passed_by_package, place.model, lengths, place.device)
+    return Mode("ringmaster", "bench_heads", batches, exchanges=True, meanwhile=[passed])
 
 
 def _context(place: Place, step: StepTokens) -> Mode:
@@ -358,7 +370,7 @@ MODES = {
         _ideal,
         "the same work, spread evenly without any transfer. Of each length every rank has equally many whole "
         "documents; the rest is cut in zigzag, and keys of other ranks are made-up local ones. Tokens and attended "
-        "pairs are equal on all ranks, to the pair. Where layers carry a state, mixers run on the packs of local",
+        "pairs are equal on all ranks, to the pair. Layers with a state take each part for a document",
     ),
     "ulysses": Kind(_ulysses, "heads over all ranks: all-to-all of q, k, v before attention, and of its output after"),
     "context": Kind(_context, "every document in zigzag over all ranks, keys and values all-gathered"),
@@ -369,6 +381,11 @@ MODES = {
         _llama3,
         "that package's all-gather of some heads after the other, which it recommends for packed documents; only if "
         "it is named",
+    ),
+    "ringmaster": Kind(
+        _ringmaster,
+        "axolotl-ringmaster passes the states of layers, by its own code and flash-linear-attention's context over "
+        "all ranks; attention as in ulysses; only if it is named",
     ),
     "placed": Kind(_placed, "the product: batches of plugin.dataloader"),
     "given": Kind(
@@ -381,7 +398,8 @@ MODES = {
         _unchecked, "placed, but ranks agree on nothing in a forward pass: the price of that is placed ÷ unchecked"
     ),
 }
-OF_PACKAGE = frozenset({"zigzag", "llama3"})  # run only if they are asked for by name
+# Run only if they are asked for by name; why they cannot run.
+OF_PACKAGE = {"zigzag": ring_code.why_missing, "llama3": ring_code.why_missing, "ringmaster": states.why_missing}
 
 
 def _check_may_cut(place: Place, name: str) -> None:
