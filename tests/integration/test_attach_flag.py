@@ -63,7 +63,7 @@ def train(folder: Path, words: list[str], script: str, arguments: dict[str, Any]
         ("sft", {"dataset_name": "texts"}),
         ("sft", {"dataset_name": "texts", "packing": True, "max_length": 400}),
         ("dpo", {"dataset_name": "pairs"}),
-        ("sft", {"dataset_name": "texts", "use_peft": True, "lora_r": 4, "lora_target_modules": "q_proj"}),
+        ("sft", {"dataset_name": "texts", "use_peft": True, "lora_r": 4, "lora_dropout": 0.0}),
     ],
     ids=["sft", "packing", "dpo", "adapters"],
 )
