@@ -31,6 +31,7 @@ from distca_hf.errors import (
     UnsupportedAttentionError,
     VersionError,
 )
+from distca_hf.launched import attaches_every_trainer
 from distca_hf.version import __version__, check_versions
 
 
@@ -65,6 +66,7 @@ __all__ = [
     "UnsupportedAttentionError",
     "VersionError",
     "__version__",
+    "attach_every_trainer",
     "enable",
 ]
 
@@ -99,6 +101,23 @@ def when_imported(name: str, action: Callable[[], None]) -> None:
         action()
     else:
         sys.meta_path.insert(0, _Watch(name, action))
+
+
+def attach_every_trainer() -> None:
+    """Attaches every Trainer of this process for as long as it trains, as `python -m distca_hf.run --attach` and the
+    variable DISTCA_ATTACH=1 do. For programs whose Trainer is out of reach: call it in a file that they import.
+
+    Settings come from the recipe or from variables `DISTCA_<FIELD>`. Batches stay the program's, unless
+    `tokens_per_rank` is set. Trainers that are attached already, have a `DistCACallback` or an enabled model, are left
+    as they are. When a training ends the Trainer is detached. Its `train` raises what `DistCAPlugin.attach` raises,
+    and ConfigError if its class replaces the loop of `Trainer.train`.
+    """
+    module = "distca_hf.integrations.trainer.every_trainer"
+
+    def install() -> None:
+        importlib.import_module(module).install(lambda: __getattr__("DistCAPlugin")())
+
+    when_imported("transformers.trainer", install)
 
 
 class _OwnFolders(importlib.abc.MetaPathFinder):
@@ -169,3 +188,5 @@ if not any(isinstance(finder, _OwnFolders) for finder in sys.meta_path):
     sys.meta_path.insert(0, _OwnFolders())
 when_imported("transformers.modeling_utils", lambda: _apply("attention"))
 when_imported("accelerate.data_loader", lambda: _apply("skip_batches"))
+if attaches_every_trainer():
+    attach_every_trainer()

@@ -40,7 +40,6 @@ from distca_hf.data.rows import (
     shown_columns,
 )
 from distca_hf.errors import ConfigError, PackingError
-from distca_hf.integrations.models.check import IMPLEMENTATION
 from distca_hf.integrations.models.distributed import has_data_and_tensor_mesh, model_mesh, tensor_ranks
 from distca_hf.integrations.models.distributed_check import LOWEST_TENSOR, refused_distribution
 from distca_hf.integrations.models.planner import reading_for
@@ -78,14 +77,6 @@ def makes_batches_in_steps(trainer: Trainer) -> bool:
 def wrong_settings(trainer: Trainer, config: DistCAConfig) -> Iterator[str]:
     """Yields all reasons why distca_hf cannot be attached to a Trainer."""
     args = trainer.args
-    if hasattr(args, "model_init_kwargs"):  # TRL loads a model that is given as a path
-        implementation = transformers_model(trainer.model).config.get_text_config()._attn_implementation
-        wanted = f'attn_implementation="{IMPLEMENTATION}"'
-        if implementation != IMPLEMENTATION:
-            yield (
-                f"its model uses attn_implementation={implementation!r}; load it with from_pretrained(..., {wanted}), "
-                f"or let the trainer load it with {type(args).__name__}(model_init_kwargs=dict({wanted}))"
-            )
     if config.tokens_per_rank:
         yield from _wrong_for_placed(trainer, config)
     tensor = tensor_ranks(trainer.model)
