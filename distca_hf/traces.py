@@ -242,7 +242,7 @@ class RankTrace:
     @property
     def before(self) -> str:
         """Words for how documents lie in `work_before`."""
-        return "documents in the order of the data" if self.placed else "batches as they came"
+        return "documents packed in order" if self.placed else "batches as they came"
 
     @property
     def after(self) -> str:

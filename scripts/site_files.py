@@ -15,7 +15,9 @@ from mkdocs.structure.files import File, Files
 
 REPOSITORY = Path(__file__).parents[1]
 LINK = re.compile(r"\]\(((?:\.\./)+(?:examples|scripts|recipes|patches)/[^)#]+)\)")
-PICTURE = re.compile(r'<picture>.*?srcset="([^"]+)".*?<img src="([^"]+)" alt="([^"]+)".*?</picture>', re.DOTALL)
+PICTURE = re.compile(
+    r'<picture>.*?srcset="([^"]+)".*?<img src="([^"]+)"(?: width="\d+")? alt="([^"]+)".*?</picture>', re.DOTALL
+)
 LANGUAGES = {".py": "python", ".sh": "bash", ".sbatch": "bash", ".yaml": "yaml"}
 
 

@@ -18,7 +18,7 @@ from distca_hf.flops import PassCosts, StepFlops
 from distca_hf.whole_file import read_at_most
 
 
-# The model of all measured tables (docs/performance.md).
+# The model of all measured tables (docs/will-it-help.md).
 DEFAULT_MODEL = "llama3-8b"
 # Number of matrices of a gated MLP (gate, up, down), as in most models. An MLP of two counts as two thirds as wide.
 MLP_MATRICES = 3

@@ -233,7 +233,7 @@ def second_line(preview: Preview, cost: StepCost | None, num_ranks: int, seen: s
             given, imbalances = preview.given, (preview.imbalance_before, imbalance_after)
             of_tokens = () if given is None else (given.token_imbalance_before, given.token_imbalance)
             speed_up = cost.speed_up(preview.tokens, preview.pairs, *imbalances, *of_tokens)
-            of_placed = f"steps should be {speed_up:.2f} times as fast as in the order of the data"
+            of_placed = f"steps should be {speed_up:.2f} times as fast as packed in order"
             of_rows = f"layers should be {speed_up:.2f} times as fast as without"  # the head may stay
             words.append(of_placed if given is None else of_rows)
     return f"{'; '.join(words)} ({seen})"

@@ -129,7 +129,7 @@ def _load_config(name: str, trust_remote_code: bool = False) -> PreTrainedConfig
     """Loads a configuration from the Hub, from its cache, or from a folder."""
     path = Path(name)
     if path.exists() and not (path / CONFIG_FILE).is_file():
-        raise ConfigError(f"model {name} is not a model of Transformers: {content_of(path)} (docs/check.md)")
+        raise ConfigError(f"model {name} is not a model of Transformers: {content_of(path)} (docs/models.md)")
     try:
         return AutoConfig.from_pretrained(name, **({"trust_remote_code": True} if trust_remote_code else {}))
     except Exception as error:  # of the network, the Hub, or the file

@@ -92,7 +92,7 @@ def _plan_figures(content: Mapping[str, Any], number: int, estimates: Mapping[st
     finding = balance_in_words("documents in order", after, before, work)
     return StepFigures(
         label=f"micro-step {number} of {content['micro_steps']}",
-        before="documents in the order of the data",
+        before="documents packed in order",
         after=after,
         work_before=before,
         work=work,

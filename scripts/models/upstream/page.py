@@ -1,4 +1,4 @@
-"""The section about Transformers' own tests on the page of models."""
+"""The section about Transformers' own tests on the page of classes."""
 
 import re
 import textwrap
@@ -16,7 +16,7 @@ tests run with distca instead of sdpa; what does not pass runs once more with sd
 
 ```
 pip install parameterized httpx
-python scripts/models/upstream_tests.py --transformers CHECKOUT --page docs/models.md --json now.json \\
+python scripts/models/upstream_tests.py --transformers CHECKOUT --page docs/classes.md --json now.json \\
     --compare earlier.json
 ```
 
@@ -33,7 +33,7 @@ tests run with distca as the default attention and `DistCAPlugin().attach(traine
 process; what does not pass runs once more without distca:
 
 ```
-python scripts/models/upstream_tests.py --trl CHECKOUT --page docs/models.md
+python scripts/models/upstream_tests.py --trl CHECKOUT --page docs/classes.md
 ```
 
 Models and datasets are made with TRL's scripts, not loaded from the Hub. Tests of models that need a processor from
