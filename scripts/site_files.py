@@ -60,4 +60,6 @@ def _page_uri(path: str) -> str:
 def _shown(path: str) -> str:
     """Returns a page that shows the file."""
     file = REPOSITORY / path
+    if file.suffix == ".md":
+        return file.read_text()
     return f"# {path}\n\n```{LANGUAGES.get(file.suffix, 'text')}\n{file.read_text().rstrip()}\n```\n"

@@ -142,7 +142,7 @@ says whether a model trains on distca_hf, with which limits and kernels, and whe
 needs no GPU ([more](#distca-check)). Models that people ask for, with the settings of their published checkpoints:
 
 - *Works*: it passes the check of `attach` and `enable`, and its class trains with the losses and gradients of sdpa
-  ([all classes](classes.md#all-classes)). Longer documents than those of a limit are refused by name; documents beyond
+  ([all classes](../scripts/models/classes.md)). Documents longer than a limit are refused by name; documents beyond
   `max_position_embeddings` bring a warning.
 - *Refused*: before the first step. Train it as you do now, with `flash_attention_2` for example.
 

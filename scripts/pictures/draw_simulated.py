@@ -4,7 +4,8 @@
     python scripts/pictures/draw_simulated.py --as-stored  # draws the stored figures again
 
 Simulating takes two minutes. It writes docs/benchmarks/simulated-steps.json, the picture, and in
-docs/will-it-help.md the output of the command and the text of the picture. Run it whenever the shipped profile or the simulation changes.
+docs/will-it-help.md the output of the command and the text of the picture. Run it whenever the shipped profile or the
+simulation changes.
 """
 
 import argparse

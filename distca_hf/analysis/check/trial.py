@@ -214,7 +214,8 @@ def gradients_of(model: PreTrainedModel) -> torch.Tensor:
 
 
 NUM_RANKS = 2
-# Largest relative difference that is rounding in fp32; up to 1.0e-05 was measured over all classes (docs/classes.md).
+# Largest relative difference that is rounding in fp32; up to 1.0e-05 was measured over all classes
+# (scripts/models/classes.md).
 LARGEST_DIFFERENCE = 5e-5
 
 

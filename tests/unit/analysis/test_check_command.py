@@ -257,7 +257,7 @@ def test_a_folder_of_another_format_is_named_with_the_page(command: list[str], t
     """By all commands that take a model."""
     folders = {
         "empty": ({}, "the folder has no config.json (docs/models.md)"),
-        "adapter": ({"adapter_config.json": '{"base_model_name_or_path": "a/b"}'}, "give its base model a/b (docs/ch"),
+        "adapter": ({"adapter_config.json": '{"base_model_name_or_path": "a/b"}'}, "give its base model a/b (docs/mo"),
         "meta": ({"params.json": "{}"}, "it is in the format of Meta or Mistral (params.json), give a version"),
         "code": (
             {"config.json": '{"model_type": "mine", "auto_map": {"AutoConfig": "a.B"}}'},
