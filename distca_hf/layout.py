@@ -385,4 +385,4 @@ class Layout:
             raise PackingError(f"{stripe}: rank {rank[outside][0]} holds tokens of it")
         start, stop = self.segment_start[of_stripe], self.segment_stop[of_stripe]
         if len(start) == 0 or start.min() != stripe.start or stop.max() != stripe.stop:
-            raise PackingError(f"{stripe}: its borders are not those of segments")
+            raise PackingError(f"{stripe}: its borders are not borders of segments")

@@ -174,7 +174,7 @@ class DistCAPlugin(ParallelContext):
 
         if not isinstance(trainer, Trainer):
             raise ConfigError(
-                f"attach takes a Trainer, not {type(trainer).__name__}; in a loop of your own call "
+                f"attach takes a Trainer, not {type(trainer).__name__}; in your own loop call "
                 "distca_hf.enable(model, plugin)"
             )
         attach(trainer, self)

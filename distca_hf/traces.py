@@ -247,7 +247,7 @@ class RankTrace:
     @property
     def after(self) -> str:
         """Words for how they lie in `work`."""
-        return "placed" if self.placed else "rows placed inside the model" if self.places_rows else "tasks moved"
+        return "placed" if self.placed else "rows placed inside the model" if self.places_rows else "attention moved"
 
     @property
     def layers(self) -> int:

@@ -160,7 +160,7 @@ def launch_line(options: ProfileOptions) -> list[str]:
     if options.as_between_nodes is not None:
         ClusterProfile.load(options.as_between_nodes)
         if number < 2:
-            raise ConfigError(f"--as-between-nodes with --processes {number}: links need two processes or more")
+            raise ConfigError(f"--as-between-nodes with --processes {number}: the network needs two processes or more")
     target = options.as_between_nodes or options.output
     if target.is_dir():
         raise ConfigError(f"{target} cannot be written: it is a folder")

@@ -184,7 +184,7 @@ class RunReport:
             facts = plan.facts
             steps = f"; {count(self._steps_per_epoch, 'step')} per epoch" if self._steps_per_epoch else ""
             moved = (
-                "tokens stay on their ranks, and attention tasks move to ranks with less work"
+                "tokens stay on their ranks, and attention moves to ranks with less work"
                 if plan.planned.moves is None
                 else "inside the model their rows move to ranks with less work"
             )

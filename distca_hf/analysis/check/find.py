@@ -136,7 +136,7 @@ def _load_config(name: str, trust_remote_code: bool = False) -> PreTrainedConfig
         if path.exists():
             raise ConfigError(f"model {name}: its {CONFIG_FILE} cannot be loaded: {_in_one_line(error)}") from error
         raise ConfigError(
-            f"model {name}: there is no such folder with a {CONFIG_FILE}, and the Hub has no configuration of it or "
+            f"model {name}: no such folder with a {CONFIG_FILE} exists, and the Hub has no configuration of it or "
             f"cannot be reached: {first_line(error)}"
         ) from error
 
@@ -189,7 +189,7 @@ def _of_own_code(file: Path, model_type: str, code: Any, trust_remote_code: bool
         )
     if not trust_remote_code:
         raise ConfigError(
-            f"model config {file}: model type {model_type!r} brings Python code of its own; read it, and give "
+            f"model config {file}: model type {model_type!r} brings its own Python code; read it, and give "
             "--trust-remote-code to run it"
         )
     config = _load_config(str(file.parent), trust_remote_code)

@@ -346,7 +346,7 @@ def _kernels(answer: CheckAnswer) -> RenderableType:
         lines.append(Padding(", ".join(able) or "none", INDENTED))
         if why_not:
             lines.append(Padding(f"not {why_not}", INDENTED))
-    lines.append("The first one that is installed and runs is taken: `distca env` shows those of a machine.")
+    lines.append("The first one that is installed and runs is taken: `distca env` shows a machine's.")
     return Group(*lines)
 
 

@@ -346,7 +346,7 @@ def _try(candidate: Candidate, found: _Findings) -> None:
         if not found.numerics.agree:
             found.reasons.append(
                 "its tokens see each other otherwise than by attention, or it attends otherwise than it says: a tiny "
-                f"version on two ranks differs from each document alone, {found.numerics.in_words()}"
+                f"version on two ranks differs from each document by itself, {found.numerics.in_words()}"
             )
     except DistCAError as refusal:
         opening = f"{candidate.class_name} cannot run on distca: "

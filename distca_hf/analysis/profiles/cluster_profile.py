@@ -364,7 +364,7 @@ def find_profile(name: str) -> ClusterProfile:
 
     nearest = min(shipped, key=apart)
     raise ConfigError(
-        f"--cluster {name}: there is no measured profile of this GPU. The nearest is {nearest}, whose peak is "
+        f"--cluster {name}: this GPU has no measured profile. The nearest is {nearest}, whose peak is "
         f"{(_peak(nearest) or 0) / peak:.2f} times as high: give --cluster {nearest}, the "
         "memory of yours by --gpu-gib, and take only ratios, or measure one with `distca profile`"
     )

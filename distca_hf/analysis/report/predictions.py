@@ -111,9 +111,7 @@ class Predictor:
         if costs is None:
             return None
         pair_seconds = costs.pair_forward_seconds + costs.pair_backward_seconds
-        known = (
-            "sizes of the model are not known" if profile is not None else f"there is no measured profile of {device}"
-        )
+        known = "sizes of the model are not known" if profile is not None else f"no profile was measured on {device}"
         return Predicted(
             costs.rates,
             f"the rates of an {costs.rates}, an estimate: {known}",

@@ -100,8 +100,8 @@ def run_simulate(options: SimulateOptions) -> None:
 # What holds for every simulation; docs/simulation.md has the equations.
 ASSUMPTIONS = (
     "FSDP2 in bf16: ranks wait for each other in every layer, and each layer's weights are gathered twice in a "
-    "micro-step, while GPUs compute; at both ends of a micro-step GPUs wait for links",
-    "not counted: data loading, the host's time, other jobs on the links, GPUs of unequal speed",
+    "micro-step, while GPUs compute; at both ends of a micro-step GPUs wait for the network",
+    "not counted: data loading, the host's time, other jobs on the network, GPUs of unequal speed",
 )
 # And for batches that are packed, or those of --batch-size.
 OF_PACKED = (

@@ -211,7 +211,7 @@ class Simulation:
             plan = self.request.given_plans(places_rows=False).plan
             return [self._of_plan(plan(self._home(batch)), batch) for batch in step]
 
-        return Way("tasks_moved", "distca, tasks moved", loads, costly=True, is_ours=True)
+        return Way("tasks_moved", "distca, attention moved", loads, costly=True, is_ours=True)
 
     def _rows_placed(self, step: Step, loss_is_placed: bool) -> list[Load]:
         planner, loads = self.request.given_plans(places_rows=True), []

@@ -166,8 +166,8 @@ def _replace(folder: Path, unfinished: Path, earlier: Path, transport: Transport
         cause = f"{type(problem).__name__}: {first_line(problem)}" if problem else "the first rank says why"
         raise CheckpointError(
             f"{grid.name}: the training is whole in {unfinished}, and cannot be renamed to {folder}: {cause}. Rename "
-            "it before the next one is saved, or give a folder that can be renamed (no mount point, in a folder of "
-            "your own)"
+            "it before the next one is saved, or give a folder that can be renamed (no mount point, in your own "
+            "folder)"
         ) from problem
 
 
@@ -179,7 +179,7 @@ def _check_replaceable(folder: Path) -> None:
         if foreign:
             raise ConfigError(
                 f"{folder} holds {foreign[0]}{and_more(len(foreign) - 1)}, and save_training replaces its whole "
-                "folder; give one of its own"
+                "folder; give an empty one"
             )
     elif folder.exists():
         raise ConfigError(f"{folder} is a file, and save_training writes a folder; give another name")
