@@ -186,8 +186,8 @@ class DistCAConfig(Settings):
     kv_budget_gib: float = _setting(
         4.0,
         "With kv_residency=auto: memory for rows that all layers keep until backward, on the rank that receives most; "
-        "if layers recompute attention, only one checkpointed region counts. Rows that wait for recomputation count for "
-        "all layers.",
+        "if layers recompute attention, only one checkpointed region counts. Rows that wait for recomputation count "
+        "for all layers.",
         at_least=0,
     )
     exchange_chunks: int = _setting(

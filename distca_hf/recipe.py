@@ -73,7 +73,7 @@ class Shipped:
         """Returns the file at the path `name`, or the shipped file of that name, with or without its folder.
 
         Raises:
-            ConfigError: there is no such file, or there are several shipped files of that name.
+            ConfigError: no such file exists, or there are several shipped files of that name.
         """
         if Path(name).exists() and not Path(name).is_dir():
             return Path(name)
@@ -210,7 +210,7 @@ class Recipe:
             environment[OF_RECIPE] = json.dumps(self.plugin)
 
     def role(self, process: Callable[[], LaunchedProcess] = launched_process) -> Role | None:
-        """Returns the role of a process; None if there are no attention servers, and all processes train.
+        """Returns the role of a process; None without attention servers, when all processes train.
 
         Args:
             process: returns rank numbers of the process; by default what the launcher set for this one.
@@ -266,7 +266,7 @@ def run_script(script: Path, arguments: Sequence[str]) -> None:
     """Runs a script as `python script arguments` would.
 
     Raises:
-        ConfigError: there is no such script.
+        ConfigError: no such script exists.
     """
     if not script.is_file():
         raise ConfigError(f"no script at {script}")

@@ -123,7 +123,7 @@ def figure_of(answer: "PlanAnswer") -> "Figure":
 
 
 def run_plan(options: PlanOptions, tokens_per_rank: int) -> None:
-    """Runs `distca plan`. Output is printed at the very end, so that an error leaves nothing behind.
+    """Runs `distca plan`. Output is printed at the very end, so that nothing is printed before an error.
 
     Raises:
         ConfigError: an option, the model, or the picture's path is wrong.

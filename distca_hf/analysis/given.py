@@ -1,6 +1,6 @@
 """Given: `distca plan --batch-size`, about batches that the user's own sampler deals.
 
-Micro-batches are planned as training plans them, and counted as it logs them. Speed and memory are those of `distca
+Micro-batches are planned as training plans them, and counted as it logs them. Speed and memory are from `distca
 simulate`, with the same options. Text is readable at 80 columns.
 """
 

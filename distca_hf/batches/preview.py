@@ -172,7 +172,7 @@ class RunReport:
         log.info("%s", second_line(preview, cost, plan.transport.world_size, seen), extra=OF_THIS_RANK)
 
     def _first_line(self, plan: LivePlan) -> str:
-        """Returns the words of the first line."""
+        """Returns the text of the first line."""
         num_ranks = plan.transport.world_size
         topology = self._config.topology(num_ranks)
         extra = len(plan.facts.speeds) - num_ranks
@@ -207,7 +207,7 @@ class RunReport:
 
 
 def second_line(preview: Preview, cost: StepCost | None, num_ranks: int, seen: str) -> str:
-    """Returns the words of the second line: balance, the share of attention, and the speed-up that follows.
+    """Returns the text of the second line: balance, the share of attention, and the speed-up that follows.
 
     Args:
         cost: of a token and a pair; None if it is not known.

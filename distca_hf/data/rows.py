@@ -70,7 +70,7 @@ OF_BATCHES = frozenset(
     {"shift_labels", "num_items_in_batch", "seq_idx", "cache_position", "cu_seq_lens_q", "cu_seq_lens_k"}
 )
 
-# One array of `[tokens]` per column, by name. Those of a drawn row are of the whole row.
+# One array of `[tokens]` per column, by name. A drawn row's are of the whole row.
 Values = Mapping[str, NDArray[Any]]
 # Drawn rows by number.
 Draws = Mapping[int, Values]

@@ -104,7 +104,7 @@ def find_candidate(name: str, trust_remote_code: bool = False) -> Candidate:
         trust_remote_code: whether Python code next to a configuration may run.
 
     Raises:
-        ConfigError: there is no such model, its configuration is not understood, or its own code is not trusted.
+        ConfigError: no such model exists, its configuration is not understood, or its own code is not trusted.
     """
     if name.endswith(".json") or (Path(name) / CONFIG_FILE).is_file():
         return _of_file(Path(name), trust_remote_code)

@@ -196,7 +196,7 @@ def read_simulation(content: Mapping[str, Any], source: str) -> Report:
 
 
 def _world(simulation: Mapping[str, Any]) -> str:
-    """Returns the GPUs of a simulation, in words."""
+    """Returns the GPUs of a simulation, as text."""
     accumulation = f", {simulation['accumulation']} micro-steps" if simulation["accumulation"] > 1 else ""
     stages = f", also as {simulation['num_stages']} stages" if simulation["num_stages"] > 1 else ""
     size = simulation["batch_size"]

@@ -3,7 +3,7 @@
     tasks of a rank, by kind of layers ── kernel times of the profile ── attention
     tokens of a rank                   ── layer times of the profile  ── all else
 
-These are the costs of `distca simulate`, without exchanges and collectives. Where there is no profile of a GPU, rates
+These are the costs of `distca simulate`, without exchanges and collectives. If a GPU has no profile, rates
 of an H200 make an estimate, and the report says so.
 """
 
@@ -30,7 +30,7 @@ class Predicted(NamedTuple):
 
     Attributes:
         rates: name of the profile, or the GPU whose rates were taken; several have commas between them.
-        source: the same in words.
+        source: the same as text.
         attention, rest: `[ranks]` seconds of attention, and of all else but the optimizer and collectives; None where
             they are not known.
     """

@@ -190,7 +190,7 @@ class Simulation:
         load = partial(ours, self.costs, self.cluster, keeps=keeps, gather_seconds=gather)
         return [load(planner.plan(batch), chunks, self._saves) for batch in step]
 
-    # Given batches: those of the request, or packs of plain packing.
+    # Given batches: the request's, or packs of plain packing.
 
     def _given_ways(self) -> list[Way]:
         """Returns distca_hf's ways for given batches. Tasks move if documents stay whole, else rows are placed."""
@@ -274,7 +274,7 @@ def run_steps(
     track: Track = iter,
     keys: tuple[str, ...] = (),
 ) -> tuple[Simulation, list[Simulated]]:
-    """Simulates steps in every way, or in those of some keys.
+    """Simulates steps in every way, or in some ways by their keys.
 
     Returns:
         The simulation, whose notes are complete, and all steps.
