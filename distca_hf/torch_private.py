@@ -223,7 +223,7 @@ def groups_of_fsdp1(module: Any) -> list[dist.ProcessGroup] | None:
 
 
 def ignored_by_ddp(model: nn.Module) -> set[str]:
-    """Returns names of weights and buffers that DDP was told to leave alone: every rank may have others."""
+    """Returns names of weights and buffers that DDP was told to ignore: every rank may have others."""
     return {
         f"{of_module}.{name}" if of_module else name
         for of_module, module in model.named_modules()

@@ -73,7 +73,7 @@ class LayersTrace:
         window_tokens: of their sliding window; 0 without one.
         layers: how many there are.
         tasks: of this rank, in each of them: queries, keys before the first of them, and 1 if it computes one group of
-            heads alone. None where they were not known when the pass began.
+            heads only. None where they were not known when the pass began.
         chunked: whether the window is a chunk of a document (`Mask`).
     """
 

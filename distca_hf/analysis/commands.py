@@ -72,7 +72,7 @@ def plan(options: PlanOptions) -> None:
     hold all documents, of nearly equal tokens. The first optimizer step is planned in full, with its bytes. Speed and
     memory are estimated for other numbers of tokens per rank, too.
 
-    Speed and memory are estimates; no GPU is needed. Bytes are from one layer's forward pass.
+    Speed and memory are estimates; no GPU is needed. Bytes are counted in one layer's forward pass.
 
     With and without a pipeline: distca plan pretrain --gpus 8 --tokens-per-rank 65536 --pipeline 4 --micro-steps 8
     """

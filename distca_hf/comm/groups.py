@@ -7,7 +7,7 @@ Exchanges get their own group, so that they neither wait for FSDP's collectives 
 Integers get a gloo group, so that agreement needs no device. Their deadlines are ours.
 
 Row groups of trainers and attention servers are made to lose members. Torch has them in no list: frameworks see the
-trainers alone. Gloo's exchanges are waited for on the host, in small steps. NCCL's run on the GPU, where kernels wait
+trainers only. Gloo's exchanges are waited for on the host, in small steps. NCCL's run on the GPU, where kernels wait
 for a lost member for ever, and all that is launched after them waits, too. So their group is aborted: its kernels
 end with rows of no meaning, in a fraction of a second, and the GPU goes on.
 """

@@ -1,6 +1,6 @@
 """Transport: rows and small integers between ranks. The only interface through which data leaves a rank.
 
-An exchange is an uneven all-to-all of rows. It is started, runs next to other work, and is waited for; every rank
+An exchange is an uneven all-to-all of rows. It is started, runs during other work, and is waited for; every rank
 starts the same exchanges in the same order.
 
     LocalTransport       one rank                                        here

@@ -68,8 +68,8 @@ class Plan:
         return work
 
     def tasks_of(self, rank: int) -> IntArray:
-        """Returns `[tasks, 3]` tasks of a rank: queries, keys before the first of them, and 1 if it computes one group
-        only of heads."""
+        """Returns `[tasks, 3]` tasks of a rank: queries, keys before the first of them, and 1 if it computes only one
+        group of heads."""
         tasks, mine = self.tasks, self.tasks.rank == rank
         start, stop, head = tasks.start[mine], tasks.stop[mine], tasks.head[mine]
         return np.column_stack((stop - start, start, head != ALL_HEADS))

@@ -6,7 +6,7 @@
                           └── exchange ───┘                                  └── exchange ──┘       1 if rows were kept
 
 If queries move, too, they are sent right after the keys. Remote-query calls follow the prefix calls, and their
-results are sent back next to late local calls: two exchanges more in either direction. With several chunks, prefix and
+results are sent back during late local calls: two exchanges more in either direction. With several chunks, prefix and
 remote-query calls of one are computed while the next one is in flight; each chunk is an exchange.
 
 Every rank makes the same exchanges in the same order, also with no tokens, no labels or nothing to send. Only a plan

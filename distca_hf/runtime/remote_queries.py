@@ -93,7 +93,7 @@ class BackwardRemoteQueries(RemoteQueries):
     """Remote queries in backward; results are gradients of queries. Rows of forward that were not kept are sent once
     more.
 
-    Sinks are added by owner ranks. Kept results are without them, so log-sum-exps with sinks are sent next to output
+    Sinks are added by owner ranks. Kept results are without them, so log-sum-exps with sinks are sent with output
     gradients.
 
     Args:

@@ -127,7 +127,7 @@ def attempts(
     """Yields one attempt at an optimizer step, and another one while attention servers were lost in it.
 
     Args:
-        model: as the loop calls it, wrapped or not; its gradients are those only of this step.
+        model: as the loop calls it, wrapped or not; its gradients come only from this step.
         batches: all batches of the step on this rank.
 
     Raises:

@@ -55,7 +55,7 @@ OPENINGS = 5
 
 
 class ServedTransport:
-    """Transport of a trainer with attention servers; agreements are those only of the trainers.
+    """Transport of a trainer with attention servers; agreements are only among the trainers.
 
     Args:
         among_trainers: transport only of the trainers.

@@ -146,7 +146,7 @@ class Service:
         Raises:
             PlanMismatchError: it is not the plan that the trainers made.
         """
-        self.report(self.stopwatch.read())  # once per micro-batch, and not next to its calls
+        self.report(self.stopwatch.read())  # once per micro-batch, and not during its calls
         self.traces.write_complete()
         plan = plan_from_integers(order.integers)
         if plan.fingerprint != order.fingerprint:

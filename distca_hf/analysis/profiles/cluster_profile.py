@@ -201,8 +201,8 @@ class LinkTimes:
         num_bytes: `[sizes]` bytes that a rank receives from others, and sends.
         exchange: `[sizes]` seconds of an all-to-all through the product's transport.
         all_gather, reduce_scatter: `[sizes]` seconds of FSDP's collectives.
-        attention_beside: seconds by which a second of exchange delays an attention kernel next to it.
-        products_beside: seconds by which a second of gathering delays matrix products next to it.
+        attention_beside: seconds by which a second of exchange delays an attention kernel meanwhile.
+        products_beside: seconds by which a second of gathering delays matrix products meanwhile.
         ranks_per_node: of these ranks; 1 also for a stand-in, whose ranks share a node and count as nodes.
         one_way: `[sizes]` seconds of an exchange in which every second rank sends to the others, and receives
             nothing; empty where it was not measured.

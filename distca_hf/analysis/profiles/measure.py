@@ -56,8 +56,8 @@ class Grid:
         layers: each with tokens of a call.
         rates: rows of a square matrix; hidden size, tokens and vocabulary of the head.
         num_bytes: bytes that ranks send each other.
-        beside: task next to which exchanges are measured.
-        products_beside: number of matrix products next to which collectives are measured.
+        beside: task that runs while exchanges are measured.
+        products_beside: number of matrix products that run while collectives are measured.
     """
 
     heads: tuple[int, int, int]
@@ -320,7 +320,7 @@ class Measuring:
             return None
         ranks, sizes = self.ranks, tuple(map(float, self.grid.num_bytes))
         exchange, all_gather, reduce_scatter, one_way, to_next = (tuple(column) for column in zip(*rows, strict=True))
-        # Something to send that takes about half as long as the kernels next to it.
+        # Something to send that takes about half as long as the kernels that run meanwhile.
         forward, _, _ = attention.calls(self.grid.beside)
         target = ranks.slowest(forward, FEWEST_CALLS, "measuring kernels") / 2
         num_bytes = _bytes_within(target, sizes, exchange)

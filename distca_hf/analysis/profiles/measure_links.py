@@ -306,7 +306,7 @@ class MeasuringRanks:
         return lambda: REDUCE_SCATTER(part, whole, group=group)
 
     def delay_of(self, beside: Callable[[], object], send: Sends, seconds_alone: float) -> float:
-        """Returns the seconds by which a second of sending delays what runs next to it.
+        """Returns the seconds by which a second of sending delays what runs meanwhile.
 
         Args:
             beside: launches kernels.

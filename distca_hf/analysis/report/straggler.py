@@ -1,7 +1,7 @@
 """Straggler: the rank or the attention server that others wait for, and why, in sentences.
 
 Ranks meet in the exchanges of every layer. The rank that waits least there is the one that comes last. If its kernels
-take longer, attention is the reason: it has more work, or it is slower at the same work. Else it loses time next to
+take longer, attention is the reason: it has more work, or it is slower at the same work. Else it loses time outside of
 attention.
 
 Trainers may all wait for an attention server instead. Clocks of processes are not compared. In each call trainers and

@@ -134,7 +134,7 @@ class Exchanges:
 
 @dataclass(frozen=True)
 class Hidden:
-    """Exchanges next to the kernels of a layer.
+    """Exchanges during the kernels of a layer.
 
     Attributes:
         exchanges: their seconds.
@@ -182,7 +182,7 @@ class Hidden:
         return Attention(forward, recomputed, backward, sent, comes + wires.gradients, layers)
 
     def _delay(self, sent: FloatArray, seconds: FloatArray, kernels: FloatArray) -> FloatArray:
-        """Returns the seconds that exchanges take from the kernels next to them. Where kernels wait there are none."""
+        """Returns the seconds that exchanges take from the kernels meanwhile. Where kernels wait there are none."""
         waits = seconds - kernels
         return self.beside * np.clip(sent - waits, 0.0, kernels)
 

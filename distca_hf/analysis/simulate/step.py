@@ -160,7 +160,7 @@ class Training:
         """Returns `[ranks]` seconds that FSDP's collectives add to a layer's pass, from whose beginning they run.
 
         An exchange that kernels wait for has half of the wires until it or the collectives end. Kernels that run
-        next to them are delayed. The ranks of an exchange hold equally many tokens, so that it begins as soon as each
+        meanwhile are delayed. The ranks of an exchange hold equally many tokens, so that it begins as soon as each
         of them comes to it; ranks of other groups may hold fewer, and begin earlier.
 
         Args:
@@ -181,7 +181,7 @@ class Training:
         return TENSOR_COLLECTIVES * (node.all_gather(hidden) + node.reduce_scatter(hidden))
 
     def _ends(self, load: Load) -> float:
-        """Returns the seconds of embedding, head and loss, and of collectives with nothing next to them."""
+        """Returns the seconds of embedding, head and loss, and of collectives with nothing computed meanwhile."""
         collectives = sum(
             self.gather_seconds(num_bytes) + self.reduce_seconds(num_bytes)
             for num_bytes in (self._root_bytes, self.costs.layer_weight_bytes)

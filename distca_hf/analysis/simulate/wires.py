@@ -24,7 +24,7 @@ WORDS = {
     "all_gather": "all-gather",
     "reduce_scatter": "reduce-scatter",
 }
-# Most seconds by which a second on the wires delays kernels next to it: one after the other takes no longer.
+# Most seconds by which a second on the wires delays kernels meanwhile: one after the other takes no longer.
 MOST_DELAY = 1.0
 
 
@@ -116,12 +116,12 @@ class Cluster:
 
     @property
     def attention_beside(self) -> float:
-        """Seconds by which a second of exchange delays attention next to it, on the slower links."""
+        """Seconds by which a second of exchange delays attention meanwhile, on the slower links."""
         return self._delay("attention")
 
     @property
     def products_beside(self) -> float:
-        """Seconds by which a second of gathering delays products next to it."""
+        """Seconds by which a second of gathering delays products meanwhile."""
         return self._delay("products")
 
     def _delay(self, kernels: str) -> float:
