@@ -186,14 +186,14 @@ class DistCAConfig(Settings):
     kv_budget_gib: float = _setting(
         4.0,
         "With kv_residency=auto: memory for rows that all layers keep until backward, on the rank that receives most; "
-        "of layers that recompute attention, those of one checkpointed region count. They count with waiting rows for "
-        "whether rows wait until then.",
+        "if layers recompute attention, only one checkpointed region counts. Rows that wait for recomputation count "
+        "for all layers.",
         at_least=0,
     )
     exchange_chunks: int = _setting(
         0,
         "Most chunks in which rows are sent between ranks. The first are computed while the others are sent: more "
-        "hide slow links, fewer cost less where links are fast. 0: one on a single node, four on several.",
+        "hide a slow network, fewer cost less on a fast one. 0: one on a single node, four on several.",
         at_least=0,
     )
     checkpointed_attention: CheckpointedAttention = _setting(
@@ -213,7 +213,7 @@ class DistCAConfig(Settings):
     )
     ranks_per_node: int = _setting(
         0,
-        "Ranks that share a node, and with it fast links; 0: as launched (LOCAL_WORLD_SIZE).",
+        "Ranks that share a node, and with it a fast network; 0: as launched (LOCAL_WORLD_SIZE).",
         at_least=0,
     )
     attention_servers: str = _setting(
@@ -289,7 +289,7 @@ class DistCAConfig(Settings):
         if not self.tokens_per_rank:
             raise ConfigError(
                 f"{maker} needs a size for its batches: give the plugin tokens_per_rank, the most tokens of a rank. "
-                "Batches of your own need none: train on them with plugin.attach(trainer), or distca_hf.enable(model, "
+                "Your own batches need none: train on them with plugin.attach(trainer), or distca_hf.enable(model, "
                 "plugin) in a loop"
             )
 

@@ -39,7 +39,7 @@ ENOUGH_GROUPS = 8
 class TokenBytes:
     """Bytes of one token in one layer, all heads together: of its query, its output, and its key and value.
 
-    The defaults are those of an 8B Llama in bf16: 32 query heads, 8 KV heads, 128 dimensions each.
+    The defaults are from an 8B Llama in bf16: 32 query heads, 8 KV heads, 128 dimensions each.
     """
 
     query: int = 8192
@@ -59,7 +59,7 @@ def causal_pairs_of(starts: IntArray, stops: IntArray) -> IntArray:
 
 @dataclass(frozen=True, slots=True)
 class Mask:
-    """The keys that a query attends: its own and the ones before it in its document, all of them or those of a window.
+    """The keys that a query attends: its own and the ones before it in its document, all of them or a window's.
 
     Attributes:
         window_tokens: keys that a query attends at most, its own among them; None for the whole causal prefix.
@@ -224,7 +224,7 @@ class Cost:
         layers: each mask with the number of layers that have it, or their weight.
 
     Raises:
-        ConfigError: there are no layers, or fewer than 1 of a mask.
+        ConfigError: layers are missing, or fewer than 1 of a mask.
     """
 
     layers: LayerMasks = CAUSAL_LAYERS
@@ -315,7 +315,7 @@ class Heads:
         return self.groups if tensor_ranks == 1 else divide_heads(max(1, self.key_value // tensor_ranks))
 
     def token_bytes(self, number_bytes: int = 2) -> TokenBytes:
-        """Returns bytes of a token in one layer. Plans depend on their proportion alone."""
+        """Returns bytes of a token in one layer. Plans depend only on their proportion."""
         return TokenBytes(
             query=self.query * self.dim * number_bytes,
             output=self.query * self.value_dim * number_bytes,

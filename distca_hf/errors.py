@@ -1,4 +1,4 @@
-"""Every error distca_hf raises on purpose, and words that several messages have.
+"""Every error distca_hf raises on purpose, and text that several messages share.
 
 A message names the event, the place (rank, step, layer, document), the two numbers that disagree, and a remedy. Each
 class is also the builtin a caller would expect, so `except ValueError` keeps working.
@@ -86,7 +86,7 @@ def first_line(error: BaseException) -> str:
 
 
 def and_more(others: int) -> str:
-    """Returns words for other wrong things, to follow the first one in a message; nothing if there are none."""
+    """Returns text for other wrong things, to follow the first one in a message; nothing if there are none."""
     return f" (and {others} more like it)" if others else ""
 
 

@@ -39,7 +39,7 @@ ATTENTION_BACKWARD = 2.5
 class StepCost:
     """Seconds of one token and of one attended pair on a rank, forward and backward of all layers.
 
-    Left out are exchanges (hidden behind computation if links are fast enough), the optimizer, and time of the host in
+    Left out are exchanges (computation hides them on a fast network), the optimizer, and time of the host in
     steps of few tokens.
 
     Attributes:

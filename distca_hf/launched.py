@@ -1,9 +1,9 @@
 """Launched: numbers that a launcher gave to this process, and its role: it trains, or is an attention server.
 
-Beside the settings (`config`), this is the only place that reads the environment.
+Apart from the settings (`config`), this is the only place that reads the environment.
 
 An attention server computes attention for trainers, and has no weights. Servers are the last processes of their node.
-The others train, and are numbered as if nothing else had been launched. So all libraries count trainers alone.
+The others train, and are numbered as if nothing else had been launched. So all libraries count only trainers.
 """
 
 import os
@@ -155,7 +155,7 @@ def launched_world_size() -> int:
 
 
 def launched_store() -> tuple[str, int, int]:
-    """Returns host and port of the store that the launcher keeps beside its processes, and how often it has started
+    """Returns host and port of the store that the launcher keeps next to its processes, and how often it has started
     them before.
 
     Raises:
@@ -173,7 +173,7 @@ def job_secret() -> str:
     launcher made for this attempt. The first process writes it.
 
     Raises:
-        ConfigError: there are several nodes and the environment has none; or there is no such folder, or none that
+        ConfigError: there are several nodes and the environment has none; or no such folder exists, or none that
             can be written to.
     """
     if given := os.environ.get(JOB_SECRET):

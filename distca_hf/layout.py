@@ -143,7 +143,7 @@ def join_neighbours(
 
 @dataclass(frozen=True)
 class Stripe:
-    """Tokens [start, stop) of a document, held by ranks [first_rank, stop_rank) alone."""
+    """Tokens [start, stop) of a document, held only by ranks [first_rank, stop_rank)."""
 
     document: int
     start: int
@@ -180,7 +180,7 @@ class Layout:
         rank_rows: Sequence[int] | None = None,
         stripes: Sequence[Stripe] = (),
     ) -> "Layout":
-        """Makes a layout from each rank's list of (document, start, stop); without `rank_rows` there is no padding.
+        """Makes a layout from each rank's list of (document, start, stop); without `rank_rows` nothing is padded.
 
         Raises:
             PackingError: the segments do not cover every document exactly once, or a stripe is held elsewhere.
@@ -369,7 +369,7 @@ class Layout:
             self._check_stripe(stripe)
 
     def _check_stripe(self, stripe: Stripe) -> None:
-        """Checks that its ranks alone hold its tokens, in segments that begin and end with it."""
+        """Checks that only its ranks hold its tokens, in segments that begin and end with it."""
         if not 0 <= stripe.first_rank < stripe.stop_rank <= self.num_ranks:
             raise PackingError(f"{stripe} is on ranks that do not exist; there are {self.num_ranks}")
         if not 0 <= stripe.document < self.num_documents:
@@ -385,4 +385,4 @@ class Layout:
             raise PackingError(f"{stripe}: rank {rank[outside][0]} holds tokens of it")
         start, stop = self.segment_start[of_stripe], self.segment_stop[of_stripe]
         if len(start) == 0 or start.min() != stripe.start or stop.max() != stripe.stop:
-            raise PackingError(f"{stripe}: its borders are not those of segments")
+            raise PackingError(f"{stripe}: its borders are not borders of segments")

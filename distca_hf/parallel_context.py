@@ -194,8 +194,8 @@ class ParallelContext(DistCAConfig):
             )
         if self._group is not None:
             raise ConfigError(
-                f"{members.grid.name}: the plugin has a group, {named_ranks(members.group)}, whose ranks differ in "
-                f"data alone, and is now given {grid.in_words()}; leave group out"
+                f"{members.grid.name}: the plugin has a group, {named_ranks(members.group)}, whose ranks differ "
+                f"only in data, and is now given {grid.in_words()}; leave group out"
             )
         self.annex.check_grid(grid)
         self._grid, self._known_members = grid, None

@@ -166,22 +166,22 @@ class DistCAPlugin(ParallelContext):
         `dataloader`.
 
         Raises:
-            ConfigError: it is no Trainer, or is set up in a way that would make the loss wrong.
+            ConfigError: it is not a Trainer, or is set up in a way that would make the loss wrong.
             UnsupportedAttentionError: the model cannot run on distca.
         """
-        from transformers import Trainer  # slow to import, and a loop of one's own does without
+        from transformers import Trainer  # slow to import, and other loops do without
 
         from distca_hf.integrations.trainer.attach import attach
 
         if not isinstance(trainer, Trainer):
             raise ConfigError(
-                f"attach takes a Trainer, not {type(trainer).__name__}; in a loop of your own call "
+                f"attach takes a Trainer, not {type(trainer).__name__}; in your own loop call "
                 "distca_hf.enable(model, plugin)"
             )
         attach(trainer, self)
 
     def detach(self, trainer: "Trainer") -> None:
-        """Undoes `attach`: the Trainer makes its own batches again, and its model attends on each rank alone.
+        """Undoes `attach`: the Trainer makes its own batches again, and its model attends on each rank by itself.
 
         Methods, arguments, callbacks, and the model's hooks and settings are as they were before `attach`. Weights,
         optimizer and state stay as training left them.

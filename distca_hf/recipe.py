@@ -74,7 +74,7 @@ class Shipped:
         """Returns the file at the path `name`, or the shipped file of that name, with or without its folder.
 
         Raises:
-            ConfigError: there is no such file, or there are several shipped files of that name.
+            ConfigError: no such file exists, or there are several shipped files of that name.
         """
         if Path(name).exists() and not Path(name).is_dir():
             return Path(name)
@@ -97,27 +97,31 @@ LENGTHS = Shipped("sample of lengths", "examples/lengths", (".json.gz",))
 
 # Files of other programs: keys of theirs, what they are, and what to do. The first row with a key of the file counts.
 OF_ACCELERATE, OWN_RECIPE = "a configuration of Accelerate", "a recipe of distca train"
-_MOVE_VALUES = "write a recipe with its values (docs/coming.md, Recipes of other programs)"
+_MOVE_VALUES = "write a recipe with its values (docs/quickstart.md, Recipes of other programs)"
 FOREIGN = (
     (
         "compute_environment distributed_type num_processes fsdp_config deepspeed_config",
         OF_ACCELERATE,
-        "give it to distca train RECIPE --accelerate, or to accelerate launch --config_file (docs/using.md, FSDP)",
+        "give it to distca train RECIPE --accelerate, or to accelerate launch --config_file (docs/trainer.md, FSDP)",
     ),
     (
         "zero_optimization train_batch_size train_micro_batch_size_per_gpu",
         "a configuration of DeepSpeed",
-        "give it to the script, --deepspeed FILE (docs/using.md, DeepSpeed ZeRO)",
+        "give it to the script, --deepspeed FILE (docs/trainer.md, DeepSpeed ZeRO)",
     ),
     ("base_model sequence_len micro_batch_size", "a recipe of axolotl", _MOVE_VALUES),
     ("finetuning_type cutoff_len template stage", "a recipe of LLaMA-Factory", _MOVE_VALUES),
     ("model_name_or_path dataset_name", "a configuration of TRL", _MOVE_VALUES),
-    ("model_type architectures", "the configuration of a model", "give its folder to --model (README.md, Use it)"),
-    ("text messages input_ids", "a file of documents", "give it to --dataset (README.md, Use it)"),
+    (
+        "model_type architectures",
+        "the configuration of a model",
+        "give its folder to --model (docs/quickstart.md, From a recipe)",
+    ),
+    ("text messages input_ids", "a file of documents", "give it to --dataset (docs/quickstart.md, From a recipe)"),
     (
         "output_dir learning_rate max_steps num_train_epochs per_device_train_batch_size",
         "a file of arguments for Trainer",
-        "indent them in a section script (docs/coming.md, Recipes of other programs)",
+        "indent them in a section script (docs/quickstart.md, Recipes of other programs)",
     ),
     ("launch plugin script", OWN_RECIPE, "give it as RECIPE"),
 )
@@ -162,7 +166,9 @@ class Recipe:
             ConfigError: unknown section or setting, or a value that cannot be passed on; names file and key.
         """
         if path.suffix in FOREIGN_ENDINGS:
-            raise ConfigError(f"{path} is not a recipe, but {FOREIGN_ENDINGS[path.suffix]} (README.md, Use it)")
+            raise ConfigError(
+                f"{path} is not a recipe, but {FOREIGN_ENDINGS[path.suffix]} (docs/quickstart.md, From a recipe)"
+            )
         sections = read_yaml(path)
         unknown = sorted(set(sections) - set(SECTIONS), key=str)
         if unknown and (foreign := foreign_format(path, sections, OWN_RECIPE)):
@@ -205,7 +211,7 @@ class Recipe:
             environment[OF_RECIPE] = json.dumps(self.plugin)
 
     def role(self, process: Callable[[], LaunchedProcess] = launched_process) -> Role | None:
-        """Returns the role of a process; None if there are no attention servers, and all processes train.
+        """Returns the role of a process; None without attention servers, when all processes train.
 
         Args:
             process: returns rank numbers of the process; by default what the launcher set for this one.
@@ -261,7 +267,7 @@ def run_script(script: Path, arguments: Sequence[str]) -> None:
     """Runs a script as `python script arguments` would.
 
     Raises:
-        ConfigError: there is no such script.
+        ConfigError: no such script exists.
     """
     if not script.is_file():
         raise ConfigError(f"no script at {script}")

@@ -26,7 +26,7 @@ Kind = TypeVar("Kind")
 
 # Characters of a line of the settings' docstring.
 LINE_WIDTH = 100
-# Words of the environment and of recipes for a setting that is on or off.
+# Values of the environment and of recipes for a setting that is on or off.
 YES = ("1", "true", "yes", "on")
 NO = ("0", "false", "no", "off")
 # Names of types in messages about a wrong value.
@@ -89,7 +89,7 @@ def group_of(field: "dataclasses.Field[Any]") -> type | None:
 
 @cache
 def fields_of(settings: type) -> dict[str, "dataclasses.Field[Any]"]:
-    """Returns the fields of all settings by name, those of a group by its name and theirs."""
+    """Returns the fields of all settings by name, a group's by its name and theirs."""
     found = {}
     for field in dataclasses.fields(settings):
         group = group_of(field)

@@ -19,14 +19,14 @@ from distca_hf.whole_file import replaced
 NAME = "distca_hf"
 # Maximum number of micro-batches whose facts are kept until they are reported.
 REMEMBERED_MICRO_BATCHES = 1024
-# `extra=OF_THIS_RANK` marks a record of this rank alone, so that it is written on every rank.
+# `extra=OF_THIS_RANK` marks a record only of this rank, so that it is written on every rank.
 OF_THIS_RANK = {"of_this_rank": True}
 
 
 def get_logger(name: str) -> logging.Logger:
     """Returns a logger below `distca_hf`.
 
-    Rank 0 alone writes information and warnings. Every rank writes errors, debug lines and records that `OF_THIS_RANK`
+    Only rank 0 writes information and warnings. Every rank writes errors, debug lines and records that `OF_THIS_RANK`
     marks.
     """
     logger = logging.getLogger(name if name.startswith(NAME) else f"{NAME}.{name}")

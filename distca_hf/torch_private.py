@@ -68,9 +68,9 @@ def _make_is_plain() -> Callable[[tuple[Any, ...]], bool]:
     return is_plain
 
 
-# Returns whether the dispatcher would call autograd and an operator's function alone, given these arguments. Then
-# there is no mode (selective checkpointing, counting), no transformation (vmap, functionalisation, forward
-# derivatives), no tracing, no profiler and no compiler that looks for frames. There is no tensor of another kind or
+# Returns whether the dispatcher would call autograd and only an operator's function, given these arguments. Then
+# no mode (selective checkpointing, counting), no transformation (vmap, functionalisation, forward
+# derivatives), no tracing, no profiler and no compiler that looks for frames. No tensor of another kind or
 # device, and none that is still to be negated. Each question costs the host little.
 is_plain = _make_is_plain()
 
@@ -98,7 +98,7 @@ def in_dual_level() -> bool:
 
 
 def hidden_from_dynamo(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a function that `torch.compile` does not look into, also where it runs beside compiled code.
+    """Returns a function that `torch.compile` does not look into, also where it runs next to compiled code.
 
     The public one imports the compiler, which takes a second.
     """
@@ -111,7 +111,7 @@ def hidden_from_dynamo(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def ddp_awaits_every_gradient() -> bool:
     """Returns whether this runs inside of a forward pass of DDP whose backward waits, on all ranks, for a gradient of
-    every weight. There is no public name for the DDP module around a pass; without the private one the answer is no.
+    every weight. No public name exists for the DDP module around a pass; without the private one the answer is no.
     """
     active = getattr(nn.parallel.DistributedDataParallel, "_get_active_ddp_module", None)
     module = None if active is None else active()
@@ -162,15 +162,15 @@ current_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStr
 
 
 def without_torch_functions() -> AbstractContextManager[Any]:
-    """Returns a context in which `__torch_function__` of subclasses is not called; there is no public one."""
+    """Returns a context in which `__torch_function__` of subclasses is not called; none is public."""
     return torch._C.DisableTorchFunctionSubclass()
 
 
 def default_store() -> Store:
-    """Returns the store that the default process group met at; there is no public accessor.
+    """Returns the store that the default process group met at; none is public.
 
     Raises:
-        ValueError: there is no default group.
+        ValueError: no default group exists.
     """
     return dist.distributed_c10d._get_default_store()
 
@@ -223,7 +223,7 @@ def groups_of_fsdp1(module: Any) -> list[dist.ProcessGroup] | None:
 
 
 def ignored_by_ddp(model: nn.Module) -> set[str]:
-    """Returns names of weights and buffers that DDP was told to leave alone: every rank may have others."""
+    """Returns names of weights and buffers that DDP was told to ignore: every rank may have others."""
     return {
         f"{of_module}.{name}" if of_module else name
         for of_module, module in model.named_modules()
@@ -352,7 +352,7 @@ def connect_group(group: RowGroup, device: torch.device) -> None:
 def abort_group(group: RowGroup) -> None:
     """Ends all operations of a backend of NCCL at once, also those that wait on a GPU.
 
-    There is no public name that does: `destroy_process_group` waits for them. Without the private one nothing ends.
+    No public name does: `destroy_process_group` waits for them. Without the private one nothing ends.
     """
     end = getattr(group, "abort", None)
     if end is not None:

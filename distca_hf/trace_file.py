@@ -113,7 +113,7 @@ class TraceFile:
 
 
 def _append(path: Path, line: bytes) -> None:
-    """Appends a line, or nothing of it: a full disk leaves no part behind."""
+    """Appends a line, or nothing of it: a full disk leaves no part of it."""
     with open_to_append(path) as file:
         begin = file.seek(0, os.SEEK_END)
         try:
@@ -175,7 +175,7 @@ def read_trace(line: str, where: str) -> RankTrace:
 
 
 def _wrong(trace: RankTrace) -> str | None:
-    """Returns words for fields that do not go together; None if all do."""
+    """Returns text for fields that do not go together; None if all do."""
     ranks = f"{trace.num_ranks} ranks" + (f" and {len(trace.servers)} servers" if trace.servers else "")
     if trace.num_ranks < 1 or not 0 <= trace.rank < trace.num_ranks + len(trace.servers):
         return f"rank {trace.rank} of {ranks}"

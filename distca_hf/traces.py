@@ -73,7 +73,7 @@ class LayersTrace:
         window_tokens: of their sliding window; 0 without one.
         layers: how many there are.
         tasks: of this rank, in each of them: queries, keys before the first of them, and 1 if it computes one group of
-            heads alone. None where they were not known when the pass began.
+            heads only. None where they were not known when the pass began.
         chunked: whether the window is a chunk of a document (`Mask`).
     """
 
@@ -112,7 +112,7 @@ class ModelSizes:
         layers: all of them, also those that do not attend.
         layer_weights: that a token passes in all of them; of experts the ones that it is sent to.
         head_weights: of the last matrix; 0 without one.
-        backward_share: operations of backward over those of a model that is trained whole.
+        backward_share: operations of backward over operations of a model that is trained whole.
         liger: whether layers have Liger's kernels.
         recomputes_layers, recomputes_attention: whether they run forward again in backward.
         tensor_ranks: that divide every layer between them.
@@ -241,13 +241,13 @@ class RankTrace:
 
     @property
     def before(self) -> str:
-        """Words for how documents lie in `work_before`."""
-        return "documents in the order of the data" if self.placed else "batches as they came"
+        """Text for how documents lie in `work_before`."""
+        return "documents packed in order" if self.placed else "batches as they came"
 
     @property
     def after(self) -> str:
-        """Words for how they lie in `work`."""
-        return "placed" if self.placed else "rows placed inside the model" if self.places_rows else "tasks moved"
+        """Text for how they lie in `work`."""
+        return "placed" if self.placed else "rows placed inside the model" if self.places_rows else "attention moved"
 
     @property
     def layers(self) -> int:
@@ -260,7 +260,7 @@ class RankTrace:
         return self.rank >= self.num_ranks
 
     def name_of(self, rank: int) -> str:
-        """Returns words for a rank, or for an attention server after the ranks."""
+        """Returns text for a rank, or for an attention server after the ranks."""
         return f"rank {rank}" if rank < self.num_ranks else f"server {self.servers[rank - self.num_ranks]}"
 
     def line(self) -> str:

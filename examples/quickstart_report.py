@@ -121,7 +121,7 @@ def print_summary(steps: Sequence[Step], lengths: Sequence[int], output: Path) -
         f"Packed in order, the busiest rank has {in_order:.2f} times the mean attention work, and the other waits for "
         f"it. Placed by distca: {placed:.2f} times.",
         f"In {spanning} of {len(steps)} batches a document was on both ranks, and its keys and values were sent.",
-        "Nothing about speed: both ranks run on one CPU. Speed on GPUs: docs/performance.md.",
+        "Nothing about speed: both ranks run on one CPU. Speed on GPUs: docs/will-it-help.md.",
     )
     console = Console()
     command = Path(os.path.relpath(sys.executable)).with_name("distca")
@@ -131,7 +131,7 @@ def print_summary(steps: Sequence[Step], lengths: Sequence[int], output: Path) -
         "Plan a training on documents, without a GPU. For these (for yours: another folder or file, and "
         "ranks and tokens per rank of your training):",
         f"  {command} plan {output / 'data' / 'dataset'} --gpus 2 --tokens-per-rank 4096 --seed 42",
-        "Train a model of yours: README.md has a script, docs/using.md every other way.",
+        "Train a model of yours: docs/quickstart.md has a script, docs/trainer.md more.",
     )
     bullet = TextWrapper(min(100, console.width), "- ", "  ", break_on_hyphens=False, break_long_words=False)
     for title, lines in (("Results", saw), ("Next steps", following)):

@@ -15,7 +15,9 @@ from mkdocs.structure.files import File, Files
 
 REPOSITORY = Path(__file__).parents[1]
 LINK = re.compile(r"\]\(((?:\.\./)+(?:examples|scripts|recipes|patches)/[^)#]+)\)")
-PICTURE = re.compile(r'<picture>.*?srcset="([^"]+)".*?<img src="([^"]+)" alt="([^"]+)".*?</picture>', re.DOTALL)
+PICTURE = re.compile(
+    r'<picture>.*?srcset="([^"]+)".*?<img src="([^"]+)"(?: width="(\d+)")? alt="([^"]+)".*?</picture>', re.DOTALL
+)
 LANGUAGES = {".py": "python", ".sh": "bash", ".sbatch": "bash", ".yaml": "yaml"}
 
 
@@ -41,9 +43,9 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
 
 def _both_pictures(match: re.Match[str]) -> str:
     """Returns the light and the dark picture; the theme shows one of them."""
-    dark, light, alternative = match.groups()
-    alternative = " ".join(alternative.split())
-    return f"![{alternative}]({light}#only-light)\n![{alternative}]({dark}#only-dark)"
+    dark, light, width, alternative = match.groups()
+    alternative, size = " ".join(alternative.split()), f'{{ width="{width}" }}' if width else ""
+    return f"![{alternative}]({light}#only-light){size}\n![{alternative}]({dark}#only-dark){size}"
 
 
 def _path(link: str, page_uri: str) -> str:
@@ -58,4 +60,6 @@ def _page_uri(path: str) -> str:
 def _shown(path: str) -> str:
     """Returns a page that shows the file."""
     file = REPOSITORY / path
+    if file.suffix == ".md":
+        return file.read_text()
     return f"# {path}\n\n```{LANGUAGES.get(file.suffix, 'text')}\n{file.read_text().rstrip()}\n```\n"

@@ -149,7 +149,7 @@ def make_estimates(
 
     Args:
         document_tokens: `[documents]` lengths of the dataset, none too long.
-        given: lengths of each micro-batch of the one step to simulate; those of the first epoch by default.
+        given: lengths of each micro-batch of the one step to simulate; the first epoch's by default.
     """
     if request.model.size is None:
         return None

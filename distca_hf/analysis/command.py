@@ -123,7 +123,7 @@ def figure_of(answer: "PlanAnswer") -> "Figure":
 
 
 def run_plan(options: PlanOptions, tokens_per_rank: int) -> None:
-    """Runs `distca plan`. Output is printed at the very end, so that an error leaves nothing behind.
+    """Runs `distca plan`. Output is printed at the very end, so that nothing is printed before an error.
 
     Raises:
         ConfigError: an option, the model, or the picture's path is wrong.
@@ -191,8 +191,8 @@ def print_answer(answer: PlanAnswer, console: Console) -> None:
     blocks: list[RenderableType] = [_world(answer), in_short(answer)]
     if model.other_layers:
         blocks.append(
-            f"{model.name} has other layers than full attention: {model.other_layers}. Work and bytes here are those "
-            "of a layer of full attention; speed counts every layer as it is."
+            f"{model.name} has other layers than full attention: {model.other_layers}. Work and bytes here are "
+            "counted in a layer of full attention; speed counts every layer as it is."
         )
     blocks += [f"Limit: {limit}." for limit in model.limits]
     blocks.append(_epoch(answer.epoch, answer.step.request.layout))

@@ -72,7 +72,7 @@ def plan(options: PlanOptions) -> None:
     hold all documents, of nearly equal tokens. The first optimizer step is planned in full, with its bytes. Speed and
     memory are estimated for other numbers of tokens per rank, too.
 
-    Speed and memory are estimates; no GPU is needed. Bytes are those of one layer's forward pass.
+    Speed and memory are estimates; no GPU is needed. Bytes are counted in one layer's forward pass.
 
     With and without a pipeline: distca plan pretrain --gpus 8 --tokens-per-rank 65536 --pipeline 4 --micro-steps 8
     """
@@ -100,7 +100,7 @@ def check(options: CheckOptions) -> None:
     which tokens per rank fit the GPU's memory.
 
     The model is built without weights and checked as training checks it; a tiny version of it trains a step on two
-    ranks of this CPU, and its numbers must equal those of single documents. No GPU is needed. Memory is an estimate.
+    ranks of this CPU, and its numbers must equal single documents' numbers. No GPU is needed. Memory is an estimate.
 
     Exit status: 0 works, 1 refused, 2 bad input.
 
@@ -138,7 +138,7 @@ def launch_line(options: ProfileOptions) -> list[str]:
     """Returns the command that measures on this node.
 
     Raises:
-        ConfigError: there is no GPU, or fewer than processes; the model or the kernel is not known; or the file cannot
+        ConfigError: there are too few GPUs, or none; the model or the kernel is not known; or the file cannot
             be written, or is not a profile whose links can be measured.
     """
     import torch  # which reading a profile does not need
@@ -160,7 +160,7 @@ def launch_line(options: ProfileOptions) -> list[str]:
     if options.as_between_nodes is not None:
         ClusterProfile.load(options.as_between_nodes)
         if number < 2:
-            raise ConfigError(f"--as-between-nodes with --processes {number}: links need two processes or more")
+            raise ConfigError(f"--as-between-nodes with --processes {number}: the network needs two processes or more")
     target = options.as_between_nodes or options.output
     if target.is_dir():
         raise ConfigError(f"{target} cannot be written: it is a folder")

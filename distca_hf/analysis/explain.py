@@ -208,7 +208,7 @@ def _what(asked: AllToAll) -> str:
 
 
 def _rows_of_ranks(counts: Sequence[int], direction: str) -> str:
-    """Returns "3 rows to rank 0, 4 to rank 2"; empty if there are no rows."""
+    """Returns "3 rows to rank 0, 4 to rank 2"; empty without rows."""
     found = [f"{count:,} {direction} rank {rank}" for rank, count in enumerate(counts) if count]
     return _shortened(found, ", ").replace(f" {direction}", f" rows {direction}", 1)
 

@@ -1,7 +1,7 @@
 """Find model: shape and size of the model that `--model` names.
 
 Built-in names (`PRESETS`) need no library. A config.json is read without one, too, except for its number of
-weights. All other names are those of Transformers: a model type or class, with the sizes of its default configuration.
+weights. All other names are from Transformers: a model type or class, with the sizes of its default configuration.
 Weights are counted in a model without memory (torch's meta device).
 """
 
@@ -48,7 +48,7 @@ def find_model(name: str | None, tries: bool = True) -> ModelShape:
         tries: whether the verdict includes a step of a tiny version, which a process of a group cannot run.
 
     Raises:
-        ConfigError: there is no such model, or its configuration is not understood.
+        ConfigError: no such model exists, or its configuration is not understood.
     """
     name = name or DEFAULT_MODEL
     if name.endswith(".json") or (Path(name) / CONFIG_FILE).is_file():
@@ -127,7 +127,7 @@ def _shape_of(candidate: "Candidate", tries: bool) -> ModelShape:
 
 
 def _with_layers(shape: ModelShape, model: "PreTrainedModel") -> ModelShape:
-    """Returns a shape with numbers of, and words for, layers that are not full attention."""
+    """Returns a shape with numbers of, and text for, layers that are not full attention."""
     from distca_hf.integrations.models.decoder_layers import layer_masks_of
     from distca_hf.integrations.models.mixers import mixers_of, needs_whole_documents
 

@@ -179,7 +179,7 @@ def make_report(request: PlanRequest, step: OptimizerStep, source: str = "length
         PackingError: lengths are out of range.
         PlanError: a rank has to send or receive more than the limit of the request.
     """
-    # 1. Plans, which alone are timed.
+    # 1. Plans. Only these are timed.
     batches = step.micro_batches
     began = time.perf_counter()
     try:
@@ -233,7 +233,7 @@ def _check_bytes_limit(micro_steps: Sequence[PlannedMicroBatch], bytes_limit: in
 
 
 def _world_that_fits(request: PlanRequest, batches: Sequence[IntArray]) -> str:
-    """Returns advice in words: the most ranks, halved repeatedly, on which the same documents meet the limit."""
+    """Returns advice as text: the most ranks, halved repeatedly, on which the same documents meet the limit."""
     most_tokens = max(int(batch.sum()) for batch in batches)
     ranks = request.num_ranks
     while ranks > 1:

@@ -1,6 +1,6 @@
 """Given: `distca plan --batch-size`, about batches that the user's own sampler deals.
 
-Micro-batches are planned as training plans them, and counted as it logs them. Speed and memory are those of `distca
+Micro-batches are planned as training plans them, and counted as it logs them. Speed and memory are from `distca
 simulate`, with the same options. Text is readable at 80 columns.
 """
 
@@ -249,7 +249,7 @@ def print_given(found: GivenAnswer, console: Console) -> None:
         highlight=False,
     )
     console.print(f"{found.in_short}\n", highlight=False)
-    table = plain_table("as given", "rows placed" if found.places_rows else "tasks moved")
+    table = plain_table("as given", "rows placed" if found.places_rows else "attention moved")
     imbalances: list[tuple[str, PlanTotals, str]] = [
         ("tokens", returned, "token_imbalance"),
         ("attention", returned, "imbalance"),
@@ -274,7 +274,7 @@ def print_given(found: GivenAnswer, console: Console) -> None:
             f"{count} micro-batches are even within 2 %: their tokens stay. "
         )
     else:
-        words += "Documents of this model stay whole, so tokens stay, and attention tasks move. "
+        words += "Documents of this model stay whole, so tokens stay, and attention moves. "
     words += f"Planning takes {1e3 * found.planning_seconds:.1f} ms."
     console.print(block("busiest rank / mean of all", table, words), highlight=False)
     console.print()

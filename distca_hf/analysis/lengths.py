@@ -10,7 +10,7 @@
 | `.npy` | one dimension of integers |
 | `.arrow`, or a folder | a dataset that `datasets` wrote (its cache, `save_to_disk`), with a column of lengths |
 | a folder, a pattern with `*` | files of one of these kinds; in a folder their names differ in numbers only |
-| `pretrain`, `prolong` | samples that come with distca_hf, if there is no file of that name |
+| `pretrain`, `prolong` | samples that come with distca_hf, unless a file has that name |
 
 Files of text may be compressed (`.gz`). A column of lengths has one of the names in `NUMBER_COLUMNS` and whole
 numbers, or is called `input_ids` and has lists, whose lengths count. Several such columns must agree in every row.
@@ -378,7 +378,7 @@ def _parsed(text: str, where: str) -> object:
 
 
 def _kind(value: object) -> str:
-    """Describes a JSON value in a few words."""
+    """Describes a JSON value briefly."""
     if isinstance(value, dict | list):
         return "an object" if isinstance(value, dict) else "a list"
     return f"a text of {len(value)} characters" if isinstance(value, str) else _short(value)

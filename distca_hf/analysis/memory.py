@@ -7,7 +7,7 @@ Pure arithmetic over numbers of weights, tokens and heads; no model is built her
     state   weights and AdamW's state of this rank's share: with FSDP2 (4 + 8) P / R bytes for P weights on R ranks, in
             fp32; with ZeRO-3 (6 + 8) P / R. And gradients that are there when the last micro-step's backward begins
             (`gradient_bytes`)
-    head    the loss: T (kept + 12 V) bytes, with V words: log-softmax and two gradients in fp32. Liger's fused loss
+    head    the loss: T (kept + 12 V) bytes, V: vocabulary. Log-softmax, two gradients in fp32. Liger's fused loss
             holds the numbers of a chunk instead, about T x hidden
     layer   backward of the last layer begins: T (kept + computed) bytes, its gathered weights, their gradient and the
             weights of the layer before, and keys and values of other ranks
@@ -15,13 +15,13 @@ Pure arithmetic over numbers of weights, tokens and heads; no model is built her
 
 *Kept* is the input of every checkpointed layer, attention's output and log-sum-exps with
 `checkpointed_attention="save"`, and what mixers receive for cut documents. *Computed* is what one layer holds while
-its backward runs. Sizes of tensors are those of Transformers' layers in bf16: of an RMS norm an fp32 copy of its
+its backward runs. Sizes of tensors are from Transformers' layers in bf16: of an RMS norm an fp32 copy of its
 input, the normalized numbers and its output, in all 8 bytes (`LlamaRMSNorm`); Liger's saves input and output.
 
 Tensor ranks, as Transformers has them, divide heads, MLPs and weights. Hidden states, norms and logits are whole on
 each of them, and the embedding's weights are not gathered in backward.
 
-Left out are the memory of CUDA and NCCL, and memory that torch reserves without using it. Measured peaks beside these
+Left out are the memory of CUDA and NCCL, and memory that torch reserves without using it. Measured peaks next to these
 estimates: `docs/benchmarks/training.md`. ZeRO-3, experts and mixers were not measured.
 """
 
@@ -107,7 +107,7 @@ class LayerSize:
 
     def received_bytes(self, received_bytes: int, tensor_ranks: int = 1) -> int:
         """Returns bytes of keys and values that a rank receives, if a layer of full attention receives that many: a
-        window needs its halos alone, of the document before each of a rank's two parts."""
+        window needs only its halos, of the document before each of a rank's two parts."""
         if self.heads is None:
             return 0
         if self.window_tokens is None:
@@ -122,7 +122,7 @@ class DecoderSize:
 
     Attributes:
         hidden_size: numbers of a token's vector between layers.
-        vocabulary: number of words; 0 for a model without a head.
+        vocabulary: size of the vocabulary; 0 for a model without a head.
         embedding_parameters: weights outside of the layers, which FSDP2 gathers for the whole step: of the embedding,
             and of the head if it has its own weights.
     """
@@ -245,7 +245,7 @@ def estimate_memory(
         size: size of the model; a size without vocabulary is a model without a head.
         rank_tokens: tokens that the rank holds in a micro-step, as its tensor ranks do.
         received_bytes: keys and values that it receives in the forward pass of one layer of full attention.
-        head_tokens: most tokens that a head computes; 0: those of the rank.
+        head_tokens: most tokens that a head computes; 0: the rank's.
         state_bytes: states of cut documents that all mixers receive, and keep until backward.
     """
 
@@ -315,7 +315,7 @@ def _layer_moment(
     layer: LayerSize, size: DecoderSize, setup: TrainingSetup, rank_tokens: int, received: int
 ) -> _Moment:
     """Returns the bytes of one layer's backward. Embedding, head and the head's gradient are whole under FSDP2.
-    Gradients that are added to those of earlier micro-steps are counted there."""
+    Gradients that are added to earlier micro-steps' are counted there."""
     gathered = ZERO3_LAYER_BYTES * max(layer.parameters, size.head_parameters)
     if setup.sharding != "zero3":
         added = setup.sharding == "fsdp2" and setup.micro_steps > 1
@@ -344,7 +344,7 @@ def gradient_bytes(way: Sharding | Literal["zero2", "ddp"], parameters: int, sha
     frees gradients, but for the buffer that ZeRO-3 allocates once.
 
     Args:
-        parameters, share: weights whose gradients a rank computes, and those of them that it updates.
+        parameters, share: weights whose gradients a rank computes, and those that it updates.
     """
     if way == "zero3":
         return HALF_BYTES * share

@@ -18,7 +18,7 @@ from distca_hf.flops import PassCosts, StepFlops
 from distca_hf.whole_file import read_at_most
 
 
-# The model of all measured tables (docs/performance.md).
+# The model of all measured tables (docs/will-it-help.md).
 DEFAULT_MODEL = "llama3-8b"
 # Number of matrices of a gated MLP (gate, up, down), as in most models. An MLP of two counts as two thirds as wide.
 MLP_MATRICES = 3
@@ -110,7 +110,7 @@ class ModelShape:
     Attributes:
         heads: heads of one layer.
         size: numbers of weights; None if they are not known.
-        other_layers: words for layers that are not full attention; empty if there are none.
+        other_layers: text for layers that are not full attention; empty if there are none.
         full_layers: layers that attend to whole documents; None: all that are in none of the other two.
         window_layers: masks with windows, each with the number of its layers.
         mixer_layers: layers that carry a state, besides attention or in its place.
@@ -185,7 +185,7 @@ class SimulatedModel(ModelShape):
 
     @property
     def flops(self) -> StepFlops:
-        """Operations of a step; of pairs those of a mean over attention layers."""
+        """Operations of a step; of pairs a mean over attention layers."""
         weights, head = self.size.layer_parameters + self.size.head_parameters, self.size.head_parameters
         pair = 2.0 * (self.heads.dim + self.heads.value_dim) * self.heads.query * self.attention_layers
         return StepFlops.of(weights, weights, pair, head)

@@ -74,7 +74,7 @@ class PlanOptions:
         str,
         typer.Option(
             help="placed: distca chooses the rank of each token; fixed: documents fill the ranks in order, tokens "
-            "stay there and attention tasks move, as where a model needs whole documents"
+            "stay there and attention moves, as for a model that needs whole documents"
         ),
     ] = "placed"
     overlong: Annotated[
@@ -151,11 +151,11 @@ class ProfileOptions:
         Path | None,
         typer.Option(
             metavar="PROFILE",
-            help="measure only links, and put them into this profile as those between nodes: for one node whose "
-            "links are made slow (NCCL_P2P_DISABLE=1), or for a part of a cluster",
+            help="measure only the network, and put it into this profile as that between nodes: for one node whose "
+            "network is made slow (NCCL_P2P_DISABLE=1), or for a part of a cluster",
         ),
     ] = None
-    remarks: Annotated[str, typer.Option(help="words for the file, such as NCCL_P2P_DISABLE=1")] = ""
+    remarks: Annotated[str, typer.Option(help="a remark for the file, such as NCCL_P2P_DISABLE=1")] = ""
     dry_run: Annotated[bool, typer.Option("--dry-run", help="print the line that would be run, and end")] = False
     as_json: Annotated[bool, typer.Option("--json", help="print the main figures as one JSON object")] = False
 
@@ -193,7 +193,7 @@ class SimulateOptions:
         ),
     ] = DEFAULT_PROFILE
     micro_steps: Annotated[str, typer.Option(help="micro-steps of an optimizer step, separated by commas")] = "1"
-    ranks_per_node: Annotated[int, typer.Option(help="GPUs that share a node; 1: all links are between nodes")] = 8
+    ranks_per_node: Annotated[int, typer.Option(help="GPUs that share a node; 1: all transfers are between nodes")] = 8
     tensor: Annotated[int, typer.Option(help="GPUs of a node that divide every layer (tensor parallelism)")] = 1
     pipeline: Annotated[
         int | None, typer.Option(help="also simulate a pipeline of this many stages on the same GPUs; by default none")

@@ -1,6 +1,6 @@
 """Request: ranks, tokens, model and layout of `distca plan`, and plans for them.
 
-The planners are those of training: `PlacedPlanner` for documents that are placed, `plan_by_moving` for packs whose
+The planners come from training: `PlacedPlanner` for documents that are placed, `plan_by_moving` for packs whose
 tokens stay, as in models whose documents stay whole.
 """
 
@@ -137,7 +137,7 @@ class PlanRequest:
             self.num_ranks,
             model.heads.groups,
             token_bytes=model.token_bytes,
-            # Figures are those of full layers, also where a model has none.
+            # Figures are from full layers, also where a model has none.
             layer_masks=model.masks if CAUSAL_MASK in dict(model.masks) else CAUSAL_LAYERS,
             whole_documents=model.whole_documents,
             step_shape=self.pipeline,

@@ -36,7 +36,7 @@ class StateSize:
     halo_bytes: int
 
     def most_bytes(self, layout: Layout) -> int:
-        """Returns the most bytes that a rank sends or receives in a mixer. Those of several exchanges are added up
+        """Returns the most bytes that a rank sends or receives in a mixer. Several exchanges are added up
         even if their busiest ranks differ, and fragments are taken to be longer than a halo."""
         cut = Fragments.of(layout, 0, self.halo_tokens).cut
         if not len(cut.rank):

@@ -101,7 +101,7 @@ def print_json(content: Mapping[str, object]) -> None:
     sys.stdout.write(json.dumps(content, allow_nan=False) + "\n")
 
 
-# Ways of activation checkpointing, in words.
+# Ways of activation checkpointing, as text.
 CHECKPOINTING = {
     "saved": "layers checkpointed, attention's outputs kept",
     "recomputed": "layers checkpointed, attention computed twice",
@@ -127,7 +127,7 @@ def memory_table(ways: Mapping[Sharding, Memory], parts: Mapping[str, str], room
     """Returns the table of GiB per GPU, by part and by way to shard weights.
 
     Args:
-        parts: words for the fields that are shown.
+        parts: text for the fields that are shown.
     """
     table = plain_table(*(SHARDING_NAMES[sharding] for sharding in ways))
     for part, words in parts.items():
@@ -176,7 +176,7 @@ def in_range(low: int, high: int) -> str:
 
 
 def accumulation(parameters: int, ranks: int, micro_steps: int) -> str:
-    """Returns what each way to train keeps of gradients between micro-steps, in words; empty without accumulation."""
+    """Returns what each way to train keeps of gradients between micro-steps, as text; empty without accumulation."""
     if micro_steps == 1:
         return ""
     fsdp2, synced, ddp, zero2, zero3 = (

@@ -2,7 +2,7 @@
 
 Offsets (`cu_seq_lens_q`) count most. Without them a document begins with every row, and where `position_ids` restart.
 A mask that numbers documents must agree with positions. Given batches (`batches.given`) need lengths; a batch that one
-rank attends to alone needs rows of queries and of keys, too.
+rank attends to by itself needs rows of queries and of keys, too.
 """
 
 from collections.abc import Iterator, Mapping
@@ -21,7 +21,7 @@ from distca_hf.layout import check_cu_seqlens
 from distca_hf.runtime.local_attention import Documents
 
 
-# Rows of positions that begin with those of text: three of images follow.
+# Rows of positions that begin with text's: three of images follow.
 POSITIONS_WITH_TEXT = 4
 # Names of the argument that holds keys and states of earlier tokens: Transformers from 5.24 on, and before.
 CACHES = ("cache", "past_key_values", "cache_params")
@@ -178,7 +178,7 @@ def check_mask_numbers(batch: Batch) -> None:
     Transformers takes every number but 0 for "no padding": documents would see each other.
 
     Raises:
-        PackingError: the mask numbers documents, and there are no positions, or positions of other documents.
+        PackingError: the mask numbers documents, and positions are missing, or positions of other documents.
     """
     mask, positions = batch.get("attention_mask"), batch.get("position_ids")
     if not isinstance(mask, torch.Tensor) or mask.ndim != 2 or mask.dtype == torch.bool or mask.numel() == 0:

@@ -112,7 +112,7 @@ class KnownBatch:
             raise PackingError(
                 f"a model got embeddings of shape {tuple(embeddings.shape)} and nothing that tells their documents, "
                 f"and {kind} has as many tokens: documents would see each other. Pass attention_mask or position_ids "
-                "of the batch with them; for other tokens give position_ids of your own, or delete the batch before"
+                "of the batch with them; for other tokens give your own position_ids, or delete the batch before"
             )
 
     def is_packed(self, batch: Batch) -> bool:

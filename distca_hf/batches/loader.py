@@ -3,7 +3,7 @@
     dataset ── lengths ──▶ epochs ──▶ placement ──▶ plan, routing ──▶ rows of this rank ──▶ batch on the device
                once                   `────────── background thread ──────────────────'    main thread
 
-Every rank computes the same layouts and plans from lengths alone and reads only the tokens it holds.
+Every rank computes the same layouts and plans only from lengths and reads only the tokens it holds.
 """
 
 from collections import deque
@@ -57,7 +57,7 @@ class PlacedLoader:
     the device; `distca_plan`: the plan, opaque.
 
     One iteration is one epoch: `len(loader)` micro-batches, every document exactly once; the next iteration is the
-    next epoch, in another order. It is not a torch `DataLoader`, so that Accelerate leaves it alone: it is sharded
+    next epoch, in another order. It is not a torch `DataLoader`, so that Accelerate does not touch it: it is sharded
     already.
 
     Args:

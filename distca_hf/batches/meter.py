@@ -45,7 +45,7 @@ class MeterReading:
         slowest_rank: number in the group of the rank that waited least for others; None in a reading of one rank.
         utilisation: operations of the model over those that the GPUs of these ranks could do at best; attention
             servers are not such ranks. None if unknown.
-        memory_bytes: most that torch had given out at once on a GPU since the process began; None on CPUs.
+        memory_bytes: most that torch had allocated at once on a GPU since the process began; None on CPUs.
     """
 
     num_ranks: int
@@ -102,7 +102,7 @@ class MeterReading:
         """Returns one line about a training or an epoch that has ended.
 
         Args:
-            done: its first words.
+            done: the beginning of its text.
         """
         totals, seconds = self.totals, self.seconds
         waited_much = self.slowest_rank is not None and self.waited_seconds >= LITTLE_WAITING * seconds

@@ -1,4 +1,4 @@
-"""Placed: plans of micro-batches whose documents are placed here, made from lengths alone.
+"""Placed: plans of micro-batches whose documents are placed here, made only from lengths.
 
 Training plans with it, and so does `distca plan`: it imports no torch.
 """
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 class StepShape(ABC):
-    """Divides the documents of optimizer steps in a way of its own, into micro-batches of equally many rows. See
+    """Divides the documents of optimizer steps in its own way, into micro-batches of equally many rows. See
     `distca_hf.Pipeline`."""
 
     @property

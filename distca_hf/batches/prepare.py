@@ -113,7 +113,7 @@ class Preparer:
 
     def rest(self, begin: Cursor, epoch: SteppedEpoch) -> Iterator[Prepared]:
         """Yields micro-batches from `begin` to the end of its epoch, with their rows. Those that a transform makes are
-        left to `finish` if there are no workers."""
+        left to `finish` unless there are workers."""
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)  # or pinning would open a context on the first GPU
         planned = (

@@ -172,7 +172,7 @@ class RunReport:
         log.info("%s", second_line(preview, cost, plan.transport.world_size, seen), extra=OF_THIS_RANK)
 
     def _first_line(self, plan: LivePlan) -> str:
-        """Returns the words of the first line."""
+        """Returns the text of the first line."""
         num_ranks = plan.transport.world_size
         topology = self._config.topology(num_ranks)
         extra = len(plan.facts.speeds) - num_ranks
@@ -184,7 +184,7 @@ class RunReport:
             facts = plan.facts
             steps = f"; {count(self._steps_per_epoch, 'step')} per epoch" if self._steps_per_epoch else ""
             moved = (
-                "tokens stay on their ranks, and attention tasks move to ranks with less work"
+                "tokens stay on their ranks, and attention moves to ranks with less work"
                 if plan.planned.moves is None
                 else "inside the model their rows move to ranks with less work"
             )
@@ -207,7 +207,7 @@ class RunReport:
 
 
 def second_line(preview: Preview, cost: StepCost | None, num_ranks: int, seen: str) -> str:
-    """Returns the words of the second line: balance, the share of attention, and the speed-up that follows.
+    """Returns the text of the second line: balance, the share of attention, and the speed-up that follows.
 
     Args:
         cost: of a token and a pair; None if it is not known.
@@ -233,7 +233,7 @@ def second_line(preview: Preview, cost: StepCost | None, num_ranks: int, seen: s
             given, imbalances = preview.given, (preview.imbalance_before, imbalance_after)
             of_tokens = () if given is None else (given.token_imbalance_before, given.token_imbalance)
             speed_up = cost.speed_up(preview.tokens, preview.pairs, *imbalances, *of_tokens)
-            of_placed = f"steps should be {speed_up:.2f} times as fast as in the order of the data"
+            of_placed = f"steps should be {speed_up:.2f} times as fast as packed in order"
             of_rows = f"layers should be {speed_up:.2f} times as fast as without"  # the head may stay
             words.append(of_placed if given is None else of_rows)
     return f"{'; '.join(words)} ({seen})"

@@ -69,7 +69,7 @@ class ReportedSteps:
 
         Args:
             trains: whether it is one of training; no other is traced.
-            of_model: returns what is predicted from the model; it is asked in reported steps alone.
+            of_model: returns what is predicted from the model; it is asked only in reported steps.
         """
         if not self._every_steps or not trains:
             return UNTRACED
@@ -105,7 +105,7 @@ class ReportedSteps:
     def _begun_trace(self, plan: LivePlan, step: int, device: torch.device, of_model: Predictable) -> RankTrace:
         """Returns the trace of a pass that begins: without calls."""
         facts, transport, grid = plan.facts, plan.transport, plan.transport.grid
-        kinds = []  # with tasks of this rank where they are routed; long windows have those of full attention
+        kinds = []  # with tasks of this rank where they are routed; long windows have full attention's
         for mask, count in self._layer_masks:
             kind = LayersTrace(mask.window_tokens or 0, count, None, mask.chunked)
             plans = [one.plan for one in plan.kinds if is_routed_by(kind, one.plan)]

@@ -45,7 +45,7 @@ class Occasion(enum.IntEnum):
     MOVE = 10  # move rows to where a model's layers compute them
 
 
-# Ranks that take a step together. A rank that is unable shows it to those of the step that it should have taken.
+# Ranks that take a step together. A rank that is unable shows it to the ranks of the step that it should have taken.
 SCOPE_OF = {
     Occasion.TAKE: Scope.GROUP,
     Occasion.PLAN: Scope.LAYERS,
@@ -58,7 +58,7 @@ SCOPE_OF = {
     Occasion.MOVE: Scope.LAYERS,
 }
 
-# Text travels as integers of so many bytes: gathers carry integers of 64 bits, with a sign, alone.
+# Text travels as integers of so many bytes: gathers carry integers of 64 bits, with a sign, and nothing else.
 BYTES_PER_INTEGER = 4
 # Every agreement has this many integers, whatever it is about: two that meet by mistake must still be comparable.
 WIDTH = 16
@@ -135,7 +135,7 @@ class Agreement:
         """Starts showing `facts` and `numbers`; for one occasion `numbers` has the same names on all ranks.
 
         Args:
-            scope: ranks that agree; by default those of the occasion.
+            scope: ranks that agree; by default the occasion's.
 
         Raises:
             ValueError: there are more numbers than an agreement holds.

@@ -8,7 +8,7 @@ Without other parallelism there is one stage, and one tensor rank: then all rank
 
 Ranks with several grids would wait for each other in other groups, until a deadline. So before groups are opened,
 every rank compares its grid with that of the first one, and leaves a message for all if they differ (`same_grids`).
-That takes a few words with the job's store, and no collective.
+That takes a few messages to the job's store, and no collective.
 """
 
 import enum
@@ -40,7 +40,7 @@ class Scope(enum.IntEnum):
 class Grid:
     """Ranks of a group as [stages, data, tensor], and the place of this process among them.
 
-    All ranks of one data rank hold the same tokens. Rows of documents travel along data alone.
+    All ranks of one data rank hold the same tokens. Rows of documents travel only along data.
 
     Attributes:
         ranks: numbers in the job, in the order of [stages, data, tensor].
@@ -167,7 +167,7 @@ class Grid:
         return [of_data_rank for of_data_rank in places if of_data_rank]
 
     def in_words(self) -> str:
-        """Returns words for the shape: "2 stages x 4 data x 2 tensor ranks", "8 ranks"."""
+        """Returns text for the shape: "2 stages x 4 data x 2 tensor ranks", "8 ranks"."""
         stages, data, tensor = self.shape
         kinds = [(stages, "stages"), (data, "data"), (tensor, "tensor")]
         if self.is_flat:

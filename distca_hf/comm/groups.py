@@ -1,14 +1,14 @@
 """Groups: which ranks of a job train together, and the process groups that core attention opens among them.
 
-A job may hold several trainings, each in a group of its own. Three numbers are kept apart from here on: ranks that
+A job may hold several trainings, each in its own group. Three numbers are kept apart from here on: ranks that
 hold tokens, ranks that compute attention, and ranks of the group.
 
-Exchanges get a group of their own, so that they neither wait behind FSDP's collectives nor get mixed up with them.
+Exchanges get their own group, so that they neither wait for FSDP's collectives nor get mixed up with them.
 Integers get a gloo group, so that agreement needs no device. Their deadlines are ours.
 
 Row groups of trainers and attention servers are made to lose members. Torch has them in no list: frameworks see the
-trainers alone. Gloo's exchanges are waited for on the host, in small steps. NCCL's run on the GPU, where kernels wait
-for a lost member for ever, and all that is launched behind them waits, too. So their group is aborted: its kernels
+trainers only. Gloo's exchanges are waited for on the host, in small steps. NCCL's run on the GPU, where kernels wait
+for a lost member for ever, and all that is launched after them waits, too. So their group is aborted: its kernels
 end with rows of no meaning, in a fraction of a second, and the GPU goes on.
 """
 
@@ -124,7 +124,7 @@ def grid_of_mesh(
     """Returns the grid of a device mesh of all ranks of the job, by the names of its dimensions: see `Grid.of_mesh`.
 
     Raises:
-        ConfigError: it is no mesh of all ranks with named dimensions, or they are named wrongly.
+        ConfigError: it is not a mesh of all ranks with named dimensions, or they are named wrongly.
     """
     if not isinstance(mesh, DeviceMesh) or not mesh.mesh_dim_names:
         raise ConfigError(f"{mesh!r} must be a device mesh whose dimensions have names (mesh_dim_names)")
@@ -189,7 +189,7 @@ def open_transport(
 
     Raises:
         ConfigError: several processes were launched, but no process group is initialised yet; or torch cannot open
-            groups among these ranks alone; or ranks have other grids.
+            groups only among these ranks; or ranks have other grids.
         PeerLostError: some ranks did not come; names them.
     """
     if launched_world_size() > 1 and not is_initialized():
@@ -276,7 +276,7 @@ def _gloo_group(timeout: timedelta, **among: Any) -> dist.ProcessGroup:
 
 
 def _nccl_group(timeout: timedelta, **among: Any) -> dist.ProcessGroup:
-    """Opens a group whose exchanges overtake kernels. One that waits for a free multiprocessor behind all blocks of an
+    """Opens a group whose exchanges overtake kernels. One that waits for a free multiprocessor after all blocks of an
     attention kernel would overlap with nothing."""
     options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
     return dist.new_group(backend="nccl", timeout=timeout, pg_options=options, **among)
@@ -293,9 +293,9 @@ def _check_no_split(on_gpus: bool) -> None:
 
 
 def _padding(store: Store, members: Members, patience: timedelta) -> list[dist.ProcessGroup]:
-    """Opens groups of this rank alone, until all ranks of a group that is not the whole job are in equally many.
+    """Opens groups only of this rank, until all ranks of a group that is not the whole job are in equally many.
 
-    Torch names a group that some ranks open alone by the number of groups that a rank is in. Ranks that are in
+    Torch names a group that only some ranks open by the number of groups that a rank is in. Ranks that are in
     unequally many would wait for each other under different names.
     """
     ranks, rank = members.group, members.grid.rank
@@ -352,7 +352,7 @@ def _connect(group: RowGroup, num_ranks: int, device: torch.device) -> None:
 
 
 def in_time(call: Callable[[], None], seconds: float, of: str) -> None:
-    """Makes a call that may never return, in a thread that is left behind then.
+    """Makes a call that may never return, in a thread that is abandoned then.
 
     Args:
         of: names the call in the error.

@@ -1,10 +1,10 @@
-"""Roll call: after a failed exchange, the ranks that are still there, and the last words of the others.
+"""Roll call: after a failed exchange, the ranks that are still there, and the last messages of the others.
 
 A broken connection names a port, not a rank. Every rank that notices a failure signs in at the job's store and looks
-for the others. A rank that ends with an exception leaves its words there. The store is asked once, when a run ends, so
+for the others. A rank that ends with an exception leaves its message there. The store is asked when a run ends, so
 that it costs nothing before.
 
-An error that all ranks have alike would come with a traceback from each of them. The first rank that leaves its words
+An error that all ranks have would come with a traceback from each of them. The first rank that leaves its message
 at the job's store shows it; every other rank points there. Errors of somebody else are shown as ever.
 """
 
@@ -30,7 +30,7 @@ log = get_logger(__name__)
 PATIENCE_SECONDS = 3.0
 # Seconds between two looks at the store, which one rank serves to all others.
 POLL_SECONDS = 0.02
-# Characters of a message: an error shows those of several ranks.
+# Characters of a message: an error shows several ranks' messages.
 LONGEST_MESSAGE = 500
 
 ExceptHook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
@@ -89,7 +89,7 @@ class RollCall:
         self.in_vain: str | None = None
 
     def leave(self, words: str) -> None:
-        """Leaves the words of an error for the others; if the store is gone they cannot read it."""
+        """Leaves the message of an error for the others; if the store is gone they cannot read it."""
         self._has_left = True
         try:
             self._store.set(f"left/{self._rank}", f"left: {words[:LONGEST_MESSAGE]}")
@@ -177,7 +177,7 @@ class RollCall:
 
 
 class Announcement:
-    """An exception hook: it leaves the words of an error for other ranks.
+    """An exception hook: it leaves the message of an error for other ranks.
 
     Args:
         call: the roll call at which they are left.
@@ -249,9 +249,9 @@ class ShownOnce:
 
 
 def first_rank_with(words: str, rank: int) -> int:
-    """Returns the rank that was the first to end with these words; this one if the job's store cannot be asked.
+    """Returns the rank that was the first to end with this message; this one if the job's store cannot be asked.
 
-    Words in which a rank names itself count as the same.
+    Names that a rank gives itself count as the same.
     """
     alike = re.sub(rf"\brank {rank}\b", "rank", words)
     key = hashlib.blake2b(alike.encode(), digest_size=8).hexdigest()

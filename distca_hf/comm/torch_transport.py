@@ -42,18 +42,18 @@ from distca_hf.torch_private import (
 
 log = get_logger(__name__)
 
-# The name that torch gives threads of gloo, in Linux's words.
+# The name that torch gives threads of gloo, as Linux names them.
 GLOO_THREAD = "pt_gloo_runloop"
 # Seconds between two looks at the threads of gloo: one that waits for the interpreter gets it meanwhile.
 POLL_SECONDS = 0.001
 # Looks in a row that must find all of them asleep. One that waits for the interpreter sleeps, too, and a busy machine
 # may not wake it between two looks.
 QUIET_LOOKS = 20
-# A thread that still computes is no reason to wait longer.
+# A thread that still computes is not a reason to wait longer.
 LONGEST_WAIT_SECONDS = 2.0
 # Waiting for an operation of gloo stops so often, to find out whether it is in vain.
 PART = timedelta(seconds=1)
-# Looks of a thread until it ends a process that no exception reaches. Mostly those of others do, if they raise them.
+# Looks of a thread until it ends a process that no exception reaches. Mostly others' do, if they raise them.
 LOOKS_IN_VAIN = 5
 REMEDY = (
     "All ranks must run the same micro-batches: one that skips a batch (out of memory, a loss that is not finite), or "
@@ -62,7 +62,7 @@ REMEDY = (
 
 
 class TorchTransport:
-    """Exchanges over a `torch.distributed` group (NCCL or gloo), integers over gloo groups beside it.
+    """Exchanges over a `torch.distributed` group (NCCL or gloo), integers over gloo groups next to it.
 
     Args:
         data_group: group for rows of documents.
@@ -70,7 +70,7 @@ class TorchTransport:
         rollcall: names lost ranks when one of the groups fails.
         device: where the rows live.
         grid: ranks of all scopes; the group for rows may have more.
-        traffic: counts; of its own if they are not given.
+        traffic: counts; its own if they are not given.
         whereabouts: returns what finds out that ranks wait for each other in vain, for this transport; None if nothing
             does.
         tensor_group: group for rows between tensor ranks; None if each has all of them.
@@ -136,7 +136,7 @@ class TorchTransport:
         if self._whereabouts is not None:
             self._whereabouts.note_gather()
         self._gathered = where, self.traffic.exchanges
-        # An all-to-all of equal rows: gloo sends them all at once, and those of an all-gather from rank to rank.
+        # An all-to-all of equal rows: gloo sends them all at once, and an all-gather's from rank to rank.
         mine = torch.tensor(values, dtype=torch.int64, device="cpu").expand(len(self.grid.members(scope)), -1)
         theirs = torch.empty(mine.shape, dtype=mine.dtype, device="cpu")
         try:
@@ -148,7 +148,7 @@ class TorchTransport:
 
     def started(self) -> tuple[int, int]:
         """Returns the exchanges of this transport, and the collectives of other code among its ranks, that this rank
-        has started. In a training on GPUs those of gloo do not count: threads that save checkpoints start them in any
+        has started. In a training on GPUs gloo's do not count: threads that save checkpoints start them in any
         order."""
         ours, known = self._groups, num_groups()
         if known != self._num_groups:  # looked up again when there are others

@@ -1,6 +1,6 @@
 """Transport: rows and small integers between ranks. The only interface through which data leaves a rank.
 
-An exchange is an uneven all-to-all of rows. It is started, runs beside other work, and is waited for; every rank
+An exchange is an uneven all-to-all of rows. It is started, runs during other work, and is waited for; every rank
 starts the same exchanges in the same order.
 
     LocalTransport       one rank                                        here
@@ -221,4 +221,4 @@ class LocalTransport:
         return Gathered([list(values)])
 
     def close(self) -> None:
-        """Does nothing: there is no group."""
+        """Does nothing: no group exists."""

@@ -10,7 +10,7 @@ from outside, and must be waited for. The difference is in the order of collecti
 
 Every rank counts its collective calls: gathers and exchanges of its transport, and collectives of other code over the
 same ranks. A rank that has come no further for some seconds shows its counts in the job's store, from a thread, and
-reads those of the others. In a training that goes on nothing is sent.
+reads the others'. In a training that goes on nothing is sent.
 """
 
 import atexit
@@ -31,7 +31,7 @@ from distca_hf.comm.agreement import by_value
 from distca_hf.errors import printable
 
 
-# Seconds between two looks; without progress until a rank shows its place, and until it first reads those of others.
+# Seconds between two looks; without progress until a rank shows its place, and until it first reads others'.
 LOOK_SECONDS, SHOW_SECONDS, READ_SECONDS = 1.0, 3.0, 6.0
 # Two readings that say the same, at least so far apart, end the wait. Later ones come after ever longer pauses.
 SHORTEST_PAUSE_SECONDS, PAUSE_FRACTION = 3.0, 0.5
@@ -119,7 +119,7 @@ class Repeated:
     def __init__(self, name: str, pause_seconds: float, call: Callable[[], bool]) -> None:
         self._pause_seconds, self._call = pause_seconds, call
         self._is_over = threading.Event()
-        # Python waits for threads that are no daemons before it calls `atexit`, and nobody would have ended this one.
+        # Python waits for threads that are not daemons before it calls `atexit`, and nobody would have ended this one.
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
     def begin(self, then: Callable[[], object] = lambda: None) -> None:

@@ -1,4 +1,4 @@
-"""Accumulation: order within one optimizer step. It changes no gradient, because those of its micro-steps are summed.
+"""Accumulation: order within one optimizer step. It changes no gradient: its micro-steps' are summed.
 
 **Documents** of a step are divided among its micro-steps, long ones together.
 

@@ -306,7 +306,7 @@ def check_map_style(dataset: object) -> None:
         raise PackingError(
             "an IterableDataset cannot be packed by placement: all document lengths must be known before the first "
             "step. Save the stream once, for example with datasets.Dataset.from_generator(lambda: iter(stream)), "
-            "and train on that; or leave tokens_per_rank out, and train on batches of your own"
+            "and train on that; or leave tokens_per_rank out, and train on your own batches"
         )
     if not isinstance(dataset, datasets.Dataset):
         raise PackingError(

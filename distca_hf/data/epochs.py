@@ -116,11 +116,11 @@ class EpochPacker:
         shuffle: False keeps the dataset's order, but for documents that come one micro-batch early.
         fits: which documents have room, where ranks must hold whole ones; by default all of them. Others wait for the
             next micro-batch. The longest of them must fit.
-        multiple: number that divides the micro-batches of an epoch: those of an optimizer step, where all steps must
+        multiple: number that divides the micro-batches of an epoch: the number in an optimizer step, if all steps must
             be whole.
 
     Raises:
-        PackingError: there is no document, one is longer than a micro-batch, or there are too few for whole steps.
+        PackingError: the dataset is empty, one is longer than a micro-batch, or there are too few for whole steps.
     """
 
     def __init__(

@@ -52,7 +52,7 @@ def media_refusal(columns: Iterable[str]) -> str:
     """Returns why a dataset with these columns of media cannot be placed."""
     return (
         f"the dataset has images, videos or sound ({', '.join(columns)}), and placed micro-batches hold only tokens: "
-        "they would be left out. Leave tokens_per_rank out, and train on batches of your own, which may hold them; or "
+        "they would be left out. Leave tokens_per_rank out, and train on your own batches, which may hold them; or "
         "remove the columns to train on text"
     )
 
@@ -70,7 +70,7 @@ OF_BATCHES = frozenset(
     {"shift_labels", "num_items_in_batch", "seq_idx", "cache_position", "cu_seq_lens_q", "cu_seq_lens_k"}
 )
 
-# One array of `[tokens]` per column, by name. Those of a drawn row are of the whole row.
+# One array of `[tokens]` per column, by name. A drawn row's are of the whole row.
 Values = Mapping[str, NDArray[Any]]
 # Drawn rows by number.
 Draws = Mapping[int, Values]
@@ -252,7 +252,7 @@ class ArrowColumn:
 # What is said of a column of labels that are one number per row.
 ONE_PER_ROW = (
     "holds one label per row, as for classifying texts; placed batches train a language model. Leave tokens_per_rank "
-    "out, and train on batches of your own"
+    "out, and train on your own batches"
 )
 
 

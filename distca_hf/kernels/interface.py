@@ -186,7 +186,7 @@ NEW = Room()
 class Saved(NamedTuple):
     """Tensors of forward that backward reads.
 
-    Output and log-sum-exp may be those of more keys than k and v hold, and of sinks. Gradients are then this call's
+    Output and log-sum-exp may be from more keys than k and v hold, and of sinks. Gradients are then this call's
     part of the whole.
     """
 

@@ -21,7 +21,7 @@ from distca_hf.telemetry import OF_THIS_RANK, get_logger
 
 
 # Options of attention that a kernel need not have: fields of `AttentionSpec`. A one-sided window is one without a
-# causal mask, which ends on the left alone.
+# causal mask, which ends only on the left.
 OPTIONS = ("window_tokens", "one_sided_window", "softcap")
 WINDOWS = frozenset({"window_tokens", "one_sided_window"})
 
@@ -132,7 +132,7 @@ log = get_logger(__name__)
 # Input dtypes of kernels of tensor cores, and of those that compute with torch's own functions.
 HALF = (torch.bfloat16, torch.float16)
 FLOATING = (*HALF, torch.float32, torch.float64)
-# Beginnings of the reason for a kernel that is there, and does not run or is wrong: it may be so on one rank alone.
+# Beginnings of the reason for a kernel that is there, and does not run or is wrong: it may be so only on one rank.
 FAILS, IS_WRONG = "fails:", "is wrong:"
 
 
@@ -172,7 +172,7 @@ FLASH2_OF_TORCH = Capabilities(
     options=WINDOWS,
 )
 FLASH2 = replace(FLASH2_OF_TORCH, options=WINDOWS | {"softcap"})
-# In order of preference: the fastest that can compute is taken. Dimensions, GPU generations and options are those of
+# In order of preference: the fastest that can compute is taken. Dimensions, GPU generations and options are from
 # the packages.
 KERNELS: dict[str, Entry] = {
     "flash4": Entry(
@@ -267,7 +267,7 @@ def chosen_kernel(name: KernelName, operands: Operands, spec: AttentionSpec) -> 
             kernel, reason = _made(entry, operands, spec)
             if kernel is not None:
                 if better:
-                    # A package that is missing is missing on all ranks; a kernel may fail on this GPU alone.
+                    # A package that is missing is missing on all ranks; a kernel may fail only on this GPU.
                     extra = OF_THIS_RANK if any(FAILS in words or IS_WRONG in words for words in better) else None
                     words = "using attention kernel %s, not a faster one: %s"
                     log.warning(words, candidate, "; ".join(better), extra=extra)
@@ -321,7 +321,7 @@ def _failure(error: Exception) -> str:
 
 
 def try_out(kernel: Kernel, operands: Operands, spec: AttentionSpec) -> str | None:
-    """Returns which result of a kernel is wrong on this GPU, None if all are right or there is no GPU."""
+    """Returns which result of a kernel is wrong on this GPU, None if all are right or no GPU exists."""
     if operands.device_type != "cuda" or not torch.cuda.is_available():
         return None
     heads = operands.num_heads, operands.num_kv_heads, operands.head_dim, operands.value_dim

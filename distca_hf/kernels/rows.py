@@ -89,7 +89,7 @@ def prepare_copy(
 
 
 def _num_rows(tensors: Sequence[torch.Tensor], chosen: torch.Tensor | None) -> int:
-    """Returns how many rows are read or written: the chosen ones, or those of all tensors."""
+    """Returns how many rows are read or written: the chosen ones, or the rows of all tensors."""
     if chosen is not None:
         return chosen.shape[0]
     count = tensors[0].shape[0]
@@ -248,7 +248,7 @@ def sink_gradients(
     """Returns `[N]` gradients of sinks, whichever kernels attended.
 
     A sink has no value. Its share of a row, exp(sink - lse), only takes from the output: out * share for each unit of
-    its score. Output and log-sum-exp are those of whole rows, with sinks, so each row counts once.
+    its score. Output and log-sum-exp are from whole rows, with sinks, so each row counts once.
 
     Raises:
         NotImplementedError: autograd records this (`create_graph`). It would miss the part that log-sum-exps have.

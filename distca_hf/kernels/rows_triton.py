@@ -48,7 +48,7 @@ def _copy_row(  # type: ignore[no-untyped-def]
     ANY_PLACES: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    # Program (row, block). Blocks of the first tensor come first, then those of the second one:
+    # Program (row, block). Blocks of the first tensor come first, then the second one's:
     #
     #     k[rows] | block 0 | block 1 |    v[rows] | block 2 |     two tensors to one, in which rows lie side by side
     #     both    | block 0 | block 1 | block 2 |                  OTHER_TARGET_COLUMN is where v begins

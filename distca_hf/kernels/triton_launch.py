@@ -6,7 +6,7 @@ and callers keep a `Launch` for each kind of tensors. Its first call compiles. L
 itself does in the end, but without the hooks of Triton's own profiler. For NVIDIA GPUs: on others Triton also
 specialises on how far pointers reach.
 
-Names of Triton that it does not document are used here alone: `function`, `packed_metadata` and `run` of a compiled
+Names of Triton that it does not document are used only here: `function`, `packed_metadata` and `run` of a compiled
 kernel.
 """
 

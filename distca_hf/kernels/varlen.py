@@ -1,4 +1,4 @@
-"""Attention kernels of packages, behind `kernels.interface.Kernel`: of torch, on GPUs and on the CPU, and of
+"""Attention kernels of packages, as `kernels.interface.Kernel`: of torch, on GPUs and on the CPU, and of
 FlashAttention 2, 3 and 4.
 
 On GPUs (FlashAttention 2 inside torch) the operators below `torch.nn.attention.varlen` are used directly.

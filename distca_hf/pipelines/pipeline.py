@@ -182,7 +182,7 @@ def _make_room(
         group_of: `[documents]` micro-batch of each document; `micro_batches` where none had room.
 
     Returns:
-        None if there is no room.
+        None if nothing fits.
     """
     groups = [np.flatnonzero(group_of == number) for number in range(micro_batches)]
     room = [capacity_tokens - int(document_tokens[group].sum()) for group in groups]

@@ -6,7 +6,7 @@ p is on stage p mod stages. A micro-batch runs forward through all parts, then b
     2 stages, 1 chunk    stage 0 | F0 F1    .  . B0 F2 B1 F3 B2 . B3      numbers are micro-batches; dots wait
     (1F1B)               stage 1 | .  F0 B0 F1 B1 ...
 
-Orders are those of `Schedule1F1B` and `ScheduleInterleaved1F1B` in `torch.distributed.pipelining`.
+Orders are from `Schedule1F1B` and `ScheduleInterleaved1F1B` in `torch.distributed.pipelining`.
 
 With one chunk, and over gloo, a stage waits only for its next input. Interleaved stages over NCCL also wait for other
 transfers: torch posts a receive where the sender posts the send, often long before it is needed. A CUDA stream runs
@@ -156,7 +156,7 @@ class Queues(StrEnum):
 
     Attributes:
         NONE: nothing does: gloo.
-        PAIRS: a pair of stages: NCCL, torch 2.12 and later, which posts each send and receive alone. A pair of ranks
+        PAIRS: a pair of stages: NCCL, torch 2.12 and later, which posts sends and receives singly. A pair of ranks
             has its own stream.
         STAGES: a stage: NCCL, torch 2.11, which posts batches of one; any torch, if the process group is bound to a
             device. All transfers of a rank are in the stream of the group.
@@ -192,7 +192,7 @@ class Action(NamedTuple):
         stage: where it runs.
         receiver: the operation that needs the result on another stage, if there is one.
         target: that stage.
-        queues: those of the transfer, as numbers.
+        queues: the transfer's, as numbers.
     """
 
     stage: int

@@ -57,7 +57,7 @@ def deal(pool: PiecePool, goals: Sequence[Goal], peel: bool = True, off: float =
 
     Args:
         pool: pieces to deal; it is empty afterwards.
-        goals: goals of the shares. Their tokens sum to those of the pool, their work to its work.
+        goals: goals of the shares. Their tokens sum to the pool's, their work to its work.
         peel: whether every share begins with the densest piece, or with its tail if that is too much.
         off: maximum miss of a share's work, see `OFF`.
 
@@ -114,7 +114,7 @@ def fill(pool: PiecePool, goal: Goal, others: Goal, peel: bool = True, off: floa
 
 
 def _take_dense(pool: PiecePool, tokens: int, missing: float, near: float, peel: bool) -> list[Piece]:
-    """Takes dense pieces and tails, until with the lightest tokens beside them at most `near` work is missing."""
+    """Takes dense pieces and tails, until with the lightest tokens next to them at most `near` work is missing."""
     # In each round: the densest piece that fits whole, else a tail. The last round cuts a lighter piece to measure.
     taken: list[Piece] = []
     last_cut = False
@@ -127,7 +127,7 @@ def _take_dense(pool: PiecePool, tokens: int, missing: float, near: float, peel:
         if is_fitting and _gain(pool, index, tokens, light_work) > near / 4:
             _, _, start, stop, _ = pool.piece(index)
             take = stop - start
-        elif peel:  # even the densest piece alone is too much
+        elif peel:  # even only the densest piece is too much
             index, take = densest, _tail(pool, densest, tokens, missing, light_work)
         else:  # finish with the tail of the lightest piece that is dense enough
             index, last_cut = _dense_enough(pool, index + 1, tokens, missing), True
@@ -164,8 +164,8 @@ def _take_exactly(pool: PiecePool, tokens: int, goal: float) -> list[Piece]:
 
 
 def _densest_fitting(pool: PiecePool, tokens: int, missing: float, most_light_work: int) -> int:
-    """Finds the densest piece that fits whole, with the lightest tokens beside it; the index before the first if none
-    does. Light tokens alone weigh `most_light_work`."""
+    """Finds the densest piece that fits whole, with the lightest tokens next to it; the index before the first if none
+    does. Light tokens by themselves weigh `most_light_work`."""
     densest = pool.indices[-1]
     if _fits(pool, pool.piece(densest), tokens, missing, most_light_work):
         return densest
@@ -173,7 +173,7 @@ def _densest_fitting(pool: PiecePool, tokens: int, missing: float, most_light_wo
 
 
 def _fits(pool: PiecePool, piece: Piece, tokens: int, missing: float, most_light_work: int) -> bool:
-    """Checks whether a piece fits whole, with the lightest tokens beside it. `tokens` light tokens alone weigh at most
+    """Checks whether a piece fits whole, with the lightest tokens too. `tokens` light tokens weigh at most
     `most_light_work`."""
     _, _, start, stop, work = piece
     rest = missing - work
@@ -204,8 +204,8 @@ def _tail(pool: PiecePool, index: int, tokens: int, missing: float, most_light_w
 
 
 def _fitting(pool: PiecePool, index: int, tokens: int, missing: float, most_light_work: int) -> Callable[[int], bool]:
-    """Makes the predicate `fits(tail)`: a tail of a piece, with the lightest tokens beside it, is within the share's
-    work. `tokens` light tokens alone weigh at most `most_light_work`."""
+    """Makes the predicate `fits(tail)`: a tail of a piece, with the lightest tokens next to it, is within the share's
+    work. `tokens` light tokens by themselves weigh at most `most_light_work`."""
     _, document, _, stop, _ = pool.piece(index)
 
     def fits(tail: int) -> bool:
@@ -216,7 +216,7 @@ def _fitting(pool: PiecePool, index: int, tokens: int, missing: float, most_ligh
 
 
 def _dense_enough(pool: PiecePool, first: int, tokens: int, missing: float) -> int:
-    """Finds the lightest piece whose tail alone has the missing work; the index beyond the last if none has."""
+    """Finds the lightest piece whose tail by itself has the missing work; the index beyond the last if none has."""
 
     def is_enough(piece: Piece) -> bool:
         _, document, start, stop, _ = piece

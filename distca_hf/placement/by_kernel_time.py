@@ -89,7 +89,7 @@ class KernelTimes:
                 f"{self.seconds[query, key]} s; every time with no more queries than keys must be finite and above 0"
             )
         if not self._is_causal.any(axis=1).all():
-            raise PackingError("kernel times: every query length needs a key length that is no shorter")
+            raise PackingError("kernel times: every query length needs a key length that is at least as long")
 
     @classmethod
     def load(cls, path: Path) -> "KernelTimes":

@@ -1,7 +1,7 @@
 """Even windows: long documents are handed out so that layers with a sliding window are even among ranks, too.
 
 Ranks meet in every layer. So layers with full attention have to be even, and layers with a window as well; an even sum
-of both is not enough. Placement for full attention alone gives one rank the dense end of a long document beside dust,
+of both is not enough. Placement only for full attention gives one rank the dense end of a long document next to dust,
 another one documents of medium length. In window layers dust is light work, and all else costs a window per token:
 
     rank 0     | end of 128K | dust dust dust dust |     full: even     window of 4K: 0.6
@@ -105,7 +105,7 @@ class EvenWindows:
 
         Args:
             pool: pieces to deal; it is not used afterwards.
-            goals: goals of the shares. Their tokens sum to those of the pool, their work to its work.
+            goals: goals of the shares. Their tokens sum to the pool's, their work to its work.
             off: maximum miss of a share's work, as a fraction of it; where all parts exceed it, there are two lines.
 
         Returns:

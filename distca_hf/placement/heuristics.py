@@ -1,6 +1,6 @@
 """Heuristics that deal documents to shares, which are nodes or the ranks of one, and the choice among them.
 
-**Longest first** (LPT, longest processing time first). The accordion alone fills share after share. The first shares
+**Longest first** (LPT, longest processing time first). The accordion fills one share after another. The first shares
 use up the pieces that would balance the last ones, so the last must divide long documents. Here all shares are filled
 at the same time, long documents stay whole if they can, and fewer keys move:
 
@@ -51,8 +51,8 @@ FINISH = 1 / 2
 ALIKE = 1.0
 # The same of nodes. It is below that of ranks, since the miss of a node weighs more than the miss of one rank.
 ALIKE_NODES = 0.5
-# Minimum work of a heavy document, as fractions of a rank's mean work, in the order in which they are tried. Beside
-# nearly a rank's work only the lightest tokens fit, so the document gets ranks of its own. If groups cannot be filled,
+# Minimum work of a heavy document, as fractions of a rank's mean work, in the order in which they are tried. Next to
+# nearly a rank's work only the lightest tokens fit, so the document gets its own ranks. If groups cannot be filled,
 # the next fraction makes fewer documents heavy.
 HEAVY = (0.8, 0.9, 1.0)
 # Longest document, in tokens, that is cut to fill groups up: its keys and values are few bytes.
@@ -62,7 +62,7 @@ SHORT_FOR_GROUPS = 2048
 ALIKE_GROUPS = 0.5
 # Work of the front that is cut off a heavy document beforehand, as a fraction of a rank's work. Of a document of one
 # rank's work it is the first 22 % of the tokens. The cut costs few bytes, and leaves the accordion light tokens in
-# every group, beside which parts can be large.
+# every group, next to which parts can be large.
 FRONT_SHARE = 0.05
 
 
@@ -73,7 +73,7 @@ def deal_longest_first(
 
     Args:
         pool: pieces to deal; it is empty afterwards.
-        goals: goals of the shares. Their tokens sum to those of the pool, their work to its work.
+        goals: goals of the shares. Their tokens sum to the pool's, their work to its work.
         short_tokens: documents up to this length are short.
         off: maximum miss of a share's work, as a fraction of it; beyond it the accordion deals everything instead.
         alike: maximum spread of the shares' needs for short documents, in mean cost per token, as a fraction of the
@@ -104,7 +104,7 @@ def hand_out_longest_first(
 
 
 def _hand_out_long(pool: PiecePool, goals: Sequence[Goal], short_tokens: int) -> tuple[list[list[Piece]], list[Goal]]:
-    """Takes the long pieces off a pool: those of each share, and the goals that are left."""
+    """Takes the long pieces off a pool: the pieces of each share, and the goals that are left."""
     shares: list[list[Piece]] = [[] for _ in goals]
     tokens, work = [goal.tokens for goal in goals], [goal.work for goal in goals]
     open_work = list(work)  # minus infinity where a share is closed: it gets no further long pieces
@@ -201,7 +201,7 @@ def deal_in_groups(pieces: Sequence[Piece], work: Work, goals: Sequence[Goal], o
     Args:
         pieces: pieces to deal.
         work: work of a query range, `work(document, start, stop)`.
-        goals: goals of the ranks. Their tokens sum to those of the pieces, their work to their work.
+        goals: goals of the ranks. Their tokens sum to the pieces', their work to their work.
         off: maximum miss of a rank's work, as a fraction of it.
 
     Returns:
@@ -221,7 +221,7 @@ def _dealt(
     heavy: list[Piece], light: list[Piece], work: Work, goals: Sequence[Goal], off: float
 ) -> list[list[Piece]] | None:
     """Deals pieces with a group for each heavy piece; None if that fails."""
-    # 1. Ranks of each group, and the light tokens and work that they need beside the heavy piece.
+    # 1. Ranks of each group, and the light tokens and work that they need next to the heavy piece.
     num_ranks = _apportioned([piece[4] for piece in heavy], goals)
     if num_ranks is None:
         return None
@@ -315,7 +315,7 @@ SOME_DOCUMENTS = 25
 # Ranks of a node, or of the world, up to which it is small. In larger ones long documents have more work than a rank,
 # and are cut in any case.
 FEW_RANKS = 16
-# Heuristics of a small world, in the order in which they are tried; the first one alone for many documents.
+# Heuristics of a small world, in the order in which they are tried; only the first one for many documents.
 HEURISTICS = (Heuristic(8192), Heuristic(2048))
 # Heuristics of a world of many nodes.
 HEURISTICS_OF_MANY_NODES = (Heuristic(8192), Heuristic(None))

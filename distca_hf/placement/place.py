@@ -65,7 +65,7 @@ SHORT_FOR_NODES = 4096
 LITTLE_UNEVEN = 5e-3
 # Minimum tokens of a document whose keys and values cross to another node, at which its parts are striped.
 CROSSING_TOKENS = 4096
-# The part of a document before a node's border is striped for the sake of the sending rank alone. It is striped up to
+# The part of a document before a node's border is striped only for the sake of the sending rank. It is striped up to
 # this many tokens, since a short part costs little,
 LEAVING_TOKENS = 32768
 # or from this work of the document on, as a multiple of a rank's mean work, since its keys go to several ranks.
@@ -84,7 +84,7 @@ def place(
 ) -> Layout:
     """Places documents on ranks: tokens equal to within one, work to within 0.5 % and one token's cost.
 
-    Which document is where depends on lengths alone: documents in another order give the same layout, up to the names
+    Which document is where depends only on lengths: documents in another order give the same layout, up to the names
     of equally long ones.
 
     Args:
@@ -103,7 +103,7 @@ def place(
     Raises:
         PackingError: a length is not between 1 and 2 ** 31 - 1, a document's cost is beyond int64, or numbers of ranks
             disagree.
-        ConfigError: there are no layers, or fewer than 1 of a mask.
+        ConfigError: layers are missing, or fewer than 1 of a mask.
     """
     lengths = check_document_tokens(document_tokens)
     kinds = LayersByMask.of(layer_masks, int(lengths.max(initial=0)))
@@ -127,7 +127,7 @@ def place(
         shares,
         has_shares=rank_shares is not None,
     )
-    # 1. For full attention alone. It will do where there are no windows, or if they are even by chance.
+    # 1. Only for full attention. It will do without windows, or if they are even by chance.
     for_widest = documents.placed()
     if not kinds.windows:
         return for_widest
@@ -234,7 +234,7 @@ class _Documents:
         ]
 
     def placed(self, kinds: LayersByMask | None = None) -> Layout:
-        """Places the documents: for the widest mask alone or, with kinds of layers, so that windows are even, too."""
+        """Places the documents: only for the widest mask or, with kinds of layers, so that windows are even, too."""
         # 1. Documents to nodes.
         nodes = [self.topology.ranks_of(node) for node in range(self.topology.num_nodes)]
         tokens_of = [self.rank_tokens[ranks.start : ranks.stop] for ranks in nodes]

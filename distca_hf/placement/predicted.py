@@ -23,7 +23,7 @@ KEY_TOKEN_PAIRS = 640
 # Bytes of queries and outputs of a token, as a multiple of the bytes of its keys and values (8B Llama). A stripe moves
 # them, too.
 QUERY_AND_OUTPUT_PARTS = 4
-# Time of a query in a window layer beside its pairs, in pairs of full attention. FlashAttention 4 on an H200 needs
+# Time of a query in a window layer next to its pairs, in pairs of full attention. FlashAttention 4 on an H200 needs
 # 6.0, 1.5 and 1.13 times as long for a pair as in full attention, for windows of 128, 1024 and 4096 tokens.
 WINDOW_QUERY_PAIRS = 512
 
@@ -47,7 +47,7 @@ class LayersByMask:
         """Sorts the layers of a model by mask. A window as long as every document is full attention.
 
         Raises:
-            ConfigError: there are no layers, or fewer than 1 of a mask.
+            ConfigError: layers are missing, or fewer than 1 of a mask.
         """
         layers: Counter[Mask] = Counter()
         for mask, count in Cost(layer_masks).layers:
@@ -150,7 +150,7 @@ class PredictedTime:
 def moved_rows(layout: Layout) -> float:
     """Counts the rows that a layout moves in a layer with full attention, in keys and values of one token.
 
-    A rank needs those of all tokens of a document up to its last one, less its own. Stripes also move queries and
+    A rank needs the keys of all tokens of a document up to its last one, less its own. Stripes also move queries and
     outputs, and the keys of each head to one rank.
     """
     moved = 0.0

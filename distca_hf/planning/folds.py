@@ -58,8 +58,8 @@ class CutFragments:
 
     Attributes:
         document, rank: int64 `[fragments]`, the document and the rank that holds the fragment.
-        summary_number: of its summary among those of its rank; -1 for the last fragment of a document.
-        state_number: of the state before it among those of its rank; -1 for the first fragment of a document.
+        summary_number: of its summary among its rank's; -1 for the last fragment of a document.
+        state_number: of the state before it among its rank's; -1 for the first fragment of a document.
         num_ranks: of the micro-batch.
     """
 

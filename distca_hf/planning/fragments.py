@@ -38,7 +38,7 @@ class Halo:
     """How a convolution over W tokens sees the tokens before each segment of this rank.
 
     The first W - 1 tokens of a segment are convolved once more, each in a window of 2 (W - 1) tokens: those before the
-    segment, then its own. Windows at the start of a document begin with zeros, and those of short segments end with
+    segment, then its own. Windows at the start of a document begin with zeros, and windows of short segments end with
     zeros.
 
     Attributes:

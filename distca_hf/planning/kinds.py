@@ -123,7 +123,7 @@ class LayerWork:
 
     @property
     def imbalance(self) -> NDArray[np.float64]:
-        """`[micro_batches]` max/mean work over ranks, of all layers; 1.0 where there are no documents."""
+        """`[micro_batches]` max/mean work over ranks, of all layers; 1.0 without documents."""
         num_ranks, total = self.pairs.shape[2], self.total
         return np.divide(self.busiest * num_ranks, total, out=np.ones(len(total)), where=total > 0)
 
@@ -181,7 +181,7 @@ class PlanTotals:
 
     @property
     def balance(self) -> str:
-        """Words for the balance, means over these micro-batches: of a step where it is counted, else of attention."""
+        """Text for the balance, means over these micro-batches: of a step where it is counted, else of attention."""
 
         def means(name: str) -> str:
             before, after = (getattr(self, f"{name}{when}") / self.micro_batches for when in ("_before", ""))

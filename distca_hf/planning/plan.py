@@ -48,7 +48,7 @@ class Plan:
 
         Raises:
             PackingError: the layout does not cover its documents.
-            PlanError: the tasks do not cover them, or the speeds are not those of the ranks.
+            PlanError: the tasks do not cover them, or the speeds are not the ranks'.
         """
         self.layout.validate()
         self.tasks.validate(self.layout)
@@ -68,8 +68,8 @@ class Plan:
         return work
 
     def tasks_of(self, rank: int) -> IntArray:
-        """Returns `[tasks, 3]` tasks of a rank: queries, keys before the first of them, and 1 if it computes one group
-        of heads alone."""
+        """Returns `[tasks, 3]` tasks of a rank: queries, keys before the first of them, and 1 if it computes only one
+        group of heads."""
         tasks, mine = self.tasks, self.tasks.rank == rank
         start, stop, head = tasks.start[mine], tasks.stop[mine], tasks.head[mine]
         return np.column_stack((stop - start, start, head != ALL_HEADS))
@@ -244,7 +244,7 @@ class PlanFacts:
 
     def with_tokens(self, home: Layout, layout: Layout) -> Self:
         """Returns facts of given batches that know the tokens of ranks, in the batches and as layers compute them.
-        Heads compute those of the batches, until it is known that they need not."""
+        Heads compute the batches', until it is known that they need not."""
         of_batches, of_layers = tuple(home.rank_tokens.tolist()), tuple(layout.rank_tokens.tolist())
         return replace(self, tokens_before=of_batches, tokens=of_layers, head_tokens=of_batches)
 

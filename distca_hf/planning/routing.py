@@ -276,7 +276,7 @@ def _late_share(plan: Plan, rank: int) -> float:
 
 
 def _query_moves(plan: Plan, rank: int, remote: RemoteTasks, chunks: ExchangeChunks) -> QueryMoves:
-    """Returns the queries that one rank sends, and those of other ranks that it computes in `remote` tasks."""
+    """Returns the queries that one rank sends, and the ones that it computes in `remote` tasks."""
     tasks, pieces, num_ranks = plan.tasks, plan.pieces, plan.layout.num_ranks
     first_query_row = np.zeros(len(tasks), dtype=np.int64)
     first_query_row[remote.task] = remote.first_row

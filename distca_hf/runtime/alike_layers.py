@@ -204,7 +204,7 @@ class LayerLookup:
 
         Raises:
             PlanError: they do not fit.
-            UnsupportedAttentionError: there is no kernel for them.
+            UnsupportedAttentionError: no kernel exists for them.
         """
         q, k, v = q_TNH, k_TGH, v_TGV
         for x in (q, k, v):

@@ -6,7 +6,7 @@
                           └── exchange ───┘                                  └── exchange ──┘       1 if rows were kept
 
 If queries move, too, they are sent right after the keys. Remote-query calls follow the prefix calls, and their
-results are sent back beside late local calls: two exchanges more in either direction. With several chunks, prefix and
+results are sent back during late local calls: two exchanges more in either direction. With several chunks, prefix and
 remote-query calls of one are computed while the next one is in flight; each chunk is an exchange.
 
 Every rank makes the same exchanges in the same order, also with no tokens, no labels or nothing to send. Only a plan
@@ -184,10 +184,10 @@ def attend_backward(
     plan: LivePlan,
     has_sinks: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Returns gradients of q, k and v from those of the output; rows that were not kept are fetched again.
+    """Returns gradients of q, k and v from the output's; rows that were not kept are fetched again.
 
     Args:
-        has_sinks: whether output and log-sum-exp are those of rows with sinks.
+        has_sinks: whether output and log-sum-exp are from rows with sinks.
 
     Raises:
         PlanMismatchError, PeerLostError, StepTimeoutError: from agreement and exchange.
@@ -220,7 +220,7 @@ def attend_backward(
         remote_queries.start(chunk, transport, where)
     trace.spent(SEND)
 
-    # 2. Early local calls write gradients; prefixes and remote queries write those of the remote KV. These are sent as
+    # 2. Early local calls write gradients; prefixes and remote queries write the remote KV's. These are sent as
     #    soon as they are complete.
     dq, dk, dv = empty_gradients(dout_TNV, q_TNH, k_TGH, v_TGV)
     if routing.queries is not None:  # keys whose queries moved get all their gradients from other ranks
@@ -313,7 +313,7 @@ def needed_bytes(routing: DeviceRouting, q: torch.Tensor, k: torch.Tensor, v: to
     at_once = 2 if routing.sums_remote_kv else 1
     under_way = at_once * (len(routing.send_rows) + len(routing.received_to_remote_kv)) * elements * k.element_size()
     gradients = sum(x.numel() * x.element_size() for x in (q, k, v))
-    prefix = 0  # gradients of queries that are added to those of local calls
+    prefix = 0  # gradients of queries that are added to local calls' gradients
     for call in routing.chunks[0].prefix:
         tokens, heads = call.queries.stop - call.queries.start, q.shape[1] * call.rows_per_token // groups
         prefix += tokens * heads * q.shape[2]

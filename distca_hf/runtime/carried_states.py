@@ -114,7 +114,7 @@ class CarriedRows:
         """Starts to send summaries of this rank's followed fragments; a collective call.
 
         Args:
-            summaries: `[n, H, ...]` in row order. On a rank without any they need gradients, too, if those of other
+            summaries: `[n, H, ...]` in row order. Without any they need gradients, too, if summaries of other
                 ranks may.
         """
         heads = summaries.shape[1]

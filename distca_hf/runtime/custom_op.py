@@ -2,7 +2,7 @@
 
 `torch.library.custom_op` with `register_autograd` does the same for twice the time of the host, 40 µs in each layer.
 Half of it is generic (keyword arguments, mutated arguments, aliases). Where the dispatcher would call nothing else,
-there is no dispatching.
+nothing is dispatched.
 """
 
 import functools
@@ -114,7 +114,7 @@ def kept_in_regions(function: Callable[[*Inputs], Any]) -> Callable[[*Inputs], A
 def _of_first_output(
     save: Callable[[Context, tuple[*Inputs], Output], None],
 ) -> Callable[[Context, tuple[*Inputs], Output], None]:
-    """Returns `save` for an operator whose first output alone has gradients; a gradient of zeros may be None."""
+    """Returns `save` for an operator of which only the first output has gradients; a gradient of zeros may be None."""
 
     def setup(ctx: Context, inputs: tuple[*Inputs], output: Output) -> None:
         ctx.set_materialize_grads(False)

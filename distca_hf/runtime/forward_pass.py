@@ -12,7 +12,7 @@ agreement belongs to a backward pass of autograd, not to a forward pass. A rank 
 backward passes in another order, meets the others in a different agreement, and nothing is sent.
 
 Later layers may have other dtypes and heads than the first one. In a model's first pass ranks show them before every
-call. From then on each rank knows them, and refuses a layer of its own that differs before anything is exchanged.
+call. From then on each rank knows them, and refuses its own layer that differs before anything is exchanged.
 """
 
 import zlib

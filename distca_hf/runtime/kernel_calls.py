@@ -89,7 +89,7 @@ class PreparedForward:
     Args:
         spec: how these layers attend.
         rows: queries, outputs and log-sum-exps of one of them.
-        of_keys: its keys and values, local ones or those of the remote KV.
+        of_keys: its keys and values, local ones or the remote KV's.
 
     Attributes:
         spec: how the call attends.
@@ -117,7 +117,7 @@ class PreparedForward:
         return Room(self._out(out), self._lse_NT(lse))
 
     def merge(self, out: torch.Tensor, lse: torch.Tensor, prefix_out: torch.Tensor, prefix_lse: torch.Tensor) -> None:
-        """Adds outputs and log-sum-exps over a prefix alone to those of the layer."""
+        """Adds outputs and log-sum-exps over a prefix to the layer's."""
         if self._has_some_heads:
             out, lse = heads_of(self._call, self._kv_heads, out, lse)
         if self._merge is None:
@@ -140,7 +140,7 @@ class PreparedBackward:
     Args:
         spec: how these layers attend.
         rows, dq: of one of them.
-        of_keys: its keys, values and their gradients, local ones or those of the remote KV.
+        of_keys: its keys, values and their gradients, local ones or the remote KV's.
 
     Attributes:
         call, spec: the call, and how it attends.
@@ -281,7 +281,7 @@ class BackwardCalls:
         self, calls: Iterable[DeviceCall], remote_kv: RemoteKV, gradients: RemoteKVGradients, adds: bool = False
     ) -> None:
         """Writes the calls' part of the gradients of queries, and of the remote KV: a part of the whole, as output and
-        log-sum-exp are those of whole rows.
+        log-sum-exp are from whole rows.
 
         Args:
             adds: whether `add_prefixes` adds gradients of queries, once local calls have written theirs.

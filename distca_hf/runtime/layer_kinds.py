@@ -40,7 +40,7 @@ class Planned(NamedTuple):
     Attributes:
         routings: returns rank plans by mask: the full causal one, and windows that were known before. They are copied
             to the device when they are first asked for: rows move in before.
-        route_window: makes the rank plan of a window that a layer is the first to ask for; None: there is no other.
+        route_window: makes the rank plan of a window that a layer is the first to ask for; None: no other exists.
         facts: of all layers together.
         fingerprint: of the plan.
         posted: the plan as ranks without tokens have it; None if there are none.

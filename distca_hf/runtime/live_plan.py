@@ -167,7 +167,7 @@ class LivePlan:
         return self
 
     def _copied(self) -> "LivePlan":
-        """Returns another plan of the same rows, with passes of its own."""
+        """Returns another plan of the same rows, with its own passes."""
         self.agree()
         posted, other = self.posted, object.__new__(type(self))
         vars(other).update(vars(self))

@@ -85,14 +85,14 @@ def _flash_attn_local(
     kernel: str,
     sinks_N: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Computes attention output and log-sum-exp of varlen attention, zero in rows that are no tokens."""
+    """Computes attention output and log-sum-exp of varlen attention, zero in rows that are not tokens."""
     spans, rows_q, rows_k = _read(Documents(cu_seqlens_q, cu_seqlens_k, sizes, query_rows, key_rows))
     q, k, v, how = _taken(q_TNH, rows_q), _taken(k_SGH, rows_k), _taken(v_SGV, rows_k), _spec(spec, spans)
     if len(q):
         out, lse = _kernel(kernel, q, k, v, how).forward(Inputs(q, k, v), spans, how)
         if sinks_N is not None:
             add_sinks(out, lse.t(), sinks_N)
-    else:  # a batch of padding alone has no work for a kernel
+    else:  # a batch of only padding has no work for a kernel
         out, lse = empty_outputs(q, v)
     return _put_back(out, rows_q, len(q_TNH)), _put_back(lse, rows_q, len(q_TNH), dim=1)
 
@@ -118,7 +118,7 @@ def _flash_attn_local_backward(
     spec: list[float],
     kernel: str,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Computes gradients of q, k and v, zero in rows that are no tokens; deterministic ones if torch is told so."""
+    """Computes gradients of q, k and v, zero in rows that are not tokens; deterministic ones if torch is told so."""
     spans, rows_q, rows_k = _read(Documents(cu_seqlens_q, cu_seqlens_k, sizes, query_rows, key_rows))
     dout, q, out = (_taken(x, rows_q) for x in (dout_TNV, q_TNH, out_TNV))
     k, v, lse, how = _taken(k_SGH, rows_k), _taken(v_SGV, rows_k), _taken(lse_NT, rows_q, dim=1), _spec(spec, spans)
@@ -197,7 +197,7 @@ def flash_attn_local(
     sinks_N: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns attention output `[T, N, V]`, which is differentiable, and log-sum-exp `[N, T]`; both zero in rows that
-    are no tokens.
+    are not tokens.
 
     Args:
         q_TNH, k_SGH, v_SGV: all rows of the batch.

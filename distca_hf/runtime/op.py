@@ -109,7 +109,7 @@ def _flash_attn_backward(
 
     Args:
         spec: numbers of an `AttentionSpec`, and one more if there are sinks. Torch keeps compiled graphs on disk, by
-            their forward alone: with another argument here, graphs of an earlier version would no longer run.
+            only their forward: with another argument here, graphs of an earlier version would no longer run.
     """
     plan = newest_plans.get(handle) or find_plan(handle)
     call = plan.forward_pass.backward_calls + 1

@@ -16,7 +16,7 @@ from distca_hf.traces import RankTrace
 
 
 class AnnouncedCall(NamedTuple):
-    """A call of attention that is about to exchange rows; `facts` are those of the layers with its mask."""
+    """A call of attention that is about to exchange rows; `facts` are from the layers with its mask."""
 
     q_TNH: torch.Tensor
     k_TGH: torch.Tensor
@@ -57,7 +57,7 @@ class Posted(ABC):
         Args:
             slot: of the same call of forward, see `Kept`. Rows are kept for one backward pass: for a second one they
                 are sent again.
-            has_sinks: whether output and log-sum-exp are those of rows with sinks.
+            has_sinks: whether output and log-sum-exp are from rows with sinks.
             keeps: whether this rank kept rows.
         """
 

@@ -8,7 +8,7 @@ A dispatch is started chunk by chunk and received chunk by chunk. A combine is s
 received and finished once. Gradients of keys are summed in max(fp32, their dtype), and in a fixed order. First come
 local calls, then local rows of the remote KV, then chunk by chunk the ranks that computed, in order.
 
-Shape legend in `kernels.interface`; rows are those of `planning.pieces`.
+Shape legend in `kernels.interface`; rows are from `planning.pieces`.
 """
 
 from dataclasses import dataclass
@@ -51,7 +51,7 @@ class PreparedKV:
 
     def apart(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns views of the key part and the value part of rows side by side, shaped as rows of k and of v."""
-        # row   | k0 k0 k1 k1 | v0 v0 v1 v1 |     two groups: strides within a row are those of k and v
+        # row   | k0 k0 k1 k1 | v0 v0 v1 v1 |     two groups: strides within a row are from k and v
         count, groups, dim, value_dim = rows.shape[0], self._groups, self._dim, self._value_dim
         values = rows.storage_offset() + groups * dim
         return (
@@ -85,7 +85,7 @@ class PreparedKV:
     def add(
         self, dk: torch.Tensor, dv: torch.Tensor, total_k: torch.Tensor, total_v: torch.Tensor, returned: torch.Tensor
     ) -> None:
-        """Adds gradients to those of local keys and values.
+        """Adds gradients to gradients of local keys and values.
 
         Args:
             dk, dv: contiguous, of local rows.
@@ -293,7 +293,7 @@ class KVGradCombine:
             self._started.pop(0).wait()
 
     def finish(self, dk: torch.Tensor, dv: torch.Tensor) -> None:
-        """Adds gradients of the remote KV and of other ranks to those of local rows."""
+        """Adds gradients of the remote KV and of other ranks to gradients of local rows."""
         #     dk, dv       local rows; local calls have written them
         #     + total      of the remote KV, at rows that this rank copied into it
         #     + returned   of each other rank, at rows that were sent to it

@@ -4,7 +4,7 @@ combine.
     owner ranks   rows of q ── QueryDispatch ──▶ remote queries                                  computing ranks
                   outputs, log-sum-exps ◀── ResultCombine ── results; in backward gradients
 
-Made only where queries move. Their exchanges follow those of the keys, chunk by chunk. Tensors whose rows go the same
+Made only where queries move. Their exchanges follow the keys', chunk by chunk. Tensors whose rows go the same
 way are sent side by side, as bytes: outputs are in the dtype of the model, log-sum-exps in fp32.
 
 All tensors are `[rows, ...]`, rows as in `planning.pieces`. Shape legend in `kernels.interface`.
@@ -93,14 +93,14 @@ class BackwardRemoteQueries(RemoteQueries):
     """Remote queries in backward; results are gradients of queries. Rows of forward that were not kept are sent once
     more.
 
-    Sinks are added by owner ranks. Kept results are without them, so log-sum-exps with sinks are sent beside output
+    Sinks are added by owner ranks. Kept results are without them, so log-sum-exps with sinks are sent with output
     gradients.
 
     Args:
         rows: of this rank.
         kept: rows of forward; None: they are sent once more.
         spec: how backward attends.
-        has_sinks: whether log-sum-exps are those of rows with sinks.
+        has_sinks: whether log-sum-exps are from rows with sinks.
     """
 
     def __init__(

@@ -142,7 +142,7 @@ class Retention:
     Args:
         facts: of the layers with one mask.
         room_bytes: on each rank without tokens; None if there are none.
-        halos: retentions of the layers with windows, which are few rows and count before those of full layers; None
+        halos: retentions of the layers with windows, which are few rows and count before full layers'; None
             for such a layer itself.
 
     Attributes:
@@ -168,7 +168,7 @@ class Retention:
         """Returns whether this micro-batch keeps received rows until backward.
 
         With `kv_residency="auto"` it does if all layers that hold something at the same time fit `kv_budget_gib` on
-        the rank that receives most. Of layers whose attention itself is recomputed, those of one checkpointed region
+        the rank that receives most. Of layers whose attention itself is recomputed, only one checkpointed region
         do. Ranks without tokens must have room for them, and keep nothing where attention of some layer is recomputed:
         they would keep the rows of a pass that is never differentiated.
         """
@@ -198,7 +198,7 @@ class Retention:
         return self.keeps
 
     def waits_for_recomputation(self, q_TNH: torch.Tensor, k_TGH: torch.Tensor, v_TGV: torch.Tensor) -> bool:
-        """Returns whether received rows of all layers that recompute attention wait until then, beside those that
+        """Returns whether received rows of all layers that recompute attention wait until then, next to those that
         other layers keep until backward."""
         if self._waits is None:
             setting = self._config.kv_residency

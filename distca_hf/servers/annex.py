@@ -138,7 +138,7 @@ def cannot_redo(trainer: Trainer) -> Iterator[str]:
     if given.__module__.startswith("lomo_optim"):
         yield f"{given.__name__} steps inside backward, {remedy}"
     if accelerator.mixed_precision == "fp16":
-        yield f"fp16 scales gradients by those of earlier steps, {remedy} (bf16, for example)"
+        yield f"fp16 scales gradients by earlier ones, {remedy} (bf16, for example)"
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
         if accelerator.state.deepspeed_plugin.zero_stage == 0:
             yield f"DeepSpeed's stage 0 keeps gradients where they cannot be discarded, {remedy} (stages 1 to 3)"

@@ -94,7 +94,7 @@ class Heartbeat(MembershipWatch):
         store: a connection that nothing else uses.
         server: number of this server.
         restarts: processes that were this server before.
-        pipe: file descriptor to which every beat writes a byte; None: there is no supervisor.
+        pipe: file descriptor to which every beat writes a byte; None: no supervisor exists.
     """
 
     def __init__(self, store: JobStore, server: int, restarts: int, pipe: int | None) -> None:

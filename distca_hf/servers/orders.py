@@ -29,7 +29,7 @@ log = get_logger(__name__)
 
 # Version of the messages. Trainers and servers run one package, so that it differs only in a broken installation.
 ORDER_VERSION = 5
-# Numbers before those of the order: version, membership, sequence, kind.
+# Numbers before the order's: version, membership, sequence, kind.
 HEADER = 4
 # Dtypes of rows; an order carries a number of this list.
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -185,7 +185,7 @@ class Sequences:
 
     def encode(self, order: Order) -> bytes:
         """Returns the membership's next message."""
-        with self._lock:  # autograd posts from threads of its own
+        with self._lock:  # autograd posts from its own threads
             sequence = self._next.get(order.membership, 0)
             self._next[order.membership] = sequence + 1
         return encode(order, sequence)
@@ -222,7 +222,7 @@ class Sequences:
 
 
 def shares_of(num_servers: int, num_trainers: int, trainer: int) -> Sequence[int]:
-    """Returns the servers that a trainer posts to. Server s gets its orders from trainer s mod N alone: all trainers
+    """Returns the servers that a trainer posts to. Server s gets its orders only from trainer s mod N: all trainers
     make the same calls."""
     return range(trainer, num_servers, num_trainers)
 

@@ -7,7 +7,7 @@ traces of passes.
     next plan, or the membership is closed ───────────────▶ complete ones go to the server's file ◀┘
 
 An order of a trainer has all that is the same for all ranks of the pass, as the trainer's own trace. A server fills in
-what is different there. Other passes cost nothing: there is no order.
+what is different there. Other passes cost nothing: no order exists.
 """
 
 import json
@@ -302,7 +302,7 @@ class ServedTraces:
         self._pending.flush()
 
     def _own(self, reported: ReportedPass, plan: LivePlan) -> RankTrace:
-        """Returns the trainer's trace with what is different on this server. Layers with a window leave it alone."""
+        """Returns the trainer's trace with what differs on this server. Layers with a window leave it unchanged."""
         full = next(kind.plan for kind in plan.kinds if kind.plan.facts.window_tokens is None)
         kinds = tuple(
             replace(kind, tasks=tasks_of(full.tasks) if is_routed_by(kind, full) else ())

@@ -96,7 +96,7 @@ class RepeatableStep:
 
 @contextmanager
 def refuse_steps() -> Iterator[None]:
-    """Refuses steps of optimizers for the time of a `with` block: those of a lost server could not be undone.
+    """Refuses steps of optimizers for the time of a `with` block: steps of a lost server could not be undone.
 
     Raises:
         ConfigError: in `optimizer.step()`; names the optimizer.
@@ -127,7 +127,7 @@ def attempts(
     """Yields one attempt at an optimizer step, and another one while attention servers were lost in it.
 
     Args:
-        model: as the loop calls it, wrapped or not; its gradients are those of this step alone.
+        model: as the loop calls it, wrapped or not; its gradients come only from this step.
         batches: all batches of the step on this rank.
 
     Raises:

@@ -3,7 +3,7 @@ servers receive them.
 
     layout of N trainers ── N + S ranks, of which S hold nothing ── tasks move to them, in proportion to their speed
 
-A server is fed by other ranks alone: whatever it computes are remote queries. So work comes to it by moving, from
+A server is fed only by other ranks: whatever it computes are remote queries. So work comes to it by moving, from
 placed layouts and from packs alike. Ranks without servers plan placed layouts in place (`plan`).
 
 Servers do not plan. They receive each plan as one array of integers:
@@ -60,7 +60,7 @@ class Servers(ExtraRanks):
         nodes: node of each server, as in `Topology`; empty: servers and trainers are all on one node.
 
     Raises:
-        ConfigError: there is no server, a speed is not above 0, or not every server has a node.
+        ConfigError: no server exists, a speed is not above 0, or not every server has a node.
     """
 
     speeds: tuple[float, ...]
@@ -98,7 +98,7 @@ class Servers(ExtraRanks):
         """Returns the topology of the trainers, and of the servers after them.
 
         Raises:
-            ConfigError: trainers are on several nodes, and those of the servers are not known.
+            ConfigError: trainers are on several nodes, and the servers' nodes are not known.
         """
         if not self.nodes and trainers.num_nodes > 1:
             raise ConfigError(
@@ -150,7 +150,7 @@ def plan_from_integers(integers: IntArray) -> Plan:
     """Reads a plan from the array that `plan_to_integers` wrote, and validates it.
 
     Raises:
-        PlanError: it is no such array, is cut off or goes on after the plan, is of another version, or holds a plan
+        PlanError: it is not such an array, is cut off or longer than the plan, is of another version, or holds a plan
             that breaks its own invariants.
     """
     # 1. Header: numbers, and lengths that add up to the rest.

@@ -55,10 +55,10 @@ OPENINGS = 5
 
 
 class ServedTransport:
-    """Transport of a trainer with attention servers; agreements are those of the trainers alone.
+    """Transport of a trainer with attention servers; agreements are only among the trainers.
 
     Args:
-        among_trainers: transport of the trainers alone.
+        among_trainers: transport only of the trainers.
         device: where the rows to exchange live.
         all_servers: servers that were launched, whether they are there or not.
         settings: of the plugin, for the servers.

@@ -146,7 +146,7 @@ class Service:
         Raises:
             PlanMismatchError: it is not the plan that the trainers made.
         """
-        self.report(self.stopwatch.read())  # once per micro-batch, and not beside its calls
+        self.report(self.stopwatch.read())  # once per micro-batch, and not during its calls
         self.traces.write_complete()
         plan = plan_from_integers(order.integers)
         if plan.fingerprint != order.fingerprint:
@@ -169,7 +169,7 @@ class Service:
         """Returns the plan with a number, and the rows that are kept for it.
 
         Raises:
-            PlanError: there is no such plan.
+            PlanError: no such plan exists.
         """
         if number not in self.plans:
             raise PlanError(f"a call names plan {number}, this server holds {', '.join(map(str, self.plans))}")
@@ -180,7 +180,7 @@ class Service:
         """Makes an attention call.
 
         Raises:
-            PlanError: there is no such plan; or nothing was kept for it.
+            PlanError: no such plan exists; or nothing was kept for it.
         """
         plan, kept = self.plan(order.plan)
         shapes = order[2:7]

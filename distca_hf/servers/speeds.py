@@ -6,8 +6,8 @@
                                                   │
                all trainers alike                 `──▶ estimates ──▶ speeds of later plans
 
-Times are those of kernels, and of nothing that waits for other ranks. No host waits for its device: times of a GPU are
-those of events in its stream, which are read once the device has passed them. Trainers compute with the same integers,
+Times are from kernels, and of nothing that waits for other ranks. No host waits for its device: times of a GPU are
+times of events in its stream, which are read once the device has passed them. Trainers compute with the same integers,
 and so have equal speeds.
 """
 
@@ -217,7 +217,7 @@ class SpeedEstimates:
 
 
 class ServerSpeeds:
-    """A trainer's end: its numbers in the vote on a step, and the speeds that follow from those of all trainers.
+    """A trainer's end: its numbers in the vote on a step, and the speeds that follow from all trainers' numbers.
 
     Args:
         servers: that were launched, with the speeds that they have at first.
@@ -262,7 +262,7 @@ class ServerSpeeds:
             )
 
     def numbers(self) -> list[int]:
-        """Returns this trainer's numbers for the vote: its own reading, and on one trainer those of the members.
+        """Returns this trainer's numbers for the vote: its own reading, and on one trainer the members'.
 
         Raises:
             StoreLostError: the store is gone.

@@ -10,7 +10,7 @@ dies or hangs.
     is killed, or is silent for too long                           starts the next process
     ends with an error                                             the same, once; then it ends with that status
     ends after SIGTERM or SIGINT, which both of them get           ends with 128 + signal; it starts the next one
-                                                                   if the child alone got it
+                                                                   if only the child got it
 
 A launcher ends all processes if one of them fails, so the supervisor lives on. It imports no torch: it can neither
 hang in a driver nor be killed for its memory. The child dies with it.
@@ -159,7 +159,7 @@ class Supervisor:
         child.close()
         if child.is_silent:
             return status, f"(restart {restarts}) was silent for too long, and was killed"
-        if status in LEFT:  # it alone got the signal, or both did
+        if status in LEFT:  # only it got the signal, or both did
             status = 128 - status
         if status < 0:
             return status, f"(restart {restarts}) was killed by signal {-status}"

@@ -157,7 +157,7 @@ def attend_documents(
     softcap: float = 0.0,
     sinks_N: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Returns causal attention of each document alone, by definition, with gradients from autograd.
+    """Returns causal attention of each document by itself, by definition, with gradients from autograd.
 
     Args:
         q, k, v: `[tokens, N, H]`, `[tokens, G, H]`, `[tokens, G, V]`; documents one after the other.

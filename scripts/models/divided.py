@@ -66,7 +66,7 @@ HANG_SECONDS = 120.0
 
 INTRODUCTION = f"""## Tensor and expert plans
 
-Classes that Transformers can divide as it loads them ([using](using.md#models-that-transformers-divides)), and that
+Classes that Transformers can divide as it loads them, and that
 run on distca. Made by `python scripts/models/divided.py` with Transformers {transformers.__version__}, torch
 {torch.__version__} and distca_hf {distca_hf.__version__}. A number says that a tiny model trains for a step with the
 loss and the gradients of every document on its own with sdpa, up to this relative difference: on two tensor ranks of
@@ -275,7 +275,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", default=[], metavar="MODEL_TYPE", help="these; no page without --out")
     parser.add_argument(
-        "--out", type=file_to_write, help="the page whose section is replaced, by default docs/models.md"
+        "--out", type=file_to_write, help="the page whose section is replaced, by default scripts/models/classes.md"
     )
     options = parser.parse_args()
     check_model_types(parser, options.only, [TEXT])

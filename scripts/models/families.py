@@ -50,6 +50,7 @@ class Family:
         settings: in which the published checkpoints differ from the tiny configuration.
         sign: part of the refusal, if it is refused or has a longest document.
         note: for people.
+        on_gpus: whether GPUs have a kernel for all of its layers.
     """
 
     name: str
@@ -57,6 +58,7 @@ class Family:
     settings: dict[str, Any] = field(default_factory=dict)
     sign: str = ""
     note: str = ""
+    on_gpus: bool = True
 
 
 def windows(tokens: int | None) -> dict[str, Any]:
@@ -97,7 +99,8 @@ FAMILIES = (
         "Gemma 4",
         ("gemma4_text", "gemma4"),
         windows(1024),
-        note="documents of text. Full layers have heads of 512, for which GPUs have no kernel here: CPUs only",
+        note="documents of text. Full layers have heads of 512, for which there is no GPU kernel here",
+        on_gpus=False,
     ),
     Family("GPT-OSS", ("gpt_oss",), windows(128), note="sinks train, or are frozen under LoRA"),
     Family("OLMo 3", ("olmo3",), windows(4096)),
@@ -130,13 +133,17 @@ FAMILIES = (
     Family("MiniMax-Text-01, RecurrentGemma", ("minimax", "recurrent_gemma"), note=WHOLE),
     Family("Mamba", ("mamba", "mamba2"), sign="none of its layers", note="no attention at all"),
 )
-INTRODUCTION = f"""# Models
+INTRODUCTION = f"""# Models and limits
 
-Models that people ask for, with the settings of their published checkpoints. For your own model ask
-[`distca check`](check.md).
+```
+distca check llama3-8b --gpus 16 --tokens-per-rank 65536 --liger
+```
+
+says whether a model trains on distca_hf, with which limits and kernels, and whether it fits. It reads no weights and
+needs no GPU ([more](#distca-check)). Models that people ask for, with the settings of their published checkpoints:
 
 - *Works*: it passes the check of `attach` and `enable`, and its class trains with the losses and gradients of sdpa
-  ([all classes](#all-classes)). Longer documents than those of a limit are refused by name; documents beyond
+  ([all classes](../scripts/models/classes.md)). Documents longer than a limit are refused by name; documents beyond
   `max_position_embeddings` bring a warning.
 - *Refused*: before the first step. Train it as you do now, with `flash_attention_2` for example.
 
@@ -211,6 +218,8 @@ def outcome(family: Family) -> str:
     (tokens,) = accepted
     if not tokens:
         return "refused"
+    if not family.on_gpus:
+        return "works on CPUs only"
     return "works" if tokens == LONGEST_TOKENS else f"works up to {tokens:,} tokens a document"
 
 

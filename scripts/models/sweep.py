@@ -54,7 +54,7 @@ from distca_hf.integrations.models.structure import IMPLEMENTATION
 from shared.page_sections import file_to_write, write_section
 
 
-PAGE = Path(__file__).parents[2] / "docs" / "models.md"
+PAGE = Path(__file__).parent / "classes.md"
 RANKS = (1, 2, 3)
 LARGEST_DIFFERENCE = 1e-5
 # Scores without a scale, and random weights of norms: rounding in fp32 is larger, and 2.4e-07 in fp64.
@@ -305,7 +305,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", default=[], metavar="MODEL_TYPE", help="these; no page without --out")
     parser.add_argument(
-        "--out", type=file_to_write, help="the page whose section is replaced, by default docs/models.md"
+        "--out", type=file_to_write, help="the page whose section is replaced, by default scripts/models/classes.md"
     )
     parser.add_argument("--kind", choices=KINDS, help="only this section; both by default")
     parser.add_argument(

@@ -1,7 +1,7 @@
 """Runs Transformers' own model and attention tests, or TRL's tests of its trainers, with distca and with sdpa.
 
     python scripts/models/upstream_tests.py --transformers CHECKOUT [--families llama qwen3 ...] [--json RUN.json]
-        [--page docs/models.md] [--compare EARLIER.json]
+        [--page scripts/models/classes.md] [--compare EARLIER.json]
     python scripts/models/upstream_tests.py --trl CHECKOUT [--families sft dpo ...] [...]
 
 CHECKOUT is a source tree of the version that is installed or of one near it; nothing is fetched, neither sources nor

@@ -3,8 +3,9 @@
     python scripts/pictures/draw_simulated.py              # simulates, and writes everything anew
     python scripts/pictures/draw_simulated.py --as-stored  # draws the stored figures again
 
-Simulating takes two minutes. It writes docs/benchmarks/simulated-steps.json, the picture, and in README.md the output
-of the command and the words of the picture. Run it whenever the shipped profile or the simulation changes.
+Simulating takes two minutes. It writes docs/benchmarks/simulated-steps.json, the picture, and in
+docs/will-it-help.md the output of the command and the text of the picture. Run it whenever the shipped profile or the
+simulation changes.
 """
 
 import argparse
@@ -29,13 +30,13 @@ from distca_hf.recipe import LENGTHS
 from style import BENCHMARKS, ROOT, Style, bare, headed, save
 
 
-STORED, README = BENCHMARKS / "simulated-steps.json", ROOT / "README.md"
+STORED, PAGE = BENCHMARKS / "simulated-steps.json", ROOT / "docs" / "will-it-help.md"
 MIXES = {"pretrain": "a pretraining mix", "prolong": "ProLong"}
 GPUS = (8, 64, 512)
 MODEL, PROFILE, TOKENS_PER_RANK, CONTEXT_TOKENS = "llama3-8b", "h200", 131_072, 524_288
 # As the command has them where nothing else is asked for.
 BATCHES = 20
-# The command whose output README shows, and the mix and number of GPUs of the choice that it quotes.
+# The command whose output the page shows, and the mix and number of GPUs of the choice that it quotes.
 COMMAND = f"distca simulate prolong --gpus 8,64,512 --context {CONTEXT_TOKENS} --liger"
 QUOTED_MIX, QUOTED_GPUS = "prolong", 64
 # Ways that are drawn, by their family or key, from top to bottom.
@@ -70,8 +71,8 @@ class Stored(TypedDict):
 
     Attributes:
         profile: date and remarks of the profile that it was simulated from.
-        command: the one in README.
-        quoted: lines of its output that README shows.
+        command: the one on the page.
+        quoted: lines of its output that the page shows.
     """
 
     profile: dict[str, str]
@@ -124,7 +125,7 @@ def bars(result: Result) -> dict[str, Bar]:
 
 
 def quoted(results: Sequence[Result], profile: ClusterProfile) -> list[str]:
-    """Returns the lines of the command's output that README shows: one choice, and the table of all."""
+    """Returns the lines of the command's output that the page shows: one choice, and the table of all."""
     printed = io.StringIO()
     print_results("", results, profile, (), Console(file=printed, width=80))
     lines = [line.rstrip() for line in printed.getvalue().splitlines()]
@@ -197,15 +198,15 @@ def of_mix(panels: Sequence[Panel], mix: str) -> str:
     return "; ".join(parts)
 
 
-def with_figures(readme: str, stored: Stored) -> str:
-    """Returns README with the output of the command, and the words of the picture."""
+def with_figures(page: str, stored: Stored) -> str:
+    """Returns the page with the output of the command, and the words of the picture."""
     block = "\n".join(["```", stored["command"], "```", "", "```text", "...", *stored["quoted"], "...", "```"])
     found = re.compile(r"```\ndistca simulate prolong .*?\n```\n\n```text\n.*?\n```", re.DOTALL)
-    words = re.compile(r'(simulated-light\.svg" alt=")[^"]*(">)')
-    assert len(found.findall(readme)) == len(words.findall(readme)) == 1, "README has no such block or picture"
-    written = found.sub(lambda _: block, readme)
-    wrapped = textwrap.fill(described(stored["panels"]), 118, initial_indent=" " * 56, subsequent_indent="  ")
-    return words.sub(lambda match: match[1] + wrapped.lstrip() + match[2], written)
+    words = re.compile(r"!\[Simulated[^]]*(\]\(pictures/simulated-light)")
+    assert len(found.findall(page)) == len(words.findall(page)) == 1, "the page has no such block or picture"
+    written = found.sub(lambda _: block, page)
+    wrapped = textwrap.fill(f"![{described(stored['panels'])}", 118, break_on_hyphens=False)
+    return words.sub(lambda match: wrapped + match[1], written)
 
 
 def main(options: Mapping[str, bool]) -> None:
@@ -213,7 +214,7 @@ def main(options: Mapping[str, bool]) -> None:
     stored: Stored = json.loads(STORED.read_text()) if options["as_stored"] else simulated()
     STORED.write_text(json.dumps(stored, indent=1) + "\n")
     save("simulated", described(stored["panels"]), lambda style: draw(style, stored["panels"]))
-    README.write_text(with_figures(README.read_text(), stored))
+    PAGE.write_text(with_figures(PAGE.read_text(), stored))
 
 
 if __name__ == "__main__":

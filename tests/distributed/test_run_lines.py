@@ -106,7 +106,7 @@ def test_placed_training_begins_with_its_data_and_ends_with_what_was_done(
     before = f"{distca_hf.__version__}: 2 ranks x 512 tokens on 1 node, kernel cpu; 200 documents, {TOKENS:,} tokens"
 
     assert first == f"{before}, longest 150 of 1,024 possible; 4 steps per epoch"
-    assert second.endswith("in the order of the data (means over 8 micro-batches)")
+    assert second.endswith("packed in order (means over 8 micro-batches)")
     # All micro-batches of the epoch are looked at, and both epochs are trained; the steps of a log have two each.
     assert balance(second) == pytest.approx(of_steps(logs[:4]), abs=0.02)
     assert last.startswith(f"trained {steps} steps: {TOKENS * steps // 4:,} tokens in ")

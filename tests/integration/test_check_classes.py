@@ -29,7 +29,7 @@ def script(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 
 def test_verdicts_are_the_outcomes_of_training(script: ModuleType) -> None:
-    made_with = (REPOSITORY / "docs" / "models.md").read_text().partition("## All classes")[2]
+    made_with = (REPOSITORY / "scripts" / "models" / "classes.md").read_text().partition("## All classes")[2]
     if f"Transformers {transformers.__version__}," not in made_with.partition("\n\n")[2][:300]:
         pytest.skip(f"the page was made with another Transformers than {transformers.__version__}")
     found = script.compare_verdicts(script.TEXT, SAMPLE)

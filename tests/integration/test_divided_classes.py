@@ -13,7 +13,7 @@ from transformers import CONFIG_MAPPING
 from support.commands import REPOSITORY, run_command
 
 
-PAGE = REPOSITORY / "docs" / "models.md"
+PAGE = REPOSITORY / "scripts" / "models" / "classes.md"
 SCRIPTS = REPOSITORY / "scripts" / "models"
 HEADING = "Tensor and expert plans"
 NUMBER = re.compile(r"\d\.\de-\d\d")

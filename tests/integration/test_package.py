@@ -165,7 +165,7 @@ def test_source_distribution_holds_the_whole_project(sdist: Path) -> None:
     ]
 
     assert held == {name for name in project_files() if not name.startswith(".")}
-    assert {"CHANGELOG.md", "CITATION.cff", "docs/using.md", "examples/lora.py", "tests/conftest.py"} <= held
+    assert {"CHANGELOG.md", "CITATION.cff", "docs/trainer.md", "examples/lora.py", "tests/conftest.py"} <= held
     assert other == []
 
 

@@ -67,7 +67,7 @@ def test_pictures_have_alternatives(page: Path) -> None:
 
 
 def test_checks_of_pages_notice_faults() -> None:
-    page = DOCS / "using.md"
+    page = DOCS / "trainer.md"
 
     assert broken(page, "nowhere.md")
     assert broken(page, "#no-such-heading")
@@ -98,9 +98,9 @@ def test_every_page_is_in_the_navigation() -> None:
 
 def test_site_builds_without_a_warning(tmp_path: Path) -> None:
     run_command([SCRIPTS / "mkdocs", "build", "--site-dir", tmp_path / "site"], NO_MKDOCS_2_WARNING="1")
-    api = (tmp_path / "site" / "api" / "index.html").read_text()
+    api = (tmp_path / "site" / "settings" / "index.html").read_text()
     example = (tmp_path / "site" / "files" / "examples" / "lora.py" / "index.html").read_text()
 
     assert "Balances a Trainer" in api, "docstrings are read from the sources"
     assert "get_peft_model" in example, "files that pages link to are part of the site"
-    assert "../files/examples/lora.py/" in (tmp_path / "site" / "using" / "index.html").read_text()
+    assert "../files/examples/lora.py/" in (tmp_path / "site" / "trainer" / "index.html").read_text()

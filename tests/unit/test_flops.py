@@ -154,7 +154,7 @@ def test_each_layer_counts_the_experts_that_its_own_tokens_take() -> None:
     ids=["128K", "64K", "mixed", "uniform"],
 )
 def test_expected_speed_up_is_that_of_measured_steps(documents: list[int], measured: float) -> None:
-    """Rows of docs/performance.md: layers of an 8B Llama on four GPUs, in which everything is recomputed."""
+    """Rows of docs/benchmarks/steps.md: layers of an 8B Llama on four GPUs, in which everything is recomputed."""
     flops = StepFlops.of(WEIGHTS_8B, WEIGHTS_8B, 4 * WIDTH_8B)
     cost = flops.cost(recomputes_layers=True, recomputes_attention=True)
     work = np.array([causal_pairs(0, tokens) for tokens in documents])

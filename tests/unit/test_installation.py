@@ -15,6 +15,7 @@ from distca_hf.version import LOWEST
 
 SPEC = AttentionSpec(scale=1.0)
 ROOT = Path(__file__).parents[2]
+INSTALL = ROOT / "docs" / "install.md"
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 EXTRAS = PROJECT["optional-dependencies"]
@@ -42,7 +43,7 @@ def test_extras_that_pages_name_are_there() -> None:
         for extra in extras.split(",")
     }
 
-    assert ("README.md", "flash4") in named
+    assert {("README.md", "flash4"), ("install.md", "flash4")} <= named
     assert {extra for _, extra in named} <= set(EXTRAS)
 
 
@@ -55,8 +56,8 @@ def test_flash_attention_2_is_installed_after_torch_and_without_isolation() -> N
     assert all("flash-attn --no-build-isolation" in line for line in lines)
 
 
-def readme_row(begin: str) -> str:
-    (row,) = (line for line in PAGES[0].read_text().splitlines() if line.startswith(f"| {begin}"))
+def row_of_page(begin: str) -> str:
+    (row,) = (line for line in INSTALL.read_text().splitlines() if line.startswith(f"| {begin}"))
     return row
 
 
@@ -75,11 +76,11 @@ def operands_on(device_type: str, compute_capability: int | None) -> Operands:
         ("CPU", "cpu", (None,)),
     ],
 )
-def test_readme_names_the_kernels_of_each_device(
+def test_page_names_the_kernels_of_each_device(
     device: str, device_type: str, generations: tuple[int | None, ...]
 ) -> None:
     """In the order in which they are chosen; the reference is not chosen where another one runs."""
-    _, head, kernels, _ = readme_row(device).split("|")
+    _, head, kernels, _ = row_of_page(device).split("|")
     told = [name for name in re.findall(r"`(\w+)`", kernels) if name in KERNELS]
     for generation in generations:
         operands = operands_on(device_type, generation)
@@ -98,6 +99,6 @@ def test_devices_without_a_kernel_are_refused_by_name(device_type: str, generati
         choose_kernel("auto", operands_on(device_type, generation), SPEC)
 
 
-def test_readme_names_the_lowest_versions() -> None:
-    assert f"{PROJECT['requires-python'].removeprefix('>=')} or newer" in readme_row("Python")
-    assert all(f"{name} {version}" in readme_row("packages") for name, version in LOWEST.items())
+def test_page_names_the_lowest_versions() -> None:
+    assert f"{PROJECT['requires-python'].removeprefix('>=')} or newer" in row_of_page("Python")
+    assert all(f"{name} {version}" in row_of_page("packages") for name, version in LOWEST.items())

@@ -344,8 +344,8 @@ def test_imbalance_of_the_longest_documents_does_not_overflow() -> None:
         (Stripe(0, 2, 8, 1, 1), "ranks that do not exist"),
         (Stripe(7, 0, 8, 0, 2), "a document that does not exist; there are 3"),
         (Stripe(0, 0, 8, 1, 2), "rank 0 holds tokens of it"),
-        (Stripe(0, 1, 8, 0, 2), "its borders are not those of segments"),
-        (Stripe(0, 2, 7, 1, 2), "its borders are not those of segments"),
+        (Stripe(0, 1, 8, 0, 2), "its borders are not borders of segments"),
+        (Stripe(0, 2, 7, 1, 2), "its borders are not borders of segments"),
     ],
 )
 def test_wrong_stripes_are_refused(stripe: Stripe, message: str) -> None:

@@ -510,10 +510,15 @@ def falcon(make: Make) -> None:
     ],
     ids=["01 import is forgotten", "02 a batch without labels", "14b Falcon"],
 )
-def test_error_of_another_package_is_on_the_page_of_errors(
+def test_error_of_another_package_is_on_the_page_of_messages(
     mistake: Callable[[Make], None], do: str, make: Make
 ) -> None:
-    page = (REPOSITORY / "docs" / "errors.md").read_text().partition("## Before distca_hf")[2].partition("\n## ")[0]
+    page = (
+        (REPOSITORY / "docs" / "troubleshooting.md")
+        .read_text()
+        .partition("## Before distca_hf")[2]
+        .partition("\n## ")[0]
+    )
     quoted = {
         parts[0].strip(" `"): parts[2] for row in page.splitlines() if len(parts := row.strip("|").split("|")) > 2
     }
@@ -614,7 +619,7 @@ def test_steps_are_optimizer_steps_under_accumulation(make: Make) -> None:
 
 def test_all_errors_can_be_imported_from_the_package() -> None:
     """34."""
-    named = re.findall(r"^\| `(\w+Error)` \|", (REPOSITORY / "docs" / "errors.md").read_text(), re.MULTILINE)
+    named = re.findall(r"^\| `(\w+Error)` \|", (REPOSITORY / "docs" / "troubleshooting.md").read_text(), re.MULTILINE)
 
     assert "NotFiniteError" in named
     assert [name for name in named if not issubclass(getattr(distca_hf, name), DistCAError)] == []

@@ -166,23 +166,23 @@ FOREIGN: dict[str, tuple[dict[str, object], str]] = {
     "Accelerate": (
         {"compute_environment": "LOCAL_MACHINE", "mixed_precision": "bf16"},
         "a configuration of Accelerate: give it to distca train RECIPE --accelerate, or to accelerate launch "
-        "--config_file (docs/using.md, FSDP)",
+        "--config_file (docs/trainer.md, FSDP)",
     ),
     "DeepSpeed": (
         {"zero_optimization": {"stage": 3}, "bf16": {"enabled": True}},
-        "a configuration of DeepSpeed: give it to the script, --deepspeed FILE (docs/using.md, DeepSpeed ZeRO)",
+        "a configuration of DeepSpeed: give it to the script, --deepspeed FILE (docs/trainer.md, DeepSpeed ZeRO)",
     ),
     "axolotl": (
         {"base_model": "Qwen/Qwen3-8B", "datasets": [{"path": "texts.jsonl"}], "learning_rate": 1e-5},
-        "a recipe of axolotl: write a recipe with its values (docs/coming.md, Recipes of other programs)",
+        "a recipe of axolotl: write a recipe with its values (docs/quickstart.md, Recipes of other programs)",
     ),
     "LLaMA-Factory": (
         {"model_name_or_path": "Qwen/Qwen3-8B", "stage": "pt", "output_dir": "out"},
-        "a recipe of LLaMA-Factory: write a recipe with its values (docs/coming.md, Recipes of other programs)",
+        "a recipe of LLaMA-Factory: write a recipe with its values (docs/quickstart.md, Recipes of other programs)",
     ),
     "TRL": (
         {"model_name_or_path": "Qwen/Qwen3-8B", "dataset_name": "texts", "output_dir": "out"},
-        "a configuration of TRL: write a recipe with its values (docs/coming.md, Recipes of other programs)",
+        "a configuration of TRL: write a recipe with its values (docs/quickstart.md, Recipes of other programs)",
     ),
     "TrainingArguments": ({"output_dir": "out", "learning_rate": 1e-5}, "indent them in a section script"),
     "a model": (

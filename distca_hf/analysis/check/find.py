@@ -104,7 +104,7 @@ def find_candidate(name: str, trust_remote_code: bool = False) -> Candidate:
         trust_remote_code: whether Python code next to a configuration may run.
 
     Raises:
-        ConfigError: there is no such model, its configuration is not understood, or its own code is not trusted.
+        ConfigError: no such model exists, its configuration is not understood, or its own code is not trusted.
     """
     if name.endswith(".json") or (Path(name) / CONFIG_FILE).is_file():
         return _of_file(Path(name), trust_remote_code)
@@ -129,14 +129,14 @@ def _load_config(name: str, trust_remote_code: bool = False) -> PreTrainedConfig
     """Loads a configuration from the Hub, from its cache, or from a folder."""
     path = Path(name)
     if path.exists() and not (path / CONFIG_FILE).is_file():
-        raise ConfigError(f"model {name} is not a model of Transformers: {content_of(path)} (docs/check.md)")
+        raise ConfigError(f"model {name} is not a model of Transformers: {content_of(path)} (docs/models.md)")
     try:
         return AutoConfig.from_pretrained(name, **({"trust_remote_code": True} if trust_remote_code else {}))
     except Exception as error:  # of the network, the Hub, or the file
         if path.exists():
             raise ConfigError(f"model {name}: its {CONFIG_FILE} cannot be loaded: {_in_one_line(error)}") from error
         raise ConfigError(
-            f"model {name}: there is no such folder with a {CONFIG_FILE}, and the Hub has no configuration of it or "
+            f"model {name}: no such folder with a {CONFIG_FILE} exists, and the Hub has no configuration of it or "
             f"cannot be reached: {first_line(error)}"
         ) from error
 
@@ -189,7 +189,7 @@ def _of_own_code(file: Path, model_type: str, code: Any, trust_remote_code: bool
         )
     if not trust_remote_code:
         raise ConfigError(
-            f"model config {file}: model type {model_type!r} brings Python code of its own; read it, and give "
+            f"model config {file}: model type {model_type!r} brings its own Python code; read it, and give "
             "--trust-remote-code to run it"
         )
     config = _load_config(str(file.parent), trust_remote_code)

@@ -91,7 +91,7 @@ class Job:
 
     @property
     def capacity_tokens(self) -> int:
-        """Tokens that all ranks hold together: those of the longest document."""
+        """Tokens that all ranks hold together, as many as the longest document."""
         return self.num_ranks * self.tokens_per_rank
 
     @property
@@ -162,7 +162,7 @@ def memory_of(
 ) -> tuple[dict[Sharding, Memory], dict[Sharding, int], dict[Sharding, int]]:
     """Estimates memory for each way to shard weights that can train the model, and finds the tokens per rank that fit.
 
-    Keys, values and states of other ranks are those of one document that all ranks hold together, planned as training
+    Keys, values and states of other ranks are from one document that all ranks hold together, planned as training
     plans it: the most that are sent.
 
     Args:
@@ -243,14 +243,14 @@ def check(candidate: Candidate, job: Job) -> CheckAnswer:
 def judge_quietly(
     candidate: Candidate, gpu: Gpu, capacity_tokens: int, tries: bool = True
 ) -> tuple[Verdict, PreTrainedModel]:
-    """Judges a model as `judge` does, without the words of libraries."""
+    """Judges a model as `judge` does, without the messages of libraries."""
     with _quiet():
         return judge(candidate, gpu, capacity_tokens, tries)
 
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Leaves out the words of libraries about a model without weights, and of a step that does not train. A model's
+    """Leaves out the messages of libraries about a model without weights, and of a step that does not train. A model's
     code may print: that goes to stderr."""
     log, level = get_logger("distca_hf"), logging.getLogger("distca_hf").level
     verbosity, threads = transformers.logging.get_verbosity(), torch.get_num_threads()
@@ -346,7 +346,7 @@ def _kernels(answer: CheckAnswer) -> RenderableType:
         lines.append(Padding(", ".join(able) or "none", INDENTED))
         if why_not:
             lines.append(Padding(f"not {why_not}", INDENTED))
-    lines.append("The first one that is installed and runs is taken: `distca env` shows those of a machine.")
+    lines.append("The first one that is installed and runs is taken: `distca env` shows a machine's.")
     return Group(*lines)
 
 

@@ -162,7 +162,7 @@ def tiny_version(config: PreTrainedConfig) -> PreTrainedConfig:
 
 
 def _settings_like(config: PreTrainedConfig) -> dict[str, Any]:
-    """Returns keywords of a small version; those of its parts are dicts."""
+    """Returns keywords of a small version; keywords of its parts are dicts."""
     settings = _settings(type(config))
     exceptions = EXCEPTIONS.get(config.model_type, {})
     for field in dataclasses.fields(type(config)):
@@ -182,7 +182,7 @@ def _settings_like(config: PreTrainedConfig) -> dict[str, Any]:
 
 
 def _lists_of_layers(config: PreTrainedConfig, exceptions: dict[str, Any]) -> dict[str, Any]:
-    """Returns all lists that have a value for each layer, with those of the first layer of each kind."""
+    """Returns all lists that have a value for each layer, with the values of the first layer of each kind."""
     layers = getattr(config, "num_hidden_layers", None)
     kinds = getattr(config, "layer_types", None)
     if not isinstance(kinds, list | tuple) or len(kinds) != layers or "layer_types" in exceptions:
@@ -198,7 +198,7 @@ def _lists_of_layers(config: PreTrainedConfig, exceptions: dict[str, Any]) -> di
 
 
 def _settings(config_class: type[PreTrainedConfig]) -> dict[str, Any]:
-    """Keywords of a small configuration; those of its parts are dicts."""
+    """Keywords of a small configuration; keywords of its parts are dicts."""
     fields = {field.name for field in dataclasses.fields(config_class)}
     settings = {name: value for name, value in SIZES.items() if name in fields}
     if "kv_lora_rank" in fields:

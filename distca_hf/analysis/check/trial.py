@@ -77,7 +77,7 @@ class Step:
     """Loss, and gradients of all parameters one after the other, of one training step.
 
     Attributes:
-        logits: `[tokens, words]` of all documents one after the other; None where the model returns none.
+        logits: `[tokens, vocabulary]` of all documents one after the other; None where the model returns none.
     """
 
     loss: float
@@ -137,17 +137,17 @@ def planner_of(model: PreTrainedModel, num_ranks: int) -> PlacedPlanner:
 
 
 def step_alone(model: PreTrainedModel) -> Step:
-    """Runs the step on whole documents, each alone."""
+    """Runs the step on whole documents, each by itself."""
     logits: list[torch.Tensor] = []
     loss = loss_alone(model, logits)
     return Step(loss, gradients_of(model), torch.cat(logits) if logits else None)
 
 
 def loss_alone(model: PreTrainedModel, logits: list[torch.Tensor] | None = None) -> float:
-    """Returns the loss of the step on whole documents, each alone, and computes its gradients.
+    """Returns the loss of the step on whole documents, each by itself, and computes its gradients.
 
     Args:
-        logits: gets `[tokens, words]` of each document; documents without labels are run for these alone.
+        logits: gets `[tokens, vocabulary]` of each document; documents without labels are run only for these.
     """
     documents = loader_of(LocalTransport()).documents(epoch=0, micro_batch=0)
     labels = sum(int((document.shift_labels != -100).sum()) for document in documents)
@@ -214,13 +214,14 @@ def gradients_of(model: PreTrainedModel) -> torch.Tensor:
 
 
 NUM_RANKS = 2
-# Largest relative difference that is rounding in fp32; up to 1.0e-05 was measured over all classes (docs/models.md).
+# Largest relative difference that is rounding in fp32; up to 1.0e-05 was measured over all classes
+# (scripts/models/classes.md).
 LARGEST_DIFFERENCE = 5e-5
 
 
 @dataclass(frozen=True)
 class Numerics:
-    """Relative differences of a step on ranks from the same documents each alone.
+    """Relative differences of a step on ranks from the same documents each by itself.
 
     Attributes:
         logits: norm of the difference over the norm; None where the model returns none.
@@ -243,7 +244,7 @@ class Numerics:
         return all(difference <= LARGEST_DIFFERENCE for difference in differences)
 
     def in_words(self) -> str:
-        """Returns the differences in words."""
+        """Returns the differences as text."""
         logits = "" if self.logits is None else f"logits by {self.logits:.1e}, "
         return f"{logits}loss by {self.loss:.1e}, gradients by {self.gradients:.1e}"
 
@@ -257,9 +258,9 @@ class Numerics:
 
 
 def compare(tiny: TinyModel) -> Numerics:
-    """Runs a step on two ranks and on every document alone, and compares them.
+    """Runs a step on two ranks and on every document by itself, and compares them.
 
-    A model whose documents alone differ from run to run draws random numbers in training. It is compared as in
+    A model whose single documents differ from run to run draws random numbers in training. It is compared as in
     evaluation.
 
     Raises:
@@ -275,7 +276,7 @@ def compare(tiny: TinyModel) -> Numerics:
 
 
 def _alone(tiny: TinyModel, seed: int = 0) -> Step:
-    """Returns the step on each document alone; random numbers that the model draws follow the seed."""
+    """Returns the step on each document by itself; random numbers that the model draws follow the seed."""
     model = tiny.build_plain()
     torch.manual_seed(seed)
     return step_alone(model)

@@ -3,7 +3,7 @@
 Three looks, the first two with the functions that training runs. The model's modules and configuration are checked on
 torch's meta device (`integrations.models.check.refusals`). Kernels are chosen for the device that is asked about. Then
 a tiny version of the model trains a step on two ranks (`trial`). Some classes ask for what is not computed in their
-first forward pass alone, and one that mixes tokens in a way that its structure does not show has other numbers.
+first forward pass only, and one that mixes tokens in a way that its structure does not show has other numbers.
 """
 
 import inspect
@@ -351,7 +351,7 @@ def _try(candidate: Candidate, found: _Findings) -> None:
         if not found.numerics.agree:
             found.reasons.append(
                 "its tokens see each other otherwise than by attention, or it attends otherwise than it says: a tiny "
-                f"version on two ranks differs from each document alone, {found.numerics.in_words()}"
+                f"version on two ranks differs from each document by itself, {found.numerics.in_words()}"
             )
     except DistCAError as refusal:
         opening = f"{candidate.class_name} cannot run on distca: "
@@ -368,7 +368,7 @@ def _try(candidate: Candidate, found: _Findings) -> None:
 def make_tiny(candidate: Candidate) -> TinyModel | None:
     """Returns a tiny version of a model that can be built; None if there is none.
 
-    One with the flags of its configuration is preferred to one with those of its class.
+    One with the flags of its configuration is preferred to one with its class's.
     """
     for config_of in (lambda: tiny_version(candidate.config), lambda: tiny_config(type(candidate.config))):
         try:

@@ -160,9 +160,9 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
         "--as-between-nodes",
         type=Path,
         metavar="PROFILE",
-        help="measure only links, and put them into this profile as those between nodes",
+        help="measure only the network, and put it into this profile as that between nodes",
     )
-    parser.add_argument("--remarks", default="", help="words for the file, such as NCCL_P2P_DISABLE=1")
+    parser.add_argument("--remarks", default="", help="a remark for the file, such as NCCL_P2P_DISABLE=1")
     parser.add_argument("--json", action="store_true", dest="as_json", help="print main figures as one JSON object")
     return parser.parse_args(arguments)
 

@@ -86,7 +86,7 @@ def check_curve(name: str, sizes: Sequence[float], *times: Sequence[float]) -> N
 
 
 def check_rising(name: str, sizes: Sequence[float]) -> None:
-    """Raises ValueError where there are no sizes, or these do not rise from above 0."""
+    """Raises ValueError if sizes are missing, or do not rise from above 0."""
     if not sizes or any(later <= earlier for earlier, later in pairwise(sizes)):
         raise ValueError(f"{name} do not rise: {sizes}")
     check_positive(name, sizes)
@@ -159,7 +159,7 @@ class LayerTimes:
         tokens: `[sizes]` tokens of a call.
         forward: `[sizes]` seconds of a pass that keeps nothing, as under activation checkpointing.
         kept: `[sizes]` seconds of a pass that keeps what backward needs.
-        backward: `[sizes]` seconds of backward alone.
+        backward: `[sizes]` seconds of backward only.
     """
 
     hidden_size: int
@@ -182,7 +182,7 @@ class DeviceRates:
         matrix_flops: operations per second of a large matrix product.
         copy_bytes: bytes per second that a copy reads and writes.
         optimizer_seconds: AdamW, per parameter of a rank, in fp32.
-        head_seconds: last matrix and loss, forward and backward, per token and 1,000 words at `head_hidden_size`.
+        head_seconds: last matrix and loss, forward and backward, per token and 1,000 entries of the vocabulary.
         head_hidden_size: size of a token's vector where that was measured.
     """
 
@@ -201,8 +201,8 @@ class LinkTimes:
         num_bytes: `[sizes]` bytes that a rank receives from others, and sends.
         exchange: `[sizes]` seconds of an all-to-all through the product's transport.
         all_gather, reduce_scatter: `[sizes]` seconds of FSDP's collectives.
-        attention_beside: seconds by which a second of exchange delays an attention kernel beside it.
-        products_beside: seconds by which a second of gathering delays matrix products beside it.
+        attention_beside: seconds by which a second of exchange delays an attention kernel meanwhile.
+        products_beside: seconds by which a second of gathering delays matrix products meanwhile.
         ranks_per_node: of these ranks; 1 also for a stand-in, whose ranks share a node and count as nodes.
         one_way: `[sizes]` seconds of an exchange in which every second rank sends to the others, and receives
             nothing; empty where it was not measured.
@@ -364,7 +364,7 @@ def find_profile(name: str) -> ClusterProfile:
 
     nearest = min(shipped, key=apart)
     raise ConfigError(
-        f"--cluster {name}: there is no measured profile of this GPU. The nearest is {nearest}, whose peak is "
+        f"--cluster {name}: this GPU has no measured profile. The nearest is {nearest}, whose peak is "
         f"{(_peak(nearest) or 0) / peak:.2f} times as high: give --cluster {nearest}, the "
         "memory of yours by --gpu-gib, and take only ratios, or measure one with `distca profile`"
     )

@@ -5,7 +5,7 @@ prefix. So a task is a causal call over as many keys as queries (the square), an
 prefix, whose output is merged and whose gradient of queries is added. Short tasks are measured many in one call.
 
 The layer is Transformers' own of a Llama, in bf16, with a function in the place of attention that computes nothing: it
-returns stored random numbers, and hands gradients on. So products, norms, rotary embeddings and sums are those of
+returns stored random numbers, and hands gradients on. So products, norms, rotary embeddings and sums are from
 training. Weights are local; FSDP's collectives are measured by themselves.
 """
 
@@ -189,7 +189,7 @@ class LayerSize:
 
 
 class StoredOutput(torch.autograd.Function):
-    """Returns a stored output; gradients of queries, keys and values are those of the output, without a copy."""
+    """Returns a stored output; gradients of queries, keys and values are the output's, without a copy."""
 
     @staticmethod
     def forward(

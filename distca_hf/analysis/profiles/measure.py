@@ -54,10 +54,10 @@ class Grid:
         windows, window_squares: sliding windows, and the squares that are measured with them.
         call_tokens: queries and keys that a call of short tasks has.
         layers: each with tokens of a call.
-        rates: rows of a square matrix; hidden size, tokens and words of the head.
+        rates: rows of a square matrix; hidden size, tokens and vocabulary of the head.
         num_bytes: bytes that ranks send each other.
-        beside: task beside which exchanges are measured.
-        products_beside: number of matrix products beside which collectives are measured.
+        beside: task that runs while exchanges are measured.
+        products_beside: number of matrix products that run while collectives are measured.
     """
 
     heads: tuple[int, int, int]
@@ -240,7 +240,7 @@ class Measuring:
         )
 
     def links_of(self, profile: ClusterProfile) -> ClusterProfile:
-        """Measures links alone, and returns a profile that has them between nodes. A collective call."""
+        """Measures only the network, and returns a profile that has them between nodes. A collective call."""
         attention = AttentionBench.choose(self._clock, self.kernel, self.grid.heads, *self.grid.call_tokens)
         progress = MeasuringProgress(self.ranks.rank == 0, len(self._link_steps))
         with progress.bar():
@@ -320,7 +320,7 @@ class Measuring:
             return None
         ranks, sizes = self.ranks, tuple(map(float, self.grid.num_bytes))
         exchange, all_gather, reduce_scatter, one_way, to_next = (tuple(column) for column in zip(*rows, strict=True))
-        # Something to send that takes about half as long as the kernels beside it.
+        # Something to send that takes about half as long as the kernels that run meanwhile.
         forward, _, _ = attention.calls(self.grid.beside)
         target = ranks.slowest(forward, FEWEST_CALLS, "measuring kernels") / 2
         num_bytes = _bytes_within(target, sizes, exchange)

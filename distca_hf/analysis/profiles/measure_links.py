@@ -4,7 +4,7 @@ Exchanges go through the product's own transport, on its stream of high priority
 sends go over the default group, as there. With several nodes, all are measured among the ranks of one node, and to
 ranks of others.
 
-All functions are collective calls: every rank makes the same ones in the same order. Times are those of the slowest.
+All functions are collective calls: every rank makes the same ones in the same order. Times are the slowest's.
 """
 
 import statistics
@@ -30,7 +30,7 @@ ALIGNED_NUMBERS = 64
 
 
 class Sends:
-    """Something that is sent beside kernels, again and again."""
+    """Something that is sent while kernels run, again and again."""
 
     def start(self) -> None:
         """Starts to send."""
@@ -79,7 +79,7 @@ class Exchanges(Sends):
 
 
 class OnOwnStream(Sends):
-    """A collective on a stream of high priority, as FSDP gathers weights; on CPUs it is not beside anything."""
+    """A collective on a stream of high priority, as FSDP gathers weights; on CPUs it runs with nothing."""
 
     def __init__(self, run: Callable[[], object], device: torch.device) -> None:
         self._run, self._stream = run, torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
@@ -101,7 +101,7 @@ def ring_sends(num_bytes: int, to: int, by: int, device: torch.device) -> Callab
     """Returns a call that sends keys and values of so many bytes to a rank, and receives as many from another.
 
     They go over the default group, as in published rings. With NCCL such pairs of calls are faster than an all-to-all
-    that has bytes for one rank alone.
+    that has bytes only for one rank.
     """
     own, others = (
         [torch.zeros(part_elements(num_bytes // 2, 2), device=device, dtype=torch.bfloat16) for _ in "kv"]
@@ -133,7 +133,7 @@ PATIENCE_SECONDS = 600.0
 # A series of calls has about so many bytes, and so many calls at least and at most.
 SERIES_BYTES, FEWEST_CALLS, MOST_CALLS = 1 << 29, 3, 40
 SERIES = 3
-# Unit of times that ranks show each other: integers alone go over the wire.
+# Unit of times that ranks show each other: only integers go over the wire.
 TICKS_PER_SECOND = 10**12
 # Newer torch has other names for these two, and warns of the old ones.
 ALL_GATHER = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
@@ -173,7 +173,7 @@ class MeasuringRanks:
 
     @classmethod
     def open(cls, local_rank: int, world_size: int, ranks_per_node: int, use_cpu: bool) -> "MeasuringRanks":
-        """Opens process groups over all launched ranks; one rank alone needs none.
+        """Opens process groups over all launched ranks; a single rank needs none.
 
         Raises:
             ConfigError: nodes have unequally many ranks, or a GPU is missing.
@@ -244,7 +244,7 @@ class MeasuringRanks:
         return statistics.median(max(times) for times in zip(*self.gathered(series, where), strict=True))
 
     def peers(self, between_nodes: bool) -> list[int]:
-        """Returns the ranks that this one sends to: the others of its node, or those of all other nodes."""
+        """Returns the ranks that this one sends to: the others of its node, or all of other nodes."""
         node = self.rank // self.ranks_per_node
         return [
             rank
@@ -306,7 +306,7 @@ class MeasuringRanks:
         return lambda: REDUCE_SCATTER(part, whole, group=group)
 
     def delay_of(self, beside: Callable[[], object], send: Sends, seconds_alone: float) -> float:
-        """Returns the seconds by which a second of sending delays what runs beside it.
+        """Returns the seconds by which a second of sending delays what runs meanwhile.
 
         Args:
             beside: launches kernels.

@@ -53,7 +53,7 @@ def read_plan(content: Mapping[str, Any], source: str) -> Report:
         source=source,
         steps=steps,
         summary=summary,
-        notes=["Nothing is measured: work and bytes are those of the plan, seconds and memory are estimates."],
+        notes=["Nothing is measured: work and bytes come from the plan, seconds and memory are estimates."],
         tables=list(_plan_tables(content)),
         begin_with=most_telling(steps),
     )
@@ -71,7 +71,7 @@ def _plan_figures(content: Mapping[str, Any], number: int, estimates: Mapping[st
         num_servers=0,
         ranks_per_node=int(content["ranks_per_node"]),
     )
-    after = "placed" if content["layout"] == "placed" else "tasks moved"
+    after = "placed" if content["layout"] == "placed" else "attention moved"
     seconds, memory = None, []
     if estimates is not None:
         profile, of_step = estimates["profile"], estimates["rank_seconds"][number]
@@ -92,7 +92,7 @@ def _plan_figures(content: Mapping[str, Any], number: int, estimates: Mapping[st
     finding = balance_in_words("documents in order", after, before, work)
     return StepFigures(
         label=f"micro-step {number} of {content['micro_steps']}",
-        before="documents in the order of the data",
+        before="documents packed in order",
         after=after,
         work_before=before,
         work=work,
@@ -182,7 +182,7 @@ def read_simulation(content: Mapping[str, Any], source: str) -> Report:
         steps=[],
         summary=[f"{_world(one)}: {one['in_short']}" for one in content["simulations"]],
         notes=[
-            f"Nothing is measured here: costs are those of the profile {profile['source']} ({profile['device']}, "
+            f"Nothing is measured here: costs come from the profile {profile['source']} ({profile['device']}, "
             f"{profile['date']}). Assumptions are listed below."
         ],
         tables=[
@@ -196,7 +196,7 @@ def read_simulation(content: Mapping[str, Any], source: str) -> Report:
 
 
 def _world(simulation: Mapping[str, Any]) -> str:
-    """Returns the GPUs of a simulation, in words."""
+    """Returns the GPUs of a simulation, as text."""
     accumulation = f", {simulation['accumulation']} micro-steps" if simulation["accumulation"] > 1 else ""
     stages = f", also as {simulation['num_stages']} stages" if simulation["num_stages"] > 1 else ""
     size = simulation["batch_size"]
@@ -244,7 +244,7 @@ def read_given(content: Mapping[str, Any], source: str) -> Report:
         for name, before, after in IMBALANCES
         if content[after] is not None
     ]
-    way = "rows placed inside the model" if places_rows else "tasks moved"
+    way = "rows placed inside the model" if places_rows else "attention moved"
     world = f"{content['ranks']:,} ranks x {content['batch_size']:,} rows"
     return Report(
         title=f"Plan for batches of {content['source']}",

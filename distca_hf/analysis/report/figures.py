@@ -24,13 +24,13 @@ class Seconds:
 
     Attributes:
         rates: the profile, or the GPU, by which they are predicted; empty if nothing is predicted.
-        source: the same in words.
+        source: the same as text.
         predicted_attention, predicted_rest: of attention, and of all else but the optimizer.
         attention, waiting, exchange, rest: measured: kernels of attention; waiting for rows of other ranks in it;
             sending and merging; and all else of the pass, with waiting in collectives of the framework.
         step: from the beginning of a micro-batch to that of the next one.
         waiting_for_servers: the most of `waiting` that can be for servers, while one computes for longer than this
-            rank. Of ranks that hold tokens alone. Empty without traces of servers.
+            rank. Only of ranks that hold tokens. Empty without traces of servers.
     """
 
     rates: str = ""

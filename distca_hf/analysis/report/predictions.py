@@ -3,7 +3,7 @@
     tasks of a rank, by kind of layers ── kernel times of the profile ── attention
     tokens of a rank                   ── layer times of the profile  ── all else
 
-These are the costs of `distca simulate`, without exchanges and collectives. Where there is no profile of a GPU, rates
+These are the costs of `distca simulate`, without exchanges and collectives. If a GPU has no profile, rates
 of an H200 make an estimate, and the report says so.
 """
 
@@ -30,7 +30,7 @@ class Predicted(NamedTuple):
 
     Attributes:
         rates: name of the profile, or the GPU whose rates were taken; several have commas between them.
-        source: the same in words.
+        source: the same as text.
         attention, rest: `[ranks]` seconds of attention, and of all else but the optimizer and collectives; None where
             they are not known.
     """
@@ -111,9 +111,7 @@ class Predictor:
         if costs is None:
             return None
         pair_seconds = costs.pair_forward_seconds + costs.pair_backward_seconds
-        known = (
-            "sizes of the model are not known" if profile is not None else f"there is no measured profile of {device}"
-        )
+        known = "sizes of the model are not known" if profile is not None else f"no profile was measured on {device}"
         return Predicted(
             costs.rates,
             f"the rates of an {costs.rates}, an estimate: {known}",

@@ -352,7 +352,7 @@ def _memory(trace: RankTrace) -> MemoryBar:
     memory = trace.memory
     parts = [("in use at most", float(memory.peak_bytes))]
     if memory.reserved_bytes > memory.peak_bytes:
-        parts.append(("held by torch beside it", float(memory.reserved_bytes - memory.peak_bytes)))
+        parts.append(("held by torch in addition", float(memory.reserved_bytes - memory.peak_bytes)))
     return MemoryBar(trace.name_of(trace.rank), parts, float(memory.device_bytes))
 
 

@@ -178,7 +178,7 @@ PAGE = Path("report.html")
 
 
 def run_report(source: Path, output: Path | None, as_json: bool, cluster: str | None = None) -> None:
-    """Runs `distca report`. Output is printed at the very end, so that an error leaves nothing behind.
+    """Runs `distca report`. Output is printed at the very end, so that nothing is printed before an error.
 
     Args:
         source: a folder of traces, a file of JSON, or "-" for standard input.
@@ -188,7 +188,7 @@ def run_report(source: Path, output: Path | None, as_json: bool, cluster: str | 
 
     Raises:
         ReportError: nothing there can be read, or the page cannot be written.
-        ConfigError: there is no such profile.
+        ConfigError: no such profile exists.
     """
     report = read_source(source, cluster)
     page = output or (None if as_json else PAGE)

@@ -1,7 +1,7 @@
 """Straggler: the rank or the attention server that others wait for, and why, in sentences.
 
 Ranks meet in the exchanges of every layer. The rank that waits least there is the one that comes last. If its kernels
-take longer, attention is the reason: it has more work, or it is slower at the same work. Else it loses time beside
+take longer, attention is the reason: it has more work, or it is slower at the same work. Else it loses time outside of
 attention.
 
 Trainers may all wait for an attention server instead. Clocks of processes are not compared. In each call trainers and
@@ -132,7 +132,7 @@ def straggler_in_words(work: Sequence[float], seconds: Seconds) -> str:
             return f"No rank waits for others: the longest waiting in attention is {longest:.1%} of the pass."
         return (
             f"All ranks wait about as long, up to {longest:.1%} of the pass: not for one of them, but for rows on "
-            "their way. Links are slow for so many bytes, or there is little to compute meanwhile."
+            "their way. The network is slow for so many bytes, or there is little to compute meanwhile."
         )
     named = (
         f"Others wait for rank {last}: rank {first} waits {1e3 * waited[first]:.1f} ms in attention, rank {last} "
@@ -147,7 +147,7 @@ def straggler_in_words(work: Sequence[float], seconds: Seconds) -> str:
             "median for the same work: look at its clocks and temperature, and for other programs there."
         )
     return (
-        f"{named}Its attention kernels take no longer than those of others, so it comes late from elsewhere: other "
+        f"{named}Its attention kernels take no longer than others, so it comes late from elsewhere: other "
         "layers (experts), the host, data, or a callback on that rank."
     )
 

@@ -29,7 +29,7 @@ MOST_BUDGET = 1e30
 
 
 def run_simulate(options: SimulateOptions) -> None:
-    """Runs `distca simulate`. Output is printed at the very end, so that an error leaves nothing behind.
+    """Runs `distca simulate`. Output is printed at the very end, so that nothing is printed before an error.
 
     Raises:
         ConfigError: an option, the model or the profile is wrong.
@@ -100,10 +100,10 @@ def run_simulate(options: SimulateOptions) -> None:
 # What holds for every simulation; docs/simulation.md has the equations.
 ASSUMPTIONS = (
     "FSDP2 in bf16: ranks wait for each other in every layer, and each layer's weights are gathered twice in a "
-    "micro-step, while GPUs compute; at both ends of a micro-step GPUs wait for links",
-    "not counted: data loading, the host's time, other jobs on the links, GPUs of unequal speed",
+    "micro-step, while GPUs compute; at both ends of a micro-step GPUs wait for the network",
+    "not counted: data loading, the host's time, other jobs on the network, GPUs of unequal speed",
 )
-# And for batches that are packed, or those of --batch-size.
+# And for batches that are packed, or made by --batch-size.
 OF_PACKED = (
     "plain packing: as TRL packs (bfd), whole documents in packs of equal tokens; longer ones are cut",
     "distca, your packs: the packs of plain packing; rows are placed inside the model, head and loss stay",

@@ -5,7 +5,7 @@
     head, AdamW   per token and word, per weight                                           from `DeviceRates`
     links         an exchange, an all-gather, a reduce-scatter, by bytes                    from `LinkTimes`
 
-Where the model's sizes are not those of the profile, times are scaled, and `notes` says how.
+Where the model's sizes are not the profile's, times are scaled, and `notes` says how.
 """
 
 from dataclasses import dataclass, replace
@@ -112,7 +112,7 @@ class Passes:
 
 @dataclass(frozen=True)
 class LayerSeconds:
-    """Seconds of a layer without attention: a pass that keeps nothing, one that keeps, and backward alone."""
+    """Seconds of a layer without attention: a pass that keeps nothing, one that keeps, and backward only."""
 
     forward: FloatArray
     kept: FloatArray

@@ -63,7 +63,7 @@ class Load:
         left_out_pairs: attended pairs of all layers that are left out where documents are cut at borders.
         saves_attention: whether outputs are kept under activation checkpointing.
         beside_seconds: further seconds of the micro-batch, such as planning in the step.
-        head_tokens: `[ranks]` tokens that each rank's head computes; None: those of its layers.
+        head_tokens: `[ranks]` tokens that each rank's head computes; None: its layers' tokens.
         state_bytes: as `bytes_per_layer`, of a mixer.
     """
 
@@ -99,7 +99,7 @@ class Way:
         key: its name in JSON.
         loads: makes the load of each micro-batch of a step.
         costly: whether it is planned only on some steps, because that takes long.
-        family: ways of one family differ only in group size, and the fastest is shown; empty if there are no others.
+        family: ways of one family differ only in group size, and the fastest is shown; empty if it has no others.
         is_ours: whether distca_hf does it.
         in_stages: whether it runs in the stages of a pipeline; loads are then of the ranks of one stage.
         servers: data ranks that serve attention, and hold no weights.
@@ -134,11 +134,11 @@ class Exchanges:
 
 @dataclass(frozen=True)
 class Hidden:
-    """Exchanges beside the kernels of a layer.
+    """Exchanges during the kernels of a layer.
 
     Attributes:
         exchanges: their seconds.
-        chunks: parts that rows come in. Results of those of a chunk leave while the next one is attended.
+        chunks: parts that rows come in. Results of a chunk leave while the next one is attended.
         moves_queries: whether queries move on any rank.
         beside: seconds by which a second of exchange delays kernels.
         keeps: whether rows of others are kept until backward; otherwise they are sent for recomputation and for
@@ -182,7 +182,7 @@ class Hidden:
         return Attention(forward, recomputed, backward, sent, comes + wires.gradients, layers)
 
     def _delay(self, sent: FloatArray, seconds: FloatArray, kernels: FloatArray) -> FloatArray:
-        """Returns the seconds that exchanges take from the kernels beside them. Where kernels wait there are none."""
+        """Returns the seconds that exchanges take from the kernels meanwhile. Where kernels wait there are none."""
         waits = seconds - kernels
         return self.beside * np.clip(sent - waits, 0.0, kernels)
 

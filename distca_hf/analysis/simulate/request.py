@@ -165,7 +165,7 @@ class SimulationRequest:
 
     @property
     def num_ranks(self) -> int:
-        """Data ranks; with a pipeline those of all stages, which without it would be data ranks alike."""
+        """Data ranks; with a pipeline of all stages, which without it would be data ranks alike."""
         return self.gpus // self.tensor_ranks
 
     @property
@@ -175,7 +175,7 @@ class SimulationRequest:
 
     @property
     def capacity_tokens(self) -> int:
-        """Tokens that the data ranks of a stage hold in a micro-batch; those of all data ranks without a pipeline."""
+        """Tokens that the data ranks of a stage hold in a micro-batch; all data ranks without a pipeline."""
         return self.stage_ranks * self.tokens_per_rank
 
     @property

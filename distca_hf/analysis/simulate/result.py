@@ -98,7 +98,7 @@ class Result:
 
     @property
     def of_rank(self) -> str:
-        """What a rank has in a micro-step, in words."""
+        """What a rank has in a micro-step, as text."""
         return f"{self.tokens_per_rank:,} tokens" if self.batch_size is None else f"{self.batch_size:,} rows"
 
     @property
@@ -136,7 +136,7 @@ class Result:
         return " ".join(filter(None, (self._choice(), self.beside_stages())))
 
     def beside_stages(self) -> str:
-        """Returns the fastest pipeline beside the fastest other way of distca_hf; empty without a pipeline."""
+        """Returns the fastest pipeline next to the fastest other way of distca_hf; empty without a pipeline."""
         if self.num_stages == 1:
             return ""
         within = _best(way for way in self.ways if way.in_stages and way.is_ours and way.fits)

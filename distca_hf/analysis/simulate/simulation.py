@@ -190,7 +190,7 @@ class Simulation:
         load = partial(ours, self.costs, self.cluster, keeps=keeps, gather_seconds=gather)
         return [load(planner.plan(batch), chunks, self._saves) for batch in step]
 
-    # Given batches: those of the request, or packs of plain packing.
+    # Given batches: the request's, or packs of plain packing.
 
     def _given_ways(self) -> list[Way]:
         """Returns distca_hf's ways for given batches. Tasks move if documents stay whole, else rows are placed."""
@@ -211,7 +211,7 @@ class Simulation:
             plan = self.request.given_plans(places_rows=False).plan
             return [self._of_plan(plan(self._home(batch)), batch) for batch in step]
 
-        return Way("tasks_moved", "distca, tasks moved", loads, costly=True, is_ours=True)
+        return Way("tasks_moved", "distca, attention moved", loads, costly=True, is_ours=True)
 
     def _rows_placed(self, step: Step, loss_is_placed: bool) -> list[Load]:
         planner, loads = self.request.given_plans(places_rows=True), []
@@ -274,7 +274,7 @@ def run_steps(
     track: Track = iter,
     keys: tuple[str, ...] = (),
 ) -> tuple[Simulation, list[Simulated]]:
-    """Simulates steps in every way, or in those of some keys.
+    """Simulates steps in every way, or in some ways by their keys.
 
     Returns:
         The simulation, whose notes are complete, and all steps.

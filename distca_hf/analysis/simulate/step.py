@@ -6,7 +6,7 @@ slowest rank. Weights of the next layer are gathered meanwhile, and gradients of
     gather     | root | layer 0 | layer 1 | layer 2 | ...          | reduce layer 0 | reduce root |
     kernels    |                | layer 0 | layer 1 | ...   | layer 0
 
-At both ends nothing is computed beside. If wires take longer than kernels, a layer takes as long as its wires.
+At both ends nothing is computed meanwhile. If wires take longer than kernels, a layer takes as long as its wires.
 
 Gathers and reductions begin with a layer's pass. An exchange of attention that kernels wait for shares the wires with
 what is left of them, and takes as much longer.
@@ -126,7 +126,7 @@ class Training:
         return float(self.costs.copy_seconds((GATHERED_CASTS + self.sums_gradients) * CAST_BYTES * shards))
 
     def adding_seconds(self) -> float:
-        """Returns the seconds of adding a micro-batch's gradients to those of earlier ones."""
+        """Returns the seconds of adding a micro-batch's gradients to earlier ones."""
         weights = self.costs.model.size.parameters // self.costs.tensor_ranks
         way: Sharding = "fsdp2_synced" if self.sums_gradients else "fsdp2"
         added = gradient_bytes(way, weights, weights // self.shards, micro_steps=2)
@@ -160,12 +160,12 @@ class Training:
         """Returns `[ranks]` seconds that FSDP's collectives add to a layer's pass, from whose beginning they run.
 
         An exchange that kernels wait for has half of the wires until it or the collectives end. Kernels that run
-        beside them are delayed. The ranks of an exchange hold equally many tokens, so that it begins as soon as each
+        meanwhile are delayed. The ranks of an exchange hold equally many tokens, so that it begins as soon as each
         of them comes to it; ranks of other groups may hold fewer, and begin earlier.
 
         Args:
             collectives: seconds of all of them.
-            waits: `[ranks]` seconds of the exchange, alone, or the same of all.
+            waits: `[ranks]` seconds of only the exchange, or the same of all.
             before: `[ranks]` seconds of kernels before the exchange.
         """
         shared = np.minimum(np.maximum(0.0, collectives - before), waits)
@@ -181,7 +181,7 @@ class Training:
         return TENSOR_COLLECTIVES * (node.all_gather(hidden) + node.reduce_scatter(hidden))
 
     def _ends(self, load: Load) -> float:
-        """Returns the seconds of embedding, head and loss, and of collectives with nothing beside them."""
+        """Returns the seconds of embedding, head and loss, and of collectives with nothing computed meanwhile."""
         collectives = sum(
             self.gather_seconds(num_bytes) + self.reduce_seconds(num_bytes)
             for num_bytes in (self._root_bytes, self.costs.layer_weight_bytes)
@@ -301,7 +301,7 @@ class StageMemory:
             layers=tuple(replace(layer, count=math.ceil(held * layer.count / stages)) for layer in size.layers),
         )
         memory = estimate_memory(part, self.setup, self.tokens, self.received_bytes)
-        # Of all layers, and not of those alone that are computed.
+        # Of all layers, and not only of those that are computed.
         gathered = GATHERED_BYTES * parameters // self.setup.tensor_ranks
         # Outputs wait, too. Inputs that wait are among what layers keep.
         waiting = held * (is_first - is_last) / pipeline.chunks

@@ -200,8 +200,8 @@ def ulysses(costs: Costs, cluster: Cluster, document_tokens: IntArray, group: in
 
 
 def ring(costs: Costs, cluster: Cluster, document_tokens: IntArray, group: int) -> Load:
-    """Returns the load of zigzag context parallelism in a ring. Keys and values of the next rank arrive while those of
-    the previous one are attended. Steps take as long with windows as without."""
+    """Returns the load of zigzag context parallelism in a ring. Keys and values of the next rank arrive while
+    the previous ones are attended. Steps take as long with windows as without."""
     held = fill_groups(document_tokens, cluster.num_ranks // group)
     tokens = np.repeat(ceil_div(np.array([int(x.sum()) for x in held]), group), group)
     kernels = [_ring_kernels(costs, lengths, group) for lengths in held]

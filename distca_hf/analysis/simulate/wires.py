@@ -24,7 +24,7 @@ WORDS = {
     "all_gather": "all-gather",
     "reduce_scatter": "reduce-scatter",
 }
-# Most seconds by which a second on the wires delays kernels beside it: one after the other takes no longer.
+# Most seconds by which a second on the wires delays kernels meanwhile: one after the other takes no longer.
 MOST_DELAY = 1.0
 
 
@@ -116,12 +116,12 @@ class Cluster:
 
     @property
     def attention_beside(self) -> float:
-        """Seconds by which a second of exchange delays attention beside it, on the slower links."""
+        """Seconds by which a second of exchange delays attention meanwhile, on the slower links."""
         return self._delay("attention")
 
     @property
     def products_beside(self) -> float:
-        """Seconds by which a second of gathering delays products beside it."""
+        """Seconds by which a second of gathering delays products meanwhile."""
         return self._delay("products")
 
     def _delay(self, kernels: str) -> float:
@@ -139,7 +139,7 @@ class Cluster:
     def _both_ways(self, links: LinkTimes | None, traffic: WireBytes) -> FloatArray:
         """Returns the seconds of sending and receiving at once: as much as goes both ways, and the rest one way.
 
-        They lie between those that were measured of the less, and of the more, in both directions: one way alone never
+        They lie between those that were measured of the less, and of the more, in both directions: a single way never
         takes longer than both.
         """
         more, less = np.maximum(traffic.sent, traffic.received), np.minimum(traffic.sent, traffic.received)

@@ -193,7 +193,7 @@ class DividedModel:
         if head is not None and getattr(head, "weight", None) is self.outline.get_input_embeddings().weight:
             raise ConfigError(
                 f"{name}: tie_word_embeddings=True, and its embeddings are on stage 0 and its head on stage "
-                f"{pipeline.num_stages - 1}: each would train weights of its own. Train it without a pipeline; or "
+                f"{pipeline.num_stages - 1}: each would train separate weights. Train it without a pipeline; or "
                 "untie them first (a copy of the weights, and tie_word_embeddings=False in config.json)"
             )
         self.stack = LayerStack.of(self.outline)

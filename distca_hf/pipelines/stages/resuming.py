@@ -48,7 +48,7 @@ def save_training(
     Args:
         parts: of this rank.
         optimizer: of all their weights.
-        folder: for one checkpoint alone. One that is there is replaced when the new one is whole. A symbolic link
+        folder: only for one checkpoint. One that is there is replaced when the new one is whole. A symbolic link
             stays: what it points to is replaced.
         plugin: the one that the parts were loaded with.
         others: whatever else has `state_dict` and `load_state_dict`, under names of your choice: the loader, the
@@ -101,15 +101,15 @@ def load_training(
 
     Args:
         parts: of this rank.
-        optimizer: a new one, of all their weights. Its settings become those of the checkpoint.
+        optimizer: a new one, of all their weights. Its settings become the checkpoint's.
         folder: as saved.
         plugin: the one that the parts were loaded with.
         others: those that were saved, under the same names. One that is left out begins anew, with a warning. A
             learning-rate schedule is made before, as it adds settings to the optimizer.
 
     Raises:
-        ConfigError: there is no whole checkpoint; or it is of another model, optimizer or position in the data. When a
-            position is refused, weights are those of the checkpoint already.
+        ConfigError: no whole checkpoint exists; or it is of another model, optimizer or position in the data. When a
+            position is refused, weights are from the checkpoint already.
         CheckpointError: a rank could not read.
     """
     folder, grid = Path(folder).resolve(), plugin.members.grid
@@ -166,8 +166,8 @@ def _replace(folder: Path, unfinished: Path, earlier: Path, transport: Transport
         cause = f"{type(problem).__name__}: {first_line(problem)}" if problem else "the first rank says why"
         raise CheckpointError(
             f"{grid.name}: the training is whole in {unfinished}, and cannot be renamed to {folder}: {cause}. Rename "
-            "it before the next one is saved, or give a folder that can be renamed (no mount point, in a folder of "
-            "your own)"
+            "it before the next one is saved, or give a folder that can be renamed (no mount point, in your own "
+            "folder)"
         ) from problem
 
 
@@ -179,7 +179,7 @@ def _check_replaceable(folder: Path) -> None:
         if foreign:
             raise ConfigError(
                 f"{folder} holds {foreign[0]}{and_more(len(foreign) - 1)}, and save_training replaces its whole "
-                "folder; give one of its own"
+                "folder; give an empty one"
             )
     elif folder.exists():
         raise ConfigError(f"{folder} is a file, and save_training writes a folder; give another name")

@@ -131,7 +131,7 @@ class LayerStack:
         return removed
 
     def modules_of_others(self, layers: range, *, is_first: bool, is_last: bool) -> Sequence[str]:
-        """Returns names of the modules that a stage does not run; arguments as those of `keep`."""
+        """Returns names of the modules that a stage does not run; arguments as in `keep`."""
         gone = [f"{self.layers}.{number}" for number in range(self.num_layers) if number not in layers]
         return [*gone, *([] if is_first else self.before), *([] if is_last else self.after)]
 

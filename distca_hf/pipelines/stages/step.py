@@ -61,7 +61,7 @@ def check_schedule(schedule: type, pipeline: Pipeline, micro_steps: int, modules
             "ScheduleInterleaved1F1B, or 1 chunk"
         )
     parts = [part for module in modules for part in module.modules() if isinstance(part, ModelPart)]
-    for part in parts:  # or another stage would take the bytes of one dtype for those of the other
+    for part in parts:  # or another stage would take the bytes of one dtype for the other's
         if part.hidden_dtype != parts[0].hidden_dtype:
             raise ConfigError(
                 f"part {parts[0].number} of the model sends hidden states in {parts[0].hidden_dtype}, and part "

@@ -25,7 +25,7 @@ from distca_hf.errors import ConfigError
 from distca_hf.pipelines.stages.divided_model import ModelPart
 
 
-# Groups of an optimizer are numbered on each stage, so that those of two stages would be taken for the same. Flat,
+# Groups of an optimizer are numbered on each stage, so that two stages' would be taken for the same. Flat,
 # every weight has the settings of its group.
 OPTIONS = StateDictOptions(flatten_optimizer_state_dict=True)
 WEIGHTS, OPTIMIZER, RANDOM, OTHERS = "weights.", "optimizer.", "random.", "others."
@@ -43,7 +43,7 @@ class TrainingState:
         parts: of this rank.
         optimizer: of their weights.
         grid: of all ranks.
-        device: of the training; a GPU has random numbers of its own.
+        device: of the training; a GPU has its own random numbers.
         others: whose states are saved as well, by name.
 
     Attributes:
@@ -76,7 +76,7 @@ class TrainingState:
             )
 
     def to_save(self) -> Entries:
-        """Returns all entries of this rank. Tensors are those of the training, and no copies."""
+        """Returns all entries of this rank. Tensors are the training's, and no copies."""
         is_new = not self._optimizer.state
         entries = _without_names(self._entries_with_room())
         if is_new:  # torch has made the states of a first step, which would count as one
@@ -113,7 +113,7 @@ class TrainingState:
         self._check_groups(here)
         weights, of_optimizer = _without_prefix(WEIGHTS, here), _without_prefix(OPTIMIZER, here)
         # Groups without weights, such as that of embeddings on stages that have none, are hidden: flat settings are
-        # those of weights, and torch looks for the first weight of every group.
+        # names of weights, and torch looks for the first weight of every group.
         groups = self._optimizer.param_groups
         self._optimizer.param_groups = [group for group in groups if group["params"]]
         try:
@@ -143,7 +143,7 @@ class TrainingState:
         }
 
     def _check_groups(self, entries: Entries) -> None:
-        """Checks that weights of one group were saved with the same settings. Torch takes those of the first one."""
+        """Checks that weights of one group were saved with the same settings. Torch takes the first one's."""
         names = {weight: name for name, weight in self._whole.named_parameters()}
         for number, group in enumerate(self._optimizer.param_groups):
             in_group = [names[weight] for weight in group["params"]]

@@ -2,11 +2,11 @@
 
 packed        rank 0 | d1[0:200K]           |
               rank 1 | d1[200K:201K] | d2 ..        1K queries would need 200K keys
-merged        the 1K queries are computed on rank 0, where the keys are, or those of some heads are
+merged        the 1K queries are computed on rank 0, where the keys are, or some heads are
 
 A `Strategy` says which tails are merged, and settles other choices that a greedy pass cannot make by looking ahead. So
 several strategies are tried. `MovedBytes` counts what each candidate moves, and the next one's `Prices` follow.
-Queries that move cost their own bytes and those of their outputs, keys cost theirs once for each rank that reads them.
+Queries that move cost their own bytes and their outputs', keys cost theirs once for each rank that reads them.
 """
 
 from bisect import insort
@@ -190,7 +190,7 @@ class DocumentsByRank:
     Attributes:
         spanning: documents that span ranks, and (start, stop, rank) of their segments.
         whole, whole_tokens: all other documents and their lengths, by rank and longest first.
-        borders: `[ranks + 1]` where those of each rank begin.
+        borders: `[ranks + 1]` where each rank's begin.
         whole_work: `[ranks]` attended pairs of these.
 
     Args:

@@ -49,7 +49,7 @@ Offer = tuple[float, int, list[Column]]  # room, rank, columns of the stack for 
 def work_limits(total_work: int, num_ranks: int, speeds: Sequence[float] | None, tolerance: float) -> list[float]:
     """Returns `[ranks]` most work of each rank: its share of all work, by speed, and the tolerance above it.
 
-    Every rank has the same tolerance, as a bound on the largest one. A tolerance for receiving ranks alone would leave
+    Every rank has the same tolerance, as a bound on the largest one. A tolerance only for receiving ranks would leave
     the work that all of them lack on the rank that gives.
 
     Raises:
@@ -155,7 +155,7 @@ class GreedyMoves:
             self._prefixes.setdefault(stack.document, {})[stack.rank] = keys
 
     def balance(self, surplus: Amounts, room: Amounts) -> None:
-        """Moves work until there is no surplus that ranks have to give, or no room that others may take."""
+        """Moves work until no surplus is left that ranks have to give, or no room that others may take."""
         # Givers are a heap, largest surplus first; takers are sorted, most room last. One move changes one of each.
         givers = [(-amount, rank) for rank, amount in surplus.items() if amount > self._negligible]
         takers = sorted((amount, rank) for rank, amount in room.items() if amount > self._negligible)

@@ -39,7 +39,7 @@ STEPS_PER_RANK = 8
 GOOD_ENOUGH = 1.02
 # Number of ranks up to which all candidates are tried, whatever their ratio: they take a few milliseconds.
 SMALL_WORLD = 16
-# Maximum ratio of the largest rank's bytes of a node-aware candidate to those of the best candidate.
+# Maximum ratio of the largest rank's bytes of a node-aware candidate to the best candidate's.
 NEARLY_AS_GOOD = 1.05
 # Factor between tolerances that are tried where bytes are limited; it ends at the one that moves nothing.
 TOLERANCE_GROWS = 2

@@ -1,4 +1,4 @@
-"""The section about Transformers' own tests on the page of models."""
+"""The section about Transformers' own tests on the page of classes."""
 
 import re
 import textwrap
@@ -11,35 +11,28 @@ from upstream.outcomes import ASSERTS_SDPA, BOTH, OTHER, REFUSED, Failure, Run, 
 MESSAGE_CHARACTERS = 130
 OF_TRANSFORMERS = """## Transformers' own tests
 
-Transformers tests every model class: training, saving, generation with all kinds of caches, padding, packing. These
-tests run with distca instead of sdpa; what does not pass runs once more with sdpa:
+Transformers' tests of model classes run with distca instead of sdpa; what does not pass runs once more with sdpa:
 
 ```
 pip install parameterized httpx
-python scripts/models/upstream_tests.py --transformers CHECKOUT --page docs/models.md --json now.json \\
+python scripts/models/upstream_tests.py --transformers CHECKOUT --page scripts/models/classes.md --json now.json \\
     --compare earlier.json
 ```
 
-CHECKOUT is a source tree of the installed Transformers version or of one near it. Neither a GPU nor the Hub is needed.
-
-Suite *models* is each family's test file with distca as the default; many of its tests never attend. Suite *attention*
-holds its tests of sdpa and FlashAttention 2, with distca instead. Tests over several processes are left out. Most
-tests that skip themselves need a GPU or are marked as slow.
+CHECKOUT is a source tree of about the installed version. Suite *models* is each family's test file with distca as the
+default; suite *attention* holds its tests of sdpa and FlashAttention 2, with distca instead.
 """
 OF_TRL = """## TRL's own tests
 
-TRL tests its trainers with tiny models: losses, references, LoRA, checkpointing, generation, tools, images. These
-tests run with distca as the default attention and `DistCAPlugin().attach(trainer)` before every training, in one
-process; what does not pass runs once more without distca:
+TRL's tests of its trainers run with distca as the default attention and `DistCAPlugin().attach(trainer)` before every
+training, in one process; what does not pass runs once more without distca:
 
 ```
-python scripts/models/upstream_tests.py --trl CHECKOUT --page docs/models.md
+python scripts/models/upstream_tests.py --trl CHECKOUT --page scripts/models/classes.md
 ```
 
-Models and datasets are made with TRL's scripts, not loaded from the Hub. Tests of models that need a processor from
-the Hub, or torchvision, fail with both. CHECKOUT may be a source tree of another version of TRL. On two ranks
-`tests/integration/test_padded_trainers.py` compares losses, gradient norms and weights of DPO, KTO, reward, GRPO,
-RLOO, SFT, GKD and distillation with sdpa.
+Models and datasets are made with TRL's scripts; tests that need the Hub or torchvision fail with both. On two ranks
+`tests/integration/test_padded_trainers.py` compares losses, gradient norms and weights with sdpa.
 """
 COLUMNS = ("suite", "passed", REFUSED, ASSERTS_SDPA, OTHER, f"fails {BOTH}")
 UNLIKE = "They fail with sdpa, too, but with another error:"

@@ -256,8 +256,8 @@ def test_a_file_that_is_no_configuration_is_one_line(name: str, tmp_path: Path) 
 def test_a_folder_of_another_format_is_named_with_the_page(command: list[str], tmp_path: Path) -> None:
     """By all commands that take a model."""
     folders = {
-        "empty": ({}, "the folder has no config.json (docs/check.md)"),
-        "adapter": ({"adapter_config.json": '{"base_model_name_or_path": "a/b"}'}, "give its base model a/b (docs/ch"),
+        "empty": ({}, "the folder has no config.json (docs/models.md)"),
+        "adapter": ({"adapter_config.json": '{"base_model_name_or_path": "a/b"}'}, "give its base model a/b (docs/mo"),
         "meta": ({"params.json": "{}"}, "it is in the format of Meta or Mistral (params.json), give a version"),
         "code": (
             {"config.json": '{"model_type": "mine", "auto_map": {"AutoConfig": "a.B"}}'},
@@ -315,8 +315,8 @@ def test_code_of_a_folder_runs_only_if_it_is_trusted(tmp_path: Path) -> None:
 
 
 def test_the_page_shows_what_is_printed() -> None:
-    """The example of docs/check.md, up to the place where it is cut off."""
-    page = (REPOSITORY / "docs" / "check.md").read_text()
+    """The example of docs/models.md, up to the place where it is cut off."""
+    page = (REPOSITORY / "docs" / "models.md").read_text()
     _, _, rest = page.partition("$ distca check gemma2 --gpu a100\n")
     shown = rest.partition("\n...\n")[0].splitlines()
     printed = [line.rstrip() for line in run("gemma2", "--gpu", "a100").stdout.splitlines()]

@@ -149,7 +149,7 @@ def test_gpu_without_a_profile_has_an_estimate_that_says_so() -> None:
     found = Predictor().predict({0: trace}, 1)
 
     assert found.rates == "H200"
-    assert found.source == ("the rates of an H200, an estimate: there is no measured profile of NVIDIA A100-SXM4-80GB")
+    assert found.source == ("the rates of an H200, an estimate: no profile was measured on NVIDIA A100-SXM4-80GB")
     assert found.attention == [pytest.approx(trace.work[0] * 3.5e-11)]
     assert Predictor().predict({0: replace(trace, costs=None, device="cpu")}, 1).attention == ()
 

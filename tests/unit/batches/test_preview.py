@@ -32,7 +32,7 @@ def test_balance_share_and_speed_up_are_those_of_the_micro_batches() -> None:
     # In the order of the data attention took 0.7 x (1,500 + 10,500) = 8,400.
     assert second_line(TWO, COST, 4, "seen") == (
         "attention work of the busiest rank 2.50 -> 1.00 times the mean; attention is about 70% of a step; "
-        "steps should be 2.40 times as fast as in the order of the data (seen)"
+        "steps should be 2.40 times as fast as packed in order (seen)"
     )
 
 
@@ -67,7 +67,7 @@ def test_servers_take_a_part_of_the_time_of_attention() -> None:
     # Three trainers, and servers that are one trainer together: attention takes 2,800 x 3 / 4.
     assert second_line(SERVED, COST, 3, "seen") == (
         "attention time of the busiest rank 2.50 -> 0.75 times the mean of the trainers; attention is about 70% of a "
-        "step; steps should be 2.91 times as fast as in the order of the data (seen)"
+        "step; steps should be 2.91 times as fast as packed in order (seen)"
     )
 
 

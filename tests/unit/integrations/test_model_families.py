@@ -30,7 +30,7 @@ def test_page_says_what_the_check_says(families: ModuleType) -> None:
 
 
 def test_what_works_is_trained_in_the_list_of_all_classes(families: ModuleType) -> None:
-    lines = (REPOSITORY / "docs" / "models.md").read_text().splitlines()
+    lines = (REPOSITORY / "scripts" / "models" / "classes.md").read_text().splitlines()
     cells = [line.strip("| ").split(" | ") for line in lines if line.startswith("| works |")]
     trained = {model_type for _, _, model_types in cells for model_type in model_types.split(", ")}
     working = [family for family in families.FAMILIES if family.name in PAGE and not family.sign]

@@ -283,7 +283,7 @@ def test_folder_with_other_files_is_not_replaced(checkpoint: Path, tmp_path: Pat
         training.save(tmp_path / "mine")
     with pytest.raises(
         ConfigError,
-        match=r"holds mine\.earlier \(and 1 more like it\), and save_training replaces .*; give one of its own$",
+        match=r"holds mine\.earlier \(and 1 more like it\), and save_training replaces .*; give an empty one$",
     ):
         training.save(tmp_path)
     with pytest.raises(ConfigError, match=r"model\.safetensors is a file, and save_training writes a folder"):

@@ -5,6 +5,8 @@ import inspect
 import re
 from collections.abc import Iterator
 
+import yaml
+
 from distca_hf import errors
 from distca_hf.analysis.memory import TrainingSetup, estimate_memory
 from distca_hf.analysis.models import preset
@@ -18,9 +20,11 @@ from support.commands import REPOSITORY
 
 
 DOCS = REPOSITORY / "docs"
-TEXT = (DOCS / "using.md").read_text()
-ERRORS = (DOCS / "errors.md").read_text()
-SECTIONS = "\n".join((DOCS / f"{name}.md").read_text() for name in ("settings", "log", "errors")).split("\n## ")
+USING = "\n".join((DOCS / f"{name}.md").read_text() for name in ("quickstart", "trainer", "loops", "models", "nodes"))
+ERRORS = (DOCS / "troubleshooting.md").read_text()
+SECTIONS = "\n".join((DOCS / f"{name}.md").read_text() for name in ("settings", "log", "troubleshooting")).split(
+    "\n## "
+)
 FIRST_CELLS = re.compile(r"^\| (.+?) \| ", re.MULTILINE)
 
 
@@ -118,7 +122,7 @@ def test_memory_on_the_page_of_sizes_is_estimated() -> None:
 def test_versions_that_divide_models_are_those_of_the_refusals() -> None:
     rows = {
         row[0]: row[1]
-        for line in TEXT.splitlines()
+        for line in USING.splitlines()
         if line.startswith("| `") and len(row := [cell.strip() for cell in line.strip("|").split(" | ")]) == 4
     }
     (experts,) = (versions for sizes, versions in rows.items() if "expert parallelism" in sizes)
@@ -128,7 +132,7 @@ def test_versions_that_divide_models_are_those_of_the_refusals() -> None:
     assert re.findall(r"5\.\d+", experts) == [LOWEST_WHOLE_EXPERTS, LOWEST_EXPERTS, LOWEST_TENSOR]
     for recipe, lowest in (("tensor", LOWEST_TENSOR), ("experts", LOWEST_WHOLE_EXPERTS)):
         assert f"Transformers {lowest} or newer" in (REPOSITORY / "recipes" / "train" / f"{recipe}.yaml").read_text()
-    assert f"Trainer before {LOWEST_DIVIDES_AGAIN} makes its optimizer" in TEXT
+    assert f"Trainer before {LOWEST_DIVIDES_AGAIN} makes its optimizer" in USING
 
 
 def test_every_example_is_linked() -> None:
@@ -137,8 +141,20 @@ def test_every_example_is_linked() -> None:
         "quickstart_report.py",
     }
 
-    assert set(re.findall(r"\]\(\.\./examples/([^)#]+)\)", TEXT)) == examples
+    assert set(re.findall(r"\]\(\.\./examples/([^)#]+)\)", USING)) == examples
 
 
-def test_readme_leads_here() -> None:
-    assert "docs/using.md" in (REPOSITORY / "README.md").read_text()
+def test_readme_leads_to_all_pages_for_users() -> None:
+    """All in the first part of the navigation, except the front page of the site."""
+    users, _ = (next(iter(part.values())) for part in yaml.safe_load((REPOSITORY / "mkdocs.yml").read_text())["nav"])
+    pages = [next(iter(entry.values())) for entry in users]
+    readme = (REPOSITORY / "README.md").read_text()
+
+    assert len(pages) <= 13
+    assert [page for page in pages[1:] if f"](docs/{page})" not in readme] == []
+
+
+def test_front_page_is_short() -> None:
+    words = len((REPOSITORY / "README.md").read_text().split())
+
+    assert words <= 1400

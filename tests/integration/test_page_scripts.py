@@ -1,4 +1,4 @@
-"""The script in README, run as it is printed there, on two CPU processes with a small model and tokenizer."""
+"""Scripts on pages, run as they are printed there, on two CPU processes."""
 
 import json
 import os
@@ -18,7 +18,7 @@ from support.scripts import run_script
 from support.texts import END, save_word_model, write_documents
 
 
-TEXT = (REPOSITORY / "README.md").read_text()
+TEXT = (REPOSITORY / "docs" / "quickstart.md").read_text()
 
 
 @pytest.fixture
@@ -95,7 +95,7 @@ def test_files_that_commands_name_come_with_the_package() -> None:
 def test_lines_that_train_from_a_recipe_can_be_launched() -> None:
     lines = [shlex.split(line, comments=True)[1:] for line in TEXT.splitlines() if line.startswith("distca train")]
 
-    assert len(lines) == 3
+    assert len(lines) == 4
     for words in lines:
         shown = CliRunner().invoke(app, [*words, "--dry-run"])
         assert (shown.exit_code, shown.output.split()[:2]) == (0, ["accelerate", "launch"]), shown.output
@@ -108,3 +108,41 @@ def test_line_that_collects_documents_makes_a_long_and_many_short_ones(tmp_path:
 
     assert len(lengths) > 15
     assert max(lengths) > 3 * sum(lengths) / len(lengths)
+
+
+def first_block(page: str) -> tuple[str, str]:
+    """Language and text of a page's first block of code."""
+    found = re.search(
+        r"^```(\w*)\n(.*?)^```$", (REPOSITORY / "docs" / f"{page}.md").read_text(), re.DOTALL | re.MULTILINE
+    )
+    assert found
+    return found[1], found[2]
+
+
+def test_first_script_on_the_page_of_trainer_is_balanced(tmp_path: Path) -> None:
+    language, code = first_block("trainer")
+    (tmp_path / "train.py").write_text(code)
+    printed = run_script(2, tmp_path, [tmp_path / "train.py"])
+
+    assert language == "python"
+    imbalances = [float(number) for number in re.findall(r"'distca': 'imbalance ([\d.]+), ", printed)]
+    assert len(imbalances) == 4
+    assert max(imbalances) < 1.05
+    assert re.search(r"work of the busiest rank in a step 1\.\d\d -> 1\.0\d times the mean", printed)
+
+
+@pytest.mark.parametrize(
+    "page", ["will-it-help", "sizes", "log", "nodes", "models", "settings", "troubleshooting", "planning"]
+)
+def test_first_block_of_a_page_runs_in_an_empty_folder(page: str, tmp_path: Path) -> None:
+    language, code = first_block(page)
+    command = (
+        [SCRIPTS / "python", "-c", code] if language == "python" else ["bash", "-e", "-o", "pipefail", "-c", code]
+    )
+    run_command(command, cwd=tmp_path, PATH=f"{SCRIPTS}:{os.environ['PATH']}")
+
+
+def test_first_block_of_the_page_of_loops_is_its_example() -> None:
+    _, command = first_block("loops")
+
+    assert '"$(distca recipes cpu_2proc)" "$(distca examples accelerate_loop)"' in command
