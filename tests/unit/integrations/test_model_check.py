@@ -472,7 +472,10 @@ def first_batch() -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    "config", [NemotronConfig(**GROUPED), StableLmConfig(**GROUPED)], ids=["Nemotron", "StableLM"]
+    "config", [
+        pytest.param(NemotronConfig(**GROUPED), id="Nemotron", marks=builds_nemotron),
+        pytest.param(StableLmConfig(**GROUPED), id="StableLM"),
+    ],
 )
 def test_model_that_keeps_the_plan_from_its_layers_is_refused_after_the_first_forward(config: Any) -> None:
     model = enabled(build(config))
