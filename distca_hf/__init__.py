@@ -31,6 +31,7 @@ from distca_hf.errors import (
     UnsupportedAttentionError,
     VersionError,
 )
+from distca_hf.launched import attaches_every_trainer
 from distca_hf.version import __version__, check_versions
 
 
@@ -101,6 +102,16 @@ def when_imported(name: str, action: Callable[[], None]) -> None:
         sys.meta_path.insert(0, _Watch(name, action))
 
 
+def attach_every_trainer() -> None:
+    """Attaches every Trainer of this process for as long as it trains (`integrations.trainer.every_trainer`)."""
+    module = "distca_hf.integrations.trainer.every_trainer"
+
+    def install() -> None:
+        importlib.import_module(module).install(lambda: __getattr__("DistCAPlugin")())
+
+    when_imported("transformers.trainer", install)
+
+
 class _OwnFolders(importlib.abc.MetaPathFinder):
     """A finder of folders that are in the installed package, and next to it in a checkout.
 
@@ -169,3 +180,5 @@ if not any(isinstance(finder, _OwnFolders) for finder in sys.meta_path):
     sys.meta_path.insert(0, _OwnFolders())
 when_imported("transformers.modeling_utils", lambda: _apply("attention"))
 when_imported("accelerate.data_loader", lambda: _apply("skip_batches"))
+if attaches_every_trainer():
+    attach_every_trainer()

@@ -125,6 +125,7 @@ def train(
     accelerate launch (-- --num_processes 4). The whole line is printed first.
     """
     from distca_hf import run as command
+    from distca_hf.launch_check import check_launch
 
     arguments = context.args
     if attention_servers is not None:
@@ -135,7 +136,7 @@ def train(
     with _one_line_errors():
         line = command.launch_line(recipe, script, accelerate, arguments, context.obj)
         if not dry_run:
-            command.check_launch(line)
+            check_launch(line)
     typer.echo(printable(shlex.join(line)))
     if not dry_run:
         command.launch(line)

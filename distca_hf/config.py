@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, cast
 
 from distca_hf.errors import ConfigError, nearest
-from distca_hf.launched import JOB_SECRET, LAUNCHED_SERVERS, read_servers
+from distca_hf.launched import ATTACH, JOB_SECRET, LAUNCHED_SERVERS, read_servers
 from distca_hf.layout import Topology
 from distca_hf.settings import Settings, described, fields_of, read_text, values_of
 
@@ -337,6 +337,6 @@ def unknown_environment_settings() -> dict[str, str | None]:
         variable.removeprefix(ENVIRONMENT_PREFIX): variable for variable in map(variable_of, fields_of(DistCAConfig))
     }
     given = {name for name in os.environ if name.startswith(ENVIRONMENT_PREFIX)}
-    unknown = given - set(variables.values()) - {LAUNCHED_SERVERS, JOB_SECRET, OF_RECIPE}
+    unknown = given - set(variables.values()) - {ATTACH, LAUNCHED_SERVERS, JOB_SECRET, OF_RECIPE}
     meant = {name: nearest(name.removeprefix(ENVIRONMENT_PREFIX), variables) for name in sorted(unknown)}
     return {name: near and variables[near] for name, near in meant.items()}

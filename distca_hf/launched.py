@@ -18,6 +18,8 @@ from distca_hf.errors import ConfigError
 
 # Variable of the environment that says how many servers each node has, once roles are taken: "1,1".
 LAUNCHED_SERVERS = "DISTCA_LAUNCHED_SERVERS"
+# Variable of the environment that asks for every Trainer of the process to be attached: 1 or 0.
+ATTACH = "DISTCA_ATTACH"
 # Variable of the environment with the secret that the processes of a job share, and the file in which the first
 # process of a node leaves it for the others.
 JOB_SECRET, SECRET_FILE = "DISTCA_JOB_SECRET", "distca_job_secret"
@@ -123,6 +125,18 @@ class LaunchedProcess:
 def launched_rank() -> int:
     """Returns the rank that the launcher gave to this process (0 without a launcher)."""
     return int(os.environ.get("RANK", "0"))
+
+
+def attaches_every_trainer() -> bool:
+    """Returns whether the environment asks for every Trainer of this process to be attached.
+
+    Raises:
+        ConfigError: the variable is neither 1 nor 0.
+    """
+    text = os.environ.get(ATTACH, "")
+    if text not in ("", "0", "1"):
+        raise ConfigError(f"environment variable {ATTACH}={text!r} is neither 1 nor 0")
+    return text == "1"
 
 
 def launched_local_rank() -> int:

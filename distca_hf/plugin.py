@@ -161,8 +161,9 @@ class DistCAPlugin(ParallelContext):
         """Balances a Trainer: checks, metrics, and rows that are placed inside the model. Call it before
         `trainer.train()`.
 
-        Dataset, sampler, collator, batch size and loss stay the Trainer's. With `tokens_per_rank` it gets placed
-        batches instead, as of `dataloader`.
+        Dataset, sampler, collator, batch size and loss stay the Trainer's. The model attends with distca from then on,
+        whatever attention it was loaded with. With `tokens_per_rank` the Trainer gets placed batches instead, as of
+        `dataloader`.
 
         Raises:
             ConfigError: it is no Trainer, or is set up in a way that would make the loss wrong.
@@ -183,7 +184,7 @@ class DistCAPlugin(ParallelContext):
         """Undoes `attach`: the Trainer makes its own batches again, and its model attends on each rank alone.
 
         Methods, arguments, callbacks, and the model's hooks and settings are as they were before `attach`. Weights,
-        optimizer and state stay as training left them. The model keeps `attn_implementation="distca"`.
+        optimizer and state stay as training left them.
 
         Raises:
             ConfigError: nothing is attached; the Trainer is training; or a method was replaced after `attach`.

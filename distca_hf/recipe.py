@@ -13,6 +13,7 @@ their folders are next to the package; an installation puts them inside (`setup.
 Nothing here imports torch: the environment must be set before libraries are imported.
 """
 
+import importlib.util
 import json
 import os
 import re
@@ -267,6 +268,28 @@ def run_script(script: Path, arguments: Sequence[str]) -> None:
     sys.argv = [str(script), *arguments]
     sys.path.insert(0, str(script.parent))
     runpy.run_path(str(script), run_name="__main__")
+
+
+def check_module(module: str) -> None:
+    """Checks that there is a module of a name.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    try:
+        known = importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError as error:
+        if not f"{module}.".startswith(f"{error.name}."):
+            raise  # a package that it is in lacks another one
+        known = False
+    if not known:
+        raise ConfigError(f"no module {module}: install its package, or give a script without -m")
+
+
+def run_module(module: str, arguments: Sequence[str]) -> None:
+    """Runs a module as `python -m module arguments` would."""
+    sys.argv = [module, *arguments]
+    runpy.run_module(module, run_name="__main__", alter_sys=True)
 
 
 def _check_texts(texts: Iterable[str], impossible: re.Pattern[str], where: str, use: str) -> None:

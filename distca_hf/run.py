@@ -1,65 +1,75 @@
-"""`python -m distca_hf.run [--recipe RECIPE] [SCRIPT] [ARGUMENTS]`: runs a script in a process prepared from a recipe.
+"""`python -m distca_hf.run [--recipe RECIPE] [--attach] [-m MODULE | SCRIPT] [ARGUMENTS]`: runs a script in a process
+prepared from a recipe.
 
 Meant for `accelerate launch -m distca_hf.run ...` and `torchrun -m distca_hf.run ...`; `distca train` starts both.
 RECIPE is a YAML file or the name of a shipped recipe (`distca recipes` lists them). SCRIPT is a file or the name of a
 shipped example (`distca examples`). Without it the recipe's own script runs. Without a recipe the script alone makes
 settings. `--attention-servers N` makes the last N processes of each node attention servers, which run no script; it
-wins over the recipe. Both options may also come after the script; all other arguments are the script's.
+wins over the recipe. `--attach` attaches every Trainer for as long as it trains, and no line of the program changes;
+DISTCA_ATTACH=1 does the same wherever distca_hf is imported. Options but `-m` may also come after the script; all
+other arguments are the script's.
 
 `distca train RECIPE [ARGUMENTS]` is one `accelerate launch` of this, and refuses beforehand, in one line each, what
 cannot work. In a process that a launcher has started already (`torchrun --no-python distca train ...`) the script runs
 at once.
 
+    accelerate launch -m distca_hf.run --attach -m trl.scripts.sft --model_name_or_path MODEL --dataset_name DATASET
+
 Example: torchrun --nproc-per-node 8 -m distca_hf.run --recipe llama3_8b_128k train.py --dataset DATASET
 """
 
-import argparse
-import ast
-import logging
 import os
 import sys
-import tempfile
-import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import fields, replace
-from importlib.machinery import SourceFileLoader
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
-from typing import Any, NoReturn
+from typing import NamedTuple
 
-from distca_hf.config import DistCAConfig, variable_of
-from distca_hf.errors import ConfigError, DistCAError, did_you_mean, first_line, printable
-from distca_hf.launched import LaunchedProcess, launched_local_rank
+import distca_hf
+from distca_hf.errors import ConfigError, DistCAError, printable
+from distca_hf.launched import launched_local_rank
 from distca_hf.recipe import (
     EXAMPLES,
-    OF_ACCELERATE,
     RECIPES,
     Recipe,
-    foreign_format,
+    check_module,
     prepare_process,
-    read_yaml,
+    run_module,
     run_script,
-    variables,
 )
 from distca_hf.servers.supervisor import supervise
-from distca_hf.settings import names_of
-from distca_hf.telemetry import leave_for_launcher
+from distca_hf.telemetry import get_logger, leave_for_launcher
 
 
-USAGE = "usage: python -m distca_hf.run [--recipe RECIPE] [--attention-servers N] [SCRIPT] [ARGUMENTS]"
+log = get_logger(__name__)
+
+USAGE = (
+    "usage: python -m distca_hf.run [--recipe RECIPE] [--attach] [--attention-servers N] [-m MODULE | SCRIPT] "
+    "[ARGUMENTS]"
+)
 OPTION = "--recipe"
+ATTACH_OPTION, MODULE_OPTION = "--attach", "-m"
 SERVERS_OPTION = "--attention-servers"
 # Words of the line that `distca train` starts: before the configuration of Accelerate, and before the recipe.
 LAUNCHER = ("accelerate", "launch")
 MODULE = ("-m", "distca_hf.run")
-# Names at the top level of a script that takes part.
-ARGUMENTS, CHECK = "ARGUMENTS", "check"
-# Name of the script as a module: not its own, which a library may have.
-SCRIPT = "distca_train_script"
-OFFLINE = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
-# Arguments of Transformers that are a file or folder, unless they are JSON.
-PATHS = ("resume_from_checkpoint", "deepspeed", "fsdp_config")
+
+
+class Command(NamedTuple):
+    """What a command line says.
+
+    Attributes:
+        recipe: settings of the process.
+        program: the script's file, or the name of a module.
+        arguments: those of the line that the program gets after the recipe's.
+        attaches: whether every Trainer of the program is attached.
+    """
+
+    recipe: Recipe
+    program: Path | str
+    arguments: list[str]
+    attaches: bool
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -68,9 +78,11 @@ def main(arguments: Sequence[str]) -> None:
         sys.stdout.write(f"{__doc__}\n{USAGE}\n")
         return
     try:
-        recipe, path, rest = read_command(arguments)
+        recipe, program, rest, attaches = read_command(arguments)
         role = recipe.role()
         prepare_process(recipe, role)
+        if isinstance(program, str):
+            check_module(program)
     except ConfigError as error:
         leave_for_launcher(f"distca_hf.run: {error}")
         if launched_local_rank() == 0:  # all processes of a node have the same arguments and files
@@ -78,8 +90,15 @@ def main(arguments: Sequence[str]) -> None:
         sys.exit(2)
     if role is not None and role.is_server:
         sys.exit(supervise(role.number, role.num_trainers, role.num_servers))
+    if attaches:
+        distca_hf.attach_every_trainer()
     try:
-        run_script(path, [*recipe.script, *rest])
+        if isinstance(program, Path):
+            run_script(program, [*recipe.script, *rest])
+        else:
+            run_module(program, [*recipe.script, *rest])
+        if attaches:
+            _tell_of_no_trainer()
     except SystemExit as ended:
         if isinstance(ended.code, str):
             leave_for_launcher(ended.code)
@@ -97,18 +116,34 @@ def main(arguments: Sequence[str]) -> None:
                 note_end(role.number)  # so that the servers of this trainer end, too
 
 
-def read_command(arguments: Sequence[str]) -> tuple[Recipe, Path, list[str]]:
-    """Returns the recipe, the script, and the arguments of the line that the script gets after the recipe's.
+def _tell_of_no_trainer() -> None:
+    """Logs a line if the program has ended and no Trainer of it has trained."""
+    module = sys.modules.get("distca_hf.integrations.trainer.every_trainer")
+    if not getattr(module, "TRAINED", ()):
+        log.info(
+            "%s: no Trainer has trained, so nothing was attached; a loop of your own calls distca_hf.enable(model, "
+            "plugin)",
+            ATTACH_OPTION,
+        )
+
+
+def read_command(arguments: Sequence[str]) -> Command:
+    """Returns what a command line says.
 
     Raises:
         ConfigError: the line or the recipe is wrong, or there is no such script.
     """
     servers, others = _take(arguments, SERVERS_OPTION)
+    attaches, others = ATTACH_OPTION in others, [word for word in others if word != ATTACH_OPTION]
     name, script, rest = parse_names(others)
     recipe = Recipe() if name is None else Recipe.read(RECIPES.find(name))
     if servers is not None:
         recipe = replace(recipe, plugin=recipe.plugin | {"attention_servers": servers})
-    return recipe, find_script(recipe, script, str(name)), rest
+    if script == MODULE_OPTION:
+        if not rest or rest[0].startswith("-"):
+            raise ConfigError(f"expected a module after {MODULE_OPTION}, got {rest[0] if rest else 'none'}")
+        return Command(recipe, rest[0], rest[1:], attaches)
+    return Command(recipe, find_script(recipe, script, str(name)), rest, attaches)
 
 
 def find_script(recipe: Recipe, script: str | None, name: str) -> Path:
@@ -129,13 +164,13 @@ def find_script(recipe: Recipe, script: str | None, name: str) -> Path:
 
 
 def parse_names(arguments: Sequence[str]) -> tuple[str | None, str | None, list[str]]:
-    """Returns the recipe and the script if they are given, and the script's arguments.
+    """Returns the recipe and the script, or `-m` before a module, if they are given; and the arguments that follow.
 
     Raises:
         ConfigError: neither is given.
     """
     recipe, rest = _take(arguments, OPTION)
-    script = rest.pop(0) if rest and not rest[0].startswith("-") else None
+    script = rest.pop(0) if rest and (rest[0] == MODULE_OPTION or not rest[0].startswith("-")) else None
     if recipe is None and script is None:
         raise ConfigError(f"expected {OPTION} or a script, got neither")
     return recipe, script, rest
@@ -193,172 +228,6 @@ def launch(line: Sequence[str]) -> None:
     sys.stdout.flush()
     module = ".".join((LAUNCHER[0], "commands", LAUNCHER[1]))
     os.execv(sys.executable, [sys.executable, "-m", module, *line[len(LAUNCHER) :]])
-
-
-def check_launch(line: Sequence[str]) -> None:
-    """Checks a line of `launch_line`. Accelerate's own functions read the configuration.
-
-    A script takes part if it has `ARGUMENTS` at its top level: the dataclasses that it gives to `HfArgumentParser`.
-    They parse its arguments. If it also has a function `check`, that gets the parsed arguments, and refuses wrong ones
-    by `SystemExit` with a message. No hub is asked.
-
-    Raises:
-        ConfigError: processes, the script or its arguments cannot work; says why and what to do.
-    """
-    from accelerate.commands.launch import launch_command_parser
-
-    parser = launch_command_parser()
-    _refuse_as(parser, "accelerate launch")
-    started = parser.parse_args(list(line[len(LAUNCHER) :]))
-    recipe, script, arguments = read_command(started.training_script_args)
-    processes, machines = _check_processes(started)
-    here = processes // machines
-    recipe.role(lambda: LaunchedProcess(0, 0, processes, here, 0, machines))
-    _check_script(recipe, script, arguments, frozenset(vars(started)))
-
-
-def _check_processes(started: argparse.Namespace) -> tuple[int, int]:
-    """Returns the numbers of processes and machines."""
-    from accelerate.commands.config.config_args import ClusterConfig, load_config_from_file
-
-    file = started.config_file
-    content = read_yaml(file)
-    try:
-        config = load_config_from_file(file)
-    except Exception as error:  # wrong keys and values of every kind
-        other = foreign_format(file, content, OF_ACCELERATE)
-        raise ConfigError(other or f"{file} is not a configuration of Accelerate: {first_line(error)}") from error
-    if not isinstance(config, ClusterConfig):
-        raise ConfigError(f"{file} starts a job of {config.compute_environment.value}, not processes on this machine")
-    numbers = {}
-    for name in ("num_processes", "num_machines"):
-        given = getattr(started, name)
-        number = getattr(config, name) if given is None else given
-        if number in (None, -1):
-            raise ConfigError(f"{file} has no {name}: add it, or give -- --{name} N at the end of the line")
-        if type(number) is not int or number < 1:
-            where = file if given is None else "accelerate launch"
-            raise ConfigError(f"{where}: {name} is {number!r}; write a whole number, at least 1")
-        numbers[name] = number
-    processes, machines = numbers["num_processes"], numbers["num_machines"]
-    if not started.cpu and not config.use_cpu:
-        _check_gpus(file, processes // machines, str(started.gpu_ids or config.gpu_ids or "all"))
-    return processes, machines
-
-
-def _check_gpus(file: str, processes: int, gpu_ids: str) -> None:
-    """Refuses more processes than this machine has GPUs: Accelerate would start ranks without a GPU."""
-    import torch
-
-    gpus = torch.cuda.device_count()
-    if gpu_ids != "all":
-        gpus = sum(word.strip().isdecimal() and int(word) < gpus for word in gpu_ids.split(","))
-    if gpus < processes:
-        other = (
-            f"-- --num_processes {gpus} at the end of the line"
-            if gpus
-            else "--accelerate cpu_2proc --use_cpu true --bf16 false"
-        )
-        of_them = "" if gpu_ids == "all" else f" of gpu_ids {gpu_ids}"
-        raise ConfigError(
-            f"{file} starts {processes} processes on each machine, and this one has {gpus} GPUs{of_them}; give {other}"
-        )
-
-
-def _check_script(recipe: Recipe, script: Path, arguments: Sequence[str], of_launcher: frozenset[str]) -> None:
-    """Checks the arguments of a script that takes part."""
-    try:
-        tree = ast.parse(script.read_bytes(), str(script))
-    except (OSError, SyntaxError, ValueError) as error:
-        raise ConfigError(f"{script} is not a Python script: {first_line(error)}") from error
-    assigned = (ast.unparse(node) for node in tree.body if isinstance(node, ast.Assign | ast.AnnAssign))
-    if not any(line.startswith((f"{ARGUMENTS} =", f"{ARGUMENTS}:")) for line in assigned):
-        return  # to import any other script may be to train
-    with _quiet(), variables(OFFLINE):
-        module = _imported(script)
-        parsed = _parse(getattr(module, ARGUMENTS), recipe, script, arguments, of_launcher)
-        try:
-            getattr(module, CHECK, lambda parsed: None)(parsed)
-        except SystemExit as refused:
-            raise ConfigError(str(refused)) from refused
-    for name in PATHS:
-        value = getattr(parsed, name, None)
-        if isinstance(value, str) and not value.startswith("{") and not Path(value).exists():
-            raise ConfigError(f"--{name} {value}: there is no such file or folder")
-    folder = getattr(parsed, "output_dir", None)
-    if folder is not None:
-        path = Path(folder).expanduser()
-        try:
-            path.mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryFile(dir=path) as written:
-                written.write(b"x")
-                written.flush()
-        except OSError as error:
-            raise ConfigError(f"--output_dir {folder} cannot be written to: {error.strerror or error}") from error
-
-
-def _parse(
-    kinds: Any, recipe: Recipe, script: Path, arguments: Sequence[str], of_launcher: frozenset[str]
-) -> argparse.Namespace:
-    """Returns the arguments as the script gets them, without making objects of them, which would look for devices."""
-    from transformers import HfArgumentParser
-
-    parser = HfArgumentParser(kinds, allow_abbrev=False, prog=script.name)
-    _refuse_as(parser, script.name)
-    file = script.with_suffix(".args")  # HfArgumentParser reads it first
-    of_file = file.read_text(encoding="utf-8").split() if file.is_file() else []
-    parsed, unknown = parser.parse_known_args([*of_file, *recipe.script, *arguments])
-    if not unknown:
-        return parsed
-    option = next((word for word in unknown if word.startswith("-")), None)
-    if option is None:
-        raise ConfigError(f"{unknown[0]!r} belongs to no argument of {script.name}: write it after its name")
-    name = option.partition("=")[0].lstrip("-").replace("-", "_")
-    where = "section script of the recipe" if option in recipe.script else "the line"
-    if name in names_of(DistCAConfig):
-        hint = " It is a setting: write it into section plugin of the recipe"
-        hint += "" if name in recipe.plugin else f", or set {variable_of(name)}"  # which the recipe would win over
-    elif name in of_launcher:
-        hint = " It is an option of accelerate launch: write it after -- at the end of the line"
-    else:
-        hint = did_you_mean(name, (field.name for kind in kinds for field in fields(kind)))
-    raise ConfigError(f"{script.name} has no argument {option.partition('=')[0]}, which {where} gives.{hint}")
-
-
-def _refuse_as(parser: argparse.ArgumentParser, program: str) -> None:
-    """Makes a parser raise ConfigError, where it would print its usage and end the process."""
-
-    def refuse(message: str) -> NoReturn:
-        raise ConfigError(f"{program}: {message}")
-
-    parser.error = refuse  # type: ignore[method-assign]
-
-
-def _imported(script: Path) -> ModuleType:
-    """Imports a script as a module, with its folder on the path, as when it runs."""
-    loader = SourceFileLoader(SCRIPT, str(script))
-    sys.modules[SCRIPT] = module = ModuleType(SCRIPT)  # types that are written as text are looked up there
-    module.__file__ = str(script)
-    sys.path.insert(0, str(script.parent.resolve()))
-    try:
-        loader.exec_module(module)
-    except Exception as error:
-        raise ConfigError(f"{script} cannot be imported: {type(error).__name__}: {first_line(error)}") from error
-    finally:
-        sys.path.pop(0)
-    return module
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Silences libraries: the refusal is one line."""
-    logging.disable(logging.CRITICAL)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        logging.disable(logging.NOTSET)
 
 
 if __name__ == "__main__":

@@ -212,9 +212,8 @@ def placed_in_another_model(plan: LivePlan, model_name: str) -> PlanError:
     return PlanError(
         f"{plan.transport.grid.name}, micro-batch {plan.micro_batch}: a placed batch arrived in a model that was not "
         f"enabled ({model_name}). Its rows hold parts of documents, which only distca_plan explains, and the result "
-        'would be wrong. Load that model with attn_implementation="distca", call distca_hf.enable(model, plugin) with '
-        "the plugin of the batch before it is wrapped, and pass it the batch. Call the enabled model itself, neither "
-        "its forward nor a module inside of it"
+        "would be wrong. Call distca_hf.enable(model, plugin) with the plugin of the batch before that model is "
+        "wrapped, and pass it the batch. Call the enabled model itself, neither its forward nor a module inside of it"
     )
 
 

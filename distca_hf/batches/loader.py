@@ -384,8 +384,8 @@ class PlacedLoader:
             self._warned_of_use = True
             log.warning(
                 "the last %d micro-batches were handed out, and no enabled model ran on them. Another model must not "
-                "train on placed batches: it would see parts of documents. Load it with attn_implementation='distca' "
-                "and call distca_hf.enable(model, plugin)",
+                "train on placed batches: it would see parts of documents. Call "
+                "distca_hf.enable(model, plugin) for it",
                 len(self._latest),
             )
         self._latest.append(plan.use)

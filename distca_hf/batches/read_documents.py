@@ -39,6 +39,7 @@ from distca_hf.batches.batch_documents import (
     padded_rows,
     tokens_of,
 )
+from distca_hf.batches.square_masks import numbered_rows
 from distca_hf.data.documents import IGNORED_LABEL
 from distca_hf.data.rows import MEDIA
 from distca_hf.errors import PackingError, and_more
@@ -346,7 +347,7 @@ def checksum_of(batch: Batch, lengths: IntArray | None) -> int:
 
 def _on_host(batch: Batch) -> dict[str, Any]:
     """Copies the entries that are read to the host; media stay where they are."""
-    given = _read_of(batch)
+    given = _read_of(numbered_rows(batch))
     if "input_ids" not in given:
         given["inputs_embeds"] = batch["inputs_embeds"][..., :1].detach()
     on_gpu = next((value for value in given.values() if value.is_cuda), None)

@@ -131,7 +131,7 @@ def distca_attention(
     if s_aux is not None and s_aux.shape != query.shape[1:2]:
         raise UnsupportedAttentionError(
             f"{name_of(module)}: s_aux has shape {tuple(s_aux.shape)}, and there are {query.shape[1]} query heads; "
-            "distca computes one sink for each. Load the model with another attn_implementation"
+            "distca computes one sink for each. Run this model without distca_hf"
         )
     mask = _row_mask(module, attention_mask, query.shape[2], key.shape[2])
     window_tokens, chunked = _window(module, sliding_window, mask)
@@ -184,8 +184,8 @@ def _check_call(module: nn.Module, dropout: float, is_causal: bool | None, keywo
             for name, given in asked.items()
         )
         raise UnsupportedAttentionError(
-            f"{name_of(module)}: {named} is not computed by distca, and ignoring it would change the result; load the "
-            "model with another attn_implementation"
+            f"{name_of(module)}: {named} is not computed by distca, and ignoring it would change the result; run this "
+            "model without distca_hf"
         )
     if is_causal is False or getattr(module, "is_causal", True) is False:
         raise UnsupportedAttentionError(
@@ -225,8 +225,8 @@ def _row_mask(module: nn.Module, mask: torch.Tensor | RowMask | None, queries: i
         raise UnsupportedAttentionError(
             f"{name_of(module)}: got an attention mask of shape {tuple(mask.shape)} of the caller's own; distca "
             "computes causal attention inside documents. Give attention_mask as zeros and ones of shape [batch, "
-            "tokens], or position_ids that begin at 0 in every document; or load the model with another "
-            "attn_implementation"
+            "tokens], or position_ids that begin at 0 in every document; or run this model without "
+            "distca_hf"
         )
     if mask.refusal is not None or mask.shape[2:] != (queries, keys):
         raise mask.error(module, queries, keys)

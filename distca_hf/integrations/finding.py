@@ -222,7 +222,7 @@ def in_chunks(documents: Documents, given: Given, chunk_tokens: int | None) -> D
         raise UnsupportedAttentionError(
             f"layers attend inside of chunks of {chunk_tokens} tokens, and a pass with a cache is at token "
             f"{first + given.queries}: beyond the first chunk these are computed without a cache only. Set "
-            "use_cache=False, or load the model with another attn_implementation"
+            "use_cache=False, or run this model without distca_hf"
         )
     if documents.longest_keys <= chunk_tokens:
         return documents

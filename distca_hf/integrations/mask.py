@@ -113,7 +113,7 @@ class RowMask:
             return UnsupportedAttentionError(f"{name_of(layer)}: {self.refusal}")
         return UnsupportedAttentionError(
             f"{name_of(layer)}: has {queries} queries and {keys} keys per row, but the model made its mask for "
-            f"{self.shape[2]} and {self.shape[3]}; load it with another attn_implementation"
+            f"{self.shape[2]} and {self.shape[3]}; run this model without distca_hf"
         )
 
     def contiguous(self) -> "RowMask":
@@ -256,7 +256,7 @@ def _refusal(is_causal: bool, is_combined: bool, attention_mask: torch.Tensor | 
     if is_combined:
         return (
             "the model combines its causal mask with one of its own (for images, prefixes or blocks), which distca "
-            "does not compute; load it with another attn_implementation"
+            "does not compute; run this model without distca_hf"
         )
     if attention_mask is not None and attention_mask.ndim != 2:
         shape = tuple(attention_mask.shape)

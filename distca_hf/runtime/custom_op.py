@@ -168,5 +168,5 @@ def _refuse_tangents(name: str, given: tuple[object, ...]) -> None:
     if in_dual_level() and any(forward_ad.unpack_dual(x).tangent is not None for x in tensors):
         raise UnsupportedAttentionError(
             f"distca::{name} has no forward-mode derivatives (torch.func.jvp, forward_ad), and they would be lost "
-            "here; use backward, or load the model with another attn_implementation"
+            "here; use backward, or run this model without distca_hf"
         )

@@ -35,8 +35,9 @@ import distca_hf
 from distca_hf.analysis.check.tiny_config import LONGEST_TOKENS
 from distca_hf.analysis.check.trial import CAPACITY_TOKENS, Step, documents_dataset, loss_alone
 from distca_hf.errors import DistCAError
-from distca_hf.integrations.models.check import IMPLEMENTATION, check_model
+from distca_hf.integrations.models.check import check_model
 from distca_hf.integrations.models.distributed import heads_divided_by
+from distca_hf.integrations.models.structure import IMPLEMENTATION
 from shared.page_sections import file_to_write, write_section
 from sweep import (
     LARGEST_DIFFERENCE,

@@ -21,8 +21,9 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForImage
 import distca_hf
 from distca_hf.analysis.check.tiny_config import HEAD_DIM, tiny_config
 from distca_hf.errors import UnsupportedAttentionError
-from distca_hf.integrations.models.check import IMPLEMENTATION, check_model
+from distca_hf.integrations.models.check import check_model
 from distca_hf.integrations.models.mixers import needs_whole_documents
+from distca_hf.integrations.models.structure import IMPLEMENTATION
 from shared.page_sections import file_to_write, write_section
 
 

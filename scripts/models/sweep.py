@@ -47,9 +47,10 @@ from distca_hf.comm.transport import LocalTransport
 from distca_hf.cost import Mask
 from distca_hf.errors import ConfigError, UnsupportedAttentionError
 from distca_hf.flops import find_gpu
-from distca_hf.integrations.models.check import IMPLEMENTATION, REMEDY, check_model
+from distca_hf.integrations.models.check import REMEDY, check_model
 from distca_hf.integrations.models.decoder_layers import masks_of_layers
 from distca_hf.integrations.models.forward_watch import enable
+from distca_hf.integrations.models.structure import IMPLEMENTATION
 from shared.page_sections import file_to_write, write_section
 
 

@@ -3,6 +3,7 @@
 import random
 from typing import Any
 
+import torch
 from datasets import Dataset
 
 from support.models import VOCABULARY
@@ -20,3 +21,13 @@ def random_documents(count: int, seed: int = 0, lengths: tuple[int, ...] = LENGT
 def random_dataset(count: int = 60, seed: int = 0, lengths: tuple[int, ...] = LENGTHS, **columns: Any) -> Dataset:
     """A tokenised dataset of random documents, with further columns if given."""
     return Dataset.from_dict({"input_ids": random_documents(count, seed, lengths), **columns})
+
+
+def square_mask(numbers: torch.Tensor, dtype: torch.dtype = torch.bool) -> torch.Tensor:
+    """Returns a mask `[B, 1, T, T]` of all pairs of tokens: causal inside of the documents that `[B, T]` numbers say,
+    0 for padding, which attends to nothing."""
+    same = (numbers[:, :, None] == numbers[:, None]) & (numbers[:, :, None] > 0)
+    attends = (same & torch.ones_like(same[0]).tril())[:, None]
+    if dtype == torch.bool:
+        return attends
+    return torch.zeros(attends.shape, dtype=dtype).masked_fill(~attends, torch.finfo(dtype).min)

@@ -81,10 +81,6 @@ def model_of(config: Any) -> torch.nn.Module:
 # --- mistakes, each made as a newcomer makes it
 
 
-def model_for_sdpa(make: Make) -> None:
-    attach(make(model=tiny_model(implementation="sdpa")))
-
-
 def loop_without_enable(make: Make) -> None:
     loader = distca_hf.DistCAPlugin(tokens_per_rank=TOKENS).dataloader(random_dataset(40))
     tiny_model()(**next(iter(loader)))
@@ -254,12 +250,6 @@ def keyboard_interrupt(make: Make) -> None:
 
 # What is wrong, where, what to do; numbers are those of the study of newcomers.
 TOLD: dict[str, tuple[Callable[[Make], None], str, str, str]] = {
-    "03 a model for sdpa": (
-        model_for_sdpa,
-        "uses attn_implementation='sdpa'",
-        "LlamaForCausalLM",
-        'load it with from_pretrained(..., attn_implementation="distca") after `import distca_hf`',
-    ),
     "04 enable is forgotten": (
         loop_without_enable,
         "a model that was not enabled: its loss would be wrong",

@@ -40,7 +40,7 @@ from distca_hf.analysis.models import (
     without_hub,
 )
 from distca_hf.errors import ConfigError, did_you_mean, first_line
-from distca_hf.integrations.models.check import IMPLEMENTATION
+from distca_hf.integrations.models.structure import IMPLEMENTATION
 
 
 # Follows the name of a model whose sizes were not given.

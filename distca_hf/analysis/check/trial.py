@@ -22,9 +22,9 @@ from distca_hf.analysis.check.tiny_config import LONGEST_TOKENS, VOCABULARY
 from distca_hf.batches.loader import PlacedLoader
 from distca_hf.batches.placed import PlacedPlanner
 from distca_hf.comm.transport import LocalTransport, Transport
-from distca_hf.integrations.models.check import IMPLEMENTATION
 from distca_hf.integrations.models.forward_watch import enable
 from distca_hf.integrations.models.mixers import halo_tokens_for, needs_whole_documents
+from distca_hf.integrations.models.structure import IMPLEMENTATION
 from distca_hf.parallel_context import ParallelContext
 from distca_hf.testing import rows_of_rank, run_ranks
 

@@ -25,7 +25,6 @@ from distca_hf.analysis.models import MLP_MATRICES
 from distca_hf.errors import ConfigError, DistCAError
 from distca_hf.flops import Gpu
 from distca_hf.integrations.models.check import (
-    IMPLEMENTATION,
     REMEDY,
     KernelNeed,
     PositionLimits,
@@ -35,7 +34,13 @@ from distca_hf.integrations.models.check import (
 from distca_hf.integrations.models.decoder_layers import DecoderLayerKind, decoder_layers, layer_kinds, ranges
 from distca_hf.integrations.models.mixers import needs_whole_documents
 from distca_hf.integrations.models.planner import share_of, shares_of_experts
-from distca_hf.integrations.models.structure import attention_layers, text_decoder, towers, weights_beside_text
+from distca_hf.integrations.models.structure import (
+    IMPLEMENTATION,
+    attention_layers,
+    text_decoder,
+    towers,
+    weights_beside_text,
+)
 from distca_hf.kernels.registry import KERNELS, why_not
 
 

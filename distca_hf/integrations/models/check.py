@@ -24,7 +24,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from distca_hf.config import KernelName
 from distca_hf.cost import Heads
-from distca_hf.errors import ConfigError, UnsupportedAttentionError
+from distca_hf.errors import UnsupportedAttentionError
 from distca_hf.integrations.models.decoder_layers import empty_windows, heads_of_layers, makes_masks, masks_of_layers
 from distca_hf.integrations.models.mixers import unknown_mixers
 from distca_hf.integrations.models.structure import (
@@ -45,8 +45,6 @@ from distca_hf.telemetry import get_logger
 
 log = get_logger(__name__)
 
-# Name of the attention implementation in Transformers' registers.
-IMPLEMENTATION = "distca"
 REMEDY = "`distca check` shows it layer by layer. Else train it without distca_hf"
 OWN_BATCHES = "leave tokens_per_rank out to train it on batches of your own"
 # Names of modules that look positions up in a table.
@@ -150,19 +148,9 @@ def check_model(
         given_batches: whether all batches will be given. They hold whole documents, so the model may have any loss.
 
     Raises:
-        ConfigError: the model was loaded with another attention implementation.
         UnsupportedAttentionError: all reasons against the model, each with layer, setting and value.
     """
     inner = transformers_model(model)
-    config = inner.config.get_text_config()
-    for part in (config, inner.config):  # some multimodal models make the masks of their text by the second
-        implementation = getattr(part, "_attn_implementation", None)
-        if implementation != IMPLEMENTATION:
-            where = f" ({type(part).__name__})" if part is not config else ""
-            raise ConfigError(
-                f"{type(inner).__name__}{where} uses attn_implementation={implementation!r}; load it with "
-                f'from_pretrained(..., attn_implementation="{IMPLEMENTATION}") after `import distca_hf`'
-            )
     reasons = refusals(model, longest_document_tokens, given_batches)
     if attention_layers(inner):
         reasons += _kernel(inner, longest_document_tokens, kernel, torch.device(device))

@@ -19,10 +19,12 @@ from distca_hf.batches.batch_documents import Batch
 from distca_hf.comm.grid import Grid, Scope
 from distca_hf.config import DistCAConfig
 from distca_hf.errors import PlanError, UnsupportedAttentionError
-from distca_hf.integrations.models.check import IMPLEMENTATION, PositionLimits, refused_loss
+from distca_hf.integrations.models.check import PositionLimits, refused_loss
 from distca_hf.integrations.models.decoder_layers import layer_masks_of, masks_of_layers
 from distca_hf.integrations.models.structure import (
+    IMPLEMENTATION,
     attention_layers,
+    text_configs,
     towers,
     transformers_model,
     weights_beside_text,
@@ -74,9 +76,7 @@ class ForwardCheck:
         self._root, self._config, inner = root, config, transformers_model(root)
         self._class_name = type(inner).__name__
         self.layers = attention_layers(inner)
-        # Layers look their implementation up in their config; most often it is one for all of them.
-        configs = [getattr(layer, "config", inner.config.get_text_config()) for layer in self.layers.values()]
-        self._attention_configs = list({id(config): config for config in configs}.values())
+        self._attention_configs = text_configs(inner)
         self.position_limits, self.towers = PositionLimits(inner), towers(inner)
         self.masks = masks_of_layers(inner)
         self.num_calls: int | None = None

@@ -19,6 +19,7 @@ from distca_hf.batches.known_batch import TOKENS, completed
 from distca_hf.batches.preview import RunReport
 from distca_hf.batches.read_documents import DocumentReader, ReadDocuments, Reading, fill_empty, reading_of
 from distca_hf.batches.reported_steps import ReportedSteps
+from distca_hf.batches.square_masks import is_square, numbered_rows, tokens_in
 from distca_hf.comm.averaging import check_averaging
 from distca_hf.config import DistCAConfig
 from distca_hf.errors import PlanError, UnsupportedAttentionError
@@ -42,9 +43,9 @@ from distca_hf.integrations.models.mixers import MixerWatch
 from distca_hf.integrations.models.placed_loss import PlacedLoss, label_count
 from distca_hf.integrations.models.planner import predictable, step_flops, vocabulary_tokens_of
 from distca_hf.integrations.models.structure import (
+    attend_with_distca,
     attention_layers,
     backbone_of,
-    give_own_attention,
     names_by_position,
     text_decoder,
     transformers_model,
@@ -192,12 +193,13 @@ class ForwardWatch:
             if self._attends_locally(batch, trains, evaluates=not module.training):
                 if module is self.root:
                     self._check.check_implementation(trains)
-                check_mask_numbers(batch)
+                check_mask_numbers(numbered_rows(batch))
+                batch = batch | tokens_in(batch)
                 with ids_checked(batch, self._vocabulary_tokens, waits=False):
                     batch = batch | self._mixers.alone(batch, trains)
-                return None if batch.keys() == given.keys() else (args, batch)
+                return None if batch.keys() == given.keys() and not is_square(given) else (args, batch)
             plan = self._plan_given(module, batch, trains)
-            batch |= fill_empty(batch)
+            batch = batch | tokens_in(batch) | fill_empty(batch)
         if plan is None:
             self._borders.end()
             return args, batch | self._mixers.alone(batch, trains)
@@ -343,12 +345,13 @@ def enable(model: nn.Module, plugin: ParallelContext, longest_document_tokens: i
     `accelerator.prepare`).
 
     The model trains on any packed or padded batch, with any loss: rows are placed inside the model, so that ranks have
-    equal work. With batches of `plugin.dataloader`, `model(**batch)` also returns a loss whose mean over ranks is the
-    mean over all labels of the global micro-batch. For that `num_items_in_batch` is filled in, unless the caller
-    passes one (for accumulation, say).
+    equal work. Its text attends with distca from then on, whatever attention it was loaded with; towers keep theirs.
+    With batches of `plugin.dataloader`, `model(**batch)` also returns a loss whose mean over ranks is the mean over
+    all labels of the global micro-batch. For that `num_items_in_batch` is filled in, unless the caller passes one
+    (for accumulation, say).
 
     Args:
-        model: a Transformers model loaded with `attn_implementation="distca"`, or a PEFT model around one.
+        model: a Transformers model, or a PEFT model around one.
         plugin: settings, and the transport between ranks. A model that is enabled again follows the new plugin.
         longest_document_tokens: longest document that the model will see. Some rotary embeddings are refused or
             accepted by it. By default data ranks x `tokens_per_rank`; without that, what the model's positions reach.
@@ -358,15 +361,14 @@ def enable(model: nn.Module, plugin: ParallelContext, longest_document_tokens: i
 
     Raises:
         UnsupportedAttentionError: the model would compute something else than its own attention; gives all reasons.
-        ConfigError: the model was not loaded for distca; or it is divided between ranks in a way that cannot train, or
-            otherwise than the plugin's loaders and models before it.
+        ConfigError: the model is divided between ranks in a way that cannot train, or otherwise than the plugin's
+            loaders and models before it.
     """
     follow_mesh(model, plugin)
     longest = longest_document_tokens or plugin.tokens_per_rank * len(plugin.members.token_ranks)
     longest = longest or PositionLimits(transformers_model(model)).reach_tokens
     check_model(model, longest, plugin.kernel, plugin.device, given_batches=not plugin.tokens_per_rank)
     inner = transformers_model(model)
-    give_own_attention(inner)
     watch = watch_of(inner)
     if watch is None or watch.root is not model or watch.context is not plugin or not watch.is_up_to_date():
         if watch is not None:
@@ -375,6 +377,7 @@ def enable(model: nn.Module, plugin: ParallelContext, longest_document_tokens: i
         watch = ForwardWatch(model, plugin)
         watch.enter()
         log.info("%s", verdict_in_short(inner))
+    attend_with_distca(inner)
     watch.forget_passes()
     for number, layer in enumerate(attention_layers(inner).values()):
         settings = LayerSettings(

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from distca_hf.batches.batch_documents import Batch
 from distca_hf.errors import UnsupportedAttentionError
@@ -31,6 +31,8 @@ PARSING = threading.Lock()
 Function = Callable[..., object] | None
 log = get_logger(__name__)
 
+# Name of the attention implementation in Transformers' registers.
+IMPLEMENTATION = "distca"
 # Attention of towers that were loaded with distca.
 OF_TOWERS = "sdpa"
 # Arguments that number the kinds of tokens: 0 is text.
@@ -220,16 +222,41 @@ def undivided(model: PreTrainedModel) -> Iterator[str]:
             return
 
 
+def text_configs(model: PreTrainedModel) -> list[PreTrainedConfig]:
+    """Returns the configurations that say how text attends: those of its layers, and of the models around them, which
+    make their masks."""
+    around = [part.config for part in text_modules(model).values() if isinstance(part, PreTrainedModel)]
+    text = model.config.get_text_config()
+    of_layers = [getattr(layer, "config", text) for layer in attention_layers(model).values()]
+    return list({id(config): config for config in (*around, *of_layers)}.values())
+
+
+def set_attention(config: PreTrainedConfig, implementation: str | None) -> None:
+    """Sets the attention of one configuration; its public setter would set that of towers, too."""
+    config._attn_implementation_internal = implementation
+
+
+def attend_with_distca(model: PreTrainedModel) -> None:
+    """Lets the text part of a checked model attend with distca, whatever it was loaded with. Towers keep theirs;
+    those that were loaded with distca get one of their own."""
+    configs = text_configs(model)
+    others = sorted({str(config._attn_implementation) for config in configs} - {IMPLEMENTATION})
+    if others:
+        log.info("%s attends with distca, no longer with %s", type(model).__name__, " and ".join(others))
+    for config in configs:
+        set_attention(config, IMPLEMENTATION)
+    give_own_attention(model)
+
+
 def give_own_attention(model: PreTrainedModel) -> None:
     """Gives towers that were loaded with distca their own attention, and logs it.
 
     Args:
         model: a model that was checked, or one that is not enabled, such as a reference model.
     """
-    distca = text_decoder(model).config._attn_implementation
     for name, tower in towers(model).items():
         layers = (layer for layer in tower.modules() if looks_attention_up(layer))
-        if any(getattr(layer, "config", tower.config)._attn_implementation == distca for layer in layers):
+        if any(getattr(layer, "config", tower.config)._attn_implementation == IMPLEMENTATION for layer in layers):
             own = OF_TOWERS if tower._supports_sdpa else "eager"
             tower.set_attn_implementation(own)
             log.info("%s: %s attends with %s, on each rank separately", type(model).__name__, name, own)

@@ -18,7 +18,7 @@ from distca_hf.errors import ConfigError
 from distca_hf.integrations.models.distributed_check import follow_mesh
 from distca_hf.integrations.models.forward_watch import enable, watch_of
 from distca_hf.integrations.models.planner import planner_for
-from distca_hf.integrations.models.structure import give_own_attention, transformers_model
+from distca_hf.integrations.models.structure import IMPLEMENTATION, give_own_attention, transformers_model
 from distca_hf.integrations.models.weights_check import divide_again
 from distca_hf.integrations.trainer.attachment import Attachment, held_models, restorer, watch_held_models
 from distca_hf.integrations.trainer.callback import DistCACallback, print_in_short
@@ -96,9 +96,8 @@ def attach(trainer: Trainer, context: ParallelContext) -> None:
             callback = DistCACallback(context)
             _add_callbacks(context, attachment, callback)
             callback.plan_ahead(trainer, attachment.replace)
-        of_trained = transformers_model(trainer.model).config._attn_implementation
         for model in held_models(trainer).values():  # a reference model gets the images of these batches, too
-            if model.config._attn_implementation == of_trained:
+            if model.config._attn_implementation == IMPLEMENTATION:
                 give_own_attention(model)
         compute_loss = trainer.compute_loss
 

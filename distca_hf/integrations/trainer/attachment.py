@@ -21,7 +21,14 @@ from distca_hf.errors import ConfigError
 from distca_hf.integrations.attention import LAYER_SETTINGS
 from distca_hf.integrations.models.forward_watch import watch_of
 from distca_hf.integrations.models.hooks import HiddenHook
-from distca_hf.integrations.models.structure import attention_layers, names_by_position, transformers_model
+from distca_hf.integrations.models.structure import (
+    IMPLEMENTATION,
+    attention_layers,
+    names_by_position,
+    set_attention,
+    text_configs,
+    transformers_model,
+)
 from distca_hf.integrations.trainer.check import overrides
 from distca_hf.runtime.live_plan import LivePlan
 from distca_hf.telemetry import get_logger
@@ -162,6 +169,7 @@ def restorer(model: nn.Module) -> Callable[[], None]:
     """
     inner = transformers_model(model)
     earlier = watch_of(inner)
+    attention = [(config, config._attn_implementation) for config in text_configs(inner)]
     settings_of_layers = {layer: vars(layer).get(LAYER_SETTINGS) for layer in attention_layers(inner).values()}
 
     def restore() -> None:
@@ -170,6 +178,9 @@ def restorer(model: nn.Module) -> Callable[[], None]:
             watch.leave({model, inner})
             if earlier is not None:
                 earlier.enter()
+        for config, implementation in attention:
+            if config._attn_implementation == IMPLEMENTATION:  # another one was set since then
+                set_attention(config, implementation)
         for layer, settings in settings_of_layers.items():
             if settings is not None:
                 setattr(layer, LAYER_SETTINGS, settings)
@@ -191,8 +202,7 @@ def watch_held_models(attachment: Attachment) -> None:
         if watch_of(model) is None:
             log.warning(
                 "%s (%s) is not enabled, and refuses placed batches, whose rows hold parts of documents. If the loss "
-                'uses it on them, load it with attn_implementation="distca", and call distca_hf.enable(model, plugin) '
-                "before it is wrapped",
+                "uses it on them, call distca_hf.enable(model, plugin) before it is wrapped",
                 where,
                 type(model).__name__,
             )

@@ -40,7 +40,6 @@ from distca_hf.data.rows import (
     shown_columns,
 )
 from distca_hf.errors import ConfigError, PackingError
-from distca_hf.integrations.models.check import IMPLEMENTATION
 from distca_hf.integrations.models.distributed import has_data_and_tensor_mesh, model_mesh, tensor_ranks
 from distca_hf.integrations.models.distributed_check import LOWEST_TENSOR, refused_distribution
 from distca_hf.integrations.models.planner import reading_for
@@ -72,20 +71,12 @@ ROWS_LOOKED_AT = 256
 
 def makes_batches_in_steps(trainer: Trainer) -> bool:
     """Returns whether a trainer makes its batches inside of its steps, as TRL does of completions of a policy."""
-    return not _keeps(trainer, "_prepare_inputs")
+    return not keeps(trainer, "_prepare_inputs")
 
 
 def wrong_settings(trainer: Trainer, config: DistCAConfig) -> Iterator[str]:
     """Yields all reasons why distca_hf cannot be attached to a Trainer."""
     args = trainer.args
-    if hasattr(args, "model_init_kwargs"):  # TRL loads a model that is given as a path
-        implementation = transformers_model(trainer.model).config.get_text_config()._attn_implementation
-        wanted = f'attn_implementation="{IMPLEMENTATION}"'
-        if implementation != IMPLEMENTATION:
-            yield (
-                f"its model uses attn_implementation={implementation!r}; load it with from_pretrained(..., {wanted}), "
-                f"or let the trainer load it with {type(args).__name__}(model_init_kwargs=dict({wanted}))"
-            )
     if config.tokens_per_rank:
         yield from _wrong_for_placed(trainer, config)
     tensor = tensor_ranks(trainer.model)
@@ -140,7 +131,7 @@ def _wrong_for_placed(trainer: Trainer, config: DistCAConfig) -> Iterator[str]:
     if args.label_smoothing_factor:
         yield f"label_smoothing_factor={args.label_smoothing_factor} brings a loss without shift_labels; {GIVEN}"
     for name in ("compute_loss", "training_step"):
-        if not _keeps(trainer, name):
+        if not keeps(trainer, name):
             yield (
                 f"{type(trainer).__name__}.{name} replaces Trainer's: labels of documents that are cut between ranks "
                 f"must not be shifted again. Call super().{name}(...), or use the batch's shift_labels; or {GIVEN}"
@@ -189,7 +180,7 @@ def _packs(trainer: Trainer) -> str | None:
     return None
 
 
-def _keeps(trainer: Trainer, name: str) -> bool:
+def keeps(trainer: Trainer, name: str) -> bool:
     """Returns whether a method is Trainer's; or calls it, as all overrides between them do; or takes shift_labels."""
     for method in overrides(trainer, name):
         if method.__module__.startswith(TRAINER) or takes_shift_labels(method):

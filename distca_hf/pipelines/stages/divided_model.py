@@ -21,8 +21,9 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from distca_hf.errors import ConfigError, PlanError, and_more
-from distca_hf.integrations.models.check import IMPLEMENTATION, check_model
+from distca_hf.integrations.models.check import check_model
 from distca_hf.integrations.models.forward_watch import enable
+from distca_hf.integrations.models.structure import IMPLEMENTATION
 from distca_hf.parallel_context import ParallelContext, numbered
 from distca_hf.pipelines.pipeline import Pipeline
 from distca_hf.pipelines.stages.stack import LayerStack

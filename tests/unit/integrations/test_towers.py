@@ -9,11 +9,12 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
 import distca_hf
-from distca_hf.errors import ConfigError, UnsupportedAttentionError
+from distca_hf.errors import UnsupportedAttentionError
 from distca_hf.integrations.models.check import PositionLimits, check_model
 from distca_hf.integrations.models.forward_watch import enable, watch_of
 from distca_hf.integrations.models.planner import step_flops
 from distca_hf.integrations.models.structure import attention_layers, text_decoder, towers, undivided
+from distca_hf.integrations.trainer.attachment import restorer
 from support.log_lines import KeptLines
 from support.multimodal import IMAGE_TOKEN, document, multimodal_model
 
@@ -43,12 +44,17 @@ def test_an_attention_that_was_chosen_for_a_tower_stays() -> None:
     assert model.config.vision_config._attn_implementation == "eager"
 
 
-def test_masks_of_another_attention_are_refused() -> None:
+@pytest.mark.parametrize(("outer", "text", "vision"), [("sdpa", "distca", "sdpa"), ("eager", "sdpa", "eager")])
+def test_only_the_text_and_its_masks_leave_the_attention_of_loading(outer: str, text: str, vision: str) -> None:
     """Some models make the masks of their text by the outer configuration."""
-    model = multimodal_model("gemma3", {"": "sdpa", "text_config": "distca", "vision_config": "sdpa"})
+    model = multimodal_model("gemma3", {"": outer, "text_config": text, "vision_config": vision})
+    restore = restorer(model)
+    enabled(model)
+    parts = (model.config, model.config.text_config, model.config.vision_config)
 
-    with pytest.raises(ConfigError, match=r"\(Gemma3Config\) uses attn_implementation='sdpa'"):
-        enabled(model)
+    assert [part._attn_implementation for part in parts] == ["distca", "distca", vision]
+    restore()
+    assert [part._attn_implementation for part in parts] == [outer, text, vision]
 
 
 def test_operations_and_positions_are_those_of_the_text_alone() -> None:

@@ -198,6 +198,40 @@ def test_undoing_in_a_training_is_refused(
     plugin.detach(trainer)
 
 
+@pytest.mark.parametrize("loaded", ["sdpa", "eager", "distca"])
+@pytest.mark.parametrize("adapters", [False, True], ids=["all weights", "adapters"])
+def test_attention_is_that_of_loading_again(loaded: str, adapters: bool, make: Callable[..., Trainer]) -> None:
+    model: Any = tiny_model(num_hidden_layers=2, implementation=loaded)
+    if adapters:
+        model = get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"]))
+    trainer, plugin = make(model), distca_hf.DistCAPlugin()
+    for _ in range(2):  # attached again, it is first detached
+        plugin.attach(trainer)
+        assert model.config._attn_implementation == "distca"
+    plugin.detach(trainer)
+
+    assert model.config._attn_implementation == loaded
+
+
+def test_attention_that_was_set_after_attach_stays(make: Callable[..., Trainer]) -> None:
+    trainer, plugin = make(tiny_model(num_hidden_layers=2, implementation="sdpa")), distca_hf.DistCAPlugin()
+    plugin.attach(trainer)
+    trainer.model.set_attn_implementation("eager")
+    with pytest.raises(distca_hf.PlanError, match="its config now says attn_implementation='eager'"):
+        trainer.train()
+    plugin.detach(trainer)
+
+    assert trainer.model.config._attn_implementation == "eager"
+
+
+def test_refused_trainer_leaves_the_attention(make: Callable[..., Trainer]) -> None:
+    trainer = make(tiny_model(num_hidden_layers=2, implementation="sdpa", attention_dropout=0.1))
+    with pytest.raises(distca_hf.UnsupportedAttentionError, match="attention dropout"):
+        distca_hf.DistCAPlugin().attach(trainer)
+
+    assert trainer.model.config._attn_implementation == "sdpa"
+
+
 def test_placed_batches_no_longer_run(make: Callable[..., Trainer]) -> None:
     """As in a distca model that was never enabled."""
     trainer, plugin = make(), distca_hf.DistCAPlugin(tokens_per_rank=64)

@@ -104,12 +104,13 @@ def test_completion_mask_is_used_as_the_trainer_would(setting: bool | None, shar
     assert setting is None or expected == setting, share
 
 
-def test_model_that_the_trainer_loads_is_told_where_to_set_its_attention(tmp_path: Path) -> None:
+def test_model_that_the_trainer_loads_attends_with_distca_once_it_is_attached(tmp_path: Path) -> None:
     tiny_model(implementation="sdpa").save_pretrained(tmp_path / "model")
     dataset, folder = random_dataset(4, lengths=LENGTHS), str(tmp_path / "model")
-    with pytest.raises(ConfigError, match=r'SFTConfig\(model_init_kwargs=dict\(attn_implementation="distca"\)\)'):
-        attach(make(dataset, tmp_path, model=folder))
-    attach(make(dataset, tmp_path, model=folder, model_init_kwargs={"attn_implementation": "distca"}))
+    for arguments in ({}, {"model_init_kwargs": {"attn_implementation": "distca"}}):
+        trainer = make(dataset, tmp_path, model=folder, **arguments)
+        attach(trainer)
+        assert trainer.model.config._attn_implementation == "distca"
 
 
 def test_trainer_that_makes_batches_of_its_own_kind_keeps_them(tmp_path: Path) -> None:

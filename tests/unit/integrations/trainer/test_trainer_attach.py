@@ -334,8 +334,6 @@ def test_all_refused_settings_are_told_at_once(make: Callable[..., Trainer]) -> 
 
 
 def test_model_and_dataset_are_checked_too(make: Callable[..., Trainer]) -> None:
-    with pytest.raises(ConfigError, match="attn_implementation='sdpa'"):
-        attach(make(model=tiny_model(implementation="sdpa", **SMALL)))
     with pytest.raises(UnsupportedAttentionError, match=r"attention dropout 0\.3"):
         attach(make(model=tiny_model(attention_dropout=0.3, **SMALL)))
     with pytest.raises(PackingError, match="193 tokens"):

@@ -1,0 +1,87 @@
+"""Square masks: reads masks `[B, 1, T, T]` that say no more than "causal, and documents apart".
+
+Collators make them of packs for attention that takes a mask of every pair, such as sdpa. They are bool, or numbers to
+add to scores: 0 where a token attends, very small where it does not. A rank computes only some of these pairs, and
+needs documents instead. So such a mask becomes numbers of documents, `[B, T]`:
+
+    1 0 0 0 0
+    1 1 0 0 0
+    0 0 1 0 0    ──▶   1 1 2 2 0
+    0 0 1 1 0
+    0 0 0 0 0
+"""
+
+from typing import Any
+
+import torch
+
+from distca_hf.batches.batch_documents import Batch, cache_of, tokens_of
+from distca_hf.errors import PackingError
+
+
+# Added to a score, it and all below leave nothing of it.
+HIDES = -1e4
+REMEDY = "give zeros and ones of shape [batch, tokens], and position_ids that begin at 0 in every document"
+
+
+def is_square(batch: Batch) -> bool:
+    """Returns whether a batch without a cache has a mask of every pair of its tokens."""
+    mask = batch.get("attention_mask")
+    if not isinstance(mask, torch.Tensor) or mask.ndim != 4 or cache_of(batch) is not None:
+        return False
+    rows, length = tokens_of(batch).shape
+    return mask.shape == (rows, 1, length, length)
+
+
+def numbered_rows(batch: Batch) -> Batch:
+    """Returns a batch whose square mask is replaced by the numbers of documents that it says, from 1 in every row, and
+    0 for padding; any other batch itself. Reads every pair, and waits for the device.
+
+    Raises:
+        PackingError: the mask says something else, or position_ids do; names the first row and token.
+    """
+    if not is_square(batch):
+        return batch
+    mask, positions = batch["attention_mask"][:, 0], batch.get("position_ids")
+    attends = _attends(mask)
+    if mask.dtype != torch.bool and bool((others := ~attends & ~(mask <= HIDES)).any()):
+        raise PackingError(
+            f"attention_mask adds {float(mask[others][0]):g} to a score, and distca computes no attention bias; "
+            f"{REMEDY}"
+        )
+    is_token = attends.diagonal(dim1=1, dim2=2)
+    place = torch.arange(attends.shape[1], device=attends.device)
+    begins = is_token & (attends.to(torch.uint8).argmax(dim=2) == place)  # the first key of a query is itself
+    numbers = begins.cumsum(dim=1) * is_token
+    expected = (numbers[:, :, None] == numbers[:, None]) & is_token[:, :, None] & (place <= place[:, None])
+    _refuse(
+        (attends != expected).any(dim=2),
+        "attention_mask lets it attend to other tokens than those of its document up to itself",
+    )
+    if isinstance(positions, torch.Tensor) and positions.ndim == 2:
+        restarts = torch.zeros_like(begins)
+        restarts[:, 1:] = (positions[:, 1:] != positions[:, :-1] + 1) & is_token[:, :-1]
+        _refuse(
+            restarts & is_token & ~begins, "position_ids restart, and attention_mask lets it attend to tokens before"
+        )
+    return {**batch, "attention_mask": numbers}
+
+
+def tokens_in(batch: Batch) -> dict[str, Any]:
+    """Returns the mask that stands for a square one that was read: True where there is a token, `[B, T]`; nothing for
+    any other batch."""
+    if not is_square(batch):
+        return {}
+    return {"attention_mask": _attends(batch["attention_mask"][:, 0].diagonal(dim1=1, dim2=2))}
+
+
+def _attends(mask: torch.Tensor) -> torch.Tensor:
+    """Returns bool, True where a query attends to a key."""
+    return mask if mask.dtype == torch.bool else mask == 0
+
+
+def _refuse(wrong: torch.Tensor, what: str) -> None:
+    """Refuses the first token of bool `[B, T]` that is wrong."""
+    if bool(wrong.any()):
+        row, token = wrong.nonzero()[0].tolist()
+        raise PackingError(f"row {row}, token {token}: {what}; {REMEDY}")

@@ -1,0 +1,118 @@
+"""Every Trainer: attaches each Trainer of a process for as long as it trains, without a line of the program's.
+
+`python -m distca_hf.run --attach` installs it, and so does `import distca_hf` with DISTCA_ATTACH=1. Settings come from
+the recipe or from DISTCA_<FIELD>. Batches stay the program's, unless `tokens_per_rank` is set. A Trainer that the
+program has attached itself, that has a `DistCACallback`, or whose model was enabled, is left as it is.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial, wraps
+from types import MethodType
+from typing import Any, NoReturn
+
+from transformers import Trainer
+
+from distca_hf.errors import ConfigError
+from distca_hf.integrations.models.forward_watch import watch_of
+from distca_hf.integrations.trainer.attach import attach, detach
+from distca_hf.integrations.trainer.attachment import Attachment
+from distca_hf.integrations.trainer.callback import DistCACallback
+from distca_hf.integrations.trainer.check import keeps
+from distca_hf.parallel_context import ParallelContext
+from distca_hf.telemetry import get_logger
+
+
+log = get_logger(__name__)
+
+# Attribute of the wrapped method.
+INSTALLED = "_distca_attaches"
+# Names of the classes whose `train` was called since it is installed.
+TRAINED = set[str]()
+
+
+def install(make: Callable[[], ParallelContext]) -> None:
+    """Wraps `Trainer.train`, and `Trainer.__init__` to notice classes whose `train` does not call it; once.
+
+    Args:
+        make: makes the plugin of a training.
+    """
+    if hasattr(Trainer.train, INSTALLED):
+        return
+    Trainer.__init__, Trainer.train = _checking(Trainer.__init__), _attaching(Trainer.train, make)
+    setattr(Trainer.train, INSTALLED, True)
+
+
+def _attaching(train: Callable[..., Any], make: Callable[[], ParallelContext]) -> Callable[..., Any]:
+    """Returns `Trainer.train` with an attachment around it."""
+
+    @wraps(train)
+    def attach_and_train(trainer: Trainer, *args: object, **kwargs: object) -> object:
+        TRAINED.add(type(trainer).__name__)
+        if _is_balanced(trainer):
+            return train(trainer, *args, **kwargs)
+        if not keeps(trainer, "_inner_training_loop"):
+            _refuse(trainer, "_inner_training_loop")
+        with _attached(trainer, train, make()):
+            return trainer.train(*args, **kwargs)
+
+    return attach_and_train
+
+
+def _checking(init: Callable[..., None]) -> Callable[..., None]:
+    """Returns `Trainer.__init__` with a look at the class's own `train`, which may never call Trainer's."""
+
+    @wraps(init)
+    def init_and_check(trainer: Trainer, *args: object, **kwargs: object) -> None:
+        init(trainer, *args, **kwargs)
+        if not keeps(trainer, "train"):
+            trainer.train = partial(_refuse, trainer, "train")
+
+    return init_and_check
+
+
+def _is_balanced(trainer: Trainer) -> bool:
+    """Returns whether the program balances this Trainer itself."""
+    callbacks = trainer.callback_handler.callbacks
+    has_callback = any(isinstance(callback, DistCACallback) for callback in callbacks)
+    return has_callback or Attachment.of(trainer) is not None or watch_of(trainer.model) is not None
+
+
+def _refuse(trainer: Trainer, method: str, *args: object, **kwargs: object) -> NoReturn:
+    """Refuses to train in a loop that is not Trainer's.
+
+    Raises:
+        ConfigError: always.
+    """
+    name = type(trainer).__name__
+    raise ConfigError(
+        f"distca_hf cannot be attached to this Trainer: {name}.{method} makes its own loop, and does not call "
+        f"Trainer's. Leave --attach and DISTCA_ATTACH out, and call distca_hf.enable(model, plugin) in that loop "
+        "before the model is wrapped"
+    )
+
+
+@contextmanager
+def _attached(trainer: Trainer, train: Callable[..., Any], plugin: ParallelContext) -> Iterator[None]:
+    """Attaches a Trainer in a `with` block. Its `train` is Trainer's there: an override is running already."""
+    own = vars(trainer).get("train")
+    trainer.train = MethodType(train, trainer)
+    try:
+        attach(trainer, plugin)
+        try:
+            yield
+        finally:
+            _detach(trainer)
+    finally:
+        if Attachment.of(trainer) is None:
+            del trainer.train
+            if own is not None:
+                trainer.train = own
+
+
+def _detach(trainer: Trainer) -> None:
+    """Detaches a Trainer that has trained; one that was changed meanwhile stays attached, and is named."""
+    try:
+        detach(trainer)
+    except ConfigError as error:
+        log.warning("%s stays attached after its training: %s", type(trainer).__name__, error)
