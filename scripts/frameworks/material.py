@@ -64,6 +64,11 @@ def model(vocabulary: int) -> LlamaForCausalLM:
     return LlamaForCausalLM(config)
 
 
+def reward(completions: list[list[dict[str, str]]], **columns: object) -> list[float]:
+    """Returns rewards of answers, for GRPO: how many of their characters are small letters."""
+    return [sum(letter.islower() for letter in answer[0]["content"]) / 10 for answer in completions]
+
+
 def text(length: int, draw: random.Random) -> str:
     """Returns that many characters of words."""
     words = " ".join("".join(draw.choices("etaoinshrdlu", k=draw.randint(2, 7))) for _ in range(length))

@@ -59,6 +59,7 @@ from distca_hf.integrations.models.check import check_model
 from distca_hf.testing import run_ranks
 from support.data import random_dataset, random_documents
 from support.models import VOCABULARY, tiny_model
+from support.versions import builds_nemotron
 
 
 LONGEST_TOKENS = 150
@@ -462,7 +463,8 @@ def first_batch() -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    "config", [
+    "config",
+    [
         pytest.param(NemotronConfig(**GROUPED), id="Nemotron", marks=builds_nemotron),
         pytest.param(StableLmConfig(**GROUPED), id="StableLM"),
     ],
