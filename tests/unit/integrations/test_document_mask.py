@@ -26,6 +26,7 @@ from distca_hf.integrations import mask as mask_module
 from distca_hf.integrations.mask import RowMask, document_mask
 from support.data import random_dataset
 from support.models import SIZES, VOCABULARY, tiny_model
+from support.versions import block_masks
 
 
 TOKENS = 12
@@ -80,6 +81,8 @@ OTHER_MASKS: dict[str, Callable[..., Any]] = {
     ),
 }
 
+NAMES = [pytest.param(name, marks=[block_masks] if name == "blocks" else []) for name in OTHER_MASKS]
+
 
 def _with(config: PreTrainedConfig, **changes: Any) -> PreTrainedConfig:
     config = copy.copy(config)
@@ -97,7 +100,7 @@ def _ask_for(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(modeling_llama, "create_causal_mask", create)
 
 
-@pytest.mark.parametrize("name", OTHER_MASKS)
+@pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("padded", [True, False], ids=["padded", "whole"])
 def test_another_mask_is_refused_with_the_layer(name: str, padded: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     _ask_for(name, monkeypatch)
@@ -105,7 +108,7 @@ def test_another_mask_is_refused_with_the_layer(name: str, padded: bool, monkeyp
         tiny_model().eval()(random_ids(2), attention_mask=padded_mask() if padded else None)
 
 
-@pytest.mark.parametrize("name", OTHER_MASKS)
+@pytest.mark.parametrize("name", NAMES)
 def test_another_mask_is_refused_with_a_plan(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     plugin = distca_hf.DistCAPlugin(tokens_per_rank=192)
     model = distca_hf.enable(tiny_model(), plugin)
