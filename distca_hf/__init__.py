@@ -66,6 +66,7 @@ __all__ = [
     "UnsupportedAttentionError",
     "VersionError",
     "__version__",
+    "attach_every_trainer",
     "enable",
 ]
 
@@ -103,7 +104,14 @@ def when_imported(name: str, action: Callable[[], None]) -> None:
 
 
 def attach_every_trainer() -> None:
-    """Attaches every Trainer of this process for as long as it trains (`integrations.trainer.every_trainer`)."""
+    """Attaches every Trainer of this process for as long as it trains, as `python -m distca_hf.run --attach` and the
+    variable DISTCA_ATTACH=1 do. For programs whose Trainer is out of reach: call it in a file that they import.
+
+    Settings come from the recipe or from variables `DISTCA_<FIELD>`. Batches stay the program's, unless
+    `tokens_per_rank` is set. Trainers that are attached already, have a `DistCACallback` or an enabled model, are left
+    as they are. When a training ends the Trainer is detached. Its `train` raises what `DistCAPlugin.attach` raises,
+    and ConfigError if its class replaces the loop of `Trainer.train`.
+    """
     module = "distca_hf.integrations.trainer.every_trainer"
 
     def install() -> None:

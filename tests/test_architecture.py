@@ -42,7 +42,7 @@ LAYERS: list[set[str]] = [
     {"integrations", "patches"},
     {"pipelines", "servers"},
     {"analysis", "plugin"},
-    {"__init__", "__main__", "cli", "launch_check", "run"},
+    {"__init__", "__main__", "axolotl", "cli", "launch_check", "run"},
 ]
 # Parts that know nothing of each other; and training never needs analysis.
 STRANGERS = [

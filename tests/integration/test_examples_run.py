@@ -22,7 +22,7 @@ SHARD_ON_CPU = "tests/support/shard_on_cpu.py"
 OF_MODELS = {"gemma3_long", "gpt_oss_lora", "qwen3_5"}
 RUN_HERE = {"sft_packing", "lora", "deepspeed_zero3", "tokenise_texts", "dpo", "pipeline"} | OF_MODELS
 RUN_ELSEWHERE = {"train", "accelerate_loop", "train_causal_lm", "quickstart"}
-MODULES = {"python_sources", "quickstart_report"}
+MODULES = {"ms_swift_plugin", "python_sources", "quickstart_report"}
 
 
 def check_launch_line(name: str) -> None:

@@ -254,6 +254,29 @@ def test_a_script_runs_without_a_recipe(script: Path, tmp_path: Path) -> None:
     assert done.stdout.splitlines()[0].startswith("['project/script.py']|[]|neighbour|")
 
 
+@pytest.mark.parametrize(("before", "behind"), [(["--attach"], []), (["--attach"], ["--attach"]), ([], [])])
+def test_a_module_runs_as_if_python_ran_it(
+    before: list[str], behind: list[str], write: Write, script: Path, tmp_path: Path
+) -> None:
+    """Its package, its path and its arguments are those of `python -m`; the flag is not among them."""
+    package = tmp_path / "package"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    (package / "program.py").write_text(
+        "import sys, transformers\n"
+        "print(sys.argv, __name__, __package__, sys.modules['__main__'].__file__ == __file__, sys.path[0])\n"
+        "print(hasattr(transformers.Trainer.train, '_distca_attaches'))\n"
+    )
+    recipe = write(script={"steps": 5})
+    done = launched(*before, "--recipe", str(recipe), "-m", "package.program", "-m", "x", *behind, cwd=tmp_path)
+
+    assert done.returncode == 0, done.stderr
+    argv = [str(package / "program.py"), "--steps", "5", "-m", "x"]
+    attaches = bool(before or behind)
+    assert done.stdout.splitlines() == [f"{argv} __main__ package True {tmp_path}", str(attaches)]
+    assert done.stderr.count("--attach: no Trainer has trained, so nothing was attached") == attaches
+
+
 @pytest.mark.parametrize(
     "arguments",
     [
@@ -281,6 +304,12 @@ def test_recipe_is_given_before_or_after_the_script(arguments: list[str], monkey
         ([], "expected --recipe or a script, got neither"),
         (["--lr", "1"], "expected --recipe or a script, got neither"),
         (["script.py"], "'script.py' is neither a file nor a shipped example"),
+        (["--attach"], "expected --recipe or a script, got neither"),
+        (["-m"], "expected a module after -m, got none"),
+        (["--attach", "-m", "--lr"], "expected a module after -m, got --lr"),
+        (["-m", "no_such_module"], "no module no_such_module: install its package"),
+        (["-m", "json.no_such_module"], "no module json.no_such_module: install its package"),
+        (["-m", "no_such.module"], "no module no_such.module: install its package"),
         (["script.py", "--recipe"], "expected a value after --recipe, got none"),
         (["--recipe", "quickstart", "--recipe=quickstart", "script.py"], "expected one --recipe, got 2"),
         (["--recipe", os.devnull], f"{os.devnull} must hold a mapping"),
@@ -297,7 +326,7 @@ def test_wrong_command_line_ends_with_status_2_and_says_why(
     assert caught.value.code == 2
     lines = capsys.readouterr().err.splitlines()
     assert told in lines[0]
-    assert lines[-1].startswith("usage: python -m distca_hf.run [--recipe RECIPE] [--attention-servers N] [SCRIPT]")
+    assert lines[-1].startswith("usage: python -m distca_hf.run [--recipe RECIPE] [--attach] [--attention-servers N] ")
 
 
 @pytest.mark.parametrize(("local_rank", "lines"), [("0", 2), ("1", 0)])

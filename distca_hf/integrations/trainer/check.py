@@ -71,7 +71,7 @@ ROWS_LOOKED_AT = 256
 
 def makes_batches_in_steps(trainer: Trainer) -> bool:
     """Returns whether a trainer makes its batches inside of its steps, as TRL does of completions of a policy."""
-    return not keeps(trainer, "_prepare_inputs")
+    return not _keeps(trainer, "_prepare_inputs")
 
 
 def wrong_settings(trainer: Trainer, config: DistCAConfig) -> Iterator[str]:
@@ -131,7 +131,7 @@ def _wrong_for_placed(trainer: Trainer, config: DistCAConfig) -> Iterator[str]:
     if args.label_smoothing_factor:
         yield f"label_smoothing_factor={args.label_smoothing_factor} brings a loss without shift_labels; {GIVEN}"
     for name in ("compute_loss", "training_step"):
-        if not keeps(trainer, name):
+        if not _keeps(trainer, name):
             yield (
                 f"{type(trainer).__name__}.{name} replaces Trainer's: labels of documents that are cut between ranks "
                 f"must not be shifted again. Call super().{name}(...), or use the batch's shift_labels; or {GIVEN}"
@@ -180,7 +180,7 @@ def _packs(trainer: Trainer) -> str | None:
     return None
 
 
-def keeps(trainer: Trainer, name: str) -> bool:
+def _keeps(trainer: Trainer, name: str) -> bool:
     """Returns whether a method is Trainer's; or calls it, as all overrides between them do; or takes shift_labels."""
     for method in overrides(trainer, name):
         if method.__module__.startswith(TRAINER) or takes_shift_labels(method):

@@ -15,10 +15,11 @@ from transformers import Trainer
 
 from distca_hf.errors import ConfigError
 from distca_hf.integrations.models.forward_watch import watch_of
+from distca_hf.integrations.models.structure import calls_super
 from distca_hf.integrations.trainer.attach import attach, detach
 from distca_hf.integrations.trainer.attachment import Attachment
 from distca_hf.integrations.trainer.callback import DistCACallback
-from distca_hf.integrations.trainer.check import keeps
+from distca_hf.integrations.trainer.check import TRAINER
 from distca_hf.parallel_context import ParallelContext
 from distca_hf.telemetry import get_logger
 
@@ -51,7 +52,7 @@ def _attaching(train: Callable[..., Any], make: Callable[[], ParallelContext]) -
         TRAINED.add(type(trainer).__name__)
         if _is_balanced(trainer):
             return train(trainer, *args, **kwargs)
-        if not keeps(trainer, "_inner_training_loop"):
+        if _replaces(type(trainer), "_inner_training_loop"):
             _refuse(trainer, "_inner_training_loop")
         with _attached(trainer, train, make()):
             return trainer.train(*args, **kwargs)
@@ -65,7 +66,7 @@ def _checking(init: Callable[..., None]) -> Callable[..., None]:
     @wraps(init)
     def init_and_check(trainer: Trainer, *args: object, **kwargs: object) -> None:
         init(trainer, *args, **kwargs)
-        if not keeps(trainer, "train"):
+        if _replaces(type(trainer), "train"):
             trainer.train = partial(_refuse, trainer, "train")
 
     return init_and_check
@@ -76,6 +77,17 @@ def _is_balanced(trainer: Trainer) -> bool:
     callbacks = trainer.callback_handler.callbacks
     has_callback = any(isinstance(callback, DistCACallback) for callback in callbacks)
     return has_callback or Attachment.of(trainer) is not None or watch_of(trainer.model) is not None
+
+
+def _replaces(kind: type[Trainer], method: str) -> bool:
+    """Returns whether a class has a method in place of Trainer's, which it does not call."""
+    own = (vars(part)[method] for part in kind.__mro__ if method in vars(part))
+    for function in own:
+        if function.__module__.startswith(TRAINER):
+            return False
+        if not calls_super(function, method):
+            return True
+    return False
 
 
 def _refuse(trainer: Trainer, method: str, *args: object, **kwargs: object) -> NoReturn:
