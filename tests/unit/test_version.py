@@ -36,7 +36,8 @@ def test_lowest_versions_are_those_of_pyproject() -> None:
     [
         ("transformers", "5.5.4"),
         ("transformers", "4.57.1"),
-        ("torch", "2.7.1+cu128")("accelerate", "1.9.0"),  # not compared as text: "1.9" > "1.11"
+        ("torch", "2.7.1+cu128"),
+        ("accelerate", "1.9.0"),  # not compared as text: "1.9" > "1.11"
         ("accelerate", "0.34.2"),
     ],
 )
