@@ -21,8 +21,6 @@ from torch.utils._python_dispatch import (
 )
 from torch.utils.hooks import RemovableHandle
 
-from distca_hf.version import older_than
-
 
 # Arguments of operators. A subclass of Tensor has its own idea of an operator.
 _TENSORS = frozenset([torch.Tensor, torch.nn.Parameter])
@@ -92,11 +90,6 @@ def below_autograd(operator: Any) -> Callable[..., Any] | None:
             return operator.redispatch(keyset & _after_autograd_keyset, *given)
 
     return call
-
-
-# Whether torch's flash attention for CPUs takes fewer KV heads than query heads. That of 2.8 reads past their end
-# without an error; 2.11 is the lowest that was tried and does not.
-CPU_GROUPS_HEADS = not older_than("torch", "2.11")
 
 
 def in_dual_level() -> bool:

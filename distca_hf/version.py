@@ -13,7 +13,7 @@ from distca_hf.errors import VersionError
 __version__ = "0.1.0"
 
 # Lowest versions of the packages whose internals this package uses; the same as `dependencies` in pyproject.toml.
-LOWEST = {"torch": "2.8", "transformers": "5.6", "accelerate": "1.11"}
+LOWEST = {"torch": "2.11", "transformers": "5.6", "accelerate": "1.11"}
 
 
 def check_versions() -> None:

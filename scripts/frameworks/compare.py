@@ -60,9 +60,9 @@ def versions(environment: Path) -> str:
     return ", ".join(f"{name} {one}" for name, one in zip(SHOWN, found.stdout.split(), strict=True))
 
 
-def train(environment: Path, words: Sequence[str], log: Path) -> None:
-    """Runs a program in two processes; its output goes to a file."""
-    command = [str(environment / "bin" / "torchrun"), "--nproc-per-node", "2", *words]
+def run(command: Sequence[str], log: Path) -> None:
+    """Runs a command in the folder of its log, which its output goes to."""
+    log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("w") as out:
         done = subprocess.run(command, stdout=out, stderr=out, env=os.environ | ENVIRONMENT, cwd=log.parent)
     if done.returncode:
@@ -95,12 +95,18 @@ def compare(framework: Framework, name: str, environment: Path) -> tuple[float, 
             words = [str(file)]
         else:
             words = [_filled(word, places) for word in arguments]
-        train(environment, [*flag, "-m", module, *words], output / "log.txt")
+        launcher = [str(environment / "bin" / "torchrun"), "--nproc-per-node", "2"]
+        run([*launcher, *flag, "-m", module, *words], output / "log.txt")
         runs.append(logged(output))
     alone, balanced = runs
     difference = max(abs(float(a["loss"]) - float(b["loss"])) for a, b in zip(alone, balanced, strict=True))  # type: ignore[arg-type]
-    imbalance = max(float(str(entry["distca"]).split()[1].rstrip(",")) for entry in balanced)
-    return difference, imbalance
+    return difference, max(map(_imbalance, balanced))
+
+
+def _imbalance(entry: dict[str, object]) -> float:
+    """Returns the imbalance of a step's work, or of its attention if only that is known, from a Trainer's log."""
+    logged = entry.get("distca/step_imbalance", entry.get("distca/imbalance"))
+    return float(str(logged))
 
 
 def _filled(text: str, places: dict[str, Path]) -> str:
@@ -123,8 +129,8 @@ def main() -> None:
     for name in options.frameworks:
         framework, environment = FRAMEWORKS[name], (options.environments / name).absolute()
         install(framework, environment)
-        python = environment / "bin" / "python"
-        subprocess.run([python, SCRIPTS / "material.py", environment / "material"], check=True, capture_output=True)
+        material = environment / "material"
+        run([str(environment / "bin" / "python"), str(SCRIPTS / "material.py"), str(material)], material / "log.txt")
         for program in framework.programs:
             difference, imbalance = compare(framework, program, environment)
             worst = max(worst[0], difference), max(worst[1], imbalance)

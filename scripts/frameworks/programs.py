@@ -80,7 +80,8 @@ AXOLOTL_NAMES = {"per_device_train_batch_size": "micro_batch_size", "lr_schedule
 AXOLOTL = {AXOLOTL_NAMES.get(name, name): value for name, value in SETTINGS.items()} | {
     "base_model": "{material}/model",
     "datasets": [{"path": "{material}/instructions.jsonl", "type": "alpaca"}],
-    "dataset_prepared_path": "{output}/prepared",
+    "dataset_prepared_path": "{material}/prepared",
+    "seed": 42,
     "sequence_len": 1024,
     "optimizer": "adamw_torch",
     "attn_implementation": "sdpa",
@@ -113,7 +114,7 @@ FRAMEWORKS = {
     ),
     "llama-factory": Framework(
         # The newest torch for which all three are published together.
-        ("llamafactory==0.9.5", "torch==2.8.0", "torchvision==0.23.0", "torchaudio==2.8.0"),
+        ("llamafactory==0.9.5", "torch==2.11.0", "torchvision==0.26.0", "torchaudio==2.11.0"),
         {
             "SFT": ("llamafactory.launcher", SETTINGS | LLAMA_FACTORY),
             "SFT, neat packing": (

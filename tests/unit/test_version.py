@@ -36,7 +36,7 @@ def test_lowest_versions_are_those_of_pyproject() -> None:
     [
         ("transformers", "5.5.4"),
         ("transformers", "4.57.1"),
-        ("torch", "2.7.1+cu128"),
+        ("torch", "2.9.1+cu128"),
         ("accelerate", "1.9.0"),  # not compared as text: "1.9" > "1.11"
         ("accelerate", "0.34.2"),
     ],
@@ -59,14 +59,14 @@ def test_all_old_packages_are_named_at_once(monkeypatch: pytest.MonkeyPatch) -> 
         check_versions()
 
     assert re.findall(r"found ([\d.]+)", str(refused.value)) == ["2.5.0", "4.40.0"]
-    assert '"torch>=2.8" "transformers>=5.6"' in str(refused.value)
+    assert '"torch>=2.11" "transformers>=5.6"' in str(refused.value)
 
 
 @pytest.mark.parametrize(
     "installed",
     [
         dict(LOWEST),
-        {"torch": "2.8.0a0+4c8b2f1.nv26.03", "transformers": "5.6.0.dev0", "accelerate": "1.11.0rc1"},
+        {"torch": "2.11.0a0+4c8b2f1.nv26.03", "transformers": "5.6.0.dev0", "accelerate": "1.11.0rc1"},
         {"torch": "3.0.0", "transformers": "6.1.0", "accelerate": "2.0"},
         dict.fromkeys(LOWEST),
     ],

@@ -14,7 +14,6 @@ import torch
 
 from distca_hf.errors import UnsupportedAttentionError
 from distca_hf.kernels import reference, registry
-from distca_hf.kernels.cpu import CpuKernel
 from distca_hf.kernels.interface import (
     AttentionSpec,
     Gradients,
@@ -29,7 +28,7 @@ from distca_hf.kernels.interface import (
 from distca_hf.kernels.reference import BLOCK_ROWS, ReferenceKernel
 from distca_hf.kernels.registry import KERNELS, OPTIONS, Capabilities, Entry, Operands, choose_kernel, chosen_kernel
 from distca_hf.kernels.rows import merge_rows
-from distca_hf.kernels.varlen import TorchVarlenKernel
+from distca_hf.kernels.varlen import CpuKernel, TorchVarlenKernel
 
 
 BOTH = pytest.mark.parametrize("kernel", [ReferenceKernel(), CpuKernel()], ids=["reference", "cpu"])

@@ -5,9 +5,9 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from distca_hf.kernels.cpu import CpuKernel
 from distca_hf.kernels.interface import NEW, AttentionSpec, Gradients, Inputs, Kernel, Outputs, Room, Saved, Spans
 from distca_hf.kernels.reference import WINDOW_TOKENS, ReferenceKernel, describe_error
+from distca_hf.kernels.varlen import CpuKernel
 
 
 FULL = AttentionSpec(1.0)
