@@ -71,7 +71,7 @@ def run(command: Sequence[str], log: Path) -> None:
 
 def logged(output: Path) -> list[dict[str, object]]:
     """Returns what a Trainer logged of its steps."""
-    (state,) = output.rglob("trainer_state.json")
+    state = next(output.rglob("trainer_state.json"))
     return [entry for entry in json.loads(state.read_text())["log_history"] if "loss" in entry]
 
 
