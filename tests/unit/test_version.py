@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from distca_hf import errors
-from distca_hf.version import LOWEST, __version__, check_versions
+from distca_hf.version import LOWEST, __version__, check_versions, older_than
 
 
 PYPROJECT = Path(__file__).parents[2] / "pyproject.toml"
@@ -94,3 +94,11 @@ except ImportError as error:
 
     assert "needs transformers 5.6 or newer (found 4.57.1)" in done.stdout
     assert done.stdout.strip().endswith("False")
+
+
+def test_an_older_package_is_told_from_one_that_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend({"transformers": "5.9.1", "torch": None}, monkeypatch)
+
+    assert older_than("transformers", "5.15")
+    assert not older_than("transformers", "5.9")
+    assert not older_than("torch", "2.11"), "it is not installed"
