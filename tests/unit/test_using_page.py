@@ -137,7 +137,8 @@ def test_every_example_is_linked() -> None:
         "quickstart_report.py",
     }
 
-    assert set(re.findall(r"\]\(\.\./examples/([^)#]+)\)", TEXT)) == examples
+    of_pages = TEXT + (DOCS / "frameworks.md").read_text()
+    assert set(re.findall(r"\]\(\.\./examples/([^)#]+)\)", of_pages)) == examples
 
 
 def test_readme_leads_here() -> None:
