@@ -13,7 +13,7 @@ from distca_hf.errors import VersionError
 __version__ = "0.1.0"
 
 # Lowest versions of the packages whose internals this package uses; the same as `dependencies` in pyproject.toml.
-LOWEST = {"torch": "2.11", "transformers": "5.17", "accelerate": "1.15"}
+LOWEST = {"torch": "2.11", "transformers": "5.6", "accelerate": "1.11"}
 
 
 def check_versions() -> None:
@@ -24,12 +24,18 @@ def check_versions() -> None:
     Raises:
         VersionError: packages are too old; names each with both versions, and the command that updates them.
     """
-    found = {name: _installed(name) for name in LOWEST}
-    old = {name: version for name, version in found.items() if version and _numbers(version) < _numbers(LOWEST[name])}
+    found = installed_versions(*LOWEST)
+    old = {name: version for name, version in found.items() if older_than(name, LOWEST[name])}
     if old:
         needs = ", ".join(f"{name} {LOWEST[name]} or newer (found {version})" for name, version in old.items())
         wanted = " ".join(f'"{name}>={LOWEST[name]}"' for name in old)
         raise VersionError(f"distca_hf {__version__} needs {needs}: pip install --upgrade {wanted}")
+
+
+def older_than(name: str, lowest: str) -> bool:
+    """Returns whether a package is installed in a version before `lowest`, of which two numbers count."""
+    version = _installed(name)
+    return version is not None and _numbers(version) < _numbers(lowest)
 
 
 def installed_versions(*names: str) -> dict[str, str]:

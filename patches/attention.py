@@ -46,7 +46,7 @@ attention = Patch(
     name="attention",
     upstream="transformers.AttentionInterface, transformers.AttentionMaskInterface",
     reason='attn_implementation="distca" must be a known name',
-    tested=("5.17", "5.24"),
+    tested=("5.6", "5.17", "5.24"),
     apply=_apply,
     revert=_revert,
 )

@@ -85,7 +85,7 @@ skip_batches = Patch(
     name="skip_batches",
     upstream="accelerate.data_loader.skip_first_batches",
     reason="a placed loader is skipped as a DataLoader is",
-    tested=("1.15",),
+    tested=("1.11", "1.15"),
     apply=_apply,
     revert=_revert,
 )

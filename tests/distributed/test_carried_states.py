@@ -30,10 +30,11 @@ from support.carried_steps import (
     step_alone,
     step_on_ranks,
 )
+from support.versions import states_travel
 from support.wide_models import FAMILIES, tiny_config_of, wide_model
 
 
-pytestmark = pytest.mark.usefixtures("one_core")
+pytestmark = [pytest.mark.usefixtures("one_core"), states_travel]
 CHECKPOINTING = ("none", "non-reentrant", "reentrant", "attending again")
 # One layout more for each family, besides those that all have.
 ALSO = dict(zip(FAMILIES, [EIGHT, FOUR, TWO, EIGHT, EIGHT, FOUR, TWO, FOUR, EIGHT, ONE_WITHOUT, TWO], strict=True))

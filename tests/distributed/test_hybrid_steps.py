@@ -17,6 +17,7 @@ from support.data import random_documents
 from support.models import tiny_model
 from support.ranks import run_ranks
 from support.training import quiet_arguments
+from support.versions import states_travel
 
 
 MICRO_BATCHES, STEPS = 3, 3
@@ -127,6 +128,7 @@ def train_all(folder: Path) -> dict[str, list[Numbers]]:
     }
 
 
+@states_travel
 def test_steps_evaluation_and_generation_have_the_numbers_of_sdpa(tmp_path: Path) -> None:
     first, second = run_ranks(2, train_all, tmp_path, tmp_path)
     for kind in LAYERS:

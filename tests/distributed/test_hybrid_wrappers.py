@@ -16,6 +16,7 @@ import distca_hf
 from support.data import random_dataset
 from support.models import tiny_model
 from support.ranks import run_ranks
+from support.versions import states_travel
 
 
 WORLD = 4
@@ -120,6 +121,7 @@ def steps(kind: str) -> dict[str, tuple[Step, Step]]:
     return {name: step(kind, way) for name, way in WAYS.items()}
 
 
+@states_travel
 @pytest.mark.parametrize("kind", LAYERS)
 def test_step_is_that_of_every_document_alone(kind: str, tmp_path: Path) -> None:
     for rank in run_ranks(WORLD, steps, tmp_path, kind):

@@ -13,10 +13,11 @@ from distca_hf.comm.transport import Transport
 from distca_hf.errors import PlanError, PlanMismatchError
 from distca_hf.testing import Fault, FaultTransport, fail
 from support.carried_steps import THREE, step_on_ranks
+from support.versions import states_travel
 from support.wide_models import wide_model
 
 
-pytestmark = pytest.mark.usefixtures("one_core")
+pytestmark = [pytest.mark.usefixtures("one_core"), states_travel]
 DIFFERENT = 1
 BUILD = partial(wide_model, "bamba", "distca")
 

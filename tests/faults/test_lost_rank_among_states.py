@@ -19,6 +19,7 @@ from support.data import random_dataset
 from support.harm import CPU, NEVER_SECONDS, finished_steps
 from support.models import tiny_model
 from support.ranks import Outcome, start_ranks
+from support.versions import states_travel
 
 
 WORLD, KILLED = 3, 1
@@ -67,6 +68,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, tuple[P
         pool.shutdown(cancel_futures=True)
 
 
+@states_travel
 @pytest.mark.parametrize("place", PLACES)
 def test_survivors_name_the_rank_and_the_exchange(
     place: str, runs: dict[str, tuple[Path, Future[list[Outcome]]]]

@@ -19,6 +19,7 @@ from support.data import random_dataset
 from support.log_lines import KeptLines
 from support.models import VOCABULARY, tiny_model
 from support.ranks import run_ranks
+from support.versions import ignores_cpu_count
 
 
 CPU = torch.device("cpu")
@@ -114,7 +115,10 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="Accelerate would find a GPU")
-@pytest.mark.parametrize("name", TOLD)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[ignores_cpu_count] if name.startswith("18 ") else []) for name in TOLD],
+)
 def test_mistake_is_answered_with_what_where_and_what_to_do(name: str, answers: list[Any]) -> None:
     _, what, where, do = TOLD[name]
     told = [[message for message in of_rank[name] if what in message] for of_rank in answers]

@@ -20,6 +20,7 @@ from support.given_batches import Batch, made_model, packed, padded, with_images
 from support.models import tiny_model
 from support.multimodal import multimodal_model
 from support.ranks import run_ranks, start_ranks
+from support.versions import fsdp_trains_on_cpus, ignores_cpu_count
 
 
 CPU = torch.device("cpu")
@@ -70,6 +71,7 @@ def _open_transport_beside_accelerate_that_was_not_told_to_use_the_cpu() -> str:
     return str(caught.value)
 
 
+@ignores_cpu_count
 @pytest.mark.skipif(torch.cuda.is_available(), reason="Accelerate would find a GPU")
 def test_ranks_that_accelerate_does_not_train_together_are_refused(tmp_path: Path) -> None:
     for message in run_ranks(2, _open_transport_beside_accelerate_that_was_not_told_to_use_the_cpu, tmp_path):
@@ -117,6 +119,7 @@ def _attach_where_sharding_was_asked_for_in_vain(folder: Path) -> str:
     return str(caught.value)
 
 
+@fsdp_trains_on_cpus
 def test_fsdp_that_accelerate_does_not_run_is_refused(tmp_path: Path) -> None:
     for message in run_ranks(2, _attach_where_sharding_was_asked_for_in_vain, tmp_path, tmp_path):
         assert "FSDP was asked for, but Accelerate runs DistributedType.MULTI_CPU" in message

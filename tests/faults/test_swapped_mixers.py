@@ -15,10 +15,11 @@ import distca_hf
 from distca_hf.errors import UnsupportedAttentionError
 from support.carried_steps import LARGEST_DIFFERENCE, LENGTHS, THREE, UNCUT, step_alone, step_on_ranks
 from support.models import tiny_model
+from support.versions import states_travel
 from support.wide_models import wide_model, wide_module
 
 
-pytestmark = pytest.mark.usefixtures("one_core")
+pytestmark = [pytest.mark.usefixtures("one_core"), states_travel]
 KIND, RULE = "qwen3_next", "torch_chunk_gated_delta_rule"
 BUILD = partial(wide_model, KIND, "distca")
 

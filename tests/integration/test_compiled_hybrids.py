@@ -16,6 +16,7 @@ from support.compiling import graph_breaks, graphs_made
 from support.data import random_dataset, random_documents
 from support.models import tiny_model
 from support.ranks import run_ranks
+from support.versions import states_travel
 
 
 STEPS = 3
@@ -60,6 +61,7 @@ def train(kind: str, placed: bool, compiled: bool) -> tuple[Numbers, list[str], 
     return numbers, graph_breaks(), graphs_made()
 
 
+@states_travel
 @pytest.mark.parametrize(("kind", "placed"), [("qwen3_5", True), ("nemotron_h", False)])
 def test_numbers_are_those_of_plain_layers(kind: str, placed: bool, tmp_path: Path) -> None:
     plain = run_ranks(2, train, tmp_path / "plain", kind, placed, False)

@@ -14,6 +14,7 @@ from distca_hf.cli import app
 from support.commands import REPOSITORY
 from support.scripts import run_script
 from support.texts import END, save_word_model, write_documents
+from support.versions import states_travel
 
 
 EXAMPLES = REPOSITORY / "examples"
@@ -107,6 +108,7 @@ def test_gpt_oss_saves_an_adapter(tmp_path: Path) -> None:
     check_adapter(tmp_path / "gpt_oss_lora_output")
 
 
+@states_travel
 def test_qwen3_5_cuts_documents_longer_than_a_rank_holds(tmp_path: Path) -> None:
     printed = run_example("qwen3_5", tmp_path)
 

@@ -24,6 +24,7 @@ from distca_hf.runtime.carried_states import After, SentSummaries
 from distca_hf.testing import run_ranks
 from support.data import random_documents
 from support.models import tiny_model
+from support.versions import states_travel
 
 
 CPU = torch.device("cpu")
@@ -82,6 +83,7 @@ def test_times_of_kernels_are_refused(sweep: ModuleType) -> None:
         planner.check_kernel_times(96)
 
 
+@states_travel
 @pytest.mark.parametrize("was_whole", [True, False])
 def test_a_position_saved_with_whole_documents_is_refused_if_they_are_cut_and_the_other_way_round(
     was_whole: bool,
@@ -160,6 +162,7 @@ def test_a_mixer_that_does_not_know_where_documents_begin_is_noticed(
     assert sweep.examine(config_class).verdict == sweep.WRONG
 
 
+@states_travel
 @pytest.mark.parametrize("model_type", ["qwen3_next", "nemotron_h"])
 @pytest.mark.parametrize("lost", ["states", "halo"])
 def test_a_state_that_does_not_travel_is_noticed(
@@ -187,6 +190,7 @@ def test_a_state_that_does_not_travel_is_noticed(
     assert sweep.examine(config_class).verdict == sweep.WRONG
 
 
+@states_travel
 @pytest.mark.parametrize("lengths", [(96, 96), (96, 90), (150,)])
 def test_a_placed_batch_fills_a_cache_only_if_every_row_is_a_document(lengths: tuple[int, ...]) -> None:
     """The cache goes on as one that the document filled by itself."""

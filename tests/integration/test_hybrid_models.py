@@ -19,6 +19,7 @@ from distca_hf.planning.plan import PlanFacts
 from support.commands import REPOSITORY
 from support.ranks import run_ranks
 from support.sweeping import config_class_of
+from support.versions import states_travel
 
 
 # Model types of `...ForCausalLM`, and of `...ForConditionalGeneration`.
@@ -106,11 +107,13 @@ def check_steps(sweep: ModuleType, kind_name: str, model_type: str, folder: Path
         assert sweep.trial.step_placed(tiny, num_ranks).difference(expected) <= 1e-5, "placed"
 
 
+@states_travel
 @pytest.mark.parametrize("model_type", MODEL_TYPES)
 def test_step_on_ranks_is_that_of_every_document_alone(model_type: str, sweep: ModuleType, tmp_path: Path) -> None:
     check_steps(sweep, "text", model_type, tmp_path)
 
 
+@states_travel
 @pytest.mark.parametrize("model_type", MULTIMODAL)
 def test_step_of_a_multimodal_hybrid_is_that_of_every_document_alone(
     model_type: str, sweep: ModuleType, tmp_path: Path

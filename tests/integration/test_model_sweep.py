@@ -17,6 +17,7 @@ from distca_hf.integrations import attention
 from distca_hf.kernels.interface import AttentionSpec
 from support.commands import REPOSITORY
 from support.scripts import run_script
+from support.versions import classes_of_today
 
 
 PAGE = REPOSITORY / "scripts" / "models" / "classes.md"
@@ -56,6 +57,7 @@ def rows(page: str, heading: str = TEXT) -> dict[str, tuple[str, str]]:
     }
 
 
+@classes_of_today
 def test_sweep_tells_what_works_how_exactly_and_why_the_others_do_not(tmp_path: Path) -> None:
     out = tmp_path / "models.md"
     run_script(1, tmp_path, ["scripts/models/sweep.py", "--kind", "text", "--only", *SOME, "--out", out])

@@ -291,6 +291,19 @@ print(LENGTHS.find("pretrain"))
     assert lengths == str(site / "distca_hf" / "examples" / "lengths" / "pretrain.json.gz")
 
 
+def test_installed_package_is_a_plugin_of_axolotl(site: Path, tmp_path: Path) -> None:
+    program = """
+from importlib.metadata import entry_points
+from importlib.util import find_spec
+(point,) = [point for point in entry_points(group="axolotl.plugins") if point.name == "distca"]
+print(point.value, find_spec(point.module).origin)
+"""
+    value, file = run_installed(site, tmp_path, program).split()
+
+    assert value == "distca_hf.axolotl:BalancedTraining"
+    assert file == str(site / "distca_hf" / "axolotl.py")
+
+
 def test_installed_command_prints_the_path_of_a_recipe(site: Path, tmp_path: Path) -> None:
     printed = run_installed(site, tmp_path, "from distca_hf.cli import main; main()", "recipes", "cpu_2proc")
 

@@ -26,6 +26,7 @@ from support.training import (
     quiet_arguments,
     save_initial_model,
 )
+from support.versions import states_travel
 
 
 TOKENS_PER_RANK = 128
@@ -86,6 +87,7 @@ def train_alone(folder: Path, documents: Documents) -> Curve:
     return Curve(losses, norms)
 
 
+@states_travel
 @pytest.mark.parametrize(
     ("kind", "wrap", "checkpointing", "ranks", "servers", "steps"),
     [

@@ -27,6 +27,7 @@ from support.training import (
     quiet_arguments,
     sft_trainer,
 )
+from support.versions import skip_before
 
 
 GLOBAL_BATCH = 4
@@ -121,6 +122,8 @@ def reference_of(run: Run, references: References) -> Curve:
 def test_losses_follow_one_process_sdpa(
     run: Run, references: References, tmp_path: Path, record_property: Callable[[str, object], None]
 ) -> None:
+    if run.wrap.startswith("fsdp") and run.checkpointing in ("fsdp", "reentrant"):
+        skip_before("5.12", "with FSDP, Trainer of older ones checkpoints wrongly")
     expected = reference_of(run, references)
     curve = run_ranks(run.world_size, train, tmp_path, run, references.initial_models["llama"])[0]
 

@@ -17,6 +17,7 @@ from support.training import (
     train,
     train_reference,
 )
+from support.versions import skip_before
 
 
 # With the runs of test_packs_training.py they cover pairs of options, which are counted there.
@@ -59,6 +60,8 @@ def reference_of(run: Run, references: References) -> Curve:
 def test_losses_follow_one_process_sdpa(
     run: Run, references: References, tmp_path: Path, record_property: Callable[[str, object], None]
 ) -> None:
+    if run.wrap.startswith("fsdp") and run.checkpointing in ("fsdp", "reentrant"):
+        skip_before("5.12", "with FSDP, Trainer of older ones checkpoints wrongly")
     expected, initial_model = reference_of(run, references), references.initial_models[run.model]
     if run.world_size == 1:
         curve = train(run, initial_model)

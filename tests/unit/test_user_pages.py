@@ -141,7 +141,8 @@ def test_every_example_is_linked() -> None:
         "quickstart_report.py",
     }
 
-    assert set(re.findall(r"\]\(\.\./examples/([^)#]+)\)", USING)) == examples
+    of_pages = USING + (DOCS / "frameworks.md").read_text()
+    assert set(re.findall(r"\]\(\.\./examples/([^)#]+)\)", of_pages)) == examples
 
 
 def test_readme_leads_to_all_pages_for_users() -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from distca_hf import errors
-from distca_hf.version import LOWEST, __version__, check_versions
+from distca_hf.version import LOWEST, __version__, check_versions, older_than
 
 
 PYPROJECT = Path(__file__).parents[2] / "pyproject.toml"
@@ -34,10 +34,10 @@ def test_lowest_versions_are_those_of_pyproject() -> None:
 @pytest.mark.parametrize(
     ("name", "version"),
     [
-        ("transformers", "5.16.2"),
+        ("transformers", "5.5.4"),
         ("transformers", "4.57.1"),
-        ("torch", "2.9.1+cu128"),  # not compared as text: "2.9" > "2.11"
-        ("accelerate", "1.14.0"),
+        ("torch", "2.9.1+cu128"),
+        ("accelerate", "1.9.0"),  # not compared as text: "1.9" > "1.11"
         ("accelerate", "0.34.2"),
     ],
 )
@@ -59,14 +59,14 @@ def test_all_old_packages_are_named_at_once(monkeypatch: pytest.MonkeyPatch) -> 
         check_versions()
 
     assert re.findall(r"found ([\d.]+)", str(refused.value)) == ["2.5.0", "4.40.0"]
-    assert '"torch>=2.11" "transformers>=5.17"' in str(refused.value)
+    assert '"torch>=2.11" "transformers>=5.6"' in str(refused.value)
 
 
 @pytest.mark.parametrize(
     "installed",
     [
         dict(LOWEST),
-        {"torch": "2.11.0a0+4c8b2f1.nv26.03", "transformers": "5.17.0.dev0", "accelerate": "1.15.0rc1"},
+        {"torch": "2.11.0a0+4c8b2f1.nv26.03", "transformers": "5.6.0.dev0", "accelerate": "1.11.0rc1"},
         {"torch": "3.0.0", "transformers": "6.1.0", "accelerate": "2.0"},
         dict.fromkeys(LOWEST),
     ],
@@ -92,5 +92,13 @@ except ImportError as error:
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
 
-    assert "needs transformers 5.17 or newer (found 4.57.1)" in done.stdout
+    assert "needs transformers 5.6 or newer (found 4.57.1)" in done.stdout
     assert done.stdout.strip().endswith("False")
+
+
+def test_an_older_package_is_told_from_one_that_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend({"transformers": "5.9.1", "torch": None}, monkeypatch)
+
+    assert older_than("transformers", "5.15")
+    assert not older_than("transformers", "5.9")
+    assert not older_than("torch", "2.11"), "it is not installed"

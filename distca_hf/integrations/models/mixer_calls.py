@@ -133,7 +133,10 @@ class Apart:
         if isinstance(rows, CarriedRows):
             return self._carry(args, known)
         forward = self.before or type(self._mixer).forward.__get__(self._mixer)
-        return forward(*args, **known) if rows is None else rows.mix(forward, args, known)
+        if rows is None:
+            return forward(*args, **known)
+        known.pop("seq_idx", None)  # numbers documents of a row; each has a row now, and not every function takes it
+        return rows.mix(forward, args, known)
 
     @hidden_from_dynamo
     def _carry(self, args: tuple[object, ...], keywords: dict[str, object]) -> object:

@@ -36,12 +36,15 @@ from distca_hf.integrations.models.structure import attention_layers, source_of,
 from distca_hf.runtime.carried_states import CarriedRows
 from distca_hf.runtime.live_plan import LivePlan
 from distca_hf.telemetry import get_logger
+from distca_hf.version import older_than
 
 
 log = get_logger(__name__)
 
 # Layer types of configurations whose tokens attend to tokens before them, or do not see each other.
 LAYER_TYPES = frozenset({"full_attention", "sliding_attention", "chunked_attention", "attention", "moe", "mlp"})
+# Lowest Transformers whose mixers call functions by names that are known, so that their states can travel.
+LOWEST_STATES = "5.15"
 # Names that Transformers' classes have for a state, as an attribute or in a cache.
 STATE = re.compile(r"(conv|conv1d|recurrent|ssm|linear)_(states?|cache)\b")
 
@@ -160,6 +163,11 @@ class MixerWatch:
                 "own batches stay: give every rank about as many",
                 self._named,
             )
+            if older_than("transformers", LOWEST_STATES):
+                log.info(
+                    "From Transformers %s on, states of known families travel (pip install --upgrade transformers)",
+                    LOWEST_STATES,
+                )
 
     def leave(self, module: nn.Module) -> None:
         """Undoes `enter`, in the model or in a copy."""

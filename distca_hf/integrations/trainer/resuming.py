@@ -197,7 +197,7 @@ class Resuming(TrainerCallback):
             why = changed if self._missing else "Trainer was not given the checkpoint"
             raise ConfigError(
                 f"training goes on at step {state.global_step}, but the documents would begin anew: {why}. Resume "
-                "with Transformers 5.17 to 5.24 and train(resume_from_checkpoint=...), or begin the data anew with "
+                "with Transformers 5.6 to 5.24 and train(resume_from_checkpoint=...), or begin the data anew with "
                 "ignore_data_skip=True"
             )
 

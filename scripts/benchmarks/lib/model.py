@@ -225,7 +225,7 @@ def _leave_alone(module: nn.Module, *inputs: Any, **given: Any) -> tuple[torch.T
 @contextmanager
 def _countable_experts(causal_lm: PreTrainedModel) -> Iterator[None]:
     """Computes experts one by one meanwhile: torch counts no flops of grouped matrix products."""
-    used = causal_lm.get_experts_implementation()
+    used = causal_lm.config._experts_implementation  # `get_experts_implementation` is new in Transformers 5.14
     causal_lm.set_experts_implementation("eager")
     yield
     causal_lm.set_experts_implementation(used)

@@ -28,6 +28,7 @@ from distca_hf.integrations.models.decoder_layers import MOST_KINDS, grouped, la
 from distca_hf.integrations.models.structure import weights_beside_text
 from support import strange_models
 from support.models import tiny_model
+from support.versions import classes_of_today, states_travel
 
 
 CAPACITY = 8 * 16_384
@@ -85,6 +86,7 @@ LAYERS = {
 }
 
 
+@classes_of_today
 @pytest.mark.parametrize("name", LAYERS)
 def test_layers_are_told_apart(name: str) -> None:
     assert layers(verdict_of(name)) == LAYERS[name]
@@ -121,6 +123,7 @@ def test_kernels_are_those_that_can_compute_the_layers(name: str, gpu: str) -> N
         assert any("only FlashAttention computes its layers" in limit for limit in verdict.limits)
 
 
+@classes_of_today
 def test_heads_that_are_too_wide_are_refused_on_gpus_alone() -> None:
     on_gpu, on_cpu = verdict_of("gemma4_text"), verdict_of("gemma4_text", "cpu")
 
@@ -129,6 +132,7 @@ def test_heads_that_are_too_wide_are_refused_on_gpus_alone() -> None:
     assert on_cpu.status == "works"
 
 
+@states_travel
 @pytest.mark.parametrize("name", ["qwen3_next", "falcon_h1", "nemotron_h", "jamba"])
 def test_hybrids_whose_states_travel_have_no_limits(name: str) -> None:
     hybrid = verdict_of(name)
@@ -138,6 +142,7 @@ def test_hybrids_whose_states_travel_have_no_limits(name: str) -> None:
     assert (hybrid.status, hybrid.limits, hybrid.cuts_documents) == ("works", (), True)
 
 
+@classes_of_today
 @pytest.mark.parametrize(("name", "layers"), [("minimax", "1, 3, ... 31"), ("recurrent_gemma", "0-1, 3-4, 6-7")])
 def test_models_whose_states_cannot_travel_are_limited(name: str, layers: str) -> None:
     limited = verdict_of(name)
@@ -307,6 +312,7 @@ REFUSED = {
 }
 
 
+@classes_of_today
 @pytest.mark.parametrize("name", REFUSED)
 def test_training_refuses_for_the_same_reasons(name: str) -> None:
     """The check of `attach` and `enable` lists what the command lists."""
@@ -334,6 +340,7 @@ QUANTISED: dict[str, tuple[dict[str, object], str, str]] = {
 }
 
 
+@classes_of_today
 @pytest.mark.parametrize("method", QUANTISED)
 def test_quantised_checkpoints_train_as_trainer_trains_them(method: str) -> None:
     settings, status, words = QUANTISED[method]

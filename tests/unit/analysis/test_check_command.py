@@ -15,6 +15,7 @@ from distca_hf.analysis.models import preset
 from distca_hf.cli import app
 from distca_hf.flops import H100_GIB
 from support.commands import REPOSITORY
+from support.versions import classes_of_today
 
 
 SIZES: dict[str, Any] = {
@@ -106,6 +107,7 @@ def test_accumulation_is_counted_as_trainer_has_it() -> None:
 ONE_VERDICT = ("deepseek_v32", "stablelm", "gemma4_text", "mamba")
 
 
+@classes_of_today
 @pytest.mark.parametrize("name", ONE_VERDICT)
 def test_what_check_refuses_no_other_command_plans(name: str, tmp_path: Path) -> None:
     """Also models that are refused in the trial of a tiny version, that no kernel of an H200 computes, or that have no

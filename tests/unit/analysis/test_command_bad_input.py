@@ -18,6 +18,7 @@ from distca_hf.analysis import lengths as lengths_module
 from distca_hf.cli import app
 from support.commands import SCRIPTS
 from support.made_answers import made_simulation
+from support.versions import states_travel
 
 
 WORLD = {"--gpus": "2", "--tokens-per-rank": "1000"}
@@ -239,6 +240,7 @@ def test_a_document_that_cannot_fit(good: Path) -> None:
     )
 
 
+@states_travel
 def test_documents_that_training_refuses(good: Path) -> None:
     """A state that cannot travel keeps documents whole on a rank, and a table of positions ends somewhere."""
     tiny = {"num_hidden_layers": 2, "vocab_size": 100, "hidden_size": 32, "num_attention_heads": 4}

@@ -19,6 +19,7 @@ from distca_hf.analysis.simulate.result import simulate
 from distca_hf.cost import Heads
 from distca_hf.errors import ConfigError
 from distca_hf.pipelines.pipeline import Pipeline
+from support.versions import classes_of_today, states_travel
 
 
 LLAMA = preset("llama3-8b")
@@ -87,6 +88,7 @@ def test_a_name_on_the_hub_is_read_from_its_configuration(monkeypatch: pytest.Mo
     assert found.size.layers == 2
 
 
+@classes_of_today
 @pytest.mark.parametrize("model_type", ["qwen3_vl", "llava"])  # of the first there is no model of the text alone
 def test_of_a_multimodal_model_the_text_is_counted(model_type: str, monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = {"num_hidden_layers": 2, "hidden_size": 128, "intermediate_size": 256, "vocab_size": 1000}
@@ -129,6 +131,7 @@ def test_layers_that_count_as_full_ones_are_named(name: str, words: str) -> None
     assert find_model(name).other_layers == words
 
 
+@states_travel
 @pytest.mark.parametrize(
     ("name", "states", "stay_whole"), [("llama", 0, False), ("qwen3_next", 36, False), ("minimax", 16, True)]
 )

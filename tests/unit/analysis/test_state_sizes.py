@@ -31,6 +31,7 @@ from distca_hf.planning import folds
 from distca_hf.planning.plan import plan_in_place
 from distca_hf.testing import NotedTransport
 from support.carried_steps import FOUR, UNCUT, layout_of, step_on_ranks
+from support.versions import states_travel
 from support.wide_models import FAMILIES, wide_model
 
 
@@ -38,6 +39,7 @@ CUT = Layout.from_segments([600], [[(0, 0, 200)], [(0, 200, 600)]])
 STATES = StateSize(mixers=10, heads=4, head_bytes=1000, halo_tokens=3, halo_bytes=100)
 
 
+@states_travel
 @pytest.mark.usefixtures("one_core")
 @pytest.mark.parametrize("by_heads", [False, True], ids=["by ranks", "by heads"])
 @pytest.mark.parametrize("model_type", FAMILIES)
@@ -72,6 +74,7 @@ def test_as_many_numbers_are_sent(model_type: str, by_heads: bool, monkeypatch: 
         assert size.most_bytes(layout_of(UNCUT)) == 0
 
 
+@states_travel
 def test_sizes_that_a_mixer_has_under_other_names_are_not_guessed(monkeypatch: pytest.MonkeyPatch) -> None:
     model, job = wide_model("bamba", "distca"), Job(find_gpu("h200"), 8, 4096)
     del model.model.layers[2].mamba.ssm_state_size
@@ -116,6 +119,7 @@ def test_plans_and_simulated_steps_and_memory_count_them() -> None:
     assert kept[1] - kept[0] == 10 * of_layer
 
 
+@states_travel
 def test_plan_prints_what_states_send(tmp_path: Path) -> None:
     (tmp_path / "lengths.json").write_text(json.dumps([6000, 2000]))
 
@@ -133,6 +137,7 @@ def test_plan_prints_what_states_send(tmp_path: Path) -> None:
     assert "of states" not in run("llama3-8b")
 
 
+@states_travel
 def test_check_counts_the_states_of_a_document_on_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     """On 8 ranks the last one receives 7 summaries of 4 MiB, or as many bytes as folding by heads takes."""
 

@@ -18,6 +18,7 @@ from distca_hf.planning.fragments import Fragments
 from distca_hf.runtime.device_fragments import PinnedFragments
 from support.carried_steps import ONE_WITHOUT, step_alone, step_on_ranks
 from support.models import tiny_model
+from support.versions import states_travel
 from support.wide_models import FAMILIES, wide_model
 
 
@@ -28,6 +29,7 @@ def mixer_of(kind: str = "qwen3_5") -> Any:
     return next(iter(mixers_of(tiny_model(kind, "sdpa")).values()))
 
 
+@states_travel
 @pytest.mark.parametrize("kind", FAMILIES)
 def test_states_of_known_families_travel(kind: str) -> None:
     model = wide_model(kind, "eager")
@@ -79,6 +81,7 @@ def add_method(mixer: Any) -> None:
     with_forward(with_an_unknown_method)(mixer)
 
 
+@states_travel
 @pytest.mark.parametrize(
     "change",
     [
@@ -101,6 +104,7 @@ def test_a_mixer_that_may_mix_otherwise_keeps_documents_whole(change: Callable[[
     assert not carries(mixer)
 
 
+@states_travel
 def test_a_mixer_that_is_sharded_by_itself_is_known() -> None:
     mixer = mixer_of()
     mixer.__class__ = type("FSDPMixer", (FSDPModule, type(mixer)), {"__module__": "torch.distributed.fsdp"})
@@ -137,6 +141,7 @@ def test_kernels_for_packed_rows_are_told_where_documents_begin() -> None:
     assert _packed_by(as_transformers_calls(lambda q, **keywords: q), "cu_seqlens") is None
 
 
+@states_travel
 @pytest.mark.parametrize(("kind", "width"), [("lfm2", {"conv_L_cache": 1}), ("bamba", {"mamba_d_conv": 1})])
 def test_a_convolution_over_one_token_is_exact(kind: str, width: dict[str, int]) -> None:
     step = step_on_ranks(partial(wide_model, kind, "distca", **width), ONE_WITHOUT)
@@ -144,6 +149,7 @@ def test_a_convolution_over_one_token_is_exact(kind: str, width: dict[str, int])
     assert step.difference(step_alone(wide_model(kind, "sdpa", **width))) <= 1e-12
 
 
+@states_travel
 def test_a_model_can_be_copied_and_stored_after_a_step() -> None:
     models = list[Any]()
 

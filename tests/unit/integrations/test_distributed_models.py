@@ -41,6 +41,7 @@ from distca_hf.integrations.models.distributed_check import (
 from distca_hf.integrations.models.forward_watch import watch_of
 from support.fake_job import fake_job
 from support.models import SIZES, tiny_model
+from support.versions import ACCELERATE, divides_models
 
 
 RANKS = 4
@@ -121,6 +122,7 @@ def test_a_model_that_is_whole_has_no_mesh(load: Load) -> None:
     assert tensor_ranks(model) == heads_divided_by(model) == 1
 
 
+@divides_models
 @pytest.mark.parametrize(
     ("sizes", "data", "tensor"),
     [
@@ -161,6 +163,7 @@ def test_experts_change_neither_mesh_nor_heads(load: Load, sizes: dict[str, int]
     assert heads_divided_by(model) == tensor
 
 
+@divides_models
 def test_a_dimension_of_another_name_is_refused(load: Load) -> None:
     model = load(fsdp_size=4)
     model._mesh_manager = None
@@ -275,6 +278,7 @@ def test_a_projection_of_all_three_in_a_row_is_not_cut(load: Load) -> None:
     assert "gives queries, keys and values in a row, and the style 'colwise' cuts across them" in told
 
 
+@divides_models
 def test_tensor_parallelism_before_it_trains(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
     model = load(changes={"num_key_value_heads": 4}, tp_size=4)
 
@@ -301,6 +305,7 @@ def test_gradients_of_whole_experts_before_they_are_right(
     assert f"ep_size=4 with Transformers {transformers.__version__}: before 5.23 it gives experts" in reasons(model)
 
 
+@divides_models
 def test_stages_are_for_inference_alone(load: Load) -> None:
     told = reasons(load(changes={"num_key_value_heads": 4}, pp_size=4))
 
@@ -308,6 +313,7 @@ def test_stages_are_for_inference_alone(load: Load) -> None:
     assert "`distca examples pipeline`" in told
 
 
+@divides_models
 def test_sequence_parallelism_of_transformers(load: Load) -> None:
     assert "enable_sequence_parallel=True" in reasons(load(fsdp_size=4, enable_sequence_parallel=True))
 
@@ -352,6 +358,7 @@ def test_accelerate_may_know_the_tensor_ranks_of_transformers(load: Load, accele
     assert list(refused_distribution(load(tp_size=2, fsdp_size=2))) == []
 
 
+@divides_models
 def test_a_model_is_not_sharded_twice(load: Load, accelerate_has: Callable[..., None]) -> None:
     model = load(fsdp_size=4)
     accelerate_has("FSDP")
@@ -367,6 +374,7 @@ def test_autotp_of_deepspeed(load: Load, accelerate_has: Callable[..., None]) ->
     assert "autotp_size=2 in DeepSpeed's tensor_parallel" in reasons(load())
 
 
+@divides_models
 def test_all_reasons_are_said_at_once(load: Load, accelerate_has: Callable[..., None]) -> None:
     accelerate_has(cp=2, sp=2)
     told = reasons(load(fsdp_size=4, enable_sequence_parallel=True))
@@ -374,6 +382,7 @@ def test_all_reasons_are_said_at_once(load: Load, accelerate_has: Callable[..., 
     assert all(said in told for said in ("cp_size=2", "sp_size=2", "enable_sequence_parallel"))
 
 
+@divides_models
 def test_enable_refuses_before_anything_is_changed(load: Load) -> None:
     model = load(fsdp_size=4, enable_sequence_parallel=True)
 
@@ -393,7 +402,8 @@ def test_accelerates_state_has_the_names_that_are_read() -> None:
 
         assert AcceleratorState._shared_state
         assert (state.parallelism_config, state.deepspeed_plugin) == (None, None)
-        assert [getattr(ParallelismConfig(), f"{name}_size") for name in ("cp", "sp", "tp")] == [1, 1, 1]
+        sizes = ("cp", "tp") if ACCELERATE < Version("1.12") else ("cp", "sp", "tp")
+        assert [getattr(ParallelismConfig(), f"{name}_size") for name in sizes] == [1] * len(sizes)
         assert list(refused_distribution(tiny_model())) == []
     finally:
         AcceleratorState._reset_state(True)

@@ -2,6 +2,7 @@
 computed that a plan says."""
 
 import copy
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -25,6 +26,7 @@ from distca_hf.integrations import mask as mask_module
 from distca_hf.integrations.mask import RowMask, document_mask
 from support.data import random_dataset
 from support.models import SIZES, VOCABULARY, tiny_model
+from support.versions import block_masks
 
 
 TOKENS = 12
@@ -61,21 +63,25 @@ class SeenOperators(TorchDispatchMode):
 # --- masks of a model's own
 
 
+# Transformers from 5.24 on, and before.
+CACHE = "cache" if "cache" in inspect.signature(masking_utils.create_causal_mask).parameters else "past_key_values"
+
+
+def causal(config: PreTrainedConfig, embeds: torch.Tensor, mask: Any, cache: Any, **more: Any) -> Any:
+    return masking_utils.create_causal_mask(config, embeds, attention_mask=mask, **{CACHE: cache}, **more)
+
+
 OTHER_MASKS: dict[str, Callable[..., Any]] = {
-    "blocks": lambda config, embeds, mask, cache: masking_utils.create_causal_mask(
-        config, embeds, mask, cache, block_sequence_ids=torch.zeros(embeds.shape[:2], dtype=torch.long)
-    ),
-    "prefix": lambda config, embeds, mask, cache: masking_utils.create_causal_mask(
-        config, embeds, mask, cache, or_mask_function=lambda batch, head, query, key: key < 6
-    ),
-    "shared question": lambda config, embeds, mask, cache: masking_utils.create_causal_mask(
-        config, embeds, mask, cache, and_mask_function=lambda batch, head, query, key: key < 6
-    ),
+    "blocks": lambda *given: causal(*given, block_sequence_ids=torch.zeros(given[1].shape[:2], dtype=torch.long)),
+    "prefix": lambda *given: causal(*given, or_mask_function=lambda batch, head, query, key: key < 6),
+    "shared question": lambda *given: causal(*given, and_mask_function=lambda batch, head, query, key: key < 6),
     "bidirectional": lambda config, embeds, mask, cache: masking_utils.create_bidirectional_mask(config, embeds, mask),
     "bidirectional window": lambda config, embeds, mask, cache: masking_utils.create_bidirectional_sliding_window_mask(
         _with(config, sliding_window=4), embeds, mask
     ),
 }
+
+NAMES = [pytest.param(name, marks=[block_masks] if name == "blocks" else []) for name in OTHER_MASKS]
 
 
 def _with(config: PreTrainedConfig, **changes: Any) -> PreTrainedConfig:
@@ -89,13 +95,12 @@ def _ask_for(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Makes Llama a custom model that asks for another mask."""
 
     def create(config: Any, inputs_embeds: torch.Tensor, attention_mask: Any, **others: Any) -> Any:
-        cache = others.get("cache", others.get("past_key_values"))  # Transformers from 5.24 on, and before
-        return OTHER_MASKS[name](config, inputs_embeds, attention_mask, cache)
+        return OTHER_MASKS[name](config, inputs_embeds, attention_mask, others.get(CACHE))
 
     monkeypatch.setattr(modeling_llama, "create_causal_mask", create)
 
 
-@pytest.mark.parametrize("name", OTHER_MASKS)
+@pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("padded", [True, False], ids=["padded", "whole"])
 def test_another_mask_is_refused_with_the_layer(name: str, padded: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     _ask_for(name, monkeypatch)
@@ -103,7 +108,7 @@ def test_another_mask_is_refused_with_the_layer(name: str, padded: bool, monkeyp
         tiny_model().eval()(random_ids(2), attention_mask=padded_mask() if padded else None)
 
 
-@pytest.mark.parametrize("name", OTHER_MASKS)
+@pytest.mark.parametrize("name", NAMES)
 def test_another_mask_is_refused_with_a_plan(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     plugin = distca_hf.DistCAPlugin(tokens_per_rank=192)
     model = distca_hf.enable(tiny_model(), plugin)
@@ -123,7 +128,7 @@ def test_a_window_as_long_as_the_documents_changes_nothing(limit: str) -> None:
     }[limit]
     config = _with(tiny_model().config, **{limit: 7})
     positions = torch.cat([torch.arange(5), torch.arange(7)])[None]
-    mask = make(config, torch.zeros(1, TOKENS, 1), None, None, positions)
+    mask = make(config, torch.zeros(1, TOKENS, 1), attention_mask=None, position_ids=positions, **{CACHE: None})
 
     assert mask.refusal is None
     assert mask.window_tokens == 7

@@ -20,6 +20,7 @@ from transformers import (
 
 from distca_hf.errors import PackingError, UnsupportedAttentionError
 from support.models import SIZES, VOCABULARY
+from support.versions import attends_by_name
 
 
 TOKENS = 12
@@ -41,6 +42,9 @@ CONFIGS: dict[str, PreTrainedConfig] = {
     ),
     "ctrl": CTRLConfig(vocab_size=VOCABULARY, n_embd=64, n_head=4, n_layer=2, dff=64, n_positions=64, resid_pdrop=0.0),
 }
+
+
+NAMES = [*(name for name in CONFIGS if name != "ctrl"), pytest.param("ctrl", marks=attends_by_name)]
 
 
 def models_of(name: str) -> tuple[PreTrainedModel, PreTrainedModel]:
@@ -68,7 +72,7 @@ def largest(left: torch.Tensor, right: torch.Tensor) -> float:
     return (left - right).abs().max().item()
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("use_cache", [True, False])
 @pytest.mark.parametrize("mask", [True, False], ids=["ones", "no mask"])
 def test_packed_documents_have_the_logits_of_each_alone(name: str, use_cache: bool, mask: bool) -> None:
@@ -80,7 +84,7 @@ def test_packed_documents_have_the_logits_of_each_alone(name: str, use_cache: bo
     assert largest(logits, documents_alone(same, ids)) <= 1e-10
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", NAMES)
 def test_packed_documents_train_with_the_gradients_of_each_alone(name: str) -> None:
     model, same = models_of(name)
     ids = random_ids()
@@ -93,7 +97,7 @@ def test_packed_documents_train_with_the_gradients_of_each_alone(name: str) -> N
             assert largest(ours.grad, theirs[1].grad) <= 1e-6 * scale, parameter  # norms are computed in fp32
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_packed_documents_in_padded_rows_have_the_logits_of_each_alone(name: str, side: str) -> None:
     """Packs that a collator pads to one length."""
@@ -108,7 +112,7 @@ def test_packed_documents_in_padded_rows_have_the_logits_of_each_alone(name: str
     assert largest(logits[put(ones).bool()], documents_alone(same, ids)[0]) <= 1e-10
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", NAMES)
 def test_plain_rows_are_one_document_each(name: str) -> None:
     """With a cache and without, in one pass and in two, and in generation."""
     model, same = models_of(name)
@@ -122,7 +126,7 @@ def test_plain_rows_are_one_document_each(name: str) -> None:
     assert torch.equal(model.generate(ids, **how), same.generate(ids, **how))
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", NAMES)
 def test_a_document_that_begins_behind_cached_tokens_is_refused(name: str) -> None:
     model, _ = models_of(name)
     cache = model(random_ids()[:, :4], use_cache=True).past_key_values
@@ -159,7 +163,7 @@ def test_compiled_packs_that_nobody_sees_are_refused() -> None:
 NUMBERS = torch.tensor([[1] * 5 + [2] * 4 + [3] * 3])
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("padded", [True, False], ids=["padded", "whole"])
 def test_mask_that_numbers_documents_is_refused_without_their_positions(name: str, padded: bool) -> None:
     model, _ = models_of(name)
@@ -168,7 +172,7 @@ def test_mask_that_numbers_documents_is_refused_without_their_positions(name: st
         model(random_ids(), attention_mask=numbers)
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", NAMES)
 def test_mask_that_numbers_documents_may_come_with_their_positions(name: str) -> None:
     model, same = models_of(name)
     ids = random_ids()

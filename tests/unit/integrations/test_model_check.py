@@ -59,6 +59,7 @@ from distca_hf.integrations.models.check import check_model
 from distca_hf.testing import run_ranks
 from support.data import random_dataset, random_documents
 from support.models import VOCABULARY, tiny_model
+from support.versions import builds_nemotron
 
 
 LONGEST_TOKENS = 150
@@ -462,7 +463,11 @@ def first_batch() -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    "config", [NemotronConfig(**GROUPED), StableLmConfig(**GROUPED)], ids=["Nemotron", "StableLM"]
+    "config",
+    [
+        pytest.param(NemotronConfig(**GROUPED), id="Nemotron", marks=builds_nemotron),
+        pytest.param(StableLmConfig(**GROUPED), id="StableLM"),
+    ],
 )
 def test_model_that_keeps_the_plan_from_its_layers_is_refused_after_the_first_forward(config: Any) -> None:
     model = enabled(build(config))

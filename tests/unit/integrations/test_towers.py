@@ -17,6 +17,7 @@ from distca_hf.integrations.models.structure import attention_layers, text_decod
 from distca_hf.integrations.trainer.attachment import restorer
 from support.log_lines import KeptLines
 from support.multimodal import IMAGE_TOKEN, document, multimodal_model
+from support.versions import tells_decoder
 
 
 def enabled(model: PreTrainedModel) -> PreTrainedModel:
@@ -24,6 +25,7 @@ def enabled(model: PreTrainedModel) -> PreTrainedModel:
     return model
 
 
+@tells_decoder
 def test_towers_attend_with_sdpa_and_the_text_with_distca() -> None:
     model, kept = multimodal_model("qwen2_5_omni_thinker"), KeptLines()
     logging.getLogger("distca_hf").addHandler(kept)

@@ -33,6 +33,7 @@ from distca_hf.integrations.trainer.callback import DistCACallback
 from distca_hf.integrations.trainer.resuming import LOADER_STATE
 from support.data import random_dataset
 from support.models import tiny_model
+from support.versions import trainer_counts_predicted_tokens
 
 
 TOKENS = 192
@@ -316,6 +317,7 @@ SHOWN: dict[str, tuple[str, dict[str, Any], str]] = {
 }
 
 
+@trainer_counts_predicted_tokens
 @pytest.mark.parametrize("kind", ["stored", "hidden", "made"])
 @pytest.mark.parametrize("name", SHOWN)
 def test_labels_are_those_of_the_trainer_alone(

@@ -12,6 +12,7 @@ import pytest
 from pydantic import BaseModel, ValidationError
 from transformers import Trainer
 
+from distca_hf.integrations.models.forward_watch import watch_of
 from distca_hf.integrations.trainer.attachment import Attachment
 from support.commands import REPOSITORY
 from support.models import tiny_model
@@ -58,7 +59,7 @@ def test_the_section_attaches_with_its_settings(
     axolotl.BalancedTraining().post_trainer_create(configuration(axolotl, distca=section), trainer)
 
     assert Attachment.of(trainer) is not None
-    context = trainer.callback_handler.callbacks[0]._context
+    context = watch_of(trainer.model).context
     assert (context.tokens_per_rank, context.debug.check_finite) == (tokens_per_rank, checks)
     assert trainer.model.config._attn_implementation == "distca"
 

@@ -15,6 +15,7 @@ from distca_hf.errors import ConfigError
 from distca_hf.integrations.models.forward_watch import watch_of
 from distca_hf.integrations.trainer import every_trainer
 from distca_hf.integrations.trainer.attachment import Attachment
+from support.commands import REPOSITORY
 from support.data import random_dataset
 from support.models import tiny_model
 
@@ -204,7 +205,7 @@ print(hasattr(Trainer.train, "_distca_attaches"), "distca_hf" in sys.modules, *s
         ("1", "import distca_hf", "True True"),
         ("1", "import transformers.trainer, distca_hf", "True True"),
         ("0", "import distca_hf", "False True"),
-        ("", "import distca_hf", "False True"),
+        ("", f"import runpy; runpy.run_path({str(REPOSITORY / 'examples/ms_swift_plugin.py')!r})", "True True"),
         ("1", "", "False False"),
         ("yes", "import distca_hf", "environment variable DISTCA_ATTACH='yes' is neither 1 nor 0"),
     ],

@@ -18,6 +18,7 @@ from support.data import random_dataset
 from support.models import tiny_model
 from support.multimodal import document, multimodal_model
 from support.training import quiet_arguments
+from support.versions import takes_label_counts
 
 
 @pytest.fixture
@@ -36,6 +37,7 @@ def losses(trainer: Trainer) -> list[float]:
     return [log["loss"] for log in trainer.state.log_history if "loss" in log]
 
 
+@takes_label_counts
 def test_loss_is_a_mean_over_all_labels_also_where_the_class_does_not_say_so(attached: Callable[..., Trainer]) -> None:
     """Trainer would divide by micro-batches; `accepts_loss_kwargs` of the model itself counts more."""
     model, says_so = (multimodal_model("qwen3_vl") for _ in range(2))
@@ -50,6 +52,7 @@ def test_loss_is_a_mean_over_all_labels_also_where_the_class_does_not_say_so(att
     assert not trainer.model_accepts_loss_kwargs
 
 
+@takes_label_counts
 @pytest.mark.parametrize(
     ("finds_unused", "is_frozen", "is_refused"), [(False, False, True), (True, False, False), (False, True, False)]
 )

@@ -34,6 +34,7 @@ from distca_hf.errors import ConfigError, PackingError, UnsupportedAttentionErro
 from distca_hf.patches.attention import attention
 from support.data import random_dataset
 from support.models import VOCABULARY, tiny_model
+from support.versions import trainer_counts_predicted_tokens
 
 
 BASIC_METRICS = {"distca/imbalance", "distca/tokens_per_second_per_rank"}  # on CPUs
@@ -618,6 +619,7 @@ def test_loss_of_a_window_is_the_mean_over_its_labels(make: Callable[..., Traine
     assert losses(trainer) == pytest.approx([total / labels], rel=1e-5)
 
 
+@trainer_counts_predicted_tokens
 def test_evaluation_during_training_is_the_trainers_own(make: Callable[..., Trainer]) -> None:
     rows = Dataset.from_dict({"input_ids": [[3, 4, 5, 6], [7, 8, 9, 10], [11, 12, 13, 14]]})
     rows = rows.add_column("labels", rows["input_ids"])

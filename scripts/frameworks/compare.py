@@ -1,0 +1,149 @@
+"""Trains three steps with programs of frameworks on two CPU processes, with their own sdpa and with distca.
+
+    python scripts/frameworks/compare.py trl ms-swift llama-factory --environments FOLDER
+    python3.12 scripts/frameworks/compare.py axolotl --environments FOLDER --out TABLE.md
+
+Each framework gets an environment in FOLDER, in which it, this checkout and all that both need are installed; one that
+is there is used again. The program is run as its users run it, and again with what balances it. If a loss differs by
+more than 1e-5, or the busiest rank has more than 1.05 times the mean work, the script exits with 1.
+"""
+
+import argparse
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+
+import yaml
+
+from programs import FRAMEWORKS, Framework
+
+
+SCRIPTS = Path(__file__).parent
+LARGEST_DIFFERENCE, LARGEST_IMBALANCE = 1e-5, 1.05
+ENVIRONMENT = {
+    "ACCELERATE_USE_CPU": "true",
+    "AXOLOTL_DO_NOT_TRACK": "1",
+    "CUDA_VISIBLE_DEVICES": "",
+    "HF_DATASETS_OFFLINE": "1",
+    "HF_HUB_OFFLINE": "1",
+    "OMP_NUM_THREADS": "1",
+    "PYTHONPATH": str(SCRIPTS),
+    "TOKENIZERS_PARALLELISM": "false",
+}
+SHOWN = ("torch", "transformers", "accelerate")
+
+
+def install(framework: Framework, environment: Path) -> None:
+    """Makes the environment of a framework, unless it is there."""
+    python = environment / "bin" / "python"
+    if python.exists():
+        return
+    if sys.version_info < framework.lowest_python:
+        lowest = ".".join(map(str, framework.lowest_python))
+        raise SystemExit(f"{framework.packages[0]} needs Python {lowest}, and this is {sys.version.split()[0]}")
+    print(f"installing {framework.packages[0]} into {environment}", flush=True)
+    subprocess.run([sys.executable, "-m", "venv", environment], check=True)
+    # Together: pip then says whether their versions agree.
+    packages = [*framework.packages, str(SCRIPTS.parents[1])]
+    subprocess.run([python, "-m", "pip", "install", "--quiet", *packages], check=True)
+
+
+def versions(environment: Path) -> str:
+    """Returns the versions of packages in an environment."""
+    program = f"from importlib.metadata import version; print(*map(version, {SHOWN!r}))"
+    found = subprocess.run([environment / "bin" / "python", "-c", program], capture_output=True, text=True, check=True)
+    return ", ".join(f"{name} {one}" for name, one in zip(SHOWN, found.stdout.split(), strict=True))
+
+
+def run(command: Sequence[str], log: Path) -> None:
+    """Runs a command in the folder of its log, which its output goes to."""
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with log.open("w") as out:
+        done = subprocess.run(command, stdout=out, stderr=out, env=os.environ | ENVIRONMENT, cwd=log.parent)
+    if done.returncode:
+        raise SystemExit(f"{' '.join(command)} ended with {done.returncode}: see {log}")
+
+
+def logged(output: Path) -> list[dict[str, object]]:
+    """Returns what a Trainer logged of its steps."""
+    state = next(output.rglob("trainer_state.json"))
+    return [entry for entry in json.loads(state.read_text())["log_history"] if "loss" in entry]
+
+
+def compare(framework: Framework, name: str, environment: Path) -> tuple[float, float]:
+    """Trains a program with sdpa and with distca.
+
+    Returns:
+        The largest difference of a loss, and the largest imbalance of a step, as it is logged.
+    """
+    module, arguments = framework.programs[name]
+    runs = []
+    for kind, flag, section in (("sdpa", (), {}), ("distca", framework.flag, framework.section or {})):
+        output = environment / "runs" / f"{re.sub(r'[^a-z]+', '-', name.lower())}-{kind}"
+        if output.exists():
+            subprocess.run(["rm", "-r", output], check=True)
+        output.mkdir(parents=True)
+        places = {"material": environment / "material", "output": output, "scripts": SCRIPTS}
+        if isinstance(arguments, dict):
+            file = output / "program.yaml"
+            file.write_text(_filled(yaml.safe_dump(arguments | section), places))
+            words = [str(file)]
+        else:
+            words = [_filled(word, places) for word in arguments]
+        launcher = [str(environment / "bin" / "torchrun"), "--nproc-per-node", "2"]
+        run([*launcher, *flag, "-m", module, *words], output / "log.txt")
+        runs.append(logged(output))
+    alone, balanced = runs
+    difference = max(abs(float(a["loss"]) - float(b["loss"])) for a, b in zip(alone, balanced, strict=True))  # type: ignore[arg-type]
+    return difference, max(map(_imbalance, balanced))
+
+
+def _imbalance(entry: dict[str, object]) -> float:
+    """Returns the imbalance of a step's work, or of its attention if only that is known, from a Trainer's log."""
+    logged = entry.get("distca/step_imbalance", entry.get("distca/imbalance"))
+    return float(str(logged))
+
+
+def _filled(text: str, places: dict[str, Path]) -> str:
+    for name, path in places.items():
+        text = text.replace(f"{{{name}}}", str(path))
+    return text
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("frameworks", nargs="+", choices=FRAMEWORKS)
+    parser.add_argument("--environments", type=Path, required=True, help="folder for environments and what they train")
+    parser.add_argument("--out", type=Path, help="file that the table is written to as well")
+    options = parser.parse_args()
+    lines = [
+        "| framework | program | largest difference of a loss | busiest rank, work over the mean | with |",
+        "|---|---|---|---|---|",
+    ]
+    worst = (0.0, 0.0)
+    for name in options.frameworks:
+        framework, environment = FRAMEWORKS[name], (options.environments / name).absolute()
+        install(framework, environment)
+        material = environment / "material"
+        run([str(environment / "bin" / "python"), str(SCRIPTS / "material.py"), str(material)], material / "log.txt")
+        for program in framework.programs:
+            difference, imbalance = compare(framework, program, environment)
+            worst = max(worst[0], difference), max(worst[1], imbalance)
+            title = framework.packages[0].replace("==", " ")
+            lines.append(f"| {title} | {program} | {difference:.1e} | {imbalance:.2f} | {versions(environment)} |")
+            print(lines[-1], flush=True)
+    table = "\n".join(lines) + f"\n\n{datetime.now(UTC):%Y-%m-%d}, two CPU processes over gloo\n"
+    print(table)
+    if options.out:
+        options.out.write_text(table)
+    if worst[0] > LARGEST_DIFFERENCE or worst[1] > LARGEST_IMBALANCE:
+        raise SystemExit(f"losses differ by {worst[0]:.1e}, or the busiest rank has {worst[1]:.2f} times the mean")
+
+
+if __name__ == "__main__":
+    main()
