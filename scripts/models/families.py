@@ -99,7 +99,7 @@ FAMILIES = (
         "Gemma 4",
         ("gemma4_text", "gemma4"),
         windows(1024),
-        note="documents of text. Full layers have heads of 512, for which there is no GPU kernel here",
+        note="documents of text. Full layers have heads of 512, for which GPUs have no kernel here",
         on_gpus=False,
     ),
     Family("GPT-OSS", ("gpt_oss",), windows(128), note="sinks train, or are frozen under LoRA"),

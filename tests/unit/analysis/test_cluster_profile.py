@@ -133,7 +133,7 @@ def test_damaged_tables_are_refused(profile: ClusterProfile, tmp_path: Path) -> 
 
 
 def test_a_gpu_without_a_profile_gets_the_nearest_offered() -> None:
-    with pytest.raises(ConfigError, match=r"no measured profile of this GPU.*nearest is h100.*3\.17 times"):
+    with pytest.raises(ConfigError, match=r"this GPU has no measured profile.*nearest is h100.*3\.17 times"):
         find_profile("a100")
     with pytest.raises(ConfigError, match=r"choose one of .*h100"):
         find_profile("h20")

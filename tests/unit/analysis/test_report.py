@@ -551,7 +551,7 @@ def test_answer_of_the_real_command_is_drawn(tmp_path: Path) -> None:
     *tables, assumptions = found["tables"]
 
     assert found["title"] == f"Simulation of llama3-8b on {tmp_path / 'lengths.json'}"
-    assert "those of the profile h200 (NVIDIA H200, 20" in found["notes"][0]
+    assert "costs come from the profile h200 (NVIDIA H200, 20" in found["notes"][0]
     assert [row for (row,) in assumptions["rows"]] == answer["assumptions"]
     for one, table, sentence in zip(answer["simulations"], tables, found["summary"], strict=True):
         assert sentence == f"{one['gpus']} GPUs x 8,192 tokens: {one['in_short']}"

@@ -117,7 +117,7 @@ def test_table_is_read_from_a_file(tmp_path: Path) -> None:
         ({"seconds": [[0, 1], [None, 1]]}, "128 queries and 128 keys took 0.0 s"),
         ({"seconds": [[None, 1], [None, 1]]}, "128 queries and 128 keys took nan s"),
         ({"seconds": [[float("inf"), 1], [None, 1]]}, "128 queries and 128 keys took inf s"),
-        ({"query_tokens": [128, 512]}, "no shorter"),
+        ({"query_tokens": [128, 512]}, "at least as long"),
         ({"query_tokens": [128, 256.5]}, "query_tokens must be a list of integers, not an array of float64"),
         ({"key_tokens": [128, 2**63]}, "key_tokens must be a list of integers"),
         ({"seconds": "fast"}, "not a table of kernel times"),
