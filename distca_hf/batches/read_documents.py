@@ -215,6 +215,7 @@ class DocumentReader:
         with_images: see `padded_rows_of`.
         vocabulary_tokens: number of tokens that the model has embeddings for; None if that is not known.
         with_checksum: whether several ranks hold the same batch, and compare checksums of it.
+        window_tokens: shortest window of the model's layers; None if they have none.
     """
 
     lengths_of: Callable[[Batch], IntArray | None] = document_lengths
@@ -222,6 +223,7 @@ class DocumentReader:
     with_images: bool = False
     vocabulary_tokens: int | None = None
     with_checksum: bool = False
+    window_tokens: int | None = None
 
     def read(self, batch: Batch) -> ReadDocuments:
         """Reads a batch. A batch on a device is first copied to the host, which waits for the device once.
@@ -229,7 +231,7 @@ class DocumentReader:
         Raises:
             PackingError: as for `padded_rows_of`, `document_lengths` and `ids_checked`.
         """
-        host = _on_host(batch)
+        host = _on_host(numbered_rows(batch, self.window_tokens))
         with ids_checked(host, self.vocabulary_tokens, waits=True):
             padded = padded_rows_of(host, self.with_images) if self.packs_rows else None
             tokens = tokens_of(host)
@@ -347,7 +349,7 @@ def checksum_of(batch: Batch, lengths: IntArray | None) -> int:
 
 def _on_host(batch: Batch) -> dict[str, Any]:
     """Copies the entries that are read to the host; media stay where they are."""
-    given = _read_of(numbered_rows(batch))
+    given = _read_of(batch)
     if "input_ids" not in given:
         given["inputs_embeds"] = batch["inputs_embeds"][..., :1].detach()
     on_gpu = next((value for value in given.values() if value.is_cuda), None)

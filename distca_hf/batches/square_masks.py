@@ -33,12 +33,17 @@ def is_square(batch: Batch) -> bool:
     return mask.shape == (rows, 1, length, length)
 
 
-def numbered_rows(batch: Batch) -> Batch:
+def numbered_rows(batch: Batch, window_tokens: int | None = None) -> Batch:
     """Returns a batch whose square mask is replaced by the numbers of documents that it says, from 1 in every row, and
     0 for padding; any other batch itself. Reads every pair, and waits for the device.
 
+    Args:
+        window_tokens: shortest window of the model's layers; None if they have none. Other attention would follow the
+            mask in these layers, too.
+
     Raises:
-        PackingError: the mask says something else, or position_ids do; names the first row and token.
+        PackingError: the mask says something else, or position_ids do, or a document is longer than the window; names
+            the first row and token.
     """
     if not is_square(batch):
         return batch
@@ -51,16 +56,23 @@ def numbered_rows(batch: Batch) -> Batch:
         )
     is_token = attends.diagonal(dim1=1, dim2=2)
     place = torch.arange(attends.shape[1], device=attends.device)
-    begins = is_token & (attends.to(torch.uint8).argmax(dim=2) == place)  # the first key of a query is itself
+    first = attends.to(torch.uint8).argmax(dim=2)
+    begins = is_token & (first == place)  # the first key of a query is itself
     numbers = begins.cumsum(dim=1) * is_token
     expected = (numbers[:, :, None] == numbers[:, None]) & is_token[:, :, None] & (place <= place[:, None])
     _refuse(
         (attends != expected).any(dim=2),
         "attention_mask lets it attend to other tokens than those of its document up to itself",
     )
+    if window_tokens is not None:
+        _refuse(
+            is_token & (place - first >= window_tokens),
+            f"attention_mask lets it attend to all of its document, and some layers of this model have a window of "
+            f"{window_tokens} tokens",
+        )
     if isinstance(positions, torch.Tensor) and positions.ndim == 2:
         restarts = torch.zeros_like(begins)
-        restarts[:, 1:] = (positions[:, 1:] != positions[:, :-1] + 1) & is_token[:, :-1]
+        restarts[:, 1:] = positions[:, 1:] != positions[:, :-1] + 1  # also after padding
         _refuse(
             restarts & is_token & ~begins, "position_ids restart, and attention_mask lets it attend to tokens before"
         )

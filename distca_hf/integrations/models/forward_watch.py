@@ -105,9 +105,10 @@ class ForwardWatch:
         self._vocabulary_tokens = None if self._check.towers else vocabulary_tokens_of(root)
         of_model = not self._mixers.need_whole, self._borders.is_multimodal, self._vocabulary_tokens
         tensor_ranks, check = context.members.grid.shape[2], self._check
-        self.reader = DocumentReader(self._mixers.lengths, *of_model, with_checksum=tensor_ranks > 1)
         self._head_groups = head_groups_of(root, tensor_ranks)
         self._token_bytes, self._layer_masks = token_bytes_of(root), layer_masks_of(root)
+        window = min((mask.window_tokens for mask, _ in self._layer_masks if mask.window_tokens), default=None)
+        self.reader = DocumentReader(self._mixers.lengths, *of_model, tensor_ranks > 1, window)
         self._recomputed = RecomputedLayers({layer: check.masks[name] for name, layer in check.layers.items()})
         reported = context.report_every_steps, context.trace_file, self._token_bytes, self._layer_masks
         self.reported_steps = ReportedSteps(*reported)
@@ -193,7 +194,7 @@ class ForwardWatch:
             if self._attends_locally(batch, trains, evaluates=not module.training):
                 if module is self.root:
                     self._check.check_implementation(trains)
-                check_mask_numbers(numbered_rows(batch))
+                check_mask_numbers(numbered_rows(batch, self.reader.window_tokens))
                 batch = batch | tokens_in(batch)
                 with ids_checked(batch, self._vocabulary_tokens, waits=False):
                     batch = batch | self._mixers.alone(batch, trains)

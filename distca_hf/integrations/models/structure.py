@@ -173,13 +173,15 @@ def keyword_passed(module_class: Hashable, function: str, keyword: str) -> Calla
 
 
 def calls_super(function: Function, name: str) -> bool:
-    """Returns whether a method calls `super().name(...)`."""
+    """Returns whether a method calls `super().name(...)`, or `Parent.name(...)` of a class of its module."""
+    known = getattr(inspect.unwrap(function), "__globals__", {}) if function is not None else {}
     return any(
         isinstance(node, ast.Attribute)
         and node.attr == name
-        and isinstance(node.value, ast.Call)
-        and isinstance(node.value.func, ast.Name)
-        and node.value.func.id == "super"
+        and (
+            (isinstance(of := node.value, ast.Call) and isinstance(of.func, ast.Name) and of.func.id == "super")
+            or (isinstance(of, ast.Name) and isinstance(known.get(of.id), type))
+        )
         for node in syntax_of(function)
     )
 

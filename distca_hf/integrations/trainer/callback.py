@@ -82,7 +82,8 @@ class DistCACallback(TrainerCallback):
 
         Raises:
             UnsupportedAttentionError, ConfigError: the model cannot run on distca.
-            ConfigError: placed batches are asked for, and a callback cannot replace Trainer's loader.
+            ConfigError: placed batches are asked for, and a callback cannot replace Trainer's loader; or the Trainer
+                makes another model when it trains.
         """
         if self._context.tokens_per_rank:
             raise ConfigError(
@@ -90,9 +91,14 @@ class DistCACallback(TrainerCallback):
                 "cannot replace the Trainer's own: call plugin.attach(trainer) instead of adding DistCACallback, or "
                 "leave tokens_per_rank out"
             )
+        trainer = _trainer_of_this_event(self)
+        if trainer is not None and trainer.model_init is not None:
+            raise ConfigError(
+                "model_init makes another model in train(), which DistCACallback would not balance; pass the model "
+                "itself to the Trainer"
+            )
         self.report_on(enable(model, self._context))
         leave = LeaveOnSignal(self._context.transport) if self._context.save_on_signal else None
-        trainer = _trainer_of_this_event(self)
         if trainer is None:
             log.warning(
                 "DistCACallback did not find its Trainer: micro-batches are not planned ahead, and callbacks before "

@@ -54,8 +54,12 @@ def _attaching(train: Callable[..., Any], make: Callable[[], ParallelContext]) -
             return train(trainer, *args, **kwargs)
         if _replaces(type(trainer), "_inner_training_loop"):
             _refuse(trainer, "_inner_training_loop")
-        with _attached(trainer, train, make()):
-            return trainer.train(*args, **kwargs)
+        plugin = make()
+        with _attached(trainer, train, plugin):
+            output = trainer.train(*args, **kwargs)
+        if Attachment.of(trainer) is None:
+            plugin.close()  # programs may train many times, and each plugin opens process groups
+        return output
 
     return attach_and_train
 

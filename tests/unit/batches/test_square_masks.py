@@ -3,10 +3,12 @@
 import pytest
 import torch
 
+import distca_hf
 from distca_hf.batches.read_documents import DocumentReader
 from distca_hf.batches.square_masks import numbered_rows, tokens_in
 from distca_hf.errors import PackingError
 from support.data import square_mask
+from support.models import tiny_model
 
 
 NUMBERS = torch.tensor([[1, 1, 1, 2, 2, 3, 0, 0], [1, 2, 2, 2, 2, 2, 2, 2]])
@@ -79,3 +81,32 @@ def test_positions_must_say_the_same() -> None:
     counted = torch.arange(8).expand(2, -1)
     with pytest.raises(PackingError, match="position_ids restart at other tokens"):
         DocumentReader(packs_rows=True).read(batch(square_mask(NUMBERS), position_ids=counted))
+
+
+@pytest.mark.parametrize("trains", [True, False])
+def test_document_longer_than_a_window_of_the_model_is_refused(trains: bool) -> None:
+    """With sdpa layers of a window follow the mask, too, and see the whole document."""
+    logits = []
+    for window, enabled in ((7, False), (7, True), (6, True)):
+        model = tiny_model("gemma3", implementation="sdpa", num_hidden_layers=2, sliding_window=window).train(trains)
+        if enabled:
+            distca_hf.enable(model, distca_hf.DistCAPlugin())
+        given = batch(square_mask(NUMBERS), position_ids=POSITIONS)
+        if window == 6:
+            with pytest.raises(PackingError, match=r"row 1, token 7: .* some layers of this model have a window of 6"):
+                model(**given, use_cache=False)
+        else:
+            logits.append(model(**given, use_cache=False).logits[1])
+    torch.testing.assert_close(*logits)
+
+
+def test_document_that_goes_on_after_padding_keeps_its_positions() -> None:
+    gap = torch.tensor([[1, 1, 1, 0, 1, 1, 1, 1]] * 2)
+    counted = torch.tensor([[0, 1, 2, 3, 4, 5, 6, 7]] * 2)
+
+    assert (
+        numbered_rows(batch(square_mask(gap), position_ids=counted))["attention_mask"][0].tolist() == gap[0].tolist()
+    )
+    counted[1, 4:] -= 4
+    with pytest.raises(PackingError, match="row 1, token 4: position_ids restart"):
+        numbered_rows(batch(square_mask(gap), position_ids=counted))

@@ -116,6 +116,33 @@ def test_a_method_around_trainers_runs_once(seen: Any) -> None:
     assert watch.steps == ATTACHED
 
 
+class NamesItsParent(Trainer):
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        return Trainer.train(self, *args, **kwargs)
+
+
+def test_a_method_may_call_its_parent_by_name(seen: Any) -> None:
+    trainer, watch = seen(NamesItsParent)
+    trainer.train()
+
+    assert watch.steps == ATTACHED
+
+
+def test_each_training_ends_its_connections(seen: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened, closed = [], []
+    transport, close = distca_hf.DistCAPlugin.transport, distca_hf.DistCAPlugin.close
+    monkeypatch.setattr(
+        distca_hf.DistCAPlugin, "transport", lambda self, device: opened.append(self) or transport(self, device)
+    )
+    monkeypatch.setattr(distca_hf.DistCAPlugin, "close", lambda self: closed.append(self) or close(self))
+    trainer, _ = seen()
+    for _ in range(2):
+        trainer.train()
+
+    assert {*map(id, opened)} == {*map(id, closed)}
+    assert len(closed) == 2
+
+
 def test_a_program_that_balances_by_itself_is_left_alone(seen: Any) -> None:
     plugin = distca_hf.DistCAPlugin()
     by_attach, watch = seen()

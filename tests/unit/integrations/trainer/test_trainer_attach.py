@@ -328,6 +328,13 @@ def test_callback_cannot_place_batches(make: Callable[..., Trainer]) -> None:
         make(given={"callbacks": [distca_hf.DistCACallback(plugin)]})
 
 
+def test_callback_refuses_a_trainer_that_makes_another_model(make: Callable[..., Trainer]) -> None:
+    model = tiny_model(implementation="sdpa", **SMALL)
+    with pytest.raises(ConfigError, match="model_init makes another model"):
+        make(given={"callbacks": [distca_hf.DistCACallback(distca_hf.DistCAPlugin())], "model_init": lambda: model})
+    assert model.config._attn_implementation == "sdpa"
+
+
 def test_all_refused_settings_are_told_at_once(make: Callable[..., Trainer]) -> None:
     with pytest.raises(ConfigError, match=r"label_smoothing_factor=0\.5.*auto_find_batch_size"):
         attach(make(label_smoothing_factor=0.5, auto_find_batch_size=True))
