@@ -12,7 +12,7 @@ from transformers import (
     TrainingArguments,
 )
 
-import distca_hf  #! before the model is loaded
+import distca_hf  #!
 
 
 name, documents = sys.argv[1:]
@@ -21,7 +21,7 @@ args = TrainingArguments("output", learning_rate=1e-5, bf16=gpu, logging_steps=1
 tokenizer = AutoTokenizer.from_pretrained(name)
 tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
 collator = DataCollatorForLanguageModeling(tokenizer, mlm=False)  # pads, and makes labels
-model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="distca")  #!
+model = AutoModelForCausalLM.from_pretrained(name)
 
 
 def tokenise(rows):  # few tokenizers add the end by themselves
