@@ -112,12 +112,7 @@ def attach_every_trainer() -> None:
     as they are. When a training ends the Trainer is detached. Its `train` raises what `DistCAPlugin.attach` raises,
     and ConfigError if its class replaces the loop of `Trainer.train`.
     """
-    module = "distca_hf.integrations.trainer.every_trainer"
-
-    def install() -> None:
-        importlib.import_module(module).install(lambda: __getattr__("DistCAPlugin")())
-
-    when_imported("transformers.trainer", install)
+    when_imported("transformers.trainer", lambda: _apply("every_trainer"))
 
 
 class _OwnFolders(importlib.abc.MetaPathFinder):

@@ -1,8 +1,9 @@
 """Every Trainer: attaches each Trainer of a process for as long as it trains, without a line of the program's.
 
-`python -m distca_hf.run --attach` installs it, and so does `import distca_hf` with DISTCA_ATTACH=1. Settings come from
-the recipe or from DISTCA_<FIELD>. Batches stay the program's, unless `tokens_per_rank` is set. A Trainer that the
-program has attached itself, that has a `DistCACallback`, or whose model was enabled, is left as it is.
+`patches/every_trainer.py` puts these functions around Trainer's, for `python -m distca_hf.run --attach` and for
+DISTCA_ATTACH=1. Settings come from the recipe or from DISTCA_<FIELD>. Batches stay the program's, unless
+`tokens_per_rank` is set. A Trainer that the program has attached itself, that has a `DistCACallback`, or whose model
+was enabled, is left as it is.
 """
 
 from collections.abc import Callable, Iterator
@@ -32,20 +33,12 @@ INSTALLED = "_distca_attaches"
 TRAINED = set[str]()
 
 
-def install(make: Callable[[], ParallelContext]) -> None:
-    """Wraps `Trainer.train`, and `Trainer.__init__` to notice classes whose `train` does not call it; once.
+def attaching(train: Callable[..., Any], make: Callable[[], ParallelContext]) -> Callable[..., Any]:
+    """Returns `Trainer.train` with an attachment around it.
 
     Args:
         make: makes the plugin of a training.
     """
-    if hasattr(Trainer.train, INSTALLED):
-        return
-    Trainer.__init__, Trainer.train = _checking(Trainer.__init__), _attaching(Trainer.train, make)
-    setattr(Trainer.train, INSTALLED, True)
-
-
-def _attaching(train: Callable[..., Any], make: Callable[[], ParallelContext]) -> Callable[..., Any]:
-    """Returns `Trainer.train` with an attachment around it."""
 
     @wraps(train)
     def attach_and_train(trainer: Trainer, *args: object, **kwargs: object) -> object:
@@ -57,10 +50,11 @@ def _attaching(train: Callable[..., Any], make: Callable[[], ParallelContext]) -
         with _attached(trainer, train, make()):
             return trainer.train(*args, **kwargs)
 
+    setattr(attach_and_train, INSTALLED, True)
     return attach_and_train
 
 
-def _checking(init: Callable[..., None]) -> Callable[..., None]:
+def checking(init: Callable[..., None]) -> Callable[..., None]:
     """Returns `Trainer.__init__` with a look at the class's own `train`, which may never call Trainer's."""
 
     @wraps(init)

@@ -15,6 +15,7 @@ from distca_hf.errors import ConfigError
 from distca_hf.integrations.models.forward_watch import watch_of
 from distca_hf.integrations.trainer import every_trainer
 from distca_hf.integrations.trainer.attachment import Attachment
+from distca_hf.patches.every_trainer import every_trainer as patch
 from support.commands import REPOSITORY
 from support.data import random_dataset
 from support.models import tiny_model
@@ -28,12 +29,12 @@ LABELLED = LABELLED.add_column("labels", LABELLED["input_ids"])
 @pytest.fixture(autouse=True)
 def installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Installed twice, as by the flag and the variable; undone after the test."""
-    before = Trainer.__init__, Trainer.train
     monkeypatch.setattr(every_trainer, "TRAINED", set())
     for _ in range(2):
-        every_trainer.install(distca_hf.DistCAPlugin)
+        patch.apply()
     yield
-    Trainer.__init__, Trainer.train = before  # type: ignore[method-assign]
+    patch.revert()
+    assert not hasattr(Trainer.train, every_trainer.INSTALLED)
 
 
 class Seen(TrainerCallback):
