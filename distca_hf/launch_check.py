@@ -121,7 +121,7 @@ def _check_script(recipe: Recipe, script: Path, arguments: Sequence[str], of_lau
     for name in PATHS:
         value = getattr(parsed, name, None)
         if isinstance(value, str) and not value.startswith("{") and not Path(value).exists():
-            raise ConfigError(f"--{name} {value}: there is no such file or folder")
+            raise ConfigError(f"--{name} {value}: no such file or folder")
     folder = getattr(parsed, "output_dir", None)
     if folder is not None:
         path = Path(folder).expanduser()

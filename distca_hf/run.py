@@ -62,7 +62,7 @@ class Command(NamedTuple):
     Attributes:
         recipe: settings of the process.
         program: the script's file, or the name of a module.
-        arguments: those of the line that the program gets after the recipe's.
+        arguments: what the line gives the program, after the arguments of the recipe.
         attaches: whether every Trainer of the program is attached.
     """
 
@@ -121,8 +121,7 @@ def _tell_of_no_trainer() -> None:
     module = sys.modules.get("distca_hf.integrations.trainer.every_trainer")
     if not getattr(module, "TRAINED", ()):
         log.info(
-            "%s: no Trainer has trained, so nothing was attached; a loop of your own calls distca_hf.enable(model, "
-            "plugin)",
+            "%s: no Trainer has trained, so nothing was attached; your own loop calls distca_hf.enable(model, plugin)",
             ATTACH_OPTION,
         )
 
@@ -131,7 +130,7 @@ def read_command(arguments: Sequence[str]) -> Command:
     """Returns what a command line says.
 
     Raises:
-        ConfigError: the line or the recipe is wrong, or there is no such script.
+        ConfigError: the line or the recipe is wrong, or no such script exists.
     """
     servers, others = _take(arguments, SERVERS_OPTION)
     attaches, others = ATTACH_OPTION in others, [word for word in others if word != ATTACH_OPTION]
@@ -155,7 +154,7 @@ def find_script(recipe: Recipe, script: str | None, name: str) -> Path:
         name: name of the recipe, for errors.
 
     Raises:
-        ConfigError: no script is named, or there is no such file.
+        ConfigError: no script is named, or no such file exists.
     """
     wanted = script or recipe.launch.get("script")
     if wanted is None:

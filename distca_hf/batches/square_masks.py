@@ -62,7 +62,7 @@ def numbered_rows(batch: Batch, window_tokens: int | None = None) -> Batch:
     expected = (numbers[:, :, None] == numbers[:, None]) & is_token[:, :, None] & (place <= place[:, None])
     _refuse(
         (attends != expected).any(dim=2),
-        "attention_mask lets it attend to other tokens than those of its document up to itself",
+        "attention_mask lets it attend to tokens outside of its document, or after itself",
     )
     if window_tokens is not None:
         _refuse(

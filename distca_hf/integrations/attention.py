@@ -264,7 +264,7 @@ def _warn_of_forgetting(module: nn.Module, settings: LayerSettings | None, packe
     model = f"a model with {type(module).__name__} trains with distca on {ranks} rank(s)"
     if settings is None:
         message = (
-            f"{model}, but was not enabled: {consequence}. Call plugin.attach(trainer), or in a loop of your own "
+            f"{model}, but was not enabled: {consequence}. Call plugin.attach(trainer), or in your own loop "
             "distca_hf.enable(model, plugin); or give Trainer a DistCACallback(plugin)"
         )
     elif ranks == 1 and not packed:

@@ -213,8 +213,9 @@ def save_attention(modules: Sequence[nn.Module], on_host: bool = False) -> bool:
     """
     if on_host and any(getattr(module, "_compiled_call_impl", None) is not None for module in modules):
         raise ConfigError(
-            "checkpointed_attention='offload' cannot be compiled: torch.compile traces checkpointing of its own kind "
-            "only. Compile modules inside the checkpointed ones (attention, MLP), or use checkpointed_attention='save'"
+            "checkpointed_attention='offload' cannot be compiled: torch.compile traces only its own kind of "
+            "checkpointing. Compile modules inside the checkpointed ones (attention, MLP), or use "
+            "checkpointed_attention='save'"
         )
     runs, contexts = (_checkpoint_on_host, OffloadedAttention()) if on_host else (_checkpoint_saving, saving_contexts)
 

@@ -255,7 +255,7 @@ def _refusal(is_causal: bool, is_combined: bool, attention_mask: torch.Tensor | 
         return "its mask lets tokens attend to later ones; distca computes causal attention only"
     if is_combined:
         return (
-            "the model combines its causal mask with one of its own (for images, prefixes or blocks), which distca "
+            "the model combines its causal mask with another one (for images, prefixes or blocks), which distca "
             "does not compute; run this model without distca_hf"
         )
     if attention_mask is not None and attention_mask.ndim != 2:

@@ -62,7 +62,7 @@ TOLD: dict[str, tuple[Callable[[], None], str, str, str]] = {
         attach_is_forgotten,
         "nothing is balanced",
         "LlamaAttention trains with distca on 2 rank(s)",
-        "Call plugin.attach(trainer), or in a loop of your own distca_hf.enable(model, plugin)",
+        "Call plugin.attach(trainer), or in your own loop distca_hf.enable(model, plugin)",
     ),
     "05 padded batches": (
         padded_batches,

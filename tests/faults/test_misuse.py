@@ -217,7 +217,7 @@ OTHER_INPUTS: dict[str, tuple[str, Callable[[nn.Module], Batch], str]] = {
     "a cache": ("llama", lambda model: _on_rank_1(model, lambda _: {"use_cache": True}), "got use_cache=True, and"),
     "an evaluation": ("llama", _evaluated, "a pass with gradients is True on rank 0, False on rank 1"),
     "a mask of pairs": ("llama", _with_pairs, "give zeros and ones of shape [batch, tokens]"),
-    "a mask of images": ("gemma3_images", _with_kinds, "combines its causal mask with one of its own (for images"),
+    "a mask of images": ("gemma3_images", _with_kinds, "combines its causal mask with another one (for images"),
 }
 
 

@@ -390,7 +390,7 @@ TOLD: dict[str, tuple[Callable[[Make], None], str, str, str]] = {
     "21 workers of a loader": (loader_workers, "no effect", "dataloader_num_workers", "setting prefetch"),
     "23 nothing to resume from": (
         resume_from_nothing,
-        "there is no checkpoint to resume from",
+        "found no checkpoint to resume from",
         "run",
         "leave resume_from_checkpoint out",
     ),

@@ -339,7 +339,7 @@ MISTAKES: dict[str, tuple[Sequence[str], str]] = {
     "unknown dtype": (["recipe.yaml", *TEXTS, "--dtype", "bf16"], "--dtype bf16 is not a dtype of torch"),
     "checkpoint that is not there": (
         ["recipe.yaml", *TEXTS, "--resume_from_checkpoint", "output/checkpoint-9"],
-        "--resume_from_checkpoint output/checkpoint-9: there is no such file or folder",
+        "--resume_from_checkpoint output/checkpoint-9: no such file or folder",
     ),
     "output that is a file": (
         ["recipe.yaml", *TEXTS, "--output_dir", "texts.jsonl"],

@@ -84,7 +84,7 @@ def carried_forward(mixer: nn.Module, rows: Rows, name: str) -> Callable[..., An
     """Returns the forward function of a mixer with functions that it calls replaced.
 
     Args:
-        rows: returns those of the mixer's present call.
+        rows: returns the rows of the mixer's present call.
         name: of the mixer, for messages.
     """
     forward = _forward_of(mixer)

@@ -46,7 +46,7 @@ from distca_hf.telemetry import get_logger
 log = get_logger(__name__)
 
 REMEDY = "`distca check` shows it layer by layer. Else train it without distca_hf"
-OWN_BATCHES = "leave tokens_per_rank out to train it on batches of your own"
+OWN_BATCHES = "leave tokens_per_rank out to train it on your own batches"
 # Names of modules that look positions up in a table.
 TABLE = re.compile(r"(^|\.)(wpe|embed_positions?|position_embeddings?|positions?_embed|pos_emb(ed)?)$")
 

@@ -109,7 +109,7 @@ def num_layers_of(model: nn.Module) -> int | None:
 
 
 def token_bytes_of(model: nn.Module) -> TokenBytes:
-    """Returns bytes of a token in one layer, in 16-bit numbers; planning needs their proportion alone.
+    """Returns bytes of a token in one layer, in 16-bit numbers; planning needs only their proportion.
 
     Raises:
         AttributeError, KeyError, RuntimeError, ValueError: as `heads_of`.
@@ -235,7 +235,7 @@ class DecoderLayerKind:
         return not self.whole_documents and not self.refused
 
     def in_words(self) -> str:
-        """Returns the kind in words: "window 1,024, 32/16 heads of 128"."""
+        """Returns the kind as text: "window 1,024, 32/16 heads of 128"."""
         if self.refused:
             return f"refused: {self.refused}"
         parts = [f"state ({self.mixer})"] if self.mixer else []
@@ -313,7 +313,7 @@ def grouped(kinds: Sequence[DecoderLayerKind]) -> list[tuple[list[int], DecoderL
 
 
 def ranges(numbers: Sequence[int]) -> str:
-    """Returns ascending numbers in words: "0-4, 6-10", or "0, 2, ... 24"; the middle of many ranges is left out."""
+    """Returns ascending numbers as text: "0-4, 6-10", or "0, 2, ... 24"; the middle of many ranges is left out."""
     steps = {later - earlier for earlier, later in pairwise(numbers)}
     if len(numbers) > MOST_RANGES and len(steps) == 1 and steps != {1}:
         return f"{numbers[0]}, {numbers[1]}, ... {numbers[-1]}"

@@ -203,7 +203,7 @@ def _accelerate(mesh: ModelMesh | None, tensor: int) -> Iterator[str]:
         yield (
             f"tp_size={sizes['tp']} in Accelerate's ParallelismConfig, and Transformers divided the model between "
             f"{tensor} tensor ranks: Accelerate's own tensor parallelism does not work with Transformers "
-            f"{transformers.__version__}, and tp_plan='auto' alone divides over all ranks. Load the model with "
+            f"{transformers.__version__}, and tp_plan='auto' by itself divides over all ranks. Load the model with "
             f"{_instead(sizes['tp'])}, and leave ParallelismConfig and tp_plan out"
         )
     elif mesh is not None and state.distributed_type == DistributedType.FSDP:

@@ -69,7 +69,7 @@ class ForwardCheck:
         towers: parts of a multimodal model besides its text, by name.
         masks: masks of its attention layers by name, as placement counts them.
         num_calls: attention calls of every pass; None before the first one.
-        calls_before: those of the latest pass; None before the first one.
+        calls_before: of the latest pass; None before the first one.
     """
 
     def __init__(self, root: nn.Module, config: DistCAConfig) -> None:
@@ -129,7 +129,7 @@ class ForwardCheck:
         self.check_implementation(trains=True)
 
     def check_implementation(self, trains: bool) -> None:
-        """Checks that the model still attends through distca, also where a rank attends alone.
+        """Checks that the model still attends through distca, also where a rank attends locally.
 
         Args:
             trains: whether the pass trains. In others another implementation may be meant, and is warned of once.

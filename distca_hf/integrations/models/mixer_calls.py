@@ -34,7 +34,7 @@ NOT_CARRIED = frozenset({MASK, "seq_idx"})
 @lru_cache(maxsize=256)
 def keeps_keywords(forward: Callable[..., Any], mixer: str) -> bool:
     """Returns whether the source of a layer's forward function shows that it passes no further keywords on to its
-    mixer; False if there is no source.
+    mixer; False without a source.
 
     Args:
         mixer: its attribute in the layer.

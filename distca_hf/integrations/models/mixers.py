@@ -114,7 +114,7 @@ def _mixes_tokens(part: nn.Module, attention: set[nn.Module], mixers: set[nn.Mod
 
 @lru_cache(maxsize=1024)
 def _carries_state(module_class: Hashable) -> bool:
-    """Returns whether the source of a class names a state; False if there is no source."""
+    """Returns whether the source of a class names a state; False without a source."""
     return STATE.search(source_of(module_class)) is not None  # type: ignore[arg-type]
 
 

@@ -132,7 +132,7 @@ class PlacedLoss:
         if any(getattr(model, factor, 0) for factor in MEANS_OVER_ROWS) or not _is_plain(type(model)):  # type: ignore[arg-type]
             return f"the loss of {name} is more than a sum over labels"
         if model.loss_function is not ForCausalLMLoss or next(refused_loss(model), None) is not None:
-            return f"{name} has a loss of its own"
+            return f"{name} has its own loss"
         runs = inspect.unwrap(vars(model).get("forward", type(model).forward))
         runs = getattr(runs, "__func__", runs)
         is_replaced = runs is not inspect.unwrap(type(model).forward) and not runs.__module__.startswith(FUSED_HEADS)

@@ -105,7 +105,7 @@ def looks_attention_up(module: nn.Module) -> bool:
 
 
 def forward_names(module: nn.Module, *words: str) -> bool:
-    """Returns whether the source of the module's own forward has all of these words; False if there is no source."""
+    """Returns whether the source of the module's own forward has all of these words; False without a source."""
     return _class_names(type(module), words)  # type: ignore[arg-type]
 
 
@@ -117,7 +117,7 @@ def _class_names(module_class: Hashable, words: tuple[str, ...]) -> bool:
 
 def names_by_position(model: nn.Module) -> list[str]:
     """Returns names of the arguments that `model.forward` takes by position. A PEFT model without a task passes them
-    all on: then names are those of the model inside."""
+    all on: then the model inside has them."""
     parameters = inspect.signature(model.forward).parameters.values()
     if any(parameter.kind is parameter.VAR_POSITIONAL for parameter in parameters):
         parameters = inspect.signature(transformers_model(model).forward).parameters.values()
@@ -218,7 +218,7 @@ def undivided(model: PreTrainedModel) -> Iterator[str]:
         config = getattr(layer, "config", text)
         if layer not in in_towers or config is text or config is model.config:
             yield (
-                f"{name} attends outside the text decoder and belongs to no tower with a config of its own: it would "
+                f"{name} attends outside the text decoder and belongs to no tower with its own config: it would "
                 "attend through distca as well"
             )
             return
@@ -239,8 +239,8 @@ def set_attention(config: PreTrainedConfig, implementation: str | None) -> None:
 
 
 def attend_with_distca(model: PreTrainedModel) -> None:
-    """Lets the text part of a checked model attend with distca, whatever it was loaded with. Towers keep theirs;
-    those that were loaded with distca get one of their own."""
+    """Lets the text part of a checked model attend with distca, whatever it was loaded with. Towers keep theirs,
+    unless that is distca: such a tower attends with sdpa or eager then."""
     configs = text_configs(model)
     others = sorted({str(config._attn_implementation) for config in configs} - {IMPLEMENTATION})
     if others:

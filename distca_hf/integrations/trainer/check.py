@@ -89,7 +89,7 @@ def wrong_settings(trainer: Trainer, config: DistCAConfig) -> Iterator[str]:
         yield (
             f"Trainer of Transformers {transformers.__version__} does not know that the model was divided when it was "
             f"loaded (DistributedConfig), and would wrap it in DDP; from {LOWEST_TENSOR} on it does (pip install "
-            "--upgrade transformers). A loop of your own trains such a model here, too"
+            "--upgrade transformers). Your own loop trains such a model here, too"
         )
     if args.n_gpu > 1:
         yield (

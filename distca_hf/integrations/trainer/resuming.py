@@ -62,7 +62,7 @@ def check_checkpoint(model: nn.Module, output_dir: str, resume_from_checkpoint: 
     given = get_last_checkpoint(output_dir) if resume_from_checkpoint is True else resume_from_checkpoint
     if given is None or not Path(given).is_dir():
         raise ConfigError(
-            f"there is no checkpoint to resume from at {given or output_dir}: name the folder of one (checkpoint-9), "
+            f"found no checkpoint to resume from at {given or output_dir}: name the folder of one (checkpoint-9), "
             "or leave resume_from_checkpoint out to begin anew"
         )
     reason, folder = _why_not_whole(Path(given)), Path(given)
@@ -83,7 +83,7 @@ def check_checkpoint(model: nn.Module, output_dir: str, resume_from_checkpoint: 
     advice = (
         f'resume_from_checkpoint="{newest}" goes on from there'
         if newest
-        else "there is no whole checkpoint next to it"
+        else "a whole checkpoint was not found next to it"
     )
     raise ConfigError(
         f"{given} was not written to its end: {reason}. The disk was full, or a process ended while it saved; {advice}"

@@ -175,7 +175,7 @@ def test_a_loss_of_its_own_is_refused_in_placed_batches_alone() -> None:
     reward, _ = judge(find_candidate("LlamaForSequenceClassification"), find_gpu("h200"), CAPACITY, tries=False)
 
     assert reward.status == "refused"
-    assert all("leave tokens_per_rank out to train it on batches of your own" in reason for reason in reward.reasons)
+    assert all("leave tokens_per_rank out to train it on your own batches" in reason for reason in reward.reasons)
 
 
 STRANGE = {

@@ -359,7 +359,7 @@ def test_model_whose_loss_ignores_shift_labels_is_refused(model_class: type[PreT
 def test_model_with_a_loss_of_its_own_trains_on_batches_that_are_not_placed() -> None:
     model = ShiftsItself._from_config(LlamaConfig(**GROUPED), attn_implementation="distca").train()
     ids, placing = torch.arange(3, 20)[None], DistCAPlugin(tokens_per_rank=LONGEST_TOKENS)
-    told = r"its loss ignores shift_labels.* leave tokens_per_rank out to train it on batches of your own"
+    told = r"its loss ignores shift_labels.* leave tokens_per_rank out to train it on your own batches"
     with pytest.raises(UnsupportedAttentionError, match=told):
         distca_hf.enable(model, placing)
     distca_hf.enable(model, DistCAPlugin())

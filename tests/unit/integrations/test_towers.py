@@ -133,7 +133,7 @@ def test_kinds_of_tokens_are_text_or_refused(trains: bool) -> None:
     torch.testing.assert_close(logits(model, token_type_ids=kinds), expected, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(logits(model), expected, rtol=1e-4, atol=1e-4)
     kinds[:, 3:6] = 1
-    with pytest.raises(UnsupportedAttentionError, match="combines its causal mask with one of its own"):
+    with pytest.raises(UnsupportedAttentionError, match="combines its causal mask with another one"):
         logits(model, token_type_ids=kinds)
 
 
