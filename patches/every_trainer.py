@@ -33,7 +33,7 @@ every_trainer = Patch(
     name="every_trainer",
     upstream="transformers.Trainer.train, transformers.Trainer.__init__",
     reason="programs make Trainers that nobody else can reach",
-    tested=("5.17", "5.24"),
+    tested=("5.6", "5.24"),
     apply=_apply,
     revert=_revert,
 )

@@ -19,7 +19,7 @@ from distca_hf.batches.batch_documents import Batch, cache_of, tokens_of
 from distca_hf.errors import PackingError
 
 
-# Added to a score, it and all below leave nothing of it.
+# This much or less added to a score hides the pair.
 HIDES = -1e4
 REMEDY = "give zeros and ones of shape [batch, tokens], and position_ids that begin at 0 in every document"
 

@@ -12,6 +12,7 @@ import argparse
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -86,7 +87,7 @@ def compare(framework: Framework, name: str, environment: Path) -> tuple[float, 
     for kind, flag, section in (("sdpa", (), {}), ("distca", framework.flag, framework.section or {})):
         output = environment / "runs" / f"{re.sub(r'[^a-z]+', '-', name.lower())}-{kind}"
         if output.exists():
-            subprocess.run(["rm", "-r", output], check=True)
+            shutil.rmtree(output)
         output.mkdir(parents=True)
         places = {"material": environment / "material", "output": output, "scripts": SCRIPTS}
         if isinstance(arguments, dict):

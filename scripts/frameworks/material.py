@@ -16,7 +16,6 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 
-NUM_DOCUMENTS = 16
 # A few documents are much longer than the others, as in the data that distca_hf is for.
 LENGTHS = (700, 520, 60, 40, 30, 90, 25, 10, 380, 45, 70, 20, 35, 55, 15, 240)
 SPECIAL = ("<s>", "</s>", "<pad>", "<|im_start|>", "<|im_end|>", "<think>", "</think>")

@@ -1,4 +1,4 @@
-"""Mixers of a benchmark step: states that go nowhere, and states as the package axolotl-ringmaster passes them.
+"""Mixers of a benchmark step: states that stay on one rank, and states as the package axolotl-ringmaster passes them.
 
 The package (tried: 0.2.7) gives every rank an equal interval of all tokens. Its own functions run in place of those
 that mixers call: flash-linear-attention's with a context over all ranks for delta rules, loops over documents and

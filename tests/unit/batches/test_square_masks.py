@@ -55,14 +55,14 @@ def test_any_pair_that_differs_is_refused(query: int, key: int, attends: bool) -
     if (query, key) == (7, 7):  # a token after padding is a document
         assert numbered_rows(batch(mask))["attention_mask"][0].tolist() == [1, 1, 1, 2, 2, 3, 0, 4]
         return
-    with pytest.raises(PackingError, match=r"row 0, token \d: attention_mask lets it attend to other tokens"):
+    with pytest.raises(PackingError, match=r"row 0, token \d: attention_mask lets it attend to tokens outside"):
         numbered_rows(batch(mask))
 
 
 def test_windows_and_biases_are_refused() -> None:
     window = square_mask(NUMBERS)
     window[1] &= torch.ones(8, 8, dtype=torch.bool).triu(-2)
-    with pytest.raises(PackingError, match="row 1, token 4: attention_mask lets it attend to other tokens"):
+    with pytest.raises(PackingError, match="row 1, token 4: attention_mask lets it attend to tokens outside"):
         numbered_rows(batch(window))
     bias = square_mask(NUMBERS, torch.float32)
     bias[0, 0, 1, 0] = -0.5
