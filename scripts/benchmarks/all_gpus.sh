@@ -14,7 +14,7 @@
 #   saved    attention outputs saved, and the best settings (saved, Liger's kernels)
 #   models   whole models: Llama-3-8B and Qwen3-4B, one long document, 64K and 128K tokens per GPU (on four)
 #   windows  layers of Gemma 3 27B, OLMo 3 7B and GPT-OSS 20B: sliding windows, and sinks
-#   hybrid   layers of Qwen 3.5 27B: whole documents, tasks move
+#   hybrid   layers of Qwen 3.5 27B and Nemotron-H 8B, which carry a state
 #   training whole models with Trainer, 50 steps of 128K tokens per GPU, losses beside those of Ulysses; TRAINING has
 #            further options, for example --checkpointed-attention recompute on GPUs of 80 GB
 #   longest  the longest document that Llama-3-8B trains on: memory by short attention, then with whole attention;
@@ -118,9 +118,11 @@ run_part() {
         done
         ;;
     hybrid)
-        echo "== qwen3.5-27b"
-        launch scripts/benchmarks/attention_step.py --preset qwen3.5-27b --warmup 1 --rounds "${ROUNDS:-3}" --no-exposed --no-kernels \
-            --documents "$documents" --modes ideal,given,local --out "$out/qwen3.5-27b.json"
+        for preset in qwen3.5-27b nemotron-h-8b; do
+            echo "== $preset"
+            launch scripts/benchmarks/attention_step.py --preset "$preset" --warmup 1 --rounds "${ROUNDS:-3}" --no-exposed --no-kernels \
+                --documents "$documents" --modes ideal,placed,given,local --out "$out/$preset.json"
+        done
         ;;
     training)
         for preset in llama3-8b qwen3-4b; do
