@@ -27,10 +27,8 @@ from distca_hf.telemetry import get_logger
 
 log = get_logger(__name__)
 
-# Attribute of the wrapped method.
+# Attribute of the wrapped method: names of the classes whose `train` was called.
 INSTALLED = "_distca_attaches"
-# Names of the classes whose `train` was called since it is installed.
-TRAINED = set[str]()
 
 
 def attaching(train: Callable[..., Any], make: Callable[[], ParallelContext]) -> Callable[..., Any]:
@@ -40,9 +38,11 @@ def attaching(train: Callable[..., Any], make: Callable[[], ParallelContext]) ->
         make: makes the plugin of a training.
     """
 
+    trained = set[str]()
+
     @wraps(train)
     def attach_and_train(trainer: Trainer, *args: object, **kwargs: object) -> object:
-        TRAINED.add(type(trainer).__name__)
+        trained.add(type(trainer).__name__)
         if _is_balanced(trainer):
             return train(trainer, *args, **kwargs)
         if _replaces(type(trainer), "_inner_training_loop"):
@@ -54,7 +54,7 @@ def attaching(train: Callable[..., Any], make: Callable[[], ParallelContext]) ->
             plugin.close()  # programs may train many times, and each plugin opens process groups
         return output
 
-    setattr(attach_and_train, INSTALLED, True)
+    setattr(attach_and_train, INSTALLED, trained)
     return attach_and_train
 
 

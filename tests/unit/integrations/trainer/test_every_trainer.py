@@ -27,9 +27,8 @@ LABELLED = LABELLED.add_column("labels", LABELLED["input_ids"])
 
 
 @pytest.fixture(autouse=True)
-def installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def installed() -> Iterator[None]:
     """Installed twice, as by the flag and the variable; undone after the test."""
-    monkeypatch.setattr(every_trainer, "TRAINED", set())
     for _ in range(2):
         patch.apply()
     yield
@@ -80,7 +79,7 @@ def test_a_trainer_is_attached_while_it_trains(seen: Any) -> None:
     trainer.args.max_steps = 4
     trainer.train()
     assert watch.steps == ATTACHED * 3, "the second training begins anew"
-    assert every_trainer.TRAINED == {"Trainer"}
+    assert getattr(Trainer.train, every_trainer.INSTALLED) == {"Trainer"}
 
 
 def test_losses_are_those_of_attach(seen: Any, monkeypatch: pytest.MonkeyPatch) -> None:
