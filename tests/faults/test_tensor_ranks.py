@@ -14,8 +14,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import transformers
-from packaging.version import Version
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
@@ -23,12 +21,14 @@ from transformers import AutoModelForCausalLM, DataCollatorWithFlattening, Train
 
 import distca_hf
 from distca_hf.errors import ConfigError, PlanError, PlanMismatchError
+from distca_hf.integrations.models.distributed_check import LOWEST_TENSOR
 from support.commands import HANG_SECONDS
 from support.data import random_dataset, random_documents
 from support.models import tiny_model
 from support.ranks import run_ranks, start_ranks
 from support.shard_on_cpu import let_accelerate_shard_on_cpu
 from support.training import quiet_arguments
+from support.versions import skip_before
 
 
 CPU = torch.device("cpu")
@@ -47,8 +47,7 @@ def load(folder: Path) -> Any:
 
 @pytest.fixture(scope="module")
 def initial(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    if Version(transformers.__version__).release < (5, 19):
-        pytest.skip("Transformers divides models by heads since 5.19")
+    skip_before(LOWEST_TENSOR, "older ones do not divide models by heads")
     folder = tmp_path_factory.mktemp("initial")
     tiny_model(num_hidden_layers=1).save_pretrained(folder)
     return folder
