@@ -15,7 +15,7 @@ end with rows of no meaning, in a fraction of a second, and the GPU goes on.
 import threading
 import time
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -33,6 +33,7 @@ from distca_hf.comm.transport import LocalTransport, Transport
 from distca_hf.comm.whereabouts import Whereabouts
 from distca_hf.errors import ConfigError, PeerLostError, first_line
 from distca_hf.launched import launched_world_size
+from distca_hf.telemetry import OF_THIS_RANK, get_logger
 from distca_hf.torch_private import (
     RowGroup,
     abort_group,
@@ -44,6 +45,10 @@ from distca_hf.torch_private import (
 )
 
 
+log = get_logger(__name__)
+
+# How long ranks wait for each other to begin before the missing ones are named.
+QUIET_SECONDS = 30.0
 # Longest time for ranks that have answered to connect with each other, over gloo and over NCCL, which prepares more.
 MEET_SECONDS, NCCL_MEET_SECONDS = 10.0, 60.0
 # Torch's own deadline for NCCL's exchanges: none. A lost member is noticed by its heartbeat, an exchange that does not
@@ -210,8 +215,9 @@ def open_transport(
         _check_no_split(on_gpus)
     began, padding = time.monotonic(), []
     try:
+        most_groups = _meet(store, members, patience)
         if not members.are_the_job:
-            padding = _padding(store, members, patience)
+            padding = _padding(members, most_groups)
         # Ranks come here when their data is ready, so the group with the longest deadline is where they meet.
         control_groups = _control_groups(members, patience, store)
         make = _nccl_group if on_gpus else _gloo_group
@@ -292,19 +298,54 @@ def _check_no_split(on_gpus: bool) -> None:
         )
 
 
-def _padding(store: Store, members: Members, patience: timedelta) -> list[dist.ProcessGroup]:
+def _meet(store: Store, members: Members, patience: timedelta) -> int:
+    """Waits for all ranks, and says which have not come after a while: a rank without distca_hf never comes.
+
+    Returns:
+        The most process groups that any of the ranks is in.
+
+    Raises:
+        RuntimeError: some did not come in time.
+    """
+    ranks, rank = members.group, members.grid.rank
+    store = PrefixStore(f"distca_hf/groups/{'job' if members.are_the_job else '-'.join(map(str, ranks))}", store)
+    turn = store.add(f"turns/{rank}", 1)
+    keys = [f"{turn}/{other}" for other in ranks]
+    store.set(f"{turn}/{rank}", str(num_groups()))
+
+    def name_missing() -> None:
+        with suppress(RuntimeError):  # the store is gone, and the waiting thread says so
+            asked = store.clone()  # type: ignore[attr-defined]  # the other connection is waiting
+            missing = [other for other, key in zip(ranks, keys, strict=True) if not asked.check([key])]
+            if missing and rank == next(other for other in ranks if other not in missing):
+                log.warning(
+                    "rank %d waits for rank %s to begin with distca_hf: %d of %d ranks came within %.0f s. They may "
+                    "still read their data; a rank that trains without distca_hf never comes. Use --attach, "
+                    "DISTCA_ATTACH=1, plugin.attach(trainer) or distca_hf.enable(model, plugin) on all ranks",
+                    *(rank, ", ".join(map(str, missing)), len(ranks) - len(missing), len(ranks), QUIET_SECONDS),
+                    extra=OF_THIS_RANK,
+                )
+
+    timer = threading.Timer(QUIET_SECONDS, name_missing)
+    timer.start()
+    try:
+        store.wait(keys, patience)
+    finally:
+        timer.cancel()
+    return max(map(int, store.multi_get(keys)))
+
+
+def _padding(members: Members, most_groups: int) -> list[dist.ProcessGroup]:
     """Opens groups only of this rank, until all ranks of a group that is not the whole job are in equally many.
 
     Torch names a group that only some ranks open by the number of groups that a rank is in. Ranks that are in
     unequally many would wait for each other under different names.
     """
-    ranks, rank = members.group, members.grid.rank
-    store = PrefixStore(f"distca_hf/groups/{'-'.join(map(str, ranks))}", store)
-    turn = store.add(f"turns/{rank}", 1)
-    store.set(f"{turn}/{rank}", str(num_groups()))
-    store.wait([f"{turn}/{other}" for other in ranks], patience)
-    most = max(int(store.get(f"{turn}/{other}")) for other in ranks)
-    return [dist.new_group([rank], backend="gloo", use_local_synchronization=True) for _ in range(most - num_groups())]
+    only_this = [members.grid.rank]
+    return [
+        dist.new_group(only_this, backend="gloo", use_local_synchronization=True)
+        for _ in range(most_groups - num_groups())
+    ]
 
 
 def default_device(group: dist.ProcessGroup | None = None) -> torch.device:

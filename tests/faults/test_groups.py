@@ -4,6 +4,7 @@ import atexit
 import gc
 import hashlib
 import itertools
+import os
 import subprocess
 import sys
 import threading
@@ -13,16 +14,20 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from datasets import Dataset
 from torch.distributed import HashStore
+from transformers import DataCollatorWithFlattening, Trainer, TrainingArguments
 
 import distca_hf
-from distca_hf.comm import torch_transport
+from distca_hf.comm import groups, torch_transport
 from distca_hf.comm.rollcall import Announcement, RollCall
 from distca_hf.comm.transport import REMEMBERED_EXCHANGES, AllToAll
 from distca_hf.errors import ConfigError
 from support.commands import HANG_SECONDS
 from support.data import random_dataset
+from support.models import tiny_model
 from support.ranks import run_ranks, start_ranks
+from support.training import quiet_arguments
 
 
 CPU = torch.device("cpu")
@@ -56,6 +61,30 @@ def test_rank_whose_data_takes_longer_is_waited_for(tmp_path: Path) -> None:
     assert run_ranks(2, _come_late, tmp_path, tmp_path) == [2, 2]
 
 
+def _attach_on_one(folder: Path, attached: int) -> None:
+    """As where only one of two machines has DISTCA_ATTACH=1."""
+    groups.QUIET_SECONDS = 0.1
+    if dist.get_rank() == attached:
+        os.environ["DISTCA_TIMEOUTS_AGREEMENT_SECONDS"] = "4"
+        distca_hf.attach_every_trainer()
+    ids = [[7] * length for length in (5, 40, 9, 11)]
+    Trainer(
+        tiny_model(),
+        TrainingArguments(**quiet_arguments(folder, max_steps=1, per_device_train_batch_size=2)),
+        train_dataset=Dataset.from_dict({"input_ids": ids, "labels": ids}),
+        data_collator=DataCollatorWithFlattening(),
+    ).train()
+
+
+@pytest.mark.parametrize("attached", [0, 1])
+def test_rank_without_distca_is_named(attached: int, tmp_path: Path) -> None:
+    output = start_ranks(2, _attach_on_one, tmp_path, tmp_path, attached)[attached].output
+
+    assert f"rank {attached} waits for rank {1 - attached} to begin with distca_hf: 1 of 2 ranks came" in output
+    assert "PeerLostError" in output
+    assert f"rank {1 - attached} does not answer" in output
+
+
 def _never_come(folder: Path) -> None:
     """Rank 1 waits until rank 0 has given up."""
     plugin = distca_hf.DistCAPlugin(
@@ -86,16 +115,16 @@ def test_rank_that_does_not_come_is_named(tmp_path: Path) -> None:
 def _close_and_open_again(_: Path) -> tuple[int, int]:
     """Number of groups before, between and behind."""
     plugin = distca_hf.DistCAPlugin(tokens_per_rank=96)
-    groups = dist.distributed_c10d._world.pg_map
-    before = len(groups)
+    opened_groups = dist.distributed_c10d._world.pg_map
+    before = len(opened_groups)
     for _ in range(3):
         transport = plugin.transport(CPU)
         rank, rows = dist.get_rank(), torch.arange(4.0)[:, None]
         transport.exchange(AllToAll(rows, [2, 2], [2, 2], "here")).wait()
         assert transport.gather([rank], "here").wait() == [[0], [1]]
-        opened = len(groups)
+        opened = len(opened_groups)
         plugin.close()
-        assert len(groups) == before
+        assert len(opened_groups) == before
     with pytest.raises(ConfigError, match=f"rank {rank}, here: the plugin was closed"):
         transport.gather([rank], "here")
     return before, opened

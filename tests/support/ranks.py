@@ -238,7 +238,7 @@ def _rank_main(rank: int, job: Job, function: Callable[..., Any], arguments: tup
         result = function(*arguments)
         torch.save(result, Path(folder) / f"result-{rank}.pt")
         _end_service(rank, job)
-        if dist.is_initialized():  # scripts end their group themselves
+        if dist.is_initialized():  # a script that is alone has ended it
             dist.barrier()
         sys.stdout.flush()
     except BaseException as error:

@@ -27,6 +27,9 @@ LAUNCHED_NUMBERS = (
 )
 
 
+_destroy = dist.destroy_process_group
+
+
 def small_llama(**changes: object) -> dict[str, object]:
     """Returns the configuration of a Llama of one small layer, as programs take it in a file."""
     sizes = {"vocab_size": 128, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
@@ -70,7 +73,7 @@ def _run(folder: Path, words: list[str], environment: dict[str, str], nodes: int
         for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR"):
             del os.environ[name]
     else:
-        dist.init_process_group = _keep_the_group
+        dist.init_process_group, dist.destroy_process_group = _keep_the_group, _keep_until_all_end
     try:
         if words[0] == "-m":
             sys.argv[:] = words[1:]
@@ -87,3 +90,10 @@ def _run(folder: Path, words: list[str], environment: dict[str, str], nodes: int
 def _keep_the_group(backend: str, **_: Any) -> None:
     """Stands for `init_process_group`: the group is there already."""
     assert backend == dist.get_backend()
+
+
+def _keep_until_all_end(group: dist.ProcessGroup | None = None) -> None:
+    """Stands for `destroy_process_group`, after which torch may hang: a DDP model that is dropped later holds the
+    interpreter's lock while it waits for gloo's threads, and one of them may wait for the lock."""
+    if group is not None and group is not dist.group.WORLD:
+        _destroy(group)
