@@ -9,6 +9,7 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from support.commands import REPOSITORY, SCRIPTS, run_command
 from support.models import VOCABULARY, tiny_model
 from support.scripts import run_script
 
@@ -48,13 +49,19 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def train(folder: Path, words: list[str], script: str, arguments: dict[str, Any]) -> tuple[str, list[dict[str, Any]]]:
     """What a script prints in a folder of its own, and its log of every step."""
     folder.mkdir(parents=True)
+    line = [*words, f"trl.scripts.{script}", *options(arguments)]
+    printed = run_script(2, folder, line, HF_HUB_OFFLINE="1", ACCELERATE_USE_CPU="true")
+    return printed, logged(folder)
+
+
+def options(arguments: dict[str, Any]) -> list[str]:
     given = COMMON | arguments | {"output_dir": "out"}
-    options = [word for name, value in given.items() for word in (f"--{name}", str(value))]
-    printed = run_script(
-        2, folder, [*words, f"trl.scripts.{script}", *options], HF_HUB_OFFLINE="1", ACCELERATE_USE_CPU="true"
-    )
+    return [word for name, value in given.items() for word in (f"--{name}", str(value))]
+
+
+def logged(folder: Path) -> list[dict[str, Any]]:
     state = json.loads((folder / "out" / f"checkpoint-{STEPS}" / "trainer_state.json").read_text())
-    return printed, [log for log in state["log_history"] if "loss" in log]
+    return [log for log in state["log_history"] if "loss" in log]
 
 
 @pytest.mark.parametrize(
@@ -79,3 +86,14 @@ def test_losses_are_those_of_sdpa_and_work_is_even(
     assert max(step["distca/imbalance"] for step in steps) <= 1.05
     assert printed.count("attends with distca, no longer with sdpa") == 1
     assert "your own batches" in printed
+
+
+def test_variable_attaches_in_processes_that_a_command_starts(data: Path, tmp_path: Path) -> None:
+    """Nothing in them imports distca_hf."""
+    processes = ["--accelerate_config", REPOSITORY / "recipes/accelerate/cpu_2proc.yaml", "--main_process_port", "0"]
+    given = options({"dataset_name": data / "texts", "model_name_or_path": data / "model"})
+    run_command([SCRIPTS / "trl", "sft", *processes, *given], tmp_path, DISTCA_ATTACH="1", HF_HUB_OFFLINE="1")
+
+    steps = logged(tmp_path)
+    assert len(steps) == STEPS
+    assert max(step["distca/imbalance"] for step in steps) <= 1.05

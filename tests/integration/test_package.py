@@ -22,13 +22,15 @@ from distca_hf.version import __version__
 from support.commands import REPOSITORY, run_command
 
 
-# Folders of the checkout, by the place they are installed to.
+# Folders of the checkout, by the place they are installed to; a folder inside of another is not part of that one.
 INSTALLED = {
     "distca_hf": "distca_hf",
     "distca_hf/examples": "examples",
     "distca_hf/patches": "patches",
     "distca_hf/recipes": "recipes",
+    "distca_startup": "patches/startup",
 }
+STARTUP = "distca_startup.pth"
 ENDINGS = (".py", ".yaml", ".json", ".typed", ".sbatch", ".gz", ".md", ".html", ".css", ".js")
 # Folders of data inside of a package.
 DATA_FOLDERS = {Path("distca_hf/analysis/report/page")}
@@ -41,8 +43,8 @@ def shipped_files() -> dict[str, Path]:
     for place, folder in INSTALLED.items():
         for path in (REPOSITORY / folder).rglob("*"):
             if path.suffix in ENDINGS and "__pycache__" not in path.parts and "output" not in str(path):
-                files[f"{place}/{path.relative_to(REPOSITORY / folder).as_posix()}"] = path
-    return files
+                files[path] = f"{place}/{path.relative_to(REPOSITORY / folder).as_posix()}"
+    return {name: path for path, name in files.items()}
 
 
 def project_files() -> list[str]:
@@ -117,7 +119,7 @@ def test_wheel_holds_every_file_of_the_package_and_nothing_else(wheel: Path) -> 
     names = zipfile.ZipFile(wheel).namelist()
     contents = {name for name in names if ".dist-info/" not in name}
 
-    assert contents == set(shipped_files())
+    assert contents == {*shipped_files(), STARTUP}
     assert {
         "distca_hf/py.typed",
         "distca_hf/patches/attention.py",
@@ -127,7 +129,12 @@ def test_wheel_holds_every_file_of_the_package_and_nothing_else(wheel: Path) -> 
         "distca_hf/examples/lengths/pretrain.json.gz",
         "distca_hf/analysis/report/page/report.html",
     } <= contents
-    assert {name.split("/")[0] for name in names} == {"distca_hf", wheel.name.rsplit("-py3", 1)[0] + ".dist-info"}
+    assert {name.split("/")[0] for name in names} == {
+        "distca_hf",
+        "distca_startup",
+        STARTUP,
+        wheel.name.rsplit("-py3", 1)[0] + ".dist-info",
+    }
 
 
 def test_files_in_the_wheel_are_those_of_the_checkout(wheel: Path) -> None:
@@ -221,10 +228,12 @@ def test_patches_are_no_top_level_package() -> None:
 
 
 SCRIPT = """
+import sys
 import distca_hf
 from importlib.resources import files
 from distca_hf.patches.attention import attention
-print(attention.name, files("distca_hf.examples").joinpath("train.py").is_file(), distca_hf.__file__)
+found = files("distca_hf.examples").joinpath("train.py").is_file()
+print(attention.name, found, "distca_startup" in sys.modules, distca_hf.__file__)
 """
 
 
@@ -237,10 +246,10 @@ def test_every_installation_works_in_every_folder(
     python, clone = installed[way]
     folder = clone if place == "root of the clone" else tmp_path
     (folder / "mine.py").write_text(SCRIPT)
-    name, found, package = run_command([python, "mine.py"], cwd=folder).split()
+    name, found, started, package = run_command([python, "mine.py"], cwd=folder, DISTCA_ATTACH="1").split()
     recipe = Path(run_command([python, "-m", "distca_hf", "recipes", "cpu_2proc"], cwd=folder).strip())
 
-    assert (name, found) == ("attention", "True")
+    assert (name, found, started) == ("attention", "True", "True")
     assert Path(package).is_relative_to(clone) == (folder == clone or way == "pip install -e .")
     assert recipe.is_relative_to(clone) == Path(package).is_relative_to(clone)
 
