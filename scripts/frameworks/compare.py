@@ -61,11 +61,11 @@ def versions(environment: Path) -> str:
     return ", ".join(f"{name} {one}" for name, one in zip(SHOWN, found.stdout.split(), strict=True))
 
 
-def run(command: Sequence[str], log: Path) -> None:
-    """Runs a command in the folder of its log, which its output goes to."""
+def run(command: Sequence[str], log: Path, **more: str) -> None:
+    """Runs a command in the folder of its log, which its output goes to, with more variables of the environment."""
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("w") as out:
-        done = subprocess.run(command, stdout=out, stderr=out, env=os.environ | ENVIRONMENT, cwd=log.parent)
+        done = subprocess.run(command, stdout=out, stderr=out, env=os.environ | ENVIRONMENT | more, cwd=log.parent)
     if done.returncode:
         raise SystemExit(f"{' '.join(command)} ended with {done.returncode}: see {log}")
 
@@ -84,7 +84,8 @@ def compare(framework: Framework, name: str, environment: Path) -> tuple[float, 
     """
     module, arguments = framework.programs[name]
     runs = []
-    for kind, flag, section in (("sdpa", (), {}), ("distca", framework.flag, framework.section or {})):
+    variable = {} if framework.section else {"DISTCA_ATTACH": "1"}
+    for kind, variables, section in (("sdpa", {}, {}), ("distca", variable, framework.section or {})):
         output = environment / "runs" / f"{re.sub(r'[^a-z]+', '-', name.lower())}-{kind}"
         if output.exists():
             shutil.rmtree(output)
@@ -97,7 +98,7 @@ def compare(framework: Framework, name: str, environment: Path) -> tuple[float, 
         else:
             words = [_filled(word, places) for word in arguments]
         launcher = [str(environment / "bin" / "torchrun"), "--nproc-per-node", "2"]
-        run([*launcher, *flag, "-m", module, *words], output / "log.txt")
+        run([*launcher, "-m", module, *words], output / "log.txt", **variables)
         runs.append(logged(output))
     alone, balanced = runs
     difference = max(abs(float(a["loss"]) - float(b["loss"])) for a, b in zip(alone, balanced, strict=True))  # type: ignore[arg-type]

@@ -9,14 +9,12 @@ class Framework(NamedTuple):
     Attributes:
         packages: for pip; the first is the framework.
         programs: module and arguments of each. A dictionary is written to a YAML file, whose name is the argument.
-        flag: words before the module that balance it.
-        section: what balances it in its YAML file.
+        section: what balances it in its YAML file; without one DISTCA_ATTACH=1 does.
         lowest_python: the lowest version that it can be installed with.
     """
 
     packages: tuple[str, ...]
     programs: dict[str, tuple[str, list[str] | dict[str, object]]]
-    flag: tuple[str, ...] = ("-m", "distca_hf.run", "--attach")
     section: dict[str, object] | None = None
     lowest_python: tuple[int, int] = (3, 11)
 
@@ -134,7 +132,6 @@ FRAMEWORKS = {
                 | {"sample_packing": True, "pad_to_sequence_len": True},
             ),
         },
-        flag=(),
         section={"distca": {}},
         lowest_python=(3, 12),
     ),
