@@ -6,8 +6,8 @@ RECIPE is a YAML file or the name of a shipped recipe (`distca recipes` lists th
 shipped example (`distca examples`). Without it the recipe's own script runs. Without a recipe the script alone makes
 settings. `--attention-servers N` makes the last N processes of each node attention servers, which run no script; it
 wins over the recipe. `--attach` attaches every Trainer for as long as it trains, and no line of the program changes;
-DISTCA_ATTACH=1 does the same wherever distca_hf is imported. Options but `-m` may also come after the script; all
-other arguments are the script's.
+DISTCA_ATTACH=1 does the same in every process. Options but `-m` may also come after the script; all other arguments
+are the script's.
 
 `distca train RECIPE [ARGUMENTS]` is one `accelerate launch` of this, and refuses beforehand, in one line each, what
 cannot work. In a process that a launcher has started already (`torchrun --no-python distca train ...`) the script runs
