@@ -293,7 +293,8 @@ def test_every_package_is_listed_in_setup_cfg() -> None:
         for folder in (ROOT / kind).iterdir()
         if folder.is_dir() and folder.name != "__pycache__"
     }
-    assert listed == expected | of_files | {"distca_hf.examples", "distca_hf.patches", "distca_hf.recipes"}
+    of_folders = {"distca_hf.examples", "distca_hf.patches", "distca_hf.recipes", "distca_startup"}
+    assert listed == expected | of_files | of_folders
 
 
 def test_public_functions_and_classes_are_documented() -> None:

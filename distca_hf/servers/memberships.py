@@ -23,12 +23,12 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
 from distca_hf.comm.grid import Grid, Scope
-from distca_hf.comm.groups import abort, open_row_group
 from distca_hf.comm.rollcall import RollCall
 from distca_hf.comm.torch_transport import TorchExchange, TorchTransport
 from distca_hf.comm.transport import AllToAll, Traffic
 from distca_hf.errors import ConfigError, DistCAError, PeerLostError, ServerLostError, first_line
 from distca_hf.servers.job_store import JobStore
+from distca_hf.servers.row_groups import abort, open_row_group
 from distca_hf.torch_private import RowGroup
 from distca_hf.version import __version__
 

@@ -7,12 +7,12 @@ import pytest
 import torch
 
 from distca_hf.comm.grid import Grid
-from distca_hf.comm.groups import in_time
 from distca_hf.comm.rollcall import RollCall
 from distca_hf.comm.transport import AllToAll
 from distca_hf.errors import ServerLostError
 from distca_hf.servers import memberships
 from distca_hf.servers.memberships import MembershipTransport
+from distca_hf.servers.row_groups import in_time
 
 
 class Work:
