@@ -13,6 +13,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -36,6 +37,7 @@ ENVIRONMENT = {
     "PYTHONPATH": str(SCRIPTS),
     "TOKENIZERS_PARALLELISM": "false",
 }
+HANG_SECONDS, ATTEMPTS = 300, 3
 SHOWN = ("torch", "transformers", "accelerate")
 
 
@@ -62,12 +64,32 @@ def versions(environment: Path) -> str:
 
 
 def run(command: Sequence[str], log: Path, **more: str) -> None:
-    """Runs a command in the folder of its log, which its output goes to, with more variables of the environment."""
+    """Runs a command in the folder of its log, which its output goes to, with more variables of the environment.
+
+    One that hangs is run again: a program that drops a DDP model after its process group may wait for ever for a thread
+    of gloo, which waits for the interpreter's lock.
+    """
     log.parent.mkdir(parents=True, exist_ok=True)
-    with log.open("w") as out:
-        done = subprocess.run(command, stdout=out, stderr=out, env=os.environ | ENVIRONMENT | more, cwd=log.parent)
-    if done.returncode:
-        raise SystemExit(f"{' '.join(command)} ended with {done.returncode}: see {log}")
+    for _ in range(ATTEMPTS):
+        with log.open("w") as out:
+            process = subprocess.Popen(
+                command,
+                stdout=out,
+                stderr=out,
+                env=os.environ | ENVIRONMENT | more,
+                cwd=log.parent,
+                start_new_session=True,
+            )
+            try:
+                status = process.wait(HANG_SECONDS)
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, signal.SIGTERM)
+                process.wait()
+                continue
+        if status:
+            raise SystemExit(f"{' '.join(command)} ended with {status}: see {log}")
+        return
+    raise SystemExit(f"{' '.join(command)} was still running after {HANG_SECONDS} s, {ATTEMPTS} times: see {log}")
 
 
 def logged(output: Path) -> list[dict[str, object]]:
