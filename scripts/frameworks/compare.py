@@ -66,8 +66,8 @@ def versions(environment: Path) -> str:
 def run(command: Sequence[str], log: Path, **more: str) -> None:
     """Runs a command in the folder of its log, which its output goes to, with more variables of the environment.
 
-    One that hangs is run again: a program that drops a DDP model after its process group may wait for ever for a thread
-    of gloo, which waits for the interpreter's lock.
+    One that hangs is run again: a program that drops a DDP model after its process group may wait for ever for a
+    thread of gloo, which waits for the interpreter's lock.
     """
     log.parent.mkdir(parents=True, exist_ok=True)
     for _ in range(ATTEMPTS):
