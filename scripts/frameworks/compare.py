@@ -13,7 +13,6 @@ import json
 import os
 import re
 import shutil
-import signal
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -37,7 +36,6 @@ ENVIRONMENT = {
     "PYTHONPATH": str(SCRIPTS),
     "TOKENIZERS_PARALLELISM": "false",
 }
-HANG_SECONDS, ATTEMPTS = 300, 3
 SHOWN = ("torch", "transformers", "accelerate")
 
 
@@ -64,32 +62,12 @@ def versions(environment: Path) -> str:
 
 
 def run(command: Sequence[str], log: Path, **more: str) -> None:
-    """Runs a command in the folder of its log, which its output goes to, with more variables of the environment.
-
-    One that hangs is run again: a program that drops a DDP model after its process group may wait for ever for a
-    thread of gloo, which waits for the interpreter's lock.
-    """
+    """Runs a command in the folder of its log, which its output goes to, with more variables of the environment."""
     log.parent.mkdir(parents=True, exist_ok=True)
-    for _ in range(ATTEMPTS):
-        with log.open("w") as out:
-            process = subprocess.Popen(
-                command,
-                stdout=out,
-                stderr=out,
-                env=os.environ | ENVIRONMENT | more,
-                cwd=log.parent,
-                start_new_session=True,
-            )
-            try:
-                status = process.wait(HANG_SECONDS)
-            except subprocess.TimeoutExpired:
-                os.killpg(process.pid, signal.SIGTERM)
-                process.wait()
-                continue
-        if status:
-            raise SystemExit(f"{' '.join(command)} ended with {status}: see {log}")
-        return
-    raise SystemExit(f"{' '.join(command)} was still running after {HANG_SECONDS} s, {ATTEMPTS} times: see {log}")
+    with log.open("w") as out:
+        done = subprocess.run(command, stdout=out, stderr=out, env=os.environ | ENVIRONMENT | more, cwd=log.parent)
+    if done.returncode:
+        raise SystemExit(f"{' '.join(command)} ended with {done.returncode}: see {log}")
 
 
 def logged(output: Path) -> list[dict[str, object]]:
@@ -120,7 +98,7 @@ def compare(framework: Framework, name: str, environment: Path) -> tuple[float, 
         else:
             words = [_filled(word, places) for word in arguments]
         launcher = [str(environment / "bin" / "torchrun"), "--nproc-per-node", "2"]
-        run([*launcher, "-m", module, *words], output / "log.txt", **variables)
+        run([*launcher, "-m", "on_cpus", module, *words], output / "log.txt", **variables)
         runs.append(logged(output))
     alone, balanced = runs
     difference = max(abs(float(a["loss"]) - float(b["loss"])) for a, b in zip(alone, balanced, strict=True))  # type: ignore[arg-type]

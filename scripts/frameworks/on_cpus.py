@@ -1,9 +1,12 @@
-"""Lets programs run on CPU processes that their frameworks would refuse; imported by them, in both runs.
+"""Lets programs run on CPU processes: `python -m on_cpus MODULE ARGUMENTS`, in both runs.
 
-    axolotl     gives every rank a GPU by its number. Run as `python -m on_cpus CONFIGURATION`.
-    ms-swift    packs only for attention of certain names, which run on GPUs. Named in `--external_plugins`.
+    all         keep their process group until the process ends. If a DDP model is dropped after its group, torch may
+                wait for ever for a thread of gloo, which waits for the interpreter's lock.
+    axolotl     gives every rank a GPU by its number.
+    ms-swift    packs only for attention of certain names, which run on GPUs. It imports this file by its option
+                `--external_plugins`.
 
-Nothing of it is needed with GPUs.
+None of it is needed with GPUs.
 """
 
 import runpy
@@ -11,6 +14,7 @@ import sys
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 
 def place_axolotl() -> None:
@@ -39,7 +43,10 @@ def pack_in_swift() -> None:
 
 
 if __name__ == "__main__":
-    place_axolotl()
-    runpy.run_module("axolotl.cli.train", run_name="__main__", alter_sys=True)
+    dist.destroy_process_group = lambda group=None: None
+    del sys.argv[0]
+    if sys.argv[0].startswith("axolotl"):
+        place_axolotl()
+    runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
 elif "swift" in sys.modules:
     pack_in_swift()

@@ -124,9 +124,9 @@ FRAMEWORKS = {
     "axolotl": Framework(
         ("axolotl==0.21.0", "torch==2.13.0"),
         {
-            "SFT": ("on_cpus", AXOLOTL),
+            "SFT": ("axolotl.cli.train", AXOLOTL),
             "SFT, sample packing": (
-                "on_cpus",
+                "axolotl.cli.train",
                 AXOLOTL
                 | {"micro_batch_size": 1, "gradient_accumulation_steps": 1}
                 | {"sample_packing": True, "pad_to_sequence_len": True},
