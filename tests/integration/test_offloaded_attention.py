@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.autograd.graph import save_on_cpu
 from torch.utils.checkpoint import checkpoint
+from transformers import modeling_utils
 
 import distca_hf
 from distca_hf.errors import ConfigError
@@ -22,6 +24,7 @@ from distca_hf.runtime.regions import RegionRun, saving_contexts
 from support.counting import CountingKernel
 from support.data import random_dataset
 from support.models import tiny_model
+from support.versions import offloads_inputs
 
 
 NUM_LAYERS, TOKENS = 3, 192
@@ -171,3 +174,34 @@ def test_more_attention_calls_than_before_are_an_error(contexts: Contexts) -> No
 
     with pytest.raises(RuntimeError, match="more than the 1 calls of its forward pass"):
         loss.backward()
+
+
+def _gradients(checkpointed_attention: str, enable: Callable[[Any], None]) -> list[torch.Tensor]:
+    """Gradients of a micro-batch of documents."""
+    torch.manual_seed(0)
+    model = tiny_model(num_hidden_layers=NUM_LAYERS).double().train()
+    plugin = distca_hf.DistCAPlugin(tokens_per_rank=TOKENS, checkpointed_attention=checkpointed_attention)
+    distca_hf.enable(model, plugin)
+    enable(model)
+    model(**next(iter(plugin.dataloader(random_dataset())))).loss.backward()
+    return [parameter.grad for parameter in model.parameters()]
+
+
+@offloads_inputs
+@pytest.mark.parametrize("checkpointed_attention", ["save", "offload", "recompute"])
+def test_inputs_of_layers_may_wait_on_the_host_as_well(
+    checkpointed_attention: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Transformers moves what checkpointing saves; attention outputs are ours to move."""
+    regions = []
+
+    def unpinned(pin_memory: bool, **_: Any) -> save_on_cpu:  # no memory can be pinned without a GPU
+        regions.append(save_on_cpu(pin_memory=False))
+        return regions[-1]
+
+    monkeypatch.setattr(modeling_utils, "save_on_cpu", unpinned)
+    gradients = _gradients(checkpointed_attention, lambda model: model.gradient_checkpointing_enable(offload=True))
+
+    assert len(regions) == NUM_LAYERS
+    for own, plain in zip(gradients, _gradients("save", lambda model: None), strict=True):
+        torch.testing.assert_close(own, plain, rtol=0, atol=1e-12)

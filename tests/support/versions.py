@@ -32,6 +32,7 @@ trainer_counts_predicted_tokens = needs_transformers("5.10", "Trainer counts lab
 builds_nemotron = needs_transformers("5.13", "Nemotron of older ones has a list of attention classes")
 attends_by_name = needs_transformers("5.14", "CTRL of older ones looks no attention up by name")
 tells_decoder = needs_transformers("5.14", "Qwen2.5-Omni of older ones does not tell its text decoder")
+offloads_inputs = needs_transformers("5.19", "checkpointing of older ones keeps inputs of layers on the GPU")
 block_masks = needs_transformers("5.9", "masks of older ones have no blocks")
 fsdp_trains_on_cpus = needs_transformers("5.12", "FSDP of older ones looks for a GPU")
 ignores_cpu_count = pytest.mark.skipif(
