@@ -128,12 +128,18 @@ MAGI_ON_CPUS = """
 import contextlib, runpy, sys, types
 import torch
 extension = types.ModuleType("magi_attention.magi_attn_ext")
-extension.KernelBarrier = lambda target: types.SimpleNamespace(reset=lambda: None, synchronize=lambda: None)
+class KernelBarrier:
+    def __init__(self, target): pass
+    reset = synchronize = lambda self: None
+extension.KernelBarrier = KernelBarrier
 sys.modules[extension.__name__] = extension
 torch.cuda.current_device = lambda: torch.device("cpu")
 torch.cuda.get_device_capability = lambda *_: (9, 0)
 torch.cuda.nvtx.range = lambda *_, **__: contextlib.nullcontext()
 torch.cuda.nvtx.range_push = torch.cuda.nvtx.range_pop = lambda *_: None
+import triton.language as tl
+from triton.language.extra import libdevice
+libdevice.log1p = lambda x: tl.log(1 + x)
 import magi_attention
 del sys.argv[0]
 sys.path.insert(0, sys.argv[0].rpartition("/")[0])
