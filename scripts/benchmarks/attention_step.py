@@ -224,9 +224,11 @@ def measure_documents(
         parts = [f"the part of one rank of {num_ranks}"] if options.share_tokens else []
         header = "; ".join([*facts_of(options, config, load.tokens, device), *parts, rates_line(rates, load)])
         print(f"{header}\n\n{table(figures, errors)}", flush=True)
-        planning = {mode.name: median(mode.planning_seconds) for mode in modes if mode.planning_seconds}
+        planners = {mode.name: mode.planner for mode in modes if mode.planner}
+        planning = {name: median(planner.planning_seconds) for name, planner in planners.items()}
         for name, seconds in planning.items():
-            print(f"\n{name} plans a batch in {1e3 * seconds:.1f} ms of the host, apart from the step", flush=True)
+            words = f"chunks of {planners[name].chunk_tokens:,} tokens, planned in {1e3 * seconds:.1f} ms of the host"
+            print(f"\n{name}: {words}, apart from the step", flush=True)
         of_simulation = simulated_ratios(options, config, figures, num_ranks)
         facts = {"header": header, "rates": vars(rates), "load": vars(load), "errors": errors, "modes": figures}
         write_figures(options, **facts, planning_seconds=planning, simulated=of_simulation)

@@ -166,13 +166,13 @@ def test_settings_of_magi_attention_are_two_numbers(tmp_path: Path, text: str) -
         run_script(1, tmp_path, [STEP, "--device", "cpu", "--magi-settings", text])
 
 
-@given(st.integers(1, 8), st.integers(1, 2000), st.integers(0, 1000))
+@given(st.integers(1, 8), st.integers(1, 2000), st.integers(0, 1000), st.integers(1, 16))
 def test_chunks_of_magi_attention_leave_nothing_to_pad(
-    peers: ModuleType, ranks: int, tokens: int, wanted: int
+    peers: ModuleType, ranks: int, tokens: int, wanted: int, least_chunks: int
 ) -> None:
-    chunk = peers.chunk_tokens(ranks * tokens, ranks, wanted)
-    # What the package does with it: at least eight chunks for a rank, and padding up to whole chunks of all ranks.
-    most = math.ceil(ranks * tokens / (8 * ranks))
+    chunk = peers.chunk_tokens(ranks * tokens, ranks, wanted, least_chunks)
+    # What the package does with it: at least so many chunks for a rank, and padding up to whole chunks of all ranks.
+    most = math.ceil(ranks * tokens / (least_chunks * ranks))
 
     assert tokens % chunk == 0
     assert chunk == min(chunk, most)
@@ -217,6 +217,7 @@ def test_documents_reach_magi_attention_and_return(peers: ModuleType, data: st.D
         wires = SimpleNamespace(world_size=ranks, group="a group")
         package = ModuleType("magi_attention")
         package.api = api  # type: ignore[attr-defined]
+        package.env = SimpleNamespace(general=SimpleNamespace(min_chunks_per_rank=lambda: 8))  # type: ignore[attr-defined]
         with mock.patch.dict(sys.modules, {"magi_attention": package}):
             work = peers.MagiWork(f"{chunk}:2", shape, wires, lengths, torch.device("cpu"))
         batch = work.batch(tokens)
@@ -229,7 +230,7 @@ def test_documents_reach_magi_attention_and_return(peers: ModuleType, data: st.D
         for queries, keys, *sizes, named in (planned, again):
             assert queries.tolist() == keys.tolist() == offsets
             assert sizes == [4, 2, 16, 0, "a group"]
-            limits = {"chunk_size": peers.chunk_tokens(chunks * chunk, ranks, chunk)}, {"degree": 2}
+            limits = {"chunk_size": work.chunk_tokens}, {"degree": 2}
             assert named == {"causal": True, "dist_attn_config": limits}
         assert len(work.planning_seconds) == 1
     assert sorted(found) == [(start + at, at) for start, stop in pairwise(offsets) for at in range(stop - start)]

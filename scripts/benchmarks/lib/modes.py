@@ -132,7 +132,7 @@ class Mode:
         exchanges: whether attention sends anything, on several ranks.
         exact: outputs are of attention on the documents; false for `ideal` alone.
         meanwhile: made-up keys, or changes to the product, that are there only while this mode runs.
-        planning_seconds: of the host, of plans that a package made before steps.
+        planner: of a package, which plans before steps.
     """
 
     name: str
@@ -142,7 +142,7 @@ class Mode:
     exchanges: bool = False
     exact: bool = True
     meanwhile: Sequence[Callable[[], AbstractContextManager[object]]] = ()
-    planning_seconds: Sequence[float] = ()
+    planner: MagiWork | None = None
 
     @contextmanager
     def running(self) -> Iterator[None]:
@@ -293,8 +293,7 @@ def _magi(place: Place, step: StepTokens, setting: str) -> Mode:
     _check_may_cut(place, "magi")
     work = MagiWork(setting, place.shape, place.wires, _lengths(step), place.device)
     batches = [{**work.batch(tokens), "bench_work": work} for tokens in step]
-    seconds = work.planning_seconds
-    return Mode(f"magi@{setting}", "bench_package", batches, meanwhile=[work.planned], planning_seconds=seconds)
+    return Mode(f"magi@{setting}", "bench_package", batches, meanwhile=[work.planned], planner=work)
 
 
 def _placed(place: Place, step: StepTokens) -> Mode:

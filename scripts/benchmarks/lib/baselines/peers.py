@@ -25,10 +25,6 @@ from lib.model import Shape
 from lib.wires import Wires
 
 
-# MagiAttention itself cuts the tokens of a rank in at least so many chunks (`MAGI_ATTENTION_MIN_CHUNKS_PER_RANK`).
-LEAST_CHUNKS_PER_RANK = 8
-
-
 def ringmaster_runtime(lengths: Sequence[int], device: torch.device, **groups: dist.ProcessGroup | None) -> Any:
     """Returns the state in which axolotl-ringmaster attends, its `CPRuntime`.
 
@@ -88,6 +84,7 @@ class MagiWork:
     """MagiAttention (written for commit 2c64135), whose planner also decides which tokens a rank has.
 
     Attributes:
+        chunk_tokens: as many as asked for, or fewer (`chunk_tokens`).
         planning_seconds: of the host, of each time that the batch was planned.
 
     Args:
@@ -97,11 +94,13 @@ class MagiWork:
     """
 
     def __init__(self, setting: str, shape: Shape, wires: Wires, lengths: Sequence[int], device: torch.device) -> None:
-        from magi_attention import api
+        from magi_attention import api, env
 
-        chunk, stages = map(int, setting.split(":"))
+        wanted, stages = map(int, setting.split(":"))
+        least_chunks = env.general.min_chunks_per_rank()
+        self.chunk_tokens = chunk_tokens(sum(lengths), wires.world_size, wanted, least_chunks)
         config = api.DistAttnConfig(
-            api.DispatchConfig(chunk_size=chunk_tokens(sum(lengths), wires.world_size, chunk)),
+            api.DispatchConfig(chunk_size=self.chunk_tokens),
             api.OverlapConfig(degree=stages),
         )
         offsets = offsets_of(lengths, torch.device("cpu"))
@@ -112,7 +111,7 @@ class MagiWork:
             causal=True,
             dist_attn_config=config,
         )
-        self._api, self._lengths, self._group, self._device = api, lengths, wires.group, device
+        self._api, self._group, self._device = api, wires.group, device
         self._key = self._plan()
         self.planning_seconds: list[float] = []
 
@@ -135,13 +134,14 @@ class MagiWork:
         return out
 
 
-def chunk_tokens(tokens: int, ranks: int, wanted: int) -> int:
+def chunk_tokens(tokens: int, ranks: int, wanted: int, least_chunks: int) -> int:
     """Returns the tokens of MagiAttention's chunks with which ranks have equally many, and nothing is padded.
 
     Args:
         tokens: of all ranks together, which they divide.
         ranks: ranks.
         wanted: at most so many; 0 for as many as the package lets a chunk have.
+        least_chunks: in which the package itself cuts the tokens of a rank.
     """
-    most = -(-tokens // (LEAST_CHUNKS_PER_RANK * ranks))
+    most = -(-tokens // (least_chunks * ranks))
     return next(chunk for chunk in range(min(wanted or most, most), 0, -1) if tokens // ranks % chunk == 0)
