@@ -225,17 +225,15 @@ def _made_up(place: Place, queries: Sequence[int], keys: Sequence[int], local_ro
 def _ulysses(place: Place, step: StepTokens) -> Mode:
     _check_may_cut(place, "ulysses")
     lengths = _lengths(step)
-    layout = fill_in_order(lengths, place.wires.world_size)
     work = place.work([_whole_call(lengths, place.device)])
-    batches = _batches(place, [layout.held_by(rank) for rank in range(layout.num_ranks)], step, work)
+    batches = _batches(place, _in_order(lengths, place.wires.world_size), step, work)
     return Mode("ulysses", "bench_heads", batches, exchanges=True)
 
 
 def _ringmaster(place: Place, step: StepTokens) -> Mode:
     lengths = _lengths(step)
-    layout = fill_in_order(lengths, place.wires.world_size)
     work = place.work([_whole_call(lengths, place.device)])
-    held = [layout.held_by(rank) for rank in range(layout.num_ranks)]
+    held = _in_order(lengths, place.wires.world_size)
     batches = [{**batch, KEYWORD: None} for batch in _batches(place, held, step, work)]
     passed = partial(states.passed_by_package, place.model, lengths, place.device)
     return Mode("ringmaster", "bench_heads", batches, exchanges=True, meanwhile=[passed])
@@ -278,8 +276,7 @@ def _of_package(
     if chunked:
         holding = [sorted(held) for held in zigzag(range(len(lengths)), lengths, num_ranks)]
     else:
-        layout = fill_in_order(lengths, num_ranks)
-        holding = [layout.held_by(rank) for rank in range(num_ranks)]
+        holding = _in_order(lengths, num_ranks)
     work = make(place.wires, place.kernel, lengths, place.device)
     return Mode(name, "bench_package", _batches(place, holding, step, work), exchanges=wired)
 
@@ -483,6 +480,12 @@ def build_mode(name: str, place: Place, step: StepTokens) -> Mode:
 def _lengths(step: StepTokens) -> list[int]:
     """Returns the lengths of a micro-step's documents; all micro-steps have the same ones."""
     return [len(tokens) for tokens in step[0]]
+
+
+def _in_order(lengths: Sequence[int], num_ranks: int) -> Holding:
+    """Returns equal intervals of all tokens for the ranks."""
+    layout = fill_in_order(lengths, num_ranks)
+    return [layout.held_by(rank) for rank in range(num_ranks)]
 
 
 def _whole_call(lengths: Sequence[int], device: torch.device) -> Call:
