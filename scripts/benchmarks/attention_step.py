@@ -43,6 +43,7 @@ in this proportion, as batches of unpacked rows do.
 import argparse
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from statistics import median
 from typing import Any
 
 import datasets
@@ -60,10 +61,10 @@ from lib.documents import check_lengths, random_tokens, smaller_lengths
 from lib.even_experts import EvenExperts
 from lib.header import facts_of
 from lib.model import Backbone, build_model, prepare, probe, read_config
-from lib.modes import MODES, OF_PACKAGE, Place, build_mode
+from lib.modes import MODES, OF_PACKAGE, Place, build_mode, why_missing
 from lib.options import of_each_set, on_all_ranks, parse_shared, shared_options
-from lib.parser import count, counts, folder_to_write, micro_steps, profile_name, whole, write_figures
-from lib.rates import Rates, kernel_for, measure_rates, time_kernels
+from lib.parser import count, counts, folder_to_write, magi_settings, micro_steps, profile_name, whole, write_figures
+from lib.rates import KernelSeconds, Rates, kernel_for, measure_rates, time_kernels
 from lib.report import Load, figures_of, load_of, table
 from lib.rounds import Runner
 from lib.traces import trace_step
@@ -110,6 +111,13 @@ def parse() -> argparse.Namespace:
         metavar="T",
         help="one process alone, with the part of `ideal` that a rank of T tokens has",
     )
+    parser.add_argument(
+        "--magi-settings",
+        type=magi_settings,
+        default=["0:1"],
+        help="of mode magi, each a mode: most tokens of a chunk, 0 for as many as the package chooses, and stages of "
+        "transfers, as 0:1,512:1,2048:2; 512:1 is as NeMo AutoModel sets it",
+    )
     options = parse_shared(parser, MODES)
     if options.dp_replicate_size > 1 and not options.fsdp:
         parser.error("--dp-replicate-size is of FSDP2")
@@ -126,13 +134,16 @@ def parse() -> argparse.Namespace:
             parser.error(f"--tp-size is measured without {', '.join(sorted(BY_ALL_RANKS))}")
     options.modes = options.modes or [name for name in MODES if name not in left_out]
     for name in sorted(OF_PACKAGE.keys() & {*options.modes}):
-        if missing := OF_PACKAGE[name]():
+        if missing := why_missing(name):
             parser.error(f"mode {name} {missing}")
         if name != "ringmaster" and (options.checkpointing == "saved" or options.compile):
             parser.error(f"mode {name} is not an operator: leave --checkpointing saved and --compile out")
     if "zigzag" in options.modes and options.dtype == torch.float32:
         # The package's zigzag sums fp32 gradients in tensors that it makes by casting: in fp32 those are its buffers.
         parser.error("mode zigzag has wrong gradients in float32: give --dtype bfloat16")
+    if "magi" in options.modes:
+        place = options.modes.index("magi")
+        options.modes[place : place + 1] = [f"magi@{setting}" for setting in options.magi_settings]
     return options
 
 
@@ -197,10 +208,12 @@ def measure_documents(
     tokens = random_tokens(lengths, options.accumulation, config.get_text_config().vocab_size)
     modes = [build_mode(name, place, tokens) for name in options.modes]
     measured = runner.run(modes, options.warmup, options.rounds, options.exposed)
-    kernels = {}
+    kernels: dict[str, KernelSeconds] = {}
     for mode in modes if options.kernels else ():
         with runner.ready(mode) as step:
-            kernels[mode.name] = time_kernels(step, kernel, device, options.rounds)
+            timed = time_kernels(step, kernel, device, options.rounds)
+        if any(timed.forward):  # or a package has its own kernel
+            kernels[mode.name] = timed
     if options.profile:
         for mode in modes:
             with runner.ready(mode) as step:
@@ -211,9 +224,14 @@ def measure_documents(
         parts = [f"the part of one rank of {num_ranks}"] if options.share_tokens else []
         header = "; ".join([*facts_of(options, config, load.tokens, device), *parts, rates_line(rates, load)])
         print(f"{header}\n\n{table(figures, errors)}", flush=True)
+        planners = {mode.name: mode.planner for mode in modes if mode.planner}
+        planning = {name: median(planner.planning_seconds) for name, planner in planners.items()}
+        for name, seconds in planning.items():
+            words = f"chunks of {planners[name].chunk_tokens:,} tokens, planned in {1e3 * seconds:.1f} ms of the host"
+            print(f"\n{name}: {words}, apart from the step", flush=True)
         of_simulation = simulated_ratios(options, config, figures, num_ranks)
         facts = {"header": header, "rates": vars(rates), "load": vars(load), "errors": errors, "modes": figures}
-        write_figures(options, **facts, simulated=of_simulation)
+        write_figures(options, **facts, planning_seconds=planning, simulated=of_simulation)
     losses = {mode.name: measured[mode.name].loss for mode in modes if mode.exact}
     check_numbers(errors, losses, options.dtype)
 

@@ -251,7 +251,7 @@ def test_older_versions_of_transformers_are_named(monkeypatch: pytest.MonkeyPatc
 
 def test_modes_that_know_no_tensor_ranks_are_refused(tmp_path: Path) -> None:
     options = ["--device", "cpu", "--tp-size", "2", "--modes", "placed,context"]
-    with pytest.raises(AssertionError, match="--tp-size is measured without context, llama3, ringmaster, ulysses"):
+    with pytest.raises(AssertionError, match="--tp-size is measured without context, llama3, magi, ringmaster"):
         run_script(1, tmp_path, ["scripts/benchmarks/attention_step.py", *options])
 
 

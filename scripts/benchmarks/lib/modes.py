@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
+from importlib.util import find_spec
 from itertools import accumulate, chain
 from typing import Any, NamedTuple, Protocol
 from unittest import mock
@@ -30,8 +31,8 @@ from distca_hf.placement.place import fill_in_order
 from distca_hf.planning.rebalance import plan_by_moving
 from distca_hf.runtime.forward_pass import ForwardPass
 from lib import states
-from lib.baselines import ring_code
 from lib.baselines.operators import Call, ChosenKeys, MadeUpKeys, OwnKeys, Work, make_call
+from lib.baselines.peers import MagiWork, RingmasterWork
 from lib.baselines.ring_code import Llama3Work, RingWork, ZigzagWork
 from lib.documents import (
     Holding,
@@ -131,6 +132,7 @@ class Mode:
         exchanges: whether attention sends anything, on several ranks.
         exact: outputs are of attention on the documents; false for `ideal` alone.
         meanwhile: made-up keys, or changes to the product, that are there only while this mode runs.
+        planner: of a package, which plans before steps.
     """
 
     name: str
@@ -140,6 +142,7 @@ class Mode:
     exchanges: bool = False
     exact: bool = True
     meanwhile: Sequence[Callable[[], AbstractContextManager[object]]] = ()
+    planner: MagiWork | None = None
 
     @contextmanager
     def running(self) -> Iterator[None]:
@@ -222,17 +225,15 @@ def _made_up(place: Place, queries: Sequence[int], keys: Sequence[int], local_ro
 def _ulysses(place: Place, step: StepTokens) -> Mode:
     _check_may_cut(place, "ulysses")
     lengths = _lengths(step)
-    layout = fill_in_order(lengths, place.wires.world_size)
     work = place.work([_whole_call(lengths, place.device)])
-    batches = _batches(place, [layout.held_by(rank) for rank in range(layout.num_ranks)], step, work)
+    batches = _batches(place, _in_order(lengths, place.wires.world_size), step, work)
     return Mode("ulysses", "bench_heads", batches, exchanges=True)
 
 
 def _ringmaster(place: Place, step: StepTokens) -> Mode:
     lengths = _lengths(step)
-    layout = fill_in_order(lengths, place.wires.world_size)
     work = place.work([_whole_call(lengths, place.device)])
-    held = [layout.held_by(rank) for rank in range(layout.num_ranks)]
+    held = _in_order(lengths, place.wires.world_size)
     batches = [{**batch, KEYWORD: None} for batch in _batches(place, held, step, work)]
     passed = partial(states.passed_by_package, place.model, lengths, place.device)
     return Mode("ringmaster", "bench_heads", batches, exchanges=True, meanwhile=[passed])
@@ -253,22 +254,43 @@ def _context(place: Place, step: StepTokens) -> Mode:
     return Mode("context", "bench_gathered", _batches(place, holding, step, place.work(calls)), exchanges=True)
 
 
-def _zigzag(place: Place, step: StepTokens) -> Mode:
-    _check_may_cut(place, "zigzag")
-    lengths = _lengths(step)
-    chunks = zigzag(range(len(lengths)), lengths, place.wires.world_size)
-    work = ZigzagWork(place.wires, place.kernel, lengths, place.device)
-    batches = _batches(place, [sorted(held) for held in chunks], step, work)
-    return Mode("zigzag", "bench_package", batches, exchanges=True)
+def _of_package(
+    name: str,
+    make: Callable[..., RingWork],
+    place: Place,
+    step: StepTokens,
+    *,
+    chunked: bool = False,
+    wired: bool = True,
+) -> Mode:
+    """Returns a mode whose ranks have consecutive tokens, or two chunks of every document.
+
+    Args:
+        name: as in `MODES`.
+        make: attention from wires, kernel, lengths and device.
+        chunked: in zigzag.
+        wired: exchanges are counted, and silent when asked.
+    """
+    _check_may_cut(place, name)
+    lengths, num_ranks = _lengths(step), place.wires.world_size
+    if chunked:
+        holding = [sorted(held) for held in zigzag(range(len(lengths)), lengths, num_ranks)]
+    else:
+        holding = _in_order(lengths, num_ranks)
+    work = make(place.wires, place.kernel, lengths, place.device)
+    return Mode(name, "bench_package", _batches(place, holding, step, work), exchanges=wired)
 
 
-def _llama3(place: Place, step: StepTokens) -> Mode:
-    _check_may_cut(place, "llama3")
-    lengths = _lengths(step)
-    layout = fill_in_order(lengths, place.wires.world_size)
-    work = Llama3Work(place.wires, place.kernel, lengths, place.device)
-    batches = _batches(place, [layout.held_by(rank) for rank in range(layout.num_ranks)], step, work)
-    return Mode("llama3", "bench_package", batches, exchanges=True)
+def _ringmaster_dense(way: str, place: Place, step: StepTokens) -> Mode:
+    make = partial(RingmasterWork, way, place.shape.module)
+    return _of_package(f"ringmaster-{way}", make, place, step, wired=False)
+
+
+def _magi(place: Place, step: StepTokens, setting: str) -> Mode:
+    _check_may_cut(place, "magi")
+    work = MagiWork(setting, place.shape, place.wires, _lengths(step), place.device)
+    batches = [{**work.batch(tokens), "bench_work": work} for tokens in step]
+    return Mode(f"magi@{setting}", "bench_package", batches, meanwhile=[work.planned], planner=work)
 
 
 def _placed(place: Place, step: StepTokens) -> Mode:
@@ -355,7 +377,7 @@ def tasks_move() -> Iterator[None]:
 class Kind(NamedTuple):
     """A kind of mode: how it is built for the documents of a step, and what it is in the words of `--help`."""
 
-    build: Callable[[Place, StepTokens], Mode]
+    build: Callable[..., Mode]  # from `Place`, `StepTokens` and a setting if it has any
     words: str
 
 
@@ -375,12 +397,26 @@ MODES = {
     "ulysses": Kind(_ulysses, "heads over all ranks: all-to-all of q, k, v before attention, and of its output after"),
     "context": Kind(_context, "every document in zigzag over all ranks, keys and values all-gathered"),
     "zigzag": Kind(
-        _zigzag, "ring attention by the package ring-flash-attn, its own code on this kernel; only if it is named"
+        partial(_of_package, "zigzag", ZigzagWork, chunked=True),
+        "ring attention by the package ring-flash-attn, its own code on this kernel; only if it is named",
     ),
     "llama3": Kind(
-        _llama3,
+        partial(_of_package, "llama3", Llama3Work),
         "that package's all-gather of some heads after the other, which it recommends for packed documents; only if "
         "it is named",
+    ),
+    "ringmaster-ulysses": Kind(
+        partial(_ringmaster_dense, "ulysses"),
+        "Ulysses by the package axolotl-ringmaster, its own code on this kernel; only if it is named",
+    ),
+    "ringmaster-ring": Kind(
+        partial(_ringmaster_dense, "ring"),
+        "that package's default ring, which gathers keys and values of consecutive tokens; only if it is named",
+    ),
+    "magi": Kind(
+        _magi,
+        "MagiAttention, its own planner, transfers and kernel, once for each of --magi-settings; it plans anew in "
+        "every round, which is timed apart from the step; only if it is named",
     ),
     "ringmaster": Kind(
         _ringmaster,
@@ -398,8 +434,23 @@ MODES = {
         _unchecked, "placed, but ranks agree on nothing in a forward pass: the price of that is placed ÷ unchecked"
     ),
 }
-# Run only if they are asked for by name; why they cannot run.
-OF_PACKAGE = {"zigzag": ring_code.why_missing, "llama3": ring_code.why_missing, "ringmaster": states.why_missing}
+# Run only if they are asked for by name: what pip installs for them, and packages that then are there.
+_RING, _RINGMASTER = ("--no-deps ring-flash-attn", "ring_flash_attn"), ("--no-deps axolotl-ringmaster", "ringmaster")
+OF_PACKAGE = {
+    "zigzag": _RING,
+    "llama3": _RING,
+    "ringmaster": ("'axolotl-ringmaster[fla]'", "ringmaster", "fla"),
+    "ringmaster-ulysses": _RINGMASTER,
+    "ringmaster-ring": _RINGMASTER,
+    "magi": ("--no-build-isolation git+https://github.com/SandAI-org/MagiAttention@2c64135", "magi_attention"),
+}
+
+
+def why_missing(name: str) -> str | None:
+    """Returns why a mode of `OF_PACKAGE` cannot run; None if it can."""
+    pip, *packages = OF_PACKAGE[name]
+    missing = [package for package in packages if find_spec(package) is None]
+    return f"needs {missing[0]} (pip install {pip}), which is not installed" if missing else None
 
 
 def _check_may_cut(place: Place, name: str) -> None:
@@ -412,14 +463,15 @@ def build_mode(name: str, place: Place, step: StepTokens) -> Mode:
     """Returns the mode of a name for the documents of an optimizer step. A collective call.
 
     Args:
-        name: one of `MODES`.
+        name: one of `MODES`, with @ and a setting if it has any.
         place: this rank, and its model.
         step: `[micro-steps][documents]` of int64 `[tokens]`; all micro-steps have equal lengths.
 
     Raises:
         SystemExit: documents cannot be held in this way.
     """
-    mode = MODES[name].build(place, step)
+    kind, _, setting = name.partition("@")
+    mode = MODES[kind].build(place, step, *setting.split())
     if mode.watched:
         return mode
     return replace(mode, meanwhile=[*mode.meanwhile, partial(without, BackboneCalls, "_open")])
@@ -428,6 +480,12 @@ def build_mode(name: str, place: Place, step: StepTokens) -> Mode:
 def _lengths(step: StepTokens) -> list[int]:
     """Returns the lengths of a micro-step's documents; all micro-steps have the same ones."""
     return [len(tokens) for tokens in step[0]]
+
+
+def _in_order(lengths: Sequence[int], num_ranks: int) -> Holding:
+    """Returns equal intervals of all tokens for the ranks."""
+    layout = fill_in_order(lengths, num_ranks)
+    return [layout.held_by(rank) for rank in range(num_ranks)]
 
 
 def _whole_call(lengths: Sequence[int], device: torch.device) -> Call:

@@ -100,6 +100,14 @@ def counts(text: str) -> list[int]:
     return [count(part) for part in text.split(",")]
 
 
+def magi_settings(text: str) -> list[str]:
+    """Returns settings as 512:1, as `type` of an option with commas between them."""
+    for part in text.split(","):
+        chunk, _, stages = part.partition(":")
+        whole(chunk), whole(stages)
+    return text.split(",")
+
+
 def file_to_read(text: str) -> Path:
     """Returns the path of a file that is there, as `type` of an option."""
     if not Path(text).is_file():

@@ -5,10 +5,8 @@ that mixers call: flash-linear-attention's with a context over all ranks for del
 gathered states for Mamba2. Its group is that of all ranks. It calls NCCL by itself, so its bytes are not counted.
 """
 
-import importlib.util
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import accumulate
 
 import torch
 import torch.distributed as dist
@@ -25,9 +23,7 @@ from distca_hf.planning.plan import plan_in_place
 from distca_hf.runtime.carried_states import CarriedRows
 from distca_hf.runtime.layer_kinds import PinnedKinds
 from distca_hf.runtime.live_plan import LivePlan
-
-
-PACKAGE = "ringmaster"
+from lib.baselines.peers import ringmaster_runtime
 
 
 def rows_on_one_device(
@@ -47,12 +43,6 @@ def rows_on_one_device(
     return CarriedRows(LivePlan(0, kinds.planned(device, plan.fingerprint), LocalTransport(), DistCAConfig()))
 
 
-def why_missing() -> str | None:
-    """Returns why the package cannot run; None if it can."""
-    missing = [name for name in (PACKAGE, "fla") if importlib.util.find_spec(name) is None]
-    return f"needs {missing[0]} (pip install 'axolotl-ringmaster[fla]'), which is not installed" if missing else None
-
-
 @contextmanager
 def passed_by_package(model: nn.Module, lengths: Sequence[int], device: torch.device) -> Iterator[None]:
     """Lets the package pass states between all ranks, and convolutions see the tokens before them.
@@ -64,10 +54,9 @@ def passed_by_package(model: nn.Module, lengths: Sequence[int], device: torch.de
     Raises:
         SystemExit: the package knows none of the model's mixers.
     """
-    from ringmaster.config import RingmasterConfig
     from ringmaster.mamba import mamba2_mixers, wire_mamba2
     from ringmaster.recurrent import gated_delta_mixers, kda_mixers, wire_gated_delta, wire_kda
-    from ringmaster.runtime import CPRuntime, set_runtime
+    from ringmaster.runtime import set_runtime
 
     inner = transformers_model(model)
     apart = {mixer: vars(mixer).pop("forward") for mixer in mixers_of(inner).values()}
@@ -78,10 +67,7 @@ def passed_by_package(model: nn.Module, lengths: Sequence[int], device: torch.de
             restore = wire(found, group)
     if restore is None:
         raise SystemExit(f"ringmaster knows no mixer of {type(inner).__name__}: leave this mode out")
-    offsets = torch.tensor([0, *accumulate(lengths)], device=device)  # int64, which the package keeps as it is
-    set_runtime(
-        CPRuntime(RingmasterConfig(size=dist.get_world_size()), cp_group=group, varlen=(offsets, max(lengths)))
-    )
+    set_runtime(ringmaster_runtime(lengths, device, cp_group=group))
     for mixer, own in apart.items():
         assert isinstance(own, Apart)
         own.before, mixer.forward = vars(mixer).get("forward"), own

@@ -3,7 +3,7 @@
     whole       q k v ── kernel ── out                                                        nothing exchanged
     heads       q k v ── tokens to heads ── kernel ── heads to tokens ── out                  Ulysses
     gathered    k v ── all-gather ── kernel ── out; dk dv are summed by a reduce-scatter      context parallelism
-    package     q k v ── code of ring-flash-attn (`ring_code.py`) ── out                      the same, and a ring
+    package     q k v ── code of another project (`ring_code.py`, `peers.py`) ── out             theirs
 
 The work of a micro-batch travels as `bench_work` in the model's keywords.
 """
@@ -85,13 +85,13 @@ def attend_gathered(
 def attend_by_package(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, window: int, work: RingWork
 ) -> torch.Tensor:
-    """Returns attention `[T, N, V]` as the package computes it.
+    """Returns attention `[T, N, V]` as a package computes it.
 
     Raises:
         SystemExit: the layer has a window.
     """
     if window:
-        raise SystemExit(f"layers have a window of {window} tokens: leave modes zigzag and llama3 out")
+        raise SystemExit(f"layers have a window of {window} tokens: leave modes of other packages out")
     return work.attend(q, k, v, scale)
 
 

@@ -51,7 +51,7 @@ class ZigzagWork:
     def __init__(self, wires: Wires, kernel: KernelName, lengths: Sequence[int], device: torch.device) -> None:
         self._function = _load(f"{PACKAGE}.zigzag_ring_flash_attn_varlen", wires, kernel)
         held = [tokens // wires.world_size for tokens in lengths]
-        self._offsets, self._longest, self._group = _offsets(held, device), max(held), wires.group
+        self._offsets, self._longest, self._group = offsets_of(held, device), max(held), wires.group
 
     def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
         attend = self._function.zigzag_ring_flash_attn_varlen_func
@@ -72,7 +72,7 @@ class Llama3Work:
     def __init__(self, wires: Wires, kernel: KernelName, lengths: Sequence[int], device: torch.device) -> None:
         self._function = _load(f"{PACKAGE}.llama3_flash_attn_varlen", wires, kernel)
         prepare = self._function.llama3_flash_attn_prepare_cu_seqlens
-        *self._spans, self._keys = prepare(_offsets(lengths, device), True, wires.rank, wires.world_size)
+        *self._spans, self._keys = prepare(offsets_of(lengths, device), True, wires.rank, wires.world_size)
         self._group = wires.group
 
     def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
@@ -84,14 +84,8 @@ class Llama3Work:
         return out
 
 
-def why_missing() -> str | None:
-    """Returns why the package cannot be called; None if it can."""
-    if importlib.util.find_spec(PACKAGE) is not None:
-        return None
-    return "needs ring-flash-attn (pip install --no-deps ring-flash-attn), which is not installed"
-
-
-def _offsets(lengths: Sequence[int], device: torch.device) -> torch.Tensor:
+def offsets_of(lengths: Sequence[int], device: torch.device) -> torch.Tensor:
+    """Returns int32 `[documents + 1]`: where documents begin, one after the other, and where the last one ends."""
     return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device)
 
 
@@ -127,8 +121,7 @@ def _only_meanwhile(modules: Mapping[str, ModuleType]) -> Iterator[None]:
 
 
 def interface_of(name: KernelName) -> Any:
-    """Returns a module with the functions of FlashAttention 2 that the package calls; they call the kernel of this
-    name."""
+    """Returns a module with functions of FlashAttention 2 that packages call; they call the kernel of a name."""
     module: Any = ModuleType(INTERFACE)
 
     def spec_of(
@@ -187,6 +180,26 @@ def interface_of(name: KernelName) -> Any:
         kernel = choose_kernel(name, Operands.of(q, k, v), spec)
         kernel.backward(dout, Saved(q, k, v, out, softmax_lse), Gradients(dq, dk, dv), spans, spec)
 
+    class Attention(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *asked: Any) -> torch.Tensor:
+            out, lse, *_ = _flash_attn_varlen_forward(q, k, v, *asked)
+            ctx.save_for_backward(q, k, v, out, lse)
+            ctx.asked = asked
+            return out
+
+        @staticmethod
+        def backward(ctx: Any, dout: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+            saved = ctx.saved_tensors
+            gradients = [torch.empty_like(x) for x in saved[:3]]
+            _flash_attn_varlen_backward(dout.contiguous(), *saved, *gradients, *ctx.asked)
+            return *gradients, *[None] * len(ctx.asked)
+
+    def flash_attn_varlen_func(*spanned: Any, dropout_p: float, softmax_scale: float, causal: bool) -> torch.Tensor:
+        out: torch.Tensor = Attention.apply(*spanned, dropout_p, softmax_scale, causal)
+        return out
+
+    module.flash_attn_varlen_func = flash_attn_varlen_func
     module._flash_attn_varlen_forward = _flash_attn_varlen_forward
     module._flash_attn_varlen_backward = _flash_attn_varlen_backward
     return module

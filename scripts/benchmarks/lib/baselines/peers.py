@@ -1,0 +1,147 @@
+"""Attention of other projects by their own code: dense attention of axolotl-ringmaster, and MagiAttention.
+
+    ulysses   q k v ── tokens to heads ── kernel of all modes ── heads to tokens ── out
+    ring      k v ── all-gather ── kernel of all modes ── out
+    magi      its planner deals chunks of tokens out; its transfers, in stages ── its own kernel ── out
+
+Both send over the group of the modes, by calls of their own: their bytes are not counted, and they are never silent.
+"""
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from itertools import accumulate
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from distca_hf.arrays import IntArray
+from distca_hf.config import KernelName
+from lib.baselines.ring_code import interface_of, offsets_of
+from lib.documents import batch_of
+from lib.model import Shape
+from lib.wires import Wires
+
+
+def ringmaster_runtime(lengths: Sequence[int], device: torch.device, **groups: dist.ProcessGroup | None) -> Any:
+    """Returns the state in which axolotl-ringmaster attends, its `CPRuntime`.
+
+    Args:
+        lengths: tokens of all documents, one after the other over the ranks, which have equally many.
+        groups: of all ranks, by the names of its fields.
+    """
+    from ringmaster.config import RingmasterConfig
+    from ringmaster.runtime import CPRuntime
+
+    offsets = torch.tensor([0, *accumulate(lengths)], device=device)  # int64, which the package keeps as it is
+    return CPRuntime(RingmasterConfig(size=dist.get_world_size()), varlen=(offsets, max(lengths)), **groups)
+
+
+class RingmasterWork:
+    """Dense attention of axolotl-ringmaster (tried: 0.2.7) as its defaults have it; ranks have consecutive tokens.
+
+    Its call of FlashAttention 2 gets the kernel of all modes. On CPUs its ring calls torch's attention instead.
+
+    Args:
+        way: "ulysses" or "ring".
+        layer: an attention layer of the model.
+        lengths: documents of all ranks together, in tokens.
+    """
+
+    def __init__(
+        self,
+        way: str,
+        layer: torch.nn.Module,
+        wires: Wires,
+        kernel: KernelName,
+        lengths: Sequence[int],
+        device: torch.device,
+    ) -> None:
+        from ringmaster.config import RotateMethod
+        from ringmaster.strategies import ring, ulysses
+
+        flash = "flash_attention_2"
+        ulysses._flash_varlen_fn = lambda _: interface_of(kernel).flash_attn_varlen_func
+        if way == "ulysses":
+            self._attend = ulysses.make_ulysses_attention(flash)
+        else:
+            self._attend = ring.make_ring_attention("hf_kernels", flash, RotateMethod.ALLGATHER)
+        self._layer = layer
+        self._runtime = ringmaster_runtime(lengths, device, cp_group=wires.group, **{f"{way}_group": wires.group})
+
+    def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
+        from ringmaster.runtime import set_runtime
+
+        set_runtime(self._runtime)
+        heads_first = (x.transpose(0, 1)[None] for x in (q, k, v))
+        out: torch.Tensor = self._attend(self._layer, *heads_first, None, scaling=scale)[0][0]
+        return out
+
+
+class MagiWork:
+    """MagiAttention (written for commit 2c64135), whose planner also decides which tokens a rank has.
+
+    Attributes:
+        chunk_tokens: as many as asked for, or fewer (`chunk_tokens`).
+        planning_seconds: of the host, of each time that the batch was planned.
+
+    Args:
+        setting: tokens of a chunk, 0 for as many as the package chooses, and stages of transfers, as "512:1".
+        shape: of the model.
+        lengths: documents of all ranks together, in tokens.
+    """
+
+    def __init__(self, setting: str, shape: Shape, wires: Wires, lengths: Sequence[int], device: torch.device) -> None:
+        from magi_attention import api, env
+
+        wanted, stages = map(int, setting.split(":"))
+        least_chunks = env.general.min_chunks_per_rank()
+        self.chunk_tokens = chunk_tokens(sum(lengths), wires.world_size, wanted, least_chunks)
+        config = api.DistAttnConfig(
+            api.DispatchConfig(chunk_size=self.chunk_tokens),
+            api.OverlapConfig(degree=stages),
+        )
+        offsets = offsets_of(lengths, torch.device("cpu"))
+        sizes = (shape.heads, shape.kv_heads, shape.head_dim)
+        self._plan = partial(
+            api.magi_attn_varlen_key,
+            *(offsets, offsets, *sizes, 0, wires.group),
+            causal=True,
+            dist_attn_config=config,
+        )
+        self._api, self._group, self._device = api, wires.group, device
+        self._key = self._plan()
+        self.planning_seconds: list[float] = []
+
+    def batch(self, tokens: Sequence[IntArray]) -> dict[str, torch.Tensor]:
+        """Returns `input_ids` and `position_ids`, int64 `[1, rows]`, of the tokens that this rank was dealt."""
+        whole = batch_of([(document, 0, len(ids)) for document, ids in enumerate(tokens)], tokens, self._device)
+        return {name: self._api.dispatch(values[0], self._key)[None] for name, values in whole.items()}
+
+    @contextmanager
+    def planned(self) -> Iterator[None]:
+        """Plans as for a new batch, and notes the time: the package keeps plans of batches that it knows."""
+        self._api.clear_cache(self._group)
+        began = time.perf_counter()
+        self._key = self._plan()
+        self.planning_seconds.append(time.perf_counter() - began)
+        yield
+
+    def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
+        out: torch.Tensor = self._api.calc_attn(q, k, v, self._key, softmax_scale=scale)[0]
+        return out
+
+
+def chunk_tokens(tokens: int, ranks: int, wanted: int, least_chunks: int) -> int:
+    """Returns the tokens of MagiAttention's chunks with which ranks have equally many, and nothing is padded.
+
+    Args:
+        tokens: of all ranks together, which they divide.
+        ranks: ranks.
+        wanted: at most so many; 0 for as many as the package lets a chunk have.
+        least_chunks: in which the package itself cuts the tokens of a rank.
+    """
+    most = -(-tokens // (least_chunks * ranks))
+    return next(chunk for chunk in range(min(wanted or most, most), 0, -1) if tokens // ranks % chunk == 0)
