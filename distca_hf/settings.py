@@ -102,8 +102,7 @@ def fields_of(settings: type) -> dict[str, "dataclasses.Field[Any]"]:
 
 def values_of(settings: Settings, kind: type) -> dict[str, object]:
     """Returns the values of all settings of a class, by the names of `fields_of`."""
-    names = fields_of(kind)
-    return dict(zip(names, attrgetter(*names)(settings), strict=True))
+    return {name: attrgetter(name)(settings) for name in fields_of(kind)}
 
 
 def check_names(settings: type, unnamed: Sequence[object], given: Iterable[object], where: str) -> None:

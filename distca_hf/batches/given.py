@@ -273,20 +273,20 @@ class GivenPlanner:
         began = time.perf_counter()
         plan, num_chunks, kinds, moves = prepare()
         self.latest_moves = None if moves is None else moves.moves
+        facts = kinds.facts
         if shown.returning is not Returning.STATES:  # head and loss run on placed rows
-            kinds = replace(kinds, facts=replace(kinds.facts, head_tokens=kinds.facts.tokens))
-        self.history.append(kinds.facts)
+            facts = replace(facts, head_tokens=facts.tokens)
+        self.history.append(facts)
         if trains:
-            self._uncounted.append(kinds.facts)
+            self._uncounted.append(facts)
             self.times.micro_batches += 1  # padded micro-batches are in none of these
             self.times.plan_seconds += spent_seconds + time.perf_counter() - began
         posted = None
         if self._posting is not None and trains:
             posted = self._posting.post(None if extra_ranks is None else plan, number, num_chunks)
+        on_device = None if moves is None else moves.to(device)
         planned = kinds.planned(device, plan.fingerprint, posted)
-        if moves is None:
-            return planned
-        return planned._replace(moves=moves.to(device), batch_forms=shown.forms)
+        return planned._replace(facts=facts, moves=on_device, batch_forms=shown.forms)
 
 
 class _Gathering(NamedTuple):

@@ -70,13 +70,18 @@ class Columns(NamedTuple):
     position_rows: int
     deep_layers: int
     differentiate: bool
-    described: Mapping[str, str]
+    described: Mapping[str, tuple[torch.dtype, torch.Size]]
 
     @property
     def facts(self) -> dict[str, object]:
         """All of it by name, for messages."""
         numbers = {POSITIONS: self.position_rows, IMAGE_LAYERS: self.deep_layers}
-        return numbers | {"gradients are needed": self.differentiate, **self.described}
+        return numbers | {"gradients are needed": self.differentiate, **self.in_words}
+
+    @property
+    def in_words(self) -> dict[str, str]:
+        """Dtype and width of each column, as text."""
+        return {name: f"{dtype} {[*shape]}" for name, (dtype, shape) in self.described.items()}
 
 
 class DecoderBorders:
@@ -238,7 +243,7 @@ class DecoderBorders:
         Raises:
             PlanError: this rank's columns are not those that ranks agreed on for batches of this form.
         """
-        described = {name: f"{value.dtype} {[*value.shape[1:]]}" for name, value in moving.items()}
+        described = {name: (value.dtype, value.shape[1:]) for name, value in moving.items()}
         differentiate = torch.is_grad_enabled() and any(value.requires_grad for value in moving.values())
         now = Columns(len(positions), len(given.get(DEEP) or ()), crosses and differentiate, described)
         known = self._columns.get(plan.planned.batch_forms) if crosses else now
@@ -303,7 +308,7 @@ def _agreed(now: Columns, given: Batch, plan: LivePlan) -> Columns:
         for name, value in given.items()
         if isinstance(value, bool | str) or (name.startswith("output_") and value is not None)
     }
-    of_inputs = {f"input {name} of the decoder": value for name, value in sorted({**now.described, **flags}.items())}
+    of_inputs = {f"input {name} of the decoder": value for name, value in sorted({**now.in_words, **flags}.items())}
     numbers = {POSITIONS: now.position_rows, IMAGE_LAYERS: now.deep_layers, "differentiate": int(now.differentiate)}
     facts = {**(plan.forward_pass.facts or {}), **of_inputs}
     agreement = Agreement.start(plan.transport, Occasion.MOVE, plan.micro_batch, facts, numbers)
@@ -316,7 +321,7 @@ def _agreed(now: Columns, given: Batch, plan: LivePlan) -> Columns:
                 f"{name} is {shown}. {REMEDIES[Occasion.MOVE]}"
             )
     return Columns(
-        max(shown_by[POSITIONS]), max(shown_by[IMAGE_LAYERS]), any(shown_by["differentiate"]), dict(now.described)
+        max(shown_by[POSITIONS]), max(shown_by[IMAGE_LAYERS]), any(shown_by["differentiate"]), now.described
     )
 
 

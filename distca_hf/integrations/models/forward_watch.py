@@ -21,6 +21,7 @@ from distca_hf.batches.read_documents import DocumentReader, ReadDocuments, Read
 from distca_hf.batches.reported_steps import ReportedSteps
 from distca_hf.batches.square_masks import is_square, numbered_rows, tokens_in
 from distca_hf.comm.averaging import check_averaging
+from distca_hf.config import DistCAConfig
 from distca_hf.errors import PlanError, UnsupportedAttentionError
 from distca_hf.integrations.attention import LAYER_SETTINGS, LayerSettings
 from distca_hf.integrations.checkpointing import RecomputedLayers
@@ -210,7 +211,7 @@ class ForwardWatch:
             )
         if not is_given:
             self._check.check_model(module)
-            self._prepare(module, plan.transport.world_size)
+            self._prepare(module, plan.config, plan.transport.world_size)
         self._check.check_plan(plan)
         self.context.check_shares(plan.transport, plan.micro_batch)
         self._check.check_placed(batch, plan)
@@ -221,8 +222,8 @@ class ForwardWatch:
         batch = {**batch, "distca_plan": plan, **label_count(batch, plan), **self._no_cache(batch), **counted}
         return args, self.loss.place(batch, plan, self._borders) if self.loss.is_placed else batch
 
-    def _prepare(self, module: nn.Module, world_size: int) -> None:
-        """Prepares checkpointing, and the facts of a pass. Ranks have compared settings before."""
+    def _prepare(self, module: nn.Module, config: DistCAConfig, world_size: int) -> None:
+        """Prepares checkpointing, and the facts of a pass."""
         rows_wait = self._recomputed.prepare(module, self.context, has_peers=world_size > 1)
         self._passes_with_gradients += torch.is_grad_enabled()
         is_looked_at = torch.is_grad_enabled() and is_due(self._passes_with_gradients)
@@ -230,6 +231,7 @@ class ForwardWatch:
             check_averaging(self.root, self.context.members)
             check_divided_heads(self.root, self.context)
         self._facts = {
+            **config.shared_settings(),
             "gradients": torch.is_grad_enabled(),
             "training": module.training,
             "attention layers that are recomputed": sum(map(len, self._recomputed.regions)),
@@ -282,7 +284,7 @@ class ForwardWatch:
         need_gradients = self._check.gradients_before_decoder()
 
         def meanwhile() -> None:
-            self._prepare(module, planner.world_size)
+            self._prepare(module, self.context, planner.world_size)
             if returning != Returning.STATES:
                 self.loss.shift(batch)
 
